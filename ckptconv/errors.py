@@ -1,0 +1,89 @@
+"""What can go wrong, as one small tree of exceptions with one wording.
+
+Every message reads ``{path}: {where}: {what}; {hint}`` and is a single printable line: text that came out of a file is
+escaped before it gets in. Raising is done where the fact is known; this module only holds the words' shape.
+"""
+
+from __future__ import annotations
+
+_LONGEST_NAME = 200
+
+
+def printable(text: object, limit: int = _LONGEST_NAME) -> str:
+    """`text` as one safe line: control and other unprintable characters escaped, cut after `limit` characters."""
+    raw = text if isinstance(text, str) else str(text)
+    cut = raw if len(raw) <= limit else raw[:limit] + "…"
+    if cut.isprintable():
+        return cut
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in cut)
+
+
+class CheckpointError(Exception):
+    """Something about a checkpoint, a request or this host that stops the work.
+
+    Attributes: `what` is wrong, `path` of the file (or None), `where` in it (a key, a record, a header field, or
+    None) and the `hint`: the command or option that helps (or None). All are plain text as it was found; `str()` gives
+    the escaped line.
+    """
+
+    def __init__(
+        self, what: str, *, path: object = None, where: object = None, hint: str | None = None
+    ) -> None:
+        super().__init__(what)
+        self.what = what
+        self.path = None if path is None else str(path)
+        self.where = None if where is None else str(where)
+        self.hint = hint
+
+    def at(self, *, path: object = None, where: object = None) -> CheckpointError:
+        """Fill in the path or the place, where a lower layer could not know it; what is known already stays."""
+        if self.path is None and path is not None:
+            self.path = str(path)
+        if self.where is None and where is not None:
+            self.where = str(where)
+        return self
+
+    def __str__(self) -> str:
+        place = [printable(part) for part in (self.path, self.where) if part]
+        line = ": ".join([*place, printable(self.what, 2000)])
+        return f"{line}; {self.hint}" if self.hint else line
+
+
+class MalformedCheckpoint(CheckpointError):
+    """The bytes contradict themselves or their format: truncated, corrupt, or made to deceive."""
+
+
+class UnsupportedCheckpoint(CheckpointError):
+    """The file is something else than a checkpoint, or of a kind that is not read yet."""
+
+
+class LimitExceeded(CheckpointError):
+    """A declared size, count or depth is beyond what any sensible checkpoint has."""
+
+
+class RefusedObject(CheckpointError):
+    """The tree holds something that the output cannot hold, or that `weights_only=True` would refuse."""
+
+
+class KeyConflict(CheckpointError):
+    """Key rules that cannot be applied: two keys become one, or a key is no key."""
+
+
+class AmbiguousStateDict(CheckpointError):
+    """No state dict was found, or several and the choice is the user's."""
+
+
+class KeyMismatch(CheckpointError):
+    """The checkpoint's keys or shapes are not those of the model."""
+
+
+class DeviceUnavailable(CheckpointError):
+    """A location tag that is no device, or a device that this host does not have."""
+
+
+class OutputRefused(CheckpointError):
+    """The output cannot or must not be written where it was asked for."""
+
+
+class VerificationFailed(CheckpointError):
+    """The output, read back, differs from its source."""

@@ -1,0 +1,38 @@
+"""The most that a file may claim before it is refused, in one place.
+
+A limit is not a taste: each is far beyond what training writes, and small enough that a file which lies about its
+sizes is answered in a second and in little memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds that every reader holds a file against; the defaults are the values below (bytes or counts)."""
+
+    pickle_bytes: int = 1 << 30
+    """Size of one pickle (100,000 tensors take 15 MB)."""
+    small_record_bytes: int = 4096
+    """Size of a record that holds one word, as ``version`` or ``byteorder`` do."""
+    archive_records: int = 4_000_000
+    """Records in one zip archive."""
+    depth: int = 1000
+    """Containers within containers (Python's own pickler stops at about 500)."""
+    inflated_ratio: int = 100
+    """Inflated bytes per deflated byte, above `inflated_free`."""
+    inflated_free: int = 16 << 20
+    """Inflated size of a record that is never questioned."""
+    view_ratio: int = 64
+    """Bytes that a tensor claims per byte of its storage (expanded views), above `view_free`."""
+    view_free: int = 1 << 30
+    """Size of a tensor that is never questioned."""
+    dimensions: int = 64
+    """Dimensions of one tensor, as in torch and numpy."""
+    safetensors_header_bytes: int = 100_000_000
+    """Size of a safetensors header, the same as in the safetensors library."""
+
+
+LIMITS = Limits()
