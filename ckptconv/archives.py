@@ -1,0 +1,327 @@
+"""Zip archives as torch writes them: a directory of records by name, and the bytes around the payloads when writing.
+
+Reading trusts neither of the two descriptions that a zip file holds of itself: the central directory is checked whole,
+then against each local header, and records may not overlap, differ in case only, or carry a name that is no plain
+relative path. Payloads are not touched. Deflated records are read through `InflatedSource`.
+
+Layout written (that of torch's own writer, whose reader computes offsets instead of looking them up): local header with
+flags 0x808 and no sizes, an extra field ``FB`` that pads the payload to 64 bytes, payload, data descriptor (none for an
+empty record), central directory, zip64 end record and locator, end record. Source: PyTorch's inline_container.cc and the
+files that torch 2.13 writes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ckptconv.errors import LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.files import InflatedSource, Source, crc32
+from ckptconv.limits import LIMITS
+
+ALIGNMENT = 64
+_MAX32 = 0xFFFFFFFF
+_END = struct.Struct("<4s4H2IH")
+_END64 = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR = struct.Struct("<4sIQI")
+_CENTRAL = struct.Struct("<4s6H3I5H2I")
+_LOCAL = struct.Struct("<4s5H3I2H")
+_ENCRYPTED = 0x2041
+_WINDOW = 1 << 16
+_STORED, _DEFLATED = 0, 8
+
+
+class Record(NamedTuple):
+    """One record: `offset` of its payload, `size` when inflated, `stored` bytes in the file, its `crc32` (None: absent)."""
+
+    name: str
+    header: int
+    offset: int
+    size: int
+    stored: int
+    deflated: bool
+    crc32: int | None
+
+
+def read_directory(source: Source) -> dict[str, Record]:
+    """The records of the archive by name, in the order of its directory.
+
+    Raises `MalformedCheckpoint` when the archive is cut off, ambiguous, or contradicts itself.
+    """
+    start, count, size = _find_directory(source)
+    if count > min(LIMITS.archive_records, size // _CENTRAL.size):
+        raise LimitExceeded(f"claims {count} records", path=source.path, where="zip directory")
+    records = _locate_payloads(source, _parse_directory(source, source.read(start, size), count), start)
+    _refuse_overlaps(source, records)
+    return {record.name: record for record in records if not record.name.endswith("/")}
+
+
+def record_source(source: Source, record: Record) -> tuple[Source, int]:
+    """Where the plain bytes of `record` can be read: a source and the offset in it."""
+    if not record.deflated:
+        return source, record.offset
+    return InflatedSource(source, record.offset, record.stored, record.size, record.crc32, record.name), 0
+
+
+def read_record(source: Source, record: Record, limit: int) -> bytes:
+    """All bytes of a record of at most `limit` bytes, checked against its CRC-32."""
+    if record.size > limit:
+        raise LimitExceeded(
+            f"is {record.size} bytes long, more than the {limit} that such a record may have",
+            path=source.path,
+            where=record.name,
+        )
+    plain, offset = record_source(source, record)
+    try:
+        found = plain.read(offset, record.size)
+    finally:
+        if plain is not source:
+            plain.close()
+    if record.crc32 is not None and crc32(found) != record.crc32:
+        raise MalformedCheckpoint("does not have the CRC-32 that the archive says", path=source.path, where=record.name)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def _malformed(source: Source, what: str, where: object = "zip directory") -> MalformedCheckpoint:
+    return MalformedCheckpoint(what, path=source.path, where=where, hint="the file is damaged, cut off or made to deceive")
+
+
+def _find_directory(source: Source) -> tuple[int, int, int]:
+    """Offset, number of records and size of the central directory, which must end where the end records begin."""
+    tail_at = max(0, source.size - (_END.size + 0xFFFF))
+    tail = source.read(tail_at, source.size - tail_at)
+    at = tail_at + _end_record(source, tail)
+    _, disk, start_disk, here, count, size, start, _ = _END.unpack_from(tail, at - tail_at)
+    end = at
+    locator_at = at - _LOCATOR.size
+    if locator_at >= 0 and (locator := source.read(locator_at, _LOCATOR.size))[:4] == b"PK\6\7":
+        end = _LOCATOR.unpack(locator)[2]
+        if end + _END64.size != locator_at:
+            raise _malformed(source, "its zip64 end record is not where its locator says")
+        found = _END64.unpack(source.read(end, _END64.size))
+        if found[0] != b"PK\6\6" or not _agree((count, size, start), (found[7], found[8], found[9])):
+            raise _malformed(source, "its two end records contradict each other")
+        _, _, _, _, disk, start_disk, here, count, size, start = found
+    if disk or start_disk or here != count:
+        raise _malformed(source, "is one of several volumes")
+    if start + size != end:
+        raise _malformed(source, "its directory does not end where its end record begins")
+    return start, count, size
+
+
+def _end_record(source: Source, tail: bytes) -> int:
+    """The place in `tail` of the one end record whose comment ends with the file."""
+    found: list[int] = []
+    at = tail.rfind(b"PK\5\6")
+    while at >= 0:
+        if at + _END.size <= len(tail) and at + _END.size + _END.unpack_from(tail, at)[7] == len(tail):
+            found.append(at)
+        at = tail.rfind(b"PK\5\6", 0, at)
+    if not found:
+        raise MalformedCheckpoint(
+            "the archive has no end record at its end",
+            path=source.path,
+            hint="the file is cut off or something was appended; fetch it again",
+        )
+    if len(found) > 1:
+        raise _malformed(source, "holds two end records, each of which could be the real one")
+    return found[0]
+
+
+def _agree(short: tuple[int, ...], long: tuple[int, ...]) -> bool:
+    return all(a == b or a in (0xFFFF, _MAX32) for a, b in zip(short, long, strict=True))
+
+
+class _Entry(NamedTuple):
+    name: str
+    raw_name: bytes
+    method: int
+    crc32: int
+    stored: int
+    size: int
+    header: int
+
+
+def _parse_directory(source: Source, raw: bytes, count: int) -> list[_Entry]:
+    entries: list[_Entry] = []
+    folded: set[str] = set()
+    at = 0
+    for _ in range(count):
+        if at + _CENTRAL.size > len(raw):
+            raise _malformed(source, "is shorter than its number of records")
+        fields = _CENTRAL.unpack_from(raw, at)
+        names_at = at + _CENTRAL.size
+        extra_at = names_at + fields[10]
+        at = extra_at + fields[11] + fields[12]
+        if fields[0] != b"PK\1\2" or at > len(raw):
+            raise _malformed(source, "holds something else than records")
+        entry = _entry(source, fields, raw[names_at:extra_at], raw[extra_at : extra_at + fields[11]])
+        folded.add(entry.name.lower())
+        entries.append(entry)
+    if at != len(raw):
+        raise _malformed(source, "is longer than its number of records")
+    if len(folded) != len(entries):
+        raise _malformed(source, "has two records whose names are equal but for case; torch does not tell them apart")
+    return entries
+
+
+def _entry(source: Source, fields: tuple[int, ...], raw_name: bytes, extra: bytes) -> _Entry:
+    flags, method, crc, stored, size, header = fields[3], fields[4], fields[7], fields[8], fields[9], fields[16]
+    try:
+        name = raw_name.decode()
+    except UnicodeDecodeError:
+        raise _malformed(source, f"has a record whose name is not UTF-8: {raw_name!r}") from None
+    if not name.isprintable() or "\\" in name or name.startswith("/") or ".." in name and ".." in name.split("/"):
+        raise _malformed(source, "has a name that is no plain relative path", printable(name))
+    if flags & _ENCRYPTED:
+        raise _malformed(source, "is marked as encrypted", name)
+    if method not in (_STORED, _DEFLATED):
+        raise UnsupportedCheckpoint(f"is compressed by method {method}", path=source.path, where=name)
+    if _MAX32 in (stored, size, header):
+        stored, size, header = _zip64_sizes(source, name, extra, stored, size, header)
+    if method == _STORED and stored != size:
+        raise _malformed(source, f"is stored but declares {stored} and {size} bytes", name)
+    return _Entry(name, raw_name, method, crc, stored, size, header)
+
+
+def _zip64_sizes(
+    source: Source, name: str, extra: bytes, stored: int, size: int, header: int
+) -> tuple[int, int, int]:
+    """The 64-bit numbers: in the extra field 1, in the order size, stored, header, only those that overflowed."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<HH", extra, at)
+        if kind == 1 and at + 4 + length <= len(extra):
+            numbers = [*struct.unpack_from(f"<{length // 8}Q", extra, at + 4)]
+            try:
+                size = numbers.pop(0) if size == _MAX32 else size
+                stored = numbers.pop(0) if stored == _MAX32 else stored
+                header = numbers.pop(0) if header == _MAX32 else header
+            except IndexError:
+                break
+            return stored, size, header
+        at += 4 + length
+    raise _malformed(source, "has no zip64 sizes although it says so", name)
+
+
+def _locate_payloads(source: Source, entries: list[_Entry], directory_at: int) -> list[Record]:
+    """Records with the offsets of their payloads, each local header held against the directory."""
+    records = []
+    window, window_at = b"", 0
+    for entry in sorted(entries, key=lambda entry: entry.header):
+        at = entry.header - window_at
+        if at < 0 or at + _LOCAL.size + len(entry.raw_name) > len(window):
+            if entry.header + _LOCAL.size + len(entry.raw_name) > directory_at:
+                raise _malformed(source, "its header lies beyond the records", entry.name)
+            window = source.read(entry.header, min(_WINDOW, directory_at - entry.header))
+            window_at, at = entry.header, 0
+        fields = _LOCAL.unpack_from(window, at)
+        names_at = at + _LOCAL.size
+        if fields[0] != b"PK\3\4" or window[names_at : names_at + fields[9]] != entry.raw_name:
+            raise _malformed(source, "its local header has another name than the directory", entry.name)
+        if fields[2] & _ENCRYPTED or fields[3] != entry.method or not _local_sizes_agree(fields, entry):
+            raise _malformed(source, "its local header contradicts the directory", entry.name)
+        offset = entry.header + _LOCAL.size + fields[9] + fields[10]
+        if offset + entry.stored > directory_at:
+            raise _malformed(source, "its payload reaches beyond the records", entry.name)
+        crc = entry.crc32 if entry.crc32 or not entry.size else None
+        deflated = entry.method == _DEFLATED
+        records.append(Record(entry.name, entry.header, offset, entry.size, entry.stored, deflated, crc))
+    order = {entry.name: index for index, entry in enumerate(entries)}
+    return sorted(records, key=lambda record: order[record.name])
+
+
+def _local_sizes_agree(fields: tuple[int, ...], entry: _Entry) -> bool:
+    """Local sizes are absent (0), in the zip64 field (all ones), or the directory's own."""
+    pairs = ((fields[6], entry.crc32), (fields[7], entry.stored), (fields[8], entry.size))
+    return all(local in (0, _MAX32, central) for local, central in pairs)
+
+
+def _refuse_overlaps(source: Source, records: list[Record]) -> None:
+    end = 0
+    for record in sorted(records, key=lambda record: record.header):
+        if record.header < end or (end == 0 and record.header):
+            raise _malformed(source, "overlaps the record before it, or hidden bytes stand before it", record.name)
+        end = record.offset + record.stored
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+
+class Slot(NamedTuple):
+    """A record to be written: its `lead` (local header and padding, from byte `header` on), then `size` payload bytes."""
+
+    name: bytes
+    header: int
+    offset: int
+    size: int
+    lead: bytes
+
+    @property
+    def end(self) -> int:
+        """The byte behind the payload and its data descriptor."""
+        return self.offset + self.size + _descriptor_size(self.header, self.size)
+
+
+def lay_out(name: str, header: int, size: int) -> Slot:
+    """The record `name` of `size` bytes whose local header stands at byte `header`; its payload is 64-byte aligned."""
+    raw = name.encode()
+    slot = Slot(raw, header, 0, size, b"")
+    wide = _wide(slot)
+    unpadded = header + _LOCAL.size + len(raw) + len(wide) + 4
+    padding = -unpadded % ALIGNMENT
+    fixed = _LOCAL.pack(b"PK\3\4", 0, _flags(slot), 0, 0, 0, 0, 0, 0, len(raw), len(wide) + 4 + padding)
+    lead = fixed + raw + wide + b"FB%c\0" % padding + b"Z" * padding
+    return slot._replace(offset=unpadded + padding, lead=lead)
+
+
+def _flags(slot: Slot) -> int:
+    """Bit 11: the name is UTF-8; bit 3: CRC and sizes follow the payload (an empty one has none)."""
+    return 0x0808 if slot.size else 0x0800
+
+
+def _wide(slot: Slot) -> bytes:
+    """The zip64 extra field, empty while all numbers fit 32 bits; torch's writer repeats the offset in local headers."""
+    numbers = [*([slot.size, slot.size] if slot.size >= _MAX32 else []), *([slot.header] if slot.header >= _MAX32 else [])]
+    return struct.pack(f"<HH{len(numbers)}Q", 1, 8 * len(numbers), *numbers) if numbers else b""
+
+
+def _descriptor_size(header: int, size: int) -> int:
+    return 0 if not size else 24 if size >= _MAX32 or header >= _MAX32 else 16
+
+
+def descriptor(slot: Slot, crc: int) -> bytes:
+    """The data descriptor behind a payload; nothing for an empty one."""
+    if not slot.size:
+        return b""
+    width = "Q" if _descriptor_size(slot.header, slot.size) == 24 else "I"
+    return struct.pack(f"<4sI2{width}", b"PK\7\x08", crc, slot.size, slot.size)
+
+
+def ending_size(slots: Sequence[Slot]) -> int:
+    """The length of `ending`."""
+    return sum(_CENTRAL.size + len(slot.name) + len(_wide(slot)) for slot in slots) + (
+        _END64.size + _LOCATOR.size + _END.size
+    )
+
+
+def ending(slots: Sequence[Slot], crcs: Sequence[int]) -> bytes:
+    """Central directory and end records for the records written so far."""
+    start = slots[-1].end
+    directory = b"".join(_central(slot, crc) for slot, crc in zip(slots, crcs, strict=True))
+    count, size = len(slots), len(directory)
+    end64 = _END64.pack(b"PK\6\6", _END64.size - 12, 0x031E, 45, 0, 0, count, count, size, start)
+    locator = _LOCATOR.pack(b"PK\6\7", 0, start + size, 1)
+    short = (min(count, 0xFFFF), min(count, 0xFFFF), min(size, _MAX32), min(start, _MAX32))
+    return directory + end64 + locator + _END.pack(b"PK\5\6", 0, 0, *short, 0)
+
+
+def _central(slot: Slot, crc: int) -> bytes:
+    wide = _wide(slot)
+    size, header = min(slot.size, _MAX32), min(slot.header, _MAX32)
+    fixed = (0, 0, _flags(slot), 0, 0, 0, crc, size, size, len(slot.name), len(wide), 0, 0, 0, 0, header)
+    return _CENTRAL.pack(b"PK\1\2", *fixed) + slot.name + wide

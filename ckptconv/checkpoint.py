@@ -1,0 +1,313 @@
+"""A checkpoint as a tree of symbolic nodes, and the state dicts in it.
+
+The tree is never changed: a change is an *overlay*, a node that stands in for another by identity, which the walk here and
+the pickle writer both look through. What is a state dict is decided by content; names only rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ckptconv.errors import AmbiguousStateDict, KeyConflict, LimitExceeded, printable
+from ckptconv.files import Source
+from ckptconv.limits import LIMITS
+from ckptconv.pickling import Call, Dict, Node, PersistentId, children, mapping_pairs
+from ckptconv.tensors import TensorObject, TensorRef
+
+Place: TypeAlias = "tuple[Place, Node, Node] | None"
+"""Where a node hangs: (the container's place, the label in it, the container); None for the root."""
+
+Overlay = Mapping[int, Node]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """An opened checkpoint: its tree, with `TensorRef` leaves that still lie in the file.
+
+    `format` is ``torch zip``, ``safetensors`` or ``memory``; `metadata` are a safetensors file's own strings; `notes`
+    tell what was odd about the file without being wrong. Use it as a context manager, or `close()` it.
+    """
+
+    path: Path
+    format: str
+    root: Node
+    nbytes: int
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    sources: tuple[Source, ...] = ()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files behind the tensors; they cannot be read afterwards."""
+        for source in self.sources:
+            source.close()
+
+    def tensors(self) -> Iterator[tuple[str, TensorRef]]:
+        """Every tensor of the tree with the path at which it is first met."""
+        return tensors_of(self.root)
+
+    def state_dicts(self) -> list[StateDict]:
+        """The state dicts found in the tree, in its order; see `find_state_dicts`."""
+        return find_state_dicts(self.root)
+
+    def state_dict(self, only: str | None = None) -> StateDict:
+        """The one state dict, or the one at the path `only`; `AmbiguousStateDict` when there is none or a choice."""
+        return choose_state_dict(self.root, only, self.path)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateDict:
+    """A state dict in a tree: its `path` (empty for the root), its `node`, and its keys and values in order.
+
+    A value is a `TensorRef`, a `TensorObject`, or whatever else training left under the key.
+    """
+
+    path: str
+    node: Node
+    keys: tuple[str, ...]
+    values: tuple[Node, ...]
+
+    def tensors(self) -> Iterator[tuple[str, TensorRef]]:
+        """The keys whose values are tensors, with them."""
+        for key, value in zip(self.keys, self.values, strict=True):
+            if (tensor := tensor_of(value)) is not None:
+                yield key, tensor
+
+
+def tensor_of(node: Node) -> TensorRef | None:
+    """The tensor that a leaf is or carries; None for anything else."""
+    if type(node) is TensorRef:
+        return node
+    return node.tensor if type(node) is TensorObject else None
+
+
+def label_text(label: Node) -> str:
+    """A dict key or index as it stands in paths and messages; bytes as the text they are."""
+    if type(label) is str:
+        return label
+    return label.decode("utf-8", "backslashreplace") if type(label) is bytes else str(label)
+
+
+def place_text(place: Place) -> str:
+    """The path of a place: labels joined by dots, empty for the root."""
+    labels = []
+    while place is not None:
+        labels.append(label_text(place[1]))
+        place = place[0]
+    return ".".join(reversed(labels))
+
+
+_PLAIN = frozenset((str, int, float, bool, bytes, type(None), complex))
+
+
+def walk(root: Node, overlay: Overlay | None = None) -> Iterator[tuple[Place, Node]]:
+    """Every node that is no plain value, with its first place, each once, parents before children.
+
+    Shared and cyclic structures are entered once. The overlay may grow while walking: what stands in for a node just
+    yielded is entered in its place. `LimitExceeded` when containers nest too deeply.
+    """
+    over = {} if overlay is None else overlay
+    root = over.get(id(root), root)
+    if type(root) in _PLAIN:
+        return
+    seen = {id(root)}
+    yield None, root
+    root = over.get(id(root), root)
+    work: list[tuple[Place, Node, Iterator[tuple[Node, Node]]]] = [(None, root, _inner(root))]
+    while work:
+        place, holder, remaining = work[-1]
+        for label, child in remaining:
+            if type(child) in _PLAIN:
+                continue
+            child = over.get(id(child), child)
+            if id(child) in seen or type(child) in _PLAIN:
+                continue
+            seen.add(id(child))
+            here = (place, label, holder)
+            yield here, child
+            child = over.get(id(child), child)
+            if type(child) in _CONTAINERS:
+                work.append((here, child, _inner(child)))
+                if len(work) > LIMITS.depth:
+                    raise LimitExceeded(f"nests more than {LIMITS.depth} containers", where=place_text(here)[:200])
+                break
+        else:
+            work.pop()
+
+
+_CONTAINERS = frozenset((Dict, list, tuple, Call, PersistentId, TensorObject))
+
+
+def _inner(node: Node) -> Iterator[tuple[Node, Node]]:
+    if type(node) is TensorObject:
+        return iter((("<class>", node.cls), ("<state>", node.state)))
+    return children(node)
+
+
+def tensors_of(root: Node, overlay: Overlay | None = None) -> Iterator[tuple[str, TensorRef]]:
+    """Every tensor of a tree with its path; tensors met twice under different keys of state dicts appear once."""
+    for place, node in walk(root, overlay):
+        if (tensor := tensor_of(node)) is not None:
+            yield place_text(place), tensor
+
+
+# --------------------------------------------------------------------------------------------------------- state dicts
+
+_USUAL = frozenset(
+    "state_dict model_state_dict model model_state net network module weights params params_ema ema ema_state_dict "
+    "model_ema ema_model state_dict_ema generator discriminator netG netD G D encoder decoder backbone head teacher "
+    "student actor critic policy".split()
+)
+"""Labels under which training scripts keep a state dict."""
+
+_NEVER = ("optim", "scheduler", "rng", "random", "scaler", "callbacks", "loops")
+"""Parts of labels under which no state dict is looked for."""
+
+
+def find_state_dicts(root: Node) -> list[StateDict]:
+    """The state dicts of a tree, by content.
+
+    A state dict is a dict with text keys that holds tensors and no container with further tensors in it, outside of
+    optimizers, schedulers and random states. Where some of them look like a module's (a usual name, dots in keys, or
+    `_metadata`), only those count. A root that is one is the only one.
+    """
+    mappings, holders = _mappings(root)
+    found = [(place, node, pairs) for place, node, pairs in mappings if _is_state_dict(pairs, holders)]
+    strong = [item for item in found if item[0] is None or _looks_like_module(*item)]
+    return [_state_dict(*item) for item in strong or found]
+
+
+def choose_state_dict(root: Node, only: str | None, path: Path) -> StateDict:
+    """The state dict at the path `only`, or the single one there is; `AmbiguousStateDict` otherwise."""
+    base = "" if only is None else only
+    found = find_state_dicts(root if only is None else find(root, only, path))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = ", ".join(printable(f"{base}.{item.path}".strip(".") or ".") for item in found[:8])
+        first = printable(f"{base}.{found[0].path}".strip("."))
+        raise AmbiguousStateDict(
+            f"holds {len(found)} state dicts: {names}", path=path, hint=f"choose one with --only {first} (only= in code)"
+        )
+    raise AmbiguousStateDict(
+        "no state dict (a dict of named tensors) was found in it",
+        path=path,
+        where=only,
+        hint="see what it holds with: ckptconv inspect",
+    )
+
+
+def find(root: Node, path: str, file: Path) -> Node:
+    """The node at a dotted path such as ``optimizer.state``; keys may hold dots themselves."""
+    work = [(root, path)]
+    while work:
+        node, rest = work.pop()
+        if not rest:
+            return node
+        for label, child in children(node):
+            text = label_text(label)
+            if rest == text or rest.startswith(text + "."):
+                work.append((child, rest[len(text) + 1 :]))
+    known = [printable(label_text(label)) for label, _ in children(root)][:12]
+    raise AmbiguousStateDict(
+        f"there is nothing at {printable(path)!r}", path=file, hint=f"it holds: {', '.join(known) or 'no parts'}"
+    )
+
+
+_Mapping = tuple[Place, Node, list[tuple[Node, Node]]]
+
+
+def _mappings(root: Node) -> tuple[list[_Mapping], set[int]]:
+    """The dicts that may be state dicts, and the identities of all containers with a tensor somewhere in them."""
+    mappings: list[_Mapping] = []
+    holders: set[int] = set()
+    closed: set[int] = set()
+    for place, node in walk(root):
+        if place is not None and (id(place[2]) in closed or _is_never(place[1])):
+            closed.add(id(node))
+        if type(node) is TensorRef or type(node) is TensorObject:
+            _mark(place, holders)
+        elif (pairs := mapping_pairs(node)) is not None and id(node) not in closed:
+            if {"state", "param_groups"} <= {key for key, _ in pairs if type(key) is str}:
+                closed.add(id(node))
+            elif any(tensor_of(value) is not None for _, value in pairs):
+                mappings.append((place, node, pairs))
+    return mappings, holders
+
+
+def _mark(place: Place, holders: set[int]) -> None:
+    while place is not None and id(place[2]) not in holders:
+        holders.add(id(place[2]))
+        place = place[0]
+
+
+def _is_never(label: Node) -> bool:
+    return type(label) is str and any(word in label.lower() for word in _NEVER) and "." not in label
+
+
+def _is_state_dict(pairs: list[tuple[Node, Node]], holders: set[int]) -> bool:
+    for key, value in pairs:
+        if id(value) in holders and not (type(key) is str and key.endswith("_extra_state")):
+            return False
+    return True
+
+
+def _looks_like_module(place: Place, node: Node, pairs: list[tuple[Node, Node]]) -> bool:
+    if place is not None and place[1] in _USUAL:
+        return True
+    return metadata_of(node) is not None or any(type(key) is str and "." in key for key, _ in pairs)
+
+
+def _state_dict(place: Place, node: Node, pairs: list[tuple[Node, Node]]) -> StateDict:
+    path = place_text(place)
+    keys: dict[str, Node] = {}
+    for key, value in pairs:
+        name = _key_text(key, path)
+        if name in keys:
+            raise KeyConflict(f"holds the key {printable(name)!r} twice", where=path or None)
+        keys[name] = value
+    return StateDict(path, node, tuple(keys), tuple(keys.values()))
+
+
+def _key_text(key: Node, path: str) -> str:
+    if type(key) not in _PLAIN:
+        raise KeyConflict("a key of the state dict is no text", where=path or None)
+    text = label_text(key)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise KeyConflict("a key holds half a character (a lone surrogate)", where=text) from None
+    return text
+
+
+def metadata_of(node: Node) -> Any:
+    """The node of a state dict's `_metadata` (module path → {"version": n}), or None."""
+    if type(node) is not Call or type(node.state) is not Dict:
+        return None
+    return next((value for key, value in node.state.pairs if key == "_metadata"), None)
+
+
+def renamed_state_dict(found: StateDict, keys: tuple[str | None, ...], module_path: Any) -> Node:
+    """A node like `found.node` whose i-th key is `keys[i]` (None: left out) and whose `_metadata` follows."""
+    pairs = [(new, value) for new, value in zip(keys, found.values, strict=True) if new is not None]
+    if type(found.node) is Dict:
+        return Dict(pairs)
+    made = Call(found.node.func, (), new=found.node.new)
+    made.pairs = pairs
+    made.state = found.node.state
+    if (metadata := metadata_of(found.node)) is not None and (entries := mapping_pairs(metadata)) is not None:
+        renamed = {module_path(key): value for key, value in entries if type(key) is str}
+        copy: Node = Dict() if type(metadata) is Dict else Call(metadata.func, ())
+        copy.pairs = list(renamed.items())
+        made.state = Dict([(key, copy if key == "_metadata" else value) for key, value in found.node.state.pairs])
+    return made
+
+

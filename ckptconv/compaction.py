@@ -1,0 +1,131 @@
+"""Which bytes of each storage a torch output needs, and where the tensors over it move.
+
+Tensors that share a storage keep sharing one. Bytes that no tensor uses are left out, so that a slice does not drag its
+whole storage along; a tensor with holes that is alone is written without them. A cast applies to whole storages, so that
+sharing survives it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from ckptconv.dtypes import UINT8, DType
+from ckptconv.tensors import Storage, TensorRef, contiguous_stride, joined, whole_storage
+
+_ALIGNMENT = 16  # where gaps are cut out, so that every element type stays aligned
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NewStorage:
+    """A storage of the output: `values` in C order, cast to `dtype`; `storage_dtype` names its class (None: untyped)."""
+
+    values: TensorRef
+    dtype: DType
+    storage_dtype: DType | None
+    location: str
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in the output."""
+        return self.values.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placement:
+    """Where a tensor lies in its new storage; `dtype` is the one it is written with, the rest counts elements."""
+
+    storage: NewStorage
+    dtype: DType
+    offset: int
+    stride: tuple[int, ...]
+
+
+CastRule = Callable[[DType], DType]
+
+
+def compact(refs: Iterable[TensorRef], bare: Iterable[Storage], cast: CastRule) -> dict[int, Placement]:
+    """The placement of every tensor of `refs` and every storage of `bare`, by `id`.
+
+    `bare` are storages that the tree holds by themselves: they stay whole and uncast, and so do the tensors over them.
+    """
+    groups: dict[int, list[TensorRef]] = {}
+    placed: dict[int, Placement] = {}
+    for ref in refs:
+        if ref.is_view:
+            groups.setdefault(id(ref.storage), []).append(ref)
+        else:
+            placed[id(ref)] = _gathered(ref, cast)
+    for storage in bare:
+        placed.update(_whole(storage, groups.pop(id(storage), [])))
+    for group in groups.values():
+        placed.update(_alone(group[0], cast) if len(group) == 1 else _shared(group, cast))
+    return placed
+
+
+def _class_of(dtype: DType) -> DType | None:
+    return dtype if dtype.storage_class else None
+
+
+def _gathered(ref: TensorRef, cast: CastRule) -> Placement:
+    """The tensor's values one after another; its conj and neg bits stay bits."""
+    dtype = cast(ref.dtype)
+    raw = replace(ref, conj=False, neg=False) if ref.conj or ref.neg else ref
+    storage = NewStorage(raw, dtype, _class_of(dtype), ref.location)
+    return Placement(storage, dtype, 0, contiguous_stride(ref.shape))
+
+
+def _whole(storage: Storage, group: list[TensorRef]) -> dict[int, Placement]:
+    dtype = storage.dtype or UINT8
+    values = whole_storage(storage, 0, storage.nbytes, dtype)
+    new = NewStorage(values, dtype, storage.dtype, storage.location)
+    placed = {id(ref): Placement(new, ref.dtype, ref.storage_offset, ref.stride) for ref in group}
+    placed[id(storage)] = Placement(new, dtype, 0, ())
+    return placed
+
+
+def _alone(ref: TensorRef, cast: CastRule) -> dict[int, Placement]:
+    start, stop = ref.byte_span()
+    if stop - start > ref.nbytes:
+        return {id(ref): _gathered(ref, cast)}
+    dtype = cast(ref.dtype)
+    values = whole_storage(ref.storage, start, stop, ref.dtype)
+    new = NewStorage(values, dtype, _class_of(dtype), ref.location)
+    return {id(ref): Placement(new, dtype, 0, ref.stride)}
+
+
+def _shared(group: list[TensorRef], cast: CastRule) -> dict[int, Placement]:
+    storage, dtypes = group[0].storage, {ref.dtype for ref in group}
+    mixed = len(dtypes) > 1
+    if mixed and (storage.big_endian or any(cast(dtype) is not dtype for dtype in dtypes)):
+        return {id(ref): _gathered(ref, cast) for ref in group}
+    source = UINT8 if mixed else dtypes.pop()
+    target = UINT8 if mixed else cast(source)
+    runs = _used_runs(group, storage.nbytes - storage.nbytes % source.itemsize)
+    values = joined([whole_storage(storage, start, stop, source) for start, stop in runs])
+    new = NewStorage(values, target, None if mixed else _class_of(target), storage.location)
+    starts = [start for start, _ in runs]
+    shifts = [start - sum(b - a for a, b in runs[:index]) for index, start in enumerate(starts)]
+    placed = {}
+    for ref in group:
+        first = ref.byte_span()[0] if ref.numel else starts[0]
+        moved = first - shifts[bisect_right(starts, first) - 1]
+        dtype = ref.dtype if mixed else target
+        placed[id(ref)] = Placement(new, dtype, moved // ref.dtype.itemsize, ref.stride)
+    return placed
+
+
+def _used_runs(group: list[TensorRef], nbytes: int) -> list[tuple[int, int]]:
+    """The byte ranges that the tensors use, merged where they touch; one empty range when they use nothing."""
+    spans = sorted(
+        (start - start % _ALIGNMENT, min(nbytes, stop + -stop % _ALIGNMENT))
+        for start, stop in (ref.byte_span() for ref in group if ref.numel)
+    )
+    runs: list[tuple[int, int]] = []
+    for start, stop in spans:
+        if runs and start <= runs[-1][1]:
+            runs[-1] = runs[-1][0], max(stop, runs[-1][1])
+        else:
+            runs.append((start, stop))
+    return runs or [(0, 0)]

@@ -1,0 +1,180 @@
+"""The safetensors container: read it, and lay it out for writing.
+
+Eight bytes of header length (little-endian, at most 100 MB), a JSON object from key to ``{dtype, shape, data_offsets}`` with
+an optional ``__metadata__`` of strings, then the values in C order, little-endian, without gaps, to the very end of the file.
+Source: the format's README and `Metadata::validate` of the safetensors library 0.8.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+from ckptconv.checkpoint import Checkpoint
+from ckptconv.dtypes import BY_SAFETENSORS, DType
+from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint
+from ckptconv.files import Source
+from ckptconv.layout import Layout, WriteItem
+from ckptconv.limits import LIMITS
+from ckptconv.pickling import ORDERED_DICT, Call
+from ckptconv.tensors import Storage, TensorRef, contiguous_stride, view_of
+
+NAME = "safetensors"
+_RESERVED = "__metadata__"
+_NOT_ALIASES = ("format", "device")
+_FIELDS = {"dtype", "shape", "data_offsets"}
+_HALF_BYTE = "F4"
+
+
+def is_safetensors(head: bytes) -> bool:
+    """Whether a file that starts with `head` (some hundred bytes) is meant to be safetensors: JSON behind 8 bytes."""
+    return head[8:].lstrip().startswith(b"{") and not head.lstrip().startswith((b"{", b"<"))
+
+
+def open_safetensors(source: Source) -> Checkpoint:
+    """Open a safetensors file; reads its header, no payload.
+
+    The tree is an OrderedDict in header order. A metadata entry that names a missing tensor as the alias of one that is
+    there (as the library's `save_model` records tied tensors) becomes a second key of that tensor. The metadata's
+    ``device`` becomes the location tag.
+    """
+    header, start = _read_header(source)
+    metadata = _metadata(source, header.pop(_RESERVED, None))
+    location = metadata.get("device", "cpu")
+    tensors = {}
+    spans = []
+    for key, entry in header.items():
+        dtype, shape, begin, end = _entry(source, key, entry)
+        spans.append((begin, end))
+        storage = Storage(source, start + begin, end - begin, location, key, dtype)
+        tensors[key] = view_of(storage, dtype, 0, shape, contiguous_stride(shape))
+    _refuse_gaps(source, spans, source.size - start)
+    for alias, kept in metadata.items():
+        if alias not in tensors and kept in tensors and alias not in _NOT_ALIASES:
+            tensors[alias] = tensors[kept]
+    root = Call(ORDERED_DICT, ())
+    root.pairs = list(tensors.items())
+    return Checkpoint(source.path, NAME, root, source.size, metadata, sources=(source,))
+
+
+def _read_header(source: Source) -> tuple[dict[str, Any], int]:
+    if source.size < 8:
+        raise MalformedCheckpoint("is too short for a header", path=source.path)
+    size = int.from_bytes(source.read(0, 8), "little")
+    if size > LIMITS.safetensors_header_bytes:
+        raise LimitExceeded(
+            f"declares {size} bytes, more than {LIMITS.safetensors_header_bytes}", path=source.path, where="header length"
+        )
+    if 8 + size > source.size:
+        raise _malformed(source, "header length", f"declares {size} bytes where {source.size - 8} are left")
+    raw = source.read(8, size)
+    if not raw.startswith(b"{"):
+        raise _malformed(source, "header", "does not begin with '{'")
+    try:
+        header = json.loads(raw.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise _malformed(source, "header", f"is no valid JSON ({error})") from None
+    if not isinstance(header, dict):
+        raise _malformed(source, "header", "is no JSON object")
+    return header, 8 + size
+
+
+def _malformed(source: Source, where: str, what: str) -> MalformedCheckpoint:
+    return MalformedCheckpoint(what, path=source.path, where=where, hint="the file is damaged, cut off or made to deceive")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name stands in it twice")
+    return found
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _metadata(source: Source, metadata: Any) -> dict[str, str]:
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _malformed(source, _RESERVED, "holds something else than strings")
+    return metadata
+
+
+def _entry(source: Source, key: str, entry: Any) -> tuple[DType, tuple[int, ...], int, int]:
+    if type(entry) is not dict or entry.keys() != _FIELDS:
+        raise _malformed(source, key, "its entry does not have just dtype, shape and data_offsets")
+    dtype = BY_SAFETENSORS.get(entry["dtype"]) if type(entry["dtype"]) is str else None
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    if dtype is None:
+        raise _malformed(source, key, f"has the unknown dtype {entry['dtype']!r}")
+    if type(shape) is not list or type(offsets) is not list or len(offsets) != 2 or not _are_sizes([*shape, *offsets]):
+        raise _malformed(source, key, "its shape or data_offsets hold something else than sizes")
+    begin, end = offsets
+    if dtype.safetensors == _HALF_BYTE:
+        if not shape or shape[-1] % 2:
+            raise _malformed(source, key, "has an odd number of 4-bit elements in its last dimension")
+        shape = [*shape[:-1], shape[-1] // 2]
+    if prod(shape) * dtype.itemsize != end - begin:
+        raise _malformed(source, key, f"its shape needs {prod(shape) * dtype.itemsize} bytes, its data_offsets span {end - begin}")
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        raise _malformed(source, key, "its name holds half a character (a lone surrogate)") from None
+    return dtype, tuple(shape), begin, end
+
+
+def _are_sizes(values: Sequence[Any]) -> bool:
+    return all(type(value) is int and 0 <= value < 1 << 63 for value in values)
+
+
+def _refuse_gaps(source: Source, spans: list[tuple[int, int]], available: int) -> None:
+    at = 0
+    for begin, end in sorted(spans):
+        if begin != at:
+            raise _malformed(source, "data_offsets", f"leave a gap or overlap at byte {min(at, begin)} of the data")
+        at = end
+    if at != available:
+        raise _malformed(source, "data", f"has {available} bytes where the header needs {at}")
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+
+def lay_out_safetensors(
+    tensors: Sequence[tuple[str, TensorRef, DType]], metadata: Mapping[str, str]
+) -> Layout:
+    """The output file for named tensors, each with the dtype to write it in, and metadata.
+
+    Tensors lie in the order of falling element size, and of the given order within a size, so that each is aligned in the
+    file; the header is padded with spaces to a multiple of 8, as the library does.
+    """
+    ordered = sorted(tensors, key=lambda item: -item[2].itemsize)
+    header: dict[str, Any] = {_RESERVED: dict(metadata)} if metadata else {}
+    at = 0
+    sizes = []
+    for key, ref, dtype in ordered:
+        if key == _RESERVED:
+            raise CheckpointError("a tensor may not be called __metadata__ in safetensors", where=key, hint="use --rename")
+        nbytes = ref.numel * dtype.itemsize
+        shape = [*ref.shape[:-1], ref.shape[-1] * 2] if dtype.safetensors == _HALF_BYTE and ref.shape else list(ref.shape)
+        header[key] = {"dtype": dtype.safetensors, "shape": shape, "data_offsets": [at, at + nbytes]}
+        sizes.append(nbytes)
+        at += nbytes
+    raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    raw += b" " * (-len(raw) % 8)
+    if len(raw) > LIMITS.safetensors_header_bytes:
+        raise LimitExceeded(f"the header takes {len(raw)} bytes, safetensors allows {LIMITS.safetensors_header_bytes}")
+    return _items(ordered, sizes, len(raw).to_bytes(8, "little") + raw)
+
+
+def _items(ordered: Sequence[tuple[str, TensorRef, DType]], sizes: Sequence[int], header: bytes) -> Layout:
+    items = []
+    lead, at = header, len(header)
+    for (key, ref, dtype), nbytes in zip(ordered, sizes, strict=True):
+        items.append(WriteItem(key, lead, at, nbytes, ref, dtype))
+        lead, at = b"", at + nbytes
+    return Layout(tuple(items), at, lambda _index, _crc: b"", lambda _crcs: b"" if items else header)

@@ -1,0 +1,204 @@
+"""The zip container of `torch.save` (torch ≥ 1.6): read it, and lay it out for writing.
+
+Records under one root folder of any name: ``data.pkl`` (the tree), ``data/N`` (a storage each), and, where the writer was new
+enough, ``byteorder``, ``version``, ``.format_version``, ``.storage_alignment``, ``.data/serialization_id``. A
+``constants.pkl`` marks a TorchScript archive. Source: torch/serialization.py and caffe2/serialize/inline_container.cc.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+
+from ckptconv import archives
+from ckptconv.archives import Record, Slot
+from ckptconv.checkpoint import Checkpoint, Overlay, walk
+from ckptconv.compaction import CastRule, NewStorage, compact
+from ckptconv.dtypes import UINT8, DType
+from ckptconv.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.files import Source
+from ckptconv.layout import Layout, WriteItem
+from ckptconv.limits import LIMITS
+from ckptconv.pickling import Node, write_pickle
+from ckptconv.tensors import Storage, TensorObject, TensorRef
+from ckptconv.torch_objects import StoredAs, TorchLeaves, read_torch_pickle
+
+NAME = "torch zip"
+_ROOT = "archive"
+_OPTIONAL = ("version", "byteorder", ".format_version", ".storage_alignment", ".data/serialization_id")
+
+
+def is_torch_zip(head: bytes) -> bool:
+    """Whether a file that starts with `head` (4 bytes are enough) is a zip archive."""
+    return head[:4] == b"PK\3\4"
+
+
+def open_torch_zip(source: Source) -> Checkpoint:
+    """Open a zip checkpoint; reads its directory and its pickle, no payload.
+
+    Raises `MalformedCheckpoint` when directory, pickle and storages contradict each other, `UnsupportedCheckpoint` when the
+    archive is something else than what `torch.save` writes.
+    """
+    records = archives.read_directory(source)
+    root = _root_folder(source, records)
+    storages = _Storages(source, records, root)
+    try:
+        pickle = archives.read_record(source, records[f"{root}data.pkl"], LIMITS.pickle_bytes)
+        tree = read_torch_pickle(pickle, storages)
+    except CheckpointError as error:
+        raise error.at(path=source.path, where="data.pkl") from error.__cause__
+    return Checkpoint(
+        path=source.path,
+        format=NAME,
+        root=tree,
+        nbytes=source.size,
+        notes=tuple(_notes(records, root, storages)),
+        sources=(source, *storages.inflated),
+    )
+
+
+def _root_folder(source: Source, records: Mapping[str, Record]) -> str:
+    """The folder that holds data.pkl, with its slash."""
+    roots = [name[: -len("data.pkl")] for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
+    if len(roots) > 1:
+        raise MalformedCheckpoint(
+            f"holds two checkpoints, {printable(roots[0])} and {printable(roots[1])}", path=source.path, where="zip directory"
+        )
+    if not roots:
+        raise _other_archive(source, records)
+    if f"{roots[0]}constants.pkl" in records:
+        raise UnsupportedCheckpoint(
+            "is a TorchScript archive, which is not read yet",
+            path=source.path,
+            hint="save its state dict: torch.save(torch.jit.load(PATH, 'cpu').state_dict(), OUT)",
+        )
+    return roots[0]
+
+
+def _other_archive(source: Source, records: Mapping[str, Record]) -> UnsupportedCheckpoint:
+    what = "a zip archive without a data.pkl, so not one that torch.save wrote"
+    if any(name.endswith("model.json") for name in records):
+        what = "a TorchScript archive of before torch 1.4, which is not read yet"
+    elif any(name.endswith((".pth", ".pt")) for name in records):
+        what = "a zip archive of checkpoints, which is not read yet"
+        return UnsupportedCheckpoint(f"is {what}", path=source.path, hint="unzip it and name the file inside")
+    return UnsupportedCheckpoint(f"is {what}", path=source.path)
+
+
+def _notes(records: Mapping[str, Record], root: str, storages: _Storages) -> Iterable[str]:
+    known = {f"{root}{name}" for name in ("data.pkl", *_OPTIONAL)}
+    others = [name for name in records if name not in known and name not in storages.used]
+    if others:
+        yield f"{len(others)} records belong to no tensor and are left out, e.g. {printable(others[0])}"
+    if any(record.size and record.crc32 is None for record in records.values()):
+        yield "the archive has no checksums (CRC-32 fields are 0), so damage cannot be noticed"
+
+
+class _Storages:
+    """Finds the storages of one archive by key, each checked against its record."""
+
+    def __init__(self, source: Source, records: Mapping[str, Record], root: str) -> None:
+        self._source = source
+        self._records = records
+        self._prefix = f"{root}data/"
+        self._big_endian = self._is_big_endian(root)
+        self._check_version(root)
+        self.used: set[str] = set()
+        self.inflated: list[Source] = []
+
+    def __call__(self, key: str, location: str, nbytes: int, dtype: DType | None) -> Storage:
+        name = self._prefix + key
+        record = self._records.get(name)
+        if record is None:
+            raise MalformedCheckpoint("the pickle names a storage that the archive does not hold", where=name)
+        if record.size != nbytes:
+            raise MalformedCheckpoint(f"has {record.size} bytes where the pickle says {nbytes}", where=name)
+        self.used.add(name)
+        source, offset = archives.record_source(self._source, record)
+        if source is not self._source:
+            self.inflated.append(source)
+        crc = None if record.deflated else record.crc32
+        return Storage(source, offset, nbytes, location, name, dtype, crc, self._big_endian)
+
+    def _small(self, name: str) -> bytes | None:
+        record = self._records.get(name)
+        return None if record is None else archives.read_record(self._source, record, LIMITS.small_record_bytes)
+
+    def _is_big_endian(self, root: str) -> bool:
+        order = self._small(f"{root}byteorder")
+        if order not in (None, b"little", b"big"):
+            raise MalformedCheckpoint(f"names the byte order {order!r}", path=self._source.path, where=f"{root}byteorder")
+        return order == b"big"
+
+    def _check_version(self, root: str) -> None:
+        version = self._small(f"{root}version")
+        if version is not None and not version.strip().isdigit():
+            raise MalformedCheckpoint(f"is no number: {version[:20]!r}", path=self._source.path, where=f"{root}version")
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+
+def lay_out_torch_zip(root: Node, overlay: Overlay, cast: CastRule, retag: Callable[[str], str]) -> Layout:
+    """The output file for a tree: its pickle, and a record for each storage that its tensors need.
+
+    `cast` gives the element type in which a type is written; `retag` the location tag of a storage. Records are numbered in
+    the order in which the pickle names them, which torch's reader relies on.
+    """
+    refs, bare = _leaves(root, overlay)
+    placements = compact(refs, bare, cast)
+    keys: dict[NewStorage, str] = {}
+
+    def stored_as(node: TensorRef | Storage) -> StoredAs:
+        placed = placements[id(node)]
+        new = placed.storage
+        key = keys.setdefault(new, str(len(keys)))
+        return StoredAs(key, retag(new.location), new.storage_dtype, new.nbytes, placed.dtype, placed.offset, placed.stride)
+
+    pickle = write_pickle(root, TorchLeaves(stored_as), overlay)
+    return _records([
+        ("data.pkl", pickle),
+        (".format_version", b"1"),
+        (".storage_alignment", b"%d" % archives.ALIGNMENT),
+        ("byteorder", b"little"),
+        *((f"data/{key}", new) for new, key in keys.items()),
+        ("version", b"3\n"),
+        (".data/serialization_id", _serialization_id(pickle)),
+    ])  # fmt: skip
+
+
+def _leaves(root: Node, overlay: Overlay) -> tuple[list[TensorRef], list[Storage]]:
+    refs: list[TensorRef] = []
+    bare: list[Storage] = []
+    for _, node in walk(root, overlay):
+        if type(node) is TensorRef:
+            refs.append(node)
+        elif type(node) is TensorObject:
+            refs.append(node.tensor)
+        elif type(node) is Storage:
+            bare.append(node)
+    return refs, bare
+
+
+def _serialization_id(pickle: bytes) -> bytes:
+    """Forty digits that are the same for the same tree, as torch's are."""
+    return b"%040d" % (int.from_bytes(hashlib.sha256(pickle).digest(), "big") % 10**40)
+
+
+def _records(contents: Iterable[tuple[str, bytes | NewStorage]]) -> Layout:
+    slots: list[Slot] = []
+    items: list[WriteItem] = []
+    at = 0
+    for name, content in contents:
+        ready = isinstance(content, bytes)
+        slot = archives.lay_out(f"{_ROOT}/{name}", at, len(content) if ready else content.nbytes)
+        values, dtype = (content, UINT8) if ready else (content.values, content.dtype)
+        slots.append(slot)
+        items.append(WriteItem(name, slot.lead, slot.offset, slot.size, values, dtype))
+        at = slot.end
+    return Layout(
+        tuple(items),
+        at + archives.ending_size(slots),
+        lambda index, crc: archives.descriptor(slots[index], crc),
+        lambda crcs: archives.ending(slots, crcs),
+    )

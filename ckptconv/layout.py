@@ -1,0 +1,37 @@
+"""What a format hands to the writer: every byte of the output in order, payloads still as references."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ckptconv.dtypes import DType
+from ckptconv.tensors import TensorRef
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WriteItem:
+    """One payload: after the bytes `lead`, at byte `offset` of the output, `nbytes` bytes of `values`.
+
+    `values` are ready bytes, or a tensor whose values in C order are cast to `dtype`.
+    """
+
+    name: str
+    lead: bytes
+    offset: int
+    nbytes: int
+    values: TensorRef | bytes
+    dtype: DType
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """A whole output file of `nbytes` bytes: `items`, what follows each of them, and what ends the file.
+
+    `trail(i, crc)` gives the bytes behind item i, whose payload had the CRC-32 `crc`; `ending(crcs)` those behind all.
+    """
+
+    items: tuple[WriteItem, ...]
+    nbytes: int
+    trail: Callable[[int, int], bytes]
+    ending: Callable[[Sequence[int]], bytes]

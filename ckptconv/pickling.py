@@ -1,0 +1,745 @@
+"""Pickle streams as documents: read into symbolic nodes, never executed, and written back from them.
+
+A stream becomes plain Python values (None, bool, int, float, str, bytes, list, tuple) and four kinds of node: `Global` (a
+name that would be imported), `Call` (what would be called with what, and what would be done to its result), `Dict` (pairs in
+order) and `PersistentId`. Nothing that a stream names is imported or called, and none of its values is hashed while it is
+read. The caller says which calls it knows (`reducers`) and what a persistent id stands for; this module knows no torch name.
+
+Written streams are protocol 2 with the opcodes that torch's own `weights_only` reader accepts. The opcodes are those of
+CPython's `pickletools`.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gc
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, NoReturn, TypeAlias
+
+from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, RefusedObject
+from ckptconv.limits import LIMITS
+
+Node: TypeAlias = Any
+"""A value of the tree: plain Python, one of the nodes below, or what a reducer made of a call."""
+
+ABSENT: Final = object()
+"""The state of a `Call` that no BUILD was applied to."""
+
+
+class Global:
+    """The name of a class or function; one object per name and stream, never resolved."""
+
+    __slots__ = ("module", "name")
+
+    def __init__(self, module: str, name: str) -> None:
+        self.module = module
+        self.name = name
+
+    @property
+    def path(self) -> str:
+        """The dotted name, python 2's module names given as python 3's."""
+        return f"{_PYTHON3_MODULES.get(self.module, self.module)}.{self.name}"
+
+    def __repr__(self) -> str:
+        return f"Global({self.path})"
+
+
+_PYTHON3_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "numpy.core.multiarray": "numpy._core.multiarray"}
+
+
+class Call:
+    """`func(*args, **kwargs)` (or `func.__new__` when `new`), then its appended `items`, its set `pairs`, its `state`."""
+
+    __slots__ = ("args", "func", "items", "kwargs", "new", "pairs", "state")
+
+    def __init__(self, func: Node, args: tuple[Node, ...], *, new: bool = False, kwargs: Node = None) -> None:
+        self.func = func
+        self.args = args
+        self.new = new
+        self.kwargs = kwargs
+        self.items: list[Node] = []
+        self.pairs: list[tuple[Node, Node]] = []
+        self.state: Node = ABSENT
+
+    @property
+    def name(self) -> str:
+        """The dotted name of what is called, or ``?`` where that is no name but the result of another call."""
+        return self.func.path if type(self.func) is Global else "?"
+
+    def __repr__(self) -> str:
+        return f"Call({self.name}, {len(self.args)} arguments)"
+
+
+class Dict:
+    """A dict as the pairs that were set, in order; a key may be any node and is not hashed."""
+
+    __slots__ = ("pairs",)
+
+    def __init__(self, pairs: list[tuple[Node, Node]] | None = None) -> None:
+        self.pairs: list[tuple[Node, Node]] = [] if pairs is None else pairs
+
+
+class PersistentId:
+    """A reference out of the stream whose meaning the caller did not know."""
+
+    __slots__ = ("pid",)
+
+    def __init__(self, pid: Node) -> None:
+        self.pid = pid
+
+
+Reducer: TypeAlias = Callable[[tuple[Node, ...]], Node]
+SET = Global("builtins", "set")
+FROZENSET = Global("builtins", "frozenset")
+BYTEARRAY = Global("builtins", "bytearray")
+ORDERED_DICT = Global("collections", "OrderedDict")
+ENCODE = Global("_codecs", "encode")
+
+
+def mapping_pairs(node: Node) -> list[tuple[Node, Node]] | None:
+    """The pairs of a dict or of an OrderedDict (python 2's list-of-pairs argument included); None for anything else."""
+    if type(node) is Dict:
+        return node.pairs
+    if type(node) is Call and type(node.func) is Global and node.func.path == "collections.OrderedDict":
+        if node.args and type(node.args[0]) is list and not node.pairs:
+            given = node.args[0]
+            return [(pair[0], pair[1]) for pair in given if type(pair) in (list, tuple) and len(pair) == 2]
+        return node.pairs
+    return None
+
+
+def children(node: Node) -> Iterator[tuple[Node, Node]]:
+    """The (label, child) pairs of a container: keys of dicts, indices of lists and tuples, parts of calls.
+
+    The keys of a dict are plain in any sane stream; keys that are containers themselves are given as children under the
+    label ``<key>``.
+    """
+    kind = type(node)
+    if kind is Dict:
+        yield from _pair_children(node.pairs)
+    elif kind is list or kind is tuple:
+        yield from enumerate(node)
+    elif kind is Call:
+        if type(node.func) is not Global:
+            yield "<function>", node.func
+        for index, argument in enumerate(node.args):
+            yield f"<argument {index}>", argument
+        if node.kwargs is not None:
+            yield "<arguments>", node.kwargs
+        yield from enumerate(node.items)
+        yield from _pair_children(node.pairs)
+        if node.state is not ABSENT:
+            yield "<state>", node.state
+    elif kind is PersistentId:
+        yield "<persistent id>", node.pid
+
+
+def _pair_children(pairs: list[tuple[Node, Node]]) -> Iterator[tuple[Node, Node]]:
+    for key, value in pairs:
+        if type(key) in _PLAIN_KEYS:
+            yield key, value
+        else:
+            yield "<key>", key
+            yield "<value>", value
+
+
+_PLAIN_KEYS = frozenset((str, int, float, bool, bytes, type(None)))
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+_INT32 = struct.Struct("<i").unpack_from
+_UINT32 = struct.Struct("<I").unpack_from
+_UINT16 = struct.Struct("<H").unpack_from
+_UINT64 = struct.Struct("<Q").unpack_from
+_DOUBLE = struct.Struct(">d").unpack_from
+
+
+def read_pickle(
+    stream: bytes,
+    *,
+    reducers: Mapping[str, Reducer] | None = None,
+    persistent: Callable[[Node], Node] = PersistentId,
+) -> Node:
+    """The root node of the pickle in `stream`.
+
+    `reducers` maps the dotted name of a function to what makes a leaf of its arguments; every other call becomes a
+    `Call`. `persistent` makes a leaf of a persistent id. Bytes behind the end of the pickle are not allowed. Raises
+    `MalformedCheckpoint` (with the byte) or `LimitExceeded`.
+    """
+    reader = PickleReader(stream, reducers or {}, persistent)
+    root = reader.read()
+    if reader.position != len(stream):
+        raise MalformedCheckpoint(f"{len(stream) - reader.position} bytes follow the end of the pickle")
+    return root
+
+
+class PickleReader:
+    """Reads the pickles of `stream` one after another; `position` is the byte behind the last one read.
+
+    Hazards of pickle streams that this loop answers: declared lengths are held against what is left before anything is
+    allocated; an opcode may not cross the end of its FRAME; a stack never reaches below its MARK; the memo is a dict, so
+    an index allocates nothing; EXT opcodes and out-of-band buffers are refused; BUILD, APPEND and SETITEM touch nothing
+    but the containers and calls of this very stream.
+    """
+
+    def __init__(self, stream: bytes, reducers: Mapping[str, Reducer], persistent: Callable[[Node], Node]) -> None:
+        self.position = 0
+        self._stream = stream
+        self._reducers = reducers
+        self._persistent = persistent
+        self._globals: dict[tuple[str, str], Global] = {}
+        self._known: dict[Global, Reducer] = {}
+
+    def read(self) -> Node:
+        """The root of the next pickle."""
+        paused = gc.isenabled()
+        gc.disable()  # millions of small objects, none of them garbage: collecting doubles the time
+        start = self.position
+        try:
+            return self._read()
+        except CheckpointError:
+            raise
+        except (IndexError, struct.error):
+            raise self._malformed("ends in the middle, or takes more from its stack than is there") from None
+        except KeyError:
+            raise self._malformed("fetches a memo entry that was never put") from None
+        except (ValueError, UnicodeError, OverflowError) as error:
+            raise self._malformed(f"has an argument that is no number or text ({error})") from None
+        finally:
+            if paused:
+                gc.enable()
+            if self.position == start:
+                self.position = start + 1
+
+    def _malformed(self, what: str) -> MalformedCheckpoint:
+        return MalformedCheckpoint(f"the pickle {what} (near byte {self.position})", hint="the file is corrupt or cut off")
+
+    # One loop, opcodes in order of how often checkpoints hold them: a call per opcode would cost more than its work.
+    def _read(self) -> Node:  # noqa: C901
+        data = self._stream
+        size = len(data)
+        pos = self.position
+        end = size
+        stack: list[Node] = []
+        push = stack.append
+        marks: list[list[Node]] = []
+        memo: dict[int, Node] = {}
+        intern: dict[str, str] = {}
+        known = self._known
+        while True:
+            while pos < end:
+                op = data[pos]
+                pos += 1
+                if op == 0x71:  # BINPUT
+                    memo[data[pos]] = stack[-1]
+                    pos += 1
+                elif op == 0x72:  # LONG_BINPUT
+                    memo[_UINT32(data, pos)[0]] = stack[-1]
+                    pos += 4
+                elif op == 0x68:  # BINGET
+                    push(memo[data[pos]])
+                    pos += 1
+                elif op == 0x6A:  # LONG_BINGET
+                    push(memo[_UINT32(data, pos)[0]])
+                    pos += 4
+                elif op == 0x4B:  # BININT1
+                    push(data[pos])
+                    pos += 1
+                elif op == 0x28:  # MARK
+                    marks.append(stack)
+                    if len(marks) > LIMITS.depth:
+                        raise LimitExceeded(f"the pickle nests more than {LIMITS.depth} containers")
+                    stack = []
+                    push = stack.append
+                elif op == 0x74:  # TUPLE
+                    made = tuple(stack)
+                    stack = marks.pop()
+                    push = stack.append
+                    push(made)
+                elif op == 0x52:  # REDUCE
+                    args = stack.pop()
+                    func = stack[-1]
+                    if type(args) is not tuple:
+                        self.position = pos
+                        raise self._malformed("calls something with arguments that are no tuple")
+                    reducer = known.get(func) if type(func) is Global else None
+                    stack[-1] = Call(func, args) if reducer is None else reducer(args)
+                elif op == 0x58:  # BINUNICODE
+                    pos += 4
+                    stop = pos + _UINT32(data, pos - 4)[0]
+                    if stop > end:
+                        self._crossing(pos, stop, size)
+                    text = data[pos:stop]
+                    push(_decode(text, intern))
+                    pos = stop
+                elif op == 0x51:  # BINPERSID
+                    self.position = pos
+                    stack[-1] = self._persistent(stack[-1])
+                elif op == 0x85:  # TUPLE1
+                    stack[-1] = (stack[-1],)
+                elif op == 0x86:  # TUPLE2
+                    last = stack.pop()
+                    stack[-1] = (stack[-1], last)
+                elif op == 0x87:  # TUPLE3
+                    last = stack.pop()
+                    middle = stack.pop()
+                    stack[-1] = (stack[-1], middle, last)
+                elif op == 0x4D:  # BININT2
+                    push(_UINT16(data, pos)[0])
+                    pos += 2
+                elif op == 0x4A:  # BININT
+                    push(_INT32(data, pos)[0])
+                    pos += 4
+                elif op == 0x29:  # EMPTY_TUPLE
+                    push(())
+                elif op == 0x89:  # NEWFALSE
+                    push(False)
+                elif op == 0x88:  # NEWTRUE
+                    push(True)
+                elif op == 0x4E:  # NONE
+                    push(None)
+                elif op == 0x7D:  # EMPTY_DICT
+                    push(Dict())
+                elif op == 0x75 or op == 0x73:  # SETITEMS, SETITEM
+                    if op == 0x75:
+                        flat = stack
+                        stack = marks.pop()
+                        push = stack.append
+                    else:
+                        flat = stack[-2:]
+                        del stack[-2:]
+                    self.position = pos
+                    self._set_items(stack[-1], flat)
+                elif op == 0x5D:  # EMPTY_LIST
+                    push([])
+                elif op == 0x65 or op == 0x61:  # APPENDS, APPEND
+                    if op == 0x65:
+                        flat = stack
+                        stack = marks.pop()
+                        push = stack.append
+                    else:
+                        flat = [stack.pop()]
+                    self.position = pos
+                    self._extend(stack[-1], flat)
+                elif op == 0x47:  # BINFLOAT
+                    push(_DOUBLE(data, pos)[0])
+                    pos += 8
+                elif op == 0x94:  # MEMOIZE
+                    memo[len(memo)] = stack[-1]
+                elif op == 0x8C:  # SHORT_BINUNICODE
+                    pos += 1
+                    stop = pos + data[pos - 1]
+                    if stop > end:
+                        self._crossing(pos, stop, size)
+                    push(_decode(data[pos:stop], intern))
+                    pos = stop
+                elif op == 0x63:  # GLOBAL
+                    module_end = data.index(b"\n", pos, end)
+                    name_end = data.index(b"\n", module_end + 1, end)
+                    push(self._global(data[pos:module_end].decode(), data[module_end + 1 : name_end].decode()))
+                    pos = name_end + 1
+                elif op == 0x93:  # STACK_GLOBAL
+                    name = stack.pop()
+                    module = stack.pop()
+                    self.position = pos
+                    if type(name) is not str or type(module) is not str:
+                        raise self._malformed("names a global by something else than text")
+                    push(self._global(module, name))
+                elif op == 0x62:  # BUILD
+                    state = stack.pop()
+                    self.position = pos
+                    self._build(stack[-1], state)
+                elif op == 0x2E:  # STOP
+                    self.position = pos
+                    if marks or len(stack) != 1:
+                        raise self._malformed("ends with something left on its stack")
+                    return stack[0]
+                elif op == 0x95:  # FRAME
+                    if end != size:
+                        self.position = pos
+                        raise self._malformed("opens a frame within a frame")
+                    end = pos + 8 + _UINT64(data, pos)[0]
+                    pos += 8
+                    if end > size:
+                        self._crossing(pos, end, size)
+                else:
+                    self.position = pos
+                    stack, pos = self._rare(op, stack, marks, memo, pos, end)
+                    push = stack.append
+            if pos != end or end == size:
+                self.position = pos
+                raise self._malformed("has no end" if end == size else "has an opcode that crosses the end of its frame")
+            end = size
+
+    def _crossing(self, pos: int, stop: int, size: int) -> NoReturn:
+        self.position = pos
+        if stop > size:
+            raise self._malformed(f"declares {stop - pos} bytes where {size - pos} are left")
+        raise self._malformed("has an opcode that crosses the end of its frame")
+
+    def _global(self, module: str, name: str) -> Global:
+        known = self._globals.get((module, name))
+        if known is None:
+            known = self._globals[module, name] = Global(module, name)
+            if reducer := self._reducers.get(known.path):
+                self._known[known] = reducer
+        return known
+
+    def _set_items(self, target: Node, flat: list[Node]) -> None:
+        if type(target) is not Dict and type(target) is not Call:
+            raise self._malformed("sets an item on something that is no dict")
+        if len(flat) % 2:
+            raise self._malformed("sets a key without a value")
+        target.pairs.extend(zip(flat[::2], flat[1::2], strict=True))
+
+    def _extend(self, target: Node, flat: list[Node]) -> None:
+        if type(target) is list:
+            target.extend(flat)
+        elif type(target) is Call:
+            target.items.extend(flat)
+        else:
+            raise self._malformed("appends to something that is no list")
+
+    def _build(self, target: Node, state: Node) -> None:
+        if type(target) is not Call:
+            raise self._malformed("sets the state of something that was not made by a call")
+        if target.state is not ABSENT:
+            raise self._malformed("sets the state of one object twice")
+        target.state = state
+
+    def _rare(
+        self, op: int, stack: list[Node], marks: list[list[Node]], memo: dict[int, Node], pos: int, end: int
+    ) -> tuple[list[Node], int]:
+        """The opcodes that today's checkpoints seldom hold; returns the stack and the position behind the opcode."""
+        data = self._stream
+        if op == 0x80:  # PROTO
+            if data[pos] > 5:
+                raise self._malformed(f"has the unknown protocol {data[pos]}")
+            return stack, pos + 1
+        if op in _TEXT_OPCODES:
+            stop = data.index(b"\n", pos, end)
+            self._text(op, data[pos:stop], stack, memo)
+            return stack, stop + 1
+        if op in _SIZED_OPCODES:
+            width, make = _SIZED_OPCODES[op]
+            start = pos + width
+            stop = start + int.from_bytes(data[pos:start], "little")
+            if stop > end:
+                self._crossing(start, stop, len(data))
+            stack.append(make(data[start:stop]))
+            return stack, stop
+        if op == 0x69:  # INST
+            module_end = data.index(b"\n", pos, end)
+            pos = data.index(b"\n", module_end + 1, end) + 1
+            cls = self._global(data[self.position : module_end].decode(), data[module_end + 1 : pos - 1].decode())
+            args, stack = tuple(stack), marks.pop()
+            stack.append(Call(cls, args))
+            return stack, pos
+        return self._stack_only(op, stack, marks), pos
+
+    def _text(self, op: int, text: bytes, stack: list[Node], memo: dict[int, Node]) -> None:
+        if op == 0x67:  # GET
+            stack.append(memo[int(text)])
+        elif op == 0x70:  # PUT
+            memo[int(text)] = stack[-1]
+        elif op == 0x46:  # FLOAT
+            stack.append(float(text))
+        elif op == 0x56:  # UNICODE
+            stack.append(text.decode("raw-unicode-escape"))
+        elif op == 0x53:  # STRING
+            if len(text) < 2 or text[0] != text[-1] or text[:1] not in (b"'", b'"'):
+                raise self._malformed("has a string without quotes")
+            stack.append(_python2_text(codecs.escape_decode(text[1:-1])[0]))  # type: ignore[attr-defined]
+        elif op == 0x49 and text in (b"00", b"01"):  # INT, the booleans of protocols 0 and 1
+            stack.append(text == b"01")
+        elif op in (0x49, 0x4C):  # INT, LONG
+            stack.append(int(text.rstrip(b"L")))
+        else:  # PERSID
+            raise self._malformed("holds a persistent id in text form, which no checkpoint writer makes")
+
+    def _stack_only(self, op: int, stack: list[Node], marks: list[list[Node]]) -> list[Node]:
+        if op == 0x81 or op == 0x92:  # NEWOBJ, NEWOBJ_EX
+            kwargs = stack.pop() if op == 0x92 else None
+            args = stack.pop()
+            if type(args) is not tuple:
+                raise self._malformed("makes an object with arguments that are no tuple")
+            stack[-1] = Call(stack[-1], args, new=True, kwargs=kwargs)
+        elif op == 0x30:  # POP
+            if stack:
+                stack.pop()
+            else:
+                stack = marks.pop()
+        elif op == 0x31:  # POP_MARK
+            stack = marks.pop()
+        elif op == 0x32:  # DUP
+            stack.append(stack[-1])
+        elif op == 0x8F:  # EMPTY_SET
+            stack.append(Call(SET, ([],)))
+        elif op in (0x6C, 0x64, 0x6F, 0x90, 0x91):  # LIST, DICT, OBJ, ADDITEMS, FROZENSET
+            made = stack
+            stack = marks.pop()
+            self._from_mark(op, made, stack)
+        else:
+            raise self._malformed(f"holds the opcode 0x{op:02x}, which is refused or unknown")
+        return stack
+
+    def _from_mark(self, op: int, made: list[Node], stack: list[Node]) -> None:
+        if op == 0x6C:  # LIST
+            stack.append(made)
+        elif op == 0x64:  # DICT
+            stack.append(Dict())
+            self._set_items(stack[-1], made)
+        elif op == 0x6F:  # OBJ
+            stack.append(Call(made[0], tuple(made[1:])))
+        elif op == 0x91:  # FROZENSET
+            stack.append(Call(FROZENSET, (made,)))
+        elif type(stack[-1]) is Call and stack[-1].func is SET:  # ADDITEMS
+            stack[-1].args[0].extend(made)
+        else:
+            raise self._malformed("adds to something that is no set")
+
+
+def _decode(text: bytes, intern: dict[str, str]) -> str:
+    decoded = text.decode("utf-8", "surrogatepass")
+    return intern.setdefault(decoded, decoded) if len(decoded) < 32 else decoded
+
+
+def _python2_text(raw: bytes) -> str | bytes:
+    """A python 2 string: text where it is UTF-8 (torch's own default), else the bytes as they are."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return raw
+
+
+_TEXT_OPCODES = frozenset(b"gpFVSILP")
+_SIZED_OPCODES: dict[int, tuple[int, Callable[[bytes], Node]]] = {
+    0x55: (1, _python2_text),  # SHORT_BINSTRING
+    0x54: (4, _python2_text),  # BINSTRING
+    0x43: (1, bytes),  # SHORT_BINBYTES
+    0x42: (4, bytes),  # BINBYTES
+    0x8E: (8, bytes),  # BINBYTES8
+    0x8D: (8, lambda raw: raw.decode("utf-8", "surrogatepass")),  # BINUNICODE8
+    0x96: (8, lambda raw: Call(BYTEARRAY, (raw,))),  # BYTEARRAY8
+    0x8A: (1, lambda raw: int.from_bytes(raw, "little", signed=True)),  # LONG1
+    0x8B: (4, lambda raw: int.from_bytes(raw, "little", signed=True)),  # LONG4
+}
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+Leaf: TypeAlias = "Callable[[Node, PickleWriter], bytes | Node]"
+_BATCH = 1000
+
+
+class _Raw(bytes):
+    """Opcode bytes among the nodes still to be written."""
+
+
+class _Put:
+    """The place in the work where a node has been written and gets its memo index."""
+
+    __slots__ = ("node",)
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+
+
+def write_pickle(root: Node, leaf: Leaf, overlay: Mapping[int, Node] | None = None) -> bytes:
+    """The protocol 2 pickle of `root`, shared nodes written once.
+
+    `leaf(node, writer)` is asked about every value that is neither plain Python nor a node of this module; it returns
+    either opcode bytes or a node to write in its place. A container whose `id` is in `overlay` is written as what stands
+    there. Raises `RefusedObject` for what protocol 2 cannot hold.
+    """
+    return PickleWriter(leaf, overlay or {}).write(root)
+
+
+class PickleWriter:
+    """One stream being written: iterative, so nesting costs no C stack; a node is memoized by identity, text by value."""
+
+    def __init__(self, leaf: Leaf, overlay: Mapping[int, Node]) -> None:
+        self._leaf = leaf
+        self._overlay = overlay
+        self._out = bytearray(b"\x80\x02")
+        self._memo: dict[int, bytes] = {}
+        self._texts: dict[str, bytes] = {}
+        self._names: dict[str, bytes] = {}
+        self._kept: list[Node] = []
+        self._open: set[int] = set()
+        self.count = 0  # memo entries so far
+
+    def write(self, root: Node) -> bytes:
+        """The bytes of the whole stream; a writer is used once."""
+        work: list[Iterator[Node]] = [iter((root,))]
+        while work:
+            for node in work[-1]:
+                if (inner := self._write_one(node)) is not None:
+                    work.append(inner)
+                    break
+            else:
+                work.pop()
+        return bytes(self._out) + b"."
+
+    def put(self) -> bytes:
+        """The opcode that gives what was just written the next memo index."""
+        index = self.count
+        self.count += 1
+        return b"q%c" % index if index < 256 else b"r" + index.to_bytes(4, "little")
+
+    def text(self, text: str) -> bytes:
+        """The opcodes for a text: written once, fetched afterwards."""
+        if (fetch := self._texts.get(text)) is not None:
+            return fetch
+        raw = text.encode("utf-8", "surrogatepass")
+        self._texts[text] = _fetch(self.count)
+        return b"X" + len(raw).to_bytes(4, "little") + raw + self.put()
+
+    def named(self, module: str, name: str) -> bytes:
+        """The opcodes for a global: written once, fetched afterwards."""
+        path = f"{module}\n{name}\n"
+        if (fetch := self._names.get(path)) is not None:
+            return fetch
+        if "\n" in module or "\n" in name or not module:
+            raise RefusedObject("a global's name holds a line break", where=f"{module}.{name}")
+        self._names[path] = _fetch(self.count)
+        return b"c" + path.encode() + self.put()
+
+    def _write_one(self, node: Node) -> Iterator[Node] | None:
+        """Write a plain value, or return the work that a container makes."""
+        if id(node) in self._overlay:
+            node = self._overlay[id(node)]
+        kind = type(node)
+        if kind is _Raw:
+            self._out += node
+        elif kind is str:
+            self._out += self.text(node)
+        elif kind is _Put:
+            self._open.discard(id(node.node))
+            self._memo[id(node.node)] = _fetch(self.count)
+            self._out += self.put()
+        elif kind in _SCALARS:
+            self._out += _SCALARS[kind](node)
+        elif kind is Global:
+            self._out += self.named(node.module, node.name)
+        elif kind is _Alias:
+            self._memo[id(node.node)] = self._memo[id(node.made)]
+        elif (fetch := self._memo.get(id(node))) is not None:
+            self._out += fetch
+        else:
+            return self._write_container(node, kind)
+        return None
+
+    def _write_container(self, node: Node, kind: type) -> Iterator[Node] | None:
+        if kind is tuple and not node:
+            self._out += b")"
+            return None
+        if kind is Dict or kind is list:
+            self._out += b"}" if kind is Dict else b"]"
+            self._write_one(_Put(node))
+            return _batches_of_pairs(node.pairs) if kind is Dict else _batches(node)
+        if id(node) in self._open:
+            raise RefusedObject("a tuple or object that contains itself cannot be written")
+        if kind is tuple:
+            self._open.add(id(node))
+            return _tuple_work(node)
+        if kind is Call:
+            self._open.add(id(node))
+            return _call_work(node)
+        if kind is bytes:
+            return iter((Call(ENCODE, (node.decode("latin1"), "latin1")),))
+        return self._write_leaf(node)
+
+    def _write_leaf(self, node: Node) -> Iterator[Node] | None:
+        made = self._leaf(node, self)
+        self._kept.append(node)
+        if isinstance(made, bytes):
+            self._out += made
+            self._memo[id(node)] = _fetch(self.count)
+            self._out += self.put()
+            return None
+        self._kept.append(made)
+        return iter((made, _Alias(node, made)))
+
+
+class _Alias:
+    """A replacement: the node that stands for another, so that both are fetched from the same memo entry."""
+
+    __slots__ = ("made", "node")
+
+    def __init__(self, node: Node, made: Node) -> None:
+        self.node = node
+        self.made = made
+
+
+def _fetch(index: int) -> bytes:
+    return b"h%c" % index if index < 256 else b"j" + index.to_bytes(4, "little")
+
+
+def integer(value: int) -> bytes:
+    """The opcodes for an int of any size."""
+    if 0 <= value < 256:
+        return b"K%c" % value
+    if 0 <= value < 65536:
+        return b"M" + value.to_bytes(2, "little")
+    if -(1 << 31) <= value < 1 << 31:
+        return b"J" + value.to_bytes(4, "little", signed=True)
+    raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a%c" % len(raw) + raw if len(raw) < 256 else b"\x8b" + len(raw).to_bytes(4, "little") + raw
+
+
+def integers(values: tuple[int, ...]) -> bytes:
+    """The opcodes for a tuple of ints, not memoized."""
+    if not values:
+        return b")"
+    body = b"".join(map(integer, values))
+    return body + _TUPLES[len(values)] if len(values) <= 3 else b"(" + body + b"t"
+
+
+_TUPLES = (b")", b"\x85", b"\x86", b"\x87")
+_SCALARS: dict[type, Callable[[Node], bytes]] = {
+    type(None): lambda _: b"N",
+    bool: lambda value: b"\x88" if value else b"\x89",
+    int: integer,
+    float: lambda value: b"G" + struct.pack(">d", value),
+}
+
+
+def _tuple_work(node: tuple[Node, ...]) -> Iterator[Node]:
+    if len(node) > 3:
+        yield _Raw(b"(")
+    yield from node
+    yield _Raw(_TUPLES[len(node)] if len(node) <= 3 else b"t")
+    yield _Put(node)
+
+
+def _call_work(node: Call) -> Iterator[Node]:
+    if node.kwargs is not None:
+        raise RefusedObject("an object made with keyword arguments has no protocol 2 form", where=node.name)
+    yield node.func
+    yield node.args
+    yield _Raw(b"\x81" if node.new else b"R")
+    yield _Put(node)
+    yield from _batches(node.items)
+    yield from _batches_of_pairs(node.pairs)
+    if node.state is not ABSENT:
+        yield node.state
+        yield _Raw(b"b")
+
+
+def _batches(items: list[Node]) -> Iterator[Node]:
+    for start in range(0, len(items), _BATCH):
+        yield _Raw(b"(")
+        yield from items[start : start + _BATCH]
+        yield _Raw(b"e")
+
+
+def _batches_of_pairs(pairs: list[tuple[Node, Node]]) -> Iterator[Node]:
+    for start in range(0, len(pairs), _BATCH):
+        yield _Raw(b"(")
+        for key, value in pairs[start : start + _BATCH]:
+            yield key
+            yield value
+        yield _Raw(b"u")

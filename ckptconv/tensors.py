@@ -1,0 +1,380 @@
+"""Tensors as references: what type and shape they have and where their bytes lie, and how to stream those bytes.
+
+A `Storage` is a run of bytes in a source; a `TensorRef` is a strided view of one storage, or is put together from pieces of
+several. Both are checked against each other when they are made, and trusted afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ckptconv.casting import cast
+from ckptconv.dtypes import UINT8, DType
+from ckptconv.errors import LimitExceeded, MalformedCheckpoint
+from ckptconv.files import CHUNK, Source, crc32
+from ckptconv.limits import LIMITS
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Storage:
+    """A run of `nbytes` bytes at `offset` of `source`: a torch storage, or the data of one safetensors tensor.
+
+    `location` is the device tag it was saved with; `dtype` the type that its storage class names (None: untyped); `crc32`
+    the checksum that its record declares (None: none). `name` is what messages call it. Two tensors share memory when
+    their pieces name one and the same storage object.
+    """
+
+    source: Source
+    offset: int
+    nbytes: int
+    location: str
+    name: str
+    dtype: DType | None = None
+    crc32: int | None = None
+    big_endian: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """A box of a tensor: its `shape`, its `start` in the tensor, and the strided view of `storage` that holds it.
+
+    `offset` and `stride` count elements.
+    """
+
+    storage: Storage
+    offset: int
+    shape: Shape
+    stride: Shape
+    start: Shape
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorRef:
+    """A tensor: `dtype`, `shape`, `stride` (in elements) and the `pieces` that hold its values.
+
+    `conj` and `neg` are torch's lazy bits: the values are the conjugate or the negative of what is stored.
+    """
+
+    dtype: DType
+    shape: Shape
+    stride: Shape
+    pieces: tuple[Piece, ...]
+    requires_grad: bool = False
+    conj: bool = False
+    neg: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the values take when written out, each once."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def storage(self) -> Storage:
+        """The one storage of a tensor that is a view."""
+        return self.pieces[0].storage
+
+    @property
+    def location(self) -> str:
+        """The device tag of its (first) storage."""
+        return self.pieces[0].storage.location
+
+    @property
+    def storage_offset(self) -> int:
+        """Of a tensor that is a view: its first element's index in the storage."""
+        return self.pieces[0].offset
+
+    @property
+    def is_view(self) -> bool:
+        """Whether it is one strided view of one storage."""
+        return len(self.pieces) == 1
+
+    def byte_span(self) -> tuple[int, int]:
+        """Of a view: the first byte of the storage that it uses, and the byte behind the last."""
+        first = self.storage_offset * self.dtype.itemsize
+        if 0 in self.shape:
+            return first, first
+        last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        return first, first + (last + 1) * self.dtype.itemsize
+
+    def is_dense(self) -> bool:
+        """Of a view: whether its values lie without holes and overlaps, in whatever order of dimensions."""
+        start, stop = self.byte_span()
+        if stop - start != self.nbytes:
+            return False
+        expected = 1
+        for step, size in sorted(zip(self.stride, self.shape, strict=True)):
+            if size > 1 and step != expected:
+                return False
+            expected *= size
+        return True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorObject:
+    """A tensor with something around it: an `nn.Parameter`, or a subclass or a tensor with attributes.
+
+    `cls` is the symbolic name of the class (None for Parameter) and `state` the symbolic attributes (None: there are none).
+    """
+
+    tensor: TensorRef
+    cls: Any = None
+    state: Any = None
+
+
+def contiguous_stride(shape: Shape) -> Shape:
+    """The C-order strides of `shape` in elements, as torch computes them (a size of 0 counts as 1).
+
+    >>> contiguous_stride((2, 3, 4))
+    (12, 4, 1)
+    """
+    if len(shape) == 1:
+        return (1,)
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def is_contiguous(shape: Shape, stride: Shape) -> bool:
+    """Whether `stride` walks `shape` in C order without gaps; strides of dimensions of size 1 do not matter.
+
+    >>> is_contiguous((2, 1, 3), (3, 99, 1)), is_contiguous((2, 3), (1, 2)), is_contiguous((0, 3), (7, 7))
+    (True, False, True)
+    """
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if size != 1:
+            if step != expected and 0 not in shape:
+                return False
+            expected *= size
+    return True
+
+
+def view_of(
+    storage: Storage, dtype: DType, offset: int, shape: Shape, stride: Shape, *, requires_grad: bool = False
+) -> TensorRef:
+    """The strided view of `storage` that a checkpoint describes, after checking that it lies inside.
+
+    `offset` and `stride` count elements. Raises `MalformedCheckpoint` when a number is not a plain int, is negative, or
+    reaches beyond the storage, and `LimitExceeded` when a small storage claims to be a giant tensor.
+    """
+    if type(shape) is not tuple or type(stride) is not tuple or len(shape) != len(stride):
+        raise MalformedCheckpoint("its shape and stride are not tuples of one length", where=storage.name)
+    numel, last = 1, offset
+    for size, step in zip(shape, stride, strict=True):
+        if type(size) is not int or type(step) is not int or size < 0 or step < 0:
+            raise MalformedCheckpoint("its shape or stride holds something else than sizes", where=storage.name)
+        numel *= size
+        last += (size - 1) * step
+    if type(offset) is not int or offset < 0:
+        raise MalformedCheckpoint("its storage_offset is not a size", where=storage.name)
+    if numel and (last + 1) * dtype.itemsize > storage.nbytes:
+        raise MalformedCheckpoint(
+            f"needs {(last + 1) * dtype.itemsize} bytes of a storage that has {storage.nbytes}", where=storage.name
+        )
+    nbytes = numel * dtype.itemsize
+    if nbytes > LIMITS.view_free and nbytes > LIMITS.view_ratio * storage.nbytes:
+        raise LimitExceeded(f"claims {nbytes} bytes out of a storage of {storage.nbytes}", where=storage.name)
+    if len(shape) > LIMITS.dimensions:
+        raise LimitExceeded(f"has {len(shape)} dimensions, more than {LIMITS.dimensions}", where=storage.name)
+    return TensorRef(dtype, shape, stride, (Piece(storage, offset, shape, stride, (0,) * len(shape)),), requires_grad)
+
+
+def whole_storage(storage: Storage, start: int, stop: int, dtype: DType = UINT8) -> TensorRef:
+    """Bytes `start` to `stop` of `storage` as a 1-D tensor of `dtype` (`start` and `stop` must be multiples of its size)."""
+    count = (stop - start) // dtype.itemsize
+    return TensorRef(dtype, (count,), (1,), (Piece(storage, start // dtype.itemsize, (count,), (1,), (0,)),))
+
+
+def joined(refs: list[TensorRef]) -> TensorRef:
+    """1-D tensors of one dtype, end to end."""
+    pieces, at = [], 0
+    for ref in refs:
+        pieces.append(replace(ref.pieces[0], start=(at,)))
+        at += ref.numel
+    return TensorRef(refs[0].dtype, (at,), (1,), tuple(pieces))
+
+
+# ----------------------------------------------------------------------------------------------------- streaming values
+
+
+def verbatim_range(ref: TensorRef) -> tuple[Storage, int] | None:
+    """The storage and the byte in it from which `ref.nbytes` bytes are just its values in C order, little-endian.
+
+    None where the values must be gathered, swapped, conjugated, negated or put together.
+    """
+    if len(ref.pieces) != 1 or ref.conj or ref.neg:
+        return None
+    piece = ref.pieces[0]
+    if piece.storage.big_endian and ref.dtype.word > 1:
+        return None
+    if len(piece.shape) != 1 or piece.stride != (1,):
+        if not is_contiguous(piece.shape, piece.stride):
+            return None
+    return piece.storage, piece.offset * ref.dtype.itemsize
+
+
+def iter_chunks(ref: TensorRef) -> Iterator[memoryview]:
+    """The values of `ref` in C order, little-endian, conj and neg bits resolved, in views of about `CHUNK` bytes.
+
+    A view is valid until the next one is asked for. Memory is bounded by a few chunks, whatever the strides.
+    """
+    if (verbatim := verbatim_range(ref)) is not None:
+        storage, first = verbatim
+        yield from _read_range(storage.source, storage.offset + first, ref.nbytes)
+    elif ref.numel:
+        for start, shape in _blocks(ref.shape, max(1, CHUNK // ref.dtype.itemsize)):
+            yield memoryview(_resolved(ref, _gather(ref, start, shape)).reshape(-1)).cast("B")
+
+
+def iter_cast_chunks(ref: TensorRef, target: DType, overflowed: list[int]) -> Iterator[memoryview]:
+    """As `iter_chunks`, cast to `target`; the finite values that became infinite or NaN are added to `overflowed[0]`."""
+    if target is ref.dtype:
+        yield from iter_chunks(ref)
+        return
+    for chunk in iter_chunks(ref):
+        result = cast(chunk, ref.dtype, target)
+        overflowed[0] += result.overflowed
+        yield result.data
+
+
+def _read_range(source: Source, offset: int, nbytes: int) -> Iterator[memoryview]:
+    buffer = memoryview(bytearray(min(CHUNK, nbytes)))
+    while nbytes:
+        view = buffer[: min(CHUNK, nbytes)]
+        source.read_into(offset, view)
+        yield view
+        offset, nbytes = offset + len(view), nbytes - len(view)
+
+
+def check_storage(storage: Storage) -> None:
+    """Read all of a storage and hold it against its declared CRC-32; `MalformedCheckpoint` when it differs."""
+    if storage.crc32 is None:
+        return
+    found = 0
+    for view in _read_range(storage.source, storage.offset, storage.nbytes):
+        found = crc32(view, found)
+    refuse_crc(storage, found)
+
+
+def refuse_crc(storage: Storage, found: int) -> None:
+    """Raise `MalformedCheckpoint` unless `found` is the CRC-32 that the storage's record declares."""
+    if storage.crc32 is not None and storage.crc32 != found:
+        raise MalformedCheckpoint(
+            f"its bytes have the CRC-32 {found:08x}, the archive says {storage.crc32:08x}",
+            path=storage.source.path,
+            where=storage.name,
+            hint="the file is damaged; fetch it again",
+        )
+
+
+def _blocks(shape: Shape, limit: int) -> Iterator[tuple[Shape, Shape]]:
+    """Boxes (start, shape) that cover `shape` in C order, each of at most `limit` elements."""
+    axis, inner = len(shape), 1
+    while axis and inner * shape[axis - 1] <= limit:
+        axis -= 1
+        inner *= shape[axis]
+    if not axis:
+        yield (0,) * len(shape), shape
+        return
+    rows = max(1, limit // inner)
+    outer = shape[: axis - 1]
+    for index in _indices(outer):
+        for row in range(0, shape[axis - 1], rows):
+            start = (*index, row, *[0] * (len(shape) - axis))
+            yield start, (*[1] * len(outer), min(rows, shape[axis - 1] - row), *shape[axis:])
+
+
+def _indices(shape: Shape) -> Iterator[Shape]:
+    index = [0] * len(shape)
+    for _ in range(prod(shape)):
+        yield tuple(index)
+        for axis in reversed(range(len(shape))):
+            index[axis] += 1
+            if index[axis] < shape[axis]:
+                break
+            index[axis] = 0
+
+
+def _gather(ref: TensorRef, start: Shape, shape: Shape) -> Array:
+    """The box of `ref` at `start` as words of its itemsize, in C order; boxes without a piece are never asked for."""
+    import numpy as np
+
+    out = np.empty(shape, dtype=f"V{ref.dtype.itemsize}")
+    for piece in ref.pieces:
+        low = tuple(max(a, b) for a, b in zip(start, piece.start, strict=True))
+        high = tuple(
+            min(a + n, b + m) for a, n, b, m in zip(start, shape, piece.start, piece.shape, strict=True)
+        )
+        if all(a < b for a, b in zip(low, high, strict=True)):
+            inside = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))
+            within = tuple(a - b for a, b in zip(low, piece.start, strict=True))
+            _fill(out[(*inside, ...)], piece, within, ref.dtype.itemsize)
+    return out
+
+
+def _fill(out: Array, piece: Piece, start: Shape, itemsize: int) -> None:
+    """Copy the box of `piece` at `start` into `out`, reading spans that hold mostly wanted bytes.
+
+    A box whose bytes lie far apart in the file is halved along the dimension of the largest step until a read of its span
+    fetches at most four times what is wanted, or is small anyway.
+    """
+    import numpy as np
+    from numpy.lib.stride_tricks import as_strided
+
+    work = [(out, piece.offset + sum(a * b for a, b in zip(start, piece.stride, strict=True)))]
+    while work:
+        box, first = work.pop()
+        reach = [(size - 1) * step for size, step in zip(box.shape, piece.stride, strict=True)]
+        span = (sum(reach) + 1) * itemsize
+        if span <= max(4 * box.size * itemsize, 1 << 16) or max(reach) == 0:
+            raw = np.frombuffer(
+                piece.storage.source.read(piece.storage.offset + first * itemsize, span), dtype=box.dtype
+            )
+            box[...] = as_strided(raw, box.shape, [step * itemsize for step in piece.stride])
+        else:
+            axis = reach.index(max(reach))
+            middle = box.shape[axis] // 2
+            head: list[Any] = [slice(None)] * box.ndim
+            tail = list(head)
+            head[axis], tail[axis] = slice(None, middle), slice(middle, None)
+            work.append((box[tuple(head)], first))
+            work.append((box[tuple(tail)], first + middle * piece.stride[axis]))
+
+
+def _resolved(ref: TensorRef, values: Array) -> Array:
+    """`values` (raw words as stored) with the byte order, the conj bit and the neg bit taken into account."""
+    import numpy as np
+
+    word = ref.dtype.word
+    if word > 1 and ref.pieces[0].storage.big_endian:
+        values = values.reshape(-1).view(f"u{word}").byteswap()
+    if not (ref.conj or ref.neg):
+        return values
+    # Negating a float is flipping its sign bit; for integers it is two's complement.
+    words = values.reshape(-1).view(f"u{word}")
+    if ref.dtype.kind == "int":
+        return np.negative(words)
+    sign = words.dtype.type(1 << (8 * word - 1))
+    flipped = words.copy()
+    if ref.neg:
+        flipped ^= sign
+    if ref.conj:
+        flipped[1::2] ^= sign
+    return flipped

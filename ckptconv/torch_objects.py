@@ -1,0 +1,278 @@
+"""torch's own classes and functions in a pickle: rebuild calls and persistent ids ↔ `TensorRef` and `Storage`.
+
+The only owner of torch's class names. What `torch.save` pickles is read from torch/_utils.py, torch/storage.py and
+torch/_tensor.py (torch 2.13); what `torch.load(weights_only=True)` accepts, from torch/_weights_only_unpickler.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, DTYPES, UINT8, DType
+from ckptconv.errors import MalformedCheckpoint, UnsupportedCheckpoint
+from ckptconv.pickling import (
+    ORDERED_DICT,
+    Call,
+    Dict,
+    Global,
+    Node,
+    PickleWriter,
+    Reducer,
+    integer,
+    integers,
+    read_pickle,
+)
+from ckptconv.tensors import Storage, TensorObject, TensorRef, view_of
+
+StorageLookup = Callable[[str, str, int, "DType | None"], Storage]
+"""From key, location tag, size in bytes and element type (None: untyped) to the storage; raises when it is not there."""
+
+_UTILS = "torch._utils"
+_REBUILD_FROM_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
+_REBUILD_PARAMETER = Global(_UTILS, "_rebuild_parameter")
+_REBUILD_PARAMETER_WITH_STATE = Global(_UTILS, "_rebuild_parameter_with_state")
+
+VALUELESS = frozenset({f"{_UTILS}._rebuild_meta_tensor_no_storage", f"{_UTILS}._rebuild_wrapper_subclass"})
+"""Rebuild functions whose tensors have no storage: there are no values to convert, and none may be invented."""
+
+_REBUILD_FUNCTIONS = (
+    "parameter parameter_with_state qtensor tensor tensor_v2 tensor_v3 sparse_tensor meta_tensor_no_storage "
+    "nested_tensor wrapper_subclass device_tensor_from_numpy device_tensor_from_cpu_tensor xla_tensor"
+).split()
+_TENSOR_CLASSES = [
+    f"{module}.{kind}Tensor"
+    for module in ("torch", "torch.cuda", "torch.sparse", "torch.cuda.sparse")
+    for kind in "Double Float Half BFloat16 Long Int Short Char Byte Bool".split()
+]
+
+WEIGHTS_ONLY = frozenset([
+    "collections.OrderedDict", "collections.Counter", "torch.nn.parameter.Parameter", "torch.serialization._get_layout",
+    "torch.Size", "torch.Tensor", "torch.device", "_codecs.encode", "builtins.bytearray", "builtins.set",
+    "builtins.complex", "torch._tensor._rebuild_from_type_v2", "torch.storage.UntypedStorage",
+    "torch.storage.TypedStorage",
+    *(f"torch.{dtype.name}" for dtype in DTYPES),
+    *(f"{_UTILS}._rebuild_{name}" for name in _REBUILD_FUNCTIONS),
+    *(f"torch.{name}" for name in BY_STORAGE_CLASS), *(f"torch.cuda.{name}" for name in BY_STORAGE_CLASS),
+    *(f"torch.per_{name}" for name in ("tensor_affine", "tensor_symmetric", "channel_affine", "channel_symmetric",
+                                       "channel_affine_float_qparams")),
+    *_TENSOR_CLASSES,
+])  # fmt: skip
+"""The globals that `torch.load(weights_only=True)` accepts without being told to."""
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def read_torch_pickle(stream: bytes, storage_for: StorageLookup) -> Node:
+    """The tree of a `data.pkl`, its tensors as `TensorRef` over the storages that `storage_for` finds."""
+    return read_pickle(stream, reducers=REDUCERS, persistent=_StorageIds(storage_for))
+
+
+class _StorageIds:
+    """Turns the persistent ids of one stream into storages, one object for each storage key."""
+
+    def __init__(self, storage_for: StorageLookup) -> None:
+        self._storage_for = storage_for
+        self._found: dict[str, tuple[Storage, Node, Node]] = {}
+
+    def __call__(self, pid: Node) -> Storage:
+        if type(pid) is not tuple or len(pid) < 5 or _text(pid[0]) != "storage":
+            raise MalformedCheckpoint("a persistent id is not that of a storage", where="data.pkl")
+        _, cls, key, location, numel = pid[:5]
+        if (known := self._found.get(key) if type(key) is str else None) is not None:
+            if known[1] is cls and known[2] == numel:
+                return known[0]
+            raise MalformedCheckpoint("two persistent ids of it contradict each other", where=f"storage {key}")
+        key, location = _text(key), _text(location)
+        if key is None or location is None or type(numel) is not int or numel < 0:
+            raise MalformedCheckpoint("its persistent id holds something else than names and sizes", where=f"storage {key}")
+        dtype = storage_dtype(cls)
+        storage = self._storage_for(key, location, numel * (dtype or UINT8).itemsize, dtype)
+        self._found[key] = storage, cls, numel
+        return storage
+
+
+def _text(value: Node) -> str | None:
+    if type(value) is bytes:
+        return value.decode("utf-8", "replace")
+    return value if type(value) is str else None
+
+
+def storage_dtype(cls: Node) -> DType | None:
+    """The element type of a storage class, None for the untyped one; `UnsupportedCheckpoint` for an unknown class."""
+    if type(cls) is Global and cls.module.partition(".")[0] == "torch":
+        if cls.name == "UntypedStorage":
+            return None
+        if (dtype := BY_STORAGE_CLASS.get(cls.name)) is not None:
+            return dtype
+    raise UnsupportedCheckpoint(f"has the unknown storage class {cls!r}", where="data.pkl")
+
+
+def _tensor_v2(args: tuple[Node, ...]) -> Node:
+    if not 4 <= len(args) <= 7 or type(args[0]) is not Storage:
+        raise MalformedCheckpoint("a tensor is rebuilt from something else than a storage", where="data.pkl")
+    storage = args[0]
+    requires_grad = len(args) > 4 and args[4] is True
+    ref = view_of(storage, storage.dtype or UINT8, args[1], args[2], args[3], requires_grad=requires_grad)
+    return ref if len(args) < 7 or args[6] is None else _with_bits(ref, args[6])
+
+
+def _tensor_v3(args: tuple[Node, ...]) -> Node:
+    if not 7 <= len(args) <= 8 or type(args[0]) is not Storage or type(args[6]) is not Global:
+        raise MalformedCheckpoint("a tensor is rebuilt from something else than a storage and a dtype", where="data.pkl")
+    dtype = BY_NAME.get(args[6].name) if args[6].module == "torch" else None
+    if dtype is None:
+        raise UnsupportedCheckpoint(f"has the unknown dtype {args[6].path}", where=args[0].name)
+    ref = view_of(args[0], dtype, args[1], args[2], args[3], requires_grad=args[4] is True)
+    return ref if len(args) < 8 or args[7] is None else _with_bits(ref, args[7])
+
+
+def _with_bits(ref: TensorRef, metadata: Node) -> TensorRef:
+    """`ref` with torch's lazy conj and neg bits, the only tensor metadata that torch knows."""
+    bits = dict(metadata.pairs) if type(metadata) is Dict and all(type(k) is str for k, _ in metadata.pairs) else None
+    if bits is None or not bits.keys() <= {"conj", "neg"} or any(type(value) is not bool for value in bits.values()):
+        raise MalformedCheckpoint("a tensor carries metadata other than its conj and neg bits", where=ref.storage.name)
+    return replace(ref, conj=bits.get("conj", False), neg=bits.get("neg", False))
+
+
+def _parameter(args: tuple[Node, ...]) -> Node:
+    if len(args) == 3 and type(args[0]) is TensorRef:
+        return TensorObject(replace(args[0], requires_grad=args[1] is True))
+    return Call(_REBUILD_PARAMETER, args)
+
+
+def _parameter_with_state(args: tuple[Node, ...]) -> Node:
+    if len(args) == 4 and type(args[0]) is TensorRef:
+        return TensorObject(replace(args[0], requires_grad=args[1] is True), state=args[3])
+    return Call(_REBUILD_PARAMETER_WITH_STATE, args)
+
+
+def _from_type(args: tuple[Node, ...]) -> Node:
+    if len(args) == 4 and type(args[0]) is Global and args[0].path in _PLAIN_REBUILDS and type(args[2]) is tuple:
+        return TensorObject(_PLAIN_REBUILDS[args[0].path](args[2]), cls=args[1], state=args[3])
+    return Call(_REBUILD_FROM_TYPE, args)
+
+
+_PLAIN_REBUILDS: dict[str, Reducer] = {
+    f"{_UTILS}._rebuild_tensor": _tensor_v2,
+    f"{_UTILS}._rebuild_tensor_v2": _tensor_v2,
+    f"{_UTILS}._rebuild_tensor_v3": _tensor_v3,
+}
+REDUCERS: dict[str, Reducer] = {
+    **_PLAIN_REBUILDS,
+    f"{_UTILS}._rebuild_parameter": _parameter,
+    f"{_UTILS}._rebuild_parameter_with_state": _parameter_with_state,
+    "torch._tensor._rebuild_from_type_v2": _from_type,
+    "torch.tensor._rebuild_from_type_v2": _from_type,
+}
+"""The calls that become leaves; every other function that torch pickles stays a symbolic call."""
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+
+class StoredAs(NamedTuple):
+    """How a tensor (or a bare storage) is written: in the record `key` of `nbytes` bytes, under the tag `location`.
+
+    `storage_dtype` is the type of the storage class, None for an untyped storage; `dtype`, `offset` and `stride` (in
+    elements) are the tensor's.
+    """
+
+    key: str
+    location: str
+    storage_dtype: DType | None
+    nbytes: int
+    dtype: DType
+    offset: int
+    stride: tuple[int, ...]
+
+
+class _Bare(NamedTuple):
+    """The tensor inside a Parameter, which does not require gradients itself."""
+
+    ref: TensorRef
+
+
+class _StorageOf(NamedTuple):
+    """The persistent id of the storage of a tensor."""
+
+    ref: TensorRef
+
+
+class TorchLeaves:
+    """Writes tensors and storages into a pickle; `stored_as` says of each of them where its bytes will lie.
+
+    `stored_as` is asked in the order in which the storages stand in the pickle.
+    """
+
+    def __init__(self, stored_as: Callable[[TensorRef | Storage], StoredAs]) -> None:
+        self._stored_as = stored_as
+        self._heads: dict[tuple[DType | None, bool], bytes] = {}
+        self._sizes: dict[tuple[tuple[int, ...], tuple[int, ...]], bytes] = {}
+
+    def __call__(self, node: Node, writer: PickleWriter) -> bytes | Node:
+        kind = type(node)
+        if kind is TensorRef:
+            return self._tensor(node, node.requires_grad, writer)
+        if kind is TensorObject:
+            return self._object(node)
+        if kind is _Bare:
+            return self._tensor(node.ref, False, writer)
+        if kind is Storage or kind is _StorageOf:
+            stored = self._stored_as(node if kind is Storage else node.ref)
+            return self._head(stored, False, writer) + self._tail(stored, writer)
+        raise TypeError(f"no such leaf: {kind}")
+
+    def _tensor(self, ref: TensorRef, requires_grad: bool, writer: PickleWriter) -> bytes:
+        stored = self._stored_as(ref)
+        out = self._head(stored, True, writer) + self._tail(stored, writer) + integer(stored.offset)
+        sizes = ref.shape, stored.stride
+        if (both := self._sizes.get(sizes)) is None:
+            both = self._sizes[sizes] = integers(ref.shape) + integers(stored.stride)
+        out += both + (b"\x88" if requires_grad else b"\x89") + writer.named("collections", "OrderedDict") + b")R"
+        if stored.storage_dtype is None:
+            out += writer.named("torch", stored.dtype.name)
+        if ref.conj or ref.neg:
+            out += b"}(" + b"".join(
+                writer.text(bit) + b"\x88" for bit, on in (("conj", ref.conj), ("neg", ref.neg)) if on
+            ) + b"u"  # fmt: skip
+        return out + b"tR"
+
+    def _head(self, stored: StoredAs, rebuild: bool, writer: PickleWriter) -> bytes:
+        """The opcodes up to the storage's key: the same bytes each time, once all names in them are in the memo."""
+        typed = stored.storage_dtype
+        if (head := self._heads.get((typed, rebuild))) is not None:
+            return head
+        before = writer.count
+        head = b""
+        if rebuild:
+            head = writer.named(_UTILS, "_rebuild_tensor_v3" if typed is None else "_rebuild_tensor_v2") + b"("
+        head += b"(" + writer.text("storage")
+        head += writer.named(*(("torch.storage", "UntypedStorage") if typed is None else ("torch", typed.storage_class)))
+        if writer.count == before:
+            self._heads[typed, rebuild] = head
+        return head
+
+    def _tail(self, stored: StoredAs, writer: PickleWriter) -> bytes:
+        """Key, location and element count of the storage, and the end of its persistent id."""
+        key = stored.key.encode()
+        count = stored.nbytes // (stored.storage_dtype or UINT8).itemsize
+        return b"X" + len(key).to_bytes(4, "little") + key + writer.text(stored.location) + integer(count) + b"tQ"
+
+    def _object(self, node: TensorObject) -> Node:
+        ref = node.tensor
+        if node.cls is None:
+            given = (_Bare(ref), ref.requires_grad, Call(ORDERED_DICT, ()))
+            return Call(_REBUILD_PARAMETER, given) if node.state is None else Call(
+                _REBUILD_PARAMETER_WITH_STATE, (*given, node.state)
+            )  # fmt: skip
+        stored = self._stored_as(ref)
+        typed = stored.storage_dtype is not None
+        args: tuple[Node, ...] = (_StorageOf(ref), stored.offset, ref.shape, stored.stride, ref.requires_grad)
+        args += (Call(ORDERED_DICT, ()),) if typed else (Call(ORDERED_DICT, ()), Global("torch", stored.dtype.name))
+        if ref.conj or ref.neg:
+            args += (Dict([(bit, True) for bit, on in (("conj", ref.conj), ("neg", ref.neg)) if on]),)
+        rebuild = Global(_UTILS, "_rebuild_tensor_v2" if typed else "_rebuild_tensor_v3")
+        return Call(_REBUILD_FROM_TYPE, (rebuild, node.cls, args, node.state))
