@@ -276,3 +276,8 @@ class TorchLeaves:
             args += (Dict([(bit, True) for bit, on in (("conj", ref.conj), ("neg", ref.neg)) if on]),)
         rebuild = Global(_UTILS, "_rebuild_tensor_v2" if typed else "_rebuild_tensor_v3")
         return Call(_REBUILD_FROM_TYPE, (rebuild, node.cls, args, node.state))
+
+
+def is_tensor_call(node: Node) -> bool:
+    """Whether a symbolic node rebuilds a tensor of a kind that has no `TensorRef` (sparse, quantized, subclass, ...)."""
+    return type(node) is Call and "torch" in node.name and "_rebuild" in node.name
