@@ -12,8 +12,10 @@ files that torch 2.13 writes.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from ckptconv.errors import LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
@@ -30,6 +32,7 @@ _LOCAL = struct.Struct("<4s5H3I2H")
 _ENCRYPTED = 0x2041
 _WINDOW = 1 << 16
 _STORED, _DEFLATED = 0, 8
+_ORDINARY = re.compile(r"\w[\w-]*/(?:data/)?\w+").fullmatch
 
 
 class Record(NamedTuple):
@@ -45,7 +48,7 @@ class Record(NamedTuple):
 
 
 def read_directory(source: Source) -> dict[str, Record]:
-    """The records of the archive by name, in the order of its directory.
+    """The records of the archive by name, in the order in which they lie in the file.
 
     Raises `MalformedCheckpoint` when the archive is cut off, ambiguous, or contradicts itself.
     """
@@ -171,21 +174,28 @@ def _parse_directory(source: Source, raw: bytes, count: int) -> list[_Entry]:
 
 def _entry(source: Source, fields: tuple[int, ...], raw_name: bytes, extra: bytes) -> _Entry:
     flags, method, crc, stored, size, header = fields[3], fields[4], fields[7], fields[8], fields[9], fields[16]
-    try:
-        name = raw_name.decode()
-    except UnicodeDecodeError:
-        raise _malformed(source, f"has a record whose name is not UTF-8: {raw_name!r}") from None
-    if not name.isprintable() or "\\" in name or name.startswith("/") or ".." in name and ".." in name.split("/"):
-        raise _malformed(source, "has a name that is no plain relative path", printable(name))
+    name = _name(source, raw_name)
     if flags & _ENCRYPTED:
         raise _malformed(source, "is marked as encrypted", name)
     if method not in (_STORED, _DEFLATED):
         raise UnsupportedCheckpoint(f"is compressed by method {method}", path=source.path, where=name)
-    if _MAX32 in (stored, size, header):
+    if stored == _MAX32 or size == _MAX32 or header == _MAX32:
         stored, size, header = _zip64_sizes(source, name, extra, stored, size, header)
     if method == _STORED and stored != size:
         raise _malformed(source, f"is stored but declares {stored} and {size} bytes", name)
     return _Entry(name, raw_name, method, crc, stored, size, header)
+
+
+def _name(source: Source, raw: bytes) -> str:
+    try:
+        name = raw.decode()
+    except UnicodeDecodeError:
+        raise _malformed(source, f"has a record whose name is not UTF-8: {raw!r}") from None
+    if _ORDINARY(name):
+        return name
+    if not name.isprintable() or "\\" in name or name.startswith("/") or ".." in name.split("/"):
+        raise _malformed(source, "has a name that is no plain relative path", printable(name))
+    return name
 
 
 def _zip64_sizes(
@@ -212,7 +222,7 @@ def _locate_payloads(source: Source, entries: list[_Entry], directory_at: int) -
     """Records with the offsets of their payloads, each local header held against the directory."""
     records = []
     window, window_at = b"", 0
-    for entry in sorted(entries, key=lambda entry: entry.header):
+    for entry in sorted(entries, key=attrgetter("header")):
         at = entry.header - window_at
         if at < 0 or at + _LOCAL.size + len(entry.raw_name) > len(window):
             if entry.header + _LOCAL.size + len(entry.raw_name) > directory_at:
@@ -231,8 +241,7 @@ def _locate_payloads(source: Source, entries: list[_Entry], directory_at: int) -
         crc = entry.crc32 if entry.crc32 or not entry.size else None
         deflated = entry.method == _DEFLATED
         records.append(Record(entry.name, entry.header, offset, entry.size, entry.stored, deflated, crc))
-    order = {entry.name: index for index, entry in enumerate(entries)}
-    return sorted(records, key=lambda record: order[record.name])
+    return records
 
 
 def _local_sizes_agree(fields: tuple[int, ...], entry: _Entry) -> bool:
@@ -243,7 +252,7 @@ def _local_sizes_agree(fields: tuple[int, ...], entry: _Entry) -> bool:
 
 def _refuse_overlaps(source: Source, records: list[Record]) -> None:
     end = 0
-    for record in sorted(records, key=lambda record: record.header):
+    for record in records:
         if record.header < end or (end == 0 and record.header):
             raise _malformed(source, "overlaps the record before it, or hidden bytes stand before it", record.name)
         end = record.offset + record.stored

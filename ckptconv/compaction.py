@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ckptconv.dtypes import UINT8, DType
-from ckptconv.tensors import Storage, TensorRef, contiguous_stride, joined, whole_storage
+from ckptconv.tensors import Storage, TensorRef, contiguous_stride, is_contiguous, joined, whole_storage
 
 _ALIGNMENT = 16  # where gaps are cut out, so that every element type stays aligned
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class NewStorage:
+class NewStorage(NamedTuple):
     """A storage of the output: `values` in C order, cast to `dtype`; `storage_dtype` names its class (None: untyped)."""
 
     values: TensorRef
@@ -32,8 +31,7 @@ class NewStorage:
         return self.values.numel * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Placement:
+class Placement(NamedTuple):
     """Where a tensor lies in its new storage; `dtype` is the one it is written with, the rest counts elements."""
 
     storage: NewStorage
@@ -60,7 +58,10 @@ def compact(refs: Iterable[TensorRef], bare: Iterable[Storage], cast: CastRule) 
     for storage in bare:
         placed.update(_whole(storage, groups.pop(id(storage), [])))
     for group in groups.values():
-        placed.update(_alone(group[0], cast) if len(group) == 1 else _shared(group, cast))
+        if len(group) == 1:
+            placed[id(group[0])] = _alone(group[0], cast)
+        else:
+            placed.update(_shared(group, cast))
     return placed
 
 
@@ -71,7 +72,7 @@ def _class_of(dtype: DType) -> DType | None:
 def _gathered(ref: TensorRef, cast: CastRule) -> Placement:
     """The tensor's values one after another; its conj and neg bits stay bits."""
     dtype = cast(ref.dtype)
-    raw = replace(ref, conj=False, neg=False) if ref.conj or ref.neg else ref
+    raw = ref._replace(conj=False, neg=False) if ref.conj or ref.neg else ref
     storage = NewStorage(raw, dtype, _class_of(dtype), ref.location)
     return Placement(storage, dtype, 0, contiguous_stride(ref.shape))
 
@@ -85,14 +86,14 @@ def _whole(storage: Storage, group: list[TensorRef]) -> dict[int, Placement]:
     return placed
 
 
-def _alone(ref: TensorRef, cast: CastRule) -> dict[int, Placement]:
+def _alone(ref: TensorRef, cast: CastRule) -> Placement:
     start, stop = ref.byte_span()
     if stop - start > ref.nbytes:
-        return {id(ref): _gathered(ref, cast)}
+        return _gathered(ref, cast)
     dtype = cast(ref.dtype)
-    values = whole_storage(ref.storage, start, stop, ref.dtype)
-    new = NewStorage(values, dtype, _class_of(dtype), ref.location)
-    return {id(ref): Placement(new, dtype, 0, ref.stride)}
+    plain = is_contiguous(ref.shape, ref.stride) and not (ref.conj or ref.neg)
+    values = ref if plain else whole_storage(ref.storage, start, stop, ref.dtype)
+    return Placement(NewStorage(values, dtype, _class_of(dtype), ref.location), dtype, 0, ref.stride)
 
 
 def _shared(group: list[TensorRef], cast: CastRule) -> dict[int, Placement]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckptconv.dtypes import DType
 from ckptconv.tensors import TensorRef
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class WriteItem:
+class WriteItem(NamedTuple):
     """One payload: after the bytes `lead`, at byte `offset` of the output, `nbytes` bytes of `values`.
 
     `values` are ready bytes, or a tensor whose values in C order are cast to `dtype`.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import codecs
 import gc
+import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NoReturn, TypeAlias
@@ -58,8 +59,8 @@ class Call:
         self.args = args
         self.new = new
         self.kwargs = kwargs
-        self.items: list[Node] = []
-        self.pairs: list[tuple[Node, Node]] = []
+        self.items: Sequence[Node] = ()  # lists once something is appended or set: most calls get nothing
+        self.pairs: Sequence[tuple[Node, Node]] = ()
         self.state: Node = ABSENT
 
     @property
@@ -225,29 +226,32 @@ class PickleReader:
         stack: list[Node] = []
         push = stack.append
         marks: list[list[Node]] = []
-        memo: dict[int, Node] = {}
+        memo: dict[bytes, Node] = {}  # by the index as LONG_BINPUT has it, which saves decoding it
         intern: dict[str, str] = {}
         known = self._known
         while True:
             while pos < end:
                 op = data[pos]
                 pos += 1
-                if op == 0x71:  # BINPUT
-                    memo[data[pos]] = stack[-1]
-                    pos += 1
-                elif op == 0x72:  # LONG_BINPUT
-                    memo[_UINT32(data, pos)[0]] = stack[-1]
+                if op == 0x72:  # LONG_BINPUT
+                    memo[data[pos : pos + 4]] = stack[-1]
                     pos += 4
                 elif op == 0x68:  # BINGET
-                    push(memo[data[pos]])
+                    push(memo[_MEMO_KEYS[data[pos]]])
+                    pos += 1
+                elif op == 0x71:  # BINPUT
+                    memo[_MEMO_KEYS[data[pos]]] = stack[-1]
                     pos += 1
                 elif op == 0x6A:  # LONG_BINGET
-                    push(memo[_UINT32(data, pos)[0]])
+                    push(memo[data[pos : pos + 4]])
                     pos += 4
                 elif op == 0x4B:  # BININT1
                     push(data[pos])
                     pos += 1
                 elif op == 0x28:  # MARK
+                    if data[pos] == 0x28 and (run := _TENSOR_RUN(data, pos, end)) and self._tensor_run(run, stack, memo):
+                        pos = run.end()
+                        continue
                     marks.append(stack)
                     if len(marks) > LIMITS.depth:
                         raise LimitExceeded(f"the pickle nests more than {LIMITS.depth} containers")
@@ -327,7 +331,7 @@ class PickleReader:
                     push(_DOUBLE(data, pos)[0])
                     pos += 8
                 elif op == 0x94:  # MEMOIZE
-                    memo[len(memo)] = stack[-1]
+                    memo[len(memo).to_bytes(4, "little")] = stack[-1]
                 elif op == 0x8C:  # SHORT_BINUNICODE
                     pos += 1
                     stop = pos + data[pos - 1]
@@ -373,6 +377,28 @@ class PickleReader:
                 raise self._malformed("has no end" if end == size else "has an opcode that crosses the end of its frame")
             end = size
 
+    def _tensor_run(self, run: re.Match[bytes], stack: list[Node], memo: dict[bytes, Node]) -> bool:
+        """Do at once what the opcodes of `run` do one by one; False, with nothing done, when they are not as they look."""
+        (kind, cls, size, raw_key, key_put, location, count, pid_put, offset, shape, shape_put, stride, stride_put,
+         flag, hooks, hooks_put, args_put) = run.groups()  # fmt: skip
+        func = stack[-1]
+        if size[0] != len(raw_key) or type(func) is not Global:
+            return False
+        dims = _INT_RUNS.get(shape) or _int_run(shape)
+        steps = _INT_RUNS.get(stride) or _int_run(stride)
+        get = memo.__getitem__
+        keys = _MEMO_KEYS
+        key = memo[key_put] = raw_key.decode()
+        pid = (get(keys[kind[0]]), get(keys[cls[0]]), key, get(keys[location[0]]), _integer(count))
+        memo[pid_put] = pid
+        memo[shape_put], memo[stride_put] = dims, steps
+        made = memo[hooks_put] = Call(get(keys[hooks[0]]), ())
+        args = (self._persistent(pid), _integer(offset), dims, steps, flag == b"\x88", made)
+        memo[args_put] = args
+        reducer = self._known.get(func)
+        stack[-1] = Call(func, args) if reducer is None else reducer(args)
+        return True
+
     def _crossing(self, pos: int, stop: int, size: int) -> NoReturn:
         self.position = pos
         if stop > size:
@@ -392,13 +418,16 @@ class PickleReader:
             raise self._malformed("sets an item on something that is no dict")
         if len(flat) % 2:
             raise self._malformed("sets a key without a value")
-        target.pairs.extend(zip(flat[::2], flat[1::2], strict=True))
+        if type(target.pairs) is list:
+            target.pairs.extend(zip(flat[::2], flat[1::2]))  # noqa: B905 (the length is even)
+        else:
+            target.pairs = list(zip(flat[::2], flat[1::2]))  # noqa: B905
 
     def _extend(self, target: Node, flat: list[Node]) -> None:
         if type(target) is list:
             target.extend(flat)
         elif type(target) is Call:
-            target.items.extend(flat)
+            target.items = [*target.items, *flat] if target.items else flat
         else:
             raise self._malformed("appends to something that is no list")
 
@@ -410,7 +439,7 @@ class PickleReader:
         target.state = state
 
     def _rare(
-        self, op: int, stack: list[Node], marks: list[list[Node]], memo: dict[int, Node], pos: int, end: int
+        self, op: int, stack: list[Node], marks: list[list[Node]], memo: dict[bytes, Node], pos: int, end: int
     ) -> tuple[list[Node], int]:
         """The opcodes that today's checkpoints seldom hold; returns the stack and the position behind the opcode."""
         data = self._stream
@@ -439,11 +468,11 @@ class PickleReader:
             return stack, pos
         return self._stack_only(op, stack, marks), pos
 
-    def _text(self, op: int, text: bytes, stack: list[Node], memo: dict[int, Node]) -> None:
+    def _text(self, op: int, text: bytes, stack: list[Node], memo: dict[bytes, Node]) -> None:
         if op == 0x67:  # GET
-            stack.append(memo[int(text)])
+            stack.append(memo[int(text).to_bytes(4, "little")])
         elif op == 0x70:  # PUT
-            memo[int(text)] = stack[-1]
+            memo[int(text).to_bytes(4, "little")] = stack[-1]
         elif op == 0x46:  # FLOAT
             stack.append(float(text))
         elif op == 0x56:  # UNICODE
@@ -499,6 +528,39 @@ class PickleReader:
             stack[-1].args[0].extend(made)
         else:
             raise self._malformed("adds to something that is no set")
+
+
+# The opcodes that torch writes for a tensor, behind the rebuild function and the MARK of its arguments: a storage's
+# persistent id, offset, shape, stride, requires_grad and hooks. They are nine tenths of a large checkpoint's opcodes; as one
+# match they cost a third. It holds torch's form (early names fetched by BINGET, own values put by LONG_BINPUT) and no names.
+_INTEGER = rb"(K.|M..|J....)"
+_INTEGERS = rb"((?:K.|M..|J....)[\x85]|(?:K.|M..|J....){2}[\x86]|(?:K.|M..|J....){3}[\x87]|\((?:K.|M..|J....){4,}t)r(....)"
+_TENSOR_RUN = re.compile(
+    rb"\(h(.)h(.)X(.)\0\0\0([0-9]{1,12})r(....)h(.)" + _INTEGER + rb"tr(....)Q" + _INTEGER + _INTEGERS + _INTEGERS
+    + rb"([\x88\x89])h(.)\)Rr(....)tr(....)R",
+    re.DOTALL,
+).match  # fmt: skip
+_INT_RUNS: dict[bytes, tuple[int, ...]] = {}
+
+
+def _integer(raw: bytes) -> int:
+    return raw[1] if raw[0] == 0x4B else int.from_bytes(raw[1:], "little", signed=raw[0] == 0x4A)
+
+
+def _int_run(raw: bytes) -> tuple[int, ...]:
+    """The tuple that a run of integer opcodes and a TUPLE opcode make; kept, for shapes repeat."""
+    if len(_INT_RUNS) > 1 << 14:
+        _INT_RUNS.clear()
+    values, pos = [], int(raw[0] == 0x28)
+    while pos < len(raw) - 1:
+        width = _WIDTHS[raw[pos]]
+        values.append(_integer(raw[pos : pos + width]))
+        pos += width
+    return _INT_RUNS.setdefault(raw, tuple(values))
+
+
+_WIDTHS = {0x4B: 2, 0x4D: 3, 0x4A: 5}
+_MEMO_KEYS = tuple(index.to_bytes(4, "little") for index in range(256))
 
 
 def _decode(text: bytes, intern: dict[str, str]) -> str:

@@ -7,9 +7,9 @@ several. Both are checked against each other when they are made, and trusted aft
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptconv.casting import cast
 from ckptconv.dtypes import UINT8, DType
@@ -25,13 +25,12 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Storage:
+class Storage(NamedTuple):
     """A run of `nbytes` bytes at `offset` of `source`: a torch storage, or the data of one safetensors tensor.
 
     `location` is the device tag it was saved with; `dtype` the type that its storage class names (None: untyped); `crc32`
     the checksum that its record declares (None: none). `name` is what messages call it. Two tensors share memory when
-    their pieces name one and the same storage object.
+    their pieces name one and the same storage object (identity, not equality).
     """
 
     source: Source
@@ -44,8 +43,7 @@ class Storage:
     big_endian: bool = False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class Piece(NamedTuple):
     """A box of a tensor: its `shape`, its `start` in the tensor, and the strided view of `storage` that holds it.
 
     `offset` and `stride` count elements.
@@ -58,8 +56,7 @@ class Piece:
     start: Shape
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TensorRef:
+class TensorRef(NamedTuple):
     """A tensor: `dtype`, `shape`, `stride` (in elements) and the `pieces` that hold its values.
 
     `conj` and `neg` are torch's lazy bits: the values are the conjugate or the negative of what is stored.
@@ -167,7 +164,7 @@ def is_contiguous(shape: Shape, stride: Shape) -> bool:
 
 
 def view_of(
-    storage: Storage, dtype: DType, offset: int, shape: Shape, stride: Shape, *, requires_grad: bool = False
+    storage: Storage, dtype: DType, offset: int, shape: Shape, stride: Shape, requires_grad: bool = False
 ) -> TensorRef:
     """The strided view of `storage` that a checkpoint describes, after checking that it lies inside.
 
@@ -176,14 +173,14 @@ def view_of(
     """
     if type(shape) is not tuple or type(stride) is not tuple or len(shape) != len(stride):
         raise MalformedCheckpoint("its shape and stride are not tuples of one length", where=storage.name)
+    if type(offset) is not int or offset < 0:
+        raise MalformedCheckpoint("its storage_offset is not a size", where=storage.name)
     numel, last = 1, offset
-    for size, step in zip(shape, stride, strict=True):
+    for size, step in zip(shape, stride):  # noqa: B905 (of one length, and a hot path)
         if type(size) is not int or type(step) is not int or size < 0 or step < 0:
             raise MalformedCheckpoint("its shape or stride holds something else than sizes", where=storage.name)
         numel *= size
         last += (size - 1) * step
-    if type(offset) is not int or offset < 0:
-        raise MalformedCheckpoint("its storage_offset is not a size", where=storage.name)
     if numel and (last + 1) * dtype.itemsize > storage.nbytes:
         raise MalformedCheckpoint(
             f"needs {(last + 1) * dtype.itemsize} bytes of a storage that has {storage.nbytes}", where=storage.name
@@ -193,7 +190,10 @@ def view_of(
         raise LimitExceeded(f"claims {nbytes} bytes out of a storage of {storage.nbytes}", where=storage.name)
     if len(shape) > LIMITS.dimensions:
         raise LimitExceeded(f"has {len(shape)} dimensions, more than {LIMITS.dimensions}", where=storage.name)
-    return TensorRef(dtype, shape, stride, (Piece(storage, offset, shape, stride, (0,) * len(shape)),), requires_grad)
+    return TensorRef(dtype, shape, stride, (Piece(storage, offset, shape, stride, _ORIGINS[len(shape)]),), requires_grad)
+
+
+_ORIGINS = tuple((0,) * count for count in range(LIMITS.dimensions + 1))
 
 
 def whole_storage(storage: Storage, start: int, stop: int, dtype: DType = UINT8) -> TensorRef:
@@ -206,7 +206,7 @@ def joined(refs: list[TensorRef]) -> TensorRef:
     """1-D tensors of one dtype, end to end."""
     pieces, at = [], 0
     for ref in refs:
-        pieces.append(replace(ref.pieces[0], start=(at,)))
+        pieces.append(ref.pieces[0]._replace(start=(at,)))
         at += ref.numel
     return TensorRef(refs[0].dtype, (at,), (1,), tuple(pieces))
 

@@ -7,7 +7,6 @@ torch/_tensor.py (torch 2.13); what `torch.load(weights_only=True)` accepts, fro
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, DTYPES, UINT8, DType
@@ -76,20 +75,24 @@ class _StorageIds:
     def __init__(self, storage_for: StorageLookup) -> None:
         self._storage_for = storage_for
         self._found: dict[str, tuple[Storage, Node, Node]] = {}
+        self._dtypes: dict[Global, DType | None] = {}
 
     def __call__(self, pid: Node) -> Storage:
-        if type(pid) is not tuple or len(pid) < 5 or _text(pid[0]) != "storage":
+        if type(pid) is not tuple or len(pid) < 5 or (pid[0] != "storage" and _text(pid[0]) != "storage"):
             raise MalformedCheckpoint("a persistent id is not that of a storage", where="data.pkl")
-        _, cls, key, location, numel = pid[:5]
-        if (known := self._found.get(key) if type(key) is str else None) is not None:
+        cls, key, location, numel = pid[1:5]
+        if type(key) is not str or type(location) is not str:
+            key, location = _text(key), _text(location)
+        if key is None or location is None or type(numel) is not int or numel < 0:
+            raise MalformedCheckpoint("its persistent id holds something else than names and sizes", where=f"storage {key}")
+        if (known := self._found.get(key)) is not None:
             if known[1] is cls and known[2] == numel:
                 return known[0]
             raise MalformedCheckpoint("two persistent ids of it contradict each other", where=f"storage {key}")
-        key, location = _text(key), _text(location)
-        if key is None or location is None or type(numel) is not int or numel < 0:
-            raise MalformedCheckpoint("its persistent id holds something else than names and sizes", where=f"storage {key}")
-        dtype = storage_dtype(cls)
-        storage = self._storage_for(key, location, numel * (dtype or UINT8).itemsize, dtype)
+        if type(cls) is not Global or cls not in self._dtypes:
+            self._dtypes[cls] = storage_dtype(cls)
+        dtype = self._dtypes[cls]
+        storage = self._storage_for(key, location, numel * dtype.itemsize if dtype else numel, dtype)
         self._found[key] = storage, cls, numel
         return storage
 
@@ -114,8 +117,7 @@ def _tensor_v2(args: tuple[Node, ...]) -> Node:
     if not 4 <= len(args) <= 7 or type(args[0]) is not Storage:
         raise MalformedCheckpoint("a tensor is rebuilt from something else than a storage", where="data.pkl")
     storage = args[0]
-    requires_grad = len(args) > 4 and args[4] is True
-    ref = view_of(storage, storage.dtype or UINT8, args[1], args[2], args[3], requires_grad=requires_grad)
+    ref = view_of(storage, storage.dtype or UINT8, args[1], args[2], args[3], len(args) > 4 and args[4] is True)
     return ref if len(args) < 7 or args[6] is None else _with_bits(ref, args[6])
 
 
@@ -125,7 +127,7 @@ def _tensor_v3(args: tuple[Node, ...]) -> Node:
     dtype = BY_NAME.get(args[6].name) if args[6].module == "torch" else None
     if dtype is None:
         raise UnsupportedCheckpoint(f"has the unknown dtype {args[6].path}", where=args[0].name)
-    ref = view_of(args[0], dtype, args[1], args[2], args[3], requires_grad=args[4] is True)
+    ref = view_of(args[0], dtype, args[1], args[2], args[3], args[4] is True)
     return ref if len(args) < 8 or args[7] is None else _with_bits(ref, args[7])
 
 
@@ -134,18 +136,18 @@ def _with_bits(ref: TensorRef, metadata: Node) -> TensorRef:
     bits = dict(metadata.pairs) if type(metadata) is Dict and all(type(k) is str for k, _ in metadata.pairs) else None
     if bits is None or not bits.keys() <= {"conj", "neg"} or any(type(value) is not bool for value in bits.values()):
         raise MalformedCheckpoint("a tensor carries metadata other than its conj and neg bits", where=ref.storage.name)
-    return replace(ref, conj=bits.get("conj", False), neg=bits.get("neg", False))
+    return ref._replace(conj=bits.get("conj", False), neg=bits.get("neg", False))
 
 
 def _parameter(args: tuple[Node, ...]) -> Node:
     if len(args) == 3 and type(args[0]) is TensorRef:
-        return TensorObject(replace(args[0], requires_grad=args[1] is True))
+        return TensorObject(args[0]._replace(requires_grad=args[1] is True))
     return Call(_REBUILD_PARAMETER, args)
 
 
 def _parameter_with_state(args: tuple[Node, ...]) -> Node:
     if len(args) == 4 and type(args[0]) is TensorRef:
-        return TensorObject(replace(args[0], requires_grad=args[1] is True), state=args[3])
+        return TensorObject(args[0]._replace(requires_grad=args[1] is True), state=args[3])
     return Call(_REBUILD_PARAMETER_WITH_STATE, args)
 
 
@@ -209,8 +211,8 @@ class TorchLeaves:
 
     def __init__(self, stored_as: Callable[[TensorRef | Storage], StoredAs]) -> None:
         self._stored_as = stored_as
-        self._heads: dict[tuple[DType | None, bool], bytes] = {}
-        self._sizes: dict[tuple[tuple[int, ...], tuple[int, ...]], bytes] = {}
+        # What stands around a storage's key is the same bytes for all tensors of one form, once all names in it are memoized.
+        self._around: dict[tuple[object, ...], tuple[bytes, bytes]] = {}
 
     def __call__(self, node: Node, writer: PickleWriter) -> bytes | Node:
         kind = type(node)
@@ -222,44 +224,42 @@ class TorchLeaves:
             return self._tensor(node.ref, False, writer)
         if kind is Storage or kind is _StorageOf:
             stored = self._stored_as(node if kind is Storage else node.ref)
-            return self._head(stored, False, writer) + self._tail(stored, writer)
+            return self._head(stored, False, writer) + _key(stored.key) + self._tail(stored, writer)
         raise TypeError(f"no such leaf: {kind}")
 
     def _tensor(self, ref: TensorRef, requires_grad: bool, writer: PickleWriter) -> bytes:
         stored = self._stored_as(ref)
-        out = self._head(stored, True, writer) + self._tail(stored, writer) + integer(stored.offset)
-        sizes = ref.shape, stored.stride
-        if (both := self._sizes.get(sizes)) is None:
-            both = self._sizes[sizes] = integers(ref.shape) + integers(stored.stride)
-        out += both + (b"\x88" if requires_grad else b"\x89") + writer.named("collections", "OrderedDict") + b")R"
+        same = (*stored[1:], ref.shape, requires_grad, ref.conj, ref.neg)  # all but the key
+        if (around := self._around.get(same)) is not None:
+            return around[0] + _key(stored.key) + around[1]
+        before = writer.count
+        head = self._head(stored, True, writer)
+        tail = self._tail(stored, writer) + integer(stored.offset) + integers(ref.shape) + integers(stored.stride)
+        tail += (b"\x88" if requires_grad else b"\x89") + writer.named("collections", "OrderedDict") + b")R"
         if stored.storage_dtype is None:
-            out += writer.named("torch", stored.dtype.name)
+            tail += writer.named("torch", stored.dtype.name)
         if ref.conj or ref.neg:
-            out += b"}(" + b"".join(
-                writer.text(bit) + b"\x88" for bit, on in (("conj", ref.conj), ("neg", ref.neg)) if on
-            ) + b"u"  # fmt: skip
-        return out + b"tR"
+            bits = (writer.text(bit) + b"\x88" for bit, on in (("conj", ref.conj), ("neg", ref.neg)) if on)
+            tail += b"}(" + b"".join(bits) + b"u"
+        tail += b"tR"
+        if writer.count == before:
+            self._around[same] = head, tail
+        return head + _key(stored.key) + tail
 
     def _head(self, stored: StoredAs, rebuild: bool, writer: PickleWriter) -> bytes:
-        """The opcodes up to the storage's key: the same bytes each time, once all names in them are in the memo."""
+        """The opcodes up to the storage's key."""
         typed = stored.storage_dtype
-        if (head := self._heads.get((typed, rebuild))) is not None:
-            return head
-        before = writer.count
         head = b""
         if rebuild:
             head = writer.named(_UTILS, "_rebuild_tensor_v3" if typed is None else "_rebuild_tensor_v2") + b"("
         head += b"(" + writer.text("storage")
         head += writer.named(*(("torch.storage", "UntypedStorage") if typed is None else ("torch", typed.storage_class)))
-        if writer.count == before:
-            self._heads[typed, rebuild] = head
         return head
 
     def _tail(self, stored: StoredAs, writer: PickleWriter) -> bytes:
-        """Key, location and element count of the storage, and the end of its persistent id."""
-        key = stored.key.encode()
+        """Location and element count of the storage, and the end of its persistent id."""
         count = stored.nbytes // (stored.storage_dtype or UINT8).itemsize
-        return b"X" + len(key).to_bytes(4, "little") + key + writer.text(stored.location) + integer(count) + b"tQ"
+        return writer.text(stored.location) + integer(count) + b"tQ"
 
     def _object(self, node: TensorObject) -> Node:
         ref = node.tensor
@@ -276,6 +276,10 @@ class TorchLeaves:
             args += (Dict([(bit, True) for bit, on in (("conj", ref.conj), ("neg", ref.neg)) if on]),)
         rebuild = Global(_UTILS, "_rebuild_tensor_v2" if typed else "_rebuild_tensor_v3")
         return Call(_REBUILD_FROM_TYPE, (rebuild, node.cls, args, node.state))
+
+
+def _key(key: str) -> bytes:
+    return b"X%c\0\0\0" % len(key) + key.encode()
 
 
 def is_tensor_call(node: Node) -> bool:

@@ -114,11 +114,13 @@ class _Storages:
         if record.size != nbytes:
             raise MalformedCheckpoint(f"has {record.size} bytes where the pickle says {nbytes}", where=name)
         self.used.add(name)
+        if not record.deflated:
+            return Storage(
+                self._source, record.offset, nbytes, location, name, dtype, record.crc32, self._big_endian
+            )
         source, offset = archives.record_source(self._source, record)
-        if source is not self._source:
-            self.inflated.append(source)
-        crc = None if record.deflated else record.crc32
-        return Storage(source, offset, nbytes, location, name, dtype, crc, self._big_endian)
+        self.inflated.append(source)
+        return Storage(source, offset, nbytes, location, name, dtype, None, self._big_endian)
 
     def _small(self, name: str) -> bytes | None:
         record = self._records.get(name)
@@ -147,13 +149,15 @@ def lay_out_torch_zip(root: Node, overlay: Overlay, cast: CastRule, retag: Calla
     """
     refs, bare = _leaves(root, overlay)
     placements = compact(refs, bare, cast)
-    keys: dict[NewStorage, str] = {}
+    numbers: dict[int, int] = {}
+    ordered: list[NewStorage] = []
 
     def stored_as(node: TensorRef | Storage) -> StoredAs:
-        placed = placements[id(node)]
-        new = placed.storage
-        key = keys.setdefault(new, str(len(keys)))
-        return StoredAs(key, retag(new.location), new.storage_dtype, new.nbytes, placed.dtype, placed.offset, placed.stride)
+        new, dtype, offset, stride = placements[id(node)]
+        if (number := numbers.get(id(new))) is None:
+            number = numbers[id(new)] = len(ordered)
+            ordered.append(new)
+        return StoredAs(str(number), retag(new.location), new.storage_dtype, new.nbytes, dtype, offset, stride)
 
     pickle = write_pickle(root, TorchLeaves(stored_as), overlay)
     return _records([
@@ -161,7 +165,7 @@ def lay_out_torch_zip(root: Node, overlay: Overlay, cast: CastRule, retag: Calla
         (".format_version", b"1"),
         (".storage_alignment", b"%d" % archives.ALIGNMENT),
         ("byteorder", b"little"),
-        *((f"data/{key}", new) for new, key in keys.items()),
+        *((f"data/{number}", new) for number, new in enumerate(ordered)),
         ("version", b"3\n"),
         (".data/serialization_id", _serialization_id(pickle)),
     ])  # fmt: skip
