@@ -198,9 +198,7 @@ def _name(source: Source, raw: bytes) -> str:
     return name
 
 
-def _zip64_sizes(
-    source: Source, name: str, extra: bytes, stored: int, size: int, header: int
-) -> tuple[int, int, int]:
+def _zip64_sizes(source: Source, name: str, extra: bytes, stored: int, size: int, header: int) -> tuple[int, int, int]:
     """The 64-bit numbers: in the extra field 1, in the order size, stored, header, only those that overflowed."""
     at = 0
     while at + 4 <= len(extra):
@@ -295,7 +293,10 @@ def _flags(slot: Slot) -> int:
 
 def _wide(slot: Slot) -> bytes:
     """The zip64 extra field, empty while all numbers fit 32 bits; torch's writer repeats the offset in local headers."""
-    numbers = [*([slot.size, slot.size] if slot.size >= _MAX32 else []), *([slot.header] if slot.header >= _MAX32 else [])]
+    numbers = [
+        *([slot.size, slot.size] if slot.size >= _MAX32 else []),
+        *([slot.header] if slot.header >= _MAX32 else []),
+    ]
     return struct.pack(f"<HH{len(numbers)}Q", 1, 8 * len(numbers), *numbers) if numbers else b""
 
 
@@ -313,9 +314,7 @@ def descriptor(slot: Slot, crc: int) -> bytes:
 
 def ending_size(slots: Sequence[Slot]) -> int:
     """The length of `ending`."""
-    return sum(_CENTRAL.size + len(slot.name) + len(_wide(slot)) for slot in slots) + (
-        _END64.size + _LOCATOR.size + _END.size
-    )
+    return sum(_CENTRAL.size + len(slot.name) + len(_wide(slot)) for slot in slots) + (_END64.size + _LOCATOR.size + _END.size)
 
 
 def ending(slots: Sequence[Slot], crcs: Sequence[int]) -> bytes:

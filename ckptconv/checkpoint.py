@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from ckptconv.errors import AmbiguousStateDict, KeyConflict, LimitExceeded, printable
 from ckptconv.files import Source
 from ckptconv.limits import LIMITS
-from ckptconv.pickling import Call, Dict, Node, PersistentId, children, mapping_pairs
+from ckptconv.nodes import Call, Dict, Node, PersistentId, children, mapping_pairs
 from ckptconv.tensors import TensorObject, TensorRef
 
 Place: TypeAlias = "tuple[Place, Node, Node] | None"
@@ -161,11 +161,12 @@ def tensors_of(root: Node, overlay: Overlay | None = None) -> Iterator[tuple[str
 
 # --------------------------------------------------------------------------------------------------------- state dicts
 
-_USUAL = frozenset(
-    "state_dict model_state_dict model model_state net network module weights params params_ema ema ema_state_dict "
-    "model_ema ema_model state_dict_ema generator discriminator netG netD G D encoder decoder backbone head teacher "
-    "student actor critic policy".split()
-)
+_USUAL_NAMES = """
+    state_dict model_state_dict model model_state net network module weights params params_ema ema ema_state_dict model_ema
+    ema_model state_dict_ema generator discriminator netG netD G D encoder decoder backbone head teacher student actor critic
+    policy
+"""
+_USUAL = frozenset(_USUAL_NAMES.split())
 """Labels under which training scripts keep a state dict."""
 
 _NEVER = ("optim", "scheduler", "rng", "random", "scaler", "callbacks", "loops")
@@ -195,7 +196,9 @@ def choose_state_dict(root: Node, only: str | None, path: Path) -> StateDict:
         names = ", ".join(printable(f"{base}.{item.path}".strip(".") or ".") for item in found[:8])
         first = printable(f"{base}.{found[0].path}".strip("."))
         raise AmbiguousStateDict(
-            f"holds {len(found)} state dicts: {names}", path=path, hint=f"choose one with --only {first} (only= in code)"
+            f"holds {len(found)} state dicts: {names}",
+            path=path,
+            hint=f"choose one with --only {first} (only= in code)",
         )
     raise AmbiguousStateDict(
         "no state dict (a dict of named tensors) was found in it",
@@ -254,10 +257,8 @@ def _is_never(label: Node) -> bool:
 
 
 def _is_state_dict(pairs: list[tuple[Node, Node]], holders: set[int]) -> bool:
-    for key, value in pairs:
-        if id(value) in holders and not (type(key) is str and key.endswith("_extra_state")):
-            return False
-    return True
+    further = (key for key, value in pairs if id(value) in holders)
+    return all(type(key) is str and key.endswith("_extra_state") for key in further)
 
 
 def _looks_like_module(place: Place, node: Node, pairs: list[tuple[Node, Node]]) -> bool:
@@ -309,5 +310,3 @@ def renamed_state_dict(found: StateDict, keys: tuple[str | None, ...], module_pa
         copy.pairs = list(renamed.items())
         made.state = Dict([(key, copy if key == "_metadata" else value) for key, value in found.node.state.pairs])
     return made
-
-

@@ -1,54 +1,25 @@
-"""Conversions: a plan that knows every output byte but the payload, and its execution as a stream.
-
-`plan_conversion` reads no payload and decides everything; nothing is written when it fails. `execute_plan` copies.
-"""
+"""Conversions: a plan executed as a stream, checked, and put in its place when it is whole."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from ckptconv.casting import cast
-from ckptconv.checkpoint import (
-    Checkpoint,
-    Place,
-    StateDict,
-    choose_state_dict,
-    find,
-    find_state_dicts,
-    place_text,
-    renamed_state_dict,
-    tensor_of,
-    tensors_of,
-    walk,
-)
-from ckptconv.devices import TagMap, tag_map
+from ckptconv.devices import tag_map
 from ckptconv.dtypes import DType, floating_dtype
-from ckptconv.errors import (
-    AmbiguousStateDict,
-    CheckpointError,
-    KeyConflict,
-    LimitExceeded,
-    RefusedObject,
-    VerificationFailed,
-    printable,
-)
+from ckptconv.errors import VerificationFailed
 from ckptconv.files import OutputStream, atomic_output, check_output, crc32
-from ckptconv.formats import safetensors, torch_zip
 from ckptconv.formats.detect import open_checkpoint
-from ckptconv.keys import KeyMap, KeyRules, map_keys
+from ckptconv.keys import KeyRules
 from ckptconv.layout import Layout, WriteItem
-from ckptconv.limits import LIMITS
-from ckptconv.pickling import Call, Dict, Global, Node
-from ckptconv.plain_objects import plain_form
+from ckptconv.planning import ConversionPlan, Options, Target, Tied, Unknown, plan_conversion
 from ckptconv.tensors import (
     Storage,
-    TensorObject,
     TensorRef,
     check_storage,
     iter_cast_chunks,
@@ -56,94 +27,6 @@ from ckptconv.tensors import (
     refuse_crc,
     verbatim_range,
 )
-from ckptconv.torch_objects import VALUELESS, WEIGHTS_ONLY, is_tensor_call
-
-Target = Literal["torch", "safetensors"]
-Unknown = Literal["refuse", "drop", "keep"]
-Tied = Literal["alias", "duplicate"]
-
-_SUFFIXES: dict[str, Target] = {
-    ".safetensors": "safetensors",
-    **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt", ".tar", ".th", ".pkl", ".model"), "torch"),
-}  # type: ignore[dict-item]
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What a conversion is asked to do; the defaults are those of `ckptconv convert`.
-
-    `to`: the output format (None: by the output's name). `only`: the path of the part to convert. `tied`: whether one of
-    several names of a tensor stands for the others in safetensors, or each gets its own copy. `unknown`: what happens in a
-    torch output to objects that `weights_only=True` refuses and that have no plain form.
-    """
-
-    to: Target | None = None
-    keys: KeyRules = KeyRules()
-    tags: TagMap = TagMap("cpu")
-    dtype: DType | None = None
-    only: str | None = None
-    tied: Tied = "alias"
-    unknown: Unknown = "refuse"
-
-    def cast(self, dtype: DType) -> DType:
-        """The type in which values of `dtype` are written: only floating ones are cast."""
-        return self.dtype if self.dtype is not None and dtype.is_floating else dtype
-
-
-@dataclass(frozen=True, slots=True)
-class Skipped:
-    """Something of the source that the output does not hold: where it was, and why."""
-
-    path: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Rewritten:
-    """An object that stands in the output in its plain form: where, and what it was."""
-
-    path: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class RenamedKeys:
-    """What became of the keys of one state dict: `path` of it, the wrappers found, and (old, new) pairs that differ."""
-
-    path: str
-    wrappers: tuple[str, ...]
-    count: int
-    changed: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ConversionPlan:
-    """Everything about an output but its payload: where each byte will come from, and what will differ from the source.
-
-    `locations` counts storages by (tag before, tag after); `casts` counts tensors by (dtype before, after); `tied` maps
-    dropped names to the kept one (safetensors).
-    """
-
-    source: Path
-    source_format: str
-    source_nbytes: int
-    output: Path
-    to: Target
-    layout: Layout
-    state_dicts: tuple[RenamedKeys, ...]
-    locations: Mapping[tuple[str, str], int]
-    casts: Mapping[tuple[str, str], int]
-    tied: Mapping[str, str]
-    skipped: tuple[Skipped, ...]
-    rewritten: tuple[Rewritten, ...]
-    notes: tuple[str, ...]
-    tensors: Callable[[], Iterator[tuple[str, TensorRef]]]
-    cast: Callable[[DType], DType]
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the output in bytes."""
-        return self.layout.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,331 +66,11 @@ def convert_checkpoint(
     """
     rules = keys if isinstance(keys, KeyRules) else KeyRules(wrappers=keys)
     pairs = [f"{old}={new}" for old, new in (map_location or {}).items()]
-    options = Options(
-        to, rules, tag_map(device, pairs), floating_dtype(dtype) if dtype else None, only, tied, unknown
-    )
+    options = Options(to, rules, tag_map(device, pairs), floating_dtype(dtype) if dtype else None, only, tied, unknown)
     check_output(Path(output), force=force)
     with open_checkpoint(source) as checkpoint:
         plan = plan_conversion(checkpoint, output, options)
         return execute_plan(plan, force=force, fsync=fsync, verify=verify)
-
-
-def target_format(output: Path, to: Target | None) -> Target:
-    """The format to write: `to`, or the one that the output's name says; `CheckpointError` when it says nothing."""
-    if to is not None:
-        return to
-    if (found := _SUFFIXES.get(output.suffix.lower())) is not None:
-        return found
-    raise CheckpointError(
-        "its name does not say which format to write", path=output, hint="add --to torch or --to safetensors"
-    )
-
-
-# ------------------------------------------------------------------------------------------------------------ planning
-
-
-def plan_conversion(checkpoint: Checkpoint, output: str | os.PathLike[str], options: Options) -> ConversionPlan:
-    """Decide what the output of a conversion will be; reads no payload and writes nothing.
-
-    Raises `CheckpointError` when the request cannot be met: keys that collide, objects that may not be written, a state
-    dict that is missing or ambiguous.
-    """
-    path = Path(output)
-    to = target_format(path, options.to)
-    try:
-        return (_plan_torch if to == "torch" else _plan_safetensors)(checkpoint, path, options)
-    except CheckpointError as error:
-        raise error.at(path=checkpoint.path) from error.__cause__
-
-
-def _plan_torch(checkpoint: Checkpoint, output: Path, options: Options) -> ConversionPlan:
-    root = checkpoint.root if options.only is None else find(checkpoint.root, options.only, checkpoint.path)
-    overlay: dict[int, Node] = {}
-    renamed, skipped = _rename_all(root, overlay, options)
-    rewritten, dropped = _settle_objects(root, overlay, options)
-    layout = torch_zip.lay_out_torch_zip(root, overlay, options.cast, options.tags)
-    refs = [ref for _, ref in _quick_tensors(root, overlay)]
-    return ConversionPlan(
-        source=checkpoint.path,
-        source_format=checkpoint.format,
-        source_nbytes=checkpoint.nbytes,
-        output=output,
-        to="torch",
-        layout=layout,
-        state_dicts=renamed,
-        locations=_count_locations(refs, options.tags),
-        casts=_count_casts(refs, options),
-        tied={},
-        skipped=(*skipped, *dropped),
-        rewritten=rewritten,
-        notes=(*checkpoint.notes, *_sparse_notes(root, overlay)),
-        tensors=lambda: tensors_of(root, overlay),
-        cast=options.cast,
-    )
-
-
-def _quick_tensors(root: Node, overlay: Mapping[int, Node]) -> Iterator[tuple[Place, TensorRef]]:
-    for place, node in walk(root, overlay):
-        if (ref := tensor_of(node)) is not None:
-            yield place, ref
-
-
-def _rename_all(
-    root: Node, overlay: dict[int, Node], options: Options
-) -> tuple[tuple[RenamedKeys, ...], list[Skipped]]:
-    """Put renamed state dicts into the overlay; tell what changed and what was left out."""
-    found = find_state_dicts(root)
-    if not found and options.keys != KeyRules() and options.keys != KeyRules("keep"):
-        raise AmbiguousStateDict(
-            "there is no state dict in it whose keys could be changed", hint="see what it holds with: ckptconv inspect"
-        )
-    renamed, skipped, left = [], [], 0
-    for item in found:
-        keys = _map_keys(item, options.keys)
-        left += sum(new is not None for new in keys.new)
-        skipped += _excluded(item, keys)
-        renamed.append(_renamed_keys(item, keys))
-        if keys.new != keys.old:
-            overlay[id(item.node)] = renamed_state_dict(item, keys.new, keys.module_path)
-    _refuse_nothing_left(found, left, options.keys)
-    return tuple(renamed), skipped
-
-
-def _map_keys(item: StateDict, rules: KeyRules) -> KeyMap:
-    try:
-        return map_keys(item.keys, rules)
-    except KeyConflict as error:
-        raise error.at(where=item.path or None) from None
-
-
-def _refuse_nothing_left(found: Sequence[StateDict], left: int, rules: KeyRules) -> None:
-    if found and not left:
-        raise KeyConflict(f"no key is left by --include {rules.include} --exclude {rules.exclude}", hint="check the globs")
-
-
-def _excluded(item: StateDict, keys: KeyMap) -> list[Skipped]:
-    base = f"{item.path}." if item.path else ""
-    return [
-        Skipped(f"{base}{old}", "left out by --include or --exclude")
-        for old, new in zip(keys.old, keys.new, strict=True)
-        if new is None
-    ]
-
-
-def _renamed_keys(item: StateDict, keys: KeyMap) -> RenamedKeys:
-    changed = tuple((old, new) for old, new in zip(keys.old, keys.new, strict=True) if new is not None and new != old)
-    return RenamedKeys(item.path, keys.wrappers, len(keys.old), changed)
-
-
-def _settle_objects(
-    root: Node, overlay: dict[int, Node], options: Options
-) -> tuple[tuple[Rewritten, ...], list[Skipped]]:
-    """Rewrite, drop or refuse what `weights_only=True` would refuse, through the overlay."""
-    rewritten: list[Rewritten] = []
-    dropped: list[Skipped] = []
-    unknown: list[tuple[str, str]] = []
-    if options.unknown == "keep":
-        return (), []
-    for place, node in walk(root, overlay):
-        name = _refused_name(node)
-        if name is None:
-            continue
-        plain = _plain(node)
-        if plain is not node:
-            overlay[id(node)] = plain
-            rewritten.append(Rewritten(place_text(place), name))
-        elif options.unknown == "drop":
-            overlay[id(node)] = node.tensor if type(node) is TensorObject else None
-            dropped.append(Skipped(place_text(place), f"dropped: {name} is no plain object"))
-        else:
-            unknown.append((place_text(place), name))
-    if unknown:
-        raise _refusal(unknown)
-    return tuple(rewritten), dropped
-
-
-def _refused_name(node: Node) -> str | None:
-    """The global for which `weights_only=True` would refuse `node` (or that has no values); None for good nodes."""
-    kind = type(node)
-    if kind is Call:
-        name = node.name
-        if name in WEIGHTS_ONLY and name not in VALUELESS and node.kwargs is None:
-            return None
-        return name
-    if kind is Global:
-        return None if node.path in WEIGHTS_ONLY else node.path
-    if kind is TensorObject and type(node.cls) is Global:
-        return None if node.cls.path in WEIGHTS_ONLY else node.cls.path
-    return None
-
-
-def _plain(node: Node) -> Node:
-    if type(node) is Call:
-        return plain_form(node)
-    if type(node) is TensorObject and type(node.cls) is Global and node.cls.path == "torch.nn.parameter.Buffer":
-        return node.tensor
-    return node
-
-
-def _refusal(unknown: Sequence[tuple[str, str]]) -> RefusedObject:
-    place, name = unknown[0]
-    more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
-    if name in VALUELESS:
-        return RefusedObject(
-            f"a tensor without values ({name}){more}: there is nothing to convert",
-            where=place or "the whole file",
-            hint="save it from a host that has its values; --unknown drop leaves it out",
-        )
-    return RefusedObject(
-        f"{printable(name)}{more} is an object that torch.load(weights_only=True) refuses",
-        where=place or "the whole file",
-        hint="--unknown drop replaces it by None, --unknown keep keeps it, --only PATH takes one part",
-    )
-
-
-def _sparse_notes(root: Node, overlay: Mapping[int, Node]) -> Iterator[str]:
-    count = sum(type(node) is Call and "_sparse_" in node.name for _, node in walk(root, overlay))
-    if count:
-        yield f"{count} sparse tensors are kept as they are; their indices are not checked"
-
-
-def _count_locations(refs: Iterable[TensorRef], retag: Callable[[str], str]) -> dict[tuple[str, str], int]:
-    storages = {id(piece.storage): piece.storage.location for ref in refs for piece in ref.pieces}
-    counted = Counter(storages.values())
-    return {(before, retag(before)): count for before, count in counted.items()}
-
-
-def _count_casts(refs: Iterable[TensorRef], options: Options) -> dict[tuple[str, str], int]:
-    if options.dtype is None:
-        return {}
-    counted = Counter(ref.dtype for ref in refs)
-    return {
-        (dtype.name, options.cast(dtype).name): count for dtype, count in counted.items() if options.cast(dtype) is not dtype
-    }
-
-
-def _plan_safetensors(checkpoint: Checkpoint, output: Path, options: Options) -> ConversionPlan:
-    found = choose_state_dict(checkpoint.root, options.only, checkpoint.path)
-    keys = _map_keys(found, options.keys)
-    skipped = _excluded(found, keys)
-    named: list[tuple[str, TensorRef]] = []
-    for key, value in zip(keys.new, found.values, strict=True):
-        if key is None:
-            continue
-        if (ref := tensor_of(value)) is not None:
-            named.append((key, _holdable(key, ref, options)))
-        else:
-            skipped.append(_skipped_value(key, value))
-    _refuse_nothing_left([found], len(named), options.keys)
-    tied = _tied_names(named, checkpoint) if options.tied == "alias" else {}
-    kept = [(key, ref, options.cast(ref.dtype)) for key, ref in named if key not in tied]
-    _refuse_blow_up(sum(ref.numel * dtype.itemsize for _, ref, dtype in kept), checkpoint)
-    refs = [ref for _, ref in named]
-    layout = safetensors.lay_out_safetensors(kept, _metadata(checkpoint, refs, tied, options))
-    return ConversionPlan(
-        source=checkpoint.path,
-        source_format=checkpoint.format,
-        source_nbytes=checkpoint.nbytes,
-        output=output,
-        to="safetensors",
-        layout=layout,
-        state_dicts=(_renamed_keys(found, keys),),
-        locations=_count_locations(refs, options.tags),
-        casts=_count_casts(refs, options),
-        tied=tied,
-        skipped=(*skipped, *_other_parts(checkpoint, found, options)),
-        rewritten=(),
-        notes=checkpoint.notes,
-        tensors=lambda: iter(named),
-        cast=options.cast,
-    )
-
-
-def _holdable(key: str, ref: TensorRef, options: Options) -> TensorRef:
-    if options.cast(ref.dtype).safetensors is None:
-        raise RefusedObject(
-            f"safetensors has no dtype {ref.dtype.name}",
-            where=key,
-            hint="write a torch file (--to torch), or leave it out with --exclude",
-        )
-    return ref
-
-
-def _skipped_value(key: str, value: Node) -> Skipped:
-    if is_tensor_call(value):
-        raise RefusedObject(
-            f"a tensor that safetensors cannot hold ({value.name})",
-            where=key,
-            hint="write a torch file (--to torch), or leave it out with --exclude",
-        )
-    if type(value) is Call:
-        return Skipped(key, f"not a tensor but {printable(value.name)}")
-    kind = {Dict: "dict", type(None): "None", Global: "a class"}.get(type(value), type(value).__name__)
-    return Skipped(key, f"not a tensor but {kind}")
-
-
-def _tied_names(named: Sequence[tuple[str, TensorRef]], checkpoint: Checkpoint) -> dict[str, str]:
-    """Dropped name → kept name, for names of one and the same view; the first in sorted order is kept, as the library does.
-
-    A name that the file's metadata needs for something else is not dropped.
-    """
-    views: dict[tuple[object, ...], list[str]] = {}
-    for key, ref in named:
-        if ref.is_view and ref.numel:
-            view = (id(ref.storage), ref.storage_offset, ref.shape, ref.stride, ref.dtype, ref.conj, ref.neg)
-            views.setdefault(view, []).append(key)
-    aliases = _aliases(checkpoint)
-    taken = {"format", "device", *(name for name in checkpoint.metadata if name not in aliases)}
-    return {
-        name: names[0]
-        for names in map(sorted, views.values())
-        for name in names[1:]
-        if name not in taken
-    }
-
-
-def _aliases(checkpoint: Checkpoint) -> set[str]:
-    """The metadata entries of a safetensors source that name a tensor, and so became keys."""
-    if not checkpoint.metadata:
-        return set()
-    keys = {key for found in checkpoint.state_dicts() for key in found.keys}  # noqa: SIM118
-    return {name for name, kept in checkpoint.metadata.items() if name in keys and kept in keys}
-
-
-def _metadata(
-    checkpoint: Checkpoint, refs: Sequence[TensorRef], tied: Mapping[str, str], options: Options
-) -> dict[str, str]:
-    aliases = _aliases(checkpoint)
-    metadata = {name: value for name, value in checkpoint.metadata.items() if name not in aliases and name != "device"}
-    metadata["format"] = "pt"
-    tags = {options.tags(ref.location) for ref in refs}
-    if len(tags) == 1:
-        metadata["device"] = tags.pop()
-    return {**metadata, **tied}
-
-
-def _refuse_blow_up(nbytes: int, checkpoint: Checkpoint) -> None:
-    """Refuse an output that is many times the input: views of one small storage, each written out."""
-    if nbytes > LIMITS.view_free and nbytes > LIMITS.view_ratio * checkpoint.nbytes:
-        raise LimitExceeded(
-            f"would take {nbytes} bytes, more than {LIMITS.view_ratio} times the source; its tensors share memory",
-            hint="write a torch file (--to torch), which keeps the sharing",
-        )
-
-
-def _other_parts(checkpoint: Checkpoint, found: StateDict, options: Options) -> Iterator[Skipped]:
-    """The parts of a training checkpoint that are not the state dict."""
-    if options.only is not None or not found.path:
-        return
-    root = checkpoint.root
-    pairs = root.pairs if type(root) in (Dict, Call) else []
-    for label, _ in pairs:
-        text = str(label)
-        if text != found.path and not found.path.startswith(f"{text}."):
-            yield Skipped(text, "not part of the state dict; safetensors holds named tensors only")
-
-
-# ----------------------------------------------------------------------------------------------------------- executing
 
 
 def execute_plan(
@@ -525,9 +88,10 @@ def execute_plan(
     the source is damaged, `OutputRefused` when the output cannot be written, `VerificationFailed`; nothing is left behind.
     """
     begin = time.perf_counter()
-    with atomic_output(
-        plan.output, force=force, fsync=fsync, size=plan.nbytes, on_progress=on_progress
-    ) as (stream, temporary):
+    with atomic_output(plan.output, force=force, fsync=fsync, size=plan.nbytes, on_progress=on_progress) as (
+        stream,
+        temporary,
+    ):
         overflowed = _write(plan.layout, stream)
         stream.finish()
         if plan.to == "safetensors":
@@ -576,9 +140,7 @@ def _write_values(item: WriteItem, stream: OutputStream, checked: set[int], over
     return crc
 
 
-def _write_whole(
-    item: WriteItem, values: TensorRef, storage: Storage, stream: OutputStream, overflowed: list[int]
-) -> int:
+def _write_whole(item: WriteItem, values: TensorRef, storage: Storage, stream: OutputStream, overflowed: list[int]) -> int:
     """Write a whole storage, copied or cast, checking its CRC-32 in the same pass."""
     if item.dtype is values.dtype:
         crc = stream.copy(storage.source, storage.offset, item.nbytes)

@@ -26,9 +26,7 @@ class CheckpointError(Exception):
     the escaped line.
     """
 
-    def __init__(
-        self, what: str, *, path: object = None, where: object = None, hint: str | None = None
-    ) -> None:
+    def __init__(self, what: str, *, path: object = None, where: object = None, hint: str | None = None) -> None:
         super().__init__(what)
         self.what = what
         self.path = None if path is None else str(path)

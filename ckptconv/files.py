@@ -79,6 +79,11 @@ class FileSource:
         self.read_into(offset, memoryview(whole))
         return bytes(whole)
 
+    def mappable_path(self) -> str:
+        """A path under which another library can map this very file, even if its name is given to another meanwhile."""
+        through_fd = f"/proc/self/fd/{self._fd}"
+        return through_fd if Path(through_fd).exists() else str(self.path)
+
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)

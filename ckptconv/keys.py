@@ -44,6 +44,10 @@ class KeyRules:
         return wanted and not any(fnmatchcase(key, glob) for glob in self.exclude)
 
 
+STRIP = KeyRules()
+"""The default: strip wrappers, nothing else."""
+
+
 @dataclass(frozen=True, slots=True)
 class KeyMap:
     """The keys of one state dict before and after: `new[i]` belongs to `old[i]`, None where it was left out."""

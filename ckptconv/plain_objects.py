@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 
-from ckptconv.pickling import ABSENT, SET, Call, Dict, Global, Node
+from ckptconv.nodes import ABSENT, SET, Call, Dict, Global, Node
 
 _DICT_CLASSES = ("AttributeDict", "EasyDict", "Munch", "AttrDict", "ConfigDict")
 _NUMBERS = {"f2": "e", "f4": "f", "f8": "d", "b1": "?", "i1": "b", "i2": "h", "i4": "i", "i8": "q",

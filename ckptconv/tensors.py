@@ -163,9 +163,7 @@ def is_contiguous(shape: Shape, stride: Shape) -> bool:
     return True
 
 
-def view_of(
-    storage: Storage, dtype: DType, offset: int, shape: Shape, stride: Shape, requires_grad: bool = False
-) -> TensorRef:
+def view_of(storage: Storage, dtype: DType, offset: int, shape: Shape, stride: Shape, requires_grad: bool = False) -> TensorRef:
     """The strided view of `storage` that a checkpoint describes, after checking that it lies inside.
 
     `offset` and `stride` count elements. Raises `MalformedCheckpoint` when a number is not a plain int, is negative, or
@@ -224,9 +222,8 @@ def verbatim_range(ref: TensorRef) -> tuple[Storage, int] | None:
     piece = ref.pieces[0]
     if piece.storage.big_endian and ref.dtype.word > 1:
         return None
-    if len(piece.shape) != 1 or piece.stride != (1,):
-        if not is_contiguous(piece.shape, piece.stride):
-            return None
+    if piece.stride != (1,) and not is_contiguous(piece.shape, piece.stride):
+        return None
     return piece.storage, piece.offset * ref.dtype.itemsize
 
 
@@ -319,9 +316,7 @@ def _gather(ref: TensorRef, start: Shape, shape: Shape) -> Array:
     out = np.empty(shape, dtype=f"V{ref.dtype.itemsize}")
     for piece in ref.pieces:
         low = tuple(max(a, b) for a, b in zip(start, piece.start, strict=True))
-        high = tuple(
-            min(a + n, b + m) for a, n, b, m in zip(start, shape, piece.start, piece.shape, strict=True)
-        )
+        high = tuple(min(a + n, b + m) for a, n, b, m in zip(start, shape, piece.start, piece.shape, strict=True))
         if all(a < b for a, b in zip(low, high, strict=True)):
             inside = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))
             within = tuple(a - b for a, b in zip(low, piece.start, strict=True))
@@ -344,9 +339,7 @@ def _fill(out: Array, piece: Piece, start: Shape, itemsize: int) -> None:
         reach = [(size - 1) * step for size, step in zip(box.shape, piece.stride, strict=True)]
         span = (sum(reach) + 1) * itemsize
         if span <= max(4 * box.size * itemsize, 1 << 16) or max(reach) == 0:
-            raw = np.frombuffer(
-                piece.storage.source.read(piece.storage.offset + first * itemsize, span), dtype=box.dtype
-            )
+            raw = np.frombuffer(piece.storage.source.read(piece.storage.offset + first * itemsize, span), dtype=box.dtype)
             box[...] = as_strided(raw, box.shape, [step * itemsize for step in piece.stride])
         else:
             axis = reach.index(max(reach))

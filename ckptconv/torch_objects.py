@@ -11,19 +11,10 @@ from typing import NamedTuple
 
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, DTYPES, UINT8, DType
 from ckptconv.errors import MalformedCheckpoint, UnsupportedCheckpoint
-from ckptconv.pickling import (
-    ORDERED_DICT,
-    Call,
-    Dict,
-    Global,
-    Node,
-    PickleWriter,
-    Reducer,
-    integer,
-    integers,
-    read_pickle,
-)
+from ckptconv.nodes import ORDERED_DICT, Call, Dict, Global, Node
+from ckptconv.pickling import PickleWriter, integer, integers
 from ckptconv.tensors import Storage, TensorObject, TensorRef, view_of
+from ckptconv.unpickling import Reducer, read_pickle
 
 StorageLookup = Callable[[str, str, int, "DType | None"], Storage]
 """From key, location tag, size in bytes and element type (None: untyped) to the storage; raises when it is not there."""
@@ -36,14 +27,14 @@ _REBUILD_PARAMETER_WITH_STATE = Global(_UTILS, "_rebuild_parameter_with_state")
 VALUELESS = frozenset({f"{_UTILS}._rebuild_meta_tensor_no_storage", f"{_UTILS}._rebuild_wrapper_subclass"})
 """Rebuild functions whose tensors have no storage: there are no values to convert, and none may be invented."""
 
-_REBUILD_FUNCTIONS = (
-    "parameter parameter_with_state qtensor tensor tensor_v2 tensor_v3 sparse_tensor meta_tensor_no_storage "
-    "nested_tensor wrapper_subclass device_tensor_from_numpy device_tensor_from_cpu_tensor xla_tensor"
-).split()
+_REBUILD_FUNCTIONS = """
+    parameter parameter_with_state qtensor tensor tensor_v2 tensor_v3 sparse_tensor meta_tensor_no_storage nested_tensor
+    wrapper_subclass device_tensor_from_numpy device_tensor_from_cpu_tensor xla_tensor
+"""
 _TENSOR_CLASSES = [
     f"{module}.{kind}Tensor"
     for module in ("torch", "torch.cuda", "torch.sparse", "torch.cuda.sparse")
-    for kind in "Double Float Half BFloat16 Long Int Short Char Byte Bool".split()
+    for kind in ["Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool"]
 ]
 
 WEIGHTS_ONLY = frozenset([
@@ -52,7 +43,7 @@ WEIGHTS_ONLY = frozenset([
     "builtins.complex", "torch._tensor._rebuild_from_type_v2", "torch.storage.UntypedStorage",
     "torch.storage.TypedStorage",
     *(f"torch.{dtype.name}" for dtype in DTYPES),
-    *(f"{_UTILS}._rebuild_{name}" for name in _REBUILD_FUNCTIONS),
+    *(f"{_UTILS}._rebuild_{name}" for name in _REBUILD_FUNCTIONS.split()),
     *(f"torch.{name}" for name in BY_STORAGE_CLASS), *(f"torch.cuda.{name}" for name in BY_STORAGE_CLASS),
     *(f"torch.per_{name}" for name in ("tensor_affine", "tensor_symmetric", "channel_affine", "channel_symmetric",
                                        "channel_affine_float_qparams")),

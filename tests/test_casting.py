@@ -124,9 +124,7 @@ def test_float64_beside_every_tie_rounds_twice_as_torch(target: DType) -> None:
 @given(values=st.data())
 def test_any_bit_patterns_cast_as_torch(source: DType, values: st.DataObject) -> None:
     width = 8 * source.itemsize
-    as_pattern = st.floats(width=width).map(
-        lambda number: int(np.array(number, f"f{width // 8}").view(f"u{width // 8}"))
-    )
+    as_pattern = st.floats(width=width).map(lambda number: int(np.array(number, f"f{width // 8}").view(f"u{width // 8}")))
     chosen = values.draw(st.lists(st.integers(0, (1 << width) - 1) | as_pattern, max_size=40))
     bits = np.array(chosen, f"u{source.itemsize}")
     for target in FLOATS:
@@ -163,9 +161,7 @@ def test_one_value_at_the_edge_of_overflow_is_noticed_alone(source: DType, targe
         ("float16", "float32", [0x7E00, 0x7C01, 0xFFFE], [0x7FC00000, 0x7FC02000, 0xFFFFC000]),
     ],
 )
-def test_nan_bits_are_the_same_wherever_torch_varies(
-    source: str, target: str, nans: list[int], results: list[int]
-) -> None:
+def test_nan_bits_are_the_same_wherever_torch_varies(source: str, target: str, nans: list[int], results: list[int]) -> None:
     a, b = BY_NAME[source], BY_NAME[target]
     for repeats in (1, 100):
         given_bits = np.repeat(np.array(nans, f"u{a.itemsize}"), repeats)

@@ -148,9 +148,7 @@ def test_anything_else_is_refused_with_the_valid_forms(tag):
     assert "meta tensor" not in text
 
 
-@pytest.mark.parametrize(
-    ("tag", "meant"), [("CUDA:1", "cuda:1"), (" Cpu ", "cpu"), ("NPU", "npu"), ("cuda:0\n", "cuda:0")]
-)
+@pytest.mark.parametrize(("tag", "meant"), [("CUDA:1", "cuda:1"), (" Cpu ", "cpu"), ("NPU", "npu"), ("cuda:0\n", "cuda:0")])
 def test_a_misspelt_tag_is_answered_with_the_right_spelling(tag, meant):
     assert f"write {meant};" in refusal(check_tag, tag)
 
@@ -665,12 +663,8 @@ def torch_loads_to(path: Path, map_location: object) -> object:
     return tensor.device
 
 
-@pytest.mark.parametrize(
-    "tag", ["cpu", "cuda", "cuda:0", "cuda:90", "mps", "xpu:0", "hpu", "mtia", "npu:0", "ipu", "weird"]
-)
-@pytest.mark.parametrize(
-    "map_location", [None, "cpu", torch.device("cpu"), {"cuda:0": "cpu"}, {"cpu": "cuda:90"}], ids=str
-)
+@pytest.mark.parametrize("tag", ["cpu", "cuda", "cuda:0", "cuda:90", "mps", "xpu:0", "hpu", "mtia", "npu:0", "ipu", "weird"])
+@pytest.mark.parametrize("map_location", [None, "cpu", torch.device("cpu"), {"cuda:0": "cpu"}, {"cpu": "cuda:90"}], ids=str)
 def test_a_tag_goes_where_torch_load_takes_it(tag, map_location, save_tagged):
     try:
         ours: object = devices.location_for(map_location, tag)

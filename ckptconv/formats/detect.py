@@ -88,7 +88,9 @@ def _stranger(source: Source, head: bytes) -> UnsupportedCheckpoint:
     text = head.lstrip().lower()
     if text.startswith((b"<!doctype html", b"<html", b"<?xml")):
         return UnsupportedCheckpoint(
-            "is a web page, not a checkpoint", path=source.path, hint="the download failed or needs a login; fetch it again"
+            "is a web page, not a checkpoint",
+            path=source.path,
+            hint="the download failed or needs a login; fetch it again",
         )
     if all(byte >= 32 or byte in b"\t\n\r" for byte in head):
         return UnsupportedCheckpoint("is a text file, not a checkpoint", path=source.path)

@@ -18,7 +18,7 @@ from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint
 from ckptconv.files import Source
 from ckptconv.layout import Layout, WriteItem
 from ckptconv.limits import LIMITS
-from ckptconv.pickling import ORDERED_DICT, Call
+from ckptconv.nodes import ORDERED_DICT, Call
 from ckptconv.tensors import Storage, TensorRef, contiguous_stride, view_of
 
 NAME = "safetensors"
@@ -65,7 +65,9 @@ def _read_header(source: Source) -> tuple[dict[str, Any], int]:
     size = int.from_bytes(source.read(0, 8), "little")
     if size > LIMITS.safetensors_header_bytes:
         raise LimitExceeded(
-            f"declares {size} bytes, more than {LIMITS.safetensors_header_bytes}", path=source.path, where="header length"
+            f"declares {size} bytes, more than {LIMITS.safetensors_header_bytes}",
+            path=source.path,
+            where="header length",
         )
     if 8 + size > source.size:
         raise _malformed(source, "header length", f"declares {size} bytes where {source.size - 8} are left")
@@ -119,7 +121,9 @@ def _entry(source: Source, key: str, entry: Any) -> tuple[DType, tuple[int, ...]
             raise _malformed(source, key, "has an odd number of 4-bit elements in its last dimension")
         shape = [*shape[:-1], shape[-1] // 2]
     if prod(shape) * dtype.itemsize != end - begin:
-        raise _malformed(source, key, f"its shape needs {prod(shape) * dtype.itemsize} bytes, its data_offsets span {end - begin}")
+        raise _malformed(
+            source, key, f"its shape needs {prod(shape) * dtype.itemsize} bytes, its data_offsets span {end - begin}"
+        )
     try:
         key.encode()
     except UnicodeEncodeError:
@@ -144,9 +148,7 @@ def _refuse_gaps(source: Source, spans: list[tuple[int, int]], available: int) -
 # ------------------------------------------------------------------------------------------------------------- writing
 
 
-def lay_out_safetensors(
-    tensors: Sequence[tuple[str, TensorRef, DType]], metadata: Mapping[str, str]
-) -> Layout:
+def lay_out_safetensors(tensors: Sequence[tuple[str, TensorRef, DType]], metadata: Mapping[str, str]) -> Layout:
     """The output file for named tensors, each with the dtype to write it in, and metadata.
 
     Tensors lie in the order of falling element size, and of the given order within a size, so that each is aligned in the

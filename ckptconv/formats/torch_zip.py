@@ -19,7 +19,8 @@ from ckptconv.errors import CheckpointError, MalformedCheckpoint, UnsupportedChe
 from ckptconv.files import Source
 from ckptconv.layout import Layout, WriteItem
 from ckptconv.limits import LIMITS
-from ckptconv.pickling import Node, write_pickle
+from ckptconv.nodes import Node
+from ckptconv.pickling import write_pickle
 from ckptconv.tensors import Storage, TensorObject, TensorRef
 from ckptconv.torch_objects import StoredAs, TorchLeaves, read_torch_pickle
 
@@ -62,7 +63,9 @@ def _root_folder(source: Source, records: Mapping[str, Record]) -> str:
     roots = [name[: -len("data.pkl")] for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(roots) > 1:
         raise MalformedCheckpoint(
-            f"holds two checkpoints, {printable(roots[0])} and {printable(roots[1])}", path=source.path, where="zip directory"
+            f"holds two checkpoints, {printable(roots[0])} and {printable(roots[1])}",
+            path=source.path,
+            where="zip directory",
         )
     if not roots:
         raise _other_archive(source, records)
@@ -115,9 +118,7 @@ class _Storages:
             raise MalformedCheckpoint(f"has {record.size} bytes where the pickle says {nbytes}", where=name)
         self.used.add(name)
         if not record.deflated:
-            return Storage(
-                self._source, record.offset, nbytes, location, name, dtype, record.crc32, self._big_endian
-            )
+            return Storage(self._source, record.offset, nbytes, location, name, dtype, record.crc32, self._big_endian)
         source, offset = archives.record_source(self._source, record)
         self.inflated.append(source)
         return Storage(source, offset, nbytes, location, name, dtype, None, self._big_endian)

@@ -1,0 +1,64 @@
+"""ckptconv: PyTorch checkpoints saved anywhere, opened anywhere, without running their code.
+
+`convert_checkpoint` converts files without importing torch; `load_portable`, `load_into` and `save_portable` work with live
+tensors; `open_checkpoint` gives the index of a file. Every error is a `CheckpointError`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckptconv.checkpoint import Checkpoint as Checkpoint
+    from ckptconv.checkpoint import StateDict as StateDict
+    from ckptconv.convert import ConversionResult as ConversionResult
+    from ckptconv.convert import convert_checkpoint as convert_checkpoint
+    from ckptconv.convert import execute_plan as execute_plan
+    from ckptconv.devices import best_device as best_device
+    from ckptconv.errors import CheckpointError as CheckpointError
+    from ckptconv.fitting import LoadResult as LoadResult
+    from ckptconv.fitting import load_into as load_into
+    from ckptconv.formats.detect import open_checkpoint as open_checkpoint
+    from ckptconv.keys import KeyRules as KeyRules
+    from ckptconv.loading import load_portable as load_portable
+    from ckptconv.planning import ConversionPlan as ConversionPlan
+    from ckptconv.planning import Options as Options
+    from ckptconv.planning import plan_conversion as plan_conversion
+    from ckptconv.saving import save_portable as save_portable
+    from ckptconv.tensors import TensorRef as TensorRef
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Checkpoint": "checkpoint",
+    "CheckpointError": "errors",
+    "ConversionPlan": "planning",
+    "ConversionResult": "convert",
+    "KeyRules": "keys",
+    "LoadResult": "fitting",
+    "Options": "planning",
+    "StateDict": "checkpoint",
+    "TensorRef": "tensors",
+    "best_device": "devices",
+    "convert_checkpoint": "convert",
+    "execute_plan": "convert",
+    "load_into": "fitting",
+    "load_portable": "loading",
+    "open_checkpoint": "formats.detect",
+    "plan_conversion": "planning",
+    "save_portable": "saving",
+}
+"""Public name → the module that defines it; imported on first use, so that `import ckptconv` costs nothing."""
+
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if (home := _HOMES.get(name)) is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

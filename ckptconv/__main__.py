@@ -1,0 +1,5 @@
+"""`python -m ckptconv`: the command line."""
+
+from ckptconv.cli import main
+
+main()

@@ -1,0 +1,287 @@
+"""Live tensors of a checkpoint: the only place where torch tensors are made.
+
+torch is imported when `load_portable` is called. A tree's symbolic nodes become live values by a closed list of types; no
+class or function is looked up by a name that a file holds, but for torch's own rebuild functions and dtypes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from ckptconv.checkpoint import Checkpoint, find, metadata_of, renamed_state_dict
+from ckptconv.devices import require_device, resolve_map_location
+from ckptconv.dtypes import BY_NAME, DType
+from ckptconv.errors import CheckpointError, LimitExceeded, RefusedObject, printable
+from ckptconv.files import FileSource
+from ckptconv.formats.detect import open_checkpoint
+from ckptconv.keys import KeyRules, map_keys
+from ckptconv.nodes import ORDERED_DICT, Call, Dict, Global, Node, mapping_pairs
+from ckptconv.planning import Options, Unknown, rename_state_dicts, settle_objects
+from ckptconv.tensors import Storage, TensorObject, TensorRef, check_storage, iter_chunks, whole_storage
+from ckptconv.torch_objects import VALUELESS, WEIGHTS_ONLY
+
+if TYPE_CHECKING:
+    import torch
+
+MapLocation = Any
+"""What `torch.load` takes: None, a string (also ``auto``), a `torch.device`, a dict of tags, or a callable."""
+
+
+def load_portable(
+    path: str | os.PathLike[str],
+    map_location: MapLocation = "cpu",
+    *,
+    whole: bool = False,
+    only: str | None = None,
+    keys: Literal["strip", "keep"] | KeyRules = "strip",
+    mmap: bool = True,
+    unknown: Unknown = "refuse",
+) -> Any:
+    """The state dict of a checkpoint as an `OrderedDict` of tensors under bare keys, or the whole tree with `whole`.
+
+    `map_location` means what it means in `torch.load`, with ``cpu`` as the default, ``auto`` for the best device here, and
+    None for the devices that the file names. Several state dicts need `only`, the path of one. With `mmap` (the default)
+    tensors on the CPU are mapped copy-on-write, as by `torch.load(mmap=True)`: nothing is read until it is used, and the
+    file must not be overwritten in place meanwhile (`save_portable` and ckptconv replace files, which is safe); with
+    ``mmap=False`` they are read at once and checked against the archive's CRC-32. `unknown` says what to do, with `whole`,
+    about objects that `weights_only=True` refuses and that have no plain form. Nothing in the file is executed.
+
+    Raises `CheckpointError`; `DeviceUnavailable` when a tag cannot be served here.
+
+    >>> load_portable("ddp_cuda3.pt")["features.0.weight"].device  # doctest: +SKIP
+    device(type='cpu')
+    """
+    rules = keys if isinstance(keys, KeyRules) else KeyRules(wrappers=keys)
+    with open_checkpoint(path) as checkpoint:
+        try:
+            root, overlay = _selected(checkpoint, only, whole, rules, unknown)
+            return _Live(_Restorer(map_location), mmap).tree(root, overlay)
+        except CheckpointError as error:
+            raise error.at(path=checkpoint.path) from error.__cause__
+
+
+def _selected(
+    checkpoint: Checkpoint, only: str | None, whole: bool, rules: KeyRules, unknown: Unknown
+) -> tuple[Node, dict[int, Node]]:
+    """The node to bring to life, and the overlay with renamed keys and plain objects."""
+    overlay: dict[int, Node] = {}
+    options = Options(keys=rules, only=only, unknown=unknown)
+    if whole:
+        root = checkpoint.root if only is None else find(checkpoint.root, only, checkpoint.path)
+        rename_state_dicts(root, overlay, options)
+    else:
+        found = checkpoint.state_dict(only)
+        keys = map_keys(found.keys, rules)
+        root = renamed_state_dict(found, keys.new, keys.module_path)
+        if type(root) is Dict:
+            root = _ordered(root)
+    settle_objects(root, overlay, options)
+    return root, overlay
+
+
+def _ordered(node: Dict) -> Call:
+    made = Call(ORDERED_DICT, ())
+    made.pairs = node.pairs
+    return made
+
+
+# ---------------------------------------------------------------------------------------------------- nodes → live values
+
+
+class _Restorer:
+    """Moves a storage to where `map_location` wants it, as `torch.load` does."""
+
+    def __init__(self, map_location: MapLocation) -> None:
+        self._call: Callable[..., Any] | None = None
+        if callable(map_location) and not isinstance(map_location, str):
+            self._call = map_location
+        else:
+            self._device_of = resolve_map_location(map_location)
+
+    def __call__(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+        if self._call is None:
+            device = self._device_of(location)
+        else:
+            moved = self._call(storage, location)
+            if moved is not None:
+                return getattr(moved, "_untyped_storage", moved)
+            device = require_device(location)
+        return storage if device.type == "cpu" else storage.to(device=device)
+
+
+class _Live:
+    """Makes live values of nodes, one for each node, so that what was shared stays shared."""
+
+    def __init__(self, restore: _Restorer, mmap: bool) -> None:
+        import torch
+
+        self._torch = torch
+        self._restore = restore
+        self._mmap = mmap
+        self._maps: dict[int, torch.UntypedStorage] = {}
+        self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
+        self._made: dict[int, Any] = {}
+        self._overlay: Mapping[int, Node] = {}
+        self._dtypes = {name: getattr(torch, name) for name in BY_NAME if hasattr(torch, name)}
+        self._forms: dict[type, Callable[[Any], Any]] = {
+            TensorRef: self._tensor,
+            TensorObject: self._tensor_object,
+            Dict: self._dict,
+            Call: self._call,
+            Global: self._global,
+            Storage: self._typed_storage,
+            list: self._list,
+            tuple: lambda node: tuple(map(self._value, node)),
+        }
+
+    def tree(self, root: Node, overlay: Mapping[int, Node]) -> Any:
+        """The live value of `root`, nodes in `overlay` replaced."""
+        self._overlay = overlay
+        try:
+            value = self._value(root)
+        except RecursionError:
+            raise LimitExceeded("nests too many containers to be loaded") from None
+        self._torch._utils._validate_loaded_sparse_tensors()
+        return value
+
+    def _value(self, node: Node) -> Any:
+        node = self._overlay.get(id(node), node)
+        form = self._forms.get(type(node))
+        if form is None:
+            return node
+        made = self._made.get(id(node), self)
+        if made is self:
+            made = self._made[id(node)] = form(node)
+        return made
+
+    def _list(self, node: list[Node]) -> list[Any]:
+        made = self._made[id(node)] = []
+        made.extend(map(self._value, node))
+        return made
+
+    def _dict(self, node: Dict) -> dict[Any, Any]:
+        made: dict[Any, Any] = {}
+        self._made[id(node)] = made
+        return self._fill(made, node.pairs)
+
+    def _fill(self, made: Any, pairs: Any) -> Any:
+        for key, value in pairs:
+            try:
+                made[self._value(key)] = self._value(value)
+            except TypeError:
+                raise RefusedObject("a dict has a key that cannot be one") from None
+        return made
+
+    def _call(self, node: Call) -> Any:
+        pairs = mapping_pairs(node)
+        if pairs is not None:
+            made = self._made[id(node)] = OrderedDict()
+            if metadata_of(node) is not None:
+                made._metadata = self._value(metadata_of(node))  # type: ignore[attr-defined]
+            return self._fill(made, pairs)
+        if node.name == "collections.Counter":
+            return self._fill(Counter(), [*self._pairs_of(node), *node.pairs])
+        if node.name not in WEIGHTS_ONLY or node.name in VALUELESS:
+            return node  # kept symbolically, because the caller asked for it
+        return self._known_call(node.name, [self._value(argument) for argument in node.args])
+
+    def _pairs_of(self, node: Call) -> list[Any]:
+        return node.args[0].pairs if node.args and type(node.args[0]) is Dict else []
+
+    def _known_call(self, name: str, args: list[Any]) -> Any:
+        torch = self._torch
+        module, _, function = name.rpartition(".")
+        makers: dict[str, Callable[..., Any]] = {
+            "_codecs.encode": lambda text, encoding="utf-8": text.encode(encoding),
+            "builtins.set": set,
+            "builtins.bytearray": lambda *given: bytearray(
+                given[0].encode("latin1") if len(given) > 1 else given[0] if given else b""
+            ),
+            "builtins.complex": complex,
+            "torch.Size": torch.Size,
+            "torch.device": torch.device,
+            "torch.serialization._get_layout": lambda layout: getattr(torch, layout.removeprefix("torch.")),
+        }
+        make = makers.get(name) or (getattr(torch._utils, function, None) if module == "torch._utils" else None)
+        if make is None:
+            raise RefusedObject(f"{printable(name)} cannot be loaded yet", hint="only='PATH' takes one part")
+        try:
+            return make(*args)
+        except Exception as error:
+            raise RefusedObject(f"{printable(name)} refuses its arguments: {error}") from error
+
+    def _global(self, node: Global) -> Any:
+        if node.path not in WEIGHTS_ONLY:
+            return node
+        module, _, name = node.path.rpartition(".")
+        return getattr(self._torch, name, node) if module == "torch" else node
+
+    # tensors
+
+    def _tensor(self, ref: TensorRef) -> torch.Tensor:
+        dtype = self._dtypes.get(ref.dtype.name)
+        if dtype is None:
+            raise RefusedObject(f"this torch has no dtype {ref.dtype.name}", hint="upgrade torch")
+        if ref.is_view:
+            offset, stride = ref.storage_offset, ref.stride
+            storage = self._storage(ref.storage, ref.dtype)
+        else:
+            raw = ref._replace(conj=False, neg=False)
+            offset, stride = 0, ref.stride
+            storage = self._restore(self._filled(raw), ref.location)
+        tensor = self._torch.empty(0, dtype=dtype, device=storage.device)
+        tensor.set_(storage, offset, ref.shape, stride)
+        if ref.conj:
+            tensor = tensor.conj()
+        if ref.neg:
+            tensor = self._torch._neg_view(tensor)
+        return tensor.requires_grad_() if ref.requires_grad else tensor
+
+    def _tensor_object(self, node: TensorObject) -> torch.Tensor:
+        tensor = self._tensor(node.tensor._replace(requires_grad=False))
+        if node.cls is None:
+            tensor = self._torch.nn.Parameter(tensor, node.tensor.requires_grad)
+        elif node.tensor.requires_grad:
+            tensor.requires_grad_()
+        state = node.state[0] if type(node.state) is tuple and node.state else node.state
+        if type(state) is Dict:
+            tensor.__dict__.update(self._dict(state))
+        return tensor
+
+    def _typed_storage(self, storage: Storage) -> Any:
+        dtype = storage.dtype or BY_NAME["uint8"]
+        return self._torch.storage.TypedStorage(
+            wrap_storage=self._storage(storage, dtype), dtype=self._dtypes[dtype.name], _internal=True
+        )
+
+    def _storage(self, storage: Storage, dtype: DType) -> torch.UntypedStorage:
+        word = dtype.word if storage.big_endian else 1
+        if (made := self._storages.get((id(storage), word))) is None:
+            made = self._restore(self._on_cpu(storage, dtype, word), storage.location)
+            self._storages[id(storage), word] = made
+        return made
+
+    def _on_cpu(self, storage: Storage, dtype: DType, word: int) -> torch.UntypedStorage:
+        source = storage.source
+        if self._mmap and type(source) is FileSource and word == 1 and storage.offset % dtype.itemsize == 0:
+            if (mapped := self._maps.get(id(source))) is None:
+                mapped = self._maps[id(source)] = self._mapped(source)
+            return mapped[storage.offset : storage.offset + storage.nbytes]
+        if not self._mmap:
+            check_storage(storage)
+        return self._filled(whole_storage(storage, 0, storage.nbytes, dtype))
+
+    def _mapped(self, source: FileSource) -> torch.UntypedStorage:
+        return self._torch.UntypedStorage.from_file(source.mappable_path(), False, source.size)
+
+    def _filled(self, ref: TensorRef) -> torch.UntypedStorage:
+        """A fresh CPU storage with the values of `ref` in C order."""
+        values = self._torch.empty(ref.nbytes, dtype=self._torch.uint8)
+        view, at = memoryview(values.numpy()) if ref.nbytes else memoryview(b""), 0
+        for chunk in iter_chunks(ref):
+            view[at : at + len(chunk)] = chunk
+            at += len(chunk)
+        return values.untyped_storage()

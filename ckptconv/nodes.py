@@ -1,0 +1,135 @@
+"""What a pickle stream says, as a tree of nodes: plain Python values and four kinds of symbolic ones.
+
+`Global` is a name that would be imported, `Call` what would be called with what and then done to the result, `Dict` pairs in
+order, `PersistentId` a reference out of the stream. Nothing here imports, calls or hashes what a file names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, TypeAlias
+
+Node: TypeAlias = Any
+"""A value of the tree: plain Python, one of the nodes below, or what a reducer made of a call."""
+
+ABSENT: Final = object()
+"""The state of a `Call` that no BUILD was applied to."""
+
+
+class Global:
+    """The name of a class or function; one object per name and stream, never resolved."""
+
+    __slots__ = ("module", "name")
+
+    def __init__(self, module: str, name: str) -> None:
+        self.module = module
+        self.name = name
+
+    @property
+    def path(self) -> str:
+        """The dotted name, python 2's module names given as python 3's."""
+        return f"{_PYTHON3_MODULES.get(self.module, self.module)}.{self.name}"
+
+    def __repr__(self) -> str:
+        return f"Global({self.path})"
+
+
+_PYTHON3_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "numpy.core.multiarray": "numpy._core.multiarray"}
+
+
+class Call:
+    """`func(*args, **kwargs)` (or `func.__new__` when `new`), then its appended `items`, its set `pairs`, its `state`."""
+
+    __slots__ = ("args", "func", "items", "kwargs", "new", "pairs", "state")
+
+    def __init__(self, func: Node, args: tuple[Node, ...], *, new: bool = False, kwargs: Node = None) -> None:
+        self.func = func
+        self.args = args
+        self.new = new
+        self.kwargs = kwargs
+        self.items: Sequence[Node] = ()  # lists once something is appended or set: most calls get nothing
+        self.pairs: Sequence[tuple[Node, Node]] = ()
+        self.state: Node = ABSENT
+
+    @property
+    def name(self) -> str:
+        """The dotted name of what is called, or ``?`` where that is no name but the result of another call."""
+        return self.func.path if type(self.func) is Global else "?"
+
+    def __repr__(self) -> str:
+        return f"Call({self.name}, {len(self.args)} arguments)"
+
+
+class Dict:
+    """A dict as the pairs that were set, in order; a key may be any node and is not hashed."""
+
+    __slots__ = ("pairs",)
+
+    def __init__(self, pairs: list[tuple[Node, Node]] | None = None) -> None:
+        self.pairs: list[tuple[Node, Node]] = [] if pairs is None else pairs
+
+
+class PersistentId:
+    """A reference out of the stream whose meaning the caller did not know."""
+
+    __slots__ = ("pid",)
+
+    def __init__(self, pid: Node) -> None:
+        self.pid = pid
+
+
+SET = Global("builtins", "set")
+FROZENSET = Global("builtins", "frozenset")
+BYTEARRAY = Global("builtins", "bytearray")
+ORDERED_DICT = Global("collections", "OrderedDict")
+ENCODE = Global("_codecs", "encode")
+
+
+def mapping_pairs(node: Node) -> list[tuple[Node, Node]] | None:
+    """The pairs of a dict or of an OrderedDict (python 2's list-of-pairs argument included); None for anything else."""
+    if type(node) is Dict:
+        return node.pairs
+    if type(node) is Call and type(node.func) is Global and node.func.path == "collections.OrderedDict":
+        if node.args and type(node.args[0]) is list and not node.pairs:
+            given = node.args[0]
+            return [(pair[0], pair[1]) for pair in given if type(pair) in (list, tuple) and len(pair) == 2]
+        return node.pairs
+    return None
+
+
+def children(node: Node) -> Iterator[tuple[Node, Node]]:
+    """The (label, child) pairs of a container: keys of dicts, indices of lists and tuples, parts of calls.
+
+    The keys of a dict are plain in any sane stream; keys that are containers themselves are given as children under the
+    label ``<key>``.
+    """
+    kind = type(node)
+    if kind is Dict:
+        yield from _pair_children(node.pairs)
+    elif kind is list or kind is tuple:
+        yield from enumerate(node)
+    elif kind is Call:
+        if type(node.func) is not Global:
+            yield "<function>", node.func
+        for index, argument in enumerate(node.args):
+            yield f"<argument {index}>", argument
+        if node.kwargs is not None:
+            yield "<arguments>", node.kwargs
+        yield from enumerate(node.items)
+        yield from _pair_children(node.pairs)
+        if node.state is not ABSENT:
+            yield "<state>", node.state
+    elif kind is PersistentId:
+        yield "<persistent id>", node.pid
+
+
+def _pair_children(pairs: list[tuple[Node, Node]]) -> Iterator[tuple[Node, Node]]:
+    for key, value in pairs:
+        if type(key) in _PLAIN_KEYS:
+            yield key, value
+        else:
+            yield "<key>", key
+            yield "<value>", value
+
+
+_PLAIN_KEYS = frozenset((str, int, float, bool, bytes, type(None)))

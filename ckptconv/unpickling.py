@@ -1,0 +1,460 @@
+"""Pickle streams read as documents, never executed.
+
+A stream becomes the nodes of `nodes`. Nothing that it names is imported or called, and none of its values is hashed while it is
+read. The caller says which calls it knows (`reducers`) and what a persistent id stands for; this module knows no torch name.
+The opcodes are those of CPython's `pickletools`.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gc
+import re
+import struct
+from collections.abc import Callable, Mapping
+from typing import NoReturn, TypeAlias
+
+from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint
+from ckptconv.limits import LIMITS
+from ckptconv.nodes import ABSENT, BYTEARRAY, FROZENSET, SET, Call, Dict, Global, Node, PersistentId
+
+Reducer: TypeAlias = Callable[[tuple[Node, ...]], Node]
+
+_INT32 = struct.Struct("<i").unpack_from
+_UINT32 = struct.Struct("<I").unpack_from
+_UINT16 = struct.Struct("<H").unpack_from
+_UINT64 = struct.Struct("<Q").unpack_from
+_DOUBLE = struct.Struct(">d").unpack_from
+
+
+def read_pickle(
+    stream: bytes,
+    *,
+    reducers: Mapping[str, Reducer] | None = None,
+    persistent: Callable[[Node], Node] = PersistentId,
+) -> Node:
+    """The root node of the pickle in `stream`.
+
+    `reducers` maps the dotted name of a function to what makes a leaf of its arguments; every other call becomes a
+    `Call`. `persistent` makes a leaf of a persistent id. Bytes behind the end of the pickle are not allowed. Raises
+    `MalformedCheckpoint` (with the byte) or `LimitExceeded`.
+    """
+    reader = PickleReader(stream, reducers or {}, persistent)
+    root = reader.read()
+    if reader.position != len(stream):
+        raise MalformedCheckpoint(f"{len(stream) - reader.position} bytes follow the end of the pickle")
+    return root
+
+
+class PickleReader:
+    """Reads the pickles of `stream` one after another; `position` is the byte behind the last one read.
+
+    Hazards of pickle streams that this loop answers: declared lengths are held against what is left before anything is
+    allocated; an opcode may not cross the end of its FRAME; a stack never reaches below its MARK; the memo is a dict, so
+    an index allocates nothing; EXT opcodes and out-of-band buffers are refused; BUILD, APPEND and SETITEM touch nothing
+    but the containers and calls of this very stream.
+    """
+
+    def __init__(self, stream: bytes, reducers: Mapping[str, Reducer], persistent: Callable[[Node], Node]) -> None:
+        self.position = 0
+        self._stream = stream
+        self._reducers = reducers
+        self._persistent = persistent
+        self._globals: dict[tuple[str, str], Global] = {}
+        self._known: dict[Global, Reducer] = {}
+
+    def read(self) -> Node:
+        """The root of the next pickle."""
+        paused = gc.isenabled()
+        gc.disable()  # millions of small objects, none of them garbage: collecting doubles the time
+        start = self.position
+        try:
+            return self._read()
+        except CheckpointError:
+            raise
+        except (IndexError, struct.error):
+            raise self._malformed("ends in the middle, or takes more from its stack than is there") from None
+        except KeyError:
+            raise self._malformed("fetches a memo entry that was never put") from None
+        except (ValueError, UnicodeError, OverflowError) as error:
+            raise self._malformed(f"has an argument that is no number or text ({error})") from None
+        finally:
+            if paused:
+                gc.enable()
+            if self.position == start:
+                self.position = start + 1
+
+    def _malformed(self, what: str) -> MalformedCheckpoint:
+        return MalformedCheckpoint(f"the pickle {what} (near byte {self.position})", hint="the file is corrupt or cut off")
+
+    # One loop, opcodes in order of how often checkpoints hold them: a call per opcode would cost more than its work.
+    def _read(self) -> Node:
+        data = self._stream
+        size = len(data)
+        pos = self.position
+        end = size
+        stack: list[Node] = []
+        push = stack.append
+        marks: list[list[Node]] = []
+        memo: dict[bytes, Node] = {}  # by the index as LONG_BINPUT has it, which saves decoding it
+        intern: dict[str, str] = {}
+        known = self._known
+        while True:
+            while pos < end:
+                op = data[pos]
+                pos += 1
+                if op == 0x72:  # LONG_BINPUT
+                    memo[data[pos : pos + 4]] = stack[-1]
+                    pos += 4
+                elif op == 0x68:  # BINGET
+                    push(memo[_MEMO_KEYS[data[pos]]])
+                    pos += 1
+                elif op == 0x71:  # BINPUT
+                    memo[_MEMO_KEYS[data[pos]]] = stack[-1]
+                    pos += 1
+                elif op == 0x6A:  # LONG_BINGET
+                    push(memo[data[pos : pos + 4]])
+                    pos += 4
+                elif op == 0x4B:  # BININT1
+                    push(data[pos])
+                    pos += 1
+                elif op == 0x28:  # MARK
+                    if data[pos] == 0x28 and (run := _TENSOR_RUN(data, pos, end)) and self._tensor_run(run, stack, memo):
+                        pos = run.end()
+                        continue
+                    marks.append(stack)
+                    if len(marks) > LIMITS.depth:
+                        raise LimitExceeded(f"the pickle nests more than {LIMITS.depth} containers")
+                    stack = []
+                    push = stack.append
+                elif op == 0x74:  # TUPLE
+                    made = tuple(stack)
+                    stack = marks.pop()
+                    push = stack.append
+                    push(made)
+                elif op == 0x52:  # REDUCE
+                    args = stack.pop()
+                    func = stack[-1]
+                    if type(args) is not tuple:
+                        self.position = pos
+                        raise self._malformed("calls something with arguments that are no tuple")
+                    reducer = known.get(func) if type(func) is Global else None
+                    stack[-1] = Call(func, args) if reducer is None else reducer(args)
+                elif op == 0x58:  # BINUNICODE
+                    pos += 4
+                    stop = pos + _UINT32(data, pos - 4)[0]
+                    if stop > end:
+                        self._crossing(pos, stop, size)
+                    text = data[pos:stop]
+                    push(_decode(text, intern))
+                    pos = stop
+                elif op == 0x51:  # BINPERSID
+                    self.position = pos
+                    stack[-1] = self._persistent(stack[-1])
+                elif op == 0x85:  # TUPLE1
+                    stack[-1] = (stack[-1],)
+                elif op == 0x86:  # TUPLE2
+                    last = stack.pop()
+                    stack[-1] = (stack[-1], last)
+                elif op == 0x87:  # TUPLE3
+                    last = stack.pop()
+                    middle = stack.pop()
+                    stack[-1] = (stack[-1], middle, last)
+                elif op == 0x4D:  # BININT2
+                    push(_UINT16(data, pos)[0])
+                    pos += 2
+                elif op == 0x4A:  # BININT
+                    push(_INT32(data, pos)[0])
+                    pos += 4
+                elif op == 0x29:  # EMPTY_TUPLE
+                    push(())
+                elif op == 0x89:  # NEWFALSE
+                    push(False)
+                elif op == 0x88:  # NEWTRUE
+                    push(True)
+                elif op == 0x4E:  # NONE
+                    push(None)
+                elif op == 0x7D:  # EMPTY_DICT
+                    push(Dict())
+                elif op == 0x75 or op == 0x73:  # SETITEMS, SETITEM
+                    if op == 0x75:
+                        flat = stack
+                        stack = marks.pop()
+                        push = stack.append
+                    else:
+                        flat = stack[-2:]
+                        del stack[-2:]
+                    self.position = pos
+                    self._set_items(stack[-1], flat)
+                elif op == 0x5D:  # EMPTY_LIST
+                    push([])
+                elif op == 0x65 or op == 0x61:  # APPENDS, APPEND
+                    if op == 0x65:
+                        flat = stack
+                        stack = marks.pop()
+                        push = stack.append
+                    else:
+                        flat = [stack.pop()]
+                    self.position = pos
+                    self._extend(stack[-1], flat)
+                elif op == 0x47:  # BINFLOAT
+                    push(_DOUBLE(data, pos)[0])
+                    pos += 8
+                elif op == 0x94:  # MEMOIZE
+                    memo[len(memo).to_bytes(4, "little")] = stack[-1]
+                elif op == 0x8C:  # SHORT_BINUNICODE
+                    pos += 1
+                    stop = pos + data[pos - 1]
+                    if stop > end:
+                        self._crossing(pos, stop, size)
+                    push(_decode(data[pos:stop], intern))
+                    pos = stop
+                elif op == 0x63:  # GLOBAL
+                    module_end = data.index(b"\n", pos, end)
+                    name_end = data.index(b"\n", module_end + 1, end)
+                    push(self._global(data[pos:module_end].decode(), data[module_end + 1 : name_end].decode()))
+                    pos = name_end + 1
+                elif op == 0x93:  # STACK_GLOBAL
+                    name = stack.pop()
+                    module = stack.pop()
+                    self.position = pos
+                    if type(name) is not str or type(module) is not str:
+                        raise self._malformed("names a global by something else than text")
+                    push(self._global(module, name))
+                elif op == 0x62:  # BUILD
+                    state = stack.pop()
+                    self.position = pos
+                    self._build(stack[-1], state)
+                elif op == 0x2E:  # STOP
+                    self.position = pos
+                    if marks or len(stack) != 1:
+                        raise self._malformed("ends with something left on its stack")
+                    return stack[0]
+                elif op == 0x95:  # FRAME
+                    if end != size:
+                        self.position = pos
+                        raise self._malformed("opens a frame within a frame")
+                    end = pos + 8 + _UINT64(data, pos)[0]
+                    pos += 8
+                    if end > size:
+                        self._crossing(pos, end, size)
+                else:
+                    self.position = pos
+                    stack, pos = self._rare(op, stack, marks, memo, pos, end)
+                    push = stack.append
+            if pos != end or end == size:
+                self.position = pos
+                raise self._malformed("has no end" if end == size else "has an opcode that crosses the end of its frame")
+            end = size
+
+    def _tensor_run(self, run: re.Match[bytes], stack: list[Node], memo: dict[bytes, Node]) -> bool:
+        """Do at once what the opcodes of `run` do one by one; False, with nothing done, when they are not as they look."""
+        (kind, cls, size, raw_key, key_put, location, count, pid_put, offset, shape, shape_put, stride, stride_put,
+         flag, hooks, hooks_put, args_put) = run.groups()  # fmt: skip
+        func = stack[-1]
+        if size[0] != len(raw_key) or type(func) is not Global:
+            return False
+        dims = _INT_RUNS.get(shape) or _int_run(shape)
+        steps = _INT_RUNS.get(stride) or _int_run(stride)
+        get = memo.__getitem__
+        keys = _MEMO_KEYS
+        key = memo[key_put] = raw_key.decode()
+        pid = (get(keys[kind[0]]), get(keys[cls[0]]), key, get(keys[location[0]]), _integer(count))
+        memo[pid_put] = pid
+        memo[shape_put], memo[stride_put] = dims, steps
+        made = memo[hooks_put] = Call(get(keys[hooks[0]]), ())
+        args = (self._persistent(pid), _integer(offset), dims, steps, flag == b"\x88", made)
+        memo[args_put] = args
+        reducer = self._known.get(func)
+        stack[-1] = Call(func, args) if reducer is None else reducer(args)
+        return True
+
+    def _crossing(self, pos: int, stop: int, size: int) -> NoReturn:
+        self.position = pos
+        if stop > size:
+            raise self._malformed(f"declares {stop - pos} bytes where {size - pos} are left")
+        raise self._malformed("has an opcode that crosses the end of its frame")
+
+    def _global(self, module: str, name: str) -> Global:
+        known = self._globals.get((module, name))
+        if known is None:
+            known = self._globals[module, name] = Global(module, name)
+            if reducer := self._reducers.get(known.path):
+                self._known[known] = reducer
+        return known
+
+    def _set_items(self, target: Node, flat: list[Node]) -> None:
+        if type(target) is not Dict and type(target) is not Call:
+            raise self._malformed("sets an item on something that is no dict")
+        if len(flat) % 2:
+            raise self._malformed("sets a key without a value")
+        if type(target.pairs) is list:
+            target.pairs.extend(zip(flat[::2], flat[1::2]))  # noqa: B905 (the length is even)
+        else:
+            target.pairs = list(zip(flat[::2], flat[1::2]))  # noqa: B905
+
+    def _extend(self, target: Node, flat: list[Node]) -> None:
+        if type(target) is list:
+            target.extend(flat)
+        elif type(target) is Call:
+            target.items = [*target.items, *flat] if target.items else flat
+        else:
+            raise self._malformed("appends to something that is no list")
+
+    def _build(self, target: Node, state: Node) -> None:
+        if type(target) is not Call:
+            raise self._malformed("sets the state of something that was not made by a call")
+        if target.state is not ABSENT:
+            raise self._malformed("sets the state of one object twice")
+        target.state = state
+
+    def _rare(
+        self, op: int, stack: list[Node], marks: list[list[Node]], memo: dict[bytes, Node], pos: int, end: int
+    ) -> tuple[list[Node], int]:
+        """The opcodes that today's checkpoints seldom hold; returns the stack and the position behind the opcode."""
+        data = self._stream
+        if op == 0x80:  # PROTO
+            if data[pos] > 5:
+                raise self._malformed(f"has the unknown protocol {data[pos]}")
+            return stack, pos + 1
+        if op in _TEXT_OPCODES:
+            stop = data.index(b"\n", pos, end)
+            self._text(op, data[pos:stop], stack, memo)
+            return stack, stop + 1
+        if op in _SIZED_OPCODES:
+            width, make = _SIZED_OPCODES[op]
+            start = pos + width
+            stop = start + int.from_bytes(data[pos:start], "little")
+            if stop > end:
+                self._crossing(start, stop, len(data))
+            stack.append(make(data[start:stop]))
+            return stack, stop
+        if op == 0x69:  # INST
+            module_end = data.index(b"\n", pos, end)
+            pos = data.index(b"\n", module_end + 1, end) + 1
+            cls = self._global(data[self.position : module_end].decode(), data[module_end + 1 : pos - 1].decode())
+            args, stack = tuple(stack), marks.pop()
+            stack.append(Call(cls, args))
+            return stack, pos
+        return self._stack_only(op, stack, marks), pos
+
+    def _text(self, op: int, text: bytes, stack: list[Node], memo: dict[bytes, Node]) -> None:
+        if op == 0x67:  # GET
+            stack.append(memo[int(text).to_bytes(4, "little")])
+        elif op == 0x70:  # PUT
+            memo[int(text).to_bytes(4, "little")] = stack[-1]
+        elif op == 0x46:  # FLOAT
+            stack.append(float(text))
+        elif op == 0x56:  # UNICODE
+            stack.append(text.decode("raw-unicode-escape"))
+        elif op == 0x53:  # STRING
+            if len(text) < 2 or text[0] != text[-1] or text[:1] not in (b"'", b'"'):
+                raise self._malformed("has a string without quotes")
+            stack.append(_python2_text(codecs.escape_decode(text[1:-1])[0]))  # type: ignore[attr-defined]
+        elif op == 0x49 and text in (b"00", b"01"):  # INT, the booleans of protocols 0 and 1
+            stack.append(text == b"01")
+        elif op in (0x49, 0x4C):  # INT, LONG
+            stack.append(int(text.rstrip(b"L")))
+        else:  # PERSID
+            raise self._malformed("holds a persistent id in text form, which no checkpoint writer makes")
+
+    def _stack_only(self, op: int, stack: list[Node], marks: list[list[Node]]) -> list[Node]:
+        if op == 0x81 or op == 0x92:  # NEWOBJ, NEWOBJ_EX
+            kwargs = stack.pop() if op == 0x92 else None
+            args = stack.pop()
+            if type(args) is not tuple:
+                raise self._malformed("makes an object with arguments that are no tuple")
+            stack[-1] = Call(stack[-1], args, new=True, kwargs=kwargs)
+        elif op == 0x30:  # POP
+            if stack:
+                stack.pop()
+            else:
+                stack = marks.pop()
+        elif op == 0x31:  # POP_MARK
+            stack = marks.pop()
+        elif op == 0x32:  # DUP
+            stack.append(stack[-1])
+        elif op == 0x8F:  # EMPTY_SET
+            stack.append(Call(SET, ([],)))
+        elif op in (0x6C, 0x64, 0x6F, 0x90, 0x91):  # LIST, DICT, OBJ, ADDITEMS, FROZENSET
+            made = stack
+            stack = marks.pop()
+            self._from_mark(op, made, stack)
+        else:
+            raise self._malformed(f"holds the opcode 0x{op:02x}, which is refused or unknown")
+        return stack
+
+    def _from_mark(self, op: int, made: list[Node], stack: list[Node]) -> None:
+        if op == 0x6C:  # LIST
+            stack.append(made)
+        elif op == 0x64:  # DICT
+            stack.append(Dict())
+            self._set_items(stack[-1], made)
+        elif op == 0x6F:  # OBJ
+            stack.append(Call(made[0], tuple(made[1:])))
+        elif op == 0x91:  # FROZENSET
+            stack.append(Call(FROZENSET, (made,)))
+        elif type(stack[-1]) is Call and stack[-1].func is SET:  # ADDITEMS
+            stack[-1].args[0].extend(made)
+        else:
+            raise self._malformed("adds to something that is no set")
+
+
+# The opcodes that torch writes for a tensor, behind the rebuild function and the MARK of its arguments: a storage's
+# persistent id, offset, shape, stride, requires_grad and hooks. They are nine tenths of a large checkpoint's opcodes; as one
+# match they cost a third. It holds torch's form (early names fetched by BINGET, own values put by LONG_BINPUT) and no names.
+_INTEGER = rb"(K.|M..|J....)"
+_INTEGERS = rb"((?:K.|M..|J....)[\x85]|(?:K.|M..|J....){2}[\x86]|(?:K.|M..|J....){3}[\x87]|\((?:K.|M..|J....){4,}t)r(....)"
+_TENSOR_RUN = re.compile(
+    rb"\(h(.)h(.)X(.)\0\0\0([0-9]{1,12})r(....)h(.)" + _INTEGER + rb"tr(....)Q" + _INTEGER + _INTEGERS + _INTEGERS
+    + rb"([\x88\x89])h(.)\)Rr(....)tr(....)R",
+    re.DOTALL,
+).match  # fmt: skip
+_INT_RUNS: dict[bytes, tuple[int, ...]] = {}
+
+
+def _integer(raw: bytes) -> int:
+    return raw[1] if raw[0] == 0x4B else int.from_bytes(raw[1:], "little", signed=raw[0] == 0x4A)
+
+
+def _int_run(raw: bytes) -> tuple[int, ...]:
+    """The tuple that a run of integer opcodes and a TUPLE opcode make; kept, for shapes repeat."""
+    if len(_INT_RUNS) > 1 << 14:
+        _INT_RUNS.clear()
+    values, pos = [], int(raw[0] == 0x28)
+    while pos < len(raw) - 1:
+        width = _WIDTHS[raw[pos]]
+        values.append(_integer(raw[pos : pos + width]))
+        pos += width
+    return _INT_RUNS.setdefault(raw, tuple(values))
+
+
+_WIDTHS = {0x4B: 2, 0x4D: 3, 0x4A: 5}
+_MEMO_KEYS = tuple(index.to_bytes(4, "little") for index in range(256))
+
+
+def _decode(text: bytes, intern: dict[str, str]) -> str:
+    decoded = text.decode("utf-8", "surrogatepass")
+    return intern.setdefault(decoded, decoded) if len(decoded) < 32 else decoded
+
+
+def _python2_text(raw: bytes) -> str | bytes:
+    """A python 2 string: text where it is UTF-8 (torch's own default), else the bytes as they are."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return raw
+
+
+_TEXT_OPCODES = frozenset(b"gpFVSILP")
+_SIZED_OPCODES: dict[int, tuple[int, Callable[[bytes], Node]]] = {
+    0x55: (1, _python2_text),  # SHORT_BINSTRING
+    0x54: (4, _python2_text),  # BINSTRING
+    0x43: (1, bytes),  # SHORT_BINBYTES
+    0x42: (4, bytes),  # BINBYTES
+    0x8E: (8, bytes),  # BINBYTES8
+    0x8D: (8, lambda raw: raw.decode("utf-8", "surrogatepass")),  # BINUNICODE8
+    0x96: (8, lambda raw: Call(BYTEARRAY, (raw,))),  # BYTEARRAY8
+    0x8A: (1, lambda raw: int.from_bytes(raw, "little", signed=True)),  # LONG1
+    0x8B: (4, lambda raw: int.from_bytes(raw, "little", signed=True)),  # LONG4
+}
