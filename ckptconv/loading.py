@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptconv.checkpoint import Checkpoint, find, metadata_of, renamed_state_dict
+from ckptconv.collector import collector_paused
 from ckptconv.devices import require_device, resolve_map_location
 from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.errors import CheckpointError, LimitExceeded, RefusedObject, printable
@@ -57,8 +58,9 @@ def load_portable(
     rules = keys if isinstance(keys, KeyRules) else KeyRules(wrappers=keys)
     with open_checkpoint(path) as checkpoint:
         try:
-            root, overlay = _selected(checkpoint, only, whole, rules, unknown)
-            return _Live(_Restorer(map_location), mmap).tree(root, overlay)
+            with collector_paused():
+                root, overlay = _selected(checkpoint, only, whole, rules, unknown)
+                return _Live(_Restorer(map_location), mmap).tree(root, overlay)
         except CheckpointError as error:
             raise error.at(path=checkpoint.path) from error.__cause__
 

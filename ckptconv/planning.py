@@ -25,6 +25,7 @@ from ckptconv.checkpoint import (
     tensors_of,
     walk,
 )
+from ckptconv.collector import collector_paused
 from ckptconv.devices import TagMap
 from ckptconv.dtypes import DType
 from ckptconv.errors import (
@@ -151,7 +152,8 @@ def plan_conversion(checkpoint: Checkpoint, output: str | os.PathLike[str], opti
     path = Path(output)
     to = target_format(path, options.to)
     try:
-        return (_plan_torch if to == "torch" else _plan_safetensors)(checkpoint, path, options)
+        with collector_paused():
+            return (_plan_torch if to == "torch" else _plan_safetensors)(checkpoint, path, options)
     except CheckpointError as error:
         raise error.at(path=checkpoint.path) from error.__cause__
 
@@ -235,10 +237,10 @@ def settle_objects(root: Node, overlay: dict[int, Node], options: Options) -> tu
     if options.unknown == "keep":
         return (), []
     for place, node in walk(root, overlay):
-        name = _refused_name(node)
+        name = refused_name(node)
         if name is None:
             continue
-        plain = _plain(node)
+        plain = plain_form_of(node)
         if plain is not node:
             overlay[id(node)] = plain
             rewritten.append(Rewritten(place_text(place), name))
@@ -252,7 +254,7 @@ def settle_objects(root: Node, overlay: dict[int, Node], options: Options) -> tu
     return tuple(rewritten), dropped
 
 
-def _refused_name(node: Node) -> str | None:
+def refused_name(node: Node) -> str | None:
     """The global for which `weights_only=True` would refuse `node` (or that has no values); None for good nodes."""
     kind = type(node)
     if kind is Call:
@@ -267,7 +269,7 @@ def _refused_name(node: Node) -> str | None:
     return None
 
 
-def _plain(node: Node) -> Node:
+def plain_form_of(node: Node) -> Node:
     if type(node) is Call:
         return plain_form(node)
     if type(node) is TensorObject and type(node.cls) is Global and node.cls.path == "torch.nn.parameter.Buffer":

@@ -8,12 +8,12 @@ The opcodes are those of CPython's `pickletools`.
 from __future__ import annotations
 
 import codecs
-import gc
 import re
 import struct
 from collections.abc import Callable, Mapping
 from typing import NoReturn, TypeAlias
 
+from ckptconv.collector import collector_paused
 from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint
 from ckptconv.limits import LIMITS
 from ckptconv.nodes import ABSENT, BYTEARRAY, FROZENSET, SET, Call, Dict, Global, Node, PersistentId
@@ -65,11 +65,10 @@ class PickleReader:
 
     def read(self) -> Node:
         """The root of the next pickle."""
-        paused = gc.isenabled()
-        gc.disable()  # millions of small objects, none of them garbage: collecting doubles the time
         start = self.position
         try:
-            return self._read()
+            with collector_paused():
+                return self._read()
         except CheckpointError:
             raise
         except (IndexError, struct.error):
@@ -79,8 +78,6 @@ class PickleReader:
         except (ValueError, UnicodeError, OverflowError) as error:
             raise self._malformed(f"has an argument that is no number or text ({error})") from None
         finally:
-            if paused:
-                gc.enable()
             if self.position == start:
                 self.position = start + 1
 

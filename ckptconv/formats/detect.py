@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ckptconv.checkpoint import Checkpoint
+from ckptconv.collector import collector_paused
 from ckptconv.errors import UnsupportedCheckpoint
 from ckptconv.files import FileSource, Source
 from ckptconv.formats.safetensors import is_safetensors, open_safetensors
@@ -72,7 +73,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         head = source.read(0, min(_HEAD, source.size))
         for candidate in FORMATS:
             if candidate.matches(head):
-                return candidate.open(source)
+                with collector_paused():
+                    return candidate.open(source)
         raise _stranger(source, head)
     except BaseException:
         source.close()

@@ -1,0 +1,299 @@
+"""The command line: parse, call, render. What it does is in the library; what it says is in `report`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from ckptconv import __version__
+from ckptconv.errors import CheckpointError, printable
+
+if TYPE_CHECKING:
+    from ckptconv.keys import KeyRules
+    from ckptconv.planning import ConversionPlan, Options
+
+F = TypeVar("F", bound=Callable[..., Any])
+_PROGRESS_FROM = 100_000_000  # bytes; a smaller copy is done before a bar is read
+_FILE = click.Path(path_type=Path)
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    epilog="""\b
+Examples:
+  ckptconv strip-module ddp_cuda3.pt model.pt        a DDP file from cuda:3 → bare keys, CPU
+  ckptconv convert train.pt model.safetensors        the state dict of a training checkpoint
+  ckptconv convert model.pt gpu.pt --device cuda:1   tagged for cuda:1, written without one
+  ckptconv inspect train.pt                          what is in it, and what will not load
+\b
+Shell completion: eval "$(_CKPTCONV_COMPLETE=bash_source ckptconv)"   (zsh_source, fish_source)""",
+)
+@click.version_option(__version__, prog_name="ckptconv", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Make a PyTorch checkpoint, saved anywhere, open anywhere: on a CPU-only host, under the keys that the model has,
+    as a torch or a safetensors file, tagged for the device of your choice. Nothing in the file is executed."""
+
+
+def _output_options(command: F) -> F:
+    """The arguments and options that every writing command has."""
+    options = [
+        click.argument("source", metavar="IN", type=_FILE),
+        click.argument("output", metavar="OUT", type=_FILE),
+        click.option("--device", metavar="TAG", help="Location tag to write: cpu (default), cuda:1, mps, ..., keep, auto."),
+        click.option("--map-location", metavar="OLD=NEW", multiple=True, help="Map one location tag, e.g. cuda:3=cuda:0."),
+        click.option("--to", type=click.Choice(["torch", "safetensors"]), help="Output format, if OUT's name does not say."),
+        click.option("--dtype", metavar="DTYPE", help="Cast floating tensors: f32, f16, bf16, f64, f8_e4m3, f8_e5m2."),
+        click.option("--only", metavar="PATH", help="Convert one part of the checkpoint, e.g. state_dict or ema."),
+        click.option("--include", metavar="GLOB", multiple=True, help="Keep only (resulting) keys that match."),
+        click.option("--exclude", metavar="GLOB", multiple=True, help="Leave out (resulting) keys that match."),
+        click.option("--tied", type=click.Choice(["alias", "duplicate"]), default="alias", show_default=True,
+                     help="Names of one tensor in safetensors: one copy and aliases, or a copy each."),
+        click.option("--unknown", type=click.Choice(["refuse", "drop", "keep"]), default="refuse", show_default=True,
+                     help="Objects in a torch output that weights_only=True refuses and that have no plain form."),
+        click.option("-f", "--force", is_flag=True, help="Replace OUT if it exists (OUT may be IN)."),
+        click.option("-n", "--dry-run", is_flag=True, help="Say what would be written, and write nothing."),
+        click.option("--verify", is_flag=True, help="Read the output back and compare every tensor before it is put in place."),
+        click.option("--no-fsync", is_flag=True, help="Do not wait for the disk; the rename stays atomic."),
+        click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout."),
+        click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors."),
+    ]  # fmt: skip
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@cli.command(
+    epilog="""\b
+Examples:
+  ckptconv convert in.pt out.safetensors
+  ckptconv convert in.pt out.pt --device cuda:1
+  ckptconv convert in.safetensors out.pt --add-prefix module.
+  ckptconv convert in.pt out.safetensors --dtype bf16 --include 'model.*' --exclude '*.num_batches_tracked'
+  ckptconv convert train.pt ema.safetensors --only ema
+  ckptconv convert in.pt in.pt --force --verify"""
+)
+@_output_options
+@click.option("--keys", type=click.Choice(["strip", "keep"]), default="strip", show_default=True,
+              help="Strip the wrapper prefixes of DDP, torch.compile, FSDP and checkpointing, or keep them.")  # fmt: skip
+@click.option("--strip-prefix", metavar="PREFIX", multiple=True, help="Cut this off every key that starts with it.")
+@click.option("--rename", metavar="OLD=NEW", multiple=True, help="Replace a literal prefix of keys.")
+@click.option("--add-prefix", metavar="PREFIX", default="", help="Put this before every key.")
+def convert(keys: str, strip_prefix: tuple[str, ...], rename: tuple[str, ...], add_prefix: str, **given: Any) -> None:
+    """Convert checkpoint IN to OUT: keys normalised, tagged for the CPU, in the format that OUT's name says."""
+    pairs = tuple(_pair("--rename", text) for text in rename)
+    _convert(given, wrappers=keys, strip_prefixes=strip_prefix, renames=pairs, add_prefix=add_prefix)
+
+
+@cli.command(
+    "strip-module",
+    epilog="""\b
+Examples:
+  ckptconv strip-module in.pt out.pt
+  ckptconv strip-module in.pt out.safetensors --dtype f16
+  ckptconv strip-module in.pt in.pt --force""",
+)
+@_output_options
+def strip_module(**given: Any) -> None:
+    """Strip `module.` (DataParallel, DDP) wherever a key of IN starts with it, and write OUT for the CPU."""
+    _convert(given, wrappers="module")
+
+
+@cli.command(
+    "add-module",
+    epilog="""\b
+Examples:
+  ckptconv add-module in.pt out.pt
+  ckptconv add-module in.safetensors out.pt --device cuda:0""",
+)
+@_output_options
+def add_module(**given: Any) -> None:
+    """Put `module.` (DataParallel, DDP) before every key of IN that lacks it altogether, and write OUT for the CPU."""
+    _convert(given, wrappers="add-module")
+
+
+@cli.command(
+    epilog="""\b
+Examples:
+  ckptconv inspect in.pt
+  ckptconv inspect in.safetensors --depth 4
+  ckptconv inspect in.pt --json | jq .portable"""
+)
+@click.argument("source", metavar="IN", type=_FILE)
+@click.option("--depth", type=click.IntRange(0, 50), default=2, show_default=True, help="Levels of the tree to show.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+def inspect(source: Path, depth: int, as_json: bool) -> None:
+    """Show what is in checkpoint IN, where it was saved, and what will not load and why. Reads no tensor's bytes."""
+    from ckptconv import report
+    from ckptconv.formats.detect import open_checkpoint
+    from ckptconv.inspection import inspect_checkpoint
+
+    with _errors(as_json), open_checkpoint(source) as checkpoint:
+        found = inspect_checkpoint(checkpoint, depth)
+    if as_json:
+        _print_json(report.inspection_document(found))
+        return
+    portable, text = report.verdict(found)
+    click.secho(printable(source), bold=True)
+    _print_lines(report.inspection_lines(found))
+    for line in report.tree_lines(found.root):
+        click.echo(f"  {line}")
+    click.secho(text, fg="green" if portable else "yellow")
+
+
+@cli.command(epilog="""\b\nExamples:\n  ckptconv devices\n  CUDA_VISIBLE_DEVICES=1 ckptconv devices --json""")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+def devices(as_json: bool) -> None:
+    """Show the devices of this host, physical and visible (CUDA_VISIBLE_DEVICES), with their free memory."""
+    from ckptconv import report
+    from ckptconv.devices import best_device, survey_host
+
+    with _errors(as_json):
+        host, best = survey_host(ask_torch=True), best_device()
+    if as_json:
+        _print_json(report.host_document(host, best))
+        return
+    _print_lines([*report.host_lines(host), ("auto", f"--device auto would choose {best}")])
+
+
+# ------------------------------------------------------------------------------------------------------- calling, rendering
+
+
+def _pair(option: str, text: str) -> tuple[str, str]:
+    old, equals, new = text.partition("=")
+    if not equals or not old:
+        raise click.UsageError(f"{option} {text!r} is not of the form OLD=NEW")
+    return old, new
+
+
+def _convert(given: dict[str, Any], **rules: Any) -> None:
+    from ckptconv.files import check_output
+    from ckptconv.formats.detect import open_checkpoint
+    from ckptconv.planning import plan_conversion
+
+    source, output = given["source"], given["output"]
+    options = _options(given, rules)
+    with _errors(given["as_json"]):
+        if not given["dry_run"]:
+            check_output(output, force=given["force"])
+        with open_checkpoint(source) as checkpoint:
+            plan = plan_conversion(checkpoint, output, options)
+            (_show_plan if given["dry_run"] else _execute)(plan, given)
+
+
+def _options(given: dict[str, Any], rules: dict[str, Any]) -> Options:
+    """The conversion that the command line asks for; a value that cannot be meant is a usage error."""
+    from ckptconv.devices import tag_map
+    from ckptconv.dtypes import floating_dtype
+    from ckptconv.keys import KeyRules
+    from ckptconv.planning import Options
+
+    keys: KeyRules = KeyRules(**rules, include=given["include"], exclude=given["exclude"])
+    try:
+        tags = tag_map(given["device"], given["map_location"])
+        dtype = floating_dtype(given["dtype"]) if given["dtype"] else None
+    except CheckpointError as error:
+        raise click.UsageError(str(error)) from error
+    return Options(given["to"], keys, tags, dtype, given["only"], given["tied"], given["unknown"])
+
+
+def _show_plan(plan: ConversionPlan, given: dict[str, Any]) -> None:
+    from ckptconv import report
+
+    if given["as_json"]:
+        _print_json({"dry_run": True, **report.plan_document(plan)})
+    elif not given["quiet"]:
+        _print_summary(report.plan_headline(plan), report.plan_lines(plan))
+
+
+def _execute(plan: ConversionPlan, given: dict[str, Any]) -> None:
+    from ckptconv import report
+    from ckptconv.convert import execute_plan
+
+    with _progress(plan, silent=given["quiet"] or given["as_json"]) as on_progress:
+        result = execute_plan(
+            plan,
+            force=given["force"],
+            fsync=not given["no_fsync"],
+            verify=given["verify"],
+            on_progress=on_progress,
+        )
+    if given["as_json"]:
+        _print_json({"dry_run": False, **report.result_document(result)})
+    elif not given["quiet"]:
+        _print_summary(report.result_headline(result), report.result_lines(result))
+
+
+@contextmanager
+def _progress(plan: ConversionPlan, *, silent: bool) -> Iterator[Callable[[int], None] | None]:
+    """A bar with rate and time left on stderr, for long copies on a terminal only."""
+    if silent or plan.nbytes < _PROGRESS_FROM or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(printable(plan.output.name, 40), total=plan.nbytes)
+        yield lambda done: progress.update(task, completed=done)
+
+
+@contextmanager
+def _errors(as_json: bool) -> Iterator[None]:
+    """Turn a checkpoint error into one line on stderr (and a JSON document where one was asked for) and exit code 1."""
+    try:
+        yield
+    except CheckpointError as error:
+        from ckptconv import report
+
+        if as_json:
+            _print_json(report.error_document(error))
+        _fail(str(error), 1)
+
+
+def _fail(message: str, code: int) -> None:
+    click.secho("error: ", fg="red", bold=True, nl=False, err=True)
+    click.echo(message, err=True)
+    sys.exit(code)
+
+
+def _print_json(document: dict[str, Any]) -> None:
+    import json
+
+    click.echo(json.dumps(document, indent=2))
+
+
+def _print_summary(headline: str, lines: Any) -> None:
+    click.secho(headline, bold=True, err=True)
+    _print_lines(lines, err=True)
+
+
+def _print_lines(lines: Any, err: bool = False) -> None:
+    lines = list(lines)
+    width = max((len(label) for label, _ in lines), default=0)
+    for label, text in lines:
+        color = "yellow" if label in ("warning", "note") else "cyan"
+        click.echo("  " + click.style(label.ljust(width), fg=color) + "  " + text, err=err)
+
+
+def main() -> None:
+    """The program: one line per error, exit codes 0 (done), 1 (refused or failed), 2 (usage), 130 and 143 (stopped)."""
+    import signal
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        sys.exit(cli.main(standalone_mode=False))
+    except click.UsageError as error:
+        program = error.ctx.command_path if error.ctx else "ckptconv"
+        _fail(f"{printable(error.format_message(), 2000)}; see {program} --help", 2)
+    except click.ClickException as error:
+        _fail(printable(error.format_message(), 2000), 1)
+    except (KeyboardInterrupt, click.Abort):
+        _fail("interrupted; nothing was left behind", 130)
+    except BrokenPipeError:
+        sys.exit(1)

@@ -1,0 +1,147 @@
+"""What is in a checkpoint, as plain facts: parts and their sizes, tags, dtypes, wrappers, objects that will not load."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ckptconv.checkpoint import Checkpoint, StateDict, label_text, place_text, tensor_of, walk
+from ckptconv.keys import find_wrappers
+from ckptconv.nodes import Call, Global, Node, children, mapping_pairs
+from ckptconv.planning import plain_form_of, refused_name
+from ckptconv.tensors import TensorRef
+
+_VALUE_LENGTH = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A named part of a checkpoint: what it is, its tensors and their bytes (tensors that share memory count once)."""
+
+    name: str
+    kind: str
+    tensors: int
+    nbytes: int
+    parts: tuple[Part, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OddObject:
+    """An object that `torch.load(weights_only=True)` refuses: where it stands, its class, whether it has a plain form."""
+
+    path: str
+    name: str
+    has_plain_form: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """The facts about one checkpoint. `locations` and `dtypes` count storages and tensors; `nbytes` is the file's size.
+
+    `state_dicts` maps the path of each state dict to the wrappers found in its keys; `stored` is the size of the storages
+    and `used` of the bytes that tensors use, which differ where slices dragged whole storages along.
+    """
+
+    path: str
+    format: str
+    nbytes: int
+    tensors: int
+    stored: int
+    used: int
+    locations: Mapping[str, int]
+    dtypes: Mapping[str, int]
+    state_dicts: Mapping[str, tuple[str, ...]]
+    odd_objects: tuple[OddObject, ...]
+    metadata: Mapping[str, str]
+    notes: tuple[str, ...]
+    root: Part
+
+
+def inspect_checkpoint(checkpoint: Checkpoint, depth: int = 2) -> Inspection:
+    """The facts about an opened checkpoint, modules of state dicts grouped down to `depth` segments of their keys."""
+    found = {id(item.node): item for item in checkpoint.state_dicts()}
+    refs = [ref for _, node in walk(checkpoint.root) if (ref := tensor_of(node)) is not None]
+    storages = {id(piece.storage): piece.storage for ref in refs for piece in ref.pieces}
+    return Inspection(
+        path=str(checkpoint.path),
+        format=checkpoint.format,
+        nbytes=checkpoint.nbytes,
+        tensors=len(refs),
+        stored=sum(storage.nbytes for storage in storages.values()),
+        used=sum(_used_bytes(refs).values()),
+        locations=Counter(storage.location for storage in storages.values()),
+        dtypes=Counter(ref.dtype.name for ref in refs),
+        state_dicts={item.path: find_wrappers(item.keys) for item in found.values()},
+        odd_objects=tuple(_odd_objects(checkpoint.root)),
+        metadata=checkpoint.metadata,
+        notes=checkpoint.notes,
+        root=_part("", checkpoint.root, found, depth),
+    )
+
+
+def _used_bytes(refs: list[TensorRef]) -> dict[int, int]:
+    """Bytes used of each storage: the largest sum of what its tensors span, at most its size."""
+    used: Counter[int] = Counter()
+    for ref in refs:
+        for piece in ref.pieces:
+            span = ref.byte_span() if ref.is_view else (0, ref.nbytes)
+            used[id(piece.storage)] = min(piece.storage.nbytes, used[id(piece.storage)] + span[1] - span[0])
+    return used
+
+
+def _odd_objects(root: Node) -> Iterator[OddObject]:
+    for place, node in walk(root):
+        if (name := refused_name(node)) is not None:
+            yield OddObject(place_text(place), name, plain_form_of(node) is not node)
+
+
+def _part(name: str, node: Node, found: Mapping[int, StateDict], depth: int) -> Part:
+    if (item := found.get(id(node))) is not None:
+        named = list(item.tensors())
+        modules = _modules(named, depth)
+        return Part(name, "state dict", len(named), _nbytes([ref for _, ref in named]), modules)
+    refs = [ref for _, inner in walk(node) if (ref := tensor_of(inner)) is not None]
+    pairs = mapping_pairs(node)
+    inside = depth > 0 and pairs is not None and bool(refs)
+    parts = tuple(_part(label_text(label), child, found, depth - 1) for label, child in children(node)) if inside else ()
+    return Part(name, _kind(node), len(refs), _nbytes(refs), parts)
+
+
+def _nbytes(refs: list[TensorRef]) -> int:
+    """The bytes of the values, views of the same bytes counted once."""
+    views = {(id(ref.storage), ref.storage_offset, ref.shape, ref.stride): ref.nbytes for ref in refs if ref.is_view}
+    return sum(views.values()) + sum(ref.nbytes for ref in refs if not ref.is_view)
+
+
+def _modules(named: list[tuple[str, TensorRef]], depth: int) -> tuple[Part, ...]:
+    """The tensors of a state dict grouped by the leading segments of their keys."""
+    if depth <= 0:
+        return ()
+    groups: dict[str, list[tuple[str, TensorRef]]] = {}
+    for key, ref in named:
+        head, _, rest = key.partition(".")
+        groups.setdefault(head, []).append((rest, ref))
+    return tuple(_module(head, group, depth) for head, group in groups.items())
+
+
+def _module(head: str, group: list[tuple[str, TensorRef]], depth: int) -> Part:
+    refs = [ref for _, ref in group]
+    if len(group) == 1 and not group[0][0]:
+        return Part(head, _kind(refs[0]), 1, refs[0].nbytes)
+    return Part(head, "module", len(group), _nbytes(refs), _modules(group, depth - 1))
+
+
+def _kind(node: Node) -> str:
+    if (ref := tensor_of(node)) is not None:
+        return f"{ref.dtype.name} {list(ref.shape)} on {ref.location}"
+    if type(node) is Call and mapping_pairs(node) is None:
+        return node.name
+    if (pairs := mapping_pairs(node)) is not None:
+        names = {key for key, _ in pairs if type(key) is str}
+        return "optimizer" if {"state", "param_groups"} <= names else f"dict of {len(pairs)}"
+    if type(node) in (list, tuple):
+        return f"{type(node).__name__} of {len(node)}"
+    if type(node) is Global:
+        return f"the name {node.path}"
+    return "None" if node is None else f"{type(node).__name__} {str(node)[:_VALUE_LENGTH]}"
