@@ -6,7 +6,7 @@ the pickle writer both look through. What is a state dict is decided by content;
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -225,7 +225,7 @@ def find(root: Node, path: str, file: Path) -> Node:
     )
 
 
-_Mapping = tuple[Place, Node, list[tuple[Node, Node]]]
+_Mapping = tuple[Place, Node, Sequence[tuple[Node, Node]]]
 
 
 def _mappings(root: Node) -> tuple[list[_Mapping], set[int]]:
@@ -256,18 +256,18 @@ def _is_never(label: Node) -> bool:
     return type(label) is str and any(word in label.lower() for word in _NEVER) and "." not in label
 
 
-def _is_state_dict(pairs: list[tuple[Node, Node]], holders: set[int]) -> bool:
+def _is_state_dict(pairs: Sequence[tuple[Node, Node]], holders: set[int]) -> bool:
     further = (key for key, value in pairs if id(value) in holders)
     return all(type(key) is str and key.endswith("_extra_state") for key in further)
 
 
-def _looks_like_module(place: Place, node: Node, pairs: list[tuple[Node, Node]]) -> bool:
+def _looks_like_module(place: Place, node: Node, pairs: Sequence[tuple[Node, Node]]) -> bool:
     if place is not None and place[1] in _USUAL:
         return True
     return metadata_of(node) is not None or any(type(key) is str and "." in key for key, _ in pairs)
 
 
-def _state_dict(place: Place, node: Node, pairs: list[tuple[Node, Node]]) -> StateDict:
+def _state_dict(place: Place, node: Node, pairs: Sequence[tuple[Node, Node]]) -> StateDict:
     path = place_text(place)
     keys: dict[str, Node] = {}
     for key, value in pairs:

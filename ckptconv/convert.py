@@ -178,7 +178,7 @@ def _open_with_library(path: Path, plan: ConversionPlan) -> None:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, framework="np") as opened:  # type: ignore[no-untyped-call]
+        with safe_open(path, framework="np") as opened:
             count = len(opened.keys())
     except SafetensorError as error:
         raise VerificationFailed(f"the safetensors library does not open it: {error}", path=plan.output) from error

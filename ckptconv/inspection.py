@@ -91,15 +91,17 @@ def _used_bytes(refs: list[TensorRef]) -> dict[int, int]:
 
 
 def _odd_objects(root: Node) -> Iterator[OddObject]:
-    for place, node in walk(root):
+    overlay: dict[int, Node] = {}
+    for place, node in walk(root, overlay):
         if (name := refused_name(node)) is not None:
-            yield OddObject(place_text(place), name, plain_form_of(node) is not node)
+            overlay[id(node)] = plain = plain_form_of(node)
+            yield OddObject(place_text(place), name, plain is not node)
 
 
 def _part(name: str, node: Node, found: Mapping[int, StateDict], depth: int) -> Part:
     if (item := found.get(id(node))) is not None:
         named = list(item.tensors())
-        modules = _modules(named, depth)
+        modules = _modules(named, depth and depth + len(find_wrappers(item.keys)))
         return Part(name, "state dict", len(named), _nbytes([ref for _, ref in named]), modules)
     refs = [ref for _, inner in walk(node) if (ref := tensor_of(inner)) is not None]
     pairs = mapping_pairs(node)

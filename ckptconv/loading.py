@@ -146,7 +146,7 @@ class _Live:
             value = self._value(root)
         except RecursionError:
             raise LimitExceeded("nests too many containers to be loaded") from None
-        self._torch._utils._validate_loaded_sparse_tensors()
+        self._torch._utils._validate_loaded_sparse_tensors()  # type: ignore[no-untyped-call]
         return value
 
     def _value(self, node: Node) -> Any:
@@ -282,7 +282,7 @@ class _Live:
     def _filled(self, ref: TensorRef) -> torch.UntypedStorage:
         """A fresh CPU storage with the values of `ref` in C order."""
         values = self._torch.empty(ref.nbytes, dtype=self._torch.uint8)
-        view, at = memoryview(values.numpy()) if ref.nbytes else memoryview(b""), 0
+        view, at = values.numpy().data, 0
         for chunk in iter_chunks(ref):
             view[at : at + len(chunk)] = chunk
             at += len(chunk)

@@ -85,7 +85,7 @@ ORDERED_DICT = Global("collections", "OrderedDict")
 ENCODE = Global("_codecs", "encode")
 
 
-def mapping_pairs(node: Node) -> list[tuple[Node, Node]] | None:
+def mapping_pairs(node: Node) -> Sequence[tuple[Node, Node]] | None:
     """The pairs of a dict or of an OrderedDict (python 2's list-of-pairs argument included); None for anything else."""
     if type(node) is Dict:
         return node.pairs
@@ -123,7 +123,7 @@ def children(node: Node) -> Iterator[tuple[Node, Node]]:
         yield "<persistent id>", node.pid
 
 
-def _pair_children(pairs: list[tuple[Node, Node]]) -> Iterator[tuple[Node, Node]]:
+def _pair_children(pairs: Sequence[tuple[Node, Node]]) -> Iterator[tuple[Node, Node]]:
     for key, value in pairs:
         if type(key) in _PLAIN_KEYS:
             yield key, value

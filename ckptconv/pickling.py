@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from ckptconv.errors import RefusedObject
@@ -208,14 +208,14 @@ def _call_work(node: Call) -> Iterator[Node]:
         yield _Raw(b"b")
 
 
-def _batches(items: list[Node]) -> Iterator[Node]:
+def _batches(items: Sequence[Node]) -> Iterator[Node]:
     for start in range(0, len(items), _BATCH):
         yield _Raw(b"(")
         yield from items[start : start + _BATCH]
         yield _Raw(b"e")
 
 
-def _batches_of_pairs(pairs: list[tuple[Node, Node]]) -> Iterator[Node]:
+def _batches_of_pairs(pairs: Sequence[tuple[Node, Node]]) -> Iterator[Node]:
     for start in range(0, len(pairs), _BATCH):
         yield _Raw(b"(")
         for key, value in pairs[start : start + _BATCH]:

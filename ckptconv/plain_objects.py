@@ -40,7 +40,7 @@ def _as_dict(call: Call, name: str, state: Node) -> Node:
     known = name.rpartition(".")[2] in _DICT_CLASSES
     if call.items or call.kwargs is not None or given is None or not (call.pairs or given or known):
         return call
-    pairs = given + call.pairs
+    pairs = [*given, *call.pairs]
     names = {key for key, _ in pairs if type(key) is str}
     extra = state.pairs if type(state) is Dict else [] if state in (ABSENT, None) else None
     if extra is None or any(type(key) is not str or key not in names for key, _ in extra):
@@ -63,7 +63,7 @@ def _namespace(call: Call, state: Node) -> Node:
 
 
 def _default_dict(call: Call, state: Node) -> Node:
-    return Dict(call.pairs) if state in (ABSENT, None) else call
+    return Dict([*call.pairs]) if state in (ABSENT, None) else call
 
 
 def _deque(call: Call, state: Node) -> Node:

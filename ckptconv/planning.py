@@ -53,7 +53,7 @@ Tied = Literal["alias", "duplicate"]
 _SUFFIXES: dict[str, Target] = {
     ".safetensors": "safetensors",
     **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt", ".tar", ".th", ".pkl", ".model"), "torch"),
-}  # type: ignore[dict-item]
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +258,7 @@ def refused_name(node: Node) -> str | None:
     """The global for which `weights_only=True` would refuse `node` (or that has no values); None for good nodes."""
     kind = type(node)
     if kind is Call:
-        name = node.name
+        name: str = node.name
         if name in WEIGHTS_ONLY and name not in VALUELESS and node.kwargs is None:
             return None
         return name

@@ -165,13 +165,11 @@ def inspection_lines(found: Inspection) -> Iterator[tuple[str, str]]:
     if found.dtypes:
         yield "dtypes", _counts(found.dtypes, "tensor")
     for path, wrappers in found.state_dicts.items():
-        text = f"wrapped: {' → '.join(wrappers)} ({'.'.join(wrappers)}.…)" if wrappers else "bare keys, no wrapper"
-        yield "keys", f"{printable(path)}: {text}" if path else text
+        text = f"carry the wrapper {'.'.join(wrappers)}." if wrappers else "are bare, without a wrapper"
+        yield "keys", f"those of {printable(path)} {text}" if path else text
     if found.stored > 2 * found.used and found.stored - found.used > 1_000_000:
-        yield (
-            "bloat",
-            f"tensors use {size_text(found.used)} of storages of {size_text(found.stored)}; converting drops the rest",
-        )
+        used, stored = size_text(found.used), size_text(found.stored)
+        yield "bloat", f"tensors use {used} of storages of {stored}; converting drops the rest"
     for odd in found.odd_objects[:_SHOWN]:
         plain = "has a plain form" if odd.has_plain_form else "has no plain form"
         yield "object", f"{printable(odd.path) or 'the root'}: {printable(odd.name)}, refused by weights_only=True; {plain}"
@@ -208,11 +206,12 @@ def _branches(parts: tuple[Part, ...], indent: str, limit: int) -> Iterator[str]
 
 
 def _part_text(part: Part) -> str:
-    size = f"{size_text(part.nbytes):>9}" if part.tensors else ""
+    size = f"{size_text(part.nbytes) if part.tensors else '':>9}"
+    count = count_text(part.tensors, "tensor")
     if part.kind == "module":
-        return f"{size}  {count_text(part.tensors, 'tensor')}"
-    many = f", {count_text(part.tensors, 'tensor')}" if part.tensors > 1 or (part.tensors and "[" not in part.kind) else ""
-    return f"{size}  {printable(part.kind)}{many}".strip() if part.tensors else printable(part.kind)
+        return f"{size}  {count}"
+    one = part.tensors == 1 and not part.parts
+    return f"{size}  {printable(part.kind)}" + (f", {count}" if part.tensors and not one else "")
 
 
 def verdict(found: Inspection) -> tuple[bool, str]:

@@ -65,7 +65,7 @@ class _TensorSource:
         self._bytes = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        view[:] = memoryview(self._bytes[offset : offset + len(view)].cpu().numpy())
+        view[:] = self._bytes[offset : offset + len(view)].cpu().numpy().data
 
     def read(self, offset: int, nbytes: int) -> bytes:
         return self._bytes[offset : offset + nbytes].cpu().numpy().tobytes()
@@ -148,7 +148,7 @@ class _Symbolic:
             self._refuse(tensor, place, f"({tensor.layout}, {tensor.dtype}, {tensor.device}) has no plain values here")
         dtype = BY_NAME[str(tensor.dtype).removeprefix("torch.")]
         storage = self._storage(tensor.untyped_storage(), dtype)
-        ref = view_of(storage, dtype, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+        ref = view_of(storage, dtype, int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
         ref = ref._replace(requires_grad=tensor.requires_grad, conj=tensor.is_conj(), neg=tensor.is_neg())
         return TensorObject(ref) if isinstance(tensor, torch.nn.Parameter) else ref
 

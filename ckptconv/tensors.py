@@ -237,7 +237,7 @@ def iter_chunks(ref: TensorRef) -> Iterator[memoryview]:
         yield from _read_range(storage.source, storage.offset + first, ref.nbytes)
     elif ref.numel:
         for start, shape in _blocks(ref.shape, max(1, CHUNK // ref.dtype.itemsize)):
-            yield memoryview(_resolved(ref, _gather(ref, start, shape)).reshape(-1)).cast("B")
+            yield _resolved(ref, _gather(ref, start, shape)).reshape(-1).data.cast("B")
 
 
 def iter_cast_chunks(ref: TensorRef, target: DType, overflowed: list[int]) -> Iterator[memoryview]:
@@ -318,9 +318,9 @@ def _gather(ref: TensorRef, start: Shape, shape: Shape) -> Array:
         low = tuple(max(a, b) for a, b in zip(start, piece.start, strict=True))
         high = tuple(min(a + n, b + m) for a, n, b, m in zip(start, shape, piece.start, piece.shape, strict=True))
         if all(a < b for a, b in zip(low, high, strict=True)):
-            inside = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))
+            inside: Any = (*(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True)), ...)
             within = tuple(a - b for a, b in zip(low, piece.start, strict=True))
-            _fill(out[(*inside, ...)], piece, within, ref.dtype.itemsize)
+            _fill(out[inside], piece, within, ref.dtype.itemsize)
     return out
 
 
@@ -353,7 +353,6 @@ def _fill(out: Array, piece: Piece, start: Shape, itemsize: int) -> None:
 
 def _resolved(ref: TensorRef, values: Array) -> Array:
     """`values` (raw words as stored) with the byte order, the conj bit and the neg bit taken into account."""
-    import numpy as np
 
     word = ref.dtype.word
     if word > 1 and ref.pieces[0].storage.big_endian:
@@ -363,7 +362,7 @@ def _resolved(ref: TensorRef, values: Array) -> Array:
     # Negating a float is flipping its sign bit; for integers it is two's complement.
     words = values.reshape(-1).view(f"u{word}")
     if ref.dtype.kind == "int":
-        return np.negative(words)
+        return -words
     sign = words.dtype.type(1 << (8 * word - 1))
     flipped = words.copy()
     if ref.neg:

@@ -244,7 +244,11 @@ class TorchLeaves:
         if rebuild:
             head = writer.named(_UTILS, "_rebuild_tensor_v3" if typed is None else "_rebuild_tensor_v2") + b"("
         head += b"(" + writer.text("storage")
-        head += writer.named(*(("torch.storage", "UntypedStorage") if typed is None else ("torch", typed.storage_class)))
+        head += (
+            writer.named("torch.storage", "UntypedStorage")
+            if typed is None
+            else writer.named("torch", typed.storage_class or "")
+        )
         return head
 
     def _tail(self, stored: StoredAs, writer: PickleWriter) -> bytes:

@@ -347,7 +347,7 @@ class PickleReader:
         elif op == 0x53:  # STRING
             if len(text) < 2 or text[0] != text[-1] or text[:1] not in (b"'", b'"'):
                 raise self._malformed("has a string without quotes")
-            stack.append(_python2_text(codecs.escape_decode(text[1:-1])[0]))  # type: ignore[attr-defined]
+            stack.append(_python2_text(codecs.escape_decode(text[1:-1])[0]))
         elif op == 0x49 and text in (b"00", b"01"):  # INT, the booleans of protocols 0 and 1
             stack.append(text == b"01")
         elif op in (0x49, 0x4C):  # INT, LONG

@@ -195,9 +195,9 @@ def _records(contents: Iterable[tuple[str, bytes | NewStorage]]) -> Layout:
     items: list[WriteItem] = []
     at = 0
     for name, content in contents:
-        ready = isinstance(content, bytes)
-        slot = archives.lay_out(f"{_ROOT}/{name}", at, len(content) if ready else content.nbytes)
-        values, dtype = (content, UINT8) if ready else (content.values, content.dtype)
+        values, dtype = (content, UINT8) if isinstance(content, bytes) else (content.values, content.dtype)
+        nbytes = len(content) if isinstance(content, bytes) else content.nbytes
+        slot = archives.lay_out(f"{_ROOT}/{name}", at, nbytes)
         slots.append(slot)
         items.append(WriteItem(name, slot.lead, slot.offset, slot.size, values, dtype))
         at = slot.end

@@ -1,0 +1,37 @@
+# Two commands on a fresh machine with Python and make: `make demo` and `make test`.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO := demo-out
+
+.PHONY: demo test check lint bench samples clean
+
+# torch is pinned in constraints.txt, so that pip takes one known build instead of the newest with gigabytes of CUDA packages.
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(VENV)/ready
+	@PATH="$(CURDIR)/$(BIN):$$PATH" sh sample_ckpts/demo.sh $(DEMO)
+
+test: $(VENV)/ready
+	$(BIN)/python -m pytest -q -n auto
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+check: lint test
+
+bench: $(VENV)/ready
+	$(BIN)/python bench/bench.py
+
+samples: $(VENV)/ready
+	$(BIN)/python sample_ckpts/make_samples.py
+
+clean:
+	rm -rf $(VENV) $(DEMO) bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
