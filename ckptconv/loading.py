@@ -109,7 +109,8 @@ class _Restorer:
         else:
             moved = self._call(storage, location)
             if moved is not None:
-                return getattr(moved, "_untyped_storage", moved)
+                untyped: torch.UntypedStorage = getattr(moved, "_untyped_storage", moved)
+                return untyped
             device = require_device(location)
         return storage if device.type == "cpu" else storage.to(device=device)
 
@@ -167,7 +168,8 @@ class _Live:
     def _dict(self, node: Dict) -> dict[Any, Any]:
         made: dict[Any, Any] = {}
         self._made[id(node)] = made
-        return self._fill(made, node.pairs)
+        self._fill(made, node.pairs)
+        return made
 
     def _fill(self, made: Any, pairs: Any) -> Any:
         for key, value in pairs:
@@ -255,7 +257,7 @@ class _Live:
 
     def _typed_storage(self, storage: Storage) -> Any:
         dtype = storage.dtype or BY_NAME["uint8"]
-        return self._torch.storage.TypedStorage(
+        return self._torch.storage.TypedStorage(  # type: ignore[no-untyped-call]
             wrap_storage=self._storage(storage, dtype), dtype=self._dtypes[dtype.name], _internal=True
         )
 
@@ -271,13 +273,16 @@ class _Live:
         if self._mmap and type(source) is FileSource and word == 1 and storage.offset % dtype.itemsize == 0:
             if (mapped := self._maps.get(id(source))) is None:
                 mapped = self._maps[id(source)] = self._mapped(source)
-            return mapped[storage.offset : storage.offset + storage.nbytes]
+            part: torch.UntypedStorage = mapped[storage.offset : storage.offset + storage.nbytes]
+            return part
         if not self._mmap:
             check_storage(storage)
         return self._filled(whole_storage(storage, 0, storage.nbytes, dtype))
 
     def _mapped(self, source: FileSource) -> torch.UntypedStorage:
-        return self._torch.UntypedStorage.from_file(source.mappable_path(), False, source.size)
+        mapped = self._torch.UntypedStorage.from_file(source.mappable_path(), False, source.size)
+        assert isinstance(mapped, self._torch.UntypedStorage)
+        return mapped
 
     def _filled(self, ref: TensorRef) -> torch.UntypedStorage:
         """A fresh CPU storage with the values of `ref` in C order."""
