@@ -277,27 +277,27 @@ class Slot(NamedTuple):
 def lay_out(name: str, header: int, size: int) -> Slot:
     """The record `name` of `size` bytes whose local header stands at byte `header`; its payload is 64-byte aligned."""
     raw = name.encode()
-    slot = Slot(raw, header, 0, size, b"")
-    wide = _wide(slot)
+    wide = _wide(header, size)
     unpadded = header + _LOCAL.size + len(raw) + len(wide) + 4
     padding = -unpadded % ALIGNMENT
-    fixed = _LOCAL.pack(b"PK\3\4", 0, _flags(slot), 0, 0, 0, 0, 0, 0, len(raw), len(wide) + 4 + padding)
-    lead = fixed + raw + wide + b"FB%c\0" % padding + b"Z" * padding
-    return slot._replace(offset=unpadded + padding, lead=lead)
+    fixed = _LOCAL.pack(b"PK\3\4", 0, _flags(size), 0, 0, 0, 0, 0, 0, len(raw), len(wide) + 4 + padding)
+    return Slot(raw, header, unpadded + padding, size, fixed + raw + wide + _PADDINGS[padding])
 
 
-def _flags(slot: Slot) -> int:
+_PADDINGS = tuple(b"FB%c\0" % size + b"Z" * size for size in range(ALIGNMENT))
+
+
+def _flags(size: int) -> int:
     """Bit 11: the name is UTF-8; bit 3: CRC and sizes follow the payload (an empty one has none)."""
-    return 0x0808 if slot.size else 0x0800
+    return 0x0808 if size else 0x0800
 
 
-def _wide(slot: Slot) -> bytes:
-    """The zip64 extra field, empty while all numbers fit 32 bits; torch's writer repeats the offset in local headers."""
-    numbers = [
-        *([slot.size, slot.size] if slot.size >= _MAX32 else []),
-        *([slot.header] if slot.header >= _MAX32 else []),
-    ]
-    return struct.pack(f"<HH{len(numbers)}Q", 1, 8 * len(numbers), *numbers) if numbers else b""
+def _wide(header: int, size: int) -> bytes:
+    """The zip64 extra field, empty while both fit 32 bits; torch's writer repeats the offset in local headers."""
+    if size < _MAX32 and header < _MAX32:
+        return b""
+    numbers = [*([size, size] if size >= _MAX32 else []), *([header] if header >= _MAX32 else [])]
+    return struct.pack(f"<HH{len(numbers)}Q", 1, 8 * len(numbers), *numbers)
 
 
 def _descriptor_size(header: int, size: int) -> int:
@@ -314,7 +314,9 @@ def descriptor(slot: Slot, crc: int) -> bytes:
 
 def ending_size(slots: Sequence[Slot]) -> int:
     """The length of `ending`."""
-    return sum(_CENTRAL.size + len(slot.name) + len(_wide(slot)) for slot in slots) + (_END64.size + _LOCATOR.size + _END.size)
+    return sum(_CENTRAL.size + len(slot.name) + len(_wide(slot.header, slot.size)) for slot in slots) + (
+        _END64.size + _LOCATOR.size + _END.size
+    )
 
 
 def ending(slots: Sequence[Slot], crcs: Sequence[int]) -> bytes:
@@ -329,7 +331,7 @@ def ending(slots: Sequence[Slot], crcs: Sequence[int]) -> bytes:
 
 
 def _central(slot: Slot, crc: int) -> bytes:
-    wide = _wide(slot)
+    wide = _wide(slot.header, slot.size)
     size, header = min(slot.size, _MAX32), min(slot.header, _MAX32)
-    fixed = (0, 0, _flags(slot), 0, 0, 0, crc, size, size, len(slot.name), len(wide), 0, 0, 0, 0, header)
+    fixed = (0, 0, _flags(slot.size), 0, 0, 0, crc, size, size, len(slot.name), len(wide), 0, 0, 0, 0, header)
     return _CENTRAL.pack(b"PK\1\2", *fixed) + slot.name + wide

@@ -6,6 +6,7 @@ the pickle writer both look through. What is a state dict is decided by content;
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -234,11 +235,12 @@ def _mappings(root: Node) -> tuple[list[_Mapping], set[int]]:
     holders: set[int] = set()
     closed: set[int] = set()
     for place, node in walk(root):
-        if place is not None and (id(place[2]) in closed or _is_never(place[1])):
-            closed.add(id(node))
         if type(node) is TensorRef or type(node) is TensorObject:
             _mark(place, holders)
-        elif (pairs := mapping_pairs(node)) is not None and id(node) not in closed:
+            continue
+        if place is not None and (id(place[2]) in closed or _is_never(place[1])):
+            closed.add(id(node))
+        elif (pairs := mapping_pairs(node)) is not None:
             if {"state", "param_groups"} <= {key for key, _ in pairs if type(key) is str}:
                 closed.add(id(node))
             elif any(tensor_of(value) is not None for _, value in pairs):
@@ -269,24 +271,26 @@ def _looks_like_module(place: Place, node: Node, pairs: Sequence[tuple[Node, Nod
 
 def _state_dict(place: Place, node: Node, pairs: Sequence[tuple[Node, Node]]) -> StateDict:
     path = place_text(place)
-    keys: dict[str, Node] = {}
-    for key, value in pairs:
-        name = _key_text(key, path)
-        if name in keys:
-            raise KeyConflict(f"holds the key {printable(name)!r} twice", where=path or None)
-        keys[name] = value
-    return StateDict(path, node, tuple(keys), tuple(keys.values()))
+    keys = [key if type(key) is str else _key_text(key, path) for key, _ in pairs]
+    if len(set(keys)) != len(keys):
+        twice = Counter(keys).most_common(1)[0][0]
+        raise KeyConflict(f"holds the key {printable(twice)!r} twice", where=path or None)
+    _refuse_half_characters(keys)
+    return StateDict(path, node, tuple(keys), tuple(value for _, value in pairs))
 
 
 def _key_text(key: Node, path: str) -> str:
     if type(key) not in _PLAIN:
         raise KeyConflict("a key of the state dict is no text", where=path or None)
-    text = label_text(key)
+    return label_text(key)
+
+
+def _refuse_half_characters(keys: list[str]) -> None:
     try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise KeyConflict("a key holds half a character (a lone surrogate)", where=text) from None
-    return text
+        "".join(keys).encode()
+    except UnicodeEncodeError as error:
+        bad = next(key for key in keys if error.object[error.start] in key)
+        raise KeyConflict("a key holds half a character (a lone surrogate)", where=bad) from None
 
 
 def metadata_of(node: Node) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
+from math import prod
 from typing import NamedTuple
 
 from ckptconv.dtypes import UINT8, DType
@@ -24,11 +25,7 @@ class NewStorage(NamedTuple):
     dtype: DType
     storage_dtype: DType | None
     location: str
-
-    @property
-    def nbytes(self) -> int:
-        """Its size in the output."""
-        return self.values.numel * self.dtype.itemsize
+    nbytes: int
 
 
 class Placement(NamedTuple):
@@ -48,21 +45,27 @@ def compact(refs: Iterable[TensorRef], bare: Iterable[Storage], cast: CastRule) 
 
     `bare` are storages that the tree holds by themselves: they stay whole and uncast, and so do the tensors over them.
     """
+    first: dict[int, TensorRef] = {}
     groups: dict[int, list[TensorRef]] = {}
     placed: dict[int, Placement] = {}
     for ref in refs:
-        if ref.is_view:
-            groups.setdefault(id(ref.storage), []).append(ref)
-        else:
+        if len(ref.pieces) != 1:
             placed[id(ref)] = _gathered(ref, cast)
+        elif (other := first.setdefault(id(ref.pieces[0].storage), ref)) is not ref:
+            groups.setdefault(id(other.storage), [other]).append(ref)
     for storage in bare:
-        placed.update(_whole(storage, groups.pop(id(storage), [])))
+        alone = first.pop(id(storage), None)
+        placed.update(_whole(storage, groups.pop(id(storage), [alone] if alone else [])))
+    for key, ref in first.items():
+        if key not in groups:
+            placed[id(ref)] = _alone(ref, cast)
     for group in groups.values():
-        if len(group) == 1:
-            placed[id(group[0])] = _alone(group[0], cast)
-        else:
-            placed.update(_shared(group, cast))
+        placed.update(_shared(group, cast))
     return placed
+
+
+def _new(values: TensorRef, dtype: DType, storage_dtype: DType | None, location: str) -> NewStorage:
+    return NewStorage(values, dtype, storage_dtype, location, prod(values.shape) * dtype.itemsize)
 
 
 def _class_of(dtype: DType) -> DType | None:
@@ -73,27 +76,28 @@ def _gathered(ref: TensorRef, cast: CastRule) -> Placement:
     """The tensor's values one after another; its conj and neg bits stay bits."""
     dtype = cast(ref.dtype)
     raw = ref._replace(conj=False, neg=False) if ref.conj or ref.neg else ref
-    storage = NewStorage(raw, dtype, _class_of(dtype), ref.location)
+    storage = _new(raw, dtype, _class_of(dtype), ref.location)
     return Placement(storage, dtype, 0, contiguous_stride(ref.shape))
 
 
 def _whole(storage: Storage, group: list[TensorRef]) -> dict[int, Placement]:
     dtype = storage.dtype or UINT8
     values = whole_storage(storage, 0, storage.nbytes, dtype)
-    new = NewStorage(values, dtype, storage.dtype, storage.location)
+    new = _new(values, dtype, storage.dtype, storage.location)
     placed = {id(ref): Placement(new, ref.dtype, ref.storage_offset, ref.stride) for ref in group}
     placed[id(storage)] = Placement(new, dtype, 0, ())
     return placed
 
 
 def _alone(ref: TensorRef, cast: CastRule) -> Placement:
-    start, stop = ref.byte_span()
-    if stop - start > ref.nbytes:
-        return _gathered(ref, cast)
     dtype = cast(ref.dtype)
-    plain = is_contiguous(ref.shape, ref.stride) and not (ref.conj or ref.neg)
-    values = ref if plain else whole_storage(ref.storage, start, stop, ref.dtype)
-    return Placement(NewStorage(values, dtype, _class_of(dtype), ref.location), dtype, 0, ref.stride)
+    values = ref
+    if ref.conj or ref.neg or not is_contiguous(ref.shape, ref.stride):
+        start, stop = ref.byte_span()
+        if stop - start > ref.nbytes:
+            return _gathered(ref, cast)
+        values = whole_storage(ref.storage, start, stop, ref.dtype)
+    return Placement(_new(values, dtype, _class_of(dtype), ref.location), dtype, 0, ref.stride)
 
 
 def _shared(group: list[TensorRef], cast: CastRule) -> dict[int, Placement]:
@@ -105,7 +109,7 @@ def _shared(group: list[TensorRef], cast: CastRule) -> dict[int, Placement]:
     target = UINT8 if mixed else cast(source)
     runs = _used_runs(group, storage.nbytes - storage.nbytes % source.itemsize)
     values = joined([whole_storage(storage, start, stop, source) for start, stop in runs])
-    new = NewStorage(values, target, None if mixed else _class_of(target), storage.location)
+    new = _new(values, target, None if mixed else _class_of(target), storage.location)
     starts = [start for start, _ in runs]
     shifts = [start - sum(b - a for a, b in runs[:index]) for index, start in enumerate(starts)]
     placed = {}

@@ -73,8 +73,9 @@ class PickleWriter:
         if (fetch := self._texts.get(text)) is not None:
             return fetch
         raw = text.encode("utf-8", "surrogatepass")
-        self._texts[text] = _fetch(self.count)
-        return b"X" + len(raw).to_bytes(4, "little") + raw + self.put()
+        put = self.put()
+        self._texts[text] = _FETCH[put[0]] + put[1:]
+        return b"X" + len(raw).to_bytes(4, "little") + raw + put
 
     def named(self, module: str, name: str) -> bytes:
         """The opcodes for a global: written once, fetched afterwards."""
@@ -88,25 +89,29 @@ class PickleWriter:
 
     def _write_one(self, node: Node) -> Iterator[Node] | None:
         """Write a plain value, or return the work that a container makes."""
+        kind = type(node)
+        if kind is str:
+            self._out += self.text(node)
+            return None
         if id(node) in self._overlay:
             node = self._overlay[id(node)]
-        kind = type(node)
-        if kind is _Raw:
-            self._out += node
+            kind = type(node)
+        if (fetch := self._memo.get(id(node))) is not None and kind not in _SCALARS:
+            self._out += fetch
+        elif (plain := _SCALARS.get(kind)) is not None:
+            self._out += plain(node)
         elif kind is str:
             self._out += self.text(node)
+        elif kind is _Raw:
+            self._out += node
         elif kind is _Put:
             self._open.discard(id(node.node))
             self._memo[id(node.node)] = _fetch(self.count)
             self._out += self.put()
-        elif kind in _SCALARS:
-            self._out += _SCALARS[kind](node)
         elif kind is Global:
             self._out += self.named(node.module, node.name)
         elif kind is _Alias:
             self._memo[id(node.node)] = self._memo[id(node.made)]
-        elif (fetch := self._memo.get(id(node))) is not None:
-            self._out += fetch
         else:
             return self._write_container(node, kind)
         return None
@@ -135,9 +140,9 @@ class PickleWriter:
         made = self._leaf(node, self)
         self._kept.append(node)
         if isinstance(made, bytes):
-            self._out += made
-            self._memo[id(node)] = _fetch(self.count)
-            self._out += self.put()
+            put = self.put()
+            self._out += made + put
+            self._memo[id(node)] = _FETCH[put[0]] + put[1:]
             return None
         self._kept.append(made)
         return iter((made, _Alias(node, made)))
@@ -151,6 +156,9 @@ class _Alias:
     def __init__(self, node: Node, made: Node) -> None:
         self.node = node
         self.made = made
+
+
+_FETCH = {0x71: b"h", 0x72: b"j"}  # the opcode that fetches what a PUT has put
 
 
 def _fetch(index: int) -> bytes:

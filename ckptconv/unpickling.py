@@ -93,7 +93,7 @@ class PickleReader:
         stack: list[Node] = []
         push = stack.append
         marks: list[list[Node]] = []
-        memo: dict[bytes, Node] = {}  # by the index as LONG_BINPUT has it, which saves decoding it
+        memo = _Memo(data, self._persistent)
         intern: dict[str, str] = {}
         known = self._known
         while True:
@@ -244,26 +244,20 @@ class PickleReader:
                 raise self._malformed("has no end" if end == size else "has an opcode that crosses the end of its frame")
             end = size
 
-    def _tensor_run(self, run: re.Match[bytes], stack: list[Node], memo: dict[bytes, Node]) -> bool:
+    def _tensor_run(self, run: re.Match[bytes], stack: list[Node], memo: _Memo) -> bool:
         """Do at once what the opcodes of `run` do one by one; False, with nothing done, when they are not as they look."""
-        (kind, cls, size, raw_key, key_put, location, count, pid_put, offset, shape, shape_put, stride, stride_put,
-         flag, hooks, hooks_put, args_put) = run.groups()  # fmt: skip
+        kind, cls, size, raw_key, _, location, count, _, offset, shape, _, stride, _, flag, hooks, _, _ = run.groups()
         func = stack[-1]
         if size[0] != len(raw_key) or type(func) is not Global:
             return False
+        keys = _MEMO_KEYS
+        pid = (memo[keys[kind[0]]], memo[keys[cls[0]]], raw_key.decode(), memo[keys[location[0]]], _integer(count))
         dims = _INT_RUNS.get(shape) or _int_run(shape)
         steps = _INT_RUNS.get(stride) or _int_run(stride)
-        get = memo.__getitem__
-        keys = _MEMO_KEYS
-        key = memo[key_put] = raw_key.decode()
-        pid = (get(keys[kind[0]]), get(keys[cls[0]]), key, get(keys[location[0]]), _integer(count))
-        memo[pid_put] = pid
-        memo[shape_put], memo[stride_put] = dims, steps
-        made = memo[hooks_put] = Call(get(keys[hooks[0]]), ())
-        args = (self._persistent(pid), _integer(offset), dims, steps, flag == b"\x88", made)
-        memo[args_put] = args
+        args = (self._persistent(pid), _integer(offset), dims, steps, flag == b"\x88", Call(memo[keys[hooks[0]]], ()))
         reducer = self._known.get(func)
         stack[-1] = Call(func, args) if reducer is None else reducer(args)
+        memo.runs.append(run.start())
         return True
 
     def _crossing(self, pos: int, stop: int, size: int) -> NoReturn:
@@ -306,7 +300,7 @@ class PickleReader:
         target.state = state
 
     def _rare(
-        self, op: int, stack: list[Node], marks: list[list[Node]], memo: dict[bytes, Node], pos: int, end: int
+        self, op: int, stack: list[Node], marks: list[list[Node]], memo: _Memo, pos: int, end: int
     ) -> tuple[list[Node], int]:
         """The opcodes that today's checkpoints seldom hold; returns the stack and the position behind the opcode."""
         data = self._stream
@@ -335,7 +329,7 @@ class PickleReader:
             return stack, pos
         return self._stack_only(op, stack, marks), pos
 
-    def _text(self, op: int, text: bytes, stack: list[Node], memo: dict[bytes, Node]) -> None:
+    def _text(self, op: int, text: bytes, stack: list[Node], memo: _Memo) -> None:
         if op == 0x67:  # GET
             stack.append(memo[int(text).to_bytes(4, "little")])
         elif op == 0x70:  # PUT
@@ -408,6 +402,41 @@ _TENSOR_RUN = re.compile(
     re.DOTALL,
 ).match  # fmt: skip
 _INT_RUNS: dict[bytes, tuple[int, ...]] = {}
+
+
+class _Memo(dict[bytes, Node]):
+    """The memo, by the index as LONG_BINPUT has it (which saves decoding it).
+
+    A tensor's run puts six values that are hardly ever fetched: they are made when one is. `runs` are the places of the runs.
+    """
+
+    def __init__(self, stream: bytes, persistent: Callable[[Node], Node]) -> None:
+        super().__init__()
+        self.runs: list[int] = []
+        self._stream = stream
+        self._persistent = persistent
+        self._indexed = 0
+        self._run_of: dict[bytes, int] = {}
+
+    def __missing__(self, key: bytes) -> Node:
+        for start in self.runs[self._indexed :]:
+            self._run_of.update((put, start) for put in self._puts(start))
+        self._indexed = len(self.runs)
+        self.update(self._puts(self._run_of[key]))
+        return self[key]
+
+    def _puts(self, start: int) -> dict[bytes, Node]:
+        """What the run at `start` puts: key, persistent id, shape, stride, hooks and arguments."""
+        run = _TENSOR_RUN(self._stream, start)
+        assert run is not None
+        (kind, cls, _, raw_key, key_put, location, count, pid_put, offset, shape, shape_put, stride, stride_put, flag, hooks,
+         hooks_put, args_put) = run.groups()  # fmt: skip
+        names = [self[_MEMO_KEYS[index[0]]] for index in (kind, cls, location, hooks)]
+        made = Call(names[3], ())
+        dims, steps = _int_run(shape), _int_run(stride)
+        pid = (names[0], names[1], raw_key.decode(), names[2], _integer(count))
+        args = (self._persistent(pid), _integer(offset), dims, steps, flag == b"\x88", made)
+        return {key_put: pid[2], pid_put: pid, shape_put: dims, stride_put: steps, hooks_put: made, args_put: args}
 
 
 def _integer(raw: bytes) -> int:

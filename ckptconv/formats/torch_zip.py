@@ -153,12 +153,17 @@ def lay_out_torch_zip(root: Node, overlay: Overlay, cast: CastRule, retag: Calla
     numbers: dict[int, int] = {}
     ordered: list[NewStorage] = []
 
+    tags: dict[str, str] = {}
+
     def stored_as(node: TensorRef | Storage) -> StoredAs:
         new, dtype, offset, stride = placements[id(node)]
+        _, _, storage_dtype, location, nbytes = new
         if (number := numbers.get(id(new))) is None:
             number = numbers[id(new)] = len(ordered)
             ordered.append(new)
-        return StoredAs(str(number), retag(new.location), new.storage_dtype, new.nbytes, dtype, offset, stride)
+        if (tag := tags.get(location)) is None:
+            tag = tags[location] = retag(location)
+        return StoredAs(str(number), tag, storage_dtype, nbytes, dtype, offset, stride)
 
     pickle = write_pickle(root, TorchLeaves(stored_as), overlay)
     return _records([

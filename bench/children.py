@@ -1,0 +1,95 @@
+"""What runs in the children of bench.py: the other side of a row as people write it, and loads that time themselves.
+
+    python bench/children.py FUNCTION IN [OUT] [--fsync]
+
+Each function is one row's side and prints nothing, but for the `time_` ones, which print the seconds that one call took
+after the imports: start-up has its own row.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+
+def bare(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key.removeprefix("module."): tensor for key, tensor in state_dict.items()}
+
+
+def load_save(source: str, output: str) -> None:
+    torch.save(bare(torch.load(source, map_location="cpu")), output)
+
+
+def load_save_file(source: str, output: str) -> None:
+    from safetensors.torch import save_file
+
+    save_file(bare(torch.load(source, map_location="cpu")), output)
+
+
+def mmap_save_file(source: str, output: str) -> None:
+    from safetensors.torch import save_file
+
+    save_file(bare(torch.load(source, map_location="cpu", mmap=True)), output)
+
+
+def mmap_bf16_save_file(source: str, output: str) -> None:
+    from safetensors.torch import save_file
+
+    state_dict = bare(torch.load(source, map_location="cpu", mmap=True))
+    save_file({key: tensor.to(torch.bfloat16) for key, tensor in state_dict.items()}, output)
+
+
+def time_load(source: str) -> None:
+    time_call(lambda: torch.load(source, map_location="cpu"))
+
+
+def time_load_mmap(source: str) -> None:
+    time_call(lambda: torch.load(source, map_location="cpu", mmap=True))
+
+
+def time_load_portable(source: str) -> None:
+    import ckptconv
+
+    time_call(lambda: ckptconv.load_portable(source))
+
+
+def time_call(load: Callable[[], object]) -> None:
+    start = time.perf_counter()
+    loaded = load()
+    seconds = time.perf_counter() - start
+    print(seconds)
+    del loaded
+
+
+def fsync(path: str) -> None:
+    fd = os.open(path, os.O_RDWR)
+    os.fsync(fd)
+    os.close(fd)
+
+
+SIDES = (
+    load_save,
+    load_save_file,
+    mmap_save_file,
+    mmap_bf16_save_file,
+    time_load,
+    time_load_mmap,
+    time_load_portable,
+)
+
+
+def main() -> None:
+    name, *arguments = sys.argv[1:]
+    side = next(side for side in SIDES if side.__name__ == name)
+    paths = [argument for argument in arguments if argument != "--fsync"]
+    side(*paths)
+    if "--fsync" in arguments:
+        fsync(paths[-1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,634 @@
+"""torch → torch: what `torch.load(weights_only=True)` sees in the output is what it sees in the source, but for the promises."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+import trees
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from ckptconv import KeyRules, Options, archives, convert_checkpoint, open_checkpoint, plan_conversion
+from ckptconv.errors import CheckpointError, KeyConflict, RefusedObject
+from ckptconv.torch_objects import WEIGHTS_ONLY
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*quantize.*:UserWarning", "ignore:.*prototype.*:UserWarning")
+thorough = settings(max_examples=200, deadline=None)
+quick = settings(max_examples=50, deadline=None)
+
+
+def convert(tree: Any, folder: Path, **options: Any) -> Path:
+    """`tree` saved by torch and converted; returns the output, the source is ``source.pt`` beside it."""
+    torch.save(tree, folder / "source.pt")
+    convert_checkpoint(folder / "source.pt", folder / "output.pt", fsync=False, force=True, **options)
+    return folder / "output.pt"
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Both trees are equal row by row, after what compaction may do, and their tensors overlap in the same way."""
+    for ours, theirs in zip(oracle.flatten(found), oracle.compacted(oracle.flatten(expected)), strict=True):
+        assert ours == theirs
+    assert oracle.overlaps(found) == oracle.overlaps(expected)
+
+
+def assert_sound(path: Path) -> None:
+    """Every reader that looks at the layout is content: zipfile, torch's mapped reader, its computed offsets."""
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+    offsets = oracle.payload_offsets(path)
+    assert [name for name, offset in offsets.items() if offset % 64] == []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_SERIALIZATION_DEBUG", "1")
+        read = oracle.flatten(oracle.load(path))
+        patch.setattr(torch.utils.serialization.config.load, "calculate_storage_offsets", True)
+        assert oracle.flatten(oracle.load(path, mmap=True)) == read
+
+
+# ------------------------------------------------------------------------------------------------------------- any tree
+
+
+@given(trees.trees())
+@thorough
+def test_a_tree_is_written_as_it_was(drawn):
+    with tempfile.TemporaryDirectory() as folder:
+        output = convert(drawn.tree, Path(folder), keys="keep")
+        assert_same(oracle.load(output), oracle.load(Path(folder) / "source.pt"))
+        assert_sound(output)
+
+
+@given(trees.trees())
+@quick
+def test_converting_again_changes_nothing(drawn):
+    with tempfile.TemporaryDirectory() as folder:
+        once = convert(drawn.tree, Path(folder), keys="keep")
+        convert_checkpoint(once, Path(folder) / "again.pt", keys="keep", fsync=False, verify=True)
+        assert (Path(folder) / "again.pt").read_bytes() == once.read_bytes()
+
+
+@given(trees.state_dicts(plain=True), st.booleans())
+@thorough
+def test_state_dicts_lose_their_wrappers_and_nothing_else(drawn, inside):
+    tree = {"epoch": 3, "state_dict": drawn.tree, "optimizer": {"state": {}, "param_groups": [{"lr": 0.1}]}}
+    with tempfile.TemporaryDirectory() as folder:
+        output = convert(tree if inside else drawn.tree, Path(folder))
+        source = oracle.load(Path(folder) / "source.pt")
+        expected = (
+            {**source, "state_dict": oracle.bare_state_dict(source["state_dict"])} if inside else oracle.bare_state_dict(source)
+        )
+        assert_same(oracle.load(output), expected)
+        assert_sound(output)
+
+
+@given(trees.state_dicts(), st.sampled_from(["keep", "strip"]))
+@quick
+def test_the_device_is_the_tag_of_every_storage_and_opens_on_the_cpu(drawn, keys):
+    with tempfile.TemporaryDirectory() as folder:
+        output = convert(drawn.tree, Path(folder), keys=keys, device="cuda:1")
+        assert set(oracle.tags(output)) == {"cuda:1"}
+        source = oracle.load(Path(folder) / "source.pt")
+        assert_same(oracle.load(output), oracle.bare_state_dict(source) if keys == "strip" else source)
+
+
+@given(trees.state_dicts(trees.FLOATS + [torch.int64, torch.bool, torch.complex64]), st.sampled_from(trees.FLOATS))
+@quick
+def test_a_cast_is_torch_s_own_and_touches_only_floats(drawn, dtype):
+    with tempfile.TemporaryDirectory() as folder:
+        output = convert(drawn.tree, Path(folder), keys="keep", dtype=str(dtype))
+        found, source = oracle.load(output), oracle.load(Path(folder) / "source.pt")
+    assert list(found) == list(source)
+    for key, tensor in source.items():
+        expected = tensor.detach().to(dtype) if tensor.dtype in trees.FLOATS else tensor
+        assert found[key].dtype == expected.dtype and found[key].requires_grad == tensor.requires_grad
+        assert torch.equal(found[key].isnan(), expected.isnan())
+        numbers = torch.ones_like(expected, dtype=torch.bool) ^ expected.isnan()
+        assert torch.equal(found[key].detach()[numbers], expected[numbers])
+    groups = [[row.value.storage for row in oracle.tensor_rows(oracle.flatten(tree))] for tree in (found, source)]
+    assert groups[0] == groups[1], "tensors that shared memory still do"
+
+
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+@given(drawn=trees.trees())
+@settings(max_examples=25, deadline=None)
+def test_newer_pickle_protocols_are_read(protocol, drawn):
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(drawn.tree, Path(folder) / "source.pt", pickle_protocol=protocol)
+        convert_checkpoint(Path(folder) / "source.pt", Path(folder) / "output.pt", keys="keep", fsync=False)
+        source = oracle.load(Path(folder) / "source.pt", weights_only=False)
+        assert_same(oracle.load(Path(folder) / "output.pt"), source)
+
+
+# --------------------------------------------------------------------------------------------------------- odd and rare
+
+
+@pytest.mark.parametrize("dtype", trees.DTYPES, ids=str)
+def test_every_dtype_that_torch_saves_survives(dtype, tmp_path):
+    values = trees.random_bytes(7, 24 * dtype.itemsize, dtype)
+    tree = {"whole": trees.make(dtype, values, 0, (24,), (1,)), "columns": trees.make(dtype, values, 1, (4, 3), (1, 5))}
+    assert_same(oracle.load(convert(tree, tmp_path, keys="keep")), tree)
+
+
+def test_shared_views_keep_their_places_and_unused_bytes_are_left_out(tmp_path):
+    base = torch.arange(10_000.0)
+    tree = {"head": base[100:200], "overlap": base[150:250], "far": base[9000:9010], "steps": base[9001:9010:2]}
+    output = oracle.load(convert(tree, tmp_path))
+    assert_same(output, tree)
+    assert output["far"].untyped_storage().nbytes() < 1000
+    output["head"][60] = -1
+    output["far"][3] = -2
+    assert output["overlap"][10] == -1 and output["steps"][1] == -2
+
+
+def test_a_slice_alone_does_not_drag_its_storage_along(tmp_path):
+    base = torch.arange(10_000.0)
+    output = oracle.load(convert({"row": base[5000:5010], "strided": base[::100], "same": base[1:3]}["row"], tmp_path))
+    assert output.untyped_storage().nbytes() == 40
+    column = oracle.load(convert({"column": base.reshape(100, 100)[:, 3]}, tmp_path))["column"]
+    assert column.untyped_storage().nbytes() == 400 and column.is_contiguous()
+
+
+def test_disjoint_views_of_one_storage_still_share_one(tmp_path):
+    base = torch.arange(24.0)
+    output = oracle.load(convert({"q": base[:8], "k": base[8:16], "v": base[16:]}, tmp_path))
+    assert len({tensor.untyped_storage()._cdata for tensor in output.values()}) == 1
+
+
+def test_views_of_different_dtypes_over_one_untyped_storage(tmp_path):
+    base = torch.arange(32, dtype=torch.uint8)
+    tree = {"u16": base.view(torch.uint16), "fp8": base.view(torch.float8_e4m3fn)[4:9], "u32": base.view(torch.uint32)[1::2]}
+    assert_same(oracle.load(convert(tree, tmp_path)), tree)
+    with pytest.raises(AssertionError):
+        assert_same({**tree, "u32": tree["u32"].clone()}, tree)
+
+
+def test_bytes_seen_both_as_a_typed_and_as_an_untyped_storage(tmp_path):
+    base = torch.arange(32, dtype=torch.uint8)
+    tree = {"bytes": base, "words": base.view(torch.uint16)}
+    assert_same(oracle.load(convert(tree, tmp_path)), tree)
+
+
+def test_empty_views_of_different_dtypes_over_one_storage(tmp_path):
+    empty = torch.empty(0)
+    tree = {"floats": empty, "integers": empty.view(torch.int32)}
+    assert_same(oracle.load(convert(tree, tmp_path)), tree)
+
+
+def test_a_shared_storage_of_two_dtypes_can_be_cast(tmp_path):
+    base = torch.arange(32, dtype=torch.uint8)
+    tree = {"fp8": base.view(torch.float8_e4m3fn), "u16": base.view(torch.uint16)}
+    output = oracle.load(convert(tree, tmp_path, dtype="float32"))
+    assert torch.equal(output["fp8"], tree["fp8"].float()) and torch.equal(output["u16"], tree["u16"])
+
+
+def test_quantized_tensors_survive(tmp_path):
+    values = torch.linspace(-1, 1, 24).reshape(4, 6)
+    tree = {
+        "affine": torch.quantize_per_tensor(values, 0.05, 3, torch.quint8),
+        "int32": torch.quantize_per_tensor(values, 0.001, 0, torch.qint32),
+        "channels": torch.quantize_per_channel(values, torch.full((4,), 0.1), torch.arange(4), 0, torch.qint8),
+        "plain": values,
+    }
+    assert_same(oracle.load(convert(tree, tmp_path, dtype="bf16")), {**tree, "plain": values.bfloat16()})
+    assert_same(oracle.load(convert(tree, tmp_path, keys="keep", device="cuda:1")), tree)
+    assert set(oracle.tags(tmp_path / "output.pt")) == {"cuda:1"}
+
+
+def test_sparse_and_nested_tensors_survive(tmp_path):
+    dense = torch.tensor([[0.0, 1, 0], [2, 0, 3]])
+    tree = {
+        "coo": dense.to_sparse(),
+        "uncoalesced": torch.sparse_coo_tensor([[0, 0], [1, 1]], [1.0, 2.0], (2, 3)),
+        "csr": dense.to_sparse_csr(),
+        "csc": dense.to_sparse_csc(),
+        "bsr": torch.eye(4).to_sparse_bsr((2, 2)),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)]),
+    }
+    assert_same(oracle.load(convert(tree, tmp_path)), oracle.load(tmp_path / "source.pt"))
+
+
+def test_parameters_buffers_and_tensors_with_attributes_survive(tmp_path):
+    marked = torch.arange(4.0)
+    marked.note = "kept"
+    parameter = nn.Parameter(torch.ones(2, 2))
+    parameter.tensor_model_parallel = True
+    tree = {
+        "buffer": nn.Buffer(torch.ones(3)),
+        "parameter": parameter,
+        "frozen": nn.Parameter(torch.ones(2), requires_grad=False),
+        "marked": marked,
+        "complex": nn.Parameter(torch.ones(2, dtype=torch.complex64)),
+        "uint16": nn.Buffer(torch.arange(3).to(torch.uint16)),
+        "same": parameter,
+    }
+    assert_same(oracle.load(convert(tree, tmp_path, keys="keep")), oracle.load(tmp_path / "source.pt"))
+
+
+def test_conj_and_neg_views_stay_lazy_and_share(tmp_path):
+    base = torch.randn(6, dtype=torch.complex64)
+    tree = {"base": base, "conj": base.conj(), "columns": base.reshape(2, 3).t().conj(), "alone": torch.randn(6)[::2].neg()}
+    assert_same(oracle.load(convert(tree, tmp_path)), oracle.load(tmp_path / "source.pt"))
+    imaginary = torch.randn(4, dtype=torch.complex64).conj().imag
+    assert imaginary.is_neg()
+    assert_same(oracle.load(convert([imaginary], tmp_path)), oracle.load(tmp_path / "source.pt"))
+
+
+def test_bare_storages_survive(tmp_path):
+    tensor = torch.arange(6.0)
+    output = convert({"storage": tensor.storage(), "tensor": tensor[2:], "other": torch.ones(2).storage()}, tmp_path)
+    found = torch.load(output, weights_only=False)
+    assert oracle.flatten(found) == oracle.flatten(torch.load(tmp_path / "source.pt", weights_only=False))
+
+
+def test_containers_that_hold_themselves_survive(tmp_path):
+    tree: dict[str, Any] = {"weight": torch.ones(2), "list": []}
+    tree["self"] = tree
+    tree["list"].append(tree["list"])
+    found = oracle.load(convert(tree, tmp_path, keys="keep"))
+    assert found["self"] is found and found["list"][0] is found["list"]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [[(0, 1), (2, "b")], [1, "1"], [b"w", "w"], [1, 1.5, True, None], ["a\udc80", "b"], [torch.float32], [frozenset([1])]],
+    ids=repr,
+)
+def test_any_key_that_torch_takes_is_kept(keys, tmp_path):
+    tree = {"deep": [{key: torch.full((2,), number) for number, key in enumerate(keys)}]}
+    assert_same(oracle.load(convert(tree["deep"][0], tmp_path, keys="keep"), weights_only=False), tree["deep"][0])
+    assert_same(oracle.load(convert(tree, tmp_path), weights_only=False), tree)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"", bytearray(b""), bytearray(b"\xff"), "\ud800", "", -0.0, float("nan"), float("-inf"), 1 << 3000, -(1 << 70), (),
+     (1,), ((),), torch.Size([]), set(), complex("nan"), -0j, Counter("aab"), torch.strided, range(3), slice(1, 2), ...],
+    ids=repr,
+)  # fmt: skip
+def test_every_plain_value_is_written_so_that_weights_only_reads_it(value, tmp_path):
+    try:
+        torch.save({"w": torch.ones(1), "value": value}, tmp_path / "plain.pt")
+        oracle.load(tmp_path / "plain.pt")
+        accepted = True
+    except Exception:
+        accepted = False
+    if not accepted and type(value) not in (bytes, bytearray, int, str):
+        with pytest.raises(RefusedObject):
+            convert({"w": torch.ones(1), "value": value}, tmp_path)
+        return
+    assert_same(oracle.load(convert({"w": torch.ones(1), "value": value}, tmp_path))["value"], value)
+
+
+def test_a_frozen_set_is_written_as_a_set(tmp_path):
+    assert oracle.load(convert({"w": torch.ones(1), "names": frozenset("ab")}, tmp_path))["names"] == {"a", "b"}
+
+
+def test_thousands_of_entries_are_written_in_order(tmp_path):
+    tree = OrderedDict((f"module.{number}.w", torch.full((1,), number)) for number in range(2500))
+    output = oracle.load(convert(tree, tmp_path))
+    assert [(key, value.item()) for key, value in output.items()] == [(f"{number}.w", number) for number in range(2500)]
+
+
+def test_many_globals_and_texts_are_fetched_from_large_memo_indices(tmp_path):
+    tree = [{f"k{number}": (torch.ones(1, dtype=dtype), "text", number)} for number in range(300) for dtype in trees.FLOATS]
+    assert_same(oracle.load(convert(tree, tmp_path, keys="keep")), tree)
+
+
+def test_the_list_of_accepted_globals_is_torch_s_own():
+    from torch import _weights_only_unpickler as unpickler
+
+    theirs = {name.replace("__builtin__", "builtins") for name in unpickler._get_allowed_globals()}
+    assert theirs >= WEIGHTS_ONLY
+
+
+# ----------------------------------------------------------------------------------------------------------------- keys
+
+
+def state_dict(*keys: str) -> OrderedDict[str, torch.Tensor]:
+    return OrderedDict((key, torch.full((2,), float(number))) for number, key in enumerate(keys))
+
+
+@pytest.mark.parametrize(
+    ("keys", "bare"),
+    [
+        (["module.a", "module.b"], ["a", "b"]),
+        (["module.a", "b"], ["module.a", "b"]),
+        (["module.module.a", "module.module.b"], ["a", "b"]),
+        (["module.module.a", "module.b"], ["module.a", "b"]),
+        (["_orig_mod.module.a", "_orig_mod.module.b"], ["a", "b"]),
+        (["module._orig_mod.module.a", "module._orig_mod.module.b"], ["a", "b"]),
+        (["layers.0._checkpoint_wrapped_module.w", "layers.1.w"], ["layers.0.w", "layers.1.w"]),
+        (["_fsdp_wrapped_module.a", "module._fsdp_wrapped_module.b"], ["a", "module.b"]),
+        (["modules.a", "modules.b"], ["modules.a", "modules.b"]),
+        (["module", "module.a"], ["module", "module.a"]),
+        (["a._orig_mod", "b"], ["a._orig_mod", "b"]),
+    ],
+)
+def test_wrappers_are_stripped_to_a_fixed_point(keys, bare, tmp_path):
+    assert list(oracle.load(convert(state_dict(*keys), tmp_path))) == bare == oracle.bare_keys(keys)
+
+
+def test_keys_that_would_become_one_are_refused_and_nothing_is_written(tmp_path):
+    with pytest.raises(KeyConflict, match=r"'_orig_mod\.a' and 'a' both become 'a'"):
+        convert(state_dict("_orig_mod.a", "a"), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["source.pt"]
+
+
+def test_metadata_follows_the_keys(tmp_path):
+    model = nn.DataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    output = oracle.load(convert(model.state_dict(), tmp_path))
+    assert list(output._metadata.items()) == list(model.module.state_dict()._metadata.items())
+    assert_same(output, oracle.bare_state_dict(model.state_dict()))
+
+
+def test_strip_module_strips_wherever_a_key_starts_with_it(tmp_path):
+    source = state_dict("module.a", "b", "module.module.c", "x.module.d")
+    assert list(oracle.load(convert(source, tmp_path, keys=KeyRules("module")))) == ["a", "b", "c", "x.module.d"]
+
+
+def test_added_and_renamed_prefixes(tmp_path):
+    source = state_dict("module.backbone.w", "module.head.w")
+    rules = KeyRules(renames=(("backbone.", "encoder."),), add_prefix="net.")
+    assert list(oracle.load(convert(source, tmp_path, keys=rules))) == ["net.encoder.w", "net.head.w"]
+    assert list(oracle.load(convert(state_dict("a", "module.b"), tmp_path, keys=KeyRules("add-module")))) == [
+        "module.a",
+        "module.module.b",
+    ]
+
+
+def test_every_state_dict_of_a_training_checkpoint_is_normalised(tmp_path):
+    tree = {
+        "model": state_dict("module.a", "module.b"),
+        "ema": state_dict("module.a", "b"),
+        "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": [0]}]},
+    }
+    output = oracle.load(convert(tree, tmp_path))
+    expected = {**tree, "model": oracle.bare_state_dict(tree["model"])}
+    assert_same(output, expected)
+
+
+def test_only_keeps_one_part(tmp_path):
+    tree = {"model": state_dict("module.a"), "epoch": 4, "deep": {"er.x": [1, torch.ones(2)]}}
+    assert_same(oracle.load(convert(tree, tmp_path, only="model")), state_dict("a"))
+    assert_same(oracle.load(convert(tree, tmp_path, only="deep.er.x")), tree["deep"]["er.x"])
+    with pytest.raises(CheckpointError, match="nothing at 'nets'"):
+        convert(tree, tmp_path, only="nets")
+
+
+# ----------------------------------------------------------------------------------------------------------------- tags
+
+
+def test_tags_are_mapped_and_kept(tmp_path):
+    tensors = {"a": torch.ones(1), "b": torch.ones(2), "c": torch.ones(3)}
+    tag_of = {4: "cuda:3", 8: "cpu", 12: "npu:1"}
+    with oracle.tagged(lambda storage: tag_of[storage.nbytes()]):
+        torch.save(tensors, tmp_path / "source.pt")
+    for options, expected in (
+        ({}, ["cpu", "cpu", "cpu"]),
+        ({"device": "keep"}, ["cuda:3", "cpu", "npu:1"]),
+        ({"device": "mps"}, ["mps", "mps", "mps"]),
+        ({"map_location": {"cuda:3": "cuda:0"}}, ["cuda:0", "cpu", "npu:1"]),
+        ({"device": "cpu", "map_location": {"cuda:3": "cuda:0"}}, ["cuda:0", "cpu", "cpu"]),
+    ):
+        convert_checkpoint(tmp_path / "source.pt", tmp_path / "out.pt", force=True, fsync=False, **options)
+        assert oracle.tags(tmp_path / "out.pt") == expected
+        assert_same(oracle.load(tmp_path / "out.pt"), tensors)
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (Path(__file__).parent.parent / "sample_ckpts").glob("*.pt")))
+def test_samples_keep_every_tensor(samples, tmp_path, name):
+    convert_checkpoint(samples / name, tmp_path / "out.pt", keys="keep", fsync=False, verify=True)
+    source = oracle.load(samples / name, weights_only=False)
+    found = oracle.load(tmp_path / "out.pt")
+    assert set(oracle.tags(tmp_path / "out.pt")) == {"cpu"}
+    ours, theirs = (oracle.tensor_rows(oracle.flatten(tree)) for tree in (found, source))
+    assert [row.value for row in ours] == [row.value for row in oracle.compacted(theirs)]
+    if name != "namespace_train.pt":
+        assert_same(found, source)
+
+
+# --------------------------------------------------------------------------------------------------------------- layout
+
+
+def test_the_layout_is_the_one_that_torch_writes(tmp_path):
+    """A file named archive.pt, saved by torch and converted, differs only in its pickle and its serialization id."""
+    tree = {"a": torch.arange(5.0), "empty": torch.empty(0), "b": torch.arange(70_000), "c": torch.ones(3, dtype=torch.uint16)}
+    torch.save(tree, tmp_path / "archive.pt")
+    convert_checkpoint(tmp_path / "archive.pt", tmp_path / "out.pt", fsync=False)
+    with zipfile.ZipFile(tmp_path / "archive.pt") as theirs, zipfile.ZipFile(tmp_path / "out.pt") as ours:
+        assert theirs.namelist() == ours.namelist()
+        for record in theirs.infolist():
+            again = ours.getinfo(record.filename)
+            changed = record.filename.endswith(("data.pkl", "serialization_id"))
+            assert again.file_size == record.file_size or changed
+            assert again.CRC == record.CRC or changed
+            assert (again.flag_bits, again.compress_type) == (record.flag_bits, record.compress_type)
+
+
+def test_offsets_asserted_by_torch_in_a_fresh_process(tmp_path):
+    output = convert({f"k{size}": torch.ones(size) for size in range(40)}, tmp_path, device="cuda:2")
+    code = (
+        "import sys, torch\n"
+        "torch.utils.serialization.config.load.calculate_storage_offsets = True\n"
+        "print(sum(t.numel() for t in torch.load(sys.argv[1], map_location='cpu', mmap=True).values()))\n"
+        "print(sum(t.numel() for t in torch.load(sys.argv[1], map_location='cpu').values()))\n"
+    )
+    environment = {**os.environ, "TORCH_SERIALIZATION_DEBUG": "1"}
+    done = subprocess.run([sys.executable, "-c", code, output], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["780", "780"]
+
+
+@pytest.fixture(scope="module")
+def giant(tmp_path_factory) -> Path:
+    """A sparse file of 5 GiB in torch's own layout: small, huge, small and empty records."""
+    path = tmp_path_factory.mktemp("giant") / "archive.pt"
+    tree = {
+        "small": torch.zeros(10),
+        "huge": torch.empty(5 << 30, dtype=torch.uint8),
+        "after": torch.zeros(3, 3),
+        "empty": torch.empty(0),
+        "last": torch.zeros(7, dtype=torch.int64),
+    }
+    with torch.serialization.skip_data():
+        torch.save(tree, path)
+    return path
+
+
+def test_a_file_beyond_4_gib_is_opened_and_laid_out_as_torch_does(giant):
+    with open_checkpoint(giant) as checkpoint:
+        plan = plan_conversion(checkpoint, giant.with_name("unwritten.pt"), Options(keys=KeyRules("keep")))
+    theirs = oracle.payload_offsets(giant)
+    with zipfile.ZipFile(giant) as archive:
+        sizes = {record.filename: record.file_size for record in archive.infolist()}
+    assert {path: (ref.storage.offset, ref.storage.nbytes) for path, ref in checkpoint.tensors()} == {
+        key: (theirs[f"archive/data/{number}"], sizes[f"archive/data/{number}"])
+        for number, key in enumerate(["small", "huge", "after", "empty", "last"])
+    }
+    assert [f"archive/{item.name}" for item in plan.layout.items] == list(theirs)
+
+
+def test_headers_of_records_beyond_4_gib_are_torch_s_byte_for_byte(giant):
+    """Each record laid out where torch's stands: header, padding, offset and descriptor; then the whole directory."""
+    raw = giant.open("rb")
+    with zipfile.ZipFile(giant) as archive, raw:
+        records = archive.infolist()
+        slots = []
+        for record, following in zip(records, [*records[1:], None], strict=True):
+            slot = archives.lay_out(record.filename, record.header_offset, record.file_size)
+            raw.seek(slot.header)
+            assert raw.read(len(slot.lead)) == slot.lead, record.filename
+            assert slot.offset % 64 == 0
+            raw.seek(slot.offset + slot.size)
+            descriptor = archives.descriptor(slot, record.CRC)
+            assert raw.read(len(descriptor)) == descriptor, record.filename
+            assert slot.end == (archive.start_dir if following is None else following.header_offset)
+            slots.append(slot)
+        ending = archives.ending(slots, [record.CRC for record in records])
+        raw.seek(archive.start_dir)
+        theirs = raw.read()
+    assert len(ending) == archives.ending_size(slots) == len(theirs)
+    assert ending == theirs
+
+
+def test_torch_opens_a_layout_beyond_4_gib(giant, tmp_path, monkeypatch):
+    """The plan's bytes put into a sparse file, its payloads left as holes: zipfile and torch find every record."""
+    output = tmp_path / "out.pt"
+    with open_checkpoint(giant) as checkpoint:
+        layout = plan_conversion(checkpoint, output, Options(keys=KeyRules("keep"))).layout
+    crcs = []
+    with output.open("wb") as file:
+        for index, item in enumerate(layout.items):
+            file.write(item.lead)
+            assert file.tell() == item.offset
+            if isinstance(item.values, bytes):
+                file.write(item.values)
+                crcs.append(archives.crc32(item.values))
+            else:
+                file.seek(item.nbytes, os.SEEK_CUR)
+                crcs.append(0)
+            file.write(layout.trail(index, crcs[-1]))
+        file.write(layout.ending(crcs))
+        assert file.tell() == layout.nbytes > 5 << 30
+    monkeypatch.setenv("TORCH_SERIALIZATION_DEBUG", "1")
+    monkeypatch.setattr(torch.utils.serialization.config.load, "calculate_storage_offsets", True)
+    found = oracle.load(output, mmap=True)
+    assert {key: tuple(value.shape) for key, value in found.items()} == {
+        "small": (10,), "huge": (5 << 30,), "after": (3, 3), "empty": (0,), "last": (7,)
+    }  # fmt: skip
+    with zipfile.ZipFile(output) as archive:
+        assert archive.getinfo("archive/data/1").file_size == 5 << 30
+        assert archive.read("archive/version") == b"3\n"
+
+
+# -------------------------------------------------------------------------------------------------------------- variants
+
+
+def example() -> dict[str, Any]:
+    base = torch.arange(40, dtype=torch.int32)
+    return {
+        "f32": torch.randn(3, 4, generator=torch.Generator().manual_seed(1)),
+        "shared": [base[:10], base[5:20:3]],
+        "bf16": torch.randn(6).bfloat16().reshape(2, 3).t(),
+        "c64": torch.randn(3, dtype=torch.complex64).conj(),
+        "c128": torch.randn(3, dtype=torch.complex128),
+        "u16": torch.arange(9, dtype=torch.int32).to(torch.uint16)[::2],
+        "bool": torch.tensor([True, False]),
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "big": torch.arange(100_000),
+    }
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    torch.save(example(), tmp_path / "saved.pt")
+    return tmp_path / "saved.pt"
+
+
+def reconverted(path: Path) -> Any:
+    convert_checkpoint(path, path.with_name("out.pt"), keys="keep", fsync=False, verify=True)
+    return oracle.load(path.with_name("out.pt"))
+
+
+def test_deflated_members_are_inflated(saved, tmp_path):
+    deflated = oracle.rezipped(saved, tmp_path / "deflated.pt", compression=zipfile.ZIP_DEFLATED)
+    assert_same(reconverted(deflated), oracle.load(saved))
+
+
+def test_the_root_folder_may_have_any_name(saved, tmp_path):
+    renamed = oracle.rezipped(saved, tmp_path / "renamed.pt", name=lambda name: "best model.v2/" + name.partition("/")[2])
+    assert_same(reconverted(renamed), oracle.load(saved))
+
+
+@pytest.mark.parametrize("kept", ["data", "version", "byteorder"])
+def test_records_that_older_writers_lacked_are_not_needed(saved, tmp_path, kept):
+    def name(old: str) -> str | None:
+        return old if "/data" in old or old.endswith(kept) else None
+
+    assert_same(reconverted(oracle.rezipped(saved, tmp_path / "older.pt", name=name)), oracle.load(saved))
+
+
+def test_records_in_another_order_and_unused_ones_are_no_matter(saved, tmp_path):
+    with zipfile.ZipFile(saved) as before, zipfile.ZipFile(tmp_path / "shuffled.pt", "w") as after:
+        for record in reversed(before.infolist()):
+            after.writestr(record.filename, before.read(record))
+        after.writestr("saved/extra/note.txt", "hello")
+    assert_same(reconverted(tmp_path / "shuffled.pt"), oracle.load(saved))
+
+
+def test_a_file_without_checksums_is_read_and_says_so(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(example(), tmp_path / "saved.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert_same(reconverted(tmp_path / "saved.pt"), example())
+    with open_checkpoint(tmp_path / "saved.pt") as checkpoint:
+        assert "no checksums" in "".join(checkpoint.notes)
+
+
+def swapped(path: Path, output: Path) -> Path:
+    """The same checkpoint as a big-endian host would have written it: payloads swapped word by word."""
+    words: dict[str, int] = {}
+
+    def note(storage: torch.UntypedStorage, _: str) -> torch.UntypedStorage:
+        return storage
+
+    import pickletools
+
+    with zipfile.ZipFile(path) as archive:
+        pickle = archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
+    sizes = {
+        "DoubleStorage": 8, "FloatStorage": 4, "HalfStorage": 2, "BFloat16Storage": 2, "LongStorage": 8, "IntStorage": 4,
+        "ShortStorage": 2, "CharStorage": 1, "ByteStorage": 1, "BoolStorage": 1, "ComplexFloatStorage": 4, "ComplexDoubleStorage": 8,
+    }  # fmt: skip
+
+    class Ids(__import__("pickle").Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            return name if name.endswith("Storage") else lambda *_: None
+
+        def persistent_load(self, pid: tuple[Any, ...]) -> None:
+            words[pid[2]] = sizes[pid[1]]
+
+    Ids(io.BytesIO(pickle)).load()
+    assert pickletools and note
+
+    def payload(name: str, data: bytes) -> bytes:
+        if name.endswith("byteorder"):
+            return b"big"
+        word = words.get(name.rpartition("/")[2], 1) if "/data/" in name else 1
+        return (
+            torch.frombuffer(bytearray(data), dtype=torch.uint8).reshape(-1, word).flip(1).numpy().tobytes() if data else data
+        )
+
+    return oracle.rezipped(path, output, payload=payload)
