@@ -193,7 +193,7 @@ def _compacted(row: Row, owners: Counter[int | None]) -> Row:
 def overlaps(root: Any) -> list[tuple[int, int, int]]:
     """(first, second, bytes between their starts) for the tensors of a tree whose spans overlap in one storage."""
     spans = []
-    for tensor in _tensors(root, set()):
+    for tensor in tensors(root):
         first = tensor.storage_offset() * tensor.element_size()
         reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
         spans.append((tensor.untyped_storage()._cdata, first, first + (reach + 1) * tensor.element_size(), tensor.numel()))
@@ -203,6 +203,11 @@ def overlaps(root: Any) -> list[tuple[int, int, int]]:
         for j, b in enumerate(spans[:i])
         if a[0] == b[0] and a[3] and b[3] and a[1] < b[2] and b[1] < a[2]
     ]
+
+
+def tensors(root: Any) -> list[torch.Tensor]:
+    """The strided tensors of a tree, each object once, in order."""
+    return list(_tensors(root, set()))
 
 
 def _tensors(node: Any, seen: set[int]) -> Iterator[torch.Tensor]:

@@ -597,38 +597,93 @@ def test_a_file_without_checksums_is_read_and_says_so(tmp_path):
         assert "no checksums" in "".join(checkpoint.notes)
 
 
-def swapped(path: Path, output: Path) -> Path:
-    """The same checkpoint as a big-endian host would have written it: payloads swapped word by word."""
+def big_endian(tree: Any, path: Path) -> Path:
+    """`tree` as a big-endian host would have saved it: payloads reversed word by word, and the record that says so."""
+    torch.save(tree, path.with_name("little.pt"))
     words: dict[str, int] = {}
+    numbers: dict[int, int] = {}
+    for tensor in oracle.tensors(tree):
+        number = numbers.setdefault(tensor.untyped_storage()._cdata, len(numbers))
+        words[f"data/{number}"] = tensor.element_size() // (2 if tensor.is_complex() else 1)
 
-    def note(storage: torch.UntypedStorage, _: str) -> torch.UntypedStorage:
-        return storage
-
-    import pickletools
-
-    with zipfile.ZipFile(path) as archive:
-        pickle = archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
-    sizes = {
-        "DoubleStorage": 8, "FloatStorage": 4, "HalfStorage": 2, "BFloat16Storage": 2, "LongStorage": 8, "IntStorage": 4,
-        "ShortStorage": 2, "CharStorage": 1, "ByteStorage": 1, "BoolStorage": 1, "ComplexFloatStorage": 4, "ComplexDoubleStorage": 8,
-    }  # fmt: skip
-
-    class Ids(__import__("pickle").Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
-            return name if name.endswith("Storage") else lambda *_: None
-
-        def persistent_load(self, pid: tuple[Any, ...]) -> None:
-            words[pid[2]] = sizes[pid[1]]
-
-    Ids(io.BytesIO(pickle)).load()
-    assert pickletools and note
-
-    def payload(name: str, data: bytes) -> bytes:
-        if name.endswith("byteorder"):
+    def payload(name: str, stored: bytes) -> bytes:
+        record = name.partition("/")[2]
+        if record == "byteorder":
             return b"big"
-        word = words.get(name.rpartition("/")[2], 1) if "/data/" in name else 1
-        return (
-            torch.frombuffer(bytearray(data), dtype=torch.uint8).reshape(-1, word).flip(1).numpy().tobytes() if data else data
-        )
+        values = torch.frombuffer(bytearray(stored or b"-"), dtype=torch.uint8)
+        return values.reshape(-1, words.get(record, 1)).flip(1).numpy().tobytes() if stored else stored
 
-    return oracle.rezipped(path, output, payload=payload)
+    return oracle.rezipped(path.with_name("little.pt"), path, payload=payload)
+
+
+def test_a_big_endian_file_is_read_to_the_same_values(tmp_path):
+    source = big_endian(example(), tmp_path / "big.pt")
+    typed = {key: value for key, value in oracle.load(source).items() if key != "u16"}  # torch itself does not swap those
+    assert_same(typed, {key: value for key, value in oracle.load(tmp_path / "little.pt").items() if key != "u16"})
+    assert_same(reconverted(source), oracle.load(tmp_path / "little.pt"))
+    with zipfile.ZipFile(tmp_path / "out.pt") as archive:
+        assert archive.read("archive/byteorder") == b"little"
+
+
+@given(trees.state_dicts())
+@quick
+def test_any_big_endian_state_dict_is_read_to_the_same_values(drawn):
+    with tempfile.TemporaryDirectory() as folder:
+        source = big_endian(drawn.tree, Path(folder) / "big.pt")
+        assert_same(reconverted(source), oracle.load(Path(folder) / "little.pt"))
+
+
+def test_a_big_endian_file_is_cast_as_its_values(tmp_path):
+    tree = {"a": torch.randn(9), "b": torch.randn(4, 4)[:, 1]}
+    convert_checkpoint(big_endian(tree, tmp_path / "big.pt"), tmp_path / "out.pt", dtype="f16", fsync=False, verify=True)
+    found = oracle.load(tmp_path / "out.pt")
+    assert all(torch.equal(found[key], value.half()) for key, value in tree.items())
+
+
+# --------------------------------------------------------------------------------------------------------------- damage
+
+
+def flip(path: Path, offset: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[offset] ^= 1
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("dtype", [None, "f16"])
+@pytest.mark.parametrize("key", [0, 1, 2])
+def test_a_flipped_bit_of_any_payload_fails_the_conversion(tmp_path, key, dtype):
+    tree = {"whole": torch.randn(300), "columns": torch.randn(30, 10)[:, 3], "pair": list(torch.randn(40).split(20))}
+    torch.save(tree, tmp_path / "source.pt")
+    flip(tmp_path / "source.pt", oracle.payload_offsets(tmp_path / "source.pt")[f"source/data/{key}"] + 9)
+    with pytest.raises(MalformedCheckpoint, match=rf"data/{key}.*CRC-32"):
+        convert_checkpoint(tmp_path / "source.pt", tmp_path / "out.pt", dtype=dtype)
+    assert [path.name for path in tmp_path.iterdir()] == ["source.pt"], "nothing is left behind"
+
+
+def test_a_flipped_bit_of_the_pickle_is_noticed_when_opening(saved):
+    flip(saved, oracle.payload_offsets(saved)["saved/data.pkl"] + 100)
+    with pytest.raises(MalformedCheckpoint, match="CRC-32"):
+        open_checkpoint(saved)
+
+
+def test_a_flipped_bit_of_a_deflated_payload_fails_the_conversion(saved, tmp_path):
+    deflated = oracle.rezipped(saved, tmp_path / "deflated.pt", compression=zipfile.ZIP_DEFLATED)
+    flip(deflated, oracle.payload_offsets(deflated)["saved/data/0"] + 9)
+    with pytest.raises(MalformedCheckpoint, match="data/0"):
+        convert_checkpoint(deflated, tmp_path / "out.pt")
+
+
+@pytest.mark.parametrize("lost", [1, 22, 100, 1000])
+def test_a_file_that_was_cut_off_is_refused(saved, lost):
+    saved.write_bytes(saved.read_bytes()[:-lost])
+    with pytest.raises(MalformedCheckpoint):
+        open_checkpoint(saved)
+
+
+def test_the_source_may_not_be_its_own_output_unless_forced(saved):
+    before = oracle.load(saved)
+    with pytest.raises(OutputRefused, match="exists"):
+        convert_checkpoint(saved, saved)
+    convert_checkpoint(saved, saved, force=True, device="cuda:5")
+    assert set(oracle.tags(saved)) == {"cuda:5"}
+    assert_same(oracle.load(saved), before)
