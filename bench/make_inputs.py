@@ -57,7 +57,7 @@ def tagged(location: str) -> Iterator[None]:
 
 
 def make(kind: str, path: Path, size: int) -> None:
-    payload = contextlib.nullcontext()
+    payload: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if kind == "big":
         state_dict = state_dict_of(split(size), torch.rand)
     elif kind == "many":

@@ -12,6 +12,7 @@ files that torch 2.13 writes.
 
 from __future__ import annotations
 
+import functools
 import re
 import struct
 from collections.abc import Sequence
@@ -30,7 +31,6 @@ _LOCATOR = struct.Struct("<4sIQI")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _LOCAL = struct.Struct("<4s5H3I2H")
 _ENCRYPTED = 0x2041
-_WINDOW = 1 << 16
 _STORED, _DEFLATED = 0, 8
 _ORDINARY = re.compile(r"\w[\w-]*/(?:data/)?\w+").fullmatch
 
@@ -219,17 +219,13 @@ def _zip64_sizes(source: Source, name: str, extra: bytes, stored: int, size: int
 def _locate_payloads(source: Source, entries: list[_Entry], directory_at: int) -> list[Record]:
     """Records with the offsets of their payloads, each local header held against the directory."""
     records = []
-    window, window_at = b"", 0
     for entry in sorted(entries, key=attrgetter("header")):
-        at = entry.header - window_at
-        if at < 0 or at + _LOCAL.size + len(entry.raw_name) > len(window):
-            if entry.header + _LOCAL.size + len(entry.raw_name) > directory_at:
-                raise _malformed(source, "its header lies beyond the records", entry.name)
-            window = source.read(entry.header, min(_WINDOW, directory_at - entry.header))
-            window_at, at = entry.header, 0
-        fields = _LOCAL.unpack_from(window, at)
-        names_at = at + _LOCAL.size
-        if fields[0] != b"PK\3\4" or window[names_at : names_at + fields[9]] != entry.raw_name:
+        end = _LOCAL.size + len(entry.raw_name)
+        if entry.header + end > directory_at:
+            raise _malformed(source, "its header lies beyond the records", entry.name)
+        local = source.read(entry.header, end)
+        fields = _LOCAL.unpack_from(local)
+        if fields[0] != b"PK\3\4" or local[_LOCAL.size :] != entry.raw_name or fields[9] != len(entry.raw_name):
             raise _malformed(source, "its local header has another name than the directory", entry.name)
         if fields[2] & _ENCRYPTED or fields[3] != entry.method or not _local_sizes_agree(fields, entry):
             raise _malformed(source, "its local header contradicts the directory", entry.name)
@@ -280,8 +276,14 @@ def lay_out(name: str, header: int, size: int) -> Slot:
     wide = _wide(header, size)
     unpadded = header + _LOCAL.size + len(raw) + len(wide) + 4
     padding = -unpadded % ALIGNMENT
-    fixed = _LOCAL.pack(b"PK\3\4", 0, _flags(size), 0, 0, 0, 0, 0, 0, len(raw), len(wide) + 4 + padding)
+    fixed = _local_header(size > 0, len(raw), len(wide) + 4 + padding)
     return Slot(raw, header, unpadded + padding, size, fixed + raw + wide + _PADDINGS[padding])
+
+
+@functools.cache
+def _local_header(filled: bool, name_length: int, extra_length: int) -> bytes:
+    """A local header but for its name and extra field; a torch file has few different ones."""
+    return _LOCAL.pack(b"PK\3\4", 0, _flags(filled), 0, 0, 0, 0, 0, 0, name_length, extra_length)
 
 
 _PADDINGS = tuple(b"FB%c\0" % size + b"Z" * size for size in range(ALIGNMENT))

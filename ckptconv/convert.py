@@ -13,7 +13,7 @@ from ckptconv.casting import cast
 from ckptconv.devices import tag_map
 from ckptconv.dtypes import DType, floating_dtype
 from ckptconv.errors import VerificationFailed
-from ckptconv.files import OutputStream, atomic_output, check_output, crc32
+from ckptconv.files import SMALL, OutputStream, atomic_output, check_output, crc32
 from ckptconv.formats.detect import open_checkpoint
 from ckptconv.keys import KeyRules
 from ckptconv.layout import Layout, WriteItem
@@ -143,7 +143,12 @@ def _write_values(item: WriteItem, stream: OutputStream, checked: set[int], over
 def _write_whole(item: WriteItem, values: TensorRef, storage: Storage, stream: OutputStream, overflowed: list[int]) -> int:
     """Write a whole storage, copied or cast, checking its CRC-32 in the same pass."""
     if item.dtype is values.dtype:
-        crc = stream.copy(storage.source, storage.offset, item.nbytes)
+        if item.nbytes <= SMALL:
+            data = storage.source.read(storage.offset, item.nbytes)
+            stream.write(data)
+            crc = crc32(data)
+        else:
+            crc = stream.copy(storage.source, storage.offset, item.nbytes)
         if crc != storage.crc32:
             refuse_crc(storage, crc)
         return crc

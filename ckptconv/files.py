@@ -32,6 +32,9 @@ CHUNK = 1 << 20
 """The size in bytes of every copy buffer, and so of the views that the readers yield."""
 
 _BUFFERS = 4
+_WINDOW = 1 << 16
+SMALL = 1 << 12
+"""Up to this many bytes, a read fetches what follows too."""
 _TEMPORARY = ".ckptconv-tmp"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -59,6 +62,7 @@ class FileSource:
         self.path = Path(path)
         self._fd = _open_regular(self.path)
         self.size = os.fstat(self._fd).st_size
+        self._window, self._window_at = b"", 0  # the last bytes fetched for a small read: small records lie side by side
 
     def read_into(self, offset: int, view: memoryview) -> None:
         while view:
@@ -72,9 +76,13 @@ class FileSource:
     def read(self, offset: int, nbytes: int) -> bytes:
         if offset < 0 or nbytes > self.size - offset:
             raise MalformedCheckpoint(f"{nbytes} bytes at {offset} lie beyond its end ({self.size})", path=self.path)
-        found = os.pread(self._fd, nbytes, offset)
-        if len(found) == nbytes:
-            return found
+        start = offset - self._window_at
+        if start >= 0 and start + nbytes <= len(self._window):
+            return self._window[start : start + nbytes]
+        if nbytes <= SMALL:
+            self._window, self._window_at = os.pread(self._fd, _WINDOW, offset), offset
+            if len(self._window) >= nbytes:
+                return self._window[:nbytes]
         whole = bytearray(nbytes)
         self.read_into(offset, memoryview(whole))
         return bytes(whole)

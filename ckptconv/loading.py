@@ -80,7 +80,7 @@ def _selected(
         root = renamed_state_dict(found, keys.new, keys.module_path)
         if type(root) is Dict:
             root = _ordered(root)
-    settle_objects(root, overlay, options)
+    settle_objects(root, overlay, unknown)
     return root, overlay
 
 

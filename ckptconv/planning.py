@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from ckptconv.checkpoint import (
     Checkpoint,
+    Place,
     StateDict,
     choose_state_dict,
     find,
@@ -37,13 +38,13 @@ from ckptconv.errors import (
     printable,
 )
 from ckptconv.formats.safetensors import lay_out_safetensors
-from ckptconv.formats.torch_zip import lay_out_torch_zip
+from ckptconv.formats.torch_zip import Tree, lay_out_torch_zip
 from ckptconv.keys import STRIP, KeyMap, KeyRules, map_keys
 from ckptconv.layout import Layout
 from ckptconv.limits import LIMITS
 from ckptconv.nodes import Call, Dict, Global, Node, mapping_pairs
 from ckptconv.plain_objects import plain_form
-from ckptconv.tensors import TensorObject, TensorRef
+from ckptconv.tensors import Storage, TensorObject, TensorRef
 from ckptconv.torch_objects import VALUELESS, WEIGHTS_ONLY, is_tensor_call
 
 Target = Literal["torch", "safetensors"]
@@ -162,9 +163,10 @@ def _plan_torch(checkpoint: Checkpoint, output: Path, options: Options) -> Conve
     root = checkpoint.root if options.only is None else find(checkpoint.root, options.only, checkpoint.path)
     overlay: dict[int, Node] = {}
     renamed, skipped = rename_state_dicts(root, overlay, options)
-    rewritten, dropped = settle_objects(root, overlay, options)
-    layout = lay_out_torch_zip(root, overlay, options.cast, options.tags)
-    refs = [ref for _, node in walk(root, overlay) if (ref := tensor_of(node)) is not None]
+    settled = settle_objects(root, overlay, options.unknown)
+    refs = settled.tensors
+    tree = Tree(root, overlay, refs, settled.storages)
+    layout = lay_out_torch_zip(tree, options.cast, options.tags)
     return ConversionPlan(
         source=checkpoint.path,
         source_format=checkpoint.format,
@@ -176,9 +178,9 @@ def _plan_torch(checkpoint: Checkpoint, output: Path, options: Options) -> Conve
         locations=_count_locations(refs, options.tags),
         casts=_count_casts(refs, options),
         tied={},
-        skipped=(*skipped, *dropped),
-        rewritten=rewritten,
-        notes=(*checkpoint.notes, *_sparse_notes(root, overlay)),
+        skipped=(*skipped, *settled.dropped),
+        rewritten=tuple(settled.rewritten),
+        notes=(*checkpoint.notes, *_sparse_notes(settled.sparse)),
         tensors=lambda: tensors_of(root, overlay),
         cast=options.cast,
     )
@@ -229,29 +231,49 @@ def _renamed_keys(item: StateDict, keys: KeyMap) -> RenamedKeys:
     return RenamedKeys(item.path, keys.wrappers, len(keys.old), changed)
 
 
-def settle_objects(root: Node, overlay: dict[int, Node], options: Options) -> tuple[tuple[Rewritten, ...], list[Skipped]]:
-    """Rewrite, drop or refuse what `weights_only=True` would refuse, through the overlay."""
-    rewritten: list[Rewritten] = []
-    dropped: list[Skipped] = []
-    unknown: list[tuple[str, str]] = []
-    if options.unknown == "keep":
-        return (), []
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A tree whose objects are settled: what became of some of them, and the tensors and bare storages that are in it."""
+
+    rewritten: list[Rewritten] = field(default_factory=list)
+    dropped: list[Skipped] = field(default_factory=list)
+    tensors: list[TensorRef] = field(default_factory=list)
+    storages: list[Storage] = field(default_factory=list)
+    sparse: list[str] = field(default_factory=list)
+
+
+def settle_objects(root: Node, overlay: dict[int, Node], unknown: Unknown) -> Settled:
+    """Rewrite, drop or refuse what `weights_only=True` would refuse, through the overlay; collect what is left."""
+    settled = Settled()
+    refused: list[tuple[str, str]] = []
     for place, node in walk(root, overlay):
-        name = refused_name(node)
-        if name is None:
-            continue
-        plain = plain_form_of(node)
-        if plain is not node:
-            overlay[id(node)] = plain
-            rewritten.append(Rewritten(place_text(place), name))
-        elif options.unknown == "drop":
-            overlay[id(node)] = node.tensor if type(node) is TensorObject else None
-            dropped.append(Skipped(place_text(place), f"dropped: {name} is no plain object"))
-        else:
-            unknown.append((place_text(place), name))
-    if unknown:
-        raise _refusal(unknown)
-    return tuple(rewritten), dropped
+        if type(node) is not TensorRef and unknown != "keep" and (name := refused_name(node)) is not None:
+            if not _settle(node, name, place, overlay, settled, drop=unknown == "drop"):
+                refused.append((place_text(place), name))
+            node = overlay.get(id(node), node)
+        if type(node) is TensorRef:
+            settled.tensors.append(node)
+        elif type(node) is TensorObject:
+            settled.tensors.append(node.tensor)
+        elif type(node) is Storage:
+            settled.storages.append(node)
+        elif type(node) is Call and "_sparse_" in node.name:
+            settled.sparse.append(place_text(place))
+    if refused:
+        raise _refusal(refused)
+    return settled
+
+
+def _settle(node: Node, name: str, place: Place, overlay: dict[int, Node], settled: Settled, *, drop: bool) -> bool:
+    """Put what stands in for a refused object into the overlay; False when nothing may."""
+    plain = plain_form_of(node)
+    if plain is not node:
+        overlay[id(node)] = plain
+        settled.rewritten.append(Rewritten(place_text(place), name))
+    elif drop:
+        overlay[id(node)] = node.tensor if type(node) is TensorObject else None
+        settled.dropped.append(Skipped(place_text(place), f"dropped: {name} is no plain object"))
+    return drop or plain is not node
 
 
 def refused_name(node: Node) -> str | None:
@@ -293,10 +315,10 @@ def _refusal(unknown: Sequence[tuple[str, str]]) -> RefusedObject:
     )
 
 
-def _sparse_notes(root: Node, overlay: Mapping[int, Node]) -> Iterator[str]:
-    count = sum(type(node) is Call and "_sparse_" in node.name for _, node in walk(root, overlay))
-    if count:
-        yield f"{count} sparse tensors are kept as they are; their indices are not checked"
+def _sparse_notes(places: Sequence[str]) -> Iterator[str]:
+    if places:
+        first = printable(places[0]) or "the root"
+        yield f"{len(places)} sparse tensors ({first}, …) are kept as they are; their indices are not checked"
 
 
 def _count_locations(refs: Iterable[TensorRef], retag: Callable[[str], str]) -> dict[tuple[str, str], int]:

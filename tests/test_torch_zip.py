@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import os
+import struct
 import subprocess
 import sys
 import tempfile
@@ -19,14 +19,17 @@ import trees
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.serialization import config
 
 from ckptconv import KeyRules, Options, archives, convert_checkpoint, open_checkpoint, plan_conversion
-from ckptconv.errors import CheckpointError, KeyConflict, RefusedObject
+from ckptconv.errors import CheckpointError, KeyConflict, MalformedCheckpoint, OutputRefused, RefusedObject
 from ckptconv.torch_objects import WEIGHTS_ONLY
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*quantize.*:UserWarning", "ignore:.*prototype.*:UserWarning")
 thorough = settings(max_examples=200, deadline=None)
 quick = settings(max_examples=50, deadline=None)
+CALCULATED_OFFSETS = config.patch({"load.calculate_storage_offsets": True})
+"""While it is entered, torch computes the places of records instead of looking them up."""
 
 
 def convert(tree: Any, folder: Path, **options: Any) -> Path:
@@ -52,8 +55,8 @@ def assert_sound(path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_SERIALIZATION_DEBUG", "1")
         read = oracle.flatten(oracle.load(path))
-        patch.setattr(torch.utils.serialization.config.load, "calculate_storage_offsets", True)
-        assert oracle.flatten(oracle.load(path, mmap=True)) == read
+        with CALCULATED_OFFSETS:
+            assert oracle.flatten(oracle.load(path, mmap=True)) == read
 
 
 # ------------------------------------------------------------------------------------------------------------- any tree
@@ -439,7 +442,8 @@ def test_offsets_asserted_by_torch_in_a_fresh_process(tmp_path):
     output = convert({f"k{size}": torch.ones(size) for size in range(40)}, tmp_path, device="cuda:2")
     code = (
         "import sys, torch\n"
-        "torch.utils.serialization.config.load.calculate_storage_offsets = True\n"
+        "from torch.utils.serialization import config\n"
+        "config.load.calculate_storage_offsets = True\n"
         "print(sum(t.numel() for t in torch.load(sys.argv[1], map_location='cpu', mmap=True).values()))\n"
         "print(sum(t.numel() for t in torch.load(sys.argv[1], map_location='cpu').values()))\n"
     )
@@ -486,7 +490,12 @@ def test_headers_of_records_beyond_4_gib_are_torch_s_byte_for_byte(giant):
         for record, following in zip(records, [*records[1:], None], strict=True):
             slot = archives.lay_out(record.filename, record.header_offset, record.file_size)
             raw.seek(slot.header)
-            assert raw.read(len(slot.lead)) == slot.lead, record.filename
+            theirs = bytearray(raw.read(len(slot.lead)))
+            if record.file_size > 1 << 32:  # torch does not know the second of two equal sizes yet and writes 0
+                at = 30 + len(record.filename) + 4 + 8
+                assert theirs[at : at + 8] == bytes(8)
+                theirs[at : at + 8] = struct.pack("<Q", record.file_size)
+            assert theirs == slot.lead, record.filename
             assert slot.offset % 64 == 0
             raw.seek(slot.offset + slot.size)
             descriptor = archives.descriptor(slot, record.CRC)
@@ -520,8 +529,8 @@ def test_torch_opens_a_layout_beyond_4_gib(giant, tmp_path, monkeypatch):
         file.write(layout.ending(crcs))
         assert file.tell() == layout.nbytes > 5 << 30
     monkeypatch.setenv("TORCH_SERIALIZATION_DEBUG", "1")
-    monkeypatch.setattr(torch.utils.serialization.config.load, "calculate_storage_offsets", True)
-    found = oracle.load(output, mmap=True)
+    with CALCULATED_OFFSETS:
+        found = oracle.load(output, mmap=True)
     assert {key: tuple(value.shape) for key, value in found.items()} == {
         "small": (10,), "huge": (5 << 30,), "after": (3, 3), "empty": (0,), "last": (7,)
     }  # fmt: skip

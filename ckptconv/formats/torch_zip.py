@@ -8,11 +8,12 @@ enough, ``byteorder``, ``version``, ``.format_version``, ``.storage_alignment``,
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from ckptconv import archives
 from ckptconv.archives import Record, Slot
-from ckptconv.checkpoint import Checkpoint, Overlay, walk
+from ckptconv.checkpoint import Checkpoint, Overlay
 from ckptconv.compaction import CastRule, NewStorage, compact
 from ckptconv.dtypes import UINT8, DType
 from ckptconv.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint, printable
@@ -21,7 +22,7 @@ from ckptconv.layout import Layout, WriteItem
 from ckptconv.limits import LIMITS
 from ckptconv.nodes import Node
 from ckptconv.pickling import write_pickle
-from ckptconv.tensors import Storage, TensorObject, TensorRef
+from ckptconv.tensors import Storage, TensorRef
 from ckptconv.torch_objects import StoredAs, TorchLeaves, read_torch_pickle
 
 NAME = "torch zip"
@@ -142,14 +143,23 @@ class _Storages:
 # ------------------------------------------------------------------------------------------------------------- writing
 
 
-def lay_out_torch_zip(root: Node, overlay: Overlay, cast: CastRule, retag: Callable[[str], str]) -> Layout:
+@dataclass(frozen=True, slots=True, eq=False)
+class Tree:
+    """A tree to write: `root` seen through `overlay`, and all the tensors and bare storages that are in it."""
+
+    root: Node
+    overlay: Overlay
+    tensors: Sequence[TensorRef]
+    storages: Sequence[Storage]
+
+
+def lay_out_torch_zip(tree: Tree, cast: CastRule, retag: Callable[[str], str]) -> Layout:
     """The output file for a tree: its pickle, and a record for each storage that its tensors need.
 
     `cast` gives the element type in which a type is written; `retag` the location tag of a storage. Records are numbered in
     the order in which the pickle names them, which torch's reader relies on.
     """
-    refs, bare = _leaves(root, overlay)
-    placements = compact(refs, bare, cast)
+    placements = compact(tree.tensors, tree.storages, cast)
     numbers: dict[int, int] = {}
     ordered: list[NewStorage] = []
 
@@ -165,7 +175,7 @@ def lay_out_torch_zip(root: Node, overlay: Overlay, cast: CastRule, retag: Calla
             tag = tags[location] = retag(location)
         return StoredAs(str(number), tag, storage_dtype, nbytes, dtype, offset, stride)
 
-    pickle = write_pickle(root, TorchLeaves(stored_as), overlay)
+    pickle = write_pickle(tree.root, TorchLeaves(stored_as), tree.overlay)
     return _records([
         ("data.pkl", pickle),
         (".format_version", b"1"),
@@ -175,19 +185,6 @@ def lay_out_torch_zip(root: Node, overlay: Overlay, cast: CastRule, retag: Calla
         ("version", b"3\n"),
         (".data/serialization_id", _serialization_id(pickle)),
     ])  # fmt: skip
-
-
-def _leaves(root: Node, overlay: Overlay) -> tuple[list[TensorRef], list[Storage]]:
-    refs: list[TensorRef] = []
-    bare: list[Storage] = []
-    for _, node in walk(root, overlay):
-        if type(node) is TensorRef:
-            refs.append(node)
-        elif type(node) is TensorObject:
-            refs.append(node.tensor)
-        elif type(node) is Storage:
-            bare.append(node)
-    return refs, bare
 
 
 def _serialization_id(pickle: bytes) -> bytes:

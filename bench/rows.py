@@ -1,0 +1,160 @@
+"""What bench.py measures: the sizes, the two sides of each row, and what ckptconv promises of it."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+INPUTS = ("big", "many", "huge")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The size of the inputs (bytes; for `many` tensors) and the number of measured runs of each side."""
+
+    name: str
+    big: int
+    many: int
+    huge: int
+    runs: int
+
+
+FULL = Scale("full", big=2_000_000_000, many=100_000, huge=8_000_000_000, runs=5)
+QUICK = Scale("quick", big=200_000_000, many=5_000, huge=800_000_000, runs=3)
+
+
+@dataclass(frozen=True)
+class Side:
+    """A command, with ``{big}``, ``{many}``, ``{huge}`` and ``{out}`` for paths, and its name in the table.
+
+    With `own_seconds` the child prints the seconds that count.
+    """
+
+    label: str
+    argv: tuple[str, ...]
+    own_seconds: bool = False
+
+    def reads(self, kind: str) -> bool:
+        return f"{{{kind}}}" in self.argv
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What ckptconv promises of a row.
+
+    ``times``: at most `bound` times the seconds of the other side; ``faster``: at least `bound` times faster; ``seconds``:
+    at most so many; ``extra``: at most so many seconds more than the other side; ``peak``: at most so many MB; ``same``:
+    peaks of the two sides at most so many MB apart.
+    """
+
+    kind: Literal["times", "faster", "seconds", "extra", "peak", "same"]
+    bound: float
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    work: str
+    ours: Side
+    theirs: Side
+    goals: tuple[Goal, ...]
+    runs: int | None = None  # without a warm-up, where only the memory matters
+    free_disk: int = 0  # bytes
+
+
+def ckptconv(command: str, *, fsync: bool = True) -> Side:
+    command += "" if fsync else " --no-fsync"
+    named = command.format(out="out", **{kind: f"{kind}.pt" for kind in INPUTS})
+    return Side(f"`ckptconv {named}`", (f"{sysconfig.get_path('scripts')}/ckptconv", *command.split()))
+
+
+def child(label: str, call: str, *, fsync: bool = False) -> Side:
+    script = str(Path(__file__).with_name("children.py"))
+    argv = (sys.executable, script, *call.split(), *(["--fsync"] if fsync else []))
+    return Side(label + ", fsync" * fsync, argv, own_seconds=call.startswith("time_"))
+
+
+def cp(*, fsync: bool) -> Side:
+    if fsync:
+        return Side("cp, then sync FILE", ("/bin/sh", "-c", 'cp "$0" "$1" && sync "$1"', "{big}", "{out}"))
+    return Side("cp", ("cp", "{big}", "{out}"))
+
+
+def copies(prefix: str, *, fsync: bool) -> tuple[Row, ...]:
+    """The rows that are measured twice: without fsync on either side, and with it on both."""
+    to_pt = ckptconv("strip-module {big} {out}.pt", fsync=fsync)
+    to_safetensors = ckptconv("strip-module {big} {out}.safetensors", fsync=fsync)
+    load_save = child("torch.load, strip, torch.save", "load_save {big} {out}", fsync=fsync)
+    load_save_file = child("torch.load, strip, save_file", "load_save_file {big} {out}", fsync=fsync)
+    small, as_cp, six = Goal("peak", 60), Goal("times", 1), Goal("faster", 6)
+    return (
+        Row(f"{prefix}pt-cp", "big .pt → .pt", to_pt, cp(fsync=fsync), (as_cp, small)),
+        Row(f"{prefix}safetensors-cp", "big .pt → .safetensors", to_safetensors, cp(fsync=fsync), (as_cp, small)),
+        Row(f"{prefix}pt-torch", "big .pt → .pt", to_pt, load_save, (six,)),
+        Row(f"{prefix}safetensors-torch", "big .pt → .safetensors", to_safetensors, load_save_file, (six,)),
+    )
+
+
+IMPORT_TORCH = Side("`python -c 'import torch'`", (sys.executable, "-c", "import torch"))
+MMAP_SAVE = child("torch.load(mmap=True), strip, save_file", "mmap_save_file {big} {out}")
+
+UNSYNCED = (
+    *copies("", fsync=False),
+    Row(
+        "pt-mmap",
+        "big .pt → .pt",
+        ckptconv("strip-module {big} {out}.pt", fsync=False),
+        MMAP_SAVE,
+        (Goal("faster", 2),),
+    ),
+    Row(
+        "safetensors-mmap",
+        "big .pt → .safetensors",
+        ckptconv("strip-module {big} {out}.safetensors", fsync=False),
+        MMAP_SAVE,
+        (Goal("faster", 2),),
+    ),
+    Row(
+        "bf16-mmap",
+        "big .pt → bf16 .safetensors",
+        ckptconv("convert {big} {out}.safetensors --dtype bf16", fsync=False),
+        child("torch.load(mmap=True), .to(bfloat16), save_file", "mmap_bf16_save_file {big} {out}"),
+        (Goal("faster", 2), Goal("peak", 250)),
+    ),
+    Row(
+        "many-torch",
+        "many .pt → .pt",
+        ckptconv("strip-module {many} {out}.pt", fsync=False),
+        child("torch.load, strip, torch.save", "load_save {many} {out}"),
+        (Goal("faster", 4),),
+    ),
+    Row("version", "start-up", ckptconv("--version"), IMPORT_TORCH, (Goal("seconds", 0.15),)),
+    Row("inspect", "inspect big", ckptconv("inspect {big}"), IMPORT_TORCH, (Goal("seconds", 0.25),)),
+    Row(
+        "load-big",
+        "load big, imports made before",
+        child("load_portable", "time_load_portable {big}"),
+        child("torch.load(mmap=True)", "time_load_mmap {big}"),
+        (Goal("extra", 0.020),),
+    ),
+    Row(
+        "load-many",
+        "load many, imports made before",
+        child("load_portable", "time_load_portable {many}"),
+        child("torch.load", "time_load {many}"),
+        (Goal("faster", 2),),
+    ),
+    Row(
+        "memory-huge",
+        "memory: huge beside big",
+        ckptconv("strip-module {huge} {out}.pt", fsync=False),
+        ckptconv("strip-module {big} {out}.pt", fsync=False),
+        (Goal("peak", 60), Goal("same", 10)),
+        runs=1,
+        free_disk=20_000_000_000,
+    ),
+)
+SYNCED = copies("fsync-", fsync=True)
