@@ -109,11 +109,12 @@ def place_text(place: Place) -> str:
 _PLAIN = frozenset((str, int, float, bool, bytes, type(None), complex))
 
 
-def walk(root: Node, overlay: Overlay | None = None) -> Iterator[tuple[Place, Node]]:
+def walk(root: Node, overlay: Overlay | None = None, cycles: list[Place] | None = None) -> Iterator[tuple[Place, Node]]:
     """Every node that is no plain value, with its first place, each once, parents before children.
 
-    Shared and cyclic structures are entered once. The overlay may grow while walking: what stands in for a node just
-    yielded is entered in its place. `LimitExceeded` when containers nest too deeply.
+    Shared and cyclic structures are entered once; where a container holds one that it is in, the place goes to `cycles`.
+    The overlay may grow while walking: what stands in for a node just yielded is entered in its place. `LimitExceeded`
+    when containers nest too deeply.
     """
     over = {} if overlay is None else overlay
     root = over.get(id(root), root)
@@ -123,6 +124,7 @@ def walk(root: Node, overlay: Overlay | None = None) -> Iterator[tuple[Place, No
     yield None, root
     root = over.get(id(root), root)
     work: list[tuple[Place, Node, Iterator[tuple[Node, Node]]]] = [(None, root, _inner(root))]
+    entered = {id(root)}
     while work:
         place, holder, remaining = work[-1]
         for label, child in remaining:
@@ -130,6 +132,8 @@ def walk(root: Node, overlay: Overlay | None = None) -> Iterator[tuple[Place, No
                 continue
             child = over.get(id(child), child)
             if id(child) in seen or type(child) in _PLAIN:
+                if id(child) in entered and cycles is not None:
+                    cycles.append((place, label, holder))
                 continue
             seen.add(id(child))
             here = (place, label, holder)
@@ -137,11 +141,12 @@ def walk(root: Node, overlay: Overlay | None = None) -> Iterator[tuple[Place, No
             child = over.get(id(child), child)
             if type(child) in _CONTAINERS:
                 work.append((here, child, _inner(child)))
+                entered.add(id(child))
                 if len(work) > LIMITS.depth:
-                    raise LimitExceeded(f"nests more than {LIMITS.depth} containers", where=place_text(here)[:200])
+                    raise LimitExceeded(f"nests more than {LIMITS.depth} containers", where=place_text(here)[:60] + "…")
                 break
         else:
-            work.pop()
+            entered.discard(id(work.pop()[1]))
 
 
 _CONTAINERS = frozenset((Dict, list, tuple, Call, PersistentId, TensorObject))

@@ -31,12 +31,16 @@ from ckptconv.tensors import (
 
 @dataclass(frozen=True, slots=True)
 class ConversionResult:
-    """What an executed plan did: bytes and seconds, tensors verified (None: not asked), finite values lost by a cast."""
+    """What an executed plan did: seconds, tensors verified (None: not asked), and by tensor the values to be told of.
+
+    `overflowed` counts finite values that a cast made infinite or NaN; `odd_bools` bools that are neither 0 nor 1.
+    """
 
     plan: ConversionPlan
     seconds: float
     verified: int | None
     overflowed: Mapping[str, int] = field(default_factory=dict)
+    odd_bools: Mapping[str, int] = field(default_factory=dict)
 
 
 def convert_checkpoint(
@@ -92,29 +96,46 @@ def execute_plan(
         stream,
         temporary,
     ):
-        overflowed = _write(plan.layout, stream)
+        tally = _write(plan.layout, stream)
         stream.finish()
         if plan.to == "safetensors":
             _open_with_library(temporary, plan)
         verified = _verify(plan, temporary) if verify else None
-    return ConversionResult(plan, time.perf_counter() - begin, verified, _by_tensor(plan, overflowed))
+    seconds = time.perf_counter() - begin
+    return ConversionResult(plan, seconds, verified, _by_tensor(plan, tally.overflowed), _by_tensor(plan, tally.odd_bools))
 
 
-def _write(layout: Layout, stream: OutputStream) -> dict[int, int]:
-    """Write all items; returns by item index how many finite values its cast made infinite."""
+@dataclass(frozen=True, slots=True)
+class _Tally:
+    """Values that the user should know of, by item index: made infinite by the cast; bools that are neither 0 nor 1."""
+
+    overflowed: dict[int, int] = field(default_factory=dict)
+    odd_bools: dict[int, int] = field(default_factory=dict)
+
+
+def _write(layout: Layout, stream: OutputStream) -> _Tally:
     crcs: list[int] = []
-    overflowed: dict[int, int] = {}
+    tally = _Tally()
     checked: set[int] = set()
     for index, item in enumerate(layout.items):
         stream.write(item.lead)
         lost = [0]
         crc = _write_values(item, stream, checked, lost)
         if lost[0]:
-            overflowed[index] = lost[0]
+            tally.overflowed[index] = lost[0]
+        if item.dtype.kind == "bool" and (odd := _count_odd_bools(item)):
+            tally.odd_bools[index] = odd
         crcs.append(crc)
         stream.write(layout.trail(index, crc))
     stream.write(layout.ending(crcs))
-    return overflowed
+    return tally
+
+
+def _count_odd_bools(item: WriteItem) -> int:
+    """Bytes of a bool tensor that are neither 0 nor 1: what they mean depends on who reads them."""
+    if isinstance(item.values, bytes):
+        return 0
+    return sum(len(bytes(chunk).translate(None, b"\0\1")) for chunk in iter_chunks(item.values))
 
 
 def _write_values(item: WriteItem, stream: OutputStream, checked: set[int], overflowed: list[int]) -> int:
@@ -163,9 +184,9 @@ def _write_whole(item: WriteItem, values: TensorRef, storage: Storage, stream: O
     return crc
 
 
-def _by_tensor(plan: ConversionPlan, overflowed: Mapping[int, int]) -> dict[str, int]:
-    """Lost values by the path of the (first) tensor whose storage or values an item holds."""
-    if not overflowed:
+def _by_tensor(plan: ConversionPlan, counted: Mapping[int, int]) -> dict[str, int]:
+    """Counts by the path of the (first) tensor whose storage or values an item holds."""
+    if not counted:
         return {}
     paths: dict[int, str] = {}
     for path, ref in plan.tensors():
@@ -174,7 +195,7 @@ def _by_tensor(plan: ConversionPlan, overflowed: Mapping[int, int]) -> dict[str,
     items = plan.layout.items
     return {
         paths.get(id(items[index].values.pieces[0].storage), items[index].name): count  # type: ignore[union-attr]
-        for index, count in overflowed.items()
+        for index, count in counted.items()
     }
 
 

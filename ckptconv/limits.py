@@ -29,6 +29,10 @@ class Limits:
     """Bytes that a tensor claims per byte of its storage (expanded views), above `view_free`."""
     view_free: int = 1 << 30
     """Size of a tensor that is never questioned."""
+    large_int_keys: int = 1000
+    """Ints beyond 61 bits among the keys of one dict: all may have the same hash."""
+    key_tuple: int = 64
+    """Parts of a tuple that is a dict key."""
     dimensions: int = 64
     """Dimensions of one tensor, as in torch and numpy."""
     safetensors_header_bytes: int = 100_000_000

@@ -97,12 +97,17 @@ class Rewritten:
 
 @dataclass(frozen=True, slots=True)
 class RenamedKeys:
-    """What became of the keys of one state dict: `path` of it, the wrappers found, and (old, new) pairs that differ."""
+    """What became of the keys of one state dict: `path` of it, the wrappers found, and (old, new) pairs that differ.
+
+    `odd` are the keys with characters that cannot be printed; `shared` counts the tensors whose storage another key has too.
+    """
 
     path: str
     wrappers: tuple[str, ...]
     count: int
     changed: tuple[tuple[str, str], ...]
+    odd: tuple[str, ...] = ()
+    shared: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,6 +170,8 @@ def _plan_torch(checkpoint: Checkpoint, output: Path, options: Options) -> Conve
     renamed, skipped = rename_state_dicts(root, overlay, options)
     settled = settle_objects(root, overlay, options.unknown)
     refs = settled.tensors
+    if not refs and not settled.storages:
+        raise AmbiguousStateDict("holds no tensors, so there is nothing to convert", where=options.only)
     tree = Tree(root, overlay, refs, settled.storages)
     layout = lay_out_torch_zip(tree, options.cast, options.tags)
     return ConversionPlan(
@@ -180,7 +187,7 @@ def _plan_torch(checkpoint: Checkpoint, output: Path, options: Options) -> Conve
         tied={},
         skipped=(*skipped, *settled.dropped),
         rewritten=tuple(settled.rewritten),
-        notes=(*checkpoint.notes, *_sparse_notes(settled.sparse)),
+        notes=(*checkpoint.notes, *_tree_notes(settled), *_key_notes(renamed), *_sharing_notes(refs)),
         tensors=lambda: tensors_of(root, overlay),
         cast=options.cast,
     )
@@ -228,7 +235,10 @@ def _excluded(item: StateDict, keys: KeyMap) -> list[Skipped]:
 
 def _renamed_keys(item: StateDict, keys: KeyMap) -> RenamedKeys:
     changed = tuple((old, new) for old, new in zip(keys.old, keys.new, strict=True) if new is not None and new != old)
-    return RenamedKeys(item.path, keys.wrappers, len(keys.old), changed)
+    odd = () if "".join(keys.old).isprintable() else tuple(key for key in keys.old if not key.isprintable())
+    storages = [id(ref.storage) for _, ref in item.tensors()]
+    shared = len(storages) - len(set(storages))
+    return RenamedKeys(item.path, keys.wrappers, len(keys.old), changed, odd, shared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,14 +249,15 @@ class Settled:
     dropped: list[Skipped] = field(default_factory=list)
     tensors: list[TensorRef] = field(default_factory=list)
     storages: list[Storage] = field(default_factory=list)
-    sparse: list[str] = field(default_factory=list)
+    sparse: list[Place] = field(default_factory=list)
+    cycles: list[Place] = field(default_factory=list)
 
 
 def settle_objects(root: Node, overlay: dict[int, Node], unknown: Unknown) -> Settled:
     """Rewrite, drop or refuse what `weights_only=True` would refuse, through the overlay; collect what is left."""
     settled = Settled()
     refused: list[tuple[str, str]] = []
-    for place, node in walk(root, overlay):
+    for place, node in walk(root, overlay, settled.cycles):
         if type(node) is not TensorRef and unknown != "keep" and (name := refused_name(node)) is not None:
             if not _settle(node, name, place, overlay, settled, drop=unknown == "drop"):
                 refused.append((place_text(place), name))
@@ -258,10 +269,34 @@ def settle_objects(root: Node, overlay: dict[int, Node], unknown: Unknown) -> Se
         elif type(node) is Storage:
             settled.storages.append(node)
         elif type(node) is Call and "_sparse_" in node.name:
-            settled.sparse.append(place_text(place))
+            settled.sparse.append(place)
+        if type(node) is Dict or type(node) is Call:
+            _refuse_keys(node.pairs, place)
     if refused:
         raise _refusal(refused)
     return settled
+
+
+def _refuse_keys(pairs: Sequence[tuple[Node, Node]], place: Place) -> None:
+    """Refuse dict keys whose hashing is slow (nested tuples, thousands of ints with one hash) or impossible."""
+    odd = [key for key, _ in pairs if type(key) is not str and not _is_harmless_key(key)]
+    if any(type(key) is not int for key in odd) or len(odd) > LIMITS.large_int_keys:
+        raise RefusedObject(
+            "a dict has keys that are no plain values, or too many ints beyond 61 bits",
+            where=place_text(place) or "the whole file",
+            hint="such a file is made to hang its reader; --only PATH takes one part",
+        )
+
+
+def _is_harmless_key(key: Node) -> bool:
+    if type(key) is int:
+        return -_LARGE_INT < key < _LARGE_INT
+    if type(key) is tuple:
+        return len(key) <= LIMITS.key_tuple and all(type(part) in (str, int, float, bool, bytes, type(None)) for part in key)
+    return type(key) in (float, bool, bytes, type(None), Global)
+
+
+_LARGE_INT = (1 << 61) - 1  # Python's hash of an int is its remainder by this prime
 
 
 def _settle(node: Node, name: str, place: Place, overlay: dict[int, Node], settled: Settled, *, drop: bool) -> bool:
@@ -315,10 +350,27 @@ def _refusal(unknown: Sequence[tuple[str, str]]) -> RefusedObject:
     )
 
 
-def _sparse_notes(places: Sequence[str]) -> Iterator[str]:
-    if places:
-        first = printable(places[0]) or "the root"
-        yield f"{len(places)} sparse tensors ({first}, …) are kept as they are; their indices are not checked"
+def _tree_notes(settled: Settled) -> Iterator[str]:
+    if settled.sparse:
+        count, first = len(settled.sparse), printable(place_text(settled.sparse[0])) or "the root"
+        yield f"{count} sparse tensors ({first}, …) are kept as they are; their indices are not checked"
+    if settled.cycles:
+        count, first = len(settled.cycles), printable(place_text(settled.cycles[0]))
+        yield f"{count} containers hold themselves ({first}, …); they are kept so"
+
+
+def _key_notes(state_dicts: Sequence[RenamedKeys]) -> Iterator[str]:
+    odd = [key for item in state_dicts for key in item.odd]
+    if odd:
+        yield f"{len(odd)} keys hold control characters, e.g. {printable(odd[0])}"
+
+
+def _sharing_notes(refs: Sequence[TensorRef]) -> Iterator[str]:
+    """Tell of tensors that would take far more bytes than the storages that they share."""
+    claimed = sum(ref.nbytes for ref in refs)
+    stored = sum({id(piece.storage): piece.storage.nbytes for ref in refs for piece in ref.pieces}.values())
+    if claimed > LIMITS.view_free and claimed > LIMITS.view_ratio * stored:
+        yield f"{len(refs)} tensors of {claimed} bytes share {stored} bytes of storage"
 
 
 def _count_locations(refs: Iterable[TensorRef], retag: Callable[[str], str]) -> dict[tuple[str, str], int]:
@@ -353,6 +405,7 @@ def _plan_safetensors(checkpoint: Checkpoint, output: Path, options: Options) ->
     kept = [(key, ref, options.cast(ref.dtype)) for key, ref in named if key not in tied]
     _refuse_blow_up(sum(ref.numel * dtype.itemsize for _, ref, dtype in kept), checkpoint)
     refs = [ref for _, ref in named]
+    renamed = _renamed_keys(found, keys)
     layout = lay_out_safetensors(kept, _metadata(checkpoint, refs, tied, options))
     return ConversionPlan(
         source=checkpoint.path,
@@ -361,13 +414,13 @@ def _plan_safetensors(checkpoint: Checkpoint, output: Path, options: Options) ->
         output=output,
         to="safetensors",
         layout=layout,
-        state_dicts=(_renamed_keys(found, keys),),
+        state_dicts=(renamed,),
         locations=_count_locations(refs, options.tags),
         casts=_count_casts(refs, options),
         tied=tied,
         skipped=(*skipped, *_other_parts(checkpoint, found, options)),
         rewritten=(),
-        notes=checkpoint.notes,
+        notes=(*checkpoint.notes, *_key_notes([renamed]), *_sharing_notes(refs)),
         tensors=lambda: iter(named),
         cast=options.cast,
     )

@@ -43,6 +43,12 @@ def plan_lines(plan: ConversionPlan) -> Iterator[tuple[str, str]]:
     """What a plan changes, as (label, text) lines."""
     for renamed in plan.state_dicts:
         yield "keys", _keys_text(plan, renamed)
+        if renamed.shared and not plan.tied:
+            yield (
+                "shared",
+                f"{count_text(renamed.shared, 'key')} share the storage of another"
+                + (", and stay so" if plan.to == "torch" else "; each is written out"),
+            )
     for (before, after), count in plan.locations.items():
         yield "device", f"{printable(before)} → {printable(after)} ({count_text(count, 'storage')})"
     for (before, after), count in plan.casts.items():
@@ -101,6 +107,8 @@ def result_lines(result: ConversionResult) -> Iterator[tuple[str, str]]:
     yield from plan_lines(result.plan)
     for path, count in result.overflowed.items():
         yield "warning", f"{printable(path)}: {count_text(count, 'finite value')} became infinite in the cast"
+    for path, count in result.odd_bools.items():
+        yield "warning", f"{printable(path)}: {count_text(count, 'bool')} neither 0 nor 1, kept as stored"
     if result.verified is not None:
         yield "verified", f"{count_text(result.verified, 'tensor')} read back, equal to the source"
 
@@ -138,6 +146,7 @@ def result_document(result: ConversionResult) -> dict[str, Any]:
         "seconds": round(result.seconds, 6),
         "verified": result.verified,
         "overflowed": dict(result.overflowed),
+        "odd_bools": dict(result.odd_bools),
     }
 
 

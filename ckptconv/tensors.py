@@ -183,6 +183,8 @@ def view_of(storage: Storage, dtype: DType, offset: int, shape: Shape, stride: S
         raise MalformedCheckpoint(
             f"needs {(last + 1) * dtype.itemsize} bytes of a storage that has {storage.nbytes}", where=storage.name
         )
+    if not numel and prod(size for size in shape if size) >= 1 << 63:
+        raise MalformedCheckpoint(f"its shape {shape} overflows", where=storage.name)
     nbytes = numel * dtype.itemsize
     if nbytes > LIMITS.view_free and nbytes > LIMITS.view_ratio * storage.nbytes:
         raise LimitExceeded(f"claims {nbytes} bytes out of a storage of {storage.nbytes}", where=storage.name)

@@ -10,7 +10,7 @@ import json
 import os
 import struct
 import zipfile
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
@@ -68,6 +68,11 @@ class _Flat:
         self.rows: list[Row] = []
         self.objects: dict[int, int] = {}
         self.storages: dict[int, int] = {}
+        self.homes: dict[int | None, int] = {}
+
+    def is_alone(self, row: Row) -> bool:
+        """Whether no other tensor lies in the storage of this one."""
+        return sum(home == self.homes[row.same] for home in self.homes.values()) == 1
 
     def rows_of(self, root: Any) -> list[Row]:
         self.visit((), root)
@@ -108,6 +113,7 @@ class _Flat:
     def tensor(self, path: tuple[str, ...], tensor: torch.Tensor) -> None:
         if tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested:
             new = self.add(path, tensor, self.strided(tensor))
+            self.homes[self.objects[id(tensor)]] = tensor.untyped_storage()._cdata
         else:
             new = self.add(path, tensor, (str(tensor.layout), str(tensor.dtype), tensor.requires_grad, tensor.is_nested))
             for name, inner in _inside(tensor.detach()):
@@ -160,9 +166,8 @@ def _sha(data: bytes) -> str:
 def stored_bytes(tensor: torch.Tensor) -> bytes:
     """The values as they are stored, in C order, whatever the dtype: copied as words of its size."""
     word = torch.empty(0, dtype=WORDS[tensor.element_size()])
-    with torch.no_grad():
-        words = word.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
-        return words.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    place = tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride())
+    return word.set_(tensor.untyped_storage(), *place).numpy().tobytes()
 
 
 def value_bytes(tensor: torch.Tensor) -> bytes:
@@ -176,18 +181,20 @@ def tensor_rows(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if isinstance(row.value, Tensor)]
 
 
-def compacted(rows: Sequence[Row]) -> list[Row]:
-    """`rows` as a torch output has them: a tensor with holes that is alone on its storage lies contiguously."""
-    owners = Counter(storage for storage, _ in {(row.value.storage, row.same) for row in tensor_rows(rows)})
-    return [_compacted(row, owners) if isinstance(row.value, Tensor) else row for row in rows]
+def compacted(root: Any) -> list[Row]:
+    """The rows of a tree as a torch output has them: a tensor with holes that is alone on its storage lies contiguously."""
+    flat = _Flat()
+    return [
+        _contiguous(row) if isinstance(row.value, Tensor) and flat.is_alone(row) else row for row in flat.rows_of(root)
+    ]
 
 
-def _compacted(row: Row, owners: Counter[int | None]) -> Row:
-    facts = row.value
-    numel = prod(facts.shape)
-    if owners[facts.storage] > 1 or facts.span <= numel:
+def _contiguous(row: Row) -> Row:
+    numel = prod(row.value.shape)
+    if row.value.span <= numel:
         return row
-    return row._replace(value=facts._replace(stride=torch.empty(facts.shape, device="meta").stride(), span=numel))
+    stride = torch.empty(row.value.shape, device="meta").stride()
+    return row._replace(value=row.value._replace(stride=stride, span=numel))
 
 
 def overlaps(root: Any) -> list[tuple[int, int, int]]:

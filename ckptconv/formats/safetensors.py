@@ -29,8 +29,11 @@ _HALF_BYTE = "F4"
 
 
 def is_safetensors(head: bytes) -> bool:
-    """Whether a file that starts with `head` (some hundred bytes) is meant to be safetensors: JSON behind 8 bytes."""
-    return head[8:].lstrip().startswith(b"{") and not head.lstrip().startswith((b"{", b"<"))
+    """Whether a file that starts with `head` (some hundred bytes) is meant to be safetensors: JSON behind 8 bytes.
+
+    A header length is never eight bytes of text, as the beginning of a JSON file would be.
+    """
+    return head[8:].lstrip().startswith(b"{") and not all(32 <= byte < 127 or byte in b"\t\r\n" for byte in head[:8])
 
 
 def open_safetensors(source: Source) -> Checkpoint:
@@ -120,6 +123,8 @@ def _entry(source: Source, key: str, entry: Any) -> tuple[DType, tuple[int, ...]
         if not shape or shape[-1] % 2:
             raise _malformed(source, key, "has an odd number of 4-bit elements in its last dimension")
         shape = [*shape[:-1], shape[-1] // 2]
+    if prod(size for size in shape if size) >= 1 << 63:
+        raise _malformed(source, key, f"its shape {shape} overflows")
     if prod(shape) * dtype.itemsize != end - begin:
         raise _malformed(
             source, key, f"its shape needs {prod(shape) * dtype.itemsize} bytes, its data_offsets span {end - begin}"

@@ -1,0 +1,429 @@
+"""Hostile and broken files against the real program: answered in one line, quickly, in little memory, without harm.
+
+The generator of the files and its README say what each one must be answered with; `neighbours` has other members of the same
+families. The files are made anew in a temporary folder.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import pickle
+import random
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from neighbours import GENERATOR, NEIGHBOURS, OUTPUTS, ZEROS, Case, bad
+from program import SAMPLES, Finished, assert_one_error, idle_rss, run
+
+pytestmark = pytest.mark.badcases
+
+SECONDS = 10.0  # the promise is 2; a slow or busy machine may take longer without being hung
+MEMORY = 200_000_000  # above a program that does nothing
+TELLING = ("note", "warning")
+
+GENERATED = [
+    *(Case(file, expected, what, category) for file, category, what, expected, _ in bad.CASES),
+    *(Case(f"{name}/{bad.IDX}", expected, what, "index") for name, what, expected, *_ in bad.INDEX),
+    Case("sparse_10TB.pt", "reject", "10 TiB sparse file that starts like a zip: do not scan or read it whole", "zip"),
+]
+
+
+# ------------------------------------------------------------------------------------------------------------ running
+
+
+@pytest.fixture(scope="session")
+def hostile(tmp_path_factory) -> Path:
+    """The folder of generated files."""
+    folder = tmp_path_factory.mktemp("hostile")
+    subprocess.run([sys.executable, GENERATOR, folder], cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def answers(tmp_path_factory) -> Callable[[Case, Path], dict[str, tuple[Finished, Path]]]:
+    """Runs the program on a case for each output format, side by side and once per session; gives run and its folder."""
+
+    @functools.cache
+    def answer(case: Case, source: Path) -> dict[str, tuple[Finished, Path]]:
+        def convert(suffix: str) -> tuple[Finished, Path]:
+            cwd = tmp_path_factory.mktemp("answer")
+            limit = 90 if case.expected == "accept" else 20
+            return run("convert", source, f"out{suffix}", "--no-fsync", cwd=cwd, limit=limit), cwd
+
+        with ThreadPoolExecutor(len(case.outputs)) as pool:
+            return dict(zip(case.outputs, pool.map(convert, case.outputs), strict=True))
+
+    return answer
+
+
+def labels(done: Finished) -> set[str]:
+    """The labels of the lines of a summary: ``keys``, ``device``, ``note``, ..."""
+    return {line.split()[0] for line in done.lines[1:]}
+
+
+def answer_of(done: Finished, telling: tuple[str, ...]) -> str:
+    if done.exit:
+        return "reject"
+    return "warn" if labels(done) & set(telling) else "accept"
+
+
+def judge(case: Case, source: Path, suffix: str, done: Finished, cwd: Path, expected: str) -> None:
+    """Hold one run against the promises."""
+    assert not (cwd / "CKPTCONV_PWNED").exists(), "the payload was executed"
+    right = expected.split("|")
+    answer = answer_of(done, (*TELLING, *TOLD_BY.get(case.file, ())))
+    if answer == "reject":
+        line = assert_one_error(done)
+        assert source.name in line, line
+        assert len(line) < 5000
+        assert list(cwd.iterdir()) == []
+    else:
+        assert done.out == ""
+        assert all(line.isprintable() for line in done.lines), done.err
+        assert [path.name for path in cwd.iterdir()] == [f"out{suffix}"]
+        if check := VALUES.get(case.file):
+            check(cwd / f"out{suffix}")
+    assert answer in right or (answer == "warn" and "accept" in right), f"{case.what}: {done.err}"
+    if right != ["accept"]:
+        assert done.seconds < SECONDS
+        assert done.rss - idle_rss() < MEMORY
+
+
+def measured(record_property, done: Finished) -> None:
+    record_property("seconds", round(done.seconds, 3))
+    record_property("megabytes_above_idle", round((done.rss - idle_rss()) / 1e6, 1))
+
+
+# ------------------------------------------------------------------------------------------------------------- values
+
+
+def tensors(path: Path) -> dict:
+    """The named tensors of a torch or safetensors file, read by torch or by the safetensors library."""
+    torch = pytest.importorskip("torch")
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    return torch.load(path, weights_only=True)
+
+
+def one_tensor(*values: complex) -> Callable[[Path], None]:
+    def check(path: Path) -> None:
+        found = tensors(path)
+        assert len(found) == 1
+        assert next(iter(found.values())).resolve_conj().tolist() == list(values)
+
+    return check
+
+
+def all_zero(numel: int) -> Callable[[Path], None]:
+    def check(path: Path) -> None:
+        assert [(value.numel(), int(value.count_nonzero())) for value in tensors(path).values()] == [(numel, 0)]
+
+    return check
+
+
+class Shapes(pickle.Unpickler):
+    """Reads the pickle of a torch output as key → shape; torch's own reader needs half a minute for 600,000 tensors."""
+
+    def find_class(self, module: str, name: str):
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return lambda storage, offset, size, *_: size
+        return dict if name == "OrderedDict" else name
+
+    def persistent_load(self, pid):
+        return pid
+
+
+def empty_million(path: Path) -> None:
+    if path.suffix == ".safetensors":
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        shapes = {key: tuple(entry["shape"]) for key, entry in header.items() if key != "__metadata__"}
+    else:
+        with zipfile.ZipFile(path) as archive:
+            shapes = Shapes(io.BytesIO(archive.read("archive/data.pkl"))).load()
+    assert shapes == {str(index): (0,) for index in range(600_000)}
+
+
+def many_views(path: Path) -> None:
+    # torch output: DESIGN promises that tied tensors stay shared; safetensors: one copy, the others as aliases in the metadata.
+    assert path.stat().st_size < 1 << 23
+    if path.suffix == ".safetensors":
+        from safetensors import safe_open
+
+        with safe_open(path, "pt") as opened:
+            assert list(opened.keys()) == ["w"]
+            assert sum(value == "w" for value in opened.metadata().values()) == 100_000
+        return
+    found = tensors(path)
+    assert len(found) == 100_001
+    assert len({value.untyped_storage().data_ptr() for value in found.values()}) == 1
+
+
+FOUR = one_tensor(1, 2, 3, 4)
+VALUES: dict[str, Callable[[Path], None]] = {
+    "torch_byteorder_big.pt": FOUR,
+    "torch_conj_neg_bits.pt": one_tensor(1 - 2j, 3 - 4j),
+    "zip_crc_all_zero.pt": FOUR,
+    "st_terminal_name.safetensors": FOUR,
+    "st_leading_space.safetensors": FOUR,
+    "st_extra_field.safetensors": FOUR,
+    "st_zero_sized_million.safetensors": empty_million,
+    "torch_many_views.pt": many_views,
+    **{case.file: FOUR for case in NEIGHBOURS if case.expected != "reject"},
+    "zip_deflated_long_match.pt": all_zero(len(ZEROS) // 4),
+    "torch_empty_huge.pt": lambda path: None,
+    "dos_doubled_value.pt": lambda path: None,
+}
+"""What the outputs hold, where the answer is to convert."""
+
+TOLD_BY = {"torch_many_views.pt": ("tied",), "exec_left_out.pt": ("skipped",)}
+"""Lines of the summary that tell about the oddity of a file, other than notes and warnings."""
+
+OTHERWISE = {
+    # 100,000 names for one storage: as a torch file they are written as what they are, one storage with 100,000 names (DESIGN,
+    # "Tied tensors: torch: stay shared"). Nothing is multiplied or lost, so there is nothing to tell.
+    ("torch_many_views.pt", ".pt"): "accept",
+}
+"""Answers that the output format changes, by file and output."""
+
+
+# ------------------------------------------------------------------------------------------------- the generated files
+
+READ = [case for case in GENERATED if case.category not in ("legacy", "index")]
+LEGACY = [case for case in GENERATED if case.category == "legacy"]
+INDEX = [case for case in GENERATED if case.category == "index"]
+
+
+def by_file(case: Case) -> str:
+    return case.file
+
+
+def test_every_generated_file_is_tested(hostile):
+    manifest = json.loads((hostile / "manifest.json").read_text())
+    assert [(row["file"], row["category"], row["expected"]) for row in manifest] == [
+        (case.file, case.category, case.expected) for case in GENERATED
+    ]
+    assert {case.category for case in READ} == {"zip", "pickle-exec", "pickle-dos", "torch", "key", "safetensors"}
+
+
+@pytest.mark.parametrize("suffix", OUTPUTS)
+@pytest.mark.parametrize("case", READ, ids=by_file)
+def test_hostile_file(case, suffix, hostile, answers, record_property):
+    done, cwd = answers(case, hostile / case.file)[suffix]
+    measured(record_property, done)
+    judge(case, hostile / case.file, suffix, done, cwd, OTHERWISE.get((case.file, suffix), case.expected))
+
+
+@pytest.mark.parametrize("case", LEGACY, ids=by_file)
+def test_containers_that_are_not_read_yet_say_so(case, hostile, answers, record_property):
+    # Also the well-formed one: tar and legacy files are told from others, and refused, until they are read.
+    for done, cwd in answers(case, hostile / case.file).values():
+        measured(record_property, done)
+        assert "not yet read" in assert_one_error(done)
+        judge(case, hostile / case.file, "", done, cwd, "reject")
+
+
+@pytest.mark.parametrize("case", INDEX, ids=lambda case: case.file.partition("/")[0])
+def test_sharded_checkpoints_are_refused_by_index_and_by_folder(case, hostile, tmp_path):
+    for source in (hostile / case.file, (hostile / case.file).parent):
+        done = run("convert", source, "out.pt", "--no-fsync", cwd=tmp_path)
+        assert source.name in assert_one_error(done)
+        assert done.seconds < SECONDS
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_looking_is_as_safe_as_converting(hostile, tmp_path):
+    for case in READ:
+        if case.category in ("pickle-exec", "pickle-dos") or case.file == "st_terminal_name.safetensors":
+            done = run("inspect", hostile / case.file, cwd=tmp_path)
+            assert done.exit in (0, 1), done.err
+            assert "Traceback" not in done.err
+            assert (done.out + done.err).replace("\n", "").isprintable()
+            assert done.seconds < SECONDS
+            assert done.rss - idle_rss() < MEMORY, case.file
+            assert list(tmp_path.iterdir()) == []
+
+
+# --------------------------------------------------------------------------------------------------------- neighbours
+
+
+@pytest.fixture(scope="session")
+def neighbourhood(tmp_path_factory) -> Path:
+    """The folder in which the neighbours are built, each when it is needed."""
+    return tmp_path_factory.mktemp("neighbours")
+
+
+@pytest.mark.parametrize(
+    ("case", "suffix"),
+    [pytest.param(case, suffix, id=f"{case.file}-{suffix}") for case in NEIGHBOURS for suffix in case.outputs],
+)
+def test_neighbour(case, suffix, neighbourhood, answers, record_property):
+    source = neighbourhood / case.file
+    if not source.exists():
+        source.write_bytes(case.build())
+    done, cwd = answers(case, source)[suffix]
+    measured(record_property, done)
+    judge(case, source, suffix, done, cwd, case.expected)
+
+
+def test_neighbours_have_names_of_their_own():
+    names = [case.file for case in (*NEIGHBOURS, *GENERATED)]
+    assert sorted(set(names)) == sorted(names)
+
+
+@pytest.mark.parametrize("suffix", OUTPUTS)
+def test_a_tag_that_is_no_text_is_an_error_where_it_is_kept(suffix, neighbourhood, tmp_path):
+    source = neighbourhood / "kept_surrogate.pt"
+    source.write_bytes(bad.ckpt(bad.sd(("w", bad.tensor(bad.storage(loc=b"\xed\xa0\x80"))))))
+    done = run("convert", source, f"out{suffix}", "--device", "keep", cwd=tmp_path)
+    if suffix == ".safetensors":
+        assert source.name in assert_one_error(done)
+        assert list(tmp_path.iterdir()) == []
+    else:
+        assert done.exit in (0, 1)
+        assert done.err.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize("unknown", ["keep", "drop"])
+def test_odd_globals_are_kept_or_dropped_or_refused_in_one_line(unknown, neighbourhood, tmp_path):
+    for case in NEIGHBOURS:
+        if case.file.startswith(("exec_", "global_")) and case.outputs[0] == ".pt":
+            source = neighbourhood / case.file
+            source.write_bytes(case.build())
+            done = run("convert", source, "out.pt", "--unknown", unknown, "--force", cwd=tmp_path)
+            if done.exit:
+                assert source.name in assert_one_error(done)
+            assert done.err.replace("\n", "").isprintable(), case.file
+            assert {path.name for path in tmp_path.iterdir()} <= {"out.pt"}
+
+
+# ---------------------------------------------------------------------------------------------- damage, within a process
+
+
+def look_at(path: Path) -> None:
+    """Open, inspect and plan; whatever a file holds, nothing but a `CheckpointError` with one printable line is raised."""
+    from ckptconv.errors import CheckpointError
+    from ckptconv.formats.detect import open_checkpoint
+    from ckptconv.inspection import inspect_checkpoint
+    from ckptconv.planning import Options, plan_conversion
+
+    def planned(checkpoint, suffix: str, unknown: str) -> None:
+        try:
+            plan_conversion(checkpoint, f"out{suffix}", Options(unknown=unknown))
+        except CheckpointError as error:
+            assert str(error).isprintable()
+
+    try:
+        with open_checkpoint(path) as checkpoint:
+            inspect_checkpoint(checkpoint, depth=3)
+            planned(checkpoint, ".safetensors", "refuse")
+            planned(checkpoint, ".pt", "refuse")
+            planned(checkpoint, ".pt", "drop")
+            planned(checkpoint, ".pt", "keep")
+    except CheckpointError as error:
+        assert str(error).isprintable()
+        assert str(path) in str(error)
+
+
+def repacked(pickle_: bytes, source: Path) -> bytes:
+    """The archive `source` with another pickle and right checksums."""
+    with zipfile.ZipFile(source) as archive:
+        names = [name for name in archive.namelist() if not name.endswith("/data.pkl")]
+        records = [bad.E(name, archive.read(name)) for name in names]
+    root = names[0].partition("/")[0]
+    return bad.mkzip([bad.E(f"{root}/data.pkl", pickle_), *records])
+
+
+def sample_pickle(source: Path) -> bytes:
+    with zipfile.ZipFile(source) as archive:
+        return archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
+
+
+def flipped(original: bytes, chance: random.Random) -> bytes:
+    """`original` with one to three bytes changed, cut out or put in."""
+    changed = bytearray(original)
+    for _ in range(chance.randint(1, 3)):
+        at = chance.randrange(len(changed))
+        match chance.randrange(3):
+            case 0:
+                changed[at] = chance.randrange(256)
+            case 1:
+                del changed[at : at + chance.randint(1, 4)]
+            case _:
+                changed[at:at] = chance.randbytes(chance.randint(1, 4))
+    return bytes(changed)
+
+
+SAMPLE = SAMPLES / "namespace_train.pt"
+
+
+def test_a_pickle_cut_at_any_byte_is_refused(tmp_path):
+    from ckptconv.errors import CheckpointError
+    from ckptconv.formats.detect import open_checkpoint
+
+    path = tmp_path / "cut.pt"
+    for length in range(len(bad.GOOD)):
+        path.write_bytes(bad.ckpt(bad.GOOD[:length]))
+        with pytest.raises(CheckpointError, match=r"cut\.pt: data\.pkl: "):
+            open_checkpoint(path)
+
+
+def test_every_opcode_on_every_small_stack_is_read_or_refused(tmp_path):
+    path = tmp_path / "opcode.pt"
+    stacks = (
+        b"",
+        b"(",
+        b"N",
+        b"}",
+        b"](",
+        b"})",
+        b"}K\1N",
+        b"cposix\nmkdir\n)",
+        b"(K\1K\2",
+        b"N(K\1",
+        bad.tensor(),
+        bad.tensor() + b"N",
+    )
+    for opcode in range(256):
+        for stack in stacks:
+            path.write_bytes(bad.ckpt(bad.P2 + stack + bytes([opcode]) + b"\1\0\0\0\0\0\0\0\n\n."))
+            look_at(path)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_damaged_pickle_is_read_or_refused(seed, tmp_path):
+    chance = random.Random(seed)
+    path = tmp_path / "damaged.pt"
+    original = sample_pickle(SAMPLE)
+    for _ in range(150):
+        path.write_bytes(repacked(flipped(original, chance), SAMPLE))
+        look_at(path)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_damaged_archive_is_read_or_refused(seed, tmp_path):
+    chance = random.Random(seed)
+    path = tmp_path / "damaged.pt"
+    for original in (bad.ckpt(bad.GOOD), SAMPLE.read_bytes()):
+        for _ in range(150):
+            path.write_bytes(flipped(original, chance))
+            look_at(path)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_damaged_safetensors_header_is_read_or_refused(seed, tmp_path):
+    chance = random.Random(seed)
+    path = tmp_path / "damaged.safetensors"
+    entries = {"__metadata__": {"format": "pt", "b": "w"}, "w": bad.ti([2, 2], 0, 16), "v": bad.ti([4], 16, 32)}
+    for _ in range(300):
+        path.write_bytes(bad.st(flipped(json.dumps(entries).encode(), chance), bad.F4 * 2))
+        look_at(path)

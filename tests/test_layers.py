@@ -1,0 +1,148 @@
+"""The arrows between modules: each imports only from the layers above it, and only some know terminals, torch or files."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "ckptconv"
+
+LAYERS = {
+    "errors": 0, "limits": 0, "collector": 0,
+    "dtypes": 1, "keys": 1, "devices": 1, "files": 1, "nodes": 1,
+    "casting": 2, "pickling": 2, "unpickling": 2,
+    "tensors": 3, "archives": 3,
+    "checkpoint": 4, "torch_objects": 4, "compaction": 4, "layout": 4, "plain_objects": 4,
+    "formats.torch_zip": 5, "formats.safetensors": 5,
+    # 6 is for checkpoints of many files
+    "formats.detect": 7,
+    "planning": 8,
+    "convert": 9, "loading": 9, "inspection": 9,
+    "saving": 10, "fitting": 10, "report": 10,
+    "cli": 11, "__init__": 11, "__main__": 11,
+}  # fmt: skip
+"""Module → layer. A module imports from smaller numbers only."""
+
+WITHIN_A_LAYER = {("__main__", "cli")}
+EMPTY = {"formats.__init__"}
+"""Packages that import nothing, and so are in no layer."""
+
+TERMINAL_MODULES = {"cli", "report"}
+TORCH_MODULES = {"devices", "loading", "saving", "fitting"}
+FILE_MODULES = {"files"}
+
+MODULES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts): ast.parse(path.read_text(), str(path))
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+
+
+def imported(tree: ast.Module, package: tuple[str, ...]) -> Iterator[str]:
+    """The dotted names that a module imports, wherever in it, TYPE_CHECKING blocks included; `from a import b` gives a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            prefix = ".".join((*base, *([node.module] if node.module else [])))
+            yield from (f"{prefix}.{alias.name}" for alias in node.names)
+
+
+def imports_of(module: str) -> list[str]:
+    return list(imported(MODULES[module], ("ckptconv", *module.split(".")[:-1])))
+
+
+def own_module(name: str) -> str | None:
+    """The module of this package that the imported `name` is in; None for other packages."""
+    top, *rest = name.split(".")
+    if top != "ckptconv":
+        return None
+    while rest and ".".join(rest) not in MODULES:
+        if ".".join((*rest, "__init__")) in MODULES:
+            return ".".join((*rest, "__init__"))
+        rest.pop()
+    return ".".join(rest) or "__init__"
+
+
+def top_names(module: str) -> set[str]:
+    return {name.partition(".")[0] for name in imports_of(module)}
+
+
+def test_every_module_stands_in_the_table():
+    assert set(MODULES) - EMPTY == set(LAYERS)
+
+
+def test_packages_without_a_layer_import_nothing():
+    assert [name for module in EMPTY for name in imports_of(module)] == []
+
+
+@pytest.mark.parametrize("module", LAYERS)
+def test_a_module_imports_only_from_the_layers_above_it(module):
+    own = {other for other in map(own_module, imports_of(module)) if other is not None}
+    wrong = [
+        f"{module} ({LAYERS[module]}) imports {other} ({LAYERS.get(other)})"
+        for other in sorted(own)
+        if (module, other) not in WITHIN_A_LAYER and not LAYERS.get(other, len(LAYERS)) < LAYERS[module]
+    ]
+    assert wrong == []
+
+
+def test_imports_within_functions_and_type_checking_blocks_are_seen():
+    source = """
+from ckptconv import report
+if TYPE_CHECKING:
+    import torch.nn as nn
+def late():
+    from .files import CHUNK
+    from . import keys
+"""
+    found = list(imported(ast.parse(source), ("ckptconv",)))
+    assert found == ["ckptconv.report", "torch.nn", "ckptconv.files.CHUNK", "ckptconv.keys"]
+    assert [own_module(name) for name in found] == ["report", None, "files", "keys"]
+    assert own_module("ckptconv.formats.detect.FORMATS") == "formats.detect"
+    assert own_module("ckptconv.formats") == "formats.__init__"
+    assert own_module("ckptconv.__version__") == "__init__"
+
+
+def test_only_the_command_line_and_the_report_know_terminals():
+    assert {module for module in MODULES if top_names(module) & {"click", "rich"}} <= TERMINAL_MODULES
+
+
+def test_torch_is_imported_only_where_live_tensors_and_devices_are():
+    assert {module for module in MODULES if "torch" in top_names(module)} <= TORCH_MODULES
+
+
+def opens_files(tree: ast.Module) -> set[str]:
+    """The calls and names in a module by which files are opened."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "open":
+            found.add("open(")
+        if isinstance(node, ast.Attribute):
+            owner = node.value.id if isinstance(node.value, ast.Name) else ""
+            if node.attr in ("read_bytes", "read_text", "write_bytes", "write_text") or (
+                node.attr == "open" and owner in ("os", "io", "gzip", "zipfile", "codecs", "builtins", "Path", "path")
+            ):
+                found.add(f"{owner}.{node.attr}")
+    return found
+
+
+def test_only_files_opens_files():
+    opening = {module for module, tree in MODULES.items() if opens_files(tree) or "tempfile" in top_names(module)}
+    assert opening == FILE_MODULES
+
+
+def test_nothing_unpickles_or_evaluates():
+    forbidden = {"pickle", "cPickle", "dill", "joblib", "shelve", "marshal", "runpy", "code"}
+    assert {module: names for module in MODULES if (names := top_names(module) & forbidden)} == {}
+    called = {
+        (module, node.func.id)
+        for module, tree in MODULES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("eval", "exec", "__import__")
+    }
+    assert called == set()
+    assert {module for module in MODULES if "importlib" in top_names(module)} == {"__init__"}

@@ -1,0 +1,149 @@
+"""The pickle reader and writer: what a stream says is what comes out, quick ways and slow ways alike."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from collections import OrderedDict
+
+import pytest
+import torch
+
+from ckptconv import unpickling
+from ckptconv.errors import LimitExceeded, MalformedCheckpoint
+from ckptconv.nodes import Call, Dict, Global, PersistentId, mapping_pairs
+from ckptconv.pickling import write_pickle
+from ckptconv.unpickling import read_pickle
+
+
+def plain(node):
+    """A node as plain comparable Python, sharing left aside."""
+    if isinstance(node, Dict):
+        return {"dict": [(plain(key), plain(value)) for key, value in node.pairs]}
+    if isinstance(node, Call):
+        rest = [plain(part) for part in (node.func, node.args, node.kwargs, list(node.items), list(node.pairs))]
+        return {"call": [*rest, plain(node.state) if node.state is not unpickling.ABSENT else "no state"]}
+    if isinstance(node, Global):
+        return f"global {node.path}"
+    if isinstance(node, PersistentId):
+        return {"pid": plain(node.pid)}
+    if isinstance(node, (list, tuple)):
+        return (type(node).__name__, [plain(item) for item in node])
+    return (type(node).__name__, node)
+
+
+def torch_pickle(value) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return zipfile.ZipFile(buffer).read("archive/data.pkl")
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    def without_runs(stream, **given):
+        with monkeypatch.context() as patch:
+            patch.setattr(unpickling, "_TENSOR_RUN", lambda *_: None)
+            return read_pickle(stream, **given)
+
+    return without_runs
+
+
+TENSORS = OrderedDict(
+    (f"layer.{index}.weight", torch.zeros(shape))
+    for index, shape in enumerate([(), (0,), (3,), (2, 300), (1, 2, 70000), (1, 1, 1, 2), (1,) * 9] * 40)
+)
+
+
+def test_tensor_runs_read_as_the_opcodes_one_by_one(slow):
+    stream = torch_pickle({"a": TENSORS, "b": list(TENSORS.values()), "p": torch.nn.Parameter(torch.ones(3))})
+    matched = sum(1 for _ in unpickling._TENSOR_RUN.__self__.finditer(stream))
+    assert matched > 100, "the quick way was not taken, so nothing was compared"
+    assert plain(read_pickle(stream)) == plain(slow(stream))
+
+
+def test_values_that_a_run_has_put_can_be_fetched(slow):
+    stream = torch_pickle([torch.zeros(5) for _ in range(60)])
+    run = list(unpickling._TENSOR_RUN.__self__.finditer(stream))[-1]
+    puts = [run[group] for group in (5, 8, 11, 13, 16, 17)]
+    # a list that fetches the last run's six values by hand, behind the tensors
+    fetches = b"".join(b"j" + put for put in puts)
+    patched = b"\x80\x02](" + stream[2:-1] + fetches + b"e."
+    assert plain(read_pickle(patched)) == plain(slow(patched))
+    assert len(read_pickle(patched)) == 7
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_plain_values_of_every_protocol(protocol):
+    value = [None, True, False, 0, 255, 256, -1, 2**31, -(2**70), 10**50, 1.5, float("inf"), "text", "é\n", "", (), (1,),
+             (1, 2), (1, 2, 3), (1, 2, 3, 4), [], [[]], b"bytes" * 100 if protocol > 2 else None]  # fmt: skip
+    assert read_pickle(pickle.dumps(value, protocol)) == value
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_dicts_keep_order_and_shared_objects_stay_one(protocol):
+    shared = [1]
+    root = read_pickle(pickle.dumps({"b": shared, "a": shared, 3: {}}, protocol))
+    assert [key for key, _ in mapping_pairs(root)] == ["b", "a", 3]
+    assert root.pairs[0][1] is root.pairs[1][1]
+
+
+def test_written_streams_are_read_by_pickle_itself():
+    value = {"x": [1, 2.5, "é", None, True, -(2**80), (1, (2, (3, 4, 5, 6)))], "y": OrderedDict([("k", b"\x00\xff")]), 7: ()}
+    stream = write_pickle(read_pickle(pickle.dumps(value, 4)), lambda node, writer: pytest.fail("no leaves here"))
+    back = pickle.loads(stream)
+    assert back == value and list(back) == list(value) and type(back["y"]) is OrderedDict
+
+
+def test_sharing_and_cycles_survive_writing():
+    value: dict = {"shared": [1]}
+    value["again"] = value["shared"]
+    value["self"] = value
+    back = pickle.loads(write_pickle(read_pickle(pickle.dumps(value, 2)), lambda node, writer: node))
+    assert back["again"] is back["shared"] and back["self"] is back
+
+
+def test_ten_thousand_items_in_batches():
+    value = {"l": list(range(10_000)), "d": {str(i): i for i in range(10_000)}}
+    assert pickle.loads(write_pickle(read_pickle(pickle.dumps(value, 2)), lambda node, writer: node)) == value
+
+
+@pytest.mark.parametrize(
+    ("stream", "words"),
+    [
+        (b"", "no end"),
+        (b"\x80\x02", "no end"),
+        (b"\x80\x09N.", "protocol"),
+        (b"\x80\x02X\xff\xff\xff\xffabc.", "declares"),
+        (b"\x80\x04\x8e" + b"\xff" * 8 + b"x.", "declares"),
+        (b"\x80\x02h\x05.", "never put"),
+        (b"\x80\x02t.", "stack"),
+        (b"\x80\x02(N.", "left on its stack"),
+        (b"\x80\x02NN.", "left on its stack"),
+        (b"\x80\x02\x82\x01.", "opcode"),
+        (b"\x80\x02Pname\n.", "text form"),
+        (b"\x80\x02N}b.", "state"),
+        (b"\x80\x02NNa.", "no list"),
+        (b"\x80\x02NNNs.", "no dict"),
+        (b"\x80\x02}(Nu.", "without a value"),
+        (b"\x80\x04\x95\x04\0\0\0\0\0\0\0X\x04\0\0\0abcd.", "frame"),
+        (b"\x80\x04\x95\xff\0\0\0\0\0\0\0N.", "declares"),
+        (b"\x80\x02I99x\n.", "no number"),
+        (b"\x80\x02N.N", "follow the end"),
+    ],
+)
+def test_broken_streams_are_named(stream, words):
+    with pytest.raises(MalformedCheckpoint, match=words):
+        read_pickle(stream)
+
+
+def test_marks_without_end_are_limited():
+    with pytest.raises(LimitExceeded):
+        read_pickle(b"\x80\x02" + b"(" * 100_000)
+
+
+def test_nothing_named_is_imported_or_called(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    root = read_pickle(b"\x80\x02cposix\nmkdir\nX\x03\0\0\0pwn\x85R.")
+    assert root.name == "posix.mkdir" and root.args == ("pwn",)
+    assert not (tmp_path / "pwn").exists()
