@@ -287,10 +287,10 @@ def main() -> None:
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        sys.exit(cli.main(standalone_mode=False))
+        sys.exit(cli.main(prog_name="ckptconv", standalone_mode=False))
     except click.UsageError as error:
         program = error.ctx.command_path if error.ctx else "ckptconv"
-        _fail(f"{printable(error.format_message(), 2000)}; see {program} --help", 2)
+        _fail(f"{printable(error.format_message(), 2000).rstrip('.')}; see {program} --help", 2)
     except click.ClickException as error:
         _fail(printable(error.format_message(), 2000), 1)
     except (KeyboardInterrupt, click.Abort):

@@ -98,7 +98,7 @@ def result_headline(result: ConversionResult) -> str:
     rate = f", {size_text(plan.nbytes / result.seconds)}/s" if result.seconds > 0.05 else ""
     return (
         f"{printable(plan.source)} ({plan.source_format}, {size_text(plan.source_nbytes)}) → "
-        f"{printable(plan.output)} ({plan.to}, {size_text(plan.nbytes)}) in {result.seconds:.2f} s{rate}"
+        f"{printable(plan.output)} ({plan.to}, {size_text(plan.nbytes)}), written in {result.seconds:.2f} s{rate}"
     )
 
 
