@@ -44,13 +44,12 @@ def plan_lines(plan: ConversionPlan) -> Iterator[tuple[str, str]]:
     for renamed in plan.state_dicts:
         yield "keys", _keys_text(plan, renamed)
         if renamed.shared and not plan.tied:
-            yield (
-                "shared",
-                f"{count_text(renamed.shared, 'key')} share the storage of another"
-                + (", and stay so" if plan.to == "torch" else "; each is written out"),
-            )
+            verb = "shares" if renamed.shared == 1 else "share"
+            then = "and keeps it" if plan.to == "torch" else "and is written out again"
+            yield "shared", f"{count_text(renamed.shared, 'key')} {verb} the storage of another, {then}"
     for (before, after), count in plan.locations.items():
-        yield "device", f"{printable(before)} → {printable(after)} ({count_text(count, 'storage')})"
+        change = f"{printable(before)} → {printable(after)}" if before != after else f"{printable(before)}, as before"
+        yield "device", f"{change} ({count_text(count, 'storage')})"
     for (before, after), count in plan.casts.items():
         yield "dtype", f"{before} → {after} ({count_text(count, 'tensor')})"
     if plan.tied:
