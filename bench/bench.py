@@ -7,9 +7,9 @@ stderr. For Linux. The full size needs torch, 5 GB of memory, 5 GB of disk (20 G
 minutes. The rows are in rows.py; inputs come from make_inputs.py; sides that are no programs of their own are in
 children.py; tables.py compares and prints.
 
-One measurement is one child from spawn to exit. The two sides of a row run in turn, A B A B, after a warm-up of each
-that also brings the input into the page cache. Before each run the last output is deleted and the disk synced, so that
-no run pays for the dirty pages of another. The ratio is the median of the ratios of neighbouring runs.
+One measurement is one child from spawn to exit. The two sides of a row run in turn, A B A B. The warm-up, a run of the
+same side that does not count, brings the input into the page cache. Before each run the last output is deleted and the
+disk synced, so that no run pays for the dirty pages of another. The ratio is the median of the ratios of neighbouring runs.
 """
 
 from __future__ import annotations
@@ -30,18 +30,20 @@ OUT = Path("bench-out")
 
 
 def measure(row: Row, scale: Scale, folder: Path) -> Measured:
-    runs, warm_up = (row.runs, 0) if row.runs else (scale.runs, 1)
     pairs = []
-    for number in range(1 - warm_up, runs + 1):
-        pairs.append((run(row.ours, folder), run(row.theirs, folder)))
-        ours, theirs = (f"{side.seconds:.3f} s, {side.peak:.0f} MB" for side in pairs[-1])
-        say(f"{row.name} {number or 'warm-up'}: {ours}; other side {theirs}")
-    ours_runs, theirs_runs = zip(*pairs[warm_up:], strict=True)
+    for number in range(scale.runs if row.warm_up != "none" else 1):
+        warm_up = row.warm_up == "each" or (row.warm_up == "first" and number == 0)
+        ours, theirs = (run(side, folder, warm_up=warm_up) for side in (row.ours, row.theirs))
+        say(f"{row.name} {number + 1}: {ours.seconds:.3f} s, {ours.peak:.0f} MB; {theirs.seconds:.3f} s, {theirs.peak:.0f} MB")
+        pairs.append((ours, theirs))
+    ours_runs, theirs_runs = zip(*pairs, strict=True)
     return Measured(row, ours_runs, theirs_runs)
 
 
-def run(side: Side, folder: Path) -> Run:
-    """Run a side once in a child of its own, on a disk without dirty pages, and remove what it wrote."""
+def run(side: Side, folder: Path, *, warm_up: bool) -> Run:
+    """Run a side in a child of its own, on a disk without dirty pages, and remove what it wrote."""
+    if warm_up:
+        run(side, folder, warm_up=False)
     remove_outputs(folder)
     os.sync()
     log = folder / "log.txt"

@@ -61,7 +61,7 @@ def answers(request, hostile, tmp_path_factory) -> Iterator[Callable[[Case, str]
         if case.build is not None:
             source = built / f"{suffix[1:]}-{case.file}"
             source.write_bytes(case.build())
-        limit = 90 if case.expected == "accept" else 20
+        limit = 90 if case.expected == "accept" else 12
         return run("convert", source, f"out{suffix}", "--no-fsync", cwd=cwd, limit=limit), source, cwd
 
     def begin(case: Case, suffix: str) -> Future[tuple[Finished, Path, Path]]:
