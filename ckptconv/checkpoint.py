@@ -264,6 +264,8 @@ def _is_never(label: Node) -> bool:
 
 
 def _is_state_dict(pairs: Sequence[tuple[Node, Node]], holders: set[int]) -> bool:
+    if any(type(key) not in _PLAIN for key, _ in pairs):
+        return False
     further = (key for key, value in pairs if id(value) in holders)
     return all(type(key) is str and key.endswith("_extra_state") for key in further)
 
@@ -276,18 +278,12 @@ def _looks_like_module(place: Place, node: Node, pairs: Sequence[tuple[Node, Nod
 
 def _state_dict(place: Place, node: Node, pairs: Sequence[tuple[Node, Node]]) -> StateDict:
     path = place_text(place)
-    keys = [key if type(key) is str else _key_text(key, path) for key, _ in pairs]
+    keys = [label_text(key) for key, _ in pairs]
     if len(set(keys)) != len(keys):
         twice = Counter(keys).most_common(1)[0][0]
         raise KeyConflict(f"holds the key {printable(twice)!r} twice", where=path or None)
     _refuse_half_characters(keys)
     return StateDict(path, node, tuple(keys), tuple(value for _, value in pairs))
-
-
-def _key_text(key: Node, path: str) -> str:
-    if type(key) not in _PLAIN:
-        raise KeyConflict("a key of the state dict is no text", where=path or None)
-    return label_text(key)
 
 
 def _refuse_half_characters(keys: list[str]) -> None:

@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import stat
-import tempfile
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -147,6 +145,8 @@ class InflatedSource:
 
     def _inflated(self) -> FileSource:
         if self._spool is None:
+            import tempfile  # seldom needed, and slow to import
+
             with tempfile.NamedTemporaryFile(prefix="ckptconv-") as spool:
                 for piece in self._pieces():
                     spool.write(piece)
@@ -306,7 +306,7 @@ def atomic_output(
     """
     check_output(path, force=force)
     target = path.resolve()
-    temporary = target.with_name(f".{target.name[:200]}.{secrets.token_hex(4)}{_TEMPORARY}")
+    temporary = target.with_name(f".{target.name[:200]}.{os.urandom(4).hex()}{_TEMPORARY}")
     with _output_errors(path):
         _check_space(target, size)
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)

@@ -42,10 +42,10 @@ def facts(tensor: torch.Tensor) -> Facts:
     return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), digest
 
 
-def promised(entry: dict[str, Any], prefix: str = "") -> dict[str, Facts]:
-    """What the manifest lists under `prefix`, by the rest of the path."""
+def promised(entry: dict[str, Any], prefix: str = "", instead: str = "") -> dict[str, Facts]:
+    """What the manifest lists under `prefix`, by the path with `instead` in its place."""
     return {
-        found["at"].removeprefix(prefix): (found["dtype"], tuple(found["shape"]), found["sha256"])
+        instead + found["at"].removeprefix(prefix): (found["dtype"], tuple(found["shape"]), found["sha256"])
         for found in entry["tensors"]
         if found["at"].startswith(prefix)
     }
@@ -54,8 +54,13 @@ def promised(entry: dict[str, Any], prefix: str = "") -> dict[str, Facts]:
 class Anything:
     """Stands for any class or function that a pickle names: takes all that is done to it and does nothing."""
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Anything:
+        made = object.__new__(cls)
+        made.given = [args]
+        return made
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.given = [args]
+        pass
 
     def __setstate__(self, state: Any) -> None:
         self.given.append(state)
@@ -142,6 +147,10 @@ def test_what_is_written_by_default_opens_with_weights_only(entry, source, tmp_p
         convert_checkpoint(source, tmp_path / "out.pt", fsync=False)
     except CheckpointError as error:
         assert not entry["opens_weights_only"] and "weights_only" in str(error)
+        if entry["structure"].startswith("object of") or "models.yolo" in entry["structure"]:
+            with pytest.raises(CheckpointError, match="no tensors"):  # all of them hang on the one unknown object
+                convert_checkpoint(source, tmp_path / "out.pt", fsync=False, unknown="drop")
+            return
         convert_checkpoint(source, tmp_path / "out.pt", fsync=False, unknown="drop")
     left = {facts(tensor) for tensor in oracle.tensors(oracle.load(tmp_path / "out.pt"))}
     assert left <= set(promised(entry).values())
@@ -154,18 +163,19 @@ def test_every_state_dict_becomes_safetensors(entry, source, tmp_path):
     assert paths or entry["structure"].startswith(("object of", "single tensor")) or "models.yolo" in entry["structure"]
     for number, path in enumerate(paths):
         output = tmp_path / f"{number}.safetensors"
-        expected = promised(entry, f".{path}." if path else ".")
+        expected = promised(entry, ".".join(["", *(part for part in path.split(".") if part not in ("", "<state>")), ""]))
         convert_checkpoint(source, output, only=path or None, tied="duplicate", **KEEP)
         assert {key: facts(tensor) for key, tensor in safetensors.torch.load_file(output).items()} == expected
         loaded = load_portable(source, only=path or None, keys="keep")
         assert {key: facts(value) for key, value in loaded.items() if isinstance(value, torch.Tensor)} == expected
 
 
-@each([entry for entry in READ if any("'module." in str(t) or ".module." in t["at"] for t in entry["tensors"])])
-def test_wrappers_are_stripped_and_put_back(entry, source, tmp_path):
-    convert_checkpoint(source, tmp_path / "bare.pt", unknown="keep", fsync=False)
-    convert_checkpoint(tmp_path / "bare.pt", tmp_path / "again.pt", unknown="keep", keys=KeyRules("add-module"), fsync=False)
-    assert seen(tmp_path / "again.pt") == set(promised(entry).values())
+@each([entry for entry in READ if entry["structure"].startswith("state_dict")])
+def test_prefixes_are_added_and_stripped_again(entry, source, tmp_path):
+    convert_checkpoint(source, tmp_path / "module.pt", keys=KeyRules("add-module"), fsync=False)
+    wrapped = load_portable(tmp_path / "module.pt", keys="keep")
+    assert {key: facts(value) for key, value in wrapped.items()} == promised(entry, ".", "module.")
+    assert {key: facts(value) for key, value in load_portable(tmp_path / "module.pt").items()} == promised(entry, ".")
 
 
 @each(UNREAD)
