@@ -17,6 +17,7 @@ from ckptconv.files import Source
 from ckptconv.limits import LIMITS
 from ckptconv.nodes import Call, Dict, Node, PersistentId, children, mapping_pairs
 from ckptconv.tensors import TensorObject, TensorRef
+from ckptconv.torch_objects import is_tensor_call
 
 Place: TypeAlias = "tuple[Place, Node, Node] | None"
 """Where a node hangs: (the container's place, the label in it, the container); None for the root."""
@@ -248,7 +249,7 @@ def _mappings(root: Node) -> tuple[list[_Mapping], set[int]]:
         elif (pairs := mapping_pairs(node)) is not None:
             if {"state", "param_groups"} <= {key for key, _ in pairs if type(key) is str}:
                 closed.add(id(node))
-            elif any(tensor_of(value) is not None for _, value in pairs):
+            elif any(tensor_of(value) is not None or is_tensor_call(value) for _, value in pairs):
                 mappings.append((place, node, pairs))
     return mappings, holders
 
@@ -259,6 +260,10 @@ def _mark(place: Place, holders: set[int]) -> None:
         place = place[0]
 
 
+_PACKED = ("_extra_state", "_packed_params")
+"""Endings of keys under which modules keep what they like, tensors in tuples and dicts among it."""
+
+
 def _is_never(label: Node) -> bool:
     return type(label) is str and any(word in label.lower() for word in _NEVER) and "." not in label
 
@@ -266,8 +271,8 @@ def _is_never(label: Node) -> bool:
 def _is_state_dict(pairs: Sequence[tuple[Node, Node]], holders: set[int]) -> bool:
     if any(type(key) not in _PLAIN for key, _ in pairs):
         return False
-    further = (key for key, value in pairs if id(value) in holders)
-    return all(type(key) is str and key.endswith("_extra_state") for key in further)
+    further = (key for key, value in pairs if id(value) in holders and not is_tensor_call(value))
+    return all(type(key) is str and key.endswith(_PACKED) for key in further)
 
 
 def _looks_like_module(place: Place, node: Node, pairs: Sequence[tuple[Node, Node]]) -> bool:

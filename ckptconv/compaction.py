@@ -29,12 +29,16 @@ class NewStorage(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Where a tensor lies in its new storage; `dtype` is the one it is written with, the rest counts elements."""
+    """Where a tensor lies in its new storage; `dtype` is the one it is written with, offset and stride count elements.
+
+    `resolved`: its conj and neg bits are already in the values there.
+    """
 
     storage: NewStorage
     dtype: DType
     offset: int
     stride: tuple[int, ...]
+    resolved: bool = False
 
 
 CastRule = Callable[[DType], DType]
@@ -73,11 +77,12 @@ def _class_of(dtype: DType) -> DType | None:
 
 
 def _gathered(ref: TensorRef, cast: CastRule) -> Placement:
-    """The tensor's values one after another; its conj and neg bits stay bits."""
+    """The tensor's values one after another; its conj and neg bits stay bits, unless it is cast."""
     dtype = cast(ref.dtype)
-    raw = ref._replace(conj=False, neg=False) if ref.conj or ref.neg else ref
-    storage = _new(raw, dtype, _class_of(dtype), ref.location)
-    return Placement(storage, dtype, 0, contiguous_stride(ref.shape))
+    resolved = dtype is not ref.dtype
+    values = ref if resolved or not (ref.conj or ref.neg) else ref._replace(conj=False, neg=False)
+    new = _new(values, dtype, _class_of(dtype), ref.location)
+    return Placement(new, dtype, 0, contiguous_stride(ref.shape), resolved)
 
 
 def _whole(storage: Storage, group: list[TensorRef]) -> dict[int, Placement]:
@@ -94,7 +99,7 @@ def _alone(ref: TensorRef, cast: CastRule) -> Placement:
     values = ref
     if ref.conj or ref.neg or not is_contiguous(ref.shape, ref.stride):
         start, stop = ref.byte_span()
-        if stop - start > ref.nbytes:
+        if stop - start > ref.nbytes or (ref.neg and dtype is not ref.dtype):  # not every dtype can be negated
             return _gathered(ref, cast)
         values = whole_storage(ref.storage, start, stop, ref.dtype)
     return Placement(_new(values, dtype, _class_of(dtype), ref.location), dtype, 0, ref.stride)
@@ -103,7 +108,8 @@ def _alone(ref: TensorRef, cast: CastRule) -> Placement:
 def _shared(group: list[TensorRef], cast: CastRule) -> dict[int, Placement]:
     storage, dtypes = group[0].storage, {ref.dtype for ref in group}
     mixed = len(dtypes) > 1
-    if mixed and (storage.big_endian or any(cast(dtype) is not dtype for dtype in dtypes)):
+    recast = any(cast(dtype) is not dtype for dtype in dtypes)
+    if (mixed and (storage.big_endian or recast)) or (recast and any(ref.neg for ref in group)):
         return {id(ref): _gathered(ref, cast) for ref in group}
     source = UINT8 if mixed else dtypes.pop()
     target = UINT8 if mixed else cast(source)

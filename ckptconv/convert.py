@@ -102,7 +102,8 @@ def execute_plan(
             _open_with_library(temporary, plan)
         verified = _verify(plan, temporary) if verify else None
     seconds = time.perf_counter() - begin
-    return ConversionResult(plan, seconds, verified, _by_tensor(plan, tally.overflowed), _by_tensor(plan, tally.odd_bools))
+    overflowed = _by_tensor(plan, tally.overflowed, lambda ref: _count_overflow(plan, ref))
+    return ConversionResult(plan, seconds, verified, overflowed, _by_tensor(plan, tally.odd_bools, _count_odd_bools))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,19 +124,12 @@ def _write(layout: Layout, stream: OutputStream) -> _Tally:
         crc = _write_values(item, stream, checked, lost)
         if lost[0]:
             tally.overflowed[index] = lost[0]
-        if item.dtype.kind == "bool" and (odd := _count_odd_bools(item)):
+        if item.dtype.kind == "bool" and isinstance(item.values, TensorRef) and (odd := _count_odd_bools(item.values)):
             tally.odd_bools[index] = odd
         crcs.append(crc)
         stream.write(layout.trail(index, crc))
     stream.write(layout.ending(crcs))
     return tally
-
-
-def _count_odd_bools(item: WriteItem) -> int:
-    """Bytes of a bool tensor that are neither 0 nor 1: what they mean depends on who reads them."""
-    if isinstance(item.values, bytes):
-        return 0
-    return sum(len(bytes(chunk).translate(None, b"\0\1")) for chunk in iter_chunks(item.values))
 
 
 def _write_values(item: WriteItem, stream: OutputStream, checked: set[int], overflowed: list[int]) -> int:
@@ -184,19 +178,30 @@ def _write_whole(item: WriteItem, values: TensorRef, storage: Storage, stream: O
     return crc
 
 
-def _by_tensor(plan: ConversionPlan, counted: Mapping[int, int]) -> dict[str, int]:
-    """Counts by the path of the (first) tensor whose storage or values an item holds."""
-    if not counted:
-        return {}
-    paths: dict[int, str] = {}
-    for path, ref in plan.tensors():
-        for piece in ref.pieces:
-            paths.setdefault(id(piece.storage), path)
-    items = plan.layout.items
-    return {
-        paths.get(id(items[index].values.pieces[0].storage), items[index].name): count  # type: ignore[union-attr]
-        for index, count in counted.items()
-    }
+def _by_tensor(plan: ConversionPlan, items: Mapping[int, int], count: Callable[[TensorRef], int]) -> dict[str, int]:
+    """Counts by the path of each tensor over the storages of `items`: tensors may share one, and not all are touched."""
+    layout = plan.layout.items
+    values = [layout[index].values for index in items]
+    touched = {id(piece.storage) for ref in values if not isinstance(ref, bytes) for piece in ref.pieces}
+    found = {}
+    for path, ref in plan.tensors() if touched else ():
+        if any(id(piece.storage) in touched for piece in ref.pieces) and (number := count(ref)):
+            found[path] = number
+    return found
+
+
+def _count_overflow(plan: ConversionPlan, ref: TensorRef) -> int:
+    lost = [0]
+    for _ in iter_cast_chunks(ref, plan.cast(ref.dtype), lost):
+        pass
+    return lost[0]
+
+
+def _count_odd_bools(ref: TensorRef) -> int:
+    """Bytes of a bool tensor that are neither 0 nor 1: what they mean depends on who reads them."""
+    if ref.dtype.kind != "bool":
+        return 0
+    return sum(len(bytes(chunk).translate(None, b"\0\1")) for chunk in iter_chunks(ref))
 
 
 def _open_with_library(path: Path, plan: ConversionPlan) -> None:

@@ -145,11 +145,11 @@ def _add(prefix: str) -> Renaming:
 
 
 def _refuse_collisions(old: Sequence[str], new: Sequence[str]) -> None:
-    if len(set(new)) == len(new) and "" not in new:
+    if len(set(new)) == len(new) and ("" not in new or "" in old):
         return
     owner: dict[str, str] = {}
     for before, after in zip(old, new, strict=True):
-        if not after:
+        if not after and before:
             raise KeyConflict(f"the rules leave nothing of the key {printable(before)!r}", where=before)
         if after in owner:
             raise KeyConflict(

@@ -80,6 +80,7 @@ class PersistentId:
 
 SET = Global("builtins", "set")
 FROZENSET = Global("builtins", "frozenset")
+BYTES = Global("builtins", "bytes")
 BYTEARRAY = Global("builtins", "bytearray")
 ORDERED_DICT = Global("collections", "OrderedDict")
 ENCODE = Global("_codecs", "encode")

@@ -133,7 +133,9 @@ class PickleWriter:
             self._open.add(id(node))
             return _call_work(node)
         if kind is bytes:
-            return iter((Call(ENCODE, (node.decode("latin1"), "latin1")),))
+            made = Call(ENCODE, (node.decode("latin1"), "latin1"))
+            self._kept.append(made)
+            return iter((made, _Alias(node, made)))
         return self._write_leaf(node)
 
     def _write_leaf(self, node: Node) -> Iterator[Node] | None:
@@ -174,7 +176,12 @@ def integer(value: int) -> bytes:
     if -(1 << 31) <= value < 1 << 31:
         return b"J" + value.to_bytes(4, "little", signed=True)
     raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-    return b"\x8a%c" % len(raw) + raw if len(raw) < 256 else b"\x8b" + len(raw).to_bytes(4, "little") + raw
+    if len(raw) > 255:
+        raise RefusedObject(
+            f"an integer of {value.bit_length()} bits is longer than torch.load(weights_only=True) reads",
+            hint="--only PATH takes one part",
+        )
+    return b"\x8a%c" % len(raw) + raw
 
 
 def integers(values: tuple[int, ...]) -> bytes:

@@ -103,17 +103,10 @@ def _numpy_scalar(call: Call, _: Node) -> Node:
 
 
 def _raw_bytes(node: Node) -> bytes | None:
-    """Bytes as protocol 3 has them, or as the `_codecs.encode(text, "latin1")` of protocol 2."""
+    """The bytes of a scalar; python 2's may have been read as text, if they happened to be UTF-8."""
     if type(node) is bytes:
         return node
-    if type(node) is str:  # a python 2 string that happened to be UTF-8
-        return node.encode()
-    if type(node) is Call and node.name == "_codecs.encode" and len(node.args) == 2 and type(node.args[0]) is str:
-        try:
-            return node.args[0].encode("latin1")
-        except UnicodeEncodeError:
-            return None
-    return None
+    return node.encode() if type(node) is str else None
 
 
 _FORMS: dict[str, Callable[[Call, Node], Node]] = {

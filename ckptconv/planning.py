@@ -270,7 +270,7 @@ def settle_objects(root: Node, overlay: dict[int, Node], unknown: Unknown) -> Se
             settled.storages.append(node)
         elif type(node) is Call and "_sparse_" in node.name:
             settled.sparse.append(place)
-        if type(node) is Dict or type(node) is Call:
+        if unknown != "keep" and (type(node) is Dict or type(node) is Call):
             _refuse_keys(node.pairs, place)
     if refused:
         raise _refusal(refused)
@@ -427,9 +427,10 @@ def _plan_safetensors(checkpoint: Checkpoint, output: Path, options: Options) ->
 
 
 def _holdable(key: str, ref: TensorRef, options: Options) -> TensorRef:
-    if options.cast(ref.dtype).safetensors is None:
+    half_byte = ref.dtype.safetensors == "F4" and not ref.shape
+    if half_byte or options.cast(ref.dtype).safetensors is None:
         raise RefusedObject(
-            f"safetensors has no dtype {ref.dtype.name}",
+            f"safetensors has no {'scalars of' if half_byte else 'dtype'} {ref.dtype.name}",
             where=key,
             hint="write a torch file (--to torch), or leave it out with --exclude",
         )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, DTYPES, UINT8, DType
-from ckptconv.errors import MalformedCheckpoint, UnsupportedCheckpoint
+from ckptconv.errors import MalformedCheckpoint, RefusedObject, UnsupportedCheckpoint
 from ckptconv.nodes import ORDERED_DICT, Call, Dict, Global, Node
 from ckptconv.pickling import PickleWriter, integer, integers
 from ckptconv.tensors import Storage, TensorObject, TensorRef, view_of
@@ -29,13 +29,11 @@ VALUELESS = frozenset({f"{_UTILS}._rebuild_meta_tensor_no_storage", f"{_UTILS}._
 
 _REBUILD_FUNCTIONS = """
     parameter parameter_with_state qtensor tensor tensor_v2 tensor_v3 sparse_tensor meta_tensor_no_storage nested_tensor
-    wrapper_subclass device_tensor_from_numpy device_tensor_from_cpu_tensor xla_tensor
+    wrapper_subclass device_tensor_from_numpy device_tensor_from_cpu_tensor
 """
-_TENSOR_CLASSES = [
-    f"{module}.{kind}Tensor"
-    for module in ("torch", "torch.cuda", "torch.sparse", "torch.cuda.sparse")
-    for kind in ["Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool"]
-]
+_KINDS = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
+_TENSOR_CLASSES = [f"{module}.{kind}Tensor" for module in ("torch", "torch.cuda") for kind in _KINDS]
+_TENSOR_CLASSES += [f"{module}.{kind}Tensor" for module in ("torch.sparse", "torch.cuda.sparse") for kind in _KINDS[:-1]]
 
 WEIGHTS_ONLY = frozenset([
     "collections.OrderedDict", "collections.Counter", "torch.nn.parameter.Parameter", "torch.serialization._get_layout",
@@ -44,7 +42,8 @@ WEIGHTS_ONLY = frozenset([
     "torch.storage.TypedStorage",
     *(f"torch.{dtype.name}" for dtype in DTYPES),
     *(f"{_UTILS}._rebuild_{name}" for name in _REBUILD_FUNCTIONS.split()),
-    *(f"torch.{name}" for name in BY_STORAGE_CLASS), *(f"torch.cuda.{name}" for name in BY_STORAGE_CLASS),
+    *(f"torch.{name}" for name in BY_STORAGE_CLASS),
+    *(f"torch.cuda.{name}" for name in BY_STORAGE_CLASS if not name.startswith("Q")),
     *(f"torch.per_{name}" for name in ("tensor_affine", "tensor_symmetric", "channel_affine", "channel_symmetric",
                                        "channel_affine_float_qparams")),
     *_TENSOR_CLASSES,
@@ -68,7 +67,7 @@ class _StorageIds:
         self._found: dict[str, tuple[Storage, Node, Node]] = {}
         self._dtypes: dict[Global, DType | None] = {}
 
-    def __call__(self, pid: Node) -> Storage:
+    def __call__(self, pid: Node) -> Storage | _Retyped:
         if type(pid) is not tuple or len(pid) < 5 or (pid[0] != "storage" and _text(pid[0]) != "storage"):
             raise MalformedCheckpoint("a persistent id is not that of a storage", where="data.pkl")
         cls, key, location, numel = pid[1:5]
@@ -79,13 +78,35 @@ class _StorageIds:
         if (known := self._found.get(key)) is not None:
             if known[1] is cls and known[2] == numel:
                 return known[0]
-            raise MalformedCheckpoint("two persistent ids of it contradict each other", where=f"storage {key}")
+            return _retyped(known[0], storage_dtype(cls), numel)
         if type(cls) is not Global or cls not in self._dtypes:
             self._dtypes[cls] = storage_dtype(cls)
         dtype = self._dtypes[cls]
         storage = self._storage_for(key, location, numel * dtype.itemsize if dtype else numel, dtype)
         self._found[key] = storage, cls, numel
         return storage
+
+
+class _Retyped(NamedTuple):
+    """A storage that the stream names once more, under another class: torch saves typed and untyped views of one storage."""
+
+    storage: Storage
+    dtype: DType | None
+
+
+def _retyped(storage: Storage, dtype: DType | None, numel: int) -> _Retyped:
+    if numel * (dtype or UINT8).itemsize != storage.nbytes:
+        raise MalformedCheckpoint("two persistent ids of it contradict each other", where=storage.name)
+    return _Retyped(storage, dtype)
+
+
+def _viewed(node: Node) -> tuple[Storage, DType | None]:
+    """The storage that a tensor is a view of, and the type that its class names."""
+    if type(node) is Storage:
+        return node, node.dtype
+    if type(node) is _Retyped:
+        return node
+    raise MalformedCheckpoint("a tensor is rebuilt from something else than a storage", where="data.pkl")
 
 
 def _text(value: Node) -> str | None:
@@ -105,20 +126,21 @@ def storage_dtype(cls: Node) -> DType | None:
 
 
 def _tensor_v2(args: tuple[Node, ...]) -> Node:
-    if not 4 <= len(args) <= 7 or type(args[0]) is not Storage:
-        raise MalformedCheckpoint("a tensor is rebuilt from something else than a storage", where="data.pkl")
-    storage = args[0]
-    ref = view_of(storage, storage.dtype or UINT8, args[1], args[2], args[3], len(args) > 4 and args[4] is True)
+    if not 4 <= len(args) <= 7:
+        raise MalformedCheckpoint("a tensor is rebuilt from too few or too many arguments", where="data.pkl")
+    storage, dtype = _viewed(args[0])
+    ref = view_of(storage, dtype or UINT8, args[1], args[2], args[3], len(args) > 4 and args[4] is True)
     return ref if len(args) < 7 or args[6] is None else _with_bits(ref, args[6])
 
 
 def _tensor_v3(args: tuple[Node, ...]) -> Node:
-    if not 7 <= len(args) <= 8 or type(args[0]) is not Storage or type(args[6]) is not Global:
-        raise MalformedCheckpoint("a tensor is rebuilt from something else than a storage and a dtype", where="data.pkl")
+    if not 7 <= len(args) <= 8 or type(args[6]) is not Global:
+        raise MalformedCheckpoint("a tensor is rebuilt from too few or too many arguments", where="data.pkl")
+    storage, _ = _viewed(args[0])
     dtype = BY_NAME.get(args[6].name) if args[6].module == "torch" else None
     if dtype is None:
-        raise UnsupportedCheckpoint(f"has the unknown dtype {args[6].path}", where=args[0].name)
-    ref = view_of(args[0], dtype, args[1], args[2], args[3], args[4] is True)
+        raise UnsupportedCheckpoint(f"has the unknown dtype {args[6].path}", where=storage.name)
+    ref = view_of(storage, dtype, args[1], args[2], args[3], args[4] is True)
     return ref if len(args) < 8 or args[7] is None else _with_bits(ref, args[7])
 
 
@@ -170,7 +192,7 @@ class StoredAs(NamedTuple):
     """How a tensor (or a bare storage) is written: in the record `key` of `nbytes` bytes, under the tag `location`.
 
     `storage_dtype` is the type of the storage class, None for an untyped storage; `dtype`, `offset` and `stride` (in
-    elements) are the tensor's.
+    elements) are the tensor's. `resolved`: its conj and neg bits are already in the values.
     """
 
     key: str
@@ -180,6 +202,11 @@ class StoredAs(NamedTuple):
     dtype: DType
     offset: int
     stride: tuple[int, ...]
+    resolved: bool = False
+
+    def bits(self, ref: TensorRef) -> list[str]:
+        """The lazy bits of `ref` that stay bits."""
+        return [] if self.resolved else [name for name, on in (("conj", ref.conj), ("neg", ref.neg)) if on]
 
 
 class _Bare(NamedTuple):
@@ -216,6 +243,8 @@ class TorchLeaves:
         if kind is Storage or kind is _StorageOf:
             stored = self._stored_as(node if kind is Storage else node.ref)
             return self._head(stored, False, writer) + _key(stored.key) + self._tail(stored, writer)
+        if kind is _Retyped:
+            raise RefusedObject("a storage that stands by itself under two types", where=node.storage.name)
         raise TypeError(f"no such leaf: {kind}")
 
     def _tensor(self, ref: TensorRef, requires_grad: bool, writer: PickleWriter) -> bytes:
@@ -229,9 +258,8 @@ class TorchLeaves:
         tail += (b"\x88" if requires_grad else b"\x89") + writer.named("collections", "OrderedDict") + b")R"
         if stored.storage_dtype is None:
             tail += writer.named("torch", stored.dtype.name)
-        if ref.conj or ref.neg:
-            bits = (writer.text(bit) + b"\x88" for bit, on in (("conj", ref.conj), ("neg", ref.neg)) if on)
-            tail += b"}(" + b"".join(bits) + b"u"
+        if (ref.conj or ref.neg) and (bits := stored.bits(ref)):
+            tail += b"}(" + b"".join(writer.text(bit) + b"\x88" for bit in bits) + b"u"
         tail += b"tR"
         if writer.count == before:
             self._around[same] = head, tail
@@ -267,8 +295,8 @@ class TorchLeaves:
         typed = stored.storage_dtype is not None
         args: tuple[Node, ...] = (_StorageOf(ref), stored.offset, ref.shape, stored.stride, ref.requires_grad)
         args += (Call(ORDERED_DICT, ()),) if typed else (Call(ORDERED_DICT, ()), Global("torch", stored.dtype.name))
-        if ref.conj or ref.neg:
-            args += (Dict([(bit, True) for bit, on in (("conj", ref.conj), ("neg", ref.neg)) if on]),)
+        if bits := stored.bits(ref):
+            args += (Dict([(bit, True) for bit in bits]),)
         rebuild = Global(_UTILS, "_rebuild_tensor_v2" if typed else "_rebuild_tensor_v3")
         return Call(_REBUILD_FROM_TYPE, (rebuild, node.cls, args, node.state))
 

@@ -16,7 +16,7 @@ from typing import NoReturn, TypeAlias
 from ckptconv.collector import collector_paused
 from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint
 from ckptconv.limits import LIMITS
-from ckptconv.nodes import ABSENT, BYTEARRAY, FROZENSET, SET, Call, Dict, Global, Node, PersistentId
+from ckptconv.nodes import ABSENT, BYTEARRAY, BYTES, ENCODE, FROZENSET, SET, Call, Dict, Global, Node, PersistentId
 
 Reducer: TypeAlias = Callable[[tuple[Node, ...]], Node]
 
@@ -39,7 +39,7 @@ def read_pickle(
     `Call`. `persistent` makes a leaf of a persistent id. Bytes behind the end of the pickle are not allowed. Raises
     `MalformedCheckpoint` (with the byte) or `LimitExceeded`.
     """
-    reader = PickleReader(stream, reducers or {}, persistent)
+    reader = PickleReader(stream, {**BYTES_REDUCERS, **(reducers or {})}, persistent)
     root = reader.read()
     if reader.position != len(stream):
         raise MalformedCheckpoint(f"{len(stream) - reader.position} bytes follow the end of the pickle")
@@ -457,6 +457,23 @@ def _int_run(raw: bytes) -> tuple[int, ...]:
 
 _WIDTHS = {0x4B: 2, 0x4D: 3, 0x4A: 5}
 _MEMO_KEYS = tuple(index.to_bytes(4, "little") for index in range(256))
+
+
+def _encoded(args: tuple[Node, ...]) -> Node:
+    """Bytes, which protocol 2 has no opcode for: pickle writes `_codecs.encode(text, "latin1")`."""
+    if len(args) == 2 and type(args[0]) is str and args[1] in ("latin1", "latin-1"):
+        try:
+            return args[0].encode("latin1")
+        except UnicodeEncodeError:
+            pass
+    return Call(ENCODE, args)
+
+
+BYTES_REDUCERS: dict[str, Reducer] = {
+    "_codecs.encode": _encoded,
+    "builtins.bytes": lambda args: Call(BYTES, args) if args else b"",
+}
+"""The calls that every stream uses for plain bytes."""
 
 
 def _decode(text: bytes, intern: dict[str, str]) -> str:

@@ -166,14 +166,14 @@ def lay_out_torch_zip(tree: Tree, cast: CastRule, retag: Callable[[str], str]) -
     tags: dict[str, str] = {}
 
     def stored_as(node: TensorRef | Storage) -> StoredAs:
-        new, dtype, offset, stride = placements[id(node)]
+        new, dtype, offset, stride, resolved = placements[id(node)]
         _, _, storage_dtype, location, nbytes = new
         if (number := numbers.get(id(new))) is None:
             number = numbers[id(new)] = len(ordered)
             ordered.append(new)
         if (tag := tags.get(location)) is None:
             tag = tags[location] = retag(location)
-        return StoredAs(str(number), tag, storage_dtype, nbytes, dtype, offset, stride)
+        return StoredAs(str(number), tag, storage_dtype, nbytes, dtype, offset, stride, resolved)
 
     pickle = write_pickle(tree.root, TorchLeaves(stored_as), tree.overlay)
     return _records([
