@@ -228,7 +228,7 @@ def find(root: Node, path: str, file: Path) -> Node:
                 work.append((child, rest[len(text) + 1 :]))
     known = [printable(label_text(label)) for label, _ in children(root)][:12]
     raise AmbiguousStateDict(
-        f"there is nothing at {printable(path)!r}", path=file, hint=f"it holds: {', '.join(known) or 'no parts'}"
+        f"there is nothing at '{printable(path)}'", path=file, hint=f"it holds: {', '.join(known) or 'no parts'}"
     )
 
 
@@ -286,7 +286,7 @@ def _state_dict(place: Place, node: Node, pairs: Sequence[tuple[Node, Node]]) ->
     keys = [label_text(key) for key, _ in pairs]
     if len(set(keys)) != len(keys):
         twice = Counter(keys).most_common(1)[0][0]
-        raise KeyConflict(f"holds the key {printable(twice)!r} twice", where=path or None)
+        raise KeyConflict(f"holds the key '{printable(twice)}' twice", where=path or None)
     _refuse_half_characters(keys)
     return StateDict(path, node, tuple(keys), tuple(value for _, value in pairs))
 

@@ -286,8 +286,11 @@ def main() -> None:
     import signal
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a terminal may lack the characters
     try:
-        sys.exit(cli.main(prog_name="ckptconv", standalone_mode=False))
+        cli.main(sys.argv[1:] or ["--help"], prog_name="ckptconv", standalone_mode=False)
+        sys.stdout.flush()
     except click.UsageError as error:
         program = error.ctx.command_path if error.ctx else "ckptconv"
         _fail(f"{printable(error.format_message(), 2000).rstrip('.')}; see {program} --help", 2)
@@ -295,5 +298,13 @@ def main() -> None:
         _fail(printable(error.format_message(), 2000), 1)
     except (KeyboardInterrupt, click.Abort):
         _fail("interrupted; nothing was left behind", 130)
-    except BrokenPipeError:
-        sys.exit(1)
+    except OSError as error:
+        _stop_printing()
+        _fail(f"cannot print the result: {error.strerror}", 1)
+
+
+def _stop_printing() -> None:
+    """Give stdout to the null device, so that the interpreter's last flush has no second error to tell."""
+    import os
+
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -44,7 +44,7 @@ class CheckpointError(Exception):
     def __str__(self) -> str:
         place = [printable(part) for part in (self.path, self.where) if part]
         line = ": ".join([*place, printable(self.what, 2000)])
-        return f"{line}; {self.hint}" if self.hint else line
+        return f"{line}; {printable(self.hint, 2000)}" if self.hint else line
 
 
 class MalformedCheckpoint(CheckpointError):

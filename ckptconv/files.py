@@ -284,14 +284,23 @@ def check_output(path: Path, *, force: bool) -> None:
     Raises `OutputRefused` when `path` exists and `force` is not set, when it is a folder or a device, or when its folder
     is missing.
     """
-    if path.is_dir():
-        raise OutputRefused("is a folder", path=path, hint="name a file to write")
-    if path.exists() and not path.is_file():
-        raise OutputRefused("is a pipe, socket or device, which cannot be replaced atomically", path=path)
-    if path.exists() and not force:
-        raise OutputRefused("exists", path=path, hint="add --force to replace it (force=True in code)")
-    if not path.resolve().parent.is_dir():
-        raise OutputRefused("its folder does not exist", path=path, hint=f"mkdir -p {path.parent}")
+    with _output_errors(path):
+        if path.is_dir():
+            raise OutputRefused("is a folder", path=path, hint="name a file to write")
+        if path.exists() and not path.is_file():
+            raise OutputRefused("is a pipe, socket or device, which cannot be replaced atomically", path=path)
+        if path.exists() and not force:
+            raise OutputRefused("exists", path=path, hint="add --force to replace it (force=True in code)")
+        if not _target(path).parent.is_dir():
+            raise OutputRefused("its folder does not exist", path=path, hint=f"mkdir -p {path.parent}")
+
+
+def _target(path: Path) -> Path:
+    """The file that is meant: symbolic links are followed, as cp does."""
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError before python 3.13
+        raise OutputRefused("is a link that leads nowhere", path=path, hint="name a file to write") from error
 
 
 @contextlib.contextmanager
@@ -305,8 +314,9 @@ def atomic_output(
     free space first. `fsync=False` skips the two fsyncs, never the rename.
     """
     check_output(path, force=force)
-    target = path.resolve()
-    temporary = target.with_name(f".{target.name[:200]}.{os.urandom(4).hex()}{_TEMPORARY}")
+    target = _target(path)
+    name = os.fsdecode(os.fsencode(target.name)[:200])  # a name has at most 255 bytes
+    temporary = target.with_name(f".{name}.{os.urandom(4).hex()}{_TEMPORARY}")
     with _output_errors(path):
         _check_space(target, size)
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)

@@ -63,13 +63,12 @@ def load_into(
     fitted: OrderedDict[str, Any] = OrderedDict()
     for key, value in state_dict.items():
         fitted[names.get(key, key)] = value
-    result = _compare(fitted, target)
+    mismatched = _mismatched(fitted, target)
+    usable = OrderedDict((key, value) for key, value in fitted.items() if key not in {wrong.key for wrong in mismatched})
+    _carry_metadata(state_dict, usable, model)
+    result = LoadResult(*_unmet(model, usable, target, mismatched), mismatched)
     if strict and not result.fits:
         raise _mismatch(result, path)
-    usable = OrderedDict((key, fitted[key]) for key in target if key in fitted)
-    for wrong in result.mismatched:
-        del usable[wrong.key]
-    _carry_metadata(state_dict, usable, model)
     model.load_state_dict(usable, strict=False, assign=assign)
     return result
 
@@ -100,18 +99,46 @@ def _common_prefix(keys: list[str], target: list[str]) -> tuple[str, str]:
     return "", ""
 
 
-def _compare(fitted: Mapping[str, Any], target: Mapping[str, Any]) -> LoadResult:
-    mismatched = tuple(
+def _mismatched(fitted: Mapping[str, Any], target: Mapping[str, Any]) -> tuple[ShapeMismatch, ...]:
+    """The keys that both have in different shapes; parameters of lazy modules take any."""
+    return tuple(
         ShapeMismatch(key, tuple(target[key].shape), tuple(fitted[key].shape))
         for key in target
-        if key in fitted
-        and getattr(target[key], "shape", None) is not None
-        and getattr(fitted[key], "shape", None) is not None
-        and target[key].shape != fitted[key].shape
+        if hasattr(fitted.get(key), "shape") and _has_shape(target[key]) and target[key].shape != fitted[key].shape
     )
-    return LoadResult(
-        tuple(key for key in target if key not in fitted), tuple(key for key in fitted if key not in target), mismatched
-    )
+
+
+def _has_shape(value: Any) -> bool:
+    from torch.nn.parameter import is_lazy
+
+    return hasattr(type(value), "shape") and not is_lazy(value)
+
+
+def _unmet(
+    model: torch.nn.Module, usable: Mapping[str, Any], target: Mapping[str, Any], mismatched: tuple[ShapeMismatch, ...]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The missing and the unexpected keys, as the model's own modules see them: some fill in or rename old ones."""
+    wrong = {item.key for item in mismatched}
+    missing = tuple(key for key in target if key not in usable and key not in wrong)
+    unexpected = tuple(key for key in usable if key not in target)
+    if not missing and not unexpected:
+        return missing, unexpected
+    try:
+        seen = _skeleton(model).load_state_dict(usable, strict=False)
+    except Exception:  # a module that cannot be copied, or a hook of the user's: the plain comparison stands
+        return missing, unexpected
+    return tuple(key for key in seen.missing_keys if key not in wrong), tuple(seen.unexpected_keys)
+
+
+def _skeleton(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy of the model on the meta device, to try a state dict on without touching any value."""
+    import copy
+
+    import torch
+
+    memo: dict[int, Any] = {id(p): torch.nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
+    memo.update((id(b), b.to("meta")) for b in model.buffers())
+    return copy.deepcopy(model, memo)
 
 
 def _mismatch(result: LoadResult, path: str | os.PathLike[str]) -> KeyMismatch:

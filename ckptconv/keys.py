@@ -150,10 +150,10 @@ def _refuse_collisions(old: Sequence[str], new: Sequence[str]) -> None:
     owner: dict[str, str] = {}
     for before, after in zip(old, new, strict=True):
         if not after and before:
-            raise KeyConflict(f"the rules leave nothing of the key {printable(before)!r}", where=before)
+            raise KeyConflict(f"the rules leave nothing of the key '{printable(before)}'", where=before)
         if after in owner:
             raise KeyConflict(
-                f"the keys {printable(owner[after])!r} and {printable(before)!r} both become {printable(after)!r}",
+                f"the keys '{printable(owner[after])}' and '{printable(before)}' both become '{printable(after)}'",
                 hint="use --keys keep or other rules; nothing was written",
             )
         owner[after] = before

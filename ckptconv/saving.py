@@ -54,6 +54,9 @@ def save_portable(
     return execute_plan(plan_conversion(checkpoint, path, options), force=force, fsync=fsync)
 
 
+_LONGEST_INT = 2031  # bits; weights_only=True reads no longer ones
+
+
 class _TensorSource:
     """The bytes of a live storage, copied to the CPU while they are read."""
 
@@ -88,6 +91,8 @@ class _Symbolic:
     def node(self, value: Any, place: Any) -> Node:
         """The node of `value`, which stands at `place`."""
         torch = self._torch
+        if type(value) is int and value.bit_length() > _LONGEST_INT:
+            self._refuse(value, place, f"of {value.bit_length()} bits cannot be saved portably")
         if value is None or type(value) in (bool, int, float, str, bytes):
             return value
         if id(value) in self._nodes:
@@ -144,7 +149,7 @@ class _Symbolic:
     def _tensor(self, tensor: torch.Tensor, place: Any) -> Node:
         torch = self._torch
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor))
-        if not plain or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        if not plain or tensor.is_nested or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
             self._refuse(tensor, place, f"({tensor.layout}, {tensor.dtype}, {tensor.device}) has no plain values here")
         dtype = BY_NAME[str(tensor.dtype).removeprefix("torch.")]
         storage = self._storage(tensor.untyped_storage(), dtype)
