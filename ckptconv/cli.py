@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -289,7 +290,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a terminal may lack the characters
     try:
-        cli.main(sys.argv[1:] or ["--help"], prog_name="ckptconv", standalone_mode=False)
+        cli.main(_arguments(), prog_name="ckptconv", standalone_mode=False)
         sys.stdout.flush()
     except click.UsageError as error:
         program = error.ctx.command_path if error.ctx else "ckptconv"
@@ -299,12 +300,14 @@ def main() -> None:
     except (KeyboardInterrupt, click.Abort):
         _fail("interrupted; nothing was left behind", 130)
     except OSError as error:
-        _stop_printing()
-        _fail(f"cannot print the result: {error.strerror}", 1)
+        click.echo(f"error: cannot print the result: {error.strerror}", err=True)
+        os._exit(1)  # the interpreter's own last flush would fail once more
 
 
-def _stop_printing() -> None:
-    """Give stdout to the null device, so that the interpreter's last flush has no second error to tell."""
-    import os
-
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _arguments() -> list[str]:
+    """The command line; without any the help is shown, and that is a usage error."""
+    if len(sys.argv) > 1 or "_CKPTCONV_COMPLETE" in os.environ:
+        return sys.argv[1:]
+    with click.Context(cli, info_name="ckptconv") as context:
+        click.echo(cli.get_help(context), err=True)
+    sys.exit(2)
