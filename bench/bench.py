@@ -21,6 +21,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from rows import FULL, INPUTS, QUICK, SYNCED, UNSYNCED, Row, Scale, Side
@@ -47,7 +48,7 @@ def run(side: Side, folder: Path, *, warm_up: bool) -> Run:
     remove_outputs(folder)
     os.sync()
     log = folder / "log.txt"
-    seconds, peak = spawn(expand(side, folder), log)
+    seconds, peak = spawn(expand(side, folder), log, environment(folder))
     printed = log.read_text()
     remove_outputs(folder)
     return Run(float(printed) if side.own_seconds else seconds, peak)
@@ -63,14 +64,20 @@ def expand(side: Side, folder: Path) -> list[str]:
     return [argument.format(out=folder / "out", **paths) for argument in side.argv]
 
 
-def spawn(argv: list[str], log: Path) -> tuple[float, float]:
+def environment(folder: Path) -> dict[str, str]:
+    """The environment of every child: byte code is kept, as it is for an installed package, but not in the source tree."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**kept, "PYTHONPYCACHEPREFIX": str(folder.resolve() / "pycache")}
+
+
+def spawn(argv: list[str], log: Path, env: Mapping[str, str] = os.environ) -> tuple[float, float]:
     """Seconds from spawn to exit, and the largest resident set in MB; what the child prints goes to `log`.
 
     Linux charges the parent's own peak to the child, so this process imports neither torch nor anything else large.
     """
     to_log = (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     start = time.perf_counter()
-    pid = os.posix_spawnp(argv[0], argv, os.environ, file_actions=[to_log, (os.POSIX_SPAWN_DUP2, 1, 2)])
+    pid = os.posix_spawnp(argv[0], argv, env, file_actions=[to_log, (os.POSIX_SPAWN_DUP2, 1, 2)])
     _, status, usage = os.wait4(pid, 0)
     seconds = time.perf_counter() - start
     if status:

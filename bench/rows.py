@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 INPUTS = ("big", "many", "huge")
+WarmUp = Literal["first", "each", "none"]
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ class Row:
 
     `warm_up` says which measured runs of a side follow on an unmeasured one: only the ``first``, ``each``, or ``none``, and
     then there is one run, for its memory. Rows that write gigabytes need ``each``: a virtual machine gives free memory
-    back to its host within seconds, and the next to fill the page cache pays for that, `cp` 0.5 or 2.4 s for 2 GB.
+    back to its host within seconds, and the next to fill the page cache pays for that, `cp` 0.5 or 2.4 s for 2 GB. With
+    fsync, which takes longer than that, ``first`` has to do.
     """
 
     name: str
@@ -68,7 +70,7 @@ class Row:
     ours: Side
     theirs: Side
     goals: tuple[Goal, ...]
-    warm_up: Literal["first", "each", "none"] = "first"
+    warm_up: WarmUp = "first"
     free_disk: int = 0  # bytes
 
 
@@ -97,11 +99,12 @@ def copies(prefix: str, *, fsync: bool) -> tuple[Row, ...]:
     load_save = child("torch.load, strip, torch.save", "load_save {big} {out}", fsync=fsync)
     load_save_file = child("torch.load, strip, save_file", "load_save_file {big} {out}", fsync=fsync)
     small, as_cp, six = Goal("peak", 60), Goal("times", 1), Goal("faster", 6)
+    warm_up: WarmUp = "first" if fsync else "each"
     return (
-        Row(f"{prefix}pt-cp", "big .pt → .pt", to_pt, cp(fsync=fsync), (as_cp, small), "each"),
-        Row(f"{prefix}safetensors-cp", "big .pt → .safetensors", to_safetensors, cp(fsync=fsync), (as_cp, small), "each"),
-        Row(f"{prefix}pt-torch", "big .pt → .pt", to_pt, load_save, (six,), "each"),
-        Row(f"{prefix}safetensors-torch", "big .pt → .safetensors", to_safetensors, load_save_file, (six,), "each"),
+        Row(f"{prefix}pt-cp", "big .pt → .pt", to_pt, cp(fsync=fsync), (as_cp, small), warm_up),
+        Row(f"{prefix}safetensors-cp", "big .pt → .safetensors", to_safetensors, cp(fsync=fsync), (as_cp, small), warm_up),
+        Row(f"{prefix}pt-torch", "big .pt → .pt", to_pt, load_save, (six,), warm_up),
+        Row(f"{prefix}safetensors-torch", "big .pt → .safetensors", to_safetensors, load_save_file, (six,), warm_up),
     )
 
 
@@ -145,14 +148,14 @@ UNSYNCED = (
     Row("inspect", "inspect big", ckptconv("inspect {big}"), IMPORT_TORCH, (Goal("seconds", 0.25),)),
     Row(
         "load-big",
-        "load big, imports made before",
+        "load big after `import torch, ckptconv`",
         child("load_portable", "time_load_portable {big}"),
         child("torch.load(mmap=True)", "time_load_mmap {big}"),
         (Goal("extra", 0.020),),
     ),
     Row(
         "load-many",
-        "load many, imports made before",
+        "load many after `import torch, ckptconv`",
         child("load_portable", "time_load_portable {many}"),
         child("torch.load", "time_load {many}"),
         (Goal("faster", 2),),

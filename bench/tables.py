@@ -10,8 +10,8 @@ from pathlib import Path
 from rows import SYNCED, UNSYNCED, Goal, Row, Scale
 
 COLUMNS = (
-    *("row", "work", "ckptconv", "other side", "ckptconv s", "other s", "ratio (min to max)"),
-    *("goal", "met", "ckptconv peak MB", "other peak MB"),
+    *("row", "work", "ckptconv", "other side", "ckptconv s (least)", "other s (least)"),
+    *("ratio (min to max)", "goal", "met", "ckptconv peak MB", "other peak MB"),
 )
 
 
@@ -117,7 +117,7 @@ def cells(measured: Measured) -> Iterator[str]:
     row = measured.row
     verdicts = [verdict(goal, measured) for goal in row.goals]
     yield from (row.name, row.work, row.ours.label, row.theirs.label)
-    yield from (f"{seconds_of(runs):.3f}" for runs in (measured.ours, measured.theirs))
+    yield from (f"{seconds_of(runs):.3f} ({min(one.seconds for one in runs):.3f})" for runs in (measured.ours, measured.theirs))
     yield comparison_text(measured)
     yield "; ".join(goal_text(goal) for goal in row.goals)
     yield "; ".join(f"{'yes' if met else '**no**'}, {number}" for met, number in verdicts)

@@ -69,6 +69,7 @@ class _Flat:
         self.objects: dict[int, int] = {}
         self.storages: dict[int, int] = {}
         self.homes: dict[int | None, int] = {}
+        self.alive: list[Any] = []
 
     def is_alone(self, row: Row) -> bool:
         """Whether no other tensor lies in the storage of this one."""
@@ -116,10 +117,12 @@ class _Flat:
             self.homes[self.objects[id(tensor)]] = tensor.untyped_storage()._cdata
         else:
             new = self.add(path, tensor, (str(tensor.layout), str(tensor.dtype), tensor.requires_grad, tensor.is_nested))
-            for name, inner in _inside(tensor.detach()):
+            parts = list(_inside(tensor.detach()))
+            self.alive.append(parts)  # they are made here, and told apart by their addresses
+            for name, inner in parts:
                 self.visit((*path, name), inner)
         if new and tensor.__dict__:
-            self.visit((*path, "<attributes>"), dict(tensor.__dict__))
+            self.visit((*path, "<attributes>"), tensor.__dict__)
 
     def strided(self, tensor: torch.Tensor) -> Tensor:
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
@@ -184,9 +187,7 @@ def tensor_rows(rows: Iterable[Row]) -> list[Row]:
 def compacted(root: Any) -> list[Row]:
     """The rows of a tree as a torch output has them: a tensor with holes that is alone on its storage lies contiguously."""
     flat = _Flat()
-    return [
-        _contiguous(row) if isinstance(row.value, Tensor) and flat.is_alone(row) else row for row in flat.rows_of(root)
-    ]
+    return [_contiguous(row) if isinstance(row.value, Tensor) and flat.is_alone(row) else row for row in flat.rows_of(root)]
 
 
 def _contiguous(row: Row) -> Row:

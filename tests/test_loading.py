@@ -36,6 +36,7 @@ from ckptconv.errors import (
 
 thorough = settings(max_examples=150, deadline=None)
 quick = settings(max_examples=40, deadline=None)
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 SAMPLES = sorted(path.name for path in (Path(__file__).parent.parent / "sample_ckpts").glob("*.pt"))
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this host has CUDA")
 
@@ -109,6 +110,28 @@ def test_other_files_formats_load_the_same(tmp_path, samples):
         same(load_portable(deflated, keys="keep", mmap=mmap), oracle.load(samples / "ddp_cuda3.pt"))
 
 
+@pytest.mark.parametrize("mmap", [True, False])
+def test_a_big_endian_file_loads_as_its_values(tmp_path, mmap):
+    words = {
+        "f32": torch.randn(5),
+        "i64": torch.arange(4)[1:],
+        "c64": torch.randn(3, dtype=torch.complex64),
+        "u8": torch.ones(3).byte(),
+    }
+    saved(words, tmp_path)
+    sizes = {f"data/{number}": size for number, size in enumerate((4, 8, 4, 1))}
+
+    def swap(name: str, stored: bytes) -> bytes:
+        record = name.partition("/")[2]
+        size = sizes.get(record, 1)
+        swapped = b"".join(stored[at : at + size][::-1] for at in range(0, len(stored), size))
+        return b"big" if record == "byteorder" else swapped
+
+    path = oracle.rezipped(tmp_path / "saved.pt", tmp_path / "big.pt", payload=swap)
+    same(load_portable(path, mmap=mmap), OrderedDict(words))
+    same(oracle.load(path), words)
+
+
 def test_special_tensors_load_as_torch_loads_them(tmp_path):
     weights = torch.arange(6.0).reshape(2, 3)
     marked = torch.arange(4.0)
@@ -132,6 +155,16 @@ def test_special_tensors_load_as_torch_loads_them(tmp_path):
     path = saved(tree, tmp_path)
     for mmap in (True, False):
         same(load_portable(path, whole=True, mmap=mmap), torch.load(path, weights_only=False))
+
+
+def test_deeply_nested_containers_load(tmp_path):
+    deep: Any = torch.ones(1)
+    for _ in range(120):
+        deep = {"in": [deep]}
+    path = saved(deep, tmp_path)
+    same(load_portable(path, whole=True), oracle.load(path))
+    save_portable(deep, tmp_path / "ours.pt")
+    same(oracle.load(tmp_path / "ours.pt"), deep)
 
 
 def test_unknown_objects_are_refused_dropped_or_kept_symbolically(tmp_path):
@@ -210,11 +243,11 @@ def test_no_file_stays_open(samples, tmp_path, mmap):
     convert_checkpoint(samples / "dp_cuda0.pt", tmp_path / "a.safetensors")
     paths = [samples / "dp_cuda0.pt", deflated, tmp_path / "a.safetensors"]
     kept = [load_portable(path, mmap=mmap) for path in paths]
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     kept += [load_portable(path, mmap=mmap) for path in paths for _ in range(5)]
     with pytest.raises(CheckpointError):
         load_portable(samples / "README.md")
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_what_is_read_at_once_is_checked_against_the_checksums(tmp_path):
@@ -343,13 +376,18 @@ def test_what_does_not_fit_is_refused_and_the_model_stays(tmp_path, wrap):
     path = saved(source, tmp_path)
     model = wrap(Net())
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    with pytest.raises(KeyMismatch, match=r"1 missing .*linears\.0\.bias.*extra\.weight.*linears\.1\.weight is \[3, 3\], the model has \[16, 16\]"):
+    with pytest.raises(
+        KeyMismatch,
+        match=r"1 missing .*linears\.0\.bias.*extra\.weight.*linears\.1\.weight is \[3, 3\], the model has \[16, 16\]",
+    ):
         load_into(model, path)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     result = load_into(model, path, strict=False)
     names = dict(zip(oracle.bare_keys(list(before)), before, strict=True))
     assert result.missing_keys == (names["linears.0.bias"],) and result.unexpected_keys == ("extra.weight",)
-    assert [(one.key, one.model, one.checkpoint) for one in result.mismatched] == [(names["linears.1.weight"], (16, 16), (3, 3))]
+    assert [(one.key, one.model, one.checkpoint) for one in result.mismatched] == [
+        (names["linears.1.weight"], (16, 16), (3, 3))
+    ]
     after = model.state_dict()
     for key, value in source.items():
         bare = key.removeprefix("module.")

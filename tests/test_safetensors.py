@@ -118,7 +118,10 @@ def test_tensors_lie_aligned_by_falling_element_size_in_their_own_order(drawn):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_has_the_library_s_code_and_comes_back(dtype, tmp_path):
     values = trees.random_bytes(5, 24 * dtype.itemsize, dtype)
-    tree = {"whole": trees.make(dtype, values, 0, (2, 3, 4), (12, 4, 1)), "columns": trees.make(dtype, values, 1, (4, 2), (1, 6))}
+    tree = {
+        "whole": trees.make(dtype, values, 0, (2, 3, 4), (12, 4, 1)),
+        "columns": trees.make(dtype, values, 1, (4, 2), (1, 6)),
+    }
     output = convert(tree, tmp_path, tied="duplicate")
     theirs = tmp_path / "theirs.safetensors"
     safetensors.torch.save_file({key: contiguous(value) for key, value in tree.items()}, theirs)
@@ -148,7 +151,7 @@ def test_half_a_byte_alone_is_refused(tmp_path):
         convert({"w": scalar}, tmp_path)
 
 
-@given(st.dictionaries(st.text(min_size=1, max_size=8).filter(lambda key: key != "__metadata__"), st.integers(0, 9), min_size=1))
+@given(st.dictionaries(st.text(max_size=8).filter(lambda key: key != "__metadata__"), st.integers(0, 9), min_size=1))
 @quick
 def test_any_text_is_a_key(values):
     with tempfile.TemporaryDirectory() as folder:
@@ -158,7 +161,7 @@ def test_any_text_is_a_key(values):
         assert list(load_portable(output, keys="keep")) == list(values)
 
 
-@pytest.mark.parametrize("keys", [["__metadata__", "b"], ["", "b"], ["a\ud800", "b"], [1, "1"], [b"k", "k"], [(1, 2), "b"]], ids=repr)
+@pytest.mark.parametrize("keys", [["__metadata__", "b"], ["a\ud800", "b"], [1, "1"], [b"k", "k"], [(1, 2), "b"]], ids=repr)
 def test_keys_that_cannot_be_names_are_refused(keys, tmp_path):
     with pytest.raises(CheckpointError):
         convert({key: torch.ones(1) for key in keys}, tmp_path, keys="keep")
@@ -423,7 +426,9 @@ def test_headers_that_the_library_accepts_are_accepted(tmp_path):
         path = raw_file(tmp_path / "good.safetensors", header, data, pad=3)
         theirs = safetensors.torch.load_file(path)
         with open_checkpoint(path) as checkpoint:
-            assert {key: tuple(ref.shape) for key, ref in checkpoint.tensors()} == {key: tuple(t.shape) for key, t in theirs.items()}
+            assert {key: tuple(ref.shape) for key, ref in checkpoint.tensors()} == {
+                key: tuple(t.shape) for key, t in theirs.items()
+            }
 
 
 def test_a_shorter_file_is_refused(tmp_path):

@@ -96,9 +96,9 @@ CUTS = {
 
 
 def refused(source: Path | str, cwd: Path, *, limit: int = 20) -> str:
-    """The error line, which converting (to either format) and inspecting have in common."""
+    """The error line, which converting and inspecting have in common."""
     before = sorted(cwd.iterdir())
-    commands = (("convert", source, "out.pt"), ("strip-module", source, "out.safetensors"), ("inspect", source))
+    commands = (("convert", source, "out.pt"), ("inspect", source))
     with ThreadPoolExecutor() as pool:
         runs = list(pool.map(lambda arguments: run(*arguments, cwd=cwd, limit=limit), commands))
     lines = {assert_one_error(done) for done in runs}
