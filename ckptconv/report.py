@@ -45,8 +45,8 @@ def plan_lines(plan: ConversionPlan) -> Iterator[tuple[str, str]]:
         yield "keys", _keys_text(plan, renamed)
         if renamed.shared and not plan.tied:
             verb = "shares" if renamed.shared == 1 else "share"
-            then = "and keeps it" if plan.to == "torch" else "and is written out again"
-            yield "shared", f"{count_text(renamed.shared, 'key')} {verb} the storage of another, {then}"
+            then = ", as before" if plan.to == "torch" else "; each has its own copy now"
+            yield "shared", f"{count_text(renamed.shared, 'key')} {verb} the storage of another{then}"
     for (before, after), count in plan.locations.items():
         change = f"{printable(before)} → {printable(after)}" if before != after else f"{printable(before)}, as before"
         yield "device", f"{change} ({count_text(count, 'storage')})"
