@@ -72,7 +72,7 @@ def answers(request, hostile, tmp_path_factory) -> Iterator[Callable[[Case, str]
     if not hasattr(request.config, "workerinput"):
         for item in request.session.items:
             given = item.callspec.params if hasattr(item, "callspec") else {}
-            if isinstance(given.get("case"), Case):
+            if isinstance(given.get("case"), Case) and "suffix" in given:
                 begin(given["case"], given["suffix"])
     yield lambda case, suffix: begin(case, suffix).result()
     pool.shutdown(cancel_futures=True)
@@ -241,7 +241,7 @@ def test_hostile_file(case, suffix, answers, request):
     judge(case, source, suffix, done, cwd, OTHERWISE.get((case.file, suffix), case.expected))
 
 
-@pytest.mark.parametrize("suffix", OUTPUTS)
+@pytest.mark.parametrize("suffix", [".pt"])
 @pytest.mark.parametrize("case", LEGACY, ids=by_file)
 def test_containers_that_are_not_read_yet_say_so(case, suffix, answers, request):
     # Also the well-formed one: tar and legacy files are told from others, and refused, until they are read.
@@ -251,7 +251,7 @@ def test_containers_that_are_not_read_yet_say_so(case, suffix, answers, request)
     judge(case, source, suffix, done, cwd, "reject")
 
 
-@pytest.mark.parametrize("suffix", OUTPUTS)
+@pytest.mark.parametrize("suffix", [".safetensors"])
 @pytest.mark.parametrize("case", INDEX, ids=lambda case: case.file.partition("/")[0])
 def test_an_index_of_shards_is_refused(case, suffix, answers, request):
     # Folders of shards are not read yet, the good ones neither.
@@ -260,7 +260,7 @@ def test_an_index_of_shards_is_refused(case, suffix, answers, request):
     judge(case, source, suffix, done, cwd, "reject")
 
 
-@pytest.mark.parametrize("name", [name for name, *_ in bad.INDEX])
+@pytest.mark.parametrize("name", ["idx_missing", "idx_fifo", "idx_dev_zero", "idx_symlink"])
 def test_a_folder_of_shards_is_refused(name, hostile, tmp_path):
     done = run("convert", hostile / name, "out.pt", "--no-fsync", cwd=tmp_path)
     assert f"{name}: is a folder" in assert_one_error(done)
@@ -287,14 +287,14 @@ def test_looking_is_as_safe_as_converting(file, hostile, tmp_path):
     assert_looked_at(hostile / file, tmp_path)
 
 
-@pytest.mark.parametrize("start", ["exec_", "dos_", "torch_", "key_"])
-def test_looking_at_neighbours_is_as_safe_as_converting(start, tmp_path):
-    (tmp_path / "in").mkdir()
-    (tmp_path / "cwd").mkdir()
-    for case in NEIGHBOURS:
-        if case.file.startswith(start) and "below_the_ratio" not in case.file:
-            (tmp_path / "in" / case.file).write_bytes(case.build())
-            assert_looked_at(tmp_path / "in" / case.file, tmp_path / "cwd")
+@pytest.mark.parametrize(
+    "case",
+    [case for case in NEIGHBOURS if case.file.startswith(("dos_", "key_", "global_")) or "dup" in case.file],
+    ids=by_file,
+)
+def test_looking_at_a_neighbour_is_as_safe_as_converting(case, tmp_path):
+    (tmp_path / case.file).write_bytes(case.build())
+    assert_looked_at(tmp_path / case.file, tmp_path)
 
 
 SHARED = {
@@ -351,12 +351,12 @@ def test_a_tag_that_is_no_text_is_an_error_where_it_is_kept(suffix, tmp_path):
     assert done.err.replace("\n", "").isprintable()
 
 
-@pytest.mark.parametrize("unknown", ["keep", "drop"])
-@pytest.mark.parametrize("file", [case.file for case in NEIGHBOURS if case.file.startswith(("exec_", "global_"))])
-def test_odd_globals_are_kept_or_dropped_or_refused_in_one_line(file, unknown, tmp_path):
-    case = next(case for case in NEIGHBOURS if case.file == file)
+@pytest.mark.parametrize(
+    "case", [case for case in NEIGHBOURS if case.file.startswith(("exec_", "global_")) and ".pt" in case.outputs], ids=by_file
+)
+def test_what_is_kept_unseen_is_kept_symbolically_or_refused_in_one_line(case, tmp_path):
     (tmp_path / "in.pt").write_bytes(case.build())
-    done = run("convert", "in.pt", "out.pt", "--no-fsync", "--unknown", unknown, cwd=tmp_path)
+    done = run("convert", "in.pt", "out.pt", "--no-fsync", "--unknown", "keep", cwd=tmp_path)
     if done.exit:
         assert "in.pt" in assert_one_error(done)
     assert done.err.replace("\n", "").isprintable()
@@ -378,6 +378,7 @@ def look_at(path: Path) -> None:
             plan_conversion(checkpoint, f"out{suffix}", Options(unknown=unknown))
         except CheckpointError as error:
             assert str(error).isprintable()
+            assert str(path) in str(error)
 
     try:
         with open_checkpoint(path) as checkpoint:

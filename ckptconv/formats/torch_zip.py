@@ -7,7 +7,6 @@ enough, ``byteorder``, ``version``, ``.format_version``, ``.storage_alignment``,
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ from ckptconv.checkpoint import Checkpoint, Overlay
 from ckptconv.compaction import CastRule, NewStorage, compact
 from ckptconv.dtypes import UINT8, DType
 from ckptconv.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint, printable
-from ckptconv.files import Source
+from ckptconv.files import Source, crc32
 from ckptconv.layout import Layout, WriteItem
 from ckptconv.limits import LIMITS
 from ckptconv.nodes import Node
@@ -188,8 +187,8 @@ def lay_out_torch_zip(tree: Tree, cast: CastRule, retag: Callable[[str], str]) -
 
 
 def _serialization_id(pickle: bytes) -> bytes:
-    """Forty digits that are the same for the same tree, as torch's are."""
-    return b"%040d" % (int.from_bytes(hashlib.sha256(pickle).digest(), "big") % 10**40)
+    """Forty digits that are the same for the same tree, as torch's are (a name for logs, not a checksum)."""
+    return b"%030d%010d" % (len(pickle), crc32(pickle))
 
 
 def _records(contents: Iterable[tuple[str, bytes | NewStorage]]) -> Layout:
