@@ -17,7 +17,8 @@ from ckptconv.files import SMALL, OutputStream, atomic_output, check_output, crc
 from ckptconv.formats.detect import open_checkpoint
 from ckptconv.keys import KeyRules
 from ckptconv.layout import Layout, WriteItem
-from ckptconv.planning import ConversionPlan, Options, Target, Tied, Unknown, plan_conversion
+from ckptconv.planning import ConversionPlan, Options, Target, Tied, plan_conversion
+from ckptconv.settling import Unknown
 from ckptconv.tensors import (
     Storage,
     TensorRef,

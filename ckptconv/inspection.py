@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ckptconv.checkpoint import Checkpoint, StateDict, label_text, place_text, tensor_of, walk
 from ckptconv.keys import find_wrappers
 from ckptconv.nodes import Call, Global, Node, children, mapping_pairs
-from ckptconv.planning import plain_form_of, refused_name
+from ckptconv.settling import plain_form_of, refused_name
 from ckptconv.tensors import TensorRef
 
 _VALUE_LENGTH = 60

@@ -20,7 +20,8 @@ from ckptconv.files import FileSource
 from ckptconv.formats.detect import open_checkpoint
 from ckptconv.keys import KeyRules, map_keys
 from ckptconv.nodes import ORDERED_DICT, Call, Dict, Global, Node, mapping_pairs
-from ckptconv.planning import Options, Unknown, rename_state_dicts, settle_objects
+from ckptconv.planning import Options, rename_state_dicts
+from ckptconv.settling import Unknown, settle_objects
 from ckptconv.tensors import Storage, TensorObject, TensorRef, check_storage, iter_chunks, whole_storage
 from ckptconv.torch_objects import VALUELESS, WEIGHTS_ONLY
 

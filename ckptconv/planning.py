@@ -8,13 +8,12 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from ckptconv.checkpoint import (
     Checkpoint,
-    Place,
     StateDict,
     choose_state_dict,
     find,
@@ -24,7 +23,6 @@ from ckptconv.checkpoint import (
     renamed_state_dict,
     tensor_of,
     tensors_of,
-    walk,
 )
 from ckptconv.collector import collector_paused
 from ckptconv.devices import TagMap
@@ -43,12 +41,11 @@ from ckptconv.keys import STRIP, KeyMap, KeyRules, map_keys
 from ckptconv.layout import Layout
 from ckptconv.limits import LIMITS
 from ckptconv.nodes import Call, Dict, Global, Node, mapping_pairs
-from ckptconv.plain_objects import plain_form
-from ckptconv.tensors import Storage, TensorObject, TensorRef
-from ckptconv.torch_objects import VALUELESS, WEIGHTS_ONLY, is_tensor_call
+from ckptconv.settling import Rewritten, Settled, Skipped, Unknown, settle_objects
+from ckptconv.tensors import TensorRef
+from ckptconv.torch_objects import is_tensor_call
 
 Target = Literal["torch", "safetensors"]
-Unknown = Literal["refuse", "drop", "keep"]
 Tied = Literal["alias", "duplicate"]
 
 _SUFFIXES: dict[str, Target] = {
@@ -77,22 +74,6 @@ class Options:
     def cast(self, dtype: DType) -> DType:
         """The type in which values of `dtype` are written: only floating ones are cast."""
         return self.dtype if self.dtype is not None and dtype.is_floating else dtype
-
-
-@dataclass(frozen=True, slots=True)
-class Skipped:
-    """Something of the source that the output does not hold: where it was, and why."""
-
-    path: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Rewritten:
-    """An object that stands in the output in its plain form: where, and what it was."""
-
-    path: str
-    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,115 +220,6 @@ def _renamed_keys(item: StateDict, keys: KeyMap) -> RenamedKeys:
     storages = [id(ref.storage) for _, ref in item.tensors()]
     shared = len(storages) - len(set(storages))
     return RenamedKeys(item.path, keys.wrappers, len(keys.old), changed, odd, shared)
-
-
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """A tree whose objects are settled: what became of some of them, and the tensors and bare storages that are in it."""
-
-    rewritten: list[Rewritten] = field(default_factory=list)
-    dropped: list[Skipped] = field(default_factory=list)
-    tensors: list[TensorRef] = field(default_factory=list)
-    storages: list[Storage] = field(default_factory=list)
-    sparse: list[Place] = field(default_factory=list)
-    cycles: list[Place] = field(default_factory=list)
-
-
-def settle_objects(root: Node, overlay: dict[int, Node], unknown: Unknown) -> Settled:
-    """Rewrite, drop or refuse what `weights_only=True` would refuse, through the overlay; collect what is left."""
-    settled = Settled()
-    refused: list[tuple[str, str]] = []
-    for place, node in walk(root, overlay, settled.cycles):
-        if type(node) is not TensorRef and unknown != "keep" and (name := refused_name(node)) is not None:
-            if not _settle(node, name, place, overlay, settled, drop=unknown == "drop"):
-                refused.append((place_text(place), name))
-            node = overlay.get(id(node), node)
-        if type(node) is TensorRef:
-            settled.tensors.append(node)
-        elif type(node) is TensorObject:
-            settled.tensors.append(node.tensor)
-        elif type(node) is Storage:
-            settled.storages.append(node)
-        elif type(node) is Call and "_sparse_" in node.name:
-            settled.sparse.append(place)
-        if unknown != "keep" and (type(node) is Dict or type(node) is Call):
-            _refuse_keys(node.pairs, place)
-    if refused:
-        raise _refusal(refused)
-    return settled
-
-
-def _refuse_keys(pairs: Sequence[tuple[Node, Node]], place: Place) -> None:
-    """Refuse dict keys whose hashing is slow (nested tuples, thousands of ints with one hash) or impossible."""
-    odd = [key for key, _ in pairs if type(key) is not str and not _is_harmless_key(key)]
-    if any(type(key) is not int for key in odd) or len(odd) > LIMITS.large_int_keys:
-        raise RefusedObject(
-            "a dict has keys that are no plain values, or too many ints beyond 61 bits",
-            where=place_text(place) or "the whole file",
-            hint="such a file is made to hang its reader; --only PATH takes one part",
-        )
-
-
-def _is_harmless_key(key: Node) -> bool:
-    if type(key) is int:
-        return -_LARGE_INT < key < _LARGE_INT
-    if type(key) is tuple:
-        return len(key) <= LIMITS.key_tuple and all(type(part) in (str, int, float, bool, bytes, type(None)) for part in key)
-    return type(key) in (float, bool, bytes, type(None), Global)
-
-
-_LARGE_INT = (1 << 61) - 1  # Python's hash of an int is its remainder by this prime
-
-
-def _settle(node: Node, name: str, place: Place, overlay: dict[int, Node], settled: Settled, *, drop: bool) -> bool:
-    """Put what stands in for a refused object into the overlay; False when nothing may."""
-    plain = plain_form_of(node)
-    if plain is not node:
-        overlay[id(node)] = plain
-        settled.rewritten.append(Rewritten(place_text(place), name))
-    elif drop:
-        overlay[id(node)] = node.tensor if type(node) is TensorObject else None
-        settled.dropped.append(Skipped(place_text(place), f"dropped: {name} is no plain object"))
-    return drop or plain is not node
-
-
-def refused_name(node: Node) -> str | None:
-    """The global for which `weights_only=True` would refuse `node` (or that has no values); None for good nodes."""
-    kind = type(node)
-    if kind is Call:
-        name: str = node.name
-        if name in WEIGHTS_ONLY and name not in VALUELESS and node.kwargs is None:
-            return None
-        return name
-    if kind is Global:
-        return None if node.path in WEIGHTS_ONLY else node.path
-    if kind is TensorObject and type(node.cls) is Global:
-        return None if node.cls.path in WEIGHTS_ONLY else node.cls.path
-    return None
-
-
-def plain_form_of(node: Node) -> Node:
-    if type(node) is Call:
-        return plain_form(node)
-    if type(node) is TensorObject and type(node.cls) is Global and node.cls.path == "torch.nn.parameter.Buffer":
-        return node.tensor
-    return node
-
-
-def _refusal(unknown: Sequence[tuple[str, str]]) -> RefusedObject:
-    place, name = unknown[0]
-    more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
-    if name in VALUELESS:
-        return RefusedObject(
-            f"a tensor without values ({name}){more}: there is nothing to convert",
-            where=place or "the whole file",
-            hint="save it from a host that has its values; --unknown drop leaves it out",
-        )
-    return RefusedObject(
-        f"{printable(name)}{more} is an object that torch.load(weights_only=True) refuses",
-        where=place or "the whole file",
-        hint="--unknown drop replaces it by None, --unknown keep keeps it, --only PATH takes one part",
-    )
 
 
 def _tree_notes(settled: Settled) -> Iterator[str]:

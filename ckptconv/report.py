@@ -9,7 +9,8 @@ from ckptconv.convert import ConversionResult
 from ckptconv.devices import Gpu, Host
 from ckptconv.errors import CheckpointError, printable
 from ckptconv.inspection import Inspection, Part
-from ckptconv.planning import ConversionPlan, Skipped
+from ckptconv.planning import ConversionPlan
+from ckptconv.settling import Skipped
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _SHOWN = 5

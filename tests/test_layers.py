@@ -17,7 +17,7 @@ LAYERS = {
     "tensors": 3, "archives": 3,
     "torch_objects": 4, "compaction": 4, "layout": 4, "plain_objects": 4,
     "checkpoint": 5,
-    "formats.torch_zip": 6, "formats.safetensors": 6,
+    "settling": 6, "formats.torch_zip": 6, "formats.safetensors": 6,
     # 7 is for checkpoints of many files
     "formats.detect": 8,
     "planning": 9,
