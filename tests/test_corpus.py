@@ -29,7 +29,9 @@ Facts = tuple[str, tuple[int, ...], str]
 
 
 def each(entries: list[dict[str, Any]]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("entry", entries, ids=[entry["file"] for entry in entries])
+    """Runs a test for each entry; where the folder is not here, one test skips and says so."""
+    absent = [pytest.param({"file": "", "container": ""}, id="absent")]
+    return pytest.mark.parametrize("entry", [pytest.param(entry, id=entry["file"]) for entry in entries] or absent)
 
 
 @pytest.fixture
@@ -179,8 +181,8 @@ def test_prefixes_are_added_and_stripped_again(entry, source, tmp_path):
 
 
 @each(UNREAD)
-def test_what_is_not_read_yet_says_so(source):
+def test_what_is_not_read_yet_says_so(source, tmp_path):
     with pytest.raises(CheckpointError, match=r"not (yet read|read yet)"):
         open_checkpoint(source)
     with pytest.raises(CheckpointError, match=r"not (yet read|read yet)"):
-        convert_checkpoint(source, source.parent / "never-written.pt")
+        convert_checkpoint(source, tmp_path / "out.pt")

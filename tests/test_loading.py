@@ -271,10 +271,10 @@ def test_map_location_as_string_device_and_auto(samples):
 
 
 def test_map_location_as_dict_maps_exact_tags(tmp_path):
-    path = saved({"a": torch.ones(2)}, tmp_path, "cuda:3")
-    same(load_portable(path, {"cuda:3": "cpu"}), {"a": torch.ones(2)} | OrderedDict())
+    path = saved({"a": torch.ones(2)}, tmp_path, "cuda:99")
+    same(load_portable(path, {"cuda:99": "cpu"}), OrderedDict(a=torch.ones(2)))
     with pytest.raises(DeviceUnavailable):
-        load_portable(path, {"cuda": "cpu", "cuda:0": "cpu", "cuda:30": "cpu"})
+        load_portable(path, {"cuda": "cpu", "cuda:0": "cpu", "cuda:9": "cpu"})
     assert load_portable(saved({"a": torch.ones(2)}, tmp_path), {"cuda:3": "cuda:0"})["a"].sum() == 2
 
 
@@ -294,10 +294,14 @@ def test_map_location_as_a_callable_is_asked_as_torch_asks(tmp_path):
     found = load_portable(path, to_cpu("ours"))
     same(dict(found), torch.load(path, map_location=to_cpu("theirs")))
     assert asked["ours"] == asked["theirs"] and len(asked["ours"]) == 3
-    with pytest.raises(DeviceUnavailable if not torch.cuda.is_available() else AssertionError):
-        load_portable(path, lambda storage, tag: None)
     plain = saved(tree, tmp_path)
     same(dict(load_portable(plain, lambda storage, tag: None)), tree)
+
+
+@without_cuda
+def test_a_callable_that_declines_leaves_the_tag(samples):
+    with pytest.raises(DeviceUnavailable, match="cuda:3"):
+        load_portable(samples / "ddp_cuda3.pt", lambda storage, tag: None)
 
 
 @without_cuda
@@ -589,28 +593,26 @@ def test_bytes_of_every_value_are_kept_apart(tmp_path):
 Point = namedtuple("Point", "x y")
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        range(3),
-        print,
-        object(),
-        nn.Linear(1, 1),
-        Path("a"),
-        np.ones(2),
-        torch.ones(2).to_sparse(),
-        torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
-        torch.ones(2, device="meta"),
-        torch.nested.nested_tensor([torch.ones(2)]),
-        frozenset([object()]),
-        1 << 3000,
-    ],
-    ids=lambda value: f"{type(value).__name__} {getattr(value, 'layout', '')} {getattr(value, 'device', '')}",
-)
-def test_what_cannot_be_saved_portably_is_refused_with_its_place(value, tmp_path):
-    """Among them an integer for which weights_only lacks the opcode."""
+REFUSED = {
+    "range": lambda: range(3),
+    "function": lambda: print,
+    "object": object,
+    "module": lambda: nn.Linear(1, 1),
+    "path": lambda: Path("a"),
+    "array": lambda: np.ones(2),
+    "sparse": lambda: torch.ones(2).to_sparse(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+    "meta": lambda: torch.ones(2, device="meta"),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2)]),
+    "frozen set": lambda: frozenset([object()]),
+    "an integer for which weights_only lacks the opcode": lambda: 1 << 3000,
+}
+
+
+@pytest.mark.parametrize("make", REFUSED.values(), ids=REFUSED.keys())
+def test_what_cannot_be_saved_portably_is_refused_with_its_place(make, tmp_path):
     with pytest.raises(RefusedObject, match=r"deep\.1: "):
-        save_portable({"w": torch.ones(2), "deep": ["x", value]}, tmp_path / "ours.pt")
+        save_portable({"w": torch.ones(2), "deep": ["x", make()]}, tmp_path / "ours.pt")
     assert list(tmp_path.iterdir()) == []
 
 

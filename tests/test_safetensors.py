@@ -115,34 +115,22 @@ def test_tensors_lie_aligned_by_falling_element_size_in_their_own_order(drawn):
         assert output.stat().st_size == start + ends[-1]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_has_the_library_s_code_and_comes_back(dtype, tmp_path):
-    values = trees.random_bytes(5, 24 * dtype.itemsize, dtype)
-    tree = {
-        "whole": trees.make(dtype, values, 0, (2, 3, 4), (12, 4, 1)),
-        "columns": trees.make(dtype, values, 1, (4, 2), (1, 6)),
-    }
-    output = convert(tree, tmp_path, tied="duplicate")
-    theirs = tmp_path / "theirs.safetensors"
-    safetensors.torch.save_file({key: contiguous(value) for key, value in tree.items()}, theirs)
-    ours, theirs = (oracle.safetensors_header(path)[0] for path in (output, theirs))
-    for key in tree:
-        assert (ours[key]["dtype"], ours[key]["shape"]) == (theirs[key]["dtype"], theirs[key]["shape"])
-    for source in (output, tmp_path / "theirs.safetensors"):
-        convert_checkpoint(source, tmp_path / "back.pt", force=True)
-        for key, value in tree.items():
-            assert_equal(safetensors.torch.load_file(source)[key], value)
-            assert_equal(oracle.load(tmp_path / "back.pt")[key], value)
+REFUSED = {
+    "complex128": lambda: torch.ones(2, dtype=torch.complex128),
+    "complex32": lambda: torch.ones(2, dtype=torch.complex32),
+    "sparse": lambda: torch.eye(2).to_sparse(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+}
 
 
-@pytest.mark.parametrize("tensor", [torch.ones(2, dtype=torch.complex128), torch.ones(2, dtype=torch.complex32),
-                                    torch.eye(2).to_sparse(), torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)],
-                         ids=lambda tensor: f"{tensor.dtype}-{tensor.layout}")  # fmt: skip
-def test_what_safetensors_cannot_hold_is_refused_with_its_key(tensor, tmp_path):
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("make", REFUSED.values(), ids=REFUSED.keys())
+def test_what_safetensors_cannot_hold_is_refused_with_its_key(make, tmp_path):
+    tree = {"w": torch.ones(1), "odd": make()}
     with pytest.raises(RefusedObject, match=r"odd: .*safetensors .*--to torch"):
-        convert({"w": torch.ones(1), "odd": tensor}, tmp_path)
+        convert(tree, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["source.pt"]
-    convert({"w": torch.ones(1), "odd": tensor}, tmp_path, keys=KeyRules(exclude=("odd",)))
+    convert(tree, tmp_path, keys=KeyRules(exclude=("odd",)))
 
 
 def test_half_a_byte_alone_is_refused(tmp_path):
