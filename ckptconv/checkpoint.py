@@ -6,13 +6,12 @@ the pickle writer both look through. What is a state dict is decided by content;
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ckptconv.errors import AmbiguousStateDict, KeyConflict, LimitExceeded, printable
+from ckptconv.errors import AmbiguousStateDict, LimitExceeded, printable
 from ckptconv.files import Source
 from ckptconv.limits import LIMITS
 from ckptconv.nodes import Call, Dict, Node, PersistentId, children, mapping_pairs
@@ -69,7 +68,8 @@ class Checkpoint:
 class StateDict:
     """A state dict in a tree: its `path` (empty for the root), its `node`, and its keys and values in order.
 
-    A value is a `TensorRef`, a `TensorObject`, or whatever else training left under the key.
+    A key that is no text is given as text, so two may be equal; a value is a `TensorRef`, a `TensorObject`, or whatever else
+    training left under the key.
     """
 
     path: str
@@ -284,19 +284,7 @@ def _looks_like_module(place: Place, node: Node, pairs: Sequence[tuple[Node, Nod
 def _state_dict(place: Place, node: Node, pairs: Sequence[tuple[Node, Node]]) -> StateDict:
     path = place_text(place)
     keys = [label_text(key) for key, _ in pairs]
-    if len(set(keys)) != len(keys):
-        twice = Counter(keys).most_common(1)[0][0]
-        raise KeyConflict(f"holds the key '{printable(twice)}' twice", where=path or None)
-    _refuse_half_characters(keys)
     return StateDict(path, node, tuple(keys), tuple(value for _, value in pairs))
-
-
-def _refuse_half_characters(keys: list[str]) -> None:
-    try:
-        "".join(keys).encode()
-    except UnicodeEncodeError as error:
-        bad = next(key for key in keys if error.object[error.start] in key)
-        raise KeyConflict("a key holds half a character (a lone surrogate)", where=bad) from None
 
 
 def metadata_of(node: Node) -> Any:

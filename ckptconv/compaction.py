@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
 from ckptconv.dtypes import UINT8, DType
 from ckptconv.tensors import Storage, TensorRef, contiguous_stride, is_contiguous, joined, whole_storage
 
+_MOST_RUNS = 1000  # beyond, the gaps between the used bytes are kept
 _ALIGNMENT = 16  # where gaps are cut out, so that every element type stays aligned
 
 
@@ -41,7 +43,8 @@ class Placement(NamedTuple):
     resolved: bool = False
 
 
-CastRule = Callable[[DType], DType]
+CastRule = Callable[[TensorRef], DType]
+"""The type in which a tensor is written."""
 
 
 def compact(refs: Iterable[TensorRef], bare: Iterable[Storage], cast: CastRule) -> dict[int, Placement]:
@@ -78,7 +81,7 @@ def _class_of(dtype: DType) -> DType | None:
 
 def _gathered(ref: TensorRef, cast: CastRule) -> Placement:
     """The tensor's values one after another; its conj and neg bits stay bits, unless it is cast."""
-    dtype = cast(ref.dtype)
+    dtype = cast(ref)
     resolved = dtype is not ref.dtype
     values = ref if resolved or not (ref.conj or ref.neg) else ref._replace(conj=False, neg=False)
     new = _new(values, dtype, _class_of(dtype), ref.location)
@@ -95,7 +98,7 @@ def _whole(storage: Storage, group: list[TensorRef]) -> dict[int, Placement]:
 
 
 def _alone(ref: TensorRef, cast: CastRule) -> Placement:
-    dtype = cast(ref.dtype)
+    dtype = cast(ref)
     values = ref
     if ref.conj or ref.neg or not is_contiguous(ref.shape, ref.stride):
         start, stop = ref.byte_span()
@@ -106,18 +109,17 @@ def _alone(ref: TensorRef, cast: CastRule) -> Placement:
 
 
 def _shared(group: list[TensorRef], cast: CastRule) -> dict[int, Placement]:
-    storage, dtypes = group[0].storage, {ref.dtype for ref in group}
-    mixed = len(dtypes) > 1
-    recast = any(cast(dtype) is not dtype for dtype in dtypes)
-    if (mixed and (storage.big_endian or recast)) or (recast and any(ref.neg for ref in group)):
+    storage, sources, targets = group[0].storage, {ref.dtype for ref in group}, {cast(ref) for ref in group}
+    mixed, recast = len(sources) > 1, any(cast(ref) is not ref.dtype for ref in group)
+    if (recast and (mixed or len(targets) > 1 or any(ref.neg for ref in group))) or (mixed and storage.big_endian):
         return {id(ref): _gathered(ref, cast) for ref in group}
-    source = UINT8 if mixed else dtypes.pop()
-    target = UINT8 if mixed else cast(source)
+    source, target = (UINT8, UINT8) if mixed else (sources.pop(), targets.pop())
     runs = _used_runs(group, storage.nbytes - storage.nbytes % source.itemsize)
     values = joined([whole_storage(storage, start, stop, source) for start, stop in runs])
     new = _new(values, target, None if mixed else _class_of(target), storage.location)
     starts = [start for start, _ in runs]
-    shifts = [start - sum(b - a for a, b in runs[:index]) for index, start in enumerate(starts)]
+    kept = accumulate((stop - start for start, stop in runs), initial=0)
+    shifts = [start - before for start, before in zip(starts, kept)]  # noqa: B905 (one more sum than runs)
     placed = {}
     for ref in group:
         first = ref.byte_span()[0] if ref.numel else starts[0]
@@ -139,4 +141,6 @@ def _used_runs(group: list[TensorRef], nbytes: int) -> list[tuple[int, int]]:
             runs[-1] = runs[-1][0], max(stop, runs[-1][1])
         else:
             runs.append((start, stop))
+    if len(runs) > _MOST_RUNS:
+        return [(runs[0][0], runs[-1][1])]
     return runs or [(0, 0)]

@@ -193,7 +193,7 @@ def _by_tensor(plan: ConversionPlan, items: Mapping[int, int], count: Callable[[
 
 def _count_overflow(plan: ConversionPlan, ref: TensorRef) -> int:
     lost = [0]
-    for _ in iter_cast_chunks(ref, plan.cast(ref.dtype), lost):
+    for _ in iter_cast_chunks(ref, plan.cast(ref), lost):
         pass
     return lost[0]
 
@@ -227,7 +227,7 @@ def _verify(plan: ConversionPlan, written: Path) -> int:
         there = iter(()) if actual is not None else output.tensors()
         for path, ref in plan.tensors():
             name, other = (path, actual.get(path)) if actual is not None else next(there, (path, None))
-            if other is None or name != path or not _equal(ref, other, plan.cast(ref.dtype)):
+            if other is None or name != path or not _equal(ref, other, plan.cast(ref)):
                 raise VerificationFailed("the output differs from the source", path=plan.output, where=path)
             count += 1
     return count

@@ -46,6 +46,8 @@ class KeyRules:
 
 STRIP = KeyRules()
 """The default: strip wrappers, nothing else."""
+KEEP = KeyRules("keep")
+"""Leave all keys as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,11 @@ def map_keys(keys: Sequence[str], rules: KeyRules) -> KeyMap:
     globs = bool(rules.include or rules.exclude)
     new = tuple(key if not globs or rules.keeps(key) else None for key in renamed)
     return KeyMap(tuple(keys), new, found, renaming)
+
+
+def unchanged(keys: Sequence[str]) -> KeyMap:
+    """The map that leaves every key as it is."""
+    return KeyMap(tuple(keys), tuple(keys), (), lambda key: key)
 
 
 def _wrapper_steps(keys: Sequence[str], rules: KeyRules) -> tuple[tuple[str, ...], list[Renaming]]:
@@ -145,12 +152,19 @@ def _add(prefix: str) -> Renaming:
 
 
 def _refuse_collisions(old: Sequence[str], new: Sequence[str]) -> None:
+    try:
+        "".join(new).encode()
+    except UnicodeEncodeError as error:
+        bad = next(key for key in new if error.object[error.start] in key)
+        raise KeyConflict("a key holds half a character (a lone surrogate)", where=bad) from None
     if len(set(new)) == len(new) and ("" not in new or "" in old):
         return
     owner: dict[str, str] = {}
     for before, after in zip(old, new, strict=True):
         if not after and before:
             raise KeyConflict(f"the rules leave nothing of the key '{printable(before)}'", where=before)
+        if after in owner and owner[after] == before:
+            raise KeyConflict(f"two keys of different types read as '{printable(before)}'", hint="use --keys keep")
         if after in owner:
             raise KeyConflict(
                 f"the keys '{printable(owner[after])}' and '{printable(before)}' both become '{printable(after)}'",

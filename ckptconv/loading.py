@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckptconv.checkpoint import Checkpoint, find, metadata_of, renamed_state_dict
+from ckptconv.checkpoint import Checkpoint, find, find_state_dicts, metadata_of, renamed_state_dict
 from ckptconv.collector import collector_paused
 from ckptconv.devices import require_device, resolve_map_location
 from ckptconv.dtypes import BY_NAME, DType
@@ -20,7 +20,7 @@ from ckptconv.files import FileSource
 from ckptconv.formats.detect import open_checkpoint
 from ckptconv.keys import KeyRules, map_keys
 from ckptconv.nodes import ORDERED_DICT, Call, Dict, Global, Node, mapping_pairs
-from ckptconv.planning import Options, rename_state_dicts
+from ckptconv.planning import rename_state_dicts
 from ckptconv.settling import Unknown, settle_objects
 from ckptconv.tensors import Storage, TensorObject, TensorRef, check_storage, iter_chunks, whole_storage
 from ckptconv.torch_objects import VALUELESS, WEIGHTS_ONLY
@@ -71,10 +71,9 @@ def _selected(
 ) -> tuple[Node, dict[int, Node]]:
     """The node to bring to life, and the overlay with renamed keys and plain objects."""
     overlay: dict[int, Node] = {}
-    options = Options(keys=rules, only=only, unknown=unknown)
     if whole:
         root = checkpoint.root if only is None else find(checkpoint.root, only, checkpoint.path)
-        rename_state_dicts(root, overlay, options)
+        rename_state_dicts(find_state_dicts(root), overlay, rules)
     else:
         found = checkpoint.state_dict(only)
         keys = map_keys(found.keys, rules)

@@ -23,8 +23,10 @@ from ckptconv.checkpoint import (
     renamed_state_dict,
     tensor_of,
     tensors_of,
+    walk,
 )
 from ckptconv.collector import collector_paused
+from ckptconv.compaction import CastRule
 from ckptconv.devices import TagMap
 from ckptconv.dtypes import DType
 from ckptconv.errors import (
@@ -37,7 +39,7 @@ from ckptconv.errors import (
 )
 from ckptconv.formats.safetensors import lay_out_safetensors
 from ckptconv.formats.torch_zip import Tree, lay_out_torch_zip
-from ckptconv.keys import STRIP, KeyMap, KeyRules, map_keys
+from ckptconv.keys import KEEP, STRIP, KeyMap, KeyRules, find_wrappers, map_keys, unchanged
 from ckptconv.layout import Layout
 from ckptconv.limits import LIMITS
 from ckptconv.nodes import Call, Dict, Global, Node, mapping_pairs
@@ -71,9 +73,9 @@ class Options:
     tied: Tied = "alias"
     unknown: Unknown = "refuse"
 
-    def cast(self, dtype: DType) -> DType:
-        """The type in which values of `dtype` are written: only floating ones are cast."""
-        return self.dtype if self.dtype is not None and dtype.is_floating else dtype
+    def cast(self, ref: TensorRef) -> DType:
+        """The type in which a tensor of a state dict is written: only floating ones are cast."""
+        return self.dtype if self.dtype is not None and ref.dtype.is_floating else ref.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ class ConversionPlan:
     rewritten: tuple[Rewritten, ...]
     notes: tuple[str, ...]
     tensors: Callable[[], Iterator[tuple[str, TensorRef]]]
-    cast: Callable[[DType], DType]
+    cast: Callable[[TensorRef], DType]
 
     @property
     def nbytes(self) -> int:
@@ -148,13 +150,15 @@ def plan_conversion(checkpoint: Checkpoint, output: str | os.PathLike[str], opti
 def _plan_torch(checkpoint: Checkpoint, output: Path, options: Options) -> ConversionPlan:
     root = checkpoint.root if options.only is None else find(checkpoint.root, options.only, checkpoint.path)
     overlay: dict[int, Node] = {}
-    renamed, skipped = rename_state_dicts(root, overlay, options)
+    found = find_state_dicts(root)
+    renamed, skipped = rename_state_dicts(found, overlay, options.keys)
     settled = settle_objects(root, overlay, options.unknown)
     refs = settled.tensors
     if not refs and not settled.storages:
         raise AmbiguousStateDict("holds no tensors, so there is nothing to convert", where=options.only)
     tree = Tree(root, overlay, refs, settled.storages)
-    layout = lay_out_torch_zip(tree, options.cast, options.tags)
+    cast = _cast_rule(found, tree, options)
+    layout = lay_out_torch_zip(tree, cast, options.tags)
     return ConversionPlan(
         source=checkpoint.path,
         source_format=checkpoint.format,
@@ -164,33 +168,62 @@ def _plan_torch(checkpoint: Checkpoint, output: Path, options: Options) -> Conve
         layout=layout,
         state_dicts=renamed,
         locations=_count_locations(refs, options.tags),
-        casts=_count_casts(refs, options),
+        casts=_count_casts(refs, cast),
         tied={},
         skipped=(*skipped, *settled.dropped),
         rewritten=tuple(settled.rewritten),
         notes=(*checkpoint.notes, *_tree_notes(settled), *_key_notes(renamed), *_sharing_notes(refs)),
         tensors=lambda: tensors_of(root, overlay),
-        cast=options.cast,
+        cast=cast,
     )
 
 
-def rename_state_dicts(root: Node, overlay: dict[int, Node], options: Options) -> tuple[tuple[RenamedKeys, ...], list[Skipped]]:
+def _cast_rule(found: Sequence[StateDict], tree: Tree, options: Options) -> CastRule:
+    """Cast the tensors of state dicts: an optimizer's, or the scales inside a quantized tensor, are not weights.
+
+    Where there is no state dict, all tensors that are no part of a call are cast.
+    """
+    if options.dtype is None:
+        return options.cast
+    weights = {id(tensor_of(value)) for item in found for value in item.values} if found else _free_tensors(tree)
+    return lambda ref: options.cast(ref) if id(ref) in weights else ref.dtype
+
+
+def _free_tensors(tree: Tree) -> set[int]:
+    inside: set[int] = set()
+    free: set[int] = set()
+    for place, node in walk(tree.root, tree.overlay):
+        holder = None if place is None else place[2]
+        if id(holder) in inside or (type(holder) is Call and mapping_pairs(holder) is None):
+            inside.add(id(node))
+        elif tensor_of(node) is not None:
+            free.add(id(tensor_of(node)))
+    return free
+
+
+def rename_state_dicts(
+    found: Sequence[StateDict], overlay: dict[int, Node], rules: KeyRules
+) -> tuple[tuple[RenamedKeys, ...], list[Skipped]]:
     """Put renamed state dicts into the overlay; tell what changed and what was left out."""
-    found = find_state_dicts(root)
-    if not found and options.keys not in (STRIP, KeyRules("keep")):
+    if not found and rules not in (STRIP, KEEP):
         raise AmbiguousStateDict(
             "there is no state dict in it whose keys could be changed", hint="see what it holds with: ckptconv inspect"
         )
     renamed, skipped, left = [], [], 0
     for item in found:
-        keys = _map_keys(item, options.keys)
+        keys = _map_keys(item, rules) if _has_work(item, rules) else unchanged(item.keys)
         left += sum(new is not None for new in keys.new)
         skipped += _excluded(item, keys)
         renamed.append(_renamed_keys(item, keys))
         if keys.new != keys.old:
             overlay[id(item.node)] = renamed_state_dict(item, keys.new, keys.module_path)
-    _refuse_nothing_left(found, left, options.keys)
+    _refuse_nothing_left(found, left, rules)
     return tuple(renamed), skipped
+
+
+def _has_work(item: StateDict, rules: KeyRules) -> bool:
+    """Whether the keys must be fit for names: not where they stay, whatever they are, somewhere inside a checkpoint."""
+    return rules != KEEP and (rules != STRIP or not item.path or bool(find_wrappers(item.keys)))
 
 
 def _map_keys(item: StateDict, rules: KeyRules) -> KeyMap:
@@ -251,13 +284,8 @@ def _count_locations(refs: Iterable[TensorRef], retag: Callable[[str], str]) -> 
     return {(before, retag(before)): count for before, count in counted.items()}
 
 
-def _count_casts(refs: Iterable[TensorRef], options: Options) -> dict[tuple[str, str], int]:
-    if options.dtype is None:
-        return {}
-    counted = Counter(ref.dtype for ref in refs)
-    return {
-        (dtype.name, options.cast(dtype).name): count for dtype, count in counted.items() if options.cast(dtype) is not dtype
-    }
+def _count_casts(refs: Iterable[TensorRef], cast: CastRule) -> dict[tuple[str, str], int]:
+    return dict(Counter((ref.dtype.name, cast(ref).name) for ref in refs if cast(ref) is not ref.dtype))
 
 
 def _plan_safetensors(checkpoint: Checkpoint, output: Path, options: Options) -> ConversionPlan:
@@ -274,7 +302,7 @@ def _plan_safetensors(checkpoint: Checkpoint, output: Path, options: Options) ->
             skipped.append(_skipped_value(key, value))
     _refuse_nothing_left([found], len(named), options.keys)
     tied = _tied_names(named, checkpoint) if options.tied == "alias" else {}
-    kept = [(key, ref, options.cast(ref.dtype)) for key, ref in named if key not in tied]
+    kept = [(key, ref, options.cast(ref)) for key, ref in named if key not in tied]
     _refuse_blow_up(sum(ref.numel * dtype.itemsize for _, ref, dtype in kept), checkpoint)
     refs = [ref for _, ref in named]
     renamed = _renamed_keys(found, keys)
@@ -288,7 +316,7 @@ def _plan_safetensors(checkpoint: Checkpoint, output: Path, options: Options) ->
         layout=layout,
         state_dicts=(renamed,),
         locations=_count_locations(refs, options.tags),
-        casts=_count_casts(refs, options),
+        casts=_count_casts(refs, options.cast),
         tied=tied,
         skipped=(*skipped, *_other_parts(checkpoint, found, options)),
         rewritten=(),
@@ -300,7 +328,7 @@ def _plan_safetensors(checkpoint: Checkpoint, output: Path, options: Options) ->
 
 def _holdable(key: str, ref: TensorRef, options: Options) -> TensorRef:
     half_byte = ref.dtype.safetensors == "F4" and not ref.shape
-    if half_byte or options.cast(ref.dtype).safetensors is None:
+    if half_byte or options.cast(ref).safetensors is None:
         raise RefusedObject(
             f"safetensors has no {'scalars of' if half_byte else 'dtype'} {ref.dtype.name}",
             where=key,
