@@ -20,7 +20,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from ckptconv.errors import LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
-from ckptconv.files import InflatedSource, Source, crc32
+from ckptconv.files import InflatedSource, Source, Spool, crc32
 from ckptconv.limits import LIMITS
 
 ALIGNMENT = 64
@@ -60,11 +60,11 @@ def read_directory(source: Source) -> dict[str, Record]:
     return {record.name: record for record in records if not record.name.endswith("/")}
 
 
-def record_source(source: Source, record: Record) -> tuple[Source, int]:
-    """Where the plain bytes of `record` can be read: a source and the offset in it."""
+def record_source(source: Source, record: Record, spool: Spool) -> tuple[Source, int]:
+    """Where the plain bytes of `record` can be read: a source and the offset in it; deflated ones pass through `spool`."""
     if not record.deflated:
         return source, record.offset
-    return InflatedSource(source, record.offset, record.stored, record.size, record.crc32, record.name), 0
+    return InflatedSource(source, record.offset, record.stored, record.size, record.crc32, record.name, spool), 0
 
 
 def read_record(source: Source, record: Record, limit: int) -> bytes:
@@ -75,12 +75,12 @@ def read_record(source: Source, record: Record, limit: int) -> bytes:
             path=source.path,
             where=record.name,
         )
-    plain, offset = record_source(source, record)
+    spool = Spool()
     try:
+        plain, offset = record_source(source, record, spool)
         found = plain.read(offset, record.size)
     finally:
-        if plain is not source:
-            plain.close()
+        spool.close()
     if record.crc32 is not None and crc32(found) != record.crc32:
         raise MalformedCheckpoint("does not have the CRC-32 that the archive says", path=source.path, where=record.name)
     return found

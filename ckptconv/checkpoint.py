@@ -15,6 +15,7 @@ from ckptconv.errors import AmbiguousStateDict, LimitExceeded, printable
 from ckptconv.files import Source
 from ckptconv.limits import LIMITS
 from ckptconv.nodes import Call, Dict, Node, PersistentId, children, mapping_pairs
+from ckptconv.plain_objects import plain_form
 from ckptconv.tensors import TensorObject, TensorRef
 from ckptconv.torch_objects import is_tensor_call
 
@@ -95,14 +96,19 @@ def label_text(label: Node) -> str:
     """A dict key or index as it stands in paths and messages; bytes as the text they are."""
     if type(label) is str:
         return label
+    if type(label) is int and label.bit_length() > 1000:
+        return f"an int of {label.bit_length()} bits"  # python refuses to print the longest ones
     return label.decode("utf-8", "backslashreplace") if type(label) is bytes else str(label)
+
+
+_LONGEST_LABEL = 500  # characters of a key in a path
 
 
 def place_text(place: Place) -> str:
     """The path of a place: labels joined by dots, empty for the root."""
     labels = []
     while place is not None:
-        labels.append(label_text(place[1]))
+        labels.append(label_text(place[1])[:_LONGEST_LABEL])
         place = place[0]
     return ".".join(reversed(labels))
 
@@ -184,13 +190,13 @@ def find_state_dicts(root: Node) -> list[StateDict]:
     """The state dicts of a tree, by content.
 
     A state dict is a dict with text keys that holds tensors and no container with further tensors in it, outside of
-    optimizers, schedulers and random states. Where some of them look like a module's (a usual name, dots in keys, or
-    `_metadata`), only those count. A root that is one is the only one.
+    optimizers, schedulers and random states. Of several, those count that look most like a module's: by a usual name or
+    `_metadata`, else by dots in their keys. A root that is one is the only one.
     """
     mappings, holders = _mappings(root)
     found = [(place, node, pairs) for place, node, pairs in mappings if _is_state_dict(pairs, holders)]
-    strong = [item for item in found if item[0] is None or _looks_like_module(*item)]
-    return [_state_dict(*item) for item in strong or found]
+    ranks = [_rank(*item) for item in found]
+    return [_state_dict(*item) for item, rank in zip(found, ranks, strict=True) if rank == max(ranks)]
 
 
 def choose_state_dict(root: Node, only: str | None, path: Path) -> StateDict:
@@ -201,7 +207,7 @@ def choose_state_dict(root: Node, only: str | None, path: Path) -> StateDict:
         return found[0]
     if found:
         names = ", ".join(printable(f"{base}.{item.path}".strip(".") or ".") for item in found[:8])
-        first = printable(f"{base}.{found[0].path}".strip("."))
+        first = next(printable(f"{base}.{item.path}".strip(".")) for item in found if item.path)
         raise AmbiguousStateDict(
             f"holds {len(found)} state dicts: {names}",
             path=path,
@@ -241,17 +247,30 @@ def _mappings(root: Node) -> tuple[list[_Mapping], set[int]]:
     holders: set[int] = set()
     closed: set[int] = set()
     for place, node in walk(root):
-        if type(node) is TensorRef or type(node) is TensorObject:
-            _mark(place, holders)
+        if type(node) not in _CONTAINERS or type(node) is TensorObject:
+            if tensor_of(node) is not None:
+                _mark(place, holders)
             continue
-        if place is not None and (id(place[2]) in closed or _is_never(place[1])):
+        pairs = _pairs(node)
+        values = node if type(node) in (list, tuple) else [value for _, value in pairs or ()]
+        held = any(tensor_of(value) is not None or is_tensor_call(value) for value in values)
+        if held:
+            _mark((place, None, node), holders)
+        if (place is not None and (id(place[2]) in closed or _is_never(place[1]))) or (
+            pairs is not None and {"state", "param_groups"} <= {key for key, _ in pairs if type(key) is str}
+        ):
             closed.add(id(node))
-        elif (pairs := mapping_pairs(node)) is not None:
-            if {"state", "param_groups"} <= {key for key, _ in pairs if type(key) is str}:
-                closed.add(id(node))
-            elif any(tensor_of(value) is not None or is_tensor_call(value) for _, value in pairs):
-                mappings.append((place, node, pairs))
+        elif pairs is not None and held:
+            mappings.append((place, node, pairs))
     return mappings, holders
+
+
+def _pairs(node: Node) -> Sequence[tuple[Node, Node]] | None:
+    """The pairs of a dict, of whatever class; None for anything else."""
+    pairs = mapping_pairs(node)
+    if pairs is None and type(node) is Call and node.pairs and type(plain := plain_form(node)) is Dict:
+        return plain.pairs
+    return pairs
 
 
 def _mark(place: Place, holders: set[int]) -> None:
@@ -275,10 +294,11 @@ def _is_state_dict(pairs: Sequence[tuple[Node, Node]], holders: set[int]) -> boo
     return all(type(key) is str and key.endswith(_PACKED) for key in further)
 
 
-def _looks_like_module(place: Place, node: Node, pairs: Sequence[tuple[Node, Node]]) -> bool:
-    if place is not None and place[1] in _USUAL:
-        return True
-    return metadata_of(node) is not None or any(type(key) is str and "." in key for key, _ in pairs)
+def _rank(place: Place, node: Node, pairs: Sequence[tuple[Node, Node]]) -> int:
+    """How much a dict of tensors looks like the state of a module: 2 by its place, name or `_metadata`, 1 by dotted keys."""
+    if place is None or place[1] in _USUAL or metadata_of(node) is not None:
+        return 2
+    return int(any(type(key) is str and "." in key for key, _ in pairs))
 
 
 def _state_dict(place: Place, node: Node, pairs: Sequence[tuple[Node, Node]]) -> StateDict:
@@ -299,7 +319,8 @@ def renamed_state_dict(found: StateDict, keys: tuple[str | None, ...], module_pa
     pairs = [(new, value) for new, value in zip(keys, found.values, strict=True) if new is not None]
     if type(found.node) is Dict:
         return Dict(pairs)
-    made = Call(found.node.func, (), new=found.node.new)
+    plain = mapping_pairs(found.node) is not None
+    made = Call(found.node.func, () if plain else found.node.args, new=found.node.new)
     made.pairs = pairs
     made.state = found.node.state
     if (metadata := metadata_of(found.node)) is not None and (entries := mapping_pairs(metadata)) is not None:

@@ -14,6 +14,7 @@ from math import prod
 from typing import NamedTuple
 
 from ckptconv.dtypes import UINT8, DType
+from ckptconv.errors import RefusedObject
 from ckptconv.tensors import Storage, TensorRef, contiguous_stride, is_contiguous, joined, whole_storage
 
 _MOST_RUNS = 1000  # beyond, the gaps between the used bytes are kept
@@ -90,6 +91,12 @@ def _gathered(ref: TensorRef, cast: CastRule) -> Placement:
 
 def _whole(storage: Storage, group: list[TensorRef]) -> dict[int, Placement]:
     dtype = storage.dtype or UINT8
+    if other := next((ref for ref in group if ref.dtype is not dtype), None):
+        raise RefusedObject(
+            f"a {dtype.name} storage that stands by itself is also seen as {other.dtype.name}",
+            where=storage.name,
+            hint="--only PATH takes one part",
+        )
     values = whole_storage(storage, 0, storage.nbytes, dtype)
     new = _new(values, dtype, storage.dtype, storage.location)
     placed = {id(ref): Placement(new, ref.dtype, ref.storage_offset, ref.stride) for ref in group}

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Protocol
+from typing import IO, Protocol
 
 from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, OutputRefused, UnsupportedCheckpoint
 from ckptconv.limits import LIMITS
@@ -24,7 +24,7 @@ try:  # several times quicker than zlib where the processor has carry-less multi
 except ImportError:
     from zlib import crc32
 
-__all__ = ["CHUNK", "FileSource", "InflatedSource", "OutputStream", "Source", "atomic_output", "check_output", "crc32"]
+__all__ = ["CHUNK", "FileSource", "InflatedSource", "OutputStream", "Source", "Spool", "atomic_output", "check_output", "crc32"]
 
 CHUNK = 1 << 20
 """The size in bytes of every copy buffer, and so of the views that the readers yield."""
@@ -64,7 +64,8 @@ class FileSource:
 
     def read_into(self, offset: int, view: memoryview) -> None:
         while view:
-            count = os.preadv(self._fd, [view], offset)
+            with _read_errors(self.path):
+                count = os.preadv(self._fd, [view], offset)
             if not count:
                 raise MalformedCheckpoint(f"ends at byte {offset}, more was expected", path=self.path)
             if count == len(view):
@@ -78,7 +79,8 @@ class FileSource:
         if start >= 0 and start + nbytes <= len(self._window):
             return self._window[start : start + nbytes]
         if nbytes <= SMALL:
-            self._window, self._window_at = os.pread(self._fd, _WINDOW, offset), offset
+            with _read_errors(self.path):
+                self._window, self._window_at = os.pread(self._fd, _WINDOW, offset), offset
             if len(self._window) >= nbytes:
                 return self._window[:nbytes]
         whole = bytearray(nbytes)
@@ -94,6 +96,15 @@ class FileSource:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+@contextlib.contextmanager
+def _read_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        what = f"cannot be read: {os.strerror(error.errno or 0)}"
+        raise MalformedCheckpoint(what, path=path, hint="the disk or the network behind it fails") from error
 
 
 def _open_regular(path: Path) -> int:
@@ -114,14 +125,45 @@ def _open_regular(path: Path) -> int:
     raise UnsupportedCheckpoint("is not a regular file but a pipe, socket or device", path=path)
 
 
+class Spool:
+    """One unnamed temporary file for all that is inflated out of an archive."""
+
+    def __init__(self) -> None:
+        self._file: IO[bytes] | None = None
+
+    def append(self, pieces: Iterator[bytes]) -> tuple[FileSource, int]:
+        """Append the pieces; returns where they can be read."""
+        import tempfile  # seldom needed, and slow to import
+
+        try:
+            if self._file is None:
+                self._file = tempfile.NamedTemporaryFile(prefix="ckptconv-")
+                self._source = FileSource(self._file.name)
+            start = self._file.seek(0, os.SEEK_END)
+            for piece in pieces:
+                self._file.write(piece)
+            self._source.size = self._file.tell()
+            self._file.flush()
+        except OSError as error:
+            what = f"cannot inflate into {tempfile.gettempdir()}: {os.strerror(error.errno or 0)}"
+            raise OutputRefused(what, hint="set TMPDIR to a folder with room") from error
+        return self._source, start
+
+    def close(self) -> None:
+        """Give the temporary file back."""
+        if self._file is not None:
+            self._source.close()
+            self._file.close()
+
+
 class InflatedSource:
-    """A deflated run of another source, inflated once, on first use, into an unnamed temporary file.
+    """A deflated run of another source, inflated once, on first use, into a spool.
 
     Memory stays bounded and every later layer sees plain bytes at plain offsets. The length and the CRC-32 are checked
     while inflating; `MalformedCheckpoint` when they do not hold.
     """
 
-    def __init__(self, parent: Source, offset: int, deflated: int, size: int, crc: int | None, name: str) -> None:
+    def __init__(self, parent: Source, offset: int, deflated: int, size: int, crc: int | None, name: str, spool: Spool) -> None:
         if size > LIMITS.inflated_free and size > deflated * LIMITS.inflated_ratio:
             raise LimitExceeded(
                 f"claims to inflate {deflated} bytes to {size}, more than {LIMITS.inflated_ratio}-fold",
@@ -131,41 +173,38 @@ class InflatedSource:
             )
         self.path, self.size = parent.path, size
         self._parent, self._offset, self._deflated, self._crc, self._name = parent, offset, deflated, crc, name
-        self._spool: FileSource | None = None
+        self._spool = spool
+        self._place: tuple[FileSource, int] | None = None
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        self._inflated().read_into(offset, view)
+        plain, start = self._inflated()
+        plain.read_into(start + offset, view)
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        return self._inflated().read(offset, nbytes)
+        plain, start = self._inflated()
+        return plain.read(start + offset, nbytes)
 
     def close(self) -> None:
-        if self._spool is not None:
-            self._spool.close()
+        self._spool.close()
 
-    def _inflated(self) -> FileSource:
-        if self._spool is None:
-            import tempfile  # seldom needed, and slow to import
-
-            with tempfile.NamedTemporaryFile(prefix="ckptconv-") as spool:
-                for piece in self._pieces():
-                    spool.write(piece)
-                spool.flush()
-                self._spool = FileSource(spool.name)
-        return self._spool
+    def _inflated(self) -> tuple[FileSource, int]:
+        if self._place is None:
+            self._place = self._spool.append(self._pieces())
+        return self._place
 
     def _pieces(self) -> Iterator[bytes]:
         inflater, crc, total = zlib.decompressobj(-15), 0, 0
         for start in range(0, self._deflated, CHUNK):
             pending = self._parent.read(self._offset + start, min(CHUNK, self._deflated - start))
-            while pending and not inflater.eof:
+            piece = b""
+            while pending or len(piece) == CHUNK:  # a full piece may leave more inside the inflater
                 piece = self._decompress(inflater, pending)
                 pending, crc, total = inflater.unconsumed_tail, crc32(piece, crc), total + len(piece)
-                if total > self.size:
+                if total > self.size or inflater.unused_data:
                     raise MalformedCheckpoint("inflates to more than it declares", path=self.path, where=self._name)
                 yield piece
-        if total != self.size or (self._crc is not None and crc != self._crc):
-            raise MalformedCheckpoint("does not inflate to what its CRC-32 says", path=self.path, where=self._name)
+        if not inflater.eof or total != self.size or (self._crc is not None and crc != self._crc):
+            raise MalformedCheckpoint("does not inflate to what the archive says", path=self.path, where=self._name)
 
     def _decompress(self, inflater: zlib._Decompress, pending: bytes) -> bytes:
         try:

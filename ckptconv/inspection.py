@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ckptconv.checkpoint import Checkpoint, StateDict, label_text, place_text, tensor_of, walk
+from ckptconv.errors import CheckpointError
 from ckptconv.keys import find_wrappers
-from ckptconv.nodes import Call, Global, Node, children, mapping_pairs
+from ckptconv.nodes import Call, Dict, Global, Node, children, mapping_pairs
 from ckptconv.settling import plain_form_of, refused_name
 from ckptconv.tensors import TensorRef
 
@@ -60,6 +61,13 @@ class Inspection:
 
 def inspect_checkpoint(checkpoint: Checkpoint, depth: int = 2) -> Inspection:
     """The facts about an opened checkpoint, modules of state dicts grouped down to `depth` segments of their keys."""
+    try:
+        return _inspect(checkpoint, depth)
+    except CheckpointError as error:
+        raise error.at(path=checkpoint.path) from error.__cause__
+
+
+def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
     found = {id(item.node): item for item in checkpoint.state_dicts()}
     refs = [ref for _, node in walk(checkpoint.root) if (ref := tensor_of(node)) is not None]
     storages = {id(piece.storage): piece.storage for ref in refs for piece in ref.pieces}
@@ -76,7 +84,7 @@ def inspect_checkpoint(checkpoint: Checkpoint, depth: int = 2) -> Inspection:
         odd_objects=tuple(_odd_objects(checkpoint.root)),
         metadata=checkpoint.metadata,
         notes=checkpoint.notes,
-        root=_part("", checkpoint.root, found, depth),
+        root=_part("", checkpoint.root, found, depth, set()),
     )
 
 
@@ -98,7 +106,11 @@ def _odd_objects(root: Node) -> Iterator[OddObject]:
             yield OddObject(place_text(place), name, plain is not node)
 
 
-def _part(name: str, node: Node, found: Mapping[int, StateDict], depth: int) -> Part:
+def _part(name: str, node: Node, found: Mapping[int, StateDict], depth: int, shown: set[int]) -> Part:
+    if id(node) in shown:
+        return Part(name, f"{_kind(node)}, shared with a part above", 0, 0)
+    if type(node) in (Dict, list, Call):
+        shown.add(id(node))
     if (item := found.get(id(node))) is not None:
         named = list(item.tensors())
         modules = _modules(named, depth and depth + len(find_wrappers(item.keys)))
@@ -106,7 +118,7 @@ def _part(name: str, node: Node, found: Mapping[int, StateDict], depth: int) -> 
     refs = [ref for _, inner in walk(node) if (ref := tensor_of(inner)) is not None]
     pairs = mapping_pairs(node)
     inside = depth > 0 and pairs is not None and bool(refs)
-    parts = tuple(_part(label_text(label), child, found, depth - 1) for label, child in children(node)) if inside else ()
+    parts = tuple(_part(label_text(label), child, found, depth - 1, shown) for label, child in children(node)) if inside else ()
     return Part(name, _kind(node), len(refs), _nbytes(refs), parts)
 
 

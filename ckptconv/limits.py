@@ -25,6 +25,12 @@ class Limits:
     """Inflated bytes per deflated byte, above `inflated_free`."""
     inflated_free: int = 16 << 20
     """Inflated size of a record that is never questioned."""
+    pickle_ratio: int = 50
+    """Inflated bytes of a pickle per deflated byte, above `pickle_free`: nodes take ten times the bytes they come from."""
+    pickle_free: int = 1 << 20
+    """Inflated size of a pickle that is never questioned."""
+    stack: int = 500_000
+    """Containers side by side on a pickle's stack."""
     view_ratio: int = 64
     """Bytes that a tensor claims per byte of its storage (expanded views), above `view_free`."""
     view_free: int = 1 << 30

@@ -151,7 +151,8 @@ class _Live:
         return value
 
     def _value(self, node: Node) -> Any:
-        node = self._overlay.get(id(node), node)
+        while id(node) in self._overlay:
+            node = self._overlay[id(node)]
         form = self._forms.get(type(node))
         if form is None:
             return node

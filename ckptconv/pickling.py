@@ -93,7 +93,7 @@ class PickleWriter:
         if kind is str:
             self._out += self.text(node)
             return None
-        if id(node) in self._overlay:
+        while id(node) in self._overlay:
             node = self._overlay[id(node)]
             kind = type(node)
         if (fetch := self._memo.get(id(node))) is not None and kind not in _SCALARS:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ckptconv.checkpoint import Place, place_text, walk
 from ckptconv.errors import RefusedObject, printable
 from ckptconv.limits import LIMITS
-from ckptconv.nodes import Call, Dict, Global, Node
+from ckptconv.nodes import Call, Dict, Global, Node, mapping_pairs
 from ckptconv.plain_objects import plain_form
 from ckptconv.tensors import Storage, TensorObject, TensorRef
 from ckptconv.torch_objects import VALUELESS, WEIGHTS_ONLY
@@ -49,11 +49,11 @@ class Settled:
 def settle_objects(root: Node, overlay: dict[int, Node], unknown: Unknown) -> Settled:
     """Rewrite, drop or refuse what `weights_only=True` would refuse, through the overlay; collect what is left."""
     settled = Settled()
-    refused: list[tuple[str, str]] = []
+    refused: list[tuple[Place, str]] = []
     for place, node in walk(root, overlay, settled.cycles):
         if type(node) is not TensorRef and unknown != "keep" and (name := refused_name(node)) is not None:
             if not _settle(node, name, place, overlay, settled, drop=unknown == "drop"):
-                refused.append((place_text(place), name))
+                refused.append((place, name))
             node = overlay.get(id(node), node)
         if type(node) is TensorRef:
             settled.tensors.append(node)
@@ -64,18 +64,25 @@ def settle_objects(root: Node, overlay: dict[int, Node], unknown: Unknown) -> Se
         elif type(node) is Call and "_sparse_" in node.name:
             settled.sparse.append(place)
         if unknown != "keep" and (type(node) is Dict or type(node) is Call):
-            _refuse_keys(node.pairs, place)
+            _refuse_keys(_hashed(node), place)
     if refused:
         raise _refusal(refused)
     return settled
 
 
-def _refuse_keys(pairs: Sequence[tuple[Node, Node]], place: Place) -> None:
+def _hashed(node: Node) -> Iterable[Node]:
+    """What a reader of the output will hash: the keys of a dict, the elements of a set."""
+    if type(node) is Call and node.name in ("builtins.set", "builtins.frozenset"):
+        return node.args[0] if node.args and type(node.args[0]) in (list, tuple) else ()
+    return (key for key, _ in mapping_pairs(node) or node.pairs)
+
+
+def _refuse_keys(keys: Iterable[Node], place: Place) -> None:
     """Refuse dict keys whose hashing is slow (nested tuples, thousands of ints with one hash) or impossible."""
-    odd = [key for key, _ in pairs if type(key) is not str and not _is_harmless_key(key)]
+    odd = [key for key in keys if type(key) is not str and not _is_harmless_key(key)]
     if any(type(key) is not int for key in odd) or len(odd) > LIMITS.large_int_keys:
         raise RefusedObject(
-            "a dict has keys that are no plain values, or too many ints beyond 61 bits",
+            "a dict or set has keys that are no plain values, or too many ints beyond 61 bits",
             where=place_text(place) or "the whole file",
             hint="such a file is made to hang its reader; --only PATH takes one part",
         )
@@ -109,6 +116,8 @@ def refused_name(node: Node) -> str | None:
     kind = type(node)
     if kind is Call:
         name: str = node.name
+        if name == "builtins.bytearray" and type(next(iter(node.args), b"")) is int:
+            return name  # so many zero bytes: a file of a few bytes would take all memory
         if name in WEIGHTS_ONLY and name not in VALUELESS and node.kwargs is None:
             return None
         return name
@@ -127,8 +136,8 @@ def plain_form_of(node: Node) -> Node:
     return node
 
 
-def _refusal(unknown: Sequence[tuple[str, str]]) -> RefusedObject:
-    place, name = unknown[0]
+def _refusal(unknown: Sequence[tuple[Place, str]]) -> RefusedObject:
+    place, name = place_text(unknown[0][0]), unknown[0][1]
     more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
     if name in VALUELESS:
         return RefusedObject(

@@ -171,6 +171,8 @@ def view_of(storage: Storage, dtype: DType, offset: int, shape: Shape, stride: S
     """
     if type(shape) is not tuple or type(stride) is not tuple or len(shape) != len(stride):
         raise MalformedCheckpoint("its shape and stride are not tuples of one length", where=storage.name)
+    if len(shape) > LIMITS.dimensions:
+        raise LimitExceeded(f"has {len(shape)} dimensions, more than {LIMITS.dimensions}", where=storage.name)
     if type(offset) is not int or offset < 0:
         raise MalformedCheckpoint("its storage_offset is not a size", where=storage.name)
     numel, last = 1, offset
@@ -188,8 +190,6 @@ def view_of(storage: Storage, dtype: DType, offset: int, shape: Shape, stride: S
     nbytes = numel * dtype.itemsize
     if nbytes > LIMITS.view_free and nbytes > LIMITS.view_ratio * storage.nbytes:
         raise LimitExceeded(f"claims {nbytes} bytes out of a storage of {storage.nbytes}", where=storage.name)
-    if len(shape) > LIMITS.dimensions:
-        raise LimitExceeded(f"has {len(shape)} dimensions, more than {LIMITS.dimensions}", where=storage.name)
     return TensorRef(dtype, shape, stride, (Piece(storage, offset, shape, stride, _ORIGINS[len(shape)]),), requires_grad)
 
 

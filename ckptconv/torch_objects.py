@@ -95,7 +95,8 @@ class _Retyped(NamedTuple):
 
 
 def _retyped(storage: Storage, dtype: DType | None, numel: int) -> _Retyped:
-    if numel * (dtype or UINT8).itemsize != storage.nbytes:
+    both_typed = dtype is not None and storage.dtype is not None and storage.nbytes
+    if both_typed or numel * (dtype or UINT8).itemsize != storage.nbytes:
         raise MalformedCheckpoint("two persistent ids of it contradict each other", where=storage.name)
     return _Retyped(storage, dtype)
 
@@ -149,6 +150,8 @@ def _with_bits(ref: TensorRef, metadata: Node) -> TensorRef:
     bits = dict(metadata.pairs) if type(metadata) is Dict and all(type(k) is str for k, _ in metadata.pairs) else None
     if bits is None or not bits.keys() <= {"conj", "neg"} or any(type(value) is not bool for value in bits.values()):
         raise MalformedCheckpoint("a tensor carries metadata other than its conj and neg bits", where=ref.storage.name)
+    if (bits.get("conj") and ref.dtype.kind != "complex") or (bits.get("neg") and ref.dtype.kind == "bool"):
+        raise MalformedCheckpoint(f"a {ref.dtype.name} tensor carries a bit that it cannot have", where=ref.storage.name)
     return ref._replace(conj=bits.get("conj", False), neg=bits.get("neg", False))
 
 

@@ -173,6 +173,8 @@ class PickleReader:
                     push(None)
                 elif op == 0x7D:  # EMPTY_DICT
                     push(Dict())
+                    if len(stack) > LIMITS.stack:
+                        raise LimitExceeded(f"the pickle has more than {LIMITS.stack} values side by side on its stack")
                 elif op == 0x75 or op == 0x73:  # SETITEMS, SETITEM
                     if op == 0x75:
                         flat = stack
@@ -185,6 +187,8 @@ class PickleReader:
                     self._set_items(stack[-1], flat)
                 elif op == 0x5D:  # EMPTY_LIST
                     push([])
+                    if len(stack) > LIMITS.stack:
+                        raise LimitExceeded(f"the pickle has more than {LIMITS.stack} values side by side on its stack")
                 elif op == 0x65 or op == 0x61:  # APPENDS, APPEND
                     if op == 0x65:
                         flat = stack
@@ -217,6 +221,7 @@ class PickleReader:
                     self.position = pos
                     if type(name) is not str or type(module) is not str:
                         raise self._malformed("names a global by something else than text")
+                    (module + name).encode()  # half a character is no name
                     push(self._global(module, name))
                 elif op == 0x62:  # BUILD
                     state = stack.pop()
@@ -367,6 +372,8 @@ class PickleReader:
             stack.append(stack[-1])
         elif op == 0x8F:  # EMPTY_SET
             stack.append(Call(SET, ([],)))
+            if len(stack) > LIMITS.stack:
+                raise LimitExceeded(f"the pickle has more than {LIMITS.stack} values side by side on its stack")
         elif op in (0x6C, 0x64, 0x6F, 0x90, 0x91):  # LIST, DICT, OBJ, ADDITEMS, FROZENSET
             made = stack
             stack = marks.pop()

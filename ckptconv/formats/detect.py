@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.collector import collector_paused
-from ckptconv.errors import UnsupportedCheckpoint
+from ckptconv.errors import CheckpointError, UnsupportedCheckpoint
 from ckptconv.files import FileSource, Source
 from ckptconv.formats.safetensors import is_safetensors, open_safetensors
 from ckptconv.formats.torch_zip import is_torch_zip, open_torch_zip
@@ -76,6 +76,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
                 with collector_paused():
                     return candidate.open(source)
         raise _stranger(source, head)
+    except CheckpointError as error:
+        source.close()
+        raise error.at(path=path) from error.__cause__
     except BaseException:
         source.close()
         raise

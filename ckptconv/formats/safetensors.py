@@ -106,6 +106,10 @@ def _metadata(source: Source, metadata: Any) -> dict[str, str]:
         return {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _malformed(source, _RESERVED, "holds something else than strings")
+    try:
+        "".join((*metadata, *metadata.values())).encode()
+    except UnicodeEncodeError:
+        raise _malformed(source, _RESERVED, "holds half a character (a lone surrogate)") from None
     return metadata
 
 
@@ -118,6 +122,8 @@ def _entry(source: Source, key: str, entry: Any) -> tuple[DType, tuple[int, ...]
         raise _malformed(source, key, f"has the unknown dtype {entry['dtype']!r}")
     if type(shape) is not list or type(offsets) is not list or len(offsets) != 2 or not _are_sizes([*shape, *offsets]):
         raise _malformed(source, key, "its shape or data_offsets hold something else than sizes")
+    if len(shape) > LIMITS.dimensions:
+        raise LimitExceeded(f"has {len(shape)} dimensions, more than {LIMITS.dimensions}", path=source.path, where=key)
     begin, end = offsets
     if dtype.safetensors == _HALF_BYTE:
         if not shape or shape[-1] % 2:

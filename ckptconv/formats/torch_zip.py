@@ -16,7 +16,7 @@ from ckptconv.checkpoint import Checkpoint, Overlay
 from ckptconv.compaction import CastRule, NewStorage, compact
 from ckptconv.dtypes import UINT8, DType
 from ckptconv.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint, printable
-from ckptconv.files import Source, crc32
+from ckptconv.files import Source, Spool, crc32
 from ckptconv.layout import Layout, WriteItem
 from ckptconv.limits import LIMITS
 from ckptconv.nodes import Node
@@ -44,7 +44,9 @@ def open_torch_zip(source: Source) -> Checkpoint:
     root = _root_folder(source, records)
     storages = _Storages(source, records, root)
     try:
-        pickle = archives.read_record(source, records[f"{root}data.pkl"], LIMITS.pickle_bytes)
+        record = records[f"{root}data.pkl"]
+        limit = max(LIMITS.pickle_free, LIMITS.pickle_ratio * record.stored) if record.deflated else LIMITS.pickle_bytes
+        pickle = archives.read_record(source, record, min(limit, LIMITS.pickle_bytes))
         tree = read_torch_pickle(pickle, storages)
     except CheckpointError as error:
         raise error.at(path=source.path, where="data.pkl") from error.__cause__
@@ -108,6 +110,7 @@ class _Storages:
         self._check_version(root)
         self.used: set[str] = set()
         self.inflated: list[Source] = []
+        self._spool = Spool()
 
     def __call__(self, key: str, location: str, nbytes: int, dtype: DType | None) -> Storage:
         name = self._prefix + key
@@ -119,7 +122,7 @@ class _Storages:
         self.used.add(name)
         if not record.deflated:
             return Storage(self._source, record.offset, nbytes, location, name, dtype, record.crc32, self._big_endian)
-        source, offset = archives.record_source(self._source, record)
+        source, offset = archives.record_source(self._source, record, self._spool)
         self.inflated.append(source)
         return Storage(source, offset, nbytes, location, name, dtype, None, self._big_endian)
 
