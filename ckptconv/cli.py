@@ -177,7 +177,8 @@ def _convert(given: dict[str, Any], **rules: Any) -> None:
     from ckptconv.planning import plan_conversion
 
     source, output = given["source"], given["output"]
-    options = _options(given, rules)
+    with _errors(given["as_json"], usage=True):
+        options = _options(given, rules)
     with _errors(given["as_json"]):
         if not given["dry_run"]:
             check_output(output, force=given["force"])
@@ -194,11 +195,8 @@ def _options(given: dict[str, Any], rules: dict[str, Any]) -> Options:
     from ckptconv.planning import Options
 
     keys: KeyRules = KeyRules(**rules, include=given["include"], exclude=given["exclude"])
-    try:
-        tags = tag_map(given["device"], given["map_location"])
-        dtype = floating_dtype(given["dtype"]) if given["dtype"] else None
-    except CheckpointError as error:
-        raise click.UsageError(str(error)) from error
+    tags = tag_map(given["device"], given["map_location"])
+    dtype = floating_dtype(given["dtype"]) if given["dtype"] else None
     return Options(given["to"], keys, tags, dtype, given["only"], given["tied"], given["unknown"])
 
 
@@ -245,8 +243,8 @@ def _progress(plan: ConversionPlan, *, silent: bool) -> Iterator[Callable[[int],
 
 
 @contextmanager
-def _errors(as_json: bool) -> Iterator[None]:
-    """Turn a checkpoint error into one line on stderr (and a JSON document where one was asked for) and exit code 1."""
+def _errors(as_json: bool, usage: bool = False) -> Iterator[None]:
+    """Turn a checkpoint error into one line on stderr (and a JSON document where one was asked for) and exit code 1 or 2."""
     try:
         yield
     except CheckpointError as error:
@@ -254,7 +252,7 @@ def _errors(as_json: bool) -> Iterator[None]:
 
         if as_json:
             _print_json(report.error_document(error))
-        _fail(str(error), 1)
+        _fail(f"{error}; see ckptconv convert --help" if usage else str(error), 2 if usage else 1)
 
 
 def _fail(message: str, code: int) -> None:

@@ -137,7 +137,7 @@ class Spool:
 
         try:
             if self._file is None:
-                self._file = tempfile.NamedTemporaryFile(prefix="ckptconv-")
+                self._file = tempfile.NamedTemporaryFile(prefix="ckptconv-")  # noqa: SIM115
                 self._source = FileSource(self._file.name)
             start = self._file.seek(0, os.SEEK_END)
             for piece in pieces:

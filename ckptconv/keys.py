@@ -152,6 +152,7 @@ def _add(prefix: str) -> Renaming:
 
 
 def _refuse_collisions(old: Sequence[str], new: Sequence[str]) -> None:
+    """Raise `KeyConflict` when two of the `new` keys are one, or one is empty or no text."""
     try:
         "".join(new).encode()
     except UnicodeEncodeError as error:

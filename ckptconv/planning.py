@@ -32,6 +32,7 @@ from ckptconv.dtypes import DType
 from ckptconv.errors import (
     AmbiguousStateDict,
     CheckpointError,
+    DeviceUnavailable,
     KeyConflict,
     LimitExceeded,
     RefusedObject,
@@ -39,7 +40,16 @@ from ckptconv.errors import (
 )
 from ckptconv.formats.safetensors import lay_out_safetensors
 from ckptconv.formats.torch_zip import Tree, lay_out_torch_zip
-from ckptconv.keys import KEEP, STRIP, KeyMap, KeyRules, find_wrappers, map_keys, unchanged
+from ckptconv.keys import (
+    KEEP,
+    STRIP,
+    UNMISTAKABLE,
+    KeyMap,
+    KeyRules,
+    find_wrappers,
+    map_keys,
+    unchanged,
+)
 from ckptconv.layout import Layout
 from ckptconv.limits import LIMITS
 from ckptconv.nodes import Call, Dict, Global, Node, mapping_pairs
@@ -172,7 +182,7 @@ def _plan_torch(checkpoint: Checkpoint, output: Path, options: Options) -> Conve
         tied={},
         skipped=(*skipped, *settled.dropped),
         rewritten=tuple(settled.rewritten),
-        notes=(*checkpoint.notes, *_tree_notes(settled), *_key_notes(renamed), *_sharing_notes(refs)),
+        notes=(*checkpoint.notes, *_tree_notes(settled), *_key_notes(renamed, options.keys), *_sharing_notes(refs)),
         tensors=lambda: tensors_of(root, overlay),
         cast=cast,
     )
@@ -186,6 +196,8 @@ def _cast_rule(found: Sequence[StateDict], tree: Tree, options: Options) -> Cast
     if options.dtype is None:
         return options.cast
     weights = {id(tensor_of(value)) for item in found for value in item.values} if found else _free_tensors(tree)
+    bare = {id(storage) for storage in tree.storages}  # they stay as they are, and so do the tensors over them
+    weights -= {id(ref) for ref in tree.tensors if any(id(piece.storage) in bare for piece in ref.pieces)}
     return lambda ref: options.cast(ref) if id(ref) in weights else ref.dtype
 
 
@@ -235,7 +247,8 @@ def _map_keys(item: StateDict, rules: KeyRules) -> KeyMap:
 
 def _refuse_nothing_left(found: Sequence[StateDict], left: int, rules: KeyRules) -> None:
     if found and not left:
-        raise KeyConflict(f"no key is left by --include {rules.include} --exclude {rules.exclude}", hint="check the globs")
+        globs = [f"--{word} {glob!r}" for word in ("include", "exclude") for glob in getattr(rules, word)]
+        raise KeyConflict(f"no key is left by {' '.join(globs) or 'the rules'}", hint="check the globs")
 
 
 def _excluded(item: StateDict, keys: KeyMap) -> list[Skipped]:
@@ -264,10 +277,13 @@ def _tree_notes(settled: Settled) -> Iterator[str]:
         yield f"{count} containers hold themselves ({first}, …); they are kept so"
 
 
-def _key_notes(state_dicts: Sequence[RenamedKeys]) -> Iterator[str]:
+def _key_notes(state_dicts: Sequence[RenamedKeys], rules: KeyRules) -> Iterator[str]:
     odd = [key for item in state_dicts for key in item.odd]
     if odd:
         yield f"{len(odd)} keys hold control characters, e.g. {printable(odd[0])}"
+    left = sorted({name for item in state_dicts for name in item.wrappers if name in UNMISTAKABLE})
+    if left and rules.wrappers in ("module", "add-module"):
+        yield f"the keys still carry {', '.join(left)}; `ckptconv convert` strips these wrappers too"
 
 
 def _sharing_notes(refs: Sequence[TensorRef]) -> Iterator[str]:
@@ -306,7 +322,7 @@ def _plan_safetensors(checkpoint: Checkpoint, output: Path, options: Options) ->
     _refuse_blow_up(sum(ref.numel * dtype.itemsize for _, ref, dtype in kept), checkpoint)
     refs = [ref for _, ref in named]
     renamed = _renamed_keys(found, keys)
-    layout = lay_out_safetensors(kept, _metadata(checkpoint, refs, tied, options))
+    layout = lay_out_safetensors(kept, _metadata(checkpoint, dict(named), tied, options))
     return ConversionPlan(
         source=checkpoint.path,
         source_format=checkpoint.format,
@@ -320,7 +336,7 @@ def _plan_safetensors(checkpoint: Checkpoint, output: Path, options: Options) ->
         tied=tied,
         skipped=(*skipped, *_other_parts(checkpoint, found, options)),
         rewritten=(),
-        notes=(*checkpoint.notes, *_key_notes([renamed]), *_sharing_notes(refs)),
+        notes=(*checkpoint.notes, *_key_notes([renamed], options.keys), *_sharing_notes(refs)),
         tensors=lambda: iter(named),
         cast=options.cast,
     )
@@ -373,11 +389,19 @@ def _aliases(checkpoint: Checkpoint) -> set[str]:
     return {name for name, kept in checkpoint.metadata.items() if name in keys and kept in keys}
 
 
-def _metadata(checkpoint: Checkpoint, refs: Sequence[TensorRef], tied: Mapping[str, str], options: Options) -> dict[str, str]:
+def _metadata(
+    checkpoint: Checkpoint, keys: Mapping[str, TensorRef], tied: Mapping[str, str], options: Options
+) -> dict[str, str]:
     aliases = _aliases(checkpoint)
-    metadata = {name: value for name, value in checkpoint.metadata.items() if name not in aliases and name != "device"}
+    metadata = {
+        name: value
+        for name, value in checkpoint.metadata.items()
+        if name not in aliases and name != "device" and (name == "format" or value not in keys)  # would read as an alias
+    }
     metadata["format"] = "pt"
-    tags = {options.tags(ref.location) for ref in refs}
+    tags = {options.tags(ref.location) for ref in keys.values()}
+    if bad := next((tag for tag in tags if not tag.isascii()), None):
+        raise DeviceUnavailable(f"the location tag '{printable(bad)}' is no device", hint="name one with --device")
     if len(tags) == 1:
         metadata["device"] = tags.pop()
     return {**metadata, **tied}

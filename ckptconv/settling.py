@@ -84,7 +84,7 @@ def _refuse_keys(keys: Iterable[Node], place: Place) -> None:
         raise RefusedObject(
             "a dict or set has keys that are no plain values, or too many ints beyond 61 bits",
             where=place_text(place) or "the whole file",
-            hint="such a file is made to hang its reader; --only PATH takes one part",
+            hint="they can make its reader hang; --unknown keep keeps them, --only PATH takes one part",
         )
 
 
@@ -92,8 +92,23 @@ def _is_harmless_key(key: Node) -> bool:
     if type(key) is int:
         return -_LARGE_INT < key < _LARGE_INT
     if type(key) is tuple:
-        return len(key) <= LIMITS.key_tuple and all(type(part) in (str, int, float, bool, bytes, type(None)) for part in key)
+        return _is_small_tuple(key)
+    if type(key) is Call:
+        return key.name in ("torch.device", "torch.Size") and _is_small_tuple(key.args)
     return type(key) in (float, bool, bytes, type(None), Global)
+
+
+def _is_small_tuple(key: tuple[Node, ...]) -> bool:
+    """Whether a tuple, with the tuples in it, holds few and plain values only; a doubling one does not end."""
+    work: list[Node] = [key]
+    for count, part in enumerate(work):
+        if count > LIMITS.key_tuple:
+            return False
+        if type(part) is tuple:
+            work.extend(part)
+        elif type(part) not in (str, int, float, bool, bytes, type(None)):
+            return False
+    return True
 
 
 _LARGE_INT = (1 << 61) - 1  # Python's hash of an int is its remainder by this prime
