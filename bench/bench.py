@@ -30,6 +30,10 @@ from tables import Measured, Run, document, machine, report
 OUT = Path("bench-out")
 
 
+class ChildFailed(Exception):
+    """A child that exited with anything but 0; says which, and what it printed."""
+
+
 def measure(row: Row, scale: Scale, folder: Path) -> Measured:
     pairs = []
     for number in range(scale.runs if row.warm_up != "none" else 1):
@@ -81,7 +85,7 @@ def spawn(argv: list[str], log: Path, env: Mapping[str, str] = os.environ) -> tu
     _, status, usage = os.wait4(pid, 0)
     seconds = time.perf_counter() - start
     if status:
-        raise SystemExit(f"{' '.join(argv)} failed:\n{log.read_text()}")
+        raise ChildFailed(f"{' '.join(argv)} failed:\n{log.read_text()}")
     return seconds, usage.ru_maxrss * 1024 / 1e6
 
 
@@ -98,19 +102,27 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def write_report(rows: list[Row], scale: Scale, folder: Path) -> None:
+def write_report(rows: list[Row], scale: Scale, folder: Path) -> bool:
+    """Measure the rows and report; False when some of them failed."""
     fits = [row for row in rows if row.free_disk <= shutil.disk_usage(folder).free]
     notes = [f"{row.name} is left out: it needs {row.free_disk / 1e9:g} GB of free disk" for row in rows if row not in fits]
     if scale is QUICK:
         notes.append("a smoke test; the goals are for the full size")
     make_inputs(fits, scale, folder)
-    results = [measure(row, scale, folder) for row in fits]
+    results = []
+    for row in fits:
+        try:
+            results.append(measure(row, scale, folder))
+        except ChildFailed as error:
+            say(str(error))
+            notes.append(f"**{row.name} failed**")
     facts = machine(scale, folder)
     text = "\n".join(report(results, notes, facts)) + "\n"
     whole = {"facts": facts, "notes": notes, "rows": [document(measured) for measured in results]}
     (OUT / "results.md").write_text(text)
     (OUT / "results.json").write_text(json.dumps(whole, indent=1))
     print(text, end="")
+    return len(results) == len(fits)
 
 
 def arguments() -> argparse.Namespace:
@@ -133,10 +145,11 @@ def main() -> None:
     inputs = folder / scale.name
     inputs.mkdir(parents=True, exist_ok=True)
     try:
-        write_report(rows, scale, inputs)
+        done = write_report(rows, scale, inputs)
     finally:
         if not (options.keep or options.folder):
             shutil.rmtree(folder)
+    sys.exit(0 if done else 1)
 
 
 if __name__ == "__main__":

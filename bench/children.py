@@ -52,9 +52,9 @@ def time_load_mmap(source: str) -> None:
 
 
 def time_load_portable(source: str) -> None:
-    import ckptconv
+    from ckptconv import load_portable
 
-    time_call(lambda: ckptconv.load_portable(source))
+    time_call(lambda: load_portable(source))
 
 
 def time_call(load: Callable[[], object]) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import stat
+import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ CHUNK = 1 << 20
 """The size in bytes of every copy buffer, and so of the views that the readers yield."""
 
 _BUFFERS = 4
+_RESERVE_FROM = 16 << 20
 _WINDOW = 1 << 16
 SMALL = 1 << 12
 """Up to this many bytes, a read fetches what follows too."""
@@ -361,12 +363,28 @@ def atomic_output(
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         stream = OutputStream(fd, on_progress)
         try:
+            _reserve(fd, size)
             yield stream, temporary
+            os.ftruncate(fd, stream.position)
             _publish(fd, temporary, target, force=force, fsync=fsync)
         finally:
             stream.abandon()
             os.close(fd)
             temporary.unlink(missing_ok=True)
+
+
+def _reserve(fd: int, size: int) -> None:
+    """Have the file system set the blocks aside, where it can: a full disk shows at once, and writing is much quicker.
+
+    This is fallocate(2) itself, for `os.posix_fallocate` writes to every block where a file system lacks the call.
+    """
+    if size < _RESERVE_FROM or sys.platform != "linux":
+        return
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)) and ctypes.get_errno() in _NO_SPACE:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def _check_space(target: Path, size: int) -> None:
