@@ -73,9 +73,8 @@ class PickleWriter:
         if (fetch := self._texts.get(text)) is not None:
             return fetch
         raw = text.encode("utf-8", "surrogatepass")
-        put = self.put()
-        self._texts[text] = _FETCH[put[0]] + put[1:]
-        return b"X" + len(raw).to_bytes(4, "little") + raw + put
+        self._texts[text] = _fetch(self.count)
+        return b"X" + len(raw).to_bytes(4, "little") + raw + self.put()
 
     def named(self, module: str, name: str) -> bytes:
         """The opcodes for a global: written once, fetched afterwards."""
@@ -140,11 +139,9 @@ class PickleWriter:
 
     def _write_leaf(self, node: Node) -> Iterator[Node] | None:
         made = self._leaf(node, self)
-        self._kept.append(node)
-        if isinstance(made, bytes):
-            put = self.put()
-            self._out += made + put
-            self._memo[id(node)] = _FETCH[put[0]] + put[1:]
+        if type(made) is bytes:
+            self._memo[id(node)] = _fetch(self.count)
+            self._out += made + self.put()
             return None
         self._kept.append(made)
         return iter((made, _Alias(node, made)))
@@ -158,9 +155,6 @@ class _Alias:
     def __init__(self, node: Node, made: Node) -> None:
         self.node = node
         self.made = made
-
-
-_FETCH = {0x71: b"h", 0x72: b"j"}  # the opcode that fetches what a PUT has put
 
 
 def _fetch(index: int) -> bytes:

@@ -400,12 +400,13 @@ class PickleReader:
 
 # The opcodes that torch writes for a tensor, behind the rebuild function and the MARK of its arguments: a storage's
 # persistent id, offset, shape, stride, requires_grad and hooks. They are nine tenths of a large checkpoint's opcodes; as one
-# match they cost a third. It holds torch's form (early names fetched by BINGET, own values put by LONG_BINPUT) and no names.
+# match they cost a third. It holds the form of torch (names fetched by BINGET, own values put by LONG_BINPUT) and of ckptconv
+# (which puts none of them), and no names.
 _INTEGER = rb"(K.|M..|J....)"
-_INTEGERS = rb"((?:K.|M..|J....)[\x85]|(?:K.|M..|J....){2}[\x86]|(?:K.|M..|J....){3}[\x87]|\((?:K.|M..|J....){4,}t)r(....)"
+_INTEGERS = rb"((?:K.|M..|J....)[\x85]|(?:K.|M..|J....){2}[\x86]|(?:K.|M..|J....){3}[\x87]|\((?:K.|M..|J....){4,}t)(?:r(....))?"
 _TENSOR_RUN = re.compile(
-    rb"\(h(.)h(.)X(.)\0\0\0([0-9]{1,12})r(....)h(.)" + _INTEGER + rb"tr(....)Q" + _INTEGER + _INTEGERS + _INTEGERS
-    + rb"([\x88\x89])h(.)\)Rr(....)tr(....)R",
+    rb"\(h(.)h(.)X(.)\0\0\0([0-9]{1,12})(?:r(....))?h(.)" + _INTEGER + rb"t(?:r(....))?Q" + _INTEGER + _INTEGERS + _INTEGERS
+    + rb"([\x88\x89])h(.)\)R(?:r(....))?t(?:r(....))?R",
     re.DOTALL,
 ).match  # fmt: skip
 _INT_RUNS: dict[bytes, tuple[int, ...]] = {}
@@ -443,7 +444,8 @@ class _Memo(dict[bytes, Node]):
         dims, steps = _int_run(shape), _int_run(stride)
         pid = (names[0], names[1], raw_key.decode(), names[2], _integer(count))
         args = (self._persistent(pid), _integer(offset), dims, steps, flag == b"\x88", made)
-        return {key_put: pid[2], pid_put: pid, shape_put: dims, stride_put: steps, hooks_put: made, args_put: args}
+        puts = {key_put: pid[2], pid_put: pid, shape_put: dims, stride_put: steps, hooks_put: made, args_put: args}
+        return {put: value for put, value in puts.items() if put is not None}  # ckptconv itself puts none of them
 
 
 def _integer(raw: bytes) -> int:
