@@ -144,6 +144,7 @@ def refused_name(node: Node) -> str | None:
 
 
 def plain_form_of(node: Node) -> Node:
+    """The plain form of a refused object; the object itself when it has none."""
     if type(node) is Call:
         return plain_form(node)
     if type(node) is TensorObject and type(node.cls) is Global and node.cls.path == "torch.nn.parameter.Buffer":
