@@ -148,14 +148,14 @@ UNSYNCED = (
     Row("inspect", "inspect big", ckptconv("inspect {big}"), IMPORT_TORCH, (Goal("seconds", 0.25),)),
     Row(
         "load-big",
-        "load big after `import torch, ckptconv`",
+        "load big, imports made before",
         child("load_portable", "time_load_portable {big}"),
         child("torch.load(mmap=True)", "time_load_mmap {big}"),
         (Goal("extra", 0.020),),
     ),
     Row(
         "load-many",
-        "load many after `import torch, ckptconv`",
+        "load many, imports made before",
         child("load_portable", "time_load_portable {many}"),
         child("torch.load", "time_load {many}"),
         (Goal("faster", 2),),

@@ -16,7 +16,7 @@ import functools
 import re
 import struct
 from collections.abc import Sequence
-from operator import attrgetter
+from operator import itemgetter
 from typing import NamedTuple
 
 from ckptconv.errors import LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
@@ -30,9 +30,11 @@ _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR = struct.Struct("<4sIQI")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _LOCAL = struct.Struct("<4s5H3I2H")
+_DESCRIPTOR = struct.Struct("<4s3I")
+_DESCRIPTOR64 = struct.Struct("<4sI2Q")
 _ENCRYPTED = 0x2041
 _STORED, _DEFLATED = 0, 8
-_ORDINARY = re.compile(r"\w[\w-]*/(?:data/)?\w+").fullmatch
+_ORDINARY = re.compile(rb"\w[\w-]*/(?:data/)?\w+").fullmatch
 
 
 class Record(NamedTuple):
@@ -55,8 +57,10 @@ def read_directory(source: Source) -> dict[str, Record]:
     start, count, size = _find_directory(source)
     if count > min(LIMITS.archive_records, size // _CENTRAL.size):
         raise LimitExceeded(f"claims {count} records", path=source.path, where="zip directory")
-    records = _locate_payloads(source, _parse_directory(source, source.read(start, size), count), start)
+    records = _read_records(source, start, count, size)
     _refuse_overlaps(source, records)
+    if len({record.name.lower() for record in records}) != len(records):
+        raise _malformed(source, "has two records whose names are equal but for case; torch does not tell them apart")
     return {record.name: record for record in records if not record.name.endswith("/")}
 
 
@@ -139,51 +143,64 @@ def _agree(short: tuple[int, ...], long: tuple[int, ...]) -> bool:
     return all(a == b or a in (0xFFFF, _MAX32) for a, b in zip(short, long, strict=True))
 
 
-class _Entry(NamedTuple):
-    name: str
-    raw_name: bytes
-    method: int
-    crc32: int
-    stored: int
-    size: int
-    header: int
-
-
-def _parse_directory(source: Source, raw: bytes, count: int) -> list[_Entry]:
-    entries: list[_Entry] = []
-    folded: set[str] = set()
+def _read_records(source: Source, start: int, count: int, size: int) -> list[Record]:
+    """The records of the directory of `size` bytes at `start`, as they lie in the file, each held against its local header."""
+    raw = source.read(start, size)
+    records: list[Record] = []
     at = 0
+    near, near_at = b"", 0  # the bytes of the file around the last local header: those of small records lie side by side
     for _ in range(count):
         if at + _CENTRAL.size > len(raw):
             raise _malformed(source, "is shorter than its number of records")
-        fields = _CENTRAL.unpack_from(raw, at)
-        names_at = at + _CENTRAL.size
-        extra_at = names_at + fields[10]
-        at = extra_at + fields[11] + fields[12]
-        if fields[0] != b"PK\1\2" or at > len(raw):
+        (signature, _, _, flags, method, _, _, crc, stored, plain, name_size, extra_size, comment_size,
+         _, _, _, header) = _CENTRAL.unpack_from(raw, at)  # fmt: skip
+        name_at = at + _CENTRAL.size
+        extra_at = name_at + name_size
+        at = extra_at + extra_size + comment_size
+        if signature != b"PK\1\2" or at > len(raw):
             raise _malformed(source, "holds something else than records")
-        entry = _entry(source, fields, raw[names_at:extra_at], raw[extra_at : extra_at + fields[11]])
-        folded.add(entry.name.lower())
-        entries.append(entry)
+        raw_name = raw[name_at:extra_at]
+        name = raw_name.decode() if _ORDINARY(raw_name) else _name(source, raw_name)
+        if flags & _ENCRYPTED:
+            raise _malformed(source, "is marked as encrypted", name)
+        if method not in (_STORED, _DEFLATED):
+            raise UnsupportedCheckpoint(f"is compressed by method {method}", path=source.path, where=name)
+        if _MAX32 in (stored, plain, header):
+            extra = raw[extra_at : extra_at + extra_size]
+            stored, plain, header = _zip64_sizes(source, name, extra, stored, plain, header)
+        if method == _STORED and stored != plain:
+            raise _malformed(source, f"is stored but declares {stored} and {plain} bytes", name)
+        if header + _LOCAL.size + name_size > start:
+            raise _malformed(source, "its header lies beyond the records", name)
+        if not 0 <= header - near_at <= len(near) - _LOCAL.size - name_size:
+            near, near_at = source.read(header, min(_NEAR, start - header)), header
+        local = header - near_at
+        (signature, _, local_flags, local_method, _, _, local_crc, local_stored, local_plain, local_name_size,
+         local_extra_size) = _LOCAL.unpack_from(near, local)  # fmt: skip
+        local += _LOCAL.size
+        if signature != b"PK\3\4" or name_size != local_name_size or near[local : local + name_size] != raw_name:
+            raise _malformed(source, "its local header has another name than the directory", name)
+        # The local CRC and sizes are absent (0), in the zip64 field (all ones), or the directory's own.
+        if (
+            local_flags & _ENCRYPTED
+            or local_method != method
+            or local_crc not in (0, _MAX32, crc)
+            or local_stored not in (0, _MAX32, stored)
+            or local_plain not in (0, _MAX32, plain)
+        ):
+            raise _malformed(source, "its local header contradicts the directory", name)
+        offset = header + _LOCAL.size + name_size + local_extra_size
+        if offset + stored > start:
+            raise _malformed(source, "its payload reaches beyond the records", name)
+        checksum = crc if crc or not plain else None
+        records.append(_made(Record, (name, header, offset, plain, stored, method == _DEFLATED, checksum)))
     if at != len(raw):
         raise _malformed(source, "is longer than its number of records")
-    if len(folded) != len(entries):
-        raise _malformed(source, "has two records whose names are equal but for case; torch does not tell them apart")
-    return entries
+    return sorted(records, key=itemgetter(1))
 
 
-def _entry(source: Source, fields: tuple[int, ...], raw_name: bytes, extra: bytes) -> _Entry:
-    flags, method, crc, stored, size, header = fields[3], fields[4], fields[7], fields[8], fields[9], fields[16]
-    name = _name(source, raw_name)
-    if flags & _ENCRYPTED:
-        raise _malformed(source, "is marked as encrypted", name)
-    if method not in (_STORED, _DEFLATED):
-        raise UnsupportedCheckpoint(f"is compressed by method {method}", path=source.path, where=name)
-    if stored == _MAX32 or size == _MAX32 or header == _MAX32:
-        stored, size, header = _zip64_sizes(source, name, extra, stored, size, header)
-    if method == _STORED and stored != size:
-        raise _malformed(source, f"is stored but declares {stored} and {size} bytes", name)
-    return _Entry(name, raw_name, method, crc, stored, size, header)
+_NEAR = 1 << 16
+_made = tuple.__new__  # a NamedTuple's own constructor takes twice as long
 
 
 def _name(source: Source, raw: bytes) -> str:
@@ -191,8 +208,6 @@ def _name(source: Source, raw: bytes) -> str:
         name = raw.decode()
     except UnicodeDecodeError:
         raise _malformed(source, f"has a record whose name is not UTF-8: {raw!r}") from None
-    if _ORDINARY(name):
-        return name
     if not name.isprintable() or "\\" in name or name.startswith("/") or ".." in name.split("/"):
         raise _malformed(source, "has a name that is no plain relative path", printable(name))
     return name
@@ -216,34 +231,6 @@ def _zip64_sizes(source: Source, name: str, extra: bytes, stored: int, size: int
     raise _malformed(source, "has no zip64 sizes although it says so", name)
 
 
-def _locate_payloads(source: Source, entries: list[_Entry], directory_at: int) -> list[Record]:
-    """Records with the offsets of their payloads, each local header held against the directory."""
-    records = []
-    for entry in sorted(entries, key=attrgetter("header")):
-        end = _LOCAL.size + len(entry.raw_name)
-        if entry.header + end > directory_at:
-            raise _malformed(source, "its header lies beyond the records", entry.name)
-        local = source.read(entry.header, end)
-        fields = _LOCAL.unpack_from(local)
-        if fields[0] != b"PK\3\4" or local[_LOCAL.size :] != entry.raw_name or fields[9] != len(entry.raw_name):
-            raise _malformed(source, "its local header has another name than the directory", entry.name)
-        if fields[2] & _ENCRYPTED or fields[3] != entry.method or not _local_sizes_agree(fields, entry):
-            raise _malformed(source, "its local header contradicts the directory", entry.name)
-        offset = entry.header + _LOCAL.size + fields[9] + fields[10]
-        if offset + entry.stored > directory_at:
-            raise _malformed(source, "its payload reaches beyond the records", entry.name)
-        crc = entry.crc32 if entry.crc32 or not entry.size else None
-        deflated = entry.method == _DEFLATED
-        records.append(Record(entry.name, entry.header, offset, entry.size, entry.stored, deflated, crc))
-    return records
-
-
-def _local_sizes_agree(fields: tuple[int, ...], entry: _Entry) -> bool:
-    """Local sizes are absent (0), in the zip64 field (all ones), or the directory's own."""
-    pairs = ((fields[6], entry.crc32), (fields[7], entry.stored), (fields[8], entry.size))
-    return all(local in (0, _MAX32, central) for local, central in pairs)
-
-
 def _refuse_overlaps(source: Source, records: list[Record]) -> None:
     end = 0
     for record in records:
@@ -256,28 +243,33 @@ def _refuse_overlaps(source: Source, records: list[Record]) -> None:
 
 
 class Slot(NamedTuple):
-    """A record to be written: its `lead` (local header and padding, from byte `header` on), then `size` payload bytes."""
+    """A record to be written: its local header stands at byte `header`, its payload has `size` bytes."""
 
     name: bytes
     header: int
-    offset: int
     size: int
+
+
+class LaidOut(NamedTuple):
+    """A slot in its surroundings: the bytes `lead` before its payload, the payload's `offset`, and the `end` of it all."""
+
+    slot: Slot
     lead: bytes
-
-    @property
-    def end(self) -> int:
-        """The byte behind the payload and its data descriptor."""
-        return self.offset + self.size + _descriptor_size(self.header, self.size)
+    offset: int
+    end: int
 
 
-def lay_out(name: str, header: int, size: int) -> Slot:
-    """The record `name` of `size` bytes whose local header stands at byte `header`; its payload is 64-byte aligned."""
-    raw = name.encode()
-    wide = _wide(header, size)
-    unpadded = header + _LOCAL.size + len(raw) + len(wide) + 4
+def lay_out(name: bytes, header: int, size: int) -> LaidOut:
+    """The record `name` from byte `header` on: local header, padding to a multiple of 64, payload of `size` bytes, descriptor."""
+    slot = Slot(name, header, size)
+    wide = _wide(slot)
+    extra = len(wide) + 4
+    unpadded = header + _LOCAL.size + len(name) + extra
     padding = -unpadded % ALIGNMENT
-    fixed = _local_header(size > 0, len(raw), len(wide) + 4 + padding)
-    return Slot(raw, header, unpadded + padding, size, fixed + raw + wide + _PADDINGS[padding])
+    lead = _local_header(size > 0, len(name), extra + padding) + name + wide + _PADDINGS[padding]
+    offset = unpadded + padding
+    trail = 0 if not size else _DESCRIPTOR64.size if wide else _DESCRIPTOR.size
+    return LaidOut(slot, lead, offset, offset + size + trail)
 
 
 @functools.cache
@@ -294,37 +286,33 @@ def _flags(size: int) -> int:
     return 0x0808 if size else 0x0800
 
 
-def _wide(header: int, size: int) -> bytes:
+def _wide(slot: Slot) -> bytes:
     """The zip64 extra field, empty while both fit 32 bits; torch's writer repeats the offset in local headers."""
+    _, header, size = slot
     if size < _MAX32 and header < _MAX32:
         return b""
     numbers = [*([size, size] if size >= _MAX32 else []), *([header] if header >= _MAX32 else [])]
     return struct.pack(f"<HH{len(numbers)}Q", 1, 8 * len(numbers), *numbers)
 
 
-def _descriptor_size(header: int, size: int) -> int:
-    return 0 if not size else 24 if size >= _MAX32 or header >= _MAX32 else 16
-
-
 def descriptor(slot: Slot, crc: int) -> bytes:
     """The data descriptor behind a payload; nothing for an empty one."""
-    if not slot.size:
+    _, header, size = slot
+    if not size:
         return b""
-    width = "Q" if _descriptor_size(slot.header, slot.size) == 24 else "I"
-    return struct.pack(f"<4sI2{width}", b"PK\7\x08", crc, slot.size, slot.size)
+    return (_DESCRIPTOR if size < _MAX32 and header < _MAX32 else _DESCRIPTOR64).pack(b"PK\7\x08", crc, size, size)
 
 
 def ending_size(slots: Sequence[Slot]) -> int:
     """The length of `ending`."""
-    return sum(_CENTRAL.size + len(slot.name) + len(_wide(slot.header, slot.size)) for slot in slots) + (
-        _END64.size + _LOCATOR.size + _END.size
-    )
+    names = sum(len(name) for name, _, _ in slots)
+    wide = sum(map(len, map(_wide, slots))) if sum(slots[-1][1:]) >= _MAX32 else 0
+    return len(slots) * _CENTRAL.size + names + wide + _END64.size + _LOCATOR.size + _END.size
 
 
-def ending(slots: Sequence[Slot], crcs: Sequence[int]) -> bytes:
-    """Central directory and end records for the records written so far."""
-    start = slots[-1].end
-    directory = b"".join(_central(slot, crc) for slot, crc in zip(slots, crcs, strict=True))
+def ending(slots: Sequence[Slot], crcs: Sequence[int], start: int) -> bytes:
+    """Central directory, from byte `start` on, and end records, for records written with these CRC-32s."""
+    directory = b"".join(map(_central, slots, crcs))
     count, size = len(slots), len(directory)
     end64 = _END64.pack(b"PK\6\6", _END64.size - 12, 0x031E, 45, 0, 0, count, count, size, start)
     locator = _LOCATOR.pack(b"PK\6\7", 0, start + size, 1)
@@ -333,7 +321,12 @@ def ending(slots: Sequence[Slot], crcs: Sequence[int]) -> bytes:
 
 
 def _central(slot: Slot, crc: int) -> bytes:
-    wide = _wide(slot.header, slot.size)
-    size, header = min(slot.size, _MAX32), min(slot.header, _MAX32)
-    fixed = (0, 0, _flags(slot.size), 0, 0, 0, crc, size, size, len(slot.name), len(wide), 0, 0, 0, 0, header)
-    return _CENTRAL.pack(b"PK\1\2", *fixed) + slot.name + wide
+    name, header, size = slot
+    wide = _wide(slot)
+    if wide:
+        header, size = min(header, _MAX32), min(size, _MAX32)
+    return (
+        _CENTRAL.pack(b"PK\1\2", 0, 0, _flags(size), 0, 0, 0, crc, size, size, len(name), len(wide), 0, 0, 0, 0, header)
+        + name
+        + wide
+    )

@@ -282,8 +282,10 @@ def _print_lines(lines: Any, err: bool = False) -> None:
 
 def main() -> None:
     """The program: one line per error, exit codes 0 (done), 1 (refused or failed), 2 (usage), 130 and 143 (stopped)."""
+    import gc
     import signal
 
+    gc.disable()  # one command and the process ends: a tree of a million nodes is no garbage, and looking costs a tenth
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a terminal may lack the characters

@@ -105,14 +105,17 @@ def _whole(storage: Storage, group: list[TensorRef]) -> dict[int, Placement]:
 
 
 def _alone(ref: TensorRef, cast: CastRule) -> Placement:
+    source, shape, stride, ((storage, *_),), _, conj, neg = ref
     dtype = cast(ref)
-    values = ref
-    if ref.conj or ref.neg or not is_contiguous(ref.shape, ref.stride):
+    values, count = ref, prod(shape)
+    if conj or neg or not is_contiguous(shape, stride):
         start, stop = ref.byte_span()
-        if stop - start > ref.nbytes or (ref.neg and dtype is not ref.dtype):  # not every dtype can be negated
+        if stop - start > ref.nbytes or (neg and dtype is not source):  # not every dtype can be negated
             return _gathered(ref, cast)
-        values = whole_storage(ref.storage, start, stop, ref.dtype)
-    return Placement(_new(values, dtype, _class_of(dtype), ref.location), dtype, 0, ref.stride)
+        values = whole_storage(storage, start, stop, source)
+        count = values.shape[0]
+    new = NewStorage(values, dtype, dtype if dtype.storage_class else None, storage.location, count * dtype.itemsize)
+    return Placement(new, dtype, 0, stride)
 
 
 def _shared(group: list[TensorRef], cast: CastRule) -> dict[int, Placement]:

@@ -119,8 +119,9 @@ def _write(layout: Layout, stream: OutputStream) -> _Tally:
     crcs: list[int] = []
     tally = _Tally()
     checked: set[int] = set()
+    between = b""
     for index, item in enumerate(layout.items):
-        stream.write(item.lead)
+        stream.write(between + item.lead)
         lost = [0]
         crc = _write_values(item, stream, checked, lost)
         if lost[0]:
@@ -128,7 +129,8 @@ def _write(layout: Layout, stream: OutputStream) -> _Tally:
         if item.dtype.kind == "bool" and isinstance(item.values, TensorRef) and (odd := _count_odd_bools(item.values)):
             tally.odd_bools[index] = odd
         crcs.append(crc)
-        stream.write(layout.trail(index, crc))
+        between = layout.trail(index, crc)
+    stream.write(between)
     stream.write(layout.ending(crcs))
     return tally
 

@@ -77,7 +77,9 @@ def map_keys(keys: Sequence[str], rules: KeyRules) -> KeyMap:
             key = step(key)
         return key
 
-    renamed = [renaming(key) for key in keys] if steps else list(keys)
+    renamed = list(keys)
+    for step in steps:
+        renamed = [step(key) for key in renamed]
     _refuse_collisions(keys, renamed)
     globs = bool(rules.include or rules.exclude)
     new = tuple(key if not globs or rules.keeps(key) else None for key in renamed)
@@ -114,7 +116,10 @@ def find_wrappers(keys: Iterable[str]) -> tuple[str, ...]:
     ()
     """
     keys = list(keys)
-    inside = [name for name in UNMISTAKABLE if any(name in key and name in key.split(".")[:-1] for key in keys)]
+    text = "\n".join(keys)
+    inside = [
+        name for name in UNMISTAKABLE if name in text and any(name in key and name in key.split(".")[:-1] for key in keys)
+    ]
     bare = [_drop_unmistakable(key) for key in keys] if inside else keys
     depth = 0
     while _all_start(bare, (MODULE + ".") * (depth + 1)):
@@ -134,6 +139,9 @@ def _drop_unmistakable(key: str) -> str:
 
 
 def _strip(prefix: str, times: int | None = 1) -> Renaming:
+    if times == 1:
+        return lambda key: key.removeprefix(prefix)
+
     def step(key: str) -> str:
         count = 0
         while key.startswith(prefix) and (times is None or count < times):

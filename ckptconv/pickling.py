@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ckptconv.errors import RefusedObject
 from ckptconv.nodes import ABSENT, ENCODE, Call, Dict, Global, Node
@@ -43,9 +43,9 @@ class PickleWriter:
         self._leaf = leaf
         self._overlay = overlay
         self._out = bytearray(b"\x80\x02")
-        self._memo: dict[int, bytes] = {}
-        self._texts: dict[str, bytes] = {}
-        self._names: dict[str, bytes] = {}
+        self._memo: dict[int, int] = {}  # id of a node → memo index; likewise for texts and the names of globals
+        self._texts: dict[str, int] = {}
+        self._names: dict[str, int] = {}
         self._kept: list[Node] = []
         self._open: set[int] = set()
         self.count = 0  # memo entries so far
@@ -55,7 +55,9 @@ class PickleWriter:
         work: list[Iterator[Node]] = [iter((root,))]
         while work:
             for node in work[-1]:
-                if (inner := self._write_one(node)) is not None:
+                if type(node) is str:
+                    self._out += self.text(node)
+                elif (inner := self._write_one(node)) is not None:
                     work.append(inner)
                     break
             else:
@@ -65,86 +67,98 @@ class PickleWriter:
     def put(self) -> bytes:
         """The opcode that gives what was just written the next memo index."""
         index = self.count
-        self.count += 1
-        return b"q%c" % index if index < 256 else b"r" + index.to_bytes(4, "little")
+        self.count = index + 1
+        return _PUTS[index] if index < 256 else b"r" + _UINT32(index)
 
     def text(self, text: str) -> bytes:
         """The opcodes for a text: written once, fetched afterwards."""
-        if (fetch := self._texts.get(text)) is not None:
-            return fetch
+        if (index := self._texts.get(text)) is not None:
+            return _fetch(index)
         raw = text.encode("utf-8", "surrogatepass")
-        self._texts[text] = _fetch(self.count)
-        return b"X" + len(raw).to_bytes(4, "little") + raw + self.put()
+        self._texts[text] = self.count
+        return b"X" + _UINT32(len(raw)) + raw + self.put()
 
     def named(self, module: str, name: str) -> bytes:
         """The opcodes for a global: written once, fetched afterwards."""
         path = f"{module}\n{name}\n"
-        if (fetch := self._names.get(path)) is not None:
-            return fetch
+        if (index := self._names.get(path)) is not None:
+            return _fetch(index)
         if "\n" in module or "\n" in name or not module:
             raise RefusedObject("a global's name holds a line break", where=f"{module}.{name}")
-        self._names[path] = _fetch(self.count)
+        self._names[path] = self.count
         return b"c" + path.encode() + self.put()
 
     def _write_one(self, node: Node) -> Iterator[Node] | None:
-        """Write a plain value, or return the work that a container makes."""
-        kind = type(node)
-        if kind is str:
-            self._out += self.text(node)
-            return None
+        """Write a value that needs no further work, or return the work that a container makes."""
         while id(node) in self._overlay:
             node = self._overlay[id(node)]
-            kind = type(node)
-        if (fetch := self._memo.get(id(node))) is not None and kind not in _SCALARS:
-            self._out += fetch
-        elif (plain := _SCALARS.get(kind)) is not None:
+        kind = type(node)
+        if (plain := _SCALARS.get(kind)) is not None:
             self._out += plain(node)
         elif kind is str:
             self._out += self.text(node)
-        elif kind is _Raw:
-            self._out += node
-        elif kind is _Put:
-            self._open.discard(id(node.node))
-            self._memo[id(node.node)] = _fetch(self.count)
-            self._out += self.put()
-        elif kind is Global:
-            self._out += self.named(node.module, node.name)
-        elif kind is _Alias:
-            self._memo[id(node.node)] = self._memo[id(node.made)]
+        elif (index := self._memo.get(id(node))) is not None:
+            self._out += _fetch(index)
+        elif (work := _WORK.get(kind)) is not None:
+            return work(self, node)
         else:
-            return self._write_container(node, kind)
+            return self._write_leaf(node)
         return None
-
-    def _write_container(self, node: Node, kind: type) -> Iterator[Node] | None:
-        if kind is tuple and not node:
-            self._out += b")"
-            return None
-        if kind is Dict or kind is list:
-            self._out += b"}" if kind is Dict else b"]"
-            self._write_one(_Put(node))
-            return _batches_of_pairs(node.pairs) if kind is Dict else _batches(node)
-        if id(node) in self._open:
-            raise RefusedObject("a tuple or object that contains itself cannot be written")
-        if kind is tuple:
-            self._open.add(id(node))
-            return _tuple_work(node)
-        if kind is Call:
-            self._open.add(id(node))
-            return _call_work(node)
-        if kind is bytes:
-            made = Call(ENCODE, (node.decode("latin1"), "latin1"))
-            self._kept.append(made)
-            return iter((made, _Alias(node, made)))
-        return self._write_leaf(node)
 
     def _write_leaf(self, node: Node) -> Iterator[Node] | None:
         made = self._leaf(node, self)
         if type(made) is bytes:
-            self._memo[id(node)] = _fetch(self.count)
-            self._out += made + self.put()
+            self._memo[id(node)] = self.count
+            self._out += made
+            self._out += self.put()
             return None
         self._kept.append(made)
         return iter((made, _Alias(node, made)))
+
+    def _write_raw(self, node: _Raw) -> None:
+        self._out += node
+
+    def _write_put(self, node: _Put) -> None:
+        self._open.discard(id(node.node))
+        self._memo[id(node.node)] = self.count
+        self._out += self.put()
+
+    def _write_alias(self, node: _Alias) -> None:
+        self._memo[id(node.node)] = self._memo[id(node.made)]
+
+    def _write_global(self, node: Global) -> None:
+        self._out += self.named(node.module, node.name)
+
+    def _write_dict(self, node: Dict) -> Iterator[Node]:
+        self._out += b"}"
+        self._write_put(_Put(node))
+        return _batches_of_pairs(node.pairs)
+
+    def _write_list(self, node: list[Node]) -> Iterator[Node]:
+        self._out += b"]"
+        self._write_put(_Put(node))
+        return _batches(node)
+
+    def _write_tuple(self, node: tuple[Node, ...]) -> Iterator[Node] | None:
+        if not node:
+            self._out += b")"
+            return None
+        self._enter(node)
+        return _tuple_work(node)
+
+    def _write_call(self, node: Call) -> Iterator[Node]:
+        self._enter(node)
+        return _call_work(node)
+
+    def _write_bytes(self, node: bytes) -> Iterator[Node]:
+        made = Call(ENCODE, (node.decode("latin1"), "latin1"))
+        self._kept.append(made)
+        return iter((made, _Alias(node, made)))
+
+    def _enter(self, node: Node) -> None:
+        if id(node) in self._open:
+            raise RefusedObject("a tuple or object that contains itself cannot be written")
+        self._open.add(id(node))
 
 
 class _Alias:
@@ -157,8 +171,12 @@ class _Alias:
         self.made = made
 
 
+_UINT32 = struct.Struct("<I").pack
+_PUTS = tuple(b"q%c" % index for index in range(256))
+
+
 def _fetch(index: int) -> bytes:
-    return b"h%c" % index if index < 256 else b"j" + index.to_bytes(4, "little")
+    return b"h%c" % index if index < 256 else b"j" + _UINT32(index)
 
 
 def integer(value: int) -> bytes:
@@ -231,3 +249,17 @@ def _batches_of_pairs(pairs: Sequence[tuple[Node, Node]]) -> Iterator[Node]:
             yield key
             yield value
         yield _Raw(b"u")
+
+
+_WORK: dict[type, Callable[[PickleWriter, Any], Iterator[Node] | None]] = {
+    _Raw: PickleWriter._write_raw,
+    _Put: PickleWriter._write_put,
+    _Alias: PickleWriter._write_alias,
+    Global: PickleWriter._write_global,
+    Dict: PickleWriter._write_dict,
+    list: PickleWriter._write_list,
+    tuple: PickleWriter._write_tuple,
+    Call: PickleWriter._write_call,
+    bytes: PickleWriter._write_bytes,
+}
+"""How each kind of node is written; every other one is a leaf."""

@@ -192,13 +192,12 @@ REDUCERS: dict[str, Reducer] = {
 
 
 class StoredAs(NamedTuple):
-    """How a tensor (or a bare storage) is written: in the record `key` of `nbytes` bytes, under the tag `location`.
+    """How a tensor (or a bare storage) is written: in a record of `nbytes` bytes, under the tag `location`.
 
     `storage_dtype` is the type of the storage class, None for an untyped storage; `dtype`, `offset` and `stride` (in
     elements) are the tensor's. `resolved`: its conj and neg bits are already in the values.
     """
 
-    key: str
     location: str
     storage_dtype: DType | None
     nbytes: int
@@ -225,12 +224,12 @@ class _StorageOf(NamedTuple):
 
 
 class TorchLeaves:
-    """Writes tensors and storages into a pickle; `stored_as` says of each of them where its bytes will lie.
+    """Writes tensors and storages into a pickle; `stored_as` says of each of them the key of its record, and how it lies there.
 
     `stored_as` is asked in the order in which the storages stand in the pickle.
     """
 
-    def __init__(self, stored_as: Callable[[TensorRef | Storage], StoredAs]) -> None:
+    def __init__(self, stored_as: Callable[[TensorRef | Storage], tuple[str, StoredAs]]) -> None:
         self._stored_as = stored_as
         # What stands around a storage's key is the same bytes for all tensors of one form, once all names in it are memoized.
         self._around: dict[tuple[object, ...], tuple[bytes, bytes]] = {}
@@ -244,17 +243,17 @@ class TorchLeaves:
         if kind is _Bare:
             return self._tensor(node.ref, False, writer)
         if kind is Storage or kind is _StorageOf:
-            stored = self._stored_as(node if kind is Storage else node.ref)
-            return self._head(stored, False, writer) + _key(stored.key) + self._tail(stored, writer)
+            key, stored = self._stored_as(node if kind is Storage else node.ref)
+            return self._head(stored, False, writer) + _key(key) + self._tail(stored, writer)
         if kind is _Retyped:
             raise RefusedObject("a storage that stands by itself under two types", where=node.storage.name)
         raise TypeError(f"no such leaf: {kind}")
 
     def _tensor(self, ref: TensorRef, requires_grad: bool, writer: PickleWriter) -> bytes:
-        stored = self._stored_as(ref)
-        same = (*stored[1:], ref.shape, requires_grad, ref.conj, ref.neg)  # all but the key
+        key, stored = self._stored_as(ref)
+        same = (stored, ref.shape, requires_grad, ref.conj, ref.neg)
         if (around := self._around.get(same)) is not None:
-            return around[0] + _key(stored.key) + around[1]
+            return around[0] + _key(key) + around[1]
         before = writer.count
         head = self._head(stored, True, writer)
         tail = self._tail(stored, writer) + integer(stored.offset) + integers(ref.shape) + integers(stored.stride)
@@ -266,7 +265,7 @@ class TorchLeaves:
         tail += b"tR"
         if writer.count == before:
             self._around[same] = head, tail
-        return head + _key(stored.key) + tail
+        return head + _key(key) + tail
 
     def _head(self, stored: StoredAs, rebuild: bool, writer: PickleWriter) -> bytes:
         """The opcodes up to the storage's key."""
@@ -294,7 +293,7 @@ class TorchLeaves:
             return Call(_REBUILD_PARAMETER, given) if node.state is None else Call(
                 _REBUILD_PARAMETER_WITH_STATE, (*given, node.state)
             )  # fmt: skip
-        stored = self._stored_as(ref)
+        _, stored = self._stored_as(ref)
         typed = stored.storage_dtype is not None
         args: tuple[Node, ...] = (_StorageOf(ref), stored.offset, ref.shape, stored.stride, ref.requires_grad)
         args += (Call(ORDERED_DICT, ()),) if typed else (Call(ORDERED_DICT, ()), Global("torch", stored.dtype.name))

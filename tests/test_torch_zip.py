@@ -373,12 +373,11 @@ def test_an_archive_of_many_records_is_one_for_everybody(tmp_path):
     with path.open("wb") as file:
         for number in range(66_000):
             name, payload = (f"data/{number}", b"%d" % number if number % 5 else b"") if number else ("version", b"3\n")
-            slot = archives.lay_out(f"archive/{name}", at, len(payload))
+            slot, lead, _, at = archives.lay_out(f"archive/{name}".encode(), at, len(payload))
             crcs.append(archives.crc32(payload))
-            file.write(slot.lead + payload + archives.descriptor(slot, crcs[-1]))
+            file.write(lead + payload + archives.descriptor(slot, crcs[-1]))
             slots.append(slot)
-            at = slot.end
-        file.write(archives.ending(slots, crcs))
+        file.write(archives.ending(slots, crcs, at))
     with zipfile.ZipFile(path) as archive:
         assert len(archive.infolist()) == 66_000
         assert archive.read("archive/data/65999") == b"65999" and archive.read("archive/data/65995") == b""
@@ -663,21 +662,22 @@ def test_headers_of_records_beyond_4_gib_are_torch_s_byte_for_byte(giant):
         records = archive.infolist()
         slots = []
         for record, following in zip(records, [*records[1:], None], strict=True):
-            slot = archives.lay_out(record.filename, record.header_offset, record.file_size)
+            name = record.filename.encode()
+            slot, lead, offset, end = archives.lay_out(name, record.header_offset, record.file_size)
             raw.seek(slot.header)
-            theirs = bytearray(raw.read(len(slot.lead)))
+            theirs = bytearray(raw.read(len(lead)))
             if record.file_size > 1 << 32:  # torch does not know the second of two equal sizes yet and writes 0
                 at = 30 + len(record.filename) + 4 + 8
                 assert theirs[at : at + 8] == bytes(8)
                 theirs[at : at + 8] = struct.pack("<Q", record.file_size)
-            assert theirs == slot.lead, record.filename
-            assert slot.offset % 64 == 0
-            raw.seek(slot.offset + slot.size)
+            assert theirs == lead, record.filename
+            assert offset % 64 == 0
+            raw.seek(offset + slot.size)
             descriptor = archives.descriptor(slot, record.CRC)
             assert raw.read(len(descriptor)) == descriptor, record.filename
-            assert slot.end == (archive.start_dir if following is None else following.header_offset)
+            assert end == (archive.start_dir if following is None else following.header_offset)
             slots.append(slot)
-        ending = archives.ending(slots, [record.CRC for record in records])
+        ending = archives.ending(slots, [record.CRC for record in records], end)
         raw.seek(archive.start_dir)
         theirs = raw.read()
     assert len(ending) == archives.ending_size(slots) == len(theirs)

@@ -25,7 +25,7 @@ from ckptconv.tensors import Storage, TensorRef
 from ckptconv.torch_objects import StoredAs, TorchLeaves, read_torch_pickle
 
 NAME = "torch zip"
-_ROOT = "archive"
+_ROOT = b"archive"
 _OPTIONAL = ("version", "byteorder", ".format_version", ".storage_alignment", ".data/serialization_id")
 
 
@@ -167,7 +167,7 @@ def lay_out_torch_zip(tree: Tree, cast: CastRule, retag: Callable[[str], str]) -
 
     tags: dict[str, str] = {}
 
-    def stored_as(node: TensorRef | Storage) -> StoredAs:
+    def stored_as(node: TensorRef | Storage) -> tuple[str, StoredAs]:
         new, dtype, offset, stride, resolved = placements[id(node)]
         _, _, storage_dtype, location, nbytes = new
         if (number := numbers.get(id(new))) is None:
@@ -175,7 +175,7 @@ def lay_out_torch_zip(tree: Tree, cast: CastRule, retag: Callable[[str], str]) -
             ordered.append(new)
         if (tag := tags.get(location)) is None:
             tag = tags[location] = retag(location)
-        return StoredAs(str(number), tag, storage_dtype, nbytes, dtype, offset, stride, resolved)
+        return str(number), StoredAs(tag, storage_dtype, nbytes, dtype, offset, stride, resolved)
 
     pickle = write_pickle(tree.root, TorchLeaves(stored_as), tree.overlay)
     return _records([
@@ -195,19 +195,21 @@ def _serialization_id(pickle: bytes) -> bytes:
 
 
 def _records(contents: Iterable[tuple[str, bytes | NewStorage]]) -> Layout:
-    slots: list[Slot] = []
     items: list[WriteItem] = []
-    at = 0
+    slots: list[Slot] = []
+    end = 0
+    values: TensorRef | bytes
     for name, content in contents:
-        values, dtype = (content, UINT8) if isinstance(content, bytes) else (content.values, content.dtype)
-        nbytes = len(content) if isinstance(content, bytes) else content.nbytes
-        slot = archives.lay_out(f"{_ROOT}/{name}", at, nbytes)
+        if isinstance(content, NewStorage):
+            values, dtype, nbytes = content.values, content.dtype, content.nbytes
+        else:
+            values, dtype, nbytes = content, UINT8, len(content)
+        slot, lead, offset, end = archives.lay_out(b"%s/%s" % (_ROOT, name.encode()), end, nbytes)
         slots.append(slot)
-        items.append(WriteItem(name, slot.lead, slot.offset, slot.size, values, dtype))
-        at = slot.end
+        items.append(WriteItem(name, lead, offset, nbytes, values, dtype))
     return Layout(
         tuple(items),
-        at + archives.ending_size(slots),
+        end + archives.ending_size(slots),
         lambda index, crc: archives.descriptor(slots[index], crc),
-        lambda crcs: archives.ending(slots, crcs),
+        lambda crcs: archives.ending(slots, crcs, end),
     )
