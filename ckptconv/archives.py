@@ -20,8 +20,8 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from ckptconv.errors import LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
-from ckptconv.files import InflatedSource, Source, Spool, crc32
 from ckptconv.limits import LIMITS
+from ckptconv.sources import InflatedSource, Source, Spool, crc32
 
 ALIGNMENT = 64
 _MAX32 = 0xFFFFFFFF

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ckptconv.errors import AmbiguousStateDict, LimitExceeded, printable
-from ckptconv.files import Source
 from ckptconv.limits import LIMITS
 from ckptconv.nodes import Call, Dict, Node, PersistentId, children, mapping_pairs
 from ckptconv.plain_objects import plain_form
+from ckptconv.sources import Source
 from ckptconv.tensors import TensorObject, TensorRef
 from ckptconv.torch_objects import is_tensor_call
 

@@ -172,7 +172,7 @@ def _pair(option: str, text: str) -> tuple[str, str]:
 
 
 def _convert(given: dict[str, Any], **rules: Any) -> None:
-    from ckptconv.files import check_output
+    from ckptconv.outputs import check_output
     from ckptconv.formats.detect import open_checkpoint
     from ckptconv.planning import plan_conversion
 

@@ -13,12 +13,13 @@ from ckptconv.casting import cast
 from ckptconv.devices import tag_map
 from ckptconv.dtypes import DType, floating_dtype
 from ckptconv.errors import VerificationFailed
-from ckptconv.files import SMALL, OutputStream, atomic_output, check_output, crc32
 from ckptconv.formats.detect import open_checkpoint
 from ckptconv.keys import KeyRules
 from ckptconv.layout import Layout, WriteItem
+from ckptconv.outputs import OutputStream, atomic_output, check_output
 from ckptconv.planning import ConversionPlan, Options, Target, Tied, plan_conversion
 from ckptconv.settling import Unknown
+from ckptconv.sources import SMALL, crc32
 from ckptconv.tensors import (
     Storage,
     TensorRef,

@@ -16,12 +16,12 @@ from ckptconv.collector import collector_paused
 from ckptconv.devices import require_device, resolve_map_location
 from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.errors import CheckpointError, LimitExceeded, RefusedObject, printable
-from ckptconv.files import FileSource
 from ckptconv.formats.detect import open_checkpoint
 from ckptconv.keys import KeyRules, map_keys
 from ckptconv.nodes import ORDERED_DICT, Call, Dict, Global, Node, mapping_pairs
 from ckptconv.planning import rename_state_dicts
 from ckptconv.settling import Unknown, settle_objects
+from ckptconv.sources import FileSource
 from ckptconv.tensors import Storage, TensorObject, TensorRef, check_storage, iter_chunks, whole_storage
 from ckptconv.torch_objects import VALUELESS, WEIGHTS_ONLY
 

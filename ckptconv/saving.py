@@ -13,9 +13,9 @@ from ckptconv.convert import ConversionResult, execute_plan
 from ckptconv.devices import tag_map
 from ckptconv.dtypes import BY_NAME, DType, floating_dtype
 from ckptconv.errors import LimitExceeded, RefusedObject, printable
-from ckptconv.files import check_output
 from ckptconv.keys import KeyRules
 from ckptconv.nodes import BYTEARRAY, ORDERED_DICT, SET, Call, Dict, Global, Node
+from ckptconv.outputs import check_output
 from ckptconv.planning import Options, Target, plan_conversion
 from ckptconv.tensors import Storage, TensorObject, view_of
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckptconv.casting import cast
 from ckptconv.dtypes import UINT8, DType
 from ckptconv.errors import LimitExceeded, MalformedCheckpoint
-from ckptconv.files import CHUNK, Source, crc32
 from ckptconv.limits import LIMITS
+from ckptconv.sources import CHUNK, Source, crc32
 
 if TYPE_CHECKING:
     import numpy as np

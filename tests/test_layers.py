@@ -12,12 +12,12 @@ PACKAGE = Path(__file__).resolve().parents[1] / "ckptconv"
 
 LAYERS = {
     "errors": 0, "limits": 0, "collector": 0,
-    "dtypes": 1, "keys": 1, "devices": 1, "files": 1, "nodes": 1,
-    "casting": 2, "pickling": 2, "unpickling": 2,
+    "dtypes": 1, "keys": 1, "devices": 1, "sources": 1, "nodes": 1,
+    "outputs": 2, "casting": 2, "pickling": 2, "unpickling": 2,
     "tensors": 3, "archives": 3,
     "torch_objects": 4, "compaction": 4, "layout": 4, "plain_objects": 4,
     "checkpoint": 5,
-    "settling": 6, "formats.torch_zip": 6, "formats.safetensors": 6,
+    "modules": 6, "settling": 6, "formats.torch_zip": 6, "formats.safetensors": 6,
     # 7 is for checkpoints of many files
     "formats.detect": 8,
     "planning": 9,
@@ -35,7 +35,7 @@ EMPTY = {"formats.__init__"}
 
 TERMINAL_MODULES = {"cli", "report"}
 TORCH_MODULES = {"devices", "loading", "saving", "fitting"}
-FILE_MODULES = {"files"}
+FILE_MODULES = {"sources", "outputs"}
 
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): ast.parse(path.read_text(), str(path))
@@ -99,11 +99,11 @@ from ckptconv import report
 if TYPE_CHECKING:
     import torch.nn as nn
 def late():
-    from .files import CHUNK
+    from .sources import CHUNK
     from . import keys
 """
     found = list(imported(ast.parse(source), ("ckptconv",)))
-    assert found == ["ckptconv.report", "torch.nn", "ckptconv.files.CHUNK", "ckptconv.keys"]
+    assert found == ["ckptconv.report", "torch.nn", "ckptconv.sources.CHUNK", "ckptconv.keys"]
     assert [own_module(name) for name in found] == ["report", None, "files", "keys"]
     assert own_module("ckptconv.formats.detect.FORMATS") == "formats.detect"
     assert own_module("ckptconv.formats") == "formats.__init__"

@@ -1,26 +1,44 @@
-"""Which container a file is, by its first bytes and never by its name; and what a file is that is no checkpoint."""
+"""Which container a path is, by content and never by extension; and what a file is that is no checkpoint."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.collector import collector_paused
-from ckptconv.errors import CheckpointError, UnsupportedCheckpoint
-from ckptconv.files import FileSource, Source
+from ckptconv.errors import CheckpointError, UnsupportedCheckpoint, printable
 from ckptconv.formats.safetensors import is_safetensors, open_safetensors
 from ckptconv.formats.torch_zip import is_torch_zip, open_torch_zip
+from ckptconv.modules import flatten_modules
+from ckptconv.sources import FileSource, Source
+
+Opener = Callable[[Source], Checkpoint]
+PathOpener = Callable[[Path], Checkpoint]
 
 _HEAD = 512
 
 
 class Format(NamedTuple):
-    """A container: whether a file's first bytes are its, and how it is opened."""
+    """A container in one file: whether a file's first bytes are its, and how it is opened.
+
+    `open` is also given a way to open what lies inside: a record of the archive that is a checkpoint itself.
+    """
 
     matches: Callable[[bytes], bool]
-    open: Callable[[Source], Checkpoint]
+    open: Callable[[Source, Opener], Checkpoint]
+
+
+class Gathering(NamedTuple):
+    """Many files that are one checkpoint: whether a path (a folder, or a file that stands for one) is it, and how it is opened.
+
+    `open` is also given a way to open the single files, and the `tag` that the user chose (a step, a revision).
+    """
+
+    matches: Callable[[Path], bool]
+    open: Callable[[Path, PathOpener, "str | None"], Checkpoint]
 
 
 FORMATS: tuple[Format, ...] = (
@@ -28,6 +46,9 @@ FORMATS: tuple[Format, ...] = (
     Format(is_safetensors, open_safetensors),
 )
 """The containers that are read, in the order in which they are tried."""
+
+GATHERINGS: tuple[Gathering, ...] = ()
+"""The checkpoints of many files that are read, in the order in which they are tried."""
 
 
 class Stranger(NamedTuple):
@@ -62,26 +83,68 @@ STRANGERS: tuple[Stranger, ...] = (
 """What people meet under a checkpoint's name; the first that matches is named in the error."""
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open a checkpoint: read its index, and none of its tensors' bytes.
+def open_checkpoint(path: str | os.PathLike[str], *, tag: str | None = None, whole_modules: bool = False) -> Checkpoint:
+    """Open a checkpoint, of one file or of many: read its index, and none of its tensors' bytes.
 
-    Use the result as a context manager, or close it. Raises `UnsupportedCheckpoint` when the file is something else (and
-    says what), `MalformedCheckpoint` or `LimitExceeded` when it contradicts itself.
+    `path` is a file, the folder of a checkpoint of many files, or the index in it. `tag` chooses among the steps that a
+    folder holds. A whole module (``torch.save(model)``) appears as its state dict, unless `whole_modules` asks for the
+    module itself. Use the result as a context manager, or close it. Raises `UnsupportedCheckpoint` when it is something
+    else (and says what), `MalformedCheckpoint` or `LimitExceeded` when it contradicts itself.
     """
+    path = Path(path)
+    try:
+        with collector_paused():
+            checkpoint = _open(path, tag)
+            return checkpoint if whole_modules else flatten_modules(checkpoint)
+    except CheckpointError as error:
+        raise error.at(path=path) from error.__cause__
+
+
+def _open(path: Path, tag: str | None) -> Checkpoint:
+    for gathering in GATHERINGS:
+        if gathering.matches(path):
+            return gathering.open(path, open_file, tag)
+    if tag is not None:
+        raise UnsupportedCheckpoint("holds no tags to choose from", path=path, hint="leave --tag out")
+    if path.is_dir():
+        raise _folder(path)
+    return open_file(path)
+
+
+def open_file(path: Path) -> Checkpoint:
+    """Open a checkpoint of one file; its sources are closed when that fails."""
     source = FileSource(path)
     try:
-        head = source.read(0, min(_HEAD, source.size))
-        for candidate in FORMATS:
-            if candidate.matches(head):
-                with collector_paused():
-                    return candidate.open(source)
-        raise _stranger(source, head)
-    except CheckpointError as error:
-        source.close()
-        raise error.at(path=path) from error.__cause__
+        return open_source(source)
     except BaseException:
         source.close()
         raise
+
+
+def open_source(source: Source) -> Checkpoint:
+    """Open what a source holds; the caller closes the source when that fails."""
+    head = source.read(0, min(_HEAD, source.size))
+    for candidate in FORMATS:
+        if candidate.matches(head):
+            return candidate.open(source, open_source)
+    raise _stranger(source, head)
+
+
+_LISTED = 6
+
+
+def _folder(path: Path) -> UnsupportedCheckpoint:
+    """What to say of a folder that is no checkpoint of many files: name what could be meant inside."""
+    inside = [item.name for item in sorted(path.iterdir()) if item.suffix in _SUFFIXES and item.is_file()]
+    if not inside:
+        return UnsupportedCheckpoint("is a folder without a checkpoint in it", path=path, hint="name the file that is meant")
+    names = ", ".join(printable(name) for name in inside[:_LISTED]) + ", …" * (len(inside) > _LISTED)
+    return UnsupportedCheckpoint(
+        f"is a folder of {len(inside)} files without an index", path=path, hint=f"name the file that is meant: {names}"
+    )
+
+
+_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".tar", ".th", ".pkl")
 
 
 def _stranger(source: Source, head: bytes) -> UnsupportedCheckpoint:

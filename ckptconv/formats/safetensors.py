@@ -8,17 +8,17 @@ Source: the format's README and `Metadata::validate` of the safetensors library 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.dtypes import BY_SAFETENSORS, DType
 from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint
-from ckptconv.files import Source
 from ckptconv.layout import Layout, WriteItem
 from ckptconv.limits import LIMITS
 from ckptconv.nodes import ORDERED_DICT, Call
+from ckptconv.sources import Source
 from ckptconv.tensors import Storage, TensorRef, contiguous_stride, view_of
 
 NAME = "safetensors"
@@ -36,7 +36,7 @@ def is_safetensors(head: bytes) -> bool:
     return head[8:].lstrip().startswith(b"{") and not all(32 <= byte < 127 or byte in b"\t\r\n" for byte in head[:8])
 
 
-def open_safetensors(source: Source) -> Checkpoint:
+def open_safetensors(source: Source, _: Callable[[Source], Checkpoint]) -> Checkpoint:
     """Open a safetensors file; reads its header, no payload.
 
     The tree is an OrderedDict in header order. A metadata entry that names a missing tensor as the alias of one that is

@@ -16,11 +16,11 @@ from ckptconv.checkpoint import Checkpoint, Overlay
 from ckptconv.compaction import CastRule, NewStorage, compact
 from ckptconv.dtypes import UINT8, DType
 from ckptconv.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint, printable
-from ckptconv.files import Source, Spool, crc32
 from ckptconv.layout import Layout, WriteItem
 from ckptconv.limits import LIMITS
 from ckptconv.nodes import Node
 from ckptconv.pickling import write_pickle
+from ckptconv.sources import Source, Spool, crc32
 from ckptconv.tensors import Storage, TensorRef
 from ckptconv.torch_objects import StoredAs, TorchLeaves, read_torch_pickle
 
@@ -34,7 +34,7 @@ def is_torch_zip(head: bytes) -> bool:
     return head[:4] == b"PK\3\4"
 
 
-def open_torch_zip(source: Source) -> Checkpoint:
+def open_torch_zip(source: Source, _: Callable[[Source], Checkpoint]) -> Checkpoint:
     """Open a zip checkpoint; reads its directory and its pickle, no payload.
 
     Raises `MalformedCheckpoint` when directory, pickle and storages contradict each other, `UnsupportedCheckpoint` when the

@@ -1,7 +1,4 @@
-"""Files as ranges of bytes: positioned reads of a source, one buffered output that appears whole or not at all.
-
-Nothing else in the package opens a file. What the bytes mean is the business of the layers below.
-"""
+"""Files that are written: one buffered stream, and outputs that appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -11,208 +8,17 @@ import os
 import stat
 import sys
 import threading
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
-from typing import IO, Protocol
 
-from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, OutputRefused, UnsupportedCheckpoint
-from ckptconv.limits import LIMITS
-
-try:  # several times quicker than zlib where the processor has carry-less multiplication
-    from isal.isal_zlib import crc32
-except ImportError:
-    from zlib import crc32
-
-__all__ = ["CHUNK", "FileSource", "InflatedSource", "OutputStream", "Source", "Spool", "atomic_output", "check_output", "crc32"]
-
-CHUNK = 1 << 20
-"""The size in bytes of every copy buffer, and so of the views that the readers yield."""
+from ckptconv.errors import CheckpointError, OutputRefused
+from ckptconv.sources import CHUNK, Source, crc32
 
 _BUFFERS = 4
 _RESERVE_FROM = 16 << 20
-_WINDOW = 1 << 16
-SMALL = 1 << 12
-"""Up to this many bytes, a read fetches what follows too."""
 _TEMPORARY = ".ckptconv-tmp"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-class Source(Protocol):
-    """Bytes that can be read at any offset: a file, or a record that must be inflated first."""
-
-    path: Path
-    size: int
-
-    def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill all of `view` with the bytes from `offset` on; `MalformedCheckpoint` when they are not there."""
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """The `nbytes` bytes from `offset` on."""
-
-    def close(self) -> None:
-        """Give the file descriptor back; a second call does nothing."""
-
-
-class FileSource:
-    """A regular file, opened for positioned reads only; it is never mapped, so a file that shrinks is an error."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self._fd = _open_regular(self.path)
-        self.size = os.fstat(self._fd).st_size
-        self._window, self._window_at = b"", 0  # the last bytes fetched for a small read: small records lie side by side
-
-    def read_into(self, offset: int, view: memoryview) -> None:
-        while view:
-            with _read_errors(self.path):
-                count = os.preadv(self._fd, [view], offset)
-            if not count:
-                raise MalformedCheckpoint(f"ends at byte {offset}, more was expected", path=self.path)
-            if count == len(view):
-                return
-            view, offset = view[count:], offset + count
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        if offset < 0 or nbytes > self.size - offset:
-            raise MalformedCheckpoint(f"{nbytes} bytes at {offset} lie beyond its end ({self.size})", path=self.path)
-        start = offset - self._window_at
-        if start >= 0 and start + nbytes <= len(self._window):
-            return self._window[start : start + nbytes]
-        if nbytes <= SMALL:
-            with _read_errors(self.path):
-                self._window, self._window_at = os.pread(self._fd, _WINDOW, offset), offset
-            if len(self._window) >= nbytes:
-                return self._window[:nbytes]
-        whole = bytearray(nbytes)
-        self.read_into(offset, memoryview(whole))
-        return bytes(whole)
-
-    def mappable_path(self) -> str:
-        """A path under which another library can map this very file, even if its name is given to another meanwhile."""
-        through_fd = f"/proc/self/fd/{self._fd}"
-        return through_fd if Path(through_fd).exists() else str(self.path)
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-
-@contextlib.contextmanager
-def _read_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        what = f"cannot be read: {os.strerror(error.errno or 0)}"
-        raise MalformedCheckpoint(what, path=path, hint="the disk or the network behind it fails") from error
-
-
-def _open_regular(path: Path) -> int:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise UnsupportedCheckpoint("no such file", path=path, hint="check the path") from None
-    except OSError as error:
-        raise UnsupportedCheckpoint(f"cannot be opened: {os.strerror(error.errno or 0)}", path=path) from error
-    mode = os.fstat(fd).st_mode
-    if stat.S_ISREG(mode):
-        return fd
-    os.close(fd)
-    if stat.S_ISDIR(mode):
-        raise UnsupportedCheckpoint(
-            "is a folder; folders of shards are not read yet", path=path, hint="name the file inside it"
-        )
-    raise UnsupportedCheckpoint("is not a regular file but a pipe, socket or device", path=path)
-
-
-class Spool:
-    """One unnamed temporary file for all that is inflated out of an archive."""
-
-    def __init__(self) -> None:
-        self._file: IO[bytes] | None = None
-
-    def append(self, pieces: Iterator[bytes]) -> tuple[FileSource, int]:
-        """Append the pieces; returns where they can be read."""
-        import tempfile  # seldom needed, and slow to import
-
-        try:
-            if self._file is None:
-                self._file = tempfile.NamedTemporaryFile(prefix="ckptconv-")  # noqa: SIM115
-                self._source = FileSource(self._file.name)
-            start = self._file.seek(0, os.SEEK_END)
-            for piece in pieces:
-                self._file.write(piece)
-            self._source.size = self._file.tell()
-            self._file.flush()
-        except OSError as error:
-            what = f"cannot inflate into {tempfile.gettempdir()}: {os.strerror(error.errno or 0)}"
-            raise OutputRefused(what, hint="set TMPDIR to a folder with room") from error
-        return self._source, start
-
-    def close(self) -> None:
-        """Give the temporary file back."""
-        if self._file is not None:
-            self._source.close()
-            self._file.close()
-
-
-class InflatedSource:
-    """A deflated run of another source, inflated once, on first use, into a spool.
-
-    Memory stays bounded and every later layer sees plain bytes at plain offsets. The length and the CRC-32 are checked
-    while inflating; `MalformedCheckpoint` when they do not hold.
-    """
-
-    def __init__(self, parent: Source, offset: int, deflated: int, size: int, crc: int | None, name: str, spool: Spool) -> None:
-        if size > LIMITS.inflated_free and size > deflated * LIMITS.inflated_ratio:
-            raise LimitExceeded(
-                f"claims to inflate {deflated} bytes to {size}, more than {LIMITS.inflated_ratio}-fold",
-                path=parent.path,
-                where=name,
-                hint="a decompression bomb; store it uncompressed if it is real",
-            )
-        self.path, self.size = parent.path, size
-        self._parent, self._offset, self._deflated, self._crc, self._name = parent, offset, deflated, crc, name
-        self._spool = spool
-        self._place: tuple[FileSource, int] | None = None
-
-    def read_into(self, offset: int, view: memoryview) -> None:
-        plain, start = self._inflated()
-        plain.read_into(start + offset, view)
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        plain, start = self._inflated()
-        return plain.read(start + offset, nbytes)
-
-    def close(self) -> None:
-        self._spool.close()
-
-    def _inflated(self) -> tuple[FileSource, int]:
-        if self._place is None:
-            self._place = self._spool.append(self._pieces())
-        return self._place
-
-    def _pieces(self) -> Iterator[bytes]:
-        inflater, crc, total = zlib.decompressobj(-15), 0, 0
-        for start in range(0, self._deflated, CHUNK):
-            pending = self._parent.read(self._offset + start, min(CHUNK, self._deflated - start))
-            piece = b""
-            while pending or len(piece) == CHUNK:  # a full piece may leave more inside the inflater
-                piece = self._decompress(inflater, pending)
-                pending, crc, total = inflater.unconsumed_tail, crc32(piece, crc), total + len(piece)
-                if total > self.size or inflater.unused_data:
-                    raise MalformedCheckpoint("inflates to more than it declares", path=self.path, where=self._name)
-                yield piece
-        if not inflater.eof or total != self.size or (self._crc is not None and crc != self._crc):
-            raise MalformedCheckpoint("does not inflate to what the archive says", path=self.path, where=self._name)
-
-    def _decompress(self, inflater: zlib._Decompress, pending: bytes) -> bytes:
-        try:
-            return inflater.decompress(pending, CHUNK)
-        except zlib.error as error:
-            raise MalformedCheckpoint(f"is not deflated as declared ({error})", path=self.path, where=self._name) from error
 
 
 class OutputStream:
