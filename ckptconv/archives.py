@@ -260,7 +260,7 @@ class LaidOut(NamedTuple):
 
 
 def lay_out(name: bytes, header: int, size: int) -> LaidOut:
-    """The record `name` from byte `header` on: local header, padding to a multiple of 64, payload of `size` bytes, descriptor."""
+    """The record `name` from byte `header` on: local header, padding to 64 bytes, payload of `size` bytes, descriptor."""
     slot = Slot(name, header, size)
     wide = _wide(slot)
     extra = len(wide) + 4

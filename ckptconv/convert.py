@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -19,7 +19,7 @@ from ckptconv.layout import Layout, WriteItem
 from ckptconv.outputs import OutputStream, atomic_output, check_output
 from ckptconv.planning import ConversionPlan, Options, Target, Tied, plan_conversion
 from ckptconv.settling import Unknown
-from ckptconv.sources import SMALL, crc32
+from ckptconv.sources import SMALL, combined_crc, crc32
 from ckptconv.tensors import (
     Storage,
     TensorRef,
@@ -28,6 +28,7 @@ from ckptconv.tensors import (
     iter_chunks,
     refuse_crc,
     verbatim_range,
+    verbatim_runs,
 )
 
 
@@ -142,20 +143,33 @@ def _write_values(item: WriteItem, stream: OutputStream, checked: set[int], over
     if isinstance(values, bytes):
         stream.write(values)
         return crc32(values)
-    if (verbatim := verbatim_range(values)) is not None:
-        storage, first = verbatim
+    if len(values.pieces) == 1 and (verbatim := verbatim_range(values)) is not None:
+        storage, _ = verbatim
         if values.nbytes == storage.nbytes:
             return _write_whole(item, values, storage, stream, overflowed)
+    runs = verbatim_runs(values) if item.dtype is values.dtype else None
+    whole = {id(storage) for storage, _, nbytes in runs or () if nbytes == storage.nbytes}  # checked while they are copied
     for piece in values.pieces:
-        if id(piece.storage) not in checked:
+        if id(piece.storage) not in checked and id(piece.storage) not in whole:
             checked.add(id(piece.storage))
             check_storage(piece.storage)
-    if verbatim is not None and item.dtype is values.dtype:
-        return stream.copy(storage.source, storage.offset + first, item.nbytes)
+    if runs is not None:
+        return _write_runs(runs, stream)
     crc = 0
     for chunk in iter_cast_chunks(values, item.dtype, overflowed):
         stream.write(chunk)
         crc = crc32(chunk, crc)
+    return crc
+
+
+def _write_runs(runs: Sequence[tuple[Storage, int, int]], stream: OutputStream) -> int:
+    """Copy runs of bytes one after the other; a run that is a whole storage is held against its CRC-32."""
+    crc = 0
+    for storage, first, nbytes in runs:
+        found = stream.copy(storage.source, storage.offset + first, nbytes)
+        if nbytes == storage.nbytes:
+            refuse_crc(storage, found)
+        crc = combined_crc(crc, found, nbytes) if len(runs) > 1 else found
     return crc
 
 

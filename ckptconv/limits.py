@@ -43,6 +43,10 @@ class Limits:
     """Dimensions of one tensor, as in torch and numpy."""
     safetensors_header_bytes: int = 100_000_000
     """Size of a safetensors header, the same as in the safetensors library."""
+    index_bytes: int = 100_000_000
+    """Size of the JSON index of a sharded checkpoint."""
+    shards: int = 100_000
+    """Files of one sharded checkpoint."""
 
 
 LIMITS = Limits()

@@ -229,14 +229,46 @@ def verbatim_range(ref: TensorRef) -> tuple[Storage, int] | None:
     return piece.storage, piece.offset * ref.dtype.itemsize
 
 
+def verbatim_runs(ref: TensorRef) -> list[tuple[Storage, int, int]] | None:
+    """The runs (storage, first byte, bytes) that make up the values in C order, little-endian, one after the other.
+
+    As `verbatim_range`, but also for a tensor put together from pieces that follow each other, such as shards of rows.
+    """
+    if len(ref.pieces) == 1:
+        whole = verbatim_range(ref)
+        return None if whole is None else [(*whole, ref.nbytes)]
+    if ref.conj or ref.neg:
+        return None
+    steps = contiguous_stride(ref.shape)
+    runs = []
+    at = 0
+    for piece in sorted(ref.pieces, key=lambda piece: piece.start):
+        count = prod(piece.shape)
+        if not count:
+            continue
+        first = sum(start * step for start, step in zip(piece.start, steps, strict=True))
+        is_run = is_contiguous(piece.shape, piece.stride) and _is_run(piece.shape, ref.shape)
+        if first != at or not is_run or (piece.storage.big_endian and ref.dtype.word > 1):
+            return None
+        at += count
+        runs.append((piece.storage, piece.offset * ref.dtype.itemsize, count * ref.dtype.itemsize))
+    return runs if at == ref.numel else None
+
+
+def _is_run(box: Shape, shape: Shape) -> bool:
+    """Whether a box's elements follow each other in the C order of `shape`: ones, then any size, then whole dimensions."""
+    axis = next((axis for axis, size in enumerate(box) if size != 1), len(box))
+    return box[axis + 1 :] == shape[axis + 1 :]
+
+
 def iter_chunks(ref: TensorRef) -> Iterator[memoryview]:
     """The values of `ref` in C order, little-endian, conj and neg bits resolved, in views of about `CHUNK` bytes.
 
     A view is valid until the next one is asked for. Memory is bounded by a few chunks, whatever the strides.
     """
-    if (verbatim := verbatim_range(ref)) is not None:
-        storage, first = verbatim
-        yield from _read_range(storage.source, storage.offset + first, ref.nbytes)
+    if (runs := verbatim_runs(ref)) is not None:
+        for storage, first, nbytes in runs:
+            yield from _read_range(storage.source, storage.offset + first, nbytes)
     elif ref.numel:
         for start, shape in _blocks(ref.shape, max(1, CHUNK // ref.dtype.itemsize)):
             yield _resolved(ref, _gather(ref, start, shape)).reshape(-1).data.cast("B")

@@ -10,7 +10,9 @@ from typing import NamedTuple
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.collector import collector_paused
 from ckptconv.errors import CheckpointError, UnsupportedCheckpoint, printable
+from ckptconv.formats.accelerate import is_accelerate, open_accelerate
 from ckptconv.formats.safetensors import is_safetensors, open_safetensors
+from ckptconv.formats.sharded import is_sharded, open_sharded
 from ckptconv.formats.torch_zip import is_torch_zip, open_torch_zip
 from ckptconv.modules import flatten_modules
 from ckptconv.sources import FileSource, Source
@@ -38,7 +40,7 @@ class Gathering(NamedTuple):
     """
 
     matches: Callable[[Path], bool]
-    open: Callable[[Path, PathOpener, "str | None"], Checkpoint]
+    open: Callable[[Path, PathOpener, str | None], Checkpoint]
 
 
 FORMATS: tuple[Format, ...] = (
@@ -47,7 +49,10 @@ FORMATS: tuple[Format, ...] = (
 )
 """The containers that are read, in the order in which they are tried."""
 
-GATHERINGS: tuple[Gathering, ...] = ()
+GATHERINGS: tuple[Gathering, ...] = (
+    Gathering(is_accelerate, open_accelerate),
+    Gathering(is_sharded, open_sharded),
+)
 """The checkpoints of many files that are read, in the order in which they are tried."""
 
 
