@@ -49,6 +49,7 @@ def _output_options(command: F) -> F:
         click.option("--map-location", metavar="OLD=NEW", multiple=True, help="Map one location tag, e.g. cuda:3=cuda:0."),
         click.option("--to", type=click.Choice(["torch", "safetensors"]), help="Output format, if OUT's name does not say."),
         click.option("--dtype", metavar="DTYPE", help="Cast floating tensors: f32, f16, bf16, f64, f8_e4m3, f8_e5m2."),
+        click.option("--max-shard-size", metavar="SIZE", help="Split the state dict into shards, e.g. of 5GB, and an index."),
         click.option("--only", metavar="PATH", help="Convert one part of the checkpoint, e.g. state_dict or ema."),
         click.option("--include", metavar="GLOB", multiple=True, help="Keep only (resulting) keys that match."),
         click.option("--exclude", metavar="GLOB", multiple=True, help="Leave out (resulting) keys that match."),
@@ -180,7 +181,7 @@ def _convert(given: dict[str, Any], **rules: Any) -> None:
     with _errors(given["as_json"], usage=True):
         options = _options(given, rules)
     with _errors(given["as_json"]):
-        if not given["dry_run"]:
+        if not given["dry_run"] and options.max_shard_size is None:
             check_output(output, force=given["force"])
         with open_checkpoint(source) as checkpoint:
             plan = plan_conversion(checkpoint, output, options)
@@ -193,11 +194,13 @@ def _options(given: dict[str, Any], rules: dict[str, Any]) -> Options:
     from ckptconv.dtypes import floating_dtype
     from ckptconv.keys import KeyRules
     from ckptconv.planning import Options
+    from ckptconv.sharding import parse_size
 
     keys: KeyRules = KeyRules(**rules, include=given["include"], exclude=given["exclude"])
     tags = tag_map(given["device"], given["map_location"])
     dtype = floating_dtype(given["dtype"]) if given["dtype"] else None
-    return Options(given["to"], keys, tags, dtype, given["only"], given["tied"], given["unknown"])
+    limit = parse_size(given["max_shard_size"]) if given["max_shard_size"] else None
+    return Options(given["to"], keys, tags, dtype, given["only"], given["tied"], given["unknown"], limit)
 
 
 def _show_plan(plan: ConversionPlan, given: dict[str, Any]) -> None:

@@ -50,15 +50,20 @@ from ckptconv.keys import (
     map_keys,
     unchanged,
 )
-from ckptconv.layout import Layout
+from ckptconv.layout import Layout, one_item
 from ckptconv.limits import LIMITS
-from ckptconv.nodes import Call, Dict, Global, Node, mapping_pairs
+from ckptconv.nodes import ORDERED_DICT, Call, Dict, Global, Node, mapping_pairs
 from ckptconv.settling import Rewritten, Settled, Skipped, Unknown, settle_objects
+from ckptconv.sharding import index_path, index_text, shard_paths, split
 from ckptconv.tensors import TensorRef
 from ckptconv.torch_objects import is_tensor_call
 
 Target = Literal["torch", "safetensors"]
 Tied = Literal["alias", "duplicate"]
+
+_FOLDER_NAMES: dict[Target, str] = {"torch": "pytorch_model.bin", "safetensors": "model.safetensors"}
+Kept = tuple[str, TensorRef, DType]
+"""A tensor of a flat output: its key, itself, and the type to write it in."""
 
 _SUFFIXES: dict[str, Target] = {
     ".safetensors": "safetensors",
@@ -72,7 +77,8 @@ class Options:
 
     `to`: the output format (None: by the output's name). `only`: the path of the part to convert. `tied`: whether one of
     several names of a tensor stands for the others in safetensors, or each gets its own copy. `unknown`: what happens in a
-    torch output to objects that `weights_only=True` refuses and that have no plain form.
+    torch output to objects that `weights_only=True` refuses and that have no plain form. `max_shard_size`: the bytes of
+    tensors that one file may hold; a sharded output holds one state dict.
     """
 
     to: Target | None = None
@@ -82,6 +88,7 @@ class Options:
     only: str | None = None
     tied: Tied = "alias"
     unknown: Unknown = "refuse"
+    max_shard_size: int | None = None
 
     def cast(self, ref: TensorRef) -> DType:
         """The type in which a tensor of a state dict is written: only floating ones are cast."""
@@ -104,8 +111,19 @@ class RenamedKeys:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PlannedFile:
+    """One file of an output: its path, its bytes, and the tensors in it by the paths that they will have."""
+
+    path: Path
+    layout: Layout
+    tensors: Callable[[], Iterator[tuple[str, TensorRef]]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ConversionPlan:
     """Everything about an output but its payload: where each byte will come from, and what will differ from the source.
+
+    `files` are one, or the shards, and then `index` is the file that says which of them holds a key.
 
     `locations` counts storages by (tag before, tag after); `casts` counts tensors by (dtype before, after); `tied` maps
     dropped names to the kept one (safetensors).
@@ -116,7 +134,8 @@ class ConversionPlan:
     source_nbytes: int
     output: Path
     to: Target
-    layout: Layout
+    files: tuple[PlannedFile, ...]
+    index: PlannedFile | None
     state_dicts: tuple[RenamedKeys, ...]
     locations: Mapping[tuple[str, str], int]
     casts: Mapping[tuple[str, str], int]
@@ -129,12 +148,23 @@ class ConversionPlan:
 
     @property
     def nbytes(self) -> int:
-        """The size of the output in bytes."""
-        return self.layout.nbytes
+        """The size of the output in bytes, all its files together."""
+        return sum(file.layout.nbytes for file in (*self.files, *([self.index] if self.index else [])))
 
 
-def target_format(output: Path, to: Target | None) -> Target:
-    """The format to write: `to`, or the one that the output's name says; `CheckpointError` when it says nothing."""
+def target(output: Path, options: Options) -> tuple[Path, Target]:
+    """The file to write (of a sharded output the one that its shards and index are named after), and its format.
+
+    The format is the one asked for, or the one that the name says; `CheckpointError` when it says nothing. A folder for
+    shards gets the Hugging Face libraries' names.
+    """
+    if options.max_shard_size is not None and (output.is_dir() or not output.suffix):
+        to = options.to or "safetensors"
+        return output / _FOLDER_NAMES[to], to
+    return output, _target_format(output, options.to)
+
+
+def _target_format(output: Path, to: Target | None) -> Target:
     if to is not None:
         return to
     if (found := _SUFFIXES.get(output.suffix.lower())) is not None:
@@ -148,11 +178,12 @@ def plan_conversion(checkpoint: Checkpoint, output: str | os.PathLike[str], opti
     Raises `CheckpointError` when the request cannot be met: keys that collide, objects that may not be written, a state
     dict that is missing or ambiguous.
     """
-    path = Path(output)
-    to = target_format(path, options.to)
+    path, to = target(Path(output), options)
     try:
         with collector_paused():
-            return (_plan_torch if to == "torch" else _plan_safetensors)(checkpoint, path, options)
+            if to == "torch" and options.max_shard_size is None:
+                return _plan_torch(checkpoint, path, options)
+            return _plan_flat(checkpoint, path, to, options)
     except CheckpointError as error:
         raise error.at(path=checkpoint.path) from error.__cause__
 
@@ -175,7 +206,8 @@ def _plan_torch(checkpoint: Checkpoint, output: Path, options: Options) -> Conve
         source_nbytes=checkpoint.nbytes,
         output=output,
         to="torch",
-        layout=layout,
+        files=(PlannedFile(output, layout, lambda: tensors_of(root, overlay)),),
+        index=None,
         state_dicts=renamed,
         locations=_count_locations(refs, options.tags),
         casts=_count_casts(refs, cast),
@@ -304,7 +336,8 @@ def _count_casts(refs: Iterable[TensorRef], cast: CastRule) -> dict[tuple[str, s
     return dict(Counter((ref.dtype.name, cast(ref).name) for ref in refs if cast(ref) is not ref.dtype))
 
 
-def _plan_safetensors(checkpoint: Checkpoint, output: Path, options: Options) -> ConversionPlan:
+def _plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Options) -> ConversionPlan:
+    """An output that holds just the tensors of one state dict: safetensors, or shards of either format."""
     found = choose_state_dict(checkpoint.root, options.only, checkpoint.path)
     keys = _map_keys(found, options.keys)
     skipped = _excluded(found, keys)
@@ -313,23 +346,26 @@ def _plan_safetensors(checkpoint: Checkpoint, output: Path, options: Options) ->
         if key is None:
             continue
         if (ref := tensor_of(value)) is not None:
-            named.append((key, _holdable(key, ref, options)))
+            named.append((key, ref if to == "torch" else _holdable(key, ref, options)))
         else:
             skipped.append(_skipped_value(key, value))
     _refuse_nothing_left([found], len(named), options.keys)
-    tied = _tied_names(named, checkpoint) if options.tied == "alias" else {}
+    tied = _tied_names(named, checkpoint) if options.tied == "alias" and to == "safetensors" else {}
     kept = [(key, ref, options.cast(ref)) for key, ref in named if key not in tied]
-    _refuse_blow_up(sum(ref.numel * dtype.itemsize for _, ref, dtype in kept), checkpoint)
+    if to == "safetensors":
+        _refuse_blow_up(sum(ref.numel * dtype.itemsize for _, ref, dtype in kept), checkpoint)
     refs = [ref for _, ref in named]
     renamed = _renamed_keys(found, keys)
-    layout = lay_out_safetensors(kept, _metadata(checkpoint, dict(named), tied, options))
+    metadata = _metadata(checkpoint, dict(named), tied, options) if to == "safetensors" else {}
+    files, index = _split(output, kept, lambda part: _lay_out(to, part, metadata, tied, options), options.max_shard_size)
     return ConversionPlan(
         source=checkpoint.path,
         source_format=checkpoint.format,
         source_nbytes=checkpoint.nbytes,
         output=output,
-        to="safetensors",
-        layout=layout,
+        to=to,
+        files=files,
+        index=index,
         state_dicts=(renamed,),
         locations=_count_locations(refs, options.tags),
         casts=_count_casts(refs, options.cast),
@@ -340,6 +376,42 @@ def _plan_safetensors(checkpoint: Checkpoint, output: Path, options: Options) ->
         tensors=lambda: iter(named),
         cast=options.cast,
     )
+
+
+def _lay_out(
+    to: Target, part: Sequence[Kept], metadata: Mapping[str, str], tied: Mapping[str, str], options: Options
+) -> Layout:
+    """One file of a flat output; of the aliases it gets those of its own tensors."""
+    if to == "safetensors":
+        keys = {key for key, _, _ in part}
+        own = {name: value for name, value in metadata.items() if name not in tied or value in keys}
+        return lay_out_safetensors(part, own)
+    root = Call(ORDERED_DICT, ())
+    root.pairs = [(key, ref) for key, ref, _ in part]
+    refs = list({id(ref): ref for _, ref, _ in part}.values())
+    return lay_out_torch_zip(Tree(root, {}, refs, []), options.cast, options.tags)
+
+
+def _split(
+    output: Path, kept: Sequence[Kept], lay_out: Callable[[Sequence[Kept]], Layout], limit: int | None
+) -> tuple[tuple[PlannedFile, ...], PlannedFile | None]:
+    """The files of a flat output and their index; one file, which needs no index, unless a limit asks for more."""
+    if limit is None:
+        return (_planned(output, kept, lay_out),), None
+    sizes = [ref.numel * dtype.itemsize for _, ref, dtype in kept]
+    groups = [id(ref.storage) if ref.is_view else id(ref) for _, ref, _ in kept]
+    parts = [[kept[index] for index in indices] for indices in split(sizes, groups, limit)]
+    paths = shard_paths(output, len(parts))
+    files = tuple(_planned(path, part, lay_out) for path, part in zip(paths, parts, strict=True))
+    if len(files) == 1:
+        return files, None
+    where = {key: path.name for path, part in zip(paths, parts, strict=True) for key, _, _ in part}
+    raw = index_text({key: where[key] for key, _, _ in kept}, sum(sizes))
+    return files, PlannedFile(index_path(output), one_item("index", raw), lambda: iter(()))
+
+
+def _planned(path: Path, part: Sequence[Kept], lay_out: Callable[[Sequence[Kept]], Layout]) -> PlannedFile:
+    return PlannedFile(path, lay_out(part), lambda: iter([(key, ref) for key, ref, _ in part]))
 
 
 def _holdable(key: str, ref: TensorRef, options: Options) -> TensorRef:

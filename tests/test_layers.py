@@ -14,7 +14,7 @@ LAYERS = {
     "errors": 0, "limits": 0, "collector": 0,
     "dtypes": 1, "keys": 1, "devices": 1, "sources": 1, "nodes": 1,
     "outputs": 2, "documents": 2, "casting": 2, "pickling": 2, "unpickling": 2,
-    "tensors": 3, "archives": 3,
+    "tensors": 3, "archives": 3, "sharding": 3,
     "torch_objects": 4, "compaction": 4, "layout": 4, "plain_objects": 4,
     "checkpoint": 5,
     "modules": 6, "settling": 6, "formats.torch_zip": 6, "formats.safetensors": 6,

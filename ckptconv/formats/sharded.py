@@ -135,7 +135,7 @@ def _is_cached_blob(real: Path, folder: Path) -> bool:
 
 
 def _pairs(index: Path, weight_map: Mapping[str, str], shards: Mapping[str, Checkpoint]) -> list[tuple[str, Node]]:
-    """The tensors by key, in the index's order; what only the shards know follows."""
+    """The tensors by key, in the index's order."""
     held: dict[str, tuple[str, Node]] = {}
     for name, shard in shards.items():
         for key, value in _state_dict(shard):
@@ -145,10 +145,10 @@ def _pairs(index: Path, weight_map: Mapping[str, str], shards: Mapping[str, Chec
     for key, name in weight_map.items():
         if held.get(key, ("",))[0] != name:
             raise _malformed(index, key, f"is not in {printable(name)}, where the index puts it")
-    extra = [key for key in held if key not in weight_map]
-    if extra:
+    others = [key for key in held if key not in weight_map]
+    if extra := [key for key in others if shards[held[key][0]].metadata.get(key) not in held]:
         raise _malformed(index, extra[0], f"stands in {printable(held[extra[0]][0])} but not in the index")
-    return [(key, held[key][1]) for key in weight_map]
+    return [(key, held[key][1]) for key in (*weight_map, *others)]  # the others are aliases of tied tensors
 
 
 def _state_dict(shard: Checkpoint) -> list[tuple[str, Node]]:
