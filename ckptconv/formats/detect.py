@@ -106,12 +106,12 @@ def open_checkpoint(path: str | os.PathLike[str], *, tag: str | None = None, who
 
 
 def _open(path: Path, tag: str | None) -> Checkpoint:
-    for gathering in GATHERINGS if os.path.exists(path) else ():  # unlike Path.exists, False for a name that cannot be
+    for gathering in GATHERINGS if os.path.exists(path) else ():  # noqa: PTH110 (unlike Path.exists, False for no name at all)
         if gathering.matches(path):
             return gathering.open(path, open_file, tag)
     if tag is not None:
         raise UnsupportedCheckpoint("holds no tags to choose from", path=path, hint="leave --tag out")
-    if os.path.isdir(path):
+    if os.path.isdir(path):  # noqa: PTH112
         raise _folder(path)
     return open_file(path)
 
