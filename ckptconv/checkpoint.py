@@ -137,7 +137,8 @@ def walk(root: Node, overlay: Overlay | None = None, cycles: list[Place] | None 
         for label, child in remaining:
             if type(child) in _PLAIN:
                 continue
-            child = over.get(id(child), child)
+            if over:
+                child = over.get(id(child), child)
             if id(child) in seen or type(child) in _PLAIN:
                 if id(child) in entered and cycles is not None:
                     cycles.append((place, label, holder))
@@ -145,7 +146,8 @@ def walk(root: Node, overlay: Overlay | None = None, cycles: list[Place] | None 
             seen.add(id(child))
             here = (place, label, holder)
             yield here, child
-            child = over.get(id(child), child)
+            if over:
+                child = over.get(id(child), child)
             if type(child) in _CONTAINERS:
                 work.append((here, child, _inner(child)))
                 entered.add(id(child))

@@ -16,6 +16,7 @@ from ckptconv.dtypes import UINT8, DType
 from ckptconv.errors import LimitExceeded, MalformedCheckpoint
 from ckptconv.files import CHUNK, Source, crc32
 from ckptconv.limits import LIMITS
+from ckptconv.nodes import made
 
 if TYPE_CHECKING:
     import numpy as np
@@ -190,7 +191,8 @@ def view_of(storage: Storage, dtype: DType, offset: int, shape: Shape, stride: S
     nbytes = numel * dtype.itemsize
     if nbytes > LIMITS.view_free and nbytes > LIMITS.view_ratio * storage.nbytes:
         raise LimitExceeded(f"claims {nbytes} bytes out of a storage of {storage.nbytes}", where=storage.name)
-    return TensorRef(dtype, shape, stride, (Piece(storage, offset, shape, stride, _ORIGINS[len(shape)]),), requires_grad)
+    piece = made(Piece, (storage, offset, shape, stride, _ORIGINS[len(shape)]))
+    return made(TensorRef, (dtype, shape, stride, (piece,), requires_grad, False, False))
 
 
 _ORIGINS = tuple((0,) * count for count in range(LIMITS.dimensions + 1))

@@ -19,7 +19,7 @@ from ckptconv.errors import CheckpointError, MalformedCheckpoint, UnsupportedChe
 from ckptconv.files import Source, Spool, crc32
 from ckptconv.layout import Layout, WriteItem
 from ckptconv.limits import LIMITS
-from ckptconv.nodes import Node
+from ckptconv.nodes import Node, made
 from ckptconv.pickling import write_pickle
 from ckptconv.tensors import Storage, TensorRef
 from ckptconv.torch_objects import StoredAs, TorchLeaves, read_torch_pickle
@@ -121,7 +121,8 @@ class _Storages:
             raise MalformedCheckpoint(f"has {record.size} bytes where the pickle says {nbytes}", where=name)
         self.used.add(name)
         if not record.deflated:
-            return Storage(self._source, record.offset, nbytes, location, name, dtype, record.crc32, self._big_endian)
+            fields = (self._source, record.offset, nbytes, location, name, dtype, record.crc32, self._big_endian)
+            return made(Storage, fields)
         source, offset = archives.record_source(self._source, record, self._spool)
         self.inflated.append(source)
         return Storage(source, offset, nbytes, location, name, dtype, None, self._big_endian)
@@ -175,7 +176,7 @@ def lay_out_torch_zip(tree: Tree, cast: CastRule, retag: Callable[[str], str]) -
             ordered.append(new)
         if (tag := tags.get(location)) is None:
             tag = tags[location] = retag(location)
-        return str(number), StoredAs(tag, storage_dtype, nbytes, dtype, offset, stride, resolved)
+        return str(number), made(StoredAs, (tag, storage_dtype, nbytes, dtype, offset, stride, resolved))
 
     pickle = write_pickle(tree.root, TorchLeaves(stored_as), tree.overlay)
     return _records([
@@ -206,7 +207,7 @@ def _records(contents: Iterable[tuple[str, bytes | NewStorage]]) -> Layout:
             values, dtype, nbytes = content, UINT8, len(content)
         slot, lead, offset, end = archives.lay_out(b"%s/%s" % (_ROOT, name.encode()), end, nbytes)
         slots.append(slot)
-        items.append(WriteItem(name, lead, offset, nbytes, values, dtype))
+        items.append(made(WriteItem, (name, lead, offset, nbytes, values, dtype)))
     return Layout(
         tuple(items),
         end + archives.ending_size(slots),
