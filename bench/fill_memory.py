@@ -1,6 +1,6 @@
 """Fill memory and give it back, so that the process that follows gets pages that the machine holds already.
 
-    python bench/fill_memory.py BYTES
+Its one argument is the number of bytes.
 """
 
 import mmap

@@ -14,7 +14,7 @@ WarmUp = Literal["first", "memory", "none"]
 
 @dataclass(frozen=True)
 class Scale:
-    """The size of the inputs (bytes; for `many` tensors), the measured runs of each side, and bytes of memory to fill before."""
+    """The inputs (bytes; for `many` tensors), the measured runs of each side, and the bytes of memory to fill before them."""
 
     name: str
     big: int
