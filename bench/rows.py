@@ -9,22 +9,23 @@ from pathlib import Path
 from typing import Literal
 
 INPUTS = ("big", "many", "huge")
-WarmUp = Literal["first", "each", "none"]
+WarmUp = Literal["first", "memory", "none"]
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The size of the inputs (bytes; for `many` tensors) and the number of measured runs of each side."""
+    """The inputs (bytes; for `many` tensors), the measured runs of each side, and the bytes of memory to fill before them."""
 
     name: str
     big: int
     many: int
     huge: int
     runs: int
+    fill: int
 
 
-FULL = Scale("full", big=2_000_000_000, many=100_000, huge=8_000_000_000, runs=5)
-QUICK = Scale("quick", big=200_000_000, many=5_000, huge=800_000_000, runs=3)
+FULL = Scale("full", big=2_000_000_000, many=100_000, huge=8_000_000_000, runs=5, fill=8_000_000_000)
+QUICK = Scale("quick", big=200_000_000, many=5_000, huge=800_000_000, runs=3, fill=1_000_000_000)
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,10 @@ class Goal:
 class Row:
     """Two sides of one work.
 
-    `warm_up` says which measured runs of a side follow on an unmeasured one: only the ``first``, ``each``, or ``none``, and
-    then there is one run, for its memory. Rows that write gigabytes need ``each``: a virtual machine gives free memory
-    back to its host within seconds, and the next to fill the page cache pays for that, `cp` 0.5 or 2.4 s for 2 GB. With
-    fsync, which takes longer than that, ``first`` has to do.
+    `warm_up` says what goes before the measured runs of a side: an unmeasured run before the ``first``; that and
+    ``memory`` before each run; or ``none``, and then there is one run, for its memory. Rows that write gigabytes need
+    ``memory``, a process that fills 8 GB and ends: a virtual machine gives free memory back to its host within seconds,
+    and the next process to fill the page cache pays for getting it again (`cp` 0.5 or 2.4 s for 2 GB, ckptconv 0.4 or 3.5).
     """
 
     name: str
@@ -99,12 +100,11 @@ def copies(prefix: str, *, fsync: bool) -> tuple[Row, ...]:
     load_save = child("torch.load, strip, torch.save", "load_save {big} {out}", fsync=fsync)
     load_save_file = child("torch.load, strip, save_file", "load_save_file {big} {out}", fsync=fsync)
     small, as_cp, six = Goal("peak", 60), Goal("times", 1), Goal("faster", 6)
-    warm_up: WarmUp = "first" if fsync else "each"
     return (
-        Row(f"{prefix}pt-cp", "big .pt → .pt", to_pt, cp(fsync=fsync), (as_cp, small), warm_up),
-        Row(f"{prefix}safetensors-cp", "big .pt → .safetensors", to_safetensors, cp(fsync=fsync), (as_cp, small), warm_up),
-        Row(f"{prefix}pt-torch", "big .pt → .pt", to_pt, load_save, (six,), warm_up),
-        Row(f"{prefix}safetensors-torch", "big .pt → .safetensors", to_safetensors, load_save_file, (six,), warm_up),
+        Row(f"{prefix}pt-cp", "big .pt → .pt", to_pt, cp(fsync=fsync), (as_cp, small), "memory"),
+        Row(f"{prefix}safetensors-cp", "big .pt → .safetensors", to_safetensors, cp(fsync=fsync), (as_cp, small), "memory"),
+        Row(f"{prefix}pt-torch", "big .pt → .pt", to_pt, load_save, (six,), "memory"),
+        Row(f"{prefix}safetensors-torch", "big .pt → .safetensors", to_safetensors, load_save_file, (six,), "memory"),
     )
 
 
@@ -119,7 +119,7 @@ UNSYNCED = (
         ckptconv("strip-module {big} {out}.pt", fsync=False),
         MMAP_SAVE,
         (Goal("faster", 2),),
-        warm_up="each",
+        warm_up="memory",
     ),
     Row(
         "safetensors-mmap",
@@ -127,7 +127,7 @@ UNSYNCED = (
         ckptconv("strip-module {big} {out}.safetensors", fsync=False),
         MMAP_SAVE,
         (Goal("faster", 2),),
-        warm_up="each",
+        warm_up="memory",
     ),
     Row(
         "bf16-mmap",
@@ -135,7 +135,7 @@ UNSYNCED = (
         ckptconv("convert {big} {out}.safetensors --dtype bf16", fsync=False),
         child("torch.load(mmap=True), .to(bfloat16), save_file", "mmap_bf16_save_file {big} {out}"),
         (Goal("faster", 2), Goal("peak", 250)),
-        warm_up="each",
+        warm_up="memory",
     ),
     Row(
         "many-torch",
