@@ -107,7 +107,7 @@ def execute_plan(
     progress = _Progress(on_progress)
     verified = 0
     with ExitStack() as publishing:  # unwound backwards: the shards are put in place before the index that names them
-        publishing.enter_context(made_folder(plan.files[0].path.parent, plan.index is not None))
+        publishing.enter_context(made_folder(plan.output.parent, wanted=plan.in_folder))
         check_space(plan.output, plan.nbytes)
         for file in (*([plan.index] if plan.index else []), *plan.files):
             output = atomic_output(file.path, force=force, fsync=fsync, size=file.layout.nbytes, on_progress=progress)

@@ -181,7 +181,7 @@ def atomic_output(
 
 
 @contextlib.contextmanager
-def made_folder(path: Path, wanted: bool) -> Iterator[None]:
+def made_folder(path: Path, *, wanted: bool) -> Iterator[None]:
     """A folder that is made for the block if it is `wanted` and missing, and taken away again when the block fails."""
     missing = wanted and not path.exists()
     with _output_errors(path):

@@ -123,7 +123,8 @@ class PlannedFile:
 class ConversionPlan:
     """Everything about an output but its payload: where each byte will come from, and what will differ from the source.
 
-    `files` are one, or the shards, and then `index` is the file that says which of them holds a key.
+    `files` are one, or the shards, and then `index` is the file that says which of them holds a key. `in_folder`: a folder
+    was asked for, which is made if it is missing.
 
     `locations` counts storages by (tag before, tag after); `casts` counts tensors by (dtype before, after); `tied` maps
     dropped names to the kept one (safetensors).
@@ -136,6 +137,7 @@ class ConversionPlan:
     to: Target
     files: tuple[PlannedFile, ...]
     index: PlannedFile | None
+    in_folder: bool
     state_dicts: tuple[RenamedKeys, ...]
     locations: Mapping[tuple[str, str], int]
     casts: Mapping[tuple[str, str], int]
@@ -183,7 +185,7 @@ def plan_conversion(checkpoint: Checkpoint, output: str | os.PathLike[str], opti
         with collector_paused():
             if to == "torch" and options.max_shard_size is None:
                 return _plan_torch(checkpoint, path, options)
-            return _plan_flat(checkpoint, path, to, options)
+            return _plan_flat(checkpoint, path, to, options, in_folder=path != Path(output))
     except CheckpointError as error:
         raise error.at(path=checkpoint.path) from error.__cause__
 
@@ -208,6 +210,7 @@ def _plan_torch(checkpoint: Checkpoint, output: Path, options: Options) -> Conve
         to="torch",
         files=(PlannedFile(output, layout, lambda: tensors_of(root, overlay)),),
         index=None,
+        in_folder=False,
         state_dicts=renamed,
         locations=_count_locations(refs, options.tags),
         casts=_count_casts(refs, cast),
@@ -336,7 +339,7 @@ def _count_casts(refs: Iterable[TensorRef], cast: CastRule) -> dict[tuple[str, s
     return dict(Counter((ref.dtype.name, cast(ref).name) for ref in refs if cast(ref) is not ref.dtype))
 
 
-def _plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Options) -> ConversionPlan:
+def _plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Options, *, in_folder: bool) -> ConversionPlan:
     """An output that holds just the tensors of one state dict: safetensors, or shards of either format."""
     found = choose_state_dict(checkpoint.root, options.only, checkpoint.path)
     keys = _map_keys(found, options.keys)
@@ -366,6 +369,7 @@ def _plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Option
         to=to,
         files=files,
         index=index,
+        in_folder=in_folder,
         state_dicts=(renamed,),
         locations=_count_locations(refs, options.tags),
         casts=_count_casts(refs, options.cast),
