@@ -53,6 +53,7 @@ from ckptconv.keys import (
 from ckptconv.layout import Layout, one_item
 from ckptconv.limits import LIMITS
 from ckptconv.nodes import ORDERED_DICT, Call, Dict, Global, Node, mapping_pairs
+from ckptconv.producers import offered_prefix
 from ckptconv.settling import Rewritten, Settled, Skipped, Unknown, settle_objects
 from ckptconv.sharding import index_path, index_text, shard_paths, split
 from ckptconv.tensors import TensorRef
@@ -217,7 +218,13 @@ def _plan_torch(checkpoint: Checkpoint, output: Path, options: Options) -> Conve
         tied={},
         skipped=(*skipped, *settled.dropped),
         rewritten=tuple(settled.rewritten),
-        notes=(*checkpoint.notes, *_tree_notes(settled), *_key_notes(renamed, options.keys), *_sharing_notes(refs)),
+        notes=(
+            *checkpoint.notes,
+            *_tree_notes(settled),
+            *_key_notes(renamed, options.keys),
+            *_prefix_notes(checkpoint, found, options.keys),
+            *_sharing_notes(refs),
+        ),
         tensors=lambda: tensors_of(root, overlay),
         cast=cast,
     )
@@ -321,6 +328,15 @@ def _key_notes(state_dicts: Sequence[RenamedKeys], rules: KeyRules) -> Iterator[
         yield f"the keys still carry {', '.join(left)}; `ckptconv convert` strips these wrappers too"
 
 
+def _prefix_notes(checkpoint: Checkpoint, found: Sequence[StateDict], rules: KeyRules) -> Iterator[str]:
+    """Offer what the framework put around the model, where no rule of the user's does anything with prefixes."""
+    if rules not in (STRIP, KEEP):
+        return
+    for item in found:
+        if prefix := offered_prefix(checkpoint, item):
+            yield f"all keys{f' of {item.path}' if item.path else ''} start with {prefix}; --strip-prefix {prefix} takes it off"
+
+
 def _sharing_notes(refs: Sequence[TensorRef]) -> Iterator[str]:
     """Tell of tensors that would take far more bytes than the storages that they share."""
     claimed = sum(ref.nbytes for ref in refs)
@@ -376,7 +392,12 @@ def _plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Option
         tied=tied,
         skipped=(*skipped, *_other_parts(checkpoint, found, options)),
         rewritten=(),
-        notes=(*checkpoint.notes, *_key_notes([renamed], options.keys), *_sharing_notes(refs)),
+        notes=(
+            *checkpoint.notes,
+            *_key_notes([renamed], options.keys),
+            *_prefix_notes(checkpoint, [found], options.keys),
+            *_sharing_notes(refs),
+        ),
         tensors=lambda: iter(named),
         cast=options.cast,
     )

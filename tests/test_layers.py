@@ -17,7 +17,7 @@ LAYERS = {
     "tensors": 3, "archives": 3, "sharding": 3,
     "torch_objects": 4, "compaction": 4, "layout": 4, "plain_objects": 4,
     "checkpoint": 5,
-    "modules": 6, "settling": 6, "formats.torch_zip": 6, "formats.safetensors": 6,
+    "modules": 6, "producers": 6, "settling": 6, "formats.torch_zip": 6, "formats.safetensors": 6,
     "formats.sharded": 7, "formats.accelerate": 7,
     "formats.detect": 8,
     "planning": 9,

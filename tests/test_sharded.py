@@ -133,12 +133,12 @@ def test_a_folder_of_accelerate_is_its_model_and_its_training_state():
 # ------------------------------------------------------------------------------------------------------------- writing
 
 
-@pytest.mark.parametrize(("to", "stem", "suffix"), [("safetensors", "model", ".safetensors"), ("torch", "pytorch_model", ".bin")])
+@pytest.mark.parametrize(
+    ("to", "stem", "suffix"), [("safetensors", "model", ".safetensors"), ("torch", "pytorch_model", ".bin")]
+)
 def test_a_folder_of_shards_has_the_libraries_names_and_comes_back_whole(to, stem, suffix, tmp_path):
     folder = tmp_path / "shards"
-    result = convert_checkpoint(
-        saved(tmp_path), folder, to=to, max_shard_size="400B", tied="duplicate", verify=True, **KEEP
-    )
+    result = convert_checkpoint(saved(tmp_path), folder, to=to, max_shard_size="400B", tied="duplicate", verify=True, **KEEP)
     index = index_of(folder, f"{stem}{suffix}.index.json")
     count = len(set(index["weight_map"].values()))
     assert count > 2 and result.verified == len(tensors())
