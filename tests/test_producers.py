@@ -36,7 +36,8 @@ WRITTEN = {
     "fvcore (detectron2)": {"model": WEIGHTS, "optimizer": optimizer(), "scheduler": {"last_epoch": 5}, "iteration": 5},
     "nanoGPT": {"model": WEIGHTS, "optimizer": optimizer(), "model_args": {"n_layer": 2}, "iter_num": 7,
                 "best_val_loss": torch.tensor(1.5), "config": {}},
-    "Megatron-LM 3.0": {"args": Namespace(tp=1), "checkpoint_version": 3.0, "iteration": 9, "model": {"language_model": WEIGHTS}},
+    "Megatron-LM 3.0": {"args": Namespace(tp=1), "checkpoint_version": 3.0, "iteration": 9,
+                        "model": {"language_model": WEIGHTS}},
 }  # fmt: skip
 
 

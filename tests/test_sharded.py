@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -143,7 +142,7 @@ def test_a_folder_of_shards_has_the_libraries_names_and_comes_back_whole(to, ste
     count = len(set(index["weight_map"].values()))
     assert count > 2 and result.verified == len(tensors())
     names = {f"{stem}-{number:05}-of-{count:05}{suffix}" for number in range(1, count + 1)}
-    assert set(os.listdir(folder)) == names | {f"{stem}{suffix}.index.json"}
+    assert {item.name for item in folder.iterdir()} == names | {f"{stem}{suffix}.index.json"}
     assert list(index["weight_map"]) == list(tensors())
     nbytes = sum(tensor.nbytes for tensor in tensors().values())
     assert index["metadata"]["total_size"] == nbytes
@@ -168,7 +167,7 @@ def test_shards_are_named_after_a_file_and_aliases_survive(tmp_path):
 
 def test_what_fits_one_file_needs_no_index(tmp_path):
     convert_checkpoint(saved(tmp_path), tmp_path / "out", max_shard_size="5GB", **KEEP)
-    assert os.listdir(tmp_path / "out") == ["model.safetensors"]
+    assert [item.name for item in (tmp_path / "out").iterdir()] == ["model.safetensors"]
     convert_checkpoint(saved(tmp_path), tmp_path / "one.bin", max_shard_size="5GB", **KEEP)
     assert_same(torch.load(tmp_path / "one.bin"), tensors())
 
