@@ -15,10 +15,11 @@ LAYERS = {
     "dtypes": 1, "keys": 1, "devices": 1, "sources": 1, "nodes": 1,
     "outputs": 2, "casting": 2, "pickling": 2, "unpickling": 2,
     "tensors": 3, "archives": 3,
-    "torch_objects": 4, "compaction": 4, "layout": 4, "plain_objects": 4,
+    "torch_objects": 4, "compaction": 4, "layout": 4, "plain_objects": 4, "assembly": 4,
     "checkpoint": 5,
     "modules": 6, "settling": 6, "formats.torch_zip": 6, "formats.safetensors": 6,
-    # 7 is for checkpoints of many files
+    "formats.dcp_metadata": 6,
+    "formats.dcp": 7,
     "formats.detect": 8,
     "planning": 9,
     "convert": 10, "loading": 10, "inspection": 10,

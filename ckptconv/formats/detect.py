@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.collector import collector_paused
 from ckptconv.errors import CheckpointError, UnsupportedCheckpoint, printable
+from ckptconv.formats.dcp import is_dcp, open_dcp
 from ckptconv.formats.safetensors import is_safetensors, open_safetensors
 from ckptconv.formats.torch_zip import is_torch_zip, open_torch_zip
 from ckptconv.modules import flatten_modules
@@ -38,7 +39,7 @@ class Gathering(NamedTuple):
     """
 
     matches: Callable[[Path], bool]
-    open: Callable[[Path, PathOpener, "str | None"], Checkpoint]
+    open: Callable[[Path, PathOpener, str | None], Checkpoint]
 
 
 FORMATS: tuple[Format, ...] = (
@@ -47,7 +48,7 @@ FORMATS: tuple[Format, ...] = (
 )
 """The containers that are read, in the order in which they are tried."""
 
-GATHERINGS: tuple[Gathering, ...] = ()
+GATHERINGS: tuple[Gathering, ...] = (Gathering(is_dcp, lambda path, open_one, tag: open_dcp(path, open_one, open_source, tag)),)
 """The checkpoints of many files that are read, in the order in which they are tried."""
 
 
