@@ -23,7 +23,7 @@ _NOT_SAVED = "_non_persistent_buffers_set"
 
 def flatten_modules(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with a state dict in the place of every module that holds tensors, and a note that says so."""
-    if not any(_is_module(node) for node in _calls(checkpoint.root)):
+    if not any(_is_module(node) for node in calls(checkpoint.root)):
         return checkpoint
     stand_ins: dict[int, Node] = {}
     names: list[str] = []
@@ -40,7 +40,7 @@ def flatten_modules(checkpoint: Checkpoint) -> Checkpoint:
         holders.append(node)
     if not names:
         return checkpoint
-    root = _substituted(checkpoint.root, holders, stand_ins)
+    root = substituted(checkpoint.root, holders, stand_ins)
     note = f"{len(names)} whole modules are taken as their state dicts: {printable(', '.join(names[:3]))}{', …' * (len(names) > 3)}"
     return replace(checkpoint, root=root, notes=(*checkpoint.notes, note))
 
@@ -48,7 +48,7 @@ def flatten_modules(checkpoint: Checkpoint) -> Checkpoint:
 _LEAVES = frozenset((TensorRef, TensorObject, str, int, float, bool, bytes, type(None)))
 
 
-def _calls(root: Node) -> Iterator[Call]:
+def calls(root: Node) -> Iterator[Call]:
     """Every call of a tree, quickly: leaves are not looked at."""
     seen: set[int] = set()
     work: list[Node] = [root]
@@ -107,7 +107,7 @@ def _is_set(node: Node) -> bool:
     return type(node) is Call and node.name == "builtins.set" and bool(node.args) and type(node.args[0]) in (list, tuple)
 
 
-def _substituted(root: Node, holders: list[Node], stand_ins: dict[int, Node]) -> Node:
+def substituted(root: Node, holders: list[Node], stand_ins: dict[int, Node]) -> Node:
     """`root` with every node replaced by what stands in for it; containers are changed in place, tuples are made anew."""
     tuples = [node for node in holders if type(node) is tuple]
     changed = True

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint, printable
@@ -84,10 +84,14 @@ def _malformed(what: str, key: str | None) -> MalformedCheckpoint:
 
 def _fields(node: Node, kind: str, key: str | None) -> dict[str, Node]:
     """The attributes of an object whose class is called `kind` (or ends so)."""
-    state: Node = node.state if type(node) is Call and node.name.endswith(kind) else None
-    if state is not ABSENT and type(state) is not Dict:
+    if type(node) is not Call or not node.name.endswith(kind):
         raise _malformed(f"holds something else where a {kind} belongs", key)
-    return {} if state is ABSENT else {name: value for name, value in state.pairs if type(name) is str}
+    if node.state is ABSENT:
+        return {}
+    pairs = mapping_pairs(node.state)
+    if pairs is None:
+        raise _malformed(f"has a {kind} without attributes", key)
+    return {name: value for name, value in pairs if type(name) is str}
 
 
 def _pairs(node: Node, field: str) -> Iterator[tuple[str, Node]]:
@@ -162,16 +166,12 @@ def _items(node: Node) -> Iterator[tuple[tuple[str, Shape | None], Item]]:
 
 
 def _item(node: Node, key: str) -> Item:
-    fields: dict[str, Any] = _fields(node, "_StorageInfo", key)
-    path, offset, length = (fields.get(name) for name in ("relative_path", "offset", "length"))
-    transforms = fields.get("transform_descriptors") or ()
-    if type(path) is not str or not _is_size(offset) or not _is_size(length) or type(transforms) not in (tuple, list):
-        raise _malformed("the place of an item is not given by a name and sizes", key)
+    fields = _fields(node, "_StorageInfo", key)
+    path, transforms = fields.get("relative_path"), fields.get("transform_descriptors") or ()
+    if type(path) is not str or type(transforms) not in (tuple, list):
+        raise _malformed("the place of an item is not given by the name of a file", key)
+    offset, length = _size((fields.get("offset"), fields.get("length")), key)
     return Item(path, offset, length, tuple(printable(name) for name in transforms))
-
-
-def _is_size(value: Node) -> bool:
-    return type(value) is int and 0 <= value < _LARGEST
 
 
 def _reshaped(node: Node) -> Iterator[tuple[str, Shape]]:
