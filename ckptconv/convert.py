@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Literal
 
 from ckptconv.casting import cast
+from ckptconv.dcp_output import write_dcp
 from ckptconv.devices import tag_map
 from ckptconv.dtypes import DType, floating_dtype
 from ckptconv.errors import VerificationFailed
-from ckptconv.formats.detect import open_checkpoint
+from ckptconv.formats.detect import Named, open_checkpoint
 from ckptconv.keys import KeyRules
 from ckptconv.layout import Layout, WriteItem
-from ckptconv.outputs import OutputStream, atomic_output, check_output
+from ckptconv.outputs import OutputStream, atomic_folder, atomic_output, check_folder, check_output
 from ckptconv.planning import ConversionPlan, Options, Target, Tied, plan_conversion
 from ckptconv.settling import Unknown
 from ckptconv.sources import SMALL, crc32
@@ -46,7 +47,7 @@ class ConversionResult:
 
 
 def convert_checkpoint(
-    source: str | os.PathLike[str],
+    source: Named,
     output: str | os.PathLike[str],
     *,
     to: Target | None = None,
@@ -61,8 +62,9 @@ def convert_checkpoint(
     fsync: bool = True,
     verify: bool = False,
 ) -> ConversionResult:
-    """Convert the checkpoint file `source` into the file `output`, without importing torch.
+    """Convert the checkpoint `source` into the file `output`, without importing torch (but for `to="dcp"`, a folder).
 
+    `source` is a file, the folder of a checkpoint of many files, or a sequence of the files of all ranks.
     `keys` are rules or the short words for the default ones; `device` is the location tag to write (``cpu`` by default,
     ``keep``, ``auto``, or any tag, whether this host has that device or not); `map_location` maps single tags; `dtype`
     casts floating tensors (``bf16``). The output is written to a temporary sibling and renamed; an existing one is
@@ -73,7 +75,7 @@ def convert_checkpoint(
     rules = keys if isinstance(keys, KeyRules) else KeyRules(wrappers=keys)
     pairs = [f"{old}={new}" for old, new in (map_location or {}).items()]
     options = Options(to, rules, tag_map(device, pairs), floating_dtype(dtype) if dtype else None, only, tied, unknown)
-    check_output(Path(output), force=force)
+    (check_folder if to == "dcp" else check_output)(Path(output), force=force)
     with open_checkpoint(source) as checkpoint:
         plan = plan_conversion(checkpoint, output, options)
         return execute_plan(plan, force=force, fsync=fsync, verify=verify)
@@ -94,15 +96,8 @@ def execute_plan(
     the source is damaged, `OutputRefused` when the output cannot be written, `VerificationFailed`; nothing is left behind.
     """
     begin = time.perf_counter()
-    with atomic_output(plan.output, force=force, fsync=fsync, size=plan.nbytes, on_progress=on_progress) as (
-        stream,
-        temporary,
-    ):
-        tally = _write(plan.layout, stream)
-        stream.finish()
-        if plan.to == "safetensors":
-            _open_with_library(temporary, plan)
-        verified = _verify(plan, temporary) if verify else None
+    write = _write_folder if plan.to == "dcp" else _write_file
+    tally, verified = write(plan, force, fsync, verify, on_progress)
     seconds = time.perf_counter() - begin
     overflowed = _by_tensor(plan, tally.overflowed, lambda ref: _count_overflow(plan, ref))
     return ConversionResult(plan, seconds, verified, overflowed, _by_tensor(plan, tally.odd_bools, _count_odd_bools))
@@ -114,6 +109,37 @@ class _Tally:
 
     overflowed: dict[int, int] = field(default_factory=dict)
     odd_bools: dict[int, int] = field(default_factory=dict)
+
+
+Progress = Callable[[int], None]
+
+
+def _write_file(
+    plan: ConversionPlan, force: bool, fsync: bool, verify: bool, on_progress: Progress | None
+) -> tuple[_Tally, int | None]:
+    with atomic_output(plan.output, force=force, fsync=fsync, size=plan.nbytes, on_progress=on_progress) as (
+        stream,
+        temporary,
+    ):
+        tally = _write(plan.layout, stream)
+        stream.finish()
+        if plan.to == "safetensors":
+            _open_with_library(temporary, plan)
+        return tally, _verify(plan, temporary) if verify else None
+
+
+def _write_folder(
+    plan: ConversionPlan, force: bool, fsync: bool, verify: bool, on_progress: Progress | None
+) -> tuple[_Tally, int | None]:
+    """Write a plain torch file beside the output, have torch make a DCP folder of it, and drop it."""
+    with atomic_folder(plan.output, force=force, fsync=fsync) as folder:
+        plain = folder / ".plain.pt"
+        with atomic_output(plain, force=False, fsync=False, size=plan.nbytes, on_progress=on_progress) as (stream, _):
+            tally = _write(plan.layout, stream)
+            stream.finish()
+        write_dcp(plain, folder, plan.output)
+        plain.unlink()
+        return tally, _verify(plan, folder) if verify else None
 
 
 def _write(layout: Layout, stream: OutputStream) -> _Tally:
@@ -226,7 +252,7 @@ def _verify(plan: ConversionPlan, written: Path) -> int:
     count = 0
     with open_checkpoint(written) as output:
         found = output.state_dict() if plan.to == "safetensors" else None
-        actual = dict(found.tensors()) if found is not None else None
+        actual = dict(found.tensors()) if found is not None else dict(output.tensors()) if plan.to == "dcp" else None
         there = iter(()) if actual is not None else output.tensors()
         for path, ref in plan.tensors():
             name, other = (path, actual.get(path)) if actual is not None else next(there, (path, None))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -53,11 +53,12 @@ from ckptconv.keys import (
 from ckptconv.layout import Layout
 from ckptconv.limits import LIMITS
 from ckptconv.nodes import Call, Dict, Global, Node, mapping_pairs
+from ckptconv.plain_objects import plain_form
 from ckptconv.settling import Rewritten, Settled, Skipped, Unknown, settle_objects
 from ckptconv.tensors import TensorRef
 from ckptconv.torch_objects import is_tensor_call
 
-Target = Literal["torch", "safetensors"]
+Target = Literal["torch", "safetensors", "dcp"]
 Tied = Literal["alias", "duplicate"]
 
 _SUFFIXES: dict[str, Target] = {
@@ -139,7 +140,7 @@ def target_format(output: Path, to: Target | None) -> Target:
         return to
     if (found := _SUFFIXES.get(output.suffix.lower())) is not None:
         return found
-    raise CheckpointError("its name does not say which format to write", path=output, hint="add --to torch or --to safetensors")
+    raise CheckpointError("its name does not say which format to write", path=output, hint="add --to torch, safetensors or dcp")
 
 
 def plan_conversion(checkpoint: Checkpoint, output: str | os.PathLike[str], options: Options) -> ConversionPlan:
@@ -152,7 +153,7 @@ def plan_conversion(checkpoint: Checkpoint, output: str | os.PathLike[str], opti
     to = target_format(path, options.to)
     try:
         with collector_paused():
-            return (_plan_torch if to == "torch" else _plan_safetensors)(checkpoint, path, options)
+            return _PLANNERS[to](checkpoint, path, options)
     except CheckpointError as error:
         raise error.at(path=checkpoint.path) from error.__cause__
 
@@ -186,6 +187,18 @@ def _plan_torch(checkpoint: Checkpoint, output: Path, options: Options) -> Conve
         tensors=lambda: tensors_of(root, overlay),
         cast=cast,
     )
+
+
+def _plan_dcp(checkpoint: Checkpoint, output: Path, options: Options) -> ConversionPlan:
+    """The plan of the torch file of which torch will make a DCP folder."""
+    if options.unknown == "keep":
+        raise RefusedObject("objects of unknown classes cannot be kept in a DCP folder", hint="use --unknown drop")
+    root = checkpoint.root if options.only is None else find(checkpoint.root, options.only, checkpoint.path)
+    if mapping_pairs(root) is None and (type(root) is not Call or type(plain_form(root)) is not Dict):
+        raise RefusedObject(
+            "is no dict, and a DCP folder holds nothing else", where=options.only, hint="--only PATH takes one part"
+        )
+    return replace(_plan_torch(checkpoint, output, options), to="dcp")
 
 
 def _cast_rule(found: Sequence[StateDict], tree: Tree, options: Options) -> CastRule:
@@ -340,6 +353,13 @@ def _plan_safetensors(checkpoint: Checkpoint, output: Path, options: Options) ->
         tensors=lambda: iter(named),
         cast=options.cast,
     )
+
+
+_PLANNERS: dict[Target, Callable[[Checkpoint, Path, Options], ConversionPlan]] = {
+    "torch": _plan_torch,
+    "safetensors": _plan_safetensors,
+    "dcp": _plan_dcp,
+}
 
 
 def _holdable(key: str, ref: TensorRef, options: Options) -> TensorRef:

@@ -21,7 +21,7 @@ LAYERS = {
     "formats.dcp_metadata": 6, "formats.dtensors": 6,
     "formats.dcp": 7, "formats.ranks": 7,
     "formats.detect": 8,
-    "planning": 9,
+    "planning": 9, "dcp_output": 9,
     "convert": 10, "loading": 10, "inspection": 10,
     "saving": 11, "fitting": 11, "report": 11,
     "__init__": 12,
@@ -35,7 +35,7 @@ EMPTY = {"formats.__init__"}
 """Packages that import nothing, and so are in no layer."""
 
 TERMINAL_MODULES = {"cli", "report"}
-TORCH_MODULES = {"devices", "loading", "saving", "fitting"}
+TORCH_MODULES = {"devices", "loading", "saving", "fitting", "dcp_output"}
 FILE_MODULES = {"sources", "outputs"}
 
 MODULES = {

@@ -17,6 +17,9 @@ from ckptconv.formats.torch_zip import is_torch_zip, open_torch_zip
 from ckptconv.modules import flatten_modules
 from ckptconv.sources import FilePool, FileSource, Source
 
+Named = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""A checkpoint's path, or those of all its ranks' files."""
+
 Opener = Callable[[Source], Checkpoint]
 PathOpener = Callable[[Path], Checkpoint]
 
@@ -85,9 +88,7 @@ STRANGERS: tuple[Stranger, ...] = (
 """What people meet under a checkpoint's name; the first that matches is named in the error."""
 
 
-def open_checkpoint(
-    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, tag: str | None = None, whole_modules: bool = False
-) -> Checkpoint:
+def open_checkpoint(path: Named, *, tag: str | None = None, whole_modules: bool = False) -> Checkpoint:
     """Open a checkpoint, of one file or of many: read its index, and none of its tensors' bytes.
 
     `path` is a file, the folder of a checkpoint of many files, the index in it, or a sequence of the files of all ranks
@@ -103,7 +104,7 @@ def open_checkpoint(
     try:
         with collector_paused():
             pool = FilePool()
-            opened += [_open(paths[0], tag)] if len(paths) == 1 else (open_source(pool.source(item)) for item in paths)
+            opened += [_open(paths[0], tag)] if len(paths) == 1 else (_open_owned(pool.source(item)) for item in paths)
             checkpoint = join_ranks(opened)
             return checkpoint if whole_modules else flatten_modules(checkpoint)
     except BaseException as error:
@@ -127,7 +128,10 @@ def _open(path: Path, tag: str | None) -> Checkpoint:
 
 def open_file(path: Path) -> Checkpoint:
     """Open a checkpoint of one file; its sources are closed when that fails."""
-    source = FileSource(path)
+    return _open_owned(FileSource(path))
+
+
+def _open_owned(source: Source) -> Checkpoint:
     try:
         return open_source(source)
     except BaseException:

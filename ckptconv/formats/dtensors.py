@@ -1,8 +1,8 @@
 """DTensors as a pickle has them: which part of which tensor a rank holds.
 
-`torch.save` of a DTensor is ``_rebuild_from_type_v2(_rebuild_wrapper_subclass, DTensor, (DTensor, dtype, size, …), state)``. The state
-holds the `_local_tensor` and its `_spec`: the mesh of ranks (with the rank that saved), a placement for each mesh dimension,
-and the tensor's whole shape. Sources: torch/distributed/device_mesh.py, torch/distributed/tensor/_utils.py
+`torch.save` of a DTensor is ``_rebuild_from_type_v2(_rebuild_wrapper_subclass, DTensor, (DTensor, dtype, size, …), state)``.
+The state holds the `_local_tensor` and its `_spec`: the mesh of ranks (with the rank that saved), and a placement for each mesh
+dimension. Sources: torch/distributed/device_mesh.py, torch/distributed/tensor/_utils.py
 (`_compute_local_shape_and_global_offset`) and placement_types.py, torch 2.1 to 2.13.
 """
 
@@ -63,9 +63,10 @@ class Shard:
         """The boxes of the tensor that this rank holds: where each starts, and its values."""
         runs = _runs(self.shape, self.mesh, self.placements)
         held = tuple(sum(stop - start for start, stop in axis) for axis in runs)
-        if self.local.shape != held and (prod(held) or self.local.numel):
+        empty = 0 in held
+        if self.local.shape != held and not (empty and not self.local.numel):
             raise MalformedCheckpoint(f"rank {self.mesh.rank} holds {list(self.local.shape)} of it instead of {list(held)}")
-        if not prod(held):
+        if empty:
             yield (0,) * len(held), self.local._replace(shape=(0,) * len(held), stride=(1,) * len(held))
             return
         if prod(len(axis) for axis in runs) > LIMITS.list_gaps:
@@ -283,7 +284,5 @@ def _flat(sizes: Node) -> Shape:
 def _axis(shape: Shape, stride: Shape) -> list[int]:
     if len(shape) != len(stride) or prod(shape) > LIMITS.list_gaps:
         raise MalformedCheckpoint("is a DTensor whose mesh is no grid")
-    return [
-        sum(offsets)
-        for offsets in product(*([at * step for at in range(size)] for size, step in zip(shape, stride, strict=True)))
-    ]
+    steps = ([at * step for at in range(size)] for size, step in zip(shape, stride, strict=True))
+    return [sum(offsets) for offsets in product(*steps)]

@@ -1,13 +1,14 @@
 """Files of ranks (`torch.save` of a sharded state dict, one per rank) joined into the checkpoint that they are together.
 
-The DTensors at one place in all files become one tensor; the rest is that of the lowest rank and must be the same in all of them.
-No rank's shard ever passes for the whole tensor.
+The DTensors at one place in all files become one tensor; the rest is that of the lowest rank and must be the same in all of
+them. No rank's shard ever passes for the whole tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from ckptconv.assembly import assembled
 from ckptconv.checkpoint import Checkpoint, Place, place_text, tensor_of, walk
@@ -15,7 +16,7 @@ from ckptconv.errors import CheckpointError, MalformedCheckpoint, UnsupportedChe
 from ckptconv.formats.dtensors import Shard, is_dtensor, read_dtensor
 from ckptconv.modules import calls, substituted
 from ckptconv.nodes import Node
-from ckptconv.tensors import TensorRef, iter_chunks
+from ckptconv.tensors import Shape, TensorRef, iter_chunks
 
 Labels = tuple[Node, ...]
 
@@ -117,7 +118,7 @@ def _text(labels: Labels) -> str:
 
 
 def _refuse_duplicates(ranks: Sequence[_Rank]) -> None:
-    for one, other in zip(ranks, ranks[1:], strict=False):
+    for one, other in pairwise(ranks):
         if one.number == other.number:
             raise MalformedCheckpoint(
                 f"is a file of rank {one.number}, and so is {printable(one.checkpoint.path)}",
@@ -157,19 +158,20 @@ def _joined(shards: Sequence[Shard]) -> TensorRef:
     """The tensor whose shards all ranks hold."""
     first = shards[0]
     by_rank = {shard.mesh.rank: shard for shard in shards}
+    parts: dict[tuple[Shape, Shape], TensorRef] = {}
     for shard in shards:
+        rank = shard.mesh.rank
         if (shard.dtype, shard.shape, shard.placements) != (first.dtype, first.shape, first.placements):
             raise MalformedCheckpoint(
-                f"rank {shard.mesh.rank} has it in another type, shape or placement than rank {first.mesh.rank}"
+                f"the ranks {first.mesh.rank} and {rank} have it in different types, shapes or placements"
             )
         for number in shard.mesh.ranks if shard.is_split else ():
             if by_rank[number].mesh[:2] != shard.mesh[:2]:
-                raise MalformedCheckpoint(f"the ranks {number} and {shard.mesh.rank} split it over different meshes")
-    parts = {}
-    for shard in shards:
+                raise MalformedCheckpoint(f"the ranks {number} and {rank} split it over different meshes")
         for start, ref in shard.parts():
-            parts.setdefault((start, ref.shape), (start, ref))
-    return assembled(first.dtype, first.shape, list(parts.values()))._replace(requires_grad=first.requires_grad)
+            parts.setdefault((start, ref.shape), ref)
+    whole = assembled(first.dtype, first.shape, [(start, ref) for (start, _), ref in parts.items()])
+    return whole._replace(requires_grad=first.requires_grad)
 
 
 def _disagreements(ranks: Sequence[_Rank]) -> list[str]:
