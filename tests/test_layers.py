@@ -19,7 +19,7 @@ LAYERS = {
     "checkpoint": 5,
     "modules": 6, "settling": 6, "formats.torch_zip": 6, "formats.safetensors": 6,
     "formats.dcp_metadata": 6, "formats.dtensors": 6,
-    "formats.dcp": 7, "formats.ranks": 7,
+    "formats.dcp": 7, "formats.dcp_shards": 7, "formats.ranks": 7,
     "formats.detect": 8,
     "planning": 9, "dcp_output": 9,
     "convert": 10, "loading": 10, "inspection": 10,

@@ -11,6 +11,7 @@ from ckptconv.checkpoint import Checkpoint
 from ckptconv.collector import collector_paused
 from ckptconv.errors import CheckpointError, UnsupportedCheckpoint, printable
 from ckptconv.formats.dcp import is_dcp, open_dcp
+from ckptconv.formats.dcp_shards import is_dcp_shards, open_dcp_shards
 from ckptconv.formats.ranks import join_ranks
 from ckptconv.formats.safetensors import is_safetensors, open_safetensors
 from ckptconv.formats.torch_zip import is_torch_zip, open_torch_zip
@@ -52,7 +53,10 @@ FORMATS: tuple[Format, ...] = (
 )
 """The containers that are read, in the order in which they are tried."""
 
-GATHERINGS: tuple[Gathering, ...] = (Gathering(is_dcp, lambda path, open_one, tag: open_dcp(path, open_one, open_source, tag)),)
+GATHERINGS: tuple[Gathering, ...] = (
+    Gathering(is_dcp, lambda path, open_one, tag: open_dcp(path, open_one, open_source, tag)),
+    Gathering(is_dcp_shards, lambda path, _, tag: open_dcp_shards(path, open_source, tag)),
+)
 """The checkpoints of many files that are read, in the order in which they are tried."""
 
 
