@@ -1,8 +1,8 @@
 """The rank files of DCP's HuggingFace writer (its `sharded/` folder): safetensors files that hold chunks of tensors.
 
 They are called ``shard-RANK-model-FILE-of-FILES.safetensors``. Each says in its metadata, under ``DCP_SHARDING_INFO``, where
-its chunks start: ``{key: {"saved_offsets": [...]}}``. No file says how large a whole tensor is, or how many ranks there were. Where
-the consolidated files lie one folder up, their index gives the sum of all sizes.
+its chunks start: ``{key: {"saved_offsets": [...]}}``. No file says how large a whole tensor is, or how many ranks there were.
+Where the consolidated files lie one folder up, their index gives the sum of all sizes.
 Source: torch/distributed/checkpoint/hf_storage.py and _hf_utils.py, torch 2.13.
 """
 
