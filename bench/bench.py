@@ -26,7 +26,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from rows import FULL, INPUTS, QUICK, SYNCED, UNSYNCED, Row, Scale, Side
+from rows import FULL, INPUTS, QUICK, SYNCED, UNSYNCED, Row, Scale, Side, name_of
 from tables import Measured, Run, document, machine, report
 
 OUT = Path("bench-out")
@@ -71,7 +71,7 @@ def remove_outputs(folder: Path) -> None:
 
 
 def expand(side: Side, folder: Path) -> list[str]:
-    paths = {kind: f"{folder / kind}.pt" for kind in INPUTS}
+    paths = {kind: str(folder / name_of(kind)) for kind in INPUTS}
     return [argument.format(out=folder / "out", **paths) for argument in side.argv]
 
 
@@ -99,7 +99,7 @@ def spawn(argv: list[str], log: Path, env: Mapping[str, str] = os.environ) -> tu
 def make_inputs(rows: list[Row], scale: Scale, folder: Path) -> None:
     script = str(Path(__file__).with_name("make_inputs.py"))
     for kind in INPUTS:
-        path = folder / f"{kind}.pt"
+        path = folder / name_of(kind)
         if any(side.reads(kind) for row in rows for side in (row.ours, row.theirs)) and not path.exists():
             say(f"making {path}")
             spawn([sys.executable, script, kind, str(path), str(getattr(scale, kind))], folder / "log.txt")

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-INPUTS = ("big", "many", "huge")
+INPUTS = ("big", "many", "huge", "dcp_rows", "dcp_columns")
+SUFFIXES = {"dcp_rows": "", "dcp_columns": ""}
+"""Of the inputs whose names do not end in .pt."""
 WarmUp = Literal["first", "memory", "none"]
 
 
@@ -22,10 +24,30 @@ class Scale:
     huge: int
     runs: int
     fill: int
+    dcp_rows: int
+    dcp_columns: int
 
 
-FULL = Scale("full", big=2_000_000_000, many=100_000, huge=8_000_000_000, runs=5, fill=8_000_000_000)
-QUICK = Scale("quick", big=200_000_000, many=5_000, huge=800_000_000, runs=3, fill=1_000_000_000)
+FULL = Scale(
+    "full",
+    big=2_000_000_000,
+    many=100_000,
+    huge=8_000_000_000,
+    runs=5,
+    fill=8_000_000_000,
+    dcp_rows=2_000_000_000,
+    dcp_columns=2_000_000_000,
+)
+QUICK = Scale(
+    "quick",
+    big=200_000_000,
+    many=5_000,
+    huge=800_000_000,
+    runs=3,
+    fill=1_000_000_000,
+    dcp_rows=200_000_000,
+    dcp_columns=200_000_000,
+)
 
 
 @dataclass(frozen=True)
@@ -75,9 +97,14 @@ class Row:
     free_disk: int = 0  # bytes
 
 
+def name_of(kind: str) -> str:
+    """The name of an input's file or folder."""
+    return kind + SUFFIXES.get(kind, ".pt")
+
+
 def ckptconv(command: str, *, fsync: bool = True) -> Side:
     command += "" if fsync else " --no-fsync"
-    named = command.format(out="out", **{kind: f"{kind}.pt" for kind in INPUTS})
+    named = command.format(out="out", **{kind: name_of(kind) for kind in INPUTS})
     return Side(f"`ckptconv {named}`", (f"{sysconfig.get_path('scripts')}/ckptconv", *command.split()))
 
 
@@ -169,5 +196,17 @@ UNSYNCED = (
         warm_up="none",
         free_disk=20_000_000_000,
     ),
+)
+UNSYNCED += tuple(
+    Row(
+        f"dcp-{split}",
+        f"DCP of 4 ranks, split by {split} → .safetensors",
+        ckptconv(f"convert {{dcp_{split}}} {{out}}.safetensors", fsync=False),
+        child("dcp_to_torch_save, torch.load(mmap=True), save_file", f"dcp_save_file {{dcp_{split}}} {{out}}"),
+        (Goal("faster", times), Goal("peak", 100)),
+        warm_up="each",
+        free_disk=10_000_000_000,
+    )
+    for split, times in (("rows", 3), ("columns", 1.5))
 )
 SYNCED = copies("fsync-", fsync=True)

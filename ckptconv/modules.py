@@ -24,7 +24,7 @@ _NOT_SAVED = "_non_persistent_buffers_set"
 
 def flatten_modules(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with a state dict in the place of every module that holds tensors, and a note that says so."""
-    if not any(_is_module(node) for node in _calls(checkpoint.root)):
+    if not any(_is_module(node) for node in calls(checkpoint.root)):
         return checkpoint
     stand_ins: dict[int, Node] = {}
     names: list[str] = []
@@ -41,7 +41,7 @@ def flatten_modules(checkpoint: Checkpoint) -> Checkpoint:
         holders.append(node)
     if not names:
         return checkpoint
-    root = _substituted(checkpoint.root, holders, stand_ins)
+    root = substituted(checkpoint.root, holders, stand_ins)
     listed = printable(", ".join(names[:_LISTED])) + ", …" * (len(names) > _LISTED)
     note = f"{len(names)} whole modules are taken as their state dicts: {listed}"
     return replace(checkpoint, root=root, notes=(*checkpoint.notes, note))
@@ -50,7 +50,7 @@ def flatten_modules(checkpoint: Checkpoint) -> Checkpoint:
 _LEAVES = frozenset((TensorRef, TensorObject, str, int, float, bool, bytes, type(None)))
 
 
-def _calls(root: Node) -> Iterator[Call]:
+def calls(root: Node) -> Iterator[Call]:
     """Every call of a tree, quickly: leaves are not looked at."""
     seen: set[int] = set()
     work: list[Node] = [root]
@@ -109,7 +109,7 @@ def _is_set(node: Node) -> bool:
     return type(node) is Call and node.name == "builtins.set" and bool(node.args) and type(node.args[0]) in (list, tuple)
 
 
-def _substituted(root: Node, holders: list[Node], stand_ins: dict[int, Node]) -> Node:
+def substituted(root: Node, holders: list[Node], stand_ins: dict[int, Node]) -> Node:
     """`root` with every node replaced by what stands in for it; containers are changed in place, tuples are made anew."""
     tuples = [node for node in holders if type(node) is tuple]
     changed = True

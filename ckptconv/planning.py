@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -53,13 +53,14 @@ from ckptconv.keys import (
 from ckptconv.layout import Layout, one_item
 from ckptconv.limits import LIMITS
 from ckptconv.nodes import ORDERED_DICT, Call, Dict, Global, Node, mapping_pairs
+from ckptconv.plain_objects import plain_form
 from ckptconv.producers import offered_prefix
 from ckptconv.settling import Rewritten, Settled, Skipped, Unknown, settle_objects
 from ckptconv.sharding import index_path, index_text, shard_paths, split
 from ckptconv.tensors import TensorRef
 from ckptconv.torch_objects import is_tensor_call
 
-Target = Literal["torch", "safetensors"]
+Target = Literal["torch", "safetensors", "dcp"]
 Tied = Literal["alias", "duplicate"]
 
 _FOLDER_NAMES: dict[Target, str] = {"torch": "pytorch_model.bin", "safetensors": "model.safetensors"}
@@ -172,7 +173,7 @@ def _target_format(output: Path, to: Target | None) -> Target:
         return to
     if (found := _SUFFIXES.get(output.suffix.lower())) is not None:
         return found
-    raise CheckpointError("its name does not say which format to write", path=output, hint="add --to torch or --to safetensors")
+    raise CheckpointError("its name does not say which format to write", path=output, hint="add --to torch, safetensors or dcp")
 
 
 def plan_conversion(checkpoint: Checkpoint, output: str | os.PathLike[str], options: Options) -> ConversionPlan:
@@ -186,6 +187,8 @@ def plan_conversion(checkpoint: Checkpoint, output: str | os.PathLike[str], opti
         with collector_paused():
             if to == "torch" and options.max_shard_size is None:
                 return _plan_torch(checkpoint, path, options)
+            if to == "dcp":
+                return _plan_dcp(checkpoint, path, options)
             return _plan_flat(checkpoint, path, to, options, in_folder=path != Path(output))
     except CheckpointError as error:
         raise error.at(path=checkpoint.path) from error.__cause__
@@ -228,6 +231,18 @@ def _plan_torch(checkpoint: Checkpoint, output: Path, options: Options) -> Conve
         tensors=lambda: tensors_of(root, overlay),
         cast=cast,
     )
+
+
+def _plan_dcp(checkpoint: Checkpoint, output: Path, options: Options) -> ConversionPlan:
+    """The plan of the torch file of which torch will make a DCP folder."""
+    if options.unknown == "keep":
+        raise RefusedObject("objects of unknown classes cannot be kept in a DCP folder", hint="use --unknown drop")
+    root = checkpoint.root if options.only is None else find(checkpoint.root, options.only, checkpoint.path)
+    if mapping_pairs(root) is None and (type(root) is not Call or type(plain_form(root)) is not Dict):
+        raise RefusedObject(
+            "is no dict, and a DCP folder holds nothing else", where=options.only, hint="--only PATH takes one part"
+        )
+    return replace(_plan_torch(checkpoint, output, options), to="dcp")
 
 
 def _cast_rule(found: Sequence[StateDict], tree: Tree, options: Options) -> CastRule:

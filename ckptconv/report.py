@@ -65,7 +65,7 @@ def plan_lines(plan: ConversionPlan) -> Iterator[tuple[str, str]]:
 
 
 def _keys_text(plan: ConversionPlan, renamed: Any) -> str:
-    where = f" in {printable(renamed.path)}" if renamed.path and plan.to == "torch" else ""
+    where = f" in {printable(renamed.path)}" if renamed.path and plan.to != "safetensors" else ""
     if not renamed.changed:
         return f"{count_text(renamed.count, 'key')}{where}, none renamed"
     old, new = renamed.changed[0]

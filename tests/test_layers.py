@@ -15,12 +15,13 @@ LAYERS = {
     "dtypes": 1, "keys": 1, "devices": 1, "sources": 1, "nodes": 1,
     "outputs": 2, "documents": 2, "casting": 2, "pickling": 2, "unpickling": 2,
     "tensors": 3, "archives": 3, "sharding": 3,
-    "torch_objects": 4, "compaction": 4, "layout": 4, "plain_objects": 4,
+    "torch_objects": 4, "compaction": 4, "layout": 4, "plain_objects": 4, "assembly": 4,
     "checkpoint": 5,
     "modules": 6, "producers": 6, "settling": 6, "formats.torch_zip": 6, "formats.safetensors": 6,
-    "formats.sharded": 7, "formats.accelerate": 7,
+    "formats.dcp_metadata": 6, "formats.dtensors": 6,
+    "formats.sharded": 7, "formats.accelerate": 7, "formats.dcp": 7, "formats.dcp_shards": 7, "formats.ranks": 7,
     "formats.detect": 8,
-    "planning": 9,
+    "planning": 9, "dcp_output": 9,
     "convert": 10, "loading": 10, "inspection": 10,
     "saving": 11, "fitting": 11, "report": 11,
     "__init__": 12,
@@ -34,7 +35,7 @@ EMPTY = {"formats.__init__"}
 """Packages that import nothing, and so are in no layer."""
 
 TERMINAL_MODULES = {"cli", "report"}
-TORCH_MODULES = {"devices", "loading", "saving", "fitting"}
+TORCH_MODULES = {"devices", "loading", "saving", "fitting", "dcp_output"}
 FILE_MODULES = {"sources", "outputs"}
 
 MODULES = {
