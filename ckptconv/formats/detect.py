@@ -11,6 +11,7 @@ from ckptconv.checkpoint import Checkpoint
 from ckptconv.collector import collector_paused
 from ckptconv.errors import CheckpointError, UnsupportedCheckpoint, printable
 from ckptconv.formats.accelerate import is_accelerate, open_accelerate
+from ckptconv.formats.deepspeed import is_deepspeed, open_deepspeed
 from ckptconv.formats.safetensors import is_safetensors, open_safetensors
 from ckptconv.formats.sharded import is_sharded, open_sharded
 from ckptconv.formats.torch_zip import is_torch_zip, open_torch_zip
@@ -52,6 +53,7 @@ FORMATS: tuple[Format, ...] = (
 GATHERINGS: tuple[Gathering, ...] = (
     Gathering(is_accelerate, open_accelerate),
     Gathering(is_sharded, open_sharded),
+    Gathering(is_deepspeed, open_deepspeed),
 )
 """The checkpoints of many files that are read, in the order in which they are tried."""
 
