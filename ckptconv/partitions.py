@@ -134,14 +134,14 @@ def flat_boxes(shape: Shape, first: int, stop: int) -> Iterator[tuple[Shape, Sha
 
 
 class Widener:
-    """Shows tensors as float32, as `tensor.float()` makes them; tensors that shared a storage share its stand-in."""
+    """Shows floating tensors as float32, as `tensor.float()` makes them; those that share a storage share its stand-in."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, str], tuple[Storage, Storage]] = {}
 
     def __call__(self, ref: TensorRef) -> TensorRef:
-        """`ref` as float32; itself where it is float32, or of a type (complex, quantized, bits) that has no float32 values."""
-        if ref.dtype is FLOAT32 or ref.dtype.kind not in ("float", "int", "bool") or ref.neg:
+        """`ref` as float32; itself where it is float32 already, or of no floating type."""
+        if ref.dtype is FLOAT32 or not ref.dtype.is_floating:
             return ref
         pieces = tuple(piece._replace(storage=self._storage(piece.storage, ref.dtype)) for piece in ref.pieces)
         return ref._replace(dtype=FLOAT32, pieces=pieces)
@@ -183,16 +183,10 @@ class _Float32Source:
         """Nothing to give back: the source of the storage is its opener's."""
 
     def _cast(self, first: int, count: int) -> memoryview:
-        import numpy as np
-
         size = self._dtype.itemsize
         raw = self._storage.source.read(self._storage.offset + first * size, count * size)
         if self._storage.big_endian and size > 1:
-            raw = np.frombuffer(raw, f"u{size}").byteswap().tobytes()
-        if self._dtype.is_floating:
-            return cast(memoryview(raw), self._dtype, FLOAT32).data
-        values = np.frombuffer(raw, np.uint8).astype(bool) if self._dtype.kind == "bool" else np.frombuffer(raw, self._numpy())
-        return values.astype("<f4").view(np.uint8).data
+            import numpy as np
 
-    def _numpy(self) -> str:
-        return f"<{'u' if self._dtype.name.startswith('u') else 'i'}{self._dtype.itemsize}"
+            raw = np.frombuffer(raw, f"u{size}").byteswap().tobytes()
+        return cast(memoryview(raw), self._dtype, FLOAT32).data

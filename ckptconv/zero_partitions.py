@@ -1,8 +1,9 @@
 """The fp32 partitions of ZeRO, joined again: which elements of which rank's flat groups are which parameter.
 
-Stages 1 and 2 lay the parameters of a group end to end and cut that into as many partitions as there are ranks; the last ones
-may lack what only filled them up. Stage 3 cuts each parameter into one share per rank, of equal size, the last ones padded,
-and each rank lays its shares end to end. Source: deepspeed/utils/zero_to_fp32.py and deepspeed/runtime/zero (0.19.8).
+Stages 1 and 2 lay the parameters of a group end to end, each behind its alignment padding if there is any, and cut that into
+as many partitions as there are ranks; the last ones may lack what only filled them up. Stage 3 cuts each parameter into one
+share per rank, of equal size, the last ones padded, and each rank lays its shares end to end. Source:
+deepspeed/utils/zero_to_fp32.py and deepspeed/runtime/zero (0.19.8).
 """
 
 from __future__ import annotations
@@ -26,11 +27,15 @@ _WHOLE = "fetch the whole folder again: its files are of different runs, cut off
 
 @dataclass(frozen=True, slots=True)
 class RankStates:
-    """What one rank's optimizer states hold: the ZeRO `stage`, the number of `ranks`, and its fp32 partition of each group."""
+    """What one rank's optimizer states hold: the ZeRO `stage`, the number of `ranks`, and its fp32 partition of each group.
+
+    `paddings` (None: there are none) are by group the elements that lie before each parameter to align it.
+    """
 
     stage: int
     ranks: int
     groups: tuple[TensorRef, ...]
+    paddings: tuple[tuple[int, ...], ...] | None = None
 
 
 def entries(node: Node) -> dict[str, Node]:
@@ -51,7 +56,8 @@ def read_rank(root: Node) -> RankStates:
     if stage not in (1, 2, 3) or type(found) not in (list, tuple):
         raise UnsupportedCheckpoint("holds no fp32 partitions of a ZeRO stage that is known", where=where)
     groups = tuple(_flat_group(group, f"{where}.{number}") for number, group in enumerate(found))
-    return RankStates(stage, _rank_count(states.get("partition_count")), groups)
+    paddings = _paddings(states.get("param_alignment_paddings"))
+    return RankStates(stage, _rank_count(states.get("partition_count")), groups, paddings)
 
 
 def _integer(node: Node) -> int:
@@ -66,6 +72,18 @@ def _flat_group(node: Node, where: str) -> TensorRef:
     if ref is None or len(ref.shape) != 1:
         raise MalformedCheckpoint("a partition is no flat tensor", where=where, hint="was its optimizer offloaded to NVMe?")
     return ref
+
+
+def _paddings(node: Node) -> tuple[tuple[int, ...], ...] | None:
+    if node is None:
+        return None
+    if type(node) not in (list, tuple) or not all(_are_sizes(group) for group in node):
+        raise MalformedCheckpoint("holds something else than sizes", where="optimizer_state_dict.param_alignment_paddings")
+    return tuple(tuple(group) for group in node)
+
+
+def _are_sizes(node: Node) -> bool:
+    return type(node) in (list, tuple) and all(type(size) is int and size >= 0 for size in node)
 
 
 def _rank_count(node: Node) -> int:
@@ -101,7 +119,7 @@ def _name(node: Node, where: str) -> str:
 
 def _shape(node: Node, where: str) -> Shape:
     sizes = node.args[0] if type(node) is Call and node.name == "torch.Size" and len(node.args) == 1 else node
-    if type(sizes) not in (list, tuple) or any(type(size) is not int or size < 0 for size in sizes):
+    if not _are_sizes(sizes):
         raise MalformedCheckpoint("is no shape", where=where)
     if len(sizes) > LIMITS.dimensions or prod(size for size in sizes if size) >= 1 << 63:
         raise MalformedCheckpoint("is the shape of no tensor that could be", where=where)
@@ -121,21 +139,26 @@ def join_parameters(ranks: Sequence[RankStates], groups: Sequence[Shapes]) -> di
         raise MalformedCheckpoint("its ranks differ in ZeRO stage or number of groups", hint=_WHOLE)
     if ranks[0].stage == 3:
         return dict(_shares_joined(ranks, groups))
-    if len(ranks[0].groups) != len(groups):
-        raise MalformedCheckpoint(
-            f"names parameters of {len(groups)} groups, its ranks hold {len(ranks[0].groups)}",
-            where="param_shapes",
-            hint=_WHOLE,
-        )
+    _require_groups(ranks[0], groups)
     return {name: ref for number, shapes in enumerate(groups) for name, ref in _group_joined(ranks, number, shapes)}
+
+
+def _require_groups(states: RankStates, groups: Sequence[Shapes]) -> None:
+    if len(states.groups) != len(groups):
+        what = f"names parameters of {len(groups)} groups, the ranks hold {len(states.groups)}"
+        raise MalformedCheckpoint(what, where="param_shapes", hint=_WHOLE)
+    if states.paddings is not None and list(map(len, states.paddings)) != list(map(len, groups)):
+        raise MalformedCheckpoint("is not one number for each parameter", where="param_alignment_paddings", hint=_WHOLE)
 
 
 def _group_joined(ranks: Sequence[RankStates], number: int, shapes: Shapes) -> Iterator[tuple[str, TensorRef]]:
     """Stages 1 and 2: one group's parameters."""
     flat = Flat([states.groups[number] for states in ranks], f"group {number}")
+    paddings = ranks[0].paddings[number] if ranks[0].paddings is not None else (0,) * len(shapes)
     at = 0
-    for name, shape in shapes.items():
+    for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
         numel = prod(shape)
+        at += padding
         _refuse_beyond(at + numel, flat.numel, name)
         yield name, shaped(flat.runs(at, numel), flat.dtype, shape)
         at += numel

@@ -3,7 +3,7 @@
 ``latest`` holds the name (tag) of the last step's folder. In it lie the model states, ``mp_rank_00_model_states.pt`` or, in
 stage 3, ``zero_pp_rank_R_mp_rank_00_model_states.pt``, and the optimizer states of each rank,
 ``[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt``. All are torch files. The weights are those that deepspeed's own
-``zero_to_fp32`` gives: buffers, frozen parameters, parameters, shared ones, everything as float32. Source:
+``zero_to_fp32`` gives: buffers, frozen parameters, parameters, shared ones, all that is floating as float32. Source:
 deepspeed/utils/zero_to_fp32.py and deepspeed/runtime/engine.py (0.19.8).
 """
 
@@ -332,7 +332,7 @@ class _Weights:
             self.notes += (f"{len(kept)} keys are in no partition and taken from the model states: {_some(list(kept))}",)
         for name, value in kept.items():
             ref = tensor_of(value)
-            self._found[name] = value if ref is None or not ref.dtype.is_floating else self._widened(ref)
+            self._found[name] = value if ref is None else self._widened(ref)
 
     def _is_placeholder(self, value: Node) -> bool:
         ref = tensor_of(value)
