@@ -62,6 +62,7 @@ def convert_checkpoint(
     tied: Tied = "alias",
     unknown: Unknown = "refuse",
     max_shard_size: int | str | None = None,
+    tag: str | None = None,
     force: bool = False,
     fsync: bool = True,
     verify: bool = False,
@@ -72,7 +73,8 @@ def convert_checkpoint(
     `keys` are rules or the short words for the default ones; `device` is the location tag to write (``cpu`` by default,
     ``keep``, ``auto``, or any tag, whether this host has that device or not); `map_location` maps single tags; `dtype`
     casts floating tensors (``bf16``). `max_shard_size` (bytes, or ``5GB``) splits the tensors of one state dict into shards
-    beside an index, named after `output` or, in a folder, as Hugging Face libraries do. The output is written to a temporary
+    beside an index, named after `output` or, in a folder, as Hugging Face libraries do. `tag` picks a step where `source` is a
+    folder of several. The output is written to a temporary
     sibling and renamed; an existing one is replaced only with `force`. `verify` reads it back and compares every tensor
     first. Raises `CheckpointError`.
 
@@ -85,7 +87,7 @@ def convert_checkpoint(
     options = Options(to, rules, tag_map(device, pairs), cast_to, only, tied, unknown, limit)
     if limit is None:
         (check_folder if to == "dcp" else check_output)(Path(output), force=force)
-    with open_checkpoint(source) as checkpoint:
+    with open_checkpoint(source, tag=tag) as checkpoint:
         plan = plan_conversion(checkpoint, output, options)
         return execute_plan(plan, force=force, fsync=fsync, verify=verify)
 
@@ -195,14 +197,15 @@ def _write_values(item: WriteItem, stream: OutputStream, checked: set[int], over
         return crc32(values)
     if len(values.pieces) == 1 and (verbatim := verbatim_range(values)) is not None:
         storage, _ = verbatim
-        if values.nbytes == storage.nbytes:
+        if values.nbytes == storage.nbytes and storage.part_of is None:
             return _write_whole(item, values, storage, stream, overflowed)
     runs = verbatim_runs(values) if item.dtype is values.dtype else None
     whole = {id(storage) for storage, _, nbytes in runs or () if nbytes == storage.nbytes}  # checked while they are copied
     for piece in values.pieces:
-        if id(piece.storage) not in checked and id(piece.storage) not in whole:
-            checked.add(id(piece.storage))
-            check_storage(piece.storage)
+        storage = piece.storage.part_of or piece.storage
+        if id(storage) not in checked and id(storage) not in whole:
+            checked.add(id(storage))
+            check_storage(storage)
     if runs is not None:
         return _write_runs(runs, stream)
     crc = 0

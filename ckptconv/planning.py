@@ -485,8 +485,10 @@ def _tied_names(named: Sequence[tuple[str, TensorRef]], checkpoint: Checkpoint) 
     """
     views: dict[tuple[object, ...], list[str]] = {}
     for key, ref in named:
-        if ref.is_view and ref.numel:
-            view = (id(ref.storage), ref.storage_offset, ref.shape, ref.stride, ref.dtype, ref.conj, ref.neg)
+        if ref.numel:
+            view: tuple[object, ...] = (id(ref),)  # of one put together from pieces, only itself is the very same
+            if ref.is_view:
+                view = (id(ref.storage), ref.storage_offset, ref.shape, ref.stride, ref.dtype, ref.conj, ref.neg)
             views.setdefault(view, []).append(key)
     aliases = _aliases(checkpoint)
     taken = {"format", "device", *(name for name in checkpoint.metadata if name not in aliases)}

@@ -31,7 +31,8 @@ class Storage(NamedTuple):
 
     `location` is the device tag it was saved with; `dtype` the type that its storage class names (None: untyped); `crc32`
     the checksum that its record declares (None: none). `name` is what messages call it. Two tensors share memory when
-    their pieces name one and the same storage object (identity, not equality).
+    their pieces name one and the same storage object (identity, not equality). `part_of` is the storage that this one was
+    cut out of, and that has the checksum.
     """
 
     source: Source
@@ -42,6 +43,7 @@ class Storage(NamedTuple):
     dtype: DType | None = None
     crc32: int | None = None
     big_endian: bool = False
+    part_of: Storage | None = None
 
 
 class Piece(NamedTuple):

@@ -13,6 +13,7 @@ from ckptconv.errors import CheckpointError, UnsupportedCheckpoint, printable
 from ckptconv.formats.accelerate import is_accelerate, open_accelerate
 from ckptconv.formats.dcp import is_dcp, open_dcp
 from ckptconv.formats.dcp_shards import is_dcp_shards, open_dcp_shards
+from ckptconv.formats.deepspeed import is_deepspeed, open_deepspeed
 from ckptconv.formats.ranks import join_ranks
 from ckptconv.formats.safetensors import is_safetensors, open_safetensors
 from ckptconv.formats.sharded import is_sharded, open_sharded
@@ -60,6 +61,7 @@ GATHERINGS: tuple[Gathering, ...] = (
     Gathering(is_dcp_shards, lambda path, _, tag: open_dcp_shards(path, open_source, tag)),
     Gathering(is_accelerate, open_accelerate),
     Gathering(is_sharded, open_sharded),
+    Gathering(is_deepspeed, open_deepspeed),
 )
 """The checkpoints of many files that are read, in the order in which they are tried."""
 

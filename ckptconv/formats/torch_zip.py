@@ -121,7 +121,7 @@ class _Storages:
             raise MalformedCheckpoint(f"has {record.size} bytes where the pickle says {nbytes}", where=name)
         self.used.add(name)
         if not record.deflated:
-            fields = (self._source, record.offset, nbytes, location, name, dtype, record.crc32, self._big_endian)
+            fields = (self._source, record.offset, nbytes, location, name, dtype, record.crc32, self._big_endian, None)
             return made(Storage, fields)
         source, offset = archives.record_source(self._source, record, self._spool)
         self.inflated.append(source)
