@@ -13,11 +13,12 @@ PACKAGE = Path(__file__).resolve().parents[1] / "ckptconv"
 LAYERS = {
     "errors": 0, "limits": 0, "collector": 0,
     "dtypes": 1, "keys": 1, "devices": 1, "sources": 1, "nodes": 1,
-    "outputs": 2, "casting": 2, "pickling": 2, "unpickling": 2,
+    "outputs": 2, "casting": 2, "pickling": 2, "unpickling": 2, "extents": 2, "substitution": 2,
     "tensors": 3, "archives": 3,
     "torch_objects": 4, "compaction": 4, "layout": 4, "plain_objects": 4,
     "checkpoint": 5,
-    "modules": 6, "settling": 6, "formats.torch_zip": 6, "formats.safetensors": 6,
+    "modules": 6, "old_tensors": 6, "settling": 6, "formats.torch_zip": 6, "formats.safetensors": 6,
+    "formats.torch_legacy": 6, "formats.torch_tar": 6, "formats.raw_pickle": 6,
     # 7 is for checkpoints of many files
     "formats.detect": 8,
     "planning": 9,

@@ -9,10 +9,15 @@ from typing import NamedTuple
 
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.collector import collector_paused
-from ckptconv.errors import CheckpointError, UnsupportedCheckpoint, printable
+from ckptconv.errors import CheckpointError, LimitExceeded, UnsupportedCheckpoint, printable
+from ckptconv.formats.raw_pickle import is_raw_pickle, open_raw_pickle
 from ckptconv.formats.safetensors import is_safetensors, open_safetensors
+from ckptconv.formats.torch_legacy import is_torch_legacy, open_torch_legacy
+from ckptconv.formats.torch_tar import is_tar, open_torch_tar
 from ckptconv.formats.torch_zip import is_torch_zip, open_torch_zip
+from ckptconv.limits import LIMITS
 from ckptconv.modules import flatten_modules
+from ckptconv.old_tensors import complete_tensors
 from ckptconv.sources import FileSource, Source
 
 Opener = Callable[[Source], Checkpoint]
@@ -38,12 +43,15 @@ class Gathering(NamedTuple):
     """
 
     matches: Callable[[Path], bool]
-    open: Callable[[Path, PathOpener, "str | None"], Checkpoint]
+    open: Callable[[Path, PathOpener, str | None], Checkpoint]
 
 
 FORMATS: tuple[Format, ...] = (
     Format(is_torch_zip, open_torch_zip),
+    Format(is_torch_legacy, open_torch_legacy),
+    Format(is_tar, open_torch_tar),
     Format(is_safetensors, open_safetensors),
+    Format(is_raw_pickle, open_raw_pickle),
 )
 """The containers that are read, in the order in which they are tried."""
 
@@ -60,14 +68,8 @@ class Stranger(NamedTuple):
     hint: str | None = None
 
 
-_RESAVE = "torch.save(torch.load(PATH, map_location='cpu'), OUT) with a current torch makes a file that is read"
 STRANGERS: tuple[Stranger, ...] = (
     Stranger(0, b"version https://git-lfs", "is a git-LFS pointer, not the file itself", "run: git lfs pull"),
-    Stranger(0, b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19\x2e",
-             "is a legacy torch file (before torch 1.6), which is not yet read", _RESAVE),
-    Stranger(257, b"ustar", "is a tar file (torch before 0.1.11, or any archive), which is not yet read",
-             "if it is an ordinary archive, unpack it and name the file inside"),
-    Stranger(0, b"\x80", "is a bare pickle, which is not yet read", _RESAVE),
     Stranger(0, b"\x1f\x8b", "is gzip-compressed", "unpack it first: gunzip"),
     Stranger(0, b"BZh", "is bzip2-compressed", "unpack it first: bunzip2"),
     Stranger(0, b"\xfd7zXZ\0", "is xz-compressed", "unpack it first: unxz"),
@@ -94,7 +96,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, tag: str | None = None, who
     path = Path(path)
     try:
         with collector_paused():
-            checkpoint = _open(path, tag)
+            checkpoint = complete_tensors(_open(path, tag))
             return checkpoint if whole_modules else flatten_modules(checkpoint)
     except CheckpointError as error:
         raise error.at(path=path) from error.__cause__
@@ -121,12 +123,14 @@ def open_file(path: Path) -> Checkpoint:
         raise
 
 
-def open_source(source: Source) -> Checkpoint:
-    """Open what a source holds; the caller closes the source when that fails."""
+def open_source(source: Source, depth: int = 0) -> Checkpoint:
+    """Open what a source holds, itself `depth` files within files; the caller closes the source when that fails."""
+    if depth > LIMITS.files_in_files:
+        raise LimitExceeded(f"holds more than {LIMITS.files_in_files} files within files", path=source.path)
     head = source.read(0, min(_HEAD, source.size))
     for candidate in FORMATS:
         if candidate.matches(head):
-            return candidate.open(source, open_source)
+            return candidate.open(source, lambda inner: open_source(inner, depth + 1))
     raise _stranger(source, head)
 
 
