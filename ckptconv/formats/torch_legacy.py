@@ -9,6 +9,7 @@ Source: `_legacy_save` and `_legacy_load` (torch/serialization.py), torch/csrc/s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from ckptconv.checkpoint import Checkpoint
@@ -22,14 +23,16 @@ from ckptconv.torch_objects import named_storages, read_torch_pickle
 from ckptconv.unpickling import read_pickle
 
 NAME = "torch legacy"
-_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19\x2e"
+_BEGINS = re.compile(
+    rb"\x80[\2-\5](?:\x95.{8})?\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19\x2e", re.DOTALL
+).match  # the pickled magic number; newer protocols, which a user may choose, put it into a frame
 _PROTOCOL = 1001
 _COUNT = 8  # bytes of an element count
 
 
 def is_torch_legacy(head: bytes) -> bool:
-    """Whether a file that starts with `head` (15 bytes are enough) begins with the pickled magic number."""
-    return head.startswith(_MAGIC)
+    """Whether a file that starts with `head` (24 bytes are enough) begins with the pickled magic number."""
+    return _BEGINS(head) is not None
 
 
 def open_torch_legacy(source: Source, _: Callable[[Source], Checkpoint]) -> Checkpoint:
@@ -99,7 +102,7 @@ class _Storages:
         rest = self._source.size - end
         if not rest:
             return
-        again = self._source.read(end, min(rest, len(_MAGIC))) == _MAGIC
+        again = is_torch_legacy(self._source.read(end, min(rest, 24)))
         raise MalformedCheckpoint(
             f"{rest} bytes follow the last storage",
             where=f"byte {end}",
