@@ -58,7 +58,8 @@ class OldPickler(pickle._Pickler):
         elif isinstance(obj, Name):
             self.write(f"c{obj.module}\n{obj.name}\n".encode())
         elif isinstance(obj, Bytestring):
-            self.write(b"U%c" % len(obj.raw) + obj.raw)
+            size = len(obj.raw)
+            self.write((b"U%c" % size if size < 256 else b"T" + struct.pack("<I", size)) + obj.raw)
         elif isinstance(obj, Persistent):
             self.save(obj.pid)
             self.write(b"Q")
