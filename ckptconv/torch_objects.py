@@ -119,7 +119,7 @@ class StorageIds:
         cls, key, location, numel = pid[1:5]
         if type(key) is not str or type(location) is not str:
             key, location = _text(key), _text(location)
-        if key is None or location is None or type(numel) is not int or numel < 0:
+        if key is None or location is None or type(numel) is not int or numel < 0 or numel >> 60:
             raise MalformedCheckpoint("its persistent id holds something else than names and sizes", where=f"storage {key}")
         if (known := self._found.get(key)) is not None:
             if known[1] is cls and known[2] == numel:
