@@ -39,6 +39,8 @@ class Limits:
     """Ints beyond 61 bits among the keys of one dict: all may have the same hash."""
     key_tuple: int = 64
     """Parts of a tuple that is a dict key."""
+    files_in_files: int = 3
+    """Checkpoints within checkpoints: an archive of archives of pickles with torch streams inside."""
     dimensions: int = 64
     """Dimensions of one tensor, as in torch and numpy."""
     open_files: int = 128
