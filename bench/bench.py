@@ -60,7 +60,7 @@ def run(side: Side, folder: Path, *, warm_up: bool) -> Run:
 
 def remove_outputs(folder: Path) -> None:
     for output in folder.glob("out*"):
-        output.unlink()
+        shutil.rmtree(output) if output.is_dir() else output.unlink()
 
 
 def expand(side: Side, folder: Path) -> list[str]:

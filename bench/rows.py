@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-INPUTS = ("big", "many", "huge")
+INPUTS = ("big", "many", "huge", "zero3")
 WarmUp = Literal["first", "each", "none"]
 
 
@@ -20,16 +20,17 @@ class Scale:
     big: int
     many: int
     huge: int
+    zero3: int
     runs: int
 
 
-FULL = Scale("full", big=2_000_000_000, many=100_000, huge=8_000_000_000, runs=5)
-QUICK = Scale("quick", big=200_000_000, many=5_000, huge=800_000_000, runs=3)
+FULL = Scale("full", big=2_000_000_000, many=100_000, huge=8_000_000_000, zero3=2_000_000_000, runs=5)
+QUICK = Scale("quick", big=200_000_000, many=5_000, huge=800_000_000, zero3=200_000_000, runs=3)
 
 
 @dataclass(frozen=True)
 class Side:
-    """A command, with ``{big}``, ``{many}``, ``{huge}`` and ``{out}`` for paths, and its name in the table.
+    """A command, with ``{big}`` or another of `INPUTS`, and ``{out}``, for paths, and its name in the table.
 
     With `own_seconds` the child prints the seconds that count.
     """
@@ -143,6 +144,14 @@ UNSYNCED = (
         ckptconv("strip-module {many} {out}.pt", fsync=False),
         child("torch.load, strip, torch.save", "load_save {many} {out}"),
         (Goal("faster", 4),),
+    ),
+    Row(
+        "zero3",
+        "ZeRO-3 folder of 4 ranks → .safetensors",
+        ckptconv("convert {zero3} {out}.safetensors", fsync=False),
+        child("zero_to_fp32 (without deepspeed: the same steps by torch)", "zero_to_fp32 {zero3} {out}"),
+        (Goal("faster", 3), Goal("peak", 100)),
+        warm_up="each",
     ),
     Row("version", "start-up", ckptconv("--version"), IMPORT_TORCH, (Goal("seconds", 0.15),)),
     Row("inspect", "inspect big", ckptconv("inspect {big}"), IMPORT_TORCH, (Goal("seconds", 0.25),)),

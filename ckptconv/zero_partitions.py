@@ -1,8 +1,8 @@
 """The fp32 partitions of ZeRO, joined again: which elements of which rank's flat groups are which parameter.
 
 Stages 1 and 2 lay the parameters of a group end to end, each followed by its alignment padding if there is any, and cut that
-into as many partitions as there are ranks; the last ones may lack what only filled them up. Stage 3 cuts each parameter into one
-share per rank, of equal size, the last ones padded, and each rank lays its shares end to end. Source:
+into as many partitions as there are ranks; the last ones may lack what only filled them up. Stage 3 cuts each parameter into
+one share per rank, of equal size, the last ones padded, and each rank lays its shares end to end. Source:
 deepspeed/utils/zero_to_fp32.py and deepspeed/runtime/zero (0.19.8).
 """
 
