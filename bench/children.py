@@ -70,6 +70,15 @@ def join_shares(source: str, output: str) -> None:
     save_file(joined, output)
 
 
+def dcp_save_file(source: str, output: str) -> None:
+    """What torch offers for a DCP folder: a torch file in between."""
+    from safetensors.torch import save_file
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(source, f"{output}.pt")
+    save_file(torch.load(f"{output}.pt", mmap=True)["model"], output)
+
+
 def time_load(source: str) -> None:
     time_call(lambda: torch.load(source, map_location="cpu"))
 
@@ -104,6 +113,7 @@ SIDES = (
     mmap_save_file,
     mmap_bf16_save_file,
     zero_to_fp32,
+    dcp_save_file,
     time_load,
     time_load_mmap,
     time_load_portable,

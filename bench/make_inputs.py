@@ -1,17 +1,21 @@
 """Make one input of bench.py, with torch alone.
 
-    python bench/make_inputs.py big|many|huge|zero3 OUT SIZE
+    python bench/make_inputs.py big|many|huge|dcp_rows|dcp_columns|zero3 OUT SIZE
 
 `big`: SIZE bytes in 300 float32 tensors. `many`: SIZE float32 tensors of shape [16]. `huge`: SIZE bytes in 300 float32
-tensors whose payloads are holes, so that it takes no disk. All three are state dicts of DistributedDataParallel: every key
-starts with `module.` and every storage is tagged cuda:3. `zero3`: a DeepSpeed folder of ZeRO stage 3 with SIZE bytes of fp32
-partitions in 4 ranks, laid out as deepspeed 0.19.8 does, without the optimizer's moments, which nobody reads here.
+tensors whose payloads are holes, so that it takes no disk. These are state dicts of DistributedDataParallel: every key
+starts with `module.` and every storage is tagged cuda:3. `dcp_rows` and `dcp_columns`: SIZE bytes in 300 float32 tensors of
+1,024 columns, split by rows or by columns among four gloo processes that save them with torch.distributed.checkpoint.
+`zero3`: a DeepSpeed folder of ZeRO stage 3 with SIZE bytes of fp32 partitions in 4 ranks, laid out as deepspeed 0.19.8 does,
+without the optimizer's moments, which nobody reads here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
+import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,7 +50,6 @@ def split(nbytes: int) -> Iterator[int]:
     return ((index + 1) * numel // TENSORS - index * numel // TENSORS for index in range(TENSORS))
 
 
-RANKS = 4
 SHAPES = ((1, 1), (1, 1), (1, 1), (1, 1), (4, 1), (1, 4))
 """The sizes of the tensors of a layer, in widths of the model."""
 
@@ -99,11 +102,40 @@ def make(kind: str, path: Path, size: int) -> None:
         torch.save(state_dict, path)
 
 
+RANKS = 4
+COLUMNS = 1024
+
+
+def make_dcp(kind: str, folder: Path, size: int) -> None:
+    with tempfile.TemporaryDirectory() as meeting:
+        torch.multiprocessing.start_processes(
+            save_shards, (kind, str(folder), size, meeting), nprocs=RANKS, start_method="spawn"
+        )
+
+
+def save_shards(rank: int, kind: str, folder: str, size: int, meeting: str) -> None:
+    """What one of the processes does: make its shards and save them together with the others."""
+    from torch import distributed
+    from torch.distributed import checkpoint
+    from torch.distributed.tensor import DTensor, Shard
+
+    torch.manual_seed(rank)
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS))
+    distributed.init_process_group("gloo", init_method=f"file://{meeting}/store", rank=rank, world_size=RANKS)
+    mesh = distributed.init_device_mesh("cpu", (RANKS,))
+    rows = size // TENSORS // (4 * COLUMNS) // RANKS * RANKS
+    shape, dim = ((rows // RANKS, COLUMNS), 0) if kind == "dcp_rows" else ((rows, COLUMNS // RANKS), 1)
+    state_dict = {key_of(index): DTensor.from_local(torch.rand(shape), mesh, [Shard(dim)]) for index in range(TENSORS)}
+    checkpoint.save({"model": state_dict}, checkpoint_id=folder)
+    distributed.destroy_process_group()
+
+
 def main() -> None:
     kind, out, size = sys.argv[1:]
     torch.manual_seed(0)
     partial = Path(f"{out}.partial")
-    make(kind, partial, int(size))
+    (make_dcp if kind.startswith("dcp_") else make)(kind, partial, int(size))
     partial.rename(out)
 
 

@@ -223,8 +223,15 @@ def choose_state_dict(root: Node, only: str | None, path: Path) -> StateDict:
     )
 
 
+_EMA = ("ema", "state_dict_ema", "ema_state_dict", "model_ema", "params_ema", "ema_model")
+"""Labels under which training scripts keep the exponential moving average; ``ema`` finds whichever there is."""
+
+
 def find(root: Node, path: str, file: Path) -> Node:
     """The node at a dotted path such as ``optimizer.state``; keys may hold dots themselves."""
+    if path == "ema":
+        labels = {label_text(label) for label, _ in children(root)}
+        path = next((name for name in _EMA if name in labels), path)
     work = [(root, path)]
     while work:
         node, rest = work.pop()

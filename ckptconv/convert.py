@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Literal
 
 from ckptconv.casting import cast
+from ckptconv.dcp_output import write_dcp
 from ckptconv.devices import tag_map
 from ckptconv.dtypes import DType, floating_dtype
 from ckptconv.errors import VerificationFailed
-from ckptconv.formats.detect import open_checkpoint
+from ckptconv.formats.detect import Named, open_checkpoint
 from ckptconv.keys import KeyRules
 from ckptconv.layout import Layout, WriteItem
-from ckptconv.outputs import OutputStream, atomic_output, check_output, check_space, made_folder
+from ckptconv.outputs import OutputStream, atomic_folder, atomic_output, check_folder, check_output, check_space, made_folder
 from ckptconv.planning import ConversionPlan, Options, PlannedFile, Target, Tied, plan_conversion
 from ckptconv.settling import Unknown
 from ckptconv.sharding import parse_size
@@ -49,7 +50,7 @@ class ConversionResult:
 
 
 def convert_checkpoint(
-    source: str | os.PathLike[str],
+    source: Named,
     output: str | os.PathLike[str],
     *,
     to: Target | None = None,
@@ -66,8 +67,9 @@ def convert_checkpoint(
     fsync: bool = True,
     verify: bool = False,
 ) -> ConversionResult:
-    """Convert the checkpoint file `source` into the file `output`, without importing torch.
+    """Convert the checkpoint `source` into the file `output`, without importing torch (but for `to="dcp"`, a folder).
 
+    `source` is a file, the folder of a checkpoint of many files, or a sequence of the files of all ranks.
     `keys` are rules or the short words for the default ones; `device` is the location tag to write (``cpu`` by default,
     ``keep``, ``auto``, or any tag, whether this host has that device or not); `map_location` maps single tags; `dtype`
     casts floating tensors (``bf16``). `max_shard_size` (bytes, or ``5GB``) splits the tensors of one state dict into shards
@@ -84,7 +86,7 @@ def convert_checkpoint(
     limit = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
     options = Options(to, rules, tag_map(device, pairs), cast_to, only, tied, unknown, limit)
     if limit is None:
-        check_output(Path(output), force=force)
+        (check_folder if to == "dcp" else check_output)(Path(output), force=force)
     with open_checkpoint(source, tag=tag) as checkpoint:
         plan = plan_conversion(checkpoint, output, options)
         return execute_plan(plan, force=force, fsync=fsync, verify=verify)
@@ -105,24 +107,8 @@ def execute_plan(
     the source is damaged, `OutputRefused` when the output cannot be written, `VerificationFailed`; nothing is left behind.
     """
     begin = time.perf_counter()
-    tally = _Tally()
-    progress = _Progress(on_progress)
-    verified = 0
-    with ExitStack() as publishing:  # unwound backwards: the shards are put in place before the index that names them
-        publishing.enter_context(made_folder(plan.files[0].path.parent, plan.index is not None))
-        check_space(plan.output, plan.nbytes)
-        for file in (*([plan.index] if plan.index else []), *plan.files):
-            output = atomic_output(file.path, force=force, fsync=fsync, size=file.layout.nbytes, on_progress=progress)
-            stream, temporary = publishing.enter_context(output)
-            _write(file.layout, stream, tally)
-            stream.finish()
-            progress.done += stream.position
-            if file is not plan.index and plan.to == "safetensors":
-                _open_with_library(temporary, file)
-            if file is not plan.index and verify:
-                verified += _verify(plan, file, temporary)
-        if plan.index is not None and force:
-            plan.index.path.unlink(missing_ok=True)  # an old index must not name new shards
+    write = _write_folder if plan.to == "dcp" else _write_files
+    tally, verified = write(plan, force, fsync, verify, _Progress(on_progress))
     seconds = time.perf_counter() - begin
     overflowed = _by_tensor(plan, tally.overflowed, lambda ref: _count_overflow(plan, ref))
     odd_bools = _by_tensor(plan, tally.odd_bools, _count_odd_bools)
@@ -147,6 +133,42 @@ class _Tally:
 
     overflowed: list[TensorRef] = field(default_factory=list)
     odd_bools: list[TensorRef] = field(default_factory=list)
+
+
+def _write_files(plan: ConversionPlan, force: bool, fsync: bool, verify: bool, progress: _Progress) -> tuple[_Tally, int]:
+    """Write the one file of an output, or its shards and their index; returns how many tensors were verified."""
+    tally = _Tally()
+    verified = 0
+    with ExitStack() as publishing:  # unwound backwards: the shards are put in place before the index that names them
+        publishing.enter_context(made_folder(plan.output.parent, wanted=plan.in_folder))
+        check_space(plan.output, plan.nbytes)
+        for file in (*([plan.index] if plan.index else []), *plan.files):
+            output = atomic_output(file.path, force=force, fsync=fsync, size=file.layout.nbytes, on_progress=progress)
+            stream, temporary = publishing.enter_context(output)
+            _write(file.layout, stream, tally)
+            stream.finish()
+            progress.done += stream.position
+            if file is not plan.index and plan.to == "safetensors":
+                _open_with_library(temporary, file)
+            if file is not plan.index and verify:
+                verified += _verify(plan, file, temporary)
+        if plan.index is not None and force:
+            plan.index.path.unlink(missing_ok=True)  # an old index must not name new shards
+    return tally, verified
+
+
+def _write_folder(plan: ConversionPlan, force: bool, fsync: bool, verify: bool, progress: _Progress) -> tuple[_Tally, int]:
+    """Write a plain torch file beside the output, have torch make a DCP folder of it, and drop it."""
+    tally = _Tally()
+    file = plan.files[0]
+    with atomic_folder(plan.output, force=force, fsync=fsync) as folder:
+        plain = folder / ".plain.pt"
+        with atomic_output(plain, force=False, fsync=False, size=plan.nbytes, on_progress=progress) as (stream, _):
+            _write(file.layout, stream, tally)
+            stream.finish()
+        write_dcp(plain, folder, plan.output)
+        plain.unlink()
+        return tally, _verify(plan, file, folder) if verify else 0
 
 
 def _write(layout: Layout, stream: OutputStream, tally: _Tally) -> None:
@@ -270,7 +292,7 @@ def _verify(plan: ConversionPlan, file: PlannedFile, written: Path) -> int:
     count = 0
     flat = plan.to == "safetensors" or plan.index is not None
     with open_checkpoint(written) as output:
-        actual = dict(output.state_dict().tensors()) if flat else None
+        actual = dict(output.state_dict().tensors()) if flat else dict(output.tensors()) if plan.to == "dcp" else None
         there = iter(()) if actual is not None else output.tensors()
         for path, ref in file.tensors():
             name, other = (path, actual.get(path)) if actual is not None else next(there, (path, None))

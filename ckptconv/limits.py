@@ -39,8 +39,16 @@ class Limits:
     """Ints beyond 61 bits among the keys of one dict: all may have the same hash."""
     key_tuple: int = 64
     """Parts of a tuple that is a dict key."""
+    files_in_files: int = 3
+    """Checkpoints within checkpoints: an archive of archives of pickles with torch streams inside."""
     dimensions: int = 64
     """Dimensions of one tensor, as in torch and numpy."""
+    open_files: int = 128
+    """Files of one checkpoint that are open at a time (a process may often open 1,024)."""
+    sharded_dimensions: int = 8
+    """Dimensions along which one tensor is split into chunks (real meshes split two)."""
+    list_gaps: int = 100_000
+    """Places in the lists of a DCP checkpoint under which nothing was saved."""
     safetensors_header_bytes: int = 100_000_000
     """Size of a safetensors header, the same as in the safetensors library."""
     index_bytes: int = 100_000_000

@@ -6,7 +6,6 @@ class or function is looked up by a name that a file holds, but for torch's own 
 
 from __future__ import annotations
 
-import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,7 +15,7 @@ from ckptconv.collector import collector_paused
 from ckptconv.devices import require_device, resolve_map_location
 from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.errors import CheckpointError, LimitExceeded, RefusedObject, printable
-from ckptconv.formats.detect import open_checkpoint
+from ckptconv.formats.detect import Named, open_checkpoint
 from ckptconv.keys import KeyRules, map_keys
 from ckptconv.nodes import ORDERED_DICT, Call, Dict, Global, Node, mapping_pairs
 from ckptconv.planning import rename_state_dicts
@@ -33,7 +32,7 @@ MapLocation = Any
 
 
 def load_portable(
-    path: str | os.PathLike[str],
+    path: Named,
     map_location: MapLocation = "cpu",
     *,
     whole: bool = False,
@@ -50,8 +49,8 @@ def load_portable(
     tensors on the CPU are mapped copy-on-write, as by `torch.load(mmap=True)`: nothing is read until it is used, and the
     file must not be overwritten in place meanwhile (`save_portable` and ckptconv replace files, which is safe); with
     ``mmap=False`` they are read at once and checked against the archive's CRC-32. `unknown` says what to do, with `whole`,
-    about objects that `weights_only=True` refuses and that have no plain form; `tag` picks a step where `path` is a folder of
-    several. Nothing in the file is executed.
+    about objects that `weights_only=True` refuses and that have no plain form. A sequence of paths are the files of all
+    ranks of one checkpoint; `tag` picks a step where `path` is a folder of several. Nothing in the file is executed.
 
     Raises `CheckpointError`; `DeviceUnavailable` when a tag cannot be served here.
 

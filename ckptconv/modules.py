@@ -13,8 +13,8 @@ from dataclasses import replace
 from ckptconv.checkpoint import Checkpoint, place_text, tensor_of, walk
 from ckptconv.errors import LimitExceeded, printable
 from ckptconv.limits import LIMITS
-from ckptconv.nodes import ABSENT, ORDERED_DICT, Call, Dict, Node, mapping_pairs
-from ckptconv.tensors import TensorObject, TensorRef
+from ckptconv.nodes import ORDERED_DICT, Call, Dict, Node, mapping_pairs
+from ckptconv.substitution import calls_of, substituted
 from ckptconv.torch_objects import is_tensor_call
 
 _PARTS = ("_parameters", "_buffers", "_modules")
@@ -24,7 +24,7 @@ _NOT_SAVED = "_non_persistent_buffers_set"
 
 def flatten_modules(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with a state dict in the place of every module that holds tensors, and a note that says so."""
-    if not any(_is_module(node) for node in _calls(checkpoint.root)):
+    if not any(_is_module(node) for node in calls_of(checkpoint.root)):
         return checkpoint
     stand_ins: dict[int, Node] = {}
     names: list[str] = []
@@ -41,37 +41,10 @@ def flatten_modules(checkpoint: Checkpoint) -> Checkpoint:
         holders.append(node)
     if not names:
         return checkpoint
-    root = _substituted(checkpoint.root, holders, stand_ins)
+    root = substituted(checkpoint.root, holders, stand_ins)
     listed = printable(", ".join(names[:_LISTED])) + ", …" * (len(names) > _LISTED)
     note = f"{len(names)} whole modules are taken as their state dicts: {listed}"
     return replace(checkpoint, root=root, notes=(*checkpoint.notes, note))
-
-
-_LEAVES = frozenset((TensorRef, TensorObject, str, int, float, bool, bytes, type(None)))
-
-
-def _calls(root: Node) -> Iterator[Call]:
-    """Every call of a tree, quickly: leaves are not looked at."""
-    seen: set[int] = set()
-    work: list[Node] = [root]
-    while work:
-        node = work.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        kind = type(node)
-        if kind is Call:
-            yield node
-            inner = [*node.args, *node.items, *(value for _, value in node.pairs)]
-            if node.state is not ABSENT:
-                inner.append(node.state)
-        elif kind is Dict:
-            inner = [value for _, value in node.pairs]
-        elif kind is list or kind is tuple:
-            inner = node
-        else:
-            continue
-        work.extend([value for value in inner if type(value) not in _LEAVES])
 
 
 def _is_module(call: Call) -> bool:
@@ -107,36 +80,3 @@ def _names_in(node: Node) -> set[str]:
 
 def _is_set(node: Node) -> bool:
     return type(node) is Call and node.name == "builtins.set" and bool(node.args) and type(node.args[0]) in (list, tuple)
-
-
-def _substituted(root: Node, holders: list[Node], stand_ins: dict[int, Node]) -> Node:
-    """`root` with every node replaced by what stands in for it; containers are changed in place, tuples are made anew."""
-    tuples = [node for node in holders if type(node) is tuple]
-    changed = True
-    while changed:
-        changed = False
-        for node in tuples:
-            new = _mapped(node, stand_ins)
-            known = stand_ins.get(id(node), node)
-            if any(a is not b for a, b in zip(new, known, strict=True)):
-                stand_ins[id(node)] = new
-                changed = True
-    for node in holders:
-        if type(node) is list:
-            node[:] = _mapped(node, stand_ins)
-        elif type(node) is Dict:
-            node.pairs = _mapped_pairs(node.pairs, stand_ins)
-        elif type(node) is Call:
-            node.args = _mapped(node.args, stand_ins)
-            node.items = list(_mapped(node.items, stand_ins))
-            node.pairs = _mapped_pairs(node.pairs, stand_ins)
-            node.state = stand_ins.get(id(node.state), node.state)
-    return stand_ins.get(id(root), root)
-
-
-def _mapped(nodes: Node, stand_ins: dict[int, Node]) -> tuple[Node, ...]:
-    return tuple(stand_ins.get(id(node), node) for node in nodes)
-
-
-def _mapped_pairs(pairs: Node, stand_ins: dict[int, Node]) -> list[tuple[Node, Node]]:
-    return [(stand_ins.get(id(key), key), stand_ins.get(id(value), value)) for key, value in pairs]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -53,12 +53,14 @@ from ckptconv.keys import (
 from ckptconv.layout import Layout, one_item
 from ckptconv.limits import LIMITS
 from ckptconv.nodes import ORDERED_DICT, Call, Dict, Global, Node, mapping_pairs
+from ckptconv.plain_objects import plain_form
+from ckptconv.producers import offered_prefix
 from ckptconv.settling import Rewritten, Settled, Skipped, Unknown, settle_objects
 from ckptconv.sharding import index_path, index_text, shard_paths, split
 from ckptconv.tensors import TensorRef
 from ckptconv.torch_objects import is_tensor_call
 
-Target = Literal["torch", "safetensors"]
+Target = Literal["torch", "safetensors", "dcp"]
 Tied = Literal["alias", "duplicate"]
 
 _FOLDER_NAMES: dict[Target, str] = {"torch": "pytorch_model.bin", "safetensors": "model.safetensors"}
@@ -123,7 +125,8 @@ class PlannedFile:
 class ConversionPlan:
     """Everything about an output but its payload: where each byte will come from, and what will differ from the source.
 
-    `files` are one, or the shards, and then `index` is the file that says which of them holds a key.
+    `files` are one, or the shards, and then `index` is the file that says which of them holds a key. `in_folder`: a folder
+    was asked for, which is made if it is missing.
 
     `locations` counts storages by (tag before, tag after); `casts` counts tensors by (dtype before, after); `tied` maps
     dropped names to the kept one (safetensors).
@@ -136,6 +139,7 @@ class ConversionPlan:
     to: Target
     files: tuple[PlannedFile, ...]
     index: PlannedFile | None
+    in_folder: bool
     state_dicts: tuple[RenamedKeys, ...]
     locations: Mapping[tuple[str, str], int]
     casts: Mapping[tuple[str, str], int]
@@ -169,7 +173,7 @@ def _target_format(output: Path, to: Target | None) -> Target:
         return to
     if (found := _SUFFIXES.get(output.suffix.lower())) is not None:
         return found
-    raise CheckpointError("its name does not say which format to write", path=output, hint="add --to torch or --to safetensors")
+    raise CheckpointError("its name does not say which format to write", path=output, hint="add --to torch, safetensors or dcp")
 
 
 def plan_conversion(checkpoint: Checkpoint, output: str | os.PathLike[str], options: Options) -> ConversionPlan:
@@ -183,7 +187,9 @@ def plan_conversion(checkpoint: Checkpoint, output: str | os.PathLike[str], opti
         with collector_paused():
             if to == "torch" and options.max_shard_size is None:
                 return _plan_torch(checkpoint, path, options)
-            return _plan_flat(checkpoint, path, to, options)
+            if to == "dcp":
+                return _plan_dcp(checkpoint, path, options)
+            return _plan_flat(checkpoint, path, to, options, in_folder=path != Path(output))
     except CheckpointError as error:
         raise error.at(path=checkpoint.path) from error.__cause__
 
@@ -208,16 +214,35 @@ def _plan_torch(checkpoint: Checkpoint, output: Path, options: Options) -> Conve
         to="torch",
         files=(PlannedFile(output, layout, lambda: tensors_of(root, overlay)),),
         index=None,
+        in_folder=False,
         state_dicts=renamed,
         locations=_count_locations(refs, options.tags),
         casts=_count_casts(refs, cast),
         tied={},
         skipped=(*skipped, *settled.dropped),
         rewritten=tuple(settled.rewritten),
-        notes=(*checkpoint.notes, *_tree_notes(settled), *_key_notes(renamed, options.keys), *_sharing_notes(refs)),
+        notes=(
+            *checkpoint.notes,
+            *_tree_notes(settled),
+            *_key_notes(renamed, options.keys),
+            *_prefix_notes(checkpoint, found, options.keys),
+            *_sharing_notes(refs),
+        ),
         tensors=lambda: tensors_of(root, overlay),
         cast=cast,
     )
+
+
+def _plan_dcp(checkpoint: Checkpoint, output: Path, options: Options) -> ConversionPlan:
+    """The plan of the torch file of which torch will make a DCP folder."""
+    if options.unknown == "keep":
+        raise RefusedObject("objects of unknown classes cannot be kept in a DCP folder", hint="use --unknown drop")
+    root = checkpoint.root if options.only is None else find(checkpoint.root, options.only, checkpoint.path)
+    if mapping_pairs(root) is None and (type(root) is not Call or type(plain_form(root)) is not Dict):
+        raise RefusedObject(
+            "is no dict, and a DCP folder holds nothing else", where=options.only, hint="--only PATH takes one part"
+        )
+    return replace(_plan_torch(checkpoint, output, options), to="dcp")
 
 
 def _cast_rule(found: Sequence[StateDict], tree: Tree, options: Options) -> CastRule:
@@ -318,6 +343,15 @@ def _key_notes(state_dicts: Sequence[RenamedKeys], rules: KeyRules) -> Iterator[
         yield f"the keys still carry {', '.join(left)}; `ckptconv convert` strips these wrappers too"
 
 
+def _prefix_notes(checkpoint: Checkpoint, found: Sequence[StateDict], rules: KeyRules) -> Iterator[str]:
+    """Offer what the framework put around the model, where no rule of the user's does anything with prefixes."""
+    if rules not in (STRIP, KEEP):
+        return
+    for item in found:
+        if prefix := offered_prefix(checkpoint, item):
+            yield f"all keys{f' of {item.path}' if item.path else ''} start with {prefix}; --strip-prefix {prefix} takes it off"
+
+
 def _sharing_notes(refs: Sequence[TensorRef]) -> Iterator[str]:
     """Tell of tensors that would take far more bytes than the storages that they share."""
     claimed = sum(ref.nbytes for ref in refs)
@@ -336,7 +370,7 @@ def _count_casts(refs: Iterable[TensorRef], cast: CastRule) -> dict[tuple[str, s
     return dict(Counter((ref.dtype.name, cast(ref).name) for ref in refs if cast(ref) is not ref.dtype))
 
 
-def _plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Options) -> ConversionPlan:
+def _plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Options, *, in_folder: bool) -> ConversionPlan:
     """An output that holds just the tensors of one state dict: safetensors, or shards of either format."""
     found = choose_state_dict(checkpoint.root, options.only, checkpoint.path)
     keys = _map_keys(found, options.keys)
@@ -366,13 +400,19 @@ def _plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Option
         to=to,
         files=files,
         index=index,
+        in_folder=in_folder,
         state_dicts=(renamed,),
         locations=_count_locations(refs, options.tags),
         casts=_count_casts(refs, options.cast),
         tied=tied,
         skipped=(*skipped, *_other_parts(checkpoint, found, options)),
         rewritten=(),
-        notes=(*checkpoint.notes, *_key_notes([renamed], options.keys), *_sharing_notes(refs)),
+        notes=(
+            *checkpoint.notes,
+            *_key_notes([renamed], options.keys),
+            *_prefix_notes(checkpoint, [found], options.keys),
+            *_sharing_notes(refs),
+        ),
         tensors=lambda: iter(named),
         cast=options.cast,
     )

@@ -24,6 +24,7 @@ except ImportError:
 __all__ = [
     "CHUNK",
     "SMALL",
+    "FilePool",
     "FileSource",
     "InflatedSource",
     "MemorySource",
@@ -154,6 +155,71 @@ def _open_regular(path: Path) -> int:
     if stat.S_ISDIR(mode):
         raise UnsupportedCheckpoint("is a folder, not a file", path=path)
     raise UnsupportedCheckpoint("is not a regular file but a pipe, socket or device", path=path)
+
+
+class FilePool:
+    """Any number of files of which a few are open at a time: a checkpoint of 3,000 ranks has more than a process may open.
+
+    A file that has to wait is closed, and opened again when it is read; one that was replaced meanwhile is an error.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[PooledSource, None] = {}  # the one used last stands last
+
+    def source(self, path: Path) -> PooledSource:
+        """The file at `path`, opened once to see that it is there and how long it is."""
+        return PooledSource(path, self)
+
+    def hold(self, source: PooledSource) -> None:
+        """Note that `source` is open and in use; close the one that was not used for longest where there are too many."""
+        self._open.pop(source, None)
+        self._open[source] = None
+        if len(self._open) > LIMITS.open_files:
+            next(iter(self._open)).rest()
+
+    def release(self, source: PooledSource) -> None:
+        """Note that `source` is not open any more."""
+        self._open.pop(source, None)
+
+
+class PooledSource(FileSource):
+    """A file of a `FilePool`."""
+
+    def __init__(self, path: Path, pool: FilePool) -> None:
+        super().__init__(path)
+        self._pool = pool
+        self._identity: tuple[int, ...] | None = self._seen()
+        pool.hold(self)
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        self._wake()
+        super().read_into(offset, view)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        self._wake()
+        return super().read(offset, nbytes)
+
+    def rest(self) -> None:
+        """Give the file descriptor and the memory back until the next read."""
+        super().close()
+        self._window = b""
+        self._pool.release(self)
+
+    def close(self) -> None:
+        self.rest()
+        self._identity = None
+
+    def _wake(self) -> None:
+        if self._fd < 0 and self._identity is not None:
+            self._fd = _open_regular(self.path)
+            if self._seen() != self._identity:
+                self.rest()
+                raise MalformedCheckpoint("was replaced or changed while it was read", path=self.path)
+        self._pool.hold(self)
+
+    def _seen(self) -> tuple[int, ...]:
+        found = os.fstat(self._fd)
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 class Spool:

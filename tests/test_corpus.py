@@ -6,7 +6,9 @@ import hashlib
 import io
 import json
 import pickle
+import re
 import zipfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,10 @@ from ckptconv.tensors import iter_chunks
 
 _MANIFEST = oracle.corpus_folder() / "manifest.json"
 ENTRIES = json.loads(_MANIFEST.read_text()) if _MANIFEST.is_file() else []
-READ = [entry for entry in ENTRIES if entry["container"] in ("zip", "safetensors")]
-UNREAD = [entry for entry in ENTRIES if entry not in READ]
+READ_CONTAINERS = ("zip", "safetensors", "legacy", "zip-of-checkpoints")
+READ = [entry for entry in ENTRIES if entry["container"] in READ_CONTAINERS]
+HAND_MADE = [entry for entry in ENTRIES if entry["container"] == "tar"]
+UNREAD = [entry for entry in ENTRIES if entry not in READ and entry not in HAND_MADE]
 KEEP = {"keys": "keep", "fsync": False, "verify": True}
 
 pytestmark = pytest.mark.corpus
@@ -47,10 +51,15 @@ def facts(tensor: torch.Tensor) -> Facts:
 def promised(entry: dict[str, Any], prefix: str = "", instead: str = "") -> dict[str, Facts]:
     """What the manifest lists under `prefix`, by the path with `instead` in its place."""
     return {
-        instead + found["at"].removeprefix(prefix): (found["dtype"], tuple(found["shape"]), found["sha256"])
+        instead + name_of(found["at"]).removeprefix(prefix): (found["dtype"], tuple(found["shape"]), found["sha256"])
         for found in entry["tensors"]
-        if found["at"].startswith(prefix)
+        if name_of(found["at"]).startswith(prefix)
     }
+
+
+def name_of(at: str) -> str:
+    """Where a tensor hangs: that of a whole module under its name in the state dict."""
+    return re.sub(r"_(modules|parameters|buffers)\.", "", at).removesuffix("[0]") if "_modules." in at else at
 
 
 class Anything:
@@ -118,7 +127,7 @@ def seen(path: Path) -> set[Facts]:
 
 
 def test_the_corpus_is_here(corpus):
-    assert len(READ) > 10 and len(UNREAD) > 10
+    assert len(READ) > 20 and len(HAND_MADE) == 1
 
 
 @each(READ)
@@ -162,7 +171,8 @@ def test_what_is_written_by_default_opens_with_weights_only(entry, source, tmp_p
 def test_every_state_dict_becomes_safetensors(entry, source, tmp_path):
     with open_checkpoint(source) as checkpoint:
         paths = [found.path for found in checkpoint.state_dicts()]
-    assert paths or entry["structure"].startswith(("object of", "single tensor")) or "models.yolo" in entry["structure"]
+    without = ("object of", "single tensor", "tuple of", "list of")
+    assert paths or entry["structure"].startswith(without) or "models.yolo" in entry["structure"]
     for number, path in enumerate(paths[:12]):  # a pickled module has one for each of its parts
         output = tmp_path / f"{number}.safetensors"
         expected = promised(entry, ".".join(["", *(part for part in path.split(".") if part not in ("", "<state>")), ""]))
@@ -180,9 +190,24 @@ def test_prefixes_are_added_and_stripped_again(entry, source, tmp_path):
     assert {key: facts(value) for key, value in load_portable(tmp_path / "module.pt").items()} == promised(entry, ".")
 
 
+@each(HAND_MADE)
+def test_a_tar_file_that_torch_did_not_write_is_told(source, tmp_path):
+    with pytest.raises(CheckpointError, match="it has no member 'tensors'"):
+        open_checkpoint(source)
+    with pytest.raises(CheckpointError, match="it has no member 'tensors'"):
+        convert_checkpoint(source, tmp_path / "out.pt")
+
+
 @each(UNREAD)
 def test_what_is_not_read_yet_says_so(source, tmp_path):
     with pytest.raises(CheckpointError, match=r"not (yet read|read yet)"):
         open_checkpoint(source)
     with pytest.raises(CheckpointError, match=r"not (yet read|read yet)"):
         convert_checkpoint(source, tmp_path / "out.pt")
+
+
+@each([entry for entry in READ if entry["locations"]])
+def test_every_storage_has_its_tag(entry, source):
+    with open_checkpoint(source, whole_modules=True) as checkpoint:
+        storages = {id(piece.storage): piece.storage for _, ref in checkpoint.tensors() for piece in ref.pieces}
+    assert Counter(storage.location for storage in storages.values()) == entry["locations"]

@@ -123,6 +123,8 @@ def _shard(index: Path, name: str) -> Path:
         real, folder = path.resolve(strict=True), index.parent.resolve()
     except (OSError, RuntimeError):
         raise _malformed(index, name, "the shard is missing") from None
+    if not real.is_file():
+        raise _malformed(index, name, "the shard is no regular file")
     if not real.is_relative_to(folder) and not _is_cached_blob(real, folder):
         raise _malformed(index, name, "the shard is a link that leads out of the folder")
     return path

@@ -15,12 +15,12 @@ from ckptconv.archives import Record, Slot
 from ckptconv.checkpoint import Checkpoint, Overlay
 from ckptconv.compaction import CastRule, NewStorage, compact
 from ckptconv.dtypes import UINT8, DType
-from ckptconv.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.layout import Layout, WriteItem
 from ckptconv.limits import LIMITS
-from ckptconv.nodes import Node, made
+from ckptconv.nodes import Dict, Node, made
 from ckptconv.pickling import write_pickle
-from ckptconv.sources import Source, Spool, crc32
+from ckptconv.sources import RangeSource, Source, Spool, crc32
 from ckptconv.tensors import Storage, TensorRef
 from ckptconv.torch_objects import StoredAs, TorchLeaves, read_torch_pickle
 
@@ -34,13 +34,15 @@ def is_torch_zip(head: bytes) -> bool:
     return head[:4] == b"PK\3\4"
 
 
-def open_torch_zip(source: Source, _: Callable[[Source], Checkpoint]) -> Checkpoint:
-    """Open a zip checkpoint; reads its directory and its pickle, no payload.
+def open_torch_zip(source: Source, opener: Callable[[Source], Checkpoint]) -> Checkpoint:
+    """Open a zip checkpoint, or an archive of checkpoints; reads directories and pickles, no payload.
 
     Raises `MalformedCheckpoint` when directory, pickle and storages contradict each other, `UnsupportedCheckpoint` when the
     archive is something else than what `torch.save` writes.
     """
     records = archives.read_directory(source)
+    if (members := _open_members(source, records, opener)) is not None:
+        return members
     root = _root_folder(source, records)
     storages = _Storages(source, records, root)
     try:
@@ -84,9 +86,6 @@ def _other_archive(source: Source, records: Mapping[str, Record]) -> Unsupported
     what = "a zip archive without a data.pkl, so not one that torch.save wrote"
     if any(name.endswith("model.json") for name in records):
         what = "a TorchScript archive of before torch 1.4, which is not read yet"
-    elif any(name.endswith((".pth", ".pt")) for name in records):
-        what = "a zip archive of checkpoints, which is not read yet"
-        return UnsupportedCheckpoint(f"is {what}", path=source.path, hint="unzip it and name the file inside")
     return UnsupportedCheckpoint(f"is {what}", path=source.path)
 
 
@@ -141,6 +140,72 @@ class _Storages:
         version = self._small(f"{root}version")
         if version is not None and not version.strip().isdigit():
             raise MalformedCheckpoint(f"is no number: {version[:20]!r}", path=self._source.path, where=f"{root}version")
+
+
+# ------------------------------------------------------------------------------------------------- archives of checkpoints
+
+_MOST_MEMBERS = 1000  # of an archive that is looked into for checkpoints
+
+
+def _open_members(source: Source, records: Mapping[str, Record], opener: Callable[[Source], Checkpoint]) -> Checkpoint | None:
+    """An archive of files some of which are checkpoints: each under its name, the others left out; None for any other one.
+
+    Stored members are read in place; deflated ones are inflated, for a directory cannot be read otherwise.
+    """
+    if len(records) > _MOST_MEMBERS or any(name.endswith(("/data.pkl", "model.json")) for name in records):
+        return None
+    _refuse_bombs(source, records)
+    spool = Spool()
+    found: dict[str, Checkpoint] = {}
+    inners = {name: _member_source(source, record, spool) for name, record in records.items()}
+    try:
+        for name, inner in inners.items():
+            if (member := _open_member(name, inner, opener)) is not None:
+                found[name] = member
+    finally:
+        if not found:
+            spool.close()
+    if not found:
+        return None
+    notes = [f"{name}: {note}" for name, member in found.items() for note in member.notes]
+    if left := [name for name in records if name not in found]:
+        notes.append(f"{len(left)} members are no checkpoints and are left out: {printable(', '.join(left))}")
+    return Checkpoint(
+        path=source.path,
+        format="zip of checkpoints",
+        root=Dict([(name, member.root) for name, member in found.items()]),
+        nbytes=source.size,
+        notes=tuple(notes),
+        sources=(source, *inners.values(), *(inner for member in found.values() for inner in member.sources)),
+    )
+
+
+def _member_source(source: Source, record: Record, spool: Spool) -> Source:
+    """The member as a source of its own; a deflated one is inflated when it is first read."""
+    if not record.deflated:
+        return RangeSource(source, record.offset, record.size)
+    return archives.record_source(source, record, spool)[0]
+
+
+def _open_member(name: str, inner: Source, opener: Callable[[Source], Checkpoint]) -> Checkpoint | None:
+    """The checkpoint that a member is; None when it is something else."""
+    try:
+        return opener(inner)
+    except UnsupportedCheckpoint:
+        return None
+    except CheckpointError as error:
+        error.where = ": ".join([name, *([error.where] if error.where else [])])
+        raise
+
+
+def _refuse_bombs(source: Source, records: Mapping[str, Record]) -> None:
+    inflated = sum(record.size for record in records.values() if record.deflated)
+    if inflated > LIMITS.inflated_free and inflated > source.size * LIMITS.inflated_ratio:
+        raise LimitExceeded(
+            f"its members claim to inflate to {inflated} bytes, more than {LIMITS.inflated_ratio}-fold",
+            path=source.path,
+            hint="a decompression bomb; unpack it and name the file inside if it is real",
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------- writing
