@@ -67,7 +67,7 @@ def run(side: Side, folder: Path, *, fill: int = 0) -> Run:
 
 def remove_outputs(folder: Path) -> None:
     for output in folder.glob("out*"):
-        output.unlink()
+        shutil.rmtree(output) if output.is_dir() else output.unlink()
 
 
 def expand(side: Side, folder: Path) -> list[str]:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-INPUTS = ("big", "many", "huge", "dcp_rows", "dcp_columns")
-SUFFIXES = {"dcp_rows": "", "dcp_columns": ""}
+INPUTS = ("big", "many", "huge", "dcp_rows", "dcp_columns", "zero3")
+SUFFIXES = {"dcp_rows": "", "dcp_columns": "", "zero3": ""}
 """Of the inputs whose names do not end in .pt."""
 WarmUp = Literal["first", "memory", "none"]
 
@@ -26,6 +26,7 @@ class Scale:
     fill: int
     dcp_rows: int
     dcp_columns: int
+    zero3: int
 
 
 FULL = Scale(
@@ -37,6 +38,7 @@ FULL = Scale(
     fill=8_000_000_000,
     dcp_rows=2_000_000_000,
     dcp_columns=2_000_000_000,
+    zero3=2_000_000_000,
 )
 QUICK = Scale(
     "quick",
@@ -47,12 +49,13 @@ QUICK = Scale(
     fill=1_000_000_000,
     dcp_rows=200_000_000,
     dcp_columns=200_000_000,
+    zero3=200_000_000,
 )
 
 
 @dataclass(frozen=True)
 class Side:
-    """A command, with ``{big}``, ``{many}``, ``{huge}`` and ``{out}`` for paths, and its name in the table.
+    """A command, with ``{big}`` or another of `INPUTS`, and ``{out}``, for paths, and its name in the table.
 
     With `own_seconds` the child prints the seconds that count.
     """
@@ -171,6 +174,14 @@ UNSYNCED = (
         child("torch.load, strip, torch.save", "load_save {many} {out}"),
         (Goal("faster", 4),),
     ),
+    Row(
+        "zero3",
+        "ZeRO-3 folder of 4 ranks → .safetensors",
+        ckptconv("convert {zero3} {out}.safetensors", fsync=False),
+        child("zero_to_fp32 (without deepspeed: the same steps by torch)", "zero_to_fp32 {zero3} {out}"),
+        (Goal("faster", 3), Goal("peak", 100)),
+        warm_up="memory",
+    ),
     Row("version", "start-up", ckptconv("--version"), IMPORT_TORCH, (Goal("seconds", 0.15),)),
     Row("inspect", "inspect big", ckptconv("inspect {big}"), IMPORT_TORCH, (Goal("seconds", 0.25),)),
     Row(
@@ -204,7 +215,7 @@ UNSYNCED += tuple(
         ckptconv(f"convert {{dcp_{split}}} {{out}}.safetensors", fsync=False),
         child("dcp_to_torch_save, torch.load(mmap=True), save_file", f"dcp_save_file {{dcp_{split}}} {{out}}"),
         (Goal("faster", times), Goal("peak", 100)),
-        warm_up="each",
+        warm_up="memory",
         free_disk=10_000_000_000,
     )
     for split, times in (("rows", 3), ("columns", 1.5))

@@ -1,8 +1,8 @@
 """The fp32 partitions of ZeRO, joined again: which elements of which rank's flat groups are which parameter.
 
-Stages 1 and 2 lay the parameters of a group end to end, each behind its alignment padding if there is any, and cut that into
-as many partitions as there are ranks; the last ones may lack what only filled them up. Stage 3 cuts each parameter into one
-share per rank, of equal size, the last ones padded, and each rank lays its shares end to end. Source:
+Stages 1 and 2 lay the parameters of a group end to end, each followed by its alignment padding if there is any, and cut that
+into as many partitions as there are ranks; the last ones may lack what only filled them up. Stage 3 cuts each parameter into
+one share per rank, of equal size, the last ones padded, and each rank lays its shares end to end. Source:
 deepspeed/utils/zero_to_fp32.py and deepspeed/runtime/zero (0.19.8).
 """
 
@@ -29,7 +29,7 @@ _WHOLE = "fetch the whole folder again: its files are of different runs, cut off
 class RankStates:
     """What one rank's optimizer states hold: the ZeRO `stage`, the number of `ranks`, and its fp32 partition of each group.
 
-    `paddings` (None: there are none) are by group the elements that lie before each parameter to align it.
+    `paddings` (None: there are none) are by group the elements that lie behind each parameter to align the next.
     """
 
     stage: int
@@ -158,10 +158,9 @@ def _group_joined(ranks: Sequence[RankStates], number: int, shapes: Shapes) -> I
     at = 0
     for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
         numel = prod(shape)
-        at += padding
         _refuse_beyond(at + numel, flat.numel, name)
         yield name, shaped(flat.runs(at, numel), flat.dtype, shape)
-        at += numel
+        at += numel + padding
     unit = 2 * len(ranks)  # what the partitions together are filled up to a multiple of
     if -(-at // unit) != -(-flat.numel // unit):
         raise _wrong_sum(at, flat.numel, f"group {number}")
