@@ -17,7 +17,7 @@ _WINDOW = 1 << 20
 _STOP = 0x2E
 _HINT = "the file is corrupt or cut off"
 _RUN = re.compile(
-    rb"(?:[(012NQR\]abdelostu)}\x81\x85-\x89\x8f-\x94\x97\x98]|[Khq\x80\x82].|[M\x83]..|[Jrj\x84]....|[G\x95].{8}"
+    rb"(?:[(012NQR\]abdelostu)}\x81\x85-\x89\x8f-\x94\x97\x98]{1,1000}|[Khq\x80\x82].|[M\x83]..|[Jrj\x84]....|[G\x95].{8}"
     rb"|[FILPSVgp][^\n]*\n|[ci][^\n]*\n[^\n]*\n){0,1000}",
     re.DOTALL,
 ).match
@@ -35,49 +35,54 @@ _SIZED = {
 def read_pickles(source: Source, start: int, count: int, *, window: int = _WINDOW) -> tuple[list[bytes], int]:
     """The bytes of each of the `count` pickles that lie back to back from `start` on, and the byte behind the last.
 
-    Little more than the pickles is read: `window` bytes at first, then four times as much, up to `LIMITS.pickle_bytes`.
-    Raises `MalformedCheckpoint` where they are cut off or are no pickles, `LimitExceeded` where they are too long.
+    Their ends are looked for through a window of `window` bytes, so that nothing else is held in memory. Raises
+    `MalformedCheckpoint` where they are cut off or are no pickles, `LimitExceeded` beyond `LIMITS.pickle_bytes`.
     """
-    left = source.size - start
-    stream, at, ends = b"", 0, [0]
-    while len(ends) <= count:
-        at, needed = _step(stream, at)
-        if not needed:
+    ends = _ends(source, start, count, window)
+    return [source.read(begin, end - begin) for begin, end in pairwise([start, *ends])], ends[-1]
+
+
+def _ends(source: Source, start: int, count: int, window: int) -> list[int]:
+    """The byte behind each of `count` pickles."""
+    ends: list[int] = []
+    seen, base, at = b"", start, start  # the bytes of the source from `base` on; the opcode that comes next
+    while len(ends) < count:
+        stepped, ended = _step(seen, at - base)
+        at = base + stepped
+        if not ended and (at >= source.size or (seen and at == base and base + len(seen) == source.size)):
+            where = f"near byte {at}" if at <= source.size else "an argument reaches beyond the end"
+            raise MalformedCheckpoint(f"ends in the middle of a pickle ({where})", path=source.path, hint=_HINT)
+        if at - start > LIMITS.pickle_bytes or len(seen) > LIMITS.pickle_bytes:
+            raise LimitExceeded(f"its pickles are longer than {LIMITS.pickle_bytes} bytes", path=source.path)
+        if ended:
             ends.append(at)
             continue
-        if needed > left:
-            raise MalformedCheckpoint(
-                f"ends in the middle of a pickle (near byte {start + at})",
-                path=source.path,
-                hint="the file is corrupt or cut off",
-            )
-        if needed > LIMITS.pickle_bytes:
-            raise LimitExceeded(f"its pickles are longer than {LIMITS.pickle_bytes} bytes", path=source.path)
-        stream = source.read(start, min(left, LIMITS.pickle_bytes, max(window, needed, 4 * len(stream))))
-    return [stream[begin:end] for begin, end in pairwise(ends)], start + ends[-1]
+        size = 4 * len(seen) if seen and at == base else window  # an argument may be longer than the window
+        seen, base = source.read(at, min(size, source.size - at)), at
+    return ends
 
 
-def _step(stream: bytes, at: int) -> tuple[int, int]:
-    """From the opcode at `at` to the end of its pickle.
+def _step(seen: bytes, at: int) -> tuple[int, bool]:
+    """From the opcode at `at` to the byte behind its pickle's end, and True.
 
-    Returns the byte behind the end and 0; or the opcode that is cut off, and the least length of `stream` that could hold it.
+    False where `seen` ends before: then to the opcode that is cut off in it, or to the one behind what is in it.
     """
-    while True:
-        run = _RUN(stream, at)
+    while at < len(seen):
+        run = _RUN(seen, at)
         assert run is not None  # it may be empty
         begin, at = run.span()
-        if at >= len(stream):
-            return at, at + 1
-        opcode = stream[at]
+        if at == len(seen):
+            break
+        opcode = seen[at]
         if opcode == _STOP:
-            return at + 1, 0
+            return at + 1, True
         if width := _SIZED.get(opcode):
             argument = at + 1 + width
-            stop = argument + int.from_bytes(stream[at + 1 : argument], "little")
-            if argument > len(stream) or stop > len(stream):
-                return at, max(argument, stop)
-            at = stop
+            if argument > len(seen):
+                break
+            at = argument + int.from_bytes(seen[at + 1 : argument], "little")
         elif at == begin:
             if opcode in _CUT:
-                return at, len(stream) + 1
-            raise MalformedCheckpoint(f"the pickle holds the unknown opcode 0x{opcode:02x} (near byte {at})", hint=_HINT)
+                break
+            raise MalformedCheckpoint(f"the pickle holds the unknown opcode 0x{opcode:02x}", hint=_HINT)
+    return at, False

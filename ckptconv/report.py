@@ -227,6 +227,10 @@ def _part_text(part: Part) -> str:
     return f"{size}  {printable(part.kind)}" + (f", {count}" if part.tensors and not one else "")
 
 
+_OPENED_BY_TORCH = ("torch zip", "torch legacy", "safetensors", "memory")
+"""Formats that `torch.load(weights_only=True)` or `safetensors.torch.load_file` opens."""
+
+
 def verdict(found: Inspection) -> tuple[bool, str]:
     """Whether plain `torch.load` and `load_state_dict` will do on a CPU-only host, in one line with the remedy."""
     reasons = []
@@ -235,6 +239,8 @@ def verdict(found: Inspection) -> tuple[bool, str]:
         reasons.append(f"needs {', '.join(map(printable, elsewhere))}")
     if found.odd_objects:
         reasons.append("holds objects that weights_only=True refuses")
+    if found.format not in _OPENED_BY_TORCH:
+        reasons.append(f"is a {found.format}, which torch.load(weights_only=True) does not read")
     if any(found.state_dicts.values()):
         reasons.append("its keys carry a wrapper")
     if not reasons:

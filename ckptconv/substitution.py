@@ -67,16 +67,10 @@ def substituted(root: Node, holders: list[Node], stand_ins: dict[int, Node]) -> 
 
     `holders` are the containers that are looked into: dicts, lists and calls are changed in place, tuples are made anew.
     """
-    tuples = [node for node in holders if type(node) is tuple]
-    changed = True
-    while changed:
-        changed = False
-        for node in reversed(tuples):  # the inner ones come behind those that hold them, mostly: then one round is enough
-            new = _mapped(node, stand_ins)
-            known = stand_ins.get(id(node), node)
-            if any(a is not b for a, b in zip(new, known, strict=True)):
-                stand_ins[id(node)] = new
-                changed = True
+    for node in _inner_first([node for node in holders if type(node) is tuple]):
+        new = _mapped(node, stand_ins)
+        if any(a is not b for a, b in zip(new, node, strict=True)):
+            stand_ins[id(node)] = new
     for node in holders:
         if type(node) is list:
             node[:] = _mapped(node, stand_ins)
@@ -88,6 +82,22 @@ def substituted(root: Node, holders: list[Node], stand_ins: dict[int, Node]) -> 
             node.pairs = _mapped_pairs(node.pairs, stand_ins)
             node.state = stand_ins.get(id(node.state), node.state)
     return stand_ins.get(id(root), root)
+
+
+def _inner_first(tuples: list[tuple[Node, ...]]) -> Iterator[tuple[Node, ...]]:
+    """Each tuple once, behind the tuples that are in it."""
+    done: set[int] = set()
+    for start in tuples:
+        work = [start]
+        while work:
+            node = work[-1]
+            if id(node) in done:
+                work.pop()
+            elif inside := [part for part in node if type(part) is tuple and id(part) not in done]:
+                work.extend(inside)
+            else:
+                done.add(id(node))
+                yield work.pop()
 
 
 def _mapped(nodes: Sequence[Node], stand_ins: dict[int, Node]) -> tuple[Node, ...]:

@@ -27,6 +27,8 @@ from safetensors.torch import load_file
 
 from ckptconv import CheckpointError, convert_checkpoint, load_portable, open_checkpoint
 from ckptconv.errors import LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint
+from ckptconv.inspection import inspect_checkpoint
+from ckptconv.report import verdict
 from ckptconv.sources import FileSource
 from ckptconv.tensors import iter_chunks
 
@@ -141,6 +143,14 @@ def test_no_payload_is_read_when_opening(tmp_path, monkeypatch):
     with open_checkpoint(source) as checkpoint:
         assert [ref.numel for _, ref in checkpoint.tensors()] == [numel]
     assert sum(asked) < 2 << 20
+
+
+def test_inspecting_says_that_torch_does_not_open_it(tmp_path):
+    with open_checkpoint(write(tmp_path / "old.pt", tar_checkpoint(STORAGES, TENSORS, {"w": Persistent(21)}))) as checkpoint:
+        good, line = verdict(inspect_checkpoint(checkpoint))
+    assert not good and "torch tar" in line
+    with pytest.raises(RuntimeError, match="Cannot use"):
+        oracle.load(tmp_path / "old.pt")
 
 
 # ------------------------------------------------------------------------------------------------- broken and hostile
