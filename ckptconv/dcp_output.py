@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +21,40 @@ def write_dcp(plain: Path, folder: Path, name: Path) -> None:
     """
     try:
         import torch
+        from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.distributed.checkpoint.state_dict_saver import save
     except ImportError as error:
-        raise OutputRefused("needs torch, which writes DCP folders itself", path=name, hint="pip install torch") from error
+        raise OutputRefused(
+            "needs torch, which writes DCP folders itself", path=name, hint="pip install 'torch>=2.2'"
+        ) from error
 
     class Writer(FileSystemWriter):
         """Notes the folder's lasting name instead of the temporary one."""
 
         def storage_meta(self) -> Any:
-            noted: Any = super().storage_meta()
+            noted: Any = super().storage_meta()  # since torch 2.3, which is who asks for it
             return noted and replace(noted, checkpoint_id=str(name))
 
     try:
         tree = torch.load(plain, map_location="cpu", mmap=True, weights_only=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            save(tree, storage_writer=Writer(folder, sync_files=False), no_dist=True)
+            alone = (
+                {"no_dist": True} if "no_dist" in signature(save).parameters else {}
+            )  # the only way there is before torch 2.6
+            save(tree, storage_writer=Writer(folder, sync_files=False), **alone)
     except OSError:
         raise
-    except Exception as error:
-        what = printable(str(error) or type(error).__name__, 300)
+    except (Exception, CheckpointException) as error:  # which is no Exception
+        cause = _cause(error)
+        if isinstance(cause, OSError):
+            raise cause from error
+        what = printable(str(cause) or type(cause).__name__, 300)
         raise OutputRefused(f"torch.distributed.checkpoint does not take it: {what}", path=name) from error
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What went wrong in this process, which torch wraps with its traceback."""
+    failures: dict[int, tuple[BaseException, Any]] = getattr(error, "failures", {})
+    return next((cause for cause, _ in failures.values()), error)

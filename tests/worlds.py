@@ -134,7 +134,10 @@ def whole(node: Any) -> Any:
     if isinstance(node, DTensor):
         return node.full_tensor().detach().clone()
     if isinstance(node, dict):
-        return {key: whole(value) for key, value in node.items()}
+        made = type(node)((key, whole(value)) for key, value in node.items())
+        if hasattr(node, "_metadata"):
+            made._metadata = node._metadata
+        return made
     if isinstance(node, list):
         return [whole(value) for value in node]
     return node
@@ -155,6 +158,7 @@ def of_two(folder: Path) -> None:
     write(folder, "rows2", rows(mesh))
     write(folder, "columns2", columns(mesh))
     write(folder, "training2", training(mesh))
+    write(folder, "large2", {"weight": distribute_tensor(values(4096, 4096), mesh, [Shard(1)])})
     hugging_face(folder, mesh)
     local = values(2, 2)
     torch.save({"sum": DTensor.from_local(local, mesh, [Partial()])}, folder / f"partial2.{dist.get_rank()}.pt")
