@@ -6,7 +6,8 @@
 tensors whose payloads are holes, so that it takes no disk. These are state dicts of DistributedDataParallel: every key
 starts with `module.` and every storage is tagged cuda:3; `legacy` is `big` as torch wrote it before 1.6. `shards`: the same
 tensors as a Hugging Face folder of eight safetensors files and their index. `dcp_rows` and `dcp_columns`: SIZE bytes in 300
-float32 tensors of 1,024 columns, split by rows or by columns among four gloo processes that save them with torch.distributed.checkpoint.
+float32 tensors of 1,024 columns, split by rows or by columns among four gloo processes that save them with
+torch.distributed.checkpoint.
 `zero3`: a DeepSpeed folder of ZeRO stage 3 with SIZE bytes of fp32 partitions in 4 ranks, laid out as deepspeed 0.19.8 does,
 without the optimizer's moments, which nobody reads here.
 """
