@@ -60,7 +60,7 @@ def join_shares(source: str, output: str) -> None:
 
     step = next(Path(source).glob("global_step*"))
     ranks = [torch.load(file, map_location="cpu", mmap=True) for file in sorted(step.glob("*_optim_states.pt"))]
-    flats = [torch.cat(rank["optimizer_state_dict"]["fp32_flat_groups"]) for rank in ranks]
+    flats = [rank["optimizer_state_dict"]["fp32_flat_groups"][0] for rank in ranks]  # the input has one group
     shapes = torch.load(min(step.glob("*_model_states.pt")), map_location="cpu")["param_shapes"]
     joined, at = {}, 0
     for key, shape in ((key, shape) for group in shapes for key, shape in group.items()):

@@ -320,7 +320,7 @@ def _excluded(item: StateDict, keys: KeyMap) -> list[Skipped]:
 def _renamed_keys(item: StateDict, keys: KeyMap) -> RenamedKeys:
     changed = tuple((old, new) for old, new in zip(keys.old, keys.new, strict=True) if new is not None and new != old)
     odd = () if "".join(keys.old).isprintable() else tuple(key for key in keys.old if not key.isprintable())
-    storages = [id(ref.storage) for _, ref in item.tensors()]
+    storages = [id(ref.storage if ref.is_view else ref) for _, ref in item.tensors()]
     shared = len(storages) - len(set(storages))
     return RenamedKeys(item.path, keys.wrappers, len(keys.old), changed, odd, shared)
 

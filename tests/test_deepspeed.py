@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from ckptconv import CheckpointError, convert_checkpoint, load_portable, open_checkpoint
 from ckptconv.errors import AmbiguousStateDict, MalformedCheckpoint, UnsupportedCheckpoint
+from ckptconv.limits import LIMITS
 
 DATA = Path(__file__).resolve().parent / "data" / "deepspeed"
 CASES = sorted(folder.name for folder in DATA.iterdir())
@@ -370,6 +371,17 @@ def test_a_folder_of_something_else_is_none(tmp_path):
         open_checkpoint(tmp_path)
 
 
+def test_the_model_states_of_one_rank_of_stage_3_are_not_taken_for_weights(tmp_path):
+    step = DATA / "stage3" / "global_step2"
+    with pytest.raises(
+        UnsupportedCheckpoint, match=r"holds the model states of one rank of ZeRO stage 3, and no weights"
+    ) as caught:
+        convert_checkpoint(step / "zero_pp_rank_1_mp_rank_00_model_states.pt", tmp_path / "out.pt")
+    assert str(step) in str(caught.value.hint)
+    shutil.copy(DATA / "stage3" / "fp32.pt", tmp_path / "zero_pp_rank_1_mp_rank_00_model_states.pt")
+    same(load_portable(tmp_path / "zero_pp_rank_1_mp_rank_00_model_states.pt"), consolidated(DATA / "stage3"))
+
+
 # ----------------------------------------------------------------------------------------------- any sizes, any ranks, by torch
 
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
@@ -422,14 +434,27 @@ def test_frozen_parameters_and_buffers_become_float32(tmp_path, stage, ranks, sh
     same(found, expected)
 
 
-def test_a_parameter_is_in_at_most_three_boxes_of_each_rank_and_every_file_is_closed(tmp_path):
-    value = torch.rand(1000, 333)
-    folder = zero.write(tmp_path / "zero", 3, 64, [{"weight": value}])
-    before = set(Path("/proc/self/fd").iterdir())
+def test_a_parameter_is_in_at_most_three_boxes_of_each_rank(tmp_path):
+    folder = zero.write(tmp_path / "zero", 3, 64, [{"weight": torch.rand(1000, 333)}])
     with open_checkpoint(folder) as checkpoint:
         (_, ref), *_ = checkpoint.state_dict().tensors()
         assert 64 <= len(ref.pieces) <= 64 * 3
-    same(load_portable(folder), {"weight": value})
-    (folder / "global_step1" / "zero_pp_rank_63_mp_rank_00_optim_states.pt").write_bytes(b"")
+
+
+@pytest.mark.parametrize("ranks", [30, 200])
+def test_files_are_few_at_a_time_and_all_closed_in_the_end(tmp_path, ranks):
+    value = torch.rand(101, 33)
+    folder = zero.write(tmp_path / "zero", 3, ranks, [{"weight": value}], frozen={"bias": torch.rand(7)})
+    before = descriptors()
+    with open_checkpoint(folder) as checkpoint:
+        assert len(descriptors()) <= len(before) + 2 + min(2 * ranks, LIMITS.open_files)
+        assert len(list(checkpoint.tensors())) == 2
+    assert torch.equal(load_portable(folder)["weight"], value)
+    (folder / "global_step1" / f"zero_pp_rank_{ranks - 1}_mp_rank_00_optim_states.pt").write_bytes(b"")
     refused(folder, "is empty", UnsupportedCheckpoint)
-    assert set(Path("/proc/self/fd").iterdir()) <= before
+    assert descriptors() <= before
+
+
+def descriptors() -> set[str]:
+    """What this process has open, by number."""
+    return {item.name for item in Path("/proc/self/fd").iterdir()}

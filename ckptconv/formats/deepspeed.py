@@ -20,7 +20,7 @@ from ckptconv.errors import AmbiguousStateDict, CheckpointError, MalformedCheckp
 from ckptconv.limits import LIMITS
 from ckptconv.nodes import ABSENT, ORDERED_DICT, Call, Dict, Node, mapping_pairs
 from ckptconv.partitions import Widener
-from ckptconv.sources import FileSource
+from ckptconv.sources import FilePool, FileSource, Source
 from ckptconv.tensors import TensorRef
 from ckptconv.zero_partitions import RankStates, entries, join_fragments, join_parameters, read_rank, read_shapes
 
@@ -38,23 +38,34 @@ _BOOKKEEPING = frozenset(
 """Entries of the model states that describe the partitions; of no use once they are joined."""
 
 OpenFile = Callable[[Path], Checkpoint]
+OpenSource = Callable[[Source], Checkpoint]
 
 
 def is_deepspeed(path: Path) -> bool:
-    """Whether `path` is the folder of a step, or one of steps (which says so in ``latest``, or holds one)."""
+    """Whether `path` is the folder of a step, or one of steps (which says so in ``latest``, or holds one).
+
+    Or the model states of one rank, by name: those of stage 3 hold no weights, though they look as if they did.
+    """
+    if (found := _MODEL(path.name)) is not None and found[1] is not None and path.is_file():
+        return True
     return path.is_dir() and (_is_step(path) or (path / "latest").is_file() or bool(_steps(path)))
 
 
-def open_deepspeed(path: Path, open_file: OpenFile, tag: str | None) -> Checkpoint:
+def open_deepspeed(path: Path, open_source: OpenSource, tag: str | None) -> Checkpoint:
     """Open a step: the one whose folder `path` is, or the one in it that is named by `tag`, else by ``latest``, else alone.
 
     The tree is that of the model states, the joined weights under ``module``; nothing of the payload is read. Raises
     `UnsupportedCheckpoint` for layouts that are not read, and `MalformedCheckpoint` when files are missing or do not fit.
     """
+    if not path.is_dir():
+        return _one_of_many(path, open_source, tag)
     folder = _step_folder(path, tag)
     try:
+        files = _step_files(folder)
+        many = len(files.model) + len(files.optim) > LIMITS.open_files
+        source_of = FilePool().source if many else FileSource
         with ExitStack() as opened:
-            checkpoint = _open_step(_step_files(folder), lambda file: _opened(open_file, file, opened))
+            checkpoint = _open_step(files, lambda file: _opened(source_of(file), open_source, opened))
             opened.pop_all()
     except CheckpointError as error:
         raise error.at(path=folder) from error.__cause__
@@ -62,8 +73,22 @@ def open_deepspeed(path: Path, open_file: OpenFile, tag: str | None) -> Checkpoi
     return replace(checkpoint, path=path, notes=(f"the step {printable(folder.name)} is read", *checkpoint.notes, *notes))
 
 
-def _opened(open_file: OpenFile, file: Path, opened: ExitStack) -> Checkpoint:
-    checkpoint = open_file(file)
+def _one_of_many(path: Path, open_source: OpenSource, tag: str | None) -> Checkpoint:
+    """The file of a rank, if it is none of ZeRO's after all."""
+    if tag is not None:
+        raise UnsupportedCheckpoint("holds no tags to choose from", path=path, hint="leave --tag out")
+    with ExitStack() as opened:
+        checkpoint = _opened(FileSource(path), open_source, opened)
+        if entries(checkpoint.root).get("param_shapes") is None:
+            opened.pop_all()
+            return checkpoint
+    what = "holds the model states of one rank of ZeRO stage 3, and no weights"
+    raise UnsupportedCheckpoint(what, path=path, hint=f"name its folder: {printable(path.absolute().parent)}")
+
+
+def _opened(source: Source, open_source: OpenSource, opened: ExitStack) -> Checkpoint:
+    opened.callback(source.close)
+    checkpoint = open_source(source)
     for source in checkpoint.sources:
         opened.callback(source.close)
     return checkpoint
@@ -135,7 +160,7 @@ def _choice(steps: Sequence[str]) -> str | None:
 
 def _other_steps(path: Path, folder: Path) -> tuple[str, ...]:
     others = [name for name in _steps(path) if name != folder.name]
-    return (f"{len(others)} other steps are here; {_choice(others)}",) if others else ()
+    return (f"the folder holds other steps too; {_choice(others)}",) if others else ()
 
 
 # ------------------------------------------------------------------------------------------------------------------- files
@@ -326,10 +351,10 @@ class _Weights:
         others = [(name, value) for name, value in entries(module).items() if name not in self._found]
         empty = [name for name, value in others if self._is_placeholder(value)]
         if empty:
-            self.notes += (f"{len(empty)} keys of the model have no values in it and are left out: {_some(empty)}",)
+            self.notes += (f"without values in any file, and so left out: {_some(empty)}",)
         kept = {name: value for name, value in others if name not in empty}
         if kept:
-            self.notes += (f"{len(kept)} keys are in no partition and taken from the model states: {_some(list(kept))}",)
+            self.notes += (f"in no partition, and so taken from the model states: {_some(list(kept))}",)
         for name, value in kept.items():
             ref = tensor_of(value)
             self._found[name] = value if ref is None else self._widened(ref)
@@ -340,4 +365,4 @@ class _Weights:
 
 
 def _some(names: list[str]) -> str:
-    return printable(", ".join(names[:3])) + ", …" * (len(names) > 3)
+    return printable(", ".join(names[:3])) + f" and {len(names) - 3} more" * (len(names) > 3)

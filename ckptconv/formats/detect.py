@@ -69,7 +69,7 @@ GATHERINGS: tuple[Gathering, ...] = (
     Gathering(is_dcp_shards, lambda path, _, tag: open_dcp_shards(path, open_source, tag)),
     Gathering(is_accelerate, open_accelerate),
     Gathering(is_sharded, open_sharded),
-    Gathering(is_deepspeed, open_deepspeed),
+    Gathering(is_deepspeed, lambda path, _, tag: open_deepspeed(path, open_source, tag)),
 )
 """The checkpoints of many files that are read, in the order in which they are tried."""
 
