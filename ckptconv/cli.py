@@ -174,7 +174,7 @@ def _pair(option: str, text: str) -> tuple[str, str]:
 def _convert(given: dict[str, Any], **rules: Any) -> None:
     from ckptconv.outputs import check_output
     from ckptconv.formats.detect import open_checkpoint
-    from ckptconv.planning import plan_conversion
+    from ckptconv.planning import keeps_modules, plan_conversion
 
     source, output = given["source"], given["output"]
     with _errors(given["as_json"], usage=True):
@@ -182,7 +182,7 @@ def _convert(given: dict[str, Any], **rules: Any) -> None:
     with _errors(given["as_json"]):
         if not given["dry_run"]:
             check_output(output, force=given["force"])
-        with open_checkpoint(source) as checkpoint:
+        with open_checkpoint(source, whole_modules=keeps_modules(output, options)) as checkpoint:
             plan = plan_conversion(checkpoint, output, options)
             (_show_plan if given["dry_run"] else _execute)(plan, given)
 

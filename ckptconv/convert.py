@@ -17,7 +17,7 @@ from ckptconv.formats.detect import open_checkpoint
 from ckptconv.keys import KeyRules
 from ckptconv.layout import Layout, WriteItem
 from ckptconv.outputs import OutputStream, atomic_output, check_output
-from ckptconv.planning import ConversionPlan, Options, Target, Tied, plan_conversion
+from ckptconv.planning import ConversionPlan, Options, Target, Tied, keeps_modules, plan_conversion
 from ckptconv.settling import Unknown
 from ckptconv.sources import SMALL, crc32
 from ckptconv.tensors import (
@@ -74,7 +74,7 @@ def convert_checkpoint(
     pairs = [f"{old}={new}" for old, new in (map_location or {}).items()]
     options = Options(to, rules, tag_map(device, pairs), floating_dtype(dtype) if dtype else None, only, tied, unknown)
     check_output(Path(output), force=force)
-    with open_checkpoint(source) as checkpoint:
+    with open_checkpoint(source, whole_modules=keeps_modules(output, options)) as checkpoint:
         plan = plan_conversion(checkpoint, output, options)
         return execute_plan(plan, force=force, fsync=fsync, verify=verify)
 
@@ -224,7 +224,7 @@ def _open_with_library(path: Path, plan: ConversionPlan) -> None:
 def _verify(plan: ConversionPlan, written: Path) -> int:
     """Compare every tensor of the written file with its source; returns how many there are."""
     count = 0
-    with open_checkpoint(written) as output:
+    with open_checkpoint(written, whole_modules=plan.to == "torch") as output:
         found = output.state_dict() if plan.to == "safetensors" else None
         actual = dict(found.tensors()) if found is not None else None
         there = iter(()) if actual is not None else output.tensors()

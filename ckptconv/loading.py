@@ -57,7 +57,7 @@ def load_portable(
     device(type='cpu')
     """
     rules = keys if isinstance(keys, KeyRules) else KeyRules(wrappers=keys)
-    with open_checkpoint(path) as checkpoint:
+    with open_checkpoint(path, whole_modules=whole and unknown == "keep") as checkpoint:
         try:
             with collector_paused():
                 root, overlay = _selected(checkpoint, only, whole, rules, unknown)

@@ -142,6 +142,11 @@ def target_format(output: Path, to: Target | None) -> Target:
     raise CheckpointError("its name does not say which format to write", path=output, hint="add --to torch or --to safetensors")
 
 
+def keeps_modules(output: str | os.PathLike[str], options: Options) -> bool:
+    """Whether an output keeps whole modules as they are, and so the checkpoint must be opened with `whole_modules`."""
+    return options.unknown == "keep" and target_format(Path(output), options.to) == "torch"
+
+
 def plan_conversion(checkpoint: Checkpoint, output: str | os.PathLike[str], options: Options) -> ConversionPlan:
     """Decide what the output of a conversion will be; reads no payload and writes nothing.
 

@@ -20,7 +20,7 @@ from ckptconv.tensors import iter_chunks
 
 _MANIFEST = oracle.corpus_folder() / "manifest.json"
 ENTRIES = json.loads(_MANIFEST.read_text()) if _MANIFEST.is_file() else []
-READ = [entry for entry in ENTRIES if entry["container"] in ("zip", "safetensors")]
+READ = [entry for entry in ENTRIES if entry["container"] in ("zip", "safetensors", "torchscript-zip")]
 UNREAD = [entry for entry in ENTRIES if entry not in READ]
 KEEP = {"keys": "keep", "fsync": False, "verify": True}
 

@@ -7,11 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from ckptconv.archives import is_zip, read_directory
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.collector import collector_paused
 from ckptconv.errors import CheckpointError, UnsupportedCheckpoint, printable
+from ckptconv.formats.old_torchscript import is_old_torchscript, open_old_torchscript
+from ckptconv.formats.records import Records
 from ckptconv.formats.safetensors import is_safetensors, open_safetensors
-from ckptconv.formats.torch_zip import is_torch_zip, open_torch_zip
+from ckptconv.formats.torch_zip import open_torch_zip
+from ckptconv.formats.torchscript import is_torchscript, open_torchscript
 from ckptconv.modules import flatten_modules
 from ckptconv.sources import FileSource, Source
 
@@ -31,6 +35,13 @@ class Format(NamedTuple):
     open: Callable[[Source, Opener], Checkpoint]
 
 
+class Archive(NamedTuple):
+    """A kind of zip archive: whether these records are its, and how the archive is opened; else as `Format`."""
+
+    matches: Callable[[Records], bool]
+    open: Callable[[Source, Records, Opener], Checkpoint]
+
+
 class Gathering(NamedTuple):
     """Many files that are one checkpoint: whether a path (a folder, or a file that stands for one) is it, and how it is opened.
 
@@ -38,11 +49,26 @@ class Gathering(NamedTuple):
     """
 
     matches: Callable[[Path], bool]
-    open: Callable[[Path, PathOpener, "str | None"], Checkpoint]
+    open: Callable[[Path, PathOpener, str | None], Checkpoint]
+
+
+ARCHIVES: tuple[Archive, ...] = (
+    Archive(is_torchscript, open_torchscript),
+    Archive(is_old_torchscript, open_old_torchscript),
+    Archive(lambda _: True, open_torch_zip),
+)
+"""What a zip archive may be, in the order in which it is tried; the last one says what else it is."""
+
+
+def open_zip(source: Source, opener: Opener) -> Checkpoint:
+    """Open a zip archive by what is in it; its directory is read once."""
+    records = read_directory(source)
+    kind = next(kind for kind in ARCHIVES if kind.matches(records))
+    return kind.open(source, records, opener)
 
 
 FORMATS: tuple[Format, ...] = (
-    Format(is_torch_zip, open_torch_zip),
+    Format(is_zip, open_zip),
     Format(is_safetensors, open_safetensors),
 )
 """The containers that are read, in the order in which they are tried."""
