@@ -172,8 +172,8 @@ def _pair(option: str, text: str) -> tuple[str, str]:
 
 
 def _convert(given: dict[str, Any], **rules: Any) -> None:
-    from ckptconv.outputs import check_output
     from ckptconv.formats.detect import open_checkpoint
+    from ckptconv.outputs import check_output
     from ckptconv.planning import keeps_modules, plan_conversion
 
     source, output = given["source"], given["output"]

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Literal
 
 from ckptconv.casting import cast
+from ckptconv.checkpoint import StateDict
 from ckptconv.devices import tag_map
 from ckptconv.dtypes import DType, floating_dtype
+from ckptconv.encodings import flat
 from ckptconv.errors import VerificationFailed
 from ckptconv.formats.detect import open_checkpoint
 from ckptconv.keys import KeyRules
@@ -226,7 +228,7 @@ def _verify(plan: ConversionPlan, written: Path) -> int:
     count = 0
     with open_checkpoint(written, whole_modules=plan.to == "torch") as output:
         found = output.state_dict() if plan.to == "safetensors" else None
-        actual = dict(found.tensors()) if found is not None else None
+        actual = _flat_tensors(found) if found is not None else None
         there = iter(()) if actual is not None else output.tensors()
         for path, ref in plan.tensors():
             name, other = (path, actual.get(path)) if actual is not None else next(there, (path, None))
@@ -234,6 +236,12 @@ def _verify(plan: ConversionPlan, written: Path) -> int:
                 raise VerificationFailed("the output differs from the source", path=plan.output, where=path)
             count += 1
     return count
+
+
+def _flat_tensors(found: StateDict) -> dict[str, TensorRef]:
+    """The tensors of a state dict as safetensors holds them: those that are encoded by their components."""
+    made = (flat(key, value) for key, value in zip(found.keys, found.values, strict=True))
+    return {name: ref for item in made if item is not None for name, ref in item.tensors}
 
 
 def _equal(ref: TensorRef, other: TensorRef, dtype: DType) -> bool:

@@ -19,6 +19,7 @@ from ckptconv.errors import CheckpointError, LimitExceeded, RefusedObject, print
 from ckptconv.formats.detect import open_checkpoint
 from ckptconv.keys import KeyRules, map_keys
 from ckptconv.nodes import ORDERED_DICT, Call, Dict, Global, Node, mapping_pairs
+from ckptconv.plain_objects import tensor_form
 from ckptconv.planning import rename_state_dicts
 from ckptconv.settling import Unknown, settle_objects
 from ckptconv.sources import FileSource
@@ -80,6 +81,7 @@ def _selected(
         root = renamed_state_dict(found, keys.new, keys.module_path)
         if type(root) is Dict:
             root = _ordered(root)
+        overlay.update((id(value), ref) for value in found.values if (ref := tensor_form(value)) is not None)
     settle_objects(root, overlay, unknown)
     return root, overlay
 

@@ -16,9 +16,10 @@ LAYERS = {
     "outputs": 2, "casting": 2, "pickling": 2, "unpickling": 2,
     "tensors": 3, "archives": 3,
     "torch_objects": 4, "compaction": 4, "layout": 4, "plain_objects": 4,
-    "checkpoint": 5, "module_walk": 5, "formats.records": 5,
+    "checkpoint": 5, "module_walk": 5, "formats.records": 5, "encodings": 5,
     "modules": 6, "settling": 6, "formats.torch_zip": 6, "formats.safetensors": 6,
     "formats.torchscript": 6, "formats.old_torchscript": 6,
+    "flattening": 7,
     # 7 is for checkpoints of many files
     "formats.detect": 8,
     "planning": 9,
