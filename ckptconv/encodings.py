@@ -121,7 +121,8 @@ def _quantized(args: tuple[Node, ...]) -> _Encoded:
         len(args) < 5
         or type(args[0]) is not Storage
         or type(args[4]) is not tuple
-        or type(next(iter(args[4]), 0)) is not Global
+        or not args[4]
+        or type(args[4][0]) is not Global
     ):
         return None
     storage, offset, shape, stride, params = args[:5]
