@@ -96,7 +96,8 @@ def _windows_path(call: Call, _: Node) -> Node:
 # --------------------------------------------------------------------------------------------------------------- numpy
 
 _NUMBERS = {"f2": "e", "f4": "f", "f8": "d", "b1": "?", "i1": "b", "i2": "h", "i4": "i", "i8": "q",
-            "u1": "B", "u2": "H", "u4": "I", "u8": "Q"}  # fmt: skip
+            "u1": "B", "u2": "H", "u4": "I", "u8": "Q", "c8": "2f", "c16": "2d"}  # fmt: skip
+_COMPLEX = Global("builtins", "complex")
 _ELEMENTS = {
     **{f"f{size}": f"float{8 * size}" for size in (2, 4, 8)},
     **{f"{sign[0]}{size}": f"{sign}{8 * size}" for sign in ("int", "uint") for size in (1, 2, 4, 8)},
@@ -128,13 +129,14 @@ def is_array(node: Node) -> bool:
 
 
 def _number(call: Call, _: Node) -> Node:
-    """`numpy.core.multiarray.scalar(dtype, bytes)` as a Python number; float32 and shorter widen exactly."""
+    """`numpy.core.multiarray.scalar(dtype, bytes)` as a Python number; float32, complex64 and shorter widen exactly."""
     element = _element(call.args[0]) if len(call.args) == 2 else None
     raw = _raw_bytes(call.args[1]) if element else None
     code = _NUMBERS.get(element[0]) if element else None
     if element is None or raw is None or code is None or len(raw) != struct.calcsize(code):
         return call
-    return struct.unpack((">" if element[1] else "<") + code, raw)[0]
+    parts = struct.unpack((">" if element[1] else "<") + code, raw)
+    return parts[0] if len(parts) == 1 else Call(_COMPLEX, parts)
 
 
 def _array(call: Call, state: Node) -> Node:
