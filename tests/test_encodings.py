@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from ckptconv import KeyRules, convert_checkpoint, load_portable, open_checkpoint
 from ckptconv.encodings import ENCODINGS
 from ckptconv.errors import KeyConflict, MalformedCheckpoint, RefusedObject
+from ckptconv.tensors import iter_chunks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -44,7 +45,7 @@ MAKERS: dict[str, Callable[[], torch.Tensor]] = {
     "bsc": lambda: DENSE.to_sparse_bsc((1, 2)),
     "per tensor": lambda: torch.quantize_per_tensor(DENSE, 0.1, 3, torch.quint8),
     "per tensor, int32": lambda: torch.quantize_per_tensor(DENSE, 1e-3 / 3, 0, torch.qint32),
-    "per tensor, a view": lambda: torch.quantize_per_tensor(torch.arange(24.0).reshape(2, 3, 4), 0.5, -7, torch.qint8)[:, 1].t(),
+    "per tensor, a view": lambda: torch.quantize_per_tensor(DENSE.repeat(2, 3, 1), 0.5, -7, torch.qint8)[:, 1].t(),
     "per tensor, 0-d": lambda: torch.quantize_per_tensor(torch.tensor(3.0), 0.1, 0, torch.qint8),
     "per channel": lambda: by_channel(torch.qint8, 0),
     "per channel, second axis": lambda: by_channel(torch.quint8, 1),
@@ -115,26 +116,24 @@ def test_a_torch_output_keeps_it(name, tmp_path):
 
 def test_the_components_mean_what_the_recipe_says(tmp_path):
     """Another program can read them: the names and fields are those of the table in `encodings`."""
-    quantized, sparse, complex128 = by_channel(torch.qint8, 1), DENSE.to_sparse_csr(), torch.randn(2, dtype=torch.complex128)
-    path = written({"q": quantized, "s": sparse, "c": complex128, "n": MAKERS["nested"]()}, tmp_path)
+    tree = {"q": by_channel(torch.qint8, 1), "s": DENSE.to_sparse_csr(), "c": torch.randn(2, dtype=torch.complex128)}
+    path = written({**tree, "n": MAKERS["nested"]()}, tmp_path)
     parts, told = load_file(path), recipes(path)
-    assert torch.equal(torch.view_as_complex(parts["c.real_imag"]), complex128) and told["c"]["dtype"] == "complex128"
-    again = torch.sparse_csr_tensor(
-        parts["s.compressed_indices"], parts["s.plain_indices"], parts["s.values"], told["s"]["size"]
-    )
-    assert torch.equal(again.to_dense(), DENSE) and told["s"]["layout"] == "torch.sparse_csr"
-    made = torch._make_per_channel_quantized_tensor(
-        parts["q.integers"], parts["q.scales"], parts["q.zero_points"], told["q"]["axis"]
-    )
-    assert torch.equal(made.dequantize(), quantized.dequantize())
+    assert torch.equal(torch.view_as_complex(parts["c.real_imag"]), tree["c"]) and told["c"]["dtype"] == "complex128"
+    compressed = [parts[f"s.{name}"] for name in ("compressed_indices", "plain_indices", "values")]
+    assert torch.equal(torch.sparse_csr_tensor(*compressed, told["s"]["size"]).to_dense(), DENSE)
+    assert told["s"]["layout"] == "torch.sparse_csr"
+    quantized = [parts[f"q.{name}"] for name in ("integers", "scales", "zero_points")]
+    made = torch._make_per_channel_quantized_tensor(*quantized, told["q"]["axis"])
+    assert torch.equal(made.dequantize(), tree["q"].dequantize())
     assert {name for name in parts if name.startswith("n.")} == {"n.buffer", "n.sizes", "n.strides", "n.offsets"}
 
 
 def test_key_rules_and_casts_apply_to_the_tensor_and_not_to_its_components(tmp_path):
     tree = {"module.w": torch.randn(3), "module.s": DENSE.to_sparse(), "module.c": torch.ones(1, dtype=torch.complex128)}
     path = written(tree, tmp_path, dtype="bf16")
-    assert {name: str(part.dtype) for name, part in load_file(path).items()} == {
-        "w": "torch.bfloat16", "s.indices": "torch.int64", "s.values": "torch.float32", "c.real_imag": "torch.float64"}  # fmt: skip
+    expected = {"w": "bfloat16", "s.indices": "int64", "s.values": "float32", "c.real_imag": "float64"}
+    assert {name: str(part.dtype).removeprefix("torch.") for name, part in load_file(path).items()} == expected
     assert list(recipes(written(tree, tmp_path, keys=KeyRules("keep", exclude=("*.c",))))) == ["module.s"]
 
 
@@ -164,14 +163,17 @@ def test_a_tensor_subclass_stays_in_a_torch_file_and_is_refused_in_safetensors(c
     source = corpus.parent / "produced" / "torchao_int8.pt"
     if not source.is_file():
         pytest.skip("the folder of files that frameworks wrote is not here")
-    with pytest.raises(
-        RefusedObject, match=r"0\.weight: .*torchao\.quantization\.Int8Tensor.*safetensors|safetensors.*Int8Tensor"
-    ):
+    with pytest.raises(RefusedObject, match=r"0\.weight: .*safetensors cannot hold \(torchao\.quantization\.Int8Tensor\)"):
         convert_checkpoint(source, tmp_path / "out.safetensors")
     convert_checkpoint(source, tmp_path / "out.pt", unknown="keep", fsync=False, verify=True)
-    with open_checkpoint(source) as before, open_checkpoint(tmp_path / "out.pt") as after:
-        assert [(path, ref.dtype, ref.shape) for path, ref in before.tensors()] == [
-            (path, ref.dtype, ref.shape) for path, ref in after.tensors()
+    assert contents(tmp_path / "out.pt") == contents(source) != []
+
+
+def contents(path: Path) -> list[tuple[str, str, tuple[int, ...], bytes]]:
+    """Path, dtype, shape and bytes of all tensors that a file holds, in whatever objects."""
+    with open_checkpoint(path) as checkpoint:
+        return [
+            (place, ref.dtype.name, ref.shape, b"".join(map(bytes, iter_chunks(ref)))) for place, ref in checkpoint.tensors()
         ]
 
 
