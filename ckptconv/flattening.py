@@ -50,8 +50,8 @@ def flatten(keys: Sequence[str | None], values: Sequence[Node], skipped: list[Sk
 def encoding_notes(flattened: Flattened) -> Iterator[str]:
     """Tell of the tensors that are encoded."""
     if flattened.recipes:
-        count, first = len(flattened.recipes), printable(next(iter(flattened.recipes)))
-        yield f"{count} tensors that safetensors has no form for ({first}, …) are encoded; ckptconv restores them"
+        names = printable(", ".join([*flattened.recipes][:3])) + ", …" * (len(flattened.recipes) > 3)
+        yield f"encoded, for safetensors has no such tensors, and restored by ckptconv: {names}"
 
 
 def refuse_unholdable(key: str, ref: TensorRef, dtype: DType) -> None:

@@ -172,9 +172,8 @@ def test_a_tensor_subclass_stays_in_a_torch_file_and_is_refused_in_safetensors(c
 def contents(path: Path) -> list[tuple[str, str, tuple[int, ...], bytes]]:
     """Path, dtype, shape and bytes of all tensors that a file holds, in whatever objects."""
     with open_checkpoint(path) as checkpoint:
-        return [
-            (place, ref.dtype.name, ref.shape, b"".join(map(bytes, iter_chunks(ref)))) for place, ref in checkpoint.tensors()
-        ]
+        found = list(checkpoint.tensors())
+        return [(place, ref.dtype.name, ref.shape, b"".join(map(bytes, iter_chunks(ref)))) for place, ref in found]
 
 
 # ------------------------------------------------------------------------------------------------------ foreign recipes

@@ -106,7 +106,7 @@ def late():
 """
     found = list(imported(ast.parse(source), ("ckptconv",)))
     assert found == ["ckptconv.report", "torch.nn", "ckptconv.sources.CHUNK", "ckptconv.keys"]
-    assert [own_module(name) for name in found] == ["report", None, "files", "keys"]
+    assert [own_module(name) for name in found] == ["report", None, "sources", "keys"]
     assert own_module("ckptconv.formats.detect.FORMATS") == "formats.detect"
     assert own_module("ckptconv.formats") == "formats.__init__"
     assert own_module("ckptconv.__version__") == "__init__"

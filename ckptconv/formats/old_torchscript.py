@@ -46,6 +46,8 @@ def open_old_torchscript(source: Source, records: Records, _: Callable[[Source],
     storages = ArchiveStorages(source, records, root)
     try:
         model = _parsed(read_limited(source, records[root + _MODEL], LIMITS.text_bytes))
+        if "mainModule" not in model:
+            raise MalformedCheckpoint("is a TorchScript archive of before torch 1.4 without a main module")
         tensors = _tensors(model, storages, root)
         attributes = _attributes(source, records, root)
         made = Call(ORDERED_DICT, ())

@@ -40,7 +40,7 @@ def open_torchscript(source: Source, records: Records, _: _Opener) -> Checkpoint
     storages = ArchiveStorages(source, records, root)
     tree = read_tree(source, records[f"{root}data.pkl"], storages)
     if type(tree) is not Call or type(tree.func) is not Global:
-        raise MalformedCheckpoint("its root is no module", path=source.path, where=f"{root}data.pkl")
+        raise MalformedCheckpoint("is a TorchScript archive whose root is no module", path=source.path, where=f"{root}data.pkl")
     code = _Code(source, records, root)
     made = state_dict_of(tree, code.parts)
     notes = _notes(tree, code)
