@@ -12,7 +12,7 @@ from ckptconv.limits import LIMITS
 from ckptconv.nodes import Call, Dict, Global, Node, mapping_pairs
 from ckptconv.plain_objects import plain_form
 from ckptconv.tensors import Storage, TensorObject, TensorRef
-from ckptconv.torch_objects import VALUELESS, WEIGHTS_ONLY
+from ckptconv.torch_objects import COPIES, VALUELESS, WEIGHTS_ONLY
 
 Unknown = Literal["refuse", "drop", "keep"]
 """What becomes of a refused object without a plain form."""
@@ -133,7 +133,7 @@ def refused_name(node: Node) -> str | None:
         name: str = node.name
         if name == "builtins.bytearray" and type(next(iter(node.args), b"")) is int:
             return name  # so many zero bytes: a file of a few bytes would take all memory
-        if name in WEIGHTS_ONLY and name not in VALUELESS and node.kwargs is None:
+        if name in WEIGHTS_ONLY and name not in VALUELESS and name not in COPIES and node.kwargs is None:
             return None
         return name
     if kind is Global:
