@@ -32,13 +32,17 @@ def flatten(keys: Sequence[str | None], values: Sequence[Node], skipped: list[Sk
     for key, value in zip(keys, values, strict=True):
         if key is None:
             continue
+        if type(value) is TensorRef and value.dtype.safetensors is not None and key not in tensors and key not in recipes:
+            tensors[key] = value  # nearly all are of this kind
+            continue
         if (made := flat(key, known.get(id(value), value))) is None:
             skipped.append(_skipped_value(key, value))
             continue
         if made.was is not None:
             rewritten.append(Rewritten(key, made.was))
             known[id(value)] = made.tensors[0][1]
-        if taken := next((name for name, _ in made.tensors if name in tensors), None):
+        names = [*(name for name, _ in made.tensors), *made.recipes]
+        if taken := next((name for name in names if name in tensors or name in recipes), None):
             raise KeyConflict(
                 f"is both a key and a component of the encoding of another ({printable(key)})", where=taken, hint="use --rename"
             )
