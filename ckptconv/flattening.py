@@ -9,6 +9,7 @@ from ckptconv.dtypes import DType
 from ckptconv.encodings import Recipe, flat, written_form
 from ckptconv.errors import KeyConflict, RefusedObject, printable
 from ckptconv.nodes import Call, Dict, Global, Node
+from ckptconv.plain_objects import spoken_name
 from ckptconv.settling import Rewritten, Skipped
 from ckptconv.tensors import TensorRef
 from ckptconv.torch_objects import is_tensor_call
@@ -77,7 +78,7 @@ def _skipped_value(key: str, value: Node) -> Skipped:
             hint="write a torch file (--to torch), or leave it out with --exclude",
         )
     if type(value) is Call:
-        return Skipped(key, f"not a tensor but {printable(value.name)}")
+        return Skipped(key, f"not a tensor but {printable(spoken_name(value, value.name))}")
     kind = {Dict: "dict", type(None): "None", Global: "a class"}.get(type(value), type(value).__name__)
     return Skipped(key, f"not a tensor but {kind}")
 
