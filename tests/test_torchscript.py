@@ -122,7 +122,8 @@ def test_the_tensors_of_old_classes_are_buffers_where_no_list_says_so(tmp_path):
 class Odd(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.eye(3).to_sparse())
+        dense = torch.tensor([[0.0, 2.0], [3.0, 0.0]])
+        self.coo = nn.Parameter(dense.to_sparse())
         self.register_buffer("quantized", torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8))
         self.register_buffer("wide", torch.ones(2, dtype=torch.complex128))
 
@@ -133,10 +134,13 @@ class Odd(nn.Module):
 def test_sparse_and_quantized_tensors_are_in_it_too(tmp_path):
     path = saved(tmp_path, Odd())
     expected = torch.jit.load(path).state_dict()
+    convert_checkpoint(path, tmp_path / "out.pt", fsync=False, verify=True)
     convert_checkpoint(path, tmp_path / "out.safetensors", fsync=False, verify=True)
-    for found in (load_portable(path), load_portable(tmp_path / "out.safetensors")):
+    for found in (load_portable(path), oracle.load(tmp_path / "out.pt"), load_portable(tmp_path / "out.safetensors")):
         assert set(found) == set(expected)
-        assert torch.equal(found["weight"].to_dense(), expected["weight"].to_dense())
+        assert found["coo"].layout is expected["coo"].layout is torch.sparse_coo
+        assert found["coo"].is_coalesced() == expected["coo"].is_coalesced()
+        assert torch.equal(found["coo"].to_dense(), expected["coo"].to_dense())
         assert torch.equal(found["quantized"].int_repr(), expected["quantized"].int_repr())
         assert torch.equal(found["wide"], expected["wide"])
 

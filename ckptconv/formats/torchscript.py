@@ -117,6 +117,24 @@ _NATIVE = "__torch__.torch.classes."
 """Where the classes that are written in C++ stand; they have no text, and pickle what they like (packed weights)."""
 
 
+_SPARSE = "torch._utils._rebuild_sparse_tensor"
+_COO = 1
+
+
+def _as_saved(value: Node) -> Node:
+    """A sparse tensor in the form of `torch.save`: TorchScript gives (layout, size, requires_grad, indices, values, hooks).
+
+    Layouts are numbers, and only COO tensors can be saved. Source: torch/csrc/jit/serialization/pickler.cpp, c10/core/Layout.h.
+    """
+    if type(value) is not Call or value.name != _SPARSE or len(value.args) != 6:
+        return value
+    number, size, _, indices, values, _ = value.args
+    if number != _COO:
+        raise MalformedCheckpoint("a sparse tensor has a layout that TorchScript does not save", where="data.pkl")
+    layout = Call(Global("torch.serialization", "_get_layout"), ("torch.sparse_coo",))
+    return Call(value.func, (layout, (indices, values, Call(Global("torch", "Size"), (size,)), False)))
+
+
 class _Code:
     """Finds the classes of an archive's modules in the texts of its code, each text read once.
 
@@ -142,7 +160,7 @@ class _Code:
             self.untold.add(module.name)
         buffers = cls.tensors - cls.parameters if cls.buffers is None else cls.buffers
         tensors = [
-            (key, value)
+            (key, _as_saved(value))
             for names in (cls.parameters, buffers)
             for key, value in pairs
             if key in names and (type(value) is TensorRef or is_tensor_call(value))
