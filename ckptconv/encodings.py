@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from ckptconv.dtypes import BY_NAME
 from ckptconv.errors import MalformedCheckpoint
 from ckptconv.nodes import ORDERED_DICT, Call, Global, Node
-from ckptconv.plain_objects import tensor_form
+from ckptconv.plain_objects import spoken_name, tensor_form
 from ckptconv.tensors import Storage, TensorObject, TensorRef, contiguous_stride, view_of
 
 ENCODINGS = "ckptconv.encodings"
@@ -47,7 +47,7 @@ def flat(key: str, value: Node) -> Flat | None:
     ref = value.tensor if type(value) is TensorObject else value if type(value) is TensorRef else None
     was = None
     if ref is None and (ref := tensor_form(value)) is not None:
-        was = value.name
+        was = spoken_name(value, value.name)
     if ref is not None:
         if ref.dtype.name not in _REALS:
             return Flat(((key, ref),), {}, was)

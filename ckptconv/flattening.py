@@ -9,6 +9,7 @@ from ckptconv.dtypes import DType
 from ckptconv.encodings import Recipe, flat, written_form
 from ckptconv.errors import KeyConflict, RefusedObject, printable
 from ckptconv.nodes import Call, Dict, Global, Node
+from ckptconv.plain_objects import spoken_name
 from ckptconv.settling import Rewritten, Skipped
 from ckptconv.tensors import TensorRef
 from ckptconv.torch_objects import is_tensor_call
@@ -32,13 +33,17 @@ def flatten(keys: Sequence[str | None], values: Sequence[Node], skipped: list[Sk
     for key, value in zip(keys, values, strict=True):
         if key is None:
             continue
+        if type(value) is TensorRef and value.dtype.safetensors is not None and key not in tensors and key not in recipes:
+            tensors[key] = value  # nearly all are of this kind
+            continue
         if (made := flat(key, known.get(id(value), value))) is None:
             skipped.append(_skipped_value(key, value))
             continue
         if made.was is not None:
             rewritten.append(Rewritten(key, made.was))
             known[id(value)] = made.tensors[0][1]
-        if taken := next((name for name, _ in made.tensors if name in tensors), None):
+        names = [*(name for name, _ in made.tensors), *made.recipes]
+        if taken := next((name for name in names if name in tensors or name in recipes), None):
             raise KeyConflict(
                 f"is both a key and a component of the encoding of another ({printable(key)})", where=taken, hint="use --rename"
             )
@@ -73,7 +78,7 @@ def _skipped_value(key: str, value: Node) -> Skipped:
             hint="write a torch file (--to torch), or leave it out with --exclude",
         )
     if type(value) is Call:
-        return Skipped(key, f"not a tensor but {printable(value.name)}")
+        return Skipped(key, f"not a tensor but {printable(spoken_name(value, value.name))}")
     kind = {Dict: "dict", type(None): "None", Global: "a class"}.get(type(value), type(value).__name__)
     return Skipped(key, f"not a tensor but {kind}")
 

@@ -123,6 +123,16 @@ def tensor_form(node: Node) -> TensorRef | None:
     return plain if type(plain) is TensorRef else None
 
 
+def spoken_name(node: Node, name: str) -> str:
+    """How messages call an object whose class or function is `name`: an array by its dtype, not by how it is pickled."""
+    if type(node) is not Call or name not in _ARRAYS:
+        return name
+    inside = (*node.args, *(node.state if type(node.state) is tuple else ()))
+    dtype = next((part for part in inside if type(part) is Call and part.name == "numpy.dtype"), None)
+    code = dtype.args[0] if dtype is not None and dtype.args else None
+    return f"numpy.ndarray of {code}" if type(code) is str else "numpy.ndarray"
+
+
 def is_array(node: Node) -> bool:
     """Whether a node is a numpy array whose values a tensor can hold."""
     return type(node) is Call and node.name in _ARRAYS and tensor_form(node) is not None

@@ -10,7 +10,7 @@ from ckptconv.checkpoint import Place, place_text, walk
 from ckptconv.errors import RefusedObject, printable
 from ckptconv.limits import LIMITS
 from ckptconv.nodes import Call, Dict, Global, Node, mapping_pairs
-from ckptconv.plain_objects import plain_form
+from ckptconv.plain_objects import plain_form, spoken_name
 from ckptconv.tensors import Storage, TensorObject, TensorRef
 from ckptconv.torch_objects import COPIES, VALUELESS, WEIGHTS_ONLY
 
@@ -52,6 +52,7 @@ def settle_objects(root: Node, overlay: dict[int, Node], unknown: Unknown) -> Se
     refused: list[tuple[Place, str]] = []
     for place, node in walk(root, overlay, settled.cycles):
         if type(node) is not TensorRef and unknown != "keep" and (name := refused_name(node)) is not None:
+            name = spoken_name(node, name)
             if not _settle(node, name, place, overlay, settled, drop=unknown == "drop"):
                 refused.append((place, name))
             node = overlay.get(id(node), node)

@@ -119,6 +119,51 @@ def test_the_tensors_of_old_classes_are_buffers_where_no_list_says_so(tmp_path):
         assert any("do not list their buffers" in note for note in checkpoint.notes)
 
 
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        dense = torch.tensor([[0.0, 2.0], [3.0, 0.0]])
+        self.coo = nn.Parameter(dense.to_sparse())
+        self.register_buffer("quantized", torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8))
+        self.register_buffer("wide", torch.ones(2, dtype=torch.complex128))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_sparse_and_quantized_tensors_are_in_it_too(tmp_path):
+    path = saved(tmp_path, Odd())
+    expected = torch.jit.load(path).state_dict()
+    convert_checkpoint(path, tmp_path / "out.pt", fsync=False, verify=True)
+    convert_checkpoint(path, tmp_path / "out.safetensors", fsync=False, verify=True)
+    for found in (load_portable(path), oracle.load(tmp_path / "out.pt"), load_portable(tmp_path / "out.safetensors")):
+        assert set(found) == set(expected)
+        assert found["coo"].layout is expected["coo"].layout is torch.sparse_coo
+        assert found["coo"].is_coalesced() == expected["coo"].is_coalesced()
+        assert torch.equal(found["coo"].to_dense(), expected["coo"].to_dense())
+        assert torch.equal(found["quantized"].int_repr(), expected["quantized"].int_repr())
+        assert torch.equal(found["wide"], expected["wide"])
+
+
+def test_packed_and_frozen_weights_are_told_of(tmp_path):
+    packed = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), {nn.Linear})
+    path = saved(tmp_path, packed)
+    with open_checkpoint(path) as checkpoint:
+        assert list(checkpoint.state_dict().keys) == list(torch.jit.load(path).state_dict())
+        assert any("left out: __torch__.torch.classes.quantized.LinearPackedParamsBase" in note for note in checkpoint.notes)
+    torch.jit.save(torch.jit.freeze(torch.jit.script(nn.Linear(2, 2).eval())), tmp_path / "frozen.pt")
+    with open_checkpoint(tmp_path / "frozen.pt") as checkpoint:
+        assert torch.jit.load(tmp_path / "frozen.pt").state_dict() == {} and list(checkpoint.tensors()) == []
+        assert any("constants of its code" in note for note in checkpoint.notes)
+
+
+def test_two_roots_in_one_archive_are_no_torchscript(tmp_path):
+    path = saved(tmp_path, nn.Linear(1, 1))
+    moved = oracle.rezipped(path, tmp_path / "moved.pt", name=lambda name: name.replace("scripted/constants", "b/constants"))
+    with pytest.raises(CheckpointError):
+        convert_checkpoint(moved, tmp_path / "out.pt")
+
+
 class Own(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ from typing import Any
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
-from ckptconv.formats.records import ArchiveStorages, Records, read_limited, root_folder
+from ckptconv.formats.records import ArchiveStorages, Records, checksum_notes, read_limited, root_folder
 from ckptconv.limits import LIMITS
 from ckptconv.nodes import ORDERED_DICT, Call, Node
 from ckptconv.sources import Source
@@ -55,7 +55,8 @@ def open_old_torchscript(source: Source, records: Records, _: Callable[[Source],
     except CheckpointError as error:
         raise error.at(path=source.path, where=root + _MODEL) from error.__cause__
     note = "a TorchScript archive of before torch 1.4, taken as its state dict; its code is left out"
-    return Checkpoint(source.path, NAME, made, source.size, notes=(note,), sources=(source, *storages.inflated))
+    notes = (note, *checksum_notes(records))
+    return Checkpoint(source.path, NAME, made, source.size, notes=notes, sources=(source, *storages.inflated))
 
 
 def _parsed(raw: bytes) -> Any:

@@ -6,7 +6,7 @@ Archives of `torch.save` and of TorchScript have them alike: ``data.pkl`` and ``
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
 from ckptconv import archives
@@ -27,6 +27,12 @@ def root_folder(records: Records, name: str) -> str | None:
     """The folder that holds the record `name`, with its slash; None where there is none, or several."""
     found = [record[: -len(name)] for record in records if record.endswith(f"/{name}") and record.count("/") == 1]
     return found[0] if len(found) == 1 else None
+
+
+def checksum_notes(records: Records) -> Iterator[str]:
+    """Tell of an archive that was written without checksums."""
+    if any(record.size and record.crc32 is None for record in records.values()):
+        yield "the archive has no checksums (CRC-32 fields are 0), so damage cannot be noticed"
 
 
 def read_tree(source: Source, record: Record, storages: ArchiveStorages) -> Node:

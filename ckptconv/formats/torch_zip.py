@@ -16,7 +16,7 @@ from ckptconv.checkpoint import Checkpoint, Overlay
 from ckptconv.compaction import CastRule, NewStorage, compact
 from ckptconv.dtypes import UINT8
 from ckptconv.errors import MalformedCheckpoint, UnsupportedCheckpoint, printable
-from ckptconv.formats.records import ArchiveStorages, Records, read_tree
+from ckptconv.formats.records import ArchiveStorages, Records, checksum_notes, read_tree
 from ckptconv.layout import Layout, WriteItem
 from ckptconv.nodes import Node, made
 from ckptconv.pickling import write_pickle
@@ -71,8 +71,7 @@ def _notes(records: Records, root: str, storages: ArchiveStorages) -> Iterable[s
     others = [name for name in records if name not in known and name not in storages.used]
     if others:
         yield f"{len(others)} records belong to no tensor and are left out, e.g. {printable(others[0])}"
-    if any(record.size and record.crc32 is None for record in records.values()):
-        yield "the archive has no checksums (CRC-32 fields are 0), so damage cannot be noticed"
+    yield from checksum_notes(records)
 
 
 # ------------------------------------------------------------------------------------------------------------- writing

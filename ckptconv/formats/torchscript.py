@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.errors import MalformedCheckpoint, printable
-from ckptconv.formats.records import ArchiveStorages, Records, read_limited, read_tree, root_folder
+from ckptconv.formats.records import ArchiveStorages, Records, checksum_notes, read_limited, read_tree, root_folder
 from ckptconv.limits import LIMITS
 from ckptconv.module_walk import Parts, state_dict_of
 from ckptconv.nodes import Call, Dict, Global, Node
@@ -28,7 +28,8 @@ _Opener = Callable[[Source], Checkpoint]
 
 def is_torchscript(records: Records) -> bool:
     """Whether these are the records of a TorchScript archive of torch 1.4 or newer."""
-    return root_folder(records, "data.pkl") is not None and root_folder(records, "constants.pkl") is not None
+    root = root_folder(records, "data.pkl")
+    return root is not None and f"{root}constants.pkl" in records
 
 
 def open_torchscript(source: Source, records: Records, _: _Opener) -> Checkpoint:
@@ -43,15 +44,18 @@ def open_torchscript(source: Source, records: Records, _: _Opener) -> Checkpoint
         raise MalformedCheckpoint("is a TorchScript archive whose root is no module", path=source.path, where=f"{root}data.pkl")
     code = _Code(source, records, root)
     made = state_dict_of(tree, code.parts)
-    notes = _notes(tree, code)
-    return Checkpoint(source.path, NAME, made, source.size, notes=tuple(notes), sources=(source, *storages.inflated))
+    notes = (*_notes(tree, code), *([] if made.pairs else [_EMPTY]), *checksum_notes(records))
+    return Checkpoint(source.path, NAME, made, source.size, notes=notes, sources=(source, *storages.inflated))
+
+
+_EMPTY = "it has no parameters and no buffers: those of a frozen module are constants of its code"
 
 
 def _notes(root: Call, code: _Code) -> Iterator[str]:
     yield f"a TorchScript archive, taken as the state dict of {printable(root.name)}; its code is left out"
     if code.opaque:
-        count, first = len(code.opaque), printable(min(code.opaque))
-        yield f"{count} classes ({first}, …) keep their state in a way of their own; their tensors are left out"
+        count, first = len(code.opaque), printable(", ".join(sorted(code.opaque)[:3])) + ", …" * (len(code.opaque) > 3)
+        yield f"{count} classes keep their state in a way of their own, so their tensors are left out: {first}"
     if code.untold:
         yield "its classes do not list their buffers (before torch 1.6): all their tensors but the parameters are taken as such"
 
@@ -109,6 +113,28 @@ def _unquoted(quoted: str) -> str:
     return _ESCAPE.sub(meant, quoted.encode()).decode("utf-8", "replace")
 
 
+_NATIVE = "__torch__.torch.classes."
+"""Where the classes that are written in C++ stand; they have no text, and pickle what they like (packed weights)."""
+
+
+_SPARSE = "torch._utils._rebuild_sparse_tensor"
+_COO = 1
+
+
+def _as_saved(value: Node) -> Node:
+    """A sparse tensor in the form of `torch.save`: TorchScript gives (layout, size, requires_grad, indices, values, hooks).
+
+    Layouts are numbers, and only COO tensors can be saved. Source: torch/csrc/jit/serialization/pickler.cpp, c10/core/Layout.h.
+    """
+    if type(value) is not Call or value.name != _SPARSE or len(value.args) != 6:
+        return value
+    number, size, _, indices, values, _ = value.args
+    if number != _COO:
+        raise MalformedCheckpoint("a sparse tensor has a layout that TorchScript does not save", where="data.pkl")
+    layout = Call(Global("torch.serialization", "_get_layout"), ("torch.sparse_coo",))
+    return Call(value.func, (layout, (indices, values, Call(Global("torch", "Size"), (size,)), False)))
+
+
 class _Code:
     """Finds the classes of an archive's modules in the texts of its code, each text read once.
 
@@ -134,7 +160,7 @@ class _Code:
             self.untold.add(module.name)
         buffers = cls.tensors - cls.parameters if cls.buffers is None else cls.buffers
         tensors = [
-            (key, value)
+            (key, _as_saved(value))
             for names in (cls.parameters, buffers)
             for key, value in pairs
             if key in names and (type(value) is TensorRef or is_tensor_call(value))
@@ -143,6 +169,9 @@ class _Code:
 
     def _is_module(self, value: Node) -> bool:
         if type(value) is not Call or type(value.func) is not Global or not value.func.module.startswith("__torch__"):
+            return False
+        if value.func.module.startswith(_NATIVE):
+            self.opaque.add(value.name)
             return False
         return self._class_of(value.func).is_module
 
