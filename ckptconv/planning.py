@@ -174,7 +174,8 @@ def _target_format(output: Path, to: Target | None) -> Target:
         return to
     if (found := _SUFFIXES.get(output.suffix.lower())) is not None:
         return found
-    raise CheckpointError("its name does not say which format to write", path=output, hint="add --to torch, safetensors or dcp")
+    hint = "add --to torch or --to safetensors (or dcp)"
+    raise CheckpointError("its name does not say which format to write", path=output, hint=hint)
 
 
 def keeps_modules(output: str | os.PathLike[str], options: Options) -> bool:

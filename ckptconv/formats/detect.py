@@ -150,8 +150,11 @@ def open_checkpoint(path: Named, *, tag: str | None = None, whole_modules: bool 
     except BaseException as error:
         for one in opened:
             one.close()
+        at = paths[len(opened)] if len(opened) < len(paths) else paths[0]
         if isinstance(error, CheckpointError):
-            raise error.at(path=paths[len(opened)] if len(opened) < len(paths) else paths[0]) from error.__cause__
+            raise error.at(path=at) from error.__cause__
+        if isinstance(error, OSError):  # a name too long, a folder that is closed to us
+            raise UnsupportedCheckpoint(f"cannot be opened: {os.strerror(error.errno or 0)}", path=at) from error
         raise
 
 
