@@ -83,7 +83,10 @@ def test_a_pickle_inside_an_archive_is_found_under_its_name(tmp_path):
             archive.writestr("notes.txt", "epoch 3")
         with open_checkpoint(tmp_path / "all.zip") as checkpoint:
             found = {path: b"".join(map(bytes, iter_chunks(ref))) for path, ref in checkpoint.tensors()}
-            assert checkpoint.notes == ("1 members are no checkpoints and are left out: notes.txt",)
+            *bare, left = checkpoint.notes
+            assert left == "1 members are no checkpoints and are left out: notes.txt"
+            stored = compression == zipfile.ZIP_STORED
+            assert bare == (["raw.pkl, old.pth: without checksums inside, so damage cannot be noticed"] if stored else [])
         assert found == {
             "raw.pkl.w": torch.arange(4.0).numpy().tobytes(),
             "deep/new.pt.v": bytes(8),
@@ -144,6 +147,15 @@ def test_a_flipped_bit_of_a_checkpoint_in_an_archive_fails_the_conversion(tmp_pa
     damaged[damaged.index(torch.arange(64.0).numpy().tobytes()) + 9] ^= 1
     with pytest.raises(CheckpointError, match="CRC-32"):
         convert_checkpoint(write(tmp_path / "all.zip", bytes(damaged)), tmp_path / "out.pt", fsync=False)
+
+
+def test_a_flipped_bit_of_a_deflated_member_is_noticed_when_opening(tmp_path):
+    with zipfile.ZipFile(tmp_path / "all.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("raw.pkl", pickle.dumps({"w": torch.randn(100)}))
+    damaged = bytearray((tmp_path / "all.zip").read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    with pytest.raises(MalformedCheckpoint, match=r"raw\.pkl"):
+        open_checkpoint(write(tmp_path / "all.zip", bytes(damaged)))
 
 
 def test_streams_within_streams_have_an_end(tmp_path):

@@ -6,12 +6,16 @@ import io
 import random
 import struct
 import tarfile
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import oracle
 import pytest
 import torch
+import trees
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from old_torch import (
     Made,
     Name,
@@ -68,6 +72,49 @@ def test_torch_sees_the_same_tree_in_the_output(tmp_path):
     assert without_storages(oracle.flatten(found)) == without_storages(oracle.compacted(seen_by_torch(source)))
     assert found["state_dict"]["view"].data_ptr() == found["state_dict"]["all"].data_ptr() + 8
     assert seen_by_torch(source)["state_dict"]["view"].tolist() == [[2, 4], [3, 5]]
+
+
+CLASSES = {"Float": torch.float32, "Double": torch.float64, "Half": torch.float16, "Long": torch.int64, "Int": torch.int32,
+           "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8}  # fmt: skip
+
+
+@st.composite
+def checkpoints(draw: st.DrawFn) -> bytes:
+    """A tar checkpoint of storages of any class, views of them and of views, and tensors over all of these."""
+    storages, views, tensors = [], [], []
+    homes: dict[int, tuple[str, int]] = {}
+    for key in range(1, draw(st.integers(2, 4))):
+        cls, numel = draw(st.sampled_from(list(CLASSES))), draw(st.integers(0, 12))
+        values = trees.random_bytes(key, numel * CLASSES[cls].itemsize, torch.uint8).numpy().tobytes()
+        storages.append((key, draw(st.sampled_from(["cpu", "cuda:1"])), f"{cls}Storage", values, numel))
+        homes[key] = cls, numel
+    for key in range(11, draw(st.integers(11, 14))):
+        root = draw(st.sampled_from(list(homes)))
+        start = draw(st.integers(0, homes[root][1]))
+        size = draw(st.integers(0, homes[root][1] - start))
+        views.append((key, root, start, size))
+        homes[key] = homes[root][0], size
+    for key, (home, (cls, numel)) in enumerate(homes.items(), 21):
+        offset = draw(st.integers(0, numel))
+        rows = draw(st.integers(0, numel - offset))
+        shape, stride = draw(st.sampled_from([((rows,), (1,)), ((rows, 2), (1, 0)), ((2, rows), (0, 1))]))
+        tensors.append((key, home, f"{cls}Tensor", shape, stride, offset))
+    tree = {f"w{key}": Persistent(key) for key, *_ in tensors}
+    return tar_checkpoint(tar_storages(storages, tuple(views)), tar_tensors(tensors), tree)
+
+
+@given(checkpoints())
+@settings(max_examples=100, deadline=None)
+def test_any_storages_views_and_tensors_are_seen_as_torch_sees_them(content):
+    with tempfile.TemporaryDirectory() as folder:
+        source = write(Path(folder) / "old.pt", content)
+        expected = seen_by_torch(source)
+        convert_checkpoint(source, Path(folder) / "new.pt", keys="keep", fsync=False)
+        for found in (oracle.load(Path(folder) / "new.pt"), load_portable(source, keys="keep", map_location="cpu")):
+            assert list(found) == list(expected)
+            for key, tensor in expected.items():
+                assert (found[key].dtype, found[key].shape) == (tensor.dtype, tensor.shape)
+                assert oracle.stored_bytes(found[key]) == oracle.stored_bytes(tensor)
 
 
 def test_safetensors_and_live_tensors_have_the_values(tmp_path):

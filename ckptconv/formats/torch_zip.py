@@ -155,28 +155,34 @@ def _open_members(source: Source, records: Mapping[str, Record], opener: Callabl
         return None
     _refuse_bombs(source, records)
     spool = Spool()
-    found: dict[str, Checkpoint] = {}
     inners = {name: _member_source(source, record, spool) for name, record in records.items()}
     try:
-        for name, inner in inners.items():
-            if (member := _open_member(name, inner, opener)) is not None:
-                found[name] = member
-    finally:
-        if not found:
-            spool.close()
+        opened = {name: _open_member(name, inner, opener) for name, inner in inners.items()}
+    except BaseException:
+        spool.close()
+        raise
+    found = {name: member for name, member in opened.items() if member is not None}
     if not found:
+        spool.close()
         return None
-    notes = [f"{name}: {note}" for name, member in found.items() for note in member.notes]
-    if left := [name for name in records if name not in found]:
-        notes.append(f"{len(left)} members are no checkpoints and are left out: {printable(', '.join(left))}")
     return Checkpoint(
         path=source.path,
         format="zip of checkpoints",
         root=Dict([(name, member.root) for name, member in found.items()]),
         nbytes=source.size,
-        notes=tuple(notes),
+        notes=tuple(_member_notes(records, found)),
         sources=(source, *inners.values(), *(inner for member in found.values() for inner in member.sources)),
     )
+
+
+def _member_notes(records: Mapping[str, Record], found: Mapping[str, Checkpoint]) -> Iterable[str]:
+    for name, member in found.items():
+        yield from (f"{printable(name)}: {note}" for note in member.notes)
+    # A deflated member is checked while it is inflated; a zip archive inside has checksums of its own.
+    if bare := [name for name, member in found.items() if member.format != NAME and not records[name].deflated]:
+        yield f"{printable(', '.join(bare))}: without checksums inside, so damage cannot be noticed"
+    if left := [name for name in records if name not in found]:
+        yield f"{len(left)} members are no checkpoints and are left out: {printable(', '.join(left))}"
 
 
 def _member_source(source: Source, record: Record, spool: Spool) -> Source:
@@ -193,7 +199,7 @@ def _open_member(name: str, inner: Source, opener: Callable[[Source], Checkpoint
     except CheckpointError as error:
         if isinstance(error, UnsupportedCheckpoint) and error.where is None:
             return None
-        error.where = ": ".join([name, *([error.where] if error.where else [])])
+        error.where = name if error.where in (None, name) else f"{name}: {error.where}"
         raise
 
 
