@@ -29,8 +29,9 @@ Overlay = Mapping[int, Node]
 class Checkpoint:
     """An opened checkpoint: its tree, with `TensorRef` leaves that still lie in the file.
 
-    `format` is what its container is called: ``torch zip``, ``torch legacy``, ``safetensors``, ``memory``, …; `metadata` are a safetensors file's own strings; `notes`
-    tell what was odd about the file without being wrong. Use it as a context manager, or `close()` it.
+    `format` is what its container is called: ``torch zip``, ``torch legacy``, ``safetensors``, ``memory``, …; `metadata` are
+    a safetensors file's own strings; `notes` tell what was odd about the file without being wrong. Use it as a context
+    manager, or `close()` it.
     """
 
     path: Path
@@ -137,7 +138,8 @@ def walk(root: Node, overlay: Overlay | None = None, cycles: list[Place] | None 
         for label, child in remaining:
             if type(child) in _PLAIN:
                 continue
-            child = over.get(id(child), child)
+            if over:
+                child = over.get(id(child), child)
             if id(child) in seen or type(child) in _PLAIN:
                 if id(child) in entered and cycles is not None:
                     cycles.append((place, label, holder))
@@ -145,7 +147,8 @@ def walk(root: Node, overlay: Overlay | None = None, cycles: list[Place] | None 
             seen.add(id(child))
             here = (place, label, holder)
             yield here, child
-            child = over.get(id(child), child)
+            if over:
+                child = over.get(id(child), child)
             if type(child) in _CONTAINERS:
                 work.append((here, child, _inner(child)))
                 entered.add(id(child))
@@ -221,8 +224,15 @@ def choose_state_dict(root: Node, only: str | None, path: Path) -> StateDict:
     )
 
 
+_EMA = ("ema", "state_dict_ema", "ema_state_dict", "model_ema", "params_ema", "ema_model")
+"""Labels under which training scripts keep the exponential moving average; ``ema`` finds whichever there is."""
+
+
 def find(root: Node, path: str, file: Path) -> Node:
     """The node at a dotted path such as ``optimizer.state``; keys may hold dots themselves."""
+    if path == "ema":
+        labels = {label_text(label) for label, _ in children(root)}
+        path = next((name for name in _EMA if name in labels), path)
     work = [(root, path)]
     while work:
         node, rest = work.pop()

@@ -40,16 +40,22 @@ def cli() -> None:
     as a torch or a safetensors file, tagged for the device of your choice. Nothing in the file is executed."""
 
 
+_TAG = click.option("--tag", metavar="TAG", help="The step to read, where IN is a folder of several, e.g. global_step500.")
+
+
 def _output_options(command: F) -> F:
     """The arguments and options that every writing command has."""
     options = [
-        click.argument("source", metavar="IN", type=_FILE),
+        click.argument("sources", metavar="IN...", type=_FILE, nargs=-1, required=True),
         click.argument("output", metavar="OUT", type=_FILE),
         click.option("--device", metavar="TAG", help="Location tag to write: cpu (default), cuda:1, mps, ..., keep, auto."),
         click.option("--map-location", metavar="OLD=NEW", multiple=True, help="Map one location tag, e.g. cuda:3=cuda:0."),
-        click.option("--to", type=click.Choice(["torch", "safetensors"]), help="Output format, if OUT's name does not say."),
+        click.option("--to", type=click.Choice(["torch", "safetensors", "dcp"]),
+                     help="Output format, if OUT's name does not say; dcp: a folder that FSDP training resumes from."),
         click.option("--dtype", metavar="DTYPE", help="Cast floating tensors: f32, f16, bf16, f64, f8_e4m3, f8_e5m2."),
+        click.option("--max-shard-size", metavar="SIZE", help="Split the state dict into shards, e.g. of 5GB, and an index."),
         click.option("--only", metavar="PATH", help="Convert one part of the checkpoint, e.g. state_dict or ema."),
+        _TAG,
         click.option("--include", metavar="GLOB", multiple=True, help="Keep only (resulting) keys that match."),
         click.option("--exclude", metavar="GLOB", multiple=True, help="Leave out (resulting) keys that match."),
         click.option("--tied", type=click.Choice(["alias", "duplicate"]), default="alias", show_default=True,
@@ -76,6 +82,8 @@ Examples:
   ckptconv convert in.safetensors out.pt --add-prefix module.
   ckptconv convert in.pt out.safetensors --dtype bf16 --include 'model.*' --exclude '*.num_batches_tracked'
   ckptconv convert train.pt ema.safetensors --only ema
+  ckptconv convert rank0.pt rank1.pt out.safetensors
+  ckptconv convert in.pt dcp_folder --to dcp
   ckptconv convert in.pt in.pt --force --verify"""
 )
 @_output_options
@@ -85,7 +93,8 @@ Examples:
 @click.option("--rename", metavar="OLD=NEW", multiple=True, help="Replace a literal prefix of keys.")
 @click.option("--add-prefix", metavar="PREFIX", default="", help="Put this before every key.")
 def convert(keys: str, strip_prefix: tuple[str, ...], rename: tuple[str, ...], add_prefix: str, **given: Any) -> None:
-    """Convert checkpoint IN to OUT: keys normalised, tagged for the CPU, in the format that OUT's name says."""
+    """Convert checkpoint IN to OUT: keys normalised, tagged for the CPU, in the format that OUT's name says. Several INs are
+    the files of all ranks of one checkpoint."""
     pairs = tuple(_pair("--rename", text) for text in rename)
     _convert(given, wrappers=keys, strip_prefixes=strip_prefix, renames=pairs, add_prefix=add_prefix)
 
@@ -124,22 +133,23 @@ Examples:
   ckptconv inspect in.safetensors --depth 4
   ckptconv inspect in.pt --json | jq .portable"""
 )
-@click.argument("source", metavar="IN", type=_FILE)
+@click.argument("sources", metavar="IN...", type=_FILE, nargs=-1, required=True)
 @click.option("--depth", type=click.IntRange(0, 50), default=2, show_default=True, help="Levels of the tree to show.")
+@_TAG
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
-def inspect(source: Path, depth: int, as_json: bool) -> None:
+def inspect(sources: tuple[Path, ...], depth: int, tag: str | None, as_json: bool) -> None:
     """Show what is in checkpoint IN, where it was saved, and what will not load and why. Reads no tensor's bytes."""
     from ckptconv import report
     from ckptconv.formats.detect import open_checkpoint
     from ckptconv.inspection import inspect_checkpoint
 
-    with _errors(as_json), open_checkpoint(source) as checkpoint:
+    with _errors(as_json), open_checkpoint(sources, tag=tag) as checkpoint:
         found = inspect_checkpoint(checkpoint, depth)
     if as_json:
         _print_json(report.inspection_document(found))
         return
     portable, text = report.verdict(found)
-    click.secho(printable(source), bold=True)
+    click.secho(printable(", ".join(map(str, sources))), bold=True)
     _print_lines(report.inspection_lines(found))
     for line in report.tree_lines(found.root):
         click.echo(f"  {line}")
@@ -172,17 +182,17 @@ def _pair(option: str, text: str) -> tuple[str, str]:
 
 
 def _convert(given: dict[str, Any], **rules: Any) -> None:
-    from ckptconv.outputs import check_output
     from ckptconv.formats.detect import open_checkpoint
+    from ckptconv.outputs import check_folder, check_output
     from ckptconv.planning import plan_conversion
 
-    source, output = given["source"], given["output"]
+    output = given["output"]
     with _errors(given["as_json"], usage=True):
         options = _options(given, rules)
     with _errors(given["as_json"]):
-        if not given["dry_run"]:
-            check_output(output, force=given["force"])
-        with open_checkpoint(source) as checkpoint:
+        if not given["dry_run"] and options.max_shard_size is None:
+            (check_folder if given["to"] == "dcp" else check_output)(output, force=given["force"])
+        with open_checkpoint(given["sources"], tag=given["tag"]) as checkpoint:
             plan = plan_conversion(checkpoint, output, options)
             (_show_plan if given["dry_run"] else _execute)(plan, given)
 
@@ -193,11 +203,13 @@ def _options(given: dict[str, Any], rules: dict[str, Any]) -> Options:
     from ckptconv.dtypes import floating_dtype
     from ckptconv.keys import KeyRules
     from ckptconv.planning import Options
+    from ckptconv.sharding import parse_size
 
     keys: KeyRules = KeyRules(**rules, include=given["include"], exclude=given["exclude"])
     tags = tag_map(given["device"], given["map_location"])
     dtype = floating_dtype(given["dtype"]) if given["dtype"] else None
-    return Options(given["to"], keys, tags, dtype, given["only"], given["tied"], given["unknown"])
+    limit = parse_size(given["max_shard_size"]) if given["max_shard_size"] else None
+    return Options(given["to"], keys, tags, dtype, given["only"], given["tied"], given["unknown"], limit)
 
 
 def _show_plan(plan: ConversionPlan, given: dict[str, Any]) -> None:

@@ -43,8 +43,18 @@ class Limits:
     """Checkpoints within checkpoints: an archive of archives of pickles with torch streams inside."""
     dimensions: int = 64
     """Dimensions of one tensor, as in torch and numpy."""
+    open_files: int = 128
+    """Files of one checkpoint that are open at a time (a process may often open 1,024)."""
+    sharded_dimensions: int = 8
+    """Dimensions along which one tensor is split into chunks (real meshes split two)."""
+    list_gaps: int = 100_000
+    """Places in the lists of a DCP checkpoint under which nothing was saved."""
     safetensors_header_bytes: int = 100_000_000
     """Size of a safetensors header, the same as in the safetensors library."""
+    index_bytes: int = 100_000_000
+    """Size of the JSON index of a sharded checkpoint."""
+    shards: int = 100_000
+    """Files of one sharded checkpoint."""
 
 
 LIMITS = Limits()

@@ -6,7 +6,6 @@ class or function is looked up by a name that a file holds, but for torch's own 
 
 from __future__ import annotations
 
-import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,7 +15,7 @@ from ckptconv.collector import collector_paused
 from ckptconv.devices import require_device, resolve_map_location
 from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.errors import CheckpointError, LimitExceeded, RefusedObject, printable
-from ckptconv.formats.detect import open_checkpoint
+from ckptconv.formats.detect import Named, open_checkpoint
 from ckptconv.keys import KeyRules, map_keys
 from ckptconv.nodes import ORDERED_DICT, Call, Dict, Global, Node, mapping_pairs
 from ckptconv.planning import rename_state_dicts
@@ -33,7 +32,7 @@ MapLocation = Any
 
 
 def load_portable(
-    path: str | os.PathLike[str],
+    path: Named,
     map_location: MapLocation = "cpu",
     *,
     whole: bool = False,
@@ -41,6 +40,7 @@ def load_portable(
     keys: Literal["strip", "keep"] | KeyRules = "strip",
     mmap: bool = True,
     unknown: Unknown = "refuse",
+    tag: str | None = None,
 ) -> Any:
     """The state dict of a checkpoint as an `OrderedDict` of tensors under bare keys, or the whole tree with `whole`.
 
@@ -49,7 +49,8 @@ def load_portable(
     tensors on the CPU are mapped copy-on-write, as by `torch.load(mmap=True)`: nothing is read until it is used, and the
     file must not be overwritten in place meanwhile (`save_portable` and ckptconv replace files, which is safe); with
     ``mmap=False`` they are read at once and checked against the archive's CRC-32. `unknown` says what to do, with `whole`,
-    about objects that `weights_only=True` refuses and that have no plain form. Nothing in the file is executed.
+    about objects that `weights_only=True` refuses and that have no plain form. A sequence of paths are the files of all
+    ranks of one checkpoint; `tag` picks a step where `path` is a folder of several. Nothing in the file is executed.
 
     Raises `CheckpointError`; `DeviceUnavailable` when a tag cannot be served here.
 
@@ -57,7 +58,7 @@ def load_portable(
     device(type='cpu')
     """
     rules = keys if isinstance(keys, KeyRules) else KeyRules(wrappers=keys)
-    with open_checkpoint(path) as checkpoint:
+    with open_checkpoint(path, tag=tag) as checkpoint:
         try:
             with collector_paused():
                 root, overlay = _selected(checkpoint, only, whole, rules, unknown)
@@ -126,6 +127,7 @@ class _Live:
         self._mmap = mmap
         self._maps: dict[int, torch.UntypedStorage] = {}
         self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
+        self._checked: set[int] = set()
         self._made: dict[int, Any] = {}
         self._overlay: Mapping[int, Node] = {}
         self._dtypes = {name: getattr(torch, name) for name in BY_NAME if hasattr(torch, name)}
@@ -235,6 +237,8 @@ class _Live:
             storage = self._storage(ref.storage, ref.dtype)
         else:
             raw = ref._replace(conj=False, neg=False)
+            for piece in ref.pieces:
+                self._check(piece.storage)
             offset, stride = 0, ref.stride
             storage = self._restore(self._filled(raw), ref.location)
         tensor = self._torch.empty(0, dtype=dtype, device=storage.device)
@@ -276,9 +280,15 @@ class _Live:
                 mapped = self._maps[id(source)] = self._mapped(source)
             part: torch.UntypedStorage = mapped[storage.offset : storage.offset + storage.nbytes]
             return part
-        if not self._mmap:
-            check_storage(storage)
+        self._check(storage)
         return self._filled(whole_storage(storage, 0, storage.nbytes, dtype))
+
+    def _check(self, storage: Storage) -> None:
+        """Hold a storage, or the one that it is part of, against its checksum, once; what is mapped is not read for that."""
+        whole = storage.part_of or storage
+        if not self._mmap and id(whole) not in self._checked:
+            self._checked.add(id(whole))
+            check_storage(whole)
 
     def _mapped(self, source: FileSource) -> torch.UntypedStorage:
         mapped = self._torch.UntypedStorage.from_file(source.mappable_path(), False, source.size)

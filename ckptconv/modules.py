@@ -18,6 +18,7 @@ from ckptconv.substitution import calls_of, substituted
 from ckptconv.torch_objects import is_tensor_call
 
 _PARTS = ("_parameters", "_buffers", "_modules")
+_LISTED = 3
 _NOT_SAVED = "_non_persistent_buffers_set"
 
 
@@ -41,7 +42,8 @@ def flatten_modules(checkpoint: Checkpoint) -> Checkpoint:
     if not names:
         return checkpoint
     root = substituted(checkpoint.root, holders, stand_ins)
-    note = f"{len(names)} whole modules are taken as their state dicts: {printable(', '.join(names[:3]))}{', …' * (len(names) > 3)}"
+    listed = printable(", ".join(names[:_LISTED])) + ", …" * (len(names) > _LISTED)
+    note = f"{len(names)} whole modules are taken as their state dicts: {listed}"
     return replace(checkpoint, root=root, notes=(*checkpoint.notes, note))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import stat
 import sys
 import threading
@@ -76,6 +77,7 @@ class OutputStream:
             self._stop()
             self._raise_failure()
         self._filled = 0
+        self._buffer = memoryview(b"")  # many outputs may be open when they are put in place together
 
     def abandon(self) -> None:
         """Stop the writing thread without waiting for unwritten buffers to matter."""
@@ -165,7 +167,7 @@ def atomic_output(
     name = os.fsdecode(os.fsencode(target.name)[:200])  # a name has at most 255 bytes
     temporary = target.with_name(f".{name}.{os.urandom(4).hex()}{_TEMPORARY}")
     with _output_errors(path):
-        _check_space(target, size)
+        check_space(target, size)
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         stream = OutputStream(fd, on_progress)
         try:
@@ -177,6 +179,88 @@ def atomic_output(
             stream.abandon()
             os.close(fd)
             temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def made_folder(path: Path, *, wanted: bool) -> Iterator[None]:
+    """A folder that is made for the block if it is `wanted` and missing, and taken away again when the block fails."""
+    missing = wanted and not path.exists()
+    with _output_errors(path):
+        if missing:
+            path.mkdir()
+    try:
+        yield
+    except BaseException:
+        if missing:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        raise
+
+
+def check_folder(path: Path, *, force: bool) -> None:
+    """Refuse a folder that must not be written, before any work is done.
+
+    Raises `OutputRefused` when `path` exists and `force` is not set, when it is no folder, or one that holds something else
+    than a DCP checkpoint, or when the folder around it is missing.
+    """
+    with _output_errors(path):
+        if path.exists() and not path.is_dir():
+            raise OutputRefused("is a file, where a folder is to be written", path=path, hint="name another folder")
+        if path.exists() and not force:
+            raise OutputRefused("exists", path=path, hint="add --force to replace it (force=True in code)")
+        if path.exists() and not (path / ".metadata").is_file() and any(path.iterdir()):
+            raise OutputRefused("holds something else than a DCP checkpoint", path=path, hint="name another folder")
+        if not _target(path).parent.is_dir():
+            raise OutputRefused("the folder around it does not exist", path=path, hint=f"mkdir -p {path.parent}")
+
+
+@contextlib.contextmanager
+def atomic_folder(path: Path, *, force: bool, fsync: bool) -> Iterator[Path]:
+    """A folder that is at `path` only when the block has ended well: temporary sibling, fsync of its files, rename.
+
+    Yields the temporary folder, which is removed when anything is raised. With `force` the folder that was there is
+    renamed out of the way first, and back where the new one cannot take its place.
+    """
+    check_folder(path, force=force)
+    target = _target(path)
+    unique = f".{os.fsdecode(os.fsencode(target.name)[:200])}.{os.urandom(4).hex()}"
+    temporary, aside = target.with_name(f"{unique}{_TEMPORARY}"), target.with_name(f"{unique}.old{_TEMPORARY}")
+    with _output_errors(path):
+        temporary.mkdir()
+        try:
+            yield temporary
+            if fsync:
+                for folder, _, names in os.walk(temporary):
+                    _fsync_all(Path(folder), names)
+            check_folder(path, force=force)
+            _swap(temporary, target, aside)
+            if fsync:
+                _fsync_folder(target.parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _swap(temporary: Path, target: Path, aside: Path) -> None:
+    if not target.exists():
+        temporary.rename(target)
+        return
+    target.rename(aside)
+    try:
+        temporary.rename(target)
+    except OSError:
+        aside.rename(target)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _fsync_all(folder: Path, names: list[str]) -> None:
+    for name in names:
+        fd = os.open(folder / name, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    _fsync_folder(folder)
 
 
 def _reserve(fd: int, size: int) -> None:
@@ -193,7 +277,8 @@ def _reserve(fd: int, size: int) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def _check_space(target: Path, size: int) -> None:
+def check_space(target: Path, size: int) -> None:
+    """Refuse an output of `size` bytes that the file system of `target` has no room for."""
     free = os.statvfs(target.parent)
     if size > free.f_bavail * free.f_frsize:
         raise OutputRefused(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -50,15 +50,22 @@ from ckptconv.keys import (
     map_keys,
     unchanged,
 )
-from ckptconv.layout import Layout
+from ckptconv.layout import Layout, one_item
 from ckptconv.limits import LIMITS
-from ckptconv.nodes import Call, Dict, Global, Node, mapping_pairs
+from ckptconv.nodes import ORDERED_DICT, Call, Dict, Global, Node, mapping_pairs
+from ckptconv.plain_objects import plain_form
+from ckptconv.producers import offered_prefix
 from ckptconv.settling import Rewritten, Settled, Skipped, Unknown, settle_objects
+from ckptconv.sharding import index_path, index_text, shard_paths, split
 from ckptconv.tensors import TensorRef
 from ckptconv.torch_objects import is_tensor_call
 
-Target = Literal["torch", "safetensors"]
+Target = Literal["torch", "safetensors", "dcp"]
 Tied = Literal["alias", "duplicate"]
+
+_FOLDER_NAMES: dict[Target, str] = {"torch": "pytorch_model.bin", "safetensors": "model.safetensors"}
+Kept = tuple[str, TensorRef, DType]
+"""A tensor of a flat output: its key, itself, and the type to write it in."""
 
 _SUFFIXES: dict[str, Target] = {
     ".safetensors": "safetensors",
@@ -72,7 +79,8 @@ class Options:
 
     `to`: the output format (None: by the output's name). `only`: the path of the part to convert. `tied`: whether one of
     several names of a tensor stands for the others in safetensors, or each gets its own copy. `unknown`: what happens in a
-    torch output to objects that `weights_only=True` refuses and that have no plain form.
+    torch output to objects that `weights_only=True` refuses and that have no plain form. `max_shard_size`: the bytes of
+    tensors that one file may hold; a sharded output holds one state dict.
     """
 
     to: Target | None = None
@@ -82,6 +90,7 @@ class Options:
     only: str | None = None
     tied: Tied = "alias"
     unknown: Unknown = "refuse"
+    max_shard_size: int | None = None
 
     def cast(self, ref: TensorRef) -> DType:
         """The type in which a tensor of a state dict is written: only floating ones are cast."""
@@ -104,8 +113,20 @@ class RenamedKeys:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PlannedFile:
+    """One file of an output: its path, its bytes, and the tensors in it by the paths that they will have."""
+
+    path: Path
+    layout: Layout
+    tensors: Callable[[], Iterator[tuple[str, TensorRef]]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ConversionPlan:
     """Everything about an output but its payload: where each byte will come from, and what will differ from the source.
+
+    `files` are one, or the shards, and then `index` is the file that says which of them holds a key. `in_folder`: a folder
+    was asked for, which is made if it is missing.
 
     `locations` counts storages by (tag before, tag after); `casts` counts tensors by (dtype before, after); `tied` maps
     dropped names to the kept one (safetensors).
@@ -116,7 +137,9 @@ class ConversionPlan:
     source_nbytes: int
     output: Path
     to: Target
-    layout: Layout
+    files: tuple[PlannedFile, ...]
+    index: PlannedFile | None
+    in_folder: bool
     state_dicts: tuple[RenamedKeys, ...]
     locations: Mapping[tuple[str, str], int]
     casts: Mapping[tuple[str, str], int]
@@ -129,17 +152,28 @@ class ConversionPlan:
 
     @property
     def nbytes(self) -> int:
-        """The size of the output in bytes."""
-        return self.layout.nbytes
+        """The size of the output in bytes, all its files together."""
+        return sum(file.layout.nbytes for file in (*self.files, *([self.index] if self.index else [])))
 
 
-def target_format(output: Path, to: Target | None) -> Target:
-    """The format to write: `to`, or the one that the output's name says; `CheckpointError` when it says nothing."""
+def target(output: Path, options: Options) -> tuple[Path, Target]:
+    """The file to write (of a sharded output the one that its shards and index are named after), and its format.
+
+    The format is the one asked for, or the one that the name says; `CheckpointError` when it says nothing. A folder for
+    shards gets the Hugging Face libraries' names.
+    """
+    if options.max_shard_size is not None and (output.is_dir() or not output.suffix):
+        to = options.to or "safetensors"
+        return output / _FOLDER_NAMES[to], to
+    return output, _target_format(output, options.to)
+
+
+def _target_format(output: Path, to: Target | None) -> Target:
     if to is not None:
         return to
     if (found := _SUFFIXES.get(output.suffix.lower())) is not None:
         return found
-    raise CheckpointError("its name does not say which format to write", path=output, hint="add --to torch or --to safetensors")
+    raise CheckpointError("its name does not say which format to write", path=output, hint="add --to torch, safetensors or dcp")
 
 
 def plan_conversion(checkpoint: Checkpoint, output: str | os.PathLike[str], options: Options) -> ConversionPlan:
@@ -148,11 +182,14 @@ def plan_conversion(checkpoint: Checkpoint, output: str | os.PathLike[str], opti
     Raises `CheckpointError` when the request cannot be met: keys that collide, objects that may not be written, a state
     dict that is missing or ambiguous.
     """
-    path = Path(output)
-    to = target_format(path, options.to)
+    path, to = target(Path(output), options)
     try:
         with collector_paused():
-            return (_plan_torch if to == "torch" else _plan_safetensors)(checkpoint, path, options)
+            if to == "torch" and options.max_shard_size is None:
+                return _plan_torch(checkpoint, path, options)
+            if to == "dcp":
+                return _plan_dcp(checkpoint, path, options)
+            return _plan_flat(checkpoint, path, to, options, in_folder=path != Path(output))
     except CheckpointError as error:
         raise error.at(path=checkpoint.path) from error.__cause__
 
@@ -175,17 +212,37 @@ def _plan_torch(checkpoint: Checkpoint, output: Path, options: Options) -> Conve
         source_nbytes=checkpoint.nbytes,
         output=output,
         to="torch",
-        layout=layout,
+        files=(PlannedFile(output, layout, lambda: tensors_of(root, overlay)),),
+        index=None,
+        in_folder=False,
         state_dicts=renamed,
         locations=_count_locations(refs, options.tags),
         casts=_count_casts(refs, cast),
         tied={},
         skipped=(*skipped, *settled.dropped),
         rewritten=tuple(settled.rewritten),
-        notes=(*checkpoint.notes, *_tree_notes(settled), *_key_notes(renamed, options.keys), *_sharing_notes(refs)),
+        notes=(
+            *checkpoint.notes,
+            *_tree_notes(settled),
+            *_key_notes(renamed, options.keys),
+            *_prefix_notes(checkpoint, found, options.keys),
+            *_sharing_notes(refs),
+        ),
         tensors=lambda: tensors_of(root, overlay),
         cast=cast,
     )
+
+
+def _plan_dcp(checkpoint: Checkpoint, output: Path, options: Options) -> ConversionPlan:
+    """The plan of the torch file of which torch will make a DCP folder."""
+    if options.unknown == "keep":
+        raise RefusedObject("objects of unknown classes cannot be kept in a DCP folder", hint="use --unknown drop")
+    root = checkpoint.root if options.only is None else find(checkpoint.root, options.only, checkpoint.path)
+    if mapping_pairs(root) is None and (type(root) is not Call or type(plain_form(root)) is not Dict):
+        raise RefusedObject(
+            "is no dict, and a DCP folder holds nothing else", where=options.only, hint="--only PATH takes one part"
+        )
+    return replace(_plan_torch(checkpoint, output, options), to="dcp")
 
 
 def _cast_rule(found: Sequence[StateDict], tree: Tree, options: Options) -> CastRule:
@@ -263,7 +320,7 @@ def _excluded(item: StateDict, keys: KeyMap) -> list[Skipped]:
 def _renamed_keys(item: StateDict, keys: KeyMap) -> RenamedKeys:
     changed = tuple((old, new) for old, new in zip(keys.old, keys.new, strict=True) if new is not None and new != old)
     odd = () if "".join(keys.old).isprintable() else tuple(key for key in keys.old if not key.isprintable())
-    storages = [id(ref.storage) for _, ref in item.tensors()]
+    storages = [id(ref.storage if ref.is_view else ref) for _, ref in item.tensors()]
     shared = len(storages) - len(set(storages))
     return RenamedKeys(item.path, keys.wrappers, len(keys.old), changed, odd, shared)
 
@@ -286,6 +343,15 @@ def _key_notes(state_dicts: Sequence[RenamedKeys], rules: KeyRules) -> Iterator[
         yield f"the keys still carry {', '.join(left)}; `ckptconv convert` strips these wrappers too"
 
 
+def _prefix_notes(checkpoint: Checkpoint, found: Sequence[StateDict], rules: KeyRules) -> Iterator[str]:
+    """Offer what the framework put around the model, where no rule of the user's does anything with prefixes."""
+    if rules not in (STRIP, KEEP):
+        return
+    for item in found:
+        if prefix := offered_prefix(checkpoint, item):
+            yield f"all keys{f' of {item.path}' if item.path else ''} start with {prefix}; --strip-prefix {prefix} takes it off"
+
+
 def _sharing_notes(refs: Sequence[TensorRef]) -> Iterator[str]:
     """Tell of tensors that would take far more bytes than the storages that they share."""
     claimed = sum(ref.nbytes for ref in refs)
@@ -304,7 +370,8 @@ def _count_casts(refs: Iterable[TensorRef], cast: CastRule) -> dict[tuple[str, s
     return dict(Counter((ref.dtype.name, cast(ref).name) for ref in refs if cast(ref) is not ref.dtype))
 
 
-def _plan_safetensors(checkpoint: Checkpoint, output: Path, options: Options) -> ConversionPlan:
+def _plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Options, *, in_folder: bool) -> ConversionPlan:
+    """An output that holds just the tensors of one state dict: safetensors, or shards of either format."""
     found = choose_state_dict(checkpoint.root, options.only, checkpoint.path)
     keys = _map_keys(found, options.keys)
     skipped = _excluded(found, keys)
@@ -313,33 +380,78 @@ def _plan_safetensors(checkpoint: Checkpoint, output: Path, options: Options) ->
         if key is None:
             continue
         if (ref := tensor_of(value)) is not None:
-            named.append((key, _holdable(key, ref, options)))
+            named.append((key, ref if to == "torch" else _holdable(key, ref, options)))
         else:
             skipped.append(_skipped_value(key, value))
     _refuse_nothing_left([found], len(named), options.keys)
-    tied = _tied_names(named, checkpoint) if options.tied == "alias" else {}
+    tied = _tied_names(named, checkpoint) if options.tied == "alias" and to == "safetensors" else {}
     kept = [(key, ref, options.cast(ref)) for key, ref in named if key not in tied]
-    _refuse_blow_up(sum(ref.numel * dtype.itemsize for _, ref, dtype in kept), checkpoint)
+    if to == "safetensors":
+        _refuse_blow_up(sum(ref.numel * dtype.itemsize for _, ref, dtype in kept), checkpoint)
     refs = [ref for _, ref in named]
     renamed = _renamed_keys(found, keys)
-    layout = lay_out_safetensors(kept, _metadata(checkpoint, dict(named), tied, options))
+    metadata = _metadata(checkpoint, dict(named), tied, options) if to == "safetensors" else {}
+    files, index = _split(output, kept, lambda part: _lay_out(to, part, metadata, tied, options), options.max_shard_size)
     return ConversionPlan(
         source=checkpoint.path,
         source_format=checkpoint.format,
         source_nbytes=checkpoint.nbytes,
         output=output,
-        to="safetensors",
-        layout=layout,
+        to=to,
+        files=files,
+        index=index,
+        in_folder=in_folder,
         state_dicts=(renamed,),
         locations=_count_locations(refs, options.tags),
         casts=_count_casts(refs, options.cast),
         tied=tied,
         skipped=(*skipped, *_other_parts(checkpoint, found, options)),
         rewritten=(),
-        notes=(*checkpoint.notes, *_key_notes([renamed], options.keys), *_sharing_notes(refs)),
+        notes=(
+            *checkpoint.notes,
+            *_key_notes([renamed], options.keys),
+            *_prefix_notes(checkpoint, [found], options.keys),
+            *_sharing_notes(refs),
+        ),
         tensors=lambda: iter(named),
         cast=options.cast,
     )
+
+
+def _lay_out(
+    to: Target, part: Sequence[Kept], metadata: Mapping[str, str], tied: Mapping[str, str], options: Options
+) -> Layout:
+    """One file of a flat output; of the aliases it gets those of its own tensors."""
+    if to == "safetensors":
+        keys = {key for key, _, _ in part}
+        own = {name: value for name, value in metadata.items() if name not in tied or value in keys}
+        return lay_out_safetensors(part, own)
+    root = Call(ORDERED_DICT, ())
+    root.pairs = [(key, ref) for key, ref, _ in part]
+    refs = list({id(ref): ref for _, ref, _ in part}.values())
+    return lay_out_torch_zip(Tree(root, {}, refs, []), options.cast, options.tags)
+
+
+def _split(
+    output: Path, kept: Sequence[Kept], lay_out: Callable[[Sequence[Kept]], Layout], limit: int | None
+) -> tuple[tuple[PlannedFile, ...], PlannedFile | None]:
+    """The files of a flat output and their index; one file, which needs no index, unless a limit asks for more."""
+    if limit is None:
+        return (_planned(output, kept, lay_out),), None
+    sizes = [ref.numel * dtype.itemsize for _, ref, dtype in kept]
+    groups = [id(ref.storage) if ref.is_view else id(ref) for _, ref, _ in kept]
+    parts = [[kept[index] for index in indices] for indices in split(sizes, groups, limit)]
+    paths = shard_paths(output, len(parts))
+    files = tuple(_planned(path, part, lay_out) for path, part in zip(paths, parts, strict=True))
+    if len(files) == 1:
+        return files, None
+    where = {key: path.name for path, part in zip(paths, parts, strict=True) for key, _, _ in part}
+    raw = index_text({key: where[key] for key, _, _ in kept}, sum(sizes))
+    return files, PlannedFile(index_path(output), one_item("index", raw), lambda: iter(()))
+
+
+def _planned(path: Path, part: Sequence[Kept], lay_out: Callable[[Sequence[Kept]], Layout]) -> PlannedFile:
+    return PlannedFile(path, lay_out(part), lambda: iter([(key, ref) for key, ref, _ in part]))
 
 
 def _holdable(key: str, ref: TensorRef, options: Options) -> TensorRef:
@@ -373,8 +485,10 @@ def _tied_names(named: Sequence[tuple[str, TensorRef]], checkpoint: Checkpoint) 
     """
     views: dict[tuple[object, ...], list[str]] = {}
     for key, ref in named:
-        if ref.is_view and ref.numel:
-            view = (id(ref.storage), ref.storage_offset, ref.shape, ref.stride, ref.dtype, ref.conj, ref.neg)
+        if ref.numel:
+            view: tuple[object, ...] = (id(ref),)  # of one put together from pieces, only itself is the very same
+            if ref.is_view:
+                view = (id(ref.storage), ref.storage_offset, ref.shape, ref.stride, ref.dtype, ref.conj, ref.neg)
             views.setdefault(view, []).append(key)
     aliases = _aliases(checkpoint)
     taken = {"format", "device", *(name for name in checkpoint.metadata if name not in aliases)}

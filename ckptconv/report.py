@@ -65,7 +65,7 @@ def plan_lines(plan: ConversionPlan) -> Iterator[tuple[str, str]]:
 
 
 def _keys_text(plan: ConversionPlan, renamed: Any) -> str:
-    where = f" in {printable(renamed.path)}" if renamed.path and plan.to == "torch" else ""
+    where = f" in {printable(renamed.path)}" if renamed.path and plan.to != "safetensors" else ""
     if not renamed.changed:
         return f"{count_text(renamed.count, 'key')}{where}, none renamed"
     old, new = renamed.changed[0]
@@ -170,12 +170,16 @@ def error_document(error: CheckpointError) -> dict[str, Any]:
 def inspection_lines(found: Inspection) -> Iterator[tuple[str, str]]:
     """The facts about a checkpoint above its tree, as (label, text) lines."""
     yield "format", f"{found.format}, {size_text(found.nbytes)}, {count_text(found.tensors, 'tensor')}"
+    if found.producer:
+        yield "written by", printable(found.producer)
     yield "saved on", _counts(found.locations, "storage") or "no device: it holds no tensors"
     if found.dtypes:
         yield "dtypes", _counts(found.dtypes, "tensor")
     for path, wrappers in found.state_dicts.items():
         text = f"carry the wrapper {'.'.join(wrappers)}." if wrappers else "are bare, without a wrapper"
         yield "keys", f"those of {printable(path)} {text}" if path else text
+        if prefix := found.offered.get(path):
+            yield "prefix", f"all of them start with {prefix}; --strip-prefix {prefix} takes it off"
     if found.stored > 2 * found.used and found.stored - found.used > 1_000_000:
         used, stored = size_text(found.used), size_text(found.stored)
         yield "bloat", f"tensors use {used} of storages of {stored}; converting drops the rest"
@@ -265,6 +269,8 @@ def inspection_document(found: Inspection) -> dict[str, Any]:
         "locations": dict(found.locations),
         "dtypes": dict(found.dtypes),
         "state_dicts": [{"path": path, "wrappers": list(names)} for path, names in found.state_dicts.items()],
+        "producer": found.producer,
+        "offered_prefixes": dict(found.offered),
         "odd_objects": [{"path": odd.path, "object": odd.name, "plain_form": odd.has_plain_form} for odd in found.odd_objects],
         "metadata": dict(found.metadata),
         "notes": list(found.notes),

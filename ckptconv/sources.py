@@ -21,7 +21,47 @@ try:  # several times quicker than zlib where the processor has carry-less multi
 except ImportError:
     from zlib import crc32
 
-__all__ = ["CHUNK", "SMALL", "FileSource", "InflatedSource", "MemorySource", "RangeSource", "Source", "Spool", "crc32"]
+__all__ = [
+    "CHUNK",
+    "SMALL",
+    "FilePool",
+    "FileSource",
+    "InflatedSource",
+    "MemorySource",
+    "RangeSource",
+    "Source",
+    "Spool",
+    "combined_crc",
+    "crc32",
+    "read_ahead",
+]
+
+
+def combined_crc(first: int, second: int, nbytes: int) -> int:
+    """The CRC-32 of two runs of bytes one after the other, from that of each and the length of the second.
+
+    Appending a zero byte is a linear map of the 32 bits; its powers are squared. The method is that of zlib's crc32_combine.
+    """
+    for bit in range(nbytes.bit_length()):
+        if bit == len(_ZEROS):
+            _ZEROS.append(tuple(_applied(_ZEROS[-1], row) for row in _ZEROS[-1]))
+        if nbytes >> bit & 1:
+            first = _applied(_ZEROS[bit], first)
+    return first ^ second
+
+
+def _applied(rows: tuple[int, ...], bits: int) -> int:
+    """The image of `bits` under the map that takes bit i to `rows[i]`."""
+    image = 0
+    for row in rows:
+        if bits & 1:
+            image ^= row
+        bits >>= 1
+    return image
+
+
+_ZEROS = [tuple(crc32(b"\0", 1 << bit) ^ crc32(b"\0", 0) for bit in range(32))]
+"""What appending 1, 2, 4, ... zero bytes does to each bit; made as far as it is needed."""
 
 CHUNK = 1 << 20
 """The size in bytes of every copy buffer, and so of the views that the readers yield."""
@@ -117,6 +157,71 @@ def _open_regular(path: Path) -> int:
     raise UnsupportedCheckpoint("is not a regular file but a pipe, socket or device", path=path)
 
 
+class FilePool:
+    """Any number of files of which a few are open at a time: a checkpoint of 3,000 ranks has more than a process may open.
+
+    A file that has to wait is closed, and opened again when it is read; one that was replaced meanwhile is an error.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[PooledSource, None] = {}  # the one used last stands last
+
+    def source(self, path: Path) -> PooledSource:
+        """The file at `path`, opened once to see that it is there and how long it is."""
+        return PooledSource(path, self)
+
+    def hold(self, source: PooledSource) -> None:
+        """Note that `source` is open and in use; close the one that was not used for longest where there are too many."""
+        self._open.pop(source, None)
+        self._open[source] = None
+        if len(self._open) > LIMITS.open_files:
+            next(iter(self._open)).rest()
+
+    def release(self, source: PooledSource) -> None:
+        """Note that `source` is not open any more."""
+        self._open.pop(source, None)
+
+
+class PooledSource(FileSource):
+    """A file of a `FilePool`."""
+
+    def __init__(self, path: Path, pool: FilePool) -> None:
+        super().__init__(path)
+        self._pool = pool
+        self._identity: tuple[int, ...] | None = self._seen()
+        pool.hold(self)
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        self._wake()
+        super().read_into(offset, view)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        self._wake()
+        return super().read(offset, nbytes)
+
+    def rest(self) -> None:
+        """Give the file descriptor and the memory back until the next read."""
+        super().close()
+        self._window = b""
+        self._pool.release(self)
+
+    def close(self) -> None:
+        self.rest()
+        self._identity = None
+
+    def _wake(self) -> None:
+        if self._fd < 0 and self._identity is not None:
+            self._fd = _open_regular(self.path)
+            if self._seen() != self._identity:
+                self.rest()
+                raise MalformedCheckpoint("was replaced or changed while it was read", path=self.path)
+        self._pool.hold(self)
+
+    def _seen(self) -> tuple[int, ...]:
+        found = os.fstat(self._fd)
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
 class Spool:
     """One unnamed temporary file for all that is inflated out of an archive."""
 
@@ -146,6 +251,29 @@ class Spool:
         if self._file is not None:
             self._source.close()
             self._file.close()
+
+
+def read_ahead(source: Source, offset: int, nbytes: int) -> Iterator[memoryview]:
+    """`nbytes` bytes of a source in views of at most `CHUNK` bytes, the next one read by a thread while one is worked on.
+
+    A view is valid until the next one is asked for.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    buffers = [memoryview(bytearray(min(CHUNK, nbytes))) for _ in range(2)]
+
+    def fetch(start: int) -> memoryview:
+        view = buffers[start // CHUNK % 2][: min(CHUNK, nbytes - start)]
+        source.read_into(offset + start, view)
+        return view
+
+    with ThreadPoolExecutor(1, "ckptconv-reader") as reader:
+        pending = reader.submit(fetch, 0)
+        for start in range(CHUNK, nbytes + CHUNK, CHUNK):
+            view = pending.result()
+            if start < nbytes:
+                pending = reader.submit(fetch, start)
+            yield view
 
 
 class InflatedSource:

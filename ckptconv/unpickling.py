@@ -439,8 +439,8 @@ class _Memo(dict[bytes, Node]):
         """What the run at `start` puts: key, persistent id, shape, stride, hooks and arguments."""
         run = _TENSOR_RUN(self._stream, start)
         assert run is not None
-        (kind, cls, _, raw_key, key_put, location, count, view, pid_put, offset, shape, shape_put, stride, stride_put, flag, hooks,
-         hooks_put, args_put) = run.groups()  # fmt: skip
+        (kind, cls, _, raw_key, key_put, location, count, view, pid_put, offset, shape, shape_put, stride, stride_put, flag,
+         hooks, hooks_put, args_put) = run.groups()  # fmt: skip
         names = [self[_MEMO_KEYS[index[0]]] for index in (kind, cls, location, hooks)]
         made = Call(names[3], ())
         dims, steps = _int_run(shape), _int_run(stride)

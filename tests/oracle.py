@@ -179,6 +179,14 @@ def value_bytes(tensor: torch.Tensor) -> bytes:
         return stored_bytes(tensor.resolve_conj().resolve_neg())
 
 
+def value_rows(root: Any) -> list[tuple[tuple[str, ...], Any]]:
+    """Every value of a tree by its path, tensors by dtype, shape and values: not how they lie, or what they share."""
+    return [
+        (row.path, (row.value.dtype, row.value.shape, row.value.sha256) if isinstance(row.value, Tensor) else row.value)
+        for row in flatten(root)
+    ]
+
+
 def tensor_rows(rows: Iterable[Row]) -> list[Row]:
     """The rows of strided tensors."""
     return [row for row in rows if isinstance(row.value, Tensor)]

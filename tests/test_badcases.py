@@ -243,18 +243,18 @@ def test_hostile_file(case, suffix, answers, request):
 
 @pytest.mark.parametrize("suffix", [".safetensors"])
 @pytest.mark.parametrize("case", INDEX, ids=lambda case: case.file.partition("/")[0])
-def test_an_index_of_shards_is_refused(case, suffix, answers, request):
-    # Folders of shards are not read yet, the good ones neither.
+def test_an_index_of_shards_ends_as_it_should(case, suffix, answers, request):
     done, source, cwd = answers(case, suffix)
     measured(request, done)
-    judge(case, source, suffix, done, cwd, "reject")
+    judge(case, source, suffix, done, cwd, case.expected)
 
 
-@pytest.mark.parametrize("name", ["idx_missing", "idx_fifo", "idx_dev_zero", "idx_symlink"])
-def test_a_folder_of_shards_is_refused(name, hostile, tmp_path):
-    done = run("convert", hostile / name, "out.pt", "--no-fsync", cwd=tmp_path)
-    assert f"{name}: is a folder" in assert_one_error(done)
+@pytest.mark.parametrize("case", INDEX, ids=str)
+def test_a_folder_of_shards_is_answered_as_its_index(case, hostile, tmp_path):
+    done = run("convert", (hostile / case.file).parent, "out.pt", "--no-fsync", cwd=tmp_path)
     assert done.seconds < SECONDS
+    index = run("convert", hostile / case.file, "out.pt", "--no-fsync", cwd=tmp_path)
+    assert assert_one_error(done) == assert_one_error(index)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -230,7 +230,7 @@ USAGE = {
     "an unknown option": ("convert", "in.pt", "out.pt", "--frobnicate"),
     "no arguments": ("convert",),
     "one argument": ("strip-module", "in.pt"),
-    "too many arguments": ("inspect", "in.pt", "more.pt"),
+    "too many arguments": ("devices", "in.pt"),
     "an option without its value": ("convert", "in.pt", "out.pt", "--device"),
     "a format that is none": ("convert", "in.pt", "out.pt", "--to", "onnx"),
     "a device that is none": ("convert", "in.pt", "out.pt", "--device", "gpu"),

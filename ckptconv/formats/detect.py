@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.collector import collector_paused
 from ckptconv.errors import CheckpointError, LimitExceeded, UnsupportedCheckpoint, printable
+from ckptconv.formats.accelerate import is_accelerate, open_accelerate
+from ckptconv.formats.dcp import is_dcp, open_dcp
+from ckptconv.formats.dcp_shards import is_dcp_shards, open_dcp_shards
+from ckptconv.formats.deepspeed import is_deepspeed, open_deepspeed
+from ckptconv.formats.ranks import join_ranks
 from ckptconv.formats.raw_pickle import is_raw_pickle, open_raw_pickle
 from ckptconv.formats.safetensors import is_safetensors, open_safetensors
+from ckptconv.formats.sharded import is_sharded, open_sharded
 from ckptconv.formats.torch_legacy import is_torch_legacy, open_torch_legacy
 from ckptconv.formats.torch_tar import is_tar, open_torch_tar
 from ckptconv.formats.torch_zip import is_torch_zip, open_torch_zip
 from ckptconv.limits import LIMITS
 from ckptconv.modules import flatten_modules
 from ckptconv.old_tensors import complete_tensors
-from ckptconv.sources import FileSource, Source
+from ckptconv.sources import FilePool, FileSource, Source
+
+Named = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""A checkpoint's path, or those of all its ranks' files."""
 
 Opener = Callable[[Source], Checkpoint]
 PathOpener = Callable[[Path], Checkpoint]
@@ -55,7 +64,13 @@ FORMATS: tuple[Format, ...] = (
 )
 """The containers that are read, in the order in which they are tried."""
 
-GATHERINGS: tuple[Gathering, ...] = ()
+GATHERINGS: tuple[Gathering, ...] = (
+    Gathering(is_dcp, lambda path, open_one, tag: open_dcp(path, open_one, open_source, tag)),
+    Gathering(is_dcp_shards, lambda path, _, tag: open_dcp_shards(path, open_source, tag)),
+    Gathering(is_accelerate, open_accelerate),
+    Gathering(is_sharded, open_sharded),
+    Gathering(is_deepspeed, lambda path, _, tag: open_deepspeed(path, open_source, tag)),
+)
 """The checkpoints of many files that are read, in the order in which they are tried."""
 
 
@@ -85,37 +100,50 @@ STRANGERS: tuple[Stranger, ...] = (
 """What people meet under a checkpoint's name; the first that matches is named in the error."""
 
 
-def open_checkpoint(path: str | os.PathLike[str], *, tag: str | None = None, whole_modules: bool = False) -> Checkpoint:
+def open_checkpoint(path: Named, *, tag: str | None = None, whole_modules: bool = False) -> Checkpoint:
     """Open a checkpoint, of one file or of many: read its index, and none of its tensors' bytes.
 
-    `path` is a file, the folder of a checkpoint of many files, or the index in it. `tag` chooses among the steps that a
-    folder holds. A whole module (``torch.save(model)``) appears as its state dict, unless `whole_modules` asks for the
-    module itself. Use the result as a context manager, or close it. Raises `UnsupportedCheckpoint` when it is something
-    else (and says what), `MalformedCheckpoint` or `LimitExceeded` when it contradicts itself.
+    `path` is a file, the folder of a checkpoint of many files, the index in it, or a sequence of the files of all ranks
+    (``torch.save`` of each rank's sharded state dict). `tag` chooses among the steps that a folder holds. A whole module
+    (``torch.save(model)``) appears as its state dict, unless `whole_modules` asks for the module itself. Use the result as a
+    context manager, or close it. Raises `UnsupportedCheckpoint` when it is something else (and says what), or one rank's file
+    alone, `MalformedCheckpoint` or `LimitExceeded` when it contradicts itself.
     """
-    path = Path(path)
+    paths = [Path(path)] if isinstance(path, (str, os.PathLike)) else [Path(item) for item in path]
+    if not paths:
+        raise UnsupportedCheckpoint("no file was named")
+    opened: list[Checkpoint] = []
     try:
         with collector_paused():
-            checkpoint = complete_tensors(_open(path, tag))
+            pool = FilePool()
+            opened += [_open(paths[0], tag)] if len(paths) == 1 else (_open_owned(pool.source(item)) for item in paths)
+            checkpoint = complete_tensors(join_ranks(opened))
             return checkpoint if whole_modules else flatten_modules(checkpoint)
-    except CheckpointError as error:
-        raise error.at(path=path) from error.__cause__
+    except BaseException as error:
+        for one in opened:
+            one.close()
+        if isinstance(error, CheckpointError):
+            raise error.at(path=paths[len(opened)] if len(opened) < len(paths) else paths[0]) from error.__cause__
+        raise
 
 
 def _open(path: Path, tag: str | None) -> Checkpoint:
-    for gathering in GATHERINGS:
+    for gathering in GATHERINGS if os.path.exists(path) else ():  # noqa: PTH110 (unlike Path.exists, False for no name at all)
         if gathering.matches(path):
             return gathering.open(path, open_file, tag)
     if tag is not None:
         raise UnsupportedCheckpoint("holds no tags to choose from", path=path, hint="leave --tag out")
-    if path.is_dir():
+    if os.path.isdir(path):  # noqa: PTH112
         raise _folder(path)
     return open_file(path)
 
 
 def open_file(path: Path) -> Checkpoint:
     """Open a checkpoint of one file; its sources are closed when that fails."""
-    source = FileSource(path)
+    return _open_owned(FileSource(path))
+
+
+def _open_owned(source: Source) -> Checkpoint:
     try:
         return open_source(source)
     except BaseException:

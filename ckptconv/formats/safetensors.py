@@ -13,6 +13,7 @@ from math import prod
 from typing import Any
 
 from ckptconv.checkpoint import Checkpoint
+from ckptconv.documents import read_object
 from ckptconv.dtypes import BY_SAFETENSORS, DType
 from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint
 from ckptconv.layout import Layout, WriteItem
@@ -77,28 +78,12 @@ def _read_header(source: Source) -> tuple[dict[str, Any], int]:
     raw = source.read(8, size)
     if not raw.startswith(b"{"):
         raise _malformed(source, "header", "does not begin with '{'")
-    try:
-        header = json.loads(raw.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise _malformed(source, "header", f"is no valid JSON ({error})") from None
-    if not isinstance(header, dict):
-        raise _malformed(source, "header", "is no JSON object")
+    header = read_object(raw, source.path, "header")
     return header, 8 + size
 
 
 def _malformed(source: Source, where: str, what: str) -> MalformedCheckpoint:
     return MalformedCheckpoint(what, path=source.path, where=where, hint="the file is damaged, cut off or made to deceive")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name stands in it twice")
-    return found
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
 
 
 def _metadata(source: Source, metadata: Any) -> dict[str, str]:

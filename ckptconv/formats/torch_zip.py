@@ -18,7 +18,7 @@ from ckptconv.dtypes import UINT8, DType
 from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.layout import Layout, WriteItem
 from ckptconv.limits import LIMITS
-from ckptconv.nodes import Dict, Node
+from ckptconv.nodes import Dict, Node, made
 from ckptconv.pickling import write_pickle
 from ckptconv.sources import RangeSource, Source, Spool, crc32
 from ckptconv.tensors import Storage, TensorRef
@@ -120,7 +120,8 @@ class _Storages:
             raise MalformedCheckpoint(f"has {record.size} bytes where the pickle says {nbytes}", where=name)
         self.used.add(name)
         if not record.deflated:
-            return Storage(self._source, record.offset, nbytes, location, name, dtype, record.crc32, self._big_endian)
+            fields = (self._source, record.offset, nbytes, location, name, dtype, record.crc32, self._big_endian, None)
+            return made(Storage, fields)
         source, offset = archives.record_source(self._source, record, self._spool)
         self.inflated.append(source)
         return Storage(source, offset, nbytes, location, name, dtype, None, self._big_endian)
@@ -246,7 +247,7 @@ def lay_out_torch_zip(tree: Tree, cast: CastRule, retag: Callable[[str], str]) -
             ordered.append(new)
         if (tag := tags.get(location)) is None:
             tag = tags[location] = retag(location)
-        return str(number), StoredAs(tag, storage_dtype, nbytes, dtype, offset, stride, resolved)
+        return str(number), made(StoredAs, (tag, storage_dtype, nbytes, dtype, offset, stride, resolved))
 
     pickle = write_pickle(tree.root, TorchLeaves(stored_as), tree.overlay)
     return _records([
@@ -277,7 +278,7 @@ def _records(contents: Iterable[tuple[str, bytes | NewStorage]]) -> Layout:
             values, dtype, nbytes = content, UINT8, len(content)
         slot, lead, offset, end = archives.lay_out(b"%s/%s" % (_ROOT, name.encode()), end, nbytes)
         slots.append(slot)
-        items.append(WriteItem(name, lead, offset, nbytes, values, dtype))
+        items.append(made(WriteItem, (name, lead, offset, nbytes, values, dtype)))
     return Layout(
         tuple(items),
         end + archives.ending_size(slots),

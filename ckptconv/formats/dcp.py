@@ -1,0 +1,219 @@
+"""DCP folders (`torch.distributed.checkpoint`): `.metadata` and the `__R_N.distcp` files in which the items lie.
+
+Each item is a stream of `torch.save` of its own: a chunk of a tensor, or any other object. Chunks become the pieces of their
+tensor, and the nested state dict is rebuilt from the paths that the planner noted. Megatron puts what it does not shard into
+`common.pt` beside them. Source: torch/distributed/checkpoint/filesystem.py and _nested_dict.py, torch 2.0 to 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+from ckptconv.assembly import assembled
+from ckptconv.checkpoint import Checkpoint
+from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.formats import dcp_metadata
+from ckptconv.formats.dcp_metadata import Item, Metadata, TensorEntry
+from ckptconv.limits import LIMITS
+from ckptconv.nodes import Dict, Node, mapping_pairs
+from ckptconv.sources import FilePool, FileSource, PooledSource, RangeSource, Source
+from ckptconv.tensors import Shape, TensorRef
+
+NAME = "DCP"
+INDEX = ".metadata"
+_COMMON = "common.pt"
+
+SourceOpener = Callable[[Source], Checkpoint]
+PathOpener = Callable[[Path], Checkpoint]
+
+
+def is_dcp(path: Path) -> bool:
+    """Whether `path` is a folder with a `.metadata`, or that file itself."""
+    return path.name == INDEX or (path / INDEX).is_file()
+
+
+def open_dcp(path: Path, open_file: PathOpener, open_source: SourceOpener, tag: str | None) -> Checkpoint:
+    """Open a DCP folder: its `.metadata`, and the directory and pickle of every item; no payload is read.
+
+    Raises `MalformedCheckpoint` when an item is missing or cut off, or when chunks do not cover their tensor, with the key.
+    """
+    if tag is not None:
+        raise UnsupportedCheckpoint("holds no tags to choose from", path=path, hint="leave --tag out")
+    folder = path.parent if path.name == INDEX else path
+    opened = _Opened(folder, open_source)
+    try:
+        index = FileSource(folder / INDEX)
+        opened.sources.append(index)
+        metadata = dcp_metadata.read_metadata(index)
+        root = _tree(metadata, opened)
+        nbytes = index.size + sum(source.size for source in opened.files.values())
+        if metadata.is_megatron and (folder / _COMMON).is_file():
+            nbytes += _merge_common(root, open_file(folder / _COMMON), opened)
+    except BaseException:
+        opened.close()
+        raise
+    return Checkpoint(folder, NAME, root, nbytes, sources=(*opened.files.values(), *opened.sources))
+
+
+class _Opened:
+    """The files of one folder, and the items that were opened in them."""
+
+    def __init__(self, folder: Path, open_source: SourceOpener) -> None:
+        self.files: dict[str, PooledSource] = {}
+        self.sources: list[Source] = []
+        self._folder = folder
+        self._pool = FilePool()
+        self._open_source = open_source
+
+    def root_of(self, item: Item) -> Node:
+        """What the stream at the place of an item holds."""
+        if item.transforms:
+            names = ", ".join(item.transforms)
+            raise UnsupportedCheckpoint(
+                f"was written through {names}, which is not undone here", hint="save it without extensions, or dcp.load it"
+            )
+        checkpoint = self._open_source(RangeSource(self._file(item.relative_path), item.offset, item.length))
+        self.sources += [source for source in checkpoint.sources if type(source) is not RangeSource]
+        return checkpoint.root
+
+    def _file(self, name: str) -> PooledSource:
+        if name not in self.files:
+            self.files[name] = self._pool.source(inside(self._folder, name))
+        return self.files[name]
+
+    def close(self) -> None:
+        for source in (*self.files.values(), *self.sources):
+            source.close()
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The file `name` of a folder; `MalformedCheckpoint` when it leads out of the folder."""
+    path = folder / name
+    if not name.isprintable() or "\\" in name or ":" in name or name.startswith("/") or ".." in name.split("/"):
+        raise MalformedCheckpoint(f"names the file '{printable(name)}', which is no plain relative path", path=folder)
+    try:
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise MalformedCheckpoint(f"names the file '{name}', which is a link out of the folder", path=folder)
+    except (OSError, RuntimeError) as error:
+        raise MalformedCheckpoint(f"names the file '{name}', which leads nowhere", path=folder) from error
+    if not path.exists():
+        raise MalformedCheckpoint(
+            f"needs the file '{name}', which is not there", path=folder, hint="fetch or copy the whole folder"
+        )
+    return path
+
+
+# -------------------------------------------------------------------------------------------------------------- the tree
+
+
+def _tree(metadata: Metadata, opened: _Opened) -> Dict:
+    tree = _Nested()
+    for key, entry in metadata.entries.items():
+        try:
+            value = opened.root_of(_found(metadata, key, None)) if entry is None else _tensor(metadata, key, entry, opened)
+            tree.put(metadata.paths.get(key, (key,)), value)
+        except CheckpointError as error:
+            raise _with_key(error, key) from error.__cause__
+    return tree.root
+
+
+def _with_key(error: CheckpointError, key: str) -> CheckpointError:
+    """The error of an item with its key in the first place: which record of which stream it was, comes second."""
+    error.where = key if error.where in (None, key) else f"{key} ({error.where})"
+    return error
+
+
+def _tensor(metadata: Metadata, key: str, entry: TensorEntry, opened: _Opened) -> TensorRef:
+    parts = []
+    for start, shape in entry.chunks:
+        ref = opened.root_of(_found(metadata, key, start))
+        if type(ref) is not TensorRef:
+            raise UnsupportedCheckpoint("a chunk of it is no plain tensor", hint="it was saved as a tensor of another class")
+        if ref.shape != shape:
+            raise MalformedCheckpoint(f"its chunk at {list(start)} has the shape {list(ref.shape)} instead of {list(shape)}")
+        parts.append((start, ref))
+    if key in metadata.reshaped:
+        raise UnsupportedCheckpoint(
+            "was stored in flat fragments by an older Megatron, which is not read yet", hint="save it with a newer Megatron"
+        )
+    return assembled(entry.dtype, entry.shape, parts)
+
+
+def _found(metadata: Metadata, key: str, start: Shape | None) -> Item:
+    item = metadata.items.get((key, start))
+    if item is None and (start is None or not any(start)):  # a whole tensor may have no offset
+        item = metadata.items.get((key, None), metadata.items.get((key, ())))
+    if item is None:
+        what = "" if start is None else f" of its chunk at {list(start)}"
+        raise MalformedCheckpoint(f"{INDEX} does not say where the bytes{what} lie", where=key)
+    return item
+
+
+class _Nested:
+    """The nested state dict, put together from paths: a text label is a key of a dict, an int the index in a list."""
+
+    def __init__(self) -> None:
+        self.root = Dict()
+        self._inside: dict[int, dict[str | int, Node]] = {id(self.root): {}}
+        self._gaps = 0
+
+    def put(self, path: dcp_metadata.Path, value: Node) -> None:
+        """Hang `value` at `path`; `MalformedCheckpoint` when something else is there or on the way."""
+        node: Node = self.root
+        for label, following in pairwise(path):
+            node = self._branch(node, label, list if type(following) is int else Dict)
+        if path[-1] in self._children(node, path[-1]):
+            raise MalformedCheckpoint("two keys have one place in the state dict")
+        self._hang(node, path[-1], value)
+
+    def _branch(self, node: Node, label: str | int, kind: type) -> Node:
+        known = self._children(node, label).get(label)
+        if known is None:
+            known = kind()
+            self._inside[id(known)] = {}
+            self._hang(node, label, known)
+        if type(known) is not kind or id(known) not in self._inside:
+            raise MalformedCheckpoint(f"its path goes through '{printable(label)}', which is a value of another kind")
+        return known
+
+    def _children(self, node: Node, label: str | int) -> dict[str | int, Node]:
+        if (type(node) is list) is not (type(label) is int):
+            raise MalformedCheckpoint("its path mixes the keys of a dict with the indices of a list")
+        return self._inside[id(node)]
+
+    def _hang(self, node: Node, label: str | int, value: Node) -> None:
+        self._inside[id(node)][label] = value
+        if isinstance(label, str):
+            node.pairs.append((label, value))
+            return
+        missing = max(0, label + 1 - len(node))
+        self._gaps += max(0, missing - 1)
+        if self._gaps > LIMITS.list_gaps:
+            raise LimitExceeded(f"is number {label} of a list of which little else is there")
+        node.extend([None] * missing)
+        node[label] = value
+
+
+# -------------------------------------------------------------------------------------------------------------- Megatron
+
+
+def _merge_common(root: Dict, common: Checkpoint, opened: _Opened) -> int:
+    """Hang the parts of Megatron's `common.pt` into the tree, dicts that both have entered; returns its size in bytes."""
+    opened.sources += common.sources
+    work = [(root, common.root, "")]
+    while work:
+        node, other, place = work.pop()
+        pairs = mapping_pairs(other)
+        if pairs is None or any(type(key) is not str for key, _ in pairs):
+            raise MalformedCheckpoint("is no dict of names", path=common.path, where=place or None)
+        known = dict(node.pairs)
+        for label, value in pairs:
+            if label not in known:
+                node.pairs.append((label, value))
+            elif type(known[label]) is Dict and mapping_pairs(value) is not None:
+                work.append((known[label], value, f"{place}{label}."))
+            else:
+                raise MalformedCheckpoint(f"is in {INDEX} too", path=common.path, where=f"{place}{label}")
+    return common.nbytes

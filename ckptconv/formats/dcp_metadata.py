@@ -1,0 +1,182 @@
+"""The `.metadata` of a DCP folder, as plain values: what there is, in which chunks, and where each item lies.
+
+It is a pickle of `Metadata`: ``state_dict_metadata`` (key → properties, size and chunks of a tensor, or the mark of any other
+object), ``planner_data`` (key → path in the nested state dict; absent where it was not flattened), ``storage_data`` (key and
+offsets → file, offset, length and the transforms that the item went through). Megatron's `MCoreMetadata` adds ``mcore_data``.
+Source: torch/distributed/checkpoint/metadata.py and filesystem.py, torch 2.0 to 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ckptconv.dtypes import BY_NAME, DType
+from ckptconv.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.limits import LIMITS
+from ckptconv.nodes import ABSENT, Call, Dict, Global, Node, mapping_pairs
+from ckptconv.sources import Source
+from ckptconv.tensors import Shape
+from ckptconv.unpickling import read_pickle
+
+Path = tuple["str | int", ...]
+"""Where a value hangs in the nested state dict: keys of dicts, indices of lists."""
+
+_LARGEST = 1 << 60
+
+
+class Item(NamedTuple):
+    """Where an item lies: `length` bytes at `offset` of the file `relative_path`, after the `transforms` named."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transforms: tuple[str, ...]
+
+
+class TensorEntry(NamedTuple):
+    """A tensor: its type, its shape and its chunks, each as its start and its shape."""
+
+    dtype: DType
+    shape: Shape
+    chunks: tuple[tuple[Shape, Shape], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """A whole `.metadata`. An entry is None for an object that is no tensor; `items` are found by key and offsets.
+
+    `reshaped` are Megatron's tensors that were stored in another shape than their own, by key, with that own shape.
+    """
+
+    entries: dict[str, TensorEntry | None]
+    paths: dict[str, Path]
+    items: dict[tuple[str, Shape | None], Item]
+    reshaped: dict[str, Shape]
+    is_megatron: bool
+
+
+def read_metadata(source: Source) -> Metadata:
+    """The metadata that a source holds; `MalformedCheckpoint` when it is something else."""
+    if source.size > LIMITS.pickle_bytes:
+        raise MalformedCheckpoint(f"has {source.size} bytes, more than {LIMITS.pickle_bytes}", path=source.path)
+    try:
+        return _metadata(read_pickle(source.read(0, source.size)))
+    except CheckpointError as error:
+        raise error.at(path=source.path) from error.__cause__
+
+
+def _metadata(root: Node) -> Metadata:
+    fields = _fields(root, "Metadata", None)
+    entries = {key: _entry(node, key) for key, node in _pairs(fields.get("state_dict_metadata"), "state_dict_metadata")}
+    planner = fields.get("planner_data")
+    paths = {key: _path(node, key) for key, node in _pairs(planner, "planner_data")} if type(planner) is Dict else {}
+    items = dict(_items(fields.get("storage_data")))
+    extra = fields.get("mcore_data")
+    reshaped = dict(_reshaped(extra)) if extra is not None else {}
+    return Metadata(entries, paths, items, reshaped, "mcore_data" in fields or root.name.endswith(".MCoreMetadata"))
+
+
+def _malformed(what: str, key: str | None) -> MalformedCheckpoint:
+    return MalformedCheckpoint(what, where=key, hint="it is no .metadata of torch.distributed.checkpoint, or a damaged one")
+
+
+def _fields(node: Node, kind: str, key: str | None) -> dict[str, Node]:
+    """The attributes of an object whose class is called `kind` (or ends so)."""
+    if type(node) is not Call or not node.name.endswith(kind):
+        raise _malformed(f"holds something else where a {kind} belongs", key)
+    if node.state is ABSENT:
+        return {}
+    pairs = mapping_pairs(node.state)
+    if pairs is None:
+        raise _malformed(f"has a {kind} without attributes", key)
+    return {name: value for name, value in pairs if type(name) is str}
+
+
+def _pairs(node: Node, field: str) -> Iterator[tuple[str, Node]]:
+    pairs = mapping_pairs(node)
+    if pairs is None or any(type(key) is not str for key, _ in pairs):
+        raise _malformed(f"its {field} is no dict of names", None)
+    if len({key for key, _ in pairs}) != len(pairs):
+        raise _malformed(f"its {field} has a name twice", None)
+    return iter(pairs)
+
+
+def _entry(node: Node, key: str) -> TensorEntry | None:
+    if type(node) is Call and node.name.endswith(".BytesStorageMetadata"):
+        return None
+    fields = _fields(node, "TensorStorageMetadata", key)
+    chunks = fields.get("chunks")
+    if type(chunks) is not list:
+        raise _malformed("its chunks are no list", key)
+    return TensorEntry(
+        _dtype(fields.get("properties"), key), _size(fields.get("size"), key), tuple(_chunk(chunk, key) for chunk in chunks)
+    )
+
+
+def _chunk(node: Node, key: str) -> tuple[Shape, Shape]:
+    fields = _fields(node, "ChunkStorageMetadata", key)
+    return _size(fields.get("offsets"), key), _size(fields.get("sizes"), key)
+
+
+def _dtype(properties: Node, key: str) -> DType:
+    """The type that tensor properties name: first of a tuple in every torch so far."""
+    state = properties.state if type(properties) is Call else None
+    named = state[0] if type(state) is tuple and state else _attribute(state, "dtype")
+    if type(named) is not Global or named.module != "torch" or named.name not in BY_NAME:
+        raise UnsupportedCheckpoint(f"has the unknown dtype {printable(named)}", where=key)
+    return BY_NAME[named.name]
+
+
+def _attribute(state: Node, name: str) -> Node:
+    pairs = state.pairs if type(state) is Dict else ()
+    return next((value for key, value in pairs if key == name), None)
+
+
+def _size(node: Node, key: str) -> Shape:
+    """A `torch.Size`, or a plain tuple or list."""
+    if type(node) is Call and node.name == "torch.Size" and len(node.args) == 1:
+        node = node.args[0]
+    if type(node) not in (tuple, list) or any(type(size) is not int or not 0 <= size < _LARGEST for size in node):
+        raise _malformed("a size or offset is no tuple of sizes", key)
+    if len(node) > LIMITS.dimensions:
+        raise _malformed(f"has {len(node)} dimensions", key)
+    return tuple(node)
+
+
+def _path(node: Node, key: str) -> Path:
+    if type(node) is not tuple or not node or any(type(label) not in (str, int) for label in node):
+        raise _malformed("its path in the state dict is no tuple of names and indices", key)
+    if any(type(label) is int and label < 0 for label in node) or type(node[0]) is int or len(node) > LIMITS.depth:
+        raise _malformed("its path in the state dict leads nowhere", key)
+    return node
+
+
+def _items(node: Node) -> Iterator[tuple[tuple[str, Shape | None], Item]]:
+    pairs = mapping_pairs(node)
+    if pairs is None:
+        raise _malformed("its storage_data is no dict", None)
+    for index, info in pairs:
+        name = _fields(index, "MetadataIndex", None)
+        key, offset = name.get("fqn"), name.get("offset")
+        if type(key) is not str:
+            raise _malformed("an index in its storage_data has no name", None)
+        yield (key, None if offset is None else _size(offset, key)), _item(info, key)
+
+
+def _item(node: Node, key: str) -> Item:
+    fields = _fields(node, "_StorageInfo", key)
+    path, transforms = fields.get("relative_path"), fields.get("transform_descriptors") or ()
+    if type(path) is not str or type(transforms) not in (tuple, list):
+        raise _malformed("the place of an item is not given by the name of a file", key)
+    offset, length = _size((fields.get("offset"), fields.get("length")), key)
+    return Item(path, offset, length, tuple(printable(name) for name in transforms))
+
+
+def _reshaped(node: Node) -> Iterator[tuple[str, Shape]]:
+    """Megatron's own note on a tensor that it stored as (fragments…, values of a fragment)."""
+    for key, noted in _pairs(node, "mcore_data"):
+        own = _attribute(noted, "nd_reformulated_orig_global_shape")
+        if own is not None:
+            yield key, _size(own, key)
