@@ -22,7 +22,7 @@ from ckptconv.tensors import iter_chunks
 
 _MANIFEST = oracle.corpus_folder() / "manifest.json"
 ENTRIES = json.loads(_MANIFEST.read_text()) if _MANIFEST.is_file() else []
-READ_CONTAINERS = ("zip", "safetensors", "legacy", "zip-of-checkpoints")
+READ_CONTAINERS = ("zip", "safetensors", "legacy", "zip-of-checkpoints", "dcp")
 READ = [entry for entry in ENTRIES if entry["container"] in READ_CONTAINERS]
 HAND_MADE = [entry for entry in ENTRIES if entry["container"] == "tar"]
 UNREAD = [entry for entry in ENTRIES if entry not in READ and entry not in HAND_MADE]

@@ -19,7 +19,7 @@ LAYERS = {
     "checkpoint": 5,
     "modules": 6, "old_tensors": 6, "producers": 6, "settling": 6, "zero_partitions": 6,
     "formats.torch_zip": 6, "formats.safetensors": 6, "formats.torch_legacy": 6, "formats.torch_tar": 6,
-    "formats.raw_pickle": 6, "formats.dcp_metadata": 6, "formats.dtensors": 6,
+    "formats.raw_pickle": 6, "formats.zip_members": 6, "formats.dcp_metadata": 6, "formats.dtensors": 6,
     "formats.sharded": 7, "formats.accelerate": 7, "formats.dcp": 7, "formats.dcp_shards": 7, "formats.ranks": 7,
     "formats.deepspeed": 7,
     "formats.detect": 8,

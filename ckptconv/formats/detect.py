@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from ckptconv.archives import Record, is_zip, read_directory
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.collector import collector_paused
 from ckptconv.errors import CheckpointError, LimitExceeded, UnsupportedCheckpoint, printable
@@ -20,7 +21,8 @@ from ckptconv.formats.safetensors import is_safetensors, open_safetensors
 from ckptconv.formats.sharded import is_sharded, open_sharded
 from ckptconv.formats.torch_legacy import is_torch_legacy, open_torch_legacy
 from ckptconv.formats.torch_tar import is_tar, open_torch_tar
-from ckptconv.formats.torch_zip import is_torch_zip, open_torch_zip
+from ckptconv.formats.torch_zip import open_torch_zip
+from ckptconv.formats.zip_members import may_hold_checkpoints, open_zip_members
 from ckptconv.limits import LIMITS
 from ckptconv.modules import flatten_modules
 from ckptconv.old_tensors import complete_tensors
@@ -45,6 +47,13 @@ class Format(NamedTuple):
     open: Callable[[Source, Opener], Checkpoint]
 
 
+class Archive(NamedTuple):
+    """A kind of zip archive: whether these records are its, and how the archive is opened; else as `Format`."""
+
+    matches: Callable[[Mapping[str, Record]], bool]
+    open: Callable[[Source, Mapping[str, Record], Opener], Checkpoint]
+
+
 class Gathering(NamedTuple):
     """Many files that are one checkpoint: whether a path (a folder, or a file that stands for one) is it, and how it is opened.
 
@@ -55,8 +64,22 @@ class Gathering(NamedTuple):
     open: Callable[[Path, PathOpener, str | None], Checkpoint]
 
 
+ARCHIVES: tuple[Archive, ...] = (
+    Archive(may_hold_checkpoints, open_zip_members),
+    Archive(lambda _: True, open_torch_zip),
+)
+"""What a zip archive may be, in the order in which it is tried; the last one says what else it is."""
+
+
+def open_zip(source: Source, opener: Opener) -> Checkpoint:
+    """Open a zip archive by what is in it; its directory is read once."""
+    records = read_directory(source)
+    kind = next(kind for kind in ARCHIVES if kind.matches(records))
+    return kind.open(source, records, opener)
+
+
 FORMATS: tuple[Format, ...] = (
-    Format(is_torch_zip, open_torch_zip),
+    Format(is_zip, open_zip),
     Format(is_torch_legacy, open_torch_legacy),
     Format(is_tar, open_torch_tar),
     Format(is_safetensors, open_safetensors),

@@ -15,12 +15,12 @@ from ckptconv.archives import Record, Slot
 from ckptconv.checkpoint import Checkpoint, Overlay
 from ckptconv.compaction import CastRule, NewStorage, compact
 from ckptconv.dtypes import UINT8, DType
-from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.layout import Layout, WriteItem
 from ckptconv.limits import LIMITS
-from ckptconv.nodes import Dict, Node, made
+from ckptconv.nodes import Node, made
 from ckptconv.pickling import write_pickle
-from ckptconv.sources import RangeSource, Source, Spool, crc32
+from ckptconv.sources import Source, Spool, crc32
 from ckptconv.tensors import Storage, TensorRef
 from ckptconv.torch_objects import StoredAs, TorchLeaves, read_torch_pickle
 
@@ -29,20 +29,12 @@ _ROOT = b"archive"
 _OPTIONAL = ("version", "byteorder", ".format_version", ".storage_alignment", ".data/serialization_id")
 
 
-def is_torch_zip(head: bytes) -> bool:
-    """Whether a file that starts with `head` (4 bytes are enough) is a zip archive."""
-    return head[:4] == b"PK\3\4"
-
-
-def open_torch_zip(source: Source, opener: Callable[[Source], Checkpoint]) -> Checkpoint:
-    """Open a zip checkpoint, or an archive of checkpoints; reads directories and pickles, no payload.
+def open_torch_zip(source: Source, records: Mapping[str, Record], _: Callable[[Source], Checkpoint]) -> Checkpoint:
+    """Open the zip checkpoint with these records; reads its pickle, no payload.
 
     Raises `MalformedCheckpoint` when directory, pickle and storages contradict each other, `UnsupportedCheckpoint` when the
     archive is something else than what `torch.save` writes.
     """
-    records = archives.read_directory(source)
-    if (members := _open_members(source, records, opener)) is not None:
-        return members
     root = _root_folder(source, records)
     storages = _Storages(source, records, root)
     try:
@@ -140,78 +132,6 @@ class _Storages:
         version = self._small(f"{root}version")
         if version is not None and not version.strip().isdigit():
             raise MalformedCheckpoint(f"is no number: {version[:20]!r}", path=self._source.path, where=f"{root}version")
-
-
-# ------------------------------------------------------------------------------------------------- archives of checkpoints
-
-_MOST_MEMBERS = 1000  # of an archive that is looked into for checkpoints
-
-
-def _open_members(source: Source, records: Mapping[str, Record], opener: Callable[[Source], Checkpoint]) -> Checkpoint | None:
-    """An archive of files some of which are checkpoints: each under its name, the others left out; None for any other one.
-
-    Stored members are read in place; deflated ones are inflated, for a directory cannot be read otherwise.
-    """
-    if len(records) > _MOST_MEMBERS or any(name.endswith(("/data.pkl", "model.json")) for name in records):
-        return None
-    _refuse_bombs(source, records)
-    spool = Spool()
-    inners = {name: _member_source(source, record, spool) for name, record in records.items()}
-    try:
-        opened = {name: _open_member(name, inner, opener) for name, inner in inners.items()}
-    except BaseException:
-        spool.close()
-        raise
-    found = {name: member for name, member in opened.items() if member is not None}
-    if not found:
-        spool.close()
-        return None
-    return Checkpoint(
-        path=source.path,
-        format="zip of checkpoints",
-        root=Dict([(name, member.root) for name, member in found.items()]),
-        nbytes=source.size,
-        notes=tuple(_member_notes(records, found)),
-        sources=(source, *inners.values(), *(inner for member in found.values() for inner in member.sources)),
-    )
-
-
-def _member_notes(records: Mapping[str, Record], found: Mapping[str, Checkpoint]) -> Iterable[str]:
-    for name, member in found.items():
-        yield from (f"{printable(name)}: {note}" for note in member.notes)
-    # A deflated member is checked while it is inflated; a zip archive inside has checksums of its own.
-    if bare := [name for name, member in found.items() if member.format != NAME and not records[name].deflated]:
-        yield f"{printable(', '.join(bare))}: without checksums inside, so damage cannot be noticed"
-    if left := [name for name in records if name not in found]:
-        yield f"{len(left)} members are no checkpoints and are left out: {printable(', '.join(left))}"
-
-
-def _member_source(source: Source, record: Record, spool: Spool) -> Source:
-    """The member as a source of its own; a deflated one is inflated when it is first read."""
-    if not record.deflated:
-        return RangeSource(source, record.offset, record.size)
-    return archives.record_source(source, record, spool)[0]
-
-
-def _open_member(name: str, inner: Source, opener: Callable[[Source], Checkpoint]) -> Checkpoint | None:
-    """The checkpoint that a member is; None when it is something else."""
-    try:
-        return opener(inner)
-    except CheckpointError as error:
-        if isinstance(error, UnsupportedCheckpoint) and error.where is None:
-            return None
-        error.where = name if error.where in (None, name) else f"{name}: {error.where}"
-        raise
-
-
-def _refuse_bombs(source: Source, records: Mapping[str, Record]) -> None:
-    inflated = sum(record.size for record in records.values() if record.deflated)
-    if inflated > LIMITS.inflated_free and inflated > source.size * LIMITS.inflated_ratio:
-        raise LimitExceeded(
-            f"its members claim to inflate to {inflated} bytes, more than {LIMITS.inflated_ratio}-fold",
-            path=source.path,
-            hint="a decompression bomb; unpack it and name the file inside if it is real",
-        )
 
 
 # ------------------------------------------------------------------------------------------------------------- writing
