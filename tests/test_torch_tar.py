@@ -30,7 +30,7 @@ from old_torch import (
 from safetensors.torch import load_file
 
 from ckptconv import CheckpointError, convert_checkpoint, load_portable, open_checkpoint
-from ckptconv.errors import LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint
+from ckptconv.errors import LimitExceeded, MalformedCheckpoint, RefusedObject, UnsupportedCheckpoint
 from ckptconv.inspection import inspect_checkpoint
 from ckptconv.report import verdict
 from ckptconv.sources import FileSource
@@ -146,6 +146,17 @@ def test_bare_storages_and_digits_as_ids_are_read(tmp_path):
     found, expected = oracle.load(tmp_path / "new.pt"), seen_by_torch(source)
     assert list(found["s"]) == list(expected["s"]) == list(range(8))
     assert torch.equal(found["w"], expected["w"])
+
+
+def test_a_bare_view_of_a_storage_is_loaded_and_shares_it(tmp_path):
+    tree = {"view": Persistent(13), "whole": Persistent(11), "w": Persistent(22)}
+    source = write(tmp_path / "old.pt", tar_checkpoint(STORAGES, TENSORS, tree))
+    found, expected = load_portable(source, keys="keep"), seen_by_torch(source)
+    assert list(found["view"]) == list(expected["view"]) == [2, 3, 4, 5]
+    assert list(found["whole"]) == list(expected["whole"]) == list(range(8))
+    assert found["view"].data_ptr() == found["w"].data_ptr() == found["whole"].data_ptr() + 8
+    with pytest.raises(RefusedObject, match="as a part"):
+        convert_checkpoint(source, tmp_path / "new.pt", fsync=False)
 
 
 def test_a_module_with_its_source_text_is_a_state_dict(tmp_path):
