@@ -12,7 +12,6 @@ from ckptconv.checkpoint import Checkpoint
 from ckptconv.collector import collector_paused
 from ckptconv.errors import CheckpointError, LimitExceeded, UnsupportedCheckpoint, printable
 from ckptconv.formats.accelerate import is_accelerate, open_accelerate
-from ckptconv.formats.checkpoint_archive import is_archive_of_files, open_checkpoint_archive
 from ckptconv.formats.dcp import is_dcp, open_dcp
 from ckptconv.formats.dcp_shards import is_dcp_shards, open_dcp_shards
 from ckptconv.formats.deepspeed import is_deepspeed, open_deepspeed
@@ -26,6 +25,7 @@ from ckptconv.formats.torch_legacy import is_torch_legacy, open_torch_legacy
 from ckptconv.formats.torch_tar import is_tar, open_torch_tar
 from ckptconv.formats.torch_zip import open_torch_zip
 from ckptconv.formats.torchscript import is_torchscript, open_torchscript
+from ckptconv.formats.zip_members import may_hold_checkpoints, open_zip_members
 from ckptconv.limits import LIMITS
 from ckptconv.modules import flatten_modules
 from ckptconv.old_tensors import complete_tensors
@@ -70,7 +70,7 @@ class Gathering(NamedTuple):
 ARCHIVES: tuple[Archive, ...] = (
     Archive(is_torchscript, open_torchscript),
     Archive(is_old_torchscript, open_old_torchscript),
-    Archive(is_archive_of_files, open_checkpoint_archive),
+    Archive(may_hold_checkpoints, open_zip_members),
     Archive(lambda _: True, open_torch_zip),
 )
 """What a zip archive may be, in the order in which it is tried; the last one says what else it is."""
