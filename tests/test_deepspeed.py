@@ -18,6 +18,7 @@ import torch
 import zero
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from program import assert_one_error, idle_rss, run
 
 from ckptconv import CheckpointError, convert_checkpoint, load_portable, open_checkpoint
 from ckptconv.errors import AmbiguousStateDict, MalformedCheckpoint, UnsupportedCheckpoint
@@ -380,6 +381,54 @@ def test_the_model_states_of_one_rank_of_stage_3_are_not_taken_for_weights(tmp_p
     assert str(step) in str(caught.value.hint)
     shutil.copy(DATA / "stage3" / "fp32.pt", tmp_path / "zero_pp_rank_1_mp_rank_00_model_states.pt")
     same(load_portable(tmp_path / "zero_pp_rank_1_mp_rank_00_model_states.pt"), consolidated(DATA / "stage3"))
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    name=st.sampled_from(["stage2", "stage3_frozen"]),
+    at=st.integers(0, 1 << 20),
+    by=st.integers(0, 255),
+    index=st.integers(0, 20),
+)
+def test_a_damaged_file_is_an_error_or_the_weights_are_right(tmp_path, name, at, by, index):
+    folder = tmp_path / name
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(DATA / name, folder)
+    files = sorted((folder / (folder / "latest").read_text()).iterdir())
+    file = files[index % len(files)]
+    raw = bytearray(file.read_bytes())
+    raw[at % len(raw)] ^= by
+    file.write_bytes(raw if by else raw[: at % len(raw)])
+    try:
+        convert_checkpoint(folder, tmp_path / "out.pt", fsync=False, force=True, unknown="drop")
+    except CheckpointError:
+        return
+    same(oracle.load(tmp_path / "out.pt")["module"], consolidated(DATA / name))
+
+
+# -------------------------------------------------------------------------------------------------------------- the program
+
+
+def test_the_program_reads_the_step_that_tag_names(tmp_path):
+    done = run("convert", DATA / "stage3", "out.safetensors", "--tag", "global_step1", "--tied", "duplicate", cwd=tmp_path)
+    assert done.exit == 0, done.err
+    written = safetensors.torch.load_file(tmp_path / "out.safetensors")
+    same(written, {name: consolidated(DATA / "stage3", "global_step1")[name] for name in written})
+    assert (
+        run("inspect", DATA / "stage3", "--tag", "global_step1", "--json", cwd=tmp_path).json()["format"] == "DeepSpeed ZeRO-3"
+    )
+    line = assert_one_error(run("inspect", DATA / "stage3", "--tag", "../x", cwd=tmp_path))
+    assert "--tag: '../x' is no plain folder name" in line
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_memory_does_not_grow_with_the_folder(tmp_path, stage):
+    groups = [{f"{index}.weight": torch.rand(1001, 1001) for index in range(30)}]
+    folder = zero.write(tmp_path / "zero", stage, 3, groups, frozen={"frozen": torch.rand(4000, 4000).bfloat16()})
+    done = run("convert", folder, "out.safetensors", "--no-fsync", cwd=tmp_path)
+    assert done.exit == 0, done.err
+    assert (tmp_path / "out.safetensors").stat().st_size > 180_000_000
+    assert done.rss < idle_rss() + 40_000_000
 
 
 # ----------------------------------------------------------------------------------------------- any sizes, any ranks, by torch
