@@ -1,11 +1,13 @@
 """Make one input of bench.py, with torch alone.
 
-    python bench/make_inputs.py big|many|huge|dcp_rows|dcp_columns|zero3 OUT SIZE
+    python bench/make_inputs.py big|many|huge|legacy|shards|dcp_rows|dcp_columns|zero3 OUT SIZE
 
 `big`: SIZE bytes in 300 float32 tensors. `many`: SIZE float32 tensors of shape [16]. `huge`: SIZE bytes in 300 float32
 tensors whose payloads are holes, so that it takes no disk. These are state dicts of DistributedDataParallel: every key
-starts with `module.` and every storage is tagged cuda:3. `dcp_rows` and `dcp_columns`: SIZE bytes in 300 float32 tensors of
-1,024 columns, split by rows or by columns among four gloo processes that save them with torch.distributed.checkpoint.
+starts with `module.` and every storage is tagged cuda:3; `legacy` is `big` as torch wrote it before 1.6. `shards`: the same
+tensors as a Hugging Face folder of eight safetensors files and their index. `dcp_rows` and `dcp_columns`: SIZE bytes in 300
+float32 tensors of 1,024 columns, split by rows or by columns among four gloo processes that save them with
+torch.distributed.checkpoint.
 `zero3`: a DeepSpeed folder of ZeRO stage 3 with SIZE bytes of fp32 partitions in 4 ranks, laid out as deepspeed 0.19.8 does,
 without the optimizer's moments, which nobody reads here.
 """
@@ -13,6 +15,7 @@ without the optimizer's moments, which nobody reads here.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 import tempfile
@@ -91,15 +94,36 @@ def make(kind: str, path: Path, size: int) -> None:
     if kind == "zero3":
         write_zero3(path, size)
         return
+    if kind == "shards":
+        write_shards(path, size)
+        return
     payload: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    if kind == "big":
+    if kind in ("big", "legacy"):
         state_dict = state_dict_of(split(size), torch.rand)
     elif kind == "many":
         state_dict = state_dict_of((16 for _ in range(size)), torch.rand)
     else:
         state_dict, payload = state_dict_of(split(size), torch.empty), torch.serialization.skip_data()
     with tagged(LOCATION), payload:
-        torch.save(state_dict, path)
+        torch.save(state_dict, path, _use_new_zipfile_serialization=kind != "legacy")
+
+
+SHARDS = 8
+
+
+def write_shards(folder: Path, nbytes: int) -> None:
+    """The tensors of `big` in eight files of about one size, in order, and the index."""
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    state_dict = state_dict_of(split(nbytes), torch.rand)
+    where = {
+        key: f"model-{index * SHARDS // TENSORS + 1:05}-of-{SHARDS:05}.safetensors" for index, key in enumerate(state_dict)
+    }
+    for name in sorted(set(where.values())):
+        save_file({key: state_dict[key] for key in where if where[key] == name}, folder / name, {"format": "pt"})
+    index = {"metadata": {"total_size": nbytes}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
 RANKS = 4

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-INPUTS = ("big", "many", "huge", "dcp_rows", "dcp_columns", "zero3")
-SUFFIXES = {"dcp_rows": "", "dcp_columns": "", "zero3": ""}
+INPUTS = ("big", "many", "huge", "legacy", "shards", "dcp_rows", "dcp_columns", "zero3")
+SUFFIXES = {"shards": "", "dcp_rows": "", "dcp_columns": "", "zero3": ""}
 """Of the inputs whose names do not end in .pt."""
 WarmUp = Literal["first", "memory", "none"]
 
@@ -24,6 +24,8 @@ class Scale:
     huge: int
     runs: int
     fill: int
+    legacy: int
+    shards: int
     dcp_rows: int
     dcp_columns: int
     zero3: int
@@ -36,6 +38,8 @@ FULL = Scale(
     huge=8_000_000_000,
     runs=5,
     fill=8_000_000_000,
+    legacy=2_000_000_000,
+    shards=2_000_000_000,
     dcp_rows=2_000_000_000,
     dcp_columns=2_000_000_000,
     zero3=2_000_000_000,
@@ -47,6 +51,8 @@ QUICK = Scale(
     huge=800_000_000,
     runs=3,
     fill=1_000_000_000,
+    legacy=200_000_000,
+    shards=200_000_000,
     dcp_rows=200_000_000,
     dcp_columns=200_000_000,
     zero3=200_000_000,
@@ -180,6 +186,30 @@ UNSYNCED = (
         ckptconv("convert {zero3} {out}.safetensors", fsync=False),
         child("zero_to_fp32 (without deepspeed: the same steps by torch)", "zero_to_fp32 {zero3} {out}"),
         (Goal("faster", 3), Goal("peak", 100)),
+        warm_up="memory",
+    ),
+    Row(
+        "legacy-cp",
+        "legacy .pt → .safetensors",
+        ckptconv("strip-module {legacy} {out}.safetensors", fsync=False),
+        Side("cp", ("cp", "{legacy}", "{out}")),
+        (Goal("times", 1), Goal("peak", 60)),
+        warm_up="memory",
+    ),
+    Row(
+        "shards-join",
+        "HF folder of 8 shards → one .safetensors",
+        ckptconv("convert {shards} {out}.safetensors", fsync=False),
+        Side("cp -r", ("cp", "-r", "{shards}", "{out}")),
+        (Goal("times", 1), Goal("peak", 60)),
+        warm_up="memory",
+    ),
+    Row(
+        "shards-split",
+        "big .pt → HF folder of 8 shards",
+        ckptconv("convert {big} {out} --max-shard-size 255MB", fsync=False),
+        Side("cp -r", ("cp", "-r", "{shards}", "{out}")),
+        (Goal("times", 1), Goal("peak", 60)),
         warm_up="memory",
     ),
     Row("version", "start-up", ckptconv("--version"), IMPORT_TORCH, (Goal("seconds", 0.15),)),

@@ -29,8 +29,9 @@ Overlay = Mapping[int, Node]
 class Checkpoint:
     """An opened checkpoint: its tree, with `TensorRef` leaves that still lie in the file.
 
-    `format` is what its container is called: ``torch zip``, ``torch legacy``, ``safetensors``, ``memory``, …; `metadata` are a safetensors file's own strings; `notes`
-    tell what was odd about the file without being wrong. Use it as a context manager, or `close()` it.
+    `format` is what its container is called: ``torch zip``, ``torch legacy``, ``safetensors``, ``memory``, …; `metadata` are
+    a safetensors file's own strings; `notes` tell what was odd about the file without being wrong. Use it as a context
+    manager, or `close()` it.
     """
 
     path: Path

@@ -15,7 +15,7 @@ from ckptconv.substitution import calls_of, containers, substituted
 from ckptconv.tensors import Storage, TensorObject, TensorRef
 from ckptconv.torch_objects import Window, tensor_of_storage
 
-_TENSOR_CLASS = re.compile(r"torch\.(?:cuda\.)?[A-Z]?[a-z]*Tensor|torch\.(?:_tensor|tensor)\.Tensor").fullmatch
+_TENSOR_CLASS = re.compile(r"torch\.(?:cuda\.)?\w*Tensor|torch\.(?:_tensor|tensor)\.Tensor").fullmatch
 _VARIABLES = ("torch.autograd.variable.Variable", "torch.autograd.Variable")
 _PARAMETER = "torch.nn.parameter.Parameter"
 

@@ -84,7 +84,9 @@ def named_storages(stream: bytes) -> dict[str, tuple[int, DType | None]]:
 
 def _nested_reducer(nested: Callable[[bytes], Node]) -> Reducer:
     def reduce(args: tuple[Node, ...]) -> Node:
-        return nested(args[0]) if len(args) == 1 and type(args[0]) is bytes else Call(_LOAD_FROM_BYTES, args)
+        if len(args) != 1 or type(args[0]) not in (bytes, str):
+            return Call(_LOAD_FROM_BYTES, args)
+        return nested(args[0] if type(args[0]) is bytes else args[0].encode())  # python 2's, if it happened to be UTF-8
 
     return reduce
 

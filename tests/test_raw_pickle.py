@@ -125,6 +125,27 @@ def nested(depth: int) -> bytes:
     return content
 
 
+def test_a_stream_that_is_something_else_is_refused_wherever_the_pickle_lies(tmp_path):
+    content = pickled([Made(Name("torch.storage", "_load_from_bytes"), (Bytestring(b"GGUF"),))])
+    with pytest.raises(MalformedCheckpoint, match="a stream in it is a GGUF model"):
+        open_checkpoint(write(tmp_path / "model.pkl", content))
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        archive.writestr("good.pkl", pickle.dumps(torch.ones(1)))
+        archive.writestr("bad.pkl", content)
+    with pytest.raises(MalformedCheckpoint, match=r"all\.zip: bad\.pkl: pickle: a stream in it"):
+        open_checkpoint(tmp_path / "all.zip")
+
+
+def test_a_flipped_bit_of_a_checkpoint_in_an_archive_fails_the_conversion(tmp_path):
+    torch.save({"w": torch.arange(64.0)}, tmp_path / "new.pt")
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        archive.write(tmp_path / "new.pt", "new.pt")
+    damaged = bytearray((tmp_path / "all.zip").read_bytes())
+    damaged[damaged.index(torch.arange(64.0).numpy().tobytes()) + 9] ^= 1
+    with pytest.raises(CheckpointError, match="CRC-32"):
+        convert_checkpoint(write(tmp_path / "all.zip", bytes(damaged)), tmp_path / "out.pt", fsync=False)
+
+
 def test_streams_within_streams_have_an_end(tmp_path):
     with open_checkpoint(write(tmp_path / "model.pkl", nested(2))) as checkpoint:
         assert len(list(checkpoint.tensors())) == 1

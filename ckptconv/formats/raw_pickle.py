@@ -38,7 +38,10 @@ def open_raw_pickle(source: Source, opener: Callable[[Source], Checkpoint]) -> C
         raise LimitExceeded(f"is a pickle of {source.size} bytes, more than {LIMITS.pickle_bytes}", path=source.path)
 
     def nested(stream: bytes) -> Node:
-        return opener(MemorySource(stream, source.path)).root
+        try:
+            return opener(MemorySource(stream, source.path)).root
+        except UnsupportedCheckpoint as error:
+            raise MalformedCheckpoint(f"a stream in it {error.what}", where="pickle", hint=error.hint) from error
 
     try:
         root = read_torch_pickle(source.read(0, source.size), _elsewhere, nested=nested)

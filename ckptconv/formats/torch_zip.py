@@ -191,9 +191,9 @@ def _open_member(name: str, inner: Source, opener: Callable[[Source], Checkpoint
     """The checkpoint that a member is; None when it is something else."""
     try:
         return opener(inner)
-    except UnsupportedCheckpoint:
-        return None
     except CheckpointError as error:
+        if isinstance(error, UnsupportedCheckpoint) and error.where is None:
+            return None
         error.where = ": ".join([name, *([error.where] if error.where else [])])
         raise
 
