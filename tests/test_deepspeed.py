@@ -116,6 +116,20 @@ def test_a_torch_output_keeps_the_rest_of_the_training_state(name, tmp_path):
     assert found["module"]._metadata == before["module"]._metadata
 
 
+@pytest.mark.parametrize("name", ["stage2", "stage3"])
+def test_the_joined_weights_can_be_sharded_and_cast(name, tmp_path):
+    expected = consolidated(DATA / name)
+    convert_checkpoint(DATA / name, tmp_path / "shards", max_shard_size=150, tied="duplicate", **QUICK)
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    found = load_portable(tmp_path / "shards")
+    same({key: found[key] for key in expected}, expected)
+    convert_checkpoint(DATA / name, tmp_path / "out.safetensors", dtype="bf16", tied="duplicate", **QUICK)
+    found = safetensors.torch.load_file(tmp_path / "out.safetensors")
+    same({key: found[key] for key in expected}, {
+        key: value.bfloat16() if value.is_floating_point() else value for key, value in expected.items()
+    })  # fmt: skip
+
+
 def test_a_damaged_partition_is_noticed(tmp_path):
     folder = shutil.copytree(DATA / "stage2", tmp_path / "stage2")
     files = (folder / "global_step2").glob("*optim_states.pt")
