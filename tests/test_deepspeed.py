@@ -208,6 +208,34 @@ def test_a_step_that_is_not_here_is_told_with_those_that_are(case):
         open_checkpoint(case / "global_step1", tag="global_step2")
 
 
+@breaking
+def test_beside_weights_of_hugging_face_a_tag_asks_for_the_step(case):
+    """As the Trainer leaves it: its own weights, the step, latest."""
+    safetensors.torch.save_file({"w": torch.rand(2)}, case / "model.safetensors")
+    assert load_portable(case).keys() == {"w"}
+    same(load_portable(case, tag="global_step2"), consolidated(case))
+
+
+@breaking
+def test_links_may_lead_within_the_folder_and_to_the_blobs_of_a_cache_but_not_elsewhere(case, tmp_path):
+    step = case / "global_step2"
+    for file in step.iterdir():
+        file.rename(case / file.name)
+        file.symlink_to(f"../{file.name}")
+    same(load_portable(case), consolidated(case))
+    snapshot = tmp_path / "snapshots" / "1234"
+    (snapshot / step.name).mkdir(parents=True)
+    (tmp_path / "blobs").mkdir()
+    for file in step.iterdir():
+        (case / file.name).rename(tmp_path / "blobs" / file.name)
+        (snapshot / step.name / file.name).symlink_to(f"../../../blobs/{file.name}")
+        file.unlink()
+        file.symlink_to(tmp_path / "blobs" / file.name)
+    same(load_portable(snapshot), consolidated(case))
+    refused(case, "is a link that leads out of the folder")
+    refused(step, "is a link that leads out of the folder")
+
+
 # ----------------------------------------------------------------------------------------------------------- what is missing
 
 

@@ -20,7 +20,7 @@ from ckptconv.errors import AmbiguousStateDict, CheckpointError, MalformedCheckp
 from ckptconv.limits import LIMITS
 from ckptconv.nodes import ABSENT, ORDERED_DICT, Call, Dict, Node, mapping_pairs
 from ckptconv.partitions import Widener
-from ckptconv.sources import FilePool, FileSource, Source
+from ckptconv.sources import FilePool, FileSource, Source, stays_within
 from ckptconv.tensors import TensorRef
 from ckptconv.zero_partitions import RankStates, entries, join_fragments, join_parameters, read_rank, read_shapes
 
@@ -65,7 +65,7 @@ def open_deepspeed(path: Path, open_source: OpenSource, tag: str | None) -> Chec
         many = len(files.model) + len(files.optim) > LIMITS.open_files
         source_of = FilePool().source if many else FileSource
         with ExitStack() as opened:
-            checkpoint = _open_step(files, lambda file: _opened(source_of(file), open_source, opened))
+            checkpoint = _open_step(files, lambda file: _opened(source_of(_inside(file, path)), open_source, opened))
             opened.pop_all()
     except CheckpointError as error:
         raise error.at(path=folder) from error.__cause__
@@ -84,6 +84,12 @@ def _one_of_many(path: Path, open_source: OpenSource, tag: str | None) -> Checkp
             return checkpoint
     what = "holds the model states of one rank of ZeRO stage 3, and no weights"
     raise UnsupportedCheckpoint(what, path=path, hint=f"name its folder: {printable(path.absolute().parent)}")
+
+
+def _inside(file: Path, folder: Path) -> Path:
+    if not stays_within(file, folder):
+        raise MalformedCheckpoint("is a link that leads out of the folder", path=file, hint="name the folder that it leads to")
+    return file
 
 
 def _opened(source: Source, open_source: OpenSource, opened: ExitStack) -> Checkpoint:
