@@ -187,7 +187,7 @@ def test_without_latest_one_step_is_read_and_several_are_a_choice(case):
 
 
 @breaking
-@pytest.mark.parametrize("name", ["../stage", "/etc", "global_step1/..", "", ".", "a\\b", "c:x", "global_step1\0"])
+@pytest.mark.parametrize("name", ["../stage", "/etc", "global_step1/..", "", ".", "a\\b", "c:x", "global_step1\0", "x" * 256])
 @pytest.mark.parametrize("given_by", ["latest", "tag"])
 def test_a_tag_that_leads_elsewhere_is_refused(case, name, given_by):
     if given_by == "latest":
@@ -345,6 +345,10 @@ def model(made: Path) -> Path:
         ([{"a": (0, 1 << 40, 1 << 40), "b": torch.Size([7])}, {}], "of no tensor that could be"),
         ([{"a": (1,) * 65, "b": torch.Size([7])}, {}], "of no tensor that could be"),
         ([{7: torch.Size([3, 5])}, {"c": torch.Size([2])}], "by something else than text"),
+        ([{"a": (3, 10**5000), "b": torch.Size([7])}, {"c": torch.Size([2])}], "param_shapes.a: is no shape"),
+        ([{"a": torch.Size([3, 5]), "b": torch.Size([7, 1 << 60])}, {"c": torch.Size([2])}], "b: "),
+        ([], "parameters"),
+        ("a", "param_shapes: is no dict of shapes"),
         ([[1, 2], {}], "param_shapes: is no dict of shapes"),
     ],
 )
@@ -358,6 +362,8 @@ def test_shapes_that_do_not_fit_the_partitions(made, shapes, what):
     [
         ({"partition_count": 0}, "is no number of ranks"),
         ({"partition_count": "two"}, "is no number of ranks"),
+        ({"partition_count": []}, "is no number of ranks"),
+        ({"partition_count": 10**5000}, "is no number of ranks"),
         ({"partition_count": [2, 1]}, "expert parallelism"),
         ({"zero_stage": 4}, "no fp32 partitions of a ZeRO stage that is known"),
         ({"zero_stage": "x"}, "no fp32 partitions of a ZeRO stage that is known"),
@@ -383,7 +389,7 @@ def test_partitions_of_another_kind(made, partition):
 
 
 @pytest.mark.parametrize("made", [2], indirect=True)
-@pytest.mark.parametrize("paddings", [[[0]], [[0, 0]], [[0, -1], [0]], 3, [[0, "x"], [0]], [0, 0]])
+@pytest.mark.parametrize("paddings", [[[0]], [[0, 0]], [[0, -1], [0]], 3, [[0, "x"], [0]], [0, 0], [[10**5000, 0], [0]]])
 def test_alignment_paddings_that_do_not_fit(made, paddings):
     changed(optim(made), lambda root: root["optimizer_state_dict"].update(param_alignment_paddings=paddings))
     refused(made, "param_alignment_paddings")
@@ -393,6 +399,42 @@ def test_alignment_paddings_that_do_not_fit(made, paddings):
 def test_parts_of_a_tensor_are_never_taken_for_the_whole(made, entry):
     changed(model(made), lambda root: root.update(entry))
     refused(made, "parallel", UnsupportedCheckpoint)
+
+
+@pytest.mark.parametrize("made", [2, 3], indirect=True)
+def test_without_the_names_of_the_parameters_only_model_states_that_are_whole_are_taken(made):
+    changed(model(made), lambda root: root.update(param_shapes=None))
+    if "zero_pp_rank" in model(made).name:
+        refused(made, "param_shapes: names no parameters of its partitions")
+    else:
+        assert {value.dtype for value in load_portable(made).values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("entry", "what"),
+    [
+        ({"frozen_param_shapes": {"f": torch.Size([3])}}, "f: a frozen parameter has a shape, but no values"),
+        ({"frozen_param_shapes": {"f": torch.Size([3])}, "frozen_param_fragments": {"f": torch.rand(4)}}, "f: "),
+        ({"frozen_param_shapes": {"f": torch.Size([3])}, "frozen_param_fragments": {"f": 3}}, "f: "),
+    ],
+)
+def test_frozen_parameters_that_do_not_fit(made, entry, what):
+    for file in (made / "global_step1").glob("*model_states.pt"):
+        changed(file, lambda root: root.update(entry))
+    refused(made, what)
+
+
+def test_odd_entries_of_the_model_states_do_no_harm(made):
+    odd = {
+        "shared_params": {"x": "nowhere", 3: 4},
+        "buffer_names": 7,
+        "frozen_param_shapes": [],
+        (1, 2): 3,
+        None: torch.rand(2),
+    }
+    changed(model(made), lambda root: root.update(odd))
+    found = load_portable(made)
+    assert found.keys() == {"a", "b", "c"}
 
 
 @pytest.mark.parametrize("root", [7, {}, {"module": {}}, {"module": 3}, [torch.rand(2)]])
