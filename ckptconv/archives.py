@@ -50,6 +50,11 @@ class Record(NamedTuple):
     crc32: int | None
 
 
+def is_zip(head: bytes) -> bool:
+    """Whether a file that starts with `head` (4 bytes are enough) is a zip archive."""
+    return head[:4] == b"PK\3\4"
+
+
 def read_directory(source: Source) -> dict[str, Record]:
     """The records of the archive by name, in the order in which they lie in the file.
 

@@ -184,7 +184,7 @@ def _pair(option: str, text: str) -> tuple[str, str]:
 def _convert(given: dict[str, Any], **rules: Any) -> None:
     from ckptconv.formats.detect import open_checkpoint
     from ckptconv.outputs import check_folder, check_output
-    from ckptconv.planning import plan_conversion
+    from ckptconv.planning import keeps_modules, plan_conversion
 
     output = given["output"]
     with _errors(given["as_json"], usage=True):
@@ -192,7 +192,8 @@ def _convert(given: dict[str, Any], **rules: Any) -> None:
     with _errors(given["as_json"]):
         if not given["dry_run"] and options.max_shard_size is None:
             (check_folder if given["to"] == "dcp" else check_output)(output, force=given["force"])
-        with open_checkpoint(given["sources"], tag=given["tag"]) as checkpoint:
+        whole = keeps_modules(output, options)
+        with open_checkpoint(given["sources"], tag=given["tag"], whole_modules=whole) as checkpoint:
             plan = plan_conversion(checkpoint, output, options)
             (_show_plan if given["dry_run"] else _execute)(plan, given)
 

@@ -11,16 +11,18 @@ from pathlib import Path
 from typing import Literal
 
 from ckptconv.casting import cast
+from ckptconv.checkpoint import StateDict
 from ckptconv.checksums import Checksums
 from ckptconv.dcp_output import write_dcp
 from ckptconv.devices import tag_map
 from ckptconv.dtypes import DType, floating_dtype
+from ckptconv.encodings import flat
 from ckptconv.errors import VerificationFailed
 from ckptconv.formats.detect import Named, open_checkpoint
 from ckptconv.keys import KeyRules
 from ckptconv.layout import Layout, WriteItem
 from ckptconv.outputs import OutputStream, atomic_folder, atomic_output, check_folder, check_output, check_space, made_folder
-from ckptconv.planning import ConversionPlan, Options, PlannedFile, Target, Tied, plan_conversion
+from ckptconv.planning import ConversionPlan, Options, PlannedFile, Target, Tied, keeps_modules, plan_conversion
 from ckptconv.settling import Unknown
 from ckptconv.sharding import parse_size
 from ckptconv.sources import CHUNK, SMALL, combined_crc, crc32, read_ahead
@@ -87,7 +89,7 @@ def convert_checkpoint(
     options = Options(to, rules, tag_map(device, pairs), cast_to, only, tied, unknown, limit)
     if limit is None:
         (check_folder if to == "dcp" else check_output)(Path(output), force=force)
-    with open_checkpoint(source, tag=tag) as checkpoint:
+    with open_checkpoint(source, tag=tag, whole_modules=keeps_modules(output, options)) as checkpoint:
         plan = plan_conversion(checkpoint, output, options)
         return execute_plan(plan, force=force, fsync=fsync, verify=verify)
 
@@ -285,9 +287,9 @@ def _open_with_library(path: Path, file: PlannedFile) -> None:
 def _verify(plan: ConversionPlan, file: PlannedFile, written: Path) -> int:
     """Compare every tensor of a written file with its source; returns how many there are."""
     count = 0
-    flat = plan.to == "safetensors" or plan.index is not None
-    with open_checkpoint(written) as output:
-        actual = dict(output.state_dict().tensors()) if flat else dict(output.tensors()) if plan.to == "dcp" else None
+    by_key = plan.to == "safetensors" or plan.index is not None
+    with open_checkpoint(written, whole_modules=plan.to == "torch") as output:
+        actual = _flat_tensors(output.state_dict()) if by_key else dict(output.tensors()) if plan.to == "dcp" else None
         there = iter(()) if actual is not None else output.tensors()
         for path, ref in file.tensors():
             name, other = (path, actual.get(path)) if actual is not None else next(there, (path, None))
@@ -295,6 +297,12 @@ def _verify(plan: ConversionPlan, file: PlannedFile, written: Path) -> int:
                 raise VerificationFailed("the output differs from the source", path=file.path, where=path)
             count += 1
     return count
+
+
+def _flat_tensors(found: StateDict) -> dict[str, TensorRef]:
+    """The tensors of a state dict as safetensors holds them: those that are encoded by their components."""
+    made = (flat(key, value) for key, value in zip(found.keys, found.values, strict=True))
+    return {name: ref for item in made if item is not None for name, ref in item.tensors}
 
 
 def _equal(ref: TensorRef, other: TensorRef, dtype: DType) -> bool:

@@ -35,6 +35,12 @@ class Limits:
     """Bytes that a tensor claims per byte of its storage (expanded views), above `view_free`."""
     view_free: int = 1 << 30
     """Size of a tensor that is never questioned."""
+    modules: int = 500_000
+    """Modules of one state dict, a shared one counted wherever it stands (nested sharing doubles them at each level)."""
+    names: int = 1 << 28
+    """Characters of all names of one state dict that is walked out of modules."""
+    text_bytes: int = 100_000_000
+    """Size of a text that is parsed: the code of a TorchScript class, a ``model.json``."""
     large_int_keys: int = 1000
     """Ints beyond 61 bits among the keys of one dict: all may have the same hash."""
     key_tuple: int = 64

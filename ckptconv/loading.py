@@ -18,6 +18,7 @@ from ckptconv.errors import CheckpointError, LimitExceeded, RefusedObject, print
 from ckptconv.formats.detect import Named, open_checkpoint
 from ckptconv.keys import KeyRules, map_keys
 from ckptconv.nodes import ORDERED_DICT, Call, Dict, Global, Node, mapping_pairs
+from ckptconv.plain_objects import tensor_form
 from ckptconv.planning import rename_state_dicts
 from ckptconv.settling import Unknown, settle_objects
 from ckptconv.sources import FileSource
@@ -58,7 +59,7 @@ def load_portable(
     device(type='cpu')
     """
     rules = keys if isinstance(keys, KeyRules) else KeyRules(wrappers=keys)
-    with open_checkpoint(path, tag=tag) as checkpoint:
+    with open_checkpoint(path, tag=tag, whole_modules=whole and unknown == "keep") as checkpoint:
         try:
             with collector_paused():
                 root, overlay = _selected(checkpoint, only, whole, rules, unknown)
@@ -81,6 +82,7 @@ def _selected(
         root = renamed_state_dict(found, keys.new, keys.module_path)
         if type(root) is Dict:
             root = _ordered(root)
+        overlay.update((id(value), ref) for value in found.values if (ref := tensor_form(value)) is not None)
     settle_objects(root, overlay, unknown)
     return root, overlay
 

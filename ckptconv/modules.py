@@ -7,18 +7,17 @@ hooks that rename) cannot be had.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
-from ckptconv.checkpoint import Checkpoint, place_text, tensor_of, walk
-from ckptconv.errors import LimitExceeded, printable
-from ckptconv.limits import LIMITS
-from ckptconv.nodes import ORDERED_DICT, Call, Dict, Node, mapping_pairs
+from ckptconv.checkpoint import Checkpoint, place_text, walk
+from ckptconv.errors import printable
+from ckptconv.module_walk import Parts, state_dict_of
+from ckptconv.nodes import Call, Dict, Node, mapping_pairs
 from ckptconv.substitution import calls_of, substituted
-from ckptconv.torch_objects import is_tensor_call
 
-_PARTS = ("_parameters", "_buffers", "_modules")
 _LISTED = 3
+_TENSORS = ("_parameters", "_buffers")
+_PARTS = (*_TENSORS, "_modules")
 _NOT_SAVED = "_non_persistent_buffers_set"
 
 
@@ -31,10 +30,8 @@ def flatten_modules(checkpoint: Checkpoint) -> Checkpoint:
     holders: list[Node] = []
     for place, node in walk(checkpoint.root, stand_ins):
         if type(node) is Call and _is_module(node):
-            pairs = list(_state_dict(node))
-            if pairs:
-                made = Call(ORDERED_DICT, ())
-                made.pairs = pairs
+            made = state_dict_of(node, _parts)
+            if made.pairs:
                 stand_ins[id(node)] = made
                 names.append(f"{node.name} at {place_text(place) or 'the root'}")
                 continue
@@ -51,26 +48,22 @@ def _is_module(call: Call) -> bool:
     return type(call.state) is Dict and set(_PARTS) <= {key for key, _ in call.state.pairs if type(key) is str}
 
 
-def _state_dict(module: Call) -> Iterator[tuple[str, Node]]:
-    """The names and tensors of a module's state dict: its parameters, its persistent buffers, then its children's."""
-    work: list[tuple[str, Call, tuple[int, ...]]] = [("", module, ())]
-    while work:
-        prefix, current, above = work.pop()
-        if len(above) > LIMITS.depth or id(current) in above:
-            raise LimitExceeded("a module holds itself, or modules nest too deeply", where=prefix[:60])
-        state = {key: value for key, value in current.state.pairs if type(key) is str}
-        skipped = _names_in(state.get(_NOT_SAVED))
-        for part in ("_parameters", "_buffers"):
-            for name, value in mapping_pairs(state[part]) or ():
-                is_saved = part == "_parameters" or name not in skipped
-                if type(name) is str and is_saved and (tensor_of(value) is not None or is_tensor_call(value)):
-                    yield prefix + name, value
-        children = [
-            (f"{prefix}{name}.", child, (*above, id(current)))
-            for name, child in mapping_pairs(state["_modules"]) or ()
-            if type(name) is str and type(child) is Call and _is_module(child)
-        ]
-        work.extend(reversed(children))
+def _parts(module: Call) -> Parts:
+    """The parameters, persistent buffers and children of a module, by the names in its pickled state."""
+    state = {key: value for key, value in module.state.pairs if type(key) is str}
+    skipped = _names_in(state.get(_NOT_SAVED))
+    tensors = [
+        (name, value)
+        for part in _TENSORS
+        for name, value in mapping_pairs(state[part]) or ()
+        if type(name) is str and value is not None and not (part == "_buffers" and name in skipped)
+    ]
+    children = [
+        (name, child)
+        for name, child in mapping_pairs(state["_modules"]) or ()
+        if type(name) is str and type(child) is Call and _is_module(child)
+    ]
+    return Parts(tensors, children)
 
 
 def _names_in(node: Node) -> set[str]:

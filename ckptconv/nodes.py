@@ -37,7 +37,12 @@ class Global:
         return f"Global({self.path})"
 
 
-_PYTHON3_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "numpy.core.multiarray": "numpy._core.multiarray"}
+_PYTHON3_MODULES = {
+    "__builtin__": "builtins",
+    "copy_reg": "copyreg",
+    "numpy.core.multiarray": "numpy._core.multiarray",
+    "numpy.core.numeric": "numpy._core.numeric",
+}
 
 
 class Call:

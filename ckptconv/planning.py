@@ -29,6 +29,7 @@ from ckptconv.collector import collector_paused
 from ckptconv.compaction import CastRule
 from ckptconv.devices import TagMap
 from ckptconv.dtypes import DType
+from ckptconv.encodings import recipes_text
 from ckptconv.errors import (
     AmbiguousStateDict,
     CheckpointError,
@@ -38,6 +39,7 @@ from ckptconv.errors import (
     RefusedObject,
     printable,
 )
+from ckptconv.flattening import Flattened, encoding_notes, flatten, refuse_unholdable
 from ckptconv.formats.safetensors import lay_out_safetensors
 from ckptconv.formats.torch_zip import Tree, lay_out_torch_zip
 from ckptconv.keys import (
@@ -52,13 +54,12 @@ from ckptconv.keys import (
 )
 from ckptconv.layout import Layout, one_item
 from ckptconv.limits import LIMITS
-from ckptconv.nodes import ORDERED_DICT, Call, Dict, Global, Node, mapping_pairs
+from ckptconv.nodes import ORDERED_DICT, Call, Dict, Node, mapping_pairs
 from ckptconv.plain_objects import plain_form
 from ckptconv.producers import offered_prefix
 from ckptconv.settling import Rewritten, Settled, Skipped, Unknown, settle_objects
 from ckptconv.sharding import index_path, index_text, shard_paths, split
 from ckptconv.tensors import TensorRef
-from ckptconv.torch_objects import is_tensor_call
 
 Target = Literal["torch", "safetensors", "dcp"]
 Tied = Literal["alias", "duplicate"]
@@ -173,7 +174,13 @@ def _target_format(output: Path, to: Target | None) -> Target:
         return to
     if (found := _SUFFIXES.get(output.suffix.lower())) is not None:
         return found
-    raise CheckpointError("its name does not say which format to write", path=output, hint="add --to torch, safetensors or dcp")
+    hint = "add --to torch or --to safetensors (or dcp)"
+    raise CheckpointError("its name does not say which format to write", path=output, hint=hint)
+
+
+def keeps_modules(output: str | os.PathLike[str], options: Options) -> bool:
+    """Whether an output keeps whole modules as they are, and so the checkpoint must be opened with `whole_modules`."""
+    return options.unknown == "keep" and options.max_shard_size is None and _target_format(Path(output), options.to) == "torch"
 
 
 def plan_conversion(checkpoint: Checkpoint, output: str | os.PathLike[str], options: Options) -> ConversionPlan:
@@ -252,7 +259,8 @@ def _cast_rule(found: Sequence[StateDict], tree: Tree, options: Options) -> Cast
     """
     if options.dtype is None:
         return options.cast
-    weights = {id(tensor_of(value)) for item in found for value in item.values} if found else _free_tensors(tree)
+    values = (tree.overlay.get(id(value), value) for item in found for value in item.values)
+    weights = {id(tensor_of(value)) for value in values} if found else _free_tensors(tree)
     bare = {id(storage) for storage in tree.storages}  # they stay as they are, and so do the tensors over them
     weights -= {id(ref) for ref in tree.tensors if any(id(piece.storage) in bare for piece in ref.pieces)}
     return lambda ref: options.cast(ref) if id(ref) in weights else ref.dtype
@@ -375,22 +383,22 @@ def _plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Option
     found = choose_state_dict(checkpoint.root, options.only, checkpoint.path)
     keys = _map_keys(found, options.keys)
     skipped = _excluded(found, keys)
-    named: list[tuple[str, TensorRef]] = []
-    for key, value in zip(keys.new, found.values, strict=True):
-        if key is None:
-            continue
-        if (ref := tensor_of(value)) is not None:
-            named.append((key, ref if to == "torch" else _holdable(key, ref, options)))
-        else:
-            skipped.append(_skipped_value(key, value))
+    flattened = flatten(keys.new, found.values, skipped)
+    named = list(flattened.tensors)
+    cast = _cast_named(flattened, options)
+    if to == "safetensors":
+        for key, ref in named:
+            refuse_unholdable(key, ref, cast(ref))
     _refuse_nothing_left([found], len(named), options.keys)
     tied = _tied_names(named, checkpoint) if options.tied == "alias" and to == "safetensors" else {}
-    kept = [(key, ref, options.cast(ref)) for key, ref in named if key not in tied]
+    kept = [(key, ref, cast(ref)) for key, ref in named if key not in tied]
     if to == "safetensors":
         _refuse_blow_up(sum(ref.numel * dtype.itemsize for _, ref, dtype in kept), checkpoint)
     refs = [ref for _, ref in named]
     renamed = _renamed_keys(found, keys)
-    metadata = _metadata(checkpoint, dict(named), tied, options) if to == "safetensors" else {}
+    metadata: dict[str, str] = {}
+    if to == "safetensors":
+        metadata = {**_metadata(checkpoint, dict(named), tied, options), **recipes_text(flattened.recipes)}
     files, index = _split(output, kept, lambda part: _lay_out(to, part, metadata, tied, options), options.max_shard_size)
     return ConversionPlan(
         source=checkpoint.path,
@@ -403,18 +411,20 @@ def _plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Option
         in_folder=in_folder,
         state_dicts=(renamed,),
         locations=_count_locations(refs, options.tags),
-        casts=_count_casts(refs, options.cast),
+        casts=_count_casts(refs, cast),
         tied=tied,
         skipped=(*skipped, *_other_parts(checkpoint, found, options)),
-        rewritten=(),
+        rewritten=flattened.rewritten,
         notes=(
             *checkpoint.notes,
+            *found.notes,
+            *encoding_notes(flattened),
             *_key_notes([renamed], options.keys),
             *_prefix_notes(checkpoint, [found], options.keys),
             *_sharing_notes(refs),
         ),
         tensors=lambda: iter(named),
-        cast=options.cast,
+        cast=cast,
     )
 
 
@@ -454,28 +464,13 @@ def _planned(path: Path, part: Sequence[Kept], lay_out: Callable[[Sequence[Kept]
     return PlannedFile(path, lay_out(part), lambda: iter([(key, ref) for key, ref, _ in part]))
 
 
-def _holdable(key: str, ref: TensorRef, options: Options) -> TensorRef:
-    half_byte = ref.dtype.safetensors == "F4" and not ref.shape
-    if half_byte or options.cast(ref).safetensors is None:
-        raise RefusedObject(
-            f"safetensors has no {'scalars of' if half_byte else 'dtype'} {ref.dtype.name}",
-            where=key,
-            hint="write a torch file (--to torch), or leave it out with --exclude",
-        )
-    return ref
-
-
-def _skipped_value(key: str, value: Node) -> Skipped:
-    if is_tensor_call(value):
-        raise RefusedObject(
-            f"a tensor that safetensors cannot hold ({value.name})",
-            where=key,
-            hint="write a torch file (--to torch), or leave it out with --exclude",
-        )
-    if type(value) is Call:
-        return Skipped(key, f"not a tensor but {printable(value.name)}")
-    kind = {Dict: "dict", type(None): "None", Global: "a class"}.get(type(value), type(value).__name__)
-    return Skipped(key, f"not a tensor but {kind}")
+def _cast_named(flattened: Flattened, options: Options) -> CastRule:
+    """Only the tensors that stand under their own keys are cast: scales and the values of sparse tensors are no weights."""
+    if options.dtype is None or not flattened.recipes:
+        return options.cast
+    owned = tuple(f"{key}." for key in flattened.recipes)
+    parts = {id(ref) for name, ref in flattened.tensors if name.startswith(owned)}
+    return lambda ref: ref.dtype if id(ref) in parts else options.cast(ref)
 
 
 def _tied_names(named: Sequence[tuple[str, TensorRef]], checkpoint: Checkpoint) -> dict[str, str]:

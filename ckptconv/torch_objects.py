@@ -31,6 +31,11 @@ _REBUILD_PARAMETER_WITH_STATE = Global(_UTILS, "_rebuild_parameter_with_state")
 VALUELESS = frozenset({f"{_UTILS}._rebuild_meta_tensor_no_storage", f"{_UTILS}._rebuild_wrapper_subclass"})
 """Rebuild functions whose tensors have no storage: there are no values to convert, and none may be invented."""
 
+COPIES = frozenset(
+    f"{_UTILS}._rebuild_{name}" for name in ("device_tensor_from_numpy", "xla_tensor", "device_tensor_from_cpu_tensor")
+)
+"""Rebuild functions that copy an array or a tensor to a device: a tensor that is there stands for them."""
+
 _REBUILD_FUNCTIONS = """
     parameter parameter_with_state qtensor tensor tensor_v2 tensor_v3 sparse_tensor meta_tensor_no_storage nested_tensor
     wrapper_subclass device_tensor_from_numpy device_tensor_from_cpu_tensor

@@ -6,6 +6,8 @@ import json
 import os
 import pickle
 import shutil
+import sys
+import types
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -345,6 +347,79 @@ def test_odd_offsets_are_refused(info, tmp_path):
     save_file({"w": W}, tmp_path / "shard-00001-model-00001-of-00001.safetensors", {"DCP_SHARDING_INFO": info})
     with pytest.raises(MalformedCheckpoint):
         open_checkpoint(tmp_path)
+
+
+# ----------------------------------------------------------------------------------------------------------------- Megatron
+
+MEGATRON = Path(__file__).with_name("data") / "megatron"
+WHOLE = MEGATRON.with_name("megatron.whole.pt")
+
+
+def test_a_folder_of_megatron_is_its_parts(tmp_path):
+    convert_checkpoint(MEGATRON, tmp_path / "out.pt", **QUICK)
+    found, whole = oracle.load(tmp_path / "out.pt"), oracle.load(WHOLE)
+    extra = found["model"].pop("decoder._extra_state")
+    assert oracle.value_rows(found["model"]) == oracle.value_rows(whole["model"])
+    assert [entry["scale"].tolist() for (entry,) in extra] == [[0, 0], [1, 1]]
+    assert torch.equal(found["optimizer"]["optimizer.state.exp_avg.decoder.up.weight"], whole["exp_avg"])
+    assert found["optimizer"]["groups"] == [{"lr": 0.1}]
+    assert (found["iteration"], found["args"]) == (5, {"hidden_size": 6})
+    assert [states[0][0]["torch"].tolist() for states in found["rng_state"]] == [[0, 1, 2, 3], [1, 2, 3, 4]]
+
+
+def test_the_model_of_megatron_becomes_safetensors(tmp_path):
+    convert_checkpoint(MEGATRON, tmp_path / "out.safetensors", **QUICK)
+    found, whole = load_file(tmp_path / "out.safetensors"), oracle.load(WHOLE)["model"]
+    assert oracle.value_rows(dict(sorted(found.items()))) == oracle.value_rows(dict(sorted(whole.items())))
+
+
+class MCoreMetadata(Metadata):
+    """What Megatron called its own metadata until 0.12."""
+
+    __module__ = "megatron.core.dist_checkpointing.strategies.torch"
+
+
+def older_megatron(folder: Path, key: str) -> Path:
+    """The folder as an older Megatron wrote it, with a note that it stored `key` in fragments."""
+
+    def change(metadata: Metadata) -> Metadata:
+        made = MCoreMetadata(metadata.state_dict_metadata, None, metadata.storage_data)
+        made.mcore_data = {key: {"nd_reformulated_orig_global_shape": (8, 6)}}
+        return made
+
+    return changed(Path(shutil.copytree(MEGATRON, folder / "in")), change)
+
+
+@pytest.fixture
+def megatron_module(monkeypatch):
+    module = types.ModuleType(MCoreMetadata.__module__)
+    module.MCoreMetadata = MCoreMetadata
+    for depth in range(1, len(names := MCoreMetadata.__module__.split("."))):
+        monkeypatch.setitem(sys.modules, ".".join(names[:depth]), types.ModuleType("package"))
+    monkeypatch.setitem(sys.modules, MCoreMetadata.__module__, module)
+
+
+@pytest.mark.usefixtures("megatron_module")
+def test_an_optimizer_in_fragments_is_left_out_with_a_note(tmp_path):
+    folder = older_megatron(tmp_path, "optimizer.state.exp_avg.decoder.up.weight")
+    with open_checkpoint(folder) as checkpoint:
+        assert "decoder.up.weight" in checkpoint.state_dict().keys
+        assert all("exp_avg" not in path for path, _ in checkpoint.tensors())
+        assert any("flat fragments" in note for note in checkpoint.notes)
+
+
+@pytest.mark.usefixtures("megatron_module")
+def test_a_model_in_fragments_is_refused(tmp_path):
+    with pytest.raises(UnsupportedCheckpoint, match="flat fragments") as raised:
+        open_checkpoint(older_megatron(tmp_path, "decoder.up.weight"))
+    assert raised.value.where == "decoder.up.weight"
+
+
+def test_a_part_that_is_there_twice_is_refused(tmp_path):
+    folder = Path(shutil.copytree(MEGATRON, tmp_path / "in"))
+    torch.save({"rng_state": 3}, folder / "common.pt")
+    with pytest.raises(MalformedCheckpoint, match="rng_state"):
+        open_checkpoint(folder)
 
 
 # ------------------------------------------------------------------------------------------------------------------ written

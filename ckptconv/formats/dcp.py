@@ -7,6 +7,8 @@ tensor, and the nested state dict is rebuilt from the paths that the planner not
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +26,7 @@ from ckptconv.tensors import Shape, TensorRef
 NAME = "DCP"
 INDEX = ".metadata"
 _COMMON = "common.pt"
+_MEGATRON = "metadata.json"  # the names of its storage backends, in every Megatron checkpoint
 
 SourceOpener = Callable[[Source], Checkpoint]
 PathOpener = Callable[[Path], Checkpoint]
@@ -47,14 +50,18 @@ def open_dcp(path: Path, open_file: PathOpener, open_source: SourceOpener, tag: 
         index = FileSource(folder / INDEX)
         opened.sources.append(index)
         metadata = dcp_metadata.read_metadata(index)
-        root = _tree(metadata, opened)
+        is_megatron = metadata.is_megatron or ((folder / _COMMON).is_file() and (folder / _MEGATRON).is_file())
+        fragments = _flat_fragments(metadata) if is_megatron else set()
+        root = _tree(metadata, _megatron_paths(metadata) if is_megatron else metadata.paths, fragments, opened)
         nbytes = index.size + sum(source.size for source in opened.files.values())
-        if metadata.is_megatron and (folder / _COMMON).is_file():
+        if is_megatron and (folder / _COMMON).is_file():
             nbytes += _merge_common(root, open_file(folder / _COMMON), opened)
     except BaseException:
         opened.close()
         raise
-    return Checkpoint(folder, NAME, root, nbytes, sources=(*opened.files.values(), *opened.sources))
+    notes = [f"{len(fragments)} tensors of the optimizer are left out: an older Megatron stored them in flat fragments"]
+    sources = (*opened.files.values(), *opened.sources)
+    return Checkpoint(folder, NAME, root, nbytes, notes=tuple(notes if fragments else ()), sources=sources)
 
 
 class _Opened:
@@ -108,12 +115,14 @@ def inside(folder: Path, name: str) -> Path:
 # -------------------------------------------------------------------------------------------------------------- the tree
 
 
-def _tree(metadata: Metadata, opened: _Opened) -> Dict:
+def _tree(metadata: Metadata, paths: dict[str, dcp_metadata.Path], left_out: set[str], opened: _Opened) -> Dict:
     tree = _Nested()
     for key, entry in metadata.entries.items():
+        if key in left_out:
+            continue
         try:
             value = opened.root_of(_found(metadata, key, None)) if entry is None else _tensor(metadata, key, entry, opened)
-            tree.put(metadata.paths.get(key, (key,)), value)
+            tree.put(paths.get(key, (key,)), value)
         except CheckpointError as error:
             raise _with_key(error, key) from error.__cause__
     return tree.root
@@ -197,6 +206,40 @@ class _Nested:
 
 
 # -------------------------------------------------------------------------------------------------------------- Megatron
+
+
+_OBJECT = re.compile(r"(.+)/shard_[\d.]+_[\d.]+").fullmatch
+_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.").match
+
+
+def _megatron_paths(metadata: Metadata) -> dict[str, dcp_metadata.Path]:
+    """Where Megatron's items belong: it saves the parts of a checkpoint under flat keys, without the names of the parts.
+
+    What is called ``optimizer.…`` is put under ``optimizer``, every other tensor and extra state under ``model``. An object
+    of several ranks, ``NAME/shard_N_OF``, becomes a list. Source: megatron/core/dist_checkpointing/mapping.py, 0.16.
+    """
+    if metadata.paths:
+        return metadata.paths
+    paths: dict[str, dcp_metadata.Path] = {}
+    counts: Counter[str] = Counter()
+    for key, entry in metadata.entries.items():
+        name: str = key
+        index: tuple[int, ...] = ()
+        if entry is None and (shard := _OBJECT(key)):
+            name, index = shard[1], (counts[shard[1]],)
+            counts[name] += 1
+        if _OPTIMIZER(key):
+            paths[key] = ("optimizer", name, *index)
+        elif entry is not None or name.endswith("_extra_state"):
+            paths[key] = ("model", name, *index)
+        else:
+            paths[key] = (name, *index)
+    return paths
+
+
+def _flat_fragments(metadata: Metadata) -> set[str]:
+    """The optimizer's tensors that were stored in another shape, from which their own is not restored here."""
+    return {key for key in metadata.reshaped if _OPTIMIZER(key)}
 
 
 def _merge_common(root: Dict, common: Checkpoint, opened: _Opened) -> int:

@@ -7,20 +7,25 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from ckptconv.archives import is_zip, read_directory
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.collector import collector_paused
 from ckptconv.errors import CheckpointError, LimitExceeded, UnsupportedCheckpoint, printable
 from ckptconv.formats.accelerate import is_accelerate, open_accelerate
+from ckptconv.formats.checkpoint_archive import is_archive_of_files, open_checkpoint_archive
 from ckptconv.formats.dcp import is_dcp, open_dcp
 from ckptconv.formats.dcp_shards import is_dcp_shards, open_dcp_shards
 from ckptconv.formats.deepspeed import is_deepspeed, open_deepspeed
+from ckptconv.formats.old_torchscript import is_old_torchscript, open_old_torchscript
 from ckptconv.formats.ranks import join_ranks
 from ckptconv.formats.raw_pickle import is_raw_pickle, open_raw_pickle
+from ckptconv.formats.records import Records
 from ckptconv.formats.safetensors import is_safetensors, open_safetensors
 from ckptconv.formats.sharded import is_sharded, open_sharded
 from ckptconv.formats.torch_legacy import is_torch_legacy, open_torch_legacy
 from ckptconv.formats.torch_tar import is_tar, open_torch_tar
-from ckptconv.formats.torch_zip import is_torch_zip, open_torch_zip
+from ckptconv.formats.torch_zip import open_torch_zip
+from ckptconv.formats.torchscript import is_torchscript, open_torchscript
 from ckptconv.limits import LIMITS
 from ckptconv.modules import flatten_modules
 from ckptconv.old_tensors import complete_tensors
@@ -45,6 +50,13 @@ class Format(NamedTuple):
     open: Callable[[Source, Opener], Checkpoint]
 
 
+class Archive(NamedTuple):
+    """A kind of zip archive: whether these records are its, and how the archive is opened; else as `Format`."""
+
+    matches: Callable[[Records], bool]
+    open: Callable[[Source, Records, Opener], Checkpoint]
+
+
 class Gathering(NamedTuple):
     """Many files that are one checkpoint: whether a path (a folder, or a file that stands for one) is it, and how it is opened.
 
@@ -57,8 +69,24 @@ class Gathering(NamedTuple):
     has_tags: bool = False
 
 
+ARCHIVES: tuple[Archive, ...] = (
+    Archive(is_torchscript, open_torchscript),
+    Archive(is_old_torchscript, open_old_torchscript),
+    Archive(is_archive_of_files, open_checkpoint_archive),
+    Archive(lambda _: True, open_torch_zip),
+)
+"""What a zip archive may be, in the order in which it is tried; the last one says what else it is."""
+
+
+def open_zip(source: Source, opener: Opener) -> Checkpoint:
+    """Open a zip archive by what is in it; its directory is read once."""
+    records = read_directory(source)
+    kind = next(kind for kind in ARCHIVES if kind.matches(records))
+    return kind.open(source, records, opener)
+
+
 FORMATS: tuple[Format, ...] = (
-    Format(is_torch_zip, open_torch_zip),
+    Format(is_zip, open_zip),
     Format(is_torch_legacy, open_torch_legacy),
     Format(is_tar, open_torch_tar),
     Format(is_safetensors, open_safetensors),
@@ -124,8 +152,11 @@ def open_checkpoint(path: Named, *, tag: str | None = None, whole_modules: bool 
     except BaseException as error:
         for one in opened:
             one.close()
+        at = paths[len(opened)] if len(opened) < len(paths) else paths[0]
         if isinstance(error, CheckpointError):
-            raise error.at(path=paths[len(opened)] if len(opened) < len(paths) else paths[0]) from error.__cause__
+            raise error.at(path=at) from error.__cause__
+        if isinstance(error, OSError):  # a name too long, a folder that is closed to us
+            raise UnsupportedCheckpoint(f"cannot be opened: {os.strerror(error.errno or 0)}", path=at) from error
         raise
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.documents import read_object
 from ckptconv.dtypes import BY_SAFETENSORS, DType
+from ckptconv.encodings import ENCODINGS, restore, written_form
 from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint
 from ckptconv.layout import Layout, WriteItem
 from ckptconv.limits import LIMITS
@@ -56,11 +57,22 @@ def open_safetensors(source: Source, _: Callable[[Source], Checkpoint]) -> Check
         tensors[key] = view_of(storage, dtype, 0, shape, contiguous_stride(shape))
     _refuse_gaps(source, spans, source.size - start)
     for alias, kept in metadata.items():
-        if alias not in tensors and kept in tensors and alias not in _NOT_ALIASES:
+        if alias not in tensors and kept in tensors and alias not in _NOT_ALIASES and alias != ENCODINGS:
             tensors[alias] = tensors[kept]
     root = Call(ORDERED_DICT, ())
-    root.pairs = list(tensors.items())
+    root.pairs = list(_restored(source, tensors, metadata).items())
     return Checkpoint(source.path, NAME, root, source.size, metadata, sources=(source,))
+
+
+def _restored(source: Source, tensors: dict[str, TensorRef], metadata: dict[str, str]) -> dict[str, Any]:
+    """The tensors that were encoded put together again; their recipes leave the metadata."""
+    recipes = metadata.pop(ENCODINGS, None)
+    if recipes is None:
+        return tensors
+    try:
+        return restore(tensors, recipes)
+    except CheckpointError as error:
+        raise error.at(path=source.path) from error.__cause__
 
 
 def _read_header(source: Source) -> tuple[dict[str, Any], int]:
@@ -158,8 +170,10 @@ def lay_out_safetensors(tensors: Sequence[tuple[str, TensorRef, DType]], metadat
         if key == _RESERVED:
             raise CheckpointError("a tensor may not be called __metadata__ in safetensors", where=key, hint="use --rename")
         nbytes = ref.numel * dtype.itemsize
-        shape = [*ref.shape[:-1], ref.shape[-1] * 2] if dtype.safetensors == _HALF_BYTE and ref.shape else list(ref.shape)
-        header[key] = {"dtype": dtype.safetensors, "shape": shape, "data_offsets": [at, at + nbytes]}
+        code, shape = written_form(ref) or (dtype.safetensors, ref.shape)
+        if code == _HALF_BYTE and shape:
+            shape = (*shape[:-1], shape[-1] * 2)
+        header[key] = {"dtype": code, "shape": list(shape), "data_offsets": [at, at + nbytes]}
         sizes.append(nbytes)
         at += nbytes
     raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
