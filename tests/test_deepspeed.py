@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from program import assert_one_error, idle_rss, run
 
-from ckptconv import CheckpointError, convert_checkpoint, load_portable, open_checkpoint
+from ckptconv import CheckpointError, convert_checkpoint, load_into, load_portable, open_checkpoint
 from ckptconv.errors import AmbiguousStateDict, MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.limits import LIMITS
 
@@ -168,6 +168,14 @@ def test_a_tag_picks_another_step(name, tmp_path):
     convert_checkpoint(DATA / name, tmp_path / "out.pt", tag="global_step1", **QUICK)
     same(oracle.load(tmp_path / "out.pt")["module"], expected)
     same(load_portable(DATA / name / "global_step1"), expected)
+
+
+def test_a_model_is_filled_from_a_step():
+    model = torch.nn.Module()
+    model.conv = torch.nn.Conv1d(5, 3, 3)
+    result = load_into(model, DATA / "stage3", tag="global_step1", strict=False)
+    assert result.missing_keys == ()
+    assert torch.equal(model.conv.weight, consolidated(DATA / "stage3", "global_step1")["conv.weight"])
 
 
 def test_the_other_steps_are_named():
