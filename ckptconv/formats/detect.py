@@ -60,11 +60,13 @@ class Archive(NamedTuple):
 class Gathering(NamedTuple):
     """Many files that are one checkpoint: whether a path (a folder, or a file that stands for one) is it, and how it is opened.
 
-    `open` is also given a way to open the single files, and the `tag` that the user chose (a step, a revision).
+    `open` is also given a way to open the single files, and the `tag` that the user chose (a step, a revision). Where there
+    is one, only those that `has_tags` are asked.
     """
 
     matches: Callable[[Path], bool]
     open: Callable[[Path, PathOpener, str | None], Checkpoint]
+    has_tags: bool = False
 
 
 ARCHIVES: tuple[Archive, ...] = (
@@ -97,7 +99,7 @@ GATHERINGS: tuple[Gathering, ...] = (
     Gathering(is_dcp_shards, lambda path, _, tag: open_dcp_shards(path, open_source, tag)),
     Gathering(is_accelerate, open_accelerate),
     Gathering(is_sharded, open_sharded),
-    Gathering(is_deepspeed, lambda path, _, tag: open_deepspeed(path, open_source, tag)),
+    Gathering(is_deepspeed, lambda path, _, tag: open_deepspeed(path, open_source, tag), has_tags=True),
 )
 """The checkpoints of many files that are read, in the order in which they are tried."""
 
@@ -160,7 +162,7 @@ def open_checkpoint(path: Named, *, tag: str | None = None, whole_modules: bool 
 
 def _open(path: Path, tag: str | None) -> Checkpoint:
     for gathering in GATHERINGS if os.path.exists(path) else ():  # noqa: PTH110 (unlike Path.exists, False for no name at all)
-        if gathering.matches(path):
+        if (tag is None or gathering.has_tags) and gathering.matches(path):
             return gathering.open(path, open_file, tag)
     if tag is not None:
         raise UnsupportedCheckpoint("holds no tags to choose from", path=path, hint="leave --tag out")
