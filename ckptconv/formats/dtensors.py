@@ -154,7 +154,7 @@ def read_dtensor(node: Call) -> Shard:
     placements = tuple(_placement(item, len(shape)) for item in _sequence(spec.get("placements")))
     if len(placements) != len(mesh.shape):
         raise MalformedCheckpoint(f"has {len(placements)} placements on a mesh of {len(mesh.shape)} dimensions")
-    _refuse_other_order(spec.get("shard_order"))
+    _refuse_other_order(spec, placements)
     return Shard(local.dtype, shape, mesh, placements, local, len(given) > 7 and given[7] is True)
 
 
@@ -201,12 +201,21 @@ def _placement(node: Node, dimensions: int) -> Placement:
     return Placement(dim, factor)
 
 
-def _refuse_other_order(order: Node) -> None:
-    """Only shards that are cut in the order of the mesh dimensions can be told from their placements."""
-    for entry in order if type(order) is tuple else ():
-        dims = entry.args[1] if type(entry) is Call and len(entry.args) == 2 else None
-        if type(dims) is not tuple or any(type(dim) is not int for dim in dims) or list(dims) != sorted(dims):
-            raise UnsupportedCheckpoint("is a DTensor split in another order than that of its mesh dimensions")
+def _refuse_other_order(spec: dict[str, Node], placements: Sequence[Placement]) -> None:
+    """Only shards that are cut in the order of the mesh dimensions can be told from their placements.
+
+    torch before 2.5 noted FSDP over tensor parallelism, which cuts rows from right to left, as if it cut from left to right.
+    """
+    order = _sequence(spec.get("shard_order") or ())
+    dims = [entry.args[1] for entry in order if type(entry) is Call and len(entry.args) == 2]
+    ascending = all(list(_sizes(entry)) == sorted(_sizes(entry)) for entry in dims)
+    split = [placement.dim for placement in placements if placement.dim is not None]
+    said = "shard_order" in spec or any(placement.factor > 1 for placement in placements)
+    if not ascending or (len(set(split)) < len(split) and not said):
+        raise UnsupportedCheckpoint(
+            "is a DTensor of which one dimension is split twice, in an order that cannot be told",
+            hint="save it with torch.distributed.checkpoint, or with torch 2.9 or newer",
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------------ meshes
