@@ -159,6 +159,7 @@ def of_two(folder: Path) -> None:
     write(folder, "columns2", columns(mesh))
     write(folder, "training2", training(mesh))
     write(folder, "large2", {"weight": distribute_tensor(values(4096, 4096), mesh, [Shard(1)])})
+    dcp.save({"model": rows(mesh), "step": 7}, checkpoint_id=folder / "apart2", use_collectives=False)
     hugging_face(folder, mesh)
     local = values(2, 2)
     torch.save({"sum": DTensor.from_local(local, mesh, [Partial()])}, folder / f"partial2.{dist.get_rank()}.pt")
