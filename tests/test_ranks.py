@@ -23,7 +23,7 @@ from ckptconv import convert_checkpoint, load_portable, open_checkpoint
 from ckptconv.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.formats.dtensors import Mesh, Placement, _runs
 
-NAMES = ("rows2", "columns2", "training2", "rows4", "columns4", "grid4", "strided4", "hybrid4", "parallel4")
+NAMES = ("rows2", "columns2", "training2", "fsdp1_2", "rows4", "columns4", "grid4", "strided4", "hybrid4", "parallel4")
 QUICK: dict[str, Any] = {"fsync": False, "verify": True}
 
 
@@ -86,6 +86,12 @@ def test_one_alone_is_refused_with_how_many_there_should_be(command, rank, produ
 def test_one_alone_is_never_loaded(call, worlds):
     with pytest.raises(UnsupportedCheckpoint, match="4 ranks; missing: rank 0, 1, 3"):
         call(worlds / "grid4.2.pt")
+
+
+@pytest.mark.parametrize("unknown", ["refuse", "drop", "keep"])
+def test_one_alone_of_fsdp1_is_refused_too(unknown, worlds, tmp_path):
+    with pytest.raises(UnsupportedCheckpoint, match="2 ranks; missing: rank 0"):
+        convert_checkpoint(worlds / "fsdp1_2.1.pt", tmp_path / "out.pt", unknown=unknown)
 
 
 def test_missing_ranks_are_named(worlds):
