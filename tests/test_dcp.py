@@ -63,6 +63,20 @@ def test_the_parts_of_a_training_checkpoint_can_be_chosen(worlds, tmp_path):
     assert oracle.value_rows(dict(sorted(found.items()))) == oracle.value_rows(dict(sorted(expected.items())))
 
 
+def test_a_folder_with_the_metadata_of_every_rank_is_put_together(worlds, tmp_path):
+    assert not (worlds / "apart2" / ".metadata").exists()
+    convert_checkpoint(worlds / "apart2", tmp_path / "out.pt", **QUICK)
+    expected = {"model": gathered(worlds / "rows2.whole.pt"), "step": 7}
+    assert oracle.value_rows(oracle.load(tmp_path / "out.pt")) == oracle.value_rows(expected)
+
+
+def test_a_folder_without_the_metadata_of_a_rank_is_refused(worlds, tmp_path):
+    folder = Path(shutil.copytree(worlds / "apart2", tmp_path / "in"))
+    (folder / "__1.metadata").unlink()
+    with pytest.raises(MalformedCheckpoint, match="its 1 chunks hold"):
+        open_checkpoint(folder)
+
+
 def test_live_tensors_are_loaded(worlds):
     found, expected = load_portable(worlds / "grid4"), gathered(worlds / "grid4.whole.pt")
     assert oracle.value_rows(dict(sorted(found.items()))) == oracle.value_rows(dict(sorted(expected.items())))
