@@ -23,7 +23,7 @@ from ckptconv.planning import rename_state_dicts
 from ckptconv.settling import Unknown, settle_objects
 from ckptconv.sources import FileSource
 from ckptconv.tensors import Storage, TensorObject, TensorRef, check_storage, iter_chunks, whole_storage
-from ckptconv.torch_objects import VALUELESS, WEIGHTS_ONLY
+from ckptconv.torch_objects import VALUELESS, WEIGHTS_ONLY, Window, window
 
 if TYPE_CHECKING:
     import torch
@@ -139,7 +139,8 @@ class _Live:
             Dict: self._dict,
             Call: self._call,
             Global: self._global,
-            Storage: self._typed_storage,
+            Storage: lambda storage: self._typed_storage(window(storage)),
+            Window: self._typed_storage,
             list: self._list,
             tuple: lambda node: tuple(map(self._value, node)),
         }
@@ -262,10 +263,14 @@ class _Live:
             tensor.__dict__.update(self._dict(state))
         return tensor
 
-    def _typed_storage(self, storage: Storage) -> Any:
-        dtype = storage.dtype or BY_NAME["uint8"]
+    def _typed_storage(self, part: Window) -> Any:
+        dtype = part.dtype or BY_NAME["uint8"]
+        whole = self._storage(part.storage, dtype)
+        start, stop = part.start * dtype.itemsize, part.stop * dtype.itemsize
         return self._torch.storage.TypedStorage(  # type: ignore[no-untyped-call]
-            wrap_storage=self._storage(storage, dtype), dtype=self._dtypes[dtype.name], _internal=True
+            wrap_storage=whole if stop - start == whole.nbytes() else whole[start:stop],
+            dtype=self._dtypes[dtype.name],
+            _internal=True,
         )
 
     def _storage(self, storage: Storage, dtype: DType) -> torch.UntypedStorage:

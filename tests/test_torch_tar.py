@@ -6,12 +6,16 @@ import io
 import random
 import struct
 import tarfile
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import oracle
 import pytest
 import torch
+import trees
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from old_torch import (
     Made,
     Name,
@@ -26,7 +30,7 @@ from old_torch import (
 from safetensors.torch import load_file
 
 from ckptconv import CheckpointError, convert_checkpoint, load_portable, open_checkpoint
-from ckptconv.errors import LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint
+from ckptconv.errors import LimitExceeded, MalformedCheckpoint, RefusedObject, UnsupportedCheckpoint
 from ckptconv.inspection import inspect_checkpoint
 from ckptconv.report import verdict
 from ckptconv.sources import FileSource
@@ -70,6 +74,49 @@ def test_torch_sees_the_same_tree_in_the_output(tmp_path):
     assert seen_by_torch(source)["state_dict"]["view"].tolist() == [[2, 4], [3, 5]]
 
 
+CLASSES = {"Float": torch.float32, "Double": torch.float64, "Half": torch.float16, "Long": torch.int64, "Int": torch.int32,
+           "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8}  # fmt: skip
+
+
+@st.composite
+def checkpoints(draw: st.DrawFn) -> bytes:
+    """A tar checkpoint of storages of any class, views of them and of views, and tensors over all of these."""
+    storages, views, tensors = [], [], []
+    homes: dict[int, tuple[str, int]] = {}
+    for key in range(1, draw(st.integers(2, 4))):
+        cls, numel = draw(st.sampled_from(list(CLASSES))), draw(st.integers(0, 12))
+        values = trees.random_bytes(key, numel * CLASSES[cls].itemsize, torch.uint8).numpy().tobytes()
+        storages.append((key, draw(st.sampled_from(["cpu", "cuda:1"])), f"{cls}Storage", values, numel))
+        homes[key] = cls, numel
+    for key in range(11, draw(st.integers(11, 14))):
+        root = draw(st.sampled_from(list(homes)))
+        start = draw(st.integers(0, homes[root][1]))
+        size = draw(st.integers(0, homes[root][1] - start))
+        views.append((key, root, start, size))
+        homes[key] = homes[root][0], size
+    for key, (home, (cls, numel)) in enumerate(homes.items(), 21):
+        offset = draw(st.integers(0, numel))
+        rows = draw(st.integers(0, numel - offset))
+        shape, stride = draw(st.sampled_from([((rows,), (1,)), ((rows, 2), (1, 0)), ((2, rows), (0, 1))]))
+        tensors.append((key, home, f"{cls}Tensor", shape, stride, offset))
+    tree = {f"w{key}": Persistent(key) for key, *_ in tensors}
+    return tar_checkpoint(tar_storages(storages, tuple(views)), tar_tensors(tensors), tree)
+
+
+@given(checkpoints())
+@settings(max_examples=100, deadline=None)
+def test_any_storages_views_and_tensors_are_seen_as_torch_sees_them(content):
+    with tempfile.TemporaryDirectory() as folder:
+        source = write(Path(folder) / "old.pt", content)
+        expected = seen_by_torch(source)
+        convert_checkpoint(source, Path(folder) / "new.pt", keys="keep", fsync=False)
+        for found in (oracle.load(Path(folder) / "new.pt"), load_portable(source, keys="keep", map_location="cpu")):
+            assert list(found) == list(expected)
+            for key, tensor in expected.items():
+                assert (found[key].dtype, found[key].shape) == (tensor.dtype, tensor.shape)
+                assert oracle.stored_bytes(found[key]) == oracle.stored_bytes(tensor)
+
+
 def test_safetensors_and_live_tensors_have_the_values(tmp_path):
     source = write(tmp_path / "old.pt", GOOD)
     expected = seen_by_torch(source)["state_dict"]
@@ -99,6 +146,17 @@ def test_bare_storages_and_digits_as_ids_are_read(tmp_path):
     found, expected = oracle.load(tmp_path / "new.pt"), seen_by_torch(source)
     assert list(found["s"]) == list(expected["s"]) == list(range(8))
     assert torch.equal(found["w"], expected["w"])
+
+
+def test_a_bare_view_of_a_storage_is_loaded_and_shares_it(tmp_path):
+    tree = {"view": Persistent(13), "whole": Persistent(11), "w": Persistent(22)}
+    source = write(tmp_path / "old.pt", tar_checkpoint(STORAGES, TENSORS, tree))
+    found, expected = load_portable(source, keys="keep"), seen_by_torch(source)
+    assert list(found["view"]) == list(expected["view"]) == [2, 3, 4, 5]
+    assert list(found["whole"]) == list(expected["whole"]) == list(range(8))
+    assert found["view"].data_ptr() == found["w"].data_ptr() == found["whole"].data_ptr() + 8
+    with pytest.raises(RefusedObject, match="as a part"):
+        convert_checkpoint(source, tmp_path / "new.pt", fsync=False)
 
 
 def test_a_module_with_its_source_text_is_a_state_dict(tmp_path):

@@ -12,7 +12,6 @@ from ckptconv.checkpoint import Checkpoint
 from ckptconv.collector import collector_paused
 from ckptconv.errors import CheckpointError, LimitExceeded, UnsupportedCheckpoint, printable
 from ckptconv.formats.accelerate import is_accelerate, open_accelerate
-from ckptconv.formats.checkpoint_archive import is_archive_of_files, open_checkpoint_archive
 from ckptconv.formats.dcp import is_dcp, open_dcp
 from ckptconv.formats.dcp_shards import is_dcp_shards, open_dcp_shards
 from ckptconv.formats.deepspeed import is_deepspeed, open_deepspeed
@@ -26,6 +25,7 @@ from ckptconv.formats.torch_legacy import is_torch_legacy, open_torch_legacy
 from ckptconv.formats.torch_tar import is_tar, open_torch_tar
 from ckptconv.formats.torch_zip import open_torch_zip
 from ckptconv.formats.torchscript import is_torchscript, open_torchscript
+from ckptconv.formats.zip_members import may_hold_checkpoints, open_zip_members
 from ckptconv.limits import LIMITS
 from ckptconv.modules import flatten_modules
 from ckptconv.old_tensors import complete_tensors
@@ -60,17 +60,19 @@ class Archive(NamedTuple):
 class Gathering(NamedTuple):
     """Many files that are one checkpoint: whether a path (a folder, or a file that stands for one) is it, and how it is opened.
 
-    `open` is also given a way to open the single files, and the `tag` that the user chose (a step, a revision).
+    `open` is also given a way to open the single files, and the `tag` that the user chose (a step, a revision). Where there
+    is one, only those that `has_tags` are asked.
     """
 
     matches: Callable[[Path], bool]
     open: Callable[[Path, PathOpener, str | None], Checkpoint]
+    has_tags: bool = False
 
 
 ARCHIVES: tuple[Archive, ...] = (
     Archive(is_torchscript, open_torchscript),
     Archive(is_old_torchscript, open_old_torchscript),
-    Archive(is_archive_of_files, open_checkpoint_archive),
+    Archive(may_hold_checkpoints, open_zip_members),
     Archive(lambda _: True, open_torch_zip),
 )
 """What a zip archive may be, in the order in which it is tried; the last one says what else it is."""
@@ -97,7 +99,7 @@ GATHERINGS: tuple[Gathering, ...] = (
     Gathering(is_dcp_shards, lambda path, _, tag: open_dcp_shards(path, open_source, tag)),
     Gathering(is_accelerate, open_accelerate),
     Gathering(is_sharded, open_sharded),
-    Gathering(is_deepspeed, lambda path, _, tag: open_deepspeed(path, open_source, tag)),
+    Gathering(is_deepspeed, lambda path, _, tag: open_deepspeed(path, open_source, tag), has_tags=True),
 )
 """The checkpoints of many files that are read, in the order in which they are tried."""
 
@@ -160,7 +162,7 @@ def open_checkpoint(path: Named, *, tag: str | None = None, whole_modules: bool 
 
 def _open(path: Path, tag: str | None) -> Checkpoint:
     for gathering in GATHERINGS if os.path.exists(path) else ():  # noqa: PTH110 (unlike Path.exists, False for no name at all)
-        if gathering.matches(path):
+        if (tag is None or gathering.has_tags) and gathering.matches(path):
             return gathering.open(path, open_file, tag)
     if tag is not None:
         raise UnsupportedCheckpoint("holds no tags to choose from", path=path, hint="leave --tag out")
