@@ -289,7 +289,7 @@ def _verify(plan: ConversionPlan, file: PlannedFile, written: Path) -> int:
     count = 0
     by_key = plan.to == "safetensors" or plan.index is not None
     with open_checkpoint(written, whole_modules=plan.to == "torch") as output:
-        actual = _flat_tensors(output.state_dict()) if by_key else dict(output.tensors()) if plan.to == "dcp" else None
+        actual = _flat_tensors(output.state_dict(), plan) if by_key else dict(output.tensors()) if plan.to == "dcp" else None
         there = iter(()) if actual is not None else output.tensors()
         for path, ref in file.tensors():
             name, other = (path, actual.get(path)) if actual is not None else next(there, (path, None))
@@ -299,9 +299,10 @@ def _verify(plan: ConversionPlan, file: PlannedFile, written: Path) -> int:
     return count
 
 
-def _flat_tensors(found: StateDict) -> dict[str, TensorRef]:
-    """The tensors of a state dict as safetensors holds them: those that are encoded by their components."""
-    made = (flat(key, value) for key, value in zip(found.keys, found.values, strict=True))
+def _flat_tensors(found: StateDict, plan: ConversionPlan) -> dict[str, TensorRef]:
+    """The tensors of a written state dict by key; in safetensors, those that are encoded by their components."""
+    encode = plan.to == "safetensors"
+    made = (flat(key, value, encode=encode) for key, value in zip(found.keys, found.values, strict=True))
     return {name: ref for item in made if item is not None for name, ref in item.tensors}
 
 
