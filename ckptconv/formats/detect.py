@@ -11,7 +11,7 @@ from ckptconv.checkpoint import Checkpoint
 from ckptconv.collector import collector_paused
 from ckptconv.errors import CheckpointError, UnsupportedCheckpoint, printable
 from ckptconv.formats.dcp import is_dcp, open_dcp
-from ckptconv.formats.dcp_shards import is_dcp_shards, open_dcp_shards
+from ckptconv.formats.dcp_shards import is_dcp_shards, open_dcp_shards, refuse_one_rank
 from ckptconv.formats.ranks import join_ranks
 from ckptconv.formats.safetensors import is_safetensors, open_safetensors
 from ckptconv.formats.torch_zip import is_torch_zip, open_torch_zip
@@ -130,7 +130,12 @@ def _open(path: Path, tag: str | None) -> Checkpoint:
         raise UnsupportedCheckpoint("holds no tags to choose from", path=path, hint="leave --tag out")
     if path.is_dir():
         raise _folder(path)
-    return open_file(path)
+    checkpoint = open_file(path)
+    try:
+        return refuse_one_rank(checkpoint)
+    except CheckpointError:
+        checkpoint.close()
+        raise
 
 
 def open_file(path: Path) -> Checkpoint:
