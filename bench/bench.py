@@ -3,13 +3,15 @@
     python bench/bench.py [--folder DIR] [--quick] [--only NAME] [--keep]
 
 Prints a markdown report on stdout (also bench-out/results.md, and every run in bench-out/results.json) and progress on
-stderr. For Linux. The full size needs torch, 5 GB of memory, 5 GB of disk (20 GB for the row `memory-huge`) and some ten
-minutes. The rows are in rows.py; inputs come from make_inputs.py; sides that are no programs of their own are in
+stderr. For Linux. The full size needs torch, 5 GB of memory, 5 GB of disk (20 GB for the row `memory-huge`) and half an
+hour. The rows are in rows.py; inputs come from make_inputs.py; sides that are no programs of their own are in
 children.py; tables.py compares and prints.
 
-One measurement is one child from spawn to exit. The two sides of a row run in turn, A B A B. The warm-up, a run of the
-same side that does not count, brings the input into the page cache. Before each run the last output is deleted and the
-disk synced, so that no run pays for the dirty pages of another. The ratio is the median of the ratios of neighbouring runs.
+One measurement is one child from spawn to exit. The two sides of a row run in turn, A B A B, after a run of each that does
+not count and brings the input into the page cache. Before each run the last output is deleted and the disk synced, so that
+no run pays for the dirty pages of another, and, where gigabytes are written, memory is filled and given back, so that none
+pays for memory that a virtual machine must first get from its host. The ratio is the median of the ratios of neighbouring
+runs.
 """
 
 from __future__ import annotations
@@ -37,21 +39,26 @@ class ChildFailed(Exception):
 def measure(row: Row, scale: Scale, folder: Path) -> Measured:
     pairs = []
     for number in range(scale.runs if row.warm_up != "none" else 1):
-        warm_up = row.warm_up == "each" or (row.warm_up == "first" and number == 0)
-        ours, theirs = (run(side, folder, warm_up=warm_up) for side in (row.ours, row.theirs))
+        if number == 0 and row.warm_up != "none":
+            for side in (row.ours, row.theirs):
+                run(side, folder)
+        ours, theirs = (run(side, folder, fill=scale.fill if row.warm_up == "memory" else 0) for side in (row.ours, row.theirs))
         say(f"{row.name} {number + 1}: {ours.seconds:.3f} s, {ours.peak:.0f} MB; {theirs.seconds:.3f} s, {theirs.peak:.0f} MB")
         pairs.append((ours, theirs))
     ours_runs, theirs_runs = zip(*pairs, strict=True)
     return Measured(row, ours_runs, theirs_runs)
 
 
-def run(side: Side, folder: Path, *, warm_up: bool) -> Run:
-    """Run a side in a child of its own, on a disk without dirty pages, and remove what it wrote."""
-    if warm_up:
-        run(side, folder, warm_up=False)
+def run(side: Side, folder: Path, *, fill: int = 0) -> Run:
+    """Run a side in a child of its own, on a disk without dirty pages, and remove what it wrote.
+
+    Before it, another child fills `fill` bytes of memory and gives them back.
+    """
     remove_outputs(folder)
     os.sync()
     log = folder / "log.txt"
+    if fill:
+        spawn([sys.executable, str(Path(__file__).with_name("fill_memory.py")), str(fill)], log)
     seconds, peak = spawn(expand(side, folder), log, environment(folder))
     printed = log.read_text()
     remove_outputs(folder)
@@ -60,7 +67,7 @@ def run(side: Side, folder: Path, *, warm_up: bool) -> Run:
 
 def remove_outputs(folder: Path) -> None:
     for output in folder.glob("out*"):
-        output.unlink()
+        shutil.rmtree(output) if output.is_dir() else output.unlink()
 
 
 def expand(side: Side, folder: Path) -> list[str]:

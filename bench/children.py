@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -41,6 +42,32 @@ def mmap_bf16_save_file(source: str, output: str) -> None:
 
     state_dict = bare(torch.load(source, map_location="cpu", mmap=True))
     save_file({key: tensor.to(torch.bfloat16) for key, tensor in state_dict.items()}, output)
+
+
+def zero_to_fp32(source: str, output: str) -> None:
+    """deepspeed's own converter where it is installed; otherwise what it does, without its progress bars and checks."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as convert
+    except ImportError:
+        join_shares(source, f"{output}.safetensors")
+    else:
+        convert(source, output, safe_serialization=True)
+
+
+def join_shares(source: str, output: str) -> None:
+    from safetensors.torch import save_file
+
+    step = next(Path(source).glob("global_step*"))
+    ranks = [torch.load(file, map_location="cpu", mmap=True) for file in sorted(step.glob("*_optim_states.pt"))]
+    flats = [rank["optimizer_state_dict"]["fp32_flat_groups"][0] for rank in ranks]  # the input has one group
+    shapes = torch.load(min(step.glob("*_model_states.pt")), map_location="cpu")["param_shapes"]
+    joined, at = {}, 0
+    for key, shape in ((key, shape) for group in shapes for key, shape in group.items()):
+        share = -(-shape.numel() // len(flats))
+        joined[key] = torch.cat([flat.narrow(0, at, share) for flat in flats])[: shape.numel()].view(shape)
+        at += share
+    save_file(joined, output)
 
 
 def dcp_save_file(source: str, output: str) -> None:
@@ -85,6 +112,7 @@ SIDES = (
     load_save_file,
     mmap_save_file,
     mmap_bf16_save_file,
+    zero_to_fp32,
     dcp_save_file,
     time_load,
     time_load_mmap,

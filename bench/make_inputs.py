@@ -1,16 +1,21 @@
 """Make one input of bench.py, with torch alone.
 
-    python bench/make_inputs.py big|many|huge|dcp_rows|dcp_columns OUT SIZE
+    python bench/make_inputs.py big|many|huge|legacy|shards|dcp_rows|dcp_columns|zero3 OUT SIZE
 
 `big`: SIZE bytes in 300 float32 tensors. `many`: SIZE float32 tensors of shape [16]. `huge`: SIZE bytes in 300 float32
-tensors whose payloads are holes, so that it takes no disk. All are state dicts of DistributedDataParallel: every key
-starts with `module.` and every storage is tagged cuda:3. `dcp_rows` and `dcp_columns`: SIZE bytes in 300 float32 tensors of
-1,024 columns, split by rows or by columns among four gloo processes that save them with torch.distributed.checkpoint.
+tensors whose payloads are holes, so that it takes no disk. These are state dicts of DistributedDataParallel: every key
+starts with `module.` and every storage is tagged cuda:3; `legacy` is `big` as torch wrote it before 1.6. `shards`: the same
+tensors as a Hugging Face folder of eight safetensors files and their index. `dcp_rows` and `dcp_columns`: SIZE bytes in 300
+float32 tensors of 1,024 columns, split by rows or by columns among four gloo processes that save them with
+torch.distributed.checkpoint.
+`zero3`: a DeepSpeed folder of ZeRO stage 3 with SIZE bytes of fp32 partitions in 4 ranks, laid out as deepspeed 0.19.8 does,
+without the optimizer's moments, which nobody reads here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 import tempfile
@@ -48,6 +53,32 @@ def split(nbytes: int) -> Iterator[int]:
     return ((index + 1) * numel // TENSORS - index * numel // TENSORS for index in range(TENSORS))
 
 
+SHAPES = ((1, 1), (1, 1), (1, 1), (1, 1), (4, 1), (1, 4))
+"""The sizes of the tensors of a layer, in widths of the model."""
+
+
+def write_zero3(folder: Path, nbytes: int) -> None:
+    """The folder of one step. The width is odd, so that shares are padded and end within rows."""
+    width = int((nbytes / 4 * len(SHAPES) / TENSORS / 12) ** 0.5) | 1
+    sizes = (SHAPES[index % len(SHAPES)] for index in range(TENSORS))
+    shapes = OrderedDict((key_of(index), torch.Size([width * a, width * b])) for index, (a, b) in enumerate(sizes))
+    step = folder / "global_step1"
+    step.mkdir(parents=True)
+    (folder / "latest").write_text(step.name)
+    states = {
+        "module": OrderedDict((key, torch.empty(0, dtype=torch.bfloat16)) for key in shapes),
+        "buffer_names": [],
+        "param_shapes": [shapes],
+        "shared_params": {},
+        "ds_version": "0.19.8",
+    }
+    share = sum(-(-shape.numel() // RANKS) for shape in shapes.values())
+    for rank in range(RANKS):
+        groups = {"zero_stage": 3, "partition_count": RANKS, "fp32_flat_groups": [torch.rand(share)]}
+        torch.save(states, step / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+        torch.save({"optimizer_state_dict": groups}, step / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+
+
 @contextlib.contextmanager
 def tagged(location: str) -> Iterator[None]:
     """Within this block torch.save tags CPU storages with `location`; 0 comes before torch's own tagger of the CPU."""
@@ -60,15 +91,39 @@ def tagged(location: str) -> Iterator[None]:
 
 
 def make(kind: str, path: Path, size: int) -> None:
+    if kind == "zero3":
+        write_zero3(path, size)
+        return
+    if kind == "shards":
+        write_shards(path, size)
+        return
     payload: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    if kind == "big":
+    if kind in ("big", "legacy"):
         state_dict = state_dict_of(split(size), torch.rand)
     elif kind == "many":
         state_dict = state_dict_of((16 for _ in range(size)), torch.rand)
     else:
         state_dict, payload = state_dict_of(split(size), torch.empty), torch.serialization.skip_data()
     with tagged(LOCATION), payload:
-        torch.save(state_dict, path)
+        torch.save(state_dict, path, _use_new_zipfile_serialization=kind != "legacy")
+
+
+SHARDS = 8
+
+
+def write_shards(folder: Path, nbytes: int) -> None:
+    """The tensors of `big` in eight files of about one size, in order, and the index."""
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    state_dict = state_dict_of(split(nbytes), torch.rand)
+    where = {
+        key: f"model-{index * SHARDS // TENSORS + 1:05}-of-{SHARDS:05}.safetensors" for index, key in enumerate(state_dict)
+    }
+    for name in sorted(set(where.values())):
+        save_file({key: state_dict[key] for key in where if where[key] == name}, folder / name, {"format": "pt"})
+    index = {"metadata": {"total_size": nbytes}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
 RANKS = 4

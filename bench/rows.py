@@ -8,34 +8,60 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-INPUTS = ("big", "many", "huge", "dcp_rows", "dcp_columns")
-SUFFIXES = {"dcp_rows": "", "dcp_columns": ""}
+INPUTS = ("big", "many", "huge", "legacy", "shards", "dcp_rows", "dcp_columns", "zero3")
+SUFFIXES = {"shards": "", "dcp_rows": "", "dcp_columns": "", "zero3": ""}
 """Of the inputs whose names do not end in .pt."""
-WarmUp = Literal["first", "each", "none"]
+WarmUp = Literal["first", "memory", "none"]
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The size of the inputs (bytes; for `many` tensors) and the number of measured runs of each side."""
+    """The inputs (bytes; for `many` tensors), the measured runs of each side, and the bytes of memory to fill before them."""
 
     name: str
     big: int
     many: int
     huge: int
     runs: int
+    fill: int
+    legacy: int
+    shards: int
     dcp_rows: int
     dcp_columns: int
+    zero3: int
 
 
 FULL = Scale(
-    "full", big=2_000_000_000, many=100_000, huge=8_000_000_000, runs=5, dcp_rows=2_000_000_000, dcp_columns=2_000_000_000
+    "full",
+    big=2_000_000_000,
+    many=100_000,
+    huge=8_000_000_000,
+    runs=5,
+    fill=8_000_000_000,
+    legacy=2_000_000_000,
+    shards=2_000_000_000,
+    dcp_rows=2_000_000_000,
+    dcp_columns=2_000_000_000,
+    zero3=2_000_000_000,
 )
-QUICK = Scale("quick", big=200_000_000, many=5_000, huge=800_000_000, runs=3, dcp_rows=200_000_000, dcp_columns=200_000_000)
+QUICK = Scale(
+    "quick",
+    big=200_000_000,
+    many=5_000,
+    huge=800_000_000,
+    runs=3,
+    fill=1_000_000_000,
+    legacy=200_000_000,
+    shards=200_000_000,
+    dcp_rows=200_000_000,
+    dcp_columns=200_000_000,
+    zero3=200_000_000,
+)
 
 
 @dataclass(frozen=True)
 class Side:
-    """A command, with ``{big}``, ``{many}``, ``{huge}`` and ``{out}`` for paths, and its name in the table.
+    """A command, with ``{big}`` or another of `INPUTS`, and ``{out}``, for paths, and its name in the table.
 
     With `own_seconds` the child prints the seconds that count.
     """
@@ -65,10 +91,10 @@ class Goal:
 class Row:
     """Two sides of one work.
 
-    `warm_up` says which measured runs of a side follow on an unmeasured one: only the ``first``, ``each``, or ``none``, and
-    then there is one run, for its memory. Rows that write gigabytes need ``each``: a virtual machine gives free memory
-    back to its host within seconds, and the next to fill the page cache pays for that, `cp` 0.5 or 2.4 s for 2 GB. With
-    fsync, which takes longer than that, ``first`` has to do.
+    `warm_up` says what goes before the measured runs of a side: an unmeasured run before the ``first``; that and
+    ``memory`` before each run; or ``none``, and then there is one run, for its memory. Rows that write gigabytes need
+    ``memory``, a process that fills 8 GB and ends: a virtual machine gives free memory back to its host within seconds,
+    and the next process to fill the page cache pays for getting it again (`cp` 0.5 or 2.4 s for 2 GB, ckptconv 0.4 or 3.5).
     """
 
     name: str
@@ -110,12 +136,11 @@ def copies(prefix: str, *, fsync: bool) -> tuple[Row, ...]:
     load_save = child("torch.load, strip, torch.save", "load_save {big} {out}", fsync=fsync)
     load_save_file = child("torch.load, strip, save_file", "load_save_file {big} {out}", fsync=fsync)
     small, as_cp, six = Goal("peak", 60), Goal("times", 1), Goal("faster", 6)
-    warm_up: WarmUp = "first" if fsync else "each"
     return (
-        Row(f"{prefix}pt-cp", "big .pt → .pt", to_pt, cp(fsync=fsync), (as_cp, small), warm_up),
-        Row(f"{prefix}safetensors-cp", "big .pt → .safetensors", to_safetensors, cp(fsync=fsync), (as_cp, small), warm_up),
-        Row(f"{prefix}pt-torch", "big .pt → .pt", to_pt, load_save, (six,), warm_up),
-        Row(f"{prefix}safetensors-torch", "big .pt → .safetensors", to_safetensors, load_save_file, (six,), warm_up),
+        Row(f"{prefix}pt-cp", "big .pt → .pt", to_pt, cp(fsync=fsync), (as_cp, small), "memory"),
+        Row(f"{prefix}safetensors-cp", "big .pt → .safetensors", to_safetensors, cp(fsync=fsync), (as_cp, small), "memory"),
+        Row(f"{prefix}pt-torch", "big .pt → .pt", to_pt, load_save, (six,), "memory"),
+        Row(f"{prefix}safetensors-torch", "big .pt → .safetensors", to_safetensors, load_save_file, (six,), "memory"),
     )
 
 
@@ -130,7 +155,7 @@ UNSYNCED = (
         ckptconv("strip-module {big} {out}.pt", fsync=False),
         MMAP_SAVE,
         (Goal("faster", 2),),
-        warm_up="each",
+        warm_up="memory",
     ),
     Row(
         "safetensors-mmap",
@@ -138,7 +163,7 @@ UNSYNCED = (
         ckptconv("strip-module {big} {out}.safetensors", fsync=False),
         MMAP_SAVE,
         (Goal("faster", 2),),
-        warm_up="each",
+        warm_up="memory",
     ),
     Row(
         "bf16-mmap",
@@ -146,7 +171,7 @@ UNSYNCED = (
         ckptconv("convert {big} {out}.safetensors --dtype bf16", fsync=False),
         child("torch.load(mmap=True), .to(bfloat16), save_file", "mmap_bf16_save_file {big} {out}"),
         (Goal("faster", 2), Goal("peak", 250)),
-        warm_up="each",
+        warm_up="memory",
     ),
     Row(
         "many-torch",
@@ -154,6 +179,38 @@ UNSYNCED = (
         ckptconv("strip-module {many} {out}.pt", fsync=False),
         child("torch.load, strip, torch.save", "load_save {many} {out}"),
         (Goal("faster", 4),),
+    ),
+    Row(
+        "zero3",
+        "ZeRO-3 folder of 4 ranks → .safetensors",
+        ckptconv("convert {zero3} {out}.safetensors", fsync=False),
+        child("zero_to_fp32 (without deepspeed: the same steps by torch)", "zero_to_fp32 {zero3} {out}"),
+        (Goal("faster", 3), Goal("peak", 100)),
+        warm_up="memory",
+    ),
+    Row(
+        "legacy-cp",
+        "legacy .pt → .safetensors",
+        ckptconv("strip-module {legacy} {out}.safetensors", fsync=False),
+        Side("cp", ("cp", "{legacy}", "{out}")),
+        (Goal("times", 1), Goal("peak", 60)),
+        warm_up="memory",
+    ),
+    Row(
+        "shards-join",
+        "HF folder of 8 shards → one .safetensors",
+        ckptconv("convert {shards} {out}.safetensors", fsync=False),
+        Side("cp -r", ("cp", "-r", "{shards}", "{out}")),
+        (Goal("times", 1), Goal("peak", 60)),
+        warm_up="memory",
+    ),
+    Row(
+        "shards-split",
+        "big .pt → HF folder of 8 shards",
+        ckptconv("convert {big} {out} --max-shard-size 255MB", fsync=False),
+        Side("cp -r", ("cp", "-r", "{shards}", "{out}")),
+        (Goal("times", 1), Goal("peak", 60)),
+        warm_up="memory",
     ),
     Row("version", "start-up", ckptconv("--version"), IMPORT_TORCH, (Goal("seconds", 0.15),)),
     Row("inspect", "inspect big", ckptconv("inspect {big}"), IMPORT_TORCH, (Goal("seconds", 0.25),)),
@@ -188,7 +245,7 @@ UNSYNCED += tuple(
         ckptconv(f"convert {{dcp_{split}}} {{out}}.safetensors", fsync=False),
         child("dcp_to_torch_save, torch.load(mmap=True), save_file", f"dcp_save_file {{dcp_{split}}} {{out}}"),
         (Goal("faster", times), Goal("peak", 100)),
-        warm_up="each",
+        warm_up="memory",
         free_disk=10_000_000_000,
     )
     for split, times in (("rows", 3), ("columns", 1.5))

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from ckptconv.errors import LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.limits import LIMITS
+from ckptconv.nodes import made
 from ckptconv.sources import InflatedSource, Source, Spool, crc32
 
 ALIGNMENT = 64
@@ -47,6 +48,11 @@ class Record(NamedTuple):
     stored: int
     deflated: bool
     crc32: int | None
+
+
+def is_zip(head: bytes) -> bool:
+    """Whether a file that starts with `head` (4 bytes are enough) is a zip archive."""
+    return head[:4] == b"PK\3\4"
 
 
 def read_directory(source: Source) -> dict[str, Record]:
@@ -193,14 +199,13 @@ def _read_records(source: Source, start: int, count: int, size: int) -> list[Rec
         if offset + stored > start:
             raise _malformed(source, "its payload reaches beyond the records", name)
         checksum = crc if crc or not plain else None
-        records.append(_made(Record, (name, header, offset, plain, stored, method == _DEFLATED, checksum)))
+        records.append(made(Record, (name, header, offset, plain, stored, method == _DEFLATED, checksum)))
     if at != len(raw):
         raise _malformed(source, "is longer than its number of records")
     return sorted(records, key=itemgetter(1))
 
 
 _NEAR = 1 << 16
-_made = tuple.__new__  # a NamedTuple's own constructor takes twice as long
 
 
 def _name(source: Source, raw: bytes) -> str:
@@ -250,18 +255,12 @@ class Slot(NamedTuple):
     size: int
 
 
-class LaidOut(NamedTuple):
-    """A slot in its surroundings: the bytes `lead` before its payload, the payload's `offset`, and the `end` of it all."""
+def lay_out(name: bytes, header: int, size: int) -> tuple[Slot, bytes, int, int]:
+    """The record `name` of `size` bytes from byte `header` on, its payload at a multiple of 64.
 
-    slot: Slot
-    lead: bytes
-    offset: int
-    end: int
-
-
-def lay_out(name: bytes, header: int, size: int) -> LaidOut:
-    """The record `name` from byte `header` on: local header, padding to a multiple of 64, payload of `size` bytes, descriptor."""
-    slot = Slot(name, header, size)
+    Returns the slot, the bytes before the payload (local header and padding), the payload's offset, and the end of it all.
+    """
+    slot = made(Slot, (name, header, size))
     wide = _wide(slot)
     extra = len(wide) + 4
     unpadded = header + _LOCAL.size + len(name) + extra
@@ -269,7 +268,7 @@ def lay_out(name: bytes, header: int, size: int) -> LaidOut:
     lead = _local_header(size > 0, len(name), extra + padding) + name + wide + _PADDINGS[padding]
     offset = unpadded + padding
     trail = 0 if not size else _DESCRIPTOR64.size if wide else _DESCRIPTOR.size
-    return LaidOut(slot, lead, offset, offset + size + trail)
+    return slot, lead, offset, offset + size + trail
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from ckptconv.errors import AmbiguousStateDict, LimitExceeded, printable
 from ckptconv.limits import LIMITS
 from ckptconv.nodes import Call, Dict, Node, PersistentId, children, mapping_pairs
-from ckptconv.plain_objects import plain_form
+from ckptconv.plain_objects import is_array, plain_form
 from ckptconv.sources import Source
 from ckptconv.tensors import TensorObject, TensorRef
 from ckptconv.torch_objects import is_tensor_call
@@ -29,8 +29,9 @@ Overlay = Mapping[int, Node]
 class Checkpoint:
     """An opened checkpoint: its tree, with `TensorRef` leaves that still lie in the file.
 
-    `format` is ``torch zip``, ``safetensors`` or ``memory``; `metadata` are a safetensors file's own strings; `notes`
-    tell what was odd about the file without being wrong. Use it as a context manager, or `close()` it.
+    `format` is what its container is called: ``torch zip``, ``torch legacy``, ``safetensors``, ``memory``, …; `metadata` are
+    a safetensors file's own strings; `notes` tell what was odd about the file without being wrong. Use it as a context
+    manager, or `close()` it.
     """
 
     path: Path
@@ -70,13 +71,14 @@ class StateDict:
     """A state dict in a tree: its `path` (empty for the root), its `node`, and its keys and values in order.
 
     A key that is no text is given as text, so two may be equal; a value is a `TensorRef`, a `TensorObject`, or whatever else
-    training left under the key.
+    training left under the key. `notes` tell where the keys are not the file's own.
     """
 
     path: str
     node: Node
     keys: tuple[str, ...]
     values: tuple[Node, ...]
+    notes: tuple[str, ...] = ()
 
     def tensors(self) -> Iterator[tuple[str, TensorRef]]:
         """The keys whose values are tensors, with them."""
@@ -90,6 +92,11 @@ def tensor_of(node: Node) -> TensorRef | None:
     if type(node) is TensorRef:
         return node
     return node.tensor if type(node) is TensorObject else None
+
+
+def is_tensor(node: Node) -> bool:
+    """Whether a node is a tensor of any kind, or an array whose values a tensor can hold."""
+    return tensor_of(node) is not None or is_tensor_call(node) or is_array(node)
 
 
 def label_text(label: Node) -> str:
@@ -137,7 +144,8 @@ def walk(root: Node, overlay: Overlay | None = None, cycles: list[Place] | None 
         for label, child in remaining:
             if type(child) in _PLAIN:
                 continue
-            child = over.get(id(child), child)
+            if over:
+                child = over.get(id(child), child)
             if id(child) in seen or type(child) in _PLAIN:
                 if id(child) in entered and cycles is not None:
                     cycles.append((place, label, holder))
@@ -145,7 +153,8 @@ def walk(root: Node, overlay: Overlay | None = None, cycles: list[Place] | None 
             seen.add(id(child))
             here = (place, label, holder)
             yield here, child
-            child = over.get(id(child), child)
+            if over:
+                child = over.get(id(child), child)
             if type(child) in _CONTAINERS:
                 work.append((here, child, _inner(child)))
                 entered.add(id(child))
@@ -202,9 +211,12 @@ def find_state_dicts(root: Node) -> list[StateDict]:
 def choose_state_dict(root: Node, only: str | None, path: Path) -> StateDict:
     """The state dict at the path `only`, or the single one there is; `AmbiguousStateDict` otherwise."""
     base = "" if only is None else only
-    found = find_state_dicts(root if only is None else find(root, only, path))
+    part = root if only is None else find(root, only, path)
+    found = find_state_dicts(part)
     if len(found) == 1:
         return found[0]
+    if not found and (bare := _bare_tensors(part)) is not None:
+        return bare
     if found:
         names = ", ".join(printable(f"{base}.{item.path}".strip(".") or ".") for item in found[:8])
         first = next(printable(f"{base}.{item.path}".strip(".")) for item in found if item.path)
@@ -221,8 +233,27 @@ def choose_state_dict(root: Node, only: str | None, path: Path) -> StateDict:
     )
 
 
+def _bare_tensors(node: Node) -> StateDict | None:
+    """A state dict for a tensor that stands by itself, or for a list of nothing but tensors; None for anything else."""
+    if is_tensor(node):
+        note = "it holds one tensor and no state dict: its key is 'tensor'"
+        return StateDict("", Dict([("tensor", node)]), ("tensor",), (node,), (note,))
+    if type(node) not in (list, tuple) or not node or not all(map(is_tensor, node)):
+        return None
+    keys = tuple(map(str, range(len(node))))
+    note = f"it holds a {type(node).__name__} of {len(node)} tensors and no state dict: their keys are their numbers"
+    return StateDict("", Dict(list(zip(keys, node, strict=True))), keys, tuple(node), (note,))
+
+
+_EMA = ("ema", "state_dict_ema", "ema_state_dict", "model_ema", "params_ema", "ema_model")
+"""Labels under which training scripts keep the exponential moving average; ``ema`` finds whichever there is."""
+
+
 def find(root: Node, path: str, file: Path) -> Node:
     """The node at a dotted path such as ``optimizer.state``; keys may hold dots themselves."""
+    if path == "ema":
+        labels = {label_text(label) for label, _ in children(root)}
+        path = next((name for name in _EMA if name in labels), path)
     work = [(root, path)]
     while work:
         node, rest = work.pop()
@@ -260,7 +291,7 @@ def _mappings(root: Node) -> tuple[list[_Mapping], set[int]]:
             pairs is not None and {"state", "param_groups"} <= {key for key, _ in pairs if type(key) is str}
         ):
             closed.add(id(node))
-        elif pairs is not None and held:
+        elif pairs is not None and (held or any(map(is_array, values))):
             mappings.append((place, node, pairs))
     return mappings, holders
 
@@ -295,10 +326,14 @@ def _is_state_dict(pairs: Sequence[tuple[Node, Node]], holders: set[int]) -> boo
 
 
 def _rank(place: Place, node: Node, pairs: Sequence[tuple[Node, Node]]) -> int:
-    """How much a dict of tensors looks like the state of a module: 2 by its place, name or `_metadata`, 1 by dotted keys."""
+    """How much a dict of tensors looks like the state of a module: by its place, name or `_metadata`, then by dotted keys.
+
+    Among equals, tensors count for more than arrays.
+    """
+    has_tensors = any(tensor_of(value) is not None or is_tensor_call(value) for _, value in pairs)
     if place is None or place[1] in _USUAL or metadata_of(node) is not None:
-        return 2
-    return int(any(type(key) is str and "." in key for key, _ in pairs))
+        return 4 + has_tensors
+    return 2 * any(type(key) is str and "." in key for key, _ in pairs) + has_tensors
 
 
 def _state_dict(place: Place, node: Node, pairs: Sequence[tuple[Node, Node]]) -> StateDict:

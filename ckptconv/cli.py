@@ -40,6 +40,9 @@ def cli() -> None:
     as a torch or a safetensors file, tagged for the device of your choice. Nothing in the file is executed."""
 
 
+_TAG = click.option("--tag", metavar="TAG", help="The step to read, where IN is a folder of several, e.g. global_step500.")
+
+
 def _output_options(command: F) -> F:
     """The arguments and options that every writing command has."""
     options = [
@@ -50,7 +53,9 @@ def _output_options(command: F) -> F:
         click.option("--to", type=click.Choice(["torch", "safetensors", "dcp"]),
                      help="Output format, if OUT's name does not say; dcp: a folder that FSDP training resumes from."),
         click.option("--dtype", metavar="DTYPE", help="Cast floating tensors: f32, f16, bf16, f64, f8_e4m3, f8_e5m2."),
+        click.option("--max-shard-size", metavar="SIZE", help="Split the state dict into shards, e.g. of 5GB, and an index."),
         click.option("--only", metavar="PATH", help="Convert one part of the checkpoint, e.g. state_dict or ema."),
+        _TAG,
         click.option("--include", metavar="GLOB", multiple=True, help="Keep only (resulting) keys that match."),
         click.option("--exclude", metavar="GLOB", multiple=True, help="Leave out (resulting) keys that match."),
         click.option("--tied", type=click.Choice(["alias", "duplicate"]), default="alias", show_default=True,
@@ -130,14 +135,15 @@ Examples:
 )
 @click.argument("sources", metavar="IN...", type=_FILE, nargs=-1, required=True)
 @click.option("--depth", type=click.IntRange(0, 50), default=2, show_default=True, help="Levels of the tree to show.")
+@_TAG
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
-def inspect(sources: tuple[Path, ...], depth: int, as_json: bool) -> None:
+def inspect(sources: tuple[Path, ...], depth: int, tag: str | None, as_json: bool) -> None:
     """Show what is in checkpoint IN, where it was saved, and what will not load and why. Reads no tensor's bytes."""
     from ckptconv import report
     from ckptconv.formats.detect import open_checkpoint
     from ckptconv.inspection import inspect_checkpoint
 
-    with _errors(as_json), open_checkpoint(sources) as checkpoint:
+    with _errors(as_json), open_checkpoint(sources, tag=tag) as checkpoint:
         found = inspect_checkpoint(checkpoint, depth)
     if as_json:
         _print_json(report.inspection_document(found))
@@ -178,15 +184,16 @@ def _pair(option: str, text: str) -> tuple[str, str]:
 def _convert(given: dict[str, Any], **rules: Any) -> None:
     from ckptconv.formats.detect import open_checkpoint
     from ckptconv.outputs import check_folder, check_output
-    from ckptconv.planning import plan_conversion
+    from ckptconv.planning import keeps_modules, plan_conversion
 
     output = given["output"]
     with _errors(given["as_json"], usage=True):
         options = _options(given, rules)
     with _errors(given["as_json"]):
-        if not given["dry_run"]:
+        if not given["dry_run"] and options.max_shard_size is None:
             (check_folder if given["to"] == "dcp" else check_output)(output, force=given["force"])
-        with open_checkpoint(given["sources"]) as checkpoint:
+        whole = keeps_modules(output, options)
+        with open_checkpoint(given["sources"], tag=given["tag"], whole_modules=whole) as checkpoint:
             plan = plan_conversion(checkpoint, output, options)
             (_show_plan if given["dry_run"] else _execute)(plan, given)
 
@@ -197,11 +204,13 @@ def _options(given: dict[str, Any], rules: dict[str, Any]) -> Options:
     from ckptconv.dtypes import floating_dtype
     from ckptconv.keys import KeyRules
     from ckptconv.planning import Options
+    from ckptconv.sharding import parse_size
 
     keys: KeyRules = KeyRules(**rules, include=given["include"], exclude=given["exclude"])
     tags = tag_map(given["device"], given["map_location"])
     dtype = floating_dtype(given["dtype"]) if given["dtype"] else None
-    return Options(given["to"], keys, tags, dtype, given["only"], given["tied"], given["unknown"])
+    limit = parse_size(given["max_shard_size"]) if given["max_shard_size"] else None
+    return Options(given["to"], keys, tags, dtype, given["only"], given["tied"], given["unknown"], limit)
 
 
 def _show_plan(plan: ConversionPlan, given: dict[str, Any]) -> None:

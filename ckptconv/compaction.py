@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from ckptconv.dtypes import UINT8, DType
 from ckptconv.errors import RefusedObject
+from ckptconv.nodes import made
 from ckptconv.tensors import Storage, TensorRef, contiguous_stride, is_contiguous, joined, whole_storage
 
 _MOST_RUNS = 1000  # beyond, the gaps between the used bytes are kept
@@ -114,8 +115,9 @@ def _alone(ref: TensorRef, cast: CastRule) -> Placement:
             return _gathered(ref, cast)
         values = whole_storage(storage, start, stop, source)
         count = values.shape[0]
-    new = NewStorage(values, dtype, dtype if dtype.storage_class else None, storage.location, count * dtype.itemsize)
-    return Placement(new, dtype, 0, stride)
+    storage_dtype = dtype if dtype.storage_class else None
+    new = made(NewStorage, (values, dtype, storage_dtype, storage.location, count * dtype.itemsize))
+    return made(Placement, (new, dtype, 0, stride, False))
 
 
 def _shared(group: list[TensorRef], cast: CastRule) -> dict[int, Placement]:

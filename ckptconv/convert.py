@@ -4,31 +4,36 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from ckptconv.casting import cast
+from ckptconv.checkpoint import StateDict
+from ckptconv.checksums import Checksums
 from ckptconv.dcp_output import write_dcp
 from ckptconv.devices import tag_map
 from ckptconv.dtypes import DType, floating_dtype
+from ckptconv.encodings import flat
 from ckptconv.errors import VerificationFailed
 from ckptconv.formats.detect import Named, open_checkpoint
 from ckptconv.keys import KeyRules
 from ckptconv.layout import Layout, WriteItem
-from ckptconv.outputs import OutputStream, atomic_folder, atomic_output, check_folder, check_output
-from ckptconv.planning import ConversionPlan, Options, Target, Tied, plan_conversion
+from ckptconv.outputs import OutputStream, atomic_folder, atomic_output, check_folder, check_output, check_space, made_folder
+from ckptconv.planning import ConversionPlan, Options, PlannedFile, Target, Tied, keeps_modules, plan_conversion
 from ckptconv.settling import Unknown
-from ckptconv.sources import SMALL, crc32
+from ckptconv.sharding import parse_size
+from ckptconv.sources import CHUNK, SMALL, combined_crc, crc32, read_ahead
 from ckptconv.tensors import (
     Storage,
     TensorRef,
-    check_storage,
     iter_cast_chunks,
     iter_chunks,
     refuse_crc,
     verbatim_range,
+    verbatim_runs,
 )
 
 
@@ -58,6 +63,8 @@ def convert_checkpoint(
     only: str | None = None,
     tied: Tied = "alias",
     unknown: Unknown = "refuse",
+    max_shard_size: int | str | None = None,
+    tag: str | None = None,
     force: bool = False,
     fsync: bool = True,
     verify: bool = False,
@@ -67,16 +74,22 @@ def convert_checkpoint(
     `source` is a file, the folder of a checkpoint of many files, or a sequence of the files of all ranks.
     `keys` are rules or the short words for the default ones; `device` is the location tag to write (``cpu`` by default,
     ``keep``, ``auto``, or any tag, whether this host has that device or not); `map_location` maps single tags; `dtype`
-    casts floating tensors (``bf16``). The output is written to a temporary sibling and renamed; an existing one is
-    replaced only with `force`. `verify` reads it back and compares every tensor first. Raises `CheckpointError`.
+    casts floating tensors (``bf16``). `max_shard_size` (bytes, or ``5GB``) splits the tensors of one state dict into shards
+    beside an index, named after `output` or, in a folder, as Hugging Face libraries do. `tag` picks a step where `source` is a
+    folder of several. The output is written to a temporary
+    sibling and renamed; an existing one is replaced only with `force`. `verify` reads it back and compares every tensor
+    first. Raises `CheckpointError`.
 
     >>> convert_checkpoint("in.pt", "out.safetensors", device="cuda:1")  # doctest: +SKIP
     """
     rules = keys if isinstance(keys, KeyRules) else KeyRules(wrappers=keys)
     pairs = [f"{old}={new}" for old, new in (map_location or {}).items()]
-    options = Options(to, rules, tag_map(device, pairs), floating_dtype(dtype) if dtype else None, only, tied, unknown)
-    (check_folder if to == "dcp" else check_output)(Path(output), force=force)
-    with open_checkpoint(source) as checkpoint:
+    cast_to = floating_dtype(dtype) if dtype else None
+    limit = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
+    options = Options(to, rules, tag_map(device, pairs), cast_to, only, tied, unknown, limit)
+    if limit is None:
+        (check_folder if to == "dcp" else check_output)(Path(output), force=force)
+    with open_checkpoint(source, tag=tag, whole_modules=keeps_modules(output, options)) as checkpoint:
         plan = plan_conversion(checkpoint, output, options)
         return execute_plan(plan, force=force, fsync=fsync, verify=verify)
 
@@ -96,92 +109,117 @@ def execute_plan(
     the source is damaged, `OutputRefused` when the output cannot be written, `VerificationFailed`; nothing is left behind.
     """
     begin = time.perf_counter()
-    write = _write_folder if plan.to == "dcp" else _write_file
-    tally, verified = write(plan, force, fsync, verify, on_progress)
+    write = _write_folder if plan.to == "dcp" else _write_files
+    tally, verified = write(plan, force, fsync, verify, _Progress(on_progress))
     seconds = time.perf_counter() - begin
     overflowed = _by_tensor(plan, tally.overflowed, lambda ref: _count_overflow(plan, ref))
-    return ConversionResult(plan, seconds, verified, overflowed, _by_tensor(plan, tally.odd_bools, _count_odd_bools))
+    odd_bools = _by_tensor(plan, tally.odd_bools, _count_odd_bools)
+    return ConversionResult(plan, seconds, verified if verify else None, overflowed, odd_bools)
+
+
+class _Progress:
+    """Bytes written of all files of an output, told on."""
+
+    def __init__(self, tell: Callable[[int], None] | None) -> None:
+        self.done = 0
+        self._tell = tell
+
+    def __call__(self, position: int) -> None:
+        if self._tell is not None:
+            self._tell(self.done + position)
 
 
 @dataclass(frozen=True, slots=True)
 class _Tally:
-    """Values that the user should know of, by item index: made infinite by the cast; bools that are neither 0 nor 1."""
+    """The tensors with values that the user should know of: made infinite by the cast; bools that are neither 0 nor 1."""
 
-    overflowed: dict[int, int] = field(default_factory=dict)
-    odd_bools: dict[int, int] = field(default_factory=dict)
-
-
-Progress = Callable[[int], None]
+    overflowed: list[TensorRef] = field(default_factory=list)
+    odd_bools: list[TensorRef] = field(default_factory=list)
 
 
-def _write_file(
-    plan: ConversionPlan, force: bool, fsync: bool, verify: bool, on_progress: Progress | None
-) -> tuple[_Tally, int | None]:
-    with atomic_output(plan.output, force=force, fsync=fsync, size=plan.nbytes, on_progress=on_progress) as (
-        stream,
-        temporary,
-    ):
-        tally = _write(plan.layout, stream)
-        stream.finish()
-        if plan.to == "safetensors":
-            _open_with_library(temporary, plan)
-        return tally, _verify(plan, temporary) if verify else None
+def _write_files(plan: ConversionPlan, force: bool, fsync: bool, verify: bool, progress: _Progress) -> tuple[_Tally, int]:
+    """Write the one file of an output, or its shards and their index; returns how many tensors were verified."""
+    tally, checksums = _Tally(), Checksums()
+    verified = 0
+    with ExitStack() as publishing:  # unwound backwards: the shards are put in place before the index that names them
+        publishing.enter_context(made_folder(plan.output.parent, wanted=plan.in_folder))
+        check_space(plan.output, plan.nbytes)
+        for file in (*([plan.index] if plan.index else []), *plan.files):
+            output = atomic_output(file.path, force=force, fsync=fsync, size=file.layout.nbytes, on_progress=progress)
+            stream, temporary = publishing.enter_context(output)
+            _write(file.layout, stream, tally, checksums)
+            stream.finish()
+            progress.done += stream.position
+            if file is not plan.index and plan.to == "safetensors":
+                _open_with_library(temporary, file)
+            if file is not plan.index and verify:
+                verified += _verify(plan, file, temporary)
+        checksums.finish()
+        if plan.index is not None and force:
+            plan.index.path.unlink(missing_ok=True)  # an old index must not name new shards
+    return tally, verified
 
 
-def _write_folder(
-    plan: ConversionPlan, force: bool, fsync: bool, verify: bool, on_progress: Progress | None
-) -> tuple[_Tally, int | None]:
+def _write_folder(plan: ConversionPlan, force: bool, fsync: bool, verify: bool, progress: _Progress) -> tuple[_Tally, int]:
     """Write a plain torch file beside the output, have torch make a DCP folder of it, and drop it."""
+    tally, checksums = _Tally(), Checksums()
+    file = plan.files[0]
     with atomic_folder(plan.output, force=force, fsync=fsync) as folder:
         plain = folder / ".plain.pt"
-        with atomic_output(plain, force=False, fsync=False, size=plan.nbytes, on_progress=on_progress) as (stream, _):
-            tally = _write(plan.layout, stream)
+        with atomic_output(plain, force=False, fsync=False, size=plan.nbytes, on_progress=progress) as (stream, _):
+            _write(file.layout, stream, tally, checksums)
             stream.finish()
+        checksums.finish()
         write_dcp(plain, folder, plan.output)
         plain.unlink()
-        return tally, _verify(plan, folder) if verify else None
+        return tally, _verify(plan, file, folder) if verify else 0
 
 
-def _write(layout: Layout, stream: OutputStream) -> _Tally:
+def _write(layout: Layout, stream: OutputStream, tally: _Tally, checksums: Checksums) -> None:
     crcs: list[int] = []
-    tally = _Tally()
-    checked: set[int] = set()
     between = b""
     for index, item in enumerate(layout.items):
         stream.write(between + item.lead)
         lost = [0]
-        crc = _write_values(item, stream, checked, lost)
-        if lost[0]:
-            tally.overflowed[index] = lost[0]
-        if item.dtype.kind == "bool" and isinstance(item.values, TensorRef) and (odd := _count_odd_bools(item.values)):
-            tally.odd_bools[index] = odd
+        crc = _write_values(item, stream, checksums, lost)
+        if lost[0] and isinstance(item.values, TensorRef):
+            tally.overflowed.append(item.values)
+        if item.dtype.kind == "bool" and isinstance(item.values, TensorRef) and _count_odd_bools(item.values):
+            tally.odd_bools.append(item.values)
         crcs.append(crc)
         between = layout.trail(index, crc)
     stream.write(between)
     stream.write(layout.ending(crcs))
-    return tally
 
 
-def _write_values(item: WriteItem, stream: OutputStream, checked: set[int], overflowed: list[int]) -> int:
+def _write_values(item: WriteItem, stream: OutputStream, checksums: Checksums, overflowed: list[int]) -> int:
     """Write one payload and return its CRC-32; the source's own CRCs are checked on the way."""
     values = item.values
     if isinstance(values, bytes):
         stream.write(values)
         return crc32(values)
-    if (verbatim := verbatim_range(values)) is not None:
-        storage, first = verbatim
-        if values.nbytes == storage.nbytes:
+    if len(values.pieces) == 1 and (verbatim := verbatim_range(values)) is not None:
+        storage, _ = verbatim
+        if values.nbytes == storage.nbytes and storage.part_of is None:
             return _write_whole(item, values, storage, stream, overflowed)
+    if item.dtype is values.dtype and (runs := verbatim_runs(values)) is not None:
+        return _write_runs(runs, stream, checksums)
     for piece in values.pieces:
-        if id(piece.storage) not in checked:
-            checked.add(id(piece.storage))
-            check_storage(piece.storage)
-    if verbatim is not None and item.dtype is values.dtype:
-        return stream.copy(storage.source, storage.offset + first, item.nbytes)
+        checksums.read(piece.storage)
     crc = 0
     for chunk in iter_cast_chunks(values, item.dtype, overflowed):
         stream.write(chunk)
         crc = crc32(chunk, crc)
+    return crc
+
+
+def _write_runs(runs: Sequence[tuple[Storage, int, int]], stream: OutputStream, checksums: Checksums) -> int:
+    """Copy runs of bytes one after the other."""
+    crc = 0
+    for storage, first, nbytes in runs:
+        found = stream.copy(storage.source, storage.offset + first, nbytes)
+        checksums.copied(storage, first, nbytes, found)
+        crc = combined_crc(crc, found, nbytes) if len(runs) > 1 else found
     return crc
 
 
@@ -198,7 +236,8 @@ def _write_whole(item: WriteItem, values: TensorRef, storage: Storage, stream: O
             refuse_crc(storage, crc)
         return crc
     crc, source_crc = 0, 0
-    for chunk in iter_chunks(values):
+    ahead = values.nbytes > 2 * CHUNK  # worth a thread
+    for chunk in read_ahead(storage.source, storage.offset, values.nbytes) if ahead else iter_chunks(values):
         source_crc = crc32(chunk, source_crc)
         result = cast(chunk, values.dtype, item.dtype)
         overflowed[0] += result.overflowed
@@ -208,11 +247,9 @@ def _write_whole(item: WriteItem, values: TensorRef, storage: Storage, stream: O
     return crc
 
 
-def _by_tensor(plan: ConversionPlan, items: Mapping[int, int], count: Callable[[TensorRef], int]) -> dict[str, int]:
-    """Counts by the path of each tensor over the storages of `items`: tensors may share one, and not all are touched."""
-    layout = plan.layout.items
-    values = [layout[index].values for index in items]
-    touched = {id(piece.storage) for ref in values if not isinstance(ref, bytes) for piece in ref.pieces}
+def _by_tensor(plan: ConversionPlan, written: Sequence[TensorRef], count: Callable[[TensorRef], int]) -> dict[str, int]:
+    """Counts by the path of each tensor over the storages of `written`: tensors may share one, and not all are touched."""
+    touched = {id(piece.storage) for ref in written for piece in ref.pieces}
     found = {}
     for path, ref in plan.tensors() if touched else ():
         if any(id(piece.storage) in touched for piece in ref.pieces) and (number := count(ref)):
@@ -234,7 +271,7 @@ def _count_odd_bools(ref: TensorRef) -> int:
     return sum(len(bytes(chunk).translate(None, b"\0\1")) for chunk in iter_chunks(ref))
 
 
-def _open_with_library(path: Path, plan: ConversionPlan) -> None:
+def _open_with_library(path: Path, file: PlannedFile) -> None:
     """Let the safetensors library read the header that was written."""
     from safetensors import SafetensorError, safe_open
 
@@ -242,24 +279,30 @@ def _open_with_library(path: Path, plan: ConversionPlan) -> None:
         with safe_open(path, framework="np") as opened:
             count = len(opened.keys())
     except SafetensorError as error:
-        raise VerificationFailed(f"the safetensors library does not open it: {error}", path=plan.output) from error
-    if count != len(plan.layout.items):
-        raise VerificationFailed(f"the safetensors library sees {count} tensors in it", path=plan.output)
+        raise VerificationFailed(f"the safetensors library does not open it: {error}", path=file.path) from error
+    if count != len(file.layout.items):
+        raise VerificationFailed(f"the safetensors library sees {count} tensors in it", path=file.path)
 
 
-def _verify(plan: ConversionPlan, written: Path) -> int:
-    """Compare every tensor of the written file with its source; returns how many there are."""
+def _verify(plan: ConversionPlan, file: PlannedFile, written: Path) -> int:
+    """Compare every tensor of a written file with its source; returns how many there are."""
     count = 0
-    with open_checkpoint(written) as output:
-        found = output.state_dict() if plan.to == "safetensors" else None
-        actual = dict(found.tensors()) if found is not None else dict(output.tensors()) if plan.to == "dcp" else None
+    by_key = plan.to == "safetensors" or plan.index is not None
+    with open_checkpoint(written, whole_modules=plan.to == "torch") as output:
+        actual = _flat_tensors(output.state_dict()) if by_key else dict(output.tensors()) if plan.to == "dcp" else None
         there = iter(()) if actual is not None else output.tensors()
-        for path, ref in plan.tensors():
+        for path, ref in file.tensors():
             name, other = (path, actual.get(path)) if actual is not None else next(there, (path, None))
             if other is None or name != path or not _equal(ref, other, plan.cast(ref)):
-                raise VerificationFailed("the output differs from the source", path=plan.output, where=path)
+                raise VerificationFailed("the output differs from the source", path=file.path, where=path)
             count += 1
     return count
+
+
+def _flat_tensors(found: StateDict) -> dict[str, TensorRef]:
+    """The tensors of a state dict as safetensors holds them: those that are encoded by their components."""
+    made = (flat(key, value) for key, value in zip(found.keys, found.values, strict=True))
+    return {name: ref for item in made if item is not None for name, ref in item.tensors}
 
 
 def _equal(ref: TensorRef, other: TensorRef, dtype: DType) -> bool:

@@ -10,6 +10,7 @@ from ckptconv.checkpoint import Checkpoint, StateDict, label_text, place_text, t
 from ckptconv.errors import CheckpointError
 from ckptconv.keys import find_wrappers
 from ckptconv.nodes import Call, Dict, Global, Node, children, mapping_pairs
+from ckptconv.producers import offered_prefix, producer_of
 from ckptconv.settling import plain_form_of, refused_name
 from ckptconv.tensors import TensorRef
 
@@ -40,8 +41,9 @@ class OddObject:
 class Inspection:
     """The facts about one checkpoint. `locations` and `dtypes` count storages and tensors; `nbytes` is the file's size.
 
-    `state_dicts` maps the path of each state dict to the wrappers found in its keys; `stored` is the size of the storages
-    and `used` of the bytes that tensors use, which differ where slices dragged whole storages along.
+    `state_dicts` maps the path of each state dict to the wrappers found in its keys; `producer` is the framework that wrote
+    it, where it can be told; `offered` maps paths of state dicts to a prefix that may be taken off. `stored` is the size of
+    the storages and `used` of the bytes that tensors use, which differ where slices dragged whole storages along.
     """
 
     path: str
@@ -53,6 +55,8 @@ class Inspection:
     locations: Mapping[str, int]
     dtypes: Mapping[str, int]
     state_dicts: Mapping[str, tuple[str, ...]]
+    producer: str | None
+    offered: Mapping[str, str]
     odd_objects: tuple[OddObject, ...]
     metadata: Mapping[str, str]
     notes: tuple[str, ...]
@@ -81,6 +85,8 @@ def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
         locations=Counter(storage.location for storage in storages.values()),
         dtypes=Counter(ref.dtype.name for ref in refs),
         state_dicts={item.path: find_wrappers(item.keys) for item in found.values()},
+        producer=producer_of(checkpoint),
+        offered={item.path: prefix for item in found.values() if (prefix := offered_prefix(checkpoint, item))},
         odd_objects=tuple(_odd_objects(checkpoint.root)),
         metadata=checkpoint.metadata,
         notes=checkpoint.notes,

@@ -35,10 +35,18 @@ class Limits:
     """Bytes that a tensor claims per byte of its storage (expanded views), above `view_free`."""
     view_free: int = 1 << 30
     """Size of a tensor that is never questioned."""
+    modules: int = 500_000
+    """Modules of one state dict, a shared one counted wherever it stands (nested sharing doubles them at each level)."""
+    names: int = 1 << 28
+    """Characters of all names of one state dict that is walked out of modules."""
+    text_bytes: int = 100_000_000
+    """Size of a text that is parsed: the code of a TorchScript class, a ``model.json``."""
     large_int_keys: int = 1000
     """Ints beyond 61 bits among the keys of one dict: all may have the same hash."""
     key_tuple: int = 64
     """Parts of a tuple that is a dict key."""
+    files_in_files: int = 3
+    """Checkpoints within checkpoints: an archive of archives of pickles with torch streams inside."""
     dimensions: int = 64
     """Dimensions of one tensor, as in torch and numpy."""
     open_files: int = 128
@@ -49,6 +57,10 @@ class Limits:
     """Places in the lists of a DCP checkpoint under which nothing was saved."""
     safetensors_header_bytes: int = 100_000_000
     """Size of a safetensors header, the same as in the safetensors library."""
+    index_bytes: int = 100_000_000
+    """Size of the JSON index of a sharded checkpoint."""
+    shards: int = 100_000
+    """Files of one sharded checkpoint."""
 
 
 LIMITS = Limits()

@@ -18,11 +18,12 @@ from ckptconv.errors import CheckpointError, LimitExceeded, RefusedObject, print
 from ckptconv.formats.detect import Named, open_checkpoint
 from ckptconv.keys import KeyRules, map_keys
 from ckptconv.nodes import ORDERED_DICT, Call, Dict, Global, Node, mapping_pairs
+from ckptconv.plain_objects import tensor_form
 from ckptconv.planning import rename_state_dicts
 from ckptconv.settling import Unknown, settle_objects
 from ckptconv.sources import FileSource
 from ckptconv.tensors import Storage, TensorObject, TensorRef, check_storage, iter_chunks, whole_storage
-from ckptconv.torch_objects import VALUELESS, WEIGHTS_ONLY
+from ckptconv.torch_objects import VALUELESS, WEIGHTS_ONLY, Window, window
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,7 @@ def load_portable(
     keys: Literal["strip", "keep"] | KeyRules = "strip",
     mmap: bool = True,
     unknown: Unknown = "refuse",
+    tag: str | None = None,
 ) -> Any:
     """The state dict of a checkpoint as an `OrderedDict` of tensors under bare keys, or the whole tree with `whole`.
 
@@ -49,7 +51,7 @@ def load_portable(
     file must not be overwritten in place meanwhile (`save_portable` and ckptconv replace files, which is safe); with
     ``mmap=False`` they are read at once and checked against the archive's CRC-32. `unknown` says what to do, with `whole`,
     about objects that `weights_only=True` refuses and that have no plain form. A sequence of paths are the files of all
-    ranks of one checkpoint. Nothing in the file is executed.
+    ranks of one checkpoint; `tag` picks a step where `path` is a folder of several. Nothing in the file is executed.
 
     Raises `CheckpointError`; `DeviceUnavailable` when a tag cannot be served here.
 
@@ -57,7 +59,7 @@ def load_portable(
     device(type='cpu')
     """
     rules = keys if isinstance(keys, KeyRules) else KeyRules(wrappers=keys)
-    with open_checkpoint(path) as checkpoint:
+    with open_checkpoint(path, tag=tag, whole_modules=whole and unknown == "keep") as checkpoint:
         try:
             with collector_paused():
                 root, overlay = _selected(checkpoint, only, whole, rules, unknown)
@@ -80,6 +82,7 @@ def _selected(
         root = renamed_state_dict(found, keys.new, keys.module_path)
         if type(root) is Dict:
             root = _ordered(root)
+        overlay.update((id(value), ref) for value in found.values if (ref := tensor_form(value)) is not None)
     settle_objects(root, overlay, unknown)
     return root, overlay
 
@@ -126,6 +129,7 @@ class _Live:
         self._mmap = mmap
         self._maps: dict[int, torch.UntypedStorage] = {}
         self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
+        self._checked: set[int] = set()
         self._made: dict[int, Any] = {}
         self._overlay: Mapping[int, Node] = {}
         self._dtypes = {name: getattr(torch, name) for name in BY_NAME if hasattr(torch, name)}
@@ -135,7 +139,8 @@ class _Live:
             Dict: self._dict,
             Call: self._call,
             Global: self._global,
-            Storage: self._typed_storage,
+            Storage: lambda storage: self._typed_storage(window(storage)),
+            Window: self._typed_storage,
             list: self._list,
             tuple: lambda node: tuple(map(self._value, node)),
         }
@@ -235,6 +240,8 @@ class _Live:
             storage = self._storage(ref.storage, ref.dtype)
         else:
             raw = ref._replace(conj=False, neg=False)
+            for piece in ref.pieces:
+                self._check(piece.storage)
             offset, stride = 0, ref.stride
             storage = self._restore(self._filled(raw), ref.location)
         tensor = self._torch.empty(0, dtype=dtype, device=storage.device)
@@ -256,10 +263,14 @@ class _Live:
             tensor.__dict__.update(self._dict(state))
         return tensor
 
-    def _typed_storage(self, storage: Storage) -> Any:
-        dtype = storage.dtype or BY_NAME["uint8"]
+    def _typed_storage(self, part: Window) -> Any:
+        dtype = part.dtype or BY_NAME["uint8"]
+        whole = self._storage(part.storage, dtype)
+        start, stop = part.start * dtype.itemsize, part.stop * dtype.itemsize
         return self._torch.storage.TypedStorage(  # type: ignore[no-untyped-call]
-            wrap_storage=self._storage(storage, dtype), dtype=self._dtypes[dtype.name], _internal=True
+            wrap_storage=whole if stop - start == whole.nbytes() else whole[start:stop],
+            dtype=self._dtypes[dtype.name],
+            _internal=True,
         )
 
     def _storage(self, storage: Storage, dtype: DType) -> torch.UntypedStorage:
@@ -276,9 +287,15 @@ class _Live:
                 mapped = self._maps[id(source)] = self._mapped(source)
             part: torch.UntypedStorage = mapped[storage.offset : storage.offset + storage.nbytes]
             return part
-        if not self._mmap:
-            check_storage(storage)
+        self._check(storage)
         return self._filled(whole_storage(storage, 0, storage.nbytes, dtype))
+
+    def _check(self, storage: Storage) -> None:
+        """Hold a storage, or the one that it is part of, against its checksum, once; what is mapped is not read for that."""
+        whole = storage.part_of or storage
+        if not self._mmap and id(whole) not in self._checked:
+            self._checked.add(id(whole))
+            check_storage(whole)
 
     def _mapped(self, source: FileSource) -> torch.UntypedStorage:
         mapped = self._torch.UntypedStorage.from_file(source.mappable_path(), False, source.size)

@@ -7,33 +7,31 @@ hooks that rename) cannot be had.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
-from ckptconv.checkpoint import Checkpoint, place_text, tensor_of, walk
-from ckptconv.errors import LimitExceeded, printable
-from ckptconv.limits import LIMITS
-from ckptconv.nodes import ABSENT, ORDERED_DICT, Call, Dict, Node, mapping_pairs
-from ckptconv.tensors import TensorObject, TensorRef
-from ckptconv.torch_objects import is_tensor_call
+from ckptconv.checkpoint import Checkpoint, place_text, walk
+from ckptconv.errors import printable
+from ckptconv.module_walk import Parts, state_dict_of
+from ckptconv.nodes import Call, Dict, Node, mapping_pairs
+from ckptconv.substitution import calls_of, substituted
 
-_PARTS = ("_parameters", "_buffers", "_modules")
+_LISTED = 3
+_TENSORS = ("_parameters", "_buffers")
+_PARTS = (*_TENSORS, "_modules")
 _NOT_SAVED = "_non_persistent_buffers_set"
 
 
 def flatten_modules(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with a state dict in the place of every module that holds tensors, and a note that says so."""
-    if not any(_is_module(node) for node in calls(checkpoint.root)):
+    if not any(_is_module(node) for node in calls_of(checkpoint.root)):
         return checkpoint
     stand_ins: dict[int, Node] = {}
     names: list[str] = []
     holders: list[Node] = []
     for place, node in walk(checkpoint.root, stand_ins):
         if type(node) is Call and _is_module(node):
-            pairs = list(_state_dict(node))
-            if pairs:
-                made = Call(ORDERED_DICT, ())
-                made.pairs = pairs
+            made = state_dict_of(node, _parts)
+            if made.pairs:
                 stand_ins[id(node)] = made
                 names.append(f"{node.name} at {place_text(place) or 'the root'}")
                 continue
@@ -41,61 +39,31 @@ def flatten_modules(checkpoint: Checkpoint) -> Checkpoint:
     if not names:
         return checkpoint
     root = substituted(checkpoint.root, holders, stand_ins)
-    note = f"{len(names)} whole modules are taken as their state dicts: {printable(', '.join(names[:3]))}{', …' * (len(names) > 3)}"
+    listed = printable(", ".join(names[:_LISTED])) + ", …" * (len(names) > _LISTED)
+    note = f"{len(names)} whole modules are taken as their state dicts: {listed}"
     return replace(checkpoint, root=root, notes=(*checkpoint.notes, note))
-
-
-_LEAVES = frozenset((TensorRef, TensorObject, str, int, float, bool, bytes, type(None)))
-
-
-def calls(root: Node) -> Iterator[Call]:
-    """Every call of a tree, quickly: leaves are not looked at."""
-    seen: set[int] = set()
-    work: list[Node] = [root]
-    while work:
-        node = work.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        kind = type(node)
-        if kind is Call:
-            yield node
-            inner = [*node.args, *node.items, *(value for _, value in node.pairs)]
-            if node.state is not ABSENT:
-                inner.append(node.state)
-        elif kind is Dict:
-            inner = [value for _, value in node.pairs]
-        elif kind is list or kind is tuple:
-            inner = node
-        else:
-            continue
-        work.extend([value for value in inner if type(value) not in _LEAVES])
 
 
 def _is_module(call: Call) -> bool:
     return type(call.state) is Dict and set(_PARTS) <= {key for key, _ in call.state.pairs if type(key) is str}
 
 
-def _state_dict(module: Call) -> Iterator[tuple[str, Node]]:
-    """The names and tensors of a module's state dict: its parameters, its persistent buffers, then its children's."""
-    work: list[tuple[str, Call, tuple[int, ...]]] = [("", module, ())]
-    while work:
-        prefix, current, above = work.pop()
-        if len(above) > LIMITS.depth or id(current) in above:
-            raise LimitExceeded("a module holds itself, or modules nest too deeply", where=prefix[:60])
-        state = {key: value for key, value in current.state.pairs if type(key) is str}
-        skipped = _names_in(state.get(_NOT_SAVED))
-        for part in ("_parameters", "_buffers"):
-            for name, value in mapping_pairs(state[part]) or ():
-                is_saved = part == "_parameters" or name not in skipped
-                if type(name) is str and is_saved and (tensor_of(value) is not None or is_tensor_call(value)):
-                    yield prefix + name, value
-        children = [
-            (f"{prefix}{name}.", child, (*above, id(current)))
-            for name, child in mapping_pairs(state["_modules"]) or ()
-            if type(name) is str and type(child) is Call and _is_module(child)
-        ]
-        work.extend(reversed(children))
+def _parts(module: Call) -> Parts:
+    """The parameters, persistent buffers and children of a module, by the names in its pickled state."""
+    state = {key: value for key, value in module.state.pairs if type(key) is str}
+    skipped = _names_in(state.get(_NOT_SAVED))
+    tensors = [
+        (name, value)
+        for part in _TENSORS
+        for name, value in mapping_pairs(state[part]) or ()
+        if type(name) is str and value is not None and not (part == "_buffers" and name in skipped)
+    ]
+    children = [
+        (name, child)
+        for name, child in mapping_pairs(state["_modules"]) or ()
+        if type(name) is str and type(child) is Call and _is_module(child)
+    ]
+    return Parts(tensors, children)
 
 
 def _names_in(node: Node) -> set[str]:
@@ -105,36 +73,3 @@ def _names_in(node: Node) -> set[str]:
 
 def _is_set(node: Node) -> bool:
     return type(node) is Call and node.name == "builtins.set" and bool(node.args) and type(node.args[0]) in (list, tuple)
-
-
-def substituted(root: Node, holders: list[Node], stand_ins: dict[int, Node]) -> Node:
-    """`root` with every node replaced by what stands in for it; containers are changed in place, tuples are made anew."""
-    tuples = [node for node in holders if type(node) is tuple]
-    changed = True
-    while changed:
-        changed = False
-        for node in tuples:
-            new = _mapped(node, stand_ins)
-            known = stand_ins.get(id(node), node)
-            if any(a is not b for a, b in zip(new, known, strict=True)):
-                stand_ins[id(node)] = new
-                changed = True
-    for node in holders:
-        if type(node) is list:
-            node[:] = _mapped(node, stand_ins)
-        elif type(node) is Dict:
-            node.pairs = _mapped_pairs(node.pairs, stand_ins)
-        elif type(node) is Call:
-            node.args = _mapped(node.args, stand_ins)
-            node.items = list(_mapped(node.items, stand_ins))
-            node.pairs = _mapped_pairs(node.pairs, stand_ins)
-            node.state = stand_ins.get(id(node.state), node.state)
-    return stand_ins.get(id(root), root)
-
-
-def _mapped(nodes: Node, stand_ins: dict[int, Node]) -> tuple[Node, ...]:
-    return tuple(stand_ins.get(id(node), node) for node in nodes)
-
-
-def _mapped_pairs(pairs: Node, stand_ins: dict[int, Node]) -> list[tuple[Node, Node]]:
-    return [(stand_ins.get(id(key), key), stand_ins.get(id(value), value)) for key, value in pairs]

@@ -77,6 +77,7 @@ class OutputStream:
             self._stop()
             self._raise_failure()
         self._filled = 0
+        self._buffer = memoryview(b"")  # many outputs may be open when they are put in place together
 
     def abandon(self) -> None:
         """Stop the writing thread without waiting for unwritten buffers to matter."""
@@ -166,7 +167,7 @@ def atomic_output(
     name = os.fsdecode(os.fsencode(target.name)[:200])  # a name has at most 255 bytes
     temporary = target.with_name(f".{name}.{os.urandom(4).hex()}{_TEMPORARY}")
     with _output_errors(path):
-        _check_space(target, size)
+        check_space(target, size)
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         stream = OutputStream(fd, on_progress)
         try:
@@ -178,6 +179,22 @@ def atomic_output(
             stream.abandon()
             os.close(fd)
             temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def made_folder(path: Path, *, wanted: bool) -> Iterator[None]:
+    """A folder that is made for the block if it is `wanted` and missing, and taken away again when the block fails."""
+    missing = wanted and not path.exists()
+    with _output_errors(path):
+        if missing:
+            path.mkdir()
+    try:
+        yield
+    except BaseException:
+        if missing:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        raise
 
 
 def check_folder(path: Path, *, force: bool) -> None:
@@ -260,7 +277,8 @@ def _reserve(fd: int, size: int) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def _check_space(target: Path, size: int) -> None:
+def check_space(target: Path, size: int) -> None:
+    """Refuse an output of `size` bytes that the file system of `target` has no room for."""
     free = os.statvfs(target.parent)
     if size > free.f_bavail * free.f_frsize:
         raise OutputRefused(

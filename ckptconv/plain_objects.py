@@ -1,20 +1,24 @@
 """Symbolic objects that have an exact plain form, which every reader of the output accepts.
 
-What `torch.load(weights_only=True)` refuses is mostly harmless: numbers of numpy, namespaces, dicts of another name, paths.
-Each such call is rewritten as the number, dict or text that it stands for; anything else has no plain form. Nothing is
-executed. Sources: the `__reduce__` forms of numpy, argparse, types, collections and pathlib.
+What `torch.load(weights_only=True)` refuses is mostly harmless: numbers and arrays of numpy, namespaces, dicts of another name,
+paths. Each such call is rewritten as the number, tensor, dict or text that it stands for; anything else has no plain form.
+Nothing is executed. Sources: the `__reduce__` forms of numpy, argparse, types, collections and pathlib.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from math import prod
+from pathlib import Path
 
+from ckptconv.dtypes import BY_NAME, DType
+from ckptconv.limits import LIMITS
 from ckptconv.nodes import ABSENT, SET, Call, Dict, Global, Node
+from ckptconv.sources import MemorySource
+from ckptconv.tensors import Storage, TensorRef, contiguous_stride, iter_cast_chunks, view_of
 
 _DICT_CLASSES = ("AttributeDict", "EasyDict", "Munch", "AttrDict", "ConfigDict")
-_NUMBERS = {"f2": "e", "f4": "f", "f8": "d", "b1": "?", "i1": "b", "i2": "h", "i4": "i", "i8": "q",
-            "u1": "B", "u2": "H", "u4": "I", "u8": "Q"}  # fmt: skip
 
 
 def plain_form(call: Call) -> Node:
@@ -89,21 +93,131 @@ def _windows_path(call: Call, _: Node) -> Node:
     return parts[0] + "\\".join(parts[1:]) if parts and parts[0].endswith("\\") else "\\".join(parts) or "."
 
 
-def _numpy_scalar(call: Call, _: Node) -> Node:
-    """`numpy.core.multiarray.scalar(dtype, bytes)` as a Python number; float32 and shorter widen exactly."""
-    if len(call.args) != 2 or type(dtype := call.args[0]) is not Call or dtype.name != "numpy.dtype":
+# --------------------------------------------------------------------------------------------------------------- numpy
+
+_NUMBERS = {"f2": "e", "f4": "f", "f8": "d", "b1": "?", "i1": "b", "i2": "h", "i4": "i", "i8": "q",
+            "u1": "B", "u2": "H", "u4": "I", "u8": "Q", "c8": "2f", "c16": "2d"}  # fmt: skip
+_COMPLEX = Global("builtins", "complex")
+_ELEMENTS = {
+    **{f"f{size}": f"float{8 * size}" for size in (2, 4, 8)},
+    **{f"{sign[0]}{size}": f"{sign}{8 * size}" for sign in ("int", "uint") for size in (1, 2, 4, 8)},
+    "b1": "bool",
+    "c8": "complex64",
+    "c16": "complex128",
+}
+_ARRAY_CLASSES = ("numpy.ndarray", "numpy.memmap")
+_NOWHERE = Path("an array in the pickle")
+
+
+def tensor_form(node: Node) -> TensorRef | None:
+    """The tensor that a numpy array or number stands for, or a device tensor made of an array; None for anything else.
+
+    A number is a tensor without dimensions. The values are those of the array, of its dtype and byte order, and lie in memory,
+    where the pickle brought them.
+    """
+    if type(node) is not Call or type(node.func) is not Global:
+        return None
+    if node.name == "numpy._core.multiarray.scalar":
+        return _tensor(node.args[1], node.args[0], (), fortran=False) if len(node.args) == 2 else None
+    plain = _FORMS[node.name](node, node.state) if node.name in _TENSORS else None
+    return plain if type(plain) is TensorRef else None
+
+
+def spoken_name(node: Node, name: str) -> str:
+    """How messages call an object whose class or function is `name`: an array by its dtype, not by how it is pickled."""
+    if type(node) is not Call or name not in _ARRAYS:
+        return name
+    inside = (*node.args, *(node.state if type(node.state) is tuple else ()))
+    dtype = next((part for part in inside if type(part) is Call and part.name == "numpy.dtype"), None)
+    code = dtype.args[0] if dtype is not None and dtype.args else None
+    return f"numpy.ndarray of {code}" if type(code) is str else "numpy.ndarray"
+
+
+def is_array(node: Node) -> bool:
+    """Whether a node is a numpy array whose values a tensor can hold."""
+    return type(node) is Call and node.name in _ARRAYS and tensor_form(node) is not None
+
+
+def _number(call: Call, _: Node) -> Node:
+    """`numpy.core.multiarray.scalar(dtype, bytes)` as a Python number; float32, complex64 and shorter widen exactly."""
+    element = _element(call.args[0]) if len(call.args) == 2 else None
+    raw = _raw_bytes(call.args[1]) if element else None
+    code = _NUMBERS.get(element[0]) if element else None
+    if element is None or raw is None or code is None or len(raw) != struct.calcsize(code):
         return call
-    code = _NUMBERS.get(dtype.args[0]) if dtype.args and type(dtype.args[0]) is str else None
+    parts = struct.unpack((">" if element[1] else "<") + code, raw)
+    return parts[0] if len(parts) == 1 else Call(_COMPLEX, parts)
+
+
+def _array(call: Call, state: Node) -> Node:
+    """An array: `_reconstruct(class, …)` with the state (version, shape, dtype, is_fortran, bytes)."""
+    if not call.args or type(call.args[0]) is not Global or call.args[0].path not in _ARRAY_CLASSES:
+        return call
+    if type(state) is not tuple or len(state) != 5:
+        return call
+    _, shape, dtype, fortran, raw = state
+    return _tensor(raw, dtype, shape, fortran=bool(fortran)) or call
+
+
+def _buffer(call: Call, state: Node) -> Node:
+    """An array in protocol 5: `_frombuffer(bytes, dtype, shape, order)`."""
+    if len(call.args) != 4 or state is not ABSENT or call.args[3] not in ("C", "F"):
+        return call
+    raw, dtype, shape, order = call.args
+    return _tensor(raw, dtype, shape, fortran=order == "F") or call
+
+
+def _tensor(raw: Node, dtype: Node, shape: Node, *, fortran: bool) -> TensorRef | None:
+    """The tensor of an array's bytes; None where they are not `shape` numbers of a type that torch has."""
+    data, element = _raw_bytes(raw), _element(dtype)
+    name = _ELEMENTS.get(element[0]) if element else None
+    if data is None or element is None or name is None or type(shape) is not tuple:
+        return None
+    if len(shape) > LIMITS.dimensions or any(type(size) is not int or size < 0 for size in shape):
+        return None
+    if prod(shape) * BY_NAME[name].itemsize != len(data):
+        return None
+    source = MemorySource(data, _NOWHERE)
+    storage = Storage(source, 0, len(data), "cpu", "a numpy array", BY_NAME[name], None, element[1])
+    stride = contiguous_stride(shape[::-1])[::-1] if fortran else contiguous_stride(shape)
+    return view_of(storage, BY_NAME[name], 0, shape, stride)
+
+
+def _element(dtype: Node) -> tuple[str, bool] | None:
+    """numpy's code for the type of an element, and whether it is big-endian; None for structures and the like."""
+    if type(dtype) is not Call or dtype.name != "numpy.dtype" or not dtype.args or type(dtype.args[0]) is not str:
+        return None
     state = dtype.state
     order = state[1] if type(state) is tuple and len(state) > 1 and type(state[1]) is str else "<"
-    raw = _raw_bytes(call.args[1])
-    if code is None or raw is None or len(raw) != struct.calcsize(code):
+    return dtype.args[0], order == ">"
+
+
+def _copied(call: Call, _: Node) -> Node:
+    """A tensor of a device that pickles as a copy: `_rebuild_device_tensor_from_…(values, dtype, device, requires_grad)`."""
+    if len(call.args) != 4 or type(call.args[1]) is not Global:
         return call
-    return struct.unpack((">" if order == ">" else "<") + code, raw)[0]
+    values, dtype = call.args[0], BY_NAME.get(call.args[1].name)
+    ref = values if type(values) is TensorRef else tensor_form(values)
+    device = call.args[2].args[0] if type(call.args[2]) is Call and call.args[2].args else call.args[2]
+    if ref is None or type(device) is not str or dtype is None or not (dtype is ref.dtype or _is_castable(ref, dtype)):
+        return call
+    storage, offset, stride = ref.storage._replace(location=device), ref.storage_offset, ref.stride
+    if dtype is not ref.dtype:
+        data = b"".join(bytes(chunk) for chunk in iter_cast_chunks(ref, dtype, [0]))
+        storage = Storage(MemorySource(data, _NOWHERE), 0, len(data), device, storage.name, dtype)
+        offset, stride = 0, contiguous_stride(ref.shape)
+    return view_of(storage, dtype, offset, ref.shape, stride, requires_grad=call.args[3] is True)
+
+
+def _is_castable(ref: TensorRef, dtype: DType) -> bool:
+    """Whether the values are in memory and a cast tells what they were (numpy has no bfloat16: it is pickled as float32)."""
+    return type(ref.storage.source) is MemorySource and ref.dtype.is_floating and dtype.is_floating
 
 
 def _raw_bytes(node: Node) -> bytes | None:
-    """The bytes of a scalar; python 2's may have been read as text, if they happened to be UTF-8."""
+    """The bytes of numbers; python 2's may have been read as text, if they happened to be UTF-8."""
+    if type(node) is Call and node.name == "builtins.bytearray" and len(node.args) == 1:
+        node = node.args[0]
     if type(node) is bytes:
         return node
     return node.encode() if type(node) is str else None
@@ -115,7 +229,12 @@ _FORMS: dict[str, Callable[[Call, Node], Node]] = {
     "collections.defaultdict": _default_dict,
     "collections.deque": _deque,
     "builtins.frozenset": _frozen_set,
-    "numpy._core.multiarray.scalar": _numpy_scalar,
+    "numpy._core.multiarray.scalar": _number,
+    "numpy._core.multiarray._reconstruct": _array,
+    "numpy._core.numeric._frombuffer": _buffer,
+    "torch._utils._rebuild_device_tensor_from_numpy": _copied,
+    "torch._utils._rebuild_xla_tensor": _copied,
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _copied,
     **{
         f"pathlib{module}.{name}": make
         for module in ("", "._local")
@@ -127,3 +246,5 @@ _FORMS: dict[str, Callable[[Call, Node], Node]] = {
         )
     },
 }
+_ARRAYS = frozenset(name for name, make in _FORMS.items() if make in (_array, _buffer))
+_TENSORS = frozenset(name for name, make in _FORMS.items() if make in (_array, _buffer, _copied))

@@ -29,6 +29,7 @@ from ckptconv.collector import collector_paused
 from ckptconv.compaction import CastRule
 from ckptconv.devices import TagMap
 from ckptconv.dtypes import DType
+from ckptconv.encodings import recipes_text
 from ckptconv.errors import (
     AmbiguousStateDict,
     CheckpointError,
@@ -38,6 +39,7 @@ from ckptconv.errors import (
     RefusedObject,
     printable,
 )
+from ckptconv.flattening import Flattened, encoding_notes, flatten, refuse_unholdable
 from ckptconv.formats.safetensors import lay_out_safetensors
 from ckptconv.formats.torch_zip import Tree, lay_out_torch_zip
 from ckptconv.keys import (
@@ -50,16 +52,21 @@ from ckptconv.keys import (
     map_keys,
     unchanged,
 )
-from ckptconv.layout import Layout
+from ckptconv.layout import Layout, one_item
 from ckptconv.limits import LIMITS
-from ckptconv.nodes import Call, Dict, Global, Node, mapping_pairs
+from ckptconv.nodes import ORDERED_DICT, Call, Dict, Node, mapping_pairs
 from ckptconv.plain_objects import plain_form
+from ckptconv.producers import offered_prefix
 from ckptconv.settling import Rewritten, Settled, Skipped, Unknown, settle_objects
+from ckptconv.sharding import index_path, index_text, shard_paths, split
 from ckptconv.tensors import TensorRef
-from ckptconv.torch_objects import is_tensor_call
 
 Target = Literal["torch", "safetensors", "dcp"]
 Tied = Literal["alias", "duplicate"]
+
+_FOLDER_NAMES: dict[Target, str] = {"torch": "pytorch_model.bin", "safetensors": "model.safetensors"}
+Kept = tuple[str, TensorRef, DType]
+"""A tensor of a flat output: its key, itself, and the type to write it in."""
 
 _SUFFIXES: dict[str, Target] = {
     ".safetensors": "safetensors",
@@ -73,7 +80,8 @@ class Options:
 
     `to`: the output format (None: by the output's name). `only`: the path of the part to convert. `tied`: whether one of
     several names of a tensor stands for the others in safetensors, or each gets its own copy. `unknown`: what happens in a
-    torch output to objects that `weights_only=True` refuses and that have no plain form.
+    torch output to objects that `weights_only=True` refuses and that have no plain form. `max_shard_size`: the bytes of
+    tensors that one file may hold; a sharded output holds one state dict.
     """
 
     to: Target | None = None
@@ -83,6 +91,7 @@ class Options:
     only: str | None = None
     tied: Tied = "alias"
     unknown: Unknown = "refuse"
+    max_shard_size: int | None = None
 
     def cast(self, ref: TensorRef) -> DType:
         """The type in which a tensor of a state dict is written: only floating ones are cast."""
@@ -105,8 +114,20 @@ class RenamedKeys:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PlannedFile:
+    """One file of an output: its path, its bytes, and the tensors in it by the paths that they will have."""
+
+    path: Path
+    layout: Layout
+    tensors: Callable[[], Iterator[tuple[str, TensorRef]]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ConversionPlan:
     """Everything about an output but its payload: where each byte will come from, and what will differ from the source.
+
+    `files` are one, or the shards, and then `index` is the file that says which of them holds a key. `in_folder`: a folder
+    was asked for, which is made if it is missing.
 
     `locations` counts storages by (tag before, tag after); `casts` counts tensors by (dtype before, after); `tied` maps
     dropped names to the kept one (safetensors).
@@ -117,7 +138,9 @@ class ConversionPlan:
     source_nbytes: int
     output: Path
     to: Target
-    layout: Layout
+    files: tuple[PlannedFile, ...]
+    index: PlannedFile | None
+    in_folder: bool
     state_dicts: tuple[RenamedKeys, ...]
     locations: Mapping[tuple[str, str], int]
     casts: Mapping[tuple[str, str], int]
@@ -130,12 +153,23 @@ class ConversionPlan:
 
     @property
     def nbytes(self) -> int:
-        """The size of the output in bytes."""
-        return self.layout.nbytes
+        """The size of the output in bytes, all its files together."""
+        return sum(file.layout.nbytes for file in (*self.files, *([self.index] if self.index else [])))
 
 
-def target_format(output: Path, to: Target | None) -> Target:
-    """The format to write: `to`, or the one that the output's name says; `CheckpointError` when it says nothing."""
+def target(output: Path, options: Options) -> tuple[Path, Target]:
+    """The file to write (of a sharded output the one that its shards and index are named after), and its format.
+
+    The format is the one asked for, or the one that the name says; `CheckpointError` when it says nothing. A folder for
+    shards gets the Hugging Face libraries' names.
+    """
+    if options.max_shard_size is not None and (output.is_dir() or not output.suffix):
+        to = options.to or "safetensors"
+        return output / _FOLDER_NAMES[to], to
+    return output, _target_format(output, options.to)
+
+
+def _target_format(output: Path, to: Target | None) -> Target:
     if to is not None:
         return to
     if (found := _SUFFIXES.get(output.suffix.lower())) is not None:
@@ -144,17 +178,25 @@ def target_format(output: Path, to: Target | None) -> Target:
     raise CheckpointError("its name does not say which format to write", path=output, hint=hint)
 
 
+def keeps_modules(output: str | os.PathLike[str], options: Options) -> bool:
+    """Whether an output keeps whole modules as they are, and so the checkpoint must be opened with `whole_modules`."""
+    return options.unknown == "keep" and options.max_shard_size is None and _target_format(Path(output), options.to) == "torch"
+
+
 def plan_conversion(checkpoint: Checkpoint, output: str | os.PathLike[str], options: Options) -> ConversionPlan:
     """Decide what the output of a conversion will be; reads no payload and writes nothing.
 
     Raises `CheckpointError` when the request cannot be met: keys that collide, objects that may not be written, a state
     dict that is missing or ambiguous.
     """
-    path = Path(output)
-    to = target_format(path, options.to)
+    path, to = target(Path(output), options)
     try:
         with collector_paused():
-            return _PLANNERS[to](checkpoint, path, options)
+            if to == "torch" and options.max_shard_size is None:
+                return _plan_torch(checkpoint, path, options)
+            if to == "dcp":
+                return _plan_dcp(checkpoint, path, options)
+            return _plan_flat(checkpoint, path, to, options, in_folder=path != Path(output))
     except CheckpointError as error:
         raise error.at(path=checkpoint.path) from error.__cause__
 
@@ -177,14 +219,22 @@ def _plan_torch(checkpoint: Checkpoint, output: Path, options: Options) -> Conve
         source_nbytes=checkpoint.nbytes,
         output=output,
         to="torch",
-        layout=layout,
+        files=(PlannedFile(output, layout, lambda: tensors_of(root, overlay)),),
+        index=None,
+        in_folder=False,
         state_dicts=renamed,
         locations=_count_locations(refs, options.tags),
         casts=_count_casts(refs, cast),
         tied={},
         skipped=(*skipped, *settled.dropped),
         rewritten=tuple(settled.rewritten),
-        notes=(*checkpoint.notes, *_tree_notes(settled), *_key_notes(renamed, options.keys), *_sharing_notes(refs)),
+        notes=(
+            *checkpoint.notes,
+            *_tree_notes(settled),
+            *_key_notes(renamed, options.keys),
+            *_prefix_notes(checkpoint, found, options.keys),
+            *_sharing_notes(refs),
+        ),
         tensors=lambda: tensors_of(root, overlay),
         cast=cast,
     )
@@ -209,7 +259,8 @@ def _cast_rule(found: Sequence[StateDict], tree: Tree, options: Options) -> Cast
     """
     if options.dtype is None:
         return options.cast
-    weights = {id(tensor_of(value)) for item in found for value in item.values} if found else _free_tensors(tree)
+    values = (tree.overlay.get(id(value), value) for item in found for value in item.values)
+    weights = {id(tensor_of(value)) for value in values} if found else _free_tensors(tree)
     bare = {id(storage) for storage in tree.storages}  # they stay as they are, and so do the tensors over them
     weights -= {id(ref) for ref in tree.tensors if any(id(piece.storage) in bare for piece in ref.pieces)}
     return lambda ref: options.cast(ref) if id(ref) in weights else ref.dtype
@@ -277,7 +328,7 @@ def _excluded(item: StateDict, keys: KeyMap) -> list[Skipped]:
 def _renamed_keys(item: StateDict, keys: KeyMap) -> RenamedKeys:
     changed = tuple((old, new) for old, new in zip(keys.old, keys.new, strict=True) if new is not None and new != old)
     odd = () if "".join(keys.old).isprintable() else tuple(key for key in keys.old if not key.isprintable())
-    storages = [id(ref.storage) for _, ref in item.tensors()]
+    storages = [id(ref.storage if ref.is_view else ref) for _, ref in item.tensors()]
     shared = len(storages) - len(set(storages))
     return RenamedKeys(item.path, keys.wrappers, len(keys.old), changed, odd, shared)
 
@@ -300,6 +351,15 @@ def _key_notes(state_dicts: Sequence[RenamedKeys], rules: KeyRules) -> Iterator[
         yield f"the keys still carry {', '.join(left)}; `ckptconv convert` strips these wrappers too"
 
 
+def _prefix_notes(checkpoint: Checkpoint, found: Sequence[StateDict], rules: KeyRules) -> Iterator[str]:
+    """Offer what the framework put around the model, where no rule of the user's does anything with prefixes."""
+    if rules not in (STRIP, KEEP):
+        return
+    for item in found:
+        if prefix := offered_prefix(checkpoint, item):
+            yield f"all keys{f' of {item.path}' if item.path else ''} start with {prefix}; --strip-prefix {prefix} takes it off"
+
+
 def _sharing_notes(refs: Sequence[TensorRef]) -> Iterator[str]:
     """Tell of tensors that would take far more bytes than the storages that they share."""
     claimed = sum(ref.nbytes for ref in refs)
@@ -318,73 +378,99 @@ def _count_casts(refs: Iterable[TensorRef], cast: CastRule) -> dict[tuple[str, s
     return dict(Counter((ref.dtype.name, cast(ref).name) for ref in refs if cast(ref) is not ref.dtype))
 
 
-def _plan_safetensors(checkpoint: Checkpoint, output: Path, options: Options) -> ConversionPlan:
+def _plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Options, *, in_folder: bool) -> ConversionPlan:
+    """An output that holds just the tensors of one state dict: safetensors, or shards of either format."""
     found = choose_state_dict(checkpoint.root, options.only, checkpoint.path)
     keys = _map_keys(found, options.keys)
     skipped = _excluded(found, keys)
-    named: list[tuple[str, TensorRef]] = []
-    for key, value in zip(keys.new, found.values, strict=True):
-        if key is None:
-            continue
-        if (ref := tensor_of(value)) is not None:
-            named.append((key, _holdable(key, ref, options)))
-        else:
-            skipped.append(_skipped_value(key, value))
+    flattened = flatten(keys.new, found.values, skipped)
+    named = list(flattened.tensors)
+    cast = _cast_named(flattened, options)
+    if to == "safetensors":
+        for key, ref in named:
+            refuse_unholdable(key, ref, cast(ref))
     _refuse_nothing_left([found], len(named), options.keys)
-    tied = _tied_names(named, checkpoint) if options.tied == "alias" else {}
-    kept = [(key, ref, options.cast(ref)) for key, ref in named if key not in tied]
-    _refuse_blow_up(sum(ref.numel * dtype.itemsize for _, ref, dtype in kept), checkpoint)
+    tied = _tied_names(named, checkpoint) if options.tied == "alias" and to == "safetensors" else {}
+    kept = [(key, ref, cast(ref)) for key, ref in named if key not in tied]
+    if to == "safetensors":
+        _refuse_blow_up(sum(ref.numel * dtype.itemsize for _, ref, dtype in kept), checkpoint)
     refs = [ref for _, ref in named]
     renamed = _renamed_keys(found, keys)
-    layout = lay_out_safetensors(kept, _metadata(checkpoint, dict(named), tied, options))
+    metadata: dict[str, str] = {}
+    if to == "safetensors":
+        metadata = {**_metadata(checkpoint, dict(named), tied, options), **recipes_text(flattened.recipes)}
+    files, index = _split(output, kept, lambda part: _lay_out(to, part, metadata, tied, options), options.max_shard_size)
     return ConversionPlan(
         source=checkpoint.path,
         source_format=checkpoint.format,
         source_nbytes=checkpoint.nbytes,
         output=output,
-        to="safetensors",
-        layout=layout,
+        to=to,
+        files=files,
+        index=index,
+        in_folder=in_folder,
         state_dicts=(renamed,),
         locations=_count_locations(refs, options.tags),
-        casts=_count_casts(refs, options.cast),
+        casts=_count_casts(refs, cast),
         tied=tied,
         skipped=(*skipped, *_other_parts(checkpoint, found, options)),
-        rewritten=(),
-        notes=(*checkpoint.notes, *_key_notes([renamed], options.keys), *_sharing_notes(refs)),
+        rewritten=flattened.rewritten,
+        notes=(
+            *checkpoint.notes,
+            *found.notes,
+            *encoding_notes(flattened),
+            *_key_notes([renamed], options.keys),
+            *_prefix_notes(checkpoint, [found], options.keys),
+            *_sharing_notes(refs),
+        ),
         tensors=lambda: iter(named),
-        cast=options.cast,
+        cast=cast,
     )
 
 
-_PLANNERS: dict[Target, Callable[[Checkpoint, Path, Options], ConversionPlan]] = {
-    "torch": _plan_torch,
-    "safetensors": _plan_safetensors,
-    "dcp": _plan_dcp,
-}
+def _lay_out(
+    to: Target, part: Sequence[Kept], metadata: Mapping[str, str], tied: Mapping[str, str], options: Options
+) -> Layout:
+    """One file of a flat output; of the aliases it gets those of its own tensors."""
+    if to == "safetensors":
+        keys = {key for key, _, _ in part}
+        own = {name: value for name, value in metadata.items() if name not in tied or value in keys}
+        return lay_out_safetensors(part, own)
+    root = Call(ORDERED_DICT, ())
+    root.pairs = [(key, ref) for key, ref, _ in part]
+    refs = list({id(ref): ref for _, ref, _ in part}.values())
+    return lay_out_torch_zip(Tree(root, {}, refs, []), options.cast, options.tags)
 
 
-def _holdable(key: str, ref: TensorRef, options: Options) -> TensorRef:
-    half_byte = ref.dtype.safetensors == "F4" and not ref.shape
-    if half_byte or options.cast(ref).safetensors is None:
-        raise RefusedObject(
-            f"safetensors has no {'scalars of' if half_byte else 'dtype'} {ref.dtype.name}",
-            where=key,
-            hint="write a torch file (--to torch), or leave it out with --exclude",
-        )
-    return ref
+def _split(
+    output: Path, kept: Sequence[Kept], lay_out: Callable[[Sequence[Kept]], Layout], limit: int | None
+) -> tuple[tuple[PlannedFile, ...], PlannedFile | None]:
+    """The files of a flat output and their index; one file, which needs no index, unless a limit asks for more."""
+    if limit is None:
+        return (_planned(output, kept, lay_out),), None
+    sizes = [ref.numel * dtype.itemsize for _, ref, dtype in kept]
+    groups = [id(ref.storage) if ref.is_view else id(ref) for _, ref, _ in kept]
+    parts = [[kept[index] for index in indices] for indices in split(sizes, groups, limit)]
+    paths = shard_paths(output, len(parts))
+    files = tuple(_planned(path, part, lay_out) for path, part in zip(paths, parts, strict=True))
+    if len(files) == 1:
+        return files, None
+    where = {key: path.name for path, part in zip(paths, parts, strict=True) for key, _, _ in part}
+    raw = index_text({key: where[key] for key, _, _ in kept}, sum(sizes))
+    return files, PlannedFile(index_path(output), one_item("index", raw), lambda: iter(()))
 
 
-def _skipped_value(key: str, value: Node) -> Skipped:
-    if is_tensor_call(value):
-        raise RefusedObject(
-            f"a tensor that safetensors cannot hold ({value.name})",
-            where=key,
-            hint="write a torch file (--to torch), or leave it out with --exclude",
-        )
-    if type(value) is Call:
-        return Skipped(key, f"not a tensor but {printable(value.name)}")
-    kind = {Dict: "dict", type(None): "None", Global: "a class"}.get(type(value), type(value).__name__)
-    return Skipped(key, f"not a tensor but {kind}")
+def _planned(path: Path, part: Sequence[Kept], lay_out: Callable[[Sequence[Kept]], Layout]) -> PlannedFile:
+    return PlannedFile(path, lay_out(part), lambda: iter([(key, ref) for key, ref, _ in part]))
+
+
+def _cast_named(flattened: Flattened, options: Options) -> CastRule:
+    """Only the tensors that stand under their own keys are cast: scales and the values of sparse tensors are no weights."""
+    if options.dtype is None or not flattened.recipes:
+        return options.cast
+    owned = tuple(f"{key}." for key in flattened.recipes)
+    parts = {id(ref) for name, ref in flattened.tensors if name.startswith(owned)}
+    return lambda ref: ref.dtype if id(ref) in parts else options.cast(ref)
 
 
 def _tied_names(named: Sequence[tuple[str, TensorRef]], checkpoint: Checkpoint) -> dict[str, str]:
@@ -394,8 +480,10 @@ def _tied_names(named: Sequence[tuple[str, TensorRef]], checkpoint: Checkpoint) 
     """
     views: dict[tuple[object, ...], list[str]] = {}
     for key, ref in named:
-        if ref.is_view and ref.numel:
-            view = (id(ref.storage), ref.storage_offset, ref.shape, ref.stride, ref.dtype, ref.conj, ref.neg)
+        if ref.numel:
+            view: tuple[object, ...] = (id(ref),)  # of one put together from pieces, only itself is the very same
+            if ref.is_view:
+                view = (id(ref.storage), ref.storage_offset, ref.shape, ref.stride, ref.dtype, ref.conj, ref.neg)
             views.setdefault(view, []).append(key)
     aliases = _aliases(checkpoint)
     taken = {"format", "device", *(name for name in checkpoint.metadata if name not in aliases)}

@@ -170,12 +170,16 @@ def error_document(error: CheckpointError) -> dict[str, Any]:
 def inspection_lines(found: Inspection) -> Iterator[tuple[str, str]]:
     """The facts about a checkpoint above its tree, as (label, text) lines."""
     yield "format", f"{found.format}, {size_text(found.nbytes)}, {count_text(found.tensors, 'tensor')}"
+    if found.producer:
+        yield "written by", printable(found.producer)
     yield "saved on", _counts(found.locations, "storage") or "no device: it holds no tensors"
     if found.dtypes:
         yield "dtypes", _counts(found.dtypes, "tensor")
     for path, wrappers in found.state_dicts.items():
         text = f"carry the wrapper {'.'.join(wrappers)}." if wrappers else "are bare, without a wrapper"
         yield "keys", f"those of {printable(path)} {text}" if path else text
+        if prefix := found.offered.get(path):
+            yield "prefix", f"all of them start with {prefix}; --strip-prefix {prefix} takes it off"
     if found.stored > 2 * found.used and found.stored - found.used > 1_000_000:
         used, stored = size_text(found.used), size_text(found.stored)
         yield "bloat", f"tensors use {used} of storages of {stored}; converting drops the rest"
@@ -223,6 +227,10 @@ def _part_text(part: Part) -> str:
     return f"{size}  {printable(part.kind)}" + (f", {count}" if part.tensors and not one else "")
 
 
+_OPENED_BY_TORCH = ("torch zip", "torch legacy", "safetensors", "memory")
+"""Formats that `torch.load(weights_only=True)` or `safetensors.torch.load_file` opens."""
+
+
 def verdict(found: Inspection) -> tuple[bool, str]:
     """Whether plain `torch.load` and `load_state_dict` will do on a CPU-only host, in one line with the remedy."""
     reasons = []
@@ -231,6 +239,8 @@ def verdict(found: Inspection) -> tuple[bool, str]:
         reasons.append(f"needs {', '.join(map(printable, elsewhere))}")
     if found.odd_objects:
         reasons.append("holds objects that weights_only=True refuses")
+    if found.format not in _OPENED_BY_TORCH:
+        reasons.append(f"is a {found.format}, which torch.load(weights_only=True) does not read")
     if any(found.state_dicts.values()):
         reasons.append("its keys carry a wrapper")
     if not reasons:
@@ -259,6 +269,8 @@ def inspection_document(found: Inspection) -> dict[str, Any]:
         "locations": dict(found.locations),
         "dtypes": dict(found.dtypes),
         "state_dicts": [{"path": path, "wrappers": list(names)} for path, names in found.state_dicts.items()],
+        "producer": found.producer,
+        "offered_prefixes": dict(found.offered),
         "odd_objects": [{"path": odd.path, "object": odd.name, "plain_form": odd.has_plain_form} for odd in found.odd_objects],
         "metadata": dict(found.metadata),
         "notes": list(found.notes),

@@ -10,9 +10,9 @@ from ckptconv.checkpoint import Place, place_text, walk
 from ckptconv.errors import RefusedObject, printable
 from ckptconv.limits import LIMITS
 from ckptconv.nodes import Call, Dict, Global, Node, mapping_pairs
-from ckptconv.plain_objects import plain_form
+from ckptconv.plain_objects import plain_form, spoken_name
 from ckptconv.tensors import Storage, TensorObject, TensorRef
-from ckptconv.torch_objects import VALUELESS, WEIGHTS_ONLY
+from ckptconv.torch_objects import COPIES, VALUELESS, WEIGHTS_ONLY
 
 Unknown = Literal["refuse", "drop", "keep"]
 """What becomes of a refused object without a plain form."""
@@ -52,6 +52,7 @@ def settle_objects(root: Node, overlay: dict[int, Node], unknown: Unknown) -> Se
     refused: list[tuple[Place, str]] = []
     for place, node in walk(root, overlay, settled.cycles):
         if type(node) is not TensorRef and unknown != "keep" and (name := refused_name(node)) is not None:
+            name = spoken_name(node, name)
             if not _settle(node, name, place, overlay, settled, drop=unknown == "drop"):
                 refused.append((place, name))
             node = overlay.get(id(node), node)
@@ -133,7 +134,7 @@ def refused_name(node: Node) -> str | None:
         name: str = node.name
         if name == "builtins.bytearray" and type(next(iter(node.args), b"")) is int:
             return name  # so many zero bytes: a file of a few bytes would take all memory
-        if name in WEIGHTS_ONLY and name not in VALUELESS and node.kwargs is None:
+        if name in WEIGHTS_ONLY and name not in VALUELESS and name not in COPIES and node.kwargs is None:
             return None
         return name
     if kind is Global:

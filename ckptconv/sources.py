@@ -31,8 +31,37 @@ __all__ = [
     "RangeSource",
     "Source",
     "Spool",
+    "combined_crc",
     "crc32",
+    "read_ahead",
 ]
+
+
+def combined_crc(first: int, second: int, nbytes: int) -> int:
+    """The CRC-32 of two runs of bytes one after the other, from that of each and the length of the second.
+
+    Appending a zero byte is a linear map of the 32 bits; its powers are squared. The method is that of zlib's crc32_combine.
+    """
+    for bit in range(nbytes.bit_length()):
+        if bit == len(_ZEROS):
+            _ZEROS.append(tuple(_applied(_ZEROS[-1], row) for row in _ZEROS[-1]))
+        if nbytes >> bit & 1:
+            first = _applied(_ZEROS[bit], first)
+    return first ^ second
+
+
+def _applied(rows: tuple[int, ...], bits: int) -> int:
+    """The image of `bits` under the map that takes bit i to `rows[i]`."""
+    image = 0
+    for row in rows:
+        if bits & 1:
+            image ^= row
+        bits >>= 1
+    return image
+
+
+_ZEROS = [tuple(crc32(b"\0", 1 << bit) ^ crc32(b"\0", 0) for bit in range(32))]
+"""What appending 1, 2, 4, ... zero bytes does to each bit; made as far as it is needed."""
 
 CHUNK = 1 << 20
 """The size in bytes of every copy buffer, and so of the views that the readers yield."""
@@ -193,6 +222,16 @@ class PooledSource(FileSource):
         return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
+def stays_within(path: Path, folder: Path) -> bool:
+    """Whether no link leads from `path` out of `folder`.
+
+    The ``blobs`` of a repository in the Hugging Face cache are not out of its snapshots, which consist of links to them.
+    """
+    real, home = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
+    snapshots = next((parent for parent in home.parents if parent.name == "snapshots"), None)
+    return real.is_relative_to(home) or (snapshots is not None and real.is_relative_to(snapshots.parent / "blobs"))
+
+
 class Spool:
     """One unnamed temporary file for all that is inflated out of an archive."""
 
@@ -222,6 +261,29 @@ class Spool:
         if self._file is not None:
             self._source.close()
             self._file.close()
+
+
+def read_ahead(source: Source, offset: int, nbytes: int) -> Iterator[memoryview]:
+    """`nbytes` bytes of a source in views of at most `CHUNK` bytes, the next one read by a thread while one is worked on.
+
+    A view is valid until the next one is asked for.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    buffers = [memoryview(bytearray(min(CHUNK, nbytes))) for _ in range(2)]
+
+    def fetch(start: int) -> memoryview:
+        view = buffers[start // CHUNK % 2][: min(CHUNK, nbytes - start)]
+        source.read_into(offset + start, view)
+        return view
+
+    with ThreadPoolExecutor(1, "ckptconv-reader") as reader:
+        pending = reader.submit(fetch, 0)
+        for start in range(CHUNK, nbytes + CHUNK, CHUNK):
+            view = pending.result()
+            if start < nbytes:
+                pending = reader.submit(fetch, start)
+            yield view
 
 
 class InflatedSource:

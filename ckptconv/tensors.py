@@ -15,6 +15,7 @@ from ckptconv.casting import cast
 from ckptconv.dtypes import UINT8, DType
 from ckptconv.errors import LimitExceeded, MalformedCheckpoint
 from ckptconv.limits import LIMITS
+from ckptconv.nodes import made
 from ckptconv.sources import CHUNK, Source, crc32
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ class Storage(NamedTuple):
 
     `location` is the device tag it was saved with; `dtype` the type that its storage class names (None: untyped); `crc32`
     the checksum that its record declares (None: none). `name` is what messages call it. Two tensors share memory when
-    their pieces name one and the same storage object (identity, not equality).
+    their pieces name one and the same storage object (identity, not equality). `part_of` is the storage that this one was
+    cut out of, and that has the checksum.
     """
 
     source: Source
@@ -41,6 +43,7 @@ class Storage(NamedTuple):
     dtype: DType | None = None
     crc32: int | None = None
     big_endian: bool = False
+    part_of: Storage | None = None
 
 
 class Piece(NamedTuple):
@@ -190,7 +193,8 @@ def view_of(storage: Storage, dtype: DType, offset: int, shape: Shape, stride: S
     nbytes = numel * dtype.itemsize
     if nbytes > LIMITS.view_free and nbytes > LIMITS.view_ratio * storage.nbytes:
         raise LimitExceeded(f"claims {nbytes} bytes out of a storage of {storage.nbytes}", where=storage.name)
-    return TensorRef(dtype, shape, stride, (Piece(storage, offset, shape, stride, _ORIGINS[len(shape)]),), requires_grad)
+    piece = made(Piece, (storage, offset, shape, stride, _ORIGINS[len(shape)]))
+    return made(TensorRef, (dtype, shape, stride, (piece,), requires_grad, False, False))
 
 
 _ORIGINS = tuple((0,) * count for count in range(LIMITS.dimensions + 1))
@@ -229,14 +233,46 @@ def verbatim_range(ref: TensorRef) -> tuple[Storage, int] | None:
     return piece.storage, piece.offset * ref.dtype.itemsize
 
 
+def verbatim_runs(ref: TensorRef) -> list[tuple[Storage, int, int]] | None:
+    """The runs (storage, first byte, bytes) that make up the values in C order, little-endian, one after the other.
+
+    As `verbatim_range`, but also for a tensor put together from pieces that follow each other, such as shards of rows.
+    """
+    if len(ref.pieces) == 1:
+        whole = verbatim_range(ref)
+        return None if whole is None else [(*whole, ref.nbytes)]
+    if ref.conj or ref.neg:
+        return None
+    steps = contiguous_stride(ref.shape)
+    runs = []
+    at = 0
+    for piece in sorted(ref.pieces, key=lambda piece: piece.start):
+        count = prod(piece.shape)
+        if not count:
+            continue
+        first = sum(start * step for start, step in zip(piece.start, steps, strict=True))
+        is_run = is_contiguous(piece.shape, piece.stride) and _is_run(piece.shape, ref.shape)
+        if first != at or not is_run or (piece.storage.big_endian and ref.dtype.word > 1):
+            return None
+        at += count
+        runs.append((piece.storage, piece.offset * ref.dtype.itemsize, count * ref.dtype.itemsize))
+    return runs if at == ref.numel else None
+
+
+def _is_run(box: Shape, shape: Shape) -> bool:
+    """Whether a box's elements follow each other in the C order of `shape`: ones, then any size, then whole dimensions."""
+    axis = next((axis for axis, size in enumerate(box) if size != 1), len(box))
+    return box[axis + 1 :] == shape[axis + 1 :]
+
+
 def iter_chunks(ref: TensorRef) -> Iterator[memoryview]:
     """The values of `ref` in C order, little-endian, conj and neg bits resolved, in views of about `CHUNK` bytes.
 
     A view is valid until the next one is asked for. Memory is bounded by a few chunks, whatever the strides.
     """
-    if (verbatim := verbatim_range(ref)) is not None:
-        storage, first = verbatim
-        yield from _read_range(storage.source, storage.offset + first, ref.nbytes)
+    if (runs := verbatim_runs(ref)) is not None:
+        for storage, first, nbytes in runs:
+            yield from read_range(storage.source, storage.offset + first, nbytes)
     elif ref.numel:
         for start, shape in _blocks(ref.shape, max(1, CHUNK // ref.dtype.itemsize)):
             yield _resolved(ref, _gather(ref, start, shape)).reshape(-1).data.cast("B")
@@ -253,7 +289,8 @@ def iter_cast_chunks(ref: TensorRef, target: DType, overflowed: list[int]) -> It
         yield result.data
 
 
-def _read_range(source: Source, offset: int, nbytes: int) -> Iterator[memoryview]:
+def read_range(source: Source, offset: int, nbytes: int) -> Iterator[memoryview]:
+    """The bytes of a run, in views of at most `CHUNK` bytes; a view is valid until the next one is asked for."""
     buffer = memoryview(bytearray(min(CHUNK, nbytes)))
     while nbytes:
         view = buffer[: min(CHUNK, nbytes)]
@@ -267,7 +304,7 @@ def check_storage(storage: Storage) -> None:
     if storage.crc32 is None:
         return
     found = 0
-    for view in _read_range(storage.source, storage.offset, storage.nbytes):
+    for view in read_range(storage.source, storage.offset, storage.nbytes):
         found = crc32(view, found)
     refuse_crc(storage, found)
 

@@ -7,12 +7,14 @@ torch/_tensor.py (torch 2.13); what `torch.load(weights_only=True)` accepts, fro
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, DTYPES, UINT8, DType
 from ckptconv.errors import MalformedCheckpoint, RefusedObject, UnsupportedCheckpoint
 from ckptconv.nodes import ORDERED_DICT, Call, Dict, Global, Node
 from ckptconv.pickling import PickleWriter, integer, integers
+from ckptconv.sources import MemorySource
 from ckptconv.tensors import Storage, TensorObject, TensorRef, view_of
 from ckptconv.unpickling import Reducer, read_pickle
 
@@ -21,11 +23,18 @@ StorageLookup = Callable[[str, str, int, "DType | None"], Storage]
 
 _UTILS = "torch._utils"
 _REBUILD_FROM_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
+_LOAD_FROM_BYTES = Global("torch.storage", "_load_from_bytes")
+_NOWHERE = Path()
 _REBUILD_PARAMETER = Global(_UTILS, "_rebuild_parameter")
 _REBUILD_PARAMETER_WITH_STATE = Global(_UTILS, "_rebuild_parameter_with_state")
 
 VALUELESS = frozenset({f"{_UTILS}._rebuild_meta_tensor_no_storage", f"{_UTILS}._rebuild_wrapper_subclass"})
 """Rebuild functions whose tensors have no storage: there are no values to convert, and none may be invented."""
+
+COPIES = frozenset(
+    f"{_UTILS}._rebuild_{name}" for name in ("device_tensor_from_numpy", "xla_tensor", "device_tensor_from_cpu_tensor")
+)
+"""Rebuild functions that copy an array or a tensor to a device: a tensor that is there stands for them."""
 
 _REBUILD_FUNCTIONS = """
     parameter parameter_with_state qtensor tensor tensor_v2 tensor_v3 sparse_tensor meta_tensor_no_storage nested_tensor
@@ -54,26 +63,70 @@ WEIGHTS_ONLY = frozenset([
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
-def read_torch_pickle(stream: bytes, storage_for: StorageLookup) -> Node:
-    """The tree of a `data.pkl`, its tensors as `TensorRef` over the storages that `storage_for` finds."""
-    return read_pickle(stream, reducers=REDUCERS, persistent=_StorageIds(storage_for))
+def read_torch_pickle(stream: bytes, storage_for: StorageLookup, *, nested: Callable[[bytes], Node] | None = None) -> Node:
+    """The tree of a `data.pkl`, its tensors as `TensorRef` over the storages that `storage_for` finds.
+
+    `nested` reads the torch streams inside (`torch.storage._load_from_bytes`), which are left alone without it.
+    """
+    reducers = REDUCERS if nested is None else {**REDUCERS, "torch.storage._load_from_bytes": _nested_reducer(nested)}
+    return read_pickle(stream, reducers=reducers, persistent=StorageIds(storage_for))
 
 
-class _StorageIds:
-    """Turns the persistent ids of one stream into storages, one object for each storage key."""
+def named_storages(stream: bytes) -> dict[str, tuple[int, DType | None]]:
+    """The storages that a pickle names, by key: size in bytes and element type (None: untyped).
+
+    For containers in which a storage's place depends on the sizes of others; nothing else is made of the stream.
+    """
+    found: dict[str, tuple[int, DType | None]] = {}
+
+    def note(key: str, location: str, nbytes: int, dtype: DType | None) -> Storage:
+        found[key] = nbytes, dtype
+        return Storage(MemorySource(b"", _NOWHERE), 0, nbytes, location, f"storage {key}", dtype)
+
+    read_pickle(stream, reducers=dict.fromkeys(REDUCERS, lambda _: None), persistent=StorageIds(note))
+    return found
+
+
+def _nested_reducer(nested: Callable[[bytes], Node]) -> Reducer:
+    def reduce(args: tuple[Node, ...]) -> Node:
+        if len(args) != 1 or type(args[0]) not in (bytes, str):
+            return Call(_LOAD_FROM_BYTES, args)
+        return nested(args[0] if type(args[0]) is bytes else args[0].encode())  # python 2's, if it happened to be UTF-8
+
+    return reduce
+
+
+class StorageIds:
+    """Turns the persistent ids of one stream into storages, one object for each storage key.
+
+    Legacy files have two more kinds: a window of another storage, and the class of a module (with its source text).
+    """
 
     def __init__(self, storage_for: StorageLookup) -> None:
         self._storage_for = storage_for
         self._found: dict[str, tuple[Storage, Node, Node]] = {}
         self._dtypes: dict[Global, DType | None] = {}
 
-    def __call__(self, pid: Node) -> Storage | _Retyped:
-        if type(pid) is not tuple or len(pid) < 5 or (pid[0] != "storage" and _text(pid[0]) != "storage"):
-            raise MalformedCheckpoint("a persistent id is not that of a storage", where="data.pkl")
+    def __call__(self, pid: Node) -> Storage | Window | Global:
+        if type(pid) is not tuple or len(pid) < 4:
+            raise MalformedCheckpoint("a persistent id is not that of a storage")
+        if pid[0] != "storage" and _text(pid[0]) != "storage":
+            return _module_class(pid)
+        if len(pid) < 5:
+            raise MalformedCheckpoint("a persistent id is not that of a storage")
+        whole = self._storage(pid)
+        if len(pid) < 6 or pid[5] is None:
+            return whole
+        view = pid[5]  # of legacy files: its key, offset and size in elements
+        if type(view) is not tuple or len(view) != 3:
+            raise MalformedCheckpoint("a view of it is no tuple of key, offset and size")
+        return part_of(whole if isinstance(whole, Window) else window(whole), view[1], view[2])
+
+    def _storage(self, pid: tuple[Node, ...]) -> Storage | Window:
         cls, key, location, numel = pid[1:5]
         if type(key) is not str or type(location) is not str:
             key, location = _text(key), _text(location)
-        if key is None or location is None or type(numel) is not int or numel < 0:
+        if key is None or location is None or type(numel) is not int or numel < 0 or numel >> 60:
             raise MalformedCheckpoint("its persistent id holds something else than names and sizes", where=f"storage {key}")
         if (known := self._found.get(key)) is not None:
             if known[1] is cls and known[2] == numel:
@@ -87,27 +140,61 @@ class _StorageIds:
         return storage
 
 
-class _Retyped(NamedTuple):
-    """A storage that the stream names once more, under another class: torch saves typed and untyped views of one storage."""
+class Window(NamedTuple):
+    """A part of a storage that stands for one: elements `start` to `stop` of `dtype` (None: of bytes).
+
+    torch saves typed and untyped views of one storage; old torch also saved slices of storages.
+    """
 
     storage: Storage
     dtype: DType | None
+    start: int
+    stop: int
 
 
-def _retyped(storage: Storage, dtype: DType | None, numel: int) -> _Retyped:
+def _retyped(storage: Storage, dtype: DType | None, numel: int) -> Window:
     both_typed = dtype is not None and storage.dtype is not None and storage.nbytes
     if both_typed or numel * (dtype or UINT8).itemsize != storage.nbytes:
         raise MalformedCheckpoint("two persistent ids of it contradict each other", where=storage.name)
-    return _Retyped(storage, dtype)
+    return Window(storage, dtype, 0, numel)
 
 
-def _viewed(node: Node) -> tuple[Storage, DType | None]:
-    """The storage that a tensor is a view of, and the type that its class names."""
+def part_of(whole: Window, start: Node, size: Node) -> Window:
+    """The window of `size` elements at `start` of another; `MalformedCheckpoint` where it does not lie inside."""
+    if type(start) is not int or type(size) is not int or start < 0 or size < 0 or start + size > whole.stop - whole.start:
+        raise MalformedCheckpoint("a view of it is not inside it", where=whole.storage.name)
+    return whole._replace(start=whole.start + start, stop=whole.start + start + size)
+
+
+def window(storage: Storage) -> Window:
+    """All of a storage."""
+    return Window(storage, storage.dtype, 0, storage.nbytes // (storage.dtype or UINT8).itemsize)
+
+
+def _module_class(pid: tuple[Node, ...]) -> Global:
+    """The class of a legacy id `('module', class, file, source text)`."""
+    if _text(pid[0]) != "module" or type(pid[1]) is not Global:
+        raise MalformedCheckpoint("a persistent id is not that of a storage")
+    return pid[1]
+
+
+def tensor_of_storage(
+    node: Node, offset: Node, shape: Node, stride: Node, requires_grad: bool = False, dtype: DType | None = None
+) -> TensorRef:
+    """The tensor over a storage or a window of one; of the type that the storage's class names, or of `dtype`."""
     if type(node) is Storage:
-        return node, node.dtype
-    if type(node) is _Retyped:
-        return node
-    raise MalformedCheckpoint("a tensor is rebuilt from something else than a storage", where="data.pkl")
+        return view_of(node, dtype or node.dtype or UINT8, offset, shape, stride, requires_grad)
+    if type(node) is not Window:
+        raise MalformedCheckpoint("a tensor is rebuilt from something else than a storage")
+    storage, typed, start, stop = node
+    dtype = dtype or typed or UINT8
+    unit = (typed or UINT8).itemsize
+    if type(offset) is not int or offset < 0 or start * unit % dtype.itemsize:
+        raise MalformedCheckpoint("its storage_offset is not a size", where=storage.name)
+    ref = view_of(storage, dtype, start * unit // dtype.itemsize + offset, shape, stride, requires_grad)
+    if ref.numel and ref.byte_span()[1] > stop * unit:
+        raise MalformedCheckpoint("a tensor reaches beyond the view of a storage that it is made of", where=storage.name)
+    return ref
 
 
 def _text(value: Node) -> str | None:
@@ -123,25 +210,23 @@ def storage_dtype(cls: Node) -> DType | None:
             return None
         if (dtype := BY_STORAGE_CLASS.get(cls.name)) is not None:
             return dtype
-    raise UnsupportedCheckpoint(f"has the unknown storage class {cls!r}", where="data.pkl")
+    raise UnsupportedCheckpoint(f"has the unknown storage class {cls!r}")
 
 
 def _tensor_v2(args: tuple[Node, ...]) -> Node:
     if not 4 <= len(args) <= 7:
-        raise MalformedCheckpoint("a tensor is rebuilt from too few or too many arguments", where="data.pkl")
-    storage, dtype = _viewed(args[0])
-    ref = view_of(storage, dtype or UINT8, args[1], args[2], args[3], len(args) > 4 and args[4] is True)
+        raise MalformedCheckpoint("a tensor is rebuilt from too few or too many arguments")
+    ref = tensor_of_storage(args[0], args[1], args[2], args[3], len(args) > 4 and args[4] is True)
     return ref if len(args) < 7 or args[6] is None else _with_bits(ref, args[6])
 
 
 def _tensor_v3(args: tuple[Node, ...]) -> Node:
     if not 7 <= len(args) <= 8 or type(args[6]) is not Global:
-        raise MalformedCheckpoint("a tensor is rebuilt from too few or too many arguments", where="data.pkl")
-    storage, _ = _viewed(args[0])
+        raise MalformedCheckpoint("a tensor is rebuilt from too few or too many arguments")
     dtype = BY_NAME.get(args[6].name) if args[6].module == "torch" else None
     if dtype is None:
-        raise UnsupportedCheckpoint(f"has the unknown dtype {args[6].path}", where=storage.name)
-    ref = view_of(storage, dtype, args[1], args[2], args[3], args[4] is True)
+        raise UnsupportedCheckpoint(f"a tensor has the unknown dtype {args[6].path}")
+    ref = tensor_of_storage(args[0], args[1], args[2], args[3], args[4] is True, dtype)
     return ref if len(args) < 8 or args[7] is None else _with_bits(ref, args[7])
 
 
@@ -245,8 +330,12 @@ class TorchLeaves:
         if kind is Storage or kind is _StorageOf:
             key, stored = self._stored_as(node if kind is Storage else node.ref)
             return self._head(stored, False, writer) + _key(key) + self._tail(stored, writer)
-        if kind is _Retyped:
-            raise RefusedObject("a storage that stands by itself under two types", where=node.storage.name)
+        if kind is Window:
+            raise RefusedObject(
+                "a storage that stands by itself as a part or another type of one",
+                where=node.storage.name,
+                hint="--only PATH takes one part",
+            )
         raise TypeError(f"no such leaf: {kind}")
 
     def _tensor(self, ref: TensorRef, requires_grad: bool, writer: PickleWriter) -> bytes:

@@ -251,12 +251,14 @@ class PickleReader:
 
     def _tensor_run(self, run: re.Match[bytes], stack: list[Node], memo: _Memo) -> bool:
         """Do at once what the opcodes of `run` do one by one; False, with nothing done, when they are not as they look."""
-        kind, cls, size, raw_key, _, location, count, _, offset, shape, _, stride, _, flag, hooks, _, _ = run.groups()
+        kind, cls, size, raw_key, _, location, count, view, _, offset, shape, _, stride, _, flag, hooks, _, _ = run.groups()
         func = stack[-1]
         if size[0] != len(raw_key) or type(func) is not Global:
             return False
         keys = _MEMO_KEYS
-        pid = (memo[keys[kind[0]]], memo[keys[cls[0]]], raw_key.decode(), memo[keys[location[0]]], _integer(count))
+        pid: Node = (memo[keys[kind[0]]], memo[keys[cls[0]]], raw_key.decode(), memo[keys[location[0]]], _integer(count))
+        if view:
+            pid = (*pid, None)
         dims = _INT_RUNS.get(shape) or _int_run(shape)
         steps = _INT_RUNS.get(stride) or _int_run(stride)
         args = (self._persistent(pid), _integer(offset), dims, steps, flag == b"\x88", Call(memo[keys[hooks[0]]], ()))
@@ -401,11 +403,11 @@ class PickleReader:
 # The opcodes that torch writes for a tensor, behind the rebuild function and the MARK of its arguments: a storage's
 # persistent id, offset, shape, stride, requires_grad and hooks. They are nine tenths of a large checkpoint's opcodes; as one
 # match they cost a third. It holds the form of torch (names fetched by BINGET, own values put by LONG_BINPUT) and of ckptconv
-# (which puts none of them), and no names.
+# (which puts none of them), and no names. Legacy files say of every storage that it is no view (N).
 _INTEGER = rb"(K.|M..|J....)"
 _INTEGERS = rb"((?:K.|M..|J....)[\x85]|(?:K.|M..|J....){2}[\x86]|(?:K.|M..|J....){3}[\x87]|\((?:K.|M..|J....){4,}t)(?:r(....))?"
 _TENSOR_RUN = re.compile(
-    rb"\(h(.)h(.)X(.)\0\0\0([0-9]{1,12})(?:r(....))?h(.)" + _INTEGER + rb"t(?:r(....))?Q" + _INTEGER + _INTEGERS + _INTEGERS
+    rb"\(h(.)h(.)X(.)\0\0\0([0-9]{1,20})(?:r(....))?h(.)" + _INTEGER + rb"(N?)t(?:r(....))?Q" + _INTEGER + _INTEGERS + _INTEGERS
     + rb"([\x88\x89])h(.)\)R(?:r(....))?t(?:r(....))?R",
     re.DOTALL,
 ).match  # fmt: skip
@@ -437,12 +439,12 @@ class _Memo(dict[bytes, Node]):
         """What the run at `start` puts: key, persistent id, shape, stride, hooks and arguments."""
         run = _TENSOR_RUN(self._stream, start)
         assert run is not None
-        (kind, cls, _, raw_key, key_put, location, count, pid_put, offset, shape, shape_put, stride, stride_put, flag, hooks,
-         hooks_put, args_put) = run.groups()  # fmt: skip
+        (kind, cls, _, raw_key, key_put, location, count, view, pid_put, offset, shape, shape_put, stride, stride_put, flag,
+         hooks, hooks_put, args_put) = run.groups()  # fmt: skip
         names = [self[_MEMO_KEYS[index[0]]] for index in (kind, cls, location, hooks)]
         made = Call(names[3], ())
         dims, steps = _int_run(shape), _int_run(stride)
-        pid = (names[0], names[1], raw_key.decode(), names[2], _integer(count))
+        pid = (names[0], names[1], raw_key.decode(), names[2], _integer(count), *([None] if view else []))
         args = (self._persistent(pid), _integer(offset), dims, steps, flag == b"\x88", made)
         puts = {key_put: pid[2], pid_put: pid, shape_put: dims, stride_put: steps, hooks_put: made, args_put: args}
         return {put: value for put, value in puts.items() if put is not None}  # ckptconv itself puts none of them

@@ -608,6 +608,64 @@ add(
     OUTPUTS,
 )
 
+# Old containers.
+LEGACY_KEYS = bad.P2 + MKDIR + bad.PAYLOAD_ARG + b"\x85R" + bad.STOP
+
+
+def old(value: bytes, key: bytes = u("x"), **given) -> bytes:
+    """A legacy file whose tree holds `value` under `key` beside a good tensor."""
+    return bad.legacy(bad.P2 + d((u("w"), tensor(bad.lstorage())), (key, value)) + bad.STOP, **given)
+
+
+add("legacy_good.pt", "accept", "a good legacy file", lambda: bad.legacy(bad.LGOOD), OUTPUTS)
+add(
+    "exec_legacy_sysinfo.pt",
+    "accept",
+    "a payload among the facts about the host, which are read and not looked at",
+    lambda: bad.legacy(bad.LGOOD, sysinfo=bad.P2 + bad.PWN + bad.STOP),
+    OUTPUTS,
+)
+add(
+    "exec_legacy_keys.pt",
+    "reject",
+    "a payload in the place of the storage keys",
+    lambda: bad.legacy(bad.LGOOD, keys_op=LEGACY_KEYS),
+)
+add("exec_legacy_tree.pt", "reject", "a payload in the tree of a legacy file", lambda: old(MKDIR + bad.PAYLOAD_ARG + b"\x85R"))
+add("exec_raw.pt", "reject", "a payload in a bare pickle", lambda: bad.P2 + bad.PWN + bad.STOP)
+add("dos_legacy_deep.pt", "reject", "a legacy tree of a million lists", lambda: old(b"]" * 1_000_000 + b"a" * 999_999))
+add("dos_legacy_doubled.pt", "reject", "a legacy tree with a key that doubles", lambda: old(n(1), DOUBLED))
+add("dos_legacy_digits.pt", "reject", "a storage of more elements than can be printed", lambda: old(tensor(
+    t(u("storage"), g("torch", "FloatStorage"), u("9"), u("cpu"), DIGITS, bad.NONE) + bad.PID)))  # fmt: skip
+add(
+    "dos_legacy_binbytes8.pt",
+    "reject",
+    "BINBYTES8 of 1 TiB in a legacy tree",
+    lambda: old(b"\x8e" + struct.pack("<Q", 1 << 40)),
+)
+add("dos_legacy_marks.pt", "reject", "a hundred million MARKs", lambda: bad.legacy(bad.P2 + b"(" * 100_000_000))
+add("dos_legacy_line.pt", "reject", "a global's name of 50 MB", lambda: bad.legacy(bad.P2 + b"c" + b"x" * 50_000_000))
+add(
+    "dos_legacy_keys.pt",
+    "reject",
+    "half a million storage keys that no tensor has",
+    lambda: bad.legacy(bad.LGOOD, keys=[str(index) for index in range(500_000)]),
+)
+add("legacy_cut.pt", "reject", "nothing but the magic number", lambda: bad.MAGIC)
+add("legacy_view.pt", "reject", "a view of 2**62 elements", lambda: old(tensor(bad.lstorage(view=t(u("1"), n(0), n(1 << 62))))))
+add(
+    "tar_many.pt",
+    "reject",
+    "ten thousand members",
+    lambda: bad.tarball([(str(index), b"", {}) for index in range(10_000)]),
+)
+add("tar_views.pt", "reject", "a hundred thousand views, each of the one before, none in it", lambda: bad.tarball([
+    ("storages", bad.tar_parts()[0][:-2] + b"](" + b"".join(
+        t(n(index + 1), n(index), n(0), n(5)) for index in range(11, 100_011)) + b"e" + bad.STOP, {}),
+    ("tensors", bad.tar_parts()[1], {}),
+    ("pickle", bad.tar_parts()[2], {}),
+]))  # fmt: skip
+
 # Names.
 add("key_tuple.pt", "reject|accept", "a key that is a tuple", lambda: one(tensor(), ints((1, 2))))
 add("key_tuple_named.pt", "reject", "a key that is a tuple, where keys must be names", lambda: one(tensor(), ints((1, 2))), ST)

@@ -191,6 +191,7 @@ VALUES: dict[str, Callable[[Path], None]] = {
     "torch_byteorder_big.pt": FOUR,
     "torch_conj_neg_bits.pt": one_tensor(1 - 2j, 3 - 4j),
     "zip_crc_all_zero.pt": FOUR,
+    "tar_valid.pt": FOUR,
     "st_terminal_name.safetensors": FOUR,
     "st_leading_space.safetensors": FOUR,
     "st_extra_field.safetensors": FOUR,
@@ -216,8 +217,7 @@ OTHERWISE = {
 
 # ------------------------------------------------------------------------------------------------- the generated files
 
-READ = [case for case in GENERATED if case.category not in ("legacy", "index")]
-LEGACY = [case for case in GENERATED if case.category == "legacy"]
+READ = [case for case in GENERATED if case.category != "index"]
 INDEX = [case for case in GENERATED if case.category == "index"]
 
 
@@ -230,7 +230,7 @@ def test_every_generated_file_is_tested(hostile):
     assert [(row["file"], row["category"], row["expected"]) for row in manifest] == [
         (case.file, case.category, case.expected) for case in GENERATED
     ]
-    assert {case.category for case in READ} == {"zip", "pickle-exec", "pickle-dos", "torch", "key", "safetensors"}
+    assert {case.category for case in READ} == {"zip", "pickle-exec", "pickle-dos", "torch", "key", "legacy", "safetensors"}
 
 
 @pytest.mark.parametrize("suffix", OUTPUTS)
@@ -241,30 +241,20 @@ def test_hostile_file(case, suffix, answers, request):
     judge(case, source, suffix, done, cwd, OTHERWISE.get((case.file, suffix), case.expected))
 
 
-@pytest.mark.parametrize("suffix", [".pt"])
-@pytest.mark.parametrize("case", LEGACY, ids=by_file)
-def test_containers_that_are_not_read_yet_say_so(case, suffix, answers, request):
-    # Also the well-formed one: tar and legacy files are told from others, and refused, until they are read.
-    done, source, cwd = answers(case, suffix)
-    measured(request, done)
-    assert "not yet read" in assert_one_error(done)
-    judge(case, source, suffix, done, cwd, "reject")
-
-
 @pytest.mark.parametrize("suffix", [".safetensors"])
 @pytest.mark.parametrize("case", INDEX, ids=lambda case: case.file.partition("/")[0])
-def test_an_index_of_shards_is_refused(case, suffix, answers, request):
-    # Folders of shards are not read yet, the good ones neither.
+def test_an_index_of_shards_ends_as_it_should(case, suffix, answers, request):
     done, source, cwd = answers(case, suffix)
     measured(request, done)
-    judge(case, source, suffix, done, cwd, "reject")
+    judge(case, source, suffix, done, cwd, case.expected)
 
 
-@pytest.mark.parametrize("name", ["idx_missing", "idx_fifo", "idx_dev_zero", "idx_symlink"])
-def test_a_folder_of_shards_is_refused(name, hostile, tmp_path):
-    done = run("convert", hostile / name, "out.pt", "--no-fsync", cwd=tmp_path)
-    assert f"{name}: is a folder" in assert_one_error(done)
+@pytest.mark.parametrize("case", INDEX, ids=str)
+def test_a_folder_of_shards_is_answered_as_its_index(case, hostile, tmp_path):
+    done = run("convert", (hostile / case.file).parent, "out.pt", "--no-fsync", cwd=tmp_path)
     assert done.seconds < SECONDS
+    index = run("convert", hostile / case.file, "out.pt", "--no-fsync", cwd=tmp_path)
+    assert assert_one_error(done) == assert_one_error(index)
     assert list(tmp_path.iterdir()) == []
 
 

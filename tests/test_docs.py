@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "docs/pipelines.md", "docs/troubleshooting.md")
+PAGES = ("README.md", "docs/containers.md", "docs/pipelines.md", "docs/troubleshooting.md")
 NOT_OURS = {"make", "pip"}
 SAMPLES = {
     "train.pt": "ddp_cuda3_train.pt",
@@ -83,7 +83,7 @@ def test_every_help_shows_examples(command):
     assert "Examples:" in shown and f"ckptconv {command}".strip() in shown.split("Examples:")[1]
 
 
-@pytest.mark.parametrize("module", ["errors", "dtypes", "keys", "tensors", "devices", "report"])
+@pytest.mark.parametrize("module", ["errors", "dtypes", "keys", "tensors", "devices", "report", "sharding"])
 def test_examples_in_docstrings_hold(module):
     import doctest
     import importlib

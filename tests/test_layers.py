@@ -13,13 +13,17 @@ PACKAGE = Path(__file__).resolve().parents[1] / "ckptconv"
 LAYERS = {
     "errors": 0, "limits": 0, "collector": 0,
     "dtypes": 1, "keys": 1, "devices": 1, "sources": 1, "nodes": 1,
-    "outputs": 2, "casting": 2, "pickling": 2, "unpickling": 2,
-    "tensors": 3, "archives": 3,
-    "torch_objects": 4, "compaction": 4, "layout": 4, "plain_objects": 4, "assembly": 4,
-    "checkpoint": 5,
-    "modules": 6, "settling": 6, "formats.torch_zip": 6, "formats.safetensors": 6,
-    "formats.dcp_metadata": 6, "formats.dtensors": 6,
-    "formats.dcp": 7, "formats.dcp_shards": 7, "formats.ranks": 7,
+    "outputs": 2, "documents": 2, "casting": 2, "pickling": 2, "unpickling": 2, "extents": 2, "substitution": 2,
+    "tensors": 3, "archives": 3, "sharding": 3,
+    "torch_objects": 4, "compaction": 4, "layout": 4, "plain_objects": 4, "assembly": 4, "partitions": 4, "checksums": 4,
+    "checkpoint": 5, "module_walk": 5, "formats.records": 5, "encodings": 5,
+    "modules": 6, "old_tensors": 6, "producers": 6, "settling": 6, "zero_partitions": 6,
+    "formats.torch_zip": 6, "formats.safetensors": 6, "formats.torch_legacy": 6, "formats.torch_tar": 6,
+    "formats.raw_pickle": 6, "formats.zip_members": 6, "formats.dcp_metadata": 6, "formats.dtensors": 6,
+    "formats.torchscript": 6, "formats.old_torchscript": 6,
+    "flattening": 7,
+    "formats.sharded": 7, "formats.accelerate": 7, "formats.dcp": 7, "formats.dcp_shards": 7, "formats.ranks": 7,
+    "formats.deepspeed": 7,
     "formats.detect": 8,
     "planning": 9, "dcp_output": 9,
     "convert": 10, "loading": 10, "inspection": 10,
@@ -105,7 +109,7 @@ def late():
 """
     found = list(imported(ast.parse(source), ("ckptconv",)))
     assert found == ["ckptconv.report", "torch.nn", "ckptconv.sources.CHUNK", "ckptconv.keys"]
-    assert [own_module(name) for name in found] == ["report", None, "files", "keys"]
+    assert [own_module(name) for name in found] == ["report", None, "sources", "keys"]
     assert own_module("ckptconv.formats.detect.FORMATS") == "formats.detect"
     assert own_module("ckptconv.formats") == "formats.__init__"
     assert own_module("ckptconv.__version__") == "__init__"

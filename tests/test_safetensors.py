@@ -116,10 +116,8 @@ def test_tensors_lie_aligned_by_falling_element_size_in_their_own_order(drawn):
 
 
 REFUSED = {
-    "complex128": lambda: torch.ones(2, dtype=torch.complex128),
-    "complex32": lambda: torch.ones(2, dtype=torch.complex32),
-    "sparse": lambda: torch.eye(2).to_sparse(),
-    "quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+    "bits": lambda: trees.make(torch.bits8, torch.zeros(2, dtype=torch.uint8), 0, (2,), (1,)),
+    "four bits": lambda: torch.quantize_per_channel(torch.ones(2, 2), torch.ones(2), torch.zeros(2), 0, torch.quint4x2),
 }
 
 

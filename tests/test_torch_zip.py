@@ -652,7 +652,7 @@ def test_a_file_beyond_4_gib_is_opened_and_laid_out_as_torch_does(giant):
         key: (theirs[f"archive/data/{number}"], sizes[f"archive/data/{number}"])
         for number, key in enumerate(["small", "huge", "after", "empty", "last"])
     }
-    assert [f"archive/{item.name}" for item in plan.layout.items] == list(theirs)
+    assert [f"archive/{item.name}" for item in plan.files[0].layout.items] == list(theirs)
 
 
 def test_headers_of_records_beyond_4_gib_are_torch_s_byte_for_byte(giant):
@@ -688,7 +688,7 @@ def test_torch_opens_a_layout_beyond_4_gib(giant, tmp_path, monkeypatch):
     """The plan's bytes put into a sparse file, its payloads left as holes: zipfile and torch find every record."""
     output = tmp_path / "out.pt"
     with open_checkpoint(giant) as checkpoint:
-        layout = plan_conversion(checkpoint, output, Options(keys=KeyRules("keep"))).layout
+        layout = plan_conversion(checkpoint, output, Options(keys=KeyRules("keep"))).files[0].layout
     crcs = []
     with output.open("wb") as file:
         for index, item in enumerate(layout.items):

@@ -6,14 +6,17 @@ import io
 import pickle
 import zipfile
 from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 import torch
 
 from ckptconv import unpickling
 from ckptconv.errors import LimitExceeded, MalformedCheckpoint
+from ckptconv.extents import read_pickles
 from ckptconv.nodes import Call, Dict, Global, PersistentId, mapping_pairs
 from ckptconv.pickling import write_pickle
+from ckptconv.sources import MemorySource
 from ckptconv.unpickling import read_pickle
 
 
@@ -33,9 +36,12 @@ def plain(node):
     return (type(node).__name__, node)
 
 
-def torch_pickle(value) -> bytes:
+def torch_pickle(value, legacy: bool = False) -> bytes:
     buffer = io.BytesIO()
-    torch.save(value, buffer)
+    torch.save(value, buffer, _use_new_zipfile_serialization=not legacy)
+    if legacy:
+        streams, _ = read_pickles(MemorySource(buffer.getvalue(), Path("old.pt")), 0, 5)
+        return streams[3]
     return zipfile.ZipFile(buffer).read("archive/data.pkl")
 
 
@@ -55,17 +61,19 @@ TENSORS = OrderedDict(
 )
 
 
-def test_tensor_runs_read_as_the_opcodes_one_by_one(slow):
-    stream = torch_pickle({"a": TENSORS, "b": list(TENSORS.values()), "p": torch.nn.Parameter(torch.ones(3))})
+@pytest.mark.parametrize("legacy", [False, True])
+def test_tensor_runs_read_as_the_opcodes_one_by_one(legacy, slow):
+    stream = torch_pickle({"a": TENSORS, "b": list(TENSORS.values()), "p": torch.nn.Parameter(torch.ones(3))}, legacy)
     matched = sum(1 for _ in unpickling._TENSOR_RUN.__self__.finditer(stream))
     assert matched > 100, "the quick way was not taken, so nothing was compared"
     assert plain(read_pickle(stream)) == plain(slow(stream))
 
 
-def test_values_that_a_run_has_put_can_be_fetched(slow):
-    stream = torch_pickle([torch.zeros(5) for _ in range(60)])
+@pytest.mark.parametrize("legacy", [False, True])
+def test_values_that_a_run_has_put_can_be_fetched(legacy, slow):
+    stream = torch_pickle([torch.zeros(5) for _ in range(60)], legacy)
     run = list(unpickling._TENSOR_RUN.__self__.finditer(stream))[-1]
-    puts = [run[group] for group in (5, 8, 11, 13, 16, 17)]
+    puts = [run[group] for group in (5, 9, 12, 14, 17, 18)]
     # a list that fetches the last run's six values by hand, behind the tensors
     fetches = b"".join(b"j" + put for put in puts)
     patched = b"\x80\x02](" + stream[2:-1] + fetches + b"e."

@@ -7,15 +7,28 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from ckptconv.archives import is_zip, read_directory
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.collector import collector_paused
-from ckptconv.errors import CheckpointError, UnsupportedCheckpoint, printable
+from ckptconv.errors import CheckpointError, LimitExceeded, UnsupportedCheckpoint, printable
+from ckptconv.formats.accelerate import is_accelerate, open_accelerate
 from ckptconv.formats.dcp import is_dcp, open_dcp
 from ckptconv.formats.dcp_shards import is_dcp_shards, open_dcp_shards, refuse_one_rank
+from ckptconv.formats.deepspeed import is_deepspeed, open_deepspeed
+from ckptconv.formats.old_torchscript import is_old_torchscript, open_old_torchscript
 from ckptconv.formats.ranks import join_ranks
+from ckptconv.formats.raw_pickle import is_raw_pickle, open_raw_pickle
+from ckptconv.formats.records import Records
 from ckptconv.formats.safetensors import is_safetensors, open_safetensors
-from ckptconv.formats.torch_zip import is_torch_zip, open_torch_zip
+from ckptconv.formats.sharded import is_sharded, open_sharded
+from ckptconv.formats.torch_legacy import is_torch_legacy, open_torch_legacy
+from ckptconv.formats.torch_tar import is_tar, open_torch_tar
+from ckptconv.formats.torch_zip import open_torch_zip
+from ckptconv.formats.torchscript import is_torchscript, open_torchscript
+from ckptconv.formats.zip_members import may_hold_checkpoints, open_zip_members
+from ckptconv.limits import LIMITS
 from ckptconv.modules import flatten_modules
+from ckptconv.old_tensors import complete_tensors
 from ckptconv.sources import FilePool, FileSource, Source
 
 Named = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -37,25 +50,56 @@ class Format(NamedTuple):
     open: Callable[[Source, Opener], Checkpoint]
 
 
+class Archive(NamedTuple):
+    """A kind of zip archive: whether these records are its, and how the archive is opened; else as `Format`."""
+
+    matches: Callable[[Records], bool]
+    open: Callable[[Source, Records, Opener], Checkpoint]
+
+
 class Gathering(NamedTuple):
     """Many files that are one checkpoint: whether a path (a folder, or a file that stands for one) is it, and how it is opened.
 
-    `open` is also given a way to open the single files, and the `tag` that the user chose (a step, a revision).
+    `open` is also given a way to open the single files, and the `tag` that the user chose (a step, a revision). Where there
+    is one, only those that `has_tags` are asked.
     """
 
     matches: Callable[[Path], bool]
     open: Callable[[Path, PathOpener, str | None], Checkpoint]
+    has_tags: bool = False
+
+
+ARCHIVES: tuple[Archive, ...] = (
+    Archive(is_torchscript, open_torchscript),
+    Archive(is_old_torchscript, open_old_torchscript),
+    Archive(may_hold_checkpoints, open_zip_members),
+    Archive(lambda _: True, open_torch_zip),
+)
+"""What a zip archive may be, in the order in which it is tried; the last one says what else it is."""
+
+
+def open_zip(source: Source, opener: Opener) -> Checkpoint:
+    """Open a zip archive by what is in it; its directory is read once."""
+    records = read_directory(source)
+    kind = next(kind for kind in ARCHIVES if kind.matches(records))
+    return kind.open(source, records, opener)
 
 
 FORMATS: tuple[Format, ...] = (
-    Format(is_torch_zip, open_torch_zip),
+    Format(is_zip, open_zip),
+    Format(is_torch_legacy, open_torch_legacy),
+    Format(is_tar, open_torch_tar),
     Format(is_safetensors, open_safetensors),
+    Format(is_raw_pickle, open_raw_pickle),
 )
 """The containers that are read, in the order in which they are tried."""
 
 GATHERINGS: tuple[Gathering, ...] = (
     Gathering(is_dcp, lambda path, open_one, tag: open_dcp(path, open_one, open_source, tag)),
     Gathering(is_dcp_shards, lambda path, _, tag: open_dcp_shards(path, open_source, tag)),
+    Gathering(is_accelerate, open_accelerate),
+    Gathering(is_sharded, open_sharded),
+    Gathering(is_deepspeed, lambda path, _, tag: open_deepspeed(path, open_source, tag), has_tags=True),
 )
 """The checkpoints of many files that are read, in the order in which they are tried."""
 
@@ -69,14 +113,8 @@ class Stranger(NamedTuple):
     hint: str | None = None
 
 
-_RESAVE = "torch.save(torch.load(PATH, map_location='cpu'), OUT) with a current torch makes a file that is read"
 STRANGERS: tuple[Stranger, ...] = (
     Stranger(0, b"version https://git-lfs", "is a git-LFS pointer, not the file itself", "run: git lfs pull"),
-    Stranger(0, b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19\x2e",
-             "is a legacy torch file (before torch 1.6), which is not yet read", _RESAVE),
-    Stranger(257, b"ustar", "is a tar file (torch before 0.1.11, or any archive), which is not yet read",
-             "if it is an ordinary archive, unpack it and name the file inside"),
-    Stranger(0, b"\x80", "is a bare pickle, which is not yet read", _RESAVE),
     Stranger(0, b"\x1f\x8b", "is gzip-compressed", "unpack it first: gunzip"),
     Stranger(0, b"BZh", "is bzip2-compressed", "unpack it first: bunzip2"),
     Stranger(0, b"\xfd7zXZ\0", "is xz-compressed", "unpack it first: unxz"),
@@ -109,7 +147,7 @@ def open_checkpoint(path: Named, *, tag: str | None = None, whole_modules: bool 
         with collector_paused():
             pool = FilePool()
             opened += [_open(paths[0], tag)] if len(paths) == 1 else (_open_owned(pool.source(item)) for item in paths)
-            checkpoint = join_ranks(opened)
+            checkpoint = complete_tensors(join_ranks(opened))
             return checkpoint if whole_modules else flatten_modules(checkpoint)
     except BaseException as error:
         for one in opened:
@@ -123,12 +161,12 @@ def open_checkpoint(path: Named, *, tag: str | None = None, whole_modules: bool 
 
 
 def _open(path: Path, tag: str | None) -> Checkpoint:
-    for gathering in GATHERINGS:
-        if gathering.matches(path):
+    for gathering in GATHERINGS if os.path.exists(path) else ():  # noqa: PTH110 (unlike Path.exists, False for no name at all)
+        if (tag is None or gathering.has_tags) and gathering.matches(path):
             return gathering.open(path, open_file, tag)
     if tag is not None:
         raise UnsupportedCheckpoint("holds no tags to choose from", path=path, hint="leave --tag out")
-    if path.is_dir():
+    if os.path.isdir(path):  # noqa: PTH112
         raise _folder(path)
     checkpoint = open_file(path)
     try:
@@ -151,12 +189,14 @@ def _open_owned(source: Source) -> Checkpoint:
         raise
 
 
-def open_source(source: Source) -> Checkpoint:
-    """Open what a source holds; the caller closes the source when that fails."""
+def open_source(source: Source, depth: int = 0) -> Checkpoint:
+    """Open what a source holds, itself `depth` files within files; the caller closes the source when that fails."""
+    if depth > LIMITS.files_in_files:
+        raise LimitExceeded(f"holds more than {LIMITS.files_in_files} files within files", path=source.path)
     head = source.read(0, min(_HEAD, source.size))
     for candidate in FORMATS:
         if candidate.matches(head):
-            return candidate.open(source, open_source)
+            return candidate.open(source, lambda inner: open_source(inner, depth + 1))
     raise _stranger(source, head)
 
 

@@ -14,8 +14,8 @@ from ckptconv.assembly import assembled
 from ckptconv.checkpoint import Checkpoint, Place, place_text, tensor_of, walk
 from ckptconv.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.formats.dtensors import Shard, is_sharded, read_shard
-from ckptconv.modules import calls, substituted
 from ckptconv.nodes import Node
+from ckptconv.substitution import calls_of, substituted
 from ckptconv.tensors import Shape, TensorRef, iter_chunks
 
 Labels = tuple[Node, ...]
@@ -47,7 +47,7 @@ def join_ranks(opened: Sequence[Checkpoint]) -> Checkpoint:
     Raises `UnsupportedCheckpoint` when ranks are missing (and says which), `MalformedCheckpoint` when the files are not
     those of one checkpoint.
     """
-    if len(opened) == 1 and not any(is_sharded(call) for call in calls(opened[0].root)):
+    if len(opened) == 1 and not any(is_sharded(call) for call in calls_of(opened[0].root)):
         return opened[0]
     ranks = [_read(checkpoint) for checkpoint in opened]
     for rank in ranks:

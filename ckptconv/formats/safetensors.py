@@ -13,7 +13,9 @@ from math import prod
 from typing import Any
 
 from ckptconv.checkpoint import Checkpoint
+from ckptconv.documents import read_object
 from ckptconv.dtypes import BY_SAFETENSORS, DType
+from ckptconv.encodings import ENCODINGS, restore, written_form
 from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint
 from ckptconv.layout import Layout, WriteItem
 from ckptconv.limits import LIMITS
@@ -55,11 +57,22 @@ def open_safetensors(source: Source, _: Callable[[Source], Checkpoint]) -> Check
         tensors[key] = view_of(storage, dtype, 0, shape, contiguous_stride(shape))
     _refuse_gaps(source, spans, source.size - start)
     for alias, kept in metadata.items():
-        if alias not in tensors and kept in tensors and alias not in _NOT_ALIASES:
+        if alias not in tensors and kept in tensors and alias not in _NOT_ALIASES and alias != ENCODINGS:
             tensors[alias] = tensors[kept]
     root = Call(ORDERED_DICT, ())
-    root.pairs = list(tensors.items())
+    root.pairs = list(_restored(source, tensors, metadata).items())
     return Checkpoint(source.path, NAME, root, source.size, metadata, sources=(source,))
+
+
+def _restored(source: Source, tensors: dict[str, TensorRef], metadata: dict[str, str]) -> dict[str, Any]:
+    """The tensors that were encoded put together again; their recipes leave the metadata."""
+    recipes = metadata.pop(ENCODINGS, None)
+    if recipes is None:
+        return tensors
+    try:
+        return restore(tensors, recipes)
+    except CheckpointError as error:
+        raise error.at(path=source.path) from error.__cause__
 
 
 def _read_header(source: Source) -> tuple[dict[str, Any], int]:
@@ -77,28 +90,12 @@ def _read_header(source: Source) -> tuple[dict[str, Any], int]:
     raw = source.read(8, size)
     if not raw.startswith(b"{"):
         raise _malformed(source, "header", "does not begin with '{'")
-    try:
-        header = json.loads(raw.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise _malformed(source, "header", f"is no valid JSON ({error})") from None
-    if not isinstance(header, dict):
-        raise _malformed(source, "header", "is no JSON object")
+    header = read_object(raw, source.path, "header")
     return header, 8 + size
 
 
 def _malformed(source: Source, where: str, what: str) -> MalformedCheckpoint:
     return MalformedCheckpoint(what, path=source.path, where=where, hint="the file is damaged, cut off or made to deceive")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name stands in it twice")
-    return found
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
 
 
 def _metadata(source: Source, metadata: Any) -> dict[str, str]:
@@ -173,8 +170,10 @@ def lay_out_safetensors(tensors: Sequence[tuple[str, TensorRef, DType]], metadat
         if key == _RESERVED:
             raise CheckpointError("a tensor may not be called __metadata__ in safetensors", where=key, hint="use --rename")
         nbytes = ref.numel * dtype.itemsize
-        shape = [*ref.shape[:-1], ref.shape[-1] * 2] if dtype.safetensors == _HALF_BYTE and ref.shape else list(ref.shape)
-        header[key] = {"dtype": dtype.safetensors, "shape": shape, "data_offsets": [at, at + nbytes]}
+        code, shape = written_form(ref) or (dtype.safetensors, ref.shape)
+        if code == _HALF_BYTE and shape:
+            shape = (*shape[:-1], shape[-1] * 2)
+        header[key] = {"dtype": code, "shape": list(shape), "data_offsets": [at, at + nbytes]}
         sizes.append(nbytes)
         at += nbytes
     raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()

@@ -1,55 +1,43 @@
 """The zip container of `torch.save` (torch ≥ 1.6): read it, and lay it out for writing.
 
 Records under one root folder of any name: ``data.pkl`` (the tree), ``data/N`` (a storage each), and, where the writer was new
-enough, ``byteorder``, ``version``, ``.format_version``, ``.storage_alignment``, ``.data/serialization_id``. A
-``constants.pkl`` marks a TorchScript archive. Source: torch/serialization.py and caffe2/serialize/inline_container.cc.
+enough, ``byteorder``, ``version``, ``.format_version``, ``.storage_alignment``, ``.data/serialization_id``. Source:
+torch/serialization.py and caffe2/serialize/inline_container.cc.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ckptconv import archives
-from ckptconv.archives import Record, Slot
+from ckptconv.archives import Slot
 from ckptconv.checkpoint import Checkpoint, Overlay
 from ckptconv.compaction import CastRule, NewStorage, compact
-from ckptconv.dtypes import UINT8, DType
-from ckptconv.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.dtypes import UINT8
+from ckptconv.errors import MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.formats.records import ArchiveStorages, Records, checksum_notes, read_tree
 from ckptconv.layout import Layout, WriteItem
-from ckptconv.limits import LIMITS
-from ckptconv.nodes import Node
+from ckptconv.nodes import Node, made
 from ckptconv.pickling import write_pickle
-from ckptconv.sources import Source, Spool, crc32
+from ckptconv.sources import Source, crc32
 from ckptconv.tensors import Storage, TensorRef
-from ckptconv.torch_objects import StoredAs, TorchLeaves, read_torch_pickle
+from ckptconv.torch_objects import StoredAs, TorchLeaves
 
 NAME = "torch zip"
 _ROOT = b"archive"
 _OPTIONAL = ("version", "byteorder", ".format_version", ".storage_alignment", ".data/serialization_id")
 
 
-def is_torch_zip(head: bytes) -> bool:
-    """Whether a file that starts with `head` (4 bytes are enough) is a zip archive."""
-    return head[:4] == b"PK\3\4"
-
-
-def open_torch_zip(source: Source, _: Callable[[Source], Checkpoint]) -> Checkpoint:
-    """Open a zip checkpoint; reads its directory and its pickle, no payload.
+def open_torch_zip(source: Source, records: Records, _: Callable[[Source], Checkpoint]) -> Checkpoint:
+    """Open the zip checkpoint with these records; reads its pickle, no payload.
 
     Raises `MalformedCheckpoint` when directory, pickle and storages contradict each other, `UnsupportedCheckpoint` when the
     archive is something else than what `torch.save` writes.
     """
-    records = archives.read_directory(source)
     root = _root_folder(source, records)
-    storages = _Storages(source, records, root)
-    try:
-        record = records[f"{root}data.pkl"]
-        limit = max(LIMITS.pickle_free, LIMITS.pickle_ratio * record.stored) if record.deflated else LIMITS.pickle_bytes
-        pickle = archives.read_record(source, record, min(limit, LIMITS.pickle_bytes))
-        tree = read_torch_pickle(pickle, storages)
-    except CheckpointError as error:
-        raise error.at(path=source.path, where="data.pkl") from error.__cause__
+    storages = ArchiveStorages(source, records, root)
+    tree = read_tree(source, records[f"{root}data.pkl"], storages)
     return Checkpoint(
         path=source.path,
         format=NAME,
@@ -60,7 +48,7 @@ def open_torch_zip(source: Source, _: Callable[[Source], Checkpoint]) -> Checkpo
     )
 
 
-def _root_folder(source: Source, records: Mapping[str, Record]) -> str:
+def _root_folder(source: Source, records: Records) -> str:
     """The folder that holds data.pkl, with its slash."""
     roots = [name[: -len("data.pkl")] for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(roots) > 1:
@@ -71,75 +59,19 @@ def _root_folder(source: Source, records: Mapping[str, Record]) -> str:
         )
     if not roots:
         raise _other_archive(source, records)
-    if f"{roots[0]}constants.pkl" in records:
-        raise UnsupportedCheckpoint(
-            "is a TorchScript archive, which is not read yet",
-            path=source.path,
-            hint="save its state dict: torch.save(torch.jit.load(PATH, 'cpu').state_dict(), OUT)",
-        )
     return roots[0]
 
 
-def _other_archive(source: Source, records: Mapping[str, Record]) -> UnsupportedCheckpoint:
-    what = "a zip archive without a data.pkl, so not one that torch.save wrote"
-    if any(name.endswith("model.json") for name in records):
-        what = "a TorchScript archive of before torch 1.4, which is not read yet"
-    elif any(name.endswith((".pth", ".pt")) for name in records):
-        what = "a zip archive of checkpoints, which is not read yet"
-        return UnsupportedCheckpoint(f"is {what}", path=source.path, hint="unzip it and name the file inside")
-    return UnsupportedCheckpoint(f"is {what}", path=source.path)
+def _other_archive(source: Source, records: Records) -> UnsupportedCheckpoint:
+    return UnsupportedCheckpoint("is a zip archive without a data.pkl, so not one that torch.save wrote", path=source.path)
 
 
-def _notes(records: Mapping[str, Record], root: str, storages: _Storages) -> Iterable[str]:
+def _notes(records: Records, root: str, storages: ArchiveStorages) -> Iterable[str]:
     known = {f"{root}{name}" for name in ("data.pkl", *_OPTIONAL)}
     others = [name for name in records if name not in known and name not in storages.used]
     if others:
         yield f"{len(others)} records belong to no tensor and are left out, e.g. {printable(others[0])}"
-    if any(record.size and record.crc32 is None for record in records.values()):
-        yield "the archive has no checksums (CRC-32 fields are 0), so damage cannot be noticed"
-
-
-class _Storages:
-    """Finds the storages of one archive by key, each checked against its record."""
-
-    def __init__(self, source: Source, records: Mapping[str, Record], root: str) -> None:
-        self._source = source
-        self._records = records
-        self._prefix = f"{root}data/"
-        self._big_endian = self._is_big_endian(root)
-        self._check_version(root)
-        self.used: set[str] = set()
-        self.inflated: list[Source] = []
-        self._spool = Spool()
-
-    def __call__(self, key: str, location: str, nbytes: int, dtype: DType | None) -> Storage:
-        name = self._prefix + key
-        record = self._records.get(name)
-        if record is None:
-            raise MalformedCheckpoint("the pickle names a storage that the archive does not hold", where=name)
-        if record.size != nbytes:
-            raise MalformedCheckpoint(f"has {record.size} bytes where the pickle says {nbytes}", where=name)
-        self.used.add(name)
-        if not record.deflated:
-            return Storage(self._source, record.offset, nbytes, location, name, dtype, record.crc32, self._big_endian)
-        source, offset = archives.record_source(self._source, record, self._spool)
-        self.inflated.append(source)
-        return Storage(source, offset, nbytes, location, name, dtype, None, self._big_endian)
-
-    def _small(self, name: str) -> bytes | None:
-        record = self._records.get(name)
-        return None if record is None else archives.read_record(self._source, record, LIMITS.small_record_bytes)
-
-    def _is_big_endian(self, root: str) -> bool:
-        order = self._small(f"{root}byteorder")
-        if order not in (None, b"little", b"big"):
-            raise MalformedCheckpoint(f"names the byte order {order!r}", path=self._source.path, where=f"{root}byteorder")
-        return order == b"big"
-
-    def _check_version(self, root: str) -> None:
-        version = self._small(f"{root}version")
-        if version is not None and not version.strip().isdigit():
-            raise MalformedCheckpoint(f"is no number: {version[:20]!r}", path=self._source.path, where=f"{root}version")
+    yield from checksum_notes(records)
 
 
 # ------------------------------------------------------------------------------------------------------------- writing
@@ -175,7 +107,7 @@ def lay_out_torch_zip(tree: Tree, cast: CastRule, retag: Callable[[str], str]) -
             ordered.append(new)
         if (tag := tags.get(location)) is None:
             tag = tags[location] = retag(location)
-        return str(number), StoredAs(tag, storage_dtype, nbytes, dtype, offset, stride, resolved)
+        return str(number), made(StoredAs, (tag, storage_dtype, nbytes, dtype, offset, stride, resolved))
 
     pickle = write_pickle(tree.root, TorchLeaves(stored_as), tree.overlay)
     return _records([
@@ -206,7 +138,7 @@ def _records(contents: Iterable[tuple[str, bytes | NewStorage]]) -> Layout:
             values, dtype, nbytes = content, UINT8, len(content)
         slot, lead, offset, end = archives.lay_out(b"%s/%s" % (_ROOT, name.encode()), end, nbytes)
         slots.append(slot)
-        items.append(WriteItem(name, lead, offset, nbytes, values, dtype))
+        items.append(made(WriteItem, (name, lead, offset, nbytes, values, dtype)))
     return Layout(
         tuple(items),
         end + archives.ending_size(slots),

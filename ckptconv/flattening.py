@@ -1,0 +1,89 @@
+"""The values of a state dict as the named tensors of a safetensors file: encoded, skipped, or refused under their key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptconv.dtypes import DType
+from ckptconv.encodings import Recipe, flat, written_form
+from ckptconv.errors import KeyConflict, RefusedObject, printable
+from ckptconv.nodes import Call, Dict, Global, Node
+from ckptconv.plain_objects import spoken_name
+from ckptconv.settling import Rewritten, Skipped
+from ckptconv.tensors import TensorRef
+from ckptconv.torch_objects import is_tensor_call
+
+
+@dataclass(frozen=True, slots=True)
+class Flattened:
+    """The named tensors of a state dict for safetensors, the recipes of encoded ones, and what was no tensor before."""
+
+    tensors: tuple[tuple[str, TensorRef], ...]
+    recipes: Mapping[str, Recipe]
+    rewritten: tuple[Rewritten, ...]
+
+
+def flatten(keys: Sequence[str | None], values: Sequence[Node], skipped: list[Skipped]) -> Flattened:
+    """The values under these keys (None: left out) as named tensors; what is no tensor goes to `skipped`."""
+    tensors: dict[str, TensorRef] = {}
+    recipes: dict[str, Recipe] = {}
+    rewritten = []
+    known: dict[int, Node] = {}  # one tensor for each array, so that its names are known to be tied
+    for key, value in zip(keys, values, strict=True):
+        if key is None:
+            continue
+        if type(value) is TensorRef and value.dtype.safetensors is not None and key not in tensors and key not in recipes:
+            tensors[key] = value  # nearly all are of this kind
+            continue
+        if (made := flat(key, known.get(id(value), value))) is None:
+            skipped.append(_skipped_value(key, value))
+            continue
+        if made.was is not None:
+            rewritten.append(Rewritten(key, made.was))
+            known[id(value)] = made.tensors[0][1]
+        names = [*(name for name, _ in made.tensors), *made.recipes]
+        if taken := next((name for name in names if name in tensors or name in recipes), None):
+            raise KeyConflict(
+                f"is both a key and a component of the encoding of another ({printable(key)})", where=taken, hint="use --rename"
+            )
+        tensors.update(made.tensors)
+        recipes.update(made.recipes)
+    return Flattened(tuple(tensors.items()), recipes, tuple(rewritten))
+
+
+def encoding_notes(flattened: Flattened) -> Iterator[str]:
+    """Tell of the tensors that are encoded."""
+    if flattened.recipes:
+        names = printable(", ".join([*flattened.recipes][:3])) + ", …" * (len(flattened.recipes) > 3)
+        yield f"encoded, for safetensors has no such tensors, and restored by ckptconv: {names}"
+
+
+def refuse_unholdable(key: str, ref: TensorRef, dtype: DType) -> None:
+    """Raise `RefusedObject` where safetensors has no dtype for a tensor that is written as `dtype`."""
+    half_byte = ref.dtype.safetensors == "F4" and not ref.shape
+    if half_byte or (dtype.safetensors is None and written_form(ref) is None):
+        raise RefusedObject(
+            f"safetensors has no {'scalars of' if half_byte else 'dtype'} {ref.dtype.name}",
+            where=key,
+            hint="write a torch file (--to torch), or leave it out with --exclude",
+        )
+
+
+def _skipped_value(key: str, value: Node) -> Skipped:
+    if is_tensor_call(value):
+        raise RefusedObject(
+            f"a tensor that safetensors cannot hold ({_tensor_class(value)})",
+            where=key,
+            hint="write a torch file (--to torch), or leave it out with --exclude",
+        )
+    if type(value) is Call:
+        return Skipped(key, f"not a tensor but {printable(spoken_name(value, value.name))}")
+    kind = {Dict: "dict", type(None): "None", Global: "a class"}.get(type(value), type(value).__name__)
+    return Skipped(key, f"not a tensor but {kind}")
+
+
+def _tensor_class(value: Call) -> str:
+    """What kind of tensor a call rebuilds: the class of a subclass, or the function."""
+    subclass = value.args[1] if len(value.args) > 1 and "_rebuild_from_type" in value.name else None
+    return printable(subclass.path if type(subclass) is Global else value.name)

@@ -1,0 +1,324 @@
+"""DeepSpeed's checkpoints: a folder of steps, each a folder of what the ranks saved; the fp32 weights are joined from them.
+
+``latest`` holds the name (tag) of the last step's folder. In it lie the model states, ``mp_rank_00_model_states.pt`` or, in
+stage 3, ``zero_pp_rank_R_mp_rank_00_model_states.pt``, and the optimizer states of each rank,
+``[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt``. All are torch files. The weights are those that deepspeed's own
+``zero_to_fp32`` gives: buffers, frozen parameters, parameters, shared ones, all that is floating as float32. Source:
+deepspeed/utils/zero_to_fp32.py and deepspeed/runtime/engine.py (0.19.8).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckptconv.checkpoint import Checkpoint
+from ckptconv.errors import AmbiguousStateDict, CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.limits import LIMITS
+from ckptconv.nodes import Dict, Node, mapping_pairs
+from ckptconv.sources import FilePool, FileSource, Source, stays_within
+from ckptconv.zero_partitions import RankStates, Weights, entries, read_rank
+
+NAME = "DeepSpeed"
+_MODEL = re.compile(r"(?:zero_pp_rank_([0-9]{1,6})_)?mp_rank_([0-9]{1,6})_model_states\.pt").fullmatch
+_OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,6})_mp_rank_([0-9]{1,6})_?optim_states\.pt").fullmatch
+_PIPELINE = re.compile(r"layer_[0-9]+-model_[0-9]+-model_states\.pt").fullmatch
+_EXPERTS = re.compile(r"(?:layer_[0-9]+_)?expert_[0-9]+_mp_rank_[0-9]+_model_states\.pt|expp_rank_.*optim_states\.pt").fullmatch
+_FETCH = "fetch the whole folder again"
+_LAYOUTS = (_MODEL, _OPTIM, _PIPELINE, _EXPERTS)
+
+_BOOKKEEPING = frozenset(
+    ("param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "buffer_names", "optimizer")
+)
+"""Entries of the model states that describe the partitions; of no use once they are joined."""
+
+OpenFile = Callable[[Path], Checkpoint]
+OpenSource = Callable[[Source], Checkpoint]
+
+
+def is_deepspeed(path: Path) -> bool:
+    """Whether `path` is the folder of a step, or one of steps (which says so in ``latest``, or holds one).
+
+    Or the model states of one rank, by name: those of stage 3 hold no weights, though they look as if they did.
+    """
+    if (found := _MODEL(path.name)) is not None and found[1] is not None and path.is_file():
+        return True
+    return path.is_dir() and (_is_step(path) or (path / "latest").is_file() or bool(_steps(path)))
+
+
+def open_deepspeed(path: Path, open_source: OpenSource, tag: str | None) -> Checkpoint:
+    """Open a step: the one whose folder `path` is, or the one in it that is named by `tag`, else by ``latest``, else alone.
+
+    The tree is that of the model states, the joined weights under ``module``; nothing of the payload is read. Raises
+    `UnsupportedCheckpoint` for layouts that are not read, and `MalformedCheckpoint` when files are missing or do not fit.
+    """
+    if not path.is_dir():
+        return _one_of_many(path, open_source, tag)
+    folder = _step_folder(path, tag)
+    try:
+        files = _step_files(folder)
+        many = len(files.model) + len(files.optim) > LIMITS.open_files
+        source_of = FilePool().source if many else FileSource
+        with ExitStack() as opened:
+            checkpoint = _open_step(files, lambda file: _opened(source_of(_inside(file, path)), open_source, opened))
+            opened.pop_all()
+    except CheckpointError as error:
+        raise error.at(path=folder) from error.__cause__
+    notes = _other_steps(path, folder) if path != folder else ()
+    return replace(checkpoint, path=path, notes=(f"the step {printable(folder.name)} is read", *checkpoint.notes, *notes))
+
+
+def _one_of_many(path: Path, open_source: OpenSource, tag: str | None) -> Checkpoint:
+    """The file of a rank, if it is none of ZeRO's after all."""
+    if tag is not None:
+        raise UnsupportedCheckpoint("holds no tags to choose from", path=path, hint="leave --tag out")
+    with ExitStack() as opened:
+        checkpoint = _opened(FileSource(path), open_source, opened)
+        if entries(checkpoint.root).get("param_shapes") is None:
+            opened.pop_all()
+            return checkpoint
+    what = "holds the model states of one rank of ZeRO stage 3, and no weights"
+    raise UnsupportedCheckpoint(what, path=path, hint=f"name its folder: {printable(path.absolute().parent)}")
+
+
+def _inside(file: Path, folder: Path) -> Path:
+    if not stays_within(file, folder):
+        raise MalformedCheckpoint("is a link that leads out of the folder", path=file, hint="name the folder that it leads to")
+    return file
+
+
+def _opened(source: Source, open_source: OpenSource, opened: ExitStack) -> Checkpoint:
+    opened.callback(source.close)
+    checkpoint = open_source(source)
+    for source in checkpoint.sources:
+        opened.callback(source.close)
+    return checkpoint
+
+
+# ------------------------------------------------------------------------------------------------------------------- steps
+
+
+def _names(folder: Path) -> list[str]:
+    """The names of what is in a folder."""
+    try:
+        return sorted(item.name for item in folder.iterdir())
+    except OSError as error:
+        raise UnsupportedCheckpoint(f"cannot be listed: {error.strerror}", path=folder) from error
+
+
+def _is_step(folder: Path) -> bool:
+    return any(matches(name) for name in _names(folder) for matches in _LAYOUTS)
+
+
+def _steps(folder: Path) -> list[str]:
+    """The names of the steps in a folder."""
+    found = []
+    for name in _names(folder):
+        with suppress(CheckpointError):  # what may not be listed is none
+            if (folder / name).is_dir() and _is_step(folder / name):
+                found.append(name)
+    return found
+
+
+def _step_folder(path: Path, tag: str | None) -> Path:
+    if _is_step(path):
+        if tag not in (None, path.name):
+            what = f"is the folder of one step, not of '{printable(tag)}'"
+            raise UnsupportedCheckpoint(what, path=path, hint="leave --tag out, or name the folder above")
+        return path
+    name, named_by = (tag, "--tag") if tag is not None else (_latest(path), "latest")
+    if name is None:
+        return path / _only_step(path)
+    if not _is_safe(name):
+        raise MalformedCheckpoint(f"'{printable(name)}' is no plain folder name", path=path, where=named_by)
+    if not (path / name).is_dir() or not _is_step(path / name):
+        raise MalformedCheckpoint(
+            f"names the step '{printable(name)}', which is not here", path=path, where=named_by, hint=_choice(_steps(path))
+        )
+    return path / name
+
+
+def _latest(path: Path) -> str | None:
+    if not (path / "latest").is_file():
+        return None
+    source = FileSource(path / "latest")
+    try:
+        return source.read(0, min(source.size, LIMITS.small_record_bytes)).decode("utf-8", "replace").strip()
+    finally:
+        source.close()
+
+
+def _is_safe(name: str) -> bool:
+    """Whether a tag stays within its folder, on every system."""
+    plain = name.isprintable() and not set(name) & set("\\:") and len(name.encode()) <= _LONGEST_TAG
+    return plain and all(part not in ("", ".", "..") for part in name.split("/"))
+
+
+_LONGEST_TAG = 255  # bytes, as in the names of most file systems
+
+
+def _only_step(path: Path) -> str:
+    steps = _steps(path)
+    if len(steps) != 1:
+        raise AmbiguousStateDict(f"holds {len(steps)} steps and no file 'latest'", path=path, hint=_choice(steps))
+    return steps[0]
+
+
+def _choice(steps: Sequence[str]) -> str | None:
+    return f"choose one with --tag: {printable(', '.join(steps), 500)}" if steps else None
+
+
+def _other_steps(path: Path, folder: Path) -> tuple[str, ...]:
+    others = [name for name in _steps(path) if name != folder.name]
+    return (f"the folder holds other steps too; {_choice(others)}",) if others else ()
+
+
+# ------------------------------------------------------------------------------------------------------------------- files
+
+
+@dataclass(frozen=True, slots=True)
+class StepFiles:
+    """The files of a step: the model states of all ranks (`whole`), or of each (`model`), and the optimizer states of each."""
+
+    whole: Path | None
+    model: Mapping[int, Path]
+    optim: Mapping[int, Path]
+
+
+def _step_files(folder: Path) -> StepFiles:
+    """Sort the files of a step's folder by rank; refuse layouts other than data-parallel ones by name."""
+    names = _names(folder)
+    model = [(found, folder / name) for name in names if (found := _MODEL(name))]
+    optim = [(found, folder / name) for name in names if (found := _OPTIM(name))]
+    _refuse_other_layouts(folder, names, {int(found[2]) for found, _ in (*model, *optim)})
+    whole = [file for found, file in model if found[1] is None]
+    return StepFiles(
+        whole[0] if whole else None,
+        _by_rank((int(found[1]), file) for found, file in model if found[1] is not None),
+        _by_rank((int(found[1]), file) for found, file in optim),
+    )
+
+
+def _refuse_other_layouts(folder: Path, names: Sequence[str], tensor_ranks: set[int]) -> None:
+    what = None
+    if any(map(_PIPELINE, names)):
+        what = "a pipeline-parallel checkpoint (layer files)"
+    elif any(map(_EXPERTS, names)):
+        what = "an expert-parallel checkpoint (expert files)"
+    elif tensor_ranks != {0}:
+        what = f"a tensor-parallel checkpoint of {len(tensor_ranks)} ranks (mp_rank_XX)"
+    elif (folder / "zero").is_dir():
+        what = "a universal checkpoint (folder 'zero')"
+    if what is not None:
+        raise UnsupportedCheckpoint(
+            f"is {what} of DeepSpeed, which is not read", path=folder, hint="save the weights with the framework that wrote it"
+        )
+
+
+def _by_rank(found: Iterable[tuple[int, Path]]) -> dict[int, Path]:
+    ranks: dict[int, Path] = {}
+    for rank, file in sorted(found):
+        if rank in ranks:
+            what = f"two files are of rank {rank}: {printable(ranks[rank].name)} and {printable(file.name)}"
+            raise MalformedCheckpoint(what, path=file.parent, hint="one is left over from another run; move it away")
+        ranks[rank] = file
+    return ranks
+
+
+def _require_ranks(files: Mapping[int, Path], count: int, kind: str) -> None:
+    """Raise unless the files are those of the ranks 0 to `count` - 1."""
+    if missing := [rank for rank in range(min(count, len(files) + 1)) if rank not in files]:
+        what = f"has the {kind} states of {len(files)} ranks where {count} wrote it; those of rank {missing[0]} are missing"
+        raise MalformedCheckpoint(what, hint=_FETCH)
+    if len(files) > count:
+        what = f"has the {kind} states of {len(files)} ranks where {count} wrote it"
+        raise MalformedCheckpoint(what, hint="some are left over from another run; move them away")
+
+
+# -------------------------------------------------------------------------------------------------------------------- tree
+
+
+def _open_step(files: StepFiles, open_file: OpenFile) -> Checkpoint:
+    """The checkpoint that the files of a step are, its path still that of one of them."""
+    if not files.optim:
+        return _without_partitions(files, open_file)
+    ranks, opened = _read_ranks(files.optim.values(), open_file)
+    _require_ranks(files.optim, ranks[0].ranks, "optimizer")
+    stage = ranks[0].stage
+    models = _open_models(files, stage, ranks[0].ranks, open_file)
+    states = [_model_states(model) for model in models]
+    everything = [*models, *opened]
+    sources = tuple(source for checkpoint in everything for source in checkpoint.sources)
+    if states[0].get("param_shapes") is None:  # the bf16 optimizer without ZeRO, whose model states are whole
+        notes = ("the weights are those of the model states, in the type that they were trained in", *models[0].notes)
+        return replace(models[0], format=NAME, notes=notes, sources=sources)
+    weights = Weights(states, stage)
+    root = Dict([("module", weights.join(ranks)), *_rest_of_training(models[0].root)])
+    notes = (f"the fp32 weights are joined from {len(ranks)} ranks; the optimizer's moments are left out", *weights.notes)
+    return Checkpoint(
+        path=models[0].path,
+        format=f"{NAME} ZeRO-{stage}",
+        root=root,
+        nbytes=sum(checkpoint.nbytes for checkpoint in everything),
+        notes=tuple(dict.fromkeys((*notes, *(note for checkpoint in everything for note in checkpoint.notes)))),
+        sources=sources,
+    )
+
+
+def _open_models(files: StepFiles, stage: int, ranks: int, open_file: OpenFile) -> list[Checkpoint]:
+    """The model states that are needed: the first ones, and in stage 3 those of all ranks where parameters are frozen."""
+    first = files.model.get(0) if stage == 3 else files.whole
+    if first is None:
+        raise MalformedCheckpoint(f"the model states of ZeRO stage {stage} are missing", hint=_FETCH)
+    model = open_file(first)
+    states = _model_states(model)
+    if stage == 3 and states.get("param_shapes") is None:
+        raise MalformedCheckpoint("names no parameters of its partitions", path=first, where="param_shapes", hint=_FETCH)
+    if stage != 3 or not mapping_pairs(states.get("frozen_param_shapes")):
+        return [model]
+    _require_ranks(files.model, ranks, "model")
+    return [model, *(open_file(file) for rank, file in files.model.items() if rank)]
+
+
+def _read_ranks(files: Iterable[Path], open_file: OpenFile) -> tuple[list[RankStates], list[Checkpoint]]:
+    """What each file of optimizer states says, and the files, opened, without their trees."""
+    ranks, opened = [], []
+    for file in files:
+        checkpoint = open_file(file)
+        try:
+            ranks.append(read_rank(checkpoint.root))
+        except CheckpointError as error:
+            raise error.at(path=file) from None
+        opened.append(replace(checkpoint, root=None))
+    return ranks, opened
+
+
+def _without_partitions(files: StepFiles, open_file: OpenFile) -> Checkpoint:
+    """A checkpoint of stage 0, whose model states hold the weights."""
+    if files.whole is None:
+        raise MalformedCheckpoint("the optimizer states, which hold the weights in ZeRO stage 3, are missing", hint=_FETCH)
+    model = open_file(files.whole)
+    if _model_states(model).get("param_shapes") is not None:
+        hint = f"fetch them, or name {files.whole.name} for the weights in the type that they were trained in"
+        raise MalformedCheckpoint("the optimizer states, which hold the fp32 weights, are missing", hint=hint)
+    return replace(model, format=NAME)
+
+
+def _model_states(model: Checkpoint) -> dict[str, Node]:
+    states = entries(model.root)
+    if not mapping_pairs(states.get("module")):
+        raise MalformedCheckpoint("holds no model states of DeepSpeed (a dict with 'module')", path=model.path)
+    width = states.get("mp_world_size")
+    if type(width) is int and width > 1:
+        raise UnsupportedCheckpoint("is one of several tensor-parallel parts, which are not read", path=model.path)
+    if states.get("ds_autoep_layers") or states.get("autoep_layers"):
+        raise UnsupportedCheckpoint("is an expert-parallel checkpoint (AutoEP), which is not read", path=model.path)
+    return states
+
+
+def _rest_of_training(root: Node) -> list[tuple[Node, Node]]:
+    gone = {"module", *_BOOKKEEPING}
+    return [(key, value) for key, value in mapping_pairs(root) or () if type(key) is not str or key not in gone]

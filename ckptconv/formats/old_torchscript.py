@@ -1,0 +1,179 @@
+"""TorchScript archives of before torch 1.4, as the state dicts that they loaded with.
+
+``model.json`` is a protobuf message as JSON: a tree of modules, each with ``submodules``, ``parameters`` (``isBuffer`` and
+``tensorId``) and ``attributes`` (a ``type`` and an ``id`` in ``attributes.pkl``), and a table of ``tensors`` (``dims``,
+``strides``, ``offset``, ``dataType``, ``device`` and the record in ``data``). 64-bit numbers are texts, and zeros are left
+out. A tensor that is an attribute was a buffer then. Source: torch/csrc/jit/serialization/import_legacy.cpp and
+caffe2/proto/torch.proto of torch 1.4.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ckptconv.checkpoint import Checkpoint
+from ckptconv.dtypes import BY_NAME, DType
+from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.formats.records import ArchiveStorages, Records, checksum_notes, read_limited, root_folder
+from ckptconv.limits import LIMITS
+from ckptconv.nodes import ORDERED_DICT, Call, Node
+from ckptconv.sources import Source
+from ckptconv.tensors import Storage, TensorRef, contiguous_stride, view_of
+from ckptconv.torch_objects import read_torch_pickle
+
+NAME = "TorchScript (before torch 1.4)"
+_MODEL = "model.json"
+_DTYPES = {
+    "FLOAT": "float32", "DOUBLE": "float64", "FLOAT16": "float16", "BFLOAT16": "bfloat16", "BOOL": "bool", "BYTE": "uint8",
+    "UINT8": "uint8", "INT8": "int8", "INT16": "int16", "INT32": "int32", "INT64": "int64",
+}  # fmt: skip
+_OF_A_TENSOR = "torch.jit._pickle.build_tensor_from_id"
+
+
+def is_old_torchscript(records: Records) -> bool:
+    """Whether these are the records of a TorchScript archive of before torch 1.4."""
+    return root_folder(records, _MODEL) is not None
+
+
+def open_old_torchscript(source: Source, records: Records, _: Callable[[Source], Checkpoint]) -> Checkpoint:
+    """Open a TorchScript archive of before torch 1.4 as its state dict; reads its JSON and its attributes, no payload.
+
+    Raises `MalformedCheckpoint` when the JSON is not what torch wrote, or contradicts the records.
+    """
+    root = root_folder(records, _MODEL) or ""
+    storages = ArchiveStorages(source, records, root)
+    try:
+        model = _parsed(read_limited(source, records[root + _MODEL], LIMITS.text_bytes))
+        if "mainModule" not in model:
+            raise MalformedCheckpoint("is a TorchScript archive of before torch 1.4 without a main module")
+        tensors = _tensors(model, storages, root)
+        attributes = _attributes(source, records, root)
+        made = Call(ORDERED_DICT, ())
+        made.pairs = list(_state_dict(_message(model, "mainModule"), tensors, attributes))
+    except CheckpointError as error:
+        raise error.at(path=source.path, where=root + _MODEL) from error.__cause__
+    note = "a TorchScript archive of before torch 1.4, taken as its state dict; its code is left out"
+    notes = (note, *checksum_notes(records))
+    return Checkpoint(source.path, NAME, made, source.size, notes=notes, sources=(source, *storages.inflated))
+
+
+def _parsed(raw: bytes) -> Any:
+    try:
+        model = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise MalformedCheckpoint(f"is no JSON: {printable(error)}") from None
+    return _checked(model, dict)
+
+
+def _checked(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise MalformedCheckpoint(f"holds a {type(value).__name__} where a {kind.__name__} should be")
+    return value
+
+
+def _message(holder: Any, name: str) -> Any:
+    return _checked(holder.get(name, {}), dict)
+
+
+def _messages(holder: Any, name: str) -> list[Any]:
+    return [_checked(item, dict) for item in _checked(holder.get(name, []), list)]
+
+
+def _text(holder: Any, name: str) -> str:
+    text: str = _checked(holder.get(name, ""), str)
+    return text
+
+
+def _number(value: Any) -> int:
+    """A number as protobuf writes it into JSON: 64-bit ones are texts."""
+    if type(value) is str and 0 < len(value) < 20 and value.removeprefix("-").isascii() and value.removeprefix("-").isdigit():
+        return int(value)
+    number: int = _checked(value, int)
+    return number
+
+
+# -------------------------------------------------------------------------------------------------------------- tensors
+
+
+def _tensors(model: Any, storages: ArchiveStorages, root: str) -> list[TensorRef]:
+    found: dict[str, Storage] = {}
+    return [_tensor(given, storages, root, found) for given in _messages(model, "tensors")]
+
+
+def _tensor(given: Any, storages: ArchiveStorages, root: str, found: dict[str, Storage]) -> TensorRef:
+    record = _text(_message(given, "data"), "key")
+    if given.get("isQuantized"):
+        raise UnsupportedCheckpoint("a quantized tensor of before torch 1.4 is not read", where=record)
+    dtype = _dtype(given, record)
+    if record not in found:
+        found[record] = storages.at(root + record, _text(given, "device") or "cpu", dtype)
+    shape = tuple(map(_number, _checked(given.get("dims", []), list)))
+    stride = tuple(map(_number, _checked(given.get("strides", []), list)))
+    return view_of(found[record], dtype, _number(given.get("offset", 0)), shape, stride or contiguous_stride(shape))
+
+
+def _dtype(given: Any, record: str) -> DType:
+    name = _text(given, "dataType")
+    if name not in _DTYPES:
+        raise UnsupportedCheckpoint(f"has the unknown dtype {printable(name)}", where=record)
+    return BY_NAME[_DTYPES[name]]
+
+
+def _attributes(source: Source, records: Records, root: str) -> list[int | None]:
+    """Of each attribute of ``attributes.pkl``, the index of the tensor that it is; None for other values."""
+    record = records.get(f"{root}attributes.pkl")
+    if record is None:
+        return []
+    tree = read_torch_pickle(read_limited(source, record), _no_storages)
+    return [_tensor_index(value) for value in tree] if type(tree) in (list, tuple) else []
+
+
+def _no_storages(key: str, *_: object) -> Storage:
+    raise MalformedCheckpoint(f"its attributes name the storage {printable(key)}; they should have none")
+
+
+def _tensor_index(value: Node) -> int | None:
+    if type(value) is not Call or value.name != _OF_A_TENSOR or len(value.args) != 1:
+        return None
+    return value.args[0] if type(value.args[0]) is int else None
+
+
+# -------------------------------------------------------------------------------------------------------------- modules
+
+
+def _state_dict(main: Any, tensors: list[TensorRef], attributes: list[int | None]) -> Iterator[tuple[str, TensorRef]]:
+    """Names and tensors: a module's parameters, its buffers, then those of its submodules."""
+    seen: set[str] = set()
+    work: list[tuple[str, Any, int]] = [("", main, 0)]
+    written = 0
+    while work:
+        prefix, module, depth = work.pop()
+        children = [(f"{prefix}{_text(child, 'name')}.", child, depth + 1) for child in _messages(module, "submodules")]
+        written += sum(len(name) for name, _, _ in children)
+        if depth > LIMITS.depth or written > LIMITS.names:
+            raise LimitExceeded("its modules nest too deeply", where=prefix[:60] + "…")
+        for name, index in _own(module, attributes):
+            if not 0 <= index < len(tensors):
+                raise MalformedCheckpoint(f"names tensor {index} of {len(tensors)}", where=prefix + name)
+            if prefix + name in seen:
+                raise MalformedCheckpoint("is named twice", where=prefix + name)
+            seen.add(prefix + name)
+            yield prefix + name, tensors[index]
+        work += reversed(children)
+
+
+def _own(module: Any, attributes: list[int | None]) -> Iterator[tuple[str, int]]:
+    """The names and tensor numbers of a module's parameters, then of its buffers."""
+    given = _messages(module, "parameters")
+    for wanted in (False, True):
+        for item in given:
+            if (item.get("isBuffer") is True) is wanted:
+                yield _text(item, "name"), _number(item.get("tensorId", 0))
+    known = {_text(item, "name") for item in given}
+    for item in _messages(module, "attributes"):
+        at = _number(item.get("id", 0))
+        index = attributes[at] if 0 <= at < len(attributes) else None
+        if index is not None and _text(item, "name") not in known:
+            yield _text(item, "name"), index

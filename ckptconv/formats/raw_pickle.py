@@ -1,0 +1,71 @@
+"""Plain pickles with tensors inside (`pickle.dump` of a state dict): any protocol, one stream to the end of the file.
+
+A storage is pickled as a call of `torch.storage._load_from_bytes` with a whole torch stream in it, which is opened as a file
+within the file. Source: `__reduce__` in torch/storage.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from ckptconv.checkpoint import Checkpoint, walk
+from ckptconv.dtypes import DType
+from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.limits import LIMITS
+from ckptconv.nodes import Call, Dict, Node
+from ckptconv.sources import MemorySource, Source
+from ckptconv.tensors import Storage, TensorObject, TensorRef
+from ckptconv.torch_objects import is_tensor_call, read_torch_pickle
+
+NAME = "pickle"
+
+# Protocols 0 and 1 have no mark of their own: a dict, a list or an object as python's picklers begin them.
+_BEGINS = re.compile(rb"\x80[\0-\5]|\((?:dp|lp)\d+\n|[}\]]q\0|c[A-Za-z_][\w.]*\n[A-Za-z_]\w*\n(?:p\d+\n|[()q])").match
+
+
+def is_raw_pickle(head: bytes) -> bool:
+    """Whether a file that starts with `head` (some hundred bytes) is a pickle, by its protocol or by its first opcodes."""
+    return _BEGINS(head) is not None
+
+
+def open_raw_pickle(source: Source, opener: Callable[[Source], Checkpoint]) -> Checkpoint:
+    """Open a bare pickle; its tensors lie within it, so all of it is read, at most `LIMITS.pickle_bytes`.
+
+    Raises `UnsupportedCheckpoint` when it holds no tensors or arrays.
+    """
+    if source.size > LIMITS.pickle_bytes:
+        raise LimitExceeded(f"is a pickle of {source.size} bytes, more than {LIMITS.pickle_bytes}", path=source.path)
+
+    def nested(stream: bytes) -> Node:
+        try:
+            return opener(MemorySource(stream, source.path)).root
+        except UnsupportedCheckpoint as error:
+            raise MalformedCheckpoint(f"a stream in it {error.what}", where="pickle", hint=error.hint) from error
+
+    try:
+        root = read_torch_pickle(source.read(0, source.size), _elsewhere, nested=nested)
+    except CheckpointError as error:
+        raise error.at(path=source.path, where="pickle") from error.__cause__
+    if not any(_has_values(node) for _, node in walk(root)):
+        raise UnsupportedCheckpoint(f"is a bare pickle ({_what(root)}) without tensors or arrays in it", path=source.path)
+    return Checkpoint(source.path, NAME, root, source.size, sources=(source,))
+
+
+def _elsewhere(key: str, location: str, nbytes: int, dtype: DType | None) -> Storage:
+    raise MalformedCheckpoint(
+        f"names the storage {printable(key)}, which lies outside of it",
+        hint="it was taken out of a checkpoint, such as the data.pkl of a zip; name the checkpoint itself",
+    )
+
+
+def _has_values(node: Node) -> bool:
+    if type(node) is Call:
+        return is_tensor_call(node) or node.name.startswith("numpy.")
+    return type(node) in (TensorRef, TensorObject, Storage)
+
+
+def _what(root: Node) -> str:
+    if type(root) is Call:
+        return f"an object of {printable(root.name)}"
+    return "a dict" if type(root) is Dict else f"a {type(root).__name__.lower()}"

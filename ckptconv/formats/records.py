@@ -1,0 +1,101 @@
+"""The records of one zip archive that make up a tree: its pickle, and the storages that the pickle names.
+
+Archives of `torch.save` and of TorchScript have them alike: ``data.pkl`` and ``data/N`` under one root folder, with
+``byteorder`` and ``version`` beside them. Which archive it is, and what its tree means, is the business of the formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TypeAlias
+
+from ckptconv import archives
+from ckptconv.archives import Record
+from ckptconv.dtypes import DType
+from ckptconv.errors import CheckpointError, MalformedCheckpoint
+from ckptconv.limits import LIMITS
+from ckptconv.nodes import Node, made
+from ckptconv.sources import Source, Spool
+from ckptconv.tensors import Storage
+from ckptconv.torch_objects import read_torch_pickle
+
+Records: TypeAlias = Mapping[str, Record]
+"""The records of an archive by name."""
+
+
+def root_folder(records: Records, name: str) -> str | None:
+    """The folder that holds the record `name`, with its slash; None where there is none, or several."""
+    found = [record[: -len(name)] for record in records if record.endswith(f"/{name}") and record.count("/") == 1]
+    return found[0] if len(found) == 1 else None
+
+
+def checksum_notes(records: Records) -> Iterator[str]:
+    """Tell of an archive that was written without checksums."""
+    if any(record.size and record.crc32 is None for record in records.values()):
+        yield "the archive has no checksums (CRC-32 fields are 0), so damage cannot be noticed"
+
+
+def read_tree(source: Source, record: Record, storages: ArchiveStorages) -> Node:
+    """The tree in the pickle `record` of an archive, its tensors over `storages`; reads no payload."""
+    try:
+        return read_torch_pickle(read_limited(source, record), storages)
+    except CheckpointError as error:
+        raise error.at(path=source.path, where="data.pkl") from error.__cause__
+
+
+def read_limited(source: Source, record: Record, most: int = LIMITS.pickle_bytes) -> bytes:
+    """A whole pickle or text: of at most `most` bytes, and no bomb when it is deflated."""
+    limit = max(LIMITS.pickle_free, LIMITS.pickle_ratio * record.stored) if record.deflated else most
+    return archives.read_record(source, record, min(limit, most))
+
+
+class ArchiveStorages:
+    """Finds the storages of one archive by key, each checked against its record.
+
+    `used` are the records found so far; `inflated` the sources to close besides the archive itself.
+    """
+
+    def __init__(self, source: Source, records: Mapping[str, Record], root: str) -> None:
+        self._source = source
+        self._records = records
+        self._prefix = f"{root}data/"
+        self._big_endian = self._is_big_endian(root)
+        self._check_version(root)
+        self.used: set[str] = set()
+        self.inflated: list[Source] = []
+        self._spool = Spool()
+
+    def __call__(self, key: str, location: str, nbytes: int, dtype: DType | None) -> Storage:
+        storage = self.at(self._prefix + key, location, dtype)
+        if storage.nbytes != nbytes:
+            raise MalformedCheckpoint(f"has {storage.nbytes} bytes where the pickle says {nbytes}", where=storage.name)
+        return storage
+
+    def at(self, name: str, location: str, dtype: DType | None) -> Storage:
+        """The storage that is the whole record `name`."""
+        record = self._records.get(name)
+        if record is None:
+            raise MalformedCheckpoint("the pickle names a storage that the archive does not hold", where=name)
+        self.used.add(name)
+        nbytes = record.size
+        if not record.deflated:
+            fields = (self._source, record.offset, nbytes, location, name, dtype, record.crc32, self._big_endian, None)
+            return made(Storage, fields)
+        source, offset = archives.record_source(self._source, record, self._spool)
+        self.inflated.append(source)
+        return Storage(source, offset, nbytes, location, name, dtype, None, self._big_endian)
+
+    def _small(self, name: str) -> bytes | None:
+        record = self._records.get(name)
+        return None if record is None else archives.read_record(self._source, record, LIMITS.small_record_bytes)
+
+    def _is_big_endian(self, root: str) -> bool:
+        order = self._small(f"{root}byteorder")
+        if order not in (None, b"little", b"big"):
+            raise MalformedCheckpoint(f"names the byte order {order!r}", path=self._source.path, where=f"{root}byteorder")
+        return order == b"big"
+
+    def _check_version(self, root: str) -> None:
+        version = self._small(f"{root}version")
+        if version is not None and not version.strip().isdigit():
+            raise MalformedCheckpoint(f"is no number: {version[:20]!r}", path=self._source.path, where=f"{root}version")

@@ -1,0 +1,155 @@
+"""Folders as Hugging Face libraries write them: an index beside its shards, or one file of weights under a usual name.
+
+``model.safetensors.index.json`` (or ``pytorch_model.bin.index.json``) is a JSON object: ``weight_map`` from key to file name,
+``metadata`` with ``total_size`` in bytes. Shards are whole checkpoints and lie in the folder of the index; in the library's
+cache they are links into the ``blobs`` beside ``snapshots``. Source: transformers' and huggingface_hub's sharded checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from ckptconv.checkpoint import Checkpoint
+from ckptconv.documents import read_object
+from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.limits import LIMITS
+from ckptconv.nodes import ORDERED_DICT, Call, Node
+from ckptconv.sources import FileSource, stays_within
+
+NAME = "sharded"
+_INDEX = ".index.json"
+_ALONE = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin",
+          "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")  # fmt: skip
+"""Names under which the libraries save weights that need no shards, the preferred first."""
+
+
+def is_sharded(path: Path) -> bool:
+    """Whether `path` is an index, or a folder with one, or with weights under a usual name."""
+    if path.is_dir():
+        return bool(_indexes(path)) or any((path / name).is_file() for name in _ALONE)
+    return path.name.endswith(_INDEX)
+
+
+def _indexes(folder: Path) -> list[Path]:
+    return sorted(item for item in folder.iterdir() if item.name.endswith(_INDEX))
+
+
+def open_sharded(path: Path, open_file: Callable[[Path], Checkpoint], tag: str | None) -> Checkpoint:
+    """Open all shards that an index names; reads their directories, no payload.
+
+    The tree is an OrderedDict in the index's order. Raises `MalformedCheckpoint` when a shard is missing or unsafe, or when
+    index and shards do not agree on who holds a key.
+    """
+    if tag is not None:
+        raise UnsupportedCheckpoint("holds no tags to choose from", path=path, hint="leave --tag out")
+    index = path if not path.is_dir() else _index_of(path)
+    if index is None:
+        return open_file(next(path / name for name in _ALONE if (path / name).is_file()))
+    weight_map = _weight_map(index)
+    shards: dict[str, Checkpoint] = {}
+    try:
+        for name in dict.fromkeys(weight_map.values()):
+            shards[name] = open_file(_shard(index, name))
+        pairs = _pairs(index, weight_map, shards)
+    except BaseException:
+        for shard in shards.values():
+            shard.close()
+        raise
+    return _joined(index, pairs, list(shards.values()))
+
+
+def _joined(index: Path, pairs: list[tuple[str, Node]], shards: Sequence[Checkpoint]) -> Checkpoint:
+    root = Call(ORDERED_DICT, ())
+    root.pairs = pairs
+    metadata = {name: value for shard in reversed(shards) for name, value in shard.metadata.items()}
+    return Checkpoint(
+        path=index,
+        format=f"{NAME} {shards[0].format}" if shards else NAME,
+        root=root,
+        nbytes=sum(shard.nbytes for shard in shards),
+        metadata=metadata,
+        notes=tuple(dict.fromkeys(note for shard in shards for note in shard.notes)),
+        sources=tuple(source for shard in shards for source in shard.sources),
+    )
+
+
+def _index_of(folder: Path) -> Path | None:
+    """The index in a folder; of a safetensors and a torch one for the same weights, the first."""
+    found = _indexes(folder)
+    if len(found) > 1 and (usual := [item for item in found if item.name == f"model.safetensors{_INDEX}"]):
+        found = usual
+    if len(found) > 1:
+        names = ", ".join(printable(item.name) for item in found)
+        raise UnsupportedCheckpoint(f"holds {len(found)} indexes: {names}", path=folder, hint="name the index that is meant")
+    return found[0] if found else None
+
+
+def _weight_map(index: Path) -> Mapping[str, str]:
+    source = FileSource(index)
+    try:
+        if source.size > LIMITS.index_bytes:
+            raise LimitExceeded(f"has {source.size} bytes, more than {LIMITS.index_bytes}", path=index)
+        found = read_object(source.read(0, source.size), index, "index")
+    finally:
+        source.close()
+    weight_map = found.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise _malformed(index, "weight_map", "is missing or names no keys")
+    for key, name in weight_map.items():
+        if type(name) is not str or not _is_plain_name(name):
+            raise _malformed(index, key, f"its shard {printable(str(name))} is no plain file name")
+    if len(set(weight_map.values())) > LIMITS.shards:
+        raise LimitExceeded(f"names more than {LIMITS.shards} shards", path=index)
+    return weight_map
+
+
+def _malformed(index: Path, where: str, what: str) -> MalformedCheckpoint:
+    return MalformedCheckpoint(what, path=index, where=where, hint="fetch the whole folder again")
+
+
+def _is_plain_name(name: str) -> bool:
+    """Whether a name stays in its folder on every system: relative, of printable parts, without ``..`` and drives."""
+    parts = name.split("/")
+    return name.isprintable() and not set(name) & set("\\:") and all(part not in ("", ".", "..") for part in parts)
+
+
+def _shard(index: Path, name: str) -> Path:
+    """The path of a shard, after checking that it is there and that no link leads out of the folder."""
+    path = index.parent / name
+    if name == index.name:
+        raise _malformed(index, name, "names itself as a shard")
+    try:
+        real = path.resolve(strict=True)
+    except (OSError, RuntimeError):
+        raise _malformed(index, name, "the shard is missing") from None
+    if not real.is_file():
+        raise _malformed(index, name, "the shard is no regular file")
+    if not stays_within(path, index.parent):
+        raise _malformed(index, name, "the shard is a link that leads out of the folder")
+    return path
+
+
+def _pairs(index: Path, weight_map: Mapping[str, str], shards: Mapping[str, Checkpoint]) -> list[tuple[str, Node]]:
+    """The tensors by key, in the index's order."""
+    held: dict[str, tuple[str, Node]] = {}
+    for name, shard in shards.items():
+        for key, value in _state_dict(shard):
+            if key in held:
+                raise _malformed(index, key, f"stands in two shards, {printable(held[key][0])} and {printable(name)}")
+            held[key] = name, value
+    for key, name in weight_map.items():
+        if held.get(key, ("",))[0] != name:
+            raise _malformed(index, key, f"is not in {printable(name)}, where the index puts it")
+    others = [key for key in held if key not in weight_map]
+    if extra := [key for key in others if shards[held[key][0]].metadata.get(key) not in held]:
+        raise _malformed(index, extra[0], f"stands in {printable(held[extra[0]][0])} but not in the index")
+    return [(key, held[key][1]) for key in (*weight_map, *others)]  # the others are aliases of tied tensors
+
+
+def _state_dict(shard: Checkpoint) -> list[tuple[str, Node]]:
+    try:
+        found = shard.state_dict()
+    except CheckpointError as error:
+        raise error.at(path=shard.path) from None
+    return list(zip(found.keys, found.values, strict=True))

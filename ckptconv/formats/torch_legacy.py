@@ -1,0 +1,116 @@
+"""The container of `torch.save` before torch 1.6: five pickles, then the bytes of the storages.
+
+The pickles: a magic number, the protocol 1001, facts about the writing host, the tree, and the list of the storages' keys.
+Then, in the order of that list, each storage: its element count (int64) and its elements, both little-endian whatever the
+host, for the writer swaps. Nothing says how long the pickles are; where a storage lies follows from the sizes of those
+before it.
+Source: `_legacy_save` and `_legacy_load` (torch/serialization.py), torch/csrc/serialization.cpp.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from ckptconv.checkpoint import Checkpoint
+from ckptconv.dtypes import UINT8, DType
+from ckptconv.errors import CheckpointError, MalformedCheckpoint, printable
+from ckptconv.extents import read_pickles
+from ckptconv.nodes import Node
+from ckptconv.sources import Source
+from ckptconv.tensors import Storage
+from ckptconv.torch_objects import named_storages, read_torch_pickle
+from ckptconv.unpickling import read_pickle
+
+NAME = "torch legacy"
+_BEGINS = re.compile(
+    rb"\x80[\2-\5](?:\x95.{8})?\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19\x2e", re.DOTALL
+).match  # the pickled magic number; newer protocols, which a user may choose, put it into a frame
+_PROTOCOL = 1001
+_COUNT = 8  # bytes of an element count
+
+
+def is_torch_legacy(head: bytes) -> bool:
+    """Whether a file that starts with `head` (24 bytes are enough) begins with the pickled magic number."""
+    return _BEGINS(head) is not None
+
+
+def open_torch_legacy(source: Source, _: Callable[[Source], Checkpoint]) -> Checkpoint:
+    """Open a legacy checkpoint; reads its pickles and the element counts of its storages, no payload.
+
+    Raises `MalformedCheckpoint` when pickles and storages contradict each other, when a storage is missing (torch would leave
+    whatever is in memory there), or when the file does not end with the last one.
+    """
+    try:
+        (_magic, protocol, system, tree, keys), start = read_pickles(source, 0, 5)
+        if read_pickle(protocol) != _PROTOCOL:
+            raise MalformedCheckpoint("is of another protocol than 1001", where="protocol version")
+        read_pickle(system)
+        storages = _Storages(source, named_storages(tree), _listed(read_pickle(keys)), start)
+        root = read_torch_pickle(tree, storages)
+    except CheckpointError as error:
+        raise error.at(path=source.path, where="pickles") from error.__cause__
+    return Checkpoint(source.path, NAME, root, source.size, sources=(source,))
+
+
+def _listed(keys: Node) -> list[str]:
+    """The keys of the storages, in the order in which they lie in the file."""
+    if type(keys) is not list or any(type(key) is not str for key in keys):
+        raise MalformedCheckpoint("is no list of texts", where="storage keys")
+    if len(set(keys)) != len(keys):
+        raise MalformedCheckpoint("names a storage twice", where="storage keys")
+    return keys
+
+
+class _Storages:
+    """The storages of one file, by key: `named` is what the tree says of them, `keys` their order, `start` their first byte."""
+
+    def __init__(self, source: Source, named: dict[str, tuple[int, DType | None]], keys: list[str], start: int) -> None:
+        self._source = source
+        self._offsets: dict[str, int] = {}
+        at = start
+        for key in keys:
+            if key not in named:
+                raise MalformedCheckpoint("lies in the file, but the tree does not name it", where=_name(key))
+            at = self._offsets[key] = self._payload(key, at, *named[key])
+            at += named[key][0]
+        self._refuse_missing(named)
+        self._refuse_rest(at)
+
+    def __call__(self, key: str, location: str, nbytes: int, dtype: DType | None) -> Storage:
+        return Storage(self._source, self._offsets[key], nbytes, location, _name(key), dtype)
+
+    def _payload(self, key: str, at: int, nbytes: int, dtype: DType | None) -> int:
+        """The first byte of the elements, behind their count at byte `at`."""
+        if at + _COUNT + nbytes > self._source.size:
+            raise MalformedCheckpoint(
+                f"its {nbytes} bytes at {at + _COUNT} lie beyond the end of the file ({self._source.size})",
+                where=_name(key),
+                hint="the file is cut off; fetch it again",
+            )
+        count = int.from_bytes(self._source.read(at, _COUNT), "little", signed=True)
+        expected = nbytes // (dtype or UINT8).itemsize
+        if count != expected:
+            raise MalformedCheckpoint(f"has {count} elements where the pickle says {expected}", where=_name(key))
+        return at + _COUNT
+
+    def _refuse_missing(self, named: dict[str, tuple[int, DType | None]]) -> None:
+        if missing := [key for key in named if key not in self._offsets]:
+            raise MalformedCheckpoint("the pickle names a storage that the file does not hold", where=_name(missing[0]))
+
+    def _refuse_rest(self, end: int) -> None:
+        rest = self._source.size - end
+        if not rest:
+            return
+        again = is_torch_legacy(self._source.read(end, min(rest, 24)))
+        raise MalformedCheckpoint(
+            f"{rest} bytes follow the last storage",
+            where=f"byte {end}",
+            hint=f"a second checkpoint was saved into the same file; cut it into two at byte {end}"
+            if again
+            else "something was appended to the file; fetch it again",
+        )
+
+
+def _name(key: str) -> str:
+    return f"storage {printable(key)}"

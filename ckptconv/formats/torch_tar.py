@@ -1,0 +1,280 @@
+"""The container of `torch.save` before torch 0.1.11: a tar archive, read in place and never extracted.
+
+Members: ``sys_info``; ``storages``: pickle(count), then per storage pickle((key, location, class)), its element count (int64)
+and its elements, at the end pickle(list of views (key, key of the root, offset, size)); ``tensors``: pickle(count), then per
+tensor pickle((key, storage's key, class)), int32 number of dimensions, 4 bytes of padding, int64 sizes, strides and offset;
+``pickle``: the tree, whose persistent ids are keys of tensors and storages, or (class, file, source text) of a module.
+All numbers are little-endian. Source: `legacy_load` in torch/serialization.py; the tar format of POSIX.1-1988 with pax headers.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from ckptconv.checkpoint import Checkpoint
+from ckptconv.dtypes import UINT8
+from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint
+from ckptconv.extents import read_pickles
+from ckptconv.limits import LIMITS
+from ckptconv.nodes import Global, Node
+from ckptconv.sources import MemorySource, RangeSource, Source
+from ckptconv.tensors import Storage, TensorRef
+from ckptconv.torch_objects import REDUCERS, Window, part_of, storage_dtype, tensor_of_storage, window
+from ckptconv.unpickling import read_pickle
+
+NAME = "torch tar"
+_BLOCK = 512
+_MEMBERS = ("storages", "tensors", "pickle")
+_MOST_MEMBERS = 32  # torch wrote four, each with an extended header at most
+_SMALL = 4096  # the first window for pickles of one tuple
+_HINT = "if it is an ordinary archive, unpack it and name the file inside"
+
+
+def is_tar(head: bytes) -> bool:
+    """Whether a file that starts with `head` (262 bytes are enough) is a tar archive."""
+    return head[257:262] == b"ustar"
+
+
+def open_torch_tar(source: Source, _: Callable[[Source], Checkpoint]) -> Checkpoint:
+    """Open a tar checkpoint; reads its directory, its pickles and the sizes between them, no payload.
+
+    Raises `UnsupportedCheckpoint` for a tar file that torch did not write, `MalformedCheckpoint` when its members are
+    ambiguous or contradict each other.
+    """
+    members = _members(source)
+    if missing := [name for name in _MEMBERS if name not in members]:
+        raise UnsupportedCheckpoint(
+            f"is a tar file, but none of torch (before 0.1.11): it has no member '{missing[0]}'", path=source.path, hint=_HINT
+        )
+    name = "storages"
+    try:
+        storages = _read_storages(members["storages"])
+        name = "tensors"
+        tensors = _read_tensors(members["tensors"], storages)
+        name = "pickle"
+        (tree,), end = read_pickles(members["pickle"], 0, 1)
+        _refuse_rest(members["pickle"], end)
+        root = read_pickle(tree, reducers=REDUCERS, persistent=_Ids(storages, tensors))
+    except CheckpointError as error:
+        raise error.at(path=source.path, where=name) from error.__cause__
+    return Checkpoint(source.path, NAME, root, source.size, sources=(source,))
+
+
+# ----------------------------------------------------------------------------------------------------------- directory
+
+
+class _Header(NamedTuple):
+    """What the 512 bytes before a member say of it: `kind` is the type flag, `size` the bytes of its content."""
+
+    name: str
+    kind: bytes
+    size: int
+
+
+def _members(source: Source) -> dict[str, Source]:
+    """The ordinary files of the archive by name, as far as torch could have written them."""
+    found: dict[str, Source] = {}
+    extended: dict[str, str] = {}
+    at = 0
+    while at + _BLOCK <= source.size and any(block := source.read(at, _BLOCK)):
+        header = _header(source, block, at)
+        start = at + _BLOCK
+        if header.kind == b"x" and header.size <= LIMITS.small_record_bytes:
+            extended = _extended(source, start, header.size)
+        else:
+            name, size = extended.get("path", header.name), _size(source, extended.get("size"), header.size)
+            if header.kind in (b"0", b"\0"):
+                _add(source, found, name, start, size)
+            elif name in (*_MEMBERS, "sys_info"):
+                raise _malformed(source, "is a link or a device, no file", name)
+            header, extended = header._replace(size=size), {}
+        at = start + -(-header.size // _BLOCK) * _BLOCK
+    return found
+
+
+def _add(source: Source, found: dict[str, Source], name: str, start: int, size: int) -> None:
+    if name in found:
+        raise _malformed(source, "stands in the archive twice", name)
+    if start + size > source.size:
+        raise _malformed(source, f"its {size} bytes at {start} lie beyond the end of the file ({source.size})", name)
+    if len(found) == _MOST_MEMBERS:
+        raise UnsupportedCheckpoint(
+            f"is a tar file of more than {_MOST_MEMBERS} members, so none of torch (before 0.1.11)",
+            path=source.path,
+            hint=_HINT,
+        )
+    found[name] = RangeSource(source, start, size)
+
+
+def _header(source: Source, block: bytes, at: int) -> _Header:
+    """The header in `block`, its checksum verified (the sum of its bytes, those of the checksum itself taken as spaces)."""
+    try:
+        checksum = int(block[148:156].strip(b" \0") or b"0", 8)
+        size = int.from_bytes(block[125:136], "big") if block[124] == 0x80 else int(block[124:136].strip(b" \0") or b"0", 8)
+    except ValueError:
+        raise _malformed(source, "holds a number that is none", f"tar header at {at}") from None
+    if sum(block) - sum(block[148:156]) + 8 * 0x20 != checksum or size < 0:
+        raise _malformed(source, "does not have the checksum that it declares", f"tar header at {at}")
+    return _Header(block[:100].partition(b"\0")[0].decode("utf-8", "backslashreplace"), block[156:157], size)
+
+
+def _extended(source: Source, start: int, size: int) -> dict[str, str]:
+    """A pax header: lines ``length key=value``, which apply to the next member."""
+    found, rest = {}, source.read(start, size)
+    while rest:
+        length, _, _ = rest.partition(b" ")
+        if not length.isdigit() or len(length) > 4 or not len(length) < int(length) <= len(rest):
+            raise _malformed(source, "is no list of keys and values", "pax header")
+        key, _, value = rest[len(length) + 1 : int(length) - 1].partition(b"=")
+        found[key.decode("utf-8", "backslashreplace")] = value.decode("utf-8", "backslashreplace")
+        rest = rest[int(length) :]
+    return found
+
+
+def _size(source: Source, extended: str | None, size: int) -> int:
+    if extended is None:
+        return size
+    if not (extended.isascii() and extended.isdigit() and len(extended) < 20):
+        raise _malformed(source, "declares a size that is no number", "pax header")
+    return int(extended)
+
+
+def _malformed(source: Source, what: str, where: str) -> MalformedCheckpoint:
+    return MalformedCheckpoint(what, path=source.path, where=where, hint="the file is damaged, cut off or made to deceive")
+
+
+def _refuse_rest(member: Source, end: int) -> None:
+    if end != member.size:
+        raise MalformedCheckpoint(f"{member.size - end} bytes follow what it holds")
+
+
+# ------------------------------------------------------------------------------------------------- storages and tensors
+
+_Storages = dict[int, Window]
+
+
+def _read_storages(member: Source) -> _Storages:
+    """The storages by key, and the views of them: windows of the same storage, so that they keep sharing it."""
+    found: _Storages = {}
+    count, at = _read_count(member)
+    for _ in range(count):
+        entry, at = _read_entry(member, at, 3)
+        key, location, dtype = _key(entry[0]), entry[1], storage_dtype(entry[2]) or UINT8
+        if type(location) is not str:
+            raise MalformedCheckpoint("its location tag is no text", where=f"storage {key}")
+        numel = int.from_bytes(member.read(at, 8), "little", signed=True)
+        nbytes = numel * dtype.itemsize
+        if numel < 0 or at + 8 + nbytes > member.size:
+            left = member.size - at - 8
+            raise MalformedCheckpoint(f"claims {numel} elements where {left} bytes are left", where=f"storage {key}")
+        _refuse_known(key, found)
+        found[key] = window(Storage(member, at + 8, nbytes, location, f"storage {key}", dtype))
+        at += 8 + nbytes
+    (views,), at = read_pickles(member, at, 1, window=_SMALL)
+    _refuse_rest(member, at)
+    _add_views(read_pickle(views), found)
+    return found
+
+
+def _add_views(views: Node, found: _Storages) -> None:
+    if type(views) is not list:
+        raise MalformedCheckpoint("its views are no list")
+    for view in views:
+        if type(view) is not tuple or len(view) != 4:
+            raise MalformedCheckpoint("a view is no tuple of key, root, offset and size")
+        key, root = _key(view[0]), found.get(_key(view[1]))
+        if root is None:
+            raise MalformedCheckpoint("is a view of a storage that is not there", where=f"storage {key}")
+        _refuse_known(key, found)
+        found[key] = part_of(root, view[2], view[3])
+
+
+def _read_tensors(member: Source, storages: _Storages) -> dict[int, TensorRef]:
+    """The tensors by key."""
+    found: dict[int, TensorRef] = {}
+    count, at = _read_count(member)
+    for _ in range(count):
+        (raw_key, storage_key, cls), at = _read_entry(member, at, 3)
+        key = _key(raw_key)
+        ndim = int.from_bytes(member.read(at, 4), "little", signed=True)
+        if not 0 <= ndim <= LIMITS.dimensions:
+            raise LimitExceeded(f"has {ndim} dimensions, at most {LIMITS.dimensions} are possible", where=f"tensor {key}")
+        numbers = struct.unpack(f"<{2 * ndim + 1}q", member.read(at + 8, 16 * ndim + 8))
+        at += 16 + 16 * ndim
+        _refuse_known(key, found)
+        storage = _storage_of(storage_key, cls, storages, member)
+        found[key] = _tensor(storage, numbers[-1], numbers[:ndim], numbers[ndim:-1])
+    _refuse_rest(member, at)
+    return found
+
+
+def _storage_of(key: Node, cls: Node, storages: _Storages, member: Source) -> Window:
+    """The storage of a tensor; a tensor that never had elements has none."""
+    if key is not None:
+        found = storages.get(_key(key))
+        if found is None:
+            raise MalformedCheckpoint("a tensor names a storage that is not there", where=f"storage {_key(key)}")
+        return found
+    dtype = storage_dtype(Global(cls.module, cls.name.removesuffix("Tensor") + "Storage") if type(cls) is Global else cls)
+    return window(Storage(MemorySource(b"", member.path), 0, 0, "cpu", "no storage", dtype))
+
+
+def _tensor(storage: Window, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> TensorRef:
+    if not shape and storage.start == storage.stop:
+        shape, stride = (0,), (1,)  # without dimensions: in torch of that time, a tensor without elements
+    return tensor_of_storage(storage, offset, shape, stride)
+
+
+def _read_count(member: Source) -> tuple[int, int]:
+    """The count that a member begins with, and the byte behind it; every entry takes some bytes."""
+    (stream,), at = read_pickles(member, 0, 1, window=_SMALL)
+    count = read_pickle(stream)
+    if type(count) is not int or not 0 <= count <= member.size // _LEAST:
+        raise MalformedCheckpoint(f"claims more entries than its {member.size} bytes can hold")
+    return count, at
+
+
+_LEAST = 16  # bytes of the shortest entry
+
+
+def _read_entry(member: Source, at: int, length: int) -> tuple[tuple[Node, ...], int]:
+    """The tuple of `length` parts that is pickled at byte `at`, and the byte behind it."""
+    (stream,), end = read_pickles(member, at, 1, window=_SMALL)
+    entry = read_pickle(stream)
+    if type(entry) is not tuple or len(entry) != length:
+        raise MalformedCheckpoint(f"an entry is no tuple of {length} parts (byte {at})")
+    return entry, end
+
+
+def _key(node: Node) -> int:
+    """A key: the address that an object had; torch takes its digits too."""
+    if type(node) is str and node.isascii() and node.isdigit() and len(node) < 20:
+        return int(node)
+    if type(node) is not int or not -(1 << 63) <= node < 1 << 64:
+        raise MalformedCheckpoint("a key is no address")
+    return node
+
+
+def _refuse_known(key: int, found: Mapping[int, object]) -> None:
+    if key in found:
+        raise MalformedCheckpoint("is there twice", where=str(key))
+
+
+class _Ids:
+    """What the persistent ids of the tree stand for: tensors, storages, and classes of modules."""
+
+    def __init__(self, storages: _Storages, tensors: dict[int, TensorRef]) -> None:
+        self._storages = storages
+        self._tensors = tensors
+
+    def __call__(self, pid: Node) -> Node:
+        if type(pid) is tuple and len(pid) == 3 and type(pid[0]) is Global:
+            return pid[0]
+        key = _key(pid)
+        if (tensor := self._tensors.get(key)) is not None:
+            return tensor
+        if (storage := self._storages.get(key)) is None:
+            raise MalformedCheckpoint("names a tensor that is not there", where=str(key))
+        return storage if storage != window(storage.storage) else storage.storage

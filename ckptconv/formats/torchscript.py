@@ -1,0 +1,190 @@
+"""TorchScript archives as the state dicts that `torch.jit.load(PATH).state_dict()` gives; their code is text, and never run.
+
+``constants.pkl`` stands beside ``data.pkl``, whose root is an object of a class ``__torch__.a.b.C``; the class stands in
+``code/__torch__/a/b.py`` and lists its ``__parameters__`` and ``__buffers__`` (since torch 1.6; before, a module's tensors
+that are no parameters were its buffers). Source: torch/csrc/jit/serialization/python_print.cpp and import_source.cpp.
+Archives of before torch 1.4 are another format, `old_torchscript`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ckptconv.checkpoint import Checkpoint
+from ckptconv.errors import MalformedCheckpoint, printable
+from ckptconv.formats.records import ArchiveStorages, Records, checksum_notes, read_limited, read_tree, root_folder
+from ckptconv.limits import LIMITS
+from ckptconv.module_walk import Parts, state_dict_of
+from ckptconv.nodes import Call, Dict, Global, Node
+from ckptconv.sources import Source
+from ckptconv.tensors import TensorRef
+from ckptconv.torch_objects import is_tensor_call
+
+NAME = "TorchScript"
+_Opener = Callable[[Source], Checkpoint]
+
+
+def is_torchscript(records: Records) -> bool:
+    """Whether these are the records of a TorchScript archive of torch 1.4 or newer."""
+    root = root_folder(records, "data.pkl")
+    return root is not None and f"{root}constants.pkl" in records
+
+
+def open_torchscript(source: Source, records: Records, _: _Opener) -> Checkpoint:
+    """Open a TorchScript archive as its state dict; reads its pickle and the texts of its classes, no payload.
+
+    Raises `MalformedCheckpoint` when its pickle, code and storages contradict each other.
+    """
+    root = root_folder(records, "data.pkl") or ""
+    storages = ArchiveStorages(source, records, root)
+    tree = read_tree(source, records[f"{root}data.pkl"], storages)
+    if type(tree) is not Call or type(tree.func) is not Global:
+        raise MalformedCheckpoint("is a TorchScript archive whose root is no module", path=source.path, where=f"{root}data.pkl")
+    code = _Code(source, records, root)
+    made = state_dict_of(tree, code.parts)
+    notes = (*_notes(tree, code), *([] if made.pairs else [_EMPTY]), *checksum_notes(records))
+    return Checkpoint(source.path, NAME, made, source.size, notes=notes, sources=(source, *storages.inflated))
+
+
+_EMPTY = "it has no parameters and no buffers: those of a frozen module are constants of its code"
+
+
+def _notes(root: Call, code: _Code) -> Iterator[str]:
+    yield f"a TorchScript archive, taken as the state dict of {printable(root.name)}; its code is left out"
+    if code.opaque:
+        count, first = len(code.opaque), printable(", ".join(sorted(code.opaque)[:3])) + ", …" * (len(code.opaque) > 3)
+        yield f"{count} classes keep their state in a way of their own, so their tensors are left out: {first}"
+    if code.untold:
+        yield "its classes do not list their buffers (before torch 1.6): all their tensors but the parameters are taken as such"
+
+
+# ------------------------------------------------------------------------------------------------------ classes as text
+
+
+@dataclass(frozen=True, slots=True)
+class _Class:
+    """What the text of a class tells: whether it is a module, and which attributes are saved; `buffers` None: not told."""
+
+    is_module: bool
+    parameters: frozenset[str]
+    buffers: frozenset[str] | None
+    tensors: frozenset[str]
+
+
+_HEAD = re.compile(r"^class ([^\s(:]+)(?:\((\w*)\))?:", re.MULTILINE)
+_LIST = re.compile(r"^  (__parameters__|__buffers__) = \[(.*)\] *$", re.MULTILINE)
+_TENSOR = re.compile(r"^  (\w+) : (?:Tensor|Optional\[Tensor\]) *$", re.MULTILINE)
+_METHOD = re.compile(r"^  def ", re.MULTILINE)
+_STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
+
+
+def _classes(text: str) -> dict[str, _Class]:
+    """The classes in a text of code by name; their methods are not looked at."""
+    heads = list(_HEAD.finditer(text))
+    bounds = [*(head.start() for head in heads), len(text)]
+    return {head[1]: _class(head[2], text[head.end() : end]) for head, end in zip(heads, bounds[1:], strict=True)}
+
+
+def _class(base: str | None, body: str) -> _Class:
+    method = _METHOD.search(body)
+    attributes = body[: method.start()] if method else body
+    lists = {match[1]: frozenset(map(_unquoted, _STRING.findall(match[2]))) for match in _LIST.finditer(attributes)}
+    return _Class(
+        base == "Module",
+        lists.get("__parameters__", frozenset()),
+        lists.get("__buffers__"),
+        frozenset(_TENSOR.findall(attributes)),
+    )
+
+
+_ESCAPE = re.compile(rb"\\([0-7]{3}|.)", re.DOTALL)
+_LETTERS = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"f": b"\f", b"v": b"\v", b"a": b"\a", b"b": b"\b"}
+
+
+def _unquoted(quoted: str) -> str:
+    """The name between quotes: torch writes bytes that are no printable ASCII as octal numbers."""
+
+    def meant(match: re.Match[bytes]) -> bytes:
+        found = match[1]
+        return bytes([int(found, 8) & 255]) if len(found) == 3 else _LETTERS.get(found, found)
+
+    return _ESCAPE.sub(meant, quoted.encode()).decode("utf-8", "replace")
+
+
+_NATIVE = "__torch__.torch.classes."
+"""Where the classes that are written in C++ stand; they have no text, and pickle what they like (packed weights)."""
+
+
+_SPARSE = "torch._utils._rebuild_sparse_tensor"
+_COO = 1
+
+
+def _as_saved(value: Node) -> Node:
+    """A sparse tensor in the form of `torch.save`: TorchScript gives (layout, size, requires_grad, indices, values, hooks).
+
+    Layouts are numbers, and only COO tensors can be saved. Source: torch/csrc/jit/serialization/pickler.cpp, c10/core/Layout.h.
+    """
+    if type(value) is not Call or value.name != _SPARSE or len(value.args) != 6:
+        return value
+    number, size, _, indices, values, _ = value.args
+    if number != _COO:
+        raise MalformedCheckpoint("a sparse tensor has a layout that TorchScript does not save", where="data.pkl")
+    layout = Call(Global("torch.serialization", "_get_layout"), ("torch.sparse_coo",))
+    return Call(value.func, (layout, (indices, values, Call(Global("torch", "Size"), (size,)), False)))
+
+
+class _Code:
+    """Finds the classes of an archive's modules in the texts of its code, each text read once.
+
+    `opaque` are the classes whose objects are not pickled as their attributes; `untold` those that do not list their buffers.
+    """
+
+    def __init__(self, source: Source, records: Records, root: str) -> None:
+        self._source = source
+        self._records = records
+        self._root = root
+        self._texts: dict[str, dict[str, _Class]] = {}
+        self.opaque: set[str] = set()
+        self.untold: set[str] = set()
+
+    def parts(self, module: Call) -> Parts:
+        """The parameters, buffers and children of a module, in the order of its attributes."""
+        cls = self._class_of(module.func)
+        if type(module.state) is not Dict:
+            self.opaque.add(module.name)
+            return Parts([], [])
+        pairs = [(key, value) for key, value in module.state.pairs if type(key) is str]
+        if cls.buffers is None and (cls.tensors - cls.parameters):
+            self.untold.add(module.name)
+        buffers = cls.tensors - cls.parameters if cls.buffers is None else cls.buffers
+        tensors = [
+            (key, _as_saved(value))
+            for names in (cls.parameters, buffers)
+            for key, value in pairs
+            if key in names and (type(value) is TensorRef or is_tensor_call(value))
+        ]
+        return Parts(tensors, [(key, value) for key, value in pairs if self._is_module(value)])
+
+    def _is_module(self, value: Node) -> bool:
+        if type(value) is not Call or type(value.func) is not Global or not value.func.module.startswith("__torch__"):
+            return False
+        if value.func.module.startswith(_NATIVE):
+            self.opaque.add(value.name)
+            return False
+        return self._class_of(value.func).is_module
+
+    def _class_of(self, name: Global) -> _Class:
+        record = f"{self._root}code/{name.module.replace('.', '/')}.py"
+        found = self._text(record).get(name.name)
+        if found is None:
+            raise MalformedCheckpoint(f"does not hold the class {name.name} that the pickle names", where=record)
+        return found
+
+    def _text(self, name: str) -> dict[str, _Class]:
+        if (classes := self._texts.get(name)) is None:
+            record = self._records.get(name)
+            text = "" if record is None else read_limited(self._source, record, LIMITS.text_bytes).decode("utf-8", "replace")
+            classes = self._texts[name] = _classes(text)
+        return classes

@@ -1,0 +1,91 @@
+"""Zip archives of files some of which are checkpoints, as stable-baselines3 writes them: each under its name.
+
+A member is opened as a file within the file: in place where it is stored, through a temporary file where it is deflated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from ckptconv import archives
+from ckptconv.archives import Record
+from ckptconv.checkpoint import Checkpoint
+from ckptconv.errors import CheckpointError, LimitExceeded, UnsupportedCheckpoint, printable
+from ckptconv.limits import LIMITS
+from ckptconv.nodes import Dict
+from ckptconv.sources import RangeSource, Source, Spool
+
+NAME = "zip of checkpoints"
+_MOST_MEMBERS = 1000  # of an archive that is looked into for checkpoints
+_NOT_THESE = ("/data.pkl", "model.json")
+_UNCHECKED = ("torch legacy", "torch tar", "pickle", "safetensors")
+
+
+def may_hold_checkpoints(records: Mapping[str, Record]) -> bool:
+    """Whether an archive with these records is looked into: it is none of torch's own, and has not too many members."""
+    return len(records) <= _MOST_MEMBERS and not any(name.endswith(_NOT_THESE) for name in records)
+
+
+def open_zip_members(source: Source, records: Mapping[str, Record], opener: Callable[[Source], Checkpoint]) -> Checkpoint:
+    """Open every member that is a checkpoint, by content; the tree is a dict of them by name, the others are left out.
+
+    Raises `UnsupportedCheckpoint` when none is one, `LimitExceeded` when the members claim to inflate without measure.
+    """
+    _refuse_bombs(source, records)
+    spool = Spool()
+    try:
+        inners = {name: _member_source(source, record, spool) for name, record in records.items()}
+        opened = {name: _open_member(name, inner, opener) for name, inner in inners.items()}
+        found = {name: member for name, member in opened.items() if member is not None}
+        if not found:
+            what = "is a zip archive without a data.pkl, so not one that torch.save wrote, and without a checkpoint in it"
+            raise UnsupportedCheckpoint(what, path=source.path)
+    except BaseException:
+        spool.close()
+        raise
+    return Checkpoint(
+        path=source.path,
+        format=NAME,
+        root=Dict([(name, member.root) for name, member in found.items()]),
+        nbytes=source.size,
+        notes=tuple(_notes(records, found)),
+        sources=(source, *inners.values(), *(inner for member in found.values() for inner in member.sources)),
+    )
+
+
+def _member_source(source: Source, record: Record, spool: Spool) -> Source:
+    """The member as a source of its own; a deflated one is inflated when it is first read."""
+    if not record.deflated:
+        return RangeSource(source, record.offset, record.size)
+    return archives.record_source(source, record, spool)[0]
+
+
+def _open_member(name: str, inner: Source, opener: Callable[[Source], Checkpoint]) -> Checkpoint | None:
+    """The checkpoint that a member is; None when it is something else."""
+    try:
+        return opener(inner)
+    except CheckpointError as error:
+        if isinstance(error, UnsupportedCheckpoint) and error.where is None:
+            return None
+        error.where = name if error.where in (None, name) else f"{name}: {error.where}"
+        raise
+
+
+def _notes(records: Mapping[str, Record], found: Mapping[str, Checkpoint]) -> Iterable[str]:
+    for name, member in found.items():
+        yield from (f"{printable(name)}: {note}" for note in member.notes)
+    # A deflated member is checked while it is inflated; a zip archive inside has checksums of its own.
+    if bare := [name for name, member in found.items() if member.format in _UNCHECKED and not records[name].deflated]:
+        yield f"{printable(', '.join(bare))}: without checksums inside, so damage cannot be noticed"
+    if left := [name for name in records if name not in found]:
+        yield f"{len(left)} members are no checkpoints and are left out: {printable(', '.join(left))}"
+
+
+def _refuse_bombs(source: Source, records: Mapping[str, Record]) -> None:
+    inflated = sum(record.size for record in records.values() if record.deflated)
+    if inflated > LIMITS.inflated_free and inflated > source.size * LIMITS.inflated_ratio:
+        raise LimitExceeded(
+            f"its members claim to inflate to {inflated} bytes, more than {LIMITS.inflated_ratio}-fold",
+            path=source.path,
+            hint="a decompression bomb; unpack it and name the file inside if it is real",
+        )

@@ -1,0 +1,79 @@
+"""How an output is split into shards: their sizes, their names, and the index that says which of them holds a key.
+
+Names and index are those of the Hugging Face libraries: ``model-00001-of-00005.safetensors`` beside
+``model.safetensors.index.json``, an object of ``metadata.total_size`` (bytes) and ``weight_map`` (key → file name).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
+
+from ckptconv.errors import CheckpointError
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?").fullmatch
+
+
+def parse_size(text: str) -> int:
+    """A size in bytes; decimal units, as disks and the Hugging Face libraries count. `CheckpointError` when it is none.
+
+    >>> parse_size("5GB"), parse_size("500 MB"), parse_size("1.5KiB"), parse_size("1000")
+    (5000000000, 500000000, 1536, 1000)
+    """
+    found = _SIZE(text.strip().upper())
+    size = int(float(found[1]) * _UNITS[found[2] or ""]) if found else 0
+    if size <= 0:
+        raise CheckpointError(f"'{text}' is no size", hint="write it as 5GB or 500MB")
+    return size
+
+
+def split(sizes: Sequence[int], groups: Sequence[Hashable], limit: int) -> list[list[int]]:
+    """Indices of tensors by shard: in order, at most `limit` bytes each, tensors of one group together.
+
+    A group that is larger by itself is alone in its shard.
+
+    >>> split([4, 4, 9, 4, 4], ["a", "b", "c", "d", "a"], 8)
+    [[0, 4], [1, 3], [2]]
+    """
+    members: dict[Hashable, list[int]] = {}
+    for index, group in enumerate(groups):
+        members.setdefault(group, []).append(index)
+    shards: list[list[int]] = []
+    room = -1
+    alone: list[list[int]] = []
+    for indices in members.values():
+        size = sum(sizes[index] for index in indices)
+        if size > limit:
+            alone.append(indices)
+        elif size <= room:
+            shards[-1] += indices
+            room -= size
+        else:
+            shards.append(list(indices))
+            room = limit - size
+    return sorted((sorted(indices) for indices in (*shards, *alone)), key=lambda indices: indices[0])
+
+
+def shard_paths(output: Path, count: int) -> list[Path]:
+    """The paths of `count` shards of the output `output`; one is the output itself.
+
+    >>> [path.name for path in shard_paths(Path("model.safetensors"), 2)]
+    ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
+    """
+    if count == 1:
+        return [output]
+    return [output.with_name(f"{output.stem}-{number:05}-of-{count:05}{output.suffix}") for number in range(1, count + 1)]
+
+
+def index_path(output: Path) -> Path:
+    """Where the index of the output `output` stands."""
+    return output.with_name(f"{output.name}.index.json")
+
+
+def index_text(weight_map: Mapping[str, str], nbytes: int) -> bytes:
+    """The index for tensors of `nbytes` bytes in all."""
+    document = {"metadata": {"total_size": nbytes}, "weight_map": dict(weight_map)}
+    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,220 @@
+"""Hugging Face folders read and written: indexes, shards, and what must not be believed of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ckptconv import CheckpointError, KeyRules, convert_checkpoint, load_portable, open_checkpoint
+from ckptconv.sharding import parse_size
+
+KEEP: dict[str, Any] = {"keys": "keep", "fsync": False}
+INDEX = "model.safetensors.index.json"
+
+
+def produced(name: str) -> Path:
+    """A checkpoint that a real framework wrote."""
+    path = oracle.corpus_folder().parent / "produced" / name
+    if not path.exists():
+        pytest.skip("the folder of checkpoints made by frameworks is not here (CKPTCONV_CORPUS)")
+    return path
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    shared = torch.randn(64)
+    return {
+        "z.first": torch.randn(3, 5),
+        "a.half": torch.randn(40).to(torch.bfloat16),
+        "tied.one": shared,
+        "big": torch.randn(30, 10),
+        "tied.two": shared,
+        "empty": torch.zeros(0, 4),
+        "scalar": torch.tensor(7),
+    }
+
+
+def saved(folder: Path) -> Path:
+    path = folder / "source.pt"
+    torch.save(tensors(), path)
+    return path
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert list(found) == list(expected)
+    for key, tensor in expected.items():
+        assert found[key].dtype == tensor.dtype and found[key].shape == tensor.shape, key
+        assert oracle.value_bytes(found[key]) == oracle.value_bytes(tensor), key
+
+
+def index_of(folder: Path, name: str = INDEX) -> dict[str, Any]:
+    return json.loads((folder / name).read_text())
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def test_a_folder_of_transformers_opens_by_folder_and_by_index(tmp_path):
+    folder = produced("hf_sharded")
+    expected: dict[str, torch.Tensor] = {}
+    for shard in sorted(folder.glob("*.safetensors")):
+        expected |= load_file(shard)
+    order = index_of(folder)["weight_map"]
+    for path in (folder, folder / INDEX):
+        assert_same(load_portable(path), {key: expected[key] for key in order})
+        convert_checkpoint(path, tmp_path / "one.safetensors", force=True, verify=True, fsync=False)
+        assert load_file(tmp_path / "one.safetensors").keys() == expected.keys()
+        assert_same(dict(sorted(load_file(tmp_path / "one.safetensors").items())), dict(sorted(expected.items())))
+
+
+def test_torch_shards_open(tmp_path):
+    state_dict = tensors()
+    halves = [dict(list(state_dict.items())[:3]), dict(list(state_dict.items())[3:])]
+    names = [f"pytorch_model-0000{n}-of-00002.bin" for n in (1, 2)]
+    for name, half in zip(names, halves, strict=True):
+        torch.save(half, tmp_path / name)
+    where = {key: name for name, half in zip(names, halves, strict=True) for key in half}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    assert_same(load_portable(tmp_path, keys="keep"), state_dict)
+
+
+def test_a_folder_with_one_file_of_weights_is_that_file():
+    assert_same(load_portable(produced("peft"), keys="keep"), load_file(produced("peft") / "adapter_model.safetensors"))
+
+
+def test_the_library_s_cache_may_link_to_its_blobs(tmp_path):
+    repository = tmp_path / "models--x"
+    snapshot, blobs = repository / "snapshots" / "0f", repository / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    source = produced("hf_sharded")
+    for item in source.iterdir():
+        shutil.copy(item, blobs / f"b{item.name}")
+        (snapshot / item.name).symlink_to(Path("../../blobs") / f"b{item.name}")
+    assert_same(load_portable(snapshot), load_portable(source))
+
+
+def test_two_indexes_must_be_told_apart(tmp_path):
+    for name in ("a.safetensors.index.json", "b.safetensors.index.json"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(CheckpointError, match=r"holds 2 indexes: a\.safetensors.*b\.safetensors.*name the index"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_folder_of_files_without_an_index_names_them(tmp_path):
+    save_file({"w": torch.ones(2)}, tmp_path / "x-00001.safetensors")
+    with pytest.raises(CheckpointError, match=r"is a folder of 1 files without an index; .*x-00001\.safetensors"):
+        open_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="is a folder without a checkpoint"):
+        empty = tmp_path / "empty"
+        empty.mkdir()
+        open_checkpoint(empty)
+
+
+def test_a_folder_of_accelerate_is_its_model_and_its_training_state():
+    folder = produced("acc_state")
+    with open_checkpoint(folder) as checkpoint:
+        assert [found.path for found in checkpoint.state_dicts()] == ["model"]
+        assert checkpoint.format == "accelerate folder"
+    assert_same(load_portable(folder), load_file(folder / "model.safetensors"))
+    optimizer = load_portable(folder, whole=True, only="optimizer")
+    theirs = torch.load(folder / "optimizer.bin")
+    assert oracle.flatten(optimizer) == oracle.flatten(theirs)
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+
+@pytest.mark.parametrize(
+    ("to", "stem", "suffix"), [("safetensors", "model", ".safetensors"), ("torch", "pytorch_model", ".bin")]
+)
+def test_a_folder_of_shards_has_the_libraries_names_and_comes_back_whole(to, stem, suffix, tmp_path):
+    folder = tmp_path / "shards"
+    result = convert_checkpoint(saved(tmp_path), folder, to=to, max_shard_size="400B", tied="duplicate", verify=True, **KEEP)
+    index = index_of(folder, f"{stem}{suffix}.index.json")
+    count = len(set(index["weight_map"].values()))
+    assert count > 2 and result.verified == len(tensors())
+    names = {f"{stem}-{number:05}-of-{count:05}{suffix}" for number in range(1, count + 1)}
+    assert {item.name for item in folder.iterdir()} == names | {f"{stem}{suffix}.index.json"}
+    assert list(index["weight_map"]) == list(tensors())
+    nbytes = sum(tensor.nbytes for tensor in tensors().values())
+    assert index["metadata"]["total_size"] == nbytes
+    load = load_file if to == "safetensors" else torch.load
+    for name in names:
+        held = load(folder / name)
+        assert set(held) == {key for key, shard in index["weight_map"].items() if shard == name}
+        alone = set(held) in ({"big"}, {"tied.one", "tied.two"})  # too large by themselves
+        assert alone or sum(tensor.nbytes for tensor in held.values()) <= 400
+    assert index["weight_map"]["tied.one"] == index["weight_map"]["tied.two"]
+    assert_same(load_portable(folder, keys="keep"), tensors())
+
+
+def test_shards_are_named_after_a_file_and_aliases_survive(tmp_path):
+    convert_checkpoint(saved(tmp_path), tmp_path / "net.safetensors", max_shard_size=400, **KEEP)
+    index = index_of(tmp_path, "net.safetensors.index.json")
+    assert "tied.two" not in index["weight_map"]
+    found = load_portable(tmp_path / "net.safetensors.index.json", keys="keep")
+    assert found["tied.two"].data_ptr() == found["tied.one"].data_ptr()
+    assert_same({key: found[key] for key in tensors()}, tensors())
+
+
+def test_what_fits_one_file_needs_no_index(tmp_path):
+    convert_checkpoint(saved(tmp_path), tmp_path / "out", max_shard_size="5GB", **KEEP)
+    assert [item.name for item in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    convert_checkpoint(saved(tmp_path), tmp_path / "one.bin", max_shard_size="5GB", **KEEP)
+    assert_same(torch.load(tmp_path / "one.bin"), tensors())
+
+
+def test_rules_casts_and_tags_reach_every_shard(tmp_path):
+    convert_checkpoint(
+        saved(tmp_path), tmp_path / "net.bin", max_shard_size=400, dtype="f16", device="cuda:1",
+        keys=KeyRules(add_prefix="module."), fsync=False,
+    )  # fmt: skip
+    shards = sorted(tmp_path.glob("net-*.bin"))
+    for shard in shards:
+        assert set(oracle.tags(shard)) == {"cuda:1"}
+        assert all(key.startswith("module.") for key in load_portable(shard, keys="keep"))
+    found = load_portable(tmp_path / "net.bin.index.json")
+    assert {key: value.dtype for key, value in found.items()} == {
+        key: torch.float16 if value.is_floating_point() else value.dtype for key, value in tensors().items()
+    }
+
+
+def test_an_existing_set_is_replaced_only_when_told_and_nothing_is_left_of_a_failure(tmp_path):
+    source, folder = saved(tmp_path), tmp_path / "out"
+    convert_checkpoint(source, folder, max_shard_size=400, **KEEP)
+    before = {item.name: item.read_bytes() for item in folder.iterdir()}
+    with pytest.raises(CheckpointError, match="exists; add --force"):
+        convert_checkpoint(source, folder, max_shard_size=400, **KEEP)
+    assert {item.name: item.read_bytes() for item in folder.iterdir()} == before
+    convert_checkpoint(source, folder, max_shard_size=400, force=True, **KEEP)
+    assert {item.name: item.read_bytes() for item in folder.iterdir()} == before
+    raw = bytearray(source.read_bytes())
+    raw[raw.index(tensors()["big"].numpy().tobytes()) + 5] ^= 1
+    (tmp_path / "damaged.pt").write_bytes(raw)
+    with pytest.raises(CheckpointError, match="CRC-32"):
+        convert_checkpoint(tmp_path / "damaged.pt", tmp_path / "new", max_shard_size=400, **KEEP)
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(CheckpointError, match="CRC-32"):
+        convert_checkpoint(tmp_path / "damaged.pt", folder, max_shard_size=400, force=True, **KEEP)
+    assert {item.name: item.read_bytes() for item in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("5GB", 5 * 10**9), ("1.5 GiB", 3 << 29), ("200mb", 2 * 10**8), ("7", 7), ("3KB", 3000)]
+)
+def test_sizes_are_decimal(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1", "0", "5 apples", "1e9"])
+def test_other_sizes_are_refused(text):
+    with pytest.raises(CheckpointError, match="is no size; write it as 5GB"):
+        parse_size(text)
