@@ -25,6 +25,7 @@ from ckptconv.tensors import Shape, TensorRef
 
 NAME = "DCP"
 INDEX = ".metadata"
+_DATA = ".distcp"
 _COMMON = "common.pt"
 _MEGATRON = "metadata.json"  # the names of its storage backends, in every Megatron checkpoint
 
@@ -33,8 +34,12 @@ PathOpener = Callable[[Path], Checkpoint]
 
 
 def is_dcp(path: Path) -> bool:
-    """Whether `path` is a folder with a `.metadata`, or one of every rank, or that file itself."""
-    return path.name == INDEX or (path / INDEX).is_file() or (path / f"__0{INDEX}").is_file()
+    """Whether `path` is a folder with a `.metadata`, or one of every rank, or that file itself, or a data file beside it."""
+    return path.name == INDEX or (path / INDEX).is_file() or (path / f"__0{INDEX}").is_file() or _is_data_file(path)
+
+
+def _is_data_file(path: Path) -> bool:
+    return path.suffix == _DATA and (path.parent / INDEX).is_file() and path.is_file()
 
 
 def open_dcp(path: Path, open_file: PathOpener, open_source: SourceOpener, tag: str | None) -> Checkpoint:
@@ -44,6 +49,12 @@ def open_dcp(path: Path, open_file: PathOpener, open_source: SourceOpener, tag: 
     """
     if tag is not None:
         raise UnsupportedCheckpoint("holds no tags to choose from", path=path, hint="leave --tag out")
+    if _is_data_file(path):
+        raise UnsupportedCheckpoint(
+            "is one of the files of a DCP folder, which hold parts of tensors",
+            path=path,
+            hint=f"name the folder: {path.parent}",
+        )
     folder = path.parent if path.name == INDEX else path
     opened = _Opened(folder, open_source)
     try:

@@ -13,7 +13,7 @@ from ckptconv.collector import collector_paused
 from ckptconv.errors import CheckpointError, LimitExceeded, UnsupportedCheckpoint, printable
 from ckptconv.formats.accelerate import is_accelerate, open_accelerate
 from ckptconv.formats.dcp import is_dcp, open_dcp
-from ckptconv.formats.dcp_shards import is_dcp_shards, open_dcp_shards
+from ckptconv.formats.dcp_shards import is_dcp_shards, open_dcp_shards, refuse_one_rank
 from ckptconv.formats.deepspeed import is_deepspeed, open_deepspeed
 from ckptconv.formats.old_torchscript import is_old_torchscript, open_old_torchscript
 from ckptconv.formats.ranks import join_ranks
@@ -168,7 +168,12 @@ def _open(path: Path, tag: str | None) -> Checkpoint:
         raise UnsupportedCheckpoint("holds no tags to choose from", path=path, hint="leave --tag out")
     if os.path.isdir(path):  # noqa: PTH112
         raise _folder(path)
-    return open_file(path)
+    checkpoint = open_file(path)
+    try:
+        return refuse_one_rank(checkpoint)
+    except CheckpointError:
+        checkpoint.close()
+        raise
 
 
 def open_file(path: Path) -> Checkpoint:
