@@ -362,7 +362,12 @@ def renamed_state_dict(found: StateDict, keys: tuple[str | None, ...], module_pa
     made.pairs = pairs
     made.state = found.node.state
     if (metadata := metadata_of(found.node)) is not None and (entries := mapping_pairs(metadata)) is not None:
-        renamed = {name: value for key, value in entries if type(key) is str for name in module_paths(key)}
+        renamed = {
+            name: Dict(list(value.pairs)) if index and type(value) is Dict else value  # each module has a version of its own
+            for key, value in entries
+            if type(key) is str
+            for index, name in enumerate(module_paths(key))
+        }
         copy: Node = Dict() if type(metadata) is Dict else Call(metadata.func, ())
         copy.pairs = list(renamed.items())
         made.state = Dict([(key, copy if key == "_metadata" else value) for key, value in found.node.state.pairs])

@@ -76,11 +76,10 @@ def convert_checkpoint(
     `keys` are rules or the short words for the default ones; `device` is the location tag to write (``cpu`` by default,
     ``keep``, ``auto``, or any tag, whether this host has that device or not); `map_location` maps single tags; `dtype`
     casts floating tensors (``bf16``). `max_shard_size` (bytes, or ``5GB``) splits the tensors of one state dict into shards
-    beside an index, named after `output` or, in a folder, as Hugging Face libraries do. `save_mapping` is a JSON file to be
-    written with the output: which key became which; `read_key_rules(file, reverse=True)` undoes it. `tag` picks a step where `source` is a
-    folder of several. The output is written to a temporary
-    sibling and renamed; an existing one is replaced only with `force`. `verify` reads it back and compares every tensor
-    first. Raises `CheckpointError`.
+    beside an index, named after `output` or, in a folder, as Hugging Face libraries do. `save_mapping` is a JSON file that is
+    written with the output and tells which key became which; `read_key_rules(file, reverse=True)` undoes it. `tag` picks a
+    step where `source` is a folder of several. The output is written to a temporary sibling and renamed; an existing one is
+    replaced only with `force`. `verify` reads it back and compares every tensor first. Raises `CheckpointError`.
 
     >>> convert_checkpoint("in.pt", "out.safetensors", device="cuda:1")  # doctest: +SKIP
     """
@@ -165,7 +164,7 @@ def _write_files(plan: ConversionPlan, force: bool, fsync: bool, verify: bool, p
 
 @contextmanager
 def _mapping_written(plan: ConversionPlan, *, force: bool, fsync: bool) -> Iterator[None]:
-    """The mapping, if one was asked for, written before the block and put in place after it, when the output is in its place."""
+    """The mapping, if one was asked for: written before the block, and put in place after it, when the output is."""
     if plan.mapping is None:
         yield
         return

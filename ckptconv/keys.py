@@ -185,7 +185,7 @@ def unchanged(keys: Sequence[str]) -> KeyMap:
     return KeyMap(tuple(keys), tuple(keys))
 
 
-def refuse_idle(maps: Sequence[KeyMap]) -> None:
+def refuse_idle(maps: Sequence[KeyMap], rules: KeyRules) -> None:
     """Raise `KeyConflict` when a rule met no key of any state dict, which no careful user wants."""
     idle = [words for words in (maps[0].idle if maps else ()) if all(words in item.idle for item in maps)]
     if not idle:
@@ -193,8 +193,8 @@ def refuse_idle(maps: Sequence[KeyMap]) -> None:
     heads = dict.fromkeys(key.partition(".")[0] + "." * ("." in key) for item in maps for key in item.old)
     some = ", ".join(printable(head, 40) for head in list(heads)[:5]) + ", …" * (len(heads) > 5)
     hint = f"before any rule the keys start with {some}"
-    wrappers = dict.fromkeys(name for item in maps for name in item.wrappers if item.path_steps)
-    if wrappers:
+    wrappers = dict.fromkeys(name for item in maps for name in item.wrappers)
+    if wrappers and rules.wrappers == "strip":
         hint += f"; --keys keep leaves the wrapper {', '.join(wrappers)}"
     raise KeyConflict(f"{idle[0]} matches no key", hint=hint)
 
@@ -211,16 +211,12 @@ def _path_step(rule: Rule, step: Step, before: Sequence[str | None], after: Sequ
     if isinstance(rule, Mapped):
         followed = _Followed(before, after)
         return lambda path: rule.module_paths(path) or (followed.get(path, path),)
-    if isinstance(rule, Regex):
-        return _regex_path_step(rule, step, _Followed(before, after))
-    return lambda path: (_kept(step, f"{path}." if path else "").rstrip("."),)
+    followed = _Followed(before, after)
 
-
-def _regex_path_step(rule: Regex, step: Step, followed: _Followed) -> PathStep:
     def follow(path: str) -> tuple[str, ...]:
         with patience(rule):
             moved = _kept(step, f"{path}." if path else "").rstrip(".")
-        return (moved,) if moved != path else (followed.get(path, path),)
+        return (moved,) if moved != path or rule.leaves_out else (followed.get(path, path),)
 
     return follow
 
@@ -232,7 +228,10 @@ def _kept(step: Step, name: str) -> str:
 
 
 class _Followed:
-    """Module paths as their keys went, where all keys of a module went the same way; worked out when first asked."""
+    """Module paths as their keys went, where all keys of a module went the same way; worked out when first asked.
+
+    A module of which a prefix took the name away, but not that of the modules in it, has become the root.
+    """
 
     def __init__(self, before: Sequence[str | None], after: Sequence[str | None]) -> None:
         self._pairs = (before, after)
@@ -250,7 +249,8 @@ class _Followed:
     def _note(self, old: str, new: str) -> None:
         assert self._paths is not None
         for path, rest in _modules_of(old):
-            there = "" if new == rest else new[: -len(rest) - 1] if new.endswith(f".{rest}") else None
+            inside = new == rest or rest.endswith(f".{new}")
+            there = "" if inside else new[: -len(rest) - 1] if new.endswith(f".{rest}") else None
             if self._paths.setdefault(path, there) != there:
                 self._paths[path] = None
 

@@ -79,7 +79,7 @@ def _selected(
     else:
         found = checkpoint.state_dict(only)
         keys = map_keys(found.keys, rules, found.path)
-        refuse_idle([keys])
+        refuse_idle([keys], rules)
         root = renamed_state_dict(found, keys.new, keys.module_paths)
         if type(root) is Dict:
             root = _ordered(root)

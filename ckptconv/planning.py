@@ -313,7 +313,7 @@ def rename_state_dicts(
     maps = [_map_keys(item, rules) if _has_work(item, rules) else unchanged(item.keys) for item in found]
     if found:
         _refuse_nothing_left(sum(new is not None for keys in maps for new in keys.new), rules)
-    refuse_idle(maps)
+    refuse_idle(maps, rules)
     renamed, skipped = [], []
     for item, keys in zip(found, maps, strict=True):
         skipped += _excluded(item, keys, rules)
@@ -424,7 +424,7 @@ def _plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Option
         for key, ref in named:
             refuse_unholdable(key, ref, cast(ref))
     _refuse_nothing_left(len(named), options.keys)
-    refuse_idle([keys])
+    refuse_idle([keys], options.keys)
     tied = _tied_names(named, checkpoint) if options.tied == "alias" and to == "safetensors" else {}
     kept = [(key, ref, cast(ref)) for key, ref in named if key not in tied]
     if to == "safetensors":
