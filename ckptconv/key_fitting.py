@@ -136,8 +136,8 @@ def _bare(keys: Iterable[str]) -> _Names:
 def _head(names: _Names) -> str:
     """The segments, with their dots, that all names start with; each keeps its last one."""
     first, last = (min(names), max(names)) if names else ("", "")
-    same = next((at for at, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), min(len(first), len(last)))
-    return first[: first.rfind(".", 0, same) + 1]
+    differ = (at for at, (one, other) in enumerate(zip(first, last, strict=False)) if one != other)
+    return first[: first.rfind(".", 0, next(differ, min(len(first), len(last)))) + 1]
 
 
 def _cut(names: _Names, head: str) -> _Names:
@@ -200,9 +200,7 @@ def _assigned(
     graph = _keys_of(_by_suffix(sources, targets), sources, targets, source, target)
     found = _forced(graph)
     contested = {key: olds for key, olds in graph.items() if len(olds) > 1 and key not in found}
-    attempts[2:] = [
-        (how, {key: old for key, old in pairs.items() if key not in contested}) for how, pairs in attempts[2:]
-    ]
+    attempts[2:] = [(how, {key: old for key, old in pairs.items() if key not in contested}) for how, pairs in attempts[2:]]
     attempts.append(("prefixes, key by key", found))
     for names in bases:
         graph = _keys_of(_by_insertion(*names), *names, source, target)

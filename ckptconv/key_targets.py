@@ -10,17 +10,28 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from ckptconv.checkpoint import StateDict, tensor_of
 from ckptconv.documents import read_object
 from ckptconv.errors import AmbiguousStateDict, CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint
+from ckptconv.fitted_keys import KeyTarget, shapes_of
 from ckptconv.formats.detect import open_checkpoint
 from ckptconv.key_fitting import Shape, Shapes
 from ckptconv.limits import LIMITS
-from ckptconv.plain_objects import tensor_form
+from ckptconv.named_models import model_shapes
 from ckptconv.sources import FileSource
 
 _INDEX = ".index.json"
 _PART = "write the part that is meant to a file of its own first: ckptconv convert --only PATH"
+
+
+def key_target(like: str | os.PathLike[str] | None, model: str | None, *, drop_unexpected: bool = False) -> KeyTarget | None:
+    """What the user named with `like` or `model` (see `named_models`), of which there may be one; None for neither."""
+    if like is not None and model is not None:
+        raise CheckpointError("like and model are both named, and the keys can fit one only", hint="leave one of them out")
+    if drop_unexpected and like is None and model is None:
+        raise CheckpointError("nothing is named that keys could be unexpected in", hint="add --like OTHER or --model NAME")
+    if model is not None:
+        return KeyTarget(model, model_shapes(model), drop_unexpected)
+    return None if like is None else KeyTarget(str(like), shapes_like(like), drop_unexpected)
 
 
 def shapes_like(path: str | os.PathLike[str]) -> Shapes:
@@ -42,16 +53,6 @@ def shapes_like(path: str | os.PathLike[str]) -> Shapes:
         return _distinct(keys, file)
     _distinct(found.keys, file)
     return shapes_of(found)
-
-
-def shapes_of(found: StateDict) -> Shapes:
-    """The keys of a state dict with the shapes of their tensors, arrays included; None for what is no plain tensor."""
-    return {key: _shape(value) for key, value in zip(found.keys, found.values, strict=True)}
-
-
-def _shape(value: object) -> Shape:
-    ref = tensor_of(value) or tensor_form(value)
-    return None if ref is None else ref.shape
 
 
 def _has_shards(index: Path) -> bool:

@@ -11,8 +11,8 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from ckptconv.errors import CheckpointError, UnsupportedCheckpoint, printable
-from ckptconv.key_fitting import Shapes
+from ckptconv.errors import UnsupportedCheckpoint, printable
+from ckptconv.key_fitting import Shape, Shapes
 
 _FORM = "name it as PACKAGE.MODULE:CALLABLE"
 
@@ -29,23 +29,24 @@ def model_shapes(name: str) -> Shapes:
     try:
         with torch.device("meta"):
             model = build()
-    except Exception as error:  # the user's code may raise anything
+        if isinstance(model, torch.nn.Module):
+            return live_shapes(model)
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         raise UnsupportedCheckpoint(
             f"cannot be built on the meta device ({_told(error)})",
             path=name,
             hint="name a callable that takes no arguments and builds the model, without reading or moving tensors",
         ) from error
-    if not isinstance(model, torch.nn.Module):
-        raise UnsupportedCheckpoint(f"gives no torch.nn.Module but {type(model).__name__}", path=name, hint=_FORM)
-    return live_shapes(model)
+    raise UnsupportedCheckpoint(f"gives no torch.nn.Module but {type(model).__name__}", path=name, hint=_FORM)
 
 
 def live_shapes(model: Any) -> Shapes:
     """The keys and shapes in the state dict of a module; None for what has no shape: extra state, lazy parameters."""
-    return {key: _shape(value) for key, value in model.state_dict().items()}
+    return {key: live_shape(value) for key, value in model.state_dict().items()}
 
 
-def _shape(value: Any) -> tuple[int, ...] | None:
+def live_shape(value: Any) -> Shape:
+    """The shape of a tensor; None for a lazy parameter and for what is no tensor."""
     from torch.nn.parameter import is_lazy
 
     return tuple(value.shape) if hasattr(type(value), "shape") and not is_lazy(value) else None
@@ -62,15 +63,12 @@ def _named(name: str) -> Any:
         found: Any = import_module(module)
         for part in path.split("."):
             found = getattr(found, part)
-    except Exception as error:  # importing runs the user's code, which may raise anything
+    except (Exception, SystemExit) as error:  # importing runs the user's code, which may raise anything
         raise UnsupportedCheckpoint(f"cannot be imported ({_told(error)})", path=name, hint=_FORM) from error
     if not callable(found):
         raise UnsupportedCheckpoint(f"is not callable but {type(found).__name__}", path=name, hint=_FORM)
     return found
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     return printable(f"{type(error).__name__}: {error}", 300)
-
-
-__all__ = ["CheckpointError", "live_shapes", "model_shapes"]
