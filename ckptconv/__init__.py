@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from ckptconv.fitting import LoadResult as LoadResult
     from ckptconv.fitting import load_into as load_into
     from ckptconv.formats.detect import open_checkpoint as open_checkpoint
+    from ckptconv.key_fitting import Fit as Fit
+    from ckptconv.key_fitting import fit_keys as fit_keys
     from ckptconv.keys import KeyRules as KeyRules
     from ckptconv.loading import load_portable as load_portable
     from ckptconv.planning import ConversionPlan as ConversionPlan
@@ -36,6 +38,7 @@ _HOMES = {
     "CheckpointError": "errors",
     "ConversionPlan": "planning",
     "ConversionResult": "convert",
+    "Fit": "key_fitting",
     "KeyRules": "keys",
     "LoadResult": "fitting",
     "Options": "planning",
@@ -44,6 +47,7 @@ _HOMES = {
     "best_device": "devices",
     "convert_checkpoint": "convert",
     "execute_plan": "convert",
+    "fit_keys": "key_fitting",
     "load_into": "fitting",
     "load_portable": "loading",
     "open_checkpoint": "formats.detect",

@@ -19,6 +19,7 @@ from ckptconv.dtypes import DType, floating_dtype
 from ckptconv.encodings import flat
 from ckptconv.errors import VerificationFailed
 from ckptconv.formats.detect import Named, open_checkpoint
+from ckptconv.key_targets import key_target
 from ckptconv.keys import KeyRules
 from ckptconv.layout import Layout, WriteItem
 from ckptconv.outputs import OutputStream, atomic_folder, atomic_output, check_folder, check_output, check_space, made_folder
@@ -66,6 +67,9 @@ def convert_checkpoint(
     max_shard_size: int | str | None = None,
     save_mapping: str | os.PathLike[str] | None = None,
     tag: str | None = None,
+    like: str | os.PathLike[str] | None = None,
+    model: str | None = None,
+    drop_unexpected: bool = False,
     force: bool = False,
     fsync: bool = True,
     verify: bool = False,
@@ -78,8 +82,11 @@ def convert_checkpoint(
     casts floating tensors (``bf16``). `max_shard_size` (bytes, or ``5GB``) splits the tensors of one state dict into shards
     beside an index, named after `output` or, in a folder, as Hugging Face libraries do. `save_mapping` is a JSON file that is
     written with the output and tells which key became which; `read_key_rules(file, reverse=True)` undoes it. `tag` picks a
-    step where `source` is a folder of several. The output is written to a temporary sibling and renamed; an existing one is
-    replaced only with `force`. `verify` reads it back and compares every tensor first. Raises `CheckpointError`.
+    step where `source` is a folder of several. `like` (another checkpoint, an index, a list of keys) or `model`
+    (``PACKAGE.MODULE:CALLABLE``, which is imported and called) has the keys and shapes to which those of each state dict are
+    fitted; what it has no key for is an error, or left out with `drop_unexpected`. The output is written to a temporary
+    sibling and renamed; an existing one is replaced only with `force`. `verify` reads it back and compares every tensor
+    first. Raises `CheckpointError`.
 
     >>> convert_checkpoint("in.pt", "out.safetensors", device="cuda:1")  # doctest: +SKIP
     """
@@ -88,7 +95,8 @@ def convert_checkpoint(
     cast_to = floating_dtype(dtype) if dtype else None
     limit = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
     mapping = None if save_mapping is None else Path(save_mapping)
-    options = Options(to, rules, tag_map(device, pairs), cast_to, only, tied, unknown, limit, mapping)
+    fit_to = key_target(like, model, drop_unexpected=drop_unexpected)
+    options = Options(to, rules, tag_map(device, pairs), cast_to, only, tied, unknown, limit, mapping, fit_to)
     if limit is None:
         (check_folder if to == "dcp" else check_output)(Path(output), force=force)
     with open_checkpoint(source, tag=tag, whole_modules=keeps_modules(output, options)) as checkpoint:
@@ -171,7 +179,7 @@ def _mapping_written(plan: ConversionPlan, *, force: bool, fsync: bool) -> Itera
         return
     layout = plan.mapping.layout
     with atomic_output(plan.mapping.path, force=force, fsync=fsync, size=layout.nbytes) as (stream, _):
-        _write(layout, stream, _Tally())
+        _write(layout, stream, _Tally(), Checksums())
         stream.finish()
         yield
 
