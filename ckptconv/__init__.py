@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckptconv.checkpoint import Checkpoint as Checkpoint
     from ckptconv.checkpoint import StateDict as StateDict
+    from ckptconv.comparison import Tolerance as Tolerance
     from ckptconv.convert import ConversionResult as ConversionResult
     from ckptconv.convert import convert_checkpoint as convert_checkpoint
     from ckptconv.convert import execute_plan as execute_plan
     from ckptconv.devices import best_device as best_device
+    from ckptconv.diffing import Difference as Difference
+    from ckptconv.diffing import diff_checkpoints as diff_checkpoints
     from ckptconv.errors import CheckpointError as CheckpointError
     from ckptconv.fitting import LoadResult as LoadResult
     from ckptconv.fitting import load_into as load_into
@@ -35,13 +38,16 @@ _HOMES = {
     "CheckpointError": "errors",
     "ConversionPlan": "planning",
     "ConversionResult": "convert",
+    "Difference": "diffing",
     "KeyRules": "keys",
     "LoadResult": "fitting",
     "Options": "planning",
     "StateDict": "checkpoint",
     "TensorRef": "tensors",
+    "Tolerance": "comparison",
     "best_device": "devices",
     "convert_checkpoint": "convert",
+    "diff_checkpoints": "diffing",
     "execute_plan": "convert",
     "load_into": "fitting",
     "load_portable": "loading",

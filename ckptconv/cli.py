@@ -31,6 +31,7 @@ Examples:
   ckptconv convert train.pt model.safetensors        the state dict of a training checkpoint
   ckptconv convert model.pt gpu.pt --device cuda:1   tagged for cuda:1, written without one
   ckptconv inspect train.pt                          what is in it, and what will not load
+  ckptconv diff train.pt model.pt --keys strip       what differs, to the bit
 \b
 Shell completion: eval "$(_CKPTCONV_COMPLETE=bash_source ckptconv)"   (zsh_source, fish_source)""",
 )
@@ -171,7 +172,70 @@ def devices(as_json: bool) -> None:
     _print_lines([*report.host_lines(host), ("auto", f"--device auto would choose {best}")])
 
 
+@cli.command(
+    epilog="""\b
+Examples:
+  ckptconv diff model.pt model.safetensors
+  ckptconv diff ddp_cuda3.pt model.pt --keys strip
+  ckptconv diff epoch1.pt epoch2.pt --atol 1e-6 --rtol 1e-5
+  ckptconv diff model.pt model_bf16.safetensors --ignore-dtype --rtol 0.01
+  ckptconv diff old.pt new.pt --whole --json
+
+Exit code: 0 same, 1 different, 2 wrong usage or a file that cannot be compared."""
+)
+@click.argument("a", metavar="A", type=_FILE)
+@click.argument("b", metavar="B", type=_FILE)
+@click.option("--keys", type=click.Choice(["strip", "keep"]), default="keep", show_default=True,
+              help="Strip the wrapper prefixes (DDP, torch.compile, ...) of A's keys, or keep them.")  # fmt: skip
+@click.option("--strip-prefix", metavar="PREFIX", multiple=True, help="Cut this off every key of A that starts with it.")
+@click.option("--rename", metavar="OLD=NEW", multiple=True, help="Replace a literal prefix of A's keys.")
+@click.option("--add-prefix", metavar="PREFIX", default="", help="Put this before every key of A.")
+@click.option("--include", metavar="GLOB", multiple=True, help="Compare only (resulting) keys that match.")
+@click.option("--exclude", metavar="GLOB", multiple=True, help="Leave out (resulting) keys that match.")
+@click.option("--only", metavar="PATH", help="Compare one part of both, e.g. state_dict or ema.")
+@click.option("--only-b", metavar="PATH", help="The part of B, where it has another path ('' is all of it).")
+@click.option("--whole", is_flag=True, help="Compare everything in the files, by path: optimizers, numbers, names too.")
+@click.option("--atol", type=click.FloatRange(min=0), help="Values may be so far apart, |a - b| <= atol + rtol * |b|.")
+@click.option("--rtol", type=click.FloatRange(min=0), help="Or so far in proportion to B's.")
+@click.option("--equal-nan", is_flag=True, help="With a tolerance: NaN equals NaN.")
+@click.option("--ignore-dtype", is_flag=True, help="Compare the values of tensors of different dtypes as numbers.")
+@click.option("--strict-device", is_flag=True, help="Another device tag is a difference too.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing; the exit code says it.")
+def diff(a: Path, b: Path, as_json: bool, quiet: bool, **given: Any) -> None:
+    """Compare checkpoints A and B, of whatever formats: keys, dtypes, shapes, device tags and values, which must be the same
+    bit for bit unless a tolerance is given. The one state dict of each is compared; key rules apply to A's keys."""
+    from ckptconv import verdicts
+    from ckptconv.diffing import diff_checkpoints
+
+    with _errors(as_json, code=2):
+        found = diff_checkpoints(a, b, **_comparison(given))
+    if as_json:
+        _print_json(verdicts.difference_document(found))
+    elif not quiet:
+        click.secho(verdicts.difference_headline(found), fg="green" if found.same else "yellow", bold=True)
+        _print_lines(verdicts.difference_lines(found))
+    sys.exit(0 if found.same else 1)
+
+
 # ------------------------------------------------------------------------------------------------------- calling, rendering
+
+
+def _comparison(given: dict[str, Any]) -> dict[str, Any]:
+    """What `diff_checkpoints` is asked by the command line."""
+    from ckptconv.comparison import Tolerance
+    from ckptconv.keys import KeyRules
+
+    renames = tuple(_pair("--rename", text) for text in given["rename"])
+    keys = KeyRules(given["keys"], given["strip_prefix"], renames, given["add_prefix"], given["include"], given["exclude"])
+    loose = given["atol"] is not None or given["rtol"] is not None
+    if given["equal_nan"] and not loose:
+        raise click.UsageError("--equal-nan goes with --atol or --rtol; without them equal bits are equal, NaN included")
+    if given["whole"] and keys != KeyRules("keep"):
+        raise click.UsageError("--whole compares by path; key rules go without it")
+    tolerance = Tolerance(given["atol"] or 0.0, given["rtol"] or 0.0, given["equal_nan"]) if loose else None
+    taken = ("only", "only_b", "whole", "ignore_dtype", "strict_device")
+    return {"keys": keys, "tolerance": tolerance, **{name: given[name] for name in taken}}
 
 
 def _pair(option: str, text: str) -> tuple[str, str]:
@@ -256,8 +320,9 @@ def _progress(plan: ConversionPlan, *, silent: bool) -> Iterator[Callable[[int],
 
 
 @contextmanager
-def _errors(as_json: bool, usage: bool = False) -> Iterator[None]:
-    """Turn a checkpoint error into one line on stderr (and a JSON document where one was asked for) and exit code 1 or 2."""
+def _errors(as_json: bool, usage: bool = False, code: int = 1) -> Iterator[None]:
+    """Turn a checkpoint error into one line on stderr (and a JSON document where one was asked for) and an exit code: `code`,
+    or 2 where the command line is at fault."""
     try:
         yield
     except CheckpointError as error:
@@ -265,7 +330,7 @@ def _errors(as_json: bool, usage: bool = False) -> Iterator[None]:
 
         if as_json:
             _print_json(report.error_document(error))
-        _fail(f"{error}; see ckptconv convert --help" if usage else str(error), 2 if usage else 1)
+        _fail(f"{error}; see ckptconv convert --help" if usage else str(error), 2 if usage else code)
 
 
 def _fail(message: str, code: int) -> None:
