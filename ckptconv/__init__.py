@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from ckptconv.planning import Options as Options
     from ckptconv.planning import plan_conversion as plan_conversion
     from ckptconv.saving import save_portable as save_portable
+    from ckptconv.scanning import Scan as Scan
+    from ckptconv.scanning import scan_checkpoint as scan_checkpoint
     from ckptconv.tensors import TensorRef as TensorRef
 
 __version__ = "0.1.0"
@@ -42,6 +44,7 @@ _HOMES = {
     "KeyRules": "keys",
     "LoadResult": "fitting",
     "Options": "planning",
+    "Scan": "scanning",
     "StateDict": "checkpoint",
     "TensorRef": "tensors",
     "Tolerance": "comparison",
@@ -54,6 +57,7 @@ _HOMES = {
     "open_checkpoint": "formats.detect",
     "plan_conversion": "planning",
     "save_portable": "saving",
+    "scan_checkpoint": "scanning",
 }
 """Public name → the module that defines it; imported on first use, so that `import ckptconv` costs nothing."""
 

@@ -32,6 +32,7 @@ Examples:
   ckptconv convert model.pt gpu.pt --device cuda:1   tagged for cuda:1, written without one
   ckptconv inspect train.pt                          what is in it, and what will not load
   ckptconv diff train.pt model.pt --keys strip       what differs, to the bit
+  ckptconv scan downloads/                           whether it is safe to load
 \b
 Shell completion: eval "$(_CKPTCONV_COMPLETE=bash_source ckptconv)"   (zsh_source, fish_source)""",
 )
@@ -216,6 +217,37 @@ def diff(a: Path, b: Path, as_json: bool, quiet: bool, **given: Any) -> None:
         click.secho(verdicts.difference_headline(found), fg="green" if found.same else "yellow", bold=True)
         _print_lines(verdicts.difference_lines(found))
     sys.exit(0 if found.same else 1)
+
+
+@cli.command(
+    epilog="""\b
+Examples:
+  ckptconv scan downloaded.pt
+  ckptconv scan models/ --strict
+  ckptconv scan a.pkl b.zip --json
+
+Exit code: 0 nothing dangerous, 1 something dangerous (with --strict: or unknown), 2 a path cannot be read."""
+)
+@click.argument("paths", metavar="PATH...", type=_FILE, nargs=-1, required=True)
+@click.option("--strict", is_flag=True, help="Exit with 1 for names that are not known to be plain, too.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing; the exit code says it.")
+def scan(paths: tuple[Path, ...], strict: bool, as_json: bool, quiet: bool) -> None:
+    """Say whether it is safe to load PATH, files or folders: each global that a pickle names is plain, unknown or dangerous.
+    Archives, and pickles within pickles, are looked into. Nothing is executed."""
+    from ckptconv import verdicts
+    from ckptconv.scanning import scan_checkpoint
+
+    with _errors(as_json, code=2):
+        found = [scan_checkpoint(path) for path in paths]
+    if as_json:
+        _print_json({"scans": [verdicts.scan_document(item) for item in found]})
+    for item in () if as_json or quiet else found:
+        color = {"plain": "green", "unknown": "yellow", "dangerous": "red"}[item.level]
+        click.secho(verdicts.scan_headline(item), fg=color, bold=True)
+        _print_lines(verdicts.scan_lines(item))
+    refused = ("dangerous", "unknown") if strict else ("dangerous",)
+    sys.exit(1 if any(item.level in refused for item in found) else 0)
 
 
 # ------------------------------------------------------------------------------------------------------- calling, rendering

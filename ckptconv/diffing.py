@@ -1,8 +1,8 @@
 """What differs between two checkpoints, whatever their formats: keys, dtypes, shapes, device tags, values.
 
-Both are opened as indexes and walked together; only tensors that both have, with one dtype and shape, are read. Keys are
-compared by name, not by order; the class of a mapping (`OrderedDict` or dict), the `_metadata` of a state dict, `requires_grad`,
-strides and the sharing of storages do not count.
+Both are opened as indexes and walked together; only tensors that both have, with one dtype and shape, are read. Keys
+are compared by name, not by order; the class of a mapping (`OrderedDict` or dict), the `_metadata` of a state dict,
+`requires_grad`, strides and the sharing of storages do not count.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from ckptconv.comparison import Deviation
 from ckptconv.diffing import Changed, Difference
 from ckptconv.errors import printable
 from ckptconv.report import count_text, size_text
+from ckptconv.scanning import Finding, Scan, ScannedFile
 
 _LISTED = 20
 
@@ -96,3 +97,53 @@ def _deviation_document(found: Deviation) -> dict[str, Any]:
 
 def _number(value: float | None) -> float | str | None:
     return value if value is None or math.isfinite(value) else str(value)
+
+
+# ----------------------------------------------------------------------------------------------------------------- scans
+
+
+def scan_headline(scan: Scan) -> str:
+    """The line that says how safe a path is."""
+    pickles = sum(file.pickles for file in scan.files)
+    said = {
+        "plain": "nothing but what ordinary checkpoints hold",
+        "unknown": "nothing dangerous, but names that are not known here",
+        "dangerous": "DANGEROUS: do not load",
+    }[scan.level]
+    return f"{printable(scan.path)}: {said} ({count_text(len(scan.files), 'file')}, {count_text(pickles, 'pickle')})"
+
+
+def scan_lines(scan: Scan) -> Iterator[tuple[str, str]]:
+    """What was found, as (level, text) lines, file by file; plain names are left out."""
+    for file in scan.files:
+        told = [finding for finding in file.findings if finding.level != "plain"]
+        for finding in told[:_LISTED]:
+            yield finding.level, _finding_text(scan, file, finding)
+        if len(told) > _LISTED:
+            yield told[_LISTED].level, f"{printable(file.path)}: and {len(told) - _LISTED:,} more"
+
+
+def _finding_text(scan: Scan, file: ScannedFile, finding: Finding) -> str:
+    place = [file.path] * (len(scan.files) > 1) + [finding.where] * bool(finding.where) + [finding.name] * bool(finding.name)
+    return ": ".join([*(printable(part) for part in place), printable(finding.reason, 500)])
+
+
+def scan_document(scan: Scan) -> dict[str, Any]:
+    """A scan as JSON values, plain names included."""
+    return {
+        "path": scan.path,
+        "level": scan.level,
+        "files": [
+            {
+                "path": file.path,
+                "kind": file.kind,
+                "level": file.level,
+                "pickles": file.pickles,
+                "findings": [
+                    {"level": item.level, "name": item.name, "where": item.where, "byte": item.at, "reason": item.reason}
+                    for item in file.findings
+                ],
+            }
+            for file in scan.files
+        ],
+    }
