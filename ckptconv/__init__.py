@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckptconv.checkpoint import Checkpoint as Checkpoint
     from ckptconv.checkpoint import StateDict as StateDict
+    from ckptconv.comparison import Tolerance as Tolerance
     from ckptconv.convert import ConversionResult as ConversionResult
     from ckptconv.convert import convert_checkpoint as convert_checkpoint
     from ckptconv.convert import execute_plan as execute_plan
     from ckptconv.devices import best_device as best_device
+    from ckptconv.diffing import Difference as Difference
+    from ckptconv.diffing import diff_checkpoints as diff_checkpoints
     from ckptconv.errors import CheckpointError as CheckpointError
     from ckptconv.fitting import LoadResult as LoadResult
     from ckptconv.fitting import load_into as load_into
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
     from ckptconv.planning import plan_conversion as plan_conversion
     from ckptconv.rule_files import read_key_rules as read_key_rules
     from ckptconv.saving import save_portable as save_portable
+    from ckptconv.scanning import Scan as Scan
+    from ckptconv.scanning import scan_checkpoint as scan_checkpoint
     from ckptconv.tensors import TensorRef as TensorRef
 
 __version__ = "0.1.0"
@@ -38,14 +43,18 @@ _HOMES = {
     "CheckpointError": "errors",
     "ConversionPlan": "planning",
     "ConversionResult": "convert",
+    "Difference": "diffing",
     "Fit": "key_fitting",
     "KeyRules": "keys",
     "LoadResult": "fitting",
     "Options": "planning",
+    "Scan": "scanning",
     "StateDict": "checkpoint",
     "TensorRef": "tensors",
+    "Tolerance": "comparison",
     "best_device": "devices",
     "convert_checkpoint": "convert",
+    "diff_checkpoints": "diffing",
     "execute_plan": "convert",
     "fit_keys": "key_fitting",
     "load_into": "fitting",
@@ -54,6 +63,7 @@ _HOMES = {
     "plan_conversion": "planning",
     "read_key_rules": "rule_files",
     "save_portable": "saving",
+    "scan_checkpoint": "scanning",
 }
 """Public name → the module that defines it; imported on first use, so that `import ckptconv` costs nothing."""
 

@@ -36,6 +36,8 @@ Examples:
   ckptconv convert train.pt model.safetensors        the state dict of a training checkpoint
   ckptconv convert model.pt gpu.pt --device cuda:1   tagged for cuda:1, written without one
   ckptconv inspect train.pt                          what is in it, and what will not load
+  ckptconv diff train.pt model.pt --keys strip       what differs, to the bit
+  ckptconv scan downloads/                           whether it is safe to load
 \b
 Shell completion: eval "$(_CKPTCONV_COMPLETE=bash_source ckptconv)"   (zsh_source, fish_source)""",
 )
@@ -70,10 +72,10 @@ def _choice_options(command: F) -> F:
     ])  # fmt: skip
 
 
-def key_options(command: F) -> F:
+def key_options(default: str) -> Callable[[F], F]:
     """The options of key rules, which apply in the order in which they are given (the command must be a `RuleCommand`)."""
-    return _with_options(command, [
-        click.option("--keys", type=click.Choice(["strip", "keep"]), default="strip", show_default=True,
+    return lambda command: _with_options(command, [
+        click.option("--keys", type=click.Choice(["strip", "keep"]), default=default, show_default=True,
                      help="Strip the wrapper prefixes of DDP, torch.compile, FSDP and checkpointing first, or keep them."),
         click.option("--strip-prefix", metavar="PREFIX", multiple=True, help="Cut this off every key that starts with it."),
         click.option("--add-prefix", metavar="PREFIX", multiple=True, help="Put this before every key."),
@@ -143,7 +145,7 @@ Examples:
   ckptconv convert in.pt in.pt --force --verify""",
 )
 @_output_options
-@key_options
+@key_options("strip")
 @click.option(
     "--like",
     metavar="OTHER",
@@ -240,6 +242,79 @@ def devices(as_json: bool) -> None:
     _print_lines([*report.host_lines(host), ("auto", f"--device auto would choose {best}")])
 
 
+@cli.command(
+    cls=RuleCommand,
+    epilog="""\b
+Examples:
+  ckptconv diff model.pt model.safetensors
+  ckptconv diff ddp_cuda3.pt model.pt --keys strip
+  ckptconv diff epoch1.pt epoch2.pt --atol 1e-6 --rtol 1e-5
+  ckptconv diff model.pt model_bf16.safetensors --ignore-dtype --rtol 0.01
+  ckptconv diff old.pt new.pt --whole --json
+
+Exit code: 0 same, 1 different, 2 wrong usage or a file that cannot be compared.""",
+)
+@click.argument("a", metavar="A", type=_FILE)
+@click.argument("b", metavar="B", type=_FILE)
+@_choice_options
+@key_options("keep")
+@click.option("--only", metavar="PATH", help="Compare one part of both, e.g. state_dict or ema.")
+@click.option("--only-b", metavar="PATH", help="The part of B, where it has another path ('' is all of it).")
+@click.option("--whole", is_flag=True, help="Compare everything in the files, by path: optimizers, numbers, names too.")
+@click.option("--atol", type=click.FloatRange(min=0), help="Values may be so far apart, |a - b| <= atol + rtol * |b|.")
+@click.option("--rtol", type=click.FloatRange(min=0), help="Or so far in proportion to B's.")
+@click.option("--equal-nan", is_flag=True, help="With a tolerance: NaN equals NaN.")
+@click.option("--ignore-dtype", is_flag=True, help="Compare the values of tensors of different dtypes as numbers.")
+@click.option("--strict-device", is_flag=True, help="Another device tag is a difference too.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing; the exit code says it.")
+def diff(a: Path, b: Path, as_json: bool, quiet: bool, **given: Any) -> None:
+    """Compare checkpoints A and B, of whatever formats: keys, dtypes, shapes, device tags and values, which must be the same
+    bit for bit unless a tolerance is given. The one state dict of each is compared; key rules apply to A's keys."""
+    from ckptconv import verdicts
+    from ckptconv.diffing import diff_checkpoints
+
+    with _errors(as_json, code=2):
+        found = diff_checkpoints(a, b, **_comparison(given))
+    if as_json:
+        _print_json(verdicts.difference_document(found))
+    elif not quiet:
+        click.secho(verdicts.difference_headline(found), fg="green" if found.same else "yellow", bold=True)
+        _print_lines(verdicts.difference_lines(found))
+    sys.exit(0 if found.same else 1)
+
+
+@cli.command(
+    epilog="""\b
+Examples:
+  ckptconv scan downloaded.pt
+  ckptconv scan models/ --strict
+  ckptconv scan a.pkl b.zip --json
+
+Exit code: 0 nothing dangerous, 1 something dangerous (with --strict: or unknown), 2 a path cannot be read."""
+)
+@click.argument("paths", metavar="PATH...", type=_FILE, nargs=-1, required=True)
+@click.option("--strict", is_flag=True, help="Exit with 1 for names that are not known to be plain, too.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing; the exit code says it.")
+def scan(paths: tuple[Path, ...], strict: bool, as_json: bool, quiet: bool) -> None:
+    """Say whether it is safe to load PATH, files or folders: each global that a pickle names is plain, unknown or dangerous.
+    Archives, and pickles within pickles, are looked into. Nothing is executed."""
+    from ckptconv import verdicts
+    from ckptconv.scanning import scan_checkpoint
+
+    with _errors(as_json, code=2):
+        found = [scan_checkpoint(path) for path in paths]
+    if as_json:
+        _print_json({"scans": [verdicts.scan_document(item) for item in found]})
+    for item in () if as_json or quiet else found:
+        color = {"plain": "green", "unknown": "yellow", "dangerous": "red"}[item.level]
+        click.secho(verdicts.scan_headline(item), fg=color, bold=True)
+        _print_lines(verdicts.scan_lines(item))
+    refused = ("dangerous", "unknown") if strict else ("dangerous",)
+    sys.exit(1 if any(item.level in refused for item in found) else 0)
+
+
 # ------------------------------------------------------------------------------------------------------- calling, rendering
 
 
@@ -255,6 +330,22 @@ def key_rules(wrappers: Any, *, reverse: bool = False) -> KeyRules:
     if reverse and all(word != "rules" for word, _ in given):
         raise CheckpointError("--reverse undoes a mapping, and there is none", hint="name it with --rules FILE")
     return KeyRules.of(rules, wrappers)
+
+
+def _comparison(given: dict[str, Any]) -> dict[str, Any]:
+    """What `diff_checkpoints` is asked by the command line."""
+    from ckptconv.comparison import Tolerance
+    from ckptconv.keys import KEEP
+
+    keys = key_rules(given["keys"], reverse=given["reverse"])
+    loose = given["atol"] is not None or given["rtol"] is not None
+    if given["equal_nan"] and not loose:
+        raise click.UsageError("--equal-nan goes with --atol or --rtol; without them equal bits are equal, NaN included")
+    if given["whole"] and keys != KEEP:
+        raise click.UsageError("--whole compares by path; key rules go without it")
+    tolerance = Tolerance(given["atol"] or 0.0, given["rtol"] or 0.0, given["equal_nan"]) if loose else None
+    taken = ("only", "only_b", "whole", "ignore_dtype", "strict_device")
+    return {"keys": keys, "tolerance": tolerance, **{name: given[name] for name in taken}}
 
 
 def _convert(given: dict[str, Any], wrappers: str) -> None:
@@ -343,8 +434,9 @@ def _progress(plan: ConversionPlan, *, silent: bool) -> Iterator[Callable[[int],
 
 
 @contextmanager
-def _errors(as_json: bool, usage: bool = False) -> Iterator[None]:
-    """Turn a checkpoint error into one line on stderr (and a JSON document where one was asked for) and exit code 1 or 2."""
+def _errors(as_json: bool, usage: bool = False, code: int = 1) -> Iterator[None]:
+    """Turn a checkpoint error into one line on stderr (and a JSON document where one was asked for) and an exit code: `code`,
+    or 2 where the command line is at fault."""
     try:
         yield
     except CheckpointError as error:
@@ -352,7 +444,7 @@ def _errors(as_json: bool, usage: bool = False) -> Iterator[None]:
 
         if as_json:
             _print_json(report.error_document(error))
-        _fail(f"{error}; see ckptconv convert --help" if usage else str(error), 2 if usage else 1)
+        _fail(f"{error}; see ckptconv convert --help" if usage else str(error), 2 if usage else code)
 
 
 def _fail(message: str, code: int) -> None:

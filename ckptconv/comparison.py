@@ -1,0 +1,354 @@
+"""Two tensors compared: byte for byte where they lie, or number by number within a tolerance.
+
+What lies in one order in both files is compared as it lies, through two buffers of 1 MiB; anything else is gathered block by
+block. Checksums are not verified here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ckptconv.casting import cast
+from ckptconv.dtypes import BY_NAME, DType
+from ckptconv.sources import CHUNK, SMALL, FileSource, Source
+from ckptconv.tensors import TensorRef, iter_chunks, verbatim_runs
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+_BATCH = 16 << 20
+"""Bytes of one tensor, or of several, that a thread compares before it takes the next."""
+_THREADS = min(4, os.cpu_count() or 1)
+_FLOAT64 = BY_NAME["float64"]
+
+Pair = tuple[TensorRef, TensorRef]
+
+
+class Span(NamedTuple):
+    """The same bytes of one pair of tensors, in the one source and in the other; `pair` is the pair's number."""
+
+    pair: int
+    first: Source
+    first_at: int
+    second: Source
+    second_at: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """When two numbers count as equal: |a - b| <= atol + rtol * |b|, as in `torch.isclose`; NaN never, but with `equal_nan`."""
+
+    atol: float = 0.0
+    rtol: float = 0.0
+    equal_nan: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """How the values of two tensors differ.
+
+    `count` of `numel` elements differ, `nans` of them with a NaN on either side. `max_abs` and `max_rel` are the largest
+    |a - b| and |a - b| / |b| among the others; None where there are none, or where the dtype has no numbers. 0.0 means that
+    only bits differ: the sign of a zero. `where` is the index of the largest |a - b| (of the first difference where there is
+    none), `a` and `b` the values there.
+    """
+
+    count: int
+    numel: int
+    nans: int
+    max_abs: float | None
+    max_rel: float | None
+    where: tuple[int, ...]
+    a: str
+    b: str
+
+
+# ---------------------------------------------------------------------------------------------------------------- bytes
+
+
+def differing_pairs(pairs: Sequence[Pair]) -> set[int]:
+    """The numbers of the pairs whose values are not the same bit for bit; both of a pair have one dtype and shape."""
+    found: set[int] = set()
+    threaded: list[Span] = []
+    for number, (first, second) in enumerate(pairs):
+        spans = _spans(number, first, second)
+        if spans is None:
+            if not _streams_equal(first, second):
+                found.add(number)
+        elif all(_may_be_threaded(span) for span in spans):
+            threaded += spans
+        else:
+            found |= _unequal(spans)
+    return found | _unequal_by_threads(threaded)
+
+
+def _spans(number: int, first: TensorRef, second: TensorRef) -> list[Span] | None:
+    """Where the bytes of both lie in one order; None where they must be gathered."""
+    if _lie_alike(first, second):
+        (begin, end), (other, _) = first.byte_span(), second.byte_span()
+        one, two = first.storage, second.storage
+        return [Span(number, one.source, one.offset + begin, two.source, two.offset + other, end - begin)]
+    ours, theirs = verbatim_runs(first), verbatim_runs(second)
+    if ours is None or theirs is None:
+        return None
+    return list(_common_runs(number, ours, theirs))
+
+
+def _lie_alike(first: TensorRef, second: TensorRef) -> bool:
+    """Whether both are views without holes whose elements lie, and are meant, in the very same way."""
+    if not (first.is_view and second.is_view) or (first.conj, first.neg) != (second.conj, second.neg):
+        return False
+    same_order = first.storage.big_endian == second.storage.big_endian
+    return same_order and first.stride == second.stride and first.is_dense()
+
+
+def _common_runs(number: int, ours: list[Any], theirs: list[Any]) -> Iterator[Span]:
+    """The runs of both, cut wherever either of them ends."""
+    left, right = list(reversed(ours)), list(reversed(theirs))
+    while left and right:
+        (storage, at, nbytes), (other, other_at, other_nbytes) = left.pop(), right.pop()
+        count = min(nbytes, other_nbytes)
+        if count:
+            yield Span(number, storage.source, storage.offset + at, other.source, other.offset + other_at, count)
+        if nbytes > count:
+            left.append((storage, at + count, nbytes - count))
+        if other_nbytes > count:
+            right.append((other, other_at + count, other_nbytes - count))
+
+
+def _may_be_threaded(span: Span) -> bool:
+    """Whether several threads may read both sources: files of a pool and inflated records are for one."""
+    return span.nbytes > SMALL and type(span.first) is FileSource and type(span.second) is FileSource
+
+
+def _unequal_by_threads(spans: Sequence[Span]) -> set[int]:
+    batches = list(_batches(spans))
+    if len(batches) < 2:
+        return _unequal(spans)
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(_THREADS, "ckptconv-comparer") as pool:
+        return set().union(*pool.map(_unequal, batches))
+
+
+def _batches(spans: Iterable[Span]) -> Iterator[list[Span]]:
+    """The spans in lists of about `_BATCH` bytes; longer ones are cut."""
+    batch: list[Span] = []
+    room = _BATCH
+    for span in spans:
+        for start in range(0, span.nbytes, _BATCH):
+            nbytes = min(_BATCH, span.nbytes - start)
+            batch.append(span._replace(first_at=span.first_at + start, second_at=span.second_at + start, nbytes=nbytes))
+            room -= nbytes
+            if room <= 0:
+                yield batch
+                batch, room = [], _BATCH
+    if batch:
+        yield batch
+
+
+def _unequal(spans: Iterable[Span]) -> set[int]:
+    """The numbers of the pairs of which one of these spans differs."""
+    found: set[int] = set()
+    buffers = bytearray(CHUNK), bytearray(CHUNK)
+    for span in spans:
+        if span.pair not in found and not _span_equal(span, buffers):
+            found.add(span.pair)
+    return found
+
+
+def _span_equal(span: Span, buffers: tuple[bytearray, bytearray]) -> bool:
+    if span.nbytes <= SMALL:
+        return span.first.read(span.first_at, span.nbytes) == span.second.read(span.second_at, span.nbytes)
+    for start in range(0, span.nbytes, CHUNK):
+        nbytes = min(CHUNK, span.nbytes - start)
+        # Whole bytearrays are compared by memcmp; memoryviews would be compared item by item.
+        one, two = buffers if nbytes == CHUNK else (bytearray(nbytes), bytearray(nbytes))
+        span.first.read_into(span.first_at + start, memoryview(one))
+        span.second.read_into(span.second_at + start, memoryview(two))
+        if one != two:
+            return False
+    return True
+
+
+def _streams_equal(first: TensorRef, second: TensorRef) -> bool:
+    return all(bool((one == two).all()) for one, two in _aligned(_words(first), _words(second)))
+
+
+# --------------------------------------------------------------------------------------------------------------- values
+
+
+def deviation(first: TensorRef, second: TensorRef, tolerance: Tolerance | None) -> Deviation | None:
+    """How the values of two tensors of one shape differ; None where they do not.
+
+    Without a tolerance, elements differ when their bits do, or, where the dtypes differ, when their numbers do. Types that
+    hold no numbers (quantized, bits) are compared by their bits in any case. Memory: some 50 MB, whatever the size.
+    """
+    if tolerance is None and first.dtype is not second.dtype:
+        tolerance = Tolerance(equal_nan=True)
+    tally = _Tally()
+    at = 0
+    for ours, theirs in _aligned(_words(first), _words(second)):
+        tally.add(at, _Compared.of(ours, first.dtype, theirs, second.dtype, tolerance))
+        at += len(ours)
+    return tally.deviation(first.shape)
+
+
+def _words(ref: TensorRef) -> Iterator[Array]:
+    """The elements of a tensor in C order, each as so many raw bytes."""
+    import numpy as np
+
+    word = f"<u{ref.dtype.itemsize}" if ref.dtype.itemsize <= 8 else "V16"
+    return (np.frombuffer(chunk, word) for chunk in iter_chunks(ref))
+
+
+def _aligned(first: Iterator[Array], second: Iterator[Array]) -> Iterator[tuple[Array, Array]]:
+    """The runs of both, cut to the same number of elements."""
+    ours: Array | None = None
+    theirs: Array | None = None
+    while True:
+        ours = ours if ours is not None and len(ours) else next(first, None)
+        theirs = theirs if theirs is not None and len(theirs) else next(second, None)
+        if ours is None or theirs is None:
+            return
+        count = min(len(ours), len(theirs), _STEP)
+        yield ours[:count], theirs[:count]
+        ours, theirs = ours[count:], theirs[count:]
+
+
+_STEP = 1 << 17  # elements whose numbers are in memory at a time
+
+
+def _numbers(words: Array, dtype: DType) -> Array | None:
+    """Elements as float64, complex128 or integers; None for a type that holds no numbers."""
+    import numpy as np
+
+    if dtype.kind == "float":
+        return np.frombuffer(cast(words.view(np.uint8).data, dtype, _FLOAT64).data, "<f8")
+    if dtype.name == "complex32":
+        parts = words.view("<f2").astype(np.float64)
+        return parts.view(np.complex128)
+    if dtype.kind in ("complex", "int", "bool"):
+        code = {"complex": "c", "bool": "u"}.get(dtype.kind, "u" if dtype.name.startswith("u") else "i")
+        values = words.view(f"<{code}{dtype.itemsize}")
+        return values.astype(np.complex128) if dtype.kind == "complex" else values
+    return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Compared:
+    """A run of both tensors: which elements differ, by how much, and the numbers themselves (or bits)."""
+
+    ours: Array
+    theirs: Array
+    differ: Array
+    apart: Array | None = None
+    relative: Array | None = None
+
+    @classmethod
+    def of(cls, ours: Array, dtype: DType, theirs: Array, other: DType, tolerance: Tolerance | None) -> _Compared:
+        import numpy as np
+
+        differ = ours != theirs if dtype is other else np.ones(len(ours), bool)
+        if tolerance is None and not differ.any():
+            return cls(ours, theirs, differ)
+        first, second = _numbers(ours, dtype), _numbers(theirs, other)
+        if first is None or second is None:
+            return cls(ours, theirs, differ)
+        with np.errstate(all="ignore"):
+            first, second = _of_one_kind(first, second)
+            apart = _apart(first, second)
+            if tolerance is not None:
+                differ = ~_close(first, second, apart, tolerance)
+            size = np.abs(second.astype(np.complex128 if second.dtype.kind == "c" else np.float64))
+            relative = np.where(apart == 0, 0.0, apart.astype(np.float64) / size)
+        return cls(first, second, differ, apart, relative)
+
+
+def _of_one_kind(first: Array, second: Array) -> tuple[Array, Array]:
+    import numpy as np
+
+    if first.dtype == second.dtype:
+        return first, second
+    wide = np.complex128 if "c" in (first.dtype.kind, second.dtype.kind) else np.float64
+    return first.astype(wide), second.astype(wide)
+
+
+def _apart(first: Array, second: Array) -> Array:
+    """|a - b|; exact for integers, as unsigned ones; 0 for equal infinities."""
+    import numpy as np
+
+    if first.dtype.kind in "iu":
+        wide = np.uint64 if first.dtype.kind == "u" else np.int64
+        low, high = np.minimum(first, second).astype(wide), np.maximum(first, second).astype(wide)
+        return high.view(np.uint64) - low.view(np.uint64)
+    return np.where(first == second, 0.0, np.abs(first - second))
+
+
+def _close(first: Array, second: Array, apart: Array, tolerance: Tolerance) -> Array:
+    import numpy as np
+
+    allowed = tolerance.atol + np.abs(tolerance.rtol * second)
+    close = (first == second) | (np.isfinite(apart) & (apart <= allowed))
+    if tolerance.equal_nan and first.dtype.kind in "fc":
+        close |= np.isnan(first) & np.isnan(second)
+    return np.asarray(close)
+
+
+class _Tally:
+    """What was found so far, run by run."""
+
+    def __init__(self) -> None:
+        self.numel = self.count = self.nans = 0
+        self.max_abs: float | None = None
+        self.max_rel: float | None = None
+        self.at = 0
+        self.values = ("", "")
+
+    def add(self, start: int, run: _Compared) -> None:
+        import numpy as np
+
+        self.numel += len(run.ours)
+        places = np.flatnonzero(run.differ)
+        if not len(places):
+            return
+        if not self.count:
+            self._note(start, int(places[0]), run)
+        self.count += len(places)
+        if run.apart is None or run.relative is None:
+            return
+        is_nan = np.isnan(run.apart[places]) if run.apart.dtype.kind == "f" else np.zeros(len(places), bool)
+        self.nans += int(is_nan.sum())
+        places = places[~is_nan]
+        if not len(places):
+            return
+        largest = int(places[np.argmax(run.apart[places])])
+        if self.max_abs is None or run.apart[largest].item() > self.max_abs:
+            self.max_abs = run.apart[largest].item()
+            self._note(start, largest, run)
+        self.max_rel = max(self.max_rel or 0.0, float(run.relative[places].max()))
+
+    def _note(self, start: int, place: int, run: _Compared) -> None:
+        self.at = start + place
+        self.values = _text(run.ours[place]), _text(run.theirs[place])
+
+    def deviation(self, shape: tuple[int, ...]) -> Deviation | None:
+        if not self.count:
+            return None
+        where: list[int] = []
+        rest = self.at
+        for size in reversed(shape):
+            rest, index = divmod(rest, size)
+            where.insert(0, index)
+        return Deviation(self.count, self.numel, self.nans, self.max_abs, self.max_rel, tuple(where), *self.values)
+
+
+def _text(value: Any) -> str:
+    item = value.item() if hasattr(value, "item") else value
+    return f"0x{item.hex()}" if isinstance(item, bytes) else repr(item)

@@ -1,0 +1,342 @@
+"""What differs between two checkpoints, whatever their formats: keys, dtypes, shapes, device tags, values.
+
+Both are opened as indexes and walked together; only tensors that both have, with one dtype and shape, are read. Keys
+are compared by name, not by order; the class of a mapping (`OrderedDict` or dict), the `_metadata` of a state dict,
+`requires_grad`, strides and the sharing of storages do not count.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ckptconv.checkpoint import Checkpoint, StateDict, find, label_text
+from ckptconv.collector import collector_paused
+from ckptconv.comparison import Deviation, Tolerance, deviation, differing_pairs
+from ckptconv.encodings import flat
+from ckptconv.errors import CheckpointError, LimitExceeded
+from ckptconv.formats.detect import Named, open_checkpoint
+from ckptconv.key_rules import Select
+from ckptconv.keys import KEEP, STRIP, KeyRules, map_keys
+from ckptconv.nodes import Call, Dict, Global, Node, PersistentId, children, mapping_pairs
+from ckptconv.plain_objects import plain_form, tensor_form
+from ckptconv.tensors import Storage, TensorObject, TensorRef, whole_storage
+from ckptconv.torch_objects import Window
+
+_MOST_PAIRS = 10_000_000
+_SHOWN = 60  # characters of a plain value in a report
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """One fact about a key that is `a` in the first checkpoint and `b` in the second."""
+
+    key: str
+    a: str
+    b: str
+
+
+@dataclass(frozen=True, slots=True)
+class ValueChange:
+    """A tensor whose values differ, and how."""
+
+    key: str
+    deviation: Deviation
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What differs between the checkpoints at `a` and `b`, in the order of the keys of `a`.
+
+    `tensors` were compared, each of `nbytes` in sum. `others` are values that are no tensors, or a tensor in one of them
+    only. `locations` are device tags that differ; they make a difference only with `strict_device`, and `dtypes` do unless
+    `ignore_dtype`.
+    """
+
+    a: str
+    b: str
+    a_format: str
+    b_format: str
+    tensors: int
+    nbytes: int
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    dtypes: tuple[Changed, ...]
+    shapes: tuple[Changed, ...]
+    locations: tuple[Changed, ...]
+    values: tuple[ValueChange, ...]
+    others: tuple[Changed, ...]
+    notes: tuple[str, ...] = ()
+    strict_device: bool = False
+    ignore_dtype: bool = False
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing that counts differs."""
+        counted = (self.only_a, self.only_b, self.shapes, self.values, self.others)
+        if any(counted) or (self.dtypes and not self.ignore_dtype):
+            return False
+        return not (self.strict_device and self.locations)
+
+
+def diff_checkpoints(
+    a: Named,
+    b: Named,
+    *,
+    keys: KeyRules = KEEP,
+    only: str | None = None,
+    only_b: str | None = None,
+    whole: bool = False,
+    tolerance: Tolerance | None = None,
+    ignore_dtype: bool = False,
+    strict_device: bool = False,
+) -> Difference:
+    """Compare the state dict of checkpoint `a`, its keys renamed by `keys`, with that of `b`.
+
+    Values must be the same bit for bit (NaN of the same bits included, -0.0 is not 0.0), or equal within `tolerance`.
+    `only` is the path of the part to compare in both, `only_b` that in `b` where it is another. `whole` compares everything
+    in the files, by path. With `ignore_dtype`, tensors of different dtypes are compared as numbers. The globs of `keys`
+    choose keys of both. Raises `CheckpointError` when one of them cannot be read or holds no single state dict.
+    """
+    with open_checkpoint(a) as first, open_checkpoint(b) as second:
+        found = _Found()
+        with collector_paused():
+            roots = _parts(first, second, keys, (only, only if only_b is None else only_b), whole=whole)
+            for path, ours, theirs in _walk_together(*roots, found):
+                found.compare(path, ours, theirs, ignore_dtype=ignore_dtype)
+        values = tuple(_value_changes(found.pairs, tolerance, ignore_dtype=ignore_dtype))
+        return Difference(
+            a=str(first.path),
+            b=str(second.path),
+            a_format=first.format,
+            b_format=second.format,
+            tensors=found.tensors,
+            nbytes=sum(ours.nbytes for _, ours, _ in found.pairs),
+            only_a=tuple(found.only_a),
+            only_b=tuple(found.only_b),
+            dtypes=tuple(found.dtypes),
+            shapes=tuple(found.shapes),
+            locations=tuple(found.locations),
+            values=values,
+            others=tuple(found.others),
+            notes=tuple(_notes(found)),
+            strict_device=strict_device,
+            ignore_dtype=ignore_dtype,
+        )
+
+
+def _parts(
+    first: Checkpoint, second: Checkpoint, keys: KeyRules, only: tuple[str | None, str | None], *, whole: bool
+) -> tuple[Node, Node]:
+    """The two nodes to compare."""
+    if whole:
+        return find(first.root, only[0] or "", first.path), find(second.root, only[1] or "", second.path)
+    globs = KeyRules("keep", rules=tuple(rule for rule in keys.rules if isinstance(rule, Select)))
+    return _renamed(first.state_dict(only[0]), keys, first), _renamed(second.state_dict(only[1]), globs, second)
+
+
+def _renamed(found: StateDict, rules: KeyRules, checkpoint: Checkpoint) -> Dict:
+    try:
+        new = map_keys(found.keys, rules).new
+    except CheckpointError as error:
+        raise error.at(path=checkpoint.path) from error.__cause__
+    return Dict([(key, value) for key, value in zip(new, found.values, strict=True) if key is not None])
+
+
+def _notes(found: _Found) -> Iterator[str]:
+    """Say what would make keys meet that do not."""
+    if found.tensors or not (found.only_a and found.only_b):
+        return
+    if _without_wrappers(found.only_a) & set(found.only_b):
+        yield "the keys of the first carry wrapper prefixes; compare without them: --keys strip"
+    if _without_wrappers(found.only_b) & set(found.only_a):
+        yield "the keys of the second carry wrapper prefixes; name it first, and add --keys strip"
+
+
+def _without_wrappers(keys: Sequence[str]) -> set[str]:
+    """The keys as `--keys strip` would have them; none where it cannot."""
+    try:
+        return {key for key in map_keys(keys, STRIP).new if key is not None}
+    except CheckpointError:
+        return set()
+
+
+# ------------------------------------------------------------------------------------------------------------- the walk
+
+
+@dataclass(slots=True)
+class _Found:
+    """What the walk has met: differences, and the tensors whose values are still to be compared."""
+
+    only_a: list[str] = field(default_factory=list)
+    only_b: list[str] = field(default_factory=list)
+    dtypes: list[Changed] = field(default_factory=list)
+    shapes: list[Changed] = field(default_factory=list)
+    locations: list[Changed] = field(default_factory=list)
+    others: list[Changed] = field(default_factory=list)
+    pairs: list[tuple[str, TensorRef, TensorRef]] = field(default_factory=list)
+    tensors: int = 0
+
+    def compare(self, path: str, ours: Node, theirs: Node, *, ignore_dtype: bool) -> None:
+        """Compare two leaves by all but the values of tensors."""
+        if type(ours) is TensorRef and type(theirs) is TensorRef:
+            self._tensors(path, ours, theirs, ignore_dtype=ignore_dtype)
+        elif not _same_leaf(ours, theirs):
+            self.others.append(Changed(path, _spoken(ours), _spoken(theirs)))
+
+    def _tensors(self, path: str, ours: TensorRef, theirs: TensorRef, *, ignore_dtype: bool) -> None:
+        self.tensors += 1
+        if ours.dtype is not theirs.dtype:
+            self.dtypes.append(Changed(path, ours.dtype.name, theirs.dtype.name))
+        if ours.shape != theirs.shape:
+            self.shapes.append(Changed(path, str(list(ours.shape)), str(list(theirs.shape))))
+        if (tags := _tags(ours, theirs)) is not None:
+            self.locations.append(Changed(path, *tags))
+        if ours.shape == theirs.shape and (ours.dtype is theirs.dtype or ignore_dtype) and ours.numel:
+            self.pairs.append((path, ours, theirs))
+
+
+def _tags(ours: TensorRef, theirs: TensorRef) -> tuple[str, str] | None:
+    """The device tags of two tensors, where they differ."""
+    if not ours.pieces or not theirs.pieces or ours.location == theirs.location:
+        return None
+    return ours.location, theirs.location
+
+
+def _walk_together(first: Node, second: Node, found: _Found) -> Iterator[tuple[str, Node, Node]]:
+    """The leaves that stand at one path in both trees; what stands in one of them only is noted in `found`.
+
+    A pair of containers that was met before, as shared and cyclic ones are, is not entered again.
+    """
+    work = [("", first, second)]
+    met: set[tuple[int, int]] = set()
+    alive: list[Node] = []  # plain forms are made here, and told apart by their addresses
+    while work:
+        path, ours, theirs = work.pop()
+        ours, theirs = _forms(ours, theirs)
+        inside, other = _inside(ours), _inside(theirs)
+        if inside is None or other is None or _kind(ours) != _kind(theirs):
+            yield path, ours, theirs
+            continue
+        if (id(ours), id(theirs)) in met:
+            continue
+        met.add((id(ours), id(theirs)))
+        alive += (ours, theirs)
+        if len(met) > _MOST_PAIRS:
+            raise LimitExceeded(f"more than {_MOST_PAIRS} pairs of containers would have to be compared")
+        work.extend(reversed(list(_entries_of_both(path, inside, other, found))))
+
+
+def _entries_of_both(
+    path: str, inside: Mapping[object, tuple[str, Node]], other: Mapping[object, tuple[str, Node]], found: _Found
+) -> Iterator[tuple[str, Node, Node]]:
+    for label, (text, value) in inside.items():
+        if label in other:
+            yield _joined(path, text), value, other[label][1]
+        else:
+            found.only_a.append(_joined(path, text))
+    found.only_b += [_joined(path, text) for label, (text, _) in other.items() if label not in inside]
+
+
+def _joined(path: str, label: str) -> str:
+    return f"{path}.{label}" if path else label
+
+
+def _forms(ours: Node, theirs: Node) -> tuple[Node, Node]:
+    """Both nodes in the form in which they are compared; a number of numpy is a tensor beside a tensor."""
+    ours, theirs = (_tensor_of(ours) or ours), (_tensor_of(theirs) or theirs)
+    if type(ours) is TensorRef and type(theirs) is Call:
+        theirs = tensor_form(theirs) or theirs
+    if type(theirs) is TensorRef and type(ours) is Call:
+        ours = tensor_form(ours) or ours
+    return _form(ours), _form(theirs)
+
+
+def _tensor_of(node: Node) -> TensorRef | None:
+    """The tensor that a leaf is, carries, or stands for."""
+    if type(node) is TensorObject:
+        return node.tensor
+    if type(node) is Storage:
+        return whole_storage(node, 0, node.nbytes)
+    if type(node) is Window:
+        size = node.dtype.itemsize if node.dtype else 1
+        return whole_storage(node.storage, node.start * size, node.stop * size)
+    return None
+
+
+def _form(node: Node) -> Node:
+    """A call as the plain value that it stands for, or as the tensors that it is made of."""
+    if type(node) is not Call:
+        return node
+    if (pairs := mapping_pairs(node)) is not None:
+        return Dict(list(pairs))
+    if (plain := plain_form(node)) is not node:
+        return plain
+    if (made := flat("", node)) is not None:
+        recipes = json.dumps(made.recipes, sort_keys=True)
+        return Dict([*((name.lstrip("."), ref) for name, ref in made.tensors), ("encoding", recipes)])
+    return node
+
+
+def _kind(node: Node) -> str:
+    """What sort of container a node is; two of different sorts are not entered."""
+    return f"object of {node.name}" if type(node) is Call else type(node).__name__.lower()
+
+
+def _inside(node: Node) -> dict[object, tuple[str, Node]] | None:
+    """What a container holds: each child with the text of its label, under what tells it from the others; None for a leaf."""
+    if type(node) not in (Dict, list, tuple, Call, PersistentId):
+        return None
+    held: dict[object, tuple[str, Node]] = {}
+    for label, child in children(node):
+        text = label_text(label)
+        at: tuple[object, ...] = (type(label).__name__, text)
+        while at in held:  # keys that are containers have one label
+            at = (*at[:2], 1 + (at[2] if len(at) > 2 else 0))  # type: ignore[operator]
+        held[at] = text, child
+    return held
+
+
+def _same_leaf(ours: Node, theirs: Node) -> bool:
+    if type(ours) is not type(theirs):
+        return False
+    if type(ours) is Global:
+        return bool(ours.path == theirs.path)
+    if type(ours) in (float, complex):
+        return repr(ours) == repr(theirs)  # NaN is NaN, and 0.0 is not -0.0
+    return type(ours) in _PLAIN and bool(ours == theirs)
+
+
+_PLAIN = (str, int, bool, bytes, type(None))
+
+
+def _spoken(node: Node) -> str:
+    """A value as a report names it."""
+    if type(node) is TensorRef:
+        return f"{node.dtype.name} {list(node.shape)}"
+    if type(node) is Global:
+        return f"the name {node.path}"
+    if node is None or type(node) in (*_PLAIN, float, complex):
+        return label_text(node)[:_SHOWN] if type(node) in (int, bytes) else repr(node)[:_SHOWN]
+    return _kind(node)
+
+
+# --------------------------------------------------------------------------------------------------------------- values
+
+
+def _value_changes(
+    pairs: Sequence[tuple[str, TensorRef, TensorRef]], tolerance: Tolerance | None, *, ignore_dtype: bool
+) -> Iterator[ValueChange]:
+    """The tensors whose values differ; with a tolerance, those that hold NaN are looked at even where all bits are the same."""
+    alike = [number for number, (_, ours, theirs) in enumerate(pairs) if ours.dtype is theirs.dtype]
+    exact = [
+        number
+        for number in alike
+        if tolerance is None or tolerance.equal_nan or pairs[number][1].dtype.kind not in ("float", "complex")
+    ]
+    differing = differing_pairs([pairs[number][1:] for number in exact])
+    same = {number for at, number in enumerate(exact) if at not in differing}
+    for number, (path, ours, theirs) in enumerate(pairs):
+        if number not in same and (found := deviation(ours, theirs, tolerance)) is not None:
+            yield ValueChange(path, found)

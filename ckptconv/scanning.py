@@ -1,0 +1,299 @@
+"""Is it safe to load? What the pickles of files and folders name, judged, without executing any of it.
+
+Every file is looked into, whatever it is called: pickles that follow each other, the records of zip archives, the
+members of tar files, and pickles and archives that pickles hold as bytes. A pickle that breaks is followed up to there,
+which is what an unpickler would have executed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptconv.archives import is_zip, read_directory
+from ckptconv.errors import CheckpointError, UnsupportedCheckpoint
+from ckptconv.formats.detect import STRANGERS
+from ckptconv.formats.safetensors import is_safetensors
+from ckptconv.formats.torch_tar import is_tar
+from ckptconv.limits import LIMITS
+from ckptconv.sources import CHUNK, FileSource, MemorySource, RangeSource, Source
+from ckptconv.threats import LEVELS, Level, judge
+from ckptconv.tracing import Trace, trace_pickle
+
+_DEEPEST = 8  # streams within streams
+_MOST_PICKLES = 100_000  # one behind another
+_WINDOWS = (512, 1 << 16, 1 << 20, 1 << 24, 1 << 27, 1 << 30)
+"""How much of a stream is read, in turn, until its pickle has ended or is seen to be none."""
+_BEGINS = re.compile(rb"\x80[\0-\5]").match
+_LIKELY = re.compile(rb"\x80[\0-\5]|[ci][A-Za-z_][\w.]{0,100}\n[A-Za-z_][\w.]{0,100}\n|PK\x03\x04")
+_TAIL = 22 + 0xFFFF  # bytes in which the end record of a zip archive lies
+_NUMPY = b"\x93NUMPY"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that a pickle of a file names or does.
+
+    `where` is the record, and the stream within it, in which it stands; `name` the global as the pickle has it (empty where
+    there is none), `at` the byte of the stream.
+    """
+
+    where: str
+    name: str
+    level: Level
+    reason: str
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScannedFile:
+    """What was found in one file. `kind` says what the file is; `pickles` counts those in it, nested ones included."""
+
+    path: str
+    kind: str
+    pickles: int
+    findings: tuple[Finding, ...]
+
+    @property
+    def level(self) -> Level:
+        """The worst of its findings; plain where there is none."""
+        return max((finding.level for finding in self.findings), key=LEVELS.index, default="plain")
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """What was found at a path, file by file."""
+
+    path: str
+    files: tuple[ScannedFile, ...]
+
+    @property
+    def level(self) -> Level:
+        """The worst of its files."""
+        return max((file.level for file in self.files), key=LEVELS.index, default="plain")
+
+    @property
+    def dangerous(self) -> tuple[Finding, ...]:
+        """Everything that is dangerous."""
+        return tuple(finding for file in self.files for finding in file.findings if finding.level == "dangerous")
+
+
+def scan_checkpoint(path: str | os.PathLike[str]) -> Scan:
+    """Scan a file, or all files in a folder and the folders in it; links to folders are not followed.
+
+    Raises `CheckpointError` where `path` itself cannot be read; a file of a folder that cannot be is a finding.
+    """
+    root = Path(path)
+    if not root.is_dir():
+        return Scan(str(root), (_scan_file(root),))
+    return Scan(str(root), tuple(_scan_listed(file) for file in _files(root)))
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for base, folders, names in os.walk(folder):
+        folders.sort()
+        yield from (Path(base, name) for name in sorted(names))
+
+
+def _scan_listed(path: Path) -> ScannedFile:
+    try:
+        return _scan_file(path)
+    except CheckpointError as error:
+        return ScannedFile(str(path), "unread", 0, (Finding("", "", "unknown", str(error.what), 0),))
+
+
+def _scan_file(path: Path) -> ScannedFile:
+    try:
+        source = FileSource(path)
+    except ValueError as error:
+        raise UnsupportedCheckpoint("is no file name", path=path) from error
+    scanner = _Scanner()
+    try:
+        kind = scanner.scan(source, "", 0)
+    finally:
+        source.close()
+    findings = sorted(dict.fromkeys(scanner.findings), key=lambda finding: -LEVELS.index(finding.level))
+    return ScannedFile(str(path), kind, scanner.pickles, tuple(findings))
+
+
+class _Scanner:
+    """What has been found in one file so far."""
+
+    def __init__(self) -> None:
+        self.findings: list[Finding] = []
+        self.pickles = 0
+
+    def scan(self, source: Source, where: str, depth: int) -> str:
+        """Look into a source for whatever it is; says what that is."""
+        if depth > _DEEPEST:
+            self._odd(where, f"streams lie more than {_DEEPEST} deep in each other; what is below was not looked at")
+            return "unknown"
+        head = source.read(0, min(512, source.size))
+        if is_zip(head):
+            return self._zip(source, where, depth)
+        if is_tar(head):
+            self._sweep(source, where, depth)
+            return "tar"
+        count = self._pickles(source, _numpy_end(head), where, depth)
+        if not depth and b"PK\5\6" in source.read(max(0, source.size - _TAIL), min(_TAIL, source.size)):
+            self._sweep(source, where, depth)
+            return "zip behind other bytes"
+        if count:
+            return "pickle" if count == 1 else f"{count} pickles"
+        return self._no_pickle(head, where)
+
+    def _no_pickle(self, head: bytes, where: str) -> str:
+        if is_safetensors(head):
+            return "safetensors"
+        packed = next((item for item in STRANGERS if item.hint and head[item.at :].startswith(item.magic)), None)
+        if packed is not None and "unpack" in (packed.hint or ""):
+            self._odd(where, f"{packed.what}: what is in it was not looked at")
+        return "no pickle"
+
+    def _odd(self, where: str, reason: str, at: int = 0) -> None:
+        self.findings.append(Finding(where, "", "unknown", reason, at))
+
+    # ------------------------------------------------------------------------------------------------------- archives
+
+    def _zip(self, source: Source, where: str, depth: int) -> str:
+        try:
+            records = read_directory(source)
+        except CheckpointError as error:
+            reason = f"its directory was not followed, for {error.what}; all of it was searched"
+            self.findings.append(Finding(where, "", "plain", reason, 0))
+            self._sweep(source, where, depth)
+            return "zip without a directory to follow"
+        for name, record in records.items():
+            inside = f"{where}/{name}" if where else name
+            if record.deflated:
+                self._deflated(source, record.offset, record.stored, inside, depth)
+            else:
+                self.scan(RangeSource(source, record.offset, record.size), inside, depth + 1)
+        return "zip"
+
+    def _deflated(self, source: Source, offset: int, stored: int, where: str, depth: int) -> None:
+        """Look into a deflated record; one that does not begin as anything that is looked into is not inflated."""
+        head = _inflated(source, offset, stored, _WINDOWS[0])
+        trace = trace_pickle(head[_numpy_end(head) :])
+        if not (trace.end or trace.cut or trace.names or trace.alarms or is_zip(head) or is_tar(head)):
+            return
+        limit = min(LIMITS.pickle_bytes, max(LIMITS.inflated_free, LIMITS.inflated_ratio * stored))
+        inflated = _inflated(source, offset, stored, limit)
+        self.scan(MemorySource(inflated, source.path), where, depth + 1)
+        if len(inflated) == limit:
+            self._odd(where, f"inflates to more than {limit} bytes; what is behind was not looked at")
+
+    def _sweep(self, source: Source, where: str, depth: int) -> None:
+        """Look at every place of a source at which a pickle, or a record of an archive, may begin."""
+        done = 0
+        for start in range(0, source.size, CHUNK):
+            window = source.read(start, min(CHUNK + 512, source.size - start))
+            for found in _LIKELY.finditer(window):
+                at = start + found.start()
+                if at < done or found.start() >= CHUNK:
+                    continue
+                look = self._local_record if found[0][:2] == b"PK" else self._uncertain
+                done = max(done, look(source, at, where, depth))
+
+    def _uncertain(self, source: Source, at: int, where: str, depth: int) -> int:
+        return self._pickle(source, at, where, depth, certain=False)
+
+    def _local_record(self, source: Source, at: int, where: str, depth: int) -> int:
+        """Look into a record by its local header alone; the byte behind the pickle in it, or 0."""
+        header = source.read(at, min(30, source.size - at))
+        if len(header) < 30:
+            return 0
+        offset = at + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+        if offset >= source.size:
+            return 0
+        if header[8:10] == b"\0\0":
+            return self._uncertain(source, offset, where, depth)
+        self._deflated(source, offset, source.size - offset, f"{where}/byte {at}".strip("/"), depth)
+        return 0
+
+    # -------------------------------------------------------------------------------------------------------- pickles
+
+    def _pickles(self, source: Source, start: int, where: str, depth: int) -> int:
+        """Follow the pickles that lie one behind another; how many there are."""
+        count, at = 0, start
+        while at < source.size and count < _MOST_PICKLES:
+            before = self.pickles
+            end = self._pickle(source, at, where, depth, certain=count == 0)
+            count += self.pickles > before
+            if end <= at:
+                break
+            at = end
+        return count
+
+    def _pickle(self, source: Source, start: int, where: str, depth: int, *, certain: bool) -> int:
+        """Follow the pickle at byte `start`, if it is one; the byte behind it, or 0 where there is none.
+
+        What breaks counts as a pickle where it names something dangerous, or is `certain` to be one by how it begins.
+        """
+        trace = Trace()
+        stream = b""
+        for window in _WINDOWS:
+            stream = source.read(start, min(window, source.size - start))
+            trace = trace_pickle(stream)
+            if not trace.cut or len(stream) == source.size - start:
+                break
+        named = self._judged(trace, where, start)
+        is_bad = bool(trace.alarms) or any(finding.level == "dangerous" for finding in named)
+        begins = certain and _BEGINS(stream) is not None and (len(trace.names) > 0 or trace.cut)
+        if trace.broken is not None and not (begins or any(finding.level == "dangerous" for finding in named)):
+            return 0
+        if trace.broken is None and not _is_likely(stream, trace) and not is_bad:
+            return 0
+        self.pickles += 1
+        self.findings += named
+        if trace.broken is not None:
+            self._odd(where, f"the pickle {trace.broken}; what stands before was judged", start)
+        self.findings += [Finding(where, "", "dangerous", alarm.reason, start + alarm.at) for alarm in trace.alarms]
+        self._nested(trace, where, source.path, depth)
+        return start + trace.end
+
+    def _judged(self, trace: Trace, where: str, start: int) -> list[Finding]:
+        return [
+            Finding(where, f"{name.module}.{name.name}", *judge(name.module, name.name), start + at)
+            for name, at in trace.names.items()
+        ]
+
+    def _nested(self, trace: Trace, where: str, path: Path, depth: int) -> None:
+        """Look into the bytes that a pickle holds: each may be a stream itself."""
+        for number, constant in enumerate(trace.constants):
+            if len(constant) > 1:
+                self.scan(MemorySource(constant, path), f"{where}<bytes {number}>", depth + 1)
+
+
+def _is_likely(stream: bytes, trace: Trace) -> bool:
+    """Whether what could be followed to a STOP is a pickle, and no text or number that happens to be one."""
+    return _BEGINS(stream) is not None or bool(trace.names) or trace.end > _SHORT
+
+
+_SHORT = 16  # bytes; a text may begin with "N." or "I1\n."
+
+
+def _numpy_end(head: bytes) -> int:
+    """The byte at which the pickle of a numpy file of objects begins; 0 for any other file."""
+    if not head.startswith(_NUMPY) or len(head) < 12:
+        return 0
+    width = 2 if head[6] == 1 else 4
+    return 8 + width + int.from_bytes(head[8 : 8 + width], "little")
+
+
+def _inflated(source: Source, offset: int, stored: int, limit: int) -> bytes:
+    """At most the first `limit` bytes of a deflated run, as far as it inflates."""
+    inflater = zlib.decompressobj(-15)
+    made = bytearray()
+    with contextlib.suppress(zlib.error):
+        for start in range(0, stored, CHUNK):
+            piece = source.read(offset + start, min(CHUNK, stored - start))
+            made += inflater.decompress(piece, limit - len(made))
+            if inflater.eof or len(made) >= limit:
+                break
+    return bytes(made)

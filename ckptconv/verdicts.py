@@ -1,0 +1,149 @@
+"""What a comparison and a scan found, as text and JSON; everything that came out of a file is escaped here."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ckptconv.comparison import Deviation
+from ckptconv.diffing import Changed, Difference
+from ckptconv.errors import printable
+from ckptconv.report import count_text, size_text
+from ckptconv.scanning import Finding, Scan, ScannedFile
+
+_LISTED = 20
+
+
+def difference_headline(found: Difference) -> str:
+    """The line that says whether two checkpoints are the same."""
+    verdict = "same" if found.same else "differ"
+    compared = f"{count_text(found.tensors, 'tensor')} in both, {size_text(found.nbytes)} compared"
+    return f"{verdict}: {printable(found.a)} ({found.a_format}), {printable(found.b)} ({found.b_format}); {compared}"
+
+
+def difference_lines(found: Difference) -> Iterator[tuple[str, str]]:
+    """What differs, as (label, text) lines; at most 20 of a kind."""
+    yield from _listed("only in A", [printable(key) for key in found.only_a])
+    yield from _listed("only in B", [printable(key) for key in found.only_b])
+    yield from _listed("dtype", _changes(found.dtypes))
+    yield from _listed("shape", _changes(found.shapes))
+    yield from _listed("values", [f"{printable(item.key)}: {_deviation_text(item.deviation)}" for item in found.values])
+    yield from _listed("no tensor", _changes(found.others))
+    counted = "" if found.strict_device else " (not counted)"
+    for (ours, theirs), count in Counter((item.a, item.b) for item in found.locations).items():
+        yield "device", f"{printable(ours)} / {printable(theirs)}: {count_text(count, 'tensor')}{counted}"
+    for note in found.notes:
+        yield "note", printable(note)
+
+
+def _changes(items: Sequence[Changed]) -> list[str]:
+    return [f"{printable(item.key) or 'the whole file'}: {printable(item.a)} / {printable(item.b)}" for item in items]
+
+
+def _listed(label: str, texts: Sequence[str]) -> Iterator[tuple[str, str]]:
+    yield from ((label, text) for text in texts[:_LISTED])
+    if len(texts) > _LISTED:
+        yield label, f"and {len(texts) - _LISTED:,} more"
+
+
+def _deviation_text(found: Deviation) -> str:
+    count = f"{found.count:,} of {count_text(found.numel, 'value')}"
+    where = f"at {list(found.where)}: {found.a} / {found.b}"
+    nans = f", {found.nans:,} with NaN" if found.nans else ""
+    if found.max_abs is None:
+        return f"{count}{nans}, first {where}"
+    if found.max_abs == 0:
+        return f"{count}{nans}, by bits only, {where}"
+    return f"{count}{nans}, max abs {found.max_abs:.6g}, max rel {found.max_rel:.6g}, {where}"
+
+
+def difference_document(found: Difference) -> dict[str, Any]:
+    """A difference as JSON values; a number that JSON has no form for is given as text (``inf``)."""
+    return {
+        "same": found.same,
+        "a": {"path": found.a, "format": found.a_format},
+        "b": {"path": found.b, "format": found.b_format},
+        "tensors": found.tensors,
+        "bytes": found.nbytes,
+        "only_a": list(found.only_a),
+        "only_b": list(found.only_b),
+        "dtypes": _change_documents(found.dtypes),
+        "shapes": _change_documents(found.shapes),
+        "locations": _change_documents(found.locations),
+        "values": [{"key": item.key, **_deviation_document(item.deviation)} for item in found.values],
+        "others": _change_documents(found.others),
+        "notes": list(found.notes),
+    }
+
+
+def _change_documents(items: Sequence[Changed]) -> list[dict[str, str]]:
+    return [{"key": item.key, "a": item.a, "b": item.b} for item in items]
+
+
+def _deviation_document(found: Deviation) -> dict[str, Any]:
+    return {
+        "differing": found.count,
+        "of": found.numel,
+        "with_nan": found.nans,
+        "max_abs": _number(found.max_abs),
+        "max_rel": _number(found.max_rel),
+        "where": list(found.where),
+        "a": found.a,
+        "b": found.b,
+    }
+
+
+def _number(value: float | None) -> float | str | None:
+    return value if value is None or math.isfinite(value) else str(value)
+
+
+# ----------------------------------------------------------------------------------------------------------------- scans
+
+
+def scan_headline(scan: Scan) -> str:
+    """The line that says how safe a path is."""
+    pickles = sum(file.pickles for file in scan.files)
+    said = {
+        "plain": "nothing but what ordinary checkpoints hold",
+        "unknown": "nothing dangerous, but names that are not known here",
+        "dangerous": "DANGEROUS: do not load",
+    }[scan.level]
+    return f"{printable(scan.path)}: {said} ({count_text(len(scan.files), 'file')}, {count_text(pickles, 'pickle')})"
+
+
+def scan_lines(scan: Scan) -> Iterator[tuple[str, str]]:
+    """What was found, as (level, text) lines, file by file; plain names are left out."""
+    for file in scan.files:
+        told = [finding for finding in file.findings if finding.level != "plain"]
+        for finding in told[:_LISTED]:
+            yield finding.level, _finding_text(scan, file, finding)
+        if len(told) > _LISTED:
+            yield told[_LISTED].level, f"{printable(file.path)}: and {len(told) - _LISTED:,} more"
+
+
+def _finding_text(scan: Scan, file: ScannedFile, finding: Finding) -> str:
+    place = [file.path] * (len(scan.files) > 1) + [finding.where] * bool(finding.where) + [finding.name] * bool(finding.name)
+    return ": ".join([*(printable(part) for part in place), printable(finding.reason, 500)])
+
+
+def scan_document(scan: Scan) -> dict[str, Any]:
+    """A scan as JSON values, plain names included."""
+    return {
+        "path": scan.path,
+        "level": scan.level,
+        "files": [
+            {
+                "path": file.path,
+                "kind": file.kind,
+                "level": file.level,
+                "pickles": file.pickles,
+                "findings": [
+                    {"level": item.level, "name": item.name, "where": item.where, "byte": item.at, "reason": item.reason}
+                    for item in file.findings
+                ],
+            }
+            for file in scan.files
+        ],
+    }
