@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from ckptconv.convert import convert_checkpoint as convert_checkpoint
     from ckptconv.convert import execute_plan as execute_plan
     from ckptconv.devices import best_device as best_device
+    from ckptconv.diagnosis import Diagnosis as Diagnosis
+    from ckptconv.diagnosis import Finding as Finding
+    from ckptconv.diagnosis import diagnose as diagnose
     from ckptconv.errors import CheckpointError as CheckpointError
     from ckptconv.fitting import LoadResult as LoadResult
     from ckptconv.fitting import load_into as load_into
@@ -35,6 +38,8 @@ _HOMES = {
     "CheckpointError": "errors",
     "ConversionPlan": "planning",
     "ConversionResult": "convert",
+    "Diagnosis": "diagnosis",
+    "Finding": "diagnosis",
     "KeyRules": "keys",
     "LoadResult": "fitting",
     "Options": "planning",
@@ -42,6 +47,7 @@ _HOMES = {
     "TensorRef": "tensors",
     "best_device": "devices",
     "convert_checkpoint": "convert",
+    "diagnose": "diagnosis",
     "execute_plan": "convert",
     "load_into": "fitting",
     "load_portable": "loading",
