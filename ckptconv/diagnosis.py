@@ -212,10 +212,11 @@ def _modules(case: _Case) -> Iterator[_Symptom]:
     """A module pickled whole, whose class torch would have to import."""
     if case.whole is case.checkpoint:
         return
-    odd = inspect_checkpoint(case.whole, 0).odd_objects
-    effect = words.quoted(words.REFUSED, words.on_global(odd[0].name)) if odd else words.REFUSED
-    cause = f"holds a whole module ({printable(odd[0].name)}), not its state dict" if odd else "holds a whole module"
-    yield _symptom("error", "whole-module", cause, effect, Mend())
+    left = {item.path for item in case.facts.odd_objects}
+    odd = [item for item in inspect_checkpoint(case.whole, 0).odd_objects if item.path not in left]
+    name = odd[0].name if odd else "a module"
+    effect = words.quoted(words.REFUSED, words.on_global(name))
+    yield _symptom("error", "whole-module", f"holds a whole module ({printable(name)}), not its state dict", effect, Mend())
 
 
 def _objects(case: _Case) -> Iterator[_Symptom]:

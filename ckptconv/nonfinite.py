@@ -23,7 +23,7 @@ class NonFinite(NamedTuple):
 
 
 class _Bits(NamedTuple):
-    """A code above `infinity`, without its sign (`magnitude` masks it off), is NaN; `infinity` itself is infinite, or finite."""
+    """A code above `infinity`, without its sign (`magnitude` masks it), is NaN; `infinity` itself is infinite, or finite."""
 
     magnitude: int
     infinity: int
