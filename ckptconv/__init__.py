@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from ckptconv.convert import convert_checkpoint as convert_checkpoint
     from ckptconv.convert import execute_plan as execute_plan
     from ckptconv.devices import best_device as best_device
-    from ckptconv.diagnosis import Diagnosis as Diagnosis
-    from ckptconv.diagnosis import Finding as Finding
     from ckptconv.diagnosis import diagnose as diagnose
     from ckptconv.errors import CheckpointError as CheckpointError
+    from ckptconv.findings import Diagnosis as Diagnosis
+    from ckptconv.findings import Finding as Finding
     from ckptconv.fitting import LoadResult as LoadResult
     from ckptconv.fitting import load_into as load_into
     from ckptconv.formats.detect import open_checkpoint as open_checkpoint
@@ -38,8 +38,8 @@ _HOMES = {
     "CheckpointError": "errors",
     "ConversionPlan": "planning",
     "ConversionResult": "convert",
-    "Diagnosis": "diagnosis",
-    "Finding": "diagnosis",
+    "Diagnosis": "findings",
+    "Finding": "findings",
     "KeyRules": "keys",
     "LoadResult": "fitting",
     "Options": "planning",

@@ -7,8 +7,8 @@ from typing import Any
 
 from ckptconv.convert import ConversionResult
 from ckptconv.devices import Gpu, Host
-from ckptconv.diagnosis import Diagnosis, Finding
 from ckptconv.errors import CheckpointError, printable
+from ckptconv.findings import Diagnosis, Finding
 from ckptconv.inspection import OPENED_BY_TORCH, Inspection, Part, is_bloated
 from ckptconv.planning import ConversionPlan
 from ckptconv.settling import Skipped

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "ckptconv"
 
 LAYERS = {
     "errors": 0, "limits": 0, "collector": 0,
-    "dtypes": 1, "keys": 1, "devices": 1, "sources": 1, "nodes": 1,
+    "dtypes": 1, "keys": 1, "devices": 1, "sources": 1, "nodes": 1, "findings": 1,
     "outputs": 2, "documents": 2, "casting": 2, "pickling": 2, "unpickling": 2, "extents": 2, "substitution": 2,
     "nonfinite": 4, "torch_words": 2,
     "tensors": 3, "archives": 3, "sharding": 3,
@@ -29,10 +29,11 @@ LAYERS = {
     "planning": 9, "dcp_output": 9, "inspection": 9,
     "prescriptions": 10,
     "convert": 10, "loading": 10,
-    "saving": 11, "fitting": 11, "diagnosis": 11, "report": 12,
-    "__init__": 12,
-    "cli": 13,
-    "__main__": 14,
+    "saving": 11, "fitting": 11, "symptoms": 11, "unopened": 11, "report": 11,
+    "diagnosis": 12,
+    "__init__": 13,
+    "cli": 14,
+    "__main__": 15,
 }  # fmt: skip
 """Module → layer. A module imports from smaller numbers only."""
 
