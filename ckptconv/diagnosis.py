@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptconv.checkpoint import Checkpoint
+from ckptconv.collector import collector_paused
 from ckptconv.devices import tag_map
 from ckptconv.errors import CheckpointError, DeviceUnavailable, printable
 from ckptconv.findings import SEVERITIES, Diagnosis, Finding
@@ -15,7 +16,7 @@ from ckptconv.formats.detect import Named, open_checkpoint
 from ckptconv.inspection import inspect_checkpoint
 from ckptconv.modules import flatten_modules
 from ckptconv.nonfinite import count_nonfinite
-from ckptconv.prescriptions import Mend, command, workable
+from ckptconv.prescriptions import Mend, command
 from ckptconv.sources import FileSource
 from ckptconv.symptoms import CHECKS, Case, Symptom, some, suffix, symptom
 from ckptconv.tensors import check_storage
@@ -36,7 +37,7 @@ def diagnose(path: Named, *, device: str | None = None, values: bool = False, ta
         if not os.path.exists(one):  # noqa: PTH110 (False for no name at all)
             FileSource(one).close()  # says why
     try:
-        with open_checkpoint(paths, tag=tag, whole_modules=True) as whole:
+        with collector_paused(), open_checkpoint(paths, tag=tag, whole_modules=True) as whole:
             checkpoint = flatten_modules(whole)
             case = Case(paths, whole, checkpoint, inspect_checkpoint(checkpoint), device)
             symptoms = [one for check in CHECKS for one in check(case)]
@@ -61,7 +62,7 @@ def _findings(case: Case, symptoms: Sequence[Symptom]) -> tuple[Finding, ...]:
 def _prescribed(case: Case, mend: Mend, one: Symptom) -> Finding:
     if one.mend is None:
         return one.finding
-    wanted = workable(mend.with_(one.mend), case.checkpoint)
+    wanted = case.workable(mend.with_(one.mend))
     if isinstance(wanted, CheckpointError):
         return replace(one.finding, advice=str(wanted))
     return replace(one.finding, command=command(wanted, case.paths))
@@ -90,6 +91,7 @@ def _read_values(checkpoint: Checkpoint) -> list[Symptom]:
 
 
 def _damaged(error: CheckpointError) -> Symptom:
-    effect = "torch.load does not check this and gives damaged values without a word"
+    silent = "CRC-32" in error.what
+    effect = "torch.load does not check this and gives damaged values without a word" if silent else "it cannot be read"
     cause = f"{printable(error.where)}: {error.what}" if error.where else error.what
     return symptom("error", "damaged", cause, effect, advice=error.hint or "the file is damaged; fetch it again")

@@ -48,6 +48,16 @@ class Case:
         return survey_host(ask_torch=True)
 
     @cached_property
+    def _tried(self) -> dict[Mend, Mend | CheckpointError]:
+        return {}
+
+    def workable(self, mend: Mend) -> Mend | CheckpointError:
+        """As `prescriptions.workable` on the checkpoint; each conversion is planned once."""
+        if mend not in self._tried:
+            self._tried[mend] = workable(mend, self.checkpoint)
+        return self._tried[mend]
+
+    @cached_property
     def state_dicts(self) -> list[StateDict]:
         """The state dicts, the ones of averaged weights last."""
         return sorted(self.checkpoint.state_dicts(), key=lambda found: _is_average(found.path))
@@ -69,7 +79,7 @@ def _container(case: Case) -> Iterator[Symptom]:
     elif name not in OPENED_BY_TORCH:
         folder = path.is_dir()
         said = words.FOLDER if folder else words.on_format(name)
-        effect = words.quoted(said) if said else "torch.load(weights_only=True) does not read it"
+        effect = words.quoted(said) if said else "torch.load(weights_only=True) does not read it as one checkpoint"
         yield symptom("error", "container", f"its container is: {name}", effect, Mend())
 
 

@@ -31,6 +31,9 @@ Made = Path | tuple[Path, Path]
 """A file that has a finding, or the one to show to doctor and the folder that it lies in."""
 
 
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tags of CUDA devices are served here")
+
+
 class Unknown:
     """A class that whoever reads the file may not have."""
 
@@ -167,6 +170,7 @@ def opened_by_torch(path: Path) -> Any:
     return torch.load(path, weights_only=True)
 
 
+@no_gpu
 @pytest.mark.parametrize("what", MENDED)
 def test_obeying_the_printed_command_clears_the_finding(what, tmp_path):
     code, make = MENDED[what]
@@ -184,6 +188,7 @@ def test_obeying_the_printed_command_clears_the_finding(what, tmp_path):
     opened_by_torch(mended)
 
 
+@no_gpu
 @pytest.mark.parametrize("what", MENDED)
 def test_every_command_of_a_file_works(what, tmp_path):
     source = MENDED[what][1](tmp_path)
@@ -219,6 +224,7 @@ def test_where_no_command_mends_the_advice_says_what_to_do(what, tmp_path):
 TAGS = ("cuda:3", "cuda", "npu:0", "cpu:0", "mps", "xla:0", "xpu:0", "hpu", "privateuseone:0", "mtia:1", "mlu:0")
 
 
+@no_gpu
 @pytest.mark.parametrize("tag", TAGS)
 def test_the_quoted_error_about_a_device_is_torchs(tag, tmp_path):
     path = tagged(tmp_path, tag)
@@ -327,6 +333,7 @@ def assert_quoted(finding: Finding, path: Path) -> None:
 ENTRIES = json.loads(text.read_text()) if (text := oracle.corpus_folder() / "manifest.json").is_file() else []
 
 
+@no_gpu
 @pytest.mark.corpus
 @pytest.mark.parametrize("entry", [pytest.param(entry, id=entry["file"]) for entry in ENTRIES])
 def test_doctor_and_torch_agree_on_real_files(entry, corpus, tmp_path):
@@ -434,6 +441,7 @@ def test_infinite_masks_are_just_told(tmp_path):
 # ------------------------------------------------------------------------------------------------------------- devices
 
 
+@no_gpu
 def test_tags_that_this_host_serves_are_no_finding(tmp_path, monkeypatch):
     path = tagged(tmp_path, "cuda:1")
     for count, loads in ((2, True), (1, False)):
@@ -442,6 +450,7 @@ def test_tags_that_this_host_serves_are_no_finding(tmp_path, monkeypatch):
         assert diagnose(path).loads == loads
 
 
+@no_gpu
 def test_a_device_that_was_asked_for_and_is_not_here_is_an_error(tmp_path):
     path = saved(tmp_path, weights())
     assert found(diagnose(path, device="cuda:7"), "no-such-device").severity == "error"
@@ -459,6 +468,7 @@ def test_findings_are_ordered_by_severity(tmp_path):
     assert severities == ["error", "warning", "info"]
 
 
+@no_gpu
 def test_the_exit_code_says_whether_it_loads(tmp_path):
     saved(tmp_path, weights(), "good.pt")
     done = run("doctor", "good.pt", cwd=tmp_path)
@@ -471,6 +481,7 @@ def test_the_exit_code_says_whether_it_loads(tmp_path):
     assert done.out.splitlines()[-1] == "will not load here: 1 error"
 
 
+@no_gpu
 def test_the_findings_are_one_json_document(tmp_path):
     done = run("doctor", SAMPLES / "ddp_cuda3.pt", "--json", cwd=tmp_path)
     document = done.json()
@@ -488,6 +499,7 @@ def test_a_missing_file_is_an_error_line(tmp_path):
     assert done.err.startswith("error: missing.pt: no such file")
 
 
+@no_gpu
 def test_without_torch_a_cpu_only_one_is_assumed(tmp_path):
     blocked = "import sys; sys.modules['torch'] = None; sys.argv[0] = 'ckptconv'; from ckptconv.cli import main; main()"
     done = run("doctor", SAMPLES / "ddp_cuda3.pt", "--json", cwd=tmp_path, command=(sys.executable, "-c", blocked))
