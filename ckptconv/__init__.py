@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from ckptconv.fitting import LoadResult as LoadResult
     from ckptconv.fitting import load_into as load_into
     from ckptconv.formats.detect import open_checkpoint as open_checkpoint
+    from ckptconv.key_fitting import Fit as Fit
+    from ckptconv.key_fitting import fit_keys as fit_keys
     from ckptconv.keys import KeyRules as KeyRules
     from ckptconv.loading import load_portable as load_portable
     from ckptconv.planning import ConversionPlan as ConversionPlan
@@ -40,6 +42,7 @@ _HOMES = {
     "ConversionResult": "convert",
     "Diagnosis": "findings",
     "Finding": "findings",
+    "Fit": "key_fitting",
     "KeyRules": "keys",
     "LoadResult": "fitting",
     "Options": "planning",
@@ -49,6 +52,7 @@ _HOMES = {
     "convert_checkpoint": "convert",
     "diagnose": "diagnosis",
     "execute_plan": "convert",
+    "fit_keys": "key_fitting",
     "load_into": "fitting",
     "load_portable": "loading",
     "open_checkpoint": "formats.detect",

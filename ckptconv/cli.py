@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,6 +16,7 @@ from ckptconv import __version__
 from ckptconv.errors import CheckpointError, printable
 
 if TYPE_CHECKING:
+    from ckptconv.fitted_keys import KeyTarget
     from ckptconv.keys import KeyRules
     from ckptconv.planning import ConversionPlan, Options
 
@@ -82,6 +84,8 @@ Examples:
   ckptconv convert in.safetensors out.pt --add-prefix module.
   ckptconv convert in.pt out.safetensors --dtype bf16 --include 'model.*' --exclude '*.num_batches_tracked'
   ckptconv convert train.pt ema.safetensors --only ema
+  ckptconv convert in.pt out.pt --like other.safetensors
+  ckptconv convert in.pt out.safetensors --model my_package.models:build
   ckptconv convert rank0.pt rank1.pt out.safetensors
   ckptconv convert in.pt dcp_folder --to dcp
   ckptconv convert in.pt in.pt --force --verify"""
@@ -92,10 +96,26 @@ Examples:
 @click.option("--strip-prefix", metavar="PREFIX", multiple=True, help="Cut this off every key that starts with it.")
 @click.option("--rename", metavar="OLD=NEW", multiple=True, help="Replace a literal prefix of keys.")
 @click.option("--add-prefix", metavar="PREFIX", default="", help="Put this before every key.")
+@click.option(
+    "--like",
+    metavar="OTHER",
+    type=_FILE,
+    help="Fit the keys to those of another checkpoint, of an index, or of a text of one key per line.",
+)
+@click.option(
+    "--model",
+    metavar="PACKAGE.MODULE:CALLABLE",
+    help="Fit the keys to the model that this builds; the only option that imports code.",
+)
+@click.option("--drop-unexpected", is_flag=True, help="With --like or --model: leave out keys that it does not have.")
 def convert(keys: str, strip_prefix: tuple[str, ...], rename: tuple[str, ...], add_prefix: str, **given: Any) -> None:
     """Convert checkpoint IN to OUT: keys normalised, tagged for the CPU, in the format that OUT's name says. Several INs are
     the files of all ranks of one checkpoint."""
     pairs = tuple(_pair("--rename", text) for text in rename)
+    if given["like"] and given["model"]:
+        raise click.UsageError("--like and --model are both given, and the keys can fit one only")
+    if given["drop_unexpected"] and not (given["like"] or given["model"]):
+        raise click.UsageError("--drop-unexpected needs --like or --model")
     _convert(given, wrappers=keys, strip_prefixes=strip_prefix, renames=pairs, add_prefix=add_prefix)
 
 
@@ -222,6 +242,7 @@ def _convert(given: dict[str, Any], **rules: Any) -> None:
     with _errors(given["as_json"], usage=True):
         options = _options(given, rules)
     with _errors(given["as_json"]):
+        options = replace(options, fit_to=_key_target(given))
         if not given["dry_run"] and options.max_shard_size is None:
             (check_folder if given["to"] == "dcp" else check_output)(output, force=given["force"])
         whole = keeps_modules(output, options)
@@ -243,6 +264,13 @@ def _options(given: dict[str, Any], rules: dict[str, Any]) -> Options:
     dtype = floating_dtype(given["dtype"]) if given["dtype"] else None
     limit = parse_size(given["max_shard_size"]) if given["max_shard_size"] else None
     return Options(given["to"], keys, tags, dtype, given["only"], given["tied"], given["unknown"], limit)
+
+
+def _key_target(given: dict[str, Any]) -> KeyTarget | None:
+    """What the keys are to be fitted to; only `convert` has the options."""
+    from ckptconv.key_targets import key_target
+
+    return key_target(given.get("like"), given.get("model"), drop_unexpected=given.get("drop_unexpected", False))
 
 
 def _show_plan(plan: ConversionPlan, given: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from ckptconv.dtypes import DType, floating_dtype
 from ckptconv.encodings import flat
 from ckptconv.errors import VerificationFailed
 from ckptconv.formats.detect import Named, open_checkpoint
+from ckptconv.key_targets import key_target
 from ckptconv.keys import KeyRules
 from ckptconv.layout import Layout, WriteItem
 from ckptconv.outputs import OutputStream, atomic_folder, atomic_output, check_folder, check_output, check_space, made_folder
@@ -65,6 +66,9 @@ def convert_checkpoint(
     unknown: Unknown = "refuse",
     max_shard_size: int | str | None = None,
     tag: str | None = None,
+    like: str | os.PathLike[str] | None = None,
+    model: str | None = None,
+    drop_unexpected: bool = False,
     force: bool = False,
     fsync: bool = True,
     verify: bool = False,
@@ -76,9 +80,10 @@ def convert_checkpoint(
     ``keep``, ``auto``, or any tag, whether this host has that device or not); `map_location` maps single tags; `dtype`
     casts floating tensors (``bf16``). `max_shard_size` (bytes, or ``5GB``) splits the tensors of one state dict into shards
     beside an index, named after `output` or, in a folder, as Hugging Face libraries do. `tag` picks a step where `source` is a
-    folder of several. The output is written to a temporary
-    sibling and renamed; an existing one is replaced only with `force`. `verify` reads it back and compares every tensor
-    first. Raises `CheckpointError`.
+    folder of several. `like` (another checkpoint, an index, a list of keys) or `model` (``PACKAGE.MODULE:CALLABLE``, which is
+    imported and called) has the keys and shapes to which those of each state dict are fitted; what it has no key for is an
+    error, or left out with `drop_unexpected`. The output is written to a temporary sibling and renamed; an existing one
+    is replaced only with `force`. `verify` reads it back and compares every tensor first. Raises `CheckpointError`.
 
     >>> convert_checkpoint("in.pt", "out.safetensors", device="cuda:1")  # doctest: +SKIP
     """
@@ -86,7 +91,8 @@ def convert_checkpoint(
     pairs = [f"{old}={new}" for old, new in (map_location or {}).items()]
     cast_to = floating_dtype(dtype) if dtype else None
     limit = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
-    options = Options(to, rules, tag_map(device, pairs), cast_to, only, tied, unknown, limit)
+    fit_to = key_target(like, model, drop_unexpected=drop_unexpected)
+    options = Options(to, rules, tag_map(device, pairs), cast_to, only, tied, unknown, limit, fit_to)
     if limit is None:
         (check_folder if to == "dcp" else check_output)(Path(output), force=force)
     with open_checkpoint(source, tag=tag, whole_modules=keeps_modules(output, options)) as checkpoint:

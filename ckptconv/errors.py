@@ -76,7 +76,16 @@ class AmbiguousStateDict(CheckpointError):
 
 
 class KeyMismatch(CheckpointError):
-    """The checkpoint's keys or shapes are not those of the model."""
+    """The checkpoint's keys or shapes are not those of the model, or of what else they were to fit.
+
+    `fit` is the `key_fitting.Fit` that tells of every key, where there is one.
+    """
+
+    def __init__(
+        self, what: str, *, path: object = None, where: object = None, hint: str | None = None, fit: object = None
+    ) -> None:
+        super().__init__(what, path=path, where=where, hint=hint)
+        self.fit = fit
 
 
 class DeviceUnavailable(CheckpointError):

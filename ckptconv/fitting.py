@@ -1,4 +1,4 @@
-"""A checkpoint into a model: its keys fitted to the wrappers that the model has or has not."""
+"""A checkpoint into a model: its keys fitted to those that the model has."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptconv.errors import KeyMismatch, printable
-from ckptconv.keys import KeyRules, map_keys
+from ckptconv.fitted_keys import module_paths
+from ckptconv.key_fitting import Fit, Shapes, fit_keys
 from ckptconv.loading import load_portable
+from ckptconv.named_models import live_shape, live_shapes
 
 if TYPE_CHECKING:
     import torch
@@ -49,85 +51,51 @@ def load_into(
 ) -> LoadResult:
     """Load the state dict of a checkpoint into `model`, wrapped or not, on whatever device it lives.
 
-    Wrapper segments (`module.`, `_orig_mod.`, FSDP's, checkpointing's) are fitted to those that the model has; a single
-    other prefix, such as Lightning's ``model.``, is fitted when it makes all keys match. With `strict`, anything missing,
-    unexpected or of another shape raises `KeyMismatch` and the model stays as it was; without, what fits is loaded.
-    `assign` as in `load_state_dict`.
+    The keys are fitted to the model's by `fit_keys`: whatever wrappers, prefixes or inserted segments either side has, as long
+    as names and shapes leave one possibility. With `strict`, anything missing, unexpected or of another shape raises
+    `KeyMismatch` and the model stays as it was; without, what fits is loaded. `assign` as in `load_state_dict`.
 
     >>> load_into(model, "ddp_cuda3.pt").missing_keys  # doctest: +SKIP
     ()
     """
     state_dict = load_portable(path, only=only)
-    target = model.state_dict()
-    names = _fitted_names(list(state_dict), list(target))
-    fitted: OrderedDict[str, Any] = OrderedDict()
-    for key, value in state_dict.items():
-        fitted[names.get(key, key)] = value
-    mismatched = _mismatched(fitted, target)
-    usable = OrderedDict((key, value) for key, value in fitted.items() if key not in {wrong.key for wrong in mismatched})
-    _carry_metadata(state_dict, usable, model)
-    result = LoadResult(*_unmet(model, usable, target, mismatched), mismatched)
+    target = live_shapes(model)
+    fit = fit_keys({key: live_shape(value) for key, value in state_dict.items()}, target)
+    usable = _usable(state_dict, fit, target)
+    _carry_metadata(state_dict, usable, fit, model)
+    missing, unexpected = _unmet(model, usable, target, fit)
+    mismatched = tuple(ShapeMismatch(item.key, item.target or (), item.source or ()) for item in fit.mismatched)
+    result = LoadResult(missing, unexpected, mismatched)
     if strict and not result.fits:
-        raise _mismatch(result, path)
+        raise _mismatch(result, fit, path)
     model.load_state_dict(usable, strict=False, assign=assign)
     return result
 
 
-def _fitted_names(keys: list[str], target: list[str]) -> dict[str, str]:
-    """Bare checkpoint key → model key, through the model's bare keys; one common prefix more or less is allowed for."""
-    bare_keys = {str(bare): key for bare, key in zip(map_keys(target, KeyRules()).new, target, strict=True)}
-    prefix_in, prefix_out = _common_prefix(keys, list(bare_keys))
-    names = {}
-    for key in keys:
-        wanted = prefix_out + key[len(prefix_in) :] if key.startswith(prefix_in) else key
-        if wanted in bare_keys:
-            names[key] = bare_keys[wanted]
-    return names
+def _usable(state_dict: Mapping[str, Any], fit: Fit, target: Shapes) -> OrderedDict[str, Any]:
+    """The values under the model's keys; unexpected ones under their own, for a module may know them from older days.
 
-
-def _common_prefix(keys: list[str], target: list[str]) -> tuple[str, str]:
-    """(prefix to strip from `keys`, prefix to add) that makes both sets equal; two empty ones when there is none."""
-    wanted, have = set(target), set(keys)
-    if not keys or wanted & have or len(wanted) != len(have):
-        return "", ""
-    shortest = min(keys, key=len)
-    for name in target:
-        if shortest.endswith("." + name) and {key.removeprefix(shortest[: -len(name)]) for key in keys} == wanted:
-            return shortest[: -len(name)], ""
-        if name.endswith("." + shortest) and {name[: -len(shortest)] + key for key in keys} == wanted:
-            return "", name[: -len(shortest)]
-    return "", ""
-
-
-def _mismatched(fitted: Mapping[str, Any], target: Mapping[str, Any]) -> tuple[ShapeMismatch, ...]:
-    """The keys that both have in different shapes; parameters of lazy modules take any."""
-    return tuple(
-        ShapeMismatch(key, tuple(target[key].shape), tuple(fitted[key].shape))
-        for key in target
-        if hasattr(fitted.get(key), "shape") and _has_shape(target[key]) and target[key].shape != fitted[key].shape
-    )
-
-
-def _has_shape(value: Any) -> bool:
-    from torch.nn.parameter import is_lazy
-
-    return hasattr(type(value), "shape") and not is_lazy(value)
+    What was not assigned to a key of the model is not loaded there because it happens to have its name.
+    """
+    wrong = {item.source_key for item in fit.mismatched}
+    names = {**{key: key for key in fit.unexpected if key not in target}, **fit.renames}
+    return OrderedDict((names[key], value) for key, value in state_dict.items() if key in names and key not in wrong)
 
 
 def _unmet(
-    model: torch.nn.Module, usable: Mapping[str, Any], target: Mapping[str, Any], mismatched: tuple[ShapeMismatch, ...]
+    model: torch.nn.Module, usable: Mapping[str, Any], target: Shapes, fit: Fit
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The missing and the unexpected keys, as the model's own modules see them: some fill in or rename old ones."""
-    wrong = {item.key for item in mismatched}
-    missing = tuple(key for key in target if key not in usable and key not in wrong)
-    unexpected = tuple(key for key in usable if key not in target)
+    missing, unexpected = fit.missing, fit.unexpected
     if not missing and not unexpected:
         return missing, unexpected
     try:
         seen = _skeleton(model).load_state_dict(usable, strict=False)
     except Exception:  # a module that cannot be copied, or a hook of the user's: the plain comparison stands
         return missing, unexpected
-    return tuple(key for key in seen.missing_keys if key not in wrong), tuple(seen.unexpected_keys)
+    wrong = {item.key for item in fit.mismatched}
+    unassigned = tuple(key for key in unexpected if key in target)
+    return tuple(key for key in seen.missing_keys if key not in wrong), (*seen.unexpected_keys, *unassigned)
 
 
 def _skeleton(model: torch.nn.Module) -> torch.nn.Module:
@@ -141,7 +109,7 @@ def _skeleton(model: torch.nn.Module) -> torch.nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def _mismatch(result: LoadResult, path: str | os.PathLike[str]) -> KeyMismatch:
+def _mismatch(result: LoadResult, fit: Fit, path: str | os.PathLike[str]) -> KeyMismatch:
     parts = [
         f"{len(names)} {word} ({', '.join(map(printable, names[:3]))}{', …' if len(names) > 3 else ''})"
         for word, names in (("missing", result.missing_keys), ("unexpected", result.unexpected_keys))
@@ -155,16 +123,15 @@ def _mismatch(result: LoadResult, path: str | os.PathLike[str]) -> KeyMismatch:
         f"its keys are not the model's: {'; '.join(parts)}",
         path=path,
         hint="strict=False loads what fits and returns the rest",
+        fit=fit,
     )
 
 
-def _carry_metadata(state_dict: Any, usable: Any, model: torch.nn.Module) -> None:
+def _carry_metadata(state_dict: Any, usable: Any, fit: Fit, model: torch.nn.Module) -> None:
     """Give the state dict the module versions of the checkpoint, under the model's own module paths."""
     versions = getattr(state_dict, "_metadata", None)
     if versions is None:
         return
-    paths = [path for path, _ in model.named_modules()]
-    keys = map_keys(list(model.state_dict()), KeyRules())
-    usable._metadata = OrderedDict(
-        (path, versions[keys.module_path(path)]) for path in paths if keys.module_path(path) in versions
-    )
+    follow = module_paths(fit.renames)
+    moved = {follow(path): version for path, version in versions.items()}
+    usable._metadata = OrderedDict((path, moved[path]) for path, _ in model.named_modules() if path in moved)

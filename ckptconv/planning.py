@@ -35,10 +35,12 @@ from ckptconv.errors import (
     CheckpointError,
     DeviceUnavailable,
     KeyConflict,
+    KeyMismatch,
     LimitExceeded,
     RefusedObject,
     printable,
 )
+from ckptconv.fitted_keys import KeyTarget, fitted
 from ckptconv.flattening import Flattened, encoding_notes, flatten, refuse_unholdable
 from ckptconv.formats.safetensors import lay_out_safetensors
 from ckptconv.formats.torch_zip import Tree, lay_out_torch_zip
@@ -81,7 +83,8 @@ class Options:
     `to`: the output format (None: by the output's name). `only`: the path of the part to convert. `tied`: whether one of
     several names of a tensor stands for the others in safetensors, or each gets its own copy. `unknown`: what happens in a
     torch output to objects that `weights_only=True` refuses and that have no plain form. `max_shard_size`: the bytes of
-    tensors that one file may hold; a sharded output holds one state dict.
+    tensors that one file may hold; a sharded output holds one state dict. `fit_to`: what the keys of every state dict are
+    fitted to, after the rules.
     """
 
     to: Target | None = None
@@ -92,6 +95,7 @@ class Options:
     tied: Tied = "alias"
     unknown: Unknown = "refuse"
     max_shard_size: int | None = None
+    fit_to: KeyTarget | None = None
 
     def cast(self, ref: TensorRef) -> DType:
         """The type in which a tensor of a state dict is written: only floating ones are cast."""
@@ -205,7 +209,7 @@ def _plan_torch(checkpoint: Checkpoint, output: Path, options: Options) -> Conve
     root = checkpoint.root if options.only is None else find(checkpoint.root, options.only, checkpoint.path)
     overlay: dict[int, Node] = {}
     found = find_state_dicts(root)
-    renamed, skipped = rename_state_dicts(found, overlay, options.keys)
+    renamed, skipped = rename_state_dicts(found, overlay, options.keys, options.fit_to)
     settled = settle_objects(root, overlay, options.unknown)
     refs = settled.tensors
     if not refs and not settled.storages:
@@ -232,7 +236,7 @@ def _plan_torch(checkpoint: Checkpoint, output: Path, options: Options) -> Conve
             *checkpoint.notes,
             *_tree_notes(settled),
             *_key_notes(renamed, options.keys),
-            *_prefix_notes(checkpoint, found, options.keys),
+            *_prefix_notes(checkpoint, found, options.keys, options.fit_to),
             *_sharing_notes(refs),
         ),
         tensors=lambda: tensors_of(root, overlay),
@@ -279,18 +283,18 @@ def _free_tensors(tree: Tree) -> set[int]:
 
 
 def rename_state_dicts(
-    found: Sequence[StateDict], overlay: dict[int, Node], rules: KeyRules
+    found: Sequence[StateDict], overlay: dict[int, Node], rules: KeyRules, fit_to: KeyTarget | None = None
 ) -> tuple[tuple[RenamedKeys, ...], list[Skipped]]:
     """Put renamed state dicts into the overlay; tell what changed and what was left out."""
-    if not found and rules not in (STRIP, KEEP):
+    if not found and (rules not in (STRIP, KEEP) or fit_to):
         raise AmbiguousStateDict(
             "there is no state dict in it whose keys could be changed", hint="see what it holds with: ckptconv inspect"
         )
     renamed, skipped, left = [], [], 0
     for item in found:
-        keys = _map_keys(item, rules) if _has_work(item, rules) else unchanged(item.keys)
+        keys = _map_keys(item, rules, fit_to) if fit_to or _has_work(item, rules) else unchanged(item.keys)
         left += sum(new is not None for new in keys.new)
-        skipped += _excluded(item, keys)
+        skipped += _excluded(item, keys, fit_to)
         renamed.append(_renamed_keys(item, keys))
         if keys.new != keys.old:
             overlay[id(item.node)] = renamed_state_dict(item, keys.new, keys.module_path)
@@ -303,10 +307,12 @@ def _has_work(item: StateDict, rules: KeyRules) -> bool:
     return rules != KEEP and (rules != STRIP or not item.path or bool(find_wrappers(item.keys)))
 
 
-def _map_keys(item: StateDict, rules: KeyRules) -> KeyMap:
+def _map_keys(item: StateDict, rules: KeyRules, fit_to: KeyTarget | None) -> KeyMap:
+    """The rules applied, then the keys fitted; where wrappers are all that the rules are about, fitting finds them itself."""
     try:
-        return map_keys(item.keys, rules)
-    except KeyConflict as error:
+        keys = map_keys(item.keys, KEEP if fit_to and rules == STRIP else rules)
+        return fitted(item, keys, fit_to) if fit_to else keys
+    except (KeyConflict, KeyMismatch) as error:
         raise error.at(where=item.path or None) from None
 
 
@@ -316,13 +322,10 @@ def _refuse_nothing_left(found: Sequence[StateDict], left: int, rules: KeyRules)
         raise KeyConflict(f"no key is left by {' '.join(globs) or 'the rules'}", hint="check the globs")
 
 
-def _excluded(item: StateDict, keys: KeyMap) -> list[Skipped]:
+def _excluded(item: StateDict, keys: KeyMap, fit_to: KeyTarget | None) -> list[Skipped]:
+    reason = f"left out, for {fit_to.name} has no such key" if fit_to else "left out by --include or --exclude"
     base = f"{item.path}." if item.path else ""
-    return [
-        Skipped(f"{base}{old}", "left out by --include or --exclude")
-        for old, new in zip(keys.old, keys.new, strict=True)
-        if new is None
-    ]
+    return [Skipped(f"{base}{old}", reason) for old, new in zip(keys.old, keys.new, strict=True) if new is None]
 
 
 def _renamed_keys(item: StateDict, keys: KeyMap) -> RenamedKeys:
@@ -351,9 +354,11 @@ def _key_notes(state_dicts: Sequence[RenamedKeys], rules: KeyRules) -> Iterator[
         yield f"the keys still carry {', '.join(left)}; `ckptconv convert` strips these wrappers too"
 
 
-def _prefix_notes(checkpoint: Checkpoint, found: Sequence[StateDict], rules: KeyRules) -> Iterator[str]:
+def _prefix_notes(
+    checkpoint: Checkpoint, found: Sequence[StateDict], rules: KeyRules, fit_to: KeyTarget | None
+) -> Iterator[str]:
     """Offer what the framework put around the model, where no rule of the user's does anything with prefixes."""
-    if rules not in (STRIP, KEEP):
+    if rules not in (STRIP, KEEP) or fit_to:
         return
     for item in found:
         if prefix := offered_prefix(checkpoint, item):
@@ -381,8 +386,8 @@ def _count_casts(refs: Iterable[TensorRef], cast: CastRule) -> dict[tuple[str, s
 def _plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Options, *, in_folder: bool) -> ConversionPlan:
     """An output that holds just the tensors of one state dict: safetensors, or shards of either format."""
     found = choose_state_dict(checkpoint.root, options.only, checkpoint.path)
-    keys = _map_keys(found, options.keys)
-    skipped = _excluded(found, keys)
+    keys = _map_keys(found, options.keys, options.fit_to)
+    skipped = _excluded(found, keys, options.fit_to)
     flattened = flatten(keys.new, found.values, skipped)
     named = list(flattened.tensors)
     cast = _cast_named(flattened, options)
@@ -420,7 +425,7 @@ def _plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Option
             *found.notes,
             *encoding_notes(flattened),
             *_key_notes([renamed], options.keys),
-            *_prefix_notes(checkpoint, [found], options.keys),
+            *_prefix_notes(checkpoint, [found], options.keys, options.fit_to),
             *_sharing_notes(refs),
         ),
         tensors=lambda: iter(named),

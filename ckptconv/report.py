@@ -7,9 +7,10 @@ from typing import Any
 
 from ckptconv.convert import ConversionResult
 from ckptconv.devices import Gpu, Host
-from ckptconv.errors import CheckpointError, printable
+from ckptconv.errors import CheckpointError, KeyMismatch, printable
 from ckptconv.findings import Diagnosis, Finding
 from ckptconv.inspection import OPENED_BY_TORCH, Inspection, Part, is_bloated
+from ckptconv.key_fitting import Fit
 from ckptconv.planning import ConversionPlan
 from ckptconv.settling import Skipped
 
@@ -161,7 +162,26 @@ def error_document(error: CheckpointError) -> dict[str, Any]:
             "where": error.where,
             "what": error.what,
             "hint": error.hint,
-        }
+        },
+        **({"fit": fit_document(error.fit)} if isinstance(error, KeyMismatch) and isinstance(error.fit, Fit) else {}),
+    }
+
+
+def fit_document(fit: Fit) -> dict[str, Any]:
+    """What became of each key of a fit, as JSON values."""
+    return {
+        "how": fit.how,
+        "fits": fit.fits,
+        "covers": fit.covers,
+        "renames": dict(fit.renames),
+        "missing": list(fit.missing),
+        "unexpected": list(fit.unexpected),
+        "mismatched": [
+            {"key": item.key, "source_key": item.source_key, "source": item.source, "target": item.target}
+            for item in fit.mismatched
+        ],
+        "ambiguous": {item.key: list(item.source_keys) for item in fit.ambiguous},
+        "nearest": {item.key: list(item.source_keys) for item in fit.nearest},
     }
 
 

@@ -18,6 +18,7 @@ LAYERS = {
     "tensors": 3, "archives": 3, "sharding": 3,
     "torch_objects": 4, "compaction": 4, "layout": 4, "plain_objects": 4, "assembly": 4, "partitions": 4,
     "checkpoint": 5, "module_walk": 5, "formats.records": 5, "encodings": 5,
+    "key_fitting": 2, "fitted_keys": 6, "named_models": 3, "key_targets": 9,
     "modules": 6, "old_tensors": 6, "producers": 6, "settling": 6, "zero_partitions": 6,
     "formats.torch_zip": 6, "formats.safetensors": 6, "formats.torch_legacy": 6, "formats.torch_tar": 6,
     "formats.raw_pickle": 6, "formats.zip_members": 6, "formats.dcp_metadata": 6, "formats.dtensors": 6,
@@ -42,7 +43,7 @@ EMPTY = {"formats.__init__"}
 """Packages that import nothing, and so are in no layer."""
 
 TERMINAL_MODULES = {"cli", "report"}
-TORCH_MODULES = {"devices", "loading", "saving", "fitting", "dcp_output"}
+TORCH_MODULES = {"devices", "loading", "saving", "fitting", "dcp_output", "named_models"}
 FILE_MODULES = {"sources", "outputs"}
 
 MODULES = {
@@ -156,4 +157,4 @@ def test_nothing_unpickles_or_evaluates():
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("eval", "exec", "__import__")
     }
     assert called == set()
-    assert {module for module in MODULES if "importlib" in top_names(module)} == {"__init__"}
+    assert {module for module in MODULES if "importlib" in top_names(module)} == {"__init__", "named_models"}

@@ -1,0 +1,121 @@
+"""A state dict whose keys are fitted to a target: the map of its keys, or the refusal that says what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from ckptconv.checkpoint import StateDict, tensor_of
+from ckptconv.errors import KeyMismatch, printable
+from ckptconv.key_fitting import Fit, Misshapen, Shape, Shapes, fit_keys
+from ckptconv.keys import KeyMap
+from ckptconv.nodes import Node
+from ckptconv.plain_objects import tensor_form
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class KeyTarget:
+    """What state dicts are fitted to: its `name` (for messages), its keys and shapes, and what happens to unexpected keys."""
+
+    name: str
+    shapes: Shapes
+    drop_unexpected: bool = False
+
+
+def shapes_of(found: StateDict) -> dict[str, Shape]:
+    """The keys of a state dict with the shapes of their tensors, arrays included; None for what is no plain tensor."""
+    return {key: _shape(value) for key, value in zip(found.keys, found.values, strict=True)}
+
+
+def _shape(value: Node) -> Shape:
+    ref = tensor_of(value) or tensor_form(value)
+    return None if ref is None else ref.shape
+
+
+def fitted(found: StateDict, keys: KeyMap, target: KeyTarget) -> KeyMap:
+    """The map that takes on from `keys`, the rules' result, to the keys of the target.
+
+    Unexpected keys are left out where the target says so. Raises `KeyMismatch`, with the whole `Fit`, when the target is not
+    met exactly.
+    """
+    shapes = {new: _shape(value) for new, value in zip(keys.new, found.values, strict=True) if new is not None}
+    fit = fit_keys(shapes, target.shapes)
+    if not (fit.fits or (fit.covers and fit.renames and target.drop_unexpected)):
+        raise refusal(fit, target.name, len(target.shapes))
+    follow = module_paths(fit.renames)
+    return replace(
+        keys,
+        new=tuple(None if new is None else fit.renames.get(new) for new in keys.new),
+        renaming=lambda path: follow(keys.renaming(path).rstrip(".")),
+    )
+
+
+def module_paths(renames: Mapping[str, str]) -> Callable[[str], str]:
+    """The new path of a module: as the keys in it went; of one without keys, as the module around it."""
+    known: dict[str, str] = {}
+
+    def follow(path: str) -> str:
+        if not known:
+            for old, new in renames.items():
+                known.update((before, known.get(before, after)) for before, after in _modules(old, new))
+        parts = path.split(".") if path else []
+        for count in range(len(parts), 0, -1):
+            if (after := known.get(".".join(parts[:count]))) is not None:
+                return ".".join([*filter(None, [after]), *parts[count:]])
+        return known.get("", "") if not parts else path
+
+    return follow
+
+
+def _modules(old: str, new: str) -> Iterator[tuple[str, str]]:
+    """The paths of the modules in which a key has the same name before and after, the innermost first."""
+    before, after = old.split("."), new.split(".")
+    for count in range(1, min(len(before), len(after)) + 1):
+        if before[-count] != after[-count]:
+            return
+        yield ".".join(before[:-count]), ".".join(after[:-count])
+
+
+def refusal(fit: Fit, name: str, count: int) -> KeyMismatch:
+    """The error for keys that do not fit the target called `name`, which has `count` keys."""
+    counted = [
+        _counted(len(fit.missing), count, "missing", [_missing(key, fit) for key in fit.missing[:_SHOWN]]),
+        _counted(len(fit.unexpected), 0, "unexpected", list(map(printable, fit.unexpected[:_SHOWN]))),
+        _counted(len(fit.mismatched), 0, "of another shape", list(map(_misshapen, fit.mismatched[:_SHOWN]))),
+    ]
+    what = f"its keys do not fit {printable(name)}: {'; '.join(filter(None, counted))}"
+    return KeyMismatch(what, hint=_hint(fit), fit=fit)
+
+
+def _counted(count: int, of: int, word: str, shown: list[str]) -> str:
+    if not count:
+        return ""
+    total = f"{count:,} of {of:,}" if of else f"{count:,}"
+    return f"{total} {word} ({', '.join(shown)}{', …' if count > len(shown) else ''})"
+
+
+def _missing(key: str, fit: Fit) -> str:
+    """A missing key with what may have been meant for it."""
+    several = next((item.source_keys for item in fit.ambiguous if item.key == key), ())
+    near = next((item.source_keys for item in fit.nearest if item.key == key), ())
+    if several:
+        return f"{printable(key)}: could be {' or '.join(map(printable, several[:_SHOWN]))}"
+    return f"{printable(key)}: nearest is {printable(near[0])}" if near else printable(key)
+
+
+def _misshapen(item: Misshapen) -> str:
+    return f"{printable(item.source_key)} is {_text(item.source)}, not {_text(item.target)}"
+
+
+def _text(shape: Shape) -> str:
+    return "of no known shape" if shape is None else str(list(shape))
+
+
+def _hint(fit: Fit) -> str:
+    if fit.covers:
+        return "--drop-unexpected leaves out what the target does not have"
+    if fit.ambiguous:
+        return "say which is meant with --rename OLD=NEW or --exclude; --json lists all keys"
+    return "--json lists all keys"

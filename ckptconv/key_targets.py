@@ -1,0 +1,102 @@
+"""What a state dict is fitted to: the keys and shapes of another checkpoint, of an index, or of a list of keys.
+
+A list is a text with one key per line (UTF-8; empty lines count for nothing). Of an index whose shards are not beside it, and
+of a list, only the keys are known.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from ckptconv.documents import read_object
+from ckptconv.errors import AmbiguousStateDict, CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint
+from ckptconv.fitted_keys import KeyTarget, shapes_of
+from ckptconv.formats.detect import open_checkpoint
+from ckptconv.key_fitting import Shape, Shapes
+from ckptconv.limits import LIMITS
+from ckptconv.named_models import model_shapes
+from ckptconv.sources import FileSource
+
+_INDEX = ".index.json"
+_PART = "write the part that is meant to a file of its own first: ckptconv convert --only PATH"
+
+
+def key_target(like: str | os.PathLike[str] | None, model: str | None, *, drop_unexpected: bool = False) -> KeyTarget | None:
+    """What the user named with `like` or `model` (see `named_models`), of which there may be one; None for neither."""
+    if like is not None and model is not None:
+        raise CheckpointError("like and model are both named, and the keys can fit one only", hint="leave one of them out")
+    if drop_unexpected and like is None and model is None:
+        raise CheckpointError("nothing is named that keys could be unexpected in", hint="add --like OTHER or --model NAME")
+    if model is not None:
+        return KeyTarget(model, model_shapes(model), drop_unexpected)
+    return None if like is None else KeyTarget(str(like), shapes_like(like), drop_unexpected)
+
+
+def shapes_like(path: str | os.PathLike[str]) -> Shapes:
+    """The keys and shapes of the state dict in `path`: whatever `open_checkpoint` reads, an index, or a list of keys.
+
+    Raises `CheckpointError`: when it is none of these, holds no key or one twice, or more than one state dict.
+    """
+    file = Path(path)
+    if file.name.endswith(_INDEX) and file.is_file() and not _has_shards(file):
+        return _distinct(_indexed_keys(file), file)
+    try:
+        with open_checkpoint(file) as checkpoint:
+            found = checkpoint.state_dict()
+    except AmbiguousStateDict as error:
+        raise AmbiguousStateDict(error.what, path=error.path, where=error.where, hint=_PART) from None
+    except UnsupportedCheckpoint:
+        if (keys := _listed_keys(file)) is None:
+            raise
+        return _distinct(keys, file)
+    _distinct(found.keys, file)
+    return shapes_of(found)
+
+
+def _has_shards(index: Path) -> bool:
+    """Whether any file that an index names is there; if so it is opened as a whole, and a missing one is an error."""
+    return any((index.parent / name).is_file() for name in set(_weight_map(index).values()) if isinstance(name, str))
+
+
+def _indexed_keys(index: Path) -> list[str]:
+    return list(_weight_map(index))
+
+
+def _weight_map(index: Path) -> dict[str, object]:
+    found = read_object(_content(index, LIMITS.index_bytes), index, "index").get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise MalformedCheckpoint("is missing or names no keys", path=index, where="weight_map")
+    return found
+
+
+def _listed_keys(file: Path) -> list[str] | None:
+    """The lines of a text; None for anything that is no text of keys."""
+    try:
+        text = _content(file, LIMITS.text_bytes).decode("utf-8-sig")
+    except (CheckpointError, UnicodeDecodeError):
+        return None
+    keys = [key for line in text.splitlines() if (key := line.strip())]
+    # a key may hold anything, but prose, HTML and JSON are not what anybody means by a list of keys
+    plain = all(key.isprintable() and " " not in key and key[0] not in "<{[" for key in keys)
+    return keys if keys and plain else None
+
+
+def _content(file: Path, limit: int) -> bytes:
+    source = FileSource(file)
+    try:
+        if source.size > limit:
+            raise LimitExceeded(f"has {source.size} bytes, more than {limit}", path=file)
+        return source.read(0, source.size)
+    finally:
+        source.close()
+
+
+def _distinct(keys: Iterable[str], file: Path) -> Shapes:
+    shapes: dict[str, Shape] = {}
+    for key in keys:
+        if key in shapes:
+            raise MalformedCheckpoint("stands in it twice", path=file, where=key)
+        shapes[key] = None
+    return shapes
