@@ -17,9 +17,12 @@ if TYPE_CHECKING:
     from ckptconv.convert import convert_checkpoint as convert_checkpoint
     from ckptconv.convert import execute_plan as execute_plan
     from ckptconv.devices import best_device as best_device
+    from ckptconv.diagnosis import diagnose as diagnose
     from ckptconv.diffing import Difference as Difference
     from ckptconv.diffing import diff_checkpoints as diff_checkpoints
     from ckptconv.errors import CheckpointError as CheckpointError
+    from ckptconv.findings import Diagnosis as Diagnosis
+    from ckptconv.findings import Finding as Finding
     from ckptconv.fitting import LoadResult as LoadResult
     from ckptconv.fitting import load_into as load_into
     from ckptconv.formats.detect import open_checkpoint as open_checkpoint
@@ -43,7 +46,9 @@ _HOMES = {
     "CheckpointError": "errors",
     "ConversionPlan": "planning",
     "ConversionResult": "convert",
+    "Diagnosis": "findings",
     "Difference": "diffing",
+    "Finding": "findings",
     "Fit": "key_fitting",
     "KeyRules": "keys",
     "LoadResult": "fitting",
@@ -54,6 +59,7 @@ _HOMES = {
     "Tolerance": "comparison",
     "best_device": "devices",
     "convert_checkpoint": "convert",
+    "diagnose": "diagnosis",
     "diff_checkpoints": "diffing",
     "execute_plan": "convert",
     "fit_keys": "key_fitting",

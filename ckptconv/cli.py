@@ -227,6 +227,38 @@ def inspect(sources: tuple[Path, ...], depth: int, tag: str | None, as_json: boo
     click.secho(text, fg="green" if portable else "yellow")
 
 
+@cli.command(
+    epilog="""\b
+Examples:
+  ckptconv doctor in.pt
+  ckptconv doctor in.pt --values
+  ckptconv doctor in.pt --device cuda:0
+  ckptconv doctor in.pt --json | jq -r '.findings[].command'"""
+)
+@click.argument("sources", metavar="IN...", type=_FILE, nargs=-1, required=True)
+@click.option("--device", metavar="TAG", help="Where the tensors are wanted: cpu (default), cuda:0, mps, ..., auto.")
+@click.option("--values", is_flag=True, help="Read the tensors too: damaged records, values that are NaN or infinite.")
+@_TAG
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+def doctor(sources: tuple[Path, ...], as_json: bool, **given: Any) -> None:
+    """Say why checkpoint IN would not load on this host, or would disappoint, and the command that mends it.
+
+    Exits with 0 when torch.load(weights_only=True) or the safetensors library loads it here, with 1 when not."""
+    from ckptconv import report
+    from ckptconv.diagnosis import diagnose
+
+    with _errors(as_json):
+        found = diagnose(sources, **given)
+    if as_json:
+        _print_json(report.diagnosis_document(found))
+    else:
+        click.secho(printable(", ".join(map(str, sources))), bold=True)
+        for finding in found.findings:
+            _print_lines(report.finding_lines(finding))
+        click.secho(report.diagnosis_headline(found), fg="green" if found.loads else "red")
+    sys.exit(0 if found.loads else 1)
+
+
 @cli.command(epilog="""\b\nExamples:\n  ckptconv devices\n  CUDA_VISIBLE_DEVICES=1 ckptconv devices --json""")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 def devices(as_json: bool) -> None:
@@ -468,7 +500,7 @@ def _print_lines(lines: Any, err: bool = False) -> None:
     lines = list(lines)
     width = max((len(label) for label, _ in lines), default=0)
     for label, text in lines:
-        color = "yellow" if label in ("warning", "note") else "cyan"
+        color = "yellow" if label in ("warning", "note") else "red" if label == "error" else "cyan"
         click.echo("  " + click.style(label.ljust(width), fg=color) + "  " + text, err=err)
 
 

@@ -55,6 +55,10 @@ class UnsupportedCheckpoint(CheckpointError):
     """The file is something else than a checkpoint, or of a kind that is not read yet."""
 
 
+class IncompleteCheckpoint(UnsupportedCheckpoint):
+    """One rank's file of a checkpoint whose tensors are split over several, without the others."""
+
+
 class LimitExceeded(CheckpointError):
     """A declared size, count or depth is beyond what any sensible checkpoint has."""
 

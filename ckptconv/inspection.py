@@ -94,6 +94,15 @@ def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
     )
 
 
+OPENED_BY_TORCH = ("torch zip", "torch legacy", "safetensors", "memory")
+"""Formats that `torch.load(weights_only=True)` or `safetensors.torch.load_file` opens."""
+
+
+def is_bloated(found: Inspection) -> bool:
+    """Whether the storages are much larger than what tensors use of them (twice, and a megabyte)."""
+    return found.stored > 2 * found.used and found.stored - found.used > 1_000_000
+
+
 def _used_bytes(refs: list[TensorRef]) -> dict[int, int]:
     """Bytes used of each storage: the largest sum of what its tensors span, at most its size."""
     used: Counter[int] = Counter()

@@ -8,7 +8,8 @@ from typing import Any
 from ckptconv.convert import ConversionResult
 from ckptconv.devices import Gpu, Host
 from ckptconv.errors import CheckpointError, KeyMismatch, printable
-from ckptconv.inspection import Inspection, Part
+from ckptconv.findings import Diagnosis, Finding
+from ckptconv.inspection import OPENED_BY_TORCH, Inspection, Part, is_bloated
 from ckptconv.key_fitting import Fit
 from ckptconv.planning import ConversionPlan
 from ckptconv.settling import Skipped
@@ -234,7 +235,7 @@ def inspection_lines(found: Inspection) -> Iterator[tuple[str, str]]:
         yield "keys", f"those of {printable(path)} {text}" if path else text
         if prefix := found.offered.get(path):
             yield "prefix", f"all of them start with {prefix}; --strip-prefix {prefix} takes it off"
-    if found.stored > 2 * found.used and found.stored - found.used > 1_000_000:
+    if is_bloated(found):
         used, stored = size_text(found.used), size_text(found.stored)
         yield "bloat", f"tensors use {used} of storages of {stored}; converting drops the rest"
     for odd in found.odd_objects[:_SHOWN]:
@@ -281,10 +282,6 @@ def _part_text(part: Part) -> str:
     return f"{size}  {printable(part.kind)}" + (f", {count}" if part.tensors and not one else "")
 
 
-_OPENED_BY_TORCH = ("torch zip", "torch legacy", "safetensors", "memory")
-"""Formats that `torch.load(weights_only=True)` or `safetensors.torch.load_file` opens."""
-
-
 def verdict(found: Inspection) -> tuple[bool, str]:
     """Whether plain `torch.load` and `load_state_dict` will do on a CPU-only host, in one line with the remedy."""
     reasons = []
@@ -293,7 +290,7 @@ def verdict(found: Inspection) -> tuple[bool, str]:
         reasons.append(f"needs {', '.join(map(printable, elsewhere))}")
     if found.odd_objects:
         reasons.append("holds objects that weights_only=True refuses")
-    if found.format not in _OPENED_BY_TORCH:
+    if found.format not in OPENED_BY_TORCH:
         reasons.append(f"is a {found.format}, which torch.load(weights_only=True) does not read")
     if any(found.state_dicts.values()):
         reasons.append("its keys carry a wrapper")
@@ -341,6 +338,47 @@ def _part_document(part: Part) -> dict[str, Any]:
         "tensors": part.tensors,
         "bytes": part.nbytes,
         "parts": [_part_document(inner) for inner in part.parts],
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------ diagnosis
+
+
+def diagnosis_headline(found: Diagnosis) -> str:
+    """Whether a checkpoint loads here, in one line."""
+    counts = {word: sum(finding.severity == word for finding in found.findings) for word in ("error", "warning")}
+    if found.loads:
+        return "loads here" + (f", with {count_text(counts['warning'], 'warning')}" if counts["warning"] else "")
+    return f"will not load here: {count_text(counts['error'], 'error')}"
+
+
+def finding_lines(finding: Finding) -> Iterator[tuple[str, str]]:
+    """What one finding says, as (label, text) lines; the first label is its severity."""
+    yield finding.severity, f"{finding.code}: {printable(finding.cause, 2000)}"
+    yield "effect", printable(finding.effect, 2000)
+    if finding.command:
+        yield "mend", printable(finding.command, 20_000)
+    elif finding.advice:
+        yield "advice", printable(finding.advice, 2000)
+
+
+def diagnosis_document(found: Diagnosis) -> dict[str, Any]:
+    """A diagnosis as JSON values."""
+    return {
+        "path": found.path,
+        "format": found.format,
+        "loads": found.loads,
+        "findings": [
+            {
+                "severity": finding.severity,
+                "code": finding.code,
+                "cause": finding.cause,
+                "effect": finding.effect,
+                "command": finding.command,
+                "advice": finding.advice,
+            }
+            for finding in found.findings
+        ],
     }
 
 

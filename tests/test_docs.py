@@ -75,7 +75,10 @@ def test_the_layer_table_of_the_design_page_names_every_module():
             assert f"`{name}`" in table, f"docs/design.md does not name {name}"
 
 
-@pytest.mark.parametrize("command", ["", "convert", "strip-module", "add-module", "inspect", "devices", "diff", "scan"])
+COMMANDS = ("", "convert", "strip-module", "add-module", "inspect", "doctor", "diff", "scan", "devices")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_help_shows_examples(command):
     shown = subprocess.run(
         [sys.executable, "-m", "ckptconv", *command.split(), "--help"], capture_output=True, text=True, check=True

@@ -12,12 +12,12 @@ PACKAGE = Path(__file__).resolve().parents[1] / "ckptconv"
 
 LAYERS = {
     "errors": 0, "limits": 0, "collector": 0,
-    "dtypes": 1, "key_rules": 1, "devices": 1, "sources": 1, "nodes": 1,
+    "dtypes": 1, "key_rules": 1, "devices": 1, "sources": 1, "nodes": 1, "findings": 1,
     "keys": 2, "outputs": 2, "documents": 2, "casting": 2, "pickling": 2, "unpickling": 2, "extents": 2, "substitution": 2,
-    "tracing": 2, "key_fitting": 2,
+    "tracing": 2, "key_fitting": 2, "torch_words": 2,
     "tensors": 3, "archives": 3, "sharding": 3, "rule_files": 3, "named_models": 3,
     "torch_objects": 4, "compaction": 4, "layout": 4, "plain_objects": 4, "assembly": 4, "partitions": 4, "checksums": 4,
-    "comparison": 4,
+    "comparison": 4, "nonfinite": 4,
     "threats": 5,
     "checkpoint": 5, "module_walk": 5, "formats.records": 5, "encodings": 5,
     "fitted_keys": 6, "key_targets": 9,
@@ -29,12 +29,14 @@ LAYERS = {
     "formats.sharded": 7, "formats.accelerate": 7, "formats.dcp": 7, "formats.dcp_shards": 7, "formats.ranks": 7,
     "formats.deepspeed": 7,
     "formats.detect": 8,
-    "planning": 9, "dcp_output": 9, "diffing": 9, "scanning": 9,
-    "convert": 10, "loading": 10, "inspection": 10,
-    "saving": 11, "fitting": 11, "report": 11,
-    "__init__": 12, "verdicts": 12,
-    "cli": 13,
-    "__main__": 14,
+    "planning": 9, "dcp_output": 9, "diffing": 9, "scanning": 9, "inspection": 9,
+    "prescriptions": 10,
+    "convert": 10, "loading": 10,
+    "saving": 11, "fitting": 11, "symptoms": 11, "unopened": 11, "report": 11,
+    "diagnosis": 12, "verdicts": 12,
+    "__init__": 13,
+    "cli": 14,
+    "__main__": 15,
 }  # fmt: skip
 """Module → layer. A module imports from smaller numbers only."""
 

@@ -49,6 +49,7 @@ def safetensors(length: int | None = None) -> bytes:
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1\nsize 12345\n"
 NPY = b"\x93NUMPY\x01\x00v\x00{'descr': '<f4', 'fortran_order': False, 'shape': (4,), }".ljust(128) + bytes(16)
+HDF = b"\x89HDF\r\n\x1a\n" + bytes(504)
 ONNX = b"\x08\x08\x12\x07pytorch\x1a\x052.1.0:\x90\x01\n\x1d\n\x05input\n\x06weight\x12\x06output\x1a\x04Gemm"
 
 STRANGERS = {
@@ -69,6 +70,11 @@ STRANGERS = {
     "model.h5": (b"\x89HDF\r\n\x1a\n" + bytes(504), "is an HDF5 file"),
     "model.gguf": (b"GGUF\x03\x00\x00\x00" + bytes(40), "is a GGUF model"),
     "model.onnx": (ONNX, "ONNX"),
+    "model.tflite": (b"\x1c\0\0\0TFL3" + bytes(40), "is a TensorFlow Lite model"),
+    "saved_model.pb": (b"\x08\x01\x12\xf4\x0f\x0a\x10" + bytes(40), "is a TensorFlow SavedModel"),
+    "checkpoint": (b'model_checkpoint_path: "ckpt-3"\n', "is the list of a TensorFlow checkpoint"),
+    "ckpt-3.index": (bytes(60) + bytes.fromhex("57fb808b247547db"), "is the index of a TensorFlow checkpoint"),
+    "model.keras": (archive(metadata_json=b"{}", config_json=b"{}", model_weights_h5=HDF), "is a Keras model"),
     "array.npy": (NPY, "is a numpy array file"),
     "arrays.npz": (archive(weight_npy=NPY, bias_npy=NPY), "without a data.pkl"),
     "documents.zip": (archive(notes_txt=b"hello"), "without a data.pkl"),
@@ -168,6 +174,21 @@ def test_a_loop_of_links_is_refused(tmp_path):
 def test_a_folder_is_named(tmp_path):
     (tmp_path / "checkpoint").mkdir()
     assert refused("checkpoint", tmp_path).startswith("error: checkpoint: is a folder")
+
+
+@pytest.mark.parametrize("name", ["saved_model.pb", "ckpt-3.data-00000-of-00001"])
+def test_a_folder_of_tensorflow_is_named(name, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / name).write_bytes(bytes(10))
+    assert "TensorFlow" in refused("model", tmp_path)
+
+
+def test_a_program_of_torch_export_is_named(tmp_path):
+    import torch
+
+    program = torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),))
+    torch.export.save(program, tmp_path / "model.pt2")
+    assert "is a pt2 archive (torch.export)" in refused("model.pt2", tmp_path)
 
 
 def test_a_path_through_a_file_is_refused(tmp_path):

@@ -69,7 +69,38 @@ class Gathering(NamedTuple):
     has_tags: bool = False
 
 
+class ArchiveStranger(NamedTuple):
+    """A zip archive that has the records `names` (or such endings) and is no checkpoint; what it is, and what can be done."""
+
+    names: tuple[str, ...]
+    what: str
+    hint: str
+
+    def matches(self, records: Records) -> bool:
+        """Whether the archive holds them all, in whatever folder."""
+        return all(any(f"/{record}".endswith(f"/{name}") for record in records) for name in self.names)
+
+
+ARCHIVE_STRANGERS: tuple[ArchiveStranger, ...] = (
+    ArchiveStranger(("archive_format", "models/model.json"), "is a pt2 archive (torch.export), a program and no checkpoint",
+                    "save its weights: torch.save(torch.export.load(PATH).state_dict, OUT)"),
+    ArchiveStranger(("metadata.json", "config.json", "model.weights.h5"), "is a Keras model, not a PyTorch checkpoint",
+                    "export its weights with Keras, under the keys of the PyTorch model"),
+)  # fmt: skip
+"""Zip archives of other programs: torch.export (torch/export/pt2_archive/constants.py), keras/src/saving/saving_lib.py."""
+
+
+def _is_foreign(records: Records) -> bool:
+    return any(stranger.matches(records) for stranger in ARCHIVE_STRANGERS)
+
+
+def _refuse_foreign(source: Source, records: Records, _: Opener) -> Checkpoint:
+    found = next(stranger for stranger in ARCHIVE_STRANGERS if stranger.matches(records))
+    raise UnsupportedCheckpoint(found.what, path=source.path, hint=found.hint)
+
+
 ARCHIVES: tuple[Archive, ...] = (
+    Archive(_is_foreign, _refuse_foreign),
     Archive(is_torchscript, open_torchscript),
     Archive(is_old_torchscript, open_old_torchscript),
     Archive(may_hold_checkpoints, open_zip_members),
@@ -125,6 +156,9 @@ STRANGERS: tuple[Stranger, ...] = (
     Stranger(0, b"GGUF", "is a GGUF model (llama.cpp), not a PyTorch checkpoint"),
     Stranger(0, b"\x89HDF\r\n\x1a\n", "is an HDF5 file (Keras), not a PyTorch checkpoint"),
     Stranger(0, b"\x93NUMPY", "is a numpy array file, not a PyTorch checkpoint"),
+    Stranger(4, b"TFL3", "is a TensorFlow Lite model, not a PyTorch checkpoint"),
+    Stranger(0, b"model_checkpoint_path:", "is the list of a TensorFlow checkpoint, not a PyTorch checkpoint"),
+    Stranger(0, b"\x08\x01\x12", "is a TensorFlow SavedModel, not a PyTorch checkpoint"),
     Stranger(0, b"\x08", "looks like an ONNX or other protobuf model, not a PyTorch checkpoint"),
 )  # fmt: skip
 """What people meet under a checkpoint's name; the first that matches is named in the error."""
@@ -203,8 +237,15 @@ def open_source(source: Source, depth: int = 0) -> Checkpoint:
 _LISTED = 6
 
 
+_FOREIGN_FOLDERS = (("saved_model.pb", "is a TensorFlow SavedModel"), ("*.data-?????-of-?????", "holds TensorFlow checkpoints"))
+"""Files of which a folder is told to be another program's, and what it is."""
+
+
 def _folder(path: Path) -> UnsupportedCheckpoint:
     """What to say of a folder that is no checkpoint of many files: name what could be meant inside."""
+    for pattern, what in _FOREIGN_FOLDERS:
+        if next(path.glob(pattern), None) is not None:
+            return UnsupportedCheckpoint(f"{what}, not a PyTorch checkpoint", path=path)
     inside = [item.name for item in sorted(path.iterdir()) if item.suffix in _SUFFIXES and item.is_file()]
     if not inside:
         return UnsupportedCheckpoint("is a folder without a checkpoint in it", path=path, hint="name the file that is meant")
@@ -217,12 +258,17 @@ def _folder(path: Path) -> UnsupportedCheckpoint:
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".tar", ".th", ".pkl")
 
 
+_TABLE_END = (0xDB4775248B80FB57).to_bytes(8, "little")  # tensorflow/core/lib/io/format.h: kTableMagicNumber
+
+
 def _stranger(source: Source, head: bytes) -> UnsupportedCheckpoint:
     if not head:
         return UnsupportedCheckpoint("is empty (0 bytes)", path=source.path, hint="fetch or save it again")
     for stranger in STRANGERS:
         if head[stranger.at :].startswith(stranger.magic):
             return UnsupportedCheckpoint(stranger.what, path=source.path, hint=stranger.hint)
+    if source.read(max(0, source.size - 8), min(8, source.size)) == _TABLE_END:
+        return UnsupportedCheckpoint("is the index of a TensorFlow checkpoint, not a PyTorch checkpoint", path=source.path)
     text = head.lstrip().lower()
     if text.startswith((b"<!doctype html", b"<html", b"<?xml")):
         return UnsupportedCheckpoint(

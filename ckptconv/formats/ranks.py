@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from ckptconv.assembly import assembled
 from ckptconv.checkpoint import Checkpoint, Place, place_text, tensor_of, walk
-from ckptconv.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.errors import CheckpointError, IncompleteCheckpoint, MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.formats.dtensors import Shard, is_sharded, read_shard
 from ckptconv.nodes import Node
 from ckptconv.substitution import calls_of, substituted
@@ -134,7 +134,7 @@ def _refuse_missing(ranks: Sequence[_Rank]) -> None:
         return
     named = ", ".join(map(str, missing[:8])) + ", …" * (len(missing) > 8)
     what = f"holds rank {ranks[0].number}'s shards only" if len(ranks) == 1 else f"{len(ranks)} files were named"
-    raise UnsupportedCheckpoint(
+    raise IncompleteCheckpoint(
         f"{what}, but its tensors are split over {len(needed)} ranks; missing: rank {named}",
         path=ranks[0].checkpoint.path,
         hint=f"name the files of all {len(needed)} ranks: ckptconv convert RANK0 RANK1 ... OUT",

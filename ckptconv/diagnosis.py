@@ -1,0 +1,97 @@
+"""Why a checkpoint will not load on this host, or will disappoint, and the command that mends it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ckptconv.checkpoint import Checkpoint
+from ckptconv.collector import collector_paused
+from ckptconv.devices import tag_map
+from ckptconv.errors import CheckpointError, DeviceUnavailable, printable
+from ckptconv.findings import SEVERITIES, Diagnosis, Finding
+from ckptconv.formats.detect import Named, open_checkpoint
+from ckptconv.inspection import inspect_checkpoint
+from ckptconv.modules import flatten_modules
+from ckptconv.nonfinite import count_nonfinite
+from ckptconv.prescriptions import Mend, command
+from ckptconv.sources import FileSource
+from ckptconv.symptoms import CHECKS, Case, Symptom, some, suffix, symptom
+from ckptconv.tensors import check_storage
+from ckptconv.unopened import unopened
+
+
+def diagnose(path: Named, *, device: str | None = None, values: bool = False, tag: str | None = None) -> Diagnosis:
+    """Say why the checkpoint `path` would not load on this host, or would disappoint, and how to mend it.
+
+    `device` is where the tensors are wanted (a tag, ``auto``; by default the CPU). `values` reads all of it, for damage
+    and for values that are no numbers; otherwise no tensor is read. `tag` picks a step of a folder of several. A file that
+    cannot be opened is a finding; `CheckpointError` is raised only when there is no such file, or no such device tag.
+    Without torch a CPU-only torch is assumed.
+    """
+    tag_map(device)
+    paths = (Path(path),) if isinstance(path, (str, os.PathLike)) else tuple(map(Path, path))
+    for one in paths:
+        if not os.path.exists(one):  # noqa: PTH110 (False for no name at all)
+            FileSource(one).close()  # says why
+    try:
+        with collector_paused(), open_checkpoint(paths, tag=tag, whole_modules=True) as whole:
+            checkpoint = flatten_modules(whole)
+            case = Case(paths, whole, checkpoint, inspect_checkpoint(checkpoint), device)
+            symptoms = [one for check in CHECKS for one in check(case)]
+            symptoms += _read_values(checkpoint) if values else []
+            return Diagnosis(str(paths[0]), whole.format, _findings(case, symptoms))
+    except DeviceUnavailable:
+        raise
+    except CheckpointError as error:
+        return Diagnosis(str(paths[0]), None, (unopened(error, paths),))
+
+
+def _findings(case: Case, symptoms: Sequence[Symptom]) -> tuple[Finding, ...]:
+    """The findings with their commands: one conversion mends all that must be mended, so it is the command of each."""
+    mend = Mend(suffix=suffix(case), device=case.device)
+    for one in symptoms:
+        if one.mend is not None and not one.chosen:
+            mend = mend.with_(one.mend)
+    made = [_prescribed(case, mend, one) for one in symptoms]
+    return tuple(sorted(made, key=lambda finding: SEVERITIES.index(finding.severity)))
+
+
+def _prescribed(case: Case, mend: Mend, one: Symptom) -> Finding:
+    if one.mend is None:
+        return one.finding
+    wanted = case.workable(mend.with_(one.mend))
+    if isinstance(wanted, CheckpointError):
+        return replace(one.finding, advice=str(wanted))
+    return replace(one.finding, command=command(wanted, case.paths))
+
+
+def _read_values(checkpoint: Checkpoint) -> list[Symptom]:
+    """Read every byte: damage is an error, NaN a warning, infinity (masks have it) an information."""
+    refs = dict(checkpoint.tensors())
+    try:
+        for storage in {id(piece.storage): piece.storage for ref in refs.values() for piece in ref.pieces}.values():
+            check_storage(storage)
+        counted = {path: count_nonfinite(ref) for path, ref in refs.items()}
+    except CheckpointError as error:
+        return [_damaged(error)]
+    nan = {path: count.nan for path, count in counted.items() if count.nan}
+    infinite = {path: count.infinite for path, count in counted.items() if count.infinite}
+    found = []
+    if nan:
+        cause = f"has values that are NaN ({sum(nan.values())}), in {some(list(nan))}"
+        advice = "the training has diverged, or a cast went too far: take an earlier checkpoint"
+        found.append(symptom("warning", "non-finite", cause, "what the model computes with them is NaN", advice=advice))
+    if infinite:
+        cause = f"has values that are infinite ({sum(infinite.values())}), in {some(list(infinite))}"
+        found.append(symptom("info", "infinite", cause, "as in a mask this is meant; in a weight it is not"))
+    return found
+
+
+def _damaged(error: CheckpointError) -> Symptom:
+    silent = "CRC-32" in error.what
+    effect = "torch.load does not check this and gives damaged values without a word" if silent else "it cannot be read"
+    cause = f"{printable(error.where)}: {error.what}" if error.where else error.what
+    return symptom("error", "damaged", cause, effect, advice=error.hint or "the file is damaged; fetch it again")

@@ -1,0 +1,40 @@
+"""What is said of a checkpoint that will not load, or will disappoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Severity = Literal["error", "warning", "info"]
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
+"""The worst first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong: an ``error`` stops the load, a ``warning`` disappoints afterwards, an ``info`` is good to know.
+
+    `cause` is what the file has, `effect` what comes of it, in torch's own words where it has any; `command` mends it
+    (None: no command can), and `advice` says what to do where there is more to say.
+    """
+
+    severity: Severity
+    code: str
+    cause: str
+    effect: str
+    command: str | None = None
+    advice: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What `diagnose` found, the worst first. `format` is None for what could not be opened."""
+
+    path: str
+    format: str | None
+    findings: tuple[Finding, ...]
+
+    @property
+    def loads(self) -> bool:
+        """Whether torch.load(weights_only=True) or the safetensors library loads it here."""
+        return not any(finding.severity == "error" for finding in self.findings)

@@ -1,0 +1,273 @@
+"""What is wrong with an opened checkpoint, told without reading a tensor; what would mend it, if a conversion does.
+
+Facts come from `inspection`, the words of torch from `torch_words`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from ckptconv import torch_words as words
+from ckptconv.checkpoint import Checkpoint, StateDict
+from ckptconv.devices import Host, require_device, survey_host
+from ckptconv.errors import CheckpointError, DeviceUnavailable, printable
+from ckptconv.findings import Finding, Severity
+from ckptconv.formats.detect import open_checkpoint
+from ckptconv.inspection import OPENED_BY_TORCH, Inspection, Part, inspect_checkpoint, is_bloated
+from ckptconv.prescriptions import Mend, command, workable
+
+_NAMED = 3  # keys, places or tags that a text names before it counts
+
+
+@dataclass(frozen=True, slots=True)
+class Symptom:
+    """A finding before its command: `mend` is the conversion that clears it; `chosen`: only if the user wants that."""
+
+    finding: Finding
+    mend: Mend | None = None
+    chosen: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is examined: a checkpoint, its modules as state dicts, the facts, and what the user asked for."""
+
+    paths: tuple[Path, ...]
+    whole: Checkpoint
+    checkpoint: Checkpoint
+    facts: Inspection
+    device: str | None
+
+    @cached_property
+    def host(self) -> Host:
+        """The devices that are here; asked for only when a tag needs it, for that imports torch."""
+        return survey_host(ask_torch=True)
+
+    @cached_property
+    def _tried(self) -> dict[Mend, Mend | CheckpointError]:
+        return {}
+
+    def workable(self, mend: Mend) -> Mend | CheckpointError:
+        """As `prescriptions.workable` on the checkpoint; each conversion is planned once."""
+        if mend not in self._tried:
+            self._tried[mend] = workable(mend, self.checkpoint)
+        return self._tried[mend]
+
+    @cached_property
+    def state_dicts(self) -> list[StateDict]:
+        """The state dicts, the ones of averaged weights last."""
+        return sorted(self.checkpoint.state_dicts(), key=lambda found: _is_average(found.path))
+
+
+def suffix(case: Case) -> str:
+    """That of a mended file: of the same kind, as far as that is written."""
+    return ".safetensors" if case.facts.format.endswith("safetensors") else ".pt"
+
+
+def _container(case: Case) -> Iterator[Symptom]:
+    name, path = case.facts.format, case.paths[0]
+    if name == "torch legacy":
+        effect = words.quoted(words.MMAP, by="torch.load(mmap=True)")
+        yield symptom("info", "legacy-container", "is a file of before torch 1.6, not a zip archive", effect, Mend())
+    if name.startswith("sharded"):
+        cause = f"is a folder of shards ({name}), not one file"
+        yield symptom("info", "sharded", cause, "torch.load and load_file open one shard at a time", Mend(), chosen=True)
+    elif name not in OPENED_BY_TORCH:
+        folder = path.is_dir()
+        said = words.FOLDER if folder else words.on_format(name)
+        effect = words.quoted(said) if said else "torch.load(weights_only=True) does not read it as one checkpoint"
+        yield symptom("error", "container", f"its container is: {name}", effect, Mend())
+
+
+def _name(case: Case) -> Iterator[Symptom]:
+    """A file under a name of the other kind: the libraries go by the name, torch.load since 2.13 too."""
+    if len(case.paths) > 1 or case.paths[0].is_dir():
+        return
+    named = case.paths[0].suffix.lower() == ".safetensors"
+    if named and case.facts.format.startswith("torch"):
+        effect = words.quoted(words.HEADER, by="load_file")
+        yield symptom("error", "wrong-name", f"is a {case.facts.format} under the name of a safetensors file", effect, Mend())
+    elif case.facts.format == "safetensors" and case.paths[0].suffix.lower() in (".pt", ".pth", ".bin", ".ckpt"):
+        effect = words.quoted(words.REFUSED) + "; safetensors.torch.load_file opens it"
+        cause = "is a safetensors file under the name of a torch file"
+        yield symptom("warning", "wrong-name", cause, effect, Mend(suffix=".safetensors"))
+
+
+def _tags(case: Case) -> Iterator[Symptom]:
+    """Storages on devices that are not here: the first of the two classic errors."""
+    for tag, count in case.facts.locations.items():
+        if tag in ("cpu", "meta") or _is_served(tag, case):
+            continue
+        cause = f"was saved on {printable(tag)} (storages: {count}), which this host does not have"
+        yield symptom("error", "device", cause, words.quoted(words.on_tag(tag, case.host)), Mend())
+    if case.device not in (None, "cpu", "keep", "auto"):
+        try:
+            require_device(case.device)
+        except DeviceUnavailable as error:
+            cause = f"the device {case.device} that was asked for is not here"
+            yield symptom("error", "no-such-device", cause, str(error), advice="see what is here with: ckptconv devices")
+
+
+def _is_served(tag: str, case: Case) -> bool:
+    """Whether torch.load would restore a storage to its tag here; as torch, without torch a CPU-only one."""
+    kind, _, index = tag.partition(":")
+    if case.host.torch is None:
+        return False
+    if kind in ("cuda", "xpu"):
+        return (index or "0").isdecimal() and int(index or 0) < getattr(case.host, kind)
+    if kind == "mps":
+        return case.host.mps
+    try:
+        return kind != "cpu" and require_device(tag) is not None
+    except DeviceUnavailable:
+        return False
+
+
+def _modules(case: Case) -> Iterator[Symptom]:
+    """A module pickled whole, whose class torch would have to import."""
+    if case.whole is case.checkpoint:
+        return
+    left = {item.path for item in case.facts.odd_objects}
+    odd = [item for item in inspect_checkpoint(case.whole, 0).odd_objects if item.path not in left]
+    name = odd[0].name if odd else "a module"
+    effect = words.quoted(words.REFUSED, words.on_global(name))
+    yield symptom("error", "whole-module", f"holds a whole module ({printable(name)}), not its state dict", effect, Mend())
+
+
+def _objects(case: Case) -> Iterator[Symptom]:
+    """Objects that weights_only=True refuses."""
+    odd = case.facts.odd_objects
+    if odd and case.facts.format not in ("TorchScript",):
+        names = list(dict.fromkeys(item.name for item in odd))
+        places = some([item.path or "the root" for item in odd])
+        cause = f"holds objects that are not plain ({some(names)}) at {places}"
+        yield symptom("error", "refused-objects", cause, words.quoted(words.REFUSED, words.on_global(names[0])), Mend())
+
+
+def _wrappers(case: Case) -> Iterator[Symptom]:
+    """Keys with the wrapper of DataParallel, DDP, compile, FSDP or checkpointing: the second of the two classic errors."""
+    for found in case.state_dicts:
+        if wrappers := case.facts.state_dicts.get(found.path):
+            wrapper = ".".join(wrappers) + "."
+            where = f" of {printable(found.path)}" if found.path else ""
+            effect = words.quoted(words.NO_KEYS, f'Unexpected key(s) in state_dict: "{printable(found.keys[0])}"',
+                                  by="load_state_dict, of a bare model,")  # fmt: skip
+            yield symptom("warning", "wrapped-keys", f"the keys{where} carry the wrapper {wrapper}", effect, Mend())
+    for path, prefix in case.facts.offered.items():
+        where = f" of {printable(path)}" if path else ""
+        cause = f"the keys{where} start with {prefix}, the attribute or wrapper of {case.facts.producer or 'a framework'}"
+        effect = words.quoted(words.NO_KEYS, by="load_state_dict, of the inner model,")
+        yield symptom("info", "prefixed-keys", cause, effect, Mend(strip_prefix=prefix), chosen=True)
+
+
+def _lone_shard(case: Case) -> Iterator[Symptom]:
+    """One of several shards, opened by itself."""
+    path = case.paths[0]
+    told = _SHARD(path.name)
+    if len(case.paths) > 1 or told is None or int(told["count"]) < 2 or path.is_dir():
+        return
+    index = path.with_name(f"{told['stem']}.{told['suffix']}.index.json")
+    cause = f"is shard {int(told['number'])} of {int(told['count'])} by its name, and holds only some of the tensors"
+    effect = words.quoted(words.NO_KEYS, by="load_state_dict")
+    if not index.exists():
+        advice = f"fetch the other shards and {printable(index.name)}, then name that"
+        yield symptom("error", "lone-shard", cause, effect, advice=advice)
+        return
+    try:
+        with open_checkpoint(index) as joined:
+            mend = workable(Mend(suffix=suffix(case), device=case.device), joined)
+        if isinstance(mend, CheckpointError):
+            raise mend
+        yield Symptom(Finding("error", "lone-shard", cause, effect, command(mend, [index])))
+    except CheckpointError as error:
+        yield symptom("error", "lone-shard", cause, effect, advice=str(error))
+
+
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{1,6})-of-(?P<count>\d{1,6})\.(?P<suffix>safetensors|bin|pt|pth)").fullmatch
+
+
+def _bloat(case: Case) -> Iterator[Symptom]:
+    if is_bloated(case.facts):
+        wasted = case.facts.stored - case.facts.used
+        cause = (
+            f"tensors use {case.facts.used:,} bytes of storages of {case.facts.stored:,}: slices were saved with their storages"
+        )
+        yield symptom("warning", "bloat", cause, f"{wasted:,} bytes are read, and held in memory, for nothing", Mend())
+
+
+def _shares(case: Case) -> Iterator[Symptom]:
+    """Parts that only training needs: the optimizer, averaged weights beside the plain ones."""
+    total = case.facts.root.nbytes
+    states = sum(part.nbytes for part in _optimizers(case.facts.root))
+    one = case.state_dicts[0].path if case.state_dicts else ""
+    if one and states * 10 > total:
+        cause = f"{states * 100 // total} % of its tensors' bytes are an optimizer's state"
+        effect = "whoever only uses the model reads and stores them too"
+        yield symptom("info", "optimizer-share", cause, effect, Mend(only=one), chosen=True)
+    if len(case.state_dicts) > 1 and (averages := [item.path for item in case.state_dicts if _is_average(item.path)]):
+        cause = f"holds averaged weights ({some(averages)}) beside {printable(one)}"
+        effect = "which of them is loaded depends on the script; evaluation usually wants the averaged ones"
+        yield symptom("info", "ema-share", cause, effect, Mend(only=averages[0]), chosen=True)
+
+
+def _optimizers(part: Part) -> Iterator[Part]:
+    for inner in part.parts:
+        if inner.kind == "optimizer" or "optim" in inner.name.lower():
+            yield inner
+        elif inner.kind != "state dict":
+            yield from _optimizers(inner)
+
+
+def _is_average(path: str) -> bool:
+    return "ema" in re.split(r"[._]", path.lower())
+
+
+def _tied(case: Case) -> Iterator[Symptom]:
+    if case.facts.format.endswith("safetensors"):
+        return
+    for found in case.state_dicts:
+        owners: dict[int, str] = {}
+        shared = [key for key, ref in found.tensors() if ref.is_view and owners.setdefault(id(ref.storage), key) != key]
+        if shared:
+            cause = f"share a storage with another tensor: {some(shared)}"
+            effect = words.quoted(words.SHARED, by="safetensors.torch.save_file")
+            only = found.path if len(case.state_dicts) > 1 else None
+            yield symptom("info", "tied-weights", cause, effect, Mend(suffix=".safetensors", only=only), chosen=True)
+            return
+
+
+def _precision(case: Case) -> Iterator[Symptom]:
+    floats = {name: count for name, count in case.facts.dtypes.items() if "float" in name}
+    if set(floats) == {"float32"}:
+        cause = f"all its floating tensors ({floats['float32']}) are float32"
+        yield symptom("info", "all-fp32", cause, "bfloat16 would take half the bytes", Mend(dtype="bf16"), chosen=True)
+
+
+CHECKS: tuple[Callable[[Case], Iterator[Symptom]], ...] = (
+    _container, _name, _lone_shard, _tags, _modules, _objects, _wrappers, _bloat, _shares, _tied, _precision,
+)  # fmt: skip
+"""What is looked at without reading a tensor; findings of one severity come in this order."""
+
+
+def symptom(
+    severity: Severity,
+    code: str,
+    cause: str,
+    effect: str,
+    mend: Mend | None = None,
+    *,
+    advice: str | None = None,
+    chosen: bool = False,
+) -> Symptom:
+    """A symptom and its finding in one."""
+    return Symptom(Finding(severity, code, cause, effect, advice=advice), mend, chosen)
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few of some names, and how many more there are."""
+    shown = ", ".join(map(printable, names[:_NAMED]))
+    return f"{shown} and {len(names) - _NAMED} more" if len(names) > _NAMED else shown

@@ -1,0 +1,81 @@
+"""The finding for what cannot be opened as a checkpoint: what it is instead, and what can be done."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from shlex import quote
+
+from ckptconv import torch_words as words
+from ckptconv.errors import CheckpointError, IncompleteCheckpoint, LimitExceeded, MalformedCheckpoint, printable
+from ckptconv.findings import Finding
+from ckptconv.formats.detect import open_checkpoint
+from ckptconv.prescriptions import Mend, command, output_beside, workable
+from ckptconv.sources import FileSource
+
+
+def unopened(error: CheckpointError, paths: tuple[Path, ...]) -> Finding:
+    """The finding for what cannot be opened; its cause and advice are the error's own."""
+    cause = f"{printable(error.where)}: {printable(error.what, 2000)}" if error.where else printable(error.what, 2000)
+    finding = Finding("error", _code(error), cause, _effect(error, paths[0]), advice=error.hint)
+    if isinstance(error, IncompleteCheckpoint) and len(paths) == 1 and (mended := _with_siblings(paths[0])):
+        return replace(finding, command=mended)
+    if (unpack := _unpacking(error, paths[0])) is not None:
+        return replace(finding, command=unpack)
+    return finding
+
+
+def _code(error: CheckpointError) -> str:
+    if isinstance(error, IncompleteCheckpoint):
+        return "lone-rank"
+    if isinstance(error, MalformedCheckpoint):
+        return "damaged"
+    return "beyond-limits" if isinstance(error, LimitExceeded) else "no-checkpoint"
+
+
+def _effect(error: CheckpointError, path: Path) -> str:
+    if path.is_dir():
+        return words.quoted(words.FOLDER)
+    if isinstance(error, IncompleteCheckpoint):
+        return "torch.load gives one rank's shards, which load_state_dict does not take for the whole tensors"
+    try:
+        source = FileSource(path)
+    except CheckpointError as unreadable:
+        return printable(unreadable.what)
+    try:
+        head = source.read(0, min(4, source.size))
+    finally:
+        source.close()
+    if path.suffix == ".safetensors" and not isinstance(error, MalformedCheckpoint):
+        return words.quoted(words.HEADER, by="load_file")
+    if head.startswith(b"PK\3\4") and isinstance(error, MalformedCheckpoint) and "cut off" in f"{error.what} {error.hint}":
+        return words.quoted(words.CUT_OFF)
+    said = words.on_start(head)
+    return words.quoted(said) if said else "neither torch.load nor the safetensors library loads it"
+
+
+def _with_siblings(path: Path) -> str | None:
+    """The command for the files of all ranks, if they lie beside this one under names that differ in their numbers."""
+    pattern = re.compile(r"\d+".join(map(re.escape, re.split(r"\d+", path.name))))
+    beside = sorted(item for item in path.parent.iterdir() if pattern.fullmatch(item.name) and item.is_file())
+    try:
+        with open_checkpoint(beside) as joined:
+            mend = workable(Mend(), joined)
+    except CheckpointError:
+        return None
+    return None if isinstance(mend, CheckpointError) else command(mend, beside)
+
+
+def _unpacking(error: CheckpointError, path: Path) -> str | None:
+    """The command that unpacks a compressed file beside it."""
+    tool = _UNPACKERS.get(error.what)
+    return f"{tool} -c {quote(str(path))} > {quote(str(output_beside(path, '.pt')))}" if tool else None
+
+
+_UNPACKERS = {
+    "is gzip-compressed": "gunzip",
+    "is bzip2-compressed": "bunzip2",
+    "is xz-compressed": "unxz",
+    "is zstd-compressed": "unzstd",
+}

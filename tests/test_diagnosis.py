@@ -1,0 +1,529 @@
+"""doctor: what it says of a file is what torch does with it, and obeying the command that it prints clears the finding."""
+
+from __future__ import annotations
+
+import argparse
+import bz2
+import gzip
+import json
+import lzma
+import pickle
+import shlex
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from program import SAMPLES, environment, run
+from safetensors.torch import save_file
+
+from ckptconv import CheckpointError, Diagnosis, Finding, diagnose
+from ckptconv.devices import Host
+
+Made = Path | tuple[Path, Path]
+"""A file that has a finding, or the one to show to doctor and the folder that it lies in."""
+
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tags of CUDA devices are served here")
+
+
+class Unknown:
+    """A class that whoever reads the file may not have."""
+
+
+def weights() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return OrderedDict((f"fc{i}.{name}", torch.randn(8, 8).half()) for i in range(2) for name in ("weight", "bias"))
+
+
+def saved(tmp_path: Path, tree: Any, name: str = "model.pt", **options: Any) -> Path:
+    torch.save(tree, tmp_path / name, **options)
+    return tmp_path / name
+
+
+def tagged(tmp_path: Path, tag: str, **options: Any) -> Path:
+    with oracle.tagged(lambda _: tag):
+        return saved(tmp_path, weights(), **options)
+
+
+def trained(tmp_path: Path) -> Path:
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(8)).sum().backward()
+    optimizer.step()
+    return saved(tmp_path, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3})
+
+
+def tied(tmp_path: Path) -> Path:
+    one = weights()
+    return saved(tmp_path, {**one, "head.weight": one["fc0.weight"]})
+
+
+def bloated(tmp_path: Path) -> Path:
+    return saved(tmp_path, {"first": torch.randn(1000, 1000)[:2].half(), "slice": torch.randn(1000, 1000)[:2]})
+
+
+def scripted(tmp_path: Path) -> Path:
+    torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), tmp_path / "model.pt")
+    return tmp_path / "model.pt"
+
+
+def zip_of(tmp_path: Path) -> Path:
+    inner = saved(tmp_path, weights(), "policy.pth")
+    with zipfile.ZipFile(tmp_path / "agent.zip", "w") as archive:
+        archive.write(inner, "policy.pth")
+        archive.writestr("data", "{}")
+    return tmp_path / "agent.zip"
+
+
+def plainly_pickled(tmp_path: Path) -> Path:
+    (tmp_path / "model.pkl").write_bytes(pickle.dumps(dict(weights()), protocol=2))
+    return tmp_path / "model.pkl"
+
+
+def packed(tmp_path: Path, pack: Callable[[bytes], bytes]) -> Path:
+    path = saved(tmp_path, weights())
+    path.write_bytes(pack(path.read_bytes()))
+    return path
+
+
+def shard(tmp_path: Path, *, index: bool = True) -> Path:
+    files = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    save_file({"a.weight": torch.ones(4).half()}, tmp_path / files[0], {"format": "pt"})
+    save_file({"b.weight": torch.ones(4).half()}, tmp_path / files[1], {"format": "pt"})
+    weight_map = dict(zip(("a.weight", "b.weight"), files, strict=True))
+    if index:
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return tmp_path / files[0]
+
+
+def foreign_name(tmp_path: Path) -> Path:
+    save_file(weights(), tmp_path / "model.pt", {"format": "pt"})
+    return tmp_path / "model.pt"
+
+
+MENDED: dict[str, tuple[str, Callable[[Path], Path]]] = {
+    "a CUDA file": ("device", lambda at: tagged(at, "cuda:3")),
+    "an NPU file": ("device", lambda at: tagged(at, "npu:0")),
+    "a file tagged cpu:0": ("device", lambda at: tagged(at, "cpu:0")),
+    "an MPS file": ("device", lambda at: tagged(at, "mps")),
+    "an HPU file of old": ("device", lambda at: tagged(at, "hpu", _use_new_zipfile_serialization=False)),
+    "DDP keys": ("wrapped-keys", lambda at: saved(at, {f"module.{key}": value for key, value in weights().items()})),
+    "DDP keys from CUDA": ("device", lambda _: SAMPLES / "ddp_cuda3.pt"),
+    "compiled keys": ("wrapped-keys", lambda at: saved(at, {f"_orig_mod.{key}": value for key, value in weights().items()})),
+    "Lightning": ("prefixed-keys", lambda at: saved(at, {
+        "state_dict": {f"model.{key}": value for key, value in weights().items()}, "pytorch-lightning_version": "2.6.6"})),
+    "a Namespace": ("refused-objects", lambda at: saved(at, {"model": weights(), "args": argparse.Namespace(lr=0.1)})),
+    "a class of the user's": ("refused-objects", lambda at: saved(at, {"model": weights(), "config": Unknown()})),
+    "a whole module": ("whole-module", lambda at: saved(at, torch.nn.Linear(2, 2))),
+    "TorchScript": ("container", scripted),
+    "a zip of checkpoints": ("container", zip_of),
+    "a bare pickle": ("container", plainly_pickled),
+    "a legacy file": ("legacy-container", lambda at: saved(at, weights(), _use_new_zipfile_serialization=False)),
+    "slices": ("bloat", bloated),
+    "an optimizer": ("optimizer-share", trained),
+    "an EMA": ("ema-share", lambda at: saved(at, {"model": weights(), "ema": weights()})),
+    "tied weights": ("tied-weights", tied),
+    "float32": ("all-fp32", lambda at: saved(at, {"fc.weight": torch.ones(2, 2)})),
+    "gzip": ("no-checkpoint", lambda at: packed(at, gzip.compress)),
+    "bzip2": ("no-checkpoint", lambda at: packed(at, bz2.compress)),
+    "xz": ("no-checkpoint", lambda at: packed(at, lzma.compress)),
+    "a torch file as .safetensors": ("wrong-name", lambda at: saved(at, weights(), "model.safetensors")),
+    "a safetensors file as .pt": ("wrong-name", foreign_name),
+    "a shard beside its index": ("lone-shard", shard),
+}  # fmt: skip
+"""What a file has → (the finding's code, how it is made); for each of them doctor has a command."""
+
+
+def found(diagnosis: Diagnosis, code: str) -> Finding:
+    (finding, *_) = [finding for finding in diagnosis.findings if finding.code == code]
+    return finding
+
+
+def obey(command: str, cwd: Path) -> Path:
+    """Run a printed command in a shell, and give back the file that it wrote."""
+    (cwd / "bin").mkdir(exist_ok=True)
+    program = cwd / "bin" / "ckptconv"
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m ckptconv "$@"\n')
+    program.chmod(0o755)
+    before = set(cwd.iterdir())
+    path = f"PATH={shlex.quote(str(cwd / 'bin'))}:$PATH"
+    done = subprocess.run(f"{path}; {command}", shell=True, cwd=cwd, capture_output=True, text=True, env=environment())
+    assert done.returncode == 0, f"{command}\n{done.stderr}"
+    (made,) = set(cwd.iterdir()) - before
+    return made
+
+
+def opened_by_torch(path: Path) -> Any:
+    """What torch, or the safetensors library, makes of a file on this host: no map_location, nothing allowed."""
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    return torch.load(path, weights_only=True)
+
+
+@no_gpu
+@pytest.mark.parametrize("what", MENDED)
+def test_obeying_the_printed_command_clears_the_finding(what, tmp_path):
+    code, make = MENDED[what]
+    source = make(tmp_path)
+    if source.parent != tmp_path:
+        source = Path(shutil.copy(source, tmp_path))
+    before = diagnose(source)
+    finding = found(before, code)
+    assert finding.command is not None, finding
+    mended = obey(finding.command, tmp_path)
+    after = diagnose(mended)
+    assert code not in {other.code for other in after.findings}
+    assert [other for other in after.findings if other.severity != "info"] == []
+    assert after.loads
+    opened_by_torch(mended)
+
+
+@no_gpu
+@pytest.mark.parametrize("what", MENDED)
+def test_every_command_of_a_file_works(what, tmp_path):
+    source = MENDED[what][1](tmp_path)
+    if source.parent != tmp_path:
+        source = Path(shutil.copy(source, tmp_path))
+    for finding in diagnose(source).findings:
+        assert finding.command is not None, finding
+        mended = obey(finding.command, tmp_path)
+        assert finding.code not in {other.code for other in diagnose(mended).findings}, finding
+        mended.unlink()
+
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1\nsize 12345\n"
+ADVISED = {
+    "a git-LFS pointer": (LFS, "git lfs pull"),
+    "a web page": (b"<!DOCTYPE html><html></html>", "fetch it again"),
+    "an empty file": (b"", "fetch or save it again"),
+    "7z": (b"7z\xbc\xaf\x27\x1c\x00\x04" + bytes(40), "unpack it first"),
+}
+
+
+@pytest.mark.parametrize("what", ADVISED)
+def test_where_no_command_mends_the_advice_says_what_to_do(what, tmp_path):
+    content, advice = ADVISED[what]
+    (tmp_path / "model.pt").write_bytes(content)
+    (finding,) = diagnose(tmp_path / "model.pt").findings
+    assert (finding.severity, finding.code, finding.command) == ("error", "no-checkpoint", None)
+    assert advice in finding.advice
+
+
+# ------------------------------------------------------------------------------------------------------- torch's own words
+
+TAGS = ("cuda:3", "cuda", "npu:0", "cpu:0", "mps", "xla:0", "xpu:0", "hpu", "privateuseone:0", "mtia:1", "mlu:0")
+
+
+@no_gpu
+@pytest.mark.parametrize("tag", TAGS)
+def test_the_quoted_error_about_a_device_is_torchs(tag, tmp_path):
+    path = tagged(tmp_path, tag)
+    assert_quoted(found(diagnose(path), "device"), path)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_quoted_error_about_an_index_that_is_not_here_is_torchs(count, tmp_path, monkeypatch):
+    path = tagged(tmp_path, "cuda:3")
+    monkeypatch.setattr("ckptconv.symptoms.survey_host", lambda ask_torch: Host((), None, "2.13", count, False, 0, ()))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda._utils, "_get_device_index", lambda device, *_: torch.device(device).index)
+    assert_quoted(found(diagnose(path), "device"), path)
+
+
+QUOTED = {
+    "a Namespace": "refused-objects",
+    "a class of the user's": "refused-objects",
+    "a whole module": "whole-module",
+    "TorchScript": "container",
+    "a zip of checkpoints": "container",
+    "a bare pickle": "container",
+    "gzip": "no-checkpoint",
+    "bzip2": "no-checkpoint",
+    "xz": "no-checkpoint",
+    "a torch file as .safetensors": "wrong-name",
+    "a safetensors file as .pt": "wrong-name",
+}
+
+
+@pytest.mark.parametrize("what", QUOTED)
+def test_the_quoted_error_is_torchs(what, tmp_path):
+    path = MENDED[what][1](tmp_path)
+    assert_quoted(found(diagnose(path), QUOTED[what]), path)
+
+
+STRANGERS = {
+    "lfs": LFS,
+    "page": b"<!DOCTYPE html><html></html>",
+    "gguf": b"GGUF\x03\x00\x00\x00" + bytes(40),
+    "hdf5": b"\x89HDF\r\n\x1a\n" + bytes(504),
+    "onnx": b"\x08\x08\x12\x07pytorch" + bytes(40),
+    "npy": b"\x93NUMPY\x01\x00" + bytes(100),
+    "7z": b"7z\xbc\xaf\x27\x1c\x00\x04" + bytes(40),
+    "zstd": b"\x28\xb5\x2f\xfd\x04\x00" + bytes(40),
+}
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+@pytest.mark.parametrize("what", STRANGERS)
+def test_the_quoted_error_about_a_stranger_is_torchs(what, suffix, tmp_path):
+    path = tmp_path / f"model{suffix}"
+    path.write_bytes(STRANGERS[what])
+    assert_quoted(found(diagnose(path), "no-checkpoint"), path)
+
+
+def test_the_quoted_error_about_a_truncated_file_is_torchs(tmp_path):
+    path = saved(tmp_path, weights())
+    path.write_bytes(path.read_bytes()[:-100])
+    assert_quoted(found(diagnose(path), "damaged"), path)
+
+
+def test_the_quoted_error_about_a_folder_is_torchs(produced):
+    path = produced / "dcp_fsdp2"
+    assert_quoted(found(diagnose(path), "container"), path)
+
+
+def test_the_quoted_error_about_mmap_is_torchs(tmp_path):
+    path = saved(tmp_path, weights(), _use_new_zipfile_serialization=False)
+    effect = found(diagnose(path), "legacy-container").effect
+    with pytest.raises(RuntimeError) as raised:
+        torch.load(path, mmap=True, weights_only=True)
+    assert effect.partition(" says: ")[2] in str(raised.value)
+
+
+def test_the_quoted_error_about_wrapped_keys_is_torchs(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    path = saved(tmp_path, {f"module.{key}": value for key, value in model.state_dict().items()})
+    effect = found(diagnose(path), "wrapped-keys").effect
+    with pytest.raises(RuntimeError) as raised:
+        model.load_state_dict(torch.load(path, weights_only=True))
+    for words in effect.partition(" says: ")[2].split(" … "):
+        assert words in str(raised.value)
+
+
+def test_the_quoted_error_about_tied_weights_is_the_librarys(tmp_path):
+    effect = found(diagnose(tied(tmp_path)), "tied-weights").effect
+    with pytest.raises(RuntimeError) as raised:
+        save_file(torch.load(tmp_path / "model.pt", weights_only=True), tmp_path / "out.safetensors")
+    assert effect.partition(" says: ")[2] in str(raised.value)
+
+
+def assert_quoted(finding: Finding, path: Path) -> None:
+    """Every part of what the finding says that torch says is in the error that torch raises."""
+    with pytest.raises(Exception) as raised:
+        torch.load(path, weights_only=True)
+    words = finding.effect.partition(" says: ")[2].partition("; ")[0]
+    assert words, finding
+    for part in words.split(" … "):
+        assert part in str(raised.value)
+
+
+# ---------------------------------------------------------------------------------------------------------- real checkpoints
+
+ENTRIES = json.loads(text.read_text()) if (text := oracle.corpus_folder() / "manifest.json").is_file() else []
+
+
+@no_gpu
+@pytest.mark.corpus
+@pytest.mark.parametrize("entry", [pytest.param(entry, id=entry["file"]) for entry in ENTRIES])
+def test_doctor_and_torch_agree_on_real_files(entry, corpus, tmp_path):
+    path = corpus / "files" / entry["file"]
+    diagnosis = diagnose(path)
+    try:
+        opened_by_torch(path)
+    except Exception:
+        assert not diagnosis.loads
+    else:
+        assert diagnosis.loads
+    copy = tmp_path / path.name
+    (shutil.copytree if path.is_dir() else shutil.copy)(path, copy)
+    for finding in (item for item in diagnose(copy).findings if item.severity != "info" and item.command):
+        mended = obey(finding.command, tmp_path)
+        assert [item for item in diagnose(mended).findings if item.severity != "info"] == []
+        opened_by_torch(mended)
+        mended.unlink()
+
+
+FOLDERS = ("acc_state", "dcp_fsdp2", "ds_z2", "ds_z3")
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_the_command_for_a_folder_makes_one_file_that_torch_opens(name, produced, tmp_path):
+    shutil.copytree(produced / name, tmp_path / name)
+    mended = obey(found(diagnose(tmp_path / name), "container").command, tmp_path)
+    assert diagnose(mended).loads
+    opened_by_torch(mended)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_ranks_file_alone_is_joined_with_those_beside_it(rank, produced, tmp_path):
+    for number in (0, 1):
+        shutil.copy(produced / f"rank{number}_dtensor.pt", tmp_path)
+    mended = obey(found(diagnose(tmp_path / f"rank{rank}_dtensor.pt"), "lone-rank").command, tmp_path)
+    assert diagnose(mended).loads
+    full = torch.load(produced / "full_from_fsdp.pt", weights_only=True)
+    joined = torch.load(mended, weights_only=True)
+    assert list(joined) == list(full)
+    assert all(oracle.value_bytes(joined[key]) == oracle.value_bytes(full[key]) for key in full)
+
+
+def test_one_ranks_file_without_the_others_has_no_command(produced, tmp_path):
+    shutil.copy(produced / "rank0_dtensor.pt", tmp_path)
+    finding = found(diagnose(tmp_path / "rank0_dtensor.pt"), "lone-rank")
+    assert finding.command is None
+    assert "files of all 2 ranks" in finding.advice
+
+
+def test_a_shard_without_its_index_says_what_to_fetch(tmp_path):
+    finding = found(diagnose(shard(tmp_path, index=False)), "lone-shard")
+    assert (finding.severity, finding.command) == ("error", None)
+    assert "model.safetensors.index.json" in finding.advice
+
+
+# --------------------------------------------------------------------------------------------------------------- values
+
+
+def test_a_damaged_record_is_found_where_torch_says_nothing(tmp_path):
+    values = torch.arange(1000.0)
+    path = saved(tmp_path, {"w": values, "v": values + 1})
+    raw = bytearray(path.read_bytes())
+    at = raw.find(values.numpy().tobytes())
+    raw[at + 40] ^= 1
+    path.write_bytes(raw)
+    assert diagnose(path).loads
+    finding = found(diagnose(path, values=True), "damaged")
+    assert finding.severity == "error"
+    assert not torch.equal(torch.load(path, weights_only=True)["w"], values)  # as the effect says: without a word
+
+
+@pytest.mark.parametrize("dtype", [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+])  # fmt: skip
+def test_values_are_counted_as_torch_counts_them(dtype, tmp_path):
+    torch.manual_seed(1)
+    raw = torch.randint(0, 256, (4096, dtype.itemsize), dtype=torch.uint8)
+    raw[::7, -1] |= 0x7F  # exponents of all ones, now and then
+    raw[::7, -2 if dtype.itemsize > 1 else -1] |= 0xF0
+    raw[::14, : max(0, dtype.itemsize - 2)] = 0
+    values = raw.view(dtype).reshape(64, 64).t()
+    path = saved(tmp_path, {"w": values, "fine": torch.ones(4, dtype=dtype)})
+    wide = values if dtype.is_complex else values.double()
+    nan, infinite = int(wide.isnan().sum()), int((wide.isinf() & ~wide.isnan()).sum())
+    assert nan
+    codes = {finding.code: finding for finding in diagnose(path, values=True).findings}
+    assert f"NaN ({nan}), in w" in codes["non-finite"].cause
+    assert ("infinite" in codes) == (infinite > 0)
+    assert not infinite or f"infinite ({infinite}), in w" in codes["infinite"].cause
+
+
+def test_finite_values_are_no_finding(tmp_path):
+    assert diagnose(saved(tmp_path, weights()), values=True).findings == ()
+
+
+def test_infinite_masks_are_just_told(tmp_path):
+    path = saved(tmp_path, {"mask": torch.full((4, 4), float("-inf")).half(), "ids": torch.arange(4)})
+    diagnosis = diagnose(path, values=True)
+    assert [(item.severity, item.code) for item in diagnosis.findings] == [("info", "infinite")]
+    assert diagnosis.loads
+
+
+# ------------------------------------------------------------------------------------------------------------- devices
+
+
+@no_gpu
+def test_tags_that_this_host_serves_are_no_finding(tmp_path, monkeypatch):
+    path = tagged(tmp_path, "cuda:1")
+    for count, loads in ((2, True), (1, False)):
+        host = Host((), None, "2.13", count, False, 0, ())
+        monkeypatch.setattr("ckptconv.symptoms.survey_host", lambda ask_torch, host=host: host)
+        assert diagnose(path).loads == loads
+
+
+@no_gpu
+def test_a_device_that_was_asked_for_and_is_not_here_is_an_error(tmp_path):
+    path = saved(tmp_path, weights())
+    assert found(diagnose(path, device="cuda:7"), "no-such-device").severity == "error"
+    assert diagnose(path, device="cpu").findings == ()
+    with pytest.raises(CheckpointError):
+        diagnose(path, device="gpu")
+
+
+# ------------------------------------------------------------------------------------------------------------ the program
+
+
+def test_findings_are_ordered_by_severity(tmp_path):
+    tree = {"model": {f"module.{key}": value.float() for key, value in weights().items()}, "args": argparse.Namespace(lr=1)}
+    severities = [finding.severity for finding in diagnose(saved(tmp_path, tree)).findings]
+    assert severities == ["error", "warning", "info"]
+
+
+@no_gpu
+def test_the_exit_code_says_whether_it_loads(tmp_path):
+    saved(tmp_path, weights(), "good.pt")
+    done = run("doctor", "good.pt", cwd=tmp_path)
+    assert (done.exit, done.err) == (0, "")
+    assert done.out.splitlines()[-1] == "loads here"
+    shutil.copy(SAMPLES / "ddp_cuda3.pt", tmp_path)
+    done = run("doctor", "ddp_cuda3.pt", cwd=tmp_path)
+    assert (done.exit, done.err) == (1, "")
+    assert "ckptconv convert ddp_cuda3.pt ddp_cuda3-portable.pt" in done.out
+    assert done.out.splitlines()[-1] == "will not load here: 1 error"
+
+
+@no_gpu
+def test_the_findings_are_one_json_document(tmp_path):
+    done = run("doctor", SAMPLES / "ddp_cuda3.pt", "--json", cwd=tmp_path)
+    document = done.json()
+    assert done.exit == 1
+    assert (document["format"], document["loads"]) == ("torch zip", False)
+    assert [item["code"] for item in document["findings"]] == ["device", "wrapped-keys", "all-fp32"]
+    (tmp_path / "page.pt").write_bytes(b"<html></html>")
+    document = run("doctor", "page.pt", "--json", cwd=tmp_path).json()
+    assert (document["format"], document["findings"][0]["code"]) == (None, "no-checkpoint")
+
+
+def test_a_missing_file_is_an_error_line(tmp_path):
+    done = run("doctor", "missing.pt", cwd=tmp_path)
+    assert (done.exit, done.out) == (1, "")
+    assert done.err.startswith("error: missing.pt: no such file")
+
+
+@no_gpu
+def test_without_torch_a_cpu_only_one_is_assumed(tmp_path):
+    blocked = "import sys; sys.modules['torch'] = None; sys.argv[0] = 'ckptconv'; from ckptconv.cli import main; main()"
+    done = run("doctor", SAMPLES / "ddp_cuda3.pt", "--json", cwd=tmp_path, command=(sys.executable, "-c", blocked))
+    assert done.exit == 1
+    expected = run("doctor", SAMPLES / "ddp_cuda3.pt", "--json", cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": ""})
+    assert done.json() == expected.json()
+
+
+def test_a_name_with_blanks_and_quotes_is_quoted_for_the_shell(tmp_path):
+    path = saved(tmp_path, {f"module.{key}": value for key, value in weights().items()}, "it's a model.pt")
+    assert diagnose(obey(found(diagnose(path), "wrapped-keys").command, tmp_path)).findings == ()
+
+
+def test_the_output_that_is_named_is_free(tmp_path):
+    path = saved(tmp_path, {f"module.{key}": value for key, value in weights().items()})
+    assert obey(found(diagnose(path), "wrapped-keys").command, tmp_path).name == "model-portable.pt"
+    assert obey(found(diagnose(path), "wrapped-keys").command, tmp_path).name == "model-portable-2.pt"
+
+
+def test_nothing_of_the_file_is_run(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return exec, (f"open({str(tmp_path / 'ran')!r}, 'w')",)
+
+    path = saved(tmp_path, {"model": weights(), "evil": Evil()})
+    assert not diagnose(path, values=True).loads
+    assert not (tmp_path / "ran").exists()
