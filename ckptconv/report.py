@@ -53,6 +53,9 @@ def plan_lines(plan: ConversionPlan) -> Iterator[tuple[str, str]]:
         yield "device", f"{change} ({count_text(count, 'storage')})"
     for (before, after), count in plan.casts.items():
         yield "dtype", f"{before} → {after} ({count_text(count, 'tensor')})"
+    if plan.index is not None:
+        largest = size_text(max(file.layout.nbytes for file in plan.files))
+        yield "shards", f"{len(plan.files):,}, the largest {largest}, and their index {printable(plan.index.path.name)}"
     if plan.tied:
         name, kept = next(iter(plan.tied.items()))
         yield "tied", f"{count_text(len(plan.tied), 'name')} kept as alias: {printable(name)} = {printable(kept)}"
@@ -117,7 +120,7 @@ def plan_document(plan: ConversionPlan) -> dict[str, Any]:
     """A plan as JSON values."""
     return {
         "source": {"path": str(plan.source), "format": plan.source_format, "bytes": plan.source_nbytes},
-        "output": {"path": str(plan.output), "format": plan.to, "bytes": plan.nbytes},
+        "output": {"path": str(plan.output), "format": plan.to, "bytes": plan.nbytes, **_shards_document(plan)},
         "state_dicts": [
             {
                 "path": item.path,
@@ -137,6 +140,13 @@ def plan_document(plan: ConversionPlan) -> dict[str, Any]:
         "rewritten": [{"path": item.path, "object": item.name} for item in plan.rewritten],
         "notes": list(plan.notes),
     }
+
+
+def _shards_document(plan: ConversionPlan) -> dict[str, Any]:
+    if plan.index is None:
+        return {}
+    shards = [{"path": str(file.path), "bytes": file.layout.nbytes} for file in plan.files]
+    return {"index": str(plan.index.path), "shards": shards}
 
 
 def result_document(result: ConversionResult) -> dict[str, Any]:
