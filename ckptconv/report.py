@@ -249,14 +249,18 @@ def verdict(found: Inspection) -> tuple[bool, str]:
         reasons.append(f"needs {', '.join(map(printable, elsewhere))}")
     if found.odd_objects:
         reasons.append("holds objects that weights_only=True refuses")
+    if found.modules:
+        count = count_text(found.modules, "whole module")
+        reasons.append(f"holds {count}, which need their classes to load")
     if found.format not in _OPENED_BY_TORCH:
-        reasons.append(f"is a {found.format}, which torch.load(weights_only=True) does not read")
+        reasons.append(f"torch.load(weights_only=True) does not read its container ({found.format})")
     if any(found.state_dicts.values()):
         reasons.append("its keys carry a wrapper")
     if not reasons:
         return True, "opens anywhere as it is"
     hopeless = any(not odd.has_plain_form for odd in found.odd_objects)
-    command = f"ckptconv convert {_quoted(found.path)} OUT.pt" + (" --unknown drop" if hopeless else "")
+    files = " ".join(map(_quoted, found.named or (found.path,)))
+    command = f"ckptconv convert {files} OUT.pt" + (" --unknown drop" if hopeless else "")
     return False, f"will not open everywhere: {'; '.join(reasons)}. Mend it: {command}"
 
 
