@@ -30,8 +30,8 @@ class Checkpoint:
     """An opened checkpoint: its tree, with `TensorRef` leaves that still lie in the file.
 
     `format` is what its container is called: ``torch zip``, ``torch legacy``, ``safetensors``, ``memory``, …; `metadata` are
-    a safetensors file's own strings; `notes` tell what was odd about the file without being wrong. Use it as a context
-    manager, or `close()` it.
+    a safetensors file's own strings; `notes` tell what was odd about the file without being wrong; `modules` counts the whole
+    modules in whose places their state dicts stand. Use it as a context manager, or `close()` it.
     """
 
     path: Path
@@ -41,6 +41,7 @@ class Checkpoint:
     metadata: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     sources: tuple[Source, ...] = ()
+    modules: int = 0
 
     def __enter__(self) -> Checkpoint:
         return self

@@ -210,12 +210,16 @@ Examples:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 def inspect(sources: tuple[Path, ...], depth: int, tag: str | None, as_json: bool) -> None:
     """Show what is in checkpoint IN, where it was saved, and what will not load and why. Reads no tensor's bytes."""
+    from dataclasses import replace
+
     from ckptconv import report
     from ckptconv.formats.detect import open_checkpoint
     from ckptconv.inspection import inspect_checkpoint
 
     with _errors(as_json), open_checkpoint(sources, tag=tag) as checkpoint:
         found = inspect_checkpoint(checkpoint, depth)
+    if len(sources) > 1:
+        found = replace(found, named=tuple(map(str, sources)))
     if as_json:
         _print_json(report.inspection_document(found))
         return

@@ -22,10 +22,20 @@ from ckptconv.formats.detect import Named, open_checkpoint
 from ckptconv.key_targets import key_target
 from ckptconv.keys import KeyRules
 from ckptconv.layout import Layout, WriteItem
-from ckptconv.outputs import OutputStream, atomic_folder, atomic_output, check_folder, check_output, check_space, made_folder
+from ckptconv.outputs import (
+    OutputStream,
+    all_or_none,
+    atomic_folder,
+    atomic_output,
+    check_folder,
+    check_output,
+    check_space,
+    made_folder,
+    remove_files,
+)
 from ckptconv.planning import ConversionPlan, Options, PlannedFile, Target, Tied, keeps_modules, plan_conversion
 from ckptconv.settling import Unknown
-from ckptconv.sharding import parse_size
+from ckptconv.sharding import earlier_files, index_path, parse_size
 from ckptconv.sources import CHUNK, SMALL, combined_crc, crc32, read_ahead
 from ckptconv.tensors import (
     Storage,
@@ -151,15 +161,21 @@ def _write_files(plan: ConversionPlan, force: bool, fsync: bool, verify: bool, p
     """Write the one file of an output, or its shards and their index; returns how many tensors were verified."""
     tally, checksums = _Tally(), Checksums()
     verified = 0
+    files = (*([plan.index] if plan.index else []), *plan.files)
     with ExitStack() as publishing:  # unwound backwards: the shards are put in place before the index that names them
         publishing.enter_context(made_folder(plan.output.parent, wanted=plan.in_folder))
         publishing.enter_context(_mapping_written(plan, force=force, fsync=fsync))
+        earlier = _earlier_files(plan, force)
+        for file in files:
+            check_output(file.path, force=force)
         check_space(plan.output, plan.nbytes)
-        for file in (*([plan.index] if plan.index else []), *plan.files):
+        note = publishing.enter_context(all_or_none([file.path for file in files], force=force))
+        for file in files:
             output = atomic_output(file.path, force=force, fsync=fsync, size=file.layout.nbytes, on_progress=progress)
             stream, temporary = publishing.enter_context(output)
+            note(temporary)
             _write(file.layout, stream, tally, checksums)
-            stream.finish()
+            stream.settle(fsync=fsync)
             progress.done += stream.position
             if file is not plan.index and plan.to == "safetensors":
                 _open_with_library(temporary, file)
@@ -168,6 +184,7 @@ def _write_files(plan: ConversionPlan, force: bool, fsync: bool, verify: bool, p
         checksums.finish()
         if plan.index is not None and force:
             plan.index.path.unlink(missing_ok=True)  # an old index must not name new shards
+    remove_files(earlier)
     return tally, verified
 
 
@@ -182,6 +199,16 @@ def _mapping_written(plan: ConversionPlan, *, force: bool, fsync: bool) -> Itera
         _write(layout, stream, _Tally(), Checksums())
         stream.finish()
         yield
+
+
+def _earlier_files(plan: ConversionPlan, force: bool) -> list[Path]:
+    """The files of an earlier output of the same name, of other numbers of shards, which must not be found in its place."""
+    if not plan.is_sharded:
+        return []
+    check_output(plan.output, force=force)
+    check_output(index_path(plan.output), force=force)
+    own = {file.path for file in plan.files} | ({plan.index.path} if plan.index else set())
+    return [path for path in earlier_files(plan.output) if force and path not in own]
 
 
 def _write_folder(plan: ConversionPlan, force: bool, fsync: bool, verify: bool, progress: _Progress) -> tuple[_Tally, int]:

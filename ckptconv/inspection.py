@@ -43,7 +43,8 @@ class Inspection:
 
     `state_dicts` maps the path of each state dict to the wrappers found in its keys; `producer` is the framework that wrote
     it, where it can be told; `offered` maps paths of state dicts to a prefix that may be taken off. `stored` is the size of
-    the storages and `used` of the bytes that tensors use, which differ where slices dragged whole storages along.
+    the storages and `used` of the bytes that tensors use, which differ where slices dragged whole storages along. `modules`
+    counts the whole modules that are shown as their state dicts; `named` are the files that were named, where they are several.
     """
 
     path: str
@@ -61,6 +62,8 @@ class Inspection:
     metadata: Mapping[str, str]
     notes: tuple[str, ...]
     root: Part
+    modules: int = 0
+    named: tuple[str, ...] = ()
 
 
 def inspect_checkpoint(checkpoint: Checkpoint, depth: int = 2) -> Inspection:
@@ -91,6 +94,7 @@ def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
         metadata=checkpoint.metadata,
         notes=checkpoint.notes,
         root=_part("", checkpoint.root, found, depth, set()),
+        modules=checkpoint.modules,
     )
 
 

@@ -40,8 +40,11 @@ def flatten_modules(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
     root = substituted(checkpoint.root, holders, stand_ins)
     listed = printable(", ".join(names[:_LISTED])) + ", …" * (len(names) > _LISTED)
-    note = f"{len(names)} whole modules are taken as their state dicts: {listed}"
-    return replace(checkpoint, root=root, notes=(*checkpoint.notes, note))
+    count = "1 whole module is taken as its state dict"
+    if len(names) > 1:
+        count = f"{len(names)} whole modules are taken as their state dicts"
+    note = f"{count}: {listed}"
+    return replace(checkpoint, root=root, notes=(*checkpoint.notes, note), modules=len(names))
 
 
 def _is_module(call: Call) -> bool:

@@ -9,7 +9,7 @@ import shutil
 import stat
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -77,7 +77,26 @@ class OutputStream:
             self._stop()
             self._raise_failure()
         self._filled = 0
-        self._buffer = memoryview(b"")  # many outputs may be open when they are put in place together
+        self._buffer = memoryview(b"")  # many outputs may wait until they are put in place together
+
+    def settle(self, *, fsync: bool) -> None:
+        """Finish, cut off what was reserved and not used, and close the file: it can be put in place, not written to."""
+        self.finish()
+        os.ftruncate(self._fd, self.position)
+        if fsync:
+            os.fsync(self._fd)
+        self.close()
+
+    def close(self) -> None:
+        """Close the file, once."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the file is whole and closed."""
+        return self._fd < 0
 
     def abandon(self) -> None:
         """Stop the writing thread without waiting for unwritten buffers to matter."""
@@ -173,11 +192,12 @@ def atomic_output(
         try:
             _reserve(fd, size)
             yield stream, temporary
-            os.ftruncate(fd, stream.position)
-            _publish(fd, temporary, target, force=force, fsync=fsync)
+            if not stream.is_settled:
+                stream.settle(fsync=fsync)
+            _publish(temporary, target, force=force, fsync=fsync)
         finally:
             stream.abandon()
-            os.close(fd)
+            stream.close()
             temporary.unlink(missing_ok=True)
 
 
@@ -186,6 +206,8 @@ def made_folder(path: Path, *, wanted: bool) -> Iterator[None]:
     """A folder that is made for the block if it is `wanted` and missing, and taken away again when the block fails."""
     missing = wanted and not path.exists()
     with _output_errors(path):
+        if missing and not path.parent.is_dir():
+            raise OutputRefused("its folder does not exist", path=path, hint=f"mkdir -p {path.parent}")
         if missing:
             path.mkdir()
     try:
@@ -195,6 +217,40 @@ def made_folder(path: Path, *, wanted: bool) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 path.rmdir()
         raise
+
+
+@contextlib.contextmanager
+def all_or_none(paths: Sequence[Path], *, force: bool) -> Iterator[Callable[[Path], None]]:
+    """Outputs of which all are put in place when the block ends well, or none: those that were are taken away again.
+
+    Yields what must be told of each temporary, to know it again under another name. With `force` the files that were
+    replaced cannot come back, and so those that replaced them stay.
+    """
+    made: set[tuple[int, int]] = set()
+
+    def note(temporary: Path) -> None:
+        made.add(_identity(temporary))
+
+    try:
+        yield note
+    except BaseException:
+        for path in paths if not force else ():
+            with contextlib.suppress(OSError):
+                if _identity(path) in made:
+                    path.unlink()
+        raise
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_dev, found.st_ino
+
+
+def remove_files(paths: Sequence[Path]) -> None:
+    """Remove files that a new output has replaced under other names."""
+    for path in paths:
+        with _output_errors(path):
+            path.unlink(missing_ok=True)
 
 
 def check_folder(path: Path, *, force: bool) -> None:
@@ -295,15 +351,13 @@ def _output_errors(path: Path) -> Iterator[None]:
     except CheckpointError:
         raise
     except OSError as error:
-        full = "the disk is full" if error.errno in _NO_SPACE else os.strerror(error.errno or 0)
+        full = "the disk is full" if error.errno in _NO_SPACE else os.strerror(error.errno) if error.errno else str(error)
         raise OutputRefused(f"cannot be written: {full}", path=path, hint="nothing was left behind") from error
 
 
-def _publish(fd: int, temporary: Path, target: Path, *, force: bool, fsync: bool) -> None:
+def _publish(temporary: Path, target: Path, *, force: bool, fsync: bool) -> None:
     if force and target.exists():
-        os.fchmod(fd, stat.S_IMODE(target.stat().st_mode))
-    if fsync:
-        os.fsync(fd)
+        temporary.chmod(stat.S_IMODE(target.stat().st_mode))
     if force:
         temporary.replace(target)
     else:

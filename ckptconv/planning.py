@@ -140,7 +140,7 @@ class ConversionPlan:
     """Everything about an output but its payload: where each byte will come from, and what will differ from the source.
 
     `files` are one, or the shards, and then `index` is the file that says which of them holds a key. `in_folder`: a folder
-    was asked for, which is made if it is missing.
+    was asked for, which is made if it is missing. `is_sharded`: shards were asked for, though all may fit one file.
 
     `mapping` is the file that will tell which key became which, if one was asked for.
 
@@ -166,6 +166,7 @@ class ConversionPlan:
     tensors: Callable[[], Iterator[tuple[str, TensorRef]]]
     cast: Callable[[TensorRef], DType]
     mapping: PlannedFile | None = None
+    is_sharded: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -179,6 +180,8 @@ def target(output: Path, options: Options) -> tuple[Path, Target]:
     The format is the one asked for, or the one that the name says; `CheckpointError` when it says nothing. A folder for
     shards gets the Hugging Face libraries' names.
     """
+    if options.max_shard_size is not None and options.to == "dcp":
+        raise CheckpointError("a DCP folder is not split by size", path=output, hint="leave --max-shard-size out")
     if options.max_shard_size is not None and (output.is_dir() or not output.suffix):
         to = options.to or "safetensors"
         return output / _FOLDER_NAMES[to], to
@@ -469,6 +472,7 @@ def _plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Option
         ),
         tensors=lambda: iter(named),
         cast=cast,
+        is_sharded=options.max_shard_size is not None,
     )
 
 

@@ -55,6 +55,9 @@ def plan_lines(plan: ConversionPlan) -> Iterator[tuple[str, str]]:
         yield "device", f"{change} ({count_text(count, 'storage')})"
     for (before, after), count in plan.casts.items():
         yield "dtype", f"{before} → {after} ({count_text(count, 'tensor')})"
+    if plan.index is not None:
+        largest = size_text(max(file.layout.nbytes for file in plan.files))
+        yield "shards", f"{len(plan.files):,}, the largest {largest}, and their index {printable(plan.index.path.name)}"
     if plan.tied:
         name, kept = next(iter(plan.tied.items()))
         yield "tied", f"{count_text(len(plan.tied), 'name')} kept as alias: {printable(name)} = {printable(kept)}"
@@ -152,7 +155,7 @@ def plan_document(plan: ConversionPlan) -> dict[str, Any]:
     """A plan as JSON values."""
     return {
         "source": {"path": str(plan.source), "format": plan.source_format, "bytes": plan.source_nbytes},
-        "output": {"path": str(plan.output), "format": plan.to, "bytes": plan.nbytes},
+        "output": {"path": str(plan.output), "format": plan.to, "bytes": plan.nbytes, **_shards_document(plan)},
         "state_dicts": [
             {
                 "path": item.path,
@@ -173,6 +176,13 @@ def plan_document(plan: ConversionPlan) -> dict[str, Any]:
         "rewritten": [{"path": item.path, "object": item.name} for item in plan.rewritten],
         "notes": list(plan.notes),
     }
+
+
+def _shards_document(plan: ConversionPlan) -> dict[str, Any]:
+    if plan.index is None:
+        return {}
+    shards = [{"path": str(file.path), "bytes": file.layout.nbytes} for file in plan.files]
+    return {"index": str(plan.index.path), "shards": shards}
 
 
 def result_document(result: ConversionResult) -> dict[str, Any]:
@@ -290,14 +300,18 @@ def verdict(found: Inspection) -> tuple[bool, str]:
         reasons.append(f"needs {', '.join(map(printable, elsewhere))}")
     if found.odd_objects:
         reasons.append("holds objects that weights_only=True refuses")
+    if found.modules:
+        count = count_text(found.modules, "whole module")
+        reasons.append(f"holds {count}, which need their classes to load")
     if found.format not in OPENED_BY_TORCH:
-        reasons.append(f"is a {found.format}, which torch.load(weights_only=True) does not read")
+        reasons.append(f"torch.load(weights_only=True) does not read its container ({found.format})")
     if any(found.state_dicts.values()):
         reasons.append("its keys carry a wrapper")
     if not reasons:
         return True, "opens anywhere as it is"
     hopeless = any(not odd.has_plain_form for odd in found.odd_objects)
-    command = f"ckptconv convert {_quoted(found.path)} OUT.pt" + (" --unknown drop" if hopeless else "")
+    files = " ".join(map(_quoted, found.named or (found.path,)))
+    command = f"ckptconv convert {files} OUT.pt" + (" --unknown drop" if hopeless else "")
     return False, f"will not open everywhere: {'; '.join(reasons)}. Mend it: {command}"
 
 

@@ -73,6 +73,16 @@ def index_path(output: Path) -> Path:
     return output.with_name(f"{output.name}.index.json")
 
 
+def earlier_files(output: Path) -> list[Path]:
+    """The files of a sharded output `output` that are there already: itself, its index, and shards of any number.
+
+    Whoever opens the folder may take any of them for the checkpoint.
+    """
+    is_shard = re.compile(rf"{re.escape(output.stem)}-\d{{5}}-of-\d{{5}}{re.escape(output.suffix)}").fullmatch
+    shards = sorted(item for item in output.parent.glob("*") if is_shard(item.name))
+    return [path for path in (output, index_path(output), *shards) if path.is_file()]
+
+
 def index_text(weight_map: Mapping[str, str], nbytes: int) -> bytes:
     """The index for tensors of `nbytes` bytes in all."""
     document = {"metadata": {"total_size": nbytes}, "weight_map": dict(weight_map)}

@@ -18,7 +18,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from ckptconv import CheckpointError, KeyRules, convert_checkpoint, load_portable, open_checkpoint
+from ckptconv import CheckpointError, KeyRules, convert_checkpoint, load_portable, open_checkpoint, report
+from ckptconv.inspection import inspect_checkpoint
 from ckptconv.tensors import iter_chunks
 
 _MANIFEST = oracle.corpus_folder() / "manifest.json"
@@ -169,6 +170,19 @@ def seen(path: Path) -> set[Facts]:
 
 def test_the_corpus_is_here(corpus):
     assert len(READ) + len(HAND_MADE) + len(FOLDERS) == len(ENTRIES) == 30
+
+
+@each(READ)
+def test_what_inspect_calls_portable_is_what_the_library_itself_opens(entry, source):
+    """A file of GPU tensors or with a refused object it cannot open; wrapped keys and TorchScript it would, to no avail."""
+    with open_checkpoint(source) as checkpoint:
+        portable, verdict = report.verdict(inspect_checkpoint(checkpoint))
+    try:
+        safetensors.torch.load_file(source) if entry["container"] == "safetensors" else torch.load(source, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError):
+        assert not portable, verdict
+    else:
+        assert portable or "its keys carry a wrapper" in verdict, verdict
 
 
 @each(READ)

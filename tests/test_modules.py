@@ -225,3 +225,12 @@ def test_a_module_without_tensors_stays_an_object(tmp_path):
         convert_checkpoint(tmp_path / "tree.pt", tmp_path / "out.pt")
     convert_checkpoint(tmp_path / "tree.pt", tmp_path / "out.pt", unknown="drop", fsync=False)
     assert oracle.load(Path(tmp_path / "out.pt"))["loss"] is None
+
+
+def test_inspect_says_that_a_whole_module_does_not_open_everywhere(tmp_path):
+    torch.save({"model": nn.Linear(2, 2), "epoch": 1}, tmp_path / "model.pt")
+    document = run("inspect", "model.pt", "--json", cwd=tmp_path).json()
+    assert document["portable"] is False
+    assert "holds 1 whole module, which need their classes to load" in document["verdict"]
+    assert run("convert", "model.pt", "OUT.pt", cwd=tmp_path).exit == 0  # the remedy that it names
+    assert run("inspect", "OUT.pt", "--json", cwd=tmp_path).json()["portable"] is True

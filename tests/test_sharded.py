@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckptconv import CheckpointError, KeyRules, convert_checkpoint, load_portable, open_checkpoint
+from ckptconv import CheckpointError, KeyRules, convert_checkpoint, load_portable, open_checkpoint, report
 from ckptconv.sharding import parse_size
 
 KEEP: dict[str, Any] = {"keys": "keep", "fsync": False}
@@ -205,6 +206,87 @@ def test_an_existing_set_is_replaced_only_when_told_and_nothing_is_left_of_a_fai
     with pytest.raises(CheckpointError, match="CRC-32"):
         convert_checkpoint(tmp_path / "damaged.pt", folder, max_shard_size=400, force=True, **KEEP)
     assert {item.name: item.read_bytes() for item in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize(("before", "after"), [(400, "5GB"), ("5GB", 400), (400, 900)])
+def test_nothing_of_an_earlier_set_is_found_in_the_place_of_a_new_one(before, after, tmp_path):
+    """transformers takes the one file first, ckptconv the index; neither may be of the old weights."""
+    old = tmp_path / "old.pt"
+    torch.save({key: torch.zeros_like(value) for key, value in tensors().items()}, old)
+    folder, fresh = tmp_path / "out", tmp_path / "fresh"
+    convert_checkpoint(old, folder, max_shard_size=before, **KEEP)
+    (folder / "config.json").write_text("{}")
+    untouched = {item.name: item.read_bytes() for item in folder.iterdir()}
+    with pytest.raises(CheckpointError, match="exists; add --force"):
+        convert_checkpoint(saved(tmp_path), folder, max_shard_size=after, **KEEP)
+    assert {item.name: item.read_bytes() for item in folder.iterdir()} == untouched
+    convert_checkpoint(saved(tmp_path), folder, max_shard_size=after, force=True, **KEEP)
+    convert_checkpoint(saved(tmp_path), fresh, max_shard_size=after, **KEEP)
+    assert {item.name for item in folder.iterdir()} == {item.name for item in fresh.iterdir()} | {"config.json"}
+    for key, tensor in load_portable(folder, keys="keep").items():
+        assert oracle.value_bytes(tensor) == oracle.value_bytes(tensors()[key]), key
+
+
+def test_a_set_may_be_cut_anew_in_its_own_folder(tmp_path):
+    folder = tmp_path / "out"
+    convert_checkpoint(saved(tmp_path), folder, max_shard_size=400, tied="duplicate", **KEEP)
+    convert_checkpoint(folder, folder, max_shard_size=900, tied="duplicate", force=True, verify=True, **KEEP)
+    assert {item.name for item in folder.iterdir()} == {*index_of(folder)["weight_map"].values(), INDEX}
+    assert_same(load_portable(folder, keys="keep"), tensors())
+
+
+def test_a_set_that_cannot_be_put_in_place_leaves_nothing(tmp_path, monkeypatch):
+    source, folder = saved(tmp_path), tmp_path / "out"
+    folder.mkdir()
+    link = os.link
+
+    def taken(temporary: Path, target: Path) -> None:
+        if "-00001-" in target.name:  # the last shard to be put in place
+            target.write_text("another process's")
+        link(temporary, target)
+
+    monkeypatch.setattr("os.link", taken)
+    with pytest.raises(CheckpointError, match="exists by now"):
+        convert_checkpoint(source, folder, max_shard_size=400, **KEEP)
+    (other,) = folder.iterdir()
+    assert other.read_text() == "another process's"
+
+
+def test_more_shards_than_files_may_be_open(tmp_path):
+    resource = pytest.importorskip("resource")
+    state_dict = {f"w{index:03}": torch.full((4,), float(index)) for index in range(200)}
+    torch.save(state_dict, tmp_path / "in.pt")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (150, hard))
+    try:
+        convert_checkpoint(tmp_path / "in.pt", tmp_path / "out", max_shard_size=16, verify=True, **KEEP)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(set(index_of(tmp_path / "out")["weight_map"].values())) == 200
+    for number, shard in enumerate(sorted((tmp_path / "out").glob("*.safetensors"))):
+        assert_same(load_file(shard), {f"w{number:03}": state_dict[f"w{number:03}"]})
+
+
+@pytest.mark.parametrize("output", ["missing/net.safetensors", "missing/folder"])
+def test_the_folder_around_a_set_must_be_there(output, tmp_path):
+    with pytest.raises(CheckpointError, match=r"its folder does not exist; mkdir -p .*missing"):
+        convert_checkpoint(saved(tmp_path), tmp_path / output, max_shard_size=400, **KEEP)
+
+
+@pytest.mark.parametrize("output", ["folder", "folder.pt"])
+def test_a_dcp_folder_is_not_split_by_size(output, tmp_path):
+    with pytest.raises(CheckpointError, match="a DCP folder is not split by size"):
+        convert_checkpoint(saved(tmp_path), tmp_path / output, to="dcp", max_shard_size=400, **KEEP)
+
+
+def test_the_summary_and_the_json_name_the_shards(tmp_path):
+    result = convert_checkpoint(saved(tmp_path), tmp_path / "out", max_shard_size=400, **KEEP)
+    shards = sorted((tmp_path / "out").glob("*.safetensors"))
+    document = report.plan_document(result.plan)["output"]
+    assert document["index"] == str(tmp_path / "out" / INDEX)
+    assert document["shards"] == [{"path": str(path), "bytes": path.stat().st_size} for path in shards]
+    line = dict(report.plan_lines(result.plan))["shards"]
+    assert line.startswith(f"{len(shards)}, the largest ") and line.endswith(INDEX)
 
 
 @pytest.mark.parametrize(
