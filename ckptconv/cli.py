@@ -429,7 +429,7 @@ def _show_plan(plan: ConversionPlan, given: dict[str, Any]) -> None:
     from ckptconv import report
 
     if given["as_json"]:
-        _print_json({"dry_run": True, **report.plan_document(plan), "keys": report.keys_document(plan)})
+        _print_json({"dry_run": True, **report.plan_document(plan)})
     elif not given["quiet"]:
         _print_summary(report.plan_headline(plan), report.plan_lines(plan))
         for line in report.keys_table(plan):

@@ -117,19 +117,6 @@ def keys_table(plan: ConversionPlan) -> Iterator[str]:
         yield f"{count_text(item.count - len(rows), 'key')}{where} untouched"
 
 
-def keys_document(plan: ConversionPlan) -> list[dict[str, Any]]:
-    """What becomes of all keys, as JSON values."""
-    return [
-        {
-            "path": item.path,
-            "renamed": [list(pair) for pair in item.changed],
-            "left_out": list(item.left_out),
-            "untouched": item.count - len(item.changed) - len(item.left_out),
-        }
-        for item in plan.state_dicts
-    ]
-
-
 def result_headline(result: ConversionResult) -> str:
     """The line that says what was done."""
     plan = result.plan
@@ -170,6 +157,7 @@ def plan_document(plan: ConversionPlan) -> dict[str, Any]:
             {"before": before, "after": after, "storages": count} for (before, after), count in plan.locations.items()
         ],
         "casts": [{"before": before, "after": after, "tensors": count} for (before, after), count in plan.casts.items()],
+        "keys": _keys_document(plan),
         "tied": dict(plan.tied),
         "mapping": None if plan.mapping is None else str(plan.mapping.path),
         "skipped": [{"path": item.path, "reason": item.reason} for item in plan.skipped],
@@ -183,6 +171,19 @@ def _shards_document(plan: ConversionPlan) -> dict[str, Any]:
         return {}
     shards = [{"path": str(file.path), "bytes": file.layout.nbytes} for file in plan.files]
     return {"index": str(plan.index.path), "shards": shards}
+
+
+def _keys_document(plan: ConversionPlan) -> list[dict[str, Any]]:
+    """What becomes of all keys, as JSON values."""
+    return [
+        {
+            "path": item.path,
+            "renamed": [list(pair) for pair in item.changed],
+            "left_out": list(item.left_out),
+            "untouched": item.count - len(item.changed) - len(item.left_out),
+        }
+        for item in plan.state_dicts
+    ]
 
 
 def result_document(result: ConversionResult) -> dict[str, Any]:
