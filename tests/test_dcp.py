@@ -77,6 +77,12 @@ def test_a_folder_without_the_metadata_of_a_rank_is_refused(worlds, tmp_path):
         open_checkpoint(folder)
 
 
+def test_a_folder_that_was_copied_without_its_hidden_file_is_told(worlds, tmp_path):
+    shutil.copytree(worlds / "grid4", tmp_path / "copy", ignore=shutil.ignore_patterns(".metadata"))
+    with pytest.raises(CheckpointError, match=r"not the \.metadata that says what is in them; copy the whole folder"):
+        open_checkpoint(tmp_path / "copy")
+
+
 def test_live_tensors_are_loaded(worlds):
     found, expected = load_portable(worlds / "grid4"), gathered(worlds / "grid4.whole.pt")
     assert oracle.value_rows(dict(sorted(found.items()))) == oracle.value_rows(dict(sorted(expected.items())))

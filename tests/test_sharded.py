@@ -119,6 +119,18 @@ def test_a_folder_of_files_without_an_index_names_them(tmp_path):
         open_checkpoint(empty)
 
 
+def test_a_folder_around_checkpoints_names_them(tmp_path):
+    for step in (500, 1000):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        save_file({"w": torch.ones(2)}, tmp_path / f"checkpoint-{step}" / "model.safetensors")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "random_states_0.pkl").write_bytes(b"")
+    with pytest.raises(
+        CheckpointError, match=r"folders in it are; name the one that is meant: checkpoint-1000, checkpoint-500$"
+    ):
+        open_checkpoint(tmp_path)
+
+
 def test_a_folder_of_accelerate_is_its_model_and_its_training_state():
     folder = produced("acc_state")
     with open_checkpoint(folder) as checkpoint:
