@@ -48,6 +48,8 @@ def write_dcp(plain: Path, folder: Path, name: Path) -> None:
         raise
     except (Exception, CheckpointException) as error:  # which is no Exception
         cause = _cause(error)
+        if (stop := _stop(cause)) is not None:
+            raise stop from None
         if isinstance(cause, OSError):
             raise cause from error
         what = printable(str(cause) or type(cause).__name__, 300)
@@ -58,3 +60,10 @@ def _cause(error: BaseException) -> BaseException:
     """What went wrong in this process, which torch wraps with its traceback."""
     failures: dict[int, tuple[BaseException, Any]] = getattr(error, "failures", {})
     return next((cause for cause, _ in failures.values()), error)
+
+
+def _stop(error: BaseException | None) -> BaseException | None:
+    """The wish to end the program that `error` came of: torch's writer, closed too early, complains over it."""
+    while error is not None and not isinstance(error, (SystemExit, KeyboardInterrupt)):
+        error = error.__context__
+    return error

@@ -159,8 +159,15 @@ def check_output(path: Path, *, force: bool) -> None:
             raise OutputRefused("is a pipe, socket or device, which cannot be replaced atomically", path=path)
         if path.exists() and not force:
             raise OutputRefused("exists", path=path, hint="add --force to replace it (force=True in code)")
-        if not _target(path).parent.is_dir():
-            raise OutputRefused("its folder does not exist", path=path, hint=f"mkdir -p {path.parent}")
+        _refuse_missing_folder(path, _target(path).parent)
+
+
+def _refuse_missing_folder(path: Path, folder: Path) -> None:
+    if folder.is_dir():
+        return
+    if os.path.lexists(folder):
+        raise OutputRefused("lies in a file, where a folder is needed", path=path, hint="name another folder")
+    raise OutputRefused("its folder does not exist", path=path, hint=f"mkdir -p {path.parent}")
 
 
 def _target(path: Path) -> Path:
@@ -206,9 +213,8 @@ def made_folder(path: Path, *, wanted: bool) -> Iterator[None]:
     """A folder that is made for the block if it is `wanted` and missing, and taken away again when the block fails."""
     missing = wanted and not path.exists()
     with _output_errors(path):
-        if missing and not path.parent.is_dir():
-            raise OutputRefused("its folder does not exist", path=path, hint=f"mkdir -p {path.parent}")
         if missing:
+            _refuse_missing_folder(path, path.parent)
             path.mkdir()
     try:
         yield

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -444,7 +444,8 @@ def _plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Option
     metadata: dict[str, str] = {}
     if to == "safetensors":
         metadata = {**_metadata(checkpoint, dict(named), tied, options), **recipes_text(flattened.recipes)}
-    files, index = _split(output, kept, lambda part: _lay_out(to, part, metadata, tied, options), options.max_shard_size)
+    group = _same_view if to == "safetensors" else _same_storage
+    files, index = _split(output, kept, lambda part: _lay_out(to, part, metadata, tied, options), options.max_shard_size, group)
     if len(files) > 1:
         refuse_split(flattened)
     return ConversionPlan(
@@ -491,13 +492,20 @@ def _lay_out(
 
 
 def _split(
-    output: Path, kept: Sequence[Kept], lay_out: Callable[[Sequence[Kept]], Layout], limit: int | None
+    output: Path,
+    kept: Sequence[Kept],
+    lay_out: Callable[[Sequence[Kept]], Layout],
+    limit: int | None,
+    group: Callable[[TensorRef], Hashable],
 ) -> tuple[tuple[PlannedFile, ...], PlannedFile | None]:
-    """The files of a flat output and their index; one file, which needs no index, unless a limit asks for more."""
+    """The files of a flat output and their index; one file, which needs no index, unless a limit asks for more.
+
+    Tensors of which `group` says the same stay together.
+    """
     if limit is None:
         return (_planned(output, kept, lay_out),), None
     sizes = [ref.numel * dtype.itemsize for _, ref, dtype in kept]
-    groups = [id(ref.storage) if ref.is_view else id(ref) for _, ref, _ in kept]
+    groups = [group(ref) for _, ref, _ in kept]
     parts = [[kept[index] for index in indices] for indices in split(sizes, groups, limit)]
     paths = shard_paths(output, len(parts))
     files = tuple(_planned(path, part, lay_out) for path, part in zip(paths, parts, strict=True))
@@ -506,6 +514,18 @@ def _split(
     where = {key: path.name for path, part in zip(paths, parts, strict=True) for key, _, _ in part}
     raw = index_text({key: where[key] for key, _, _ in kept}, sum(sizes))
     return files, PlannedFile(index_path(output), one_item("index", raw), lambda: iter(()))
+
+
+def _same_storage(ref: TensorRef) -> Hashable:
+    """What tensors have in common that share their bytes; of one put together from pieces, only itself has them."""
+    return id(ref.storage) if ref.is_view else id(ref)
+
+
+def _same_view(ref: TensorRef) -> Hashable:
+    """What the names of one tensor have in common. Other views of its storage are written out, each by itself."""
+    if not ref.is_view:
+        return id(ref)
+    return id(ref.storage), ref.storage_offset, ref.shape, ref.stride, ref.dtype, ref.conj, ref.neg
 
 
 def _planned(path: Path, part: Sequence[Kept], lay_out: Callable[[Sequence[Kept]], Layout]) -> PlannedFile:
@@ -526,13 +546,10 @@ def _tied_names(named: Sequence[tuple[str, TensorRef]], checkpoint: Checkpoint) 
 
     A name that the file's metadata needs for something else is not dropped.
     """
-    views: dict[tuple[object, ...], list[str]] = {}
+    views: dict[Hashable, list[str]] = {}
     for key, ref in named:
         if ref.numel:
-            view: tuple[object, ...] = (id(ref),)  # of one put together from pieces, only itself is the very same
-            if ref.is_view:
-                view = (id(ref.storage), ref.storage_offset, ref.shape, ref.stride, ref.dtype, ref.conj, ref.neg)
-            views.setdefault(view, []).append(key)
+            views.setdefault(_same_view(ref), []).append(key)
     aliases = _aliases(checkpoint)
     taken = {"format", "device", *(name for name in checkpoint.metadata if name not in aliases)}
     return {name: names[0] for names in map(sorted, views.values()) for name in names[1:] if name not in taken}

@@ -602,7 +602,7 @@ OUTPUTS_THAT_CANNOT_BE = {
     "a folder": ("folder", "is a folder"),
     "in no folder": ("nowhere/out.pt", "its folder does not exist"),
     "in no folder with a line break": ("no\nwhere/out.pt", "its folder does not exist"),
-    "under a file": ("file/out.pt", "its folder does not exist"),
+    "under a file": ("file/out.pt", "lies in a file"),
     "a device": ("/dev/null", "device"),
     "a pipe": ("pipe", "pipe"),
     "a name that is too long": ("n" * 300 + ".pt", "too long"),

@@ -77,6 +77,29 @@ def test_a_folder_without_the_metadata_of_a_rank_is_refused(worlds, tmp_path):
         open_checkpoint(folder)
 
 
+@pytest.mark.parametrize("stop", [SystemExit(143), KeyboardInterrupt()])
+def test_a_signal_while_torch_writes_ends_the_program(stop, tmp_path, monkeypatch):
+    """As where torch's zip writer is closed by a signal's exception and raises its own on the way."""
+
+    def write_data(*_: Any) -> None:
+        try:
+            raise stop
+        finally:
+            raise RuntimeError("unexpected pos 704 vs 598")
+
+    monkeypatch.setattr("torch.distributed.checkpoint.filesystem.FileSystemWriter.write_data", write_data)
+    torch.save({"w": torch.ones(2)}, tmp_path / "in.pt")
+    with pytest.raises(type(stop)):
+        convert_checkpoint(tmp_path / "in.pt", tmp_path / "out", to="dcp", fsync=False)
+    assert [item.name for item in tmp_path.iterdir()] == ["in.pt"]
+
+
+def test_a_folder_that_was_copied_without_its_hidden_file_is_told(worlds, tmp_path):
+    shutil.copytree(worlds / "grid4", tmp_path / "copy", ignore=shutil.ignore_patterns(".metadata"))
+    with pytest.raises(CheckpointError, match=r"not the \.metadata that says what is in them; copy the whole folder"):
+        open_checkpoint(tmp_path / "copy")
+
+
 def test_live_tensors_are_loaded(worlds):
     found, expected = load_portable(worlds / "grid4"), gathered(worlds / "grid4.whole.pt")
     assert oracle.value_rows(dict(sorted(found.items()))) == oracle.value_rows(dict(sorted(expected.items())))

@@ -119,6 +119,16 @@ def test_a_folder_of_files_without_an_index_names_them(tmp_path):
         open_checkpoint(empty)
 
 
+def test_a_folder_around_checkpoints_names_them(tmp_path):
+    for step in (500, 1000):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        save_file({"w": torch.ones(2)}, tmp_path / f"checkpoint-{step}" / "model.safetensors")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "random_states_0.pkl").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"folders in it are; .* is meant: checkpoint-1000, checkpoint-500$"):
+        open_checkpoint(tmp_path)
+
+
 def test_a_folder_of_accelerate_is_its_model_and_its_training_state():
     folder = produced("acc_state")
     with open_checkpoint(folder) as checkpoint:
@@ -265,6 +275,27 @@ def test_more_shards_than_files_may_be_open(tmp_path):
     assert len(set(index_of(tmp_path / "out")["weight_map"].values())) == 200
     for number, shard in enumerate(sorted((tmp_path / "out").glob("*.safetensors"))):
         assert_same(load_file(shard), {f"w{number:03}": state_dict[f"w{number:03}"]})
+
+
+def test_views_of_one_storage_are_split_where_they_get_their_own_bytes(tmp_path):
+    flat = torch.arange(1000.0)
+    state_dict = {f"w{index}": flat[index * 100 : (index + 1) * 100] for index in range(10)}
+    torch.save({**state_dict, "again": state_dict["w3"]}, tmp_path / "in.pt")
+    convert_checkpoint(tmp_path / "in.pt", tmp_path / "net.safetensors", max_shard_size=1000, tied="duplicate", **KEEP)
+    where = index_of(tmp_path, "net.safetensors.index.json")["weight_map"]
+    assert where["again"] == where["w3"] and len(set(where.values())) == 6
+    found = load_portable(tmp_path / "net.safetensors.index.json", keys="keep")
+    assert_same(found, {**state_dict, "again": state_dict["w3"]})
+    convert_checkpoint(tmp_path / "in.pt", tmp_path / "net.bin", max_shard_size=1000, **KEEP)
+    assert torch.load(tmp_path / "net.bin")["w9"].untyped_storage().nbytes() == flat.nbytes
+
+
+@pytest.mark.parametrize("output", ["file", "file/net.safetensors", "file/folder"])
+def test_a_file_is_not_taken_for_a_folder(output, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(CheckpointError, match="lies in a file, where a folder is needed"):
+        convert_checkpoint(saved(tmp_path), tmp_path / output, max_shard_size=400, **KEEP)
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 @pytest.mark.parametrize("output", ["missing/net.safetensors", "missing/folder"])

@@ -246,13 +246,29 @@ def _folder(path: Path) -> UnsupportedCheckpoint:
     for pattern, what in _FOREIGN_FOLDERS:
         if next(path.glob(pattern), None) is not None:
             return UnsupportedCheckpoint(f"{what}, not a PyTorch checkpoint", path=path)
-    inside = [item.name for item in sorted(path.iterdir()) if item.suffix in _SUFFIXES and item.is_file()]
+    items = sorted(path.iterdir())
+    if any(item.suffix == ".distcp" for item in items):
+        what = "holds the files of a DCP checkpoint, but not the .metadata that says what is in them"
+        return UnsupportedCheckpoint(what, path=path, hint="copy the whole folder, hidden files too")
+    folders = [item.name for item in items if item.is_dir() and _is_gathering(item)]
+    if folders:
+        named = ", ".join(printable(name) for name in folders[:_LISTED]) + ", …" * (len(folders) > _LISTED)
+        what = "is not a checkpoint itself, but folders in it are"
+        return UnsupportedCheckpoint(what, path=path, hint=f"name the one that is meant: {named}")
+    inside = [item.name for item in items if item.suffix in _SUFFIXES and item.is_file()]
     if not inside:
         return UnsupportedCheckpoint("is a folder without a checkpoint in it", path=path, hint="name the file that is meant")
     names = ", ".join(printable(name) for name in inside[:_LISTED]) + ", …" * (len(inside) > _LISTED)
     return UnsupportedCheckpoint(
         f"is a folder of {len(inside)} files without an index", path=path, hint=f"name the file that is meant: {names}"
     )
+
+
+def _is_gathering(path: Path) -> bool:
+    try:
+        return any(kind.matches(path) for kind in GATHERINGS)
+    except OSError:  # a folder that is closed to us is not what is meant
+        return False
 
 
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".tar", ".th", ".pkl")
