@@ -24,7 +24,7 @@ WORDS = [
 JSON = r"""{"about": ["[", {"rules": 1}], "rules": [
   {"strip-prefix": "features."},
   {"regex": {"^(\\d)\\.": "f\\1."}},
-  {"rename": "classifier.=head."},
+  {"rename": {"classifier.": "head."}},
   {"add-prefix": "net."},
   {"exclude": ["*.bias", "*.running_var"]}
 ]}"""
@@ -44,7 +44,7 @@ YAML = r"""
 rules:
   - strip-prefix: features.
   - regex: '^(\d)\.=>f\1.'
-  - rename: {classifier.: head.}
+  - rename: [classifier.=head.]
   - add-prefix: net.
   - exclude:
     - '*.bias'
@@ -69,6 +69,12 @@ def test_a_file_says_what_the_command_line_says(name, tmp_path):
     ]
 
 
+def test_a_table_renames_names_with_equals_signs(tmp_path):
+    (tmp_path / "rules.json").write_text('[{"rename": {"a=b": "c=d"}}]')
+    (rule,) = read_key_rules(tmp_path / "rules.json").rules
+    assert (rule.old, rule.new) == ("a=b", "c=d")
+
+
 def test_a_file_takes_its_place_among_the_options(tmp_path):
     (tmp_path / "rules.json").write_text('[{"strip-prefix": "a."}, {"add-prefix": "b."}]')
     options = ("--add-prefix", "a.", "--rules", "rules.json", "--rename", "b.features.=f.", "-n", "--json")
@@ -81,6 +87,11 @@ WRONG = {
     "no_rule.json": ('[\n {"add-prefix": "x."},\n\n {"strip-prefx": "y."}]', "line 4: strip-prefx: there is no rule"),
     "no_text.json": ('{"n": {"rules": []},\n"rules": [{"exclude": "x"}, \n{"rename": {"a": 3}}]}', "line 3: rename: its value"),
     "two.json": ('[\n{"add-prefix": "x.", "exclude": "y"}]', "line 2: a rule is one name"),
+    "empty.json": ('[{"rename": {"": "x"}}]', "line 1: a rule is one name"),
+    "none.json": ('[{"exclude": []}]', "line 1: a rule is one name"),
+    "long.json": ("[" + "9" * 10_000 + "]", "a number that is too long"),
+    "long.toml": ("rules = [" + "9" * 10_000 + "]", "a number that is too long"),
+    "deep.toml": ("rules = " + "[" * 100_000, "nests too deeply"),
     "twice.json": ('[{"exclude": "x", "exclude": "y"}]', "'exclude' stands twice"),
     "broken.json": ('[\n{"exclude": "x"},\n]', "line 3: is no valid JSON"),
     "deep.json": ("[" * 100_000, "nests too deeply"),
