@@ -6,10 +6,13 @@ import importlib.util
 import json
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from program import SAMPLES, assert_one_error, run
 
 from ckptconv import CheckpointError, KeyRules, load_portable, read_key_rules
 from ckptconv.errors import KeyConflict
+from ckptconv.keys import RULE_WORDS
 
 DDP = SAMPLES / "ddp_cuda3.pt"
 HAS_YAML = importlib.util.find_spec("yaml") is not None
@@ -142,6 +145,35 @@ def test_yaml_without_pyyaml_says_what_to_do(tmp_path):
     (tmp_path / "rules.yaml").write_text(YAML)
     with pytest.raises(KeyConflict, match=r"needs PyYAML.*as JSON or TOML"):
         read_key_rules(tmp_path / "rules.yaml")
+
+
+_WORDS = st.sampled_from(
+    [*RULE_WORDS, "rules", "mapping", "state_dicts", "path", "keys", "left_out", "modules", "", "(", "a=>\\1"]
+)
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-1, 2) | st.floats() | _WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_WORDS, inner, max_size=5),
+    max_leaves=12,
+)
+_STATE_DICT = st.fixed_dictionaries(dict.fromkeys(("path", "keys", "left_out", "modules"), _JSON))
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    _JSON
+    | st.lists(st.dictionaries(_WORDS, _JSON, min_size=1, max_size=1), min_size=1)
+    | st.fixed_dictionaries({"mapping": st.just(1), "state_dicts": st.lists(_JSON | _STATE_DICT, min_size=1, max_size=2)}),
+    st.booleans(),
+)
+def test_whatever_stands_in_a_file_gives_rules_or_one_error(tmp_path, document, reverse):
+    (tmp_path / "rules.json").write_text(json.dumps(document))
+    try:
+        found = read_key_rules(tmp_path / "rules.json", reverse=reverse)
+        load_portable(DDP, keys=found)
+    except CheckpointError as error:
+        assert str(error).isprintable()
+    else:
+        assert isinstance(document, (list, dict))
 
 
 def test_only_a_mapping_is_undone(tmp_path):
