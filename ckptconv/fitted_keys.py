@@ -48,7 +48,7 @@ def fitted(found: StateDict, keys: KeyMap, target: KeyTarget) -> KeyMap:
     return replace(
         keys,
         new=tuple(None if new is None else fit.renames.get(new) for new in keys.new),
-        renaming=lambda path: follow(keys.renaming(path).rstrip(".")),
+        path_steps=(*keys.path_steps, lambda path: (follow(path),)),
     )
 
 
