@@ -162,7 +162,7 @@ Examples:
 @click.option("--drop-unexpected", is_flag=True, help="With --like or --model: leave out keys that it does not have.")
 def convert(keys: str, **given: Any) -> None:
     """Convert checkpoint IN to OUT: keys normalised, tagged for the CPU, in the format that OUT's name says. Several INs are
-    the files of all ranks of one checkpoint. Key rules apply in the order in which they are given."""
+    the files of all ranks of one checkpoint. Key rules apply in the order in which they are given, before --like or --model."""
     if given["like"] and given["model"]:
         raise click.UsageError("--like and --model are both given, and the keys can fit one only")
     if given["drop_unexpected"] and not (given["like"] or given["model"]):

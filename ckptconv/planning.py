@@ -350,7 +350,9 @@ def _refuse_nothing_left(left: int, rules: KeyRules) -> None:
 
 def _excluded(item: StateDict, keys: KeyMap, rules: KeyRules, fit_to: KeyTarget | None) -> list[Skipped]:
     base = f"{item.path}." if item.path else ""
-    reason = f"left out, for {fit_to.name} has no such key" if fit_to else f"left out by {rules.leaving}"
+    reason = f"left out by {rules.leaving}"
+    if fit_to and fit_to.drop_unexpected:
+        reason = f"left out by {rules.leaving}, or because {printable(fit_to.name)} has no such key"
     return [Skipped(f"{base}{old}", reason) for old, new in zip(keys.old, keys.new, strict=True) if new is None]
 
 

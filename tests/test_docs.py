@@ -97,7 +97,12 @@ def test_every_help_shows_examples(command):
     assert "Examples:" in shown and f"ckptconv {command}".strip() in shown.split("Examples:")[1]
 
 
-@pytest.mark.parametrize("module", ["errors", "dtypes", "key_rules", "keys", "tensors", "devices", "report", "sharding"])
+DOCTESTED = (
+    "errors", "dtypes", "key_rules", "keys", "tensors", "devices", "report", "sharding", "key_fitting", "fitted_keys"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("module", DOCTESTED)
 def test_examples_in_docstrings_hold(module):
     import doctest
     import importlib
