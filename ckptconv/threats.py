@@ -66,7 +66,7 @@ _NAMES = {
         code.interact code.InteractiveConsole code.InteractiveInterpreter code.compile_command builtins.eval
         builtins.exec builtins.execfile builtins.compile builtins.breakpoint numpy._core._multiarray_tests
         torch.jit.CompilationUnit torch.jit.script torch.jit.load torch.jit.trace torch.compile pandas.eval
-        pandas.core.computation.eval.eval yaml.load yaml.unsafe_load yaml.full_load builtins.help
+        pandas.core.computation.eval.eval yaml.load yaml.unsafe_load yaml.full_load builtins.help uuid._get_command_stdout
     """,
     "imports any module": "builtins.__import__ torch.ops.load_library torch.classes.load_library torch.utils._import_utils",
     "reaches any attribute of any object": """
@@ -128,6 +128,8 @@ _OFTEN_REACHED = """
 """
 _REACHED = frozenset(_OFTEN_REACHED.split())
 """Modules that are attributes of many others, and so can be reached through a name with dots."""
+_NEVER_WITHIN = frozenset(("os", "posix", "nt", "sys", "subprocess", "builtins", "importlib"))
+"""Names that no package gives a module of its own."""
 
 
 def judge(module: str, name: str) -> Verdict:
@@ -156,7 +158,11 @@ def _judge(module: str, name: str) -> Verdict:
         return Verdict("plain", "part of ordinary checkpoints")
     if module == "__torch__" or module.startswith("__torch__."):
         return Verdict("plain", "a class of the TorchScript archive itself")
+    if not all(part.isidentifier() for part in module.split(".")):
+        return Verdict("unknown", "no module has such a name")
     *ways, last = name.split(".")
+    if deep := [part for part in module.split(".")[1:] if part in _NEVER_WITHIN]:
+        return Verdict("dangerous", f"reaches the module {deep[0]} through another one")
     if reached := [part for part in (*ways, last) if part in _REACHED]:
         return Verdict("dangerous", f"reaches the module {reached[0]} through another one")
     if any(part.startswith("__") and part.endswith("__") for part in name.split(".")) and name != "__newobj__":
