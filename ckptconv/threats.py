@@ -31,14 +31,14 @@ _MODULES = {
         distutils setuptools pip ensurepip venv pkg_resources pydoc torch.utils.collect_env
         torch.utils.cpp_extension torch._inductor torch._dynamo torch.distributed.run torch.distributed.launch
         torch.distributed.launcher torch.distributed.elastic numpy.f2py numpy.distutils asyncio _asyncio
-        multiprocessing concurrent _winapi antigravity webbrowser torch.multiprocessing
+        multiprocessing concurrent uuid _winapi antigravity webbrowser torch.multiprocessing
     """,
     "runs code that it is given": """
         codeop pdb bdb timeit trace profile cProfile doctest runpy idlelib unittest lib2to3 IPython
         torch.utils.bottleneck torch.testing torch.fx.graph_module torch.fx.experimental
         torch.utils._config_module torch.distributed.rpc torch.package numpy.testing sympy cloudpickle
-        compileall py_compile tkinter turtle turtledemo xdoctest pytest _pytest nose _testcapi
-        _testinternalcapi
+        compileall py_compile _pyrepl torch.jit.unsupported_tensor_ops test.support test.libregrtest tkinter
+        turtle turtledemo xdoctest pytest _pytest nose _testcapi _testinternalcapi
     """,
     "imports any module": "importlib imp pkgutil zipimport _frozen_importlib _frozen_importlib_external _imp modulefinder",
     "reaches everything in the process": """
@@ -66,13 +66,13 @@ _NAMES = {
         code.interact code.InteractiveConsole code.InteractiveInterpreter code.compile_command builtins.eval
         builtins.exec builtins.execfile builtins.compile builtins.breakpoint numpy._core._multiarray_tests
         torch.jit.CompilationUnit torch.jit.script torch.jit.load torch.jit.trace torch.compile pandas.eval
-        pandas.core.computation.eval.eval yaml.load yaml.unsafe_load yaml.full_load builtins.help uuid._get_command_stdout
+        pandas.core.computation.eval.eval yaml.load yaml.unsafe_load yaml.full_load builtins.help
     """,
     "imports any module": "builtins.__import__ torch.ops.load_library torch.classes.load_library torch.utils._import_utils",
     "reaches any attribute of any object": """
         builtins.getattr builtins.setattr builtins.delattr builtins.globals builtins.locals builtins.vars
-        builtins.dir operator.attrgetter operator.methodcaller builtins.__build_class__ builtins.type
-        builtins.super operator.setitem operator.delitem builtins.object.__getattribute__
+        builtins.dir operator.itemgetter operator.attrgetter operator.methodcaller builtins.__build_class__
+        builtins.type builtins.super operator.setitem operator.delitem builtins.object.__getattribute__
     """,
     "calls what it is given": """
         functools.partial functools.partialmethod functools.reduce operator.call builtins.apply builtins.map
@@ -99,7 +99,7 @@ _PLAIN = """
     builtins.NotImplemented collections.OrderedDict collections.defaultdict collections.deque
     collections.Counter copyreg._reconstructor copyreg.__newobj__ argparse.Namespace types.SimpleNamespace
     datetime.datetime datetime.date datetime.time datetime.timedelta datetime.timezone decimal.Decimal
-    fractions.Fraction uuid.UUID enum.auto logging.Logger logging.getLogger _codecs.encode
+    fractions.Fraction uuid.UUID uuid.SafeUUID enum.auto logging.Logger logging.getLogger _codecs.encode
     array._array_reconstructor array.array numpy._core.multiarray._reconstruct numpy._core.multiarray.scalar
     numpy._core.numeric._frombuffer numpy.ndarray numpy.dtype numpy.random._pickle.__randomstate_ctor
     numpy.random._pickle.__generator_ctor numpy.random._pickle.__bit_generator_ctor
