@@ -27,8 +27,8 @@ class Verdict(NamedTuple):
 
 _MODULES = {
     "runs commands of the system": """
-        os posix nt subprocess _posixsubprocess commands popen2 pty platform sh _osx_support _aix_support
-        distutils setuptools pip ensurepip venv pkg_resources pydoc torch.utils.collect_env
+        os posix nt subprocess _posixsubprocess commands popen2 pexpect syslog pty platform sh _osx_support
+        _aix_support distutils setuptools pip ensurepip venv pkg_resources pydoc torch.utils.collect_env
         torch.utils.cpp_extension torch._inductor torch._dynamo torch.distributed.run torch.distributed.launch
         torch.distributed.launcher torch.distributed.elastic numpy.f2py numpy.distutils asyncio _asyncio
         multiprocessing concurrent uuid _winapi antigravity webbrowser torch.multiprocessing
@@ -46,8 +46,8 @@ _MODULES = {
         _threading_local sysconfig site tracemalloc cgitb
     """,
     "reads, writes or deletes files": """
-        shutil io _io _pyio tempfile glob fileinput linecache tarfile zipfile gzip bz2 lzma sqlite3 dbm
-        filecmp mailbox logging posixpath ntpath genericpath
+        shutil io _io _pyio tempfile glob fileinput linecache tarfile zipfile gzip bz2 lzma sqlite3 _sqlite3
+        dbm filecmp mailbox logging posixpath ntpath genericpath
     """,
     "opens connections": """
         socket _socket socketserver ssl _ssl http httplib urllib urllib2 urllib3 requests aiohttp httpx ftplib

@@ -375,11 +375,14 @@ def test_it_agrees_with_fickling_on_what_is_dangerous(tmp_path):
     for module in fickle.UNSAFE_IMPORTS:
         assert judge(module, "anything").level == "dangerous" or module in LESS, module
     for module, names in analysis.UnsafeImportsML.UNSAFE_IMPORTS.items():
-        for name in names:
+        for name in set(names) - {"_load_from_bytes"}:  # what it loads is looked into
             assert judge(module, name).level == "dangerous", f"{module}.{name}"
 
 
-LESS = ("builtins", "__builtin__", "__builtins__", "torch", "types", "functools", "operator", "_operator", "code")
+_LESS = """
+    difflib test compile eval exec builtins __builtin__ __builtins__ torch types functools operator _operator code
+"""
+LESS = _LESS.split()
 """Modules that fickling refuses with all that is in them, and of which some names are judged dangerous here."""
 
 
