@@ -44,6 +44,12 @@ def mmap_bf16_save_file(source: str, output: str) -> None:
     save_file({key: tensor.to(torch.bfloat16) for key, tensor in state_dict.items()}, output)
 
 
+def mmap_equal(first: str, second: str) -> None:
+    ours, theirs = (torch.load(path, map_location="cpu", mmap=True) for path in (first, second))
+    same = ours.keys() == theirs.keys() and all(torch.equal(tensor, theirs[key]) for key, tensor in ours.items())
+    sys.exit(0 if same else 1)
+
+
 def zero_to_fp32(source: str, output: str) -> None:
     """deepspeed's own converter where it is installed; otherwise what it does, without its progress bars and checks."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -112,6 +118,7 @@ SIDES = (
     load_save_file,
     mmap_save_file,
     mmap_bf16_save_file,
+    mmap_equal,
     zero_to_fp32,
     dcp_save_file,
     time_load,

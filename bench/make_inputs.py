@@ -1,6 +1,6 @@
 """Make one input of bench.py, with torch alone.
 
-    python bench/make_inputs.py big|many|huge|legacy|shards|dcp_rows|dcp_columns|zero3 OUT SIZE
+    python bench/make_inputs.py big|many|huge|legacy|shards|dcp_rows|dcp_columns|zero3|twin OUT SIZE
 
 `big`: SIZE bytes in 300 float32 tensors. `many`: SIZE float32 tensors of shape [16]. `huge`: SIZE bytes in 300 float32
 tensors whose payloads are holes, so that it takes no disk. These are state dicts of DistributedDataParallel: every key
@@ -10,6 +10,7 @@ float32 tensors of 1,024 columns, split by rows or by columns among four gloo pr
 torch.distributed.checkpoint.
 `zero3`: a DeepSpeed folder of ZeRO stage 3 with SIZE bytes of fp32 partitions in 4 ranks, laid out as deepspeed 0.19.8 does,
 without the optimizer's moments, which nobody reads here.
+`twin`: a copy of the `big` that lies beside OUT.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections import OrderedDict
@@ -93,6 +95,9 @@ def tagged(location: str) -> Iterator[None]:
 def make(kind: str, path: Path, size: int) -> None:
     if kind == "zero3":
         write_zero3(path, size)
+        return
+    if kind == "twin":
+        shutil.copyfile(path.with_name("big.pt"), path)
         return
     if kind == "shards":
         write_shards(path, size)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-INPUTS = ("big", "many", "huge", "legacy", "shards", "dcp_rows", "dcp_columns", "zero3")
+INPUTS = ("big", "many", "huge", "legacy", "shards", "dcp_rows", "dcp_columns", "zero3", "twin")
 SUFFIXES = {"shards": "", "dcp_rows": "", "dcp_columns": "", "zero3": ""}
 """Of the inputs whose names do not end in .pt."""
 WarmUp = Literal["first", "memory", "none"]
@@ -29,6 +29,7 @@ class Scale:
     dcp_rows: int
     dcp_columns: int
     zero3: int
+    twin: int
 
 
 FULL = Scale(
@@ -43,6 +44,7 @@ FULL = Scale(
     dcp_rows=2_000_000_000,
     dcp_columns=2_000_000_000,
     zero3=2_000_000_000,
+    twin=2_000_000_000,
 )
 QUICK = Scale(
     "quick",
@@ -56,6 +58,7 @@ QUICK = Scale(
     dcp_rows=200_000_000,
     dcp_columns=200_000_000,
     zero3=200_000_000,
+    twin=200_000_000,
 )
 
 
@@ -211,6 +214,14 @@ UNSYNCED = (
         Side("cp -r", ("cp", "-r", "{shards}", "{out}")),
         (Goal("times", 1), Goal("peak", 60)),
         warm_up="memory",
+    ),
+    Row(
+        "diff",
+        "diff of big and its copy",
+        ckptconv("diff {big} {twin}"),
+        child("torch.load(mmap=True) of both, torch.equal", "mmap_equal {big} {twin}"),
+        (Goal("faster", 2), Goal("peak", 100)),
+        free_disk=4_000_000_000,
     ),
     Row("version", "start-up", ckptconv("--version"), IMPORT_TORCH, (Goal("seconds", 0.15),)),
     Row("inspect", "inspect big", ckptconv("inspect {big}"), IMPORT_TORCH, (Goal("seconds", 0.25),)),

@@ -267,7 +267,8 @@ class _Compared:
             if tolerance is not None:
                 differ = ~_close(first, second, apart, tolerance)
             size = np.abs(second.astype(np.complex128 if second.dtype.kind == "c" else np.float64))
-            relative = np.where(apart == 0, 0.0, apart.astype(np.float64) / size)
+            distance = apart.astype(np.float64)
+            relative = np.where(apart == 0, 0.0, np.where(np.isinf(distance), distance, distance / size))
         return cls(first, second, differ, apart, relative)
 
 

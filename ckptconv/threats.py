@@ -27,18 +27,18 @@ class Verdict(NamedTuple):
 
 _MODULES = {
     "runs commands of the system": """
-        os posix nt subprocess _posixsubprocess commands popen2 pty platform sh _osx_support _aix_support
-        distutils setuptools pip ensurepip venv pkg_resources pydoc torch.utils.collect_env
+        os posix nt subprocess _posixsubprocess commands popen2 pexpect syslog pty platform sh _osx_support
+        _aix_support distutils setuptools pip ensurepip venv pkg_resources pydoc torch.utils.collect_env
         torch.utils.cpp_extension torch._inductor torch._dynamo torch.distributed.run torch.distributed.launch
         torch.distributed.launcher torch.distributed.elastic numpy.f2py numpy.distutils asyncio _asyncio
-        multiprocessing concurrent _winapi antigravity webbrowser torch.multiprocessing
+        multiprocessing concurrent uuid _winapi antigravity webbrowser torch.multiprocessing
     """,
     "runs code that it is given": """
         codeop pdb bdb timeit trace profile cProfile doctest runpy idlelib unittest lib2to3 IPython
         torch.utils.bottleneck torch.testing torch.fx.graph_module torch.fx.experimental
         torch.utils._config_module torch.distributed.rpc torch.package numpy.testing sympy cloudpickle
-        compileall py_compile tkinter turtle turtledemo xdoctest pytest _pytest nose _testcapi
-        _testinternalcapi
+        compileall py_compile _pyrepl torch.jit.unsupported_tensor_ops test.support test.libregrtest tkinter
+        turtle turtledemo xdoctest pytest _pytest nose _testcapi _testinternalcapi
     """,
     "imports any module": "importlib imp pkgutil zipimport _frozen_importlib _frozen_importlib_external _imp modulefinder",
     "reaches everything in the process": """
@@ -46,8 +46,8 @@ _MODULES = {
         _threading_local sysconfig site tracemalloc cgitb
     """,
     "reads, writes or deletes files": """
-        shutil io _io _pyio tempfile glob fileinput linecache tarfile zipfile gzip bz2 lzma sqlite3 dbm
-        filecmp mailbox logging posixpath ntpath genericpath
+        shutil io _io _pyio tempfile glob fileinput linecache tarfile zipfile gzip bz2 lzma sqlite3 _sqlite3
+        dbm filecmp mailbox logging posixpath ntpath genericpath
     """,
     "opens connections": """
         socket _socket socketserver ssl _ssl http httplib urllib urllib2 urllib3 requests aiohttp httpx ftplib
@@ -71,8 +71,8 @@ _NAMES = {
     "imports any module": "builtins.__import__ torch.ops.load_library torch.classes.load_library torch.utils._import_utils",
     "reaches any attribute of any object": """
         builtins.getattr builtins.setattr builtins.delattr builtins.globals builtins.locals builtins.vars
-        builtins.dir operator.attrgetter operator.methodcaller builtins.__build_class__ builtins.type
-        builtins.super operator.setitem operator.delitem builtins.object.__getattribute__
+        builtins.dir operator.itemgetter operator.attrgetter operator.methodcaller builtins.__build_class__
+        builtins.type builtins.super operator.setitem operator.delitem builtins.object.__getattribute__
     """,
     "calls what it is given": """
         functools.partial functools.partialmethod functools.reduce operator.call builtins.apply builtins.map
@@ -99,7 +99,7 @@ _PLAIN = """
     builtins.NotImplemented collections.OrderedDict collections.defaultdict collections.deque
     collections.Counter copyreg._reconstructor copyreg.__newobj__ argparse.Namespace types.SimpleNamespace
     datetime.datetime datetime.date datetime.time datetime.timedelta datetime.timezone decimal.Decimal
-    fractions.Fraction uuid.UUID enum.auto logging.Logger logging.getLogger _codecs.encode
+    fractions.Fraction uuid.UUID uuid.SafeUUID enum.auto logging.Logger logging.getLogger _codecs.encode
     array._array_reconstructor array.array numpy._core.multiarray._reconstruct numpy._core.multiarray.scalar
     numpy._core.numeric._frombuffer numpy.ndarray numpy.dtype numpy.random._pickle.__randomstate_ctor
     numpy.random._pickle.__generator_ctor numpy.random._pickle.__bit_generator_ctor
@@ -128,6 +128,8 @@ _OFTEN_REACHED = """
 """
 _REACHED = frozenset(_OFTEN_REACHED.split())
 """Modules that are attributes of many others, and so can be reached through a name with dots."""
+_NEVER_WITHIN = frozenset(("os", "posix", "nt", "sys", "subprocess", "builtins", "importlib"))
+"""Names that no package gives a module of its own."""
 
 
 def judge(module: str, name: str) -> Verdict:
@@ -156,7 +158,11 @@ def _judge(module: str, name: str) -> Verdict:
         return Verdict("plain", "part of ordinary checkpoints")
     if module == "__torch__" or module.startswith("__torch__."):
         return Verdict("plain", "a class of the TorchScript archive itself")
+    if not all(part.isidentifier() for part in module.split(".")):
+        return Verdict("unknown", "no module has such a name")
     *ways, last = name.split(".")
+    if deep := [part for part in module.split(".")[1:] if part in _NEVER_WITHIN]:
+        return Verdict("dangerous", f"reaches the module {deep[0]} through another one")
     if reached := [part for part in (*ways, last) if part in _REACHED]:
         return Verdict("dangerous", f"reaches the module {reached[0]} through another one")
     if any(part.startswith("__") and part.endswith("__") for part in name.split(".")) and name != "__newobj__":

@@ -1,0 +1,392 @@
+"""Scanning: dangerous pickles made by recipe are told, real checkpoints are not called dangerous, and nothing is executed."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import io
+import json
+import operator
+import os
+import pickle
+import struct
+import subprocess
+import tarfile
+import zipfile
+import zlib
+from pathlib import Path
+
+import oracle
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from program import SAMPLES, assert_one_error, run
+
+from ckptconv import CheckpointError, scan_checkpoint
+from ckptconv.threats import judge
+
+torch = pytest.importorskip("torch")
+
+
+def call(module: str, name: str, argument: str = "echo", *, protocol: int = 2) -> bytes:
+    """A pickle that calls a function with one text."""
+    text = b"X" + struct.pack("<I", len(argument)) + argument.encode()
+    if protocol < 2:
+        return f"c{module}\n{name}\n(S'{argument}'\ntR.".encode()
+    if protocol < 4:
+        return b"\x80%c" % protocol + f"c{module}\n{name}\n".encode() + text + b"\x85R."
+    parts = b"".join(b"\x8c%c" % len(part) + part.encode() for part in (module, name))
+    return b"\x80\4" + parts + b"\x93" + text + b"\x85R."
+
+
+_DANGEROUS = """
+    os.system posix.system nt.system os.popen os.execv subprocess.Popen subprocess.check_output subprocess.run
+    commands.getoutput builtins.eval builtins.exec builtins.compile builtins.__import__ builtins.getattr
+    builtins.setattr builtins.open builtins.breakpoint __builtin__.eval __builtin__.execfile __builtin__.apply
+    __builtin__.getattr builtins.map builtins.input runpy.run_path runpy._run_code pip.main pip._internal.main
+    webbrowser.open operator.attrgetter operator.methodcaller _operator.attrgetter functools.partial
+    functools.reduce _functools.partial torch.hub.load torch.load torch.serialization.load
+    numpy.testing._private.utils.runstring numpy.load numpy.f2py.crackfortran.getlincoef shutil.rmtree
+    socket.socket _socket.socket socket.create_connection importlib.import_module
+    importlib.machinery.SourceFileLoader _frozen_importlib._gcd_import pty.spawn bdb.Bdb pdb.Pdb pdb.run
+    timeit.timeit timeit.main code.InteractiveInterpreter asyncio.unix_events._UnixSubprocessTransport._start
+    asyncio.subprocess.create_subprocess_shell asyncio.run multiprocessing.process.Process ctypes.CDLL
+    ctypes.CFUNCTYPE pickle.loads _pickle.loads cPickle.loads dill.loads cloudpickle.cloudpickle.loads joblib.load
+    marshal.loads types.CodeType types.FunctionType sys.exit sys.settrace urllib.request.urlopen urllib.urlopen
+    urllib2.urlopen httplib.HTTPSConnection http.client.HTTPSConnection requests.get requests.api.get
+    aiohttp.client.ClientSession smtplib.SMTP tempfile.mktemp io.open _io.FileIO zipfile.ZipFile
+    logging.config.fileConfig logging.FileHandler pydoc.pipepager doctest.debug_script cProfile.run profile.run
+    trace.Trace idlelib.run.Executive lib2to3.pgen2.pgen.ParserGenerator venv.create ensurepip.bootstrap
+    distutils.file_util.write_file setuptools.sandbox.run_setup uuid._get_command_stdout codecs.decode
+    torch.utils.collect_env.run torch.utils.cpp_extension.load torch.utils._config_module.load_config
+    torch._dynamo.guards.GuardBuilder.get torch._inductor.codecache.compile_file
+    torch.fx.experimental.symbolic_shapes.ShapeEnv.evaluate_guards_expression
+    torch.fx.graph_module.reduce_graph_module torch.utils.bottleneck.__main__.run_cprofile torch.jit.load
+    torch.package.PackageImporter torch.utils.data.datapipes.utils.decoder.basichandlers torch.distributed.run.main
+    torch.ops.load_library sympy.parsing.sympy_parser.parse_expr yaml.unsafe_load pandas.read_pickle
+    pkgutil.resolve_name inspect.getattr_static sqlite3.connect linecache.getlines platform.popen threading.Thread
+    signal.signal atexit.register gc.get_objects torch.serialization.os.system torch.storage.io.BytesIO.__init__
+    collections.OrderedDict.__reduce__ numpy.os.system numpy.core.numeric.builtins.eval
+"""
+DANGEROUS = _DANGEROUS.split()
+
+
+def written(folder: Path, content: bytes, name: str = "bad.pt") -> Path:
+    path = folder / name
+    path.write_bytes(content)
+    return path
+
+
+def level(folder: Path, content: bytes, name: str = "bad.pt") -> str:
+    return scan_checkpoint(written(folder, content, name)).level
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+@pytest.mark.parametrize("path", DANGEROUS)
+def test_a_dangerous_name_is_told_in_every_protocol(path, protocol, tmp_path):
+    module, _, name = path.rpartition(".")
+    scan = scan_checkpoint(written(tmp_path, call(module, name, protocol=protocol)))
+    assert scan.level == "dangerous"
+    assert [finding.name for finding in scan.dangerous] == [path]
+    assert scan.dangerous[0].reason
+
+
+@pytest.mark.parametrize("split", ["torch.serialization:os.system", "torch.nn.modules.module:os", "numpy:os.system"])
+def test_a_module_reached_through_another_is_told(split):
+    assert judge(*split.split(":")).level == "dangerous"
+
+
+class Reduced:
+    """Pickled as a call of whatever it is given."""
+
+    def __init__(self, func, *args):
+        self.call = func, args
+
+    def __reduce__(self):
+        return self.call
+
+
+LIVE = {
+    "os.system": Reduced(os.system, "echo"),
+    "Popen": Reduced(subprocess.Popen, "echo"),
+    "eval": Reduced(eval, "1"),
+    "partial": Reduced(functools.partial, print),
+    "attrgetter": Reduced(operator.attrgetter, "a"),
+    "nested": Reduced(pickle.loads, pickle.dumps(Reduced(os.system, "echo"))),
+    "in a dict": {"state_dict": {"w": [1, 2.0]}, "epoch": Reduced(os.system, "echo")},
+}
+
+
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("name", LIVE)
+def test_what_pickle_itself_writes_is_told(name, protocol, tmp_path):
+    assert level(tmp_path, pickle.dumps(LIVE[name], protocol)) == "dangerous"
+
+
+TRICKS = {
+    "INST": b"(S'echo'\nios\nsystem\n.",
+    "OBJ": b"(cos\nsystem\nX\x04\0\0\0echoo.",
+    "NEWOBJ": b"\x80\2cos\nsystem\nX\x04\0\0\0echo\x85\x81.",
+    "NEWOBJ_EX": b"\x80\4\x8c\2os\x8c\6system\x93X\x04\0\0\0echo\x85}\x92.",
+    "popped": b"\x80\2cos\nsystem\nX\x04\0\0\0echo\x85R0}.",
+    "popped with its mark": b"\x80\2(cos\nsystem\nX\x04\0\0\0echo\x85R1}.",
+    "names from the memo": b"\x80\4\x8c\2os\x940\x8c\6system\x940h\0h\1\x93X\x04\0\0\0echo\x85R.",
+    "names from the memo, out of order": b"\x80\4\x8c\6systemq\x070\x8c\2osr\xff\0\0\x000j\xff\0\0\0h\x07\x93\x8c\1a\x85R.",
+    "names from a text memo": b"S'system'\np5\n0S'os'\np6\n0g6\ng5\n\x93(S'echo'\ntR.",
+    "names from a tuple's side": b"\x80\4\x8c\2os\x8c\6system(\x8c\1a1\x93\x8c\4echo\x85R.",
+    "names duplicated": b"\x80\4\x8c\6systemq\0\x30\x8c\2os2\x30h\0\x93\x8c\4echo\x85R.",
+    "a name of python 2 strings": b"\x80\4U\2osU\6system\x93\x8c\4echo\x85R.",
+    "a name across a frame": b"\x80\4\x95\3\0\0\0\0\0\0\0\x8c\2os\x8c\6system\x93\x8c\4echo\x85R.",
+    "a name that is computed": b"\x80\4c_codecs\nencode\n\x8c\2bf\x8c\5rot13\x86R\x8c\6system\x93\x8c\4echo\x85R.",
+    "EXT1": b"\x80\2\x82\1(S'echo'\ntR.",
+    "EXT2": b"\x80\2\x83\1\1(S'echo'\ntR.",
+    "EXT4": b"\x80\2\x84\1\1\0\0(S'echo'\ntR.",
+    "attributes of a function": b"\x80\2ctorch.nn.modules.linear\nLinear\n}X\1\0\0\0aK\1sb0}.",
+    "cut off behind the call": b"\x80\2cos\nsystem\nX\x04\0\0\0echo\x85R",
+    "broken behind the call": b"\x80\2cos\nsystem\nX\x04\0\0\0echo\x85R\xff\xff",
+    "stack empty behind the call": b"\x80\2cos\nsystem\nX\x04\0\0\0echo\x85R000000.",
+    "an unknown memo behind the call": b"\x80\2cos\nsystem\nX\x04\0\0\0echo\x85Rh\x77.",
+    "an unknown protocol": b"\x80\7cos\nsystem\nX\x04\0\0\0echo\x85R.",
+    "behind another pickle": pickle.dumps({"a": 1}) + call("os", "system"),
+    "behind five": b"".join(map(pickle.dumps, range(1000, 1005))) + call("os", "system"),
+    "in torch's stream": call("torch.storage", "_load_from_bytes").replace(
+        b"X\4\0\0\0echo", b"B" + struct.pack("<I", len(call("os", "system"))) + call("os", "system")
+    ),
+    "in torch's stream, computed": b"\x80\2ctorch.storage\n_load_from_bytes\n"
+    b"c_codecs\nencode\n\x8c\2ab\x8c\5utf-7\x86R\x85R.",
+    "in torch's stream, by latin1": pickle.dumps({"x": call("os", "system")}, 2),
+    "in torch's stream, then popped": b"\x80\2ctorch.storage\n_load_from_bytes\nC%c" % len(call("os", "system"))
+    + call("os", "system")
+    + b"\x85R0}.",
+    "nested three times": pickle.dumps(pickle.dumps(pickle.dumps(pickle.dumps(Reduced(os.system, "echo"))))),
+    "nested in protocol 0": pickle.dumps({"x": call("os", "system", protocol=0)}, 4),
+    "with newlines of another kind": b"cos\nsystem\n(S'echo'\r\ntR.",
+    "a persistent id in text": b"Pabc\ncos\nsystem\n(S'echo'\ntR.",
+    "a buffer out of band": b"\x80\5\x97\x980cos\nsystem\n(S'echo'\ntR.",
+    "a state set twice": b"\x80\2ccollections\nOrderedDict\n)R}b}bcos\nsystem\n(S'echo'\ntR.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("trick", TRICKS)
+def test_a_trick_is_seen_through(trick, tmp_path):
+    assert level(tmp_path, TRICKS[trick]) == "dangerous"
+
+
+def zipped(records: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", compression) as archive:
+        for name, payload in records.items():
+            archive.writestr(name, payload)
+    return out.getvalue()
+
+
+BAD = call("os", "system")
+GOOD = pickle.dumps({"epoch": 1, "w": [0.5] * 50})
+
+
+def in_tar(name: str) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        for member, content in (("sys_info", GOOD), (name, bytes(2000) + BAD)):
+            info = tarfile.TarInfo(member)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return out.getvalue()
+
+
+def raw_deflated(payload: bytes) -> bytes:
+    packer = zlib.compressobj(9, zlib.DEFLATED, -15)
+    return packer.compress(payload) + packer.flush()
+
+
+def npy(payload: bytes) -> bytes:
+    header = b"{'descr': '|O', 'fortran_order': False, 'shape': (1,), }".ljust(117) + b"\n"
+    return b"\x93NUMPY\1\0" + struct.pack("<H", len(header)) + header + payload
+
+
+CONTAINERS = {
+    "data.pkl": zipped({"archive/data.pkl": BAD, "archive/version": b"3\n"}),
+    "any name": zipped({"archive/data.pkl": GOOD, "archive/config.json": BAD}),
+    "deflated": zipped({"archive/data.pkl": GOOD, "archive/data/0": BAD + bytes(5000)}, zipfile.ZIP_DEFLATED),
+    "a storage": zipped({"archive/data.pkl": GOOD, "archive/data/0": BAD}),
+    "zip in zip": zipped({"inner.pt": zipped({"archive/data.pkl": BAD})}, zipfile.ZIP_DEFLATED),
+    "tar": in_tar("pickle"),
+    "tar, storages": in_tar("storages"),
+    "zip without a directory": zipped({"archive/data.pkl": BAD})[:-30],
+    "zip without a directory, protocol 4": zipped({"archive/data.pkl": call("os", "system", protocol=4)[2:]})[:-30],
+    "deflated zip without a directory": zipped({"archive/data.pkl": BAD + bytes(99)}, zipfile.ZIP_DEFLATED)[:-30],
+    "zip with a wrong checksum": zipped({"archive/data.pkl": BAD}).replace(struct.pack("<I", zlib.crc32(BAD)), b"abcd"),
+    "zip marked as encrypted": zipped({"archive/data.pkl": BAD}).replace(
+        b"PK\1\2\x14\x03\x14\0\0\0", b"PK\1\2\x14\x03\x14\0\1\0"
+    ),
+    "two zips, one behind another": zipped({"a/data.pkl": GOOD}) + zipped({"a/data.pkl": BAD}),
+    "zip behind a pickle": GOOD + zipped({"a/data.pkl": BAD}, zipfile.ZIP_DEFLATED),
+    "zip behind bytes": b"#!/bin/sh\n" + zipped({"a/data.pkl": BAD}, zipfile.ZIP_DEFLATED),
+    "numpy objects": npy(BAD),
+    "npz": zipped({"weight.npy": npy(BAD)}, zipfile.ZIP_DEFLATED),
+    "torchscript constants": zipped({"net/data.pkl": GOOD, "net/constants.pkl": BAD, "net/code/__torch__.py": b"class A:\n"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_every_container_is_looked_into(container, tmp_path):
+    assert level(tmp_path, CONTAINERS[container], "x.dat") == "dangerous"
+
+
+def test_a_legacy_file_is_followed_through_its_five_pickles(tmp_path):
+    path = tmp_path / "legacy.pt"
+    torch.save({"w": torch.ones(3)}, path, _use_new_zipfile_serialization=False)
+    assert scan_checkpoint(path).level == "plain"
+    assert scan_checkpoint(path).files[0].pickles == 5
+    torch.save({"w": torch.ones(3), "x": Reduced(os.system, "echo")}, path, _use_new_zipfile_serialization=False)
+    assert scan_checkpoint(path).level == "dangerous"
+
+
+def test_nothing_is_executed(tmp_path):
+    mark = tmp_path / "executed"
+    for number, content in enumerate((pickle.dumps(Reduced(os.system, f"touch {mark}")), call("os", "mkdir", str(mark)))):
+        path = written(tmp_path, content, f"{number}.pt")
+        assert scan_checkpoint(path).level == "dangerous"
+        assert run("scan", path, cwd=tmp_path).exit == 1
+    assert not mark.exists()
+    pickle.loads((tmp_path / "0.pt").read_bytes())
+    assert mark.exists(), "the recipe does what it should"
+
+
+def real_files() -> list[Path]:
+    corpus = oracle.corpus_folder()
+    folders = (corpus, corpus.parent / "produced", SAMPLES)
+    return [path for folder in folders if folder.is_dir() for path in sorted(folder.rglob("*")) if path.is_file()]
+
+
+@pytest.mark.parametrize("path", real_files(), ids=lambda path: path.name)
+def test_a_real_checkpoint_is_not_called_dangerous(path):
+    (file,) = scan_checkpoint(path).files
+    assert file.level != "dangerous", file.findings
+    assert file.pickles or path.suffix in (".safetensors", ".json", ".md", ".sh", ".py", "") or file.kind.startswith("zip")
+
+
+def test_the_names_of_the_corpus_are_those_of_its_manifest(corpus):
+    for entry in json.loads((corpus / "manifest.json").read_text()):
+        if entry["container"] in ("zip", "legacy") and entry.get("globals"):
+            (file,) = scan_checkpoint(corpus / "files" / entry["file"]).files
+            found = {finding.name.replace("__builtin__.", "builtins.") for finding in file.findings}
+            wanted = {name.replace("__builtin__.", "builtins.") for name in entry["globals"]}
+            assert wanted <= found, entry["file"]
+
+
+def test_what_torch_writes_by_default_is_plain(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, tmp_path / "train.pt")
+    torch.save(model, tmp_path / "module.pt")
+    assert scan_checkpoint(tmp_path / "train.pt").level == "plain"
+    assert scan_checkpoint(tmp_path / "module.pt").level == "plain"
+
+
+@pytest.mark.parametrize("content", [b"", b"N.", b"config\nname\n", b"import os\nos.system\n", bytes(99), b"{}", b"(lp0\n"])
+def test_what_is_no_pickle_is_plain(content, tmp_path):
+    assert level(tmp_path, content, "README") == "plain"
+
+
+@pytest.mark.parametrize("magic", [b"\x1f\x8b\x08", b"7z\xbc\xaf\x27\x1c", b"BZh9", b"\xfd7zXZ\0"])
+def test_what_cannot_be_looked_into_is_said(magic, tmp_path):
+    assert level(tmp_path, magic + bytes(range(1, 60))) == "unknown"
+
+
+@given(st.binary(max_size=200), st.integers(0, 200))
+def test_bytes_around_a_call_never_stop_the_scan(noise, cut):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(os.environ.get("TMPDIR", "/tmp"))
+        path = Path(f"ckptconv-scan-{os.getpid()}.bin")
+        try:
+            path.write_bytes(noise + BAD[:cut])
+            scan_checkpoint(path)
+            path.write_bytes(BAD + noise)
+            assert scan_checkpoint(path).level == "dangerous"
+        finally:
+            path.unlink()
+
+
+def test_a_folder_is_scanned_with_the_folders_in_it(tmp_path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    written(tmp_path / "a" / "b", BAD, "weights.safetensors")
+    written(tmp_path / "a", GOOD, "good.pkl")
+    os.mkfifo(tmp_path / "a" / "pipe")
+    scan = scan_checkpoint(tmp_path)
+    assert {Path(file.path).name: file.level for file in scan.files} == {
+        "weights.safetensors": "dangerous",
+        "good.pkl": "plain",
+        "pipe": "unknown",
+    }
+
+
+def test_a_path_that_is_not_there_is_an_error(tmp_path):
+    with pytest.raises(CheckpointError, match="no such file"):
+        scan_checkpoint(tmp_path / "none.pt")
+
+
+def test_the_program_answers_by_its_exit_code(tmp_path):
+    bad, good = written(tmp_path, BAD), written(tmp_path, GOOD, "good.pkl")
+    odd = written(
+        tmp_path, pickle.dumps(LIVE["in a dict"] | {"epoch": 1}).replace(b"}", b"cmodels.yolo\nModel\n0}", 1), "odd.pkl"
+    )
+    assert run("scan", good, cwd=tmp_path).exit == 0
+    assert run("scan", good, bad, cwd=tmp_path).exit == 1
+    assert (run("scan", odd, cwd=tmp_path).exit, run("scan", odd, "--strict", cwd=tmp_path).exit) == (0, 1)
+    assert "os.system: runs commands of the system" in run("scan", bad, cwd=tmp_path).out
+    assert_one_error(run("scan", "none.pt", cwd=tmp_path), code=2)
+    assert run("scan", bad, "--quiet", cwd=tmp_path).out == ""
+    document = run("scan", bad, "--json", cwd=tmp_path).json()
+    assert document["scans"][0]["level"] == "dangerous"
+    assert document["scans"][0]["files"][0]["findings"][0]["name"] == "os.system"
+
+
+def test_text_from_a_file_is_escaped(tmp_path):
+    done = run("scan", written(tmp_path, b"\x80\2cos\nsys\x1b[31mtem\n."), cwd=tmp_path)
+    assert done.exit == 1
+    assert "\x1b" not in done.out
+
+
+def test_it_agrees_with_picklescan_on_what_is_dangerous(tmp_path):
+    scanner = pytest.importorskip("picklescan.scanner")
+    for path in DANGEROUS:
+        module, _, name = path.rpartition(".")
+        theirs = scanner.scan_bytes(io.BytesIO(call(module, name)), "x.pkl")
+        if theirs.infected_files:
+            assert judge(module, name).level == "dangerous", path
+    tables = scanner._unsafe_globals
+    for module, names in tables.items():
+        if module == "test":
+            continue  # a folder that many projects have; what is in the standard library's is told
+        for name in {"*": ["anything"]}.get(names, [names]) if isinstance(names, str) else names:
+            assert judge(module, name).level == "dangerous", f"{module}.{name}"
+
+
+def test_it_agrees_with_fickling_on_what_is_dangerous(tmp_path):
+    fickle, analysis = pytest.importorskip("fickling.fickle"), pytest.importorskip("fickling.analysis")
+    unsafe = 0
+    for path in DANGEROUS:
+        module, _, name = path.rpartition(".")
+        content = call(module, name, protocol=4)
+        unsafe += analysis.check_safety(fickle.Pickled.load(content)).severity >= analysis.Severity.LIKELY_UNSAFE
+        assert level(tmp_path, content) == "dangerous"
+    assert unsafe > len(DANGEROUS) / 2
+    for module in fickle.UNSAFE_IMPORTS:
+        assert judge(module, "anything").level == "dangerous" or module in LESS, module
+    for module, names in analysis.UnsafeImportsML.UNSAFE_IMPORTS.items():
+        for name in set(names) - {"_load_from_bytes"}:  # what it loads is looked into
+            assert judge(module, name).level == "dangerous", f"{module}.{name}"
+
+
+_LESS = """
+    difflib test compile eval exec builtins __builtin__ __builtins__ torch types functools operator _operator code
+"""
+LESS = _LESS.split()
+"""Modules that fickling refuses with all that is in them, and of which some names are judged dangerous here."""
+
+
+def test_base64_that_hides_a_pickle_needs_a_decoder_that_is_told(tmp_path):
+    hidden = base64.b64encode(BAD)
+    content = pickle.dumps(Reduced(pickle.loads, Reduced(base64.b64decode, hidden)))
+    assert level(tmp_path, content) == "dangerous"
