@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -16,8 +16,10 @@ from ckptconv.checkpoint import Checkpoint, StateDict
 from ckptconv.devices import Host, require_device, survey_host
 from ckptconv.errors import CheckpointError, DeviceUnavailable, printable
 from ckptconv.findings import Finding, Severity
+from ckptconv.fitted_keys import KeyTarget, refusal
 from ckptconv.formats.detect import open_checkpoint
 from ckptconv.inspection import OPENED_BY_TORCH, Inspection, Part, inspect_checkpoint, is_bloated
+from ckptconv.model_fits import ModelFit, best_fit
 from ckptconv.prescriptions import Mend, command, workable
 
 _NAMED = 3  # keys, places or tags that a text names before it counts
@@ -41,6 +43,9 @@ class Case:
     checkpoint: Checkpoint
     facts: Inspection
     device: str | None
+    like: str | None = None
+    model: str | None = None
+    target: KeyTarget | None = None
 
     @cached_property
     def host(self) -> Host:
@@ -54,8 +59,23 @@ class Case:
     def workable(self, mend: Mend) -> Mend | CheckpointError:
         """As `prescriptions.workable` on the checkpoint; each conversion is planned once."""
         if mend not in self._tried:
-            self._tried[mend] = workable(mend, self.checkpoint)
+            self._tried[mend] = workable(mend, self.checkpoint, self.target)
         return self._tried[mend]
+
+    @cached_property
+    def fit(self) -> ModelFit | None:
+        """The state dict for the model that was named."""
+        return None if self.target is None else best_fit(self.state_dicts, self.target)
+
+    @property
+    def must(self) -> Mend:
+        """What every conversion here must do: the kind of file, the device, and the keys that were asked for."""
+        mend = Mend(suffix=suffix(self), device=self.device)
+        if self.fit is None or not self.fit.mends:
+            return mend
+        only = self.fit.found.path if len(self.state_dicts) > 1 else None
+        surplus = None if self.fit.fit.fits else True
+        return replace(mend, only=only, like=self.like, model=self.model, drop_unexpected=surplus)
 
     @cached_property
     def state_dicts(self) -> list[StateDict]:
@@ -148,14 +168,36 @@ def _objects(case: Case) -> Iterator[Symptom]:
         yield symptom("error", "refused-objects", cause, words.quoted(words.REFUSED, words.on_global(names[0])), Mend())
 
 
+def _keys(case: Case) -> Iterator[Symptom]:
+    """Keys and shapes that are not those of the model: the second of the two classic errors."""
+    if case.target is None:
+        return
+    if case.fit is None:
+        advice = "see what it holds with: ckptconv inspect"
+        yield symptom("error", "keys", "holds no state dict", "there is nothing to load into the model", advice=advice)
+    elif case.fit.error is not None:
+        fit, where = case.fit.fit, f"of {printable(case.fit.found.path)} " if case.fit.found.path else ""
+        effect = words.quoted(case.fit.error, by="load_state_dict")
+        if fit.fits:
+            cause = f"the keys {where}are not those of {printable(case.target.name)}, but fit when renamed ({fit.how})"
+            yield symptom("error", "keys", cause, effect, Mend())
+        elif case.fit.mends:
+            cause = f"the keys {where}are more than {printable(case.target.name)} has: {some(fit.unexpected)}"
+            yield symptom("error", "keys", cause, effect, Mend())
+        else:
+            refused = refusal(fit, case.target.name, len(case.target.shapes))
+            yield symptom("error", "keys", refused.what, effect, advice=refused.hint)
+
+
 def _wrappers(case: Case) -> Iterator[Symptom]:
-    """Keys with the wrapper of DataParallel, DDP, compile, FSDP or checkpointing: the second of the two classic errors."""
+    """Keys with the wrapper of DataParallel, DDP, compile, FSDP or checkpointing, where no model says what is wanted."""
+    if case.target is not None:
+        return
     for found in case.state_dicts:
         if wrappers := case.facts.state_dicts.get(found.path):
             wrapper = ".".join(wrappers) + "."
             where = f" of {printable(found.path)}" if found.path else ""
-            effect = words.quoted(words.NO_KEYS, f'Unexpected key(s) in state_dict: "{printable(found.keys[0])}"',
-                                  by="load_state_dict, of a bare model,")  # fmt: skip
+            effect = words.quoted(words.NO_KEYS, words.on_unexpected(found.keys[0]), by="load_state_dict, of a bare model,")
             yield symptom("warning", "wrapped-keys", f"the keys{where} carry the wrapper {wrapper}", effect, Mend())
     for path, prefix in case.facts.offered.items():
         where = f" of {printable(path)}" if path else ""
@@ -248,7 +290,7 @@ def _precision(case: Case) -> Iterator[Symptom]:
 
 
 CHECKS: tuple[Callable[[Case], Iterator[Symptom]], ...] = (
-    _container, _name, _lone_shard, _tags, _modules, _objects, _wrappers, _bloat, _shares, _tied, _precision,
+    _container, _name, _lone_shard, _tags, _modules, _objects, _keys, _wrappers, _bloat, _shares, _tied, _precision,
 )  # fmt: skip
 """What is looked at without reading a tensor; findings of one severity come in this order."""
 

@@ -459,6 +459,118 @@ def test_a_device_that_was_asked_for_and_is_not_here_is_an_error(tmp_path):
         diagnose(path, device="gpu")
 
 
+# ------------------------------------------------------------------------------------------------------------------- keys
+
+MODELS = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = torch.nn.Linear(4, 3), torch.nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.head(self.stem(x))
+"""
+
+
+@pytest.fixture
+def net(tmp_path, monkeypatch):
+    """A model, and its name: it lies in a module in the folder that the program runs in."""
+    name = f"models_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    space: dict[str, Any] = {}
+    exec(MODELS, space)
+    return space["Net"]().half(), f"{name}:Net"
+
+
+def prefixed(prefix: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda state: {prefix + key: value for key, value in state.items()}
+
+
+FITTED: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "DDP": prefixed("module."),
+    "compiled": prefixed("_orig_mod."),
+    "a prefix": prefixed("backbone."),
+    "DDP in a training checkpoint": lambda state: {"epoch": 3, "model": prefixed("module.")(state)},
+    "a Lightning checkpoint": lambda state: {"state_dict": prefixed("model.")(state), "pytorch-lightning_version": "2.6.6"},
+    "more keys": lambda state: {**state, "aux.weight": torch.ones(7)},
+    "with an EMA of other keys": lambda state: {"model": prefixed("net.")(state), "ema": {"shadow": torch.ones(3)}},
+    "DDP with a Namespace": lambda state: {"model": prefixed("module.")(state), "args": argparse.Namespace(lr=1)},
+}
+
+
+@pytest.mark.parametrize("by", ["model", "like"])
+@pytest.mark.parametrize("what", FITTED)
+def test_obeying_makes_the_keys_fit(what, by, net, tmp_path):
+    model, name = net
+    saved(tmp_path, model.state_dict(), "other.pt")
+    wanted = {by: name if by == "model" else "other.pt"}
+    path = saved(tmp_path, FITTED[what](model.state_dict()))
+    finding = found(diagnose(path, **wanted), "keys")
+    mended = obey(finding.command, tmp_path)
+    after = diagnose(mended, **wanted)
+    assert [item for item in after.findings if item.severity != "info"] == []
+    loaded = torch.load(mended, weights_only=True)
+    state = next((loaded[key] for key in ("model", "state_dict") if key in loaded), loaded)
+    fresh = type(model)().half()
+    fresh.load_state_dict(state, strict=True)
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in fresh.state_dict().items())
+
+
+@pytest.mark.parametrize("what", ["DDP", "compiled", "a prefix", "more keys"])
+def test_the_quoted_error_about_keys_is_torchs(what, net, tmp_path):
+    model, name = net
+    path = saved(tmp_path, FITTED[what](model.state_dict()))
+    assert_refused_by(model, path, found(diagnose(path, model=name), "keys"))
+
+
+UNFIT: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a key is missing": lambda state: {key: value for key, value in state.items() if key != "head.bias"},
+    "a shape is another": lambda state: {**state, "head.weight": torch.ones(5, 3).half()},
+}
+
+
+@pytest.mark.parametrize("what", UNFIT)
+def test_keys_that_cannot_fit_have_no_command(what, net, tmp_path):
+    model, name = net
+    path = saved(tmp_path, UNFIT[what](model.state_dict()))
+    diagnosis = diagnose(path, model=name)
+    finding = found(diagnosis, "keys")
+    assert not diagnosis.loads
+    assert finding.command is None
+    assert "head." in finding.cause
+    assert_refused_by(model, path, finding)
+
+
+def assert_refused_by(model: torch.nn.Module, path: Path, finding: Finding) -> None:
+    with pytest.raises(RuntimeError) as raised:
+        model.load_state_dict(torch.load(path, weights_only=True))
+    for words in finding.effect.partition(" says: ")[2].split(" … "):
+        assert words in str(raised.value)
+
+
+def test_a_wrapped_model_wants_wrapped_keys(net, tmp_path):
+    model, _ = net
+    saved(tmp_path, prefixed("module.")(model.state_dict()), "wrapped.pt")
+    assert diagnose("wrapped.pt", like="wrapped.pt").findings == ()
+    with oracle.tagged(lambda _: "cuda:3"):
+        saved(tmp_path, prefixed("module.")(model.state_dict()), "gpu.pt")
+    mended = obey(found(diagnose("gpu.pt", like="wrapped.pt"), "device").command, tmp_path)
+    assert diagnose(mended, like="wrapped.pt").findings == ()
+
+
+def test_the_program_takes_a_model(net, tmp_path):
+    model, name = net
+    saved(tmp_path, prefixed("module.")(model.state_dict()))
+    done = run("doctor", "model.pt", "--model", name, cwd=tmp_path)
+    assert done.exit == 1
+    assert f"ckptconv convert model.pt model-portable.pt --model {name}" in done.out
+    saved(tmp_path, model.state_dict())
+    assert run("doctor", "model.pt", "--model", name, cwd=tmp_path).exit == 0
+
+
 # ------------------------------------------------------------------------------------------------------------ the program
 
 
