@@ -51,7 +51,7 @@ def diagnose(
     try:
         with collector_paused(), open_checkpoint(paths, tag=tag, whole_modules=True) as whole:
             checkpoint, other = flatten_modules(whole), None if like is None else os.fspath(like)
-            case = Case(paths, whole, checkpoint, inspect_checkpoint(checkpoint), device, other, model, target)
+            case = Case(paths, whole, checkpoint, inspect_checkpoint(checkpoint), device, other, model, target, tag)
             symptoms = [one for check in CHECKS for one in check(case)]
             symptoms += _read_values(checkpoint) if values else []
             return Diagnosis(str(paths[0]), whole.format, _findings(case, symptoms))

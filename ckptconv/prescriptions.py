@@ -33,6 +33,7 @@ class Mend:
     like: str | None = None
     model: str | None = None
     drop_unexpected: bool | None = None
+    tag: str | None = None
 
     def with_(self, other: Mend) -> Mend:
         """Both: what the other one asks for goes before what this one does."""
@@ -51,6 +52,7 @@ class Mend:
     def arguments(self) -> list[str]:
         """The same as words of a command line."""
         named = (
+            ("--tag", self.tag),
             ("--device", self.device),
             ("--only", self.only),
             ("--strip-prefix", self.strip_prefix),

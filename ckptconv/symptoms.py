@@ -46,6 +46,7 @@ class Case:
     like: str | None = None
     model: str | None = None
     target: KeyTarget | None = None
+    tag: str | None = None
 
     @cached_property
     def host(self) -> Host:
@@ -70,7 +71,7 @@ class Case:
     @property
     def must(self) -> Mend:
         """What every conversion here must do: the kind of file, the device, and the keys that were asked for."""
-        mend = Mend(suffix=suffix(self), device=self.device)
+        mend = Mend(suffix=suffix(self), device=self.device, tag=self.tag)
         if self.fit is None or not self.fit.mends:
             return mend
         only = self.fit.found.path if len(self.state_dicts) > 1 else None

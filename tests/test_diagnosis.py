@@ -365,6 +365,15 @@ def test_the_command_for_a_folder_makes_one_file_that_torch_opens(name, produced
     opened_by_torch(mended)
 
 
+def test_the_command_for_a_step_names_it(produced, tmp_path):
+    shutil.copytree(produced / "ds_z2", tmp_path / "ds")
+    shutil.copytree(produced / "ds_z2" / "global_step1", tmp_path / "ds" / "global_step7")
+    (tmp_path / "ds" / "latest").write_text("global_step7")
+    finding = found(diagnose(tmp_path / "ds", tag="global_step1"), "container")
+    assert "--tag global_step1" in finding.command
+    assert diagnose(obey(finding.command, tmp_path)).loads
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_ranks_file_alone_is_joined_with_those_beside_it(rank, produced, tmp_path):
     for number in (0, 1):
@@ -629,6 +638,20 @@ def test_the_output_that_is_named_is_free(tmp_path):
     path = saved(tmp_path, {f"module.{key}": value for key, value in weights().items()})
     assert obey(found(diagnose(path), "wrapped-keys").command, tmp_path).name == "model-portable.pt"
     assert obey(found(diagnose(path), "wrapped-keys").command, tmp_path).name == "model-portable-2.pt"
+
+
+@pytest.mark.badcases
+def test_hostile_files_are_findings(tmp_path):
+    from neighbours import GENERATOR, NEIGHBOURS
+
+    subprocess.run([sys.executable, GENERATOR, tmp_path], cwd=tmp_path, check=True, capture_output=True)
+    for case in NEIGHBOURS:
+        if case.build is not None:
+            (tmp_path / case.file).write_bytes(case.build())
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and "million" not in path.name]
+    codes = {finding.code for path in files for finding in diagnose(path, values=path.stat().st_size < 1 << 30).findings}
+    assert {"damaged", "beyond-limits", "refused-objects", "no-checkpoint", "lone-shard", "device"} <= codes
+    assert not list(tmp_path.rglob("CKPTCONV_PWNED"))
 
 
 def test_nothing_of_the_file_is_run(tmp_path):
