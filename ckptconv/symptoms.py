@@ -12,15 +12,20 @@ from functools import cached_property
 from pathlib import Path
 
 from ckptconv import torch_words as words
-from ckptconv.checkpoint import Checkpoint, StateDict
+from ckptconv.checkpoint import Checkpoint, StateDict, walk
 from ckptconv.devices import Host, require_device, survey_host
+from ckptconv.dtypes import BY_NAME
 from ckptconv.errors import CheckpointError, DeviceUnavailable, printable
 from ckptconv.findings import Finding, Severity
 from ckptconv.fitted_keys import KeyTarget, refusal
 from ckptconv.formats.detect import open_checkpoint
+from ckptconv.formats.records import pickle_head
 from ckptconv.inspection import OPENED_BY_TORCH, Inspection, Part, inspect_checkpoint, is_bloated
 from ckptconv.model_fits import ModelFit, best_fit
+from ckptconv.nodes import children
 from ckptconv.prescriptions import Mend, command, workable
+from ckptconv.tensors import Storage
+from ckptconv.torch_objects import VALUELESS
 
 _NAMED = 3  # keys, places or tags that a text names before it counts
 
@@ -91,7 +96,10 @@ def suffix(case: Case) -> str:
 
 def _container(case: Case) -> Iterator[Symptom]:
     name, path = case.facts.format, case.paths[0]
-    if name == "torch legacy":
+    if name == "torch legacy" and (untyped := _untyped(case)):
+        cause = f"is a file of before torch 1.6 that holds {some(untyped)}, which its format has no place for"
+        yield symptom("error", "legacy-container", cause, words.quoted(words.UNTYPED), Mend())
+    elif name == "torch legacy":
         effect = words.quoted(words.MMAP, by="torch.load(mmap=True)")
         yield symptom("info", "legacy-container", "is a file of before torch 1.6, not a zip archive", effect, Mend())
     if name.startswith("sharded"):
@@ -102,6 +110,32 @@ def _container(case: Case) -> Iterator[Symptom]:
         said = words.FOLDER if folder else words.on_format(name)
         effect = words.quoted(said) if said else "torch.load(weights_only=True) does not read it as one checkpoint"
         yield symptom("error", "container", f"its container is: {name}", effect, Mend())
+
+
+def _untyped(case: Case) -> list[str]:
+    """What a legacy file holds in untyped storages, which torch's reader of such files does not take."""
+    types = [dtype for dtype in case.facts.dtypes if BY_NAME[dtype].storage_class is None]
+    bare = any(type(node) is Storage and node.dtype is None for _, node in walk(case.checkpoint.root))
+    return types + ["untyped storages"] * bare
+
+
+def _protocol(case: Case) -> Iterator[Symptom]:
+    """A pickle of protocol 4 or 5 (`torch.save(pickle_protocol=...)`), which torch's own reader does not know."""
+    if case.facts.format in ("torch zip", "torch legacy") and len(case.paths) == 1 and case.whole.sources:
+        head = pickle_head(case.whole.sources[0])
+        number = head[1] if head[:1] == b"\x80" else 0
+        newer = _holds_bytes(case.whole) if number == 3 else number > 3 and (head[2:3] == _FRAME or _MEMOIZE in head)
+        if newer:
+            cause = f"its pickle has the protocol {number}, where torch writes 2"
+            yield symptom("error", "pickle-protocol", cause, words.quoted(words.REFUSED, words.OPCODE), Mend())
+
+
+def _holds_bytes(checkpoint: Checkpoint) -> bool:
+    """Whether there are bytes in the tree: of protocol 3, torch's reader lacks the opcodes of just these."""
+    return any(type(child) is bytes for _, node in walk(checkpoint.root) for _, child in children(node))
+
+
+_FRAME, _MEMOIZE = b"\x95", b"\x94"  # pickletools: opcodes of protocol 4
 
 
 def _name(case: Case) -> Iterator[Symptom]:
@@ -161,7 +195,11 @@ def _modules(case: Case) -> Iterator[Symptom]:
 
 def _objects(case: Case) -> Iterator[Symptom]:
     """Objects that weights_only=True refuses."""
-    odd = case.facts.odd_objects
+    bare = [item.path for item in case.facts.odd_objects if item.name in VALUELESS]
+    if bare:
+        advice = "save it again where the values are"
+        yield symptom("warning", "no-values", f"has no values: {some(bare)}", "the model cannot compute with it", advice=advice)
+    odd = [item for item in case.facts.odd_objects if item.name not in VALUELESS]
     if odd and case.facts.format not in ("TorchScript",):
         names = list(dict.fromkeys(item.name for item in odd))
         places = some([item.path or "the root" for item in odd])
@@ -291,7 +329,7 @@ def _precision(case: Case) -> Iterator[Symptom]:
 
 
 CHECKS: tuple[Callable[[Case], Iterator[Symptom]], ...] = (
-    _container, _name, _lone_shard, _tags, _modules, _objects, _keys, _wrappers, _bloat, _shares, _tied, _precision,
+    _container, _protocol, _name, _lone_shard, _tags, _modules, _objects, _keys, _wrappers, _bloat, _shares, _tied, _precision,
 )  # fmt: skip
 """What is looked at without reading a tensor; findings of one severity come in this order."""
 

@@ -49,6 +49,8 @@ _ON_FORMAT = (
     ("zip of checkpoints", "file in archive is not in a subdirectory"),
 )
 FOLDER = "[Errno 21] Is a directory"
+OPCODE = "Unsupported operand"
+UNTYPED = "type object 'torch.storage.UntypedStorage' has no attribute 'dtype'"
 MMAP = "mmap can only be used with files saved with"
 HEADER = "Error while deserializing header: header too large"
 NO_PICKLE = "PytorchStreamReader failed locating file data.pkl: file not found"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import bz2
+import datetime
 import gzip
 import json
 import lzma
@@ -13,11 +14,12 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import oracle
 import pytest
 import torch
@@ -130,6 +132,12 @@ MENDED: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "slices": ("bloat", bloated),
     "an optimizer": ("optimizer-share", trained),
     "an EMA": ("ema-share", lambda at: saved(at, {"model": weights(), "ema": weights()})),
+    "pickle protocol 3": ("pickle-protocol", lambda at: saved(at, {**weights(), "raw": b"bytes"}, pickle_protocol=3)),
+    "pickle protocol 5": ("pickle-protocol", lambda at: saved(at, weights(), pickle_protocol=5)),
+    "pickle protocol 4, of old": ("pickle-protocol", lambda at: saved(
+        at, weights(), pickle_protocol=4, _use_new_zipfile_serialization=False)),
+    "float8 in a legacy file": ("legacy-container", lambda at: saved(
+        at, {"w": torch.ones(4).to(torch.float8_e5m2)}, _use_new_zipfile_serialization=False)),
     "tied weights": ("tied-weights", tied),
     "float32": ("all-fp32", lambda at: saved(at, {"fc.weight": torch.ones(2, 2)})),
     "gzip": ("no-checkpoint", lambda at: packed(at, gzip.compress)),
@@ -248,6 +256,10 @@ QUOTED = {
     "TorchScript": "container",
     "a zip of checkpoints": "container",
     "a bare pickle": "container",
+    "pickle protocol 3": "pickle-protocol",
+    "pickle protocol 5": "pickle-protocol",
+    "pickle protocol 4, of old": "pickle-protocol",
+    "float8 in a legacy file": "legacy-container",
     "gzip": "no-checkpoint",
     "bzip2": "no-checkpoint",
     "xz": "no-checkpoint",
@@ -352,6 +364,45 @@ def test_doctor_and_torch_agree_on_real_files(entry, corpus, tmp_path):
         assert [item for item in diagnose(mended).findings if item.severity != "info"] == []
         opened_by_torch(mended)
         mended.unlink()
+
+
+VALUES: dict[str, Any] = {
+    "plain values": [1, 2.5, None, True, "x", b"y", (1,), {1, 2}, 1 << 200, 1 + 2j, frozenset([1]), bytearray(b"abc"), ...],
+    "torch's own": [torch.Size([1]), torch.float16, torch.device("cuda:1"), torch.strided],
+    "collections": [OrderedDict(a=1), Counter("ab"), defaultdict(list, {1: [2]})],
+    "a range": range(3),
+    "a path": Path("a"),
+    "a date": datetime.datetime(2026, 1, 1),
+    "a class": int,
+    "a function": torch.add,
+    "a numpy number": np.float32(1),
+    "a numpy array": np.ones(3),
+    "a sparse tensor": torch.eye(3).to_sparse(),
+    "a CSR tensor": torch.eye(3).to_sparse_csr(),
+    "a quantized tensor": torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.qint8),
+    "a parameter": torch.nn.Parameter(torch.ones(2)),
+    "a buffer": torch.nn.Buffer(torch.ones(2)),
+    "conjugated": torch.ones(3, dtype=torch.complex64).conj(),
+    "a storage": torch.ones(3).untyped_storage(),
+    "a typed storage": torch.ones(3).storage(),
+    "float8": torch.ones(2).to(torch.float8_e4m3fn),
+    "a meta tensor": torch.ones(2, device="meta"),
+    "a random state": torch.get_rng_state(),
+}
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("what", VALUES)
+def test_doctor_and_torch_agree_on_values(what, protocol, zipped, tmp_path):
+    tree = {"w": torch.ones(2), "value": VALUES[what]}
+    path = saved(tmp_path, tree, pickle_protocol=protocol, _use_new_zipfile_serialization=zipped)
+    try:
+        opened_by_torch(path)
+    except Exception:
+        assert not diagnose(path).loads
+    else:
+        assert diagnose(path).loads
 
 
 FOLDERS = ("acc_state", "dcp_fsdp2", "ds_z2", "ds_z3")
