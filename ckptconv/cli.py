@@ -238,10 +238,14 @@ def inspect(sources: tuple[Path, ...], depth: int, tag: str | None, as_json: boo
 Examples:
   ckptconv doctor in.pt
   ckptconv doctor in.pt --values
+  ckptconv doctor in.pt --like other.safetensors
+  ckptconv doctor in.pt --model my_package.models:build
   ckptconv doctor in.pt --device cuda:0
   ckptconv doctor in.pt --json | jq -r '.findings[].command'"""
 )
 @click.argument("sources", metavar="IN...", type=_FILE, nargs=-1, required=True)
+@click.option("--like", metavar="OTHER", type=_FILE, help="Should load where this checkpoint, index or list of keys fits.")
+@click.option("--model", metavar="PACKAGE.MODULE:CALLABLE", help="Should load into the model that this builds (imports code).")
 @click.option("--device", metavar="TAG", help="Where the tensors are wanted: cpu (default), cuda:0, mps, ..., auto.")
 @click.option("--values", is_flag=True, help="Read the tensors too: damaged records, values that are NaN or infinite.")
 @_TAG
@@ -253,6 +257,8 @@ def doctor(sources: tuple[Path, ...], as_json: bool, **given: Any) -> None:
     from ckptconv import report
     from ckptconv.diagnosis import diagnose
 
+    if given["like"] and given["model"]:
+        raise click.UsageError("--like and --model are both given, and the keys can fit one only")
     with _errors(as_json):
         found = diagnose(sources, **given)
     if as_json:

@@ -14,32 +14,44 @@ from ckptconv.errors import CheckpointError, DeviceUnavailable, printable
 from ckptconv.findings import SEVERITIES, Diagnosis, Finding
 from ckptconv.formats.detect import Named, open_checkpoint
 from ckptconv.inspection import inspect_checkpoint
+from ckptconv.key_targets import key_target
 from ckptconv.modules import flatten_modules
 from ckptconv.nonfinite import count_nonfinite
 from ckptconv.prescriptions import Mend, command
 from ckptconv.sources import FileSource
-from ckptconv.symptoms import CHECKS, Case, Symptom, some, suffix, symptom
+from ckptconv.symptoms import CHECKS, Case, Symptom, some, symptom
 from ckptconv.tensors import check_storage
 from ckptconv.unopened import unopened
 
 
-def diagnose(path: Named, *, device: str | None = None, values: bool = False, tag: str | None = None) -> Diagnosis:
+def diagnose(
+    path: Named,
+    *,
+    like: str | os.PathLike[str] | None = None,
+    model: str | None = None,
+    device: str | None = None,
+    values: bool = False,
+    tag: str | None = None,
+) -> Diagnosis:
     """Say why the checkpoint `path` would not load on this host, or would disappoint, and how to mend it.
 
-    `device` is where the tensors are wanted (a tag, ``auto``; by default the CPU). `values` reads all of it, for damage
-    and for values that are no numbers; otherwise no tensor is read. `tag` picks a step of a folder of several. A file that
-    cannot be opened is a finding; `CheckpointError` is raised only when there is no such file, or no such device tag.
+    `like` (another checkpoint, an index, a list of keys) or `model` (``PACKAGE.MODULE:CALLABLE``, which is imported and
+    called) has the keys and shapes that it should load into. `device` is where the tensors are wanted (a tag, ``auto``; by
+    default the CPU). `values` reads all of it, for damage and for values that are no numbers; otherwise no tensor is read.
+    `tag` picks a step of a folder of several. A file that cannot be opened is a finding; `CheckpointError` is raised only
+    when there is no such file, model or device tag.
     Without torch a CPU-only torch is assumed.
     """
     tag_map(device)
+    target = key_target(like, model)
     paths = (Path(path),) if isinstance(path, (str, os.PathLike)) else tuple(map(Path, path))
     for one in paths:
         if not os.path.exists(one):  # noqa: PTH110 (False for no name at all)
             FileSource(one).close()  # says why
     try:
         with collector_paused(), open_checkpoint(paths, tag=tag, whole_modules=True) as whole:
-            checkpoint = flatten_modules(whole)
-            case = Case(paths, whole, checkpoint, inspect_checkpoint(checkpoint), device)
+            checkpoint, other = flatten_modules(whole), None if like is None else os.fspath(like)
+            case = Case(paths, whole, checkpoint, inspect_checkpoint(checkpoint), device, other, model, target, tag)
             symptoms = [one for check in CHECKS for one in check(case)]
             symptoms += _read_values(checkpoint) if values else []
             return Diagnosis(str(paths[0]), whole.format, _findings(case, symptoms))
@@ -51,7 +63,7 @@ def diagnose(path: Named, *, device: str | None = None, values: bool = False, ta
 
 def _findings(case: Case, symptoms: Sequence[Symptom]) -> tuple[Finding, ...]:
     """The findings with their commands: one conversion mends all that must be mended, so it is the command of each."""
-    mend = Mend(suffix=suffix(case), device=case.device)
+    mend = case.must
     for one in symptoms:
         if one.mend is not None and not one.chosen:
             mend = mend.with_(one.mend)

@@ -36,5 +36,5 @@ class Diagnosis:
 
     @property
     def loads(self) -> bool:
-        """Whether torch.load(weights_only=True) or the safetensors library loads it here."""
+        """Whether torch.load(weights_only=True) or the safetensors library loads it here, into the model if one was named."""
         return not any(finding.severity == "error" for finding in self.findings)

@@ -11,6 +11,7 @@ from ckptconv.checkpoint import Checkpoint
 from ckptconv.devices import tag_map
 from ckptconv.dtypes import floating_dtype
 from ckptconv.errors import CheckpointError, RefusedObject
+from ckptconv.fitted_keys import KeyTarget
 from ckptconv.keys import KeyRules
 from ckptconv.planning import Options, plan_conversion
 from ckptconv.settling import Unknown
@@ -29,6 +30,10 @@ class Mend:
     strip_prefix: str | None = None
     dtype: str | None = None
     unknown: Unknown = "refuse"
+    like: str | None = None
+    model: str | None = None
+    drop_unexpected: bool | None = None
+    tag: str | None = None
 
     def with_(self, other: Mend) -> Mend:
         """Both: what the other one asks for goes before what this one does."""
@@ -37,30 +42,35 @@ class Mend:
             given["unknown"] = self.unknown
         return replace(self, **given)
 
-    def options(self) -> Options:
-        """The conversion as the library has it."""
+    def options(self, target: KeyTarget | None) -> Options:
+        """The conversion as the library has it; `target` is what `like` or `model` name."""
         keys = KeyRules(strip_prefixes=(self.strip_prefix,) if self.strip_prefix else ())
         dtype = floating_dtype(self.dtype) if self.dtype else None
-        return Options(None, keys, tag_map(self.device), dtype, self.only, "alias", self.unknown, None)
+        fit_to = replace(target, drop_unexpected=bool(self.drop_unexpected)) if target and (self.like or self.model) else None
+        return Options(None, keys, tag_map(self.device), dtype, self.only, "alias", self.unknown, None, fit_to)
 
     def arguments(self) -> list[str]:
         """The same as words of a command line."""
         named = (
+            ("--tag", self.tag),
             ("--device", self.device),
             ("--only", self.only),
             ("--strip-prefix", self.strip_prefix),
             ("--dtype", self.dtype),
+            ("--like", self.like),
+            ("--model", self.model),
             ("--unknown", None if self.unknown == "refuse" else self.unknown),
         )
-        return [word for name, value in named if value is not None for word in (name, value)]
+        words = [word for name, value in named if value is not None for word in (name, value)]
+        return words + ["--drop-unexpected"] * bool(self.drop_unexpected)
 
 
-def workable(mend: Mend, checkpoint: Checkpoint) -> Mend | CheckpointError:
+def workable(mend: Mend, checkpoint: Checkpoint, target: KeyTarget | None = None) -> Mend | CheckpointError:
     """The mend, with objects dropped that have no plain form if there is no other way; or why it would not work."""
     try:
-        plan_conversion(checkpoint, f"OUT{mend.suffix or '.pt'}", mend.options())
+        plan_conversion(checkpoint, f"OUT{mend.suffix or '.pt'}", mend.options(target))
     except RefusedObject as error:
-        return error if mend.unknown == "drop" else workable(replace(mend, unknown="drop"), checkpoint)
+        return error if mend.unknown == "drop" else workable(replace(mend, unknown="drop"), checkpoint, target)
     except CheckpointError as error:
         return error
     return mend

@@ -7,18 +7,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from ckptconv import torch_words as words
-from ckptconv.checkpoint import Checkpoint, StateDict
+from ckptconv.checkpoint import Checkpoint, StateDict, walk
 from ckptconv.devices import Host, require_device, survey_host
+from ckptconv.dtypes import BY_NAME
 from ckptconv.errors import CheckpointError, DeviceUnavailable, printable
 from ckptconv.findings import Finding, Severity
+from ckptconv.fitted_keys import KeyTarget, refusal
 from ckptconv.formats.detect import open_checkpoint
+from ckptconv.formats.records import pickle_head
 from ckptconv.inspection import OPENED_BY_TORCH, Inspection, Part, inspect_checkpoint, is_bloated
+from ckptconv.model_fits import ModelFit, best_fit
+from ckptconv.nodes import children
 from ckptconv.prescriptions import Mend, command, workable
+from ckptconv.tensors import Storage
+from ckptconv.torch_objects import VALUELESS
 
 _NAMED = 3  # keys, places or tags that a text names before it counts
 
@@ -41,6 +48,10 @@ class Case:
     checkpoint: Checkpoint
     facts: Inspection
     device: str | None
+    like: str | None = None
+    model: str | None = None
+    target: KeyTarget | None = None
+    tag: str | None = None
 
     @cached_property
     def host(self) -> Host:
@@ -54,8 +65,23 @@ class Case:
     def workable(self, mend: Mend) -> Mend | CheckpointError:
         """As `prescriptions.workable` on the checkpoint; each conversion is planned once."""
         if mend not in self._tried:
-            self._tried[mend] = workable(mend, self.checkpoint)
+            self._tried[mend] = workable(mend, self.checkpoint, self.target)
         return self._tried[mend]
+
+    @cached_property
+    def fit(self) -> ModelFit | None:
+        """The state dict for the model that was named."""
+        return None if self.target is None else best_fit(self.state_dicts, self.target)
+
+    @property
+    def must(self) -> Mend:
+        """What every conversion here must do: the kind of file, the device, and the keys that were asked for."""
+        mend = Mend(suffix=suffix(self), device=self.device, tag=self.tag)
+        if self.fit is None or not self.fit.mends:
+            return mend
+        only = self.fit.found.path if len(self.state_dicts) > 1 else None
+        surplus = None if self.fit.fit.fits else True
+        return replace(mend, only=only, like=self.like, model=self.model, drop_unexpected=surplus)
 
     @cached_property
     def state_dicts(self) -> list[StateDict]:
@@ -70,7 +96,10 @@ def suffix(case: Case) -> str:
 
 def _container(case: Case) -> Iterator[Symptom]:
     name, path = case.facts.format, case.paths[0]
-    if name == "torch legacy":
+    if name == "torch legacy" and (untyped := _untyped(case)):
+        cause = f"is a file of before torch 1.6 that holds {some(untyped)}, which its format has no place for"
+        yield symptom("error", "legacy-container", cause, words.quoted(words.UNTYPED), Mend())
+    elif name == "torch legacy":
         effect = words.quoted(words.MMAP, by="torch.load(mmap=True)")
         yield symptom("info", "legacy-container", "is a file of before torch 1.6, not a zip archive", effect, Mend())
     if name.startswith("sharded"):
@@ -81,6 +110,32 @@ def _container(case: Case) -> Iterator[Symptom]:
         said = words.FOLDER if folder else words.on_format(name)
         effect = words.quoted(said) if said else "torch.load(weights_only=True) does not read it as one checkpoint"
         yield symptom("error", "container", f"its container is: {name}", effect, Mend())
+
+
+def _untyped(case: Case) -> list[str]:
+    """What a legacy file holds in untyped storages, which torch's reader of such files does not take."""
+    types = [dtype for dtype in case.facts.dtypes if BY_NAME[dtype].storage_class is None]
+    bare = any(type(node) is Storage and node.dtype is None for _, node in walk(case.checkpoint.root))
+    return types + ["untyped storages"] * bare
+
+
+def _protocol(case: Case) -> Iterator[Symptom]:
+    """A pickle of protocol 4 or 5 (`torch.save(pickle_protocol=...)`), which torch's own reader does not know."""
+    if case.facts.format in ("torch zip", "torch legacy") and len(case.paths) == 1 and case.whole.sources:
+        head = pickle_head(case.whole.sources[0])
+        number = head[1] if head[:1] == b"\x80" else 0
+        newer = _holds_bytes(case.whole) if number == 3 else number > 3 and (head[2:3] == _FRAME or _MEMOIZE in head)
+        if newer:
+            cause = f"its pickle has the protocol {number}, where torch writes 2"
+            yield symptom("error", "pickle-protocol", cause, words.quoted(words.REFUSED, words.OPCODE), Mend())
+
+
+def _holds_bytes(checkpoint: Checkpoint) -> bool:
+    """Whether there are bytes in the tree: of protocol 3, torch's reader lacks the opcodes of just these."""
+    return any(type(child) is bytes for _, node in walk(checkpoint.root) for _, child in children(node))
+
+
+_FRAME, _MEMOIZE = b"\x95", b"\x94"  # pickletools: opcodes of protocol 4
 
 
 def _name(case: Case) -> Iterator[Symptom]:
@@ -140,7 +195,11 @@ def _modules(case: Case) -> Iterator[Symptom]:
 
 def _objects(case: Case) -> Iterator[Symptom]:
     """Objects that weights_only=True refuses."""
-    odd = case.facts.odd_objects
+    bare = [item.path for item in case.facts.odd_objects if item.name in VALUELESS]
+    if bare:
+        advice = "save it again where the values are"
+        yield symptom("warning", "no-values", f"has no values: {some(bare)}", "the model cannot compute with it", advice=advice)
+    odd = [item for item in case.facts.odd_objects if item.name not in VALUELESS]
     if odd and case.facts.format not in ("TorchScript",):
         names = list(dict.fromkeys(item.name for item in odd))
         places = some([item.path or "the root" for item in odd])
@@ -148,14 +207,36 @@ def _objects(case: Case) -> Iterator[Symptom]:
         yield symptom("error", "refused-objects", cause, words.quoted(words.REFUSED, words.on_global(names[0])), Mend())
 
 
+def _keys(case: Case) -> Iterator[Symptom]:
+    """Keys and shapes that are not those of the model: the second of the two classic errors."""
+    if case.target is None:
+        return
+    if case.fit is None:
+        advice = "see what it holds with: ckptconv inspect"
+        yield symptom("error", "keys", "holds no state dict", "there is nothing to load into the model", advice=advice)
+    elif case.fit.error is not None:
+        fit, where = case.fit.fit, f"of {printable(case.fit.found.path)} " if case.fit.found.path else ""
+        effect = words.quoted(case.fit.error, by="load_state_dict")
+        if fit.fits:
+            cause = f"the keys {where}are not those of {printable(case.target.name)}, but fit when renamed ({fit.how})"
+            yield symptom("error", "keys", cause, effect, Mend())
+        elif case.fit.mends:
+            cause = f"the keys {where}are more than {printable(case.target.name)} has: {some(fit.unexpected)}"
+            yield symptom("error", "keys", cause, effect, Mend())
+        else:
+            refused = refusal(fit, case.target.name, len(case.target.shapes))
+            yield symptom("error", "keys", refused.what, effect, advice=refused.hint)
+
+
 def _wrappers(case: Case) -> Iterator[Symptom]:
-    """Keys with the wrapper of DataParallel, DDP, compile, FSDP or checkpointing: the second of the two classic errors."""
+    """Keys with the wrapper of DataParallel, DDP, compile, FSDP or checkpointing, where no model says what is wanted."""
+    if case.target is not None:
+        return
     for found in case.state_dicts:
         if wrappers := case.facts.state_dicts.get(found.path):
             wrapper = ".".join(wrappers) + "."
             where = f" of {printable(found.path)}" if found.path else ""
-            effect = words.quoted(words.NO_KEYS, f'Unexpected key(s) in state_dict: "{printable(found.keys[0])}"',
-                                  by="load_state_dict, of a bare model,")  # fmt: skip
+            effect = words.quoted(words.NO_KEYS, words.on_unexpected(found.keys[0]), by="load_state_dict, of a bare model,")
             yield symptom("warning", "wrapped-keys", f"the keys{where} carry the wrapper {wrapper}", effect, Mend())
     for path, prefix in case.facts.offered.items():
         where = f" of {printable(path)}" if path else ""
@@ -248,7 +329,7 @@ def _precision(case: Case) -> Iterator[Symptom]:
 
 
 CHECKS: tuple[Callable[[Case], Iterator[Symptom]], ...] = (
-    _container, _name, _lone_shard, _tags, _modules, _objects, _wrappers, _bloat, _shares, _tied, _precision,
+    _container, _protocol, _name, _lone_shard, _tags, _modules, _objects, _keys, _wrappers, _bloat, _shares, _tied, _precision,
 )  # fmt: skip
 """What is looked at without reading a tensor; findings of one severity come in this order."""
 

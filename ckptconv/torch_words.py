@@ -6,6 +6,8 @@ torch/nn/modules/module.py, caffe2/serialize/inline_container.cc.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ckptconv.devices import Host
 from ckptconv.errors import printable
 
@@ -47,10 +49,13 @@ _ON_FORMAT = (
     ("zip of checkpoints", "file in archive is not in a subdirectory"),
 )
 FOLDER = "[Errno 21] Is a directory"
+OPCODE = "Unsupported operand"
+UNTYPED = "type object 'torch.storage.UntypedStorage' has no attribute 'dtype'"
 MMAP = "mmap can only be used with files saved with"
 HEADER = "Error while deserializing header: header too large"
 NO_PICKLE = "PytorchStreamReader failed locating file data.pkl: file not found"
 CUT_OFF = "PytorchStreamReader failed reading zip archive: failed finding central directory"
+UNEXPECTED = "Unexpected key(s) in state_dict"
 NO_KEYS = "Missing key(s) in state_dict"
 SHARED = "Some tensors share memory, this will lead to duplicate memory on disk"
 
@@ -58,6 +63,24 @@ SHARED = "Some tensors share memory, this will lead to duplicate memory on disk"
 def on_format(name: str) -> str | None:
     """The error about a container that torch.load does not read; None where it does, or says something else each time."""
     return next((words for start, words in _ON_FORMAT if name.startswith(start)), None)
+
+
+def on_missing(key: str, unexpected: Sequence[str] = ()) -> str:
+    """The error about keys that a model has and a state dict has not, and about the first that only that has."""
+    return " … ".join([f'{NO_KEYS}: "{printable(key)}"', *(on_unexpected(other) for other in unexpected)])
+
+
+def on_unexpected(key: str) -> str:
+    """The error about keys that only the state dict has."""
+    return f'{UNEXPECTED} … "{printable(key)}"'
+
+
+def on_shape(key: str, have: Sequence[int], wanted: Sequence[int]) -> str:
+    """The error about a tensor that has another shape in the model."""
+    return (
+        f"size mismatch for {printable(key)}: copying a param with shape torch.Size({list(have)}) from checkpoint, "
+        f"the shape in current model is torch.Size({list(wanted)})"
+    )
 
 
 _NO_OPCODES = b"v<7G\x89\x08\x93B\xfd\x28\x1f"  # first bytes at which the weights-only unpickler gives up at once

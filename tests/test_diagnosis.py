@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import bz2
+import datetime
 import gzip
 import json
 import lzma
@@ -13,11 +14,12 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import oracle
 import pytest
 import torch
@@ -130,6 +132,12 @@ MENDED: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "slices": ("bloat", bloated),
     "an optimizer": ("optimizer-share", trained),
     "an EMA": ("ema-share", lambda at: saved(at, {"model": weights(), "ema": weights()})),
+    "pickle protocol 3": ("pickle-protocol", lambda at: saved(at, {**weights(), "raw": b"bytes"}, pickle_protocol=3)),
+    "pickle protocol 5": ("pickle-protocol", lambda at: saved(at, weights(), pickle_protocol=5)),
+    "pickle protocol 4, of old": ("pickle-protocol", lambda at: saved(
+        at, weights(), pickle_protocol=4, _use_new_zipfile_serialization=False)),
+    "float8 in a legacy file": ("legacy-container", lambda at: saved(
+        at, {"w": torch.ones(4).to(torch.float8_e5m2)}, _use_new_zipfile_serialization=False)),
     "tied weights": ("tied-weights", tied),
     "float32": ("all-fp32", lambda at: saved(at, {"fc.weight": torch.ones(2, 2)})),
     "gzip": ("no-checkpoint", lambda at: packed(at, gzip.compress)),
@@ -248,6 +256,10 @@ QUOTED = {
     "TorchScript": "container",
     "a zip of checkpoints": "container",
     "a bare pickle": "container",
+    "pickle protocol 3": "pickle-protocol",
+    "pickle protocol 5": "pickle-protocol",
+    "pickle protocol 4, of old": "pickle-protocol",
+    "float8 in a legacy file": "legacy-container",
     "gzip": "no-checkpoint",
     "bzip2": "no-checkpoint",
     "xz": "no-checkpoint",
@@ -354,6 +366,45 @@ def test_doctor_and_torch_agree_on_real_files(entry, corpus, tmp_path):
         mended.unlink()
 
 
+VALUES: dict[str, Any] = {
+    "plain values": [1, 2.5, None, True, "x", b"y", (1,), {1, 2}, 1 << 200, 1 + 2j, frozenset([1]), bytearray(b"abc"), ...],
+    "torch's own": [torch.Size([1]), torch.float16, torch.device("cuda:1"), torch.strided],
+    "collections": [OrderedDict(a=1), Counter("ab"), defaultdict(list, {1: [2]})],
+    "a range": range(3),
+    "a path": Path("a"),
+    "a date": datetime.datetime(2026, 1, 1),
+    "a class": int,
+    "a function": torch.add,
+    "a numpy number": np.float32(1),
+    "a numpy array": np.ones(3),
+    "a sparse tensor": torch.eye(3).to_sparse(),
+    "a CSR tensor": torch.eye(3).to_sparse_csr(),
+    "a quantized tensor": torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.qint8),
+    "a parameter": torch.nn.Parameter(torch.ones(2)),
+    "a buffer": torch.nn.Buffer(torch.ones(2)),
+    "conjugated": torch.ones(3, dtype=torch.complex64).conj(),
+    "a storage": torch.ones(3).untyped_storage(),
+    "a typed storage": torch.ones(3).storage(),
+    "float8": torch.ones(2).to(torch.float8_e4m3fn),
+    "a meta tensor": torch.ones(2, device="meta"),
+    "a random state": torch.get_rng_state(),
+}
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("what", VALUES)
+def test_doctor_and_torch_agree_on_values(what, protocol, zipped, tmp_path):
+    tree = {"w": torch.ones(2), "value": VALUES[what]}
+    path = saved(tmp_path, tree, pickle_protocol=protocol, _use_new_zipfile_serialization=zipped)
+    try:
+        opened_by_torch(path)
+    except Exception:
+        assert not diagnose(path).loads
+    else:
+        assert diagnose(path).loads
+
+
 FOLDERS = ("acc_state", "dcp_fsdp2", "ds_z2", "ds_z3")
 
 
@@ -363,6 +414,15 @@ def test_the_command_for_a_folder_makes_one_file_that_torch_opens(name, produced
     mended = obey(found(diagnose(tmp_path / name), "container").command, tmp_path)
     assert diagnose(mended).loads
     opened_by_torch(mended)
+
+
+def test_the_command_for_a_step_names_it(produced, tmp_path):
+    shutil.copytree(produced / "ds_z2", tmp_path / "ds")
+    shutil.copytree(produced / "ds_z2" / "global_step1", tmp_path / "ds" / "global_step7")
+    (tmp_path / "ds" / "latest").write_text("global_step7")
+    finding = found(diagnose(tmp_path / "ds", tag="global_step1"), "container")
+    assert "--tag global_step1" in finding.command
+    assert diagnose(obey(finding.command, tmp_path)).loads
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -459,6 +519,118 @@ def test_a_device_that_was_asked_for_and_is_not_here_is_an_error(tmp_path):
         diagnose(path, device="gpu")
 
 
+# ------------------------------------------------------------------------------------------------------------------- keys
+
+MODELS = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = torch.nn.Linear(4, 3), torch.nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.head(self.stem(x))
+"""
+
+
+@pytest.fixture
+def net(tmp_path, monkeypatch):
+    """A model, and its name: it lies in a module in the folder that the program runs in."""
+    name = f"models_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    space: dict[str, Any] = {}
+    exec(MODELS, space)
+    return space["Net"]().half(), f"{name}:Net"
+
+
+def prefixed(prefix: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda state: {prefix + key: value for key, value in state.items()}
+
+
+FITTED: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "DDP": prefixed("module."),
+    "compiled": prefixed("_orig_mod."),
+    "a prefix": prefixed("backbone."),
+    "DDP in a training checkpoint": lambda state: {"epoch": 3, "model": prefixed("module.")(state)},
+    "a Lightning checkpoint": lambda state: {"state_dict": prefixed("model.")(state), "pytorch-lightning_version": "2.6.6"},
+    "more keys": lambda state: {**state, "aux.weight": torch.ones(7)},
+    "with an EMA of other keys": lambda state: {"model": prefixed("net.")(state), "ema": {"shadow": torch.ones(3)}},
+    "DDP with a Namespace": lambda state: {"model": prefixed("module.")(state), "args": argparse.Namespace(lr=1)},
+}
+
+
+@pytest.mark.parametrize("by", ["model", "like"])
+@pytest.mark.parametrize("what", FITTED)
+def test_obeying_makes_the_keys_fit(what, by, net, tmp_path):
+    model, name = net
+    saved(tmp_path, model.state_dict(), "other.pt")
+    wanted = {by: name if by == "model" else "other.pt"}
+    path = saved(tmp_path, FITTED[what](model.state_dict()))
+    finding = found(diagnose(path, **wanted), "keys")
+    mended = obey(finding.command, tmp_path)
+    after = diagnose(mended, **wanted)
+    assert [item for item in after.findings if item.severity != "info"] == []
+    loaded = torch.load(mended, weights_only=True)
+    state = next((loaded[key] for key in ("model", "state_dict") if key in loaded), loaded)
+    fresh = type(model)().half()
+    fresh.load_state_dict(state, strict=True)
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in fresh.state_dict().items())
+
+
+@pytest.mark.parametrize("what", ["DDP", "compiled", "a prefix", "more keys"])
+def test_the_quoted_error_about_keys_is_torchs(what, net, tmp_path):
+    model, name = net
+    path = saved(tmp_path, FITTED[what](model.state_dict()))
+    assert_refused_by(model, path, found(diagnose(path, model=name), "keys"))
+
+
+UNFIT: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a key is missing": lambda state: {key: value for key, value in state.items() if key != "head.bias"},
+    "a shape is another": lambda state: {**state, "head.weight": torch.ones(5, 3).half()},
+}
+
+
+@pytest.mark.parametrize("what", UNFIT)
+def test_keys_that_cannot_fit_have_no_command(what, net, tmp_path):
+    model, name = net
+    path = saved(tmp_path, UNFIT[what](model.state_dict()))
+    diagnosis = diagnose(path, model=name)
+    finding = found(diagnosis, "keys")
+    assert not diagnosis.loads
+    assert finding.command is None
+    assert "head." in finding.cause
+    assert_refused_by(model, path, finding)
+
+
+def assert_refused_by(model: torch.nn.Module, path: Path, finding: Finding) -> None:
+    with pytest.raises(RuntimeError) as raised:
+        model.load_state_dict(torch.load(path, weights_only=True))
+    for words in finding.effect.partition(" says: ")[2].split(" … "):
+        assert words in str(raised.value)
+
+
+def test_a_wrapped_model_wants_wrapped_keys(net, tmp_path):
+    model, _ = net
+    saved(tmp_path, prefixed("module.")(model.state_dict()), "wrapped.pt")
+    assert diagnose("wrapped.pt", like="wrapped.pt").findings == ()
+    with oracle.tagged(lambda _: "cuda:3"):
+        saved(tmp_path, prefixed("module.")(model.state_dict()), "gpu.pt")
+    mended = obey(found(diagnose("gpu.pt", like="wrapped.pt"), "device").command, tmp_path)
+    assert diagnose(mended, like="wrapped.pt").findings == ()
+
+
+def test_the_program_takes_a_model(net, tmp_path):
+    model, name = net
+    saved(tmp_path, prefixed("module.")(model.state_dict()))
+    done = run("doctor", "model.pt", "--model", name, cwd=tmp_path)
+    assert done.exit == 1
+    assert f"ckptconv convert model.pt model-portable.pt --model {name}" in done.out
+    saved(tmp_path, model.state_dict())
+    assert run("doctor", "model.pt", "--model", name, cwd=tmp_path).exit == 0
+
+
 # ------------------------------------------------------------------------------------------------------------ the program
 
 
@@ -517,6 +689,20 @@ def test_the_output_that_is_named_is_free(tmp_path):
     path = saved(tmp_path, {f"module.{key}": value for key, value in weights().items()})
     assert obey(found(diagnose(path), "wrapped-keys").command, tmp_path).name == "model-portable.pt"
     assert obey(found(diagnose(path), "wrapped-keys").command, tmp_path).name == "model-portable-2.pt"
+
+
+@pytest.mark.badcases
+def test_hostile_files_are_findings(tmp_path):
+    from neighbours import GENERATOR, NEIGHBOURS
+
+    subprocess.run([sys.executable, GENERATOR, tmp_path], cwd=tmp_path, check=True, capture_output=True)
+    for case in NEIGHBOURS:
+        if case.build is not None:
+            (tmp_path / case.file).write_bytes(case.build())
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and "million" not in path.name]
+    codes = {finding.code for path in files for finding in diagnose(path, values=path.stat().st_size < 1 << 30).findings}
+    assert {"damaged", "beyond-limits", "refused-objects", "no-checkpoint", "lone-shard", "device"} <= codes
+    assert not list(tmp_path.rglob("CKPTCONV_PWNED"))
 
 
 def test_nothing_of_the_file_is_run(tmp_path):

@@ -30,7 +30,7 @@ LAYERS = {
     "formats.deepspeed": 7,
     "formats.detect": 8,
     "planning": 9, "dcp_output": 9, "diffing": 9, "scanning": 9, "inspection": 9,
-    "prescriptions": 10,
+    "prescriptions": 10, "model_fits": 10,
     "convert": 10, "loading": 10,
     "saving": 11, "fitting": 11, "symptoms": 11, "unopened": 11, "report": 11,
     "diagnosis": 12, "verdicts": 12,

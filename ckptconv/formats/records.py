@@ -43,6 +43,22 @@ def read_tree(source: Source, record: Record, storages: ArchiveStorages) -> Node
         raise error.at(path=source.path, where="data.pkl") from error.__cause__
 
 
+def pickle_head(source: Source) -> bytes:
+    """The first bytes of the pickle in a torch file: of ``data.pkl`` in an archive, else of the file itself."""
+    if not archives.is_zip(source.read(0, min(4, source.size))):
+        return source.read(0, min(_PICKLE_HEAD, source.size))
+    records = archives.read_directory(source)
+    record = next((record for name, record in records.items() if name.endswith("/data.pkl")), None)
+    if record is None:
+        return b""
+    if record.deflated:
+        return read_limited(source, record)[:_PICKLE_HEAD]
+    return source.read(record.offset, min(_PICKLE_HEAD, record.size))
+
+
+_PICKLE_HEAD = 16
+
+
 def read_limited(source: Source, record: Record, most: int = LIMITS.pickle_bytes) -> bytes:
     """A whole pickle or text: of at most `most` bytes, and no bomb when it is deflated."""
     limit = max(LIMITS.pickle_free, LIMITS.pickle_ratio * record.stored) if record.deflated else most
