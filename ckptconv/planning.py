@@ -60,7 +60,7 @@ from ckptconv.keys import (
 )
 from ckptconv.layout import Layout, one_item
 from ckptconv.limits import LIMITS
-from ckptconv.nodes import ORDERED_DICT, Call, Dict, Node, mapping_pairs
+from ckptconv.nodes import ORDERED_DICT, Call, Dict, Node, children, mapping_pairs
 from ckptconv.plain_objects import plain_form
 from ckptconv.producers import offered_prefix
 from ckptconv.rule_files import mapping_text
@@ -593,11 +593,17 @@ def _refuse_blow_up(nbytes: int, checkpoint: Checkpoint) -> None:
 
 
 def _other_parts(checkpoint: Checkpoint, found: StateDict, options: Options) -> Iterator[Skipped]:
-    """The parts of a training checkpoint that are not the state dict."""
-    if options.only is not None or not found.path:
-        return
-    root = checkpoint.root
-    for label, _ in mapping_pairs(root) or ():
-        text = label_text(label)
-        if text != found.path and not found.path.startswith(f"{text}."):
-            yield Skipped(text, "not part of the state dict; safetensors holds named tensors only")
+    """The parts of what was to be converted that are not the state dict: what stands beside it, and beside what it is in."""
+    node = checkpoint.root if options.only is None else find(checkpoint.root, options.only, checkpoint.path)
+    base, rest = f"{options.only}." if options.only else "", found.path
+    while rest:
+        pairs = mapping_pairs(node)
+        parts = [(label_text(label), child) for label, child in (children(node) if pairs is None else pairs)]
+        ways = [(text, child) for text, child in parts if rest == text or rest.startswith(f"{text}.")]
+        if not ways:
+            return
+        way, node = max(ways, key=lambda item: len(item[0]))
+        for text, _ in parts:
+            if text != way:
+                yield Skipped(f"{base}{text}", "not part of the state dict; safetensors holds named tensors only")
+        base, rest = f"{base}{way}.", rest[len(way) + 1 :]

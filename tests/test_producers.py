@@ -95,3 +95,25 @@ def test_real_files_of_frameworks_tell_who_wrote_them(name, producer, offered, t
         plan = plan_conversion(checkpoint, tmp_path / "out.safetensors", Options())
     assert any(f"--strip-prefix {prefix} takes it off" in note for note in plan.notes)
     assert all(key.startswith(prefix) for key in load_portable(produced(name), only=path or None))
+
+
+@pytest.mark.parametrize("only", [None, "model"])
+def test_all_that_stands_beside_the_state_dict_at_any_depth_is_listed(only, tmp_path):
+    """The model of a Megatron of one rank is dicts in dicts; what is not taken must be told."""
+    encoder = {f"layers.{index}.weight": torch.ones(2) for index in range(3)}
+    inner = {
+        "embedding": {"word_embeddings": {"weight": torch.ones(4)}},
+        "encoder": encoder,
+        "output_layer": {"bias": torch.ones(1)},
+    }
+    torch.save({"model": {"language_model": inner}, "checkpoint_version": 3.0, "args": None}, tmp_path / "in.pt")
+    result = convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.safetensors", only=only, fsync=False)
+    beside = ["model.language_model.embedding", "model.language_model.output_layer"]
+    around = ["checkpoint_version", "args"] if only is None else []
+    assert [item.path for item in result.plan.skipped] == around + beside
+
+
+def test_what_stands_beside_a_state_dict_in_a_tuple_is_listed(tmp_path):
+    torch.save(({"a.weight": torch.ones(2)}, 7, torch.ones(3)), tmp_path / "in.pt")
+    result = convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.safetensors", fsync=False)
+    assert [item.path for item in result.plan.skipped] == ["1", "2"]
