@@ -45,6 +45,7 @@ def load_into(
     *,
     strict: bool = True,
     only: str | None = None,
+    tag: str | None = None,
     assign: bool = False,
 ) -> LoadResult:
     """Load the state dict of a checkpoint into `model`, wrapped or not, on whatever device it lives.
@@ -52,12 +53,12 @@ def load_into(
     Wrapper segments (`module.`, `_orig_mod.`, FSDP's, checkpointing's) are fitted to those that the model has; a single
     other prefix, such as Lightning's ``model.``, is fitted when it makes all keys match. With `strict`, anything missing,
     unexpected or of another shape raises `KeyMismatch` and the model stays as it was; without, what fits is loaded.
-    `assign` as in `load_state_dict`.
+    `assign` as in `load_state_dict`; `only` and `tag` as in `load_portable`.
 
     >>> load_into(model, "ddp_cuda3.pt").missing_keys  # doctest: +SKIP
     ()
     """
-    state_dict = load_portable(path, only=only)
+    state_dict = load_portable(path, only=only, tag=tag)
     target = model.state_dict()
     names = _fitted_names(list(state_dict), list(target))
     fitted: OrderedDict[str, Any] = OrderedDict()
