@@ -90,6 +90,11 @@ class KeyRules:
         return any(isinstance(rule, Mapped) for rule in self.rules)
 
     @property
+    def globs(self) -> KeyRules:
+        """Just the globs among the rules, to choose the same keys of a checkpoint that has its names already."""
+        return KeyRules("keep", rules=tuple(rule for rule in self.rules if isinstance(rule, Select)))
+
+    @property
     def leaving(self) -> str:
         """The words of the rules that leave keys out."""
         return " ".join(rule.words for rule in self.rules if rule.leaves_out) or "the rules"
