@@ -135,6 +135,8 @@ Examples:
   ckptconv convert in.pt out.pt --device cuda:1
   ckptconv convert in.safetensors out.pt --add-prefix module.
   ckptconv convert in.pt out.safetensors --dtype bf16 --include 'model.*' --exclude '*.num_batches_tracked'
+  ckptconv convert in.pt out.pt --strip-prefix model. --regex 'blocks\\.(\\d+)=>layers.\\1' --save-mapping map.json
+  ckptconv convert out.pt back.pt --rules map.json --reverse
   ckptconv convert train.pt ema.safetensors --only ema
   ckptconv convert in.pt out.pt --like other.safetensors
   ckptconv convert in.pt out.safetensors --model my_package.models:build

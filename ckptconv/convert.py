@@ -12,6 +12,7 @@ from typing import Literal
 
 from ckptconv.casting import cast
 from ckptconv.checkpoint import StateDict
+from ckptconv.checksums import Checksums
 from ckptconv.dcp_output import write_dcp
 from ckptconv.devices import tag_map
 from ckptconv.dtypes import DType, floating_dtype
@@ -29,7 +30,6 @@ from ckptconv.sources import CHUNK, SMALL, combined_crc, crc32, read_ahead
 from ckptconv.tensors import (
     Storage,
     TensorRef,
-    check_storage,
     iter_cast_chunks,
     iter_chunks,
     refuse_crc,
@@ -149,7 +149,7 @@ class _Tally:
 
 def _write_files(plan: ConversionPlan, force: bool, fsync: bool, verify: bool, progress: _Progress) -> tuple[_Tally, int]:
     """Write the one file of an output, or its shards and their index; returns how many tensors were verified."""
-    tally = _Tally()
+    tally, checksums = _Tally(), Checksums()
     verified = 0
     with ExitStack() as publishing:  # unwound backwards: the shards are put in place before the index that names them
         publishing.enter_context(made_folder(plan.output.parent, wanted=plan.in_folder))
@@ -158,13 +158,14 @@ def _write_files(plan: ConversionPlan, force: bool, fsync: bool, verify: bool, p
         for file in (*([plan.index] if plan.index else []), *plan.files):
             output = atomic_output(file.path, force=force, fsync=fsync, size=file.layout.nbytes, on_progress=progress)
             stream, temporary = publishing.enter_context(output)
-            _write(file.layout, stream, tally)
+            _write(file.layout, stream, tally, checksums)
             stream.finish()
             progress.done += stream.position
             if file is not plan.index and plan.to == "safetensors":
                 _open_with_library(temporary, file)
             if file is not plan.index and verify:
                 verified += _verify(plan, file, temporary)
+        checksums.finish()
         if plan.index is not None and force:
             plan.index.path.unlink(missing_ok=True)  # an old index must not name new shards
     return tally, verified
@@ -178,14 +179,14 @@ def _mapping_written(plan: ConversionPlan, *, force: bool, fsync: bool) -> Itera
         return
     layout = plan.mapping.layout
     with atomic_output(plan.mapping.path, force=force, fsync=fsync, size=layout.nbytes) as (stream, _):
-        _write(layout, stream, _Tally())
+        _write(layout, stream, _Tally(), Checksums())
         stream.finish()
         yield
 
 
 def _write_folder(plan: ConversionPlan, force: bool, fsync: bool, verify: bool, progress: _Progress) -> tuple[_Tally, int]:
     """Write a plain torch file beside the output, have torch make a DCP folder of it, and drop it."""
-    tally = _Tally()
+    tally, checksums = _Tally(), Checksums()
     file = plan.files[0]
     with (
         _mapping_written(plan, force=force, fsync=fsync),
@@ -193,21 +194,21 @@ def _write_folder(plan: ConversionPlan, force: bool, fsync: bool, verify: bool, 
     ):
         plain = folder / ".plain.pt"
         with atomic_output(plain, force=False, fsync=False, size=plan.nbytes, on_progress=progress) as (stream, _):
-            _write(file.layout, stream, tally)
+            _write(file.layout, stream, tally, checksums)
             stream.finish()
+        checksums.finish()
         write_dcp(plain, folder, plan.output)
         plain.unlink()
         return tally, _verify(plan, file, folder) if verify else 0
 
 
-def _write(layout: Layout, stream: OutputStream, tally: _Tally) -> None:
+def _write(layout: Layout, stream: OutputStream, tally: _Tally, checksums: Checksums) -> None:
     crcs: list[int] = []
-    checked: set[int] = set()
     between = b""
     for index, item in enumerate(layout.items):
         stream.write(between + item.lead)
         lost = [0]
-        crc = _write_values(item, stream, checked, lost)
+        crc = _write_values(item, stream, checksums, lost)
         if lost[0] and isinstance(item.values, TensorRef):
             tally.overflowed.append(item.values)
         if item.dtype.kind == "bool" and isinstance(item.values, TensorRef) and _count_odd_bools(item.values):
@@ -218,7 +219,7 @@ def _write(layout: Layout, stream: OutputStream, tally: _Tally) -> None:
     stream.write(layout.ending(crcs))
 
 
-def _write_values(item: WriteItem, stream: OutputStream, checked: set[int], overflowed: list[int]) -> int:
+def _write_values(item: WriteItem, stream: OutputStream, checksums: Checksums, overflowed: list[int]) -> int:
     """Write one payload and return its CRC-32; the source's own CRCs are checked on the way."""
     values = item.values
     if isinstance(values, bytes):
@@ -228,15 +229,10 @@ def _write_values(item: WriteItem, stream: OutputStream, checked: set[int], over
         storage, _ = verbatim
         if values.nbytes == storage.nbytes and storage.part_of is None:
             return _write_whole(item, values, storage, stream, overflowed)
-    runs = verbatim_runs(values) if item.dtype is values.dtype else None
-    whole = {id(storage) for storage, _, nbytes in runs or () if nbytes == storage.nbytes}  # checked while they are copied
+    if item.dtype is values.dtype and (runs := verbatim_runs(values)) is not None:
+        return _write_runs(runs, stream, checksums)
     for piece in values.pieces:
-        storage = piece.storage.part_of or piece.storage
-        if id(storage) not in checked and id(storage) not in whole:
-            checked.add(id(storage))
-            check_storage(storage)
-    if runs is not None:
-        return _write_runs(runs, stream)
+        checksums.read(piece.storage)
     crc = 0
     for chunk in iter_cast_chunks(values, item.dtype, overflowed):
         stream.write(chunk)
@@ -244,13 +240,12 @@ def _write_values(item: WriteItem, stream: OutputStream, checked: set[int], over
     return crc
 
 
-def _write_runs(runs: Sequence[tuple[Storage, int, int]], stream: OutputStream) -> int:
-    """Copy runs of bytes one after the other; a run that is a whole storage is held against its CRC-32."""
+def _write_runs(runs: Sequence[tuple[Storage, int, int]], stream: OutputStream, checksums: Checksums) -> int:
+    """Copy runs of bytes one after the other."""
     crc = 0
     for storage, first, nbytes in runs:
         found = stream.copy(storage.source, storage.offset + first, nbytes)
-        if nbytes == storage.nbytes:
-            refuse_crc(storage, found)
+        checksums.copied(storage, first, nbytes, found)
         crc = combined_crc(crc, found, nbytes) if len(runs) > 1 else found
     return crc
 
@@ -321,7 +316,7 @@ def _verify(plan: ConversionPlan, file: PlannedFile, written: Path) -> int:
     count = 0
     by_key = plan.to == "safetensors" or plan.index is not None
     with open_checkpoint(written, whole_modules=plan.to == "torch") as output:
-        actual = _flat_tensors(output.state_dict()) if by_key else dict(output.tensors()) if plan.to == "dcp" else None
+        actual = _flat_tensors(output.state_dict(), plan) if by_key else dict(output.tensors()) if plan.to == "dcp" else None
         there = iter(()) if actual is not None else output.tensors()
         for path, ref in file.tensors():
             name, other = (path, actual.get(path)) if actual is not None else next(there, (path, None))
@@ -331,9 +326,10 @@ def _verify(plan: ConversionPlan, file: PlannedFile, written: Path) -> int:
     return count
 
 
-def _flat_tensors(found: StateDict) -> dict[str, TensorRef]:
-    """The tensors of a state dict as safetensors holds them: those that are encoded by their components."""
-    made = (flat(key, value) for key, value in zip(found.keys, found.values, strict=True))
+def _flat_tensors(found: StateDict, plan: ConversionPlan) -> dict[str, TensorRef]:
+    """The tensors of a written state dict by key; in safetensors, those that are encoded by their components."""
+    encode = plan.to == "safetensors"
+    made = (flat(key, value, encode=encode) for key, value in zip(found.keys, found.values, strict=True))
     return {name: ref for item in made if item is not None for name, ref in item.tensors}
 
 

@@ -42,20 +42,25 @@ class Flat(NamedTuple):
     was: str | None = None
 
 
-def flat(key: str, value: Node) -> Flat | None:
-    """The named tensors of a state dict's value; None where it is no tensor, or one without an exact encoding."""
+def flat(key: str, value: Node, *, encode: bool = True) -> Flat | None:
+    """The named tensors of a state dict's value; None where it is no tensor, or one without an exact encoding.
+
+    Without `encode`, tensors that safetensors has no form for have none, but for complex ones, which stay as they are.
+    """
     ref = value.tensor if type(value) is TensorObject else value if type(value) is TensorRef else None
     was = None
     if ref is None and (ref := tensor_form(value)) is not None:
         was = spoken_name(value, value.name)
     if ref is not None:
-        if ref.dtype.name not in _REALS:
+        if not encode or ref.dtype.name not in _REALS:
             return Flat(((key, ref),), {}, was)
         return Flat(((f"{key}.real_imag", ref),), {key: {"encoding": "complex", "dtype": ref.dtype.name}}, was)
+    if not encode:
+        return None
     if type(value) is Call and value.name in _PARAMETERS and value.args:
         return flat(key, value.args[0])
-    encode = _ENCODERS.get(value.name) if type(value) is Call else None
-    made = encode(value.args) if encode is not None else None
+    encoder = _ENCODERS.get(value.name) if type(value) is Call else None
+    made = encoder(value.args) if encoder is not None else None
     return None if made is None else _nested_flat(key, *made)
 
 

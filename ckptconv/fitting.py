@@ -47,18 +47,20 @@ def load_into(
     *,
     strict: bool = True,
     only: str | None = None,
+    tag: str | None = None,
     assign: bool = False,
 ) -> LoadResult:
     """Load the state dict of a checkpoint into `model`, wrapped or not, on whatever device it lives.
 
     The keys are fitted to the model's by `fit_keys`: whatever wrappers, prefixes or inserted segments either side has, as long
     as names and shapes leave one possibility. With `strict`, anything missing, unexpected or of another shape raises
-    `KeyMismatch` and the model stays as it was; without, what fits is loaded. `assign` as in `load_state_dict`.
+    `KeyMismatch` and the model stays as it was; without, what fits is loaded. `assign` as in `load_state_dict`; `only` and
+    `tag` as in `load_portable`.
 
     >>> load_into(model, "ddp_cuda3.pt").missing_keys  # doctest: +SKIP
     ()
     """
-    state_dict = load_portable(path, only=only)
+    state_dict = load_portable(path, only=only, tag=tag)
     target = live_shapes(model)
     fit = fit_keys({key: live_shape(value) for key, value in state_dict.items()}, target)
     usable = _usable(state_dict, fit, target)

@@ -24,8 +24,11 @@ class Flattened:
     rewritten: tuple[Rewritten, ...]
 
 
-def flatten(keys: Sequence[str | None], values: Sequence[Node], skipped: list[Skipped]) -> Flattened:
-    """The values under these keys (None: left out) as named tensors; what is no tensor goes to `skipped`."""
+def flatten(keys: Sequence[str | None], values: Sequence[Node], skipped: list[Skipped], *, encode: bool) -> Flattened:
+    """The values under these keys (None: left out) as named tensors; what is no tensor goes to `skipped`.
+
+    With `encode`, tensors that safetensors has no form for are taken apart.
+    """
     tensors: dict[str, TensorRef] = {}
     recipes: dict[str, Recipe] = {}
     rewritten = []
@@ -36,8 +39,8 @@ def flatten(keys: Sequence[str | None], values: Sequence[Node], skipped: list[Sk
         if type(value) is TensorRef and value.dtype.safetensors is not None and key not in tensors and key not in recipes:
             tensors[key] = value  # nearly all are of this kind
             continue
-        if (made := flat(key, known.get(id(value), value))) is None:
-            skipped.append(_skipped_value(key, value))
+        if (made := flat(key, known.get(id(value), value), encode=encode)) is None:
+            skipped.append(_skipped_value(key, value, "safetensors" if encode else "a sharded torch output"))
             continue
         if made.was is not None:
             rewritten.append(Rewritten(key, made.was))
@@ -59,6 +62,16 @@ def encoding_notes(flattened: Flattened) -> Iterator[str]:
         yield f"encoded, for safetensors has no such tensors, and restored by ckptconv: {names}"
 
 
+def refuse_split(flattened: Flattened) -> None:
+    """Raise `RefusedObject` where a tensor is encoded: its components may not lie in several files."""
+    if key := next(iter(flattened.recipes), None):
+        raise RefusedObject(
+            "safetensors holds it only in components, which cannot be split over shards",
+            where=key,
+            hint="leave --max-shard-size out, write a torch file (--to torch), or leave it out with --exclude",
+        )
+
+
 def refuse_unholdable(key: str, ref: TensorRef, dtype: DType) -> None:
     """Raise `RefusedObject` where safetensors has no dtype for a tensor that is written as `dtype`."""
     half_byte = ref.dtype.safetensors == "F4" and not ref.shape
@@ -70,10 +83,10 @@ def refuse_unholdable(key: str, ref: TensorRef, dtype: DType) -> None:
         )
 
 
-def _skipped_value(key: str, value: Node) -> Skipped:
+def _skipped_value(key: str, value: Node, output: str) -> Skipped:
     if is_tensor_call(value):
         raise RefusedObject(
-            f"a tensor that safetensors cannot hold ({_tensor_class(value)})",
+            f"a tensor that {output} cannot hold ({_tensor_class(value)})",
             where=key,
             hint="write a torch file (--to torch), or leave it out with --exclude",
         )

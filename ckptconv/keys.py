@@ -90,6 +90,11 @@ class KeyRules:
         return any(isinstance(rule, Mapped) for rule in self.rules)
 
     @property
+    def globs(self) -> KeyRules:
+        """Just the globs among the rules, to choose the same keys of a checkpoint that has its names already."""
+        return KeyRules("keep", rules=tuple(rule for rule in self.rules if isinstance(rule, Select)))
+
+    @property
     def leaving(self) -> str:
         """The words of the rules that leave keys out."""
         return " ".join(rule.words for rule in self.rules if rule.leaves_out) or "the rules"
@@ -208,15 +213,19 @@ def _by_name(step: Step) -> PathStep:
 
 
 def _path_step(rule: Rule, step: Step, before: Sequence[str | None], after: Sequence[str | None]) -> PathStep:
-    if isinstance(rule, Mapped):
-        followed = _Followed(before, after)
-        return lambda path: rule.module_paths(path) or (followed.get(path, path),)
     followed = _Followed(before, after)
+    if isinstance(rule, Mapped):
+        return lambda path: rule.module_paths(path) or (followed.or_same(path),)
+
+    def by_name(path: str) -> str:
+        with patience(rule):
+            return _kept(step, f"{path}." if path else "").rstrip(".")
 
     def follow(path: str) -> tuple[str, ...]:
-        with patience(rule):
-            moved = _kept(step, f"{path}." if path else "").rstrip(".")
-        return (moved,) if moved != path or rule.leaves_out else (followed.get(path, path),)
+        if isinstance(rule, Regex):  # what a pattern says of a name cut short is the weaker sign
+            return (found,) if (found := followed.get(path)) is not None else (by_name(path),)
+        moved = by_name(path)
+        return (moved if moved != path or rule.leaves_out else followed.or_same(path),)
 
     return follow
 
@@ -237,14 +246,17 @@ class _Followed:
         self._pairs = (before, after)
         self._paths: dict[str, str | None] | None = None
 
-    def get(self, path: str, default: str) -> str:
+    def or_same(self, path: str) -> str:
+        found = self.get(path)
+        return path if found is None else found
+
+    def get(self, path: str) -> str | None:
         if self._paths is None:
             self._paths = {}
             for old, new in zip(*self._pairs, strict=True):
                 if old is not None and new is not None:
                     self._note(old, new)
-        found = self._paths.get(path)
-        return default if found is None else found
+        return self._paths.get(path)
 
     def _note(self, old: str, new: str) -> None:
         assert self._paths is not None

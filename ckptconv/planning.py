@@ -43,7 +43,7 @@ from ckptconv.errors import (
     printable,
 )
 from ckptconv.fitted_keys import KeyTarget, fitted
-from ckptconv.flattening import Flattened, encoding_notes, flatten, refuse_unholdable
+from ckptconv.flattening import Flattened, encoding_notes, flatten, refuse_split, refuse_unholdable
 from ckptconv.formats.safetensors import lay_out_safetensors
 from ckptconv.formats.torch_zip import Tree, lay_out_torch_zip
 from ckptconv.key_rules import MappedKeys
@@ -426,7 +426,7 @@ def _plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Option
     keys = _map_keys(found, options.keys, options.fit_to)
     skipped = _excluded(found, keys, options.keys, options.fit_to)
     held_from = len(skipped)
-    flattened = flatten(keys.new, found.values, skipped)
+    flattened = flatten(keys.new, found.values, skipped, encode=to == "safetensors")
     named = list(flattened.tensors)
     cast = _cast_named(flattened, options)
     if to == "safetensors":
@@ -444,6 +444,8 @@ def _plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Option
     if to == "safetensors":
         metadata = {**_metadata(checkpoint, dict(named), tied, options), **recipes_text(flattened.recipes)}
     files, index = _split(output, kept, lambda part: _lay_out(to, part, metadata, tied, options), options.max_shard_size)
+    if len(files) > 1:
+        refuse_split(flattened)
     return ConversionPlan(
         source=checkpoint.path,
         source_format=checkpoint.format,

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from ckptconv.documents import read_object
 from ckptconv.errors import CheckpointError, KeyConflict, LimitExceeded, printable
-from ckptconv.key_rules import Mapped, MappedKeys, Rule
+from ckptconv.key_rules import Mapped, MappedKeys, Regex, Rename, Rule
 from ckptconv.keys import RULE_WORDS, KeyRules, parse_rule
 from ckptconv.limits import LIMITS
 from ckptconv.sources import FileSource
@@ -83,27 +83,31 @@ def _text(path: Path) -> str:
 
 def _rules(entry: _Entry, path: Path) -> Iterator[Rule]:
     """The rules that one entry stands for: one, or one for each of its values."""
-    if not isinstance(entry.value, dict) or len(entry.value) != 1:
+    if not isinstance(entry.value, dict) or len(entry.value) != 1 or not all(map(_says_something, entry.value.values())):
         _refuse(path, entry.line, "a rule is one name and its value", f"the names are {', '.join(RULE_WORDS)}")
     ((word, values),) = entry.value.items()
     try:
-        for text in _texts(word, values):
-            yield parse_rule(word, text)
+        if word in _PAIRS and isinstance(values, dict):
+            yield from (_PAIRS[word](_text_of(old), _text_of(new)) for old, new in values.items())
+        else:
+            yield from (parse_rule(str(word), _text_of(text)) for text in (values if isinstance(values, list) else [values]))
     except CheckpointError as error:
         where = str(word) if entry.line is None else f"line {entry.line}: {word}"
         raise error.at(path=path, where=where) from None
 
 
-def _texts(word: Any, values: Any) -> list[str]:
-    """The values of a rule as on the command line."""
-    between = {"rename": "=", "regex": "=>"}.get(word) if isinstance(word, str) else None
-    if between and isinstance(values, dict):
-        values = [f"{old}{between}{new}" if isinstance(new, str) and between not in str(old) else None
-                  for old, new in values.items()]  # fmt: skip
-    listed = values if isinstance(values, list) else [values]
-    if not listed or not all(isinstance(text, str) for text in listed):
+def _says_something(values: Any) -> bool:
+    return values not in ([], {}, None) and not (isinstance(values, dict) and "" in values)
+
+
+_PAIRS: dict[Any, Callable[[str, str], Rule]] = {"rename": Rename, "regex": Regex}
+"""The rules that may be written as a table, old → new."""
+
+
+def _text_of(value: Any) -> str:
+    if not isinstance(value, str):
         raise KeyConflict("its value is no text", hint="write it as on the command line")
-    return listed
+    return value
 
 
 def _refuse(path: Path, line: int | None, what: str, hint: str | None = None) -> NoReturn:
@@ -174,8 +178,8 @@ def _toml_entries(text: str, path: Path) -> list[_Entry]:
         listed = _listed(tomllib.loads(text), path)
     except tomllib.TOMLDecodeError as error:
         _refuse(path, None, f"is no valid TOML: {error}")
-    except RecursionError:
-        _refuse(path, None, "nests too deeply")
+    except (RecursionError, ValueError):
+        _refuse(path, None, "nests too deeply, or holds a number that is too long")
     heads = [number for number, line in enumerate(text.splitlines(), 1) if line.partition("#")[0].strip() == "[[rules]]"]
     lines: Sequence[int | None] = heads if len(heads) == len(listed) else [None] * len(listed)
     return [_Entry(value, line) for value, line in zip(listed, lines, strict=True)]

@@ -15,7 +15,7 @@ from ckptconv.dtypes import BY_NAME, DType, floating_dtype
 from ckptconv.errors import LimitExceeded, RefusedObject, printable
 from ckptconv.keys import KeyRules
 from ckptconv.nodes import BYTEARRAY, ORDERED_DICT, SET, Call, Dict, Global, Node
-from ckptconv.outputs import check_output
+from ckptconv.outputs import check_folder, check_output
 from ckptconv.planning import Options, Target, plan_conversion
 from ckptconv.tensors import Storage, TensorObject, view_of
 
@@ -45,7 +45,7 @@ def save_portable(
     """
     rules = keys if isinstance(keys, KeyRules) else KeyRules(wrappers=keys)
     options = Options(to, rules, tag_map(device), floating_dtype(dtype) if dtype else None)
-    check_output(Path(path), force=force)
+    (check_folder if to == "dcp" else check_output)(Path(path), force=force)
     try:
         root = _Symbolic().node(state_dict, None)
     except RecursionError:

@@ -222,6 +222,16 @@ class PooledSource(FileSource):
         return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
+def stays_within(path: Path, folder: Path) -> bool:
+    """Whether no link leads from `path` out of `folder`.
+
+    The ``blobs`` of a repository in the Hugging Face cache are not out of its snapshots, which consist of links to them.
+    """
+    real, home = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
+    snapshots = next((parent for parent in home.parents if parent.name == "snapshots"), None)
+    return real.is_relative_to(home) or (snapshots is not None and real.is_relative_to(snapshots.parent / "blobs"))
+
+
 class Spool:
     """One unnamed temporary file for all that is inflated out of an archive."""
 

@@ -272,7 +272,7 @@ def iter_chunks(ref: TensorRef) -> Iterator[memoryview]:
     """
     if (runs := verbatim_runs(ref)) is not None:
         for storage, first, nbytes in runs:
-            yield from _read_range(storage.source, storage.offset + first, nbytes)
+            yield from read_range(storage.source, storage.offset + first, nbytes)
     elif ref.numel:
         for start, shape in _blocks(ref.shape, max(1, CHUNK // ref.dtype.itemsize)):
             yield _resolved(ref, _gather(ref, start, shape)).reshape(-1).data.cast("B")
@@ -289,7 +289,8 @@ def iter_cast_chunks(ref: TensorRef, target: DType, overflowed: list[int]) -> It
         yield result.data
 
 
-def _read_range(source: Source, offset: int, nbytes: int) -> Iterator[memoryview]:
+def read_range(source: Source, offset: int, nbytes: int) -> Iterator[memoryview]:
+    """The bytes of a run, in views of at most `CHUNK` bytes; a view is valid until the next one is asked for."""
     buffer = memoryview(bytearray(min(CHUNK, nbytes)))
     while nbytes:
         view = buffer[: min(CHUNK, nbytes)]
@@ -303,7 +304,7 @@ def check_storage(storage: Storage) -> None:
     if storage.crc32 is None:
         return
     found = 0
-    for view in _read_range(storage.source, storage.offset, storage.nbytes):
+    for view in read_range(storage.source, storage.offset, storage.nbytes):
         found = crc32(view, found)
     refuse_crc(storage, found)
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from math import prod
 
 from ckptconv.checkpoint import tensor_of
-from ckptconv.errors import MalformedCheckpoint, UnsupportedCheckpoint
+from ckptconv.errors import MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.limits import LIMITS
-from ckptconv.nodes import Call, Node, mapping_pairs
-from ckptconv.partitions import Flat, Run, shaped
+from ckptconv.nodes import ABSENT, ORDERED_DICT, Call, Node, mapping_pairs
+from ckptconv.partitions import Flat, Run, Widener, shaped
 from ckptconv.tensors import Shape, TensorRef
 
 Shapes = Mapping[str, Shape]
@@ -83,7 +83,7 @@ def _paddings(node: Node) -> tuple[tuple[int, ...], ...] | None:
 
 
 def _are_sizes(node: Node) -> bool:
-    return type(node) in (list, tuple) and all(type(size) is int and size >= 0 for size in node)
+    return type(node) in (list, tuple) and all(type(size) is int and 0 <= size < 1 << 63 for size in node)
 
 
 def _rank_count(node: Node) -> int:
@@ -94,7 +94,7 @@ def _rank_count(node: Node) -> int:
             where="optimizer_state_dict.partition_count",
         )
     count = counts.pop() if counts else -1
-    if count < 1:
+    if not 1 <= count <= LIMITS.shards:
         raise MalformedCheckpoint("is no number of ranks", where="optimizer_state_dict.partition_count")
     return count
 
@@ -191,8 +191,10 @@ def _shares(flats: Sequence[Flat], at: int, numel: int) -> Iterator[Run]:
 def join_fragments(fragments: Sequence[Node], shape: Shape, name: str) -> TensorRef:
     """A frozen parameter of stage 3 from the flat share that each rank saved of it."""
     refs = [_flat_group(fragment, name) for fragment in fragments]
+    share = -(-prod(shape) // len(refs))
+    if any(ref.numel != share for ref in refs):
+        raise MalformedCheckpoint(f"its shares are not of {share} elements each", where=name, hint=_WHOLE)
     flat = Flat(refs, name)
-    _refuse_beyond(prod(shape), flat.numel, name)
     return shaped(flat.runs(0, prod(shape)), flat.dtype, shape)
 
 
@@ -203,3 +205,77 @@ def _refuse_beyond(wanted: int, there: int, name: str) -> None:
 
 def _wrong_sum(wanted: int, there: int, where: str) -> MalformedCheckpoint:
     return MalformedCheckpoint(f"its parameters take {wanted} elements, its partitions have {there}", where=where, hint=_WHOLE)
+
+
+# ------------------------------------------------------------------------------------------------------------- the state dict
+
+
+class Weights:
+    """The joined state dict of a step: what `zero_to_fp32` gives, in its order, and behind that what only `module` holds."""
+
+    def __init__(self, states: Sequence[Mapping[str, Node]], stage: int) -> None:
+        """`states` are the model states of rank 0 and, where stage 3 has frozen parameters, of all ranks."""
+        self._states = states
+        self._stage = stage
+        self._widened = Widener()
+        self._found: dict[str, Node] = {}
+        self.notes: tuple[str, ...] = ()
+
+    def join(self, ranks: Sequence[RankStates]) -> Node:
+        """The state dict, with the `_metadata` of the module's."""
+        states = self._states[0]
+        self._add_buffers(states)
+        self._add_frozen(states)
+        parameters = join_parameters(ranks, read_shapes(states["param_shapes"], "param_shapes"))
+        self._found.update((name, self._widened(ref)) for name, ref in parameters.items())
+        for name, kept in mapping_pairs(states.get("shared_params")) or ():
+            if type(name) is str and type(kept) is str and kept in self._found:
+                self._found[name] = self._found[kept]
+        self._add_others(states["module"])
+        made = Call(ORDERED_DICT, ())
+        made.pairs = list(self._found.items())
+        made.state = states["module"].state if type(states["module"]) is Call else ABSENT
+        return made
+
+    def _add_buffers(self, states: Mapping[str, Node]) -> None:
+        names: Node = states.get("buffer_names")
+        buffers = {name for name in names if type(name) is str} if type(names) in (list, tuple) else set()
+        for name, value in entries(states["module"]).items():
+            if name in buffers and (ref := tensor_of(value)) is not None:
+                self._found[name] = self._widened(ref)
+
+    def _add_frozen(self, states: Mapping[str, Node]) -> None:
+        shapes = states.get("frozen_param_shapes")
+        fragments = [entries(of_rank.get("frozen_param_fragments")) for of_rank in self._states]
+        groups = read_shapes(shapes, "frozen_param_shapes") if shapes is not None else []
+        for name, shape in ((name, shape) for group in groups for name, shape in group.items()):
+            if any(name not in of_rank for of_rank in fragments):
+                raise MalformedCheckpoint("a frozen parameter has a shape, but no values", where=name, hint=_WHOLE)
+            if self._stage == 3:
+                ref: TensorRef | None = join_fragments([of_rank[name] for of_rank in fragments], shape, name)
+            else:
+                ref = tensor_of(fragments[0][name])
+            if ref is None or ref.shape != shape:
+                raise MalformedCheckpoint("the values of a frozen parameter do not have its shape", where=name)
+            self._found[name] = self._widened(ref)
+
+    def _add_others(self, module: Node) -> None:
+        """What the module holds and no partition does: extra states, the frozen parameters of stage 1."""
+        others = [(name, value) for name, value in entries(module).items() if name not in self._found]
+        empty = {name for name, value in others if self._is_placeholder(value)}
+        if empty:
+            self.notes += (f"without values in any file, and so left out: {_some(sorted(empty))}",)
+        kept = {name: value for name, value in others if name not in empty}
+        if kept:
+            self.notes += (f"in no partition, and so taken from the model states: {_some(list(kept))}",)
+        for name, value in kept.items():
+            ref = tensor_of(value)
+            self._found[name] = value if ref is None else self._widened(ref)
+
+    def _is_placeholder(self, value: Node) -> bool:
+        ref = tensor_of(value)
+        return self._stage == 3 and ref is not None and not ref.numel
+
+
+def _some(names: list[str]) -> str:
+    return printable(", ".join(names[:3])) + f" and {len(names) - 3} more" * (len(names) > 3)

@@ -941,11 +941,32 @@ def test_inspect_leaves_the_file_alone(tmp_path):
 # ------------------------------------------------------------------------------------------------- help and completion
 
 OPTIONS = [
-    *("--device", "--map-location", "--to", "--dtype", "--only", "--include", "--exclude", "--tied", "--unknown"),
+    *(
+        "--device",
+        "--map-location",
+        "--to",
+        "--dtype",
+        "--only",
+        "--include",
+        "--exclude",
+        "--save-mapping",
+        "--tied",
+        "--unknown",
+    ),
     *("--force", "--dry-run", "--verify", "--no-fsync", "--json", "--quiet"),
 ]
 COMMANDS = {
-    "convert": [*OPTIONS, "--keys", "--strip-prefix", "--rename", "--add-prefix"],
+    "convert": [
+        *OPTIONS,
+        "--keys",
+        "--strip-prefix",
+        "--rename",
+        "--add-prefix",
+        "--regex",
+        "--preset",
+        "--rules",
+        "--reverse",
+    ],
     "strip-module": OPTIONS,
     "add-module": OPTIONS,
     "inspect": ["--depth", "--json"],

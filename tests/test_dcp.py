@@ -24,7 +24,7 @@ from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from ckptconv import CheckpointError, convert_checkpoint, load_portable, open_checkpoint
+from ckptconv import CheckpointError, convert_checkpoint, load_portable, open_checkpoint, save_portable
 from ckptconv.errors import LimitExceeded, MalformedCheckpoint, OutputRefused, RefusedObject, UnsupportedCheckpoint
 
 FOLDERS = ("rows2", "columns2", "training2", "rows4", "columns4", "grid4", "hybrid4", "parallel4")
@@ -61,6 +61,20 @@ def test_the_parts_of_a_training_checkpoint_can_be_chosen(worlds, tmp_path):
     convert_checkpoint(worlds / "training2" / ".metadata", tmp_path / "out.safetensors", only="model", **QUICK)
     found, expected = load_file(tmp_path / "out.safetensors"), gathered(worlds / "training2.whole.pt")["model"]
     assert oracle.value_rows(dict(sorted(found.items()))) == oracle.value_rows(dict(sorted(expected.items())))
+
+
+def test_a_folder_with_the_metadata_of_every_rank_is_put_together(worlds, tmp_path):
+    assert not (worlds / "apart2" / ".metadata").exists()
+    convert_checkpoint(worlds / "apart2", tmp_path / "out.pt", **QUICK)
+    expected = {"model": gathered(worlds / "rows2.whole.pt"), "step": 7}
+    assert oracle.value_rows(oracle.load(tmp_path / "out.pt")) == oracle.value_rows(expected)
+
+
+def test_a_folder_without_the_metadata_of_a_rank_is_refused(worlds, tmp_path):
+    folder = Path(shutil.copytree(worlds / "apart2", tmp_path / "in"))
+    (folder / "__1.metadata").unlink()
+    with pytest.raises(MalformedCheckpoint, match="its 1 chunks hold"):
+        open_checkpoint(folder)
 
 
 def test_live_tensors_are_loaded(worlds):
@@ -279,6 +293,12 @@ def test_a_truncated_file_is_refused_before_anything_is_written(worlds, tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
 
 
+def test_one_file_of_a_folder_is_refused_with_the_folder_to_name(worlds):
+    with pytest.raises(UnsupportedCheckpoint, match="one of the files of a DCP folder") as raised:
+        open_checkpoint(worlds / "columns2" / "__0_0.distcp")
+    assert str(worlds / "columns2") in str(raised.value.hint)
+
+
 def test_damage_in_a_chunk_is_noticed(worlds, tmp_path):
     folder = Path(shutil.copytree(worlds / "large2", tmp_path / "in"))
     with (folder / "__1_0.distcp").open("r+b") as file:
@@ -329,6 +349,28 @@ def test_the_produced_rank_files_are_the_model(produced, tmp_path):
     convert_checkpoint(produced / "dcp_hf" / "sharded", tmp_path / "out.safetensors", **QUICK)
     found, expected = load_file(tmp_path / "out.safetensors"), oracle.load(produced / "full_from_fsdp.pt")
     assert oracle.value_rows(dict(sorted(found.items()))) == oracle.value_rows(dict(sorted(expected.items())))
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_one_rank_file_of_the_hugging_face_writer_is_refused(rank, worlds, tmp_path):
+    source = worlds / "hf2" / "sharded" / f"shard-{rank:05}-model-00001-of-00002.safetensors"
+    with pytest.raises(UnsupportedCheckpoint, match="the chunks of one rank"):
+        convert_checkpoint(source, tmp_path / "out.pt")
+
+
+def test_a_renamed_rank_file_is_known_by_its_offsets(worlds, tmp_path):
+    source = worlds / "hf2" / "sharded" / "shard-00002-model-00001-of-00002.safetensors"
+    with pytest.raises(UnsupportedCheckpoint, match="the chunks of one rank"):
+        load_portable(shutil.copy(source, tmp_path / "model.safetensors"))
+
+
+def test_the_consolidated_files_of_the_hugging_face_writer_open_one_by_one(worlds):
+    found = {}
+    for path in sorted((worlds / "hf2").glob("*.safetensors")):
+        found.update(load_portable(path))
+    assert oracle.value_rows(dict(sorted(found.items()))) == oracle.value_rows(
+        dict(sorted(gathered(worlds / "hf2.whole.pt").items()))
+    )
 
 
 @pytest.mark.parametrize("rank", [1, 2])
@@ -481,6 +523,12 @@ def test_what_a_folder_cannot_hold_leaves_nothing_behind(tree, kind, tmp_path):
     with pytest.raises(kind):
         convert_checkpoint(tmp_path / "in.pt", tmp_path / "out", to="dcp")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.pt"]
+
+
+def test_live_tensors_are_saved_as_a_folder(tmp_path):
+    for value in (W, W + 1):
+        save_portable({"a": {"w": value}, "step": 3}, tmp_path / "out", to="dcp", force=True)
+    assert oracle.value_rows(consolidated(tmp_path / "out", tmp_path)) == oracle.value_rows({"a": {"w": W + 1}, "step": 3})
 
 
 def test_a_dry_run_writes_no_folder(tmp_path):

@@ -18,8 +18,9 @@ import torch
 import zero
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from program import assert_one_error, idle_rss, run
 
-from ckptconv import CheckpointError, convert_checkpoint, load_portable, open_checkpoint
+from ckptconv import CheckpointError, convert_checkpoint, load_into, load_portable, open_checkpoint
 from ckptconv.errors import AmbiguousStateDict, MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.limits import LIMITS
 
@@ -115,6 +116,20 @@ def test_a_torch_output_keeps_the_rest_of_the_training_state(name, tmp_path):
     assert found["module"]._metadata == before["module"]._metadata
 
 
+@pytest.mark.parametrize("name", ["stage2", "stage3"])
+def test_the_joined_weights_can_be_sharded_and_cast(name, tmp_path):
+    expected = consolidated(DATA / name)
+    convert_checkpoint(DATA / name, tmp_path / "shards", max_shard_size=150, tied="duplicate", **QUICK)
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    found = load_portable(tmp_path / "shards")
+    same({key: found[key] for key in expected}, expected)
+    convert_checkpoint(DATA / name, tmp_path / "out.safetensors", dtype="bf16", tied="duplicate", **QUICK)
+    found = safetensors.torch.load_file(tmp_path / "out.safetensors")
+    same({key: found[key] for key in expected}, {
+        key: value.bfloat16() if value.is_floating_point() else value for key, value in expected.items()
+    })  # fmt: skip
+
+
 def test_a_damaged_partition_is_noticed(tmp_path):
     folder = shutil.copytree(DATA / "stage2", tmp_path / "stage2")
     files = (folder / "global_step2").glob("*optim_states.pt")
@@ -155,6 +170,14 @@ def test_a_tag_picks_another_step(name, tmp_path):
     same(load_portable(DATA / name / "global_step1"), expected)
 
 
+def test_a_model_is_filled_from_a_step():
+    model = torch.nn.Module()
+    model.conv = torch.nn.Conv1d(5, 3, 3)
+    result = load_into(model, DATA / "stage3", tag="global_step1", strict=False)
+    assert result.missing_keys == ()
+    assert torch.equal(model.conv.weight, consolidated(DATA / "stage3", "global_step1")["conv.weight"])
+
+
 def test_the_other_steps_are_named():
     with open_checkpoint(DATA / "stage3") as checkpoint:
         assert any("global_step1" in note and "--tag" in note for note in checkpoint.notes)
@@ -172,7 +195,7 @@ def test_without_latest_one_step_is_read_and_several_are_a_choice(case):
 
 
 @breaking
-@pytest.mark.parametrize("name", ["../stage", "/etc", "global_step1/..", "", ".", "a\\b", "c:x", "global_step1\0"])
+@pytest.mark.parametrize("name", ["../stage", "/etc", "global_step1/..", "", ".", "a\\b", "c:x", "global_step1\0", "x" * 256])
 @pytest.mark.parametrize("given_by", ["latest", "tag"])
 def test_a_tag_that_leads_elsewhere_is_refused(case, name, given_by):
     if given_by == "latest":
@@ -191,6 +214,34 @@ def test_a_step_that_is_not_here_is_told_with_those_that_are(case):
         open_checkpoint(case, tag="x")
     with pytest.raises(UnsupportedCheckpoint, match="is the folder of one step"):
         open_checkpoint(case / "global_step1", tag="global_step2")
+
+
+@breaking
+def test_beside_weights_of_hugging_face_a_tag_asks_for_the_step(case):
+    """As the Trainer leaves it: its own weights, the step, latest."""
+    safetensors.torch.save_file({"w": torch.rand(2)}, case / "model.safetensors")
+    assert load_portable(case).keys() == {"w"}
+    same(load_portable(case, tag="global_step2"), consolidated(case))
+
+
+@breaking
+def test_links_may_lead_within_the_folder_and_to_the_blobs_of_a_cache_but_not_elsewhere(case, tmp_path):
+    step = case / "global_step2"
+    for file in step.iterdir():
+        file.rename(case / file.name)
+        file.symlink_to(f"../{file.name}")
+    same(load_portable(case), consolidated(case))
+    snapshot = tmp_path / "snapshots" / "1234"
+    (snapshot / step.name).mkdir(parents=True)
+    (tmp_path / "blobs").mkdir()
+    for file in step.iterdir():
+        (case / file.name).rename(tmp_path / "blobs" / file.name)
+        (snapshot / step.name / file.name).symlink_to(f"../../../blobs/{file.name}")
+        file.unlink()
+        file.symlink_to(tmp_path / "blobs" / file.name)
+    same(load_portable(snapshot), consolidated(case))
+    refused(case, "is a link that leads out of the folder")
+    refused(step, "is a link that leads out of the folder")
 
 
 # ----------------------------------------------------------------------------------------------------------- what is missing
@@ -302,6 +353,10 @@ def model(made: Path) -> Path:
         ([{"a": (0, 1 << 40, 1 << 40), "b": torch.Size([7])}, {}], "of no tensor that could be"),
         ([{"a": (1,) * 65, "b": torch.Size([7])}, {}], "of no tensor that could be"),
         ([{7: torch.Size([3, 5])}, {"c": torch.Size([2])}], "by something else than text"),
+        ([{"a": (3, 10**5000), "b": torch.Size([7])}, {"c": torch.Size([2])}], "param_shapes.a: is no shape"),
+        ([{"a": torch.Size([3, 5]), "b": torch.Size([7, 1 << 60])}, {"c": torch.Size([2])}], "b: "),
+        ([], "parameters"),
+        ("a", "param_shapes: is no dict of shapes"),
         ([[1, 2], {}], "param_shapes: is no dict of shapes"),
     ],
 )
@@ -315,6 +370,8 @@ def test_shapes_that_do_not_fit_the_partitions(made, shapes, what):
     [
         ({"partition_count": 0}, "is no number of ranks"),
         ({"partition_count": "two"}, "is no number of ranks"),
+        ({"partition_count": []}, "is no number of ranks"),
+        ({"partition_count": 10**5000}, "is no number of ranks"),
         ({"partition_count": [2, 1]}, "expert parallelism"),
         ({"zero_stage": 4}, "no fp32 partitions of a ZeRO stage that is known"),
         ({"zero_stage": "x"}, "no fp32 partitions of a ZeRO stage that is known"),
@@ -340,7 +397,7 @@ def test_partitions_of_another_kind(made, partition):
 
 
 @pytest.mark.parametrize("made", [2], indirect=True)
-@pytest.mark.parametrize("paddings", [[[0]], [[0, 0]], [[0, -1], [0]], 3, [[0, "x"], [0]], [0, 0]])
+@pytest.mark.parametrize("paddings", [[[0]], [[0, 0]], [[0, -1], [0]], 3, [[0, "x"], [0]], [0, 0], [[10**5000, 0], [0]]])
 def test_alignment_paddings_that_do_not_fit(made, paddings):
     changed(optim(made), lambda root: root["optimizer_state_dict"].update(param_alignment_paddings=paddings))
     refused(made, "param_alignment_paddings")
@@ -350,6 +407,42 @@ def test_alignment_paddings_that_do_not_fit(made, paddings):
 def test_parts_of_a_tensor_are_never_taken_for_the_whole(made, entry):
     changed(model(made), lambda root: root.update(entry))
     refused(made, "parallel", UnsupportedCheckpoint)
+
+
+@pytest.mark.parametrize("made", [2, 3], indirect=True)
+def test_without_the_names_of_the_parameters_only_model_states_that_are_whole_are_taken(made):
+    changed(model(made), lambda root: root.update(param_shapes=None))
+    if "zero_pp_rank" in model(made).name:
+        refused(made, "param_shapes: names no parameters of its partitions")
+    else:
+        assert {value.dtype for value in load_portable(made).values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("entry", "what"),
+    [
+        ({"frozen_param_shapes": {"f": torch.Size([3])}}, "f: a frozen parameter has a shape, but no values"),
+        ({"frozen_param_shapes": {"f": torch.Size([3])}, "frozen_param_fragments": {"f": torch.rand(4)}}, "f: "),
+        ({"frozen_param_shapes": {"f": torch.Size([3])}, "frozen_param_fragments": {"f": 3}}, "f: "),
+    ],
+)
+def test_frozen_parameters_that_do_not_fit(made, entry, what):
+    for file in (made / "global_step1").glob("*model_states.pt"):
+        changed(file, lambda root: root.update(entry))
+    refused(made, what)
+
+
+def test_odd_entries_of_the_model_states_do_no_harm(made):
+    odd = {
+        "shared_params": {"x": "nowhere", 3: 4},
+        "buffer_names": 7,
+        "frozen_param_shapes": [],
+        (1, 2): 3,
+        None: torch.rand(2),
+    }
+    changed(model(made), lambda root: root.update(odd))
+    found = load_portable(made)
+    assert found.keys() == {"a", "b", "c"}
 
 
 @pytest.mark.parametrize("root", [7, {}, {"module": {}}, {"module": 3}, [torch.rand(2)]])
@@ -380,6 +473,54 @@ def test_the_model_states_of_one_rank_of_stage_3_are_not_taken_for_weights(tmp_p
     assert str(step) in str(caught.value.hint)
     shutil.copy(DATA / "stage3" / "fp32.pt", tmp_path / "zero_pp_rank_1_mp_rank_00_model_states.pt")
     same(load_portable(tmp_path / "zero_pp_rank_1_mp_rank_00_model_states.pt"), consolidated(DATA / "stage3"))
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    name=st.sampled_from(["stage2", "stage3_frozen"]),
+    at=st.integers(0, 1 << 20),
+    by=st.integers(0, 255),
+    index=st.integers(0, 20),
+)
+def test_a_damaged_file_is_an_error_or_the_weights_are_right(tmp_path, name, at, by, index):
+    folder = tmp_path / name
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(DATA / name, folder)
+    files = sorted((folder / (folder / "latest").read_text()).iterdir())
+    file = files[index % len(files)]
+    raw = bytearray(file.read_bytes())
+    raw[at % len(raw)] ^= by
+    file.write_bytes(raw if by else raw[: at % len(raw)])
+    try:
+        convert_checkpoint(folder, tmp_path / "out.pt", fsync=False, force=True, unknown="drop")
+    except CheckpointError:
+        return
+    same(oracle.load(tmp_path / "out.pt")["module"], consolidated(DATA / name))
+
+
+# -------------------------------------------------------------------------------------------------------------- the program
+
+
+def test_the_program_reads_the_step_that_tag_names(tmp_path):
+    done = run("convert", DATA / "stage3", "out.safetensors", "--tag", "global_step1", "--tied", "duplicate", cwd=tmp_path)
+    assert done.exit == 0, done.err
+    written = safetensors.torch.load_file(tmp_path / "out.safetensors")
+    same(written, {name: consolidated(DATA / "stage3", "global_step1")[name] for name in written})
+    assert (
+        run("inspect", DATA / "stage3", "--tag", "global_step1", "--json", cwd=tmp_path).json()["format"] == "DeepSpeed ZeRO-3"
+    )
+    line = assert_one_error(run("inspect", DATA / "stage3", "--tag", "../x", cwd=tmp_path))
+    assert "--tag: '../x' is no plain folder name" in line
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_memory_does_not_grow_with_the_folder(tmp_path, stage):
+    groups = [{f"{index}.weight": torch.rand(1001, 1001) for index in range(30)}]
+    folder = zero.write(tmp_path / "zero", stage, 3, groups, frozen={"frozen": torch.rand(4000, 4000).bfloat16()})
+    done = run("convert", folder, "out.safetensors", "--no-fsync", cwd=tmp_path)
+    assert done.exit == 0, done.err
+    assert (tmp_path / "out.safetensors").stat().st_size > 180_000_000
+    assert done.rss < idle_rss() + 40_000_000
 
 
 # ----------------------------------------------------------------------------------------------- any sizes, any ranks, by torch

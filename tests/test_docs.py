@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "docs/containers.md", "docs/pipelines.md", "docs/troubleshooting.md")
+PAGES = ("README.md", "docs/containers.md", "docs/keys.md", "docs/pipelines.md", "docs/troubleshooting.md")
 NOT_OURS = {"make", "pip"}
 SAMPLES = {
     "train.pt": "ddp_cuda3_train.pt",
@@ -65,6 +65,17 @@ def test_the_python_of_the_readme_runs(folder, monkeypatch):
     assert (folder / "out.safetensors").exists() and (folder / "out.pt").exists()
     saved = torch.load(folder / "ddp_cuda3.pt", map_location="cpu", weights_only=True)
     assert torch.equal(space["model"].state_dict()["classifier.weight"], saved["module.classifier.weight"])
+
+
+def test_the_python_of_the_page_about_keys_runs(folder, monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.chdir(folder)
+    (code,) = blocks("docs/keys.md", "python")
+    space: dict = {}
+    exec(code, space)
+    assert {"blocks.0.weight", "head.bias"} <= space["state_dict"].keys()
+    saved = [torch.load(folder / name, map_location="cpu", weights_only=True) for name in ("train.pt", "back.pt")]
+    assert [list(tree["state_dict"]) for tree in saved] == [list(saved[0]["state_dict"])] * 2
 
 
 def test_the_layer_table_of_the_design_page_names_every_module():

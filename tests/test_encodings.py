@@ -144,6 +144,21 @@ def test_tied_ones_share_their_components(tmp_path):
     assert_equal(load_portable(path)["b"], sparse)
 
 
+def test_a_sharded_output_is_written_without_encodings(tmp_path):
+    """Components may not lie in several files; a sharded torch output holds complex tensors as they are."""
+    tree = {"w": torch.randn(3), "c": torch.randn(2, dtype=torch.complex128), "v": torch.randn(4)}
+    torch.save(tree, tmp_path / "in.pt")
+    with pytest.raises(RefusedObject, match=r"c: .*shards.*--max-shard-size"):
+        convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.safetensors", max_shard_size=16)
+    convert_checkpoint(tmp_path / "in.pt", tmp_path / "one.safetensors", max_shard_size=1000, fsync=False, verify=True)
+    convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.bin", max_shard_size=16, fsync=False, verify=True)
+    for found in (load_portable(tmp_path / "one.safetensors"), load_portable(tmp_path / "out.bin.index.json")):
+        assert set(found) == set(tree) and all(torch.equal(found[key], tree[key]) for key in tree)
+    torch.save({**tree, "s": DENSE.to_sparse()}, tmp_path / "in.pt")
+    with pytest.raises(RefusedObject, match=r"s: a tensor that a sharded torch output cannot hold"):
+        convert_checkpoint(tmp_path / "in.pt", tmp_path / "sparse.bin", max_shard_size=16)
+
+
 def test_a_name_that_is_a_component_s_is_an_error(tmp_path):
     double = DENSE.to(torch.complex128)
     for sparse in (DENSE.to_sparse(), double.to_sparse()):

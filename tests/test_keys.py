@@ -92,6 +92,12 @@ def test_the_short_forms_are_the_same_rules():
     assert KeyRules() == KeyRules.of([])
 
 
+def test_the_globs_of_rules_choose_without_renaming():
+    rules = KeyRules(strip_prefixes=("a.",), include=("b*",), exclude=("*.m",))
+    assert map_keys(["b.w", "b.m", "c.w"], rules.globs).new == ("b.w", None, None)
+    assert KeyRules(add_prefix="x.").globs == KeyRules("keep")
+
+
 def test_the_command_line_knows_all_rules_and_presets():
     assert _RULE_WORDS == RULE_WORDS
     assert tuple(PRESETS) == _PRESETS

@@ -15,7 +15,7 @@ LAYERS = {
     "dtypes": 1, "key_rules": 1, "devices": 1, "sources": 1, "nodes": 1,
     "keys": 2, "outputs": 2, "documents": 2, "casting": 2, "pickling": 2, "unpickling": 2, "extents": 2, "substitution": 2,
     "tensors": 3, "archives": 3, "sharding": 3, "rule_files": 3,
-    "torch_objects": 4, "compaction": 4, "layout": 4, "plain_objects": 4, "assembly": 4, "partitions": 4,
+    "torch_objects": 4, "compaction": 4, "layout": 4, "plain_objects": 4, "assembly": 4, "partitions": 4, "checksums": 4,
     "checkpoint": 5, "module_walk": 5, "formats.records": 5, "encodings": 5,
     "key_fitting": 3, "named_models": 4, "fitted_keys": 6, "key_targets": 9,
     "modules": 6, "old_tensors": 6, "producers": 6, "settling": 6, "zero_partitions": 6,

@@ -12,6 +12,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from program import run
 from safetensors.torch import load_file
 from torch import nn
 
@@ -167,6 +168,17 @@ def test_unknown_keep_keeps_the_module_itself(missing, tmp_path):
     assert all(parameter.requires_grad for parameter in found["net"].parameters())
     convert_checkpoint(tmp_path / "model.pt", tmp_path / "out.safetensors", unknown="keep", fsync=False)
     assert set(load_file(tmp_path / "out.safetensors")) == set(model.state_dict())
+
+
+def test_the_program_keeps_a_module_where_it_is_asked_to(tmp_path):
+    model = nn.Linear(2, 3)
+    torch.save({"net": model}, tmp_path / "model.pt")
+    plain = run("convert", "model.pt", "plain.pt", "--no-fsync", cwd=tmp_path)
+    kept = run("convert", "model.pt", "kept.pt", "--no-fsync", "--unknown", "keep", cwd=tmp_path)
+    assert plain.exit == kept.exit == 0
+    assert "whole module" in plain.err and "whole module" not in kept.err
+    assert_is_the_state_dict(oracle.load(tmp_path / "plain.pt")["net"], model.state_dict())
+    assert type(oracle.load(tmp_path / "kept.pt", weights_only=False)["net"]) is nn.Linear
 
 
 def test_sparse_parameters_and_buffers_are_kept(tmp_path):

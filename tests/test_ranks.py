@@ -13,6 +13,7 @@ import pytest
 import torch
 from program import assert_one_error, run
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
 from torch.distributed.tensor.placement_types import Shard as TorchShard
@@ -22,7 +23,7 @@ from ckptconv import convert_checkpoint, load_portable, open_checkpoint
 from ckptconv.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.formats.dtensors import Mesh, Placement, _runs
 
-NAMES = ("rows2", "columns2", "training2", "rows4", "columns4", "grid4", "strided4", "hybrid4", "parallel4")
+NAMES = ("rows2", "columns2", "training2", "fsdp1_2", "rows4", "columns4", "grid4", "strided4", "hybrid4", "parallel4")
 QUICK: dict[str, Any] = {"fsync": False, "verify": True}
 
 
@@ -85,6 +86,12 @@ def test_one_alone_is_refused_with_how_many_there_should_be(command, rank, produ
 def test_one_alone_is_never_loaded(call, worlds):
     with pytest.raises(UnsupportedCheckpoint, match="4 ranks; missing: rank 0, 1, 3"):
         call(worlds / "grid4.2.pt")
+
+
+@pytest.mark.parametrize("unknown", ["refuse", "drop", "keep"])
+def test_one_alone_of_fsdp1_is_refused_too(unknown, worlds, tmp_path):
+    with pytest.raises(UnsupportedCheckpoint, match="2 ranks; missing: rank 0"):
+        convert_checkpoint(worlds / "fsdp1_2.1.pt", tmp_path / "out.pt", unknown=unknown)
 
 
 def test_missing_ranks_are_named(worlds):
@@ -167,6 +174,76 @@ def test_damage_in_a_shard_is_noticed(worlds, tmp_path):
     source.write_bytes(with_damage)
     with pytest.raises(MalformedCheckpoint, match="CRC-32"):
         convert_checkpoint([worlds / "rows2.0.pt", source], tmp_path / "out.pt", fsync=False)
+
+
+# -------------------------------------------------------------------------------------------------- what older torch wrote
+
+
+class Mesh8:
+    """The mesh of torch before 2.9, as it was pickled: a tensor of ranks and the place of the one that saves."""
+
+    __qualname__ = "DeviceMesh"
+    __module__ = "torch.distributed.device_mesh"
+
+    def __init__(self, ranks: list[Any], at: list[int]) -> None:
+        self.device_type = "cuda"
+        self.mesh = torch.tensor(ranks, dtype=torch.int)
+        self.mesh_dim_names = None
+        self._flatten_mesh_list = tuple(self.mesh.flatten().tolist())
+        self._coordinate_on_dim = at
+
+
+class Spec8:
+    __qualname__ = "DTensorSpec"
+    __module__ = "torch.distributed.tensor._dtensor_spec"
+
+    def __init__(self, mesh: Mesh8, placements: tuple[Any, ...]) -> None:
+        self.mesh, self.placements, self.tensor_meta = mesh, placements, None
+
+
+class Pickled:
+    """A DTensor as torch pickles it."""
+
+    def __init__(self, shape: tuple[int, ...], local: torch.Tensor, spec: Spec8) -> None:
+        self.shape, self.local, self.spec = shape, local, spec
+
+    def __reduce__(self) -> Any:
+        wrapper = (DTensor, self.local.dtype, self.shape, (1,) * len(self.shape), 0, torch.strided, torch.device("cpu"), False)
+        state = (None, {"_local_tensor": self.local, "_spec": self.spec})
+        return torch._tensor._rebuild_from_type_v2, (torch._utils._rebuild_wrapper_subclass, DTensor, wrapper, state)
+
+
+@pytest.fixture
+def older(monkeypatch, tmp_path):
+    """Saves, for each of four ranks on a 2 × 2 mesh, its part of a tensor as torch before 2.9 did."""
+    monkeypatch.setattr("torch.distributed.device_mesh.DeviceMesh", Mesh8)
+    monkeypatch.setattr("torch.distributed.tensor._dtensor_spec.DTensorSpec", Spec8)
+
+    def save(placements: tuple[Any, ...], local: Callable[[int, int], torch.Tensor], shape: tuple[int, ...]) -> list[Path]:
+        paths = []
+        for rank in range(4):
+            mesh = Mesh8([[3, 2], [1, 0]], at := [1 - rank // 2, 1 - rank % 2])
+            paths.append(tmp_path / f"{rank}.pt")
+            torch.save({"w": Pickled(shape, local(*at), Spec8(mesh, placements))}, paths[-1])
+        return paths
+
+    return save
+
+
+W = torch.arange(30.0).reshape(6, 5)
+
+
+def test_the_meshes_of_older_torch_are_read(older):
+    paths = older((TorchShard(0), TorchShard(1)), lambda i, j: W.chunk(2)[i].chunk(2, 1)[j].contiguous(), (6, 5))
+    assert torch.equal(load_portable(paths)["w"], W)
+    with pytest.raises(UnsupportedCheckpoint, match="4 ranks; missing: rank 0, 1, 2"):
+        load_portable(paths[3])
+
+
+def test_a_dimension_split_twice_by_older_torch_is_refused(older):
+    paths = older((TorchShard(0), TorchShard(0)), lambda i, j: W[:4].chunk(2)[i].chunk(2)[j], (4, 5))
+    with pytest.raises(UnsupportedCheckpoint, match="split twice"):
+        load_portable(paths)
 
 
 # --------------------------------------------------------------------------------------------------------- where shards lie

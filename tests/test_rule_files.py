@@ -6,10 +6,13 @@ import importlib.util
 import json
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from program import SAMPLES, assert_one_error, run
 
 from ckptconv import CheckpointError, KeyRules, load_portable, read_key_rules
 from ckptconv.errors import KeyConflict
+from ckptconv.keys import RULE_WORDS
 
 DDP = SAMPLES / "ddp_cuda3.pt"
 HAS_YAML = importlib.util.find_spec("yaml") is not None
@@ -24,7 +27,7 @@ WORDS = [
 JSON = r"""{"about": ["[", {"rules": 1}], "rules": [
   {"strip-prefix": "features."},
   {"regex": {"^(\\d)\\.": "f\\1."}},
-  {"rename": "classifier.=head."},
+  {"rename": {"classifier.": "head."}},
   {"add-prefix": "net."},
   {"exclude": ["*.bias", "*.running_var"]}
 ]}"""
@@ -44,7 +47,7 @@ YAML = r"""
 rules:
   - strip-prefix: features.
   - regex: '^(\d)\.=>f\1.'
-  - rename: {classifier.: head.}
+  - rename: [classifier.=head.]
   - add-prefix: net.
   - exclude:
     - '*.bias'
@@ -69,6 +72,12 @@ def test_a_file_says_what_the_command_line_says(name, tmp_path):
     ]
 
 
+def test_a_table_renames_names_with_equals_signs(tmp_path):
+    (tmp_path / "rules.json").write_text('[{"rename": {"a=b": "c=d"}}]')
+    (rule,) = read_key_rules(tmp_path / "rules.json").rules
+    assert (rule.old, rule.new) == ("a=b", "c=d")
+
+
 def test_a_file_takes_its_place_among_the_options(tmp_path):
     (tmp_path / "rules.json").write_text('[{"strip-prefix": "a."}, {"add-prefix": "b."}]')
     options = ("--add-prefix", "a.", "--rules", "rules.json", "--rename", "b.features.=f.", "-n", "--json")
@@ -81,6 +90,11 @@ WRONG = {
     "no_rule.json": ('[\n {"add-prefix": "x."},\n\n {"strip-prefx": "y."}]', "line 4: strip-prefx: there is no rule"),
     "no_text.json": ('{"n": {"rules": []},\n"rules": [{"exclude": "x"}, \n{"rename": {"a": 3}}]}', "line 3: rename: its value"),
     "two.json": ('[\n{"add-prefix": "x.", "exclude": "y"}]', "line 2: a rule is one name"),
+    "empty.json": ('[{"rename": {"": "x"}}]', "line 1: a rule is one name"),
+    "none.json": ('[{"exclude": []}]', "line 1: a rule is one name"),
+    "long.json": ("[" + "9" * 10_000 + "]", "a number that is too long"),
+    "long.toml": ("rules = [" + "9" * 10_000 + "]", "a number that is too long"),
+    "deep.toml": ("rules = " + "[" * 100_000, "nests too deeply"),
     "twice.json": ('[{"exclude": "x", "exclude": "y"}]', "'exclude' stands twice"),
     "broken.json": ('[\n{"exclude": "x"},\n]', "line 3: is no valid JSON"),
     "deep.json": ("[" * 100_000, "nests too deeply"),
@@ -131,6 +145,35 @@ def test_yaml_without_pyyaml_says_what_to_do(tmp_path):
     (tmp_path / "rules.yaml").write_text(YAML)
     with pytest.raises(KeyConflict, match=r"needs PyYAML.*as JSON or TOML"):
         read_key_rules(tmp_path / "rules.yaml")
+
+
+_WORDS = st.sampled_from(
+    [*RULE_WORDS, "rules", "mapping", "state_dicts", "path", "keys", "left_out", "modules", "", "(", "a=>\\1"]
+)
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-1, 2) | st.floats() | _WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_WORDS, inner, max_size=5),
+    max_leaves=12,
+)
+_STATE_DICT = st.fixed_dictionaries(dict.fromkeys(("path", "keys", "left_out", "modules"), _JSON))
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    _JSON
+    | st.lists(st.dictionaries(_WORDS, _JSON, min_size=1, max_size=1), min_size=1)
+    | st.fixed_dictionaries({"mapping": st.just(1), "state_dicts": st.lists(_JSON | _STATE_DICT, min_size=1, max_size=2)}),
+    st.booleans(),
+)
+def test_whatever_stands_in_a_file_gives_rules_or_one_error(tmp_path, document, reverse):
+    (tmp_path / "rules.json").write_text(json.dumps(document))
+    try:
+        found = read_key_rules(tmp_path / "rules.json", reverse=reverse)
+        load_portable(DDP, keys=found)
+    except CheckpointError as error:
+        assert str(error).isprintable()
+    else:
+        assert isinstance(document, (list, dict))
 
 
 def test_only_a_mapping_is_undone(tmp_path):

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed._shard.sharded_tensor import Shard as TensorShard
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -159,7 +161,9 @@ def of_two(folder: Path) -> None:
     write(folder, "columns2", columns(mesh))
     write(folder, "training2", training(mesh))
     write(folder, "large2", {"weight": distribute_tensor(values(4096, 4096), mesh, [Shard(1)])})
+    dcp.save({"model": rows(mesh), "step": 7}, checkpoint_id=folder / "apart2", use_collectives=False)
     hugging_face(folder, mesh)
+    fsdp1(folder)
     local = values(2, 2)
     torch.save({"sum": DTensor.from_local(local, mesh, [Partial()])}, folder / f"partial2.{dist.get_rank()}.pt")
     own = {"weight": distribute_tensor(values(4), mesh, [Shard(0)]), "other": values(2) * dist.get_rank()}
@@ -177,6 +181,16 @@ def hugging_face(folder: Path, mesh: DeviceMesh) -> None:
     gathered = whole(state_dict)
     if dist.get_rank() == 0:
         torch.save(gathered, folder / "hf2.whole.pt")
+
+
+def fsdp1(folder: Path) -> None:
+    """ShardedTensors, which FSDP1 puts into its sharded state dicts."""
+    rank, tensor = dist.get_rank(), values(5, 4)
+    part, start = (tensor[:3], 0) if rank == 0 else (tensor[3:], 3)
+    shard = init_from_local_shards([TensorShard.from_tensor_and_offsets(part.clone(), [start, 0], rank)], 5, 4)
+    torch.save({"weight": shard, "plain": values(2)}, folder / f"fsdp1_2.{rank}.pt")
+    if rank == 0:
+        torch.save({"weight": tensor, "plain": values(2)}, folder / "fsdp1_2.whole.pt")
 
 
 def of_four(folder: Path) -> None:

@@ -25,6 +25,7 @@ from ckptconv.tensors import Shape, TensorRef
 
 NAME = "DCP"
 INDEX = ".metadata"
+_DATA = ".distcp"
 _COMMON = "common.pt"
 _MEGATRON = "metadata.json"  # the names of its storage backends, in every Megatron checkpoint
 
@@ -33,8 +34,12 @@ PathOpener = Callable[[Path], Checkpoint]
 
 
 def is_dcp(path: Path) -> bool:
-    """Whether `path` is a folder with a `.metadata`, or that file itself."""
-    return path.name == INDEX or (path / INDEX).is_file()
+    """Whether `path` is a folder with a `.metadata`, or one of every rank, or that file itself, or a data file beside it."""
+    return path.name == INDEX or (path / INDEX).is_file() or (path / f"__0{INDEX}").is_file() or _is_data_file(path)
+
+
+def _is_data_file(path: Path) -> bool:
+    return path.suffix == _DATA and (path.parent / INDEX).is_file() and path.is_file()
 
 
 def open_dcp(path: Path, open_file: PathOpener, open_source: SourceOpener, tag: str | None) -> Checkpoint:
@@ -44,16 +49,20 @@ def open_dcp(path: Path, open_file: PathOpener, open_source: SourceOpener, tag: 
     """
     if tag is not None:
         raise UnsupportedCheckpoint("holds no tags to choose from", path=path, hint="leave --tag out")
+    if _is_data_file(path):
+        raise UnsupportedCheckpoint(
+            "is one of the files of a DCP folder, which hold parts of tensors",
+            path=path,
+            hint=f"name the folder: {path.parent}",
+        )
     folder = path.parent if path.name == INDEX else path
     opened = _Opened(folder, open_source)
     try:
-        index = FileSource(folder / INDEX)
-        opened.sources.append(index)
-        metadata = dcp_metadata.read_metadata(index)
+        metadata, nbytes = _read_index(folder)
         is_megatron = metadata.is_megatron or ((folder / _COMMON).is_file() and (folder / _MEGATRON).is_file())
         fragments = _flat_fragments(metadata) if is_megatron else set()
         root = _tree(metadata, _megatron_paths(metadata) if is_megatron else metadata.paths, fragments, opened)
-        nbytes = index.size + sum(source.size for source in opened.files.values())
+        nbytes += sum(source.size for source in opened.files.values())
         if is_megatron and (folder / _COMMON).is_file():
             nbytes += _merge_common(root, open_file(folder / _COMMON), opened)
     except BaseException:
@@ -62,6 +71,22 @@ def open_dcp(path: Path, open_file: PathOpener, open_source: SourceOpener, tag: 
     notes = [f"{len(fragments)} tensors of the optimizer are left out: an older Megatron stored them in flat fragments"]
     sources = (*opened.files.values(), *opened.sources)
     return Checkpoint(folder, NAME, root, nbytes, notes=tuple(notes if fragments else ()), sources=sources)
+
+
+def _read_index(folder: Path) -> tuple[Metadata, int]:
+    """The metadata of a folder and its size in bytes: one file, or one of each rank (`dcp.save(use_collectives=False)`)."""
+    names = [folder / INDEX]
+    if not names[0].is_file() and (folder / f"__0{INDEX}").is_file():
+        names = sorted(folder.glob(f"__*{INDEX}"), key=lambda path: (len(path.name), path.name))
+    found, nbytes = [], 0
+    for name in names:
+        source = FileSource(name)
+        try:
+            found.append(dcp_metadata.read_metadata(source))
+        finally:
+            source.close()
+        nbytes += source.size
+    return found[0] if len(found) == 1 else dcp_metadata.merged(found), nbytes
 
 
 class _Opened:

@@ -8,7 +8,7 @@ Source: torch/distributed/checkpoint/metadata.py and filesystem.py, torch 2.0 to
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -65,6 +65,21 @@ def read_metadata(source: Source) -> Metadata:
         return _metadata(read_pickle(source.read(0, source.size)))
     except CheckpointError as error:
         raise error.at(path=source.path) from error.__cause__
+
+
+def merged(ranks: Sequence[Metadata]) -> Metadata:
+    """What the metadata of all ranks say together; of an item that several have, the first one's is taken."""
+    whole = Metadata({}, {}, {}, {}, False)
+    for rank in ranks:
+        for key, entry in rank.entries.items():
+            known = whole.entries.setdefault(key, entry)
+            if known is not entry and (known is None or entry is None or known[:2] != entry[:2]):
+                raise _malformed("two ranks have it in different types or shapes", key)
+            if known is not None and entry is not None:
+                whole.entries[key] = known._replace(chunks=tuple(dict.fromkeys((*known.chunks, *entry.chunks))))
+        whole.paths.update({key: path for key, path in rank.paths.items() if key not in whole.paths})
+        whole.items.update({index: item for index, item in rank.items.items() if index not in whole.items})
+    return whole
 
 
 def _metadata(root: Node) -> Metadata:

@@ -35,6 +35,18 @@ def is_dcp_shards(path: Path) -> bool:
     return path.is_dir() and any(_SHARD(item.name) for item in path.iterdir())
 
 
+def refuse_one_rank(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint of one file, unless it is a rank's file, whose chunks must not pass for the tensors."""
+    starts = _starts(checkpoint) if _INFO in checkpoint.metadata else {}
+    if starts and (_SHARD(checkpoint.path.name) or any(any(start) for start in starts.values())):
+        raise UnsupportedCheckpoint(
+            "holds the chunks of one rank, not whole tensors",
+            path=checkpoint.path,
+            hint=f"name the folder of all ranks: {checkpoint.path.parent}",
+        )
+    return checkpoint
+
+
 def open_dcp_shards(path: Path, open_source: Callable[[Source], Checkpoint], tag: str | None) -> Checkpoint:
     """Open a folder of rank files: their headers only. `MalformedCheckpoint` when the chunks of a tensor leave a gap."""
     if tag is not None:

@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptconv.checkpoint import Checkpoint, tensor_of
+from ckptconv.checkpoint import Checkpoint
 from ckptconv.errors import AmbiguousStateDict, CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.limits import LIMITS
-from ckptconv.nodes import ABSENT, ORDERED_DICT, Call, Dict, Node, mapping_pairs
-from ckptconv.partitions import Widener
-from ckptconv.sources import FilePool, FileSource, Source
-from ckptconv.tensors import TensorRef
-from ckptconv.zero_partitions import RankStates, entries, join_fragments, join_parameters, read_rank, read_shapes
+from ckptconv.nodes import Dict, Node, mapping_pairs
+from ckptconv.sources import FilePool, FileSource, Source, stays_within
+from ckptconv.zero_partitions import RankStates, Weights, entries, read_rank
 
 NAME = "DeepSpeed"
 _MODEL = re.compile(r"(?:zero_pp_rank_([0-9]{1,6})_)?mp_rank_([0-9]{1,6})_model_states\.pt").fullmatch
@@ -65,7 +63,7 @@ def open_deepspeed(path: Path, open_source: OpenSource, tag: str | None) -> Chec
         many = len(files.model) + len(files.optim) > LIMITS.open_files
         source_of = FilePool().source if many else FileSource
         with ExitStack() as opened:
-            checkpoint = _open_step(files, lambda file: _opened(source_of(file), open_source, opened))
+            checkpoint = _open_step(files, lambda file: _opened(source_of(_inside(file, path)), open_source, opened))
             opened.pop_all()
     except CheckpointError as error:
         raise error.at(path=folder) from error.__cause__
@@ -86,6 +84,12 @@ def _one_of_many(path: Path, open_source: OpenSource, tag: str | None) -> Checkp
     raise UnsupportedCheckpoint(what, path=path, hint=f"name its folder: {printable(path.absolute().parent)}")
 
 
+def _inside(file: Path, folder: Path) -> Path:
+    if not stays_within(file, folder):
+        raise MalformedCheckpoint("is a link that leads out of the folder", path=file, hint="name the folder that it leads to")
+    return file
+
+
 def _opened(source: Source, open_source: OpenSource, opened: ExitStack) -> Checkpoint:
     opened.callback(source.close)
     checkpoint = open_source(source)
@@ -98,6 +102,7 @@ def _opened(source: Source, open_source: OpenSource, opened: ExitStack) -> Check
 
 
 def _names(folder: Path) -> list[str]:
+    """The names of what is in a folder."""
     try:
         return sorted(item.name for item in folder.iterdir())
     except OSError as error:
@@ -110,7 +115,12 @@ def _is_step(folder: Path) -> bool:
 
 def _steps(folder: Path) -> list[str]:
     """The names of the steps in a folder."""
-    return [name for name in _names(folder) if (folder / name).is_dir() and _is_step(folder / name)]
+    found = []
+    for name in _names(folder):
+        with suppress(CheckpointError):  # what may not be listed is none
+            if (folder / name).is_dir() and _is_step(folder / name):
+                found.append(name)
+    return found
 
 
 def _step_folder(path: Path, tag: str | None) -> Path:
@@ -143,8 +153,11 @@ def _latest(path: Path) -> str | None:
 
 def _is_safe(name: str) -> bool:
     """Whether a tag stays within its folder, on every system."""
-    parts = name.split("/")
-    return name.isprintable() and not set(name) & set("\\:") and all(part not in ("", ".", "..") for part in parts)
+    plain = name.isprintable() and not set(name) & set("\\:") and len(name.encode()) <= _LONGEST_TAG
+    return plain and all(part not in ("", ".", "..") for part in name.split("/"))
+
+
+_LONGEST_TAG = 255  # bytes, as in the names of most file systems
 
 
 def _only_step(path: Path) -> str:
@@ -235,27 +248,39 @@ def _open_step(files: StepFiles, open_file: OpenFile) -> Checkpoint:
     ranks, opened = _read_ranks(files.optim.values(), open_file)
     _require_ranks(files.optim, ranks[0].ranks, "optimizer")
     stage = ranks[0].stage
+    models = _open_models(files, stage, ranks[0].ranks, open_file)
+    states = [_model_states(model) for model in models]
+    everything = [*models, *opened]
+    sources = tuple(source for checkpoint in everything for source in checkpoint.sources)
+    if states[0].get("param_shapes") is None:  # the bf16 optimizer without ZeRO, whose model states are whole
+        notes = ("the weights are those of the model states, in the type that they were trained in", *models[0].notes)
+        return replace(models[0], format=NAME, notes=notes, sources=sources)
+    weights = Weights(states, stage)
+    root = Dict([("module", weights.join(ranks)), *_rest_of_training(models[0].root)])
+    notes = (f"the fp32 weights are joined from {len(ranks)} ranks; the optimizer's moments are left out", *weights.notes)
+    return Checkpoint(
+        path=models[0].path,
+        format=f"{NAME} ZeRO-{stage}",
+        root=root,
+        nbytes=sum(checkpoint.nbytes for checkpoint in everything),
+        notes=tuple(dict.fromkeys((*notes, *(note for checkpoint in everything for note in checkpoint.notes)))),
+        sources=sources,
+    )
+
+
+def _open_models(files: StepFiles, stage: int, ranks: int, open_file: OpenFile) -> list[Checkpoint]:
+    """The model states that are needed: the first ones, and in stage 3 those of all ranks where parameters are frozen."""
     first = files.model.get(0) if stage == 3 else files.whole
     if first is None:
         raise MalformedCheckpoint(f"the model states of ZeRO stage {stage} are missing", hint=_FETCH)
-    models = [open_file(first)]
-    states = [_model_states(models[0])]
-    if states[0].get("param_shapes") is None:
-        return replace(models[0], format=NAME, notes=("the weights are those of the model states, as they were trained in",))
-    if stage == 3 and mapping_pairs(states[0].get("frozen_param_shapes")):
-        _require_ranks(files.model, ranks[0].ranks, "model")
-        models += [open_file(file) for rank, file in files.model.items() if rank]
-        states += [_model_states(model) for model in models[1:]]
-    weights = _Weights(states, stage)
-    root = Dict([("module", weights.join(ranks)), *_rest_of_training(models[0].root)])
-    return Checkpoint(
-        path=first,
-        format=f"{NAME} ZeRO-{stage}",
-        root=root,
-        nbytes=sum(checkpoint.nbytes for checkpoint in (*models, *opened)),
-        notes=(f"the fp32 weights are joined from {len(ranks)} ranks; the optimizer's moments are left out", *weights.notes),
-        sources=tuple(source for checkpoint in (*models, *opened) for source in checkpoint.sources),
-    )
+    model = open_file(first)
+    states = _model_states(model)
+    if stage == 3 and states.get("param_shapes") is None:
+        raise MalformedCheckpoint("names no parameters of its partitions", path=first, where="param_shapes", hint=_FETCH)
+    if stage != 3 or not mapping_pairs(states.get("frozen_param_shapes")):
+        return [model]
+    _require_ranks(files.model, ranks, "model")
+    return [model, *(open_file(file) for rank, file in files.model.items() if rank)]
 
 
 def _read_ranks(files: Iterable[Path], open_file: OpenFile) -> tuple[list[RankStates], list[Checkpoint]]:
@@ -288,81 +313,12 @@ def _model_states(model: Checkpoint) -> dict[str, Node]:
         raise MalformedCheckpoint("holds no model states of DeepSpeed (a dict with 'module')", path=model.path)
     width = states.get("mp_world_size")
     if type(width) is int and width > 1:
-        raise UnsupportedCheckpoint(f"is one of {width} tensor-parallel parts, which are not read", path=model.path)
+        raise UnsupportedCheckpoint("is one of several tensor-parallel parts, which are not read", path=model.path)
     if states.get("ds_autoep_layers") or states.get("autoep_layers"):
         raise UnsupportedCheckpoint("is an expert-parallel checkpoint (AutoEP), which is not read", path=model.path)
     return states
 
 
 def _rest_of_training(root: Node) -> list[tuple[Node, Node]]:
-    return [(key, value) for key, value in mapping_pairs(root) or () if key != "module" and key not in _BOOKKEEPING]
-
-
-class _Weights:
-    """The joined state dict of a step: what `zero_to_fp32` gives, in its order, and behind that what only `module` holds."""
-
-    def __init__(self, states: Sequence[dict[str, Node]], stage: int) -> None:
-        self._states = states
-        self._stage = stage
-        self._widened = Widener()
-        self._found: dict[str, Node] = {}
-        self.notes: tuple[str, ...] = ()
-
-    def join(self, ranks: Sequence[RankStates]) -> Node:
-        """The state dict, with the `_metadata` of the module's."""
-        states = self._states[0]
-        self._add_buffers(states)
-        self._add_frozen(states)
-        parameters = join_parameters(ranks, read_shapes(states["param_shapes"], "param_shapes"))
-        self._found.update((name, self._widened(ref)) for name, ref in parameters.items())
-        for name, kept in mapping_pairs(states.get("shared_params")) or ():
-            if type(name) is str and type(kept) is str and kept in self._found:
-                self._found[name] = self._found[kept]
-        self._add_others(states["module"])
-        made = Call(ORDERED_DICT, ())
-        made.pairs = list(self._found.items())
-        made.state = states["module"].state if type(states["module"]) is Call else ABSENT
-        return made
-
-    def _add_buffers(self, states: Mapping[str, Node]) -> None:
-        names: Node = states.get("buffer_names")
-        buffers = {name for name in names if type(name) is str} if type(names) in (list, tuple) else set()
-        for name, value in entries(states["module"]).items():
-            if name in buffers and (ref := tensor_of(value)) is not None:
-                self._found[name] = self._widened(ref)
-
-    def _add_frozen(self, states: Mapping[str, Node]) -> None:
-        shapes = states.get("frozen_param_shapes")
-        fragments = [entries(of_rank.get("frozen_param_fragments")) for of_rank in self._states]
-        frozen = read_shapes(shapes, "frozen_param_shapes")[0] if shapes is not None else {}
-        for name, shape in frozen.items():
-            if any(name not in of_rank for of_rank in fragments):
-                raise MalformedCheckpoint("a frozen parameter has a shape, but no values", where=name, hint=_FETCH)
-            if self._stage == 3:
-                ref: TensorRef | None = join_fragments([of_rank[name] for of_rank in fragments], shape, name)
-            else:
-                ref = tensor_of(fragments[0][name])
-            if ref is None or ref.shape != shape:
-                raise MalformedCheckpoint("the values of a frozen parameter do not have its shape", where=name)
-            self._found[name] = self._widened(ref)
-
-    def _add_others(self, module: Node) -> None:
-        """What the module holds and no partition does: extra states, the frozen parameters of stage 1."""
-        others = [(name, value) for name, value in entries(module).items() if name not in self._found]
-        empty = [name for name, value in others if self._is_placeholder(value)]
-        if empty:
-            self.notes += (f"without values in any file, and so left out: {_some(empty)}",)
-        kept = {name: value for name, value in others if name not in empty}
-        if kept:
-            self.notes += (f"in no partition, and so taken from the model states: {_some(list(kept))}",)
-        for name, value in kept.items():
-            ref = tensor_of(value)
-            self._found[name] = value if ref is None else self._widened(ref)
-
-    def _is_placeholder(self, value: Node) -> bool:
-        ref = tensor_of(value)
-        return self._stage == 3 and ref is not None and not ref.numel
-
-
-def _some(names: list[str]) -> str:
-    return printable(", ".join(names[:3])) + f" and {len(names) - 3} more" * (len(names) > 3)
+    gone = {"module", *_BOOKKEEPING}
+    return [(key, value) for key, value in mapping_pairs(root) or () if type(key) is not str or key not in gone]

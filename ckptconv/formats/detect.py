@@ -13,7 +13,7 @@ from ckptconv.collector import collector_paused
 from ckptconv.errors import CheckpointError, LimitExceeded, UnsupportedCheckpoint, printable
 from ckptconv.formats.accelerate import is_accelerate, open_accelerate
 from ckptconv.formats.dcp import is_dcp, open_dcp
-from ckptconv.formats.dcp_shards import is_dcp_shards, open_dcp_shards
+from ckptconv.formats.dcp_shards import is_dcp_shards, open_dcp_shards, refuse_one_rank
 from ckptconv.formats.deepspeed import is_deepspeed, open_deepspeed
 from ckptconv.formats.old_torchscript import is_old_torchscript, open_old_torchscript
 from ckptconv.formats.ranks import join_ranks
@@ -60,11 +60,13 @@ class Archive(NamedTuple):
 class Gathering(NamedTuple):
     """Many files that are one checkpoint: whether a path (a folder, or a file that stands for one) is it, and how it is opened.
 
-    `open` is also given a way to open the single files, and the `tag` that the user chose (a step, a revision).
+    `open` is also given a way to open the single files, and the `tag` that the user chose (a step, a revision). Where there
+    is one, only those that `has_tags` are asked.
     """
 
     matches: Callable[[Path], bool]
     open: Callable[[Path, PathOpener, str | None], Checkpoint]
+    has_tags: bool = False
 
 
 ARCHIVES: tuple[Archive, ...] = (
@@ -97,7 +99,7 @@ GATHERINGS: tuple[Gathering, ...] = (
     Gathering(is_dcp_shards, lambda path, _, tag: open_dcp_shards(path, open_source, tag)),
     Gathering(is_accelerate, open_accelerate),
     Gathering(is_sharded, open_sharded),
-    Gathering(is_deepspeed, lambda path, _, tag: open_deepspeed(path, open_source, tag)),
+    Gathering(is_deepspeed, lambda path, _, tag: open_deepspeed(path, open_source, tag), has_tags=True),
 )
 """The checkpoints of many files that are read, in the order in which they are tried."""
 
@@ -160,13 +162,18 @@ def open_checkpoint(path: Named, *, tag: str | None = None, whole_modules: bool 
 
 def _open(path: Path, tag: str | None) -> Checkpoint:
     for gathering in GATHERINGS if os.path.exists(path) else ():  # noqa: PTH110 (unlike Path.exists, False for no name at all)
-        if gathering.matches(path):
+        if (tag is None or gathering.has_tags) and gathering.matches(path):
             return gathering.open(path, open_file, tag)
     if tag is not None:
         raise UnsupportedCheckpoint("holds no tags to choose from", path=path, hint="leave --tag out")
     if os.path.isdir(path):  # noqa: PTH112
         raise _folder(path)
-    return open_file(path)
+    checkpoint = open_file(path)
+    try:
+        return refuse_one_rank(checkpoint)
+    except CheckpointError:
+        checkpoint.close()
+        raise
 
 
 def open_file(path: Path) -> Checkpoint:

@@ -4,6 +4,9 @@
 The state holds the `_local_tensor` and its `_spec`: the mesh of ranks (with the rank that saved), and a placement for each mesh
 dimension. Sources: torch/distributed/device_mesh.py, torch/distributed/tensor/_utils.py
 (`_compute_local_shape_and_global_offset`) and placement_types.py, torch 2.1 to 2.13.
+
+FSDP1's `ShardedTensor` is pickled in the same way; its state lists the local shards with their offsets, and those of all ranks.
+Source: torch/distributed/_shard/sharded_tensor/api.py.
 """
 
 from __future__ import annotations
@@ -45,22 +48,26 @@ class Placement(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """One rank's part of a tensor of `dtype` and `shape`: its `local` values."""
+    """One rank's part of a tensor of `dtype` and `shape`: its `local` values, or several `boxes` of them with their starts."""
 
     dtype: DType
     shape: Shape
     mesh: Mesh
     placements: tuple[Placement, ...]
-    local: TensorRef
+    local: TensorRef | None
     requires_grad: bool
+    boxes: tuple[tuple[Shape, TensorRef], ...] = ()
 
     @property
     def is_split(self) -> bool:
         """Whether other ranks hold values that this one lacks."""
-        return any(placement.dim is not None for placement in self.placements)
+        return self.local is None or any(placement.dim is not None for placement in self.placements)
 
     def parts(self) -> Iterator[tuple[Shape, TensorRef]]:
         """The boxes of the tensor that this rank holds: where each starts, and its values."""
+        if self.local is None:
+            yield from self.boxes
+            return
         runs = _runs(self.shape, self.mesh, self.placements)
         held = tuple(sum(stop - start for start, stop in axis) for axis in runs)
         empty = 0 in held
@@ -123,8 +130,11 @@ def _narrowed(runs: Sequence[tuple[int, int]], start: int, stop: int) -> Iterato
 # --------------------------------------------------------------------------------------------------------------- reading
 
 
-def is_dtensor(node: Node) -> bool:
-    """Whether a node is what torch pickles for a DTensor."""
+_CLASSES = ("DTensor", "ShardedTensor")
+
+
+def is_sharded(node: Node) -> bool:
+    """Whether a node is what torch pickles for a DTensor or a ShardedTensor."""
     return (
         type(node) is Call
         and node.name.endswith("._rebuild_from_type_v2")
@@ -132,7 +142,7 @@ def is_dtensor(node: Node) -> bool:
         and _is_named(node.args[0], _REBUILD)
         and type(node.args[1]) is Global
         and node.args[1].module.startswith("torch.distributed")
-        and node.args[1].name == "DTensor"
+        and node.args[1].name in _CLASSES
     )
 
 
@@ -140,8 +150,39 @@ def _is_named(node: Node, path: str) -> bool:
     return type(node) is Global and node.path == path
 
 
-def read_dtensor(node: Call) -> Shard:
-    """The shard that a DTensor's node describes; `UnsupportedCheckpoint` where a rank's share of it cannot be told."""
+def read_shard(node: Call) -> Shard:
+    """The shard that such a node describes; `UnsupportedCheckpoint` where a rank's share of it cannot be told."""
+    return _read_dtensor(node) if node.args[1].name == "DTensor" else _read_sharded_tensor(node)
+
+
+def _read_sharded_tensor(node: Call) -> Shard:
+    given, state = node.args[2], _sequence(node.args[3])
+    if len(state) < 3 or type(given) is not tuple or len(given) < 3 or type(given[1]) is not Global:
+        raise UnsupportedCheckpoint("is a ShardedTensor of a kind that is not known here")
+    dtype, rank = BY_NAME.get(given[1].name), _attributes(state[2]).get("global_rank")
+    if dtype is None or type(rank) is not int:
+        raise UnsupportedCheckpoint("is a ShardedTensor of a kind that is not known here")
+    boxes = []
+    for held in _sequence(state[0]):
+        shard = _attributes(held)
+        start, size, _ = _place(_attributes(shard.get("metadata")))
+        if type(ref := shard.get("tensor")) is not TensorRef or ref.shape != size:
+            raise MalformedCheckpoint("is a ShardedTensor with a shard of another shape than it says")
+        boxes.append((start, ref))
+    listed = _sequence(_attributes(state[1]).get("shards_metadata"))
+    ranks = tuple(sorted({_place(_attributes(entry))[2] for entry in listed}))
+    return Shard(dtype, _sizes(given[2]), Mesh((len(ranks),), ranks, rank, ()), (), None, False, tuple(boxes))
+
+
+def _place(metadata: dict[str, Node]) -> tuple[Shape, Shape, int]:
+    """Start, shape and rank of a shard."""
+    rank = _attributes(metadata.get("placement")).get("_rank")
+    if type(rank) is not int:
+        raise UnsupportedCheckpoint("is a ShardedTensor of a kind that is not known here")
+    return _sizes(metadata.get("shard_offsets")), _sizes(metadata.get("shard_sizes")), rank
+
+
+def _read_dtensor(node: Call) -> Shard:
     given, state = node.args[2], _state(node.args[3])
     spec = _attributes(state.get("_spec"))
     local = state.get("_local_tensor")
@@ -154,7 +195,7 @@ def read_dtensor(node: Call) -> Shard:
     placements = tuple(_placement(item, len(shape)) for item in _sequence(spec.get("placements")))
     if len(placements) != len(mesh.shape):
         raise MalformedCheckpoint(f"has {len(placements)} placements on a mesh of {len(mesh.shape)} dimensions")
-    _refuse_other_order(spec.get("shard_order"))
+    _refuse_other_order(spec, placements)
     return Shard(local.dtype, shape, mesh, placements, local, len(given) > 7 and given[7] is True)
 
 
@@ -201,12 +242,21 @@ def _placement(node: Node, dimensions: int) -> Placement:
     return Placement(dim, factor)
 
 
-def _refuse_other_order(order: Node) -> None:
-    """Only shards that are cut in the order of the mesh dimensions can be told from their placements."""
-    for entry in order if type(order) is tuple else ():
-        dims = entry.args[1] if type(entry) is Call and len(entry.args) == 2 else None
-        if type(dims) is not tuple or any(type(dim) is not int for dim in dims) or list(dims) != sorted(dims):
-            raise UnsupportedCheckpoint("is a DTensor split in another order than that of its mesh dimensions")
+def _refuse_other_order(spec: dict[str, Node], placements: Sequence[Placement]) -> None:
+    """Only shards that are cut in the order of the mesh dimensions can be told from their placements.
+
+    torch before 2.5 noted FSDP over tensor parallelism, which cuts rows from right to left, as if it cut from left to right.
+    """
+    order = _sequence(spec.get("shard_order") or ())
+    dims = [entry.args[1] for entry in order if type(entry) is Call and len(entry.args) == 2]
+    ascending = all(list(_sizes(entry)) == sorted(_sizes(entry)) for entry in dims)
+    split = [placement.dim for placement in placements if placement.dim is not None]
+    said = "shard_order" in spec or any(placement.factor > 1 for placement in placements)
+    if not ascending or (len(set(split)) < len(split) and not said):
+        raise UnsupportedCheckpoint(
+            "is a DTensor of which one dimension is split twice, in an order that cannot be told",
+            hint="save it with torch.distributed.checkpoint, or with torch 2.9 or newer",
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------------ meshes

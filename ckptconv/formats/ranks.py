@@ -1,7 +1,7 @@
 """Files of ranks (`torch.save` of a sharded state dict, one per rank) joined into the checkpoint that they are together.
 
-The DTensors at one place in all files become one tensor; the rest is that of the lowest rank and must be the same in all of
-them. No rank's shard ever passes for the whole tensor.
+The DTensors (or FSDP1's ShardedTensors) at one place in all files become one tensor. The rest is that of the lowest rank and
+must be the same in all of them. No rank's shard ever passes for the whole tensor.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import pairwise
 from ckptconv.assembly import assembled
 from ckptconv.checkpoint import Checkpoint, Place, place_text, tensor_of, walk
 from ckptconv.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint, printable
-from ckptconv.formats.dtensors import Shard, is_dtensor, read_dtensor
+from ckptconv.formats.dtensors import Shard, is_sharded, read_shard
 from ckptconv.nodes import Node
 from ckptconv.substitution import calls_of, substituted
 from ckptconv.tensors import Shape, TensorRef, iter_chunks
@@ -47,7 +47,7 @@ def join_ranks(opened: Sequence[Checkpoint]) -> Checkpoint:
     Raises `UnsupportedCheckpoint` when ranks are missing (and says which), `MalformedCheckpoint` when the files are not
     those of one checkpoint.
     """
-    if len(opened) == 1 and not any(is_dtensor(call) for call in calls_of(opened[0].root)):
+    if len(opened) == 1 and not any(is_sharded(call) for call in calls_of(opened[0].root)):
         return opened[0]
     ranks = [_read(checkpoint) for checkpoint in opened]
     for rank in ranks:
@@ -90,10 +90,10 @@ def _read(checkpoint: Checkpoint) -> _Rank:
     holders: list[Node] = []
     overlay: dict[int, Node] = {}
     for place, node in walk(checkpoint.root, overlay):
-        if is_dtensor(node):
+        if is_sharded(node):
             overlay[id(node)] = None  # what is inside is not looked at
             try:
-                shards[_labels(place)] = node, read_dtensor(node)
+                shards[_labels(place)] = node, read_shard(node)
             except CheckpointError as error:
                 raise error.at(path=checkpoint.path, where=place_text(place)) from error.__cause__
         elif (tensor := tensor_of(node)) is not None:

@@ -15,7 +15,7 @@ from ckptconv.documents import read_object
 from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.limits import LIMITS
 from ckptconv.nodes import ORDERED_DICT, Call, Node
-from ckptconv.sources import FileSource
+from ckptconv.sources import FileSource, stays_within
 
 NAME = "sharded"
 _INDEX = ".index.json"
@@ -120,20 +120,14 @@ def _shard(index: Path, name: str) -> Path:
     if name == index.name:
         raise _malformed(index, name, "names itself as a shard")
     try:
-        real, folder = path.resolve(strict=True), index.parent.resolve()
+        real = path.resolve(strict=True)
     except (OSError, RuntimeError):
         raise _malformed(index, name, "the shard is missing") from None
     if not real.is_file():
         raise _malformed(index, name, "the shard is no regular file")
-    if not real.is_relative_to(folder) and not _is_cached_blob(real, folder):
+    if not stays_within(path, index.parent):
         raise _malformed(index, name, "the shard is a link that leads out of the folder")
     return path
-
-
-def _is_cached_blob(real: Path, folder: Path) -> bool:
-    """Whether a shard lies where the Hugging Face cache keeps it: REPOSITORY/blobs for REPOSITORY/snapshots/REVISION."""
-    snapshots = next((parent for parent in folder.parents if parent.name == "snapshots"), None)
-    return snapshots is not None and real.is_relative_to(snapshots.parent / "blobs")
 
 
 def _pairs(index: Path, weight_map: Mapping[str, str], shards: Mapping[str, Checkpoint]) -> list[tuple[str, Node]]:

@@ -81,6 +81,7 @@ CASES = {
     "stage1_bf16": Case(1, 2, config={**BF16, "data_types": {"grad_accum_dtype": "fp32"}}, asked=True),
     "stage2": Case(2, 2, steps=2, config=BF16, groups=two_groups, client_state={"epoch": 3}),
     "stage2_frozen": Case(2, 4, config=BF16, frozen=("embed.weight", "scale")),
+    "stage2_robin": Case(2, 3, config=BF16, groups=two_groups, zero={"round_robin_gradients": True}),
     "stage2_aligned": Case(2, 3, config=BF16, zero={"parameter_alignment": True}),
     "stage3": Case(3, 2, steps=2, config=BF16, groups=two_groups, client_state={"epoch": 3}),
     "stage3_frozen": Case(3, 3, config=BF16, frozen=("embed.weight", "conv.bias")),
