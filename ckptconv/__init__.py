@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ckptconv.planning import ConversionPlan as ConversionPlan
     from ckptconv.planning import Options as Options
     from ckptconv.planning import plan_conversion as plan_conversion
+    from ckptconv.rule_files import read_key_rules as read_key_rules
     from ckptconv.saving import save_portable as save_portable
     from ckptconv.tensors import TensorRef as TensorRef
 
@@ -57,6 +58,7 @@ _HOMES = {
     "load_portable": "loading",
     "open_checkpoint": "formats.detect",
     "plan_conversion": "planning",
+    "read_key_rules": "rule_files",
     "save_portable": "saving",
 }
 """Public name → the module that defines it; imported on first use, so that `import ckptconv` costs nothing."""

@@ -6,7 +6,7 @@ the pickle writer both look through. What is a state dict is decided by content;
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -349,8 +349,11 @@ def metadata_of(node: Node) -> Any:
     return next((value for key, value in node.state.pairs if key == "_metadata"), None)
 
 
-def renamed_state_dict(found: StateDict, keys: tuple[str | None, ...], module_path: Any) -> Node:
-    """A node like `found.node` whose i-th key is `keys[i]` (None: left out) and whose `_metadata` follows."""
+def renamed_state_dict(found: StateDict, keys: tuple[str | None, ...], module_paths: Callable[[str], tuple[str, ...]]) -> Node:
+    """A node like `found.node` whose i-th key is `keys[i]` (None: left out) and whose `_metadata` follows.
+
+    `module_paths` gives the new names of a module: one, or several where ones that had become one are told apart again.
+    """
     pairs = [(new, value) for new, value in zip(keys, found.values, strict=True) if new is not None]
     if type(found.node) is Dict:
         return Dict(pairs)
@@ -359,7 +362,12 @@ def renamed_state_dict(found: StateDict, keys: tuple[str | None, ...], module_pa
     made.pairs = pairs
     made.state = found.node.state
     if (metadata := metadata_of(found.node)) is not None and (entries := mapping_pairs(metadata)) is not None:
-        renamed = {module_path(key): value for key, value in entries if type(key) is str}
+        renamed = {
+            name: Dict(list(value.pairs)) if index and type(value) is Dict else value  # each module has a version of its own
+            for key, value in entries
+            if type(key) is str
+            for index, name in enumerate(module_paths(key))
+        }
         copy: Node = Dict() if type(metadata) is Dict else Call(metadata.func, ())
         copy.pairs = list(renamed.items())
         made.state = Dict([(key, copy if key == "_metadata" else value) for key, value in found.node.state.pairs])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 _PROGRESS_FROM = 100_000_000  # bytes; a smaller copy is done before a bar is read
 _FILE = click.Path(path_type=Path)
+_RULE_WORDS = ("strip-prefix", "add-prefix", "rename", "regex", "include", "exclude", "preset")
+_PRESETS = ("ddp", "compile", "fsdp", "checkpoint-wrapper", "lightning", "peft", "swa", "timm-ema", "mmengine", "ema-pytorch")
+"""The names of `keys.RULE_WORDS` and `key_rules.PRESETS`, here so that a usage error or --help need not import them."""
 
 
 @click.group(
@@ -42,6 +45,55 @@ def cli() -> None:
     as a torch or a safetensors file, tagged for the device of your choice. Nothing in the file is executed."""
 
 
+class RuleCommand(click.Command):
+    """A command that knows in which order its key rules were given, whichever options they are of."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        given, _, order = self.make_parser(ctx).parse_args(args=list(args))
+        values = {name: iter(texts) for name, texts in given.items() if _word(name) in (*_RULE_WORDS, "rules")}
+        ctx.meta["ckptconv.rules"] = [
+            (_word(param.name or ""), next(values[param.name or ""])) for param in order if param.name in values
+        ]
+        return super().parse_args(ctx, args)
+
+
+def _word(name: str) -> str:
+    """An option as it is written, by the name of its parameter."""
+    return name.replace("_", "-")
+
+
+def _choice_options(command: F) -> F:
+    """The options that choose among keys, which every command that writes has."""
+    return _with_options(command, [
+        click.option("--include", metavar="GLOB", multiple=True, help="Keep only keys that match, as they are by then."),
+        click.option("--exclude", metavar="GLOB", multiple=True, help="Leave out keys that match, as they are by then."),
+    ])  # fmt: skip
+
+
+def key_options(command: F) -> F:
+    """The options of key rules, which apply in the order in which they are given (the command must be a `RuleCommand`)."""
+    return _with_options(command, [
+        click.option("--keys", type=click.Choice(["strip", "keep"]), default="strip", show_default=True,
+                     help="Strip the wrapper prefixes of DDP, torch.compile, FSDP and checkpointing first, or keep them."),
+        click.option("--strip-prefix", metavar="PREFIX", multiple=True, help="Cut this off every key that starts with it."),
+        click.option("--add-prefix", metavar="PREFIX", multiple=True, help="Put this before every key."),
+        click.option("--rename", metavar="OLD=NEW", multiple=True, help="Rename a key or a literal prefix of keys."),
+        click.option("--regex", metavar="PATTERN=>REPLACEMENT", multiple=True,
+                     help="Replace what a Python regex matches in keys (\\1 is its first group)."),
+        click.option("--preset", type=click.Choice(_PRESETS), multiple=True,
+                     help="Take off what a framework put around the keys."),
+        click.option("--rules", metavar="FILE", multiple=True, type=_FILE,
+                     help="Key rules from a .json, .toml or .yaml file, or a mapping that --save-mapping wrote."),
+        click.option("--reverse", is_flag=True, help="Undo the mapping that --rules names."),
+    ])  # fmt: skip
+
+
+def _with_options(command: F, options: Sequence[Callable[[F], F]]) -> F:
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
 _TAG = click.option("--tag", metavar="TAG", help="The step to read, where IN is a folder of several, e.g. global_step500.")
 
 
@@ -58,8 +110,9 @@ def _output_options(command: F) -> F:
         click.option("--max-shard-size", metavar="SIZE", help="Split the state dict into shards, e.g. of 5GB, and an index."),
         click.option("--only", metavar="PATH", help="Convert one part of the checkpoint, e.g. state_dict or ema."),
         _TAG,
-        click.option("--include", metavar="GLOB", multiple=True, help="Keep only (resulting) keys that match."),
-        click.option("--exclude", metavar="GLOB", multiple=True, help="Leave out (resulting) keys that match."),
+        _choice_options,
+        click.option("--save-mapping", metavar="FILE", type=_FILE,
+                     help="Write which key became which to a JSON file, which --rules FILE --reverse undoes."),
         click.option("--tied", type=click.Choice(["alias", "duplicate"]), default="alias", show_default=True,
                      help="Names of one tensor in safetensors: one copy and aliases, or a copy each."),
         click.option("--unknown", type=click.Choice(["refuse", "drop", "keep"]), default="refuse", show_default=True,
@@ -71,12 +124,11 @@ def _output_options(command: F) -> F:
         click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout."),
         click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors."),
     ]  # fmt: skip
-    for option in reversed(options):
-        command = option(command)
-    return command
+    return _with_options(command, options)
 
 
 @cli.command(
+    cls=RuleCommand,
     epilog="""\b
 Examples:
   ckptconv convert in.pt out.safetensors
@@ -88,14 +140,10 @@ Examples:
   ckptconv convert in.pt out.safetensors --model my_package.models:build
   ckptconv convert rank0.pt rank1.pt out.safetensors
   ckptconv convert in.pt dcp_folder --to dcp
-  ckptconv convert in.pt in.pt --force --verify"""
+  ckptconv convert in.pt in.pt --force --verify""",
 )
 @_output_options
-@click.option("--keys", type=click.Choice(["strip", "keep"]), default="strip", show_default=True,
-              help="Strip the wrapper prefixes of DDP, torch.compile, FSDP and checkpointing, or keep them.")  # fmt: skip
-@click.option("--strip-prefix", metavar="PREFIX", multiple=True, help="Cut this off every key that starts with it.")
-@click.option("--rename", metavar="OLD=NEW", multiple=True, help="Replace a literal prefix of keys.")
-@click.option("--add-prefix", metavar="PREFIX", default="", help="Put this before every key.")
+@key_options
 @click.option(
     "--like",
     metavar="OTHER",
@@ -108,19 +156,19 @@ Examples:
     help="Fit the keys to the model that this builds; the only option that imports code.",
 )
 @click.option("--drop-unexpected", is_flag=True, help="With --like or --model: leave out keys that it does not have.")
-def convert(keys: str, strip_prefix: tuple[str, ...], rename: tuple[str, ...], add_prefix: str, **given: Any) -> None:
+def convert(keys: str, **given: Any) -> None:
     """Convert checkpoint IN to OUT: keys normalised, tagged for the CPU, in the format that OUT's name says. Several INs are
-    the files of all ranks of one checkpoint."""
-    pairs = tuple(_pair("--rename", text) for text in rename)
+    the files of all ranks of one checkpoint. Key rules apply in the order in which they are given, before --like or --model."""
     if given["like"] and given["model"]:
         raise click.UsageError("--like and --model are both given, and the keys can fit one only")
     if given["drop_unexpected"] and not (given["like"] or given["model"]):
         raise click.UsageError("--drop-unexpected needs --like or --model")
-    _convert(given, wrappers=keys, strip_prefixes=strip_prefix, renames=pairs, add_prefix=add_prefix)
+    _convert(given, keys)
 
 
 @cli.command(
     "strip-module",
+    cls=RuleCommand,
     epilog="""\b
 Examples:
   ckptconv strip-module in.pt out.pt
@@ -130,11 +178,12 @@ Examples:
 @_output_options
 def strip_module(**given: Any) -> None:
     """Strip `module.` (DataParallel, DDP) wherever a key of IN starts with it, and write OUT for the CPU."""
-    _convert(given, wrappers="module")
+    _convert(given, "module")
 
 
 @cli.command(
     "add-module",
+    cls=RuleCommand,
     epilog="""\b
 Examples:
   ckptconv add-module in.pt out.pt
@@ -143,7 +192,7 @@ Examples:
 @_output_options
 def add_module(**given: Any) -> None:
     """Put `module.` (DataParallel, DDP) before every key of IN that lacks it altogether, and write OUT for the CPU."""
-    _convert(given, wrappers="add-module")
+    _convert(given, "add-module")
 
 
 @cli.command(
@@ -232,44 +281,52 @@ def devices(as_json: bool) -> None:
 # ------------------------------------------------------------------------------------------------------- calling, rendering
 
 
-def _pair(option: str, text: str) -> tuple[str, str]:
-    old, equals, new = text.partition("=")
-    if not equals or not old:
-        raise click.UsageError(f"{option} {text!r} is not of the form OLD=NEW")
-    return old, new
+def key_rules(wrappers: Any, *, reverse: bool = False) -> KeyRules:
+    """The rules of the command that runs, in their order; `CheckpointError` for what is no rule or no file of rules."""
+    from ckptconv.keys import KeyRules
+    from ckptconv.rule_files import read_rules
+
+    rules: list[Any] = []
+    given = click.get_current_context().meta.get("ckptconv.rules", [])
+    for word, text in given:
+        rules += read_rules(text, reverse=reverse) if word == "rules" else [(word, text)]
+    if reverse and all(word != "rules" for word, _ in given):
+        raise CheckpointError("--reverse undoes a mapping, and there is none", hint="name it with --rules FILE")
+    return KeyRules.of(rules, wrappers)
 
 
-def _convert(given: dict[str, Any], **rules: Any) -> None:
+def _convert(given: dict[str, Any], wrappers: str) -> None:
     from ckptconv.formats.detect import open_checkpoint
     from ckptconv.outputs import check_folder, check_output
     from ckptconv.planning import keeps_modules, plan_conversion
 
     output = given["output"]
     with _errors(given["as_json"], usage=True):
-        options = _options(given, rules)
+        options = _options(given, wrappers)
     with _errors(given["as_json"]):
         options = replace(options, fit_to=_key_target(given))
         if not given["dry_run"] and options.max_shard_size is None:
             (check_folder if given["to"] == "dcp" else check_output)(output, force=given["force"])
         whole = keeps_modules(output, options)
+        if not given["dry_run"] and given["save_mapping"] is not None:
+            check_output(given["save_mapping"], force=given["force"])
         with open_checkpoint(given["sources"], tag=given["tag"], whole_modules=whole) as checkpoint:
             plan = plan_conversion(checkpoint, output, options)
             (_show_plan if given["dry_run"] else _execute)(plan, given)
 
 
-def _options(given: dict[str, Any], rules: dict[str, Any]) -> Options:
+def _options(given: dict[str, Any], wrappers: str) -> Options:
     """The conversion that the command line asks for; a value that cannot be meant is a usage error."""
     from ckptconv.devices import tag_map
     from ckptconv.dtypes import floating_dtype
-    from ckptconv.keys import KeyRules
     from ckptconv.planning import Options
     from ckptconv.sharding import parse_size
 
-    keys: KeyRules = KeyRules(**rules, include=given["include"], exclude=given["exclude"])
+    keys = key_rules(wrappers, reverse=given.get("reverse", False))
     tags = tag_map(given["device"], given["map_location"])
     dtype = floating_dtype(given["dtype"]) if given["dtype"] else None
     limit = parse_size(given["max_shard_size"]) if given["max_shard_size"] else None
-    return Options(given["to"], keys, tags, dtype, given["only"], given["tied"], given["unknown"], limit)
+    return Options(given["to"], keys, tags, dtype, given["only"], given["tied"], given["unknown"], limit, given["save_mapping"])
 
 
 def _key_target(given: dict[str, Any]) -> KeyTarget | None:
@@ -286,6 +343,8 @@ def _show_plan(plan: ConversionPlan, given: dict[str, Any]) -> None:
         _print_json({"dry_run": True, **report.plan_document(plan)})
     elif not given["quiet"]:
         _print_summary(report.plan_headline(plan), report.plan_lines(plan))
+        for line in report.keys_table(plan):
+            click.echo(f"  {line}", err=True)
 
 
 def _execute(plan: ConversionPlan, given: dict[str, Any]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -65,6 +65,7 @@ def convert_checkpoint(
     tied: Tied = "alias",
     unknown: Unknown = "refuse",
     max_shard_size: int | str | None = None,
+    save_mapping: str | os.PathLike[str] | None = None,
     tag: str | None = None,
     like: str | os.PathLike[str] | None = None,
     model: str | None = None,
@@ -79,11 +80,13 @@ def convert_checkpoint(
     `keys` are rules or the short words for the default ones; `device` is the location tag to write (``cpu`` by default,
     ``keep``, ``auto``, or any tag, whether this host has that device or not); `map_location` maps single tags; `dtype`
     casts floating tensors (``bf16``). `max_shard_size` (bytes, or ``5GB``) splits the tensors of one state dict into shards
-    beside an index, named after `output` or, in a folder, as Hugging Face libraries do. `tag` picks a step where `source` is a
-    folder of several. `like` (another checkpoint, an index, a list of keys) or `model` (``PACKAGE.MODULE:CALLABLE``, which is
-    imported and called) has the keys and shapes to which those of each state dict are fitted; what it has no key for is an
-    error, or left out with `drop_unexpected`. The output is written to a temporary sibling and renamed; an existing one
-    is replaced only with `force`. `verify` reads it back and compares every tensor first. Raises `CheckpointError`.
+    beside an index, named after `output` or, in a folder, as Hugging Face libraries do. `save_mapping` is a JSON file that is
+    written with the output and tells which key became which; `read_key_rules(file, reverse=True)` undoes it. `tag` picks a
+    step where `source` is a folder of several. `like` (another checkpoint, an index, a list of keys) or `model`
+    (``PACKAGE.MODULE:CALLABLE``, which is imported and called) has the keys and shapes to which those of each state dict are
+    fitted; what it has no key for is an error, or left out with `drop_unexpected`. The output is written to a temporary
+    sibling and renamed; an existing one is replaced only with `force`. `verify` reads it back and compares every tensor
+    first. Raises `CheckpointError`.
 
     >>> convert_checkpoint("in.pt", "out.safetensors", device="cuda:1")  # doctest: +SKIP
     """
@@ -92,7 +95,8 @@ def convert_checkpoint(
     cast_to = floating_dtype(dtype) if dtype else None
     limit = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
     fit_to = key_target(like, model, drop_unexpected=drop_unexpected)
-    options = Options(to, rules, tag_map(device, pairs), cast_to, only, tied, unknown, limit, fit_to)
+    mapping = None if save_mapping is None else Path(save_mapping)
+    options = Options(to, rules, tag_map(device, pairs), cast_to, only, tied, unknown, limit, mapping, fit_to)
     if limit is None:
         (check_folder if to == "dcp" else check_output)(Path(output), force=force)
     with open_checkpoint(source, tag=tag, whole_modules=keeps_modules(output, options)) as checkpoint:
@@ -149,6 +153,7 @@ def _write_files(plan: ConversionPlan, force: bool, fsync: bool, verify: bool, p
     verified = 0
     with ExitStack() as publishing:  # unwound backwards: the shards are put in place before the index that names them
         publishing.enter_context(made_folder(plan.output.parent, wanted=plan.in_folder))
+        publishing.enter_context(_mapping_written(plan, force=force, fsync=fsync))
         check_space(plan.output, plan.nbytes)
         for file in (*([plan.index] if plan.index else []), *plan.files):
             output = atomic_output(file.path, force=force, fsync=fsync, size=file.layout.nbytes, on_progress=progress)
@@ -165,11 +170,27 @@ def _write_files(plan: ConversionPlan, force: bool, fsync: bool, verify: bool, p
     return tally, verified
 
 
+@contextmanager
+def _mapping_written(plan: ConversionPlan, *, force: bool, fsync: bool) -> Iterator[None]:
+    """The mapping, if one was asked for: written before the block, and put in place after it, when the output is."""
+    if plan.mapping is None:
+        yield
+        return
+    layout = plan.mapping.layout
+    with atomic_output(plan.mapping.path, force=force, fsync=fsync, size=layout.nbytes) as (stream, _):
+        _write(layout, stream, _Tally())
+        stream.finish()
+        yield
+
+
 def _write_folder(plan: ConversionPlan, force: bool, fsync: bool, verify: bool, progress: _Progress) -> tuple[_Tally, int]:
     """Write a plain torch file beside the output, have torch make a DCP folder of it, and drop it."""
     tally = _Tally()
     file = plan.files[0]
-    with atomic_folder(plan.output, force=force, fsync=fsync) as folder:
+    with (
+        _mapping_written(plan, force=force, fsync=fsync),
+        atomic_folder(plan.output, force=force, fsync=fsync) as folder,
+    ):
         plain = folder / ".plain.pt"
         with atomic_output(plain, force=False, fsync=False, size=plan.nbytes, on_progress=progress) as (stream, _):
             _write(file.layout, stream, tally)

@@ -48,7 +48,7 @@ def fitted(found: StateDict, keys: KeyMap, target: KeyTarget) -> KeyMap:
     return replace(
         keys,
         new=tuple(None if new is None else fit.renames.get(new) for new in keys.new),
-        renaming=lambda path: follow(keys.renaming(path).rstrip(".")),
+        path_steps=(*keys.path_steps, lambda path: (follow(path),)),
     )
 
 
@@ -70,12 +70,21 @@ def module_paths(renames: Mapping[str, str]) -> Callable[[str], str]:
 
 
 def _modules(old: str, new: str) -> Iterator[tuple[str, str]]:
-    """The paths of the modules in which a key has the same name before and after, the innermost first."""
+    """The paths of the modules that a key is in before and after, the innermost first; segments of one side are passed over.
+
+    >>> list(_modules("model.a.wrapped.w", "a.w"))
+    [('model.a.wrapped', 'a'), ('model.a', 'a'), ('model', '')]
+    """
     before, after = old.split("."), new.split(".")
-    for count in range(1, min(len(before), len(after)) + 1):
-        if before[-count] != after[-count]:
+    while before and after:
+        if before[-1] == after[-1]:
+            before.pop()
+            after.pop()
+        elif len(before) == len(after):
             return
-        yield ".".join(before[:-count]), ".".join(after[:-count])
+        else:
+            max(before, after, key=len).pop()
+        yield ".".join(before), ".".join(after)
 
 
 def refusal(fit: Fit, name: str, count: int) -> KeyMismatch:

@@ -200,20 +200,18 @@ def _assigned(
     graph = _keys_of(_by_suffix(sources, targets), sources, targets, source, target)
     found = _forced(graph)
     contested = {key: olds for key, olds in graph.items() if len(olds) > 1 and key not in found}
+    by_insertion = (_forced(_keys_of(_by_insertion(*names), *names, source, target)) for names in bases)
+    attempts[2:] += [("prefixes, key by key", found), *(("segments within the keys", pairs) for pairs in by_insertion)]
     attempts[2:] = [(how, {key: old for key, old in pairs.items() if key not in contested}) for how, pairs in attempts[2:]]
-    attempts.append(("prefixes, key by key", found))
-    for names in bases:
-        graph = _keys_of(_by_insertion(*names), *names, source, target)
-        attempts.append(("segments within the keys", _forced(graph)))
-    if len(source) == len(target):
-        attempts.append(("suffix and shape", _mutual(sources, targets, source, target)))
-    whole = [(how, pairs) for how, pairs in attempts[2:] if _covers(pairs, source, target)]
+    last = [("suffix and shape", _mutual(sources, targets, source, target))] if len(source) == len(target) else []
+    whole = [(how, pairs) for how, pairs in (*attempts[2:], *last) if _covers(pairs, source, target)]
     if whole and all(pairs == whole[0][1] for _, pairs in whole):
         return _fit(*whole[0], source, target)
-    attempts = [item for item in attempts if item not in whole and item[0] != "suffix and shape"]
-    doubtful = {key: dict.fromkeys(pairs[key] for _, pairs in whole) for key in target} if whole else {}
-    contested |= {key: tuple(olds) for key, olds in doubtful.items() if len(olds) > 1}
-    how, pairs = max(attempts, key=lambda item: sum(_alike(source[old], target[key]) for key, old in item[1].items()))
+    for key in target if whole else ():  # several assignments, and each is all there is of its kind
+        if len(olds := {pairs[key]: None for _, pairs in whole}) > 1:
+            contested[key] = [*olds]
+    left = [item for item in attempts if item not in whole]
+    how, pairs = max(left, key=lambda item: sum(_alike(source[old], target[key]) for key, old in item[1].items()))
     return _fit(how, pairs, source, target, contested)
 
 

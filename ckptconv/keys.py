@@ -1,47 +1,127 @@
 """Key rules: what each key of a state dict is called in the output, and which keys are left out.
 
-Works on names alone. A rule is decided on all keys of one state dict together, then applied to its keys and to the module
-paths of its `_metadata`.
+Works on names alone. The rules of a list are applied in its order, each decided on all keys of one state dict together, then
+applied to its keys and to the module paths of its `_metadata`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import InitVar, dataclass
 from typing import Literal
 
 from ckptconv.errors import KeyConflict, printable
+from ckptconv.key_rules import AddPrefix, Mapped, Preset, Regex, Rename, Rule, Select, Step, StripPrefix, patience
 
 MODULE = "module"
 UNMISTAKABLE = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Wrapper segments that torch writes and no user does: torch.compile, FSDP, activation checkpointing."""
 
-Renaming = Callable[[str], str]
+PathStep = Callable[[str], tuple[str, ...]]
+"""A module path before one rule → after it; several where a mapping is undone."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyRules:
-    """What to do with keys, in the order of the fields.
+    """What to do with keys: `wrappers` first, then `rules` in their order.
 
     `wrappers`: ``strip`` removes the wrapper segments of DataParallel, DDP, torch.compile, FSDP and activation
     checkpointing, in any nesting; ``module`` removes just leading ``module.``, key by key; ``add-module`` puts ``module.``
-    before every key, unless all have it; ``keep`` does nothing. Then each of `strip_prefixes` is cut off where a key starts
-    with it, each (old, new) of `renames` replaces a literal prefix, and `add_prefix` is put in front. `include` and
-    `exclude` are globs over the resulting keys.
+    before every key, unless all have it; ``keep`` does nothing, and so do all of them beside a mapping, which says everything.
+
+    The short forms are rules that come before `rules`: each of `strip_prefixes` is cut off where a key starts with it, each
+    (old, new) of `renames` gives a key or a literal prefix another name, `add_prefix` is put in front, and `include` and
+    `exclude` are globs over the resulting keys. A rule that meets no key is a `KeyConflict` when it is applied.
+
+    >>> KeyRules("keep", add_prefix="net.") == KeyRules.of([("add-prefix", "net.")], "keep")
+    True
     """
 
     wrappers: Literal["strip", "module", "add-module", "keep"] = "strip"
-    strip_prefixes: tuple[str, ...] = ()
-    renames: tuple[tuple[str, str], ...] = ()
-    add_prefix: str = ""
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
+    strip_prefixes: InitVar[Sequence[str]] = ()
+    renames: InitVar[Sequence[tuple[str, str]]] = ()
+    add_prefix: InitVar[str] = ""
+    include: InitVar[Sequence[str]] = ()
+    exclude: InitVar[Sequence[str]] = ()
+    rules: tuple[Rule, ...] = ()
 
-    def keeps(self, key: str) -> bool:
-        """Whether the output key `key` passes the `include` and `exclude` globs."""
-        wanted = not self.include or any(fnmatchcase(key, glob) for glob in self.include)
-        return wanted and not any(fnmatchcase(key, glob) for glob in self.exclude)
+    def __post_init__(
+        self,
+        strip_prefixes: Sequence[str],
+        renames: Sequence[tuple[str, str]],
+        add_prefix: str,
+        include: Sequence[str],
+        exclude: Sequence[str],
+    ) -> None:
+        short = [
+            *(StripPrefix(prefix) for prefix in strip_prefixes if prefix),
+            *(Rename(old, new) for old, new in renames),
+            *([AddPrefix(add_prefix)] if add_prefix else []),
+            *([Select(tuple(include), tuple(exclude))] if include or exclude else []),
+        ]
+        object.__setattr__(self, "rules", (*short, *self.rules))
+
+    @classmethod
+    def of(
+        cls,
+        rules: Iterable[tuple[str, str] | Rule],
+        wrappers: Literal["strip", "module", "add-module", "keep"] = "strip",
+    ) -> KeyRules:
+        r"""Rules in the words of the command line, as (option, value), or made ones; `KeyConflict` for what is no rule.
+
+        Globs that follow each other are one choice among the same keys.
+
+        >>> rules = KeyRules.of([("strip-prefix", "model."), ("regex", r"^blocks\.=>layers."), ("exclude", "*.bias")])
+        >>> map_keys(["model.blocks.0.weight", "model.blocks.0.bias"], rules).new
+        ('layers.0.weight', None)
+        """
+        made: list[Rule] = []
+        for given in rules:
+            rule = given if isinstance(given, Rule) else parse_rule(*given)
+            if isinstance(rule, Select) and made and isinstance(last := made[-1], Select):
+                made[-1] = Select(last.include + rule.include, last.exclude + rule.exclude)
+            else:
+                made.append(rule)
+        return cls(wrappers, rules=tuple(made))
+
+    @property
+    def mapped(self) -> bool:
+        """Whether a mapping is among the rules."""
+        return any(isinstance(rule, Mapped) for rule in self.rules)
+
+    @property
+    def leaving(self) -> str:
+        """The words of the rules that leave keys out."""
+        return " ".join(rule.words for rule in self.rules if rule.leaves_out) or "the rules"
+
+
+RULE_WORDS = ("strip-prefix", "add-prefix", "rename", "regex", "include", "exclude", "preset")
+"""The rules by their names on the command line and in files."""
+
+
+def parse_rule(word: str, text: str) -> Rule:
+    """The rule that `word` and its value stand for; `KeyConflict` for none."""
+    if not text:
+        raise KeyConflict(f"--{printable(word)} is empty", hint="leave it out")
+    if word == "rename":
+        return Rename(*_halves(word, text, "=", "OLD=NEW"))
+    if word == "regex":
+        return Regex(*_halves(word, text, "=>", "PATTERN=>REPLACEMENT"))
+    if word == "include":
+        return Select(include=(text,))
+    if word == "exclude":
+        return Select(exclude=(text,))
+    plain: dict[str, Callable[[str], Rule]] = {"strip-prefix": StripPrefix, "add-prefix": AddPrefix, "preset": Preset}
+    if word not in plain:
+        raise KeyConflict(f"there is no rule '{printable(word)}'", hint=f"there are {', '.join(RULE_WORDS)}")
+    return plain[word](text)
+
+
+def _halves(word: str, text: str, between: str, form: str) -> tuple[str, str]:
+    first, found, second = text.partition(between)
+    if not found or not first:
+        raise KeyConflict(f"--{word} '{printable(text)}' is not of the form {form}")
+    return first, second
 
 
 STRIP = KeyRules()
@@ -52,55 +132,153 @@ KEEP = KeyRules("keep")
 
 @dataclass(frozen=True, slots=True)
 class KeyMap:
-    """The keys of one state dict before and after: `new[i]` belongs to `old[i]`, None where it was left out."""
+    """The keys of one state dict before and after: `new[i]` belongs to `old[i]`, None where it was left out.
+
+    `wrappers` are those found before, `idle` the words of the rules that met no key.
+    """
 
     old: tuple[str, ...]
     new: tuple[str | None, ...]
-    wrappers: tuple[str, ...]
-    renaming: Renaming
+    wrappers: tuple[str, ...] = ()
+    path_steps: tuple[PathStep, ...] = ()
+    idle: tuple[str, ...] = ()
 
     def module_path(self, path: str) -> str:
         """The new name of a module path, as `_metadata` has them (the root is the empty path)."""
-        return self.renaming(f"{path}." if path else "").rstrip(".")
+        return self.module_paths(path)[0]
+
+    def module_paths(self, path: str) -> tuple[str, ...]:
+        """The new names of a module path: one, but where undoing a mapping tells several apart that had become one."""
+        paths: tuple[str, ...] = (path,)
+        for step in self.path_steps:
+            paths = tuple(after for before in paths for after in step(before))
+        return paths
 
 
-def map_keys(keys: Sequence[str], rules: KeyRules) -> KeyMap:
-    """Apply `rules` to all keys of a state dict; `KeyConflict` when two become one, or one becomes empty."""
+def map_keys(keys: Sequence[str], rules: KeyRules, path: str = "") -> KeyMap:
+    """Apply `rules` to all keys of the state dict at `path`.
+
+    Raises `KeyConflict` when two keys become one, one becomes empty, or one is not in a mapping. That every rule met a key
+    is for `refuse_idle` to say, of all state dicts together.
+    """
     found, steps = _wrapper_steps(keys, rules)
-    steps += [_strip(prefix) for prefix in rules.strip_prefixes if prefix]
-    steps += [_replace(old, new) for old, new in rules.renames]
-    if rules.add_prefix:
-        steps.append(_add(rules.add_prefix))
-
-    def renaming(key: str) -> str:
-        for step in steps:
-            key = step(key)
-        return key
-
-    renamed = list(keys)
+    new: list[str | None] = list(keys)
     for step in steps:
-        renamed = [step(key) for key in renamed]
-    _refuse_collisions(keys, renamed)
-    globs = bool(rules.include or rules.exclude)
-    new = tuple(key if not globs or rules.keeps(key) else None for key in renamed)
-    return KeyMap(tuple(keys), new, found, renaming)
+        new = [None if key is None else step(key) for key in new]
+    path_steps = [_by_name(step) for step in steps]
+    idle: list[str] = []
+    for rule in (rule.at(path) for rule in rules.rules):
+        live = [key for key in new if key is not None]
+        with patience(rule):
+            step = rule.step(live)
+            after = [None if key is None else step(key) for key in new]
+            if not (steps and rule.is_done_by(found)):
+                idle += rule.idle(live)
+        path_steps.append(_path_step(rule, step, new, after))
+        new = after
+    _refuse_collisions(keys, new)
+    return KeyMap(tuple(keys), tuple(new), found, tuple(path_steps), tuple(idle))
 
 
 def unchanged(keys: Sequence[str]) -> KeyMap:
     """The map that leaves every key as it is."""
-    return KeyMap(tuple(keys), tuple(keys), (), lambda key: key)
+    return KeyMap(tuple(keys), tuple(keys))
 
 
-def _wrapper_steps(keys: Sequence[str], rules: KeyRules) -> tuple[tuple[str, ...], list[Renaming]]:
+def refuse_idle(maps: Sequence[KeyMap], rules: KeyRules) -> None:
+    """Raise `KeyConflict` when a rule met no key of any state dict, which no careful user wants."""
+    idle = [words for words in (maps[0].idle if maps else ()) if all(words in item.idle for item in maps)]
+    if not idle:
+        return
+    heads = dict.fromkeys(key.partition(".")[0] + "." * ("." in key) for item in maps for key in item.old)
+    some = ", ".join(printable(head, 40) for head in list(heads)[:5]) + ", …" * (len(heads) > 5)
+    hint = f"before any rule the keys start with {some}"
+    wrappers = dict.fromkeys(name for item in maps for name in item.wrappers)
+    if wrappers and rules.wrappers == "strip":
+        hint += f"; --keys keep leaves the wrapper {', '.join(wrappers)}"
+    raise KeyConflict(f"{idle[0]} matches no key", hint=hint)
+
+
+# ---------------------------------------------------------------------------------------------------------- module paths
+
+
+def _by_name(step: Step) -> PathStep:
+    """The step of a rule for module paths: what it makes of the keys in the module."""
+    return lambda path: ((step(f"{path}." if path else "") or "").rstrip("."),)
+
+
+def _path_step(rule: Rule, step: Step, before: Sequence[str | None], after: Sequence[str | None]) -> PathStep:
+    if isinstance(rule, Mapped):
+        followed = _Followed(before, after)
+        return lambda path: rule.module_paths(path) or (followed.get(path, path),)
+    followed = _Followed(before, after)
+
+    def follow(path: str) -> tuple[str, ...]:
+        with patience(rule):
+            moved = _kept(step, f"{path}." if path else "").rstrip(".")
+        return (moved,) if moved != path or rule.leaves_out else (followed.get(path, path),)
+
+    return follow
+
+
+def _kept(step: Step, name: str) -> str:
+    """What a step makes of a name; the name itself where it leaves it out, for it leaves out keys only."""
+    after = step(name)
+    return name if after is None else after
+
+
+class _Followed:
+    """Module paths as their keys went, where all keys of a module went the same way; worked out when first asked.
+
+    A module of which a prefix took the name away, but not that of the modules in it, has become the root.
+    """
+
+    def __init__(self, before: Sequence[str | None], after: Sequence[str | None]) -> None:
+        self._pairs = (before, after)
+        self._paths: dict[str, str | None] | None = None
+
+    def get(self, path: str, default: str) -> str:
+        if self._paths is None:
+            self._paths = {}
+            for old, new in zip(*self._pairs, strict=True):
+                if old is not None and new is not None:
+                    self._note(old, new)
+        found = self._paths.get(path)
+        return default if found is None else found
+
+    def _note(self, old: str, new: str) -> None:
+        assert self._paths is not None
+        for path, rest in _modules_of(old):
+            inside = new == rest or rest.endswith(f".{new}")
+            there = "" if inside else new[: -len(rest) - 1] if new.endswith(f".{rest}") else None
+            if self._paths.setdefault(path, there) != there:
+                self._paths[path] = None
+
+
+def _modules_of(key: str) -> Iterator[tuple[str, str]]:
+    """The paths of the modules that a key is in, the root among them, and what of the key is inside each."""
+    yield "", key
+    at = key.find(".")
+    while at >= 0:
+        yield key[:at], key[at + 1 :]
+        at = key.find(".", at + 1)
+
+
+# -------------------------------------------------------------------------------------------------------------- wrappers
+
+
+def _wrapper_steps(keys: Sequence[str], rules: KeyRules) -> tuple[tuple[str, ...], list[Step]]:
     """The wrappers that stand in the keys, and the steps that `rules.wrappers` asks for."""
     found = find_wrappers(keys)
+    if rules.mapped:
+        return found, []
     if rules.wrappers == "strip":
         depth = found.count(MODULE)
         return found, [_drop_unmistakable, *[_strip(MODULE + ".", times=depth)] * (depth > 0)] if found else []
     if rules.wrappers == "module":
         return found, [_strip(MODULE + ".", times=None)]
     if rules.wrappers == "add-module" and not _all_start(keys, MODULE + "."):
-        return found, [_add(MODULE + ".")]
+        return found, [AddPrefix(MODULE + ".").step(keys)]
     return found, []
 
 
@@ -138,7 +316,7 @@ def _drop_unmistakable(key: str) -> str:
     return ".".join([*(segment for segment in modules if segment not in UNMISTAKABLE), last])
 
 
-def _strip(prefix: str, times: int | None = 1) -> Renaming:
+def _strip(prefix: str, times: int | None = 1) -> Step:
     if times == 1:
         return lambda key: key.removeprefix(prefix)
 
@@ -151,25 +329,19 @@ def _strip(prefix: str, times: int | None = 1) -> Renaming:
     return step
 
 
-def _replace(old: str, new: str) -> Renaming:
-    return lambda key: new + key[len(old) :] if key.startswith(old) else key
-
-
-def _add(prefix: str) -> Renaming:
-    return lambda key: prefix + key
-
-
-def _refuse_collisions(old: Sequence[str], new: Sequence[str]) -> None:
-    """Raise `KeyConflict` when two of the `new` keys are one, or one is empty or no text."""
+def _refuse_collisions(keys: Sequence[str], renamed: Sequence[str | None]) -> None:
+    """Raise `KeyConflict` when two of the keys that are left are one, or one is empty or no text."""
+    pairs = [(before, after) for before, after in zip(keys, renamed, strict=True) if after is not None]
+    new = [after for _, after in pairs]
     try:
         "".join(new).encode()
     except UnicodeEncodeError as error:
         bad = next(key for key in new if error.object[error.start] in key)
         raise KeyConflict("a key holds half a character (a lone surrogate)", where=bad) from None
-    if len(set(new)) == len(new) and ("" not in new or "" in old):
+    if len(set(new)) == len(new) and ("" not in new or "" in keys):
         return
     owner: dict[str, str] = {}
-    for before, after in zip(old, new, strict=True):
+    for before, after in pairs:
         if not after and before:
             raise KeyConflict(f"the rules leave nothing of the key '{printable(before)}'", where=before)
         if after in owner and owner[after] == before:

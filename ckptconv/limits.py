@@ -61,6 +61,10 @@ class Limits:
     """Size of the JSON index of a sharded checkpoint."""
     shards: int = 100_000
     """Files of one sharded checkpoint."""
+    rules_bytes: int = 100_000_000
+    """Size of a file of key rules, or of a mapping."""
+    regex_seconds: float = 10
+    """Time that one pattern may take with all keys of a state dict."""
 
 
 LIMITS = Limits()

@@ -16,7 +16,7 @@ from ckptconv.devices import require_device, resolve_map_location
 from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.errors import CheckpointError, LimitExceeded, RefusedObject, printable
 from ckptconv.formats.detect import Named, open_checkpoint
-from ckptconv.keys import KeyRules, map_keys
+from ckptconv.keys import KeyRules, map_keys, refuse_idle
 from ckptconv.nodes import ORDERED_DICT, Call, Dict, Global, Node, mapping_pairs
 from ckptconv.plain_objects import tensor_form
 from ckptconv.planning import rename_state_dicts
@@ -78,8 +78,9 @@ def _selected(
         rename_state_dicts(find_state_dicts(root), overlay, rules)
     else:
         found = checkpoint.state_dict(only)
-        keys = map_keys(found.keys, rules)
-        root = renamed_state_dict(found, keys.new, keys.module_path)
+        keys = map_keys(found.keys, rules, found.path)
+        refuse_idle([keys], rules)
+        root = renamed_state_dict(found, keys.new, keys.module_paths)
         if type(root) is Dict:
             root = _ordered(root)
         overlay.update((id(value), ref) for value in found.values if (ref := tensor_form(value)) is not None)

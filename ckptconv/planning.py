@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -19,6 +19,7 @@ from ckptconv.checkpoint import (
     find,
     find_state_dicts,
     label_text,
+    metadata_of,
     place_text,
     renamed_state_dict,
     tensor_of,
@@ -37,6 +38,7 @@ from ckptconv.errors import (
     KeyConflict,
     KeyMismatch,
     LimitExceeded,
+    OutputRefused,
     RefusedObject,
     printable,
 )
@@ -44,6 +46,7 @@ from ckptconv.fitted_keys import KeyTarget, fitted
 from ckptconv.flattening import Flattened, encoding_notes, flatten, refuse_unholdable
 from ckptconv.formats.safetensors import lay_out_safetensors
 from ckptconv.formats.torch_zip import Tree, lay_out_torch_zip
+from ckptconv.key_rules import MappedKeys
 from ckptconv.keys import (
     KEEP,
     STRIP,
@@ -52,6 +55,7 @@ from ckptconv.keys import (
     KeyRules,
     find_wrappers,
     map_keys,
+    refuse_idle,
     unchanged,
 )
 from ckptconv.layout import Layout, one_item
@@ -59,6 +63,7 @@ from ckptconv.limits import LIMITS
 from ckptconv.nodes import ORDERED_DICT, Call, Dict, Node, mapping_pairs
 from ckptconv.plain_objects import plain_form
 from ckptconv.producers import offered_prefix
+from ckptconv.rule_files import mapping_text
 from ckptconv.settling import Rewritten, Settled, Skipped, Unknown, settle_objects
 from ckptconv.sharding import index_path, index_text, shard_paths, split
 from ckptconv.tensors import TensorRef
@@ -83,8 +88,8 @@ class Options:
     `to`: the output format (None: by the output's name). `only`: the path of the part to convert. `tied`: whether one of
     several names of a tensor stands for the others in safetensors, or each gets its own copy. `unknown`: what happens in a
     torch output to objects that `weights_only=True` refuses and that have no plain form. `max_shard_size`: the bytes of
-    tensors that one file may hold; a sharded output holds one state dict. `fit_to`: what the keys of every state dict are
-    fitted to, after the rules.
+    tensors that one file may hold; a sharded output holds one state dict. `save_mapping`: the file that will tell which key
+    became which; `rule_files` reads it. `fit_to`: what the keys of every state dict are fitted to, after the rules.
     """
 
     to: Target | None = None
@@ -95,6 +100,7 @@ class Options:
     tied: Tied = "alias"
     unknown: Unknown = "refuse"
     max_shard_size: int | None = None
+    save_mapping: Path | None = None
     fit_to: KeyTarget | None = None
 
     def cast(self, ref: TensorRef) -> DType:
@@ -106,6 +112,7 @@ class Options:
 class RenamedKeys:
     """What became of the keys of one state dict: `path` of it, the wrappers found, and (old, new) pairs that differ.
 
+    `left_out` are the keys that the rules left out; `mapped` works out all of it, keys that the output does not hold left out.
     `odd` are the keys with characters that cannot be printed; `shared` counts the tensors whose storage another key has too.
     """
 
@@ -115,6 +122,8 @@ class RenamedKeys:
     changed: tuple[tuple[str, str], ...]
     odd: tuple[str, ...] = ()
     shared: int = 0
+    left_out: tuple[str, ...] = ()
+    mapped: Callable[[], MappedKeys] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,6 +141,8 @@ class ConversionPlan:
 
     `files` are one, or the shards, and then `index` is the file that says which of them holds a key. `in_folder`: a folder
     was asked for, which is made if it is missing.
+
+    `mapping` is the file that will tell which key became which, if one was asked for.
 
     `locations` counts storages by (tag before, tag after); `casts` counts tensors by (dtype before, after); `tied` maps
     dropped names to the kept one (safetensors).
@@ -154,6 +165,7 @@ class ConversionPlan:
     notes: tuple[str, ...]
     tensors: Callable[[], Iterator[tuple[str, TensorRef]]]
     cast: Callable[[TensorRef], DType]
+    mapping: PlannedFile | None = None
 
     @property
     def nbytes(self) -> int:
@@ -197,12 +209,23 @@ def plan_conversion(checkpoint: Checkpoint, output: str | os.PathLike[str], opti
     try:
         with collector_paused():
             if to == "torch" and options.max_shard_size is None:
-                return _plan_torch(checkpoint, path, options)
-            if to == "dcp":
-                return _plan_dcp(checkpoint, path, options)
-            return _plan_flat(checkpoint, path, to, options, in_folder=path != Path(output))
+                plan = _plan_torch(checkpoint, path, options)
+            elif to == "dcp":
+                plan = _plan_dcp(checkpoint, path, options)
+            else:
+                plan = _plan_flat(checkpoint, path, to, options, in_folder=path != Path(output))
+            return plan if options.save_mapping is None else _with_mapping(plan, options.save_mapping)
     except CheckpointError as error:
         raise error.at(path=checkpoint.path) from error.__cause__
+
+
+def _with_mapping(plan: ConversionPlan, path: Path) -> ConversionPlan:
+    """The plan with the file beside its output that tells which key became which."""
+    taken = (plan.source, plan.output, *(file.path for file in plan.files), *([plan.index.path] if plan.index else []))
+    if path.resolve() in {other.resolve() for other in taken}:
+        raise OutputRefused("is the source or the output, and cannot be the mapping too", path=path, hint="name another file")
+    raw = mapping_text([item.mapped() for item in plan.state_dicts if item.mapped is not None])
+    return replace(plan, mapping=PlannedFile(path, one_item("mapping", raw), lambda: iter(())))
 
 
 def _plan_torch(checkpoint: Checkpoint, output: Path, options: Options) -> ConversionPlan:
@@ -290,15 +313,16 @@ def rename_state_dicts(
         raise AmbiguousStateDict(
             "there is no state dict in it whose keys could be changed", hint="see what it holds with: ckptconv inspect"
         )
-    renamed, skipped, left = [], [], 0
-    for item in found:
-        keys = _map_keys(item, rules, fit_to) if fit_to or _has_work(item, rules) else unchanged(item.keys)
-        left += sum(new is not None for new in keys.new)
-        skipped += _excluded(item, keys, fit_to)
+    maps = [_map_keys(item, rules, fit_to) if fit_to or _has_work(item, rules) else unchanged(item.keys) for item in found]
+    if found:
+        _refuse_nothing_left(sum(new is not None for keys in maps for new in keys.new), rules)
+    refuse_idle(maps, rules)
+    renamed, skipped = [], []
+    for item, keys in zip(found, maps, strict=True):
+        skipped += _excluded(item, keys, rules, fit_to)
         renamed.append(_renamed_keys(item, keys))
         if keys.new != keys.old:
-            overlay[id(item.node)] = renamed_state_dict(item, keys.new, keys.module_path)
-    _refuse_nothing_left(found, left, rules)
+            overlay[id(item.node)] = renamed_state_dict(item, keys.new, keys.module_paths)
     return tuple(renamed), skipped
 
 
@@ -310,30 +334,43 @@ def _has_work(item: StateDict, rules: KeyRules) -> bool:
 def _map_keys(item: StateDict, rules: KeyRules, fit_to: KeyTarget | None) -> KeyMap:
     """The rules applied, then the keys fitted; where wrappers are all that the rules are about, fitting finds them itself."""
     try:
-        keys = map_keys(item.keys, KEEP if fit_to and rules == STRIP else rules)
+        keys = map_keys(item.keys, KEEP if fit_to and rules == STRIP else rules, item.path)
         return fitted(item, keys, fit_to) if fit_to else keys
     except (KeyConflict, KeyMismatch) as error:
         raise error.at(where=item.path or None) from None
 
 
-def _refuse_nothing_left(found: Sequence[StateDict], left: int, rules: KeyRules) -> None:
-    if found and not left:
-        globs = [f"--{word} {glob!r}" for word in ("include", "exclude") for glob in getattr(rules, word)]
-        raise KeyConflict(f"no key is left by {' '.join(globs) or 'the rules'}", hint="check the globs")
+def _refuse_nothing_left(left: int, rules: KeyRules) -> None:
+    if not left:
+        raise KeyConflict(f"no key is left by {rules.leaving}", hint="check the globs")
 
 
-def _excluded(item: StateDict, keys: KeyMap, fit_to: KeyTarget | None) -> list[Skipped]:
-    reason = f"left out, for {fit_to.name} has no such key" if fit_to else "left out by --include or --exclude"
+def _excluded(item: StateDict, keys: KeyMap, rules: KeyRules, fit_to: KeyTarget | None) -> list[Skipped]:
     base = f"{item.path}." if item.path else ""
+    reason = f"left out by {rules.leaving}"
+    if fit_to and fit_to.drop_unexpected:
+        reason = f"left out by {rules.leaving}, or because {printable(fit_to.name)} has no such key"
     return [Skipped(f"{base}{old}", reason) for old, new in zip(keys.old, keys.new, strict=True) if new is None]
 
 
-def _renamed_keys(item: StateDict, keys: KeyMap) -> RenamedKeys:
-    changed = tuple((old, new) for old, new in zip(keys.old, keys.new, strict=True) if new is not None and new != old)
+def _renamed_keys(item: StateDict, keys: KeyMap, unheld: Collection[str] = ()) -> RenamedKeys:
+    """What became of the keys of a state dict; `unheld` are new keys whose values the output does not hold."""
+    pairs = list(zip(keys.old, keys.new, strict=True))
+    changed = tuple((old, new) for old, new in pairs if new is not None and new != old)
+    left_out = tuple(old for old, new in pairs if new is None)
     odd = () if "".join(keys.old).isprintable() else tuple(key for key in keys.old if not key.isprintable())
     storages = [id(ref.storage if ref.is_view else ref) for _, ref in item.tensors()]
     shared = len(storages) - len(set(storages))
-    return RenamedKeys(item.path, keys.wrappers, len(keys.old), changed, odd, shared)
+    mapped = lambda: _mapped_keys(item, keys, unheld)  # noqa: E731
+    return RenamedKeys(item.path, keys.wrappers, len(keys.old), changed, odd, shared, left_out, mapped)
+
+
+def _mapped_keys(item: StateDict, keys: KeyMap, unheld: Collection[str]) -> MappedKeys:
+    now = {old: None if new in unheld else new for old, new in zip(keys.old, keys.new, strict=True)}
+    if len(now) != len(keys.old):
+        raise KeyConflict("two keys of different types read the same, so there is no mapping", where=item.path)
+    entries = mapping_pairs(metadata_of(item.node)) or ()
+    return MappedKeys(item.path, now, {path: keys.module_paths(path) for path, _ in entries if type(path) is str})
 
 
 def _tree_notes(settled: Settled) -> Iterator[str]:
@@ -387,20 +424,22 @@ def _plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Option
     """An output that holds just the tensors of one state dict: safetensors, or shards of either format."""
     found = choose_state_dict(checkpoint.root, options.only, checkpoint.path)
     keys = _map_keys(found, options.keys, options.fit_to)
-    skipped = _excluded(found, keys, options.fit_to)
+    skipped = _excluded(found, keys, options.keys, options.fit_to)
+    held_from = len(skipped)
     flattened = flatten(keys.new, found.values, skipped)
     named = list(flattened.tensors)
     cast = _cast_named(flattened, options)
     if to == "safetensors":
         for key, ref in named:
             refuse_unholdable(key, ref, cast(ref))
-    _refuse_nothing_left([found], len(named), options.keys)
+    _refuse_nothing_left(len(named), options.keys)
+    refuse_idle([keys], options.keys)
     tied = _tied_names(named, checkpoint) if options.tied == "alias" and to == "safetensors" else {}
     kept = [(key, ref, cast(ref)) for key, ref in named if key not in tied]
     if to == "safetensors":
         _refuse_blow_up(sum(ref.numel * dtype.itemsize for _, ref, dtype in kept), checkpoint)
     refs = [ref for _, ref in named]
-    renamed = _renamed_keys(found, keys)
+    renamed = _renamed_keys(found, keys, {item.path for item in skipped[held_from:]})
     metadata: dict[str, str] = {}
     if to == "safetensors":
         metadata = {**_metadata(checkpoint, dict(named), tied, options), **recipes_text(flattened.recipes)}

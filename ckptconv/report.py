@@ -62,6 +62,8 @@ def plan_lines(plan: ConversionPlan) -> Iterator[tuple[str, str]]:
         yield "skipped", f"{_some(paths)}: {printable(reason)}"
     if plan.rewritten:
         yield "rewritten", _some([f"{item.path} ({item.name})" for item in plan.rewritten]) + " in plain form"
+    if plan.mapping is not None:
+        yield "mapping", f"{printable(plan.mapping.path)}; --rules {printable(plan.mapping.path)} --reverse undoes it"
     for note in plan.notes:
         yield "note", printable(note)
 
@@ -92,6 +94,24 @@ def _some(names: list[str]) -> str:
 def plan_headline(plan: ConversionPlan) -> str:
     """The line that says what a plan would do."""
     return f"would write {printable(plan.output)}: {plan.to}, {size_text(plan.nbytes)} (source {size_text(plan.source_nbytes)})"
+
+
+_ROWS = 40
+
+
+def keys_table(plan: ConversionPlan) -> Iterator[str]:
+    """The keys that change, old → new, one line each, and how many do not; of more than 40 the rest is counted."""
+    for item in plan.state_dicts:
+        rows = [*item.changed, *((old, "(left out)") for old in item.left_out)]
+        where = f" of {printable(item.path)}" if item.path else ""
+        shown = [(printable(old), printable(new)) for old, new in (rows if len(rows) <= _ROWS else rows[: _ROWS - 1])]
+        width = max((len(old) for old, _ in shown), default=0)
+        if rows:
+            yield f"keys{where}:"
+        yield from (f"  {old.ljust(width)}  → {new}" for old, new in shown)
+        if len(rows) > len(shown):
+            yield f"  … {len(rows) - len(shown):,} more (--json lists all)"
+        yield f"{count_text(item.count - len(rows), 'key')}{where} untouched"
 
 
 def result_headline(result: ConversionResult) -> str:
@@ -134,11 +154,26 @@ def plan_document(plan: ConversionPlan) -> dict[str, Any]:
             {"before": before, "after": after, "storages": count} for (before, after), count in plan.locations.items()
         ],
         "casts": [{"before": before, "after": after, "tensors": count} for (before, after), count in plan.casts.items()],
+        "keys": _keys_document(plan),
         "tied": dict(plan.tied),
+        "mapping": None if plan.mapping is None else str(plan.mapping.path),
         "skipped": [{"path": item.path, "reason": item.reason} for item in plan.skipped],
         "rewritten": [{"path": item.path, "object": item.name} for item in plan.rewritten],
         "notes": list(plan.notes),
     }
+
+
+def _keys_document(plan: ConversionPlan) -> list[dict[str, Any]]:
+    """What becomes of all keys, as JSON values."""
+    return [
+        {
+            "path": item.path,
+            "renamed": [list(pair) for pair in item.changed],
+            "left_out": list(item.left_out),
+            "untouched": item.count - len(item.changed) - len(item.left_out),
+        }
+        for item in plan.state_dicts
+    ]
 
 
 def result_document(result: ConversionResult) -> dict[str, Any]:

@@ -83,7 +83,9 @@ def test_every_help_shows_examples(command):
     assert "Examples:" in shown and f"ckptconv {command}".strip() in shown.split("Examples:")[1]
 
 
-@pytest.mark.parametrize("module", ["errors", "dtypes", "keys", "tensors", "devices", "report", "sharding"])
+@pytest.mark.parametrize(
+    "module", ["errors", "dtypes", "keys", "tensors", "devices", "report", "sharding", "key_fitting", "fitted_keys"]
+)
 def test_examples_in_docstrings_hold(module):
     import doctest
     import importlib

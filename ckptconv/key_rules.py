@@ -1,0 +1,362 @@
+"""Rules for keys, one kind at a time: what each makes of a key, and whether it meets any key at all.
+
+A rule is decided on all keys of one state dict together, then applied key by key. The ordered list of rules, and what must
+hold after it, are `keys`' part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from types import FrameType
+from typing import NoReturn
+
+from ckptconv.errors import KeyConflict, printable
+from ckptconv.limits import LIMITS
+
+Step = Callable[[str], str | None]
+"""A key before one rule → after it; None where the rule leaves it out."""
+
+
+class Rule:
+    """One rule; `words` are those of the command line that stand for it."""
+
+    __slots__ = ()
+
+    @property
+    def words(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether the rule may leave keys out."""
+        return False
+
+    def at(self, path: str) -> Rule:
+        """The rule for the state dict at `path` in the tree."""
+        return self
+
+    def step(self, keys: Sequence[str]) -> Step:
+        """What the rule does to each of `keys`, all the keys of a state dict that are left when its turn comes."""
+        raise NotImplementedError
+
+    def idle(self, keys: Sequence[str]) -> tuple[str, ...]:
+        """The words of what in the rule meets none of `keys`."""
+        return ()
+
+    def is_done_by(self, wrappers: Sequence[str]) -> bool:
+        """Whether taking these wrapper segments off has done all that the rule is for."""
+        return False
+
+
+def _option(name: str, text: str) -> str:
+    return f"--{name} '{printable(text)}'"
+
+
+@dataclass(frozen=True, slots=True)
+class StripPrefix(Rule):
+    """Cuts `prefix` off each key that starts with it, once."""
+
+    prefix: str
+
+    @property
+    def words(self) -> str:
+        return _option("strip-prefix", self.prefix)
+
+    def step(self, keys: Sequence[str]) -> Step:
+        return lambda key: key.removeprefix(self.prefix)
+
+    def idle(self, keys: Sequence[str]) -> tuple[str, ...]:
+        return () if any(key.startswith(self.prefix) for key in keys) else (self.words,)
+
+    def is_done_by(self, wrappers: Sequence[str]) -> bool:
+        return self.prefix.endswith(".") and set(self.prefix[:-1].split(".")) <= set(wrappers)
+
+
+@dataclass(frozen=True, slots=True)
+class AddPrefix(Rule):
+    """Puts `prefix` before every key."""
+
+    prefix: str
+
+    @property
+    def words(self) -> str:
+        return _option("add-prefix", self.prefix)
+
+    def step(self, keys: Sequence[str]) -> Step:
+        return lambda key: self.prefix + key
+
+
+@dataclass(frozen=True, slots=True)
+class Rename(Rule):
+    """Gives the key `old` the name `new`; where no key has that name, replaces the literal prefix `old` of keys."""
+
+    old: str
+    new: str
+
+    @property
+    def words(self) -> str:
+        return _option("rename", f"{self.old}={self.new}")
+
+    def step(self, keys: Sequence[str]) -> Step:
+        old, new = self.old, self.new
+        if old in keys:
+            return lambda key: new if key == old else key
+        return lambda key: new + key[len(old) :] if key.startswith(old) else key
+
+    def idle(self, keys: Sequence[str]) -> tuple[str, ...]:
+        return () if any(key.startswith(self.old) for key in keys) else (self.words,)
+
+
+@dataclass(frozen=True, slots=True)
+class Regex(Rule):
+    r"""Replaces what `pattern` matches, wherever in a key, by `replacement`, as `re.sub` does (``\1``, ``\g<name>``).
+
+    Raises `KeyConflict` when the pattern or the replacement is broken.
+
+    >>> Regex(r"blocks\.(\d+)", r"layers.\1").step([])("net.blocks.3.weight")
+    'net.layers.3.weight'
+    """
+
+    pattern: str
+    replacement: str
+
+    def __post_init__(self) -> None:
+        try:
+            self._compiled().sub(self.replacement, "")
+        except (re.error, IndexError, OverflowError, RecursionError) as error:
+            raise KeyConflict(f"{self.words} is broken: {error}", hint="it is PATTERN=>REPLACEMENT of Python's re") from None
+
+    def _compiled(self) -> re.Pattern[str]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what future versions will read otherwise
+            return re.compile(self.pattern)
+
+    @property
+    def words(self) -> str:
+        return _option("regex", f"{self.pattern}=>{self.replacement}")
+
+    def step(self, keys: Sequence[str]) -> Step:
+        pattern, replacement = self._compiled(), self.replacement
+        return lambda key: pattern.sub(replacement, key)
+
+    def idle(self, keys: Sequence[str]) -> tuple[str, ...]:
+        return () if any(map(self._compiled().search, keys)) else (self.words,)
+
+
+@dataclass(frozen=True, slots=True)
+class Select(Rule):
+    """Leaves out the keys that match none of the globs `include` (if there are any), or one of the globs `exclude`."""
+
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        return " ".join(words for words, _ in self._globs())
+
+    @property
+    def leaves_out(self) -> bool:
+        return True
+
+    def step(self, keys: Sequence[str]) -> Step:
+        return lambda key: key if self._keeps(key) else None
+
+    def idle(self, keys: Sequence[str]) -> tuple[str, ...]:
+        return tuple(words for words, glob in self._globs() if not any(fnmatchcase(key, glob) for key in keys))
+
+    def _keeps(self, key: str) -> bool:
+        wanted = not self.include or any(fnmatchcase(key, glob) for glob in self.include)
+        return wanted and not any(fnmatchcase(key, glob) for glob in self.exclude)
+
+    def _globs(self) -> Iterator[tuple[str, str]]:
+        yield from ((_option("include", glob), glob) for glob in self.include)
+        yield from ((_option("exclude", glob), glob) for glob in self.exclude)
+
+
+@dataclass(frozen=True, slots=True)
+class DropSegment(Rule):
+    """Takes the module name `segment` out of keys, wherever it stands in them but last."""
+
+    segment: str
+
+    @property
+    def words(self) -> str:
+        return f"the segment '{self.segment}'"
+
+    def step(self, keys: Sequence[str]) -> Step:
+        return self._without
+
+    def idle(self, keys: Sequence[str]) -> tuple[str, ...]:
+        return () if any(self._without(key) != key for key in keys) else (self.words,)
+
+    def is_done_by(self, wrappers: Sequence[str]) -> bool:
+        return self.segment in wrappers
+
+    def _without(self, key: str) -> str:
+        if self.segment not in key:
+            return key
+        *modules, last = key.split(".")
+        return ".".join([*(name for name in modules if name != self.segment), last])
+
+
+# -------------------------------------------------------------------------------------------------------------- presets
+
+PRESETS: Mapping[str, tuple[Rule, ...]] = {
+    "ddp": (StripPrefix("module."),),
+    "compile": (DropSegment("_orig_mod"),),
+    "fsdp": (DropSegment("_fsdp_wrapped_module"), DropSegment("_fpw_module")),
+    "checkpoint-wrapper": (DropSegment("_checkpoint_wrapped_module"),),
+    "lightning": (StripPrefix("model."),),
+    "peft": (StripPrefix("base_model.model."),),
+    "swa": (Select(exclude=("n_averaged",)), StripPrefix("module.")),
+    "timm-ema": (StripPrefix("ema."), StripPrefix("module.")),
+    "mmengine": (Select(exclude=("steps",)), StripPrefix("module.")),
+    "ema-pytorch": (Select(include=("ema_model.*",)), StripPrefix("ema_model.")),
+}
+"""What frameworks put around a model's keys, by the name of the preset.
+
+Sources: torch's `torch/nn/parallel`, `_dynamo/eval_frame.py`, `distributed/fsdp/_common_utils.py` (``_fpw_module`` before torch
+1.13), `distributed/algorithms/_checkpoint/checkpoint_wrapper.py` and `optim/swa_utils.py` (``n_averaged``); Lightning's way
+of keeping the network under ``self.model``; peft's `PeftModel`; timm's `ModelEma`; mmengine's `BaseAveragedModel` (``steps``);
+ema_pytorch's `EMA`.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Preset(Rule):
+    """The rules of `PRESETS[name]`, of which one must meet a key; `KeyConflict` when there is no such preset."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        if self.name not in PRESETS:
+            raise KeyConflict(f"there is no preset '{printable(self.name)}'", hint=f"there are {', '.join(PRESETS)}")
+
+    @property
+    def words(self) -> str:
+        return f"--preset {self.name}"
+
+    @property
+    def leaves_out(self) -> bool:
+        return any(part.leaves_out for part in PRESETS[self.name])
+
+    def step(self, keys: Sequence[str]) -> Step:
+        steps = []
+        for part in PRESETS[self.name]:
+            steps.append(part.step(keys))
+            keys = [after for key in keys if (after := steps[-1](key)) is not None]
+        return lambda key: _through(steps, key)
+
+    def idle(self, keys: Sequence[str]) -> tuple[str, ...]:
+        return (self.words,) if all(part.idle(keys) for part in PRESETS[self.name]) else ()
+
+    def is_done_by(self, wrappers: Sequence[str]) -> bool:
+        return any(part.is_done_by(wrappers) for part in PRESETS[self.name])
+
+
+def _through(steps: Sequence[Step], key: str) -> str | None:
+    after: str | None = key
+    for step in steps:
+        if after is not None:
+            after = step(after)
+    return after
+
+
+# ------------------------------------------------------------------------------------------------------------- mappings
+
+
+@dataclass(frozen=True, slots=True)
+class MappedKeys:
+    """What becomes of the keys of the state dict at `path`: old → new (None: left out).
+
+    `modules` are the module paths of its `_metadata`: old → new, several where reversing tells ones apart that had become one.
+    """
+
+    path: str
+    keys: Mapping[str, str | None]
+    modules: Mapping[str, tuple[str, ...]]
+
+    def reversed(self) -> MappedKeys:
+        """The way back; keys that were left out are not in it."""
+        modules: dict[str, tuple[str, ...]] = {}
+        for old, news in self.modules.items():
+            for new in news:
+                modules[new] = (*modules.get(new, ()), old)
+        return MappedKeys(self.path, {new: old for old, new in self.keys.items() if new is not None}, modules)
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped(Rule):
+    """Exactly the renaming of a conversion that was: no key may be met that is not in it."""
+
+    state_dicts: tuple[MappedKeys, ...]
+
+    @property
+    def words(self) -> str:
+        return "the mapping"
+
+    @property
+    def leaves_out(self) -> bool:
+        return True
+
+    def at(self, path: str) -> Mapped:
+        """The mapping of one state dict: that at `path`, or the only one."""
+        found = [item for item in self.state_dicts if item.path == path] or self.state_dicts
+        if len(found) != 1:
+            known = ", ".join(printable(item.path) or "the root" for item in self.state_dicts) or "none"
+            raise KeyConflict("the mapping is of other state dicts than this one", hint=f"those at: {known}")
+        return Mapped((found[0],))
+
+    def step(self, keys: Sequence[str]) -> Step:
+        (found,) = self.state_dicts
+        unknown = [key for key in keys if key not in found.keys]
+        if unknown:
+            raise KeyConflict(
+                f"{len(unknown)} of {len(keys)} keys are not in the mapping, e.g. '{printable(unknown[0])}'",
+                where=unknown[0],
+                hint="--reverse undoes a mapping; it fits the checkpoints that it came from",
+            )
+        return lambda key: found.keys.get(key, key)
+
+    def module_paths(self, path: str) -> tuple[str, ...]:
+        """What becomes of a module path; none where the mapping does not say."""
+        return self.state_dicts[0].modules.get(path, ())
+
+
+# ------------------------------------------------------------------------------------------------------------ patience
+
+
+@contextlib.contextmanager
+def patience(rule: Rule) -> Iterator[None]:
+    """Within the block a pattern that takes longer than `LIMITS.regex_seconds` is stopped with `KeyConflict`.
+
+    Some patterns take time that doubles with each character (``(a+)+$``). Python's matcher looks for signals, so an alarm
+    stops it; where there is none (other threads than the main one, an alarm that is somebody else's) nothing is stopped.
+    """
+    if not isinstance(rule, Regex) or not _may_set_alarm():
+        yield
+        return
+
+    def stop(_number: int, _frame: FrameType | None) -> NoReturn:
+        hint = "make it simpler: no repetition of a repetition"
+        raise KeyConflict(f"{rule.words} takes more than {LIMITS.regex_seconds} s", hint=hint)
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, LIMITS.regex_seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+def _may_set_alarm() -> bool:
+    main = threading.current_thread() is threading.main_thread()
+    return main and hasattr(signal, "SIGALRM") and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL

@@ -1,0 +1,261 @@
+"""Key rules in files: lists of rules in JSON, TOML or YAML, and the mappings that conversions leave, in JSON.
+
+A file of rules is a list, or ``rules`` in an object, of objects with one rule each, by its name on the command line::
+
+    {"rules": [{"strip-prefix": "model."}, {"rename": {"head.": "classifier."}}, {"exclude": ["*.bias", "*.mean"]}]}
+
+A mapping is an object with ``"mapping": 1`` and ``state_dicts``: for each its ``path``, ``keys`` (old → new), ``left_out``
+(old ones) and ``modules`` (old → new paths of its `_metadata`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, NoReturn
+
+from ckptconv.documents import read_object
+from ckptconv.errors import CheckpointError, KeyConflict, LimitExceeded, printable
+from ckptconv.key_rules import Mapped, MappedKeys, Rule
+from ckptconv.keys import RULE_WORDS, KeyRules, parse_rule
+from ckptconv.limits import LIMITS
+from ckptconv.sources import FileSource
+
+_MAPPING = "mapping"
+_VERSION = 1
+
+
+class _Entry(NamedTuple):
+    """What a file holds in place of one rule, and the line where it begins (None: not known)."""
+
+    value: Any
+    line: int | None
+
+
+def read_key_rules(
+    path: str | os.PathLike[str], *, wrappers: Literal["strip", "keep"] = "strip", reverse: bool = False
+) -> KeyRules:
+    """The rules in a JSON, TOML or YAML file, or a mapping that a conversion left, which `reverse` turns around.
+
+    `wrappers` is what comes before the rules; a mapping says that itself. Raises `CheckpointError` with the line and the
+    rule that is wrong.
+
+    >>> read_key_rules("rules.toml")  # doctest: +SKIP
+    >>> load_portable("renamed.pt", keys=read_key_rules("map.json", reverse=True))  # doctest: +SKIP
+    """
+    return KeyRules.of(read_rules(path, reverse=reverse), wrappers)
+
+
+def read_rules(path: str | os.PathLike[str], *, reverse: bool = False) -> list[Rule]:
+    """The rules in a file, or the one mapping in it, with `reverse` turned around.
+
+    Raises `CheckpointError` with the line and the rule that is wrong; `KeyConflict` when `reverse` is asked of rules.
+    """
+    path = Path(path)
+    text = _text(path)
+    kind = path.suffix.lower()
+    if kind not in _ENTRIES:
+        raise KeyConflict("is no file of key rules by its name", path=path, hint=f"its name must end in {', '.join(_ENTRIES)}")
+    if kind == ".json" and (mapping := _mapping(text, path)) is not None:
+        found = tuple(item.reversed() for item in mapping) if reverse else mapping
+        return [Mapped(found)]
+    if reverse:
+        raise KeyConflict("holds rules, and only a mapping can be undone", path=path, hint="--save-mapping writes one")
+    return [rule for entry in _ENTRIES[kind](text, path) for rule in _rules(entry, path)]
+
+
+def _text(path: Path) -> str:
+    source = FileSource(path)
+    try:
+        if source.size > LIMITS.rules_bytes:
+            raise LimitExceeded(f"has {source.size} bytes, more than {LIMITS.rules_bytes}", path=path)
+        return source.read(0, source.size).decode()
+    except UnicodeDecodeError:
+        raise KeyConflict("is no UTF-8 text", path=path) from None
+    finally:
+        source.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------- rules
+
+
+def _rules(entry: _Entry, path: Path) -> Iterator[Rule]:
+    """The rules that one entry stands for: one, or one for each of its values."""
+    if not isinstance(entry.value, dict) or len(entry.value) != 1:
+        _refuse(path, entry.line, "a rule is one name and its value", f"the names are {', '.join(RULE_WORDS)}")
+    ((word, values),) = entry.value.items()
+    try:
+        for text in _texts(word, values):
+            yield parse_rule(word, text)
+    except CheckpointError as error:
+        where = str(word) if entry.line is None else f"line {entry.line}: {word}"
+        raise error.at(path=path, where=where) from None
+
+
+def _texts(word: Any, values: Any) -> list[str]:
+    """The values of a rule as on the command line."""
+    between = {"rename": "=", "regex": "=>"}.get(word) if isinstance(word, str) else None
+    if between and isinstance(values, dict):
+        values = [f"{old}{between}{new}" if isinstance(new, str) and between not in str(old) else None
+                  for old, new in values.items()]  # fmt: skip
+    listed = values if isinstance(values, list) else [values]
+    if not listed or not all(isinstance(text, str) for text in listed):
+        raise KeyConflict("its value is no text", hint="write it as on the command line")
+    return listed
+
+
+def _refuse(path: Path, line: int | None, what: str, hint: str | None = None) -> NoReturn:
+    raise KeyConflict(what, path=path, where=None if line is None else f"line {line}", hint=hint)
+
+
+def _listed(found: Any, path: Path) -> list[Any]:
+    """The list of rules in a document."""
+    listed = found.get("rules") if isinstance(found, dict) else found
+    if not isinstance(listed, list) or not listed:
+        _refuse(path, None, "has no list of rules", 'write {"rules": [...]}, or [[rules]] in TOML')
+    return listed
+
+
+def _json_entries(text: str, path: Path) -> list[_Entry]:
+    try:
+        listed = _listed(json.loads(text, object_pairs_hook=_unique), path)
+    except json.JSONDecodeError as error:
+        _refuse(path, error.lineno, f"is no valid JSON: {error.msg}")
+    except KeyConflict as error:
+        raise error.at(path=path) from None
+    except (RecursionError, ValueError):
+        _refuse(path, None, "nests too deeply, or holds a number that is too long")
+    return [_Entry(value, line) for value, line in zip(listed, _json_lines(text), strict=True)]
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        name = next(name for name, _ in pairs if sum(other == name for other, _ in pairs) > 1)
+        raise KeyConflict(f"'{printable(name)}' stands twice in one object", hint="write one rule in each object")
+    return found
+
+
+def _json_lines(text: str) -> Iterator[int]:
+    """The lines on which the items of the list of rules begin, in a text that is known to be JSON."""
+    decoder = json.JSONDecoder()
+    at = _after_space(text, 0)
+    while at < len(text) and text[at] != "[":  # an object: go from name to name until "rules"
+        name, at = decoder.raw_decode(text, _after_space(text, at + 1))
+        at = _after_space(text, _after_space(text, at) + 1)
+        if name == "rules":
+            break
+        _, at = decoder.raw_decode(text, at)
+        at = _after_space(text, at)
+    while at < len(text) and text[at] in "[,":
+        at = _after_space(text, at + 1)
+        yield text.count("\n", 0, at) + 1
+        _, at = decoder.raw_decode(text, at)
+        at = _after_space(text, at)
+
+
+def _after_space(text: str, at: int) -> int:
+    while at < len(text) and text[at] in " \t\r\n":
+        at += 1
+    return at
+
+
+def _toml_entries(text: str, path: Path) -> list[_Entry]:
+    try:
+        import tomllib
+    except ImportError:  # before python 3.11
+        try:
+            import tomli as tomllib  # type: ignore[import-not-found,no-redef,unused-ignore]
+        except ImportError:
+            _refuse(path, None, "needs tomli to be read with this python", "pip install tomli, or write the rules as JSON")
+    try:
+        listed = _listed(tomllib.loads(text), path)
+    except tomllib.TOMLDecodeError as error:
+        _refuse(path, None, f"is no valid TOML: {error}")
+    except RecursionError:
+        _refuse(path, None, "nests too deeply")
+    heads = [number for number, line in enumerate(text.splitlines(), 1) if line.partition("#")[0].strip() == "[[rules]]"]
+    lines: Sequence[int | None] = heads if len(heads) == len(listed) else [None] * len(listed)
+    return [_Entry(value, line) for value, line in zip(listed, lines, strict=True)]
+
+
+def _yaml_entries(text: str, path: Path) -> list[_Entry]:
+    try:
+        import yaml  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    except ImportError:
+        _refuse(path, None, "needs PyYAML to be read", "pip install pyyaml, or write the rules as JSON or TOML")
+    try:
+        listed = _listed(yaml.safe_load(text), path)
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        _refuse(path, mark and mark.line + 1, f"is no valid YAML: {getattr(error, 'problem', None) or 'malformed'}")
+    except (ValueError, RecursionError):
+        _refuse(path, None, "is no valid YAML")
+    if isinstance(root.value[0], tuple):
+        root = next(value for name, value in root.value if name.value == "rules")
+    return [_Entry(value, node.start_mark.line + 1) for value, node in zip(listed, root.value, strict=True)]
+
+
+_ENTRIES = {".json": _json_entries, ".toml": _toml_entries, ".yaml": _yaml_entries, ".yml": _yaml_entries}
+
+
+# ------------------------------------------------------------------------------------------------------------- mappings
+
+
+def mapping_text(state_dicts: Sequence[MappedKeys]) -> bytes:
+    """A mapping as the bytes of its file."""
+    listed = [
+        {
+            "path": item.path,
+            "keys": {old: new for old, new in item.keys.items() if new is not None},
+            "left_out": [old for old, new in item.keys.items() if new is None],
+            "modules": {old: news[0] if len(news) == 1 else list(news) for old, news in item.modules.items()},
+        }
+        for item in state_dicts
+    ]
+    return (json.dumps({_MAPPING: _VERSION, "state_dicts": listed}, indent=1) + "\n").encode()
+
+
+def _mapping(text: str, path: Path) -> tuple[MappedKeys, ...] | None:
+    """The mapping in a JSON text; None when it is something else."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict) or _MAPPING not in found:
+        return None
+    found = read_object(text.encode(), path, _MAPPING)  # strictly: no name twice
+    if found[_MAPPING] != _VERSION:
+        raise KeyConflict(f"is a mapping of version {printable(found[_MAPPING])}", path=path, hint="upgrade ckptconv")
+    listed = found.get("state_dicts")
+    if not isinstance(listed, list) or not listed:
+        raise KeyConflict("is a mapping of no state dict", path=path)
+    return tuple(_mapped_keys(item, path) for item in listed)
+
+
+def _mapped_keys(item: Any, path: Path) -> MappedKeys:
+    where, keys, left, modules = (
+        item.get(name) if isinstance(item, dict) else None for name in ("path", "keys", "left_out", "modules")
+    )
+    if (
+        not isinstance(where, str)
+        or not (isinstance(keys, dict) and _are_texts(keys.values()))
+        or not (isinstance(left, list) and _are_texts(left))
+        or not (isinstance(modules, dict) and all(map(_is_path_or_paths, modules.values())))
+    ):
+        raise KeyConflict("is no mapping that ckptconv wrote", path=path, hint="--save-mapping writes one")
+    if not keys.keys().isdisjoint(left) or len(set(keys.values())) != len(keys):
+        raise KeyConflict("two keys become one, or a key is left out and kept", path=path, where=where)
+    paths = {old: (new,) if isinstance(new, str) else tuple(new) for old, new in modules.items()}
+    return MappedKeys(where, {**keys, **dict.fromkeys(left)}, paths)
+
+
+def _are_texts(values: Iterable[Any]) -> bool:
+    return all(isinstance(text, str) for text in values)
+
+
+def _is_path_or_paths(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and bool(value) and _are_texts(value))

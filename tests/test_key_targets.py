@@ -1,0 +1,234 @@
+"""What keys are fitted to, on the command line: another checkpoint, an index, a list of keys, a model that is named."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from program import SAMPLES, assert_one_error, run
+
+from ckptconv import convert_checkpoint, open_checkpoint
+from ckptconv.errors import AmbiguousStateDict, CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint
+from ckptconv.key_targets import shapes_like
+
+torch = pytest.importorskip("torch")
+
+DDP, BARE, COMPILED, TRAIN, TIED = (
+    SAMPLES / name for name in ("dp_cuda0.pt", "fp16.pt", "compiled.pt", "ddp_cuda3_train.pt", "tied.pt")
+)
+
+
+def keys_of(path: Path) -> list[str]:
+    return list(torch.load(path, map_location="cpu", weights_only=True))
+
+
+@pytest.fixture
+def listed(tmp_path) -> Path:
+    path = tmp_path / "keys.txt"
+    path.write_text("\ufeff" + "\r\n".join(keys_of(COMPILED)) + "\n\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def index(tmp_path) -> Path:
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text(json.dumps({"weight_map": dict.fromkeys(keys_of(COMPILED), "model-00001-of-00002.safetensors")}))
+    return path
+
+
+@pytest.fixture
+def package(tmp_path) -> Path:
+    """A folder with a module of the user's, which tells when it is imported."""
+    (tmp_path / "zoo.py").write_text(
+        "import pathlib, sys, torch\n"
+        "pathlib.Path('imported').touch()\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.body = torch.nn.Module()\n"
+        "        self.body.linears = torch.nn.ModuleList(torch.nn.Linear(*s) for s in ((8, 16), (16, 16), (16, 4)))\n"
+        "        self.body.norm = torch.nn.BatchNorm1d(4)\n"
+        "        self.device = self.body.norm.weight.device\n"
+        "class Zoo:\n"
+        "    net = Net\n"
+        "def other():\n"
+        "    return Net().body.norm\n"
+        "def raises():\n"
+        "    raise ValueError('two\\nlines')\n"
+        "def leaves():\n"
+        "    sys.exit(0)\n"
+        "def nothing():\n"
+        "    return {}\n"
+        "def on_meta():\n"
+        "    assert Net().device.type == 'meta'\n"
+        "    return Net()\n"
+        "number = 3\n"
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize("like", ["checkpoint", "list", "index", "folder"])
+def test_keys_become_those_of_what_is_named(like, listed, index, tmp_path):
+    (tmp_path / "shards").mkdir()
+    convert_checkpoint(COMPILED, tmp_path / "shards", to="safetensors", keys="keep", max_shard_size=1000)
+    other = {"checkpoint": COMPILED, "list": listed, "index": index, "folder": tmp_path / "shards"}[like]
+    done = run("convert", DDP, "out.pt", "--like", other, "--verify", cwd=tmp_path)
+    assert done.exit == 0, done.err
+    found, source = (torch.load(path, map_location="cpu", weights_only=True) for path in (tmp_path / "out.pt", DDP))
+    assert list(found) == keys_of(COMPILED)
+    assert all(torch.equal(a, b) for a, b in zip(found.values(), source.values(), strict=True))
+
+
+def test_shapes_are_known_of_checkpoints_and_not_of_lists(listed, index):
+    expected = {key: tuple(value.shape) for key, value in torch.load(BARE, map_location="cpu", weights_only=True).items()}
+    assert shapes_like(BARE) == expected
+    assert shapes_like(listed) == shapes_like(index) == dict.fromkeys(keys_of(COMPILED))
+
+
+@pytest.mark.parametrize("name", ["Net", "Zoo.net", "on_meta"])
+def test_keys_become_those_of_a_model_that_is_named(name, package):
+    done = run("convert", DDP, "out.pt", "--model", f"zoo:{name}", cwd=package)
+    assert done.exit == 0, done.err
+    found = torch.load(package / "out.pt", weights_only=True)
+    assert list(found) == [key.replace("module.", "body.") for key in keys_of(DDP)]
+    assert found._metadata["body.norm"] == {"version": 2}
+    assert (package / "imported").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("zoo:raises", r"cannot be built on the meta device \(ValueError: two\\nlines\)"),
+        ("zoo:leaves", r"cannot be built on the meta device \(SystemExit: 0\)"),
+        ("zoo:nothing", "gives no torch.nn.Module but dict"),
+        ("zoo:number", "is not callable but int"),
+        ("zoo:absent", "cannot be imported"),
+        ("no_such_zoo:Net", "cannot be imported"),
+        ("zoo", "is no name of a callable"),
+        ("zoo:", "is no name of a callable"),
+    ],
+)
+def test_a_name_that_gives_no_model_is_one_error(name, what, package):
+    done = run("convert", DDP, "out.pt", "--model", name, cwd=package)
+    assert re.search(what, assert_one_error(done))
+    assert not (package / "out.pt").exists()
+
+
+def test_nothing_is_imported_that_is_not_named(package):
+    assert run("convert", DDP, "out.pt", "--like", BARE, cwd=package).exit == 0
+    assert not (package / "imported").exists()
+
+
+def test_what_does_not_fit_is_one_line_and_all_of_it_in_json(tmp_path):
+    source = torch.load(DDP, map_location="cpu", weights_only=True)
+    del source["module.linears.0.bias"]
+    source["module.linears.1.weight"] = torch.ones(3, 3)
+    source["module.extra.scale"] = torch.ones(7)
+    torch.save(source, tmp_path / "in.pt")
+    done = run("convert", "in.pt", "out.pt", "--like", BARE, cwd=tmp_path)
+    line = assert_one_error(done)
+    assert "1 of 11 missing (linears.0.bias)" in line and "1 unexpected (module.extra.scale)" in line
+    assert "1 of another shape (module.linears.1.weight is [3, 3], not [16, 16])" in line
+    found = run("convert", "in.pt", "out.pt", "--like", BARE, "--json", cwd=tmp_path)
+    assert found.exit == 1 and found.json()["error"]["kind"] == "KeyMismatch"
+    fit = found.json()["fit"]
+    assert (fit["missing"], fit["unexpected"]) == (["linears.0.bias"], ["module.extra.scale"])
+    assert fit["mismatched"] == [
+        {"key": "linears.1.weight", "source_key": "module.linears.1.weight", "source": [3, 3], "target": [16, 16]}
+    ]
+    assert len(fit["renames"]) == 9 and not fit["fits"] and not fit["covers"]
+    assert not (tmp_path / "out.pt").exists()
+
+
+@pytest.mark.parametrize("name", ["out.pt", "out.safetensors"])
+def test_unexpected_keys_are_left_out_only_when_asked(name, tmp_path):
+    source = {f"model.{key}": value for key, value in torch.load(BARE, map_location="cpu", weights_only=True).items()}
+    torch.save({**source, "criterion.scale": torch.ones(7)}, tmp_path / "in.pt")
+    refused = run("convert", "in.pt", name, "--like", BARE, cwd=tmp_path)
+    assert "1 unexpected (criterion.scale)" in assert_one_error(refused) and "--drop-unexpected" in refused.err
+    done = run("convert", "in.pt", name, "--like", BARE, "--drop-unexpected", cwd=tmp_path)
+    assert done.exit == 0 and "criterion.scale" in done.err
+    with open_checkpoint(tmp_path / name) as found:
+        assert sorted(found.state_dict().keys) == sorted(keys_of(BARE))
+
+
+def test_candidates_are_named_where_the_choice_is_the_users(tmp_path):
+    source = torch.load(BARE, map_location="cpu", weights_only=True)
+    both = {f"{prefix}.{key}": value for prefix in ("net", "ema") for key, value in source.items()}
+    torch.save(both, tmp_path / "in.pt")
+    line = assert_one_error(run("convert", "in.pt", "out.pt", "--like", BARE, cwd=tmp_path))
+    assert "linears.0.weight: could be net.linears.0.weight or ema.linears.0.weight" in line
+    done = run("convert", "in.pt", "out.pt", "--like", BARE, "--exclude", "ema.*", cwd=tmp_path)
+    assert done.exit == 0, done.err
+    assert keys_of(tmp_path / "out.pt") == keys_of(BARE)
+
+
+def test_rules_come_first(tmp_path):
+    done = run("convert", BARE, "out.pt", "--exclude", "norm.bias", "--like", BARE, cwd=tmp_path)
+    assert "1 of 11 missing (norm.bias)" in assert_one_error(done)
+
+
+def test_the_mapping_is_saved_and_undone(tmp_path):
+    done = run("convert", DDP, "there.pt", "--like", COMPILED, "--save-mapping", "map.json", cwd=tmp_path)
+    assert done.exit == 0, done.err
+    done = run("convert", "there.pt", "back.pt", "--keys", "keep", "--rules", "map.json", "--reverse", cwd=tmp_path)
+    assert done.exit == 0, done.err
+    assert keys_of(tmp_path / "back.pt") == keys_of(DDP)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["--like", BARE, "--model", "zoo:Net"], "fit one only"),
+        (["--drop-unexpected"], "needs --like or --model"),
+    ],
+)
+def test_what_cannot_be_meant_is_a_usage_error(arguments, what, tmp_path):
+    assert what in assert_one_error(run("convert", BARE, "out.pt", *arguments, cwd=tmp_path), code=2)
+    with pytest.raises(CheckpointError):
+        named = dict(zip(arguments[::2], arguments[1::2], strict=False))
+        convert_checkpoint(
+            BARE, tmp_path / "out.pt", like=named.get("--like"), model=named.get("--model"),
+            drop_unexpected="--drop-unexpected" in arguments,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error"),
+    [
+        ("page.html", b"<!doctype html>\n<html>\n", UnsupportedCheckpoint),
+        ("prose.txt", b"the keys of the model\nare these\n", UnsupportedCheckpoint),
+        ("config.json", b'{"hidden_size": 768}', UnsupportedCheckpoint),
+        ("empty.txt", b"", UnsupportedCheckpoint),
+        ("binary.bin", bytes(range(256)), UnsupportedCheckpoint),
+        ("twice.txt", b"a.w\nb.w\na.w\n", MalformedCheckpoint),
+        ("empty.index.json", b'{"weight_map": {}}', MalformedCheckpoint),
+        ("none.index.json", b"[]", MalformedCheckpoint),
+        ("odd.index.json", b'{"weight_map": ["a"]}', MalformedCheckpoint),
+    ],
+)
+def test_what_holds_no_keys_is_refused_by_its_name(name, content, error, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(error) as caught:
+        shapes_like(tmp_path / name)
+    assert caught.value.path == str(tmp_path / name)
+
+
+def test_one_of_several_state_dicts_is_not_chosen(tmp_path):
+    values = torch.load(BARE, map_location="cpu", weights_only=True)
+    torch.save({"model": values, "ema": dict(values)}, tmp_path / "two.pt")
+    with pytest.raises(AmbiguousStateDict, match="convert --only"):
+        shapes_like(tmp_path / "two.pt")
+    with pytest.raises(UnsupportedCheckpoint, match="no such file"):
+        shapes_like(tmp_path / "absent.pt")
+
+
+def test_every_state_dict_of_a_training_checkpoint_is_fitted(tmp_path):
+    values = torch.load(DDP, map_location="cpu", weights_only=True)
+    torch.save({"model": values, "ema": {f"net.{key}": value for key, value in values.items()}}, tmp_path / "two.pt")
+    done = run("convert", "two.pt", "out.pt", "--like", BARE, cwd=tmp_path)
+    assert done.exit == 0, done.err
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert list(found["model"]) == list(found["ema"]) == keys_of(BARE)
