@@ -47,7 +47,7 @@ class Mend:
         keys = KeyRules(strip_prefixes=(self.strip_prefix,) if self.strip_prefix else ())
         dtype = floating_dtype(self.dtype) if self.dtype else None
         fit_to = replace(target, drop_unexpected=bool(self.drop_unexpected)) if target and (self.like or self.model) else None
-        return Options(None, keys, tag_map(self.device), dtype, self.only, "alias", self.unknown, None, fit_to)
+        return Options(keys=keys, tags=tag_map(self.device), dtype=dtype, only=self.only, unknown=self.unknown, fit_to=fit_to)
 
     def arguments(self) -> list[str]:
         """The same as words of a command line."""
