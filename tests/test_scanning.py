@@ -137,6 +137,8 @@ TRICKS = {
     "names duplicated": b"\x80\4\x8c\6systemq\0\x30\x8c\2os2\x30h\0\x93\x8c\4echo\x85R.",
     "a name of python 2 strings": b"\x80\4U\2osU\6system\x93\x8c\4echo\x85R.",
     "a name across a frame": b"\x80\4\x95\3\0\0\0\0\0\0\0\x8c\2os\x8c\6system\x93\x8c\4echo\x85R.",
+    "a text that hides a call behind its frame": b"\x80\4\x95\7\0\0\0\0\0\0\0X\x08\0\0\0abcNNNN.0N.",
+    "the same, cut off": b"\x80\4\x95\7\0\0\0\0\0\0\0X\x20\0\0\0abcNNNN.",
     "a name that is computed": b"\x80\4c_codecs\nencode\n\x8c\2bf\x8c\5rot13\x86R\x8c\6system\x93\x8c\4echo\x85R.",
     "EXT1": b"\x80\2\x82\1(S'echo'\ntR.",
     "EXT2": b"\x80\2\x83\1\1(S'echo'\ntR.",
