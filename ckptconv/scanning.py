@@ -244,7 +244,7 @@ class _Scanner:
                 break
         named = self._judged(trace, where, start)
         is_bad = bool(trace.alarms) or any(finding.level == "dangerous" for finding in named)
-        begins = certain and _BEGINS(stream) is not None and (len(trace.names) > 0 or trace.cut)
+        begins = certain and _BEGINS(stream) is not None and bool(trace.names or trace.alarms or trace.cut)
         if trace.broken is not None and not (begins or any(finding.level == "dangerous" for finding in named)):
             return 0
         if trace.broken is None and not _is_likely(stream, trace) and not is_bad:

@@ -76,6 +76,7 @@ class _Tracer:
     def __init__(self, stream: bytes, start: int) -> None:
         self.trace = Trace()
         self._stream, self._at = stream, start
+        self._frame_end = 0
         self._stack: list[Any] = []
         self._marks: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
@@ -101,9 +102,19 @@ class _Tracer:
 
     def take(self, count: int) -> bytes:
         self._at += count
+        self._refuse_crossing(self._at - count)
         if self._at > len(self._stream):
             raise _Cut
         return self._stream[self._at - count : self._at]
+
+    def _refuse_crossing(self, start: int) -> None:
+        """Some unpicklers go on behind an argument that leaves its FRAME, others behind the FRAME (cpython gh-154848)."""
+        if start < self._frame_end < self._at:
+            self.alarm("an argument crosses the end of its frame, behind which unpicklers go on in different places")
+            self._frame_end = 0
+
+    def frame(self) -> None:
+        self._frame_end = self.number(8) + self._at
 
     def number(self, width: int) -> int:
         return int.from_bytes(self.take(width), "little")
@@ -112,8 +123,9 @@ class _Tracer:
         end = self._stream.find(b"\n", self._at)
         if end < 0:
             raise _Cut
-        text = self._stream[self._at : end]
+        start, text = self._at, self._stream[self._at : end]
         self._at = end + 1
+        self._refuse_crossing(start)
         return text
 
     # Steps, in the words of pickletools.
@@ -323,6 +335,6 @@ _STEPS: dict[int, _Step] = {
     0x83: lambda tracer: tracer.extension(2),
     0x84: lambda tracer: tracer.extension(4),
     0x93: _Tracer.global_of_stack,
-    0x95: lambda tracer: tracer.take(8),  # FRAME, which neither unpickler holds anything against
+    0x95: _Tracer.frame,
     0x98: lambda tracer: None,
 }

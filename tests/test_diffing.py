@@ -167,7 +167,6 @@ def test_a_conversion_is_the_same_in_every_format(name, tmp_path):
     convert_checkpoint(TRAIN, tmp_path / name, fsync=False, **options)
     found = diff_checkpoints(TRAIN, tmp_path / name, keys=KeyRules("strip"))
     assert found.same and found.tensors == len(torch.load(DDP, map_location="cpu", weights_only=True))
-    assert not diff_checkpoints(TRAIN, tmp_path / name).same or found.only_a == ()
 
 
 def test_a_ddp_file_is_compared_with_its_bare_one(tmp_path):
@@ -327,6 +326,6 @@ def test_memory_does_not_grow_with_the_files(tmp_path):
     one = saved(tmp_path, "one.pt", {"w": tensor, "t": tensor[:9_000_000].reshape(3000, 3000).t()})
     tensor[-1] = 1
     two = saved(tmp_path, "two.pt", {"w": tensor, "t": tensor[:9_000_000].reshape(3000, 3000).t().contiguous()})
-    done = run("diff", one, two, cwd=tmp_path)
-    assert done.exit == 1 and "1 of 60,000,000 values" in done.out and " t" not in done.out.split("values")[0].splitlines()[-1]
+    done = run("diff", one, two, "--json", cwd=tmp_path)
+    assert done.exit == 1 and [item["key"] for item in done.json()["values"]] == ["w"]
     assert done.rss - idle_rss() < 70_000_000
