@@ -971,6 +971,9 @@ COMMANDS = {
     "add-module": OPTIONS,
     "inspect": ["--depth", "--json"],
     "devices": ["--json"],
+    "doctor": ["--like", "--model", "--device", "--values", "--json"],
+    "diff": ["--keys", "--strip-prefix", "--atol", "--rtol", "--equal-nan", "--whole", "--only", "--strict-device", "--json"],
+    "scan": ["--strict", "--json", "--quiet"],
 }
 
 
