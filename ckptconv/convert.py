@@ -36,7 +36,7 @@ from ckptconv.outputs import (
 from ckptconv.planning import ConversionPlan, Options, PlannedFile, Target, Tied, keeps_modules, plan_conversion
 from ckptconv.settling import Unknown
 from ckptconv.sharding import earlier_files, index_path, parse_size
-from ckptconv.sources import CHUNK, SMALL, combined_crc, crc32, read_ahead
+from ckptconv.sources import SMALL, combined_crc, crc32
 from ckptconv.tensors import (
     Storage,
     TensorRef,
@@ -290,8 +290,7 @@ def _write_whole(item: WriteItem, values: TensorRef, storage: Storage, stream: O
             refuse_crc(storage, crc)
         return crc
     crc, source_crc = 0, 0
-    ahead = values.nbytes > 2 * CHUNK  # worth a thread
-    for chunk in read_ahead(storage.source, storage.offset, values.nbytes) if ahead else iter_chunks(values):
+    for chunk in iter_chunks(values):
         source_crc = crc32(chunk, source_crc)
         result = cast(chunk, values.dtype, item.dtype)
         overflowed[0] += result.overflowed

@@ -33,7 +33,6 @@ __all__ = [
     "Spool",
     "combined_crc",
     "crc32",
-    "read_ahead",
 ]
 
 
@@ -261,29 +260,6 @@ class Spool:
         if self._file is not None:
             self._source.close()
             self._file.close()
-
-
-def read_ahead(source: Source, offset: int, nbytes: int) -> Iterator[memoryview]:
-    """`nbytes` bytes of a source in views of at most `CHUNK` bytes, the next one read by a thread while one is worked on.
-
-    A view is valid until the next one is asked for.
-    """
-    from concurrent.futures import ThreadPoolExecutor
-
-    buffers = [memoryview(bytearray(min(CHUNK, nbytes))) for _ in range(2)]
-
-    def fetch(start: int) -> memoryview:
-        view = buffers[start // CHUNK % 2][: min(CHUNK, nbytes - start)]
-        source.read_into(offset + start, view)
-        return view
-
-    with ThreadPoolExecutor(1, "ckptconv-reader") as reader:
-        pending = reader.submit(fetch, 0)
-        for start in range(CHUNK, nbytes + CHUNK, CHUNK):
-            view = pending.result()
-            if start < nbytes:
-                pending = reader.submit(fetch, start)
-            yield view
 
 
 class InflatedSource:
