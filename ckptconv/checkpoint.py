@@ -203,18 +203,48 @@ def find_state_dicts(root: Node) -> list[StateDict]:
     optimizers, schedulers and random states. Of several, those count that look most like a module's: by a usual name or
     `_metadata`, else by dots in their keys. A root that is one is the only one.
     """
+    return [_state_dict(*item) for item in _best_and_lesser(root)[0]]
+
+
+def _best_and_lesser(root: Node) -> tuple[list[_Mapping], list[_Mapping]]:
+    """The dicts that look most like state dicts, and those that look less like one."""
     mappings, holders = _mappings(root)
-    found = [(place, node, pairs) for place, node, pairs in mappings if _is_state_dict(pairs, holders)]
+    found = [item for item in mappings if _is_state_dict(item[2], holders)]
     ranks = [_rank(*item) for item in found]
-    return [_state_dict(*item) for item, rank in zip(found, ranks, strict=True) if rank == max(ranks)]
+    best = [item for item, rank in zip(found, ranks, strict=True) if rank == max(ranks)]
+    return best, [item for item, rank in zip(found, ranks, strict=True) if rank < max(ranks)]
+
+
+def _refuse_part_of_a_model(best: _Mapping, lesser: Sequence[_Mapping], base: str, path: Path) -> None:
+    """Refuse a state dict that is one of several parts of a model: Megatron nests embedding, encoder and output layer."""
+    labels = _labels(best[0])
+    beside = [place_text(place) for place, _, _ in lesser if len(labels) > 1 and _labels(place)[:1] == labels[:1]]
+    if beside:
+        names = [f"{base}.{name}".strip(".") for name in (place_text(best[0]), *beside)]
+        raise AmbiguousStateDict(
+            f"its model is in {len(names)} parts: {', '.join(map(printable, names[:8]))}",
+            path=path,
+            hint=f"choose one with --only {printable(names[0])} (only= in code), or write a torch file, which keeps them all",
+        )
+
+
+def _labels(place: Place) -> list[Node]:
+    """The labels that lead to a place, from the root on."""
+    labels = []
+    while place is not None:
+        labels.append(place[1])
+        place = place[0]
+    return labels[::-1]
 
 
 def choose_state_dict(root: Node, only: str | None, path: Path) -> StateDict:
     """The state dict at the path `only`, or the single one there is; `AmbiguousStateDict` otherwise."""
     base = "" if only is None else only
     part = root if only is None else find(root, only, path)
-    found = find_state_dicts(part)
+    best, lesser = _best_and_lesser(part)
+    found = [_state_dict(*item) for item in best]
     if len(found) == 1:
+        _refuse_part_of_a_model(best[0], lesser, base, path)
         return found[0]
     if not found and (bare := _bare_tensors(part)) is not None:
         return bare

@@ -77,7 +77,7 @@ class OutputStream:
             self._stop()
             self._raise_failure()
         self._filled = 0
-        self._buffer = memoryview(b"")  # many outputs may wait until they are put in place together
+        self._buffer, self._free = memoryview(b""), SimpleQueue()  # many outputs may wait until they are put in place together
 
     def settle(self, *, fsync: bool) -> None:
         """Finish, cut off what was reserved and not used, and close the file: it can be put in place, not written to."""

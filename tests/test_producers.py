@@ -11,7 +11,7 @@ import oracle
 import pytest
 import torch
 
-from ckptconv import convert_checkpoint, load_portable, open_checkpoint
+from ckptconv import CheckpointError, convert_checkpoint, load_portable, open_checkpoint
 from ckptconv.inspection import inspect_checkpoint
 from ckptconv.planning import Options, plan_conversion
 
@@ -99,16 +99,12 @@ def test_real_files_of_frameworks_tell_who_wrote_them(name, producer, offered, t
 
 @pytest.mark.parametrize("only", [None, "model"])
 def test_all_that_stands_beside_the_state_dict_at_any_depth_is_listed(only, tmp_path):
-    """The model of a Megatron of one rank is dicts in dicts; what is not taken must be told."""
+    """A model may be dicts in dicts; what is not taken must be told."""
     encoder = {f"layers.{index}.weight": torch.ones(2) for index in range(3)}
-    inner = {
-        "embedding": {"word_embeddings": {"weight": torch.ones(4)}},
-        "encoder": encoder,
-        "output_layer": {"bias": torch.ones(1)},
-    }
+    inner = {"tokenizer": {"size": 4}, "encoder": encoder, "scale": torch.ones(1)}
     torch.save({"model": {"language_model": inner}, "checkpoint_version": 3.0, "args": None}, tmp_path / "in.pt")
     result = convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.safetensors", only=only, fsync=False)
-    beside = ["model.language_model.embedding", "model.language_model.output_layer"]
+    beside = ["model.language_model.tokenizer", "model.language_model.scale"]
     around = ["checkpoint_version", "args"] if only is None else []
     assert [item.path for item in result.plan.skipped] == around + beside
 
@@ -117,3 +113,14 @@ def test_what_stands_beside_a_state_dict_in_a_tuple_is_listed(tmp_path):
     torch.save(({"a.weight": torch.ones(2)}, 7, torch.ones(3)), tmp_path / "in.pt")
     result = convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.safetensors", fsync=False)
     assert [item.path for item in result.plan.skipped] == ["1", "2"]
+
+
+def test_a_model_in_nested_parts_is_not_taken_for_its_largest_part(tmp_path):
+    """Megatron's single-rank form: `model.language_model` holds embedding, encoder and output layer, each a dict."""
+    parts = {"embedding": {"weight": torch.ones(2)}, "encoder": {"layers.0.weight": torch.ones(3)}}
+    source = saved({"model": {"language_model": parts}, "iteration": 1}, tmp_path)
+    with pytest.raises(CheckpointError, match=r"its model is in 2 parts: .*encoder, .*embedding; choose one with --only"):
+        load_portable(source)
+    assert list(load_portable(source, only="model.language_model.encoder")) == ["layers.0.weight"]
+    convert_checkpoint(source, tmp_path / "out.pt", fsync=False)
+    assert torch.load(tmp_path / "out.pt")["model"]["language_model"]["embedding"]["weight"].tolist() == [1, 1]
