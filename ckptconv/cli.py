@@ -187,8 +187,8 @@ def doctor(sources: tuple[Path, ...], as_json: bool, **given: Any) -> None:
         print_json(report.diagnosis_document(found))
     else:
         click.secho(printable(", ".join(map(str, sources))), bold=True)
-        for finding in found.findings:
-            print_lines(report.finding_lines(finding))
+        for lines in report.findings_shown(found):
+            print_lines(lines)
         click.secho(report.diagnosis_headline(found), fg="green" if found.loads else "red")
     sys.exit(0 if found.loads else 1)
 

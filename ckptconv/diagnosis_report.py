@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,21 @@ def diagnosis_headline(found: Diagnosis) -> str:
     if found.loads:
         return "loads here" + (f", with {count_text(counts['warning'], 'warning')}" if counts["warning"] else "")
     return f"will not load here: {count_text(counts['error'], 'error')}"
+
+
+_LISTED = 20  # findings of one kind
+
+
+def findings_shown(found: Diagnosis) -> Iterator[list[tuple[str, str]]]:
+    """The (label, text) lines of each finding; of many of one kind the rest is counted (`--json` lists all)."""
+    told: Counter[str] = Counter()
+    for finding in found.findings:
+        told[finding.code] += 1
+        if told[finding.code] <= _LISTED:
+            yield list(finding_lines(finding))
+    for code, count in told.items():
+        if count > _LISTED:
+            yield [("more", f"{code}: and {count - _LISTED:,} more")]
 
 
 def finding_lines(finding: Finding) -> Iterator[tuple[str, str]]:
