@@ -294,9 +294,10 @@ Examples:
   ckptconv diff ddp_cuda3.pt model.pt --keys strip
   ckptconv diff epoch1.pt epoch2.pt --atol 1e-6 --rtol 1e-5
   ckptconv diff model.pt model_bf16.safetensors --ignore-dtype --rtol 0.01
+  ckptconv diff zero3_run/ model.safetensors --tag global_step500
   ckptconv diff old.pt new.pt --whole --json
 
-Exit code: 0 same, 1 different, 2 wrong usage or a file that cannot be compared.""",
+Exit code: 0 same, 1 different, 2 wrong usage, or a file that is damaged or cannot be compared.""",
 )
 @click.argument("a", metavar="A", type=_FILE)
 @click.argument("b", metavar="B", type=_FILE)
@@ -304,6 +305,8 @@ Exit code: 0 same, 1 different, 2 wrong usage or a file that cannot be compared.
 @key_options("keep")
 @click.option("--only", metavar="PATH", help="Compare one part of both, e.g. state_dict or ema.")
 @click.option("--only-b", metavar="PATH", help="The part of B, where it has another path ('' is all of it).")
+@click.option("--tag", metavar="TAG", help="The step of A to read, where A is a folder of several, e.g. global_step500.")
+@click.option("--tag-b", metavar="TAG", help="The step of B, likewise.")
 @click.option("--whole", is_flag=True, help="Compare everything in the files, by path: optimizers, numbers, names too.")
 @click.option("--atol", type=click.FloatRange(min=0), help="Values may be so far apart, |a - b| <= atol + rtol * |b|.")
 @click.option("--rtol", type=click.FloatRange(min=0), help="Or so far in proportion to B's.")
@@ -325,7 +328,7 @@ def diff(a: Path, b: Path, as_json: bool, quiet: bool, **given: Any) -> None:
     elif not quiet:
         click.secho(verdicts.difference_headline(found), fg="green" if found.same else "yellow", bold=True)
         _print_lines(verdicts.difference_lines(found))
-    sys.exit(0 if found.same else 1)
+    sys.exit(2 if found.damaged else 0 if found.same else 1)
 
 
 @cli.command(
@@ -388,7 +391,7 @@ def _comparison(given: dict[str, Any]) -> dict[str, Any]:
     if given["whole"] and keys != KEEP:
         raise click.UsageError("--whole compares by path; key rules go without it")
     tolerance = Tolerance(given["atol"] or 0.0, given["rtol"] or 0.0, given["equal_nan"]) if loose else None
-    taken = ("only", "only_b", "whole", "ignore_dtype", "strict_device")
+    taken = ("only", "only_b", "tag", "tag_b", "whole", "ignore_dtype", "strict_device")
     return {"keys": keys, "tolerance": tolerance, **{name: given[name] for name in taken}}
 
 
@@ -512,7 +515,7 @@ def _print_lines(lines: Any, err: bool = False) -> None:
     lines = list(lines)
     width = max((len(label) for label, _ in lines), default=0)
     for label, text in lines:
-        color = "yellow" if label in ("warning", "note") else "red" if label == "error" else "cyan"
+        color = "yellow" if label in ("warning", "note") else "red" if label in ("error", "damaged") else "cyan"
         click.echo("  " + click.style(label.ljust(width), fg=color) + "  " + text, err=err)
 
 
