@@ -97,10 +97,11 @@ def diff_checkpoints(
 ) -> Difference:
     """Compare the state dict of checkpoint `a`, its keys renamed by `keys`, with that of `b`.
 
-    Values must be the same bit for bit (NaN of the same bits included, -0.0 is not 0.0), or equal within `tolerance`.
-    `only` is the path of the part to compare in both, `only_b` that in `b` where it is another. `whole` compares everything
-    in the files, by path. With `ignore_dtype`, tensors of different dtypes are compared as numbers. The globs of `keys`
-    choose keys of both. `tag` and `tag_b` pick the step of a folder of several. Raises `CheckpointError` when one of them cannot be read or holds no single state dict.
+    Values must be the same bit for bit (NaN of the same bits included, -0.0 is not 0.0), or equal within `tolerance`. `only` is
+    the path of the part to compare in both, `only_b` that in `b` where it is another. `whole` compares everything in the files,
+    by path. With `ignore_dtype`, tensors of different dtypes are compared as numbers. The globs of `keys` choose keys of both.
+    `tag` and `tag_b` pick the step of a folder of several. Raises `CheckpointError` when one of them cannot be read or holds no
+    single state dict.
     """
     with open_checkpoint(a, tag=tag) as first, open_checkpoint(b, tag=tag_b) as second:
         found = _Found()
