@@ -184,8 +184,7 @@ def doctor(sources: tuple[Path, ...], as_json: bool, **given: Any) -> None:
         print_json(report.diagnosis_document(found))
     else:
         click.secho(printable(", ".join(map(str, sources))), bold=True)
-        for finding in found.findings:
-            print_lines(report.finding_lines(finding))
+        print_lines(report.finding_lines(found.findings))
         click.secho(report.diagnosis_headline(found), fg="green" if found.loads else "red")
     sys.exit(0 if found.loads else 1)
 
