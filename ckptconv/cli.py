@@ -226,8 +226,10 @@ Exit code: 0 same, 1 different, 2 wrong usage, or a file that is damaged or cann
 @click.option("--tag", metavar="TAG", help="The step of A to read, where A is a folder of several, e.g. global_step500.")
 @click.option("--tag-b", metavar="TAG", help="The step of B, likewise.")
 @click.option("--whole", is_flag=True, help="Compare everything in the files, by path: optimizers, numbers, names too.")
-@click.option("--atol", type=click.FloatRange(min=0), help="Values may be so far apart, |a - b| <= atol + rtol * |b|.")
-@click.option("--rtol", type=click.FloatRange(min=0), help="Or so far in proportion to B's.")
+@click.option(
+    "--atol", metavar="NUMBER", type=click.FloatRange(min=0), help="Values may be so far apart, |a - b| <= atol + rtol * |b|."
+)
+@click.option("--rtol", metavar="NUMBER", type=click.FloatRange(min=0), help="Or so far in proportion to B's.")
 @click.option("--equal-nan", is_flag=True, help="With a tolerance: NaN equals NaN.")
 @click.option("--ignore-dtype", is_flag=True, help="Compare the values of tensors of different dtypes as numbers.")
 @click.option("--strict-device", is_flag=True, help="Another device tag is a difference too.")
@@ -256,10 +258,11 @@ Examples:
   ckptconv scan models/ --strict
   ckptconv scan a.pkl b.zip --json
 
-Exit code: 0 nothing dangerous, 1 something dangerous (with --strict: or unknown), 2 a path cannot be read."""
+Exit code: 0 nothing dangerous, 1 something dangerous (with --strict: or unknown), 2 a path cannot be read.
+Unknown are names that are no part of ordinary checkpoints, and what cannot be looked into: gzip, bzip2, xz, 7z, ..."""
 )
 @click.argument("paths", metavar="PATH...", type=FILE, nargs=-1, required=True)
-@click.option("--strict", is_flag=True, help="Exit with 1 for names that are not known to be plain, too.")
+@click.option("--strict", is_flag=True, help="Exit with 1 for all that is not known to be plain, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing; the exit code says it.")
 def scan(paths: tuple[Path, ...], strict: bool, as_json: bool, quiet: bool) -> None:

@@ -109,7 +109,7 @@ def scan_headline(scan: Scan) -> str:
     pickles = sum(file.pickles for file in scan.files)
     said = {
         "plain": "nothing but what ordinary checkpoints hold",
-        "unknown": "nothing dangerous, but names that are not known here",
+        "unknown": "nothing dangerous was found, but not all of it is known here",
         "dangerous": "DANGEROUS: do not load",
     }[scan.level]
     return f"{printable(scan.path)}: {said} ({count_text(len(scan.files), 'file')}, {count_text(pickles, 'pickle')})"
