@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptconv.archives import read_directory
+from ckptconv.bounds import held
 from ckptconv.checkpoint import Checkpoint, StateDict, label_text, place_text, tensor_of, walk
 from ckptconv.dtypes import BY_NAME
 from ckptconv.errors import CheckpointError
@@ -81,7 +82,8 @@ class Inspection:
 def inspect_checkpoint(checkpoint: Checkpoint, depth: int = 2) -> Inspection:
     """The facts about an opened checkpoint, modules of state dicts grouped down to `depth` segments of their keys."""
     try:
-        return _inspect(checkpoint, depth)
+        with held(checkpoint.limits):
+            return _inspect(checkpoint, depth)
     except CheckpointError as error:
         raise error.at(path=checkpoint.path) from error.__cause__
 

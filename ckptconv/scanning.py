@@ -18,17 +18,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptconv.archives import is_zip, read_directory
+from ckptconv.bounds import in_force
 from ckptconv.errors import CheckpointError, UnsupportedCheckpoint
 from ckptconv.formats.detect import STRANGERS
 from ckptconv.formats.safetensors import is_safetensors
 from ckptconv.formats.torch_tar import is_tar
-from ckptconv.limits import LIMITS
 from ckptconv.sources import CHUNK, FileSource, MemorySource, RangeSource, Source
 from ckptconv.threats import LEVELS, Level, judge
 from ckptconv.tracing import Trace, trace_pickle
 
-_DEEPEST = 8  # streams within streams
-_MOST_PICKLES = 100_000  # one behind another
 _WINDOWS = (512, 1 << 16, 1 << 20, 1 << 24, 1 << 27, 1 << 30)
 """How much of a stream is read, in turn, until its pickle has ended or is seen to be none."""
 _BEGINS = re.compile(rb"\x80[\0-\5]").match
@@ -134,8 +132,12 @@ class _Scanner:
 
     def scan(self, source: Source, where: str, depth: int) -> str:
         """Look into a source for whatever it is; says what that is."""
-        if depth > _DEEPEST:
-            self._odd(where, f"streams lie more than {_DEEPEST} deep in each other; what is below was not looked at")
+        if depth > (most := in_force().scanned_depth):
+            self._odd(
+                where,
+                f"streams lie more than {most} deep in each other; what is below was not looked at"
+                f" (--limit scanned_depth={2 * most} looks further)",
+            )
             return "unknown"
         head = source.read(0, min(512, source.size))
         if is_zip(head):
@@ -163,8 +165,10 @@ class _Scanner:
 
     def _json(self, source: Source, where: str, depth: int) -> None:
         """Look into the pickles in a text of stable-baselines3; functions in them are byte code, of which nothing is known."""
-        text = source.read(0, min(source.size, LIMITS.text_bytes))
-        found = _SERIALIZED.findall(text)
+        most = in_force().text_bytes
+        found = _SERIALIZED.findall(source.read(0, min(source.size, most)))
+        if source.size > most:
+            self._odd(where, f"is a text of more than {most} bytes; what is behind was not looked at", most)
         if found:
             reason = f"{len(found)} pickles as base64 text, which stable-baselines3 executes when it loads the file"
             self._odd(where, reason)
@@ -203,7 +207,8 @@ class _Scanner:
         trace = trace_pickle(head[_numpy_end(head) :])
         if not (trace.end or trace.cut or trace.names or trace.alarms or is_zip(head) or is_tar(head) or head[:1] == b"{"):
             return
-        limit = min(LIMITS.pickle_bytes, max(LIMITS.inflated_free, LIMITS.inflated_ratio * stored))
+        most = in_force()
+        limit = min(most.pickle_bytes, max(most.inflated_free, most.inflated_ratio * stored))
         inflated = _inflated(source, offset, stored, limit)
         self.scan(MemorySource(inflated, source.path), where, depth + 1)
         if len(inflated) == limit:
@@ -241,14 +246,21 @@ class _Scanner:
 
     def _pickles(self, source: Source, start: int, where: str, depth: int) -> int:
         """Follow the pickles that lie one behind another; how many there are."""
-        count, at = 0, start
-        while at < source.size and count < _MOST_PICKLES:
+        count, at, most = 0, start, in_force().scanned_pickles
+        while at < source.size and count < most:
             before = self.pickles
             end = self._pickle(source, at, where, depth, certain=count == 0)
             count += self.pickles > before
             if end <= at:
-                break
+                return count
             at = end
+        if at < source.size:
+            self._odd(
+                where,
+                f"more than {most} pickles lie one behind another; what is behind was not looked at"
+                f" (--limit scanned_pickles={2 * most} looks further)",
+                at,
+            )
         return count
 
     def _pickle(self, source: Source, start: int, where: str, depth: int, *, certain: bool) -> int:
