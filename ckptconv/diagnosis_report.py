@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ckptconv.errors import printable
@@ -19,29 +19,30 @@ def diagnosis_headline(found: Diagnosis) -> str:
     return f"will not load here: {count_text(counts['error'], 'error')}"
 
 
-_LISTED = 20  # findings of one kind
+def finding_lines(findings: Sequence[Finding]) -> Iterator[tuple[str, str]]:
+    """What the findings say, as (label, text) lines; the first label of each is its severity, and no command stands twice.
 
-
-def findings_shown(found: Diagnosis) -> Iterator[list[tuple[str, str]]]:
-    """The (label, text) lines of each finding; of many of one kind the rest is counted (`--json` lists all)."""
-    told: Counter[str] = Counter()
-    for finding in found.findings:
-        told[finding.code] += 1
-        if told[finding.code] <= _LISTED:
-            yield list(finding_lines(finding))
-    for code, count in told.items():
+    Of many of one kind the rest is counted (`--json` lists all).
+    """
+    told: set[str] = set()
+    counts: Counter[str] = Counter()
+    for finding in findings:
+        counts[finding.code] += 1
+        if counts[finding.code] > _LISTED:
+            continue
+        yield finding.severity, f"{finding.code}: {printable(finding.cause, 2000)}"
+        yield "effect", printable(finding.effect, 2000)
+        if finding.command:
+            yield "mend", "the same command" if finding.command in told else printable(finding.command, 20_000)
+            told.add(finding.command)
+        elif finding.advice:
+            yield "advice", printable(finding.advice, 2000)
+    for code, count in counts.items():
         if count > _LISTED:
-            yield [("more", f"{code}: and {count - _LISTED:,} more")]
+            yield "more", f"{code}: and {count - _LISTED:,} more"
 
 
-def finding_lines(finding: Finding) -> Iterator[tuple[str, str]]:
-    """What one finding says, as (label, text) lines; the first label is its severity."""
-    yield finding.severity, f"{finding.code}: {printable(finding.cause, 2000)}"
-    yield "effect", printable(finding.effect, 2000)
-    if finding.command:
-        yield "mend", printable(finding.command, 20_000)
-    elif finding.advice:
-        yield "advice", printable(finding.advice, 2000)
+_LISTED = 20  # findings of one kind
 
 
 def diagnosis_document(found: Diagnosis) -> dict[str, Any]:
