@@ -67,7 +67,7 @@ def rows(tensors: dict[str, torch.Tensor]) -> list[tuple[Any, Any]]:
 
 
 def ties(tensors: dict[str, torch.Tensor]) -> set[frozenset[str]]:
-    """The groups of keys that name one and the same view; of what safetensors holds, for what is taken apart is not tied again."""
+    """The groups of keys that name one and the same view; what safetensors takes apart is not tied again."""
     groups: dict[Any, set[str]] = {}
     for key, tensor in tensors.items():
         if tensor.layout is torch.strided and tensor.dtype in HELD[:-1] and not tensor.is_nested and tensor.numel():

@@ -402,11 +402,6 @@ def shown(folder: Path, *, all_ways: bool) -> Shown:
     return found
 
 
-@pytest.fixture(scope="module")
-def shown_by_turns(tmp_path_factory) -> Shown:
-    return shown(tmp_path_factory.mktemp("nasty"), all_ways=False)
-
-
 def refuse_raw(item: dict[str, Any], text: str) -> None:
     """Fail when a text holds anything that a terminal takes for a command, or a line that a file has forged."""
     assert "Traceback" not in text, (item["arguments"], text)
@@ -433,35 +428,34 @@ def refuse_document(item: dict[str, Any]) -> None:
     refuse_raw(item, item["err"].encode("latin-1").decode("utf-8"))
 
 
-@pytest.mark.parametrize("name", MAKERS)
-def test_no_text_of_a_file_reaches_a_terminal_or_a_reader_of_json_raw(name, shown_by_turns, figure):
-    assert {item["on"] for item in shown_by_turns[name]} == {"terminal", "pipe"}
-    assert any("--json" in item["arguments"] for item in shown_by_turns[name])
-    for item in shown_by_turns[name]:
-        (refuse_document if "--json" in item["arguments"] else refuse_text)(item)
-        figure("commands that showed nasty texts")
-
-
-@pytest.mark.trust
-def test_no_text_of_any_file_reaches_anything_raw_in_any_way(tmp_path, figure):
-    for items in shown(tmp_path, all_ways=True).values():
-        for item in items:
-            (refuse_document if "--json" in item["arguments"] else refuse_text)(item)
-            figure("commands that showed nasty texts")
-
-
 READ = """
     torch_zip half_characters long_texts flat_long_keys flat torch_legacy location_tags many_tags lightning
     several_state_dicts class_names bare_pickle_of_tensors other_records zip_members tar_tags safetensors_texts
     safetensors_device index_keys dcp_keys file_name key_rules
 """
+"""Files that are read; the others are refused, and what is said of them is an error."""
 
 
-@pytest.mark.parametrize("name", MAKERS)
-def test_the_files_are_read_as_far_as_they_are_meant_to_be(name, shown_by_turns):
-    """The others are refused, and what is said of them is an error."""
-    inspected = next(item["code"] for item in shown_by_turns[name] if item["arguments"][0] == "inspect")
-    assert inspected == (0 if name in READ.split() else 1)
+def refuse_shown(found: Shown, figure: Callable[..., None]) -> None:
+    for name, items in found.items():
+        for item in items:
+            (refuse_document if "--json" in item["arguments"] else refuse_text)(item)
+            figure("commands that showed nasty texts")
+        inspected = next(item["code"] for item in items if item["arguments"][0] == "inspect")
+        assert inspected == (0 if name in READ.split() else 1), name
+
+
+def test_no_text_of_a_file_reaches_a_terminal_or_a_reader_of_json_raw(tmp_path, figure):
+    found = shown(tmp_path, all_ways=False)
+    for items in found.values():
+        assert {item["on"] for item in items} == {"terminal", "pipe"}
+        assert any("--json" in item["arguments"] for item in items)
+    refuse_shown(found, figure)
+
+
+@pytest.mark.trust
+def test_no_text_of_any_file_reaches_anything_raw_in_any_way(tmp_path, figure):
+    refuse_shown(shown(tmp_path, all_ways=True), figure)
 
 
 @pytest.mark.parametrize("text", [NASTY, HALF, LONG, SHORT * 1000, "\u0600\u00ad\U000e0041\u180e\ufff9"])
