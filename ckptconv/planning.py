@@ -66,6 +66,7 @@ from ckptconv.producers import offered_prefix
 from ckptconv.rule_files import mapping_text
 from ckptconv.settling import Rewritten, Settled, Skipped, Unknown, settle_objects
 from ckptconv.sharding import index_path, index_text, shard_paths, split
+from ckptconv.sources import Source
 from ckptconv.tensors import TensorRef
 
 Target = Literal["torch", "safetensors", "dcp"]
@@ -142,7 +143,7 @@ class ConversionPlan:
     `files` are one, or the shards, and then `index` is the file that says which of them holds a key. `in_folder`: a folder
     was asked for, which is made if it is missing. `is_sharded`: shards were asked for, though all may fit one file.
 
-    `mapping` is the file that will tell which key became which, if one was asked for.
+    `mapping` is the file that will tell which key became which, if one was asked for. `inputs` are the files that are read.
 
     `locations` counts storages by (tag before, tag after); `casts` counts tensors by (dtype before, after); `tied` maps
     dropped names to the kept one (safetensors).
@@ -167,6 +168,7 @@ class ConversionPlan:
     cast: Callable[[TensorRef], DType]
     mapping: PlannedFile | None = None
     is_sharded: bool = False
+    inputs: tuple[Source, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -217,6 +219,7 @@ def plan_conversion(checkpoint: Checkpoint, output: str | os.PathLike[str], opti
                 plan = _plan_dcp(checkpoint, path, options)
             else:
                 plan = _plan_flat(checkpoint, path, to, options, in_folder=path != Path(output))
+            plan = replace(plan, inputs=checkpoint.sources)
             return plan if options.save_mapping is None else _with_mapping(plan, options.save_mapping)
     except CheckpointError as error:
         raise error.at(path=checkpoint.path) from error.__cause__
