@@ -31,20 +31,13 @@ from ckptconv.outputs import (
     new_file,
     refuse_missing_folder,
 )
-from ckptconv.planning import ConversionPlan, Options, PlannedFile, Target, Tied, keeps_modules, plan_conversion
+from ckptconv.planning import plan_conversion
+from ckptconv.plans import ConversionPlan, Options, PlannedFile, Target, Tied, keeps_modules
 from ckptconv.settling import Unknown
 from ckptconv.sharding import earlier_files, index_path, moved_index, parse_size
 from ckptconv.sources import SMALL, FileSource, combined_crc, crc32
 from ckptconv.staging import ShardSet, put_file, put_folder, put_set, staging_folder
-from ckptconv.tensors import (
-    Storage,
-    TensorRef,
-    iter_cast_chunks,
-    iter_chunks,
-    refuse_crc,
-    verbatim_range,
-    verbatim_runs,
-)
+from ckptconv.tensors import Storage, TensorRef, iter_cast_chunks, iter_chunks, refuse_crc, verbatim_range, verbatim_runs
 
 
 @dataclass(frozen=True, slots=True)

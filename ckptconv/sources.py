@@ -33,6 +33,7 @@ __all__ = [
     "Spool",
     "combined_crc",
     "crc32",
+    "stamp",
 ]
 
 
@@ -94,7 +95,7 @@ class FileSource:
         self._fd = _open_regular(self.path)
         found = os.fstat(self._fd)
         self.size = found.st_size
-        self._stamp = _stamp(found)
+        self._stamp = stamp(found)
         self._window, self._window_at = b"", 0  # the last bytes fetched for a small read: small records lie side by side
 
     def read_into(self, offset: int, view: memoryview) -> None:
@@ -129,7 +130,7 @@ class FileSource:
 
     def refuse_changed(self) -> None:
         """Raise `MalformedCheckpoint` when somebody wrote to the file since it was opened: old and new were read mixed."""
-        if self._fd >= 0 and _stamp(os.fstat(self._fd)) != self._stamp:
+        if self._fd >= 0 and stamp(os.fstat(self._fd)) != self._stamp:
             raise MalformedCheckpoint("was changed while it was read", path=self.path, hint="convert it again")
 
     def close(self) -> None:
@@ -138,7 +139,7 @@ class FileSource:
             self._fd = -1
 
 
-def _stamp(found: os.stat_result) -> tuple[int, ...]:
+def stamp(found: os.stat_result) -> tuple[int, ...]:
     """What changes when a file is written to, or when its name is given to another."""
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
@@ -223,7 +224,7 @@ class PooledSource(FileSource):
     def _wake(self) -> None:
         if self._fd < 0 and not self._is_closed:
             self._fd = _open_regular(self.path)
-            if _stamp(os.fstat(self._fd)) != self._stamp:
+            if stamp(os.fstat(self._fd)) != self._stamp:
                 self.rest()
                 raise MalformedCheckpoint("was replaced or changed while it was read", path=self.path)
         self._pool.hold(self)
@@ -251,8 +252,11 @@ class Spool:
 
         try:
             if self._file is None:
-                self._file = tempfile.NamedTemporaryFile(prefix="ckptconv-")  # noqa: SIM115
-                self._source = FileSource(self._file.name)
+                self._file = tempfile.NamedTemporaryFile(prefix="ckptconv-", delete=False)  # noqa: SIM115
+                try:
+                    self._source = FileSource(self._file.name)
+                finally:
+                    os.unlink(self._file.name)  # noqa: PTH108 (a process that is killed leaves nothing)
             start = self._file.seek(0, os.SEEK_END)
             for piece in pieces:
                 self._file.write(piece)
