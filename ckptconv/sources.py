@@ -134,9 +134,10 @@ class FileSource:
             raise MalformedCheckpoint("was changed while it was read", path=self.path, hint="convert it again")
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):  # nothing was written to it that could be lost
+                os.close(fd)
 
 
 def stamp(found: os.stat_result) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ CHANGING = (
 FAULTS = ("error=EIO", "error=ENOSPC", "signal=SIGKILL")
 
 _ENTRY = re.compile(r"^(\d+) +(\w+)\((.*)", re.MULTILINE)
+_COMPILED = Path(tempfile.gettempdir()) / f"ckptconv-test-compiled-{os.getuid()}"
 _PATIENCE = 120  # seconds; a traced import of torch takes its time
 
 
@@ -58,33 +60,37 @@ def require_strace() -> None:
         (pytest.fail if os.environ.get("CKPTCONV_REQUIRE_STRACE") else pytest.skip)(f"{reason} (CKPTCONV_REQUIRE_STRACE)")
 
 
-def calls(arguments: Sequence[object], cwd: Path, concerning: str) -> list[Call]:
-    """The changing calls of a clean run whose arguments mention the text `concerning`, in order."""
-    log = cwd.parent / f"{cwd.name}.calls"
-    done = _traced(["-y", "-s", "16", "-e", f"trace={CHANGING}"], arguments, cwd, log)
+def calls(arguments: Sequence[object], room: Path) -> list[Call]:
+    """The changing calls of a clean run that concern what is in the folder `room`, in order."""
+    log = _beside(room, "calls")
+    done = _traced(["-y", "-s", "16", "-e", f"trace={CHANGING}"], arguments, log)
     assert done.exit == 0, done.err
     met: Counter[tuple[str, str]] = Counter()
     found = []
     for thread, name, text in _ENTRY.findall(log.read_text(errors="replace")):
         met[thread, name] += 1
-        if concerning in text:
-            found.append(Call(name, met[thread, name], text))
+        if f"{room}" in text:
+            found.append(Call(name, met[thread, name], text.replace(str(room), "")))
     return found
 
 
-def injected(call: Call, fault: str, arguments: Sequence[object], cwd: Path) -> Finished:
+def injected(call: Call, fault: str, arguments: Sequence[object], room: Path) -> Finished:
     """A run in which that call meets that fault."""
-    log = cwd.parent / f"{cwd.name}.injected"
-    options = ["-y", "-e", f"trace={call.name}", "-e", f"inject={call.name}:{fault}:when={call.number}"]
-    done = _traced(options, arguments, cwd, log)
+    log = _beside(room, "injected")
+    done = _traced(["-e", f"trace={call.name}", "-e", f"inject={call.name}:{fault}:when={call.number}"], arguments, log)
     told = log.read_text(errors="replace")
-    assert "(INJECTED)" in told or "+++ killed by SIGKILL" in told, f"{call} was not met: {told[-1000:]}"
+    assert "(INJECTED)" in told or done.exit == -9, f"{call} was not met: {done.err}{told[-1000:]}"
     return done
 
 
-def _traced(options: Sequence[str], arguments: Sequence[object], cwd: Path, log: Path) -> Finished:
-    command = ["strace", "-f", "--seccomp-bpf", "-qq", "-o", str(log), *options, *PROGRAM, *map(str, arguments)]
-    env = environment(PYTHONHASHSEED="0", PYTHONPYCACHEPREFIX=str(log.parent / "pycache"), OMP_NUM_THREADS="1")
+def _beside(room: Path, name: str) -> Path:
+    return room.with_name(f"{room.name}.{name}")
+
+
+def _traced(options: Sequence[str], arguments: Sequence[object], log: Path) -> Finished:
+    """A run under strace, in a folder that is not the outputs'; what modules compile to is kept from run to run."""
+    command = ["strace", "-f", "-qq", "-o", str(log), *options, *PROGRAM, *map(str, arguments)]
+    env = environment(PYTHONHASHSEED="0", PYTHONPYCACHEPREFIX=str(_COMPILED), OMP_NUM_THREADS="1")
     del env["PYTHONDONTWRITEBYTECODE"]
-    done = subprocess.run(command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PATIENCE)
+    done = subprocess.run(command, cwd="/", env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PATIENCE)
     return Finished(done.returncode, done.stdout.decode(), done.stderr.decode(), 0.0, 0)

@@ -1,0 +1,98 @@
+"""Crash safety of the real program: whatever call fails, whenever it is killed, an output is the old one, the new, or none."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from crash_scenes import SCENES, Scene, contents, hidden
+from faults import FAULTS, Call, calls, injected, require_strace
+from program import assert_one_error, run
+
+CLEANING = {"unlink", "unlinkat", "rmdir"}
+"""Calls by which what is left is removed: where they fail, it stays."""
+
+NO_SPACE_NEEDED = {*CLEANING, "chmod", "fchmod", "fchmodat", "chown", "fchown", "flock", "statfs"}
+
+QUICK = ("force", "new shards", "shards of the same names")
+"""The scenes of which the short run takes some calls."""
+
+
+def made(scene: Scene, room: Path) -> Path:
+    """A fresh room, as it is before the conversion."""
+    shutil.rmtree(room, ignore_errors=True)
+    room.mkdir()
+    scene.prepare(room)
+    return room
+
+
+def assert_survives(scene: Scene, call: Call, fault: str, room: Path) -> None:
+    """The promises, for one fault at one call."""
+    made(scene, room)
+    before, state = contents(room), scene.state(room)
+    done = injected(call, fault, scene.arguments(room), room)
+    after = scene.state(room)
+    left = contents(room)
+    if "SIGKILL" in fault:
+        assert done.exit == -9, done
+        assert done.err == ""
+        assert after in (state, "new")
+        removed = [name for name in before if name not in left]
+        assert not removed or after == "new", removed
+    elif done.exit == 0:
+        assert after == "new"
+    else:
+        line = assert_one_error(done)
+        assert str(room) in line
+        assert after == ("new" if "is in place" in line else state), line
+        if after == state and call.name not in CLEANING:
+            assert left == before, line
+    if "in.pt" in before:
+        assert left["in.pt"] == before["in.pt"]
+    if "SIGKILL" not in fault and call.name not in CLEANING:
+        assert hidden(room) == [] or "found in" in done.err, done.err
+    if left == before:
+        return
+    again = run(*scene.arguments(room), "--force", cwd=room, limit=120)
+    assert again.exit == 0, again.err
+    assert scene.state(room) == "new"
+    assert hidden(room) == []
+
+
+def sweep(scene: Scene, room: Path, every: int = 1) -> tuple[int, list[str]]:
+    """How many faults were put in, and what broke; with `every`, only some of them."""
+    for _ in ("modules are compiled", "modules are there"):
+        found = calls(scene.arguments(made(scene, room)), room)
+    assert scene.state(room) == "new"
+    tried, broken = 0, []
+    for number, call in enumerate(found):
+        for kind, fault in enumerate(FAULTS):
+            if (number + kind) % every or ("ENOSPC" in fault and call.name in NO_SPACE_NEEDED):
+                continue
+            tried += 1
+            try:
+                assert_survives(scene, call, fault, room)
+            except AssertionError as error:
+                broken.append(f"{call} {fault} {call.text[:160]}\n    {str(error)[:600]}")
+            except Exception as error:  # a reader that cannot read what is there
+                broken.append(f"{call} {fault} {call.text[:160]}\n    {type(error).__name__}: {str(error)[:600]}")
+    return tried, broken
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_some_faults_leave_an_output_whole(name, tmp_path):
+    require_strace()
+    tried, broken = sweep(SCENES[name], tmp_path / "room", every=19)
+    assert not broken, "\n".join(broken)
+    assert tried > 3
+
+
+@pytest.mark.trust
+@pytest.mark.parametrize("name", SCENES)
+def test_every_fault_leaves_an_output_whole(name, tmp_path, record_property):
+    require_strace()
+    tried, broken = sweep(SCENES[name], tmp_path / "room")
+    record_property("faults", tried)
+    assert not broken, f"{len(broken)} of {tried}\n" + "\n".join(broken)
+    assert tried > 60
