@@ -36,7 +36,7 @@ from ckptconv.plans import ConversionPlan, Options, PlannedFile, Target, Tied, k
 from ckptconv.settling import Unknown
 from ckptconv.sharding import earlier_files, index_path, moved_index, parse_size
 from ckptconv.sources import SMALL, FileSource, combined_crc, crc32
-from ckptconv.staging import ShardSet, put_file, put_folder, put_set, staging_folder
+from ckptconv.staging import ShardSet, put_file, put_folder, put_new_folder, put_set, staging_folder
 from ckptconv.tensors import Storage, TensorRef, iter_cast_chunks, iter_chunks, refuse_crc, verbatim_range, verbatim_runs
 
 
@@ -169,8 +169,8 @@ def _write_files(plan: ConversionPlan, force: bool, fsync: bool, verify: bool, p
         check_space(made / plan.output.name, plan.nbytes, plan.output)
         tally, verified = _make_files(plan, made, fsync=fsync, verify=verify, progress=progress)
         result = _result(plan, tally, verified if verify else None)
-        if is_new and not (force and folder.exists()):
-            put_folder(made, folder, force=False, fsync=fsync)
+        if is_new and put_new_folder(made, folder, fsync=fsync):
+            pass
         elif plan.is_sharded:
             put_set(made, _shard_set(plan), plan.output, force=force, fsync=fsync)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -152,13 +153,26 @@ def check_output(path: Path, *, force: bool) -> None:
     is missing.
     """
     with output_errors(path):
-        if path.is_dir():
+        mode = _mode(path)
+        if stat.S_ISDIR(mode):
             raise OutputRefused("is a folder", path=path, hint="name a file to write")
-        if path.exists() and not path.is_file():
+        if mode and not stat.S_ISREG(mode):
             raise OutputRefused("is a pipe, socket or device, which cannot be replaced atomically", path=path)
-        if path.exists() and not force:
+        if mode and not force:
             raise OutputRefused("exists", path=path, hint="add --force to replace it (force=True in code)")
         refuse_missing_folder(path, followed(path).parent)
+
+
+def _mode(path: Path) -> int:
+    """What a path is, asked for once, for another process may replace it meanwhile; 0 when there is nothing."""
+    try:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return 0
+        raise
 
 
 def refuse_missing_folder(path: Path, folder: Path) -> None:
@@ -205,11 +219,12 @@ def check_folder(path: Path, *, force: bool) -> None:
     than a DCP checkpoint, or when the folder around it is missing.
     """
     with output_errors(path):
-        if path.exists() and not path.is_dir():
+        mode = _mode(path)
+        if mode and not stat.S_ISDIR(mode):
             raise OutputRefused("is a file, where a folder is to be written", path=path, hint="name another folder")
-        if path.exists() and not force:
+        if mode and not force:
             raise OutputRefused("exists", path=path, hint="add --force to replace it (force=True in code)")
-        if path.exists() and not (path / ".metadata").is_file() and any(path.iterdir()):
+        if mode and not (path / ".metadata").is_file() and any(path.iterdir()):
             raise OutputRefused("holds something else than a DCP checkpoint", path=path, hint="name another folder")
         if not followed(path).parent.is_dir():
             raise OutputRefused("the folder around it does not exist", path=path, hint=f"mkdir -p {path.parent}")

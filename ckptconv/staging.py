@@ -45,8 +45,8 @@ def staging_folder(target: Path, path: Path) -> Iterator[Path]:
             lock = _locked_folder(folder)
             yield folder
     finally:
-        with held_back():
-            shutil.rmtree(folder, ignore_errors=True)
+        with held_back(), contextlib.suppress(OSError):
+            _remove(folder)
             if lock >= 0:
                 os.close(lock)
 
@@ -70,17 +70,26 @@ def put_folder(made: Path, path: Path, *, force: bool, fsync: bool) -> None:
         if fsync:
             _fsync_tree(made)
         check_folder(path, force=force)
-        try:
-            made.rename(target)
-        except OSError as error:
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                raise
+        if not _rename_folder(made, target):
             if not force:
-                raise _exists_by_now(path) from None
+                raise _exists_by_now(path)
             _swap(made, target)
         if fsync:
             _confirm(target.parent, path)
         _remove_leftovers(target, _OLD)
+
+
+def put_new_folder(made: Path, path: Path, *, fsync: bool) -> bool:
+    """Give the folder `made` the name `path`, whose files are synced; False when another folder has it by now."""
+    target = followed(path)
+    with output_errors(path), held_back():
+        if fsync:
+            fsync_folder(made)
+        if not _rename_folder(made, target):
+            return False
+        if fsync:
+            _confirm(target.parent, path)
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +159,11 @@ def _locked_folder(folder: Path) -> int:
             if folder.exists():
                 return lock
             os.close(lock)  # another process took it for a left-over before it was locked
+
+
+def _remove(folder: Path) -> None:
+    for _ in ("once", "again, for a fault may pass"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_leftovers(target: Path, kind: str) -> None:
@@ -275,7 +289,7 @@ def _put_over(made: Path, files: ShardSet, path: Path, *, fsync: bool) -> None:
     except OSError as error:
         what = f"is in place, but its shards could not get their names: {os.strerror(error.errno or 0)}"
         raise OutputRefused(what, path=path, hint=f"they are whole, in {passing.name}; run it again") from error
-    shutil.rmtree(passing, ignore_errors=True)
+    _remove(passing)
 
 
 def _rename_behind_index(passing: Path, shards: Sequence[Path], index: Path, *, fsync: bool) -> None:
@@ -307,6 +321,17 @@ def _write(path: Path, raw: bytes, *, fsync: bool) -> None:
         file.flush()
         if fsync:
             os.fsync(file.fileno())
+
+
+def _rename_folder(made: Path, target: Path) -> bool:
+    """Rename a folder, which never replaces one with something in it; False where there is one."""
+    try:
+        made.rename(target)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+        return False
+    return True
 
 
 def _swap(made: Path, target: Path) -> None:

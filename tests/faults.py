@@ -26,7 +26,9 @@ CHANGING = (
 )
 """The calls by which a file or a folder changes, and those that come before or after it."""
 
-FAULTS = ("error=EIO", "error=ENOSPC", "signal=SIGKILL")
+ERRORS, KILL, STOPS = ("error=EIO", "error=ENOSPC"), "signal=SIGKILL", ("signal=SIGINT", "signal=SIGTERM")
+STOPPED = {"signal=SIGKILL": -9, "signal=SIGINT": 130, "signal=SIGTERM": 143}
+"""The exit codes of a program that is stopped."""
 
 _ENTRY = re.compile(r"^(\d+) +(\w+)\((.*)", re.MULTILINE)
 _COMPILED = Path(tempfile.gettempdir()) / f"ckptconv-test-compiled-{os.getuid()}"
@@ -79,7 +81,8 @@ def injected(call: Call, fault: str, arguments: Sequence[object], room: Path) ->
     log = _beside(room, "injected")
     done = _traced(["-e", f"trace={call.name}", "-e", f"inject={call.name}:{fault}:when={call.number}"], arguments, log)
     told = log.read_text(errors="replace")
-    assert "(INJECTED)" in told or done.exit == -9, f"{call} was not met: {done.err}{told[-1000:]}"
+    met = done.exit == STOPPED[fault] if fault in STOPPED else "(INJECTED)" in told
+    assert met, f"{call} was not met: exit {done.exit} {done.err}{told[-1000:]}"
     return done
 
 
