@@ -242,6 +242,14 @@ def stays_within(path: Path, folder: Path) -> bool:
     return real.is_relative_to(home) or (snapshots is not None and real.is_relative_to(snapshots.parent / "blobs"))
 
 
+def within(path: Path, folder: Path) -> Path:
+    """`path`, a file of a checkpoint of many files; `MalformedCheckpoint` when a link leads from it out of `folder`."""
+    if not stays_within(path, folder):
+        hint = "name the folder that it leads to, or copy the file"
+        raise MalformedCheckpoint("is a link that leads out of the folder", path=path, hint=hint)
+    return path
+
+
 class Spool:
     """One unnamed temporary file for all that is inflated out of an archive."""
 

@@ -20,7 +20,7 @@ from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint,
 from ckptconv.formats import dcp_metadata
 from ckptconv.formats.dcp_metadata import Item, Metadata, TensorEntry
 from ckptconv.nodes import Dict, Node, mapping_pairs
-from ckptconv.sources import FilePool, FileSource, PooledSource, RangeSource, Source
+from ckptconv.sources import FilePool, FileSource, PooledSource, RangeSource, Source, within
 from ckptconv.tensors import Shape, TensorRef
 
 NAME = "DCP"
@@ -62,7 +62,7 @@ def open_dcp(path: Path, open_file: PathOpener, open_source: SourceOpener) -> Ch
         root = _tree(metadata, _megatron_paths(metadata) if is_megatron else metadata.paths, fragments, opened)
         nbytes += sum(source.size for source in opened.files.values())
         if is_megatron and (folder / _COMMON).is_file():
-            nbytes += _merge_common(root, open_file(folder / _COMMON), opened)
+            nbytes += _merge_common(root, open_file(within(folder / _COMMON, folder)), opened)
     except BaseException:
         opened.close()
         raise
