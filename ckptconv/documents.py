@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ckptconv.errors import MalformedCheckpoint
+from ckptconv.errors import LimitExceeded, MalformedCheckpoint
 
 
 def read_object(raw: bytes, path: Path, where: str) -> dict[str, Any]:
     """The JSON object in `raw`; `MalformedCheckpoint` when it is none, or a name stands in one object twice."""
+    refuse_crowded(raw, path, where)
     try:
         found = json.loads(raw.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -18,6 +19,18 @@ def read_object(raw: bytes, path: Path, where: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise _malformed(path, where, "is no JSON object")
     return found
+
+
+def refuse_crowded(raw: bytes, path: Path, where: str | None) -> None:
+    """Raise `LimitExceeded` for a JSON text of hardly anything but lists and objects, each 20 times as large in memory."""
+    count = raw.count(b"[") + raw.count(b"{")
+    if count > _FREE and count * _BYTES > len(raw):
+        what = f"holds {count} lists and objects in {len(raw)} bytes"
+        raise LimitExceeded(what, path=path, where=where, hint="the file is damaged or made to deceive")
+
+
+_BYTES = 12  # for each list or object; the entry of an empty tensor, which has three, takes 50
+_FREE = 100_000  # lists and objects that are never questioned
 
 
 def _malformed(path: Path, where: str, what: str) -> MalformedCheckpoint:
