@@ -10,6 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckptconv.bounds import Limits as Limits
+    from ckptconv.bounds import limits as limits
     from ckptconv.checkpoint import Checkpoint as Checkpoint
     from ckptconv.checkpoint import StateDict as StateDict
     from ckptconv.comparison import Tolerance as Tolerance
@@ -30,9 +32,9 @@ if TYPE_CHECKING:
     from ckptconv.key_fitting import fit_keys as fit_keys
     from ckptconv.keys import KeyRules as KeyRules
     from ckptconv.loading import load_portable as load_portable
-    from ckptconv.planning import ConversionPlan as ConversionPlan
-    from ckptconv.planning import Options as Options
     from ckptconv.planning import plan_conversion as plan_conversion
+    from ckptconv.plans import ConversionPlan as ConversionPlan
+    from ckptconv.plans import Options as Options
     from ckptconv.rule_files import read_key_rules as read_key_rules
     from ckptconv.saving import save_portable as save_portable
     from ckptconv.scanning import Scan as Scan
@@ -44,15 +46,16 @@ __version__ = "0.1.0"
 _HOMES = {
     "Checkpoint": "checkpoint",
     "CheckpointError": "errors",
-    "ConversionPlan": "planning",
+    "ConversionPlan": "plans",
     "ConversionResult": "convert",
     "Diagnosis": "findings",
     "Difference": "diffing",
     "Finding": "findings",
     "Fit": "key_fitting",
     "KeyRules": "keys",
+    "Limits": "bounds",
     "LoadResult": "fitting",
-    "Options": "planning",
+    "Options": "plans",
     "Scan": "scanning",
     "StateDict": "checkpoint",
     "TensorRef": "tensors",
@@ -63,6 +66,7 @@ _HOMES = {
     "diff_checkpoints": "diffing",
     "execute_plan": "convert",
     "fit_keys": "key_fitting",
+    "limits": "bounds",
     "load_into": "fitting",
     "load_portable": "loading",
     "open_checkpoint": "formats.detect",

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ckptconv.errors import LimitExceeded, MalformedCheckpoint
+from ckptconv.errors import MalformedCheckpoint
 
 
 def read_object(raw: bytes, path: Path, where: str) -> dict[str, Any]:
@@ -22,18 +22,17 @@ def read_object(raw: bytes, path: Path, where: str) -> dict[str, Any]:
 
 
 def refuse_crowded(raw: bytes, path: Path, where: str | None) -> None:
-    """Raise `LimitExceeded` for a JSON text of hardly anything but lists and objects, each 20 times as large in memory."""
+    """Raise `MalformedCheckpoint` for a JSON text of little but lists and objects, each 20 times as large in memory."""
     count = raw.count(b"[") + raw.count(b"{")
     if count > _FREE and count * _BYTES > len(raw):
-        what = f"holds {count} lists and objects in {len(raw)} bytes"
-        raise LimitExceeded(what, path=path, where=where, hint="the file is damaged or made to deceive")
+        raise _malformed(path, where, f"holds {count} lists and objects in {len(raw)} bytes")
 
 
 _BYTES = 12  # for each list or object; the entry of an empty tensor, which has three, takes 50
 _FREE = 100_000  # lists and objects that are never questioned
 
 
-def _malformed(path: Path, where: str, what: str) -> MalformedCheckpoint:
+def _malformed(path: Path, where: str | None, what: str) -> MalformedCheckpoint:
     return MalformedCheckpoint(what, path=path, where=where, hint="the file is damaged, cut off or made to deceive")
 
 

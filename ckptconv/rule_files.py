@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
+from ckptconv.bounds import in_force
 from ckptconv.documents import read_object, refuse_crowded
 from ckptconv.errors import CheckpointError, KeyConflict, LimitExceeded, printable
 from ckptconv.key_rules import Mapped, MappedKeys, Regex, Rename, Rule
 from ckptconv.keys import RULE_WORDS, KeyRules, parse_rule
-from ckptconv.limits import LIMITS
 from ckptconv.sources import FileSource
 
 _MAPPING = "mapping"
@@ -79,8 +79,8 @@ def _text(raw: bytes, path: Path) -> str:
 def _content(path: Path) -> bytes:
     source = FileSource(path)
     try:
-        if source.size > LIMITS.rules_bytes:
-            raise LimitExceeded(f"has {source.size} bytes, more than {LIMITS.rules_bytes}", path=path)
+        if source.size > (most := in_force().rules_bytes):
+            raise LimitExceeded(f"has {source.size} bytes", limit="rules_bytes", allowed=most, needed=source.size, path=path)
         return source.read(0, source.size)
     finally:
         source.close()

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.documents import read_object
 from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
-from ckptconv.limits import LIMITS
 from ckptconv.nodes import ORDERED_DICT, Call, Node
 from ckptconv.sources import FileSource, stays_within
 
@@ -35,14 +35,12 @@ def _indexes(folder: Path) -> list[Path]:
     return sorted(item for item in folder.iterdir() if item.name.endswith(_INDEX))
 
 
-def open_sharded(path: Path, open_file: Callable[[Path], Checkpoint], tag: str | None) -> Checkpoint:
+def open_sharded(path: Path, open_file: Callable[[Path], Checkpoint]) -> Checkpoint:
     """Open all shards that an index names; reads their directories, no payload.
 
     The tree is an OrderedDict in the index's order. Raises `MalformedCheckpoint` when a shard is missing or unsafe, or when
     index and shards do not agree on who holds a key.
     """
-    if tag is not None:
-        raise UnsupportedCheckpoint("holds no tags to choose from", path=path, hint="leave --tag out")
     index = path if not path.is_dir() else _index_of(path)
     if index is None:
         return open_file(next(path / name for name in _ALONE if (path / name).is_file()))
@@ -88,8 +86,8 @@ def _index_of(folder: Path) -> Path | None:
 def _weight_map(index: Path) -> Mapping[str, str]:
     source = FileSource(index)
     try:
-        if source.size > LIMITS.index_bytes:
-            raise LimitExceeded(f"has {source.size} bytes, more than {LIMITS.index_bytes}", path=index)
+        if source.size > (most := in_force().index_bytes):
+            raise LimitExceeded(f"has {source.size} bytes", limit="index_bytes", allowed=most, needed=source.size, path=index)
         found = read_object(source.read(0, source.size), index, "index")
     finally:
         source.close()
@@ -99,8 +97,8 @@ def _weight_map(index: Path) -> Mapping[str, str]:
     for key, name in weight_map.items():
         if type(name) is not str or not _is_plain_name(name):
             raise _malformed(index, key, f"its shard {printable(str(name))} is no plain file name")
-    if len(set(weight_map.values())) > LIMITS.shards:
-        raise LimitExceeded(f"names more than {LIMITS.shards} shards", path=index)
+    if (count := len(set(weight_map.values()))) > (most := in_force().shards):
+        raise LimitExceeded(f"names {count} shards", limit="shards", allowed=most, needed=count, path=index)
     return weight_map
 
 

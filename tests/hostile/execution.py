@@ -47,20 +47,45 @@ add(
     "a tensor whose storage_offset is",
     lambda: one(tensor(extra=b"").replace(b"K\0", bad.PWN, 1)),
 )
-add("exec_hooks_call.pt", "accept", "tensor hooks that are, which are read and not looked at", lambda: one(tensor().replace(bad.ODICT, bad.PWN, 1)))
+add(
+    "exec_hooks_call.pt",
+    "accept",
+    "tensor hooks that are, which are read and not looked at",
+    lambda: one(tensor().replace(bad.ODICT, bad.PWN, 1)),
+)
 add("exec_metadata_call.pt", "reject", "tensor metadata that is", lambda: one(tensor(meta=bad.PWN)))
 add("exec_key_call.pt", "reject", "a key that is", lambda: one(tensor(), bad.PWN))
 add("exec_numel_call.pt", "reject", "a storage's size that is", lambda: one(tensor(storage(numel_op=bad.PWN))))
-add("exec_dtype_call.pt", "reject", "a dtype that is",
-    lambda: one(tensor(storage("UntypedStorage", numel=16), fn="_rebuild_tensor_v3", extra=bad.PWN)))  # fmt: skip
-add("exec_parameter.pt", "reject", "a Parameter over a call",
-    lambda: one(call("torch._utils", "_rebuild_parameter", bad.PWN, bad.FALSE, bad.ODICT)))  # fmt: skip
-add("exec_subclass.pt", "reject", "_rebuild_from_type_v2 of posix.mkdir, as if it were a class",
-    lambda: one(call("torch._tensor", "_rebuild_from_type_v2", MKDIR, MKDIR, t(bad.PAYLOAD_ARG), d())))  # fmt: skip
-add("exec_ordered_dict_state.pt", "reject", "an OrderedDict with a payload among its attributes",
-    lambda: bad.ckpt(bad.P2 + bad.ODICT + u("w") + tensor() + b"s" + d((u("_metadata"), bad.PWN)) + b"b" + bad.STOP))  # fmt: skip
-add("exec_functools.pt", "reject", "functools.partial over posix.mkdir",
-    lambda: beside(call("functools", "partial", MKDIR, bad.PAYLOAD_ARG) + b")R"))  # fmt: skip
+add(
+    "exec_dtype_call.pt",
+    "reject",
+    "a dtype that is",
+    lambda: one(tensor(storage("UntypedStorage", numel=16), fn="_rebuild_tensor_v3", extra=bad.PWN)),
+)
+add(
+    "exec_parameter.pt",
+    "reject",
+    "a Parameter over a call",
+    lambda: one(call("torch._utils", "_rebuild_parameter", bad.PWN, bad.FALSE, bad.ODICT)),
+)
+add(
+    "exec_subclass.pt",
+    "reject",
+    "_rebuild_from_type_v2 of posix.mkdir, as if it were a class",
+    lambda: one(call("torch._tensor", "_rebuild_from_type_v2", MKDIR, MKDIR, t(bad.PAYLOAD_ARG), d())),
+)
+add(
+    "exec_ordered_dict_state.pt",
+    "reject",
+    "an OrderedDict with a payload among its attributes",
+    lambda: bad.ckpt(bad.P2 + bad.ODICT + u("w") + tensor() + b"s" + d((u("_metadata"), bad.PWN)) + b"b" + bad.STOP),
+)
+add(
+    "exec_functools.pt",
+    "reject",
+    "functools.partial over posix.mkdir",
+    lambda: beside(call("functools", "partial", MKDIR, bad.PAYLOAD_ARG) + b")R"),
+)
 add("exec_numpy_load.pt", "reject", "numpy.load of a file", lambda: beside(call("numpy", "load", u("/etc/passwd"))))
 add("exec_torch_load.pt", "reject", "torch.load of a file", lambda: beside(call("torch", "load", u("/etc/passwd"))))
 add(
@@ -75,7 +100,11 @@ add(
     "the same under its Python 2 name",
     lambda: beside(call("__builtin__", "open", u("CKPTCONV_PWNED"), u("w"))),
 )
-add("exec_dunder.pt", "reject", "a class reached through __subclasses__",
-    lambda: beside(bad.P4[:0] + u("builtins") + u("object.__subclasses__") + b"\x93)R"))  # fmt: skip
+add(
+    "exec_dunder.pt",
+    "reject",
+    "a class reached through __subclasses__",
+    lambda: beside(bad.P4[:0] + u("builtins") + u("object.__subclasses__") + b"\x93)R"),
+)
 add("exec_ext2.pt", "reject", "EXT2", lambda: raw(b"\x83\1\0"))
 add("exec_ext4.pt", "reject", "EXT4", lambda: raw(b"\x84\1\0\0\0"))

@@ -73,8 +73,12 @@ add(
     lambda: pointing("a\u202egpj.safetensors"),
     field="w",
 )
-add("index_surrogate_key", "reject", "a key that is half a character",
-    lambda: raw_index(b'{"weight_map":{"\\ud800":"' + bad.A.encode() + b'"}}'))  # fmt: skip
+add(
+    "index_surrogate_key",
+    "reject",
+    "a key that is half a character",
+    lambda: raw_index(b'{"weight_map":{"\\ud800":"' + bad.A.encode() + b'"}}'),
+)
 add("index_list", "reject", "a weight_map that is a list", lambda: indexed([bad.A]), field="weight_map")
 add("index_empty_map", "reject", "a weight_map of nothing", lambda: indexed({}), field="weight_map")
 add("index_no_map", "reject", "no weight_map", lambda: raw_index(b'{"metadata":{}}'), field="weight_map")
@@ -97,8 +101,12 @@ add("index_utf16", "reject", "an index in UTF-16", lambda: raw_index('{"weight_m
 add("index_nothing", "reject", "an index of no bytes", lambda: raw_index(b""), field="index")
 add("index_sparse", "reject", "an index of 10 TiB", lambda: {bad.IDX: Sparse(10 << 40), bad.A: GOOD_ST})
 add("index_lists", "reject", "30 MB of empty lists", lambda: raw_index(b'{"weight_map":[' + b"[]," * 10_000_000 + b"[]]}"))
-add("index_many_names", "reject", "100,001 shards that are not there",
-    lambda: indexed({str(number): f"{number}.bin" for number in range(100_001)}))  # fmt: skip
+add(
+    "index_many_names",
+    "reject",
+    "100,001 shards that are not there",
+    lambda: indexed({str(number): f"{number}.bin" for number in range(100_001)}),
+)
 add("index_fifo", "reject", "an index that is a named pipe", lambda: {bad.IDX: Fifo(), bad.A: GOOD_ST})
 add("index_device", "reject", "an index that is a link to /dev/zero", lambda: {bad.IDX: Link("/dev/zero"), bad.A: GOOD_ST})
 add(
@@ -107,22 +115,48 @@ add(
     "a shard that is a link to itself",
     lambda: indexed({"w": "loop.bin"}, {"loop.bin": Link("loop.bin")}),
 )
-add("index_folder_link", "reject", "a shard in a folder that is a link out of here",
-    lambda: indexed({"w": "etc/passwd"}, {"etc": Link("/etc")}), field="etc/passwd")  # fmt: skip
+add(
+    "index_folder_link",
+    "reject",
+    "a shard in a folder that is a link out of here",
+    lambda: indexed({"w": "etc/passwd"}, {"etc": Link("/etc")}),
+    field="etc/passwd",
+)
 add("index_shard_folder", "reject", "a shard that is a folder", lambda: indexed({"w": "sub"}, {"sub/x": b""}), field="sub")
 add("index_shard_empty", "reject", "a shard of no bytes", lambda: indexed({"w": bad.A}, {bad.A: b""}), field=bad.A)
 add("index_shard_cut", "reject", "a shard that is cut off", lambda: indexed({"w": bad.A}, {bad.A: GOOD_ST[:-1]}), field=bad.A)
-add("index_shard_runs", "reject", "a torch shard that calls posix.mkdir",
-    lambda: indexed({"w": "m.bin"}, {"m.bin": bad.ckpt(bad.P2 + bad.PWN + bad.STOP)}))  # fmt: skip
-add("index_shard_runs_beside", "reject", "a torch shard that does so beside the tensor",
-    lambda: indexed({"w": "m.bin"}, {"m.bin": beside(bad.PWN)}))  # fmt: skip
-add("index_alias_out", "reject", "a shard whose alias names a key that no shard has",
-    lambda: indexed({"w": bad.A, "v": bad.A}, {bad.A: metadata('{"v":"nowhere"}')}))  # fmt: skip
-add("index_two", "reject", "two indexes, neither the usual one",
-    lambda: {f"{name}.index.json": json.dumps({"weight_map": {"w": bad.A}}).encode() for name in "ab"} | {bad.A: GOOD_ST})  # fmt: skip
+add(
+    "index_shard_runs",
+    "reject",
+    "a torch shard that calls posix.mkdir",
+    lambda: indexed({"w": "m.bin"}, {"m.bin": bad.ckpt(bad.P2 + bad.PWN + bad.STOP)}),
+)
+add(
+    "index_shard_runs_beside",
+    "reject",
+    "a torch shard that does so beside the tensor",
+    lambda: indexed({"w": "m.bin"}, {"m.bin": beside(bad.PWN)}),
+)
+add(
+    "index_alias_out",
+    "reject",
+    "a shard whose alias names a key that no shard has",
+    lambda: indexed({"w": bad.A, "v": bad.A}, {bad.A: metadata('{"v":"nowhere"}')}),
+)
+add(
+    "index_two",
+    "reject",
+    "two indexes, neither the usual one",
+    lambda: {f"{name}.index.json": json.dumps({"weight_map": {"w": bad.A}}).encode() for name in "ab"} | {bad.A: GOOD_ST},
+)
 add("index_alone_fifo", "reject", "model.safetensors is a named pipe", lambda: {"model.safetensors": Fifo()})
-add("index_alone_runs", "reject", "pytorch_model.bin calls posix.mkdir",
-    lambda: {"pytorch_model.bin": bad.ckpt(bad.P2 + bad.PWN + bad.STOP)}, field="pytorch_model.bin")  # fmt: skip
+add(
+    "index_alone_runs",
+    "reject",
+    "pytorch_model.bin calls posix.mkdir",
+    lambda: {"pytorch_model.bin": bad.ckpt(bad.P2 + bad.PWN + bad.STOP)},
+    field="pytorch_model.bin",
+)
 
 
 # --------------------------------------------------------------------------------------------------------------------- DCP
@@ -158,8 +192,14 @@ def described_tensor(
 def placed(key: str, at: bytes, name: str, offset: int, length: int, **more: bytes) -> tuple[bytes, bytes]:
     """An entry of `storage_data`: where the item `key` at `at` lies."""
     index = instance(_META, "MetadataIndex", fqn=u(key), offset=at, index=bad.NONE)
-    info = instance("torch.distributed.checkpoint.filesystem", "_StorageInfo",
-                    relative_path=u(name), offset=n(offset), length=n(length), **more)  # fmt: skip
+    info = instance(
+        "torch.distributed.checkpoint.filesystem",
+        "_StorageInfo",
+        relative_path=u(name),
+        offset=n(offset),
+        length=n(length),
+        **more,
+    )
     return index, info
 
 
@@ -188,11 +228,12 @@ def dcp(
     chunks = HALVES if chunks is None else chunks
     places = two_places() if places is None else places
     metadata = instance(
-        _META, "Metadata",
+        _META,
+        "Metadata",
         state_dict_metadata=d(*(entries or [(u("w"), described_tensor(size, chunks, dtype))])),
         planner_data=d(*(paths or [(u("w"), t(u("w")))])),
         storage_data=d(*places),
-    )  # fmt: skip
+    )
     return {".metadata": bad.P2 + (root or metadata) + bad.STOP, FIRST: CHUNK, SECOND: CHUNK, **(files or {})}
 
 
@@ -237,32 +278,74 @@ add = DCP.add
 add("dcp_good", "accept", "a good folder of one tensor in two halves", dcp, OUTPUTS)
 add("dcp_good_ranks", "accept", "a good folder with the metadata of each rank", lambda: of_ranks(b""), OUTPUTS)
 add("dcp_runs", "reject", "a .metadata that calls posix.mkdir", lambda: dcp(root=bad.PWN), field=".metadata")
-add("dcp_runs_in_size", "reject", "a .metadata whose size is the result of a call",
-    lambda: dcp(entries=[(u("w"), instance(_META, "TensorStorageMetadata", size=bad.PWN, chunks=b"]"))]), field="w")  # fmt: skip
-add("dcp_object_runs", "reject", "an object that calls posix.mkdir",
-    lambda: with_object(bad.ckpt(bad.P2 + bad.PWN + bad.STOP)), field="x")  # fmt: skip
-add("dcp_chunk_runs", "reject", "a chunk that calls posix.mkdir",
-    lambda: dcp(files={SECOND: item(bad.P2 + bad.PWN + bad.STOP)}, places=two_places(length=len(item(bad.P2 + bad.PWN + bad.STOP)))),
-    field="w")  # fmt: skip
+add(
+    "dcp_runs_in_size",
+    "reject",
+    "a .metadata whose size is the result of a call",
+    lambda: dcp(entries=[(u("w"), instance(_META, "TensorStorageMetadata", size=bad.PWN, chunks=b"]"))]),
+    field="w",
+)
+add(
+    "dcp_object_runs",
+    "reject",
+    "an object that calls posix.mkdir",
+    lambda: with_object(bad.ckpt(bad.P2 + bad.PWN + bad.STOP)),
+    field="x",
+)
+add(
+    "dcp_chunk_runs",
+    "reject",
+    "a chunk that calls posix.mkdir",
+    lambda: dcp(
+        files={SECOND: item(bad.P2 + bad.PWN + bad.STOP)}, places=two_places(length=len(item(bad.P2 + bad.PWN + bad.STOP)))
+    ),
+    field="w",
+)
 add("dcp_no_chunks", "reject", "a tensor without chunks", lambda: dcp(chunks=[]), field="w")
 add("dcp_gap", "reject", "one half is not listed", lambda: dcp(chunks=HALVES[:1]), field="w")
-add("dcp_overlap", "reject", "two chunks share two values",
-    lambda: dcp(size=(6,), chunks=[((0,), (4,)), ((2,), (4,))], places=two_places(at=2)), field="w")  # fmt: skip
+add(
+    "dcp_overlap",
+    "reject",
+    "two chunks share two values",
+    lambda: dcp(size=(6,), chunks=[((0,), (4,)), ((2,), (4,))], places=two_places(at=2)),
+    field="w",
+)
 add("dcp_twice", "reject", "the first half is listed twice", lambda: dcp(chunks=[HALVES[0], *HALVES]), field="w")
 add("dcp_beyond", "reject", "a chunk that reaches beyond its tensor", lambda: dcp(size=(7,)), field="w")
 add("dcp_huge_tensor", "reject", "a tensor of 2**59 values in two chunks of four", lambda: dcp(size=(1 << 59,)), field="w")
-add("dcp_huge_chunk", "reject", "a chunk that claims 2**59 values",
-    lambda: dcp(size=((1 << 59) + 4,), chunks=[HALVES[0], ((4,), (1 << 59,))]), field="w")  # fmt: skip
+add(
+    "dcp_huge_chunk",
+    "reject",
+    "a chunk that claims 2**59 values",
+    lambda: dcp(size=((1 << 59) + 4,), chunks=[HALVES[0], ((4,), (1 << 59,))]),
+    field="w",
+)
 add("dcp_too_large", "reject", "a size of 2**70", lambda: dcp(size=(1 << 70,)), field="w")
 add("dcp_negative_size", "reject", "a size of -8", lambda: dcp(size=(-8,)), field="w")
-add("dcp_bool_size", "reject", "a size that is True",
-    lambda: dcp(entries=[(u("w"), instance(_META, "TensorStorageMetadata", properties=t(_F32), size=t(bad.TRUE), chunks=b"]"))]),
-    field="w")  # fmt: skip
+add(
+    "dcp_bool_size",
+    "reject",
+    "a size that is True",
+    lambda: dcp(
+        entries=[(u("w"), instance(_META, "TensorStorageMetadata", properties=t(_F32), size=t(bad.TRUE), chunks=b"]"))]
+    ),
+    field="w",
+)
 add("dcp_dimensions", "reject", "100 dimensions", lambda: dcp(size=(1,) * 100), field="w")
-add("dcp_many_axes", "reject", "split along 20 dimensions: 2**20 corners a chunk",
-    lambda: dcp(size=(2,) * 20, chunks=[((at,) * 20, (1,) * 20) for at in (0, 1)]), field="w")  # fmt: skip
-add("dcp_ranks_differ", "reject", "a chunk of two dimensions in a tensor of one",
-    lambda: dcp(chunks=[HALVES[0], ((4, 0), (4, 1))]), field="w")  # fmt: skip
+add(
+    "dcp_many_axes",
+    "reject",
+    "split along 20 dimensions: 2**20 corners a chunk",
+    lambda: dcp(size=(2,) * 20, chunks=[((at,) * 20, (1,) * 20) for at in (0, 1)]),
+    field="w",
+)
+add(
+    "dcp_ranks_differ",
+    "reject",
+    "a chunk of two dimensions in a tensor of one",
+    lambda: dcp(chunks=[HALVES[0], ((4, 0), (4, 1))]),
+    field="w",
+)
 add("dcp_dtype", "reject", "a dtype that is posix.mkdir", lambda: dcp(dtype=MKDIR), field="w")
 add(
     "dcp_other_dtype",
@@ -271,8 +354,13 @@ add(
     lambda: dcp(dtype=g("torch", "float16")),
     field="w",
 )
-add("dcp_other_shape", "reject", "a chunk of another shape than the metadata says",
-    lambda: dcp(size=(9,), chunks=[HALVES[0], ((4,), (5,))]), field="w")  # fmt: skip
+add(
+    "dcp_other_shape",
+    "reject",
+    "a chunk of another shape than the metadata says",
+    lambda: dcp(size=(9,), chunks=[HALVES[0], ((4,), (5,))]),
+    field="w",
+)
 add(
     "dcp_no_tensor",
     "reject",
@@ -281,9 +369,18 @@ add(
     field="w",
 )
 EXPANDED = item(bad.P2 + tensor(storage(numel=1), size=(1 << 40,), stride=(0,)) + bad.STOP, recs={"0": bad.F4[:4]})
-add("dcp_expanded", "reject", "a chunk of 2**40 values with stride 0",
-    lambda: dcp(size=(1 << 40,), chunks=[((0,), (1 << 40,))], places=[placed("w", sized(0), FIRST, 0, len(EXPANDED))],
-                files={FIRST: EXPANDED}), field="w")  # fmt: skip
+add(
+    "dcp_expanded",
+    "reject",
+    "a chunk of 2**40 values with stride 0",
+    lambda: dcp(
+        size=(1 << 40,),
+        chunks=[((0,), (1 << 40,))],
+        places=[placed("w", sized(0), FIRST, 0, len(EXPANDED))],
+        files={FIRST: EXPANDED},
+    ),
+    field="w",
+)
 add(
     "dcp_offset_beyond",
     "reject",
@@ -299,8 +396,13 @@ add(
 )
 add("dcp_length_zero", "reject", "an item of no bytes", lambda: dcp(places=two_places(length=0)), field="w")
 add("dcp_one_place", "reject", "two chunks in one place of one file", lambda: dcp(places=two_places(FIRST)), field="w")
-add("dcp_overlapping_places", "reject", "an item that begins within another",
-    lambda: dcp(places=two_places(FIRST, 64), files={FIRST: CHUNK + CHUNK}), field="w")  # fmt: skip
+add(
+    "dcp_overlapping_places",
+    "reject",
+    "an item that begins within another",
+    lambda: dcp(places=two_places(FIRST, 64), files={FIRST: CHUNK + CHUNK}),
+    field="w",
+)
 add("dcp_many_chunks", "reject", "20,000 chunks whose bytes lie in one place", lambda: scalar_chunks(20_000), field="w")
 add("dcp_no_place", "reject", "a chunk of which nothing says where it lies", lambda: dcp(places=two_places()[:1]), field="w")
 add("dcp_file_missing", "reject", "a file that is not there", lambda: dcp(places=two_places("__9_0.distcp")), field="w")
@@ -334,8 +436,13 @@ add(
 add("dcp_file_escape", "reject", "a file's name with escapes", lambda: dcp(places=two_places("\x1b[2J\n")), field="w")
 add("dcp_file_long", "reject", "a file's name of 100,000 characters", lambda: dcp(places=two_places("m" * 100_000)))
 add("dcp_file_sparse", "reject", "a file of 10 TiB", lambda: dcp(files={SECOND: Sparse(10 << 40)}), field="w")
-add("dcp_transforms", "reject", "written through a transform with escapes in its name",
-    lambda: dcp(places=two_places(transform_descriptors=listed(u("\x1b[2J")))), field="w")  # fmt: skip
+add(
+    "dcp_transforms",
+    "reject",
+    "written through a transform with escapes in its name",
+    lambda: dcp(places=two_places(transform_descriptors=listed(u("\x1b[2J")))),
+    field="w",
+)
 add(
     "dcp_cut",
     "reject",
@@ -368,17 +475,36 @@ add(
     lambda: dcp(places=[(DOUBLED, n(0))]),
     field=".metadata",
 )
-add("dcp_key_twice", "reject", "one key with two tensors",
-    lambda: dcp(entries=[(u("w"), described_tensor((8,), HALVES))] * 2), field=".metadata")  # fmt: skip
+add(
+    "dcp_key_twice",
+    "reject",
+    "one key with two tensors",
+    lambda: dcp(entries=[(u("w"), described_tensor((8,), HALVES))] * 2),
+    field=".metadata",
+)
 add("dcp_path_far", "reject", "a path to number 10**9 of a list", lambda: dcp(paths=[(u("w"), t(u("w"), n(10**9)))]), field="w")
 add("dcp_path_negative", "reject", "a path to number -1 of a list", lambda: dcp(paths=[(u("w"), t(u("w"), n(-1)))]), field="w")
 add("dcp_path_deep", "reject", "a path of 100,000 names", lambda: dcp(paths=[(u("w"), t(*[u("a")] * 100_000))]), field="w")
-add("dcp_ranks_contradict", "reject", "two ranks say two shapes",
-    lambda: of_ranks(d((u("w"), described_tensor((9,), HALVES[1:])))), field="w")  # fmt: skip
-add("dcp_common_runs", "reject", "Megatron's common.pt calls posix.mkdir",
-    lambda: dcp(files={"common.pt": bad.ckpt(bad.P2 + d((u("x"), bad.PWN)) + bad.STOP), "metadata.json": b"{}"}))  # fmt: skip
-add("dcp_common_same", "reject", "Megatron's common.pt holds a key of .metadata",
-    lambda: dcp(files={"common.pt": bad.ckpt(bad.GOOD), "metadata.json": b"{}"}, paths=[(u("w"), t(u("w")))]), field="w")  # fmt: skip
+add(
+    "dcp_ranks_contradict",
+    "reject",
+    "two ranks say two shapes",
+    lambda: of_ranks(d((u("w"), described_tensor((9,), HALVES[1:])))),
+    field="w",
+)
+add(
+    "dcp_common_runs",
+    "reject",
+    "Megatron's common.pt calls posix.mkdir",
+    lambda: dcp(files={"common.pt": bad.ckpt(bad.P2 + d((u("x"), bad.PWN)) + bad.STOP), "metadata.json": b"{}"}),
+)
+add(
+    "dcp_common_same",
+    "reject",
+    "Megatron's common.pt holds a key of .metadata",
+    lambda: dcp(files={"common.pt": bad.ckpt(bad.GOOD), "metadata.json": b"{}"}, paths=[(u("w"), t(u("w")))]),
+    field="w",
+)
 
 
 def rank_file(start: object, shape: tuple[int, ...] = (4,)) -> bytes:
@@ -415,12 +541,25 @@ def accelerated(**files: Entry) -> Tree:
 
 add = OTHERS.add
 add("accelerate_good", "accept", "a good folder", accelerated)
-add("accelerate_runs", "reject", "random states that call posix.mkdir",
-    lambda: accelerated(random_states_0__pkl=bad.ckpt(bad.P2 + bad.PWN + bad.STOP)))  # fmt: skip
-add("accelerate_optimizer_runs", "reject", "an optimizer that does so",
-    lambda: accelerated(optimizer__bin=bad.ckpt(bad.P2 + bad.PWN + bad.STOP)))  # fmt: skip
-add("accelerate_scheduler_pickle", "reject", "a scheduler that is a bare pickle of a payload",
-    lambda: accelerated(scheduler__bin=bad.P2 + bad.PWN + bad.STOP), field="scheduler.bin")  # fmt: skip
+add(
+    "accelerate_runs",
+    "reject",
+    "random states that call posix.mkdir",
+    lambda: accelerated(random_states_0__pkl=bad.ckpt(bad.P2 + bad.PWN + bad.STOP)),
+)
+add(
+    "accelerate_optimizer_runs",
+    "reject",
+    "an optimizer that does so",
+    lambda: accelerated(optimizer__bin=bad.ckpt(bad.P2 + bad.PWN + bad.STOP)),
+)
+add(
+    "accelerate_scheduler_pickle",
+    "reject",
+    "a scheduler that is a bare pickle of a payload",
+    lambda: accelerated(scheduler__bin=bad.P2 + bad.PWN + bad.STOP),
+    field="scheduler.bin",
+)
 add(
     "accelerate_cut",
     "reject",
@@ -442,8 +581,13 @@ add(
     lambda: accelerated(model__safetensors=Fifo()),
     field="model.safetensors",
 )
-add("accelerate_device", "reject", "weights that are a link to /dev/zero",
-    lambda: accelerated(model__safetensors=Link("/dev/zero")), field="model.safetensors")  # fmt: skip
+add(
+    "accelerate_device",
+    "reject",
+    "weights that are a link to /dev/zero",
+    lambda: accelerated(model__safetensors=Link("/dev/zero")),
+    field="model.safetensors",
+)
 
 STEP = "global_step1"
 MODEL, OPTIM = f"{STEP}/mp_rank_00_model_states.pt", f"{STEP}/zero_pp_rank_0_mp_rank_00_optim_states.pt"
@@ -492,8 +636,12 @@ add(
     lambda: deepspeed(b"global_step9"),
     field="latest",
 )
-add("deepspeed_runs", "reject", "optimizer states that call posix.mkdir",
-    lambda: deepspeed(optim=bad.ckpt(bad.P2 + bad.PWN + bad.STOP)))  # fmt: skip
+add(
+    "deepspeed_runs",
+    "reject",
+    "optimizer states that call posix.mkdir",
+    lambda: deepspeed(optim=bad.ckpt(bad.P2 + bad.PWN + bad.STOP)),
+)
 add("deepspeed_model_runs", "reject", "model states that do so beside the weights", lambda: deepspeed(model=states(x=bad.PWN)))
 add(
     "deepspeed_rank_missing",
@@ -501,19 +649,54 @@ add(
     "two ranks wrote it, one is here",
     lambda: deepspeed(optim=optimizer(partition_count=n(2))),
 )
-add("deepspeed_ranks_huge", "reject", "2**40 ranks wrote it",
-    lambda: deepspeed(optim=optimizer(partition_count=n(1 << 40))), field="partition_count")  # fmt: skip
-add("deepspeed_stage", "reject", "ZeRO stage 7", lambda: deepspeed(optim=optimizer(zero_stage=n(7))), field="optimizer_state_dict")
-add("deepspeed_rank_twice", "reject", "two files of rank 0",
-    lambda: deepspeed(**{"bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt": optimizer()}))  # fmt: skip
-add("deepspeed_shapes_more", "reject", "shapes of more elements than there are",
-    lambda: deepspeed(model=states(param_shapes=listed(d((u("w"), sized(5)))))), field="w")  # fmt: skip
-add("deepspeed_shapes_less", "reject", "shapes of fewer elements than there are",
-    lambda: deepspeed(model=states(param_shapes=listed(d((u("w"), sized(1)))))), field="group 0")  # fmt: skip
-add("deepspeed_shapes_huge", "reject", "a shape of 2**62 elements",
-    lambda: deepspeed(model=states(param_shapes=listed(d((u("w"), sized(1 << 62)))))), field="w")  # fmt: skip
-add("deepspeed_shapes_negative", "reject", "a shape of -4",
-    lambda: deepspeed(model=states(param_shapes=listed(d((u("w"), sized(-4)))))), field="param_shapes.w")  # fmt: skip
+add(
+    "deepspeed_ranks_huge",
+    "reject",
+    "2**40 ranks wrote it",
+    lambda: deepspeed(optim=optimizer(partition_count=n(1 << 40))),
+    field="partition_count",
+)
+add(
+    "deepspeed_stage",
+    "reject",
+    "ZeRO stage 7",
+    lambda: deepspeed(optim=optimizer(zero_stage=n(7))),
+    field="optimizer_state_dict",
+)
+add(
+    "deepspeed_rank_twice",
+    "reject",
+    "two files of rank 0",
+    lambda: deepspeed(**{"bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt": optimizer()}),
+)
+add(
+    "deepspeed_shapes_more",
+    "reject",
+    "shapes of more elements than there are",
+    lambda: deepspeed(model=states(param_shapes=listed(d((u("w"), sized(5)))))),
+    field="w",
+)
+add(
+    "deepspeed_shapes_less",
+    "reject",
+    "shapes of fewer elements than there are",
+    lambda: deepspeed(model=states(param_shapes=listed(d((u("w"), sized(1)))))),
+    field="group 0",
+)
+add(
+    "deepspeed_shapes_huge",
+    "reject",
+    "a shape of 2**62 elements",
+    lambda: deepspeed(model=states(param_shapes=listed(d((u("w"), sized(1 << 62)))))),
+    field="w",
+)
+add(
+    "deepspeed_shapes_negative",
+    "reject",
+    "a shape of -4",
+    lambda: deepspeed(model=states(param_shapes=listed(d((u("w"), sized(-4)))))),
+    field="param_shapes.w",
+)
 add(
     "deepspeed_shapes_number",
     "reject",
@@ -521,15 +704,33 @@ add(
     lambda: deepspeed(model=states(param_shapes=n(4))),
     field="param_shapes",
 )
-add("deepspeed_groups_differ", "reject", "shapes of two groups, partitions of one",
-    lambda: deepspeed(model=states(param_shapes=listed(d((u("w"), sized(4))), d((u("v"), sized(4)))))), field="param_shapes")  # fmt: skip
-add("deepspeed_partition_no_tensor", "reject", "a partition that is a number",
-    lambda: deepspeed(optim=optimizer(single_partition_of_fp32_groups=listed(n(4)))), field="single_partition_of_fp32_groups")  # fmt: skip
+add(
+    "deepspeed_groups_differ",
+    "reject",
+    "shapes of two groups, partitions of one",
+    lambda: deepspeed(model=states(param_shapes=listed(d((u("w"), sized(4))), d((u("v"), sized(4)))))),
+    field="param_shapes",
+)
+add(
+    "deepspeed_partition_no_tensor",
+    "reject",
+    "a partition that is a number",
+    lambda: deepspeed(optim=optimizer(single_partition_of_fp32_groups=listed(n(4)))),
+    field="single_partition_of_fp32_groups",
+)
 add("deepspeed_no_module", "reject", "model states without a module", lambda: deepspeed(model=states(module=bad.NONE)))
-add("deepspeed_module_absent", "reject", "model states in which 'module' is no entry",
-    lambda: deepspeed(model=bad.ckpt(bad.P2 + d((u("param_shapes"), listed(d((u("w"), sized(4)))))) + bad.STOP)))  # fmt: skip
-add("deepspeed_paddings", "reject", "paddings of 2**62",
-    lambda: deepspeed(optim=optimizer(param_alignment_paddings=listed(listed(n(1 << 62))))))  # fmt: skip
+add(
+    "deepspeed_module_absent",
+    "reject",
+    "model states in which 'module' is no entry",
+    lambda: deepspeed(model=bad.ckpt(bad.P2 + d((u("param_shapes"), listed(d((u("w"), sized(4)))))) + bad.STOP)),
+)
+add(
+    "deepspeed_paddings",
+    "reject",
+    "paddings of 2**62",
+    lambda: deepspeed(optim=optimizer(param_alignment_paddings=listed(listed(n(1 << 62))))),
+)
 add(
     "deepspeed_link_out",
     "reject",

@@ -55,7 +55,7 @@ main()
 
 
 class Server:
-    """The process that forks; `run` is like `program.run`, but `seconds` are those of the processor: the machine may be busy."""
+    """The process that forks. `run` is like `program.run`, but its seconds are the processor's: the machine may be busy."""
 
     def __init__(self, folder: Path) -> None:
         self._out, self._err = folder / "out", folder / "err"

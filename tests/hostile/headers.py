@@ -117,10 +117,20 @@ add(
     lambda: header(b'{"a":[' + b"[]," * 10_000_000 + b"[]]}"),
 )
 add("st_shape_20MB.safetensors", "reject", "20 MB of shape", lambda: entry(shape=[1] * 10_000_000))
-add("st_metadata_many.safetensors", "reject|accept", "300,000 empty texts as metadata",
-    lambda: metadata("{" + ",".join(f'"{at}":""' for at in range(300_000)) + "}"))  # fmt: skip
-add("st_many_tensors_no_data.safetensors", "reject", "100,000 tensors of one byte each, all of the same one",
-    lambda: bad.st(b"{" + b",".join(b'"%d":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}' % at for at in range(100_000)) + b"}", b"\0"))  # fmt: skip
+add(
+    "st_metadata_many.safetensors",
+    "reject|accept",
+    "300,000 empty texts as metadata",
+    lambda: metadata("{" + ",".join(f'"{at}":""' for at in range(300_000)) + "}"),
+)
+add(
+    "st_many_tensors_no_data.safetensors",
+    "reject",
+    "100,000 tensors of one byte each, all of the same one",
+    lambda: bad.st(
+        b"{" + b",".join(b'"%d":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}' % at for at in range(100_000)) + b"}", b"\0"
+    ),
+)
 add(
     "st_sparse.safetensors",
     "reject",
@@ -136,10 +146,22 @@ add(
     lambda: header(b'{"w":{"shape":[4],"data_offsets":[0,16]}}'),
     field="w",
 )
-add("st_misaligned.safetensors", "reject|accept", "a float at an odd byte",
-    lambda: bad.st({"a": bad.ti([1], 0, 1, "U8"), "w": bad.ti([4], 1, 17)}, b"\0" + bad.F4))  # fmt: skip
+add(
+    "st_misaligned.safetensors",
+    "reject|accept",
+    "a float at an odd byte",
+    lambda: bad.st({"a": bad.ti([1], 0, 1, "U8"), "w": bad.ti([4], 1, 17)}, b"\0" + bad.F4),
+)
 add("st_alias_itself.safetensors", "accept", "an alias of itself", lambda: metadata('{"w":"w"}'), OUTPUTS)
-add("st_encodings_deep.safetensors", "reject", "100,000 nested lists where components are told",
-    lambda: metadata(json.dumps({"ckptconv.encodings": "[" * 100_000})))  # fmt: skip
-add("st_encodings_lies.safetensors", "reject", "components that are not there",
-    lambda: metadata(json.dumps({"ckptconv.encodings": json.dumps({"x": ["sparse_coo", {}]})})))  # fmt: skip
+add(
+    "st_encodings_deep.safetensors",
+    "reject",
+    "100,000 nested lists where components are told",
+    lambda: metadata(json.dumps({"ckptconv.encodings": "[" * 100_000})),
+)
+add(
+    "st_encodings_lies.safetensors",
+    "reject",
+    "components that are not there",
+    lambda: metadata(json.dumps({"ckptconv.encodings": json.dumps({"x": ["sparse_coo", {}]})})),
+)

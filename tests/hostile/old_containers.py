@@ -36,8 +36,12 @@ add("exec_legacy_tree.pt", "reject", "a payload in the tree of a legacy file", l
 add("exec_raw.pt", "reject", "a payload in a bare pickle", lambda: bad.P2 + bad.PWN + bad.STOP)
 add("dos_legacy_deep.pt", "reject", "a legacy tree of a million lists", lambda: old(b"]" * 1_000_000 + b"a" * 999_999))
 add("dos_legacy_doubled.pt", "reject", "a legacy tree with a key that doubles", lambda: old(n(1), DOUBLED))
-add("dos_legacy_digits.pt", "reject", "a storage of more elements than can be printed", lambda: old(tensor(
-    t(u("storage"), g("torch", "FloatStorage"), u("9"), u("cpu"), DIGITS, bad.NONE) + bad.PID)))  # fmt: skip
+add(
+    "dos_legacy_digits.pt",
+    "reject",
+    "a storage of more elements than can be printed",
+    lambda: old(tensor(t(u("storage"), g("torch", "FloatStorage"), u("9"), u("cpu"), DIGITS, bad.NONE) + bad.PID)),
+)
 add(
     "dos_legacy_binbytes8.pt",
     "reject",
@@ -60,12 +64,26 @@ add(
     "ten thousand members",
     lambda: bad.tarball([(str(index), b"", {}) for index in range(10_000)]),
 )
-add("tar_views.pt", "reject", "a hundred thousand views, each of the one before, none in it", lambda: bad.tarball([
-    ("storages", bad.tar_parts()[0][:-2] + b"](" + b"".join(
-        t(n(index + 1), n(index), n(0), n(5)) for index in range(11, 100_011)) + b"e" + bad.STOP, {}),
-    ("tensors", bad.tar_parts()[1], {}),
-    ("pickle", bad.tar_parts()[2], {}),
-]))  # fmt: skip
+add(
+    "tar_views.pt",
+    "reject",
+    "a hundred thousand views, each of the one before, none in it",
+    lambda: bad.tarball(
+        [
+            (
+                "storages",
+                bad.tar_parts()[0][:-2]
+                + b"]("
+                + b"".join(t(n(index + 1), n(index), n(0), n(5)) for index in range(11, 100_011))
+                + b"e"
+                + bad.STOP,
+                {},
+            ),
+            ("tensors", bad.tar_parts()[1], {}),
+            ("pickle", bad.tar_parts()[2], {}),
+        ]
+    ),
+)
 
 
 def tarred(storages: bytes | None = None, tensors: bytes | None = None, pickle: bytes | None = None) -> bytes:
@@ -92,11 +110,25 @@ def streamed(payload: bytes) -> bytes:
 LSTREAM = bad.legacy(bad.P2 + bad.lstorage() + bad.STOP)
 
 add("exec_raw_text.pkl", "reject", "a payload in protocol 0", lambda: b"cposix\nmkdir\n(S'CKPTCONV_PWNED'\ntR.")
-add("exec_raw_beside.pkl", "reject", "a payload beside a tensor in a bare pickle",
-    lambda: b"\x80\x03" + d((u("w"), g("torch.storage", "_load_from_bytes") + b"B" + struct.pack("<I", len(LSTREAM)) + LSTREAM + b"\x85R"),
-                           (u("x"), bad.PWN)) + bad.STOP)  # fmt: skip
-add("exec_raw_nested.pkl", "reject", "a stream within a bare pickle, with a payload as its tree",
-    lambda: streamed(bad.legacy(bad.P2 + bad.PWN + bad.STOP, keys=(), blobs=())))  # fmt: skip
+add(
+    "exec_raw_beside.pkl",
+    "reject",
+    "a payload beside a tensor in a bare pickle",
+    lambda: (
+        b"\x80\x03"
+        + d(
+            (u("w"), g("torch.storage", "_load_from_bytes") + b"B" + struct.pack("<I", len(LSTREAM)) + LSTREAM + b"\x85R"),
+            (u("x"), bad.PWN),
+        )
+        + bad.STOP
+    ),
+)
+add(
+    "exec_raw_nested.pkl",
+    "reject",
+    "a stream within a bare pickle, with a payload as its tree",
+    lambda: streamed(bad.legacy(bad.P2 + bad.PWN + bad.STOP, keys=(), blobs=())),
+)
 add(
     "exec_tar_pickle.pt",
     "reject",
@@ -132,14 +164,23 @@ add(
     lambda: bad.P4 + b"\x8e" + struct.pack("<Q", 1 << 40) + b"x.",
 )
 add("dos_raw_nested.pkl", "reject", "streams ten deep in each other", lambda: _streams(10), field="pickle")
-add("dos_raw_many.pkl", "reject", "3 MB of small ints",
-    lambda: bad.P2 + b"](" + b"K\1" * 1_500_000 + b"e" + bad.STOP)  # fmt: skip
+add("dos_raw_many.pkl", "reject", "3 MB of small ints", lambda: bad.P2 + b"](" + b"K\1" * 1_500_000 + b"e" + bad.STOP)
 add("dos_raw_tuples.pkl", "reject", "2 MB of tuples of one", lambda: bad.P2 + b"](" + b"N\x85" * 1_000_000 + b"e" + bad.STOP)
 add("dos_raw_pairs.pkl", "reject", "3 MB of pairs", lambda: bad.P2 + b"}(" + b"K\1N" * 1_000_000 + b"u" + bad.STOP)
-add("dos_raw_calls.pkl", "reject", "2 MB of calls of one name",
-    lambda: bad.P2 + g("m", "X") + b"q\0](" + b"h\0)R" * 500_000 + b"e0" + bad.STOP)  # fmt: skip
-add("dos_raw_texts.pkl", "reject", "3 MB of texts of two letters",
-    lambda: bad.P4 + b"](" + b"".join(b"\x8c\2%c%c" % (65 + at % 26, 65 + at // 26 % 26) for at in range(750_000)) + b"e" + bad.STOP)  # fmt: skip
+add(
+    "dos_raw_calls.pkl",
+    "reject",
+    "2 MB of calls of one name",
+    lambda: bad.P2 + g("m", "X") + b"q\0](" + b"h\0)R" * 500_000 + b"e0" + bad.STOP,
+)
+add(
+    "dos_raw_texts.pkl",
+    "reject",
+    "3 MB of texts of two letters",
+    lambda: (
+        bad.P4 + b"](" + b"".join(b"\x8c\2%c%c" % (65 + at % 26, 65 + at // 26 % 26) for at in range(750_000)) + b"e" + bad.STOP
+    ),
+)
 add("dos_raw_memo.pkl", "reject", "a million MEMOIZE", lambda: bad.P4 + b"N" + b"\x94" * 1_000_000 + bad.STOP)
 add("dos_raw_lines.pkl", "reject", "a number of ten million digits", lambda: b"(lp0\nI" + b"9" * 10_000_000 + b"\na.")
 
@@ -151,8 +192,12 @@ def _streams(levels: int) -> bytes:
     return made
 
 
-add("legacy_count_big_endian.pt", "reject", "an element count in the other byte order",
-    lambda: bad.legacy(bad.LGOOD, blobs=()) + struct.pack(">q", 4) + bad.F4)  # fmt: skip
+add(
+    "legacy_count_big_endian.pt",
+    "reject",
+    "an element count in the other byte order",
+    lambda: bad.legacy(bad.LGOOD, blobs=()) + struct.pack(">q", 4) + bad.F4,
+)
 add(
     "legacy_key_twice.pt",
     "reject",
@@ -175,25 +220,64 @@ add(
     lambda: bad.legacy(bad.LGOOD)[:-1],
     field="storage 0",
 )
-add("legacy_view_negative.pt", "reject", "a view from element -1",
-    lambda: old(tensor(bad.lstorage(view=t(u("1"), n(-1), n(4))))))  # fmt: skip
-add("legacy_view_of_view.pt", "reject", "a view of a view beyond it",
-    lambda: old(tensor(bad.lstorage(view=t(u("1"), n(4), n(1))))))  # fmt: skip
-add("legacy_protocol.pt", "reject", "protocol 1002",
-    lambda: bad.legacy(bad.LGOOD).replace(bad.n(1001), bad.n(1002), 1), field="protocol")  # fmt: skip
-add("legacy_big_endian.pt", "reject|accept", "a host that says it was big-endian",
-    lambda: bad.legacy(bad.LGOOD, sysinfo=bad.P2 + d((u("protocol_version"), n(1001)), (u("little_endian"), bad.FALSE)) + bad.STOP))  # fmt: skip
+add(
+    "legacy_view_negative.pt",
+    "reject",
+    "a view from element -1",
+    lambda: old(tensor(bad.lstorage(view=t(u("1"), n(-1), n(4))))),
+)
+add(
+    "legacy_view_of_view.pt",
+    "reject",
+    "a view of a view beyond it",
+    lambda: old(tensor(bad.lstorage(view=t(u("1"), n(4), n(1))))),
+)
+add(
+    "legacy_protocol.pt",
+    "reject",
+    "protocol 1002",
+    lambda: bad.legacy(bad.LGOOD).replace(bad.n(1001), bad.n(1002), 1),
+    field="protocol",
+)
+add(
+    "legacy_big_endian.pt",
+    "reject|accept",
+    "a host that says it was big-endian",
+    lambda: bad.legacy(
+        bad.LGOOD, sysinfo=bad.P2 + d((u("protocol_version"), n(1001)), (u("little_endian"), bad.FALSE)) + bad.STOP
+    ),
+)
 add("legacy_twice.pt", "reject", "two checkpoints in one file", lambda: bad.legacy(bad.LGOOD) * 2)
 add("tar_size_negative.pt", "reject", "a member of -1 bytes, in base 256", lambda: sized_header(b"\xff" * 12))
 add("tar_size_huge.pt", "reject", "a member of 2**80 bytes, in base 256", lambda: sized_header(b"\x80\0" + b"\xff" * 10))
 add("tar_size_text.pt", "reject", "a member whose size is no number", lambda: sized_header(b"zzzzzzzzzzz\0"))
 add("tar_checksum.pt", "reject", "a header whose checksum is wrong", lambda: b"x" + tarred()[1:])
 add("tar_cut.pt", "reject", "a tar file that is cut off", lambda: tarred()[:700])
-add("tar_pax_size.pt", "reject", "an extended header that gives another size",
-    lambda: bad.tarball([("storages", bad.tar_parts()[0], {"pax_headers": {"size": "99999999999999999999"}}),
-                         ("tensors", bad.tar_parts()[1], {}), ("pickle", bad.tar_parts()[2], {})], fmt=2))  # fmt: skip
-add("tar_hard_link.pt", "reject", "a member that is a hard link", lambda: bad.tarball([
-    ("storages", b"", {"type": b"1", "linkname": "pickle"}), ("tensors", bad.tar_parts()[1], {}), ("pickle", bad.tar_parts()[2], {})]))  # fmt: skip
+add(
+    "tar_pax_size.pt",
+    "reject",
+    "an extended header that gives another size",
+    lambda: bad.tarball(
+        [
+            ("storages", bad.tar_parts()[0], {"pax_headers": {"size": "99999999999999999999"}}),
+            ("tensors", bad.tar_parts()[1], {}),
+            ("pickle", bad.tar_parts()[2], {}),
+        ],
+        fmt=2,
+    ),
+)
+add(
+    "tar_hard_link.pt",
+    "reject",
+    "a member that is a hard link",
+    lambda: bad.tarball(
+        [
+            ("storages", b"", {"type": b"1", "linkname": "pickle"}),
+            ("tensors", bad.tar_parts()[1], {}),
+            ("pickle", bad.tar_parts()[2], {}),
+        ]
+    ),
+)
 add(
     "tar_stride_huge.pt",
     "reject",
@@ -201,8 +285,25 @@ add(
     lambda: tarred(tensors=bad.tar_parts(strides=(1 << 62,))[1]),
     field="tensors",
 )
-add("tar_offset_negative.pt", "reject", "an offset of -1", lambda: tarred(tensors=bad.tar_parts(off=-1)[1]), field="storage_offset")
-add("tar_numel_negative.pt", "reject", "a storage of -4 elements", lambda: tarred(bad.tar_parts(numel=-4)[0]), field="storage 11")
+add(
+    "tar_offset_negative.pt",
+    "reject",
+    "an offset of -1",
+    lambda: tarred(tensors=bad.tar_parts(off=-1)[1]),
+    field="storage_offset",
+)
+add(
+    "tar_numel_negative.pt",
+    "reject",
+    "a storage of -4 elements",
+    lambda: tarred(bad.tar_parts(numel=-4)[0]),
+    field="storage 11",
+)
 add("tar_count_negative.pt", "reject", "a count of -1 storages", lambda: tarred(bad.tar_parts(nstor=-1)[0]), field="storages")
-add("tar_behind_pickle.pt", "reject", "a second pickle with a payload behind the tree",
-    lambda: tarred(pickle=bad.tar_parts()[2] + bad.P2 + bad.PWN + bad.STOP), field="pickle")  # fmt: skip
+add(
+    "tar_behind_pickle.pt",
+    "reject",
+    "a second pickle with a payload behind the tree",
+    lambda: tarred(pickle=bad.tar_parts()[2] + bad.P2 + bad.PWN + bad.STOP),
+    field="pickle",
+)

@@ -61,24 +61,42 @@ rules("rules_float.yaml", "reject", "a number that takes for ever to read", "rul
 rules("rules_deep.json", "reject", "100,000 nested lists", "[" * 100_000)
 rules("rules_digits.json", "reject", "a number of 100,000 digits", '[{"strip-prefix": ' + "9" * 100_000 + "}]")
 rules("rules_twice.json", "reject", "one name twice in one rule", '[{"rename": {"a": "b", "a": "c"}}]', "a")
-rules("rules_twice_many.json", "reject", "50,000 names, one of them twice",
-      '[{"rename": {' + ", ".join(f'"{number}": "x"' for number in range(50_000)) + ', "49999": "y"}}]', "49999")  # fmt: skip
+rules(
+    "rules_twice_many.json",
+    "reject",
+    "50,000 names, one of them twice",
+    '[{"rename": {' + ", ".join(f'"{number}": "x"' for number in range(50_000)) + ', "49999": "y"}}]',
+    "49999",
+)
 rules("rules_nothing.json", "reject", "no bytes", b"", "line 1")
 rules("rules_not_utf8.json", "reject", "bytes that are no UTF-8", b'[{"strip-prefix": "\xff"}]')
 rules("rules_surrogate.json", "reject", "a name that becomes half a character", '[{"add-prefix": "\\ud800"}]')
 rules("rules_nul.json", "reject|accept", "a prefix with a NUL and an escape", '[{"add-prefix": "\\u0000\\u001b[2J"}]')
 rules("rules_lists.json", "reject", "30 MB of empty lists", b"[" + b"[]," * 10_000_000 + b"[]]")
-rules("rules_many.json", "reject|accept", "5,000 prefixes, none of which is there",
-      json.dumps([{"strip-prefix": str(number)} for number in range(5_000)]))  # fmt: skip
+rules(
+    "rules_many.json",
+    "reject|accept",
+    "5,000 prefixes, none of which is there",
+    json.dumps([{"strip-prefix": str(number)} for number in range(5_000)]),
+)
 rules("rules_regex_doubles.json", "reject|accept", "a pattern that tries 2**60 ways", '[{"regex": "(a*)*b=>x"}]')
-rules("rules_regex_key.json", "reject", "a pattern that tries 2**60 ways with the key at hand",
-      '[{"regex": "^(([a-z.]+)+)+!=>x"}]', "regex")  # fmt: skip
+rules(
+    "rules_regex_key.json",
+    "reject",
+    "a pattern that tries 2**60 ways with the key at hand",
+    '[{"regex": "^(([a-z.]+)+)+!=>x"}]',
+    "regex",
+)
 rules("rules_regex_nested.json", "reject", "100,000 nested groups", '[{"regex": "' + "(" * 100_000 + '=>x"}]', "regex")
-rules("rules_regex_repeat.json", "reject", "a pattern that repeats 10**9 times a thousandfold",
-      '[{"regex": "((x{1000}){1000}){1000}=>x"}]', "regex")  # fmt: skip
+rules(
+    "rules_regex_repeat.json",
+    "reject",
+    "a pattern that repeats 10**9 times a thousandfold",
+    '[{"regex": "((x{1000}){1000}){1000}=>x"}]',
+    "regex",
+)
 rules("rules_replacement.json", "reject", "a replacement by a group that is not there", '[{"regex": "(w)=>\\\\9"}]', "regex")
-rules("rules_grows.json", "reject", "60 replacements that each double a key",
-      json.dumps([{"regex": r"^(.*)$=>\1\1"}] * 60))  # fmt: skip
+rules("rules_grows.json", "reject", "60 replacements that each double a key", json.dumps([{"regex": r"^(.*)$=>\1\1"}] * 60))
 rules("rules_glob.json", "reject|accept", "a glob of a thousand stars", json.dumps([{"exclude": "*a" * 1000}]))
 rules("rules_deep.toml", "reject", "100,000 nested lists", "rules = " + "[" * 100_000)
 rules("rules_digits.toml", "reject", "a number of 100,000 digits", "rules = [" + "9" * 100_000 + "]")
@@ -95,16 +113,19 @@ def mapping(**fields: object) -> str:
 # Mappings.
 rules("mapping_collision.json", "reject", "two keys become one", mapping(keys={"w": "v", "u": "v"}))
 rules("mapping_both.json", "reject", "a key that is kept and left out", mapping(left_out=["w"]))
-rules("mapping_twice.json", "reject", "one key with two names",
-      mapping().replace('"w": "v"', '"w": "v", "w": "u"'), "mapping")  # fmt: skip
+rules("mapping_twice.json", "reject", "one key with two names", mapping().replace('"w": "v"', '"w": "v", "w": "u"'), "mapping")
 rules("mapping_surrogate.json", "reject", "a name that is half a character", mapping(keys={"w": "\ud800"}))
 rules("mapping_number.json", "reject", "a name that is a number", mapping(keys={"w": 1}))
 rules("mapping_modules.json", "reject", "modules that are a list", mapping(modules=[["a"]]))
 rules("mapping_path.json", "reject", "a part of the file that is not there", mapping(path="../../etc/passwd"))
 rules("mapping_other.json", "reject", "names of keys that the file does not have", mapping(keys={"nope": "v"}))
 rules("mapping_version.json", "reject", "version 2", mapping().replace('"mapping": 1', '"mapping": 2'))
-rules("mapping_version_list.json", "reject", "a version of a megabyte of lists",
-      mapping().replace('"mapping": 1', '"mapping": [' + "[]," * 300_000 + "[]]"))  # fmt: skip
+rules(
+    "mapping_version_list.json",
+    "reject",
+    "a version of a megabyte of lists",
+    mapping().replace('"mapping": 1', '"mapping": [' + "[]," * 300_000 + "[]]"),
+)
 rules("mapping_none.json", "reject", "no state dict", '{"mapping": 1, "state_dicts": []}')
 
 # What keys are to fit.
@@ -115,8 +136,12 @@ like("like_doubled.pt", "reject", "a key that doubles 60 times", lambda: raw(b"}
 like("like_huge_view.pt", "reject|accept", "a view of 2**40 elements", lambda: one(tensor(size=(1 << 40,), stride=(0,))))
 like("like_other_shape.pt", "reject", "the same key with another shape", lambda: one(tensor(size=(2, 2), stride=(2, 1))), "w")
 like("like_terminal.pt", "reject", "keys with escapes", lambda: one(tensor(size=(2, 2), stride=(2, 1)), "\x1b[2J\nw"))
-like("like_keys.txt", "reject", "200,000 keys, one of which fits",
-     lambda: "".join(f"layer.{number}.w\n" for number in range(200_000)).encode())  # fmt: skip
+like(
+    "like_keys.txt",
+    "reject",
+    "200,000 keys, one of which fits",
+    lambda: "".join(f"layer.{number}.w\n" for number in range(200_000)).encode(),
+)
 like("like_key_twice.txt", "reject", "one key twice", lambda: b"w\nw\n", "w")
 like("like_key_long.txt", "reject", "a key of 50 MB", lambda: b"w" * 50_000_000)
 like("like_key_lines.txt", "reject", "30 million lines of one letter", lambda: b"w\n" * 30_000_000, "w")

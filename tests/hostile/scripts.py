@@ -46,10 +46,19 @@ def shared(levels: int) -> bytes:
 
 add("script_good.pt", "warn", "a good TorchScript archive", script, OUTPUTS)
 add("script_runs.pt", "reject", "a root that is the result of posix.mkdir", lambda: script(root=bad.PWN))
-add("script_runs_in_state.pt", "reject", "a parameter that is the result of posix.mkdir",
-    lambda: script(root=g("__torch__", "Net") + b")\x81" + d((u("w"), bad.PWN)) + b"b"))  # fmt: skip
-add("script_code_python.pt", "warn", "code that is Python with a payload: it is text and stays text",
-    lambda: script(CLASS + "\n__import__('os').mkdir('CKPTCONV_PWNED')\n"), OUTPUTS)  # fmt: skip
+add(
+    "script_runs_in_state.pt",
+    "reject",
+    "a parameter that is the result of posix.mkdir",
+    lambda: script(root=g("__torch__", "Net") + b")\x81" + d((u("w"), bad.PWN)) + b"b"),
+)
+add(
+    "script_code_python.pt",
+    "warn",
+    "code that is Python with a payload: it is text and stays text",
+    lambda: script(CLASS + "\n__import__('os').mkdir('CKPTCONV_PWNED')\n"),
+    OUTPUTS,
+)
 add("script_no_code.pt", "reject", "no text of its class", lambda: script(None), field="code/__torch__.py")
 add(
     "script_other_class.pt",
@@ -58,8 +67,12 @@ add(
     lambda: script("class Other(Module):\n  pass\n"),
     field="code/__torch__.py",
 )
-add("script_class_climbs.pt", "reject", "a class in the module ..",
-    lambda: script(root=g("__torch__....etc", "Net") + b")\x81}b"))  # fmt: skip
+add(
+    "script_class_climbs.pt",
+    "reject",
+    "a class in the module ..",
+    lambda: script(root=g("__torch__....etc", "Net") + b")\x81}b"),
+)
 add(
     "script_not_utf8.pt",
     "reject",
@@ -67,16 +80,37 @@ add(
     lambda: script(b"\xff" * 1000),
     field="code/__torch__.py",
 )
-add("script_quotes.pt", "reject", "a list of a million quotes that never end",
-    lambda: script("class Net(Module):\n  __parameters__ = [" + '\\"' * 1_000_000 + "]\n  w : Tensor\n"))  # fmt: skip
-add("script_brackets.pt", "warn", "a list of a million brackets",
-    lambda: script("class Net(Module):\n  __parameters__ = [" + "] " * 1_000_000 + "x\n  w : Tensor\n"))  # fmt: skip
-add("script_spaces.pt", "warn", "a million spaces behind an attribute",
-    lambda: script(CLASS + "  v : Tensor" + " " * 1_000_000 + "x\n"))  # fmt: skip
-add("script_many_classes.pt", "reject", "40 MB of deflated classes, all of one name",
-    lambda: script("class A:\n" * 4_500_000, method=8), field="code/__torch__.py")  # fmt: skip
-add("script_many_attributes.pt", "reject", "20 MB of attributes of one name, deflated",
-    lambda: script(CLASS + "  v : Tensor\n" * 1_500_000, method=8))  # fmt: skip
+add(
+    "script_quotes.pt",
+    "reject",
+    "a list of a million quotes that never end",
+    lambda: script("class Net(Module):\n  __parameters__ = [" + '\\"' * 1_000_000 + "]\n  w : Tensor\n"),
+)
+add(
+    "script_brackets.pt",
+    "warn",
+    "a list of a million brackets",
+    lambda: script("class Net(Module):\n  __parameters__ = [" + "] " * 1_000_000 + "x\n  w : Tensor\n"),
+)
+add(
+    "script_spaces.pt",
+    "warn",
+    "a million spaces behind an attribute",
+    lambda: script(CLASS + "  v : Tensor" + " " * 1_000_000 + "x\n"),
+)
+add(
+    "script_many_classes.pt",
+    "reject",
+    "40 MB of deflated classes, all of one name",
+    lambda: script("class A:\n" * 4_500_000, method=8),
+    field="code/__torch__.py",
+)
+add(
+    "script_many_attributes.pt",
+    "reject",
+    "20 MB of attributes of one name, deflated",
+    lambda: script(CLASS + "  v : Tensor\n" * 1_500_000, method=8),
+)
 add(
     "script_names.pt",
     "warn",
@@ -85,13 +119,32 @@ add(
 )
 add("script_deep.pt", "reject", "modules nested 100,000 deep", lambda: script(root=nested(100_000)))
 add("script_shared.pt", "reject", "2**60 names for one module", lambda: script(CLASS, shared(60)))
-add("script_itself.pt", "reject", "a module that holds itself",
-    lambda: script(root=g("__torch__", "Net") + b")\x81q\x07}" + u("m") + b"h\x07sb"))  # fmt: skip
-add("script_sparse.pt", "reject", "a sparse tensor of a layout that is none",
-    lambda: script(root=g("__torch__", "Net") + b")\x81" + d((u("w"), call(
-        "torch._utils", "_rebuild_sparse_tensor", n(9), ints((4,)), bad.FALSE, tensor(), tensor(), bad.ODICT))) + b"b"))  # fmt: skip
-add("script_octal.pt", "warn", "a name with octal escapes of control characters",
-    lambda: script(CLASS.replace('["w", ]', '["w", "\\033[2J\\012", ]')), OUTPUTS)  # fmt: skip
+add(
+    "script_itself.pt",
+    "reject",
+    "a module that holds itself",
+    lambda: script(root=g("__torch__", "Net") + b")\x81q\x07}" + u("m") + b"h\x07sb"),
+)
+add(
+    "script_sparse.pt",
+    "reject",
+    "a sparse tensor of a layout that is none",
+    lambda: script(
+        root=g("__torch__", "Net")
+        + b")\x81"
+        + d(
+            (u("w"), call("torch._utils", "_rebuild_sparse_tensor", n(9), ints((4,)), bad.FALSE, tensor(), tensor(), bad.ODICT))
+        )
+        + b"b"
+    ),
+)
+add(
+    "script_octal.pt",
+    "warn",
+    "a name with octal escapes of control characters",
+    lambda: script(CLASS.replace('["w", ]', '["w", "\\033[2J\\012", ]')),
+    OUTPUTS,
+)
 
 
 # Archives of before torch 1.4.
@@ -128,12 +181,21 @@ add(
     lambda: old_script(data={"key": "../../etc/passwd"}),
 )
 add("oldscript_device.pt", "reject|warn", "a device with escapes", lambda: old_script(device="\x1b[2J\ncuda"), OUTPUTS)
-add("oldscript_index.pt", "reject", "a parameter that is tensor 2**31",
-    lambda: old_module(parameters=[{"name": "w", "tensorId": str(1 << 31)}]), field="w")  # fmt: skip
+add(
+    "oldscript_index.pt",
+    "reject",
+    "a parameter that is tensor 2**31",
+    lambda: old_module(parameters=[{"name": "w", "tensorId": str(1 << 31)}]),
+    field="w",
+)
 add("oldscript_twice.pt", "reject", "one name twice", lambda: old_module(parameters=[{"name": "w"}] * 2), field="w")
 add("oldscript_deep.pt", "reject", "200,000 nested objects", lambda: old_archive(b'{"a":' * DEEP), field="model.json")
-add("oldscript_modules.pt", "reject", "modules nested 1,500 deep",
-    lambda: old_archive(b'{"tensors":[],"mainModule":' + b'{"submodules":[' * 400 + b"{}" + b"]}" * 400 + b"}"))  # fmt: skip
+add(
+    "oldscript_modules.pt",
+    "reject",
+    "modules nested 1,500 deep",
+    lambda: old_archive(b'{"tensors":[],"mainModule":' + b'{"submodules":[' * 400 + b"{}" + b"]}" * 400 + b"}"),
+)
 add(
     "oldscript_lists.pt",
     "reject",
@@ -148,8 +210,13 @@ add(
     lambda: old_archive(b'{"mainModule":{},"tensors":[{"dims":[NaN]}]}'),
     field="model.json",
 )
-add("oldscript_twins.pt", "reject", "JSON with two main modules",
-    lambda: old_archive(b'{"mainModule":{"a":1},"mainModule":{}}'), field="model.json")  # fmt: skip
+add(
+    "oldscript_twins.pt",
+    "reject",
+    "JSON with two main modules",
+    lambda: old_archive(b'{"mainModule":{"a":1},"mainModule":{}}'),
+    field="model.json",
+)
 
 
 # Zip archives of checkpoints.
@@ -166,17 +233,34 @@ def in_itself(levels: int, content: bytes) -> bytes:
 
 
 add("members_good.zip", "accept", "a zip of one good checkpoint", lambda: packed(("policy.pth", bad.ckpt(bad.GOOD))), OUTPUTS)
-add("members_runs.zip", "reject", "a member that calls posix.mkdir",
-    lambda: packed(("policy.pth", bad.ckpt(bad.P2 + bad.PWN + bad.STOP))))  # fmt: skip
-add("members_runs_bare.zip", "warn", "a member that is a bare pickle of a payload, which is left out",
-    lambda: packed(("a.pth", bad.ckpt(bad.GOOD)), ("b.pkl", bad.P2 + bad.PWN + bad.STOP)))  # fmt: skip
+add(
+    "members_runs.zip",
+    "reject",
+    "a member that calls posix.mkdir",
+    lambda: packed(("policy.pth", bad.ckpt(bad.P2 + bad.PWN + bad.STOP))),
+)
+add(
+    "members_runs_bare.zip",
+    "warn",
+    "a member that is a bare pickle of a payload, which is left out",
+    lambda: packed(("a.pth", bad.ckpt(bad.GOOD)), ("b.pkl", bad.P2 + bad.PWN + bad.STOP)),
+)
 add("members_climb.zip", "reject", "a member called ../../evil.pth", lambda: packed(("../../evil.pth", bad.ckpt(bad.GOOD))))
 add("members_deep.zip", "reject", "40 archives within archives", lambda: in_itself(40, bad.ckpt(bad.GOOD)))
 add("members_deep_few.zip", "reject", "five archives within archives", lambda: in_itself(5, bad.ckpt(bad.GOOD)))
-add("members_bomb.zip", "reject", "members that inflate to 2 GB",
-    lambda: packed(*((f"{number}.pt", bytes(1 << 24)) for number in range(128))))  # fmt: skip
-add("members_cut.zip", "reject", "a member that is a cut checkpoint",
-    lambda: packed(("a.pth", bad.ckpt(bad.GOOD)), ("b.pth", bad.ckpt(bad.GOOD)[:-40])), field="b.pth")  # fmt: skip
+add(
+    "members_bomb.zip",
+    "reject",
+    "members that inflate to 2 GB",
+    lambda: packed(*((f"{number}.pt", bytes(1 << 24)) for number in range(128))),
+)
+add(
+    "members_cut.zip",
+    "reject",
+    "a member that is a cut checkpoint",
+    lambda: packed(("a.pth", bad.ckpt(bad.GOOD)), ("b.pth", bad.ckpt(bad.GOOD)[:-40])),
+    field="b.pth",
+)
 add(
     "members_many.zip",
     "reject",
