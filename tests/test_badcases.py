@@ -21,6 +21,7 @@ import pytest
 from hostile.cases import GENERATED, GENERATOR, GOOD, OUTPUTS, ZEROS, Case, bad
 from hostile.families import NEIGHBOURS
 from hostile.forked import Server, server
+from hostile.table import listed
 from program import SAMPLES, Finished, assert_one_error, idle_rss, run
 
 pytestmark = pytest.mark.badcases
@@ -320,11 +321,8 @@ def seen(paths: Iterable[Path]) -> dict[Path, object]:
     for path in paths:
         for item in [path, *path.rglob("*")]:
             status = item.lstat()
-            content = (
-                item.read_bytes()
-                if item.is_file() and not item.is_symlink() and status.st_blocks < 1 << 17 > status.st_size
-                else b""
-            )
+            small = item.is_file() and not item.is_symlink() and status.st_size < 1 << 17
+            content = item.read_bytes() if small else b""
             found[item] = status.st_mode, status.st_size, status.st_mtime_ns, content
     return found
 
@@ -417,6 +415,10 @@ def test_every_way_of_looking_at_a_generated_file_is_safe(case, hostile, forked,
 def test_neighbours_have_names_of_their_own():
     names = [case.file for case in (*NEIGHBOURS, *GENERATED)]
     assert sorted(set(names)) == sorted(names)
+
+
+def test_the_page_about_hostile_files_lists_exactly_the_cases():
+    assert sorted(listed()) == sorted(case.file for case in (*GENERATED, *NEIGHBOURS))
 
 
 @pytest.mark.parametrize("suffix", OUTPUTS)
