@@ -12,6 +12,7 @@ import click
 
 from ckptconv import __version__
 from ckptconv.errors import printable
+from ckptconv.signals import stop_in_good_order
 
 if TYPE_CHECKING:
     from ckptconv.plans import ConversionPlan
@@ -341,10 +342,9 @@ def _execute(plan: ConversionPlan, given: dict[str, Any]) -> None:
 def main() -> None:
     """The program: one line per error, exit codes 0 (done), 1 (refused or failed), 2 (usage), 130 and 143 (stopped)."""
     import gc
-    import signal
 
     gc.disable()  # one command and the process ends: a tree of a million nodes is no garbage, and looking costs a tenth
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    stop_in_good_order()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a terminal may lack the characters
     try:
@@ -356,7 +356,7 @@ def main() -> None:
     except click.ClickException as error:
         fail(printable(error.format_message(), 2000), 1)
     except (KeyboardInterrupt, click.Abort):
-        fail("interrupted; nothing was left behind", 130)
+        fail("interrupted; nothing unfinished was left behind", 130)
     except OSError as error:
         click.echo(f"error: cannot print the result: {error.strerror}", err=True)
         os._exit(1)  # the interpreter's own last flush would fail once more

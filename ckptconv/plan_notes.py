@@ -11,9 +11,10 @@ from ckptconv.compaction import CastRule
 from ckptconv.errors import printable
 from ckptconv.fitted_keys import KeyTarget
 from ckptconv.keys import KEEP, STRIP, UNMISTAKABLE, KeyRules
-from ckptconv.plans import RenamedKeys
+from ckptconv.plans import ConversionPlan, RenamedKeys
 from ckptconv.producers import offered_prefix
 from ckptconv.settling import Settled
+from ckptconv.sharding import index_path
 from ckptconv.tensors import TensorRef
 
 
@@ -57,6 +58,13 @@ def sharing_notes(refs: Sequence[TensorRef]) -> Iterator[str]:
     most = in_force()
     if claimed > most.view_free and claimed > most.view_ratio * stored:
         yield f"{len(refs)} tensors of {claimed} bytes share {stored} bytes of storage"
+
+
+def beside_notes(plan: ConversionPlan) -> Iterator[str]:
+    """Tell of an index that stands beside an output of one file, and whose shards a reader may take for it."""
+    index = index_path(plan.output)
+    if not plan.is_sharded and plan.to != "dcp" and index.is_file():
+        yield f"{printable(index.name)} stands beside it and names other files; whoever opens the folder may take those"
 
 
 def count_locations(refs: Iterable[TensorRef], retag: Callable[[str], str]) -> dict[tuple[str, str], int]:

@@ -20,11 +20,13 @@ from ckptconv.formats.torch_zip import Tree, lay_out_torch_zip
 from ckptconv.layout import one_item
 from ckptconv.nodes import Call, Dict, Node, mapping_pairs
 from ckptconv.plain_objects import plain_form
-from ckptconv.plan_notes import count_casts, count_locations, key_notes, prefix_notes, sharing_notes, tree_notes
+from ckptconv.plan_notes import beside_notes, count_casts, count_locations, key_notes, prefix_notes, sharing_notes, tree_notes
 from ckptconv.plans import ConversionPlan, Options, PlannedFile, target
 from ckptconv.renaming import rename_state_dicts
 from ckptconv.rule_files import mapping_text
 from ckptconv.settling import settle_objects
+from ckptconv.sharding import earlier_files
+from ckptconv.sources import Source
 
 
 def plan_conversion(checkpoint: Checkpoint, output: str | os.PathLike[str], options: Options) -> ConversionPlan:
@@ -42,6 +44,8 @@ def plan_conversion(checkpoint: Checkpoint, output: str | os.PathLike[str], opti
                 plan = _plan_dcp(checkpoint, path, options)
             else:
                 plan = plan_flat(checkpoint, path, to, options, in_folder=path != Path(output))
+            plan = replace(plan, inputs=checkpoint.sources, notes=(*plan.notes, *beside_notes(plan)))
+            _refuse_lost_inputs(plan)
             return plan if options.save_mapping is None else _with_mapping(plan, options.save_mapping)
     except CheckpointError as error:
         raise error.at(path=checkpoint.path) from error.__cause__
@@ -49,11 +53,31 @@ def plan_conversion(checkpoint: Checkpoint, output: str | os.PathLike[str], opti
 
 def _with_mapping(plan: ConversionPlan, path: Path) -> ConversionPlan:
     """The plan with the file beside its output that tells which key became which."""
-    taken = (plan.source, plan.output, *(file.path for file in plan.files), *([plan.index.path] if plan.index else []))
+    taken = {plan.source, plan.output, *(file.path for file in plan.files), *_files_of(plan.inputs)}
+    if plan.index is not None:
+        taken.add(plan.index.path)
     if path.resolve() in {other.resolve() for other in taken}:
         raise OutputRefused("is the source or the output, and cannot be the mapping too", path=path, hint="name another file")
     raw = mapping_text([item.mapped() for item in plan.state_dicts if item.mapped is not None])
     return replace(plan, mapping=PlannedFile(path, one_item("mapping", raw), lambda: iter(())))
+
+
+def _files_of(inputs: Sequence[Source]) -> set[Path]:
+    return {source.path for source in inputs}
+
+
+def _refuse_lost_inputs(plan: ConversionPlan) -> None:
+    """Refuse an output that would take the place of some files of a checkpoint of many, which are worth nothing apart."""
+    inputs = _files_of(plan.inputs)
+    if len(inputs) < 2 or plan.to == "dcp":
+        return
+    paths = {plan.output, *(file.path for file in plan.files), *(earlier_files(plan.output) if plan.is_sharded else ())}
+    taken = {path.resolve() for path in paths} | paths
+    names = {path.name for path in taken}
+    lost = [path for path in inputs if path.name in names and path.resolve() in taken]
+    if lost and len(lost) < len(inputs):
+        what = "is one of the files of the input, and the others need it"
+        raise OutputRefused(what, path=min(lost), hint="name another file or folder")
 
 
 def _plan_torch(checkpoint: Checkpoint, output: Path, options: Options) -> ConversionPlan:

@@ -33,6 +33,7 @@ __all__ = [
     "Spool",
     "combined_crc",
     "crc32",
+    "stamp",
 ]
 
 
@@ -92,7 +93,9 @@ class FileSource:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._fd = _open_regular(self.path)
-        self.size = os.fstat(self._fd).st_size
+        found = os.fstat(self._fd)
+        self.size = found.st_size
+        self._stamp = stamp(found)
         self._window, self._window_at = b"", 0  # the last bytes fetched for a small read: small records lie side by side
 
     def read_into(self, offset: int, view: memoryview) -> None:
@@ -125,10 +128,21 @@ class FileSource:
         through_fd = f"/proc/self/fd/{self._fd}"
         return through_fd if Path(through_fd).exists() else str(self.path)
 
+    def refuse_changed(self) -> None:
+        """Raise `MalformedCheckpoint` when somebody wrote to the file since it was opened: old and new were read mixed."""
+        if self._fd >= 0 and stamp(os.fstat(self._fd)) != self._stamp:
+            raise MalformedCheckpoint("was changed while it was read", path=self.path, hint="convert it again")
+
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):  # nothing was written to it that could be lost
+                os.close(fd)
+
+
+def stamp(found: os.stat_result) -> tuple[int, ...]:
+    """What changes when a file is written to, or when its name is given to another."""
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 @contextlib.contextmanager
@@ -188,7 +202,7 @@ class PooledSource(FileSource):
     def __init__(self, path: Path, pool: FilePool) -> None:
         super().__init__(path)
         self._pool = pool
-        self._identity: tuple[int, ...] | None = self._seen()
+        self._is_closed = False
         pool.hold(self)
 
     def read_into(self, offset: int, view: memoryview) -> None:
@@ -207,19 +221,15 @@ class PooledSource(FileSource):
 
     def close(self) -> None:
         self.rest()
-        self._identity = None
+        self._is_closed = True
 
     def _wake(self) -> None:
-        if self._fd < 0 and self._identity is not None:
+        if self._fd < 0 and not self._is_closed:
             self._fd = _open_regular(self.path)
-            if self._seen() != self._identity:
+            if stamp(os.fstat(self._fd)) != self._stamp:
                 self.rest()
                 raise MalformedCheckpoint("was replaced or changed while it was read", path=self.path)
         self._pool.hold(self)
-
-    def _seen(self) -> tuple[int, ...]:
-        found = os.fstat(self._fd)
-        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def stays_within(path: Path, folder: Path) -> bool:
@@ -244,8 +254,11 @@ class Spool:
 
         try:
             if self._file is None:
-                self._file = tempfile.NamedTemporaryFile(prefix="ckptconv-")  # noqa: SIM115
-                self._source = FileSource(self._file.name)
+                self._file = tempfile.NamedTemporaryFile(prefix="ckptconv-", delete=False)  # noqa: SIM115
+                try:
+                    self._source = FileSource(self._file.name)
+                finally:
+                    os.unlink(self._file.name)  # noqa: PTH108 (a process that is killed leaves nothing)
             start = self._file.seek(0, os.SEEK_END)
             for piece in pieces:
                 self._file.write(piece)

@@ -726,7 +726,7 @@ def test_a_signal_in_the_middle_leaves_nothing(number, code, output, tmp_path):
     )
     try:
         deadline = time.monotonic() + 30
-        while not any(path.stat().st_size > 1 << 22 for path in tmp_path.glob(f".{output}*")):
+        while not any(path.stat().st_size > 1 << 22 for path in tmp_path.glob(f".{output}*/*")):
             assert child.poll() is None, child.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.005)

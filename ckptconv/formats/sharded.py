@@ -15,10 +15,11 @@ from ckptconv.checkpoint import Checkpoint
 from ckptconv.documents import read_object
 from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.nodes import ORDERED_DICT, Call, Node
-from ckptconv.sources import FileSource, stays_within
+from ckptconv.sources import FileSource, stamp, stays_within
 
 NAME = "sharded"
 _INDEX = ".index.json"
+_TRIES = 10
 _ALONE = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin",
           "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")  # fmt: skip
 """Names under which the libraries save weights that need no shards, the preferred first."""
@@ -39,11 +40,34 @@ def open_sharded(path: Path, open_file: Callable[[Path], Checkpoint]) -> Checkpo
     """Open all shards that an index names; reads their directories, no payload.
 
     The tree is an OrderedDict in the index's order. Raises `MalformedCheckpoint` when a shard is missing or unsafe, or when
-    index and shards do not agree on who holds a key.
+    index and shards do not agree on who holds a key. An index that is replaced meanwhile is read anew: the shards that were
+    opened may be of either set.
     """
     index = path if not path.is_dir() else _index_of(path)
     if index is None:
         return open_file(next(path / name for name in _ALONE if (path / name).is_file()))
+    for _ in range(_TRIES):
+        before = _seen(index)
+        try:
+            checkpoint = _open_set(index, open_file)
+        except CheckpointError:
+            if _seen(index) == before:
+                raise
+            continue
+        if _seen(index) == before:
+            return checkpoint
+        checkpoint.close()
+    raise MalformedCheckpoint("is being replaced, again and again", path=index, hint="wait until its writer is done")
+
+
+def _seen(index: Path) -> tuple[int, ...] | None:
+    try:
+        return stamp(index.stat())
+    except OSError:
+        return None
+
+
+def _open_set(index: Path, open_file: Callable[[Path], Checkpoint]) -> Checkpoint:
     weight_map = _weight_map(index)
     shards: dict[str, Checkpoint] = {}
     try:
