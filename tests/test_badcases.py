@@ -10,6 +10,7 @@ import io
 import json
 import pickle
 import random
+import re
 import subprocess
 import sys
 import zipfile
@@ -396,6 +397,17 @@ def test_every_way_of_looking_is_as_safe_as_converting(case, forked, tmp_path, f
         assert_only_looked(done, allowed, forked.idle_rss)
         stage.check()
         figure("looks at hostile files")
+
+
+RUNNING = [case for case in NEIGHBOURS if re.search("exec|runs", case.file) and case.option != "--rules"]
+
+
+@pytest.mark.parametrize("case", RUNNING, ids=by_file)
+def test_scan_calls_every_payload_dangerous(case, forked, tmp_path):
+    stage = Stage(case, tmp_path)
+    done = forked.run("scan", *stage.given, cwd=stage.cwd, tmp=stage.tmp)
+    assert done.exit == 1, done.err + done.out
+    assert "dangerous" in done.out
 
 
 @pytest.mark.parametrize(

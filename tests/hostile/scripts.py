@@ -82,7 +82,7 @@ add(
 )
 add(
     "script_quotes.pt",
-    "reject",
+    "warn",
     "a list of a million quotes that never end",
     lambda: script("class Net(Module):\n  __parameters__ = [" + '\\"' * 1_000_000 + "]\n  w : Tensor\n"),
 )

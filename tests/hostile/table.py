@@ -208,8 +208,9 @@ def summary(found: list[Row]) -> Iterator[str]:
 HEAD = """# Hostile files: every case, and who does what with it
 
 Written by `python -m hostile.table` (in `tests/`) with torch {torch} and safetensors {safetensors}.
-`tests/test_badcases.py` holds ckptconv to it: exit code, one line that names file and field, nothing executed, nothing left behind, the source untouched,
-under 10 s and 200 MB above a program that does nothing. `inspect`, `doctor`, `scan` and `diff` are held to the same.
+`tests/test_badcases.py` holds ckptconv to it: exit code, one line that names file and field, nothing executed, nothing left
+behind, the source untouched, under 10 s and 200 MB above a program that does nothing. So are `inspect`, `doctor`,
+`scan` and `diff`.
 
 Each reader is asked in a process of its own with 10 s of processor time, 20 s by the clock and 8 GB of address space. "Hangs"
 is more than that. "Accepts" says that tensors are returned, not that they are right. DCP folders are given to
