@@ -114,6 +114,10 @@ class Rename(Rule):
         return () if any(key.startswith(self.old) for key in keys) else (self.words,)
 
 
+_LONGEST_MADE = 1 << 20
+"""Characters of a key to which replacements may lengthen it: each of many can double it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Regex(Rule):
     r"""Replaces what `pattern` matches, wherever in a key, by `replacement`, as `re.sub` does (``\1``, ``\g<name>``).
@@ -144,7 +148,14 @@ class Regex(Rule):
 
     def step(self, keys: Sequence[str]) -> Step:
         pattern, replacement = self._compiled(), self.replacement
-        return lambda key: pattern.sub(replacement, key)
+
+        def replaced(key: str) -> str:
+            made = pattern.sub(replacement, key)
+            if len(made) > max(_LONGEST_MADE, len(key)):
+                raise KeyConflict(f"{self.words} makes a key of {len(made)} characters", where=key)
+            return made
+
+        return replaced
 
     def idle(self, keys: Sequence[str]) -> tuple[str, ...]:
         return () if any(map(self._compiled().search, keys)) else (self.words,)
