@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ckptconv.plans import ConversionPlan
 from ckptconv.cli_options import (
     FILE,
+    LIMIT,
     TAG,
     RuleCommand,
     choice_options,
@@ -129,6 +130,7 @@ Examples:
 @click.argument("sources", metavar="IN...", type=FILE, nargs=-1, required=True)
 @click.option("--depth", type=click.IntRange(0, 50), default=2, show_default=True, help="Levels of the tree to show.")
 @TAG
+@LIMIT
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 def inspect(sources: tuple[Path, ...], depth: int, tag: str | None, as_json: bool) -> None:
     """Show what is in checkpoint IN, where it was saved, and what will not load and why. Reads no tensor's bytes."""
@@ -169,6 +171,7 @@ Examples:
 @click.option("--device", metavar="TAG", help="Where the tensors are wanted: cpu (default), cuda:0, mps, ..., auto.")
 @click.option("--values", is_flag=True, help="Read the tensors too: damaged records, values that are NaN or infinite.")
 @TAG
+@LIMIT
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 def doctor(sources: tuple[Path, ...], as_json: bool, **given: Any) -> None:
     """Say why checkpoint IN would not load on this host, or would disappoint, and the command that mends it.
@@ -230,6 +233,7 @@ Exit code: 0 same, 1 different, 2 wrong usage or a file that cannot be compared.
 @click.option("--equal-nan", is_flag=True, help="With a tolerance: NaN equals NaN.")
 @click.option("--ignore-dtype", is_flag=True, help="Compare the values of tensors of different dtypes as numbers.")
 @click.option("--strict-device", is_flag=True, help="Another device tag is a difference too.")
+@LIMIT
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing; the exit code says it.")
 def diff(a: Path, b: Path, as_json: bool, quiet: bool, **given: Any) -> None:
@@ -259,6 +263,7 @@ Exit code: 0 nothing dangerous, 1 something dangerous (with --strict: or unknown
 )
 @click.argument("paths", metavar="PATH...", type=FILE, nargs=-1, required=True)
 @click.option("--strict", is_flag=True, help="Exit with 1 for names that are not known to be plain, too.")
+@LIMIT
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing; the exit code says it.")
 def scan(paths: tuple[Path, ...], strict: bool, as_json: bool, quiet: bool) -> None:

@@ -74,6 +74,34 @@ def _with_options(command: F, options: Sequence[Callable[[F], F]]) -> F:
 TAG = click.option("--tag", metavar="TAG", help="The step to read, where IN is a folder of several, e.g. global_step500.")
 
 
+def _limits_set(ctx: click.Context, _: click.Parameter, given: Sequence[str]) -> None:
+    """Set the limits that the command runs under."""
+    if given:
+        from ckptconv.bounds import limits
+
+        try:
+            ctx.with_resource(limits(**dict(map(_limit, given))))
+        except (CheckpointError, TypeError, ValueError) as error:
+            raise click.UsageError(str(error)) from None
+
+
+def _limit(text: str) -> tuple[str, float]:
+    """The name and the value of a limit: a count, a size such as 4GiB, or seconds."""
+    from ckptconv.bounds import DEFAULTS
+    from ckptconv.sharding import parse_size
+
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"--limit is NAME=VALUE, not {text}")
+    if type(getattr(DEFAULTS, name, 0)) is float:
+        return name, float(value)
+    return name, int(value) if value.isascii() and value.isdigit() else parse_size(value)
+
+
+LIMIT = click.option("--limit", metavar="NAME=VALUE", multiple=True, expose_value=False, callback=_limits_set,
+                     help="Raise a limit that an error named, e.g. pickle_bytes=4GiB.")  # fmt: skip
+
+
 def output_options(command: F) -> F:
     """The arguments and options that every writing command has."""
     options = [
@@ -87,6 +115,7 @@ def output_options(command: F) -> F:
         click.option("--max-shard-size", metavar="SIZE", help="Split the state dict into shards, e.g. of 5GB, and an index."),
         click.option("--only", metavar="PATH", help="Convert one part of the checkpoint, e.g. state_dict or ema."),
         TAG,
+        LIMIT,
         choice_options,
         click.option("--save-mapping", metavar="FILE", type=FILE,
                      help="Write which key became which to a JSON file, which --rules FILE --reverse undoes."),

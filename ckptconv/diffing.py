@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint, StateDict, find, label_text
 from ckptconv.collector import collector_paused
 from ckptconv.comparison import Deviation, Tolerance, deviation, differing_pairs
@@ -24,7 +25,6 @@ from ckptconv.plain_objects import plain_form, tensor_form
 from ckptconv.tensors import Storage, TensorObject, TensorRef, whole_storage
 from ckptconv.torch_objects import Window
 
-_MOST_PAIRS = 10_000_000
 _SHOWN = 60  # characters of a plain value in a report
 
 
@@ -210,6 +210,7 @@ def _walk_together(first: Node, second: Node, found: _Found) -> Iterator[tuple[s
     A pair of containers that was met before, as shared and cyclic ones are, is not entered again.
     """
     work = [("", first, second)]
+    most = in_force().compared_pairs
     met: set[tuple[int, int]] = set()
     alive: list[Node] = []  # plain forms are made here, and told apart by their addresses
     while work:
@@ -223,8 +224,9 @@ def _walk_together(first: Node, second: Node, found: _Found) -> Iterator[tuple[s
             continue
         met.add((id(ours), id(theirs)))
         alive += (ours, theirs)
-        if len(met) > _MOST_PAIRS:
-            raise LimitExceeded(f"more than {_MOST_PAIRS} pairs of containers would have to be compared")
+        if len(met) > most:
+            what = f"more than {most} pairs of containers would have to be compared"
+            raise LimitExceeded(what, limit="compared_pairs", allowed=most)
         work.extend(reversed(list(_entries_of_both(path, inside, other, found))))
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from ckptconv.bounds import held
 from ckptconv.checkpoint import Checkpoint, StateDict, label_text, place_text, tensor_of, walk
 from ckptconv.errors import CheckpointError
 from ckptconv.keys import find_wrappers
@@ -69,7 +70,8 @@ class Inspection:
 def inspect_checkpoint(checkpoint: Checkpoint, depth: int = 2) -> Inspection:
     """The facts about an opened checkpoint, modules of state dicts grouped down to `depth` segments of their keys."""
     try:
-        return _inspect(checkpoint, depth)
+        with held(checkpoint.limits):
+            return _inspect(checkpoint, depth)
     except CheckpointError as error:
         raise error.at(path=checkpoint.path) from error.__cause__
 

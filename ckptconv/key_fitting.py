@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from ckptconv.bounds import in_force
 from ckptconv.errors import KeyConflict, LimitExceeded
 from ckptconv.keys import STRIP, map_keys
-from ckptconv.limits import LIMITS
 
 Shape = tuple[int, ...] | None
 """The shape of the tensor under a key; None where it is not known or there is no tensor: it fits every shape."""
@@ -185,8 +185,10 @@ def _endings(names: Iterable[str]) -> Mapping[str, list[str]]:
 
 def _refuse_endless(names: Iterable[str]) -> None:
     """Raise `LimitExceeded` when the suffixes of all names together would take more memory than any model's."""
-    if sum(len(name) * name.count(".") for name in names) // 2 > LIMITS.names:
-        raise LimitExceeded(f"its keys are too long to be fitted: their suffixes have more than {LIMITS.names} characters")
+    length = sum(len(name) * name.count(".") for name in names) // 2
+    if length > (most := in_force().names):
+        what = f"its keys are too long to be fitted: their suffixes have {length} characters"
+        raise LimitExceeded(what, limit="names", allowed=most, needed=length)
 
 
 # ------------------------------------------------------------------------------------------------------- assigning key to key

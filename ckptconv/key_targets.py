@@ -10,12 +10,12 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from ckptconv.bounds import in_force
 from ckptconv.documents import read_object
 from ckptconv.errors import AmbiguousStateDict, CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.fitted_keys import KeyTarget, shapes_of
 from ckptconv.formats.detect import open_checkpoint
 from ckptconv.key_fitting import Shape, Shapes
-from ckptconv.limits import LIMITS
 from ckptconv.named_models import model_shapes
 from ckptconv.sources import FileSource
 
@@ -65,7 +65,7 @@ def _indexed_keys(index: Path) -> list[str]:
 
 
 def _weight_map(index: Path) -> dict[str, object]:
-    found = read_object(_content(index, LIMITS.index_bytes), index, "index").get("weight_map")
+    found = read_object(_content(index, "index_bytes"), index, "index").get("weight_map")
     if not isinstance(found, dict) or not found:
         raise MalformedCheckpoint("is missing or names no keys", path=index, where="weight_map")
     return found
@@ -74,7 +74,7 @@ def _weight_map(index: Path) -> dict[str, object]:
 def _listed_keys(file: Path) -> list[str] | None:
     """The lines of a text; None for anything that is no text of keys."""
     try:
-        text = _content(file, LIMITS.text_bytes).decode("utf-8-sig")
+        text = _content(file, "text_bytes").decode("utf-8-sig")
     except (CheckpointError, UnicodeDecodeError):
         return None
     keys = [key for line in text.splitlines() if (key := line.strip())]
@@ -83,11 +83,12 @@ def _listed_keys(file: Path) -> list[str] | None:
     return keys if keys and plain else None
 
 
-def _content(file: Path, limit: int) -> bytes:
+def _content(file: Path, limit: str) -> bytes:
+    """All of a file; `limit` is the name of the limit of its size."""
     source = FileSource(file)
     try:
-        if source.size > limit:
-            raise LimitExceeded(f"has {source.size} bytes, more than {limit}", path=file)
+        if source.size > (most := getattr(in_force(), limit)):
+            raise LimitExceeded(f"has {source.size} bytes", limit=limit, allowed=most, needed=source.size, path=file)
         return source.read(0, source.size)
     finally:
         source.close()

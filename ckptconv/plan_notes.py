@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint, StateDict, place_text
 from ckptconv.compaction import CastRule
 from ckptconv.errors import printable
 from ckptconv.fitted_keys import KeyTarget
 from ckptconv.keys import KEEP, STRIP, UNMISTAKABLE, KeyRules
-from ckptconv.limits import LIMITS
 from ckptconv.plans import ConversionPlan, RenamedKeys
 from ckptconv.producers import offered_prefix
 from ckptconv.settling import Settled
@@ -51,7 +51,8 @@ def sharing_notes(refs: Sequence[TensorRef]) -> Iterator[str]:
     """Tell of tensors that would take far more bytes than the storages that they share."""
     claimed = sum(ref.nbytes for ref in refs)
     stored = sum({id(piece.storage): piece.storage.nbytes for ref in refs for piece in ref.pieces}.values())
-    if claimed > LIMITS.view_free and claimed > LIMITS.view_ratio * stored:
+    most = in_force()
+    if claimed > most.view_free and claimed > most.view_ratio * stored:
         yield f"{len(refs)} tensors of {claimed} bytes share {stored} bytes of storage"
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ckptconv.bounds import held, in_force
 from ckptconv.checkpoint import Checkpoint, StateDict, find, find_state_dicts, tensor_of, tensors_of, walk
 from ckptconv.collector import collector_paused
 from ckptconv.compaction import CastRule
@@ -36,7 +37,7 @@ def plan_conversion(checkpoint: Checkpoint, output: str | os.PathLike[str], opti
     """
     path, to = target(Path(output), options)
     try:
-        with collector_paused():
+        with collector_paused(), held(checkpoint.limits):
             if to == "torch" and options.max_shard_size is None:
                 plan = _plan_torch(checkpoint, path, options)
             elif to == "dcp":
@@ -89,6 +90,7 @@ def _plan_torch(checkpoint: Checkpoint, output: Path, options: Options) -> Conve
     if not refs and not settled.storages:
         raise AmbiguousStateDict("holds no tensors, so there is nothing to convert", where=options.only)
     tree = Tree(root, overlay, refs, settled.storages)
+    depth = in_force().depth
     cast = _cast_rule(found, tree, options)
     layout = lay_out_torch_zip(tree, cast, options.tags)
     return ConversionPlan(
@@ -97,7 +99,7 @@ def _plan_torch(checkpoint: Checkpoint, output: Path, options: Options) -> Conve
         source_nbytes=checkpoint.nbytes,
         output=output,
         to="torch",
-        files=(PlannedFile(output, layout, lambda: tensors_of(root, overlay)),),
+        files=(PlannedFile(output, layout, lambda: tensors_of(root, overlay, depth=depth)),),
         index=None,
         in_folder=False,
         state_dicts=renamed,
@@ -113,7 +115,7 @@ def _plan_torch(checkpoint: Checkpoint, output: Path, options: Options) -> Conve
             *prefix_notes(checkpoint, found, options.keys, options.fit_to),
             *sharing_notes(refs),
         ),
-        tensors=lambda: tensors_of(root, overlay),
+        tensors=lambda: tensors_of(root, overlay, depth=depth),
         cast=cast,
     )
 

@@ -16,17 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptconv.archives import is_zip, read_directory
+from ckptconv.bounds import in_force
 from ckptconv.errors import CheckpointError, UnsupportedCheckpoint
 from ckptconv.formats.detect import STRANGERS
 from ckptconv.formats.safetensors import is_safetensors
 from ckptconv.formats.torch_tar import is_tar
-from ckptconv.limits import LIMITS
 from ckptconv.sources import CHUNK, FileSource, MemorySource, RangeSource, Source
 from ckptconv.threats import LEVELS, Level, judge
 from ckptconv.tracing import Trace, trace_pickle
 
-_DEEPEST = 8  # streams within streams
-_MOST_PICKLES = 100_000  # one behind another
 _WINDOWS = (512, 1 << 16, 1 << 20, 1 << 24, 1 << 27, 1 << 30)
 """How much of a stream is read, in turn, until its pickle has ended or is seen to be none."""
 _BEGINS = re.compile(rb"\x80[\0-\5]").match
@@ -130,8 +128,12 @@ class _Scanner:
 
     def scan(self, source: Source, where: str, depth: int) -> str:
         """Look into a source for whatever it is; says what that is."""
-        if depth > _DEEPEST:
-            self._odd(where, f"streams lie more than {_DEEPEST} deep in each other; what is below was not looked at")
+        if depth > (most := in_force().scanned_depth):
+            self._odd(
+                where,
+                f"streams lie more than {most} deep in each other; what is below was not looked at"
+                f" (--limit scanned_depth={2 * most} looks further)",
+            )
             return "unknown"
         head = source.read(0, min(512, source.size))
         if is_zip(head):
@@ -182,7 +184,8 @@ class _Scanner:
         trace = trace_pickle(head[_numpy_end(head) :])
         if not (trace.end or trace.cut or trace.names or trace.alarms or is_zip(head) or is_tar(head)):
             return
-        limit = min(LIMITS.pickle_bytes, max(LIMITS.inflated_free, LIMITS.inflated_ratio * stored))
+        most = in_force()
+        limit = min(most.pickle_bytes, max(most.inflated_free, most.inflated_ratio * stored))
         inflated = _inflated(source, offset, stored, limit)
         self.scan(MemorySource(inflated, source.path), where, depth + 1)
         if len(inflated) == limit:
@@ -220,14 +223,21 @@ class _Scanner:
 
     def _pickles(self, source: Source, start: int, where: str, depth: int) -> int:
         """Follow the pickles that lie one behind another; how many there are."""
-        count, at = 0, start
-        while at < source.size and count < _MOST_PICKLES:
+        count, at, most = 0, start, in_force().scanned_pickles
+        while at < source.size and count < most:
             before = self.pickles
             end = self._pickle(source, at, where, depth, certain=count == 0)
             count += self.pickles > before
             if end <= at:
-                break
+                return count
             at = end
+        if at < source.size:
+            self._odd(
+                where,
+                f"more than {most} pickles lie one behind another; what is behind was not looked at"
+                f" (--limit scanned_pickles={2 * most} looks further)",
+                at,
+            )
         return count
 
     def _pickle(self, source: Source, start: int, where: str, depth: int, *, certain: bool) -> int:

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Protocol
 
+from ckptconv.bounds import in_force
 from ckptconv.errors import LimitExceeded, MalformedCheckpoint, OutputRefused, UnsupportedCheckpoint
-from ckptconv.limits import LIMITS
 
 try:  # several times quicker than zlib where the processor has carry-less multiplication
     from isal.isal_zlib import crc32
@@ -178,6 +178,7 @@ class FilePool:
 
     def __init__(self) -> None:
         self._open: dict[PooledSource, None] = {}  # the one used last stands last
+        self._most = in_force().open_files
 
     def source(self, path: Path) -> PooledSource:
         """The file at `path`, opened once to see that it is there and how long it is."""
@@ -187,7 +188,7 @@ class FilePool:
         """Note that `source` is open and in use; close the one that was not used for longest where there are too many."""
         self._open.pop(source, None)
         self._open[source] = None
-        if len(self._open) > LIMITS.open_files:
+        if len(self._open) > self._most:
             next(iter(self._open)).rest()
 
     def release(self, source: PooledSource) -> None:
@@ -275,6 +276,23 @@ class Spool:
             self._file.close()
 
 
+def refuse_bomb(what: str, deflated: int, size: int, path: Path, where: str | None = None) -> None:
+    """Raise `LimitExceeded` when `deflated` bytes claim to be `size` bytes and that is no usual ratio."""
+    most = in_force()
+    if size <= most.inflated_free or size <= deflated * most.inflated_ratio:
+        return
+    limit, needed = ("inflated_ratio", -(-size // deflated)) if deflated else ("inflated_free", size)
+    raise LimitExceeded(
+        what,
+        limit=limit,
+        allowed=getattr(most, limit),
+        needed=needed,
+        path=path,
+        where=where,
+        advice="it looks like a decompression bomb",
+    )
+
+
 class InflatedSource:
     """A deflated run of another source, inflated once, on first use, into a spool.
 
@@ -283,13 +301,7 @@ class InflatedSource:
     """
 
     def __init__(self, parent: Source, offset: int, deflated: int, size: int, crc: int | None, name: str, spool: Spool) -> None:
-        if size > LIMITS.inflated_free and size > deflated * LIMITS.inflated_ratio:
-            raise LimitExceeded(
-                f"claims to inflate {deflated} bytes to {size}, more than {LIMITS.inflated_ratio}-fold",
-                path=parent.path,
-                where=name,
-                hint="a decompression bomb; store it uncompressed if it is real",
-            )
+        refuse_bomb(f"claims to inflate {deflated} bytes to {size}", deflated, size, parent.path, name)
         self.path, self.size = parent.path, size
         self._parent, self._offset, self._deflated, self._crc, self._name = parent, offset, deflated, crc, name
         self._spool = spool

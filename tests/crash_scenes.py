@@ -231,3 +231,18 @@ SCENES: dict[str, Scene] = {
     "dcp": Scene(source, convert("--to", "dcp", output="out"), dcp_at("out"), needs_torch=True),
     "dcp again": Scene(with_dcp, convert("--to", "dcp", "--force", output="out"), dcp_at("out"), needs_torch=True),
 }
+
+
+def big_source(room: Path) -> None:
+    """A file of 60 MB in place of the usual one."""
+    torch.save({f"w{index}": torch.full((3_000_000,), float(index)) for index in range(5)}, room / "in.pt")
+
+
+def is_big(room: Path) -> Tensors | None:
+    """A reader of what `big_source` becomes in bf16: the new tensors if it is whole."""
+    path = room / "out.safetensors"
+    if not path.exists():
+        return None
+    found = load_file(path)
+    whole = {f"w{index}": torch.full((3_000_000,), float(index), dtype=torch.bfloat16) for index in range(5)}
+    return NEW if same(found, whole) else found

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import random
 import shutil
+import signal
+import subprocess
+import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from crash_scenes import SCENES, Scene, contents, hidden
+from crash_scenes import SCENES, Scene, big_source, contents, convert, hidden, is_big
 from faults import ERRORS, KILL, STOPPED, STOPS, Call, calls, injected, require_strace
-from program import assert_one_error, run
+from program import PROGRAM, assert_one_error, environment, run
 
 CLEANING = {"unlink", "unlinkat", "rmdir"}
 """Calls by which what is left is removed: where they fail, it stays."""
@@ -93,3 +97,62 @@ def test_every_fault_leaves_an_output_whole(name, tmp_path, record_property):
         record_property(fault, count)
     assert not broken, f"{len(broken)} of {tried}\n" + "\n".join(broken)
     assert tried[KILL] > 20
+
+
+# ------------------------------------------------------------------------------------------------- stopped at any moment
+
+
+def stopped(scene: Scene, room: Path, number: int, delays: list[float]) -> tuple[int, str]:
+    """The exit code of a conversion and its lines on stderr, with that signal sent after each of the delays, in seconds."""
+    command = [*PROGRAM, *map(str, scene.arguments(room))]
+    child = subprocess.Popen(command, cwd=room, env=environment(), stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
+    try:
+        for delay in delays:
+            time.sleep(delay)
+            child.send_signal(number)
+        _, err = child.communicate(timeout=60)
+    finally:
+        child.kill()
+    return child.returncode, err.decode()
+
+
+def stop_at_random(scene: Scene, room: Path, seed: int) -> str:
+    """One run that is stopped once or twice; returns what became of the output."""
+    chance = random.Random(seed)
+    made(scene, room)
+    before, state = contents(room), scene.state(room)
+    begin = time.monotonic()
+    assert run(*scene.arguments(room), cwd=room).exit == 0
+    usual = time.monotonic() - begin
+    made(scene, room)
+    number = chance.choice((signal.SIGINT, signal.SIGTERM))
+    again = [chance.uniform(0, 0.02) for _ in range(chance.randrange(3))]
+    code, err = stopped(scene, room, number, [chance.uniform(0, 1.1 * usual), *again])
+    after = scene.state(room)
+    assert code in (0, 128 + number, -number), err
+    if code == -number or "ckptconv/" not in err:  # in python's own start, before it heard of us
+        assert "Traceback" not in err or after == state
+    else:
+        assert "Traceback" not in err, err
+    assert after in (state, "new") and (code != 0 or after == "new")
+    assert contents(room) == before or after == "new"
+    assert hidden(room) == []
+    return f"{code} {after}"
+
+
+BIG = Scene(big_source, convert("--dtype", "bf16", output="out.safetensors"), is_big)
+"""A conversion that takes its time: casts, a thread that writes."""
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_stop_at_any_moment_leaves_nothing(seed, tmp_path):
+    stop_at_random(BIG, tmp_path / "room", seed)
+
+
+@pytest.mark.trust
+@pytest.mark.parametrize("name", ["big", "shards of the same names", "dcp"])
+def test_many_stops_at_any_moment_leave_nothing(name, tmp_path, record_property):
+    count = 40 if name == "dcp" else 150
+    ends = Counter(stop_at_random({**SCENES, "big": BIG}[name], tmp_path / "room", seed) for seed in range(count))
+    record_property("ends", dict(ends))
+    assert len(ends) > 1

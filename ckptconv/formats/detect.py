@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptconv.archives import is_zip, read_directory
+from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.collector import collector_paused
 from ckptconv.errors import CheckpointError, LimitExceeded, UnsupportedCheckpoint, printable
@@ -26,7 +27,6 @@ from ckptconv.formats.torch_tar import is_tar, open_torch_tar
 from ckptconv.formats.torch_zip import open_torch_zip
 from ckptconv.formats.torchscript import is_torchscript, open_torchscript
 from ckptconv.formats.zip_members import may_hold_checkpoints, open_zip_members
-from ckptconv.limits import LIMITS
 from ckptconv.modules import flatten_modules
 from ckptconv.old_tensors import complete_tensors
 from ckptconv.sources import FilePool, FileSource, Source
@@ -225,8 +225,9 @@ def _open_owned(source: Source) -> Checkpoint:
 
 def open_source(source: Source, depth: int = 0) -> Checkpoint:
     """Open what a source holds, itself `depth` files within files; the caller closes the source when that fails."""
-    if depth > LIMITS.files_in_files:
-        raise LimitExceeded(f"holds more than {LIMITS.files_in_files} files within files", path=source.path)
+    if depth > (most := in_force().files_in_files):
+        what = f"holds more than {most} files within files"
+        raise LimitExceeded(what, limit="files_in_files", allowed=most, path=source.path)
     head = source.read(0, min(_HEAD, source.size))
     for candidate in FORMATS:
         if candidate.matches(head):

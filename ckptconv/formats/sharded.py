@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.documents import read_object
 from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
-from ckptconv.limits import LIMITS
 from ckptconv.nodes import ORDERED_DICT, Call, Node
 from ckptconv.sources import FileSource, stamp, stays_within
 
@@ -110,8 +110,8 @@ def _index_of(folder: Path) -> Path | None:
 def _weight_map(index: Path) -> Mapping[str, str]:
     source = FileSource(index)
     try:
-        if source.size > LIMITS.index_bytes:
-            raise LimitExceeded(f"has {source.size} bytes, more than {LIMITS.index_bytes}", path=index)
+        if source.size > (most := in_force().index_bytes):
+            raise LimitExceeded(f"has {source.size} bytes", limit="index_bytes", allowed=most, needed=source.size, path=index)
         found = read_object(source.read(0, source.size), index, "index")
     finally:
         source.close()
@@ -121,8 +121,8 @@ def _weight_map(index: Path) -> Mapping[str, str]:
     for key, name in weight_map.items():
         if type(name) is not str or not _is_plain_name(name):
             raise _malformed(index, key, f"its shard {printable(str(name))} is no plain file name")
-    if len(set(weight_map.values())) > LIMITS.shards:
-        raise LimitExceeded(f"names more than {LIMITS.shards} shards", path=index)
+    if (count := len(set(weight_map.values()))) > (most := in_force().shards):
+        raise LimitExceeded(f"names {count} shards", limit="shards", allowed=most, needed=count, path=index)
     return weight_map
 
 
