@@ -188,7 +188,11 @@ def _remove_unheld(folder: Path) -> None:
 @contextlib.contextmanager
 def _folder_held(path: Path) -> Iterator[None]:
     """The folder of `path` locked against others who put shards in place there; names of two sets must not be mixed."""
-    lock = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        lock = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except PermissionError:  # one that may be written to and not read
+        yield
+        return
     try:
         _lock_patiently(lock, path)
         yield
