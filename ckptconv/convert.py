@@ -36,7 +36,7 @@ from ckptconv.plans import ConversionPlan, Options, PlannedFile, Target, Tied, k
 from ckptconv.settling import Unknown
 from ckptconv.sharding import earlier_files, index_path, moved_index, parse_size
 from ckptconv.sources import SMALL, combined_crc, crc32, refuse_changed
-from ckptconv.staging import ShardSet, put_file, put_folder, put_new_folder, put_set, staging_folder
+from ckptconv.staging import ShardSet, put_file, put_folder, put_new_folder, put_set, remove_leftovers, staging_folder
 from ckptconv.tensors import Storage, TensorRef, iter_cast_chunks, iter_chunks, refuse_crc, verbatim_range, verbatim_runs
 
 
@@ -162,6 +162,8 @@ def _write_files(plan: ConversionPlan, force: bool, fsync: bool, verify: bool, p
             refuse_missing_folder(folder, folder.parent)
         else:
             _refuse_taken(plan, force)
+        if plan.in_folder:
+            remove_leftovers(followed(folder))  # of a process that was killed just when the folder was there
         made = stack.enter_context(staging_folder(_place(plan, is_new), plan.output))
         if is_new:
             made = made / folder.name
