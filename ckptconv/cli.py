@@ -188,8 +188,7 @@ def doctor(sources: tuple[Path, ...], as_json: bool, **given: Any) -> None:
         print_json(report.diagnosis_document(found))
     else:
         click.secho(printable(", ".join(map(str, sources))), bold=True)
-        for finding in found.findings:
-            print_lines(report.finding_lines(finding))
+        print_lines(report.finding_lines(found.findings))
         click.secho(report.diagnosis_headline(found), fg="green" if found.loads else "red")
     sys.exit(0 if found.loads else 1)
 
@@ -217,9 +216,10 @@ Examples:
   ckptconv diff ddp_cuda3.pt model.pt --keys strip
   ckptconv diff epoch1.pt epoch2.pt --atol 1e-6 --rtol 1e-5
   ckptconv diff model.pt model_bf16.safetensors --ignore-dtype --rtol 0.01
+  ckptconv diff zero3_run/ model.safetensors --tag global_step500
   ckptconv diff old.pt new.pt --whole --json
 
-Exit code: 0 same, 1 different, 2 wrong usage or a file that cannot be compared.""",
+Exit code: 0 same, 1 different, 2 wrong usage, or a file that is damaged or cannot be compared.""",
 )
 @click.argument("a", metavar="A", type=FILE)
 @click.argument("b", metavar="B", type=FILE)
@@ -227,9 +227,13 @@ Exit code: 0 same, 1 different, 2 wrong usage or a file that cannot be compared.
 @key_options("keep")
 @click.option("--only", metavar="PATH", help="Compare one part of both, e.g. state_dict or ema.")
 @click.option("--only-b", metavar="PATH", help="The part of B, where it has another path ('' is all of it).")
+@click.option("--tag", metavar="TAG", help="The step of A to read, where A is a folder of several, e.g. global_step500.")
+@click.option("--tag-b", metavar="TAG", help="The step of B, likewise.")
 @click.option("--whole", is_flag=True, help="Compare everything in the files, by path: optimizers, numbers, names too.")
-@click.option("--atol", type=click.FloatRange(min=0), help="Values may be so far apart, |a - b| <= atol + rtol * |b|.")
-@click.option("--rtol", type=click.FloatRange(min=0), help="Or so far in proportion to B's.")
+@click.option(
+    "--atol", metavar="NUMBER", type=click.FloatRange(min=0), help="Values may be so far apart, |a - b| <= atol + rtol * |b|."
+)
+@click.option("--rtol", metavar="NUMBER", type=click.FloatRange(min=0), help="Or so far in proportion to B's.")
 @click.option("--equal-nan", is_flag=True, help="With a tolerance: NaN equals NaN.")
 @click.option("--ignore-dtype", is_flag=True, help="Compare the values of tensors of different dtypes as numbers.")
 @click.option("--strict-device", is_flag=True, help="Another device tag is a difference too.")
@@ -249,7 +253,7 @@ def diff(a: Path, b: Path, as_json: bool, quiet: bool, **given: Any) -> None:
     elif not quiet:
         click.secho(verdicts.difference_headline(found), fg="green" if found.same else "yellow", bold=True)
         print_lines(verdicts.difference_lines(found))
-    sys.exit(0 if found.same else 1)
+    sys.exit(2 if found.damaged else 0 if found.same else 1)
 
 
 @cli.command(
@@ -259,10 +263,11 @@ Examples:
   ckptconv scan models/ --strict
   ckptconv scan a.pkl b.zip --json
 
-Exit code: 0 nothing dangerous, 1 something dangerous (with --strict: or unknown), 2 a path cannot be read."""
+Exit code: 0 nothing dangerous, 1 something dangerous (with --strict: or unknown), 2 a path cannot be read.
+Unknown are names that are no part of ordinary checkpoints, and what cannot be looked into: gzip, bzip2, xz, 7z, ..."""
 )
 @click.argument("paths", metavar="PATH...", type=FILE, nargs=-1, required=True)
-@click.option("--strict", is_flag=True, help="Exit with 1 for names that are not known to be plain, too.")
+@click.option("--strict", is_flag=True, help="Exit with 1 for all that is not known to be plain, too.")
 @LIMIT
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing; the exit code says it.")

@@ -57,8 +57,8 @@ def key_options(default: str) -> Callable[[F], F]:
         click.option("--rename", metavar="OLD=NEW", multiple=True, help="Rename a key or a literal prefix of keys."),
         click.option("--regex", metavar="PATTERN=>REPLACEMENT", multiple=True,
                      help="Replace what a Python regex matches in keys (\\1 is its first group)."),
-        click.option("--preset", type=click.Choice(PRESETS), multiple=True,
-                     help="Take off what a framework put around the keys."),
+        click.option("--preset", metavar="NAME", type=click.Choice(PRESETS), multiple=True,
+                     help=f"Take off what a framework put around the keys: {', '.join(PRESETS)}."),
         click.option("--rules", metavar="FILE", multiple=True, type=FILE,
                      help="Key rules from a .json, .toml or .yaml file, or a mapping that --save-mapping wrote."),
         click.option("--reverse", is_flag=True, help="Undo the mapping that --rules names."),
@@ -159,7 +159,7 @@ def comparison(given: dict[str, Any]) -> dict[str, Any]:
     if given["whole"] and keys != KEEP:
         raise click.UsageError("--whole compares by path; key rules go without it")
     tolerance = Tolerance(given["atol"] or 0.0, given["rtol"] or 0.0, given["equal_nan"]) if loose else None
-    taken = ("only", "only_b", "whole", "ignore_dtype", "strict_device")
+    taken = ("only", "only_b", "tag", "tag_b", "whole", "ignore_dtype", "strict_device")
     return {"keys": keys, "tolerance": tolerance, **{name: given[name] for name in taken}}
 
 

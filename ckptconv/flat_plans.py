@@ -19,7 +19,7 @@ from ckptconv.layout import Layout, one_item
 from ckptconv.nodes import ORDERED_DICT, Call, children, mapping_pairs
 from ckptconv.plan_notes import count_casts, count_locations, key_notes, prefix_notes, sharing_notes
 from ckptconv.plans import ConversionPlan, Options, PlannedFile, Target
-from ckptconv.renaming import excluded, map_state_dict, refuse_nothing_left, renamed_keys
+from ckptconv.renaming import excluded, map_state_dict, refuse_nothing_left, renamed_keys, with_filled
 from ckptconv.settling import Skipped
 from ckptconv.sharding import index_path, index_text, shard_paths, split
 from ckptconv.tensors import TensorRef, expanded
@@ -34,7 +34,7 @@ def plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Options
     keys = map_state_dict(found, options.keys, options.fit_to)
     skipped = excluded(found, keys, options.keys, options.fit_to)
     held_from = len(skipped)
-    flattened = flatten(keys.new, found.values, skipped, encode=to == "safetensors")
+    flattened = flatten(*with_filled(found, keys), skipped, encode=to == "safetensors")
     named = list(flattened.tensors)
     cast = _cast_named(flattened, options)
     if to == "safetensors":

@@ -13,9 +13,9 @@ from pathlib import Path
 from ckptconv.bounds import in_force
 from ckptconv.documents import read_object
 from ckptconv.errors import AmbiguousStateDict, CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint
-from ckptconv.fitted_keys import KeyTarget, shapes_of
+from ckptconv.fitted_keys import KeyTarget, shapes_of, ties_of
 from ckptconv.formats.detect import open_checkpoint
-from ckptconv.key_fitting import Shape, Shapes
+from ckptconv.key_fitting import Shape, Shapes, Ties
 from ckptconv.named_models import model_shapes
 from ckptconv.sources import FileSource
 
@@ -30,18 +30,24 @@ def key_target(like: str | os.PathLike[str] | None, model: str | None, *, drop_u
     if drop_unexpected and like is None and model is None:
         raise CheckpointError("nothing is named that keys could be unexpected in", hint="add --like OTHER or --model NAME")
     if model is not None:
-        return KeyTarget(model, model_shapes(model), drop_unexpected)
-    return None if like is None else KeyTarget(str(like), shapes_like(like), drop_unexpected)
+        shapes, ties = model_shapes(model)
+        return KeyTarget(model, shapes, drop_unexpected, ties)
+    if like is None:
+        return None
+    shapes, ties = shapes_like(like)
+    return KeyTarget(str(like), shapes, drop_unexpected, ties)
 
 
-def shapes_like(path: str | os.PathLike[str]) -> Shapes:
-    """The keys and shapes of the state dict in `path`: whatever `open_checkpoint` reads, an index, or a list of keys.
+def shapes_like(path: str | os.PathLike[str]) -> tuple[Shapes, Ties]:
+    """The keys and shapes of the state dict in `path`, and those of its keys that are tied.
+
+    `path` is whatever `open_checkpoint` reads, an index, or a list of keys; the last two tell of no ties.
 
     Raises `CheckpointError`: when it is none of these, holds no key or one twice, or more than one state dict.
     """
     file = Path(path)
     if file.name.endswith(_INDEX) and file.is_file() and not _has_shards(file):
-        return _distinct(_indexed_keys(file), file)
+        return _distinct(_indexed_keys(file), file), ()
     try:
         with open_checkpoint(file) as checkpoint:
             found = checkpoint.state_dict()
@@ -50,9 +56,9 @@ def shapes_like(path: str | os.PathLike[str]) -> Shapes:
     except UnsupportedCheckpoint:
         if (keys := _listed_keys(file)) is None:
             raise
-        return _distinct(keys, file)
+        return _distinct(keys, file), ()
     _distinct(found.keys, file)
-    return shapes_of(found)
+    return shapes_of(found), ties_of(found)
 
 
 def _has_shards(index: Path) -> bool:

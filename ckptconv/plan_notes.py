@@ -31,6 +31,10 @@ def key_notes(state_dicts: Sequence[RenamedKeys], rules: KeyRules) -> Iterator[s
     odd = [key for item in state_dicts for key in item.odd]
     if odd:
         yield f"{len(odd)} keys hold control characters, e.g. {printable(odd[0])}"
+    for item in state_dicts:
+        for key, twin in item.filled:
+            where = f" of {printable(item.path)}" if item.path else ""
+            yield f"{printable(key)}{where} is absent and filled from {printable(twin)}, its other name in the target"
     left = sorted({name for item in state_dicts for name in item.wrappers if name in UNMISTAKABLE})
     if left and rules.wrappers in ("module", "add-module"):
         yield f"the keys still carry {', '.join(left)}; `ckptconv convert` strips these wrappers too"

@@ -65,6 +65,7 @@ class RenamedKeys:
 
     `left_out` are the keys that the rules left out; `mapped` works out all of it, keys that the output does not hold left out.
     `odd` are the keys with characters that cannot be printed; `shared` counts the tensors whose storage another key has too.
+    `filled` are keys that were absent, each with the new key whose tensor it has.
     """
 
     path: str
@@ -75,6 +76,7 @@ class RenamedKeys:
     shared: int = 0
     left_out: tuple[str, ...] = ()
     mapped: Callable[[], MappedKeys] | None = None
+    filled: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

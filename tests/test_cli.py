@@ -972,7 +972,19 @@ COMMANDS = {
     "inspect": ["--depth", "--json"],
     "devices": ["--json"],
     "doctor": ["--like", "--model", "--device", "--values", "--json"],
-    "diff": ["--keys", "--strip-prefix", "--atol", "--rtol", "--equal-nan", "--whole", "--only", "--strict-device", "--json"],
+    "diff": [
+        "--keys",
+        "--strip-prefix",
+        "--tag",
+        "--tag-b",
+        "--atol",
+        "--rtol",
+        "--equal-nan",
+        "--whole",
+        "--only",
+        "--strict-device",
+        "--json",
+    ],
     "scan": ["--strict", "--json", "--quiet"],
 }
 

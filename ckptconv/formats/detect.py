@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -275,17 +276,22 @@ def _is_gathering(path: Path) -> bool:
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".tar", ".th", ".pkl")
 
 
+_TENSORFLOW_SHARD = re.compile(r".+\.data-\d{5}-of-\d{5}").fullmatch
+"""The names of the files that hold a TensorFlow checkpoint's values, one behind another and without any mark."""
 _TABLE_END = (0xDB4775248B80FB57).to_bytes(8, "little")  # tensorflow/core/lib/io/format.h: kTableMagicNumber
 
 
 def _stranger(source: Source, head: bytes) -> UnsupportedCheckpoint:
     if not head:
         return UnsupportedCheckpoint("is empty (0 bytes)", path=source.path, hint="fetch or save it again")
+    has_its_name = _TENSORFLOW_SHARD(source.path.name) is not None
     for stranger in STRANGERS:
-        if head[stranger.at :].startswith(stranger.magic):
+        if head[stranger.at :].startswith(stranger.magic) and not (has_its_name and len(stranger.magic) == 1):
             return UnsupportedCheckpoint(stranger.what, path=source.path, hint=stranger.hint)
     if source.read(max(0, source.size - 8), min(8, source.size)) == _TABLE_END:
         return UnsupportedCheckpoint("is the index of a TensorFlow checkpoint, not a PyTorch checkpoint", path=source.path)
+    if has_its_name:
+        return UnsupportedCheckpoint("is a part of a TensorFlow checkpoint, not a PyTorch checkpoint", path=source.path)
     text = head.lstrip().lower()
     if text.startswith((b"<!doctype html", b"<html", b"<?xml")):
         return UnsupportedCheckpoint(
