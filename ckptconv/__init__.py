@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from ckptconv.key_fitting import fit_keys as fit_keys
     from ckptconv.keys import KeyRules as KeyRules
     from ckptconv.loading import load_portable as load_portable
-    from ckptconv.planning import ConversionPlan as ConversionPlan
-    from ckptconv.planning import Options as Options
     from ckptconv.planning import plan_conversion as plan_conversion
+    from ckptconv.plans import ConversionPlan as ConversionPlan
+    from ckptconv.plans import Options as Options
     from ckptconv.rule_files import read_key_rules as read_key_rules
     from ckptconv.saving import save_portable as save_portable
     from ckptconv.scanning import Scan as Scan
@@ -44,7 +44,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Checkpoint": "checkpoint",
     "CheckpointError": "errors",
-    "ConversionPlan": "planning",
+    "ConversionPlan": "plans",
     "ConversionResult": "convert",
     "Diagnosis": "findings",
     "Difference": "diffing",
@@ -52,7 +52,7 @@ _HOMES = {
     "Fit": "key_fitting",
     "KeyRules": "keys",
     "LoadResult": "fitting",
-    "Options": "planning",
+    "Options": "plans",
     "Scan": "scanning",
     "StateDict": "checkpoint",
     "TensorRef": "tensors",

@@ -33,19 +33,12 @@ from ckptconv.outputs import (
     made_folder,
     remove_files,
 )
-from ckptconv.planning import ConversionPlan, Options, PlannedFile, Target, Tied, keeps_modules, plan_conversion
+from ckptconv.planning import plan_conversion
+from ckptconv.plans import ConversionPlan, Options, PlannedFile, Target, Tied, keeps_modules
 from ckptconv.settling import Unknown
 from ckptconv.sharding import earlier_files, index_path, parse_size
 from ckptconv.sources import SMALL, combined_crc, crc32
-from ckptconv.tensors import (
-    Storage,
-    TensorRef,
-    iter_cast_chunks,
-    iter_chunks,
-    refuse_crc,
-    verbatim_range,
-    verbatim_runs,
-)
+from ckptconv.tensors import Storage, TensorRef, iter_cast_chunks, iter_chunks, refuse_crc, verbatim_range, verbatim_runs
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from ckptconv.formats.detect import Named, open_checkpoint
 from ckptconv.keys import KeyRules, map_keys, refuse_idle
 from ckptconv.nodes import ORDERED_DICT, Call, Dict, Global, Node, mapping_pairs
 from ckptconv.plain_objects import tensor_form
-from ckptconv.planning import rename_state_dicts
+from ckptconv.renaming import rename_state_dicts
 from ckptconv.settling import Unknown, settle_objects
 from ckptconv.sources import FileSource
 from ckptconv.tensors import Storage, TensorObject, TensorRef, check_storage, iter_chunks, whole_storage

@@ -13,7 +13,8 @@ from ckptconv.dtypes import floating_dtype
 from ckptconv.errors import CheckpointError, RefusedObject
 from ckptconv.fitted_keys import KeyTarget
 from ckptconv.keys import KeyRules
-from ckptconv.planning import Options, plan_conversion
+from ckptconv.planning import plan_conversion
+from ckptconv.plans import Options
 from ckptconv.settling import Unknown
 
 

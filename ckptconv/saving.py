@@ -16,7 +16,8 @@ from ckptconv.errors import LimitExceeded, RefusedObject, printable
 from ckptconv.keys import KeyRules
 from ckptconv.nodes import BYTEARRAY, ORDERED_DICT, SET, Call, Dict, Global, Node
 from ckptconv.outputs import check_folder, check_output
-from ckptconv.planning import Options, Target, plan_conversion
+from ckptconv.planning import plan_conversion
+from ckptconv.plans import Options, Target
 from ckptconv.tensors import Storage, TensorObject, view_of
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import Any
 from ckptconv.comparison import Deviation
 from ckptconv.diffing import Changed, Difference
 from ckptconv.errors import printable
-from ckptconv.report import count_text, size_text
 from ckptconv.scanning import Finding, Scan, ScannedFile
+from ckptconv.wording import count_text, size_text
 
 _LISTED = 20
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import oracle
 import pytest
+from figures import figure, pytest_terminal_summary  # noqa: F401 (pytest finds them here)
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from ckptconv import CheckpointError, KeyRules, convert_checkpoint, load_portable, open_checkpoint, report
+from ckptconv import CheckpointError, KeyRules, convert_checkpoint, inspection_report, load_portable, open_checkpoint
 from ckptconv.inspection import inspect_checkpoint
 from ckptconv.tensors import iter_chunks
 
@@ -176,7 +176,7 @@ def test_the_corpus_is_here(corpus):
 def test_what_inspect_calls_portable_is_what_the_library_itself_opens(entry, source):
     """A file of GPU tensors or with a refused object it cannot open; wrapped keys and TorchScript it would, to no avail."""
     with open_checkpoint(source) as checkpoint:
-        portable, verdict = report.verdict(inspect_checkpoint(checkpoint))
+        portable, verdict = inspection_report.verdict(inspect_checkpoint(checkpoint))
     try:
         safetensors.torch.load_file(source) if entry["container"] == "safetensors" else torch.load(source, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError):

@@ -19,8 +19,7 @@ from program import SAMPLES, assert_one_error, run
 from torch import nn
 from trees import wrapped_keys
 
-from ckptconv import KeyRules, convert_checkpoint, key_rules, load_portable, read_key_rules
-from ckptconv.cli import _PRESETS, _RULE_WORDS
+from ckptconv import KeyRules, cli_options, convert_checkpoint, key_rules, load_portable, read_key_rules
 from ckptconv.errors import KeyConflict, OutputRefused
 from ckptconv.key_rules import PRESETS
 from ckptconv.keys import RULE_WORDS, map_keys
@@ -99,8 +98,8 @@ def test_the_globs_of_rules_choose_without_renaming():
 
 
 def test_the_command_line_knows_all_rules_and_presets():
-    assert _RULE_WORDS == RULE_WORDS
-    assert tuple(PRESETS) == _PRESETS
+    assert cli_options.RULE_WORDS == RULE_WORDS
+    assert tuple(PRESETS) == cli_options.PRESETS
 
 
 @pytest.mark.parametrize(("word", "text"), [("rename", "a"), ("preset", "horovod"), ("frobnicate", "x"), ("strip-prefix", "")])

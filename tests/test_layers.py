@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "ckptconv"
 
 LAYERS = {
     "errors": 0, "limits": 0, "collector": 0,
-    "dtypes": 1, "key_rules": 1, "devices": 1, "sources": 1, "nodes": 1, "findings": 1,
+    "dtypes": 1, "key_rules": 1, "devices": 1, "sources": 1, "nodes": 1, "findings": 1, "wording": 1,
     "keys": 2, "outputs": 2, "documents": 2, "casting": 2, "pickling": 2, "unpickling": 2, "extents": 2, "substitution": 2,
     "tracing": 2, "torch_words": 2,
     "tensors": 3, "archives": 3, "sharding": 3, "rule_files": 3, "key_fitting": 3,
@@ -25,18 +25,21 @@ LAYERS = {
     "formats.torch_zip": 6, "formats.safetensors": 6, "formats.torch_legacy": 6, "formats.torch_tar": 6,
     "formats.raw_pickle": 6, "formats.zip_members": 6, "formats.dcp_metadata": 6, "formats.dtensors": 6,
     "formats.torchscript": 6, "formats.old_torchscript": 6,
-    "flattening": 7,
+    "flattening": 7, "plans": 7,
     "formats.sharded": 7, "formats.accelerate": 7, "formats.dcp": 7, "formats.dcp_shards": 7, "formats.ranks": 7,
     "formats.deepspeed": 7,
     "formats.detect": 8,
-    "planning": 9, "dcp_output": 9, "diffing": 9, "scanning": 9, "inspection": 9,
-    "prescriptions": 10, "model_fits": 10,
-    "convert": 10, "loading": 10,
-    "saving": 11, "fitting": 11, "symptoms": 11, "unopened": 11, "report": 11,
-    "diagnosis": 12, "verdicts": 12,
-    "__init__": 13,
-    "cli": 14,
-    "__main__": 15,
+    "renaming": 8, "plan_notes": 8,
+    "flat_plans": 9, "dcp_output": 9, "diffing": 9, "scanning": 9, "inspection": 9,
+    "planning": 10, "model_fits": 10,
+    "prescriptions": 11, "convert": 11, "loading": 11,
+    "saving": 12, "fitting": 12, "symptoms": 12, "unopened": 12,
+    "report": 12, "inspection_report": 12, "diagnosis_report": 12, "host_report": 12, "verdicts": 12,
+    "diagnosis": 13,
+    "__init__": 14,
+    "terminal": 15, "cli_options": 15,
+    "cli": 16,
+    "__main__": 17,
 }  # fmt: skip
 """Module → layer. A module imports from smaller numbers only."""
 
@@ -44,7 +47,7 @@ WITHIN_A_LAYER: set[tuple[str, str]] = set()
 EMPTY = {"formats.__init__"}
 """Packages that import nothing, and so are in no layer."""
 
-TERMINAL_MODULES = {"cli", "report"}
+TERMINAL_MODULES = {"cli", "cli_options", "terminal"}
 TORCH_MODULES = {"devices", "loading", "saving", "fitting", "dcp_output", "named_models"}
 FILE_MODULES = {"sources", "outputs"}
 

@@ -32,7 +32,7 @@ from safetensors.torch import load_file
 from ckptconv import CheckpointError, convert_checkpoint, load_portable, open_checkpoint
 from ckptconv.errors import LimitExceeded, MalformedCheckpoint, RefusedObject, UnsupportedCheckpoint
 from ckptconv.inspection import inspect_checkpoint
-from ckptconv.report import verdict
+from ckptconv.inspection_report import verdict
 from ckptconv.sources import FileSource
 from ckptconv.tensors import iter_chunks
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ckptconv.checkpoint import Checkpoint
-from ckptconv.errors import UnsupportedCheckpoint
 from ckptconv.nodes import Dict, Node
 
 NAME = "accelerate folder"
@@ -29,10 +28,8 @@ def is_accelerate(path: Path) -> bool:
     return any(map(_MODEL, names)) and any(re.match(r"random_states_\d+\.pkl$", name) for name in names)
 
 
-def open_accelerate(path: Path, open_file: Callable[[Path], Checkpoint], tag: str | None) -> Checkpoint:
+def open_accelerate(path: Path, open_file: Callable[[Path], Checkpoint]) -> Checkpoint:
     """Open every file of the folder; the tree is a dict of their trees by name, the model's under ``model``."""
-    if tag is not None:
-        raise UnsupportedCheckpoint("holds no tags to choose from", path=path, hint="leave --tag out")
     opened: list[tuple[str, Checkpoint]] = []
     try:
         for item in sorted(path.iterdir(), key=lambda item: (_MODEL(item.name) is None, item.name)):

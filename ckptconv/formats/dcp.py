@@ -42,13 +42,11 @@ def _is_data_file(path: Path) -> bool:
     return path.suffix == _DATA and (path.parent / INDEX).is_file() and path.is_file()
 
 
-def open_dcp(path: Path, open_file: PathOpener, open_source: SourceOpener, tag: str | None) -> Checkpoint:
+def open_dcp(path: Path, open_file: PathOpener, open_source: SourceOpener) -> Checkpoint:
     """Open a DCP folder: its `.metadata`, and the directory and pickle of every item; no payload is read.
 
     Raises `MalformedCheckpoint` when an item is missing or cut off, or when chunks do not cover their tensor, with the key.
     """
-    if tag is not None:
-        raise UnsupportedCheckpoint("holds no tags to choose from", path=path, hint="leave --tag out")
     if _is_data_file(path):
         raise UnsupportedCheckpoint(
             "is one of the files of a DCP folder, which hold parts of tensors",

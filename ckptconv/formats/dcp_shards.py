@@ -47,10 +47,8 @@ def refuse_one_rank(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint
 
 
-def open_dcp_shards(path: Path, open_source: Callable[[Source], Checkpoint], tag: str | None) -> Checkpoint:
+def open_dcp_shards(path: Path, open_source: Callable[[Source], Checkpoint]) -> Checkpoint:
     """Open a folder of rank files: their headers only. `MalformedCheckpoint` when the chunks of a tensor leave a gap."""
-    if tag is not None:
-        raise UnsupportedCheckpoint("holds no tags to choose from", path=path, hint="leave --tag out")
     pool, opened = FilePool(), list[Checkpoint]()
     sources = [pool.source(file) for file in sorted(path.iterdir()) if _SHARD(file.name)]
     try:

@@ -126,10 +126,10 @@ FORMATS: tuple[Format, ...] = (
 """The containers that are read, in the order in which they are tried."""
 
 GATHERINGS: tuple[Gathering, ...] = (
-    Gathering(is_dcp, lambda path, open_one, tag: open_dcp(path, open_one, open_source, tag)),
-    Gathering(is_dcp_shards, lambda path, _, tag: open_dcp_shards(path, open_source, tag)),
-    Gathering(is_accelerate, open_accelerate),
-    Gathering(is_sharded, open_sharded),
+    Gathering(is_dcp, lambda path, open_one, _: open_dcp(path, open_one, open_source)),
+    Gathering(is_dcp_shards, lambda path, *_: open_dcp_shards(path, open_source)),
+    Gathering(is_accelerate, lambda path, open_one, _: open_accelerate(path, open_one)),
+    Gathering(is_sharded, lambda path, open_one, _: open_sharded(path, open_one)),
     Gathering(is_deepspeed, lambda path, _, tag: open_deepspeed(path, open_source, tag), has_tags=True),
 )
 """The checkpoints of many files that are read, in the order in which they are tried."""

@@ -35,14 +35,12 @@ def _indexes(folder: Path) -> list[Path]:
     return sorted(item for item in folder.iterdir() if item.name.endswith(_INDEX))
 
 
-def open_sharded(path: Path, open_file: Callable[[Path], Checkpoint], tag: str | None) -> Checkpoint:
+def open_sharded(path: Path, open_file: Callable[[Path], Checkpoint]) -> Checkpoint:
     """Open all shards that an index names; reads their directories, no payload.
 
     The tree is an OrderedDict in the index's order. Raises `MalformedCheckpoint` when a shard is missing or unsafe, or when
     index and shards do not agree on who holds a key.
     """
-    if tag is not None:
-        raise UnsupportedCheckpoint("holds no tags to choose from", path=path, hint="leave --tag out")
     index = path if not path.is_dir() else _index_of(path)
     if index is None:
         return open_file(next(path / name for name in _ALONE if (path / name).is_file()))

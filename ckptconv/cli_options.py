@@ -1,0 +1,155 @@
+"""The options that several commands have, and what they ask of the library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from ckptconv.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from ckptconv.fitted_keys import KeyTarget
+    from ckptconv.keys import KeyRules
+    from ckptconv.plans import Options
+
+F = TypeVar("F", bound=Callable[..., Any])
+FILE = click.Path(path_type=Path)
+RULE_WORDS = ("strip-prefix", "add-prefix", "rename", "regex", "include", "exclude", "preset")
+PRESETS = ("ddp", "compile", "fsdp", "checkpoint-wrapper", "lightning", "peft", "swa", "timm-ema", "mmengine", "ema-pytorch")
+"""The names of `keys.RULE_WORDS` and `key_rules.PRESETS`, here so that a usage error or --help need not import them."""
+
+
+class RuleCommand(click.Command):
+    """A command that knows in which order its key rules were given, whichever options they are of."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        given, _, order = self.make_parser(ctx).parse_args(args=list(args))
+        values = {name: iter(texts) for name, texts in given.items() if _word(name) in (*RULE_WORDS, "rules")}
+        ctx.meta["ckptconv.rules"] = [
+            (_word(param.name or ""), next(values[param.name or ""])) for param in order if param.name in values
+        ]
+        return super().parse_args(ctx, args)
+
+
+def _word(name: str) -> str:
+    """An option as it is written, by the name of its parameter."""
+    return name.replace("_", "-")
+
+
+def choice_options(command: F) -> F:
+    """The options that choose among keys, which every command that writes has."""
+    return _with_options(command, [
+        click.option("--include", metavar="GLOB", multiple=True, help="Keep only keys that match, as they are by then."),
+        click.option("--exclude", metavar="GLOB", multiple=True, help="Leave out keys that match, as they are by then."),
+    ])  # fmt: skip
+
+
+def key_options(default: str) -> Callable[[F], F]:
+    """The options of key rules, which apply in the order in which they are given (the command must be a `RuleCommand`)."""
+    return lambda command: _with_options(command, [
+        click.option("--keys", type=click.Choice(["strip", "keep"]), default=default, show_default=True,
+                     help="Strip the wrapper prefixes of DDP, torch.compile, FSDP and checkpointing first, or keep them."),
+        click.option("--strip-prefix", metavar="PREFIX", multiple=True, help="Cut this off every key that starts with it."),
+        click.option("--add-prefix", metavar="PREFIX", multiple=True, help="Put this before every key."),
+        click.option("--rename", metavar="OLD=NEW", multiple=True, help="Rename a key or a literal prefix of keys."),
+        click.option("--regex", metavar="PATTERN=>REPLACEMENT", multiple=True,
+                     help="Replace what a Python regex matches in keys (\\1 is its first group)."),
+        click.option("--preset", type=click.Choice(PRESETS), multiple=True,
+                     help="Take off what a framework put around the keys."),
+        click.option("--rules", metavar="FILE", multiple=True, type=FILE,
+                     help="Key rules from a .json, .toml or .yaml file, or a mapping that --save-mapping wrote."),
+        click.option("--reverse", is_flag=True, help="Undo the mapping that --rules names."),
+    ])  # fmt: skip
+
+
+def _with_options(command: F, options: Sequence[Callable[[F], F]]) -> F:
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+TAG = click.option("--tag", metavar="TAG", help="The step to read, where IN is a folder of several, e.g. global_step500.")
+
+
+def output_options(command: F) -> F:
+    """The arguments and options that every writing command has."""
+    options = [
+        click.argument("sources", metavar="IN...", type=FILE, nargs=-1, required=True),
+        click.argument("output", metavar="OUT", type=FILE),
+        click.option("--device", metavar="TAG", help="Location tag to write: cpu (default), cuda:1, mps, ..., keep, auto."),
+        click.option("--map-location", metavar="OLD=NEW", multiple=True, help="Map one location tag, e.g. cuda:3=cuda:0."),
+        click.option("--to", type=click.Choice(["torch", "safetensors", "dcp"]),
+                     help="Output format, if OUT's name does not say; dcp: a folder that FSDP training resumes from."),
+        click.option("--dtype", metavar="DTYPE", help="Cast floating tensors: f32, f16, bf16, f64, f8_e4m3, f8_e5m2."),
+        click.option("--max-shard-size", metavar="SIZE", help="Split the state dict into shards, e.g. of 5GB, and an index."),
+        click.option("--only", metavar="PATH", help="Convert one part of the checkpoint, e.g. state_dict or ema."),
+        TAG,
+        choice_options,
+        click.option("--save-mapping", metavar="FILE", type=FILE,
+                     help="Write which key became which to a JSON file, which --rules FILE --reverse undoes."),
+        click.option("--tied", type=click.Choice(["alias", "duplicate"]), default="alias", show_default=True,
+                     help="Names of one tensor in safetensors: one copy and aliases, or a copy each."),
+        click.option("--unknown", type=click.Choice(["refuse", "drop", "keep"]), default="refuse", show_default=True,
+                     help="Objects in a torch output that weights_only=True refuses and that have no plain form."),
+        click.option("-f", "--force", is_flag=True, help="Replace OUT if it exists (OUT may be IN)."),
+        click.option("-n", "--dry-run", is_flag=True, help="Say what would be written, and write nothing."),
+        click.option("--verify", is_flag=True, help="Read the output back and compare every tensor before it is put in place."),
+        click.option("--no-fsync", is_flag=True, help="Do not wait for the disk; the rename stays atomic."),
+        click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout."),
+        click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors."),
+    ]  # fmt: skip
+    return _with_options(command, options)
+
+
+def key_rules(wrappers: Any, *, reverse: bool = False) -> KeyRules:
+    """The rules of the command that runs, in their order; `CheckpointError` for what is no rule or no file of rules."""
+    from ckptconv.keys import KeyRules
+    from ckptconv.rule_files import read_rules
+
+    rules: list[Any] = []
+    given = click.get_current_context().meta.get("ckptconv.rules", [])
+    for word, text in given:
+        rules += read_rules(text, reverse=reverse) if word == "rules" else [(word, text)]
+    if reverse and all(word != "rules" for word, _ in given):
+        raise CheckpointError("--reverse undoes a mapping, and there is none", hint="name it with --rules FILE")
+    return KeyRules.of(rules, wrappers)
+
+
+def comparison(given: dict[str, Any]) -> dict[str, Any]:
+    """What `diff_checkpoints` is asked by the command line."""
+    from ckptconv.comparison import Tolerance
+    from ckptconv.keys import KEEP
+
+    keys = key_rules(given["keys"], reverse=given["reverse"])
+    loose = given["atol"] is not None or given["rtol"] is not None
+    if given["equal_nan"] and not loose:
+        raise click.UsageError("--equal-nan goes with --atol or --rtol; without them equal bits are equal, NaN included")
+    if given["whole"] and keys != KEEP:
+        raise click.UsageError("--whole compares by path; key rules go without it")
+    tolerance = Tolerance(given["atol"] or 0.0, given["rtol"] or 0.0, given["equal_nan"]) if loose else None
+    taken = ("only", "only_b", "whole", "ignore_dtype", "strict_device")
+    return {"keys": keys, "tolerance": tolerance, **{name: given[name] for name in taken}}
+
+
+def options_of(given: dict[str, Any], wrappers: str) -> Options:
+    """The conversion that the command line asks for; a value that cannot be meant is a usage error."""
+    from ckptconv.devices import tag_map
+    from ckptconv.dtypes import floating_dtype
+    from ckptconv.plans import Options
+    from ckptconv.sharding import parse_size
+
+    keys = key_rules(wrappers, reverse=given.get("reverse", False))
+    tags = tag_map(given["device"], given["map_location"])
+    dtype = floating_dtype(given["dtype"]) if given["dtype"] else None
+    limit = parse_size(given["max_shard_size"]) if given["max_shard_size"] else None
+    return Options(given["to"], keys, tags, dtype, given["only"], given["tied"], given["unknown"], limit, given["save_mapping"])
+
+
+def key_target_of(given: dict[str, Any]) -> KeyTarget | None:
+    """What the keys are to be fitted to; only `convert` has the options."""
+    from ckptconv.key_targets import key_target
+
+    return key_target(given.get("like"), given.get("model"), drop_unexpected=given.get("drop_unexpected", False))

@@ -1,0 +1,214 @@
+"""Plans of outputs that hold the tensors of one state dict and nothing else: safetensors, and shards of either format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from ckptconv.checkpoint import Checkpoint, StateDict, choose_state_dict, find, label_text
+from ckptconv.compaction import CastRule
+from ckptconv.dtypes import DType
+from ckptconv.encodings import recipes_text
+from ckptconv.errors import DeviceUnavailable, LimitExceeded, printable
+from ckptconv.flattening import Flattened, encoding_notes, flatten, refuse_split, refuse_unholdable
+from ckptconv.formats.safetensors import lay_out_safetensors
+from ckptconv.formats.torch_zip import Tree, lay_out_torch_zip
+from ckptconv.keys import refuse_idle
+from ckptconv.layout import Layout, one_item
+from ckptconv.limits import LIMITS
+from ckptconv.nodes import ORDERED_DICT, Call, children, mapping_pairs
+from ckptconv.plan_notes import count_casts, count_locations, key_notes, prefix_notes, sharing_notes
+from ckptconv.plans import ConversionPlan, Options, PlannedFile, Target
+from ckptconv.renaming import excluded, map_state_dict, refuse_nothing_left, renamed_keys
+from ckptconv.settling import Skipped
+from ckptconv.sharding import index_path, index_text, shard_paths, split
+from ckptconv.tensors import TensorRef
+
+Kept = tuple[str, TensorRef, DType]
+"""A tensor of a flat output: its key, itself, and the type to write it in."""
+
+
+def plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Options, *, in_folder: bool) -> ConversionPlan:
+    """An output that holds just the tensors of one state dict: safetensors, or shards of either format."""
+    found = choose_state_dict(checkpoint.root, options.only, checkpoint.path)
+    keys = map_state_dict(found, options.keys, options.fit_to)
+    skipped = excluded(found, keys, options.keys, options.fit_to)
+    held_from = len(skipped)
+    flattened = flatten(keys.new, found.values, skipped, encode=to == "safetensors")
+    named = list(flattened.tensors)
+    cast = _cast_named(flattened, options)
+    if to == "safetensors":
+        for key, ref in named:
+            refuse_unholdable(key, ref, cast(ref))
+    refuse_nothing_left(len(named), options.keys)
+    refuse_idle([keys], options.keys)
+    tied = _tied_names(named, checkpoint) if options.tied == "alias" and to == "safetensors" else {}
+    kept = [(key, ref, cast(ref)) for key, ref in named if key not in tied]
+    if to == "safetensors":
+        _refuse_blow_up(sum(ref.numel * dtype.itemsize for _, ref, dtype in kept), checkpoint)
+    refs = [ref for _, ref in named]
+    renamed = renamed_keys(found, keys, {item.path for item in skipped[held_from:]})
+    metadata: dict[str, str] = {}
+    if to == "safetensors":
+        metadata = {**_metadata(checkpoint, dict(named), tied, options), **recipes_text(flattened.recipes)}
+    group = _same_view if to == "safetensors" else _same_storage
+    files, index = _split(output, kept, lambda part: _lay_out(to, part, metadata, tied, options), options.max_shard_size, group)
+    if len(files) > 1:
+        refuse_split(flattened)
+    return ConversionPlan(
+        source=checkpoint.path,
+        source_format=checkpoint.format,
+        source_nbytes=checkpoint.nbytes,
+        output=output,
+        to=to,
+        files=files,
+        index=index,
+        in_folder=in_folder,
+        state_dicts=(renamed,),
+        locations=count_locations(refs, options.tags),
+        casts=count_casts(refs, cast),
+        tied=tied,
+        skipped=(*skipped, *_other_parts(checkpoint, found, options)),
+        rewritten=flattened.rewritten,
+        notes=(
+            *checkpoint.notes,
+            *found.notes,
+            *encoding_notes(flattened),
+            *key_notes([renamed], options.keys),
+            *prefix_notes(checkpoint, [found], options.keys, options.fit_to),
+            *sharing_notes(refs),
+        ),
+        tensors=lambda: iter(named),
+        cast=cast,
+        is_sharded=options.max_shard_size is not None,
+    )
+
+
+def _lay_out(
+    to: Target, part: Sequence[Kept], metadata: Mapping[str, str], tied: Mapping[str, str], options: Options
+) -> Layout:
+    """One file of a flat output; of the aliases it gets those of its own tensors."""
+    if to == "safetensors":
+        keys = {key for key, _, _ in part}
+        own = {name: value for name, value in metadata.items() if name not in tied or value in keys}
+        return lay_out_safetensors(part, own)
+    root = Call(ORDERED_DICT, ())
+    root.pairs = [(key, ref) for key, ref, _ in part]
+    refs = list({id(ref): ref for _, ref, _ in part}.values())
+    return lay_out_torch_zip(Tree(root, {}, refs, []), options.cast, options.tags)
+
+
+def _split(
+    output: Path,
+    kept: Sequence[Kept],
+    lay_out: Callable[[Sequence[Kept]], Layout],
+    limit: int | None,
+    group: Callable[[TensorRef], Hashable],
+) -> tuple[tuple[PlannedFile, ...], PlannedFile | None]:
+    """The files of a flat output and their index; one file, which needs no index, unless a limit asks for more.
+
+    Tensors of which `group` says the same stay together.
+    """
+    if limit is None:
+        return (_planned(output, kept, lay_out),), None
+    sizes = [ref.numel * dtype.itemsize for _, ref, dtype in kept]
+    groups = [group(ref) for _, ref, _ in kept]
+    parts = [[kept[index] for index in indices] for indices in split(sizes, groups, limit)]
+    paths = shard_paths(output, len(parts))
+    files = tuple(_planned(path, part, lay_out) for path, part in zip(paths, parts, strict=True))
+    if len(files) == 1:
+        return files, None
+    where = {key: path.name for path, part in zip(paths, parts, strict=True) for key, _, _ in part}
+    raw = index_text({key: where[key] for key, _, _ in kept}, sum(sizes))
+    return files, PlannedFile(index_path(output), one_item("index", raw), lambda: iter(()))
+
+
+def _same_storage(ref: TensorRef) -> Hashable:
+    """What tensors have in common that share their bytes; of one put together from pieces, only itself has them."""
+    return id(ref.storage) if ref.is_view else id(ref)
+
+
+def _same_view(ref: TensorRef) -> Hashable:
+    """What the names of one tensor have in common. Other views of its storage are written out, each by itself."""
+    if not ref.is_view:
+        return id(ref)
+    return id(ref.storage), ref.storage_offset, ref.shape, ref.stride, ref.dtype, ref.conj, ref.neg
+
+
+def _planned(path: Path, part: Sequence[Kept], lay_out: Callable[[Sequence[Kept]], Layout]) -> PlannedFile:
+    return PlannedFile(path, lay_out(part), lambda: iter([(key, ref) for key, ref, _ in part]))
+
+
+def _cast_named(flattened: Flattened, options: Options) -> CastRule:
+    """Only the tensors that stand under their own keys are cast: scales and the values of sparse tensors are no weights."""
+    if options.dtype is None or not flattened.recipes:
+        return options.cast
+    owned = tuple(f"{key}." for key in flattened.recipes)
+    parts = {id(ref) for name, ref in flattened.tensors if name.startswith(owned)}
+    return lambda ref: ref.dtype if id(ref) in parts else options.cast(ref)
+
+
+def _tied_names(named: Sequence[tuple[str, TensorRef]], checkpoint: Checkpoint) -> dict[str, str]:
+    """Dropped name → kept name, for names of one and the same view; the first in sorted order is kept, as the library does.
+
+    A name that the file's metadata needs for something else is not dropped.
+    """
+    views: dict[Hashable, list[str]] = {}
+    for key, ref in named:
+        if ref.numel:
+            views.setdefault(_same_view(ref), []).append(key)
+    aliases = _aliases(checkpoint)
+    taken = {"format", "device", *(name for name in checkpoint.metadata if name not in aliases)}
+    return {name: names[0] for names in map(sorted, views.values()) for name in names[1:] if name not in taken}
+
+
+def _aliases(checkpoint: Checkpoint) -> set[str]:
+    """The metadata entries of a safetensors source that name a tensor, and so became keys."""
+    if not checkpoint.metadata:
+        return set()
+    keys = {key for found in checkpoint.state_dicts() for key in found.keys}
+    return {name for name, kept in checkpoint.metadata.items() if name in keys and kept in keys}
+
+
+def _metadata(
+    checkpoint: Checkpoint, keys: Mapping[str, TensorRef], tied: Mapping[str, str], options: Options
+) -> dict[str, str]:
+    aliases = _aliases(checkpoint)
+    metadata = {
+        name: value
+        for name, value in checkpoint.metadata.items()
+        if name not in aliases and name != "device" and (name == "format" or value not in keys)  # would read as an alias
+    }
+    metadata["format"] = "pt"
+    tags = {options.tags(ref.location) for ref in keys.values()}
+    if bad := next((tag for tag in tags if not tag.isascii()), None):
+        raise DeviceUnavailable(f"the location tag '{printable(bad)}' is no device", hint="name one with --device")
+    if len(tags) == 1:
+        metadata["device"] = tags.pop()
+    return {**metadata, **tied}
+
+
+def _refuse_blow_up(nbytes: int, checkpoint: Checkpoint) -> None:
+    """Refuse an output that is many times the input: views of one small storage, each written out."""
+    if nbytes > LIMITS.view_free and nbytes > LIMITS.view_ratio * checkpoint.nbytes:
+        raise LimitExceeded(
+            f"would take {nbytes} bytes, more than {LIMITS.view_ratio} times the source; its tensors share memory",
+            hint="write a torch file (--to torch), which keeps the sharing",
+        )
+
+
+def _other_parts(checkpoint: Checkpoint, found: StateDict, options: Options) -> Iterator[Skipped]:
+    """The parts of what was to be converted that are not the state dict: what stands beside it, and beside what it is in."""
+    node = checkpoint.root if options.only is None else find(checkpoint.root, options.only, checkpoint.path)
+    base, rest = f"{options.only}." if options.only else "", found.path
+    while rest:
+        pairs = mapping_pairs(node)
+        parts = [(label_text(label), child) for label, child in (children(node) if pairs is None else pairs)]
+        ways = [(text, child) for text, child in parts if rest == text or rest.startswith(f"{text}.")]
+        if not ways:
+            return
+        way, node = max(ways, key=lambda item: len(item[0]))
+        for text, _ in parts:
+            if text != way:
+                yield Skipped(f"{base}{text}", "not part of the state dict; safetensors holds named tensors only")
+        base, rest = f"{base}{way}.", rest[len(way) + 1 :]

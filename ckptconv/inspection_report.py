@@ -1,0 +1,133 @@
+"""The facts about a checkpoint as text and JSON; everything that came out of a file is escaped here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ckptconv.errors import printable
+from ckptconv.inspection import OPENED_BY_TORCH, Inspection, Part, is_bloated
+from ckptconv.wording import SHOWN, count_text, size_text
+
+
+def inspection_lines(found: Inspection) -> Iterator[tuple[str, str]]:
+    """The facts about a checkpoint above its tree, as (label, text) lines."""
+    yield "format", f"{found.format}, {size_text(found.nbytes)}, {count_text(found.tensors, 'tensor')}"
+    if found.producer:
+        yield "written by", printable(found.producer)
+    yield "saved on", _counts(found.locations, "storage") or "no device: it holds no tensors"
+    if found.dtypes:
+        yield "dtypes", _counts(found.dtypes, "tensor")
+    for path, wrappers in found.state_dicts.items():
+        text = f"carry the wrapper {'.'.join(wrappers)}." if wrappers else "are bare, without a wrapper"
+        yield "keys", f"those of {printable(path)} {text}" if path else text
+        if prefix := found.offered.get(path):
+            yield "prefix", f"all of them start with {prefix}; --strip-prefix {prefix} takes it off"
+    if is_bloated(found):
+        used, stored = size_text(found.used), size_text(found.stored)
+        yield "bloat", f"tensors use {used} of storages of {stored}; converting drops the rest"
+    for odd in found.odd_objects[:SHOWN]:
+        plain = "has a plain form" if odd.has_plain_form else "has no plain form"
+        yield "object", f"{printable(odd.path) or 'the root'}: {printable(odd.name)}, refused by weights_only=True; {plain}"
+    if len(found.odd_objects) > SHOWN:
+        yield "object", f"and {len(found.odd_objects) - SHOWN:,} more"
+    for name, value in list(found.metadata.items())[:SHOWN]:
+        yield "metadata", f"{printable(name)} = {printable(value, 80)}"
+    for note in found.notes:
+        yield "note", printable(note)
+
+
+def _counts(counted: Any, noun: str) -> str:
+    ordered = sorted(counted.items(), key=lambda item: -item[1])
+    return ", ".join(f"{printable(name)} ({count_text(count, noun)})" for name, count in ordered)
+
+
+def tree_lines(part: Part, limit: int = 40) -> Iterator[str]:
+    """The parts as a tree, one line each; of more than `limit` siblings the middle is left out."""
+    yield from _branches(part.parts, "", limit)
+
+
+def _branches(parts: tuple[Part, ...], indent: str, limit: int) -> Iterator[str]:
+    shown = list(parts) if len(parts) <= limit else [*parts[: limit - 2], None, parts[-1]]
+    width = max((len(printable(part.name)) for part in shown if part), default=0)
+    for index, part in enumerate(shown):
+        last = index == len(shown) - 1
+        stem = f"{indent}{'└─' if last else '├─'} "
+        if part is None:
+            yield f"{stem}… {len(parts) - limit + 1:,} more"
+            continue
+        name = printable(part.name).ljust(min(width, 40))
+        yield f"{stem}{name}  {_part_text(part)}"
+        yield from _branches(part.parts, indent + ("   " if last else "│  "), limit)
+
+
+def _part_text(part: Part) -> str:
+    size = f"{size_text(part.nbytes) if part.tensors else '':>9}"
+    count = count_text(part.tensors, "tensor")
+    if part.kind == "module":
+        return f"{size}  {count}"
+    one = part.tensors == 1 and not part.parts
+    return f"{size}  {printable(part.kind)}" + (f", {count}" if part.tensors and not one else "")
+
+
+def verdict(found: Inspection) -> tuple[bool, str]:
+    """Whether plain `torch.load` and `load_state_dict` will do on a CPU-only host, in one line with the remedy."""
+    reasons = []
+    elsewhere = [name for name in found.locations if name != "cpu"]
+    if elsewhere:
+        reasons.append(f"needs {', '.join(map(printable, elsewhere))}")
+    if found.odd_objects:
+        reasons.append("holds objects that weights_only=True refuses")
+    if found.modules:
+        count = count_text(found.modules, "whole module")
+        reasons.append(f"holds {count}, which need their classes to load")
+    if found.format not in OPENED_BY_TORCH:
+        reasons.append(f"torch.load(weights_only=True) does not read its container ({found.format})")
+    if any(found.state_dicts.values()):
+        reasons.append("its keys carry a wrapper")
+    if not reasons:
+        return True, "opens anywhere as it is"
+    hopeless = any(not odd.has_plain_form for odd in found.odd_objects)
+    files = " ".join(map(_quoted, found.named or (found.path,)))
+    command = f"ckptconv convert {files} OUT.pt" + (" --unknown drop" if hopeless else "")
+    return False, f"will not open everywhere: {'; '.join(reasons)}. Mend it: {command}"
+
+
+def _quoted(path: str) -> str:
+    from shlex import quote
+
+    return quote(printable(path))
+
+
+def inspection_document(found: Inspection) -> dict[str, Any]:
+    """The facts about a checkpoint as JSON values."""
+    portable, text = verdict(found)
+    return {
+        "path": found.path,
+        "format": found.format,
+        "bytes": found.nbytes,
+        "tensors": found.tensors,
+        "stored_bytes": found.stored,
+        "used_bytes": found.used,
+        "locations": dict(found.locations),
+        "dtypes": dict(found.dtypes),
+        "state_dicts": [{"path": path, "wrappers": list(names)} for path, names in found.state_dicts.items()],
+        "producer": found.producer,
+        "offered_prefixes": dict(found.offered),
+        "odd_objects": [{"path": odd.path, "object": odd.name, "plain_form": odd.has_plain_form} for odd in found.odd_objects],
+        "metadata": dict(found.metadata),
+        "notes": list(found.notes),
+        "parts": [_part_document(part) for part in found.root.parts],
+        "portable": portable,
+        "verdict": text,
+    }
+
+
+def _part_document(part: Part) -> dict[str, Any]:
+    return {
+        "name": part.name,
+        "kind": part.kind,
+        "tensors": part.tensors,
+        "bytes": part.nbytes,
+        "parts": [_part_document(inner) for inner in part.parts],
+    }

@@ -1,0 +1,64 @@
+"""What a plan tells its user beside what it does, and what it counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from ckptconv.checkpoint import Checkpoint, StateDict, place_text
+from ckptconv.compaction import CastRule
+from ckptconv.errors import printable
+from ckptconv.fitted_keys import KeyTarget
+from ckptconv.keys import KEEP, STRIP, UNMISTAKABLE, KeyRules
+from ckptconv.limits import LIMITS
+from ckptconv.plans import RenamedKeys
+from ckptconv.producers import offered_prefix
+from ckptconv.settling import Settled
+from ckptconv.tensors import TensorRef
+
+
+def tree_notes(settled: Settled) -> Iterator[str]:
+    if settled.sparse:
+        count, first = len(settled.sparse), printable(place_text(settled.sparse[0])) or "the root"
+        yield f"{count} sparse tensors ({first}, …) are kept as they are; their indices are not checked"
+    if settled.cycles:
+        count, first = len(settled.cycles), printable(place_text(settled.cycles[0]))
+        yield f"{count} containers hold themselves ({first}, …); they are kept so"
+
+
+def key_notes(state_dicts: Sequence[RenamedKeys], rules: KeyRules) -> Iterator[str]:
+    odd = [key for item in state_dicts for key in item.odd]
+    if odd:
+        yield f"{len(odd)} keys hold control characters, e.g. {printable(odd[0])}"
+    left = sorted({name for item in state_dicts for name in item.wrappers if name in UNMISTAKABLE})
+    if left and rules.wrappers in ("module", "add-module"):
+        yield f"the keys still carry {', '.join(left)}; `ckptconv convert` strips these wrappers too"
+
+
+def prefix_notes(
+    checkpoint: Checkpoint, found: Sequence[StateDict], rules: KeyRules, fit_to: KeyTarget | None
+) -> Iterator[str]:
+    """Offer what the framework put around the model, where no rule of the user's does anything with prefixes."""
+    if rules not in (STRIP, KEEP) or fit_to:
+        return
+    for item in found:
+        if prefix := offered_prefix(checkpoint, item):
+            yield f"all keys{f' of {item.path}' if item.path else ''} start with {prefix}; --strip-prefix {prefix} takes it off"
+
+
+def sharing_notes(refs: Sequence[TensorRef]) -> Iterator[str]:
+    """Tell of tensors that would take far more bytes than the storages that they share."""
+    claimed = sum(ref.nbytes for ref in refs)
+    stored = sum({id(piece.storage): piece.storage.nbytes for ref in refs for piece in ref.pieces}.values())
+    if claimed > LIMITS.view_free and claimed > LIMITS.view_ratio * stored:
+        yield f"{len(refs)} tensors of {claimed} bytes share {stored} bytes of storage"
+
+
+def count_locations(refs: Iterable[TensorRef], retag: Callable[[str], str]) -> dict[tuple[str, str], int]:
+    storages = {id(piece.storage): piece.storage.location for ref in refs for piece in ref.pieces}
+    counted = Counter(storages.values())
+    return {(before, retag(before)): count for before, count in counted.items()}
+
+
+def count_casts(refs: Iterable[TensorRef], cast: CastRule) -> dict[tuple[str, str], int]:
+    return dict(Counter((ref.dtype.name, cast(ref).name) for ref in refs if cast(ref) is not ref.dtype))

@@ -1,0 +1,82 @@
+"""State dicts under their new keys, and what became of the old ones."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from ckptconv.checkpoint import StateDict, metadata_of, renamed_state_dict
+from ckptconv.errors import AmbiguousStateDict, KeyConflict, KeyMismatch, printable
+from ckptconv.fitted_keys import KeyTarget, fitted
+from ckptconv.key_rules import MappedKeys
+from ckptconv.keys import KEEP, STRIP, KeyMap, KeyRules, find_wrappers, map_keys, refuse_idle, unchanged
+from ckptconv.nodes import Node, mapping_pairs
+from ckptconv.plans import RenamedKeys
+from ckptconv.settling import Skipped
+
+
+def rename_state_dicts(
+    found: Sequence[StateDict], overlay: dict[int, Node], rules: KeyRules, fit_to: KeyTarget | None = None
+) -> tuple[tuple[RenamedKeys, ...], list[Skipped]]:
+    """Put renamed state dicts into the overlay; tell what changed and what was left out."""
+    if not found and (rules not in (STRIP, KEEP) or fit_to):
+        raise AmbiguousStateDict(
+            "there is no state dict in it whose keys could be changed", hint="see what it holds with: ckptconv inspect"
+        )
+    maps = [map_state_dict(item, rules, fit_to) if fit_to or _has_work(item, rules) else unchanged(item.keys) for item in found]
+    if found:
+        refuse_nothing_left(sum(new is not None for keys in maps for new in keys.new), rules)
+    refuse_idle(maps, rules)
+    renamed, skipped = [], []
+    for item, keys in zip(found, maps, strict=True):
+        skipped += excluded(item, keys, rules, fit_to)
+        renamed.append(renamed_keys(item, keys))
+        if keys.new != keys.old:
+            overlay[id(item.node)] = renamed_state_dict(item, keys.new, keys.module_paths)
+    return tuple(renamed), skipped
+
+
+def _has_work(item: StateDict, rules: KeyRules) -> bool:
+    """Whether the keys must be fit for names: not where they stay, whatever they are, somewhere inside a checkpoint."""
+    return rules != KEEP and (rules != STRIP or not item.path or bool(find_wrappers(item.keys)))
+
+
+def map_state_dict(item: StateDict, rules: KeyRules, fit_to: KeyTarget | None) -> KeyMap:
+    """The rules applied, then the keys fitted; where wrappers are all that the rules are about, fitting finds them itself."""
+    try:
+        keys = map_keys(item.keys, KEEP if fit_to and rules == STRIP else rules, item.path)
+        return fitted(item, keys, fit_to) if fit_to else keys
+    except (KeyConflict, KeyMismatch) as error:
+        raise error.at(where=item.path or None) from None
+
+
+def refuse_nothing_left(left: int, rules: KeyRules) -> None:
+    if not left:
+        raise KeyConflict(f"no key is left by {rules.leaving}", hint="check the globs")
+
+
+def excluded(item: StateDict, keys: KeyMap, rules: KeyRules, fit_to: KeyTarget | None) -> list[Skipped]:
+    base = f"{item.path}." if item.path else ""
+    reason = f"left out by {rules.leaving}"
+    if fit_to and fit_to.drop_unexpected:
+        reason = f"left out by {rules.leaving}, or because {printable(fit_to.name)} has no such key"
+    return [Skipped(f"{base}{old}", reason) for old, new in zip(keys.old, keys.new, strict=True) if new is None]
+
+
+def renamed_keys(item: StateDict, keys: KeyMap, unheld: Collection[str] = ()) -> RenamedKeys:
+    """What became of the keys of a state dict; `unheld` are new keys whose values the output does not hold."""
+    pairs = list(zip(keys.old, keys.new, strict=True))
+    changed = tuple((old, new) for old, new in pairs if new is not None and new != old)
+    left_out = tuple(old for old, new in pairs if new is None)
+    odd = () if "".join(keys.old).isprintable() else tuple(key for key in keys.old if not key.isprintable())
+    storages = [id(ref.storage if ref.is_view else ref) for _, ref in item.tensors()]
+    shared = len(storages) - len(set(storages))
+    mapped = lambda: _mapped_keys(item, keys, unheld)  # noqa: E731
+    return RenamedKeys(item.path, keys.wrappers, len(keys.old), changed, odd, shared, left_out, mapped)
+
+
+def _mapped_keys(item: StateDict, keys: KeyMap, unheld: Collection[str]) -> MappedKeys:
+    now = {old: None if new in unheld else new for old, new in zip(keys.old, keys.new, strict=True)}
+    if len(now) != len(keys.old):
+        raise KeyConflict("two keys of different types read the same, so there is no mapping", where=item.path)
+    entries = mapping_pairs(metadata_of(item.node)) or ()
+    return MappedKeys(item.path, now, {path: keys.module_paths(path) for path, _ in entries if type(path) is str})

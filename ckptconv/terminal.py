@@ -1,0 +1,75 @@
+"""What a terminal shows: lines and documents, a bar, and an error in one line with its exit code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from ckptconv.errors import CheckpointError, printable
+
+if TYPE_CHECKING:
+    from ckptconv.plans import ConversionPlan
+
+_PROGRESS_FROM = 100_000_000  # bytes; a smaller copy is done before a bar is read
+
+
+@contextmanager
+def progress_shown(plan: ConversionPlan, *, silent: bool) -> Iterator[Callable[[int], None] | None]:
+    """A bar with rate and time left on stderr, for long copies on a terminal only."""
+    if silent or plan.nbytes < _PROGRESS_FROM or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(printable(plan.output.name, 40), total=plan.nbytes)
+        yield lambda done: progress.update(task, completed=done)
+
+
+@contextmanager
+def errors_shown(as_json: bool, usage: bool = False, code: int = 1) -> Iterator[None]:
+    """Turn a checkpoint error into one line on stderr (and a JSON document where one was asked for) and an exit code: `code`,
+    or 2 where the command line is at fault."""
+    try:
+        yield
+    except CheckpointError as error:
+        from ckptconv import report
+
+        if as_json:
+            print_json(report.error_document(error))
+        fail(f"{error}; see ckptconv convert --help" if usage else str(error), 2 if usage else code)
+
+
+def fail(message: str, code: int) -> NoReturn:
+    """End the program with one line on stderr."""
+    click.secho("error: ", fg="red", bold=True, nl=False, err=True)
+    click.echo(message, err=True)
+    sys.exit(code)
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """A document on stdout, in ASCII."""
+    import json
+
+    click.echo(json.dumps(document, indent=2))
+
+
+def print_summary(headline: str, lines: Iterable[tuple[str, str]]) -> None:
+    """What was done, or would be, on stderr."""
+    click.secho(headline, bold=True, err=True)
+    print_lines(lines, err=True)
+
+
+def print_lines(lines: Iterable[tuple[str, str]], err: bool = False) -> None:
+    """(label, text) lines in two columns."""
+    rows = list(lines)
+    width = max((len(label) for label, _ in rows), default=0)
+    for label, text in rows:
+        color = "yellow" if label in ("warning", "note") else "red" if label == "error" else "cyan"
+        click.echo("  " + click.style(label.ljust(width), fg=color) + "  " + text, err=err)

@@ -1,0 +1,36 @@
+"""Sizes, counts and lists of names in words, the same wherever they are shown."""
+
+from __future__ import annotations
+
+from ckptconv.errors import printable
+
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+SHOWN = 5
+"""Items of a list that are named; the rest is counted."""
+
+
+def size_text(nbytes: float) -> str:
+    """A size in decimal units, as disks and shard limits count.
+
+    >>> size_text(0), size_text(1999), size_text(2_147_483_648)
+    ('0 B', '2.0 kB', '2.1 GB')
+    """
+    unit = 0
+    while nbytes >= 999.5 and unit < len(_UNITS) - 1:
+        nbytes, unit = nbytes / 1000, unit + 1
+    return f"{nbytes:.0f} B" if unit == 0 else f"{nbytes:.1f} {_UNITS[unit]}"
+
+
+def count_text(count: int, noun: str) -> str:
+    """A count with its noun.
+
+    >>> count_text(1, "tensor"), count_text(1200, "key"), count_text(2, "dict of 3")
+    ('1 tensor', '1,200 keys', '2 dict of 3s')
+    """
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def some_text(names: list[str]) -> str:
+    """The first of some names from a file, escaped, and how many more there are."""
+    shown = ", ".join(printable(name) or "the root" for name in names[:SHOWN])
+    return f"{shown} and {len(names) - SHOWN:,} more" if len(names) > SHOWN else shown
