@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, DTYPES, UINT8, DType
 from ckptconv.errors import MalformedCheckpoint, RefusedObject, UnsupportedCheckpoint
-from ckptconv.nodes import ORDERED_DICT, Call, Dict, Global, Node
+from ckptconv.nodes import ORDERED_DICT, Call, Dict, Global, Node, spoken
 from ckptconv.pickling import PickleWriter, integer, integers
 from ckptconv.sources import MemorySource
 from ckptconv.tensors import Storage, TensorObject, TensorRef, view_of
@@ -210,7 +210,7 @@ def storage_dtype(cls: Node) -> DType | None:
             return None
         if (dtype := BY_STORAGE_CLASS.get(cls.name)) is not None:
             return dtype
-    raise UnsupportedCheckpoint(f"has the unknown storage class {cls!r}")
+    raise UnsupportedCheckpoint(f"has the unknown storage class {spoken(cls)}")
 
 
 def _tensor_v2(args: tuple[Node, ...]) -> Node:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.limits import LIMITS
-from ckptconv.nodes import ABSENT, Call, Dict, Global, Node, mapping_pairs
+from ckptconv.nodes import ABSENT, Call, Dict, Global, Node, mapping_pairs, spoken
 from ckptconv.sources import Source
 from ckptconv.tensors import Shape
 from ckptconv.unpickling import read_pickle
@@ -140,7 +140,7 @@ def _dtype(properties: Node, key: str) -> DType:
     state = properties.state if type(properties) is Call else None
     named = state[0] if type(state) is tuple and state else _attribute(state, "dtype")
     if type(named) is not Global or named.module != "torch" or named.name not in BY_NAME:
-        raise UnsupportedCheckpoint(f"has the unknown dtype {printable(named)}", where=key)
+        raise UnsupportedCheckpoint(f"has the unknown dtype {spoken(named)}", where=key)
     return BY_NAME[named.name]
 
 
@@ -186,7 +186,7 @@ def _item(node: Node, key: str) -> Item:
     if type(path) is not str or type(transforms) not in (tuple, list):
         raise _malformed("the place of an item is not given by the name of a file", key)
     offset, length = _size((fields.get("offset"), fields.get("length")), key)
-    return Item(path, offset, length, tuple(printable(name) for name in transforms))
+    return Item(path, offset, length, tuple(printable(name) if type(name) is str else spoken(name) for name in transforms))
 
 
 def _reshaped(node: Node) -> Iterator[tuple[str, Shape]]:

@@ -422,6 +422,13 @@ def opcodes(stream: bytes) -> list[bytes]:
     return [stream[start:stop] for start, stop in zip(places, [*places[1:], places[-1] + 1], strict=True)]
 
 
+DOUBLED = b")" + b"q\x0eh\x0e\x86" * 60
+"""A tuple of twice a tuple of twice …: 2**60 steps for anyone who writes it out, hashes or compares it."""
+DIGITS = b"\x8b" + struct.pack("<I", 10_001) + b"\xff" * 10_000 + b"\0"
+"""An int of more digits than python prints."""
+DEEP = b"]" * 600 + b"a" * 599
+MONSTERS = (DOUBLED, DIGITS, DEEP, b"}(" + DOUBLED + b"K\1u", b"]q\x0eh\x0ea", b"}q\x0eX\1\0\0\0wh\x0es")
+"""Values that take long, or have no end, for those who follow them without a thought."""
 LONE = [bytes([code]) for code in b"(012NRabde]}l)tsuQ.o\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x93\x94\x97\x98"]
 """Opcodes without arguments."""
 
@@ -442,6 +449,8 @@ def _ops_changed(ops: list[bytes], foreign: list[bytes], chance: random.Random) 
         case 4:
             first = chance.randrange(len(foreign))
             return ops[:at] + foreign[first : first + chance.choice((1, 3, 10, 30))] + ops[at + chance.choice((0, 1, 5)) :]
+        case 5 if chance.random() < 0.3:
+            return [*ops[:at], chance.choice(MONSTERS), *ops[at + chance.choice((0, 1)) :]]
         case 5:
             return [*ops[:at], _fetch(chance), *ops[at + chance.choice((0, 1)) :]]
         case 6:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from old_torch import Made, Name, OldPickler
 
 from fuzzing.inputs import Trial
-from fuzzing.mutations import EDGES, TEXTS, tar_repaired
+from fuzzing.mutations import EDGES, MONSTERS, TEXTS, tar_repaired
 
 Draw = st.DrawFn
 STORAGE = bytes(range(64))
@@ -153,7 +153,7 @@ def arrays(draw: Draw) -> bytes:
 
 
 LEAVES = st.one_of(
-    sizes.map(int_op),
+    rarely(sizes.map(int_op), st.sampled_from(MONSTERS)),
     texts.map(text_op),
     st.sampled_from([b"N", b"\x88", b"\x89", b")", b"}", b"]", b"C\2ab", b"\x96" + struct.pack("<Q", 2) + b"ab"]),
     st.sampled_from(GLOBALS).map(global_op),

@@ -27,7 +27,9 @@ from typing import Any, NamedTuple, TypeVar
 from ckptconv import (
     CheckpointError,
     diagnose,
+    diagnosis_report,
     diff_checkpoints,
+    inspection_report,
     open_checkpoint,
     plan_conversion,
     read_key_rules,
@@ -295,16 +297,19 @@ CONVERSIONS: dict[str, tuple[str, Options]] = {
 def _inspect(watch: _Watch, paths: Sequence[Path]) -> bool:
     with open_checkpoint(_named(paths)) as checkpoint:
         found = inspect_checkpoint(checkpoint, depth=3)
-    watch.check_lines("inspect", [*report.inspection_lines(found), *(("", line) for line in report.tree_lines(found.root))])
-    report.verdict(found)
-    _as_json(report.inspection_document(found))
+    watch.check_lines(
+        "inspect",
+        [*inspection_report.inspection_lines(found), *(("", line) for line in inspection_report.tree_lines(found.root))],
+    )
+    inspection_report.verdict(found)
+    _as_json(inspection_report.inspection_document(found))
     return True
 
 
 def _diagnose(watch: _Watch, paths: Sequence[Path]) -> None:
     found = diagnose(_named(paths), values=True)
-    watch.check_lines("doctor", [line for finding in found.findings for line in report.finding_lines(finding)])
-    _as_json(report.diagnosis_document(found))
+    watch.check_lines("doctor", [line for finding in found.findings for line in diagnosis_report.finding_lines(finding)])
+    _as_json(diagnosis_report.diagnosis_document(found))
 
 
 def _scan(watch: _Watch, path: Path) -> None:
