@@ -39,9 +39,12 @@ def _replay(places: list[Path]) -> int:
 
 
 def _hunt(given: argparse.Namespace) -> int:
+    import signal
     import warnings
 
     warnings.simplefilter("ignore")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # tell what was found until then
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     from fuzzing.hunt import Hunt, work_folder
     from fuzzing.seeds import make_seeds
 

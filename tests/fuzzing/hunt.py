@@ -29,6 +29,7 @@ from fuzzing.trial import Find, Verdict, forbid_execution, limit_address_space, 
 HANGS = 40.0
 """Seconds without a word after which a process is killed; within itself it stops each step by its CPU time."""
 _SAVED = 3  # finds of one signature that are saved
+_TELL = 120.0  # seconds between two lines that say how far it is
 _ORACLE = 0.5  # of the trials ask torch
 
 
@@ -68,7 +69,7 @@ class Tally:
 # ------------------------------------------------------------------------------------------------------------- workers
 
 
-def _work(pipe: Connection, numbers: Iterator[int], seed: int, seeds_file: str, folder: str, mode: str) -> None:
+def _work(pipe: Connection, numbers: range, seed: int, seeds_file: str, folder: str, mode: str) -> None:
     """Run cases and tell of each: (number, target, trial) before it, the verdict after it."""
     warnings.simplefilter("ignore")
     from fuzzing.torch_oracle import TorchOracle
@@ -103,13 +104,12 @@ def _is_structural(number: int, mode: str) -> bool:
 class _Worker:
     """A process and what it is doing."""
 
-    def __init__(self, hunt: Hunt, first: int) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix=f"w{first}-", dir=hunt.work))
+    def __init__(self, hunt: Hunt, numbers: range) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="worker-", dir=hunt.work))
         self.pipe, theirs = multiprocessing.Pipe(duplex=False)
         self.running: tuple[int, str, Trial] | None = None
-        self.number = first
+        self.numbers = numbers
         self.begun = time.monotonic()
-        numbers = range(first, 1 << 60, hunt.workers)
         arguments = (theirs, numbers, hunt.seed, str(hunt.seeds_file), str(self.folder), hunt.mode)
         self.process = multiprocessing.get_context("spawn").Process(target=_work, args=arguments, daemon=False)
         self.process.start()
@@ -133,25 +133,34 @@ class Hunt:
         self.tally = Tally()
 
     def run(self, seconds: float, *, first: int = 0, cases: int | None = None) -> Tally:
-        """Run for some seconds, or until there are some cases."""
+        """Run for some seconds, or the numbers of so many cases (a number may be a batch of made-up files)."""
         deadline = time.monotonic() + seconds
-        workers = [_Worker(self, first + index) for index in range(self.workers)]
+        end = 1 << 60 if cases is None else first + cases
+        workers = [_Worker(self, range(first + index, end, self.workers)) for index in range(self.workers)]
+        begin = told = time.monotonic()
         try:
-            while time.monotonic() < deadline and (cases is None or sum(self.tally.executions.values()) < cases):
+            while time.monotonic() < deadline and workers:
                 ready = wait([worker.pipe for worker in workers], timeout=1)
-                for index, worker in enumerate(workers):
-                    if worker.pipe in ready and not self._heard(worker):
-                        workers[index] = self._replaced(worker, f"died with exit code {self._exit(worker)}")
-                    elif worker.pipe not in ready and time.monotonic() - worker.begun > HANGS * (1 if worker.running else 10):
-                        workers[index] = self._replaced(worker, f"no answer within {HANGS:.0f} s")
+                if time.monotonic() - told > _TELL:
+                    told = time.monotonic()
+                    print(f"{sum(self.tally.executions.values()):,} executions in {told - begin:.0f} s", flush=True)
+                workers = [next_ for worker in workers if (next_ := self._attended(worker, worker.pipe in ready)) is not None]
         finally:
             for worker in workers:
                 worker.end()
         return self.tally
 
-    def _exit(self, worker: _Worker) -> int | None:
-        worker.process.join(5)
-        return worker.process.exitcode
+    def _attended(self, worker: _Worker, speaks: bool) -> _Worker | None:
+        """The worker after its next message, or another one in its place; None when it has done all its numbers."""
+        if speaks and not self._heard(worker):
+            worker.process.join(5)
+            if worker.process.exitcode == 0 and worker.running is None:
+                worker.end()
+                return None
+            return self._replaced(worker, f"died with exit code {worker.process.exitcode}")
+        if not speaks and time.monotonic() - worker.begun > HANGS * (1 if worker.running else 10):
+            return self._replaced(worker, f"no answer within {HANGS:.0f} s")
+        return worker
 
     def _heard(self, worker: _Worker) -> bool:
         """Take one message; False when there will be none any more."""
@@ -161,7 +170,7 @@ class Hunt:
             return False
         worker.begun = time.monotonic()
         if message[0] == "begin":
-            worker.running, worker.number = message[1:], message[1]
+            worker.running = message[1:]
         else:
             self._count(worker, message[1], message[2])
             worker.running = None
@@ -179,11 +188,11 @@ class Hunt:
     def _replaced(self, worker: _Worker, what: str) -> _Worker:
         worker.end()
         if worker.running is None:
-            raise RuntimeError(f"a worker {what} between two cases (after number {worker.number})")
+            raise RuntimeError(f"a worker {what} between two cases")
         number, target, trial = worker.running
         self.tally.executions[target] += 1
         self._found(number, target, trial, Find("killed", "all", what, trial.kind + " " + target))
-        return _Worker(self, number + self.workers)
+        return _Worker(self, range(number + self.workers, worker.numbers.stop, self.workers))
 
     def _found(self, number: int, target: str, trial: Trial, find: Find) -> None:
         self.tally.wrong[target] += 1

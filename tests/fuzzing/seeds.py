@@ -329,6 +329,8 @@ def rules(folder: Path) -> Iterator[Seed]:
         "yaml": YAML,
         "toml": TOML,
     }
+    if importlib.util.find_spec("yaml") is None:
+        del texts["yaml"]
     for name, text in texts.items():
         file = f"rules.{name if name in ('yaml', 'toml') else 'json'}"
         yield Seed(f"rules:{name}", Trial({file: text.encode(), GOOD: good}, (file,), "rules"))

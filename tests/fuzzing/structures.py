@@ -548,20 +548,27 @@ def size_of(shape: Any) -> Made:
 
 # --------------------------------------------------------------------------------------------------------------- rules
 
+PATTERNS = ("w", "w=v", "w=>x.w", r"(w)=>\1.\1", "*", "?", "net.", "(a+)+$=>x", "[=>", "[!a]", "{}", "model.=net.")
+GOOD_RULES = (
+    {"add-prefix": "net."},
+    {"rename": {"w": "v"}},
+    {"regex": {"(.*)w": r"\1x.w"}},
+    {"include": "*"},
+    {"rename": "w=a.w"},
+)
 RULE_WORDS = ("strip-prefix", "add-prefix", "rename", "regex", "include", "exclude", "preset", "x")
 
 
 @st.composite
 def rule_files(draw: Draw) -> Trial:
     """Key rules, or a mapping, in JSON (of which nearly all is YAML too)."""
-    patterns = st.one_of(
-        texts, st.sampled_from([r"(\d+)=>\1", "a=>b", "(a+)+$=>x", "[=>", "*", "a*", "[!a]", "{}", "model.=net."])
-    )
+    patterns = st.one_of(texts, st.sampled_from(PATTERNS), st.sampled_from(PATTERNS))
     value = mostly(
         st.one_of(patterns, st.lists(patterns, max_size=3), st.dictionaries(patterns, patterns, max_size=2)), json_values()
     )
     rule = st.dictionaries(st.sampled_from(RULE_WORDS), value, min_size=1, max_size=1)
-    listed = st.lists(mostly(rule, json_values()), max_size=4)
+    rule = st.one_of(rule, st.sampled_from(GOOD_RULES), st.sampled_from(GOOD_RULES))
+    listed = st.lists(mostly(rule, json_values()), max_size=3)
     keys = st.dictionaries(texts, mostly(texts, json_values()), max_size=3)
     more = {"left_out": st.lists(texts, max_size=2), "modules": st.dictionaries(texts, texts, max_size=2)}
     mapped = st.fixed_dictionaries({"path": texts, "keys": keys}, optional=more)
@@ -585,15 +592,13 @@ BATCH = 25
 """Files that are made up at once."""
 
 
-def structures(number: int, run_seed: int) -> Iterator[tuple[str, Trial]]:
-    """The target and the trials of batch `number` of the run with `run_seed`: always the same ones."""
+def structures(number: int, run_seed: int, size: int = BATCH) -> Iterator[tuple[str, Trial]]:
+    """The target and the `size` trials of batch `number` of the run with `run_seed`: always the same ones."""
     target = sorted(STRUCTURES)[number % len(STRUCTURES)]
     made: list[Trial] = []
 
     @seed(run_seed * 1_000_003 + number)
-    @settings(
-        max_examples=BATCH, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
-    )
+    @settings(max_examples=size, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     @given(STRUCTURES[target]())
     def collect(trial: Trial) -> None:
         made.append(trial)

@@ -281,6 +281,8 @@ def _try_checkpoint(watch: _Watch, paths: Sequence[Path], out: Path) -> None:
     watch.step("scan", lambda: _scan(watch, paths[0]))
     nbytes = sum(path.stat().st_size for path in paths[0].parent.rglob("*"))
     chosen = random.Random(nbytes).sample(list(CONVERSIONS.items()), 2 if opens else 1)
+    if watch.oracle is not None and "keep" not in (name for name, _ in chosen):
+        chosen[0] = ("keep", CONVERSIONS["keep"])  # the one whose tensors torch must see as they were
     for name, how in chosen:
         _convert(watch, paths, out, name, how)
 
