@@ -5,7 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO := demo-out
 
-.PHONY: demo test check lint bench fuzz samples clean
+FAMILIES := .venv-families
+
+.PHONY: demo test families check lint bench fuzz samples clean
 
 # torch is pinned in constraints.txt, so that pip takes one known build instead of the newest with gigabytes of CUDA packages.
 $(VENV)/ready: pyproject.toml constraints.txt
@@ -19,6 +21,17 @@ demo: $(VENV)/ready
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest -q -n auto
+
+# What needs transformers, peft, lightning, picklescan and fickling, which make test does without.
+$(FAMILIES)/ready: pyproject.toml constraints.txt tests/families.txt
+	$(PYTHON) -m venv $(FAMILIES)
+	$(FAMILIES)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(FAMILIES)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]' \
+	    --requirement tests/families.txt
+	@touch $@
+
+families: $(FAMILIES)/ready
+	$(FAMILIES)/bin/python -m pytest -q -n auto tests/test_fitted_models.py tests/test_key_fitting.py tests/test_scanning.py
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
@@ -40,4 +53,4 @@ samples: $(VENV)/ready
 	$(BIN)/python sample_ckpts/make_samples.py
 
 clean:
-	rm -rf $(VENV) $(DEMO) bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis fuzz-finds
+	rm -rf $(VENV) $(FAMILIES) $(DEMO) bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis fuzz-finds

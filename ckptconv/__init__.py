@@ -10,6 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckptconv.bounds import Limits as Limits
+    from ckptconv.bounds import limits as limits
     from ckptconv.checkpoint import Checkpoint as Checkpoint
     from ckptconv.checkpoint import StateDict as StateDict
     from ckptconv.comparison import Tolerance as Tolerance
@@ -51,6 +53,7 @@ _HOMES = {
     "Finding": "findings",
     "Fit": "key_fitting",
     "KeyRules": "keys",
+    "Limits": "bounds",
     "LoadResult": "fitting",
     "Options": "plans",
     "Scan": "scanning",
@@ -63,6 +66,7 @@ _HOMES = {
     "diff_checkpoints": "diffing",
     "execute_plan": "convert",
     "fit_keys": "key_fitting",
+    "limits": "bounds",
     "load_into": "fitting",
     "load_portable": "loading",
     "open_checkpoint": "formats.detect",

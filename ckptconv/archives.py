@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
+from ckptconv.bounds import in_force
 from ckptconv.errors import LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
-from ckptconv.limits import LIMITS
 from ckptconv.nodes import made
 from ckptconv.sources import InflatedSource, Source, Spool, crc32
 
@@ -61,8 +61,11 @@ def read_directory(source: Source) -> dict[str, Record]:
     Raises `MalformedCheckpoint` when the archive is cut off, ambiguous, or contradicts itself.
     """
     start, count, size = _find_directory(source)
-    if count > min(LIMITS.archive_records, size // _CENTRAL.size):
-        raise LimitExceeded(f"claims {count} records", path=source.path, where="zip directory")
+    if count > size // _CENTRAL.size:
+        raise _malformed(source, f"claims {count} records in {size} bytes")
+    if count > (most := in_force().archive_records):
+        what = f"has {count} records"
+        raise LimitExceeded(what, limit="archive_records", allowed=most, needed=count, path=source.path, where="zip directory")
     records = _read_records(source, start, count, size)
     _refuse_overlaps(source, records)
     if len({record.name.lower() for record in records}) != len(records):
@@ -77,11 +80,14 @@ def record_source(source: Source, record: Record, spool: Spool) -> tuple[Source,
     return InflatedSource(source, record.offset, record.stored, record.size, record.crc32, record.name, spool), 0
 
 
-def read_record(source: Source, record: Record, limit: int) -> bytes:
-    """All bytes of a record of at most `limit` bytes, checked against its CRC-32."""
-    if record.size > limit:
+def read_record(source: Source, record: Record, limit: str) -> bytes:
+    """All bytes of a record, checked against its CRC-32; `limit` is the name of the limit of its size."""
+    if record.size > (most := getattr(in_force(), limit)):
         raise LimitExceeded(
-            f"is {record.size} bytes long, more than the {limit} that such a record may have",
+            f"is {record.size} bytes long",
+            limit=limit,
+            allowed=most,
+            needed=record.size,
             path=source.path,
             where=record.name,
         )

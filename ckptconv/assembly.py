@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
 
+from ckptconv.bounds import in_force
 from ckptconv.dtypes import DType
 from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint
-from ckptconv.limits import LIMITS
 from ckptconv.tensors import Piece, Shape, TensorRef, contiguous_stride
 
 Box = tuple[Shape, Shape]
@@ -57,8 +57,9 @@ def check_cover(shape: Shape, boxes: Sequence[Box]) -> None:
         raise MalformedCheckpoint("has no chunks")
     filled = [box for box in boxes if 0 not in box[1]]
     axes = [axis for axis in range(len(shape)) if any(size[axis] != shape[axis] for _, size in filled)]
-    if len(axes) > LIMITS.sharded_dimensions:
-        raise LimitExceeded(f"is split along {len(axes)} dimensions, more than {LIMITS.sharded_dimensions}")
+    if (count := len(axes)) > (most := in_force().sharded_dimensions):
+        what = f"is split along {count} dimensions"
+        raise LimitExceeded(what, limit="sharded_dimensions", allowed=most, needed=count)
     corners: dict[Shape, int] = {}
     whole = [] if 0 in shape else [((0,) * len(shape), shape, -1)]
     for start, size, weight in [*((start, size, 1) for start, size in filled), *whole]:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from ckptconv.bounds import Limits, held, in_force, merged
 from ckptconv.errors import AmbiguousStateDict, LimitExceeded, printable
-from ckptconv.limits import LIMITS
 from ckptconv.nodes import Call, Dict, Node, PersistentId, children, mapping_pairs
 from ckptconv.plain_objects import is_array, plain_form
 from ckptconv.sources import Source
@@ -31,7 +31,8 @@ class Checkpoint:
 
     `format` is what its container is called: ``torch zip``, ``torch legacy``, ``safetensors``, ``memory``, …; `metadata` are
     a safetensors file's own strings; `notes` tell what was odd about the file without being wrong; `modules` counts the whole
-    modules in whose places their state dicts stand. Use it as a context manager, or `close()` it.
+    modules in whose places their state dicts stand; `limits` are those under which it was opened. Use it as a context manager,
+    or `close()` it.
     """
 
     path: Path
@@ -42,6 +43,7 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
     sources: tuple[Source, ...] = ()
     modules: int = 0
+    limits: Limits = field(default_factory=in_force)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -56,15 +58,17 @@ class Checkpoint:
 
     def tensors(self) -> Iterator[tuple[str, TensorRef]]:
         """Every tensor of the tree with the path at which it is first met."""
-        return tensors_of(self.root)
+        return tensors_of(self.root, depth=merged(self.limits).depth)
 
     def state_dicts(self) -> list[StateDict]:
         """The state dicts found in the tree, in its order; see `find_state_dicts`."""
-        return find_state_dicts(self.root)
+        with held(self.limits):
+            return find_state_dicts(self.root)
 
     def state_dict(self, only: str | None = None) -> StateDict:
         """The one state dict, or the one at the path `only`; `AmbiguousStateDict` when there is none or a choice."""
-        return choose_state_dict(self.root, only, self.path)
+        with held(self.limits):
+            return choose_state_dict(self.root, only, self.path)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,13 +128,16 @@ def place_text(place: Place) -> str:
 _PLAIN = frozenset((str, int, float, bool, bytes, type(None), complex))
 
 
-def walk(root: Node, overlay: Overlay | None = None, cycles: list[Place] | None = None) -> Iterator[tuple[Place, Node]]:
+def walk(
+    root: Node, overlay: Overlay | None = None, cycles: list[Place] | None = None, *, depth: int | None = None
+) -> Iterator[tuple[Place, Node]]:
     """Every node that is no plain value, with its first place, each once, parents before children.
 
     Shared and cyclic structures are entered once; where a container holds one that it is in, the place goes to `cycles`.
     The overlay may grow while walking: what stands in for a node just yielded is entered in its place. `LimitExceeded`
-    when containers nest too deeply.
+    when containers nest more than `depth` deep (None: the limit in force when the walk begins).
     """
+    most = in_force().depth if depth is None else depth
     over = {} if overlay is None else overlay
     root = over.get(id(root), root)
     if type(root) in _PLAIN:
@@ -159,8 +166,9 @@ def walk(root: Node, overlay: Overlay | None = None, cycles: list[Place] | None 
             if type(child) in _CONTAINERS:
                 work.append((here, child, _inner(child)))
                 entered.add(id(child))
-                if len(work) > LIMITS.depth:
-                    raise LimitExceeded(f"nests more than {LIMITS.depth} containers", where=place_text(here)[:60] + "…")
+                if len(work) > most:
+                    what = f"nests more than {most} containers"
+                    raise LimitExceeded(what, limit="depth", allowed=most, where=place_text(here)[:60] + "…")
                 break
         else:
             entered.discard(id(work.pop()[1]))
@@ -175,9 +183,9 @@ def _inner(node: Node) -> Iterator[tuple[Node, Node]]:
     return children(node)
 
 
-def tensors_of(root: Node, overlay: Overlay | None = None) -> Iterator[tuple[str, TensorRef]]:
+def tensors_of(root: Node, overlay: Overlay | None = None, *, depth: int | None = None) -> Iterator[tuple[str, TensorRef]]:
     """Every tensor of a tree with its path; tensors met twice under different keys of state dicts appear once."""
-    for place, node in walk(root, overlay):
+    for place, node in walk(root, overlay, depth=depth):
         if (tensor := tensor_of(node)) is not None:
             yield place_text(place), tensor
 

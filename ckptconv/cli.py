@@ -12,11 +12,13 @@ import click
 
 from ckptconv import __version__
 from ckptconv.errors import printable
+from ckptconv.signals import stop_in_good_order
 
 if TYPE_CHECKING:
     from ckptconv.plans import ConversionPlan
 from ckptconv.cli_options import (
     FILE,
+    LIMIT,
     TAG,
     RuleCommand,
     choice_options,
@@ -128,6 +130,7 @@ Examples:
 @click.argument("sources", metavar="IN...", type=FILE, nargs=-1, required=True)
 @click.option("--depth", type=click.IntRange(0, 50), default=2, show_default=True, help="Levels of the tree to show.")
 @TAG
+@LIMIT
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 def inspect(sources: tuple[Path, ...], depth: int, tag: str | None, as_json: bool) -> None:
     """Show what is in checkpoint IN, where it was saved, and what will not load and why. Reads no tensor's bytes."""
@@ -168,6 +171,7 @@ Examples:
 @click.option("--device", metavar="TAG", help="Where the tensors are wanted: cpu (default), cuda:0, mps, ..., auto.")
 @click.option("--values", is_flag=True, help="Read the tensors too: damaged records, values that are NaN or infinite.")
 @TAG
+@LIMIT
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 def doctor(sources: tuple[Path, ...], as_json: bool, **given: Any) -> None:
     """Say why checkpoint IN would not load on this host, or would disappoint, and the command that mends it.
@@ -184,8 +188,7 @@ def doctor(sources: tuple[Path, ...], as_json: bool, **given: Any) -> None:
         print_json(report.diagnosis_document(found))
     else:
         click.secho(printable(", ".join(map(str, sources))), bold=True)
-        for finding in found.findings:
-            print_lines(report.finding_lines(finding))
+        print_lines(report.finding_lines(found.findings))
         click.secho(report.diagnosis_headline(found), fg="green" if found.loads else "red")
     sys.exit(0 if found.loads else 1)
 
@@ -213,9 +216,10 @@ Examples:
   ckptconv diff ddp_cuda3.pt model.pt --keys strip
   ckptconv diff epoch1.pt epoch2.pt --atol 1e-6 --rtol 1e-5
   ckptconv diff model.pt model_bf16.safetensors --ignore-dtype --rtol 0.01
+  ckptconv diff zero3_run/ model.safetensors --tag global_step500
   ckptconv diff old.pt new.pt --whole --json
 
-Exit code: 0 same, 1 different, 2 wrong usage or a file that cannot be compared.""",
+Exit code: 0 same, 1 different, 2 wrong usage, or a file that is damaged or cannot be compared.""",
 )
 @click.argument("a", metavar="A", type=FILE)
 @click.argument("b", metavar="B", type=FILE)
@@ -223,12 +227,17 @@ Exit code: 0 same, 1 different, 2 wrong usage or a file that cannot be compared.
 @key_options("keep")
 @click.option("--only", metavar="PATH", help="Compare one part of both, e.g. state_dict or ema.")
 @click.option("--only-b", metavar="PATH", help="The part of B, where it has another path ('' is all of it).")
+@click.option("--tag", metavar="TAG", help="The step of A to read, where A is a folder of several, e.g. global_step500.")
+@click.option("--tag-b", metavar="TAG", help="The step of B, likewise.")
 @click.option("--whole", is_flag=True, help="Compare everything in the files, by path: optimizers, numbers, names too.")
-@click.option("--atol", type=click.FloatRange(min=0), help="Values may be so far apart, |a - b| <= atol + rtol * |b|.")
-@click.option("--rtol", type=click.FloatRange(min=0), help="Or so far in proportion to B's.")
+@click.option(
+    "--atol", metavar="NUMBER", type=click.FloatRange(min=0), help="Values may be so far apart, |a - b| <= atol + rtol * |b|."
+)
+@click.option("--rtol", metavar="NUMBER", type=click.FloatRange(min=0), help="Or so far in proportion to B's.")
 @click.option("--equal-nan", is_flag=True, help="With a tolerance: NaN equals NaN.")
 @click.option("--ignore-dtype", is_flag=True, help="Compare the values of tensors of different dtypes as numbers.")
 @click.option("--strict-device", is_flag=True, help="Another device tag is a difference too.")
+@LIMIT
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing; the exit code says it.")
 def diff(a: Path, b: Path, as_json: bool, quiet: bool, **given: Any) -> None:
@@ -244,7 +253,7 @@ def diff(a: Path, b: Path, as_json: bool, quiet: bool, **given: Any) -> None:
     elif not quiet:
         click.secho(verdicts.difference_headline(found), fg="green" if found.same else "yellow", bold=True)
         print_lines(verdicts.difference_lines(found))
-    sys.exit(0 if found.same else 1)
+    sys.exit(2 if found.damaged else 0 if found.same else 1)
 
 
 @cli.command(
@@ -254,10 +263,12 @@ Examples:
   ckptconv scan models/ --strict
   ckptconv scan a.pkl b.zip --json
 
-Exit code: 0 nothing dangerous, 1 something dangerous (with --strict: or unknown), 2 a path cannot be read."""
+Exit code: 0 nothing dangerous, 1 something dangerous (with --strict: or unknown), 2 a path cannot be read.
+Unknown are names that are no part of ordinary checkpoints, and what cannot be looked into: gzip, bzip2, xz, 7z, ..."""
 )
 @click.argument("paths", metavar="PATH...", type=FILE, nargs=-1, required=True)
-@click.option("--strict", is_flag=True, help="Exit with 1 for names that are not known to be plain, too.")
+@click.option("--strict", is_flag=True, help="Exit with 1 for all that is not known to be plain, too.")
+@LIMIT
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing; the exit code says it.")
 def scan(paths: tuple[Path, ...], strict: bool, as_json: bool, quiet: bool) -> None:
@@ -331,10 +342,9 @@ def _execute(plan: ConversionPlan, given: dict[str, Any]) -> None:
 def main() -> None:
     """The program: one line per error, exit codes 0 (done), 1 (refused or failed), 2 (usage), 130 and 143 (stopped)."""
     import gc
-    import signal
 
     gc.disable()  # one command and the process ends: a tree of a million nodes is no garbage, and looking costs a tenth
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    stop_in_good_order()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a terminal may lack the characters
     try:
@@ -346,7 +356,7 @@ def main() -> None:
     except click.ClickException as error:
         fail(printable(error.format_message(), 2000), 1)
     except (KeyboardInterrupt, click.Abort):
-        fail("interrupted; nothing was left behind", 130)
+        fail("interrupted; nothing unfinished was left behind", 130)
     except OSError as error:
         click.echo(f"error: cannot print the result: {error.strerror}", err=True)
         os._exit(1)  # the interpreter's own last flush would fail once more

@@ -57,8 +57,8 @@ def key_options(default: str) -> Callable[[F], F]:
         click.option("--rename", metavar="OLD=NEW", multiple=True, help="Rename a key or a literal prefix of keys."),
         click.option("--regex", metavar="PATTERN=>REPLACEMENT", multiple=True,
                      help="Replace what a Python regex matches in keys (\\1 is its first group)."),
-        click.option("--preset", type=click.Choice(PRESETS), multiple=True,
-                     help="Take off what a framework put around the keys."),
+        click.option("--preset", metavar="NAME", type=click.Choice(PRESETS), multiple=True,
+                     help=f"Take off what a framework put around the keys: {', '.join(PRESETS)}."),
         click.option("--rules", metavar="FILE", multiple=True, type=FILE,
                      help="Key rules from a .json, .toml or .yaml file, or a mapping that --save-mapping wrote."),
         click.option("--reverse", is_flag=True, help="Undo the mapping that --rules names."),
@@ -74,6 +74,34 @@ def _with_options(command: F, options: Sequence[Callable[[F], F]]) -> F:
 TAG = click.option("--tag", metavar="TAG", help="The step to read, where IN is a folder of several, e.g. global_step500.")
 
 
+def _limits_set(ctx: click.Context, _: click.Parameter, given: Sequence[str]) -> None:
+    """Set the limits that the command runs under."""
+    if given:
+        from ckptconv.bounds import limits
+
+        try:
+            ctx.with_resource(limits(**dict(map(_limit, given))))
+        except (CheckpointError, TypeError, ValueError) as error:
+            raise click.UsageError(str(error)) from None
+
+
+def _limit(text: str) -> tuple[str, float]:
+    """The name and the value of a limit: a count, a size such as 4GiB, or seconds."""
+    from ckptconv.bounds import DEFAULTS
+    from ckptconv.sharding import parse_size
+
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"--limit is NAME=VALUE, not {text}")
+    if type(getattr(DEFAULTS, name, 0)) is float:
+        return name, float(value)
+    return name, int(value) if value.isascii() and value.isdigit() else parse_size(value)
+
+
+LIMIT = click.option("--limit", metavar="NAME=VALUE", multiple=True, expose_value=False, callback=_limits_set,
+                     help="Raise a limit that an error named, e.g. pickle_bytes=4GiB.")  # fmt: skip
+
+
 def output_options(command: F) -> F:
     """The arguments and options that every writing command has."""
     options = [
@@ -87,6 +115,7 @@ def output_options(command: F) -> F:
         click.option("--max-shard-size", metavar="SIZE", help="Split the state dict into shards, e.g. of 5GB, and an index."),
         click.option("--only", metavar="PATH", help="Convert one part of the checkpoint, e.g. state_dict or ema."),
         TAG,
+        LIMIT,
         choice_options,
         click.option("--save-mapping", metavar="FILE", type=FILE,
                      help="Write which key became which to a JSON file, which --rules FILE --reverse undoes."),
@@ -130,7 +159,7 @@ def comparison(given: dict[str, Any]) -> dict[str, Any]:
     if given["whole"] and keys != KEEP:
         raise click.UsageError("--whole compares by path; key rules go without it")
     tolerance = Tolerance(given["atol"] or 0.0, given["rtol"] or 0.0, given["equal_nan"]) if loose else None
-    taken = ("only", "only_b", "whole", "ignore_dtype", "strict_device")
+    taken = ("only", "only_b", "tag", "tag_b", "whole", "ignore_dtype", "strict_device")
     return {"keys": keys, "tolerance": tolerance, **{name: given[name] for name in taken}}
 
 

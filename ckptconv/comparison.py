@@ -1,20 +1,23 @@
 """Two tensors compared: byte for byte where they lie, or number by number within a tolerance.
 
 What lies in one order in both files is compared as it lies, through two buffers of 1 MiB; anything else is gathered block by
-block. Checksums are not verified here.
+block. Of storages whose records declare a checksum it is worked out on the way, or from another read of them.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptconv.casting import cast
+from ckptconv.checksums import Checksums
 from ckptconv.dtypes import BY_NAME, DType
-from ckptconv.sources import CHUNK, SMALL, FileSource, Source
-from ckptconv.tensors import TensorRef, iter_chunks, verbatim_runs
+from ckptconv.errors import MalformedCheckpoint
+from ckptconv.sources import CHUNK, SMALL, FileSource, crc32
+from ckptconv.tensors import Storage, TensorRef, iter_chunks, verbatim_runs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,14 +33,19 @@ Pair = tuple[TensorRef, TensorRef]
 
 
 class Span(NamedTuple):
-    """The same bytes of one pair of tensors, in the one source and in the other; `pair` is the pair's number."""
+    """The same bytes of one pair of tensors, in the one storage and in the other; `pair` is the pair's number."""
 
     pair: int
-    first: Source
+    first: Storage
     first_at: int
-    second: Source
+    second: Storage
     second_at: int
     nbytes: int
+
+    @property
+    def has_crc(self) -> bool:
+        """Whether a checksum is declared that these bytes go into."""
+        return any((storage.part_of or storage).crc32 is not None for storage in (self.first, self.second))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +80,66 @@ class Deviation:
 # ---------------------------------------------------------------------------------------------------------------- bytes
 
 
-def differing_pairs(pairs: Sequence[Pair]) -> set[int]:
-    """The numbers of the pairs whose values are not the same bit for bit; both of a pair have one dtype and shape."""
-    found: set[int] = set()
+@dataclass(slots=True)
+class Compared:
+    """What comparing bytes gave: the numbers of the pairs that differ, and the checksums of spans that were found equal.
+
+    `unread` are pairs that were compared otherwise, so that nothing is known of their checksums.
+    """
+
+    differing: set[int] = field(default_factory=set)
+    equal: list[tuple[Span, int]] = field(default_factory=list)
+    unread: set[int] = field(default_factory=set)
+
+    def add(self, other: Compared) -> None:
+        """Take in what another part of the work gave."""
+        self.differing |= other.differing
+        self.equal += other.equal
+
+
+def compare_bytes(pairs: Sequence[Pair]) -> Compared:
+    """Which pairs are not the same bit for bit; both of a pair have one dtype and shape."""
+    found = Compared()
     threaded: list[Span] = []
     for number, (first, second) in enumerate(pairs):
         spans = _spans(number, first, second)
         if spans is None:
+            found.unread.add(number)
             if not _streams_equal(first, second):
-                found.add(number)
+                found.differing.add(number)
         elif all(_may_be_threaded(span) for span in spans):
             threaded += spans
         else:
-            found |= _unequal(spans)
-    return found | _unequal_by_threads(threaded)
+            found.add(_compared(spans))
+    found.add(_compared_by_threads(threaded))
+    return found
+
+
+def damaged_storages(found: Compared, read: Iterable[Pair]) -> list[str]:
+    """What is to be said of storages whose bytes have not the CRC-32 that their records declare.
+
+    Those of the pairs in `read` are read for it, of the others the checksums that were `found` are put together.
+    """
+    checksums = Checksums()
+    damage: list[str] = []
+    for storage in (piece.storage for pair in read for ref in pair for piece in ref.pieces):
+        _noting(damage, partial(checksums.read, storage))
+    for span, crc in found.equal:
+        for storage, at in ((span.first, span.first_at), (span.second, span.second_at)):
+            _noting(damage, partial(checksums.copied, storage, at, span.nbytes, crc))
+    while _noting(damage, checksums.finish):  # goes on behind the one that it found
+        pass
+    return list(dict.fromkeys(damage))
+
+
+def _noting(damage: list[str], check: Callable[[], None]) -> bool:
+    """Whether a check found damage, which is noted."""
+    try:
+        check()
+    except MalformedCheckpoint as error:
+        damage.append(str(error))
+        return True
+    return False
 
 
 def _spans(number: int, first: TensorRef, second: TensorRef) -> list[Span] | None:
@@ -93,7 +147,7 @@ def _spans(number: int, first: TensorRef, second: TensorRef) -> list[Span] | Non
     if _lie_alike(first, second):
         (begin, end), (other, _) = first.byte_span(), second.byte_span()
         one, two = first.storage, second.storage
-        return [Span(number, one.source, one.offset + begin, two.source, two.offset + other, end - begin)]
+        return [Span(number, one, begin, two, other, end - begin)]
     ours, theirs = verbatim_runs(first), verbatim_runs(second)
     if ours is None or theirs is None:
         return None
@@ -115,7 +169,7 @@ def _common_runs(number: int, ours: list[Any], theirs: list[Any]) -> Iterator[Sp
         (storage, at, nbytes), (other, other_at, other_nbytes) = left.pop(), right.pop()
         count = min(nbytes, other_nbytes)
         if count:
-            yield Span(number, storage.source, storage.offset + at, other.source, other.offset + other_at, count)
+            yield Span(number, storage, at, other, other_at, count)
         if nbytes > count:
             left.append((storage, at + count, nbytes - count))
         if other_nbytes > count:
@@ -124,17 +178,20 @@ def _common_runs(number: int, ours: list[Any], theirs: list[Any]) -> Iterator[Sp
 
 def _may_be_threaded(span: Span) -> bool:
     """Whether several threads may read both sources: files of a pool and inflated records are for one."""
-    return span.nbytes > SMALL and type(span.first) is FileSource and type(span.second) is FileSource
+    return span.nbytes > SMALL and type(span.first.source) is FileSource and type(span.second.source) is FileSource
 
 
-def _unequal_by_threads(spans: Sequence[Span]) -> set[int]:
+def _compared_by_threads(spans: Sequence[Span]) -> Compared:
     batches = list(_batches(spans))
     if len(batches) < 2:
-        return _unequal(spans)
+        return _compared(spans)
     from concurrent.futures import ThreadPoolExecutor
 
+    found = Compared()
     with ThreadPoolExecutor(_THREADS, "ckptconv-comparer") as pool:
-        return set().union(*pool.map(_unequal, batches))
+        for one in pool.map(_compared, batches):
+            found.add(one)
+    return found
 
 
 def _batches(spans: Iterable[Span]) -> Iterator[list[Span]]:
@@ -153,28 +210,40 @@ def _batches(spans: Iterable[Span]) -> Iterator[list[Span]]:
         yield batch
 
 
-def _unequal(spans: Iterable[Span]) -> set[int]:
-    """The numbers of the pairs of which one of these spans differs."""
-    found: set[int] = set()
+def _compared(spans: Iterable[Span]) -> Compared:
+    """The numbers of the pairs of which one of these spans differs, and the checksums of the spans that do not."""
+    found = Compared()
     buffers = bytearray(CHUNK), bytearray(CHUNK)
     for span in spans:
-        if span.pair not in found and not _span_equal(span, buffers):
-            found.add(span.pair)
+        if span.pair in found.differing:
+            continue
+        if (crc := _equal_crc(span, buffers)) is None:
+            found.differing.add(span.pair)
+        elif span.has_crc:
+            found.equal.append((span, crc))
     return found
 
 
-def _span_equal(span: Span, buffers: tuple[bytearray, bytearray]) -> bool:
+def _equal_crc(span: Span, buffers: tuple[bytearray, bytearray]) -> int | None:
+    """None where the bytes differ; else their CRC-32, as far as one is declared."""
+    first, second = span.first.offset + span.first_at, span.second.offset + span.second_at
     if span.nbytes <= SMALL:
-        return span.first.read(span.first_at, span.nbytes) == span.second.read(span.second_at, span.nbytes)
+        content = span.first.source.read(first, span.nbytes)
+        if content != span.second.source.read(second, span.nbytes):
+            return None
+        return crc32(content, 0) if span.has_crc else 0
+    crc, has_crc = 0, span.has_crc
     for start in range(0, span.nbytes, CHUNK):
         nbytes = min(CHUNK, span.nbytes - start)
         # Whole bytearrays are compared by memcmp; memoryviews would be compared item by item.
         one, two = buffers if nbytes == CHUNK else (bytearray(nbytes), bytearray(nbytes))
-        span.first.read_into(span.first_at + start, memoryview(one))
-        span.second.read_into(span.second_at + start, memoryview(two))
+        span.first.source.read_into(first + start, memoryview(one))
+        span.second.source.read_into(second + start, memoryview(two))
         if one != two:
-            return False
-    return True
+            return None
+        if has_crc:
+            crc = crc32(one, crc)
+    return crc
 
 
 def _streams_equal(first: TensorRef, second: TensorRef) -> bool:
@@ -195,7 +264,7 @@ def deviation(first: TensorRef, second: TensorRef, tolerance: Tolerance | None) 
     tally = _Tally()
     at = 0
     for ours, theirs in _aligned(_words(first), _words(second)):
-        tally.add(at, _Compared.of(ours, first.dtype, theirs, second.dtype, tolerance))
+        tally.add(at, _Run.of(ours, first.dtype, theirs, second.dtype, tolerance))
         at += len(ours)
     return tally.deviation(first.shape)
 
@@ -242,7 +311,7 @@ def _numbers(words: Array, dtype: DType) -> Array | None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Compared:
+class _Run:
     """A run of both tensors: which elements differ, by how much, and the numbers themselves (or bits)."""
 
     ours: Array
@@ -252,7 +321,7 @@ class _Compared:
     relative: Array | None = None
 
     @classmethod
-    def of(cls, ours: Array, dtype: DType, theirs: Array, other: DType, tolerance: Tolerance | None) -> _Compared:
+    def of(cls, ours: Array, dtype: DType, theirs: Array, other: DType, tolerance: Tolerance | None) -> _Run:
         import numpy as np
 
         differ = ours != theirs if dtype is other else np.ones(len(ours), bool)
@@ -312,7 +381,7 @@ class _Tally:
         self.at = 0
         self.values = ("", "")
 
-    def add(self, start: int, run: _Compared) -> None:
+    def add(self, start: int, run: _Run) -> None:
         import numpy as np
 
         self.numel += len(run.ours)
@@ -335,7 +404,7 @@ class _Tally:
             self._note(start, largest, run)
         self.max_rel = max(self.max_rel or 0.0, float(run.relative[places].max()))
 
-    def _note(self, start: int, place: int, run: _Compared) -> None:
+    def _note(self, start: int, place: int, run: _Run) -> None:
         self.at = start + place
         self.values = _text(run.ours[place]), _text(run.theirs[place])
 

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -24,20 +24,19 @@ from ckptconv.keys import KeyRules
 from ckptconv.layout import Layout, WriteItem
 from ckptconv.outputs import (
     OutputStream,
-    all_or_none,
-    atomic_folder,
-    atomic_output,
     check_folder,
     check_output,
     check_space,
-    made_folder,
-    remove_files,
+    followed,
+    new_file,
+    refuse_missing_folder,
 )
 from ckptconv.planning import plan_conversion
 from ckptconv.plans import ConversionPlan, Options, PlannedFile, Target, Tied, keeps_modules
 from ckptconv.settling import Unknown
-from ckptconv.sharding import earlier_files, index_path, parse_size
-from ckptconv.sources import SMALL, combined_crc, crc32
+from ckptconv.sharding import earlier_files, index_path, moved_index, parse_size
+from ckptconv.sources import SMALL, FileSource, combined_crc, crc32
+from ckptconv.staging import ShardSet, put_file, put_folder, put_new_folder, put_set, staging_folder
 from ckptconv.tensors import Storage, TensorRef, iter_cast_chunks, iter_chunks, refuse_crc, verbatim_range, verbatim_runs
 
 
@@ -123,11 +122,15 @@ def execute_plan(
     """
     begin = time.perf_counter()
     write = _write_folder if plan.to == "dcp" else _write_files
-    tally, verified = write(plan, force, fsync, verify, _Progress(on_progress))
-    seconds = time.perf_counter() - begin
+    result = write(plan, force, fsync, verify, _Progress(on_progress))
+    return replace(result, seconds=time.perf_counter() - begin)
+
+
+def _result(plan: ConversionPlan, tally: _Tally, verified: int | None) -> ConversionResult:
+    """What there is to be told of an output, found out before it may take the place of its source."""
     overflowed = _by_tensor(plan, tally.overflowed, lambda ref: _count_overflow(plan, ref))
     odd_bools = _by_tensor(plan, tally.odd_bools, _count_odd_bools)
-    return ConversionResult(plan, seconds, verified if verify else None, overflowed, odd_bools)
+    return ConversionResult(plan, 0.0, verified, overflowed, odd_bools)
 
 
 class _Progress:
@@ -150,76 +153,130 @@ class _Tally:
     odd_bools: list[TensorRef] = field(default_factory=list)
 
 
-def _write_files(plan: ConversionPlan, force: bool, fsync: bool, verify: bool, progress: _Progress) -> tuple[_Tally, int]:
-    """Write the one file of an output, or its shards and their index; returns how many tensors were verified."""
-    tally, checksums = _Tally(), Checksums()
-    verified = 0
-    files = (*([plan.index] if plan.index else []), *plan.files)
-    with ExitStack() as publishing:  # unwound backwards: the shards are put in place before the index that names them
-        publishing.enter_context(made_folder(plan.output.parent, wanted=plan.in_folder))
-        publishing.enter_context(_mapping_written(plan, force=force, fsync=fsync))
-        earlier = _earlier_files(plan, force)
-        for file in files:
-            check_output(file.path, force=force)
-        check_space(plan.output, plan.nbytes)
-        note = publishing.enter_context(all_or_none([file.path for file in files], force=force))
-        for file in files:
-            output = atomic_output(file.path, force=force, fsync=fsync, size=file.layout.nbytes, on_progress=progress)
-            stream, temporary = publishing.enter_context(output)
-            note(temporary)
+def _write_files(plan: ConversionPlan, force: bool, fsync: bool, verify: bool, progress: _Progress) -> ConversionResult:
+    """Write the one file of an output, or its shards and their index."""
+    with ExitStack() as stack:
+        put_mapping = stack.enter_context(_mapping_made(plan, force=force, fsync=fsync))
+        folder = plan.output.parent
+        if is_new := plan.in_folder and not folder.exists():
+            refuse_missing_folder(folder, folder.parent)
+        else:
+            _refuse_taken(plan, force)
+        made = stack.enter_context(staging_folder(_place(plan, is_new), plan.output))
+        if is_new:
+            made = made / folder.name
+            made.mkdir()
+        check_space(made / plan.output.name, plan.nbytes, plan.output)
+        tally, verified = _make_files(plan, made, fsync=fsync, verify=verify, progress=progress)
+        result = _result(plan, tally, verified if verify else None)
+        if is_new and put_new_folder(made, folder, fsync=fsync):
+            pass
+        elif plan.is_sharded:
+            put_set(made, _shard_set(plan), plan.output, force=force, fsync=fsync)
+        else:
+            put_file(made / plan.output.name, plan.output, force=force, fsync=fsync)
+        put_mapping()
+    return result
+
+
+def _place(plan: ConversionPlan, is_new: bool) -> Path:
+    """What an output is made beside: its new folder, the file that it will be, or its name in a folder of shards.
+
+    A link that has the name of a shard is replaced, not followed: the blobs of a cache are not for writing.
+    """
+    if is_new or plan.index is None:
+        return followed(plan.output.parent if is_new else plan.output)
+    return followed(plan.output.parent) / plan.output.name
+
+
+def _make_files(plan: ConversionPlan, made: Path, *, fsync: bool, verify: bool, progress: _Progress) -> tuple[_Tally, int]:
+    """Write all files of an output into the folder `made`, each whole and checked; returns how many tensors were verified."""
+    tally, checksums, verified = _Tally(), Checksums(), 0
+    for file in (*plan.files, *([plan.index] if plan.index else [])):
+        temporary = made / file.path.name
+        with new_file(temporary, file.path, size=file.layout.nbytes, on_progress=progress) as stream:
             _write(file.layout, stream, tally, checksums)
             stream.settle(fsync=fsync)
-            progress.done += stream.position
-            if file is not plan.index and plan.to == "safetensors":
-                _open_with_library(temporary, file)
-            if file is not plan.index and verify:
-                verified += _verify(plan, file, temporary)
-        checksums.finish()
-        if plan.index is not None and force:
-            plan.index.path.unlink(missing_ok=True)  # an old index must not name new shards
-    remove_files(earlier)
+        progress.done += stream.position
+        if file is plan.index:
+            continue
+        if plan.to == "safetensors":
+            _open_with_library(temporary, file)
+        if verify:
+            verified += _verify(plan, file, temporary)
+    checksums.finish()
+    _refuse_changed(plan)
     return tally, verified
 
 
+def _shard_set(plan: ConversionPlan) -> ShardSet:
+    index, raw = plan.index, plan.index.layout.items[0].values if plan.index else b""
+    assert isinstance(raw, bytes)
+    return ShardSet(
+        shards=[file.path for file in plan.files],
+        index=index.path if index else None,
+        earlier=lambda: earlier_files(plan.output),
+        moved_index=lambda folder: moved_index(raw, folder),
+    )
+
+
 @contextmanager
-def _mapping_written(plan: ConversionPlan, *, force: bool, fsync: bool) -> Iterator[None]:
-    """The mapping, if one was asked for: written before the block, and put in place after it, when the output is."""
+def _mapping_made(plan: ConversionPlan, *, force: bool, fsync: bool) -> Iterator[Callable[[], None]]:
+    """The mapping, if one was asked for, made before the block; what is yielded puts it in place, when the output is."""
     if plan.mapping is None:
-        yield
+        yield lambda: None
         return
-    layout = plan.mapping.layout
-    with atomic_output(plan.mapping.path, force=force, fsync=fsync, size=layout.nbytes) as (stream, _):
-        _write(layout, stream, _Tally(), Checksums())
-        stream.finish()
-        yield
+    path, layout = plan.mapping.path, plan.mapping.layout
+    check_output(path, force=force)
+    with staging_folder(followed(path), path) as folder:
+        made = folder / path.name
+        with new_file(made, path, size=layout.nbytes) as stream:
+            _write(layout, stream, _Tally(), Checksums())
+            stream.settle(fsync=fsync)
+        yield lambda: put_file(made, path, force=force, fsync=fsync)
 
 
-def _earlier_files(plan: ConversionPlan, force: bool) -> list[Path]:
-    """The files of an earlier output of the same name, of other numbers of shards, which must not be found in its place."""
-    if not plan.is_sharded:
-        return []
-    check_output(plan.output, force=force)
-    check_output(index_path(plan.output), force=force)
-    own = {file.path for file in plan.files} | ({plan.index.path} if plan.index else set())
-    return [path for path in earlier_files(plan.output) if force and path not in own]
+def _refuse_taken(plan: ConversionPlan, force: bool) -> None:
+    """Refuse an output of which a file, or another one of its name, is there already, or must not be replaced."""
+    files = [*plan.files, *([plan.index] if plan.index else [])]
+    if plan.is_sharded:
+        check_output(index_path(plan.output), force=force)
+        for path in earlier_files(plan.output):
+            check_output(path, force=force)
+    for file in files:
+        check_output(file.path, force=force)
 
 
-def _write_folder(plan: ConversionPlan, force: bool, fsync: bool, verify: bool, progress: _Progress) -> tuple[_Tally, int]:
-    """Write a plain torch file beside the output, have torch make a DCP folder of it, and drop it."""
+def _refuse_changed(plan: ConversionPlan) -> None:
+    """Refuse what was read from files that somebody wrote to meanwhile."""
+    for source in plan.inputs:
+        if isinstance(source, FileSource):
+            source.refuse_changed()
+
+
+def _write_folder(plan: ConversionPlan, force: bool, fsync: bool, verify: bool, progress: _Progress) -> ConversionResult:
+    """Write a plain torch file beside the output, and have torch make a DCP folder of it."""
     tally, checksums = _Tally(), Checksums()
-    file = plan.files[0]
+    file, name = plan.files[0], followed(plan.output).name
+    check_folder(plan.output, force=force)
     with (
-        _mapping_written(plan, force=force, fsync=fsync),
-        atomic_folder(plan.output, force=force, fsync=fsync) as folder,
+        _mapping_made(plan, force=force, fsync=fsync) as put_mapping,
+        staging_folder(followed(plan.output), plan.output) as staging,
     ):
-        plain = folder / ".plain.pt"
-        with atomic_output(plain, force=False, fsync=False, size=plan.nbytes, on_progress=progress) as (stream, _):
+        plain, made = staging / ".plain.pt", staging / name
+        check_space(plain, 2 * plan.nbytes, plan.output)
+        with new_file(plain, plan.output, size=plan.nbytes, on_progress=progress) as stream:
             _write(file.layout, stream, tally, checksums)
-            stream.finish()
+            stream.settle(fsync=False)
         checksums.finish()
-        write_dcp(plain, folder, plan.output)
+        _refuse_changed(plan)
+        made.mkdir()
+        write_dcp(plain, made, plan.output)
         plain.unlink()
-        return tally, _verify(plan, file, folder) if verify else 0
+        result = _result(plan, tally, _verify(plan, file, made) if verify else None)
+        put_folder(made, plan.output, force=force, fsync=fsync)
+        put_mapping()
+        return result
 
 
 def _write(layout: Layout, stream: OutputStream, tally: _Tally, checksums: Checksums) -> None:

@@ -53,7 +53,8 @@ def diagnose(
             checkpoint, other = flatten_modules(whole), None if like is None else os.fspath(like)
             case = Case(paths, whole, checkpoint, inspect_checkpoint(checkpoint), device, other, model, target, tag)
             symptoms = [one for check in CHECKS for one in check(case)]
-            symptoms += _read_values(checkpoint) if values else []
+            if values:
+                symptoms = _with_values(symptoms, _read_values(checkpoint))
             return Diagnosis(str(paths[0]), whole.format, _findings(case, symptoms))
     except DeviceUnavailable:
         raise
@@ -78,6 +79,13 @@ def _prescribed(case: Case, mend: Mend, one: Symptom) -> Finding:
     if isinstance(wanted, CheckpointError):
         return replace(one.finding, advice=str(wanted))
     return replace(one.finding, command=command(wanted, case.paths))
+
+
+def _with_values(symptoms: list[Symptom], read: list[Symptom]) -> list[Symptom]:
+    """All that was found; where the file is damaged no conversion will do, and so no command is offered."""
+    if not any(one.finding.code == "damaged" for one in read):
+        return symptoms + read
+    return [replace(one, mend=None) for one in symptoms if not one.chosen] + read
 
 
 def _read_values(checkpoint: Checkpoint) -> list[Symptom]:

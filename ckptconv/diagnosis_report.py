@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ckptconv.errors import printable
@@ -18,14 +18,17 @@ def diagnosis_headline(found: Diagnosis) -> str:
     return f"will not load here: {count_text(counts['error'], 'error')}"
 
 
-def finding_lines(finding: Finding) -> Iterator[tuple[str, str]]:
-    """What one finding says, as (label, text) lines; the first label is its severity."""
-    yield finding.severity, f"{finding.code}: {printable(finding.cause, 2000)}"
-    yield "effect", printable(finding.effect, 2000)
-    if finding.command:
-        yield "mend", printable(finding.command, 20_000)
-    elif finding.advice:
-        yield "advice", printable(finding.advice, 2000)
+def finding_lines(findings: Sequence[Finding]) -> Iterator[tuple[str, str]]:
+    """What the findings say, as (label, text) lines; the first label of each is its severity, and no command stands twice."""
+    told: set[str] = set()
+    for finding in findings:
+        yield finding.severity, f"{finding.code}: {printable(finding.cause, 2000)}"
+        yield "effect", printable(finding.effect, 2000)
+        if finding.command:
+            yield "mend", "the same command" if finding.command in told else printable(finding.command, 20_000)
+            told.add(finding.command)
+        elif finding.advice:
+            yield "advice", printable(finding.advice, 2000)
 
 
 def diagnosis_document(found: Diagnosis) -> dict[str, Any]:

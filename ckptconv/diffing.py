@@ -11,9 +11,10 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint, StateDict, find, label_text
 from ckptconv.collector import collector_paused
-from ckptconv.comparison import Deviation, Tolerance, deviation, differing_pairs
+from ckptconv.comparison import Deviation, Pair, Tolerance, compare_bytes, damaged_storages, deviation
 from ckptconv.encodings import flat
 from ckptconv.errors import CheckpointError, LimitExceeded
 from ckptconv.formats.detect import Named, open_checkpoint
@@ -24,7 +25,6 @@ from ckptconv.plain_objects import plain_form, tensor_form
 from ckptconv.tensors import Storage, TensorObject, TensorRef, whole_storage
 from ckptconv.torch_objects import Window
 
-_MOST_PAIRS = 10_000_000
 _SHOWN = 60  # characters of a plain value in a report
 
 
@@ -51,7 +51,7 @@ class Difference:
 
     `tensors` were compared, each of `nbytes` in sum. `others` are values that are no tensors, or a tensor in one of them
     only. `locations` are device tags that differ; they make a difference only with `strict_device`, and `dtypes` do unless
-    `ignore_dtype`.
+    `ignore_dtype`. `damaged` tells of records that were compared and do not have the checksum that their archive declares.
     """
 
     a: str
@@ -70,11 +70,12 @@ class Difference:
     notes: tuple[str, ...] = ()
     strict_device: bool = False
     ignore_dtype: bool = False
+    damaged: tuple[str, ...] = ()
 
     @property
     def same(self) -> bool:
-        """Whether nothing that counts differs."""
-        counted = (self.only_a, self.only_b, self.shapes, self.values, self.others)
+        """Whether nothing that counts differs, and nothing that was compared is damaged."""
+        counted = (self.only_a, self.only_b, self.shapes, self.values, self.others, self.damaged)
         if any(counted) or (self.dtypes and not self.ignore_dtype):
             return False
         return not (self.strict_device and self.locations)
@@ -91,21 +92,24 @@ def diff_checkpoints(
     tolerance: Tolerance | None = None,
     ignore_dtype: bool = False,
     strict_device: bool = False,
+    tag: str | None = None,
+    tag_b: str | None = None,
 ) -> Difference:
     """Compare the state dict of checkpoint `a`, its keys renamed by `keys`, with that of `b`.
 
-    Values must be the same bit for bit (NaN of the same bits included, -0.0 is not 0.0), or equal within `tolerance`.
-    `only` is the path of the part to compare in both, `only_b` that in `b` where it is another. `whole` compares everything
-    in the files, by path. With `ignore_dtype`, tensors of different dtypes are compared as numbers. The globs of `keys`
-    choose keys of both. Raises `CheckpointError` when one of them cannot be read or holds no single state dict.
+    Values must be the same bit for bit (NaN of the same bits included, -0.0 is not 0.0), or equal within `tolerance`. `only` is
+    the path of the part to compare in both, `only_b` that in `b` where it is another. `whole` compares everything in the files,
+    by path. With `ignore_dtype`, tensors of different dtypes are compared as numbers. The globs of `keys` choose keys of both.
+    `tag` and `tag_b` pick the step of a folder of several. Raises `CheckpointError` when one of them cannot be read or holds no
+    single state dict.
     """
-    with open_checkpoint(a) as first, open_checkpoint(b) as second:
+    with open_checkpoint(a, tag=tag) as first, open_checkpoint(b, tag=tag_b) as second:
         found = _Found()
         with collector_paused():
             roots = _parts(first, second, keys, (only, only if only_b is None else only_b), whole=whole)
             for path, ours, theirs in _walk_together(*roots, found):
                 found.compare(path, ours, theirs, ignore_dtype=ignore_dtype)
-        values = tuple(_value_changes(found.pairs, tolerance, ignore_dtype=ignore_dtype))
+        values, damaged = _compare_values(found.pairs, tolerance)
         return Difference(
             a=str(first.path),
             b=str(second.path),
@@ -118,11 +122,12 @@ def diff_checkpoints(
             dtypes=tuple(found.dtypes),
             shapes=tuple(found.shapes),
             locations=tuple(found.locations),
-            values=values,
+            values=tuple(values),
             others=tuple(found.others),
             notes=tuple(_notes(found)),
             strict_device=strict_device,
             ignore_dtype=ignore_dtype,
+            damaged=tuple(damaged),
         )
 
 
@@ -210,6 +215,7 @@ def _walk_together(first: Node, second: Node, found: _Found) -> Iterator[tuple[s
     A pair of containers that was met before, as shared and cyclic ones are, is not entered again.
     """
     work = [("", first, second)]
+    most = in_force().compared_pairs
     met: set[tuple[int, int]] = set()
     alive: list[Node] = []  # plain forms are made here, and told apart by their addresses
     while work:
@@ -223,8 +229,9 @@ def _walk_together(first: Node, second: Node, found: _Found) -> Iterator[tuple[s
             continue
         met.add((id(ours), id(theirs)))
         alive += (ours, theirs)
-        if len(met) > _MOST_PAIRS:
-            raise LimitExceeded(f"more than {_MOST_PAIRS} pairs of containers would have to be compared")
+        if len(met) > most:
+            what = f"more than {most} pairs of containers would have to be compared"
+            raise LimitExceeded(what, limit="compared_pairs", allowed=most)
         work.extend(reversed(list(_entries_of_both(path, inside, other, found))))
 
 
@@ -325,18 +332,27 @@ def _spoken(node: Node) -> str:
 # --------------------------------------------------------------------------------------------------------------- values
 
 
-def _value_changes(
-    pairs: Sequence[tuple[str, TensorRef, TensorRef]], tolerance: Tolerance | None, *, ignore_dtype: bool
-) -> Iterator[ValueChange]:
-    """The tensors whose values differ; with a tolerance, those that hold NaN are looked at even where all bits are the same."""
-    alike = [number for number, (_, ours, theirs) in enumerate(pairs) if ours.dtype is theirs.dtype]
-    exact = [
-        number
-        for number in alike
-        if tolerance is None or tolerance.equal_nan or pairs[number][1].dtype.kind not in ("float", "complex")
-    ]
-    differing = differing_pairs([pairs[number][1:] for number in exact])
-    same = {number for at, number in enumerate(exact) if at not in differing}
+def _compare_values(
+    pairs: Sequence[tuple[str, TensorRef, TensorRef]], tolerance: Tolerance | None
+) -> tuple[list[ValueChange], list[str]]:
+    """The tensors whose values differ, and what is damaged of what was read.
+
+    With a tolerance, those that hold NaN are looked at even where all bits are the same.
+    """
+    exact = [number for number, (_, *pair) in enumerate(pairs) if _by_bytes((pair[0], pair[1]), tolerance)]
+    found = compare_bytes([pairs[number][1:] for number in exact])
+    same = {number for at, number in enumerate(exact) if at not in found.differing}
+    changes = []
     for number, (path, ours, theirs) in enumerate(pairs):
-        if number not in same and (found := deviation(ours, theirs, tolerance)) is not None:
-            yield ValueChange(path, found)
+        if number not in same and (change := deviation(ours, theirs, tolerance)) is not None:
+            changes.append(ValueChange(path, change))
+    unread = {exact[at] for at in found.unread}
+    return changes, damaged_storages(found, (pairs[at][1:] for at in range(len(pairs)) if at in unread or at not in same))
+
+
+def _by_bytes(pair: Pair, tolerance: Tolerance | None) -> bool:
+    """Whether the same bytes are the same values, of two tensors of one shape."""
+    first, second = pair
+    if first.dtype is not second.dtype:
+        return False
+    return tolerance is None or tolerance.equal_nan or first.dtype.kind not in ("float", "complex")

@@ -6,6 +6,8 @@ escaped before it gets in. Raising is done where the fact is known; this module 
 
 from __future__ import annotations
 
+import sys
+
 _LONGEST_NAME = 200
 
 
@@ -60,7 +62,40 @@ class IncompleteCheckpoint(UnsupportedCheckpoint):
 
 
 class LimitExceeded(CheckpointError):
-    """A declared size, count or depth is beyond what any sensible checkpoint has."""
+    """A size, count or depth is beyond what any sensible checkpoint has.
+
+    Attributes: the name of the `limit` (a field of `bounds.Limits`), its value `allowed` where it was exceeded, and the value
+    `needed` that would have done (None where that is not known). The hint says how to raise it (`raising`: in words of its
+    own), after the `advice` of what else would help.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        limit: str,
+        allowed: float,
+        needed: float | None = None,
+        raising: str | None = None,
+        path: object = None,
+        where: object = None,
+        advice: str | None = None,
+    ) -> None:
+        self.limit, self.allowed, self.needed = limit, allowed, needed
+        enough = 2 * allowed if needed is None else needed
+        if raising is None:
+            raising = (
+                f"if it is meant so, raise the limit: --limit {limit}={enough} (ckptconv.limits({limit}={enough}) in code)"
+            )
+        hint = f"{advice}; {raising}" if advice else raising
+        super().__init__(f"{what}, beyond the limit {limit}={allowed}", path=path, where=where, hint=hint)
+
+
+def too_deep(what: str, *, path: object = None) -> LimitExceeded:
+    """The refusal of what nests deeper than Python itself can follow."""
+    allowed = sys.getrecursionlimit()
+    raising = f"the limit is Python's own: sys.setrecursionlimit({10 * allowed}) raises it"
+    return LimitExceeded(what, limit="sys.getrecursionlimit()", allowed=allowed, raising=raising, path=path)
 
 
 class RefusedObject(CheckpointError):

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
+from ckptconv.bounds import in_force
 from ckptconv.errors import LimitExceeded, MalformedCheckpoint
-from ckptconv.limits import LIMITS
 from ckptconv.sources import Source
 
 _WINDOW = 1 << 20
@@ -36,7 +36,7 @@ def read_pickles(source: Source, start: int, count: int, *, window: int = _WINDO
     """The bytes of each of the `count` pickles that lie back to back from `start` on, and the byte behind the last.
 
     Their ends are looked for through a window of `window` bytes, so that nothing else is held in memory. Raises
-    `MalformedCheckpoint` where they are cut off or are no pickles, `LimitExceeded` beyond `LIMITS.pickle_bytes`.
+    `MalformedCheckpoint` where they are cut off or are no pickles, `LimitExceeded` beyond the limit `pickle_bytes`.
     """
     ends = _ends(source, start, count, window)
     return [source.read(begin, end - begin) for begin, end in pairwise([start, *ends])], ends[-1]
@@ -45,6 +45,7 @@ def read_pickles(source: Source, start: int, count: int, *, window: int = _WINDO
 def _ends(source: Source, start: int, count: int, window: int) -> list[int]:
     """The byte behind each of `count` pickles."""
     ends: list[int] = []
+    most = in_force().pickle_bytes
     seen, base, at = b"", start, start  # the bytes of the source from `base` on; the opcode that comes next
     while len(ends) < count:
         stepped, ended = _step(seen, at - base)
@@ -52,8 +53,9 @@ def _ends(source: Source, start: int, count: int, window: int) -> list[int]:
         if not ended and (at >= source.size or (seen and at == base and base + len(seen) == source.size)):
             where = f"near byte {at}" if at <= source.size else "an argument reaches beyond the end"
             raise MalformedCheckpoint(f"ends in the middle of a pickle ({where})", path=source.path, hint=_HINT)
-        if at - start > LIMITS.pickle_bytes or len(seen) > LIMITS.pickle_bytes:
-            raise LimitExceeded(f"its pickles are longer than {LIMITS.pickle_bytes} bytes", path=source.path)
+        if max(at - start, len(seen)) > most:
+            what = f"its pickles are longer than {most} bytes"
+            raise LimitExceeded(what, limit="pickle_bytes", allowed=most, path=source.path)
         if ended:
             ends.append(at)
             continue

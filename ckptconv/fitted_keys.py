@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ckptconv.checkpoint import StateDict, tensor_of
 from ckptconv.errors import KeyMismatch, printable
-from ckptconv.key_fitting import Fit, Misshapen, Shape, Shapes, fit_keys
+from ckptconv.key_fitting import Fit, Misshapen, Shape, Shapes, Ties, fit_keys
 from ckptconv.keys import KeyMap
 from ckptconv.nodes import Node
 from ckptconv.plain_objects import tensor_form
@@ -17,16 +18,29 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class KeyTarget:
-    """What state dicts are fitted to: its `name` (for messages), its keys and shapes, and what happens to unexpected keys."""
+    """What state dicts are fitted to: its `name` (for messages), its keys and shapes, and what happens to unexpected keys.
+
+    `ties` are those of its keys that are names of one tensor.
+    """
 
     name: str
     shapes: Shapes
     drop_unexpected: bool = False
+    ties: Ties = ()
 
 
 def shapes_of(found: StateDict) -> dict[str, Shape]:
     """The keys of a state dict with the shapes of their tensors, arrays included; None for what is no plain tensor."""
     return {key: _shape(value) for key, value in zip(found.keys, found.values, strict=True)}
+
+
+def ties_of(found: StateDict) -> list[list[str]]:
+    """The groups of keys of a state dict that are names of one and the same view of a storage."""
+    names: dict[Hashable, list[str]] = defaultdict(list)
+    for key, ref in found.tensors():
+        if ref.numel:
+            names[(id(ref.storage), ref[:3], ref.storage_offset, ref.conj, ref.neg) if ref.is_view else id(ref)].append(key)
+    return [group for group in names.values() if len(group) > 1]
 
 
 def _shape(value: Node) -> Shape:
@@ -37,11 +51,11 @@ def _shape(value: Node) -> Shape:
 def fitted(found: StateDict, keys: KeyMap, target: KeyTarget) -> KeyMap:
     """The map that takes on from `keys`, the rules' result, to the keys of the target.
 
-    Unexpected keys are left out where the target says so. Raises `KeyMismatch`, with the whole `Fit`, when the target is not
-    met exactly.
+    Unexpected keys are left out where the target says so; names of tied tensors that are absent are filled. Raises
+    `KeyMismatch`, with the whole `Fit`, when the target is not met exactly.
     """
     shapes = {new: _shape(value) for new, value in zip(keys.new, found.values, strict=True) if new is not None}
-    fit = fit_keys(shapes, target.shapes)
+    fit = fit_keys(shapes, target.shapes, target.ties)
     if not (fit.fits or (fit.covers and fit.renames and target.drop_unexpected)):
         raise refusal(fit, target.name, len(target.shapes))
     follow = module_paths(fit.renames)
@@ -49,6 +63,7 @@ def fitted(found: StateDict, keys: KeyMap, target: KeyTarget) -> KeyMap:
         keys,
         new=tuple(None if new is None else fit.renames.get(new) for new in keys.new),
         path_steps=(*keys.path_steps, lambda path: (follow(path),)),
+        filled=tuple((key, fit.renames[old]) for key, old in fit.filled.items()),
     )
 
 

@@ -12,7 +12,7 @@ from ckptconv.errors import KeyMismatch, printable
 from ckptconv.fitted_keys import module_paths
 from ckptconv.key_fitting import Fit, Shapes, fit_keys
 from ckptconv.loading import load_portable
-from ckptconv.named_models import live_shape, live_shapes
+from ckptconv.named_models import live_shape, live_shapes, live_ties
 
 if TYPE_CHECKING:
     import torch
@@ -53,16 +53,16 @@ def load_into(
     """Load the state dict of a checkpoint into `model`, wrapped or not, on whatever device it lives.
 
     The keys are fitted to the model's by `fit_keys`: whatever wrappers, prefixes or inserted segments either side has, as long
-    as names and shapes leave one possibility. With `strict`, anything missing, unexpected or of another shape raises
-    `KeyMismatch` and the model stays as it was; without, what fits is loaded. `assign` as in `load_state_dict`; `only` and
-    `tag` as in `load_portable`.
+    as names and shapes leave one possibility; of tied weights one name is enough. With `strict`, anything missing, unexpected
+    or of another shape raises `KeyMismatch` and the model stays as it was; without, what fits is loaded. `assign` as in
+    `load_state_dict`; `only` and `tag` as in `load_portable`.
 
     >>> load_into(model, "ddp_cuda3.pt").missing_keys  # doctest: +SKIP
     ()
     """
     state_dict = load_portable(path, only=only, tag=tag)
     target = live_shapes(model)
-    fit = fit_keys({key: live_shape(value) for key, value in state_dict.items()}, target)
+    fit = fit_keys({key: live_shape(value) for key, value in state_dict.items()}, target, live_ties(model))
     usable = _usable(state_dict, fit, target)
     _carry_metadata(state_dict, usable, fit, model)
     missing, unexpected = _unmet(model, usable, target, fit)
@@ -81,7 +81,9 @@ def _usable(state_dict: Mapping[str, Any], fit: Fit, target: Shapes) -> OrderedD
     """
     wrong = {item.source_key for item in fit.mismatched}
     names = {**{key: key for key in fit.unexpected if key not in target}, **fit.renames}
-    return OrderedDict((names[key], value) for key, value in state_dict.items() if key in names and key not in wrong)
+    usable = OrderedDict((names[key], value) for key, value in state_dict.items() if key in names and key not in wrong)
+    usable.update((key, state_dict[old]) for key, old in fit.filled.items())
+    return usable
 
 
 def _unmet(

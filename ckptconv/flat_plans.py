@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint, StateDict, choose_state_dict, find, label_text
 from ckptconv.compaction import CastRule
 from ckptconv.dtypes import DType
 from ckptconv.encodings import recipes_text
-from ckptconv.errors import DeviceUnavailable, LimitExceeded, printable
+from ckptconv.errors import DeviceUnavailable, printable
 from ckptconv.flattening import Flattened, encoding_notes, flatten, refuse_split, refuse_unholdable
 from ckptconv.formats.safetensors import lay_out_safetensors
 from ckptconv.formats.torch_zip import Tree, lay_out_torch_zip
 from ckptconv.keys import refuse_idle
 from ckptconv.layout import Layout, one_item
-from ckptconv.limits import LIMITS
 from ckptconv.nodes import ORDERED_DICT, Call, children, mapping_pairs
 from ckptconv.plan_notes import count_casts, count_locations, key_notes, prefix_notes, sharing_notes
 from ckptconv.plans import ConversionPlan, Options, PlannedFile, Target
-from ckptconv.renaming import excluded, map_state_dict, refuse_nothing_left, renamed_keys
+from ckptconv.renaming import excluded, map_state_dict, refuse_nothing_left, renamed_keys, with_filled
 from ckptconv.settling import Skipped
 from ckptconv.sharding import index_path, index_text, shard_paths, split
-from ckptconv.tensors import TensorRef
+from ckptconv.tensors import TensorRef, expanded
 
 Kept = tuple[str, TensorRef, DType]
 """A tensor of a flat output: its key, itself, and the type to write it in."""
@@ -34,7 +34,7 @@ def plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Options
     keys = map_state_dict(found, options.keys, options.fit_to)
     skipped = excluded(found, keys, options.keys, options.fit_to)
     held_from = len(skipped)
-    flattened = flatten(keys.new, found.values, skipped, encode=to == "safetensors")
+    flattened = flatten(*with_filled(found, keys), skipped, encode=to == "safetensors")
     named = list(flattened.tensors)
     cast = _cast_named(flattened, options)
     if to == "safetensors":
@@ -190,10 +190,13 @@ def _metadata(
 
 def _refuse_blow_up(nbytes: int, checkpoint: Checkpoint) -> None:
     """Refuse an output that is many times the input: views of one small storage, each written out."""
-    if nbytes > LIMITS.view_free and nbytes > LIMITS.view_ratio * checkpoint.nbytes:
-        raise LimitExceeded(
-            f"would take {nbytes} bytes, more than {LIMITS.view_ratio} times the source; its tensors share memory",
-            hint="write a torch file (--to torch), which keeps the sharing",
+    most = in_force()
+    if nbytes > most.view_free and nbytes > most.view_ratio * checkpoint.nbytes:
+        raise expanded(
+            f"would take {nbytes} bytes, its source {checkpoint.nbytes}; its tensors share memory",
+            nbytes,
+            checkpoint.nbytes,
+            advice="write a torch file (--to torch), which keeps the sharing",
         )
 
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ckptconv.archives import read_directory
+from ckptconv.bounds import held
 from ckptconv.checkpoint import Checkpoint, StateDict, label_text, place_text, tensor_of, walk
+from ckptconv.dtypes import BY_NAME
 from ckptconv.errors import CheckpointError
+from ckptconv.formats.records import pickle_head
 from ckptconv.keys import find_wrappers
 from ckptconv.nodes import Call, Dict, Global, Node, children, mapping_pairs, spoken
 from ckptconv.producers import offered_prefix, producer_of
 from ckptconv.settling import plain_form_of, refused_name
 from ckptconv.tensors import Storage, TensorRef
+from ckptconv.torch_objects import Window
 
 _VALUE_LENGTH = 60
 
@@ -45,6 +50,10 @@ class Inspection:
     it, where it can be told; `offered` maps paths of state dicts to a prefix that may be taken off. `stored` is the size of
     the storages and `used` of the bytes that tensors use, which differ where slices dragged whole storages along. `modules`
     counts the whole modules that are shown as their state dicts; `named` are the files that were named, where they are several.
+
+    `dead` is how much of a zip file its pickle does not refer to: records that were added or left over, bytes between them.
+    `strays` are records outside its folder, `protocol` is that of a pickle, and `untyped` what a legacy file holds, that
+    `weights_only=True` does not read.
     """
 
     path: str
@@ -64,12 +73,17 @@ class Inspection:
     root: Part
     modules: int = 0
     named: tuple[str, ...] = ()
+    dead: int = 0
+    strays: tuple[str, ...] = ()
+    protocol: int | None = None
+    untyped: tuple[str, ...] = ()
 
 
 def inspect_checkpoint(checkpoint: Checkpoint, depth: int = 2) -> Inspection:
     """The facts about an opened checkpoint, modules of state dicts grouped down to `depth` segments of their keys."""
     try:
-        return _inspect(checkpoint, depth)
+        with held(checkpoint.limits):
+            return _inspect(checkpoint, depth)
     except CheckpointError as error:
         raise error.at(path=checkpoint.path) from error.__cause__
 
@@ -78,6 +92,8 @@ def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
     found = {id(item.node): item for item in checkpoint.state_dicts()}
     refs = [ref for _, node in walk(checkpoint.root) if (ref := tensor_of(node)) is not None]
     storages = {id(piece.storage): piece.storage for ref in refs for piece in ref.pieces}
+    dtypes = Counter(ref.dtype.name for ref in refs)
+    dead, strays = _archive_facts(checkpoint, list(storages.values()))
     return Inspection(
         path=str(checkpoint.path),
         format=checkpoint.format,
@@ -86,7 +102,7 @@ def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
         stored=sum(storage.nbytes for storage in storages.values()),
         used=sum(_used_bytes(refs).values()),
         locations=Counter(storage.location for storage in storages.values()),
-        dtypes=Counter(ref.dtype.name for ref in refs),
+        dtypes=dtypes,
         state_dicts={item.path: find_wrappers(item.keys) for item in found.values()},
         producer=producer_of(checkpoint),
         offered={item.path: prefix for item in found.values() if (prefix := offered_prefix(checkpoint, item))},
@@ -95,6 +111,10 @@ def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
         notes=checkpoint.notes,
         root=_part("", checkpoint.root, found, depth, set()),
         modules=checkpoint.modules,
+        dead=dead,
+        strays=strays,
+        protocol=newer_protocol(checkpoint),
+        untyped=tuple(_untyped(checkpoint, dtypes)) if checkpoint.format == "torch legacy" else (),
     )
 
 
@@ -103,8 +123,60 @@ OPENED_BY_TORCH = ("torch zip", "torch legacy", "safetensors", "memory")
 
 
 def is_bloated(found: Inspection) -> bool:
-    """Whether the storages are much larger than what tensors use of them (twice, and a megabyte)."""
-    return found.stored > 2 * found.used and found.stored - found.used > 1_000_000
+    """Whether the storages, and what is dead, are much larger than what tensors use of them (twice, and a megabyte)."""
+    wasted = found.stored - found.used + found.dead
+    return wasted > found.used and wasted > _MUCH
+
+
+_MUCH = 1_000_000
+
+
+def _archive_facts(checkpoint: Checkpoint, storages: Sequence[Storage]) -> tuple[int, tuple[str, ...]]:
+    """The bytes of a torch zip file that its pickle does not refer to, if many, and the records outside the pickle's folder.
+
+    Of files in which whole modules are shown as their state dicts nothing is dead, for these refer to more.
+    """
+    if checkpoint.format != "torch zip":
+        return 0, ()
+    records = read_directory(checkpoint.sources[0])
+    folder = next((name[: -len("data.pkl")] for name in records if name.endswith("/data.pkl")), "")
+    strays = tuple(name for name in records if not name.startswith(folder))
+    bare = [
+        node.storage if type(node) is Window else node for _, node in walk(checkpoint.root) if type(node) in (Storage, Window)
+    ]
+    known = {storage.name for storage in (*storages, *bare)} | {f"{folder}{name}" for name in _OWN}
+    alive = sum(record.stored + _RECORD for name, record in records.items() if name in known)
+    dead = checkpoint.nbytes - alive
+    return dead if dead > _MUCH and not checkpoint.modules else 0, strays
+
+
+_RECORD = 400  # bytes at most of a record's headers and padding, in what torch writes
+_OWN = ("data.pkl", "version", "byteorder", ".format_version", ".storage_alignment", ".data/serialization_id")
+
+
+def newer_protocol(checkpoint: Checkpoint) -> int | None:
+    """The protocol of the pickle in a torch file, where `torch.save(pickle_protocol=...)` made it one that torch's own
+    weights-only reader does not know: it lacks the opcodes of protocol 4, and of protocol 3 those of bytes."""
+    if checkpoint.format not in ("torch zip", "torch legacy") or not checkpoint.sources:
+        return None
+    head = pickle_head(checkpoint.sources[0])
+    number = head[1] if head[:1] == b"\x80" else 0
+    newer = _holds_bytes(checkpoint) if number == 3 else number > 3 and (head[2:3] == _FRAME or _MEMOIZE in head)
+    return number if newer else None
+
+
+_FRAME, _MEMOIZE = b"\x95", b"\x94"  # pickletools: opcodes of protocol 4
+
+
+def _holds_bytes(checkpoint: Checkpoint) -> bool:
+    return any(type(child) is bytes for _, node in walk(checkpoint.root) for _, child in children(node))
+
+
+def _untyped(checkpoint: Checkpoint, dtypes: Iterable[str]) -> list[str]:
+    """What a legacy file holds in untyped storages, which torch's reader of such files does not take."""
+    types = [dtype for dtype in dtypes if BY_NAME[dtype].storage_class is None]
+    bare = any(type(node) is Storage and node.dtype is None for _, node in walk(checkpoint.root))
+    return types + ["untyped storages"] * bare
 
 
 def _used_bytes(refs: list[TensorRef]) -> dict[int, int]:

@@ -25,7 +25,8 @@ def inspection_lines(found: Inspection) -> Iterator[tuple[str, str]]:
             yield "prefix", f"all of them start with {prefix}; --strip-prefix {prefix} takes it off"
     if is_bloated(found):
         used, stored = size_text(found.used), size_text(found.stored)
-        yield "bloat", f"tensors use {used} of storages of {stored}; converting drops the rest"
+        dead = f", and the pickle refers to nothing in {size_text(found.dead)} of the file" if found.dead else ""
+        yield "bloat", f"tensors use {used} of storages of {stored}{dead}; converting drops the rest"
     for odd in found.odd_objects[:SHOWN]:
         plain = "has a plain form" if odd.has_plain_form else "has no plain form"
         yield "object", f"{printable(odd.path) or 'the root'}: {printable(odd.name)}, refused by weights_only=True; {plain}"
@@ -83,6 +84,12 @@ def verdict(found: Inspection) -> tuple[bool, str]:
         reasons.append(f"holds {count}, which need their classes to load")
     if found.format not in OPENED_BY_TORCH:
         reasons.append(f"torch.load(weights_only=True) does not read its container ({found.format})")
+    if found.strays:
+        reasons.append(f"its archive has records outside its folder ({printable(found.strays[0])}), which torch.load refuses")
+    if found.protocol is not None:
+        reasons.append(f"torch.load(weights_only=True) does not read the protocol of its pickle ({found.protocol})")
+    if found.untyped:
+        reasons.append(f"torch's reader of such old files has no place for {', '.join(found.untyped)}")
     if any(found.state_dicts.values()):
         reasons.append("its keys carry a wrapper")
     if not reasons:
@@ -108,6 +115,7 @@ def inspection_document(found: Inspection) -> dict[str, Any]:
         "bytes": found.nbytes,
         "tensors": found.tensors,
         "stored_bytes": found.stored,
+        "dead_bytes": found.dead,
         "used_bytes": found.used,
         "locations": dict(found.locations),
         "dtypes": dict(found.dtypes),

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
+from ckptconv.bounds import in_force
 from ckptconv.errors import KeyConflict, LimitExceeded
 from ckptconv.keys import STRIP, map_keys
-from ckptconv.limits import LIMITS
 
 Shape = tuple[int, ...] | None
 """The shape of the tensor under a key; None where it is not known or there is no tensor: it fits every shape."""
 
 Shapes = Mapping[str, Shape]
+
+Ties = Sequence[Sequence[str]]
+"""The keys of a target that are names of one tensor, group by group."""
 
 _NEAREST = 3
 """Candidates that are named for one key."""
@@ -51,7 +54,8 @@ class Fit:
 
     `missing` are the target keys that nothing was assigned to; `ambiguous` are those of them that several source keys could be
     meant for, `nearest` those for which something similar is left. `unexpected` are the source keys that are left over, and
-    `mismatched` those of the right name and another shape. `how` says in a word or two what the renaming is.
+    `mismatched` those of the right name and another shape. `filled` maps target keys that the source lacks to the source key of
+    another name of the same tensor. `how` says in a word or two what the renaming is.
     """
 
     how: str
@@ -61,10 +65,11 @@ class Fit:
     mismatched: tuple[Misshapen, ...] = ()
     ambiguous: tuple[Candidates, ...] = ()
     nearest: tuple[Candidates, ...] = ()
+    filled: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def covers(self) -> bool:
-        """Whether every key of the target is met exactly once and in its shape."""
+        """Whether every key of the target is met exactly once, in its shape, or filled."""
         return not (self.missing or self.mismatched)
 
     @property
@@ -78,8 +83,11 @@ _Pairs = Mapping[str, str]  # target key → source key
 _Graph = Mapping[str, Sequence[str]]  # target key → the source keys that may be meant for it
 
 
-def fit_keys(source: Shapes, target: Shapes) -> Fit:
+def fit_keys(source: Shapes, target: Shapes, ties: Ties = ()) -> Fit:
     """Find the renaming that makes the keys and shapes of `source` those of `target`.
+
+    `ties` are the keys of the target that are names of one tensor: such a key may be absent from the source, as it is where
+    one name of tied weights was saved, if another name of its tensor is there and no key is left that could be meant for it.
 
     What is found is complete where `covers` says so, and then the only possibility; otherwise the `Fit` tells what stands in
     the way, seen from the renaming under which most keys fit. The order of the keys does not matter. Raises `LimitExceeded`
@@ -89,7 +97,30 @@ def fit_keys(source: Shapes, target: Shapes) -> Fit:
     {'model.fc.weight': 'module.fc.weight'}
     >>> [item.key for item in fit_keys({"a.w": (2,), "b.w": (2,)}, {"c.w": (2,), "d.x": (2,)}).ambiguous]
     ['c.w']
+    >>> fit_keys({"embed.w": (2,)}, {"embed.w": (2,), "head.w": (2,)}, [("embed.w", "head.w")]).filled
+    {'head.w': 'embed.w'}
     """
+    fit = _fit_all(source, target)
+    if fit.covers or not (absent := _absent_names(fit, source, target, ties)):
+        return fit
+    again = _fit_all(source, {key: shape for key, shape in target.items() if key not in absent})
+    olds = {key: old for old, key in again.renames.items()}
+    filled = {key: olds[name] for key, names in absent.items() if (name := next((one for one in names if one in olds), None))}
+    unmet = {*again.missing, *absent} - filled.keys()
+    return replace(again, missing=tuple(key for key in target if key in unmet), filled=filled)
+
+
+def _absent_names(fit: Fit, source: Shapes, target: Shapes, ties: Ties) -> dict[str, Sequence[str]]:
+    """The missing names of tied tensors, with all names of each, that nothing in the source could be meant for."""
+    met = set(fit.renames.values())
+    doubtful = {item.key for item in fit.ambiguous}
+    doubtful |= {item.key for item in fit.nearest if any(_alike(source[old], target[item.key]) for old in item.source_keys)}
+    missing = set(fit.missing) - doubtful
+    return {key: names for names in ties if not met.isdisjoint(names) for key in names if key in missing}
+
+
+def _fit_all(source: Shapes, target: Shapes) -> Fit:
+    """The renaming that meets each key of the target with one of the source; else what stands in its way."""
     attempts: list[tuple[str, _Pairs]] = []
     bases: list[tuple[_Names, _Names]] = []
     for how, exact, sources, targets in _same_names(source, target):
@@ -185,8 +216,10 @@ def _endings(names: Iterable[str]) -> Mapping[str, list[str]]:
 
 def _refuse_endless(names: Iterable[str]) -> None:
     """Raise `LimitExceeded` when the suffixes of all names together would take more memory than any model's."""
-    if sum(len(name) * name.count(".") for name in names) // 2 > LIMITS.names:
-        raise LimitExceeded(f"its keys are too long to be fitted: their suffixes have more than {LIMITS.names} characters")
+    length = sum(len(name) * name.count(".") for name in names) // 2
+    if length > (most := in_force().names):
+        what = f"its keys are too long to be fitted: their suffixes have {length} characters"
+        raise LimitExceeded(what, limit="names", allowed=most, needed=length)
 
 
 # ------------------------------------------------------------------------------------------------------- assigning key to key

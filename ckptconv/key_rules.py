@@ -17,8 +17,8 @@ from fnmatch import fnmatchcase
 from types import FrameType
 from typing import NoReturn
 
-from ckptconv.errors import KeyConflict, printable
-from ckptconv.limits import LIMITS
+from ckptconv.bounds import in_force
+from ckptconv.errors import KeyConflict, LimitExceeded, printable
 
 Step = Callable[[str], str | None]
 """A key before one rule → after it; None where the rule leaves it out."""
@@ -335,7 +335,7 @@ class Mapped(Rule):
 
 @contextlib.contextmanager
 def patience(rule: Rule) -> Iterator[None]:
-    """Within the block a pattern that takes longer than `LIMITS.regex_seconds` is stopped with `KeyConflict`.
+    """Within the block a pattern that takes longer than the limit `regex_seconds` is stopped with `LimitExceeded`.
 
     Some patterns take time that doubles with each character (``(a+)+$``). Python's matcher looks for signals, so an alarm
     stops it; where there is none (other threads than the main one, an alarm that is somebody else's) nothing is stopped.
@@ -344,12 +344,15 @@ def patience(rule: Rule) -> Iterator[None]:
         yield
         return
 
+    most = in_force().regex_seconds
+
     def stop(_number: int, _frame: FrameType | None) -> NoReturn:
-        hint = "make it simpler: no repetition of a repetition"
-        raise KeyConflict(f"{rule.words} takes more than {LIMITS.regex_seconds} s", hint=hint)
+        advice = "make it simpler: no repetition of a repetition"
+        what = f"{rule.words} takes more than {most} s"
+        raise LimitExceeded(what, limit="regex_seconds", allowed=most, advice=advice)
 
     signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, LIMITS.regex_seconds)
+    signal.setitimer(signal.ITIMER_REAL, most)
     try:
         yield
     finally:

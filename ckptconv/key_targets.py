@@ -10,12 +10,12 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from ckptconv.bounds import in_force
 from ckptconv.documents import read_object
 from ckptconv.errors import AmbiguousStateDict, CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint
-from ckptconv.fitted_keys import KeyTarget, shapes_of
+from ckptconv.fitted_keys import KeyTarget, shapes_of, ties_of
 from ckptconv.formats.detect import open_checkpoint
-from ckptconv.key_fitting import Shape, Shapes
-from ckptconv.limits import LIMITS
+from ckptconv.key_fitting import Shape, Shapes, Ties
 from ckptconv.named_models import model_shapes
 from ckptconv.sources import FileSource
 
@@ -30,18 +30,24 @@ def key_target(like: str | os.PathLike[str] | None, model: str | None, *, drop_u
     if drop_unexpected and like is None and model is None:
         raise CheckpointError("nothing is named that keys could be unexpected in", hint="add --like OTHER or --model NAME")
     if model is not None:
-        return KeyTarget(model, model_shapes(model), drop_unexpected)
-    return None if like is None else KeyTarget(str(like), shapes_like(like), drop_unexpected)
+        shapes, ties = model_shapes(model)
+        return KeyTarget(model, shapes, drop_unexpected, ties)
+    if like is None:
+        return None
+    shapes, ties = shapes_like(like)
+    return KeyTarget(str(like), shapes, drop_unexpected, ties)
 
 
-def shapes_like(path: str | os.PathLike[str]) -> Shapes:
-    """The keys and shapes of the state dict in `path`: whatever `open_checkpoint` reads, an index, or a list of keys.
+def shapes_like(path: str | os.PathLike[str]) -> tuple[Shapes, Ties]:
+    """The keys and shapes of the state dict in `path`, and those of its keys that are tied.
+
+    `path` is whatever `open_checkpoint` reads, an index, or a list of keys; the last two tell of no ties.
 
     Raises `CheckpointError`: when it is none of these, holds no key or one twice, or more than one state dict.
     """
     file = Path(path)
     if file.name.endswith(_INDEX) and file.is_file() and not _has_shards(file):
-        return _distinct(_indexed_keys(file), file)
+        return _distinct(_indexed_keys(file), file), ()
     try:
         with open_checkpoint(file) as checkpoint:
             found = checkpoint.state_dict()
@@ -50,9 +56,9 @@ def shapes_like(path: str | os.PathLike[str]) -> Shapes:
     except UnsupportedCheckpoint:
         if (keys := _listed_keys(file)) is None:
             raise
-        return _distinct(keys, file)
+        return _distinct(keys, file), ()
     _distinct(found.keys, file)
-    return shapes_of(found)
+    return shapes_of(found), ties_of(found)
 
 
 def _has_shards(index: Path) -> bool:
@@ -66,7 +72,7 @@ def _indexed_keys(index: Path) -> list[str]:
 
 
 def _weight_map(index: Path) -> dict[str, object]:
-    found = read_object(_content(index, LIMITS.index_bytes), index, "index").get("weight_map")
+    found = read_object(_content(index, "index_bytes"), index, "index").get("weight_map")
     if not isinstance(found, dict) or not found:
         raise MalformedCheckpoint("is missing or names no keys", path=index, where="weight_map")
     return found
@@ -75,7 +81,7 @@ def _weight_map(index: Path) -> dict[str, object]:
 def _listed_keys(file: Path) -> list[str] | None:
     """The lines of a text; None for anything that is no text of keys."""
     try:
-        text = _content(file, LIMITS.text_bytes).decode("utf-8-sig")
+        text = _content(file, "text_bytes").decode("utf-8-sig")
     except (CheckpointError, UnicodeDecodeError):
         return None
     keys = [key for line in text.splitlines() if (key := line.strip())]
@@ -84,11 +90,12 @@ def _listed_keys(file: Path) -> list[str] | None:
     return keys if keys and plain else None
 
 
-def _content(file: Path, limit: int) -> bytes:
+def _content(file: Path, limit: str) -> bytes:
+    """All of a file; `limit` is the name of the limit of its size."""
     source = FileSource(file)
     try:
-        if source.size > limit:
-            raise LimitExceeded(f"has {source.size} bytes, more than {limit}", path=file)
+        if source.size > (most := getattr(in_force(), limit)):
+            raise LimitExceeded(f"has {source.size} bytes", limit=limit, allowed=most, needed=source.size, path=file)
         return source.read(0, source.size)
     finally:
         source.close()

@@ -139,7 +139,8 @@ KEEP = KeyRules("keep")
 class KeyMap:
     """The keys of one state dict before and after: `new[i]` belongs to `old[i]`, None where it was left out.
 
-    `wrappers` are those found before, `idle` the words of the rules that met no key.
+    `wrappers` are those found before, `idle` the words of the rules that met no key. `filled` are further keys, each with the
+    one of `new` whose value it has too.
     """
 
     old: tuple[str, ...]
@@ -147,6 +148,7 @@ class KeyMap:
     wrappers: tuple[str, ...] = ()
     path_steps: tuple[PathStep, ...] = ()
     idle: tuple[str, ...] = ()
+    filled: tuple[tuple[str, str], ...] = ()
 
     def module_path(self, path: str) -> str:
         """The new name of a module path, as `_metadata` has them (the root is the empty path)."""

@@ -14,7 +14,7 @@ from ckptconv.checkpoint import Checkpoint, find, find_state_dicts, metadata_of,
 from ckptconv.collector import collector_paused
 from ckptconv.devices import require_device, resolve_map_location
 from ckptconv.dtypes import BY_NAME, DType
-from ckptconv.errors import CheckpointError, LimitExceeded, RefusedObject, printable
+from ckptconv.errors import CheckpointError, RefusedObject, printable, too_deep
 from ckptconv.formats.detect import Named, open_checkpoint
 from ckptconv.keys import KeyRules, map_keys, refuse_idle
 from ckptconv.nodes import ORDERED_DICT, Call, Dict, Global, Node, mapping_pairs
@@ -152,7 +152,7 @@ class _Live:
         try:
             value = self._value(root)
         except RecursionError:
-            raise LimitExceeded("nests too many containers to be loaded") from None
+            raise too_deep("nests too many containers to be loaded") from None
         self._torch._utils._validate_loaded_sparse_tensors()  # type: ignore[no-untyped-call]
         return value
 

@@ -33,7 +33,7 @@ def best_fit(state_dicts: Sequence[StateDict], target: KeyTarget) -> ModelFit | 
 
 def _fit(found: StateDict, target: KeyTarget) -> ModelFit:
     shapes = shapes_of(found)
-    return ModelFit(found, fit_keys(shapes, target.shapes), _error(shapes, target.shapes))
+    return ModelFit(found, fit_keys(shapes, target.shapes, target.ties), _error(shapes, target.shapes))
 
 
 def _error(shapes: Shapes, target: Shapes) -> str | None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ckptconv.bounds import Limits, in_force
 from ckptconv.errors import LimitExceeded
-from ckptconv.limits import LIMITS
 from ckptconv.nodes import ORDERED_DICT, Call, Node
 from ckptconv.tensors import TensorObject, TensorRef
 
@@ -32,19 +32,26 @@ def state_dict_of(module: Call, parts_of: Callable[[Call], Parts]) -> Call:
     work: list[tuple[str, Call, int]] = [("", module, 0)]
     known: dict[int, Parts] = {}
     count = written = 0
+    most = in_force()
     while work:
         prefix, current, depth = work.pop()
         if (parts := known.get(id(current))) is None:
             parts = known[id(current)] = parts_of(current)
         count += 1
         written += len(prefix) * (len(parts.tensors) + len(parts.children))
-        if depth > LIMITS.depth or count > LIMITS.modules or written > LIMITS.names:
-            raise LimitExceeded("a module holds itself, or holds too many modules", where=prefix[:60] + "…")
+        if depth > most.depth or count > most.modules or written > most.names:
+            raise _too_many(prefix, depth, count, most)
         pairs += [(prefix + name, detached(value)) for name, value in parts.tensors]
         work += [(f"{prefix}{name}.", child, depth + 1) for name, child in reversed(parts.children)]
     made = Call(ORDERED_DICT, ())
     made.pairs = pairs
     return made
+
+
+def _too_many(prefix: str, depth: int, count: int, most: Limits) -> LimitExceeded:
+    limit = "depth" if depth > most.depth else "modules" if count > most.modules else "names"
+    what = "a module holds itself, or holds too many modules"
+    return LimitExceeded(what, limit=limit, allowed=getattr(most, limit), where=prefix[:60] + "…")
 
 
 def detached(value: Node) -> Node:

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import defaultdict
 from importlib import import_module
 from typing import Any
 
 from ckptconv.errors import UnsupportedCheckpoint, printable
-from ckptconv.key_fitting import Shape, Shapes
+from ckptconv.key_fitting import Shape, Shapes, Ties
 
 _FORM = "name it as PACKAGE.MODULE:CALLABLE"
 
 
-def model_shapes(name: str) -> Shapes:
-    """The keys and shapes in the state dict of the model that `name` builds; None for what has no shape.
+def model_shapes(name: str) -> tuple[Shapes, Ties]:
+    """The keys and shapes in the state dict of the model that `name` builds (None for what has no shape), and its tied keys.
 
     The current folder is looked in too, as `python -m` does. Raises `CheckpointError` when the name cannot be imported, or
     what it names gives no module.
@@ -30,7 +31,7 @@ def model_shapes(name: str) -> Shapes:
         with torch.device("meta"):
             model = build()
         if isinstance(model, torch.nn.Module):
-            return live_shapes(model)
+            return live_shapes(model), live_ties(model)
     except (Exception, SystemExit) as error:  # the user's code may raise anything
         raise UnsupportedCheckpoint(
             f"cannot be built on the meta device ({_told(error)})",
@@ -43,6 +44,14 @@ def model_shapes(name: str) -> Shapes:
 def live_shapes(model: Any) -> Shapes:
     """The keys and shapes in the state dict of a module; None for what has no shape: extra state, lazy parameters."""
     return {key: live_shape(value) for key, value in model.state_dict().items()}
+
+
+def live_ties(model: Any) -> Ties:
+    """The groups of parameters' and buffers' names that a module has for one and the same tensor."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, value in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        names[id(value)].append(name)
+    return [group for group in names.values() if len(group) > 1]
 
 
 def live_shape(value: Any) -> Shape:

@@ -1,24 +1,23 @@
-"""Files that are written: one buffered stream, and outputs that appear whole or not at all."""
+"""Files that are written: one buffered stream, and where it may go. How it gets its place is the business of `staging`."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
-import shutil
 import stat
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
 
 from ckptconv.errors import CheckpointError, OutputRefused
+from ckptconv.signals import held_back
 from ckptconv.sources import CHUNK, Source, crc32
 
 _BUFFERS = 4
 _RESERVE_FROM = 16 << 20
-_TEMPORARY = ".ckptconv-tmp"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -89,18 +88,18 @@ class OutputStream:
 
     def close(self) -> None:
         """Close the file, once."""
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether the file is whole and closed."""
-        return self._fd < 0
+    def fileno(self) -> int:
+        """The descriptor of the file."""
+        return self._fd
 
     def abandon(self) -> None:
-        """Stop the writing thread without waiting for unwritten buffers to matter."""
+        """Stop the writing thread; what it has not written yet does not matter any more."""
         if self._thread is not None:
+            self._failure = self._failure or OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
             self._stop()
 
     def _advance(self, count: int) -> None:
@@ -133,7 +132,8 @@ class OutputStream:
     def _stop(self) -> None:
         assert self._thread is not None
         self._full.put(None)
-        self._thread.join()
+        with contextlib.suppress(RuntimeError):  # a signal came while it was about to start
+            self._thread.join()
         self._thread = None
 
     def _raise_failure(self) -> None:
@@ -152,17 +152,31 @@ def check_output(path: Path, *, force: bool) -> None:
     Raises `OutputRefused` when `path` exists and `force` is not set, when it is a folder or a device, or when its folder
     is missing.
     """
-    with _output_errors(path):
-        if path.is_dir():
+    with output_errors(path):
+        mode = _mode(path)
+        if stat.S_ISDIR(mode):
             raise OutputRefused("is a folder", path=path, hint="name a file to write")
-        if path.exists() and not path.is_file():
+        if mode and not stat.S_ISREG(mode):
             raise OutputRefused("is a pipe, socket or device, which cannot be replaced atomically", path=path)
-        if path.exists() and not force:
+        if mode and not force:
             raise OutputRefused("exists", path=path, hint="add --force to replace it (force=True in code)")
-        _refuse_missing_folder(path, _target(path).parent)
+        refuse_missing_folder(path, followed(path).parent)
 
 
-def _refuse_missing_folder(path: Path, folder: Path) -> None:
+def _mode(path: Path) -> int:
+    """What a path is, asked for once, for another process may replace it meanwhile; 0 when there is nothing."""
+    try:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return 0
+        raise
+
+
+def refuse_missing_folder(path: Path, folder: Path) -> None:
+    """Refuse an output `path` whose `folder` is not there."""
     if folder.is_dir():
         return
     if os.path.lexists(folder):
@@ -170,7 +184,7 @@ def _refuse_missing_folder(path: Path, folder: Path) -> None:
     raise OutputRefused("its folder does not exist", path=path, hint=f"mkdir -p {path.parent}")
 
 
-def _target(path: Path) -> Path:
+def followed(path: Path) -> Path:
     """The file that is meant: symbolic links are followed, as cp does."""
     try:
         return path.resolve()
@@ -179,84 +193,23 @@ def _target(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def atomic_output(
-    path: Path, *, force: bool, fsync: bool, size: int = 0, on_progress: Callable[[int], None] | None = None
-) -> Iterator[tuple[OutputStream, Path]]:
-    """An output that is at `path` only when the block has ended well: temporary sibling, fsync, rename, folder fsync.
+def new_file(
+    made: Path, path: Path, *, size: int = 0, on_progress: Callable[[int], None] | None = None
+) -> Iterator[OutputStream]:
+    """A stream into the file `made`, new and in a folder of this process alone, which is to become `path`.
 
-    Yields the stream and the temporary's path. When anything is raised, the temporary is removed and what was at `path`
-    stays. Without `force` a file that appeared in the meantime is not replaced. `size`, in bytes, is checked against the
-    free space first. `fsync=False` skips the two fsyncs, never the rename.
+    `size`, in bytes, is held against the free space first. Errors name `path`; whoever made the folder removes the file.
     """
-    check_output(path, force=force)
-    target = _target(path)
-    name = os.fsdecode(os.fsencode(target.name)[:200])  # a name has at most 255 bytes
-    temporary = target.with_name(f".{name}.{os.urandom(4).hex()}{_TEMPORARY}")
-    with _output_errors(path):
-        check_space(target, size)
-        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        stream = OutputStream(fd, on_progress)
+    with output_errors(path):
+        check_space(made, size, path)
+        stream = OutputStream(os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), on_progress)
         try:
-            _reserve(fd, size)
-            yield stream, temporary
-            if not stream.is_settled:
-                stream.settle(fsync=fsync)
-            _publish(temporary, target, force=force, fsync=fsync)
+            _reserve(stream.fileno(), size)
+            yield stream
         finally:
-            stream.abandon()
-            stream.close()
-            temporary.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def made_folder(path: Path, *, wanted: bool) -> Iterator[None]:
-    """A folder that is made for the block if it is `wanted` and missing, and taken away again when the block fails."""
-    missing = wanted and not path.exists()
-    with _output_errors(path):
-        if missing:
-            _refuse_missing_folder(path, path.parent)
-            path.mkdir()
-    try:
-        yield
-    except BaseException:
-        if missing:
-            with contextlib.suppress(OSError):
-                path.rmdir()
-        raise
-
-
-@contextlib.contextmanager
-def all_or_none(paths: Sequence[Path], *, force: bool) -> Iterator[Callable[[Path], None]]:
-    """Outputs of which all are put in place when the block ends well, or none: those that were are taken away again.
-
-    Yields what must be told of each temporary, to know it again under another name. With `force` the files that were
-    replaced cannot come back, and so those that replaced them stay.
-    """
-    made: set[tuple[int, int]] = set()
-
-    def note(temporary: Path) -> None:
-        made.add(_identity(temporary))
-
-    try:
-        yield note
-    except BaseException:
-        for path in paths if not force else ():
-            with contextlib.suppress(OSError):
-                if _identity(path) in made:
-                    path.unlink()
-        raise
-
-
-def _identity(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_dev, found.st_ino
-
-
-def remove_files(paths: Sequence[Path]) -> None:
-    """Remove files that a new output has replaced under other names."""
-    for path in paths:
-        with _output_errors(path):
-            path.unlink(missing_ok=True)
+            with held_back(), contextlib.suppress(OSError):
+                stream.abandon()
+                stream.close()
 
 
 def check_folder(path: Path, *, force: bool) -> None:
@@ -265,64 +218,16 @@ def check_folder(path: Path, *, force: bool) -> None:
     Raises `OutputRefused` when `path` exists and `force` is not set, when it is no folder, or one that holds something else
     than a DCP checkpoint, or when the folder around it is missing.
     """
-    with _output_errors(path):
-        if path.exists() and not path.is_dir():
+    with output_errors(path):
+        mode = _mode(path)
+        if mode and not stat.S_ISDIR(mode):
             raise OutputRefused("is a file, where a folder is to be written", path=path, hint="name another folder")
-        if path.exists() and not force:
+        if mode and not force:
             raise OutputRefused("exists", path=path, hint="add --force to replace it (force=True in code)")
-        if path.exists() and not (path / ".metadata").is_file() and any(path.iterdir()):
+        if mode and not (path / ".metadata").is_file() and any(path.iterdir()):
             raise OutputRefused("holds something else than a DCP checkpoint", path=path, hint="name another folder")
-        if not _target(path).parent.is_dir():
+        if not followed(path).parent.is_dir():
             raise OutputRefused("the folder around it does not exist", path=path, hint=f"mkdir -p {path.parent}")
-
-
-@contextlib.contextmanager
-def atomic_folder(path: Path, *, force: bool, fsync: bool) -> Iterator[Path]:
-    """A folder that is at `path` only when the block has ended well: temporary sibling, fsync of its files, rename.
-
-    Yields the temporary folder, which is removed when anything is raised. With `force` the folder that was there is
-    renamed out of the way first, and back where the new one cannot take its place.
-    """
-    check_folder(path, force=force)
-    target = _target(path)
-    unique = f".{os.fsdecode(os.fsencode(target.name)[:200])}.{os.urandom(4).hex()}"
-    temporary, aside = target.with_name(f"{unique}{_TEMPORARY}"), target.with_name(f"{unique}.old{_TEMPORARY}")
-    with _output_errors(path):
-        temporary.mkdir()
-        try:
-            yield temporary
-            if fsync:
-                for folder, _, names in os.walk(temporary):
-                    _fsync_all(Path(folder), names)
-            check_folder(path, force=force)
-            _swap(temporary, target, aside)
-            if fsync:
-                _fsync_folder(target.parent)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _swap(temporary: Path, target: Path, aside: Path) -> None:
-    if not target.exists():
-        temporary.rename(target)
-        return
-    target.rename(aside)
-    try:
-        temporary.rename(target)
-    except OSError:
-        aside.rename(target)
-        raise
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def _fsync_all(folder: Path, names: list[str]) -> None:
-    for name in names:
-        fd = os.open(folder / name, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    _fsync_folder(folder)
 
 
 def _reserve(fd: int, size: int) -> None:
@@ -339,53 +244,29 @@ def _reserve(fd: int, size: int) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def check_space(target: Path, size: int) -> None:
-    """Refuse an output of `size` bytes that the file system of `target` has no room for."""
-    free = os.statvfs(target.parent)
-    if size > free.f_bavail * free.f_frsize:
-        raise OutputRefused(
-            f"needs {size} bytes but the disk has {free.f_bavail * free.f_frsize} left",
-            path=target,
-            hint="free some space or write to another disk",
-        )
+def check_space(place: Path, size: int, path: Path) -> None:
+    """Refuse the output `path` of `size` bytes that the file system of `place` has no room for, as far as that tells."""
+    found = os.statvfs(place.parent)
+    free = found.f_bavail * found.f_frsize
+    if size > free and found.f_blocks:
+        what = f"needs {size} bytes but the disk has {free} left"
+        raise OutputRefused(what, path=path, hint="free some space or write to another disk")
 
 
 @contextlib.contextmanager
-def _output_errors(path: Path) -> Iterator[None]:
+def output_errors(path: Path) -> Iterator[None]:
+    """Raise the `OSError`s of the block as `OutputRefused` of `path`, of which nothing is there then."""
     try:
         yield
     except CheckpointError:
         raise
     except OSError as error:
-        full = "the disk is full" if error.errno in _NO_SPACE else os.strerror(error.errno) if error.errno else str(error)
-        raise OutputRefused(f"cannot be written: {full}", path=path, hint="nothing was left behind") from error
+        raise OutputRefused(f"cannot be written: {_reason(error)}", path=path, hint="nothing was left behind") from error
 
 
-def _publish(temporary: Path, target: Path, *, force: bool, fsync: bool) -> None:
-    if force and target.exists():
-        temporary.chmod(stat.S_IMODE(target.stat().st_mode))
-    if force:
-        temporary.replace(target)
-    else:
-        _rename_to_new(temporary, target)
-    if fsync:
-        _fsync_folder(target.parent)
-
-
-def _rename_to_new(temporary: Path, target: Path) -> None:
-    """Rename without replacing: a hard link fails when the name is taken; file systems without links get a check."""
-    try:
-        os.link(temporary, target)
-    except FileExistsError:
-        raise OutputRefused("exists by now", path=target, hint="another process wrote it; add --force to replace it") from None
-    except OSError:
-        check_output(target, force=False)
-        temporary.rename(target)
-
-
-def _fsync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def _reason(error: OSError) -> str:
+    if error.errno in _NO_SPACE:
+        return "the disk is full"
+    if error.errno in (errno.EBUSY, errno.EXDEV):
+        return "it is mounted by itself, and so cannot be replaced"
+    return os.strerror(error.errno) if error.errno else str(error)

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from math import prod
 from pathlib import Path
 
+from ckptconv.bounds import in_force
 from ckptconv.dtypes import BY_NAME, DType
-from ckptconv.limits import LIMITS
 from ckptconv.nodes import ABSENT, SET, Call, Dict, Global, Node
 from ckptconv.sources import MemorySource
 from ckptconv.tensors import Storage, TensorRef, contiguous_stride, iter_cast_chunks, view_of
@@ -173,7 +173,7 @@ def _tensor(raw: Node, dtype: Node, shape: Node, *, fortran: bool) -> TensorRef 
     name = _ELEMENTS.get(element[0]) if element else None
     if data is None or element is None or name is None or type(shape) is not tuple:
         return None
-    if len(shape) > LIMITS.dimensions or any(type(size) is not int or size < 0 for size in shape):
+    if len(shape) > in_force().dimensions or any(type(size) is not int or size < 0 for size in shape):
         return None
     if prod(shape) * BY_NAME[name].itemsize != len(data):
         return None

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint, StateDict, place_text
 from ckptconv.compaction import CastRule
 from ckptconv.errors import printable
 from ckptconv.fitted_keys import KeyTarget
 from ckptconv.keys import KEEP, STRIP, UNMISTAKABLE, KeyRules
-from ckptconv.limits import LIMITS
-from ckptconv.plans import RenamedKeys
+from ckptconv.plans import ConversionPlan, RenamedKeys
 from ckptconv.producers import offered_prefix
 from ckptconv.settling import Settled
+from ckptconv.sharding import index_path
 from ckptconv.tensors import TensorRef
 
 
@@ -30,6 +31,10 @@ def key_notes(state_dicts: Sequence[RenamedKeys], rules: KeyRules) -> Iterator[s
     odd = [key for item in state_dicts for key in item.odd]
     if odd:
         yield f"{len(odd)} keys hold control characters, e.g. {printable(odd[0])}"
+    for item in state_dicts:
+        for key, twin in item.filled:
+            where = f" of {printable(item.path)}" if item.path else ""
+            yield f"{printable(key)}{where} is absent and filled from {printable(twin)}, its other name in the target"
     left = sorted({name for item in state_dicts for name in item.wrappers if name in UNMISTAKABLE})
     if left and rules.wrappers in ("module", "add-module"):
         yield f"the keys still carry {', '.join(left)}; `ckptconv convert` strips these wrappers too"
@@ -50,8 +55,16 @@ def sharing_notes(refs: Sequence[TensorRef]) -> Iterator[str]:
     """Tell of tensors that would take far more bytes than the storages that they share."""
     claimed = sum(ref.nbytes for ref in refs)
     stored = sum({id(piece.storage): piece.storage.nbytes for ref in refs for piece in ref.pieces}.values())
-    if claimed > LIMITS.view_free and claimed > LIMITS.view_ratio * stored:
+    most = in_force()
+    if claimed > most.view_free and claimed > most.view_ratio * stored:
         yield f"{len(refs)} tensors of {claimed} bytes share {stored} bytes of storage"
+
+
+def beside_notes(plan: ConversionPlan) -> Iterator[str]:
+    """Tell of an index that stands beside an output of one file, and whose shards a reader may take for it."""
+    index = index_path(plan.output)
+    if not plan.is_sharded and plan.to != "dcp" and index.is_file():
+        yield f"{printable(index.name)} stands beside it and names other files; whoever opens the folder may take those"
 
 
 def count_locations(refs: Iterable[TensorRef], retag: Callable[[str], str]) -> dict[tuple[str, str], int]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ckptconv.bounds import held, in_force
 from ckptconv.checkpoint import Checkpoint, StateDict, find, find_state_dicts, tensor_of, tensors_of, walk
 from ckptconv.collector import collector_paused
 from ckptconv.compaction import CastRule
@@ -19,11 +20,13 @@ from ckptconv.formats.torch_zip import Tree, lay_out_torch_zip
 from ckptconv.layout import one_item
 from ckptconv.nodes import Call, Dict, Node, mapping_pairs
 from ckptconv.plain_objects import plain_form
-from ckptconv.plan_notes import count_casts, count_locations, key_notes, prefix_notes, sharing_notes, tree_notes
+from ckptconv.plan_notes import beside_notes, count_casts, count_locations, key_notes, prefix_notes, sharing_notes, tree_notes
 from ckptconv.plans import ConversionPlan, Options, PlannedFile, target
 from ckptconv.renaming import rename_state_dicts
 from ckptconv.rule_files import mapping_text
 from ckptconv.settling import settle_objects
+from ckptconv.sharding import earlier_files
+from ckptconv.sources import Source
 
 
 def plan_conversion(checkpoint: Checkpoint, output: str | os.PathLike[str], options: Options) -> ConversionPlan:
@@ -34,13 +37,15 @@ def plan_conversion(checkpoint: Checkpoint, output: str | os.PathLike[str], opti
     """
     path, to = target(Path(output), options)
     try:
-        with collector_paused():
+        with collector_paused(), held(checkpoint.limits):
             if to == "torch" and options.max_shard_size is None:
                 plan = _plan_torch(checkpoint, path, options)
             elif to == "dcp":
                 plan = _plan_dcp(checkpoint, path, options)
             else:
                 plan = plan_flat(checkpoint, path, to, options, in_folder=path != Path(output))
+            plan = replace(plan, inputs=checkpoint.sources, notes=(*plan.notes, *beside_notes(plan)))
+            _refuse_lost_inputs(plan)
             return plan if options.save_mapping is None else _with_mapping(plan, options.save_mapping)
     except CheckpointError as error:
         raise error.at(path=checkpoint.path) from error.__cause__
@@ -48,11 +53,31 @@ def plan_conversion(checkpoint: Checkpoint, output: str | os.PathLike[str], opti
 
 def _with_mapping(plan: ConversionPlan, path: Path) -> ConversionPlan:
     """The plan with the file beside its output that tells which key became which."""
-    taken = (plan.source, plan.output, *(file.path for file in plan.files), *([plan.index.path] if plan.index else []))
+    taken = {plan.source, plan.output, *(file.path for file in plan.files), *_files_of(plan.inputs)}
+    if plan.index is not None:
+        taken.add(plan.index.path)
     if path.resolve() in {other.resolve() for other in taken}:
         raise OutputRefused("is the source or the output, and cannot be the mapping too", path=path, hint="name another file")
     raw = mapping_text([item.mapped() for item in plan.state_dicts if item.mapped is not None])
     return replace(plan, mapping=PlannedFile(path, one_item("mapping", raw), lambda: iter(())))
+
+
+def _files_of(inputs: Sequence[Source]) -> set[Path]:
+    return {source.path for source in inputs}
+
+
+def _refuse_lost_inputs(plan: ConversionPlan) -> None:
+    """Refuse an output that would take the place of some files of a checkpoint of many, which are worth nothing apart."""
+    inputs = _files_of(plan.inputs)
+    if len(inputs) < 2 or plan.to == "dcp":
+        return
+    paths = {plan.output, *(file.path for file in plan.files), *(earlier_files(plan.output) if plan.is_sharded else ())}
+    taken = {path.resolve() for path in paths} | paths
+    names = {path.name for path in taken}
+    lost = [path for path in inputs if path.name in names and path.resolve() in taken]
+    if lost and len(lost) < len(inputs):
+        what = "is one of the files of the input, and the others need it"
+        raise OutputRefused(what, path=min(lost), hint="name another file or folder")
 
 
 def _plan_torch(checkpoint: Checkpoint, output: Path, options: Options) -> ConversionPlan:
@@ -65,6 +90,7 @@ def _plan_torch(checkpoint: Checkpoint, output: Path, options: Options) -> Conve
     if not refs and not settled.storages:
         raise AmbiguousStateDict("holds no tensors, so there is nothing to convert", where=options.only)
     tree = Tree(root, overlay, refs, settled.storages)
+    depth = in_force().depth
     cast = _cast_rule(found, tree, options)
     layout = lay_out_torch_zip(tree, cast, options.tags)
     return ConversionPlan(
@@ -73,7 +99,7 @@ def _plan_torch(checkpoint: Checkpoint, output: Path, options: Options) -> Conve
         source_nbytes=checkpoint.nbytes,
         output=output,
         to="torch",
-        files=(PlannedFile(output, layout, lambda: tensors_of(root, overlay)),),
+        files=(PlannedFile(output, layout, lambda: tensors_of(root, overlay, depth=depth)),),
         index=None,
         in_folder=False,
         state_dicts=renamed,
@@ -89,7 +115,7 @@ def _plan_torch(checkpoint: Checkpoint, output: Path, options: Options) -> Conve
             *prefix_notes(checkpoint, found, options.keys, options.fit_to),
             *sharing_notes(refs),
         ),
-        tensors=lambda: tensors_of(root, overlay),
+        tensors=lambda: tensors_of(root, overlay, depth=depth),
         cast=cast,
     )
 

@@ -16,6 +16,7 @@ from ckptconv.key_rules import MappedKeys
 from ckptconv.keys import STRIP, KeyRules
 from ckptconv.layout import Layout
 from ckptconv.settling import Rewritten, Skipped, Unknown
+from ckptconv.sources import Source
 from ckptconv.tensors import TensorRef
 
 Target = Literal["torch", "safetensors", "dcp"]
@@ -64,6 +65,7 @@ class RenamedKeys:
 
     `left_out` are the keys that the rules left out; `mapped` works out all of it, keys that the output does not hold left out.
     `odd` are the keys with characters that cannot be printed; `shared` counts the tensors whose storage another key has too.
+    `filled` are keys that were absent, each with the new key whose tensor it has.
     """
 
     path: str
@@ -74,6 +76,7 @@ class RenamedKeys:
     shared: int = 0
     left_out: tuple[str, ...] = ()
     mapped: Callable[[], MappedKeys] | None = None
+    filled: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +95,7 @@ class ConversionPlan:
     `files` are one, or the shards, and then `index` is the file that says which of them holds a key. `in_folder`: a folder
     was asked for, which is made if it is missing. `is_sharded`: shards were asked for, though all may fit one file.
 
-    `mapping` is the file that will tell which key became which, if one was asked for.
+    `mapping` is the file that will tell which key became which, if one was asked for. `inputs` are the files that are read.
 
     `locations` counts storages by (tag before, tag after); `casts` counts tensors by (dtype before, after); `tied` maps
     dropped names to the kept one (safetensors).
@@ -117,6 +120,7 @@ class ConversionPlan:
     cast: Callable[[TensorRef], DType]
     mapping: PlannedFile | None = None
     is_sharded: bool = False
+    inputs: tuple[Source, ...] = ()
 
     @property
     def nbytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from ckptconv.checkpoint import StateDict, metadata_of, renamed_state_dict
 from ckptconv.errors import AmbiguousStateDict, KeyConflict, KeyMismatch, printable
@@ -30,9 +31,17 @@ def rename_state_dicts(
     for item, keys in zip(found, maps, strict=True):
         skipped += excluded(item, keys, rules, fit_to)
         renamed.append(renamed_keys(item, keys))
-        if keys.new != keys.old:
-            overlay[id(item.node)] = renamed_state_dict(item, keys.new, keys.module_paths)
+        if keys.new != keys.old or keys.filled:
+            new, values = with_filled(item, keys)
+            overlay[id(item.node)] = renamed_state_dict(replace(item, values=values), new, keys.module_paths)
     return tuple(renamed), skipped
+
+
+def with_filled(item: StateDict, keys: KeyMap) -> tuple[tuple[str | None, ...], tuple[Node, ...]]:
+    """The new keys and their values, with those behind them that fitting filled."""
+    values = dict(zip(keys.new, item.values, strict=True))
+    names = (*keys.new, *(key for key, _ in keys.filled))
+    return names, (*item.values, *(values[name] for _, name in keys.filled))
 
 
 def _has_work(item: StateDict, rules: KeyRules) -> bool:
@@ -71,7 +80,7 @@ def renamed_keys(item: StateDict, keys: KeyMap, unheld: Collection[str] = ()) ->
     storages = [id(ref.storage if ref.is_view else ref) for _, ref in item.tensors()]
     shared = len(storages) - len(set(storages))
     mapped = lambda: _mapped_keys(item, keys, unheld)  # noqa: E731
-    return RenamedKeys(item.path, keys.wrappers, len(keys.old), changed, odd, shared, left_out, mapped)
+    return RenamedKeys(item.path, keys.wrappers, len(keys.old), changed, odd, shared, left_out, mapped, keys.filled)
 
 
 def _mapped_keys(item: StateDict, keys: KeyMap, unheld: Collection[str]) -> MappedKeys:

@@ -146,6 +146,7 @@ def _keys_document(plan: ConversionPlan) -> list[dict[str, Any]]:
             "path": item.path,
             "renamed": [list(pair) for pair in item.changed],
             "left_out": list(item.left_out),
+            "filled": [list(pair) for pair in item.filled],
             "untouched": item.count - len(item.changed) - len(item.left_out),
         }
         for item in plan.state_dicts
@@ -193,4 +194,5 @@ def fit_document(fit: Fit) -> dict[str, Any]:
         ],
         "ambiguous": {item.key: list(item.source_keys) for item in fit.ambiguous},
         "nearest": {item.key: list(item.source_keys) for item in fit.nearest},
+        "filled": dict(fit.filled),
     }

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
+from ckptconv.bounds import in_force
 from ckptconv.documents import read_object
 from ckptconv.errors import CheckpointError, KeyConflict, LimitExceeded, printable
 from ckptconv.key_rules import Mapped, MappedKeys, Regex, Rename, Rule
 from ckptconv.keys import RULE_WORDS, KeyRules, parse_rule
-from ckptconv.limits import LIMITS
 from ckptconv.sources import FileSource
 
 _MAPPING = "mapping"
@@ -69,8 +69,8 @@ def read_rules(path: str | os.PathLike[str], *, reverse: bool = False) -> list[R
 def _text(path: Path) -> str:
     source = FileSource(path)
     try:
-        if source.size > LIMITS.rules_bytes:
-            raise LimitExceeded(f"has {source.size} bytes, more than {LIMITS.rules_bytes}", path=path)
+        if source.size > (most := in_force().rules_bytes):
+            raise LimitExceeded(f"has {source.size} bytes", limit="rules_bytes", allowed=most, needed=source.size, path=path)
         return source.read(0, source.size).decode()
     except UnicodeDecodeError:
         raise KeyConflict("is no UTF-8 text", path=path) from None

@@ -12,7 +12,7 @@ from ckptconv.checkpoint import Checkpoint, place_text, tensors_of
 from ckptconv.convert import ConversionResult, execute_plan
 from ckptconv.devices import tag_map
 from ckptconv.dtypes import BY_NAME, DType, floating_dtype
-from ckptconv.errors import LimitExceeded, RefusedObject, printable
+from ckptconv.errors import RefusedObject, printable, too_deep
 from ckptconv.keys import KeyRules
 from ckptconv.nodes import BYTEARRAY, ORDERED_DICT, SET, Call, Dict, Global, Node
 from ckptconv.outputs import check_folder, check_output
@@ -50,7 +50,7 @@ def save_portable(
     try:
         root = _Symbolic().node(state_dict, None)
     except RecursionError:
-        raise LimitExceeded("nests too many containers to be saved", path=path) from None
+        raise too_deep("nests too many containers to be saved", path=path) from None
     checkpoint = Checkpoint(Path("the state dict"), "memory", root, sum(ref.nbytes for _, ref in tensors_of(root)))
     return execute_plan(plan_conversion(checkpoint, path, options), force=force, fsync=fsync)
 

@@ -1,38 +1,40 @@
 """Is it safe to load? What the pickles of files and folders name, judged, without executing any of it.
 
 Every file is looked into, whatever it is called: pickles that follow each other, the records of zip archives, the
-members of tar files, and pickles and archives that pickles hold as bytes. A pickle that breaks is followed up to there,
-which is what an unpickler would have executed.
+members of tar files, pickles and archives that pickles hold as bytes, and the pickles that stable-baselines3 writes as
+base64 text. A pickle that breaks is followed up to there, which is what an unpickler would have executed.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import contextlib
 import os
 import re
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptconv.archives import is_zip, read_directory
+from ckptconv.bounds import in_force
 from ckptconv.errors import CheckpointError, UnsupportedCheckpoint
 from ckptconv.formats.detect import STRANGERS
 from ckptconv.formats.safetensors import is_safetensors
 from ckptconv.formats.torch_tar import is_tar
-from ckptconv.limits import LIMITS
 from ckptconv.sources import CHUNK, FileSource, MemorySource, RangeSource, Source
 from ckptconv.threats import LEVELS, Level, judge
 from ckptconv.tracing import Trace, trace_pickle
 
-_DEEPEST = 8  # streams within streams
-_MOST_PICKLES = 100_000  # one behind another
 _WINDOWS = (512, 1 << 16, 1 << 20, 1 << 24, 1 << 27, 1 << 30)
 """How much of a stream is read, in turn, until its pickle has ended or is seen to be none."""
 _BEGINS = re.compile(rb"\x80[\0-\5]").match
 _LIKELY = re.compile(rb"\x80[\0-\5]|[ci][A-Za-z_][\w.]{0,100}\n[A-Za-z_][\w.]{0,100}\n|PK\x03\x04")
 _TAIL = 22 + 0xFFFF  # bytes in which the end record of a zip archive lies
 _NUMPY = b"\x93NUMPY"
+_SERIALIZED = re.compile(rb'":serialized:"\s*:\s*"([A-Za-z0-9+/=\\n]*)"')
+"""The pickles in the JSON of stable-baselines3 (common/save_util.py), which its `load` gives to cloudpickle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +132,12 @@ class _Scanner:
 
     def scan(self, source: Source, where: str, depth: int) -> str:
         """Look into a source for whatever it is; says what that is."""
-        if depth > _DEEPEST:
-            self._odd(where, f"streams lie more than {_DEEPEST} deep in each other; what is below was not looked at")
+        if depth > (most := in_force().scanned_depth):
+            self._odd(
+                where,
+                f"streams lie more than {most} deep in each other; what is below was not looked at"
+                f" (--limit scanned_depth={2 * most} looks further)",
+            )
             return "unknown"
         head = source.read(0, min(512, source.size))
         if is_zip(head):
@@ -145,15 +151,34 @@ class _Scanner:
             return "zip behind other bytes"
         if count:
             return "pickle" if count == 1 else f"{count} pickles"
-        return self._no_pickle(head, where)
+        return self._no_pickle(source, head, where, depth)
 
-    def _no_pickle(self, head: bytes, where: str) -> str:
+    def _no_pickle(self, source: Source, head: bytes, where: str, depth: int) -> str:
         if is_safetensors(head):
             return "safetensors"
+        if head.startswith(b"{"):
+            self._json(source, where, depth)
         packed = next((item for item in STRANGERS if item.hint and head[item.at :].startswith(item.magic)), None)
         if packed is not None and "unpack" in (packed.hint or ""):
             self._odd(where, f"{packed.what}: what is in it was not looked at")
         return "no pickle"
+
+    def _json(self, source: Source, where: str, depth: int) -> None:
+        """Look into the pickles in a text of stable-baselines3; functions in them are byte code, of which nothing is known."""
+        most = in_force().text_bytes
+        found = _SERIALIZED.findall(source.read(0, min(source.size, most)))
+        if source.size > most:
+            self._odd(where, f"is a text of more than {most} bytes; what is behind was not looked at", most)
+        if found:
+            reason = f"{len(found)} pickles as base64 text, which stable-baselines3 executes when it loads the file"
+            self._odd(where, reason)
+        inner = _Scanner()
+        for number, encoded in enumerate(found):
+            with contextlib.suppress(binascii.Error):
+                raw = base64.b64decode(encoded.replace(b"\\n", b""))
+                inner.scan(MemorySource(raw, source.path), f"{where}<serialized {number}>", depth + 1)
+        self.pickles += inner.pickles
+        self.findings += [_as_function(finding) for finding in inner.findings]
 
     def _odd(self, where: str, reason: str, at: int = 0) -> None:
         self.findings.append(Finding(where, "", "unknown", reason, at))
@@ -180,9 +205,10 @@ class _Scanner:
         """Look into a deflated record; one that does not begin as anything that is looked into is not inflated."""
         head = _inflated(source, offset, stored, _WINDOWS[0])
         trace = trace_pickle(head[_numpy_end(head) :])
-        if not (trace.end or trace.cut or trace.names or trace.alarms or is_zip(head) or is_tar(head)):
+        if not (trace.end or trace.cut or trace.names or trace.alarms or is_zip(head) or is_tar(head) or head[:1] == b"{"):
             return
-        limit = min(LIMITS.pickle_bytes, max(LIMITS.inflated_free, LIMITS.inflated_ratio * stored))
+        most = in_force()
+        limit = min(most.pickle_bytes, max(most.inflated_free, most.inflated_ratio * stored))
         inflated = _inflated(source, offset, stored, limit)
         self.scan(MemorySource(inflated, source.path), where, depth + 1)
         if len(inflated) == limit:
@@ -220,14 +246,21 @@ class _Scanner:
 
     def _pickles(self, source: Source, start: int, where: str, depth: int) -> int:
         """Follow the pickles that lie one behind another; how many there are."""
-        count, at = 0, start
-        while at < source.size and count < _MOST_PICKLES:
+        count, at, most = 0, start, in_force().scanned_pickles
+        while at < source.size and count < most:
             before = self.pickles
             end = self._pickle(source, at, where, depth, certain=count == 0)
             count += self.pickles > before
             if end <= at:
-                break
+                return count
             at = end
+        if at < source.size:
+            self._odd(
+                where,
+                f"more than {most} pickles lie one behind another; what is behind was not looked at"
+                f" (--limit scanned_pickles={2 * most} looks further)",
+                at,
+            )
         return count
 
     def _pickle(self, source: Source, start: int, where: str, depth: int, *, certain: bool) -> int:
@@ -268,6 +301,13 @@ class _Scanner:
         for number, constant in enumerate(trace.constants):
             if len(constant) > 1:
                 self.scan(MemorySource(constant, path), f"{where}<bytes {number}>", depth + 1)
+
+
+def _as_function(finding: Finding) -> Finding:
+    """A name of cloudpickle, where it is what writes functions: unknown, for what they do stands in their byte code."""
+    if not finding.name.startswith("cloudpickle."):
+        return finding
+    return replace(finding, level="unknown", reason="makes functions out of byte code that stands in the pickle")
 
 
 def _is_likely(stream: bytes, trace: Trace) -> bool:

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Place, place_text, walk
-from ckptconv.errors import RefusedObject, printable
-from ckptconv.limits import LIMITS
+from ckptconv.errors import LimitExceeded, RefusedObject, printable
 from ckptconv.nodes import Call, Dict, Global, Node, mapping_pairs
 from ckptconv.plain_objects import plain_form, spoken_name
 from ckptconv.tensors import Storage, TensorObject, TensorRef
@@ -80,13 +80,26 @@ def _hashed(node: Node) -> Iterable[Node]:
 
 def _refuse_keys(keys: Iterable[Node], place: Place) -> None:
     """Refuse dict keys whose hashing is slow (nested tuples, thousands of ints with one hash) or impossible."""
-    odd = [key for key in keys if type(key) is not str and not _is_harmless_key(key)]
-    if any(type(key) is not int for key in odd) or len(odd) > LIMITS.large_int_keys:
+    try:
+        odd = [key for key in keys if type(key) is not str and not _is_harmless_key(key)]
+    except LimitExceeded as error:
+        raise error.at(where=place_text(place) or "the whole file") from None
+    if any(type(key) is not int for key in odd):
         raise RefusedObject(
-            "a dict or set has keys that are no plain values, or too many ints beyond 61 bits",
-            where=place_text(place) or "the whole file",
-            hint="they can make its reader hang; --unknown keep keeps them, --only PATH takes one part",
+            "a dict or set has keys that are no plain values", where=place_text(place) or "the whole file", hint=_HANG
         )
+    if len(odd) > (most := in_force().large_int_keys):
+        raise LimitExceeded(
+            f"a dict or set has {len(odd)} keys that are ints beyond 61 bits",
+            limit="large_int_keys",
+            allowed=most,
+            needed=len(odd),
+            where=place_text(place) or "the whole file",
+            advice=_HANG,
+        )
+
+
+_HANG = "they can make its reader hang; --unknown keep keeps them, --only PATH takes one part"
 
 
 def _is_harmless_key(key: Node) -> bool:
@@ -100,11 +113,17 @@ def _is_harmless_key(key: Node) -> bool:
 
 
 def _is_small_tuple(key: tuple[Node, ...]) -> bool:
-    """Whether a tuple, with the tuples in it, holds few and plain values only; a doubling one does not end."""
+    """Whether a tuple holds plain values, and tuples of them, only; `LimitExceeded` for many (a doubling one does not end)."""
+    most = in_force().key_tuple
     work: list[Node] = [key]
     for count, part in enumerate(work):
-        if count > LIMITS.key_tuple:
-            return False
+        if count > most:
+            raise LimitExceeded(
+                f"a dict or set has a key that is a tuple of more than {most} parts",
+                limit="key_tuple",
+                allowed=most,
+                advice=_HANG,
+            )
         if type(part) is tuple:
             work.extend(part)
         elif type(part) not in (str, int, float, bool, bytes, type(None)):

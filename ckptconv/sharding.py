@@ -87,3 +87,10 @@ def index_text(weight_map: Mapping[str, str], nbytes: int) -> bytes:
     """The index for tensors of `nbytes` bytes in all."""
     document = {"metadata": {"total_size": nbytes}, "weight_map": dict(weight_map)}
     return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def moved_index(raw: bytes, folder: str) -> bytes:
+    """The index `raw` of the same shards in `folder`, which lies beside it."""
+    document = json.loads(raw)
+    named = {key: f"{folder}/{name}" for key, name in document["weight_map"].items()}
+    return index_text(named, document["metadata"]["total_size"])

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Protocol
 
+from ckptconv.bounds import in_force
 from ckptconv.errors import LimitExceeded, MalformedCheckpoint, OutputRefused, UnsupportedCheckpoint
-from ckptconv.limits import LIMITS
 
 try:  # several times quicker than zlib where the processor has carry-less multiplication
     from isal.isal_zlib import crc32
@@ -33,6 +33,7 @@ __all__ = [
     "Spool",
     "combined_crc",
     "crc32",
+    "stamp",
 ]
 
 
@@ -92,7 +93,9 @@ class FileSource:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._fd = _open_regular(self.path)
-        self.size = os.fstat(self._fd).st_size
+        found = os.fstat(self._fd)
+        self.size = found.st_size
+        self._stamp = stamp(found)
         self._window, self._window_at = b"", 0  # the last bytes fetched for a small read: small records lie side by side
 
     def read_into(self, offset: int, view: memoryview) -> None:
@@ -125,10 +128,21 @@ class FileSource:
         through_fd = f"/proc/self/fd/{self._fd}"
         return through_fd if Path(through_fd).exists() else str(self.path)
 
+    def refuse_changed(self) -> None:
+        """Raise `MalformedCheckpoint` when somebody wrote to the file since it was opened: old and new were read mixed."""
+        if self._fd >= 0 and stamp(os.fstat(self._fd)) != self._stamp:
+            raise MalformedCheckpoint("was changed while it was read", path=self.path, hint="convert it again")
+
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):  # nothing was written to it that could be lost
+                os.close(fd)
+
+
+def stamp(found: os.stat_result) -> tuple[int, ...]:
+    """What changes when a file is written to, or when its name is given to another."""
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 @contextlib.contextmanager
@@ -164,6 +178,7 @@ class FilePool:
 
     def __init__(self) -> None:
         self._open: dict[PooledSource, None] = {}  # the one used last stands last
+        self._most = in_force().open_files
 
     def source(self, path: Path) -> PooledSource:
         """The file at `path`, opened once to see that it is there and how long it is."""
@@ -173,7 +188,7 @@ class FilePool:
         """Note that `source` is open and in use; close the one that was not used for longest where there are too many."""
         self._open.pop(source, None)
         self._open[source] = None
-        if len(self._open) > LIMITS.open_files:
+        if len(self._open) > self._most:
             next(iter(self._open)).rest()
 
     def release(self, source: PooledSource) -> None:
@@ -187,7 +202,7 @@ class PooledSource(FileSource):
     def __init__(self, path: Path, pool: FilePool) -> None:
         super().__init__(path)
         self._pool = pool
-        self._identity: tuple[int, ...] | None = self._seen()
+        self._is_closed = False
         pool.hold(self)
 
     def read_into(self, offset: int, view: memoryview) -> None:
@@ -206,19 +221,15 @@ class PooledSource(FileSource):
 
     def close(self) -> None:
         self.rest()
-        self._identity = None
+        self._is_closed = True
 
     def _wake(self) -> None:
-        if self._fd < 0 and self._identity is not None:
+        if self._fd < 0 and not self._is_closed:
             self._fd = _open_regular(self.path)
-            if self._seen() != self._identity:
+            if stamp(os.fstat(self._fd)) != self._stamp:
                 self.rest()
                 raise MalformedCheckpoint("was replaced or changed while it was read", path=self.path)
         self._pool.hold(self)
-
-    def _seen(self) -> tuple[int, ...]:
-        found = os.fstat(self._fd)
-        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def stays_within(path: Path, folder: Path) -> bool:
@@ -243,8 +254,11 @@ class Spool:
 
         try:
             if self._file is None:
-                self._file = tempfile.NamedTemporaryFile(prefix="ckptconv-")  # noqa: SIM115
-                self._source = FileSource(self._file.name)
+                self._file = tempfile.NamedTemporaryFile(prefix="ckptconv-", delete=False)  # noqa: SIM115
+                try:
+                    self._source = FileSource(self._file.name)
+                finally:
+                    os.unlink(self._file.name)  # noqa: PTH108 (a process that is killed leaves nothing)
             start = self._file.seek(0, os.SEEK_END)
             for piece in pieces:
                 self._file.write(piece)
@@ -262,6 +276,23 @@ class Spool:
             self._file.close()
 
 
+def refuse_bomb(what: str, deflated: int, size: int, path: Path, where: str | None = None) -> None:
+    """Raise `LimitExceeded` when `deflated` bytes claim to be `size` bytes and that is no usual ratio."""
+    most = in_force()
+    if size <= most.inflated_free or size <= deflated * most.inflated_ratio:
+        return
+    limit, needed = ("inflated_ratio", -(-size // deflated)) if deflated else ("inflated_free", size)
+    raise LimitExceeded(
+        what,
+        limit=limit,
+        allowed=getattr(most, limit),
+        needed=needed,
+        path=path,
+        where=where,
+        advice="it looks like a decompression bomb",
+    )
+
+
 class InflatedSource:
     """A deflated run of another source, inflated once, on first use, into a spool.
 
@@ -270,13 +301,7 @@ class InflatedSource:
     """
 
     def __init__(self, parent: Source, offset: int, deflated: int, size: int, crc: int | None, name: str, spool: Spool) -> None:
-        if size > LIMITS.inflated_free and size > deflated * LIMITS.inflated_ratio:
-            raise LimitExceeded(
-                f"claims to inflate {deflated} bytes to {size}, more than {LIMITS.inflated_ratio}-fold",
-                path=parent.path,
-                where=name,
-                hint="a decompression bomb; store it uncompressed if it is real",
-            )
+        refuse_bomb(f"claims to inflate {deflated} bytes to {size}", deflated, size, parent.path, name)
         self.path, self.size = parent.path, size
         self._parent, self._offset, self._deflated, self._crc, self._name = parent, offset, deflated, crc, name
         self._spool = spool

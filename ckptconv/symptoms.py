@@ -12,19 +12,15 @@ from functools import cached_property
 from pathlib import Path
 
 from ckptconv import torch_words as words
-from ckptconv.checkpoint import Checkpoint, StateDict, walk
+from ckptconv.checkpoint import Checkpoint, StateDict
 from ckptconv.devices import Host, require_device, survey_host
-from ckptconv.dtypes import BY_NAME
 from ckptconv.errors import CheckpointError, DeviceUnavailable, printable
 from ckptconv.findings import Finding, Severity
 from ckptconv.fitted_keys import KeyTarget, refusal
 from ckptconv.formats.detect import open_checkpoint
-from ckptconv.formats.records import pickle_head
-from ckptconv.inspection import OPENED_BY_TORCH, Inspection, Part, inspect_checkpoint, is_bloated
+from ckptconv.inspection import OPENED_BY_TORCH, Inspection, Part, inspect_checkpoint, is_bloated, newer_protocol
 from ckptconv.model_fits import ModelFit, best_fit
-from ckptconv.nodes import children
 from ckptconv.prescriptions import Mend, command, workable
-from ckptconv.tensors import Storage
 from ckptconv.torch_objects import VALUELESS
 
 _NAMED = 3  # keys, places or tags that a text names before it counts
@@ -96,8 +92,8 @@ def suffix(case: Case) -> str:
 
 def _container(case: Case) -> Iterator[Symptom]:
     name, path = case.facts.format, case.paths[0]
-    if name == "torch legacy" and (untyped := _untyped(case)):
-        cause = f"is a file of before torch 1.6 that holds {some(untyped)}, which its format has no place for"
+    if case.facts.untyped:
+        cause = f"is a file of before torch 1.6 that holds {some(case.facts.untyped)}, which its format has no place for"
         yield symptom("error", "legacy-container", cause, words.quoted(words.UNTYPED), Mend())
     elif name == "torch legacy":
         effect = words.quoted(words.MMAP, by="torch.load(mmap=True)")
@@ -112,30 +108,17 @@ def _container(case: Case) -> Iterator[Symptom]:
         yield symptom("error", "container", f"its container is: {name}", effect, Mend())
 
 
-def _untyped(case: Case) -> list[str]:
-    """What a legacy file holds in untyped storages, which torch's reader of such files does not take."""
-    types = [dtype for dtype in case.facts.dtypes if BY_NAME[dtype].storage_class is None]
-    bare = any(type(node) is Storage and node.dtype is None for _, node in walk(case.checkpoint.root))
-    return types + ["untyped storages"] * bare
-
-
 def _protocol(case: Case) -> Iterator[Symptom]:
-    """A pickle of protocol 4 or 5 (`torch.save(pickle_protocol=...)`), which torch's own reader does not know."""
-    if case.facts.format in ("torch zip", "torch legacy") and len(case.paths) == 1 and case.whole.sources:
-        head = pickle_head(case.whole.sources[0])
-        number = head[1] if head[:1] == b"\x80" else 0
-        newer = _holds_bytes(case.whole) if number == 3 else number > 3 and (head[2:3] == _FRAME or _MEMOIZE in head)
-        if newer:
-            cause = f"its pickle has the protocol {number}, where torch writes 2"
-            yield symptom("error", "pickle-protocol", cause, words.quoted(words.REFUSED, words.OPCODE), Mend())
+    if len(case.paths) == 1 and (number := newer_protocol(case.whole)) is not None:
+        cause = f"its pickle has the protocol {number}, where torch writes 2"
+        yield symptom("error", "pickle-protocol", cause, words.quoted(words.REFUSED, words.OPCODE), Mend())
 
 
-def _holds_bytes(checkpoint: Checkpoint) -> bool:
-    """Whether there are bytes in the tree: of protocol 3, torch's reader lacks the opcodes of just these."""
-    return any(type(child) is bytes for _, node in walk(checkpoint.root) for _, child in children(node))
-
-
-_FRAME, _MEMOIZE = b"\x95", b"\x94"  # pickletools: opcodes of protocol 4
+def _strays(case: Case) -> Iterator[Symptom]:
+    """Records of an archive outside its one folder, which torch's reader does not bear."""
+    if case.facts.strays:
+        cause = f"its archive has records outside the folder of its pickle: {some(case.facts.strays)}"
+        yield symptom("error", "stray-records", cause, words.quoted(words.STRAY), Mend())
 
 
 def _name(case: Case) -> Iterator[Symptom]:
@@ -272,12 +255,18 @@ _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{1,6})-of-(?P<count>\d{1,6})\.(?
 
 
 def _bloat(case: Case) -> Iterator[Symptom]:
-    if is_bloated(case.facts):
-        wasted = case.facts.stored - case.facts.used
-        cause = (
-            f"tensors use {case.facts.used:,} bytes of storages of {case.facts.stored:,}: slices were saved with their storages"
+    if not is_bloated(case.facts):
+        return
+    facts = case.facts
+    causes = []
+    if facts.stored > facts.used:
+        causes.append(
+            f"tensors use {facts.used:,} bytes of storages of {facts.stored:,}: slices were saved with their storages"
         )
-        yield symptom("warning", "bloat", cause, f"{wasted:,} bytes are read, and held in memory, for nothing", Mend())
+    if facts.dead:
+        causes.append(f"its pickle refers to nothing in {facts.dead:,} bytes of the file: records that were added or left over")
+    wasted = facts.stored - facts.used + facts.dead
+    yield symptom("warning", "bloat", "; ".join(causes), f"{wasted:,} bytes are stored and moved for nothing", Mend())
 
 
 def _shares(case: Case) -> Iterator[Symptom]:
@@ -329,7 +318,8 @@ def _precision(case: Case) -> Iterator[Symptom]:
 
 
 CHECKS: tuple[Callable[[Case], Iterator[Symptom]], ...] = (
-    _container, _protocol, _name, _lone_shard, _tags, _modules, _objects, _keys, _wrappers, _bloat, _shares, _tied, _precision,
+    _container, _strays, _protocol, _name, _lone_shard, _tags, _modules, _objects, _keys, _wrappers, _bloat, _shares, _tied,
+    _precision,
 )  # fmt: skip
 """What is looked at without reading a tensor; findings of one severity come in this order."""
 

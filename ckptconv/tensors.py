@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ckptconv.bounds import HIGHEST, in_force
 from ckptconv.casting import cast
 from ckptconv.dtypes import UINT8, DType
 from ckptconv.errors import LimitExceeded, MalformedCheckpoint
-from ckptconv.limits import LIMITS
 from ckptconv.nodes import made
 from ckptconv.sources import CHUNK, Source, crc32
 
@@ -174,8 +174,9 @@ def view_of(storage: Storage, dtype: DType, offset: int, shape: Shape, stride: S
     """
     if type(shape) is not tuple or type(stride) is not tuple or len(shape) != len(stride):
         raise MalformedCheckpoint("its shape and stride are not tuples of one length", where=storage.name)
-    if len(shape) > LIMITS.dimensions:
-        raise LimitExceeded(f"has {len(shape)} dimensions, more than {LIMITS.dimensions}", where=storage.name)
+    most = in_force()
+    if len(shape) > most.dimensions:
+        refuse_dimensions(len(shape), storage.name)
     if type(offset) is not int or offset < 0:
         raise MalformedCheckpoint("its storage_offset is not a size", where=storage.name)
     numel, last = 1, offset
@@ -193,8 +194,8 @@ def view_of(storage: Storage, dtype: DType, offset: int, shape: Shape, stride: S
     if not numel and prod(size for size in shape if size) >= 1 << 63:
         raise MalformedCheckpoint(f"its shape {shape} overflows", where=storage.name)
     nbytes = numel * dtype.itemsize
-    if nbytes > LIMITS.view_free and nbytes > LIMITS.view_ratio * storage.nbytes:
-        raise LimitExceeded(f"claims {nbytes} bytes out of a storage of {storage.nbytes}", where=storage.name)
+    if nbytes > most.view_free and nbytes > most.view_ratio * storage.nbytes:
+        raise expanded(f"claims {nbytes} bytes out of a storage of {storage.nbytes}", nbytes, storage.nbytes, storage.name)
     piece = made(Piece, (storage, offset, shape, stride, _ORIGINS[len(shape)]))
     return made(TensorRef, (dtype, shape, stride, (piece,), requires_grad, False, False))
 
@@ -211,7 +212,24 @@ def _refuse_grad(storage: Storage, dtype: DType) -> None:
         raise MalformedCheckpoint(f"a {dtype.name} tensor requires grad, which only floating ones can", where=storage.name)
 
 
-_ORIGINS = tuple((0,) * count for count in range(LIMITS.dimensions + 1))
+_ORIGINS = tuple((0,) * count for count in range(HIGHEST["dimensions"] + 1))
+
+
+def refuse_dimensions(count: int, where: str | None = None) -> None:
+    """Raise `LimitExceeded` when a tensor has more dimensions than may be."""
+    if count > (most := in_force().dimensions):
+        raising = None if count <= HIGHEST["dimensions"] else "no library of tensors holds so many; this limit is not raised"
+        what = f"has {count} dimensions"
+        raise LimitExceeded(what, limit="dimensions", allowed=most, needed=count, raising=raising, where=where)
+
+
+def expanded(what: str, claimed: int, stored: int, where: str | None = None, advice: str | None = None) -> LimitExceeded:
+    """The refusal of what claims many times the bytes that are stored."""
+    most = in_force()
+    if not stored:
+        return LimitExceeded(what, limit="view_free", allowed=most.view_free, needed=claimed, where=where, advice=advice)
+    needed = -(-claimed // stored)
+    return LimitExceeded(what, limit="view_ratio", allowed=most.view_ratio, needed=needed, where=where, advice=advice)
 
 
 def whole_storage(storage: Storage, start: int, stop: int, dtype: DType = UINT8) -> TensorRef:

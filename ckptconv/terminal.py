@@ -71,5 +71,5 @@ def print_lines(lines: Iterable[tuple[str, str]], err: bool = False) -> None:
     rows = list(lines)
     width = max((len(label) for label, _ in rows), default=0)
     for label, text in rows:
-        color = "yellow" if label in ("warning", "note") else "red" if label == "error" else "cyan"
+        color = "yellow" if label in ("warning", "note") else "red" if label in ("error", "damaged") else "cyan"
         click.echo("  " + click.style(label.ljust(width), fg=color) + "  " + text, err=err)

@@ -41,12 +41,13 @@ def on_global(name: str) -> str:
     return f"Unsupported global: GLOBAL {printable(name)} was not an allowed global by default"
 
 
+STRAY = "file in archive is not in a subdirectory"
 _ON_FORMAT = (
     ("TorchScript (before", "PytorchStreamReader failed locating file constants.pkl"),
     ("TorchScript", "Cannot use ``weights_only=True`` with TorchScript archives passed to ``torch.load``"),
     ("torch tar", "Cannot use ``weights_only=True`` with files saved in the legacy .tar format"),
     ("pickle", REFUSED),
-    ("zip of checkpoints", "file in archive is not in a subdirectory"),
+    ("zip of checkpoints", STRAY),
 )
 FOLDER = "[Errno 21] Is a directory"
 OPCODE = "Unsupported operand"

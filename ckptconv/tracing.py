@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-_MOST_VALUES = 5_000_000
-"""Values on the stack and in the memo; beyond, the stream is said to be broken."""
+from ckptconv.bounds import in_force
 
 
 class Named(NamedTuple):
@@ -83,7 +82,7 @@ class _Tracer:
 
     def run(self) -> None:
         stream, steps = self._stream, _STEPS
-        size = len(stream)
+        size, most = len(stream), in_force().scanned_values
         while self._at < size:
             opcode = stream[self._at]
             self._at += 1
@@ -94,8 +93,8 @@ class _Tracer:
             if (step := steps.get(opcode)) is None:
                 raise _Broken(f"holds the unknown opcode 0x{opcode:02x} at byte {self._at - 1}")
             step(self)
-            if len(self._stack) > _MOST_VALUES or len(self._memo) > _MOST_VALUES:
-                raise _Broken(f"has more than {_MOST_VALUES} values side by side")
+            if len(self._stack) > most or len(self._memo) > most:
+                raise _Broken(f"has more than {most} values side by side (--limit scanned_values={2 * most} looks further)")
         raise _Cut
 
     # Arguments of opcodes.

@@ -13,9 +13,9 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import NoReturn, TypeAlias
 
+from ckptconv.bounds import Limits, in_force
 from ckptconv.collector import collector_paused
 from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint
-from ckptconv.limits import LIMITS
 from ckptconv.nodes import ABSENT, BYTEARRAY, BYTES, ENCODE, FROZENSET, SET, Call, Dict, Global, Node, PersistentId
 
 Reducer: TypeAlias = Callable[[tuple[Node, ...]], Node]
@@ -88,7 +88,7 @@ class PickleReader:
     def _read(self) -> Node:
         data = self._stream
         size = len(data)
-        pos = self.position
+        pos = start = self.position
         end = size
         stack: list[Node] = []
         push = stack.append
@@ -96,8 +96,12 @@ class PickleReader:
         memo = _Memo(data, self._persistent)
         intern: dict[str, str] = {}
         known = self._known
+        most = in_force()
+        deepest, widest = most.depth, most.stack
+        nodes = unread = 0  # what was made, and the bytes of arguments that are no opcodes; held against the limits at `look`
+        look = min(end, pos + _LOOK)
         while True:
-            while pos < end:
+            while pos < look:
                 op = data[pos]
                 pos += 1
                 if op == 0x72:  # LONG_BINPUT
@@ -120,8 +124,9 @@ class PickleReader:
                         pos = run.end()
                         continue
                     marks.append(stack)
-                    if len(marks) > LIMITS.depth:
-                        raise LimitExceeded(f"the pickle nests more than {LIMITS.depth} containers")
+                    if len(marks) > deepest:
+                        what = f"the pickle nests more than {deepest} containers"
+                        raise LimitExceeded(what, limit="depth", allowed=deepest)
                     stack = []
                     push = stack.append
                 elif op == 0x74:  # TUPLE
@@ -129,6 +134,7 @@ class PickleReader:
                     stack = marks.pop()
                     push = stack.append
                     push(made)
+                    nodes += 1
                 elif op == 0x52:  # REDUCE
                     args = stack.pop()
                     func = stack[-1]
@@ -137,11 +143,14 @@ class PickleReader:
                         raise self._malformed("calls something with arguments that are no tuple")
                     reducer = known.get(func) if type(func) is Global else None
                     stack[-1] = Call(func, args) if reducer is None else reducer(args)
+                    nodes += 1
                 elif op == 0x58:  # BINUNICODE
                     pos += 4
                     stop = pos + _UINT32(data, pos - 4)[0]
-                    if stop > end:
-                        self._crossing(pos, stop, size)
+                    if stop > look:
+                        if stop > end:
+                            self._crossing(pos, stop, size)
+                        unread += stop - pos
                     text = data[pos:stop]
                     push(_decode(text, intern))
                     pos = stop
@@ -150,13 +159,16 @@ class PickleReader:
                     stack[-1] = self._persistent(stack[-1])
                 elif op == 0x85:  # TUPLE1
                     stack[-1] = (stack[-1],)
+                    nodes += 1
                 elif op == 0x86:  # TUPLE2
                     last = stack.pop()
                     stack[-1] = (stack[-1], last)
+                    nodes += 1
                 elif op == 0x87:  # TUPLE3
                     last = stack.pop()
                     middle = stack.pop()
                     stack[-1] = (stack[-1], middle, last)
+                    nodes += 1
                 elif op == 0x4D:  # BININT2
                     push(_UINT16(data, pos)[0])
                     pos += 2
@@ -173,8 +185,9 @@ class PickleReader:
                     push(None)
                 elif op == 0x7D:  # EMPTY_DICT
                     push(Dict())
-                    if len(stack) > LIMITS.stack:
-                        raise LimitExceeded(f"the pickle has more than {LIMITS.stack} values side by side on its stack")
+                    nodes += 1
+                    if len(stack) > widest:
+                        raise _too_wide(widest)
                 elif op == 0x75 or op == 0x73:  # SETITEMS, SETITEM
                     if op == 0x75:
                         flat = stack
@@ -187,8 +200,9 @@ class PickleReader:
                     self._set_items(stack[-1], flat)
                 elif op == 0x5D:  # EMPTY_LIST
                     push([])
-                    if len(stack) > LIMITS.stack:
-                        raise LimitExceeded(f"the pickle has more than {LIMITS.stack} values side by side on its stack")
+                    nodes += 1
+                    if len(stack) > widest:
+                        raise _too_wide(widest)
                 elif op == 0x65 or op == 0x61:  # APPENDS, APPEND
                     if op == 0x65:
                         flat = stack
@@ -240,14 +254,22 @@ class PickleReader:
                     pos += 8
                     if end > size:
                         self._crossing(pos, end, size)
+                    look = min(end, pos + _LOOK)
                 else:
                     self.position = pos
                     stack, pos = self._rare(op, stack, marks, memo, pos, end)
                     push = stack.append
+                    nodes += 1
+                    unread += max(0, pos - self.position - _LONGEST_OPCODE)
+            _refuse_many(most, nodes + len(memo) + len(memo.runs), pos - start - unread)
+            look = min(end, pos + _LOOK)
+            if pos < end:
+                continue
             if pos != end or end == size:
                 self.position = pos
                 raise self._malformed("has no end" if end == size else "has an opcode that crosses the end of its frame")
             end = size
+            look = min(end, pos + _LOOK)
 
     def _tensor_run(self, run: re.Match[bytes], stack: list[Node], memo: _Memo) -> bool:
         """Do at once what the opcodes of `run` do one by one; False, with nothing done, when they are not as they look."""
@@ -374,8 +396,8 @@ class PickleReader:
             stack.append(stack[-1])
         elif op == 0x8F:  # EMPTY_SET
             stack.append(Call(SET, ([],)))
-            if len(stack) > LIMITS.stack:
-                raise LimitExceeded(f"the pickle has more than {LIMITS.stack} values side by side on its stack")
+            if len(stack) > (widest := in_force().stack):
+                raise _too_wide(widest)
         elif op in (0x6C, 0x64, 0x6F, 0x90, 0x91):  # LIST, DICT, OBJ, ADDITEMS, FROZENSET
             made = stack
             stack = marks.pop()
@@ -398,6 +420,24 @@ class PickleReader:
             stack[-1].args[0].extend(made)
         else:
             raise self._malformed("adds to something that is no set")
+
+
+_LOOK = 1 << 18
+"""Bytes of a stream between two looks at what was made of it: at most some 60 MB of nodes."""
+_LONGEST_OPCODE = 16  # bytes, with its argument but for bytes and text
+
+
+def _refuse_many(most: Limits, nodes: int, opcode_bytes: int) -> None:
+    if nodes > most.nodes:
+        raise LimitExceeded(f"the pickle makes more than {most.nodes} containers and calls", limit="nodes", allowed=most.nodes)
+    if opcode_bytes > most.opcode_bytes:
+        what = f"the pickle has more than {most.opcode_bytes} bytes of opcodes"
+        raise LimitExceeded(what, limit="opcode_bytes", allowed=most.opcode_bytes)
+
+
+def _too_wide(widest: int) -> LimitExceeded:
+    what = f"the pickle has more than {widest} values side by side on its stack"
+    return LimitExceeded(what, limit="stack", allowed=widest)
 
 
 # The opcodes that torch writes for a tensor, behind the rebuild function and the MARK of its arguments: a storage's

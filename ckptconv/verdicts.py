@@ -18,13 +18,14 @@ _LISTED = 20
 
 def difference_headline(found: Difference) -> str:
     """The line that says whether two checkpoints are the same."""
-    verdict = "same" if found.same else "differ"
+    verdict = "same" if found.same else "damaged" if found.damaged else "differ"
     compared = f"{count_text(found.tensors, 'tensor')} in both, {size_text(found.nbytes)} compared"
     return f"{verdict}: {printable(found.a)} ({found.a_format}), {printable(found.b)} ({found.b_format}); {compared}"
 
 
 def difference_lines(found: Difference) -> Iterator[tuple[str, str]]:
     """What differs, as (label, text) lines; at most 20 of a kind."""
+    yield from _listed("damaged", [printable(text, 2000) for text in found.damaged])
     yield from _listed("only in A", [printable(key) for key in found.only_a])
     yield from _listed("only in B", [printable(key) for key in found.only_b])
     yield from _listed("dtype", _changes(found.dtypes))
@@ -63,6 +64,7 @@ def difference_document(found: Difference) -> dict[str, Any]:
     """A difference as JSON values; a number that JSON has no form for is given as text (``inf``)."""
     return {
         "same": found.same,
+        "damaged": list(found.damaged),
         "a": {"path": found.a, "format": found.a_format},
         "b": {"path": found.b, "format": found.b_format},
         "tensors": found.tensors,
@@ -107,7 +109,7 @@ def scan_headline(scan: Scan) -> str:
     pickles = sum(file.pickles for file in scan.files)
     said = {
         "plain": "nothing but what ordinary checkpoints hold",
-        "unknown": "nothing dangerous, but names that are not known here",
+        "unknown": "nothing dangerous was found, but not all of it is known here",
         "dangerous": "DANGEROUS: do not load",
     }[scan.level]
     return f"{printable(scan.path)}: {said} ({count_text(len(scan.files), 'file')}, {count_text(pickles, 'pickle')})"

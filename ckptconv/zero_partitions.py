@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from ckptconv.bounds import in_force
 from ckptconv.checkpoint import tensor_of
-from ckptconv.errors import MalformedCheckpoint, UnsupportedCheckpoint, printable
-from ckptconv.limits import LIMITS
+from ckptconv.errors import LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.nodes import ABSENT, ORDERED_DICT, Call, Node, mapping_pairs
 from ckptconv.partitions import Flat, Run, Widener, shaped
-from ckptconv.tensors import Shape, TensorRef
+from ckptconv.tensors import Shape, TensorRef, refuse_dimensions
 
 Shapes = Mapping[str, Shape]
 """The parameters of a group, by name, in the order in which they lie in its partitions."""
@@ -94,8 +94,11 @@ def _rank_count(node: Node) -> int:
             where="optimizer_state_dict.partition_count",
         )
     count = counts.pop() if counts else -1
-    if not 1 <= count <= LIMITS.shards:
+    if count < 1:
         raise MalformedCheckpoint("is no number of ranks", where="optimizer_state_dict.partition_count")
+    if count > (most := in_force().shards):
+        where = "optimizer_state_dict.partition_count"
+        raise LimitExceeded(f"says {count} ranks", limit="shards", allowed=most, needed=count, where=where)
     return count
 
 
@@ -121,7 +124,8 @@ def _shape(node: Node, where: str) -> Shape:
     sizes = node.args[0] if type(node) is Call and node.name == "torch.Size" and len(node.args) == 1 else node
     if not _are_sizes(sizes):
         raise MalformedCheckpoint("is no shape", where=where)
-    if len(sizes) > LIMITS.dimensions or prod(size for size in sizes if size) >= 1 << 63:
+    refuse_dimensions(len(sizes), where)
+    if prod(size for size in sizes if size) >= 1 << 63:
         raise MalformedCheckpoint("is the shape of no tensor that could be", where=where)
     return tuple(sizes)
 

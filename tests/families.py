@@ -172,6 +172,9 @@ def key_lists() -> dict[str, Any]:
 ADAPTED = ("gpt2", "llama", "qwen2", "bert", "distilbert", "t5", "bart", "vit")
 """The families that peft is used with here."""
 
+TIED = ("gpt2", "qwen2", "distilbert", "t5", "bart")
+"""The families whose head is the embedding, and is not saved by `save_pretrained`."""
+
 
 if __name__ == "__main__":
     with one_process():

@@ -726,7 +726,7 @@ def test_a_signal_in_the_middle_leaves_nothing(number, code, output, tmp_path):
     )
     try:
         deadline = time.monotonic() + 30
-        while not any(path.stat().st_size > 1 << 22 for path in tmp_path.glob(f".{output}*")):
+        while not any(path.stat().st_size > 1 << 22 for path in tmp_path.glob(f".{output}*/*")):
             assert child.poll() is None, child.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.005)
@@ -972,7 +972,19 @@ COMMANDS = {
     "inspect": ["--depth", "--json"],
     "devices": ["--json"],
     "doctor": ["--like", "--model", "--device", "--values", "--json"],
-    "diff": ["--keys", "--strip-prefix", "--atol", "--rtol", "--equal-nan", "--whole", "--only", "--strict-device", "--json"],
+    "diff": [
+        "--keys",
+        "--strip-prefix",
+        "--tag",
+        "--tag-b",
+        "--atol",
+        "--rtol",
+        "--equal-nan",
+        "--whole",
+        "--only",
+        "--strict-device",
+        "--json",
+    ],
     "scan": ["--strict", "--json", "--quiet"],
 }
 

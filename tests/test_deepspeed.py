@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from program import assert_one_error, idle_rss, run
 
 from ckptconv import CheckpointError, convert_checkpoint, load_into, load_portable, open_checkpoint
+from ckptconv.bounds import DEFAULTS
 from ckptconv.errors import AmbiguousStateDict, MalformedCheckpoint, UnsupportedCheckpoint
-from ckptconv.limits import LIMITS
 
 DATA = Path(__file__).resolve().parent / "data" / "deepspeed"
 CASES = sorted(folder.name for folder in DATA.iterdir())
@@ -588,7 +588,7 @@ def test_files_are_few_at_a_time_and_all_closed_in_the_end(tmp_path, ranks):
     folder = zero.write(tmp_path / "zero", 3, ranks, [{"weight": value}], frozen={"bias": torch.rand(7)})
     before = descriptors()
     with open_checkpoint(folder) as checkpoint:
-        assert len(descriptors()) <= len(before) + 2 + min(2 * ranks, LIMITS.open_files)
+        assert len(descriptors()) <= len(before) + 2 + min(2 * ranks, DEFAULTS.open_files)
         assert len(list(checkpoint.tensors())) == 2
     assert torch.equal(load_portable(folder)["weight"], value)
     (folder / "global_step1" / f"zero_pp_rank_{ranks - 1}_mp_rank_00_optim_states.pt").write_bytes(b"")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import bz2
 import datetime
 import gzip
 import json
 import lzma
+import os
 import pickle
 import shlex
 import shutil
@@ -23,11 +25,13 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from program import SAMPLES, environment, run
+from program import ROOT, SAMPLES, environment, run
 from safetensors.torch import save_file
 
-from ckptconv import CheckpointError, Diagnosis, Finding, diagnose
+from ckptconv import CheckpointError, Diagnosis, Finding, diagnose, open_checkpoint
 from ckptconv.devices import Host
+from ckptconv.inspection import inspect_checkpoint
+from ckptconv.inspection_report import verdict
 
 Made = Path | tuple[Path, Path]
 """A file that has a finding, or the one to show to doctor and the folder that it lies in."""
@@ -111,6 +115,22 @@ def foreign_name(tmp_path: Path) -> Path:
     return tmp_path / "model.pt"
 
 
+def added_to(tmp_path: Path, record: str, size: int = 3_000_000) -> Path:
+    """A file to which a record was added later, as a program does that does not know what may stand in it."""
+    path = saved(tmp_path, weights())
+    with zipfile.ZipFile(path, "a", zipfile.ZIP_STORED) as archive:
+        archive.writestr(record, np.random.default_rng(0).bytes(size))
+    return path
+
+
+def shards(tmp_path: Path) -> Path:
+    shard(tmp_path)
+    (tmp_path / "shards").mkdir()
+    for path in tmp_path.glob("model*"):
+        path.rename(tmp_path / "shards" / path.name)
+    return tmp_path / "shards"
+
+
 MENDED: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "a CUDA file": ("device", lambda at: tagged(at, "cuda:3")),
     "an NPU file": ("device", lambda at: tagged(at, "npu:0")),
@@ -130,6 +150,10 @@ MENDED: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "a bare pickle": ("container", plainly_pickled),
     "a legacy file": ("legacy-container", lambda at: saved(at, weights(), _use_new_zipfile_serialization=False)),
     "slices": ("bloat", bloated),
+    "a record that nothing refers to": ("bloat", lambda at: added_to(at, "model/data/999")),
+    "a record beside the folder": ("stray-records", lambda at: added_to(at, "notes/readme", 9)),
+    "a record without a folder": ("stray-records", lambda at: added_to(at, "readme", 9)),
+    "a folder of shards": ("sharded", shards),
     "an optimizer": ("optimizer-share", trained),
     "an EMA": ("ema-share", lambda at: saved(at, {"model": weights(), "ema": weights()})),
     "pickle protocol 3": ("pickle-protocol", lambda at: saved(at, {**weights(), "raw": b"bytes"}, pickle_protocol=3)),
@@ -196,6 +220,81 @@ def test_obeying_the_printed_command_clears_the_finding(what, tmp_path):
     opened_by_torch(mended)
 
 
+UNMENDED: dict[str, tuple[str, Callable[[Path], Path]]] = {
+    "a device that is not here": ("no-such-device", lambda at: saved(at, weights())),
+    "a meta tensor": ("no-values", lambda at: saved(at, {**weights(), "m": torch.ones(2, device="meta")})),
+    "a flipped bit": ("damaged", lambda at: with_flipped_bit(saved(at, weights()))),
+    "a header of 200 MB": ("beyond-limits", lambda at: huge_header(at)),
+    "NaN": ("non-finite", lambda at: saved(at, {"w": torch.tensor([float("nan"), 1.0]).half()})),
+    "infinity": ("infinite", lambda at: saved(at, {"w": torch.tensor([float("inf"), 1.0]).half()})),
+}
+"""The same for what no conversion mends."""
+
+
+def huge_header(tmp_path: Path) -> Path:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes((200_000_000).to_bytes(8, "little") + b"{")
+    os.truncate(path, 200_001_000)
+    return path
+
+
+def with_flipped_bit(path: Path) -> Path:
+    content = weights()["fc0.weight"].numpy().tobytes()
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(content)] ^= 1
+    path.write_bytes(raw)
+    return path
+
+
+@no_gpu
+@pytest.mark.parametrize("what", UNMENDED)
+def test_what_no_conversion_mends_has_no_command(what, tmp_path):
+    code, make = UNMENDED[what]
+    diagnosis = diagnose(make(tmp_path), values=True, device="cuda:9" if code == "no-such-device" else None)
+    finding = found(diagnosis, code)
+    assert finding.command is None and finding.effect
+    if code in ("damaged", "beyond-limits"):
+        assert {other.command for other in diagnosis.findings} == {None}
+
+
+def codes_in_the_source() -> set[str]:
+    """The codes that the package gives to findings of doctor: the second argument of what makes one, and those of `_code`."""
+    codes: set[str] = set()
+    for name in ("symptoms", "diagnosis", "unopened"):
+        tree = ast.parse((ROOT / "ckptconv" / f"{name}.py").read_text())
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", "") in MAKERS]
+        codes |= {node.args[1].value for node in calls if isinstance(node.args[1], ast.Constant)}
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "_code"]
+        returns = [node for function in functions for node in ast.walk(function) if isinstance(node, ast.Return)]
+        codes |= {part.value for node in returns for part in ast.walk(node) if isinstance(part, ast.Constant)}
+    return codes
+
+
+MAKERS = ("symptom", "Finding")
+ELSEWHERE = {"keys": "test_obeying_makes_the_keys_fit", "lone-rank": "test_one_ranks_file_alone_is_joined_with_those_beside_it"}
+"""Findings whose command is obeyed by a test of their own, for they need a model or more files."""
+
+
+def test_every_kind_of_finding_has_a_file_that_has_it():
+    assert all(callable(globals()[test]) for test in ELSEWHERE.values())
+    tested = {code for code, _ in (*MENDED.values(), *UNMENDED.values())}
+    assert codes_in_the_source() == tested | ELSEWHERE.keys()
+
+
+@no_gpu
+@pytest.mark.parametrize("what", MENDED)
+def test_inspect_calls_portable_what_doctor_finds_no_error_in(what, tmp_path):
+    """But for keys in a wrapper, which torch.load does not mind, and a folder of shards, which is for other libraries."""
+    source = MENDED[what][1](tmp_path)
+    diagnosis = diagnose(source)
+    if diagnosis.format is None or MENDED[what][0] in ("lone-shard", "wrong-name"):
+        return  # what cannot be inspected, or goes by its name
+    with open_checkpoint(source) as checkpoint:
+        portable, _ = verdict(inspect_checkpoint(checkpoint))
+    codes = {finding.code for finding in diagnosis.findings if finding.severity == "error"}
+    assert portable == (not codes and not {"wrapped-keys", "sharded"} & {finding.code for finding in diagnosis.findings})
+
+
 @no_gpu
 @pytest.mark.parametrize("what", MENDED)
 def test_every_command_of_a_file_works(what, tmp_path):
@@ -256,6 +355,8 @@ QUOTED = {
     "TorchScript": "container",
     "a zip of checkpoints": "container",
     "a bare pickle": "container",
+    "a record beside the folder": "stray-records",
+    "a record without a folder": "stray-records",
     "pickle protocol 3": "pickle-protocol",
     "pickle protocol 5": "pickle-protocol",
     "pickle protocol 4, of old": "pickle-protocol",
@@ -632,6 +733,25 @@ def test_the_program_takes_a_model(net, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------------------ the program
+
+
+@no_gpu
+def test_a_command_that_mends_two_findings_is_printed_once(tmp_path):
+    with oracle.tagged(lambda _: "cuda:3"):
+        saved(tmp_path, {f"module.{key}": value for key, value in weights().items()})
+    done = run("doctor", "model.pt", cwd=tmp_path)
+    assert done.out.count("ckptconv convert model.pt model-portable.pt") == 1
+    assert done.out.count("the same command") == 1
+    commands = [finding["command"] for finding in run("doctor", "model.pt", "--json", cwd=tmp_path).json()["findings"]]
+    assert commands == ["ckptconv convert model.pt model-portable.pt"] * 2
+
+
+@pytest.mark.parametrize("name", ["model.data-00000-of-00001", "model.ckpt-1000.data-00001-of-00002"])
+@pytest.mark.parametrize("content", [bytes(999), b"\x08" + bytes(99), np.ones(99).tobytes()])
+def test_the_values_of_a_tensorflow_checkpoint_are_told_by_their_name(name, content, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    (finding,) = diagnose(tmp_path / name).findings
+    assert finding.cause == "is a part of a TensorFlow checkpoint, not a PyTorch checkpoint"
 
 
 def test_findings_are_ordered_by_severity(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -293,6 +294,63 @@ def test_types_without_numbers_are_compared_by_bits(tmp_path):
     assert [item.key for item in diff_checkpoints(first, second).values] == ["q.integers"]
 
 
+# -------------------------------------------------------------------------------------------------------------- damage
+
+
+def damaged(path: Path, record: str, at: int = -1) -> Path:
+    """A copy of a torch file with one bit of a record turned, beside it."""
+    with zipfile.ZipFile(path) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(record))
+        content = archive.read(name)
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(content) + at % len(content)] ^= 1
+    other = path.with_name(f"damaged_{path.name}")
+    other.write_bytes(raw)
+    with pytest.raises(zipfile.BadZipFile, match="Bad CRC-32"), zipfile.ZipFile(other) as archive:
+        archive.read(name)
+    return other
+
+
+def shapes_of_storages() -> dict[str, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    whole = torch.randn(300_000)
+    return {
+        "small": {"a": torch.randn(5), "w": torch.randn(7)},
+        "large": {"a": torch.randn(5), "w": torch.randn(9_000_000)},
+        "cut into views": {"a": torch.randn(5), "w": whole[:100_000], "x": whole[100_000:200_000]},
+        "gathered": {"a": torch.randn(5), "w": torch.randn(500, 400).t()},
+        "tied": {"a": torch.randn(5), "w": whole, "x": whole},
+    }
+
+
+@pytest.mark.parametrize("tolerance", [None, Tolerance(atol=100.0)], ids=["exact", "within"])
+@pytest.mark.parametrize("kind", shapes_of_storages())
+def test_a_record_with_a_wrong_checksum_is_told_once_on_either_side(kind, tolerance, tmp_path):
+    tree = shapes_of_storages()[kind]
+    good = saved(tmp_path, "good.pt", tree)
+    bad = damaged(good, "data/1")
+    save_file({key: value.contiguous().clone() for key, value in torch.load(bad).items()}, tmp_path / "same.safetensors")
+    for a, b in (
+        (good, bad),
+        (bad, good),
+        (bad, bad),
+        (bad, tmp_path / "same.safetensors"),
+        (tmp_path / "same.safetensors", bad),
+    ):
+        found = diff_checkpoints(a, b, tolerance=tolerance)
+        (told,) = found.damaged
+        assert told.startswith(f"{bad}: ") and "data/1: its bytes have the CRC-32" in told
+        assert not found.same
+    assert diff_checkpoints(good, good, tolerance=tolerance).same
+
+
+def test_what_is_not_compared_is_not_held_against_its_checksum(tmp_path):
+    good = saved(tmp_path, "good.pt", {"model": {"w": torch.randn(9)}, "optimizer": {"state": {0: torch.randn(9)}}})
+    bad = damaged(good, "data/1")
+    assert diff_checkpoints(good, bad, only="model").same
+    assert diff_checkpoints(good, bad, whole=True).damaged
+
+
 # ------------------------------------------------------------------------------------------------------------ the program
 
 
@@ -309,6 +367,18 @@ def test_the_program_answers_by_its_exit_code(tmp_path):
     assert_one_error(run("diff", one, two, "--equal-nan", cwd=tmp_path), code=2)
     assert_one_error(run("diff", one, two, "--whole", "--keys", "strip", cwd=tmp_path), code=2)
     assert_one_error(run("diff", one, cwd=tmp_path), code=2)
+    done = run("diff", one, damaged(one, "data/0"), "--json", cwd=tmp_path)
+    assert done.exit == 2
+    assert "CRC-32" in done.json()["damaged"][0] and done.json()["same"] is False
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_step_of_a_folder_is_compared_with_what_was_made_of_it(swapped, produced, tmp_path):
+    tags = sorted(path.name for path in (produced / "ds_z2").iterdir() if path.is_dir())
+    assert run("convert", produced / "ds_z2", "out.safetensors", "--tag", tags[0], cwd=tmp_path).exit == 0
+    sides = ("out.safetensors", produced / "ds_z2", "--tag-b") if swapped else (produced / "ds_z2", "out.safetensors", "--tag")
+    assert run("diff", *sides, tags[0], cwd=tmp_path).exit == 0
+    assert "which is not here" in assert_one_error(run("diff", *sides, "global_step999", cwd=tmp_path), code=2)
 
 
 def test_the_document_says_what_differs(tmp_path):

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptconv import extents
+from ckptconv import limits
 from ckptconv.errors import LimitExceeded, MalformedCheckpoint
 from ckptconv.extents import read_pickles
-from ckptconv.limits import LIMITS, Limits
 from ckptconv.sources import MemorySource
 
 VALUES = st.recursive(
@@ -103,9 +102,8 @@ def test_a_length_beyond_the_file_is_refused_at_once():
         read_pickles(source(b"N."), 3, 1)
 
 
-def test_pickles_that_are_too_long_are_refused(monkeypatch):
-    assert LIMITS.pickle_bytes == 1 << 30
-    monkeypatch.setattr(extents, "LIMITS", Limits(pickle_bytes=100))
-    assert read_pickles(source(b"N" * 99 + b"."), 0, 1, window=7)[1] == 100
-    with pytest.raises(LimitExceeded, match="longer than 100 bytes"):
-        read_pickles(source(b"N" * 100 + b"."), 0, 1, window=7)
+def test_pickles_that_are_too_long_are_refused():
+    with limits(pickle_bytes=100):
+        assert read_pickles(source(b"N" * 99 + b"."), 0, 1, window=7)[1] == 100
+        with pytest.raises(LimitExceeded, match="longer than 100 bytes"):
+            read_pickles(source(b"N" * 100 + b"."), 0, 1, window=7)

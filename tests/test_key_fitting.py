@@ -351,3 +351,38 @@ def test_an_assignment_by_prefixes_is_the_only_one(both):
         if all(common(old, key) == min(len(old.split(".")), len(key.split("."))) for key, old in other.items())
     ]  # fmt: skip
     assert [{key: old for old, key in fit.renames.items()}] == led
+
+
+# ------------------------------------------------------------------------------------------------------------ tied weights
+
+
+@each_family
+@each_wrapping
+def test_a_tied_name_is_filled_under_any_wrapping(family, wrapping):
+    """Of each family two keys of one shape are taken as tied, and one of them is not saved."""
+    bare, wrapped = shapes(family), shapes(family, wrapping)
+    by_shape = [[key for key in bare if bare[key] == shape and shape] for shape in dict.fromkeys(bare.values())]
+    tied = next((group[0], group[-1]) for group in by_shape if len(group) > 1)
+    names = in_order(bare, wrapped)
+    for kept, absent in (tied, tied[::-1]):
+        source = {names[key]: shape for key, shape in bare.items() if key != absent}
+        fit = fit_keys(source, bare, [tied])
+        assert fit.fits and fit.filled == {absent: names[kept]}
+        assert fit.renames == {names[key]: key for key in bare if key != absent}
+        assert fit_keys(source, bare).missing == (absent,)
+
+
+@given(sides(), st.randoms())
+@thorough
+def test_what_is_filled_is_a_missing_name_of_a_tensor_that_is_met(both, chance):
+    source, target = both
+    keys = chance.sample(list(target), len(target))
+    ties = [group for group in (keys[:2], keys[2:5]) if len(group) > 1 and len({target[key] for key in group}) == 1]
+    plain, fit = fit_keys(source, target), fit_keys(source, target, ties)
+    assert {*fit.renames.values(), *fit.missing, *(item.key for item in fit.mismatched), *fit.filled} == set(target)
+    assert set(fit.filled) <= set(plain.missing)
+    for key, old in fit.filled.items():
+        assert any(key in group and fit.renames[old] in group for group in ties)
+        assert source[old] == target[key]
+    if not fit.filled:
+        assert fit.missing == plain.missing

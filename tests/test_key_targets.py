@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 from program import SAMPLES, assert_one_error, run
 
-from ckptconv import convert_checkpoint, open_checkpoint
-from ckptconv.errors import AmbiguousStateDict, CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint
+from ckptconv import convert_checkpoint, diagnose, load_into, open_checkpoint
+from ckptconv.errors import AmbiguousStateDict, CheckpointError, KeyMismatch, MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.key_targets import shapes_like
 
 torch = pytest.importorskip("torch")
+safe_open = pytest.importorskip("safetensors").safe_open
+save_model = pytest.importorskip("safetensors.torch").save_model
 
 DDP, BARE, COMPILED, TRAIN, TIED = (
     SAMPLES / name for name in ("dp_cuda0.pt", "fp16.pt", "compiled.pt", "ddp_cuda3_train.pt", "tied.pt")
@@ -83,8 +87,8 @@ def test_keys_become_those_of_what_is_named(like, listed, index, tmp_path):
 
 def test_shapes_are_known_of_checkpoints_and_not_of_lists(listed, index):
     expected = {key: tuple(value.shape) for key, value in torch.load(BARE, map_location="cpu", weights_only=True).items()}
-    assert shapes_like(BARE) == expected
-    assert shapes_like(listed) == shapes_like(index) == dict.fromkeys(keys_of(COMPILED))
+    assert shapes_like(BARE) == (expected, [])
+    assert shapes_like(listed) == shapes_like(index) == (dict.fromkeys(keys_of(COMPILED)), ())
 
 
 @pytest.mark.parametrize("name", ["Net", "Zoo.net", "on_meta"])
@@ -232,3 +236,121 @@ def test_every_state_dict_of_a_training_checkpoint_is_fitted(tmp_path):
     assert done.exit == 0, done.err
     found = torch.load(tmp_path / "out.pt", weights_only=True)
     assert list(found["model"]) == list(found["ema"]) == keys_of(BARE)
+
+
+# ------------------------------------------------------------------------------------------------------------ tied weights
+
+TIED_MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(self.norm(self.embed(tokens)))
+
+def untied():
+    model = Net()
+    model.head = nn.Linear(4, 11, bias=False)
+    return model
+"""
+
+
+@pytest.fixture
+def tied_net(tmp_path, monkeypatch):
+    """The module of a model with tied weights, which the program can import too."""
+    name = f"tied_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(TIED_MODEL)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module(name)
+    del sys.modules[name]
+
+
+def one_name(folder: Path, net, lead: str, dropped: str) -> Path:
+    """What is saved of a tied model under one name: by safetensors' `save_model`, or by torch with one key left out."""
+    torch.manual_seed(0)
+    model = net.Net().eval()
+    if dropped == "by save_model":
+        save_model(torch.nn.ModuleDict({"net": model}) if lead else model, folder / "one.safetensors")
+        with safe_open(folder / "one.safetensors", "pt") as file:
+            assert len(file.keys()) < len(model.state_dict()), "the library drops a name"
+        return folder / "one.safetensors"
+    state_dict = {f"{lead}{key}": value for key, value in model.state_dict().items() if key != dropped}
+    torch.save(state_dict, folder / "one.pt")
+    return folder / "one.pt"
+
+
+TOKENS = torch.arange(11)
+
+
+@pytest.mark.parametrize("out", ["out.pt", "out.safetensors", "shards"])
+@pytest.mark.parametrize("named", ["--model", "--like", "--like alias"])
+@pytest.mark.parametrize("lead", ["", "net."])
+@pytest.mark.parametrize("dropped", ["head.weight", "embed.weight", "by save_model"])
+def test_a_tied_name_that_was_not_saved_is_filled(dropped, lead, named, out, tied_net, tmp_path):
+    source = one_name(tmp_path, tied_net, lead, dropped)
+    torch.save(tied_net.Net().state_dict(), tmp_path / "other.pt")
+    convert_checkpoint(tmp_path / "other.pt", tmp_path / "other.safetensors")
+    target = {"--model": f"{tied_net.__name__}:Net", "--like": "other.pt", "--like alias": "other.safetensors"}[named]
+    shards = ["--max-shard-size", "100"] if out == "shards" else []
+    done = run("convert", source, out, named.split()[0], target, "--verify", *shards, cwd=tmp_path)
+    assert done.exit == 0, done.err
+    assert dropped == "by save_model" or f"{dropped} is absent and filled from" in done.err
+    torch.manual_seed(0)
+    expected, model = tied_net.Net().eval()(TOKENS), tied_net.untied().eval()
+    assert load_into(model, tmp_path / out).fits
+    assert torch.equal(model(TOKENS), expected)
+    if out == "out.pt":
+        found = torch.load(tmp_path / out, weights_only=True)
+        model.load_state_dict(found, strict=True)
+        assert found["head.weight"].data_ptr() == found["embed.weight"].data_ptr()
+
+
+@pytest.mark.parametrize("dropped", ["head.weight", "embed.weight", "by save_model"])
+def test_one_of_two_tied_names_is_enough_for_a_live_model(dropped, tied_net, tmp_path):
+    source = one_name(tmp_path, tied_net, "net.", dropped)
+    torch.manual_seed(0)
+    expected = tied_net.Net().eval()(TOKENS)
+    model = tied_net.Net().eval()
+    result = load_into(model, source)
+    assert result.fits and result.missing_keys == ()
+    assert torch.equal(model(TOKENS), expected)
+
+
+def test_doctor_knows_that_a_tied_name_can_be_filled(tied_net, tmp_path):
+    source = one_name(tmp_path, tied_net, "", "head.weight")
+    model = f"{tied_net.__name__}:Net"
+    (finding,) = (item for item in diagnose(source, model=model).findings if item.code == "keys")
+    with pytest.raises(RuntimeError) as raised:
+        tied_net.Net().load_state_dict(torch.load(source))
+    assert finding.effect.partition(" says: ")[2] in str(raised.value)
+    done = run(*finding.command.split()[1:], cwd=tmp_path)
+    assert done.exit == 0, done.err
+    assert diagnose(tmp_path / "one-portable.pt", model=model).loads
+
+
+def test_a_name_is_not_filled_where_it_is_not_tied_or_where_a_key_could_be_meant_for_it(tied_net, tmp_path):
+    source = one_name(tmp_path, tied_net, "", "head.weight")
+    torch.save(tied_net.untied().state_dict(), tmp_path / "untied.pt")
+    with pytest.raises(KeyMismatch, match=r"1 of 7 missing \(head.weight"):
+        convert_checkpoint(source, tmp_path / "out.pt", like=tmp_path / "untied.pt")
+    with pytest.raises(KeyMismatch, match=r"1 of 7 missing \(head.weight"):
+        convert_checkpoint(source, tmp_path / "out.pt", model=f"{tied_net.__name__}:untied")
+    torch.save({**torch.load(source), "classifier.weight": torch.ones(11, 4)}, tmp_path / "more.pt")
+    with pytest.raises(KeyMismatch, match=r"head.weight: nearest is classifier.weight"):
+        convert_checkpoint(tmp_path / "more.pt", tmp_path / "out.pt", model=f"{tied_net.__name__}:Net", drop_unexpected=True)
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_both_names_missing_are_missing(tied_net, tmp_path):
+    source = one_name(tmp_path, tied_net, "", "head.weight")
+    torch.save({key: value for key, value in torch.load(source).items() if key != "embed.weight"}, tmp_path / "neither.pt")
+    with pytest.raises(KeyMismatch) as caught:
+        convert_checkpoint(tmp_path / "neither.pt", tmp_path / "out.pt", model=f"{tied_net.__name__}:Net")
+    assert set(caught.value.fit.missing) == {"embed.weight", "head.weight"} and not caught.value.fit.filled

@@ -11,14 +11,14 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "ckptconv"
 
 LAYERS = {
-    "errors": 0, "limits": 0, "collector": 0,
+    "errors": 0, "bounds": 0, "collector": 0, "signals": 0,
     "dtypes": 1, "key_rules": 1, "devices": 1, "sources": 1, "nodes": 1, "findings": 1, "wording": 1,
     "keys": 2, "outputs": 2, "documents": 2, "casting": 2, "pickling": 2, "unpickling": 2, "extents": 2, "substitution": 2,
     "tracing": 2, "torch_words": 2,
-    "tensors": 3, "archives": 3, "sharding": 3, "rule_files": 3, "key_fitting": 3,
+    "tensors": 3, "archives": 3, "sharding": 3, "rule_files": 3, "key_fitting": 3, "staging": 3,
     "torch_objects": 4, "compaction": 4, "layout": 4, "plain_objects": 4, "assembly": 4, "partitions": 4, "checksums": 4,
-    "comparison": 4, "nonfinite": 4, "named_models": 4,
-    "threats": 5,
+    "nonfinite": 4, "named_models": 4,
+    "threats": 5, "comparison": 5,
     "checkpoint": 5, "module_walk": 5, "formats.records": 5, "encodings": 5,
     "fitted_keys": 6, "key_targets": 9,
     "modules": 6, "old_tensors": 6, "producers": 6, "settling": 6, "zero_partitions": 6,
@@ -49,7 +49,7 @@ EMPTY = {"formats.__init__"}
 
 TERMINAL_MODULES = {"cli", "cli_options", "terminal"}
 TORCH_MODULES = {"devices", "loading", "saving", "fitting", "dcp_output", "named_models"}
-FILE_MODULES = {"sources", "outputs"}
+FILE_MODULES = {"sources", "outputs", "staging"}
 
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): ast.parse(path.read_text(), str(path))

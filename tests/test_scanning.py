@@ -296,6 +296,20 @@ def test_what_cannot_be_looked_into_is_said(magic, tmp_path):
     assert level(tmp_path, magic + bytes(range(1, 60))) == "unknown"
 
 
+def serialized(payload: bytes, compression: int) -> bytes:
+    text = json.dumps({"policy_class": {":type:": "x", ":serialized:": base64.encodebytes(payload).decode()}, "n": 1})
+    return zipped({"data": text.encode(), "_stable_baselines3_version": b"2.3"}, compression)
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_the_base64_pickles_of_stable_baselines3_are_looked_into(compression, tmp_path):
+    assert level(tmp_path, serialized(BAD, compression), "agent.zip") == "dangerous"
+    assert level(tmp_path, serialized(GOOD, compression), "agent.zip") == "unknown"
+    assert level(tmp_path, serialized(call("cloudpickle.cloudpickle", "_make_function"), compression), "agent.zip") == "unknown"
+    assert level(tmp_path, serialized(b"no pickle", compression), "agent.zip") == "unknown"
+    assert level(tmp_path, b'{"policy_class": {":type:": "x"}}', "data.json") == "plain"
+
+
 @given(st.binary(max_size=200), st.integers(0, 200))
 def test_bytes_around_a_call_never_stop_the_scan(noise, cut):
     with pytest.MonkeyPatch.context() as patch:

@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed._shard.sharded_tensor import Shard as TensorShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -105,6 +105,48 @@ def sharded(mesh: DeviceMesh) -> nn.Module:
     return model
 
 
+class Training(nn.Module):
+    """Holds the model as a training script does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.model(x)
+        return result
+
+
+FSDP2: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "plain": lambda model: model,
+    "compiled": torch.compile,
+    "training": Training,
+    "training_compiled": lambda model: Training(torch.compile(model)),
+    "compiled_training": lambda model: torch.compile(Training(model)),
+}
+"""What stands around a model that `fully_shard` has sharded."""
+
+
+def fsdp2(folder: Path, mesh: DeviceMesh) -> None:
+    """Models of FSDP2 after a step: each rank's state dict, the full one, a DCP folder, and what the plain model computes."""
+    for name, wrap in FSDP2.items():
+        inner = sharded(mesh)
+        outer = wrap(inner)
+        optimizer = torch.optim.SGD(outer.parameters(), lr=0.1)
+        inner(values(4, 6) / 10).square().sum().backward()
+        optimizer.step()
+        torch.save(outer.state_dict(), folder / f"fsdp2_{name}.{dist.get_rank()}.pt")
+        dcp.save({"model": outer.state_dict()}, checkpoint_id=folder / f"fsdp2_{name}")
+        full = get_model_state_dict(outer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        gathered = whole(outer.state_dict())
+        if dist.get_rank() == 0:
+            torch.save(full, folder / f"fsdp2_{name}.full.pt")
+            torch.save(gathered, folder / f"fsdp2_{name}.gathered.pt")
+            plain = Small().eval()
+            plain.load_state_dict(dict(zip(plain.state_dict(), gathered.values(), strict=True)))
+            torch.save({"input": values(3, 6), "output": plain(values(3, 6)).detach()}, folder / f"fsdp2_{name}.forward.pt")
+
+
 def tensor_parallel(mesh: DeviceMesh) -> nn.Module:
     """FSDP over tensor parallelism: the rows of `up` are cut twice, from right to left."""
     torch.manual_seed(4)
@@ -164,6 +206,7 @@ def of_two(folder: Path) -> None:
     dcp.save({"model": rows(mesh), "step": 7}, checkpoint_id=folder / "apart2", use_collectives=False)
     hugging_face(folder, mesh)
     fsdp1(folder)
+    fsdp2(folder, mesh)
     local = values(2, 2)
     torch.save({"sum": DTensor.from_local(local, mesh, [Partial()])}, folder / f"partial2.{dist.get_rank()}.pt")
     own = {"weight": distribute_tensor(values(4), mesh, [Shard(0)]), "other": values(2) * dist.get_rank()}

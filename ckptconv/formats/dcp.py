@@ -14,11 +14,11 @@ from itertools import pairwise
 from pathlib import Path
 
 from ckptconv.assembly import assembled
+from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.formats import dcp_metadata
 from ckptconv.formats.dcp_metadata import Item, Metadata, TensorEntry
-from ckptconv.limits import LIMITS
 from ckptconv.nodes import Dict, Node, mapping_pairs
 from ckptconv.sources import FilePool, FileSource, PooledSource, RangeSource, Source
 from ckptconv.tensors import Shape, TensorRef
@@ -190,6 +190,7 @@ class _Nested:
         self.root = Dict()
         self._inside: dict[int, dict[str | int, Node]] = {id(self.root): {}}
         self._gaps = 0
+        self._most_gaps = in_force().list_gaps
 
     def put(self, path: dcp_metadata.Path, value: Node) -> None:
         """Hang `value` at `path`; `MalformedCheckpoint` when something else is there or on the way."""
@@ -222,8 +223,9 @@ class _Nested:
             return
         missing = max(0, label + 1 - len(node))
         self._gaps += max(0, missing - 1)
-        if self._gaps > LIMITS.list_gaps:
-            raise LimitExceeded(f"is number {label} of a list of which little else is there")
+        if self._gaps > self._most_gaps:
+            what = f"is number {label} of a list of which little else is there"
+            raise LimitExceeded(what, limit="list_gaps", allowed=self._most_gaps, needed=self._gaps)
         node.extend([None] * missing)
         node[label] = value
 

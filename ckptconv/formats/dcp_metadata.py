@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ckptconv.bounds import in_force
 from ckptconv.dtypes import BY_NAME, DType
-from ckptconv.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint, printable
-from ckptconv.limits import LIMITS
+from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.nodes import ABSENT, Call, Dict, Global, Node, mapping_pairs, spoken
 from ckptconv.sources import Source
-from ckptconv.tensors import Shape
+from ckptconv.tensors import Shape, refuse_dimensions
 from ckptconv.unpickling import read_pickle
 
 Path = tuple["str | int", ...]
@@ -59,8 +59,9 @@ class Metadata:
 
 def read_metadata(source: Source) -> Metadata:
     """The metadata that a source holds; `MalformedCheckpoint` when it is something else."""
-    if source.size > LIMITS.pickle_bytes:
-        raise MalformedCheckpoint(f"has {source.size} bytes, more than {LIMITS.pickle_bytes}", path=source.path)
+    if source.size > (most := in_force().pickle_bytes):
+        what = f"has {source.size} bytes"
+        raise LimitExceeded(what, limit="pickle_bytes", allowed=most, needed=source.size, path=source.path)
     try:
         return _metadata(read_pickle(source.read(0, source.size)))
     except CheckpointError as error:
@@ -155,16 +156,18 @@ def _size(node: Node, key: str) -> Shape:
         node = node.args[0]
     if type(node) not in (tuple, list) or any(type(size) is not int or not 0 <= size < _LARGEST for size in node):
         raise _malformed("a size or offset is no tuple of sizes", key)
-    if len(node) > LIMITS.dimensions:
-        raise _malformed(f"has {len(node)} dimensions", key)
+    refuse_dimensions(len(node), key)
     return tuple(node)
 
 
 def _path(node: Node, key: str) -> Path:
     if type(node) is not tuple or not node or any(type(label) not in (str, int) for label in node):
         raise _malformed("its path in the state dict is no tuple of names and indices", key)
-    if any(type(label) is int and label < 0 for label in node) or type(node[0]) is int or len(node) > LIMITS.depth:
+    if any(type(label) is int and label < 0 for label in node) or type(node[0]) is int:
         raise _malformed("its path in the state dict leads nowhere", key)
+    if len(node) > (most := in_force().depth):
+        what = f"its path in the state dict has {len(node)} parts"
+        raise LimitExceeded(what, limit="depth", allowed=most, needed=len(node), where=key)
     return node
 
 

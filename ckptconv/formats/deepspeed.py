@@ -15,9 +15,9 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.errors import AmbiguousStateDict, CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint, printable
-from ckptconv.limits import LIMITS
 from ckptconv.nodes import Dict, Node, mapping_pairs
 from ckptconv.sources import FilePool, FileSource, Source, stays_within
 from ckptconv.zero_partitions import RankStates, Weights, entries, read_rank
@@ -60,7 +60,7 @@ def open_deepspeed(path: Path, open_source: OpenSource, tag: str | None) -> Chec
     folder = _step_folder(path, tag)
     try:
         files = _step_files(folder)
-        many = len(files.model) + len(files.optim) > LIMITS.open_files
+        many = len(files.model) + len(files.optim) > in_force().open_files
         source_of = FilePool().source if many else FileSource
         with ExitStack() as opened:
             checkpoint = _open_step(files, lambda file: _opened(source_of(_inside(file, path)), open_source, opened))
@@ -146,7 +146,7 @@ def _latest(path: Path) -> str | None:
         return None
     source = FileSource(path / "latest")
     try:
-        return source.read(0, min(source.size, LIMITS.small_record_bytes)).decode("utf-8", "replace").strip()
+        return source.read(0, min(source.size, in_force().small_record_bytes)).decode("utf-8", "replace").strip()
     finally:
         source.close()
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from ckptconv.archives import is_zip, read_directory
+from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.collector import collector_paused
 from ckptconv.errors import CheckpointError, LimitExceeded, UnsupportedCheckpoint, printable
@@ -26,7 +28,6 @@ from ckptconv.formats.torch_tar import is_tar, open_torch_tar
 from ckptconv.formats.torch_zip import open_torch_zip
 from ckptconv.formats.torchscript import is_torchscript, open_torchscript
 from ckptconv.formats.zip_members import may_hold_checkpoints, open_zip_members
-from ckptconv.limits import LIMITS
 from ckptconv.modules import flatten_modules
 from ckptconv.old_tensors import complete_tensors
 from ckptconv.sources import FilePool, FileSource, Source
@@ -225,8 +226,9 @@ def _open_owned(source: Source) -> Checkpoint:
 
 def open_source(source: Source, depth: int = 0) -> Checkpoint:
     """Open what a source holds, itself `depth` files within files; the caller closes the source when that fails."""
-    if depth > LIMITS.files_in_files:
-        raise LimitExceeded(f"holds more than {LIMITS.files_in_files} files within files", path=source.path)
+    if depth > (most := in_force().files_in_files):
+        what = f"holds more than {most} files within files"
+        raise LimitExceeded(what, limit="files_in_files", allowed=most, path=source.path)
     head = source.read(0, min(_HEAD, source.size))
     for candidate in FORMATS:
         if candidate.matches(head):
@@ -274,17 +276,22 @@ def _is_gathering(path: Path) -> bool:
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".tar", ".th", ".pkl")
 
 
+_TENSORFLOW_SHARD = re.compile(r".+\.data-\d{5}-of-\d{5}").fullmatch
+"""The names of the files that hold a TensorFlow checkpoint's values, one behind another and without any mark."""
 _TABLE_END = (0xDB4775248B80FB57).to_bytes(8, "little")  # tensorflow/core/lib/io/format.h: kTableMagicNumber
 
 
 def _stranger(source: Source, head: bytes) -> UnsupportedCheckpoint:
     if not head:
         return UnsupportedCheckpoint("is empty (0 bytes)", path=source.path, hint="fetch or save it again")
+    has_its_name = _TENSORFLOW_SHARD(source.path.name) is not None
     for stranger in STRANGERS:
-        if head[stranger.at :].startswith(stranger.magic):
+        if head[stranger.at :].startswith(stranger.magic) and not (has_its_name and len(stranger.magic) == 1):
             return UnsupportedCheckpoint(stranger.what, path=source.path, hint=stranger.hint)
     if source.read(max(0, source.size - 8), min(8, source.size)) == _TABLE_END:
         return UnsupportedCheckpoint("is the index of a TensorFlow checkpoint, not a PyTorch checkpoint", path=source.path)
+    if has_its_name:
+        return UnsupportedCheckpoint("is a part of a TensorFlow checkpoint, not a PyTorch checkpoint", path=source.path)
     text = head.lstrip().lower()
     if text.startswith((b"<!doctype html", b"<html", b"<?xml")):
         return UnsupportedCheckpoint(

@@ -17,11 +17,11 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
+from ckptconv.bounds import in_force
 from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.errors import LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
-from ckptconv.limits import LIMITS
 from ckptconv.nodes import Call, Dict, Global, Node
-from ckptconv.tensors import Piece, Shape, TensorRef, iter_chunks, requiring_grad
+from ckptconv.tensors import Piece, Shape, TensorRef, iter_chunks, refuse_dimensions, requiring_grad
 
 _REBUILD = "torch._utils._rebuild_wrapper_subclass"
 _STRIDED = "_StridedShard"
@@ -76,10 +76,18 @@ class Shard:
         if empty:
             yield (0,) * len(held), self.local._replace(shape=(0,) * len(held), stride=(1,) * len(held))
             return
-        if prod(len(axis) for axis in runs) > LIMITS.list_gaps:
-            raise LimitExceeded("is split into too many parts")
+        _refuse_many(prod(len(axis) for axis in runs), "is a DTensor of which a rank holds {} parts")
         for box in product(*map(_placed, runs)):
             yield tuple(start for start, _, _ in box), _part(self.local, box)
+
+
+def _refuse_many(count: int, what: str) -> None:
+    """Raise `LimitExceeded` for a mesh, or a share of a tensor, that takes too long to enumerate."""
+    if count > (most := in_force().mesh_ranks):
+        raise LimitExceeded(what.format(count), limit="mesh_ranks", allowed=most, needed=count)
+
+
+_ON_MESH = "is a DTensor on a mesh of {} ranks"
 
 
 def _placed(runs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
@@ -222,7 +230,8 @@ def _sizes(node: Node) -> Shape:
     if type(node) is Call and node.name == "torch.Size" and node.args:
         node = node.args[0]
     sizes = tuple(_sequence(node))
-    if len(sizes) > LIMITS.dimensions or any(type(size) is not int or not 0 <= size < 1 << 60 for size in sizes):
+    refuse_dimensions(len(sizes))
+    if any(type(size) is not int or not 0 <= size < 1 << 60 for size in sizes):
         raise MalformedCheckpoint("is a DTensor whose shape or mesh holds something else than sizes")
     return sizes
 
@@ -238,8 +247,9 @@ def _placement(node: Node, dimensions: int) -> Placement:
         )
     state = _state(node.state)
     dim, factor = state.get("dim"), state.get("split_factor") if name == _STRIDED else 1
-    if type(dim) is not int or type(factor) is not int or not 0 <= dim < dimensions or not 1 <= factor <= LIMITS.list_gaps:
+    if type(dim) is not int or type(factor) is not int or not 0 <= dim < dimensions or factor < 1:
         raise MalformedCheckpoint("is a DTensor split along a dimension that it does not have")
+    _refuse_many(factor, "is a DTensor whose shards are cut into {} parts")
     return Placement(dim, factor)
 
 
@@ -304,8 +314,9 @@ def _sizes_of_any_length(ranks: Sequence[Node]) -> tuple[int, ...]:
 
 def _values(ref: Node) -> tuple[int, ...]:
     """The numbers in a small tensor of ranks."""
-    if type(ref) is not TensorRef or ref.dtype.name not in ("int32", "int64") or ref.nbytes > LIMITS.pickle_free:
+    if type(ref) is not TensorRef or ref.dtype.name not in ("int32", "int64"):
         raise UnsupportedCheckpoint("is a DTensor whose mesh is not known here")
+    _refuse_many(ref.numel, _ON_MESH)
     raw = b"".join(map(bytes, iter_chunks(ref)))
     word = ref.dtype.itemsize
     numbers = [int.from_bytes(raw[at : at + word], "little", signed=True) for at in range(0, len(raw), word)]
@@ -323,8 +334,7 @@ def _layout(state: dict[str, Node]) -> tuple[Shape, list[int]]:
             raise MalformedCheckpoint("is a DTensor whose mesh is no grid")
         steps = [_axis(_flat(size), _flat(step)) for size, step in zip(shape, stride, strict=True)]
     sizes = tuple(len(axis) for axis in steps)
-    if prod(sizes) > LIMITS.list_gaps:
-        raise LimitExceeded(f"is a DTensor on a mesh of {prod(sizes)} ranks")
+    _refuse_many(prod(sizes), _ON_MESH)
     return sizes, [sum(offsets) for offsets in product(*steps)]
 
 
@@ -333,7 +343,8 @@ def _flat(sizes: Node) -> Shape:
 
 
 def _axis(shape: Shape, stride: Shape) -> list[int]:
-    if len(shape) != len(stride) or prod(shape) > LIMITS.list_gaps:
+    if len(shape) != len(stride):
         raise MalformedCheckpoint("is a DTensor whose mesh is no grid")
+    _refuse_many(prod(shape), _ON_MESH)
     steps = ([at * step for at in range(size)] for size, step in zip(shape, stride, strict=True))
     return [sum(offsets) for offsets in product(*steps)]

@@ -13,11 +13,11 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.formats.records import ArchiveStorages, Records, checksum_notes, read_limited, root_folder
-from ckptconv.limits import LIMITS
 from ckptconv.nodes import ORDERED_DICT, Call, Node
 from ckptconv.sources import Source
 from ckptconv.tensors import Storage, TensorRef, contiguous_stride, view_of
@@ -45,7 +45,7 @@ def open_old_torchscript(source: Source, records: Records, _: Callable[[Source],
     root = root_folder(records, _MODEL) or ""
     storages = ArchiveStorages(source, records, root)
     try:
-        model = _parsed(read_limited(source, records[root + _MODEL], LIMITS.text_bytes))
+        model = _parsed(read_limited(source, records[root + _MODEL], "text_bytes"))
         if "mainModule" not in model:
             raise MalformedCheckpoint("is a TorchScript archive of before torch 1.4 without a main module")
         tensors = _tensors(model, storages, root)
@@ -147,13 +147,15 @@ def _state_dict(main: Any, tensors: list[TensorRef], attributes: list[int | None
     """Names and tensors: a module's parameters, its buffers, then those of its submodules."""
     seen: set[str] = set()
     work: list[tuple[str, Any, int]] = [("", main, 0)]
-    written = 0
+    written, most = 0, in_force()
     while work:
         prefix, module, depth = work.pop()
         children = [(f"{prefix}{_text(child, 'name')}.", child, depth + 1) for child in _messages(module, "submodules")]
         written += sum(len(name) for name, _, _ in children)
-        if depth > LIMITS.depth or written > LIMITS.names:
-            raise LimitExceeded("its modules nest too deeply", where=prefix[:60] + "…")
+        if depth > most.depth:
+            raise LimitExceeded("its modules nest too deeply", limit="depth", allowed=most.depth, where=prefix[:60] + "…")
+        if written > most.names:
+            raise LimitExceeded("its names are too long", limit="names", allowed=most.names, where=prefix[:60] + "…")
         for name, index in _own(module, attributes):
             if not 0 <= index < len(tensors):
                 raise MalformedCheckpoint(f"names tensor {index} of {len(tensors)}", where=prefix + name)

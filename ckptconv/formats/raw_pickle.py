@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint, walk
 from ckptconv.dtypes import DType
 from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
-from ckptconv.limits import LIMITS
 from ckptconv.nodes import Call, Dict, Node
 from ckptconv.sources import MemorySource, Source
 from ckptconv.tensors import Storage, TensorObject, TensorRef
@@ -30,12 +30,13 @@ def is_raw_pickle(head: bytes) -> bool:
 
 
 def open_raw_pickle(source: Source, opener: Callable[[Source], Checkpoint]) -> Checkpoint:
-    """Open a bare pickle; its tensors lie within it, so all of it is read, at most `LIMITS.pickle_bytes`.
+    """Open a bare pickle; its tensors lie within it, so all of it is read, at most the limit `pickle_bytes`.
 
     Raises `UnsupportedCheckpoint` when it holds no tensors or arrays.
     """
-    if source.size > LIMITS.pickle_bytes:
-        raise LimitExceeded(f"is a pickle of {source.size} bytes, more than {LIMITS.pickle_bytes}", path=source.path)
+    if source.size > (most := in_force().pickle_bytes):
+        what = f"is a pickle of {source.size} bytes"
+        raise LimitExceeded(what, limit="pickle_bytes", allowed=most, needed=source.size, path=source.path)
 
     def nested(stream: bytes) -> Node:
         try:

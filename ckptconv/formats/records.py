@@ -7,13 +7,13 @@ Archives of `torch.save` and of TorchScript have them alike: ``data.pkl`` and ``
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from ckptconv import archives
 from ckptconv.archives import Record
+from ckptconv.bounds import in_force
 from ckptconv.dtypes import DType
-from ckptconv.errors import CheckpointError, MalformedCheckpoint
-from ckptconv.limits import LIMITS
+from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint
 from ckptconv.nodes import Node, made
 from ckptconv.sources import Source, Spool
 from ckptconv.tensors import Storage
@@ -59,10 +59,26 @@ def pickle_head(source: Source) -> bytes:
 _PICKLE_HEAD = 16
 
 
-def read_limited(source: Source, record: Record, most: int = LIMITS.pickle_bytes) -> bytes:
-    """A whole pickle or text: of at most `most` bytes, and no bomb when it is deflated."""
-    limit = max(LIMITS.pickle_free, LIMITS.pickle_ratio * record.stored) if record.deflated else most
-    return archives.read_record(source, record, min(limit, most))
+def read_limited(source: Source, record: Record, limit: Literal["pickle_bytes", "text_bytes"] = "pickle_bytes") -> bytes:
+    """A whole pickle or text: of at most as many bytes as the limit of that name allows, and no bomb when it is deflated."""
+    if record.deflated:
+        _refuse_bomb(source, record)
+    return archives.read_record(source, record, limit)
+
+
+def _refuse_bomb(source: Source, record: Record) -> None:
+    most = in_force()
+    if record.size <= max(most.pickle_free, most.pickle_ratio * record.stored):
+        return
+    limit, needed = ("pickle_ratio", -(-record.size // record.stored)) if record.stored else ("pickle_free", record.size)
+    raise LimitExceeded(
+        f"claims to inflate {record.stored} bytes to {record.size}",
+        limit=limit,
+        allowed=getattr(most, limit),
+        needed=needed,
+        path=source.path,
+        where=record.name,
+    )
 
 
 class ArchiveStorages:
@@ -103,7 +119,7 @@ class ArchiveStorages:
 
     def _small(self, name: str) -> bytes | None:
         record = self._records.get(name)
-        return None if record is None else archives.read_record(self._source, record, LIMITS.small_record_bytes)
+        return None if record is None else archives.read_record(self._source, record, "small_record_bytes")
 
     def _is_big_endian(self, root: str) -> bool:
         order = self._small(f"{root}byteorder")

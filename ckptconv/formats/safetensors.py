@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
+from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.documents import read_object
 from ckptconv.dtypes import BY_SAFETENSORS, DType
 from ckptconv.encodings import ENCODINGS, restore, written_form
 from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint
 from ckptconv.layout import Layout, WriteItem
-from ckptconv.limits import LIMITS
 from ckptconv.nodes import ORDERED_DICT, Call
 from ckptconv.sources import Source
 from ckptconv.tensors import Storage, TensorRef, contiguous_stride, view_of
@@ -79,14 +79,17 @@ def _read_header(source: Source) -> tuple[dict[str, Any], int]:
     if source.size < 8:
         raise MalformedCheckpoint("is too short for a header", path=source.path)
     size = int.from_bytes(source.read(0, 8), "little")
-    if size > LIMITS.safetensors_header_bytes:
+    if 8 + size > source.size:
+        raise _malformed(source, "header length", f"declares {size} bytes where {source.size - 8} are left")
+    if size > (most := in_force().safetensors_header_bytes):
         raise LimitExceeded(
-            f"declares {size} bytes, more than {LIMITS.safetensors_header_bytes}",
+            f"declares {size} bytes",
+            limit="safetensors_header_bytes",
+            allowed=most,
+            needed=size,
             path=source.path,
             where="header length",
         )
-    if 8 + size > source.size:
-        raise _malformed(source, "header length", f"declares {size} bytes where {source.size - 8} are left")
     raw = source.read(8, size)
     if not raw.startswith(b"{"):
         raise _malformed(source, "header", "does not begin with '{'")
@@ -119,8 +122,6 @@ def _entry(source: Source, key: str, entry: Any) -> tuple[DType, tuple[int, ...]
         raise _malformed(source, key, f"has the unknown dtype {entry['dtype']!r}")
     if type(shape) is not list or type(offsets) is not list or len(offsets) != 2 or not _are_sizes([*shape, *offsets]):
         raise _malformed(source, key, "its shape or data_offsets hold something else than sizes")
-    if len(shape) > LIMITS.dimensions:
-        raise LimitExceeded(f"has {len(shape)} dimensions, more than {LIMITS.dimensions}", path=source.path, where=key)
     begin, end = offsets
     if dtype.safetensors == _HALF_BYTE:
         if not shape or shape[-1] % 2:
@@ -178,8 +179,14 @@ def lay_out_safetensors(tensors: Sequence[tuple[str, TensorRef, DType]], metadat
         at += nbytes
     raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     raw += b" " * (-len(raw) % 8)
-    if len(raw) > LIMITS.safetensors_header_bytes:
-        raise LimitExceeded(f"the header takes {len(raw)} bytes, safetensors allows {LIMITS.safetensors_header_bytes}")
+    if len(raw) > (most := in_force().safetensors_header_bytes):
+        raise LimitExceeded(
+            f"its header would take {len(raw)} bytes",
+            limit="safetensors_header_bytes",
+            allowed=most,
+            needed=len(raw),
+            advice="the safetensors library opens no header of more than 100,000,000 bytes: write a torch file, or shards",
+        )
     return _items(ordered, sizes, len(raw).to_bytes(8, "little") + raw)
 
 

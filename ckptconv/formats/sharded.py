@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.documents import read_object
 from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
-from ckptconv.limits import LIMITS
 from ckptconv.nodes import ORDERED_DICT, Call, Node
-from ckptconv.sources import FileSource, stays_within
+from ckptconv.sources import FileSource, stamp, stays_within
 
 NAME = "sharded"
 _INDEX = ".index.json"
+_TRIES = 10
 _ALONE = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin",
           "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")  # fmt: skip
 """Names under which the libraries save weights that need no shards, the preferred first."""
@@ -39,11 +40,34 @@ def open_sharded(path: Path, open_file: Callable[[Path], Checkpoint]) -> Checkpo
     """Open all shards that an index names; reads their directories, no payload.
 
     The tree is an OrderedDict in the index's order. Raises `MalformedCheckpoint` when a shard is missing or unsafe, or when
-    index and shards do not agree on who holds a key.
+    index and shards do not agree on who holds a key. An index that is replaced meanwhile is read anew: the shards that were
+    opened may be of either set.
     """
     index = path if not path.is_dir() else _index_of(path)
     if index is None:
         return open_file(next(path / name for name in _ALONE if (path / name).is_file()))
+    for _ in range(_TRIES):
+        before = _seen(index)
+        try:
+            checkpoint = _open_set(index, open_file)
+        except CheckpointError:
+            if _seen(index) == before:
+                raise
+            continue
+        if _seen(index) == before:
+            return checkpoint
+        checkpoint.close()
+    raise MalformedCheckpoint("is being replaced, again and again", path=index, hint="wait until its writer is done")
+
+
+def _seen(index: Path) -> tuple[int, ...] | None:
+    try:
+        return stamp(index.stat())
+    except OSError:
+        return None
+
+
+def _open_set(index: Path, open_file: Callable[[Path], Checkpoint]) -> Checkpoint:
     weight_map = _weight_map(index)
     shards: dict[str, Checkpoint] = {}
     try:
@@ -86,8 +110,8 @@ def _index_of(folder: Path) -> Path | None:
 def _weight_map(index: Path) -> Mapping[str, str]:
     source = FileSource(index)
     try:
-        if source.size > LIMITS.index_bytes:
-            raise LimitExceeded(f"has {source.size} bytes, more than {LIMITS.index_bytes}", path=index)
+        if source.size > (most := in_force().index_bytes):
+            raise LimitExceeded(f"has {source.size} bytes", limit="index_bytes", allowed=most, needed=source.size, path=index)
         found = read_object(source.read(0, source.size), index, "index")
     finally:
         source.close()
@@ -97,8 +121,8 @@ def _weight_map(index: Path) -> Mapping[str, str]:
     for key, name in weight_map.items():
         if type(name) is not str or not _is_plain_name(name):
             raise _malformed(index, key, f"its shard {printable(str(name))} is no plain file name")
-    if len(set(weight_map.values())) > LIMITS.shards:
-        raise LimitExceeded(f"names more than {LIMITS.shards} shards", path=index)
+    if (count := len(set(weight_map.values()))) > (most := in_force().shards):
+        raise LimitExceeded(f"names {count} shards", limit="shards", allowed=most, needed=count, path=index)
     return weight_map
 
 

@@ -13,14 +13,14 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.dtypes import UINT8
-from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint
+from ckptconv.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.extents import read_pickles
-from ckptconv.limits import LIMITS
 from ckptconv.nodes import Global, Node
 from ckptconv.sources import MemorySource, RangeSource, Source
-from ckptconv.tensors import Storage, TensorRef
+from ckptconv.tensors import Storage, TensorRef, refuse_dimensions
 from ckptconv.torch_objects import REDUCERS, Window, part_of, storage_dtype, tensor_of_storage, window
 from ckptconv.unpickling import read_pickle
 
@@ -77,11 +77,11 @@ def _members(source: Source) -> dict[str, Source]:
     """The ordinary files of the archive by name, as far as torch could have written them."""
     found: dict[str, Source] = {}
     extended: dict[str, str] = {}
-    at = 0
+    at, small = 0, in_force().small_record_bytes
     while at + _BLOCK <= source.size and any(block := source.read(at, _BLOCK)):
         header = _header(source, block, at)
         start = at + _BLOCK
-        if header.kind == b"x" and header.size <= LIMITS.small_record_bytes:
+        if header.kind == b"x" and header.size <= small:
             extended = _extended(source, start, header.size)
         else:
             name, size = extended.get("path", header.name), _size(source, extended.get("size"), header.size)
@@ -199,8 +199,9 @@ def _read_tensors(member: Source, storages: _Storages) -> dict[int, TensorRef]:
         (raw_key, storage_key, cls), at = _read_entry(member, at, 3)
         key = _key(raw_key)
         ndim = int.from_bytes(member.read(at, 4), "little", signed=True)
-        if not 0 <= ndim <= LIMITS.dimensions:
-            raise LimitExceeded(f"has {ndim} dimensions, at most {LIMITS.dimensions} are possible", where=f"tensor {key}")
+        if ndim < 0:
+            raise MalformedCheckpoint(f"has {ndim} dimensions", where=f"tensor {key}")
+        refuse_dimensions(ndim, f"tensor {key}")
         numbers = struct.unpack(f"<{2 * ndim + 1}q", member.read(at + 8, 16 * ndim + 8))
         at += 16 + 16 * ndim
         _refuse_known(key, found)

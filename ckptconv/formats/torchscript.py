@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.errors import MalformedCheckpoint, printable
 from ckptconv.formats.records import ArchiveStorages, Records, checksum_notes, read_limited, read_tree, root_folder
-from ckptconv.limits import LIMITS
 from ckptconv.module_walk import Parts, state_dict_of
 from ckptconv.nodes import Call, Dict, Global, Node
 from ckptconv.sources import Source
@@ -185,6 +184,6 @@ class _Code:
     def _text(self, name: str) -> dict[str, _Class]:
         if (classes := self._texts.get(name)) is None:
             record = self._records.get(name)
-            text = "" if record is None else read_limited(self._source, record, LIMITS.text_bytes).decode("utf-8", "replace")
+            text = "" if record is None else read_limited(self._source, record, "text_bytes").decode("utf-8", "replace")
             classes = self._texts[name] = _classes(text)
         return classes

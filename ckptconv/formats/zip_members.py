@@ -9,28 +9,29 @@ from collections.abc import Callable, Iterable, Mapping
 
 from ckptconv import archives
 from ckptconv.archives import Record
+from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.errors import CheckpointError, LimitExceeded, UnsupportedCheckpoint, printable
-from ckptconv.limits import LIMITS
 from ckptconv.nodes import Dict
-from ckptconv.sources import RangeSource, Source, Spool
+from ckptconv.sources import RangeSource, Source, Spool, refuse_bomb
 
 NAME = "zip of checkpoints"
-_MOST_MEMBERS = 1000  # of an archive that is looked into for checkpoints
 _NOT_THESE = ("/data.pkl", "model.json")
 _UNCHECKED = ("torch legacy", "torch tar", "pickle", "safetensors")
 
 
 def may_hold_checkpoints(records: Mapping[str, Record]) -> bool:
-    """Whether an archive with these records is looked into: it is none of torch's own, and has not too many members."""
-    return len(records) <= _MOST_MEMBERS and not any(name.endswith(_NOT_THESE) for name in records)
+    """Whether an archive with these records is looked into: it is none of torch's own."""
+    return not any(name.endswith(_NOT_THESE) for name in records)
 
 
 def open_zip_members(source: Source, records: Mapping[str, Record], opener: Callable[[Source], Checkpoint]) -> Checkpoint:
     """Open every member that is a checkpoint, by content; the tree is a dict of them by name, the others are left out.
 
-    Raises `UnsupportedCheckpoint` when none is one, `LimitExceeded` when the members claim to inflate without measure.
+    Raises `UnsupportedCheckpoint` when none is one, `LimitExceeded` when there are too many or the members claim to inflate
+    without measure.
     """
+    _refuse_many(source, records)
     _refuse_bombs(source, records)
     spool = Spool()
     try:
@@ -81,11 +82,13 @@ def _notes(records: Mapping[str, Record], found: Mapping[str, Checkpoint]) -> It
         yield f"{len(left)} members are no checkpoints and are left out: {printable(', '.join(left))}"
 
 
+def _refuse_many(source: Source, records: Mapping[str, Record]) -> None:
+    if (count := len(records)) > (most := in_force().zip_members):
+        what = f"is a zip archive without a data.pkl, so not one that torch.save wrote, and of {count} members"
+        advice = "unpack it and name the file that is meant"
+        raise LimitExceeded(what, limit="zip_members", allowed=most, needed=count, path=source.path, advice=advice)
+
+
 def _refuse_bombs(source: Source, records: Mapping[str, Record]) -> None:
     inflated = sum(record.size for record in records.values() if record.deflated)
-    if inflated > LIMITS.inflated_free and inflated > source.size * LIMITS.inflated_ratio:
-        raise LimitExceeded(
-            f"its members claim to inflate to {inflated} bytes, more than {LIMITS.inflated_ratio}-fold",
-            path=source.path,
-            hint="a decompression bomb; unpack it and name the file inside if it is real",
-        )
+    refuse_bomb(f"its members claim to inflate to {inflated} bytes", source.size, inflated, source.path)

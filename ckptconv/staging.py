@@ -1,0 +1,398 @@
+"""Outputs that are made in a hidden folder beside their place, and put there whole or not at all.
+
+The folder is ``.NAME.XXXXXXXX.ckptconv-tmp``: its owner's alone, and locked (flock(2)) as long as the process lives that made
+it. What a killed process left is thus told from what another one is writing, and removed by the next output of that name.
+Two more hidden folders hold whole checkpoints while names change, and stay until another output has taken their place:
+``….ckptconv-shards``, which an index names meanwhile, and ``….ckptconv-old``, the DCP folder that was there before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import shutil
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptconv.errors import OutputRefused
+from ckptconv.outputs import check_folder, check_output, followed, output_errors
+from ckptconv.signals import held_back
+
+_TEMPORARY, _SHARDS, _OLD = "ckptconv-tmp", "ckptconv-shards", "ckptconv-old"
+_PASSING_INDEX = "index.json"
+_LONGEST_PREFIX = 100  # bytes of a name that its hidden folders repeat
+_PATIENCE = 60.0  # seconds for which another process may put its shards in place
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@contextlib.contextmanager
+def staging_folder(target: Path, path: Path) -> Iterator[Path]:
+    """A hidden folder beside `target` in which what will stand there is made; gone, with what is in it, after the block.
+
+    `OSError`s of the block are raised as `OutputRefused` of `path`, which is how the user calls it.
+    """
+    _remove_leftovers(target, _TEMPORARY)
+    folder, lock = _hidden(target, _TEMPORARY), -1
+    try:
+        with output_errors(path):
+            lock = _locked_folder(folder)
+            yield folder
+    finally:
+        with held_back(), contextlib.suppress(OSError):
+            _remove(folder)
+            if lock >= 0:
+                os.close(lock)
+
+
+def put_file(made: Path, path: Path, *, force: bool, fsync: bool) -> None:
+    """Give the file `made` the name `path`; the one that had it, replaced with `force` only, gives its permissions on."""
+    target = followed(path)
+    with output_errors(path), held_back():
+        if force:
+            _replace(made, target)
+        else:
+            _name(made, target)
+        if fsync:
+            _confirm(target.parent, path)
+
+
+def put_folder(made: Path, path: Path, *, force: bool, fsync: bool) -> None:
+    """Give the folder `made` the name `path`; with `force` the DCP folder that has it changes places with it."""
+    target = followed(path)
+    with output_errors(path), held_back():
+        if fsync:
+            _fsync_tree(made)
+        check_folder(path, force=force)
+        if not _rename_folder(made, target):
+            if not force:
+                raise _exists_by_now(path)
+            _swap(made, target)
+        if fsync:
+            _confirm(target.parent, path)
+        _remove_leftovers(target, _OLD)
+
+
+def put_new_folder(made: Path, path: Path, *, fsync: bool) -> bool:
+    """Give the folder `made` the name `path`, whose files are synced; False when another folder has it by now."""
+    target = followed(path)
+    with output_errors(path), held_back():
+        if fsync:
+            fsync_folder(made)
+        if not _rename_folder(made, target):
+            return False
+        if fsync:
+            _confirm(target.parent, path)
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSet:
+    """A checkpoint of many files in one folder: the paths of its shards and of its index, or of one file without an index.
+
+    `earlier()` are the files that are there by now under these names or others of such a set; `moved_index(folder)` is an
+    index of the same shards in `folder`, a folder beside the index.
+    """
+
+    shards: Sequence[Path]
+    index: Path | None
+    earlier: Callable[[], Sequence[Path]]
+    moved_index: Callable[[str], bytes]
+
+
+def put_set(made: Path, files: ShardSet, path: Path, *, force: bool, fsync: bool) -> None:
+    """Give the files in the folder `made` their names, so that an index never names a mixture, and remove earlier ones.
+
+    Names that are free are taken first, and the index last. Where shards of the index that is there have the same names, the
+    new ones are first named by a passing index, where they lie in a hidden folder; then they get their own names, and the new
+    index follows. Where a file system has no hard links, there is no index for that moment.
+    """
+    with output_errors(path), _folder_held(path), held_back():
+        earlier = files.earlier()
+        if not force and earlier:
+            raise _exists_by_now(earlier[0])
+        if files.index is None:
+            put_file(made / path.name, path, force=force, fsync=fsync)
+        elif files.index in earlier and set(files.shards) & set(earlier):
+            _put_over(made, files, path, fsync=fsync)
+        else:
+            _put_new(made, files, path, force=force, fsync=fsync)
+        own = {*files.shards, files.index}
+        _remove_replaced([item for item in earlier if item not in own], path)
+        _remove_leftovers(path, _SHARDS)
+
+
+def _remove_replaced(paths: Sequence[Path], output: Path) -> None:
+    for path in paths:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            what = f"is in place, but {path.name} of the earlier one cannot be removed: {os.strerror(error.errno or 0)}"
+            raise OutputRefused(what, path=output, hint="remove it, for it may be taken for the checkpoint") from error
+
+
+# ------------------------------------------------------------------------------------------------------------ hidden folders
+
+
+def _hidden(target: Path, kind: str) -> Path:
+    return target.with_name(f".{_prefix(target)}.{os.urandom(4).hex()}.{kind}")
+
+
+def _prefix(target: Path) -> str:
+    return os.fsdecode(os.fsencode(target.name)[:_LONGEST_PREFIX])
+
+
+def _locked_folder(folder: Path) -> int:
+    """Make a folder and lock it; where locks are unknown, nobody else can take one either."""
+    while True:
+        folder.mkdir(mode=0o700)
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.open(folder, _FOLDER)
+            with contextlib.suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if folder.exists():
+                return lock
+            os.close(lock)  # another process took it for a left-over before it was locked
+
+
+def _remove(folder: Path) -> None:
+    for _ in ("once", "again, for a fault may pass"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_leftovers(target: Path, kind: str) -> None:
+    """Remove the hidden folders of `target` that no living process holds."""
+    is_ours = re.compile(rf"\.{re.escape(_prefix(target))}\.[0-9a-f]{{8}}\.{kind}").fullmatch
+    with contextlib.suppress(OSError):  # a folder that may not be listed, or is not there
+        for item in target.parent.iterdir():
+            if is_ours(item.name):
+                _remove_unheld(item)
+
+
+def _remove_unheld(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # held by its process; of another user; on a file system that knows no locks
+        lock = os.open(folder, _FOLDER)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder)
+        finally:
+            os.close(lock)
+
+
+@contextlib.contextmanager
+def _folder_held(path: Path) -> Iterator[None]:
+    """The folder of `path` locked against others who put shards in place there; names of two sets must not be mixed."""
+    lock = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _lock_patiently(lock, path)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _lock_patiently(lock: int, path: Path) -> None:
+    end = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise OutputRefused(f"its folder was locked by another process for {_PATIENCE:.0f} s", path=path) from None
+            time.sleep(0.01)
+        except OSError:  # no locks on this file system
+            return None
+
+
+# ------------------------------------------------------------------------------------------------------------------- names
+
+
+def _exists_by_now(path: Path) -> OutputRefused:
+    return OutputRefused("exists by now", path=path, hint="another process wrote it; add --force to replace it")
+
+
+def _name(made: Path, target: Path) -> None:
+    """Give a free name: a hard link fails when it is taken; on file systems without links there is only a look before."""
+    try:
+        os.link(made, target)
+    except FileExistsError:
+        raise _exists_by_now(target) from None
+    except OSError:
+        check_output(target, force=False)
+        made.rename(target)
+
+
+def _replace(made: Path, target: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        _take_over(made, target.stat())
+    made.replace(target)
+
+
+def _take_over(made: Path, before: os.stat_result) -> None:
+    """The permissions of the file to be replaced, without set-user-ID and the like; its owners where this process may."""
+    now = made.stat()
+    if (now.st_uid, now.st_gid) != (before.st_uid, before.st_gid):
+        with contextlib.suppress(PermissionError):
+            os.chown(made, before.st_uid, before.st_gid)
+    made.chmod(stat.S_IMODE(before.st_mode) & 0o777)
+
+
+def _put_new(made: Path, files: ShardSet, path: Path, *, force: bool, fsync: bool) -> None:
+    """Shards under names that no index names by now, then the index, in one step."""
+    assert files.index is not None
+    put = _replace if force else _name
+    placed: list[Path] = []
+    try:
+        for shard in files.shards:
+            put(made / shard.name, shard)
+            placed.append(shard)
+        if fsync:
+            fsync_folder(path.parent)
+        put(made / files.index.name, files.index)
+    except BaseException:
+        for shard in placed:
+            with contextlib.suppress(OSError):
+                shard.unlink()
+        raise
+    if fsync:
+        _confirm(path.parent, path)
+
+
+def _put_over(made: Path, files: ShardSet, path: Path, *, fsync: bool) -> None:
+    """Shards under names that the index names, and a new index."""
+    assert files.index is not None
+    if not _has_links(made / files.index.name):
+        files.index.unlink()
+        _put_new(made, files, path, force=True, fsync=fsync)
+        return
+    passing = _hidden(path, _SHARDS)
+    _write(made / _PASSING_INDEX, files.moved_index(passing.name), fsync=fsync)
+    for index in (_PASSING_INDEX, files.index.name):
+        _take_over(made / index, files.index.stat())
+    shutil.copymode(path.parent, made)  # who may read the shards by their own names may do so meanwhile
+    made.rename(passing)
+    try:
+        if fsync:
+            fsync_folder(passing)
+            fsync_folder(path.parent)
+        (passing / _PASSING_INDEX).replace(files.index)
+    except BaseException:
+        passing.rename(made)
+        raise
+    try:
+        _rename_behind_index(passing, files.shards, files.index, fsync=fsync)
+    except OSError as error:
+        what = f"is in place, but its shards could not get their names: {os.strerror(error.errno or 0)}"
+        raise OutputRefused(what, path=path, hint=f"they are whole, in {passing.name}; run it again") from error
+    _remove(passing)
+
+
+def _rename_behind_index(passing: Path, shards: Sequence[Path], index: Path, *, fsync: bool) -> None:
+    """Shards that an index names where they lie get their own names too, and then the index that tells of them."""
+    sync = fsync_folder if fsync else lambda folder: None
+    sync(index.parent)
+    for path in shards:
+        again = passing / f"{path.name}.again"
+        os.link(passing / path.name, again)
+        _replace(again, path)
+    sync(index.parent)
+    (passing / index.name).replace(index)
+    sync(index.parent)
+
+
+def _has_links(path: Path) -> bool:
+    again = path.with_name(f"{path.name}.again")
+    try:
+        os.link(path, again)
+    except OSError:
+        return False
+    again.unlink()
+    return True
+
+
+def _write(path: Path, raw: bytes, *, fsync: bool) -> None:
+    with path.open("wb") as file:
+        file.write(raw)
+        file.flush()
+        if fsync:
+            os.fsync(file.fileno())
+
+
+def _rename_folder(made: Path, target: Path) -> bool:
+    """Rename a folder, which never replaces one with something in it; False where there is one."""
+    try:
+        made.rename(target)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+        return False
+    return True
+
+
+def _swap(made: Path, target: Path) -> None:
+    """Two folders change their names in one step; where that is not known, the old one stands aside for a moment."""
+    if _exchange(made, target):
+        return
+    aside = _hidden(target, _OLD)
+    target.rename(aside)
+    try:
+        made.rename(target)
+    except OSError:
+        aside.rename(target)
+        raise
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """renameat2(RENAME_EXCHANGE), which Python does not offer; False where the system or the file system lacks it."""
+    if sys.platform != "linux":
+        return False
+    import ctypes
+
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # glibc 2.28, musl 1.2.4
+    at_cwd, exchange = -100, 2
+    if call is None:
+        return False
+    if not call(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), exchange):
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number))
+
+
+# -------------------------------------------------------------------------------------------------------------------- disk
+
+
+def _confirm(folder: Path, path: Path) -> None:
+    """Sync a folder in which the output has its name by now."""
+    try:
+        fsync_folder(folder)
+    except OSError as error:
+        what = f"is in place and whole, but the disk does not confirm its name: {os.strerror(error.errno or 0)}"
+        raise OutputRefused(what, path=path, hint="look after the disk") from error
+
+
+def _fsync_tree(folder: Path) -> None:
+    for inside, _, names in os.walk(folder):
+        for name in names:
+            _fsync(Path(inside, name), os.O_RDONLY)
+        fsync_folder(Path(inside))
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in a folder last; one that may not be read cannot be synced."""
+    with contextlib.suppress(PermissionError):
+        _fsync(folder, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _fsync(path: Path, flags: int) -> None:
+    fd = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,233 @@
+"""Conversions that are interrupted by the tests of crash safety: what is there before, and what a reader may find after.
+
+Readers are torch, safetensors and json: a checkpoint that is there must be all of the old tensors or all of the new ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+Tensors = Mapping[str, torch.Tensor]
+NEW: Tensors = {f"layer{index}.weight": torch.arange(200.0) + 1000 * index for index in range(3)}
+OLD: Tensors = {key: -tensor for key, tensor in NEW.items()}
+SHARDED = ("--max-shard-size", "900B")  # one tensor in each shard
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A conversion: `prepare` makes the room in which it runs, `arguments` are the command's, `found` reads the output."""
+
+    prepare: Callable[[Path], None]
+    arguments: Callable[[Path], tuple[object, ...]]
+    found: Callable[[Path], Tensors | None]
+    needs_torch: bool = False
+
+    def state(self, room: Path) -> str:
+        """What a reader of the output finds: ``old``, ``new`` or ``absent``; anything else is an error of the reader."""
+        tensors = self.found(room)
+        if tensors is None:
+            return "absent"
+        states = [name for name, expected in (("old", OLD), ("new", NEW)) if same(tensors, expected)]
+        assert len(states) == 1, f"neither old nor new: { {key: value[:2].tolist() for key, value in tensors.items()} }"
+        return states[0]
+
+
+def same(found: Tensors, expected: Tensors) -> bool:
+    """Whether two state dicts hold the same keys and values."""
+    return found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def contents(room: Path) -> dict[str, str]:
+    """The files in a folder and their hashes."""
+    files = sorted(path for path in room.rglob("*") if path.is_file())
+    return {str(path.relative_to(room)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def hidden(room: Path) -> list[str]:
+    """The folders of ckptconv's own that are left in a folder."""
+    return sorted(str(path.relative_to(room)) for path in room.rglob(".*ckptconv-*"))
+
+
+# ------------------------------------------------------------------------------------------------------------- readers
+
+
+def file_at(name: str) -> Callable[[Path], Tensors | None]:
+    """A reader of one file."""
+
+    def read(room: Path) -> Tensors | None:
+        path = room / name
+        if not path.exists():
+            return None
+        return load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+
+    return read
+
+
+def set_at(index: str) -> Callable[[Path], Tensors | None]:
+    """A reader of shards, which believes their index."""
+
+    def read(room: Path) -> Tensors | None:
+        path = room / index
+        if not path.exists():
+            return None
+        where = json.loads(path.read_text())["weight_map"]
+        load = load_file if ".safetensors" in path.name else torch.load
+        shards = {name: load(path.parent / name) for name in set(where.values())}
+        assert sorted(key for shard in shards.values() for key in shard) == sorted(where), "shards and index differ"
+        return {key: shards[name][key] for key, name in where.items()}
+
+    return read
+
+
+def set_or_file(folder: str) -> Callable[[Path], Tensors | None]:
+    """A reader of a folder of weights that prefers the index."""
+    read_set, read_file = set_at(f"{folder}/model.safetensors.index.json"), file_at(f"{folder}/model.safetensors")
+    return lambda room: tensors if (tensors := read_set(room)) is not None else read_file(room)
+
+
+def dcp_at(name: str) -> Callable[[Path], Tensors | None]:
+    """A reader of a DCP folder: torch's own."""
+
+    def read(room: Path) -> Tensors | None:
+        import torch.distributed.checkpoint as dcp
+
+        if not (room / name).exists():
+            return None
+        found = {key: torch.empty_like(tensor) for key, tensor in NEW.items()}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(found, checkpoint_id=room / name, no_dist=True)
+        return found
+
+    return read
+
+
+# -------------------------------------------------------------------------------------------------------------- before
+
+
+def source(room: Path) -> None:
+    torch.save(dict(NEW), room / "in.pt")
+
+
+def with_file(name: str) -> Callable[[Path], None]:
+    """The source, and a file of the old tensors."""
+
+    def prepare(room: Path) -> None:
+        source(room)
+        save_file(dict(OLD), room / name) if name.endswith(".safetensors") else torch.save(dict(OLD), room / name)
+
+    return prepare
+
+
+def with_set(groups: list[list[str]], folder: str = "out") -> Callable[[Path], None]:
+    """The source, and a set of shards with the old tensors, of which `groups` tells the keys."""
+
+    def prepare(room: Path) -> None:
+        source(room)
+        (room / folder).mkdir()
+        names = [f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
+        for name, keys in zip(names, groups, strict=True):
+            save_file({key: OLD[key] for key in keys}, room / folder / name, {"format": "pt"})
+        where = {key: name for name, keys in zip(names, groups, strict=True) for key in keys}
+        index = {"metadata": {"total_size": 2400}, "weight_map": where}
+        (room / folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        (room / folder / "config.json").write_text("{}")
+
+    return prepare
+
+
+def with_dcp(room: Path) -> None:
+    """The source, and a DCP folder of the old tensors, which torch wrote."""
+    import torch.distributed.checkpoint as dcp
+
+    source(room)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(dict(OLD), checkpoint_id=room / "out", no_dist=True)
+
+
+def with_folder(room: Path) -> None:
+    """The source, and a folder that holds something else."""
+    source(room)
+    (room / "out").mkdir()
+    (room / "out" / "config.json").write_text("{}")
+
+
+EACH, PAIR = [[key] for key in OLD], [list(OLD)[:2], list(OLD)[2:]]
+
+
+def convert(*words: str, source: str = "in.pt", output: str) -> Callable[[Path], tuple[object, ...]]:
+    return lambda room: ("convert", room / source, room / output, "-q", *words)
+
+
+def in_place(name: str) -> Callable[[Path], None]:
+    """One file, of the old tensors, under keys that the conversion turns to the new tensors' names."""
+
+    def prepare(room: Path) -> None:
+        torch.save({f"module.{key}": tensor for key, tensor in NEW.items()}, room / name)
+
+    return prepare
+
+
+def stripped(name: str) -> Callable[[Path], Tensors | None]:
+    """A reader of what `in_place` made: wrapped keys are the old file's."""
+    read = file_at(name)
+
+    def found(room: Path) -> Tensors | None:
+        tensors = read(room)
+        if tensors is None or "module.layer0.weight" not in tensors:
+            return tensors
+        return {key.removeprefix("module."): -value for key, value in tensors.items()}
+
+    return found
+
+
+def set_in_place(room: Path) -> None:
+    """A set of shards whose tensors the conversion casts."""
+    with_set(EACH)(room)
+    for path in (room / "out").glob("*.safetensors"):
+        save_file({key: NEW[key].to(torch.float64) for key in load_file(path)}, path, {"format": "pt"})
+    (room / "in.pt").unlink()
+
+
+def cast(room: Path) -> Tensors | None:
+    """A reader of what `set_in_place` made: tensors of 64 bits are the old ones."""
+    tensors = set_at("out/model.safetensors.index.json")(room)
+    kinds = {value.dtype for value in tensors.values()} if tensors else {torch.float32}
+    assert len(kinds) == 1, "a mixture"
+    return {key: -value.float() for key, value in tensors.items()} if tensors and kinds == {torch.float64} else tensors
+
+
+INDEX = "out/model.safetensors.index.json"
+SCENES: dict[str, Scene] = {
+    "torch": Scene(source, convert(output="out.pt"), file_at("out.pt")),
+    "safetensors": Scene(source, convert(output="out.safetensors"), file_at("out.safetensors")),
+    "force": Scene(with_file("out.pt"), convert("--force", output="out.pt"), file_at("out.pt")),
+    "in place": Scene(in_place("m.pt"), convert("--force", source="m.pt", output="m.pt"), stripped("m.pt")),
+    "mapping": Scene(
+        source, lambda room: (*convert(output="out.pt")(room), "--save-mapping", room / "map.json"), file_at("out.pt")
+    ),
+    "new shards": Scene(source, convert(*SHARDED, output="out"), set_at(INDEX)),
+    "shards in a folder": Scene(with_folder, convert(*SHARDED, output="out"), set_at(INDEX)),
+    "torch shards": Scene(
+        with_folder, convert(*SHARDED, "--to", "torch", output="out"), set_at("out/pytorch_model.bin.index.json")
+    ),
+    "shards of the same names": Scene(with_set(EACH), convert(*SHARDED, "--force", output="out"), set_at(INDEX)),
+    "shards of other names": Scene(with_set(PAIR), convert(*SHARDED, "--force", output="out"), set_at(INDEX)),
+    "shards in place": Scene(
+        set_in_place, convert("--max-shard-size", "900B", "--dtype", "f32", "--force", source="out", output="out"), cast
+    ),
+    "one file for shards": Scene(
+        with_set(PAIR), convert("--max-shard-size", "1GB", "--force", output="out"), set_or_file("out")
+    ),
+    "dcp": Scene(source, convert("--to", "dcp", output="out"), dcp_at("out"), needs_torch=True),
+    "dcp again": Scene(with_dcp, convert("--to", "dcp", "--force", output="out"), dcp_at("out"), needs_torch=True),
+}
