@@ -45,11 +45,11 @@ def told(hunt: Hunt) -> str:
 
 def test_mutated_files_are_converted_right_or_refused(seeds, work, tmp_path):
     hunt = Hunt(seeds, work, tmp_path / "finds", seed=NUMBER, workers=1, mode="mutations")
-    hunt.run(300, cases=80)
+    hunt.run(300, cases=60)
     assert not hunt.tally.signatures, told(hunt)
-    assert sum(hunt.tally.executions.values()) == 80
-    assert len(hunt.tally.executions) > 15
-    assert sum(hunt.tally.accepted.values()) > 20
+    assert sum(hunt.tally.executions.values()) == 60
+    assert len(hunt.tally.executions) > 12
+    assert sum(hunt.tally.accepted.values()) > 15
     assert hunt.tally.compared > 0
 
 
@@ -65,7 +65,7 @@ def test_made_up_files_are_converted_right_or_refused(number, work):
 
 
 def test_good_files_are_right(seeds, work):
-    for seed in seeds:
+    for seed in {seed.target: seed for seed in seeds}.values():
         verdict = run(seed.trial, work)
         assert not verdict.finds, (seed.name, verdict.finds)
         assert verdict.accepted, seed.name

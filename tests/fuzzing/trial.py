@@ -310,7 +310,7 @@ def _inspect(watch: _Watch, paths: Sequence[Path]) -> bool:
 
 def _diagnose(watch: _Watch, paths: Sequence[Path]) -> None:
     found = diagnose(_named(paths), values=True)
-    watch.check_lines("doctor", [line for finding in found.findings for line in diagnosis_report.finding_lines(finding)])
+    watch.check_lines("doctor", list(diagnosis_report.finding_lines(found.findings)))
     _as_json(diagnosis_report.diagnosis_document(found))
 
 
