@@ -9,7 +9,7 @@ import contextlib
 import os
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -33,6 +33,7 @@ __all__ = [
     "Spool",
     "combined_crc",
     "crc32",
+    "refuse_changed",
     "stamp",
 ]
 
@@ -168,6 +169,13 @@ def _open_regular(path: Path) -> int:
     if stat.S_ISDIR(mode):
         raise UnsupportedCheckpoint("is a folder, not a file", path=path)
     raise UnsupportedCheckpoint("is not a regular file but a pipe, socket or device", path=path)
+
+
+def refuse_changed(sources: Iterable[Source]) -> None:
+    """Raise `MalformedCheckpoint` when somebody wrote to one of the files since it was opened."""
+    for source in sources:
+        if isinstance(source, FileSource):
+            source.refuse_changed()
 
 
 class FilePool:

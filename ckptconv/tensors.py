@@ -189,6 +189,8 @@ def view_of(storage: Storage, dtype: DType, offset: int, shape: Shape, stride: S
         raise MalformedCheckpoint(
             f"needs {(last + 1) * dtype.itemsize} bytes of a storage that has {storage.nbytes}", where=storage.name
         )
+    if requires_grad:
+        _refuse_grad(storage, dtype)
     if not numel and prod(size for size in shape if size) >= 1 << 63:
         raise MalformedCheckpoint(f"its shape {shape} overflows", where=storage.name)
     nbytes = numel * dtype.itemsize
@@ -196,6 +198,18 @@ def view_of(storage: Storage, dtype: DType, offset: int, shape: Shape, stride: S
         raise expanded(f"claims {nbytes} bytes out of a storage of {storage.nbytes}", nbytes, storage.nbytes, storage.name)
     piece = made(Piece, (storage, offset, shape, stride, _ORIGINS[len(shape)]))
     return made(TensorRef, (dtype, shape, stride, (piece,), requires_grad, False, False))
+
+
+def requiring_grad(ref: TensorRef, requires_grad: bool) -> TensorRef:
+    """`ref` as a tensor that requires grad, or does not; `MalformedCheckpoint` where none of its type can."""
+    if requires_grad:
+        _refuse_grad(ref.storage, ref.dtype)
+    return ref._replace(requires_grad=requires_grad)
+
+
+def _refuse_grad(storage: Storage, dtype: DType) -> None:
+    if not dtype.is_differentiable:
+        raise MalformedCheckpoint(f"a {dtype.name} tensor requires grad, which only floating ones can", where=storage.name)
 
 
 _ORIGINS = tuple((0,) * count for count in range(HIGHEST["dimensions"] + 1))
