@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ckptconv.assembly import assembled
 from ckptconv.bounds import in_force
-from ckptconv.checkpoint import Checkpoint
+from ckptconv.checkpoint import Checkpoint, label_text
 from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.formats import dcp_metadata
 from ckptconv.formats.dcp_metadata import Item, Metadata, TensorEntry
@@ -238,8 +238,8 @@ class _Nested:
         missing = max(0, label + 1 - len(node))
         self._gaps += max(0, missing - 1)
         if self._gaps > self._most_gaps:
-            what = f"is number {label} of a list of which little else is there"
-            raise LimitExceeded(what, limit="list_gaps", allowed=self._most_gaps, needed=self._gaps)
+            what = f"is number {label_text(label)} of a list of which little else is there"
+            raise LimitExceeded(what, limit="list_gaps", allowed=self._most_gaps, needed=min(self._gaps, 1 << 63))
         node.extend([None] * missing)
         node[label] = value
 
