@@ -288,11 +288,13 @@ class MappedKeys:
     """What becomes of the keys of the state dict at `path`: old → new (None: left out).
 
     `modules` are the module paths of its `_metadata`: old → new, several where reversing tells ones apart that had become one.
+    `filled` are new keys that belong to no old one, and go when this is reversed.
     """
 
     path: str
     keys: Mapping[str, str | None]
     modules: Mapping[str, tuple[str, ...]]
+    filled: tuple[str, ...] = ()
 
     def reversed(self) -> MappedKeys:
         """The way back; keys that were left out are not in it."""
@@ -300,7 +302,8 @@ class MappedKeys:
         for old, news in self.modules.items():
             for new in news:
                 modules[new] = (*modules.get(new, ()), old)
-        return MappedKeys(self.path, {new: old for old, new in self.keys.items() if new is not None}, modules)
+        back: dict[str, str | None] = {new: old for old, new in self.keys.items() if new is not None}
+        return MappedKeys(self.path, {**back, **dict.fromkeys(self.filled)}, modules)
 
 
 @dataclass(frozen=True, slots=True)

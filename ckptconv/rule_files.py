@@ -5,7 +5,7 @@ A file of rules is a list, or ``rules`` in an object, of objects with one rule e
     {"rules": [{"strip-prefix": "model."}, {"rename": {"head.": "classifier."}}, {"exclude": ["*.bias", "*.mean"]}]}
 
 A mapping is an object with ``"mapping": 1`` and ``state_dicts``: for each its ``path``, ``keys`` (old → new), ``left_out``
-(old ones) and ``modules`` (old → new paths of its `_metadata`).
+(old ones), ``modules`` (old → new paths of its `_metadata`) and, where there are any, ``filled`` (new ones without an old one).
 """
 
 from __future__ import annotations
@@ -227,6 +227,7 @@ def mapping_text(state_dicts: Sequence[MappedKeys]) -> bytes:
             "path": item.path,
             "keys": {old: new for old, new in item.keys.items() if new is not None},
             "left_out": [old for old, new in item.keys.items() if new is None],
+            **({"filled": list(item.filled)} if item.filled else {}),
             "modules": {old: news[0] if len(news) == 1 else list(news) for old, news in item.modules.items()},
         }
         for item in state_dicts
@@ -255,17 +256,19 @@ def _mapped_keys(item: Any, path: Path) -> MappedKeys:
     where, keys, left, modules = (
         item.get(name) if isinstance(item, dict) else None for name in ("path", "keys", "left_out", "modules")
     )
+    filled = item.get("filled", []) if isinstance(item, dict) else None
     if (
         not isinstance(where, str)
+        or not (isinstance(filled, list) and _are_texts(filled))
         or not (isinstance(keys, dict) and _are_texts(keys.values()))
         or not (isinstance(left, list) and _are_texts(left))
         or not (isinstance(modules, dict) and all(map(_is_path_or_paths, modules.values())))
     ):
         raise KeyConflict("is no mapping that ckptconv wrote", path=path, hint="--save-mapping writes one")
-    if not keys.keys().isdisjoint(left) or len(set(keys.values())) != len(keys):
+    if not keys.keys().isdisjoint(left) or len({*keys.values(), *filled}) != len(keys) + len(filled):
         raise KeyConflict("two keys become one, or a key is left out and kept", path=path, where=where)
     paths = {old: (new,) if isinstance(new, str) else tuple(new) for old, new in modules.items()}
-    return MappedKeys(where, {**keys, **dict.fromkeys(left)}, paths)
+    return MappedKeys(where, {**keys, **dict.fromkeys(left)}, paths, tuple(filled))
 
 
 def _are_texts(values: Iterable[Any]) -> bool:
