@@ -6,6 +6,7 @@ Only this module opens a file to read it (`outputs` those to write). What the by
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 import zlib
@@ -123,6 +124,15 @@ class FileSource:
         whole = bytearray(nbytes)
         self.read_into(offset, memoryview(whole))
         return bytes(whole)
+
+    def next_data(self, offset: int) -> int:
+        """The first byte from `offset` on that lies on the disk and in no hole; the size where there is none."""
+        if offset >= self.size:
+            return self.size
+        try:
+            return os.lseek(self._fd, offset, os.SEEK_DATA)  # reads are positioned, so the place does not matter
+        except OSError as error:
+            return self.size if error.errno == errno.ENXIO else offset
 
     def mappable_path(self) -> str:
         """A path under which another library can map this very file, even if its name is given to another meanwhile."""
