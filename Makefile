@@ -7,7 +7,7 @@ DEMO := demo-out
 
 FAMILIES := .venv-families
 
-.PHONY: demo test families check lint bench samples clean
+.PHONY: demo test families check lint bench fuzz samples clean
 
 # torch is pinned in constraints.txt, so that pip takes one known build instead of the newest with gigabytes of CUDA packages.
 $(VENV)/ready: pyproject.toml constraints.txt
@@ -43,8 +43,14 @@ check: lint test
 bench: $(VENV)/ready
 	$(BIN)/python bench/bench.py
 
+SECONDS ?= 600
+
+# What it finds lies in fuzz-finds/; docs/fuzzing.md tells how to try a find again.
+fuzz: $(VENV)/ready
+	PYTHONPATH=tests $(BIN)/python -m fuzzing --seconds $(SECONDS) $(FUZZ)
+
 samples: $(VENV)/ready
 	$(BIN)/python sample_ckpts/make_samples.py
 
 clean:
-	rm -rf $(VENV) $(FAMILIES) $(DEMO) bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(FAMILIES) $(DEMO) bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis fuzz-finds

@@ -40,6 +40,11 @@ class DType:
         """Whether `--dtype` may cast it: real floating point, so neither integers, bools, complex nor quantized."""
         return self.kind == "float"
 
+    @property
+    def is_differentiable(self) -> bool:
+        """Whether a tensor of it may require grad: torch raises where any other does."""
+        return self.kind in ("float", "complex") or self.name.startswith("float")
+
 
 DTYPES: tuple[DType, ...] = (
     DType("float64", "float", 8, "DoubleStorage", "F64", "float64"),

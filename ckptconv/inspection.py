@@ -13,7 +13,7 @@ from ckptconv.dtypes import BY_NAME
 from ckptconv.errors import CheckpointError
 from ckptconv.formats.records import pickle_head
 from ckptconv.keys import find_wrappers
-from ckptconv.nodes import Call, Dict, Global, Node, children, mapping_pairs
+from ckptconv.nodes import Call, Dict, Global, Node, children, mapping_pairs, spoken
 from ckptconv.producers import offered_prefix, producer_of
 from ckptconv.settling import plain_form_of, refused_name
 from ckptconv.tensors import Storage, TensorRef
@@ -249,4 +249,8 @@ def _kind(node: Node) -> str:
         return f"{type(node).__name__} of {len(node)}"
     if type(node) is Global:
         return f"the name {node.path}"
-    return "None" if node is None else f"{type(node).__name__} {str(node)[:_VALUE_LENGTH]}"
+    if type(node) is Storage:
+        return f"storage of {node.nbytes} bytes on {node.location}"
+    if type(node) in (str, int, float, complex, bool, bytes):
+        return f"{type(node).__name__} {label_text(node)[:_VALUE_LENGTH]}"
+    return spoken(node)

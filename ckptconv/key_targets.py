@@ -63,7 +63,8 @@ def shapes_like(path: str | os.PathLike[str]) -> tuple[Shapes, Ties]:
 
 def _has_shards(index: Path) -> bool:
     """Whether any file that an index names is there; if so it is opened as a whole, and a missing one is an error."""
-    return any((index.parent / name).is_file() for name in set(_weight_map(index).values()) if isinstance(name, str))
+    names = {name for name in _weight_map(index).values() if isinstance(name, str)}
+    return any(os.path.isfile(index.parent / name) for name in names)  # noqa: PTH113 (False for no name at all)
 
 
 def _indexed_keys(index: Path) -> list[str]:

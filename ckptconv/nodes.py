@@ -141,4 +141,20 @@ def _pair_children(pairs: Sequence[tuple[Node, Node]]) -> Iterator[tuple[Node, N
             yield "<value>", value
 
 
+def spoken(node: Node) -> str:
+    """A node as messages name it, in few words whatever it holds: one that is shared at each level has no end written out."""
+    if type(node) is Global:
+        return node.path
+    if type(node) is Call:
+        return f"an object of {node.name}"
+    if type(node) is int and node.bit_length() > 1000:
+        return f"an int of {node.bit_length()} bits"  # python refuses to print the longest ones
+    if type(node) in (int, float, complex, bool, type(None)):
+        return str(node)
+    if type(node) in (str, bytes):
+        return repr(node[:_SPOKEN])
+    return f"a {type(node).__name__.lower()}"
+
+
+_SPOKEN = 60  # characters of a text that is named
 _PLAIN_KEYS = frozenset((str, int, float, bool, bytes, type(None)))

@@ -71,5 +71,5 @@ def _wrapped(call: Call, tensors: dict[int, Node]) -> TensorRef | TensorObject |
     inner = tensors.get(id(args[0]), args[0]) if args else None
     if type(inner) is not TensorRef:
         return None
-    ref = inner._replace(requires_grad=requires_grad is True)
+    ref = inner._replace(requires_grad=requires_grad is True and inner.dtype.is_differentiable)  # before 0.4 any type could
     return TensorObject(ref) if is_parameter else ref

@@ -289,12 +289,11 @@ def refuse_bomb(what: str, deflated: int, size: int, path: Path, where: str | No
     most = in_force()
     if size <= most.inflated_free or size <= deflated * most.inflated_ratio:
         return
-    limit, needed = ("inflated_ratio", -(-size // deflated)) if deflated else ("inflated_free", size)
     raise LimitExceeded(
         what,
-        limit=limit,
-        allowed=getattr(most, limit),
-        needed=needed,
+        limit="inflated_ratio",
+        allowed=most.inflated_ratio,
+        needed=-(-size // max(1, deflated)),
         path=path,
         where=where,
         advice="it looks like a decompression bomb",

@@ -189,6 +189,8 @@ def view_of(storage: Storage, dtype: DType, offset: int, shape: Shape, stride: S
         raise MalformedCheckpoint(
             f"needs {(last + 1) * dtype.itemsize} bytes of a storage that has {storage.nbytes}", where=storage.name
         )
+    if requires_grad:
+        _refuse_grad(storage, dtype)
     if not numel and prod(size for size in shape if size) >= 1 << 63:
         raise MalformedCheckpoint(f"its shape {shape} overflows", where=storage.name)
     nbytes = numel * dtype.itemsize
@@ -196,6 +198,18 @@ def view_of(storage: Storage, dtype: DType, offset: int, shape: Shape, stride: S
         raise expanded(f"claims {nbytes} bytes out of a storage of {storage.nbytes}", nbytes, storage.nbytes, storage.name)
     piece = made(Piece, (storage, offset, shape, stride, _ORIGINS[len(shape)]))
     return made(TensorRef, (dtype, shape, stride, (piece,), requires_grad, False, False))
+
+
+def requiring_grad(ref: TensorRef, requires_grad: bool) -> TensorRef:
+    """`ref` as a tensor that requires grad, or does not; `MalformedCheckpoint` where none of its type can."""
+    if requires_grad:
+        _refuse_grad(ref.storage, ref.dtype)
+    return ref._replace(requires_grad=requires_grad)
+
+
+def _refuse_grad(storage: Storage, dtype: DType) -> None:
+    if not dtype.is_differentiable:
+        raise MalformedCheckpoint(f"a {dtype.name} tensor requires grad, which only floating ones can", where=storage.name)
 
 
 _ORIGINS = tuple((0,) * count for count in range(HIGHEST["dimensions"] + 1))
@@ -211,11 +225,8 @@ def refuse_dimensions(count: int, where: str | None = None) -> None:
 
 def expanded(what: str, claimed: int, stored: int, where: str | None = None, advice: str | None = None) -> LimitExceeded:
     """The refusal of what claims many times the bytes that are stored."""
-    most = in_force()
-    if not stored:
-        return LimitExceeded(what, limit="view_free", allowed=most.view_free, needed=claimed, where=where, advice=advice)
-    needed = -(-claimed // stored)
-    return LimitExceeded(what, limit="view_ratio", allowed=most.view_ratio, needed=needed, where=where, advice=advice)
+    allowed, needed = in_force().view_ratio, -(-claimed // stored)
+    return LimitExceeded(what, limit="view_ratio", allowed=allowed, needed=needed, where=where, advice=advice)
 
 
 def whole_storage(storage: Storage, start: int, stop: int, dtype: DType = UINT8) -> TensorRef:

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, DTYPES, UINT8, DType
 from ckptconv.errors import MalformedCheckpoint, RefusedObject, UnsupportedCheckpoint
-from ckptconv.nodes import ORDERED_DICT, Call, Dict, Global, Node
+from ckptconv.nodes import ORDERED_DICT, Call, Dict, Global, Node, spoken
 from ckptconv.pickling import PickleWriter, integer, integers
 from ckptconv.sources import MemorySource
-from ckptconv.tensors import Storage, TensorObject, TensorRef, view_of
+from ckptconv.tensors import Storage, TensorObject, TensorRef, requiring_grad, view_of
 from ckptconv.unpickling import Reducer, read_pickle
 
 StorageLookup = Callable[[str, str, int, "DType | None"], Storage]
@@ -210,7 +210,7 @@ def storage_dtype(cls: Node) -> DType | None:
             return None
         if (dtype := BY_STORAGE_CLASS.get(cls.name)) is not None:
             return dtype
-    raise UnsupportedCheckpoint(f"has the unknown storage class {cls!r}")
+    raise UnsupportedCheckpoint(f"has the unknown storage class {spoken(cls)}")
 
 
 def _tensor_v2(args: tuple[Node, ...]) -> Node:
@@ -242,13 +242,13 @@ def _with_bits(ref: TensorRef, metadata: Node) -> TensorRef:
 
 def _parameter(args: tuple[Node, ...]) -> Node:
     if len(args) == 3 and type(args[0]) is TensorRef:
-        return TensorObject(args[0]._replace(requires_grad=args[1] is True))
+        return TensorObject(requiring_grad(args[0], args[1] is True))
     return Call(_REBUILD_PARAMETER, args)
 
 
 def _parameter_with_state(args: tuple[Node, ...]) -> Node:
     if len(args) == 4 and type(args[0]) is TensorRef:
-        return TensorObject(args[0]._replace(requires_grad=args[1] is True), state=args[3])
+        return TensorObject(requiring_grad(args[0], args[1] is True), state=args[3])
     return Call(_REBUILD_PARAMETER_WITH_STATE, args)
 
 

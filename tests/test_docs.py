@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "docs/containers.md", "docs/keys.md", "docs/pipelines.md", "docs/troubleshooting.md")
+PAGES = ("README.md", "docs/containers.md", "docs/keys.md", "docs/limits.md", "docs/pipelines.md", "docs/troubleshooting.md")
 NOT_OURS = {"make", "pip"}
 SAMPLES = {
     "train.pt": "ddp_cuda3_train.pt",

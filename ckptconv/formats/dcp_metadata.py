@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ckptconv.bounds import in_force
 from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
-from ckptconv.nodes import ABSENT, Call, Dict, Global, Node, mapping_pairs
+from ckptconv.nodes import ABSENT, Call, Dict, Global, Node, mapping_pairs, spoken
 from ckptconv.sources import Source
 from ckptconv.tensors import Shape, refuse_dimensions
 from ckptconv.unpickling import read_pickle
@@ -141,7 +141,7 @@ def _dtype(properties: Node, key: str) -> DType:
     state = properties.state if type(properties) is Call else None
     named = state[0] if type(state) is tuple and state else _attribute(state, "dtype")
     if type(named) is not Global or named.module != "torch" or named.name not in BY_NAME:
-        raise UnsupportedCheckpoint(f"has the unknown dtype {printable(named)}", where=key)
+        raise UnsupportedCheckpoint(f"has the unknown dtype {spoken(named)}", where=key)
     return BY_NAME[named.name]
 
 
@@ -189,7 +189,7 @@ def _item(node: Node, key: str) -> Item:
     if type(path) is not str or type(transforms) not in (tuple, list):
         raise _malformed("the place of an item is not given by the name of a file", key)
     offset, length = _size((fields.get("offset"), fields.get("length")), key)
-    return Item(path, offset, length, tuple(printable(name) for name in transforms))
+    return Item(path, offset, length, tuple(printable(name) if type(name) is str else spoken(name) for name in transforms))
 
 
 def _reshaped(node: Node) -> Iterator[tuple[str, Shape]]:

@@ -21,7 +21,7 @@ from ckptconv.bounds import in_force
 from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.errors import LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.nodes import Call, Dict, Global, Node
-from ckptconv.tensors import Piece, Shape, TensorRef, iter_chunks, refuse_dimensions
+from ckptconv.tensors import Piece, Shape, TensorRef, iter_chunks, refuse_dimensions, requiring_grad
 
 _REBUILD = "torch._utils._rebuild_wrapper_subclass"
 _STRIDED = "_StridedShard"
@@ -204,7 +204,8 @@ def _read_dtensor(node: Call) -> Shard:
     if len(placements) != len(mesh.shape):
         raise MalformedCheckpoint(f"has {len(placements)} placements on a mesh of {len(mesh.shape)} dimensions")
     _refuse_other_order(spec, placements)
-    return Shard(local.dtype, shape, mesh, placements, local, len(given) > 7 and given[7] is True)
+    requires_grad = requiring_grad(local, len(given) > 7 and given[7] is True).requires_grad
+    return Shard(local.dtype, shape, mesh, placements, local, requires_grad)
 
 
 def _state(node: Node) -> dict[str, Node]:

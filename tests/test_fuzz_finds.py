@@ -1,0 +1,146 @@
+"""What the fuzzer found, each built small: the files that were answered with something else than a result or one clear line."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import oracle
+import pytest
+import torch
+from fuzzing.mutations import DOUBLED
+from fuzzing.structures import (
+    Pairs,
+    call_op,
+    instance,
+    int_op,
+    pickled_pairs,
+    size_of,
+    storage_op,
+    text_op,
+    torch_zip,
+    tuple_op,
+)
+from old_torch import Made, Name, blob, legacy, storage, write
+from program import SAMPLES
+
+from ckptconv import CheckpointError, convert_checkpoint, diagnose, load_portable, open_checkpoint
+from ckptconv.errors import MalformedCheckpoint, UnsupportedCheckpoint
+from ckptconv.inspection import inspect_checkpoint
+from ckptconv.inspection_report import tree_lines
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+ORDERED = call_op("collections.OrderedDict")
+
+
+def checkpoint(folder: Path, *values: bytes) -> Path:
+    """A torch file of a dict of values, each given by its opcodes."""
+    pairs = b"".join(text_op(f"w{index}") + value for index, value in enumerate(values))
+    return write(folder / "in.pt", torch_zip(b"\x80\x02}(" + pairs + b"u."))
+
+
+def tensor(key: str = "0", *, grad: bytes = b"\x89") -> bytes:
+    return call_op(
+        "torch._utils._rebuild_tensor_v2", storage_op(key), int_op(0), tuple_op(int_op(4)), tuple_op(int_op(1)), grad, ORDERED
+    )
+
+
+# ------------------------------------------------------------------------------------------------ names and numbers spoken
+
+
+def test_a_storage_class_that_is_a_tuple_of_shared_tuples_is_named_in_few_words(tmp_path):
+    # It has 2**60 parts when it is written out: the message took forever.
+    pid = tuple_op(text_op("storage"), DOUBLED, text_op("0"), text_op("cpu"), int_op(4)) + b"Q"
+    with pytest.raises(UnsupportedCheckpoint, match=r"has the unknown storage class a tuple$"):
+        open_checkpoint(checkpoint(tmp_path, pid))
+
+
+@pytest.mark.parametrize("field", ["dtype", "transform_descriptors"])
+def test_shared_tuples_in_dcp_metadata_are_named_in_few_words(field, tmp_path):
+    shared: tuple = ()
+    for _ in range(60):
+        shared = (shared, shared)
+    dtype = shared if field == "dtype" else Name("torch", "float32")
+    transforms = (shared,) if field == "transform_descriptors" else None
+    chunk = instance("ChunkStorageMetadata", {"offsets": size_of((0,)), "sizes": size_of((4,))})
+    properties = Made(Name("torch.distributed.checkpoint.metadata", "TensorProperties"), (), (dtype,), new=True)
+    entry = instance("TensorStorageMetadata", {"properties": properties, "size": size_of((4,)), "chunks": [chunk]})
+    index = instance("MetadataIndex", {"fqn": "w", "offset": size_of((0,)), "index": 0})
+    place = {"relative_path": "__0_0.distcp", "offset": 0, "length": 4, "transform_descriptors": transforms}
+    places = Pairs([(index, instance("_StorageInfo", place))])
+    (tmp_path / "__0_0.distcp").write_bytes(b"PK\3\4")
+    tree = {"state_dict_metadata": {"w": entry}, "planner_data": {"w": ("w",)}, "storage_data": places}
+    (tmp_path / ".metadata").write_bytes(pickled_pairs(instance("Metadata", tree)))
+    with pytest.raises(UnsupportedCheckpoint, match="a tuple"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_storage_class_is_named_without_addresses(tmp_path):
+    # The message held the address of an object of ckptconv in memory.
+    pid = tuple_op(text_op("storage"), tuple_op(b"}"), text_op("0"), text_op("cpu"), int_op(4)) + b"Q"
+    with pytest.raises(UnsupportedCheckpoint) as caught:
+        open_checkpoint(checkpoint(tmp_path, pid))
+    assert "0x" not in str(caught.value)
+
+
+def test_a_storage_in_the_tree_is_inspected_by_its_size(tmp_path):
+    # Its line was the repr of an object, with its address in memory.
+    with open_checkpoint(checkpoint(tmp_path, b"}" + text_op("w") + tensor() + b"s", storage_op("1"))) as opened:
+        lines = list(tree_lines(inspect_checkpoint(opened).root))
+    assert any("storage of 64 bytes on cuda:1" in line for line in lines)
+    assert not any("0x" in line for line in lines)
+
+
+# -------------------------------------------------------------------------------------------------------- requires_grad
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        tensor("1", grad=b"\x88"),
+        call_op("torch._utils._rebuild_parameter", tensor("1"), b"\x88", ORDERED),
+        call_op("torch._utils._rebuild_parameter_with_state", tensor("1"), b"\x88", ORDERED, b"}"),
+    ],
+    ids=["tensor", "parameter", "parameter with state"],
+)
+def test_an_int_tensor_that_requires_grad_is_refused_as_torch_does(value, tmp_path):
+    # The output was one that torch does not load, and load_portable raised torch's RuntimeError.
+    source = checkpoint(tmp_path, value)
+    with pytest.raises((RuntimeError, pickle.UnpicklingError), match="floating point"):
+        oracle.load(source)
+    with pytest.raises(MalformedCheckpoint, match=r"int64 tensor requires grad"):
+        convert_checkpoint(source, tmp_path / "out.pt")
+    with pytest.raises(MalformedCheckpoint, match=r"int64 tensor requires grad"):
+        load_portable(source)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "complex64", "float8_e4m3fn"])
+def test_tensors_of_other_types_may_require_grad(dtype, tmp_path):
+    torch.save({"w": torch.zeros(2, dtype=getattr(torch, dtype), requires_grad=True)}, tmp_path / "in.pt")
+    assert load_portable(tmp_path / "in.pt")["w"].requires_grad
+
+
+def test_a_parameter_of_ints_from_before_torch_0_4_is_read_without_its_grad(tmp_path):
+    # Before 0.4 any tensor could say that it requires grad; an output that says so is one that torch does not load.
+    values = storage("LongStorage", "0", "cpu", 2)
+    inner = Made(Name("torch._utils", "_rebuild_tensor"), (values, 0, (2,), (1,)))
+    parameter = Made(Name("torch.nn.parameter", "Parameter"), (inner,), (True, False, {}))
+    source = write(tmp_path / "in.pt", legacy({"w": parameter}, ("0",), blob(2, bytes(range(16)))))
+    convert_checkpoint(source, tmp_path / "out.pt", verify=True)
+    found = oracle.load(tmp_path / "out.pt")["w"]
+    assert found.dtype is torch.int64
+    assert not found.requires_grad
+
+
+# -------------------------------------------------------------------------------------------------------------- indexes
+
+
+@pytest.mark.parametrize("shard", [["a"], {"a": 1}, None, 3, "\0", "a" * 300])
+def test_an_index_to_fit_to_may_name_anything_for_shards(shard, tmp_path):
+    # A list could not be put into a set: TypeError.
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"net.weight": shard}}))
+    with pytest.raises(CheckpointError, match="fit"):
+        convert_checkpoint(SAMPLES / "tied.pt", tmp_path / "out.pt", like=index)
+    assert diagnose(SAMPLES / "tied.pt", like=index).findings
