@@ -17,7 +17,7 @@ from ckptconv.dcp_output import write_dcp
 from ckptconv.devices import tag_map
 from ckptconv.dtypes import DType, floating_dtype
 from ckptconv.encodings import flat
-from ckptconv.errors import VerificationFailed
+from ckptconv.errors import OutputRefused, VerificationFailed
 from ckptconv.formats.detect import Named, open_checkpoint
 from ckptconv.key_targets import key_target
 from ckptconv.keys import KeyRules
@@ -171,14 +171,17 @@ def _write_files(plan: ConversionPlan, force: bool, fsync: bool, verify: bool, p
         check_space(made / plan.output.name, plan.nbytes, plan.output)
         tally, verified = _make_files(plan, made, fsync=fsync, verify=verify, progress=progress)
         result = _result(plan, tally, verified if verify else None)
-        if is_new and put_new_folder(made, folder, fsync=fsync):
-            pass
-        elif plan.is_sharded:
-            put_set(made, _shard_set(plan), plan.output, force=force, fsync=fsync)
-        else:
-            put_file(made / plan.output.name, plan.output, force=force, fsync=fsync)
+        if not is_new or not put_new_folder(made, folder, fsync=fsync):
+            _put_files(plan, made, force=force, fsync=fsync)
         put_mapping()
     return result
+
+
+def _put_files(plan: ConversionPlan, made: Path, *, force: bool, fsync: bool) -> None:
+    if plan.is_sharded:
+        put_set(made, _shard_set(plan), plan.output, force=force, fsync=fsync)
+    else:
+        put_file(made / plan.output.name, plan.output, force=force, fsync=fsync)
 
 
 def _place(plan: ConversionPlan, is_new: bool) -> Path:
@@ -235,7 +238,15 @@ def _mapping_made(plan: ConversionPlan, *, force: bool, fsync: bool) -> Iterator
         with new_file(made, path, size=layout.nbytes) as stream:
             _write(layout, stream, _Tally(), Checksums())
             stream.settle(fsync=fsync)
-        yield lambda: put_file(made, path, force=force, fsync=fsync)
+
+        def put() -> None:
+            try:
+                put_file(made, path, force=force, fsync=fsync)
+            except OutputRefused as error:
+                error.hint = f"the output itself, {plan.output}, is in place"
+                raise
+
+        yield put
 
 
 def _refuse_taken(plan: ConversionPlan, force: bool) -> None:

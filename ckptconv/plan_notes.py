@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from shlex import quote
@@ -65,7 +66,7 @@ def sharing_notes(refs: Sequence[TensorRef]) -> Iterator[str]:
 def beside_notes(plan: ConversionPlan) -> Iterator[str]:
     """Tell of an index that stands beside an output of one file, and whose shards a reader may take for it."""
     index = index_path(plan.output)
-    if not plan.is_sharded and plan.to != "dcp" and index.is_file():
+    if not plan.is_sharded and plan.to != "dcp" and os.path.isfile(index):  # noqa: PTH113 (False for a name too long)
         yield f"{printable(index.name)} stands beside it and names other files; whoever opens the folder may take those"
 
 

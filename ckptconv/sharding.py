@@ -82,7 +82,7 @@ def earlier_files(output: Path) -> list[Path]:
     is_shard = re.compile(rf"{re.escape(output.stem)}-\d{{5}}-of-\d{{5}}{re.escape(output.suffix)}").fullmatch
     with output_errors(output):
         shards = sorted(item for item in output.parent.iterdir() if is_shard(item.name)) if output.parent.is_dir() else []
-    return [path for path in (output, index_path(output), *shards) if path.is_file()]
+        return [path for path in (output, index_path(output), *shards) if path.is_file()]
 
 
 def index_text(weight_map: Mapping[str, str], nbytes: int) -> bytes:

@@ -209,12 +209,29 @@ def cast(room: Path) -> Tensors | None:
     return {key: -value.float() for key, value in tensors.items()} if tensors and kinds == {torch.float64} else tensors
 
 
+def numbers(count: int) -> Callable[[Path], None]:
+    """A source of five tensors of so many floats, each of one number."""
+    return lambda room: torch.save({f"w{index}": torch.full((count,), float(index)) for index in range(5)}, room / "in.pt")
+
+
+def numbers_at(name: str) -> Callable[[Path], Tensors | None]:
+    """A reader of what `numbers` becomes: the new tensors if it is whole."""
+
+    def read(room: Path) -> Tensors | None:
+        found = file_at(name)(room)
+        whole = found is None or [set(tensor.unique().tolist()) for tensor in found.values()] == [{float(n)} for n in range(5)]
+        return NEW if found is not None and whole else found
+
+    return read
+
+
 INDEX = "out/model.safetensors.index.json"
 SCENES: dict[str, Scene] = {
     "torch": Scene(source, convert(output="out.pt"), file_at("out.pt")),
     "safetensors": Scene(source, convert(output="out.safetensors"), file_at("out.safetensors")),
     "force": Scene(with_file("out.pt"), convert("--force", output="out.pt"), file_at("out.pt")),
     "in place": Scene(in_place("m.pt"), convert("--force", source="m.pt", output="m.pt"), stripped("m.pt")),
+    "large": Scene(numbers(900_000), convert(output="out.safetensors"), numbers_at("out.safetensors")),
     "mapping": Scene(
         source, lambda room: (*convert(output="out.pt")(room), "--save-mapping", room / "map.json"), file_at("out.pt")
     ),
@@ -237,18 +254,3 @@ SCENES: dict[str, Scene] = {
     "dcp": Scene(source, convert("--to", "dcp", output="out"), dcp_at("out")),
     "dcp again": Scene(with_dcp, convert("--to", "dcp", "--force", output="out"), dcp_at("out")),
 }
-
-
-def big_source(room: Path) -> None:
-    """A file of 60 MB in place of the usual one."""
-    torch.save({f"w{index}": torch.full((3_000_000,), float(index)) for index in range(5)}, room / "in.pt")
-
-
-def is_big(room: Path) -> Tensors | None:
-    """A reader of what `big_source` becomes in bf16: the new tensors if it is whole."""
-    path = room / "out.safetensors"
-    if not path.exists():
-        return None
-    found = load_file(path)
-    whole = {f"w{index}": torch.full((3_000_000,), float(index), dtype=torch.bfloat16) for index in range(5)}
-    return NEW if same(found, whole) else found

@@ -97,12 +97,12 @@ class Traced:
                 found.append(Call(name, met[thread, name], text.replace(str(self._room), "")))
         return found
 
-    def injected(self, call: Call, fault: str) -> Finished:
-        """A run in which that call meets that fault."""
+    def injected(self, call: Call, fault: str) -> tuple[Finished, int]:
+        """A run in which that call meets that fault, and how often: strace counts in each thread, so a second may meet it."""
         done, log = self._run(["-e", f"trace={call.name}", "-e", f"inject={call.name}:{fault}:when={call.number}"])
         met = done.exit == STOPPED[fault] if fault in STOPPED else "(INJECTED)" in log
         assert met, f"{call} was not met: exit {done.exit} {done.err}{log[-1000:]}"
-        return done
+        return done, log.count("(INJECTED)")
 
     def untraced(self, *more: str) -> Finished:
         """A run without a tracer, with more arguments."""

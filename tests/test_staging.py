@@ -129,6 +129,16 @@ def test_an_index_beside_an_output_is_told_of(tmp_path):
     assert not [note for note in result.plan.notes if "stands beside" in note]
 
 
+def test_a_mapping_that_cannot_be_put_beside_its_output_is_told_of(room):
+    torch.save({f"w{index}": torch.zeros(1 << 18) for index in range(4)}, room / "in.pt")
+    with open_checkpoint(room / "in.pt") as checkpoint:
+        plan = plan_conversion(checkpoint, room / "out.pt", Options(save_mapping=room / "map.json"))
+        with pytest.raises(CheckpointError, match=r"map\.json: exists by now; the output itself, .*out\.pt, is in place"):
+            execute_plan(plan, on_progress=lambda _: (room / "map.json").touch())
+    assert len(torch.load(room / "out.pt")) == 4
+    assert (room / "map.json").read_bytes() == b"" and hidden(room) == []
+
+
 # --------------------------------------------------------------------------------------------------------------- rights
 
 
