@@ -25,8 +25,8 @@ from fuzzing.structures import (
 from old_torch import Made, Name, blob, legacy, storage, write
 from program import SAMPLES
 
-from ckptconv import CheckpointError, convert_checkpoint, diagnose, load_portable, open_checkpoint
-from ckptconv.errors import MalformedCheckpoint, UnsupportedCheckpoint
+from ckptconv import CheckpointError, convert_checkpoint, diagnose, load_portable, open_checkpoint, read_key_rules
+from ckptconv.errors import KeyConflict, MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.inspection import inspect_checkpoint
 from ckptconv.inspection_report import tree_lines
 
@@ -131,6 +131,23 @@ def test_a_parameter_of_ints_from_before_torch_0_4_is_read_without_its_grad(tmp_
     found = oracle.load(tmp_path / "out.pt")["w"]
     assert found.dtype is torch.int64
     assert not found.requires_grad
+
+
+# ---------------------------------------------------------------------------------------------------------------- rules
+
+
+@pytest.mark.parametrize("text", ["a{} = 1", "[a{}]", "[[a{}]]", "rules = [{{a{} = 1}}]", "a{} . b = 1"])
+def test_a_toml_name_of_many_parts_is_refused_before_it_takes_long(text, tmp_path):
+    # tomllib takes time that grows with the square of their number: a minute for a file of 120 kB.
+    write(tmp_path / "rules.toml", text.format(' . "a"' * 60_000).encode())
+    with pytest.raises(KeyConflict, match=r"rules\.toml: line 1: has a name of more than 100 parts"):
+        read_key_rules(tmp_path / "rules.toml")
+
+
+def test_a_toml_line_of_many_rules_is_read(tmp_path):
+    rules = [f'{{rename = {{"a.b.{index}." = "c.{index}."}}}}' for index in range(200)]
+    write(tmp_path / "rules.toml", f"rules = [{', '.join(rules)}]".encode())
+    assert len(read_key_rules(tmp_path / "rules.toml").rules) == 200
 
 
 # -------------------------------------------------------------------------------------------------------------- indexes
