@@ -7,7 +7,7 @@ DEMO := demo-out
 
 FAMILIES := .venv-families
 
-.PHONY: demo test families check lint bench fuzz samples clean
+.PHONY: demo test trust families check lint bench fuzz samples clean
 
 # torch is pinned in constraints.txt, so that pip takes one known build instead of the newest with gigabytes of CUDA packages.
 $(VENV)/ready: pyproject.toml constraints.txt
@@ -42,6 +42,12 @@ check: lint test
 
 bench: $(VENV)/ready
 	$(BIN)/python bench/bench.py
+
+TRUST := $(addprefix tests/test_,badcases.py fuzz_finds.py fuzzing.py limits.py staging.py crash_safety.py terminal_safety.py fidelity.py)
+
+# The proofs behind docs/trust.md, but for the long fuzz; the figures are printed at the end. Crash safety needs strace.
+trust: $(VENV)/ready
+	CKPTCONV_REQUIRE_STRACE=1 $(BIN)/python -m pytest -q -n auto -m 'trust or not trust' $(TRUST)
 
 SECONDS ?= 600
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 from typing import Any, TypeAlias
 
 from ckptconv.bounds import Limits, held, in_force, merged
@@ -232,7 +233,7 @@ def _refuse_part_of_a_model(best: _Mapping, lesser: Sequence[_Mapping], base: st
         raise AmbiguousStateDict(
             f"its model is in {len(names)} parts: {', '.join(map(printable, names[:8]))}",
             path=path,
-            hint=f"choose one with --only {printable(names[0])} (only= in code), or write a torch file, which keeps them all",
+            hint=f"choose one with --only {quote(printable(names[0]))} (only= in code), or write a torch file, of them all",
         )
 
 
@@ -262,7 +263,7 @@ def choose_state_dict(root: Node, only: str | None, path: Path) -> StateDict:
         raise AmbiguousStateDict(
             f"holds {len(found)} state dicts: {names}",
             path=path,
-            hint=f"choose one with --only {first} (only= in code)",
+            hint=f"choose one with --only {quote(first)} (only= in code)",
         )
     raise AmbiguousStateDict(
         "no state dict (a dict of named tensors) was found in it",

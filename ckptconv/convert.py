@@ -35,8 +35,8 @@ from ckptconv.planning import plan_conversion
 from ckptconv.plans import ConversionPlan, Options, PlannedFile, Target, Tied, keeps_modules
 from ckptconv.settling import Unknown
 from ckptconv.sharding import earlier_files, index_path, moved_index, parse_size
-from ckptconv.sources import SMALL, FileSource, combined_crc, crc32
-from ckptconv.staging import ShardSet, put_file, put_folder, put_new_folder, put_set, staging_folder
+from ckptconv.sources import SMALL, combined_crc, crc32, refuse_changed
+from ckptconv.staging import ShardSet, put_file, put_folder, put_new_folder, put_set, remove_leftovers, staging_folder
 from ckptconv.tensors import Storage, TensorRef, iter_cast_chunks, iter_chunks, refuse_crc, verbatim_range, verbatim_runs
 
 
@@ -162,6 +162,8 @@ def _write_files(plan: ConversionPlan, force: bool, fsync: bool, verify: bool, p
             refuse_missing_folder(folder, folder.parent)
         else:
             _refuse_taken(plan, force)
+        if plan.in_folder:
+            remove_leftovers(followed(folder))  # of a process that was killed just when the folder was there
         made = stack.enter_context(staging_folder(_place(plan, is_new), plan.output))
         if is_new:
             made = made / folder.name
@@ -205,7 +207,7 @@ def _make_files(plan: ConversionPlan, made: Path, *, fsync: bool, verify: bool, 
         if verify:
             verified += _verify(plan, file, temporary)
     checksums.finish()
-    _refuse_changed(plan)
+    refuse_changed(plan.inputs)
     return tally, verified
 
 
@@ -247,13 +249,6 @@ def _refuse_taken(plan: ConversionPlan, force: bool) -> None:
         check_output(file.path, force=force)
 
 
-def _refuse_changed(plan: ConversionPlan) -> None:
-    """Refuse what was read from files that somebody wrote to meanwhile."""
-    for source in plan.inputs:
-        if isinstance(source, FileSource):
-            source.refuse_changed()
-
-
 def _write_folder(plan: ConversionPlan, force: bool, fsync: bool, verify: bool, progress: _Progress) -> ConversionResult:
     """Write a plain torch file beside the output, and have torch make a DCP folder of it."""
     tally, checksums = _Tally(), Checksums()
@@ -269,7 +264,7 @@ def _write_folder(plan: ConversionPlan, force: bool, fsync: bool, verify: bool, 
             _write(file.layout, stream, tally, checksums)
             stream.settle(fsync=False)
         checksums.finish()
-        _refuse_changed(plan)
+        refuse_changed(plan.inputs)
         made.mkdir()
         write_dcp(plain, made, plan.output)
         plain.unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,9 +20,16 @@ def diagnosis_headline(found: Diagnosis) -> str:
 
 
 def finding_lines(findings: Sequence[Finding]) -> Iterator[tuple[str, str]]:
-    """What the findings say, as (label, text) lines; the first label of each is its severity, and no command stands twice."""
+    """What the findings say, as (label, text) lines; the first label of each is its severity, and no command stands twice.
+
+    Of many of one kind the rest is counted (`--json` lists all).
+    """
     told: set[str] = set()
+    counts: Counter[str] = Counter()
     for finding in findings:
+        counts[finding.code] += 1
+        if counts[finding.code] > _LISTED:
+            continue
         yield finding.severity, f"{finding.code}: {printable(finding.cause, 2000)}"
         yield "effect", printable(finding.effect, 2000)
         if finding.command:
@@ -29,6 +37,12 @@ def finding_lines(findings: Sequence[Finding]) -> Iterator[tuple[str, str]]:
             told.add(finding.command)
         elif finding.advice:
             yield "advice", printable(finding.advice, 2000)
+    for code, count in counts.items():
+        if count > _LISTED:
+            yield "more", f"{code}: and {count - _LISTED:,} more"
+
+
+_LISTED = 20  # findings of one kind
 
 
 def diagnosis_document(found: Diagnosis) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from ckptconv.errors import MalformedCheckpoint
 
 def read_object(raw: bytes, path: Path, where: str) -> dict[str, Any]:
     """The JSON object in `raw`; `MalformedCheckpoint` when it is none, or a name stands in one object twice."""
+    refuse_crowded(raw, path, where)
     try:
         found = json.loads(raw.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -20,7 +21,18 @@ def read_object(raw: bytes, path: Path, where: str) -> dict[str, Any]:
     return found
 
 
-def _malformed(path: Path, where: str, what: str) -> MalformedCheckpoint:
+def refuse_crowded(raw: bytes, path: Path, where: str | None) -> None:
+    """Raise `MalformedCheckpoint` for a JSON text of little but lists and objects, each 20 times as large in memory."""
+    count = raw.count(b"[") + raw.count(b"{")
+    if count > _FREE and count * _BYTES > len(raw):
+        raise _malformed(path, where, f"holds {count} lists and objects in {len(raw)} bytes")
+
+
+_BYTES = 12  # for each list or object; the entry of an empty tensor, which has three, takes 50
+_FREE = 100_000  # lists and objects that are never questioned
+
+
+def _malformed(path: Path, where: str | None, what: str) -> MalformedCheckpoint:
     return MalformedCheckpoint(what, path=path, where=where, hint="the file is damaged, cut off or made to deceive")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ckptconv.errors import printable
 from ckptconv.inspection import OPENED_BY_TORCH, Inspection, Part, is_bloated
-from ckptconv.wording import SHOWN, count_text, size_text
+from ckptconv.wording import SHOWN, count_text, quoted, size_text, some_text
 
 
 def inspection_lines(found: Inspection) -> Iterator[tuple[str, str]]:
@@ -18,11 +18,13 @@ def inspection_lines(found: Inspection) -> Iterator[tuple[str, str]]:
     yield "saved on", _counts(found.locations, "storage") or "no device: it holds no tensors"
     if found.dtypes:
         yield "dtypes", _counts(found.dtypes, "tensor")
-    for path, wrappers in found.state_dicts.items():
+    for path, wrappers in list(found.state_dicts.items())[:_COUNTED]:
         text = f"carry the wrapper {'.'.join(wrappers)}." if wrappers else "are bare, without a wrapper"
         yield "keys", f"those of {printable(path)} {text}" if path else text
         if prefix := found.offered.get(path):
-            yield "prefix", f"all of them start with {prefix}; --strip-prefix {prefix} takes it off"
+            yield "prefix", f"all of them start with {printable(prefix)}; --strip-prefix {quoted(prefix)} takes it off"
+    if len(found.state_dicts) > _COUNTED:
+        yield "keys", f"and those of {len(found.state_dicts) - _COUNTED:,} more"
     if is_bloated(found):
         used, stored = size_text(found.used), size_text(found.stored)
         dead = f", and the pickle refers to nothing in {size_text(found.dead)} of the file" if found.dead else ""
@@ -40,7 +42,11 @@ def inspection_lines(found: Inspection) -> Iterator[tuple[str, str]]:
 
 def _counts(counted: Any, noun: str) -> str:
     ordered = sorted(counted.items(), key=lambda item: -item[1])
-    return ", ".join(f"{printable(name)} ({count_text(count, noun)})" for name, count in ordered)
+    shown = ", ".join(f"{printable(name)} ({count_text(count, noun)})" for name, count in ordered[:_COUNTED])
+    return f"{shown} and {len(ordered) - _COUNTED:,} more" if len(ordered) > _COUNTED else shown
+
+
+_COUNTED = 20  # devices, dtypes and state dicts that are listed; --json lists all
 
 
 def tree_lines(part: Part, limit: int = 40) -> Iterator[str]:
@@ -76,7 +82,7 @@ def verdict(found: Inspection) -> tuple[bool, str]:
     reasons = []
     elsewhere = [name for name in found.locations if name != "cpu"]
     if elsewhere:
-        reasons.append(f"needs {', '.join(map(printable, elsewhere))}")
+        reasons.append(f"needs {some_text(elsewhere)}")
     if found.odd_objects:
         reasons.append("holds objects that weights_only=True refuses")
     if found.modules:
@@ -95,15 +101,9 @@ def verdict(found: Inspection) -> tuple[bool, str]:
     if not reasons:
         return True, "opens anywhere as it is"
     hopeless = any(not odd.has_plain_form for odd in found.odd_objects)
-    files = " ".join(map(_quoted, found.named or (found.path,)))
+    files = " ".join(map(quoted, found.named or (found.path,)))
     command = f"ckptconv convert {files} OUT.pt" + (" --unknown drop" if hopeless else "")
     return False, f"will not open everywhere: {'; '.join(reasons)}. Mend it: {command}"
-
-
-def _quoted(path: str) -> str:
-    from shlex import quote
-
-    return quote(printable(path))
 
 
 def inspection_document(found: Inspection) -> dict[str, Any]:

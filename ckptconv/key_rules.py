@@ -114,6 +114,10 @@ class Rename(Rule):
         return () if any(key.startswith(self.old) for key in keys) else (self.words,)
 
 
+_LONGEST_MADE = 1 << 20
+"""Characters of a key to which replacements may lengthen it: each of many can double it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Regex(Rule):
     r"""Replaces what `pattern` matches, wherever in a key, by `replacement`, as `re.sub` does (``\1``, ``\g<name>``).
@@ -144,7 +148,14 @@ class Regex(Rule):
 
     def step(self, keys: Sequence[str]) -> Step:
         pattern, replacement = self._compiled(), self.replacement
-        return lambda key: pattern.sub(replacement, key)
+
+        def replaced(key: str) -> str:
+            made = pattern.sub(replacement, key)
+            if len(made) > max(_LONGEST_MADE, len(key)):
+                raise KeyConflict(f"{self.words} makes a key of {len(made)} characters", where=key)
+            return made
+
+        return replaced
 
     def idle(self, keys: Sequence[str]) -> tuple[str, ...]:
         return () if any(map(self._compiled().search, keys)) else (self.words,)
@@ -277,11 +288,13 @@ class MappedKeys:
     """What becomes of the keys of the state dict at `path`: old → new (None: left out).
 
     `modules` are the module paths of its `_metadata`: old → new, several where reversing tells ones apart that had become one.
+    `filled` are new keys that belong to no old one, and go when this is reversed.
     """
 
     path: str
     keys: Mapping[str, str | None]
     modules: Mapping[str, tuple[str, ...]]
+    filled: tuple[str, ...] = ()
 
     def reversed(self) -> MappedKeys:
         """The way back; keys that were left out are not in it."""
@@ -289,7 +302,8 @@ class MappedKeys:
         for old, news in self.modules.items():
             for new in news:
                 modules[new] = (*modules.get(new, ()), old)
-        return MappedKeys(self.path, {new: old for old, new in self.keys.items() if new is not None}, modules)
+        back: dict[str, str | None] = {new: old for old, new in self.keys.items() if new is not None}
+        return MappedKeys(self.path, {**back, **dict.fromkeys(self.filled)}, modules)
 
 
 @dataclass(frozen=True, slots=True)

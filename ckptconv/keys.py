@@ -97,7 +97,7 @@ class KeyRules:
     @property
     def leaving(self) -> str:
         """The words of the rules that leave keys out."""
-        return " ".join(rule.words for rule in self.rules if rule.leaves_out) or "the rules"
+        return " or ".join(rule.words for rule in self.rules if rule.leaves_out) or "the rules"
 
 
 RULE_WORDS = ("strip-prefix", "add-prefix", "rename", "regex", "include", "exclude", "preset")

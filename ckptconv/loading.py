@@ -14,14 +14,14 @@ from ckptconv.checkpoint import Checkpoint, find, find_state_dicts, metadata_of,
 from ckptconv.collector import collector_paused
 from ckptconv.devices import require_device, resolve_map_location
 from ckptconv.dtypes import BY_NAME, DType
-from ckptconv.errors import CheckpointError, RefusedObject, printable, too_deep
+from ckptconv.errors import CheckpointError, RefusedObject, UnsupportedCheckpoint, printable, too_deep
 from ckptconv.formats.detect import Named, open_checkpoint
 from ckptconv.keys import KeyRules, map_keys, refuse_idle
 from ckptconv.nodes import ORDERED_DICT, Call, Dict, Global, Node, mapping_pairs
 from ckptconv.plain_objects import tensor_form
 from ckptconv.renaming import rename_state_dicts
 from ckptconv.settling import Unknown, settle_objects
-from ckptconv.sources import FileSource
+from ckptconv.sources import FileSource, refuse_changed
 from ckptconv.tensors import Storage, TensorObject, TensorRef, check_storage, iter_chunks, whole_storage
 from ckptconv.torch_objects import VALUELESS, WEIGHTS_ONLY, Window, window
 
@@ -63,7 +63,9 @@ def load_portable(
         try:
             with collector_paused():
                 root, overlay = _selected(checkpoint, only, whole, rules, unknown)
-                return _Live(_Restorer(map_location), mmap).tree(root, overlay)
+                loaded = _Live(_Restorer(map_location), mmap).tree(root, overlay)
+                refuse_changed(checkpoint.sources)
+                return loaded
         except CheckpointError as error:
             raise error.at(path=checkpoint.path) from error.__cause__
 
@@ -299,7 +301,11 @@ class _Live:
             check_storage(whole)
 
     def _mapped(self, source: FileSource) -> torch.UntypedStorage:
-        mapped = self._torch.UntypedStorage.from_file(source.mappable_path(), False, source.size)
+        try:
+            mapped = self._torch.UntypedStorage.from_file(source.mappable_path(), False, source.size)
+        except RuntimeError as error:  # the file is shorter by now
+            source.refuse_changed()
+            raise UnsupportedCheckpoint(f"cannot be mapped: {error}", path=source.path, hint="mmap=False reads it") from error
         assert isinstance(mapped, self._torch.UntypedStorage)
         return mapped
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from shlex import quote
 
 from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint, StateDict, place_text
@@ -48,7 +49,8 @@ def prefix_notes(
         return
     for item in found:
         if prefix := offered_prefix(checkpoint, item):
-            yield f"all keys{f' of {item.path}' if item.path else ''} start with {prefix}; --strip-prefix {prefix} takes it off"
+            where = f" of {printable(item.path)}" if item.path else ""
+            yield f"all keys{where} start with {printable(prefix)}; --strip-prefix {quote(printable(prefix))} takes it off"
 
 
 def sharing_notes(refs: Sequence[TensorRef]) -> Iterator[str]:

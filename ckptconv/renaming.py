@@ -88,4 +88,5 @@ def _mapped_keys(item: StateDict, keys: KeyMap, unheld: Collection[str]) -> Mapp
     if len(now) != len(keys.old):
         raise KeyConflict("two keys of different types read the same, so there is no mapping", where=item.path)
     entries = mapping_pairs(metadata_of(item.node)) or ()
-    return MappedKeys(item.path, now, {path: keys.module_paths(path) for path, _ in entries if type(path) is str})
+    modules = {path: keys.module_paths(path) for path, _ in entries if type(path) is str}
+    return MappedKeys(item.path, now, modules, tuple(key for key, _ in keys.filled if key not in unheld))

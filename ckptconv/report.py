@@ -12,6 +12,8 @@ from ckptconv.plans import ConversionPlan
 from ckptconv.settling import Skipped
 from ckptconv.wording import count_text, size_text, some_text
 
+_TAGS = 20  # device tags, and kinds of objects left out, that are listed; --json lists all
+
 
 def plan_lines(plan: ConversionPlan) -> Iterator[tuple[str, str]]:
     """What a plan changes, as (label, text) lines."""
@@ -21,9 +23,11 @@ def plan_lines(plan: ConversionPlan) -> Iterator[tuple[str, str]]:
             verb = "shares" if renamed.shared == 1 else "share"
             then = ", as before" if plan.to == "torch" else "; each has its own copy now"
             yield "shared", f"{count_text(renamed.shared, 'key')} {verb} the storage of another{then}"
-    for (before, after), count in plan.locations.items():
+    for (before, after), count in list(plan.locations.items())[:_TAGS]:
         change = f"{printable(before)} → {printable(after)}" if before != after else f"{printable(before)}, as before"
         yield "device", f"{change} ({count_text(count, 'storage')})"
+    if len(plan.locations) > _TAGS:
+        yield "device", f"and {len(plan.locations) - _TAGS:,} more"
     for (before, after), count in plan.casts.items():
         yield "dtype", f"{before} → {after} ({count_text(count, 'tensor')})"
     if plan.index is not None:
@@ -32,8 +36,11 @@ def plan_lines(plan: ConversionPlan) -> Iterator[tuple[str, str]]:
     if plan.tied:
         name, kept = next(iter(plan.tied.items()))
         yield "tied", f"{count_text(len(plan.tied), 'name')} kept as alias: {printable(name)} = {printable(kept)}"
-    for reason, paths in _by_reason(plan.skipped).items():
+    reasons = _by_reason(plan.skipped)
+    for reason, paths in list(reasons.items())[:_TAGS]:
         yield "skipped", f"{some_text(paths)}: {printable(reason)}"
+    if len(reasons) > _TAGS:
+        yield "skipped", f"and {len(reasons) - _TAGS:,} more kinds"
     if plan.rewritten:
         yield "rewritten", some_text([f"{item.path} ({item.name})" for item in plan.rewritten]) + " in plain form"
     if plan.mapping is not None:

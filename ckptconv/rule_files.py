@@ -5,7 +5,7 @@ A file of rules is a list, or ``rules`` in an object, of objects with one rule e
     {"rules": [{"strip-prefix": "model."}, {"rename": {"head.": "classifier."}}, {"exclude": ["*.bias", "*.mean"]}]}
 
 A mapping is an object with ``"mapping": 1`` and ``state_dicts``: for each its ``path``, ``keys`` (old → new), ``left_out``
-(old ones) and ``modules`` (old → new paths of its `_metadata`).
+(old ones), ``modules`` (old → new paths of its `_metadata`) and, where there are any, ``filled`` (new ones without an old one).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from ckptconv.bounds import in_force
-from ckptconv.documents import read_object
+from ckptconv.documents import read_object, refuse_crowded
 from ckptconv.errors import CheckpointError, KeyConflict, LimitExceeded, printable
 from ckptconv.key_rules import Mapped, MappedKeys, Regex, Rename, Rule
 from ckptconv.keys import RULE_WORDS, KeyRules, parse_rule
@@ -55,10 +55,13 @@ def read_rules(path: str | os.PathLike[str], *, reverse: bool = False) -> list[R
     Raises `CheckpointError` with the line and the rule that is wrong; `KeyConflict` when `reverse` is asked of rules.
     """
     path = Path(path)
-    text = _text(path)
+    raw = _content(path)
+    text = _text(raw, path)
     kind = path.suffix.lower()
     if kind not in _ENTRIES:
         raise KeyConflict("is no file of key rules by its name", path=path, hint=f"its name must end in {', '.join(_ENTRIES)}")
+    if kind == ".json":
+        refuse_crowded(raw, path, None)
     if kind == ".json" and (mapping := _mapping(text, path)) is not None:
         found = tuple(item.reversed() for item in mapping) if reverse else mapping
         return [Mapped(found)]
@@ -67,14 +70,19 @@ def read_rules(path: str | os.PathLike[str], *, reverse: bool = False) -> list[R
     return [rule for entry in _ENTRIES[kind](text, path) for rule in _rules(entry, path)]
 
 
-def _text(path: Path) -> str:
+def _text(raw: bytes, path: Path) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        raise KeyConflict("is no UTF-8 text", path=path) from None
+
+
+def _content(path: Path) -> bytes:
     source = FileSource(path)
     try:
         if source.size > (most := in_force().rules_bytes):
             raise LimitExceeded(f"has {source.size} bytes", limit="rules_bytes", allowed=most, needed=source.size, path=path)
-        return source.read(0, source.size).decode()
-    except UnicodeDecodeError:
-        raise KeyConflict("is no UTF-8 text", path=path) from None
+        return source.read(0, source.size)
     finally:
         source.close()
 
@@ -138,7 +146,8 @@ def _json_entries(text: str, path: Path) -> list[_Entry]:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        name = next(name for name, _ in pairs if sum(other == name for other, _ in pairs) > 1)
+        seen: set[str] = set()
+        name = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         raise KeyConflict(f"'{printable(name)}' stands twice in one object", hint="write one rule in each object")
     return found
 
@@ -154,9 +163,11 @@ def _json_lines(text: str) -> Iterator[int]:
             break
         _, at = decoder.raw_decode(text, at)
         at = _after_space(text, at)
+    line, counted = 1, 0
     while at < len(text) and text[at] in "[,":
         at = _after_space(text, at + 1)
-        yield text.count("\n", 0, at) + 1
+        line, counted = line + text.count("\n", counted, at), at
+        yield line
         _, at = decoder.raw_decode(text, at)
         at = _after_space(text, at)
 
@@ -231,6 +242,7 @@ def mapping_text(state_dicts: Sequence[MappedKeys]) -> bytes:
             "path": item.path,
             "keys": {old: new for old, new in item.keys.items() if new is not None},
             "left_out": [old for old, new in item.keys.items() if new is None],
+            **({"filled": list(item.filled)} if item.filled else {}),
             "modules": {old: news[0] if len(news) == 1 else list(news) for old, news in item.modules.items()},
         }
         for item in state_dicts
@@ -259,17 +271,19 @@ def _mapped_keys(item: Any, path: Path) -> MappedKeys:
     where, keys, left, modules = (
         item.get(name) if isinstance(item, dict) else None for name in ("path", "keys", "left_out", "modules")
     )
+    filled = item.get("filled", []) if isinstance(item, dict) else None
     if (
         not isinstance(where, str)
+        or not (isinstance(filled, list) and _are_texts(filled))
         or not (isinstance(keys, dict) and _are_texts(keys.values()))
         or not (isinstance(left, list) and _are_texts(left))
         or not (isinstance(modules, dict) and all(map(_is_path_or_paths, modules.values())))
     ):
         raise KeyConflict("is no mapping that ckptconv wrote", path=path, hint="--save-mapping writes one")
-    if not keys.keys().isdisjoint(left) or len(set(keys.values())) != len(keys):
+    if not keys.keys().isdisjoint(left) or len({*keys.values(), *filled}) != len(keys) + len(filled):
         raise KeyConflict("two keys become one, or a key is left out and kept", path=path, where=where)
     paths = {old: (new,) if isinstance(new, str) else tuple(new) for old, new in modules.items()}
-    return MappedKeys(where, {**keys, **dict.fromkeys(left)}, paths)
+    return MappedKeys(where, {**keys, **dict.fromkeys(left)}, paths, tuple(filled))
 
 
 def _are_texts(values: Iterable[Any]) -> bool:

@@ -205,7 +205,8 @@ class _Scanner:
         """Look into a deflated record; one that does not begin as anything that is looked into is not inflated."""
         head = _inflated(source, offset, stored, _WINDOWS[0])
         trace = trace_pickle(head[_numpy_end(head) :])
-        if not (trace.end or trace.cut or trace.names or trace.alarms or is_zip(head) or is_tar(head) or head[:1] == b"{"):
+        is_followed = trace.end or trace.cut or trace.stopped or trace.names or trace.alarms
+        if not (is_followed or is_zip(head) or is_tar(head) or head[:1] == b"{"):
             return
         most = in_force()
         limit = min(most.pickle_bytes, max(most.inflated_free, most.inflated_ratio * stored))
@@ -277,7 +278,7 @@ class _Scanner:
                 break
         named = self._judged(trace, where, start)
         is_bad = bool(trace.alarms) or any(finding.level == "dangerous" for finding in named)
-        begins = certain and _BEGINS(stream) is not None and bool(trace.names or trace.alarms or trace.cut)
+        begins = certain and _BEGINS(stream) is not None and bool(trace.names or trace.alarms or trace.cut or trace.stopped)
         if trace.broken is not None and not (begins or any(finding.level == "dangerous" for finding in named)):
             return 0
         if trace.broken is None and not _is_likely(stream, trace) and not is_bad:

@@ -12,6 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 
 from ckptconv.errors import CheckpointError
+from ckptconv.outputs import output_errors
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?").fullmatch
@@ -76,10 +77,11 @@ def index_path(output: Path) -> Path:
 def earlier_files(output: Path) -> list[Path]:
     """The files of a sharded output `output` that are there already: itself, its index, and shards of any number.
 
-    Whoever opens the folder may take any of them for the checkpoint.
+    Whoever opens the folder may take any of them for the checkpoint. `OutputRefused` when the folder cannot be listed.
     """
     is_shard = re.compile(rf"{re.escape(output.stem)}-\d{{5}}-of-\d{{5}}{re.escape(output.suffix)}").fullmatch
-    shards = sorted(item for item in output.parent.glob("*") if is_shard(item.name))
+    with output_errors(output):
+        shards = sorted(item for item in output.parent.iterdir() if is_shard(item.name)) if output.parent.is_dir() else []
     return [path for path in (output, index_path(output), *shards) if path.is_file()]
 
 

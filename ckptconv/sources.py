@@ -9,7 +9,7 @@ import contextlib
 import os
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -33,6 +33,7 @@ __all__ = [
     "Spool",
     "combined_crc",
     "crc32",
+    "refuse_changed",
     "stamp",
 ]
 
@@ -170,6 +171,13 @@ def _open_regular(path: Path) -> int:
     raise UnsupportedCheckpoint("is not a regular file but a pipe, socket or device", path=path)
 
 
+def refuse_changed(sources: Iterable[Source]) -> None:
+    """Raise `MalformedCheckpoint` when somebody wrote to one of the files since it was opened."""
+    for source in sources:
+        if isinstance(source, FileSource):
+            source.refuse_changed()
+
+
 class FilePool:
     """Any number of files of which a few are open at a time: a checkpoint of 3,000 ranks has more than a process may open.
 
@@ -281,12 +289,11 @@ def refuse_bomb(what: str, deflated: int, size: int, path: Path, where: str | No
     most = in_force()
     if size <= most.inflated_free or size <= deflated * most.inflated_ratio:
         return
-    limit, needed = ("inflated_ratio", -(-size // deflated)) if deflated else ("inflated_free", size)
     raise LimitExceeded(
         what,
-        limit=limit,
-        allowed=getattr(most, limit),
-        needed=needed,
+        limit="inflated_ratio",
+        allowed=most.inflated_ratio,
+        needed=-(-size // max(1, deflated)),
         path=path,
         where=where,
         advice="it looks like a decompression bomb",

@@ -38,7 +38,7 @@ def staging_folder(target: Path, path: Path) -> Iterator[Path]:
 
     `OSError`s of the block are raised as `OutputRefused` of `path`, which is how the user calls it.
     """
-    _remove_leftovers(target, _TEMPORARY)
+    remove_leftovers(target)
     folder, lock = _hidden(target, _TEMPORARY), -1
     try:
         with output_errors(path):
@@ -76,7 +76,7 @@ def put_folder(made: Path, path: Path, *, force: bool, fsync: bool) -> None:
             _swap(made, target)
         if fsync:
             _confirm(target.parent, path)
-        _remove_leftovers(target, _OLD)
+        remove_leftovers(target, _OLD)
 
 
 def put_new_folder(made: Path, path: Path, *, fsync: bool) -> bool:
@@ -125,7 +125,7 @@ def put_set(made: Path, files: ShardSet, path: Path, *, force: bool, fsync: bool
             _put_new(made, files, path, force=force, fsync=fsync)
         own = {*files.shards, files.index}
         _remove_replaced([item for item in earlier if item not in own], path)
-        _remove_leftovers(path, _SHARDS)
+        remove_leftovers(path, _SHARDS)
 
 
 def _remove_replaced(paths: Sequence[Path], output: Path) -> None:
@@ -166,7 +166,7 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _remove_leftovers(target: Path, kind: str) -> None:
+def remove_leftovers(target: Path, kind: str = _TEMPORARY) -> None:
     """Remove the hidden folders of `target` that no living process holds."""
     is_ours = re.compile(rf"\.{re.escape(_prefix(target))}\.[0-9a-f]{{8}}\.{kind}").fullmatch
     with contextlib.suppress(OSError):  # a folder that may not be listed, or is not there
@@ -193,7 +193,8 @@ def _folder_held(path: Path) -> Iterator[None]:
         _lock_patiently(lock, path)
         yield
     finally:
-        os.close(lock)
+        with contextlib.suppress(OSError):
+            os.close(lock)
 
 
 def _lock_patiently(lock: int, path: Path) -> None:

@@ -19,6 +19,7 @@ from ckptconv.findings import Finding, Severity
 from ckptconv.fitted_keys import KeyTarget, refusal
 from ckptconv.formats.detect import open_checkpoint
 from ckptconv.inspection import OPENED_BY_TORCH, Inspection, Part, inspect_checkpoint, is_bloated, newer_protocol
+from ckptconv.key_fitting import Fit
 from ckptconv.model_fits import ModelFit, best_fit
 from ckptconv.prescriptions import Mend, command, workable
 from ckptconv.torch_objects import VALUELESS
@@ -201,14 +202,21 @@ def _keys(case: Case) -> Iterator[Symptom]:
         fit, where = case.fit.fit, f"of {printable(case.fit.found.path)} " if case.fit.found.path else ""
         effect = words.quoted(case.fit.error, by="load_state_dict")
         if fit.fits:
-            cause = f"the keys {where}are not those of {printable(case.target.name)}, but fit when renamed ({fit.how})"
-            yield symptom("error", "keys", cause, effect, Mend())
+            yield symptom("error", "keys", f"the keys {where}are not those of {_remedy(fit, case.target.name)}", effect, Mend())
         elif case.fit.mends:
             cause = f"the keys {where}are more than {printable(case.target.name)} has: {some(fit.unexpected)}"
             yield symptom("error", "keys", cause, effect, Mend())
         else:
             refused = refusal(fit, case.target.name, len(case.target.shapes))
             yield symptom("error", "keys", refused.what, effect, advice=refused.hint)
+
+
+def _remedy(fit: Fit, name: str) -> str:
+    """The target, and what makes the keys fit it."""
+    renamed = any(old != new for old, new in fit.renames.items())
+    ways = [f"renamed ({fit.how})"] * renamed
+    ways += [f"filled from other names of the same tensors ({some(list(fit.filled))})"] * bool(fit.filled)
+    return f"{printable(name)}, but fit when {' and '.join(ways)}"
 
 
 def _wrappers(case: Case) -> Iterator[Symptom]:

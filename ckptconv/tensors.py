@@ -225,11 +225,8 @@ def refuse_dimensions(count: int, where: str | None = None) -> None:
 
 def expanded(what: str, claimed: int, stored: int, where: str | None = None, advice: str | None = None) -> LimitExceeded:
     """The refusal of what claims many times the bytes that are stored."""
-    most = in_force()
-    if not stored:
-        return LimitExceeded(what, limit="view_free", allowed=most.view_free, needed=claimed, where=where, advice=advice)
-    needed = -(-claimed // stored)
-    return LimitExceeded(what, limit="view_ratio", allowed=most.view_ratio, needed=needed, where=where, advice=advice)
+    allowed, needed = in_force().view_ratio, -(-claimed // stored)
+    return LimitExceeded(what, limit="view_ratio", allowed=allowed, needed=needed, where=where, advice=advice)
 
 
 def whole_storage(storage: Storage, start: int, stop: int, dtype: DType = UINT8) -> TensorRef:

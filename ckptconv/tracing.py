@@ -33,8 +33,8 @@ class Alarm(NamedTuple):
 class Trace:
     """What a stream says: the globals that it names (and the byte where first), bytes in it, and what is odd about it.
 
-    `end` is the byte behind its STOP; where it has none, `broken` says why, and `cut` is True where the bytes given just
-    ended.
+    `end` is the byte behind its STOP; where it has none, `broken` says why, `cut` is True where the bytes given just ended,
+    and `stopped` where a limit was met.
     """
 
     names: dict[Named, int] = field(default_factory=dict)
@@ -43,6 +43,7 @@ class Trace:
     end: int = 0
     broken: str | None = None
     cut: bool = False
+    stopped: bool = False
 
 
 def trace_pickle(stream: bytes, start: int = 0) -> Trace:
@@ -52,6 +53,8 @@ def trace_pickle(stream: bytes, start: int = 0) -> Trace:
         tracer.run()
     except _Cut:
         tracer.trace.broken, tracer.trace.cut = "is cut off", True
+    except _TooMany as error:
+        tracer.trace.broken, tracer.trace.stopped = str(error), True
     except (_Broken, IndexError, KeyError, ValueError, UnicodeError, OverflowError) as error:
         tracer.trace.broken = str(error) if type(error) is _Broken else "takes what is not there"
     return tracer.trace
@@ -61,8 +64,12 @@ class _Cut(Exception):
     """The stream ends within an opcode, or before its STOP."""
 
 
+class _TooMany(Exception):
+    """More values than the limit."""
+
+
 class _Broken(Exception):
-    """An opcode that no unpickler knows, or too many values."""
+    """An opcode that no unpickler knows."""
 
 
 _OTHER: Any = object()
@@ -94,7 +101,7 @@ class _Tracer:
                 raise _Broken(f"holds the unknown opcode 0x{opcode:02x} at byte {self._at - 1}")
             step(self)
             if len(self._stack) > most or len(self._memo) > most:
-                raise _Broken(f"has more than {most} values side by side (--limit scanned_values={2 * most} looks further)")
+                raise _TooMany(f"has more than {most} values side by side (--limit scanned_values={2 * most} looks further)")
         raise _Cut
 
     # Arguments of opcodes.

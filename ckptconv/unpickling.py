@@ -245,6 +245,7 @@ class PickleReader:
                     self.position = pos
                     if marks or len(stack) != 1:
                         raise self._malformed("ends with something left on its stack")
+                    _refuse_many(most, nodes + len(memo) + len(memo.runs), pos - start - unread)
                     return stack[0]
                 elif op == 0x95:  # FRAME
                     if end != size:

@@ -33,8 +33,11 @@ def difference_lines(found: Difference) -> Iterator[tuple[str, str]]:
     yield from _listed("values", [f"{printable(item.key)}: {_deviation_text(item.deviation)}" for item in found.values])
     yield from _listed("no tensor", _changes(found.others))
     counted = "" if found.strict_device else " (not counted)"
-    for (ours, theirs), count in Counter((item.a, item.b) for item in found.locations).items():
-        yield "device", f"{printable(ours)} / {printable(theirs)}: {count_text(count, 'tensor')}{counted}"
+    tags = Counter((item.a, item.b) for item in found.locations).items()
+    pairs = [
+        f"{printable(ours)} / {printable(theirs)}: {count_text(count, 'tensor')}{counted}" for (ours, theirs), count in tags
+    ]
+    yield from _listed("device", pairs)
     for note in found.notes:
         yield "note", printable(note)
 

@@ -30,6 +30,13 @@ def count_text(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
+def quoted(name: str) -> str:
+    """A name as a word of a command for a shell, escaped where it cannot be shown."""
+    from shlex import quote
+
+    return quote(printable(name))
+
+
 def some_text(names: list[str]) -> str:
     """The first of some names from a file, escaped, and how many more there are."""
     shown = ", ".join(printable(name) or "the root" for name in names[:SHOWN])

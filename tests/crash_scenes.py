@@ -23,12 +23,15 @@ SHARDED = ("--max-shard-size", "900B")  # one tensor in each shard
 
 @dataclass(frozen=True)
 class Scene:
-    """A conversion: `prepare` makes the room in which it runs, `arguments` are the command's, `found` reads the output."""
+    """A conversion: `prepare` makes the room in which it runs, `arguments` are the command's, `found` reads the output.
+
+    `written` reads what is put in place where other readers may still find the old output, whole.
+    """
 
     prepare: Callable[[Path], None]
     arguments: Callable[[Path], tuple[object, ...]]
     found: Callable[[Path], Tensors | None]
-    needs_torch: bool = False
+    written: Callable[[Path], Tensors | None] | None = None
 
     def state(self, room: Path) -> str:
         """What a reader of the output finds: ``old``, ``new`` or ``absent``; anything else is an error of the reader."""
@@ -226,8 +229,26 @@ SCENES: dict[str, Scene] = {
         set_in_place, convert("--max-shard-size", "900B", "--dtype", "f32", "--force", source="out", output="out"), cast
     ),
     "one file for shards": Scene(
-        with_set(PAIR), convert("--max-shard-size", "1GB", "--force", output="out"), set_or_file("out")
+        with_set(PAIR),
+        convert("--max-shard-size", "1GB", "--force", output="out"),
+        set_or_file("out"),
+        file_at("out/model.safetensors"),
     ),
-    "dcp": Scene(source, convert("--to", "dcp", output="out"), dcp_at("out"), needs_torch=True),
-    "dcp again": Scene(with_dcp, convert("--to", "dcp", "--force", output="out"), dcp_at("out"), needs_torch=True),
+    "dcp": Scene(source, convert("--to", "dcp", output="out"), dcp_at("out")),
+    "dcp again": Scene(with_dcp, convert("--to", "dcp", "--force", output="out"), dcp_at("out")),
 }
+
+
+def big_source(room: Path) -> None:
+    """A file of 60 MB in place of the usual one."""
+    torch.save({f"w{index}": torch.full((3_000_000,), float(index)) for index in range(5)}, room / "in.pt")
+
+
+def is_big(room: Path) -> Tensors | None:
+    """A reader of what `big_source` becomes in bf16: the new tensors if it is whole."""
+    path = room / "out.safetensors"
+    if not path.exists():
+        return None
+    found = load_file(path)
+    whole = {f"w{index}": torch.full((3_000_000,), float(index), dtype=torch.bfloat16) for index in range(5)}
+    return NEW if same(found, whole) else found

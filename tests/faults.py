@@ -1,24 +1,27 @@
-"""Faults put into the real program by strace: a system call that fails, or at which the process is killed.
+"""Faults put into the real program by strace: a system call that fails, or at which the process is killed or told to stop.
 
-A clean run under strace lists the calls that concern a folder; each of them can then be the one that goes wrong. The program
-is deterministic enough for that: the same call has the same number again, counted by its name within its thread.
+A clean run under strace lists the calls that concern a folder; each of them can then be the one that goes wrong. The program is
+forked from one that has imported all that it needs, so a call has the same number again, counted by its name within its thread.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import shutil
+import signal
 import subprocess
-import tempfile
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
-from program import PROGRAM, Finished, environment
+from program import Finished, environment
 
 CHANGING = (
     "write,pwrite64,writev,fsync,fdatasync,ftruncate,fallocate,close,openat,mkdir,mkdirat,rename,renameat,renameat2,"
@@ -31,8 +34,6 @@ STOPPED = {"signal=SIGKILL": -9, "signal=SIGINT": 130, "signal=SIGTERM": 143}
 """The exit codes of a program that is stopped."""
 
 _ENTRY = re.compile(r"^(\d+) +(\w+)\((.*)", re.MULTILINE)
-_COMPILED = Path(tempfile.gettempdir()) / f"ckptconv-test-compiled-{os.getuid()}"
-_PATIENCE = 120  # seconds; a traced import of torch takes its time
 
 
 @dataclass(frozen=True)
@@ -62,38 +63,78 @@ def require_strace() -> None:
         (pytest.fail if os.environ.get("CKPTCONV_REQUIRE_STRACE") else pytest.skip)(f"{reason} (CKPTCONV_REQUIRE_STRACE)")
 
 
-def calls(arguments: Sequence[object], room: Path) -> list[Call]:
-    """The changing calls of a clean run that concern what is in the folder `room`, in order."""
-    log = _beside(room, "calls")
-    done = _traced(["-y", "-s", "16", "-e", f"trace={CHANGING}"], arguments, log)
-    assert done.exit == 0, done.err
-    met: Counter[tuple[str, str]] = Counter()
-    found = []
-    for thread, name, text in _ENTRY.findall(log.read_text(errors="replace")):
-        met[thread, name] += 1
-        if f"{room}" in text:
-            found.append(Call(name, met[thread, name], text.replace(str(room), "")))
-    return found
+class Traced:
+    """The program, run again and again with the same arguments under strace; `room` is the folder of all its files."""
 
+    def __init__(self, arguments: Sequence[object], room: Path) -> None:
+        self._arguments, self._room = [str(word) for word in arguments], room
+        self._beside = lambda name: str(room.with_name(f"{room.name}.{name}"))
+        script = Path(__file__).with_name("forked_program.py")
+        self._server = subprocess.Popen(
+            [sys.executable, str(script)],
+            cwd="/", env=environment(OMP_NUM_THREADS="1"), text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
 
-def injected(call: Call, fault: str, arguments: Sequence[object], room: Path) -> Finished:
-    """A run in which that call meets that fault."""
-    log = _beside(room, "injected")
-    done = _traced(["-e", f"trace={call.name}", "-e", f"inject={call.name}:{fault}:when={call.number}"], arguments, log)
-    told = log.read_text(errors="replace")
-    met = done.exit == STOPPED[fault] if fault in STOPPED else "(INJECTED)" in told
-    assert met, f"{call} was not met: exit {done.exit} {done.err}{told[-1000:]}"
-    return done
+    def __enter__(self) -> Traced:
+        return self
 
+    def __exit__(self, *_: object) -> None:
+        self._server.communicate()
 
-def _beside(room: Path, name: str) -> Path:
-    return room.with_name(f"{room.name}.{name}")
+    def warm(self) -> None:
+        """Run it once untraced, which imports what it needs."""
+        assert self._asked({"warm": self._arguments})["exit"] == 0
 
+    def calls(self) -> list[Call]:
+        """The changing calls of a clean run that concern what is in the room, in order."""
+        done, log = self._run(["-y", "-s", "16", "-e", f"trace={CHANGING}"])
+        assert done.exit == 0, done.err
+        met: Counter[tuple[str, str]] = Counter()
+        found = []
+        for thread, name, text in _ENTRY.findall(log):
+            met[thread, name] += 1
+            if f"{self._room}/" in text or f"{self._room}>" in text or f'{self._room}"' in text:
+                found.append(Call(name, met[thread, name], text.replace(str(self._room), "")))
+        return found
 
-def _traced(options: Sequence[str], arguments: Sequence[object], log: Path) -> Finished:
-    """A run under strace, in a folder that is not the outputs'; what modules compile to is kept from run to run."""
-    command = ["strace", "-f", "-qq", "-o", str(log), *options, *PROGRAM, *map(str, arguments)]
-    env = environment(PYTHONHASHSEED="0", PYTHONPYCACHEPREFIX=str(_COMPILED), OMP_NUM_THREADS="1")
-    del env["PYTHONDONTWRITEBYTECODE"]
-    done = subprocess.run(command, cwd="/", env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PATIENCE)
-    return Finished(done.returncode, done.stdout.decode(), done.stderr.decode(), 0.0, 0)
+    def injected(self, call: Call, fault: str) -> Finished:
+        """A run in which that call meets that fault."""
+        done, log = self._run(["-e", f"trace={call.name}", "-e", f"inject={call.name}:{fault}:when={call.number}"])
+        met = done.exit == STOPPED[fault] if fault in STOPPED else "(INJECTED)" in log
+        assert met, f"{call} was not met: exit {done.exit} {done.err}{log[-1000:]}"
+        return done
+
+    def untraced(self, *more: str) -> Finished:
+        """A run without a tracer, with more arguments."""
+        pid = self._started(*more)
+        os.kill(pid, signal.SIGCONT)
+        return self._finished()
+
+    def _run(self, options: Sequence[str]) -> tuple[Finished, str]:
+        pid, log = self._started(), self._beside("log")
+        command = ["strace", "-f", "-p", str(pid), "-o", log, *options]
+        tracer = subprocess.Popen(command, text=True, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
+        assert tracer.stderr is not None
+        said = tracer.stderr.readline()
+        os.kill(pid, signal.SIGCONT)
+        assert "attached" in said, said
+        done = self._finished()
+        tracer.communicate()
+        return done, Path(log).read_text(errors="replace")
+
+    def _started(self, *more: str) -> int:
+        return self._asked({"run": [*self._arguments, *more], "out": self._beside("out"), "err": self._beside("err")})["pid"]
+
+    def _finished(self) -> Finished:
+        code = self._answer()["exit"]
+        return Finished(code, Path(self._beside("out")).read_text(), Path(self._beside("err")).read_text(), 0.0, 0)
+
+    def _asked(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert self._server.stdin is not None
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._server.stdout is not None
+        return json.loads(self._server.stdout.readline())

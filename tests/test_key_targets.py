@@ -348,6 +348,14 @@ def test_a_name_is_not_filled_where_it_is_not_tied_or_where_a_key_could_be_meant
     assert not (tmp_path / "out.pt").exists()
 
 
+def test_undoing_the_mapping_leaves_out_what_was_filled(tied_net, tmp_path):
+    source = one_name(tmp_path, tied_net, "net.", "head.weight")
+    done = run("convert", source, "out.pt", "--model", f"{tied_net.__name__}:Net", "--save-mapping", "map.json", cwd=tmp_path)
+    assert done.exit == 0, done.err
+    assert run("convert", "out.pt", "back.pt", "--rules", "map.json", "--reverse", cwd=tmp_path).exit == 0
+    assert keys_of(tmp_path / "back.pt") == keys_of(source)
+
+
 def test_both_names_missing_are_missing(tied_net, tmp_path):
     source = one_name(tmp_path, tied_net, "", "head.weight")
     torch.save({key: value for key, value in torch.load(source).items() if key != "embed.weight"}, tmp_path / "neither.pt")

@@ -21,7 +21,7 @@ from crash_scenes import EACH, NEW, OLD, PAIR, Tensors, contents, file_at, hidde
 from program import PROGRAM, assert_one_error, environment, run
 from safetensors.torch import save_file
 
-from ckptconv import CheckpointError, convert_checkpoint, load_portable, open_checkpoint, staging
+from ckptconv import CheckpointError, convert_checkpoint, load_portable, loading, open_checkpoint, staging
 from ckptconv.convert import execute_plan
 from ckptconv.planning import plan_conversion
 from ckptconv.plans import Options
@@ -292,6 +292,22 @@ def test_an_input_that_is_written_to_while_it_is_read_is_refused(room):
         with pytest.raises(CheckpointError, match=r"in\.safetensors: was changed while it was read; convert it again"):
             execute_plan(plan)
     assert not (room / "out.safetensors").exists() and hidden(room) == []
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_a_file_that_is_overwritten_while_it_is_loaded_is_refused(mmap, room, monkeypatch):
+    """Without a checksum nothing else would tell old values from new ones."""
+    save_file(dict(NEW), room / "in.safetensors")
+    opened = loading.open_checkpoint
+
+    def overwritten(*named: Any, **options: Any) -> Any:
+        checkpoint = opened(*named, **options)
+        (room / "in.safetensors").write_bytes(b"short")
+        return checkpoint
+
+    monkeypatch.setattr(loading, "open_checkpoint", overwritten)
+    with pytest.raises(CheckpointError, match=r"in\.safetensors: (was changed while it was read|.*lie beyond its end|ends at)"):
+        load_portable(room / "in.safetensors", mmap=mmap)
 
 
 def test_an_input_that_is_replaced_by_another_file_is_read_to_its_end(room):

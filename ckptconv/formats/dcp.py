@@ -57,6 +57,7 @@ def open_dcp(path: Path, open_file: PathOpener, open_source: SourceOpener) -> Ch
     opened = _Opened(folder, open_source)
     try:
         metadata, nbytes = _read_index(folder)
+        _refuse_shared_bytes(folder, metadata)
         is_megatron = metadata.is_megatron or ((folder / _COMMON).is_file() and (folder / _MEGATRON).is_file())
         fragments = _flat_fragments(metadata) if is_megatron else set()
         root = _tree(metadata, _megatron_paths(metadata) if is_megatron else metadata.paths, fragments, opened)
@@ -85,6 +86,19 @@ def _read_index(folder: Path) -> tuple[Metadata, int]:
             source.close()
         nbytes += source.size
     return found[0] if len(found) == 1 else dcp_metadata.merged(found), nbytes
+
+
+def _refuse_shared_bytes(folder: Path, metadata: Metadata) -> None:
+    """Raise `MalformedCheckpoint` when two items lie in the same bytes of a file: every item is written by itself."""
+    placed = sorted((item.relative_path, item.offset, item.length, key) for (key, _), item in metadata.items.items())
+    for (path, start, length, key), (other_path, at, _, other) in pairwise(placed):
+        if path == other_path and at < start + length:
+            raise _overlap(inside(folder, path).name, at, other, key)
+
+
+def _overlap(name: str, at: int, key: str, other: str) -> MalformedCheckpoint:
+    whose = "another item of it" if key == other else f"'{printable(other)}'"
+    return MalformedCheckpoint(f"lies at byte {at} of '{printable(name)}', and so does {whose}", where=key)
 
 
 class _Opened:

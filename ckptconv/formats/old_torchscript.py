@@ -9,12 +9,12 @@ caffe2/proto/torch.proto of torch 1.4.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint
+from ckptconv.documents import read_object
 from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.formats.records import ArchiveStorages, Records, checksum_notes, read_limited, root_folder
@@ -45,7 +45,7 @@ def open_old_torchscript(source: Source, records: Records, _: Callable[[Source],
     root = root_folder(records, _MODEL) or ""
     storages = ArchiveStorages(source, records, root)
     try:
-        model = _parsed(read_limited(source, records[root + _MODEL], "text_bytes"))
+        model = read_object(read_limited(source, records[root + _MODEL], "text_bytes"), source.path, root + _MODEL)
         if "mainModule" not in model:
             raise MalformedCheckpoint("is a TorchScript archive of before torch 1.4 without a main module")
         tensors = _tensors(model, storages, root)
@@ -57,14 +57,6 @@ def open_old_torchscript(source: Source, records: Records, _: Callable[[Source],
     note = "a TorchScript archive of before torch 1.4, taken as its state dict; its code is left out"
     notes = (note, *checksum_notes(records))
     return Checkpoint(source.path, NAME, made, source.size, notes=notes, sources=(source, *storages.inflated))
-
-
-def _parsed(raw: bytes) -> Any:
-    try:
-        model = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise MalformedCheckpoint(f"is no JSON: {printable(error)}") from None
-    return _checked(model, dict)
 
 
 def _checked(value: Any, kind: type) -> Any:
@@ -117,7 +109,7 @@ def _tensor(given: Any, storages: ArchiveStorages, root: str, found: dict[str, S
 def _dtype(given: Any, record: str) -> DType:
     name = _text(given, "dataType")
     if name not in _DTYPES:
-        raise UnsupportedCheckpoint(f"has the unknown dtype {printable(name)}", where=record)
+        raise UnsupportedCheckpoint(f"has the unknown dtype '{printable(name)}'", where=record or None)
     return BY_NAME[_DTYPES[name]]
 
 

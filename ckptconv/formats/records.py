@@ -70,12 +70,11 @@ def _refuse_bomb(source: Source, record: Record) -> None:
     most = in_force()
     if record.size <= max(most.pickle_free, most.pickle_ratio * record.stored):
         return
-    limit, needed = ("pickle_ratio", -(-record.size // record.stored)) if record.stored else ("pickle_free", record.size)
     raise LimitExceeded(
         f"claims to inflate {record.stored} bytes to {record.size}",
-        limit=limit,
-        allowed=getattr(most, limit),
-        needed=needed,
+        limit="pickle_ratio",
+        allowed=most.pickle_ratio,
+        needed=-(-record.size // max(1, record.stored)),
         path=source.path,
         where=record.name,
     )

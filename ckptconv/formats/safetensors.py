@@ -21,7 +21,7 @@ from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint
 from ckptconv.layout import Layout, WriteItem
 from ckptconv.nodes import ORDERED_DICT, Call
 from ckptconv.sources import Source
-from ckptconv.tensors import Storage, TensorRef, contiguous_stride, view_of
+from ckptconv.tensors import Storage, TensorRef, contiguous_stride, refuse_dimensions, view_of
 
 NAME = "safetensors"
 _RESERVED = "__metadata__"
@@ -122,6 +122,7 @@ def _entry(source: Source, key: str, entry: Any) -> tuple[DType, tuple[int, ...]
         raise _malformed(source, key, f"has the unknown dtype {entry['dtype']!r}")
     if type(shape) is not list or type(offsets) is not list or len(offsets) != 2 or not _are_sizes([*shape, *offsets]):
         raise _malformed(source, key, "its shape or data_offsets hold something else than sizes")
+    refuse_dimensions(len(shape), key)  # before sizes are multiplied
     begin, end = offsets
     if dtype.safetensors == _HALF_BYTE:
         if not shape or shape[-1] % 2:

@@ -76,7 +76,7 @@ _HEAD = re.compile(r"^class ([^\s(:]+)(?:\((\w*)\))?:", re.MULTILINE)
 _LIST = re.compile(r"^  (__parameters__|__buffers__) = \[(.*)\] *$", re.MULTILINE)
 _TENSOR = re.compile(r"^  (\w+) : (?:Tensor|Optional\[Tensor\]) *$", re.MULTILINE)
 _METHOD = re.compile(r"^  def ", re.MULTILINE)
-_STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
+_STRING = re.compile(r'\\.|"((?:[^"\\]|\\.)*)("|\\?\Z)')  # every character is looked at once: no quote begins a second search
 
 
 def _classes(text: str) -> dict[str, _Class]:
@@ -89,13 +89,18 @@ def _classes(text: str) -> dict[str, _Class]:
 def _class(base: str | None, body: str) -> _Class:
     method = _METHOD.search(body)
     attributes = body[: method.start()] if method else body
-    lists = {match[1]: frozenset(map(_unquoted, _STRING.findall(match[2]))) for match in _LIST.finditer(attributes)}
+    lists = {match[1]: frozenset(_names(match[2])) for match in _LIST.finditer(attributes)}
     return _Class(
         base == "Module",
         lists.get("__parameters__", frozenset()),
         lists.get("__buffers__"),
         frozenset(_TENSOR.findall(attributes)),
     )
+
+
+def _names(listed: str) -> Iterator[str]:
+    """The names in a list of quoted ones."""
+    return (_unquoted(found[1]) for found in _STRING.finditer(listed) if found[2] == '"')
 
 
 _ESCAPE = re.compile(rb"\\([0-7]{3}|.)", re.DOTALL)
