@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
@@ -185,6 +186,7 @@ def _toml_entries(text: str, path: Path) -> list[_Entry]:
             import tomli as tomllib  # type: ignore[import-not-found,no-redef,unused-ignore]
         except ImportError:
             _refuse(path, None, "needs tomli to be read with this python", "pip install tomli, or write the rules as JSON")
+    _refuse_dots(text, path)
     try:
         listed = _listed(tomllib.loads(text), path)
     except tomllib.TOMLDecodeError as error:
@@ -194,6 +196,19 @@ def _toml_entries(text: str, path: Path) -> list[_Entry]:
     heads = [number for number, line in enumerate(text.splitlines(), 1) if line.partition("#")[0].strip() == "[[rules]]"]
     lines: Sequence[int | None] = heads if len(heads) == len(listed) else [None] * len(listed)
     return [_Entry(value, line) for value, line in zip(listed, lines, strict=True)]
+
+
+_MOST_DOTS = 100
+
+
+def _refuse_dots(text: str, path: Path) -> None:
+    """Refuse a dotted name of very many parts: tomllib's time grows with their square, and no rule has such a name."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.count(".") > _MOST_DOTS and any(name.count(".") > _MOST_DOTS for name in _NAME_ENDS(line)):
+            _refuse(path, number, f"has a name of more than {_MOST_DOTS} parts")
+
+
+_NAME_ENDS = re.compile(r"[=,\[\]{}]").split
 
 
 def _yaml_entries(text: str, path: Path) -> list[_Entry]:
