@@ -218,7 +218,7 @@ def _yaml_entries(text: str, path: Path) -> list[_Entry]:
         _refuse(path, None, "needs PyYAML to be read", "pip install pyyaml, or write the rules as JSON or TOML")
     try:
         listed = _listed(yaml.safe_load(text), path)
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root: Any = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         _refuse(path, mark and mark.line + 1, f"is no valid YAML: {getattr(error, 'problem', None) or 'malformed'}")
