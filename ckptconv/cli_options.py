@@ -158,7 +158,10 @@ def comparison(given: dict[str, Any]) -> dict[str, Any]:
         raise click.UsageError("--equal-nan goes with --atol or --rtol; without them equal bits are equal, NaN included")
     if given["whole"] and keys != KEEP:
         raise click.UsageError("--whole compares by path; key rules go without it")
-    tolerance = Tolerance(given["atol"] or 0.0, given["rtol"] or 0.0, given["equal_nan"]) if loose else None
+    try:
+        tolerance = Tolerance(given["atol"] or 0.0, given["rtol"] or 0.0, given["equal_nan"]) if loose else None
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
     taken = ("only", "only_b", "tag", "tag_b", "whole", "ignore_dtype", "strict_device")
     return {"keys": keys, "tolerance": tolerance, **{name: given[name] for name in taken}}
 
