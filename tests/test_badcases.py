@@ -379,7 +379,7 @@ def test_neighbour(case, suffix, forked, tmp_path, request, figure):
 def looks(case: Case, given: list[Path]) -> list[tuple[list[object], tuple[int, ...]]]:
     """The commands that look at a case and write nothing, and the exit codes that each may have."""
     if case.option == "--like":
-        return [(["inspect", *given], (0, 1)), (["doctor", GOOD, "--like", *given], (0, 1)), (["scan", *given], (0, 1, 2))]
+        return [(["inspect", *given], (0, 1)), (["doctor", GOOD, "--like", *given], (0, 1, 2)), (["scan", *given], (0, 1, 2))]
     if case.option:
         return [(["diff", GOOD, GOOD, "--rules", *given], (0, 1, 2)), (["scan", *given], (0, 1, 2))]
     commands: list[tuple[list[object], tuple[int, ...]]] = [
