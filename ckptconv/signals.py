@@ -43,7 +43,7 @@ def held_back() -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in reversed(before.items()):  # SIGINT last: its handler raises, and would leave the others unset
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: one that Python did not set
         for missed in dict.fromkeys(met):
             signal.raise_signal(missed)

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import socket
 import stat
 import subprocess
@@ -25,6 +26,7 @@ from ckptconv import CheckpointError, convert_checkpoint, load_portable, loading
 from ckptconv.convert import execute_plan
 from ckptconv.planning import plan_conversion
 from ckptconv.plans import Options
+from ckptconv.signals import held_back
 
 QUICKLY: dict[str, Any] = {"fsync": False}
 IS_ROOT = os.geteuid() == 0
@@ -496,3 +498,19 @@ def test_two_dcp_folders_of_one_name(room):
     found = load_portable(room / "out")
     assert same(found, NEW) or same(found, OLD)
     assert hidden(room) == []
+
+
+def test_a_signal_while_handlers_are_given_back_leaves_none_of_ours(monkeypatch):
+    given, set_handler = [], signal.signal
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+
+    def interrupted(number, handler):
+        given.append(set_handler(number, handler))
+        if len(given) > len(before) and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        return given[-1]
+
+    monkeypatch.setattr(signal, "signal", interrupted)
+    with pytest.raises(KeyboardInterrupt), held_back():
+        assert {signal.getsignal(number) for number in before}.isdisjoint(before.values())
+    assert {number: signal.getsignal(number) for number in before} == before
