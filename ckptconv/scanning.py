@@ -16,6 +16,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 from ckptconv.archives import is_zip, read_directory
@@ -189,15 +190,17 @@ class _Scanner:
 
     def _json(self, source: Source, where: str, depth: int) -> None:
         """Look into the pickles in a text of stable-baselines3; functions in them are byte code, of which nothing is known."""
-        most = in_force().text_bytes
-        found = _SERIALIZED.findall(source.read(0, min(source.size, most)))
+        limits = in_force()
+        most = limits.text_bytes
+        texts = (match[1] for match in _SERIALIZED.finditer(source.read(0, min(source.size, most))))
+        found = list(dict.fromkeys(islice(texts, limits.scanned_pickles)))
         if source.size > most:
             self._odd(where, f"is a text of more than {most} bytes; what is behind was not looked at", most)
+        if next(texts, None) is not None:
+            self._more_pickles(where, "stand in one text")
         if found:
-            reason = (
-                f"{count_text(len(found), 'pickle')} as base64 text, which stable-baselines3 executes when it loads the file"
-            )
-            self._odd(where, reason)
+            count = count_text(len(found), "pickle")
+            self._odd(where, f"{count} as base64 text, which stable-baselines3 executes when it loads the file")
         inner = _Scanner()
         for number, encoded in enumerate(found):
             with contextlib.suppress(binascii.Error):
@@ -208,6 +211,11 @@ class _Scanner:
 
     def _odd(self, where: str, reason: str, at: int = 0) -> None:
         self.findings.append(Finding(where, "", "unknown", reason, at))
+
+    def _more_pickles(self, where: str, how: str, at: int = 0) -> None:
+        most = in_force().scanned_pickles
+        what = f"more than {most} pickles {how}; what is behind was not looked at"
+        self._odd(where, f"{what} (--limit scanned_pickles={2 * most} looks further)", at)
 
     # ------------------------------------------------------------------------------------------------------- archives
 
@@ -285,12 +293,7 @@ class _Scanner:
                 return count
             at = end
         if at < source.size:
-            self._odd(
-                where,
-                f"more than {most} pickles lie one behind another; what is behind was not looked at"
-                f" (--limit scanned_pickles={2 * most} looks further)",
-                at,
-            )
+            self._more_pickles(where, "lie one behind another", at)
         return count
 
     def _pickle(self, source: Source, start: int, where: str, depth: int, *, certain: bool) -> int:

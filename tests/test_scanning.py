@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from program import SAMPLES, assert_one_error, run
 
-from ckptconv import CheckpointError, scan_checkpoint
+from ckptconv import CheckpointError, limits, scan_checkpoint
 from ckptconv.threats import judge
 
 torch = pytest.importorskip("torch")
@@ -328,6 +328,15 @@ def test_a_json_text_is_read_as_its_loader_would(agent, tmp_path):
     assert level(tmp_path, text, "data.json") == "dangerous"
     assert level(tmp_path, zipped({"data": text}), "agent.zip") == "dangerous"
     assert level(tmp_path, zipped({"data": text}, zipfile.ZIP_DEFLATED), "agent.zip") == "dangerous"
+
+
+def test_very_many_texts_of_pickles_are_counted_and_equal_ones_looked_at_once(tmp_path):
+    text = '{":serialized:":"QUFB",' * 5 + f'":serialized:":"{B64}"}}'
+    scan = scan_checkpoint(written(tmp_path, text.encode(), "data.json"))
+    assert scan.level == "dangerous" and any(finding.reason.startswith("2 pickles as") for finding in scan.files[0].findings)
+    with limits(scanned_pickles=3):
+        scan = scan_checkpoint(tmp_path / "data.json")
+    assert scan.level == "unknown" and "more than 3 pickles stand in one text" in scan.files[0].findings[0].reason
 
 
 @pytest.mark.parametrize("compression", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
