@@ -34,13 +34,14 @@ class Trace:
     """What a stream says: the globals that it names (and the byte where first), bytes in it, and what is odd about it.
 
     `end` is the byte behind its STOP; where it has none, `broken` says why, `cut` is True where the bytes given just ended,
-    and `stopped` where a limit was met.
+    and `stopped` where a limit was met. `reached` is how far it was followed.
     """
 
     names: dict[Named, int] = field(default_factory=dict)
     constants: list[bytes] = field(default_factory=list)
     alarms: list[Alarm] = field(default_factory=list)
     end: int = 0
+    reached: int = 0
     broken: str | None = None
     cut: bool = False
     stopped: bool = False
@@ -57,6 +58,7 @@ def trace_pickle(stream: bytes, start: int = 0) -> Trace:
         tracer.trace.broken, tracer.trace.stopped = str(error), True
     except (_Broken, IndexError, KeyError, ValueError, UnicodeError, OverflowError) as error:
         tracer.trace.broken = str(error) if type(error) is _Broken else "takes what is not there"
+    tracer.trace.reached = tracer.reached
     return tracer.trace
 
 
@@ -103,6 +105,11 @@ class _Tracer:
             if len(self._stack) > most or len(self._memo) > most:
                 raise _TooMany(f"has more than {most} values side by side (--limit scanned_values={2 * most} looks further)")
         raise _Cut
+
+    @property
+    def reached(self) -> int:
+        """The byte behind the last opcode that was followed."""
+        return min(self._at, len(self._stream))
 
     # Arguments of opcodes.
 

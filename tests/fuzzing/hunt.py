@@ -26,7 +26,7 @@ from fuzzing.inputs import Seed, Trial
 from fuzzing.mutations import mutate
 from fuzzing.trial import Find, Verdict, forbid_execution, limit_address_space, run
 
-HANGS = 40.0
+HANGS = 60.0
 """Seconds without a word after which a process is killed; within itself it stops each step by its CPU time."""
 _SAVED = 3  # finds of one signature that are saved
 _TELL = 120.0  # seconds between two lines that say how far it is
