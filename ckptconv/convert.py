@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from ckptconv.bounds import held
 from ckptconv.casting import cast
 from ckptconv.checkpoint import StateDict
 from ckptconv.checksums import Checksums
@@ -397,7 +398,7 @@ def _verify(plan: ConversionPlan, file: PlannedFile, written: Path) -> int:
     """Compare every tensor of a written file with its source; returns how many there are."""
     count = 0
     by_key = plan.to == "safetensors" or plan.index is not None
-    with open_checkpoint(written, whole_modules=plan.to == "torch") as output:
+    with held(plan.limits), open_checkpoint(written, whole_modules=plan.to == "torch") as output:
         actual = _flat_tensors(output.state_dict(), plan) if by_key else dict(output.tensors()) if plan.to == "dcp" else None
         there = iter(()) if actual is not None else output.tensors()
         for path, ref in file.tensors():

@@ -8,6 +8,7 @@ are compared by name, not by order; the class of a mapping (`OrderedDict` or dic
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -296,12 +297,12 @@ def _inside(node: Node) -> dict[object, tuple[str, Node]] | None:
     if type(node) not in (Dict, list, tuple, Call, PersistentId):
         return None
     held: dict[object, tuple[str, Node]] = {}
+    met: Counter[tuple[str, str]] = Counter()  # keys that are containers have one label
     for label, child in children(node):
         text = label_text(label)
-        at: tuple[object, ...] = (type(label).__name__, text)
-        while at in held:  # keys that are containers have one label
-            at = (*at[:2], 1 + (at[2] if len(at) > 2 else 0))  # type: ignore[operator]
-        held[at] = text, child
+        at = type(label).__name__, text
+        held[(*at, met[at])] = text, child
+        met[at] += 1
     return held
 
 

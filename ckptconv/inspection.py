@@ -20,6 +20,7 @@ from ckptconv.tensors import Storage, TensorRef
 from ckptconv.torch_objects import Window
 
 _VALUE_LENGTH = 60
+_DEEPEST_WRAPPERS = 50  # levels of modules that are shown more for the wrappers around them; training wraps five times
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +205,7 @@ def _part(name: str, node: Node, found: Mapping[int, StateDict], depth: int, sho
         shown.add(id(node))
     if (item := found.get(id(node))) is not None:
         named = list(item.tensors())
-        modules = _modules(named, depth and depth + len(find_wrappers(item.keys)))
+        modules = _modules(named, depth and depth + min(len(find_wrappers(item.keys)), _DEEPEST_WRAPPERS))
         return Part(name, "state dict", len(named), _nbytes([ref for _, ref in named]), modules)
     refs = [ref for _, inner in walk(node) if (ref := tensor_of(inner)) is not None]
     pairs = mapping_pairs(node)

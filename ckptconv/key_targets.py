@@ -78,15 +78,21 @@ def _weight_map(index: Path) -> dict[str, object]:
     return found
 
 
+_MOST_KEYS = 2_000_000  # in a text; the largest checkpoints have some 100,000
+_LONGEST_KEY = 1 << 20  # characters
+
+
 def _listed_keys(file: Path) -> list[str] | None:
     """The lines of a text; None for anything that is no text of keys."""
     try:
         text = _content(file, "text_bytes").decode("utf-8-sig")
     except (CheckpointError, UnicodeDecodeError):
         return None
+    if text.count("\n") > _MOST_KEYS:
+        return None
     keys = [key for line in text.splitlines() if (key := line.strip())]
     # a key may hold anything, but prose, HTML and JSON are not what anybody means by a list of keys
-    plain = all(key.isprintable() and " " not in key and key[0] not in "<{[" for key in keys)
+    plain = all(len(key) <= _LONGEST_KEY and key.isprintable() and " " not in key and key[0] not in "<{[" for key in keys)
     return keys if keys and plain else None
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from ckptconv.bounds import Limits, in_force
 from ckptconv.devices import TagMap
 from ckptconv.dtypes import DType
 from ckptconv.errors import CheckpointError
@@ -97,6 +98,8 @@ class ConversionPlan:
 
     `mapping` is the file that will tell which key became which, if one was asked for. `inputs` are the files that are read.
 
+    `limits` are those under which it was made; the output is read back under them.
+
     `locations` counts storages by (tag before, tag after); `casts` counts tensors by (dtype before, after); `tied` maps
     dropped names to the kept one (safetensors).
     """
@@ -120,6 +123,7 @@ class ConversionPlan:
     cast: Callable[[TensorRef], DType]
     mapping: PlannedFile | None = None
     is_sharded: bool = False
+    limits: Limits = field(default_factory=in_force)
     inputs: tuple[Source, ...] = ()
 
     @property

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -185,6 +187,7 @@ def _toml_entries(text: str, path: Path) -> list[_Entry]:
             import tomli as tomllib  # type: ignore[import-not-found,no-redef,unused-ignore]
         except ImportError:
             _refuse(path, None, "needs tomli to be read with this python", "pip install tomli, or write the rules as JSON")
+    _refuse_dots(text, path)
     try:
         listed = _listed(tomllib.loads(text), path)
     except tomllib.TOMLDecodeError as error:
@@ -196,14 +199,27 @@ def _toml_entries(text: str, path: Path) -> list[_Entry]:
     return [_Entry(value, line) for value, line in zip(listed, lines, strict=True)]
 
 
+_MOST_DOTS = 100
+
+
+def _refuse_dots(text: str, path: Path) -> None:
+    """Refuse a dotted name of very many parts: tomllib's time grows with their square, and no rule has such a name."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.count(".") > _MOST_DOTS and any(name.count(".") > _MOST_DOTS for name in _NAME_ENDS(line)):
+            _refuse(path, number, f"has a name of more than {_MOST_DOTS} parts")
+
+
+_NAME_ENDS = re.compile(r"[=,\[\]{}]").split
+
+
 def _yaml_entries(text: str, path: Path) -> list[_Entry]:
     try:
-        import yaml  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        import yaml
     except ImportError:
         _refuse(path, None, "needs PyYAML to be read", "pip install pyyaml, or write the rules as JSON or TOML")
     try:
-        listed = _listed(yaml.safe_load(text), path)
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root: Any = yaml.compose(text, Loader=yaml.SafeLoader)
+        listed = _listed(_plain(root, path, set()), path)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         _refuse(path, mark and mark.line + 1, f"is no valid YAML: {getattr(error, 'problem', None) or 'malformed'}")
@@ -212,6 +228,40 @@ def _yaml_entries(text: str, path: Path) -> list[_Entry]:
     if isinstance(root.value[0], tuple):
         root = next(value for name, value in root.value if name.value == "rules")
     return [_Entry(value, node.start_mark.line + 1) for value, node in zip(listed, root.value, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class _NoText:
+    """A number, date or the like in YAML; no rule has one, so it is never made (a long number takes for ever)."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _plain(node: Any, path: Path, seen: set[int]) -> Any:
+    """A composed YAML node as lists, dicts and texts. Aliases, by which a few lines make billions of values, are refused."""
+    if node is None:
+        return None
+    line, kind = node.start_mark.line + 1, node.tag.removeprefix(_YAML_TAG)
+    if id(node) in seen:
+        _refuse(path, line, "is used again by an alias", "write it out where it is meant")
+    seen.add(id(node))
+    if kind == "map":
+        pairs = [(_plain(name, path, seen), _plain(value, path, seen)) for name, value in node.value]
+        if any(isinstance(name, list | dict) for name, _ in pairs) or len({*(name for name, _ in pairs)}) != len(pairs):
+            _refuse(path, line, "a name stands in it twice, or is no text")
+        return dict(pairs)
+    if kind == "seq":
+        return [_plain(value, path, seen) for value in node.value]
+    if kind not in _YAML_SCALARS:
+        _refuse(path, line, f"is no valid YAML: it has the tag {printable(node.tag)}")
+    return None if kind == "null" else node.value if kind == "str" else _NoText(node.value)
+
+
+_YAML_TAG = "tag:yaml.org,2002:"
+_YAML_SCALARS = ("str", "null", "bool", "int", "float", "timestamp", "merge", "value")
 
 
 _ENTRIES = {".json": _json_entries, ".toml": _toml_entries, ".yaml": _yaml_entries, ".yml": _yaml_entries}

@@ -209,7 +209,7 @@ class _Scanner:
         if not (is_followed or is_zip(head) or is_tar(head) or head[:1] == b"{"):
             return
         most = in_force()
-        limit = min(most.pickle_bytes, max(most.inflated_free, most.inflated_ratio * stored))
+        limit = min(most.pickle_bytes, max(most.inflated_free, most.pickle_ratio * stored))
         inflated = _inflated(source, offset, stored, limit)
         self.scan(MemorySource(inflated, source.path), where, depth + 1)
         if len(inflated) == limit:
@@ -218,7 +218,8 @@ class _Scanner:
     def _sweep(self, source: Source, where: str, depth: int) -> None:
         """Look at every place of a source at which a pickle, or a record of an archive, may begin."""
         done = 0
-        for start in range(0, source.size, CHUNK):
+        start = _behind_hole(source, 0)
+        while start < source.size:
             window = source.read(start, min(CHUNK + 512, source.size - start))
             for found in _LIKELY.finditer(window):
                 at = start + found.start()
@@ -226,6 +227,7 @@ class _Scanner:
                     continue
                 look = self._local_record if found[0][:2] == b"PK" else self._uncertain
                 done = max(done, look(source, at, where, depth))
+            start = _behind_hole(source, start + CHUNK)
 
     def _uncertain(self, source: Source, at: int, where: str, depth: int) -> int:
         return self._pickle(source, at, where, depth, certain=False)
@@ -325,6 +327,11 @@ def _numpy_end(head: bytes) -> int:
         return 0
     width = 2 if head[6] == 1 else 4
     return 8 + width + int.from_bytes(head[8 : 8 + width], "little")
+
+
+def _behind_hole(source: Source, at: int) -> int:
+    """The first byte from `at` on that is not in a hole of a sparse file, where nothing can begin."""
+    return source.next_data(at) if isinstance(source, FileSource) else at
 
 
 def _inflated(source: Source, offset: int, stored: int, limit: int) -> bytes:

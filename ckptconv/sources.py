@@ -6,6 +6,7 @@ Only this module opens a file to read it (`outputs` those to write). What the by
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 import zlib
@@ -123,6 +124,15 @@ class FileSource:
         whole = bytearray(nbytes)
         self.read_into(offset, memoryview(whole))
         return bytes(whole)
+
+    def next_data(self, offset: int) -> int:
+        """The first byte from `offset` on that lies on the disk and in no hole; the size where there is none."""
+        if offset >= self.size:
+            return self.size
+        try:
+            return os.lseek(self._fd, offset, os.SEEK_DATA)  # reads are positioned, so the place does not matter
+        except OSError as error:
+            return self.size if error.errno == errno.ENXIO else offset
 
     def mappable_path(self) -> str:
         """A path under which another library can map this very file, even if its name is given to another meanwhile."""
@@ -248,6 +258,14 @@ def stays_within(path: Path, folder: Path) -> bool:
     real, home = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
     snapshots = next((parent for parent in home.parents if parent.name == "snapshots"), None)
     return real.is_relative_to(home) or (snapshots is not None and real.is_relative_to(snapshots.parent / "blobs"))
+
+
+def within(path: Path, folder: Path) -> Path:
+    """`path`, a file of a checkpoint of many files; `MalformedCheckpoint` when a link leads from it out of `folder`."""
+    if not stays_within(path, folder):
+        hint = "name the folder that it leads to, or copy the file"
+        raise MalformedCheckpoint("is a link that leads out of the folder", path=path, hint=hint)
+    return path
 
 
 class Spool:

@@ -94,7 +94,7 @@ def _rank_count(node: Node) -> int:
             where="optimizer_state_dict.partition_count",
         )
     count = counts.pop() if counts else -1
-    if count < 1:
+    if not 1 <= count < 1 << 63:
         raise MalformedCheckpoint("is no number of ranks", where="optimizer_state_dict.partition_count")
     if count > (most := in_force().shards):
         where = "optimizer_state_dict.partition_count"

@@ -17,6 +17,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hostile.cases import GENERATED, GENERATOR, GOOD, OUTPUTS, ZEROS, Case, bad
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.badcases
 
 SECONDS = 10.0  # the promise is 2; a slow or busy machine may take longer without being hung
 MEMORY = 200_000_000  # above a program that does nothing
+TORCH = 300_000_000  # torch itself, which doctor imports to ask for a device that it does not know
 TELLING = ("note", "warning")
 
 
@@ -133,11 +135,22 @@ def tensors(path: Path) -> dict:
     return torch.load(path, weights_only=True)
 
 
+def leaves(node: Any) -> Iterator[Any]:
+    """The tensors of a tree of dicts and lists."""
+    if hasattr(node, "resolve_conj"):
+        yield node
+    elif isinstance(node, (dict, list)):
+        for value in node.values() if isinstance(node, dict) else node:
+            yield from leaves(value)
+
+
 def one_tensor(*values: complex) -> Callable[[Path], None]:
+    """Checks that each tensor of an output (there may be one in several parts of it) has these values."""
+
     def check(path: Path) -> None:
-        found = tensors(path)
-        assert len(found) == 1
-        assert next(iter(found.values())).resolve_conj().tolist() == list(values)
+        found = [value.resolve_conj().tolist() for value in leaves(tensors(path))]
+        assert found
+        assert found == [list(values)] * len(found)
 
     return check
 
@@ -378,7 +391,7 @@ def looks(case: Case, given: list[Path]) -> list[tuple[list[object], tuple[int, 
     return commands + ([(["diff", *given, *given], (0, 2))] if len(given) == 1 else [])
 
 
-def assert_only_looked(done: Finished, allowed: tuple[int, ...], idle: int) -> None:
+def assert_only_looked(command: list[object], done: Finished, allowed: tuple[int, ...], idle: int) -> None:
     """What a command that writes nothing may answer: a code that it documents, printable lines, in little time and memory."""
     told = done.err[-3000:] + done.out[-1000:]
     assert done.exit in allowed, told
@@ -386,7 +399,7 @@ def assert_only_looked(done: Finished, allowed: tuple[int, ...], idle: int) -> N
     assert done.err.count("\n") <= 1, done.err[:3000]
     assert (done.out + done.err).replace("\n", "").isprintable()
     assert done.seconds < SECONDS
-    assert done.rss - idle < MEMORY
+    assert done.rss - idle < (TORCH if command[0] == "doctor" else 0) + MEMORY
 
 
 @pytest.mark.parametrize("case", NEIGHBOURS, ids=by_file)
@@ -394,7 +407,7 @@ def test_every_way_of_looking_is_as_safe_as_converting(case, forked, tmp_path, f
     stage = Stage(case, tmp_path)
     for command, allowed in looks(case, stage.given):
         done = forked.run(*command, cwd=stage.cwd, tmp=stage.tmp)
-        assert_only_looked(done, allowed, forked.idle_rss)
+        assert_only_looked(command, done, allowed, forked.idle_rss)
         stage.check()
         figure("looks at hostile files")
 
@@ -419,7 +432,7 @@ def test_every_way_of_looking_at_a_generated_file_is_safe(case, hostile, forked,
     tmp.mkdir()
     for command, allowed in looks(case, [hostile / case.file]):
         done = forked.run(*command, cwd=cwd, tmp=tmp)
-        assert_only_looked(done, allowed, forked.idle_rss)
+        assert_only_looked(command, done, allowed, forked.idle_rss)
         assert [*cwd.iterdir(), *tmp.iterdir()] == []
         figure("looks at hostile files")
 

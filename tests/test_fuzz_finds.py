@@ -13,6 +13,7 @@ from fuzzing.mutations import DOUBLED
 from fuzzing.structures import (
     Pairs,
     call_op,
+    flat_file,
     instance,
     int_op,
     pickled_pairs,
@@ -25,10 +26,18 @@ from fuzzing.structures import (
 from old_torch import Made, Name, blob, legacy, storage, write
 from program import SAMPLES
 
-from ckptconv import CheckpointError, convert_checkpoint, diagnose, load_portable, open_checkpoint
-from ckptconv.errors import MalformedCheckpoint, UnsupportedCheckpoint
+from ckptconv import (
+    CheckpointError,
+    convert_checkpoint,
+    diagnose,
+    diff_checkpoints,
+    load_portable,
+    open_checkpoint,
+    read_key_rules,
+)
+from ckptconv.errors import KeyConflict, MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.inspection import inspect_checkpoint
-from ckptconv.inspection_report import tree_lines
+from ckptconv.inspection_report import inspection_document, tree_lines
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 ORDERED = call_op("collections.OrderedDict")
@@ -92,6 +101,27 @@ def test_a_storage_in_the_tree_is_inspected_by_its_size(tmp_path):
     assert not any("0x" in line for line in lines)
 
 
+def test_keys_with_very_many_wrappers_are_inspected(tmp_path):
+    # A level was shown for each wrapper: RecursionError.
+    header = {"module." * 5000 + "w": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}
+    source = write(tmp_path / "in.safetensors", flat_file(header, b""))
+    with open_checkpoint(source) as opened:
+        found = inspect_checkpoint(opened)
+    json.dumps(inspection_document(found))
+    assert len(list(tree_lines(found.root))) < 100
+    assert diagnose(source).findings
+
+
+def test_dicts_of_very_many_tuple_keys_are_compared(tmp_path):
+    # Each key was told from the others by counting through all before it: minutes for 30,000 of them.
+    keys = b"".join(int_op(index) + b"\x85N" for index in range(30_000))
+    first = checkpoint(tmp_path, tensor(), b"}(" + keys + b"u")
+    second = write(tmp_path / "other.pt", first.read_bytes())
+    assert diff_checkpoints(first, second, whole=True).same
+    other = checkpoint(tmp_path, tensor(), b"}(" + keys + int_op(0) + b"\x85K\1u")
+    assert len(diff_checkpoints(other, second, whole=True).only_a) == 2  # a key and its value
+
+
 # -------------------------------------------------------------------------------------------------------- requires_grad
 
 
@@ -131,6 +161,23 @@ def test_a_parameter_of_ints_from_before_torch_0_4_is_read_without_its_grad(tmp_
     found = oracle.load(tmp_path / "out.pt")["w"]
     assert found.dtype is torch.int64
     assert not found.requires_grad
+
+
+# ---------------------------------------------------------------------------------------------------------------- rules
+
+
+@pytest.mark.parametrize("text", ["a{} = 1", "[a{}]", "[[a{}]]", "rules = [{{a{} = 1}}]", "a{} . b = 1"])
+def test_a_toml_name_of_many_parts_is_refused_before_it_takes_long(text, tmp_path):
+    # tomllib takes time that grows with the square of their number: a minute for a file of 120 kB.
+    write(tmp_path / "rules.toml", text.format(' . "a"' * 60_000).encode())
+    with pytest.raises(KeyConflict, match=r"rules\.toml: line 1: has a name of more than 100 parts"):
+        read_key_rules(tmp_path / "rules.toml")
+
+
+def test_a_toml_line_of_many_rules_is_read(tmp_path):
+    rules = [f'{{rename = {{"a.b.{index}." = "c.{index}."}}}}' for index in range(200)]
+    write(tmp_path / "rules.toml", f"rules = [{', '.join(rules)}]".encode())
+    assert len(read_key_rules(tmp_path / "rules.toml").rules) == 200
 
 
 # -------------------------------------------------------------------------------------------------------------- indexes

@@ -319,9 +319,28 @@ def test_an_opened_checkpoint_keeps_its_limits_for_what_is_done_later(tmp_path):
     assert inspect_checkpoint(checkpoint).tensors == 2
     plan = plan_conversion(checkpoint, tmp_path / "out.pt", Options())
     with limits(depth=20):
-        ckptconv.execute_plan(plan, verify=True)
+        ckptconv.execute_plan(plan)
     checkpoint.close()
     assert torch.equal(torch.load(tmp_path / "out.pt")["model"]["w"], W)
+
+
+def test_an_output_is_read_back_under_the_limits_of_its_plan(tmp_path):
+    deep: Any = 1
+    for _ in range(1500):
+        deep = [deep]
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(20_000)
+    try:
+        torch.save({"model": {"w": W}, "deep": deep}, tmp_path / "in.pt")
+    finally:
+        sys.setrecursionlimit(before)
+    with pytest.raises(LimitExceeded, match="depth=1000"), open_checkpoint(tmp_path / "in.pt") as checkpoint:
+        plan_conversion(checkpoint, tmp_path / "out.pt", Options())
+    with limits(depth=2000):
+        checkpoint = open_checkpoint(tmp_path / "in.pt")
+    with checkpoint:
+        plan = plan_conversion(checkpoint, tmp_path / "out.pt", Options())
+        assert ckptconv.execute_plan(plan, verify=True).verified == 1
 
 
 def test_a_tensor_of_more_dimensions_than_numpy_has_is_refused_for_good(tmp_path):

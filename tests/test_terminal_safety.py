@@ -507,6 +507,38 @@ def test_no_name_in_the_metadata_of_a_dcp_folder_leads_outside(name, tmp_path):
         ckptconv.open_checkpoint(folder)
 
 
+def accelerate_folder(folder: Path) -> str:
+    ckptconv.save_portable({"w": W}, folder / "model.safetensors")
+    saved(folder, "random_states_0.pkl", {"seed": W})
+    saved(folder, "optimizer.bin", {"state": {0: W}, "param_groups": []})
+    return "optimizer.bin"
+
+
+def rank_files(folder: Path) -> str:
+    metadata = {"DCP_VERSION": "1", "DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [0]}})}
+    safetensors_of(folder / "shard-00001-model-00001-of-00001.safetensors", {"__metadata__": metadata, "w": ENTRY})
+    return "shard-00001-model-00001-of-00001.safetensors"
+
+
+@pytest.mark.parametrize("make", [accelerate_folder, rank_files])
+def test_no_file_of_a_folder_is_a_link_that_leads_outside(make, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    name = make(folder)
+    with ckptconv.open_checkpoint(folder) as checkpoint:
+        assert any(torch.Size(ref.shape) == W.shape for _, ref in checkpoint.tensors())
+    inner = folder / "moved"
+    inner.mkdir()
+    shutil.move(folder / name, inner / name)
+    (folder / name).symlink_to(inner / name)
+    ckptconv.open_checkpoint(folder).close()  # a link within the folder is followed
+    shutil.move(inner / name, tmp_path / name)
+    (folder / name).unlink()
+    (folder / name).symlink_to(tmp_path / name)
+    with pytest.raises(CheckpointError, match="is a link that leads out of the folder"):
+        ckptconv.open_checkpoint(folder)
+
+
 @pytest.mark.parametrize("name", ["../x/data.pkl", "/x/data.pkl", "x\\data.pkl", f"{SHORT}/data.pkl"])
 def test_no_record_of_an_archive_has_a_name_that_leads_out(name, tmp_path):
     saved(tmp_path, "in.pt", {"w": W})

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.nodes import Dict, Node
+from ckptconv.sources import within
 
 NAME = "accelerate folder"
 _MODEL = re.compile(r"(?:model|pytorch_model)(?:_(\d+))?\.(?:safetensors|bin)$").match
@@ -34,9 +35,9 @@ def open_accelerate(path: Path, open_file: Callable[[Path], Checkpoint]) -> Chec
     try:
         for item in sorted(path.iterdir(), key=lambda item: (_MODEL(item.name) is None, item.name)):
             if (match := _MODEL(item.name)) is not None:
-                opened.append((f"model_{match[1]}" if match[1] else "model", open_file(item)))
+                opened.append((f"model_{match[1]}" if match[1] else "model", open_file(within(item, path))))
             elif _OTHERS(item.name):
-                opened.append((item.stem, open_file(item)))
+                opened.append((item.stem, open_file(within(item, path))))
     except BaseException:
         for _, checkpoint in opened:
             checkpoint.close()

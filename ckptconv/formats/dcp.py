@@ -15,12 +15,12 @@ from pathlib import Path
 
 from ckptconv.assembly import assembled
 from ckptconv.bounds import in_force
-from ckptconv.checkpoint import Checkpoint
+from ckptconv.checkpoint import Checkpoint, label_text
 from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.formats import dcp_metadata
 from ckptconv.formats.dcp_metadata import Item, Metadata, TensorEntry
 from ckptconv.nodes import Dict, Node, mapping_pairs
-from ckptconv.sources import FilePool, FileSource, PooledSource, RangeSource, Source
+from ckptconv.sources import FilePool, FileSource, PooledSource, RangeSource, Source, within
 from ckptconv.tensors import Shape, TensorRef
 
 NAME = "DCP"
@@ -63,7 +63,7 @@ def open_dcp(path: Path, open_file: PathOpener, open_source: SourceOpener) -> Ch
         root = _tree(metadata, _megatron_paths(metadata) if is_megatron else metadata.paths, fragments, opened)
         nbytes += sum(source.size for source in opened.files.values())
         if is_megatron and (folder / _COMMON).is_file():
-            nbytes += _merge_common(root, open_file(folder / _COMMON), opened)
+            nbytes += _merge_common(root, open_file(within(folder / _COMMON, folder)), opened)
     except BaseException:
         opened.close()
         raise
@@ -238,8 +238,8 @@ class _Nested:
         missing = max(0, label + 1 - len(node))
         self._gaps += max(0, missing - 1)
         if self._gaps > self._most_gaps:
-            what = f"is number {label} of a list of which little else is there"
-            raise LimitExceeded(what, limit="list_gaps", allowed=self._most_gaps, needed=self._gaps)
+            what = f"is number {label_text(label)} of a list of which little else is there"
+            raise LimitExceeded(what, limit="list_gaps", allowed=self._most_gaps, needed=min(self._gaps, 1 << 63))
         node.extend([None] * missing)
         node[label] = value
 

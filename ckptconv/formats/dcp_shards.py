@@ -18,7 +18,7 @@ from ckptconv.assembly import assembled
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.nodes import ORDERED_DICT, Call
-from ckptconv.sources import FilePool, FileSource, Source
+from ckptconv.sources import FilePool, FileSource, Source, within
 from ckptconv.tensors import Shape, TensorRef
 
 NAME = "DCP shards (safetensors)"
@@ -50,7 +50,8 @@ def refuse_one_rank(checkpoint: Checkpoint) -> Checkpoint:
 def open_dcp_shards(path: Path, open_source: Callable[[Source], Checkpoint]) -> Checkpoint:
     """Open a folder of rank files: their headers only. `MalformedCheckpoint` when the chunks of a tensor leave a gap."""
     pool, opened = FilePool(), list[Checkpoint]()
-    sources = [pool.source(file) for file in sorted(path.iterdir()) if _SHARD(file.name)]
+    files = [within(file, path) for file in sorted(path.iterdir()) if _SHARD(file.name)]
+    sources = [pool.source(file) for file in files]
     try:
         opened = [open_source(source) for source in sources]
         parts: Parts = {}

@@ -19,7 +19,7 @@ from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.errors import AmbiguousStateDict, CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.nodes import Dict, Node, mapping_pairs
-from ckptconv.sources import FilePool, FileSource, Source, stays_within
+from ckptconv.sources import FilePool, FileSource, Source, within
 from ckptconv.zero_partitions import RankStates, Weights, entries, read_rank
 
 NAME = "DeepSpeed"
@@ -63,7 +63,7 @@ def open_deepspeed(path: Path, open_source: OpenSource, tag: str | None) -> Chec
         many = len(files.model) + len(files.optim) > in_force().open_files
         source_of = FilePool().source if many else FileSource
         with ExitStack() as opened:
-            checkpoint = _open_step(files, lambda file: _opened(source_of(_inside(file, path)), open_source, opened))
+            checkpoint = _open_step(files, lambda file: _opened(source_of(within(file, path)), open_source, opened))
             opened.pop_all()
     except CheckpointError as error:
         raise error.at(path=folder) from error.__cause__
@@ -82,12 +82,6 @@ def _one_of_many(path: Path, open_source: OpenSource, tag: str | None) -> Checkp
             return checkpoint
     what = "holds the model states of one rank of ZeRO stage 3, and no weights"
     raise UnsupportedCheckpoint(what, path=path, hint=f"name its folder: {printable(path.absolute().parent)}")
-
-
-def _inside(file: Path, folder: Path) -> Path:
-    if not stays_within(file, folder):
-        raise MalformedCheckpoint("is a link that leads out of the folder", path=file, hint="name the folder that it leads to")
-    return file
 
 
 def _opened(source: Source, open_source: OpenSource, opened: ExitStack) -> Checkpoint:

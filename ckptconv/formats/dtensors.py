@@ -83,6 +83,8 @@ class Shard:
 
 def _refuse_many(count: int, what: str) -> None:
     """Raise `LimitExceeded` for a mesh, or a share of a tensor, that takes too long to enumerate."""
+    if count >= 1 << 63:
+        raise MalformedCheckpoint("is a DTensor of more ranks or parts than can be")
     if count > (most := in_force().mesh_ranks):
         raise LimitExceeded(what.format(count), limit="mesh_ranks", allowed=most, needed=count)
 

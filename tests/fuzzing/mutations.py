@@ -119,6 +119,15 @@ def _double(content: bytes, _: bytes, chance: random.Random) -> bytes:
     return content[:stop] + content[start:stop] * chance.choice((1, 1, 2, 8)) + content[stop:]
 
 
+def _amplify(content: bytes, _: bytes, chance: random.Random) -> bytes:
+    """A piece very many times, for what takes time that grows with more than its number."""
+    start, stop = _range(content, chance)
+    return content[:stop] + content[start:stop] * (_AMPLIFIED // (stop - start + 1)) + content[stop:]
+
+
+_AMPLIFIED = 60_000  # bytes, at most about so many of one piece
+
+
 def _move(content: bytes, _: bytes, chance: random.Random) -> bytes:
     start, stop = _range(content, chance)
     rest = content[:start] + content[stop:]
@@ -144,7 +153,7 @@ def _range(content: bytes, chance: random.Random) -> tuple[int, int]:
 
 
 BYTES: tuple[Callable[[bytes, bytes, random.Random], bytes], ...] = (
-    _flip, _flip, _set, _edge, _edge, _truncate, _cut, _double, _move, _splice, _text,
+    _flip, _flip, _set, _edge, _edge, _truncate, _cut, _double, _move, _splice, _text, _amplify,
 )  # fmt: skip
 
 Inside = Callable[[bytes, bytes, random.Random], bytes]
@@ -350,6 +359,8 @@ def value_changed(value: Any, chance: random.Random) -> Any:
                 return {name: item for name, item in value.items() if name != key}
             case 1:
                 return {**value, chance.choice(TEXTS): value[key]}
+            case 2 if chance.random() < 0.2:
+                return {**value, **{f"{key}{index}": value[key] for index in range(500)}}
             case 2:
                 return {chance.choice(TEXTS) if name == key else name: item for name, item in value.items()}
             case _:
@@ -359,6 +370,8 @@ def value_changed(value: Any, chance: random.Random) -> Any:
         match chance.randrange(6):
             case 0:
                 return value[:at] + value[at + 1 :]
+            case 1 if chance.random() < 0.2:
+                return [*value, *[value[at]] * 1000]
             case 1:
                 return [*value, value[at]]
             case _:
@@ -449,6 +462,9 @@ def _ops_changed(ops: list[bytes], foreign: list[bytes], chance: random.Random) 
         case 4:
             first = chance.randrange(len(foreign))
             return ops[:at] + foreign[first : first + chance.choice((1, 3, 10, 30))] + ops[at + chance.choice((0, 1, 5)) :]
+        case 5 if chance.random() < 0.1:
+            piece = ops[at : at + chance.choice((1, 2, 4, 8, 16, 32))]
+            return [*ops[:at], *piece * (_AMPLIFIED // 3 // sum(map(len, piece))), *ops[at:]]
         case 5 if chance.random() < 0.3:
             return [*ops[:at], chance.choice(MONSTERS), *ops[at + chance.choice((0, 1)) :]]
         case 5:

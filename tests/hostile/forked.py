@@ -66,7 +66,7 @@ class Server:
         self.idle_rss = self.run("--version", cwd=folder, tmp=folder).rss
         """The peak memory of a child that does nothing."""
 
-    def run(self, *arguments: object, cwd: Path, tmp: Path, limit: int = 60) -> Finished:
+    def run(self, *arguments: object, cwd: Path, tmp: Path, limit: int = 300) -> Finished:
         """Run a command in `cwd`, with `tmp` for temporary files; it is killed after `limit` seconds by the clock."""
         given = {"argv": [str(part) for part in arguments], "cwd": str(cwd), "tmp": str(tmp), "limit": limit}
         assert self._process.stdin is not None

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 
 from hostile.cases import DOUBLED, Family, bad, beside, entry, one, raw, tensor
 
 FAMILY = Family("Files given to an option")
 RULES, LIKE = "--rules", "--like"
-HAS_YAML = importlib.util.find_spec("yaml") is not None
 
 
 def rules(file: str, expected: str, what: str, text: str | bytes, field: str = "") -> None:
-    """A file of rules or a mapping; in YAML the answer is that PyYAML is missing, where it is."""
+    """A file of rules or a mapping."""
     content = text if isinstance(text, bytes) else text.encode()
-    field = field if HAS_YAML or not file.endswith(".yaml") else "PyYAML"
     FAMILY.add(file, expected, what, lambda: content, field=field, option=RULES)
 
 
@@ -42,7 +39,7 @@ rules(
     bomb(12, "[lol]", NINE).replace("rules: [", "rules: [? [") + "]",
 )
 rules("rules_alias_itself.yaml", "reject", "a list that holds itself", "rules: &a [*a]\n", "line 1")
-rules("rules_alias_rule.yaml", "reject", "a rule whose value is itself", "rules:\n- rename: &a {x: *a}\n", "rename")
+rules("rules_alias_rule.yaml", "reject", "a rule whose value is itself", "rules:\n- rename: &a {x: *a}\n", "line 2")
 rules(
     "rules_runs.yaml",
     "reject",
@@ -117,7 +114,12 @@ rules("mapping_twice.json", "reject", "one key with two names", mapping().replac
 rules("mapping_surrogate.json", "reject", "a name that is half a character", mapping(keys={"w": "\ud800"}))
 rules("mapping_number.json", "reject", "a name that is a number", mapping(keys={"w": 1}))
 rules("mapping_modules.json", "reject", "modules that are a list", mapping(modules=[["a"]]))
-rules("mapping_path.json", "reject", "a part of the file that is not there", mapping(path="../../etc/passwd"))
+rules(
+    "mapping_path.json",
+    "accept",
+    "a part of the file that is not there: its one state dict is taken",
+    mapping(path="../../etc/passwd"),
+)
 rules("mapping_other.json", "reject", "names of keys that the file does not have", mapping(keys={"nope": "v"}))
 rules("mapping_version.json", "reject", "version 2", mapping().replace('"mapping": 1', '"mapping": 2'))
 rules(
@@ -139,12 +141,12 @@ like("like_terminal.pt", "reject", "keys with escapes", lambda: one(tensor(size=
 like(
     "like_keys.txt",
     "reject",
-    "200,000 keys, one of which fits",
-    lambda: "".join(f"layer.{number}.w\n" for number in range(200_000)).encode(),
+    "100,000 keys, one of which fits",
+    lambda: "".join(f"layer.{number}.w\n" for number in range(100_000)).encode(),
 )
 like("like_key_twice.txt", "reject", "one key twice", lambda: b"w\nw\n", "w")
 like("like_key_long.txt", "reject", "a key of 50 MB", lambda: b"w" * 50_000_000)
-like("like_key_lines.txt", "reject", "30 million lines of one letter", lambda: b"w\n" * 30_000_000, "w")
+like("like_key_lines.txt", "reject", "30 million lines of one letter", lambda: b"w\n" * 30_000_000)
 like("like_key_bidi.txt", "reject", "a key with a right-to-left override", lambda: "w\u202e\n".encode())
 like("like_nothing.txt", "reject", "no bytes", lambda: b"")
 like("like_cut.safetensors", "reject", "a header that is cut off", lambda: bad.st(bad.OK16)[:-3])

@@ -2,7 +2,7 @@
 
     PYTHONPATH=.:tests python -m hostile.table          (some minutes)
 
-Each answer is that of a process of its own, which may use 10 s of a processor, 20 s by the clock and 8 GB of address space.
+Each answer is that of a process of its own, which may use 10 s of a processor, 120 s by the clock and 8 GB of address space.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hostile.families import FAMILIES
 from hostile.forked import Server, server
 
 PAGE = ROOT / "docs" / "hostile-files.md"
-CPU, CLOCK, SPACE = 10, 20, 8 << 30
+CPU, CLOCK, SPACE = 10, 120, 8 << 30
 MUCH = 1 << 30  # bytes of memory that are worth a word
 DCP = "DCP folders"
 GENERATED_NAMES = {
@@ -132,7 +132,7 @@ def ckptconv_says(case: Case, given: list[Path], folder: Path, running: Server) 
     cwd.mkdir()
     tmp.mkdir()
     (cwd / GOOD).write_bytes(bad.ckpt(bad.GOOD))
-    done = running.run(*case.arguments(given, f"out{case.outputs[0]}"), cwd=cwd, tmp=tmp)
+    done = running.run(*case.arguments(given, f"out{case.outputs[0]}"), cwd=cwd, tmp=tmp, limit=300)
     if done.exit:
         return f"{done.exit}: `{_message(done.err, case)}`"
     told = [line.split(None, 1)[1] for line in done.err.splitlines()[1:] if line.split()[0] in ("note", "warning", "skipped")]
@@ -212,7 +212,7 @@ Written by `python -m hostile.table` (in `tests/`) with torch {torch} and safete
 behind, the source untouched, under 10 s and 200 MB above a program that does nothing. So are `inspect`, `doctor`,
 `scan` and `diff`.
 
-Each reader is asked in a process of its own with 10 s of processor time, 20 s by the clock and 8 GB of address space. "Hangs"
+Each reader is asked in a process of its own with 10 s of processor time, 120 s by the clock and 8 GB of address space. "Hangs"
 is more than that. "Accepts" says that tensors are returned, not that they are right. DCP folders are given to
 `dcp_to_torch_save`. Where a cell is empty, the library has no reader for such a thing.
 """
