@@ -258,7 +258,8 @@ def test_every_generated_file_is_tested(hostile):
 
 @pytest.mark.parametrize("suffix", OUTPUTS)
 @pytest.mark.parametrize("case", READ, ids=by_file)
-def test_hostile_file(case, suffix, answers, request):
+def test_hostile_file(case, suffix, answers, request, figure):
+    figure("hostile files converted or refused")
     done, source, cwd = answers(case, suffix)
     measured(request, done)
     judge(case, source.name, suffix, done, cwd, OTHERWISE.get((case.file, suffix), case.expected), idle_rss())
