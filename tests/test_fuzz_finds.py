@@ -236,6 +236,14 @@ def test_a_toml_name_of_many_parts_is_refused_before_it_takes_long(text, tmp_pat
         read_key_rules(tmp_path / "rules.toml")
 
 
+def test_a_yaml_name_that_stands_twice_is_refused(tmp_path):
+    # The rules of the first were numbered by the lines of the second: ValueError.
+    pytest.importorskip("yaml")
+    write(tmp_path / "rules.yaml", b"rules:\n- include: a\nrules:\n- include: b\n- include: c\n")
+    with pytest.raises(KeyConflict, match=r"rules\.yaml: "):
+        read_key_rules(tmp_path / "rules.yaml")
+
+
 def test_a_toml_line_of_many_rules_is_read(tmp_path):
     rules = [f'{{rename = {{"a.b.{index}." = "c.{index}."}}}}' for index in range(200)]
     write(tmp_path / "rules.toml", f"rules = [{', '.join(rules)}]".encode())
