@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from ckptconv.cli_options import (
     options_of,
     output_options,
 )
-from ckptconv.terminal import errors_shown, fail, print_json, print_lines, print_summary, progress_shown
+from ckptconv.terminal import errors_shown, fail, fill_closed_streams, print_json, print_lines, print_summary, progress_shown
 
 
 @click.group(
@@ -176,13 +177,14 @@ Examples:
 def doctor(sources: tuple[Path, ...], as_json: bool, **given: Any) -> None:
     """Say why checkpoint IN would not load on this host, or would disappoint, and the command that mends it.
 
-    Exits with 0 when torch.load(weights_only=True) or the safetensors library loads it here, with 1 when not."""
+    Exits with 0 when torch.load(weights_only=True) or the safetensors library loads it here, with 1 when not, with 2 when
+    that cannot be said: no such file, model or device."""
     from ckptconv import diagnosis_report as report
     from ckptconv.diagnosis import diagnose
 
     if given["like"] and given["model"]:
         raise click.UsageError("--like and --model are both given, and the keys can fit one only")
-    with errors_shown(as_json):
+    with errors_shown(as_json, code=2), redirect_stdout(sys.stderr):  # a model that is built may print
         found = diagnose(sources, **given)
     if as_json:
         print_json(report.diagnosis_document(found))
@@ -299,7 +301,8 @@ def _convert(given: dict[str, Any], wrappers: str) -> None:
     with errors_shown(given["as_json"], usage=True):
         options = options_of(given, wrappers)
     with errors_shown(given["as_json"]):
-        options = replace(options, fit_to=key_target_of(given))
+        with redirect_stdout(sys.stderr):  # a model that is built may print
+            options = replace(options, fit_to=key_target_of(given))
         if not given["dry_run"] and options.max_shard_size is None:
             (check_folder if given["to"] == "dcp" else check_output)(output, force=given["force"])
         whole = keeps_modules(output, options)
@@ -345,6 +348,7 @@ def main() -> None:
 
     gc.disable()  # one command and the process ends: a tree of a million nodes is no garbage, and looking costs a tenth
     stop_in_good_order()
+    fill_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a terminal may lack the characters
     try:

@@ -16,7 +16,18 @@ if TYPE_CHECKING:
     from ckptconv.plans import Options
 
 F = TypeVar("F", bound=Callable[..., Any])
-FILE = click.Path(path_type=Path)
+
+
+class _FileName(click.Path):
+    """A path that is not empty: an unset variable of a shell is not the current folder."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("it is empty, and names no file", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+FILE = _FileName(path_type=Path)
 RULE_WORDS = ("strip-prefix", "add-prefix", "rename", "regex", "include", "exclude", "preset")
 PRESETS = ("ddp", "compile", "fsdp", "checkpoint-wrapper", "lightning", "peft", "swa", "timm-ema", "mmengine", "ema-pytorch")
 """The names of `keys.RULE_WORDS` and `key_rules.PRESETS`, here so that a usage error or --help need not import them."""
@@ -93,9 +104,12 @@ def _limit(text: str) -> tuple[str, float]:
     name, equals, value = text.partition("=")
     if not equals:
         raise ValueError(f"--limit is NAME=VALUE, not {text}")
-    if type(getattr(DEFAULTS, name, 0)) is float:
-        return name, float(value)
-    return name, int(value) if value.isascii() and value.isdigit() else parse_size(value)
+    try:
+        if type(getattr(DEFAULTS, name, 0)) is float:
+            return name, float(value)
+        return name, int(value) if value.isascii() and value.isdigit() else parse_size(value)
+    except (CheckpointError, ValueError):
+        raise ValueError(f"--limit {text}: its value is no number and no size such as 4GiB") from None
 
 
 LIMIT = click.option("--limit", metavar="NAME=VALUE", multiple=True, expose_value=False, callback=_limits_set,
@@ -158,7 +172,10 @@ def comparison(given: dict[str, Any]) -> dict[str, Any]:
         raise click.UsageError("--equal-nan goes with --atol or --rtol; without them equal bits are equal, NaN included")
     if given["whole"] and keys != KEEP:
         raise click.UsageError("--whole compares by path; key rules go without it")
-    tolerance = Tolerance(given["atol"] or 0.0, given["rtol"] or 0.0, given["equal_nan"]) if loose else None
+    try:
+        tolerance = Tolerance(given["atol"] or 0.0, given["rtol"] or 0.0, given["equal_nan"]) if loose else None
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
     taken = ("only", "only_b", "tag", "tag_b", "whole", "ignore_dtype", "strict_device")
     return {"keys": keys, "tolerance": tolerance, **{name: given[name] for name in taken}}
 

@@ -50,11 +50,19 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """When two numbers count as equal: |a - b| <= atol + rtol * |b|, as in `torch.isclose`; NaN never, but with `equal_nan`."""
+    """When two numbers count as equal: |a - b| <= atol + rtol * |b|, as in `torch.isclose`; NaN never, but with `equal_nan`.
+
+    Raises `ValueError` for a bound that is negative or no number.
+    """
 
     atol: float = 0.0
     rtol: float = 0.0
     equal_nan: bool = False
+
+    def __post_init__(self) -> None:
+        for bound in (self.atol, self.rtol):
+            if not bound >= 0:
+                raise ValueError(f"a tolerance is 0 or more, not {bound!r}")
 
 
 @dataclass(frozen=True, slots=True)

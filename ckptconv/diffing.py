@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint, StateDict, find, label_text
 from ckptconv.collector import collector_paused
 from ckptconv.comparison import Deviation, Pair, Tolerance, compare_bytes, damaged_storages, deviation
 from ckptconv.encodings import flat
-from ckptconv.errors import CheckpointError, LimitExceeded
+from ckptconv.errors import CheckpointError, KeyConflict, LimitExceeded
 from ckptconv.formats.detect import Named, open_checkpoint
-from ckptconv.key_rules import Select
-from ckptconv.keys import KEEP, STRIP, KeyRules, map_keys
+from ckptconv.keys import KEEP, STRIP, KeyMap, KeyRules, map_keys, refuse_idle
 from ckptconv.nodes import Call, Dict, Global, Node, PersistentId, children, mapping_pairs
 from ckptconv.plain_objects import plain_form, tensor_form
-from ckptconv.tensors import Storage, TensorObject, TensorRef, whole_storage
+from ckptconv.tensors import Storage, TensorObject, TensorRef, view_identity, whole_storage
 from ckptconv.torch_objects import Window
 
 _SHOWN = 60  # characters of a plain value in a report
@@ -100,9 +99,9 @@ def diff_checkpoints(
 
     Values must be the same bit for bit (NaN of the same bits included, -0.0 is not 0.0), or equal within `tolerance`. `only` is
     the path of the part to compare in both, `only_b` that in `b` where it is another. `whole` compares everything in the files,
-    by path. With `ignore_dtype`, tensors of different dtypes are compared as numbers. The globs of `keys` choose keys of both.
-    `tag` and `tag_b` pick the step of a folder of several. Raises `CheckpointError` when one of them cannot be read or holds no
-    single state dict.
+    by path. With `ignore_dtype`, tensors of different dtypes are compared as numbers. The globs of `keys` choose keys of both;
+    a rule that meets no key is an error. `tag` and `tag_b` pick the step of a folder of several. Raises `CheckpointError` when
+    one of them cannot be read or holds no single state dict.
     """
     with open_checkpoint(a, tag=tag) as first, open_checkpoint(b, tag=tag_b) as second:
         found = _Found()
@@ -138,16 +137,33 @@ def _parts(
     """The two nodes to compare."""
     if whole:
         return find(first.root, only[0] or "", first.path), find(second.root, only[1] or "", second.path)
-    globs = KeyRules("keep", rules=tuple(rule for rule in keys.rules if isinstance(rule, Select)))
-    return _renamed(first.state_dict(only[0]), keys, first), _renamed(second.state_dict(only[1]), globs, second)
+    ours, theirs = first.state_dict(only[0]), second.state_dict(only[1])
+    renamed, chosen = _mapped(ours, keys, first), _mapped(theirs, keys.globs, second)
+    _refuse_idle(renamed, chosen, keys, first)
+    return _under(renamed, ours), _under(chosen, theirs)
 
 
-def _renamed(found: StateDict, rules: KeyRules, checkpoint: Checkpoint) -> Dict:
+def _mapped(found: StateDict, rules: KeyRules, checkpoint: Checkpoint) -> KeyMap:
     try:
-        new = map_keys(found.keys, rules).new
+        return map_keys(found.keys, rules)
     except CheckpointError as error:
         raise error.at(path=checkpoint.path) from error.__cause__
-    return Dict([(key, value) for key, value in zip(new, found.values, strict=True) if key is not None])
+
+
+def _refuse_idle(ours: KeyMap, theirs: KeyMap, keys: KeyRules, first: Checkpoint) -> None:
+    """Refuse a rule that meets no key, or a choice that leaves none, on either side: nothing compared is not the same."""
+    try:
+        of_both = {words for rule in keys.globs.rules for words in rule.idle(())}
+        idle = tuple(words for words in ours.idle if words in theirs.idle or words not in of_both)
+        refuse_idle([replace(ours, idle=idle)], keys)
+        if ours.old and not any(key is not None for key in (*ours.new, *theirs.new)):
+            raise KeyConflict(f"no key is left by {keys.leaving}", hint="check the globs")
+    except KeyConflict as error:
+        raise error.at(path=first.path) from error.__cause__
+
+
+def _under(names: KeyMap, found: StateDict) -> Dict:
+    return Dict([(key, value) for key, value in zip(names.new, found.values, strict=True) if key is not None])
 
 
 def _notes(found: _Found) -> Iterator[str]:
@@ -338,17 +354,24 @@ def _compare_values(
 ) -> tuple[list[ValueChange], list[str]]:
     """The tensors whose values differ, and what is damaged of what was read.
 
-    With a tolerance, those that hold NaN are looked at even where all bits are the same.
+    With a tolerance, those that hold NaN are looked at even where all bits are the same. What several keys name is compared
+    once.
     """
-    exact = [number for number, (_, *pair) in enumerate(pairs) if _by_bytes((pair[0], pair[1]), tolerance)]
-    found = compare_bytes([pairs[number][1:] for number in exact])
+    firsts: dict[Hashable, int] = {}
+    stands_for = [
+        firsts.setdefault((view_identity(ours), view_identity(theirs)), at) for at, (_, ours, theirs) in enumerate(pairs)
+    ]
+    exact = [at for at in firsts.values() if _by_bytes(pairs[at][1:], tolerance)]
+    found = compare_bytes([pairs[at][1:] for at in exact])
     same = {number for at, number in enumerate(exact) if at not in found.differing}
-    changes = []
-    for number, (path, ours, theirs) in enumerate(pairs):
-        if number not in same and (change := deviation(ours, theirs, tolerance)) is not None:
-            changes.append(ValueChange(path, change))
+    unlike = {
+        at: change for at in firsts.values() if at not in same and (change := deviation(*pairs[at][1:], tolerance)) is not None
+    }
+    changes = [
+        ValueChange(path, unlike[first]) for first, (path, _, _) in zip(stands_for, pairs, strict=True) if first in unlike
+    ]
     unread = {exact[at] for at in found.unread}
-    return changes, damaged_storages(found, (pairs[at][1:] for at in range(len(pairs)) if at in unread or at not in same))
+    return changes, damaged_storages(found, (pairs[at][1:] for at in firsts.values() if at in unread or at not in same))
 
 
 def _by_bytes(pair: Pair, tolerance: Tolerance | None) -> bool:

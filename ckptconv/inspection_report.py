@@ -7,7 +7,7 @@ from typing import Any
 
 from ckptconv.errors import printable
 from ckptconv.inspection import OPENED_BY_TORCH, Inspection, Part, is_bloated
-from ckptconv.wording import SHOWN, count_text, quoted, size_text, some_text
+from ckptconv.wording import SHOWN, as_argument, count_text, quoted, size_text, some_text
 
 
 def inspection_lines(found: Inspection) -> Iterator[tuple[str, str]]:
@@ -101,7 +101,7 @@ def verdict(found: Inspection) -> tuple[bool, str]:
     if not reasons:
         return True, "opens anywhere as it is"
     hopeless = any(not odd.has_plain_form for odd in found.odd_objects)
-    files = " ".join(map(quoted, found.named or (found.path,)))
+    files = " ".join(quoted(as_argument(path)) for path in found.named or (found.path,))
     command = f"ckptconv convert {files} OUT.pt" + (" --unknown drop" if hopeless else "")
     return False, f"will not open everywhere: {'; '.join(reasons)}. Mend it: {command}"
 

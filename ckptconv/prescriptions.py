@@ -16,6 +16,7 @@ from ckptconv.keys import KeyRules
 from ckptconv.planning import plan_conversion
 from ckptconv.plans import Options
 from ckptconv.settling import Unknown
+from ckptconv.wording import as_argument
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +80,8 @@ def workable(mend: Mend, checkpoint: Checkpoint, target: KeyTarget | None = None
 
 def command(mend: Mend, paths: Sequence[Path]) -> str:
     """The command line, ready for a POSIX shell."""
-    words = ["ckptconv", "convert", *map(str, paths), str(output_beside(paths[0], mend.suffix or ".pt")), *mend.arguments()]
-    return " ".join(map(quote, words))
+    files = map(as_argument, (*paths, output_beside(paths[0], mend.suffix or ".pt")))
+    return " ".join(map(quote, ("ckptconv", "convert", *files, *mend.arguments())))
 
 
 def output_beside(path: Path, suffix: str) -> Path:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
+import json
 import os
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,15 +27,23 @@ from ckptconv.formats.torch_tar import is_tar
 from ckptconv.sources import CHUNK, FileSource, MemorySource, RangeSource, Source
 from ckptconv.threats import LEVELS, Level, judge
 from ckptconv.tracing import Trace, trace_pickle
+from ckptconv.wording import count_text
 
 _WINDOWS = (512, 1 << 16, 1 << 20, 1 << 24, 1 << 27, 1 << 30)
 """How much of a stream is read, in turn, until its pickle has ended or is seen to be none."""
 _BEGINS = re.compile(rb"\x80[\0-\5]").match
 _LIKELY = re.compile(rb"\x80[\0-\5]|[ci][A-Za-z_][\w.]{0,100}\n[A-Za-z_][\w.]{0,100}\n|PK\x03\x04")
 _TAIL = 22 + 0xFFFF  # bytes in which the end record of a zip archive lies
+_LZMA = re.compile(rb"\x5d\0\0..\xff{8}", re.DOTALL).match  # the older container of lzma, which has no magic of its own
 _NUMPY = b"\x93NUMPY"
-_SERIALIZED = re.compile(rb'":serialized:"\s*:\s*"([A-Za-z0-9+/=\\n]*)"')
-"""The pickles in the JSON of stable-baselines3 (common/save_util.py), which its `load` gives to cloudpickle."""
+_SERIALIZED = re.compile(
+    rb'"%s"\s*:\s*("[^"\\]*(?:\\.[^"\\]*)*")' % b"".join(rb"(?:%c|\\u00(?i:%02x))" % (byte, byte) for byte in b":serialized:"),
+    re.DOTALL,
+)
+"""The pickles in the JSON of stable-baselines3 (common/save_util.py), which its `load` gives to cloudpickle.
+
+Any character of a JSON text may be escaped, and `base64.b64decode` passes over what is no base64.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,25 +97,38 @@ class Scan:
 def scan_checkpoint(path: str | os.PathLike[str]) -> Scan:
     """Scan a file, or all files in a folder and the folders in it; links to folders are not followed.
 
-    Raises `CheckpointError` where `path` itself cannot be read; a file of a folder that cannot be is a finding.
+    Raises `CheckpointError` where `path` itself cannot be read; what cannot be of the things in a folder is a finding.
     """
     root = Path(path)
     if not root.is_dir():
         return Scan(str(root), (_scan_file(root),))
-    return Scan(str(root), tuple(_scan_listed(file) for file in _files(root)))
+    closed: list[ScannedFile] = []
+
+    def note(error: OSError) -> None:
+        what = f"cannot be listed: {error.strerror}"
+        if error.filename == str(root):
+            raise UnsupportedCheckpoint(what, path=root) from error
+        closed.append(_unread(error.filename, what))
+
+    files = [_scan_listed(file) for file in _files(root, note)]
+    return Scan(str(root), (*files, *closed))
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    for base, folders, names in os.walk(folder):
+def _files(folder: Path, note: Callable[[OSError], None]) -> Iterator[Path]:
+    for base, folders, names in os.walk(folder, onerror=note):
         folders.sort()
         yield from (Path(base, name) for name in sorted(names))
+
+
+def _unread(path: str, why: str) -> ScannedFile:
+    return ScannedFile(path, "unread", 0, (Finding("", "", "unknown", why, 0),))
 
 
 def _scan_listed(path: Path) -> ScannedFile:
     try:
         return _scan_file(path)
     except CheckpointError as error:
-        return ScannedFile(str(path), "unread", 0, (Finding("", "", "unknown", str(error.what), 0),))
+        return _unread(str(path), error.what)
 
 
 def _scan_file(path: Path) -> ScannedFile:
@@ -194,11 +216,13 @@ class _Scanner:
     def _no_pickle(self, source: Source, head: bytes, where: str, depth: int) -> str:
         if is_safetensors(head):
             return "safetensors"
-        if head.startswith(b"{"):
+        if _may_be_json(head):
             self._json(source, where, depth)
         packed = next((item for item in STRANGERS if item.hint and head[item.at :].startswith(item.magic)), None)
         if packed is not None and "unpack" in (packed.hint or ""):
             self._odd(where, f"{packed.what}: what is in it was not looked at")
+        elif _is_zlib(head) or _LZMA(head):
+            self._odd(where, "looks compressed by zlib or lzma, as joblib does it: what is in it was not looked at")
         return "no pickle"
 
     def _json(self, source: Source, where: str, depth: int) -> None:
@@ -208,12 +232,14 @@ class _Scanner:
         if source.size > most:
             self._odd(where, f"is a text of more than {most} bytes; what is behind was not looked at", most)
         if found:
-            reason = f"{len(found)} pickles as base64 text, which stable-baselines3 executes when it loads the file"
+            reason = (
+                f"{count_text(len(found), 'pickle')} as base64 text, which stable-baselines3 executes when it loads the file"
+            )
             self._odd(where, reason)
         inner = _Scanner(self._room)
         for number, encoded in enumerate(found):
             with contextlib.suppress(binascii.Error):
-                raw = base64.b64decode(encoded.replace(b"\\n", b""))
+                raw = base64.b64decode(_unescaped(encoded))
                 inner.scan(MemorySource(raw, source.path), f"{where}<serialized {number}>", depth + 1)
         self.pickles += inner.pickles
         self.findings += [_as_function(finding) for finding in inner.findings]
@@ -227,8 +253,9 @@ class _Scanner:
         try:
             records = read_directory(source)
         except CheckpointError as error:
-            reason = f"its directory was not followed, for {error.what}; all of it was searched"
-            self.findings.append(Finding(where, "", "plain", reason, 0))
+            self._odd(
+                where, f"its directory was not followed, for it {error.what}; what is stored or deflated in it was searched"
+            )
             self._sweep(source, where, depth)
             return "zip without a directory to follow"
         for name, record in records.items():
@@ -244,7 +271,7 @@ class _Scanner:
         head = _inflated(source, offset, stored, _WINDOWS[0])
         trace = trace_pickle(head[_numpy_end(head) :])
         is_followed = trace.end or trace.cut or trace.stopped or trace.names or trace.alarms
-        if not (is_followed or is_zip(head) or is_tar(head) or head[:1] == b"{"):
+        if not (is_followed or is_zip(head) or is_tar(head) or _may_be_json(head)):
             return
         is_pickle = not (is_zip(head) or is_tar(head) or head[:1] == b"{")
         inflated, cut = self._room.inflate(source, offset, stored, pickle=is_pickle)
@@ -354,6 +381,27 @@ def _as_function(finding: Finding) -> Finding:
     if not finding.name.startswith("cloudpickle."):
         return finding
     return replace(finding, level="unknown", reason="makes functions out of byte code that stands in the pickle")
+
+
+def _may_be_json(head: bytes) -> bool:
+    """Whether a text that begins so may be a JSON object; blanks may stand before it."""
+    return head.lstrip(b" \t\r\n")[:1] in (b"{", b"")
+
+
+def _unescaped(text: bytes) -> bytes:
+    """A JSON text in its quotes, as it is meant; as it stands, where it is none."""
+    with contextlib.suppress(ValueError):
+        return str(json.loads(text, strict=False)).encode(errors="replace")
+    return text
+
+
+def _is_zlib(head: bytes) -> bool:
+    """Whether something begins as a zlib stream (RFC 1950) with a window of 32 KiB, and inflates."""
+    if len(head) < 8 or head[0] != 0x78 or head[1] & 0x20 or int.from_bytes(head[:2], "big") % 31:
+        return False
+    with contextlib.suppress(zlib.error):
+        return bool(zlib.decompressobj().decompress(head, 512))
+    return False
 
 
 def _is_likely(stream: bytes, trace: Trace) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,20 @@ if TYPE_CHECKING:
     from ckptconv.plans import ConversionPlan
 
 _PROGRESS_FROM = 100_000_000  # bytes; a smaller copy is done before a bar is read
+
+
+def fill_closed_streams() -> None:
+    """Take the numbers of standard streams that are closed, which a checkpoint would get otherwise, and so what is printed.
+
+    On a standard output that is closed nothing can be printed, which is an error; messages go nowhere.
+    """
+    for number, mode in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, mode)  # gets the lowest number that is free
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 @contextmanager

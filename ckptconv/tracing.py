@@ -74,6 +74,8 @@ class _Broken(Exception):
     """An opcode that no unpickler knows."""
 
 
+_MARK = 8
+"""What a mark takes on a stack: an empty list, as much memory as so many values."""
 _OTHER: Any = object()
 """A value that does not matter here: a number, a container, the result of a call."""
 
@@ -87,6 +89,7 @@ class _Tracer:
         self._frame_end = 0
         self._stack: list[Any] = []
         self._marks: list[list[Any]] = []
+        self._under = 0  # values below the last mark, a mark being worth eight
         self._memo: dict[int, Any] = {}
 
     def run(self) -> None:
@@ -102,7 +105,7 @@ class _Tracer:
             if (step := steps.get(opcode)) is None:
                 raise _Broken(f"holds the unknown opcode 0x{opcode:02x} at byte {self._at - 1}")
             step(self)
-            if len(self._stack) > most or len(self._memo) > most:
+            if len(self._stack) + self._under > most or len(self._memo) > most:
                 raise _TooMany(f"has more than {most} values side by side (--limit scanned_values={2 * most} looks further)")
         raise _Cut
 
@@ -158,18 +161,20 @@ class _Tracer:
         self.python2_text(codecs.escape_decode(self.line().strip()[1:-1])[0])
 
     def mark(self) -> None:
+        self._under += len(self._stack) + _MARK
         self._marks.append(self._stack)
         self._stack = []
 
     def to_mark(self) -> list[Any]:
         items, self._stack = self._stack, self._marks.pop()
+        self._under -= len(self._stack) + _MARK
         return items
 
     def pop(self) -> None:
         if self._stack:
             self._stack.pop()
         else:
-            self._stack = self._marks.pop()
+            self.to_mark()
 
     def replace(self, count: int, value: Any) -> None:
         """The last `count` values replaced by one."""

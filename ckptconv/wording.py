@@ -30,6 +30,15 @@ def count_text(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
+def as_argument(path: object) -> str:
+    """A path as an argument that is not taken for an option.
+
+    >>> as_argument("model.pt"), as_argument("-model.pt")
+    ('model.pt', './-model.pt')
+    """
+    return f"./{path}" if str(path).startswith("-") else str(path)
+
+
 def quoted(name: str) -> str:
     """A name as a word of a command for a shell, escaped where it cannot be shown."""
     from shlex import quote

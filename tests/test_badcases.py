@@ -380,7 +380,7 @@ def test_neighbour(case, suffix, forked, tmp_path, request, figure):
 def looks(case: Case, given: list[Path]) -> list[tuple[list[object], tuple[int, ...]]]:
     """The commands that look at a case and write nothing, and the exit codes that each may have."""
     if case.option == "--like":
-        return [(["inspect", *given], (0, 1)), (["doctor", GOOD, "--like", *given], (0, 1)), (["scan", *given], (0, 1, 2))]
+        return [(["inspect", *given], (0, 1)), (["doctor", GOOD, "--like", *given], (0, 1, 2)), (["scan", *given], (0, 1, 2))]
     if case.option:
         return [(["diff", GOOD, GOOD, "--rules", *given], (0, 1, 2)), (["scan", *given], (0, 1, 2))]
     commands: list[tuple[list[object], tuple[int, ...]]] = [
@@ -413,7 +413,13 @@ def test_every_way_of_looking_is_as_safe_as_converting(case, forked, tmp_path, f
         figure("looks at hostile files")
 
 
-RUNNING = [case for case in NEIGHBOURS if re.search("exec|runs", case.file) and case.option != "--rules"]
+WITHOUT_A_PAYLOAD = ("exec_set_state_of_tensor.pt", "exec_append_to_tensor.pt", "exec_storage_class.pt", "exec_next_buffer.pt")
+"""Files that misuse opcodes on what any checkpoint names; there is nothing in them that could be called."""
+RUNNING = [
+    case
+    for case in NEIGHBOURS
+    if re.search("exec|runs", case.file) and case.option != "--rules" and case.file not in WITHOUT_A_PAYLOAD
+]
 
 
 @pytest.mark.parametrize("case", RUNNING, ids=by_file)

@@ -827,6 +827,37 @@ def test_an_output_that_takes_nothing_is_one_line(arguments, tmp_path):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_no_traceback_and_no_checkpoint_gets_their_numbers(closed, tmp_path):
+    def shell(*arguments: object) -> subprocess.CompletedProcess[str]:
+        command = f"{shlex.join([*PROGRAM, *map(str, arguments)])} {closed}"
+        return subprocess.run(["/bin/sh", "-c", command], cwd=tmp_path, env=environment(), capture_output=True, text=True)
+
+    done = shell("convert", TRAIN, "out.pt")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "Traceback" not in done.stderr
+    assert ckptconv("diff", TRAIN, "out.pt", "--keys", "strip", "--quiet", cwd=tmp_path).exit == 0
+    done = shell("inspect", TRAIN)
+    assert done.returncode == (1 if ">&-" in closed.split() else 0), "what cannot be printed is an error"
+    assert done.stderr == ("error: cannot print the result: Bad file descriptor\n" if closed == ">&-" else "")
+
+
+@pytest.mark.parametrize("arguments", [("convert", "", "out.pt"), ("convert", TRAIN, ""), ("scan", ""), ("diff", TRAIN, ""),
+                                       ("inspect", ""), ("doctor", TRAIN, "--like", "")])  # fmt: skip
+def test_an_empty_name_is_not_the_current_folder(arguments, tmp_path):
+    shutil.copy(TRAIN, tmp_path / "pytorch_model.bin")
+    assert "it is empty, and names no file" in assert_one_error(run(*arguments, cwd=tmp_path), code=2)
+
+
+def test_a_name_like_an_option_can_be_mended(tmp_path):
+    shutil.copy(DDP, tmp_path / "-q.pt")
+    mend = json.loads(run("doctor", "--json", "--", "-q.pt", cwd=tmp_path).out)["findings"][0]["command"]
+    assert shlex.split(mend)[2:] == ["./-q.pt", "./-q-portable.pt"]
+    ckptconv(*shlex.split(mend)[1:], cwd=tmp_path)
+    ckptconv("doctor", "--", "-q-portable.pt", cwd=tmp_path)
+    assert "ckptconv convert ./-q.pt OUT.pt" in ckptconv("inspect", "--", "-q.pt", cwd=tmp_path).out
+
+
 def test_a_reader_that_goes_away_is_no_error(tmp_path):
     command = shlex.join([*PROGRAM, "inspect", str(TRAIN), "--depth", "9", "--json"])
     done = subprocess.run(

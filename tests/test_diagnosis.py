@@ -25,7 +25,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from program import ROOT, SAMPLES, environment, run
+from program import ROOT, SAMPLES, assert_one_error, environment, run
 from safetensors.torch import save_file
 
 from ckptconv import CheckpointError, Diagnosis, Finding, diagnose, open_checkpoint
@@ -735,6 +735,21 @@ def test_the_program_takes_a_model(net, tmp_path):
 # ------------------------------------------------------------------------------------------------------------ the program
 
 
+def test_what_a_model_prints_does_not_get_into_the_document(tmp_path):
+    lines = ("import torch", "print('imported')", "def build():", "    print('built')", "    return torch.nn.Linear(2, 2)")
+    (tmp_path / "talking.py").write_text("\n".join(lines))
+    saved(tmp_path, torch.nn.Linear(2, 2).state_dict())
+    for command in (("doctor", "model.pt"), ("convert", "model.pt", "out.pt", "--dry-run")):
+        done = run(*command, "--json", "--model", "talking:build", cwd=tmp_path)
+        assert done.json() and "built" in done.err
+
+
+@pytest.mark.parametrize("asked", [("--model", "nowhere:build"), ("--like", "nowhere.pt"), ("--device", "nowhere")])
+def test_what_cannot_be_asked_is_not_answered(asked, tmp_path):
+    saved(tmp_path, {"w": torch.ones(2)})
+    assert_one_error(run("doctor", "model.pt", *asked, cwd=tmp_path), code=2)
+
+
 @no_gpu
 def test_a_command_that_mends_two_findings_is_printed_once(tmp_path):
     with oracle.tagged(lambda _: "cuda:3"):
@@ -787,7 +802,7 @@ def test_the_findings_are_one_json_document(tmp_path):
 
 def test_a_missing_file_is_an_error_line(tmp_path):
     done = run("doctor", "missing.pt", cwd=tmp_path)
-    assert (done.exit, done.out) == (1, "")
+    assert (done.exit, done.out) == (2, "")
     assert done.err.startswith("error: missing.pt: no such file")
 
 

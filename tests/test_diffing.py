@@ -189,6 +189,28 @@ def test_a_ddp_file_is_compared_with_its_bare_one(tmp_path):
     )
 
 
+def test_a_rule_that_meets_no_key_does_not_make_files_the_same(tmp_path):
+    one = saved(tmp_path, "a.pt", {"fc.weight": torch.zeros(3), "extra": torch.ones(1)})
+    other = saved(tmp_path, "b.pt", {"fc.weight": torch.ones(3), "more": torch.ones(1)})
+    for options in (
+        ("--include", "fc_*"), ("--include", "fc*", "--include", "cf*"), ("--exclude", "x*"), ("--strip-prefix", "net."),
+        ("--rename", "fc.bias=b"), ("--preset", "peft"),
+    ):  # fmt: skip
+        assert "matches no key" in assert_one_error(run("diff", one, other, *options, cwd=tmp_path), code=2), options
+    for options in (("--exclude", "*"), ("--include", "extra", "--exclude", "extra")):
+        assert "no key is left" in assert_one_error(run("diff", one, other, *options, cwd=tmp_path), code=2), options
+    for glob, only in (("extra", ("extra",)), ("more", ())):  # a glob may meet keys of one side only
+        assert diff_checkpoints(one, other, keys=KeyRules("keep", include=(glob,))).only_a == only
+    assert run("diff", one, other, "--keys", "strip", cwd=tmp_path).exit == 1, "no wrapper is no error"
+
+
+@pytest.mark.parametrize("bounds", [(NAN, 0.0), (0.0, NAN), (-1.0, 0.0)])
+def test_a_tolerance_that_is_none_is_refused(bounds, tmp_path):
+    with pytest.raises(ValueError, match="a tolerance is 0 or more"):
+        Tolerance(*bounds)
+    assert_one_error(run("diff", DDP, DDP, "--atol", str(bounds[0]), "--rtol", str(bounds[1]), cwd=tmp_path), code=2)
+
+
 def test_corpus_files_are_the_same_as_their_conversions(corpus, tmp_path):
     count = 0
     for path in sorted((corpus / "files").glob("*.p*t*")):

@@ -49,7 +49,7 @@ EMPTY = {"formats.__init__"}
 
 TERMINAL_MODULES = {"cli", "cli_options", "terminal"}
 TORCH_MODULES = {"devices", "loading", "saving", "fitting", "dcp_output", "named_models"}
-FILE_MODULES = {"sources", "outputs", "staging"}
+FILE_MODULES = {"sources", "outputs", "staging", "terminal"}  # terminal: the null device, where a standard stream is closed
 
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): ast.parse(path.read_text(), str(path))

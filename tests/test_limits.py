@@ -421,10 +421,10 @@ def test_scan_takes_limits(tmp_path, capsys, monkeypatch):
     ("value", "said"),
     [
         ("nothing", "--limit is NAME=VALUE"),
-        ("depth=", "is no size"),
-        ("depth=few", "is no size"),
+        ("depth=", "--limit depth=: its value is no number"),
+        ("depth=few", "--limit depth=few: its value is no number"),
         ("depth=0", "must be more than 0"),
-        ("regex_seconds=long", "could not convert"),
+        ("regex_seconds=long", "its value is no number"),
         ("deepth=3", "there is no limit 'deepth'"),
         ("dimensions=65", "64 at most"),
         ("\x1b[31m=1", r"there is no limit '\x1b[31m'"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import errno
 import functools
 import io
 import json
+import lzma
 import operator
 import os
 import pickle
@@ -308,6 +310,58 @@ def test_the_base64_pickles_of_stable_baselines3_are_looked_into(compression, tm
     assert level(tmp_path, serialized(call("cloudpickle.cloudpickle", "_make_function"), compression), "agent.zip") == "unknown"
     assert level(tmp_path, serialized(b"no pickle", compression), "agent.zip") == "unknown"
     assert level(tmp_path, b'{"policy_class": {":type:": "x"}}', "data.json") == "plain"
+
+
+B64 = base64.b64encode(BAD).decode()
+AGENTS = {
+    "blanks before it": (" \n" * 400 + '{"a": {":serialized:": "', B64, '"}}'),
+    "an escaped name": (r'{"a": {":serialize\u0064\u003A": "', B64, '"}}'),
+    "an escaped character": ('{"a": {":serialized:": "', f"\\u{ord(B64[0]):04x}{B64[1:]}", '"}}'),
+    "no base64 between": ('{"a": {":serialized:": "', rf"{B64[:9]}!é\"\t{B64[9:]}", '"}}'),
+    "broken off": ('{"a": {":serialized:": "', B64, '"'),
+}
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_a_json_text_is_read_as_its_loader_would(agent, tmp_path):
+    text = "".join(AGENTS[agent]).encode()
+    assert level(tmp_path, text, "data.json") == "dangerous"
+    assert level(tmp_path, zipped({"data": text}), "agent.zip") == "dangerous"
+    assert level(tmp_path, zipped({"data": text}, zipfile.ZIP_DEFLATED), "agent.zip") == "dangerous"
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_an_archive_whose_compression_is_not_read_is_not_plain(compression, tmp_path):
+    path = written(tmp_path, zipped({"data.pkl": BAD}, compression), "packed.zip")
+    assert [finding.level for finding in scan_checkpoint(path).files[0].findings] == ["unknown"]
+    assert run("scan", path, "--strict", cwd=tmp_path).exit == 1
+
+
+@pytest.mark.parametrize("packed", [zlib.compress(BAD), zlib.compress(BAD, 1), lzma.compress(BAD, lzma.FORMAT_ALONE)])
+def test_what_joblib_packs_is_not_plain(packed, tmp_path):
+    assert level(tmp_path, packed, "model.joblib") == "unknown"
+
+
+def test_numbers_that_begin_as_zlib_and_lzma_do_are_plain(tmp_path):
+    for value in (0x0178, 0x9C78, 0xDA78, 0x5D):
+        torch.save({"n": torch.full((9,), value)}, tmp_path / "n.pt")
+        assert scan_checkpoint(tmp_path / "n.pt").level == "plain"
+
+
+def test_a_folder_that_cannot_be_listed_is_not_plain(tmp_path, monkeypatch):
+    (tmp_path / "closed").mkdir()
+    listed = os.scandir
+
+    def scandir(path):
+        if str(path).endswith("closed"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert [file.kind for file in scan_checkpoint(tmp_path).files] == ["unread"]
+    assert scan_checkpoint(tmp_path).level == "unknown"
+    with pytest.raises(CheckpointError, match="cannot be listed: Permission denied"):
+        scan_checkpoint(tmp_path / "closed")
 
 
 @given(st.binary(max_size=200), st.integers(0, 200))

@@ -150,6 +150,7 @@ STRANGERS: tuple[Stranger, ...] = (
     Stranger(0, b"\x1f\x8b", "is gzip-compressed", "unpack it first: gunzip"),
     Stranger(0, b"BZh", "is bzip2-compressed", "unpack it first: bunzip2"),
     Stranger(0, b"\xfd7zXZ\0", "is xz-compressed", "unpack it first: unxz"),
+    Stranger(0, b"\x04\x22\x4d\x18", "is lz4-compressed", "unpack it first: unlz4"),
     Stranger(0, b"\x28\xb5\x2f\xfd", "is zstd-compressed", "unpack it first: unzstd"),
     Stranger(0, b"7z\xbc\xaf\x27\x1c", "is a 7z archive", "unpack it first"),
     Stranger(0, b"Rar!", "is a rar archive", "unpack it first"),
