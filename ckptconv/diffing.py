@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckptconv.bounds import in_force
@@ -22,7 +22,7 @@ from ckptconv.formats.detect import Named, open_checkpoint
 from ckptconv.keys import KEEP, STRIP, KeyMap, KeyRules, map_keys, refuse_idle
 from ckptconv.nodes import Call, Dict, Global, Node, PersistentId, children, mapping_pairs
 from ckptconv.plain_objects import plain_form, tensor_form
-from ckptconv.tensors import Storage, TensorObject, TensorRef, whole_storage
+from ckptconv.tensors import Storage, TensorObject, TensorRef, view_identity, whole_storage
 from ckptconv.torch_objects import Window
 
 _SHOWN = 60  # characters of a plain value in a report
@@ -354,17 +354,24 @@ def _compare_values(
 ) -> tuple[list[ValueChange], list[str]]:
     """The tensors whose values differ, and what is damaged of what was read.
 
-    With a tolerance, those that hold NaN are looked at even where all bits are the same.
+    With a tolerance, those that hold NaN are looked at even where all bits are the same. What several keys name is compared
+    once.
     """
-    exact = [number for number, (_, *pair) in enumerate(pairs) if _by_bytes((pair[0], pair[1]), tolerance)]
-    found = compare_bytes([pairs[number][1:] for number in exact])
+    firsts: dict[Hashable, int] = {}
+    stands_for = [
+        firsts.setdefault((view_identity(ours), view_identity(theirs)), at) for at, (_, ours, theirs) in enumerate(pairs)
+    ]
+    exact = [at for at in firsts.values() if _by_bytes(pairs[at][1:], tolerance)]
+    found = compare_bytes([pairs[at][1:] for at in exact])
     same = {number for at, number in enumerate(exact) if at not in found.differing}
-    changes = []
-    for number, (path, ours, theirs) in enumerate(pairs):
-        if number not in same and (change := deviation(ours, theirs, tolerance)) is not None:
-            changes.append(ValueChange(path, change))
+    unlike = {
+        at: change for at in firsts.values() if at not in same and (change := deviation(*pairs[at][1:], tolerance)) is not None
+    }
+    changes = [
+        ValueChange(path, unlike[first]) for first, (path, _, _) in zip(stands_for, pairs, strict=True) if first in unlike
+    ]
     unread = {exact[at] for at in found.unread}
-    return changes, damaged_storages(found, (pairs[at][1:] for at in range(len(pairs)) if at in unread or at not in same))
+    return changes, damaged_storages(found, (pairs[at][1:] for at in firsts.values() if at in unread or at not in same))
 
 
 def _by_bytes(pair: Pair, tolerance: Tolerance | None) -> bool:

@@ -22,7 +22,7 @@ from ckptconv.plans import ConversionPlan, Options, PlannedFile, Target
 from ckptconv.renaming import excluded, map_state_dict, refuse_nothing_left, renamed_keys, with_filled
 from ckptconv.settling import Skipped
 from ckptconv.sharding import index_path, index_text, shard_paths, split
-from ckptconv.tensors import TensorRef, expanded
+from ckptconv.tensors import TensorRef, expanded, view_identity
 
 Kept = tuple[str, TensorRef, DType]
 """A tensor of a flat output: its key, itself, and the type to write it in."""
@@ -51,7 +51,7 @@ def plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Options
     metadata: dict[str, str] = {}
     if to == "safetensors":
         metadata = {**_metadata(checkpoint, dict(named), tied, options), **recipes_text(flattened.recipes)}
-    group = _same_view if to == "safetensors" else _same_storage
+    group = view_identity if to == "safetensors" else _same_storage
     files, index = _split(output, kept, lambda part: _lay_out(to, part, metadata, tied, options), options.max_shard_size, group)
     if len(files) > 1:
         refuse_split(flattened)
@@ -128,13 +128,6 @@ def _same_storage(ref: TensorRef) -> Hashable:
     return id(ref.storage) if ref.is_view else id(ref)
 
 
-def _same_view(ref: TensorRef) -> Hashable:
-    """What the names of one tensor have in common. Other views of its storage are written out, each by itself."""
-    if not ref.is_view:
-        return id(ref)
-    return id(ref.storage), ref.storage_offset, ref.shape, ref.stride, ref.dtype, ref.conj, ref.neg
-
-
 def _planned(path: Path, part: Sequence[Kept], lay_out: Callable[[Sequence[Kept]], Layout]) -> PlannedFile:
     return PlannedFile(path, lay_out(part), lambda: iter([(key, ref) for key, ref, _ in part]))
 
@@ -156,7 +149,7 @@ def _tied_names(named: Sequence[tuple[str, TensorRef]], checkpoint: Checkpoint) 
     views: dict[Hashable, list[str]] = {}
     for key, ref in named:
         if ref.numel:
-            views.setdefault(_same_view(ref), []).append(key)
+            views.setdefault(view_identity(ref), []).append(key)
     aliases = _aliases(checkpoint)
     taken = {"format", "device", *(name for name in checkpoint.metadata if name not in aliases)}
     return {name: names[0] for names in map(sorted, views.values()) for name in names[1:] if name not in taken}

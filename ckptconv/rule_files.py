@@ -14,6 +14,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -213,12 +214,12 @@ _NAME_ENDS = re.compile(r"[=,\[\]{}]").split
 
 def _yaml_entries(text: str, path: Path) -> list[_Entry]:
     try:
-        import yaml  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        import yaml
     except ImportError:
         _refuse(path, None, "needs PyYAML to be read", "pip install pyyaml, or write the rules as JSON or TOML")
     try:
-        listed = _listed(yaml.safe_load(text), path)
         root: Any = yaml.compose(text, Loader=yaml.SafeLoader)
+        listed = _listed(_plain(root, path, set()), path)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         _refuse(path, mark and mark.line + 1, f"is no valid YAML: {getattr(error, 'problem', None) or 'malformed'}")
@@ -227,6 +228,40 @@ def _yaml_entries(text: str, path: Path) -> list[_Entry]:
     if isinstance(root.value[0], tuple):
         root = next(value for name, value in root.value if name.value == "rules")
     return [_Entry(value, node.start_mark.line + 1) for value, node in zip(listed, root.value, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class _NoText:
+    """A number, date or the like in YAML; no rule has one, so it is never made (a long number takes for ever)."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _plain(node: Any, path: Path, seen: set[int]) -> Any:
+    """A composed YAML node as lists, dicts and texts. Aliases, by which a few lines make billions of values, are refused."""
+    if node is None:
+        return None
+    line, kind = node.start_mark.line + 1, node.tag.removeprefix(_YAML_TAG)
+    if id(node) in seen:
+        _refuse(path, line, "is used again by an alias", "write it out where it is meant")
+    seen.add(id(node))
+    if kind == "map":
+        pairs = [(_plain(name, path, seen), _plain(value, path, seen)) for name, value in node.value]
+        if any(isinstance(name, list | dict) for name, _ in pairs) or len({*(name for name, _ in pairs)}) != len(pairs):
+            _refuse(path, line, "a name stands in it twice, or is no text")
+        return dict(pairs)
+    if kind == "seq":
+        return [_plain(value, path, seen) for value in node.value]
+    if kind not in _YAML_SCALARS:
+        _refuse(path, line, f"is no valid YAML: it has the tag {printable(node.tag)}")
+    return None if kind == "null" else node.value if kind == "str" else _NoText(node.value)
+
+
+_YAML_TAG = "tag:yaml.org,2002:"
+_YAML_SCALARS = ("str", "null", "bool", "int", "float", "timestamp", "merge", "value")
 
 
 _ENTRIES = {".json": _json_entries, ".toml": _toml_entries, ".yaml": _yaml_entries, ".yml": _yaml_entries}

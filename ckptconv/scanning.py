@@ -137,7 +137,7 @@ def _scan_file(path: Path) -> ScannedFile:
         source = FileSource(path)
     except ValueError as error:
         raise UnsupportedCheckpoint("is no file name", path=path) from error
-    scanner = _Scanner()
+    scanner = _Scanner(_Room(source.size))
     try:
         kind = scanner.scan(source, "", 0)
     finally:
@@ -146,12 +146,50 @@ def _scan_file(path: Path) -> ScannedFile:
     return ScannedFile(str(path), kind, scanner.pickles, tuple(findings))
 
 
+@dataclass(slots=True)
+class _Room:
+    """How much more work a file of `size` bytes may make: what it has inflated to, and what was followed for nothing.
+
+    Records of a broken archive may lie in each other, and pickles may seem to begin anywhere: of a small file that is made to,
+    each look would take as long as the last.
+    """
+
+    size: int
+    inflated: int = 0
+    inflated_pickles: int = 0
+    followed: int = 0
+    is_used_up: bool = False
+
+    def inflate(self, source: Source, offset: int, stored: int, *, pickle: bool) -> tuple[bytes, bool]:
+        """What a deflated run of `stored` bytes inflates to, as far as there is room; and whether that is not all."""
+        most = in_force()
+        free, ratio = (most.pickle_free, most.pickle_ratio) if pickle else (most.inflated_free, most.pickle_ratio)
+        left = max(free, ratio * self.size) - (self.inflated_pickles if pickle else self.inflated)
+        limit = min(most.pickle_bytes, max(free, ratio * stored), left)
+        found = _inflated(source, offset, stored, limit) if limit > 0 else b""
+        if pickle:
+            self.inflated_pickles += len(found)
+        else:
+            self.inflated += len(found)
+        return found, len(found) >= limit
+
+    @property
+    def is_searched(self) -> bool:
+        """Whether so much was followed for nothing that the search ends."""
+        return self.followed > max(_FOLLOWED_FREE, self.size // _FOLLOWED_PART)
+
+
+_FOLLOWED_FREE = 1 << 20  # bytes of opcodes; random bytes break after a few
+_FOLLOWED_PART = 64
+
+
 class _Scanner:
     """What has been found in one file so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, room: _Room) -> None:
         self.findings: list[Finding] = []
         self.pickles = 0
+        self._room = room
 
     def scan(self, source: Source, where: str, depth: int) -> str:
         """Look into a source for whatever it is; says what that is."""
@@ -201,7 +239,7 @@ class _Scanner:
         if found:
             count = count_text(len(found), "pickle")
             self._odd(where, f"{count} as base64 text, which stable-baselines3 executes when it loads the file")
-        inner = _Scanner()
+        inner = _Scanner(self._room)
         for number, encoded in enumerate(found):
             with contextlib.suppress(binascii.Error):
                 raw = base64.b64decode(_unescaped(encoded))
@@ -243,12 +281,13 @@ class _Scanner:
         is_followed = trace.end or trace.cut or trace.stopped or trace.names or trace.alarms
         if not (is_followed or is_zip(head) or is_tar(head) or _may_be_json(head)):
             return
-        most = in_force()
-        limit = min(most.pickle_bytes, max(most.inflated_free, most.pickle_ratio * stored))
-        inflated = _inflated(source, offset, stored, limit)
-        self.scan(MemorySource(inflated, source.path), where, depth + 1)
-        if len(inflated) == limit:
-            self._odd(where, f"inflates to more than {limit} bytes; what is behind was not looked at")
+        is_pickle = not (is_zip(head) or is_tar(head) or _may_be_json(head))
+        inflated, cut = self._room.inflate(source, offset, stored, pickle=is_pickle)
+        if inflated:
+            self.scan(MemorySource(inflated, source.path), where, depth + 1)
+        if cut and (inflated or not self._room.is_used_up):
+            self._odd(where, f"inflates to more than {len(inflated)} bytes; what is behind was not looked at")
+        self._room.is_used_up |= not inflated
 
     def _sweep(self, source: Source, where: str, depth: int) -> None:
         """Look at every place of a source at which a pickle, or a record of an archive, may begin."""
@@ -260,6 +299,9 @@ class _Scanner:
                 at = start + found.start()
                 if at < done or found.start() >= CHUNK:
                     continue
+                if self._room.is_searched:
+                    self._odd(where, "holds too many places at which a pickle seems to begin; the rest was not looked at", at)
+                    return
                 look = self._local_record if found[0][:2] == b"PK" else self._uncertain
                 done = max(done, look(source, at, where, depth))
             start = _behind_hole(source, start + CHUNK)
@@ -306,6 +348,7 @@ class _Scanner:
         for window in _WINDOWS:
             stream = source.read(start, min(window, source.size - start))
             trace = trace_pickle(stream)
+            self._room.followed += 0 if trace.end or certain else trace.reached
             if not trace.cut or len(stream) == source.size - start:
                 break
         named = self._judged(trace, where, start)

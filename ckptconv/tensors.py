@@ -6,7 +6,7 @@ several. Both are checked against each other when they are made, and trusted aft
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -134,6 +134,14 @@ class TensorObject:
     tensor: TensorRef
     cls: Any = None
     state: Any = None
+
+
+def view_identity(ref: TensorRef) -> Hashable:
+    """What the names of one tensor have in common: tensors with the same have the same values. Of one put together from
+    pieces, only itself has it."""
+    if not ref.is_view:
+        return id(ref)
+    return id(ref.storage), ref.storage_offset, ref.shape, ref.stride, ref.dtype, ref.conj, ref.neg
 
 
 def contiguous_stride(shape: Shape) -> Shape:

@@ -34,13 +34,14 @@ class Trace:
     """What a stream says: the globals that it names (and the byte where first), bytes in it, and what is odd about it.
 
     `end` is the byte behind its STOP; where it has none, `broken` says why, `cut` is True where the bytes given just ended,
-    and `stopped` where a limit was met.
+    and `stopped` where a limit was met. `reached` is how far it was followed.
     """
 
     names: dict[Named, int] = field(default_factory=dict)
     constants: list[bytes] = field(default_factory=list)
     alarms: list[Alarm] = field(default_factory=list)
     end: int = 0
+    reached: int = 0
     broken: str | None = None
     cut: bool = False
     stopped: bool = False
@@ -57,6 +58,7 @@ def trace_pickle(stream: bytes, start: int = 0) -> Trace:
         tracer.trace.broken, tracer.trace.stopped = str(error), True
     except (_Broken, IndexError, KeyError, ValueError, UnicodeError, OverflowError) as error:
         tracer.trace.broken = str(error) if type(error) is _Broken else "takes what is not there"
+    tracer.trace.reached = tracer.reached
     return tracer.trace
 
 
@@ -72,6 +74,8 @@ class _Broken(Exception):
     """An opcode that no unpickler knows."""
 
 
+_MARK = 8
+"""What a mark takes on a stack: an empty list, as much memory as so many values."""
 _OTHER: Any = object()
 """A value that does not matter here: a number, a container, the result of a call."""
 
@@ -85,6 +89,7 @@ class _Tracer:
         self._frame_end = 0
         self._stack: list[Any] = []
         self._marks: list[list[Any]] = []
+        self._under = 0  # values below the last mark, a mark being worth eight
         self._memo: dict[int, Any] = {}
 
     def run(self) -> None:
@@ -100,9 +105,14 @@ class _Tracer:
             if (step := steps.get(opcode)) is None:
                 raise _Broken(f"holds the unknown opcode 0x{opcode:02x} at byte {self._at - 1}")
             step(self)
-            if len(self._stack) > most or len(self._memo) > most:
+            if len(self._stack) + self._under > most or len(self._memo) > most:
                 raise _TooMany(f"has more than {most} values side by side (--limit scanned_values={2 * most} looks further)")
         raise _Cut
+
+    @property
+    def reached(self) -> int:
+        """The byte behind the last opcode that was followed."""
+        return min(self._at, len(self._stream))
 
     # Arguments of opcodes.
 
@@ -151,18 +161,20 @@ class _Tracer:
         self.python2_text(codecs.escape_decode(self.line().strip()[1:-1])[0])
 
     def mark(self) -> None:
+        self._under += len(self._stack) + _MARK
         self._marks.append(self._stack)
         self._stack = []
 
     def to_mark(self) -> list[Any]:
         items, self._stack = self._stack, self._marks.pop()
+        self._under -= len(self._stack) + _MARK
         return items
 
     def pop(self) -> None:
         if self._stack:
             self._stack.pop()
         else:
-            self._stack = self._marks.pop()
+            self.to_mark()
 
     def replace(self, count: int, value: Any) -> None:
         """The last `count` values replaced by one."""

@@ -258,7 +258,8 @@ def test_every_generated_file_is_tested(hostile):
 
 @pytest.mark.parametrize("suffix", OUTPUTS)
 @pytest.mark.parametrize("case", READ, ids=by_file)
-def test_hostile_file(case, suffix, answers, request):
+def test_hostile_file(case, suffix, answers, request, figure):
+    figure("hostile files converted or refused")
     done, source, cwd = answers(case, suffix)
     measured(request, done)
     judge(case, source.name, suffix, done, cwd, OTHERWISE.get((case.file, suffix), case.expected), idle_rss())
@@ -412,7 +413,13 @@ def test_every_way_of_looking_is_as_safe_as_converting(case, forked, tmp_path, f
         figure("looks at hostile files")
 
 
-RUNNING = [case for case in NEIGHBOURS if re.search("exec|runs", case.file) and case.option != "--rules"]
+WITHOUT_A_PAYLOAD = ("exec_set_state_of_tensor.pt", "exec_append_to_tensor.pt", "exec_storage_class.pt", "exec_next_buffer.pt")
+"""Files that misuse opcodes on what any checkpoint names; there is nothing in them that could be called."""
+RUNNING = [
+    case
+    for case in NEIGHBOURS
+    if re.search("exec|runs", case.file) and case.option != "--rules" and case.file not in WITHOUT_A_PAYLOAD
+]
 
 
 @pytest.mark.parametrize("case", RUNNING, ids=by_file)

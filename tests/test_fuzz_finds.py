@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import struct
+import zlib
 from pathlib import Path
 
 import oracle
@@ -22,6 +24,7 @@ from fuzzing.structures import (
     text_op,
     torch_zip,
     tuple_op,
+    zipped,
 )
 from old_torch import Made, Name, blob, legacy, storage, write
 from program import SAMPLES
@@ -34,8 +37,9 @@ from ckptconv import (
     load_portable,
     open_checkpoint,
     read_key_rules,
+    scan_checkpoint,
 )
-from ckptconv.errors import KeyConflict, MalformedCheckpoint, UnsupportedCheckpoint
+from ckptconv.errors import KeyConflict, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.inspection import inspect_checkpoint
 from ckptconv.inspection_report import inspection_document, tree_lines
 
@@ -163,6 +167,64 @@ def test_a_parameter_of_ints_from_before_torch_0_4_is_read_without_its_grad(tmp_
     assert not found.requires_grad
 
 
+# ----------------------------------------------------------------------------------------- archives in archives, scanning
+
+
+def archives_of_archives(folder: Path) -> Path:
+    """A file of 22 kB with 90,000 pickles in it."""
+    inner = zipped([(str(index), pickle.dumps({"w": index}), 0) for index in range(900)])
+    middle = zipped([(str(index), inner, 8) for index in range(100)])
+    return write(folder / "in.zip", zipped([("middle", middle, 8)]))
+
+
+def test_the_members_of_archives_in_an_archive_are_counted_together(tmp_path):
+    # Each archive was held against the limit by itself, and all of them were looked into: 3 s, and as many as one likes.
+    source = archives_of_archives(tmp_path)
+    with pytest.raises(LimitExceeded, match=r"of 10\d\d members.*zip_members") as caught:
+        open_checkpoint(source)
+    assert caught.value.limit == "zip_members"
+
+
+def test_archives_in_an_archive_inflate_to_no_more_than_one_may(tmp_path):
+    # Each had its 16 MB that are never questioned.
+    inner = zipped([("x", bytes(15_000_000), 8)])
+    write(tmp_path / "in.zip", zipped([(str(index), inner, 0) for index in range(3)]))
+    with pytest.raises(LimitExceeded, match="claim to inflate to"):
+        open_checkpoint(tmp_path / "in.zip")
+
+
+def test_a_few_archives_in_an_archive_are_still_opened(tmp_path):
+    inner = zipped([("a.pt", torch_zip(b"\x80\x02}" + text_op("w") + tensor() + b"s."), 8)])
+    write(tmp_path / "in.zip", zipped([("b.zip", inner, 8), ("c.zip", inner, 0)]))
+    with open_checkpoint(tmp_path / "in.zip") as opened:
+        assert [path for path, _ in opened.tensors()] == ["b.zip.a.pt.w", "c.zip.a.pt.w"]
+
+
+EXECUTES = b"\x80\x02cposix\nsystem\n(" + text_op("true") + b"tR."
+
+
+@pytest.mark.parametrize("piece", [b"\x80\x02", b"\x80\x02N0", b"\x80\x04\x95" + bytes(8)])
+@pytest.mark.parametrize("begin", [b"PK\3\4", bytes(257) + b"ustar" + bytes(250)], ids=["broken zip", "tar"])
+def test_places_where_pickles_seem_to_begin_are_followed_within_bounds(begin, piece, tmp_path):
+    # Each was followed to the end of the file: 15 s for 16 kB, and growing with the square of the size.
+    source = write(tmp_path / "in.pt", begin + EXECUTES + piece * (400_000 // len(piece)))
+    scan = scan_checkpoint(source)
+    assert any("posix.system" in finding.name for finding in scan.files[0].findings)
+    assert any("the rest was not looked at" in finding.reason for finding in scan.files[0].findings)
+
+
+@pytest.mark.parametrize("count", [1, 500])
+def test_records_of_a_broken_archive_that_lie_in_each_other_inflate_within_bounds(count, tmp_path):
+    # Each was inflated to 16 MB and followed: 12 s for one, 16 kB, and as often as there are headers.
+    deflate = zlib.compressobj(9, zlib.DEFLATED, -15)
+    stream = deflate.compress(b"\x80\x02" + b"N0" * (8 << 20)) + deflate.flush()
+    headers = [
+        struct.pack("<4s5H3I2H", b"PK\3\4", 20, 0, 8, 0, 0, 0, 0, 0, 30 * (count - index - 1), 0) for index in range(count)
+    ]
+    scan = scan_checkpoint(write(tmp_path / "in.zip", b"".join(headers) + stream))
+    assert any("was not looked at" in finding.reason for finding in scan.files[0].findings)
+
+
 # ---------------------------------------------------------------------------------------------------------------- rules
 
 
@@ -172,6 +234,14 @@ def test_a_toml_name_of_many_parts_is_refused_before_it_takes_long(text, tmp_pat
     write(tmp_path / "rules.toml", text.format(' . "a"' * 60_000).encode())
     with pytest.raises(KeyConflict, match=r"rules\.toml: line 1: has a name of more than 100 parts"):
         read_key_rules(tmp_path / "rules.toml")
+
+
+def test_a_yaml_name_that_stands_twice_is_refused(tmp_path):
+    # The rules of the first were numbered by the lines of the second: ValueError.
+    pytest.importorskip("yaml")
+    write(tmp_path / "rules.yaml", b"rules:\n- include: a\nrules:\n- include: b\n- include: c\n")
+    with pytest.raises(KeyConflict, match=r"rules\.yaml: "):
+        read_key_rules(tmp_path / "rules.yaml")
 
 
 def test_a_toml_line_of_many_rules_is_read(tmp_path):

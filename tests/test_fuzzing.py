@@ -43,22 +43,24 @@ def told(hunt: Hunt) -> str:
 # ---------------------------------------------------------------------------------------------------------------- hunts
 
 
-def test_mutated_files_are_converted_right_or_refused(seeds, work, tmp_path):
+def test_mutated_files_are_converted_right_or_refused(seeds, work, tmp_path, figure):
     hunt = Hunt(seeds, work, tmp_path / "finds", seed=NUMBER, workers=1, mode="mutations")
     hunt.run(300, cases=60)
     assert not hunt.tally.signatures, told(hunt)
     assert sum(hunt.tally.executions.values()) == 60
+    figure("executions fuzzed", 60)
     assert len(hunt.tally.executions) > 12
     assert sum(hunt.tally.accepted.values()) > 15
     assert hunt.tally.compared > 0
 
 
 @pytest.mark.parametrize("number", range(len(STRUCTURES)), ids=sorted(STRUCTURES))
-def test_made_up_files_are_converted_right_or_refused(number, work):
+def test_made_up_files_are_converted_right_or_refused(number, work, figure):
     import torch  # by name: a step that imports it would take its time for the file's
 
     assert torch
     verdicts = [run(trial, work) for _, trial in structures(number, NUMBER, 15)]
+    figure("executions fuzzed", len(verdicts))
     assert [find for verdict in verdicts for find in verdict.finds] == []
     assert any(verdict.accepted for verdict in verdicts)
     assert any(verdict.refused for verdict in verdicts)

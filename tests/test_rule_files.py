@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import sys
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,7 +15,6 @@ from ckptconv.errors import KeyConflict
 from ckptconv.keys import RULE_WORDS
 
 DDP = SAMPLES / "ddp_cuda3.pt"
-HAS_YAML = importlib.util.find_spec("yaml") is not None
 WORDS = [
     ("strip-prefix", "features."),
     ("regex", r"^(\d)\.=>f\1."),
@@ -54,8 +53,7 @@ rules:
     - '*.running_var'
 """
 FILES = {"rules.json": JSON, "list.json": json.dumps(json.loads(JSON)["rules"]), "rules.toml": TOML}
-if HAS_YAML:
-    FILES |= {"rules.yaml": YAML, "rules.yml": YAML}
+FILES |= {"rules.yaml": YAML, "rules.yml": YAML}
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -117,14 +115,15 @@ WRONG = {
         '{"mapping": 1, "state_dicts": [{"path": "", "keys": {"a": "c", "a": "d"}, "left_out": [], "modules": {}}]}',
         "a name stands in it twice",
     ),
+    "no_rule.yaml": ("rules:\n- add-prefix: x.\n\n- strip-prefx: y.\n", "line 4: strip-prefx: there is no rule"),
+    "broken.yaml": ("rules:\n- {exclude: [x\n", "is no valid YAML"),
+    "object.yaml": ("rules:\n- !!python/object/apply:os.system [true]\n", "line 2: is no valid YAML: it has the tag"),
+    "empty.yaml": ("", "has no list of rules"),
+    "alias.yaml": ("a: &a [x]\nrules:\n- exclude: *a\n", "line 1: is used again by an alias"),
+    "twice.yaml": ("rules:\n- rename: {a: b, a: c}\n", "line 2: a name stands in it twice"),
+    "number.yaml": ("rules:\n- add-prefix: 1\n", "line 2: add-prefix: its value is no text"),
+    "numbers.yaml": ("rules:\n- 1: 2\n", "line 2: 1: its value is no text"),
 }  # fmt: skip
-if HAS_YAML:
-    WRONG |= {
-        "no_rule.yaml": ("rules:\n- add-prefix: x.\n\n- strip-prefx: y.\n", "line 4: strip-prefx: there is no rule"),
-        "broken.yaml": ("rules:\n- {exclude: [x\n", "is no valid YAML"),
-        "object.yaml": ("rules:\n- !!python/object/apply:os.system [true]\n", "is no valid YAML"),
-        "empty.yaml": ("", "has no list of rules"),
-    }
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -140,8 +139,8 @@ def test_what_is_wrong_in_a_file_is_told_with_its_line_and_name(name, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-@pytest.mark.skipif(HAS_YAML, reason="PyYAML is installed here")
-def test_yaml_without_pyyaml_says_what_to_do(tmp_path):
+def test_yaml_without_pyyaml_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "yaml", None)
     (tmp_path / "rules.yaml").write_text(YAML)
     with pytest.raises(KeyConflict, match=r"needs PyYAML.*as JSON or TOML"):
         read_key_rules(tmp_path / "rules.yaml")

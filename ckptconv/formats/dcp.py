@@ -57,10 +57,10 @@ def open_dcp(path: Path, open_file: PathOpener, open_source: SourceOpener) -> Ch
     opened = _Opened(folder, open_source)
     try:
         metadata, nbytes = _read_index(folder)
-        _refuse_shared_bytes(folder, metadata)
         is_megatron = metadata.is_megatron or ((folder / _COMMON).is_file() and (folder / _MEGATRON).is_file())
         fragments = _flat_fragments(metadata) if is_megatron else set()
         root = _tree(metadata, _megatron_paths(metadata) if is_megatron else metadata.paths, fragments, opened)
+        _refuse_shared_bytes(folder, metadata)
         nbytes += sum(source.size for source in opened.files.values())
         if is_megatron and (folder / _COMMON).is_file():
             nbytes += _merge_common(root, open_file(within(folder / _COMMON, folder)), opened)

@@ -6,6 +6,8 @@ A member is opened as a file within the file: in place where it is stored, throu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
 
 from ckptconv import archives
 from ckptconv.archives import Record
@@ -20,6 +22,18 @@ _NOT_THESE = ("/data.pkl", "model.json")
 _UNCHECKED = ("torch legacy", "torch tar", "pickle", "safetensors")
 
 
+@dataclass(slots=True)
+class _Outer:
+    """The outermost archive of `size` bytes: how many members were met in it so far, and what they claim to inflate to."""
+
+    size: int
+    members: int = 0
+    inflated: int = 0
+
+
+_OUTER: ContextVar[_Outer | None] = ContextVar("outermost archive", default=None)
+
+
 def may_hold_checkpoints(records: Mapping[str, Record]) -> bool:
     """Whether an archive with these records is looked into: it is none of torch's own."""
     return not any(name.endswith(_NOT_THESE) for name in records)
@@ -29,11 +43,13 @@ def open_zip_members(source: Source, records: Mapping[str, Record], opener: Call
     """Open every member that is a checkpoint, by content; the tree is a dict of them by name, the others are left out.
 
     Raises `UnsupportedCheckpoint` when none is one, `LimitExceeded` when there are too many or the members claim to inflate
-    without measure.
+    without measure, those of archives that are members themselves counted in.
     """
-    _refuse_many(source, records)
-    _refuse_bombs(source, records)
+    outer = _OUTER.get() or _Outer(source.size)
+    _refuse_many(source, records, outer)
+    _refuse_bombs(source, records, outer)
     spool = Spool()
+    before = _OUTER.set(outer)
     try:
         inners = {name: _member_source(source, record, spool) for name, record in records.items()}
         opened = {name: _open_member(name, inner, opener) for name, inner in inners.items()}
@@ -44,6 +60,8 @@ def open_zip_members(source: Source, records: Mapping[str, Record], opener: Call
     except BaseException:
         spool.close()
         raise
+    finally:
+        _OUTER.reset(before)
     return Checkpoint(
         path=source.path,
         format=NAME,
@@ -82,13 +100,14 @@ def _notes(records: Mapping[str, Record], found: Mapping[str, Checkpoint]) -> It
         yield f"{len(left)} members are no checkpoints and are left out: {printable(', '.join(left))}"
 
 
-def _refuse_many(source: Source, records: Mapping[str, Record]) -> None:
-    if (count := len(records)) > (most := in_force().zip_members):
+def _refuse_many(source: Source, records: Mapping[str, Record], outer: _Outer) -> None:
+    outer.members += len(records)
+    if (count := outer.members) > (most := in_force().zip_members):
         what = f"is a zip archive without a data.pkl, so not one that torch.save wrote, and of {count} members"
         advice = "unpack it and name the file that is meant"
         raise LimitExceeded(what, limit="zip_members", allowed=most, needed=count, path=source.path, advice=advice)
 
 
-def _refuse_bombs(source: Source, records: Mapping[str, Record]) -> None:
-    inflated = sum(record.size for record in records.values() if record.deflated)
-    refuse_bomb(f"its members claim to inflate to {inflated} bytes", source.size, inflated, source.path)
+def _refuse_bombs(source: Source, records: Mapping[str, Record], outer: _Outer) -> None:
+    outer.inflated += sum(record.size for record in records.values() if record.deflated)
+    refuse_bomb(f"its members claim to inflate to {outer.inflated} bytes", outer.size, outer.inflated, source.path)

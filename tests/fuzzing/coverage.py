@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from fuzzing.inputs import Seed, Trial
+from fuzzing.mutations import damaged
 
 _LONGEST = 64_000
 
@@ -95,44 +96,56 @@ def trial_of(data: bytes) -> Trial:
 
 def hunt_by_coverage(atheris: Any, seeds: Sequence[Seed], work: Path, finds: Path, *, seed: int, seconds: float) -> None:
     """Run until the time is over; ends the process with 1 when anything was found."""
-    from fuzzing.hunt import Tally, save_find
-    from fuzzing.mutations import damaged
-    from fuzzing.trial import limit_address_space, run
+    from fuzzing.trial import limit_address_space
 
-    tally, begin = Tally(), time.monotonic()
-    folder, inputs = work / "trial", work / "corpus"
-    folder.mkdir()
-    inputs.mkdir()
-    lenders = [one for one in corpus(seeds) if len(one) <= _LONGEST]
-    for index, one in enumerate(lenders):
-        (inputs / str(index)).write_bytes(one)
     limit_address_space()
+    hunt = _Hunt(atheris, seeds, work, finds, seed, seconds)
+    options = [f"-seed={seed % (1 << 32) or 1}", f"-max_len={_LONGEST}", "-rss_limit_mb=4096", "-print_final_stats=1"]
+    atheris.Setup([sys.argv[0], *options, str(hunt.inputs)], hunt.try_one, custom_mutator=hunt.change)
+    atheris.Fuzz()
 
-    def try_one(data: bytes) -> None:
-        verdict = run(trial_of(data), folder)
+
+class _Hunt:
+    """What atheris calls: one trial, and one change of an input."""
+
+    def __init__(self, atheris: Any, seeds: Sequence[Seed], work: Path, finds: Path, seed: int, seconds: float) -> None:
+        from fuzzing.hunt import Tally
+
+        self.tally, self.begin = Tally(), time.monotonic()
+        self.atheris, self.work, self.finds, self.seed, self.seconds = atheris, work, finds, seed, seconds
+        self.folder, self.inputs = work / "trial", work / "corpus"
+        self.folder.mkdir()
+        self.inputs.mkdir()
+        self.lenders = [one for one in corpus(seeds) if len(one) <= _LONGEST]
+        for index, one in enumerate(self.lenders):
+            (self.inputs / str(index)).write_bytes(one)
+
+    def try_one(self, data: bytes) -> None:
+        from fuzzing.hunt import save_find
+        from fuzzing.trial import run
+
+        verdict = run(trial_of(data), self.folder)
         target = "covered " + (KINDS[data[0] % len(KINDS)][0] if data else "")
-        tally.executions[target] += 1
-        tally.accepted[target] += verdict.accepted
+        self.tally.count(target, verdict)
         for find in verdict.finds:
-            tally.wrong[target] += 1
-            tally.signatures[find.signature] += 1
-            if tally.signatures[find.signature] == 1:
-                place = save_find(finds, f"coverage-{seed}-{sum(tally.executions.values())}", trial_of(data), find)
+            if self.tally.is_new(target, find):
+                name = f"coverage-{self.seed}-{sum(self.tally.executions.values())}"
+                place = save_find(self.finds, name, trial_of(data), find)
                 print(f"found: {find.signature}: {find.step}: {find.what[:200]} → {place}", flush=True)
-        if time.monotonic() - begin > seconds:
-            print("\n".join(tally.lines(time.monotonic() - begin)), flush=True)
-            shutil.rmtree(work, ignore_errors=True)
-            os._exit(1 if tally.signatures else 0)  # atheris knows no other end
+        if time.monotonic() - self.begin > self.seconds:
+            self.end()
 
-    def change(data: bytes, largest: int, number: int) -> bytes:
+    def end(self) -> None:
+        """Tell what was found and end the process: atheris knows no other end."""
+        print("\n".join(self.tally.lines(time.monotonic() - self.begin)), flush=True)
+        shutil.rmtree(self.work, ignore_errors=True)
+        os._exit(1 if self.tally.signatures else 0)
+
+    def change(self, data: bytes, largest: int, number: int) -> bytes:
         chance = random.Random(number)
         if chance.random() < 0.5:
-            return bytes(atheris.Mutate(data, largest))
-        return (data[:1] + damaged(data[1:], chance.choice(lenders)[1:], chance))[:largest]
-
-    options = [f"-seed={seed % (1 << 32) or 1}", f"-max_len={_LONGEST}", "-rss_limit_mb=4096", "-print_final_stats=1"]
-    atheris.Setup([sys.argv[0], *options, str(inputs)], try_one, custom_mutator=change)
-    atheris.Fuzz()
+            return bytes(self.atheris.Mutate(data, largest))
+        return (data[:1] + damaged(data[1:], chance.choice(self.lenders)[1:], chance))[:largest]
 
 
 def instrumented() -> ModuleType:

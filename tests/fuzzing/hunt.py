@@ -26,7 +26,7 @@ from fuzzing.inputs import Seed, Trial
 from fuzzing.mutations import mutate
 from fuzzing.trial import Find, Verdict, forbid_execution, limit_address_space, run
 
-HANGS = 40.0
+HANGS = 60.0
 """Seconds without a word after which a process is killed; within itself it stops each step by its CPU time."""
 _SAVED = 3  # finds of one signature that are saved
 _TELL = 120.0  # seconds between two lines that say how far it is
@@ -53,6 +53,17 @@ class Tally:
     wrong: Counter[str] = field(default_factory=Counter)
     signatures: Counter[str] = field(default_factory=Counter)
     compared: int = 0
+
+    def count(self, target: str, verdict: Verdict) -> None:
+        """Count a trial and its outputs."""
+        self.executions[target] += 1
+        self.accepted[target] += verdict.accepted
+
+    def is_new(self, target: str, find: Find) -> bool:
+        """Count a find; whether there were few of its signature before."""
+        self.wrong[target] += 1
+        self.signatures[find.signature] += 1
+        return self.signatures[find.signature] <= _SAVED
 
     def lines(self, seconds: float) -> Iterator[str]:
         total = sum(self.executions.values())
@@ -179,8 +190,7 @@ class Hunt:
     def _count(self, worker: _Worker, verdict: Verdict, compared: int) -> None:
         assert worker.running is not None
         number, target, trial = worker.running
-        self.tally.executions[target] += 1
-        self.tally.accepted[target] += verdict.accepted
+        self.tally.count(target, verdict)
         self.tally.compared += compared
         for find in verdict.finds:
             self._found(number, target, trial, find)
@@ -190,15 +200,12 @@ class Hunt:
         if worker.running is None:
             raise RuntimeError(f"a worker {what} between two cases")
         number, target, trial = worker.running
-        self.tally.executions[target] += 1
+        self.tally.count(target, Verdict())
         self._found(number, target, trial, Find("killed", "all", what, trial.kind + " " + target))
         return _Worker(self, range(number + self.workers, worker.numbers.stop, self.workers))
 
     def _found(self, number: int, target: str, trial: Trial, find: Find) -> None:
-        self.tally.wrong[target] += 1
-        self.tally.signatures[find.signature] += 1
-        count = self.tally.signatures[find.signature]
-        if count <= _SAVED:
+        if self.tally.is_new(target, find):
             place = save_find(self.finds, f"{target}-{self.seed}-{number}-{sum(self.tally.wrong.values())}", trial, find)
             print(f"found: {find.signature}: {find.step}: {find.what[:200]} → {place}", flush=True)
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-_SECONDS = 60
+_SECONDS = 20
 
 
 class TorchOracle:

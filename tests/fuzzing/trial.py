@@ -229,7 +229,8 @@ def _status_kb(field_: str) -> int:
 
 def limit_address_space(nbytes: int = 8 << 30) -> None:
     """Let an allocation of gigabytes fail in this process; that is a `MemoryError`, and a find."""
-    resource.setrlimit(resource.RLIMIT_AS, (nbytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    with contextlib.suppress(ValueError, OSError):  # not every system has it
+        resource.setrlimit(resource.RLIMIT_AS, (nbytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 _STRANGE: list[str] = []

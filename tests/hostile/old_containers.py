@@ -283,7 +283,7 @@ add(
     "reject",
     "a stride of 2**62",
     lambda: tarred(tensors=bad.tar_parts(strides=(1 << 62,))[1]),
-    field="tensors",
+    field="storage 11",
 )
 add(
     "tar_offset_negative.pt",

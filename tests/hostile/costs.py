@@ -1,6 +1,6 @@
 """Prints what the cases cost: the slowest and the hungriest, each run alone.
 
-    PYTHONPATH=.:tests python -m hostile.figures [PART OF A NAME]
+    PYTHONPATH=.:tests python -m hostile.costs [PART OF A NAME]
 
 Seconds are the processor's; megabytes are the peak above a program that does nothing.
 """
