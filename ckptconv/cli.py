@@ -29,7 +29,16 @@ from ckptconv.cli_options import (
     options_of,
     output_options,
 )
-from ckptconv.terminal import errors_shown, fail, fill_closed_streams, print_json, print_lines, print_summary, progress_shown
+from ckptconv.terminal import (
+    colors,
+    errors_shown,
+    fail,
+    fill_closed_streams,
+    print_json,
+    print_lines,
+    print_summary,
+    progress_shown,
+)
 
 
 @click.group(
@@ -352,7 +361,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a terminal may lack the characters
     try:
-        cli.main(_arguments(), prog_name="ckptconv", standalone_mode=False)
+        cli.main(_arguments(), prog_name="ckptconv", standalone_mode=False, color=colors())
         sys.stdout.flush()
     except click.UsageError as error:
         program = error.ctx.command_path if error.ctx else "ckptconv"

@@ -62,9 +62,14 @@ def errors_shown(as_json: bool, usage: bool = False, code: int = 1) -> Iterator[
         fail(f"{error}; see ckptconv convert --help" if usage else str(error), 2 if usage else code)
 
 
+def colors() -> bool | None:
+    """False where the user wants none (https://no-color.org); else a terminal gets them, and what is none does not."""
+    return False if os.environ.get("NO_COLOR") else None
+
+
 def fail(message: str, code: int) -> NoReturn:
     """End the program with one line on stderr."""
-    click.secho("error: ", fg="red", bold=True, nl=False, err=True)
+    click.secho("error: ", fg="red", bold=True, nl=False, err=True, color=colors())
     click.echo(message, err=True)
     sys.exit(code)
 

@@ -6,6 +6,7 @@ import fractions
 import json
 import os
 import pickletools
+import pty
 import re
 import shlex
 import shutil
@@ -803,6 +804,20 @@ def test_outputs_that_are_not_terminals_get_no_colors(tmp_path):
     for arguments in (("inspect", TRAIN), ("devices",), ("convert", TRAIN, "out.pt"), ("--help",)):
         done = ckptconv(*arguments, cwd=tmp_path, env={"TERM": "xterm-256color"})
         assert "\x1b" not in done.out + done.err
+
+
+@pytest.mark.parametrize(
+    "arguments", [("inspect", TRAIN), ("inspect", "missing.pt"), ("inspect",), ("convert", TRAIN, "out.pt")]
+)
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_a_terminal_gets_colors_unless_they_are_not_wanted(arguments, no_color, tmp_path):
+    ours, theirs = pty.openpty()
+    env = environment(TERM="xterm-256color", NO_COLOR=no_color)
+    subprocess.run([*PROGRAM, *map(str, arguments)], cwd=tmp_path, env=env, stdout=theirs, stderr=theirs, check=False)
+    os.close(theirs)
+    shown = os.read(ours, 10_000)
+    os.close(ours)
+    assert shown and (b"\x1b" in shown) is not bool(no_color)
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
