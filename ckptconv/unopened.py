@@ -13,6 +13,7 @@ from ckptconv.findings import Finding
 from ckptconv.formats.detect import open_checkpoint
 from ckptconv.prescriptions import Mend, command, output_beside, workable
 from ckptconv.sources import FileSource
+from ckptconv.wording import as_argument
 
 
 def unopened(error: CheckpointError, paths: tuple[Path, ...]) -> Finding:
@@ -70,7 +71,8 @@ def _with_siblings(path: Path) -> str | None:
 def _unpacking(error: CheckpointError, path: Path) -> str | None:
     """The command that unpacks a compressed file beside it."""
     tool = _UNPACKERS.get(error.what)
-    return f"{tool} -c {quote(str(path))} > {quote(str(output_beside(path, '.pt')))}" if tool else None
+    packed, made = (quote(as_argument(name)) for name in (path, output_beside(path, ".pt")))
+    return f"{tool} -c {packed} > {made}" if tool else None
 
 
 _UNPACKERS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fractions
+import gzip
 import json
 import os
 import pickletools
@@ -870,6 +871,8 @@ def test_a_name_like_an_option_can_be_mended(tmp_path):
     assert shlex.split(mend)[2:] == ["./-q.pt", "./-q-portable.pt"]
     ckptconv(*shlex.split(mend)[1:], cwd=tmp_path)
     ckptconv("doctor", "--", "-q-portable.pt", cwd=tmp_path)
+    (tmp_path / "-z.pt").write_bytes(gzip.compress(DDP.read_bytes()))
+    assert "gunzip -c ./-z.pt > ./-z-portable.pt" in run("doctor", "--", "-z.pt", cwd=tmp_path).out
     assert "ckptconv convert ./-q.pt OUT.pt" in ckptconv("inspect", "--", "-q.pt", cwd=tmp_path).out
 
 
