@@ -56,7 +56,7 @@ class Limits:
     """Places in the lists of a DCP checkpoint under which nothing was saved."""
     modules: int = 500_000
     """Modules of one state dict, a shared one counted wherever it stands (nested sharing doubles them at each level)."""
-    names: int = 1 << 28
+    names: int = 1 << 26
     """Characters of all names of one state dict that is walked out of modules, or whose keys are fitted."""
     text_bytes: int = 100_000_000
     """Size of a text that is parsed: the code of a TorchScript class, a ``model.json``, a list of keys."""

@@ -253,6 +253,14 @@ def test_a_toml_line_of_many_rules_is_read(tmp_path):
 # -------------------------------------------------------------------------------------------------------------- indexes
 
 
+def test_a_key_of_very_many_parts_to_fit_to_is_refused_in_little_memory(tmp_path):
+    # All that may follow a dot in it was written out: 220 MB for a list of keys of 52 kB.
+    keys = write(tmp_path / "keys.txt", ("a." * 9000 + "b" * 40_000).encode())
+    with pytest.raises(LimitExceeded, match="too long to be fitted") as caught:
+        convert_checkpoint(SAMPLES / "tied.pt", tmp_path / "out.pt", like=keys)
+    assert caught.value.limit == "names"
+
+
 @pytest.mark.parametrize("shard", [["a"], {"a": 1}, None, 3, "\0", "a" * 300])
 def test_an_index_to_fit_to_may_name_anything_for_shards(shard, tmp_path):
     # A list could not be put into a set: TypeError.
