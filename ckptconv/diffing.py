@@ -16,6 +16,7 @@ from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint, StateDict, find, label_text
 from ckptconv.collector import collector_paused
 from ckptconv.comparison import Deviation, Pair, Tolerance, compare_bytes, damaged_storages, deviation
+from ckptconv.dtypes import UINT8
 from ckptconv.encodings import flat
 from ckptconv.errors import CheckpointError, KeyConflict, LimitExceeded
 from ckptconv.formats.detect import Named, open_checkpoint
@@ -282,10 +283,11 @@ def _tensor_of(node: Node) -> TensorRef | None:
     if type(node) is TensorObject:
         return node.tensor
     if type(node) is Storage:
-        return whole_storage(node, 0, node.nbytes)
+        whole = node.dtype is not None and node.nbytes % node.dtype.itemsize == 0
+        return whole_storage(node, 0, node.nbytes, node.dtype if whole and node.dtype else UINT8)
     if type(node) is Window:
-        size = node.dtype.itemsize if node.dtype else 1
-        return whole_storage(node.storage, node.start * size, node.stop * size)
+        dtype = node.dtype or UINT8
+        return whole_storage(node.storage, node.start * dtype.itemsize, node.stop * dtype.itemsize, dtype)
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 import tempfile
 import zipfile
 from collections import OrderedDict
@@ -421,3 +422,12 @@ def test_memory_does_not_grow_with_the_files(tmp_path):
     done = run("diff", one, two, "--json", cwd=tmp_path)
     assert done.exit == 1 and [item["key"] for item in done.json()["values"]] == ["w"]
     assert done.rss - idle_rss() < 70_000_000
+
+
+def test_a_big_endian_storage_in_an_object_is_compared_by_its_values(tmp_path):
+    hostile = pytest.importorskip("hostile.cases").bad
+    pickled = hostile.GOOD.replace(b"torch._utils\n", b"torch._other\n")
+    (tmp_path / "in.pt").write_bytes(hostile.ckpt(pickled, {"0": struct.pack(">4f", 1, 2, 3, 4)}, byteorder=b"big"))
+    convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.pt", unknown="keep")
+    found = diff_checkpoints(tmp_path / "in.pt", tmp_path / "out.pt", whole=True)
+    assert found.same and found.tensors == 1
