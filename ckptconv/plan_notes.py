@@ -21,6 +21,7 @@ from ckptconv.tensors import TensorRef
 
 
 def tree_notes(settled: Settled) -> Iterator[str]:
+    """What is kept as it is without having been checked, or that is unusual in a tree."""
     if settled.sparse:
         count, first = len(settled.sparse), printable(place_text(settled.sparse[0])) or "the root"
         yield f"{count} sparse tensors ({first}, …) are kept as they are; their indices are not checked"
@@ -30,6 +31,7 @@ def tree_notes(settled: Settled) -> Iterator[str]:
 
 
 def key_notes(state_dicts: Sequence[RenamedKeys], rules: KeyRules) -> Iterator[str]:
+    """Keys with control characters, and wrappers that the rules leave on them."""
     odd = [key for item in state_dicts for key in item.odd]
     if odd:
         yield f"{len(odd)} keys hold control characters, e.g. {printable(odd[0])}"
@@ -71,10 +73,12 @@ def beside_notes(plan: ConversionPlan) -> Iterator[str]:
 
 
 def count_locations(refs: Iterable[TensorRef], retag: Callable[[str], str]) -> dict[tuple[str, str], int]:
+    """Storages by device tag before and after."""
     storages = {id(piece.storage): piece.storage.location for ref in refs for piece in ref.pieces}
     counted = Counter(storages.values())
     return {(before, retag(before)): count for before, count in counted.items()}
 
 
 def count_casts(refs: Iterable[TensorRef], cast: CastRule) -> dict[tuple[str, str], int]:
+    """Tensors by dtype before and after, of those that are cast."""
     return dict(Counter((ref.dtype.name, cast(ref).name) for ref in refs if cast(ref) is not ref.dtype))

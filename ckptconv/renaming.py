@@ -59,11 +59,13 @@ def map_state_dict(item: StateDict, rules: KeyRules, fit_to: KeyTarget | None) -
 
 
 def refuse_nothing_left(left: int, rules: KeyRules) -> None:
+    """Raise `KeyConflict` when the rules leave no key."""
     if not left:
         raise KeyConflict(f"no key is left by {rules.leaving}", hint="check the globs")
 
 
 def excluded(item: StateDict, keys: KeyMap, rules: KeyRules, fit_to: KeyTarget | None) -> list[Skipped]:
+    """The keys that the rules, or the fitting, left out, with the reason."""
     base = f"{item.path}." if item.path else ""
     reason = f"left out by {rules.leaving}"
     if fit_to and fit_to.drop_unexpected:
