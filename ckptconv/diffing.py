@@ -283,8 +283,8 @@ def _tensor_of(node: Node) -> TensorRef | None:
     if type(node) is TensorObject:
         return node.tensor
     if type(node) is Storage:
-        whole = node.dtype is not None and node.nbytes % node.dtype.itemsize == 0
-        return whole_storage(node, 0, node.nbytes, node.dtype if whole and node.dtype else UINT8)
+        dtype = node.dtype or UINT8
+        return whole_storage(node, 0, node.nbytes, UINT8 if node.nbytes % dtype.itemsize else dtype)
     if type(node) is Window:
         dtype = node.dtype or UINT8
         return whole_storage(node.storage, node.start * dtype.itemsize, node.stop * dtype.itemsize, dtype)

@@ -163,9 +163,9 @@ class _Room:
     def inflate(self, source: Source, offset: int, stored: int, *, pickle: bool) -> tuple[bytes, bool]:
         """What a deflated run of `stored` bytes inflates to, as far as there is room; and whether that is not all."""
         most = in_force()
-        free, ratio = (most.pickle_free, most.pickle_ratio) if pickle else (most.inflated_free, most.pickle_ratio)
-        left = max(free, ratio * self.size) - (self.inflated_pickles if pickle else self.inflated)
-        limit = min(most.pickle_bytes, max(free, ratio * stored), left)
+        free = most.pickle_free if pickle else most.inflated_free
+        left = max(free, most.pickle_ratio * self.size) - (self.inflated_pickles if pickle else self.inflated)
+        limit = min(most.pickle_bytes, max(free, most.pickle_ratio * stored), left)
         found = _inflated(source, offset, stored, limit) if limit > 0 else b""
         if pickle:
             self.inflated_pickles += len(found)
