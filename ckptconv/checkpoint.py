@@ -27,13 +27,29 @@ Overlay = Mapping[int, Node]
 
 
 @dataclass(frozen=True, slots=True)
+class FileFacts:
+    """What a torch file holds besides its tree: `head` are the first 16 bytes of its pickle.
+
+    `dead` are the bytes of a zip file that the pickle does not refer to: records that were added or left over, and what lies
+    between records; `strays` are the records outside the pickle's folder.
+    """
+
+    head: bytes = b""
+    dead: int = 0
+    strays: tuple[str, ...] = ()
+
+
+PICKLE_HEAD = 16  # bytes of `FileFacts.head`
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """An opened checkpoint: its tree, with `TensorRef` leaves that still lie in the file.
 
     `format` is what its container is called: ``torch zip``, ``torch legacy``, ``safetensors``, ``memory``, …; `metadata` are
     a safetensors file's own strings; `notes` tell what was odd about the file without being wrong; `modules` counts the whole
-    modules in whose places their state dicts stand; `limits` are those under which it was opened. Use it as a context manager,
-    or `close()` it.
+    modules in whose places their state dicts stand; `facts` are what a torch file holds besides its tree; `limits` are those
+    under which it was opened. Use it as a context manager, or `close()` it.
     """
 
     path: Path
@@ -44,6 +60,7 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
     sources: tuple[Source, ...] = ()
     modules: int = 0
+    facts: FileFacts = FileFacts()
     limits: Limits = field(default_factory=in_force)
 
     def __enter__(self) -> Checkpoint:

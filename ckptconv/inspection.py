@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from ckptconv.archives import read_directory
 from ckptconv.bounds import held
 from ckptconv.checkpoint import Checkpoint, StateDict, label_text, place_text, tensor_of, walk
 from ckptconv.dtypes import BY_NAME
 from ckptconv.errors import CheckpointError
-from ckptconv.formats.records import pickle_head
 from ckptconv.keys import find_wrappers
 from ckptconv.nodes import Call, Dict, Global, Node, children, mapping_pairs, spoken
 from ckptconv.producers import offered_prefix, producer_of
 from ckptconv.settling import plain_form_of, refused_name
 from ckptconv.tensors import Storage, TensorRef
-from ckptconv.torch_objects import Window
 
 _VALUE_LENGTH = 60
 _DEEPEST_WRAPPERS = 50  # levels of modules that are shown more for the wrappers around them; training wraps five times
@@ -94,7 +91,6 @@ def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
     refs = [ref for _, node in walk(checkpoint.root) if (ref := tensor_of(node)) is not None]
     storages = {id(piece.storage): piece.storage for ref in refs for piece in ref.pieces}
     dtypes = Counter(ref.dtype.name for ref in refs)
-    dead, strays = _archive_facts(checkpoint, list(storages.values()))
     return Inspection(
         path=str(checkpoint.path),
         format=checkpoint.format,
@@ -112,8 +108,8 @@ def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
         notes=checkpoint.notes,
         root=_part("", checkpoint.root, found, depth, set()),
         modules=checkpoint.modules,
-        dead=dead,
-        strays=strays,
+        dead=checkpoint.facts.dead if checkpoint.facts.dead > _MUCH else 0,
+        strays=checkpoint.facts.strays,
         protocol=newer_protocol(checkpoint),
         untyped=tuple(_untyped(checkpoint, dtypes)) if checkpoint.format == "torch legacy" else (),
     )
@@ -132,35 +128,10 @@ def is_bloated(found: Inspection) -> bool:
 _MUCH = 1_000_000
 
 
-def _archive_facts(checkpoint: Checkpoint, storages: Sequence[Storage]) -> tuple[int, tuple[str, ...]]:
-    """The bytes of a torch zip file that its pickle does not refer to, if many, and the records outside the pickle's folder.
-
-    Of files in which whole modules are shown as their state dicts nothing is dead, for these refer to more.
-    """
-    if checkpoint.format != "torch zip":
-        return 0, ()
-    records = read_directory(checkpoint.sources[0])
-    folder = next((name[: -len("data.pkl")] for name in records if name.endswith("/data.pkl")), "")
-    strays = tuple(name for name in records if not name.startswith(folder))
-    bare = [
-        node.storage if type(node) is Window else node for _, node in walk(checkpoint.root) if type(node) in (Storage, Window)
-    ]
-    known = {storage.name for storage in (*storages, *bare)} | {f"{folder}{name}" for name in _OWN}
-    alive = sum(record.stored + _RECORD for name, record in records.items() if name in known)
-    dead = checkpoint.nbytes - alive
-    return dead if dead > _MUCH and not checkpoint.modules else 0, strays
-
-
-_RECORD = 400  # bytes at most of a record's headers and padding, in what torch writes
-_OWN = ("data.pkl", "version", "byteorder", ".format_version", ".storage_alignment", ".data/serialization_id")
-
-
 def newer_protocol(checkpoint: Checkpoint) -> int | None:
     """The protocol of the pickle in a torch file, where `torch.save(pickle_protocol=...)` made it one that torch's own
     weights-only reader does not know: it lacks the opcodes of protocol 4, and of protocol 3 those of bytes."""
-    if checkpoint.format not in ("torch zip", "torch legacy") or not checkpoint.sources:
-        return None
-    head = pickle_head(checkpoint.sources[0])
+    head = checkpoint.facts.head
     number = head[1] if head[:1] == b"\x80" else 0
     newer = _holds_bytes(checkpoint) if number == 3 else number > 3 and (head[2:3] == _FRAME or _MEMOIZE in head)
     return number if newer else None

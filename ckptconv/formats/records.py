@@ -35,28 +35,13 @@ def checksum_notes(records: Records) -> Iterator[str]:
         yield "the archive has no checksums (CRC-32 fields are 0), so damage cannot be noticed"
 
 
-def read_tree(source: Source, record: Record, storages: ArchiveStorages) -> Node:
-    """The tree in the pickle `record` of an archive, its tensors over `storages`; reads no payload."""
+def read_tree(source: Source, record: Record, storages: ArchiveStorages) -> tuple[Node, bytes]:
+    """The tree in the pickle `record` of an archive, its tensors over `storages`, and that pickle; reads no payload."""
     try:
-        return read_torch_pickle(read_limited(source, record), storages)
+        pickle = read_limited(source, record)
+        return read_torch_pickle(pickle, storages), pickle
     except CheckpointError as error:
         raise error.at(path=source.path, where="data.pkl") from error.__cause__
-
-
-def pickle_head(source: Source) -> bytes:
-    """The first bytes of the pickle in a torch file: of ``data.pkl`` in an archive, else of the file itself."""
-    if not archives.is_zip(source.read(0, min(4, source.size))):
-        return source.read(0, min(_PICKLE_HEAD, source.size))
-    records = archives.read_directory(source)
-    record = next((record for name, record in records.items() if name.endswith("/data.pkl")), None)
-    if record is None:
-        return b""
-    if record.deflated:
-        return read_limited(source, record)[:_PICKLE_HEAD]
-    return source.read(record.offset, min(_PICKLE_HEAD, record.size))
-
-
-_PICKLE_HEAD = 16
 
 
 def read_limited(source: Source, record: Record, limit: Literal["pickle_bytes", "text_bytes"] = "pickle_bytes") -> bytes:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from ckptconv.checkpoint import Checkpoint
+from ckptconv.checkpoint import PICKLE_HEAD, Checkpoint, FileFacts
 from ckptconv.dtypes import UINT8, DType
 from ckptconv.errors import CheckpointError, MalformedCheckpoint, printable
 from ckptconv.extents import read_pickles
@@ -50,7 +50,8 @@ def open_torch_legacy(source: Source, _: Callable[[Source], Checkpoint]) -> Chec
         root = read_torch_pickle(tree, storages)
     except CheckpointError as error:
         raise error.at(path=source.path, where="pickles") from error.__cause__
-    return Checkpoint(source.path, NAME, root, source.size, sources=(source,))
+    head = FileFacts(source.read(0, PICKLE_HEAD))
+    return Checkpoint(source.path, NAME, root, source.size, sources=(source,), facts=head)
 
 
 def _listed(keys: Node) -> list[str]:

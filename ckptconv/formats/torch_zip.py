@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ckptconv import archives
 from ckptconv.archives import Slot
-from ckptconv.checkpoint import Checkpoint, Overlay
+from ckptconv.checkpoint import PICKLE_HEAD, Checkpoint, FileFacts, Overlay
 from ckptconv.compaction import CastRule, NewStorage, compact
 from ckptconv.dtypes import UINT8
 from ckptconv.errors import MalformedCheckpoint, UnsupportedCheckpoint, printable
@@ -37,14 +37,20 @@ def open_torch_zip(source: Source, records: Records, _: Callable[[Source], Check
     """
     root = _root_folder(source, records)
     storages = ArchiveStorages(source, records, root)
-    tree = read_tree(source, records[f"{root}data.pkl"], storages)
+    tree, pickle = read_tree(source, records[f"{root}data.pkl"], storages)
+    others = _others(records, root, storages)
     return Checkpoint(
         path=source.path,
         format=NAME,
         root=tree,
         nbytes=source.size,
-        notes=tuple(_notes(records, root, storages)),
+        notes=tuple(_notes(records, others)),
         sources=(source, *storages.inflated),
+        facts=FileFacts(
+            head=pickle[:PICKLE_HEAD],
+            dead=max(0, source.size - _alive(records, others)),
+            strays=tuple(name for name in others if not name.startswith(root)),
+        ),
     )
 
 
@@ -66,9 +72,22 @@ def _other_archive(source: Source, records: Records) -> UnsupportedCheckpoint:
     return UnsupportedCheckpoint("is a zip archive without a data.pkl, so not one that torch.save wrote", path=source.path)
 
 
-def _notes(records: Records, root: str, storages: ArchiveStorages) -> Iterable[str]:
+def _others(records: Records, root: str, storages: ArchiveStorages) -> list[str]:
+    """The records that are none of torch's own and that the pickle does not name."""
     known = {f"{root}{name}" for name in ("data.pkl", *_OPTIONAL)}
-    others = [name for name in records if name not in known and name not in storages.used]
+    return [name for name in records if name not in known and name not in storages.used]
+
+
+def _alive(records: Records, others: Sequence[str]) -> int:
+    """An upper bound of the bytes that all records but `others` need, in what torch writes."""
+    stored = sum(record.stored for record in records.values()) - sum(records[name].stored for name in others)
+    return stored + _AROUND * (len(records) - len(others))
+
+
+_AROUND = 400  # bytes at most of the headers, the padding and the directory's entry of a record
+
+
+def _notes(records: Records, others: Sequence[str]) -> Iterable[str]:
     if others:
         yield f"{len(others)} records belong to no tensor and are left out, e.g. {printable(others[0])}"
     yield from checksum_notes(records)

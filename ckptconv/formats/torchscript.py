@@ -38,7 +38,7 @@ def open_torchscript(source: Source, records: Records, _: _Opener) -> Checkpoint
     """
     root = root_folder(records, "data.pkl") or ""
     storages = ArchiveStorages(source, records, root)
-    tree = read_tree(source, records[f"{root}data.pkl"], storages)
+    tree, _pickle = read_tree(source, records[f"{root}data.pkl"], storages)
     if type(tree) is not Call or type(tree.func) is not Global:
         raise MalformedCheckpoint("is a TorchScript archive whose root is no module", path=source.path, where=f"{root}data.pkl")
     code = _Code(source, records, root)
