@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptconv import __version__
-from ckptconv.errors import printable
+from ckptconv.errors import CheckpointError, printable
 from ckptconv.signals import stop_in_good_order
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ from ckptconv.terminal import (
     print_lines,
     print_summary,
     progress_shown,
+    show_error,
 )
 
 
@@ -286,18 +287,26 @@ def scan(paths: tuple[Path, ...], strict: bool, as_json: bool, quiet: bool) -> N
     """Say whether it is safe to load PATH, files or folders: each global that a pickle names is plain, unknown or dangerous.
     Archives, and pickles within pickles, are looked into. Nothing is executed."""
     from ckptconv import verdicts
+    from ckptconv.report import error_document
     from ckptconv.scanning import scan_checkpoint
 
-    with errors_shown(as_json, code=2):
-        found = [scan_checkpoint(path) for path in paths]
+    found, errors = [], []
+    for path in paths:
+        try:
+            found.append(item := scan_checkpoint(path))
+        except CheckpointError as error:
+            errors.append(error)
+            continue
+        if not (as_json or quiet):
+            color = {"plain": "green", "unknown": "yellow", "dangerous": "red"}[item.level]
+            click.secho(verdicts.scan_headline(item), fg=color, bold=True)
+            print_lines(verdicts.scan_lines(item))
     if as_json:
-        print_json({"scans": [verdicts.scan_document(item) for item in found]})
-    for item in () if as_json or quiet else found:
-        color = {"plain": "green", "unknown": "yellow", "dangerous": "red"}[item.level]
-        click.secho(verdicts.scan_headline(item), fg=color, bold=True)
-        print_lines(verdicts.scan_lines(item))
+        print_json({"scans": [verdicts.scan_document(item) for item in found], **(error_document(errors[0]) if errors else {})})
+    for unread in errors:
+        show_error(str(unread))
     refused = ("dangerous", "unknown") if strict else ("dangerous",)
-    sys.exit(1 if any(item.level in refused for item in found) else 0)
+    sys.exit(2 if errors else 1 if any(item.level in refused for item in found) else 0)
 
 
 def _convert(given: dict[str, Any], wrappers: str) -> None:

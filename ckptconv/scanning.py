@@ -1,65 +1,18 @@
-"""Is it safe to load? What the pickles of files and folders name, judged, without executing any of it.
-
-Every file is looked into, whatever it is called: pickles that follow each other, the records of zip archives, the
-members of tar files, pickles and archives that pickles hold as bytes, and the pickles that stable-baselines3 writes as
-base64 text. A pickle that breaks is followed up to there, which is what an unpickler would have executed.
-"""
+"""Is it safe to load? Files and folders, each judged by the worst of what its streams name; nothing is executed."""
 
 from __future__ import annotations
 
-import base64
-import binascii
-import contextlib
-import json
 import os
-import re
-import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass
 from pathlib import Path
 
-from ckptconv.archives import is_zip, read_directory
-from ckptconv.bounds import in_force
 from ckptconv.errors import CheckpointError, UnsupportedCheckpoint
-from ckptconv.formats.detect import STRANGERS
-from ckptconv.formats.safetensors import is_safetensors
-from ckptconv.formats.torch_tar import is_tar
-from ckptconv.sources import CHUNK, FileSource, MemorySource, RangeSource, Source
-from ckptconv.threats import LEVELS, Level, judge
-from ckptconv.tracing import Trace, trace_pickle
-from ckptconv.wording import count_text
+from ckptconv.sources import FileSource
+from ckptconv.stream_scanner import Finding, Room, Scanner
+from ckptconv.threats import LEVELS, Level
 
-_WINDOWS = (512, 1 << 16, 1 << 20, 1 << 24, 1 << 27, 1 << 30)
-"""How much of a stream is read, in turn, until its pickle has ended or is seen to be none."""
-_BEGINS = re.compile(rb"\x80[\0-\5]").match
-_LIKELY = re.compile(rb"\x80[\0-\5]|[ci][A-Za-z_][\w.]{0,100}\n[A-Za-z_][\w.]{0,100}\n|PK\x03\x04")
-_TAIL = 22 + 0xFFFF  # bytes in which the end record of a zip archive lies
-_LZMA = re.compile(rb"\x5d\0\0..\xff{8}", re.DOTALL).match  # the older container of lzma, which has no magic of its own
-_NUMPY = b"\x93NUMPY"
-_SERIALIZED = re.compile(
-    rb'"%s"\s*:\s*("[^"\\]*(?:\\.[^"\\]*)*")' % b"".join(rb"(?:%c|\\u00(?i:%02x))" % (byte, byte) for byte in b":serialized:"),
-    re.DOTALL,
-)
-"""The pickles in the JSON of stable-baselines3 (common/save_util.py), which its `load` gives to cloudpickle.
-
-Any character of a JSON text may be escaped, and `base64.b64decode` passes over what is no base64.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that a pickle of a file names or does.
-
-    `where` is the record, and the stream within it, in which it stands; `name` the global as the pickle has it (empty where
-    there is none), `at` the byte of the stream.
-    """
-
-    where: str
-    name: str
-    level: Level
-    reason: str
-    at: int
+__all__ = ["Finding", "Scan", "ScannedFile", "scan_checkpoint"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +49,10 @@ class Scan:
 
 
 def scan_checkpoint(path: str | os.PathLike[str]) -> Scan:
-    """Scan a file, or all files in a folder and the folders in it; links to folders are not followed.
+    """Scan a file, or all files in a folder and the folders in it.
 
-    Raises `CheckpointError` where `path` itself cannot be read; what cannot be of the things in a folder is a finding.
+    Links to folders are not followed, which is a finding, as is what cannot be read of the things in a folder; raises
+    `CheckpointError` where `path` itself cannot be.
     """
     root = Path(path)
     if not root.is_dir():
@@ -111,14 +65,16 @@ def scan_checkpoint(path: str | os.PathLike[str]) -> Scan:
             raise UnsupportedCheckpoint(what, path=root) from error
         closed.append(_unread(error.filename, what))
 
-    files = [_scan_listed(file) for file in _files(root, note)]
+    files = [_scan_listed(item) for item in _listed(root, note)]
     return Scan(str(root), (*files, *closed))
 
 
-def _files(folder: Path, note: Callable[[OSError], None]) -> Iterator[Path]:
+def _listed(folder: Path, note: Callable[[OSError], None]) -> Iterator[Path]:
+    """The files of a folder and of those in it, and links to further folders."""
     for base, folders, names in os.walk(folder, onerror=note):
         folders.sort()
-        yield from (Path(base, name) for name in sorted(names))
+        links = [name for name in folders if Path(base, name).is_symlink()]
+        yield from (Path(base, name) for name in sorted([*names, *links]))
 
 
 def _unread(path: str, why: str) -> ScannedFile:
@@ -126,6 +82,8 @@ def _unread(path: str, why: str) -> ScannedFile:
 
 
 def _scan_listed(path: Path) -> ScannedFile:
+    if path.is_dir():
+        return _unread(str(path), "is a link to a folder, which was not followed; name it to look into it")
     try:
         return _scan_file(path)
     except CheckpointError as error:
@@ -137,305 +95,10 @@ def _scan_file(path: Path) -> ScannedFile:
         source = FileSource(path)
     except ValueError as error:
         raise UnsupportedCheckpoint("is no file name", path=path) from error
-    scanner = _Scanner(_Room(source.size))
+    scanner = Scanner(Room(source.size))
     try:
         kind = scanner.scan(source, "", 0)
     finally:
         source.close()
     findings = sorted(dict.fromkeys(scanner.findings), key=lambda finding: -LEVELS.index(finding.level))
     return ScannedFile(str(path), kind, scanner.pickles, tuple(findings))
-
-
-@dataclass(slots=True)
-class _Room:
-    """How much more work a file of `size` bytes may make: what it has inflated to, and what was followed for nothing.
-
-    Records of a broken archive may lie in each other, and pickles may seem to begin anywhere: of a small file that is made to,
-    each look would take as long as the last.
-    """
-
-    size: int
-    inflated: int = 0
-    inflated_pickles: int = 0
-    followed: int = 0
-    is_used_up: bool = False
-
-    def inflate(self, source: Source, offset: int, stored: int, *, pickle: bool) -> tuple[bytes, bool]:
-        """What a deflated run of `stored` bytes inflates to, as far as there is room; and whether that is not all."""
-        most = in_force()
-        free = most.pickle_free if pickle else most.inflated_free
-        left = max(free, most.pickle_ratio * self.size) - (self.inflated_pickles if pickle else self.inflated)
-        limit = min(most.pickle_bytes, max(free, most.pickle_ratio * stored), left)
-        found = _inflated(source, offset, stored, limit) if limit > 0 else b""
-        if pickle:
-            self.inflated_pickles += len(found)
-        else:
-            self.inflated += len(found)
-        return found, len(found) >= limit
-
-    @property
-    def is_searched(self) -> bool:
-        """Whether so much was followed for nothing that the search ends."""
-        return self.followed > max(_FOLLOWED_FREE, self.size // _FOLLOWED_PART)
-
-
-_FOLLOWED_FREE = 1 << 20  # bytes of opcodes; random bytes break after a few
-_FOLLOWED_PART = 64
-
-
-class _Scanner:
-    """What has been found in one file so far."""
-
-    def __init__(self, room: _Room) -> None:
-        self.findings: list[Finding] = []
-        self.pickles = 0
-        self._room = room
-
-    def scan(self, source: Source, where: str, depth: int) -> str:
-        """Look into a source for whatever it is; says what that is."""
-        if depth > (most := in_force().scanned_depth):
-            self._odd(
-                where,
-                f"streams lie more than {most} deep in each other; what is below was not looked at"
-                f" (--limit scanned_depth={2 * most} looks further)",
-            )
-            return "unknown"
-        head = source.read(0, min(512, source.size))
-        if is_zip(head):
-            return self._zip(source, where, depth)
-        if is_tar(head):
-            self._sweep(source, where, depth)
-            return "tar"
-        count = self._pickles(source, _numpy_end(head), where, depth)
-        if not depth and b"PK\5\6" in source.read(max(0, source.size - _TAIL), min(_TAIL, source.size)):
-            self._sweep(source, where, depth)
-            return "zip behind other bytes"
-        if count:
-            return "pickle" if count == 1 else f"{count} pickles"
-        return self._no_pickle(source, head, where, depth)
-
-    def _no_pickle(self, source: Source, head: bytes, where: str, depth: int) -> str:
-        if is_safetensors(head):
-            return "safetensors"
-        if _may_be_json(head):
-            self._json(source, where, depth)
-        packed = next((item for item in STRANGERS if item.hint and head[item.at :].startswith(item.magic)), None)
-        if packed is not None and "unpack" in (packed.hint or ""):
-            self._odd(where, f"{packed.what}: what is in it was not looked at")
-        elif _is_zlib(head) or _LZMA(head):
-            self._odd(where, "looks compressed by zlib or lzma, as joblib does it: what is in it was not looked at")
-        return "no pickle"
-
-    def _json(self, source: Source, where: str, depth: int) -> None:
-        """Look into the pickles in a text of stable-baselines3; functions in them are byte code, of which nothing is known."""
-        limits = in_force()
-        most = limits.text_bytes
-        texts = (match[1] for match in _SERIALIZED.finditer(source.read(0, min(source.size, most))))
-        found = list(dict.fromkeys(islice(texts, limits.scanned_pickles)))
-        if source.size > most:
-            self._odd(where, f"is a text of more than {most} bytes; what is behind was not looked at", most)
-        if next(texts, None) is not None:
-            self._more_pickles(where, "stand in one text")
-        if found:
-            count = count_text(len(found), "pickle")
-            self._odd(where, f"{count} as base64 text, which stable-baselines3 executes when it loads the file")
-        inner = _Scanner(self._room)
-        for number, encoded in enumerate(found):
-            with contextlib.suppress(binascii.Error):
-                raw = base64.b64decode(_unescaped(encoded))
-                inner.scan(MemorySource(raw, source.path), f"{where}<serialized {number}>", depth + 1)
-        self.pickles += inner.pickles
-        self.findings += [_as_function(finding) for finding in inner.findings]
-
-    def _odd(self, where: str, reason: str, at: int = 0) -> None:
-        self.findings.append(Finding(where, "", "unknown", reason, at))
-
-    def _more_pickles(self, where: str, how: str, at: int = 0) -> None:
-        most = in_force().scanned_pickles
-        what = f"more than {most} pickles {how}; what is behind was not looked at"
-        self._odd(where, f"{what} (--limit scanned_pickles={2 * most} looks further)", at)
-
-    # ------------------------------------------------------------------------------------------------------- archives
-
-    def _zip(self, source: Source, where: str, depth: int) -> str:
-        try:
-            records = read_directory(source)
-        except CheckpointError as error:
-            self._odd(
-                where, f"its directory was not followed, for it {error.what}; what is stored or deflated in it was searched"
-            )
-            self._sweep(source, where, depth)
-            return "zip without a directory to follow"
-        for name, record in records.items():
-            inside = f"{where}/{name}" if where else name
-            if record.deflated:
-                self._deflated(source, record.offset, record.stored, inside, depth)
-            else:
-                self.scan(RangeSource(source, record.offset, record.size), inside, depth + 1)
-        return "zip"
-
-    def _deflated(self, source: Source, offset: int, stored: int, where: str, depth: int) -> None:
-        """Look into a deflated record; one that does not begin as anything that is looked into is not inflated."""
-        head = _inflated(source, offset, stored, _WINDOWS[0])
-        trace = trace_pickle(head[_numpy_end(head) :])
-        is_followed = trace.end or trace.cut or trace.stopped or trace.names or trace.alarms
-        if not (is_followed or is_zip(head) or is_tar(head) or _may_be_json(head)):
-            return
-        is_pickle = not (is_zip(head) or is_tar(head) or _may_be_json(head))
-        inflated, cut = self._room.inflate(source, offset, stored, pickle=is_pickle)
-        if inflated:
-            self.scan(MemorySource(inflated, source.path), where, depth + 1)
-        if cut and (inflated or not self._room.is_used_up):
-            self._odd(where, f"inflates to more than {len(inflated)} bytes; what is behind was not looked at")
-        self._room.is_used_up |= not inflated
-
-    def _sweep(self, source: Source, where: str, depth: int) -> None:
-        """Look at every place of a source at which a pickle, or a record of an archive, may begin."""
-        done = 0
-        start = _behind_hole(source, 0)
-        while start < source.size:
-            window = source.read(start, min(CHUNK + 512, source.size - start))
-            for found in _LIKELY.finditer(window):
-                at = start + found.start()
-                if at < done or found.start() >= CHUNK:
-                    continue
-                if self._room.is_searched:
-                    self._odd(where, "holds too many places at which a pickle seems to begin; the rest was not looked at", at)
-                    return
-                look = self._local_record if found[0][:2] == b"PK" else self._uncertain
-                done = max(done, look(source, at, where, depth))
-            start = _behind_hole(source, start + CHUNK)
-
-    def _uncertain(self, source: Source, at: int, where: str, depth: int) -> int:
-        return self._pickle(source, at, where, depth, certain=False)
-
-    def _local_record(self, source: Source, at: int, where: str, depth: int) -> int:
-        """Look into a record by its local header alone; the byte behind the pickle in it, or 0."""
-        header = source.read(at, min(30, source.size - at))
-        if len(header) < 30:
-            return 0
-        offset = at + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-        if offset >= source.size:
-            return 0
-        if header[8:10] == b"\0\0":
-            return self._uncertain(source, offset, where, depth)
-        self._deflated(source, offset, source.size - offset, f"{where}/byte {at}".strip("/"), depth)
-        return 0
-
-    # -------------------------------------------------------------------------------------------------------- pickles
-
-    def _pickles(self, source: Source, start: int, where: str, depth: int) -> int:
-        """Follow the pickles that lie one behind another; how many there are."""
-        count, at, most = 0, start, in_force().scanned_pickles
-        while at < source.size and count < most:
-            before = self.pickles
-            end = self._pickle(source, at, where, depth, certain=count == 0)
-            count += self.pickles > before
-            if end <= at:
-                return count
-            at = end
-        if at < source.size:
-            self._more_pickles(where, "lie one behind another", at)
-        return count
-
-    def _pickle(self, source: Source, start: int, where: str, depth: int, *, certain: bool) -> int:
-        """Follow the pickle at byte `start`, if it is one; the byte behind it, or 0 where there is none.
-
-        What breaks counts as a pickle where it names something dangerous, or is `certain` to be one by how it begins.
-        """
-        trace = Trace()
-        stream = b""
-        for window in _WINDOWS:
-            stream = source.read(start, min(window, source.size - start))
-            trace = trace_pickle(stream)
-            self._room.followed += 0 if trace.end or certain else trace.reached
-            if not trace.cut or len(stream) == source.size - start:
-                break
-        named = self._judged(trace, where, start)
-        is_bad = bool(trace.alarms) or any(finding.level == "dangerous" for finding in named)
-        begins = certain and _BEGINS(stream) is not None and bool(trace.names or trace.alarms or trace.cut or trace.stopped)
-        if trace.broken is not None and not (begins or any(finding.level == "dangerous" for finding in named)):
-            return 0
-        if trace.broken is None and not _is_likely(stream, trace) and not is_bad:
-            return 0
-        self.pickles += 1
-        self.findings += named
-        if trace.broken is not None:
-            self._odd(where, f"the pickle {trace.broken}; what stands before was judged", start)
-        self.findings += [Finding(where, "", "dangerous", alarm.reason, start + alarm.at) for alarm in trace.alarms]
-        self._nested(trace, where, source.path, depth)
-        return start + trace.end
-
-    def _judged(self, trace: Trace, where: str, start: int) -> list[Finding]:
-        return [
-            Finding(where, f"{name.module}.{name.name}", *judge(name.module, name.name), start + at)
-            for name, at in trace.names.items()
-        ]
-
-    def _nested(self, trace: Trace, where: str, path: Path, depth: int) -> None:
-        """Look into the bytes that a pickle holds: each may be a stream itself."""
-        for number, constant in enumerate(trace.constants):
-            if len(constant) > 1:
-                self.scan(MemorySource(constant, path), f"{where}<bytes {number}>", depth + 1)
-
-
-def _as_function(finding: Finding) -> Finding:
-    """A name of cloudpickle, where it is what writes functions: unknown, for what they do stands in their byte code."""
-    if not finding.name.startswith("cloudpickle."):
-        return finding
-    return replace(finding, level="unknown", reason="makes functions out of byte code that stands in the pickle")
-
-
-def _may_be_json(head: bytes) -> bool:
-    """Whether a text that begins so may be a JSON object; blanks may stand before it."""
-    return head.lstrip(b" \t\r\n")[:1] in (b"{", b"")
-
-
-def _unescaped(text: bytes) -> bytes:
-    """A JSON text in its quotes, as it is meant; as it stands, where it is none."""
-    with contextlib.suppress(ValueError):
-        return str(json.loads(text, strict=False)).encode(errors="replace")
-    return text
-
-
-def _is_zlib(head: bytes) -> bool:
-    """Whether something begins as a zlib stream (RFC 1950) with a window of 32 KiB, and inflates."""
-    if len(head) < 8 or head[0] != 0x78 or head[1] & 0x20 or int.from_bytes(head[:2], "big") % 31:
-        return False
-    with contextlib.suppress(zlib.error):
-        return bool(zlib.decompressobj().decompress(head, 512))
-    return False
-
-
-def _is_likely(stream: bytes, trace: Trace) -> bool:
-    """Whether what could be followed to a STOP is a pickle, and no text or number that happens to be one."""
-    return _BEGINS(stream) is not None or bool(trace.names) or trace.end > _SHORT
-
-
-_SHORT = 16  # bytes; a text may begin with "N." or "I1\n."
-
-
-def _numpy_end(head: bytes) -> int:
-    """The byte at which the pickle of a numpy file of objects begins; 0 for any other file."""
-    if not head.startswith(_NUMPY) or len(head) < 12:
-        return 0
-    width = 2 if head[6] == 1 else 4
-    return 8 + width + int.from_bytes(head[8 : 8 + width], "little")
-
-
-def _behind_hole(source: Source, at: int) -> int:
-    """The first byte from `at` on that is not in a hole of a sparse file, where nothing can begin."""
-    return source.next_data(at) if isinstance(source, FileSource) else at
-
-
-def _inflated(source: Source, offset: int, stored: int, limit: int) -> bytes:
-    """At most the first `limit` bytes of a deflated run, as far as it inflates."""
-    inflater = zlib.decompressobj(-15)
-    made = bytearray()
-    with contextlib.suppress(zlib.error):
-        for start in range(0, stored, CHUNK):
-            piece = source.read(offset + start, min(CHUNK, stored - start))
-            made += inflater.decompress(piece, limit - len(made))
-            if inflater.eof or len(made) >= limit:
-                break
-    return bytes(made)

@@ -69,9 +69,14 @@ def colors() -> bool | None:
 
 def fail(message: str, code: int) -> NoReturn:
     """End the program with one line on stderr."""
+    show_error(message)
+    sys.exit(code)
+
+
+def show_error(message: str) -> None:
+    """One line on stderr."""
     click.secho("error: ", fg="red", bold=True, nl=False, err=True, color=colors())
     click.echo(message, err=True)
-    sys.exit(code)
 
 
 def print_json(document: dict[str, Any]) -> None:

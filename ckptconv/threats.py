@@ -122,6 +122,7 @@ _PLAIN_CLASSES = tuple(_CLASSES.split())
 
 _BY_MODULE = {module: reason for reason, text in _MODULES.items() for module in text.split()}
 _BY_NAME = {name: reason for reason, text in _NAMES.items() for name in text.split()}
+_LONGEST = max(name.count(".") + 1 for name in (*_BY_MODULE, *_BY_NAME))  # parts; a name of a file may have thousands
 _OFTEN_REACHED = """
     os posix nt sys subprocess importlib builtins shutil socket runpy pickle ctypes pty webbrowser inspect
     operator multiprocessing threading tempfile urllib
@@ -181,7 +182,7 @@ def _judge(module: str, name: str) -> Verdict:
 def _reason(path: str) -> str | None:
     """Why a name is dangerous: by itself, by what it is an attribute of, or by a module that it is in."""
     parts = path.split(".")
-    for count in range(len(parts), 0, -1):
+    for count in range(min(len(parts), _LONGEST), 0, -1):
         prefix = ".".join(parts[:count])
         if prefix in _BY_NAME:
             return _BY_NAME[prefix]

@@ -2,7 +2,8 @@
 
 Where `unpickling` refuses a stream, this goes on: it answers what the program in a pickle, broken or made to deceive,
 would have named by the time it breaks. The opcodes are those of CPython's `pickletools`; where its C and its Python
-unpickler differ, the more tolerant one is followed.
+unpickler differ, the more tolerant one is followed. A stream is read in windows, and of the bytes that it holds only
+where they lie, so that one of any size takes little memory.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ckptconv.bounds import in_force
+from ckptconv.sources import CHUNK, Source
 
 
 class Named(NamedTuple):
@@ -23,33 +25,49 @@ class Named(NamedTuple):
 
 
 class Alarm(NamedTuple):
-    """Something in a stream that no writer of checkpoints does: `reason`, and the byte where."""
+    """Something in a stream that no writer of checkpoints does: `reason`, and the byte where.
+
+    One that is `by_chance` stands in one of ten thousand small arrays too, when they are read as pickles.
+    """
 
     reason: str
     at: int
+    by_chance: bool = False
+
+
+Form: TypeAlias = Literal["bytes", "utf-8", "raw-unicode-escape", "quoted"]
+
+
+class Held(NamedTuple):
+    """Bytes or a long text that a stream holds: the first byte, how many there are, and how they stand for others."""
+
+    offset: int
+    nbytes: int
+    form: Form = "bytes"
 
 
 @dataclass(slots=True)
 class Trace:
     """What a stream says: the globals that it names (and the byte where first), bytes in it, and what is odd about it.
 
-    `end` is the byte behind its STOP; where it has none, `broken` says why, `cut` is True where the bytes given just ended,
-    and `stopped` where a limit was met. `reached` is how far it was followed.
+    Bytes are numbered as those of the source are. `constants` are what may be a stream itself, or where it lies, for
+    `held_bytes`. `end` is the byte behind its STOP; where it has none, `broken` says why, `cut` is True where the source just
+    ended, and `stopped` where a limit was met. `followed` counts the bytes that were looked at.
     """
 
     names: dict[Named, int] = field(default_factory=dict)
-    constants: list[bytes] = field(default_factory=list)
+    constants: list[Held | bytes] = field(default_factory=list)
     alarms: list[Alarm] = field(default_factory=list)
     end: int = 0
-    reached: int = 0
+    followed: int = 0
     broken: str | None = None
     cut: bool = False
     stopped: bool = False
 
 
-def trace_pickle(stream: bytes, start: int = 0) -> Trace:
-    """Follow the pickle at byte `start` of `stream` to its end, or to where it breaks."""
-    tracer = _Tracer(stream, start)
+def trace_pickle(source: Source, start: int = 0) -> Trace:
+    """Follow the pickle at byte `start` of `source` to its end, or to where it breaks."""
+    tracer = _Tracer(source, start)
     try:
         tracer.run()
     except _Cut:
@@ -58,8 +76,26 @@ def trace_pickle(stream: bytes, start: int = 0) -> Trace:
         tracer.trace.broken, tracer.trace.stopped = str(error), True
     except (_Broken, IndexError, KeyError, ValueError, UnicodeError, OverflowError) as error:
         tracer.trace.broken = str(error) if type(error) is _Broken else "takes what is not there"
-    tracer.trace.reached = tracer.reached
+    tracer.trace.followed = tracer.followed
     return tracer.trace
+
+
+def held_bytes(source: Source, held: Held) -> bytes:
+    """What a held text means as bytes: its latin-1 form, in which python 2 and the protocols up to 2 write bytes.
+
+    Raises `ValueError` where it has none.
+    """
+    raw = source.read(held.offset, held.nbytes)
+    return raw if held.form == "bytes" else _text(raw, held.form).encode("latin-1")
+
+
+def _text(raw: bytes, form: Form) -> str:
+    """What bytes of a stream mean as a text."""
+    if form == "bytes":
+        return raw.decode("latin-1")
+    if form == "quoted":
+        return codecs.escape_decode(raw.strip()[1:-1])[0].decode("latin-1")
+    return raw.decode(form, "surrogatepass" if form == "utf-8" else "strict")
 
 
 class _Cut(Exception):
@@ -80,12 +116,21 @@ _OTHER: Any = object()
 """A value that does not matter here: a number, a container, the result of a call."""
 
 
-class _Tracer:
-    """The stack and the memo of one stream, with texts, bytes, tuples and globals as they are, and `_OTHER` for the rest."""
+_FIRST_WINDOW = 512
+"""How many bytes are read first; most of what is looked at is no pickle, and breaks within them."""
+_LONGEST_NAME = 4096
+"""Of longer texts only the place is kept: they are arrays, as python 2 and the protocols up to 2 write them."""
 
-    def __init__(self, stream: bytes, start: int) -> None:
+
+class _Tracer:
+    """The stack and the memo of one stream: texts, tuples and globals as they are, `Held` for bytes, `_OTHER` for the rest."""
+
+    def __init__(self, source: Source, start: int) -> None:
         self.trace = Trace()
-        self._stream, self._at = stream, start
+        self._source, self._start, self._at = source, start, start
+        self._window, self._base, self._width = b"", start, _FIRST_WINDOW
+        self._passed = 0  # bytes of constants and texts that were not read
+        self._searched = 0  # bytes behind the last opcode in which the end of a line was looked for in vain
         self._frame_end = 0
         self._stack: list[Any] = []
         self._marks: list[list[Any]] = []
@@ -93,10 +138,13 @@ class _Tracer:
         self._memo: dict[int, Any] = {}
 
     def run(self) -> None:
-        stream, steps = self._stream, _STEPS
-        size, most = len(stream), in_force().scanned_values
-        while self._at < size:
-            opcode = stream[self._at]
+        steps, most = _STEPS, in_force().scanned_values
+        while self._at < self._source.size:
+            index = self._at - self._base
+            if index >= len(self._window):
+                self._fetch(self._at)
+                index = 0
+            opcode = self._window[index]
             self._at += 1
             if opcode == 0x2E:  # STOP
                 self._stack.pop()
@@ -110,18 +158,41 @@ class _Tracer:
         raise _Cut
 
     @property
-    def reached(self) -> int:
-        """The byte behind the last opcode that was followed."""
-        return min(self._at, len(self._stream))
+    def followed(self) -> int:
+        """How many bytes were looked at."""
+        return min(self._at, self._source.size) - self._start - self._passed + self._searched
+
+    def _fetch(self, at: int) -> None:
+        """Read a window, which grows the further the stream is followed, from byte `at` on."""
+        self._window = self._source.read(at, min(self._width, self._source.size - at))
+        self._base, self._width = at, min(2 * self._width, CHUNK)
 
     # Arguments of opcodes.
 
-    def take(self, count: int) -> bytes:
+    def pass_over(self, count: int, form: Form = "bytes") -> Held:
+        """The next `count` bytes, unread."""
+        start = self._at
         self._at += count
-        self._refuse_crossing(self._at - count)
-        if self._at > len(self._stream):
+        if self._frame_end:
+            self._refuse_crossing(start)
+        if self._at > self._source.size:
             raise _Cut
-        return self._stream[self._at - count : self._at]
+        if count > _LONGEST_NAME:
+            self._passed += count - _LONGEST_NAME
+        return Held(start, count, form)
+
+    def take(self, count: int) -> bytes:
+        """The next `count` bytes, which are few."""
+        start = self._at - self._base
+        if start + count > len(self._window) or self._frame_end:
+            held = self.pass_over(count)
+            if start + count > len(self._window):
+                self._width = max(count, self._width)
+                self._fetch(held.offset)
+                start = 0
+        else:
+            self._at += count
+        return self._window[start : start + count]
 
     def _refuse_crossing(self, start: int) -> None:
         """Some unpicklers go on behind an argument that leaves its FRAME, others behind the FRAME (cpython gh-154848)."""
@@ -135,30 +206,57 @@ class _Tracer:
     def number(self, width: int) -> int:
         return int.from_bytes(self.take(width), "little")
 
-    def line(self) -> bytes:
-        end = self._stream.find(b"\n", self._at)
-        if end < 0:
-            raise _Cut
-        start, text = self._at, self._stream[self._at : end]
+    def line(self, form: Form = "bytes") -> Held:
+        """The bytes up to the next newline, which may be many."""
+        start = self._at
+        found = self._window.find(b"\n", start - self._base)
+        if found < 0 and start != self._base:
+            self._fetch(start)
+            found = self._window.find(b"\n")
+        end = self._base + found if found >= 0 else self._next_newline(self._base + len(self._window))
         self._at = end + 1
         self._refuse_crossing(start)
-        return text
+        return Held(start, end - start, form)
+
+    def _next_newline(self, at: int) -> int:
+        """The first newline from byte `at` on, behind the window."""
+        begun = at
+        while at < self._source.size:
+            part = self._source.read(at, min(CHUNK, self._source.size - at))
+            if (found := part.find(b"\n")) >= 0:
+                return at + found
+            at += len(part)
+        self._searched = at - begun
+        raise _Cut
+
+    def short(self, held: Held) -> Any:
+        """The text at a place just passed; the place itself, where it is longer than a name."""
+        if held.nbytes > _LONGEST_NAME:
+            return held
+        index = held.offset - self._base
+        is_near = index <= len(self._window) - held.nbytes
+        raw = self._window[index : index + held.nbytes] if is_near else self._source.read(*held[:2])
+        return _text(raw, held.form)
+
+    def digits(self) -> int:
+        line = self.line()
+        if line.nbytes > _LONGEST_NAME:
+            raise _Broken("has a number of more digits than python reads")
+        return int(self.short(line))
 
     # Steps, in the words of pickletools.
 
     def push(self, value: Any) -> None:
         self._stack.append(value)
 
-    def constant(self, value: bytes) -> None:
-        self.trace.constants.append(value)
-        self.push(value)
+    def constant(self, held: Held) -> None:
+        self.trace.constants.append(held)
+        self.push(held)
 
-    def python2_text(self, raw: bytes) -> None:
-        self.trace.constants.append(raw)
-        self.push(raw.decode("latin-1"))
-
-    def quoted(self) -> None:
-        self.python2_text(codecs.escape_decode(self.line().strip()[1:-1])[0])
+    def python2_text(self, held: Held) -> None:
+        """A text of python 2, which may be bytes."""
+        self.trace.constants.append(held)
+        self.push(self.short(held))
 
     def mark(self) -> None:
         self._under += len(self._stack) + _MARK
@@ -212,33 +310,36 @@ class _Tracer:
     def get(self, index: int) -> None:
         self.push(self._memo[index])
 
-    def name(self, module: str, name: str) -> Named:
-        found = Named(module, name)
-        self.trace.names.setdefault(found, self._at)
-        return found
+    def name(self, module: Any, name: Any) -> Any:
+        """A global by its names, as far as they are known."""
+        if type(module) is str and type(name) is str:
+            found = Named(module, name)
+            self.trace.names.setdefault(found, self._at)
+            return found
+        if {type(module), type(name)} <= {str, Held}:
+            self.alarm(f"a global is named in more than {_LONGEST_NAME} bytes")
+        else:
+            self.alarm("the name of a global is computed while the pickle runs, so it cannot be known")
+        return _OTHER
 
-    def alarm(self, reason: str) -> None:
-        self.trace.alarms.append(Alarm(reason, self._at))
+    def alarm(self, reason: str, *, by_chance: bool = False) -> None:
+        self.trace.alarms.append(Alarm(reason, self._at, by_chance))
 
     def global_of_lines(self) -> None:
-        module = self.line()
-        self.push(self.name(module.decode(), self.line().decode()))
+        module = self.short(self.line("utf-8"))
+        self.push(self.name(module, self.short(self.line("utf-8"))))
 
     def global_of_stack(self) -> None:
         name, module = self._stack.pop(), self._stack.pop()
-        if type(name) is str and type(module) is str:
-            self.push(self.name(module, name))
-            return
-        self.alarm("the name of a global is computed while the pickle runs, so it cannot be known")
-        self.push(_OTHER)
+        self.push(self.name(module, name))
 
     def reduce(self) -> None:
         args, func = self._stack.pop(), self._stack.pop()
         self.push(self.called(func, args if type(args) is tuple else (_OTHER,)))
 
     def instance(self) -> None:
-        module = self.line()
-        func = self.name(module.decode(), self.line().decode())
+        module = self.short(self.line("utf-8"))
+        func = self.name(module, self.short(self.line("utf-8")))
         self.push(self.called(func, tuple(self.to_mark())))
 
     def object(self) -> None:
@@ -255,13 +356,12 @@ class _Tracer:
             return _OTHER
         path = f"{func.module}.{func.name}"
         first = args[0] if args else b""
-        if path == "_codecs.encode" and type(first) is str and args[1:] in (("latin1",), ("latin-1",)):
-            made = first.encode("latin-1")
-            self.trace.constants.append(made)
-            return made
-        if path in _BYTES_CLASSES and len(args) < 2 and type(first) is bytes:
+        if path == "_codecs.encode" and type(first) in (str, Held) and args[1:] in (("latin1",), ("latin-1",)):
+            self.trace.constants.append(first if type(first) is Held else str(first).encode("latin-1"))
+            return self.trace.constants[-1]
+        if path in _BYTES_CLASSES and len(args) < 2 and type(first) in (bytes, Held):
             return first
-        if path in NESTED_LOADERS and type(first) not in (bytes, str):
+        if path in NESTED_LOADERS and type(first) not in (bytes, str, Held):
             self.alarm(f"{path} is given bytes that are computed while the pickle runs, so they cannot be known")
         return _OTHER
 
@@ -272,7 +372,8 @@ class _Tracer:
 
     def extension(self, width: int) -> None:
         code = self.number(width)
-        self.alarm(f"a global is named by its number, {code}, in a registry of the process, so it cannot be known")
+        what = f"a global is named by its number, {code}, in a registry of the process, so it cannot be known"
+        self.alarm(what, by_chance=True)
         self.push(_OTHER)
 
 
@@ -287,16 +388,21 @@ def _other(width: int) -> _Step:
     return lambda tracer: tracer.push(_OTHER) if tracer.take(width) is not None else None
 
 
-def _line_of(act: Callable[[_Tracer, bytes], Any]) -> _Step:
-    return lambda tracer: act(tracer, tracer.line())
+def _line_of(act: Callable[[_Tracer, Held], Any], form: Form = "bytes") -> _Step:
+    return lambda tracer: act(tracer, tracer.line(form))
 
 
-def _sized(width: int, act: Callable[[_Tracer, bytes], Any]) -> _Step:
-    return lambda tracer: act(tracer, tracer.take(tracer.number(width)))
+def _sized(width: int, act: Callable[[_Tracer, Held], Any], form: Form = "bytes") -> _Step:
+    return lambda tracer: act(tracer, tracer.pass_over(tracer.number(width), form))
 
 
-def _text(tracer: _Tracer, raw: bytes) -> None:
-    tracer.push(raw.decode("utf-8", "surrogatepass"))
+def _index_of(act: Callable[[_Tracer, int], Any]) -> _Step:
+    """A step on the memo by a line of digits."""
+    return lambda tracer: act(tracer, tracer.digits())
+
+
+def _pushed_text(tracer: _Tracer, held: Held) -> None:
+    tracer.push(tracer.short(held))
 
 
 _STEPS: dict[int, _Step] = {
@@ -318,13 +424,13 @@ _STEPS: dict[int, _Step] = {
     ord("P"): _line_of(lambda tracer, _: tracer.push(_OTHER)),
     ord("Q"): lambda tracer: tracer.replace(1, _OTHER),
     ord("R"): _Tracer.reduce,
-    ord("S"): _Tracer.quoted,
+    ord("S"): _line_of(_Tracer.python2_text, "quoted"),
     ord("T"): _sized(4, _Tracer.python2_text),
     ord("U"): _sized(1, _Tracer.python2_text),
-    ord("V"): _line_of(lambda tracer, raw: tracer.push(raw.decode("raw-unicode-escape"))),
-    ord("X"): _sized(4, _text),
-    0x8C: _sized(1, _text),
-    0x8D: _sized(8, _text),
+    ord("V"): _line_of(_pushed_text, "raw-unicode-escape"),
+    ord("X"): _sized(4, _pushed_text, "utf-8"),
+    0x8C: _sized(1, _pushed_text, "utf-8"),
+    0x8D: _sized(8, _pushed_text, "utf-8"),
     ord("B"): _sized(4, _Tracer.constant),
     ord("C"): _sized(1, _Tracer.constant),
     0x8E: _sized(8, _Tracer.constant),
@@ -339,10 +445,10 @@ _STEPS: dict[int, _Step] = {
     0x85: lambda tracer: tracer.tuple_of(1),
     0x86: lambda tracer: tracer.tuple_of(2),
     0x87: lambda tracer: tracer.tuple_of(3),
-    ord("g"): _line_of(lambda tracer, raw: tracer.get(int(raw))),
+    ord("g"): _index_of(_Tracer.get),
     ord("h"): lambda tracer: tracer.get(tracer.number(1)),
     ord("j"): lambda tracer: tracer.get(tracer.number(4)),
-    ord("p"): _line_of(lambda tracer, raw: tracer.put(int(raw))),
+    ord("p"): _index_of(_Tracer.put),
     ord("q"): lambda tracer: tracer.put(tracer.number(1)),
     ord("r"): lambda tracer: tracer.put(tracer.number(4)),
     0x94: lambda tracer: tracer.put(len(tracer._memo)),

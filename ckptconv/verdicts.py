@@ -115,6 +115,8 @@ def scan_headline(scan: Scan) -> str:
         "unknown": "nothing dangerous was found, but not all of it is known here",
         "dangerous": "DANGEROUS: do not load",
     }[scan.level]
+    if not scan.files:
+        return f"{printable(scan.path)}: a folder without files"
     return f"{printable(scan.path)}: {said} ({count_text(len(scan.files), 'file')}, {count_text(pickles, 'pickle')})"
 
 

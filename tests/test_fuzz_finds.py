@@ -42,6 +42,7 @@ from ckptconv import (
 from ckptconv.errors import KeyConflict, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.inspection import inspect_checkpoint
 from ckptconv.inspection_report import inspection_document, tree_lines
+from ckptconv.threats import judge
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 ORDERED = call_op("collections.OrderedDict")
@@ -223,6 +224,15 @@ def test_records_of_a_broken_archive_that_lie_in_each_other_inflate_within_bound
     ]
     scan = scan_checkpoint(write(tmp_path / "in.zip", b"".join(headers) + stream))
     assert any("was not looked at" in finding.reason for finding in scan.files[0].findings)
+
+
+def test_names_of_thousands_of_parts_are_judged_at_once(tmp_path):
+    # Each of the prefixes of a name was looked up: 2 s for one name of 20 kB, and growing with the square.
+    names = [f"cm{index}{'.a' * 2000}\nb{'.c' * 2000}\n0".encode() for index in range(500)]
+    scan = scan_checkpoint(write(tmp_path / "in.pkl", b"\x80\2" + b"".join(names) + b"N."))
+    assert len(scan.files[0].findings) == 500
+    assert judge("m" + ".a" * 100_000, "b.c").level == "unknown"
+    assert judge("torch.hub" + ".a" * 100_000, "b").level == "dangerous"
 
 
 # ---------------------------------------------------------------------------------------------------------------- rules

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import collections
 import errno
 import functools
 import io
@@ -22,7 +23,7 @@ import oracle
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from program import SAMPLES, assert_one_error, run
+from program import SAMPLES, assert_one_error, idle_rss, run
 
 from ckptconv import CheckpointError, limits, scan_checkpoint
 from ckptconv.threats import judge
@@ -288,6 +289,17 @@ def test_what_torch_writes_by_default_is_plain(tmp_path):
     assert scan_checkpoint(tmp_path / "module.pt").level == "plain"
 
 
+def test_arrays_that_are_pickles_by_chance_are_not_called_dangerous(tmp_path):
+    random = torch.Generator().manual_seed(7)
+    arrays = [torch.randint(-(1 << 31), 1 << 31, (25,), generator=random).to(torch.int32) for _ in range(20_000)]
+    chance = [b"\x80\2", b"\x80\4\x95", b"\x80\2\x82\1.", b"\x80\5B\xff\xff\xff\0", b"\x82\1.", b"(" * 16 + b"\x82\1."]
+    arrays += [torch.frombuffer(bytearray(content.ljust(40, b"\0")), dtype=torch.uint8) for content in chance]
+    torch.save({str(index): array for index, array in enumerate(arrays)}, tmp_path / "many.pt")
+    assert scan_checkpoint(tmp_path / "many.pt").level == "plain"
+    (tmp_path / "many.pkl").write_bytes(pickle.dumps([array.numpy() for array in arrays], 4))
+    assert scan_checkpoint(tmp_path / "many.pkl").level == "plain"
+
+
 @pytest.mark.parametrize("content", [b"", b"N.", b"config\nname\n", b"import os\nos.system\n", bytes(99), b"{}", b"(lp0\n"])
 def test_what_is_no_pickle_is_plain(content, tmp_path):
     assert level(tmp_path, content, "README") == "plain"
@@ -387,6 +399,64 @@ def test_bytes_around_a_call_never_stop_the_scan(noise, cut):
             path.unlink()
 
 
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("width", [1, 7])
+def test_a_pickle_is_followed_alike_through_windows_of_any_width(protocol, width, tmp_path, monkeypatch):
+    tree = {"texts": ["a", "é" * 300, "x" * 5000], "bytes": [b"", bytes(range(256)) * 40, BAD], "ints": [1, -(1 << 70), 2.5]}
+    content = pickle.dumps([tree, collections.OrderedDict(a=1), Reduced(os.system, "echo")], protocol)
+    whole = scan_checkpoint(written(tmp_path, content))
+    assert {finding.name for finding in whole.dangerous} == {"os.system", "posix.system"}
+    monkeypatch.setattr("ckptconv.tracing._FIRST_WINDOW", width)
+    monkeypatch.setattr("ckptconv.tracing.CHUNK", width)
+    assert scan_checkpoint(tmp_path / "bad.pt") == whole
+
+
+def sized(opcode: bytes, payload: bytes, hole: int, tail: bytes, folder: Path) -> Path:
+    """A pickle of one opcode with its size, of a payload with a hole of the file behind it, and of `tail`."""
+    width = {b"T": 4, b"X": 4, b"B": 4, b"\x8e": 8}[opcode]
+    path = folder / "large.pkl"
+    with path.open("wb") as file:
+        file.write(b"\x80\4" + opcode + (len(payload) + hole).to_bytes(width, "little") + payload)
+        file.seek(hole, os.SEEK_CUR)
+        file.write(tail)
+    return path
+
+
+@pytest.mark.parametrize("opcode", [b"T", b"B", b"\x8e"])
+def test_a_large_pickle_takes_little_memory(opcode, tmp_path):
+    path = sized(opcode, BAD, 900_000_000, b".", tmp_path)
+    done = run("scan", path, cwd=tmp_path)
+    assert done.exit == 1 and "<bytes 0>" in done.out and "os.system" in done.out
+    assert done.rss - idle_rss() < 50_000_000
+    path = sized(opcode, b"", 900_000_000, b"0" + BAD[2:], tmp_path)
+    done = run("scan", path, cwd=tmp_path)
+    assert done.exit == 1 and "os.system" in done.out
+    assert done.rss - idle_rss() < 50_000_000
+
+
+LONG = "abc" * 2000
+LONG_NAMES = {
+    "GLOBAL": f"c{LONG}\nsystem\n(S'echo'\ntR.".encode(),
+    "GLOBAL, its attribute": f"cbuiltins\n{'object.' * 900}__init__\n(S'echo'\ntR.".encode(),
+    "INST": f"(S'echo'\ni{LONG}\nsystem\n.".encode(),
+    "STACK_GLOBAL": b"\x80\4X\x70\x17\0\0" + LONG.encode() + b"\x8c\6system\x93X\4\0\0\0echo\x85R.",
+}
+
+
+@pytest.mark.parametrize("name", LONG_NAMES)
+def test_a_name_that_no_module_has_is_dangerous(name, tmp_path):
+    scan = scan_checkpoint(written(tmp_path, LONG_NAMES[name]))
+    assert [finding.reason for finding in scan.dangerous] == ["a global is named in more than 4096 bytes"]
+
+
+def test_a_text_as_long_as_an_array_is_looked_into_up_to_a_limit(tmp_path):
+    content = pickle.dumps({"x": BAD + bytes(5000)}, 2)
+    assert level(tmp_path, content) == "dangerous"
+    with limits(pickle_bytes=5000):
+        (finding, *_) = scan_checkpoint(tmp_path / "bad.pt").files[0].findings
+    assert finding.level == "unknown" and "--limit pickle_bytes=" in finding.reason
+
+
 def test_a_folder_is_scanned_with_the_folders_in_it(tmp_path):
     (tmp_path / "a" / "b").mkdir(parents=True)
     written(tmp_path / "a" / "b", BAD, "weights.safetensors")
@@ -398,6 +468,23 @@ def test_a_folder_is_scanned_with_the_folders_in_it(tmp_path):
         "good.pkl": "plain",
         "pipe": "unknown",
     }
+
+
+def test_a_linked_folder_is_not_plain_for_it_was_not_looked_into(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    written(tmp_path / "elsewhere", BAD)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "models" / "link.pt").symlink_to(written(tmp_path, GOOD))
+    scan = scan_checkpoint(tmp_path / "models")
+    assert [(Path(file.path).name, file.level) for file in scan.files] == [("link", "unknown"), ("link.pt", "plain")]
+    assert scan_checkpoint(tmp_path / "models" / "link").level == "dangerous"
+
+
+def test_a_folder_without_files_is_called_so(tmp_path):
+    (tmp_path / "empty").mkdir()
+    done = run("scan", "empty", cwd=tmp_path)
+    assert (done.exit, done.out) == (0, "empty: a folder without files\n")
 
 
 def test_a_path_that_is_not_there_is_an_error(tmp_path):
@@ -413,6 +500,11 @@ def test_the_program_answers_by_its_exit_code(tmp_path):
     assert (run("scan", odd, cwd=tmp_path).exit, run("scan", odd, "--strict", cwd=tmp_path).exit) == (0, 1)
     assert "os.system: runs commands of the system" in run("scan", bad, cwd=tmp_path).out
     assert_one_error(run("scan", "none.pt", cwd=tmp_path), code=2)
+    both = run("scan", bad, "none.pt", good, cwd=tmp_path)
+    assert both.exit == 2 and "os.system" in both.out and "good.pkl: nothing but" in both.out
+    assert both.err == "error: none.pt: no such file; check the path\n"
+    document = run("scan", bad, "none.pt", "--json", cwd=tmp_path)
+    assert document.exit == 2 and len(document.json()["scans"]) == 1 and "no such file" in document.json()["error"]["message"]
     assert run("scan", bad, "--quiet", cwd=tmp_path).out == ""
     document = run("scan", bad, "--json", cwd=tmp_path).json()
     assert document["scans"][0]["level"] == "dangerous"

@@ -147,7 +147,7 @@ class Stranger(NamedTuple):
 
 STRANGERS: tuple[Stranger, ...] = (
     Stranger(0, b"version https://git-lfs", "is a git-LFS pointer, not the file itself", "run: git lfs pull"),
-    Stranger(0, b"\x1f\x8b", "is gzip-compressed", "unpack it first: gunzip"),
+    Stranger(0, b"\x1f\x8b\x08", "is gzip-compressed", "unpack it first: gunzip"),
     Stranger(0, b"BZh", "is bzip2-compressed", "unpack it first: bunzip2"),
     Stranger(0, b"\xfd7zXZ\0", "is xz-compressed", "unpack it first: unxz"),
     Stranger(0, b"\x04\x22\x4d\x18", "is lz4-compressed", "unpack it first: unlz4"),
