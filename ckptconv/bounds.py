@@ -86,6 +86,8 @@ class Limits:
     """Pickles one behind another in a file that is scanned; `scan` says where it stopped looking."""
     scanned_depth: int = 8
     """Streams within streams that `scan` looks into; it says where it stopped looking."""
+    scanned_in_vain: int = 1 << 20
+    """Bytes that `scan` follows in a file where no pickle is, a 64th of a larger file; it says where it stopped looking."""
 
 
 DEFAULTS = Limits()

@@ -90,11 +90,10 @@ class Room:
     @property
     def is_searched(self) -> bool:
         """Whether so much was followed for nothing that the search ends."""
-        return self.followed > max(_FOLLOWED_FREE, self.size // _FOLLOWED_PART)
+        return self.followed > max(in_force().scanned_in_vain, self.size // _PART_IN_VAIN)
 
 
-_FOLLOWED_FREE = 1 << 20  # bytes of opcodes; random bytes break after a few
-_FOLLOWED_PART = 64
+_PART_IN_VAIN = 64  # random bytes that seem to be a pickle break after a few
 
 
 class Scanner:
@@ -200,7 +199,8 @@ class Scanner:
         if inflated:
             self.scan(MemorySource(inflated, source.path), where, depth + 1)
         if cut and (inflated or not self._room.is_used_up):
-            self._odd(where, f"inflates to more than {len(inflated)} bytes; what is behind was not looked at")
+            more = f"--limit pickle_ratio={2 * in_force().pickle_ratio} looks further"
+            self._odd(where, f"inflates to more than {len(inflated)} bytes; what is behind was not looked at ({more})")
         self._room.is_used_up |= not inflated
 
     def _sweep(self, source: Source, where: str, depth: int) -> None:
@@ -214,7 +214,9 @@ class Scanner:
                 if at < done or found.start() >= CHUNK:
                     continue
                 if self._room.is_searched:
-                    self._odd(where, "holds too many places at which a pickle seems to begin; the rest was not looked at", at)
+                    more = f"--limit scanned_in_vain={2 * self._room.followed} looks further"
+                    what = "holds too many places at which a pickle seems to begin; the rest was not looked at"
+                    self._odd(where, f"{what} ({more})", at)
                     return
                 look = self._local_record if found[0][:2] == b"PK" else self._uncertain
                 done = max(done, look(source, at, where, depth))

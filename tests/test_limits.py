@@ -165,6 +165,7 @@ NEVER_NAMED = {
     "scanned_values": None,
     "scanned_pickles": None,
     "scanned_depth": None,
+    "scanned_in_vain": None,
 }
 """Limits that no error names: a companion of another limit, or one at which nothing is refused."""
 
@@ -407,6 +408,22 @@ def test_every_command_that_opens_a_file_takes_limits(command, tmp_path, capsys,
     raised = re.search(r"--limit pickle_bytes=\d+", out + err)
     assert called(*command, *low, *raised[0].split(), capsys=capsys)[0] == 0
     assert bounds.in_force() == ckptconv.Limits()
+
+
+def test_a_scan_that_followed_too_much_for_nothing_says_what_makes_it_go_on(tmp_path):
+    look = scanned(tmp_path, b"PK\3\4" + b"\x80\2N0N0\xff" * 99)
+    assert not any("looks further" in reason for reason in look())
+    with limits(scanned_in_vain=20):
+        assert any("--limit scanned_in_vain=42 looks further" in reason for reason in look())
+
+
+def test_a_scan_that_inflated_too_much_says_what_makes_it_go_on(tmp_path):
+    with zipfile.ZipFile(tmp_path / "in.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("data.pkl", pickle.dumps([0] * 1_500_000))
+    look = scanned(tmp_path, (tmp_path / "in.zip").read_bytes())
+    assert any("--limit pickle_ratio=100 looks further" in reason for reason in look())
+    with limits(pickle_ratio=2000):
+        assert look() == []
 
 
 def test_scan_takes_limits(tmp_path, capsys, monkeypatch):
