@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile.cases import GENERATED, GENERATOR, GOOD, OUTPUTS, ZEROS, Case, bad
+from hostile.cases import GENERATED, GOOD, OUTPUTS, ZEROS, Case, bad
 from hostile.families import NEIGHBOURS
 from hostile.forked import Server, server
 from hostile.table import listed
+from hostile_generator import GENERATOR
 from program import SAMPLES, Finished, assert_one_error, idle_rss, run
 
 pytestmark = pytest.mark.badcases

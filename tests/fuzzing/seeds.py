@@ -10,7 +10,6 @@ import io
 import json
 import pickle
 import struct
-import sys
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -22,7 +21,8 @@ import old_torch
 import oracle
 import torch
 import zero
-from program import ROOT, SAMPLES
+from hostile_generator import GENERATOR, load_generator
+from program import SAMPLES
 from torch import nn
 
 from ckptconv import convert_checkpoint
@@ -373,20 +373,9 @@ def corpus(_: Path) -> Iterator[Seed]:
 
 def hostile(_: Path) -> Iterator[Seed]:
     """The hostile files that the generator writes."""
-    import os
-
-    script = Path(os.environ.get("CKPTCONV_BADCASES", ROOT.parent / "shared" / "badcases")) / "badcases.py"
-    if not script.is_file():
+    if not GENERATOR.is_file():
         return
-    spec = importlib.util.spec_from_file_location("badcases", script)
-    assert spec is not None and spec.loader is not None
-    generator = importlib.util.module_from_spec(spec)
-    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
-    try:
-        spec.loader.exec_module(generator)
-    finally:
-        sys.dont_write_bytecode = before
-    for file, category, _what, _expected, build in generator.CASES:
+    for file, category, _what, _expected, build in load_generator().CASES:
         yield of_file(f"hostile:{category}/{file}", build(), file)
 
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import struct
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-from program import ROOT
+from hostile_generator import GENERATOR, load_generator
 
-GENERATOR = Path(os.environ.get("CKPTCONV_BADCASES", ROOT.parent / "shared" / "badcases")) / "badcases.py"
 if not GENERATOR.is_file():
     pytest.skip("the generator of hostile files is not here (CKPTCONV_BADCASES)", allow_module_level=True)
 
@@ -24,20 +20,7 @@ GOOD = "good.pt"
 """The file that is converted where the hostile one is given to an option."""
 
 
-def _load_generator() -> ModuleType:
-    """The generator as a module; nothing is written beside it."""
-    spec = importlib.util.spec_from_file_location("badcases", GENERATOR)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.dont_write_bytecode = before
-    return module
-
-
-bad = _load_generator()
+bad = load_generator()
 u, n, g, t, d, ints, call, storage, tensor = bad.u, bad.n, bad.g, bad.t, bad.d, bad.ints, bad.call, bad.storage, bad.tensor
 
 

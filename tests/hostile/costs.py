@@ -14,9 +14,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from hostile_generator import GENERATOR
 from program import Finished
 
-from hostile.cases import GENERATED, GENERATOR, GOOD, Case, bad
+from hostile.cases import GENERATED, GOOD, Case, bad
 from hostile.families import NEIGHBOURS
 from hostile.forked import server
 

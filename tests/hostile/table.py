@@ -22,9 +22,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hostile_generator import GENERATOR
 from program import ROOT
 
-from hostile.cases import GENERATED, GENERATOR, GOOD, Case, bad
+from hostile.cases import GENERATED, GOOD, Case, bad
 from hostile.families import FAMILIES
 from hostile.forked import Server, server
 
