@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from ckptconv.bounds import Limits, held, in_force, merged
 from ckptconv.errors import AmbiguousStateDict, LimitExceeded, printable
-from ckptconv.nodes import Call, Dict, Node, PersistentId, children, mapping_pairs
+from ckptconv.nodes import Call, Dict, Node, PersistentId, children, mapping_pairs, spoken
 from ckptconv.plain_objects import is_array, plain_form
 from ckptconv.sources import Source
 from ckptconv.tensors import TensorObject, TensorRef
@@ -126,9 +126,7 @@ def label_text(label: Node) -> str:
     """A dict key or index as it stands in paths and messages; bytes as the text they are."""
     if type(label) is str:
         return label
-    if type(label) is int and label.bit_length() > 1000:
-        return f"an int of {label.bit_length()} bits"  # python refuses to print the longest ones
-    return label.decode("utf-8", "backslashreplace") if type(label) is bytes else str(label)
+    return label.decode("utf-8", "backslashreplace") if type(label) is bytes else spoken(label)
 
 
 _LONGEST_LABEL = 500  # characters of a key in a path

@@ -70,6 +70,15 @@ def test_a_storage_class_that_is_a_tuple_of_shared_tuples_is_named_in_few_words(
         open_checkpoint(checkpoint(tmp_path, pid))
 
 
+@pytest.mark.parametrize("key", [b"}", b"]", call_op("models.Config"), b"(K\1\x8c\1at", DOUBLED], ids=range(5))
+def test_what_is_left_out_is_named_in_few_words_whatever_its_key_is(key, tmp_path):
+    # The place of a dict in memory was told.
+    beside = call_op("collections.OrderedDict") + key + b"K\1s" + text_op("model") + b"}" + text_op("w") + tensor() + b"ss"
+    write(tmp_path / "in.pt", torch_zip(b"\x80\x02" + beside + b"."))
+    done = convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.safetensors", unknown="keep", fsync=False)
+    assert [item.path for item in done.plan.skipped] in (["a dict"], ["a list"], ["a tuple"], ["an object of models.Config"])
+
+
 @pytest.mark.parametrize("field", ["dtype", "transform_descriptors"])
 def test_shared_tuples_in_dcp_metadata_are_named_in_few_words(field, tmp_path):
     shared: tuple = ()
