@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptconv import __version__
-from ckptconv.errors import CheckpointError, printable
+from ckptconv.errors import CheckpointError, OutputRefused, printable
 from ckptconv.signals import stop_in_good_order
 
 if TYPE_CHECKING:
-    from ckptconv.plans import ConversionPlan
+    from ckptconv.plans import ConversionPlan, Options
 from ckptconv.cli_options import (
     FILE,
     LIMIT,
@@ -311,7 +311,6 @@ def scan(paths: tuple[Path, ...], strict: bool, as_json: bool, quiet: bool) -> N
 
 def _convert(given: dict[str, Any], wrappers: str) -> None:
     from ckptconv.formats.detect import open_checkpoint
-    from ckptconv.outputs import check_folder, check_output
     from ckptconv.planning import plan_conversion
     from ckptconv.plans import keeps_modules
 
@@ -321,25 +320,45 @@ def _convert(given: dict[str, Any], wrappers: str) -> None:
     with errors_shown(given["as_json"]):
         with redirect_stdout(sys.stderr):  # a model that is built may print
             options = replace(options, fit_to=key_target_of(given))
-        if not given["dry_run"] and options.max_shard_size is None:
-            (check_folder if given["to"] == "dcp" else check_output)(output, force=given["force"])
+        refused = _refused_output(given, options)
+        if refused is not None and not given["dry_run"]:
+            raise refused
         whole = keeps_modules(output, options)
-        if not given["dry_run"] and given["save_mapping"] is not None:
-            check_output(given["save_mapping"], force=given["force"])
         with open_checkpoint(given["sources"], tag=given["tag"], whole_modules=whole) as checkpoint:
             plan = plan_conversion(checkpoint, output, options)
-            (_show_plan if given["dry_run"] else _execute)(plan, given)
+            if not given["dry_run"]:
+                _execute(plan, given)
+                return
+    _show_plan(plan, given, refused)
 
 
-def _show_plan(plan: ConversionPlan, given: dict[str, Any]) -> None:
+def _refused_output(given: dict[str, Any], options: Options) -> OutputRefused | None:
+    """Why an output could not be written, as far as it can be told before all are known; shards are looked at when they are."""
+    from ckptconv.outputs import check_folder, check_output
+
+    try:
+        if options.max_shard_size is None:
+            (check_folder if given["to"] == "dcp" else check_output)(given["output"], force=given["force"])
+        if given["save_mapping"] is not None:
+            check_output(given["save_mapping"], force=given["force"])
+    except OutputRefused as error:
+        return error
+    return None
+
+
+def _show_plan(plan: ConversionPlan, given: dict[str, Any], refused: OutputRefused | None) -> None:
+    """What would be done; where the output is `refused`, that too, and the exit code is the conversion's."""
     from ckptconv import report
 
     if given["as_json"]:
-        print_json({"dry_run": True, **report.plan_document(plan)})
+        error = {} if refused is None else report.error_document(refused)
+        print_json({"dry_run": True, **report.plan_document(plan), **error})
     elif not given["quiet"]:
         print_summary(report.plan_headline(plan), report.plan_lines(plan))
         for line in report.keys_table(plan):
             click.echo(f"  {line}", err=True)
+    if refused is not None:
+        fail(str(refused), 1)
 
 
 def _execute(plan: ConversionPlan, given: dict[str, Any]) -> None:

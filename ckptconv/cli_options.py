@@ -138,7 +138,7 @@ def output_options(command: F) -> F:
         click.option("--unknown", type=click.Choice(["refuse", "drop", "keep"]), default="refuse", show_default=True,
                      help="Objects in a torch output that weights_only=True refuses and that have no plain form."),
         click.option("-f", "--force", is_flag=True, help="Replace OUT if it exists (OUT may be IN)."),
-        click.option("-n", "--dry-run", is_flag=True, help="Say what would be written, and write nothing."),
+        click.option("-n", "--dry-run", is_flag=True, help="Say what would be written, or why not; write nothing."),
         click.option("--verify", is_flag=True, help="Read the output back and compare every tensor before it is put in place."),
         click.option("--no-fsync", is_flag=True, help="Do not wait for the disk; the rename stays atomic."),
         click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout."),

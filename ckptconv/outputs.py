@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
+from shlex import quote
 
 from ckptconv.errors import CheckpointError, OutputRefused
 from ckptconv.signals import held_back
@@ -181,7 +182,7 @@ def refuse_missing_folder(path: Path, folder: Path) -> None:
         return
     if os.path.lexists(folder):
         raise OutputRefused("lies in a file, where a folder is needed", path=path, hint="name another folder")
-    raise OutputRefused("its folder does not exist", path=path, hint=f"mkdir -p {path.parent}")
+    raise OutputRefused("its folder does not exist", path=path, hint=f"mkdir -p {quote(str(path.parent))}")
 
 
 def followed(path: Path) -> Path:
@@ -227,7 +228,7 @@ def check_folder(path: Path, *, force: bool) -> None:
         if mode and not (path / ".metadata").is_file() and any(path.iterdir()):
             raise OutputRefused("holds something else than a DCP checkpoint", path=path, hint="name another folder")
         if not followed(path).parent.is_dir():
-            raise OutputRefused("the folder around it does not exist", path=path, hint=f"mkdir -p {path.parent}")
+            raise OutputRefused("the folder around it does not exist", path=path, hint=f"mkdir -p {quote(str(path.parent))}")
 
 
 def _reserve(fd: int, size: int) -> None:

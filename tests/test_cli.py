@@ -536,6 +536,18 @@ def test_dry_run_says_what_it_would_write_and_writes_nothing(tmp_path):
     assert planned["output"]["bytes"] == (tmp_path / "out.safetensors").stat().st_size
 
 
+def test_dry_run_says_why_the_output_would_be_refused(tmp_path):
+    (tmp_path / "out.pt").write_bytes(b"good")
+    done = run("strip-module", DDP, "out.pt", "--dry-run", cwd=tmp_path)
+    assert done.exit == 1 and "keys" in done.err and done.err.splitlines()[-1].startswith("error: out.pt: exists; add --force")
+    document = run("strip-module", DDP, "out.pt", "--dry-run", "--json", cwd=tmp_path)
+    assert document.exit == 1 and document.json()["error"]["what"] == "exists" and document.json()["output"]["bytes"] > 0
+    assert run("strip-module", DDP, "out.pt", "--dry-run", "--force", cwd=tmp_path).exit == 0
+    missing = run("strip-module", DDP, "new folder/out.pt", "--dry-run", cwd=tmp_path)
+    assert missing.exit == 1 and missing.err.splitlines()[-1].endswith("its folder does not exist; mkdir -p 'new folder'")
+    assert (tmp_path / "out.pt").read_bytes() == b"good"
+
+
 def test_dry_run_fails_where_the_conversion_would(saved, tmp_path):
     saved({"module.a.weight": W, "a.weight": W + 1})
     assert_one_error(run("strip-module", "in.pt", "out.pt", "--dry-run", cwd=tmp_path))
@@ -756,7 +768,7 @@ def test_control_characters_in_keys_are_escaped_everywhere(saved, tmp_path):
     saved({f"module.{NASTY}": W, f"module.b{NASTY}": W, "module.c": W[0]})
     runs = [
         ckptconv("convert", "in.pt", "out.pt", cwd=tmp_path),
-        ckptconv("convert", "in.pt", "out.pt", "--dry-run", cwd=tmp_path),
+        ckptconv("convert", "in.pt", "other.pt", "--dry-run", cwd=tmp_path),
         ckptconv("convert", "in.pt", "out.safetensors", "--exclude", "a*", cwd=tmp_path),
         ckptconv("inspect", "in.pt", cwd=tmp_path),
         ckptconv("inspect", "in.pt", "--depth", "5", cwd=tmp_path),
