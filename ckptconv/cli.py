@@ -399,7 +399,8 @@ def main() -> None:
     except (KeyboardInterrupt, click.Abort):
         fail("interrupted; nothing unfinished was left behind", 130)
     except OSError as error:
-        click.echo(f"error: cannot print the result: {error.strerror}", err=True)
+        what = "cannot print the result" if error.filename is None else printable(str(error.filename))
+        click.echo(f"error: {what}: {error.strerror}", err=True)
         os._exit(1)  # the interpreter's own last flush would fail once more
 
 

@@ -870,6 +870,14 @@ def test_closed_streams_are_no_traceback_and_no_checkpoint_gets_their_numbers(cl
     assert done.stderr == ("error: cannot print the result: Bad file descriptor\n" if closed == ">&-" else "")
 
 
+def test_a_file_that_nobody_expected_to_fail_is_named(tmp_path):
+    fails = "def fail(*_, **__): raise PermissionError(13, 'Permission denied', 'a\\x1bfile')"
+    program = f"import ckptconv.cli as program\n{fails}\nprogram.cli.main = fail\nprogram.main()"
+    command = [sys.executable, "-c", program, "inspect"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (1, "error: a\\x1bfile: Permission denied\n")
+
+
 @pytest.mark.parametrize("arguments", [("convert", "", "out.pt"), ("convert", TRAIN, ""), ("scan", ""), ("diff", TRAIN, ""),
                                        ("inspect", ""), ("doctor", TRAIN, "--like", "")])  # fmt: skip
 def test_an_empty_name_is_not_the_current_folder(arguments, tmp_path):
