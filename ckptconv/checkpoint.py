@@ -180,6 +180,8 @@ def walk(
             if over:
                 child = over.get(id(child), child)
             if type(child) in _CONTAINERS:
+                if type(child) in (tuple, list) and len(work) < most and _PLAIN.issuperset(map(type, child)):
+                    continue  # nothing in it, and there may be a million of it
                 work.append((here, child, _inner(child)))
                 entered.add(id(child))
                 if len(work) > most:
