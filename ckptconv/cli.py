@@ -46,14 +46,16 @@ from ckptconv.terminal import (
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     epilog="""\b
 Examples:
-  ckptconv strip-module ddp_cuda3.pt model.pt        a DDP file from cuda:3 → bare keys, CPU
-  ckptconv convert train.pt model.safetensors        the state dict of a training checkpoint
-  ckptconv convert model.pt gpu.pt --device cuda:1   tagged for cuda:1, written without one
-  ckptconv inspect train.pt                          what is in it, and what will not load
-  ckptconv diff train.pt model.pt --keys strip       what differs, to the bit
-  ckptconv scan downloads/                           whether it is safe to load
+  ckptconv strip-module ddp_cuda3.pt model.pt      DDP on cuda:3 → bare, CPU
+  ckptconv convert train.pt model.safetensors      the model's state dict
+  ckptconv convert model.pt b.pt --device cuda:1   tagged for cuda:1
+  ckptconv inspect train.pt                        what is in it
+  ckptconv doctor train.pt                         why it would not load here
+  ckptconv diff train.pt model.pt --keys strip     what differs, to the bit
+  ckptconv scan downloads/                         whether it is safe to load
 \b
-Shell completion: eval "$(_CKPTCONV_COMPLETE=bash_source ckptconv)"   (zsh_source, fish_source)""",
+Shell completion: eval "$(_CKPTCONV_COMPLETE=bash_source ckptconv)"
+(or zsh_source, fish_source)""",
 )
 @click.version_option(__version__, prog_name="ckptconv", message="%(prog)s %(version)s")
 def cli() -> None:
