@@ -34,6 +34,7 @@ _LOCAL = struct.Struct("<4s5H3I2H")
 _DESCRIPTOR = struct.Struct("<4s3I")
 _DESCRIPTOR64 = struct.Struct("<4sI2Q")
 _ENCRYPTED = 0x2041
+_FOLDER = 0x10  # of the external attributes, as in MS-DOS; miniz, which torch reads with, goes by it
 _STORED, _DEFLATED = 0, 8
 _ORDINARY = re.compile(rb"\w[\w-]*/(?:data/)?\w+").fullmatch
 
@@ -165,7 +166,7 @@ def _read_records(source: Source, start: int, count: int, size: int) -> list[Rec
         if at + _CENTRAL.size > len(raw):
             raise _malformed(source, "is shorter than its number of records")
         (signature, _, _, flags, method, _, _, crc, stored, plain, name_size, extra_size, comment_size,
-         _, _, _, header) = _CENTRAL.unpack_from(raw, at)  # fmt: skip
+         _, _, attributes, header) = _CENTRAL.unpack_from(raw, at)  # fmt: skip
         name_at = at + _CENTRAL.size
         extra_at = name_at + name_size
         at = extra_at + extra_size + comment_size
@@ -175,6 +176,8 @@ def _read_records(source: Source, start: int, count: int, size: int) -> list[Rec
         name = raw_name.decode() if _ORDINARY(raw_name) else _name(source, raw_name)
         if flags & _ENCRYPTED:
             raise _malformed(source, "is marked as encrypted", name)
+        if attributes & _FOLDER and plain and not raw_name.endswith(b"/"):
+            raise _malformed(source, "is marked as a folder, as which torch does not read it, but holds bytes", name)
         if method not in (_STORED, _DEFLATED):
             raise UnsupportedCheckpoint(f"is compressed by method {method}", path=source.path, where=name)
         if _MAX32 in (stored, plain, header):

@@ -24,15 +24,16 @@ from ckptconv.formats.safetensors import is_safetensors
 from ckptconv.formats.torch_tar import is_tar
 from ckptconv.sources import CHUNK, FileSource, MemorySource, RangeSource, Source
 from ckptconv.threats import Level, judge
-from ckptconv.tracing import Held, Trace, held_bytes, trace_pickle
+from ckptconv.tracing import NESTED_LOADERS, Held, Trace, held_bytes, trace_pickle
 from ckptconv.wording import count_text
 
 _HEAD = 512  # bytes of a deflated record by which it is seen whether to inflate it
 _BEGINS = re.compile(rb"\x80[\0-\5]").match
 _LIKELY = re.compile(rb"\x80[\0-\5]|[ci][A-Za-z_][\w.]{0,100}\n[A-Za-z_][\w.]{0,100}\n|PK\x03\x04")
 _TAIL = 22 + 0xFFFF  # bytes in which the end record of a zip archive lies
-_ARRAYS = re.compile(r"(?:^|/)data/\d+$|<bytes \d+>$").search
-"""Where arrays lie, storages of torch and bytes of pickles: of many thousands some read as pickles by chance."""
+_STORAGE = re.compile(r"(?:^|/)data/\d+$").search  # the names of torch's storages
+_BLOCK = 512  # bytes of a tar header, and of what the parts of a tar file are multiples of
+_LOOK = 64  # bytes for which a look in vain counts at least
 _LZMA = re.compile(rb"\x5d\0\0..\xff{8}", re.DOTALL).match  # the older container of lzma, which has no magic of its own
 _NUMPY = b"\x93NUMPY"
 _SERIALIZED = re.compile(
@@ -102,10 +103,15 @@ class Scanner:
     def __init__(self, room: Room) -> None:
         self.findings: list[Finding] = []
         self.pickles = 0
+        self._counted: set[tuple[str, int]] = set()
         self._room = room
 
-    def scan(self, source: Source, where: str, depth: int) -> str:
-        """Look into a source for whatever it is; says what that is."""
+    def scan(self, source: Source, where: str, depth: int, *, array: bool = False) -> str:
+        """Look into a source for whatever it is; says what that is.
+
+        An `array` is one that nothing unpickles: of many thousands some read as pickles by chance, so only what names a global
+        counts.
+        """
         if depth > (most := in_force().scanned_depth):
             self._odd(
                 where,
@@ -116,10 +122,10 @@ class Scanner:
         head = source.read(0, min(512, source.size))
         if is_zip(head):
             return self._zip(source, where, depth)
-        if is_tar(head):
-            self._sweep(source, where, depth)
+        if is_tar(head) or _is_tar_header(head):
+            self._tar(source, where, depth)
             return "tar"
-        count = self._pickles(source, _numpy_end(head), where, depth)
+        count = self._pickles(source, _numpy_end(head), where, depth, array=array)
         if not depth and b"PK\5\6" in source.read(max(0, source.size - _TAIL), min(_TAIL, source.size)):
             self._sweep(source, where, depth)
             return "zip behind other bytes"
@@ -184,8 +190,22 @@ class Scanner:
             if record.deflated:
                 self._deflated(source, record.offset, record.stored, inside, depth)
             else:
-                self.scan(RangeSource(source, record.offset, record.size), inside, depth + 1)
+                array = _STORAGE(name) is not None
+                self.scan(RangeSource(source, record.offset, record.size), inside, depth + 1, array=array)
         return "zip"
+
+    def _tar(self, source: Source, where: str, depth: int) -> None:
+        """Look into the members of a tar file, wherever a header of one lies, and sweep it for what a pattern tells."""
+        self._pickles(source, 0, where, depth)
+        start = _behind_hole(source, 0)
+        while start < source.size:
+            start &= -_BLOCK
+            window = source.read(start, min(CHUNK, source.size - start))
+            for at in range(0, len(window), _BLOCK):
+                if _is_tar_header(window[at : at + _BLOCK]):
+                    self._pickles(source, start + at + _BLOCK, where, depth)
+            start = _behind_hole(source, start + CHUNK)
+        self._sweep(source, where, depth)
 
     def _deflated(self, source: Source, offset: int, stored: int, where: str, depth: int) -> None:
         """Look into a deflated record; one that does not begin as anything that is looked into is not inflated."""
@@ -193,11 +213,12 @@ class Scanner:
         trace = trace_pickle(MemorySource(head, source.path), _numpy_end(head))
         is_followed = trace.end or trace.cut or trace.stopped or trace.names or trace.alarms
         if not (is_followed or is_zip(head) or is_tar(head) or _may_be_json(head)):
+            self._room.followed += _LOOK
             return
         is_pickle = not (is_zip(head) or is_tar(head) or _may_be_json(head))
         inflated, cut = self._room.inflate(source, offset, stored, pickle=is_pickle)
         if inflated:
-            self.scan(MemorySource(inflated, source.path), where, depth + 1)
+            self.scan(MemorySource(inflated, source.path), where, depth + 1, array=_STORAGE(where) is not None)
         if cut and (inflated or not self._room.is_used_up):
             more = f"--limit pickle_ratio={2 * in_force().pickle_ratio} looks further"
             self._odd(where, f"inflates to more than {len(inflated)} bytes; what is behind was not looked at ({more})")
@@ -223,6 +244,8 @@ class Scanner:
             start = _behind_hole(source, start + CHUNK)
 
     def _uncertain(self, source: Source, at: int, where: str, depth: int) -> int:
+        """Follow what may be a pickle; the byte behind it, or 0 where what lies in it must be looked at too."""
+        self._room.followed += _LOOK
         return self._pickle(source, at, where, depth, certain=False)
 
     def _local_record(self, source: Source, at: int, where: str, depth: int) -> int:
@@ -240,12 +263,12 @@ class Scanner:
 
     # -------------------------------------------------------------------------------------------------------- pickles
 
-    def _pickles(self, source: Source, start: int, where: str, depth: int) -> int:
+    def _pickles(self, source: Source, start: int, where: str, depth: int, *, array: bool = False) -> int:
         """Follow the pickles that lie one behind another; how many there are."""
         count, at, most = 0, start, in_force().scanned_pickles
-        while at < source.size and count < most:
+        for _ in range(most):
             before = self.pickles
-            end = self._pickle(source, at, where, depth, certain=count == 0)
+            end = self._pickle(source, at, where, depth, certain=True, array=array) if at < source.size else 0
             count += self.pickles > before
             if end <= at:
                 return count
@@ -254,32 +277,37 @@ class Scanner:
             self._more_pickles(where, "lie one behind another", at)
         return count
 
-    def _pickle(self, source: Source, start: int, where: str, depth: int, *, certain: bool) -> int:
+    def _pickle(self, source: Source, start: int, where: str, depth: int, *, certain: bool, array: bool = False) -> int:
         """Follow the pickle at byte `start`, if it is one; the byte behind it, or 0 where there is none.
 
-        What breaks counts as a pickle where it names something dangerous, or is `certain` to be one by how it begins.
+        What breaks counts as a pickle where it names something dangerous, or is `certain` to be one by how it begins. In one
+        that is not, another may lie: 0 too.
         """
         trace = trace_pickle(source, start)
-        self._room.followed += 0 if trace.end or certain else trace.followed
+        is_passed = certain or not trace.constants
+        self._room.followed += 0 if certain or (trace.end and is_passed) else trace.followed
         named = self._judged(trace, where)
-        may_be_chance = not trace.names and _ARRAYS(where) is not None
-        alarms = [alarm for alarm in trace.alarms if not (may_be_chance and alarm.by_chance)]
-        is_bad = bool(alarms) or any(finding.level == "dangerous" for finding in named)
         has_proto = _BEGINS(source.read(start, min(2, source.size - start))) is not None
-        is_worth_telling = bool(trace.names or alarms) or trace.stopped or (trace.cut and not may_be_chance)
-        begins = certain and has_proto and is_worth_telling
-        if trace.broken is not None and not (begins or any(finding.level == "dangerous" for finding in named)):
-            return 0
+        is_chance = array and not trace.names
+        alarms = [alarm for alarm in trace.alarms if not is_chance and (trace.names or has_proto or not alarm.by_chance)]
+        is_bad = bool(alarms) or any(finding.level == "dangerous" for finding in named)
+        is_begun = has_proto and bool(trace.names or trace.cut) and not is_chance
+        is_told = is_bad or (certain and not is_chance and (is_begun or trace.stopped))
         is_likely = has_proto or bool(trace.names) or trace.end - start > _SHORT
-        if trace.broken is None and not is_likely and not is_bad:
-            return 0
-        self.pickles += 1
-        self.findings += named
-        if trace.broken is not None:
-            self._odd(where, f"the pickle {trace.broken}; what stands before was judged", start)
-        self.findings += [Finding(where, "", "dangerous", alarm.reason, alarm.at) for alarm in alarms]
-        self._nested(trace, source, where, depth)
-        return trace.end
+        if is_told if trace.broken is not None else (is_likely or is_bad):
+            self._count(where, start)
+            self.findings += named
+            if trace.broken is not None:
+                self._odd(where, f"the pickle {trace.broken}; what stands before was judged", start)
+            self.findings += [Finding(where, "", "dangerous", alarm.reason, alarm.at) for alarm in alarms]
+            self._nested(trace, source, where, depth)
+        return trace.end if is_passed else 0
+
+    def _count(self, where: str, start: int) -> None:
+        """Count a pickle, once however often it is come upon."""
+        if (where, start) not in self._counted:
+            self._counted.add((where, start))
+            self.pickles += 1
 
     def _judged(self, trace: Trace, where: str) -> list[Finding]:
         return [
@@ -289,12 +317,13 @@ class Scanner:
     def _nested(self, trace: Trace, source: Source, where: str, depth: int) -> None:
         """Look into the bytes that a pickle holds: each may be a stream itself."""
         most = in_force().pickle_bytes
+        array = not any(f"{name.module}.{name.name}" in NESTED_LOADERS for name in trace.names)
         for number, held in enumerate(trace.constants):
             inside = f"{where}<bytes {number}>"
             if isinstance(held, Held) and held.form != "bytes" and held.nbytes > most:
                 self._odd(inside, f"a text of {held.nbytes} bytes was not looked at (--limit pickle_bytes={held.nbytes} does)")
             elif (inner := _inner_source(source, held)).size > 1:
-                self.scan(inner, inside, depth + 1)
+                self.scan(inner, inside, depth + 1, array=array)
 
 
 def _inner_source(source: Source, held: Held | bytes) -> Source:
@@ -311,6 +340,17 @@ def _as_function(finding: Finding) -> Finding:
     if not finding.name.startswith("cloudpickle."):
         return finding
     return replace(finding, level="unknown", reason="makes functions out of byte code that stands in the pickle")
+
+
+def _is_tar_header(block: bytes) -> bool:
+    """Whether a member of a tar file begins so, which `tarfile` knows by the checksum of its header alone.
+
+    That is the sum of the 512 bytes, those of the checksum itself taken as spaces.
+    """
+    field = block[148:156].strip(b" \0")
+    if len(block) < _BLOCK or not field.isdigit() or b"8" in field or b"9" in field:
+        return False
+    return int(field, 8) == sum(block) - sum(block[148:156]) + 8 * 0x20
 
 
 def _may_be_json(head: bytes) -> bool:
@@ -355,8 +395,9 @@ def _inflated(source: Source, offset: int, stored: int, limit: int) -> bytes:
     inflater = zlib.decompressobj(-15)
     made = bytearray()
     with contextlib.suppress(zlib.error):
-        for start in range(0, stored, CHUNK):
-            piece = source.read(offset + start, min(CHUNK, stored - start))
+        step = min(CHUNK, max(limit, _BLOCK))
+        for start in range(0, stored, step):
+            piece = source.read(offset + start, min(step, stored - start))
             made += inflater.decompress(piece, limit - len(made))
             if inflater.eof or len(made) >= limit:
                 break

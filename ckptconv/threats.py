@@ -109,6 +109,9 @@ _PLAIN = """
     torch.nn.backends.thnn._get_thnn_function_backend torch.distributed.checkpoint.filesystem._StorageInfo
     torch.distributed._mesh_layout._MeshLayout torch.distributed._mesh_layout._FlatLayout
     torch.autograd.Variable
+    numpy.random._mt19937.MT19937 numpy.random._pcg64.PCG64 numpy.random._pcg64.PCG64DXSM
+    numpy.random._philox.Philox numpy.random._sfc64.SFC64 numpy.random.bit_generator.SeedSequence
+    numpy.random.bit_generator.__pyx_unpickle_SeedSequence
 """
 _PLAIN_NAMES = frozenset(_PLAIN.split()) | WEIGHTS_ONLY
 _CLASSES = """
@@ -119,6 +122,10 @@ _CLASSES = """
 """
 _PLAIN_CLASSES = tuple(_CLASSES.split())
 """Modules whose classes are part of ordinary checkpoints."""
+_OTHERS = ("torch.distributed._shard.checkpoint", "torch.distributed.tensor.experimental")
+"""Modules within those that pass on everything of others."""
+_PASSED_ON = frozenset(("GraphModule", "ExitStack", "ThreadPoolExecutor", "ProcessPoolExecutor", "Connection", "Future"))
+"""Classes that modules of torch import, and so have by their own names, but that checkpoints do not name there."""
 
 _BY_MODULE = {module: reason for reason, text in _MODULES.items() for module in text.split()}
 _BY_NAME = {name: reason for reason, text in _NAMES.items() for name in text.split()}
@@ -170,9 +177,8 @@ def _judge(module: str, name: str) -> Verdict:
         return Verdict("dangerous", _BY_NAME.get(path, "reaches into the workings of an object"))
     if reason := _reason(path):
         return Verdict("dangerous", reason)
-    if (_within(module, _PLAIN_CLASSES) and not ways and last.lstrip("_")[:1].isupper()) or path.startswith(
-        "torch.jit._pickle."
-    ):
+    is_class = _within(module, _PLAIN_CLASSES) and not _within(module, _OTHERS) and last.lstrip("_")[:1].isupper()
+    if not ways and last not in _PASSED_ON and (is_class or module == "torch.jit._pickle"):
         return Verdict("plain", "a class of ordinary checkpoints")
     if _within(module, ("torch._utils",)) and last.startswith("_rebuild"):
         return Verdict("plain", "makes a tensor")

@@ -2,14 +2,15 @@
 
 Where `unpickling` refuses a stream, this goes on: it answers what the program in a pickle, broken or made to deceive,
 would have named by the time it breaks. The opcodes are those of CPython's `pickletools`; where its C and its Python
-unpickler differ, the more tolerant one is followed. A stream is read in windows, and of the bytes that it holds only
-where they lie, so that one of any size takes little memory.
+unpickler differ, the more tolerant one is followed, and where they go on in different places, that is an alarm. A stream
+is read in windows, and of the bytes that it holds only where they lie, so that one of any size takes little memory.
 """
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sized
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -35,7 +36,7 @@ class Alarm(NamedTuple):
     by_chance: bool = False
 
 
-Form: TypeAlias = Literal["bytes", "utf-8", "raw-unicode-escape", "quoted"]
+Form: TypeAlias = Literal["bytes", "utf-8", "raw-unicode-escape", "quoted", "quoted-utf-8"]
 
 
 class Held(NamedTuple):
@@ -93,8 +94,8 @@ def _text(raw: bytes, form: Form) -> str:
     """What bytes of a stream mean as a text."""
     if form == "bytes":
         return raw.decode("latin-1")
-    if form == "quoted":
-        return codecs.escape_decode(raw.strip()[1:-1])[0].decode("latin-1")
+    if form.startswith("quoted"):
+        return codecs.escape_decode(raw.strip()[1:-1])[0].decode("latin-1" if form == "quoted" else "utf-8")
     return raw.decode(form, "surrogatepass" if form == "utf-8" else "strict")
 
 
@@ -122,6 +123,11 @@ _LONGEST_NAME = 4096
 """Of longer texts only the place is kept: they are arrays, as python 2 and the protocols up to 2 write them."""
 
 
+_LONGEST_NUMBER = 1 << 20  # bytes of a line of digits and of the blanks around them
+_SHORTEST = 10  # bytes of a pickle that calls something; what is shorter is no stream to be looked into
+_MOST_ALARMS = 100  # of one stream; the first one decides
+
+
 class _Tracer:
     """The stack and the memo of one stream: texts, tuples and globals as they are, `Held` for bytes, `_OTHER` for the rest."""
 
@@ -136,6 +142,8 @@ class _Tracer:
         self._marks: list[list[Any]] = []
         self._under = 0  # values below the last mark, a mark being worth eight
         self._memo: dict[int, Any] = {}
+        self._most_found = in_force().scanned_pickles
+        self._loaders = False  # whether a function that loads streams was named
 
     def run(self) -> None:
         steps, most = _STEPS, in_force().scanned_values
@@ -148,6 +156,8 @@ class _Tracer:
             self._at += 1
             if opcode == 0x2E:  # STOP
                 self._stack.pop()
+                if self._at < self._frame_end:
+                    self.alarm("ends within its frame, behind which unpicklers go on in different places")
                 self.trace.end = self._at
                 return
             if (step := steps.get(opcode)) is None:
@@ -201,7 +211,11 @@ class _Tracer:
             self._frame_end = 0
 
     def frame(self) -> None:
-        self._frame_end = self.number(8) + self._at
+        """A frame; one that is longer than the source is none for the unpickler that goes on nevertheless."""
+        end = self.number(8) + self._at
+        if self._at < self._frame_end:
+            self.alarm("a frame begins within another, behind which unpicklers go on in different places")
+        self._frame_end = end if end <= self._source.size else 0
 
     def number(self, width: int) -> int:
         return int.from_bytes(self.take(width), "little")
@@ -239,10 +253,12 @@ class _Tracer:
         return _text(raw, held.form)
 
     def digits(self) -> int:
+        """A number in a line, which unpicklers written in C read up to a NUL."""
         line = self.line()
-        if line.nbytes > _LONGEST_NAME:
-            raise _Broken("has a number of more digits than python reads")
-        return int(self.short(line))
+        if line.nbytes > _LONGEST_NUMBER:
+            self.alarm(f"a number is written in more than {_LONGEST_NUMBER} bytes")
+            raise _Broken("has a number that was not read")
+        return int(self._source.read(line.offset, line.nbytes).split(b"\0", 1)[0])
 
     # Steps, in the words of pickletools.
 
@@ -250,12 +266,23 @@ class _Tracer:
         self._stack.append(value)
 
     def constant(self, held: Held) -> None:
-        self.trace.constants.append(held)
+        self.kept(held)
         self.push(held)
+
+    def kept(self, held: Held | bytes) -> None:
+        """Keep what may be a stream, for which it needs some bytes."""
+        if (held.nbytes if isinstance(held, Held) else len(held)) >= _SHORTEST:
+            self._refuse_many(self.trace.constants)
+            self.trace.constants.append(held)
+
+    def _refuse_many(self, found: Sized) -> None:
+        if len(found) >= self._most_found:
+            what = f"holds more than {self._most_found} texts or names"
+            raise _TooMany(f"{what} (--limit scanned_pickles={2 * self._most_found} looks further)")
 
     def python2_text(self, held: Held) -> None:
         """A text of python 2, which may be bytes."""
-        self.trace.constants.append(held)
+        self.kept(held)
         self.push(self.short(held))
 
     def mark(self) -> None:
@@ -285,24 +312,36 @@ class _Tracer:
     def tuple_of(self, count: int) -> None:
         if count > len(self._stack):
             raise _Broken("takes more from its stack than is there")
-        self.replace(count, tuple(self._stack[-count:]))
+        self.replace(count, tuple(self.passed_on(self._stack[-count:])))
 
     def container(self) -> None:
-        self.to_mark()
+        self.passed_on(self.to_mark())
         self.push(_OTHER)
 
     def mark_tuple(self) -> None:
-        self.push(tuple(self.to_mark()))
+        self.push(tuple(self.passed_on(self.to_mark())))
 
     def add_marked(self) -> None:
-        self.to_mark()
-        self._stack[-1]
+        self.passed_on(self.to_mark())
+        self._refuse_growing(self._stack[-1])
 
     def drop(self, count: int) -> None:
         """The last `count` values put into what is below them."""
         if count >= len(self._stack):
             raise _Broken("takes more from its stack than is there")
+        self.passed_on(self._stack[-count:])
         del self._stack[-count:]
+        self._refuse_growing(self._stack[-1])
+
+    def passed_on(self, values: list[Any]) -> list[Any]:
+        """Values that go into others; what loads streams is called by pickles, and by nothing that they call."""
+        if self._loaders and any(type(value) is Named and ".".join(value) in NESTED_LOADERS for value in values):
+            self.alarm("a function that loads streams is handed on, so what it loads cannot be known")
+        return values
+
+    def _refuse_growing(self, target: Any) -> None:
+        if type(target) in (bytes, Held):
+            self.alarm("bytes are changed after they are written, so they cannot be known")
 
     def put(self, index: int) -> None:
         self._memo[index] = self._stack[-1]
@@ -314,16 +353,19 @@ class _Tracer:
         """A global by its names, as far as they are known."""
         if type(module) is str and type(name) is str:
             found = Named(module, name)
+            self._refuse_many(self.trace.names)
             self.trace.names.setdefault(found, self._at)
+            self._loaders |= f"{module}.{name}" in NESTED_LOADERS
             return found
         if {type(module), type(name)} <= {str, Held}:
             self.alarm(f"a global is named in more than {_LONGEST_NAME} bytes")
         else:
-            self.alarm("the name of a global is computed while the pickle runs, so it cannot be known")
+            self.alarm("the name of a global is computed while the pickle runs, so it cannot be known", by_chance=True)
         return _OTHER
 
     def alarm(self, reason: str, *, by_chance: bool = False) -> None:
-        self.trace.alarms.append(Alarm(reason, self._at, by_chance))
+        if len(self.trace.alarms) < _MOST_ALARMS:
+            self.trace.alarms.append(Alarm(reason, self._at, by_chance))
 
     def global_of_lines(self) -> None:
         module = self.short(self.line("utf-8"))
@@ -340,15 +382,16 @@ class _Tracer:
     def instance(self) -> None:
         module = self.short(self.line("utf-8"))
         func = self.name(module, self.short(self.line("utf-8")))
-        self.push(self.called(func, tuple(self.to_mark())))
+        self.push(self.called(func, tuple(self.passed_on(self.to_mark()))))
 
     def object(self) -> None:
         func, *args = self.to_mark()
-        self.push(self.called(func, tuple(args)))
+        self.push(self.called(func, tuple(self.passed_on(args))))
 
     def new_object(self, count: int) -> None:
+        """NEWOBJ, or NEWOBJ_EX (3), with keywords that are not known here."""
         func, args = self._stack[-count], self._stack[-count + 1]
-        self.replace(count, self.called(func, args if type(args) is tuple else (_OTHER,)))
+        self.replace(count, self.called(func, args if type(args) is tuple and count == 2 else (_OTHER,)))
 
     def called(self, func: Any, args: tuple[Any, ...]) -> Any:
         """What a call gives, where it is bytes that matter."""
@@ -357,16 +400,31 @@ class _Tracer:
         path = f"{func.module}.{func.name}"
         first = args[0] if args else b""
         if path == "_codecs.encode" and type(first) in (str, Held) and args[1:] in (("latin1",), ("latin-1",)):
-            self.trace.constants.append(first if type(first) is Held else str(first).encode("latin-1"))
-            return self.trace.constants[-1]
-        if path in _BYTES_CLASSES and len(args) < 2 and type(first) in (bytes, Held):
+            return self.encoded(first)
+        is_bytes = type(first) is bytes or (type(first) is Held and first.form == "bytes")
+        if path in _BYTES_CLASSES and len(args) < 2 and is_bytes:
             return first
         if path in NESTED_LOADERS and type(first) not in (bytes, str, Held):
             self.alarm(f"{path} is given bytes that are computed while the pickle runs, so they cannot be known")
         return _OTHER
 
+    def encoded(self, text: Any) -> Held | bytes:
+        """The latin-1 form of a text. What python 2 wrote is read as latin-1 by some and as UTF-8 by others: both are kept."""
+        if type(text) is Held:
+            other: Form | None = {"bytes": "utf-8", "quoted": "quoted-utf-8"}.get(text.form)  # type: ignore[assignment]
+            if other is not None:
+                self.kept(text._replace(form=other))
+            self.kept(text)
+            return text
+        made = str(text).encode("latin-1")
+        self.kept(made)
+        if not made.isascii():
+            with contextlib.suppress(UnicodeError):
+                self.kept(made.decode().encode("latin-1"))
+        return made
+
     def build(self) -> None:
-        self._stack.pop()
+        self.passed_on([self._stack.pop()])
         if type(target := self._stack[-1]) is Named:
             self.alarm(f"attributes of {target.module}.{target.name} itself are set")
 
@@ -422,7 +480,7 @@ _STEPS: dict[int, _Step] = {
     ord("1"): _Tracer.to_mark,
     ord("2"): lambda tracer: tracer.push(tracer._stack[-1]),
     ord("P"): _line_of(lambda tracer, _: tracer.push(_OTHER)),
-    ord("Q"): lambda tracer: tracer.replace(1, _OTHER),
+    ord("Q"): lambda tracer: tracer.replace(1, tracer.passed_on(tracer._stack[-1:]) and _OTHER),
     ord("R"): _Tracer.reduce,
     ord("S"): _line_of(_Tracer.python2_text, "quoted"),
     ord("T"): _sized(4, _Tracer.python2_text),

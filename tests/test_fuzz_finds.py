@@ -60,6 +60,18 @@ def tensor(key: str = "0", *, grad: bytes = b"\x89") -> bytes:
     )
 
 
+def test_a_record_that_is_marked_as_a_folder_is_refused(tmp_path):
+    # torch returns whatever is in memory as its weights.
+    torch.save({"w": torch.arange(1000.0)}, tmp_path / "good.pt")
+    raw = bytearray((tmp_path / "good.pt").read_bytes())
+    at = raw.rindex(b"good/data/0") - 46
+    assert raw[at : at + 4] == b"PK\1\2"
+    raw[at + 38] |= 0x10
+    write(tmp_path / "in.pt", bytes(raw))
+    with pytest.raises(MalformedCheckpoint, match=r"is marked as a folder.* but holds bytes"):
+        open_checkpoint(tmp_path / "in.pt")
+
+
 # ------------------------------------------------------------------------------------------------ names and numbers spoken
 
 

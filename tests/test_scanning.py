@@ -177,6 +177,80 @@ def test_a_trick_is_seen_through(trick, tmp_path):
     assert level(tmp_path, TRICKS[trick]) == "dangerous"
 
 
+def framed(payload: bytes, size: int | None = None) -> bytes:
+    return b"\x95" + struct.pack("<Q", len(payload) if size is None else size) + payload
+
+
+def text(value: str | bytes) -> bytes:
+    raw = value.encode() if isinstance(value, str) else value
+    return b"X" + struct.pack("<I", len(raw)) + raw
+
+
+def computed(raw: bytes) -> bytes:
+    """Opcodes that make bytes of a list of numbers."""
+    return b"cbuiltins\nbytes\n](" + b"".join(b"K%c" % byte for byte in raw) + b"e\x85R"
+
+
+CALL = b"cos\nsystem\n" + text("echo") + b"\x85R"
+LOADER = b"ctorch.storage\n_load_from_bytes\n"
+STREAM = b"\x80\2" + CALL + b"."
+MADE = computed(STREAM)
+MAGIC = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+LEGACY = b"\x80\2M\xe9\3.\x80\2}."
+INNER = framed(b"N0Ja")
+COMPUTED_NAME = b"".join(b"cbuiltins\nstr\nC%c%b" % (len(name), name) + text("ascii") + b"\x86R" for name in (b"os", b"system"))
+COMPUTED_CALL = COMPUTED_NAME + b"\x93" + text("echo") + b"\x85R"
+
+HIDDEN = {
+    "a memo number behind blanks": b"Np" + b" " * 5000 + b"5\n0" + CALL + b".",
+    "a memo number behind zeros": b"Np" + b"0" * 4200 + b"5\n0" + CALL + b".",
+    "a memo number before a NUL": b"Np5\0zz\n0" + CALL + b".",
+    "a memo number that is not read": b"Np" + b" " * (1 << 20) + b"5\n0" + CALL + b".",
+    "a frame within a frame": b"\x80\4" + framed(INNER) + b"....0" + CALL + b".",
+    "an end within its frame": b"\x80\4" + framed(MAGIC + b"\xff" * 20_000) + LEGACY + STREAM,
+    "bytes by keywords": b"\x80\4" + LOADER + b"cbuiltins\nbytes\n)}" + text("source") + b"]s\x92\x85R.",
+    "bytes of a text by keywords": b"\x80\4" + LOADER + b"cbuiltins\nbytes\n" + text("a" * 5000) + b"\x85}\x92\x85R.",
+    "a bytearray that grows": LOADER + b"cbuiltins\nbytearray\n)R(K\1K\2e\x85R.",
+    "a bytearray that grows by one": LOADER + b"\x96\1\0\0\0\0\0\0\0aK\1a\x85R.",
+    "a bytearray that is changed": LOADER + b"\x96\1\0\0\0\0\0\0\0a(K\0K\1u\x85R.",
+    "a loader that another calls": b"ctorch._tensor\n_rebuild_from_type_v2\n(" + LOADER + b"N" + MADE + b"\x85NtR.",
+    "a loader as an attribute": b"ctypes\nSimpleNamespace\n)R}" + text("__setstate__") + LOADER + b"sb" + MADE + b"b.",
+    "a loader as a persistent id": MAGIC + LEGACY + b"\x80\2(" + text("module") + LOADER + b"))tQ" + MADE + b"\x85R.",
+    "python 2 text as UTF-8": b"\x80\2" + LOADER + b"c_codecs\nencode\nT" + text(STREAM.decode("latin-1"))[1:] + text("latin1")
+    + b"\x86R\x85R.",
+    "a computed name, broken off": COMPUTED_CALL,
+    "a computed name, the fourth of a legacy file": b"\x80\2" + MAGIC + LEGACY + b"\x80\4" + COMPUTED_CALL,
+    "behind a short pickle": MAGIC + LEGACY + STREAM,
+    "behind a shorter one": b"N." + STREAM,
+    "a text that looks like a tar file": b"\x80\4" + text("x" * 250 + "ustar") + b"0\x8c\2os\x8c\6system\x93\x8c\1a\x85R.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("trick", HIDDEN)
+def test_what_hides_a_call_is_dangerous(trick, tmp_path):
+    assert level(tmp_path, HIDDEN[trick]) == "dangerous"
+
+
+def test_what_stops_the_scan_is_told_whatever_it_begins_with(tmp_path):
+    with limits(scanned_values=50):
+        assert level(tmp_path, b"(" + b"N" * 51 + b"1" + CALL + b".") == "unknown"
+
+
+def test_many_alarms_and_names_take_little_memory(tmp_path):
+    for content in (b"\x82\x010" * 200_000, b"ctorch\nSize\n" + b"}b" * 200_000, b"NN\x930" * 200_000):
+        assert len(scan_checkpoint(written(tmp_path, b"\x80\2" + content + b"N.")).files[0].findings) <= 101
+    names = b"".join(b"cos\nb%x\n0" % index for index in range(100))
+    with limits(scanned_pickles=50):
+        scan = scan_checkpoint(written(tmp_path, b"\x80\2" + names + b"N."))
+    assert len(scan.files[0].findings) == 51
+    assert any("--limit scanned_pickles=100 looks further" in finding.reason for finding in scan.files[0].findings)
+
+
+def test_very_many_headers_of_a_broken_archive_are_looked_at_within_bounds(tmp_path):
+    scan = scan_checkpoint(written(tmp_path, b"PK\3\4" * 750_000))
+    assert any("the rest was not looked at" in finding.reason for finding in scan.files[0].findings)
+
+
 def zipped(records: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", compression) as archive:
@@ -189,14 +263,24 @@ BAD = call("os", "system")
 GOOD = pickle.dumps({"epoch": 1, "w": [0.5] * 50})
 
 
-def in_tar(name: str) -> bytes:
+def in_tar(name: str, content: bytes = bytes(2000) + BAD, first: bytes = GOOD) -> bytes:
     out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as archive:
-        for member, content in (("sys_info", GOOD), (name, bytes(2000) + BAD)):
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+        for member, payload in (("sys_info", first), (name, content)):
             info = tarfile.TarInfo(member)
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
+            info.size = len(payload)
+            archive.addfile(info, io.BytesIO(payload))
     return out.getvalue()
+
+
+def without_magic(archive: bytes) -> bytes:
+    """A tar file as of 1979: its headers have a checksum and no magic."""
+    blocks = [bytearray(archive[at : at + 512]) for at in range(0, len(archive), 512)]
+    for block in blocks:
+        if block[257:262] == b"ustar":
+            block[257:265], block[148:156] = bytes(8), b" " * 8
+            block[148:156] = b"%06o\0 " % sum(block)
+    return b"".join(blocks)
 
 
 def raw_deflated(payload: bytes) -> bytes:
@@ -216,6 +300,9 @@ CONTAINERS = {
     "a storage": zipped({"archive/data.pkl": GOOD, "archive/data/0": BAD}),
     "zip in zip": zipped({"inner.pt": zipped({"archive/data.pkl": BAD})}, zipfile.ZIP_DEFLATED),
     "tar": in_tar("pickle"),
+    "tar of 1979": without_magic(in_tar("pickle", BAD)),
+    "tar, names from the stack": in_tar("pickle", b"\x8c\2os\x8c\6system\x93" + text("echo") + b"\x85R."),
+    "tar, behind bytes that reach to its end": in_tar("pickle", first=b"\x80\2B" + struct.pack("<I", 9000) + b"N."),
     "tar, storages": in_tar("storages"),
     "zip without a directory": zipped({"archive/data.pkl": BAD})[:-30],
     "zip without a directory, protocol 4": zipped({"archive/data.pkl": call("os", "system", protocol=4)[2:]})[:-30],
@@ -278,6 +365,24 @@ def test_the_names_of_the_corpus_are_those_of_its_manifest(corpus):
             found = {finding.name.replace("__builtin__.", "builtins.") for finding in file.findings}
             wanted = {name.replace("__builtin__.", "builtins.") for name in entry["globals"]}
             assert wanted <= found, entry["file"]
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_random_states_are_plain(protocol, tmp_path):
+    numpy = pytest.importorskip("numpy")
+    for state in (numpy.random.RandomState(1), numpy.random.default_rng(2), numpy.random.Generator(numpy.random.Philox(3))):
+        assert level(tmp_path, pickle.dumps(state, protocol)) == "plain"
+
+
+@pytest.mark.parametrize("path", [
+    "torch.distributed._shard.checkpoint._async_process_executor.ThreadPoolExecutor",
+    "torch.distributed.tensor.experimental._tp_transform.GraphModule",
+    "torch.distributed.fsdp._optim_utils.ExitStack",
+    "torch.jit._pickle.build_intlist.x.evil",
+])  # fmt: skip
+def test_what_a_module_of_torch_only_passes_on_is_not_plain(path):
+    module, _, name = path.rpartition(".") if "_pickle" not in path else ("torch.jit._pickle", "", "build_intlist.x.evil")
+    assert judge(module, name).level == "unknown"
 
 
 def test_what_torch_writes_by_default_is_plain(tmp_path):
