@@ -728,6 +728,11 @@ def test_memory_does_not_grow_with_the_checkpoint(output, tmp_path):
     assert done.rss - idle_rss() < 60_000_000
 
 
+def as_in_the_foreground() -> None:
+    """A shell has what it starts in the background ignore Ctrl-C, these tests among it; a child would go on ignoring it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 @pytest.mark.parametrize("output", ["out.pt", "out.safetensors"])
 def test_a_signal_in_the_middle_leaves_nothing(number, code, output, tmp_path):
@@ -735,9 +740,8 @@ def test_a_signal_in_the_middle_leaves_nothing(number, code, output, tmp_path):
         pytest.skip("the disk has less than 8 GiB left for a long conversion")
     with torch.serialization.skip_data():  # a sparse file: no bytes are written, as many are read as if they were
         torch.save({"w": torch.empty(3 << 30, dtype=torch.uint8)}, tmp_path / "in.pt")
-    child = subprocess.Popen(
-        [*PROGRAM, "convert", "in.pt", output, "--no-fsync"], cwd=tmp_path, env=environment(), stderr=subprocess.PIPE
-    )
+    command = [*PROGRAM, "convert", "in.pt", output, "--no-fsync"]
+    child = subprocess.Popen(command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, preexec_fn=as_in_the_foreground)
     try:
         deadline = time.monotonic() + 30
         while not any(path.stat().st_size > 1 << 22 for path in tmp_path.glob(f".{output}*/*")):
