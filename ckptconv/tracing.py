@@ -90,6 +90,9 @@ def held_bytes(source: Source, held: Held) -> bytes:
     return raw if held.form == "bytes" else _text(raw, held.form).encode("latin-1")
 
 
+_AS_UTF8: dict[Form, Form] = {"bytes": "utf-8", "quoted": "quoted-utf-8"}
+
+
 def _text(raw: bytes, form: Form) -> str:
     """What bytes of a stream mean as a text."""
     if form == "bytes":
@@ -411,9 +414,8 @@ class _Tracer:
     def encoded(self, text: Any) -> Held | bytes:
         """The latin-1 form of a text. What python 2 wrote is read as latin-1 by some and as UTF-8 by others: both are kept."""
         if type(text) is Held:
-            other: Form | None = {"bytes": "utf-8", "quoted": "quoted-utf-8"}.get(text.form)  # type: ignore[assignment]
-            if other is not None:
-                self.kept(text._replace(form=other))
+            if text.form in _AS_UTF8:
+                self.kept(text._replace(form=_AS_UTF8[text.form]))
             self.kept(text)
             return text
         made = str(text).encode("latin-1")
