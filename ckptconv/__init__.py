@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from ckptconv.bounds import Limits as Limits
     from ckptconv.bounds import limits as limits
     from ckptconv.checkpoint import Checkpoint as Checkpoint
-    from ckptconv.checkpoint import StateDict as StateDict
     from ckptconv.comparison import Tolerance as Tolerance
     from ckptconv.convert import ConversionResult as ConversionResult
     from ckptconv.convert import convert_checkpoint as convert_checkpoint
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from ckptconv.saving import save_portable as save_portable
     from ckptconv.scanning import Scan as Scan
     from ckptconv.scanning import scan_checkpoint as scan_checkpoint
+    from ckptconv.state_dicts import StateDict as StateDict
     from ckptconv.tensors import TensorRef as TensorRef
 
 __version__ = "0.1.0"
@@ -57,7 +57,7 @@ _HOMES = {
     "LoadResult": "fitting",
     "Options": "plans",
     "Scan": "scanning",
-    "StateDict": "checkpoint",
+    "StateDict": "state_dicts",
     "TensorRef": "tensors",
     "Tolerance": "comparison",
     "best_device": "devices",

@@ -12,7 +12,6 @@ from typing import Literal
 
 from ckptconv.bounds import held
 from ckptconv.casting import cast
-from ckptconv.checkpoint import StateDict
 from ckptconv.checksums import Checksums
 from ckptconv.dcp_output import write_dcp
 from ckptconv.devices import tag_map
@@ -38,6 +37,7 @@ from ckptconv.settling import Unknown
 from ckptconv.sharding import earlier_files, index_path, moved_index, parse_size
 from ckptconv.sources import SMALL, combined_crc, crc32, refuse_changed
 from ckptconv.staging import ShardSet, put_file, put_folder, put_new_folder, put_set, remove_leftovers, staging_folder
+from ckptconv.state_dicts import StateDict
 from ckptconv.tensors import Storage, TensorRef, iter_cast_chunks, iter_chunks, refuse_crc, verbatim_range, verbatim_runs
 
 

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckptconv.bounds import in_force
-from ckptconv.checkpoint import Checkpoint, StateDict, find, label_text
+from ckptconv.checkpoint import Checkpoint
 from ckptconv.collector import collector_paused
 from ckptconv.comparison import Deviation, Pair, Tolerance, compare_bytes, damaged_storages, deviation
 from ckptconv.dtypes import UINT8
@@ -23,8 +23,10 @@ from ckptconv.formats.detect import Named, open_checkpoint
 from ckptconv.keys import KEEP, STRIP, KeyMap, KeyRules, map_keys, refuse_idle
 from ckptconv.nodes import Call, Dict, Global, Node, PersistentId, children, mapping_pairs
 from ckptconv.plain_objects import plain_form, tensor_form
+from ckptconv.state_dicts import StateDict, find
 from ckptconv.tensors import Storage, TensorObject, TensorRef, view_identity, whole_storage
 from ckptconv.torch_objects import Window
+from ckptconv.walking import label_text
 
 _SHOWN = 60  # characters of a plain value in a report
 

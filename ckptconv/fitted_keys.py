@@ -6,12 +6,13 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ckptconv.checkpoint import StateDict, tensor_of
 from ckptconv.errors import KeyMismatch, printable
 from ckptconv.key_fitting import Fit, Misshapen, Shape, Shapes, Ties, fit_keys
 from ckptconv.keys import KeyMap
 from ckptconv.nodes import Node
 from ckptconv.plain_objects import tensor_form
+from ckptconv.state_dicts import StateDict
+from ckptconv.walking import tensor_of
 
 _SHOWN = 3
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ckptconv.bounds import in_force
-from ckptconv.checkpoint import Checkpoint, StateDict, choose_state_dict, find, label_text
+from ckptconv.checkpoint import Checkpoint
 from ckptconv.compaction import CastRule
 from ckptconv.dtypes import DType
 from ckptconv.encodings import recipes_text
@@ -16,12 +16,13 @@ from ckptconv.formats.safetensors import lay_out_safetensors
 from ckptconv.formats.torch_zip import Tree, lay_out_torch_zip
 from ckptconv.keys import refuse_idle
 from ckptconv.layout import Layout, one_item
-from ckptconv.nodes import ORDERED_DICT, Call, children, mapping_pairs
+from ckptconv.nodes import ORDERED_DICT, Call
 from ckptconv.plan_notes import count_casts, count_locations, key_notes, prefix_notes, sharing_notes
 from ckptconv.plans import ConversionPlan, Options, PlannedFile, Target
 from ckptconv.renaming import excluded, map_state_dict, refuse_nothing_left, renamed_keys, with_filled
 from ckptconv.settling import Skipped
 from ckptconv.sharding import index_path, index_text, shard_paths, split
+from ckptconv.state_dicts import StateDict, choose_state_dict
 from ckptconv.tensors import TensorRef, expanded, view_identity
 
 Kept = tuple[str, TensorRef, DType]
@@ -68,7 +69,7 @@ def plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Options
         locations=count_locations(refs, options.tags),
         casts=count_casts(refs, cast),
         tied=tied,
-        skipped=(*skipped, *_other_parts(checkpoint, found, options)),
+        skipped=(*skipped, *_other_parts(found, options)),
         rewritten=flattened.rewritten,
         notes=(
             *checkpoint.notes,
@@ -193,18 +194,8 @@ def _refuse_blow_up(nbytes: int, checkpoint: Checkpoint) -> None:
         )
 
 
-def _other_parts(checkpoint: Checkpoint, found: StateDict, options: Options) -> Iterator[Skipped]:
+def _other_parts(found: StateDict, options: Options) -> Iterator[Skipped]:
     """The parts of what was to be converted that are not the state dict: what stands beside it, and beside what it is in."""
-    node = checkpoint.root if options.only is None else find(checkpoint.root, options.only, checkpoint.path)
-    base, rest = f"{options.only}." if options.only else "", found.path
-    while rest:
-        pairs = mapping_pairs(node)
-        parts = [(label_text(label), child) for label, child in (children(node) if pairs is None else pairs)]
-        ways = [(text, child) for text, child in parts if rest == text or rest.startswith(f"{text}.")]
-        if not ways:
-            return
-        way, node = max(ways, key=lambda item: len(item[0]))
-        for text, _ in parts:
-            if text != way:
-                yield Skipped(f"{base}{text}", "not part of the state dict; safetensors holds named tensors only")
-        base, rest = f"{base}{way}.", rest[len(way) + 1 :]
+    base = f"{options.only.removesuffix('.')}." if options.only and options.only != "." else ""
+    for path in found.beside():
+        yield Skipped(base + path, "not part of the state dict; safetensors holds named tensors only")

@@ -7,14 +7,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ckptconv.bounds import held
-from ckptconv.checkpoint import Checkpoint, StateDict, label_text, place_text, tensor_of, walk
+from ckptconv.checkpoint import Checkpoint
 from ckptconv.dtypes import BY_NAME
 from ckptconv.errors import CheckpointError
 from ckptconv.keys import find_wrappers
 from ckptconv.nodes import Call, Dict, Global, Node, children, mapping_pairs, spoken
 from ckptconv.producers import offered_prefix, producer_of
 from ckptconv.settling import plain_form_of, refused_name
+from ckptconv.state_dicts import StateDict
 from ckptconv.tensors import Storage, TensorRef
+from ckptconv.walking import label_text, place_text, tensor_of, walk
 
 _VALUE_LENGTH = 60
 _DEEPEST_WRAPPERS = 50  # levels of modules that are shown more for the wrappers around them; training wraps five times
@@ -101,8 +103,8 @@ def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
         locations=Counter(storage.location for storage in storages.values()),
         dtypes=dtypes,
         state_dicts={item.path: find_wrappers(item.keys) for item in found.values()},
-        producer=producer_of(checkpoint),
-        offered={item.path: prefix for item in found.values() if (prefix := offered_prefix(checkpoint, item))},
+        producer=producer_of(checkpoint.root),
+        offered={item.path: prefix for item in found.values() if (prefix := offered_prefix(checkpoint.root, item.keys))},
         odd_objects=tuple(_odd_objects(checkpoint.root)),
         metadata=checkpoint.metadata,
         notes=checkpoint.notes,
@@ -174,15 +176,24 @@ def _part(name: str, node: Node, found: Mapping[int, StateDict], depth: int, sho
         return Part(name, f"{_kind(node)}, shared with a part above", 0, 0)
     if type(node) in (Dict, list, Call):
         shown.add(id(node))
-    if (item := found.get(id(node))) is not None:
-        named = list(item.tensors())
-        modules = _modules(named, depth and depth + min(len(find_wrappers(item.keys)), _DEEPEST_WRAPPERS))
-        return Part(name, "state dict", len(named), _nbytes([ref for _, ref in named]), modules)
+    item = found.get(id(node))
+    if item is not None and item.own is None:
+        return _state_dict_part(name, item, depth)
     refs = [ref for _, inner in walk(node) if (ref := tensor_of(inner)) is not None]
     pairs = mapping_pairs(node)
     inside = depth > 0 and pairs is not None and bool(refs)
-    parts = tuple(_part(label_text(label), child, found, depth - 1, shown) for label, child in children(node)) if inside else ()
-    return Part(name, _kind(node), len(refs), _nbytes(refs), parts)
+    own = set(() if item is None else item.own or ())
+    beside = [part for index, part in enumerate(children(node)) if index not in own] if inside else []
+    parts = [_part(label_text(label), child, found, depth - 1, shown) for label, child in beside]
+    if item is not None and inside:
+        parts.insert(0, _state_dict_part(".", item, depth))
+    return Part(name, _kind(node), len(refs), _nbytes(refs), tuple(parts))
+
+
+def _state_dict_part(name: str, item: StateDict, depth: int) -> Part:
+    named = list(item.tensors())
+    modules = _modules(named, depth and depth + min(len(find_wrappers(item.keys)), _DEEPEST_WRAPPERS))
+    return Part(name, "state dict", len(named), _nbytes([ref for _, ref in named]), modules)
 
 
 def _nbytes(refs: list[TensorRef]) -> int:

@@ -10,7 +10,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckptconv.checkpoint import Checkpoint, find, find_state_dicts, metadata_of, renamed_state_dict
+from ckptconv.candidates import metadata_of
+from ckptconv.checkpoint import Checkpoint
 from ckptconv.collector import collector_paused
 from ckptconv.devices import require_device, resolve_map_location
 from ckptconv.dtypes import BY_NAME, DType
@@ -22,6 +23,7 @@ from ckptconv.plain_objects import tensor_form
 from ckptconv.renaming import rename_state_dicts
 from ckptconv.settling import Unknown, settle_objects
 from ckptconv.sources import FileSource, refuse_changed
+from ckptconv.state_dicts import find, find_state_dicts, renamed_state_dict
 from ckptconv.tensors import Storage, TensorObject, TensorRef, check_storage, iter_chunks, whole_storage
 from ckptconv.torch_objects import VALUELESS, WEIGHTS_ONLY, Window, window
 

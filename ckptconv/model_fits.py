@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckptconv import torch_words as words
-from ckptconv.checkpoint import StateDict
 from ckptconv.fitted_keys import KeyTarget, shapes_of
 from ckptconv.key_fitting import Fit, Shapes, fit_keys
+from ckptconv.state_dicts import StateDict
 
 
 @dataclass(frozen=True, slots=True)

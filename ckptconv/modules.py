@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ckptconv.checkpoint import Checkpoint, place_text, walk
+from ckptconv.checkpoint import Checkpoint
 from ckptconv.errors import printable
 from ckptconv.module_walk import Parts, state_dict_of
 from ckptconv.nodes import Call, Dict, Node, mapping_pairs
 from ckptconv.substitution import calls_of, substituted
+from ckptconv.walking import place_text, walk
 
 _LISTED = 3
 _TENSORS = ("_parameters", "_buffers")

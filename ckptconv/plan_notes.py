@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from shlex import quote
 
 from ckptconv.bounds import in_force
-from ckptconv.checkpoint import Checkpoint, StateDict, place_text
+from ckptconv.checkpoint import Checkpoint
 from ckptconv.compaction import CastRule
 from ckptconv.errors import printable
 from ckptconv.fitted_keys import KeyTarget
@@ -17,7 +17,9 @@ from ckptconv.plans import ConversionPlan, RenamedKeys
 from ckptconv.producers import offered_prefix
 from ckptconv.settling import Settled
 from ckptconv.sharding import index_path
+from ckptconv.state_dicts import StateDict
 from ckptconv.tensors import TensorRef
+from ckptconv.walking import place_text
 
 
 def tree_notes(settled: Settled) -> Iterator[str]:
@@ -51,7 +53,7 @@ def prefix_notes(
     if rules not in (STRIP, KEEP) or fit_to:
         return
     for item in found:
-        if prefix := offered_prefix(checkpoint, item):
+        if prefix := offered_prefix(checkpoint.root, item.keys):
             where = f" of {printable(item.path)}" if item.path else ""
             yield f"all keys{where} start with {printable(prefix)}; --strip-prefix {quote(printable(prefix))} takes it off"
 

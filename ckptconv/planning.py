@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptconv.bounds import held, in_force
-from ckptconv.checkpoint import Checkpoint, StateDict, find, find_state_dicts, tensor_of, tensors_of, walk
+from ckptconv.checkpoint import Checkpoint
 from ckptconv.collector import collector_paused
 from ckptconv.compaction import CastRule
 from ckptconv.errors import AmbiguousStateDict, CheckpointError, OutputRefused, RefusedObject
@@ -27,6 +27,8 @@ from ckptconv.rule_files import mapping_text
 from ckptconv.settling import settle_objects
 from ckptconv.sharding import earlier_files
 from ckptconv.sources import Source
+from ckptconv.state_dicts import StateDict, find, find_state_dicts
+from ckptconv.walking import tensor_of, tensors_of, walk
 
 
 def plan_conversion(checkpoint: Checkpoint, output: str | os.PathLike[str], options: Options) -> ConversionPlan:

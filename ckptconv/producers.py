@@ -1,7 +1,7 @@
-"""Who wrote a checkpoint, as far as its content tells, and which key prefix its owner may want to take off.
+"""Who wrote a checkpoint, as far as its content tells; what that framework loads, and which key prefix may be taken off.
 
 Told by the labels that a framework always leaves, never by file names. Sources: the saving code of Lightning, Ultralytics,
-MMEngine, timm, fvcore, nanoGPT, Megatron-LM, DeepSpeed and peft.
+MMEngine, timm, fvcore, nanoGPT, Megatron-LM, DeepSpeed, torchtitan, accelerate and peft.
 """
 
 from __future__ import annotations
@@ -9,18 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from ckptconv.checkpoint import Checkpoint, StateDict, label_text
+from ckptconv.labels import words
 from ckptconv.nodes import Call, Node, mapping_pairs
+from ckptconv.walking import label_text
 
 Labels = Mapping[str, Node]
 
 
 class Producer(NamedTuple):
-    """A framework: its name, the labels at the root that only it leaves, and where its version stands."""
+    """A framework: its name, the labels at the root that only it leaves, where its version stands, and what it loads.
+
+    `loads` is the path of the state dict that it loads into a model itself, ``.`` for what stands at the root. None: that
+    depends.
+    """
 
     name: str
     matches: Callable[[Labels], bool]
     version: Callable[[Labels], Node] = lambda _: None
+    loads: str | None = None
 
 
 def _has(*names: str) -> Callable[[Labels], bool]:
@@ -41,42 +47,63 @@ def _is_mm(labels: Labels) -> bool:
     return "state_dict" in labels and bool(dict(_pairs(labels.get("meta"))).keys() & {"mmengine_version", "mmcv_version"})
 
 
+def _is_accelerate(labels: Labels) -> bool:
+    return "model" in labels and any(words(label)[:2] == ("random", "states") for label in labels)
+
+
+_VERSION = "pytorch-lightning_version"
+
 PRODUCERS = (
-    Producer("PyTorch Lightning", _has("pytorch-lightning_version"), lambda labels: labels["pytorch-lightning_version"]),
-    Producer("DeepSpeed", _has("ds_version"), lambda labels: labels["ds_version"]),
+    Producer("PyTorch Lightning", _has(_VERSION), lambda labels: labels[_VERSION], "state_dict"),
+    Producer("DeepSpeed", _has("ds_version"), lambda labels: labels["ds_version"], "module"),
     Producer("Ultralytics", _is_ultralytics, lambda labels: labels.get("version")),
-    Producer("MMEngine", _is_mm, _inside("meta", "mmengine_version")),
-    Producer("nanoGPT", _has("model", "model_args", "iter_num")),
+    Producer("MMEngine", _is_mm, _inside("meta", "mmengine_version"), "state_dict"),
+    Producer("nanoGPT", _has("model", "model_args", "iter_num"), loads="model"),
     Producer("Megatron-LM", _has("model", "checkpoint_version", "args"), lambda labels: labels["checkpoint_version"]),
-    Producer("fvcore (detectron2)", _has("model", "optimizer", "iteration")),
-    Producer("timm", _has("state_dict", "arch", "version", "epoch")),
+    Producer("fvcore (detectron2)", _has("model", "optimizer", "iteration"), loads="model"),
+    Producer("timm", _has("state_dict", "arch", "version", "epoch"), loads="state_dict"),
+    Producer("torchtitan", _has("optimizer", "lr_scheduler", "train_state", "dataloader"), loads="."),
+    Producer("accelerate", _is_accelerate, loads="model"),
 )
 """The frameworks that are told, the most particular first."""
 
 
-def producer_of(checkpoint: Checkpoint) -> str | None:
+def producer_in(root: Node) -> Producer | None:
+    """The framework whose labels stand at the root of a tree."""
+    labels = {label_text(label): value for label, value in _pairs(root)}
+    return next((producer for producer in PRODUCERS if producer.matches(labels)), None)
+
+
+def producer_of(root: Node) -> str | None:
     """The framework that wrote a checkpoint, with its version where that is known; None when nothing tells."""
-    labels = {label_text(label): value for label, value in _pairs(checkpoint.root)}
-    for producer in PRODUCERS:
-        if producer.matches(labels):
-            version = producer.version(labels)
-            return f"{producer.name} {version}" if isinstance(version, (str, int, float)) else producer.name
+    labels = {label_text(label): value for label, value in _pairs(root)}
+    if (producer := producer_in(root)) is not None:
+        version = producer.version(labels)
+        return f"{producer.name} {version}" if isinstance(version, (str, int, float)) else producer.name
     keys = list(labels)
     if _all_start(keys, _PEFT) and any(".lora_" in key for key in keys):
         return "peft (LoRA adapter)"
     return None
 
 
-def offered_prefix(checkpoint: Checkpoint, found: StateDict) -> str | None:
+def averages_weights(root: Node) -> bool:
+    """Whether Lightning's `WeightAveraging` wrote a checkpoint: ``state_dict`` is the average, the model's own stands beside.
+
+    Source: lightning/pytorch/callbacks/weight_averaging.py.
+    """
+    return {"state_dict", "current_model_state", "averaging_state"} <= {label for label, _ in _pairs(root)}
+
+
+def offered_prefix(root: Node, keys: Sequence[str]) -> str | None:
     """A prefix on every key that names what the framework wrapped around the model: offered, never taken off unasked.
 
     Lightning saves the module that holds the user's model under an attribute (``model.``), peft its own two wrappers.
     """
-    if _all_start(found.keys, _PEFT):
+    if _all_start(keys, _PEFT):
         return _PEFT
-    first = found.keys[0].partition(".")[0] + "." if found.keys else ""
-    lightning = any(label == "pytorch-lightning_version" for label, _ in _pairs(checkpoint.root))
-    return first if lightning and _all_start(found.keys, first) else None
+    first = keys[0].partition(".")[0] + "." if keys else ""
+    lightning = any(label == _VERSION for label, _ in _pairs(root))
+    return first if lightning and _all_start(keys, first) else None
 
 
 _PEFT = "base_model.model."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from ckptconv.checkpoint import StateDict, metadata_of, renamed_state_dict
+from ckptconv.candidates import metadata_of
 from ckptconv.errors import AmbiguousStateDict, KeyConflict, KeyMismatch, printable
 from ckptconv.fitted_keys import KeyTarget, fitted
 from ckptconv.key_rules import MappedKeys
@@ -13,6 +13,7 @@ from ckptconv.keys import KEEP, STRIP, KeyMap, KeyRules, find_wrappers, map_keys
 from ckptconv.nodes import Node, mapping_pairs
 from ckptconv.plans import RenamedKeys
 from ckptconv.settling import Skipped
+from ckptconv.state_dicts import StateDict, renamed_in_place
 
 
 def rename_state_dicts(
@@ -33,7 +34,7 @@ def rename_state_dicts(
         renamed.append(renamed_keys(item, keys))
         if keys.new != keys.old or keys.filled:
             new, values = with_filled(item, keys)
-            overlay[id(item.node)] = renamed_state_dict(replace(item, values=values), new, keys.module_paths)
+            overlay[id(item.node)] = renamed_in_place(replace(item, values=values), new, keys.module_paths)
     return tuple(renamed), skipped
 
 
@@ -66,11 +67,10 @@ def refuse_nothing_left(left: int, rules: KeyRules) -> None:
 
 def excluded(item: StateDict, keys: KeyMap, rules: KeyRules, fit_to: KeyTarget | None) -> list[Skipped]:
     """The keys that the rules, or the fitting, left out, with the reason."""
-    base = f"{item.path}." if item.path else ""
     reason = f"left out by {rules.leaving}"
     if fit_to and fit_to.drop_unexpected:
         reason = f"left out by {rules.leaving}, or because {printable(fit_to.name)} has no such key"
-    return [Skipped(f"{base}{old}", reason) for old, new in zip(keys.old, keys.new, strict=True) if new is None]
+    return [Skipped(item.prefix + old, reason) for old, new in zip(keys.old, keys.new, strict=True) if new is None]
 
 
 def renamed_keys(item: StateDict, keys: KeyMap, unheld: Collection[str] = ()) -> RenamedKeys:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckptconv.checkpoint import Checkpoint, place_text, tensors_of
+from ckptconv.checkpoint import Checkpoint
 from ckptconv.convert import ConversionResult, execute_plan
 from ckptconv.devices import tag_map
 from ckptconv.dtypes import BY_NAME, DType, floating_dtype
@@ -19,6 +19,7 @@ from ckptconv.outputs import check_folder, check_output
 from ckptconv.planning import plan_conversion
 from ckptconv.plans import Options, Target
 from ckptconv.tensors import Storage, TensorObject, view_of
+from ckptconv.walking import place_text, tensors_of
 
 if TYPE_CHECKING:
     import torch

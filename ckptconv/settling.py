@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ckptconv.bounds import in_force
-from ckptconv.checkpoint import Place, place_text, walk
 from ckptconv.errors import LimitExceeded, RefusedObject, printable
 from ckptconv.nodes import Call, Dict, Global, Node, mapping_pairs
 from ckptconv.plain_objects import plain_form, spoken_name
 from ckptconv.tensors import Storage, TensorObject, TensorRef
 from ckptconv.torch_objects import COPIES, VALUELESS, WEIGHTS_ONLY
+from ckptconv.walking import Place, place_text, walk
 
 Unknown = Literal["refuse", "drop", "keep"]
 """What becomes of a refused object without a plain form."""

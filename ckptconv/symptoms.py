@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ckptconv import torch_words as words
-from ckptconv.checkpoint import Checkpoint, StateDict
+from ckptconv.checkpoint import Checkpoint
 from ckptconv.devices import Host, require_device, survey_host
 from ckptconv.errors import CheckpointError, DeviceUnavailable, printable
 from ckptconv.findings import Finding, Severity
@@ -22,6 +22,7 @@ from ckptconv.inspection import OPENED_BY_TORCH, Inspection, Part, inspect_check
 from ckptconv.key_fitting import Fit
 from ckptconv.model_fits import ModelFit, best_fit
 from ckptconv.prescriptions import Mend, command, workable
+from ckptconv.state_dicts import StateDict
 from ckptconv.torch_objects import VALUELESS
 
 _NAMED = 3  # keys, places or tags that a text names before it counts

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from math import prod
 
 from ckptconv.bounds import in_force
-from ckptconv.checkpoint import tensor_of
 from ckptconv.errors import LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.nodes import ABSENT, ORDERED_DICT, Call, Node, mapping_pairs
 from ckptconv.partitions import Flat, Run, Widener, shaped
 from ckptconv.tensors import Shape, TensorRef, refuse_dimensions
+from ckptconv.walking import tensor_of
 
 Shapes = Mapping[str, Shape]
 """The parameters of a group, by name, in the order in which they lie in its partitions."""

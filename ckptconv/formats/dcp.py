@@ -15,13 +15,14 @@ from pathlib import Path
 
 from ckptconv.assembly import assembled
 from ckptconv.bounds import in_force
-from ckptconv.checkpoint import Checkpoint, label_text
+from ckptconv.checkpoint import Checkpoint
 from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.formats import dcp_metadata
 from ckptconv.formats.dcp_metadata import Item, Metadata, TensorEntry
 from ckptconv.nodes import Dict, Node, mapping_pairs
 from ckptconv.sources import FilePool, FileSource, PooledSource, RangeSource, Source, within
 from ckptconv.tensors import Shape, TensorRef
+from ckptconv.walking import label_text
 
 NAME = "DCP"
 INDEX = ".metadata"

@@ -11,19 +11,19 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from ckptconv.assembly import assembled
-from ckptconv.checkpoint import Checkpoint, Place, place_text, tensor_of, walk
+from ckptconv.checkpoint import Checkpoint
 from ckptconv.errors import CheckpointError, IncompleteCheckpoint, MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.formats.dtensors import Shard, is_sharded, read_shard
+from ckptconv.labels import names_rank_state
 from ckptconv.nodes import Node
 from ckptconv.substitution import calls_of, substituted
 from ckptconv.tensors import Shape, TensorRef, iter_chunks
+from ckptconv.walking import Place, place_text, tensor_of, walk
 
 Labels = tuple[Node, ...]
 
 _OF_A_RANK = ("running_mean", "running_var", "num_batches_tracked")
 """Buffers that data-parallel training leaves to each rank; torch's own consolidation takes those of rank 0."""
-_STATES = ("rng", "random", "loader", "sampler")
-"""Parts of labels under which every rank keeps a state of its own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -195,8 +195,9 @@ def _disagreements(ranks: Sequence[_Rank]) -> list[str]:
 
 
 def _is_of_a_rank(labels: Labels) -> bool:
-    texts = [label.lower() for label in labels if type(label) is str]
-    return any(text.endswith(_OF_A_RANK) for text in texts[-1:]) or any(word in text for text in texts for word in _STATES)
+    texts = [label for label in labels if type(label) is str]
+    is_buffer = any(text.rpartition(".")[2] in _OF_A_RANK for text in texts[-1:])
+    return is_buffer or any("." not in text and names_rank_state(text) for text in texts)
 
 
 def _are_equal(one: TensorRef, other: TensorRef) -> bool:

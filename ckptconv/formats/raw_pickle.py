@@ -10,13 +10,14 @@ import re
 from collections.abc import Callable
 
 from ckptconv.bounds import in_force
-from ckptconv.checkpoint import Checkpoint, walk
+from ckptconv.checkpoint import Checkpoint
 from ckptconv.dtypes import DType
 from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.nodes import Call, Dict, Node
 from ckptconv.sources import MemorySource, Source
 from ckptconv.tensors import Storage, TensorObject, TensorRef
 from ckptconv.torch_objects import is_tensor_call, read_torch_pickle
+from ckptconv.walking import walk
 
 NAME = "pickle"
 

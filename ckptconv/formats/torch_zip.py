@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ckptconv import archives
 from ckptconv.archives import Slot
-from ckptconv.checkpoint import PICKLE_HEAD, Checkpoint, FileFacts, Overlay
+from ckptconv.checkpoint import PICKLE_HEAD, Checkpoint, FileFacts
 from ckptconv.compaction import CastRule, NewStorage, compact
 from ckptconv.dtypes import UINT8
 from ckptconv.errors import MalformedCheckpoint, UnsupportedCheckpoint, printable
@@ -23,6 +23,7 @@ from ckptconv.pickling import write_pickle
 from ckptconv.sources import Source, crc32
 from ckptconv.tensors import Storage, TensorRef
 from ckptconv.torch_objects import StoredAs, TorchLeaves
+from ckptconv.walking import Overlay
 
 NAME = "torch zip"
 _ROOT = b"archive"

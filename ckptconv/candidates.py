@@ -1,0 +1,235 @@
+"""Which parts of a tree may be the model: the candidates, their ranks, and what each would leave out.
+
+Decided by content and by the labels of parts; docs/state-dicts.md states the rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ckptconv.labels import USUAL, looks_like_a_module, names_number, names_training_state
+from ckptconv.nodes import Call, Dict, Node, mapping_pairs
+from ckptconv.plain_objects import is_array, plain_form, tensor_form
+from ckptconv.tensors import TensorObject, TensorRef
+from ckptconv.torch_objects import is_tensor_call
+from ckptconv.walking import CONTAINERS, PLAIN, Place, place_text, tensor_of, walk
+
+Pairs = Sequence[tuple[Node, Node]]
+Tensors = Sequence[tuple[Node, Node]]
+"""The pairs of a container whose values are tensors."""
+
+_ROOT, _MODULE, _OTHER = 4, 2, 0
+"""Ranks; of two alike the one with tensors, not arrays, is one higher."""
+
+_PACKED = ("_extra_state", "_packed_params")
+"""Endings of keys under which modules keep what they like, tensors in tuples and dicts among it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidate:
+    """A dict that may be the model, or those of its tensors that stand in it beside other dicts of tensors.
+
+    `beside` are the identities of its values that are no part of the state dict, None where all are. `count` are its
+    tensors, `weak` tells that all of them are numbers of the training or the like.
+    """
+
+    place: Place
+    node: Node
+    pairs: Pairs
+    beside: frozenset[int] | None
+    count: int
+    rank: int
+    is_module: bool
+    weak: bool
+
+    @property
+    def path(self) -> str:
+        """The path of the dict, with a dot behind it where only the tensors are meant that stand in it."""
+        return place_text(self.place) + "." * (self.beside is not None)
+
+    @property
+    def own(self) -> tuple[int, ...] | None:
+        """The numbers of the pairs that are the state dict; None where all are."""
+        if self.beside is None:
+            return None
+        return tuple(index for index, (key, value) in enumerate(self.pairs) if _is_own(key, value))
+
+    def holds(self, place: Place, node: Node) -> bool:
+        """Whether the container `node` at `place` is its dict, or a part of its state dict."""
+        while node is not self.node:
+            if place is None:
+                return False
+            if place[2] is self.node:
+                return self.beside is None or id(node) not in self.beside
+            node, place = place[2], place[0]
+        return True
+
+
+class Holder(NamedTuple):
+    """A container in which tensors stand that somebody may want, and their labels."""
+
+    place: Place
+    node: Node
+    labels: tuple[Node, ...]
+
+
+class Survey(NamedTuple):
+    """The candidates of a tree in its order, and all containers with tensors that somebody may want."""
+
+    candidates: tuple[Candidate, ...]
+    holders: tuple[Holder, ...]
+
+    def ranked(self) -> tuple[list[Candidate], list[Candidate]]:
+        """The candidates that come first, and the others."""
+        first = max((item.rank for item in self.candidates), default=0)
+        best = [item for item in self.candidates if item.rank == first]
+        return best, [item for item in self.candidates if item.rank < first]
+
+    def left_by(self, chosen: Candidate) -> list[Holder]:
+        """The containers whose tensors are left out where `chosen` is taken."""
+        return [item for item in self.holders if not chosen.holds(item.place, item.node)]
+
+
+def survey(root: Node) -> Survey:
+    """Look through a tree for its candidates."""
+    look = _Look()
+    for place, node in walk(root):
+        look.at(place, node)
+    return Survey(tuple(look.candidates()), tuple(look.holders))
+
+
+class _Look:
+    """What a walk through a tree finds; all containers are known by their identity.
+
+    `full` have a tensor somewhere in them; `closed` are (in) training states, or parts of a tensor; `inner` are attributes
+    of a tensor; `numbered` are (in) parts whose label names a number of the training.
+    """
+
+    def __init__(self) -> None:
+        self.holders: list[Holder] = []
+        self._mappings: list[tuple[Place, Node, Pairs, Tensors]] = []
+        self._full: set[int] = set()
+        self._closed: set[int] = set()
+        self._inner: set[int] = set()
+        self._numbered: set[int] = set()
+
+    def at(self, place: Place, node: Node) -> None:
+        """Take note of a node."""
+        if tensor_of(node) is not None:
+            self._fill(place)
+        if type(node) not in CONTAINERS:
+            return
+        self._classify(place, node)
+        pairs = dict_pairs(node)
+        values = enumerate(node) if type(node) in (list, tuple) else pairs or ()
+        tensors = [(label, value) for label, value in values if _stands_for_tensor(value)]
+        if not tensors:
+            return
+        self._fill((place, None, node))
+        if id(node) in self._closed:
+            return
+        if pairs is not None and id(node) not in self._inner:
+            self._mappings.append((place, node, pairs, tensors))
+        if wanted := self._wanted(node, tensors):
+            self.holders.append(Holder(place, node, tuple(wanted)))
+
+    def candidates(self) -> list[Candidate]:
+        """The candidates, when all nodes were seen; weak ones only where there are no others."""
+        named = (item for item in self._mappings if all(type(key) in PLAIN for key, _ in item[2]))
+        found = [self._candidate(*item) for item in named]
+        return [item for item in found if not item.weak] or found
+
+    def _candidate(self, place: Place, node: Node, pairs: Pairs, tensors: Tensors) -> Candidate:
+        beside = [value for key, value in pairs if id(value) in self._full and not _is_own(key, value)]
+        is_module = any(type(key) is str and looks_like_a_module(key) for key, _ in tensors)
+        has_tensors = any(not is_array(value) for _, value in tensors)
+        return Candidate(
+            place=place,
+            node=node,
+            pairs=pairs,
+            beside=frozenset(map(id, beside)) if beside else None,
+            count=len(tensors),
+            rank=_rank(place, node, is_module=is_module) + has_tensors,
+            is_module=is_module,
+            weak=not self._wanted(node, tensors),
+        )
+
+    def _wanted(self, node: Node, tensors: Tensors) -> list[Node]:
+        """The labels of the tensors of a container that somebody may want."""
+        numbered = id(node) in self._numbered
+        return [label for label, value in tensors if _is_wanted(label, value, numbered=numbered)]
+
+    def _classify(self, place: Place, node: Node) -> None:
+        label, parent = (None, None) if place is None else place[1:]
+        if id(parent) in self._closed or _names_state(label) or _is_optimizer(node) or is_tensor_call(node):
+            self._closed.add(id(node))
+        if id(parent) in self._inner or type(node) is TensorObject:
+            self._inner.add(id(node))
+        if id(parent) in self._numbered or (type(label) is str and names_number(label)):
+            self._numbered.add(id(node))
+
+    def _fill(self, place: Place) -> None:
+        while place is not None and id(place[2]) not in self._full:
+            self._full.add(id(place[2]))
+            place = place[0]
+
+
+def dict_pairs(node: Node) -> Pairs | None:
+    """The pairs of a dict, of whatever class; None for anything else."""
+    pairs = mapping_pairs(node)
+    if pairs is None and type(node) is Call and node.pairs and type(plain := plain_form(node)) is Dict:
+        return plain.pairs
+    return pairs
+
+
+def metadata_of(node: Node) -> Any:
+    """The node of a state dict's `_metadata` (module path → {"version": n}), or None."""
+    if type(node) is not Call or type(node.state) is not Dict:
+        return None
+    return next((value for key, value in node.state.pairs if key == "_metadata"), None)
+
+
+def _rank(place: Place, node: Node, *, is_module: bool) -> int:
+    if place is None or place[1] in USUAL or metadata_of(node) is not None:
+        return _ROOT
+    return _MODULE if is_module else _OTHER
+
+
+def _stands_for_tensor(value: Node) -> bool:
+    return type(value) is TensorRef or (
+        type(value) not in PLAIN and (type(value) is TensorObject or is_tensor_call(value) or is_array(value))
+    )
+
+
+def _is_own(key: Node, value: Node) -> bool:
+    """Whether a value belongs to the state dict that its key is in, though there may be tensors inside of it."""
+    if _stands_for_tensor(value):
+        return True
+    if type(key) is not str or type(value) not in CONTAINERS:
+        return False
+    return key.endswith(_PACKED) or ("." in key and mapping_pairs(value) is None)
+
+
+def _is_wanted(label: Node, value: Node, *, numbered: bool) -> bool:
+    """Whether somebody may want a tensor: not a random state, not a number of the training."""
+    if _names_state(label):
+        return False
+    tensor = tensor_of(value) or tensor_form(value)
+    if tensor is None or tensor.numel != 1:
+        return True
+    return not numbered and not (type(label) is str and names_number(label))
+
+
+def _names_state(label: Node) -> bool:
+    return type(label) is str and "." not in label and names_training_state(label)
+
+
+def _is_optimizer(node: Node) -> bool:
+    """Whether a node is what `optimizer.state_dict()` gives (torch/optim/optimizer.py)."""
+    pairs = mapping_pairs(node)
+    if pairs is None or len(pairs) < 2:
+        return False
+    parts = {key: value for key, value in pairs if key in ("state", "param_groups")} if len(pairs) < 50 else {}
+    return mapping_pairs(parts.get("state")) is not None and type(parts.get("param_groups")) is list

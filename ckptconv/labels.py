@@ -1,0 +1,72 @@
+"""What the labels of a checkpoint's parts say, compared by whole words: training states, numbers of the training, models.
+
+`upscaler`, `optimized_model` and `random_encoder` are names of networks. docs/state-dicts.md states the rule.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[^\W\dA-Z_]+|\d+").findall
+_LONGEST = 300  # characters of a label that is a name; a longer one names nothing
+
+_STATE_WORDS = """
+    optimizer optimizers optimiser optimisers optim optims scheduler schedulers rng rngs random
+"""
+_NUMBER_WORDS = """
+    loss losses acc accuracy best metric metrics epoch epochs step steps iter iters iteration iterations lr score scores psnr
+    ssim fid miou perplexity ppl top prec precision recall auc time elapsed seed token tokens ntokens samples progress
+"""
+_USUAL_NAMES = """
+    state_dict model_state_dict model model_state net network module weights params params_ema ema ema_state_dict model_ema
+    ema_model state_dict_ema generator discriminator netG netD G D encoder decoder backbone head teacher student actor critic
+    policy
+"""
+_STATES = frozenset(_STATE_WORDS.split())
+_OF_RANKS = frozenset(("rng", "rngs", "random", "loader", "loaders", "dataloader", "dataloaders", "sampler", "samplers"))
+_TRAILING = frozenset(("state", "states", "dict", "dicts", "all", "list"))
+_NUMBERS = frozenset(_NUMBER_WORDS.split())
+_OF_MODULES = frozenset(("weight", "bias", "running"))
+
+USUAL = frozenset(_USUAL_NAMES.split())
+"""Labels under which training scripts keep a state dict."""
+
+
+def words(label: str) -> tuple[str, ...]:
+    """The words of a label, in small letters: ``EMAModel_2`` is ema, model, 2."""
+    return tuple(word.lower() for word in _WORD(label)) if len(label) <= _LONGEST else ()
+
+
+@lru_cache(maxsize=4096)
+def names_training_state(label: str) -> bool:
+    """Whether a label names an optimizer, a scheduler or a random state, by its last word that says anything."""
+    return _telling(label) in _STATES
+
+
+def names_rank_state(label: str) -> bool:
+    """Whether a label names what each rank of a training has for itself: a random state, the state of its data loader."""
+    return _telling(label) in _OF_RANKS
+
+
+def _telling(label: str) -> str | None:
+    """The last word of a label that says anything."""
+    telling = (word for word in reversed(words(label)) if word not in _TRAILING and not word.isdigit())
+    return next(telling, None)
+
+
+@lru_cache(maxsize=4096)
+def names_number(label: str) -> bool:
+    """Whether a label names a number of the training: a loss, an accuracy, a count of steps."""
+    return not _NUMBERS.isdisjoint(words(label))
+
+
+@lru_cache(maxsize=4096)
+def names_average(label: str) -> bool:
+    """Whether a label names an exponential moving average: ``state_dict_ema``, ``EMACallback``."""
+    return "ema" in words(label)
+
+
+def looks_like_a_module(key: str) -> bool:
+    """Whether a key is one that a module's state dict has: with a dot, or with the word weight, bias or running."""
+    return "." in key or not _OF_MODULES.isdisjoint(words(key))

@@ -1,0 +1,370 @@
+"""The state dicts of a tree, and the choice of the one that is the model: never a guess at a loss.
+
+docs/state-dicts.md states the rule. Where something that somebody may want would be left out, the error lists the choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
+from typing import NamedTuple
+
+from ckptconv.candidates import Candidate, Holder, Pairs, Survey, dict_pairs, metadata_of, survey
+from ckptconv.errors import AmbiguousStateDict, KeyConflict, printable
+from ckptconv.labels import names_average, names_training_state
+from ckptconv.nodes import Call, Dict, Node, children, mapping_pairs
+from ckptconv.producers import Producer, averages_weights, producer_in
+from ckptconv.tensors import TensorRef
+from ckptconv.walking import PLAIN, Place, is_tensor, label_text, place_text, tensor_of, walk
+
+_LISTED = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateDict:
+    """A state dict in a tree: its `path` (empty for the root), its `node`, and its keys and values in order.
+
+    A path that ends in a dot means only the tensors that stand in the dict itself, beside others: `own` are then the numbers of
+    their pairs. A key that is no text is given as text, so two may be equal; a value is a `TensorRef`, a `TensorObject`, or
+    whatever else training left under the key. `place` is where the dict hangs. `notes` tell where the keys are not the file's
+    own, and what else there was to choose.
+    """
+
+    path: str
+    node: Node
+    keys: tuple[str, ...]
+    values: tuple[Node, ...]
+    notes: tuple[str, ...] = ()
+    own: tuple[int, ...] | None = None
+    place: Place = None
+
+    @property
+    def prefix(self) -> str:
+        """What stands before its keys in the paths of its values."""
+        return f"{self.path.removesuffix('.')}." if self.path.strip(".") else ""
+
+    def tensors(self) -> Iterator[tuple[str, TensorRef]]:
+        """The keys whose values are tensors, with them."""
+        for key, value in zip(self.keys, self.values, strict=True):
+            if (tensor := tensor_of(value)) is not None:
+                yield key, tensor
+
+    def beside(self) -> Iterator[str]:
+        """The paths of what stands in its dict beside it, and beside what the dict is in."""
+        if self.own is not None:
+            mine = set(self.own)
+            pairs = dict_pairs(self.node) or ()
+            yield from (self.prefix + label_text(key) for index, (key, _) in enumerate(pairs) if index not in mine)
+        place, child = self.place, self.node
+        while place is not None:
+            above, _, holder = place
+            base = f"{text}." if (text := place_text(above)) else ""
+            parts = dict_pairs(holder) or list(children(holder))
+            yield from (base + label_text(label) for label, value in parts if value is not child)
+            place, child = above, holder
+
+
+# ------------------------------------------------------------------------------------------------------------------ finding
+
+
+def find_state_dicts(root: Node) -> list[StateDict]:
+    """The state dicts of a tree, by content: those that come first, and the others that look like a module's."""
+    found = survey(root)
+    best, _ = found.ranked()
+    return [_state_dict(item) for item in found.candidates if item in best or item.is_module]
+
+
+def choose_state_dict(root: Node, only: str | None, path: Path) -> StateDict:
+    """The state dict at the path `only`, or the one that is the model; `AmbiguousStateDict` where that is not told."""
+    part = _part_at(root, only, path)
+    found = survey(part.node)
+    if part.own_only:
+        return _own_of(part, found, path)
+    if only is None and (loaded := _loaded_by_framework(root, found)) is not None:
+        return loaded
+    best, lesser = found.ranked()
+    if len(best) == 1:
+        _refuse_part_of_a_model(best[0], lesser, part.path, path)
+        _refuse_loss(best[0], found, part.path, path)
+        return _state_dict(best[0])
+    if not best and (bare := _bare_tensors(part.node)) is not None:
+        return bare
+    if best:
+        names = [_joined(part.path, item.path) for item in best]
+        raise AmbiguousStateDict(f"holds {len(best)} state dicts: {_listed(names)}", path=path, hint=_choice(names))
+    raise AmbiguousStateDict(
+        "no state dict (a dict of named tensors) was found in it",
+        path=path,
+        where=only,
+        hint="see what it holds with: ckptconv inspect",
+    )
+
+
+def _state_dict(item: Candidate, notes: tuple[str, ...] = ()) -> StateDict:
+    own = item.own
+    pairs = item.pairs if own is None else [item.pairs[index] for index in own]
+    keys = tuple([label_text(key) for key, _ in pairs])
+    return StateDict(item.path, item.node, keys, tuple([value for _, value in pairs]), notes, own, item.place)
+
+
+def _loaded_by_framework(root: Node, found: Survey) -> StateDict | None:
+    """What the framework that wrote a checkpoint loads of it itself, with a note on what else could be meant.
+
+    Not where tensors stand above it: no framework puts weights there.
+    """
+    producer = producer_in(root)
+    if producer is None or producer.loads is None:
+        return None
+    item = next((item for item in found.candidates if item.path == producer.loads), None)
+    if item is None or any(holder.node is root for holder in found.left_by(item)):
+        return None
+    others = [other.path for other in found.candidates if other is not item]
+    return _state_dict(item, tuple(_framework_notes(producer, root, others)))
+
+
+def _framework_notes(producer: Producer, root: Node, others: Sequence[str]) -> Iterator[str]:
+    name = printable(producer.loads or "")
+    if averages_weights(root):
+        yield f"{name} holds the averaged weights, as {producer.name} saves them"
+    if others:
+        yield f"{name} is taken, as {producer.name} itself loads it, not {_listed(others)} (--only PATH takes another)"
+
+
+def _bare_tensors(node: Node) -> StateDict | None:
+    """A state dict for a tensor that stands by itself, or for a list of nothing but tensors; None for anything else."""
+    if is_tensor(node):
+        note = "it holds one tensor and no state dict: its key is 'tensor'"
+        return StateDict("", Dict([("tensor", node)]), ("tensor",), (node,), (note,))
+    if type(node) not in (list, tuple) or not node or not all(map(is_tensor, node)):
+        return None
+    keys = tuple(map(str, range(len(node))))
+    note = f"it holds a {type(node).__name__} of {len(node)} tensors and no state dict: their keys are their numbers"
+    return StateDict("", Dict(list(zip(keys, node, strict=True))), keys, tuple(node), (note,))
+
+
+# ----------------------------------------------------------------------------------------------------------------- refusing
+
+
+def _refuse_loss(chosen: Candidate, found: Survey, base: str, path: Path) -> None:
+    """Refuse a choice that leaves out what somebody may want: above it, more than it has, or like a module's."""
+    left = found.left_by(chosen)
+    others = [item for item in found.candidates if item is not chosen]
+    above = _above(chosen)
+    count = sum(len(holder.labels) for holder in left)
+    is_lost = any(id(holder.node) in above for holder in left) or any(item.is_module for item in others)
+    if not is_lost and count <= chosen.count:
+        return
+    names = [_joined(base, item.path) for item in (chosen, *others)]
+    what = f"{count} tensors stand beside its state dict {printable(names[0])} that are no optimizer's: {_examples(left, base)}"
+    raise AmbiguousStateDict(what, path=path, hint=_choice(names))
+
+
+def _above(chosen: Candidate) -> set[int]:
+    """The identities of the containers that a candidate's dict is in."""
+    found, place = set(), chosen.place
+    while place is not None:
+        found.add(id(place[2]))
+        place = place[0]
+    return found
+
+
+def _examples(left: Sequence[Holder], base: str) -> str:
+    places = [place_text((holder.place, label, holder.node)) for holder in left for label in holder.labels[:_LISTED]]
+    return _listed([f"{base}.{name}" if base else name for name in places], 3)
+
+
+def _refuse_part_of_a_model(chosen: Candidate, lesser: Sequence[Candidate], base: str, path: Path) -> None:
+    """Refuse a state dict that is one of several parts of a model: Megatron nests embedding, encoder and output layer."""
+    labels = _labels(chosen.place)
+    beside = [item for item in lesser if len(labels) > 1 and _labels(item.place)[:1] == labels[:1]]
+    if beside:
+        names = [_joined(base, item.path) for item in (chosen, *beside)]
+        what = f"its model is in {len(names)} parts: {_listed(names)}"
+        raise AmbiguousStateDict(what, path=path, hint=f"{_choice(names)}, or write a torch file, of them all")
+
+
+def _labels(place: Place) -> list[Node]:
+    """The labels that lead to a place, from the root on."""
+    labels = []
+    while place is not None:
+        labels.append(place[1])
+        place = place[0]
+    return labels[::-1]
+
+
+def _joined(base: str, path: str) -> str:
+    if not base or not path:
+        return base or path or "."
+    return f"{base}." if path == "." else f"{base}.{path}"
+
+
+def _listed(names: Sequence[str], most: int = _LISTED) -> str:
+    return ", ".join(printable(name) for name in names[:most]) + ", …" * (len(names) > most)
+
+
+def _choice(names: Sequence[str]) -> str:
+    more = f" or {_listed([quote(printable(name)) for name in names[1:]])}" if len(names) > 1 else ""
+    return f"choose with --only {quote(printable(names[0]))}{more} (only= in code)"
+
+
+# ----------------------------------------------------------------------------------------------------------- parts by path
+
+
+class _Part(NamedTuple):
+    """A part of a tree that was named: its path from the root, and whether only its own tensors are meant."""
+
+    path: str
+    node: Node
+    own_only: bool
+
+
+def find(root: Node, path: str, file: Path) -> Node:
+    """The node at a dotted path such as ``optimizer.state``; keys may hold dots themselves.
+
+    With a dot at its end, a dict of just the tensors that stand there; ``ema`` is the average, whatever it is called.
+    """
+    part = _part_at(root, path, file)
+    if not part.own_only:
+        return part.node
+    found = _own_of(part, survey(part.node), file)
+    return own_node(found)
+
+
+def _part_at(root: Node, only: str | None, file: Path) -> _Part:
+    if not only or only == ".":
+        return _Part("", root, only == ".")
+    path = only.removesuffix(".")
+    found = _at(root, path)
+    if path == "ema" and (found is None or type(found[0]) in PLAIN):
+        average = _average(root, file)
+        path, found = ("ema", None) if average is None else (average[0], (average[1],))
+    if found is not None:
+        return _Part(path, found[0], only.endswith("."))
+    known = [printable(label_text(label)) for label, _ in children(root)][:12]
+    raise AmbiguousStateDict(
+        f"there is nothing at '{printable(only)}'", path=file, hint=f"it holds: {', '.join(known) or 'no parts'}"
+    )
+
+
+def _at(root: Node, path: str) -> tuple[Node] | None:
+    """The node at a path, in a tuple, for it may be None itself; None where there is nothing."""
+    work = [(root, path)]
+    while work:
+        node, rest = work.pop()
+        if not rest:
+            return (node,)
+        for label, child in children(node):
+            text = label_text(label)
+            if rest == text or rest.startswith(text + "."):
+                work.append((child, rest[len(text) + 1 :]))
+    return None
+
+
+def _average(root: Node, file: Path) -> tuple[str, Node] | None:
+    """The part with the averaged weights: the one with tensors nearest to the root of whose label ``ema`` is a word."""
+    if averages_weights(root) and (node := _at(root, "state_dict")) is not None:
+        return "state_dict", node[0]
+    found = [(len(_labels(place)), place_text(place), node) for place, node in _averages(root)]
+    nearest = [item for item in found if item[0] == min(depth for depth, _, _ in found)]
+    if len(nearest) > 1:
+        names = [name for _, name, _ in nearest]
+        raise AmbiguousStateDict(f"holds {len(nearest)} averages: {_listed(names)}", path=file, hint=_choice(names))
+    return nearest[0][1:] if nearest else None
+
+
+def _averages(root: Node) -> list[tuple[Place, Node]]:
+    """The outermost parts with tensors in them whose label names an average, outside of training states."""
+    parts: dict[int, tuple[Place, Node]] = {}
+    part_of: dict[int, int | None] = {}  # a container -> the part that it is in, None for a training state
+    full = set()
+    for place, node in walk(root):
+        if place is None:
+            continue
+        label, parent = place[1], id(place[2])
+        if parent in part_of:
+            part_of[id(node)] = part_of[parent]
+        elif type(label) is str and names_training_state(label):
+            part_of[id(node)] = None
+        elif type(label) is str and names_average(label):
+            part_of[id(node)] = id(node)
+            parts[id(node)] = place, node
+        if is_tensor(node):
+            full.add(part_of.get(id(node)))
+    return [part for identity, part in parts.items() if identity in full]
+
+
+def _own_of(part: _Part, found: Survey, file: Path) -> StateDict:
+    """The tensors that stand in the dict of a part itself."""
+    item = next((item for item in found.candidates if item.place is None), None)
+    if item is None:
+        what = "no tensors stand in it by names" if part.path else "no tensors stand at its root by names"
+        raise AmbiguousStateDict(what, path=file, where=part.path or None, hint="see what it holds with: ckptconv inspect")
+    return _state_dict(item)
+
+
+# ------------------------------------------------------------------------------------------------------------- new keys
+
+
+def own_node(found: StateDict) -> Node:
+    """The node of a state dict by itself: without what stands beside it in its dict."""
+    if found.own is None:
+        return found.node
+    pairs = dict_pairs(found.node) or ()
+    return _like(found.node, [pairs[index] for index in found.own])
+
+
+def renamed_state_dict(found: StateDict, keys: tuple[str | None, ...], module_paths: Callable[[str], tuple[str, ...]]) -> Node:
+    """A node of the state dict alone, like `found.node`, whose i-th key is `keys[i]` (None: left out).
+
+    Its `_metadata` follows: `module_paths` gives the new names of a module, one, or several where ones that had become one
+    are told apart again.
+    """
+    pairs = [(new, value) for new, value in zip(keys, found.values, strict=True) if new is not None]
+    return _with_metadata(_like(found.node, pairs), module_paths)
+
+
+def renamed_in_place(found: StateDict, keys: tuple[str | None, ...], module_paths: Callable[[str], tuple[str, ...]]) -> Node:
+    """As `renamed_state_dict`, with what stands beside the state dict in its dict still where it was.
+
+    Raises `KeyConflict` when a new key is the label of something else that stands there.
+    """
+    if found.own is None:
+        return renamed_state_dict(found, keys, module_paths)
+    before = dict_pairs(found.node) or ()
+    mine = set(found.own)
+    others = {key for index, (key, _) in enumerate(before) if index not in mine and type(key) is str}
+    if taken := next((key for key in keys if key in others), None):
+        raise KeyConflict("a key would get this name, and something else that stands beside it has it", where=taken)
+    renamed = list(zip(keys, found.values, strict=True))
+    own = dict(zip(found.own, renamed, strict=False))
+    pairs = [own.get(index, pair) for index, pair in enumerate(before)]
+    kept = [pair for index, pair in enumerate(pairs) if index not in mine or pair[0] is not None]
+    return _with_metadata(_like(found.node, [*kept, *renamed[len(own) :]]), module_paths)
+
+
+def _like(node: Node, pairs: Pairs) -> Node:
+    """A dict of the class of `node`, its state too, with these pairs."""
+    if type(node) is Dict:
+        return Dict(list(pairs))
+    plain = mapping_pairs(node) is not None
+    made = Call(node.func, () if plain else node.args, new=node.new)
+    made.pairs = list(pairs)
+    made.state = node.state
+    return made
+
+
+def _with_metadata(made: Node, module_paths: Callable[[str], tuple[str, ...]]) -> Node:
+    if (metadata := metadata_of(made)) is None or (entries := mapping_pairs(metadata)) is None:
+        return made
+    renamed = {
+        name: Dict(list(value.pairs)) if index and type(value) is Dict else value  # each module has a version of its own
+        for key, value in entries
+        if type(key) is str
+        for index, name in enumerate(module_paths(key))
+    }
+    copy: Node = Dict() if type(metadata) is Dict else Call(metadata.func, ())
+    copy.pairs = list(renamed.items())
+    made.state = Dict([(key, copy if key == "_metadata" else value) for key, value in made.state.pairs])
+    return made
