@@ -56,6 +56,13 @@ class Candidate:
             return None
         return tuple(index for index, (key, value) in enumerate(self.pairs) if _is_own(key, value))
 
+    def shares_keys(self, other: Candidate) -> bool:
+        """Whether both have a tensor under one key: then one may be a copy of the other, or of a part of it."""
+        return not self._names().isdisjoint(other._names())
+
+    def _names(self) -> set[str]:
+        return {key for key, value in self.pairs if type(key) is str and _stands_for_tensor(value)}
+
     def holds(self, place: Place, node: Node) -> bool:
         """Whether the container `node` at `place` is its dict, or a part of its state dict."""
         while node is not self.node:
@@ -76,16 +83,25 @@ class Holder(NamedTuple):
 
 
 class Survey(NamedTuple):
-    """The candidates of a tree in its order, and all containers with tensors that somebody may want."""
+    """The candidates of a tree in its order, and all containers with tensors that somebody may want.
 
-    candidates: tuple[Candidate, ...]
+    `found` are all dicts with tensors; the candidates are those that are not weak, or all where there are no others.
+    """
+
+    found: tuple[Candidate, ...]
     holders: tuple[Holder, ...]
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """The dicts that may be the model."""
+        return tuple(item for item in self.found if not item.weak) or self.found
 
     def ranked(self) -> tuple[list[Candidate], list[Candidate]]:
         """The candidates that come first, and the others."""
-        first = max((item.rank for item in self.candidates), default=0)
-        best = [item for item in self.candidates if item.rank == first]
-        return best, [item for item in self.candidates if item.rank < first]
+        candidates = self.candidates
+        first = max((item.rank for item in candidates), default=0)
+        best = [item for item in candidates if item.rank == first]
+        return best, [item for item in candidates if item.rank < first]
 
     def left_by(self, chosen: Candidate) -> list[Holder]:
         """The containers whose tensors are left out where `chosen` is taken."""
@@ -97,7 +113,7 @@ def survey(root: Node) -> Survey:
     look = _Look()
     for place, node in walk(root):
         look.at(place, node)
-    return Survey(tuple(look.candidates()), tuple(look.holders))
+    return Survey(tuple(look.found()), tuple(look.holders))
 
 
 class _Look:
@@ -135,11 +151,10 @@ class _Look:
         if wanted := self._wanted(node, tensors):
             self.holders.append(Holder(place, node, tuple(wanted)))
 
-    def candidates(self) -> list[Candidate]:
-        """The candidates, when all nodes were seen; weak ones only where there are no others."""
+    def found(self) -> list[Candidate]:
+        """The dicts with tensors under plain keys, when all nodes were seen."""
         named = (item for item in self._mappings if all(type(key) in PLAIN for key, _ in item[2]))
-        found = [self._candidate(*item) for item in named]
-        return [item for item in found if not item.weak] or found
+        return [self._candidate(*item) for item in named]
 
     def _candidate(self, place: Place, node: Node, pairs: Pairs, tensors: Tensors) -> Candidate:
         beside = [value for key, value in pairs if id(value) in self._full and not _is_own(key, value)]
@@ -219,7 +234,9 @@ def _is_wanted(label: Node, value: Node, *, numbered: bool) -> bool:
     tensor = tensor_of(value) or tensor_form(value)
     if tensor is None or tensor.numel != 1:
         return True
-    return not numbered and not (type(label) is str and names_number(label))
+    if type(label) is not str:
+        return not numbered
+    return looks_like_a_module(label) or not (numbered or names_number(label))
 
 
 def _names_state(label: Node) -> bool:

@@ -12,11 +12,16 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[^\W\dA-Z_]+|\d+").findall
 _LONGEST = 300  # characters of a label that is a name; a longer one names nothing
 
 _STATE_WORDS = """
-    optimizer optimizers optimiser optimisers optim optims scheduler schedulers rng rngs random
+    optimizer optimizers optimiser optimisers optim optims scheduler schedulers rng rngs
+"""
+_TRAILING_WORDS = """
+    state states dict dicts all list cpu cuda gpu mps xpu npu hpu xla torch numpy np python
 """
 _NUMBER_WORDS = """
-    loss losses acc accuracy best metric metrics epoch epochs step steps iter iters iteration iterations lr score scores psnr
-    ssim fid miou perplexity ppl top prec precision recall auc time elapsed seed token tokens ntokens samples progress
+    loss losses nll elbo acc accuracy best metric metrics fitness score scores reward rewards err error errors mse rmse mae wer
+    cer bleu dice iou miou map ap f1 auc prec precision recall top psnr ssim fid lpips perplexity ppl val epoch epochs step
+    steps iter iters iteration iterations update updates averaged count decay lr time elapsed seed token tokens ntokens samples
+    progress
 """
 _USUAL_NAMES = """
     state_dict model_state_dict model model_state net network module weights params params_ema ema ema_state_dict model_ema
@@ -24,9 +29,10 @@ _USUAL_NAMES = """
     policy
 """
 _STATES = frozenset(_STATE_WORDS.split())
-_OF_RANKS = frozenset(("rng", "rngs", "random", "loader", "loaders", "dataloader", "dataloaders", "sampler", "samplers"))
-_TRAILING = frozenset(("state", "states", "dict", "dicts", "all", "list"))
+_OF_RANKS = frozenset(("loader", "loaders", "dataloader", "dataloaders", "sampler", "samplers"))
+_TRAILING = frozenset(_TRAILING_WORDS.split())
 _NUMBERS = frozenset(_NUMBER_WORDS.split())
+_STATE = frozenset(("state", "states"))
 _OF_MODULES = frozenset(("weight", "bias", "running"))
 
 USUAL = frozenset(_USUAL_NAMES.split())
@@ -41,24 +47,27 @@ def words(label: str) -> tuple[str, ...]:
 @lru_cache(maxsize=4096)
 def names_training_state(label: str) -> bool:
     """Whether a label names an optimizer, a scheduler or a random state, by its last word that says anything."""
-    return _telling(label) in _STATES
+    found = words(label)
+    if "and" in found:  # model_and_optimizer
+        return False
+    last = _last(found)
+    return last in _STATES or (last == "random" and (len(found) == 1 or not _STATE.isdisjoint(found)))
 
 
 def names_rank_state(label: str) -> bool:
     """Whether a label names what each rank of a training has for itself: a random state, the state of its data loader."""
-    return _telling(label) in _OF_RANKS
+    return names_training_state(label) or _last(words(label)) in _OF_RANKS
 
 
-def _telling(label: str) -> str | None:
-    """The last word of a label that says anything."""
-    telling = (word for word in reversed(words(label)) if word not in _TRAILING and not word.isdigit())
-    return next(telling, None)
+def _last(found: tuple[str, ...]) -> str | None:
+    """The last word that says anything."""
+    return next((word for word in reversed(found) if word not in _TRAILING and not word.isdigit()), None)
 
 
 @lru_cache(maxsize=4096)
 def names_number(label: str) -> bool:
     """Whether a label names a number of the training: a loss, an accuracy, a count of steps."""
-    return not _NUMBERS.isdisjoint(words(label))
+    return label.lower() in _NUMBERS or not _NUMBERS.isdisjoint(words(label))
 
 
 @lru_cache(maxsize=4096)

@@ -19,8 +19,7 @@ Labels = Mapping[str, Node]
 class Producer(NamedTuple):
     """A framework: its name, the labels at the root that only it leaves, where its version stands, and what it loads.
 
-    `loads` is the path of the state dict that it loads into a model itself, ``.`` for what stands at the root. None: that
-    depends.
+    `loads` is the path of the state dict that it takes for the model, ``.`` for what stands at the root. None: that depends.
     """
 
     name: str
@@ -58,9 +57,9 @@ PRODUCERS = (
     Producer("DeepSpeed", _has("ds_version"), lambda labels: labels["ds_version"], "module"),
     Producer("Ultralytics", _is_ultralytics, lambda labels: labels.get("version")),
     Producer("MMEngine", _is_mm, _inside("meta", "mmengine_version"), "state_dict"),
-    Producer("nanoGPT", _has("model", "model_args", "iter_num"), loads="model"),
+    Producer("nanoGPT", _has("model", "model_args", "iter_num")),
     Producer("Megatron-LM", _has("model", "checkpoint_version", "args"), lambda labels: labels["checkpoint_version"]),
-    Producer("fvcore (detectron2)", _has("model", "optimizer", "iteration"), loads="model"),
+    Producer("fvcore (detectron2)", _has("model", "optimizer", "iteration")),
     Producer("timm", _has("state_dict", "arch", "version", "epoch"), loads="state_dict"),
     Producer("torchtitan", _has("optimizer", "lr_scheduler", "train_state", "dataloader"), loads="."),
     Producer("accelerate", _is_accelerate, loads="model"),
@@ -87,11 +86,15 @@ def producer_of(root: Node) -> str | None:
 
 
 def averages_weights(root: Node) -> bool:
-    """Whether Lightning's `WeightAveraging` wrote a checkpoint: ``state_dict`` is the average, the model's own stands beside.
+    """Whether ``state_dict`` is the average, and the model's own weights stand beside it.
 
-    Source: lightning/pytorch/callbacks/weight_averaging.py.
+    So do Lightning's `WeightAveraging` (current_model_state) and MMEngine's `EMAHook` (ema_state_dict, against its name).
+    Sources: lightning/pytorch/callbacks/weight_averaging.py, mmengine/hooks/ema_hook.py.
     """
-    return {"state_dict", "current_model_state", "averaging_state"} <= {label for label, _ in _pairs(root)}
+    labels = {label_text(label): value for label, value in _pairs(root)}
+    return _has("state_dict", "current_model_state", "averaging_state")(labels) or (
+        _is_mm(labels) and "ema_state_dict" in labels
+    )
 
 
 def offered_prefix(root: Node, keys: Sequence[str]) -> str | None:

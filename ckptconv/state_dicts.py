@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from shlex import quote
 from typing import NamedTuple
 
 from ckptconv.candidates import Candidate, Holder, Pairs, Survey, dict_pairs, metadata_of, survey
@@ -18,6 +17,7 @@ from ckptconv.nodes import Call, Dict, Node, children, mapping_pairs
 from ckptconv.producers import Producer, averages_weights, producer_in
 from ckptconv.tensors import TensorRef
 from ckptconv.walking import PLAIN, Place, is_tensor, label_text, place_text, tensor_of, walk
+from ckptconv.wording import count_text, quoted
 
 _LISTED = 8
 
@@ -92,8 +92,9 @@ def choose_state_dict(root: Node, only: str | None, path: Path) -> StateDict:
     if not best and (bare := _bare_tensors(part.node)) is not None:
         return bare
     if best:
-        names = [_joined(part.path, item.path) for item in best]
-        raise AmbiguousStateDict(f"holds {len(best)} state dicts: {_listed(names)}", path=path, hint=_choice(names))
+        also = [item for item in lesser if item.is_module]
+        names = [_joined(part.path, item.path) for item in (*best, *also)]
+        raise AmbiguousStateDict(f"holds {len(names)} state dicts: {_listed(names)}", path=path, hint=_choice(names))
     raise AmbiguousStateDict(
         "no state dict (a dict of named tensors) was found in it",
         path=path,
@@ -129,7 +130,7 @@ def _framework_notes(producer: Producer, root: Node, others: Sequence[str]) -> I
     if averages_weights(root):
         yield f"{name} holds the averaged weights, as {producer.name} saves them"
     if others:
-        yield f"{name} is taken, as {producer.name} itself loads it, not {_listed(others)} (--only PATH takes another)"
+        yield f"{name} is taken, where {producer.name} has the model, not {_listed(others)} (--only PATH takes another)"
 
 
 def _bare_tensors(node: Node) -> StateDict | None:
@@ -148,26 +149,41 @@ def _bare_tensors(node: Node) -> StateDict | None:
 
 
 def _refuse_loss(chosen: Candidate, found: Survey, base: str, path: Path) -> None:
-    """Refuse a choice that leaves out what somebody may want: above it, more than it has, or like a module's."""
+    """Refuse a choice that leaves out what somebody may want.
+
+    That is what stands above it, is more than it has, looks like a module's or like a copy of it, or is an average.
+    """
     left = found.left_by(chosen)
     others = [item for item in found.candidates if item is not chosen]
-    above = _above(chosen)
     count = sum(len(holder.labels) for holder in left)
-    is_lost = any(id(holder.node) in above for holder in left) or any(item.is_module for item in others)
-    if not is_lost and count <= chosen.count:
+    if (
+        count <= chosen.count
+        and not any(item.is_module or item.shares_keys(chosen) for item in others)
+        and not any(_stands_above(holder, chosen) or _is_average(holder) for holder in left)
+    ):
         return
     names = [_joined(base, item.path) for item in (chosen, *others)]
-    what = f"{count} tensors stand beside its state dict {printable(names[0])} that are no optimizer's: {_examples(left, base)}"
+    examples = _examples(left, base)
+    what = f"taking its state dict {printable(names[0])} would leave out {count_text(count, 'other tensor')}: {examples}"
     raise AmbiguousStateDict(what, path=path, hint=_choice(names))
 
 
-def _above(chosen: Candidate) -> set[int]:
-    """The identities of the containers that a candidate's dict is in."""
-    found, place = set(), chosen.place
+def _stands_above(holder: Holder, chosen: Candidate) -> bool:
+    """Whether tensors stand in a dict that the candidate's is in, or in a list there."""
+    node = holder.node
+    if type(node) in (list, tuple) and holder.place is not None:
+        node = holder.place[2]
+    return any(place[2] is node for place in _chain(chosen.place))
+
+
+def _is_average(holder: Holder) -> bool:
+    return any(type(place[1]) is str and names_average(place[1]) for place in _chain(holder.place))
+
+
+def _chain(place: Place) -> Iterator[tuple[Place, Node, Node]]:
     while place is not None:
-        found.add(id(place[2]))
+        yield place
         place = place[0]
-    return found
 
 
 def _examples(left: Sequence[Holder], base: str) -> str:
@@ -205,8 +221,8 @@ def _listed(names: Sequence[str], most: int = _LISTED) -> str:
 
 
 def _choice(names: Sequence[str]) -> str:
-    more = f" or {_listed([quote(printable(name)) for name in names[1:]])}" if len(names) > 1 else ""
-    return f"choose with --only {quote(printable(names[0]))}{more} (only= in code)"
+    more = f" or {_listed([quoted(name) for name in names[1:]])}" if len(names) > 1 else ""
+    return f"choose with --only {quoted(names[0])}{more} (only= in code)"
 
 
 # ----------------------------------------------------------------------------------------------------------- parts by path
@@ -297,7 +313,7 @@ def _averages(root: Node) -> list[tuple[Place, Node]]:
 
 def _own_of(part: _Part, found: Survey, file: Path) -> StateDict:
     """The tensors that stand in the dict of a part itself."""
-    item = next((item for item in found.candidates if item.place is None), None)
+    item = next((item for item in found.found if item.place is None), None)
     if item is None:
         what = "no tensors stand in it by names" if part.path else "no tensors stand at its root by names"
         raise AmbiguousStateDict(what, path=file, where=part.path or None, hint="see what it holds with: ckptconv inspect")
