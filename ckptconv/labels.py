@@ -77,5 +77,5 @@ def names_average(label: str) -> bool:
 
 
 def looks_like_a_module(key: str) -> bool:
-    """Whether a key is one that a module's state dict has: with a dot, or with the word weight, bias or running."""
-    return "." in key or not _OF_MODULES.isdisjoint(words(key))
+    """Whether a key is one that a module's state dict has: with a dot (not a path), or with the word weight, bias, running."""
+    return ("." in key and "/" not in key) or not _OF_MODULES.isdisjoint(words(key))

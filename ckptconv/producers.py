@@ -43,7 +43,10 @@ def _is_ultralytics(labels: Labels) -> bool:
 
 
 def _is_mm(labels: Labels) -> bool:
-    return "state_dict" in labels and bool(dict(_pairs(labels.get("meta"))).keys() & {"mmengine_version", "mmcv_version"})
+    if not {"state_dict", "meta"} <= labels.keys():
+        return False
+    versions = {"mmengine_version", "mmcv_version"}
+    return "message_hub" in labels or not versions.isdisjoint(dict(_pairs(labels["meta"])))
 
 
 def _is_accelerate(labels: Labels) -> bool:

@@ -222,7 +222,7 @@ def _listed(names: Sequence[str], most: int = _LISTED) -> str:
 
 def _choice(names: Sequence[str]) -> str:
     more = f" or {_listed([quoted(name) for name in names[1:]])}" if len(names) > 1 else ""
-    return f"choose with --only {quoted(names[0])}{more} (only= in code)"
+    return f"choose one with --only {quoted(names[0])}{more} (only= in code)"
 
 
 # ----------------------------------------------------------------------------------------------------------- parts by path

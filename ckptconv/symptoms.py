@@ -14,12 +14,13 @@ from pathlib import Path
 from ckptconv import torch_words as words
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.devices import Host, require_device, survey_host
-from ckptconv.errors import CheckpointError, DeviceUnavailable, printable
+from ckptconv.errors import AmbiguousStateDict, CheckpointError, DeviceUnavailable, printable
 from ckptconv.findings import Finding, Severity
 from ckptconv.fitted_keys import KeyTarget, refusal
 from ckptconv.formats.detect import open_checkpoint
 from ckptconv.inspection import OPENED_BY_TORCH, Inspection, Part, inspect_checkpoint, is_bloated, newer_protocol
 from ckptconv.key_fitting import Fit
+from ckptconv.labels import names_average, names_training_state
 from ckptconv.model_fits import ModelFit, best_fit
 from ckptconv.prescriptions import Mend, command, workable
 from ckptconv.state_dicts import StateDict
@@ -237,6 +238,21 @@ def _wrappers(case: Case) -> Iterator[Symptom]:
         yield symptom("info", "prefixed-keys", cause, effect, Mend(strip_prefix=prefix), chosen=True)
 
 
+def _choice(case: Case) -> Iterator[Symptom]:
+    """Several parts that could be the model; a model that is named, and fits one, would decide it."""
+    if case.fit is not None and case.fit.mends:
+        return
+    try:
+        case.checkpoint.state_dict()
+    except AmbiguousStateDict as error:
+        if case.state_dicts:
+            effect = "load_portable, and an output that holds one state dict, refuse to guess"
+            mend = Mend(only=case.state_dicts[0].path)
+            yield symptom("warning", "several-models", error.what, effect, mend, chosen=True)
+    except CheckpointError:  # limits; told by whoever meets them
+        return
+
+
 def _lone_shard(case: Case) -> Iterator[Symptom]:
     """One of several shards, opened by itself."""
     path = case.paths[0]
@@ -295,14 +311,14 @@ def _shares(case: Case) -> Iterator[Symptom]:
 
 def _optimizers(part: Part) -> Iterator[Part]:
     for inner in part.parts:
-        if inner.kind == "optimizer" or "optim" in inner.name.lower():
+        if inner.kind == "optimizer" or names_training_state(inner.name):
             yield inner
         elif inner.kind != "state dict":
             yield from _optimizers(inner)
 
 
 def _is_average(path: str) -> bool:
-    return "ema" in re.split(r"[._]", path.lower())
+    return any(map(names_average, path.split(".")))
 
 
 def _tied(case: Case) -> Iterator[Symptom]:
@@ -327,8 +343,8 @@ def _precision(case: Case) -> Iterator[Symptom]:
 
 
 CHECKS: tuple[Callable[[Case], Iterator[Symptom]], ...] = (
-    _container, _strays, _protocol, _name, _lone_shard, _tags, _modules, _objects, _keys, _wrappers, _bloat, _shares, _tied,
-    _precision,
+    _container, _strays, _protocol, _name, _lone_shard, _tags, _modules, _objects, _keys, _choice, _wrappers, _bloat, _shares,
+    _tied, _precision,
 )  # fmt: skip
 """What is looked at without reading a tensor; findings of one severity come in this order."""
 

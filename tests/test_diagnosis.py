@@ -155,6 +155,7 @@ MENDED: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "a record without a folder": ("stray-records", lambda at: added_to(at, "readme", 9)),
     "a folder of shards": ("sharded", shards),
     "an optimizer": ("optimizer-share", trained),
+    "two networks": ("several-models", lambda at: saved(at, {"model": weights(), "upscaler": weights()})),
     "an EMA": ("ema-share", lambda at: saved(at, {"model": weights(), "ema": weights()})),
     "pickle protocol 3": ("pickle-protocol", lambda at: saved(at, {**weights(), "raw": b"bytes"}, pickle_protocol=3)),
     "pickle protocol 5": ("pickle-protocol", lambda at: saved(at, weights(), pickle_protocol=5)),
