@@ -125,7 +125,7 @@ class _Look:
 
     def __init__(self) -> None:
         self.holders: list[Holder] = []
-        self._mappings: list[tuple[Place, Node, Pairs, Tensors]] = []
+        self._mappings: list[tuple[Place, Node, Pairs, Tensors, bool]] = []
         self._full: set[int] = set()
         self._closed: set[int] = set()
         self._inner: set[int] = set()
@@ -139,25 +139,26 @@ class _Look:
             return
         self._classify(place, node)
         pairs = dict_pairs(node)
-        values = enumerate(node) if type(node) in (list, tuple) else pairs or ()
-        tensors = [(label, value) for label, value in values if _stands_for_tensor(value)]
+        tensors = _tensors_in(list(enumerate(node)) if type(node) in (list, tuple) else pairs or ())
         if not tensors:
             return
         self._fill((place, None, node))
         if id(node) in self._closed:
             return
+        wanted = self._wanted(node, tensors)
         if pairs is not None and id(node) not in self._inner:
-            self._mappings.append((place, node, pairs, tensors))
-        if wanted := self._wanted(node, tensors):
+            self._mappings.append((place, node, pairs, tensors, not wanted))
+        if wanted:
             self.holders.append(Holder(place, node, tuple(wanted)))
 
     def found(self) -> list[Candidate]:
         """The dicts with tensors under plain keys, when all nodes were seen."""
-        named = (item for item in self._mappings if all(type(key) in PLAIN for key, _ in item[2]))
+        named = (item for item in self._mappings if PLAIN.issuperset({type(key) for key, _ in item[2]}))
         return [self._candidate(*item) for item in named]
 
-    def _candidate(self, place: Place, node: Node, pairs: Pairs, tensors: Tensors) -> Candidate:
-        beside = [value for key, value in pairs if id(value) in self._full and not _is_own(key, value)]
+    def _candidate(self, place: Place, node: Node, pairs: Pairs, tensors: Tensors, weak: bool) -> Candidate:
+        others = pairs if tensors is not pairs else ()
+        beside = [value for key, value in others if id(value) in self._full and not _is_own(key, value)]
         is_module = any(type(key) is str and looks_like_a_module(key) for key, _ in tensors)
         has_tensors = any(not is_array(value) for _, value in tensors)
         return Candidate(
@@ -168,13 +169,18 @@ class _Look:
             count=len(tensors),
             rank=_rank(place, node, is_module=is_module) + has_tensors,
             is_module=is_module,
-            weak=not self._wanted(node, tensors),
+            weak=weak,
         )
 
     def _wanted(self, node: Node, tensors: Tensors) -> list[Node]:
         """The labels of the tensors of a container that somebody may want."""
         numbered = id(node) in self._numbered
-        return [label for label, value in tensors if _is_wanted(label, value, numbered=numbered)]
+        return [
+            label
+            for label, value in tensors
+            if (type(label) is str and "." in label and "/" not in label)  # nearly all: decided without a call
+            or _is_wanted(label, value, numbered=numbered)
+        ]
 
     def _classify(self, place: Place, node: Node) -> None:
         label, parent = (None, None) if place is None else place[1:]
@@ -210,6 +216,13 @@ def _rank(place: Place, node: Node, *, is_module: bool) -> int:
     if place is None or place[1] in USUAL or metadata_of(node) is not None:
         return _ROOT
     return _MODULE if is_module else _OTHER
+
+
+def _tensors_in(pairs: Pairs) -> Tensors:
+    """Those of the pairs whose values are tensors; the very same sequence where all are."""
+    if {type(value) for _, value in pairs} == {TensorRef}:
+        return pairs
+    return [(label, value) for label, value in pairs if _stands_for_tensor(value)]
 
 
 def _stands_for_tensor(value: Node) -> bool:

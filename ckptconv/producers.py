@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from ckptconv.labels import words
 from ckptconv.nodes import Call, Node, mapping_pairs
-from ckptconv.walking import label_text
 
 Labels = Mapping[str, Node]
 
@@ -72,13 +71,13 @@ PRODUCERS = (
 
 def producer_in(root: Node) -> Producer | None:
     """The framework whose labels stand at the root of a tree."""
-    labels = {label_text(label): value for label, value in _pairs(root)}
+    labels = _labels(root)
     return next((producer for producer in PRODUCERS if producer.matches(labels)), None)
 
 
 def producer_of(root: Node) -> str | None:
     """The framework that wrote a checkpoint, with its version where that is known; None when nothing tells."""
-    labels = {label_text(label): value for label, value in _pairs(root)}
+    labels = _labels(root)
     if (producer := producer_in(root)) is not None:
         version = producer.version(labels)
         return f"{producer.name} {version}" if isinstance(version, (str, int, float)) else producer.name
@@ -94,7 +93,7 @@ def averages_weights(root: Node) -> bool:
     So do Lightning's `WeightAveraging` (current_model_state) and MMEngine's `EMAHook` (ema_state_dict, against its name).
     Sources: lightning/pytorch/callbacks/weight_averaging.py, mmengine/hooks/ema_hook.py.
     """
-    labels = {label_text(label): value for label, value in _pairs(root)}
+    labels = _labels(root)
     return _has("state_dict", "current_model_state", "averaging_state")(labels) or (
         _is_mm(labels) and "ema_state_dict" in labels
     )
@@ -117,6 +116,10 @@ _PEFT = "base_model.model."
 
 def _all_start(keys: Sequence[str], prefix: str) -> bool:
     return bool(keys) and all(key.startswith(prefix) and len(key) > len(prefix) for key in keys)
+
+
+def _labels(root: Node) -> Labels:
+    return {label: value for label, value in mapping_pairs(root) or () if type(label) is str}
 
 
 def _pairs(node: Node) -> Sequence[tuple[Node, Node]]:

@@ -106,7 +106,7 @@ def choose_state_dict(root: Node, only: str | None, path: Path) -> StateDict:
 def _state_dict(item: Candidate, notes: tuple[str, ...] = ()) -> StateDict:
     own = item.own
     pairs = item.pairs if own is None else [item.pairs[index] for index in own]
-    keys = tuple([label_text(key) for key, _ in pairs])
+    keys = tuple([key if type(key) is str else label_text(key) for key, _ in pairs])
     return StateDict(item.path, item.node, keys, tuple([value for _, value in pairs]), notes, own, item.place)
 
 
