@@ -24,7 +24,7 @@ _ROOT, _MODULE, _OTHER = 4, 2, 0
 """Ranks; of two alike the one with tensors, not arrays, is one higher."""
 
 _PACKED = ("_extra_state", "_packed_params")
-"""Endings of keys under which modules keep what they like, tensors in tuples and dicts among it."""
+"""Last segments of keys under which modules keep what they like, tensors in tuples and dicts among it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -237,7 +237,7 @@ def _is_own(key: Node, value: Node) -> bool:
         return True
     if type(key) is not str or type(value) not in CONTAINERS:
         return False
-    return key.endswith(_PACKED) or ("." in key and mapping_pairs(value) is None)
+    return key.rpartition(".")[2] in _PACKED or ("." in key and mapping_pairs(value) is None)
 
 
 def _is_wanted(label: Node, value: Node, *, numbered: bool) -> bool:
