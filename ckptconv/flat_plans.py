@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint, StateDict, choose_state_dict, find, label_text
@@ -52,7 +53,9 @@ def plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Options
     if to == "safetensors":
         metadata = {**_metadata(checkpoint, dict(named), tied, options), **recipes_text(flattened.recipes)}
     group = view_identity if to == "safetensors" else _same_storage
-    files, index = _split(output, kept, lambda part: _lay_out(to, part, metadata, tied, options), options.max_shard_size, group)
+    lay_out = lambda part: _lay_out(to, part, metadata, tied, options)  # noqa: E731
+    of_index = _index_metadata(checkpoint, is_whole=not skipped and not renamed.filled)
+    files, index = _split(output, kept, lay_out, options.max_shard_size, group, of_index)
     if len(files) > 1:
         refuse_split(flattened)
     return ConversionPlan(
@@ -104,6 +107,7 @@ def _split(
     lay_out: Callable[[Sequence[Kept]], Layout],
     limit: int | None,
     group: Callable[[TensorRef], Hashable],
+    metadata: Mapping[str, Any],
 ) -> tuple[tuple[PlannedFile, ...], PlannedFile | None]:
     """The files of a flat output and their index; one file, which needs no index, unless a limit asks for more.
 
@@ -119,8 +123,13 @@ def _split(
     if len(files) == 1:
         return files, None
     where = {key: path.name for path, part in zip(paths, parts, strict=True) for key, _, _ in part}
-    raw = index_text({key: where[key] for key, _, _ in kept}, sum(sizes))
+    raw = index_text({key: where[key] for key, _, _ in kept}, sum(sizes), metadata)
     return files, PlannedFile(index_path(output), one_item("index", raw), lambda: iter(()))
+
+
+def _index_metadata(checkpoint: Checkpoint, *, is_whole: bool) -> Mapping[str, Any]:
+    """What the source's index says beside the total size; not the number of parameters, unless they are all there."""
+    return {name: value for name, value in checkpoint.index_metadata.items() if is_whole or name != "total_parameters"}
 
 
 def _same_storage(ref: TensorRef) -> Hashable:
