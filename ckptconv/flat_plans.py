@@ -83,6 +83,7 @@ def plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Options
         ),
         tensors=lambda: iter(named),
         cast=cast,
+        checks=flattened.checks,
         is_sharded=options.max_shard_size is not None,
     )
 

@@ -86,7 +86,8 @@ def _selected(
         if type(root) is Dict:
             root = _ordered(root)
         overlay.update((id(value), ref) for value in found.values if (ref := tensor_form(value)) is not None)
-    settle_objects(root, overlay, unknown)
+    for check in settle_objects(root, overlay, unknown).checks:
+        check()
     return root, overlay
 
 

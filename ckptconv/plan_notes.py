@@ -21,10 +21,7 @@ from ckptconv.tensors import TensorRef
 
 
 def tree_notes(settled: Settled) -> Iterator[str]:
-    """What is kept as it is without having been checked, or that is unusual in a tree."""
-    if settled.sparse:
-        count, first = len(settled.sparse), printable(place_text(settled.sparse[0])) or "the root"
-        yield f"{count} sparse tensors ({first}, …) are kept as they are; their indices are not checked"
+    """What is unusual in a tree."""
     if settled.cycles:
         count, first = len(settled.cycles), printable(place_text(settled.cycles[0]))
         yield f"{count} containers hold themselves ({first}, …); they are kept so"

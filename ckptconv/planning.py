@@ -117,6 +117,7 @@ def _plan_torch(checkpoint: Checkpoint, output: Path, options: Options) -> Conve
         ),
         tensors=lambda: tensors_of(root, overlay, depth=depth),
         cast=cast,
+        checks=tuple(settled.checks),
     )
 
 

@@ -326,6 +326,11 @@ def iter_cast_chunks(ref: TensorRef, target: DType, overflowed: list[int]) -> It
         yield result.data
 
 
+def read_box(ref: TensorRef, start: Shape, shape: Shape) -> Array:
+    """The values of the box of `ref` at `start`, in C order and little-endian, as words of any type."""
+    return _resolved(ref, _gather(ref, start, shape)).reshape(-1)
+
+
 def read_range(source: Source, offset: int, nbytes: int) -> Iterator[memoryview]:
     """The bytes of a run, in views of at most `CHUNK` bytes; a view is valid until the next one is asked for."""
     buffer = memoryview(bytearray(min(CHUNK, nbytes)))
