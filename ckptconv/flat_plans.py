@@ -18,12 +18,12 @@ from ckptconv.formats.torch_zip import Tree, lay_out_torch_zip
 from ckptconv.keys import refuse_idle
 from ckptconv.layout import Layout, one_item
 from ckptconv.nodes import ORDERED_DICT, Call, children, mapping_pairs
-from ckptconv.plan_notes import count_casts, count_locations, key_notes, prefix_notes, sharing_notes
+from ckptconv.plan_notes import NOT_IN_TORCH, count_casts, count_locations, key_notes, prefix_notes, sharing_notes
 from ckptconv.plans import ConversionPlan, Options, PlannedFile, Target
 from ckptconv.renaming import excluded, map_state_dict, refuse_nothing_left, renamed_keys, with_filled
 from ckptconv.settling import Skipped
 from ckptconv.sharding import index_path, index_text, shard_paths, split
-from ckptconv.tensors import TensorRef, expanded, view_identity
+from ckptconv.tensors import TensorRef, expanded, refuse_packed, view_identity
 
 Kept = tuple[str, TensorRef, DType]
 """A tensor of a flat output: its key, itself, and the type to write it in."""
@@ -41,12 +41,14 @@ def plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Options
     if to == "safetensors":
         for key, ref in named:
             refuse_unholdable(key, ref, cast(ref))
+    else:
+        refuse_packed(named, NOT_IN_TORCH)
     refuse_nothing_left(len(named), options.keys)
     refuse_idle([keys], options.keys)
     tied = _tied_names(named, checkpoint) if options.tied == "alias" and to == "safetensors" else {}
     kept = [(key, ref, cast(ref)) for key, ref in named if key not in tied]
     if to == "safetensors":
-        _refuse_blow_up(sum(ref.numel * dtype.itemsize for _, ref, dtype in kept), checkpoint)
+        _refuse_blow_up(sum(ref.numel * dtype.bits >> 3 for _, ref, dtype in kept), checkpoint)
     refs = [ref for _, ref in named]
     renamed = renamed_keys(found, keys, {item.path for item in skipped[held_from:]})
     metadata: dict[str, str] = {}
@@ -116,7 +118,7 @@ def _split(
     """
     if limit is None:
         return (_planned(output, kept, lay_out),), None
-    sizes = [ref.numel * dtype.itemsize for _, ref, dtype in kept]
+    sizes = [ref.numel * dtype.bits >> 3 for _, ref, dtype in kept]
     groups = [group(ref) for _, ref, _ in kept]
     parts = [[kept[index] for index in indices] for indices in split(sizes, groups, limit)]
     paths = shard_paths(output, len(parts))

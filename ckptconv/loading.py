@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckptconv.checkpoint import Checkpoint, find, find_state_dicts, metadata_of, renamed_state_dict
+from ckptconv.checkpoint import Checkpoint, find, find_state_dicts, metadata_of, renamed_state_dict, tensors_of
 from ckptconv.collector import collector_paused
 from ckptconv.devices import require_device, resolve_map_location
 from ckptconv.dtypes import BY_NAME, DType
@@ -22,7 +22,7 @@ from ckptconv.plain_objects import tensor_form
 from ckptconv.renaming import rename_state_dicts
 from ckptconv.settling import Unknown, settle_objects
 from ckptconv.sources import FileSource, refuse_changed
-from ckptconv.tensors import Storage, TensorObject, TensorRef, check_storage, iter_chunks, whole_storage
+from ckptconv.tensors import Storage, TensorObject, TensorRef, check_storage, iter_chunks, refuse_packed, whole_storage
 from ckptconv.torch_objects import VALUELESS, WEIGHTS_ONLY, Window, window
 
 if TYPE_CHECKING:
@@ -86,7 +86,10 @@ def _selected(
         if type(root) is Dict:
             root = _ordered(root)
         overlay.update((id(value), ref) for value in found.values if (ref := tensor_form(value)) is not None)
-    for check in settle_objects(root, overlay, unknown).checks:
+    settled = settle_objects(root, overlay, unknown)
+    if any(ref.dtype.is_packed for ref in settled.tensors):
+        refuse_packed(tensors_of(root, overlay), "leave it out: keys=KeyRules(exclude=('KEY',))")
+    for check in settled.checks:
         check()
     return root, overlay
 

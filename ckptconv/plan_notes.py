@@ -19,6 +19,9 @@ from ckptconv.settling import Settled
 from ckptconv.sharding import index_path
 from ckptconv.tensors import TensorRef
 
+NOT_IN_TORCH = "write safetensors (--to safetensors), or leave it out with --exclude"
+"""What can be done about a tensor that safetensors holds and torch does not."""
+
 
 def tree_notes(settled: Settled) -> Iterator[str]:
     """What is unusual in a tree."""

@@ -20,13 +20,23 @@ from ckptconv.formats.torch_zip import Tree, lay_out_torch_zip
 from ckptconv.layout import one_item
 from ckptconv.nodes import Call, Dict, Node, mapping_pairs
 from ckptconv.plain_objects import plain_form
-from ckptconv.plan_notes import beside_notes, count_casts, count_locations, key_notes, prefix_notes, sharing_notes, tree_notes
+from ckptconv.plan_notes import (
+    NOT_IN_TORCH,
+    beside_notes,
+    count_casts,
+    count_locations,
+    key_notes,
+    prefix_notes,
+    sharing_notes,
+    tree_notes,
+)
 from ckptconv.plans import ConversionPlan, Options, PlannedFile, target
 from ckptconv.renaming import rename_state_dicts
 from ckptconv.rule_files import mapping_text
 from ckptconv.settling import settle_objects
 from ckptconv.sharding import earlier_files
 from ckptconv.sources import Source
+from ckptconv.tensors import refuse_packed
 
 
 def plan_conversion(checkpoint: Checkpoint, output: str | os.PathLike[str], options: Options) -> ConversionPlan:
@@ -91,6 +101,8 @@ def _plan_torch(checkpoint: Checkpoint, output: Path, options: Options) -> Conve
         raise AmbiguousStateDict("holds no tensors, so there is nothing to convert", where=options.only)
     tree = Tree(root, overlay, refs, settled.storages)
     depth = in_force().depth
+    if any(ref.dtype.is_packed for ref in refs):
+        refuse_packed(tensors_of(root, overlay, depth=depth), NOT_IN_TORCH)
     cast = _cast_rule(found, tree, options)
     layout = lay_out_torch_zip(tree, cast, options.tags)
     return ConversionPlan(
