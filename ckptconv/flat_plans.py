@@ -21,6 +21,7 @@ from ckptconv.nodes import ORDERED_DICT, Call, children, mapping_pairs
 from ckptconv.plan_notes import NOT_IN_TORCH, count_casts, count_locations, key_notes, prefix_notes, sharing_notes
 from ckptconv.plans import ConversionPlan, Options, PlannedFile, Target
 from ckptconv.renaming import excluded, map_state_dict, refuse_nothing_left, renamed_keys, with_filled
+from ckptconv.scaled_weights import refuse_cast
 from ckptconv.settling import Skipped
 from ckptconv.sharding import index_path, index_text, shard_paths, split
 from ckptconv.tensors import TensorRef, expanded, refuse_packed, view_identity
@@ -36,6 +37,9 @@ def plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Options
     skipped = excluded(found, keys, options.keys, options.fit_to)
     held_from = len(skipped)
     flattened = flatten(*with_filled(found, keys), skipped, encode=to == "safetensors")
+    if options.dtype is not None:
+        left = {old for old, new in zip(keys.old, keys.new, strict=True) if new is not None}
+        refuse_cast(dict(found.tensors()), left, options.dtype, found.path)
     named = list(flattened.tensors)
     cast = _cast_named(flattened, options)
     if to == "safetensors":

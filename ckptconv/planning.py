@@ -30,9 +30,10 @@ from ckptconv.plan_notes import (
     sharing_notes,
     tree_notes,
 )
-from ckptconv.plans import ConversionPlan, Options, PlannedFile, target
+from ckptconv.plans import ConversionPlan, Options, PlannedFile, RenamedKeys, target
 from ckptconv.renaming import rename_state_dicts
 from ckptconv.rule_files import mapping_text
+from ckptconv.scaled_weights import refuse_cast
 from ckptconv.settling import settle_objects
 from ckptconv.sharding import earlier_files
 from ckptconv.sources import Source
@@ -103,6 +104,7 @@ def _plan_torch(checkpoint: Checkpoint, output: Path, options: Options) -> Conve
     depth = in_force().depth
     if any(ref.dtype.is_packed for ref in refs):
         refuse_packed(tensors_of(root, overlay, depth=depth), NOT_IN_TORCH)
+    _refuse_scaled(found, renamed, tree, options)
     cast = _cast_rule(found, tree, options)
     layout = lay_out_torch_zip(tree, cast, options.tags)
     return ConversionPlan(
@@ -143,6 +145,17 @@ def _plan_dcp(checkpoint: Checkpoint, output: Path, options: Options) -> Convers
             "is no dict, and a DCP folder holds nothing else", where=options.only, hint="--only PATH takes one part"
         )
     return replace(_plan_torch(checkpoint, output, options), to="dcp")
+
+
+def _refuse_scaled(found: Sequence[StateDict], renamed: Sequence[RenamedKeys], tree: Tree, options: Options) -> None:
+    """Refuse a cast of codes and scales: in the state dicts, or where there are none, among all tensors."""
+    if options.dtype is None:
+        return
+    for item, done in zip(found, renamed, strict=True):
+        refuse_cast(dict(item.tensors()), set(item.keys).difference(done.left_out), options.dtype, item.path)
+    if not found:
+        tensors = dict(tensors_of(tree.root, tree.overlay))
+        refuse_cast(tensors, tensors, options.dtype, "")
 
 
 def _cast_rule(found: Sequence[StateDict], tree: Tree, options: Options) -> CastRule:
