@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ckptconv.bounds import Limits, held, in_force, merged
 from ckptconv.nodes import Node
@@ -37,7 +38,8 @@ class Checkpoint:
     `format` is what its container is called: ``torch zip``, ``torch legacy``, ``safetensors``, ``memory``, …; `metadata` are
     a safetensors file's own strings; `notes` tell what was odd about the file without being wrong; `modules` counts the whole
     modules in whose places their state dicts stand; `facts` are what a torch file holds besides its tree; `limits` are those
-    under which it was opened. Use it as a context manager, or `close()` it.
+    under which it was opened; `index_metadata` is what the index of shards says besides their total size.
+    Use it as a context manager, or `close()` it.
     """
 
     path: Path
@@ -50,6 +52,7 @@ class Checkpoint:
     modules: int = 0
     facts: FileFacts = FileFacts()
     limits: Limits = field(default_factory=in_force)
+    index_metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def __enter__(self) -> Checkpoint:
         return self

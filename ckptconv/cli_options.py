@@ -127,7 +127,7 @@ def output_options(command: F) -> F:
                      help="Output format, if OUT's name does not say; dcp: a folder that FSDP training resumes from."),
         click.option("--dtype", metavar="DTYPE", help="Cast floating tensors: f32, f16, bf16, f64, f8_e4m3, f8_e5m2."),
         click.option("--max-shard-size", metavar="SIZE", help="Split the state dict into shards, e.g. of 5GB, and an index."),
-        click.option("--only", metavar="PATH", help="Convert one part, e.g. state_dict, ema, or . for what stands at the root."),
+        click.option("--only", metavar="PATH", help="Convert one part: state_dict, ema, or . for what stands at the root."),
         TAG,
         LIMIT,
         choice_options,

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptconv.casting import cast
@@ -281,8 +282,23 @@ def _words(ref: TensorRef) -> Iterator[Array]:
     """The elements of a tensor in C order, each as so many raw bytes."""
     import numpy as np
 
+    if ref.dtype.is_packed:
+        return _unpacked(ref)
     word = f"<u{ref.dtype.itemsize}" if ref.dtype.itemsize <= 8 else "V16"
     return (np.frombuffer(chunk, word) for chunk in iter_chunks(ref))
+
+
+def _unpacked(ref: TensorRef) -> Iterator[Array]:
+    """The elements of a packed tensor, each as the bits that are its own in a byte."""
+    import numpy as np
+
+    bits, rest = ref.dtype.bits, b""
+    for chunk in chain(iter_chunks(ref), [memoryview(b"")]):
+        raw = rest + bytes(chunk)
+        count = len(raw) // bits * bits if chunk else len(raw)  # so many bytes are whole elements; all of a tensor are
+        rest = raw[count:]
+        ones = np.unpackbits(np.frombuffer(raw[:count], np.uint8), bitorder="little").reshape(-1, bits)
+        yield np.packbits(ones, axis=1, bitorder="little").reshape(-1)
 
 
 def _aligned(first: Iterator[Array], second: Iterator[Array]) -> Iterator[tuple[Array, Array]]:

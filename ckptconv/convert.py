@@ -17,7 +17,7 @@ from ckptconv.dcp_output import write_dcp
 from ckptconv.devices import tag_map
 from ckptconv.dtypes import DType, floating_dtype
 from ckptconv.encodings import flat
-from ckptconv.errors import OutputRefused, VerificationFailed
+from ckptconv.errors import CheckpointError, OutputRefused, VerificationFailed
 from ckptconv.formats.detect import Named, open_checkpoint
 from ckptconv.key_targets import key_target
 from ckptconv.keys import KeyRules
@@ -122,9 +122,19 @@ def execute_plan(
     the source is damaged, `OutputRefused` when the output cannot be written, `VerificationFailed`; nothing is left behind.
     """
     begin = time.perf_counter()
+    _run_checks(plan)
     write = _write_folder if plan.to == "dcp" else _write_files
     result = write(plan, force, fsync, verify, _Progress(on_progress))
     return replace(result, seconds=time.perf_counter() - begin)
+
+
+def _run_checks(plan: ConversionPlan) -> None:
+    """Read the indices of tensors made of parts: what points nowhere is never written, whatever the format."""
+    try:
+        for check in plan.checks:
+            check()
+    except CheckpointError as error:
+        raise error.at(path=plan.source) from None
 
 
 def _result(plan: ConversionPlan, tally: _Tally, verified: int | None) -> ConversionResult:

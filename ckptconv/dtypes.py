@@ -21,7 +21,8 @@ class DType:
     `name` is torch's (``float32``); `itemsize` is in bytes; `storage_class` is the typed storage that torch pickles
     it under (None: only ``UntypedStorage``); `safetensors` is the header code (None: safetensors has no such type);
     `numpy` names a numpy or ml_dtypes type (None: neither has one). `word` is the number of bytes that a change of
-    byte order reverses (half of `itemsize` for complex numbers).
+    byte order reverses (half of `itemsize` for complex numbers). `bits` are those of one element; where they are no whole
+    bytes, the elements of a tensor are packed end to end, and only whole tensors have a size in bytes.
     """
 
     name: str
@@ -31,14 +32,21 @@ class DType:
     safetensors: str | None = None
     numpy: str | None = None
     word: int = 0
+    bits: int = 0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "bits", self.bits or 8 * self.itemsize)
         object.__setattr__(self, "word", self.itemsize // (2 if self.kind == "complex" else 1))
 
     @property
     def is_floating(self) -> bool:
         """Whether `--dtype` may cast it: real floating point, so neither integers, bools, complex nor quantized."""
         return self.kind == "float"
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether an element is no whole bytes: safetensors has such types, and torch has not."""
+        return self.bits < 8
 
     @property
     def is_differentiable(self) -> bool:
@@ -82,9 +90,19 @@ DTYPES: tuple[DType, ...] = (
     *(DType(f"{sign}int{width}", "bits", 1) for sign in ("", "u") for width in range(1, 8)),
 )
 
+PACKED: tuple[DType, ...] = (
+    DType("float6_e2m3fn", "bits", 1, None, "F6_E2M3", bits=6),
+    DType("float6_e3m2fn", "bits", 1, None, "F6_E3M2", bits=6),
+)
+"""Types of safetensors of which torch knows nothing: kept as they are, never as numbers."""
+
+FLOAT4 = DType("float4_e2m1fn", "bits", 1, None, "F4", bits=4)
+"""F4 where the last dimension is odd, so that its elements are no pairs, as torch's ``float4_e2m1fn_x2`` wants them."""
+
 BY_NAME = {dtype.name: dtype for dtype in DTYPES}
 BY_STORAGE_CLASS = {dtype.storage_class: dtype for dtype in DTYPES if dtype.storage_class}
-BY_SAFETENSORS = {dtype.safetensors: dtype for dtype in DTYPES if dtype.safetensors}
+BY_SAFETENSORS = {dtype.safetensors: dtype for dtype in (*DTYPES, *PACKED) if dtype.safetensors}
+FLOAT4_PAIRS = BY_NAME["float4_e2m1fn_x2"]
 UINT8 = BY_NAME["uint8"]
 
 _SHORT_NAMES = {

@@ -26,6 +26,7 @@ from ckptconv.errors import MalformedCheckpoint
 from ckptconv.nodes import ORDERED_DICT, Call, Global, Node
 from ckptconv.plain_objects import spoken_name, tensor_form
 from ckptconv.tensors import Storage, TensorObject, TensorRef, contiguous_stride, view_of
+from ckptconv.torch_objects import plain_sizes
 
 ENCODINGS = "ckptconv.encodings"
 """The name of the metadata entry with the recipes."""
@@ -57,7 +58,7 @@ def flat(key: str, value: Node, *, encode: bool = True) -> Flat | None:
         return Flat(((f"{key}.real_imag", ref),), {key: {"encoding": "complex", "dtype": ref.dtype.name}}, was)
     if not encode:
         return None
-    if type(value) is Call and value.name in _PARAMETERS and value.args:
+    if type(value) is Call and value.name in PARAMETERS and value.args:
         return flat(key, value.args[0])
     encoder = _ENCODERS.get(value.name) if type(value) is Call else None
     made = encoder(value.args) if encoder is not None else None
@@ -82,7 +83,7 @@ def written_form(ref: TensorRef) -> tuple[str, tuple[int, ...]] | None:
 
 
 _REALS = {"complex128": "float64", "complex32": "float16"}
-_PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
+PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 _UTILS = "torch._utils"
 _Encoded = tuple[Components, Recipe] | None
 
@@ -96,7 +97,7 @@ def _sparse(args: tuple[Node, ...]) -> _Encoded:
     names = _SPARSE.get(layout) if type(layout) is str else None
     if names is None or not len(names) + 1 <= len(args[1]) <= len(names) + 2:
         return None
-    refs, size = args[1][: len(names)], _ints(args[1][len(names)])
+    refs, size = args[1][: len(names)], plain_sizes(args[1][len(names)])
     if size is None or any(type(ref) is not TensorRef for ref in refs):
         return None
     recipe: Recipe = {"encoding": "sparse", "layout": layout, "size": list(size)}
@@ -110,15 +111,6 @@ _SPARSE = {
     "torch.sparse_coo": ("indices", "values"),
     **{f"torch.sparse_{kind}": _COMPRESSED for kind in ("csr", "csc", "bsr", "bsc")},
 }
-
-
-def _ints(size: Node) -> tuple[int, ...] | None:
-    """The numbers in a `torch.Size` or a tuple."""
-    if type(size) is Call and size.name == "torch.Size" and len(size.args) == 1:
-        size = size.args[0]
-    if type(size) not in (tuple, list) or any(type(number) is not int for number in size):
-        return None
-    return tuple(size)
 
 
 def _quantized(args: tuple[Node, ...]) -> _Encoded:
@@ -233,7 +225,7 @@ def _sparse_again(recipe: Recipe, parts: list[Any]) -> Node:
 
 
 def _checked_ints(given: Any) -> tuple[int, ...]:
-    size = _ints(given)
+    size = plain_sizes(given)
     if size is None or any(not 0 <= number < 1 << 63 for number in size):
         raise ValueError
     return size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint
@@ -17,13 +18,14 @@ from ckptconv.formats.torch_zip import Tree, lay_out_torch_zip
 from ckptconv.keys import refuse_idle
 from ckptconv.layout import Layout, one_item
 from ckptconv.nodes import ORDERED_DICT, Call
-from ckptconv.plan_notes import count_casts, count_locations, key_notes, prefix_notes, sharing_notes
+from ckptconv.plan_notes import NOT_IN_TORCH, count_casts, count_locations, key_notes, prefix_notes, sharing_notes
 from ckptconv.plans import ConversionPlan, Options, PlannedFile, Target
 from ckptconv.renaming import excluded, map_state_dict, refuse_nothing_left, renamed_keys, with_filled
+from ckptconv.scaled_weights import refuse_cast
 from ckptconv.settling import Skipped
 from ckptconv.sharding import index_path, index_text, shard_paths, split
 from ckptconv.state_dicts import StateDict, choose_state_dict
-from ckptconv.tensors import TensorRef, expanded, view_identity
+from ckptconv.tensors import TensorRef, expanded, refuse_packed, view_identity
 
 Kept = tuple[str, TensorRef, DType]
 """A tensor of a flat output: its key, itself, and the type to write it in."""
@@ -36,24 +38,31 @@ def plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Options
     skipped = excluded(found, keys, options.keys, options.fit_to)
     held_from = len(skipped)
     flattened = flatten(*with_filled(found, keys), skipped, encode=to == "safetensors")
+    if options.dtype is not None:
+        left = {old for old, new in zip(keys.old, keys.new, strict=True) if new is not None}
+        refuse_cast(dict(found.tensors()), left, options.dtype, found.path)
     named = list(flattened.tensors)
     cast = _cast_named(flattened, options)
     if to == "safetensors":
         for key, ref in named:
             refuse_unholdable(key, ref, cast(ref))
+    else:
+        refuse_packed(named, NOT_IN_TORCH)
     refuse_nothing_left(len(named), options.keys)
     refuse_idle([keys], options.keys)
     tied = _tied_names(named, checkpoint) if options.tied == "alias" and to == "safetensors" else {}
     kept = [(key, ref, cast(ref)) for key, ref in named if key not in tied]
     if to == "safetensors":
-        _refuse_blow_up(sum(ref.numel * dtype.itemsize for _, ref, dtype in kept), checkpoint)
+        _refuse_blow_up(sum(ref.numel * dtype.bits >> 3 for _, ref, dtype in kept), checkpoint)
     refs = [ref for _, ref in named]
     renamed = renamed_keys(found, keys, {item.path for item in skipped[held_from:]})
     metadata: dict[str, str] = {}
     if to == "safetensors":
         metadata = {**_metadata(checkpoint, dict(named), tied, options), **recipes_text(flattened.recipes)}
     group = view_identity if to == "safetensors" else _same_storage
-    files, index = _split(output, kept, lambda part: _lay_out(to, part, metadata, tied, options), options.max_shard_size, group)
+    lay_out = lambda part: _lay_out(to, part, metadata, tied, options)  # noqa: E731
+    of_index = _index_metadata(checkpoint, is_whole=not skipped and not renamed.filled)
+    files, index = _split(output, kept, lay_out, options.max_shard_size, group, of_index)
     if len(files) > 1:
         refuse_split(flattened)
     return ConversionPlan(
@@ -81,6 +90,7 @@ def plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Options
         ),
         tensors=lambda: iter(named),
         cast=cast,
+        checks=flattened.checks,
         is_sharded=options.max_shard_size is not None,
     )
 
@@ -105,6 +115,7 @@ def _split(
     lay_out: Callable[[Sequence[Kept]], Layout],
     limit: int | None,
     group: Callable[[TensorRef], Hashable],
+    metadata: Mapping[str, Any],
 ) -> tuple[tuple[PlannedFile, ...], PlannedFile | None]:
     """The files of a flat output and their index; one file, which needs no index, unless a limit asks for more.
 
@@ -112,7 +123,7 @@ def _split(
     """
     if limit is None:
         return (_planned(output, kept, lay_out),), None
-    sizes = [ref.numel * dtype.itemsize for _, ref, dtype in kept]
+    sizes = [ref.numel * dtype.bits >> 3 for _, ref, dtype in kept]
     groups = [group(ref) for _, ref, _ in kept]
     parts = [[kept[index] for index in indices] for indices in split(sizes, groups, limit)]
     paths = shard_paths(output, len(parts))
@@ -120,8 +131,13 @@ def _split(
     if len(files) == 1:
         return files, None
     where = {key: path.name for path, part in zip(paths, parts, strict=True) for key, _, _ in part}
-    raw = index_text({key: where[key] for key, _, _ in kept}, sum(sizes))
+    raw = index_text({key: where[key] for key, _, _ in kept}, sum(sizes), metadata)
     return files, PlannedFile(index_path(output), one_item("index", raw), lambda: iter(()))
+
+
+def _index_metadata(checkpoint: Checkpoint, *, is_whole: bool) -> Mapping[str, Any]:
+    """What the source's index says beside the total size; not the number of parameters, unless they are all there."""
+    return {name: value for name, value in checkpoint.index_metadata.items() if is_whole or name != "total_parameters"}
 
 
 def _same_storage(ref: TensorRef) -> Hashable:

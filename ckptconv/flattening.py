@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ckptconv.composites import Check, is_composite, parts_check
 from ckptconv.dtypes import DType
-from ckptconv.encodings import Recipe, flat, written_form
+from ckptconv.encodings import PARAMETERS, Recipe, flat, written_form
 from ckptconv.errors import KeyConflict, RefusedObject, printable
 from ckptconv.nodes import Call, Dict, Global, Node
 from ckptconv.plain_objects import spoken_name
@@ -17,11 +18,15 @@ from ckptconv.torch_objects import is_tensor_call
 
 @dataclass(frozen=True, slots=True)
 class Flattened:
-    """The named tensors of a state dict for safetensors, the recipes of encoded ones, and what was no tensor before."""
+    """The named tensors of a state dict for safetensors, the recipes of encoded ones, and what was no tensor before.
+
+    `checks` read the indices of encoded tensors, which must be right before anything is written.
+    """
 
     tensors: tuple[tuple[str, TensorRef], ...]
     recipes: Mapping[str, Recipe]
     rewritten: tuple[Rewritten, ...]
+    checks: tuple[Check, ...] = ()
 
 
 def flatten(keys: Sequence[str | None], values: Sequence[Node], skipped: list[Skipped], *, encode: bool) -> Flattened:
@@ -31,7 +36,7 @@ def flatten(keys: Sequence[str | None], values: Sequence[Node], skipped: list[Sk
     """
     tensors: dict[str, TensorRef] = {}
     recipes: dict[str, Recipe] = {}
-    rewritten = []
+    rewritten, checks = [], []
     known: dict[int, Node] = {}  # one tensor for each array, so that its names are known to be tied
     for key, value in zip(keys, values, strict=True):
         if key is None:
@@ -42,6 +47,9 @@ def flatten(keys: Sequence[str | None], values: Sequence[Node], skipped: list[Sk
         if (made := flat(key, known.get(id(value), value), encode=encode)) is None:
             skipped.append(_skipped_value(key, value, "safetensors" if encode else "a sharded torch output"))
             continue
+        inner = value.args[0] if type(value) is Call and value.name in PARAMETERS else value
+        if type(inner) is Call and is_composite(inner):
+            checks.append(parts_check(inner, key))
         if made.was is not None:
             rewritten.append(Rewritten(key, made.was))
             known[id(value)] = made.tensors[0][1]
@@ -52,7 +60,7 @@ def flatten(keys: Sequence[str | None], values: Sequence[Node], skipped: list[Sk
             )
         tensors.update(made.tensors)
         recipes.update(made.recipes)
-    return Flattened(tuple(tensors.items()), recipes, tuple(rewritten))
+    return Flattened(tuple(tensors.items()), recipes, tuple(rewritten), tuple(checks))
 
 
 def encoding_notes(flattened: Flattened) -> Iterator[str]:

@@ -24,8 +24,9 @@ from ckptconv.renaming import rename_state_dicts
 from ckptconv.settling import Unknown, settle_objects
 from ckptconv.sources import FileSource, refuse_changed
 from ckptconv.state_dicts import find, find_state_dicts, renamed_state_dict
-from ckptconv.tensors import Storage, TensorObject, TensorRef, check_storage, iter_chunks, whole_storage
+from ckptconv.tensors import Storage, TensorObject, TensorRef, check_storage, iter_chunks, refuse_packed, whole_storage
 from ckptconv.torch_objects import VALUELESS, WEIGHTS_ONLY, Window, window
+from ckptconv.walking import tensors_of
 
 if TYPE_CHECKING:
     import torch
@@ -88,7 +89,11 @@ def _selected(
         if type(root) is Dict:
             root = _ordered(root)
         overlay.update((id(value), ref) for value in found.values if (ref := tensor_form(value)) is not None)
-    settle_objects(root, overlay, unknown)
+    settled = settle_objects(root, overlay, unknown)
+    if any(ref.dtype.is_packed for ref in settled.tensors):
+        refuse_packed(tensors_of(root, overlay), "leave it out: keys=KeyRules(exclude=('KEY',))")
+    for check in settled.checks:
+        check()
     return root, overlay
 
 

@@ -21,12 +21,12 @@ from ckptconv.state_dicts import StateDict
 from ckptconv.tensors import TensorRef
 from ckptconv.walking import place_text
 
+NOT_IN_TORCH = "write safetensors (--to safetensors), or leave it out with --exclude"
+"""What can be done about a tensor that safetensors holds and torch does not."""
+
 
 def tree_notes(settled: Settled) -> Iterator[str]:
-    """What is kept as it is without having been checked, or that is unusual in a tree."""
-    if settled.sparse:
-        count, first = len(settled.sparse), printable(place_text(settled.sparse[0])) or "the root"
-        yield f"{count} sparse tensors ({first}, …) are kept as they are; their indices are not checked"
+    """What is unusual in a tree."""
     if settled.cycles:
         count, first = len(settled.cycles), printable(place_text(settled.cycles[0]))
         yield f"{count} containers hold themselves ({first}, …); they are kept so"

@@ -20,14 +20,25 @@ from ckptconv.formats.torch_zip import Tree, lay_out_torch_zip
 from ckptconv.layout import one_item
 from ckptconv.nodes import Call, Dict, Node, mapping_pairs
 from ckptconv.plain_objects import plain_form
-from ckptconv.plan_notes import beside_notes, count_casts, count_locations, key_notes, prefix_notes, sharing_notes, tree_notes
-from ckptconv.plans import ConversionPlan, Options, PlannedFile, target
+from ckptconv.plan_notes import (
+    NOT_IN_TORCH,
+    beside_notes,
+    count_casts,
+    count_locations,
+    key_notes,
+    prefix_notes,
+    sharing_notes,
+    tree_notes,
+)
+from ckptconv.plans import ConversionPlan, Options, PlannedFile, RenamedKeys, target
 from ckptconv.renaming import rename_state_dicts
 from ckptconv.rule_files import mapping_text
+from ckptconv.scaled_weights import refuse_cast
 from ckptconv.settling import settle_objects
 from ckptconv.sharding import earlier_files
 from ckptconv.sources import Source
 from ckptconv.state_dicts import StateDict, find, find_state_dicts
+from ckptconv.tensors import refuse_packed
 from ckptconv.walking import tensor_of, tensors_of, walk
 
 
@@ -93,6 +104,9 @@ def _plan_torch(checkpoint: Checkpoint, output: Path, options: Options) -> Conve
         raise AmbiguousStateDict("holds no tensors, so there is nothing to convert", where=options.only)
     tree = Tree(root, overlay, refs, settled.storages)
     depth = in_force().depth
+    if any(ref.dtype.is_packed for ref in refs):
+        refuse_packed(tensors_of(root, overlay, depth=depth), NOT_IN_TORCH)
+    _refuse_scaled(found, renamed, tree, options)
     cast = _cast_rule(found, tree, options)
     layout = lay_out_torch_zip(tree, cast, options.tags)
     return ConversionPlan(
@@ -119,6 +133,7 @@ def _plan_torch(checkpoint: Checkpoint, output: Path, options: Options) -> Conve
         ),
         tensors=lambda: tensors_of(root, overlay, depth=depth),
         cast=cast,
+        checks=tuple(settled.checks),
     )
 
 
@@ -132,6 +147,17 @@ def _plan_dcp(checkpoint: Checkpoint, output: Path, options: Options) -> Convers
             "is no dict, and a DCP folder holds nothing else", where=options.only, hint="--only PATH takes one part"
         )
     return replace(_plan_torch(checkpoint, output, options), to="dcp")
+
+
+def _refuse_scaled(found: Sequence[StateDict], renamed: Sequence[RenamedKeys], tree: Tree, options: Options) -> None:
+    """Refuse a cast of codes and scales: in the state dicts, or where there are none, among all tensors."""
+    if options.dtype is None:
+        return
+    for item, done in zip(found, renamed, strict=True):
+        refuse_cast(dict(item.tensors()), set(item.keys).difference(done.left_out), options.dtype, item.path)
+    if not found:
+        tensors = dict(tensors_of(tree.root, tree.overlay))
+        refuse_cast(tensors, tensors, options.dtype, "")
 
 
 def _cast_rule(found: Sequence[StateDict], tree: Tree, options: Options) -> CastRule:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from ckptconv.bounds import Limits, in_force
+from ckptconv.composites import Check
 from ckptconv.devices import TagMap
 from ckptconv.dtypes import DType
 from ckptconv.errors import CheckpointError
@@ -97,6 +98,7 @@ class ConversionPlan:
     was asked for, which is made if it is missing. `is_sharded`: shards were asked for, though all may fit one file.
 
     `mapping` is the file that will tell which key became which, if one was asked for. `inputs` are the files that are read.
+    `checks` read the indices of tensors made of parts, before anything is written.
 
     `limits` are those under which it was made; the output is read back under them.
 
@@ -125,6 +127,7 @@ class ConversionPlan:
     is_sharded: bool = False
     limits: Limits = field(default_factory=in_force)
     inputs: tuple[Source, ...] = ()
+    checks: tuple[Check, ...] = ()
 
     @property
     def nbytes(self) -> int:

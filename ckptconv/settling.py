@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ckptconv.bounds import in_force
+from ckptconv.composites import Check, is_composite, parts_check
 from ckptconv.errors import LimitExceeded, RefusedObject, printable
 from ckptconv.nodes import Call, Dict, Global, Node, mapping_pairs
 from ckptconv.plain_objects import plain_form, spoken_name
@@ -36,13 +37,16 @@ class Rewritten:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """A tree whose objects are settled: what became of some of them, and the tensors and bare storages that are in it."""
+    """A tree whose objects are settled: what became of some of them, and the tensors and bare storages that are in it.
+
+    `checks` read the indices of its sparse, quantized and nested tensors, which nothing may be made of before.
+    """
 
     rewritten: list[Rewritten] = field(default_factory=list)
     dropped: list[Skipped] = field(default_factory=list)
     tensors: list[TensorRef] = field(default_factory=list)
     storages: list[Storage] = field(default_factory=list)
-    sparse: list[Place] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
     cycles: list[Place] = field(default_factory=list)
 
 
@@ -62,8 +66,8 @@ def settle_objects(root: Node, overlay: dict[int, Node], unknown: Unknown) -> Se
             settled.tensors.append(node.tensor)
         elif type(node) is Storage:
             settled.storages.append(node)
-        elif type(node) is Call and "_sparse_" in node.name:
-            settled.sparse.append(place)
+        elif type(node) is Call and is_composite(node):
+            settled.checks.append(parts_check(node, place_text(place) or "the whole file"))
         if unknown != "keep" and (type(node) is Dict or type(node) is Call):
             _refuse_keys(_hashed(node), place)
     if refused:

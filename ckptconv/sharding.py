@@ -1,7 +1,8 @@
 """How an output is split into shards: their sizes, their names, and the index that says which of them holds a key.
 
 Names and index are those of the Hugging Face libraries: ``model-00001-of-00005.safetensors`` beside
-``model.safetensors.index.json``, an object of ``metadata.total_size`` (bytes) and ``weight_map`` (key → file name).
+``model.safetensors.index.json``, an object of ``metadata.total_size`` (bytes) and ``weight_map`` (key → file name). Other
+metadata of a source's index goes along.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ckptconv.errors import CheckpointError
 from ckptconv.outputs import output_errors
@@ -85,14 +87,18 @@ def earlier_files(output: Path) -> list[Path]:
         return [path for path in (output, index_path(output), *shards) if path.is_file()]
 
 
-def index_text(weight_map: Mapping[str, str], nbytes: int) -> bytes:
-    """The index for tensors of `nbytes` bytes in all."""
-    document = {"metadata": {"total_size": nbytes}, "weight_map": dict(weight_map)}
-    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
+def index_text(weight_map: Mapping[str, str], nbytes: int, metadata: Mapping[str, Any] | None = None) -> bytes:
+    """The index for tensors of `nbytes` bytes in all, with other `metadata`; `CheckpointError` where that is no JSON."""
+    document = {"metadata": {**(metadata or {}), "total_size": nbytes}, "weight_map": dict(weight_map)}
+    try:
+        return (json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    except ValueError as error:  # a number beyond any float, half a character
+        hint = "correct the index of the source"
+        raise CheckpointError(f"cannot be written as JSON ({error})", where="index", hint=hint) from None
 
 
 def moved_index(raw: bytes, folder: str) -> bytes:
     """The index `raw` of the same shards in `folder`, which lies beside it."""
     document = json.loads(raw)
     named = {key: f"{folder}/{name}" for key, name in document["weight_map"].items()}
-    return index_text(named, document["metadata"]["total_size"])
+    return index_text(named, document["metadata"]["total_size"], document["metadata"])

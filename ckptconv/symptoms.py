@@ -23,6 +23,7 @@ from ckptconv.key_fitting import Fit
 from ckptconv.labels import names_average, names_training_state
 from ckptconv.model_fits import ModelFit, best_fit
 from ckptconv.prescriptions import Mend, command, workable
+from ckptconv.scaled_weights import ScaledWeight, find_scaled
 from ckptconv.state_dicts import StateDict
 from ckptconv.torch_objects import VALUELESS
 
@@ -86,6 +87,12 @@ class Case:
     def state_dicts(self) -> list[StateDict]:
         """The state dicts, the ones of averaged weights last."""
         return sorted(self.checkpoint.state_dicts(), key=lambda found: _is_average(found.path))
+
+    @cached_property
+    def scaled(self) -> dict[str, list[ScaledWeight]]:
+        """The weights that are codes beside a scale, by the path of their state dict."""
+        found = {item.path: find_scaled(dict(item.tensors())) for item in self.state_dicts}
+        return {path: scaled for path, scaled in found.items() if scaled}
 
 
 def suffix(case: Case) -> str:
@@ -335,7 +342,19 @@ def _tied(case: Case) -> Iterator[Symptom]:
             return
 
 
+def _scaled(case: Case) -> Iterator[Symptom]:
+    """Weights that are codes beside a scale, which a model without them takes for values."""
+    for path, scaled in case.scaled.items():
+        where = f" of {printable(path)}" if path else ""
+        names = some([f"{item.codes} with {item.scale}" for item in scaled])
+        effect = "a model that does not know of the scales takes the codes for values, and computes nonsense without a word"
+        advice = "load it with the library that wrote it; ckptconv copies codes and scales as they are, and refuses --dtype"
+        yield symptom("info", "scaled-weights", f"weights{where} are codes beside scales: {names}", effect, advice=advice)
+
+
 def _precision(case: Case) -> Iterator[Symptom]:
+    if case.scaled:
+        return
     floats = {name: count for name, count in case.facts.dtypes.items() if "float" in name}
     if set(floats) == {"float32"}:
         cause = f"all its floating tensors ({floats['float32']}) are float32"
@@ -344,7 +363,7 @@ def _precision(case: Case) -> Iterator[Symptom]:
 
 CHECKS: tuple[Callable[[Case], Iterator[Symptom]], ...] = (
     _container, _strays, _protocol, _name, _lone_shard, _tags, _modules, _objects, _keys, _choice, _wrappers, _bloat, _shares,
-    _tied, _precision,
+    _tied, _scaled, _precision,
 )  # fmt: skip
 """What is looked at without reading a tensor; findings of one severity come in this order."""
 

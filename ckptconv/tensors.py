@@ -6,7 +6,7 @@ several. Both are checked against each other when they are made, and trusted aft
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckptconv.bounds import HIGHEST, in_force
 from ckptconv.casting import cast
 from ckptconv.dtypes import UINT8, DType
-from ckptconv.errors import LimitExceeded, MalformedCheckpoint
+from ckptconv.errors import LimitExceeded, MalformedCheckpoint, RefusedObject
 from ckptconv.nodes import made
 from ckptconv.sources import CHUNK, Source, crc32
 
@@ -81,7 +81,7 @@ class TensorRef(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes that the values take when written out, each once."""
-        return prod(self.shape) * self.dtype.itemsize
+        return prod(self.shape) * self.dtype.bits >> 3
 
     @property
     def storage(self) -> Storage:
@@ -109,7 +109,7 @@ class TensorRef(NamedTuple):
         if 0 in self.shape:
             return first, first
         last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
-        return first, first + (last + 1) * self.dtype.itemsize
+        return first, first + ((last + 1) * self.dtype.bits >> 3)
 
     def is_dense(self) -> bool:
         """Of a view: whether its values lie without holes and overlaps, in whatever order of dimensions."""
@@ -193,19 +193,26 @@ def view_of(storage: Storage, dtype: DType, offset: int, shape: Shape, stride: S
             raise MalformedCheckpoint("its shape or stride holds something else than sizes", where=storage.name)
         numel *= size
         last += (size - 1) * step
-    if numel and (last + 1) * dtype.itemsize > storage.nbytes:
+    if numel and (last + 1) * dtype.bits > storage.nbytes << 3:
         raise MalformedCheckpoint(
-            f"needs {(last + 1) * dtype.itemsize} bytes of a storage that has {storage.nbytes}", where=storage.name
+            f"needs {(last + 1) * dtype.bits + 7 >> 3} bytes of a storage that has {storage.nbytes}", where=storage.name
         )
     if requires_grad:
         _refuse_grad(storage, dtype)
     if not numel and prod(size for size in shape if size) >= 1 << 63:
         raise MalformedCheckpoint(f"its shape {shape} overflows", where=storage.name)
-    nbytes = numel * dtype.itemsize
+    nbytes = numel * dtype.bits >> 3
     if nbytes > most.view_free and nbytes > most.view_ratio * storage.nbytes:
         raise expanded(f"claims {nbytes} bytes out of a storage of {storage.nbytes}", nbytes, storage.nbytes, storage.name)
     piece = made(Piece, (storage, offset, shape, stride, _ORIGINS[len(shape)]))
     return made(TensorRef, (dtype, shape, stride, (piece,), requires_grad, False, False))
+
+
+def refuse_packed(named: Iterable[tuple[str, TensorRef]], hint: str) -> None:
+    """Raise `RefusedObject` for a tensor of a type that torch does not have, naming its place."""
+    for place, ref in named:
+        if ref.dtype.is_packed:
+            raise RefusedObject(f"torch has no dtype {ref.dtype.name}", where=place, hint=hint)
 
 
 def requiring_grad(ref: TensorRef, requires_grad: bool) -> TensorRef:
@@ -324,6 +331,11 @@ def iter_cast_chunks(ref: TensorRef, target: DType, overflowed: list[int]) -> It
         result = cast(chunk, ref.dtype, target)
         overflowed[0] += result.overflowed
         yield result.data
+
+
+def read_box(ref: TensorRef, start: Shape, shape: Shape) -> Array:
+    """The values of the box of `ref` at `start`, in C order and little-endian, as words of any type."""
+    return _resolved(ref, _gather(ref, start, shape)).reshape(-1)
 
 
 def read_range(source: Source, offset: int, nbytes: int) -> Iterator[memoryview]:

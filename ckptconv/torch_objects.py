@@ -396,6 +396,15 @@ def _key(key: str) -> bytes:
     return b"X%c\0\0\0" % len(key) + key.encode()
 
 
+def plain_sizes(size: Node) -> tuple[int, ...] | None:
+    """The numbers in a `torch.Size`, a tuple or a list; None where it is something else, or holds something else."""
+    if type(size) is Call and size.name == "torch.Size" and len(size.args) == 1:
+        size = size.args[0]
+    if type(size) not in (tuple, list) or any(type(number) is not int for number in size):
+        return None
+    return tuple(size)
+
+
 def is_tensor_call(node: Node) -> bool:
     """Whether a symbolic node rebuilds a tensor of a kind that has no `TensorRef` (sparse, quantized, subclass, ...)."""
     return type(node) is Call and "torch" in node.name and "_rebuild" in node.name

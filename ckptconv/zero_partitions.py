@@ -261,7 +261,7 @@ class Weights:
                 ref = tensor_of(fragments[0][name])
             if ref is None or ref.shape != shape:
                 raise MalformedCheckpoint("the values of a frozen parameter do not have its shape", where=name)
-            self._found[name] = self._widened(ref)
+            self._found[name] = ref  # in the type that it was loaded in: no optimizer has an fp32 copy of it
 
     def _add_others(self, module: Node) -> None:
         """What the module holds and no partition does: extra states, the frozen parameters of stage 1."""

@@ -523,7 +523,7 @@ def test_memory_does_not_grow_with_the_folder(tmp_path, stage):
     folder = zero.write(tmp_path / "zero", stage, 3, groups, frozen={"frozen": torch.rand(4000, 4000).bfloat16()})
     done = run("convert", folder, "out.safetensors", "--no-fsync", cwd=tmp_path)
     assert done.exit == 0, done.err
-    assert (tmp_path / "out.safetensors").stat().st_size > 180_000_000
+    assert (tmp_path / "out.safetensors").stat().st_size > 150_000_000
     assert done.rss < idle_rss() + 40_000_000
 
 
@@ -567,14 +567,14 @@ def test_parameters_of_any_size_come_back_from_any_number_of_ranks(tmp_path, sta
     stage=st.sampled_from([2, 3]), ranks=st.integers(1, 5), shapes=st.lists(SHAPES, min_size=1, max_size=4),
     dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn]),
 )  # fmt: skip
-def test_frozen_parameters_and_buffers_become_float32(tmp_path, stage, ranks, shapes, dtype):
+def test_buffers_become_float32_and_frozen_parameters_keep_their_dtype(tmp_path, stage, ranks, shapes, dtype):
     frozen = {f"frozen.{index}": torch.rand(shape).to(dtype) for index, shape in enumerate(shapes)}
     buffers = {f"buffer.{index}": torch.rand(shape).to(dtype).mT if len(shape) > 1 else torch.rand(shape).to(dtype)
                for index, shape in enumerate(shapes)}  # fmt: skip
     buffers["count"] = torch.tensor(1 << 40)
     folder = zero.write(tmp_path / "zero", stage, ranks, [{"weight": torch.rand(3)}], frozen=frozen, buffers=buffers)
     found = load_portable(folder)
-    expected = {name: value.float() if value.is_floating_point() else value for name, value in {**buffers, **frozen}.items()}
+    expected = {name: value.float() if value.is_floating_point() else value for name, value in buffers.items()} | frozen
     assert found.pop("weight").shape == (3,)
     same(found, expected)
 

@@ -331,3 +331,55 @@ def test_sizes_are_decimal(text, size):
 def test_other_sizes_are_refused(text):
     with pytest.raises(CheckpointError, match="is no size; write it as 5GB"):
         parse_size(text)
+
+
+# ---------------------------------------------------------------------------------------------------- metadata of the index
+
+
+def with_metadata(folder: Path, metadata: Any) -> Path:
+    """A folder of shards whose index has this metadata."""
+    convert_checkpoint(saved(folder), folder / "in", max_shard_size="400B", tied="duplicate", **KEEP)
+    index = index_of(folder / "in")
+    (folder / "in" / INDEX).write_text(json.dumps({**index, "metadata": metadata}))
+    return folder / "in"
+
+
+def test_other_metadata_of_an_index_stays_when_shards_are_written_again(tmp_path):
+    told = {"total_parameters": 439, "total_size": 3, "made_by": ["é", {"x": None}]}
+    source = with_metadata(tmp_path, told)
+    convert_checkpoint(source, tmp_path / "again", max_shard_size="1KB", tied="duplicate", **KEEP)
+    nbytes = sum(tensor.nbytes for tensor in tensors().values())
+    assert index_of(tmp_path / "again")["metadata"] == {**told, "total_size": nbytes}
+    convert_checkpoint(source, source, max_shard_size="1KB", tied="duplicate", force=True, **KEEP)
+    assert index_of(source)["metadata"] == {**told, "total_size": nbytes}
+
+
+def test_the_number_of_parameters_goes_where_a_tensor_is_left_out(tmp_path):
+    source = with_metadata(tmp_path, {"total_parameters": 439, "made_by": "hand"})
+    rules = KeyRules(exclude=("big",))
+    convert_checkpoint(source, tmp_path / "again", max_shard_size="200B", keys=rules, tied="duplicate", fsync=False)
+    metadata = index_of(tmp_path / "again")["metadata"]
+    assert metadata.keys() == {"made_by", "total_size"}
+
+
+@pytest.mark.parametrize("metadata", [None, [], 7, "text"])
+def test_an_index_whose_metadata_is_no_object_opens_as_before(metadata, tmp_path):
+    source = with_metadata(tmp_path, metadata)
+    convert_checkpoint(source, tmp_path / "again", max_shard_size="1KB", tied="duplicate", **KEEP)
+    assert index_of(tmp_path / "again")["metadata"].keys() == {"total_size"}
+
+
+@pytest.mark.parametrize("odd", ['"\\ud800"', "1e999"])
+def test_metadata_that_is_no_json_when_written_is_refused(odd, tmp_path):
+    source = with_metadata(tmp_path, {"odd": "HERE"})
+    (source / INDEX).write_text((source / INDEX).read_text().replace('"HERE"', odd))
+    with pytest.raises(CheckpointError, match="index: cannot be written as JSON"):
+        convert_checkpoint(source, tmp_path / "again", max_shard_size="1KB", **KEEP)
+    assert not (tmp_path / "again").exists()
+
+
+def test_the_count_of_parameters_that_transformers_wrote_is_kept(tmp_path):
+    source = produced("hf_sharded")
+    convert_checkpoint(source, tmp_path / "again", max_shard_size="30KB", **KEEP)
+    before, after = index_of(source)["metadata"], index_of(tmp_path / "again")["metadata"]
+    assert after["total_parameters"] == before["total_parameters"] and after["total_size"] == before["total_size"]

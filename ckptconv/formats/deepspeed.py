@@ -3,8 +3,9 @@
 ``latest`` holds the name (tag) of the last step's folder. In it lie the model states, ``mp_rank_00_model_states.pt`` or, in
 stage 3, ``zero_pp_rank_R_mp_rank_00_model_states.pt``, and the optimizer states of each rank,
 ``[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt``. All are torch files. The weights are those that deepspeed's own
-``zero_to_fp32`` gives: buffers, frozen parameters, parameters, shared ones, all that is floating as float32. Source:
-deepspeed/utils/zero_to_fp32.py and deepspeed/runtime/engine.py (0.19.8).
+``zero_to_fp32`` gives: buffers, frozen parameters, parameters, shared ones; all that is floating as float32, but frozen
+parameters in the type that they have. Source: ``get_fp32_state_dict_from_zero_checkpoint`` in deepspeed/utils/zero_to_fp32.py,
+and deepspeed/runtime/engine.py (0.19.8). (The script of 0.19.8 then casts what it writes to float32; earlier ones do not.)
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Any
 from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.documents import read_object
-from ckptconv.dtypes import BY_SAFETENSORS, DType
+from ckptconv.dtypes import BY_SAFETENSORS, FLOAT4, FLOAT4_PAIRS, DType
 from ckptconv.encodings import ENCODINGS, restore, written_form
 from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint
 from ckptconv.layout import Layout, WriteItem
@@ -27,7 +27,6 @@ NAME = "safetensors"
 _RESERVED = "__metadata__"
 _NOT_ALIASES = ("format", "device")
 _FIELDS = {"dtype", "shape", "data_offsets"}
-_HALF_BYTE = "F4"
 
 
 def is_safetensors(head: bytes) -> bool:
@@ -124,16 +123,15 @@ def _entry(source: Source, key: str, entry: Any) -> tuple[DType, tuple[int, ...]
         raise _malformed(source, key, "its shape or data_offsets hold something else than sizes")
     refuse_dimensions(len(shape), key)  # before sizes are multiplied
     begin, end = offsets
-    if dtype.safetensors == _HALF_BYTE:
-        if not shape or shape[-1] % 2:
-            raise _malformed(source, key, "has an odd number of 4-bit elements in its last dimension")
-        shape = [*shape[:-1], shape[-1] // 2]
+    if dtype is FLOAT4_PAIRS:
+        dtype, shape = (FLOAT4, shape) if not shape or shape[-1] % 2 else (dtype, [*shape[:-1], shape[-1] // 2])
     if prod(size for size in shape if size) >= 1 << 63:
         raise _malformed(source, key, f"its shape {shape} overflows")
-    if prod(shape) * dtype.itemsize != end - begin:
-        raise _malformed(
-            source, key, f"its shape needs {prod(shape) * dtype.itemsize} bytes, its data_offsets span {end - begin}"
-        )
+    nbits = prod(shape) * dtype.bits
+    if nbits % 8:
+        raise _malformed(source, key, f"its {prod(shape)} elements of {dtype.bits} bits do not fill whole bytes")
+    if nbits // 8 != end - begin:
+        raise _malformed(source, key, f"its shape needs {nbits // 8} bytes, its data_offsets span {end - begin}")
     try:
         key.encode()
     except UnicodeEncodeError:
@@ -171,9 +169,9 @@ def lay_out_safetensors(tensors: Sequence[tuple[str, TensorRef, DType]], metadat
     for key, ref, dtype in ordered:
         if key == _RESERVED:
             raise CheckpointError("a tensor may not be called __metadata__ in safetensors", where=key, hint="use --rename")
-        nbytes = ref.numel * dtype.itemsize
+        nbytes = ref.numel * dtype.bits >> 3
         code, shape = written_form(ref) or (dtype.safetensors, ref.shape)
-        if code == _HALF_BYTE and shape:
+        if dtype is FLOAT4_PAIRS and shape:
             shape = (*shape[:-1], shape[-1] * 2)
         header[key] = {"dtype": code, "shape": list(shape), "data_offsets": [at, at + nbytes]}
         sizes.append(nbytes)

@@ -1,14 +1,17 @@
 """Folders as Hugging Face libraries write them: an index beside its shards, or one file of weights under a usual name.
 
 ``model.safetensors.index.json`` (or ``pytorch_model.bin.index.json``) is a JSON object: ``weight_map`` from key to file name,
-``metadata`` with ``total_size`` in bytes. Shards are whole checkpoints and lie in the folder of the index; in the library's
-cache they are links into the ``blobs`` beside ``snapshots``. Source: transformers' and huggingface_hub's sharded checkpoints.
+``metadata`` with ``total_size`` in bytes and, as transformers writes it, ``total_parameters``.
+Shards are whole checkpoints and lie in the folder of the index; in the library's cache they are links into the ``blobs``
+beside ``snapshots``. Source: transformers' and huggingface_hub's sharded checkpoints.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint
@@ -68,7 +71,7 @@ def _seen(index: Path) -> tuple[int, ...] | None:
 
 
 def _open_set(index: Path, open_file: Callable[[Path], Checkpoint]) -> Checkpoint:
-    weight_map = _weight_map(index)
+    weight_map, metadata = _read_index(index)
     shards: dict[str, Checkpoint] = {}
     try:
         for name in dict.fromkeys(weight_map.values()):
@@ -78,7 +81,7 @@ def _open_set(index: Path, open_file: Callable[[Path], Checkpoint]) -> Checkpoin
         for shard in shards.values():
             shard.close()
         raise
-    return _joined(index, pairs, list(shards.values()))
+    return replace(_joined(index, pairs, list(shards.values())), index_metadata=metadata)
 
 
 def _joined(index: Path, pairs: list[tuple[str, Node]], shards: Sequence[Checkpoint]) -> Checkpoint:
@@ -107,7 +110,8 @@ def _index_of(folder: Path) -> Path | None:
     return found[0] if found else None
 
 
-def _weight_map(index: Path) -> Mapping[str, str]:
+def _read_index(index: Path) -> tuple[Mapping[str, str], Mapping[str, Any]]:
+    """The map from key to file name, and the other metadata than the total size."""
     source = FileSource(index)
     try:
         if source.size > (most := in_force().index_bytes):
@@ -123,7 +127,9 @@ def _weight_map(index: Path) -> Mapping[str, str]:
             raise _malformed(index, key, f"its shard {printable(str(name))} is no plain file name")
     if (count := len(set(weight_map.values()))) > (most := in_force().shards):
         raise LimitExceeded(f"names {count} shards", limit="shards", allowed=most, needed=count, path=index)
-    return weight_map
+    metadata = found.get("metadata")
+    others = metadata.items() if isinstance(metadata, dict) else ()
+    return weight_map, {name: value for name, value in others if name != "total_size"}
 
 
 def _malformed(index: Path, where: str, what: str) -> MalformedCheckpoint:

@@ -129,17 +129,14 @@ def ask(model: nn.Module, folder: Path, rank: int) -> None:
 
 
 def consolidate(folder: Path, case: Case) -> None:
-    """Write what zero_to_fp32 makes of each step."""
-    from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
+    """Write the state dict that zero_to_fp32 makes of each step."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     if not case.stage or case.asked:
         return
     for tag in steps(folder):
-        out = folder / "out"
-        convert_zero_checkpoint_to_fp32_state_dict(str(folder), str(out), safe_serialization=False, tag=tag)
         name = "fp32.pt" if tag == (folder / "latest").read_text() else f"fp32_{tag}.pt"
-        (out / "pytorch_model.bin").rename(folder / name)
-        shutil.rmtree(out)
+        torch.save(get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=tag), folder / name)
 
 
 def steps(folder: Path) -> Iterator[str]:
