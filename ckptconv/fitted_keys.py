@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckptconv.checkpoint import StateDict, tensor_of
@@ -69,37 +69,74 @@ def fitted(found: StateDict, keys: KeyMap, target: KeyTarget) -> KeyMap:
 
 def module_paths(renames: Mapping[str, str]) -> Callable[[str], str]:
     """The new path of a module: as the keys in it went; of one without keys, as the module around it."""
-    known: dict[str, str] = {}
+    modules: list[_Modules] = []
 
     def follow(path: str) -> str:
-        if not known:
-            for old, new in renames.items():
-                known.update((before, known.get(before, after)) for before, after in _modules(old, new))
-        parts = path.split(".") if path else []
-        for count in range(len(parts), 0, -1):
-            if (after := known.get(".".join(parts[:count]))) is not None:
-                return ".".join([*filter(None, [after]), *parts[count:]])
-        return known.get("", "") if not parts else path
+        if not modules:
+            modules.append(_Modules(renames))
+        return modules[0].renamed(path)
 
     return follow
 
 
-def _modules(old: str, new: str) -> Iterator[tuple[str, str]]:
-    """The paths of the modules that a key is in before and after, the innermost first; segments of one side are passed over.
+class _Modules:
+    """The modules that keys are in, as a tree of their names, each with where the first of its keys went.
+
+    A module is a number, found by that of the module around it and its own name: a path may be of a million names, and is
+    never put together.
+    """
+
+    def __init__(self, renames: Mapping[str, str]) -> None:
+        self._numbers: dict[tuple[int, str], int] = {}
+        self._new: dict[int, tuple[str, int]] = {}  # a key's new name, and how much of it is the module's path
+        for old, new in renames.items():
+            numbers = self._walk(old.split(".")[:-1])
+            for count, length in _modules(old, new):
+                self._new.setdefault(numbers[count], (new, length))
+
+    def _walk(self, names: Sequence[str]) -> list[int]:
+        """The numbers of the modules on the way, the root's first."""
+        numbers = [0]
+        for name in names:
+            numbers.append(self._numbers.setdefault((numbers[-1], name), len(self._numbers) + 1))
+        return numbers
+
+    def renamed(self, path: str) -> str:
+        """The new path of a module: that of the innermost known one around it, and what is inside that."""
+        names = path.split(".") if path else []
+        number: int | None = 0
+        known, inside = (None if names else self._new.get(0)), 0
+        for count, name in enumerate(names, 1):
+            if (number := self._numbers.get((number, name))) is None:
+                break
+            if number in self._new:
+                known, inside = self._new[number], count
+        if known is None:
+            return path
+        new, length = known
+        return ".".join([*filter(None, [new[:length]]), *names[inside:]])
+
+
+def _modules(old: str, new: str) -> Iterator[tuple[int, int]]:
+    """The modules that a key is in before and after, the innermost first; segments of one side are passed over.
+
+    Each as the number of the segments of its path in the old key, and of the characters of its path in the new one.
 
     >>> list(_modules("model.a.wrapped.w", "a.w"))
-    [('model.a.wrapped', 'a'), ('model.a', 'a'), ('model', '')]
+    [(3, 1), (2, 1), (1, 0)]
     """
     before, after = old.split("."), new.split(".")
+    length = len(new)
     while before and after:
-        if before[-1] == after[-1]:
-            before.pop()
-            after.pop()
-        elif len(before) == len(after):
+        same = before[-1] == after[-1]
+        if not same and len(before) == len(after):
             return
-        else:
-            max(before, after, key=len).pop()
-        yield ".".join(before), ".".join(after)
+        shorten_old, shorten_new = same or len(before) > len(after), same or len(after) > len(before)
+        if shorten_old:
+            before.pop()
+        if shorten_new:
+            length -= len(after.pop()) + 1
+        yield len(before), max(length, 0)
 
 
 def refusal(fit: Fit, name: str, count: int) -> KeyMismatch:
