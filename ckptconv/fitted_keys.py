@@ -104,10 +104,10 @@ class _Modules:
     def renamed(self, path: str) -> str:
         """The new path of a module: that of the innermost known one around it, and what is inside that."""
         names = path.split(".") if path else []
-        number: int | None = 0
+        number = 0
         known, inside = (None if names else self._new.get(0)), 0
         for count, name in enumerate(names, 1):
-            if (number := self._numbers.get((number, name))) is None:
+            if (number := self._numbers.get((number, name), -1)) < 0:
                 break
             if number in self._new:
                 known, inside = self._new[number], count
