@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ckptconv.checkpoint import StateDict, tensor_of
@@ -89,17 +89,16 @@ class _Modules:
     def __init__(self, renames: Mapping[str, str]) -> None:
         self._numbers: dict[tuple[int, str], int] = {}
         self._new: dict[int, tuple[str, int]] = {}  # a key's new name, and how much of it is the module's path
+        numbers, known = self._numbers, self._new
         for old, new in renames.items():
-            numbers = self._walk(old.split(".")[:-1])
-            for count, length in _modules(old, new):
-                self._new.setdefault(numbers[count], (new, length))
-
-    def _walk(self, names: Sequence[str]) -> list[int]:
-        """The numbers of the modules on the way, the root's first."""
-        numbers = [0]
-        for name in names:
-            numbers.append(self._numbers.setdefault((numbers[-1], name), len(self._numbers) + 1))
-        return numbers
+            names = old.split(".")
+            at, way = 0, [0]
+            for name in names:
+                at = numbers.setdefault((at, name), len(numbers) + 1)
+                way.append(at)
+            for count, length in _modules(names, new):
+                if way[count] not in known:
+                    known[way[count]] = (new, length)
 
     def renamed(self, path: str) -> str:
         """The new path of a module: that of the innermost known one around it, and what is inside that."""
@@ -117,26 +116,27 @@ class _Modules:
         return ".".join([*filter(None, [new[:length]]), *names[inside:]])
 
 
-def _modules(old: str, new: str) -> Iterator[tuple[int, int]]:
+def _modules(before: list[str], new: str) -> Iterator[tuple[int, int]]:
     """The modules that a key is in before and after, the innermost first; segments of one side are passed over.
 
-    Each as the number of the segments of its path in the old key, and of the characters of its path in the new one.
+    Given are the segments of the old key and the new key. Each module is the number of segments of its path in the old key, and
+    of characters of its path in the new one.
 
-    >>> list(_modules("model.a.wrapped.w", "a.w"))
+    >>> list(_modules(["model", "a", "wrapped", "w"], "a.w"))
     [(3, 1), (2, 1), (1, 0)]
     """
-    before, after = old.split("."), new.split(".")
-    length = len(new)
-    while before and after:
-        same = before[-1] == after[-1]
-        if not same and len(before) == len(after):
+    after = new.split(".")
+    count, rest, length = len(before), len(after), len(new)
+    while count and rest:
+        same = before[count - 1] == after[rest - 1]
+        if not same and count == rest:
             return
-        shorten_old, shorten_new = same or len(before) > len(after), same or len(after) > len(before)
-        if shorten_old:
-            before.pop()
-        if shorten_new:
-            length -= len(after.pop()) + 1
-        yield len(before), max(length, 0)
+        shorter_old, shorter_new = same or count > rest, same or rest > count
+        count -= shorter_old
+        if shorter_new:
+            rest -= 1
+            length -= len(after[rest]) + 1
+        yield count, max(length, 0)
 
 
 def refusal(fit: Fit, name: str, count: int) -> KeyMismatch:

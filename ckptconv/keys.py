@@ -6,7 +6,6 @@ applied to its keys and to the module paths of its `_metadata`.
 
 from __future__ import annotations
 
-import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import InitVar, dataclass
@@ -283,7 +282,8 @@ class _Followed:
 
 
 class _Moved(NamedTuple):
-    """A key and its new name: how many characters at their ends are the same, and at the starts of this new name and the next."""
+    """A key and its new name; how many characters these have in common at their ends, and the new name with the next one at
+    their starts."""
 
     old: str
     new: str
@@ -321,7 +321,7 @@ def _wrapper_steps(keys: Sequence[str], rules: KeyRules) -> tuple[tuple[str, ...
         depth = found.count(MODULE)
         return found, [_drop_unmistakable, *[_strip(depth)] * (depth > 0)] if found else []
     if rules.wrappers == "module":
-        return found, [_strip(sys.maxsize)]
+        return found, [lambda key: key[_end_of_lead(key, len(key)) :]]
     if rules.wrappers == "add-module" and not _all_start(keys, _LEAD):
         return found, [AddPrefix(_LEAD).step(keys)]
     return found, []
@@ -344,7 +344,9 @@ def find_wrappers(keys: Iterable[str]) -> tuple[str, ...]:
         name for name in UNMISTAKABLE if name in text and any(name in key and name in key.split(".")[:-1] for key in keys)
     ]
     bare = [_drop_unmistakable(key) for key in keys] if inside else keys
-    depth = min(map(_depth, bare)) if _all_start(bare, _LEAD) else 0
+    depth = _depth(bare[0]) if bare else 0
+    if depth and not _all_start(bare, _LEAD * depth):
+        depth = min(map(_depth, bare))
     return (*[MODULE] * depth, *inside)
 
 
@@ -378,7 +380,8 @@ def _drop_unmistakable(key: str) -> str:
 
 def _strip(times: int) -> Step:
     """Takes ``module.`` off the start of a key, so many times at most."""
-    return lambda key: key[_end_of_lead(key, times) :]
+    lead = _LEAD * times
+    return lambda key: key[len(lead) :] if key.startswith(lead) else key[_end_of_lead(key, times) :]
 
 
 def _refuse_collisions(keys: Sequence[str], renamed: Sequence[str | None]) -> None:
