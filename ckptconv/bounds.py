@@ -35,13 +35,13 @@ class Limits:
     small_record_bytes: int = 4096
     """Size of a record that holds one word, as ``version`` or ``byteorder`` do."""
     inflated_ratio: int = 100
-    """Inflated bytes per deflated byte, above `inflated_free`."""
+    """Inflated bytes of a record per deflated byte, and of all of a checkpoint per byte of its files, above `inflated_free`."""
     inflated_free: int = 16 << 20
-    """Inflated size of a record that is never questioned."""
+    """Inflated size of a record, and of all of a checkpoint together, that is never questioned."""
     pickle_ratio: int = 50
-    """Inflated bytes of a pickle per deflated byte, above `pickle_free`: nodes take ten times the bytes they come from."""
+    """The same of pickles and texts, above `pickle_free`: nodes take ten times the bytes they come from."""
     pickle_free: int = 1 << 20
-    """Inflated size of a pickle that is never questioned."""
+    """Inflated size of a pickle, and of all of a checkpoint together, that is never questioned."""
     view_ratio: int = 64
     """Bytes that a tensor, or an output, claims per byte of its storages (expanded views), above `view_free`."""
     view_free: int = 1 << 30

@@ -70,37 +70,74 @@ def fitted(found: StateDict, keys: KeyMap, target: KeyTarget) -> KeyMap:
 
 def module_paths(renames: Mapping[str, str]) -> Callable[[str], str]:
     """The new path of a module: as the keys in it went; of one without keys, as the module around it."""
-    known: dict[str, str] = {}
+    modules: list[_Modules] = []
 
     def follow(path: str) -> str:
-        if not known:
-            for old, new in renames.items():
-                known.update((before, known.get(before, after)) for before, after in _modules(old, new))
-        parts = path.split(".") if path else []
-        for count in range(len(parts), 0, -1):
-            if (after := known.get(".".join(parts[:count]))) is not None:
-                return ".".join([*filter(None, [after]), *parts[count:]])
-        return known.get("", "") if not parts else path
+        if not modules:
+            modules.append(_Modules(renames))
+        return modules[0].renamed(path)
 
     return follow
 
 
-def _modules(old: str, new: str) -> Iterator[tuple[str, str]]:
-    """The paths of the modules that a key is in before and after, the innermost first; segments of one side are passed over.
+class _Modules:
+    """The modules that keys are in, as a tree of their names, each with where the first of its keys went.
 
-    >>> list(_modules("model.a.wrapped.w", "a.w"))
-    [('model.a.wrapped', 'a'), ('model.a', 'a'), ('model', '')]
+    A module is a number, found by that of the module around it and its own name: a path may be of a million names, and is
+    never put together.
     """
-    before, after = old.split("."), new.split(".")
-    while before and after:
-        if before[-1] == after[-1]:
-            before.pop()
-            after.pop()
-        elif len(before) == len(after):
+
+    def __init__(self, renames: Mapping[str, str]) -> None:
+        self._numbers: dict[tuple[int, str], int] = {}
+        self._new: dict[int, tuple[str, int]] = {}  # a key's new name, and how much of it is the module's path
+        numbers, known = self._numbers, self._new
+        for old, new in renames.items():
+            names = old.split(".")
+            at, way = 0, [0]
+            for name in names:
+                at = numbers.setdefault((at, name), len(numbers) + 1)
+                way.append(at)
+            for count, length in _modules(names, new):
+                if way[count] not in known:
+                    known[way[count]] = (new, length)
+
+    def renamed(self, path: str) -> str:
+        """The new path of a module: that of the innermost known one around it, and what is inside that."""
+        names = path.split(".") if path else []
+        number = 0
+        known, inside = (None if names else self._new.get(0)), 0
+        for count, name in enumerate(names, 1):
+            if (number := self._numbers.get((number, name), -1)) < 0:
+                break
+            if number in self._new:
+                known, inside = self._new[number], count
+        if known is None:
+            return path
+        new, length = known
+        return ".".join([*filter(None, [new[:length]]), *names[inside:]])
+
+
+def _modules(before: list[str], new: str) -> Iterator[tuple[int, int]]:
+    """The modules that a key is in before and after, the innermost first; segments of one side are passed over.
+
+    Given are the segments of the old key and the new key. Each module is the number of segments of its path in the old key, and
+    of characters of its path in the new one.
+
+    >>> list(_modules(["model", "a", "wrapped", "w"], "a.w"))
+    [(3, 1), (2, 1), (1, 0)]
+    """
+    after = new.split(".")
+    count, rest, length = len(before), len(after), len(new)
+    while count and rest:
+        same = before[count - 1] == after[rest - 1]
+        if not same and count == rest:
             return
-        else:
-            max(before, after, key=len).pop()
-        yield ".".join(before), ".".join(after)
+        shorter_old, shorter_new = same or count > rest, same or rest > count
+        count -= shorter_old
+        if shorter_new:
+            rest -= 1
+            length -= len(after[rest]) + 1
+        yield count, max(length, 0)
 
 
 def refusal(fit: Fit, name: str, count: int) -> KeyMismatch:

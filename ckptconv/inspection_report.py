@@ -19,7 +19,7 @@ def inspection_lines(found: Inspection) -> Iterator[tuple[str, str]]:
     if found.dtypes:
         yield "dtypes", _counts(found.dtypes, "tensor")
     for path, wrappers in list(found.state_dicts.items())[:_COUNTED]:
-        text = f"carry the wrapper {'.'.join(wrappers)}." if wrappers else "are bare, without a wrapper"
+        text = f"carry the wrapper {printable('.'.join(wrappers))}." if wrappers else "are bare, without a wrapper"
         yield "keys", f"those of {printable(path)} {text}" if path else text
         if prefix := found.offered.get(path):
             yield "prefix", f"all of them start with {printable(prefix)}; --strip-prefix {quoted(prefix)} takes it off"

@@ -8,7 +8,7 @@ known or an error: nothing here prefers one of two possible assignments.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -204,7 +204,7 @@ def _suffixes(name: str) -> Iterator[str]:
         at = name.find(".", at + 1)
 
 
-def _endings(names: Iterable[str]) -> Mapping[str, list[str]]:
+def _endings(names: Collection[str]) -> Mapping[str, list[str]]:
     """The names by each of their proper suffixes."""
     _refuse_endless(names)
     found = defaultdict(list)
@@ -214,7 +214,7 @@ def _endings(names: Iterable[str]) -> Mapping[str, list[str]]:
     return found
 
 
-def _refuse_endless(names: Iterable[str]) -> None:
+def _refuse_endless(names: Collection[str]) -> None:
     """Raise `LimitExceeded` when the suffixes of all names together would take more memory than any model's."""
     length = sum(len(name) * name.count(".") for name in names) // 2
     if length > (most := in_force().names):
@@ -382,6 +382,8 @@ def _nearest(
     """For missing keys, the left-over keys that end most like them, and whether several of the very shape end alike."""
     if not missing or not unexpected:
         return
+    _refuse_endless(missing[:_NEAREST_FOR])
+    _refuse_endless(unexpected)
     holders = defaultdict(list)
     for old in unexpected:
         for end in (old, *_suffixes(old)):

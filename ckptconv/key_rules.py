@@ -6,7 +6,6 @@ hold after it, are `keys`' part.
 
 from __future__ import annotations
 
-import contextlib
 import re
 import signal
 import threading
@@ -347,31 +346,35 @@ class Mapped(Rule):
 # ------------------------------------------------------------------------------------------------------------ patience
 
 
-@contextlib.contextmanager
-def patience(rule: Rule) -> Iterator[None]:
-    """Within the block a pattern that takes longer than the limit `regex_seconds` is stopped with `LimitExceeded`.
+class Patience:
+    """The time that a pattern has, of which each block in it uses some: `regex_seconds`, then `LimitExceeded` stops it.
 
     Some patterns take time that doubles with each character (``(a+)+$``). Python's matcher looks for signals, so an alarm
     stops it; where there is none (other threads than the main one, an alarm that is somebody else's) nothing is stopped.
     """
-    if not isinstance(rule, Regex) or not _may_set_alarm():
-        yield
-        return
 
-    most = in_force().regex_seconds
+    def __init__(self, rule: Rule) -> None:
+        self._words = rule.words if isinstance(rule, Regex) else None
+        self._most = in_force().regex_seconds
+        self._left = self._most
+        self._armed = False
 
-    def stop(_number: int, _frame: FrameType | None) -> NoReturn:
+    def __enter__(self) -> None:
+        self._armed = self._words is not None and _may_set_alarm()
+        if self._armed:
+            signal.signal(signal.SIGALRM, self._stop)
+            signal.setitimer(signal.ITIMER_REAL, self._left)
+
+    def __exit__(self, *_: object) -> None:
+        if self._armed:
+            left, _interval = signal.setitimer(signal.ITIMER_REAL, 0)
+            self._left = max(left, 1e-6)  # 0 would be no alarm at all
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+    def _stop(self, _number: int, _frame: FrameType | None) -> NoReturn:
         advice = "make it simpler: no repetition of a repetition"
-        what = f"{rule.words} takes more than {most} s"
-        raise LimitExceeded(what, limit="regex_seconds", allowed=most, advice=advice)
-
-    signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, most)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        what = f"{self._words} takes more than {self._most} s"
+        raise LimitExceeded(what, limit="regex_seconds", allowed=self._most, advice=advice)
 
 
 def _may_set_alarm() -> bool:

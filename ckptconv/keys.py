@@ -6,12 +6,13 @@ applied to its keys and to the module paths of its `_metadata`.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import InitVar, dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ckptconv.errors import KeyConflict, printable
-from ckptconv.key_rules import AddPrefix, Mapped, Preset, Regex, Rename, Rule, Select, Step, StripPrefix, patience
+from ckptconv.key_rules import AddPrefix, Mapped, Patience, Preset, Regex, Rename, Rule, Select, Step, StripPrefix
 
 MODULE = "module"
 UNMISTAKABLE = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -176,12 +177,12 @@ def map_keys(keys: Sequence[str], rules: KeyRules, path: str = "") -> KeyMap:
     idle: list[str] = []
     for rule in (rule.at(path) for rule in rules.rules):
         live = [key for key in new if key is not None]
-        with patience(rule):
+        with (patience := Patience(rule)):
             step = rule.step(live)
             after = [None if key is None else step(key) for key in new]
             if not (steps and rule.is_done_by(found)):
                 idle += rule.idle(live)
-        path_steps.append(_path_step(rule, step, new, after))
+        path_steps.append(_path_step(rule, step, patience, _Followed(new, after)))
         new = after
     _refuse_collisions(keys, new)
     return KeyMap(tuple(keys), tuple(new), found, tuple(path_steps), tuple(idle))
@@ -214,13 +215,12 @@ def _by_name(step: Step) -> PathStep:
     return lambda path: ((step(f"{path}." if path else "") or "").rstrip("."),)
 
 
-def _path_step(rule: Rule, step: Step, before: Sequence[str | None], after: Sequence[str | None]) -> PathStep:
-    followed = _Followed(before, after)
+def _path_step(rule: Rule, step: Step, patience: Patience, followed: _Followed) -> PathStep:
     if isinstance(rule, Mapped):
         return lambda path: rule.module_paths(path) or (followed.or_same(path),)
 
     def by_name(path: str) -> str:
-        with patience(rule):
+        with patience:
             return _kept(step, f"{path}." if path else "").rstrip(".")
 
     def follow(path: str) -> tuple[str, ...]:
@@ -239,43 +239,74 @@ def _kept(step: Step, name: str) -> str:
 
 
 class _Followed:
-    """Module paths as their keys went, where all keys of a module went the same way; worked out when first asked.
+    """Module paths as their keys went, where all keys of a module went the same way; sorted out when first asked.
 
-    A module of which a prefix took the name away, but not that of the modules in it, has become the root.
+    A module of which a prefix took the name away, but not that of the modules in it, has become the root. Each key is compared
+    with its new name, and with its neighbour's, once: a key may be of a million modules.
     """
 
     def __init__(self, before: Sequence[str | None], after: Sequence[str | None]) -> None:
         self._pairs = (before, after)
-        self._paths: dict[str, str | None] | None = None
+        self._sorted: list[_Moved] | None = None
+        self._old: list[str] = []
 
     def or_same(self, path: str) -> str:
         found = self.get(path)
         return path if found is None else found
 
     def get(self, path: str) -> str | None:
-        if self._paths is None:
-            self._paths = {}
-            for old, new in zip(*self._pairs, strict=True):
-                if old is not None and new is not None:
-                    self._note(old, new)
-        return self._paths.get(path)
+        """The new path of the module; None where it has no key, or its keys went several ways."""
+        inside = self._inside(f"{path}." if path else "")
+        first = next(inside, None)
+        length = None if first is None else first.length(path)
+        if first is None or length is None:
+            return None
+        alike = first.alike
+        for moved in inside:
+            if alike < length or moved.length(path) != length:
+                return None
+            alike = moved.alike
+        return first.new[:length]
 
-    def _note(self, old: str, new: str) -> None:
-        assert self._paths is not None
-        for path, rest in _modules_of(old):
-            inside = new == rest or rest.endswith(f".{new}")
-            there = "" if inside else new[: -len(rest) - 1] if new.endswith(f".{rest}") else None
-            if self._paths.setdefault(path, there) != there:
-                self._paths[path] = None
+    def _inside(self, prefix: str) -> Iterator[_Moved]:
+        """The keys that start with `prefix`, sorted."""
+        if self._sorted is None:
+            pairs = sorted((old, new) for old, new in zip(*self._pairs, strict=True) if old is not None and new is not None)
+            nexts = [*(new for _, new in pairs[1:]), ""]
+            self._old = [old for old, _ in pairs]
+            self._sorted = [_moved(old, new, after) for (old, new), after in zip(pairs, nexts, strict=True)]
+        for at in range(bisect_left(self._old, prefix), len(self._old)):
+            if not self._old[at].startswith(prefix):
+                return
+            yield self._sorted[at]
 
 
-def _modules_of(key: str) -> Iterator[tuple[str, str]]:
-    """The paths of the modules that a key is in, the root among them, and what of the key is inside each."""
-    yield "", key
-    at = key.find(".")
-    while at >= 0:
-        yield key[:at], key[at + 1 :]
-        at = key.find(".", at + 1)
+class _Moved(NamedTuple):
+    """A key and its new name; how many characters these have in common at their ends, and the new name with the next one at
+    their starts."""
+
+    old: str
+    new: str
+    same: int
+    alike: int
+
+    def length(self, path: str) -> int | None:
+        """Characters of the new path of the module `path`, which the key is in; None where only a part of the key is left."""
+        rest = len(self.old) - len(path) - (path != "")  # of the key, what is inside the module
+        more = len(self.new) - rest
+        if more <= 0 and self.same == len(self.new) and (not more or self.old[-len(self.new) - 1] == "."):
+            return 0
+        return more - 1 if more > 0 and self.same >= rest and self.new[more - 1] == "." else None
+
+
+def _moved(old: str, new: str, after: str) -> _Moved:
+    same = _count(min(len(old), len(new)), lambda count: old.endswith(new[len(new) - count :]))
+    return _Moved(old, new, same, _count(min(len(new), len(after)), lambda count: after.startswith(new[:count])))
+
+
+def _count(most: int, holds: Callable[[int], bool]) -> int:
+    """The largest count up to `most` that holds, where none below it fails."""
+    return most if holds(most) else bisect_left(range(most), True, key=lambda count: not holds(count + 1))
 
 
 # -------------------------------------------------------------------------------------------------------------- wrappers
@@ -288,11 +319,11 @@ def _wrapper_steps(keys: Sequence[str], rules: KeyRules) -> tuple[tuple[str, ...
         return found, []
     if rules.wrappers == "strip":
         depth = found.count(MODULE)
-        return found, [_drop_unmistakable, *[_strip(MODULE + ".", times=depth)] * (depth > 0)] if found else []
+        return found, [_drop_unmistakable, *[_strip(depth)] * (depth > 0)] if found else []
     if rules.wrappers == "module":
-        return found, [_strip(MODULE + ".", times=None)]
-    if rules.wrappers == "add-module" and not _all_start(keys, MODULE + "."):
-        return found, [AddPrefix(MODULE + ".").step(keys)]
+        return found, [lambda key: key[_end_of_lead(key, len(key)) :]]
+    if rules.wrappers == "add-module" and not _all_start(keys, _LEAD):
+        return found, [AddPrefix(_LEAD).step(keys)]
     return found, []
 
 
@@ -313,10 +344,27 @@ def find_wrappers(keys: Iterable[str]) -> tuple[str, ...]:
         name for name in UNMISTAKABLE if name in text and any(name in key and name in key.split(".")[:-1] for key in keys)
     ]
     bare = [_drop_unmistakable(key) for key in keys] if inside else keys
-    depth = 0
-    while _all_start(bare, (MODULE + ".") * (depth + 1)):
-        depth += 1
+    depth = _depth(bare[0]) if bare else 0
+    if depth and not _all_start(bare, _LEAD * depth):
+        depth = min(map(_depth, bare))
     return (*[MODULE] * depth, *inside)
+
+
+_LEAD = MODULE + "."
+
+
+def _depth(key: str) -> int:
+    """How often a key starts with ``module.`` before something else, its last segment at least."""
+    at = _end_of_lead(key, len(key))
+    return at // len(_LEAD) - (at == len(key))
+
+
+def _end_of_lead(key: str, most: int) -> int:
+    """Where the leading ``module.`` of a key end, `most` of them counted."""
+    at = 0
+    while most and key.startswith(_LEAD, at):
+        at, most = at + len(_LEAD), most - 1
+    return at
 
 
 def _all_start(keys: Sequence[str], prefix: str) -> bool:
@@ -330,17 +378,10 @@ def _drop_unmistakable(key: str) -> str:
     return ".".join([*(segment for segment in modules if segment not in UNMISTAKABLE), last])
 
 
-def _strip(prefix: str, times: int | None = 1) -> Step:
-    if times == 1:
-        return lambda key: key.removeprefix(prefix)
-
-    def step(key: str) -> str:
-        count = 0
-        while key.startswith(prefix) and (times is None or count < times):
-            key, count = key[len(prefix) :], count + 1
-        return key
-
-    return step
+def _strip(times: int) -> Step:
+    """Takes ``module.`` off the start of a key, so many times at most."""
+    lead = _LEAD * times
+    return lambda key: key[len(lead) :] if key.startswith(lead) else key[_end_of_lead(key, times) :]
 
 
 def _refuse_collisions(keys: Sequence[str], renamed: Sequence[str | None]) -> None:

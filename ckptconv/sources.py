@@ -10,7 +10,8 @@ import errno
 import os
 import stat
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -34,6 +35,8 @@ __all__ = [
     "Spool",
     "combined_crc",
     "crc32",
+    "is_bomb",
+    "noting_files",
     "refuse_changed",
     "stamp",
 ]
@@ -98,6 +101,8 @@ class FileSource:
         found = os.fstat(self._fd)
         self.size = found.st_size
         self._stamp = stamp(found)
+        if (note := _NOTING.get()) is not None:
+            note(found)
         self._window, self._window_at = b"", 0  # the last bytes fetched for a small read: small records lie side by side
 
     def read_into(self, offset: int, view: memoryview) -> None:
@@ -149,6 +154,19 @@ class FileSource:
         if fd >= 0:
             with contextlib.suppress(OSError):  # nothing was written to it that could be lost
                 os.close(fd)
+
+
+_NOTING: ContextVar[Callable[[os.stat_result], None] | None] = ContextVar("what notes opened files", default=None)
+
+
+@contextlib.contextmanager
+def noting_files(note: Callable[[os.stat_result], None]) -> Iterator[None]:
+    """Within the block, `note` is told of each file that is opened."""
+    token = _NOTING.set(note)
+    try:
+        yield
+    finally:
+        _NOTING.reset(token)
 
 
 def stamp(found: os.stat_result) -> tuple[int, ...]:
@@ -302,20 +320,10 @@ class Spool:
             self._file.close()
 
 
-def refuse_bomb(what: str, deflated: int, size: int, path: Path, where: str | None = None) -> None:
-    """Raise `LimitExceeded` when `deflated` bytes claim to be `size` bytes and that is no usual ratio."""
+def is_bomb(deflated: int, size: int) -> bool:
+    """Whether `deflated` bytes that claim to be `size` bytes are more than the limits allow."""
     most = in_force()
-    if size <= most.inflated_free or size <= deflated * most.inflated_ratio:
-        return
-    raise LimitExceeded(
-        what,
-        limit="inflated_ratio",
-        allowed=most.inflated_ratio,
-        needed=-(-size // max(1, deflated)),
-        path=path,
-        where=where,
-        advice="it looks like a decompression bomb",
-    )
+    return size > most.inflated_free and size > deflated * most.inflated_ratio
 
 
 class InflatedSource:
@@ -326,7 +334,16 @@ class InflatedSource:
     """
 
     def __init__(self, parent: Source, offset: int, deflated: int, size: int, crc: int | None, name: str, spool: Spool) -> None:
-        refuse_bomb(f"claims to inflate {deflated} bytes to {size}", deflated, size, parent.path, name)
+        if is_bomb(deflated, size):
+            raise LimitExceeded(
+                f"claims to inflate {deflated} bytes to {size}",
+                limit="inflated_ratio",
+                allowed=in_force().inflated_ratio,
+                needed=-(-size // max(1, deflated)),
+                path=parent.path,
+                where=name,
+                advice="it looks like a decompression bomb",
+            )
         self.path, self.size = parent.path, size
         self._parent, self._offset, self._deflated, self._crc, self._name = parent, offset, deflated, crc, name
         self._spool = spool

@@ -234,7 +234,7 @@ def _wrappers(case: Case) -> Iterator[Symptom]:
         return
     for found in case.state_dicts:
         if wrappers := case.facts.state_dicts.get(found.path):
-            wrapper = ".".join(wrappers) + "."
+            wrapper = printable(".".join(wrappers)) + "."
             where = f" of {printable(found.path)}" if found.path else ""
             effect = words.quoted(words.NO_KEYS, words.on_unexpected(found.keys[0]), by="load_state_dict, of a bare model,")
             yield symptom("warning", "wrapped-keys", f"the keys{where} carry the wrapper {wrapper}", effect, Mend())

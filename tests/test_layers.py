@@ -17,7 +17,7 @@ LAYERS = {
     "tracing": 2, "torch_words": 2,
     "tensors": 3, "archives": 3, "sharding": 3, "rule_files": 3, "key_fitting": 3, "staging": 3,
     "torch_objects": 4, "compaction": 4, "layout": 4, "plain_objects": 4, "assembly": 4, "partitions": 4, "checksums": 4,
-    "nonfinite": 4, "named_models": 4, "scaled_weights": 4,
+    "nonfinite": 4, "named_models": 4, "scaled_weights": 4, "inflation": 4,
     "threats": 5, "comparison": 5, "module_walk": 5, "formats.records": 5, "encodings": 5, "walking": 5, "composites": 5,
     "producers": 6, "candidates": 6,
     "state_dicts": 7,

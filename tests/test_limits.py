@@ -211,6 +211,56 @@ def test_below_what_is_free_no_ratio_is_asked_for(name, tmp_path):
     assert refused(act, case.lowered | {name: 1 << 20}) is None
 
 
+def zeros_deflated(folder: Path, count: int, nbytes: int) -> Path:
+    """A torch file of `count` tensors of `nbytes` bytes, all zero, packed again by another program."""
+    torch.save({f"w{index}": torch.zeros(nbytes // 4) for index in range(count)}, folder / "stored.pt")
+    oracle.rezipped(folder / "stored.pt", folder / "in.pt", compression=zipfile.ZIP_DEFLATED)
+    (folder / "stored.pt").unlink()
+    return folder / "in.pt"
+
+
+def test_many_records_that_inflate_to_little_each_are_a_bomb_together(tmp_path):
+    # Each record was held against the limit by itself: a file of 1 MB became 1 GB.
+    source = zeros_deflated(tmp_path, 60, 4_000_000)
+    assert source.stat().st_size < 300_000
+    with pytest.raises(LimitExceeded, match=r"its deflated records claim to inflate to 2400\d+ bytes together") as caught:
+        open_checkpoint(source)
+    assert caught.value.limit == "inflated_ratio"
+    done = run("convert", source, "out.pt", cwd=tmp_path)
+    assert f"--limit inflated_ratio={caught.value.needed}" in assert_one_error(done)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.pt"]
+    assert done.rss < 150_000_000
+    done = run("convert", source, "out.pt", "--limit", f"inflated_ratio={caught.value.needed}", cwd=tmp_path)
+    assert done.exit == 0, done.err
+    assert len(torch.load(tmp_path / "out.pt")) == 60
+
+
+def test_what_inflates_little_together_is_not_questioned(tmp_path):
+    with open_checkpoint(zeros_deflated(tmp_path, 60, 200_000)) as checkpoint:
+        assert len(list(checkpoint.tensors())) == 60
+
+
+def test_the_pickles_of_many_archives_in_an_archive_are_counted_together(tmp_path):
+    torch.save({"w": W, "text": ["a" * 1000 + str(index) for index in range(1000)]}, tmp_path / "in.pt")
+    inner = oracle.rezipped(tmp_path / "in.pt", tmp_path / "deflated.pt", compression=zipfile.ZIP_DEFLATED).read_bytes()
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        for index in range(20):
+            archive.writestr(f"{index}.pt", inner)
+    with pytest.raises(LimitExceeded, match="deflated pickles and texts claim to inflate") as caught:
+        open_checkpoint(tmp_path / "all.zip")
+    assert caught.value.limit == "pickle_ratio"
+    with limits(pickle_ratio=1000, inflated_ratio=1000), open_checkpoint(tmp_path / "all.zip") as checkpoint:
+        assert len(list(checkpoint.tensors())) == 20
+
+
+def test_a_checkpoint_of_many_files_has_what_is_free_once(tmp_path):
+    ranks = [zeros_deflated(tmp_path, 3, 2_000_000).rename(tmp_path / f"{rank}.pt") for rank in range(5)]
+    for rank in ranks:
+        open_checkpoint(rank).close()
+    with pytest.raises(LimitExceeded, match="claim to inflate to 1800"):
+        open_checkpoint(ranks)
+
+
 def test_few_open_files_are_enough(tmp_path):
     folder = ROOT / "tests" / "data" / "deepspeed" / sorted(item.name for item in (ROOT / "tests/data/deepspeed").iterdir())[0]
     whole, few = tmp_path / "whole.safetensors", tmp_path / "few.safetensors"

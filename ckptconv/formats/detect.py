@@ -28,6 +28,7 @@ from ckptconv.formats.torch_tar import is_tar, open_torch_tar
 from ckptconv.formats.torch_zip import open_torch_zip
 from ckptconv.formats.torchscript import is_torchscript, open_torchscript
 from ckptconv.formats.zip_members import may_hold_checkpoints, open_zip_members
+from ckptconv.inflation import claim_records, counted_together
 from ckptconv.modules import flatten_modules
 from ckptconv.old_tensors import complete_tensors
 from ckptconv.sources import FilePool, FileSource, Source
@@ -113,6 +114,7 @@ ARCHIVES: tuple[Archive, ...] = (
 def open_zip(source: Source, opener: Opener) -> Checkpoint:
     """Open a zip archive by what is in it; its directory is read once."""
     records = read_directory(source)
+    claim_records(source, records.values())
     kind = next(kind for kind in ARCHIVES if kind.matches(records))
     return kind.open(source, records, opener)
 
@@ -180,7 +182,7 @@ def open_checkpoint(path: Named, *, tag: str | None = None, whole_modules: bool 
         raise UnsupportedCheckpoint("no file was named")
     opened: list[Checkpoint] = []
     try:
-        with collector_paused():
+        with collector_paused(), counted_together():
             pool = FilePool()
             opened += [_open(paths[0], tag)] if len(paths) == 1 else (_open_owned(pool.source(item)) for item in paths)
             checkpoint = complete_tensors(join_ranks(opened))

@@ -14,6 +14,7 @@ from ckptconv.archives import Record
 from ckptconv.bounds import in_force
 from ckptconv.dtypes import DType
 from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint
+from ckptconv.inflation import claim_pickle
 from ckptconv.nodes import Node, made
 from ckptconv.sources import Source, Spool
 from ckptconv.tensors import Storage
@@ -54,7 +55,7 @@ def read_limited(source: Source, record: Record, limit: Literal["pickle_bytes", 
 def _refuse_bomb(source: Source, record: Record) -> None:
     most = in_force()
     if record.size <= max(most.pickle_free, most.pickle_ratio * record.stored):
-        return
+        return claim_pickle(source, record.size)
     raise LimitExceeded(
         f"claims to inflate {record.stored} bytes to {record.size}",
         limit="pickle_ratio",

@@ -15,7 +15,7 @@ from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.errors import CheckpointError, LimitExceeded, UnsupportedCheckpoint, printable
 from ckptconv.nodes import Dict
-from ckptconv.sources import RangeSource, Source, Spool, refuse_bomb
+from ckptconv.sources import RangeSource, Source, Spool
 
 NAME = "zip of checkpoints"
 _NOT_THESE = ("/data.pkl", "model.json")
@@ -24,11 +24,9 @@ _UNCHECKED = ("torch legacy", "torch tar", "pickle", "safetensors")
 
 @dataclass(slots=True)
 class _Outer:
-    """The outermost archive of `size` bytes: how many members were met in it so far, and what they claim to inflate to."""
+    """The outermost archive: how many members were met in it so far."""
 
-    size: int
     members: int = 0
-    inflated: int = 0
 
 
 _OUTER: ContextVar[_Outer | None] = ContextVar("outermost archive", default=None)
@@ -42,12 +40,11 @@ def may_hold_checkpoints(records: Mapping[str, Record]) -> bool:
 def open_zip_members(source: Source, records: Mapping[str, Record], opener: Callable[[Source], Checkpoint]) -> Checkpoint:
     """Open every member that is a checkpoint, by content; the tree is a dict of them by name, the others are left out.
 
-    Raises `UnsupportedCheckpoint` when none is one, `LimitExceeded` when there are too many or the members claim to inflate
-    without measure, those of archives that are members themselves counted in.
+    Raises `UnsupportedCheckpoint` when none is one, `LimitExceeded` when there are too many, those of archives that are
+    members themselves counted in.
     """
-    outer = _OUTER.get() or _Outer(source.size)
+    outer = _OUTER.get() or _Outer()
     _refuse_many(source, records, outer)
-    _refuse_bombs(source, records, outer)
     spool = Spool()
     before = _OUTER.set(outer)
     try:
@@ -106,8 +103,3 @@ def _refuse_many(source: Source, records: Mapping[str, Record], outer: _Outer) -
         what = f"is a zip archive without a data.pkl, so not one that torch.save wrote, and of {count} members"
         advice = "unpack it and name the file that is meant"
         raise LimitExceeded(what, limit="zip_members", allowed=most, needed=count, path=source.path, advice=advice)
-
-
-def _refuse_bombs(source: Source, records: Mapping[str, Record], outer: _Outer) -> None:
-    outer.inflated += sum(record.size for record in records.values() if record.deflated)
-    refuse_bomb(f"its members claim to inflate to {outer.inflated} bytes", outer.size, outer.inflated, source.path)

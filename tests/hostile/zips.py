@@ -36,6 +36,13 @@ def with_end64(count: int = 0, locator: int | None = None) -> bytes:
     return good[:at] + end64 + struct.pack("<4sIQI", b"PK\6\7", 0, at if locator is None else locator, 1) + good[at:]
 
 
+def many_bombs(count: int, payload: bytes) -> bytes:
+    """Storages of zeros, each deflated, and none beyond what is never questioned."""
+    raw = stream(payload)
+    records = {str(key): bad.E(f"archive/data/{key}", payload, method=8, raw=raw) for key in range(count)}
+    return bad.ckpt(bad.sd(*((f"w{key}", flat(key, numel=len(payload) // 4)) for key in records)), records)
+
+
 def wide(extra: bytes) -> bytes:
     """A storage whose sizes stand in the extra field `extra`."""
     return record(usize=1 << 32, csize=1 << 32, c_extra=extra)
@@ -143,6 +150,12 @@ add(
     "a deflated storage of zeros, a little longer than the copy buffer",
     lambda: record(ZEROS, bad.sd(("w", flat(numel=len(ZEROS) // 4))), method=8),
     OUTPUTS,
+)
+add(
+    "zip_bomb_many.pt",
+    "reject",
+    "60 records that inflate to 16 MB each, in 1 MB",
+    lambda: many_bombs(60, bytes(1 << 24)),
 )
 add("zip_deflated_more.pt", "reject", "inflates to more than it declares", lambda: record(method=8, raw=stream(bytes(1 << 20))))
 add("zip_deflated_less.pt", "reject", "inflates to less than it declares", lambda: record(method=8, raw=stream(bytes(4))))
