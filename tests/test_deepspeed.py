@@ -186,7 +186,7 @@ def test_the_other_steps_are_named():
 @breaking
 def test_without_latest_one_step_is_read_and_several_are_a_choice(case):
     (case / "latest").unlink()
-    with pytest.raises(AmbiguousStateDict, match="holds 2 steps") as caught:
+    with pytest.raises(AmbiguousStateDict, match="holds 2 checkpoints and no file that says which is meant") as caught:
         open_checkpoint(case)
     assert "--tag: global_step1, global_step2" in str(caught.value)
     same(load_portable(case, tag="global_step1"), consolidated(case, "global_step1"))
