@@ -1,9 +1,9 @@
 """DeepSpeed's checkpoints: the folder of a step is what the ranks saved; the fp32 weights are joined from them.
 
-In it lie the model states, ``mp_rank_00_model_states.pt`` or, in stage 3, ``zero_pp_rank_R_mp_rank_00_model_states.pt``, and the
-optimizer states of each rank, ``[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt``. All are torch files. The weights are those
-that deepspeed's own ``zero_to_fp32`` gives: buffers, frozen parameters, parameters, shared ones, all that is floating as float32.
-Source: deepspeed/utils/zero_to_fp32.py and deepspeed/runtime/engine.py (0.19.8).
+In it lie the model states, ``mp_rank_00_model_states.pt`` or, in stage 3, ``zero_pp_rank_R_mp_rank_00_model_states.pt``, and
+the optimizer states of each rank, ``[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt``. All are torch files. The weights are
+those that deepspeed's own ``zero_to_fp32`` gives: buffers, frozen parameters, parameters, shared ones, all that is floating as
+float32. Source: deepspeed/utils/zero_to_fp32.py and deepspeed/runtime/engine.py (0.19.8).
 """
 
 from __future__ import annotations
