@@ -141,6 +141,13 @@ def test_of_two_files_for_one_model_accelerate_loads_the_safetensors(tmp_path):
         assert f"{left} is left out: model.safetensors holds the weights" in notes(tmp_path)
 
 
+def test_weights_under_a_usual_name_go_before_those_of_fsdp(tmp_path):
+    """As the Trainer leaves both of them, of one step."""
+    saved_dcp(tmp_path / "pytorch_model_fsdp_0", {"model": OTHER})
+    saved_st(tmp_path / "adapter_model.safetensors", WEIGHTS)
+    assert rows(load_portable(tmp_path)) == rows(WEIGHTS)
+
+
 def test_a_part_of_an_fsdp_folder_that_is_a_link_out_of_it_is_refused(tmp_path):
     saved_dcp(tmp_path / "elsewhere", {"model": WEIGHTS})
     folder = tmp_path / "state"

@@ -26,7 +26,6 @@ _OTHERS = re.compile(
     r"(optimizer|scheduler|sampler|dl_state_dict)(?:_\d+)?\.bin$|random_states_\d+\.pkl$|scaler\.pt$|custom_checkpoint_\d+\.pkl$"
     r"|scheduler\.pt$|rng_state(?:_\d+)?\.pth$"  # as transformers' Trainer calls them
 ).match
-_INDEX = ".index.json"
 _FLAT = ("_flat_param", "flat_param")
 
 
@@ -47,13 +46,16 @@ class _Part(NamedTuple):
 
 
 def is_accelerate(path: Path) -> bool:
-    """Whether `path` is a folder with weights and the random states that `save_state` leaves beside them, or FSDP's weights."""
+    """Whether `path` is a folder with weights and the random states that `save_state` leaves beside them."""
     if not path.is_dir():
         return False
     names = [item.name for item in path.iterdir()]
-    if any(map(_MODEL, names)):
-        return any(re.match(r"random_states_\d+\.pkl$", name) for name in names)
-    return any(map(_FSDP, names)) and not any(name.endswith(_INDEX) for name in names)
+    return any(map(_MODEL, names)) and any(re.match(r"random_states_\d+\.pkl$", name) for name in names)
+
+
+def is_fsdp(path: Path) -> bool:
+    """Whether `path` is a folder with weights under the names that they have under FSDP."""
+    return path.is_dir() and any(_FSDP(item.name) for item in path.iterdir())
 
 
 def open_accelerate(path: Path, openers: Openers) -> Checkpoint:

@@ -14,7 +14,7 @@ from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.collector import collector_paused
 from ckptconv.errors import CheckpointError, LimitExceeded, UnsupportedCheckpoint, printable
-from ckptconv.formats.accelerate import Openers, is_accelerate, open_accelerate
+from ckptconv.formats.accelerate import Openers, is_accelerate, is_fsdp, open_accelerate
 from ckptconv.formats.dcp import is_dcp, open_dcp
 from ckptconv.formats.dcp_shards import is_dcp_shards, open_dcp_shards, refuse_one_rank
 from ckptconv.formats.deepspeed import is_deepspeed, open_deepspeed
@@ -133,6 +133,7 @@ GATHERINGS: tuple[Gathering, ...] = (
     Gathering(is_dcp_shards, lambda path, *_: open_dcp_shards(path, open_source)),
     Gathering(is_accelerate, lambda path, *_: open_accelerate(path, _openers())),
     Gathering(is_sharded, lambda path, _, tag: open_sharded(path, open_file, tag), variants),
+    Gathering(is_fsdp, lambda path, *_: open_accelerate(path, _openers())),
     Gathering(is_deepspeed, lambda path, home, _: open_deepspeed(path, open_source, home)),
     Gathering(is_megatron, lambda path, home, _: open_megatron(path, open_file, home)),
 )

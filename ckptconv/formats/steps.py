@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -49,7 +49,7 @@ _BESIDE = re.compile(
 ).fullmatch
 """Names under which training leaves beside the weights what it needs to go on."""
 _SHARD = re.compile(r".+-[0-9]{5}-of-(?!00001\b)[0-9]{5}\.\w+").fullmatch
-_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".tar", ".th", ".pkl", ".zip")
+_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".tar", ".th", ".pkl", ".pickle", ".zip")
 
 
 def points(folder: Path) -> bool:
@@ -86,7 +86,7 @@ class _Inside:
 
 
 def _inside(folder: Path, is_checkpoint: Test) -> _Inside:
-    items = _distinct(item for item in folder.iterdir() if not item.name.startswith("."))
+    items = _distinct(folder)
     names = [item.name for item in items if item.is_dir()]
     folders = [name for name in names if is_checkpoint(folder / name)]
     around = [name for name in names if name not in folders and points(folder / name)]
@@ -94,11 +94,16 @@ def _inside(folder: Path, is_checkpoint: Test) -> _Inside:
     return _Inside(tuple(folders), tuple(around), tuple(files))
 
 
-def _distinct(items: Iterable[Path]) -> list[Path]:
-    """The items in the order of their numbers, without the links that lead to another one: ``last.ckpt``, ``latest``."""
-    ordered = sorted(items, key=lambda item: _numbers(item.name))
-    plain = {os.path.realpath(item) for item in ordered if not item.is_symlink()}
-    return [item for item in ordered if not item.is_symlink() or os.path.realpath(item) not in plain]
+def _distinct(folder: Path) -> list[Path]:
+    """What is in a folder, by number, but for hidden things and links to others in it: ``last.ckpt``, ``latest``."""
+    items = {item.name: item for item in folder.iterdir() if not item.name.startswith(".")}
+    links = {name for name, item in items.items() if item.is_symlink()}
+    home = os.path.realpath(folder)
+    for name in sorted(links):
+        parent, target = os.path.split(os.path.realpath(items[name]))
+        if parent == home and target in items and target not in links:
+            del items[name]
+    return [items[name] for name in sorted(items, key=_numbers)]
 
 
 def _numbers(name: str) -> list[tuple[int, str]]:
