@@ -513,11 +513,12 @@ def test_the_shards_of_a_variant_without_its_index_are_not_the_weights(tmp_path)
         open_checkpoint(tmp_path)
 
 
-def test_a_variant_that_is_a_link_out_of_the_folder_is_refused(tmp_path):
+@pytest.mark.parametrize("name", ["model.fp16.safetensors", "model.safetensors"])
+def test_weights_under_a_usual_name_that_are_a_link_out_of_the_folder_are_refused(name, tmp_path):
     saved_st(tmp_path / "elsewhere.safetensors", WEIGHTS)
     folder = tmp_path / "folder"
     folder.mkdir()
-    (folder / "model.fp16.safetensors").symlink_to(tmp_path / "elsewhere.safetensors")
+    (folder / name).symlink_to(tmp_path / "elsewhere.safetensors")
     with pytest.raises(MalformedCheckpoint, match="is a link that leads out of the folder"):
         open_checkpoint(folder)
 

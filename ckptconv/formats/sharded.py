@@ -85,7 +85,7 @@ def open_sharded(path: Path, open_file: Callable[[Path], Checkpoint], variant: s
     others = variants(path)
     if variant is None and not _has_plain(path):
         variant = _only_variant(path, others)
-    found = within(others[variant], path) if variant is not None else _plain(path)
+    found = within(others[variant] if variant is not None else _plain(path), path)
     checkpoint = _open_index(found, open_file) if found.suffix == ".json" else open_file(found)
     return replace(checkpoint, notes=(*_variant_notes(variant, others), *checkpoint.notes))
 
