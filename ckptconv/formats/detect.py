@@ -173,8 +173,9 @@ STRANGERS: tuple[Stranger, ...] = (
 def open_checkpoint(path: Named, *, tag: str | None = None, whole_modules: bool = False) -> Checkpoint:
     """Open a checkpoint, of one file or of many: read its index, and none of its tensors' bytes.
 
-    `path` is a file, the folder of a checkpoint of many files, the index in it, or a sequence of the files of all ranks
-    (``torch.save`` of each rank's sharded state dict). `tag` chooses among the steps that a folder holds. A whole module
+    `path` is a file, the folder of a checkpoint of many files, the index in it, the folder around the only checkpoint or around
+    the one that a file of it names, or a sequence of the files of all ranks (``torch.save`` of each rank's sharded state dict).
+    `tag` chooses among the steps that a folder holds, by name or number, or among the variants of its weights. A whole module
     (``torch.save(model)``) appears as its state dict, unless `whole_modules` asks for the module itself. Use the result as a
     context manager, or close it. Raises `UnsupportedCheckpoint` when it is something else (and says what), or one rank's file
     alone, `MalformedCheckpoint` or `LimitExceeded` when it contradicts itself.
