@@ -241,8 +241,8 @@ Exit code: 0 same, 1 different, 2 wrong usage, or a file that is damaged or cann
 @key_options("keep")
 @click.option("--only", metavar="PATH", help="Compare one part of both, e.g. state_dict or ema.")
 @click.option("--only-b", metavar="PATH", help="The part of B, where it has another path ('' is all of it).")
-@click.option("--tag", metavar="TAG", help="The step of A to read, where A is a folder of several, e.g. global_step500.")
-@click.option("--tag-b", metavar="TAG", help="The step of B, likewise.")
+@click.option("--tag", metavar="TAG", help="The step or variant of A to read, where A is a folder of several, e.g. step-500.")
+@click.option("--tag-b", metavar="TAG", help="The step or variant of B, likewise.")
 @click.option("--whole", is_flag=True, help="Compare everything in the files, by path: optimizers, numbers, names too.")
 @click.option(
     "--atol", metavar="NUMBER", type=click.FloatRange(min=0), help="Values may be so far apart, |a - b| <= atol + rtol * |b|."

@@ -82,7 +82,9 @@ def _with_options(command: F, options: Sequence[Callable[[F], F]]) -> F:
     return command
 
 
-TAG = click.option("--tag", metavar="TAG", help="The step to read, where IN is a folder of several, e.g. global_step500.")
+TAG = click.option(
+    "--tag", metavar="TAG", help="The step or variant to read, where IN is a folder of several: step-500, 500, fp16."
+)
 
 
 def _limits_set(ctx: click.Context, _: click.Parameter, given: Sequence[str]) -> None:

@@ -185,13 +185,18 @@ def test_the_other_steps_are_named():
 
 @breaking
 def test_without_latest_one_step_is_read_and_several_are_a_choice(case):
-    (case / "latest").unlink()
-    with pytest.raises(AmbiguousStateDict, match="holds 2 steps") as caught:
+    expected, first = consolidated(case), consolidated(case, "global_step1")
+    for file in ("latest", "fp32.pt", "fp32_global_step1.pt"):
+        (case / file).unlink()
+    with pytest.raises(AmbiguousStateDict, match="holds 2 checkpoints and no file that says which is meant") as caught:
         open_checkpoint(case)
     assert "--tag: global_step1, global_step2" in str(caught.value)
-    same(load_portable(case, tag="global_step1"), consolidated(case, "global_step1"))
+    same(load_portable(case, tag="global_step1"), first)
     shutil.rmtree(case / "global_step1")
-    same(load_portable(case), consolidated(case))
+    same(load_portable(case), expected)
+    torch.save(expected, case / "another.pt")
+    with pytest.raises(AmbiguousStateDict, match=r"holds 2 checkpoints .* --tag: global_step2, another\.pt"):
+        open_checkpoint(case)
 
 
 @breaking

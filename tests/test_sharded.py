@@ -110,8 +110,8 @@ def test_two_indexes_must_be_told_apart(tmp_path):
 
 
 def test_a_folder_of_files_without_an_index_names_them(tmp_path):
-    save_file({"w": torch.ones(2)}, tmp_path / "x-00001.safetensors")
-    with pytest.raises(CheckpointError, match=r"is a folder of 1 files without an index; .*x-00001\.safetensors"):
+    save_file({"w": torch.ones(2)}, tmp_path / "x-00001-of-00002.safetensors")
+    with pytest.raises(CheckpointError, match=r"is a folder of 1 files without an index; .*x-00001-of-00002\.safetensors"):
         open_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="is a folder without a checkpoint"):
         empty = tmp_path / "empty"
@@ -125,7 +125,7 @@ def test_a_folder_around_checkpoints_names_them(tmp_path):
         save_file({"w": torch.ones(2)}, tmp_path / f"checkpoint-{step}" / "model.safetensors")
     (tmp_path / "logs").mkdir()
     (tmp_path / "random_states_0.pkl").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"folders in it are; .* is meant: checkpoint-1000, checkpoint-500$"):
+    with pytest.raises(CheckpointError, match=r"holds 2 checkpoints .* --tag: checkpoint-500, checkpoint-1000$"):
         open_checkpoint(tmp_path)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from ckptconv.checkpoint import Checkpoint
 from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.formats import dcp_metadata
 from ckptconv.formats.dcp_metadata import Item, Metadata, TensorEntry
+from ckptconv.formats.lightning import META, with_meta
 from ckptconv.nodes import Dict, Node, mapping_pairs
 from ckptconv.sources import FilePool, FileSource, PooledSource, RangeSource, Source, within
 from ckptconv.tensors import Shape, TensorRef
@@ -63,14 +64,24 @@ def open_dcp(path: Path, open_file: PathOpener, open_source: SourceOpener) -> Ch
         root = _tree(metadata, _megatron_paths(metadata) if is_megatron else metadata.paths, fragments, opened)
         _refuse_shared_bytes(folder, metadata)
         nbytes += sum(source.size for source in opened.files.values())
+        notes = _notes(fragments)
         if is_megatron and (folder / _COMMON).is_file():
             nbytes += _merge_common(root, open_file(within(folder / _COMMON, folder)), opened)
+        elif not is_megatron and (folder / META).is_file():
+            meta = open_file(within(folder / META, folder))
+            opened.sources += meta.sources
+            root, left_out = with_meta(root, meta.root)
+            nbytes, notes = nbytes + meta.nbytes, (*notes, *meta.notes, *left_out)
     except BaseException:
         opened.close()
         raise
-    notes = [f"{len(fragments)} tensors of the optimizer are left out: an older Megatron stored them in flat fragments"]
     sources = (*opened.files.values(), *opened.sources)
-    return Checkpoint(folder, NAME, root, nbytes, notes=tuple(notes if fragments else ()), sources=sources)
+    return Checkpoint(folder, NAME, root, nbytes, notes=notes, sources=sources)
+
+
+def _notes(fragments: Sized) -> tuple[str, ...]:
+    note = f"{len(fragments)} tensors of the optimizer are left out: an older Megatron stored them in flat fragments"
+    return (note,) * bool(fragments)
 
 
 def _read_index(folder: Path) -> tuple[Metadata, int]:

@@ -1,24 +1,24 @@
-"""DeepSpeed's checkpoints: a folder of steps, each a folder of what the ranks saved; the fp32 weights are joined from them.
+"""DeepSpeed's checkpoints: the folder of a step is what the ranks saved; the fp32 weights are joined from them.
 
-``latest`` holds the name (tag) of the last step's folder. In it lie the model states, ``mp_rank_00_model_states.pt`` or, in
-stage 3, ``zero_pp_rank_R_mp_rank_00_model_states.pt``, and the optimizer states of each rank,
-``[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt``. All are torch files. The weights are those that deepspeed's own
-``zero_to_fp32`` gives: buffers, frozen parameters, parameters, shared ones; all that is floating as float32, but frozen
-parameters in the type that they have. Source: ``get_fp32_state_dict_from_zero_checkpoint`` in deepspeed/utils/zero_to_fp32.py,
-and deepspeed/runtime/engine.py (0.19.8). (The script of 0.19.8 then casts what it writes to float32; earlier ones do not.)
+In it lie the model states, ``mp_rank_00_model_states.pt`` or, in stage 3, ``zero_pp_rank_R_mp_rank_00_model_states.pt``, and
+the optimizer states of each rank, ``[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt``. All are torch files. The weights are
+those that deepspeed's own ``zero_to_fp32`` gives: buffers, frozen parameters, parameters, shared ones; all that is floating as
+float32, but frozen parameters in the type that they have. Source: ``get_fp32_state_dict_from_zero_checkpoint`` in
+deepspeed/utils/zero_to_fp32.py, and deepspeed/runtime/engine.py (0.19.8). (The script of 0.19.8 then casts what it writes to
+float32; earlier ones do not.)
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint
-from ckptconv.errors import AmbiguousStateDict, CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.nodes import Dict, Node, mapping_pairs
 from ckptconv.sources import FilePool, FileSource, Source, within
 from ckptconv.zero_partitions import RankStates, Weights, entries, read_rank
@@ -26,7 +26,7 @@ from ckptconv.zero_partitions import RankStates, Weights, entries, read_rank
 NAME = "DeepSpeed"
 _MODEL = re.compile(r"(?:zero_pp_rank_([0-9]{1,6})_)?mp_rank_([0-9]{1,6})_model_states\.pt").fullmatch
 _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,6})_mp_rank_([0-9]{1,6})_?optim_states\.pt").fullmatch
-_PIPELINE = re.compile(r"layer_[0-9]+-model_[0-9]+-model_states\.pt").fullmatch
+_PIPELINE = re.compile(r"layer_[0-9]+(?:-[a-z]+_[0-9]+)*-model_states\.pt").fullmatch
 _EXPERTS = re.compile(r"(?:layer_[0-9]+_)?expert_[0-9]+_mp_rank_[0-9]+_model_states\.pt|expp_rank_.*optim_states\.pt").fullmatch
 _FETCH = "fetch the whole folder again"
 _LAYOUTS = (_MODEL, _OPTIM, _PIPELINE, _EXPERTS)
@@ -41,41 +41,37 @@ OpenSource = Callable[[Source], Checkpoint]
 
 
 def is_deepspeed(path: Path) -> bool:
-    """Whether `path` is the folder of a step, or one of steps (which says so in ``latest``, or holds one).
+    """Whether `path` is the folder of a step.
 
     Or the model states of one rank, by name: those of stage 3 hold no weights, though they look as if they did.
     """
     if (found := _MODEL(path.name)) is not None and found[1] is not None and path.is_file():
         return True
-    return path.is_dir() and (_is_step(path) or (path / "latest").is_file() or bool(_steps(path)))
+    return path.is_dir() and _is_step(path)
 
 
-def open_deepspeed(path: Path, open_source: OpenSource, tag: str | None) -> Checkpoint:
-    """Open a step: the one whose folder `path` is, or the one in it that is named by `tag`, else by ``latest``, else alone.
+def open_deepspeed(path: Path, open_source: OpenSource, home: Path) -> Checkpoint:
+    """Open the step whose folder `path` is; links in it may lead within `home`, which the user named.
 
     The tree is that of the model states, the joined weights under ``module``; nothing of the payload is read. Raises
     `UnsupportedCheckpoint` for layouts that are not read, and `MalformedCheckpoint` when files are missing or do not fit.
     """
     if not path.is_dir():
-        return _one_of_many(path, open_source, tag)
-    folder = _step_folder(path, tag)
+        return _one_of_many(path, open_source)
     try:
-        files = _step_files(folder)
+        files = _step_files(path)
         many = len(files.model) + len(files.optim) > in_force().open_files
         source_of = FilePool().source if many else FileSource
         with ExitStack() as opened:
-            checkpoint = _open_step(files, lambda file: _opened(source_of(within(file, path)), open_source, opened))
+            checkpoint = _open_step(files, lambda file: _opened(source_of(within(file, home)), open_source, opened))
             opened.pop_all()
     except CheckpointError as error:
-        raise error.at(path=folder) from error.__cause__
-    notes = _other_steps(path, folder) if path != folder else ()
-    return replace(checkpoint, path=path, notes=(f"the step {printable(folder.name)} is read", *checkpoint.notes, *notes))
+        raise error.at(path=path) from error.__cause__
+    return replace(checkpoint, path=path)
 
 
-def _one_of_many(path: Path, open_source: OpenSource, tag: str | None) -> Checkpoint:
+def _one_of_many(path: Path, open_source: OpenSource) -> Checkpoint:
     """The file of a rank, if it is none of ZeRO's after all."""
-    if tag is not None:
-        raise UnsupportedCheckpoint("holds no tags to choose from", path=path, hint="leave --tag out")
     with ExitStack() as opened:
         checkpoint = _opened(FileSource(path), open_source, opened)
         if entries(checkpoint.root).get("param_shapes") is None:
@@ -93,7 +89,7 @@ def _opened(source: Source, open_source: OpenSource, opened: ExitStack) -> Check
     return checkpoint
 
 
-# ------------------------------------------------------------------------------------------------------------------- steps
+# ------------------------------------------------------------------------------------------------------------------- files
 
 
 def _names(folder: Path) -> list[str]:
@@ -105,73 +101,13 @@ def _names(folder: Path) -> list[str]:
 
 
 def _is_step(folder: Path) -> bool:
-    return any(matches(name) for name in _names(folder) for matches in _LAYOUTS)
+    return any(matches(name) for name in _names(folder) for matches in _LAYOUTS) or _is_universal(folder)
 
 
-def _steps(folder: Path) -> list[str]:
-    """The names of the steps in a folder."""
-    found = []
-    for name in _names(folder):
-        with suppress(CheckpointError):  # what may not be listed is none
-            if (folder / name).is_dir() and _is_step(folder / name):
-                found.append(name)
-    return found
-
-
-def _step_folder(path: Path, tag: str | None) -> Path:
-    if _is_step(path):
-        if tag not in (None, path.name):
-            what = f"is the folder of one step, not of '{printable(tag)}'"
-            raise UnsupportedCheckpoint(what, path=path, hint="leave --tag out, or name the folder above")
-        return path
-    name, named_by = (tag, "--tag") if tag is not None else (_latest(path), "latest")
-    if name is None:
-        return path / _only_step(path)
-    if not _is_safe(name):
-        raise MalformedCheckpoint(f"'{printable(name)}' is no plain folder name", path=path, where=named_by)
-    if not (path / name).is_dir() or not _is_step(path / name):
-        raise MalformedCheckpoint(
-            f"names the step '{printable(name)}', which is not here", path=path, where=named_by, hint=_choice(_steps(path))
-        )
-    return path / name
-
-
-def _latest(path: Path) -> str | None:
-    if not (path / "latest").is_file():
-        return None
-    source = FileSource(path / "latest")
-    try:
-        return source.read(0, min(source.size, in_force().small_record_bytes)).decode("utf-8", "replace").strip()
-    finally:
-        source.close()
-
-
-def _is_safe(name: str) -> bool:
-    """Whether a tag stays within its folder, on every system."""
-    plain = name.isprintable() and not set(name) & set("\\:") and len(name.encode()) <= _LONGEST_TAG
-    return plain and all(part not in ("", ".", "..") for part in name.split("/"))
-
-
-_LONGEST_TAG = 255  # bytes, as in the names of most file systems
-
-
-def _only_step(path: Path) -> str:
-    steps = _steps(path)
-    if len(steps) != 1:
-        raise AmbiguousStateDict(f"holds {len(steps)} steps and no file 'latest'", path=path, hint=_choice(steps))
-    return steps[0]
-
-
-def _choice(steps: Sequence[str]) -> str | None:
-    return f"choose one with --tag: {printable(', '.join(steps), 500)}" if steps else None
-
-
-def _other_steps(path: Path, folder: Path) -> tuple[str, ...]:
-    others = [name for name in _steps(path) if name != folder.name]
-    return (f"the folder holds other steps too; {_choice(others)}",) if others else ()
-
-
-# ------------------------------------------------------------------------------------------------------------------- files
+def _is_universal(folder: Path) -> bool:
+    """Whether a folder is that of a universal checkpoint: a folder for each parameter, in one called ``zero``."""
+    zero = folder if folder.name == "zero" else folder / "zero"
+    return zero.is_dir() and any((item / "fp32.pt").is_file() for item in zero.iterdir())
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,14 +135,14 @@ def _step_files(folder: Path) -> StepFiles:
 
 def _refuse_other_layouts(folder: Path, names: Sequence[str], tensor_ranks: set[int]) -> None:
     what = None
-    if any(map(_PIPELINE, names)):
+    if _is_universal(folder) or (folder / "zero").is_dir():
+        what = "a universal checkpoint (folder 'zero')"
+    elif any(map(_PIPELINE, names)):
         what = "a pipeline-parallel checkpoint (layer files)"
     elif any(map(_EXPERTS, names)):
         what = "an expert-parallel checkpoint (expert files)"
     elif tensor_ranks != {0}:
         what = f"a tensor-parallel checkpoint of {len(tensor_ranks)} ranks (mp_rank_XX)"
-    elif (folder / "zero").is_dir():
-        what = "a universal checkpoint (folder 'zero')"
     if what is not None:
         raise UnsupportedCheckpoint(
             f"is {what} of DeepSpeed, which is not read", path=folder, hint="save the weights with the framework that wrote it"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,16 +14,18 @@ from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.collector import collector_paused
 from ckptconv.errors import CheckpointError, LimitExceeded, UnsupportedCheckpoint, printable
-from ckptconv.formats.accelerate import is_accelerate, open_accelerate
+from ckptconv.formats.accelerate import Openers, is_accelerate, is_fsdp, open_accelerate
 from ckptconv.formats.dcp import is_dcp, open_dcp
 from ckptconv.formats.dcp_shards import is_dcp_shards, open_dcp_shards, refuse_one_rank
 from ckptconv.formats.deepspeed import is_deepspeed, open_deepspeed
+from ckptconv.formats.megatron import is_megatron, open_megatron
 from ckptconv.formats.old_torchscript import is_old_torchscript, open_old_torchscript
 from ckptconv.formats.ranks import join_ranks
 from ckptconv.formats.raw_pickle import is_raw_pickle, open_raw_pickle
 from ckptconv.formats.records import Records
 from ckptconv.formats.safetensors import is_safetensors, open_safetensors
-from ckptconv.formats.sharded import is_sharded, open_sharded
+from ckptconv.formats.sharded import is_sharded, open_sharded, variants
+from ckptconv.formats.steps import chosen
 from ckptconv.formats.torch_legacy import is_torch_legacy, open_torch_legacy
 from ckptconv.formats.torch_tar import is_tar, open_torch_tar
 from ckptconv.formats.torch_zip import open_torch_zip
@@ -37,7 +40,6 @@ Named = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """A checkpoint's path, or those of all its ranks' files."""
 
 Opener = Callable[[Source], Checkpoint]
-PathOpener = Callable[[Path], Checkpoint]
 
 _HEAD = 512
 
@@ -62,13 +64,13 @@ class Archive(NamedTuple):
 class Gathering(NamedTuple):
     """Many files that are one checkpoint: whether a path (a folder, or a file that stands for one) is it, and how it is opened.
 
-    `open` is also given a way to open the single files, and the `tag` that the user chose (a step, a revision). Where there
-    is one, only those that `has_tags` are asked.
+    `tags` are the names by which its user may choose among several that one folder holds, and `open` is given the one that
+    was chosen. Links in it may lead within the folder that was named: it is the second argument of `open`.
     """
 
     matches: Callable[[Path], bool]
-    open: Callable[[Path, PathOpener, str | None], Checkpoint]
-    has_tags: bool = False
+    open: Callable[[Path, Path, str | None], Checkpoint]
+    tags: Callable[[Path], Iterable[str]] = lambda _: ()
 
 
 class ArchiveStranger(NamedTuple):
@@ -129,11 +131,13 @@ FORMATS: tuple[Format, ...] = (
 """The containers that are read, in the order in which they are tried."""
 
 GATHERINGS: tuple[Gathering, ...] = (
-    Gathering(is_dcp, lambda path, open_one, _: open_dcp(path, open_one, open_source)),
+    Gathering(is_dcp, lambda path, *_: open_dcp(path, open_file, open_source)),
     Gathering(is_dcp_shards, lambda path, *_: open_dcp_shards(path, open_source)),
-    Gathering(is_accelerate, lambda path, open_one, _: open_accelerate(path, open_one)),
-    Gathering(is_sharded, lambda path, open_one, _: open_sharded(path, open_one)),
-    Gathering(is_deepspeed, lambda path, _, tag: open_deepspeed(path, open_source, tag), has_tags=True),
+    Gathering(is_accelerate, lambda path, *_: open_accelerate(path, _openers())),
+    Gathering(is_sharded, lambda path, _, tag: open_sharded(path, open_file, tag), variants),
+    Gathering(is_fsdp, lambda path, *_: open_accelerate(path, _openers())),
+    Gathering(is_deepspeed, lambda path, home, _: open_deepspeed(path, open_source, home)),
+    Gathering(is_megatron, lambda path, home, _: open_megatron(path, open_file, home)),
 )
 """The checkpoints of many files that are read, in the order in which they are tried."""
 
@@ -171,8 +175,9 @@ STRANGERS: tuple[Stranger, ...] = (
 def open_checkpoint(path: Named, *, tag: str | None = None, whole_modules: bool = False) -> Checkpoint:
     """Open a checkpoint, of one file or of many: read its index, and none of its tensors' bytes.
 
-    `path` is a file, the folder of a checkpoint of many files, the index in it, or a sequence of the files of all ranks
-    (``torch.save`` of each rank's sharded state dict). `tag` chooses among the steps that a folder holds. A whole module
+    `path` is a file, the folder of a checkpoint of many files, the index in it, the folder around the only checkpoint or around
+    the one that a file of it names, or a sequence of the files of all ranks (``torch.save`` of each rank's sharded state dict).
+    `tag` chooses among the steps that a folder holds, by name or number, or among the variants of its weights. A whole module
     (``torch.save(model)``) appears as its state dict, unless `whole_modules` asks for the module itself. Use the result as a
     context manager, or close it. Raises `UnsupportedCheckpoint` when it is something else (and says what), or one rank's file
     alone, `MalformedCheckpoint` or `LimitExceeded` when it contradicts itself.
@@ -199,19 +204,76 @@ def open_checkpoint(path: Named, *, tag: str | None = None, whole_modules: bool 
 
 
 def _open(path: Path, tag: str | None) -> Checkpoint:
-    for gathering in GATHERINGS if os.path.exists(path) else ():  # noqa: PTH110 (unlike Path.exists, False for no name at all)
-        if (tag is None or gathering.has_tags) and gathering.matches(path):
-            return gathering.open(path, open_file, tag)
+    kind = _gathering(path)
+    if kind is not None and (tag is None or tag in kind.tags(path)):
+        return kind.open(path, path, tag)
+    if os.path.isdir(path):  # noqa: PTH112 (unlike Path.is_dir, False for no name at all)
+        return _open_inside(path, tag, kind)
     if tag is not None:
         raise UnsupportedCheckpoint("holds no tags to choose from", path=path, hint="leave --tag out")
-    if os.path.isdir(path):  # noqa: PTH112
-        raise _folder(path)
+    return _open_alone(path)
+
+
+def _gathering(path: Path) -> Gathering | None:
+    """The kind of gathering that a path is, if it is any."""
+    if not os.path.exists(path):  # noqa: PTH110 (unlike Path.exists, False for no name at all)
+        return None
+    return next((kind for kind in GATHERINGS if kind.matches(path)), None)
+
+
+def _open_inside(folder: Path, tag: str | None, kind: Gathering | None) -> Checkpoint:
+    """Open the one checkpoint in a folder that is meant; `kind` is what the folder is itself."""
+    _refuse_foreign_folder(folder)
+    if tag is not None and kind is not None and not any(map(is_gathering, folder.iterdir())):
+        return _open_tagged(folder, tag, kind)
+    found = chosen(folder, tag, is_gathering)
+    if found is None:
+        what = "is a folder without a checkpoint in it"
+        raise UnsupportedCheckpoint(what, path=folder, hint="name the file that is meant")
+    inner = _gathering(found.path)
+    checkpoint = inner.open(found.path, folder, None) if inner is not None else _open_alone(found.path)
+    return replace(checkpoint, notes=(*found.notes, *checkpoint.notes))
+
+
+def _open_tagged(folder: Path, tag: str, kind: Gathering) -> Checkpoint:
+    """Open a folder that is one checkpoint, if that is what the tag names; else say which tags there are."""
+    if tag == folder.name:
+        return kind.open(folder, folder, None)
+    if known := ", ".join(kind.tags(folder)):
+        what, hint = f"holds no '{printable(tag)}'", f"choose one with --tag: {printable(known, 500)}"
+        raise UnsupportedCheckpoint(what, path=folder, hint=hint)
+    what = f"is the folder of one step or model, not of '{printable(tag)}'"
+    raise UnsupportedCheckpoint(what, path=folder, hint="leave --tag out, or name the folder above")
+
+
+def _open_alone(path: Path) -> Checkpoint:
+    """Open a file that is a checkpoint by itself, and not one rank's share of one."""
     checkpoint = open_file(path)
     try:
         return refuse_one_rank(checkpoint)
     except CheckpointError:
         checkpoint.close()
         raise
+
+
+def _openers() -> Openers:
+    """How the parts of a folder are opened; a few of its files are open at a time."""
+    pool = FilePool()
+
+    def one(path: Path) -> Checkpoint:
+        return _open_owned(pool.source(path))
+
+    def ranks(paths: Sequence[Path]) -> Checkpoint:
+        opened: list[Checkpoint] = []
+        try:
+            opened += map(one, paths)
+            return join_ranks(opened)
+        except BaseException:
+            for checkpoint in opened:
+                checkpoint.close()
+            raise
+
+    return Openers(one, lambda path: open_dcp(path, one, open_source), ranks)
 
 
 def open_file(path: Path) -> Checkpoint:
@@ -239,44 +301,25 @@ def open_source(source: Source, depth: int = 0) -> Checkpoint:
     raise _stranger(source, head)
 
 
-_LISTED = 6
-
-
 _FOREIGN_FOLDERS = (("saved_model.pb", "is a TensorFlow SavedModel"), ("*.data-?????-of-?????", "holds TensorFlow checkpoints"))
 """Files of which a folder is told to be another program's, and what it is."""
 
 
-def _folder(path: Path) -> UnsupportedCheckpoint:
-    """What to say of a folder that is no checkpoint of many files: name what could be meant inside."""
+def _refuse_foreign_folder(folder: Path) -> None:
     for pattern, what in _FOREIGN_FOLDERS:
-        if next(path.glob(pattern), None) is not None:
-            return UnsupportedCheckpoint(f"{what}, not a PyTorch checkpoint", path=path)
-    items = sorted(path.iterdir())
-    if any(item.suffix == ".distcp" for item in items):
+        if next(folder.glob(pattern), None) is not None:
+            raise UnsupportedCheckpoint(f"{what}, not a PyTorch checkpoint", path=folder)
+    if any(item.suffix == ".distcp" for item in folder.iterdir()) and _gathering(folder) is None:
         what = "holds the files of a DCP checkpoint, but not the .metadata that says what is in them"
-        return UnsupportedCheckpoint(what, path=path, hint="copy the whole folder, hidden files too")
-    folders = [item.name for item in items if item.is_dir() and _is_gathering(item)]
-    if folders:
-        named = ", ".join(printable(name) for name in folders[:_LISTED]) + ", …" * (len(folders) > _LISTED)
-        what = "is not a checkpoint itself, but folders in it are"
-        return UnsupportedCheckpoint(what, path=path, hint=f"name the one that is meant: {named}")
-    inside = [item.name for item in items if item.suffix in _SUFFIXES and item.is_file()]
-    if not inside:
-        return UnsupportedCheckpoint("is a folder without a checkpoint in it", path=path, hint="name the file that is meant")
-    names = ", ".join(printable(name) for name in inside[:_LISTED]) + ", …" * (len(inside) > _LISTED)
-    return UnsupportedCheckpoint(
-        f"is a folder of {len(inside)} files without an index", path=path, hint=f"name the file that is meant: {names}"
-    )
+        raise UnsupportedCheckpoint(what, path=folder, hint="copy the whole folder, hidden files too")
 
 
-def _is_gathering(path: Path) -> bool:
+def is_gathering(path: Path) -> bool:
+    """Whether a path is a folder that is a checkpoint of many files; one that is closed to us is not what is meant."""
     try:
-        return any(kind.matches(path) for kind in GATHERINGS)
-    except OSError:  # a folder that is closed to us is not what is meant
+        return path.is_dir() and _gathering(path) is not None
+    except (OSError, CheckpointError):
         return False
-
-
-_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".tar", ".th", ".pkl")
 
 
 _TENSORFLOW_SHARD = re.compile(r".+\.data-\d{5}-of-\d{5}").fullmatch

@@ -1,5 +1,8 @@
 """Folders as Hugging Face libraries write them: an index beside its shards, or one file of weights under a usual name.
 
+Weights may be there in variants too, whose name stands before the last part of each file's: ``model.fp16.safetensors``,
+``model.safetensors.index.fp16.json``, ``model.fp16-00001-of-00002.safetensors``.
+
 ``model.safetensors.index.json`` (or ``pytorch_model.bin.index.json``) is a JSON object: ``weight_map`` from key to file name,
 ``metadata`` with ``total_size`` in bytes and, as transformers writes it, ``total_parameters``.
 Shards are whole checkpoints and lie in the folder of the index; in the library's cache they are links into the ``blobs``
@@ -8,6 +11,7 @@ beside ``snapshots``. Source: transformers' and huggingface_hub's sharded checkp
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +20,16 @@ from typing import Any
 from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.documents import read_object
-from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.errors import (
+    AmbiguousStateDict,
+    CheckpointError,
+    LimitExceeded,
+    MalformedCheckpoint,
+    UnsupportedCheckpoint,
+    printable,
+)
 from ckptconv.nodes import ORDERED_DICT, Call, Node
-from ckptconv.sources import FileSource, stamp, stays_within
+from ckptconv.sources import FileSource, stamp, stays_within, within
 
 NAME = "sharded"
 _INDEX = ".index.json"
@@ -28,27 +39,78 @@ _ALONE = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors",
 """Names under which the libraries save weights that need no shards, the preferred first."""
 
 
+_STEMS = "(?:model|pytorch_model|adapter_model|diffusion_pytorch_model)"
+_OF_A_SET = "-[0-9]{5}-of-[0-9]{5}"
+_VARIANTS = (
+    re.compile(rf"{_STEMS}\.(?:safetensors|bin)\.index\.(?P<variant>[^/]+)\.json").fullmatch,
+    re.compile(rf"{_STEMS}\.(?P<variant>[^/]+?)(?<!{_OF_A_SET})\.safetensors").fullmatch,
+    re.compile(rf"{_STEMS}\.(?P<variant>[^/]+?)(?<!{_OF_A_SET})\.bin").fullmatch,
+)
+"""The files of variants, the preferred first. Source: `_add_variant` in transformers and diffusers."""
+
+
 def is_sharded(path: Path) -> bool:
     """Whether `path` is an index, or a folder with one, or with weights under a usual name."""
     if path.is_dir():
-        return bool(_indexes(path)) or any((path / name).is_file() for name in _ALONE)
-    return path.name.endswith(_INDEX)
+        return _has_plain(path) or bool(variants(path))
+    return path.name.endswith(_INDEX) or _VARIANTS[0](path.name) is not None
+
+
+def _has_plain(folder: Path) -> bool:
+    return bool(_indexes(folder)) or any((folder / name).is_file() for name in _ALONE)
 
 
 def _indexes(folder: Path) -> list[Path]:
     return sorted(item for item in folder.iterdir() if item.name.endswith(_INDEX))
 
 
-def open_sharded(path: Path, open_file: Callable[[Path], Checkpoint]) -> Checkpoint:
+def variants(folder: Path) -> dict[str, Path]:
+    """The variants of the weights in a folder, each with its index or its one file."""
+    found: dict[str, Path] = {}
+    names = sorted(item.name for item in folder.iterdir() if item.is_file()) if folder.is_dir() else []
+    for matches in _VARIANTS:
+        for name in names:
+            if match := matches(name):
+                found.setdefault(match["variant"], folder / name)
+    return found
+
+
+def open_sharded(path: Path, open_file: Callable[[Path], Checkpoint], variant: str | None) -> Checkpoint:
     """Open all shards that an index names; reads their directories, no payload.
 
-    The tree is an OrderedDict in the index's order. Raises `MalformedCheckpoint` when a shard is missing or unsafe, or when
-    index and shards do not agree on who holds a key. An index that is replaced meanwhile is read anew: the shards that were
-    opened may be of either set.
+    Of a folder, the weights are those of `variant`, else the plain ones, else those of the only variant. The tree is an
+    OrderedDict in the index's order. Raises `MalformedCheckpoint` when a shard is missing or unsafe, or when index and
+    shards do not agree on who holds a key.
     """
-    index = path if not path.is_dir() else _index_of(path)
-    if index is None:
-        return open_file(next(path / name for name in _ALONE if (path / name).is_file()))
+    if not path.is_dir():
+        return _open_index(path, open_file)
+    others = variants(path)
+    if variant is None and not _has_plain(path):
+        variant = _only_variant(path, others)
+    found = within(others[variant] if variant is not None else _plain(path), path)
+    checkpoint = _open_index(found, open_file) if found.suffix == ".json" else open_file(found)
+    return replace(checkpoint, notes=(*_variant_notes(variant, others), *checkpoint.notes))
+
+
+def _only_variant(folder: Path, found: Mapping[str, Path]) -> str:
+    if len(found) > 1:
+        what = f"holds {len(found)} variants of its weights and not the plain ones"
+        raise AmbiguousStateDict(what, path=folder, hint=f"choose one with --tag: {printable(', '.join(found), 500)}")
+    return next(iter(found))
+
+
+def _variant_notes(variant: str | None, found: Mapping[str, Path]) -> list[str]:
+    named = printable(", ".join(name for name in found if name != variant), 500)
+    notes = [f"the variant {printable(variant)} is read"] if variant is not None else []
+    return notes + [f"variants of the weights are here too; choose one with --tag: {named}"] * bool(named)
+
+
+def _plain(folder: Path) -> Path:
+    return _index_of(folder) or next(folder / name for name in _ALONE if (folder / name).is_file())
+
+
+def _open_index(index: Path, open_file: Callable[[Path], Checkpoint]) -> Checkpoint:
+    """An index that is replaced meanwhile is read anew: the shards that were opened may be of either set."""
     for _ in range(_TRIES):
         before = _seen(index)
         try:
