@@ -39,6 +39,16 @@ class FileFacts:
     strays: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Stray:
+    """What a whole module holds at `path` besides the node `state_dict`; `is_refused`: its class may save it."""
+
+    path: str
+    reason: str
+    is_refused: bool
+    state_dict: Node
+
+
 PICKLE_HEAD = 16  # bytes of `FileFacts.head`
 
 
@@ -48,8 +58,8 @@ class Checkpoint:
 
     `format` is what its container is called: ``torch zip``, ``torch legacy``, ``safetensors``, ``memory``, …; `metadata` are
     a safetensors file's own strings; `notes` tell what was odd about the file without being wrong; `modules` counts the whole
-    modules in whose places their state dicts stand; `facts` are what a torch file holds besides its tree; `limits` are those
-    under which it was opened. Use it as a context manager, or `close()` it.
+    modules in whose places their state dicts stand, `module_strays` are what these do not hold; `facts` are what a torch file
+    holds besides its tree; `limits` are those under which it was opened. Use it as a context manager, or `close()` it.
     """
 
     path: Path
@@ -62,6 +72,7 @@ class Checkpoint:
     modules: int = 0
     facts: FileFacts = FileFacts()
     limits: Limits = field(default_factory=in_force)
+    module_strays: tuple[Stray, ...] = ()
 
     def __enter__(self) -> Checkpoint:
         return self

@@ -51,7 +51,7 @@ class Inspection:
 
     `dead` is how much of a zip file its pickle does not refer to: records that were added or left over, bytes between them.
     `strays` are records outside its folder, `protocol` is that of a pickle, and `untyped` what a legacy file holds, that
-    `weights_only=True` does not read.
+    `weights_only=True` does not read. `lacking`: the state dict of a whole module may lack what its class saves.
     """
 
     path: str
@@ -75,6 +75,7 @@ class Inspection:
     strays: tuple[str, ...] = ()
     protocol: int | None = None
     untyped: tuple[str, ...] = ()
+    lacking: bool = False
 
 
 def inspect_checkpoint(checkpoint: Checkpoint, depth: int = 2) -> Inspection:
@@ -108,6 +109,7 @@ def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
         notes=checkpoint.notes,
         root=_part("", checkpoint.root, found, depth, set()),
         modules=checkpoint.modules,
+        lacking=any(stray.is_refused for stray in checkpoint.module_strays),
         dead=checkpoint.facts.dead if checkpoint.facts.dead > _MUCH else 0,
         strays=checkpoint.facts.strays,
         protocol=newer_protocol(checkpoint),
