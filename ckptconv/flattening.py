@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from ckptconv.dtypes import DType
 from ckptconv.encodings import Recipe, flat, written_form
 from ckptconv.errors import KeyConflict, RefusedObject, printable
+from ckptconv.held_tensors import holds_tensors
 from ckptconv.nodes import Call, Dict, Global, Node
 from ckptconv.plain_objects import spoken_name
 from ckptconv.settling import Rewritten, Skipped
-from ckptconv.tensors import TensorRef
+from ckptconv.tensors import TensorObject, TensorRef
 from ckptconv.torch_objects import is_tensor_call
 
 
@@ -39,8 +40,12 @@ def flatten(keys: Sequence[str | None], values: Sequence[Node], skipped: list[Sk
         if type(value) is TensorRef and value.dtype.safetensors is not None and key not in tensors and key not in recipes:
             tensors[key] = value  # nearly all are of this kind
             continue
-        if (made := flat(key, known.get(id(value), value), encode=encode)) is None:
-            skipped.append(_skipped_value(key, value, "safetensors" if encode else "a sharded torch output"))
+        output = "safetensors" if encode else "a sharded torch output"
+        made = flat(key, known.get(id(value), value), encode=encode)
+        if (made is None or type(value) is TensorObject) and holds_tensors(value):
+            raise _refused_value(key, value, output)
+        if made is None:
+            skipped.append(_skipped_value(key, value))
             continue
         if made.was is not None:
             rewritten.append(Rewritten(key, made.was))
@@ -83,17 +88,25 @@ def refuse_unholdable(key: str, ref: TensorRef, dtype: DType) -> None:
         )
 
 
-def _skipped_value(key: str, value: Node, output: str) -> Skipped:
+def _skipped_value(key: str, value: Node) -> Skipped:
+    return Skipped(key, f"not a tensor but {_kind(value)}")
+
+
+def _refused_value(key: str, value: Node, output: str) -> RefusedObject:
+    """What to say of a tensor that an output cannot hold, or of a value that holds some: it would lose them."""
     if is_tensor_call(value):
-        raise RefusedObject(
-            f"a tensor that {output} cannot hold ({_tensor_class(value)})",
-            where=key,
-            hint="write a torch file (--to torch), or leave it out with --exclude",
-        )
+        what = f"a tensor that {output} cannot hold ({_tensor_class(value)})"
+    elif type(value) is TensorObject:
+        what = f"a tensor with attributes that hold tensors, which {output} cannot hold"
+    else:
+        what = f"not a tensor but {_kind(value)} that holds tensors (packed weights, an extra state), which {output} would lose"
+    return RefusedObject(what, where=key, hint="write a torch file (--to torch), or leave it out with --exclude")
+
+
+def _kind(value: Node) -> str:
     if type(value) is Call:
-        return Skipped(key, f"not a tensor but {printable(spoken_name(value, value.name))}")
-    kind = {Dict: "dict", type(None): "None", Global: "a class"}.get(type(value), type(value).__name__)
-    return Skipped(key, f"not a tensor but {kind}")
+        return printable(spoken_name(value, value.name))
+    return {Dict: "dict", type(None): "None", Global: "a class"}.get(type(value), type(value).__name__)
 
 
 def _tensor_class(value: Call) -> str:

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from ckptconv.bitsandbytes_layers import Saved
 from ckptconv.checkpoint import Stray, is_tensor, label_text, tensor_of
+from ckptconv.held_tensors import LEAVES
 from ckptconv.nodes import Call, Dict, Node, children, spoken
 from ckptconv.pickled_modules import child_modules, other_attributes, own_tensors, saved_by_class, saving_hooks
-from ckptconv.tensors import Storage, TensorObject, TensorRef, view_identity
-from ckptconv.torch_objects import Window
+from ckptconv.tensors import TensorObject, TensorRef, view_identity
 
 _ORDINARY = re.compile(r"(?:torch\.nn|torchvision|timm|ultralytics\.nn|transformers\.(?:models|modeling_\w+))\.").match
 """Classes of these packages save parameters and buffers only: torch 2.13, torchvision 0.29, timm 1.0, ultralytics 8.4,
@@ -152,7 +152,7 @@ class _Finder:
             if id(node) in self._seen or type(node) not in _HOLDERS:
                 continue
             self._seen.add(id(node))
-            if type(node) in _LEAVES or is_tensor(node):
+            if type(node) in LEAVES or is_tensor(node):
                 if node not in self._covered:
                     yield Stray(path, reason, is_refused, self._made)
                 work += [(path, node.state)] if type(node) is TensorObject else []
@@ -161,8 +161,7 @@ class _Finder:
                 work += [(_joined(path, label), child) for label, child in reversed(inner)]
 
 
-_LEAVES = (TensorRef, TensorObject, Storage, Window)
-_HOLDERS = frozenset((*_LEAVES, Call, Dict, list, tuple))
+_HOLDERS = frozenset((*LEAVES, Call, Dict, list, tuple))
 _BETWEEN = ("_parameters", "_buffers", "_modules")
 
 

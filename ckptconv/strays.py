@@ -24,16 +24,21 @@ def settle_strays(checkpoint: Checkpoint, part: Node, unknown: Unknown) -> tuple
     strays = [stray for stray in checkpoint.module_strays if id(stray.state_dict) in there]
     refused = [stray for stray in strays if stray.is_refused]
     if refused and unknown != "drop":
-        raise _refusal(refused)
+        raise _refusal(refused, script=checkpoint.format == "TorchScript")
     return tuple(Skipped(stray.path, f"left out: {stray.reason}") for stray in strays)
 
 
-def _refusal(refused: Sequence[Stray]) -> RefusedObject:
+def _refusal(refused: Sequence[Stray], *, script: bool) -> RefusedObject:
     first, others = refused[0], [printable(stray.path or "the root") for stray in refused[1:]]
     more = ", ".join(others[:_LISTED]) + ", …" * (len(others) > _LISTED)
     return RefusedObject(
         f"{first.reason}; the state dict would lack it" + f" (and {len(others)} more: {more})" * bool(others),
         where=first.path or "the whole file",
-        hint="save model.state_dict() where the class is installed; --unknown drop leaves it out, "
-        "--unknown keep keeps the whole module in a torch file",
+        hint="--unknown drop leaves it out; torch.jit.load reads the archive itself" if script else _HINT,
     )
+
+
+_HINT = (
+    "save model.state_dict() where the class is installed; --unknown drop leaves it out, "
+    "--unknown keep keeps the whole module in a torch file"
+)

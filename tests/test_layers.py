@@ -19,7 +19,7 @@ LAYERS = {
     "torch_objects": 4, "compaction": 4, "layout": 4, "plain_objects": 4, "assembly": 4, "partitions": 4, "checksums": 4,
     "nonfinite": 4, "named_models": 4, "bitsandbytes_layers": 4,
     "threats": 5, "comparison": 5,
-    "checkpoint": 5, "module_walk": 5, "pickled_modules": 5, "formats.records": 5, "encodings": 5,
+    "checkpoint": 5, "module_walk": 5, "pickled_modules": 5, "held_tensors": 5, "formats.records": 5, "encodings": 5,
     "fitted_keys": 6, "key_targets": 9,
     "stray_tensors": 6, "old_tensors": 6, "producers": 6, "settling": 6, "zero_partitions": 6,
     "formats.torch_zip": 6, "formats.safetensors": 6, "formats.torch_legacy": 6, "formats.torch_tar": 6,
