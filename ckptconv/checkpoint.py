@@ -349,6 +349,8 @@ def _mappings(root: Node) -> tuple[list[_Mapping], set[int]]:
         if type(node) not in _CONTAINERS or type(node) is TensorObject:
             if tensor_of(node) is not None:
                 _mark(place, holders)
+            if type(node) is TensorObject:
+                closed.add(id(node))  # a tensor's attributes are no state dict
             continue
         pairs = _pairs(node)
         values = node if type(node) in (list, tuple) else [value for _, value in pairs or ()]
@@ -389,7 +391,7 @@ def _is_never(label: Node) -> bool:
 def _is_state_dict(pairs: Sequence[tuple[Node, Node]], holders: set[int]) -> bool:
     if any(type(key) not in _PLAIN for key, _ in pairs):
         return False
-    further = (key for key, value in pairs if id(value) in holders and not is_tensor_call(value))
+    further = (key for key, value in pairs if id(value) in holders and tensor_of(value) is None and not is_tensor_call(value))
     return all(type(key) is str and key.endswith(_PACKED) for key in further)
 
 

@@ -77,6 +77,16 @@ def test_an_extra_state_with_tensors_is_refused_and_one_without_is_listed(tmp_pa
     assert [item.path for item in plan.skipped] == ["a._extra_state"]
 
 
+def test_a_parameter_with_scales_in_its_attributes_is_refused(tmp_path):
+    weight = nn.Parameter(torch.ones(2))
+    weight.scales = torch.rand(2)
+    source = saved({"w": weight}, tmp_path)
+    with pytest.raises(RefusedObject, match="w: a tensor with attributes that hold tensors"):
+        convert_checkpoint(source, tmp_path / "out.safetensors", fsync=False)
+    convert_checkpoint(source, tmp_path / "out.pt", fsync=False, verify=True)
+    assert torch.equal(oracle.load(tmp_path / "out.pt", weights_only=False)["w"].scales, weight.scales)
+
+
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 def test_packed_weights_of_torchscript_are_refused_by_their_place(suffix, tmp_path):
     torch.jit.save(torch.jit.script(static()), tmp_path / "model.pt")
