@@ -13,7 +13,7 @@ from ckptconv.errors import CheckpointError
 from ckptconv.keys import find_wrappers
 from ckptconv.nodes import Call, Dict, Global, Node, children, mapping_pairs, spoken
 from ckptconv.producers import offered_prefix, producer_of
-from ckptconv.settling import plain_form_of, refused_name
+from ckptconv.settling import is_part_of_config, plain_form_at, refused_name
 from ckptconv.tensors import Storage, TensorRef
 
 _VALUE_LENGTH = 60
@@ -165,10 +165,12 @@ def _used_bytes(refs: list[TensorRef]) -> dict[int, int]:
 
 def _odd_objects(root: Node) -> Iterator[OddObject]:
     overlay: dict[int, Node] = {}
+    configs: set[int] = set()
     for place, node in walk(root, overlay):
         if (name := refused_name(node)) is not None:
-            overlay[id(node)] = plain = plain_form_of(node)
-            yield OddObject(place_text(place), name, plain is not node)
+            overlay[id(node)] = plain = plain_form_at(node, place)
+            if not is_part_of_config(name, place, plain, configs) or plain is node:
+                yield OddObject(place_text(place), name, plain is not node)
 
 
 def _part(name: str, node: Node, found: Mapping[int, StateDict], depth: int, shown: set[int]) -> Part:

@@ -16,6 +16,7 @@ LAYERS = {
     "keys": 2, "outputs": 2, "documents": 2, "casting": 2, "pickling": 2, "unpickling": 2, "extents": 2, "substitution": 2,
     "tracing": 2, "torch_words": 2,
     "tensors": 3, "archives": 3, "sharding": 3, "rule_files": 3, "key_fitting": 3, "staging": 3,
+    "training_objects": 3,
     "torch_objects": 4, "compaction": 4, "layout": 4, "plain_objects": 4, "assembly": 4, "partitions": 4, "checksums": 4,
     "nonfinite": 4, "named_models": 4, "bitsandbytes_layers": 4,
     "threats": 5, "comparison": 5,
