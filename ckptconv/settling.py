@@ -15,7 +15,7 @@ from ckptconv.plain_objects import plain_form, spoken_name
 from ckptconv.tensors import Storage, TensorObject, TensorRef
 from ckptconv.threats import judge
 from ckptconv.torch_objects import COPIES, VALUELESS, WEIGHTS_ONLY
-from ckptconv.training_objects import HOW, code_name, functions_of, is_config
+from ckptconv.training_objects import HOW, code_name, functions_of, is_class, is_config
 
 Unknown = Literal["refuse", "drop", "keep"]
 """What becomes of a refused object without a plain form."""
@@ -194,7 +194,7 @@ def is_part_of_config(name: str, place: Place, plain: Node, configs: set[int]) -
 
 
 def plain_form_at(node: Node, place: Place) -> Node:
-    """The plain form of a refused object at its place: a class or function is its name only where it stands by itself."""
+    """The plain form of a refused object at its place: a class is its name only where it stands by itself."""
     return node if type(node) is Global and not _stands_alone(place) else _plain_form_of(node)
 
 
@@ -218,7 +218,7 @@ def _form(node: Node) -> Node:
         is_harmless = node.name != "functools.partial" or all(map(_is_harmless, functions_of(node)))
         return plain_form(node) if is_harmless else node
     if type(node) is Global:
-        return code_name(node) if _is_harmless(node) else node
+        return code_name(node) if is_class(node) and _is_harmless(node) else node
     if type(node) is TensorObject and type(node.cls) is Global and node.cls.path == "torch.nn.parameter.Buffer":
         return node.tensor
     return node
@@ -241,7 +241,7 @@ def _stands_alone(place: Place) -> bool:
 
 
 def _bound_names(root: Node, overlay: Mapping[int, Node]) -> set[int]:
-    """The classes and functions that are part of how some object is made: one and the same node may stand alone elsewhere."""
+    """The classes that are part of how some object is made: one and the same node may stand alone elsewhere."""
     found: set[int] = set()
     for _, node in walk(root, overlay):
         if type(node) is TensorObject:

@@ -82,6 +82,19 @@ def code_name(node: Global) -> str:
     return _PYTHON3.get(node.path, node.path)
 
 
+def is_class(node: Global) -> bool:
+    """Whether a name is written as that of a class, or is a type of Python itself."""
+    if node.path.startswith("builtins."):
+        return code_name(node).removeprefix("builtins.") in _TYPES
+    return node.name.rpartition(".")[2].lstrip("_")[:1].isupper()
+
+
+_TYPES = frozenset(
+    [
+        *("bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int"),
+        *("list", "object", "set", "str", "tuple", "type"),
+    ]
+)
 _PYTHON3 = {"builtins.long": "builtins.int", "builtins.unicode": "builtins.str", "builtins.xrange": "builtins.range"}
 
 
