@@ -155,7 +155,7 @@ def test_the_summary_says_what_became_of_each(tmp_path):
 # ----------------------------------------------------------------------------------------------- made by their frameworks
 
 
-def test_configurations_are_what_omegaconf_says_that_they_are(tmp_path):
+def test_configurations_are_what_omegaconf_says_that_they_are_and_lists_of_fastcore_are_lists(tmp_path):
     for source in ("omegaconf.2.pt", "omegaconf.4.pt"):
         plan = convert_checkpoint(DATA / source, tmp_path / "out.pt", fsync=False, force=True).plan
         found, expected = oracle.load(tmp_path / "out.pt"), oracle.load(DATA / "omegaconf.plain.pt")
@@ -170,10 +170,6 @@ def test_configurations_are_what_omegaconf_says_that_they_are(tmp_path):
 def test_a_configuration_with_an_object_of_an_unknown_class_names_its_place(tmp_path):
     with pytest.raises(RefusedObject, match=r"cfg\.color: "):
         convert_checkpoint(DATA / "omegaconf.enum.pt", tmp_path / "out.pt", fsync=False)
-
-
-def test_a_list_of_fastai_is_a_list(monkeypatch, tmp_path):
-    assert oracle.load(DATA / "omegaconf.plain.pt")["l"] == [1, "a", [2, 3]]  # made by fastcore, with the configurations
 
 
 def test_a_history_of_mmengine_keeps_its_values(produced, tmp_path):
