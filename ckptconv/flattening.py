@@ -42,10 +42,11 @@ def flatten(keys: Sequence[str | None], values: Sequence[Node], skipped: list[Sk
             continue
         output = "safetensors" if encode else "a sharded torch output"
         made = flat(key, known.get(id(value), value), encode=encode)
-        if (made is None or type(value) is TensorObject) and holds_tensors(value):
+        holds_more = (made is None or type(value) is TensorObject) and holds_tensors(value)
+        if holds_more and (is_tensor_call(value) or not _is_extra_state(key)):
             raise _refused_value(key, value, output)
         if made is None:
-            skipped.append(_skipped_value(key, value))
+            skipped.append(_skipped_value(key, value, holds_more=holds_more))
             continue
         if made.was is not None:
             rewritten.append(Rewritten(key, made.was))
@@ -88,8 +89,14 @@ def refuse_unholdable(key: str, ref: TensorRef, dtype: DType) -> None:
         )
 
 
-def _skipped_value(key: str, value: Node) -> Skipped:
-    return Skipped(key, f"not a tensor but {_kind(value)}")
+def _is_extra_state(key: str) -> bool:
+    """Whether a value is what a module keeps beside its weights (`get_extra_state`): recipes and histories, for training."""
+    return key.rpartition(".")[2] == "_extra_state"
+
+
+def _skipped_value(key: str, value: Node, *, holds_more: bool) -> Skipped:
+    more = ", an extra state that holds tensors" if holds_more else ""
+    return Skipped(key, f"not a tensor but {_kind(value)}{more}")
 
 
 def _refused_value(key: str, value: Node, output: str) -> RefusedObject:
@@ -99,7 +106,7 @@ def _refused_value(key: str, value: Node, output: str) -> RefusedObject:
     elif type(value) is TensorObject:
         what = f"a tensor with attributes that hold tensors, which {output} cannot hold"
     else:
-        what = f"not a tensor but {_kind(value)} that holds tensors (packed weights, an extra state), which {output} would lose"
+        what = f"not a tensor but {_kind(value)} that holds tensors (packed weights), which {output} would lose"
     return RefusedObject(what, where=key, hint="write a torch file (--to torch), or leave it out with --exclude")
 
 

@@ -67,14 +67,16 @@ def test_a_torch_output_and_load_portable_give_them_as_torch_does(make, tmp_path
         assert torch.equal(twin(x), model(x))
 
 
-def test_an_extra_state_with_tensors_is_refused_and_one_without_is_listed(tmp_path):
-    state = {"w": torch.ones(2), "a._extra_state": {"amax": [torch.ones(1)]}}
-    with pytest.raises(RefusedObject, match=r"a\._extra_state: not a tensor but dict that holds tensors"):
-        convert_checkpoint(saved(state, tmp_path), tmp_path / "out.safetensors", fsync=False)
-    plan = convert_checkpoint(
-        saved({**state, "a._extra_state": {"amax": [1.0]}}, tmp_path), tmp_path / "out.safetensors", fsync=False
-    ).plan
-    assert [item.path for item in plan.skipped] == ["a._extra_state"]
+def test_an_extra_state_is_listed_with_what_it_holds_and_other_values_with_tensors_are_refused(tmp_path):
+    state = {"w": torch.ones(2), "a._extra_state": {"amax": [torch.ones(1)]}, "b._extra_state": 3}
+    plan = convert_checkpoint(saved(state, tmp_path), tmp_path / "out.safetensors", fsync=False).plan
+    assert {item.path: "holds tensors" in item.reason for item in plan.skipped} == {
+        "a._extra_state": True,
+        "b._extra_state": False,
+    }
+    state = {"w": torch.ones(2), "a._packed_params": {"weights": [torch.ones(1)]}}
+    with pytest.raises(RefusedObject, match=r"a\._packed_params: not a tensor but dict that holds tensors"):
+        convert_checkpoint(saved(state, tmp_path), tmp_path / "out.safetensors", force=True, fsync=False)
 
 
 def test_a_parameter_with_scales_in_its_attributes_is_refused(tmp_path):
