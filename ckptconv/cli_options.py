@@ -138,7 +138,8 @@ def output_options(command: F) -> F:
         click.option("--tied", type=click.Choice(["alias", "duplicate"]), default="alias", show_default=True,
                      help="Names of one tensor in safetensors: one copy and aliases, or a copy each."),
         click.option("--unknown", type=click.Choice(["refuse", "drop", "keep"]), default="refuse", show_default=True,
-                     help="Objects in a torch output that weights_only=True refuses and that have no plain form."),
+                     help="Objects in a torch output that weights_only=True refuses and that have no plain form; "
+                          "tensors outside the state dict of a whole module."),
         click.option("-f", "--force", is_flag=True, help="Replace OUT if it exists (OUT may be IN)."),
         click.option("-n", "--dry-run", is_flag=True, help="Say what would be written, or why not; write nothing."),
         click.option("--verify", is_flag=True, help="Read the output back and compare every tensor before it is put in place."),

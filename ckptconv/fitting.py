@@ -13,6 +13,7 @@ from ckptconv.fitted_keys import module_paths
 from ckptconv.key_fitting import Fit, Shapes, fit_keys
 from ckptconv.loading import load_portable
 from ckptconv.named_models import live_shape, live_shapes, live_ties
+from ckptconv.settling import Unknown
 
 if TYPE_CHECKING:
     import torch
@@ -49,18 +50,19 @@ def load_into(
     only: str | None = None,
     tag: str | None = None,
     assign: bool = False,
+    unknown: Unknown = "refuse",
 ) -> LoadResult:
     """Load the state dict of a checkpoint into `model`, wrapped or not, on whatever device it lives.
 
     The keys are fitted to the model's by `fit_keys`: whatever wrappers, prefixes or inserted segments either side has, as long
     as names and shapes leave one possibility; of tied weights one name is enough. With `strict`, anything missing, unexpected
     or of another shape raises `KeyMismatch` and the model stays as it was; without, what fits is loaded. `assign` as in
-    `load_state_dict`; `only` and `tag` as in `load_portable`.
+    `load_state_dict`; `only`, `tag` and `unknown` as in `load_portable`.
 
     >>> load_into(model, "ddp_cuda3.pt").missing_keys  # doctest: +SKIP
     ()
     """
-    state_dict = load_portable(path, only=only, tag=tag)
+    state_dict = load_portable(path, only=only, tag=tag, unknown=unknown)
     target = live_shapes(model)
     fit = fit_keys({key: live_shape(value) for key, value in state_dict.items()}, target, live_ties(model))
     usable = _usable(state_dict, fit, target)

@@ -25,6 +25,7 @@ from ckptconv.scaled_weights import refuse_cast
 from ckptconv.settling import Skipped
 from ckptconv.sharding import index_path, index_text, shard_paths, split
 from ckptconv.state_dicts import StateDict, choose_state_dict
+from ckptconv.strays import settle_strays
 from ckptconv.tensors import TensorRef, expanded, refuse_packed, view_identity
 
 Kept = tuple[str, TensorRef, DType]
@@ -34,6 +35,7 @@ Kept = tuple[str, TensorRef, DType]
 def plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Options, *, in_folder: bool) -> ConversionPlan:
     """An output that holds just the tensors of one state dict: safetensors, or shards of either format."""
     found = choose_state_dict(checkpoint.root, options.only, checkpoint.path)
+    left_out = settle_strays(checkpoint, found.node, options.unknown)
     keys = map_state_dict(found, options.keys, options.fit_to)
     skipped = excluded(found, keys, options.keys, options.fit_to)
     held_from = len(skipped)
@@ -78,7 +80,7 @@ def plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Options
         locations=count_locations(refs, options.tags),
         casts=count_casts(refs, cast),
         tied=tied,
-        skipped=(*skipped, *_other_parts(found, options)),
+        skipped=(*skipped, *left_out, *_other_parts(found, options)),
         rewritten=flattened.rewritten,
         notes=(
             *checkpoint.notes,

@@ -9,10 +9,11 @@ from ckptconv.composites import Check, is_composite, parts_check
 from ckptconv.dtypes import DType
 from ckptconv.encodings import PARAMETERS, Recipe, flat, written_form
 from ckptconv.errors import KeyConflict, RefusedObject, printable
+from ckptconv.held_tensors import holds_tensors
 from ckptconv.nodes import Call, Dict, Global, Node
 from ckptconv.plain_objects import spoken_name
 from ckptconv.settling import Rewritten, Skipped
-from ckptconv.tensors import TensorRef
+from ckptconv.tensors import TensorObject, TensorRef
 from ckptconv.torch_objects import is_tensor_call
 
 
@@ -44,8 +45,13 @@ def flatten(keys: Sequence[str | None], values: Sequence[Node], skipped: list[Sk
         if type(value) is TensorRef and value.dtype.safetensors is not None and key not in tensors and key not in recipes:
             tensors[key] = value  # nearly all are of this kind
             continue
-        if (made := flat(key, known.get(id(value), value), encode=encode)) is None:
-            skipped.append(_skipped_value(key, value, "safetensors" if encode else "a sharded torch output"))
+        output = "safetensors" if encode else "a sharded torch output"
+        made = flat(key, known.get(id(value), value), encode=encode)
+        holds_more = (made is None or type(value) is TensorObject) and holds_tensors(value)
+        if holds_more and (is_tensor_call(value) or not _is_extra_state(key)):
+            raise _refused_value(key, value, output)
+        if made is None:
+            skipped.append(_skipped_value(key, value, holds_more=holds_more))
             continue
         inner = value.args[0] if type(value) is Call and value.name in PARAMETERS else value
         if type(inner) is Call and is_composite(inner):
@@ -91,17 +97,31 @@ def refuse_unholdable(key: str, ref: TensorRef, dtype: DType) -> None:
         )
 
 
-def _skipped_value(key: str, value: Node, output: str) -> Skipped:
+def _is_extra_state(key: str) -> bool:
+    """Whether a value is what a module keeps beside its weights (`get_extra_state`): recipes and histories, for training."""
+    return key.rpartition(".")[2] == "_extra_state"
+
+
+def _skipped_value(key: str, value: Node, *, holds_more: bool) -> Skipped:
+    more = ", an extra state that holds tensors" if holds_more else ""
+    return Skipped(key, f"not a tensor but {_kind(value)}{more}")
+
+
+def _refused_value(key: str, value: Node, output: str) -> RefusedObject:
+    """What to say of a tensor that an output cannot hold, or of a value that holds some: it would lose them."""
     if is_tensor_call(value):
-        raise RefusedObject(
-            f"a tensor that {output} cannot hold ({_tensor_class(value)})",
-            where=key,
-            hint="write a torch file (--to torch), or leave it out with --exclude",
-        )
+        what = f"a tensor that {output} cannot hold ({_tensor_class(value)})"
+    elif type(value) is TensorObject:
+        what = f"a tensor with attributes that hold tensors, which {output} cannot hold"
+    else:
+        what = f"not a tensor but {_kind(value)} that holds tensors (packed weights), which {output} would lose"
+    return RefusedObject(what, where=key, hint="write a torch file (--to torch), or leave it out with --exclude")
+
+
+def _kind(value: Node) -> str:
     if type(value) is Call:
-        return Skipped(key, f"not a tensor but {printable(spoken_name(value, value.name))}")
-    kind = {Dict: "dict", type(None): "None", Global: "a class"}.get(type(value), type(value).__name__)
-    return Skipped(key, f"not a tensor but {kind}")
+        return printable(spoken_name(value, value.name))
+    return {Dict: "dict", type(None): "None", Global: "a class"}.get(type(value), type(value).__name__)
 
 
 def _tensor_class(value: Call) -> str:

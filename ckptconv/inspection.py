@@ -13,7 +13,7 @@ from ckptconv.errors import CheckpointError
 from ckptconv.keys import find_wrappers
 from ckptconv.nodes import Call, Dict, Global, Node, children, mapping_pairs, spoken
 from ckptconv.producers import offered_prefix, producer_of
-from ckptconv.settling import plain_form_of, refused_name
+from ckptconv.settling import is_part_of_config, plain_form_at, refused_name
 from ckptconv.state_dicts import StateDict
 from ckptconv.tensors import Storage, TensorRef
 from ckptconv.walking import label_text, place_text, tensor_of, walk
@@ -53,7 +53,7 @@ class Inspection:
 
     `dead` is how much of a zip file its pickle does not refer to: records that were added or left over, bytes between them.
     `strays` are records outside its folder, `protocol` is that of a pickle, and `untyped` what a legacy file holds, that
-    `weights_only=True` does not read.
+    `weights_only=True` does not read. `lacking`: the state dict of a whole module may lack what its class saves.
     """
 
     path: str
@@ -77,6 +77,7 @@ class Inspection:
     strays: tuple[str, ...] = ()
     protocol: int | None = None
     untyped: tuple[str, ...] = ()
+    lacking: bool = False
 
 
 def inspect_checkpoint(checkpoint: Checkpoint, depth: int = 2) -> Inspection:
@@ -110,6 +111,7 @@ def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
         notes=checkpoint.notes,
         root=_part("", checkpoint.root, found, depth, set()),
         modules=checkpoint.modules,
+        lacking=any(stray.is_refused for stray in checkpoint.module_strays),
         dead=checkpoint.facts.dead if checkpoint.facts.dead > _MUCH else 0,
         strays=checkpoint.facts.strays,
         protocol=newer_protocol(checkpoint),
@@ -165,10 +167,12 @@ def _used_bytes(refs: list[TensorRef]) -> dict[int, int]:
 
 def _odd_objects(root: Node) -> Iterator[OddObject]:
     overlay: dict[int, Node] = {}
+    configs: set[int] = set()
     for place, node in walk(root, overlay):
         if (name := refused_name(node)) is not None:
-            overlay[id(node)] = plain = plain_form_of(node)
-            yield OddObject(place_text(place), name, plain is not node)
+            overlay[id(node)] = plain = plain_form_at(node, place)
+            if not is_part_of_config(name, place, plain, configs) or plain is node:
+                yield OddObject(place_text(place), name, plain is not node)
 
 
 def _part(name: str, node: Node, found: Mapping[int, StateDict], depth: int, shown: set[int]) -> Part:

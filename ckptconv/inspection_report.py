@@ -100,7 +100,7 @@ def verdict(found: Inspection) -> tuple[bool, str]:
         reasons.append("its keys carry a wrapper")
     if not reasons:
         return True, "opens anywhere as it is"
-    hopeless = any(not odd.has_plain_form for odd in found.odd_objects)
+    hopeless = found.lacking or any(not odd.has_plain_form for odd in found.odd_objects)
     files = " ".join(quoted(as_argument(path)) for path in found.named or (found.path,))
     command = f"ckptconv convert {files} OUT.pt" + (" --unknown drop" if hopeless else "")
     return False, f"will not open everywhere: {'; '.join(reasons)}. Mend it: {command}"

@@ -24,6 +24,7 @@ from ckptconv.renaming import rename_state_dicts
 from ckptconv.settling import Unknown, settle_objects
 from ckptconv.sources import FileSource, refuse_changed
 from ckptconv.state_dicts import find, find_state_dicts, renamed_state_dict
+from ckptconv.strays import settle_strays
 from ckptconv.tensors import Storage, TensorObject, TensorRef, check_storage, iter_chunks, refuse_packed, whole_storage
 from ckptconv.torch_objects import VALUELESS, WEIGHTS_ONLY, Window, window
 from ckptconv.walking import tensors_of
@@ -53,7 +54,8 @@ def load_portable(
     tensors on the CPU are mapped copy-on-write, as by `torch.load(mmap=True)`: nothing is read until it is used, and the
     file must not be overwritten in place meanwhile (`save_portable` and ckptconv replace files, which is safe); with
     ``mmap=False`` they are read at once and checked against the archive's CRC-32. `unknown` says what to do, with `whole`,
-    about objects that `weights_only=True` refuses and that have no plain form. A sequence of paths are the files of all
+    about objects that `weights_only=True` refuses and that have no plain form, and in any case about what a whole module
+    holds outside its state dict. A sequence of paths are the files of all
     ranks of one checkpoint; `tag` picks a step where `path` is a folder of several. Nothing in the file is executed.
 
     Raises `CheckpointError`; `DeviceUnavailable` when a tag cannot be served here.
@@ -80,9 +82,11 @@ def _selected(
     overlay: dict[int, Node] = {}
     if whole:
         root = checkpoint.root if only is None else find(checkpoint.root, only, checkpoint.path)
+        settle_strays(checkpoint, root, unknown)
         rename_state_dicts(find_state_dicts(root), overlay, rules)
     else:
         found = checkpoint.state_dict(only)
+        settle_strays(checkpoint, found.node, unknown)
         keys = map_keys(found.keys, rules, found.path)
         refuse_idle([keys], rules)
         root = renamed_state_dict(found, keys.new, keys.module_paths)

@@ -2,78 +2,69 @@
 
 The class of a module is never needed: its pickled state names its parameters, buffers and children. Source of the names and
 their order: `torch.nn.Module.state_dict` (torch/nn/modules/module.py). What only the class's code knows (`get_extra_state`,
-hooks that rename) cannot be had.
+hooks that rename) cannot be had; what a module holds besides is kept in mind as a `Stray`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from ckptconv.checkpoint import Checkpoint
+from ckptconv.checkpoint import Checkpoint, Stray
 from ckptconv.errors import printable
 from ckptconv.module_walk import Parts, state_dict_of
-from ckptconv.nodes import Call, Dict, Node, mapping_pairs
+from ckptconv.nodes import Call, Node
+from ckptconv.pickled_modules import child_modules, is_module, saved_tensors
+from ckptconv.stray_tensors import strays_of
 from ckptconv.substitution import calls_of, substituted
 from ckptconv.walking import place_text, walk
 
 _LISTED = 3
-_TENSORS = ("_parameters", "_buffers")
-_PARTS = (*_TENSORS, "_modules")
-_NOT_SAVED = "_non_persistent_buffers_set"
 
 
 def flatten_modules(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with a state dict in the place of every module that holds tensors, and a note that says so."""
-    if not any(_is_module(node) for node in calls_of(checkpoint.root)):
+    if not any(is_module(node) for node in calls_of(checkpoint.root)):
         return checkpoint
     stand_ins: dict[int, Node] = {}
     names: list[str] = []
     holders: list[Node] = []
+    strays: list[Stray] = []
     for place, node in walk(checkpoint.root, stand_ins):
-        if type(node) is Call and _is_module(node):
+        if type(node) is Call and is_module(node):
             made = state_dict_of(node, _parts)
             if made.pairs:
                 stand_ins[id(node)] = made
                 names.append(f"{node.name} at {place_text(place) or 'the root'}")
+                strays += _placed(strays_of(node, made), place_text(place))
                 continue
         holders.append(node)
     if not names:
         return checkpoint
     root = substituted(checkpoint.root, holders, stand_ins)
+    notes = (*checkpoint.notes, _note(names), *_stray_notes(strays))
+    return replace(checkpoint, root=root, notes=notes, modules=len(names), module_strays=tuple(strays))
+
+
+def _note(names: Sequence[str]) -> str:
     listed = printable(", ".join(names[:_LISTED])) + ", …" * (len(names) > _LISTED)
     count = "1 whole module is taken as its state dict"
     if len(names) > 1:
         count = f"{len(names)} whole modules are taken as their state dicts"
-    note = f"{count}: {listed}"
-    return replace(checkpoint, root=root, notes=(*checkpoint.notes, note), modules=len(names))
+    return f"{count}: {listed}"
 
 
-def _is_module(call: Call) -> bool:
-    return type(call.state) is Dict and set(_PARTS) <= {key for key, _ in call.state.pairs if type(key) is str}
+def _stray_notes(strays: Sequence[Stray]) -> list[str]:
+    paths = [stray.path or "the root" for stray in strays if stray.is_refused]
+    if not paths:
+        return []
+    listed = printable(", ".join(paths[:_LISTED])) + ", …" * (len(paths) > _LISTED)
+    return [f"its state dict may lack what lies outside parameters and buffers: {listed}"]
+
+
+def _placed(strays: Sequence[Stray], base: str) -> list[Stray]:
+    return [replace(stray, path=f"{base}.{stray.path}".strip(".")) for stray in strays]
 
 
 def _parts(module: Call) -> Parts:
-    """The parameters, persistent buffers and children of a module, by the names in its pickled state."""
-    state = {key: value for key, value in module.state.pairs if type(key) is str}
-    skipped = _names_in(state.get(_NOT_SAVED))
-    tensors = [
-        (name, value)
-        for part in _TENSORS
-        for name, value in mapping_pairs(state[part]) or ()
-        if type(name) is str and value is not None and not (part == "_buffers" and name in skipped)
-    ]
-    children = [
-        (name, child)
-        for name, child in mapping_pairs(state["_modules"]) or ()
-        if type(name) is str and type(child) is Call and _is_module(child)
-    ]
-    return Parts(tensors, children)
-
-
-def _names_in(node: Node) -> set[str]:
-    given = node.args[0] if _is_set(node) else ()
-    return {name for name in given if type(name) is str}
-
-
-def _is_set(node: Node) -> bool:
-    return type(node) is Call and node.name == "builtins.set" and bool(node.args) and type(node.args[0]) in (list, tuple)
+    return Parts(saved_tensors(module), child_modules(module))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from math import prod
 from pathlib import Path
 
+from ckptconv import training_objects
 from ckptconv.bounds import in_force
 from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.nodes import ABSENT, SET, Call, Dict, Global, Node
@@ -224,6 +225,7 @@ def _raw_bytes(node: Node) -> bytes | None:
 
 
 _FORMS: dict[str, Callable[[Call, Node], Node]] = {
+    **training_objects.FORMS,
     "argparse.Namespace": _namespace,
     "types.SimpleNamespace": _namespace,
     "collections.defaultdict": _default_dict,

@@ -38,6 +38,7 @@ from ckptconv.settling import settle_objects
 from ckptconv.sharding import earlier_files
 from ckptconv.sources import Source
 from ckptconv.state_dicts import StateDict, find, find_state_dicts
+from ckptconv.strays import settle_strays
 from ckptconv.tensors import refuse_packed
 from ckptconv.walking import tensor_of, tensors_of, walk
 
@@ -96,6 +97,7 @@ def _refuse_lost_inputs(plan: ConversionPlan) -> None:
 def _plan_torch(checkpoint: Checkpoint, output: Path, options: Options) -> ConversionPlan:
     root = checkpoint.root if options.only is None else find(checkpoint.root, options.only, checkpoint.path)
     overlay: dict[int, Node] = {}
+    left_out = settle_strays(checkpoint, root, options.unknown)
     found = find_state_dicts(root)
     renamed, skipped = rename_state_dicts(found, overlay, options.keys, options.fit_to)
     settled = settle_objects(root, overlay, options.unknown)
@@ -122,7 +124,7 @@ def _plan_torch(checkpoint: Checkpoint, output: Path, options: Options) -> Conve
         locations=count_locations(refs, options.tags),
         casts=count_casts(refs, cast),
         tied={},
-        skipped=(*skipped, *settled.dropped),
+        skipped=(*skipped, *settled.dropped, *left_out),
         rewritten=tuple(settled.rewritten),
         notes=(
             *checkpoint.notes,

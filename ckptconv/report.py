@@ -42,7 +42,8 @@ def plan_lines(plan: ConversionPlan) -> Iterator[tuple[str, str]]:
     if len(reasons) > _TAGS:
         yield "skipped", f"and {len(reasons) - _TAGS:,} more kinds"
     if plan.rewritten:
-        yield "rewritten", some_text([f"{item.path} ({item.name})" for item in plan.rewritten]) + " in plain form"
+        named = [f"{item.path} ({', '.join(filter(None, (item.name, item.how)))})" for item in plan.rewritten]
+        yield "rewritten", some_text(named) + " in plain form"
     if plan.mapping is not None:
         yield "mapping", f"{printable(plan.mapping.path)}; --rules {printable(plan.mapping.path)} --reverse undoes it"
     for note in plan.notes:
@@ -134,7 +135,7 @@ def plan_document(plan: ConversionPlan) -> dict[str, Any]:
         "tied": dict(plan.tied),
         "mapping": None if plan.mapping is None else str(plan.mapping.path),
         "skipped": [{"path": item.path, "reason": item.reason} for item in plan.skipped],
-        "rewritten": [{"path": item.path, "object": item.name} for item in plan.rewritten],
+        "rewritten": [{"path": item.path, "object": item.name, "how": item.how} for item in plan.rewritten],
         "notes": list(plan.notes),
     }
 

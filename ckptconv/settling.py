@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Literal
 
 from ckptconv.bounds import in_force
@@ -12,7 +13,9 @@ from ckptconv.errors import LimitExceeded, RefusedObject, printable
 from ckptconv.nodes import Call, Dict, Global, Node, mapping_pairs
 from ckptconv.plain_objects import plain_form, spoken_name
 from ckptconv.tensors import Storage, TensorObject, TensorRef
+from ckptconv.threats import judge
 from ckptconv.torch_objects import COPIES, VALUELESS, WEIGHTS_ONLY
+from ckptconv.training_objects import HOW, code_name, functions_of, is_class, is_config
 from ckptconv.walking import Place, place_text, walk
 
 Unknown = Literal["refuse", "drop", "keep"]
@@ -29,10 +32,11 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """An object that stands in the output in its plain form: where, and what it was."""
+    """An object that stands in the output in its plain form: where, what it was, and `how` (empty: nothing is left out)."""
 
     path: str
     name: str
+    how: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +52,18 @@ class Settled:
     storages: list[Storage] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
     cycles: list[Place] = field(default_factory=list)
+    configs: set[int] = field(default_factory=set)
 
 
 def settle_objects(root: Node, overlay: dict[int, Node], unknown: Unknown) -> Settled:
     """Rewrite, drop or refuse what `weights_only=True` would refuse, through the overlay; collect what is left."""
     settled = Settled()
     refused: list[tuple[Place, str]] = []
+    bound = cache(lambda: _bound_names(root, overlay))
     for place, node in walk(root, overlay, settled.cycles):
         if type(node) is not TensorRef and unknown != "keep" and (name := refused_name(node)) is not None:
             name = spoken_name(node, name)
-            if not _settle(node, name, place, overlay, settled, drop=unknown == "drop"):
+            if not _settle(node, name, place, overlay, settled, bound, drop=unknown == "drop"):
                 refused.append((place, name))
             node = overlay.get(id(node), node)
         if type(node) is TensorRef:
@@ -138,16 +144,32 @@ def _is_small_tuple(key: tuple[Node, ...]) -> bool:
 _LARGE_INT = (1 << 61) - 1  # Python's hash of an int is its remainder by this prime
 
 
-def _settle(node: Node, name: str, place: Place, overlay: dict[int, Node], settled: Settled, *, drop: bool) -> bool:
+def _settle(
+    node: Node,
+    name: str,
+    place: Place,
+    overlay: dict[int, Node],
+    settled: Settled,
+    bound: Callable[[], set[int]],
+    *,
+    drop: bool,
+) -> bool:
     """Put what stands in for a refused object into the overlay; False when nothing may."""
-    plain = plain_form_of(node)
+    plain = plain_form_at(node, place)
+    if type(node) is Global and plain is not node and id(node) in bound():
+        plain = node
     if plain is not node:
         overlay[id(node)] = plain
-        settled.rewritten.append(Rewritten(place_text(place), name))
+        if not is_part_of_config(name, place, plain, settled.configs):
+            settled.rewritten.append(Rewritten(place_text(place), name, _how(node, name)))
     elif drop:
         overlay[id(node)] = node.tensor if type(node) is TensorObject else None
         settled.dropped.append(Skipped(place_text(place), f"dropped: {name} is no plain object"))
     return drop or plain is not node
+
+
+def _how(node: Node, name: str) -> str:
+    return "its name" if type(node) is Global else HOW.get(name, "")
 
 
 def refused_name(node: Node) -> str | None:
@@ -167,13 +189,80 @@ def refused_name(node: Node) -> str | None:
     return None
 
 
-def plain_form_of(node: Node) -> Node:
+def is_part_of_config(name: str, place: Place, plain: Node, configs: set[int]) -> bool:
+    """Whether an object is inside a configuration that was told of; `configs` are their plain forms, and become more."""
+    is_part = is_config(name) and place is not None and id(place[2]) in configs
+    if is_config(name):
+        configs.add(id(plain))
+    return is_part
+
+
+def plain_form_at(node: Node, place: Place) -> Node:
+    """The plain form of a refused object at its place: a class is its name only where it stands by itself."""
+    return node if type(node) is Global and not _stands_alone(place) else _plain_form_of(node)
+
+
+def _plain_form_of(node: Node) -> Node:
     """The plain form of a refused object; the object itself when it has none."""
+    plain = _form(node)
+    for _ in range(_NESTED):  # a leaf of a configuration may hold an object
+        if plain is node or refused_name(plain) is None:
+            return plain
+        if (inner := _form(plain)) is plain:
+            break
+        plain = inner
+    return node
+
+
+_NESTED = 3
+
+
+def _form(node: Node) -> Node:
     if type(node) is Call:
-        return plain_form(node)
+        is_harmless = node.name != "functools.partial" or all(map(_is_harmless, functions_of(node)))
+        return plain_form(node) if is_harmless else node
+    if type(node) is Global:
+        return code_name(node) if is_class(node) and _is_harmless(node) else node
     if type(node) is TensorObject and type(node.cls) is Global and node.cls.path == "torch.nn.parameter.Buffer":
         return node.tensor
     return node
+
+
+def _is_harmless(name: Global) -> bool:
+    return judge(name.module, name.name).level != "dangerous"
+
+
+def _stands_alone(place: Place) -> bool:
+    """Whether a node hangs in dicts and lists only, and is not part of how an object is made."""
+    while place is not None:
+        holder, label = place[2], place[1]
+        if type(holder) is Call and (mapping_pairs(holder) is None or label == "<state>"):
+            return False
+        if type(holder) not in (Call, Dict, list, tuple) or label in ("<key>", "<value>"):
+            return False
+        place = place[0]
+    return True
+
+
+def _bound_names(root: Node, overlay: Mapping[int, Node]) -> set[int]:
+    """The classes that are part of how some object is made: one and the same node may stand alone elsewhere."""
+    found: set[int] = set()
+    for _, node in walk(root, overlay):
+        if type(node) is TensorObject:
+            work = [node.cls, node.state]
+        elif type(node) is Call and node.name in WEIGHTS_ONLY:
+            work = [*node.args, node.kwargs, node.state]
+        else:
+            continue
+        while work:
+            part = work.pop()
+            if type(part) is Global:
+                found.add(id(part))
+            elif type(part) in (list, tuple):
+                work += part
+            elif type(part) is Dict:
+                work += [inner for pair in part.pairs for inner in pair]
+    return found
 
 
 def _refusal(unknown: Sequence[tuple[Place, str]]) -> RefusedObject:

@@ -32,7 +32,8 @@ class Buffers(nn.Module):
         self.register_parameter("absent", None)
         self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
         self.weight = nn.Parameter(torch.randn(2, 2, dtype=torch.complex64))
-        self.plain = torch.zeros(2)
+        self.alias = self.weight
+        self.row = self.frozen.data[1:]
         self.none = None
 
 

@@ -12,14 +12,16 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ckptconv.checkpoint import Checkpoint
+from ckptconv.checkpoint import Checkpoint, Stray
 from ckptconv.errors import MalformedCheckpoint, printable
 from ckptconv.formats.records import ArchiveStorages, Records, checksum_notes, read_limited, read_tree, root_folder
+from ckptconv.held_tensors import holds_tensors
 from ckptconv.module_walk import Parts, state_dict_of
 from ckptconv.nodes import Call, Dict, Global, Node
 from ckptconv.sources import Source
 from ckptconv.tensors import TensorRef
 from ckptconv.torch_objects import is_tensor_call
+from ckptconv.walking import place_text, walk
 
 NAME = "TorchScript"
 _Opener = Callable[[Source], Checkpoint]
@@ -44,7 +46,8 @@ def open_torchscript(source: Source, records: Records, _: _Opener) -> Checkpoint
     code = _Code(source, records, root)
     made = state_dict_of(tree, code.parts)
     notes = (*_notes(tree, code), *([] if made.pairs else [_EMPTY]), *checksum_notes(records))
-    return Checkpoint(source.path, NAME, made, source.size, notes=notes, sources=(source, *storages.inflated))
+    sources, strays = (source, *storages.inflated), tuple(_strays(tree, code, made))
+    return Checkpoint(source.path, NAME, made, source.size, notes=notes, sources=sources, module_strays=strays)
 
 
 _EMPTY = "it has no parameters and no buffers: those of a frozen module are constants of its code"
@@ -57,6 +60,14 @@ def _notes(root: Call, code: _Code) -> Iterator[str]:
         yield f"{count} classes keep their state in a way of their own, so their tensors are left out: {first}"
     if code.untold:
         yield "its classes do not list their buffers (before torch 1.6): all their tensors but the parameters are taken as such"
+
+
+def _strays(root: Call, code: _Code, made: Call) -> Iterator[Stray]:
+    """The objects that keep tensors in a way of their own, packed weights above all: the state dict has only scales of them."""
+    for place, node in walk(root) if code.opaque else ():
+        if type(node) is Call and node.name in code.opaque and holds_tensors(node):
+            path = place_text(place).replace("<state>.", "")
+            yield Stray(path, f"an object with tensors of its own ({node.name}), which no state dict holds", True, made)
 
 
 # ------------------------------------------------------------------------------------------------------ classes as text
