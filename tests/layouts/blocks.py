@@ -244,9 +244,9 @@ class Blocks:
     # -------------------------------------------------------------------------------------------------- all the rest
 
     def number(self) -> tuple[str, Any]:
-        """A labelled number of the training: plain, a tensor, an array, or numpy's own."""
+        """A labelled number of the training: plain, a tensor, or an array."""
         label = self.pick(*NUMBER_LABELS)
-        return label, self.pick(3, 0.25, self.scalar(), self.scalar(), self.scalar(), np.float64(0.5), self.array(1))
+        return label, self.pick(3, 0.25, self.scalar(), self.scalar(), self.scalar(), self.array(1))
 
     def metrics(self) -> tuple[str, Any]:
         """A dict or a list of numbers, nested or not."""
@@ -271,10 +271,10 @@ class Blocks:
 
     def config(self) -> tuple[str, Any]:
         """Settings, without tensors."""
-        made = {"lr": 0.1, "name": "r50", "betas": (0.9, 0.999), "model": {"depth": 3, "state_dict": {}}, "optimizer": None}
-        return self.pick(*CONFIGS), self.pick(
-            made, argparse.Namespace(lr=0.1), {}, [], "r50", None, 7, {"weight": 0.1, "a.b": 2}
-        )
+        network = {"depth": 3, "state_dict": {}}
+        made = {"lr": np.float64(0.1), "name": "r50", "betas": (0.9, 0.99), "model": network, "optimizer": None}
+        others = [argparse.Namespace(lr=0.1), {"weight": 0.1, "a.b": 2}, {}, [], "r50", None, 7]
+        return self.pick(*CONFIGS), self.random.choice([made, *others])
 
     def average(self, state_dict: dict[str, Any]) -> tuple[str, Any]:
         """An average of the model, in one of the ways in which libraries write one."""

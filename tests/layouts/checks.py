@@ -15,7 +15,7 @@ import torch
 from ckptconv import convert_checkpoint, diagnose, diff_checkpoints, load_portable, open_checkpoint
 from ckptconv.errors import AmbiguousStateDict, CheckpointError
 from layouts.compose import Layout
-from layouts.rule import Refused, Taken, decide, is_tensor, leaves_of, rewritten
+from layouts.rule import Refused, Taken, decide, is_tensor, leaves_of, named, rewritten
 
 
 def save(layout: Layout, folder: Path) -> Path:
@@ -32,6 +32,7 @@ def differences(layout: Layout, folder: Path, *, full: bool = False) -> list[str
     try:
         found = list(decision(path, verdict))
         if full:
+            found += choices(path, named(layout.tree))
             found += [*safetensors_output(path, verdict), *torch_output(path, layout.tree), *looks(path)]
     finally:
         path.unlink()
@@ -61,20 +62,23 @@ def refusal(path: Path, error: AmbiguousStateDict, verdict: Taken | Refused) -> 
     if isinstance(verdict, Taken):
         yield f"refused: {error.what}"
         return
-    for name, expected in verdict.choices.items():
-        if not lists(error.what, name):
-            yield f"the error does not list '{name}': {error.what}"
-            continue
+    yield from (f"the error does not list '{name}': {error.what}" for name in verdict.choices if not lists(error.what, name))
+    yield from choices(path, verdict.choices)
+
+
+def choices(path: Path, expected: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Take each of several state dicts by its name."""
+    for name, state_dict in expected.items():
         try:
             loaded = load_portable(path, only=name)
-        except CheckpointError as other:
-            yield f"only='{name}' is refused: {other}"
+        except CheckpointError as error:
+            yield f"only='{name}' is refused: {error}"
         else:
-            yield from (f"only='{name}': {line}" for line in unequal(loaded, expected))
+            yield from (f"only='{name}': {line}" for line in unequal(loaded, state_dict))
 
 
 def lists(message: str, name: str) -> bool:
-    """Whether a message has a name by itself, with a dot behind it or not; of more than eight it lists the first."""
+    """Whether a message has a name by itself, with a dot behind it or not."""
     bare = name.removesuffix(".")
     forms = [re.escape(bare) + r"\.?"] if bare else [r"\."]
     return any(re.search(rf"(?<![^\s'\",(]){form}(?=[\s'\",;):]|$)", message) for form in forms)

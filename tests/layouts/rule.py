@@ -206,6 +206,19 @@ class Parts:
         return [item for item in found if not item.numbers_only] or found
 
 
+def parts_of(root: Any) -> Parts:
+    """What there is in a tree outside of training states."""
+    parts = Parts()
+    if not is_optimizer(root):
+        parts.walk(root, (), (), None, False)
+    return parts
+
+
+def named(root: Any) -> dict[str, dict[str, Any]]:
+    """Every candidate by the name that `--only` takes it by."""
+    return {item.name: item.state_dict() for item in parts_of(root).candidates()}
+
+
 # --------------------------------------------------------------------------------------------------------------- choice
 
 
@@ -231,9 +244,7 @@ def decide(root: Any) -> Taken | Refused:
         return Taken("", {"tensor": root}, [])
     if isinstance(root, (list, tuple)) and root and all(map(is_tensor, root)):
         return Taken("", {str(number): value for number, value in enumerate(root)}, [])
-    parts = Parts()
-    if not is_optimizer(root):
-        parts.walk(root, (), (), None, False)
+    parts = parts_of(root)
     candidates = parts.candidates()
     if not candidates:
         return Refused({})
@@ -308,11 +319,8 @@ def bare_keys(keys: list[str]) -> list[str]:
 
 def rewritten(root: Any) -> Any:
     """The tree as a torch output must hold it: that of the source, with bare keys in what is the state of a module."""
-    parts = Parts()
-    if isinstance(root, (dict, list, tuple)) and not is_optimizer(root):
-        parts.walk(root, (), (), None, False)
     renamed: dict[int, dict[Any, str]] = {}
-    candidates = parts.candidates()
+    candidates = parts_of(root).candidates()
     best = max((item.rank for item in candidates), default=None)
     for item in candidates:
         if item.rank == best or item.looks_like_a_module:
