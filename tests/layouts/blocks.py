@@ -151,8 +151,6 @@ class Blocks:
             made["attn._extra_state"] = self.pick({"scale": self.weight(), "recipe": "hybrid"}, self.random_bytes(), None)
         if self.chance(0.06):
             made["attn.masks"] = self.tensors(1, 2)
-        if self.chance(0.06):
-            made["head.names"] = ["a", "b"]
 
     def _wrapped(self, key: str, wrapper: str) -> str:
         if "." in key and self.chance(0.2):

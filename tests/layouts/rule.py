@@ -9,7 +9,7 @@ Slow and simple on purpose, and nothing of ckptconv. Where the page leaves somet
 - Tensors are counted by place: those that are tied count twice.
 - A key that looks like a module's is one under which a tensor stands.
 - A framework is known by what stands at the root. Training states above its part do not keep it from being taken.
-- Wrapper prefixes are looked for on the keys under which tensors stand.
+- Wrapper prefixes are looked for on the keys under which tensors or extra states stand.
 """
 
 from __future__ import annotations
@@ -97,8 +97,11 @@ def is_optimizer(value: Any) -> bool:
 
 def belongs(key: Any, value: Any) -> bool:
     """Whether what stands under a key of a dict belongs to the state dict that the key is in."""
-    packed = isinstance(key, str) and key.endswith(("_extra_state", "_packed_params"))
-    return packed or (isinstance(key, str) and "." in key and not isinstance(value, dict))
+    return is_packed(key) or (isinstance(key, str) and "." in key and not isinstance(value, dict))
+
+
+def is_packed(key: Any) -> bool:
+    return isinstance(key, str) and key.endswith(("_extra_state", "_packed_params"))
 
 
 @dataclass
@@ -157,10 +160,15 @@ class Candidate:
     def numbers_only(self) -> bool:
         return all(leaf.is_number for leaf in self.leaves)
 
+    def bare_keys(self) -> dict[Any, str]:
+        """Its keys and what they are called without wrappers, those of extra states without tensors too."""
+        keys = [key for key in self.home if key in self.keys or is_packed(key)]
+        return dict(zip(keys, bare_keys([str(key) for key in keys]), strict=True))
+
     def state_dict(self) -> dict[str, Any]:
         """Its tensors under bare keys."""
-        keys = self.keys
-        return {new: self.home[old] for old, new in zip(keys, bare_keys([str(key) for key in keys]), strict=True)}
+        bare = self.bare_keys()
+        return {bare[key]: self.home[key] for key in self.keys}
 
 
 def numel(value: Any) -> int:
@@ -324,8 +332,7 @@ def rewritten(root: Any) -> Any:
     best = max((item.rank for item in candidates), default=None)
     for item in candidates:
         if item.rank == best or item.looks_like_a_module:
-            new = bare_keys([str(key) for key in item.keys])
-            renamed[id(item.home)] = {old: key for old, key in zip(item.keys, new, strict=True) if "." in str(old)}
+            renamed[id(item.home)] = {key: bare for key, bare in item.bare_keys().items() if "." in str(key)}
     return _with(root, renamed)
 
 
