@@ -43,7 +43,7 @@ check: lint test
 bench: $(VENV)/ready
 	$(BIN)/python bench/bench.py
 
-TRUST := $(addprefix tests/test_,badcases.py fuzz_finds.py fuzzing.py limits.py staging.py crash_safety.py terminal_safety.py fidelity.py)
+TRUST := $(addprefix tests/test_,badcases.py fuzz_finds.py fuzzing.py limits.py staging.py crash_safety.py terminal_safety.py fidelity.py layouts.py)
 
 # The proofs behind docs/trust.md, but for the long fuzz; the figures are printed at the end. Crash safety needs strace.
 trust: $(VENV)/ready
