@@ -212,6 +212,13 @@ def metadata_of(node: Node) -> Any:
     return next((value for key, value in node.state.pairs if key == "_metadata"), None)
 
 
+def tells_of_wrappers(key: str, value: Node) -> bool:
+    """Whether a key of a state dict must carry the wrappers of its model: not a number of the training, not another value."""
+    if "." in key or key in _PACKED:
+        return True
+    return _stands_for_tensor(value) and _is_wanted(key, value, numbered=False)
+
+
 def _rank(place: Place, node: Node, *, is_module: bool) -> int:
     if place is None or place[1] in USUAL or metadata_of(node) is not None:
         return _ROOT

@@ -148,7 +148,7 @@ def _parts(
 
 def _mapped(found: StateDict, rules: KeyRules, checkpoint: Checkpoint) -> KeyMap:
     try:
-        return map_keys(found.keys, rules)
+        return map_keys(found.keys, rules, telling=found.telling_keys)
     except CheckpointError as error:
         raise error.at(path=checkpoint.path) from error.__cause__
 

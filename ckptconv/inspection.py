@@ -103,7 +103,7 @@ def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
         used=sum(_used_bytes(refs).values()),
         locations=Counter(storage.location for storage in storages.values()),
         dtypes=dtypes,
-        state_dicts={item.path: find_wrappers(item.keys) for item in found.values()},
+        state_dicts={item.path: find_wrappers(item.telling_keys) for item in found.values()},
         producer=producer_of(checkpoint.root),
         offered={item.path: prefix for item in found.values() if (prefix := offered_prefix(checkpoint.root, item.keys))},
         odd_objects=tuple(_odd_objects(checkpoint.root)),
@@ -196,7 +196,7 @@ def _part(name: str, node: Node, found: Mapping[int, StateDict], depth: int, sho
 
 def _state_dict_part(name: str, item: StateDict, depth: int) -> Part:
     named = list(item.tensors())
-    modules = _modules(named, depth and depth + min(len(find_wrappers(item.keys)), _DEEPEST_WRAPPERS))
+    modules = _modules(named, depth and depth + min(len(find_wrappers(item.telling_keys)), _DEEPEST_WRAPPERS))
     return Part(name, "state dict", len(named), _nbytes([ref for _, ref in named]), modules)
 
 

@@ -163,13 +163,15 @@ class KeyMap:
         return paths
 
 
-def map_keys(keys: Sequence[str], rules: KeyRules, path: str = "") -> KeyMap:
+def map_keys(keys: Sequence[str], rules: KeyRules, path: str = "", telling: Sequence[str] | None = None) -> KeyMap:
     """Apply `rules` to all keys of the state dict at `path`.
+
+    `telling` are the keys that tell which wrappers there are (None: all); numbers of the training beside them do not.
 
     Raises `KeyConflict` when two keys become one, one becomes empty, or one is not in a mapping. That every rule met a key
     is for `refuse_idle` to say, of all state dicts together.
     """
-    found, steps = _wrapper_steps(keys, rules)
+    found, steps = _wrapper_steps(keys, rules, keys if telling is None else telling)
     new: list[str | None] = list(keys)
     for step in steps:
         new = [None if key is None else step(key) for key in new]
@@ -312,9 +314,9 @@ def _count(most: int, holds: Callable[[int], bool]) -> int:
 # -------------------------------------------------------------------------------------------------------------- wrappers
 
 
-def _wrapper_steps(keys: Sequence[str], rules: KeyRules) -> tuple[tuple[str, ...], list[Step]]:
+def _wrapper_steps(keys: Sequence[str], rules: KeyRules, telling: Sequence[str]) -> tuple[tuple[str, ...], list[Step]]:
     """The wrappers that stand in the keys, and the steps that `rules.wrappers` asks for."""
-    found = find_wrappers(keys)
+    found = find_wrappers(telling)
     if rules.mapped:
         return found, []
     if rules.wrappers == "strip":
@@ -322,7 +324,7 @@ def _wrapper_steps(keys: Sequence[str], rules: KeyRules) -> tuple[tuple[str, ...
         return found, [_drop_unmistakable, *[_strip(depth)] * (depth > 0)] if found else []
     if rules.wrappers == "module":
         return found, [lambda key: key[_end_of_lead(key, len(key)) :]]
-    if rules.wrappers == "add-module" and not _all_start(keys, _LEAD):
+    if rules.wrappers == "add-module" and not _all_start(telling, _LEAD):
         return found, [AddPrefix(_LEAD).step(keys)]
     return found, []
 

@@ -47,13 +47,13 @@ def with_filled(item: StateDict, keys: KeyMap) -> tuple[tuple[str | None, ...], 
 
 def _has_work(item: StateDict, rules: KeyRules) -> bool:
     """Whether the keys must be fit for names: not where they stay, whatever they are, somewhere inside a checkpoint."""
-    return rules != KEEP and (rules != STRIP or not item.path or bool(find_wrappers(item.keys)))
+    return rules != KEEP and (rules != STRIP or not item.path or bool(find_wrappers(item.telling_keys)))
 
 
 def map_state_dict(item: StateDict, rules: KeyRules, fit_to: KeyTarget | None) -> KeyMap:
     """The rules applied, then the keys fitted; where wrappers are all that the rules are about, fitting finds them itself."""
     try:
-        keys = map_keys(item.keys, KEEP if fit_to and rules == STRIP else rules, item.path)
+        keys = map_keys(item.keys, KEEP if fit_to and rules == STRIP else rules, item.path, item.telling_keys)
         return fitted(item, keys, fit_to) if fit_to else keys
     except (KeyConflict, KeyMismatch) as error:
         raise error.at(where=item.path or None) from None

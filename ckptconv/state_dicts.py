@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptconv.candidates import Candidate, Holder, Pairs, Survey, dict_pairs, metadata_of, survey
+from ckptconv.candidates import Candidate, Holder, Pairs, Survey, dict_pairs, metadata_of, survey, tells_of_wrappers
 from ckptconv.errors import AmbiguousStateDict, KeyConflict, printable
 from ckptconv.labels import names_average, names_training_state
 from ckptconv.nodes import Call, Dict, Node, children, mapping_pairs
@@ -44,6 +44,12 @@ class StateDict:
     def prefix(self) -> str:
         """What stands before its keys in the paths of its values."""
         return f"{self.path.removesuffix('.')}." if self.path.strip(".") else ""
+
+    @property
+    def telling_keys(self) -> tuple[str, ...]:
+        """The keys that tell which wrappers stand around the model; all where none does."""
+        named = zip(self.keys, self.values, strict=True)
+        return tuple([key for key, value in named if "." in key or tells_of_wrappers(key, value)]) or self.keys
 
     def tensors(self) -> Iterator[tuple[str, TensorRef]]:
         """The keys whose values are tensors, with them."""

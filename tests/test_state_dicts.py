@@ -145,6 +145,23 @@ def test_the_dot_means_the_tensors_that_stand_in_a_dict_at_any_depth(tmp_path):
     assert same(torch.load(tmp_path / "out.pt"), weights(1))
 
 
+@pytest.mark.parametrize(
+    "beside", [{"epoch": 3}, {"best_acc1": torch.tensor(0.5)}, {"arch": "x", "rng_state": torch.get_rng_state()}]
+)
+def test_numbers_and_texts_beside_the_weights_do_not_hide_a_wrapper(beside, tmp_path):
+    source = saved({**weights(1, "module."), **beside}, tmp_path)
+    assert list(weights(1)) == [key for key in load_portable(source) if key not in beside]
+    convert_checkpoint(source, tmp_path / "out.pt", fsync=False)
+    assert list(torch.load(tmp_path / "out.pt")) == [*weights(1), *beside]
+    convert_checkpoint(source, tmp_path / "kept.safetensors", keys="keep", fsync=False)
+    assert not diff_checkpoints(source, tmp_path / "out.pt").same
+
+
+def test_a_tensor_without_the_wrapper_is_a_key_of_the_model_and_nothing_is_stripped(tmp_path):
+    source = saved({**weights(1, "module."), "scale": torch.ones(1)}, tmp_path)
+    assert list(load_portable(source)) == [*weights(1, "module."), "scale"]
+
+
 def test_skipped_lists_what_stands_beside_the_weights(tmp_path):
     source = saved({**weights(1), "optimizer": optimizer(), "epoch": 3}, tmp_path)
     result = convert_checkpoint(source, tmp_path / "out.safetensors", fsync=False)

@@ -125,7 +125,11 @@ def test_a_class_is_its_name(protocol, tmp_path):
     assert found["cls"] == "torch.nn.modules.linear.Linear" and found["types"][0] == found["types"][2] == "builtins.int"
 
 
-@pytest.mark.parametrize("value", [print, ..., torch.add, {nn.Linear: 1}, {"x": [exec]}], ids=["print", "ellipsis", "torch.add", "a key", "in a list"])
+@pytest.mark.parametrize(
+    "value",
+    [print, ..., torch.add, {nn.Linear: 1}, {"x": [exec]}],
+    ids=["print", "ellipsis", "torch.add", "a key", "in a list"],
+)
 def test_functions_and_classes_elsewhere_are_refused(value, tmp_path):
     with pytest.raises(RefusedObject):
         written(value, tmp_path)
