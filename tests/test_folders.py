@@ -455,6 +455,12 @@ def test_a_megatron_checkpoint_of_several_ranks_is_refused_by_its_name(ranks, ar
         open_checkpoint(tmp_path)
 
 
+def test_the_file_of_one_rank_of_several_is_refused_by_itself_too(tmp_path):
+    legacy_megatron(tmp_path, "mp_rank_01", tensor_model_parallel_size=2)
+    with pytest.raises(UnsupportedCheckpoint, match="holds one rank of a model that was split over 2"):
+        open_checkpoint(tmp_path / "mp_rank_01" / "model_optim_rng.pt")
+
+
 # ---------------------------------------------------------------------------------------------------------------- variants
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptconv.checkpoint import Checkpoint
-from ckptconv.errors import MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.formats.dtensors import refuse_flat
 from ckptconv.nodes import Dict, Node, mapping_pairs
 from ckptconv.sources import within
 
@@ -26,7 +27,6 @@ _OTHERS = re.compile(
     r"(optimizer|scheduler|sampler|dl_state_dict)(?:_\d+)?\.bin$|random_states_\d+\.pkl$|scaler\.pt$|custom_checkpoint_\d+\.pkl$"
     r"|scheduler\.pt$|rng_state(?:_\d+)?\.pth$"  # as transformers' Trainer calls them
 ).match
-_FLAT = ("_flat_param", "flat_param")
 
 
 class Openers(NamedTuple):
@@ -147,12 +147,11 @@ def _open_part(part: _Part, openers: Openers) -> Checkpoint:
     if not part.is_ranks:
         return openers.file(part.paths[0])
     checkpoint = openers.ranks(part.paths)
-    flat = [key for key, _ in mapping_pairs(checkpoint.root) or () if type(key) is str and key.split(".")[-1] in _FLAT]
-    if flat:
+    try:
+        refuse_flat((key for key, _ in mapping_pairs(checkpoint.root) or () if type(key) is str), part.paths[0].parent)
+    except CheckpointError:
         checkpoint.close()
-        what = "is a flat parameter of FSDP (LOCAL_STATE_DICT), which does not say what parameters are in it"
-        hint = "save it with SHARDED_STATE_DICT or FULL_STATE_DICT"
-        raise UnsupportedCheckpoint(what, path=part.paths[0].parent, where=flat[0], hint=hint)
+        raise
     return checkpoint
 
 

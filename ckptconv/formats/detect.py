@@ -18,7 +18,7 @@ from ckptconv.formats.accelerate import Openers, is_accelerate, is_fsdp, open_ac
 from ckptconv.formats.dcp import is_dcp, open_dcp
 from ckptconv.formats.dcp_shards import is_dcp_shards, open_dcp_shards, refuse_one_rank
 from ckptconv.formats.deepspeed import is_deepspeed, open_deepspeed
-from ckptconv.formats.megatron import is_megatron, open_megatron
+from ckptconv.formats.megatron import is_megatron, is_rank_file, open_megatron, refuse_split
 from ckptconv.formats.old_torchscript import is_old_torchscript, open_old_torchscript
 from ckptconv.formats.ranks import join_ranks
 from ckptconv.formats.raw_pickle import is_raw_pickle, open_raw_pickle
@@ -250,6 +250,8 @@ def _open_alone(path: Path) -> Checkpoint:
     """Open a file that is a checkpoint by itself, and not one rank's share of one."""
     checkpoint = open_file(path)
     try:
+        if is_rank_file(path):
+            refuse_split(checkpoint.root, path)
         return refuse_one_rank(checkpoint)
     except CheckpointError:
         checkpoint.close()

@@ -11,10 +11,11 @@ Source: torch/distributed/_shard/sharded_tensor/api.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from pathlib import Path
 from typing import NamedTuple
 
 from ckptconv.bounds import in_force
@@ -141,6 +142,20 @@ def _narrowed(runs: Sequence[tuple[int, int]], start: int, stop: int) -> Iterato
 
 
 _CLASSES = ("DTensor", "ShardedTensor")
+
+
+def refuse_flat(keys: Iterable[str], path: Path) -> None:
+    """Raise where a key is that of a flat parameter of FSDP1, which holds many parameters and does not say which.
+
+    Source: torch/distributed/fsdp/_flat_param.py.
+    """
+    if flat := next((key for key in keys if key.rpartition(".")[2] in _FLAT), None):
+        what = "is a flat parameter of FSDP (LOCAL_STATE_DICT), which does not say what parameters are in it"
+        hint = "save it with SHARDED_STATE_DICT or FULL_STATE_DICT"
+        raise UnsupportedCheckpoint(what, path=path, where=flat, hint=hint)
+
+
+_FLAT = ("_flat_param", "flat_param")
 
 
 def is_sharded(node: Node) -> bool:

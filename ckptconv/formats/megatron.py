@@ -29,6 +29,11 @@ def is_megatron(path: Path) -> bool:
     return path.is_dir() and bool(_rank_files(path))
 
 
+def is_rank_file(path: Path) -> bool:
+    """Whether a file is by its names the one of a rank in this format."""
+    return path.name in _FILES and _RANK(path.absolute().parent.name) is not None
+
+
 def _rank_files(folder: Path) -> list[Path]:
     ranks = sorted(item for item in folder.iterdir() if _RANK(item.name) and item.is_dir())
     return [item / name for item in ranks for name in _FILES if (item / name).is_file()]
@@ -41,7 +46,7 @@ def open_megatron(path: Path, open_file: Callable[[Path], Checkpoint], home: Pat
         raise _parallel(_kind(files), len(files), path)
     checkpoint = open_file(within(files[0], home))
     try:
-        _refuse_split(checkpoint.root, path)
+        refuse_split(checkpoint.root, path)
     except CheckpointError:
         checkpoint.close()
         raise
@@ -60,7 +65,7 @@ def _parallel(kind: str, ranks: int, path: Path) -> UnsupportedCheckpoint:
     return UnsupportedCheckpoint(what, path=path, hint=_HINT)
 
 
-def _refuse_split(root: Node, path: Path) -> None:
+def refuse_split(root: Node, path: Path) -> None:
     """Raise where the arguments of the training say that the model had more ranks than the one that is here."""
     args = next((value for key, value in mapping_pairs(root) or () if key == "args"), None)
     known = mapping_pairs(args.state if type(args) is Call else args) or ()

@@ -13,7 +13,7 @@ from itertools import pairwise
 from ckptconv.assembly import assembled
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.errors import CheckpointError, IncompleteCheckpoint, MalformedCheckpoint, UnsupportedCheckpoint, printable
-from ckptconv.formats.dtensors import Shard, is_sharded, read_shard
+from ckptconv.formats.dtensors import Shard, is_sharded, read_shard, refuse_flat
 from ckptconv.labels import names_rank_state
 from ckptconv.nodes import Node
 from ckptconv.substitution import calls_of, substituted
@@ -57,6 +57,7 @@ def join_ranks(opened: Sequence[Checkpoint]) -> Checkpoint:
                 path=rank.checkpoint.path,
                 hint="name one file only, or the files of all ranks",
             )
+    refuse_flat((str(labels[-1]) for labels in ranks[0].shards), ranks[0].checkpoint.path)
     ranks.sort(key=lambda rank: rank.number)
     _refuse_duplicates(ranks)
     _refuse_missing(ranks)
