@@ -16,7 +16,7 @@ from ckptconv.formats.safetensors import lay_out_safetensors
 from ckptconv.formats.torch_zip import Tree, lay_out_torch_zip
 from ckptconv.keys import refuse_idle
 from ckptconv.layout import Layout, one_item
-from ckptconv.nodes import ORDERED_DICT, Call, children, mapping_pairs
+from ckptconv.nodes import ORDERED_DICT, Call, Node, attributes, children, mapping_pairs
 from ckptconv.plan_notes import count_casts, count_locations, key_notes, prefix_notes, sharing_notes
 from ckptconv.plans import ConversionPlan, Options, PlannedFile, Target
 from ckptconv.renaming import excluded, map_state_dict, refuse_nothing_left, renamed_keys, with_filled
@@ -197,6 +197,7 @@ def _other_parts(checkpoint: Checkpoint, found: StateDict, options: Options) -> 
     """The parts of what was to be converted that are not the state dict: what stands beside it, and beside what it is in."""
     node = checkpoint.root if options.only is None else find(checkpoint.root, options.only, checkpoint.path)
     base, rest = f"{options.only}." if options.only else "", found.path
+    yield from _attributes(node, base)
     while rest:
         pairs = mapping_pairs(node)
         parts = [(label_text(label), child) for label, child in (children(node) if pairs is None else pairs)]
@@ -208,3 +209,12 @@ def _other_parts(checkpoint: Checkpoint, found: StateDict, options: Options) -> 
             if text != way:
                 yield Skipped(f"{base}{text}", "not part of the state dict; safetensors holds named tensors only")
         base, rest = f"{base}{way}.", rest[len(way) + 1 :]
+        yield from _attributes(node, base)
+
+
+def _attributes(node: Node, base: str) -> Iterator[Skipped]:
+    """What was set on a dict beside its items; the versions of a state dict's modules go without saying."""
+    for name, _ in attributes(node) if mapping_pairs(node) is not None else ():
+        if name != "_metadata":
+            what = "an attribute of the dict, not one of its items; safetensors holds named tensors only"
+            yield Skipped(f"{base}<state>.{label_text(name)}", what)

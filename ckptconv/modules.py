@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ckptconv.checkpoint import Checkpoint, place_text, walk
+from ckptconv.checkpoint import Checkpoint, is_tensor, place_text, walk
 from ckptconv.errors import printable
 from ckptconv.module_walk import Parts, state_dict_of
-from ckptconv.nodes import Call, Dict, Node, mapping_pairs
+from ckptconv.nodes import Call, Node, attributes, mapping_pairs
 from ckptconv.substitution import calls_of, substituted
+from ckptconv.tensors import Storage
 
 _LISTED = 3
 _TENSORS = ("_parameters", "_buffers")
@@ -48,11 +49,17 @@ def flatten_modules(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _is_module(call: Call) -> bool:
-    return type(call.state) is Dict and set(_PARTS) <= {key for key, _ in call.state.pairs if type(key) is str}
+    """Whether a call is a module, by what its state holds; one whose parts are no plain dicts is an object like any other."""
+    parts = {key: value for key, value in attributes(call) if type(key) is str and key in _PARTS}
+    return len(parts) == len(_PARTS) and all(part is None or mapping_pairs(part) is not None for part in parts.values())
 
 
 def _parts(module: Call) -> Parts:
-    """The parameters, persistent buffers and children of a module, by the names in its pickled state."""
+    """The parameters, persistent buffers and children of a module, by the names in its pickled state.
+
+    A child that is no module, but holds tensors, is given as a value: whoever writes the state dict has to say that it does not
+    fit in.
+    """
     state = {key: value for key, value in module.state.pairs if type(key) is str}
     skipped = _names_in(state.get(_NOT_SAVED))
     tensors = [
@@ -61,11 +68,12 @@ def _parts(module: Call) -> Parts:
         for name, value in mapping_pairs(state[part]) or ()
         if type(name) is str and value is not None and not (part == "_buffers" and name in skipped)
     ]
-    children = [
-        (name, child)
-        for name, child in mapping_pairs(state["_modules"]) or ()
-        if type(name) is str and type(child) is Call and _is_module(child)
-    ]
+    children: list[tuple[str, Call]] = []
+    for name, child in mapping_pairs(state["_modules"]) or ():
+        if type(name) is str and type(child) is Call and _is_module(child):
+            children.append((name, child))
+        elif type(name) is str and any(is_tensor(node) or type(node) is Storage for _, node in walk(child)):
+            tensors.append((name, child))
     return Parts(tensors, children)
 
 
