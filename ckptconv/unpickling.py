@@ -379,7 +379,8 @@ class PickleReader:
         elif op in (0x49, 0x4C):  # INT, LONG
             stack.append(int(text.rstrip(b"L")))
         else:  # PERSID
-            raise self._malformed("holds a persistent id in text form, which no checkpoint writer makes")
+            what = "its pickle is of protocol 0, which turns what refers to a storage into text; torch does not read it either"
+            raise MalformedCheckpoint(f"{what} (near byte {self.position})", hint="save it again with another pickle protocol")
 
     def _stack_only(self, op: int, stack: list[Node], marks: list[list[Node]]) -> list[Node]:
         if op == 0x81 or op == 0x92:  # NEWOBJ, NEWOBJ_EX

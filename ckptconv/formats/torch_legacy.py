@@ -23,15 +23,17 @@ from ckptconv.torch_objects import named_storages, read_torch_pickle
 from ckptconv.unpickling import read_pickle
 
 NAME = "torch legacy"
+_MAGIC = 0x1950A86A20F9469CFC6C
 _BEGINS = re.compile(
-    rb"\x80[\2-\5](?:\x95.{8})?\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19\x2e", re.DOTALL
-).match  # the pickled magic number; newer protocols, which a user may choose, put it into a frame
+    rb"\x80[\2-\5](?:\x95.{8})?\x8a\x0a%s\.|L%dL\n\." % (re.escape(_MAGIC.to_bytes(10, "little")), _MAGIC), re.DOTALL
+).match  # the pickled magic number; protocols 4 and 5, which a user may choose, put it into a frame, 0 and 1 write digits
+HEAD = 32
 _PROTOCOL = 1001
 _COUNT = 8  # bytes of an element count
 
 
 def is_torch_legacy(head: bytes) -> bool:
-    """Whether a file that starts with `head` (24 bytes are enough) begins with the pickled magic number."""
+    """Whether a file that starts with `head` (`HEAD` bytes are enough) begins with the pickled magic number."""
     return _BEGINS(head) is not None
 
 
@@ -103,7 +105,7 @@ class _Storages:
         rest = self._source.size - end
         if not rest:
             return
-        again = is_torch_legacy(self._source.read(end, min(rest, 24)))
+        again = is_torch_legacy(self._source.read(end, min(rest, HEAD)))
         raise MalformedCheckpoint(
             f"{rest} bytes follow the last storage",
             where=f"byte {end}",
