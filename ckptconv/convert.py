@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from ckptconv.accounting import refuse_unaccounted
 from ckptconv.bounds import held
 from ckptconv.casting import cast
 from ckptconv.checkpoint import StateDict
@@ -45,6 +46,8 @@ from ckptconv.tensors import Storage, TensorRef, iter_cast_chunks, iter_chunks, 
 class ConversionResult:
     """What an executed plan did: seconds, tensors verified (None: not asked), and by tensor the values to be told of.
 
+    `named` counts the storages that the source names, all of which were verified to be in the output or listed as left out
+    (None: not asked, or not counted in a source of this format).
     `overflowed` counts finite values that a cast made infinite or NaN; `odd_bools` bools that are neither 0 nor 1.
     """
 
@@ -53,6 +56,7 @@ class ConversionResult:
     verified: int | None
     overflowed: Mapping[str, int] = field(default_factory=dict)
     odd_bools: Mapping[str, int] = field(default_factory=dict)
+    named: int | None = None
 
 
 def convert_checkpoint(
@@ -122,9 +126,10 @@ def execute_plan(
     the source is damaged, `OutputRefused` when the output cannot be written, `VerificationFailed`; nothing is left behind.
     """
     begin = time.perf_counter()
+    named = refuse_unaccounted(plan) if verify else None
     write = _write_folder if plan.to == "dcp" else _write_files
     result = write(plan, force, fsync, verify, _Progress(on_progress))
-    return replace(result, seconds=time.perf_counter() - begin)
+    return replace(result, seconds=time.perf_counter() - begin, named=named)
 
 
 def _result(plan: ConversionPlan, tally: _Tally, verified: int | None) -> ConversionResult:

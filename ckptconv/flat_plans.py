@@ -205,16 +205,16 @@ def _other_parts(checkpoint: Checkpoint, found: StateDict, options: Options) -> 
         if not ways:
             return
         way, node = max(ways, key=lambda item: len(item[0]))
-        for text, _ in parts:
+        for text, child in parts:
             if text != way:
-                yield Skipped(f"{base}{text}", "not part of the state dict; safetensors holds named tensors only")
+                yield Skipped(f"{base}{text}", "not part of the state dict; safetensors holds named tensors only", child)
         base, rest = f"{base}{way}.", rest[len(way) + 1 :]
         yield from _attributes(node, base)
 
 
 def _attributes(node: Node, base: str) -> Iterator[Skipped]:
     """What was set on a dict beside its items; the versions of a state dict's modules go without saying."""
-    for name, _ in attributes(node) if mapping_pairs(node) is not None else ():
+    for name, value in attributes(node) if mapping_pairs(node) is not None else ():
         if name != "_metadata":
             what = "an attribute of the dict, not one of its items; safetensors holds named tensors only"
-            yield Skipped(f"{base}<state>.{label_text(name)}", what)
+            yield Skipped(f"{base}<state>.{label_text(name)}", what, value)

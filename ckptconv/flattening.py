@@ -11,7 +11,7 @@ from ckptconv.errors import KeyConflict, RefusedObject, printable
 from ckptconv.nodes import Call, Dict, Global, Node
 from ckptconv.plain_objects import spoken_name
 from ckptconv.settling import Rewritten, Skipped
-from ckptconv.tensors import TensorRef
+from ckptconv.tensors import TensorObject, TensorRef
 from ckptconv.torch_objects import is_tensor_call
 
 
@@ -42,6 +42,9 @@ def flatten(keys: Sequence[str | None], values: Sequence[Node], skipped: list[Sk
         if (made := flat(key, known.get(id(value), value), encode=encode)) is None:
             skipped.append(_skipped_value(key, value, "safetensors" if encode else "a sharded torch output"))
             continue
+        if type(value) is TensorObject and _holds_something(value.state):
+            what = "attributes of a tensor, not a tensor of the state dict"
+            skipped.append(Skipped(f"{key}.<state>", what, value.state))
         if made.was is not None:
             rewritten.append(Rewritten(key, made.was))
             known[id(value)] = made.tensors[0][1]
@@ -53,6 +56,12 @@ def flatten(keys: Sequence[str | None], values: Sequence[Node], skipped: list[Sk
         tensors.update(made.tensors)
         recipes.update(made.recipes)
     return Flattened(tuple(tensors.items()), recipes, tuple(rewritten))
+
+
+def _holds_something(state: Node) -> bool:
+    """Whether the state of a tensor object says anything: a dict, or a pair of dicts, that is not empty."""
+    parts = state if type(state) is tuple else (state,)
+    return any(part is not None and not (type(part) is Dict and not part.pairs) for part in parts)
 
 
 def encoding_notes(flattened: Flattened) -> Iterator[str]:
@@ -91,9 +100,9 @@ def _skipped_value(key: str, value: Node, output: str) -> Skipped:
             hint="write a torch file (--to torch), or leave it out with --exclude",
         )
     if type(value) is Call:
-        return Skipped(key, f"not a tensor but {printable(spoken_name(value, value.name))}")
+        return Skipped(key, f"not a tensor but {printable(spoken_name(value, value.name))}", value)
     kind = {Dict: "dict", type(None): "None", Global: "a class"}.get(type(value), type(value).__name__)
-    return Skipped(key, f"not a tensor but {kind}")
+    return Skipped(key, f"not a tensor but {kind}", value)
 
 
 def _tensor_class(value: Call) -> str:

@@ -7,14 +7,15 @@ hooks that rename) cannot be had.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from ckptconv.checkpoint import Checkpoint, is_tensor, place_text, walk
+from ckptconv.checkpoint import Checkpoint, is_tensor, place_text, tensor_of, walk
 from ckptconv.errors import printable
-from ckptconv.module_walk import Parts, state_dict_of
-from ckptconv.nodes import Call, Node, attributes, mapping_pairs
+from ckptconv.module_walk import Parts, detached, state_dict_of
+from ckptconv.nodes import Call, Dict, Node, attributes, mapping_pairs
 from ckptconv.substitution import calls_of, substituted
-from ckptconv.tensors import Storage
+from ckptconv.tensors import Storage, TensorObject, TensorRef
 
 _LISTED = 3
 _TENSORS = ("_parameters", "_buffers")
@@ -39,13 +40,35 @@ def flatten_modules(checkpoint: Checkpoint) -> Checkpoint:
         holders.append(node)
     if not names:
         return checkpoint
+    left_out = _left_out(checkpoint.root, stand_ins.values())
     root = substituted(checkpoint.root, holders, stand_ins)
     listed = printable(", ".join(names[:_LISTED])) + ", …" * (len(names) > _LISTED)
     count = "1 whole module is taken as its state dict"
     if len(names) > 1:
         count = f"{len(names)} whole modules are taken as their state dicts"
     note = f"{count}: {listed}"
-    return replace(checkpoint, root=root, notes=(*checkpoint.notes, note), modules=len(names))
+    return replace(checkpoint, root=root, notes=(*checkpoint.notes, note, *left_out), modules=len(names))
+
+
+def _left_out(root: Node, state_dicts: Iterable[Call]) -> Iterator[str]:
+    """Tell of tensors that modules hold and no state dict has."""
+    saved = {id(storage) for found in state_dicts for _, value in found.pairs for storage in _storages(value)}
+    names = [
+        name
+        for name, value in unsaved(root)
+        if type(value) in _HOLDERS and any(id(storage) not in saved for _, node in walk(value) for storage in _storages(node))
+    ]
+    if names:
+        listed = printable(", ".join(names[:_LISTED])) + ", …" * (len(names) > _LISTED)
+        yield f"tensors that are no part of a module's state dict are left out: {listed}"
+
+
+_HOLDERS = frozenset((TensorRef, TensorObject, Dict, list, tuple, Call))
+
+
+def _storages(node: Node) -> list[Storage]:
+    tensor = tensor_of(node)
+    return [node] if type(node) is Storage else [] if tensor is None else [piece.storage for piece in tensor.pieces]
 
 
 def _is_module(call: Call) -> bool:
@@ -75,6 +98,32 @@ def _parts(module: Call) -> Parts:
         elif type(name) is str and any(is_tensor(node) or type(node) is Storage for _, node in walk(child)):
             tensors.append((name, child))
     return Parts(tensors, children)
+
+
+def unsaved(root: Node) -> Iterator[tuple[str, Node]]:
+    """What modules hold beside what their state dicts do: buffers that are not saved, attributes of theirs and of their tensors.
+
+    Each with the class of the module and the name in it.
+    """
+    for call in calls_of(root):
+        if not _is_module(call):
+            continue
+        state = {key: value for key, value in attributes(call) if type(key) is str}
+        skipped = _names_in(state.get(_NOT_SAVED))
+        for part in _TENSORS:
+            for name, value in mapping_pairs(state[part]) or ():
+                if part == "_buffers" and name in skipped:
+                    yield f"{call.name}.{name}", value
+                elif (kept := detached(value)) is not value:
+                    yield f"{call.name}.{name}.<state>", _beside(value, kept)
+        for name, value in state.items():
+            if name not in _PARTS:
+                yield f"{call.name}.{name}", value
+
+
+def _beside(value: Node, kept: Node) -> Node:
+    """What a parameter holds beside the tensor of it that is kept."""
+    return value.state if type(value) is TensorObject else [part for part in getattr(value, "args", ()) if part is not kept]
 
 
 def _names_in(node: Node) -> set[str]:

@@ -20,10 +20,11 @@ Unknown = Literal["refuse", "drop", "keep"]
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """Something of the source that the output does not hold: where it was, and why."""
+    """Something of the source that the output does not hold: where it was, why, and what it was."""
 
     path: str
     reason: str
+    node: Node = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,7 @@ def _settle(node: Node, name: str, place: Place, overlay: dict[int, Node], settl
         settled.rewritten.append(Rewritten(place_text(place), name))
     elif drop:
         overlay[id(node)] = node.tensor if type(node) is TensorObject else None
-        settled.dropped.append(Skipped(place_text(place), f"dropped: {name} is no plain object"))
+        settled.dropped.append(Skipped(place_text(place), f"dropped: {name} is no plain object", node))
     return drop or plain is not node
 
 

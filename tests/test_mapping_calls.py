@@ -62,7 +62,7 @@ SHAPES = {
     "an argument, and items that replace some": reduced(OD, pairs("a", "b")) + filled("a", at=2),
     "an argument that grows afterwards": b"]q\x07(" + text_op("a") + tensor(0) + b"\x86e0"
     + reduced(OD, b"h\x07") + b"q\x080" + b"h\x07(" + text_op("b") + tensor(1) + b"\x86e0",
-    "NEWOBJ, which ignores its arguments": ORDERED + tuple_op(b"}" + filled("x")) + b"\x81" + filled("a"),
+    "NEWOBJ, which ignores its arguments": ORDERED + tuple_op(b"}(" + text_op("x") + b"Nu") + b"\x81" + filled("a"),
     "OBJ": b"(" + ORDERED + pairs("a", "b") + b"o",
     "INST": b"(" + pairs("a", "b") + b"icollections\nOrderedDict\n",
     "defaultdict of a dict": reduced(DD, INT, b"}" + filled("a", "b")),
@@ -71,6 +71,8 @@ SHAPES = {
     "dict of a dict, by its name in python 2": reduced("__builtin__.dict", b"}" + filled("a", "b")),
     "Counter of a dict": reduced("collections.Counter", b"}" + filled("a", "b")),
 }  # fmt: skip
+REPLACED = ("a key twice", "an argument, and items that replace some")
+"""Here one of the tensors that the pickle makes is in no output, and --verify says so."""
 
 
 def saved(folder: Path, op: bytes) -> Path:
@@ -90,10 +92,11 @@ def test_items_that_are_an_argument_are_items(shape, tmp_path):
     whole = load_portable(path, whole=True, keys="keep")
     assert [(key, value.tolist()) for key, value in whole.items()] == [*expected.items()]
     assert {key: value.tolist() for key, value in load_portable(path, keys="keep").items()} == expected
-    made = convert_checkpoint(path, tmp_path / "out.pt", keys="keep", verify=True).plan.output
+    verify = shape not in REPLACED
+    made = convert_checkpoint(path, tmp_path / "out.pt", keys="keep", verify=verify).plan.output
     loaded = torch.load(made, weights_only=True)
     assert [(key, value.tolist()) for key, value in loaded.items()] == [*expected.items()]
-    made = convert_checkpoint(path, tmp_path / "out.safetensors", keys="keep", verify=True).plan.output
+    made = convert_checkpoint(path, tmp_path / "out.safetensors", keys="keep", verify=verify).plan.output
     assert {key: value.tolist() for key, value in load_file(made).items()} == expected
 
 

@@ -74,32 +74,32 @@ class _Storages:
         at = start
         for key in keys:
             if key not in named:
-                raise MalformedCheckpoint("lies in the file, but the tree does not name it", where=_name(key))
+                raise MalformedCheckpoint("lies in the file, but the tree does not name it", where=storage_name(key))
             at = self._offsets[key] = self._payload(key, at, *named[key])
             at += named[key][0]
         self._refuse_missing(named)
         self._refuse_rest(at)
 
     def __call__(self, key: str, location: str, nbytes: int, dtype: DType | None) -> Storage:
-        return Storage(self._source, self._offsets[key], nbytes, location, _name(key), dtype)
+        return Storage(self._source, self._offsets[key], nbytes, location, storage_name(key), dtype)
 
     def _payload(self, key: str, at: int, nbytes: int, dtype: DType | None) -> int:
         """The first byte of the elements, behind their count at byte `at`."""
         if at + _COUNT + nbytes > self._source.size:
             raise MalformedCheckpoint(
                 f"its {nbytes} bytes at {at + _COUNT} lie beyond the end of the file ({self._source.size})",
-                where=_name(key),
+                where=storage_name(key),
                 hint="the file is cut off; fetch it again",
             )
         count = int.from_bytes(self._source.read(at, _COUNT), "little", signed=True)
         expected = nbytes // (dtype or UINT8).itemsize
         if count != expected:
-            raise MalformedCheckpoint(f"has {count} elements where the pickle says {expected}", where=_name(key))
+            raise MalformedCheckpoint(f"has {count} elements where the pickle says {expected}", where=storage_name(key))
         return at + _COUNT
 
     def _refuse_missing(self, named: dict[str, tuple[int, DType | None]]) -> None:
         if missing := [key for key in named if key not in self._offsets]:
-            raise MalformedCheckpoint("the pickle names a storage that the file does not hold", where=_name(missing[0]))
+            raise MalformedCheckpoint("the pickle names a storage that the file does not hold", where=storage_name(missing[0]))
 
     def _refuse_rest(self, end: int) -> None:
         rest = self._source.size - end
@@ -115,5 +115,6 @@ class _Storages:
         )
 
 
-def _name(key: str) -> str:
+def storage_name(key: str) -> str:
+    """What messages call the storage of a key."""
     return f"storage {printable(key)}"
