@@ -12,6 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ckptconv.archives import is_zip, read_directory
 from ckptconv.bounds import held
@@ -24,7 +25,7 @@ from ckptconv.formats.records import read_limited, root_folder
 from ckptconv.modules import unsaved
 from ckptconv.nodes import ABSENT, Call, Dict, Node, PersistentId
 from ckptconv.old_tensors import complete_tensors
-from ckptconv.plans import ConversionPlan
+from ckptconv.plans import ConversionPlan, PlannedFile
 from ckptconv.sources import FileSource, MemorySource, Source
 from ckptconv.tensors import Storage, TensorObject, TensorRef
 from ckptconv.torch_objects import COPIES, Window
@@ -88,6 +89,21 @@ def _refuse_lost(plan: ConversionPlan) -> None:
         needed -= found_in([item.node for item in plan.skipped]).storages
     if needed:
         raise _failure(plan, sorted(key[1] for key in needed), "was read, and is neither in the output nor listed as left out")
+
+
+def refuse_unwritten(file: PlannedFile, written: Path) -> None:
+    """Refuse a torch file that was written and whose pickle, counted, does not name all that was planned."""
+    source, named = FileSource(written), Named()
+    try:
+        _count(source, named)
+    finally:
+        source.close()
+    records = {f"{torch_zip.ROOT}/{item.name}" for item in file.layout.items if item.name.startswith("data/") and item.nbytes}
+    if missing := sorted(records - {name for _, name in named.storages}):
+        raise VerificationFailed("was written, and the pickle does not name it", path=file.path, where=missing[0])
+    planned = len({id(ref) for _, ref in file.tensors()})
+    if named.tensors < planned:
+        raise VerificationFailed(f"its pickle makes {named.tensors} tensors where {planned} were planned", path=file.path)
 
 
 def _failure(plan: ConversionPlan, names: list[str], what: str) -> VerificationFailed:

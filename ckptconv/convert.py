@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from ckptconv.accounting import refuse_unaccounted
+from ckptconv.accounting import refuse_unaccounted, refuse_unwritten
 from ckptconv.bounds import held
 from ckptconv.casting import cast
 from ckptconv.checkpoint import StateDict
@@ -402,6 +402,8 @@ def _open_with_library(path: Path, file: PlannedFile) -> None:
 def _verify(plan: ConversionPlan, file: PlannedFile, written: Path) -> int:
     """Compare every tensor of a written file with its source; returns how many there are."""
     count = 0
+    if plan.to == "torch":
+        refuse_unwritten(file, written)
     by_key = plan.to == "safetensors" or plan.index is not None
     with held(plan.limits), open_checkpoint(written, whole_modules=plan.to == "torch") as output:
         actual = _flat_tensors(output.state_dict(), plan) if by_key else dict(output.tensors()) if plan.to == "dcp" else None

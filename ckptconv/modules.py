@@ -40,7 +40,7 @@ def flatten_modules(checkpoint: Checkpoint) -> Checkpoint:
         holders.append(node)
     if not names:
         return checkpoint
-    left_out = _left_out(checkpoint.root, stand_ins.values())
+    left_out = list(_left_out(checkpoint.root, stand_ins.values()))
     root = substituted(checkpoint.root, holders, stand_ins)
     listed = printable(", ".join(names[:_LISTED])) + ", …" * (len(names) > _LISTED)
     count = "1 whole module is taken as its state dict"
@@ -101,7 +101,7 @@ def _parts(module: Call) -> Parts:
 
 
 def unsaved(root: Node) -> Iterator[tuple[str, Node]]:
-    """What modules hold beside what their state dicts do: buffers that are not saved, attributes of theirs and of their tensors.
+    """What modules hold beside what their state dicts do: buffers that are not saved, attributes of theirs and of tensors.
 
     Each with the class of the module and the name in it.
     """
