@@ -46,8 +46,8 @@ class Limits:
     """Bytes that a tensor, or an output, claims per byte of its storages (expanded views), above `view_free`."""
     view_free: int = 1 << 30
     """Size of a tensor, or of an output, that is never questioned."""
-    dimensions: int = 64
-    """Dimensions of one tensor, as in torch and numpy; it can be lowered, but not raised."""
+    dimensions: int = 128
+    """Dimensions of one tensor (torch opens any number, and computes with 64)."""
     sharded_dimensions: int = 8
     """Dimensions along which one tensor is split into chunks (real meshes split two)."""
     mesh_ranks: int = 100_000
@@ -92,8 +92,6 @@ class Limits:
 
 DEFAULTS = Limits()
 NAMES = tuple(field.name for field in fields(Limits))
-HIGHEST = {"dimensions": 64}
-"""Limits that cannot be raised further: numpy has no arrays of more dimensions."""
 
 _IN_FORCE: ContextVar[Limits] = ContextVar("ckptconv.limits", default=DEFAULTS)
 
@@ -147,6 +145,4 @@ def _checked(name: str, value: float) -> float:
         raise TypeError(f"the limit {name} is {'a whole number' if whole else 'a number'}, not {value!r:.100}")
     if not value > 0 or not isfinite(value):
         raise ValueError(f"the limit {name} must be more than 0, not {value!r:.100}")
-    if value > HIGHEST.get(name, value):
-        raise ValueError(f"the limit {name} can be {HIGHEST[name]} at most, not {value!r:.100}")
     return value

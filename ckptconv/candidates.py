@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ckptconv.labels import USUAL, looks_like_a_module, names_number, names_training_state
-from ckptconv.nodes import Call, Dict, Node, mapping_pairs
+from ckptconv.nodes import Call, Dict, Node, children, mapping_pairs
 from ckptconv.plain_objects import is_array, plain_form, tensor_form
 from ckptconv.tensors import TensorObject, TensorRef
 from ckptconv.torch_objects import is_tensor_call
@@ -139,7 +139,7 @@ class _Look:
             return
         self._classify(place, node)
         pairs = dict_pairs(node)
-        tensors = _tensors_in(list(enumerate(node)) if type(node) in (list, tuple) else pairs or ())
+        tensors = _tensors_in(list(children(node)) if pairs is None else pairs)
         if not tensors:
             return
         self._fill((place, None, node))
@@ -200,9 +200,13 @@ class _Look:
 def dict_pairs(node: Node) -> Pairs | None:
     """The pairs of a dict, of whatever class; None for anything else."""
     pairs = mapping_pairs(node)
-    if pairs is None and type(node) is Call and node.pairs and type(plain := plain_form(node)) is Dict:
+    if pairs is None and type(node) is Call and _may_be_dict(node) and type(plain := plain_form(node)) is Dict:
         return plain.pairs
     return pairs
+
+
+def _may_be_dict(call: Call) -> bool:
+    return bool(call.pairs) or call.name in ("collections.defaultdict", "collections.Counter", "builtins.dict")
 
 
 def metadata_of(node: Node) -> Any:

@@ -30,12 +30,13 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True)
 class Stray:
-    """What a whole module holds at `path` besides the node `state_dict`; `is_refused`: its class may save it."""
+    """What a whole module holds at `path` besides the node `state_dict`: `node`. `is_refused`: its class may save it."""
 
     path: str
     reason: str
     is_refused: bool
     state_dict: Node
+    node: Node = field(default=None, repr=False)
 
 
 PICKLE_HEAD = 16  # bytes of `FileFacts.head`
@@ -47,9 +48,9 @@ class Checkpoint:
 
     `format` is what its container is called: ``torch zip``, ``torch legacy``, ``safetensors``, ``memory``, …; `metadata` are
     a safetensors file's own strings; `notes` tell what was odd about the file without being wrong; `modules` counts the whole
-    modules in whose places their state dicts stand, `module_strays` are what these do not hold; `facts` are what a torch file
-    holds besides its tree; `limits` are those under which it was opened; `index_metadata` is what the index of shards says
-    besides their total size. Use it as a context manager, or `close()` it.
+    modules in whose places their state dicts stand, `module_strays` are what these do not hold, `module_parts` what they hold
+    in another form; `facts` are what a torch file holds besides its tree; `limits` are those under which it was opened;
+    `index_metadata` is what the index of shards says besides their total size. Use it as a context manager, or `close()` it.
     """
 
     path: Path
@@ -64,6 +65,7 @@ class Checkpoint:
     limits: Limits = field(default_factory=in_force)
     index_metadata: Mapping[str, Any] = field(default_factory=dict)
     module_strays: tuple[Stray, ...] = ()
+    module_parts: tuple[Node, ...] = ()
 
     def __enter__(self) -> Checkpoint:
         return self

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from ckptconv.accounting import refuse_unaccounted, refuse_unwritten
 from ckptconv.bounds import held
 from ckptconv.casting import cast
 from ckptconv.checksums import Checksums
@@ -45,6 +46,8 @@ from ckptconv.tensors import Storage, TensorRef, iter_cast_chunks, iter_chunks, 
 class ConversionResult:
     """What an executed plan did: seconds, tensors verified (None: not asked), and by tensor the values to be told of.
 
+    `named` counts the storages that the source names, all of which were verified to be in the output or listed as left out
+    (None: not asked, or not counted in a source of this format).
     `overflowed` counts finite values that a cast made infinite or NaN; `odd_bools` bools that are neither 0 nor 1.
     """
 
@@ -53,6 +56,7 @@ class ConversionResult:
     verified: int | None
     overflowed: Mapping[str, int] = field(default_factory=dict)
     odd_bools: Mapping[str, int] = field(default_factory=dict)
+    named: int | None = None
 
 
 def convert_checkpoint(
@@ -123,9 +127,10 @@ def execute_plan(
     """
     begin = time.perf_counter()
     _run_checks(plan)
+    named = refuse_unaccounted(plan) if verify else None
     write = _write_folder if plan.to == "dcp" else _write_files
     result = write(plan, force, fsync, verify, _Progress(on_progress))
-    return replace(result, seconds=time.perf_counter() - begin)
+    return replace(result, seconds=time.perf_counter() - begin, named=named)
 
 
 def _run_checks(plan: ConversionPlan) -> None:
@@ -407,6 +412,8 @@ def _open_with_library(path: Path, file: PlannedFile) -> None:
 def _verify(plan: ConversionPlan, file: PlannedFile, written: Path) -> int:
     """Compare every tensor of a written file with its source; returns how many there are."""
     count = 0
+    if plan.to == "torch":
+        refuse_unwritten(file, written)
     by_key = plan.to == "safetensors" or plan.index is not None
     with held(plan.limits), open_checkpoint(written, whole_modules=plan.to == "torch") as output:
         actual = _flat_tensors(output.state_dict(), plan) if by_key else dict(output.tensors()) if plan.to == "dcp" else None

@@ -21,7 +21,7 @@ from ckptconv.encodings import flat
 from ckptconv.errors import CheckpointError, KeyConflict, LimitExceeded
 from ckptconv.formats.detect import Named, open_checkpoint
 from ckptconv.keys import KEEP, STRIP, KeyMap, KeyRules, map_keys, refuse_idle
-from ckptconv.nodes import Call, Dict, Global, Node, PersistentId, children, mapping_pairs
+from ckptconv.nodes import Call, Dict, Global, Node, PersistentId, attributes, children, mapping_pairs
 from ckptconv.plain_objects import plain_form, tensor_form
 from ckptconv.state_dicts import StateDict, find
 from ckptconv.tensors import Storage, TensorObject, TensorRef, view_identity, whole_storage
@@ -298,7 +298,8 @@ def _form(node: Node) -> Node:
     if type(node) is not Call:
         return node
     if (pairs := mapping_pairs(node)) is not None:
-        return Dict(list(pairs))
+        others = [(name, value) for name, value in attributes(node) if name != "_metadata"]
+        return Dict([*pairs, *([("<attributes>", Dict(others))] if others else [])])
     if (plain := plain_form(node)) is not node:
         return plain
     if (made := flat("", node)) is not None:

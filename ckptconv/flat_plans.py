@@ -215,5 +215,6 @@ def _refuse_blow_up(nbytes: int, checkpoint: Checkpoint) -> None:
 def _other_parts(found: StateDict, options: Options) -> Iterator[Skipped]:
     """The parts of what was to be converted that are not the state dict: what stands beside it, and beside what it is in."""
     base = f"{options.only.removesuffix('.')}." if options.only and options.only != "." else ""
-    for path in found.beside():
-        yield Skipped(base + path, "not part of the state dict; safetensors holds named tensors only")
+    for path, value, is_item in found.beside():
+        what = "not part of the state dict" if is_item else "an attribute of the dict, not one of its items"
+        yield Skipped(base + path, f"{what}; safetensors holds named tensors only", value)

@@ -56,6 +56,9 @@ def flatten(keys: Sequence[str | None], values: Sequence[Node], skipped: list[Sk
         inner = value.args[0] if type(value) is Call and value.name in PARAMETERS else value
         if type(inner) is Call and is_composite(inner):
             checks.append(parts_check(inner, key))
+        if type(value) is TensorObject and _holds_something(value.state):
+            what = "attributes of a tensor, not a tensor of the state dict"
+            skipped.append(Skipped(f"{key}.<state>", what, value.state))
         if made.was is not None:
             rewritten.append(Rewritten(key, made.was))
             known[id(value)] = made.tensors[0][1]
@@ -67,6 +70,12 @@ def flatten(keys: Sequence[str | None], values: Sequence[Node], skipped: list[Sk
         tensors.update(made.tensors)
         recipes.update(made.recipes)
     return Flattened(tuple(tensors.items()), recipes, tuple(rewritten), tuple(checks))
+
+
+def _holds_something(state: Node) -> bool:
+    """Whether the state of a tensor object says anything: a dict, or a pair of dicts, that is not empty."""
+    parts = state if type(state) is tuple else (state,)
+    return any(part is not None and not (type(part) is Dict and not part.pairs) for part in parts)
 
 
 def encoding_notes(flattened: Flattened) -> Iterator[str]:

@@ -10,7 +10,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckptconv.candidates import metadata_of
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.collector import collector_paused
 from ckptconv.devices import require_device, resolve_map_location
@@ -18,10 +17,10 @@ from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.errors import CheckpointError, RefusedObject, UnsupportedCheckpoint, printable, too_deep
 from ckptconv.formats.detect import Named, open_checkpoint
 from ckptconv.keys import KeyRules, map_keys, refuse_idle
-from ckptconv.nodes import ORDERED_DICT, Call, Dict, Global, Node, mapping_pairs
+from ckptconv.nodes import ORDERED_DICT, Call, Dict, Global, Node, attributes
 from ckptconv.plain_objects import tensor_form
 from ckptconv.renaming import rename_state_dicts
-from ckptconv.settling import Unknown, settle_objects
+from ckptconv.settling import Unknown, has_more, settle_objects
 from ckptconv.sources import FileSource, refuse_changed
 from ckptconv.state_dicts import find, find_state_dicts, renamed_state_dict
 from ckptconv.strays import settle_strays
@@ -132,6 +131,9 @@ class _Restorer:
         return storage if device.type == "cpu" else storage.to(device=device)
 
 
+_DICTS: dict[str, Callable[[], Any]] = {"collections.OrderedDict": OrderedDict, "collections.Counter": Counter}
+
+
 class _Live:
     """Makes live values of nodes, one for each node, so that what was shared stays shared."""
 
@@ -200,20 +202,13 @@ class _Live:
         return made
 
     def _call(self, node: Call) -> Any:
-        pairs = mapping_pairs(node)
-        if pairs is not None:
-            made = self._made[id(node)] = OrderedDict()
-            if metadata_of(node) is not None:
-                made._metadata = self._value(metadata_of(node))  # type: ignore[attr-defined]
-            return self._fill(made, pairs)
-        if node.name == "collections.Counter":
-            return self._fill(Counter(), [*self._pairs_of(node), *node.pairs])
-        if node.name not in WEIGHTS_ONLY or node.name in VALUELESS:
+        if node.name not in WEIGHTS_ONLY or node.name in VALUELESS or has_more(node):
             return node  # kept symbolically, because the caller asked for it
+        if node.name in _DICTS:
+            made = self._made[id(node)] = _DICTS[node.name]()
+            made.__dict__.update((name, self._value(value)) for name, value in attributes(node))
+            return self._fill(made, node.pairs)
         return self._known_call(node.name, [self._value(argument) for argument in node.args])
-
-    def _pairs_of(self, node: Call) -> list[Any]:
-        return node.args[0].pairs if node.args and type(node.args[0]) is Dict else []
 
     def _known_call(self, name: str, args: list[Any]) -> Any:
         torch = self._torch

@@ -30,20 +30,25 @@ def flatten_modules(checkpoint: Checkpoint) -> Checkpoint:
     names: list[str] = []
     holders: list[Node] = []
     strays: list[Stray] = []
+    parts: list[Node] = []
     for place, node in walk(checkpoint.root, stand_ins):
         if type(node) is Call and is_module(node):
             made = state_dict_of(node, _parts)
             if made.pairs:
                 stand_ins[id(node)] = made
                 names.append(f"{node.name} at {place_text(place) or 'the root'}")
-                strays += _placed(strays_of(node, made), place_text(place))
+                found, used = strays_of(node, made)
+                strays += _placed(found, place_text(place))
+                parts += used
                 continue
         holders.append(node)
     if not names:
         return checkpoint
     root = substituted(checkpoint.root, holders, stand_ins)
     notes = (*checkpoint.notes, _note(names), *_stray_notes(strays))
-    return replace(checkpoint, root=root, notes=notes, modules=len(names), module_strays=tuple(strays))
+    return replace(
+        checkpoint, root=root, notes=notes, modules=len(names), module_strays=tuple(strays), module_parts=tuple(parts)
+    )
 
 
 def _note(names: Sequence[str]) -> str:

@@ -90,20 +90,27 @@ SET = Global("builtins", "set")
 FROZENSET = Global("builtins", "frozenset")
 BYTES = Global("builtins", "bytes")
 BYTEARRAY = Global("builtins", "bytearray")
+DICT = Global("builtins", "dict")
 ORDERED_DICT = Global("collections", "OrderedDict")
+DEFAULT_DICT = Global("collections", "defaultdict")
+COUNTER = Global("collections", "Counter")
+MAPPINGS = frozenset(cls.path for cls in (DICT, ORDERED_DICT, DEFAULT_DICT, COUNTER))
+"""The classes of dicts whose items, those that were an argument too, are the `pairs` of the call."""
 ENCODE = Global("_codecs", "encode")
 
 
 def mapping_pairs(node: Node) -> Sequence[tuple[Node, Node]] | None:
-    """The pairs of a dict or of an OrderedDict (python 2's list-of-pairs argument included); None for anything else."""
+    """The pairs of a dict or of an OrderedDict; None for anything else, and for one whose items cannot be told."""
     if type(node) is Dict:
         return node.pairs
     if type(node) is Call and type(node.func) is Global and node.func.path == "collections.OrderedDict":
-        if node.args and type(node.args[0]) is list and not node.pairs:
-            given = node.args[0]
-            return [(pair[0], pair[1]) for pair in given if type(pair) in (list, tuple) and len(pair) == 2]
-        return node.pairs
+        return None if node.args or node.items or node.kwargs is not None else node.pairs
     return None
+
+
+def attributes(node: Node) -> Sequence[tuple[Node, Node]]:
+    """What was set on an object beside its items, by name: the `_metadata` of a state dict, and whatever else."""
+    return node.state.pairs if type(node) is Call and type(node.state) is Dict else ()
 
 
 def children(node: Node) -> Iterator[tuple[Node, Node]]:

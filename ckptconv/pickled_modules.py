@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptconv.bitsandbytes_layers import Saved, fields, saved_beside
+from ckptconv.held_tensors import holds_tensors
 from ckptconv.nodes import Call, Dict, Node, mapping_pairs
 
 _PARTS = ("_parameters", "_buffers", "_modules")
@@ -18,17 +19,26 @@ Named = list[tuple[str, Node]]
 
 
 def is_module(node: Node) -> bool:
-    """Whether a node is a module: an object of any class with parameters, buffers and children."""
+    """Whether a node is a module: an object of any class with parameters, buffers and children.
+
+    One whose parts are not plain dicts is an object like any other.
+    """
     if type(node) is not Call or type(node.state) is not Dict:
         return False
-    return set(_PARTS) <= {key for key, _ in node.state.pairs if type(key) is str}
+    parts = {key: value for key, value in node.state.pairs if type(key) is str and key in _PARTS}
+    return len(parts) == len(_PARTS) and all(part is None or mapping_pairs(part) is not None for part in parts.values())
 
 
 def saved_tensors(module: Call) -> Named:
-    """What `state_dict()` gives of a module itself: parameters, persistent buffers, and what is known of its class."""
+    """What `state_dict()` gives of a module itself: parameters, persistent buffers, and what is known of its class.
+
+    A child that is not a module by its pickled form, but holds tensors, is given too, with a dot behind its name: whoever
+    writes the state dict has to say that it does not fit in.
+    """
     beside = saved_by_class(module)
     own = [(name, value) for _, name, value, is_saved in own_tensors(module) if is_saved]
-    return own if beside is None else own + beside.tensors
+    odd = [(f"{name}.", child) for name, child in _children(module) if not is_module(child) and holds_tensors(child)]
+    return own + odd if beside is None else own + beside.tensors + odd
 
 
 def own_tensors(module: Call) -> Iterator[tuple[str, str, Node, bool]]:
@@ -43,8 +53,11 @@ def own_tensors(module: Call) -> Iterator[tuple[str, str, Node, bool]]:
 
 def child_modules(module: Call) -> list[tuple[str, Call]]:
     """The children of a module, by name."""
-    pairs = mapping_pairs(fields(module)["_modules"]) or ()
-    return [(name, child) for name, child in pairs if type(name) is str and is_module(child)]
+    return [(name, child) for name, child in _children(module) if is_module(child)]
+
+
+def _children(module: Call) -> Named:
+    return [(name, child) for name, child in mapping_pairs(fields(module)["_modules"]) or () if type(name) is str]
 
 
 def other_attributes(module: Call) -> Named:

@@ -7,18 +7,20 @@ Nothing is executed. Sources: the `__reduce__` forms of numpy, argparse, types, 
 
 from __future__ import annotations
 
+import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
 
 from ckptconv import training_objects
 from ckptconv.bounds import in_force
 from ckptconv.dtypes import BY_NAME, DType
-from ckptconv.nodes import ABSENT, SET, Call, Dict, Global, Node
+from ckptconv.nodes import ABSENT, DICT, ORDERED_DICT, SET, Call, Dict, Global, Node
 from ckptconv.sources import MemorySource
 from ckptconv.tensors import Storage, TensorRef, contiguous_stride, iter_cast_chunks, view_of
 
+_NO_DICT = re.compile(r"builtins\.|torch\.\w+\Z").match
 _DICT_CLASSES = ("AttributeDict", "EasyDict", "Munch", "AttrDict", "ConfigDict")
 
 
@@ -26,54 +28,89 @@ def plain_form(call: Call) -> Node:
     """The plain value that `call` stands for, or the call itself when it has none."""
     name, state = _class_and_state(call)
     make = _FORMS.get(name)
-    if make is not None:
-        return make(call, state)
-    return _as_dict(call, name, state)
+    if make is None:
+        return _as_dict(call, name, state)
+    return make(call, state) if _is_all_read(call, make) else call
+
+
+def _is_all_read(call: Call, make: Callable[[Call, Node], Node]) -> bool:
+    """Whether nothing was given to the call, appended, set or made its state that its form does not look at."""
+    read = _READ.get(make, "args")
+    args_read = read != "state" or not call.args
+    if call.name == _RECONSTRUCTOR:  # of the class, its base and what the base is made of
+        args_read = read == "state" and _names(call.args[1:2]) == ["builtins.object"] and call.args[2:] == (None,)
+    items_read = (read == "items" or not call.items) and (read == "pairs" or not call.pairs)
+    return args_read and items_read and call.kwargs is None and (call.state in (ABSENT, None) or make in _OF_STATE)
+
+
+def _names(nodes: Sequence[Node]) -> list[str]:
+    return [node.path for node in nodes if type(node) is Global]
 
 
 def _class_and_state(call: Call) -> tuple[str, Node]:
     """The class that the call makes an object of, protocol 1's `copyreg._reconstructor` looked through."""
     name = call.name
-    if name == "copyreg._reconstructor" and call.args and type(call.args[0]) is Global:
+    if name == _RECONSTRUCTOR and call.args and type(call.args[0]) is Global:
         name = call.args[0].path
     return name, call.state
 
 
 def _as_dict(call: Call, name: str, state: Node) -> Node:
-    """A subclass of dict: made without content, filled with pairs, and with no state of its own."""
+    """A subclass of dict: made without content, filled with pairs, and with no state but its own items."""
     given = _base_pairs(call)
     known = name.rpartition(".")[2] in _DICT_CLASSES
-    if call.items or call.kwargs is not None or given is None or not (call.pairs or given or known):
+    if _NO_DICT(name) or call.items or call.kwargs is not None or given is None or not (call.pairs or given or known):
         return call
     pairs = [*given, *call.pairs]
-    names = {key for key, _ in pairs if type(key) is str}
+    values = {key: value for key, value in pairs if type(key) is str}
     extra = state.pairs if type(state) is Dict else [] if state in (ABSENT, None) else None
-    if extra is None or any(type(key) is not str or key not in names for key, _ in extra):
+    if extra is None or not all(type(key) is str and key in values and _is_same(value, values[key]) for key, value in extra):
         return call
     return Dict(pairs)
 
 
+def _is_same(first: Node, second: Node) -> bool:
+    """Whether two nodes are one object, or plain values that cannot be told apart."""
+    return first is second or (type(first) is type(second) and type(first) in _PLAIN and (first == second or first != first))
+
+
+_PLAIN = (str, bytes, int, float, bool)
+
+
 def _base_pairs(call: Call) -> list[tuple[Node, Node]] | None:
     """The pairs that the constructor was given; None when it was given something else."""
-    if not call.args or call.name == "collections.defaultdict":
+    if not call.args:
         return []
-    last = call.args[-1]
-    if len(call.args) == 3 and call.name == "copyreg._reconstructor" and type(last) is Dict:
-        return last.pairs
-    return None
+    if call.name != _RECONSTRUCTOR or len(call.args) != 3 or type(call.args[2]) is not Dict:
+        return None
+    names = _names(call.args[:2])  # an OrderedDict is not filled by filling the dict that it is
+    return call.args[2].pairs if len(names) == 2 and names[0] != ORDERED_DICT.path and names[1] == DICT.path else None
+
+
+_RECONSTRUCTOR = "copyreg._reconstructor"
 
 
 def _namespace(call: Call, state: Node) -> Node:
     return Dict(state.pairs) if type(state) is Dict else Dict() if state in (ABSENT, None) else call
 
 
-def _default_dict(call: Call, state: Node) -> Node:
-    return Dict([*call.pairs]) if state in (ABSENT, None) else call
+def _plain_dict(call: Call, _: Node) -> Node:
+    return call if call.args else Dict([*call.pairs])
 
 
-def _deque(call: Call, state: Node) -> Node:
-    given = call.args[0] if call.args and type(call.args[0]) in (list, tuple) else []
-    return [*given, *call.items] if state in (ABSENT, None) else call
+def _default_dict(call: Call, _: Node) -> Node:
+    return call if len(call.args) > 1 else Dict([*call.pairs])  # the one is the factory
+
+
+def _deque(call: Call, _: Node) -> Node:
+    """A deque: what it was made of and what was appended, of which it keeps the last, where it has a greatest length."""
+    given, most = call.args[0] if call.args else [], call.args[1] if len(call.args) > 1 else None
+    if type(given) not in (list, tuple) or len(call.args) > 2:
+        return call
+    if most is not None and (type(most) is not int or most < 0):
+        return call
+    every = [*given, *call.items]
+    return every if most is None else every[max(0, len(every) - most) :]
 
 
 def _frozen_set(call: Call, _: Node) -> Node:
@@ -228,6 +265,7 @@ _FORMS: dict[str, Callable[[Call, Node], Node]] = {
     **training_objects.FORMS,
     "argparse.Namespace": _namespace,
     "types.SimpleNamespace": _namespace,
+    "builtins.dict": _plain_dict,
     "collections.defaultdict": _default_dict,
     "collections.deque": _deque,
     "builtins.frozenset": _frozen_set,
@@ -248,5 +286,13 @@ _FORMS: dict[str, Callable[[Call, Node], Node]] = {
         )
     },
 }
+_READ: dict[Callable[[Call, Node], Node], str] = {
+    _namespace: "state",
+    _plain_dict: "pairs",
+    _default_dict: "pairs",
+    _deque: "items",
+}
+"""What forms look at that look at more, or at something else, than the arguments."""
+_OF_STATE = (_namespace, _array)
 _ARRAYS = frozenset(name for name, make in _FORMS.items() if make in (_array, _buffer))
 _TENSORS = frozenset(name for name, make in _FORMS.items() if make in (_array, _buffer, _copied))

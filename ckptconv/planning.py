@@ -58,7 +58,10 @@ def plan_conversion(checkpoint: Checkpoint, output: str | os.PathLike[str], opti
                 plan = _plan_dcp(checkpoint, path, options)
             else:
                 plan = plan_flat(checkpoint, path, to, options, in_folder=path != Path(output))
+            part = checkpoint.root if options.only is None else find(checkpoint.root, options.only, checkpoint.path)
             plan = replace(plan, inputs=checkpoint.sources, notes=(*plan.notes, *beside_notes(plan)))
+            accounted = (*(stray.node for stray in checkpoint.module_strays), *checkpoint.module_parts)
+            plan = replace(plan, root=checkpoint.root, part=part, modules=checkpoint.modules, accounted=accounted)
             _refuse_lost_inputs(plan)
             return plan if options.save_mapping is None else _with_mapping(plan, options.save_mapping)
     except CheckpointError as error:

@@ -17,6 +17,7 @@ from ckptconv.fitted_keys import KeyTarget
 from ckptconv.key_rules import MappedKeys
 from ckptconv.keys import STRIP, KeyRules
 from ckptconv.layout import Layout
+from ckptconv.nodes import Node
 from ckptconv.settling import Rewritten, Skipped, Unknown
 from ckptconv.sources import Source
 from ckptconv.tensors import TensorRef
@@ -100,6 +101,9 @@ class ConversionPlan:
     `mapping` is the file that will tell which key became which, if one was asked for. `inputs` are the files that are read.
     `checks` read the indices of tensors made of parts, before anything is written.
 
+    `root` is the source's tree, `part` what of it is converted, `modules` how many state dicts in it stand for whole modules;
+    `accounted` is what these modules hold that their state dicts need not.
+
     `limits` are those under which it was made; the output is read back under them.
 
     `locations` counts storages by (tag before, tag after); `casts` counts tensors by (dtype before, after); `tied` maps
@@ -128,6 +132,10 @@ class ConversionPlan:
     limits: Limits = field(default_factory=in_force)
     inputs: tuple[Source, ...] = ()
     checks: tuple[Check, ...] = ()
+    root: Node = None
+    part: Node = None
+    modules: int = 0
+    accounted: tuple[Node, ...] = ()
 
     @property
     def nbytes(self) -> int:

@@ -70,7 +70,8 @@ def excluded(item: StateDict, keys: KeyMap, rules: KeyRules, fit_to: KeyTarget |
     reason = f"left out by {rules.leaving}"
     if fit_to and fit_to.drop_unexpected:
         reason = f"left out by {rules.leaving}, or because {printable(fit_to.name)} has no such key"
-    return [Skipped(item.prefix + old, reason) for old, new in zip(keys.old, keys.new, strict=True) if new is None]
+    parts = zip(keys.old, keys.new, item.values, strict=True)
+    return [Skipped(item.prefix + old, reason, value) for old, new, value in parts if new is None]
 
 
 def renamed_keys(item: StateDict, keys: KeyMap, unheld: Collection[str] = ()) -> RenamedKeys:

@@ -109,7 +109,13 @@ def result_lines(result: ConversionResult) -> Iterator[tuple[str, str]]:
     for path, count in result.odd_bools.items():
         yield "warning", f"{printable(path)}: {count_text(count, 'bool')} neither 0 nor 1, kept as stored"
     if result.verified is not None:
-        yield "verified", f"{count_text(result.verified, 'tensor')} read back, equal to the source"
+        yield "verified", f"{count_text(result.verified, 'tensor')} read back, equal to the source; {_named_text(result)}"
+
+
+def _named_text(result: ConversionResult) -> str:
+    if result.named is None:
+        return f"what the files of a source of this kind ({printable(result.plan.source_format)}) name was not counted"
+    return f"{count_text(result.named, 'storage')} named there, all in it or listed"
 
 
 def plan_document(plan: ConversionPlan) -> dict[str, Any]:
@@ -167,6 +173,7 @@ def result_document(result: ConversionResult) -> dict[str, Any]:
         **plan_document(result.plan),
         "seconds": round(result.seconds, 6),
         "verified": result.verified,
+        "named": result.named,
         "overflowed": dict(result.overflowed),
         "odd_bools": dict(result.odd_bools),
     }

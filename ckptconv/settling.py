@@ -10,7 +10,7 @@ from typing import Literal
 from ckptconv.bounds import in_force
 from ckptconv.composites import Check, is_composite, parts_check
 from ckptconv.errors import LimitExceeded, RefusedObject, printable
-from ckptconv.nodes import Call, Dict, Global, Node, mapping_pairs
+from ckptconv.nodes import ABSENT, Call, Dict, Global, Node, attributes, mapping_pairs
 from ckptconv.plain_objects import plain_form, spoken_name
 from ckptconv.tensors import Storage, TensorObject, TensorRef
 from ckptconv.threats import judge
@@ -24,10 +24,11 @@ Unknown = Literal["refuse", "drop", "keep"]
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """Something of the source that the output does not hold: where it was, and why."""
+    """Something of the source that the output does not hold: where it was, why, and what it was."""
 
     path: str
     reason: str
+    node: Node = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +165,7 @@ def _settle(
             settled.rewritten.append(Rewritten(place_text(place), name, _how(node, name)))
     elif drop:
         overlay[id(node)] = node.tensor if type(node) is TensorObject else None
-        settled.dropped.append(Skipped(place_text(place), f"dropped: {name} is no plain object"))
+        settled.dropped.append(Skipped(place_text(place), f"dropped: {name} is no plain object", node))
     return drop or plain is not node
 
 
@@ -179,14 +180,23 @@ def refused_name(node: Node) -> str | None:
         name: str = node.name
         if name == "builtins.bytearray" and type(next(iter(node.args), b"")) is int:
             return name  # so many zero bytes: a file of a few bytes would take all memory
-        if name in WEIGHTS_ONLY and name not in VALUELESS and name not in COPIES and node.kwargs is None:
-            return None
-        return name
+        known = name in WEIGHTS_ONLY and name not in VALUELESS and name not in COPIES
+        return None if known and not has_more(node) else name
     if kind is Global:
         return None if node.path in WEIGHTS_ONLY else node.path
     if kind is TensorObject and type(node.cls) is Global:
         return None if node.cls.path in WEIGHTS_ONLY else node.cls.path
     return None
+
+
+def has_more(call: Call) -> bool:
+    """Whether a call of a known class has more to it than its arguments or, if it is a dict, than its items and attributes."""
+    if call.items or call.kwargs is not None:
+        return True
+    if call.name not in ("collections.OrderedDict", "collections.Counter"):
+        return bool(call.pairs) or call.state not in (ABSENT, None)
+    is_read = call.state is ABSENT or (type(call.state) is Dict and all(type(name) is str for name, _ in attributes(call)))
+    return bool(call.args) or not is_read
 
 
 def is_part_of_config(name: str, place: Place, plain: Node, configs: set[int]) -> bool:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ckptconv.candidates import Candidate, Holder, Pairs, Survey, dict_pairs, metadata_of, survey, tells_of_wrappers
 from ckptconv.errors import AmbiguousStateDict, KeyConflict, printable
 from ckptconv.labels import names_average, names_training_state
-from ckptconv.nodes import Call, Dict, Node, children, mapping_pairs
+from ckptconv.nodes import Call, Dict, Node, attributes, children, mapping_pairs
 from ckptconv.producers import Producer, averages_weights, producer_in
 from ckptconv.tensors import TensorRef
 from ckptconv.walking import PLAIN, Place, is_tensor, label_text, place_text, tensor_of, walk
@@ -57,19 +57,30 @@ class StateDict:
             if (tensor := tensor_of(value)) is not None:
                 yield key, tensor
 
-    def beside(self) -> Iterator[str]:
-        """The paths of what stands in its dict beside it, and beside what the dict is in."""
+    def beside(self) -> Iterator[tuple[str, Node, bool]]:
+        """What stands in its dict beside it, and beside what the dict is in: path, value, and whether it is an item.
+
+        What is not an item was set on a dict; the versions of a state dict's modules go without saying.
+        """
+        yield from _attributes(self.node, self.prefix)
         if self.own is not None:
             mine = set(self.own)
-            pairs = dict_pairs(self.node) or ()
-            yield from (self.prefix + label_text(key) for index, (key, _) in enumerate(pairs) if index not in mine)
+            pairs = enumerate(dict_pairs(self.node) or ())
+            yield from ((self.prefix + label_text(key), value, True) for index, (key, value) in pairs if index not in mine)
         place, child = self.place, self.node
         while place is not None:
             above, _, holder = place
             base = f"{text}." if (text := place_text(above)) else ""
+            yield from _attributes(holder, base)
             parts = dict_pairs(holder) or list(children(holder))
-            yield from (base + label_text(label) for label, value in parts if value is not child)
+            yield from ((base + label_text(label), value, True) for label, value in parts if value is not child)
             place, child = above, holder
+
+
+def _attributes(node: Node, base: str) -> Iterator[tuple[str, Node, bool]]:
+    for name, value in attributes(node) if mapping_pairs(node) is not None else ():
+        if name != "_metadata":
+            yield f"{base}<state>.{label_text(name)}", value, False
 
 
 # ------------------------------------------------------------------------------------------------------------------ finding

@@ -45,17 +45,21 @@ class _Registered(NamedTuple):
     beside: Saved | None
 
 
-def strays_of(module: Call, made: Call) -> tuple[Stray, ...]:
-    """What `made`, the state dict of a whole module, does not hold of it: tensors, each once, and code that may save some."""
+def strays_of(module: Call, made: Call) -> tuple[tuple[Stray, ...], tuple[Node, ...]]:
+    """What `made`, the state dict of a whole module, does not hold of it: tensors, each once, and code that may save some.
+
+    And the tensors that it holds in another form.
+    """
     registered = list(_registered(module))
     covered = _Covered([value for _, value in made.pairs])
-    covered.add(ref for item in registered if item.beside for ref in item.beside.used)
+    used = [ref for item in registered if item.beside for ref in item.beside.used]
+    covered.add(used)
     finder = _Finder(made, covered, {id(item.module) for item in registered})
     found: list[Stray] = []
     for item in sorted(registered, key=lambda item: item.is_ordinary):  # what both hold counts for the one that may save it
         found += _saving_code(item, made)
         found += finder.strays(item)
-    return tuple(found)
+    return tuple(found), tuple(used)
 
 
 def _registered(root: Call) -> Iterator[_Registered]:
@@ -133,7 +137,7 @@ class _Finder:
             if not is_saved and value not in self._covered:
                 self._seen.add(id(value))
                 self._covered.add(ref for ref in (tensor_of(value),) if ref is not None)
-                yield Stray(path, "a buffer that its module does not save (persistent=False)", False, self._made)
+                yield Stray(path, "a buffer that its module does not save (persistent=False)", False, self._made, value)
             if type(value) is TensorObject:
                 yield from self._inside(item, path, value.state, "")
             elif kind == "_parameters" and type(value) is Call:
@@ -155,7 +159,7 @@ class _Finder:
             self._seen.add(id(node))
             if type(node) in LEAVES or is_tensor(node):
                 if node not in self._covered:
-                    yield Stray(path, reason, is_refused, self._made)
+                    yield Stray(path, reason, is_refused, self._made, node)
                 work += [(path, node.state)] if type(node) is TensorObject else []
             else:
                 inner = [(label, child) for label, child in children(node) if type(child) in _HOLDERS]

@@ -26,7 +26,7 @@ def settle_strays(checkpoint: Checkpoint, part: Node, unknown: Unknown) -> tuple
     refused = [stray for stray in strays if stray.is_refused]
     if refused and unknown != "drop":
         raise _refusal(refused, script=checkpoint.format == "TorchScript")
-    return tuple(Skipped(stray.path, f"left out: {stray.reason}") for stray in strays)
+    return tuple(Skipped(stray.path, f"left out: {stray.reason}", stray.node) for stray in strays)
 
 
 def _refusal(refused: Sequence[Stray], *, script: bool) -> RefusedObject:

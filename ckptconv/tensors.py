@@ -6,12 +6,12 @@ several. Both are checked against each other when they are made, and trusted aft
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptconv.bounds import HIGHEST, in_force
+from ckptconv.bounds import in_force
 from ckptconv.casting import cast
 from ckptconv.dtypes import UINT8, DType
 from ckptconv.errors import LimitExceeded, MalformedCheckpoint, RefusedObject
@@ -183,8 +183,8 @@ def view_of(storage: Storage, dtype: DType, offset: int, shape: Shape, stride: S
     if type(shape) is not tuple or type(stride) is not tuple or len(shape) != len(stride):
         raise MalformedCheckpoint("its shape and stride are not tuples of one length", where=storage.name)
     most = in_force()
-    if len(shape) > most.dimensions:
-        refuse_dimensions(len(shape), storage.name)
+    if len(shape) > _USUAL_DIMENSIONS or len(shape) > most.dimensions:
+        _refuse_odd_shape(shape, storage.name)
     if type(offset) is not int or offset < 0:
         raise MalformedCheckpoint("its storage_offset is not a size", where=storage.name)
     numel, last = 1, offset
@@ -227,15 +227,28 @@ def _refuse_grad(storage: Storage, dtype: DType) -> None:
         raise MalformedCheckpoint(f"a {dtype.name} tensor requires grad, which only floating ones can", where=storage.name)
 
 
-_ORIGINS = tuple((0,) * count for count in range(HIGHEST["dimensions"] + 1))
+class _Origins(dict[int, Shape]):
+    """The origin of a space, by its number of dimensions."""
+
+    def __missing__(self, count: int) -> Shape:
+        return (0,) * count
+
+
+_USUAL_DIMENSIONS = 64
+_ORIGINS = _Origins({count: (0,) * count for count in range(_USUAL_DIMENSIONS + 1)})
+
+
+def _refuse_odd_shape(shape: Shape, where: str) -> None:
+    """Refuse too many dimensions, and sizes whose product would have no end, before they are multiplied."""
+    refuse_dimensions(len(shape), where)
+    if any(type(size) is int and size >> 63 for size in shape):
+        raise MalformedCheckpoint("its shape or stride holds something else than sizes", where=where)
 
 
 def refuse_dimensions(count: int, where: str | None = None) -> None:
     """Raise `LimitExceeded` when a tensor has more dimensions than may be."""
     if count > (most := in_force().dimensions):
-        raising = None if count <= HIGHEST["dimensions"] else "no library of tensors holds so many; this limit is not raised"
-        what = f"has {count} dimensions"
-        raise LimitExceeded(what, limit="dimensions", allowed=most, needed=count, raising=raising, where=where)
+        raise LimitExceeded(f"has {count} dimensions", limit="dimensions", allowed=most, needed=count, where=where)
 
 
 def expanded(what: str, claimed: int, stored: int, where: str | None = None, advice: str | None = None) -> LimitExceeded:
@@ -318,8 +331,26 @@ def iter_chunks(ref: TensorRef) -> Iterator[memoryview]:
         for storage, first, nbytes in runs:
             yield from read_range(storage.source, storage.offset + first, nbytes)
     elif ref.numel:
+        ref = _without_ones(ref) if len(ref.shape) > _ANY_NUMPY else ref
         for start, shape in _blocks(ref.shape, max(1, CHUNK // ref.dtype.itemsize)):
             yield _resolved(ref, _gather(ref, start, shape)).reshape(-1).data.cast("B")
+
+
+_ANY_NUMPY = 32  # dimensions that an array has in every numpy; 64 since numpy 2
+
+
+def _without_ones(ref: TensorRef) -> TensorRef:
+    """The same values without the dimensions of size 1; what is left of them would be 2**32 values in 32 dimensions."""
+    axes = [axis for axis, size in enumerate(ref.shape) if size != 1]
+    pieces = tuple(
+        piece._replace(shape=_of(piece.shape, axes), stride=_of(piece.stride, axes), start=_of(piece.start, axes))
+        for piece in ref.pieces
+    )
+    return ref._replace(shape=_of(ref.shape, axes), stride=_of(ref.stride, axes), pieces=pieces)
+
+
+def _of(numbers: Shape, axes: Sequence[int]) -> Shape:
+    return tuple(numbers[axis] for axis in axes)
 
 
 def iter_cast_chunks(ref: TensorRef, target: DType, overflowed: list[int]) -> Iterator[memoryview]:

@@ -231,13 +231,20 @@ def _tensor_v3(args: tuple[Node, ...]) -> Node:
 
 
 def _with_bits(ref: TensorRef, metadata: Node) -> TensorRef:
-    """`ref` with torch's lazy conj and neg bits, the only tensor metadata that torch knows."""
+    """`ref` with torch's lazy conj and neg bits, the only tensor metadata that torch knows.
+
+    A bit is set where it is named, whatever its value: torch looks no further (`_set_tensor_metadata`, c10's TensorImpl).
+    """
     bits = dict(metadata.pairs) if type(metadata) is Dict and all(type(k) is str for k, _ in metadata.pairs) else None
-    if bits is None or not bits.keys() <= {"conj", "neg"} or any(type(value) is not bool for value in bits.values()):
+    if bits is None or not bits.keys() <= {"conj", "neg"} or not all(type(value) in _TRUTHS for value in bits.values()):
         raise MalformedCheckpoint("a tensor carries metadata other than its conj and neg bits", where=ref.storage.name)
-    if (bits.get("conj") and ref.dtype.kind != "complex") or (bits.get("neg") and ref.dtype.kind == "bool"):
+    conj, neg = "conj" in bits, "neg" in bits
+    if (conj and ref.dtype.kind != "complex") or (neg and ref.dtype.kind == "bool"):
         raise MalformedCheckpoint(f"a {ref.dtype.name} tensor carries a bit that it cannot have", where=ref.storage.name)
-    return ref._replace(conj=bits.get("conj", False), neg=bits.get("neg", False))
+    return ref._replace(conj=conj, neg=neg)
+
+
+_TRUTHS = (bool, int, float, type(None))  # what torch takes for a bool
 
 
 def _parameter(args: tuple[Node, ...]) -> Node:

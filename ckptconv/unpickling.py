@@ -16,6 +16,7 @@ from typing import NoReturn, TypeAlias
 from ckptconv.bounds import Limits, in_force
 from ckptconv.collector import collector_paused
 from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint
+from ckptconv.mapping_calls import IGNORE_NEW_ARGUMENTS, NO_LISTS, MappingCalls, merged
 from ckptconv.nodes import ABSENT, BYTEARRAY, BYTES, ENCODE, FROZENSET, SET, Call, Dict, Global, Node, PersistentId
 
 Reducer: TypeAlias = Callable[[tuple[Node, ...]], Node]
@@ -39,7 +40,7 @@ def read_pickle(
     `Call`. `persistent` makes a leaf of a persistent id. Bytes behind the end of the pickle are not allowed. Raises
     `MalformedCheckpoint` (with the byte) or `LimitExceeded`.
     """
-    reader = PickleReader(stream, {**BYTES_REDUCERS, **(reducers or {})}, persistent)
+    reader = PickleReader(stream, {**BYTES_REDUCERS, **MappingCalls().reducers(), **(reducers or {})}, persistent)
     root = reader.read()
     if reader.position != len(stream):
         raise MalformedCheckpoint(f"{len(stream) - reader.position} bytes follow the end of the pickle")
@@ -311,13 +312,14 @@ class PickleReader:
             raise self._malformed("sets a key without a value")
         if type(target.pairs) is list:
             target.pairs.extend(zip(flat[::2], flat[1::2]))  # noqa: B905 (the length is even)
-        else:
-            target.pairs = list(zip(flat[::2], flat[1::2]))  # noqa: B905
+        else:  # it has none yet, or those of an argument
+            set_now = list(zip(flat[::2], flat[1::2]))  # noqa: B905
+            target.pairs = merged([*target.pairs, *set_now]) if target.pairs else set_now
 
     def _extend(self, target: Node, flat: list[Node]) -> None:
         if type(target) is list:
             target.extend(flat)
-        elif type(target) is Call:
+        elif type(target) is Call and target.name not in NO_LISTS:
             target.items = [*target.items, *flat] if target.items else flat
         else:
             raise self._malformed("appends to something that is no list")
@@ -355,7 +357,7 @@ class PickleReader:
             pos = data.index(b"\n", module_end + 1, end) + 1
             cls = self._global(data[self.position : module_end].decode(), data[module_end + 1 : pos - 1].decode())
             args, stack = tuple(stack), marks.pop()
-            stack.append(Call(cls, args))
+            stack.append(self._called(cls, args))
             return stack, pos
         return self._stack_only(op, stack, marks), pos
 
@@ -377,7 +379,8 @@ class PickleReader:
         elif op in (0x49, 0x4C):  # INT, LONG
             stack.append(int(text.rstrip(b"L")))
         else:  # PERSID
-            raise self._malformed("holds a persistent id in text form, which no checkpoint writer makes")
+            what = "its pickle is of protocol 0, which turns what refers to a storage into text; torch does not read it either"
+            raise MalformedCheckpoint(f"{what} (near byte {self.position})", hint="save it again with another pickle protocol")
 
     def _stack_only(self, op: int, stack: list[Node], marks: list[list[Node]]) -> list[Node]:
         if op == 0x81 or op == 0x92:  # NEWOBJ, NEWOBJ_EX
@@ -385,7 +388,7 @@ class PickleReader:
             args = stack.pop()
             if type(args) is not tuple:
                 raise self._malformed("makes an object with arguments that are no tuple")
-            stack[-1] = Call(stack[-1], args, new=True, kwargs=kwargs)
+            stack[-1] = self._new(stack[-1], args, kwargs)
         elif op == 0x30:  # POP
             if stack:
                 stack.pop()
@@ -407,6 +410,15 @@ class PickleReader:
             raise self._malformed(f"holds the opcode 0x{op:02x}, which is refused or unknown")
         return stack
 
+    def _called(self, func: Node, args: tuple[Node, ...]) -> Node:
+        reducer = self._known.get(func) if type(func) is Global else None
+        return Call(func, args) if reducer is None else reducer(args)
+
+    def _new(self, cls: Node, args: tuple[Node, ...], kwargs: Node) -> Call:
+        if type(cls) is Global and cls.path in IGNORE_NEW_ARGUMENTS:
+            return Call(cls, (), new=True)
+        return Call(cls, args, new=True, kwargs=kwargs)
+
     def _from_mark(self, op: int, made: list[Node], stack: list[Node]) -> None:
         if op == 0x6C:  # LIST
             stack.append(made)
@@ -414,7 +426,7 @@ class PickleReader:
             stack.append(Dict())
             self._set_items(stack[-1], made)
         elif op == 0x6F:  # OBJ
-            stack.append(Call(made[0], tuple(made[1:])))
+            stack.append(self._called(made[0], tuple(made[1:])))
         elif op == 0x91:  # FROZENSET
             stack.append(Call(FROZENSET, (made,)))
         elif type(stack[-1]) is Call and stack[-1].func is SET:  # ADDITEMS

@@ -191,6 +191,21 @@ def test_a_program_of_torch_export_is_named(tmp_path):
     assert "is a pt2 archive (torch.export)" in refused("model.pt2", tmp_path)
 
 
+def test_an_archive_of_torch_package_is_named(tmp_path):
+    import torch
+    from torch.package import PackageExporter, PackageImporter
+
+    for name in ("model.pkl", "data.pkl"):
+        with PackageExporter(str(tmp_path / "model.pt")) as exporter:
+            exporter.extern("torch.**")
+            exporter.save_pickle("models", name, torch.nn.Linear(2, 2))
+        said = refused("model.pt", tmp_path)
+        assert "is a torch.package archive" in said and "PackageImporter" in said
+    loaded = PackageImporter(str(tmp_path / "model.pt")).load_pickle("models", "data.pkl").state_dict()
+    torch.save(loaded, tmp_path / "out.pt")  # as the hint says
+    assert torch.load(tmp_path / "out.pt").keys() == {"weight", "bias"}
+
+
 def test_a_path_through_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_bytes(ZIP)
     assert refused("file/model.pt", tmp_path).startswith("error: file/model.pt: ")

@@ -6,6 +6,7 @@ import io
 import os
 import random
 import struct
+import subprocess
 import tempfile
 from collections import OrderedDict
 from pathlib import Path
@@ -21,7 +22,7 @@ from old_torch import Bytestring, Made, Name, Persistent, blob, legacy, pickled,
 from program import idle_rss, run
 from safetensors.torch import load_file
 
-from ckptconv import CheckpointError, convert_checkpoint, load_portable, open_checkpoint
+from ckptconv import CheckpointError, convert_checkpoint, diff_checkpoints, load_portable, open_checkpoint, scan_checkpoint
 from ckptconv.errors import MalformedCheckpoint
 from ckptconv.sources import FileSource
 from ckptconv.tensors import iter_chunks
@@ -112,12 +113,31 @@ def test_tags_are_kept_mapped_or_replaced(tmp_path):
     assert list(oracle.load(converted(source, keys="strip"))) == ["w"]
 
 
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("protocol", [1, 2, 3, 4, 5])
 def test_any_protocol_of_the_pickles_inside_is_read(protocol, tmp_path):
     tree = {"w": torch.arange(5.0), "epoch": 3, "text": "é", "bytes": b"\xff\0"}
     torch.save(tree, tmp_path / "old.pt", _use_new_zipfile_serialization=False, pickle_protocol=protocol)
     source = tmp_path / "old.pt"
     assert oracle.flatten(oracle.load(converted(source))) == oracle.flatten(oracle.load(source, weights_only=False))
+
+
+@pytest.mark.parametrize("is_legacy", [True, False])
+def test_protocol_0_is_refused_by_name_as_torch_refuses_it(is_legacy, tmp_path):
+    path = tmp_path / "in.pt"
+    torch.save({"w": torch.ones(2)}, path, _use_new_zipfile_serialization=not is_legacy, pickle_protocol=0)
+    with pytest.raises(AssertionError, match="must be a tuple"):
+        torch.load(path, weights_only=False)
+    with pytest.raises(MalformedCheckpoint, match=r"protocol 0.*save it again"):
+        open_checkpoint(path)
+
+
+def test_the_pickles_of_protocol_1_are_scanned_and_compared(tmp_path):
+    for name, tree in (("in.pt", {"w": torch.ones(2)}), ("bad.pt", {"w": torch.ones(2), "x": subprocess.run})):
+        torch.save(tree, tmp_path / name, _use_new_zipfile_serialization=False, pickle_protocol=1)
+    assert scan_checkpoint(tmp_path / "in.pt").level == "plain"
+    assert scan_checkpoint(tmp_path / "bad.pt").level == "dangerous"
+    torch.save({"w": torch.ones(2)}, tmp_path / "new.pt")
+    assert diff_checkpoints(tmp_path / "in.pt", tmp_path / "new.pt").tensors == 1
 
 
 def test_parameters_and_bare_storages_survive(tmp_path):

@@ -14,6 +14,7 @@ from decimal import Decimal
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
+from unittest.mock import patch
 
 import oracle
 import pytest
@@ -25,7 +26,7 @@ from safetensors.torch import load_file
 from torch import _weights_only_unpickler, nn
 from torch.utils.serialization import config
 
-from ckptconv import KeyRules, Options, archives, convert_checkpoint, open_checkpoint, plan_conversion
+from ckptconv import KeyRules, Options, archives, convert_checkpoint, load_portable, open_checkpoint, plan_conversion
 from ckptconv.errors import CheckpointError, KeyConflict, MalformedCheckpoint, OutputRefused, RefusedObject
 from ckptconv.torch_objects import WEIGHTS_ONLY
 
@@ -872,3 +873,17 @@ def test_the_source_may_not_be_its_own_output_unless_forced(saved):
     convert_checkpoint(saved, saved, force=True, device="cuda:5")
     assert set(oracle.tags(saved)) == {"cuda:5"}
     assert_same(oracle.load(saved), before)
+
+
+@pytest.mark.parametrize("bits", [{"conj": False}, {"neg": False}, {"conj": None, "neg": 0}, {"conj": True}, {}])
+def test_lazy_bits_count_by_being_named_as_in_torch(bits, tmp_path):
+    values = torch.tensor([1 + 2j, 3 - 4j])
+    with patch.object(torch._utils, "get_tensor_metadata", lambda _: bits):
+        torch.save({"w": values}, tmp_path / "in.pt")
+    expected = torch.load(tmp_path / "in.pt")["w"]
+    assert (expected.is_conj(), expected.is_neg()) == ("conj" in bits, "neg" in bits)
+    assert load_portable(tmp_path / "in.pt")["w"].tolist() == expected.tolist()
+    for name in ("out.pt", "out.safetensors"):
+        convert_checkpoint(tmp_path / "in.pt", tmp_path / name)
+    assert torch.load(tmp_path / "out.pt")["w"].tolist() == expected.tolist()
+    assert load_file(tmp_path / "out.safetensors")["w"].tolist() == expected.tolist()

@@ -129,7 +129,7 @@ def test_ten_thousand_items_in_batches():
         (b"\x80\x02(N.", "left on its stack"),
         (b"\x80\x02NN.", "left on its stack"),
         (b"\x80\x02\x82\x01.", "opcode"),
-        (b"\x80\x02Pname\n.", "text form"),
+        (b"\x80\x02Pname\n.", "protocol 0"),
         (b"\x80\x02N}b.", "state"),
         (b"\x80\x02NNa.", "no list"),
         (b"\x80\x02NNNs.", "no dict"),

@@ -23,15 +23,17 @@ from ckptconv.torch_objects import named_storages, read_torch_pickle
 from ckptconv.unpickling import read_pickle
 
 NAME = "torch legacy"
+_MAGIC = 0x1950A86A20F9469CFC6C
 _BEGINS = re.compile(
-    rb"\x80[\2-\5](?:\x95.{8})?\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19\x2e", re.DOTALL
-).match  # the pickled magic number; newer protocols, which a user may choose, put it into a frame
+    rb"\x80[\2-\5](?:\x95.{8})?\x8a\x0a%s\.|L%dL\n\." % (re.escape(_MAGIC.to_bytes(10, "little")), _MAGIC), re.DOTALL
+).match  # the pickled magic number; protocols 4 and 5, which a user may choose, put it into a frame, 0 and 1 write digits
+HEAD = 32
 _PROTOCOL = 1001
 _COUNT = 8  # bytes of an element count
 
 
 def is_torch_legacy(head: bytes) -> bool:
-    """Whether a file that starts with `head` (24 bytes are enough) begins with the pickled magic number."""
+    """Whether a file that starts with `head` (`HEAD` bytes are enough) begins with the pickled magic number."""
     return _BEGINS(head) is not None
 
 
@@ -72,38 +74,38 @@ class _Storages:
         at = start
         for key in keys:
             if key not in named:
-                raise MalformedCheckpoint("lies in the file, but the tree does not name it", where=_name(key))
+                raise MalformedCheckpoint("lies in the file, but the tree does not name it", where=storage_name(key))
             at = self._offsets[key] = self._payload(key, at, *named[key])
             at += named[key][0]
         self._refuse_missing(named)
         self._refuse_rest(at)
 
     def __call__(self, key: str, location: str, nbytes: int, dtype: DType | None) -> Storage:
-        return Storage(self._source, self._offsets[key], nbytes, location, _name(key), dtype)
+        return Storage(self._source, self._offsets[key], nbytes, location, storage_name(key), dtype)
 
     def _payload(self, key: str, at: int, nbytes: int, dtype: DType | None) -> int:
         """The first byte of the elements, behind their count at byte `at`."""
         if at + _COUNT + nbytes > self._source.size:
             raise MalformedCheckpoint(
                 f"its {nbytes} bytes at {at + _COUNT} lie beyond the end of the file ({self._source.size})",
-                where=_name(key),
+                where=storage_name(key),
                 hint="the file is cut off; fetch it again",
             )
         count = int.from_bytes(self._source.read(at, _COUNT), "little", signed=True)
         expected = nbytes // (dtype or UINT8).itemsize
         if count != expected:
-            raise MalformedCheckpoint(f"has {count} elements where the pickle says {expected}", where=_name(key))
+            raise MalformedCheckpoint(f"has {count} elements where the pickle says {expected}", where=storage_name(key))
         return at + _COUNT
 
     def _refuse_missing(self, named: dict[str, tuple[int, DType | None]]) -> None:
         if missing := [key for key in named if key not in self._offsets]:
-            raise MalformedCheckpoint("the pickle names a storage that the file does not hold", where=_name(missing[0]))
+            raise MalformedCheckpoint("the pickle names a storage that the file does not hold", where=storage_name(missing[0]))
 
     def _refuse_rest(self, end: int) -> None:
         rest = self._source.size - end
         if not rest:
             return
-        again = is_torch_legacy(self._source.read(end, min(rest, 24)))
+        again = is_torch_legacy(self._source.read(end, min(rest, HEAD)))
         raise MalformedCheckpoint(
             f"{rest} bytes follow the last storage",
             where=f"byte {end}",
@@ -113,5 +115,6 @@ class _Storages:
         )
 
 
-def _name(key: str) -> str:
+def storage_name(key: str) -> str:
+    """What messages call the storage of a key."""
     return f"storage {printable(key)}"

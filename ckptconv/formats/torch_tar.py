@@ -43,7 +43,7 @@ def open_torch_tar(source: Source, _: Callable[[Source], Checkpoint]) -> Checkpo
     Raises `UnsupportedCheckpoint` for a tar file that torch did not write, `MalformedCheckpoint` when its members are
     ambiguous or contradict each other.
     """
-    members = _members(source)
+    members = members_of(source)
     if missing := [name for name in _MEMBERS if name not in members]:
         raise UnsupportedCheckpoint(
             f"is a tar file, but none of torch (before 0.1.11): it has no member '{missing[0]}'", path=source.path, hint=_HINT
@@ -73,7 +73,7 @@ class _Header(NamedTuple):
     size: int
 
 
-def _members(source: Source) -> dict[str, Source]:
+def members_of(source: Source) -> dict[str, Source]:
     """The ordinary files of the archive by name, as far as torch could have written them."""
     found: dict[str, Source] = {}
     extended: dict[str, str] = {}

@@ -26,7 +26,8 @@ from ckptconv.torch_objects import StoredAs, TorchLeaves
 from ckptconv.walking import Overlay
 
 NAME = "torch zip"
-_ROOT = b"archive"
+ROOT = "archive"
+"""The folder of the records in what is written."""
 _OPTIONAL = ("version", "byteorder", ".format_version", ".storage_alignment", ".data/serialization_id")
 
 
@@ -156,7 +157,7 @@ def _records(contents: Iterable[tuple[str, bytes | NewStorage]]) -> Layout:
             values, dtype, nbytes = content.values, content.dtype, content.nbytes
         else:
             values, dtype, nbytes = content, UINT8, len(content)
-        slot, lead, offset, end = archives.lay_out(b"%s/%s" % (_ROOT, name.encode()), end, nbytes)
+        slot, lead, offset, end = archives.lay_out(f"{ROOT}/{name}".encode(), end, nbytes)
         slots.append(slot)
         items.append(made(WriteItem, (name, lead, offset, nbytes, values, dtype)))
     return Layout(

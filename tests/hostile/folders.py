@@ -331,7 +331,7 @@ add(
     ),
     field="w",
 )
-add("dcp_dimensions", "reject", "100 dimensions", lambda: dcp(size=(1,) * 100), field="w")
+add("dcp_dimensions", "reject", "200 dimensions", lambda: dcp(size=(1,) * 200), field="w")
 add(
     "dcp_many_axes",
     "reject",

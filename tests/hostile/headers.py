@@ -24,7 +24,7 @@ add("st_bool_shape.safetensors", "reject", "shape [true, 4]", lambda: entry(shap
 add("st_string_shape.safetensors", "reject", "shape ['4']", lambda: entry(shape=["4"]))
 add("st_shape_object.safetensors", "reject", "a shape that is an object", lambda: entry(shape={"4": 4}))
 add("st_shape_wrong.safetensors", "reject", "shape [5] in 16 bytes", lambda: entry(shape=[5]))
-add("st_65_dimensions.safetensors", "reject", "65 dimensions", lambda: entry(shape=[1] * 64 + [4]))
+add("st_129_dimensions.safetensors", "reject", "129 dimensions", lambda: entry(shape=[1] * 128 + [4]))
 add("st_300_dimensions.safetensors", "reject", "300 dimensions of 2**62: 5,600 digits", lambda: entry(shape=[1 << 62] * 300))
 add("st_100000_dimensions.safetensors", "reject", "100,000 dimensions of 2**62", lambda: entry(shape=[1 << 62] * 100_000))
 add(

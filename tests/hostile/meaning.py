@@ -29,7 +29,7 @@ add(
     lambda: one(tensor(size=(1 << 62, 1 << 62, 0), stride=(0, 0, 1))),
     OUTPUTS,
 )
-add("torch_65_dimensions.pt", "reject", "65 dimensions", lambda: one(tensor(size=(1,) * 65, stride=(1,) * 65)))
+add("torch_129_dimensions.pt", "reject", "129 dimensions", lambda: one(tensor(size=(1,) * 129, stride=(1,) * 129)))
 add(
     "torch_conj_float.pt",
     "reject",
