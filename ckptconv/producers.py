@@ -6,10 +6,10 @@ MMEngine, timm, fvcore, nanoGPT, Megatron-LM, DeepSpeed, torchtitan, accelerate 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from ckptconv.labels import words
 from ckptconv.nodes import Call, Node, mapping_pairs
 
 Labels = Mapping[str, Node]
@@ -49,7 +49,11 @@ def _is_mm(labels: Labels) -> bool:
 
 
 def _is_accelerate(labels: Labels) -> bool:
-    return "model" in labels and any(words(label)[:2] == ("random", "states") for label in labels)
+    """accelerate names its random states so, by rank; a second model is called ``model_1``."""
+    return "model" in labels and "model_1" not in labels and any(map(_RANDOM_STATES, labels))
+
+
+_RANDOM_STATES = re.compile(r"random_states_\d+").fullmatch
 
 
 _VERSION = "pytorch-lightning_version"

@@ -103,7 +103,6 @@ def choose_state_dict(root: Node, only: str | None, path: Path) -> StateDict:
         return loaded
     best, lesser = found.ranked()
     if len(best) == 1:
-        _refuse_part_of_a_model(best[0], lesser, part.path, path)
         _refuse_loss(best[0], found, part.path, path)
         return _state_dict(best[0])
     if not best and (bare := _bare_tensors(part.node)) is not None:
@@ -206,16 +205,6 @@ def _chain(place: Place) -> Iterator[tuple[Place, Node, Node]]:
 def _examples(left: Sequence[Holder], base: str) -> str:
     places = [place_text((holder.place, label, holder.node)) for holder in left for label in holder.labels[:_LISTED]]
     return _listed([f"{base}.{name}" if base else name for name in places], 3)
-
-
-def _refuse_part_of_a_model(chosen: Candidate, lesser: Sequence[Candidate], base: str, path: Path) -> None:
-    """Refuse a state dict that is one of several parts of a model: Megatron nests embedding, encoder and output layer."""
-    labels = _labels(chosen.place)
-    beside = [item for item in lesser if len(labels) > 1 and _labels(item.place)[:1] == labels[:1]]
-    if beside:
-        names = [_joined(base, item.path) for item in (chosen, *beside)]
-        what = f"its model is in {len(names)} parts: {_listed(names)}"
-        raise AmbiguousStateDict(what, path=path, hint=f"{_choice(names)}, or write a torch file, of them all")
 
 
 def _labels(place: Place) -> list[Node]:

@@ -351,6 +351,11 @@ def test_a_framework_does_not_hide_weights_that_stand_above_its_own(tmp_path):
     assert_refused(source, tmp_path, ".", "state_dict")
 
 
+def test_two_models_of_accelerate_are_a_choice(tmp_path):
+    tree = {"model": weights(1), "model_1": weights(2), "random_states_0": {"torch": torch.get_rng_state()}}
+    assert_refused(saved(tree, tmp_path), tmp_path, "model", "model_1")
+
+
 # ---------------------------------------------------------------------------------------------------------- torchtitan
 
 
