@@ -163,6 +163,8 @@ MENDED: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "float8 in a legacy file": ("legacy-container", lambda at: saved(
         at, {"w": torch.ones(4).to(torch.float8_e5m2)}, _use_new_zipfile_serialization=False)),
     "tied weights": ("tied-weights", tied),
+    "codes beside a scale": ("scaled-weights", lambda at: saved(
+        at, {"q.weight": torch.ones(2, 2).to(torch.float8_e4m3fn), "q.weight_scale_inv": torch.ones(1, 1)})),
     "float32": ("all-fp32", lambda at: saved(at, {"fc.weight": torch.ones(2, 2)})),
     "gzip": ("no-checkpoint", lambda at: packed(at, gzip.compress)),
     "bzip2": ("no-checkpoint", lambda at: packed(at, bz2.compress)),
