@@ -223,6 +223,10 @@ def test_obeying_the_printed_command_clears_the_finding(what, tmp_path):
 
 UNMENDED: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "a device that is not here": ("no-such-device", lambda at: saved(at, weights())),
+    "codes beside a scale": (
+        "scaled-weights",
+        lambda at: saved(at, {"q.weight": torch.ones(2, 2).to(torch.float8_e4m3fn), "q.weight_scale_inv": torch.ones(1, 1)}),
+    ),
     "a meta tensor": ("no-values", lambda at: saved(at, {**weights(), "m": torch.ones(2, device="meta")})),
     "a flipped bit": ("damaged", lambda at: with_flipped_bit(saved(at, weights()))),
     "a header of 200 MB": ("beyond-limits", lambda at: huge_header(at)),
