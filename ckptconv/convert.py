@@ -92,8 +92,8 @@ def convert_checkpoint(
     step where `source` is a folder of several. `like` (another checkpoint, an index, a list of keys) or `model`
     (``PACKAGE.MODULE:CALLABLE``, which is imported and called) has the keys and shapes to which those of each state dict are
     fitted; what it has no key for is an error, or left out with `drop_unexpected`. The output is written to a temporary
-    sibling and renamed; an existing one is replaced only with `force`. `verify` reads it back and compares every tensor
-    first. Raises `CheckpointError`.
+    sibling and renamed; an existing one is replaced only with `force`. `verify` counts what the source names, reads the output
+    back and compares every tensor first. Raises `CheckpointError`.
 
     >>> convert_checkpoint("in.pt", "out.safetensors", device="cuda:1")  # doctest: +SKIP
     """
@@ -121,8 +121,9 @@ def execute_plan(
 ) -> ConversionResult:
     """Write the output of a plan as a stream, and put it in its place when it is whole.
 
-    `on_progress` is called with the bytes written so far, about once a MiB. `verify` reads the output back before it is
-    renamed and compares every tensor with the source, bit for bit or after the cast. Raises `MalformedCheckpoint` when
+    `on_progress` is called with the bytes written so far, about once a MiB. `verify` counts what the source names
+    without the reader, reads the output back before it is renamed and compares every tensor with the source, bit for bit or
+    after the cast. Raises `MalformedCheckpoint` when
     the source is damaged, `OutputRefused` when the output cannot be written, `VerificationFailed`; nothing is left behind.
     """
     begin = time.perf_counter()
