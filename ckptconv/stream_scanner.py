@@ -13,6 +13,7 @@ import contextlib
 import json
 import re
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -23,8 +24,8 @@ from ckptconv.formats.detect import STRANGERS
 from ckptconv.formats.safetensors import is_safetensors
 from ckptconv.formats.torch_tar import is_tar
 from ckptconv.sources import CHUNK, FileSource, MemorySource, RangeSource, Source
-from ckptconv.threats import Level, judge
-from ckptconv.tracing import NESTED_LOADERS, Held, Trace, held_bytes, trace_pickle
+from ckptconv.threats import Level, Verdict, gives_what_was_there, judge
+from ckptconv.tracing import ATTRIBUTES, NESTED_LOADERS, Held, Named, Trace, held_bytes, trace_pickle
 from ckptconv.wording import count_text
 
 _HEAD = 512  # bytes of a deflated record by which it is seen whether to inflate it
@@ -310,9 +311,8 @@ class Scanner:
             self.pickles += 1
 
     def _judged(self, trace: Trace, where: str) -> list[Finding]:
-        return [
-            Finding(where, f"{name.module}.{name.name}", *judge(name.module, name.name), at) for name, at in trace.names.items()
-        ]
+        named = [Finding(where, ".".join(name), *_verdict(name, trace), at) for name, at in trace.names.items()]
+        return named + [Finding(where, ".".join(name), *verdict, at) for name, verdict, at in _misused(trace)]
 
     def _nested(self, trace: Trace, source: Source, where: str, depth: int) -> None:
         """Look into the bytes that a pickle holds: each may be a stream itself."""
@@ -324,6 +324,22 @@ class Scanner:
                 self._odd(inside, f"a text of {held.nbytes} bytes was not looked at (--limit pickle_bytes={held.nbytes} does)")
             elif (inner := _inner_source(source, held)).size > 1:
                 self.scan(inner, inside, depth + 1, array=array)
+
+
+def _verdict(name: Named, trace: Trace) -> Verdict:
+    if name in ATTRIBUTES and name in trace.looked_up:
+        return Verdict("plain", "looks up attributes by their names, which are judged themselves")
+    return judge(*name)
+
+
+def _misused(trace: Trace) -> Iterator[tuple[Named, Verdict, int]]:
+    """Plain globals of which what they gave is changed though it was there before, or is called."""
+    for name, at in trace.changed.items():
+        if gives_what_was_there(*name):
+            yield name, Verdict("dangerous", "gives an object that is there already, whose items or attributes are set"), at
+    for name, at in trace.called.items():
+        if judge(*name).level == "plain":
+            yield name, Verdict("dangerous", "makes an object that is called in turn"), at
 
 
 def _inner_source(source: Source, held: Held | bytes) -> Source:
