@@ -17,12 +17,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from ckptconv.archives import is_zip, read_directory
+from ckptconv.archives import Record, is_zip, read_directory
 from ckptconv.bounds import in_force
 from ckptconv.errors import CheckpointError
 from ckptconv.formats.detect import STRANGERS
 from ckptconv.formats.safetensors import is_safetensors
 from ckptconv.formats.torch_tar import is_tar
+from ckptconv.script_code import (
+    FLATBUFFER,
+    Called,
+    judged_bytecode,
+    judged_code,
+    judged_flatbuffer,
+    old_code_records,
+    script_records,
+)
 from ckptconv.sources import CHUNK, FileSource, MemorySource, RangeSource, Source
 from ckptconv.threats import Level, Verdict, gives_what_was_there, judge
 from ckptconv.tracing import ATTRIBUTES, NESTED_LOADERS, Held, Named, Trace, held_bytes, trace_pickle
@@ -126,6 +135,8 @@ class Scanner:
         if is_tar(head) or _is_tar_header(head):
             self._tar(source, where, depth)
             return "tar"
+        if head[4:8] == FLATBUFFER:
+            self._flatbuffer(source, where)
         count = self._pickles(source, _numpy_end(head), where, depth, array=array)
         if not depth and b"PK\5\6" in source.read(max(0, source.size - _TAIL), min(_TAIL, source.size)):
             self._sweep(source, where, depth)
@@ -193,7 +204,46 @@ class Scanner:
             else:
                 array = _STORAGE(name) is not None
                 self.scan(RangeSource(source, record.offset, record.size), inside, depth + 1, array=array)
+        self._scripts(source, records, where)
         return "zip"
+
+    def _scripts(self, source: Source, records: dict[str, Record], where: str) -> None:
+        """Judge the code of a TorchScript archive, and the bytecode of one for mobiles."""
+        for name in (found := script_records(records)):
+            inside = f"{where}/{name}".strip("/")
+            text = self._whole(source, records[name], inside)
+            if found[name] != "model":
+                self._note_called(inside, judged_bytecode(text) if found[name] == "bytecode" else judged_code(text))
+                continue
+            try:
+                keys = old_code_records(text, name, records, source.path)
+            except CheckpointError as error:
+                self._odd(inside, f"{error.what}, so which records are code is not known")
+                continue
+            for key in keys:
+                code = f"{where}/{key}".strip("/")
+                self._note_called(code, judged_code(self._whole(source, records[key], code)))
+
+    def _flatbuffer(self, source: Source, where: str) -> None:
+        most = in_force().text_bytes
+        self._odd(where, "is a module for mobiles as a flatbuffer, of whose code only what is known to be dangerous is told")
+        self._note_called(where, judged_flatbuffer(source.read(0, min(source.size, most))))
+        if source.size > most:
+            self._odd(where, f"is a flatbuffer of more than {most} bytes; what is behind was not looked at", most)
+
+    def _note_called(self, where: str, called: list[Called]) -> None:
+        self.findings += [Finding(where, name, *verdict, at) for name, verdict, at in called]
+
+    def _whole(self, source: Source, record: Record, where: str) -> bytes:
+        """The bytes of a record, as far as the limit of texts goes."""
+        most = in_force().text_bytes
+        if record.deflated:
+            found, cut = self._room.inflate(source, record.offset, record.stored, pickle=False)
+        else:
+            found, cut = source.read(record.offset, min(record.size, most)), record.size > most
+        if cut:
+            self._odd(where, f"is code of more than {len(found)} bytes; what is behind was not looked at", len(found))
+        return found
 
     def _tar(self, source: Source, where: str, depth: int) -> None:
         """Look into the members of a tar file, wherever a header of one lies, and sweep it for what a pattern tells."""

@@ -18,7 +18,7 @@ LAYERS = {
     "tensors": 3, "archives": 3, "sharding": 3, "rule_files": 3, "key_fitting": 3, "staging": 3,
     "torch_objects": 4, "compaction": 4, "layout": 4, "plain_objects": 4, "assembly": 4, "partitions": 4, "checksums": 4,
     "nonfinite": 4, "named_models": 4,
-    "torch_classes": 4, "known_names": 5, "threats": 6, "comparison": 5,
+    "torch_classes": 4, "known_names": 5, "threats": 6, "script_operators": 7, "script_code": 8, "comparison": 5,
     "checkpoint": 5, "module_walk": 5, "formats.records": 5, "encodings": 5,
     "fitted_keys": 6, "key_targets": 9,
     "modules": 6, "old_tensors": 6, "producers": 6, "settling": 6, "zero_partitions": 6,
