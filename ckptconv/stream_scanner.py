@@ -23,6 +23,7 @@ from ckptconv.errors import CheckpointError
 from ckptconv.formats.detect import STRANGERS
 from ckptconv.formats.safetensors import is_safetensors
 from ckptconv.formats.torch_tar import is_tar
+from ckptconv.joined_archives import joined_archives, next_data
 from ckptconv.script_code import (
     FLATBUFFER,
     Called,
@@ -32,7 +33,7 @@ from ckptconv.script_code import (
     old_code_records,
     script_records,
 )
-from ckptconv.sources import CHUNK, FileSource, MemorySource, RangeSource, Source
+from ckptconv.sources import CHUNK, MemorySource, RangeSource, Source
 from ckptconv.threats import Level, Verdict, gives_what_was_there, judge
 from ckptconv.tracing import ATTRIBUTES, NESTED_LOADERS, Held, Named, Trace, held_bytes, trace_pickle
 from ckptconv.wording import count_text
@@ -192,6 +193,10 @@ class Scanner:
         try:
             records = read_directory(source)
         except CheckpointError as error:
+            if len(parts := joined_archives(source)) > 1:
+                for start, size in parts:
+                    self.scan(RangeSource(source, start, size), f"{where}/byte {start}".strip("/"), depth + 1)
+                return f"{len(parts)} zips"
             self._odd(
                 where, f"its directory was not followed, for it {error.what}; what is stored or deflated in it was searched"
             )
@@ -248,14 +253,14 @@ class Scanner:
     def _tar(self, source: Source, where: str, depth: int) -> None:
         """Look into the members of a tar file, wherever a header of one lies, and sweep it for what a pattern tells."""
         self._pickles(source, 0, where, depth)
-        start = _behind_hole(source, 0)
+        start = next_data(source, 0)
         while start < source.size:
             start &= -_BLOCK
             window = source.read(start, min(CHUNK, source.size - start))
             for at in range(0, len(window), _BLOCK):
                 if _is_tar_header(window[at : at + _BLOCK]):
                     self._pickles(source, start + at + _BLOCK, where, depth)
-            start = _behind_hole(source, start + CHUNK)
+            start = next_data(source, start + CHUNK)
         self._sweep(source, where, depth)
 
     def _deflated(self, source: Source, offset: int, stored: int, where: str, depth: int) -> None:
@@ -278,7 +283,7 @@ class Scanner:
     def _sweep(self, source: Source, where: str, depth: int) -> None:
         """Look at every place of a source at which a pickle, or a record of an archive, may begin."""
         done = 0
-        start = _behind_hole(source, 0)
+        start = next_data(source, 0)
         while start < source.size:
             window = source.read(start, min(CHUNK + 512, source.size - start))
             for found in _LIKELY.finditer(window):
@@ -292,7 +297,7 @@ class Scanner:
                     return
                 look = self._local_record if found[0][:2] == b"PK" else self._uncertain
                 done = max(done, look(source, at, where, depth))
-            start = _behind_hole(source, start + CHUNK)
+            start = next_data(source, start + CHUNK)
 
     def _uncertain(self, source: Source, at: int, where: str, depth: int) -> int:
         """Follow what may be a pickle; the byte behind it, or 0 where what lies in it must be looked at too."""
@@ -449,11 +454,6 @@ def _numpy_end(head: bytes) -> int:
         return 0
     width = 2 if head[6] == 1 else 4
     return 8 + width + int.from_bytes(head[8 : 8 + width], "little")
-
-
-def _behind_hole(source: Source, at: int) -> int:
-    """The first byte from `at` on that is not in a hole of a sparse file, where nothing can begin."""
-    return source.next_data(at) if isinstance(source, FileSource) else at
 
 
 def _inflated(source: Source, offset: int, stored: int, limit: int) -> bytes:

@@ -15,7 +15,7 @@ LAYERS = {
     "dtypes": 1, "key_rules": 1, "devices": 1, "sources": 1, "nodes": 1, "findings": 1, "wording": 1,
     "keys": 2, "outputs": 2, "documents": 2, "casting": 2, "pickling": 2, "unpickling": 2, "extents": 2, "substitution": 2,
     "tracing": 2, "torch_words": 2,
-    "tensors": 3, "archives": 3, "sharding": 3, "rule_files": 3, "key_fitting": 3, "staging": 3,
+    "joined_archives": 2, "tensors": 3, "archives": 3, "sharding": 3, "rule_files": 3, "key_fitting": 3, "staging": 3,
     "torch_objects": 4, "compaction": 4, "layout": 4, "plain_objects": 4, "assembly": 4, "partitions": 4, "checksums": 4,
     "nonfinite": 4, "named_models": 4,
     "torch_classes": 4, "known_names": 5, "threats": 6, "script_operators": 7, "script_code": 8, "comparison": 5,
