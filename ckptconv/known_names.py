@@ -96,6 +96,7 @@ _FINDERS = """
     torch.nn.backends.thnn._get_thnn_function_backend torch.optim.lr_scheduler.OneCycleLR._annealing_cos
     torch.optim.lr_scheduler.OneCycleLR._annealing_linear torch.optim.lr_scheduler.CyclicLR._triangular_scale_fn
     torch.optim.lr_scheduler.CyclicLR._triangular2_scale_fn torch.optim.lr_scheduler.CyclicLR._exp_range_scale_fn
+    torch._C._VariableFunctionsClass torch._C._VariableFunctions
     torch.jit._pickle.build_intlist torch.jit._pickle.build_tensorlist torch.jit._pickle.build_doublelist
     torch.jit._pickle.build_boollist torch.jit._pickle.build_tensor_from_id torch.jit._pickle.restore_type_tag
     typing.Any typing.Union typing.Optional typing.List typing.Dict typing.Tuple typing.Set typing.FrozenSet
