@@ -29,9 +29,10 @@ class Called(NamedTuple):
 
 # --------------------------------------------------------------------------------------------------- where the code stands
 
-_TEXT = re.compile(r"(.*/)?code/.+\.py", re.IGNORECASE | re.DOTALL)
+_TEXT = re.compile(r"(.*/)?code/.+\.py", re.DOTALL)
 _MARKS = ("constants.pkl", "bytecode.pkl", "model.json")
 _KINDS: dict[str, Kind] = {"bytecode.pkl": "bytecode", "model.json": "model"}
+_ENDINGS = tuple(_KINDS)
 FLATBUFFER = b"PTMF"
 """What stands at byte 4 of a module for mobiles that is a flatbuffer; `torch.jit.load` takes it too."""
 
@@ -41,9 +42,9 @@ def script_records(names: Iterable[str]) -> dict[str, Kind]:
     lower = {name.lower(): name for name in names}
     found: dict[str, Kind] = {}
     for low, name in lower.items():
-        if (kind := _KINDS.get(low.rpartition("/")[2])) is not None:
+        if low.endswith(_ENDINGS) and (kind := _KINDS.get(low.rpartition("/")[2])) is not None:
             found[name] = kind
-        elif (match := _TEXT.fullmatch(low)) and _is_script(match[1] or "", lower):
+        elif low.endswith(".py") and (match := _TEXT.fullmatch(low)) and _is_script(match[1] or "", lower):
             found[name] = "text"
     return found
 

@@ -382,18 +382,17 @@ class Scanner:
 
 
 def _verdict(name: Named, trace: Trace) -> Verdict:
-    if name in ATTRIBUTES and name in trace.looked_up:
+    if name in ATTRIBUTES and ("looked up", name) in trace.uses and ("handed on", name) not in trace.uses:
         return Verdict("plain", "looks up attributes by their names, which are judged themselves")
     return judge(*name)
 
 
 def _misused(trace: Trace) -> Iterator[tuple[Named, Verdict, int]]:
     """Plain globals of which what they gave is changed though it was there before, or is called."""
-    for name, at in trace.changed.items():
-        if gives_what_was_there(*name):
+    for (use, name), at in trace.uses.items():
+        if use == "changed" and gives_what_was_there(*name):
             yield name, Verdict("dangerous", "gives an object that is there already, whose items or attributes are set"), at
-    for name, at in trace.called.items():
-        if judge(*name).level == "plain":
+        elif use == "called" and judge(*name).level == "plain":
             yield name, Verdict("dangerous", "makes an object that is called in turn"), at
 
 

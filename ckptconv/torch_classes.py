@@ -121,6 +121,7 @@ _CLASSES = """
     torch.ao.quantization.qconfig QConfig QConfigDynamic
     torch.ao.quantization.stubs QuantStub DeQuantStub QuantWrapper
     torch.ao.quantization.quant_type QuantType
+    torch.optim Adafactor Muon
     torch.optim._adafactor Adafactor
     torch.optim._muon Muon
     torch.optim.adadelta Adadelta
@@ -160,6 +161,7 @@ _CLASSES = """
     torch.distributed.device_mesh DeviceMesh
     torch.distributed._mesh_layout _FlatLayout _MeshLayout
     torch.distributed.remote_device _remote_device
+    torch.distributed.fsdp CPUOffloadPolicy MixedPrecisionPolicy OffloadPolicy
     torch.distributed.fsdp.api ShardingStrategy BackwardPrefetch MixedPrecision CPUOffload
     StateDictType StateDictConfig FullStateDictConfig LocalStateDictConfig ShardedStateDictConfig
     OptimStateDictConfig FullOptimStateDictConfig LocalOptimStateDictConfig

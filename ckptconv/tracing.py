@@ -42,6 +42,7 @@ class Alarm(NamedTuple):
     by_chance: bool = False
 
 
+Use: TypeAlias = Literal["changed", "called", "looked up", "handed on"]
 Form: TypeAlias = Literal["bytes", "utf-8", "raw-unicode-escape", "quoted", "quoted-utf-8"]
 
 
@@ -57,8 +58,8 @@ class Held(NamedTuple):
 class Trace:
     """What a stream says: the globals that it names (and the byte where first), bytes in it, and what is odd about it.
 
-    `looked_up` are functions of attributes of which every use is a name that is among the `names`. `changed` and `called` are
-    the globals of which what a call gave was given items or a state, or was called, and the byte where first.
+    `uses` are what was done with globals, and the byte where first: what a call gave was ``changed``, by items or a state, or
+    ``called``; a function of attributes ``looked up`` what is among the `names`, or was ``handed on``.
     Bytes are numbered as those of the source are. `constants` are what may be a stream itself, or where it lies, for
     `held_bytes`. `end` is the byte behind its STOP; where it has none, `broken` says why, `cut` is True where the source just
     ended, and `stopped` where a limit was met. `followed` counts the bytes that were looked at.
@@ -67,9 +68,7 @@ class Trace:
     names: dict[Named, int] = field(default_factory=dict)
     constants: list[Held | bytes] = field(default_factory=list)
     alarms: list[Alarm] = field(default_factory=list)
-    looked_up: set[Named] = field(default_factory=set)
-    changed: dict[Named, int] = field(default_factory=dict)
-    called: dict[Named, int] = field(default_factory=dict)
+    uses: dict[tuple[Use, Named], int] = field(default_factory=dict)
     end: int = 0
     followed: int = 0
     broken: str | None = None
@@ -89,7 +88,6 @@ def trace_pickle(source: Source, start: int = 0) -> Trace:
     except (_Broken, IndexError, KeyError, ValueError, UnicodeError, OverflowError) as error:
         tracer.trace.broken = str(error) if type(error) is _Broken else "takes what is not there"
     tracer.trace.followed = tracer.followed
-    tracer.trace.looked_up = tracer.looked_up - tracer.handed_on
     return tracer.trace
 
 
@@ -161,9 +159,8 @@ class _Tracer:
         self._under = 0  # values below the last mark, a mark being worth eight
         self._memo: dict[int, Any] = {}
         self._most_found = in_force().scanned_pickles
+        self._made: dict[Named, Made] = {}  # one for each global, for a stream may call one very often
         self._is_guarded = False  # whether a function was named that may be called, and not handed on
-        self.looked_up: set[Named] = set()
-        self.handed_on: set[Named] = set()
 
     def run(self) -> None:
         steps, most = _STEPS, in_force().scanned_values
@@ -359,7 +356,8 @@ class _Tracer:
             for value in [value for value in values if type(value) is Named]:
                 if ".".join(value) in NESTED_LOADERS:
                     self.alarm("a function that loads streams is handed on, so what it loads cannot be known")
-                self.handed_on.add(value)
+                if value in ATTRIBUTES:
+                    self.use("handed on", value)
         return values
 
     def _refuse_growing(self, target: Any) -> None:
@@ -371,11 +369,14 @@ class _Tracer:
     def _note_change(self, target: Any, what: str) -> None:
         """What is changed must have been made by the stream: of what a call gave, `changed` tells which."""
         if type(target) is Made:
-            self.trace.changed.setdefault(target.func, self._at)
+            self.use("changed", target.func)
         elif type(target) is Named:
             self.alarm(f"{what} of {target.module}.{target.name} itself are set")
         elif target is _STRANGE:
             self.alarm(f"{what} of an object are set that the pickle does not make", by_chance=True)
+
+    def use(self, use: Use, name: Named) -> None:
+        self.trace.uses.setdefault((use, name), self._at)
 
     def put(self, index: int) -> None:
         self._memo[index] = self._stack[-1]
@@ -431,9 +432,17 @@ class _Tracer:
         """What a call gives: bytes where it is they, a global where its name is known, or `Made`."""
         if type(func) is not Named:
             return self._called_result(func)
-        path = f"{func.module}.{func.name}"
+        if (made := self._made.get(func)) is None:
+            path = f"{func.module}.{func.name}"
+            if path in _WATCHED or func in ATTRIBUTES:
+                return self._watched(func, path, args)
+            made = self._made[func] = Made(func)
+        return made
+
+    def _watched(self, func: Named, path: str, args: tuple[Any, ...]) -> Any:
+        """What a function gives whose arguments matter."""
         first = args[0] if args else b""
-        if path == "_codecs.encode" and type(first) in (str, Held) and args[1:] in (("latin1",), ("latin-1",)):
+        if path == _ENCODE and type(first) in (str, Held) and args[1:] in (("latin1",), ("latin-1",)):
             return self.encoded(first)
         is_bytes = type(first) is bytes or (type(first) is Held and first.form == "bytes")
         if path in _BYTES_CLASSES and len(args) < 2 and is_bytes:
@@ -449,7 +458,7 @@ class _Tracer:
     def _called_result(self, func: Any) -> Any:
         """What a call of something else than a global gives."""
         if type(func) is Made:
-            self.trace.called.setdefault(func.func, self._at)
+            self.use("called", func.func)
         elif func is _STRANGE:
             self.alarm("an object is called that the pickle does not name", by_chance=True)
         return func if type(func) is Made or func is _STRANGE else _OTHER
@@ -459,15 +468,15 @@ class _Tracer:
         if type(func) is not Named:
             return self._called_result(func)
         if changes:
-            self.trace.changed.setdefault(func, self._at)
+            self.use("changed", func)
         return Made(func)
 
     def _attribute(self, func: Named, args: tuple[Any, ...]) -> Any:
         """The attribute that is looked up by its name: a global, whose name has one more dot."""
         if len(args) != 2 or type(args[0]) is not Named or type(args[1]) is not str:
-            self.handed_on.add(func)
+            self.use("handed on", func)
             return Made(func)
-        self.looked_up.add(func)
+        self.use("looked up", func)
         return self.name(args[0].module, f"{args[0].name}.{args[1]}")
 
     def encoded(self, text: Any) -> Held | bytes:
@@ -492,11 +501,9 @@ class _Tracer:
     def persistent(self) -> None:
         """What the loader gives for an id: a storage that it makes, or, in legacy files, the class of a module."""
         (pid,) = self.passed_on(self._stack[-1:])
-        kind, *rest = pid if type(pid) is tuple and pid else (None,)
-        if kind == "module" and rest and type(rest[0]) is Named:
-            self.replace(1, rest[0])
-        else:
-            self.replace(1, _OTHER if kind == "storage" else _STRANGE)
+        kind = pid[0] if type(pid) is tuple and pid else None
+        is_class = kind == "module" and len(pid) > 1 and type(pid[1]) is Named
+        self._stack[-1] = pid[1] if is_class else _OTHER if kind == "storage" else _STRANGE
 
     def extension(self, width: int) -> None:
         code = self.number(width)
@@ -520,6 +527,9 @@ _CALLERS = _CHANGERS | frozenset(
 )
 """Functions of checkpoints whose first argument is called, or is the class of what they make."""
 _BYTES_CLASSES = frozenset(f"{module}.{name}" for module in ("builtins", "__builtin__") for name in ("bytes", "bytearray"))
+_ENCODE = "_codecs.encode"
+_WATCHED = _CALLERS | _BYTES_CLASSES | NESTED_LOADERS | {_ENCODE}
+"""Functions of which it matters what they are given."""
 
 _Step = Callable[[_Tracer], Any]
 
