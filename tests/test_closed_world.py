@@ -41,7 +41,7 @@ def mapping(**items: bytes) -> bytes:
     return b"}(" + b"".join(text(name) + value for name, value in items.items()) + b"u"
 
 
-NEW = b"\x81"
+TIMER = "torch.utils.benchmark.utils.timer"
 
 
 def ways(mark: str) -> dict[str, bytes]:
@@ -61,7 +61,7 @@ def ways(mark: str) -> dict[str, bytes]:
         "ndarray.tofile": call("numpy:ndarray.tofile", array, path),
         "torch._C.PyTorchFileWriter": call("torch._C.PyTorchFileWriter", path),
         "an attribute through a module": call("torch.nn.modules.linear:torch.save", b"K\1", path),
-        "Timer.timeit": call("timeit:Timer.timeit", call("torch.utils.benchmark.utils.timer:timeit.Timer", text(code)), b"K\1"),
+        "Timer.timeit": call(f"{TIMER}:Timer.timeit", call(f"{TIMER}.Timer", text(code)), b"K\1"),
         "the torch of a module": call("torch.nn.modules.linear:F.torch.save", b"K\1", path),
         "a method by getattr": call("builtins.getattr", named("pathlib.PosixPath"), text("write_text"))
         + b"(" + call("pathlib.PosixPath", path) + text("x") + b"tR",
