@@ -22,7 +22,7 @@ demo: $(VENV)/ready
 test: $(VENV)/ready
 	$(BIN)/python -m pytest -q -n auto
 
-# What needs transformers, peft, lightning, picklescan and fickling, which make test does without.
+# What needs transformers, peft, lightning, picklescan, modelscan and fickling, which make test does without.
 $(FAMILIES)/ready: pyproject.toml constraints.txt tests/families.txt
 	$(PYTHON) -m venv $(FAMILIES)
 	$(FAMILIES)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
@@ -30,8 +30,22 @@ $(FAMILIES)/ready: pyproject.toml constraints.txt tests/families.txt
 	    --requirement tests/families.txt
 	@touch $@
 
+PEERS := $(FAMILIES)/peers
+
+# The files that other scanners are tested with, made by their own tests; without a network, what needs them is skipped.
+$(PEERS)/ready: $(FAMILIES)/ready tests/peer_files.py
+	@rm -rf $(PEERS) && mkdir -p $(PEERS)
+	git clone --quiet --depth 1 https://github.com/mmaitre314/picklescan $(PEERS)/picklescan
+	git clone --quiet --depth 1 https://github.com/protectai/modelscan $(PEERS)/modelscan
+	git clone --quiet --depth 1 https://github.com/trailofbits/fickling $(PEERS)/fickling
+	$(FAMILIES)/bin/python tests/peer_files.py collect $(PEERS) $(PEERS)/files
+	@touch $@
+
 families: $(FAMILIES)/ready
-	$(FAMILIES)/bin/python -m pytest -q -n auto tests/test_fitted_models.py tests/test_key_fitting.py tests/test_scanning.py
+	-$(MAKE) $(PEERS)/ready
+	CKPTCONV_PEER_FILES=$(CURDIR)/$(PEERS)/files $(FAMILIES)/bin/python -m pytest -q -n auto tests/test_fitted_models.py \
+	    tests/test_key_fitting.py tests/test_scanning.py tests/test_peers.py
+	-$(FAMILIES)/bin/python tests/peer_files.py table $(PEERS)/files
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptconv.errors import CheckpointError, UnsupportedCheckpoint
-from ckptconv.sources import FileSource
+from ckptconv.formats.dcp_metadata import read_metadata
+from ckptconv.joined_archives import joined_archives
+from ckptconv.sources import FileSource, RangeSource
 from ckptconv.stream_scanner import Finding, Room, Scanner
 from ckptconv.threats import LEVELS, Level
 
@@ -65,7 +68,7 @@ def scan_checkpoint(path: str | os.PathLike[str]) -> Scan:
             raise UnsupportedCheckpoint(what, path=root) from error
         closed.append(_unread(error.filename, what))
 
-    files = [_scan_listed(item) for item in _listed(root, note)]
+    files = [_with_items(_scan_listed(item)) for item in _listed(root, note)]
     return Scan(str(root), (*files, *closed))
 
 
@@ -102,3 +105,49 @@ def _scan_file(path: Path) -> ScannedFile:
         source.close()
     findings = sorted(dict.fromkeys(scanner.findings), key=lambda finding: -LEVELS.index(finding.level))
     return ScannedFile(str(path), kind, scanner.pickles, tuple(findings))
+
+
+# ------------------------------------------------------------------------------------------------------- items of a folder
+
+_METADATA = frozenset(("Metadata", "MCoreMetadata"))
+
+
+def _with_items(file: ScannedFile) -> ScannedFile:
+    """The metadata of a DCP folder with what was found in the items that it places where no file or archive begins.
+
+    An item that is no tensor is unpickled, wherever the metadata says that it lies. Source: `DefaultLoadPlanner.load_bytes`.
+    """
+    path = Path(file.path)
+    classes = {finding.name.rpartition(".")[2] for finding in file.findings}
+    if not path.name.endswith(".metadata") or not classes & _METADATA:
+        return file
+    try:
+        found = tuple(_item_findings(path))
+    except (CheckpointError, ValueError) as error:
+        what = error.what if isinstance(error, CheckpointError) else "names a file that no file can be called"
+        found = (Finding("", "", "unknown", f"{what}, so what its items are was not looked at", 0),)
+    return replace(file, findings=(*found, *file.findings))
+
+
+def _item_findings(path: Path) -> Iterator[Finding]:
+    with closing(FileSource(path)) as source:
+        items = read_metadata(source).items.values()
+    places: dict[str, set[tuple[int, int]]] = {}
+    for item in items:
+        places.setdefault(item.relative_path, set()).add((item.offset, item.length))
+    for name, wanted in places.items():
+        with closing(FileSource(path.parent / name)) as source:
+            yield from _range_findings(source, name, wanted - {(0, source.size)})
+
+
+def _range_findings(source: FileSource, name: str, wanted: set[tuple[int, int]]) -> Iterator[Finding]:
+    """What lies in ranges of a file that are not archives of their own, which are looked into with the file."""
+    scanner = Scanner(Room(source.size))
+    ranges = sorted(wanted - set(joined_archives(source) if wanted else ()))
+    if sum(length for _, length in ranges) > source.size:
+        what = "places items over each other, of which none was looked at"
+        yield Finding(name, "", "unknown", what, 0)
+        return
+    for offset, length in ranges:
+        scanner.scan(RangeSource(source, offset, length), f"{name}/byte {offset}", 0)
+    yield from (finding for finding in scanner.findings if finding.level != "plain")

@@ -13,18 +13,29 @@ import contextlib
 import json
 import re
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from ckptconv.archives import is_zip, read_directory
+from ckptconv.archives import Record, is_zip, read_directory
 from ckptconv.bounds import in_force
 from ckptconv.errors import CheckpointError
 from ckptconv.formats.detect import STRANGERS
 from ckptconv.formats.safetensors import is_safetensors
 from ckptconv.formats.torch_tar import is_tar
-from ckptconv.sources import CHUNK, FileSource, MemorySource, RangeSource, Source
-from ckptconv.threats import Level, judge
-from ckptconv.tracing import NESTED_LOADERS, Held, Trace, held_bytes, trace_pickle
+from ckptconv.joined_archives import joined_archives, next_data
+from ckptconv.script_code import (
+    FLATBUFFER,
+    Called,
+    judged_bytecode,
+    judged_code,
+    judged_flatbuffer,
+    old_code_records,
+    script_records,
+)
+from ckptconv.sources import CHUNK, MemorySource, RangeSource, Source
+from ckptconv.threats import Level, Verdict, gives_what_was_there, judge
+from ckptconv.tracing import ATTRIBUTES, NESTED_LOADERS, Held, Named, Trace, held_bytes, trace_pickle
 from ckptconv.wording import count_text
 
 _HEAD = 512  # bytes of a deflated record by which it is seen whether to inflate it
@@ -125,6 +136,8 @@ class Scanner:
         if is_tar(head) or _is_tar_header(head):
             self._tar(source, where, depth)
             return "tar"
+        if head[4:8] == FLATBUFFER:
+            self._flatbuffer(source, where)
         count = self._pickles(source, _numpy_end(head), where, depth, array=array)
         if not depth and b"PK\5\6" in source.read(max(0, source.size - _TAIL), min(_TAIL, source.size)):
             self._sweep(source, where, depth)
@@ -180,6 +193,10 @@ class Scanner:
         try:
             records = read_directory(source)
         except CheckpointError as error:
+            if len(parts := joined_archives(source)) > 1:
+                for start, size in parts:
+                    self.scan(RangeSource(source, start, size), f"{where}/byte {start}".strip("/"), depth + 1)
+                return f"{len(parts)} zips"
             self._odd(
                 where, f"its directory was not followed, for it {error.what}; what is stored or deflated in it was searched"
             )
@@ -192,19 +209,58 @@ class Scanner:
             else:
                 array = _STORAGE(name) is not None
                 self.scan(RangeSource(source, record.offset, record.size), inside, depth + 1, array=array)
+        self._scripts(source, records, where)
         return "zip"
+
+    def _scripts(self, source: Source, records: dict[str, Record], where: str) -> None:
+        """Judge the code of a TorchScript archive, and the bytecode of one for mobiles."""
+        for name in (found := script_records(records)):
+            inside = f"{where}/{name}".strip("/")
+            text = self._whole(source, records[name], inside)
+            if found[name] != "model":
+                self._note_called(inside, judged_bytecode(text) if found[name] == "bytecode" else judged_code(text))
+                continue
+            try:
+                keys = old_code_records(text, name, records, source.path)
+            except CheckpointError as error:
+                self._odd(inside, f"{error.what}, so which records are code is not known")
+                continue
+            for key in keys:
+                code = f"{where}/{key}".strip("/")
+                self._note_called(code, judged_code(self._whole(source, records[key], code)))
+
+    def _flatbuffer(self, source: Source, where: str) -> None:
+        most = in_force().text_bytes
+        self._odd(where, "is a module for mobiles as a flatbuffer, of whose code only what is known to be dangerous is told")
+        self._note_called(where, judged_flatbuffer(source.read(0, min(source.size, most))))
+        if source.size > most:
+            self._odd(where, f"is a flatbuffer of more than {most} bytes; what is behind was not looked at", most)
+
+    def _note_called(self, where: str, called: list[Called]) -> None:
+        self.findings += [Finding(where, name, *verdict, at) for name, verdict, at in called]
+
+    def _whole(self, source: Source, record: Record, where: str) -> bytes:
+        """The bytes of a record, as far as the limit of texts goes."""
+        most = in_force().text_bytes
+        if record.deflated:
+            found, cut = self._room.inflate(source, record.offset, record.stored, pickle=False)
+        else:
+            found, cut = source.read(record.offset, min(record.size, most)), record.size > most
+        if cut:
+            self._odd(where, f"is code of more than {len(found)} bytes; what is behind was not looked at", len(found))
+        return found
 
     def _tar(self, source: Source, where: str, depth: int) -> None:
         """Look into the members of a tar file, wherever a header of one lies, and sweep it for what a pattern tells."""
         self._pickles(source, 0, where, depth)
-        start = _behind_hole(source, 0)
+        start = next_data(source, 0)
         while start < source.size:
             start &= -_BLOCK
             window = source.read(start, min(CHUNK, source.size - start))
             for at in range(0, len(window), _BLOCK):
                 if _is_tar_header(window[at : at + _BLOCK]):
                     self._pickles(source, start + at + _BLOCK, where, depth)
-            start = _behind_hole(source, start + CHUNK)
+            start = next_data(source, start + CHUNK)
         self._sweep(source, where, depth)
 
     def _deflated(self, source: Source, offset: int, stored: int, where: str, depth: int) -> None:
@@ -227,7 +283,7 @@ class Scanner:
     def _sweep(self, source: Source, where: str, depth: int) -> None:
         """Look at every place of a source at which a pickle, or a record of an archive, may begin."""
         done = 0
-        start = _behind_hole(source, 0)
+        start = next_data(source, 0)
         while start < source.size:
             window = source.read(start, min(CHUNK + 512, source.size - start))
             for found in _LIKELY.finditer(window):
@@ -241,7 +297,7 @@ class Scanner:
                     return
                 look = self._local_record if found[0][:2] == b"PK" else self._uncertain
                 done = max(done, look(source, at, where, depth))
-            start = _behind_hole(source, start + CHUNK)
+            start = next_data(source, start + CHUNK)
 
     def _uncertain(self, source: Source, at: int, where: str, depth: int) -> int:
         """Follow what may be a pickle; the byte behind it, or 0 where what lies in it must be looked at too."""
@@ -310,9 +366,8 @@ class Scanner:
             self.pickles += 1
 
     def _judged(self, trace: Trace, where: str) -> list[Finding]:
-        return [
-            Finding(where, f"{name.module}.{name.name}", *judge(name.module, name.name), at) for name, at in trace.names.items()
-        ]
+        named = [Finding(where, ".".join(name), *_verdict(name, trace), at) for name, at in trace.names.items()]
+        return named + [Finding(where, ".".join(name), *verdict, at) for name, verdict, at in _misused(trace)]
 
     def _nested(self, trace: Trace, source: Source, where: str, depth: int) -> None:
         """Look into the bytes that a pickle holds: each may be a stream itself."""
@@ -324,6 +379,21 @@ class Scanner:
                 self._odd(inside, f"a text of {held.nbytes} bytes was not looked at (--limit pickle_bytes={held.nbytes} does)")
             elif (inner := _inner_source(source, held)).size > 1:
                 self.scan(inner, inside, depth + 1, array=array)
+
+
+def _verdict(name: Named, trace: Trace) -> Verdict:
+    if name in ATTRIBUTES and ("looked up", name) in trace.uses and ("handed on", name) not in trace.uses:
+        return Verdict("plain", "looks up attributes by their names, which are judged themselves")
+    return judge(*name)
+
+
+def _misused(trace: Trace) -> Iterator[tuple[Named, Verdict, int]]:
+    """Plain globals of which what they gave is changed though it was there before, or is called."""
+    for (use, name), at in trace.uses.items():
+        if use == "changed" and gives_what_was_there(*name):
+            yield name, Verdict("dangerous", "gives an object that is there already, whose items or attributes are set"), at
+        elif use == "called" and judge(*name).level == "plain":
+            yield name, Verdict("dangerous", "makes an object that is called in turn"), at
 
 
 def _inner_source(source: Source, held: Held | bytes) -> Source:
@@ -383,11 +453,6 @@ def _numpy_end(head: bytes) -> int:
         return 0
     width = 2 if head[6] == 1 else 4
     return 8 + width + int.from_bytes(head[8 : 8 + width], "little")
-
-
-def _behind_hole(source: Source, at: int) -> int:
-    """The first byte from `at` on that is not in a hole of a sparse file, where nothing can begin."""
-    return source.next_data(at) if isinstance(source, FileSource) else at
 
 
 def _inflated(source: Source, offset: int, stored: int, limit: int) -> bytes:

@@ -1,9 +1,10 @@
 """What a global that a pickle names can do: plain (part of ordinary checkpoints), unknown, or dangerous, and why.
 
-A name is judged by where it stands in the tables below, which list what runs commands or code, reaches other modules,
-files, the network or memory, or loads further pickles. It is never imported. Names of python 2 are judged under both
-names. Sources: the documentation of Python's standard library, of numpy and of torch; `_compat_pickle` for the names of
-python 2.
+The names of Python's own library, of torch and of numpy are a closed world: what is not in `known_names` as plain is
+dangerous, for every victim has it. The tables below say why, where more is to be said: what runs commands or code, reaches
+other modules, files, the network or memory, or loads further pickles. Names of other packages are unknown, but for those
+in the tables. No name is ever imported. Names of python 2 are judged under both names. Sources: the documentation of
+Python's standard library, of numpy and of torch; `_compat_pickle` for the names of python 2.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import _compat_pickle
 from typing import Literal, NamedTuple
 
-from ckptconv.torch_objects import WEIGHTS_ONLY
+from ckptconv.known_names import ALWAYS_THERE, MAKERS, PLAIN
 
 Level = Literal["plain", "unknown", "dangerous"]
 LEVELS: tuple[Level, ...] = ("plain", "unknown", "dangerous")
@@ -92,41 +93,6 @@ _NAMES = {
 }
 """Dangerous names of modules that are not dangerous as such."""
 
-_PLAIN = """
-    builtins.set builtins.frozenset builtins.list builtins.dict builtins.tuple builtins.int builtins.float
-    builtins.bool builtins.str builtins.bytes builtins.bytearray builtins.complex builtins.slice
-    builtins.range builtins.object builtins.Ellipsis __builtin__.long __builtin__.unicode __builtin__.xrange
-    builtins.NotImplemented collections.OrderedDict collections.defaultdict collections.deque
-    collections.Counter copyreg._reconstructor copyreg.__newobj__ argparse.Namespace types.SimpleNamespace
-    datetime.datetime datetime.date datetime.time datetime.timedelta datetime.timezone decimal.Decimal
-    fractions.Fraction uuid.UUID uuid.SafeUUID enum.auto logging.Logger logging.getLogger _codecs.encode
-    array._array_reconstructor array.array numpy._core.multiarray._reconstruct numpy._core.multiarray.scalar
-    numpy._core.numeric._frombuffer numpy.ndarray numpy.dtype numpy.random._pickle.__randomstate_ctor
-    numpy.random._pickle.__generator_ctor numpy.random._pickle.__bit_generator_ctor
-    torch.storage._load_from_bytes torch.Generator torch.Size torch.device torch.dtype
-    torch.serialization._get_layout torch._utils._rebuild_xla_tensor
-    torch._utils._rebuild_device_tensor_from_numpy torch.strided torch.nn.Module
-    torch.nn.backends.thnn._get_thnn_function_backend torch.distributed.checkpoint.filesystem._StorageInfo
-    torch.distributed._mesh_layout._MeshLayout torch.distributed._mesh_layout._FlatLayout
-    torch.autograd.Variable
-    numpy.random._mt19937.MT19937 numpy.random._pcg64.PCG64 numpy.random._pcg64.PCG64DXSM
-    numpy.random._philox.Philox numpy.random._sfc64.SFC64 numpy.random.bit_generator.SeedSequence
-    numpy.random.bit_generator.__pyx_unpickle_SeedSequence
-"""
-_PLAIN_NAMES = frozenset(_PLAIN.split()) | WEIGHTS_ONLY
-_CLASSES = """
-    pathlib torch.nn.modules torch.nn.parameter torch.nn.quantized torch.ao.nn torch.optim torch.jit._pickle
-    torch.distributed.tensor torch.distributed._tensor torch.distributed._shard
-    torch.distributed.checkpoint.metadata torch.distributed.device_mesh torch.distributed.fsdp
-    torch.distributed.checkpoint.state_dict torch.distributed._mesh_layout
-"""
-_PLAIN_CLASSES = tuple(_CLASSES.split())
-"""Modules whose classes are part of ordinary checkpoints."""
-_OTHERS = ("torch.distributed._shard.checkpoint", "torch.distributed.tensor.experimental")
-"""Modules within those that pass on everything of others."""
-_PASSED_ON = frozenset(("GraphModule", "ExitStack", "ThreadPoolExecutor", "ProcessPoolExecutor", "Connection", "Future"))
-"""Classes that modules of torch import, and so have by their own names, but that checkpoints do not name there."""
-
 _BY_MODULE = {module: reason for reason, text in _MODULES.items() for module in text.split()}
 _BY_NAME = {name: reason for reason, text in _NAMES.items() for name in text.split()}
 _LONGEST = max(name.count(".") + 1 for name in (*_BY_MODULE, *_BY_NAME))  # parts; a name of a file may have thousands
@@ -138,16 +104,34 @@ _REACHED = frozenset(_OFTEN_REACHED.split())
 """Modules that are attributes of many others, and so can be reached through a name with dots."""
 _NEVER_WITHIN = frozenset(("os", "posix", "nt", "sys", "subprocess", "builtins", "importlib"))
 """Names that no package gives a module of its own."""
+_SHORT_NAMES = frozenset(("np", "th"))
+"""By what name numpy and torch are imported, and so reached through the modules of others."""
+_NEITHER = Verdict("dangerous", "no part of ordinary checkpoints, and of a package that is always there: its code would run")
+_MOVED = {f"torch.nn.{name}": f"torch.ao.nn.{name}" for name in ("quantized", "quantizable", "intrinsic", "qat")}
+_MOVED |= {"torch.quantization": "torch.ao.quantization", "numpy.core": "numpy._core"}
+"""Packages that have moved, and whose modules are the same below."""
 
 
 def judge(module: str, name: str) -> Verdict:
-    """How the global `name` of `module` is judged: dangerous where it is so in python 2 or in python 3, plain likewise."""
-    verdicts = {verdict.level: verdict for verdict in (_judge(*pair) for pair in [(module, name), *_renamed(module, name)])}
-    return next(verdicts[level] for level in ("dangerous", "plain", "unknown") if level in verdicts)
+    """How the global `name` of `module` is judged, by the names that it has in python 2, in python 3, and where it moved.
+
+    What the tables call dangerous under one of them is so; then, plain is what is plain under one of them.
+    """
+    return min((_judge(*pair) for pair in [(module, name), *_renamed(module, name)]), key=_precedence)
+
+
+def _precedence(verdict: Verdict) -> int:
+    return {"dangerous": 2 if verdict is _NEITHER else 0, "plain": 1, "unknown": 3}[verdict.level]
+
+
+def gives_what_was_there(module: str, name: str) -> bool:
+    """Whether a call of this plain global may give an object that was there before, whose change is felt elsewhere."""
+    paths = {f"{one}.{other}" for one, other in [(module, name), *_renamed(module, name)]}
+    return bool(paths & PLAIN) and not paths & MAKERS
 
 
 def _renamed(module: str, name: str) -> set[tuple[str, str]]:
-    """What a name of python 2 is in python 3, and the module without the underscore of its C form."""
+    """What a name of python 2 is in python 3, the module without the underscore of its C form, and where it moved."""
     found = set()
     if (module, name) in _compat_pickle.NAME_MAPPING:
         found.add(_compat_pickle.NAME_MAPPING[module, name])
@@ -155,34 +139,52 @@ def _renamed(module: str, name: str) -> set[tuple[str, str]]:
         found.add((_compat_pickle.IMPORT_MAPPING[module], name))
     if module in ("_operator", "_functools", "_weakref"):
         found.add((module[1:], name))
-    if module.startswith("numpy.core."):
-        found.add((module.replace("numpy.core.", "numpy._core.", 1), name))
-    return found
+    moved = (old for old in _MOVED if module == old or module.startswith(f"{old}."))
+    return found | {(_MOVED[old] + module[len(old) :], name) for old in moved}
 
 
 def _judge(module: str, name: str) -> Verdict:
     path = f"{module}.{name}"
-    if path in _PLAIN_NAMES:
+    if path in PLAIN:
         return Verdict("plain", "part of ordinary checkpoints")
-    if module == "__torch__" or module.startswith("__torch__."):
-        return Verdict("plain", "a class of the TorchScript archive itself")
+    top = module.partition(".")[0]
+    if top == "__torch__":
+        return judge_script_class(path)
     if not all(part.isidentifier() for part in module.split(".")):
         return Verdict("unknown", "no module has such a name")
-    *ways, last = name.split(".")
-    if deep := [part for part in module.split(".")[1:] if part in _NEVER_WITHIN]:
-        return Verdict("dangerous", f"reaches the module {deep[0]} through another one")
-    if reached := [part for part in (*ways, last) if part in _REACHED]:
-        return Verdict("dangerous", f"reaches the module {reached[0]} through another one")
-    if any(part.startswith("__") and part.endswith("__") for part in name.split(".")) and name != "__newobj__":
+    if reached := _reached(module, name, top in ALWAYS_THERE):
+        return Verdict("dangerous", f"reaches the module {reached} through another one")
+    if any(part.startswith("__") and part.endswith("__") for part in name.split(".")):
         return Verdict("dangerous", _BY_NAME.get(path, "reaches into the workings of an object"))
     if reason := _reason(path):
         return Verdict("dangerous", reason)
-    is_class = _within(module, _PLAIN_CLASSES) and not _within(module, _OTHERS) and last.lstrip("_")[:1].isupper()
-    if not ways and last not in _PASSED_ON and (is_class or module == "torch.jit._pickle"):
-        return Verdict("plain", "a class of ordinary checkpoints")
-    if _within(module, ("torch._utils",)) and last.startswith("_rebuild"):
-        return Verdict("plain", "makes a tensor")
+    if top in ALWAYS_THERE:
+        return _NEITHER
     return Verdict("unknown", "no part of ordinary checkpoints; its code would run where it is installed")
+
+
+def _reached(module: str, name: str, is_always_there: bool) -> str | None:
+    """The module that a name reaches by way of another one."""
+    *ways, last = name.split(".")
+    if deep := [part for part in module.split(".")[1:] if part in _NEVER_WITHIN]:
+        return deep[0]
+    through = [] if is_always_there else [part for part in ways if part in ALWAYS_THERE or part in _SHORT_NAMES]
+    return next((part for part in (*ways, last, *through) if part in _REACHED or part in through), None)
+
+
+_SCRIPT_CLASSES = "__torch__.torch.classes."
+_PLAIN_SCRIPT_CLASSES = frozenset(("quantized", "rnn", "sparse", "mkldnn", "xnnpack", "cuda", "metal", "vulkan", "profiler"))
+"""The namespaces of torch's own C++ classes that hold packed weights, or the like."""
+
+
+def judge_script_class(path: str) -> Verdict:
+    """How a class in a TorchScript archive is judged: one of its own, or one that is written in C++."""
+    if not path.startswith(_SCRIPT_CLASSES):
+        return Verdict("plain", "a class of the TorchScript archive itself")
+    namespace = path[len(_SCRIPT_CLASSES) :].partition(".")[0]
+    if namespace in _PLAIN_SCRIPT_CLASSES:
+        return Verdict("plain", "a class of torch that holds packed weights")
+    return Verdict("unknown", "a class that is written in C++; its code would run where it is installed")
 
 
 def _reason(path: str) -> str | None:
@@ -195,7 +197,3 @@ def _reason(path: str) -> str | None:
         if count < len(parts) and prefix in _BY_MODULE:
             return _BY_MODULE[prefix]
     return None
-
-
-def _within(module: str, roots: tuple[str, ...]) -> bool:
-    return any(module == root or module.startswith(f"{root}.") for root in roots)

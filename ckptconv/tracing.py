@@ -25,6 +25,12 @@ class Named(NamedTuple):
     name: str
 
 
+class Made(NamedTuple):
+    """What a call of a global gives, and what a call of that gives in turn."""
+
+    func: Named
+
+
 class Alarm(NamedTuple):
     """Something in a stream that no writer of checkpoints does: `reason`, and the byte where.
 
@@ -36,6 +42,7 @@ class Alarm(NamedTuple):
     by_chance: bool = False
 
 
+Use: TypeAlias = Literal["changed", "called", "looked up", "handed on"]
 Form: TypeAlias = Literal["bytes", "utf-8", "raw-unicode-escape", "quoted", "quoted-utf-8"]
 
 
@@ -51,6 +58,8 @@ class Held(NamedTuple):
 class Trace:
     """What a stream says: the globals that it names (and the byte where first), bytes in it, and what is odd about it.
 
+    `uses` are what was done with globals, and the byte where first: what a call gave was ``changed``, by items or a state, or
+    ``called``; a function of attributes ``looked up`` what is among the `names`, or was ``handed on``.
     Bytes are numbered as those of the source are. `constants` are what may be a stream itself, or where it lies, for
     `held_bytes`. `end` is the byte behind its STOP; where it has none, `broken` says why, `cut` is True where the source just
     ended, and `stopped` where a limit was met. `followed` counts the bytes that were looked at.
@@ -59,6 +68,7 @@ class Trace:
     names: dict[Named, int] = field(default_factory=dict)
     constants: list[Held | bytes] = field(default_factory=list)
     alarms: list[Alarm] = field(default_factory=list)
+    uses: dict[tuple[Use, Named], int] = field(default_factory=dict)
     end: int = 0
     followed: int = 0
     broken: str | None = None
@@ -117,7 +127,9 @@ class _Broken(Exception):
 _MARK = 8
 """What a mark takes on a stack: an empty list, as much memory as so many values."""
 _OTHER: Any = object()
-"""A value that does not matter here: a number, a container, the result of a call."""
+"""A value that does not matter here: a number, or a container that the stream itself makes."""
+_STRANGE: Any = object()
+"""An object of which nothing is known, not even that the stream made it."""
 
 
 _FIRST_WINDOW = 512
@@ -132,7 +144,8 @@ _MOST_ALARMS = 100  # of one stream; the first one decides
 
 
 class _Tracer:
-    """The stack and the memo of one stream: texts, tuples and globals as they are, `Held` for bytes, `_OTHER` for the rest."""
+    """The stack and the memo of one stream: texts, tuples and globals as they are, `Held` for bytes, `Made` for what calls
+    give, and `_OTHER` or `_STRANGE` for the rest."""
 
     def __init__(self, source: Source, start: int) -> None:
         self.trace = Trace()
@@ -146,7 +159,8 @@ class _Tracer:
         self._under = 0  # values below the last mark, a mark being worth eight
         self._memo: dict[int, Any] = {}
         self._most_found = in_force().scanned_pickles
-        self._loaders = False  # whether a function that loads streams was named
+        self._made: dict[Named, Made] = {}  # one for each global, for a stream may call one very often
+        self._is_guarded = False  # whether a function was named that may be called, and not handed on
 
     def run(self) -> None:
         steps, most = _STEPS, in_force().scanned_values
@@ -338,13 +352,31 @@ class _Tracer:
 
     def passed_on(self, values: list[Any]) -> list[Any]:
         """Values that go into others; what loads streams is called by pickles, and by nothing that they call."""
-        if self._loaders and any(type(value) is Named and ".".join(value) in NESTED_LOADERS for value in values):
-            self.alarm("a function that loads streams is handed on, so what it loads cannot be known")
+        if self._is_guarded:
+            for value in [value for value in values if type(value) is Named]:
+                if ".".join(value) in NESTED_LOADERS:
+                    self.alarm("a function that loads streams is handed on, so what it loads cannot be known")
+                if value in ATTRIBUTES:
+                    self.use("handed on", value)
         return values
 
     def _refuse_growing(self, target: Any) -> None:
         if type(target) in (bytes, Held):
             self.alarm("bytes are changed after they are written, so they cannot be known")
+        elif target is not _OTHER:
+            self._note_change(target, "items")
+
+    def _note_change(self, target: Any, what: str) -> None:
+        """What is changed must have been made by the stream: of what a call gave, `changed` tells which."""
+        if type(target) is Made:
+            self.use("changed", target.func)
+        elif type(target) is Named:
+            self.alarm(f"{what} of {target.module}.{target.name} itself are set")
+        elif target is _STRANGE:
+            self.alarm(f"{what} of an object are set that the pickle does not make", by_chance=True)
+
+    def use(self, use: Use, name: Named) -> None:
+        self.trace.uses.setdefault((use, name), self._at)
 
     def put(self, index: int) -> None:
         self._memo[index] = self._stack[-1]
@@ -358,7 +390,7 @@ class _Tracer:
             found = Named(module, name)
             self._refuse_many(self.trace.names)
             self.trace.names.setdefault(found, self._at)
-            self._loaders |= f"{module}.{name}" in NESTED_LOADERS
+            self._is_guarded |= f"{module}.{name}" in NESTED_LOADERS or found in ATTRIBUTES
             return found
         if {type(module), type(name)} <= {str, Held}:
             self.alarm(f"a global is named in more than {_LONGEST_NAME} bytes")
@@ -397,19 +429,55 @@ class _Tracer:
         self.replace(count, self.called(func, args if type(args) is tuple and count == 2 else (_OTHER,)))
 
     def called(self, func: Any, args: tuple[Any, ...]) -> Any:
-        """What a call gives, where it is bytes that matter."""
+        """What a call gives: bytes where it is they, a global where its name is known, or `Made`."""
         if type(func) is not Named:
-            return _OTHER
-        path = f"{func.module}.{func.name}"
+            return self._called_result(func)
+        if (made := self._made.get(func)) is None:
+            path = f"{func.module}.{func.name}"
+            if path in _WATCHED or func in ATTRIBUTES:
+                return self._watched(func, path, args)
+            made = self._made[func] = Made(func)
+        return made
+
+    def _watched(self, func: Named, path: str, args: tuple[Any, ...]) -> Any:
+        """What a function gives whose arguments matter."""
         first = args[0] if args else b""
-        if path == "_codecs.encode" and type(first) in (str, Held) and args[1:] in (("latin1",), ("latin-1",)):
+        if path == _ENCODE and type(first) in (str, Held) and args[1:] in (("latin1",), ("latin-1",)):
             return self.encoded(first)
         is_bytes = type(first) is bytes or (type(first) is Held and first.form == "bytes")
         if path in _BYTES_CLASSES and len(args) < 2 and is_bytes:
             return first
         if path in NESTED_LOADERS and type(first) not in (bytes, str, Held):
             self.alarm(f"{path} is given bytes that are computed while the pickle runs, so they cannot be known")
-        return _OTHER
+        if func in ATTRIBUTES:
+            return self._attribute(func, args)
+        if path in _CALLERS:
+            return self._called_by(first, changes=path in _CHANGERS)
+        return Made(func)
+
+    def _called_result(self, func: Any) -> Any:
+        """What a call of something else than a global gives."""
+        if type(func) is Made:
+            self.use("called", func.func)
+        elif func is _STRANGE:
+            self.alarm("an object is called that the pickle does not name", by_chance=True)
+        return func if type(func) is Made or func is _STRANGE else _OTHER
+
+    def _called_by(self, func: Any, *, changes: bool) -> Any:
+        """What a function of checkpoints gives that calls, or makes an object of, its first argument."""
+        if type(func) is not Named:
+            return self._called_result(func)
+        if changes:
+            self.use("changed", func)
+        return Made(func)
+
+    def _attribute(self, func: Named, args: tuple[Any, ...]) -> Any:
+        """The attribute that is looked up by its name: a global, whose name has one more dot."""
+        if len(args) != 2 or type(args[0]) is not Named or type(args[1]) is not str:
+            self.use("handed on", func)
+            return Made(func)
+        self.use("looked up", func)
+        return self.name(args[0].module, f"{args[0].name}.{args[1]}")
 
     def encoded(self, text: Any) -> Held | bytes:
         """The latin-1 form of a text. What python 2 wrote is read as latin-1 by some and as UTF-8 by others: both are kept."""
@@ -427,8 +495,15 @@ class _Tracer:
 
     def build(self) -> None:
         self.passed_on([self._stack.pop()])
-        if type(target := self._stack[-1]) is Named:
-            self.alarm(f"attributes of {target.module}.{target.name} itself are set")
+        if (target := self._stack[-1]) is not _OTHER:
+            self._note_change(target, "attributes")
+
+    def persistent(self) -> None:
+        """What the loader gives for an id: a storage that it makes, or, in legacy files, the class of a module."""
+        (pid,) = self.passed_on(self._stack[-1:])
+        kind = pid[0] if type(pid) is tuple and pid else None
+        is_class = kind == "module" and len(pid) > 1 and type(pid[1]) is Named
+        self._stack[-1] = pid[1] if is_class else _OTHER if kind == "storage" else _STRANGE
 
     def extension(self, width: int) -> None:
         code = self.number(width)
@@ -439,7 +514,22 @@ class _Tracer:
 
 NESTED_LOADERS = frozenset(("torch.storage._load_from_bytes",))
 """Functions of checkpoints that load a stream within the stream."""
+ATTRIBUTES = frozenset(Named(module, "getattr") for module in ("builtins", "__builtin__"))
+"""What protocols up to 3 name methods by: a call of it with a global and a text is but another name."""
+_CHANGERS = frozenset(
+    f"{module}.{name}"
+    for module in ("torch._tensor", "torch.tensor")
+    for name in ("_rebuild_from_type", "_rebuild_from_type_v2")
+)
+"""Functions of checkpoints that call their first argument and set attributes of what it gives."""
+_CALLERS = _CHANGERS | frozenset(
+    f"{module}.{name}" for module in ("copyreg", "copy_reg") for name in ("_reconstructor", "__newobj__", "__newobj_ex__")
+)
+"""Functions of checkpoints whose first argument is called, or is the class of what they make."""
 _BYTES_CLASSES = frozenset(f"{module}.{name}" for module in ("builtins", "__builtin__") for name in ("bytes", "bytearray"))
+_ENCODE = "_codecs.encode"
+_WATCHED = _CALLERS | _BYTES_CLASSES | NESTED_LOADERS | {_ENCODE}
+"""Functions of which it matters what they are given."""
 
 _Step = Callable[[_Tracer], Any]
 
@@ -481,8 +571,8 @@ _STEPS: dict[int, _Step] = {
     ord("0"): _Tracer.pop,
     ord("1"): _Tracer.to_mark,
     ord("2"): lambda tracer: tracer.push(tracer._stack[-1]),
-    ord("P"): _line_of(lambda tracer, _: tracer.push(_OTHER)),
-    ord("Q"): lambda tracer: tracer.replace(1, tracer.passed_on(tracer._stack[-1:]) and _OTHER),
+    ord("P"): _line_of(lambda tracer, _: tracer.push(_STRANGE)),
+    ord("Q"): _Tracer.persistent,
     ord("R"): _Tracer.reduce,
     ord("S"): _line_of(_Tracer.python2_text, "quoted"),
     ord("T"): _sized(4, _Tracer.python2_text),

@@ -120,9 +120,7 @@ def test_a_model_in_nested_parts_is_not_taken_for_its_largest_part(tmp_path):
     """Megatron's single-rank form: `model.language_model` holds embedding, encoder and output layer, each a dict."""
     parts = {"embedding": {"weight": torch.ones(2)}, "encoder": {"layers.0.weight": torch.ones(3)}}
     source = saved({"model": {"language_model": parts}, "iteration": 1}, tmp_path)
-    with pytest.raises(
-        CheckpointError, match=r"taking its state dict .*encoder would leave out 1 other tensor"
-    ):
+    with pytest.raises(CheckpointError, match=r"taking its state dict .*encoder would leave out 1 other tensor"):
         load_portable(source)
     assert list(load_portable(source, only="model.language_model.encoder")) == ["layers.0.weight"]
     convert_checkpoint(source, tmp_path / "out.pt", fsync=False)

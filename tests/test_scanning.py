@@ -380,9 +380,9 @@ def test_random_states_are_plain(protocol, tmp_path):
     "torch.distributed.fsdp._optim_utils.ExitStack",
     "torch.jit._pickle.build_intlist.x.evil",
 ])  # fmt: skip
-def test_what_a_module_of_torch_only_passes_on_is_not_plain(path):
+def test_what_a_module_of_torch_only_passes_on_is_dangerous(path):
     module, _, name = path.rpartition(".") if "_pickle" not in path else ("torch.jit._pickle", "", "build_intlist.x.evil")
-    assert judge(module, name).level == "unknown"
+    assert judge(module, name).level == "dangerous"
 
 
 def test_what_torch_writes_by_default_is_plain(tmp_path):
