@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckptconv.errors import KeyMismatch, printable
+from ckptconv.errors import KeyMismatch, RefusedObject, printable
 from ckptconv.fitted_keys import module_paths
+from ckptconv.formats.detect import open_checkpoint
 from ckptconv.key_fitting import Fit, Shapes, fit_keys
 from ckptconv.loading import load_portable
 from ckptconv.named_models import live_shape, live_shapes, live_ties
+from ckptconv.scaled_weights import find_scaled
 from ckptconv.settling import Unknown
 
 if TYPE_CHECKING:
@@ -72,8 +74,27 @@ def load_into(
     result = LoadResult(missing, unexpected, mismatched)
     if strict and not result.fits:
         raise _mismatch(result, fit, path)
+    if not assign and (cast := _to_be_cast(model, usable)):
+        _refuse_codes(path, only, tag, {old for old, new in fit.renames.items() if new in cast})
     model.load_state_dict(usable, strict=False, assign=assign)
     return result
+
+
+def _to_be_cast(model: torch.nn.Module, usable: Mapping[str, Any]) -> set[str]:
+    """The keys whose values `load_state_dict` would copy into another dtype."""
+    own = model.state_dict()
+    dtypes = {key: getattr(own.get(key), "dtype", None) for key in usable}
+    return {key for key, value in usable.items() if dtypes[key] not in (None, getattr(value, "dtype", None))}
+
+
+def _refuse_codes(path: str | os.PathLike[str], only: str | None, tag: str | None, cast: Collection[str]) -> None:
+    """Raise `RefusedObject` where codes or their scales would be copied as if they were values."""
+    with open_checkpoint(path, tag=tag) as checkpoint:
+        found = find_scaled(dict(checkpoint.state_dict(only).tensors()))
+    if item := next((item for item in found if item.codes in cast or item.scale in cast), None):
+        what = f"holds codes that count only with their scale {printable(item.scale)}; the model has another dtype there"
+        hint = "build the model with the layers that take such weights; assign=True gives it the codes as they are"
+        raise RefusedObject(what, path=path, where=item.codes, hint=hint)
 
 
 def _usable(state_dict: Mapping[str, Any], fit: Fit, target: Shapes) -> OrderedDict[str, Any]:

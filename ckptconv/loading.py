@@ -109,6 +109,11 @@ def _ordered(node: Dict) -> Call:
 # ---------------------------------------------------------------------------------------------------- nodes → live values
 
 
+def _layouts(torch: Any) -> dict[str, Any]:
+    """torch's layouts by their names; nothing else of torch is to be had by a name in a file."""
+    return {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
+
+
 class _Restorer:
     """Moves a storage to where `map_location` wants it, as `torch.load` does."""
 
@@ -222,7 +227,7 @@ class _Live:
             "builtins.complex": complex,
             "torch.Size": torch.Size,
             "torch.device": torch.device,
-            "torch.serialization._get_layout": lambda layout: getattr(torch, layout.removeprefix("torch.")),
+            "torch.serialization._get_layout": _layouts(torch).__getitem__,
         }
         make = makers.get(name) or (getattr(torch._utils, function, None) if module == "torch._utils" else None)
         if make is None:

@@ -13,7 +13,7 @@ import torch
 from program import assert_one_error, run
 from safetensors.torch import load_file, save_file
 
-from ckptconv import KeyRules, convert_checkpoint, diagnose, open_checkpoint, save_portable
+from ckptconv import CheckpointError, KeyRules, convert_checkpoint, diagnose, load_into, open_checkpoint, save_portable
 from ckptconv.errors import RefusedObject
 from ckptconv.scaled_weights import find_scaled
 
@@ -191,3 +191,17 @@ def test_doctor_tells_of_scaled_weights_and_offers_no_cast(form, tmp_path):
 @pytest.mark.parametrize("values", VALUES)
 def test_doctor_tells_of_no_scaled_weights_where_there_are_none(values, tmp_path):
     assert "scaled-weights" not in {item.code for item in diagnose(saved(tmp_path, VALUES[values])).findings}
+
+
+def test_load_into_does_not_copy_codes_into_a_model_of_values(tmp_path):
+    codes = torch.ones(4, 3).to(torch.float8_e4m3fn)
+    tree = {"weight": codes, "weight_scale_inv": torch.tensor([[0.5]]), "bias": torch.ones(4)}
+    torch.save(tree, tmp_path / "in.pt")
+    model = torch.nn.Linear(3, 4)
+    before = model.weight.detach().clone()
+    with pytest.raises(CheckpointError, match=r"weight: holds codes that count only with their scale weight_scale_inv"):
+        load_into(model, tmp_path / "in.pt", strict=False)
+    assert torch.equal(model.weight, before)
+    torch.save({"weight": codes, "bias": torch.ones(4)}, tmp_path / "values.pt")
+    assert load_into(model, tmp_path / "values.pt").fits
+    assert torch.equal(model.weight, codes.float())
