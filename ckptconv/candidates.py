@@ -6,7 +6,7 @@ Decided by content and by the labels of parts; docs/state-dicts.md states the ru
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ckptconv.labels import USUAL, looks_like_a_module, names_number, names_training_state
@@ -14,7 +14,7 @@ from ckptconv.nodes import Call, Dict, Node, children, mapping_pairs
 from ckptconv.plain_objects import is_array, plain_form, tensor_form
 from ckptconv.tensors import TensorObject, TensorRef
 from ckptconv.torch_objects import is_tensor_call
-from ckptconv.walking import CONTAINERS, PLAIN, Place, place_text, tensor_of, walk
+from ckptconv.walking import CONTAINERS, PLAIN, Place, is_tensor, place_text, tensor_of, walk
 
 Pairs = Sequence[tuple[Node, Node]]
 Tensors = Sequence[tuple[Node, Node]]
@@ -111,25 +111,31 @@ class Survey(NamedTuple):
 def survey(root: Node) -> Survey:
     """Look through a tree for its candidates."""
     look = _Look()
-    for place, node in walk(root):
+    for place, node in walk(root, look.aside):
         look.at(place, node)
+    look.finish()
     return Survey(tuple(look.found()), tuple(look.holders))
 
 
 class _Look:
     """What a walk through a tree finds; all containers are known by their identity.
 
-    `full` have a tensor somewhere in them; `closed` are (in) training states, or parts of a tensor; `inner` are attributes
-    of a tensor; `numbered` are (in) parts whose label names a number of the training.
+    `aside` are training states, an overlay that keeps the walk out of them, so that what stands in one and elsewhere too is met
+    elsewhere. `full` have a tensor somewhere in them; `closed` are parts of a tensor; `inner` are attributes of a tensor, or
+    what belongs to the state dict around it; `numbered` are (in) parts whose label names a number of the training. `outside` is
+    where containers stand under labels that do not name a training state.
     """
 
     def __init__(self) -> None:
         self.holders: list[Holder] = []
+        self.aside: dict[int, Node] = {}
+        self._states: list[tuple[Place, Node]] = []
         self._mappings: list[tuple[Place, Node, Pairs, Tensors, bool]] = []
         self._full: set[int] = set()
         self._closed: set[int] = set()
         self._inner: set[int] = set()
         self._numbered: set[int] = set()
+        self._outside: dict[int, Place] = {}
 
     def at(self, place: Place, node: Node) -> None:
         """Take note of a node."""
@@ -137,9 +143,16 @@ class _Look:
             self._fill(place)
         if type(node) not in CONTAINERS:
             return
+        place = self._outside.get(id(node), place)
+        if _is_optimizer(node) or (place is not None and _names_state(place[1]) and not _stands_for_tensor(node)):
+            self.aside[id(node)] = None
+            self._states.append((place, node))
+            return
         self._classify(place, node)
         pairs = dict_pairs(node)
         tensors = _tensors_in(list(children(node)) if pairs is None else pairs)
+        if pairs is not None and tensors is not pairs:
+            self._note_outside(place, node, pairs)
         if not tensors:
             return
         self._fill((place, None, node))
@@ -151,17 +164,28 @@ class _Look:
         if wanted:
             self.holders.append(Holder(place, node, tuple(wanted)))
 
+    def finish(self) -> None:
+        """Take note of which training states hold tensors, when all other nodes were seen."""
+        for place, node in self._states:
+            if any(is_tensor(inner) for _, inner in walk(node)):
+                self._fill((place, None, node))
+
     def found(self) -> list[Candidate]:
         """The dicts with tensors under plain keys, when all nodes were seen."""
         named = (item for item in self._mappings if PLAIN.issuperset({type(key) for key, _ in item[2]}))
         return [self._candidate(*item) for item in named]
+
+    def _note_outside(self, place: Place, node: Node, pairs: Pairs) -> None:
+        for key, value in pairs:
+            if type(value) in CONTAINERS and not _names_state(key):
+                self._outside.setdefault(id(value), (place, key, node))
 
     def _candidate(self, place: Place, node: Node, pairs: Pairs, tensors: Tensors, weak: bool) -> Candidate:
         others = pairs if tensors is not pairs else ()
         beside = [value for key, value in others if id(value) in self._full and not _is_own(key, value)]
         is_module = any(type(key) is str and looks_like_a_module(key) for key, _ in tensors)
         has_tensors = any(not is_array(value) for _, value in tensors)
-        return Candidate(
+        made = Candidate(
             place=place,
             node=node,
             pairs=pairs,
@@ -171,6 +195,11 @@ class _Look:
             is_module=is_module,
             weak=weak,
         )
+        return replace(made, weak=False) if weak and self._has_parts(made) else made
+
+    def _has_parts(self, item: Candidate) -> bool:
+        """Whether tensors belong to a candidate that stand deeper, in packed values."""
+        return any(holder.node is not item.node and item.holds(holder.place, holder.node) for holder in self.holders)
 
     def _wanted(self, node: Node, tensors: Tensors) -> list[Node]:
         """The labels of the tensors of a container that somebody may want."""
@@ -184,9 +213,9 @@ class _Look:
 
     def _classify(self, place: Place, node: Node) -> None:
         label, parent = (None, None) if place is None else place[1:]
-        if id(parent) in self._closed or _names_state(label) or _is_optimizer(node) or is_tensor_call(node):
+        if id(parent) in self._closed or is_tensor_call(node):
             self._closed.add(id(node))
-        if id(parent) in self._inner or type(node) is TensorObject:
+        if id(parent) in self._inner or type(node) is TensorObject or _is_packed(label):
             self._inner.add(id(node))
         if id(parent) in self._numbered or (type(label) is str and names_number(label)):
             self._numbered.add(id(node))
@@ -216,11 +245,22 @@ def metadata_of(node: Node) -> Any:
     return next((value for key, value in node.state.pairs if key == "_metadata"), None)
 
 
-def tells_of_wrappers(key: str, value: Node) -> bool:
-    """Whether a key of a state dict must carry the wrappers of its model: not a number of the training, not another value."""
+def tells_of_wrappers(place: Place, key: str, value: Node) -> bool:
+    """Whether a key of a state dict at `place` must carry the wrappers of its model.
+
+    Numbers of the training, tensors with the label of a training state and values that are not tensors need not.
+    """
     if "." in key or key in _PACKED:
         return True
-    return _stands_for_tensor(value) and _is_wanted(key, value, numbered=False)
+    return _stands_for_tensor(value) and _is_wanted(key, value, numbered=_is_numbered(place))
+
+
+def _is_numbered(place: Place) -> bool:
+    while place is not None:
+        if type(place[1]) is str and names_number(place[1]):
+            return True
+        place = place[0]
+    return False
 
 
 def _rank(place: Place, node: Node, *, is_module: bool) -> int:
@@ -246,9 +286,11 @@ def _is_own(key: Node, value: Node) -> bool:
     """Whether a value belongs to the state dict that its key is in, though there may be tensors inside of it."""
     if _stands_for_tensor(value):
         return True
-    if type(key) is not str or type(value) not in CONTAINERS:
-        return False
-    return key.rpartition(".")[2] in _PACKED or ("." in key and mapping_pairs(value) is None)
+    return _is_packed(key) or (type(key) is str and "." in key and type(value) in CONTAINERS and mapping_pairs(value) is None)
+
+
+def _is_packed(key: Node) -> bool:
+    return type(key) is str and key.rpartition(".")[2] in _PACKED
 
 
 def _is_wanted(label: Node, value: Node, *, numbered: bool) -> bool:

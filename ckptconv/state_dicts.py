@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from ckptconv.candidates import Candidate, Holder, Pairs, Survey, dict_pairs, metadata_of, survey, tells_of_wrappers
 from ckptconv.errors import AmbiguousStateDict, KeyConflict, printable
-from ckptconv.labels import names_average, names_training_state
+from ckptconv.labels import names_average
 from ckptconv.nodes import Call, Dict, Node, attributes, children, mapping_pairs
 from ckptconv.producers import Producer, averages_weights, producer_in
 from ckptconv.tensors import TensorRef
-from ckptconv.walking import PLAIN, Place, is_tensor, label_text, place_text, tensor_of, walk
+from ckptconv.walking import PLAIN, Place, is_tensor, label_text, place_text, tensor_of
 from ckptconv.wording import count_text, quoted
 
 _LISTED = 8
@@ -49,7 +49,7 @@ class StateDict:
     def telling_keys(self) -> tuple[str, ...]:
         """The keys that tell which wrappers stand around the model; all where none does."""
         named = zip(self.keys, self.values, strict=True)
-        return tuple([key for key, value in named if "." in key or tells_of_wrappers(key, value)]) or self.keys
+        return tuple([key for key, value in named if "." in key or tells_of_wrappers(self.place, key, value)]) or self.keys
 
     def tensors(self) -> Iterator[tuple[str, TensorRef]]:
         """The keys whose values are tensors, with them."""
@@ -172,8 +172,9 @@ def _refuse_loss(chosen: Candidate, found: Survey, base: str, path: Path) -> Non
     left = found.left_by(chosen)
     others = [item for item in found.candidates if item is not chosen]
     count = sum(len(holder.labels) for holder in left)
+    packed = [item for item in found.holders if item.node is not chosen.node and chosen.holds(item.place, item.node)]
     if (
-        count <= chosen.count
+        count <= chosen.count + sum(len(holder.labels) for holder in packed)
         and not any(item.is_module or item.shares_keys(chosen) for item in others)
         and not any(_stands_above(holder, chosen) or _is_average(holder) for holder in left)
     ):
@@ -297,24 +298,17 @@ def _average(root: Node, file: Path) -> tuple[str, Node] | None:
 
 
 def _averages(root: Node) -> list[tuple[Place, Node]]:
-    """The outermost parts with tensors in them whose label names an average, outside of training states."""
+    """The outermost parts whose label names an average and that hold tensors somebody may want."""
     parts: dict[int, tuple[Place, Node]] = {}
-    part_of: dict[int, int | None] = {}  # a container -> the part that it is in, None for a training state
-    full = set()
-    for place, node in walk(root):
-        if place is None:
-            continue
-        label, parent = place[1], id(place[2])
-        if parent in part_of:
-            part_of[id(node)] = part_of[parent]
-        elif type(label) is str and names_training_state(label):
-            part_of[id(node)] = None
-        elif type(label) is str and names_average(label):
-            part_of[id(node)] = id(node)
-            parts[id(node)] = place, node
-        if is_tensor(node):
-            full.add(part_of.get(id(node)))
-    return [part for identity, part in parts.items() if identity in full]
+    for holder in survey(root).holders:
+        node, outermost = holder.node, None
+        for place in _chain(holder.place):
+            if type(place[1]) is str and names_average(place[1]):
+                outermost = place, node
+            node = place[2]
+        if outermost is not None:
+            parts[id(outermost[1])] = outermost
+    return list(parts.values())
 
 
 def _own_of(part: _Part, found: Survey, file: Path) -> StateDict:

@@ -393,3 +393,24 @@ def test_inspect_shows_the_weights_at_the_root_as_a_part_of_their_own(tmp_path):
     assert "state dict, 7 tensors" in finished.out and "optimizer" in finished.out
     with open_checkpoint(tmp_path / "in.pt") as checkpoint:
         assert [found.path for found in checkpoint.state_dicts()] == ["."]
+
+
+def test_a_dict_that_stands_in_a_training_state_too_is_found_where_it_stands_outside(tmp_path):
+    shared = weights(1)
+    assert_taken(saved({"optimizer": {"params": shared}, "weights": shared}, tmp_path), weights(1), tmp_path)
+    source = saved({"optimizer": {"params": shared}, "trained": shared, "model": weights(2)}, tmp_path)
+    assert_refused(source, tmp_path, "model", "trained")
+    assert same(load_portable(source, only="trained"), weights(1))
+
+
+def test_an_average_is_a_part_and_not_a_buffer_of_that_name_or_a_number(tmp_path):
+    tree = {"model": {**weights(1), "vq.ema_w": torch.ones(2)}, "x": {"ema": weights(2)}, "ema_decay": torch.tensor(0.9)}
+    assert_taken(saved(tree, tmp_path), weights(2), tmp_path, only="ema")
+
+
+def test_an_extra_state_without_tensors_keeps_its_place_among_the_keys(tmp_path):
+    tree = {"module.a.weight": torch.ones(2), "module.a._extra_state": None, "optimizer": optimizer()}
+    source = saved(tree, tmp_path)
+    assert list(load_portable(source)) == ["a.weight", "a._extra_state"]
+    convert_checkpoint(source, tmp_path / "out.pt", fsync=False)
+    assert list(torch.load(tmp_path / "out.pt")) == ["a.weight", "a._extra_state", "optimizer"]
