@@ -52,21 +52,25 @@ USUAL = _names(
 )
 AVERAGES = _names("ema ema_state_dict model_ema ema_model state_dict_ema params_ema")
 
-_OPTIMIZERS = "optimizer|optim|opt|optimizers|optimizer state dict|model optimizer|adam optimizer|optimizer states|sgd optim"
-_SCHEDULERS = "scheduler|lr scheduler|sched|lr schedulers|lr sched state|warmup scheduler|scheduler state dict|cosine sched"
-_RANDOM = "rng|rng state|torch rng state|cuda rng state|cuda rng state all|random|random states|python random state|rng states"
-OTHER_OPTIMIZERS = _names("optimizer_G optimizer_D optim_g optimG gan_opt_d optimizer_gen")
+_OPTIMIZERS = "optimizer|optim|optims|optimizers|optimizer state dict|model optimizer|adam optimiser|optimizer cpu|sgd optim"
+_SCHEDULERS = "scheduler|lr scheduler|lr schedulers|lr scheduler state|warmup scheduler|scheduler state dict"
+_RANDOM = "rng|rng state|torch rng state|rng state cuda|cuda rng state all|random states|python random state|rng states|rngs np"
+OTHER_OPTIMIZERS = _names("optimizer_G optimizer_D optim_g optimG gan_opt_d opt optimizer_gen model_and_optimizer net.optim")
 """Labels of optimizers that do not end in such a word: only what is below them says so."""
+
+NEARLY = _names("opt sched opt_state lr_sched random_2 random_all random_tensors net.optimizer model_and_rng optim_and_sched")
+"""Labels that name no training state, though they look like it."""
 
 NUMBER_LABELS = _names(
     """
     best_acc1 best_loss val_loss epoch global_step step iter best_score top1 acc val_accuracy
     train_time lr seed best_metric fid psnr ssim perplexity elapsed n_tokens tokens_seen num_samples
-    recall_at_5 mean_precision auc progress best_prec1 bestPsnr epochLoss trainSteps
+    recall_at_5 mean_precision auc progress best_prec1 bestPsnr epochLoss trainSteps f1 mAP val_f1
+    val/acc@0.5 weight_decay num_updates loss.avg loss_weight running_loss n_averaged wer reward
     """
 )
-METRIC_DICTS = _names("metrics losses best scores val_metrics train_losses best_metrics progress")
-ONE_ELEMENT = _names("logit_scale temperature threshold sigma alpha bottom stepsize_ratio")
+METRIC_DICTS = _names("metrics losses best scores val_metrics train_losses best_metrics progress val/losses history")
+ONE_ELEMENT = _names("logit_scale temperature threshold sigma alpha bottom stepsize_ratio net.scale map_scale_f1x")
 STATISTICS = _names("normalization stats data_stats scaler latents_stats constants extras")
 LISTS = _names("anchors prototypes samples replay codes queue embeddings")
 CONFIGS = _names("config args cfg hparams opts meta_info run_settings")
@@ -230,14 +234,20 @@ class Blocks:
 
     def training_state(self) -> tuple[str, Any]:
         """A labelled part that is never the model."""
-        kind = self.random.randint(0, 6)
+        kind = self.random.randint(0, 7)
         if kind <= 2:
             return self.training_label(_OPTIMIZERS), self.pick(self.optimizer, self.optimizer, self.optimizer_by_label)()
         if kind == 3:
             return self.pick(*OTHER_OPTIMIZERS, "trainer_part", "inner"), self.optimizer()
         if kind == 4:
             return self.training_label(_SCHEDULERS), self.scheduler()
+        if kind == 7:
+            return self.pick("random", "Random", "RANDOM"), self.random_states()
         return self.training_label(_RANDOM), self.random_states()
+
+    def nearly(self) -> tuple[str, Any]:
+        """What is in a training state, under a label that does not name one."""
+        return self.pick(*NEARLY), self.pick(self.optimizer_by_label, self.scheduler, self.random_states, self.weight)()
 
     # -------------------------------------------------------------------------------------------------- all the rest
 
@@ -247,10 +257,11 @@ class Blocks:
         return label, self.pick(3, 0.25, self.scalar(), self.scalar(), self.scalar(), self.array(1))
 
     def metrics(self) -> tuple[str, Any]:
-        """A dict or a list of numbers, nested or not."""
+        """A dict or a list of numbers, nested or not; or of what has a key as a module has it, which is none."""
         plain = {"value": self.scalar(), "other": 0.5}
         return self.pick(*METRIC_DICTS), self.pick(
             {"loss": self.scalar(), "acc": self.scalar()},
+            {"epoch=1.ckpt": self.scalar(), "0/1": self.scalar()},
             plain,
             {"val": plain, "train": {"x": self.scalar()}},
             [self.scalar() for _ in range(self.random.randint(1, 8))],
@@ -277,7 +288,9 @@ class Blocks:
     def average(self, state_dict: dict[str, Any]) -> tuple[str, Any]:
         """An average of the model, in one of the ways in which libraries write one."""
         copy = self.copy(state_dict)
-        form = self.random.randint(0, 4)
+        form = self.random.randint(0, 5)
+        if form == 5:  # not one of the usual labels, and not what a module has for keys
+            return self.pick("EMAHelper", "net_ema", "emaWeights", "cinema"), {"params": self.tensors(1, 2), "w": self.weight()}
         if form == 0:
             return "ema", {"decay": 0.999, "num_updates": self.pick(7, self.scalar()), "shadow_params": list(copy.values())}
         if form == 1:

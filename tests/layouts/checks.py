@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from ckptconv import convert_checkpoint, diagnose, diff_checkpoints, load_portable, open_checkpoint
 from ckptconv.errors import AmbiguousStateDict, CheckpointError
 from layouts.compose import Layout
-from layouts.rule import Refused, Taken, decide, is_tensor, leaves_of, named, rewritten
+from layouts.rule import Refused, Taken, averages, decide, is_packed, is_tensor, leaves_of, named, parts_by_path, rewritten
 
 
 def save(layout: Layout, folder: Path) -> Path:
@@ -33,6 +34,7 @@ def differences(layout: Layout, folder: Path, *, full: bool = False) -> list[str
         found = list(decision(path, verdict))
         if full:
             found += choices(path, named(layout.tree))
+            found += parts(path, layout.tree)
             found += [*safetensors_output(path, verdict), *torch_output(path, layout.tree), *looks(path)]
     finally:
         path.unlink()
@@ -42,28 +44,31 @@ def differences(layout: Layout, folder: Path, *, full: bool = False) -> list[str
 # ------------------------------------------------------------------------------------------------------------- decision
 
 
-def decision(path: Path, verdict: Taken | Refused) -> Iterator[str]:
-    """Hold `load_portable` against the rule; of an error, each choice that it must list."""
+def decision(path: Path, verdict: Taken | Refused, only: str | None = None) -> Iterator[str]:
+    """Hold `load_portable` against the rule; of an error, each choice that it must list, and take it."""
     try:
-        loaded = load_portable(path)
+        loaded = load_portable(path, only=only)
     except AmbiguousStateDict as error:
-        yield from refusal(path, error, verdict)
-        return
+        yield from refusal(path, error, verdict, f"{only}." if only else "")
     except CheckpointError as error:
         yield f"refused otherwise: {error}"
-        return
-    if isinstance(verdict, Refused):
-        yield f"taken without a word: {', '.join(held(loaded)) or 'nothing'}"
     else:
-        yield from (f"load_portable: {line}" for line in unequal(loaded, verdict.state_dict))
+        if isinstance(verdict, Refused):
+            yield f"taken without a word: {', '.join(held(loaded)) or 'nothing'}"
+        else:
+            yield from (f"load_portable: {line}" for line in unequal(loaded, verdict.state_dict))
 
 
-def refusal(path: Path, error: AmbiguousStateDict, verdict: Taken | Refused) -> Iterator[str]:
+def refusal(path: Path, error: AmbiguousStateDict, verdict: Taken | Refused, prefix: str) -> Iterator[str]:
     if isinstance(verdict, Taken):
         yield f"refused: {error.what}"
         return
-    yield from (f"the error does not list '{name}': {error.what}" for name in verdict.choices if not lists(error.what, name))
-    yield from choices(path, verdict.choices)
+    told = f"{error.what}; {error.hint}"
+    expected = {prefix + name if name != "." else prefix or ".": value for name, value in verdict.choices.items()}
+    yield from (f"the error does not list '{name}': {told}" for name in expected if not lists(told, name))
+    if expected and (more := listed(error.hint or "") - {shlex.quote(name) for name in expected}):
+        yield f"the error lists {', '.join(more)}: {told}"
+    yield from choices(path, expected)
 
 
 def choices(path: Path, expected: dict[str, dict[str, Any]]) -> Iterator[str]:
@@ -77,15 +82,52 @@ def choices(path: Path, expected: dict[str, dict[str, Any]]) -> Iterator[str]:
             yield from (f"only='{name}': {line}" for line in unequal(loaded, state_dict))
 
 
+def parts(path: Path, tree: Any) -> Iterator[str]:
+    """Take each part by its path, in which the same rule holds, and the average."""
+    for name, part in parts_by_path(tree):
+        yield from (f"only='{name}': {line}" for line in decision(path, decide(part), name))
+    found = averages(tree)
+    if len(found) == 1:
+        (name,) = found
+        yield from (f"only=ema: {line}" for line in average(path, decide(found[name]), name))
+        return
+    try:
+        loaded = load_portable(path, only="ema")
+    except CheckpointError as error:
+        yield from (f"only=ema: the error does not list '{name}': {error}" for name in found if not lists(str(error), name))
+    else:
+        yield f"only=ema: taken without a word: {', '.join(held(loaded))}"
+
+
+def average(path: Path, verdict: Taken | Refused, name: str) -> Iterator[str]:
+    try:
+        loaded = load_portable(path, only="ema")
+    except CheckpointError as error:
+        if isinstance(verdict, Taken):
+            yield f"refused: {error}"
+    else:
+        if isinstance(verdict, Refused):
+            yield f"taken from {name} without a word: {', '.join(held(loaded))}"
+        else:
+            yield from unequal(loaded, verdict.state_dict)
+
+
 def lists(message: str, name: str) -> bool:
     """Whether a message has a name by itself, with a dot behind it or not."""
     bare = name.removesuffix(".")
-    forms = [re.escape(bare) + r"\.?"] if bare else [r"\."]
+    forms = [re.escape(bare) + r"\.?", re.escape(shlex.quote(name))] if bare else [r"\."]
     return any(re.search(rf"(?<![^\s'\",(]){form}(?=[\s'\",;):]|$)", message) for form in forms)
 
 
+def listed(hint: str) -> set[str]:
+    """The choices in a hint, as a shell takes them."""
+    choices = re.search(r"--only (.*?) \(only= in code\)", hint)
+    return set(re.findall(r"(?:'[^']*'|\"[^\"]*\"|[^\s,'\"])+", choices[1])) - {"or"} if choices else set()
+
+
 def held(value: Any) -> list[str]:
-    return [str(key) for key, child in value.items() if any(True for _ in leaves_of(child))]
+    """The keys of a state dict with tensors, and those of extra states."""
+    return [str(key) for key, child in value.items() if is_packed(key) or any(True for _ in leaves_of(child))]
 
 
 def unequal(loaded: Any, expected: dict[str, Any]) -> Iterator[str]:
@@ -124,11 +166,15 @@ def safetensors_output(path: Path, verdict: Taken | Refused) -> Iterator[str]:
     try:
         skipped = {item.path for item in convert_checkpoint(path, output, fsync=False).plan.skipped}
     except CheckpointError as error:
-        if isinstance(verdict, Taken) and any(map(is_tensor, verdict.state_dict.values())):
+        if isinstance(verdict, Taken) and fits_safetensors(verdict.state_dict):
             yield f"safetensors: refused: {error}"
         return
     if isinstance(verdict, Refused):
         yield "safetensors: written without a word"
+        output.unlink()
+        return
+    if not fits_safetensors(verdict.state_dict):
+        yield "safetensors: written without some of its tensors"
         output.unlink()
         return
     with safetensors.safe_open(output, "pt") as opened:
@@ -145,6 +191,12 @@ def safetensors_output(path: Path, verdict: Taken | Refused) -> Iterator[str]:
         yield f"safetensors: left out and not listed: {', '.join(untold)}"
 
 
+def fits_safetensors(state_dict: dict[str, Any]) -> bool:
+    """Whether there are tensors, and none in what is not a tensor; extra states may be left out."""
+    others = [key for key, value in state_dict.items() if not is_tensor(value) and not key.endswith("_extra_state")]
+    return not others and any(map(is_tensor, state_dict.values()))
+
+
 def is_told(name: str, skipped: set[str]) -> bool:
     """Whether a part, or one that it is in, is listed as skipped."""
     return any(name == path or name.startswith(f"{path}.") for path in skipped)
@@ -156,17 +208,19 @@ def torch_output(path: Path, tree: Any) -> Iterator[str]:
     try:
         convert_checkpoint(path, output, fsync=False)
     except CheckpointError as error:
-        yield f"torch: refused: {error}"
+        if any(True for _ in leaves_of(tree)):
+            yield f"torch: refused: {error}"
         return
     written = torch.load(output, weights_only=True)
     output.unlink()
     expected = rewritten(tree)
-    before, after = dict(leaves_of(expected)), dict(leaves_of(written))
-    if lost := [name for name, value in leaves_of(tree) if not any(same(value, other) for other in after.values())]:
+    before, after = list(leaves_of(expected)), list(leaves_of(written))
+    names, written_names = [name for name, _ in before], [name for name, _ in after]
+    if lost := [name for name, value in leaves_of(tree) if not any(same(value, other) for _, other in after)]:
         yield f"torch: {', '.join(lost)} lost"
-    elif before.keys() != after.keys():
-        yield f"torch: keys {sorted(after.keys() - before.keys())}, not {sorted(before.keys() - after.keys())}"
-    elif wrong := [name for name, value in before.items() if not same(after[name], value)]:
+    elif names != written_names:
+        yield f"torch: keys {written_names}, not {names}"
+    elif wrong := [name for (name, value), (_, other) in zip(before, after, strict=True) if not same(value, other)]:
         yield f"torch: values of {', '.join(wrong)}"
     elif not same(written, expected):
         yield "torch: what is no tensor differs"

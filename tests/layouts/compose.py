@@ -31,7 +31,7 @@ def draw(seed: int) -> Layout:
 # ---------------------------------------------------------------------------------------------------------------- sides
 
 _STATES = ("training", "training", "training", "number", "config", "metrics")
-_ALL = (*_STATES, "statistics", "listed", "one", "direct", "average", "network", "again", "below", "tuples")
+_ALL = (*_STATES, "statistics", "listed", "one", "direct", "average", "network", "again", "nearly", "below", "tuples")
 
 
 def with_sides(blocks: Blocks, made: dict[Any, Any], models: list[dict[str, Any]], kinds: tuple[str, ...], most: int) -> None:
@@ -57,6 +57,7 @@ def _side(blocks: Blocks, kind: str, models: list[dict[str, Any]]) -> dict[Any, 
         "metrics": blocks.metrics,
         "statistics": blocks.statistics,
         "listed": blocks.listed,
+        "nearly": blocks.nearly,
         "one": lambda: (blocks.pick(*ONE_ELEMENT), blocks.scalar()),
         "average": lambda: blocks.average(blocks.pick(*models) if models else {"fc.weight": 0}),
         "network": lambda: (blocks.pick(*NETWORKS, *USUAL[:6]), blocks.state_dict()),
@@ -151,7 +152,7 @@ def bare(blocks: Blocks) -> Any:
 def nested(blocks: Blocks, tree: Any) -> Any:
     """The tree once or twice deeper, with or without something beside it."""
     for _ in range(blocks.random.randint(1, 2)):
-        made = {blocks.pick("checkpoint", "payload", "app", "last", "trainer_state", "data", "best"): tree}
+        made = {blocks.pick("checkpoint", "payload", "app", "last", "trainer_state", "data", "best", "ema_run"): tree}
         if blocks.chance(0.5):
             with_sides(blocks, made, [], blocks.pick(_STATES, _ALL), 2)
         tree = blocks.pick(made, made, made, [tree, 3])
@@ -166,10 +167,8 @@ def framework(blocks: Blocks) -> Any:
     write = blocks.pick(_lightning, _timm, _mmengine, _nanogpt, _deepspeed, _fvcore, _torchtitan, _accelerate)
     model = blocks.module()
     made: dict[str, Any] = write(blocks, model)
-    told = write not in (_fvcore, _torchtitan, _accelerate)  # of these nothing tells for sure that it is they
-    kinds = ("average", "number", "statistics", "network", "listed", "direct") if told else ("number", "config")
     if blocks.chance(0.4):
-        with_sides(blocks, made, [model], kinds, 2)
+        with_sides(blocks, made, [model], ("average", "number", "statistics", "network", "listed", "direct"), 2)
     return made
 
 

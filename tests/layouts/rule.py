@@ -2,18 +2,21 @@
 
 Slow and simple on purpose, and nothing of ckptconv. Where the page leaves something open, it is read so:
 
-- A tensor in a list has the labels of the list for its own: the losses in ``{"train_losses": [tensor, …]}`` are numbers.
-- A tensor under a key with a dot is never a training state, whatever its last word; a dict or list under such a key may be.
-- A tensor stands above a part when a dict that the part is in has it directly as a value.
+- A key looks like a module's where it has a dot and no slash, or a word of a module; one without tensors does not count.
+- A tensor whose own key looks like a module's is never a number of the training, whatever it is in.
+- All tensors that stand in a dict belong to its candidate; one with the label of a training state is missed by nobody.
+- A list stands above a part where it is directly in a dict that the part is in; the tensors count that are directly in it.
 - One and the same dict under two labels is one part, at its first place outside of training states.
 - Tensors are counted by place: those that are tied count twice.
-- A key that looks like a module's is one under which a tensor stands.
-- A framework is known by what stands at the root. Training states above its part do not keep it from being taken.
-- Wrapper prefixes are looked for on the keys under which tensors or extra states stand.
+- Of the tensors that stand in a dict beside others only the keys of these tensors count for wrappers.
+- An average is a dict or a list in which tensors are missed by somebody, not a tensor. `--only ema` is a path first.
+- A framework is known by what stands at the root. Lists there do not keep its part from being taken.
+- Tensors with the label of a training state do not count for wrappers, no more than numbers of the training do.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,13 +31,15 @@ def _set(text: str) -> set[str]:
     return set(text.split())
 
 
-TRAINING = _set("optimizer optimizers optimiser optimisers optim optims opt scheduler schedulers sched rng rngs random")
-UNCOUNTED = _set("state states dict dicts all list")
+TRAINING = _set("optimizer optimizers optimiser optimisers optim optims scheduler schedulers rng rngs")
+UNCOUNTED = _set("state states dict dicts all list cpu cuda gpu mps xpu npu hpu xla torch numpy np python")
+OF_MODULES = _set("weight bias running")
 NUMBERS = _set(
     """
-    loss losses acc acc1 accuracy best metric metrics epoch epochs step steps iter iters iteration
-    iterations lr score scores psnr ssim fid miou perplexity ppl top prec precision recall auc time
-    elapsed seed token tokens ntokens samples progress
+    loss losses nll elbo acc accuracy best metric metrics fitness score scores reward rewards err
+    error errors mse rmse mae wer cer bleu dice iou miou map ap f1 auc prec precision recall top
+    psnr ssim fid lpips perplexity ppl val epoch epochs step steps iter iters iteration iterations
+    update updates averaged count decay lr time elapsed seed token tokens ntokens samples progress
     """
 )
 USUAL = _set(
@@ -65,15 +70,27 @@ def words(label: Any) -> list[str]:
 
 def names_training(label: Any) -> bool:
     """Whether a label names a training state."""
-    left = words(label)
+    found = words(label)
+    if "." in str(label) or "and" in found:
+        return False
+    left = list(found)
     while left and (left[-1] in UNCOUNTED or left[-1].isdigit()):
         left.pop()
+    if left and left[-1] == "random":
+        return found == ["random"] or not {"state", "states"}.isdisjoint(found)
     return bool(left) and left[-1] in TRAINING
 
 
 def names_number(label: Any) -> bool:
     """Whether a label names a number of the training."""
-    return not NUMBERS.isdisjoint(words(label))
+    if looks_like_a_module(label):
+        return False
+    return str(label).lower() in NUMBERS or not NUMBERS.isdisjoint(words(label))
+
+
+def looks_like_a_module(key: Any) -> bool:
+    """Whether a key is one that the state of a module has."""
+    return ("." in str(key) and "/" not in str(key)) or not OF_MODULES.isdisjoint(words(key))
 
 
 # ---------------------------------------------------------------------------------------------------------------- parts
@@ -85,10 +102,7 @@ def is_tensor(value: Any) -> bool:
 
 def is_training(label: Any, value: Any) -> bool:
     """Whether a part, by its label or as torch's own optimizer, is never the model."""
-    if is_optimizer(value):
-        return True
-    weight = is_tensor(value) and "." in str(label)
-    return names_training(label) and not weight
+    return is_optimizer(value) or names_training(label)
 
 
 def is_optimizer(value: Any) -> bool:
@@ -101,7 +115,7 @@ def belongs(key: Any, value: Any) -> bool:
 
 
 def is_packed(key: Any) -> bool:
-    return isinstance(key, str) and key.endswith(("_extra_state", "_packed_params"))
+    return isinstance(key, str) and key.rpartition(".")[2] in ("_extra_state", "_packed_params")
 
 
 @dataclass
@@ -118,14 +132,26 @@ class Leaf:
 
     @property
     def is_number(self) -> bool:
-        return numel(self.value) == 1 and any(map(names_number, self.labels))
+        named = not looks_like_a_module(self.labels[-1]) and any(map(names_number, self.labels))
+        return numel(self.value) == 1 and named
+
+    @property
+    def is_missed_by_nobody(self) -> bool:
+        """Whether it is a number of the training, or has the label of a training state."""
+        return self.is_number or names_training(self.labels[-1])
 
     @property
     def stands_in(self) -> Any:
         return self.holders[-1]
 
+    @property
+    def level(self) -> Any:
+        """The container that it stands in, or for one in a list what the list is in."""
+        in_a_list = isinstance(self.stands_in, (list, tuple)) and len(self.holders) > 1
+        return self.holders[-2] if in_a_list else self.stands_in
 
-@dataclass
+
+@dataclass(eq=False)
 class Candidate:
     """A dict, or just the tensors that stand in it, and the labels that lead to it; `leaves` are those that it keeps."""
 
@@ -137,7 +163,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        path = ".".join(map(str, self.labels))
+        path = path_of(self.labels)
         return path if self.whole and path else path + "."
 
     @property
@@ -148,7 +174,7 @@ class Candidate:
 
     @property
     def looks_like_a_module(self) -> bool:
-        return any("." in str(key) or {"weight", "bias", "running"} & set(words(key)) for key in self.keys)
+        return any(map(looks_like_a_module, self.keys))
 
     @property
     def rank(self) -> tuple[int, bool]:
@@ -157,18 +183,24 @@ class Candidate:
         return 2 if usual else 1 if self.looks_like_a_module else 0, tensors
 
     @property
-    def numbers_only(self) -> bool:
-        return all(leaf.is_number for leaf in self.leaves)
+    def is_missed_by_nobody(self) -> bool:
+        return all(leaf.is_missed_by_nobody for leaf in self.leaves)
 
     def bare_keys(self) -> dict[Any, str]:
-        """Its keys and what they are called without wrappers, those of extra states without tensors too."""
-        keys = [key for key in self.home if key in self.keys or is_packed(key)]
-        return dict(zip(keys, bare_keys([str(key) for key in keys]), strict=True))
+        """All its keys and what they are called without wrappers."""
+        own = {leaf.labels[-1] for leaf in self.leaves if leaf.stands_in is self.home and not leaf.is_missed_by_nobody}
+        keys = list(self.home) if self.whole else self.keys
+        deciding = [key in own or ("." in str(key) and key in keys) for key in self.home]
+        return dict(zip(self.home, bare_keys([str(key) for key in self.home], deciding), strict=True))
 
     def state_dict(self) -> dict[str, Any]:
-        """Its tensors under bare keys."""
+        """Its tensors under bare keys, and extra states without tensors too."""
         bare = self.bare_keys()
-        return {bare[key]: self.home[key] for key in self.keys}
+        return {bare[key]: value for key, value in self.home.items() if key in self.keys or is_packed(key)}
+
+
+def path_of(labels: tuple[Any, ...]) -> str:
+    return ".".join(map(str, labels))
 
 
 def numel(value: Any) -> int:
@@ -184,21 +216,21 @@ class Parts:
 
     leaves: list[Leaf] = field(default_factory=list)
     dicts: list[tuple[dict[Any, Any], tuple[Any, ...], tuple[Any, ...]]] = field(default_factory=list)
-    seen: set[int] = field(default_factory=set)
 
     def walk(self, value: Any, labels: tuple[Any, ...], holders: tuple[Any, ...], owner: Any, owned: bool) -> None:
         if is_tensor(value):
             self.leaves.append(Leaf(labels, value, holders, owner))
             return
-        if not isinstance(value, (dict, list, tuple)) or id(value) in self.seen:
+        if not isinstance(value, (dict, list, tuple)):
             return
-        self.seen.add(id(value))
         if isinstance(value, dict) and not owned:
+            if any(value is home for home, _, _ in self.dicts):
+                return
             self.dicts.append((value, labels, holders))
         for key, child in value.items() if isinstance(value, dict) else enumerate(value):
             if owned:
                 self.walk(child, (*labels, key), (*holders, value), owner, True)
-            elif not is_training(key, child):
+            elif is_tensor(child) or not is_training(key, child):
                 home = value if isinstance(value, dict) else None
                 inside = home is not None and belongs(key, child)
                 self.walk(child, (*labels, key), (*holders, value), home if inside or is_tensor(child) else None, inside)
@@ -209,9 +241,14 @@ class Parts:
             own = [leaf for leaf in self.leaves if leaf.owner is home]
             stands = any(leaf.stands_in is home for leaf in own)
             if stands and all(isinstance(key, _PLAIN) for key in home):
-                below = [leaf for leaf in self.leaves if any(holder is home for holder in leaf.holders)]
-                found.append(Candidate(home, labels, above, own, whole=len(below) == len(own)))
-        return [item for item in found if not item.numbers_only] or found
+                whole = not any(holds_others(key, child) for key, child in home.items())
+                found.append(Candidate(home, labels, above, own, whole))
+        return [item for item in found if not item.is_missed_by_nobody] or found
+
+
+def holds_others(key: Any, value: Any) -> bool:
+    """Whether what stands under a key holds tensors that do not belong to the state dict that the key is in."""
+    return not is_tensor(value) and not belongs(key, value) and any(True for _ in leaves_of(value))
 
 
 def parts_of(root: Any) -> Parts:
@@ -257,27 +294,35 @@ def decide(root: Any) -> Taken | Refused:
     if not candidates:
         return Refused({})
     if (known := _of_a_framework(root, candidates, parts.leaves)) is not None:
-        return _taken(known, parts.leaves)
+        return _taken(known, root)
     best = max(item.rank for item in candidates)
     first = [item for item in candidates if item.rank == best]
     if len(first) > 1:
-        return Refused({item.name: item.state_dict() for item in first})
-    chosen = first[0]
-    if _is_a_loss(chosen, candidates, parts.leaves):
-        return Refused({item.name: item.state_dict() for item in candidates})
-    return _taken(chosen, parts.leaves)
+        others = [item for item in candidates if item not in first and item.looks_like_a_module]
+        return _refused([*first, *others])
+    if _is_a_loss(first[0], candidates, parts.leaves):
+        return _refused(candidates)
+    return _taken(first[0], root)
 
 
 def _is_a_loss(chosen: Candidate, candidates: list[Candidate], leaves: list[Leaf]) -> bool:
     """Whether something is left out that somebody may want."""
-    rest = [leaf for leaf in leaves if leaf.owner is not chosen.home and not leaf.is_number]
-    above = any(leaf.stands_in is holder for leaf in rest for holder in chosen.above if isinstance(holder, dict))
+    rest = [leaf for leaf in leaves if leaf.owner is not chosen.home and not leaf.is_missed_by_nobody]
+    above = any(leaf.level is holder for leaf in rest for holder in chosen.above if isinstance(holder, dict))
     more = len(rest) > len(chosen.leaves)
-    return above or more or any(item.looks_like_a_module for item in candidates if item is not chosen)
+    average = any("ema" in words(label) for leaf in rest for label in leaf.labels)
+    others = [item for item in candidates if any(leaf.owner is item.home for leaf in rest)]
+    alike = any(item.looks_like_a_module or set(item.keys) & set(chosen.keys) for item in others)
+    return above or more or average or alike
 
 
-def _taken(chosen: Candidate, leaves: list[Leaf]) -> Taken:
-    rest = [".".join(map(str, leaf.labels)) for leaf in leaves if leaf.owner is not chosen.home]
+def _refused(choices: list[Candidate]) -> Refused:
+    return Refused({item.name: item.state_dict() for item in choices})
+
+
+def _taken(chosen: Candidate, root: Any) -> Taken:
+    kept = {id(leaf.value) for leaf in chosen.leaves}
+    rest = [path for path, value in leaves_of(root) if id(value) not in kept]
     return Taken(chosen.name, chosen.state_dict(), rest)
 
 
@@ -286,13 +331,14 @@ def _of_a_framework(root: Any, candidates: list[Candidate], leaves: list[Leaf]) 
     label = framework_label(root)
     if label is None:
         return None
-    above = [leaf for leaf in leaves if leaf.stands_in is root and not leaf.is_number]
-    part = next((item for item in candidates if item.home is root[label] and item.whole), None)
-    return None if above else part
+    home = root[label] if label else root
+    above = [leaf for leaf in leaves if leaf.stands_in is root and not leaf.is_missed_by_nobody]
+    part = next((item for item in candidates if item.home is home and (item.whole or home is root)), None)
+    return None if above and home is not root else part
 
 
 def framework_label(root: Any) -> str | None:
-    """Where a known framework keeps its model, by what it alone writes; torchtitan's and accelerate's need no help."""
+    """Where a known framework keeps its model, by what it alone writes: a label, or "" for the root itself."""
     if not isinstance(root, dict):
         return None
     meta = root.get("meta")
@@ -304,9 +350,36 @@ def framework_label(root: Any) -> str | None:
         return "state_dict"
     if {"state_dict", "arch", "version", "epoch"} <= root.keys():
         return "state_dict"
-    if {"model", "model_args", "iter_num"} <= root.keys() or {"model", "optimizer", "iteration"} <= root.keys():
-        return "model"
+    if "model" in root and any(re.fullmatch(r"random_states_\d+", str(label)) for label in root):
+        return "model"  # accelerate
+    if {"train_state", "lr_scheduler", "optimizer", "dataloader"} <= root.keys():
+        return ""  # torchtitan
     return None
+
+
+def averages(root: Any) -> dict[str, Any]:
+    """What `--only ema` may mean, by the paths: one part, or several that an error must list."""
+    if isinstance(root, dict) and "ema" in root:
+        return {"ema": root["ema"]}
+    if framework_label(root) == "state_dict" and {"averaging_state", "ema_state_dict"} & root.keys():
+        return {"state_dict": root["state_dict"]}
+    found: dict[tuple[Any, ...], Any] = {}
+    for leaf in parts_of(root).leaves:
+        for depth, label in enumerate(leaf.labels[:-1]):
+            if "ema" in words(label) and not leaf.is_missed_by_nobody:
+                found[leaf.labels[: depth + 1]] = leaf.holders[depth + 1]
+                break
+    nearest = min(map(len, found), default=0)
+    return {path_of(labels): part for labels, part in found.items() if len(labels) == nearest}
+
+
+def parts_by_path(root: Any, labels: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """The dicts with tensors in dicts of plain text labels, outside of training states, by what `--only` takes them by."""
+    for label, value in root.items() if isinstance(root, dict) else ():
+        plain = isinstance(label, str) and "." not in label and label != "ema"
+        if plain and isinstance(value, dict) and not is_training(label, value) and any(True for _ in leaves_of(value)):
+            yield path_of((*labels, label)), value
+            yield from parts_by_path(value, (*labels, label))
 
 
 # ----------------------------------------------------------------------------------------------------------------- keys
@@ -314,13 +387,14 @@ def framework_label(root: Any) -> str | None:
 _SURE = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
-def bare_keys(keys: list[str]) -> list[str]:
-    """The keys without wrappers: `module` where each key starts with it, the others wherever a key goes on behind them."""
+def bare_keys(keys: list[str], deciding: list[bool]) -> list[str]:
+    """The keys without wrappers: `module` where each that decides starts with it, the others wherever a key goes on."""
     before: list[str] = []
-    while keys != before:
+    while any(deciding) and keys != before:
         before = keys
         keys = [".".join([*(part for part in key.split(".")[:-1] if part not in _SURE), key.split(".")[-1]]) for key in keys]
-        if keys and all(key.startswith("module.") and key != "module." for key in keys):
+        wrapped = [key.startswith("module.") and key != "module." for key in keys]
+        if all(yes for yes, counts in zip(wrapped, deciding, strict=True) if counts):
             keys = [key.removeprefix("module.") for key in keys]
     return keys
 
