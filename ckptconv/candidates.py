@@ -143,7 +143,8 @@ class _Look:
             self._fill(place)
         if type(node) not in CONTAINERS:
             return
-        place = self._outside.get(id(node), place)
+        if place is not None and _names_state(place[1]):
+            place = self._outside.get(id(node), place)
         if _is_optimizer(node) or (place is not None and _names_state(place[1]) and not _stands_for_tensor(node)):
             self.aside[id(node)] = None
             self._states.append((place, node))
