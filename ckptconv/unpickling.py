@@ -175,6 +175,16 @@ class PickleReader:
                     self.position = pos
                     stack[-1] = self._persistent(stack[-1])
                 elif op == 0x85:  # TUPLE1
+                    if data[pos : pos + 5] == _CALLED_WITH_TUPLE and pos + 5 <= look and len(memo) == memo.fetched:
+                        inner = (stack.pop(),)
+                        args = (inner,)
+                        func = stack[-1]
+                        reducer = known.get(func) if type(func) is Global else None
+                        stack[-1] = Call(func, args) if reducer is None else reducer(args)
+                        memoized += (inner, args, stack[-1])
+                        nodes += 3
+                        pos += 5
+                        continue
                     stack[-1] = (stack[-1],)
                     nodes += 1
                 elif op == 0x86:  # TUPLE2
@@ -193,6 +203,16 @@ class PickleReader:
                     push(_INT32(data, pos)[0])
                     pos += 4
                 elif op == 0x29:  # EMPTY_TUPLE
+                    if data[pos : pos + 4] == _NEW_WITH_STATE and pos + 4 <= look and len(memo) == memo.fetched:
+                        stack[-1] = Call(stack[-1], (), new=True)
+                        state = Dict()
+                        memoized += (stack[-1], state)
+                        push(state)
+                        nodes += 2
+                        pos += 4
+                        if len(stack) > widest:
+                            raise _too_wide(widest)
+                        continue
                     push(())
                 elif op == 0x89:  # NEWFALSE
                     push(False)
@@ -482,6 +502,9 @@ _TENSOR_RUN = re.compile(
 _INT_RUNS: dict[bytes, tuple[int, ...]] = {}
 
 
+_NEW_WITH_STATE = b"\x81\x94}\x94"
+_CALLED_WITH_TUPLE = b"\x94\x85\x94R\x94"
+"""What follows EMPTY_TUPLE and TUPLE1 where pickle writes an object with attributes, and a torch.Size of one dimension."""
 _REMEMBERED = 1 << 16
 """Entries of MEMOIZE that are kept whether they may be fetched or not: more than small pickles have."""
 _LONG_BINGETS = re.compile(rb"j(?=(.{4}))", re.DOTALL).findall
