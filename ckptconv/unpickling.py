@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import re
 import struct
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from typing import NoReturn, TypeAlias
 
@@ -33,14 +34,17 @@ def read_pickle(
     *,
     reducers: Mapping[str, Reducer] | None = None,
     persistent: Callable[[Node], Node] = PersistentId,
+    states: Mapping[str, Callable[[Node], Node]] | None = None,
 ) -> Node:
     """The root node of the pickle in `stream`.
 
     `reducers` maps the dotted name of a function to what makes a leaf of its arguments; every other call becomes a
-    `Call`. `persistent` makes a leaf of a persistent id. Bytes behind the end of the pickle are not allowed. Raises
+    `Call`. `persistent` makes a leaf of a persistent id. `states` maps the dotted name of a class to what makes a smaller
+    node of the states of its objects, where there are very many. Bytes behind the end of the pickle are not allowed. Raises
     `MalformedCheckpoint` (with the byte) or `LimitExceeded`.
     """
-    reader = PickleReader(stream, {**BYTES_REDUCERS, **MappingCalls().reducers(), **(reducers or {})}, persistent)
+    known = {**BYTES_REDUCERS, **MappingCalls().reducers(), **(reducers or {})}
+    reader = PickleReader(stream, known, persistent, states)
     root = reader.read()
     if reader.position != len(stream):
         raise MalformedCheckpoint(f"{len(stream) - reader.position} bytes follow the end of the pickle")
@@ -56,13 +60,21 @@ class PickleReader:
     but the containers and calls of this very stream.
     """
 
-    def __init__(self, stream: bytes, reducers: Mapping[str, Reducer], persistent: Callable[[Node], Node]) -> None:
+    def __init__(
+        self,
+        stream: bytes,
+        reducers: Mapping[str, Reducer],
+        persistent: Callable[[Node], Node],
+        states: Mapping[str, Callable[[Node], Node]] | None = None,
+    ) -> None:
         self.position = 0
         self._stream = stream
         self._reducers = reducers
         self._persistent = persistent
         self._globals: dict[tuple[str, str], Global] = {}
         self._known: dict[Global, Reducer] = {}
+        self._states = {} if states is None else states
+        self._smaller: dict[Global, Callable[[Node], Node]] = {}
 
     def read(self) -> Node:
         """The root of the next pickle."""
@@ -95,6 +107,7 @@ class PickleReader:
         push = stack.append
         marks: list[list[Node]] = []
         memo = _Memo(data, self._persistent)
+        memoized = memo.memoized
         intern: dict[str, str] = {}
         known = self._known
         most = in_force()
@@ -155,10 +168,25 @@ class PickleReader:
                     text = data[pos:stop]
                     push(_decode(text, intern))
                     pos = stop
+                elif op == 0x94:  # MEMOIZE
+                    if len(memo) == memo.fetched:
+                        memoized.append(stack[-1])
+                    else:
+                        memo.memoize(stack[-1])
                 elif op == 0x51:  # BINPERSID
                     self.position = pos
                     stack[-1] = self._persistent(stack[-1])
                 elif op == 0x85:  # TUPLE1
+                    if data[pos : pos + 5] == _CALLED_WITH_TUPLE and pos + 5 <= look and len(memo) == memo.fetched:
+                        inner = (stack.pop(),)
+                        args = (inner,)
+                        func = stack[-1]
+                        reducer = known.get(func) if type(func) is Global else None
+                        stack[-1] = Call(func, args) if reducer is None else reducer(args)
+                        memoized += (inner, args, stack[-1])
+                        nodes += 3
+                        pos += 5
+                        continue
                     stack[-1] = (stack[-1],)
                     nodes += 1
                 elif op == 0x86:  # TUPLE2
@@ -177,6 +205,16 @@ class PickleReader:
                     push(_INT32(data, pos)[0])
                     pos += 4
                 elif op == 0x29:  # EMPTY_TUPLE
+                    if data[pos : pos + 4] == _NEW_WITH_STATE and pos + 4 <= look and len(memo) == memo.fetched:
+                        stack[-1] = Call(stack[-1], (), new=True)
+                        state = Dict()
+                        memoized += (stack[-1], state)
+                        push(state)
+                        nodes += 2
+                        pos += 4
+                        if len(stack) > widest:
+                            raise _too_wide(widest)
+                        continue
                     push(())
                 elif op == 0x89:  # NEWFALSE
                     push(False)
@@ -216,8 +254,6 @@ class PickleReader:
                 elif op == 0x47:  # BINFLOAT
                     push(_DOUBLE(data, pos)[0])
                     pos += 8
-                elif op == 0x94:  # MEMOIZE
-                    memo[len(memo).to_bytes(4, "little")] = stack[-1]
                 elif op == 0x8C:  # SHORT_BINUNICODE
                     pos += 1
                     stop = pos + data[pos - 1]
@@ -238,6 +274,13 @@ class PickleReader:
                         raise self._malformed("names a global by something else than text")
                     (module + name).encode()  # half a character is no name
                     push(self._global(module, name))
+                elif op == 0x81:  # NEWOBJ
+                    args = stack.pop()
+                    self.position = pos
+                    if type(args) is not tuple:
+                        raise self._malformed("makes an object with arguments that are no tuple")
+                    stack[-1] = Call(stack[-1], args, new=True)
+                    nodes += 1
                 elif op == 0x62:  # BUILD
                     state = stack.pop()
                     self.position = pos
@@ -246,7 +289,7 @@ class PickleReader:
                     self.position = pos
                     if marks or len(stack) != 1:
                         raise self._malformed("ends with something left on its stack")
-                    _refuse_many(most, nodes + len(memo) + len(memo.runs), pos - start - unread)
+                    _refuse_many(most, nodes + memo.count(), pos - start - unread)
                     return stack[0]
                 elif op == 0x95:  # FRAME
                     if end != size:
@@ -263,7 +306,9 @@ class PickleReader:
                     push = stack.append
                     nodes += 1
                     unread += max(0, pos - self.position - _LONGEST_OPCODE)
-            _refuse_many(most, nodes + len(memo) + len(memo.runs), pos - start - unread)
+            _refuse_many(most, nodes + memo.count(), pos - start - unread)
+            if len(memoized) > _REMEMBERED:
+                memo.forget()
             look = min(end, pos + _LOOK)
             if pos < end:
                 continue
@@ -303,6 +348,8 @@ class PickleReader:
             known = self._globals[module, name] = Global(module, name)
             if reducer := self._reducers.get(known.path):
                 self._known[known] = reducer
+            if smaller := self._states.get(known.path):
+                self._smaller[known] = smaller
         return known
 
     def _set_items(self, target: Node, flat: list[Node]) -> None:
@@ -329,7 +376,8 @@ class PickleReader:
             raise self._malformed("sets the state of something that was not made by a call")
         if target.state is not ABSENT:
             raise self._malformed("sets the state of one object twice")
-        target.state = state
+        smaller = self._smaller.get(target.func) if self._smaller and type(target.func) is Global else None
+        target.state = state if smaller is None else smaller(state)
 
     def _rare(
         self, op: int, stack: list[Node], marks: list[list[Node]], memo: _Memo, pos: int, end: int
@@ -383,8 +431,8 @@ class PickleReader:
             raise MalformedCheckpoint(f"{what} (near byte {self.position})", hint="save it again with another pickle protocol")
 
     def _stack_only(self, op: int, stack: list[Node], marks: list[list[Node]]) -> list[Node]:
-        if op == 0x81 or op == 0x92:  # NEWOBJ, NEWOBJ_EX
-            kwargs = stack.pop() if op == 0x92 else None
+        if op == 0x92:  # NEWOBJ_EX
+            kwargs = stack.pop()
             args = stack.pop()
             if type(args) is not tuple:
                 raise self._malformed("makes an object with arguments that are no tuple")
@@ -467,21 +515,73 @@ _TENSOR_RUN = re.compile(
 _INT_RUNS: dict[bytes, tuple[int, ...]] = {}
 
 
+_NEW_WITH_STATE = b"\x81\x94}\x94"
+_CALLED_WITH_TUPLE = b"\x94\x85\x94R\x94"
+"""What follows EMPTY_TUPLE and TUPLE1 where pickle writes an object with attributes, and a torch.Size of one dimension."""
+_REMEMBERED = 1 << 16
+"""Entries of MEMOIZE that are kept whether they may be fetched or not: more than small pickles have."""
+_LONG_BINGETS = re.compile(rb"j(?=(.{4}))", re.DOTALL).findall
+_FORGOTTEN: Node = object()
+
+
 class _Memo(dict[bytes, Node]):
     """The memo, by the index as LONG_BINPUT has it (which saves decoding it).
 
     A tensor's run puts six values that are hardly ever fetched: they are made when one is. `runs` are the places of the runs.
+    What MEMOIZE puts, whose index is the number of entries, goes to the list `memoized` as long as nothing else is put: an entry
+    takes 8 bytes there, and 130 in the dict. Those of them that were `fetched` are in the dict too.
     """
 
     def __init__(self, stream: bytes, persistent: Callable[[Node], Node]) -> None:
         super().__init__()
         self.runs: list[int] = []
+        self.memoized: list[Node] = []
+        self.fetched = 0
+        self._kept_until = _REMEMBERED
+        self._fetchable: list[int] | None = None
         self._stream = stream
         self._persistent = persistent
         self._indexed = 0
         self._run_of: dict[bytes, int] = {}
 
+    def count(self) -> int:
+        """The entries, a run counted as one."""
+        return len(self) + len(self.runs) + len(self.memoized) - max(0, self.fetched)
+
+    def forget(self) -> None:
+        """Let go of the entries of MEMOIZE that no LONG_BINGET in the stream can fetch, for pickle puts nearly all for nothing.
+
+        Whatever bytes look like that opcode count as one. BINGET reaches only the first entries, which all stay.
+        """
+        if self._fetchable is None:
+            indexes = {int.from_bytes(index, "little") for index in _LONG_BINGETS(self._stream)}
+            self._fetchable = sorted(indexes)
+        first, end = self._kept_until, len(self.memoized)
+        may_be = self._fetchable[bisect_left(self._fetchable, first) : bisect_left(self._fetchable, end)]
+        kept = [(index, self.memoized[index]) for index in may_be]
+        self.memoized[first:end] = [_FORGOTTEN] * (end - first)
+        for index, value in kept:
+            self.memoized[index] = value
+        self._kept_until = end
+
+    def memoize(self, value: Node) -> None:
+        """What MEMOIZE does where other opcodes put entries too: they all go to the dict from now on."""
+        if self._kept_until > _REMEMBERED:
+            hint = "no program writes that; the file is corrupt or made to deceive"
+            raise MalformedCheckpoint("the pickle numbers its memo entries in two ways", hint=hint)
+        for index, earlier in enumerate(self.memoized):
+            self.setdefault(index.to_bytes(4, "little"), earlier)
+        self.memoized.clear()
+        self.fetched = -1
+        self[len(self).to_bytes(4, "little")] = value
+
     def __missing__(self, key: bytes) -> Node:
+        if (index := int.from_bytes(key, "little")) < len(self.memoized):
+            if (value := self.memoized[index]) is _FORGOTTEN:
+                raise KeyError(key)
+            self.fetched += 1
+            self[key] = value
+            return value
         for start in self.runs[self._indexed :]:
             self._run_of.update((put, start) for put in self._puts(start))
         self._indexed = len(self.runs)

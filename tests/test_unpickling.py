@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import random
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -94,6 +95,65 @@ def test_dicts_keep_order_and_shared_objects_stay_one(protocol):
     root = read_pickle(pickle.dumps({"b": shared, "a": shared, 3: {}}, protocol))
     assert [key for key, _ in mapping_pairs(root)] == ["b", "a", 3]
     assert root.pairs[0][1] is root.pairs[1][1]
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+@pytest.mark.parametrize("kept", [unpickling._REMEMBERED, 300])
+def test_what_was_put_long_ago_is_fetched_however_many_values_were_put_since(protocol, kept, monkeypatch):
+    monkeypatch.setattr(unpickling, "_REMEMBERED", kept)
+    monkeypatch.setattr(unpickling, "_LOOK", 1 << 12)
+    chance = random.Random(protocol)
+    known = [[index] for index in range(30_000)]
+    value = [(index, chance.choice(known[: index + 1])) for index in range(len(known))] + known
+    root = read_pickle(pickle.dumps(value, protocol))
+    assert root == value
+    firsts = {pair[1][0]: pair[1] for pair in root[: len(known)]}
+    assert all(firsts.get(item[0], item) is item for item in root[len(known) :])
+
+
+PUT, MEMOIZE, GET = (lambda index: b"q" + bytes([index])), (lambda _: b"\x94"), (lambda index: b"h" + bytes([index]))
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_memo_entries_of_both_kinds_are_those_of_pickle(seed):
+    chance = random.Random(seed)
+    stream = b"\x80\4]("
+    for value in range(chance.randrange(1, 12)):
+        stream += b"K" + bytes([value]) + chance.choice([PUT, MEMOIZE, MEMOIZE])(chance.randrange(6))
+        stream += GET(chance.randrange(6)) if chance.random() < 0.5 else b""
+    stream += b"e."
+    try:
+        expected = pickle.loads(stream)
+    except pickle.UnpicklingError:
+        with pytest.raises(MalformedCheckpoint, match="never put"):
+            read_pickle(stream)
+    else:
+        assert read_pickle(stream) == expected
+
+
+class Plain:
+    """An object with attributes."""
+
+    def __init__(self, **given):
+        self.__dict__.update(given)
+
+
+@pytest.mark.parametrize("protocol", range(2, 6))
+def test_objects_and_calls_in_runs_read_as_their_opcodes_one_by_one(protocol, monkeypatch):
+    value = [
+        Plain(size=torch.Size([index]), other=[index], same=torch.Size([1, 2]), none=torch.Size([])) for index in range(300)
+    ]
+    stream = pickle.dumps([*value, *value, Plain()], protocol)
+    quick = read_pickle(stream)
+    monkeypatch.setattr(unpickling, "_CALLED_WITH_TUPLE", b"never")
+    monkeypatch.setattr(unpickling, "_NEW_WITH_STATE", b"never")
+    assert plain(quick) == plain(read_pickle(stream))
+    assert all(first is second for first, second in zip(quick[:300], quick[300:600], strict=True))
+
+
+def test_objects_without_end_on_the_stack_are_limited():
+    with pytest.raises(LimitExceeded, match="side by side"):
+        read_pickle(b"\x80\4N" + b")\x81\x94}\x94" * 500_001 + b".")
 
 
 def test_written_streams_are_read_by_pickle_itself():

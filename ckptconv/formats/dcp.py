@@ -13,7 +13,7 @@ from collections.abc import Callable, Sized
 from itertools import pairwise
 from pathlib import Path
 
-from ckptconv.assembly import assembled
+from ckptconv.assembly import assembled, check_cover
 from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
@@ -29,6 +29,7 @@ NAME = "DCP"
 INDEX = ".metadata"
 _DATA = ".distcp"
 _COMMON = "common.pt"
+_MANY = 1000  # items that are held against each other before any is opened; of fewer, what is wrong with one is told first
 _MEGATRON = "metadata.json"  # the names of its storage backends, in every Megatron checkpoint
 
 SourceOpener = Callable[[Source], Checkpoint]
@@ -61,8 +62,11 @@ def open_dcp(path: Path, open_file: PathOpener, open_source: SourceOpener) -> Ch
         metadata, nbytes = _read_index(folder)
         is_megatron = metadata.is_megatron or ((folder / _COMMON).is_file() and (folder / _MEGATRON).is_file())
         fragments = _flat_fragments(metadata) if is_megatron else set()
+        if len(metadata.items) > _MANY:
+            _refuse_shared_bytes(folder, metadata)
         root = _tree(metadata, _megatron_paths(metadata) if is_megatron else metadata.paths, fragments, opened)
-        _refuse_shared_bytes(folder, metadata)
+        if len(metadata.items) <= _MANY:
+            _refuse_shared_bytes(folder, metadata)
         nbytes += sum(source.size for source in opened.files.values())
         notes = _notes(fragments)
         if is_megatron and (folder / _COMMON).is_file():
@@ -184,6 +188,8 @@ def _with_key(error: CheckpointError, key: str) -> CheckpointError:
 
 
 def _tensor(metadata: Metadata, key: str, entry: TensorEntry, opened: _Opened) -> TensorRef:
+    if len(entry.chunks) > _MANY:
+        check_cover(entry.shape, entry.chunks)
     parts = []
     for start, shape in entry.chunks:
         ref = opened.root_of(_found(metadata, key, start))

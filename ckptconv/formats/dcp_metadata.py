@@ -8,7 +8,7 @@ Source: torch/distributed/checkpoint/metadata.py and filesystem.py, torch 2.0 to
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ Path = tuple["str | int", ...]
 """Where a value hangs in the nested state dict: keys of dicts, indices of lists."""
 
 _LARGEST = 1 << 60
+_SIZE = Global("torch", "Size")
 
 
 class Item(NamedTuple):
@@ -63,7 +64,7 @@ def read_metadata(source: Source) -> Metadata:
         what = f"has {source.size} bytes"
         raise LimitExceeded(what, limit="pickle_bytes", allowed=most, needed=source.size, path=source.path)
     try:
-        return _metadata(read_pickle(source.read(0, source.size)))
+        return _metadata(read_pickle(source.read(0, source.size), reducers={"torch.Size": _plain_size}, states=_STATES))
     except CheckpointError as error:
         raise error.at(path=source.path) from error.__cause__
 
@@ -104,10 +105,60 @@ def _fields(node: Node, kind: str, key: str | None) -> dict[str, Node]:
         raise _malformed(f"holds something else where a {kind} belongs", key)
     if node.state is ABSENT:
         return {}
+    if isinstance(node.state, _STATE_TYPES):
+        return node.state._asdict()
     pairs = mapping_pairs(node.state)
     if pairs is None:
         raise _malformed(f"has a {kind} without attributes", key)
     return {name: value for name, value in pairs if type(name) is str}
+
+
+class _Chunk(NamedTuple):
+    """The state of a `ChunkStorageMetadata`."""
+
+    offsets: Node
+    sizes: Node
+
+
+class _Index(NamedTuple):
+    """The state of a `MetadataIndex`."""
+
+    fqn: Node
+    offset: Node
+    index: Node
+
+
+class _Place(NamedTuple):
+    """The state of a `_StorageInfo`."""
+
+    relative_path: Node
+    offset: Node
+    length: Node
+    transform_descriptors: Node = None
+
+
+_STATE_TYPES = (_Chunk, _Index, _Place)
+
+
+def _smaller(kind: type[_Chunk] | type[_Index] | type[_Place]) -> Callable[[Node], Node]:
+    """What makes the state of an object, of which there is one in every chunk, a `kind`, where its attributes are those."""
+    all_names, most_names = [*kind._fields], [*kind._fields[:3]]
+
+    def smaller(state: Node) -> Node:
+        if type(state) is not Dict:
+            return state
+        names = [name for name, _ in state.pairs]
+        return kind(*[value for _, value in state.pairs]) if names in (all_names, most_names) else state
+
+    return smaller
+
+
+_TORCH = "torch.distributed.checkpoint"
+_STATES = {
+    f"{_TORCH}.metadata.ChunkStorageMetadata": _smaller(_Chunk),
+    f"{_TORCH}.metadata.MetadataIndex": _smaller(_Index),
+    f"{_TORCH}.filesystem._StorageInfo": _smaller(_Place),
+}
 
 
 def _pairs(node: Node, field: str) -> Iterator[tuple[str, Node]]:
@@ -132,8 +183,12 @@ def _entry(node: Node, key: str) -> TensorEntry | None:
 
 
 def _chunk(node: Node, key: str) -> tuple[Shape, Shape]:
-    fields = _fields(node, "ChunkStorageMetadata", key)
-    return _size(fields.get("offsets"), key), _size(fields.get("sizes"), key)
+    if type(node) is Call and type(node.state) is _Chunk:
+        offsets, sizes = node.state
+    else:
+        fields = _fields(node, "ChunkStorageMetadata", key)
+        offsets, sizes = fields.get("offsets"), fields.get("sizes")
+    return _size(offsets, key), _size(sizes, key)
 
 
 def _dtype(properties: Node, key: str) -> DType:
@@ -150,12 +205,20 @@ def _attribute(state: Node, name: str) -> Node:
     return next((value for key, value in pairs if key == name), None)
 
 
+def _plain_size(args: tuple[Node, ...]) -> Node:
+    """A `torch.Size` as the tuple that it is made of, for what there are two of in every chunk."""
+    return args[0] if len(args) == 1 and type(args[0]) is tuple else Call(_SIZE, args)
+
+
 def _size(node: Node, key: str) -> Shape:
     """A `torch.Size`, or a plain tuple or list."""
     if type(node) is Call and node.name == "torch.Size" and len(node.args) == 1:
         node = node.args[0]
-    if type(node) not in (tuple, list) or any(type(size) is not int or not 0 <= size < _LARGEST for size in node):
+    if type(node) not in (tuple, list):
         raise _malformed("a size or offset is no tuple of sizes", key)
+    for size in node:
+        if type(size) is not int or not 0 <= size < _LARGEST:
+            raise _malformed("a size or offset is no tuple of sizes", key)
     refuse_dimensions(len(node), key)
     return tuple(node)
 
@@ -176,19 +239,26 @@ def _items(node: Node) -> Iterator[tuple[tuple[str, Shape | None], Item]]:
     if pairs is None:
         raise _malformed("its storage_data is no dict", None)
     for index, info in pairs:
-        name = _fields(index, "MetadataIndex", None)
-        key, offset = name.get("fqn"), name.get("offset")
+        if type(index) is Call and type(index.state) is _Index:
+            key, offset, _ = index.state
+        else:
+            name = _fields(index, "MetadataIndex", None)
+            key, offset = name.get("fqn"), name.get("offset")
         if type(key) is not str:
             raise _malformed("an index in its storage_data has no name", None)
         yield (key, None if offset is None else _size(offset, key)), _item(info, key)
 
 
 def _item(node: Node, key: str) -> Item:
-    fields = _fields(node, "_StorageInfo", key)
-    path, transforms = fields.get("relative_path"), fields.get("transform_descriptors") or ()
+    if type(node) is Call and type(node.state) is _Place:
+        path, start, size, transforms = node.state
+    else:
+        fields = _fields(node, "_StorageInfo", key)
+        path, start, size, transforms = map(fields.get, _Place._fields)
+    transforms = transforms or ()
     if type(path) is not str or type(transforms) not in (tuple, list):
         raise _malformed("the place of an item is not given by the name of a file", key)
-    offset, length = _size((fields.get("offset"), fields.get("length")), key)
+    offset, length = _size((start, size), key)
     return Item(path, offset, length, tuple(printable(name) if type(name) is str else spoken(name) for name in transforms))
 
 
