@@ -26,7 +26,7 @@ NO_LISTS = MAPPINGS | {"builtins.set", "builtins.frozenset"}
 
 
 class MappingCalls:
-    """The calls of one stream that make dicts; what they copy counts against the limit `nodes`."""
+    """The calls of one stream that make dicts; what they copy counts against the limit `nodes`, eight for an item."""
 
     def __init__(self) -> None:
         self._copied = 0
@@ -48,22 +48,33 @@ class MappingCalls:
     def _made(self, cls: Global, kept: tuple[Node, ...], given: tuple[Node, ...], read: _Reading) -> Call:
         if len(given) > 1:
             raise _malformed(cls, f"{len(kept) + len(given)} arguments")
+        if given:
+            self._refuse_many(_size(given[0]))
         pairs = read(given[0], cls) if given else []
         if pairs is None:
             return Call(cls, (*kept, *given))
-        self._copied += len(pairs)
-        if self._copied > (most := in_force().nodes):
-            what = f"the pickle copies more than {most} items of dicts into others"
-            raise LimitExceeded(what, limit="nodes", allowed=most)
         made = Call(cls, kept)
         if pairs:
             made.pairs = tuple(merged(pairs))
         return made
 
+    def _refuse_many(self, count: int) -> None:
+        self._copied += count
+        if self._copied * _WEIGHT > (most := in_force().nodes):
+            what = f"the pickle copies more than {most // _WEIGHT} items into dicts"
+            raise LimitExceeded(what, limit="nodes", allowed=most, needed=self._copied * _WEIGHT)
+
 
 def merged(pairs: Pairs) -> Pairs:
     """Items as a dict has them when they are set one after the other: the place of the first, the value of the last."""
     return list(dict(pairs).items()) if all(_is_plain(key) for key, _ in pairs) else pairs
+
+
+def _size(given: Node) -> int:
+    """How much is looked at to read the items of an argument."""
+    if type(given) is Dict or type(given) is Call:
+        return len(given.pairs)
+    return len(given) if type(given) in (list, tuple, str) else 0
 
 
 def _items(given: Node, cls: Global) -> Pairs | None:
@@ -119,6 +130,7 @@ def _is_plain(key: Node) -> bool:
     return -_LARGE_INT < key < _LARGE_INT if type(key) is int else type(key) in (str, bytes, bool, type(None))
 
 
+_WEIGHT = 8  # nodes that a copied item counts for: a stream of a few bytes may ask for millions of them
 _LARGE_INT = 1 << 60
 _NO_PAIRS = (str, bytes, int, float, bool, type(None))
 

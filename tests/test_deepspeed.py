@@ -370,8 +370,8 @@ def test_shapes_that_do_not_fit_the_partitions(made, shapes, what):
 
 
 def test_a_shape_of_too_many_dimensions_is_beyond_a_limit(made):
-    changed(model(made), lambda root: root.update(param_shapes=[{"a": (1,) * 65, "b": torch.Size([7])}, {}]))
-    refused(made, "param_shapes.a: has 65 dimensions, beyond the limit dimensions=64", LimitExceeded)
+    changed(model(made), lambda root: root.update(param_shapes=[{"a": (1,) * 129, "b": torch.Size([7])}, {}]))
+    refused(made, "param_shapes.a: has 129 dimensions, beyond the limit dimensions=128", LimitExceeded)
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,7 @@ def test_copies_of_dicts_are_held_against_a_limit():
     stream = b"\x80\x02](" + many + (ORDERED + b"q\x010" + (b"h\x01h\0\x85R") * 50) + b"e."
     assert len(pickle.loads(stream)) == 51
     assert len(read_pickle(stream)) == 51
-    with limits(nodes=40_000), pytest.raises(LimitExceeded):
+    with limits(nodes=300_000), pytest.raises(LimitExceeded):
         read_pickle(stream)
 
 
