@@ -293,6 +293,6 @@ _READ: dict[Callable[[Call, Node], Node], str] = {
     _deque: "items",
 }
 """What forms look at that look at more, or at something else, than the arguments."""
-_OF_STATE = (_namespace, _array)
+_OF_STATE = (_namespace, _array, *training_objects.OF_STATE)
 _ARRAYS = frozenset(name for name, make in _FORMS.items() if make in (_array, _buffer))
 _TENSORS = frozenset(name for name, make in _FORMS.items() if make in (_array, _buffer, _copied))

@@ -231,6 +231,9 @@ def _timezone(call: Call) -> str:
     return plain if str(zone) == plain else f"{zone} ({plain})"
 
 
+OF_STATE = (_config, _history, _list, _buffer, _partial)
+"""The forms that look at the state of an object."""
+
 FORMS: dict[str, Callable[[Call, Node], Node]] = {
     **dict.fromkeys((name for name in HOW if is_config(name)), _config),
     **{

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from ckptconv import convert_checkpoint, load_portable, open_checkpoint
+from ckptconv import CheckpointError, convert_checkpoint, load_portable, open_checkpoint
 from ckptconv.errors import RefusedObject
 
 KINDS = ["b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
@@ -103,7 +103,9 @@ def test_arrays_of_a_state_dict_are_cast_like_its_tensors(tmp_path):
     found = oracle.load(tmp_path / "out.pt")
     assert torch.equal(found["state_dict"]["a"], torch.from_numpy(tree["a"]).to(torch.bfloat16))
     assert found["mean"].dtype is torch.float64
-    convert_checkpoint(source, tmp_path / "out.safetensors", dtype="bf16", fsync=False, verify=True)
+    with pytest.raises(CheckpointError, match="would leave out 1 other tensor: mean"):
+        convert_checkpoint(source, tmp_path / "out.safetensors")
+    convert_checkpoint(source, tmp_path / "out.safetensors", dtype="bf16", only="state_dict", fsync=False, verify=True)
     assert torch.equal(load_file(tmp_path / "out.safetensors")["a"], torch.from_numpy(tree["a"]).to(torch.bfloat16))
 
 
@@ -117,7 +119,7 @@ def test_a_dict_of_arrays_is_a_state_dict(tmp_path):
 
 def test_arrays_elsewhere_do_not_hide_the_state_dict(tmp_path):
     weights = {"fc.weight": torch.ones(2, 2)}
-    for tree in ({"net": weights, "scaler": {"a.mean": np.ones(2)}}, {**weights, "meta": {"mean": np.ones(2)}}):
+    for tree in ({"net": weights, "scaler": {"mean": np.ones(2)}}, {**weights, "meta": {"mean": np.ones(2)}}):
         with open_checkpoint(saved(tree, tmp_path)) as checkpoint:
             assert dict(checkpoint.state_dict().tensors()).keys() == weights.keys()
 
