@@ -155,6 +155,8 @@ class _Look:
         if pairs is not None and tensors is not pairs:
             self._note_outside(place, node, pairs)
         if not tensors:
+            if pairs is not None and id(node) not in self._inner and any(_is_own(key, value) for key, value in pairs):
+                self._mappings.append((place, node, pairs, tensors, True))
             return
         self._fill((place, None, node))
         if id(node) in self._closed:
@@ -174,7 +176,7 @@ class _Look:
     def found(self) -> list[Candidate]:
         """The dicts with tensors under plain keys, when all nodes were seen."""
         named = (item for item in self._mappings if PLAIN.issuperset({type(key) for key, _ in item[2]}))
-        return [self._candidate(*item) for item in named]
+        return [made for made in (self._candidate(*item) for item in named) if made.count or not made.weak]
 
     def _note_outside(self, place: Place, node: Node, pairs: Pairs) -> None:
         for key, value in pairs:
@@ -184,8 +186,8 @@ class _Look:
     def _candidate(self, place: Place, node: Node, pairs: Pairs, tensors: Tensors, weak: bool) -> Candidate:
         others = pairs if tensors is not pairs else ()
         beside = [value for key, value in others if id(value) in self._full and not _is_own(key, value)]
-        is_module = any(type(key) is str and looks_like_a_module(key) for key, _ in tensors)
-        has_tensors = any(not is_array(value) for _, value in tensors)
+        is_module = any(type(key) is str and looks_like_a_module(key) for key, _ in tensors or pairs)
+        has_tensors = not tensors or any(not is_array(value) for _, value in tensors)
         made = Candidate(
             place=place,
             node=node,

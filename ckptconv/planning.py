@@ -6,7 +6,7 @@ Nothing is written when a plan fails. A plan's layout is executed by `convert`.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from ckptconv.bounds import held, in_force
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.collector import collector_paused
 from ckptconv.compaction import CastRule
-from ckptconv.errors import AmbiguousStateDict, CheckpointError, OutputRefused, RefusedObject
+from ckptconv.errors import AmbiguousStateDict, CheckpointError, OutputRefused, RefusedObject, printable
 from ckptconv.flat_plans import plan_flat
 from ckptconv.formats.torch_zip import Tree, lay_out_torch_zip
 from ckptconv.layout import one_item
@@ -40,7 +40,7 @@ from ckptconv.sources import Source
 from ckptconv.state_dicts import StateDict, find, find_state_dicts
 from ckptconv.strays import settle_strays
 from ckptconv.tensors import refuse_packed
-from ckptconv.walking import tensor_of, tensors_of, walk
+from ckptconv.walking import place_text, tensor_of, tensors_of, walk
 
 
 def plan_conversion(checkpoint: Checkpoint, output: str | os.PathLike[str], options: Options) -> ConversionPlan:
@@ -151,7 +151,17 @@ def _plan_dcp(checkpoint: Checkpoint, output: Path, options: Options) -> Convers
         raise RefusedObject(
             "is no dict, and a DCP folder holds nothing else", where=options.only, hint="--only PATH takes one part"
         )
-    return replace(_plan_torch(checkpoint, output, options), to="dcp")
+    plan = _plan_torch(checkpoint, output, options)
+    return replace(plan, to="dcp", notes=(*plan.notes, *_number_keys(root)))
+
+
+def _number_keys(root: Node) -> Iterator[str]:
+    """Tell of keys that DCP keeps as text: an optimizer's state has numbers (torch/distributed/checkpoint/_nested_dict.py)."""
+    for place, node in walk(root):
+        if any(type(key) is int for key, _ in mapping_pairs(node) or ()):
+            where = printable(place_text(place)) or "the root"
+            yield f"keys that are numbers ({where}, …) become text in a DCP folder, as torch itself writes them"
+            return
 
 
 def _refuse_scaled(found: Sequence[StateDict], renamed: Sequence[RenamedKeys], tree: Tree, options: Options) -> None:

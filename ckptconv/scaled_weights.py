@@ -118,6 +118,12 @@ def _names_of_codes(name: str) -> Iterator[str]:
             yield name.removesuffix(ending)
 
 
+def quantization_scales(tensors: Mapping[str, TensorRef]) -> list[str]:
+    """The keys of the scales that torch's quantized modules save beside a zero point (torch/ao/nn/quantized/modules)."""
+    scales = (key for key in tensors if key.rpartition(".")[2] == "scale")
+    return [key for key in scales if f"{key.removesuffix('scale')}zero_point" in tensors]
+
+
 def refuse_cast(tensors: Mapping[str, TensorRef], kept: Collection[str], dtype: DType, path: str) -> None:
     """Raise `RefusedObject` where codes or their scales are among the keys that are `kept`, to be cast to `dtype`.
 
@@ -131,6 +137,10 @@ def refuse_cast(tensors: Mapping[str, TensorRef], kept: Collection[str], dtype: 
         more = f" (and {len(found) - 1} more like it)" if len(found) > 1 else ""
         what = f"holds {tensors[codes].dtype.name} codes that count only with their scale {base}{scale}{more}"
         raise RefusedObject(f"{what}; cast to {dtype.name} they would be other values", where=f"{base}{codes}", hint=hint)
+    quantized = [key for key in quantization_scales(tensors) if key in kept and tensors[key].dtype is not dtype]
+    if quantized:
+        what = f"is the scale of quantized values, beside a zero point; it is not cast to {dtype.name}"
+        raise RefusedObject(what, where=f"{base}{quantized[0]}", hint="leave --dtype out (dtype= in code)")
     for key, ref in tensors.items():
         if key in kept and (ref.dtype is _ONLY_SCALES or ref.dtype is FLOAT4_PAIRS or ref.dtype.is_packed):
             what = "is a type of scales" if ref.dtype is _ONLY_SCALES else "is a type of codes"

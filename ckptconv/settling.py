@@ -14,7 +14,7 @@ from ckptconv.nodes import ABSENT, Call, Dict, Global, Node, attributes, mapping
 from ckptconv.plain_objects import plain_form, spoken_name
 from ckptconv.tensors import Storage, TensorObject, TensorRef
 from ckptconv.threats import judge
-from ckptconv.torch_objects import COPIES, VALUELESS, WEIGHTS_ONLY
+from ckptconv.torch_objects import COPIES, VALUELESS, WEIGHTS_ONLY, is_tensor_call
 from ckptconv.training_objects import HOW, code_name, functions_of, is_class, is_config
 from ckptconv.walking import Place, place_text, walk
 
@@ -64,6 +64,8 @@ def settle_objects(root: Node, overlay: dict[int, Node], unknown: Unknown) -> Se
     for place, node in walk(root, overlay, settled.cycles):
         if type(node) is not TensorRef and unknown != "keep" and (name := refused_name(node)) is not None:
             name = spoken_name(node, name)
+            if unknown == "drop":
+                _refuse_part_of_tensor(place, name)
             if not _settle(node, name, place, overlay, settled, bound, drop=unknown == "drop"):
                 refused.append((place, name))
             node = overlay.get(id(node), node)
@@ -80,6 +82,16 @@ def settle_objects(root: Node, overlay: dict[int, Node], unknown: Unknown) -> Se
     if refused:
         raise _refusal(refused)
     return settled
+
+
+def _refuse_part_of_tensor(place: Place, name: str) -> None:
+    """Refuse to drop what a tensor is made with: the tensor itself would be lost, or could not be made any more."""
+    while place is not None:
+        if is_tensor_call(place[2]):
+            where = place_text(place[0]) or "the whole file"
+            hint = "leave the tensor out with --exclude, or keep it as it is with --unknown keep"
+            raise RefusedObject(f"a tensor of which {name} is a part cannot be written without it", where=where, hint=hint)
+        place = place[0]
 
 
 def _hashed(node: Node) -> Iterable[Node]:

@@ -194,7 +194,8 @@ def _stands_above(holder: Holder, chosen: Candidate) -> bool:
 
 
 def _is_average(holder: Holder) -> bool:
-    return any(type(place[1]) is str and names_average(place[1]) for place in _chain(holder.place))
+    labels = [*holder.labels, *(place[1] for place in _chain(holder.place))]
+    return any(type(label) is str and names_average(label) for label in labels)
 
 
 def _chain(place: Place) -> Iterator[tuple[Place, Node, Node]]:
@@ -228,8 +229,8 @@ def _listed(names: Sequence[str], most: int = _LISTED) -> str:
 
 
 def _choice(names: Sequence[str]) -> str:
-    more = f" or {_listed([quoted(name) for name in names[1:]])}" if len(names) > 1 else ""
-    return f"choose one with --only {quoted(names[0])}{more} (only= in code)"
+    more = ", …" * (len(names) > _LISTED)
+    return f"choose one: {' or '.join(f'--only {quoted(name)}' for name in names[:_LISTED])}{more} (only= in code)"
 
 
 # ----------------------------------------------------------------------------------------------------------- parts by path

@@ -23,7 +23,8 @@ from ckptconv.key_fitting import Fit
 from ckptconv.labels import names_average, names_training_state
 from ckptconv.model_fits import ModelFit, best_fit
 from ckptconv.prescriptions import Mend, command, workable
-from ckptconv.scaled_weights import ScaledWeight, find_scaled
+from ckptconv.producers import averages_weights
+from ckptconv.scaled_weights import ScaledWeight, find_scaled, quantization_scales
 from ckptconv.state_dicts import StateDict
 from ckptconv.torch_objects import VALUELESS
 
@@ -85,8 +86,11 @@ class Case:
 
     @cached_property
     def state_dicts(self) -> list[StateDict]:
-        """The state dicts, the ones of averaged weights last."""
-        return sorted(self.checkpoint.state_dicts(), key=lambda found: _is_average(found.path))
+        """The state dicts, the one that is the model first, the ones of averaged weights last."""
+        found = self.checkpoint.state_dicts()
+        if averages_weights(self.checkpoint.root):  # then they are the model's, whatever the labels say
+            return sorted(found, key=lambda item: item.path != "state_dict")
+        return sorted(found, key=lambda item: _is_average(item.path))
 
     @cached_property
     def scaled(self) -> dict[str, list[ScaledWeight]]:
@@ -236,7 +240,8 @@ def _wrappers(case: Case) -> Iterator[Symptom]:
         if wrappers := case.facts.state_dicts.get(found.path):
             wrapper = printable(".".join(wrappers)) + "."
             where = f" of {printable(found.path)}" if found.path else ""
-            effect = words.quoted(words.NO_KEYS, words.on_unexpected(found.keys[0]), by="load_state_dict, of a bare model,")
+            unexpected = words.on_unexpected(found.telling_keys[0])
+            effect = words.quoted(words.NO_KEYS, unexpected, by="load_state_dict, of a bare model,")
             yield symptom("warning", "wrapped-keys", f"the keys{where} carry the wrapper {wrapper}", effect, Mend())
     for path, prefix in case.facts.offered.items():
         where = f" of {printable(path)}" if path else ""
@@ -310,6 +315,8 @@ def _shares(case: Case) -> Iterator[Symptom]:
         cause = f"{states * 100 // total} % of its tensors' bytes are an optimizer's state"
         effect = "whoever only uses the model reads and stores them too"
         yield symptom("info", "optimizer-share", cause, effect, Mend(only=one), chosen=True)
+    if averages_weights(case.checkpoint.root):
+        return
     if len(case.state_dicts) > 1 and (averages := [item.path for item in case.state_dicts if _is_average(item.path)]):
         cause = f"holds averaged weights ({some(averages)}) beside {printable(one)}"
         effect = "which of them is loaded depends on the script; evaluation usually wants the averaged ones"
@@ -353,7 +360,7 @@ def _scaled(case: Case) -> Iterator[Symptom]:
 
 
 def _precision(case: Case) -> Iterator[Symptom]:
-    if case.scaled:
+    if case.scaled or any(quantization_scales(dict(item.tensors())) for item in case.state_dicts):
         return
     floats = {name: count for name, count in case.facts.dtypes.items() if "float" in name}
     if set(floats) == {"float32"}:

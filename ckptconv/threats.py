@@ -147,6 +147,8 @@ def _judge(module: str, name: str) -> Verdict:
     path = f"{module}.{name}"
     if path in PLAIN:
         return Verdict("plain", "part of ordinary checkpoints")
+    if path == "torch.ScriptObject":  # whole quantized modules hold some; of which class tells nobody
+        return Verdict("unknown", "an object of a class that is written in C++; its code would run where it is installed")
     top = module.partition(".")[0]
     if top == "__torch__":
         return judge_script_class(path)

@@ -122,7 +122,7 @@ def lists(message: str, name: str) -> bool:
 def listed(hint: str) -> set[str]:
     """The choices in a hint, as a shell takes them."""
     choices = re.search(r"--only (.*?) \(only= in code\)", hint)
-    return set(re.findall(r"(?:'[^']*'|\"[^\"]*\"|[^\s,'\"])+", choices[1])) - {"or"} if choices else set()
+    return set(re.findall(r"(?:'[^']*'|\"[^\"]*\"|[^\s,'\"])+", choices[1])) - {"or", "--only"} if choices else set()
 
 
 def held(value: Any) -> list[str]:
