@@ -109,8 +109,9 @@ def is_optimizer(value: Any) -> bool:
 
 
 def belongs(key: Any, value: Any) -> bool:
-    """Whether what stands under a key of a dict belongs to the state dict that the key is in."""
-    return is_packed(key) or (isinstance(key, str) and "." in key and not isinstance(value, dict))
+    """Whether what stands under a key of a dict belongs to the state dict that the key is in; a list of optimizers does not."""
+    dotted = isinstance(key, str) and "." in key and isinstance(value, (list, tuple))
+    return is_packed(key) or (dotted and not any(map(is_optimizer, value)))
 
 
 def is_packed(key: Any) -> bool:
