@@ -29,8 +29,8 @@ MODULE_KEYS = _names(
     time_embed.0.weight
     """
 )
-TRAPS = _names("net.rng diffusion.sched blocks.0.opt attn.random layers.opt.0")
-"""Keys with dots whose last words are those of training states: they are weights all the same."""
+TRAPS = _names("net.rng diffusion.scheduler blocks.0.optim attn.random layers.opt.0 vq.ema_w vq.ema_count")
+"""Keys with dots that have words of training states, averages, or numbers: they are weights all the same."""
 BARE_KEYS = _names("weight bias weight_ih_l0 bias_hh_l0 running_mean in_proj_weight")
 ODD_KEYS = _names("kernel embedding A B w1 b1 gamma beta pos_embed cls_token scale_tril codebook")
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "module._orig_mod.", "_orig_mod.module.", "module.module.")
@@ -70,7 +70,7 @@ NUMBER_LABELS = _names(
     """
 )
 METRIC_DICTS = _names("metrics losses best scores val_metrics train_losses best_metrics progress val/losses history")
-ONE_ELEMENT = _names("logit_scale temperature threshold sigma alpha bottom stepsize_ratio net.scale map_scale_f1x")
+ONE_ELEMENT = _names("logit_scale temperature threshold sigma alpha bottom stepsize_ratio net.scale map_scale_f1x ema")
 STATISTICS = _names("normalization stats data_stats scaler latents_stats constants extras")
 LISTS = _names("anchors prototypes samples replay codes queue embeddings")
 CONFIGS = _names("config args cfg hparams opts meta_info run_settings")

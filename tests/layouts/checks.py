@@ -67,7 +67,7 @@ def refusal(path: Path, error: AmbiguousStateDict, verdict: Taken | Refused, pre
     expected = {prefix + name if name != "." else prefix or ".": value for name, value in verdict.choices.items()}
     yield from (f"the error does not list '{name}': {told}" for name in expected if not lists(told, name))
     if expected and (more := listed(error.hint or "") - {shlex.quote(name) for name in expected}):
-        yield f"the error lists {', '.join(more)}: {told}"
+        yield f"the error lists too much, '{', '.join(sorted(more))}': {told}"
     yield from choices(path, expected)
 
 

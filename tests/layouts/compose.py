@@ -31,7 +31,7 @@ def draw(seed: int) -> Layout:
 # ---------------------------------------------------------------------------------------------------------------- sides
 
 _STATES = ("training", "training", "training", "number", "config", "metrics")
-_ALL = (*_STATES, "statistics", "listed", "one", "direct", "average", "network", "again", "nearly", "below", "tuples")
+_ALL = (*_STATES, "statistics", "listed", "one", "vector", "direct", "average", "network", "again", "nearly", "below", "tuples")
 
 
 def with_sides(blocks: Blocks, made: dict[Any, Any], models: list[dict[str, Any]], kinds: tuple[str, ...], most: int) -> None:
@@ -59,6 +59,7 @@ def _side(blocks: Blocks, kind: str, models: list[dict[str, Any]]) -> dict[Any, 
         "listed": blocks.listed,
         "nearly": blocks.nearly,
         "one": lambda: (blocks.pick(*ONE_ELEMENT), blocks.scalar()),
+        "vector": lambda: ("quantizer", {blocks.pick("ema", "ema_size", "codes"): blocks.weight()}),
         "average": lambda: blocks.average(blocks.pick(*models) if models else {"fc.weight": 0}),
         "network": lambda: (blocks.pick(*NETWORKS, *USUAL[:6]), blocks.state_dict()),
         "tuples": lambda: ("by_place", {("layer", 1): blocks.weight(), ("layer", 2): blocks.weight()}),
@@ -70,7 +71,7 @@ def _side(blocks: Blocks, kind: str, models: list[dict[str, Any]]) -> dict[Any, 
             name: blocks.pick(blocks.weight(), blocks.array()) for name in blocks.pick(("mean", "std"), ("mean",), ("pos",))
         }
     if kind == "again":  # the very same dict once more
-        return {blocks.pick("model", "best_weights", "latest"): blocks.pick(*models) if models else {}}
+        return {blocks.pick("model", "best_weights", "latest", "optim"): blocks.pick(*models) if models else {}}
     inside = dict([blocks.training_state()])
     inside.update(_side(blocks, blocks.pick(*_ALL[:-2]), models))
     return {blocks.pick("trainer", "extra", "callbacks", "loops", "state"): inside}

@@ -9,7 +9,6 @@ Slow and simple on purpose, and nothing of ckptconv. Where the page leaves somet
 - One and the same dict under two labels is one part, at its first place outside of training states.
 - Tensors are counted by place: those that are tied count twice.
 - Of the tensors that stand in a dict beside others only the keys of these tensors count for wrappers.
-- An average is a dict or a list in which tensors are missed by somebody, not a tensor. `--only ema` is a path first.
 - A framework is known by what stands at the root. Lists there do not keep its part from being taken.
 - Tensors with the label of a training state do not count for wrappers, no more than numbers of the training do.
 """
@@ -110,8 +109,9 @@ def is_optimizer(value: Any) -> bool:
 
 
 def belongs(key: Any, value: Any) -> bool:
-    """Whether what stands under a key of a dict belongs to the state dict that the key is in."""
-    return is_packed(key) or (isinstance(key, str) and "." in key and not isinstance(value, dict))
+    """Whether what stands under a key of a dict belongs to the state dict that the key is in; a list of optimizers does not."""
+    dotted = isinstance(key, str) and "." in key and isinstance(value, (list, tuple))
+    return is_packed(key) or (dotted and not any(map(is_optimizer, value)))
 
 
 def is_packed(key: Any) -> bool:
@@ -366,7 +366,7 @@ def averages(root: Any) -> dict[str, Any]:
     found: dict[tuple[Any, ...], Any] = {}
     for leaf in parts_of(root).leaves:
         for depth, label in enumerate(leaf.labels[:-1]):
-            if "ema" in words(label) and not leaf.is_missed_by_nobody:
+            if "ema" in words(label) and not leaf.is_number:
                 found[leaf.labels[: depth + 1]] = leaf.holders[depth + 1]
                 break
     nearest = min(map(len, found), default=0)
