@@ -180,7 +180,7 @@ def test_values_that_are_no_tensors_are_skipped_and_listed(tmp_path):
 
 def test_several_state_dicts_are_a_choice_for_the_user(tmp_path):
     tree = {"model": {"fc.w": torch.ones(2)}, "ema": {"fc.w": torch.zeros(2)}}
-    with pytest.raises(AmbiguousStateDict, match=r"model, ema; choose one with --only model"):
+    with pytest.raises(AmbiguousStateDict, match=r"model, ema; choose one: --only model"):
         convert(tree, tmp_path)
     assert safetensors.torch.load_file(convert(tree, tmp_path, only="ema"))["fc.w"].sum() == 0
 
