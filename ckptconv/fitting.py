@@ -64,8 +64,10 @@ def load_into(
     >>> load_into(model, "ddp_cuda3.pt").missing_keys  # doctest: +SKIP
     ()
     """
-    state_dict = load_portable(path, only=only, tag=tag, unknown=unknown)
     target = live_shapes(model)
+    state_dict = load_portable(path, only=only, tag=tag, unknown=unknown)
+    for key in [key for key, value in state_dict.items() if _is_beside(key, value) and key not in target]:
+        del state_dict[key]
     fit = fit_keys({key: live_shape(value) for key, value in state_dict.items()}, target, live_ties(model))
     usable = _usable(state_dict, fit, target)
     _carry_metadata(state_dict, usable, fit, model)
@@ -78,6 +80,11 @@ def load_into(
         _refuse_codes(path, only, tag, {old for old, new in fit.renames.items() if new in cast})
     model.load_state_dict(usable, strict=False, assign=assign)
     return result
+
+
+def _is_beside(key: str, value: Any) -> bool:
+    """Whether a value is a number or a text that training put beside the weights: no module saves such a key."""
+    return "." not in key and isinstance(value, (bool, int, float, str, type(None)))
 
 
 def _to_be_cast(model: torch.nn.Module, usable: Mapping[str, Any]) -> set[str]:

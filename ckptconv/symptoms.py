@@ -259,7 +259,8 @@ def _choice(case: Case) -> Iterator[Symptom]:
     except AmbiguousStateDict as error:
         if case.state_dicts:
             effect = "load_portable, and an output that holds one state dict, refuse to guess"
-            mend = Mend(only=case.state_dicts[0].path)
+            largest = max(case.state_dicts, key=lambda item: (not _is_average(item.path), len(item.keys)))
+            mend = Mend(only=largest.path)
             yield symptom("warning", "several-models", error.what, effect, mend, chosen=True)
     except CheckpointError:  # limits; told by whoever meets them
         return

@@ -157,6 +157,12 @@ def test_numbers_and_texts_beside_the_weights_do_not_hide_a_wrapper(beside, tmp_
     assert not diff_checkpoints(source, tmp_path / "out.pt").same
 
 
+def test_numbers_and_texts_beside_the_weights_are_not_unexpected_keys_of_a_model(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    assert load_into(model, saved({**weights(1, "module."), "epoch": 3, "arch": "x"}, tmp_path)).fits
+    assert same(model.state_dict(), weights(1))
+
+
 def test_a_tensor_without_the_wrapper_is_a_key_of_the_model_and_nothing_is_stripped(tmp_path):
     source = saved({**weights(1, "module."), "scale": torch.ones(1)}, tmp_path)
     assert list(load_portable(source)) == [*weights(1, "module."), "scale"]
