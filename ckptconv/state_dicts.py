@@ -363,7 +363,7 @@ def renamed_in_place(found: StateDict, keys: tuple[str | None, ...], module_path
 
 def _like(node: Node, pairs: Pairs) -> Node:
     """A dict of the class of `node`, its state too, with these pairs."""
-    if type(node) is Dict:
+    if type(node) is Dict or len(dict_pairs(node) or ()) != len(node.pairs):  # else the old ones would stay in its arguments
         return Dict(list(pairs))
     plain = mapping_pairs(node) is not None
     made = Call(node.func, () if plain else node.args, new=node.new)
