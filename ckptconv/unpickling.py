@@ -515,8 +515,8 @@ class _Memo(dict[bytes, Node]):
     """The memo, by the index as LONG_BINPUT has it (which saves decoding it).
 
     A tensor's run puts six values that are hardly ever fetched: they are made when one is. `runs` are the places of the runs.
-    What MEMOIZE puts, whose index is the number of entries, goes to the list `memoized` as long as nothing else is put: an entry
-    takes 8 bytes there, and 130 in the dict. Those of them that were `fetched` are in the dict too.
+    What MEMOIZE puts, whose index is the number of entries, goes to the list `memoized` as long as nothing else is put: an
+    entry takes 8 bytes there, and 130 in the dict. Those of them that were `fetched` are in the dict too.
     """
 
     def __init__(self, stream: bytes, persistent: Callable[[Node], Node]) -> None:
