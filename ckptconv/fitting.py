@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ckptconv.choices import refuse_no_flag
 from ckptconv.errors import KeyMismatch, printable
 from ckptconv.fitted_keys import module_paths
 from ckptconv.key_fitting import Fit, Shapes, fit_keys
@@ -60,6 +61,7 @@ def load_into(
     >>> load_into(model, "ddp_cuda3.pt").missing_keys  # doctest: +SKIP
     ()
     """
+    refuse_no_flag(strict=strict, assign=assign)
     state_dict = load_portable(path, only=only, tag=tag)
     target = live_shapes(model)
     fit = fit_keys({key: live_shape(value) for key, value in state_dict.items()}, target, live_ties(model))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckptconv.choices import refuse_no_path
 from ckptconv.errors import CheckpointError, UnsupportedCheckpoint
 from ckptconv.sources import FileSource
 from ckptconv.stream_scanner import Finding, Room, Scanner
@@ -54,6 +55,7 @@ def scan_checkpoint(path: str | os.PathLike[str]) -> Scan:
     Links to folders are not followed, which is a finding, as is what cannot be read of the things in a folder; raises
     `CheckpointError` where `path` itself cannot be.
     """
+    refuse_no_path(path=path)
     root = Path(path)
     if not root.is_dir():
         return Scan(str(root), (_scan_file(root),))

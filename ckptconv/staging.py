@@ -166,14 +166,13 @@ def _remove(folder: Path) -> None:
     for _ in ("once", "again, for a fault may pass"):
         with contextlib.suppress(OSError):
             _remove_tree(folder)
+    with contextlib.suppress(OSError):
+        folder.rmdir()  # an empty one needs no descriptor
 
 
 def _remove_tree(folder: Path) -> None:
-    """Remove a folder of this user alone, as much of it as can be, by one descriptor at most (`shutil.rmtree` takes several)."""
-    with contextlib.suppress(OSError):
-        return folder.rmdir()
-    for name in os.listdir(folder):  # closed before the next one is opened
-        inner = folder / name
+    """Remove a folder of this user alone, as much of it as can be; one descriptor is enough, `shutil.rmtree` takes several."""
+    for inner in list(folder.iterdir()):  # closed before the next one is opened
         with contextlib.suppress(OSError):
             if inner.is_dir() and not inner.is_symlink():
                 _remove_tree(inner)

@@ -334,6 +334,10 @@ def test_an_input_that_is_replaced_by_another_file_is_read_to_its_end(room):
 # ---------------------------------------------------------------------------------------------------------- left-overs
 
 
+def names_in(room: Path) -> list[str]:
+    return [path.name for path in room.iterdir()]
+
+
 NARROW = {
     "file": ("out.safetensors",),
     "replaced": ("old.pt", "--force"),
@@ -349,17 +353,17 @@ NARROW = {
 )
 def test_a_process_that_may_open_few_files_leaves_nothing_behind(kind, count, room):
     # The hidden folder could not be listed, or not even be locked, and stayed.
-    before, old = set(os.listdir(room)), (room / "old.pt").read_bytes()
+    before, old = set(names_in(room)), (room / "old.pt").read_bytes()
     limited = ("sh", "-c", f'ulimit -n {count}; exec "$@"', "sh", *PROGRAM)
     done = run("convert", "in.pt", *NARROW[kind], cwd=room, command=limited)
-    assert [name for name in os.listdir(room) if name.startswith(".")] == []
+    assert [name for name in names_in(room) if name.startswith(".")] == []
     if done.err.startswith("error: "):  # with four, Python itself cannot start
         assert "Too many open files" in assert_one_error(done)
     if done.exit:
-        assert set(os.listdir(room)) == before
+        assert set(names_in(room)) == before
         assert (room / "old.pt").read_bytes() == old
     else:
-        written = sorted(name for name in os.listdir(room) if name not in before) or ["old.pt"]
+        written = sorted(name for name in names_in(room) if name not in before) or ["old.pt"]
         whole = [
             load_portable(room / name) for name in written if name.endswith((".pt", "index.json", "out")) or len(written) == 1
         ]
@@ -385,12 +389,12 @@ def test_no_descriptor_is_left_from_some_moment_on_until_one_is_given_back(fault
         spare += calls >= fault
         really_close(fd)
 
-    before = set(os.listdir(room))
+    before = set(names_in(room))
     with monkeypatch.context() as patch, contextlib.suppress(CheckpointError):
         patch.setattr(os, "open", refuse)
         patch.setattr(os, "close", close)
         convert_checkpoint(room / "in.pt", room / "out.safetensors", max_shard_size=40)
-    left = set(os.listdir(room)) - before
+    left = set(names_in(room)) - before
     assert not any(name.startswith(".") for name in left)
     assert not left or "out.safetensors.index.json" in left
 
