@@ -193,8 +193,8 @@ def options_of(given: dict[str, Any], wrappers: str) -> Options:
 
     keys = key_rules(wrappers, reverse=given.get("reverse", False))
     tags = tag_map(given["device"], given["map_location"])
-    dtype = floating_dtype(given["dtype"]) if given["dtype"] else None
-    limit = parse_size(given["max_shard_size"]) if given["max_shard_size"] else None
+    dtype = floating_dtype(given["dtype"]) if given["dtype"] is not None else None
+    limit = parse_size(given["max_shard_size"]) if given["max_shard_size"] is not None else None
     return Options(given["to"], keys, tags, dtype, given["only"], given["tied"], given["unknown"], limit, given["save_mapping"])
 
 

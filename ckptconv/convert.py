@@ -14,6 +14,7 @@ from ckptconv.accounting import refuse_unaccounted, refuse_unwritten
 from ckptconv.bounds import held
 from ckptconv.casting import cast
 from ckptconv.checksums import Checksums
+from ckptconv.choices import refuse_no_flag, refuse_no_path, refuse_no_tags, refuse_no_text
 from ckptconv.dcp_output import write_dcp
 from ckptconv.devices import tag_map
 from ckptconv.dtypes import DType, floating_dtype
@@ -21,7 +22,7 @@ from ckptconv.encodings import flat
 from ckptconv.errors import CheckpointError, OutputRefused, VerificationFailed
 from ckptconv.formats.detect import Named, open_checkpoint
 from ckptconv.key_targets import key_target
-from ckptconv.keys import KeyRules
+from ckptconv.keys import KeyRules, rules_of
 from ckptconv.layout import Layout, WriteItem
 from ckptconv.outputs import (
     OutputStream,
@@ -35,7 +36,7 @@ from ckptconv.outputs import (
 from ckptconv.planning import plan_conversion
 from ckptconv.plans import ConversionPlan, Options, PlannedFile, Target, Tied, keeps_modules
 from ckptconv.settling import Unknown
-from ckptconv.sharding import earlier_files, index_path, moved_index, parse_size
+from ckptconv.sharding import earlier_files, index_path, moved_index, shard_limit
 from ckptconv.sources import SMALL, combined_crc, crc32, refuse_changed
 from ckptconv.staging import ShardSet, put_file, put_folder, put_new_folder, put_set, remove_leftovers, staging_folder
 from ckptconv.state_dicts import StateDict
@@ -97,10 +98,15 @@ def convert_checkpoint(
 
     >>> convert_checkpoint("in.pt", "out.safetensors", device="cuda:1")  # doctest: +SKIP
     """
-    rules = keys if isinstance(keys, KeyRules) else KeyRules(wrappers=keys)
+    rules = rules_of(keys)
+    refuse_no_path(output=output)
+    refuse_no_path(**{name: path for name, path in (("save_mapping", save_mapping), ("like", like)) if path is not None})
+    refuse_no_text(device=device, dtype=dtype, model=model)
+    refuse_no_flag(drop_unexpected=drop_unexpected, force=force, fsync=fsync, verify=verify)
+    refuse_no_tags(map_location)
     pairs = [f"{old}={new}" for old, new in (map_location or {}).items()]
-    cast_to = floating_dtype(dtype) if dtype else None
-    limit = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
+    cast_to = floating_dtype(dtype) if dtype is not None else None
+    limit = shard_limit(max_shard_size)
     mapping = None if save_mapping is None else Path(save_mapping)
     fit_to = key_target(like, model, drop_unexpected=drop_unexpected)
     options = Options(to, rules, tag_map(device, pairs), cast_to, only, tied, unknown, limit, mapping, fit_to)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptconv.checkpoint import Checkpoint
+from ckptconv.choices import refuse_no_flag, refuse_no_path, refuse_no_paths, refuse_no_text
 from ckptconv.collector import collector_paused
 from ckptconv.devices import tag_map
 from ckptconv.errors import CheckpointError, DeviceUnavailable, printable
@@ -42,6 +43,10 @@ def diagnose(
     when there is no such file, model or device tag.
     Without torch a CPU-only torch is assumed.
     """
+    refuse_no_paths("path", path)
+    refuse_no_path(**({} if like is None else {"like": like}))
+    refuse_no_text(device=device, model=model, tag=tag)
+    refuse_no_flag(values=values)
     tag_map(device)
     target = key_target(like, model)
     paths = (Path(path),) if isinstance(path, (str, os.PathLike)) else tuple(map(Path, path))

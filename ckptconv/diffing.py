@@ -11,16 +11,18 @@ import json
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint
+from ckptconv.choices import refuse_no_flag, refuse_no_text
 from ckptconv.collector import collector_paused
 from ckptconv.comparison import Deviation, Pair, Tolerance, compare_bytes, damaged_storages, deviation
 from ckptconv.dtypes import UINT8
 from ckptconv.encodings import flat
-from ckptconv.errors import CheckpointError, KeyConflict, LimitExceeded
+from ckptconv.errors import CheckpointError, KeyConflict, LimitExceeded, OptionRefused
 from ckptconv.formats.detect import Named, open_checkpoint
-from ckptconv.keys import KEEP, STRIP, KeyMap, KeyRules, map_keys, refuse_idle
+from ckptconv.keys import KEEP, STRIP, KeyMap, KeyRules, map_keys, refuse_idle, rules_of
 from ckptconv.nodes import Call, Dict, Global, Node, PersistentId, attributes, children, mapping_pairs
 from ckptconv.plain_objects import plain_form, tensor_form
 from ckptconv.state_dicts import StateDict, find
@@ -88,7 +90,7 @@ def diff_checkpoints(
     a: Named,
     b: Named,
     *,
-    keys: KeyRules = KEEP,
+    keys: Literal["strip", "keep"] | KeyRules = KEEP,
     only: str | None = None,
     only_b: str | None = None,
     whole: bool = False,
@@ -106,10 +108,15 @@ def diff_checkpoints(
     a rule that meets no key is an error. `tag` and `tag_b` pick the step of a folder of several. Raises `CheckpointError` when
     one of them cannot be read or holds no single state dict.
     """
+    rules = rules_of(keys)
+    refuse_no_text(only=only, only_b=only_b)
+    refuse_no_flag(whole=whole, ignore_dtype=ignore_dtype, strict_device=strict_device)
+    if tolerance is not None and not isinstance(tolerance, Tolerance):
+        raise OptionRefused(f"tolerance={tolerance!r:.100} is not a tolerance", hint="give Tolerance(atol, rtol)")
     with open_checkpoint(a, tag=tag) as first, open_checkpoint(b, tag=tag_b) as second:
         found = _Found()
         with collector_paused():
-            roots = _parts(first, second, keys, (only, only if only_b is None else only_b), whole=whole)
+            roots = _parts(first, second, rules, (only, only if only_b is None else only_b), whole=whole)
             for path, ours, theirs in _walk_together(*roots, found):
                 found.compare(path, ours, theirs, ignore_dtype=ignore_dtype)
         values, damaged = _compare_values(found.pairs, tolerance)

@@ -123,6 +123,10 @@ class KeyMismatch(CheckpointError):
         self.fit = fit
 
 
+class OptionRefused(CheckpointError, ValueError):
+    """An option of the library that is none of its choices, empty, or of another type; the hint names the choices."""
+
+
 class DeviceUnavailable(CheckpointError):
     """A location tag that is no device, or a device that this host does not have."""
 

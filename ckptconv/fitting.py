@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ckptconv.choices import refuse_no_flag
 from ckptconv.errors import KeyMismatch, RefusedObject, printable
 from ckptconv.fitted_keys import module_paths
 from ckptconv.formats.detect import open_checkpoint
@@ -64,6 +65,7 @@ def load_into(
     >>> load_into(model, "ddp_cuda3.pt").missing_keys  # doctest: +SKIP
     ()
     """
+    refuse_no_flag(strict=strict, assign=assign)
     target = live_shapes(model)
     state_dict = load_portable(path, only=only, tag=tag, unknown=unknown)
     for key in [key for key, value in state_dict.items() if _is_beside(key, value) and key not in target]:

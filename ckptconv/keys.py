@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import InitVar, dataclass
 from typing import Literal, NamedTuple
 
-from ckptconv.errors import KeyConflict, printable
+from ckptconv.choices import WRAPPERS, refuse_no_keys, refuse_no_text, refuse_no_texts, refuse_other
+from ckptconv.errors import KeyConflict, OptionRefused, printable
 from ckptconv.key_rules import AddPrefix, Mapped, Patience, Preset, Regex, Rename, Rule, Select, Step, StripPrefix
 
 MODULE = "module"
@@ -54,6 +55,17 @@ class KeyRules:
         include: Sequence[str],
         exclude: Sequence[str],
     ) -> None:
+        refuse_other("wrappers", self.wrappers, WRAPPERS)
+        refuse_no_texts(strip_prefixes=strip_prefixes, include=include, exclude=exclude)
+        refuse_no_text(add_prefix=add_prefix or None)
+        if (
+            isinstance(renames, str)
+            or not isinstance(renames, Sequence)
+            or not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in renames)
+        ):
+            raise OptionRefused(f"renames={renames!r:.100} is not a list of pairs", hint="write it as renames=[('old', 'new')]")
+        if not isinstance(self.rules, tuple) or not all(isinstance(rule, Rule) for rule in self.rules):
+            raise OptionRefused(f"rules={self.rules!r:.100} is not a tuple of rules", hint="KeyRules.of makes them of words")
         short = [
             *(StripPrefix(prefix) for prefix in strip_prefixes if prefix),
             *(Rename(old, new) for old, new in renames),
@@ -128,6 +140,14 @@ def _halves(word: str, text: str, between: str, form: str) -> tuple[str, str]:
     if not found or not first:
         raise KeyConflict(f"--{word} '{printable(text)}' is not of the form {form}")
     return first, second
+
+
+def rules_of(keys: Literal["strip", "keep"] | KeyRules) -> KeyRules:
+    """The rules that an option `keys` stands for; `OptionRefused` for any other word."""
+    if isinstance(keys, KeyRules):
+        return keys
+    refuse_no_keys(keys)
+    return KeyRules(wrappers=keys)
 
 
 STRIP = KeyRules()

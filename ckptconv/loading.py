@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptconv.checkpoint import Checkpoint
+from ckptconv.choices import UNKNOWN, refuse_no_flag, refuse_no_text, refuse_other
 from ckptconv.collector import collector_paused
 from ckptconv.devices import require_device, resolve_map_location
 from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.errors import CheckpointError, RefusedObject, UnsupportedCheckpoint, printable, too_deep
 from ckptconv.formats.detect import Named, open_checkpoint
-from ckptconv.keys import KeyRules, map_keys, refuse_idle
+from ckptconv.keys import KeyRules, map_keys, refuse_idle, rules_of
 from ckptconv.nodes import ORDERED_DICT, Call, Dict, Global, Node, attributes
 from ckptconv.plain_objects import tensor_form
 from ckptconv.renaming import rename_state_dicts
@@ -62,7 +63,10 @@ def load_portable(
     >>> load_portable("ddp_cuda3.pt")["features.0.weight"].device  # doctest: +SKIP
     device(type='cpu')
     """
-    rules = keys if isinstance(keys, KeyRules) else KeyRules(wrappers=keys)
+    rules = rules_of(keys)
+    refuse_other("unknown", unknown, UNKNOWN)
+    refuse_no_text(only=only)
+    refuse_no_flag(whole=whole, mmap=mmap)
     with open_checkpoint(path, tag=tag, whole_modules=whole and unknown == "keep") as checkpoint:
         try:
             with collector_paused():

@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Literal
 
 from ckptconv.bounds import Limits, in_force
+from ckptconv.choices import TARGETS, TIED, UNKNOWN, refuse_no_text, refuse_other
 from ckptconv.composites import Check
 from ckptconv.devices import TagMap
 from ckptconv.dtypes import DType
 from ckptconv.errors import CheckpointError
 from ckptconv.fitted_keys import KeyTarget
 from ckptconv.key_rules import MappedKeys
-from ckptconv.keys import STRIP, KeyRules
+from ckptconv.keys import STRIP, KeyRules, rules_of
 from ckptconv.layout import Layout
 from ckptconv.nodes import Node
 from ckptconv.settling import Rewritten, Skipped, Unknown
+from ckptconv.sharding import shard_limit
 from ckptconv.sources import Source
 from ckptconv.tensors import TensorRef
 
@@ -56,6 +58,15 @@ class Options:
     max_shard_size: int | None = None
     save_mapping: Path | None = None
     fit_to: KeyTarget | None = None
+
+    def __post_init__(self) -> None:
+        if self.to is not None:
+            refuse_other("to", self.to, TARGETS)
+        refuse_other("tied", self.tied, TIED)
+        refuse_other("unknown", self.unknown, UNKNOWN)
+        refuse_no_text(only=self.only)
+        rules_of(self.keys)
+        shard_limit(self.max_shard_size)
 
     def cast(self, ref: TensorRef) -> DType:
         """The type in which a tensor of a state dict is written: only floating ones are cast."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from ckptconv.bounds import in_force
+from ckptconv.choices import refuse_no_flag, refuse_no_path
 from ckptconv.documents import read_object, refuse_crowded
 from ckptconv.errors import CheckpointError, KeyConflict, LimitExceeded, printable
 from ckptconv.key_rules import Mapped, MappedKeys, Regex, Rename, Rule
@@ -47,6 +48,8 @@ def read_key_rules(
     >>> read_key_rules("rules.toml")  # doctest: +SKIP
     >>> load_portable("renamed.pt", keys=read_key_rules("map.json", reverse=True))  # doctest: +SKIP
     """
+    refuse_no_path(path=path)
+    refuse_no_flag(reverse=reverse)
     return KeyRules.of(read_rules(path, reverse=reverse), wrappers)
 
 

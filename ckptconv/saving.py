@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptconv.checkpoint import Checkpoint
+from ckptconv.choices import refuse_no_flag, refuse_no_path, refuse_no_text
 from ckptconv.convert import ConversionResult, execute_plan
 from ckptconv.devices import tag_map
 from ckptconv.dtypes import BY_NAME, DType, floating_dtype
 from ckptconv.errors import RefusedObject, printable, too_deep
-from ckptconv.keys import KeyRules
+from ckptconv.keys import KeyRules, rules_of
 from ckptconv.nodes import BYTEARRAY, ORDERED_DICT, SET, Call, Dict, Global, Node
 from ckptconv.outputs import check_folder, check_output
 from ckptconv.planning import plan_conversion
@@ -45,8 +46,11 @@ def save_portable(
 
     >>> save_portable(model.state_dict(), "out.safetensors", device="cpu")  # doctest: +SKIP
     """
-    rules = keys if isinstance(keys, KeyRules) else KeyRules(wrappers=keys)
-    options = Options(to, rules, tag_map(device), floating_dtype(dtype) if dtype else None)
+    rules = rules_of(keys)
+    refuse_no_path(path=path)
+    refuse_no_text(device=device, dtype=dtype)
+    refuse_no_flag(force=force, fsync=fsync)
+    options = Options(to, rules, tag_map(device), floating_dtype(dtype) if dtype is not None else None)
     (check_folder if to == "dcp" else check_output)(Path(path), force=force)
     try:
         root = _Symbolic().node(state_dict, None)

@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ckptconv.choices import refuse_no_path
 from ckptconv.errors import CheckpointError, UnsupportedCheckpoint
 from ckptconv.formats.dcp_metadata import read_metadata
 from ckptconv.joined_archives import joined_archives
@@ -57,6 +58,7 @@ def scan_checkpoint(path: str | os.PathLike[str]) -> Scan:
     Links to folders are not followed, which is a finding, as is what cannot be read of the things in a folder; raises
     `CheckpointError` where `path` itself cannot be.
     """
+    refuse_no_path(path=path)
     root = Path(path)
     if not root.is_dir():
         return Scan(str(root), (_scan_file(root),))

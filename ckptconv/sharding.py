@@ -7,12 +7,14 @@ metadata of a source's index goes along.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ckptconv.choices import not_one
 from ckptconv.errors import CheckpointError
 from ckptconv.outputs import output_errors
 
@@ -31,6 +33,16 @@ def parse_size(text: str) -> int:
     if size <= 0:
         raise CheckpointError(f"'{text}' is no size", hint="write it as 5GB or 500MB")
     return size
+
+
+def shard_limit(given: int | str | None) -> int | None:
+    """The bytes that one file may hold, as the option `max_shard_size` says it; `OptionRefused` when that is no size."""
+    if type(given) is str:
+        with contextlib.suppress(CheckpointError):
+            return parse_size(given)
+    elif given is None or (type(given) is int and given > 0):
+        return given
+    raise not_one("max_shard_size", given, "write it as '5GB' or '500MB', or give a number of bytes")
 
 
 def split(sizes: Sequence[int], groups: Sequence[Hashable], limit: int) -> list[list[int]]:

@@ -49,6 +49,7 @@ def staging_folder(target: Path, path: Path) -> Iterator[Path]:
             _remove(folder)
             if lock >= 0:
                 os.close(lock)
+                _remove(folder)  # to list it takes a descriptor, which a process that has no other gets by closing this one
 
 
 def put_file(made: Path, path: Path, *, force: bool, fsync: bool) -> None:
@@ -163,7 +164,21 @@ def _locked_folder(folder: Path) -> int:
 
 def _remove(folder: Path) -> None:
     for _ in ("once", "again, for a fault may pass"):
-        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            _remove_tree(folder)
+    with contextlib.suppress(OSError):
+        folder.rmdir()  # an empty one needs no descriptor
+
+
+def _remove_tree(folder: Path) -> None:
+    """Remove a folder of this user alone, as much of it as can be; one descriptor is enough, `shutil.rmtree` takes several."""
+    for inner in list(folder.iterdir()):  # closed before the next one is opened
+        with contextlib.suppress(OSError):
+            if inner.is_dir() and not inner.is_symlink():
+                _remove_tree(inner)
+            else:
+                inner.unlink()
+    folder.rmdir()
 
 
 def remove_leftovers(target: Path, kind: str = _TEMPORARY) -> None:
@@ -180,7 +195,7 @@ def _remove_unheld(folder: Path) -> None:
         lock = os.open(folder, _FOLDER)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder)
+            _remove_tree(folder)
         finally:
             os.close(lock)
 

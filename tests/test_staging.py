@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -331,6 +332,71 @@ def test_an_input_that_is_replaced_by_another_file_is_read_to_its_end(room):
 
 
 # ---------------------------------------------------------------------------------------------------------- left-overs
+
+
+def names_in(room: Path) -> list[str]:
+    return [path.name for path in room.iterdir()]
+
+
+NARROW = {
+    "file": ("out.safetensors",),
+    "replaced": ("old.pt", "--force"),
+    "verified": ("out.pt", "--verify"),
+    "set": ("out.safetensors", "--max-shard-size", "40"),
+    "mapping": ("out.pt", "--save-mapping", "map.json", "--add-prefix", "x."),
+    "folder": ("out", "--to", "dcp"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"), [(kind, count) for kind in NARROW for count in range(3, 8 if kind == "folder" else 11)]
+)
+def test_a_process_that_may_open_few_files_leaves_nothing_behind(kind, count, room):
+    # The hidden folder could not be listed, or not even be locked, and stayed.
+    before, old = set(names_in(room)), (room / "old.pt").read_bytes()
+    limited = ("sh", "-c", f'ulimit -n {count}; exec "$@"', "sh", *PROGRAM)
+    done = run("convert", "in.pt", *NARROW[kind], cwd=room, command=limited)
+    assert [name for name in names_in(room) if name.startswith(".")] == []
+    if done.err.startswith("error: "):  # with four, Python itself cannot start
+        assert "Too many open files" in assert_one_error(done)
+    if done.exit:
+        assert set(names_in(room)) == before
+        assert (room / "old.pt").read_bytes() == old
+    else:
+        written = sorted(name for name in names_in(room) if name not in before) or ["old.pt"]
+        whole = [
+            load_portable(room / name) for name in written if name.endswith((".pt", "index.json", "out")) or len(written) == 1
+        ]
+        assert len(whole) == 1
+        assert [*whole[0].values()][-1].equal([*NEW.values()][-1])
+
+
+@pytest.mark.parametrize("fault", range(1, 40))
+def test_no_descriptor_is_left_from_some_moment_on_until_one_is_given_back(fault, room, monkeypatch):
+    """As at the limit of a process: once it is reached, each `open` fails until something was closed."""
+    calls, spare, really_open, really_close = 0, 0, os.open, os.close
+
+    def refuse(*given, **more):
+        nonlocal calls, spare
+        calls += 1
+        if calls >= fault and not spare:
+            raise OSError(24, "Too many open files")
+        spare -= calls > fault
+        return really_open(*given, **more)
+
+    def close(fd):
+        nonlocal spare
+        spare += calls >= fault
+        really_close(fd)
+
+    before = set(names_in(room))
+    with monkeypatch.context() as patch, contextlib.suppress(CheckpointError):
+        patch.setattr(os, "open", refuse)
+        patch.setattr(os, "close", close)
+        convert_checkpoint(room / "in.pt", room / "out.safetensors", max_shard_size=40)
+    left = set(names_in(room)) - before
+    assert not any(name.startswith(".") for name in left)
+    assert not left or "out.safetensors.index.json" in left
 
 
 def test_what_a_living_process_writes_is_left_alone_and_what_a_dead_one_left_is_removed(room):

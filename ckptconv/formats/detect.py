@@ -12,6 +12,7 @@ from typing import NamedTuple
 from ckptconv.archives import is_zip, read_directory
 from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint
+from ckptconv.choices import refuse_no_flag, refuse_no_paths, refuse_no_text
 from ckptconv.collector import collector_paused
 from ckptconv.errors import CheckpointError, LimitExceeded, UnsupportedCheckpoint, printable
 from ckptconv.formats.accelerate import Openers, is_accelerate, is_fsdp, open_accelerate
@@ -188,6 +189,9 @@ def open_checkpoint(path: Named, *, tag: str | None = None, whole_modules: bool 
     context manager, or close it. Raises `UnsupportedCheckpoint` when it is something else (and says what), or one rank's file
     alone, `MalformedCheckpoint` or `LimitExceeded` when it contradicts itself.
     """
+    refuse_no_paths("path", path)
+    refuse_no_text(tag=tag)
+    refuse_no_flag(whole_modules=whole_modules)
     paths = [Path(path)] if isinstance(path, (str, os.PathLike)) else [Path(item) for item in path]
     if not paths:
         raise UnsupportedCheckpoint("no file was named")

@@ -1,0 +1,82 @@
+"""Options of the library held against what they may be: one wording for all that are misspelt, empty or of another type."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+
+from ckptconv.errors import OptionRefused
+
+TARGETS = ("torch", "safetensors", "dcp")
+KEYS = ("strip", "keep")
+WRAPPERS = ("strip", "module", "add-module", "keep")
+TIED = ("alias", "duplicate")
+UNKNOWN = ("refuse", "drop", "keep")
+NOUNS = {"to": "a format", "max_shard_size": "a size", "dtype": "a floating dtype"}
+"""What an option is, where that is more than a choice."""
+
+
+def refuse_other(option: str, given: object, choices: Sequence[str], *, further: str = "") -> None:
+    """Raise `OptionRefused` unless `given` is one of the words, or None where the option may be left out.
+
+    `further` says what else may be given.
+
+    >>> refuse_other("to", "Safetensors", TARGETS)
+    Traceback (most recent call last):
+    ckptconv.errors.OptionRefused: to='Safetensors' is not a format; choose torch, safetensors or dcp
+    """
+    if type(given) is not str or given not in choices:
+        raise not_one(option, given, f"choose {', '.join(choices[:-1])} or {choices[-1]}{further}")
+
+
+def not_one(option: str, given: object, hint: str) -> OptionRefused:
+    """The refusal of what is given for an option."""
+    return OptionRefused(f"{option}={given!r:.100} is not {NOUNS.get(option, 'a choice')}", hint=hint)
+
+
+def refuse_no_keys(given: object) -> None:
+    """Raise `OptionRefused` unless `keys` is one of its words; made rules are for the caller to tell."""
+    refuse_other("keys", given, KEYS, further=", or give KeyRules")
+
+
+def refuse_no_text(**given: object) -> None:
+    """Raise `OptionRefused` unless each option is None or a text that is not empty."""
+    for option, text in given.items():
+        if text is not None and (type(text) is not str or not text):
+            raise OptionRefused(f"{option}={text!r:.100} is not a name", hint="leave it out, or give a text that is not empty")
+
+
+def refuse_no_path(**given: object) -> None:
+    """Raise `OptionRefused` unless each option names a file or a folder: an unset variable is not the current folder."""
+    for option, path in given.items():
+        if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+            raise OptionRefused(f"{option}={path!r:.100} is not a path", hint="name a file or a folder")
+
+
+def refuse_no_paths(option: str, given: object) -> None:
+    """The same of one path or of several."""
+    several = isinstance(given, Iterable) and not isinstance(given, (str, bytes, os.PathLike))
+    for path in given if isinstance(given, Iterable) and several else (given,):
+        refuse_no_path(**{option: path})
+
+
+def refuse_no_flag(**given: object) -> None:
+    """Raise `OptionRefused` unless each option is True or False: the text "no" counts as true in Python."""
+    for option, flag in given.items():
+        if type(flag) is not bool:
+            raise OptionRefused(f"{option}={flag!r:.100} is not a choice", hint="choose True or False")
+
+
+def refuse_no_tags(given: object) -> None:
+    """Raise `OptionRefused` unless `map_location` is None or maps texts to texts."""
+    if given is None or (isinstance(given, Mapping) and all(type(tag) is str for pair in given.items() for tag in pair)):
+        return
+    hint = "give a dict of tags, {'cuda:3': 'cuda:0'}, or device= for all"
+    raise OptionRefused(f"map_location={given!r:.100} is not a dict of tags", hint=hint)
+
+
+def refuse_no_texts(**given: object) -> None:
+    """Raise `OptionRefused` unless each option is a list of texts: one text is not the list of its letters."""
+    for option, texts in given.items():
+        if isinstance(texts, (str, bytes)) or not isinstance(texts, Sequence) or any(type(text) is not str for text in texts):
+            raise OptionRefused(f"{option}={texts!r:.100} is not a list of texts", hint=f"write it as {option}=['…']")
