@@ -181,7 +181,7 @@ def _compressed(layout: str, compressed: TensorRef, plain: TensorRef, values: Te
     _require(batch >= 0 and len(size) >= batch + 2 and len(plain.shape) == batch + 1, misfit)
     count = plain.shape[-1]
     block = values.shape[batch + 1 : batch + 3] if layout in _BLOCKED else ()
-    rows, columns = _in_blocks(size[batch : batch + 2], block, misfit)
+    rows, columns = _in_blocks(size[batch : batch + 2], block, misfit, is_blocked=layout in _BLOCKED)
     outer, inner = (rows, columns) if layout in _BY_ROW else (columns, rows)
     _require(
         compressed.shape == (*size[:batch], outer + 1)
@@ -196,9 +196,9 @@ def _compressed(layout: str, compressed: TensorRef, plain: TensorRef, values: Te
     return partial(_check_compressed, compressed, plain, outer, inner)
 
 
-def _in_blocks(size: Shape, block: Shape, misfit: str) -> Shape:
+def _in_blocks(size: Shape, block: Shape, misfit: str, *, is_blocked: bool) -> Shape:
     """Rows and columns, counted in blocks where there are any."""
-    if not block:
+    if not is_blocked:
         return size
     _require(len(block) == 2 and min(block) > 0 and not any(n % m for n, m in zip(size, block, strict=True)), misfit)
     return tuple(n // m for n, m in zip(size, block, strict=True))
@@ -252,11 +252,16 @@ def _quantized(args: tuple[Node, ...]) -> Check:
     low, high = _RANGES[dtype.name]
     scheme = params[0].path
     if scheme == "torch.per_tensor_affine":
-        fits = len(params) == 3 and type(params[1]) in (float, int) and type(params[2]) is int and low <= params[2] <= high
+        fits = len(params) == 3 and _is_float(params[1]) and type(params[2]) is int and low <= params[2] <= high
         _require(fits, f"its scale is no number, or its zero point is none of {dtype.name} ({low} to {high})")
         return _nothing
     _require(scheme in (_CHANNELS, _FLOAT_CHANNELS) and len(params) == 4, "is quantized by no scheme that torch rebuilds")
     return _by_channel(params[1:], shape, low, high)
+
+
+def _is_float(value: Node) -> bool:
+    """Whether a value is a number that a float can hold."""
+    return type(value) is float or (type(value) is int and value.bit_length() < 1000)
 
 
 def _by_channel(params: tuple[Node, ...], shape: Shape, low: int, high: int) -> Check:
@@ -267,6 +272,7 @@ def _by_channel(params: tuple[Node, ...], shape: Shape, low: int, high: int) -> 
         all(_length(part) == shape[axis] for part in (scales, zero_points)),
         f"has not one scale and one zero point for each of its {shape[axis]} channels",
     )
+    _require(type(scales) is list or scales.dtype.is_floating, "its scales are not floating numbers")
     if type(zero_points) is list:
         fits = all(type(zero) is float or (type(zero) is int and low <= zero <= high) for zero in zero_points)
         _require(fits, f"a zero point is no number from {low} to {high}")
@@ -300,6 +306,7 @@ def _nested(args: tuple[Node, ...]) -> Check:
     )
     if sizes.shape == strides.shape == () and offsets.shape == (0,):  # one of no tensors has a scalar of any type here
         return _nothing
+    _require(sizes.shape[:1] != (0,), "a nested tensor of no tensors has sizes")  # torch prints such a one beyond its end
     _require(
         all(part.dtype is _INT64 and not part.neg for part in (sizes, strides, offsets)),
         "the sizes, strides and offsets of a nested tensor are not int64",

@@ -172,7 +172,7 @@ def restore(tensors: Mapping[str, TensorRef], text: str) -> dict[str, Node]:
             raise MalformedCheckpoint("the components of its encoding are not all there, or it stands there itself", where=key)
         try:
             value = _DECODERS[recipe["encoding"]](recipe, [values.pop(name) for name in names])
-        except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, IndexError, ValueError, AttributeError, OverflowError) as error:
             raise MalformedCheckpoint("its components do not fit the recipe of its encoding", where=key) from error
         values[key] = value
         places[key] = places[names[0]]

@@ -108,6 +108,23 @@ class Room:
 _PART_IN_VAIN = 64  # random bytes that seem to be a pickle break after a few
 
 
+_SCRIPT_RECORD = re.compile(rb"constants\.pkl|bytecode\.pkl|model\.json", re.IGNORECASE).search
+_DIRECTORY_END = b"PK\5\6"
+
+
+def _may_be_script(source: Source) -> bool:
+    """Whether an archive whose directory is not followed here has the names of TorchScript, and an end that torch may find.
+
+    Names are compared as miniz does, without case. A file without an end, cut off while it was copied, torch does not open.
+    """
+    names = ends = False
+    for start in range(0, source.size, CHUNK):
+        window = source.read(start, min(CHUNK + 16, source.size - start))
+        names = names or _SCRIPT_RECORD(window) is not None
+        ends = ends or _DIRECTORY_END in window
+    return names and ends
+
+
 class Scanner:
     """What has been found in one file so far."""
 
@@ -200,6 +217,9 @@ class Scanner:
             self._odd(
                 where, f"its directory was not followed, for it {error.what}; what is stored or deflated in it was searched"
             )
+            if _may_be_script(source):
+                what = "seems to be a TorchScript archive; torch may follow its directory, and run code that was not judged"
+                self.findings.append(Finding(where, "", "dangerous", what, 0))
             self._sweep(source, where, depth)
             return "zip without a directory to follow"
         for name, record in records.items():

@@ -451,6 +451,8 @@ class _Tracer:
             self.alarm(f"{path} is given bytes that are computed while the pickle runs, so they cannot be known")
         if func in ATTRIBUTES:
             return self._attribute(func, args)
+        if path in _CHANGERS and not _rebuilds(first):
+            self.alarm(f"{path} is made to call something that does not rebuild a tensor")
         if path in _CALLERS:
             return self._called_by(first, changes=path in _CHANGERS)
         return Made(func)
@@ -510,6 +512,13 @@ class _Tracer:
         what = f"a global is named by its number, {code}, in a registry of the process, so it cannot be known"
         self.alarm(what, by_chance=True)
         self.push(_OTHER)
+
+
+def _rebuilds(func: Any) -> bool:
+    """Whether a global rebuilds a tensor itself, as those of torch._utils do: nothing else is what they are given to call."""
+    if type(func) is not Named or f"{func.module}.{func.name}" in _CHANGERS:
+        return False
+    return func.name.rpartition(".")[2].startswith("_rebuild")
 
 
 NESTED_LOADERS = frozenset(("torch.storage._load_from_bytes",))

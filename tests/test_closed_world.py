@@ -260,3 +260,24 @@ def test_a_plain_name_has_no_dots_that_reach_further():
         assert judge(module, name).level == "plain", path
         assert judge(module, f"{name}.__init__").level == "dangerous"
         assert judge(module, f"{name}.something").level == "dangerous"
+
+
+# ------------------------------------------------------------------------- functions that call what they are given
+
+CALLER = "torch._tensor._rebuild_from_type"
+CALLED = {
+    "a function that finds": call(CALLER, named(CALLER), named("torch.Tensor"),
+                                  b"(" + named("logging.getLogger") + named("torch.Tensor") + b")}t", b"}"),
+    "a member of an enum": call(CALLER, named("copyreg.__newobj__"), named("torch.Tensor"),
+                                b"(" + named("torch.distributed.fsdp.api.ShardingStrategy") + b"K\1t", b"}"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CALLED)
+def test_a_function_that_rebuilds_a_tensor_by_calling_another_calls_only_one_that_rebuilds(what, tmp_path):
+    """What it gave was there before, so that the state that is set on it changes the process."""
+    (tmp_path / "in.pkl").write_bytes(b"\x80\x04" + CALLED[what] + mapping(disabled=b"\x88") + b"b.")
+    told = "import pickle; print(pickle.load(open('in.pkl', 'rb')).disabled)"
+    ran = subprocess.run([sys.executable, "-c", told], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert ran.stdout.strip() == "True", ran.stderr
+    assert scan_checkpoint(tmp_path / "in.pkl").level == "dangerous"

@@ -63,6 +63,8 @@ def nested(sizes: Any, strides: Any, offsets: Any, count: int = 6) -> Any:
 
 
 FAR = 1 << 40
+INTEGER_SCALES = channels(1, 3, [0, 0, 0])
+INTEGER_SCALES[1]["scales"] = torch.ones(3, dtype=LONG)
 BAD: dict[str, tuple[Any, str]] = {
     "coo, too large": (coo([[0, 5], [0, 0]], [2, 2]), "an index of a sparse tensor is 5, where its size is 2"),
     "coo, far": (coo([[FAR], [0]], [2, 2]), "an index"),
@@ -84,11 +86,14 @@ BAD: dict[str, tuple[Any, str]] = {
     "csr, second of a batch": (compressed("csr", [[0, 1], [0, 2]], [[0], [0]], [2, 1, 1]), "rise from 0 to 1"),
     "csc, row too large": (compressed("csc", [0, 1, 2, 2], [0, 2], [2, 3]), "an index of a sparse tensor is 2"),
     "bsr, block does not divide": (compressed("bsr", [0, 1], [0], [2, 3], torch.ones(1, 2, 2)), "do not fit"),
+    "bsr, values without blocks": (compressed("bsr", [0, 1, 2], [0, 1], [2, 2]), "do not fit"),
     "bsr, empty block": (compressed("bsr", [0, 1], [0], [2, 2], torch.ones(1, 0, 2)), "do not fit"),
     "bsr, column too large": (compressed("bsr", [0, 1], [1], [2, 2], torch.ones(1, 2, 2)), "an index"),
     "bsc, row too large": (compressed("bsc", [0, 1], [2], [4, 2], torch.ones(1, 2, 2)), "an index"),
     "per tensor, zero point": (whole(128), r"its zero point is none of qint8 \(-128 to 127\)"),
     "per tensor, unsigned": (whole(-1, "quint8"), "its zero point is none of quint8"),
+    "per tensor, a scale of 401 digits": (({**whole(0, "quint8")[0], "scale": 10**400}, whole(0, "quint8")[1]), "do not fit the recipe|its scale is no number"),
+    "per channel, scales of integers": (INTEGER_SCALES, "its scales are not floating numbers"),
     "per channel, too few scales": (channels(1, 2, [0, 0, 0]), "for each of its 3 channels"),
     "per channel, too many zero points": (channels(0, 2, [0, 0, 0]), "for each of its 2 channels"),
     "per channel, zero point": (channels(0, 2, [0, 300]), "a zero point is no number from -128 to 127"),
@@ -101,6 +106,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "nested, more than there is": (nested([[1000, 6]], [[0, 1]], [0]), "claims 6000 elements"),
     "nested, strides of others": (nested([[2, 3]], [[3]], [0]), "a nested tensor has sizes of"),
     "nested, offsets of others": (nested([[2, 3]], [[3, 1]], [0, 0]), "a nested tensor has sizes of"),
+    "nested, no tensors with sizes": (nested(torch.zeros(0, 1), torch.zeros(0, 1), [], 0), "a nested tensor of no tensors"),
     "nested, floats": (nested([[2.0, 3.0]], [[3.0, 1.0]], [0.0]), "not int64"),
 }  # fmt: skip
 

@@ -300,3 +300,27 @@ def test_code_made_to_take_long_does_not(piece):
     begun = time.process_time()
     judged_code(piece * (1_000_000 // len(piece)))
     assert time.process_time() - begun < 20
+
+
+def with_tail(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + bytes(100))
+
+
+def with_odd_name(path: Path) -> None:
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("bad/../x", b"x")
+
+
+def with_code_twice(path: Path) -> None:
+    with zipfile.ZipFile(path, "a") as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".py"))
+        archive.writestr(name.replace("code/", "CODE/"), b"x = 1\n")
+
+
+@pytest.mark.parametrize("change", [with_tail, with_odd_name, with_code_twice], ids=["a tail", "an odd name", "code twice"])
+def test_an_archive_that_torch_follows_and_scan_does_not_is_dangerous(change, writer, tmp_path):
+    target = tmp_path / "bad.pt"
+    target.write_bytes(writer.read_bytes())
+    change(target)
+    assert is_marked_by((target, writer.parent / "mark"))
+    assert scan_checkpoint(target).level == "dangerous"
