@@ -63,6 +63,8 @@ def nested(sizes: Any, strides: Any, offsets: Any, count: int = 6) -> Any:
 
 
 FAR = 1 << 40
+HUGE_SCALE = whole(0, "quint8")
+HUGE_SCALE[0]["scale"] = 10**400
 INTEGER_SCALES = channels(1, 3, [0, 0, 0])
 INTEGER_SCALES[1]["scales"] = torch.ones(3, dtype=LONG)
 BAD: dict[str, tuple[Any, str]] = {
@@ -92,7 +94,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "bsc, row too large": (compressed("bsc", [0, 1], [2], [4, 2], torch.ones(1, 2, 2)), "an index"),
     "per tensor, zero point": (whole(128), r"its zero point is none of qint8 \(-128 to 127\)"),
     "per tensor, unsigned": (whole(-1, "quint8"), "its zero point is none of quint8"),
-    "per tensor, a scale of 401 digits": (({**whole(0, "quint8")[0], "scale": 10**400}, whole(0, "quint8")[1]), "do not fit the recipe|its scale is no number"),
+    "per tensor, a scale of 401 digits": (HUGE_SCALE, "do not fit the recipe|its scale is no number|cannot hold"),
     "per channel, scales of integers": (INTEGER_SCALES, "its scales are not floating numbers"),
     "per channel, too few scales": (channels(1, 2, [0, 0, 0]), "for each of its 3 channels"),
     "per channel, too many zero points": (channels(0, 2, [0, 0, 0]), "for each of its 2 channels"),
