@@ -89,7 +89,12 @@ def open_sharded(path: Path, open_file: Callable[[Path], Checkpoint], variant: s
         variant = _only_variant(path, others)
     found = within(others[variant] if variant is not None else _plain(path), path)
     checkpoint = _open_index(found, open_file) if found.suffix == ".json" else open_file(found)
-    return replace(checkpoint, notes=(*_variant_notes(variant, others), *checkpoint.notes))
+    beside = [f"{found.name}{_INDEX} is here too; {found.name} is read, as transformers does"] * _has_index(found)
+    return replace(checkpoint, notes=(*beside, *_variant_notes(variant, others), *checkpoint.notes))
+
+
+def _has_index(found: Path) -> bool:
+    return found.suffix != ".json" and found.with_name(f"{found.name}{_INDEX}").is_file()
 
 
 def _only_variant(folder: Path, found: Mapping[str, Path]) -> str:
@@ -106,7 +111,12 @@ def _variant_notes(variant: str | None, found: Mapping[str, Path]) -> list[str]:
 
 
 def _plain(folder: Path) -> Path:
-    return _index_of(folder) or next(folder / name for name in _ALONE if (folder / name).is_file())
+    """The index in a folder, or its one file; of both the file, as transformers' `from_pretrained` looks for it first."""
+    index = _index_of(folder)
+    alone = None if index is None else index.with_name(index.name.removesuffix(_INDEX))
+    if index is not None and not (alone is not None and alone.name in _ALONE and alone.is_file()):
+        return index
+    return alone or next(folder / name for name in _ALONE if (folder / name).is_file())
 
 
 def _open_index(index: Path, open_file: Callable[[Path], Checkpoint]) -> Checkpoint:

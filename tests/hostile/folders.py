@@ -404,6 +404,7 @@ add(
     field="w",
 )
 add("dcp_many_chunks", "reject", "5,000 chunks whose bytes lie in one place", lambda: scalar_chunks(5_000), field="w")
+add("dcp_very_many_chunks", "reject", "50,000 chunks whose bytes lie in one place", lambda: scalar_chunks(50_000), field="w")
 add("dcp_no_place", "reject", "a chunk of which nothing says where it lies", lambda: dcp(places=two_places()[:1]), field="w")
 add("dcp_file_missing", "reject", "a file that is not there", lambda: dcp(places=two_places("__9_0.distcp")), field="w")
 add("dcp_file_climbs", "reject", "a file outside of the folder", lambda: dcp(places=two_places(OUT_OF_HERE)), field="w")

@@ -24,6 +24,8 @@ add(
     lambda: bad.ckpt(bad.sd(("k" * 1_000_000, tensor()), ("k" * 1_000_000, tensor()))),
     OUTPUTS,
 )
+add("key_wrappers.pt", "accept", "a key of 200,000 wrappers", lambda: one(tensor(), "module." * 200_000 + "w"), OUTPUTS)
+add("key_dots.pt", "accept", "a key of 200,000 dots", lambda: one(tensor(), "." * 200_000), OUTPUTS)
 add(
     "key_bidi.pt",
     "accept",
