@@ -167,7 +167,8 @@ def _bare_tensors(node: Node) -> StateDict | None:
 def _refuse_loss(chosen: Candidate, found: Survey, base: str, path: Path) -> None:
     """Refuse a choice that leaves out what somebody may want.
 
-    That is what stands above it, is more than it has, looks like a module's or like a copy of it, or is an average.
+    That is what stands above it, is more than it has, looks like a module's or like a copy of it, may be another part of the
+    same model (Megatron nests embedding, encoder and output layer), or is an average.
     """
     left = found.left_by(chosen)
     others = [item for item in found.candidates if item is not chosen]
@@ -175,7 +176,7 @@ def _refuse_loss(chosen: Candidate, found: Survey, base: str, path: Path) -> Non
     packed = [item for item in found.holders if item.node is not chosen.node and chosen.holds(item.place, item.node)]
     if (
         count <= chosen.count + sum(len(holder.labels) for holder in packed)
-        and not any(item.is_module or item.shares_keys(chosen) for item in others)
+        and not any(item.is_module or item.shares_keys(chosen) or _is_beside(item, chosen) for item in others)
         and not any(_stands_above(holder, chosen) or _is_average(holder) for holder in left)
     ):
         return
@@ -183,6 +184,12 @@ def _refuse_loss(chosen: Candidate, found: Survey, base: str, path: Path) -> Non
     examples = _examples(left, base)
     what = f"taking its state dict {printable(names[0])} would leave out {count_text(count, 'other tensor')}: {examples}"
     raise AmbiguousStateDict(what, path=path, hint=_choice(names))
+
+
+def _is_beside(item: Candidate, chosen: Candidate) -> bool:
+    """Whether a candidate is under the same label of the root as the chosen one, which stands deeper than that."""
+    labels = _labels(chosen.place)
+    return len(labels) > 1 and _labels(item.place)[:1] == labels[:1]
 
 
 def _stands_above(holder: Holder, chosen: Candidate) -> bool:

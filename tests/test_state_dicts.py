@@ -191,8 +191,22 @@ def test_skipped_lists_what_stands_beside_the_weights(tmp_path):
         ),
         ({"model": {"a": torch.ones(1)}, "table": {"x": torch.ones(2), "y": torch.ones(2)}}, ("model", "table")),
         ({"model": weights(1), "best": {"model": weights(2)}}, ("model", "best.model")),
+        (
+            {"params": {"encoder": {"kernel": torch.ones(2), "scale": torch.ones(2)}, "embed": {"table": torch.ones(2)}}},
+            ("params.encoder", "params.embed"),
+        ),
     ],
-    ids=["above", "more", "a list above", "a module", "an average as a list", "a copy", "more in a dict", "the best"],
+    ids=[
+        "above",
+        "more",
+        "a list above",
+        "a module",
+        "an average as a list",
+        "a copy",
+        "more in a dict",
+        "the best",
+        "parts of one model",
+    ],
 )
 def test_what_somebody_may_want_is_not_left_out(tree, names, tmp_path):
     source = saved(tree, tmp_path)

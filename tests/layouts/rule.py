@@ -313,7 +313,8 @@ def _is_a_loss(chosen: Candidate, candidates: list[Candidate], leaves: list[Leaf
     average = any("ema" in words(label) for leaf in rest for label in leaf.labels)
     others = [item for item in candidates if any(leaf.owner is item.home for leaf in rest)]
     alike = any(item.looks_like_a_module or set(item.keys) & set(chosen.keys) for item in others)
-    return above or more or average or alike
+    beside = len(chosen.labels) > 1 and any(item.labels[:1] == chosen.labels[:1] for item in others)
+    return above or more or average or alike or beside
 
 
 def _refused(choices: list[Candidate]) -> Refused:
