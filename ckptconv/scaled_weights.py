@@ -119,9 +119,14 @@ def _names_of_codes(name: str) -> Iterator[str]:
 
 
 def quantization_scales(tensors: Mapping[str, TensorRef]) -> list[str]:
-    """The keys of the scales that torch's quantized modules save beside a zero point (torch/ao/nn/quantized/modules)."""
+    """The keys of the scales that torch's quantized modules save beside a zero point, an int64.
+
+    Those of quantization-aware training, whose zero points are int32, are parameters like others. Sources:
+    torch/ao/nn/quantized/modules, torch/ao/quantization/fake_quantize.py.
+    """
     scales = (key for key in tensors if key.rpartition(".")[2] == "scale")
-    return [key for key in scales if f"{key.removesuffix('scale')}zero_point" in tensors]
+    zero_points = {key: tensors.get(f"{key.removesuffix('scale')}zero_point") for key in scales}
+    return [key for key, ref in zero_points.items() if ref is not None and ref.dtype.name == "int64"]
 
 
 def refuse_cast(tensors: Mapping[str, TensorRef], kept: Collection[str], dtype: DType, path: str) -> None:

@@ -123,6 +123,8 @@ def _state_dict(item: Candidate, notes: tuple[str, ...] = ()) -> StateDict:
     own = item.own
     pairs = item.pairs if own is None else [item.pairs[index] for index in own]
     keys = tuple([key if type(key) is str else label_text(key) for key, _ in pairs])
+    if item.beside and any(id(holder) in item.beside for holder in (item.node, *(place[2] for place in _chain(item.place)))):
+        notes = (*notes, "a dict holds itself, or one that it is in; that is left out")
     return StateDict(item.path, item.node, keys, tuple([value for _, value in pairs]), notes, own, item.place)
 
 

@@ -252,12 +252,18 @@ def bare_keys(keys: Sequence[str]) -> list[str]:
     return [".".join(name) for name in names]
 
 
-def _bare(keys: Sequence[str]) -> tuple[list[list[str]], int]:
+def _bare(keys: Sequence[str], beside: Sequence[str] = ()) -> tuple[list[list[str]], int]:
+    """The segments of the bare keys, and how often `module` was taken off; keys that stand `beside` the model do not count."""
     split = [key.split(".") for key in keys]
     names = [[segment for segment in name[:-1] if segment not in INNER_WRAPPERS] + name[-1:] for name in split]
+    if len(beside) == len(keys):
+        beside = ()
     depth = 0
-    while names and all(len(name) > 1 and name[0] == "module" and name[1:] != [""] for name in names):
-        names = [name[1:] for name in names]
+    while names and all(
+        key in beside or (len(name) > 1 and name[0] == "module" and name[1:] != [""])
+        for key, name in zip(keys, names, strict=True)
+    ):
+        names = [name if key in beside else name[1:] for key, name in zip(keys, names, strict=True)]
         depth += 1
     return names, depth
 
@@ -265,12 +271,14 @@ def _bare(keys: Sequence[str]) -> tuple[list[list[str]], int]:
 def bare_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
     """A state dict under its bare keys, its `_metadata` under the bare module paths (an inner module's entry wins)."""
     keys = list(state_dict)
-    made = type(state_dict)(zip(bare_keys(keys), state_dict.values(), strict=True))
+    beside = [key for key, value in state_dict.items() if "." not in key and not isinstance(value, torch.Tensor)]
+    names, depth = _bare(keys, beside)
+    made = type(state_dict)(zip(map(".".join, names), state_dict.values(), strict=True))
     if hasattr(state_dict, "_metadata"):
         made._metadata = OrderedDict()
         for path, entry in state_dict._metadata.items():
             segments = [segment for segment in path.split(".") if segment not in INNER_WRAPPERS]
-            for _ in range(_bare(keys)[1]):
+            for _ in range(depth):
                 segments = segments[1:] if segments[:1] == ["module"] else segments
             made._metadata[".".join(segments)] = entry
     return made
