@@ -118,10 +118,12 @@ def _may_be_script(source: Source) -> bool:
     Names are compared as miniz does, without case. A file without an end, cut off while it was copied, torch does not open.
     """
     names = ends = False
-    for start in range(0, source.size, CHUNK):
+    start = next_data(source, 0)
+    while start < source.size and not (names and ends):
         window = source.read(start, min(CHUNK + 16, source.size - start))
         names = names or _SCRIPT_RECORD(window) is not None
         ends = ends or _DIRECTORY_END in window
+        start = next_data(source, start + CHUNK)
     return names and ends
 
 

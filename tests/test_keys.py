@@ -326,7 +326,7 @@ def test_rules_do_what_their_words_say_and_their_mapping_undoes_them_exactly(dat
     assert {key: value[0].item() for key, value in found.items()} == {key: source[key][0].item() for key in expected}
     if suffix == ".pt":
         assert list(found) == list(expected)
-        assert found._metadata == source._metadata
+        assert dict(found._metadata) == dict(source._metadata)  # undoing may bring them back in another order
     again = load_portable(path, keys=read_key_rules(tmp_path / "map.json"))
     assert list(again) == list(expected.values())
 
