@@ -38,7 +38,7 @@ class ScaledWeight(NamedTuple):
     scale: str
 
 
-_SCALES = frozenset(("scale", "scales", "qscale"))
+_SCALES = frozenset(("scale", "scales", "qscale", "amax"))
 _AROUND = _SCALES | {"inv", "2", "global"}
 """Words in the name of a scale that are no part of the name of what it scales."""
 _PACKED_ENDINGS = ("_packed", "_blocks", "_qdata", "_data")
@@ -90,7 +90,8 @@ class _Scales:
         """
         if not _is_float8(dtype):
             return next(self._of_integers(key, dtype), None)
-        found = (scale for scale in self._named_of(key, always=True) if not _is_float8(self._tensors[scale].dtype))
+        named = chain(self._named_of(key, always=True), self._named.get(key, {}).values())  # or below it: weight.scale
+        found = (scale for scale in named if not _is_float8(self._tensors[scale].dtype))
         return next(chain(found, (mark for mark in self._marks if key.startswith(mark.removesuffix(_MARK)))), None)
 
     def _of_integers(self, key: str, dtype: DType) -> Iterator[str]:
@@ -113,6 +114,8 @@ class _Scales:
 def _names_of_codes(name: str) -> Iterator[str]:
     """The names under which the scale of a tensor may speak of it."""
     yield name
+    if name == "weight":
+        yield from ("w", "dequant", "descale")
     for ending in _PACKED_ENDINGS:
         if name.endswith(ending):
             yield name.removesuffix(ending)

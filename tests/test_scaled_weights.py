@@ -205,3 +205,10 @@ def test_load_into_does_not_copy_codes_into_a_model_of_values(tmp_path):
     torch.save({"weight": codes, "bias": torch.ones(4)}, tmp_path / "values.pt")
     assert load_into(model, tmp_path / "values.pt").fits
     assert torch.equal(model.weight, codes.float())
+
+
+@pytest.mark.parametrize("name", ["weight.scale", "weight_amax", "w_scale", "dequant_scale"])
+def test_other_spellings_of_a_scale_beside_float8_are_known(name, tmp_path):
+    save_file({"q.weight": codes(FP8, 4, 8), f"q.{name}": scale(1)}, tmp_path / "in.safetensors")
+    with pytest.raises(RefusedObject, match=rf"q\.weight: holds .* codes that count only with their scale q\.{name}"):
+        convert_checkpoint(tmp_path / "in.safetensors", tmp_path / "out.safetensors", dtype="bf16")
