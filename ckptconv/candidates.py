@@ -218,7 +218,8 @@ class _Look:
         label, parent = (None, None) if place is None else place[1:]
         if id(parent) in self._closed or is_tensor_call(node):
             self._closed.add(id(node))
-        if id(parent) in self._inner or type(node) is TensorObject or _is_packed(label):
+        is_attributes = label == "<state>" and mapping_pairs(parent) is not None  # set on a dict, not items of it
+        if id(parent) in self._inner or type(node) is TensorObject or _is_packed(label) or is_attributes:
             self._inner.add(id(node))
         if id(parent) in self._numbered or (type(label) is str and names_number(label)):
             self._numbered.add(id(node))

@@ -434,3 +434,10 @@ def test_an_extra_state_without_tensors_keeps_its_place_among_the_keys(tmp_path)
     assert list(load_portable(source)) == ["a.weight", "a._extra_state"]
     convert_checkpoint(source, tmp_path / "out.pt", fsync=False)
     assert list(torch.load(tmp_path / "out.pt")) == ["a.weight", "a._extra_state", "optimizer"]
+
+
+def test_attributes_that_were_set_on_a_dict_are_not_the_model(tmp_path):
+    odd = OrderedDict()
+    odd.kept = torch.ones(2)
+    with pytest.raises(CheckpointError, match="no state dict"):
+        load_portable(saved({"state_dict": odd}, tmp_path))
