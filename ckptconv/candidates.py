@@ -14,7 +14,7 @@ from ckptconv.nodes import Call, Dict, Node, children, mapping_pairs
 from ckptconv.plain_objects import is_array, plain_form, tensor_form
 from ckptconv.tensors import TensorObject, TensorRef
 from ckptconv.torch_objects import is_tensor_call
-from ckptconv.walking import CONTAINERS, PLAIN, Place, is_tensor, place_text, tensor_of, walk
+from ckptconv.walking import CONTAINERS, PLAIN, Place, is_tensor, labels_of, place_text, tensor_of, walk
 
 Pairs = Sequence[tuple[Node, Node]]
 Tensors = Sequence[tuple[Node, Node]]
@@ -260,11 +260,7 @@ def tells_of_wrappers(place: Place, key: str, value: Node) -> bool:
 
 
 def _is_numbered(place: Place) -> bool:
-    while place is not None:
-        if type(place[1]) is str and names_number(place[1]):
-            return True
-        place = place[0]
-    return False
+    return any(type(label) is str and names_number(label) for label in labels_of(place))
 
 
 def _rank(place: Place, node: Node, *, is_module: bool) -> int:

@@ -231,7 +231,7 @@ class _Live:
             "builtins.complex": complex,
             "torch.Size": torch.Size,
             "torch.device": torch.device,
-            "torch.serialization._get_layout": _layouts(torch).__getitem__,
+            "torch.serialization._get_layout": lambda layout: _layouts(torch)[layout],
         }
         make = makers.get(name) or (getattr(torch._utils, function, None) if module == "torch._utils" else None)
         if make is None:

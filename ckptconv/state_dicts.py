@@ -16,7 +16,7 @@ from ckptconv.labels import names_average
 from ckptconv.nodes import Call, Dict, Node, attributes, children, mapping_pairs
 from ckptconv.producers import Producer, averages_weights, producer_in
 from ckptconv.tensors import TensorRef
-from ckptconv.walking import PLAIN, Place, is_tensor, label_text, place_text, tensor_of
+from ckptconv.walking import PLAIN, Place, is_tensor, label_text, labels_of, place_text, tensor_of
 from ckptconv.wording import count_text, quoted
 
 _LISTED = 8
@@ -190,8 +190,8 @@ def _refuse_loss(chosen: Candidate, found: Survey, base: str, path: Path) -> Non
 
 def _is_beside(item: Candidate, chosen: Candidate) -> bool:
     """Whether a candidate is under the same label of the root as the chosen one, which stands deeper than that."""
-    labels = _labels(chosen.place)
-    return len(labels) > 1 and _labels(item.place)[:1] == labels[:1]
+    labels = labels_of(chosen.place)
+    return len(labels) > 1 and labels_of(item.place)[:1] == labels[:1]
 
 
 def _stands_above(holder: Holder, chosen: Candidate) -> bool:
@@ -216,15 +216,6 @@ def _chain(place: Place) -> Iterator[tuple[Place, Node, Node]]:
 def _examples(left: Sequence[Holder], base: str) -> str:
     places = [place_text((holder.place, label, holder.node)) for holder in left for label in holder.labels[:_LISTED]]
     return _listed([f"{base}.{name}" if base else name for name in places], 3)
-
-
-def _labels(place: Place) -> list[Node]:
-    """The labels that lead to a place, from the root on."""
-    labels = []
-    while place is not None:
-        labels.append(place[1])
-        place = place[0]
-    return labels[::-1]
 
 
 def _joined(base: str, path: str) -> str:
@@ -299,7 +290,7 @@ def _average(root: Node, file: Path) -> tuple[str, Node] | None:
     """The part with the averaged weights: the one with tensors nearest to the root of whose label ``ema`` is a word."""
     if averages_weights(root) and (node := _at(root, "state_dict")) is not None:
         return "state_dict", node[0]
-    found = [(len(_labels(place)), place_text(place), node) for place, node in _averages(root)]
+    found = [(len(labels_of(place)), place_text(place), node) for place, node in _averages(root)]
     nearest = [item for item in found if item[0] == min(depth for depth, _, _ in found)]
     if len(nearest) > 1:
         names = [name for _, name, _ in nearest]

@@ -44,6 +44,15 @@ def label_text(label: Node) -> str:
 _LONGEST_LABEL = 500  # characters of a key in a path
 
 
+def labels_of(place: Place) -> list[Node]:
+    """The labels that lead to a place, from the root on."""
+    labels = []
+    while place is not None:
+        labels.append(place[1])
+        place = place[0]
+    return labels[::-1]
+
+
 def place_text(place: Place) -> str:
     """The path of a place: labels joined by dots, empty for the root."""
     labels = []

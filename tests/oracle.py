@@ -246,6 +246,15 @@ def _tensors(node: Any, seen: set[int]) -> Iterator[torch.Tensor]:
 INNER_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
+def optimizer_state() -> dict[str, Any]:
+    """What an optimizer of a small network saves after one step."""
+    model = torch.nn.Linear(3, 2)
+    made = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    made.step()
+    return made.state_dict()
+
+
 def bare_keys(keys: Sequence[str]) -> list[str]:
     """The keys without wrappers: inner ones go wherever they stand, a leading ``module`` as often as all keys have it."""
     names, _ = _bare(keys)

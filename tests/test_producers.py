@@ -10,6 +10,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from oracle import optimizer_state as optimizer
 
 from ckptconv import CheckpointError, convert_checkpoint, load_portable, open_checkpoint
 from ckptconv.inspection import inspect_checkpoint
@@ -18,14 +19,6 @@ from ckptconv.plans import Options
 
 WEIGHTS = {"fc.weight": torch.arange(6.0).reshape(2, 3), "fc.bias": torch.zeros(2)}
 EMA = {key: value + 1 for key, value in WEIGHTS.items()}
-
-
-def optimizer() -> dict[str, Any]:
-    model = torch.nn.Linear(3, 2)
-    made = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 3)).sum().backward()
-    made.step()
-    return made.state_dict()
 
 
 # The forms that the frameworks' own saving code gives a checkpoint (their sources are named in producers.py).

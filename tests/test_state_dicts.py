@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import corpus_folder
+from oracle import optimizer_state as optimizer
 from program import run
 from safetensors.torch import load_file
 
@@ -44,14 +45,6 @@ def weights(seed: int = 0, prefix: str = "") -> OrderedDict[str, torch.Tensor]:
 
 
 COPY = {"w1": torch.ones(2)}
-
-
-def optimizer() -> dict[str, Any]:
-    model = torch.nn.Linear(3, 2)
-    made = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 3)).sum().backward()
-    made.step()
-    return made.state_dict()
 
 
 def saved(tree: Any, folder: Path) -> Path:

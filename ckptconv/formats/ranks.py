@@ -18,7 +18,7 @@ from ckptconv.labels import names_rank_state
 from ckptconv.nodes import Node
 from ckptconv.substitution import calls_of, substituted
 from ckptconv.tensors import Shape, TensorRef, iter_chunks
-from ckptconv.walking import Place, place_text, tensor_of, walk
+from ckptconv.walking import labels_of, place_text, tensor_of, walk
 
 Labels = tuple[Node, ...]
 
@@ -94,24 +94,16 @@ def _read(checkpoint: Checkpoint) -> _Rank:
         if is_sharded(node):
             overlay[id(node)] = None  # what is inside is not looked at
             try:
-                shards[_labels(place)] = node, read_shard(node)
+                shards[tuple(labels_of(place))] = node, read_shard(node)
             except CheckpointError as error:
                 raise error.at(path=checkpoint.path, where=place_text(place)) from error.__cause__
         elif (tensor := tensor_of(node)) is not None:
-            others[_labels(place)] = tensor
+            others[tuple(labels_of(place))] = tensor
         else:
             holders.append(node)
     if len({shard.mesh.rank for _, shard in shards.values()}) > 1:
         raise MalformedCheckpoint("holds the shards of several ranks", path=checkpoint.path)
     return _Rank(checkpoint, shards, others, holders)
-
-
-def _labels(place: Place) -> Labels:
-    labels = []
-    while place is not None:
-        labels.append(place[1])
-        place = place[0]
-    return tuple(reversed(labels))
 
 
 def _text(labels: Labels) -> str:
