@@ -11,14 +11,17 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+from ckptconv.devices import require_torch
 from ckptconv.errors import OutputRefused, printable
 
 
 def write_dcp(plain: Path, folder: Path, name: Path) -> None:
     """Save what the torch file `plain` holds, a dict, into `folder`, in this process alone; it will be known as `name`.
 
-    The file is mapped, so memory does not grow with it. Raises `OutputRefused` where torch is missing or refuses the values.
+    The file is mapped, so memory does not grow with it. Raises `MissingDependency` where
+    torch is missing, `OutputRefused` where it refuses the values.
     """
+    require_torch("writing a DCP folder")
     try:
         import torch
         from torch.distributed.checkpoint.api import CheckpointException
@@ -26,7 +29,7 @@ def write_dcp(plain: Path, folder: Path, name: Path) -> None:
         from torch.distributed.checkpoint.state_dict_saver import save
     except ImportError as error:
         raise OutputRefused(
-            "needs torch, which writes DCP folders itself", path=name, hint="pip install 'torch>=2.2'"
+            "needs a torch that writes DCP folders", path=name, hint="pip install 'torch>=2.2'"
         ) from error
 
     class Writer(FileSystemWriter):

@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ckptconv.errors import DeviceUnavailable, printable
+from ckptconv.errors import DeviceUnavailable, MissingDependency, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -243,11 +243,31 @@ def _import_torch(notes: list[str]) -> Any:
     """torch, or None; a note says when it is installed and broken (a shared library is missing, say)."""
     try:
         import torch
-    except (ImportError, OSError) as error:
-        if getattr(error, "name", None) != "torch":
+    except Exception as error:  # what is half installed may raise anything
+        if not isinstance(error, ImportError) or error.name != "torch":
             notes.append(f"torch is installed but cannot be imported: {_first_sentence(error)}")
         return None
+    if not hasattr(torch, "Tensor"):  # an empty folder of its name, which is what an uninstall may leave
+        notes.append("torch is installed but cannot be imported: there is nothing in it")
+        return None
     return torch
+
+
+def require_torch(purpose: str) -> Any:
+    """torch; `MissingDependency` with the command that installs it where it cannot be imported.
+
+    `purpose` is what needs it: "making live tensors".
+    """
+    notes: list[str] = []
+    if (torch := _import_torch(notes)) is not None:
+        return torch
+    if notes:
+        hint = "install it anew: pip install --force-reinstall torch"
+        raise MissingDependency(f"{purpose} needs torch, and {notes[0]}", hint=hint)
+    raise MissingDependency(f"{purpose} needs torch, which is not installed", hint=INSTALL_TORCH)
+
+
+INSTALL_TORCH = "pip install 'ckptconv[torch]'"
 
 
 def _attempt(ask: Callable[[], Any], notes: list[str]) -> Any:
@@ -312,7 +332,7 @@ def require_device(tag: str) -> torch.device:
         raise DeviceUnavailable(f"{tag!r} is no device to load to", hint=_ELSEWHERE)
     kind, _, index = canonical.partition(":")
     if _import_torch(notes) is None:
-        raise DeviceUnavailable(notes[0] if notes else "torch is not installed", hint="install torch to load tensors")
+        raise DeviceUnavailable(notes[0] if notes else "torch is not installed", hint=INSTALL_TORCH)
     import torch
 
     count = _count(torch, kind, notes) if kind in _COUNTED else 0

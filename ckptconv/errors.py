@@ -6,7 +6,11 @@ escaped before it gets in. Raising is done where the fact is known; this module 
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
+from collections.abc import Callable
+from typing import Any
 
 _LONGEST_NAME = 200
 
@@ -48,6 +52,25 @@ class CheckpointError(Exception):
         line = ": ".join([*place, printable(self.what, 2000)])
         return f"{line}; {printable(self.hint, 2000)}" if self.hint else line
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
+
+    def __reduce__(self) -> tuple[Callable[..., CheckpointError], tuple[Any, ...], dict[str, Any]]:
+        """An error is made again of what it says, for not all take the arguments that `BaseException` would give them."""
+        builtin = {name: value for name in _OF_BUILTINS if (value := getattr(self, name, None)) is not None}
+        return _made_again, (type(self), self.args), {**self.__dict__, **builtin}
+
+
+_OF_BUILTINS = ("errno", "strerror", "filename", "name", "path")
+"""What `OSError` and `ImportError` keep outside of `__dict__`."""
+
+
+def _made_again(kind: type[CheckpointError], args: tuple[Any, ...]) -> CheckpointError:
+    """An error of a pickle or a copy, as yet without its attributes."""
+    made = kind.__new__(kind)
+    made.args = args
+    return made
+
 
 class MalformedCheckpoint(CheckpointError):
     """The bytes contradict themselves or their format: truncated, corrupt, or made to deceive."""
@@ -55,6 +78,43 @@ class MalformedCheckpoint(CheckpointError):
 
 class UnsupportedCheckpoint(CheckpointError):
     """The file is something else than a checkpoint, or of a kind that is not read yet."""
+
+
+class MissingFile(UnsupportedCheckpoint, FileNotFoundError):
+    """There is no such file; `errno` and `filename` are those of `FileNotFoundError`."""
+
+
+class ClosedFile(UnsupportedCheckpoint, PermissionError):
+    """The file may not be read by this user; `errno` and `filename` are those of `PermissionError`."""
+
+
+class IsFolder(UnsupportedCheckpoint, IsADirectoryError):
+    """A folder stands where a file is needed; `errno` and `filename` are those of `IsADirectoryError`."""
+
+
+_KINDS: dict[int, tuple[type[UnsupportedCheckpoint], str, str | None]] = {
+    errno.ENOENT: (MissingFile, "no such file", "check the path"),
+    errno.EACCES: (ClosedFile, f"cannot be opened: {os.strerror(errno.EACCES)}", None),
+    errno.EPERM: (ClosedFile, f"cannot be opened: {os.strerror(errno.EPERM)}", None),
+    errno.EISDIR: (IsFolder, "is a folder, not a file", None),
+}
+"""Numbers of `OSError`s that are errors of their own: which, what is said, and the hint."""
+
+
+def not_opened(error: OSError | int, path: object) -> UnsupportedCheckpoint:
+    """The error for a file that cannot be opened, by the `OSError` or its number; it is that `OSError` too, where it has a class.
+
+    >>> isinstance(not_opened(errno.ENOENT, "in.pt"), FileNotFoundError), str(not_opened(errno.ENOENT, "in.pt"))
+    (True, 'in.pt: no such file; check the path')
+    """
+    number = error if isinstance(error, int) else error.errno or 0
+    if number not in _KINDS:
+        return UnsupportedCheckpoint(f"cannot be opened: {os.strerror(number)}", path=path)
+    kind, what, hint = _KINDS[number]
+    made = kind(what, path=path, hint=hint)
+    assert isinstance(made, OSError)
+    made.errno, made.strerror, made.filename = number, os.strerror(number), str(path)
+    return made
 
 
 class IncompleteCheckpoint(UnsupportedCheckpoint):
@@ -125,6 +185,14 @@ class KeyMismatch(CheckpointError):
 
 class OptionRefused(CheckpointError, ValueError):
     """An option of the library that is none of its choices, empty, or of another type; the hint names the choices."""
+
+
+class UnknownOption(OptionRefused, TypeError):
+    """A name that is no option; the message says which one is nearest."""
+
+
+class MissingDependency(CheckpointError, ImportError):
+    """A package that this needs is not installed, or cannot be imported; the hint is the command that installs it."""
 
 
 class DeviceUnavailable(CheckpointError):

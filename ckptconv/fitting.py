@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptconv.choices import refuse_no_flag
+from ckptconv.devices import require_torch
 from ckptconv.errors import KeyMismatch, RefusedObject, printable
 from ckptconv.fitted_keys import module_paths
 from ckptconv.formats.detect import open_checkpoint
@@ -66,6 +67,7 @@ def load_into(
     ()
     """
     refuse_no_flag(strict=strict, assign=assign)
+    require_torch("loading into a model")
     target = live_shapes(model)
     state_dict = load_portable(path, only=only, tag=tag, unknown=unknown)
     for key in [key for key, value in state_dict.items() if _is_beside(key, value) and key not in target]:

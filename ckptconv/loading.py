@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.choices import UNKNOWN, refuse_no_flag, refuse_no_text, refuse_other
 from ckptconv.collector import collector_paused
-from ckptconv.devices import require_device, resolve_map_location
+from ckptconv.devices import require_device, require_torch, resolve_map_location
 from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.errors import CheckpointError, RefusedObject, UnsupportedCheckpoint, printable, too_deep
 from ckptconv.formats.detect import Named, open_checkpoint
@@ -67,6 +67,7 @@ def load_portable(
     refuse_other("unknown", unknown, UNKNOWN)
     refuse_no_text(only=only)
     refuse_no_flag(whole=whole, mmap=mmap)
+    require_torch("making live tensors")
     with open_checkpoint(path, tag=tag, whole_modules=whole and unknown == "keep") as checkpoint:
         try:
             with collector_paused():

@@ -12,6 +12,7 @@ from collections import defaultdict
 from importlib import import_module
 from typing import Any
 
+from ckptconv.devices import require_torch
 from ckptconv.errors import UnsupportedCheckpoint, printable
 from ckptconv.key_fitting import Shape, Shapes, Ties
 
@@ -24,6 +25,7 @@ def model_shapes(name: str) -> tuple[Shapes, Ties]:
     The current folder is looked in too, as `python -m` does. Raises `CheckpointError` when the name cannot be imported, or
     what it names gives no module.
     """
+    require_torch("building a model")
     import torch
 
     build = _named(name)

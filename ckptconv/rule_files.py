@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 from ckptconv.bounds import in_force
 from ckptconv.choices import refuse_no_flag, refuse_no_path
 from ckptconv.documents import read_object, refuse_crowded
-from ckptconv.errors import CheckpointError, KeyConflict, LimitExceeded, printable
+from ckptconv.errors import CheckpointError, KeyConflict, LimitExceeded, MissingDependency, printable
 from ckptconv.key_rules import Mapped, MappedKeys, Regex, Rename, Rule
 from ckptconv.keys import RULE_WORDS, KeyRules, parse_rule
 from ckptconv.sources import FileSource
@@ -189,7 +189,8 @@ def _toml_entries(text: str, path: Path) -> list[_Entry]:
         try:
             import tomli as tomllib  # type: ignore[import-not-found,no-redef,unused-ignore]
         except ImportError:
-            _refuse(path, None, "needs tomli to be read with this python", "pip install tomli, or write the rules as JSON")
+            hint = "pip install tomli, or write the rules as JSON"
+            raise MissingDependency("needs tomli to be read with this python", path=path, hint=hint) from None
     _refuse_dots(text, path)
     try:
         listed = _listed(tomllib.loads(text), path)
@@ -219,7 +220,8 @@ def _yaml_entries(text: str, path: Path) -> list[_Entry]:
     try:
         import yaml
     except ImportError:
-        _refuse(path, None, "needs PyYAML to be read", "pip install pyyaml, or write the rules as JSON or TOML")
+        hint = "pip install 'ckptconv[yaml]', or write the rules as JSON or TOML"
+        raise MissingDependency("needs PyYAML to be read", path=path, hint=hint) from None
     try:
         root: Any = yaml.compose(text, Loader=yaml.SafeLoader)
         listed = _listed(_plain(root, path, set()), path)

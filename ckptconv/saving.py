@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.choices import refuse_no_flag, refuse_no_path, refuse_no_text
 from ckptconv.convert import ConversionResult, execute_plan
-from ckptconv.devices import tag_map
+from ckptconv.devices import require_torch, tag_map
 from ckptconv.dtypes import BY_NAME, DType, floating_dtype
 from ckptconv.errors import RefusedObject, printable, too_deep
 from ckptconv.keys import KeyRules, rules_of
@@ -50,6 +50,7 @@ def save_portable(
     refuse_no_path(path=path)
     refuse_no_text(device=device, dtype=dtype)
     refuse_no_flag(force=force, fsync=fsync)
+    require_torch("saving live tensors")
     options = Options(to, rules, tag_map(device), floating_dtype(dtype) if dtype is not None else None)
     (check_folder if to == "dcp" else check_output)(Path(path), force=force)
     try:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from ckptconv.bounds import in_force
-from ckptconv.errors import LimitExceeded, MalformedCheckpoint, OutputRefused, UnsupportedCheckpoint
+from ckptconv.errors import LimitExceeded, MalformedCheckpoint, OutputRefused, UnsupportedCheckpoint, not_opened
 
 try:  # several times quicker than zlib where the processor has carry-less multiplication
     from isal.isal_zlib import crc32
@@ -186,16 +186,14 @@ def _read_errors(path: Path) -> Iterator[None]:
 def _open_regular(path: Path) -> int:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise UnsupportedCheckpoint("no such file", path=path, hint="check the path") from None
     except OSError as error:
-        raise UnsupportedCheckpoint(f"cannot be opened: {os.strerror(error.errno or 0)}", path=path) from error
+        raise not_opened(error, path) from (None if error.errno == errno.ENOENT else error)
     mode = os.fstat(fd).st_mode
     if stat.S_ISREG(mode):
         return fd
     os.close(fd)
     if stat.S_ISDIR(mode):
-        raise UnsupportedCheckpoint("is a folder, not a file", path=path)
+        raise not_opened(errno.EISDIR, path)
     raise UnsupportedCheckpoint("is not a regular file but a pipe, socket or device", path=path)
 
 

@@ -14,7 +14,7 @@ from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.choices import refuse_no_flag, refuse_no_paths, refuse_no_text
 from ckptconv.collector import collector_paused
-from ckptconv.errors import CheckpointError, LimitExceeded, UnsupportedCheckpoint, printable
+from ckptconv.errors import CheckpointError, LimitExceeded, UnsupportedCheckpoint, not_opened, printable
 from ckptconv.formats.accelerate import Openers, is_accelerate, is_fsdp, open_accelerate
 from ckptconv.formats.dcp import is_dcp, open_dcp
 from ckptconv.formats.dcp_shards import is_dcp_shards, open_dcp_shards, refuse_one_rank
@@ -209,7 +209,7 @@ def open_checkpoint(path: Named, *, tag: str | None = None, whole_modules: bool 
         if isinstance(error, CheckpointError):
             raise error.at(path=at) from error.__cause__
         if isinstance(error, OSError):  # a name too long, a folder that is closed to us
-            raise UnsupportedCheckpoint(f"cannot be opened: {os.strerror(error.errno or 0)}", path=at) from error
+            raise not_opened(error, at) from error
         raise
 
 
