@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
-from ckptconv.errors import OptionRefused
+from ckptconv.errors import OptionRefused, UnknownOption, printable
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 TARGETS = ("torch", "safetensors", "dcp")
 KEYS = ("strip", "keep")
@@ -80,3 +84,44 @@ def refuse_no_texts(**given: object) -> None:
     for option, texts in given.items():
         if isinstance(texts, (str, bytes)) or not isinstance(texts, Sequence) or any(type(text) is not str for text in texts):
             raise OptionRefused(f"{option}={texts!r:.100} is not a list of texts", hint=f"write it as {option}=['…']")
+
+
+def refuse_no_words(**given: object) -> None:
+    """Raise `OptionRefused` unless each option is a text that is not empty, or a list of such."""
+    for option, words in given.items():
+        listed = (words,) if isinstance(words, str) else words
+        if not isinstance(listed, (list, tuple)) or any(type(word) is not str or not word for word in listed):
+            raise OptionRefused(
+                f"{option}={words!r:.100} is not a text", hint=f"write it as {option}='…' or {option}=['…', '…']"
+            )
+
+
+def spelling_checked(function: F) -> F:
+    """The function, which tells a caller who misspells one of its options which one is nearest.
+
+    >>> @spelling_checked
+    ... def convert(source, *, dtype=None): ...
+    >>> convert("in.pt", dtyp="bf16")
+    Traceback (most recent call last):
+    ckptconv.errors.UnknownOption: unknown option 'dtyp'; did you mean dtype?
+    """
+    code = function.__code__  # quicker than inspect.signature, which would have to be imported
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    options = tuple(name for name in names if name != "self")
+
+    @functools.wraps(function)
+    def checked(*args: Any, **given: Any) -> Any:
+        if unknown := [name for name in given if name not in options]:
+            raise unknown_option(unknown[0], options)
+        return function(*args, **given)
+
+    return cast(F, checked)
+
+
+def unknown_option(name: str, options: Sequence[str]) -> UnknownOption:
+    """The error for a name that is none of the `options`."""
+    from difflib import get_close_matches
+
+    near = get_close_matches(name.lower(), options, 3, 0.6)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(options)}"
+    return UnknownOption(f"unknown option '{printable(name)}'", hint=hint)

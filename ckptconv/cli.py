@@ -16,7 +16,7 @@ from ckptconv.errors import CheckpointError, OutputRefused, printable
 from ckptconv.signals import stop_in_good_order
 
 if TYPE_CHECKING:
-    from ckptconv.plans import ConversionPlan, Options
+    from ckptconv.plans import ConversionPlan, Request
 from ckptconv.cli_options import (
     FILE,
     LIMIT,
@@ -334,7 +334,7 @@ def _convert(given: dict[str, Any], wrappers: str) -> None:
     _show_plan(plan, given, refused)
 
 
-def _refused_output(given: dict[str, Any], options: Options) -> OutputRefused | None:
+def _refused_output(given: dict[str, Any], options: Request) -> OutputRefused | None:
     """Why an output could not be written, as far as it can be told before all are known; shards are looked at when they are."""
     from ckptconv.outputs import check_folder, check_output
 

@@ -13,7 +13,7 @@ from ckptconv.errors import CheckpointError
 if TYPE_CHECKING:
     from ckptconv.fitted_keys import KeyTarget
     from ckptconv.keys import KeyRules
-    from ckptconv.plans import Options
+    from ckptconv.plans import Request
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -184,18 +184,19 @@ def comparison(given: dict[str, Any]) -> dict[str, Any]:
     return {"keys": keys, "tolerance": tolerance, **{name: given[name] for name in taken}}
 
 
-def options_of(given: dict[str, Any], wrappers: str) -> Options:
+def options_of(given: dict[str, Any], wrappers: str) -> Request:
     """The conversion that the command line asks for; a value that cannot be meant is a usage error."""
     from ckptconv.devices import tag_map
     from ckptconv.dtypes import floating_dtype
-    from ckptconv.plans import Options
+    from ckptconv.plans import Request
     from ckptconv.sharding import parse_size
 
     keys = key_rules(wrappers, reverse=given.get("reverse", False))
     tags = tag_map(given["device"], given["map_location"])
     dtype = floating_dtype(given["dtype"]) if given["dtype"] is not None else None
     limit = parse_size(given["max_shard_size"]) if given["max_shard_size"] is not None else None
-    return Options(given["to"], keys, tags, dtype, given["only"], given["tied"], given["unknown"], limit, given["save_mapping"])
+    taken = {name: given[name] for name in ("to", "only", "tied", "unknown", "save_mapping")}
+    return Request(keys=keys, tags=tags, dtype=dtype, max_shard_size=limit, **taken)
 
 
 def key_target_of(given: dict[str, Any]) -> KeyTarget | None:

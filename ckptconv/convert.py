@@ -14,15 +14,13 @@ from ckptconv.accounting import refuse_unaccounted, refuse_unwritten
 from ckptconv.bounds import held
 from ckptconv.casting import cast
 from ckptconv.checksums import Checksums
-from ckptconv.choices import refuse_no_flag, refuse_no_path, refuse_no_tags, refuse_no_text
+from ckptconv.choices import refuse_no_flag, refuse_no_path, spelling_checked
 from ckptconv.dcp_output import write_dcp
-from ckptconv.devices import tag_map
-from ckptconv.dtypes import DType, floating_dtype
+from ckptconv.dtypes import DType
 from ckptconv.encodings import flat
 from ckptconv.errors import CheckpointError, OutputRefused, VerificationFailed
 from ckptconv.formats.detect import Named, open_checkpoint
-from ckptconv.key_targets import key_target
-from ckptconv.keys import KeyRules, rules_of
+from ckptconv.keys import KeyRules
 from ckptconv.layout import Layout, WriteItem
 from ckptconv.outputs import (
     OutputStream,
@@ -33,10 +31,11 @@ from ckptconv.outputs import (
     new_file,
     refuse_missing_folder,
 )
-from ckptconv.planning import plan_conversion
-from ckptconv.plans import ConversionPlan, Options, PlannedFile, Target, Tied, keeps_modules
+from ckptconv.planning import plan_conversion, request_of
+from ckptconv.plans import ConversionPlan, Options, PlannedFile, Target, Tied, Words, keeps_modules
+from ckptconv.progress import OnProgress
 from ckptconv.settling import Unknown
-from ckptconv.sharding import earlier_files, index_path, moved_index, shard_limit
+from ckptconv.sharding import earlier_files, index_path, moved_index
 from ckptconv.sources import SMALL, combined_crc, crc32, refuse_changed
 from ckptconv.staging import ShardSet, put_file, put_folder, put_new_folder, put_set, remove_leftovers, staging_folder
 from ckptconv.state_dicts import StateDict
@@ -60,12 +59,25 @@ class ConversionResult:
     named: int | None = None
 
 
+@spelling_checked
 def convert_checkpoint(
     source: Named,
     output: str | os.PathLike[str],
     *,
     to: Target | None = None,
     keys: Literal["strip", "keep"] | KeyRules = "strip",
+    rules: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | tuple[str, str]] = (),
+    reverse: bool = False,
+    preset: Words = (),
+    strip_prefix: Words = (),
+    rename: Words = (),
+    regex: Words = (),
+    add_prefix: Words = (),
+    include: Words = (),
+    exclude: Words = (),
+    like: str | os.PathLike[str] | None = None,
+    model: str | None = None,
+    drop_unexpected: bool = False,
     device: str | None = None,
     map_location: Mapping[str, str] | None = None,
     dtype: str | None = None,
@@ -75,48 +87,34 @@ def convert_checkpoint(
     max_shard_size: int | str | None = None,
     save_mapping: str | os.PathLike[str] | None = None,
     tag: str | None = None,
-    like: str | os.PathLike[str] | None = None,
-    model: str | None = None,
-    drop_unexpected: bool = False,
     force: bool = False,
     fsync: bool = True,
     verify: bool = False,
+    on_progress: OnProgress | None = None,
 ) -> ConversionResult:
     """Convert the checkpoint `source` into the file `output`, without importing torch (but for `to="dcp"`, a folder).
 
-    `source` is a file, the folder of a checkpoint of many files, or a sequence of the files of all ranks.
-    `keys` are rules or the short words for the default ones; `device` is the location tag to write (``cpu`` by default,
-    ``keep``, ``auto``, or any tag, whether this host has that device or not); `map_location` maps single tags; `dtype`
-    casts floating tensors (``bf16``). `max_shard_size` (bytes, or ``5GB``) splits the tensors of one state dict into shards
-    beside an index, named after `output` or, in a folder, as Hugging Face libraries do. `save_mapping` is a JSON file that is
-    written with the output and tells which key became which; `read_key_rules(file, reverse=True)` undoes it. `tag` picks a
-    step where `source` is a folder of several. `like` (another checkpoint, an index, a list of keys) or `model`
-    (``PACKAGE.MODULE:CALLABLE``, which is imported and called) has the keys and shapes to which those of each state dict are
-    fitted; what it has no key for is an error, or left out with `drop_unexpected`. The output is written to a temporary
-    sibling and renamed; an existing one is replaced only with `force`. `verify` counts what the source names, reads the output
-    back and compares every tensor first. Raises `CheckpointError`.
+    `source` is a file, the folder of a checkpoint of many files, or a sequence of the files of all ranks; `tag` picks a step
+    where it is a folder of several. `Options` says what all the others mean, from `to` to `save_mapping`; a sharded output is
+    named after `output` or, in a folder, as Hugging Face libraries do. The output is written to a temporary sibling and renamed;
+    an existing one is replaced only with `force`, and without `fsync` the disk is not waited for. `verify` counts what the
+    source names, reads the output back and compares every tensor first. `on_progress` is called with a `Progress` (bytes), about
+    once a MiB. Raises `CheckpointError`.
 
     >>> convert_checkpoint("in.pt", "out.safetensors", device="cuda:1")  # doctest: +SKIP
     """
-    rules = rules_of(keys)
+    given = locals()
     refuse_no_path(output=output)
-    refuse_no_path(**{name: path for name, path in (("save_mapping", save_mapping), ("like", like)) if path is not None})
-    refuse_no_text(device=device, dtype=dtype, model=model)
-    refuse_no_flag(drop_unexpected=drop_unexpected, force=force, fsync=fsync, verify=verify)
-    refuse_no_tags(map_location)
-    pairs = [f"{old}={new}" for old, new in (map_location or {}).items()]
-    cast_to = floating_dtype(dtype) if dtype is not None else None
-    limit = shard_limit(max_shard_size)
-    mapping = None if save_mapping is None else Path(save_mapping)
-    fit_to = key_target(like, model, drop_unexpected=drop_unexpected)
-    options = Options(to, rules, tag_map(device, pairs), cast_to, only, tied, unknown, limit, mapping, fit_to)
-    if limit is None:
+    refuse_no_flag(force=force, fsync=fsync, verify=verify)
+    request = request_of(Options(**{name: given[name] for name in Options.__dataclass_fields__}))
+    if request.max_shard_size is None:
         (check_folder if to == "dcp" else check_output)(Path(output), force=force)
-    with open_checkpoint(source, tag=tag, whole_modules=keeps_modules(output, options)) as checkpoint:
-        plan = plan_conversion(checkpoint, output, options)
-        return execute_plan(plan, force=force, fsync=fsync, verify=verify)
+    with open_checkpoint(source, tag=tag, whole_modules=keeps_modules(output, request)) as checkpoint:
+        plan = plan_conversion(checkpoint, output, request)
+        return execute_plan(plan, force=force, fsync=fsync, verify=verify, on_progress=on_progress)
 
 
+@spelling_checked
 def execute_plan(
     plan: ConversionPlan,
     *,

@@ -28,9 +28,7 @@ def write_dcp(plain: Path, folder: Path, name: Path) -> None:
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.distributed.checkpoint.state_dict_saver import save
     except ImportError as error:
-        raise OutputRefused(
-            "needs a torch that writes DCP folders", path=name, hint="pip install 'torch>=2.2'"
-        ) from error
+        raise OutputRefused("needs a torch that writes DCP folders", path=name, hint="pip install 'torch>=2.2'") from error
 
     class Writer(FileSystemWriter):
         """Notes the folder's lasting name instead of the temporary one."""

@@ -6,10 +6,11 @@ Knows names and sizes only; nothing here touches bytes. Sources: `torch.storage.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from ckptconv.errors import CheckpointError
+from ckptconv.errors import OptionRefused
 
 Kind = Literal["float", "int", "bool", "complex", "quantized", "bits"]
 
@@ -37,6 +38,10 @@ class DType:
     def __post_init__(self) -> None:
         object.__setattr__(self, "bits", self.bits or 8 * self.itemsize)
         object.__setattr__(self, "word", self.itemsize // (2 if self.kind == "complex" else 1))
+
+    def __reduce__(self) -> tuple[Callable[[str], DType], tuple[str]]:
+        """Element types are told apart by identity, in a copy and behind a pickle too."""
+        return _named, (self.name,)
 
     @property
     def is_floating(self) -> bool:
@@ -102,6 +107,13 @@ FLOAT4 = DType("float4_e2m1fn", "bits", 1, None, "F4", bits=4)
 BY_NAME = {dtype.name: dtype for dtype in DTYPES}
 BY_STORAGE_CLASS = {dtype.storage_class: dtype for dtype in DTYPES if dtype.storage_class}
 BY_SAFETENSORS = {dtype.safetensors: dtype for dtype in (*DTYPES, *PACKED) if dtype.safetensors}
+_ALL = {dtype.name: dtype for dtype in (*DTYPES, *PACKED, FLOAT4)}
+
+
+def _named(name: str) -> DType:
+    return _ALL[name]
+
+
 FLOAT4_PAIRS = BY_NAME["float4_e2m1fn_x2"]
 UINT8 = BY_NAME["uint8"]
 
@@ -124,11 +136,11 @@ def floating_dtype(name: str) -> DType:
     >>> floating_dtype("bf16").name, floating_dtype("torch.float16").name, floating_dtype("F8_E4M3").name
     ('bfloat16', 'float16', 'float8_e4m3fn')
 
-    Raises `CheckpointError` when it is not the name of a floating type.
+    Raises `OptionRefused` when it is not the name of a floating type.
     """
     plain = name.lower().removeprefix("torch.")
     dtype = BY_NAME.get(_SHORT_NAMES.get(plain, plain))
     if dtype is None or not dtype.is_floating:
         known = ", ".join(["f64", "f32", "f16", "bf16", "f8_e4m3", "f8_e5m2"])
-        raise CheckpointError(f"{name!r} is not a floating dtype", hint=f"use one of {known}")
+        raise OptionRefused(f"{name!r} is not a floating dtype", hint=f"use one of {known}")
     return dtype

@@ -19,7 +19,7 @@ from ckptconv.keys import refuse_idle
 from ckptconv.layout import Layout, one_item
 from ckptconv.nodes import ORDERED_DICT, Call
 from ckptconv.plan_notes import NOT_IN_TORCH, count_casts, count_locations, key_notes, prefix_notes, sharing_notes
-from ckptconv.plans import ConversionPlan, Options, PlannedFile, Target
+from ckptconv.plans import ConversionPlan, Request, PlannedFile, Target
 from ckptconv.renaming import excluded, map_state_dict, refuse_nothing_left, renamed_keys, with_filled
 from ckptconv.scaled_weights import refuse_cast
 from ckptconv.settling import Skipped
@@ -32,7 +32,7 @@ Kept = tuple[str, TensorRef, DType]
 """A tensor of a flat output: its key, itself, and the type to write it in."""
 
 
-def plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Options, *, in_folder: bool) -> ConversionPlan:
+def plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Request, *, in_folder: bool) -> ConversionPlan:
     """An output that holds just the tensors of one state dict: safetensors, or shards of either format."""
     found = choose_state_dict(checkpoint.root, options.only, checkpoint.path)
     left_out = settle_strays(checkpoint, found.node, options.unknown)
@@ -98,7 +98,7 @@ def plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Options
 
 
 def _lay_out(
-    to: Target, part: Sequence[Kept], metadata: Mapping[str, str], tied: Mapping[str, str], options: Options
+    to: Target, part: Sequence[Kept], metadata: Mapping[str, str], tied: Mapping[str, str], options: Request
 ) -> Layout:
     """One file of a flat output; of the aliases it gets those of its own tensors."""
     if to == "safetensors":
@@ -151,7 +151,7 @@ def _planned(path: Path, part: Sequence[Kept], lay_out: Callable[[Sequence[Kept]
     return PlannedFile(path, lay_out(part), lambda: iter([(key, ref) for key, ref, _ in part]))
 
 
-def _cast_named(flattened: Flattened, options: Options) -> CastRule:
+def _cast_named(flattened: Flattened, options: Request) -> CastRule:
     """Only the tensors that stand under their own keys are cast: scales and the values of sparse tensors are no weights."""
     if options.dtype is None or not flattened.recipes:
         return options.cast
@@ -183,7 +183,7 @@ def _aliases(checkpoint: Checkpoint) -> set[str]:
 
 
 def _metadata(
-    checkpoint: Checkpoint, keys: Mapping[str, TensorRef], tied: Mapping[str, str], options: Options
+    checkpoint: Checkpoint, keys: Mapping[str, TensorRef], tied: Mapping[str, str], options: Request
 ) -> dict[str, str]:
     aliases = _aliases(checkpoint)
     metadata = {
@@ -212,7 +212,7 @@ def _refuse_blow_up(nbytes: int, checkpoint: Checkpoint) -> None:
         )
 
 
-def _other_parts(found: StateDict, options: Options) -> Iterator[Skipped]:
+def _other_parts(found: StateDict, options: Request) -> Iterator[Skipped]:
     """The parts of what was to be converted that are not the state dict: what stands beside it, and beside what it is in."""
     base = f"{options.only.removesuffix('.')}." if options.only and options.only != "." else ""
     for path, value, is_item in found.beside():

@@ -12,11 +12,13 @@ from pathlib import Path
 
 from ckptconv.bounds import held, in_force
 from ckptconv.checkpoint import Checkpoint
+from ckptconv.choices import refuse_no_path
 from ckptconv.collector import collector_paused
 from ckptconv.compaction import CastRule
 from ckptconv.errors import AmbiguousStateDict, CheckpointError, OutputRefused, RefusedObject, printable
 from ckptconv.flat_plans import plan_flat
 from ckptconv.formats.torch_zip import Tree, lay_out_torch_zip
+from ckptconv.key_targets import key_target
 from ckptconv.layout import one_item
 from ckptconv.nodes import Call, Dict, Node, mapping_pairs
 from ckptconv.plain_objects import plain_form
@@ -30,7 +32,7 @@ from ckptconv.plan_notes import (
     sharing_notes,
     tree_notes,
 )
-from ckptconv.plans import ConversionPlan, Options, PlannedFile, RenamedKeys, target
+from ckptconv.plans import ConversionPlan, Options, PlannedFile, RenamedKeys, Request, target
 from ckptconv.renaming import rename_state_dicts
 from ckptconv.rule_files import mapping_text
 from ckptconv.scaled_weights import refuse_cast
@@ -43,12 +45,28 @@ from ckptconv.tensors import refuse_packed
 from ckptconv.walking import place_text, tensor_of, tensors_of, walk
 
 
-def plan_conversion(checkpoint: Checkpoint, output: str | os.PathLike[str], options: Options) -> ConversionPlan:
+def plan_conversion(
+    checkpoint: Checkpoint, output: str | os.PathLike[str], options: Options | Request | None = None
+) -> ConversionPlan:
     """Decide what the output of a conversion will be; reads no payload and writes nothing.
 
-    Raises `CheckpointError` when the request cannot be met: keys that collide, objects that may not be written, a state
-    dict that is missing or ambiguous.
+    `checkpoint` is an opened one, which must stay open until the plan is executed; `options` are those of the conversion (None:
+    the defaults). Raises `CheckpointError` when the request cannot be met: keys that collide, objects that may not be written, a
+    state dict that is missing or ambiguous.
+
+    >>> with open_checkpoint("in.pt") as checkpoint:  # doctest: +SKIP
+    ...     execute_plan(plan_conversion(checkpoint, "out.safetensors", Options(dtype="bf16")))
     """
+    refuse_no_path(output=output)
+    return _planned(checkpoint, output, options if isinstance(options, Request) else request_of(options or Options()))
+
+
+def request_of(options: Options) -> Request:
+    """What options stand for: the files that they name are read, and what the keys are to be fitted to."""
+    return options.request(key_target(options.like, options.model, drop_unexpected=options.drop_unexpected))
+
+
+def _planned(checkpoint: Checkpoint, output: str | os.PathLike[str], options: Request) -> ConversionPlan:
     path, to = target(Path(output), options)
     try:
         with collector_paused(), held(checkpoint.limits):
@@ -97,7 +115,7 @@ def _refuse_lost_inputs(plan: ConversionPlan) -> None:
         raise OutputRefused(what, path=min(lost), hint="name another file or folder")
 
 
-def _plan_torch(checkpoint: Checkpoint, output: Path, options: Options) -> ConversionPlan:
+def _plan_torch(checkpoint: Checkpoint, output: Path, options: Request) -> ConversionPlan:
     root = checkpoint.root if options.only is None else find(checkpoint.root, options.only, checkpoint.path)
     overlay: dict[int, Node] = {}
     left_out = settle_strays(checkpoint, root, options.unknown)
@@ -142,7 +160,7 @@ def _plan_torch(checkpoint: Checkpoint, output: Path, options: Options) -> Conve
     )
 
 
-def _plan_dcp(checkpoint: Checkpoint, output: Path, options: Options) -> ConversionPlan:
+def _plan_dcp(checkpoint: Checkpoint, output: Path, options: Request) -> ConversionPlan:
     """The plan of the torch file of which torch will make a DCP folder."""
     if options.unknown == "keep":
         raise RefusedObject("objects of unknown classes cannot be kept in a DCP folder", hint="use --unknown drop")
@@ -164,7 +182,7 @@ def _number_keys(root: Node) -> Iterator[str]:
             return
 
 
-def _refuse_scaled(found: Sequence[StateDict], renamed: Sequence[RenamedKeys], tree: Tree, options: Options) -> None:
+def _refuse_scaled(found: Sequence[StateDict], renamed: Sequence[RenamedKeys], tree: Tree, options: Request) -> None:
     """Refuse a cast of codes and scales: in the state dicts, or where there are none, among all tensors."""
     if options.dtype is None:
         return
@@ -175,7 +193,7 @@ def _refuse_scaled(found: Sequence[StateDict], renamed: Sequence[RenamedKeys], t
         refuse_cast(tensors, tensors, options.dtype, "")
 
 
-def _cast_rule(found: Sequence[StateDict], tree: Tree, options: Options) -> CastRule:
+def _cast_rule(found: Sequence[StateDict], tree: Tree, options: Request) -> CastRule:
     """Cast the tensors of state dicts: an optimizer's, or the scales inside a quantized tensor, are not weights.
 
     Where there is no state dict, all tensors that are no part of a call are cast.

@@ -14,7 +14,7 @@ from ckptconv.errors import CheckpointError, RefusedObject
 from ckptconv.fitted_keys import KeyTarget
 from ckptconv.keys import KeyRules
 from ckptconv.planning import plan_conversion
-from ckptconv.plans import Options
+from ckptconv.plans import Request
 from ckptconv.settling import Unknown
 from ckptconv.wording import as_argument
 
@@ -44,12 +44,12 @@ class Mend:
             given["unknown"] = self.unknown
         return replace(self, **given)
 
-    def options(self, target: KeyTarget | None) -> Options:
+    def options(self, target: KeyTarget | None) -> Request:
         """The conversion as the library has it; `target` is what `like` or `model` name."""
         keys = KeyRules(strip_prefixes=(self.strip_prefix,) if self.strip_prefix else ())
         dtype = floating_dtype(self.dtype) if self.dtype else None
         fit_to = replace(target, drop_unexpected=bool(self.drop_unexpected)) if target and (self.like or self.model) else None
-        return Options(keys=keys, tags=tag_map(self.device), dtype=dtype, only=self.only, unknown=self.unknown, fit_to=fit_to)
+        return Request(keys=keys, tags=tag_map(self.device), dtype=dtype, only=self.only, unknown=self.unknown, fit_to=fit_to)
 
     def arguments(self) -> list[str]:
         """The same as words of a command line."""

@@ -18,7 +18,7 @@ from ckptconv.keys import KeyRules, rules_of
 from ckptconv.nodes import BYTEARRAY, ORDERED_DICT, SET, Call, Dict, Global, Node
 from ckptconv.outputs import check_folder, check_output
 from ckptconv.planning import plan_conversion
-from ckptconv.plans import Options, Target
+from ckptconv.plans import Request, Target
 from ckptconv.tensors import Storage, TensorObject, view_of
 from ckptconv.walking import place_text, tensors_of
 
@@ -51,7 +51,7 @@ def save_portable(
     refuse_no_text(device=device, dtype=dtype)
     refuse_no_flag(force=force, fsync=fsync)
     require_torch("saving live tensors")
-    options = Options(to, rules, tag_map(device), floating_dtype(dtype) if dtype is not None else None)
+    options = Request(to=to, keys=rules, tags=tag_map(device), dtype=None if dtype is None else floating_dtype(dtype))
     (check_folder if to == "dcp" else check_output)(Path(path), force=force)
     try:
         root = _Symbolic().node(state_dict, None)

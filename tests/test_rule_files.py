@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from program import SAMPLES, assert_one_error, run
 
 from ckptconv import CheckpointError, KeyRules, load_portable, read_key_rules
-from ckptconv.errors import KeyConflict
+from ckptconv.errors import KeyConflict, MissingDependency
 from ckptconv.keys import RULE_WORDS
 
 DDP = SAMPLES / "ddp_cuda3.pt"
@@ -142,7 +142,7 @@ def test_what_is_wrong_in_a_file_is_told_with_its_line_and_name(name, tmp_path):
 def test_yaml_without_pyyaml_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     (tmp_path / "rules.yaml").write_text(YAML)
-    with pytest.raises(KeyConflict, match=r"needs PyYAML.*as JSON or TOML"):
+    with pytest.raises(MissingDependency, match=r"needs PyYAML.*ckptconv\[yaml\].*as JSON or TOML"):
         read_key_rules(tmp_path / "rules.yaml")
 
 

@@ -41,7 +41,7 @@ from ckptconv.convert import execute_plan
 from ckptconv.inspection import inspect_checkpoint
 from ckptconv.key_targets import key_target
 from ckptconv.keys import KEEP, KeyRules
-from ckptconv.planning import ConversionPlan, Options
+from ckptconv.planning import ConversionPlan, Options, Request
 from fuzzing.inputs import GOOD, Kind, Trial
 
 T = TypeVar("T")
@@ -395,7 +395,7 @@ def _try_rules(watch: _Watch, paths: Sequence[Path], out: Path) -> None:
 def _try_like(watch: _Watch, paths: Sequence[Path], out: Path) -> None:
     target = watch.step("like", lambda: key_target(paths[0], None))
     if target is not None:
-        _convert_good(watch, paths[0].parent / GOOD, out, Options(fit_to=target))
+        _convert_good(watch, paths[0].parent / GOOD, out, Request(fit_to=target))
     watch.step("doctor --like", lambda: diagnose(paths[0].parent / GOOD, like=paths[0]))
 
 
