@@ -102,7 +102,7 @@ _KINDS: dict[int, tuple[type[UnsupportedCheckpoint], str, str | None]] = {
 
 
 def not_opened(error: OSError | int, path: object) -> UnsupportedCheckpoint:
-    """The error for a file that cannot be opened, by the `OSError` or its number; it is that `OSError` too, where it has a class.
+    """The error for a file that cannot be opened, by the `OSError` or its number; an `OSError` too where it has a class.
 
     >>> isinstance(not_opened(errno.ENOENT, "in.pt"), FileNotFoundError), str(not_opened(errno.ENOENT, "in.pt"))
     (True, 'in.pt: no such file; check the path')

@@ -50,9 +50,9 @@ def plan_conversion(
 ) -> ConversionPlan:
     """Decide what the output of a conversion will be; reads no payload and writes nothing.
 
-    `checkpoint` is an opened one, which must stay open until the plan is executed; `options` are those of the conversion (None:
-    the defaults). Raises `CheckpointError` when the request cannot be met: keys that collide, objects that may not be written, a
-    state dict that is missing or ambiguous.
+    `checkpoint` is an opened one, which must stay open until the plan is executed; `options` are those of the
+    conversion (None: the defaults). Raises `CheckpointError` when the request cannot be met: keys that collide, objects
+    that may not be written, a state dict that is missing or ambiguous.
 
     >>> with open_checkpoint("in.pt") as checkpoint:  # doctest: +SKIP
     ...     execute_plan(plan_conversion(checkpoint, "out.safetensors", Options(dtype="bf16")))

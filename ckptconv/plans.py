@@ -87,18 +87,19 @@ class Options:
     """What a conversion is asked to do, in the words of the command line; the defaults are those of `ckptconv convert`.
 
     - `to`: the output format, ``torch``, ``safetensors`` or ``dcp`` (None: by the output's name).
-    - `keys`: ``strip`` or ``keep`` the wrappers of DDP, torch.compile and FSDP, or ready `KeyRules`. After them apply, in this
-      order: `rules` (a file of rules or a mapping, several of them, or pairs like ``("rename", "a.=b.")`` where another order is
-      wanted; `reverse` undoes a mapping), `preset`, `strip_prefix`, `rename` (``OLD=NEW``), `regex`
+    - `keys`: ``strip`` or ``keep`` the wrappers of DDP, torch.compile and FSDP, or ready `KeyRules`. After them apply,
+      in this order: `rules` (a file of rules or a mapping, several of them, or pairs like ``("rename", "a.=b.")`` where
+      another order is wanted; `reverse` undoes a mapping), `preset`, `strip_prefix`, `rename` (``OLD=NEW``), `regex`
       (``PATTERN=>REPLACEMENT``), `add_prefix`, `include`, `exclude` (globs): each one text or a list of them.
-    - `like` (another checkpoint, an index, a list of keys) or `model` (``PACKAGE.MODULE:CALLABLE``, imported and called): what
-      the keys are fitted to after that; `drop_unexpected` leaves out what it does not have.
+    - `like` (another checkpoint, an index, a list of keys) or `model` (``PACKAGE.MODULE:CALLABLE``, imported and
+      called): what the keys are fitted to after that; `drop_unexpected` leaves out what it does not have.
     - `device`: the location tag to write (``cpu``, ``cuda:1``, ``keep``, ``auto``; None: ``cpu``, or ``keep`` beside
       `map_location`, which maps single tags). `dtype`: what floating tensors are cast to (``bf16``).
     - `only`: the path of the part to convert. `tied`: whether one of several names of a tensor stands for the others in
-      safetensors (``alias``), or each gets its own copy (``duplicate``). `unknown`: what happens in a torch output to objects that
-      ``weights_only=True`` refuses and that have no plain form: ``refuse``, ``drop``, ``keep``.
-    - `max_shard_size`: the bytes of tensors that one file may hold (a number, or ``5GB``); a sharded output holds one state dict.
+      safetensors (``alias``), or each gets its own copy (``duplicate``). `unknown`: what happens in a torch output to
+      objects that ``weights_only=True`` refuses and that have no plain form: ``refuse``, ``drop``, ``keep``.
+    - `max_shard_size`: the bytes of tensors that one file may hold (a number, or ``5GB``); a sharded output holds one
+      state dict.
     - `save_mapping`: the file that will tell which key became which; ``rules=FILE, reverse=True`` undoes it.
 
     Files that are named are read when the conversion is planned. Raises `OptionRefused` for a value that is none of its
