@@ -2,12 +2,20 @@
 
 import sys
 
+_INTERRUPTED = (
+    '{"schema": 1, "error": {"kind": "Interrupted", "message": "interrupted", "path": null, "where": null,'
+    ' "what": "interrupted", "hint": null, "exit_code": 130}}'
+)
+"""What `terminal` would print, if it were there already."""
+
 
 def main() -> None:
     """Import the command line, which takes a moment in which Ctrl-C is no error either, and run it."""
     try:
         from ckptconv.cli import main as command_line
     except KeyboardInterrupt:
+        if "--json" in sys.argv:
+            print(_INTERRUPTED)
         sys.exit(130)
     command_line()
 

@@ -9,10 +9,12 @@ from typing import Any
 
 from ckptconv.bounds import Limits, held, in_force, merged
 from ckptconv.nodes import Node
+from ckptconv.showing import html_table, short_repr
 from ckptconv.sources import Source
 from ckptconv.state_dicts import StateDict, choose_state_dict, find_state_dicts
 from ckptconv.tensors import TensorRef
 from ckptconv.walking import tensors_of
+from ckptconv.wording import count_text, size_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class Stray:
 PICKLE_HEAD = 16  # bytes of `FileFacts.head`
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Checkpoint:
     """An opened checkpoint: its tree, with `TensorRef` leaves that still lie in the file.
 
@@ -69,6 +71,15 @@ class Checkpoint:
 
     def __enter__(self) -> Checkpoint:
         return self
+
+    def __repr__(self) -> str:
+        return short_repr(
+            "Checkpoint", self.path.name, self.format, size_text(self.nbytes), count_text(len(self.sources), "file")
+        )
+
+    def _repr_html_(self) -> str:
+        facts = [("format", self.format), ("size", size_text(self.nbytes)), *self.metadata.items()]
+        return html_table(self.path, [*facts, *(("note", note) for note in self.notes)])
 
     def __exit__(self, *_: object) -> None:
         self.close()

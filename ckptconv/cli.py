@@ -35,10 +35,13 @@ from ckptconv.terminal import (
     errors_shown,
     fail,
     fill_closed_streams,
+    is_json_asked,
+    print_ending_json,
     print_json,
     print_lines,
     print_summary,
     show_error,
+    stop,
 )
 
 
@@ -306,7 +309,9 @@ def scan(paths: tuple[Path, ...], strict: bool, as_json: bool, quiet: bool) -> N
             click.secho(verdicts.scan_headline(item), fg=color, bold=True)
             print_lines(verdicts.scan_lines(item))
     if as_json:
-        print_json({"scans": [verdicts.scan_document(item) for item in found], **(error_document(errors[0]) if errors else {})})
+        failed = [error_document(error, 2)["error"] for error in errors]
+        first = {"error": failed[0]} if failed else {}
+        print_json({"scans": [verdicts.scan_document(item) for item in found], "errors": failed, **first})
     for unread in errors:
         show_error(str(unread))
     refused = ("dangerous", "unknown") if strict else ("dangerous",)
@@ -355,7 +360,7 @@ def _show_plan(plan: ConversionPlan, given: dict[str, Any], refused: OutputRefus
     from ckptconv import report
 
     if given["as_json"]:
-        error = {} if refused is None else report.error_document(refused)
+        error = {} if refused is None else report.error_document(refused, 1)
         print_json({"dry_run": True, **report.plan_document(plan), **error})
     elif not given["quiet"]:
         print_summary(report.plan_headline(plan), report.plan_lines(plan))
@@ -392,20 +397,30 @@ def main() -> None:
     fill_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a terminal may lack the characters
+    as_json = is_json_asked(sys.argv[1:])
     try:
         cli.main(_arguments(), prog_name="ckptconv", standalone_mode=False, color=colors())
         sys.stdout.flush()
     except click.UsageError as error:
         program = error.ctx.command_path if error.ctx else "ckptconv"
-        fail(f"{printable(error.format_message(), 2000).rstrip('.')}; see {program} --help", 2)
+        what = printable(error.format_message(), 2000).rstrip(".")
+        stop("UsageError", what, 2, as_json=as_json, hint=f"see {program} --help")
     except click.ClickException as error:
-        fail(printable(error.format_message(), 2000), 1)
+        stop(type(error).__name__, printable(error.format_message(), 2000), 1, as_json=as_json)
     except (KeyboardInterrupt, click.Abort):
-        fail("interrupted; nothing unfinished was left behind", 130)
+        stop("Interrupted", "interrupted; nothing unfinished was left behind", 130, as_json=as_json)
+    except SystemExit as stopped:
+        if as_json and stopped.code in (129, 143):  # SIGHUP, SIGTERM
+            print_ending_json("Interrupted", "stopped by a signal; nothing unfinished was left behind", int(stopped.code))
+        raise
     except OSError as error:
         what = "cannot print the result" if error.filename is None else printable(str(error.filename))
         click.echo(f"error: {what}: {error.strerror}", err=True)
         os._exit(1)  # the interpreter's own last flush would fail once more
+    except Exception as error:  # a defect: its traceback is shown, and who reads the document learns of it too
+        if as_json:
+            print_ending_json(type(error).__name__, printable(str(error) or "an unexpected error", 2000), 1)
+        raise
 
 
 def _arguments() -> list[str]:

@@ -36,13 +36,15 @@ from ckptconv.plans import ConversionPlan, Options, PlannedFile, Target, Tied, W
 from ckptconv.progress import Meter, OnProgress, Phase, Phases
 from ckptconv.settling import Unknown
 from ckptconv.sharding import earlier_files, index_path, moved_index
+from ckptconv.showing import html_table, short_repr
 from ckptconv.sources import SMALL, combined_crc, crc32, refuse_changed
 from ckptconv.staging import ShardSet, put_file, put_folder, put_new_folder, put_set, remove_leftovers, staging_folder
 from ckptconv.state_dicts import StateDict
 from ckptconv.tensors import Storage, TensorRef, iter_cast_chunks, iter_chunks, refuse_crc, verbatim_range, verbatim_runs
+from ckptconv.wording import size_text
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ConversionResult:
     """What an executed plan did: seconds, tensors verified (None: not asked), and by tensor the values to be told of.
 
@@ -60,6 +62,18 @@ class ConversionResult:
     odd_bools: Mapping[str, int] = field(default_factory=dict)
     named: int | None = None
     phases: Mapping[Phase, float] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        plan, verified = self.plan, None if self.verified is None else f"{self.verified:,} tensors verified"
+        told = (plan.to, size_text(plan.nbytes), f"{self.seconds:.2f} s", verified)
+        return short_repr("ConversionResult", f"{plan.source.name} → {plan.output.name}", *told)
+
+    def _repr_html_(self) -> str:
+        return f"{html_table(repr(self)[1:-1], self._warnings())}{self.plan._repr_html_()}"
+
+    def _warnings(self) -> Iterator[tuple[str, str]]:
+        yield from ((key, f"{count:,} values became infinite in the cast") for key, count in self.overflowed.items())
+        yield from ((key, f"{count:,} bools are neither 0 nor 1") for key, count in self.odd_bools.items())
 
 
 @spelling_checked

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptconv.checkpoint import Checkpoint
-from ckptconv.choices import refuse_no_flag, refuse_no_path, refuse_no_paths, refuse_no_text
+from ckptconv.choices import refuse_no_flag, refuse_no_path, refuse_no_paths, refuse_no_text, spelling_checked
 from ckptconv.collector import collector_paused
 from ckptconv.devices import tag_map
 from ckptconv.errors import CheckpointError, DeviceUnavailable, printable
@@ -26,6 +26,7 @@ from ckptconv.tensors import check_storage
 from ckptconv.unopened import unopened
 
 
+@spelling_checked
 def diagnose(
     path: Named,
     *,

@@ -15,17 +15,18 @@ from typing import Literal
 
 from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint
-from ckptconv.choices import refuse_no_flag, refuse_no_text
+from ckptconv.choices import refuse_no_flag, refuse_no_text, spelling_checked
 from ckptconv.collector import collector_paused
 from ckptconv.comparison import Deviation, Pair, Tolerance, compare_bytes, damaged_storages, deviation
 from ckptconv.dtypes import UINT8
 from ckptconv.encodings import flat
-from ckptconv.errors import CheckpointError, KeyConflict, LimitExceeded, OptionRefused
+from ckptconv.errors import CheckpointError, KeyConflict, LimitExceeded, OptionRefused, printable
 from ckptconv.formats.detect import Named, open_checkpoint
 from ckptconv.keys import KEEP, STRIP, KeyMap, KeyRules, map_keys, refuse_idle, rules_of
 from ckptconv.nodes import Call, Dict, Global, Node, PersistentId, attributes, children, mapping_pairs
 from ckptconv.plain_objects import plain_form, tensor_form
 from ckptconv.progress import Meter, OnProgress
+from ckptconv.showing import html_table, short_repr
 from ckptconv.state_dicts import StateDict, find
 from ckptconv.tensors import Storage, TensorObject, TensorRef, view_identity, whole_storage
 from ckptconv.torch_objects import Window
@@ -44,6 +45,15 @@ class Changed:
 
 
 @dataclass(frozen=True, slots=True)
+class Reshaped:
+    """A tensor that has the shape `a` in the first checkpoint and `b` in the second."""
+
+    key: str
+    a: tuple[int, ...]
+    b: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ValueChange:
     """A tensor whose values differ, and how."""
 
@@ -51,7 +61,7 @@ class ValueChange:
     deviation: Deviation
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Difference:
     """What differs between the checkpoints at `a` and `b`, in the order of the keys of `a`.
 
@@ -69,7 +79,7 @@ class Difference:
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
     dtypes: tuple[Changed, ...]
-    shapes: tuple[Changed, ...]
+    shapes: tuple[Reshaped, ...]
     locations: tuple[Changed, ...]
     values: tuple[ValueChange, ...]
     others: tuple[Changed, ...]
@@ -86,7 +96,27 @@ class Difference:
             return False
         return not (self.strict_device and self.locations)
 
+    def _counts(self) -> list[tuple[str, int]]:
+        """How many keys differ, by what differs."""
+        named = ("damaged", "only_a", "only_b", "dtypes", "shapes", "values", "others", "locations")
+        return [(name, len(getattr(self, name))) for name in named if getattr(self, name)]
 
+    def __repr__(self) -> str:
+        verdict = "same" if self.same else "damaged" if self.damaged else "different"
+        counts = [f"{count:,} {name}" for name, count in self._counts()]
+        return short_repr("Difference", verdict, f"{self.tensors:,} tensors compared", *counts)
+
+    def _repr_html_(self) -> str:
+        verdict = "same" if self.same else "damaged" if self.damaged else "different"
+        rows = ((name, count, ", ".join(map(_key, getattr(self, name)[:5]))) for name, count in self._counts())
+        return html_table(f"{self.a}, {self.b}: {verdict}", rows)
+
+
+def _key(item: str | Changed | Reshaped | ValueChange) -> str:
+    return printable(item if isinstance(item, str) else item.key)
+
+
+@spelling_checked
 def diff_checkpoints(
     a: Named,
     b: Named,
@@ -207,7 +237,7 @@ class _Found:
     only_a: list[str] = field(default_factory=list)
     only_b: list[str] = field(default_factory=list)
     dtypes: list[Changed] = field(default_factory=list)
-    shapes: list[Changed] = field(default_factory=list)
+    shapes: list[Reshaped] = field(default_factory=list)
     locations: list[Changed] = field(default_factory=list)
     others: list[Changed] = field(default_factory=list)
     pairs: list[tuple[str, TensorRef, TensorRef]] = field(default_factory=list)
@@ -225,7 +255,7 @@ class _Found:
         if ours.dtype is not theirs.dtype:
             self.dtypes.append(Changed(path, ours.dtype.name, theirs.dtype.name))
         if ours.shape != theirs.shape:
-            self.shapes.append(Changed(path, str(list(ours.shape)), str(list(theirs.shape))))
+            self.shapes.append(Reshaped(path, tuple(ours.shape), tuple(theirs.shape)))
         if (tags := _tags(ours, theirs)) is not None:
             self.locations.append(Changed(path, *tags))
         if ours.shape == theirs.shape and (ours.dtype is theirs.dtype or ignore_dtype) and ours.numel:

@@ -84,7 +84,7 @@ class MissingFile(UnsupportedCheckpoint, FileNotFoundError):
     """There is no such file; `errno` and `filename` are those of `FileNotFoundError`."""
 
 
-class ClosedFile(UnsupportedCheckpoint, PermissionError):
+class UnreadableFile(UnsupportedCheckpoint, PermissionError):
     """The file may not be read by this user; `errno` and `filename` are those of `PermissionError`."""
 
 
@@ -94,8 +94,8 @@ class IsFolder(UnsupportedCheckpoint, IsADirectoryError):
 
 _KINDS: dict[int, tuple[type[UnsupportedCheckpoint], str, str | None]] = {
     errno.ENOENT: (MissingFile, "no such file", "check the path"),
-    errno.EACCES: (ClosedFile, f"cannot be opened: {os.strerror(errno.EACCES)}", None),
-    errno.EPERM: (ClosedFile, f"cannot be opened: {os.strerror(errno.EPERM)}", None),
+    errno.EACCES: (UnreadableFile, f"cannot be opened: {os.strerror(errno.EACCES)}", None),
+    errno.EPERM: (UnreadableFile, f"cannot be opened: {os.strerror(errno.EPERM)}", None),
     errno.EISDIR: (IsFolder, "is a folder, not a file", None),
 }
 """Numbers of `OSError`s that are errors of their own: which, what is said, and the hint."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
+
+from ckptconv.showing import html_table, short_repr
 
 Severity = Literal["error", "warning", "info"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
@@ -26,7 +29,7 @@ class Finding:
     advice: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Diagnosis:
     """What `diagnose` found, the worst first. `format` is None for what could not be opened."""
 
@@ -38,3 +41,13 @@ class Diagnosis:
     def loads(self) -> bool:
         """Whether torch.load(weights_only=True) or the safetensors library loads it here, into the model if one was named."""
         return not any(finding.severity == "error" for finding in self.findings)
+
+    def __repr__(self) -> str:
+        codes = ", ".join(dict.fromkeys(finding.code for finding in self.findings))
+        return short_repr("Diagnosis", Path(self.path).name, "loads here" if self.loads else "will not load here", codes)
+
+    def _repr_html_(self) -> str:
+        return html_table(
+            f"{self.path}: {'loads here' if self.loads else 'will not load here'}",
+            ((one.severity, one.code, one.cause, one.command or one.advice or "") for one in self.findings),
+        )

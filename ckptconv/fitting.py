@@ -6,9 +6,10 @@ import os
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from ckptconv.choices import refuse_no_flag
+from ckptconv.choices import refuse_no_flag, spelling_checked
 from ckptconv.devices import require_torch
 from ckptconv.errors import KeyMismatch, RefusedObject, printable
 from ckptconv.fitted_keys import module_paths
@@ -16,8 +17,10 @@ from ckptconv.formats.detect import open_checkpoint
 from ckptconv.key_fitting import Fit, Shapes, fit_keys
 from ckptconv.loading import load_portable
 from ckptconv.named_models import live_shape, live_shapes, live_ties
+from ckptconv.progress import OnProgress
 from ckptconv.scaled_weights import find_scaled
 from ckptconv.settling import Unknown
+from ckptconv.showing import html_table, short_repr
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +35,7 @@ class ShapeMismatch:
     checkpoint: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class LoadResult:
     """What `load_into` found, under the model's own keys (unexpected ones under the checkpoint's bare keys)."""
 
@@ -45,7 +48,18 @@ class LoadResult:
         """Whether every key was met exactly once and in its shape."""
         return not (self.missing_keys or self.unexpected_keys or self.mismatched)
 
+    def __repr__(self) -> str:
+        named = ("missing_keys", "unexpected_keys", "mismatched")
+        counts = [f"{len(getattr(self, name)):,} {name}" for name in named if getattr(self, name)]
+        return short_repr("LoadResult", "fits" if self.fits else "does not fit", *counts)
 
+    def _repr_html_(self) -> str:
+        lists = (("missing", key, "") for key in self.missing_keys), (("unexpected", key, "") for key in self.unexpected_keys)
+        wrong = ((item.key, list(item.checkpoint), list(item.model)) for item in self.mismatched)
+        return html_table("fits" if self.fits else "does not fit", chain(*lists, wrong))
+
+
+@spelling_checked
 def load_into(
     model: torch.nn.Module,
     path: str | os.PathLike[str],
@@ -55,13 +69,14 @@ def load_into(
     tag: str | None = None,
     assign: bool = False,
     unknown: Unknown = "refuse",
+    on_progress: OnProgress | None = None,
 ) -> LoadResult:
     """Load the state dict of a checkpoint into `model`, wrapped or not, on whatever device it lives.
 
     The keys are fitted to the model's by `fit_keys`: whatever wrappers, prefixes or inserted segments either side has, as long
     as names and shapes leave one possibility; of tied weights one name is enough. With `strict`, anything missing, unexpected
     or of another shape raises `KeyMismatch` and the model stays as it was; without, what fits is loaded. `assign` as in
-    `load_state_dict`; `only`, `tag` and `unknown` as in `load_portable`.
+    `load_state_dict`; `only`, `tag`, `unknown` and `on_progress` (bytes that are read) as in `load_portable`.
 
     >>> load_into(model, "ddp_cuda3.pt").missing_keys  # doctest: +SKIP
     ()
@@ -69,7 +84,7 @@ def load_into(
     refuse_no_flag(strict=strict, assign=assign)
     require_torch("loading into a model")
     target = live_shapes(model)
-    state_dict = load_portable(path, only=only, tag=tag, unknown=unknown)
+    state_dict = load_portable(path, only=only, tag=tag, unknown=unknown, on_progress=on_progress)
     for key in [key for key, value in state_dict.items() if _is_beside(key, value) and key not in target]:
         del state_dict[key]
     fit = fit_keys({key: live_shape(value) for key, value in state_dict.items()}, target, live_ties(model))

@@ -2,35 +2,102 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import overload
 
-from ckptconv.bounds import held
+from ckptconv.bounds import held, merged
 from ckptconv.checkpoint import Checkpoint
+from ckptconv.choices import spelling_checked
 from ckptconv.dtypes import BY_NAME
-from ckptconv.errors import CheckpointError
+from ckptconv.errors import CheckpointError, OptionRefused, printable
+from ckptconv.formats.detect import Named, open_checkpoint
 from ckptconv.keys import find_wrappers
 from ckptconv.nodes import Call, Dict, Global, Node, children, mapping_pairs, spoken
 from ckptconv.producers import offered_prefix, producer_of
 from ckptconv.settling import is_part_of_config, plain_form_at, refused_name
+from ckptconv.showing import html_table, short_repr
 from ckptconv.state_dicts import StateDict
 from ckptconv.tensors import Storage, TensorRef
 from ckptconv.walking import label_text, place_text, tensor_of, walk
+from ckptconv.wording import count_text, size_text, some_text
 
 _VALUE_LENGTH = 60
 _DEEPEST_WRAPPERS = 50  # levels of modules that are shown more for the wrappers around them; training wraps five times
 
 
 @dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """One tensor: its `path` in the checkpoint, its `key` in the state dict that it is in (None: in none), its dtype by
+    torch's name, its shape, the device tag that it was saved with, and the bytes of its values."""
+
+    path: str
+    key: str | None
+    dtype: str
+    shape: tuple[int, ...]
+    device: str
+    nbytes: int
+
+
+class TensorList(Sequence[TensorFacts]):
+    """The tensors of a checkpoint, made when they are first looked at: a file may hold 100,000, and few ask."""
+
+    __slots__ = ("_make",)
+
+    def __init__(self, make: Callable[[], tuple[TensorFacts, ...]] | tuple[TensorFacts, ...] = ()) -> None:
+        self._make = make
+
+    def _all(self) -> tuple[TensorFacts, ...]:
+        if not isinstance(self._make, tuple):
+            self._make = self._make()
+        return self._make
+
+    @overload
+    def __getitem__(self, index: int) -> TensorFacts: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[TensorFacts, ...]: ...
+    def __getitem__(self, index: int | slice) -> TensorFacts | tuple[TensorFacts, ...]:
+        return self._all()[index]
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def __eq__(self, other: object) -> bool:
+        return self._all() == tuple(other) if isinstance(other, (TensorList, tuple)) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[type[TensorList], tuple[tuple[TensorFacts, ...]]]:
+        return TensorList, (self._all(),)
+
+    def __repr__(self) -> str:
+        return short_repr("TensorList", "made when it is looked at" if callable(self._make) else f"{len(self):,} tensors")
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a checkpoint does not open everywhere as it is, in a word (``device``, ``object``, ...) and in words."""
+
+    code: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
-    """A named part of a checkpoint: what it is, its tensors and their bytes (tensors that share memory count once)."""
+    """A named part of a checkpoint: what it is, its tensors and their bytes (tensors that share memory count once).
+
+    `tensor` are the facts about a part that is one tensor itself.
+    """
 
     name: str
     kind: str
     tensors: int
     nbytes: int
     parts: tuple[Part, ...] = ()
+    tensor: TensorFacts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +109,7 @@ class OddObject:
     has_plain_form: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Inspection:
     """The facts about one checkpoint. `locations` and `dtypes` count storages and tensors; `nbytes` is the file's size.
 
@@ -52,8 +119,10 @@ class Inspection:
     counts the whole modules that are shown as their state dicts; `named` are the files that were named, where they are several.
 
     `dead` is how much of a zip file its pickle does not refer to: records that were added or left over, bytes between them.
-    `strays` are records outside its folder, `protocol` is that of a pickle, and `untyped` what a legacy file holds, that
-    `weights_only=True` does not read. `lacking`: the state dict of a whole module may lack what its class saves.
+    `tensor_list` has a record for each tensor, made when it is first looked at; `portable` says whether plain `torch.load` and
+    `load_state_dict` will do on a CPU-only host, and `reasons` why not. `strays` are records outside its folder, `protocol`
+    is that of a pickle, and `untyped` what a legacy file holds, that `weights_only=True` does not read. `lacking`:
+    the state dict of a whole module may lack what its class saves.
     """
 
     path: str
@@ -78,15 +147,79 @@ class Inspection:
     protocol: int | None = None
     untyped: tuple[str, ...] = ()
     lacking: bool = False
+    tensor_list: TensorList = field(default_factory=TensorList, compare=False)
+
+    @property
+    def portable(self) -> bool:
+        """Whether plain `torch.load` and `load_state_dict` will do on a CPU-only host."""
+        return not self.reasons
+
+    @property
+    def reasons(self) -> tuple[Reason, ...]:
+        """Why it is not portable."""
+        return tuple(_reasons(self))
+
+    def __repr__(self) -> str:
+        verdict = "portable" if self.portable else "not portable"
+        return short_repr(
+            "Inspection", Path(self.path).name, self.format, size_text(self.nbytes), count_text(self.tensors, "tensor"), verdict
+        )
+
+    def _repr_html_(self) -> str:
+        facts = [("format", self.format), ("size", size_text(self.nbytes)), ("tensors", self.tensors)]
+        facts += [("saved on", ", ".join(self.locations)), ("dtypes", ", ".join(self.dtypes))]
+        facts += [(f"not portable: {reason.code}", reason.what) for reason in self.reasons]
+        facts += [(part.name, f"{part.kind}, {count_text(part.tensors, 'tensor')}") for part in self.root.parts[:_SHOWN]]
+        return html_table(self.path, facts, more=max(0, len(self.root.parts) - _SHOWN))
 
 
-def inspect_checkpoint(checkpoint: Checkpoint, depth: int = 2) -> Inspection:
-    """The facts about an opened checkpoint, modules of state dicts grouped down to `depth` segments of their keys."""
+_SHOWN = 10  # parts in a notebook
+
+
+def _reasons(found: Inspection) -> Iterator[Reason]:
+    if elsewhere := [name for name in found.locations if name != "cpu"]:
+        yield Reason("device", f"needs {some_text(elsewhere)}")
+    if found.odd_objects:
+        yield Reason("object", "holds objects that weights_only=True refuses")
+    if found.modules:
+        count = count_text(found.modules, "whole module")
+        yield Reason("module", f"holds {count}, which need their classes to load")
+    if found.format not in OPENED_BY_TORCH:
+        yield Reason("container", f"torch.load(weights_only=True) does not read its container ({found.format})")
+    if found.strays:
+        what = f"its archive has records outside its folder ({printable(found.strays[0])}), which torch.load refuses"
+        yield Reason("stray-records", what)
+    if found.protocol is not None:
+        yield Reason("protocol", f"torch.load(weights_only=True) does not read the protocol of its pickle ({found.protocol})")
+    if found.untyped:
+        yield Reason("untyped", f"torch's reader of such old files has no place for {', '.join(found.untyped)}")
+    if any(found.state_dicts.values()):
+        yield Reason("wrapper", "its keys carry a wrapper")
+
+
+@spelling_checked
+def inspect_checkpoint(source: Named | Checkpoint, depth: int = 2, *, tag: str | None = None) -> Inspection:
+    """The facts about a checkpoint: its tensors, where it was saved, what will not load and why; reads no tensor's bytes.
+
+    `source` is a path, the paths of the files of all ranks, or an opened checkpoint; `tag` picks a step of a folder of several.
+    Modules of state dicts are grouped down to `depth` segments of their keys. Raises `CheckpointError`.
+
+    >>> found = inspect_checkpoint("train.pt")  # doctest: +SKIP
+    >>> [tensor.key for tensor in found.tensor_list if tensor.device != "cpu"]  # doctest: +SKIP
+    """
+    if type(depth) is not int or depth < 0:
+        raise OptionRefused(f"depth={depth!r:.100} is not a number of levels", hint="give 0 or more")
+    if not isinstance(source, Checkpoint):
+        with open_checkpoint(source, tag=tag) as opened:
+            named = () if isinstance(source, (str, os.PathLike)) else tuple(str(path) for path in source)
+            return replace(inspect_checkpoint(opened, depth), named=named if len(named) > 1 else ())
+    if tag is not None:
+        raise OptionRefused("tag is for a path, and the checkpoint is open already", hint="give tag to open_checkpoint")
     try:
-        with held(checkpoint.limits):
-            return _inspect(checkpoint, depth)
+        with held(source.limits):
+            return _inspect(source, depth)
     except CheckpointError as error:
-        raise error.at(path=checkpoint.path) from error.__cause__
+        raise error.at(path=source.path) from error.__cause__
 
 
 def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
@@ -111,12 +244,27 @@ def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
         notes=checkpoint.notes,
         root=_part("", checkpoint.root, found, depth, set()),
         modules=checkpoint.modules,
+        tensor_list=TensorList(lambda: _tensor_list(checkpoint, {*found})),
         lacking=any(stray.is_refused for stray in checkpoint.module_strays),
         dead=checkpoint.facts.dead if checkpoint.facts.dead > _MUCH else 0,
         strays=checkpoint.facts.strays,
         protocol=newer_protocol(checkpoint),
         untyped=tuple(_untyped(checkpoint, dtypes)) if checkpoint.format == "torch legacy" else (),
     )
+
+
+def _tensor_list(checkpoint: Checkpoint, state_dicts: Collection[int]) -> tuple[TensorFacts, ...]:
+    """The facts about all tensors; `state_dicts` are the numbers of the nodes that hold them under keys."""
+    made = []
+    for place, node in walk(checkpoint.root, depth=merged(checkpoint.limits).depth):
+        if (ref := tensor_of(node)) is not None:
+            key = label_text(place[1]) if place is not None and id(place[2]) in state_dicts else None
+            made.append(_facts(place_text(place), key, ref))
+    return tuple(made)
+
+
+def _facts(path: str, key: str | None, ref: TensorRef) -> TensorFacts:
+    return TensorFacts(path, key, ref.dtype.name, tuple(ref.shape), ref.location, ref.nbytes)
 
 
 OPENED_BY_TORCH = ("torch zip", "torch legacy", "safetensors", "memory")
@@ -175,6 +323,10 @@ def _odd_objects(root: Node) -> Iterator[OddObject]:
                 yield OddObject(place_text(place), name, plain is not node)
 
 
+def _tensor_part(name: str, ref: TensorRef) -> Part:
+    return Part(name, _kind(ref), 1, ref.nbytes, tensor=_facts(name, None, ref))
+
+
 def _part(name: str, node: Node, found: Mapping[int, StateDict], depth: int, shown: set[int]) -> Part:
     if id(node) in shown:
         return Part(name, f"{_kind(node)}, shared with a part above", 0, 0)
@@ -184,6 +336,8 @@ def _part(name: str, node: Node, found: Mapping[int, StateDict], depth: int, sho
     if item is not None and item.own is None:
         return _state_dict_part(name, item, depth)
     refs = [ref for _, inner in walk(node) if (ref := tensor_of(inner)) is not None]
+    if len(refs) == 1 and refs[0] is tensor_of(node):
+        return _tensor_part(name, refs[0])
     pairs = mapping_pairs(node)
     inside = depth > 0 and pairs is not None and bool(refs)
     own = set(() if item is None else item.own or ())
@@ -220,7 +374,7 @@ def _modules(named: list[tuple[str, TensorRef]], depth: int) -> tuple[Part, ...]
 def _module(head: str, group: list[tuple[str, TensorRef]], depth: int) -> Part:
     refs = [ref for _, ref in group]
     if len(group) == 1 and not group[0][0]:
-        return Part(head, _kind(refs[0]), 1, refs[0].nbytes)
+        return _tensor_part(head, refs[0])
     return Part(head, "module", len(group), _nbytes(refs), _modules(group, depth - 1))
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ckptconv.errors import printable
-from ckptconv.inspection import OPENED_BY_TORCH, Inspection, Part, is_bloated
-from ckptconv.wording import SHOWN, as_argument, count_text, quoted, size_text, some_text
+from ckptconv.inspection import Inspection, Part, is_bloated
+from ckptconv.wording import SHOWN, as_argument, count_text, quoted, size_text
 
 
 def inspection_lines(found: Inspection) -> Iterator[tuple[str, str]]:
@@ -79,25 +79,7 @@ def _part_text(part: Part) -> str:
 
 def verdict(found: Inspection) -> tuple[bool, str]:
     """Whether plain `torch.load` and `load_state_dict` will do on a CPU-only host, in one line with the remedy."""
-    reasons = []
-    elsewhere = [name for name in found.locations if name != "cpu"]
-    if elsewhere:
-        reasons.append(f"needs {some_text(elsewhere)}")
-    if found.odd_objects:
-        reasons.append("holds objects that weights_only=True refuses")
-    if found.modules:
-        count = count_text(found.modules, "whole module")
-        reasons.append(f"holds {count}, which need their classes to load")
-    if found.format not in OPENED_BY_TORCH:
-        reasons.append(f"torch.load(weights_only=True) does not read its container ({found.format})")
-    if found.strays:
-        reasons.append(f"its archive has records outside its folder ({printable(found.strays[0])}), which torch.load refuses")
-    if found.protocol is not None:
-        reasons.append(f"torch.load(weights_only=True) does not read the protocol of its pickle ({found.protocol})")
-    if found.untyped:
-        reasons.append(f"torch's reader of such old files has no place for {', '.join(found.untyped)}")
-    if any(found.state_dicts.values()):
-        reasons.append("its keys carry a wrapper")
+    reasons = [reason.what for reason in found.reasons]
     if not reasons:
         return True, "opens anywhere as it is"
     hopeless = found.lacking or any(not odd.has_plain_form for odd in found.odd_objects)
@@ -127,14 +109,19 @@ def inspection_document(found: Inspection) -> dict[str, Any]:
         "notes": list(found.notes),
         "parts": [_part_document(part) for part in found.root.parts],
         "portable": portable,
+        "reasons": [{"code": reason.code, "what": reason.what} for reason in found.reasons],
         "verdict": text,
     }
 
 
 def _part_document(part: Part) -> dict[str, Any]:
+    tensor = part.tensor
     return {
         "name": part.name,
-        "kind": part.kind,
+        "kind": part.kind if tensor is None else "tensor",
+        "dtype": None if tensor is None else tensor.dtype,
+        "shape": None if tensor is None else list(tensor.shape),
+        "device": None if tensor is None else tensor.device,
         "tensors": part.tensors,
         "bytes": part.nbytes,
         "parts": [_part_document(inner) for inner in part.parts],

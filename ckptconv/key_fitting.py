@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 
 from ckptconv.bounds import in_force
 from ckptconv.errors import KeyConflict, LimitExceeded
 from ckptconv.keys import STRIP, map_keys
+from ckptconv.showing import html_table, short_repr
 
 Shape = tuple[int, ...] | None
 """The shape of the tensor under a key; None where it is not known or there is no tensor: it fits every shape."""
@@ -48,7 +49,7 @@ class Candidates:
     source_keys: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Fit:
     """What became of each key: `renames` maps the source keys that are met to target keys, also where both are the same.
 
@@ -76,6 +77,20 @@ class Fit:
     def fits(self) -> bool:
         """Whether the target is covered and no key of the source is left over."""
         return self.covers and not self.unexpected
+
+    def _counts(self) -> list[tuple[str, int]]:
+        named = ("renames", "filled", "missing", "unexpected", "mismatched", "ambiguous")
+        return [(name, len(getattr(self, name))) for name in named if getattr(self, name)]
+
+    def __repr__(self) -> str:
+        verdict = "fits" if self.fits else "covers" if self.covers else "does not fit"
+        return short_repr("Fit", verdict, self.how, *(f"{count:,} {name}" for name, count in self._counts()))
+
+    def _repr_html_(self) -> str:
+        verdict = "fits" if self.fits else "covers" if self.covers else "does not fit"
+        pairs = ((key, "→", new) for key, new in self.renames.items())
+        lists = (("missing", "", key) for key in self.missing), (("unexpected", "", key) for key in self.unexpected)
+        return html_table(f"{verdict}: {self.how}", chain(*lists, pairs))
 
 
 _Names = Mapping[str, str]  # a key without its wrappers or its prefix → the key

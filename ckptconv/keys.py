@@ -14,8 +14,10 @@ from typing import Literal, NamedTuple
 from ckptconv.choices import WRAPPERS, refuse_no_keys, refuse_no_text, refuse_no_texts, refuse_other
 from ckptconv.errors import KeyConflict, OptionRefused, printable
 from ckptconv.key_rules import AddPrefix, Mapped, Patience, Preset, Regex, Rename, Rule, Select, Step, StripPrefix
+from ckptconv.showing import short_repr
 
 MODULE = "module"
+_IN_REPR = 10  # rules
 UNMISTAKABLE = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Wrapper segments that torch writes and no user does: torch.compile, FSDP, activation checkpointing."""
 
@@ -23,7 +25,7 @@ PathStep = Callable[[str], tuple[str, ...]]
 """A module path before one rule → after it; several where a mapping is undone."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class KeyRules:
     """What to do with keys: `wrappers` first, then `rules` in their order.
 
@@ -96,6 +98,9 @@ class KeyRules:
             else:
                 made.append(rule)
         return cls(wrappers, rules=tuple(made))
+
+    def __repr__(self) -> str:
+        return short_repr("KeyRules", self.wrappers, *(rule.words for rule in self.rules[:_IN_REPR]))
 
     @property
     def mapped(self) -> bool:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ckptconv.checkpoint import Checkpoint
-from ckptconv.choices import UNKNOWN, refuse_no_flag, refuse_no_text, refuse_other
+from ckptconv.choices import UNKNOWN, refuse_no_flag, refuse_no_text, refuse_other, spelling_checked
 from ckptconv.collector import collector_paused
 from ckptconv.devices import require_device, require_torch, resolve_map_location
 from ckptconv.dtypes import BY_NAME, DType
@@ -20,8 +20,9 @@ from ckptconv.formats.detect import Named, open_checkpoint
 from ckptconv.keys import KeyRules, map_keys, refuse_idle, rules_of
 from ckptconv.nodes import ORDERED_DICT, Call, Dict, Global, Node, attributes
 from ckptconv.plain_objects import tensor_form
+from ckptconv.progress import Meter, OnProgress
 from ckptconv.renaming import rename_state_dicts
-from ckptconv.settling import Unknown, has_more, settle_objects
+from ckptconv.settling import Settled, Unknown, has_more, settle_objects
 from ckptconv.sources import FileSource, refuse_changed
 from ckptconv.state_dicts import find, find_state_dicts, renamed_state_dict
 from ckptconv.strays import settle_strays
@@ -36,6 +37,33 @@ MapLocation = Any
 """What `torch.load` takes: None, a string (also ``auto``), a `torch.device`, a dict of tags, or a callable."""
 
 
+@overload
+def load_portable(
+    path: Named,
+    map_location: MapLocation = "cpu",
+    *,
+    whole: Literal[False] = False,
+    only: str | None = None,
+    keys: Literal["strip", "keep"] | KeyRules = "strip",
+    mmap: bool = True,
+    unknown: Unknown = "refuse",
+    tag: str | None = None,
+    on_progress: OnProgress | None = None,
+) -> OrderedDict[str, torch.Tensor]: ...
+@overload
+def load_portable(
+    path: Named,
+    map_location: MapLocation = "cpu",
+    *,
+    whole: bool,
+    only: str | None = None,
+    keys: Literal["strip", "keep"] | KeyRules = "strip",
+    mmap: bool = True,
+    unknown: Unknown = "refuse",
+    tag: str | None = None,
+    on_progress: OnProgress | None = None,
+) -> Any: ...
+@spelling_checked
 def load_portable(
     path: Named,
     map_location: MapLocation = "cpu",
@@ -46,6 +74,7 @@ def load_portable(
     mmap: bool = True,
     unknown: Unknown = "refuse",
     tag: str | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Any:
     """The state dict of a checkpoint as an `OrderedDict` of tensors under bare keys, or the whole tree with `whole`.
 
@@ -56,7 +85,8 @@ def load_portable(
     ``mmap=False`` they are read at once and checked against the archive's CRC-32. `unknown` says what to do, with `whole`,
     about objects that `weights_only=True` refuses and that have no plain form, and in any case about what a whole module
     holds outside its state dict. A sequence of paths are the files of all
-    ranks of one checkpoint; `tag` picks a step where `path` is a folder of several. Nothing in the file is executed.
+    ranks of one checkpoint; `tag` picks a step where `path` is a folder of several. `on_progress` is called with a `Progress`
+    (phase ``read``, bytes), about once a MiB that is read; what is mapped is not. Nothing in the file is executed.
 
     Raises `CheckpointError`; `DeviceUnavailable` when a tag cannot be served here.
 
@@ -71,8 +101,10 @@ def load_portable(
     with open_checkpoint(path, tag=tag, whole_modules=whole and unknown == "keep") as checkpoint:
         try:
             with collector_paused():
-                root, overlay = _selected(checkpoint, only, whole, rules, unknown)
-                loaded = _Live(_Restorer(map_location), mmap).tree(root, overlay)
+                root, overlay, settled = _selected(checkpoint, only, whole, rules, unknown)
+                meter = Meter("read", _bytes_to_read(settled, mmap), on_progress)
+                loaded = _Live(_Restorer(map_location), mmap, meter).tree(root, overlay)
+                meter.finish()
                 refuse_changed(checkpoint.sources)
                 return loaded
         except CheckpointError as error:
@@ -81,8 +113,8 @@ def load_portable(
 
 def _selected(
     checkpoint: Checkpoint, only: str | None, whole: bool, rules: KeyRules, unknown: Unknown
-) -> tuple[Node, dict[int, Node]]:
-    """The node to bring to life, and the overlay with renamed keys and plain objects."""
+) -> tuple[Node, dict[int, Node], Settled]:
+    """The node to bring to life, the overlay with renamed keys and plain objects, and the tensors that are in it."""
     overlay: dict[int, Node] = {}
     if whole:
         root = checkpoint.root if only is None else find(checkpoint.root, only, checkpoint.path)
@@ -102,7 +134,17 @@ def _selected(
         refuse_packed(tensors_of(root, overlay), "leave it out: keys=KeyRules(exclude=('KEY',))")
     for check in settled.checks:
         check()
-    return root, overlay
+    return root, overlay, settled
+
+
+def _bytes_to_read(settled: Settled, mmap: bool) -> int:
+    """The bytes that are read when all tensors are made, at most: of a storage with a checksum twice."""
+    views = {id(piece.storage): piece.storage for ref in settled.tensors for piece in ref.pieces if ref.is_view}
+    views.update((id(storage), storage) for storage in settled.storages)
+    read = [storage for storage in views.values() if not (mmap and type(storage.source) is FileSource)]
+    wholes = {id(whole): whole for storage in read if (whole := storage.part_of or storage).crc32 is not None and not mmap}
+    gathered = sum(ref.nbytes for ref in settled.tensors if not ref.is_view)
+    return gathered + sum(storage.nbytes for storage in (*read, *wholes.values()))
 
 
 def _ordered(node: Dict) -> Call:
@@ -147,12 +189,13 @@ _DICTS: dict[str, Callable[[], Any]] = {"collections.OrderedDict": OrderedDict, 
 class _Live:
     """Makes live values of nodes, one for each node, so that what was shared stays shared."""
 
-    def __init__(self, restore: _Restorer, mmap: bool) -> None:
+    def __init__(self, restore: _Restorer, mmap: bool, meter: Meter) -> None:
         import torch
 
         self._torch = torch
         self._restore = restore
         self._mmap = mmap
+        self._meter = meter
         self._maps: dict[int, torch.UntypedStorage] = {}
         self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
         self._checked: set[int] = set()
@@ -314,7 +357,7 @@ class _Live:
         whole = storage.part_of or storage
         if not self._mmap and id(whole) not in self._checked:
             self._checked.add(id(whole))
-            check_storage(whole)
+            check_storage(whole, self._meter)
 
     def _mapped(self, source: FileSource) -> torch.UntypedStorage:
         try:
@@ -332,4 +375,5 @@ class _Live:
         for chunk in iter_chunks(ref):
             view[at : at + len(chunk)] = chunk
             at += len(chunk)
+            self._meter.add(len(chunk))
         return values.untyped_storage()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,8 +34,10 @@ from ckptconv.nodes import Node
 from ckptconv.rule_files import read_rules
 from ckptconv.settling import Rewritten, Skipped, Unknown
 from ckptconv.sharding import shard_limit
+from ckptconv.showing import html_table, short_repr
 from ckptconv.sources import Source
 from ckptconv.tensors import TensorRef
+from ckptconv.wording import count_text, size_text
 
 Target = Literal["torch", "safetensors", "dcp"]
 Tied = Literal["alias", "duplicate"]
@@ -82,7 +85,7 @@ _RULES = ("preset", "strip_prefix", "rename", "regex", "add_prefix", "include", 
 """The options that are key rules, in the order in which they apply."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Options:
     """What a conversion is asked to do, in the words of the command line; the defaults are those of `ckptconv convert`.
 
@@ -144,6 +147,10 @@ class Options:
         for tag in [self.device] * (self.device not in (None, "keep")) + [*(self.map_location or {}).values()]:
             if tag is not None and tag != "auto":
                 check_tag(tag)
+
+    def __repr__(self) -> str:
+        given = ((item.name, getattr(self, item.name), item.default) for item in fields(self))
+        return short_repr("Options", *(f"{name}={value!r}" for name, value, default in given if value != default))
 
     def request(self, fit_to: KeyTarget | None) -> Request:
         """The request that these options stand for; `fit_to` is what `like` or `model` name. Files of rules are read."""
@@ -240,7 +247,31 @@ class PlannedFile:
     tensors: Callable[[], Iterator[tuple[str, TensorRef]]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+def _gone(*_: object) -> Any:
+    """What stands in a plan that came out of a pickle for what only a plan with its files open can do."""
+    hint = "make it anew with plan_conversion where it is to be executed"
+    raise CheckpointError("the plan came out of a pickle, and has no files behind it", hint=hint)
+
+
+def _told_file(file: PlannedFile | None) -> tuple[Path, int] | None:
+    return None if file is None else (file.path, file.layout.nbytes)
+
+
+def _file_again(told: tuple[Path, int] | None) -> PlannedFile | None:
+    return None if told is None else PlannedFile(told[0], Layout((), told[1], _gone, _gone), _gone)
+
+
+def _plan_again(facts: dict[str, Any]) -> ConversionPlan:
+    """The plan that a pickle tells of; it cannot be executed."""
+    files = tuple(map(_file_again, facts.pop("files")))
+    single = {name: _file_again(facts.pop(name)) for name in ("index", "mapping")}
+    return ConversionPlan(files=files, tensors=_gone, cast=_gone, checks=(_gone,), **single, **facts)  # type: ignore[arg-type]
+
+
+_OF_OPEN_FILES = {"files", "index", "mapping", "tensors", "cast", "checks", "inputs", "root", "part", "accounted"}
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ConversionPlan:
     """Everything about an output but its payload: where each byte will come from, and what will differ from the source.
 
@@ -290,6 +321,37 @@ class ConversionPlan:
     def nbytes(self) -> int:
         """The size of the output in bytes, all its files together."""
         return sum(file.layout.nbytes for file in (*self.files, *([self.index] if self.index else [])))
+
+    def __repr__(self) -> str:
+        return short_repr("ConversionPlan", f"{self.source.name} → {self.output.name}", *self._facts())
+
+    def _facts(self) -> list[str]:
+        keys = sum(item.count for item in self.state_dicts)
+        changed = sum(len(item.changed) for item in self.state_dicts)
+        shards = count_text(len(self.files), "shard") if self.index is not None else ""
+        return [self.to, size_text(self.nbytes), f"{changed:,} of {count_text(keys, 'key')} renamed", shards]
+
+    def _repr_html_(self) -> str:
+        renamed = ((old, "→", new) for item in self.state_dicts for old, new in item.changed)
+        left_out = ((item.path, "skipped:", item.reason) for item in self.skipped)
+        return html_table(f"{self.source} → {self.output}: {', '.join(filter(None, self._facts()))}", chain(left_out, renamed))
+
+    def __reduce__(self) -> tuple[Callable[[dict[str, Any]], ConversionPlan], tuple[dict[str, Any]]]:
+        """A plan in a pickle tells all that it told; it cannot be executed, for its files are open here only."""
+        facts = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in _OF_OPEN_FILES}
+        facts["state_dicts"] = tuple(replace(item, mapped=None) for item in self.state_dicts)
+        facts["skipped"] = tuple(replace(item, node=None) for item in self.skipped)
+        facts["files"] = tuple(map(_told_file, self.files))
+        facts.update(index=_told_file(self.index), mapping=_told_file(self.mapping))
+        for name in ("locations", "casts", "tied"):
+            facts[name] = dict(facts[name])
+        return _plan_again, (facts,)
+
+    def __copy__(self) -> ConversionPlan:
+        return self
+
+    def __deepcopy__(self, _: object) -> ConversionPlan:
+        return self
 
 
 def target(output: Path, options: Request) -> tuple[Path, Target]:

@@ -179,8 +179,8 @@ def result_document(result: ConversionResult) -> dict[str, Any]:
     }
 
 
-def error_document(error: CheckpointError) -> dict[str, Any]:
-    """An error as JSON values."""
+def error_document(error: CheckpointError, exit_code: int) -> dict[str, Any]:
+    """An error as JSON values, with the exit code of the program."""
     return {
         "error": {
             "kind": type(error).__name__,
@@ -189,6 +189,7 @@ def error_document(error: CheckpointError) -> dict[str, Any]:
             "where": error.where,
             "what": error.what,
             "hint": error.hint,
+            "exit_code": exit_code,
         },
         **({"fit": fit_document(error.fit)} if isinstance(error, KeyMismatch) and isinstance(error.fit, Fit) else {}),
     }

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from ckptconv.bounds import in_force
-from ckptconv.choices import refuse_no_flag, refuse_no_path
+from ckptconv.choices import refuse_no_flag, refuse_no_path, spelling_checked
 from ckptconv.documents import read_object, refuse_crowded
 from ckptconv.errors import CheckpointError, KeyConflict, LimitExceeded, MissingDependency, printable
 from ckptconv.key_rules import Mapped, MappedKeys, Regex, Rename, Rule
@@ -37,6 +37,7 @@ class _Entry(NamedTuple):
     line: int | None
 
 
+@spelling_checked
 def read_key_rules(
     path: str | os.PathLike[str], *, wrappers: Literal["strip", "keep"] = "strip", reverse: bool = False
 ) -> KeyRules:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptconv.checkpoint import Checkpoint
-from ckptconv.choices import refuse_no_flag, refuse_no_path, refuse_no_text
+from ckptconv.choices import refuse_no_flag, refuse_no_path, refuse_no_text, spelling_checked
 from ckptconv.convert import ConversionResult, execute_plan
 from ckptconv.devices import require_torch, tag_map
 from ckptconv.dtypes import BY_NAME, DType, floating_dtype
@@ -19,6 +19,7 @@ from ckptconv.nodes import BYTEARRAY, ORDERED_DICT, SET, Call, Dict, Global, Nod
 from ckptconv.outputs import check_folder, check_output
 from ckptconv.planning import plan_conversion
 from ckptconv.plans import Request, Target
+from ckptconv.progress import OnProgress
 from ckptconv.tensors import Storage, TensorObject, view_of
 from ckptconv.walking import place_text, tensors_of
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 
+@spelling_checked
 def save_portable(
     state_dict: Any,
     path: str | os.PathLike[str],
@@ -36,12 +38,14 @@ def save_portable(
     dtype: str | None = None,
     force: bool = False,
     fsync: bool = True,
+    on_progress: OnProgress | None = None,
 ) -> ConversionResult:
     """Save live tensors, wherever they are, as a portable file: `model.state_dict()`, or a whole training checkpoint.
 
-    The format follows the name (or `to`); every storage is tagged `device` (``cpu`` by default), whether this host has it
-    or not; wrapper prefixes are stripped as in `convert_checkpoint`. Tensors of other devices are copied to the CPU one at
-    a time. The file appears whole or not at all, and an existing one is replaced only with `force`. Raises
+    The format follows the name (or `to`); every storage is tagged `device` (``cpu`` by default), whether this
+    host has it or not; wrapper prefixes are stripped as in `convert_checkpoint`. Tensors of other devices are
+    copied to the CPU one at a time. The file appears whole or not at all, and an existing one is replaced
+    only with `force`. `on_progress` is called with a `Progress` (bytes), about once a MiB. Raises
     `CheckpointError`, `RefusedObject` for values other than tensors and plain Python.
 
     >>> save_portable(model.state_dict(), "out.safetensors", device="cpu")  # doctest: +SKIP
@@ -58,7 +62,7 @@ def save_portable(
     except RecursionError:
         raise too_deep("nests too many containers to be saved", path=path) from None
     checkpoint = Checkpoint(Path("the state dict"), "memory", root, sum(ref.nbytes for _, ref in tensors_of(root)))
-    return execute_plan(plan_conversion(checkpoint, path, options), force=force, fsync=fsync)
+    return execute_plan(plan_conversion(checkpoint, path, options), force=force, fsync=fsync, on_progress=on_progress)
 
 
 _LONGEST_INT = 2031  # bits; weights_only=True reads no longer ones

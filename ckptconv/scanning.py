@@ -9,19 +9,21 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptconv.choices import refuse_no_path
+from ckptconv.choices import refuse_no_path, spelling_checked
 from ckptconv.errors import CheckpointError, UnsupportedCheckpoint
 from ckptconv.formats.dcp_metadata import read_metadata
 from ckptconv.joined_archives import joined_archives
 from ckptconv.progress import Meter, OnProgress
+from ckptconv.showing import html_table, short_repr
 from ckptconv.sources import CHUNK, FileSource, RangeSource
 from ckptconv.stream_scanner import Finding, Room, Scanner
 from ckptconv.threats import LEVELS, Level
+from ckptconv.wording import count_text
 
 __all__ = ["Finding", "Scan", "ScannedFile", "scan_checkpoint"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ScannedFile:
     """What was found in one file. `kind` says what the file is; `pickles` counts those in it, nested ones included."""
 
@@ -35,8 +37,11 @@ class ScannedFile:
         """The worst of its findings; plain where there is none."""
         return max((finding.level for finding in self.findings), key=LEVELS.index, default="plain")
 
+    def __repr__(self) -> str:
+        return short_repr("ScannedFile", Path(self.path).name, self.kind, self.level, count_text(self.pickles, "pickle"))
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Scan:
     """What was found at a path, file by file."""
 
@@ -53,7 +58,20 @@ class Scan:
         """Everything that is dangerous."""
         return tuple(finding for file in self.files for finding in file.findings if finding.level == "dangerous")
 
+    def __repr__(self) -> str:
+        files, found = count_text(len(self.files), "file"), len(self.dangerous)
+        return short_repr(
+            "Scan", Path(self.path).name or self.path, self.level, files, f"{found:,} dangerous" if found else None
+        )
 
+    def _repr_html_(self) -> str:
+        told = (
+            (file.path, one.level, one.name, one.reason) for file in self.files for one in file.findings if one.level != "plain"
+        )
+        return html_table(f"{self.path}: {self.level}", told)
+
+
+@spelling_checked
 def scan_checkpoint(path: str | os.PathLike[str], *, on_progress: OnProgress | None = None) -> Scan:
     """Scan a file, or all files in a folder and the folders in it.
 

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, NoReturn, Protocol
 
 from ckptconv.bounds import in_force
 from ckptconv.errors import LimitExceeded, MalformedCheckpoint, OutputRefused, UnsupportedCheckpoint, not_opened
@@ -104,6 +104,10 @@ class FileSource:
         if (note := _NOTING.get()) is not None:
             note(found)
         self._window, self._window_at = b"", 0  # the last bytes fetched for a small read: small records lie side by side
+
+    def __reduce__(self) -> NoReturn:
+        """What is open here is not open in another process, and the number of its descriptor is another file's there."""
+        raise TypeError("an open file cannot be pickled or copied; open it by its path where it is needed")
 
     def read_into(self, offset: int, view: memoryview) -> None:
         while view:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,14 +16,16 @@ from ckptconv.errors import AmbiguousStateDict, KeyConflict, printable
 from ckptconv.labels import names_average
 from ckptconv.nodes import Call, Dict, Node, attributes, children, mapping_pairs
 from ckptconv.producers import Producer, averages_weights, producer_in
+from ckptconv.showing import html_table, short_repr
 from ckptconv.tensors import TensorRef
 from ckptconv.walking import PLAIN, Place, is_tensor, label_text, labels_of, place_text, tensor_of
 from ckptconv.wording import count_text, quoted
 
 _LISTED = 8
+_IN_TABLE = 20  # keys in a notebook
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class StateDict:
     """A state dict in a tree: its `path` (empty for the root), its `node`, and its keys and values in order.
 
@@ -56,6 +59,14 @@ class StateDict:
         for key, value in zip(self.keys, self.values, strict=True):
             if (tensor := tensor_of(value)) is not None:
                 yield key, tensor
+
+    def __repr__(self) -> str:
+        first = f"{self.keys[0]}, …" if self.keys else None
+        return short_repr("StateDict", self.path or "the root", count_text(len(self.keys), "key"), first)
+
+    def _repr_html_(self) -> str:
+        rows = ((key, ref.dtype.name, list(ref.shape), ref.location) for key, ref in islice(self.tensors(), _IN_TABLE))
+        return html_table(self.path or "the root", rows, more=max(0, len(self.keys) - _IN_TABLE))
 
     def beside(self) -> Iterator[tuple[str, Node, bool]]:
         """What stands in its dict beside it, and beside what the dict is in: path, value, and whether it is an item.

@@ -17,6 +17,7 @@ from ckptconv.dtypes import UINT8, DType
 from ckptconv.errors import LimitExceeded, MalformedCheckpoint, RefusedObject
 from ckptconv.nodes import made
 from ckptconv.progress import Meter
+from ckptconv.showing import short_repr
 from ckptconv.sources import CHUNK, Source, crc32
 
 if TYPE_CHECKING:
@@ -73,6 +74,9 @@ class TensorRef(NamedTuple):
     requires_grad: bool = False
     conj: bool = False
     neg: bool = False
+
+    def __repr__(self) -> str:
+        return short_repr("TensorRef", self.dtype.name, list(self.shape), self.location)
 
     @property
     def numel(self) -> int:

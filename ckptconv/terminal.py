@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 import click
@@ -34,11 +34,45 @@ def errors_shown(as_json: bool, usage: bool = False, code: int = 1) -> Iterator[
     try:
         yield
     except CheckpointError as error:
-        from ckptconv import report
-
+        exit_code = 2 if usage else code
         if as_json:
-            print_json(report.error_document(error))
-        fail(f"{error}; see ckptconv convert --help" if usage else str(error), 2 if usage else code)
+            print_error_json(error, exit_code)
+        fail(f"{error}; see ckptconv convert --help" if usage else str(error), exit_code)
+
+
+def print_error_json(error: CheckpointError, exit_code: int) -> None:
+    """The document of an error, with the exit code that goes with it."""
+    from ckptconv import report
+
+    print_json(report.error_document(error, exit_code))
+
+
+def is_json_asked(arguments: Sequence[str]) -> bool:
+    """Whether a command line asks for a document, also one that cannot be understood otherwise."""
+    options = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    return "--json" in options
+
+
+def stop(kind: str, what: str, code: int, *, as_json: bool, hint: str | None = None) -> NoReturn:
+    """End the program for a reason that is no checkpoint's, with one line on stderr and, where it is asked for, a document."""
+    message = f"{what}; {hint}" if hint else what
+    if as_json:
+        print_ending_json(kind, what, code, hint=hint)
+    fail(message, code)
+
+
+def print_ending_json(kind: str, what: str, code: int, *, hint: str | None = None) -> None:
+    """The document of an end that no command foresaw, unless there is one on stdout already."""
+    if _PRINTED:
+        return
+    facts = {"path": None, "where": None, "what": what, "hint": hint, "exit_code": code}
+    with suppress(OSError):  # there may be nobody to read it any more
+        print_json({"error": {"kind": kind, "message": f"{what}; {hint}" if hint else what, **facts}})
+        sys.stdout.flush()
+
+
+_PRINTED: list[bool] = []
+"""Has an item when a document was printed: there is one for each run."""
 
 
 def colors() -> bool | None:
@@ -59,10 +93,12 @@ def show_error(message: str) -> None:
 
 
 def print_json(document: dict[str, Any]) -> None:
-    """A document on stdout, in ASCII."""
-    import json
+    """The one document of this run on stdout; see `strict_json`."""
+    from ckptconv.strict_json import json_text
 
-    click.echo(json.dumps(document, indent=2))
+    text = json_text(document)
+    _PRINTED.append(True)
+    click.echo(text)
 
 
 def print_summary(headline: str, lines: Iterable[tuple[str, str]]) -> None:

@@ -29,7 +29,7 @@ def difference_lines(found: Difference) -> Iterator[tuple[str, str]]:
     yield from _listed("only in A", [printable(key) for key in found.only_a])
     yield from _listed("only in B", [printable(key) for key in found.only_b])
     yield from _listed("dtype", _changes(found.dtypes))
-    yield from _listed("shape", _changes(found.shapes))
+    yield from _listed("shape", [f"{printable(item.key)}: {list(item.a)} / {list(item.b)}" for item in found.shapes])
     yield from _listed("values", [f"{printable(item.key)}: {_deviation_text(item.deviation)}" for item in found.values])
     yield from _listed("no tensor", _changes(found.others))
     counted = "" if found.strict_device else " (not counted)"
@@ -75,7 +75,7 @@ def difference_document(found: Difference) -> dict[str, Any]:
         "only_a": list(found.only_a),
         "only_b": list(found.only_b),
         "dtypes": _change_documents(found.dtypes),
-        "shapes": _change_documents(found.shapes),
+        "shapes": [{"key": item.key, "a": list(item.a), "b": list(item.b)} for item in found.shapes],
         "locations": _change_documents(found.locations),
         "values": [{"key": item.key, **_deviation_document(item.deviation)} for item in found.values],
         "others": _change_documents(found.others),
@@ -95,9 +95,21 @@ def _deviation_document(found: Deviation) -> dict[str, Any]:
         "max_abs": _number(found.max_abs),
         "max_rel": _number(found.max_rel),
         "where": list(found.where),
-        "a": found.a,
-        "b": found.b,
+        "a": _value(found.a),
+        "b": _value(found.b),
     }
+
+
+def _value(text: str) -> float | bool | str:
+    """A value of a tensor as JSON has it: a number, true or false; text where it has no form (``nan``, complex)."""
+    if text in ("True", "False"):
+        return text == "True"
+    if text.lstrip("-").isdecimal():
+        return int(text)
+    try:
+        return number if math.isfinite(number := float(text)) else text
+    except ValueError:
+        return text
 
 
 def _number(value: float | None) -> float | str | None:

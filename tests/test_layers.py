@@ -11,9 +11,10 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "ckptconv"
 
 LAYERS = {
-    "errors": 0, "bounds": 0, "collector": 0, "signals": 0, "progress": 0,
-    "dtypes": 1, "key_rules": 1, "devices": 1, "sources": 1, "nodes": 1, "findings": 1, "wording": 1, "labels": 1,
+    "errors": 0, "bounds": 0, "collector": 0, "signals": 0, "strict_json": 0, "showing": 1, "progress": 0,
+    "dtypes": 1, "key_rules": 1, "devices": 1, "sources": 1, "nodes": 1, "wording": 1, "labels": 1,
     "choices": 1,
+    "findings": 2,
     "keys": 2, "outputs": 2, "documents": 2, "casting": 2, "pickling": 2, "extents": 2, "substitution": 2, "tracing": 2,
     "torch_words": 2, "mapping_calls": 2, "census": 2, "joined_archives": 2,
     "unpickling": 3, "tensors": 3, "archives": 3, "sharding": 3, "rule_files": 3, "key_fitting": 3, "staging": 3,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ckptconv.archives import is_zip, read_directory
 from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint
-from ckptconv.choices import refuse_no_flag, refuse_no_paths, refuse_no_text
+from ckptconv.choices import refuse_no_flag, refuse_no_paths, refuse_no_text, spelling_checked
 from ckptconv.collector import collector_paused
 from ckptconv.errors import CheckpointError, LimitExceeded, UnsupportedCheckpoint, not_opened, printable
 from ckptconv.formats.accelerate import Openers, is_accelerate, is_fsdp, open_accelerate
@@ -179,6 +179,7 @@ STRANGERS: tuple[Stranger, ...] = (
 """What people meet under a checkpoint's name; the first that matches is named in the error."""
 
 
+@spelling_checked
 def open_checkpoint(path: Named, *, tag: str | None = None, whole_modules: bool = False) -> Checkpoint:
     """Open a checkpoint, of one file or of many: read its index, and none of its tensors' bytes.
 
