@@ -89,7 +89,9 @@ class Reason:
 class Part:
     """A named part of a checkpoint: what it is, its tensors and their bytes (tensors that share memory count once).
 
-    `tensor` are the facts about a part that is one tensor itself.
+    `kind` says it in words. `sort` is its sort alone (``tensor``, ``state dict``, ``optimizer``, ``dict``, ``int``, ...),
+    `length` of how many items a container or bytes a storage is, `value` a plain value or the name of a class, and `tensor` the
+    facts about a part that is one tensor itself. With `shared`, what it holds is listed with a part above.
     """
 
     name: str
@@ -98,6 +100,10 @@ class Part:
     nbytes: int
     parts: tuple[Part, ...] = ()
     tensor: TensorFacts | None = None
+    sort: str = "module"
+    length: int | None = None
+    value: str | int | float | bool | None = None
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,12 +330,12 @@ def _odd_objects(root: Node) -> Iterator[OddObject]:
 
 
 def _tensor_part(name: str, ref: TensorRef) -> Part:
-    return Part(name, _kind(ref), 1, ref.nbytes, tensor=_facts(name, None, ref))
+    return Part(name, _kind(ref), 1, ref.nbytes, tensor=_facts(name, None, ref), sort="tensor")
 
 
 def _part(name: str, node: Node, found: Mapping[int, StateDict], depth: int, shown: set[int]) -> Part:
     if id(node) in shown:
-        return Part(name, f"{_kind(node)}, shared with a part above", 0, 0)
+        return Part(name, f"{_kind(node)}, shared with a part above", 0, 0, (), None, *_sort(node), True)
     if type(node) in (Dict, list, Call):
         shown.add(id(node))
     item = found.get(id(node))
@@ -345,13 +351,14 @@ def _part(name: str, node: Node, found: Mapping[int, StateDict], depth: int, sho
     parts = [_part(label_text(label), child, found, depth - 1, shown) for label, child in beside]
     if item is not None and inside:
         parts.insert(0, _state_dict_part(".", item, depth))
-    return Part(name, _kind(node), len(refs), _nbytes(refs), tuple(parts))
+    return Part(name, _kind(node), len(refs), _nbytes(refs), tuple(parts), None, *_sort(node))
 
 
 def _state_dict_part(name: str, item: StateDict, depth: int) -> Part:
     named = list(item.tensors())
     modules = _modules(named, depth and depth + min(len(find_wrappers(item.telling_keys)), _DEEPEST_WRAPPERS))
-    return Part(name, "state dict", len(named), _nbytes([ref for _, ref in named]), modules)
+    size = _nbytes([ref for _, ref in named])
+    return Part(name, "state dict", len(named), size, modules, sort="state dict", length=len(item.keys))
 
 
 def _nbytes(refs: list[TensorRef]) -> int:
@@ -395,3 +402,29 @@ def _kind(node: Node) -> str:
     if type(node) in (str, int, float, complex, bool, bytes):
         return f"{type(node).__name__} {label_text(node)[:_VALUE_LENGTH]}"
     return spoken(node)
+
+
+def _sort(node: Node) -> tuple[str, int | None, str | int | float | bool | None]:
+    """The sort of a node in a word, how many items it has, and its value where it is a plain one or a name."""
+    pairs = mapping_pairs(node)
+    if pairs is not None:
+        names = {key for key, _ in pairs if type(key) is str}
+        return "optimizer" if {"state", "param_groups"} <= names else "dict", len(pairs), None
+    if type(node) in (list, tuple):
+        return type(node).__name__, len(node), None
+    if type(node) is Storage:
+        return "storage", node.nbytes, None
+    if type(node) is Call:
+        return "object", None, node.name
+    if type(node) is Global:
+        return "name", None, node.path
+    if node is None or tensor_of(node) is not None:
+        return "none" if node is None else "tensor", None, None
+    if type(node) in (bool, float) or (type(node) is int and node.bit_length() <= _LONGEST_INT):
+        return type(node).__name__, None, node
+    if type(node) in (str, int, complex, bytes):
+        return type(node).__name__, None, label_text(node)[:_VALUE_LENGTH]
+    return "object", None, spoken(node)
+
+
+_LONGEST_INT = 64  # bits; longer ones are texts, for few readers of JSON take them

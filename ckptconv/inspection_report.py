@@ -118,7 +118,10 @@ def _part_document(part: Part) -> dict[str, Any]:
     tensor = part.tensor
     return {
         "name": part.name,
-        "kind": part.kind if tensor is None else "tensor",
+        "kind": part.sort,
+        "length": part.length,
+        "value": part.value,
+        "shared": part.shared,
         "dtype": None if tensor is None else tensor.dtype,
         "shape": None if tensor is None else list(tensor.shape),
         "device": None if tensor is None else tensor.device,

@@ -25,7 +25,7 @@ from ckptconv.choices import (
 from ckptconv.composites import Check
 from ckptconv.devices import TagMap, check_tag, tag_map
 from ckptconv.dtypes import DType, floating_dtype
-from ckptconv.errors import CheckpointError, OptionRefused
+from ckptconv.errors import CheckpointError, OptionRefused, printable
 from ckptconv.fitted_keys import KeyTarget
 from ckptconv.key_rules import MappedKeys, Rule
 from ckptconv.keys import RULE_WORDS, STRIP, KeyRules, rules_of
@@ -34,7 +34,7 @@ from ckptconv.nodes import Node
 from ckptconv.rule_files import read_rules
 from ckptconv.settling import Rewritten, Skipped, Unknown
 from ckptconv.sharding import shard_limit
-from ckptconv.showing import html_table, short_repr
+from ckptconv.showing import WIDTH, html_table, short_repr
 from ckptconv.sources import Source
 from ckptconv.tensors import TensorRef
 from ckptconv.wording import count_text, size_text
@@ -150,7 +150,8 @@ class Options:
 
     def __repr__(self) -> str:
         given = ((item.name, getattr(self, item.name), item.default) for item in fields(self))
-        return short_repr("Options", *(f"{name}={value!r}" for name, value, default in given if value != default))
+        told = printable(f"Options({', '.join(f'{name}={value!r}' for name, value, default in given if value != default)})")
+        return told if len(told) <= WIDTH else f"{told[: WIDTH - 2]}…)"
 
     def request(self, fit_to: KeyTarget | None) -> Request:
         """The request that these options stand for; `fit_to` is what `like` or `model` name. Files of rules are read."""
