@@ -122,6 +122,6 @@ def unknown_option(name: str, options: Sequence[str]) -> UnknownOption:
     """The error for a name that is none of the `options`."""
     from difflib import get_close_matches
 
-    near = get_close_matches(name.lower(), options, 3, 0.6)
+    near = get_close_matches(name.lower(), options, 3, 0.65)
     hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(options)}"
     return UnknownOption(f"unknown option '{printable(name)}'", hint=hint)

@@ -22,7 +22,7 @@ from ckptconv.dtypes import UINT8
 from ckptconv.encodings import flat
 from ckptconv.errors import CheckpointError, KeyConflict, LimitExceeded, OptionRefused, printable
 from ckptconv.formats.detect import Named, open_checkpoint
-from ckptconv.keys import KEEP, STRIP, KeyMap, KeyRules, map_keys, refuse_idle, rules_of
+from ckptconv.keys import STRIP, KeyMap, KeyRules, map_keys, refuse_idle, rules_of
 from ckptconv.nodes import Call, Dict, Global, Node, PersistentId, attributes, children, mapping_pairs
 from ckptconv.plain_objects import plain_form, tensor_form
 from ckptconv.progress import Meter, OnProgress
@@ -121,7 +121,7 @@ def diff_checkpoints(
     a: Named,
     b: Named,
     *,
-    keys: Literal["strip", "keep"] | KeyRules = KEEP,
+    keys: Literal["strip", "keep"] | KeyRules = "keep",
     only: str | None = None,
     only_b: str | None = None,
     whole: bool = False,

@@ -101,8 +101,10 @@ _KINDS: dict[int, tuple[type[UnsupportedCheckpoint], str, str | None]] = {
 """Numbers of `OSError`s that are errors of their own: which, what is said, and the hint."""
 
 
-def not_opened(error: OSError | int, path: object) -> UnsupportedCheckpoint:
+def not_opened(error: OSError | int, path: object, what: str | None = None, hint: str | None = None) -> UnsupportedCheckpoint:
     """The error for a file that cannot be opened, by the `OSError` or its number; an `OSError` too where it has a class.
+
+    `what` and `hint` say more than the number does.
 
     >>> isinstance(not_opened(errno.ENOENT, "in.pt"), FileNotFoundError), str(not_opened(errno.ENOENT, "in.pt"))
     (True, 'in.pt: no such file; check the path')
@@ -110,8 +112,8 @@ def not_opened(error: OSError | int, path: object) -> UnsupportedCheckpoint:
     number = error if isinstance(error, int) else error.errno or 0
     if number not in _KINDS:
         return UnsupportedCheckpoint(f"cannot be opened: {os.strerror(number)}", path=path)
-    kind, what, hint = _KINDS[number]
-    made = kind(what, path=path, hint=hint)
+    kind, said, advice = _KINDS[number]
+    made = kind(what or said, path=path, hint=hint or advice)
     assert isinstance(made, OSError)
     made.errno, made.strerror, made.filename = number, os.strerror(number), str(path)
     return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -240,7 +241,7 @@ def _open_inside(folder: Path, tag: str | None, kind: Gathering | None) -> Check
     found = chosen(folder, tag, is_gathering)
     if found is None:
         what = "is a folder without a checkpoint in it"
-        raise UnsupportedCheckpoint(what, path=folder, hint="name the file that is meant")
+        raise not_opened(errno.EISDIR, folder, what, "name the file that is meant")
     inner = _gathering(found.path)
     checkpoint = inner.open(found.path, folder, None) if inner is not None else _open_alone(found.path)
     return replace(checkpoint, notes=(*found.notes, *checkpoint.notes))
