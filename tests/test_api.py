@@ -392,19 +392,19 @@ def test_the_words_are_those_of_the_command_line():
 
 def test_words_do_what_they_do_on_the_command_line(room):
     words = {
-        "strip_prefix": "module.", "rename": ["features.0=conv", "classifier.=head."], "regex": r"\.1\.=>.one.",
+        "strip_prefix": "module.", "rename": ["features.0=conv", "classifier.=head."], "regex": r"^conv\.=>first.",
         "add_prefix": "net.", "exclude": ["*.num_batches_tracked"], "include": ("net.*",), "preset": [],
         "map_location": {"cuda:3": "cuda:1"}, "dtype": "bf16", "only": "state_dict", "max_shard_size": None, "keys": "keep",
     }  # fmt: skip
     ckptconv.convert_checkpoint("train.pt", "api.pt", **words)
     line = ["--keys", "keep", "--strip-prefix", "module.", "--rename", "features.0=conv", "--rename", "classifier.=head."]
-    line += ["--regex", r"\.1\.=>.one.", "--add-prefix", "net.", "--include", "net.*", "--exclude", "*.num_batches_tracked"]
+    line += ["--regex", r"^conv\.=>first.", "--add-prefix", "net.", "--include", "net.*", "--exclude", "*.num_batches_tracked"]
     line += ["--map-location", "cuda:3=cuda:1", "--dtype", "bf16", "--only", "state_dict"]
     done = run("convert", "train.pt", "cli.pt", *line, cwd=room)
     assert done.exit == 0, done.err
     assert (room / "api.pt").read_bytes() == (room / "cli.pt").read_bytes()
     saved = torch.load("api.pt", map_location="cpu", weights_only=True)
-    assert "net.conv.weight" in saved and "net.features.one.weight" in saved and saved["net.head.bias"].dtype is torch.bfloat16
+    assert "net.first.weight" in saved and "net.features.1.weight" in saved and saved["net.head.bias"].dtype is torch.bfloat16
     with ckptconv.open_checkpoint("train.pt") as checkpoint:
         plan = ckptconv.plan_conversion(checkpoint, "plan.pt", ckptconv.Options(**words))
         ckptconv.execute_plan(plan)
