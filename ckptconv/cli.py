@@ -40,6 +40,7 @@ from ckptconv.terminal import (
     print_summary,
     progress_shown,
     show_error,
+    show_page,
 )
 
 
@@ -55,6 +56,7 @@ Examples:
   ckptconv diff train.pt model.pt --keys strip     what differs, to the bit
   ckptconv scan downloads/                         whether it is safe to load
 \b
+ckptconv help lists the pages of the documentation, and shows them.
 Shell completion: eval "$(_CKPTCONV_COMPLETE=bash_source ckptconv)"
 (or zsh_source, fish_source)""",
 )
@@ -350,6 +352,34 @@ def scan(paths: tuple[Path, ...], strict: bool, as_json: bool, quiet: bool) -> N
         show_error(str(unread))
     refused = ("dangerous", "unknown") if strict else ("dangerous",)
     sys.exit(2 if errors else 1 if any(item.level in refused for item in found) else 0)
+
+
+@cli.command("help", epilog="""\b\nExamples:\n  ckptconv help\n  ckptconv help pipelines\n  ckptconv help convert""")
+@click.argument("topic", required=False, shell_complete=lambda ctx, _, start: _help_names(ctx, start))
+@click.pass_context
+def show_help(ctx: click.Context, topic: str | None) -> None:
+    """Show a page of the documentation, or the help of a command; without TOPIC, which pages there are."""
+    from ckptconv import help_pages
+
+    if topic is None:
+        click.echo("Pages (ckptconv help TOPIC):")
+        print_lines(help_pages.topics().items())
+        click.echo("Commands are listed by ckptconv --help; ckptconv help COMMAND shows the options of one.")
+    elif topic in cli.commands:
+        with click.Context(cli.commands[topic], info_name=topic, parent=ctx.parent) as context:
+            click.echo(cli.commands[topic].get_help(context))
+    elif (text := help_pages.page_text(topic)) is not None:
+        show_page(text)
+    else:
+        near = help_pages.near_matches(topic, list(cli.commands))
+        meant = f"did you mean {' or '.join(near)}" if near else "ckptconv help lists the topics"
+        fail(f"there is no help on {printable(topic)!r}; {meant}", 2)
+
+
+def _help_names(ctx: click.Context, start: str) -> list[str]:
+    from ckptconv.help_pages import topics
+
+    return [name for name in [*topics(), *cli.commands] if name.startswith(start)]
 
 
 def _convert(given: dict[str, Any], wrappers: str) -> None:
