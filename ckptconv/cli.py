@@ -16,6 +16,7 @@ from ckptconv.errors import CheckpointError, OutputRefused, printable
 from ckptconv.signals import stop_in_good_order
 
 if TYPE_CHECKING:
+    from ckptconv.gpu_choice import Shell
     from ckptconv.plans import ConversionPlan, Options
 from ckptconv.cli_options import (
     FILE,
@@ -39,6 +40,7 @@ from ckptconv.terminal import (
     print_summary,
     progress_shown,
     show_error,
+    show_page,
 )
 
 
@@ -54,6 +56,7 @@ Examples:
   ckptconv diff train.pt model.pt --keys strip     what differs, to the bit
   ckptconv scan downloads/                         whether it is safe to load
 \b
+ckptconv help lists the pages of the documentation, and shows them.
 Shell completion: eval "$(_CKPTCONV_COMPLETE=bash_source ckptconv)"
 (or zsh_source, fish_source)""",
 )
@@ -207,10 +210,29 @@ def doctor(sources: tuple[Path, ...], as_json: bool, **given: Any) -> None:
     sys.exit(0 if found.loads else 1)
 
 
-@cli.command(epilog="""\b\nExamples:\n  ckptconv devices\n  CUDA_VISIBLE_DEVICES=1 ckptconv devices --json""")
+@cli.command(
+    epilog="""\b
+Examples:
+  ckptconv devices
+  CUDA_VISIBLE_DEVICES=1 ckptconv devices --json
+  eval "$(ckptconv devices --export)"
+  ckptconv devices --export --count 2 --min-free 8GB
+
+With --export, exit code 1 and no line when too few GPUs will do; 0 and no line on a host without GPUs."""
+)
+@click.option("--export", is_flag=True, help="Print CUDA_VISIBLE_DEVICES for a shell: GPUs with the most free memory first.")
+@click.option("--count", metavar="N", type=click.IntRange(1), help="With --export: only so many GPUs.")
+@click.option("--min-free", metavar="SIZE", help="With --export: only GPUs with so much free memory, e.g. 8GB.")
+@click.option("--shell", type=click.Choice(["sh", "fish", "powershell", "cmd"]), help="With --export: the shell; default: sh.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
-def devices(as_json: bool) -> None:
-    """Show the devices of this host, physical and visible (CUDA_VISIBLE_DEVICES), with their free memory."""
+def devices(export: bool, as_json: bool, **given: Any) -> None:
+    """Show the devices of this host, physical and visible (CUDA_VISIBLE_DEVICES), with their free memory; or choose
+    the GPUs that a program should see."""
+    if export:
+        _export_gpus(as_json, **given)
+        return
+    if unused := [name for name, value in given.items() if value is not None]:
+        raise click.UsageError(f"--{unused[0].replace('_', '-')} goes with --export")
     from ckptconv import host_report as report
     from ckptconv.devices import best_device, survey_host
 
@@ -220,6 +242,27 @@ def devices(as_json: bool) -> None:
         print_json(report.host_document(host, best))
         return
     print_lines([*report.host_lines(host), ("auto", f"--device auto would choose {best}")])
+
+
+def _export_gpus(as_json: bool, count: int | None, min_free: str | None, shell: Shell | None) -> None:
+    """What a shell evaluates goes to stdout, all else to stderr."""
+    from ckptconv import host_report as report
+    from ckptconv.gpu_choice import choose_gpus, settings
+    from ckptconv.sharding import parse_size
+
+    if as_json and shell:
+        raise click.UsageError("--json and --shell are both given, and one of them can be printed")
+    with errors_shown(as_json, code=2):
+        size = None if min_free is None else parse_size(min_free)
+    with errors_shown(as_json):
+        choice = choose_gpus(min_free=size, count=count)
+    if as_json:
+        print_json(report.choice_document(choice))
+        return
+    for note in choice.notes:
+        click.echo(f"note: {printable(note)}", err=True)
+    for line in settings(choice, shell or "sh"):
+        click.echo(line)
 
 
 @cli.command(
@@ -309,6 +352,34 @@ def scan(paths: tuple[Path, ...], strict: bool, as_json: bool, quiet: bool) -> N
         show_error(str(unread))
     refused = ("dangerous", "unknown") if strict else ("dangerous",)
     sys.exit(2 if errors else 1 if any(item.level in refused for item in found) else 0)
+
+
+@cli.command("help", epilog="""\b\nExamples:\n  ckptconv help\n  ckptconv help pipelines\n  ckptconv help convert""")
+@click.argument("topic", required=False, shell_complete=lambda ctx, _, start: _help_names(ctx, start))
+@click.pass_context
+def show_help(ctx: click.Context, topic: str | None) -> None:
+    """Show a page of the documentation, or the help of a command; without TOPIC, which pages there are."""
+    from ckptconv import help_pages
+
+    if topic is None:
+        click.echo("Pages (ckptconv help TOPIC):")
+        print_lines(help_pages.topics().items())
+        click.echo("Commands are listed by ckptconv --help; ckptconv help COMMAND shows the options of one.")
+    elif topic in cli.commands:
+        with click.Context(cli.commands[topic], info_name=topic, parent=ctx.parent) as context:
+            click.echo(cli.commands[topic].get_help(context))
+    elif (text := help_pages.page_text(topic)) is not None:
+        show_page(text)
+    else:
+        near = help_pages.near_matches(topic, list(cli.commands))
+        meant = f"did you mean {' or '.join(near)}" if near else "ckptconv help lists the topics"
+        fail(f"there is no help on {printable(topic)!r}; {meant}", 2)
+
+
+def _help_names(ctx: click.Context, start: str) -> list[str]:
+    from ckptconv.help_pages import topics
+
+    return [name for name in [*topics(), *cli.commands] if name.startswith(start)]
 
 
 def _convert(given: dict[str, Any], wrappers: str) -> None:

@@ -99,3 +99,24 @@ def print_lines(lines: Iterable[tuple[str, str]], err: bool = False) -> None:
     for label, text in rows:
         color = "yellow" if label in ("warning", "note") else "red" if label in ("error", "damaged") else "cyan"
         click.echo("  " + click.style(label.ljust(width), fg=color) + "  " + text, err=err)
+
+
+def show_page(text: str) -> None:
+    """A page of Markdown: as it is where it is piped; else rendered, and in a pager where it does not fit the terminal."""
+    if not sys.stdout.isatty():
+        click.echo(text, nl=False)
+        return
+    import shutil
+
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    width, height = shutil.get_terminal_size()
+    console = Console(force_terminal=True, no_color=colors() is False, width=min(width, 110))
+    with console.capture() as captured:
+        console.print(Markdown(text))
+    shown = captured.get()
+    if shown.count("\n") < height:
+        click.echo(shown, nl=False)
+    else:
+        click.echo_via_pager(shown)
