@@ -17,6 +17,7 @@ from ckptconv.casting import cast
 from ckptconv.checksums import Checksums
 from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.errors import MalformedCheckpoint
+from ckptconv.progress import Meter
 from ckptconv.sources import CHUNK, SMALL, FileSource, crc32
 from ckptconv.tensors import Storage, TensorRef, iter_chunks, verbatim_runs
 
@@ -106,33 +107,39 @@ class Compared:
         self.equal += other.equal
 
 
-def compare_bytes(pairs: Sequence[Pair]) -> Compared:
-    """Which pairs are not the same bit for bit; both of a pair have one dtype and shape."""
+def compare_bytes(pairs: Sequence[Pair], meter: Meter) -> Compared:
+    """Which pairs are not the same bit for bit; both of a pair have one dtype and shape.
+
+    `meter` counts the bytes of one of each pair, until a difference is found in it.
+    """
     found = Compared()
     threaded: list[Span] = []
     for number, (first, second) in enumerate(pairs):
         spans = _spans(number, first, second)
         if spans is None:
             found.unread.add(number)
-            if not _streams_equal(first, second):
+            if not _streams_equal(first, second, meter):
                 found.differing.add(number)
         elif all(_may_be_threaded(span) for span in spans):
             threaded += spans
         else:
-            found.add(_compared(spans))
-    found.add(_compared_by_threads(threaded))
+            found.add(_compared_alone(spans, meter))
+    found.add(_compared_by_threads(threaded, meter))
     return found
 
 
-def damaged_storages(found: Compared, read: Iterable[Pair]) -> list[str]:
+def damaged_storages(found: Compared, read: Iterable[Pair], meter: Meter) -> list[str]:
     """What is to be said of storages whose bytes have not the CRC-32 that their records declare.
 
-    Those of the pairs in `read` are read for it, of the others the checksums that were `found` are put together.
+    Those of the pairs in `read` are read for it, which `meter` counts pair by pair; of the others the checksums that were
+    `found` are put together.
     """
     checksums = Checksums()
     damage: list[str] = []
-    for storage in (piece.storage for pair in read for ref in pair for piece in ref.pieces):
-        _noting(damage, partial(checksums.read, storage))
+    for pair in read:
+        for storage in (piece.storage for ref in pair for piece in ref.pieces):
+            _noting(damage, partial(checksums.read, storage))
+        meter.add(pair[0].nbytes)
     for span, crc in found.equal:
         for storage, at in ((span.first, span.first_at), (span.second, span.second_at)):
             _noting(damage, partial(checksums.copied, storage, at, span.nbytes, crc))
@@ -190,16 +197,25 @@ def _may_be_threaded(span: Span) -> bool:
     return span.nbytes > SMALL and type(span.first.source) is FileSource and type(span.second.source) is FileSource
 
 
-def _compared_by_threads(spans: Sequence[Span]) -> Compared:
+def _compared_alone(spans: Sequence[Span], meter: Meter) -> Compared:
+    found = Compared()
+    for batch in _batches(spans):
+        found.add(_compared(batch))
+        meter.add(sum(span.nbytes for span in batch))
+    return found
+
+
+def _compared_by_threads(spans: Sequence[Span], meter: Meter) -> Compared:
     batches = list(_batches(spans))
     if len(batches) < 2:
-        return _compared(spans)
+        return _compared_alone(spans, meter)
     from concurrent.futures import ThreadPoolExecutor
 
     found = Compared()
     with ThreadPoolExecutor(_THREADS, "ckptconv-comparer") as pool:
-        for one in pool.map(_compared, batches):
+        for batch, one in zip(batches, pool.map(_compared, batches), strict=True):
             found.add(one)
+            meter.add(sum(span.nbytes for span in batch))
     return found
 
 
@@ -255,14 +271,18 @@ def _equal_crc(span: Span, buffers: tuple[bytearray, bytearray]) -> int | None:
     return crc
 
 
-def _streams_equal(first: TensorRef, second: TensorRef) -> bool:
-    return all(bool((one == two).all()) for one, two in _aligned(_words(first), _words(second)))
+def _streams_equal(first: TensorRef, second: TensorRef, meter: Meter) -> bool:
+    for one, two in _aligned(_words(first), _words(second)):
+        if not bool((one == two).all()):
+            return False
+        meter.add(one.nbytes)
+    return True
 
 
 # --------------------------------------------------------------------------------------------------------------- values
 
 
-def deviation(first: TensorRef, second: TensorRef, tolerance: Tolerance | None) -> Deviation | None:
+def deviation(first: TensorRef, second: TensorRef, tolerance: Tolerance | None, meter: Meter | None = None) -> Deviation | None:
     """How the values of two tensors of one shape differ; None where they do not.
 
     Without a tolerance, elements differ when their bits do, or, where the dtypes differ, when their numbers do. Types that
@@ -275,6 +295,8 @@ def deviation(first: TensorRef, second: TensorRef, tolerance: Tolerance | None) 
     for ours, theirs in _aligned(_words(first), _words(second)):
         tally.add(at, _Run.of(ours, first.dtype, theirs, second.dtype, tolerance))
         at += len(ours)
+        if meter is not None:
+            meter.add(ours.nbytes)
     return tally.deviation(first.shape)
 
 

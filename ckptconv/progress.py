@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-Phase = Literal["read", "write", "verify", "sync"]
+Phase = Literal["read", "measure", "write", "verify", "sync"]
 
 _STEP = 1 << 20
 
@@ -16,7 +18,8 @@ class Progress:
     """How far one phase of a run has come: `done` of `total` bytes.
 
     The phases of a conversion are ``write`` (the source is read meanwhile), ``verify`` (the output is read back) and ``sync``
-    (the disk is waited for; nothing is known of how far it is until it is done). Whatever only reads has the phase ``read``.
+    (the disk is waited for; nothing is known of how far it is until it is done). Whatever only reads has the phase ``read``; a
+    comparison then reads what differs again, to ``measure`` by how much.
     A phase begins with `done` = 0 and ends with `done` = `total`; what fails stops in between. A conversion to many files has
     the phases of each of them in turn, so a phase may come again; its counts go on where they stood.
     """
@@ -66,3 +69,32 @@ class Meter:
         self._told = done
         if self._tell is not None:
             self._tell(Progress(self.phase, done, self.total))
+
+
+class Phases:
+    """The phases of one run: the seconds that each took in all, and whom to tell of them."""
+
+    def __init__(self, tell: OnProgress | None) -> None:
+        self.tell = tell
+        self.seconds: dict[Phase, float] = {}
+
+    @contextmanager
+    def timed(self, phase: Phase) -> Iterator[None]:
+        """The block is part of `phase`."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
+
+    @contextmanager
+    def waiting(self, nbytes: int, *, wanted: bool = True) -> Iterator[None]:
+        """The block waits until the disk has so many bytes, if that is `wanted`."""
+        if not wanted:
+            yield
+            return
+        meter = Meter("sync", nbytes, self.tell)
+        meter.at(0)
+        with self.timed("sync"):
+            yield
+        meter.finish()
