@@ -196,9 +196,9 @@ def doctor(sources: tuple[Path, ...], as_json: bool, **given: Any) -> None:
 
     if given["like"] and given["model"]:
         raise click.UsageError("--like and --model are both given, and the keys can fit one only")
-    with errors_shown(as_json, code=2), redirect_stdout(sys.stderr):  # a model that is built may print
-        with progress_shown(READING, silent=as_json) as on_progress:
-            found = diagnose(sources, **given, on_progress=on_progress)
+    shown = progress_shown(READING, silent=as_json)
+    with errors_shown(as_json, code=2), redirect_stdout(sys.stderr), shown as on_progress:  # a model that is built may print
+        found = diagnose(sources, **given, on_progress=on_progress)
     if as_json:
         print_json(report.diagnosis_document(found))
     else:

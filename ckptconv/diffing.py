@@ -53,7 +53,7 @@ class ValueChange:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What differs between the checkpoints at `a` and `b`, in the order of the keys of `a`.
+    """What differs between the checkpoints at `a` and `b`, in the order of the keys of `a`; `values` the worst first.
 
     `tensors` were compared, each of `nbytes` in sum. `others` are values that are no tensors, or a tensor in one of them
     only. `locations` are device tags that differ; they make a difference only with `strict_device`, and `dtypes` do unless
@@ -135,7 +135,7 @@ def diff_checkpoints(
             dtypes=tuple(found.dtypes),
             shapes=tuple(found.shapes),
             locations=tuple(found.locations),
-            values=tuple(values),
+            values=tuple(sorted(values, key=lambda item: item.deviation.badness, reverse=True)),
             others=tuple(found.others),
             notes=tuple(_notes(found)),
             strict_device=strict_device,
@@ -158,7 +158,7 @@ def _parts(
 
 def _mapped(found: StateDict, rules: KeyRules, checkpoint: Checkpoint) -> KeyMap:
     try:
-        return map_keys(found.keys, rules, telling=found.telling_keys)
+        return map_keys(found.keys, rules, telling=found.telling_keys, beside=found.keys_beside)
     except CheckpointError as error:
         raise error.at(path=checkpoint.path) from error.__cause__
 
