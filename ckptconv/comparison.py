@@ -514,12 +514,30 @@ class _Norms:
         if run.apart is None:
             return
         self._has_numbers = True
+        with np.errstate(all="ignore"):
+            if not self._add_plainly(run, run.apart):
+                self._add_carefully(run)
+
+    def _add_plainly(self, run: _Run, apart: Array) -> bool:
+        """Add sums that need no care; False where there may be values that are not finite, or whose squares are not."""
+        ours, theirs, apart = _reals(run.ours), _reals(run.theirs), _reals(apart)
+        squares = _inner(ours, ours), _inner(theirs, theirs), _inner(apart, apart)
+        if not all(_NOTHING < square < math.inf for square in squares[:2]):
+            return False
+        if not (_NOTHING < squares[2] < math.inf or not apart.any()):
+            return False
+        for total, square in zip((self._ours, self._theirs, self._apart), squares, strict=True):
+            total.add(square, 0)
+        self._inner.add(_inner(ours, theirs), 0)
+        return True
+
+    def _add_carefully(self, run: _Run) -> None:
+        import numpy as np
+
         finite = np.isfinite(run.ours) & np.isfinite(run.theirs)
-        if not finite.all():
-            self.nonfinite += int(len(finite) - np.count_nonzero(finite))
-            run = run.only(finite)
-        assert run.apart is not None
-        (ours, first), (theirs, second) = _scaled(run.ours), _scaled(run.theirs)
+        self.nonfinite += int(len(finite) - np.count_nonzero(finite))
+        run = run.only(finite)
+        (ours, first), (theirs, second) = _scaled(_reals(run.ours)), _scaled(_reals(run.theirs))
         self._ours.add(_inner(ours, ours), 2 * first)
         self._theirs.add(_inner(theirs, theirs), 2 * second)
         self._inner.add(_inner(ours, theirs), first + second)
@@ -571,32 +589,32 @@ def _power(value: float, exponent: float) -> float:
         return math.inf
 
 
-def _scaled(values: Array) -> tuple[Array, int]:
-    """Finite values as float64 numbers of at most 1, and the exponent of two by which they were divided."""
+_NOTHING = 1e-200  # sums of squares below may lack some that became nothing
+
+
+def _reals(values: Array) -> Array:
+    """Values as float64, a complex one as two."""
     import numpy as np
 
-    numbers = values.astype(np.complex128 if values.dtype.kind == "c" else np.float64).view(np.float64)
-    return _divided(numbers)
+    return values.astype(np.complex128 if values.dtype.kind == "c" else np.float64, copy=False).view(np.float64)
 
 
 def _scaled_difference(run: _Run) -> tuple[Array, int]:
-    """As `_scaled`, of a - b; integers are subtracted as such, and what would become infinite is halved before."""
+    """a - b, scaled; integers are subtracted as such, and what would become infinite is halved before."""
     import numpy as np
 
     if run.ours.dtype.kind in "iu":
         assert run.apart is not None
-        return _scaled(run.apart)
-    wide = np.complex128 if run.ours.dtype.kind == "c" else np.float64
-    ours, theirs = (part.astype(wide).view(np.float64) for part in (run.ours, run.theirs))
-    with np.errstate(all="ignore"):
-        apart = ours - theirs
-        if np.isfinite(apart).all():
-            return _divided(apart)
-        apart, exponent = _divided(ours / 2 - theirs / 2)
+        return _scaled(_reals(run.apart))
+    ours, theirs = _reals(run.ours), _reals(run.theirs)
+    if np.isfinite(apart := ours - theirs).all():
+        return _scaled(apart)
+    apart, exponent = _scaled(ours / 2 - theirs / 2)
     return apart, exponent + 1
 
 
-def _divided(numbers: Array) -> tuple[Array, int]:
+def _scaled(numbers: Array) -> tuple[Array, int]:
+    """Finite numbers divided by a power of two, so that none is above 1, and its exponent."""
     import numpy as np
 
     exponent = math.frexp(float(np.abs(numbers).max(initial=0.0)))[1]
@@ -604,7 +622,9 @@ def _divided(numbers: Array) -> tuple[Array, int]:
 
 
 def _inner(first: Array, second: Array) -> float:
-    return float((first * second).sum())
+    import numpy as np
+
+    return float(np.dot(first, second))
 
 
 def _text(value: Any) -> str:

@@ -14,7 +14,7 @@ from ckptconv.accounting import refuse_unaccounted, refuse_unwritten
 from ckptconv.bounds import held
 from ckptconv.casting import cast
 from ckptconv.checksums import Checksums
-from ckptconv.choices import refuse_no_flag, refuse_no_path, refuse_no_tags, refuse_no_text
+from ckptconv.choices import refuse_no_flag, refuse_no_output, refuse_no_path, refuse_no_tags, refuse_no_text
 from ckptconv.dcp_output import write_dcp
 from ckptconv.devices import tag_map
 from ckptconv.dtypes import DType, floating_dtype
@@ -104,8 +104,8 @@ def convert_checkpoint(
     >>> convert_checkpoint("in.pt", "out.safetensors", device="cuda:1")  # doctest: +SKIP
     """
     rules = rules_of(keys)
-    refuse_no_path(output=output)
-    refuse_no_path(**{name: path for name, path in (("save_mapping", save_mapping), ("like", like)) if path is not None})
+    refuse_no_output(output=output, **({} if save_mapping is None else {"save_mapping": save_mapping}))
+    refuse_no_path(**({} if like is None else {"like": like}))
     refuse_no_text(device=device, dtype=dtype, model=model)
     refuse_no_flag(drop_unexpected=drop_unexpected, force=force, fsync=fsync, verify=verify)
     refuse_no_tags(map_location)

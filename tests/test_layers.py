@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "ckptconv"
 
 LAYERS = {
-    "errors": 0, "bounds": 0, "collector": 0, "signals": 0, "progress": 0,
+    "errors": 0, "bounds": 0, "collector": 0, "signals": 0, "progress": 0, "addresses": 0,
     "dtypes": 1, "key_rules": 1, "devices": 1, "sources": 1, "nodes": 1, "findings": 1, "wording": 1, "labels": 1,
     "choices": 1,
     "keys": 2, "outputs": 2, "documents": 2, "casting": 2, "pickling": 2, "extents": 2, "substitution": 2, "tracing": 2,
