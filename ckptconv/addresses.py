@@ -20,6 +20,8 @@ _TOOLS = {
     "ftp": "curl -O {address}",
 }
 
+_SENDERS = {"s3": "aws s3 cp", "gs": "gcloud storage cp", "gcs": "gcloud storage cp", "hf": "huggingface-cli upload"}
+
 
 def address_in(path: object) -> str | None:
     """The address that `path` is, as it was typed; None for the path of a file here.
