@@ -188,11 +188,11 @@ def refuse_missing(given: dict[str, Any]) -> None:
     if sources and output is not None:
         return
     if output is None:
-        raise click.UsageError("IN and OUT are missing: which checkpoint is to become which file?")
+        raise click.UsageError("IN and OUT are missing: name a checkpoint, and the file that it is to become")
     command, name = click.get_current_context().info_name, printable(output)
     example = quote(str(_plausible(output, str(command))))
     offer = f", e.g. ckptconv {command} {quote(name)} {example}" if name.isprintable() and output.suffix else ""
-    raise click.UsageError(f"OUT is missing: what is {name} to become?{offer}")
+    raise click.UsageError(f"OUT is missing: name the file that {name} is to become{offer}")
 
 
 def _plausible(source: Path, command: str) -> Path:
@@ -240,7 +240,7 @@ def comparison(given: dict[str, Any]) -> dict[str, Any]:
     if given["equal_nan"] and not loose:
         raise click.UsageError("--equal-nan goes with --atol or --rtol; without them equal bits are equal, NaN included")
     if given["whole"] and keys != KEEP:
-        raise click.UsageError("--whole compares by path; key rules go without it")
+        raise click.UsageError("--whole compares everything by its path, so no rules for keys go with it; leave either out")
     try:
         tolerance = Tolerance(given["atol"] or 0.0, given["rtol"] or 0.0, given["equal_nan"]) if loose else None
     except ValueError as error:
