@@ -6,7 +6,7 @@ import os
 import re
 from shlex import quote
 
-_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}(?=[^/])(.*)", re.DOTALL).fullmatch  # C:/ is a drive
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(?=[^/])(.*)", re.DOTALL).fullmatch  # C:/ is a drive
 _HUB = re.compile(r"(?:[^/@]+@)?(?:www\.)?(?:huggingface\.co|hf\.co)/([^/]+/[^/]+)/(?:blob|resolve|raw)/([^/]+)/([^?#]+)").match
 _TOOLS = {
     "s3": "aws s3 cp {address} .",
@@ -19,6 +19,8 @@ _TOOLS = {
     "https": "curl -LO {address}",
     "ftp": "curl -O {address}",
 }
+
+_SENDERS = {"s3": "aws s3 cp", "gs": "gcloud storage cp", "gcs": "gcloud storage cp", "hf": "huggingface-cli upload"}
 
 
 def address_in(path: object) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,26 +25,53 @@ from ckptconv.cli_options import (
     RuleCommand,
     choice_options,
     comparison,
+    is_for_stdout,
     key_options,
     key_target_of,
     options_of,
     output_options,
+    refuse_missing,
 )
 from ckptconv.progress_display import COMPARING, COPYING, READING, SCANNING, progress_shown
 from ckptconv.terminal import (
+    Unprinted,
     colors,
+    copy_to_stdout,
     errors_shown,
     fail,
     fill_closed_streams,
+    print_headline,
     print_json,
     print_lines,
     print_summary,
     show_error,
     show_page,
+    spooled,
+    stop_unprinted,
 )
 
 
+class Program(click.Group):
+    """A group of commands whose answer must arrive: one that is not printed is an error, and not the answer."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            try:
+                return super().invoke(ctx)
+            finally:
+                sys.stdout.flush()  # here, for the interpreter's own flush would come too late to tell
+        except (Unprinted, OSError) as error:
+            if isinstance(error, OSError) and error.filename is not None:
+                raise
+            stop_unprinted(error, 2 if ctx.invoked_subcommand in _ANSWERING else 1)
+
+
+_ANSWERING = ("inspect", "doctor", "diff", "scan")
+"""Commands whose exit code 1 is an answer."""
+
+
 @click.group(
+    cls=Program,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     epilog="""\b
 Examples:
@@ -68,6 +95,7 @@ def cli() -> None:
 
 @cli.command(
     cls=RuleCommand,
+    short_help="Convert: keys normalised, for the CPU, as torch or safetensors.",
     epilog="""\b
 Examples:
   ckptconv convert in.pt out.safetensors
@@ -81,6 +109,7 @@ Examples:
   ckptconv convert in.pt out.safetensors --model my_package.models:build
   ckptconv convert rank0.pt rank1.pt out.safetensors
   ckptconv convert in.pt dcp_folder --to dcp
+  ckptconv convert in.pt - --to safetensors | ssh host 'cat > out.safetensors'
   ckptconv convert in.pt in.pt --force --verify""",
 )
 @output_options
@@ -110,6 +139,7 @@ def convert(keys: str, **given: Any) -> None:
 @cli.command(
     "strip-module",
     cls=RuleCommand,
+    short_help="Strip `module.` (DataParallel, DDP) off the keys.",
     epilog="""\b
 Examples:
   ckptconv strip-module in.pt out.pt
@@ -125,6 +155,7 @@ def strip_module(**given: Any) -> None:
 @cli.command(
     "add-module",
     cls=RuleCommand,
+    short_help="Put `module.` (DataParallel, DDP) before the keys.",
     epilog="""\b
 Examples:
   ckptconv add-module in.pt out.pt
@@ -132,16 +163,18 @@ Examples:
 )
 @output_options
 def add_module(**given: Any) -> None:
-    """Put `module.` (DataParallel, DDP) before every key of IN that lacks it altogether, and write OUT for the CPU."""
+    """Put `module.` (DataParallel, DDP) before the keys of IN, unless all have it, and write OUT for the CPU. What stands
+    beside the weights and is no tensor (`epoch`) keeps its name."""
     _convert(given, "add-module")
 
 
 @cli.command(
+    short_help="Show what is in it, and what will not load and why.",
     epilog="""\b
 Examples:
   ckptconv inspect in.pt
   ckptconv inspect in.safetensors --depth 4
-  ckptconv inspect in.pt --json | jq .portable"""
+  ckptconv inspect in.pt --json | jq .portable""",
 )
 @click.argument("sources", metavar="IN...", type=FILE, nargs=-1, required=True)
 @click.option("--depth", type=click.IntRange(0, 50), default=2, show_default=True, help="Levels of the tree to show.")
@@ -172,6 +205,7 @@ def inspect(sources: tuple[Path, ...], depth: int, tag: str | None, as_json: boo
 
 
 @cli.command(
+    short_help="Say why it would not load here, and what mends it.",
     epilog="""\b
 Examples:
   ckptconv doctor in.pt
@@ -179,7 +213,7 @@ Examples:
   ckptconv doctor in.pt --like other.safetensors
   ckptconv doctor in.pt --model my_package.models:build
   ckptconv doctor in.pt --device cuda:0
-  ckptconv doctor in.pt --json | jq -r '.findings[].command'"""
+  ckptconv doctor in.pt --json | jq -r '.findings[].command'""",
 )
 @click.argument("sources", metavar="IN...", type=FILE, nargs=-1, required=True)
 @click.option("--like", metavar="OTHER", type=FILE, help="Should load where this checkpoint, index or list of keys fits.")
@@ -212,6 +246,7 @@ def doctor(sources: tuple[Path, ...], as_json: bool, **given: Any) -> None:
 
 
 @cli.command(
+    short_help="Show this host's devices and their free memory.",
     epilog="""\b
 Examples:
   ckptconv devices
@@ -219,7 +254,7 @@ Examples:
   eval "$(ckptconv devices --export)"
   ckptconv devices --export --count 2 --min-free 8GB
 
-With --export, exit code 1 and no line when too few GPUs will do; 0 and no line on a host without GPUs."""
+With --export, exit code 1 and no line when too few GPUs will do; 0 and no line on a host without GPUs.""",
 )
 @click.option("--export", is_flag=True, help="Print CUDA_VISIBLE_DEVICES for a shell: GPUs with the most free memory first.")
 @click.option("--count", metavar="N", type=click.IntRange(1), help="With --export: only so many GPUs.")
@@ -268,6 +303,7 @@ def _export_gpus(as_json: bool, count: int | None, min_free: str | None, shell: 
 
 @cli.command(
     cls=RuleCommand,
+    short_help="Compare two checkpoints of any formats, to the bit.",
     epilog="""\b
 Examples:
   ckptconv diff model.pt model.safetensors
@@ -309,12 +345,13 @@ def diff(a: Path, b: Path, as_json: bool, quiet: bool, **given: Any) -> None:
     if as_json:
         print_json(verdicts.difference_document(found))
     elif not quiet:
-        click.secho(verdicts.difference_headline(found), fg="green" if found.same else "yellow", bold=True)
+        print_headline(verdicts.difference_headline(found), fg="green" if found.same else "yellow")
         print_lines(verdicts.difference_lines(found))
     sys.exit(2 if found.damaged else 0 if found.same else 1)
 
 
 @cli.command(
+    short_help="Say whether it is safe to load. Nothing is executed.",
     epilog="""\b
 Examples:
   ckptconv scan downloaded.pt
@@ -322,7 +359,7 @@ Examples:
   ckptconv scan a.pkl b.zip --json
 
 Exit code: 0 nothing dangerous, 1 something dangerous (with --strict: or unknown), 2 a path cannot be read.
-Unknown are names that are no part of ordinary checkpoints, and what cannot be looked into: gzip, bzip2, xz, 7z, ..."""
+Unknown are names that are no part of ordinary checkpoints, and what cannot be looked into: gzip, bzip2, xz, 7z, ...""",
 )
 @click.argument("paths", metavar="PATH...", type=FILE, nargs=-1, required=True)
 @click.option("--strict", is_flag=True, help="Exit with 1 for all that is not known to be plain, too.")
@@ -356,7 +393,11 @@ def scan(paths: tuple[Path, ...], strict: bool, as_json: bool, quiet: bool) -> N
     sys.exit(2 if errors else 1 if any(item.level in refused for item in found) else 0)
 
 
-@cli.command("help", epilog="""\b\nExamples:\n  ckptconv help\n  ckptconv help pipelines\n  ckptconv help convert""")
+@cli.command(
+    "help",
+    short_help="Show a page of the documentation.",
+    epilog="""\b\nExamples:\n  ckptconv help\n  ckptconv help pipelines\n  ckptconv help convert""",
+)
 @click.argument("topic", required=False, shell_complete=lambda ctx, _, start: _help_names(ctx, start))
 @click.pass_context
 def show_help(ctx: click.Context, topic: str | None) -> None:
@@ -385,14 +426,18 @@ def _help_names(ctx: click.Context, start: str) -> list[str]:
 
 
 def _convert(given: dict[str, Any], wrappers: str) -> None:
+    from ckptconv.choices import refuse_no_output
     from ckptconv.formats.detect import open_checkpoint
     from ckptconv.planning import plan_conversion
     from ckptconv.plans import keeps_modules
 
-    output = given["output"]
+    refuse_missing(given)
+    spool = spooled() if is_for_stdout(given) else nullcontext(given["output"])
     with errors_shown(given["as_json"], usage=True):
         options = options_of(given, wrappers)
-    with errors_shown(given["as_json"]):
+    with errors_shown(given["as_json"]), spool as output:
+        refuse_no_output(**{name: path for name in ("output", "save_mapping") if (path := given[name]) is not None})
+        given["output"] = output
         with redirect_stdout(sys.stderr):  # a model that is built may print
             options = replace(options, fit_to=key_target_of(given))
         refused = _refused_output(given, options)
@@ -429,7 +474,7 @@ def _show_plan(plan: ConversionPlan, given: dict[str, Any], refused: OutputRefus
         error = {} if refused is None else report.error_document(refused)
         print_json({"dry_run": True, **report.plan_document(plan), **error})
     elif not given["quiet"]:
-        print_summary(report.plan_headline(plan), report.plan_lines(plan))
+        print_summary(report.plan_headline(_as_named(plan, given)), report.plan_lines(plan))
         for line in report.keys_table(plan):
             click.echo(f"  {line}", err=True)
     if refused is not None:
@@ -438,20 +483,24 @@ def _show_plan(plan: ConversionPlan, given: dict[str, Any], refused: OutputRefus
 
 def _execute(plan: ConversionPlan, given: dict[str, Any]) -> None:
     from ckptconv import report
-    from ckptconv.convert import execute_plan
+    from ckptconv.convert import execute_plan, hand_over_plan
 
+    wanted = {"force": given["force"], "fsync": not given["no_fsync"], "verify": given["verify"]}
     with progress_shown(COPYING, silent=given["quiet"] or given["as_json"]) as on_progress:
-        result = execute_plan(
-            plan,
-            force=given["force"],
-            fsync=not given["no_fsync"],
-            verify=given["verify"],
-            on_progress=on_progress,
-        )
+        if is_for_stdout(given):
+            result = hand_over_plan(plan, copy_to_stdout, **wanted, on_progress=on_progress)
+        else:
+            result = execute_plan(plan, **wanted, on_progress=on_progress)
     if given["as_json"]:
         print_json({"dry_run": False, **report.result_document(result)})
     elif not given["quiet"]:
-        print_summary(report.result_headline(result), report.result_lines(result))
+        named = replace(result, plan=_as_named(plan, given))
+        print_summary(report.result_headline(named), report.result_lines(named))
+
+
+def _as_named(plan: ConversionPlan, given: dict[str, Any]) -> ConversionPlan:
+    """The plan under the name that its output has for the user."""
+    return replace(plan, output=Path("standard output")) if is_for_stdout(given) else plan
 
 
 def main() -> None:
@@ -474,9 +523,9 @@ def main() -> None:
     except (KeyboardInterrupt, click.Abort):
         fail("interrupted; nothing unfinished was left behind", 130)
     except OSError as error:
-        what = "cannot print the result" if error.filename is None else printable(str(error.filename))
-        click.echo(f"error: {what}: {error.strerror}", err=True)
-        os._exit(1)  # the interpreter's own last flush would fail once more
+        if error.filename is None:
+            stop_unprinted(error, 1)
+        fail(f"{printable(str(error.filename))}: {error.strerror}", 1)
 
 
 def _arguments() -> list[str]:

@@ -146,6 +146,28 @@ def execute_plan(
     return replace(result, seconds=time.perf_counter() - begin, named=named, phases=phases.seconds)
 
 
+def hand_over_plan(
+    plan: ConversionPlan,
+    deliver: Callable[[Path, Meter], None],
+    *,
+    force: bool = False,
+    fsync: bool = True,
+    verify: bool = False,
+    on_progress: OnProgress | None = None,
+) -> ConversionResult:
+    """Execute the plan of one file that is made for `deliver` alone, which is given its path when it is whole.
+
+    The mapping, if there is one, is put in its place when `deliver` has returned. `force` and `fsync` are about that.
+    """
+    with _mapping_made(plan, force=force, fsync=fsync) as put_mapping:
+        result = execute_plan(replace(plan, mapping=None), fsync=False, verify=verify, on_progress=on_progress)
+        meter = Meter("deliver", plan.nbytes, on_progress)
+        deliver(plan.output, meter)
+        meter.finish()
+        put_mapping()
+    return result
+
+
 def _run_checks(plan: ConversionPlan) -> None:
     """Read the indices of tensors made of parts: what points nowhere is never written, whatever the format."""
     try:

@@ -19,7 +19,12 @@ from ckptconv.wording import seconds_text, size_text
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
-COPYING: Mapping[Phase, str] = {"write": "copying", "verify": "verifying", "sync": "waiting for the disk"}
+COPYING: Mapping[Phase, str] = {
+    "write": "copying",
+    "verify": "verifying",
+    "sync": "waiting for the disk",
+    "deliver": "writing to standard output",
+}
 COMPARING: Mapping[Phase, str] = {"read": "comparing", "measure": "measuring what differs"}
 READING: Mapping[Phase, str] = {"read": "reading"}
 SCANNING: Mapping[Phase, str] = {"read": "scanning"}

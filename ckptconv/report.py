@@ -58,7 +58,7 @@ def plan_lines(plan: ConversionPlan) -> Iterator[tuple[str, str]]:
 
 
 def _keys_text(plan: ConversionPlan, renamed: Any) -> str:
-    where = f" in {printable(renamed.path)}" if renamed.path and plan.to != "safetensors" else ""
+    where = f" in {_place_text(renamed.path)}" if renamed.path and plan.to != "safetensors" else ""
     if not renamed.changed:
         return f"{count_text(renamed.count, 'key')}{where}, none renamed"
     old, new = renamed.changed[0]
@@ -66,6 +66,17 @@ def _keys_text(plan: ConversionPlan, renamed: Any) -> str:
         f"{len(renamed.changed):,} of {count_text(renamed.count, 'key')}{where} renamed, "
         f"e.g. {printable(old)} → {printable(new)}"
     )
+
+
+def _place_text(path: str) -> str:
+    """The place of a state dict; of one within a module that is kept whole, the module: how it is pickled is left out."""
+    if _STATE not in path.split("."):
+        return printable(path)
+    names = [name for name in path.split(".") if name not in (_STATE, "_modules", "_parameters", "_buffers")]
+    return f"the module {printable('.'.join(names))}".rstrip()
+
+
+_STATE = "<state>"
 
 
 def _left_out_lines(plan: ConversionPlan) -> Iterator[tuple[str, str]]:
@@ -102,7 +113,7 @@ def keys_table(plan: ConversionPlan) -> Iterator[str]:
     """The keys that change, old → new, one line each, and how many do not; of more than 40 the rest is counted."""
     for item in plan.state_dicts:
         rows = [*item.changed, *((old, "(left out)") for old in item.left_out)]
-        where = f" of {printable(item.path)}" if item.path else ""
+        where = f" of {_place_text(item.path)}" if item.path else ""
         shown = [(printable(old), printable(new)) for old, new in (rows if len(rows) <= _ROWS else rows[: _ROWS - 1])]
         width = max((len(old) for old, _ in shown), default=0)
         if rows:

@@ -162,10 +162,11 @@ def _loaded_by_framework(root: Node, found: Survey) -> StateDict | None:
 
 def _framework_notes(producer: Producer, root: Node, others: Sequence[str]) -> Iterator[str]:
     name = printable(producer.loads or "")
-    if averages_weights(root):
-        yield f"{name} holds the averaged weights, as {producer.name} saves them"
+    what = "the averaged weights" if averages_weights(root) else "the model"
     if others:
-        yield f"{name} is taken, where {producer.name} has the model, not {_listed(others)} (--only PATH takes another)"
+        yield f"{name} is taken, where {producer.name} has {what}, not {_listed(others)} (--only PATH takes another)"
+    elif averages_weights(root):
+        yield f"{name} holds {what}, as {producer.name} saves them"
 
 
 def _bare_tensors(node: Node) -> StateDict | None:

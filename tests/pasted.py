@@ -96,9 +96,16 @@ def _commands(block: str) -> Iterator[str]:
     for line in block.splitlines():
         lines.append(line)
         text = "\n".join(lines)
-        if line.endswith("\\") or subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False).returncode:
+        if (
+            line.endswith("\\")
+            or subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False).returncode
+        ):
             continue
         if any(part.strip() and not part.strip().startswith("#") for part in lines):
             yield text
         lines = []
     assert not lines, f"an unfinished command: {lines}"
+
+
+def _is_complete(text: str) -> bool:
+    return subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False).returncode == 0

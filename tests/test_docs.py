@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 from pasted import ROOT, RUN, blocks, fresh_clone, paste
 
-PAGES = tuple(
-    f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")) if blocks(f"docs/{path.name}", *RUN)
-)
+PAGES = tuple(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")) if blocks(f"docs/{path.name}", *RUN))
 
 
 def assert_pasted(page: str, folder: Path, programs: Path | None = None) -> None:

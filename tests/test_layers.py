@@ -41,7 +41,7 @@ LAYERS = {
     "diagnosis_report": 15, "host_report": 15, "verdicts": 15,
     "diagnosis": 16,
     "__init__": 17,
-    "terminal": 18, "cli_options": 18, "progress_display": 18,
+    "terminal": 18, "cli_options": 18, "progress_display": 18, "completion": 17,
     "cli": 19,
     "__main__": 20,
 }  # fmt: skip
@@ -51,7 +51,7 @@ WITHIN_A_LAYER: set[tuple[str, str]] = set()
 EMPTY = {"formats.__init__"}
 """Packages that import nothing, and so are in no layer."""
 
-TERMINAL_MODULES = {"cli", "cli_options", "progress_display", "terminal"}
+TERMINAL_MODULES = {"cli", "cli_options", "completion", "progress_display", "terminal"}
 TORCH_MODULES = {"devices", "loading", "saving", "fitting", "dcp_output", "named_models"}
 FILE_MODULES = {"sources", "outputs", "staging", "help_pages", "terminal"}
 """help_pages: the documentation; terminal: the null device, where a standard stream is closed."""
