@@ -7,7 +7,7 @@ DEMO := demo-out
 
 FAMILIES := .venv-families
 
-.PHONY: demo test trust families check lint bench fuzz samples clean
+.PHONY: demo test readme trust families check lint bench fuzz samples clean
 
 # torch is pinned in constraints.txt, so that pip takes one known build instead of the newest with gigabytes of CUDA packages.
 $(VENV)/ready: pyproject.toml constraints.txt
@@ -51,6 +51,10 @@ lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Pastes every block of the README into a shell, in a fresh clone; it installs ckptconv there.
+readme: $(VENV)/ready
+	$(BIN)/python -m pytest -q -m readme tests/test_docs.py
 
 check: lint test
 

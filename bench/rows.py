@@ -223,8 +223,8 @@ UNSYNCED = (
         (Goal("faster", 2), Goal("peak", 100)),
         free_disk=4_000_000_000,
     ),
-    Row("version", "start-up", ckptconv("--version"), IMPORT_TORCH, (Goal("seconds", 0.15),)),
-    Row("inspect", "inspect big", ckptconv("inspect {big}"), IMPORT_TORCH, (Goal("seconds", 0.25),)),
+    Row("version", "start-up", ckptconv("--version"), IMPORT_TORCH, (Goal("seconds", 0.1),)),
+    Row("inspect", "inspect big", ckptconv("inspect {big}"), IMPORT_TORCH, (Goal("seconds", 0.2),)),
     Row(
         "load-big",
         "load big, imports made before",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from ckptconv.errors import CheckpointError, OutputRefused, printable
 from ckptconv.signals import stop_in_good_order
 
 if TYPE_CHECKING:
+    from ckptconv.gpu_choice import Shell
     from ckptconv.plans import ConversionPlan, Request
 from ckptconv.cli_options import (
     FILE,
@@ -24,28 +25,56 @@ from ckptconv.cli_options import (
     RuleCommand,
     choice_options,
     comparison,
+    is_for_stdout,
     key_options,
     key_target_of,
     options_of,
     output_options,
+    refuse_missing,
 )
 from ckptconv.progress_display import COMPARING, COPYING, READING, SCANNING, progress_shown
 from ckptconv.terminal import (
+    Unprinted,
     colors,
+    copy_to_stdout,
     errors_shown,
     fail,
     fill_closed_streams,
     is_json_asked,
     print_ending_json,
+    print_headline,
     print_json,
     print_lines,
     print_summary,
     show_error,
+    show_page,
+    spooled,
     stop,
+    stop_unprinted,
 )
 
 
+class Program(click.Group):
+    """A group of commands whose answer must arrive: one that is not printed is an error, and not the answer."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            try:
+                return super().invoke(ctx)
+            finally:
+                sys.stdout.flush()  # here, for the interpreter's own flush would come too late to tell
+        except (Unprinted, OSError) as error:
+            if isinstance(error, OSError) and error.filename is not None:
+                raise
+            stop_unprinted(error, 2 if ctx.invoked_subcommand in _ANSWERING else 1)
+
+
+_ANSWERING = ("inspect", "doctor", "diff", "scan")
+"""Commands whose exit code 1 is an answer."""
+
+
 @click.group(
+    cls=Program,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     epilog="""\b
 Examples:
@@ -57,6 +86,7 @@ Examples:
   ckptconv diff train.pt model.pt --keys strip     what differs, to the bit
   ckptconv scan downloads/                         whether it is safe to load
 \b
+ckptconv help lists the pages of the documentation, and shows them.
 Shell completion: eval "$(_CKPTCONV_COMPLETE=bash_source ckptconv)"
 (or zsh_source, fish_source)""",
 )
@@ -68,6 +98,7 @@ def cli() -> None:
 
 @cli.command(
     cls=RuleCommand,
+    short_help="Convert: keys normalised, for the CPU, as torch or safetensors.",
     epilog="""\b
 Examples:
   ckptconv convert in.pt out.safetensors
@@ -81,6 +112,7 @@ Examples:
   ckptconv convert in.pt out.safetensors --model my_package.models:build
   ckptconv convert rank0.pt rank1.pt out.safetensors
   ckptconv convert in.pt dcp_folder --to dcp
+  ckptconv convert in.pt - --to safetensors | ssh host 'cat > out.safetensors'
   ckptconv convert in.pt in.pt --force --verify""",
 )
 @output_options
@@ -110,6 +142,7 @@ def convert(keys: str, **given: Any) -> None:
 @cli.command(
     "strip-module",
     cls=RuleCommand,
+    short_help="Strip `module.` (DataParallel, DDP) off the keys.",
     epilog="""\b
 Examples:
   ckptconv strip-module in.pt out.pt
@@ -125,6 +158,7 @@ def strip_module(**given: Any) -> None:
 @cli.command(
     "add-module",
     cls=RuleCommand,
+    short_help="Put `module.` (DataParallel, DDP) before the keys.",
     epilog="""\b
 Examples:
   ckptconv add-module in.pt out.pt
@@ -132,16 +166,18 @@ Examples:
 )
 @output_options
 def add_module(**given: Any) -> None:
-    """Put `module.` (DataParallel, DDP) before every key of IN that lacks it altogether, and write OUT for the CPU."""
+    """Put `module.` (DataParallel, DDP) before the keys of IN, unless all have it, and write OUT for the CPU. What stands
+    beside the weights and is no tensor (`epoch`) keeps its name."""
     _convert(given, "add-module")
 
 
 @cli.command(
+    short_help="Show what is in it, and what will not load and why.",
     epilog="""\b
 Examples:
   ckptconv inspect in.pt
   ckptconv inspect in.safetensors --depth 4
-  ckptconv inspect in.pt --json | jq .portable"""
+  ckptconv inspect in.pt --json | jq .portable""",
 )
 @click.argument("sources", metavar="IN...", type=FILE, nargs=-1, required=True)
 @click.option("--depth", type=click.IntRange(0, 50), default=2, show_default=True, help="Levels of the tree to show.")
@@ -172,6 +208,7 @@ def inspect(sources: tuple[Path, ...], depth: int, tag: str | None, as_json: boo
 
 
 @cli.command(
+    short_help="Say why it would not load here, and what mends it.",
     epilog="""\b
 Examples:
   ckptconv doctor in.pt
@@ -179,7 +216,7 @@ Examples:
   ckptconv doctor in.pt --like other.safetensors
   ckptconv doctor in.pt --model my_package.models:build
   ckptconv doctor in.pt --device cuda:0
-  ckptconv doctor in.pt --json | jq -r '.findings[].command'"""
+  ckptconv doctor in.pt --json | jq -r '.findings[].command'""",
 )
 @click.argument("sources", metavar="IN...", type=FILE, nargs=-1, required=True)
 @click.option("--like", metavar="OTHER", type=FILE, help="Should load where this checkpoint, index or list of keys fits.")
@@ -199,9 +236,9 @@ def doctor(sources: tuple[Path, ...], as_json: bool, **given: Any) -> None:
 
     if given["like"] and given["model"]:
         raise click.UsageError("--like and --model are both given, and the keys can fit one only")
-    with errors_shown(as_json, code=2), redirect_stdout(sys.stderr):  # a model that is built may print
-        with progress_shown(READING, silent=as_json) as on_progress:
-            found = diagnose(sources, **given, on_progress=on_progress)
+    shown = progress_shown(READING, silent=as_json)
+    with errors_shown(as_json, code=2), redirect_stdout(sys.stderr), shown as on_progress:  # a model that is built may print
+        found = diagnose(sources, **given, on_progress=on_progress)
     if as_json:
         print_json(report.diagnosis_document(found))
     else:
@@ -211,10 +248,30 @@ def doctor(sources: tuple[Path, ...], as_json: bool, **given: Any) -> None:
     sys.exit(0 if found.loads else 1)
 
 
-@cli.command(epilog="""\b\nExamples:\n  ckptconv devices\n  CUDA_VISIBLE_DEVICES=1 ckptconv devices --json""")
+@cli.command(
+    short_help="Show this host's devices and their free memory.",
+    epilog="""\b
+Examples:
+  ckptconv devices
+  CUDA_VISIBLE_DEVICES=1 ckptconv devices --json
+  eval "$(ckptconv devices --export)"
+  ckptconv devices --export --count 2 --min-free 8GB
+
+With --export, exit code 1 and no line when too few GPUs will do; 0 and no line on a host without GPUs.""",
+)
+@click.option("--export", is_flag=True, help="Print CUDA_VISIBLE_DEVICES for a shell: GPUs with the most free memory first.")
+@click.option("--count", metavar="N", type=click.IntRange(1), help="With --export: only so many GPUs.")
+@click.option("--min-free", metavar="SIZE", help="With --export: only GPUs with so much free memory, e.g. 8GB.")
+@click.option("--shell", type=click.Choice(["sh", "fish", "powershell", "cmd"]), help="With --export: the shell; default: sh.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
-def devices(as_json: bool) -> None:
-    """Show the devices of this host, physical and visible (CUDA_VISIBLE_DEVICES), with their free memory."""
+def devices(export: bool, as_json: bool, **given: Any) -> None:
+    """Show the devices of this host, physical and visible (CUDA_VISIBLE_DEVICES), with their free memory; or choose
+    the GPUs that a program should see."""
+    if export:
+        _export_gpus(as_json, **given)
+        return
+    if unused := [name for name, value in given.items() if value is not None]:
+        raise click.UsageError(f"--{unused[0].replace('_', '-')} goes with --export")
     from ckptconv import host_report as report
     from ckptconv.devices import best_device, survey_host
 
@@ -226,8 +283,30 @@ def devices(as_json: bool) -> None:
     print_lines([*report.host_lines(host), ("auto", f"--device auto would choose {best}")])
 
 
+def _export_gpus(as_json: bool, count: int | None, min_free: str | None, shell: Shell | None) -> None:
+    """What a shell evaluates goes to stdout, all else to stderr."""
+    from ckptconv import host_report as report
+    from ckptconv.gpu_choice import choose_gpus, settings
+    from ckptconv.sharding import parse_size
+
+    if as_json and shell:
+        raise click.UsageError("--json and --shell are both given, and one of them can be printed")
+    with errors_shown(as_json, code=2):
+        size = None if min_free is None else parse_size(min_free)
+    with errors_shown(as_json):
+        choice = choose_gpus(min_free=size, count=count)
+    if as_json:
+        print_json(report.choice_document(choice))
+        return
+    for note in choice.notes:
+        click.echo(f"note: {printable(note)}", err=True)
+    for line in settings(choice, shell or "sh"):
+        click.echo(line)
+
+
 @cli.command(
     cls=RuleCommand,
+    short_help="Compare two checkpoints of any formats, to the bit.",
     epilog="""\b
 Examples:
   ckptconv diff model.pt model.safetensors
@@ -269,12 +348,13 @@ def diff(a: Path, b: Path, as_json: bool, quiet: bool, **given: Any) -> None:
     if as_json:
         print_json(verdicts.difference_document(found))
     elif not quiet:
-        click.secho(verdicts.difference_headline(found), fg="green" if found.same else "yellow", bold=True)
+        print_headline(verdicts.difference_headline(found), fg="green" if found.same else "yellow")
         print_lines(verdicts.difference_lines(found))
     sys.exit(2 if found.damaged else 0 if found.same else 1)
 
 
 @cli.command(
+    short_help="Say whether it is safe to load. Nothing is executed.",
     epilog="""\b
 Examples:
   ckptconv scan downloaded.pt
@@ -282,7 +362,7 @@ Examples:
   ckptconv scan a.pkl b.zip --json
 
 Exit code: 0 nothing dangerous, 1 something dangerous (with --strict: or unknown), 2 a path cannot be read.
-Unknown are names that are no part of ordinary checkpoints, and what cannot be looked into: gzip, bzip2, xz, 7z, ..."""
+Unknown are names that are no part of ordinary checkpoints, and what cannot be looked into: gzip, bzip2, xz, 7z, ...""",
 )
 @click.argument("paths", metavar="PATH...", type=FILE, nargs=-1, required=True)
 @click.option("--strict", is_flag=True, help="Exit with 1 for all that is not known to be plain, too.")
@@ -318,15 +398,51 @@ def scan(paths: tuple[Path, ...], strict: bool, as_json: bool, quiet: bool) -> N
     sys.exit(2 if errors else 1 if any(item.level in refused for item in found) else 0)
 
 
+@cli.command(
+    "help",
+    short_help="Show a page of the documentation.",
+    epilog="""\b\nExamples:\n  ckptconv help\n  ckptconv help pipelines\n  ckptconv help convert""",
+)
+@click.argument("topic", required=False, shell_complete=lambda ctx, _, start: _help_names(ctx, start))
+@click.pass_context
+def show_help(ctx: click.Context, topic: str | None) -> None:
+    """Show a page of the documentation, or the help of a command; without TOPIC, which pages there are."""
+    from ckptconv import help_pages
+
+    if topic is None:
+        click.echo("Pages (ckptconv help TOPIC):")
+        print_lines(help_pages.topics().items())
+        click.echo("Commands are listed by ckptconv --help; ckptconv help COMMAND shows the options of one.")
+    elif topic in cli.commands:
+        with click.Context(cli.commands[topic], info_name=topic, parent=ctx.parent) as context:
+            click.echo(cli.commands[topic].get_help(context))
+    elif (text := help_pages.page_text(topic)) is not None:
+        show_page(text)
+    else:
+        near = help_pages.near_matches(topic, list(cli.commands))
+        meant = f"did you mean {' or '.join(near)}" if near else "ckptconv help lists the topics"
+        fail(f"there is no help on {printable(topic)!r}; {meant}", 2)
+
+
+def _help_names(ctx: click.Context, start: str) -> list[str]:
+    from ckptconv.help_pages import topics
+
+    return [name for name in [*topics(), *cli.commands] if name.startswith(start)]
+
+
 def _convert(given: dict[str, Any], wrappers: str) -> None:
+    from ckptconv.choices import refuse_no_output
     from ckptconv.formats.detect import open_checkpoint
     from ckptconv.planning import plan_conversion
     from ckptconv.plans import keeps_modules
 
-    output = given["output"]
+    refuse_missing(given)
+    spool = spooled() if is_for_stdout(given) else nullcontext(given["output"])
     with errors_shown(given["as_json"], usage=True):
         options = options_of(given, wrappers)
-    with errors_shown(given["as_json"]):
+    with errors_shown(given["as_json"]), spool as output:
+        refuse_no_output(**{name: path for name in ("output", "save_mapping") if (path := given[name]) is not None})
+        given["output"] = output
         with redirect_stdout(sys.stderr):  # a model that is built may print
             options = replace(options, fit_to=key_target_of(given))
         refused = _refused_output(given, options)
@@ -363,7 +479,7 @@ def _show_plan(plan: ConversionPlan, given: dict[str, Any], refused: OutputRefus
         error = {} if refused is None else report.error_document(refused, 1)
         print_json({"dry_run": True, **report.plan_document(plan), **error})
     elif not given["quiet"]:
-        print_summary(report.plan_headline(plan), report.plan_lines(plan))
+        print_summary(report.plan_headline(_as_named(plan, given)), report.plan_lines(plan))
         for line in report.keys_table(plan):
             click.echo(f"  {line}", err=True)
     if refused is not None:
@@ -372,20 +488,24 @@ def _show_plan(plan: ConversionPlan, given: dict[str, Any], refused: OutputRefus
 
 def _execute(plan: ConversionPlan, given: dict[str, Any]) -> None:
     from ckptconv import report
-    from ckptconv.convert import execute_plan
+    from ckptconv.convert import execute_plan, hand_over_plan
 
+    wanted = {"force": given["force"], "fsync": not given["no_fsync"], "verify": given["verify"]}
     with progress_shown(COPYING, silent=given["quiet"] or given["as_json"]) as on_progress:
-        result = execute_plan(
-            plan,
-            force=given["force"],
-            fsync=not given["no_fsync"],
-            verify=given["verify"],
-            on_progress=on_progress,
-        )
+        if is_for_stdout(given):
+            result = hand_over_plan(plan, copy_to_stdout, **wanted, on_progress=on_progress)
+        else:
+            result = execute_plan(plan, **wanted, on_progress=on_progress)
     if given["as_json"]:
         print_json({"dry_run": False, **report.result_document(result)})
     elif not given["quiet"]:
-        print_summary(report.result_headline(result), report.result_lines(result))
+        named = replace(result, plan=_as_named(plan, given))
+        print_summary(report.result_headline(named), report.result_lines(named))
+
+
+def _as_named(plan: ConversionPlan, given: dict[str, Any]) -> ConversionPlan:
+    """The plan under the name that its output has for the user."""
+    return replace(plan, output=Path("standard output")) if is_for_stdout(given) else plan
 
 
 def main() -> None:
@@ -414,9 +534,9 @@ def main() -> None:
             print_ending_json("Interrupted", "stopped by a signal; nothing unfinished was left behind", int(stopped.code))
         raise
     except OSError as error:
-        what = "cannot print the result" if error.filename is None else printable(str(error.filename))
-        click.echo(f"error: {what}: {error.strerror}", err=True)
-        os._exit(1)  # the interpreter's own last flush would fail once more
+        if error.filename is None:
+            stop_unprinted(error, 1)
+        stop(type(error).__name__, f"{printable(str(error.filename))}: {error.strerror}", 1, as_json=as_json)
     except Exception as error:  # a defect: its traceback is shown, and who reads the document learns of it too
         if as_json:
             print_ending_json(type(error).__name__, printable(str(error) or "an unexpected error", 2000), 1)

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from ckptconv.errors import CheckpointError
+from ckptconv.addresses import address_in
+from ckptconv.completion import (
+    offer_devices,
+    offer_dtypes,
+    offer_map_locations,
+    offer_parts,
+    offer_steps,
+)
+from ckptconv.errors import CheckpointError, printable
 
 if TYPE_CHECKING:
     from ckptconv.fitted_keys import KeyTarget
@@ -24,10 +34,23 @@ class _FileName(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "":
             self.fail("it is empty, and names no file", param, ctx)
+        if address_in(value) is not None:
+            return value  # as it was typed, for the error that it is going to be
         return super().convert(value, param, ctx)
 
 
+class _OutputName(_FileName):
+    """A path to write to, or ``-`` for standard output; a file of that name is ``./-``."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "-" and ctx is not None:
+            ctx.meta[TO_STDOUT] = True
+        return super().convert(value, param, ctx)
+
+
+TO_STDOUT = "ckptconv.stdout"
 FILE = _FileName(path_type=Path)
+OUTPUT = _OutputName(path_type=Path)
 RULE_WORDS = ("strip-prefix", "add-prefix", "rename", "regex", "include", "exclude", "preset")
 PRESETS = ("ddp", "compile", "fsdp", "checkpoint-wrapper", "lightning", "peft", "swa", "timm-ema", "mmengine", "ema-pytorch")
 """The names of `keys.RULE_WORDS` and `key_rules.PRESETS`, here so that a usage error or --help need not import them."""
@@ -83,7 +106,10 @@ def _with_options(command: F, options: Sequence[Callable[[F], F]]) -> F:
 
 
 TAG = click.option(
-    "--tag", metavar="TAG", help="The step or variant to read, where IN is a folder of several: step-500, 500, fp16."
+    "--tag",
+    metavar="TAG",
+    shell_complete=offer_steps,
+    help="The step or variant to read, where IN is a folder of several: step-500, 500, fp16.",
 )
 
 
@@ -121,15 +147,20 @@ LIMIT = click.option("--limit", metavar="NAME=VALUE", multiple=True, expose_valu
 def output_options(command: F) -> F:
     """The arguments and options that every writing command has."""
     options = [
-        click.argument("sources", metavar="IN...", type=FILE, nargs=-1, required=True),
-        click.argument("output", metavar="OUT", type=FILE),
-        click.option("--device", metavar="TAG", help="Location tag to write: cpu (default), cuda:1, mps, ..., keep, auto."),
-        click.option("--map-location", metavar="OLD=NEW", multiple=True, help="Map one location tag, e.g. cuda:3=cuda:0."),
+        click.argument("sources", metavar="IN...", type=FILE, nargs=-1),  # `refuse_missing` says what is missing
+        click.argument("output", metavar="OUT", type=OUTPUT, required=False),
+        click.option("--device", metavar="TAG", shell_complete=offer_devices,
+                     help="Location tag to write: cpu (default), cuda:1, mps, ..., keep, auto."),
+        click.option("--map-location", metavar="OLD=NEW", multiple=True, shell_complete=offer_map_locations,
+                     help="Map one location tag, e.g. cuda:3=cuda:0."),
         click.option("--to", type=click.Choice(["torch", "safetensors", "dcp"]),
-                     help="Output format, if OUT's name does not say; dcp: a folder that FSDP training resumes from."),
-        click.option("--dtype", metavar="DTYPE", help="Cast floating tensors: f32, f16, bf16, f64, f8_e4m3, f8_e5m2."),
+                     help="Output format, if OUT's name does not say (OUT may be - for standard output); "
+                          "dcp: a folder that FSDP training resumes from."),
+        click.option("--dtype", metavar="DTYPE", shell_complete=offer_dtypes,
+                     help="Cast floating tensors: f32, f16, bf16, f64, f8_e4m3, f8_e5m2, or torch's names (float16, half)."),
         click.option("--max-shard-size", metavar="SIZE", help="Split the state dict into shards, e.g. of 5GB, and an index."),
-        click.option("--only", metavar="PATH", help="Convert one part: state_dict, ema, or . for what stands at the root."),
+        click.option("--only", metavar="PATH", shell_complete=offer_parts,
+                     help="Convert one part: state_dict, ema, or . for what stands at the root."),
         TAG,
         LIMIT,
         choice_options,
@@ -149,6 +180,40 @@ def output_options(command: F) -> F:
         click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors."),
     ]  # fmt: skip
     return _with_options(command, options)
+
+
+def refuse_missing(given: dict[str, Any]) -> None:
+    """Say which of IN and OUT is missing: of one word alone it is OUT, for somebody has a file and wants another."""
+    sources, output = given["sources"], given["output"]
+    if sources and output is not None:
+        return
+    if output is None:
+        raise click.UsageError("IN and OUT are missing: name a checkpoint, and the file that it is to become")
+    command, name = click.get_current_context().info_name, printable(output)
+    example = quote(str(_plausible(output, str(command))))
+    offer = f", e.g. ckptconv {command} {quote(name)} {example}" if name.isprintable() and output.suffix else ""
+    raise click.UsageError(f"OUT is missing: name the file that {name} is to become{offer}")
+
+
+def _plausible(source: Path, command: str) -> Path:
+    """A name for what becomes of `source`: in the other format, or in the same one where the keys are all that changes."""
+    if command == "convert":
+        return source.with_suffix(".pt" if source.suffix == ".safetensors" else ".safetensors")
+    return source.with_name(f"{source.stem}-{'ddp' if command == 'add-module' else 'bare'}{source.suffix}")
+
+
+def is_for_stdout(given: dict[str, Any]) -> bool:
+    """Whether the output is to go to standard output; `UsageError` where it cannot."""
+    if TO_STDOUT not in click.get_current_context().meta:
+        return False
+    for option, word in (("as_json", "--json"), ("max_shard_size", "--max-shard-size")):
+        if given[option]:
+            raise click.UsageError(f"OUT is -, standard output, which {word} does not go with; write ./- for a file named -")
+    if given["to"] is None or given["to"] == "dcp":
+        raise click.UsageError("OUT is -, standard output: add --to torch or --to safetensors; write ./- for a file named -")
+    if not given["dry_run"] and sys.stdout.isatty():
+        raise click.UsageError("OUT is -, and standard output is a terminal; send it to a file or a program: > FILE")
+    return True
 
 
 def key_rules(wrappers: Any, *, reverse: bool = False) -> KeyRules:
@@ -175,7 +240,7 @@ def comparison(given: dict[str, Any]) -> dict[str, Any]:
     if given["equal_nan"] and not loose:
         raise click.UsageError("--equal-nan goes with --atol or --rtol; without them equal bits are equal, NaN included")
     if given["whole"] and keys != KEEP:
-        raise click.UsageError("--whole compares by path; key rules go without it")
+        raise click.UsageError("--whole compares everything by its path, so no rules for keys go with it; leave either out")
     try:
         tolerance = Tolerance(given["atol"] or 0.0, given["rtol"] or 0.0, given["equal_nan"]) if loose else None
     except ValueError as error:

@@ -14,7 +14,7 @@ from ckptconv.accounting import refuse_unaccounted, refuse_unwritten
 from ckptconv.bounds import held
 from ckptconv.casting import cast
 from ckptconv.checksums import Checksums
-from ckptconv.choices import refuse_no_flag, refuse_no_path, spelling_checked
+from ckptconv.choices import refuse_no_flag, refuse_no_output, spelling_checked
 from ckptconv.dcp_output import write_dcp
 from ckptconv.dtypes import DType
 from ckptconv.encodings import flat
@@ -121,7 +121,7 @@ def convert_checkpoint(
     >>> convert_checkpoint("in.pt", "out.safetensors", device="cuda:1")  # doctest: +SKIP
     """
     given = locals()
-    refuse_no_path(output=output)
+    refuse_no_output(output=output)
     refuse_no_flag(force=force, fsync=fsync, verify=verify)
     request = request_of(Options(**{name: given[name] for name in Options.__dataclass_fields__}))
     if request.max_shard_size is None:
@@ -154,6 +154,28 @@ def execute_plan(
     phases = Phases(on_progress)
     result = write(plan, force, fsync, verify, phases)
     return replace(result, seconds=time.perf_counter() - begin, named=named, phases=phases.seconds)
+
+
+def hand_over_plan(
+    plan: ConversionPlan,
+    deliver: Callable[[Path, Meter], None],
+    *,
+    force: bool = False,
+    fsync: bool = True,
+    verify: bool = False,
+    on_progress: OnProgress | None = None,
+) -> ConversionResult:
+    """Execute the plan of one file that is made for `deliver` alone, which is given its path when it is whole.
+
+    The mapping, if there is one, is put in its place when `deliver` has returned. `force` and `fsync` are about that.
+    """
+    with _mapping_made(plan, force=force, fsync=fsync) as put_mapping:
+        result = execute_plan(replace(plan, mapping=None), fsync=False, verify=verify, on_progress=on_progress)
+        meter = Meter("deliver", plan.nbytes, on_progress)
+        deliver(plan.output, meter)
+        meter.finish()
+        put_mapping()
+    return result
 
 
 def _run_checks(plan: ConversionPlan) -> None:

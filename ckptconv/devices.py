@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptconv.errors import DeviceUnavailable, MissingDependency, printable
+from ckptconv.nvidia_smi import Answer, ask_gpus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -32,8 +33,6 @@ _PACKAGES = {"xla": "torch_xla", "hpu": "habana_frameworks", **{kind: f"torch_{k
 _INDICES = frozenset(map(str, range(128)))
 _FORMS = f"valid are cpu, mps, TYPE and TYPE:N (N from 0 to 127); TYPE is one of {', '.join(_INDEXED + _RENAMED)}"
 _ELSEWHERE = 'use map_location="cpu" or map_location="auto" (--device cpu on the command line)'
-_SMI = ("nvidia-smi", "--query-gpu=index,uuid,name,memory.total,memory.free", "--format=csv,noheader,nounits")
-_SMI_SECONDS = 5.0
 
 
 def check_tag(tag: str) -> str:
@@ -107,7 +106,10 @@ def _asked_tag(device: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU, sizes in bytes, None where unknown; `logical` is None if hidden, `physical` if only torch sees it."""
+    """One GPU, sizes in bytes, None where unknown; `logical` is None if hidden, `physical` if only torch sees it.
+
+    `trouble` is what a broken one says instead of its memory; `partitioned` is MIG mode, where it was asked.
+    """
 
     logical: int | None
     physical: int | None
@@ -115,6 +117,8 @@ class Gpu:
     uuid: str | None
     total: int | None
     free: int | None
+    trouble: str | None = None
+    partitioned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,24 +152,20 @@ def survey_host(ask_torch: bool) -> Host:
 
 def _list_gpus(notes: list[str]) -> list[Gpu]:
     """The physical GPUs, by nvidia-smi; none, without a note, where there is no nvidia-smi."""
-    import subprocess
-
-    try:
-        done = subprocess.run(_SMI, capture_output=True, text=True, errors="replace", timeout=_SMI_SECONDS)
-        if done.returncode == 0:
-            return [_parse_gpu(line) for line in done.stdout.splitlines() if line.strip()]
-        notes.append(f"nvidia-smi failed (exit {done.returncode}): {_first_sentence(done.stdout + done.stderr)}")
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
-        if not isinstance(error, FileNotFoundError):
-            notes.append(f"nvidia-smi could not be asked: {_first_sentence(error)}")
+    answer = ask_gpus()
+    if answer.problem is None:
+        notes += [f"nvidia-smi says: {_first_sentence(remark)}" for remark in answer.remarks]
+        return listed_gpus(answer)
+    notes.append(_first_sentence(answer.problem))
     return []
 
 
-def _parse_gpu(line: str) -> Gpu:
-    """One line of `_SMI`: memory is in MiB, or no number (``[N/A]``) where CPU and GPU share it."""
-    index, uuid, *name, total, free = (field.strip() for field in line.split(","))
-    sizes = [int(size) << 20 if size.isdecimal() else None for size in (total, free)]
-    return Gpu(None, int(index), ",".join(name), uuid, *sizes)
+def listed_gpus(answer: Answer) -> list[Gpu]:
+    """The GPUs that nvidia-smi lists, before it is known which of them are visible."""
+    return [
+        Gpu(None, row.index, row.name, row.uuid, row.total, row.free, row.trouble, row.index in answer.partitioned)
+        for row in answer.rows
+    ]
 
 
 def visible_indices(env: str | None, gpus: Iterable[Gpu]) -> list[int]:

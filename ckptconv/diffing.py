@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint
@@ -31,6 +31,11 @@ from ckptconv.state_dicts import StateDict, find
 from ckptconv.tensors import Storage, TensorObject, TensorRef, view_identity, whole_storage
 from ckptconv.torch_objects import Window
 from ckptconv.walking import label_text
+from ckptconv.wording import count_text
+
+Part = TypeVar("Part")
+Labelled = dict[tuple[str, str, int], tuple[str, Node]]
+"""What a container holds: each child with the text of its label, by the type of the label, its text, and a number."""
 
 _SHOWN = 60  # characters of a plain value in a report
 
@@ -63,7 +68,7 @@ class ValueChange:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Difference:
-    """What differs between the checkpoints at `a` and `b`, in the order of the keys of `a`.
+    """What differs between the checkpoints at `a` and `b`, in the order of the keys of `a`; `values` the worst first.
 
     `tensors` were compared, each of `nbytes` in sum. `others` are values that are no tensors, or a tensor in one of them
     only. `locations` are device tags that differ; they make a difference only with `strict_device`, and `dtypes` do unless
@@ -134,24 +139,26 @@ def diff_checkpoints(
 ) -> Difference:
     """Compare the state dict of checkpoint `a`, its keys renamed by `keys`, with that of `b`.
 
-    Values must be the same bit for bit (NaN of the same bits included, -0.0 is not 0.0), or equal within `tolerance`. `only` is
-    the path of the part to compare in both, `only_b` that in `b` where it is another. `whole` compares everything in the files,
-    by path. With `ignore_dtype`, tensors of different dtypes are compared as numbers. The globs of `keys` choose keys of both;
+    Values must be the same bit for bit (NaN of the same bits included, -0.0 is not 0.0), or equal within
+    `tolerance`. `only` is the path of the part to compare in both, `only_b` that in `b` where it is
+    another (empty: all of it). `whole` compares everything in the files, by path. With `ignore_dtype`,
+    tensors of different dtypes are compared as numbers. The globs of `keys` choose keys of both;
     a rule that meets no key is an error. `tag` and `tag_b` pick the step of a folder of several. `on_progress` is called with a
     `Progress`, about once for every 16 MB that were read. Raises `CheckpointError` when
     one of them cannot be read or holds no single state dict.
     """
     rules = rules_of(keys)
-    refuse_no_text(only=only, only_b=only_b)
+    refuse_no_text(only=only, only_b=only_b or None)
     refuse_no_flag(whole=whole, ignore_dtype=ignore_dtype, strict_device=strict_device)
     if tolerance is not None and not isinstance(tolerance, Tolerance):
         raise OptionRefused(f"tolerance={tolerance!r:.100} is not a tolerance", hint="give Tolerance(atol, rtol)")
     with open_checkpoint(a, tag=tag) as first, open_checkpoint(b, tag=tag_b) as second:
         found = _Found()
         with collector_paused():
-            roots = _parts(first, second, rules, (only, only if only_b is None else only_b), whole=whole)
-            for path, ours, theirs in _walk_together(*roots, found):
-                found.compare(path, ours, theirs, ignore_dtype=ignore_dtype)
+            only_of = (only, only if only_b is None else only_b or None)
+            ours, theirs, left_out = _parts(first, second, rules, only_of, whole=whole)
+            for path, one, other in _walk_together(ours, theirs, found):
+                found.compare(path, one, other, ignore_dtype=ignore_dtype)
         values, damaged = _compare_values(found.pairs, tolerance, on_progress)
         return Difference(
             a=str(first.path),
@@ -165,9 +172,9 @@ def diff_checkpoints(
             dtypes=tuple(found.dtypes),
             shapes=tuple(found.shapes),
             locations=tuple(found.locations),
-            values=tuple(values),
+            values=tuple(sorted(values, key=lambda item: item.deviation.badness, reverse=True)),
             others=tuple(found.others),
-            notes=tuple(_notes(found)),
+            notes=(*left_out, *_notes(found)),
             strict_device=strict_device,
             ignore_dtype=ignore_dtype,
             damaged=tuple(damaged),
@@ -176,19 +183,38 @@ def diff_checkpoints(
 
 def _parts(
     first: Checkpoint, second: Checkpoint, keys: KeyRules, only: tuple[str | None, str | None], *, whole: bool
-) -> tuple[Node, Node]:
-    """The two nodes to compare."""
+) -> tuple[Node, Node, list[str]]:
+    """The two nodes to compare, and what is to be said of keys that the rules leave out."""
     if whole:
-        return find(first.root, only[0] or "", first.path), find(second.root, only[1] or "", second.path)
-    ours, theirs = first.state_dict(only[0]), second.state_dict(only[1])
+        ours = find(first.root, only[0] or "", first.path)
+        return ours, _second_part(lambda: find(second.root, only[1] or "", second.path), only), []
+    ours, theirs = first.state_dict(only[0]), _second_part(lambda: second.state_dict(only[1]), only)
     renamed, chosen = _mapped(ours, keys, first), _mapped(theirs, keys.globs, second)
     _refuse_idle(renamed, chosen, keys, first)
-    return _under(renamed, ours), _under(chosen, theirs)
+    left_out = [*_left_out(renamed, "A"), *_left_out(chosen, "B")]
+    return _under(renamed, ours), _under(chosen, theirs), left_out
+
+
+def _left_out(names: KeyMap, which: str) -> Iterator[str]:
+    """How many keys of a checkpoint were not compared, by what left them out."""
+    for why, count in Counter(names.why.values()).items():
+        yield f"{count:,} of {count_text(len(names.old), 'key')} of {which} {why}, and so were not compared"
+
+
+def _second_part(part: Callable[[], Part], only: tuple[str | None, str | None]) -> Part:
+    """The part of the second checkpoint; where it has none of the path that was named for both, `only_b` is offered."""
+    try:
+        return part()
+    except CheckpointError as error:
+        if only[0] is not None and only[0] == only[1]:
+            advice = "--only-b PATH names the part of B where it has another path; '' is all of it (only_b= in code)"
+            error.hint = f"{error.hint}; {advice}" if error.hint else advice
+        raise
 
 
 def _mapped(found: StateDict, rules: KeyRules, checkpoint: Checkpoint) -> KeyMap:
     try:
-        return map_keys(found.keys, rules, telling=found.telling_keys)
+        return map_keys(found.keys, rules, telling=found.telling_keys, beside=found.keys_beside)
     except CheckpointError as error:
         raise error.at(path=checkpoint.path) from error.__cause__
 
@@ -295,15 +321,29 @@ def _walk_together(first: Node, second: Node, found: _Found) -> Iterator[tuple[s
         work.extend(reversed(list(_entries_of_both(path, inside, other, found))))
 
 
-def _entries_of_both(
-    path: str, inside: Mapping[object, tuple[str, Node]], other: Mapping[object, tuple[str, Node]], found: _Found
-) -> Iterator[tuple[str, Node, Node]]:
+def _entries_of_both(path: str, inside: Labelled, other: Labelled, found: _Found) -> Iterator[tuple[str, Node, Node]]:
+    unclear = _unclear(inside, other)
     for label, (text, value) in inside.items():
+        shown = _joined(path, _told_apart(label, text) if text in unclear else text)
         if label in other:
-            yield _joined(path, text), value, other[label][1]
+            yield shown, value, other[label][1]
         else:
-            found.only_a.append(_joined(path, text))
-    found.only_b += [_joined(path, text) for label, (text, _) in other.items() if label not in inside]
+            found.only_a.append(shown)
+    for label, (text, _) in other.items():
+        if label not in inside:
+            found.only_b.append(_joined(path, _told_apart(label, text) if text in unclear else text))
+
+
+def _unclear(inside: Labelled, other: Labelled) -> set[str]:
+    """The texts that stand for keys of several types: 0 and '0'."""
+    kinds: dict[str, str] = {}
+    return {text for kind, text, _ in (*inside, *other) if kinds.setdefault(text, kind) != kind}
+
+
+def _told_apart(label: tuple[str, str, int], text: str) -> str:
+    """The text of a label in a way that shows its type."""
+    kind = label[0]
+    return repr(text) if kind == "str" else text if kind == "int" else f"{text} ({kind})"
 
 
 def _joined(path: str, label: str) -> str:
@@ -353,11 +393,11 @@ def _kind(node: Node) -> str:
     return f"object of {node.name}" if type(node) is Call else type(node).__name__.lower()
 
 
-def _inside(node: Node) -> dict[object, tuple[str, Node]] | None:
+def _inside(node: Node) -> Labelled | None:
     """What a container holds: each child with the text of its label, under what tells it from the others; None for a leaf."""
     if type(node) not in (Dict, list, tuple, Call, PersistentId):
         return None
-    held: dict[object, tuple[str, Node]] = {}
+    held: Labelled = {}
     met: Counter[tuple[str, str]] = Counter()  # keys that are containers have one label
     for label, child in children(node):
         text = label_text(label)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from ckptconv.errors import OptionRefused
+from ckptconv.errors import OptionRefused, printable
 
 Kind = Literal["float", "int", "bool", "complex", "quantized", "bits"]
 
@@ -129,6 +129,9 @@ _SHORT_NAMES = {
     "f8_e8m0": "float8_e8m0fnu", "f8_e8m0fnu": "float8_e8m0fnu",
 }  # fmt: skip
 
+CHOICES = ("f32", "f16", "bf16", "f64", "f8_e4m3", "f8_e5m2")
+"""The floating types by their short names, those that are wanted most first."""
+
 
 def floating_dtype(name: str) -> DType:
     """The floating type that a user means by `name`: torch's name, safetensors' code or the usual short form.
@@ -138,9 +141,10 @@ def floating_dtype(name: str) -> DType:
 
     Raises `OptionRefused` when it is not the name of a floating type.
     """
-    plain = name.lower().removeprefix("torch.")
+    plain = name.strip().lower().removeprefix("torch.")
     dtype = BY_NAME.get(_SHORT_NAMES.get(plain, plain))
     if dtype is None or not dtype.is_floating:
-        known = ", ".join(["f64", "f32", "f16", "bf16", "f8_e4m3", "f8_e5m2"])
-        raise OptionRefused(f"{name!r} is not a floating dtype", hint=f"use one of {known}")
+        long = ", ".join(item.name for item in DTYPES if item.is_floating)
+        hint = f"choose {', '.join(CHOICES[:-1])} or {CHOICES[-1]}; torch's names do too ({long})"
+        raise OptionRefused(f"{printable(name, 60)!r} is not a floating dtype", hint=hint)
     return dtype

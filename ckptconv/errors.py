@@ -147,7 +147,7 @@ class LimitExceeded(CheckpointError):
         enough = 2 * allowed if needed is None else needed
         if raising is None:
             raising = (
-                f"if it is meant so, raise the limit: --limit {limit}={enough} (ckptconv.limits({limit}={enough}) in code)"
+                f"if the file is right, raise the limit: --limit {limit}={enough} (ckptconv.limits({limit}={enough}) in code)"
             )
         hint = f"{advice}; {raising}" if advice else raising
         super().__init__(f"{what}, beyond the limit {limit}={allowed}", path=path, where=where, hint=hint)

@@ -119,18 +119,19 @@ def _skipped_value(key: str, value: Node, *, holds_more: bool) -> Skipped:
 def _refused_value(key: str, value: Node, output: str) -> RefusedObject:
     """What to say of a tensor that an output cannot hold, or of a value that holds some: it would lose them."""
     if is_tensor_call(value):
-        what = f"a tensor that {output} cannot hold ({_tensor_class(value)})"
+        what = f"is a tensor that {output} cannot hold ({_tensor_class(value)})"
     elif type(value) is TensorObject:
-        what = f"a tensor with attributes that hold tensors, which {output} cannot hold"
+        what = f"is a tensor with attributes that hold tensors, which {output} cannot hold"
     else:
-        what = f"not a tensor but {_kind(value)} that holds tensors (packed weights), which {output} would lose"
+        what = f"is {_kind(value)} with tensors in it (packed weights), which {output} would lose"
     return RefusedObject(what, where=key, hint="write a torch file (--to torch), or leave it out with --exclude")
 
 
 def _kind(value: Node) -> str:
     if type(value) is Call:
         return printable(spoken_name(value, value.name))
-    return {Dict: "dict", type(None): "None", Global: "a class"}.get(type(value), type(value).__name__)
+    name = {Dict: "dict", type(None): "None", Global: "class"}.get(type(value), type(value).__name__)
+    return name if name == "None" else f"an {name}" if name[0] in "aeiou" else f"a {name}"
 
 
 def _tensor_class(value: Call) -> str:

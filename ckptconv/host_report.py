@@ -7,6 +7,7 @@ from typing import Any
 
 from ckptconv.devices import Gpu, Host
 from ckptconv.errors import printable
+from ckptconv.gpu_choice import ORDER, GpuChoice
 from ckptconv.wording import count_text, size_text
 
 
@@ -42,17 +43,7 @@ def _gpu_text(gpu: Gpu) -> str:
 def host_document(host: Host, best: str) -> dict[str, Any]:
     """What a host has as JSON values; `best` is what `--device auto` would choose."""
     return {
-        "gpus": [
-            {
-                "device": None if gpu.logical is None else f"cuda:{gpu.logical}",
-                "physical": gpu.physical,
-                "name": gpu.name,
-                "uuid": gpu.uuid,
-                "total_bytes": gpu.total,
-                "free_bytes": gpu.free,
-            }
-            for gpu in host.gpus
-        ],
+        "gpus": [{"device": None if gpu.logical is None else f"cuda:{gpu.logical}", **_gpu_document(gpu)} for gpu in host.gpus],
         "cuda_visible_devices": host.visible,
         "torch": host.torch,
         "cuda_devices": host.cuda,
@@ -60,4 +51,24 @@ def host_document(host: Host, best: str) -> dict[str, Any]:
         "xpu_devices": host.xpu,
         "auto": best,
         "notes": list(host.notes),
+    }
+
+
+def choice_document(choice: GpuChoice) -> dict[str, Any]:
+    """The GPUs that were chosen as JSON values; where there is nothing to choose, the variables are null."""
+    return {
+        "cuda_visible_devices": choice.visible if choice.gpus else None,
+        "cuda_device_order": ORDER if choice.gpus else None,
+        "gpus": [_gpu_document(gpu) for gpu in choice.gpus],
+        "notes": list(choice.notes),
+    }
+
+
+def _gpu_document(gpu: Gpu) -> dict[str, Any]:
+    return {
+        "physical": gpu.physical,
+        "name": gpu.name,
+        "uuid": gpu.uuid,
+        "total_bytes": gpu.total,
+        "free_bytes": gpu.free,
     }

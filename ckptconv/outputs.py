@@ -13,7 +13,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from shlex import quote
 
-from ckptconv.errors import CheckpointError, OutputRefused
+from ckptconv.errors import CheckpointError, OutputRefused, printable
 from ckptconv.signals import held_back
 from ckptconv.sources import CHUNK, Source, crc32
 
@@ -181,9 +181,19 @@ def refuse_missing_folder(path: Path, folder: Path) -> None:
     """Refuse an output `path` whose `folder` is not there."""
     if folder.is_dir():
         return
+    refuse_dangling(path)
     if os.path.lexists(folder):
         raise OutputRefused("lies in a file, where a folder is needed", path=path, hint="name another folder")
     raise OutputRefused("its folder does not exist", path=path, hint=f"mkdir -p {quote(str(path.parent))}")
+
+
+def refuse_dangling(path: Path) -> None:
+    """Refuse a path that is, or goes through, a symbolic link to a folder that is not there: mkdir does not help."""
+    for link in (path, *path.parents):
+        if link.is_symlink() and not (meant := link.resolve() if link != path else link.resolve().parent).exists():
+            own = "is a link" if link == path else f"its folder is the link {printable(link)}"
+            what = f"{own} to {printable(link.readlink())}, and {printable(meant)} does not exist"
+            raise OutputRefused(what, path=path, hint="correct the link, or name a file to write")
 
 
 def followed(path: Path) -> Path:
@@ -191,7 +201,8 @@ def followed(path: Path) -> Path:
     try:
         return path.resolve()
     except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError before python 3.13
-        raise OutputRefused("is a link that leads nowhere", path=path, hint="name a file to write") from error
+        what = "cannot be reached: the symbolic links on the way to it lead in a circle"
+        raise OutputRefused(what, path=path, hint="correct the links, or name a file to write") from error
 
 
 @contextlib.contextmanager
@@ -229,6 +240,7 @@ def check_folder(path: Path, *, force: bool) -> None:
         if mode and not (path / ".metadata").is_file() and any(path.iterdir()):
             raise OutputRefused("holds something else than a DCP checkpoint", path=path, hint="name another folder")
         if not followed(path).parent.is_dir():
+            refuse_dangling(path)
             raise OutputRefused("the folder around it does not exist", path=path, hint=f"mkdir -p {quote(str(path.parent))}")
 
 
@@ -267,8 +279,22 @@ def output_errors(path: Path) -> Iterator[None]:
 
 
 def _reason(error: OSError) -> str:
-    if error.errno in _NO_SPACE:
-        return "the disk is full"
-    if error.errno in (errno.EBUSY, errno.EXDEV):
-        return "it is mounted by itself, and so cannot be replaced"
+    if error.errno in _REASONS:
+        return _REASONS[error.errno]
     return os.strerror(error.errno) if error.errno else str(error)
+
+
+_REASONS = {
+    errno.ENOSPC: "the disk is full",
+    errno.EFBIG: "the limit of this process for the size of a file stops it (ulimit -f), or that of the file system",
+    errno.EDQUOT: "the disk quota of this user or group is used up (quota -s)",
+    errno.EROFS: "the file system is mounted read-only",
+    errno.ENAMETOOLONG: "its name is too long for the file system",
+    errno.EACCES: "this user may not write there (Permission denied)",
+    errno.EPERM: "the system does not permit it there (Operation not permitted)",
+    errno.ELOOP: "the symbolic links on the way to it lead in a circle",
+    errno.ENOTDIR: "a file stands where a folder on the way to it is needed",
+    errno.EBUSY: "it is mounted by itself, and so cannot be replaced",
+    errno.EXDEV: "it is mounted by itself, and so cannot be replaced",
+}
+"""What an error of the system means for an output, where its own words do not say what to do."""

@@ -168,7 +168,13 @@ def spoken_name(node: Node, name: str) -> str:
     inside = (*node.args, *(node.state if type(node.state) is tuple else ()))
     dtype = next((part for part in inside if type(part) is Call and part.name == "numpy.dtype"), None)
     code = dtype.args[0] if dtype is not None and dtype.args else None
-    return f"numpy.ndarray of {code}" if type(code) is str else "numpy.ndarray"
+    return f"numpy array of {_CODES.get(code, code)}" if type(code) is str else "numpy array"
+
+
+_CODES = {"b1": "bool", "f2": "float16", "f4": "float32", "f8": "float64", "c8": "complex64", "c16": "complex128"} | {
+    f"{code}{size}": f"{name}{8 * size}" for code, name in (("i", "int"), ("u", "uint")) for size in (1, 2, 4, 8)
+}
+"""numpy's names of the types that pickled arrays call by a letter and the size in bytes."""
 
 
 def is_array(node: Node) -> bool:

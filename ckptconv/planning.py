@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ckptconv.bounds import held, in_force
 from ckptconv.checkpoint import Checkpoint
-from ckptconv.choices import refuse_no_path
+from ckptconv.choices import refuse_no_output
 from ckptconv.collector import collector_paused
 from ckptconv.compaction import CastRule
 from ckptconv.errors import AmbiguousStateDict, CheckpointError, OutputRefused, RefusedObject, printable
@@ -57,7 +57,7 @@ def plan_conversion(
     >>> with open_checkpoint("in.pt") as checkpoint:  # doctest: +SKIP
     ...     execute_plan(plan_conversion(checkpoint, "out.safetensors", Options(dtype="bf16")))
     """
-    refuse_no_path(output=output)
+    refuse_no_output(output=output)
     return _planned(checkpoint, output, options if isinstance(options, Request) else request_of(options or Options()))
 
 

@@ -15,6 +15,7 @@ from ckptconv.choices import (
     TIED,
     UNKNOWN,
     refuse_no_flag,
+    refuse_no_output,
     refuse_no_path,
     refuse_no_tags,
     refuse_no_text,
@@ -140,7 +141,8 @@ class Options:
         refuse_no_words(**{name: getattr(self, name) for name in _RULES})
         refuse_no_tags(self.map_location)
         refuse_no_text(device=self.device, dtype=self.dtype, model=self.model)
-        refuse_no_path(**{name: path for name in ("save_mapping", "like") if (path := getattr(self, name)) is not None})
+        refuse_no_path(**({} if self.like is None else {"like": self.like}))
+        refuse_no_output(**({} if self.save_mapping is None else {"save_mapping": self.save_mapping}))
         refuse_no_flag(reverse=self.reverse, drop_unexpected=self.drop_unexpected)
         self._key_rules(read=False)
         self._dtype()

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-Phase = Literal["read", "measure", "write", "verify", "sync"]
+Phase = Literal["read", "measure", "write", "verify", "sync", "deliver"]
 
 _STEP = 1 << 20
 
@@ -19,7 +19,7 @@ class Progress:
 
     The phases of a conversion are ``write`` (the source is read meanwhile), ``verify`` (the output is read back) and ``sync``
     (the disk is waited for; nothing is known of how far it is until it is done). Whatever only reads has the phase ``read``; a
-    comparison then reads what differs again, to ``measure`` by how much.
+    comparison then reads what differs again, to ``measure`` by how much. ``deliver`` is the copy to standard output.
     A phase begins with `done` = 0 and ends with `done` = `total`; what fails stops in between. A conversion to many files has
     the phases of each of them in turn, so a phase may come again; its counts go on where they stood.
     """

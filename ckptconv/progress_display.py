@@ -19,7 +19,12 @@ from ckptconv.wording import seconds_text, size_text
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
-COPYING: Mapping[Phase, str] = {"write": "copying", "verify": "verifying", "sync": "waiting for the disk"}
+COPYING: Mapping[Phase, str] = {
+    "write": "copying",
+    "verify": "verifying",
+    "sync": "waiting for the disk",
+    "deliver": "writing to standard output",
+}
 COMPARING: Mapping[Phase, str] = {"read": "comparing", "measure": "measuring what differs"}
 READING: Mapping[Phase, str] = {"read": "reading"}
 SCANNING: Mapping[Phase, str] = {"read": "scanning"}
@@ -116,7 +121,7 @@ class _State:
             rate = last.done / seconds
             shown.append(f"{size_text(rate)}/s")
             if last.done < last.total:
-                shown.append(f"{seconds_text((last.total - last.done) / rate)} left")
+                shown.append(f"{seconds_text(max(1, round((last.total - last.done) / rate)))} left")
         return shown
 
 
@@ -134,7 +139,7 @@ def _on_terminal(state: _State, over: threading.Event) -> None:
     if over.wait(_BAR_AFTER):
         return
     with _bar() as bar:
-        task = bar.add_task(state.label(), total=1.0, numbers="")
+        task = bar.add_task(state.label(), numbers=", ".join(state.numbers()))
         while True:
             fraction = state.fraction()
             bar.update(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptconv.checkpoint import Checkpoint
-from ckptconv.choices import refuse_no_flag, refuse_no_path, refuse_no_text, spelling_checked
+from ckptconv.choices import refuse_no_flag, refuse_no_output, refuse_no_text, spelling_checked
 from ckptconv.convert import ConversionResult, execute_plan
 from ckptconv.devices import require_torch, tag_map
 from ckptconv.dtypes import BY_NAME, DType, floating_dtype
@@ -51,7 +51,7 @@ def save_portable(
     >>> save_portable(model.state_dict(), "out.safetensors", device="cpu")  # doctest: +SKIP
     """
     rules = rules_of(keys)
-    refuse_no_path(path=path)
+    refuse_no_output(path=path)
     refuse_no_text(device=device, dtype=dtype)
     refuse_no_flag(force=force, fsync=fsync)
     require_torch("saving live tensors")

@@ -11,8 +11,19 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptconv.candidates import Candidate, Holder, Pairs, Survey, dict_pairs, metadata_of, survey, tells_of_wrappers
+from ckptconv.candidates import (
+    Candidate,
+    Holder,
+    Pairs,
+    Survey,
+    dict_pairs,
+    is_of_no_module,
+    metadata_of,
+    survey,
+    tells_of_wrappers,
+)
 from ckptconv.errors import AmbiguousStateDict, KeyConflict, printable
+from ckptconv.held_tensors import holds_tensors
 from ckptconv.labels import names_average
 from ckptconv.nodes import Call, Dict, Node, attributes, children, mapping_pairs
 from ckptconv.producers import Producer, averages_weights, producer_in
@@ -53,6 +64,12 @@ class StateDict:
         """The keys that tell which wrappers stand around the model; all where none does."""
         named = zip(self.keys, self.values, strict=True)
         return tuple([key for key, value in named if "." in key or tells_of_wrappers(self.place, key, value)]) or self.keys
+
+    @property
+    def keys_beside(self) -> tuple[str, ...]:
+        """The keys of what the training left beside the model: no parameter, no buffer, and of no module."""
+        named = zip(self.keys, self.values, strict=True)
+        return tuple([key for key, value in named if is_of_no_module(key) and not holds_tensors(value)])
 
     def tensors(self) -> Iterator[tuple[str, TensorRef]]:
         """The keys whose values are tensors, with them."""
@@ -156,10 +173,11 @@ def _loaded_by_framework(root: Node, found: Survey) -> StateDict | None:
 
 def _framework_notes(producer: Producer, root: Node, others: Sequence[str]) -> Iterator[str]:
     name = printable(producer.loads or "")
-    if averages_weights(root):
-        yield f"{name} holds the averaged weights, as {producer.name} saves them"
+    what = "the averaged weights" if averages_weights(root) else "the model"
     if others:
-        yield f"{name} is taken, where {producer.name} has the model, not {_listed(others)} (--only PATH takes another)"
+        yield f"{name} is taken, where {producer.name} has {what}, not {_listed(others)} (--only PATH takes another)"
+    elif averages_weights(root):
+        yield f"{name} holds {what}, as {producer.name} saves them"
 
 
 def _bare_tensors(node: Node) -> StateDict | None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
 from ckptconv.errors import CheckpointError
+from ckptconv.progress import Meter
+from ckptconv.signals import held_back
 
 
 def fill_closed_streams() -> None:
@@ -87,9 +93,24 @@ def fail(message: str, code: int) -> NoReturn:
 
 
 def show_error(message: str) -> None:
-    """One line on stderr."""
+    """One line on stderr; on a terminal as many as it takes."""
     click.secho("error: ", fg="red", bold=True, nl=False, err=True, color=colors())
-    click.echo(message, err=True)
+    click.echo(_wrapped(message, len("error: "), err=True), err=True)
+
+
+class Unprinted(Exception):
+    """Standard output does not take what is printed; not an `OSError`, which would be taken for one of a file's."""
+
+
+def stop_unprinted(error: Unprinted | OSError, code: int) -> NoReturn:
+    """End the program where its output cannot be printed: in one line, or without where its reader has left (``| head``)."""
+    cause = error.__cause__ if isinstance(error, Unprinted) else error
+    assert isinstance(cause, OSError)
+    with contextlib.suppress(OSError):
+        if cause.errno != errno.EPIPE:
+            show_error(f"cannot print the result: {cause.strerror}")
+        sys.stderr.flush()
+    os._exit(code)  # the interpreter's own last flush would fail once more
 
 
 def print_json(document: dict[str, Any]) -> None:
@@ -103,14 +124,98 @@ def print_json(document: dict[str, Any]) -> None:
 
 def print_summary(headline: str, lines: Iterable[tuple[str, str]]) -> None:
     """What was done, or would be, on stderr."""
-    click.secho(headline, bold=True, err=True)
+    print_headline(headline, err=True)
     print_lines(lines, err=True)
 
 
+def print_headline(text: str, *, fg: str | None = None, err: bool = False) -> None:
+    """The line that says it all."""
+    click.secho(_wrapped(text, 2, err=err, first=0), fg=fg, bold=True, err=err)
+
+
 def print_lines(lines: Iterable[tuple[str, str]], err: bool = False) -> None:
-    """(label, text) lines in two columns."""
+    """(label, text) lines in two columns; on a terminal a long text goes on under its own column."""
     rows = list(lines)
     width = max((len(label) for label, _ in rows), default=0)
     for label, text in rows:
         color = "yellow" if label in ("warning", "note") else "red" if label in ("error", "damaged") else "cyan"
-        click.echo("  " + click.style(label.ljust(width), fg=color) + "  " + text, err=err)
+        click.echo("  " + click.style(label.ljust(width), fg=color) + "  " + _wrapped(text, width + 4, err=err), err=err)
+
+
+_NARROWEST = 30  # columns for a text, below which it is not worth the breaks
+
+
+def _wrapped(text: str, indent: int, *, err: bool, first: int | None = None) -> str:
+    """A text behind `first` columns (or `indent`), its further lines behind `indent`; as it is where no terminal shows it."""
+    stream = sys.stderr if err else sys.stdout
+    if not stream.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    if width - indent < _NARROWEST:
+        return text
+    import textwrap
+
+    before = " " * (indent if first is None else first)
+    lines = textwrap.wrap(
+        text, width, initial_indent=before, subsequent_indent=" " * indent, break_on_hyphens=False, drop_whitespace=True
+    )
+    return "\n".join(lines)[len(before) :]
+
+
+# -------------------------------------------------------------------------------------------------------- standard output
+
+
+@contextmanager
+def spooled() -> Iterator[Path]:
+    """Where an output is made that is to go to standard output, and of which nothing is printed before it is whole."""
+    import tempfile
+
+    with held_back():
+        folder = Path(tempfile.mkdtemp(prefix="ckptconv-"))
+    try:
+        yield folder / "output"
+    except CheckpointError as error:
+        if error.path is not None and Path(error.path).parent == folder:
+            error.path = "standard output"
+            error.hint = f"it is made in {folder.parent} first, and printed when it is whole; TMPDIR names another folder"
+        raise
+    finally:
+        with held_back():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def copy_to_stdout(path: Path, meter: Meter) -> None:
+    """Print the bytes of a file; `Unprinted` where standard output does not take them all."""
+    buffer = memoryview(bytearray(1 << 20))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            try:
+                sys.stdout.buffer.write(buffer[:count])
+                sys.stdout.buffer.flush()
+            except OSError as error:
+                raise Unprinted from error
+            meter.add(count)
+
+
+# ---------------------------------------------------------------------------------------------------------------------- pages
+
+
+def show_page(text: str) -> None:
+    """A page of Markdown: as it is where it is piped; else rendered, and in a pager where it does not fit the terminal."""
+    if not sys.stdout.isatty():
+        click.echo(text, nl=False)
+        return
+    import shutil
+
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    width, height = shutil.get_terminal_size()
+    console = Console(force_terminal=True, no_color=colors() is False, width=min(width, 110))
+    with console.capture() as captured:
+        console.print(Markdown(text))
+    shown = captured.get()
+    if shown.count("\n") < height:
+        click.echo(shown, nl=False)
+    else:
+        click.echo_via_pager(shown)

@@ -94,7 +94,7 @@ def test_the_page_has_each_name_with_its_signature_and_an_example():
     assert sorted([*sections, *table]) == ckptconv.__all__
     for name, section in sections.items():
         (told,) = re.findall(r"```text\n(.*?)\n```", section)
-        assert "```python\n" in section
+        assert "```py\n" in section
         if ": " not in told:
             assert told == signature_text(name)
         else:
@@ -112,7 +112,7 @@ def error_rows(page: str) -> list[tuple[str, tuple[str, str]]]:
 def test_the_examples_of_the_page_run(room):
     space: dict[str, Any] = {"model": Net(), "torch": torch}
     exec("from ckptconv import *", space)
-    for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+    for block in re.findall(r"```py\n(.*?)```", PAGE, re.DOTALL):
         exec(block, space)
     saved = torch.load("ddp_cuda3.pt", map_location="cpu", weights_only=True)
     assert {f"module.{key}" for key in space["state_dict"]} == set(saved)

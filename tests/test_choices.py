@@ -148,7 +148,7 @@ def test_what_is_no_choice_is_refused_by_an_error_that_names_the_choices(says, c
 
 def test_a_misspelt_dtype_names_the_dtypes(room):
     for call in (convert, save):
-        with pytest.raises(CheckpointError, match=r"'flaot32' is not a floating dtype; use one of f64, f32"):
+        with pytest.raises(CheckpointError, match=r"'flaot32' is not a floating dtype; choose f32, f16"):
             call(dtype="flaot32")()
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ckptconv import devices
+from ckptconv import devices, nvidia_smi
 from ckptconv.devices import Gpu, TagMap, check_tag, survey_host, tag_map, visible_indices
 from ckptconv.errors import DeviceUnavailable
 
@@ -26,7 +26,7 @@ ROWS = (
     "2, GPU-bbbb3333-0000, NVIDIA A100-SXM4-80GB, 81920, 60000",
     "3, GPU-cccc4444-0000, NVIDIA A100-SXM4-80GB, 81920, 50000",
 )
-FOUR = tuple(devices._parse_gpu(row) for row in ROWS)
+FOUR = devices.listed_gpus(nvidia_smi._read(0, "\n".join(ROWS), frozenset()))
 
 
 @pytest.fixture(autouse=True)
@@ -364,9 +364,9 @@ def test_memory_that_nvidia_smi_does_not_tell_and_odd_names_are_read(smi):
             "nvidia-smi failed (exit 9): NVIDIA-SMI has failed",
         ),
         ([], "exit 3", "nvidia-smi failed (exit 3)"),
-        (["No devices were found"], "", "nvidia-smi could not be asked"),
-        (["x, GPU-1, Name, 1, 1"], "", "nvidia-smi could not be asked"),
-        ([], "printf '\\377\\n'", "nvidia-smi could not be asked"),
+        (["No devices were found"], "exit 6", "nvidia-smi says: No devices were found"),
+        (["x, GPU-1, Name, 1, 1"], "", "nvidia-smi could not be understood: x, GPU-1"),
+        ([], "printf '\\377\\n'", "nvidia-smi could not be understood: \ufffd"),
     ],
 )
 def test_a_failing_nvidia_smi_becomes_a_note(rows, script, note, smi):
@@ -380,7 +380,7 @@ def test_a_failing_nvidia_smi_becomes_a_note(rows, script, note, smi):
 
 def test_a_hanging_nvidia_smi_becomes_a_note(smi, monkeypatch):
     smi(script="while :; do :; done")
-    monkeypatch.setattr(devices, "_SMI_SECONDS", 0.2)
+    monkeypatch.setattr(nvidia_smi, "SECONDS", 0.2)
     host = survey_host(ask_torch=False)
     assert host.gpus == ()
     assert "timed out" in host.notes[0]

@@ -21,7 +21,8 @@ import torch
 from program import ROOT, SAMPLES, Finished, environment, run
 
 from ckptconv.devices import Gpu, Host
-from ckptconv.host_report import host_document
+from ckptconv.gpu_choice import GpuChoice
+from ckptconv.host_report import choice_document, host_document
 from ckptconv.strict_json import json_text
 
 PAGE = (ROOT / "docs/json.md").read_text(encoding="utf-8")
@@ -233,11 +234,19 @@ def test_devices_prints_what_the_page_says(room):
     hold("devices", [made, document("devices", cwd=room), document("devices", "--bad", cwd=room, code=2)])
 
 
+def test_devices_export_prints_what_the_page_says(room):
+    gpu = Gpu(0, 1, "H100", "GPU-1", 80, 79)
+    made = strict(json_text(choice_document(GpuChoice((gpu,), ("odd",)))) + "\n")
+    none = run("devices", "--export", "--json", cwd=room, env={"PATH": str(room)})
+    hold("devices --export", [made, strict(none.out), document("devices", "--export", "--bad", cwd=room, code=2)])
+
+
 def test_the_page_names_every_command():
     from ckptconv.cli import cli
 
     sections = {name for head in re.findall(r"^## (.*)$", PAGE, re.MULTILINE) for name in head.split(", ")}
-    assert sections == {"Every document", "errors", *cli.commands}
+    with_json = {name for name, command in cli.commands.items() if any("--json" in param.opts for param in command.params)}
+    assert sections == {"Every document", "errors", "devices --export", *with_json}
 
 
 # ------------------------------------------------------------------------------------------------------------ one document each

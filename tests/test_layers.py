@@ -11,12 +11,13 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "ckptconv"
 
 LAYERS = {
-    "errors": 0, "bounds": 0, "collector": 0, "signals": 0, "strict_json": 0, "showing": 1, "progress": 0,
-    "dtypes": 1, "key_rules": 1, "devices": 1, "sources": 1, "nodes": 1, "wording": 1, "labels": 1,
+    "errors": 0, "bounds": 0, "collector": 0, "signals": 0, "nvidia_smi": 0, "help_pages": 0,
+    "progress": 0, "addresses": 0, "strict_json": 0,
+    "showing": 1, "dtypes": 1, "key_rules": 1, "devices": 1, "sources": 1, "nodes": 1, "wording": 1, "labels": 1,
     "choices": 1,
     "findings": 2,
     "keys": 2, "outputs": 2, "documents": 2, "casting": 2, "pickling": 2, "extents": 2, "substitution": 2, "tracing": 2,
-    "torch_words": 2, "mapping_calls": 2, "census": 2, "joined_archives": 2,
+    "torch_words": 2, "gpu_choice": 2, "mapping_calls": 2, "census": 2, "joined_archives": 2,
     "unpickling": 3, "tensors": 3, "archives": 3, "sharding": 3, "rule_files": 3, "key_fitting": 3, "staging": 3,
     "training_objects": 3,
     "torch_objects": 4, "compaction": 4, "layout": 4, "plain_objects": 4, "assembly": 4, "partitions": 4, "checksums": 4,
@@ -41,7 +42,7 @@ LAYERS = {
     "diagnosis_report": 15, "host_report": 15, "verdicts": 15,
     "diagnosis": 16,
     "__init__": 17,
-    "terminal": 18, "cli_options": 18, "progress_display": 18,
+    "terminal": 18, "cli_options": 18, "progress_display": 18, "completion": 17,
     "cli": 19,
     "__main__": 20,
 }  # fmt: skip
@@ -51,9 +52,10 @@ WITHIN_A_LAYER: set[tuple[str, str]] = set()
 EMPTY = {"formats.__init__"}
 """Packages that import nothing, and so are in no layer."""
 
-TERMINAL_MODULES = {"cli", "cli_options", "progress_display", "terminal"}
+TERMINAL_MODULES = {"cli", "cli_options", "completion", "progress_display", "terminal"}
 TORCH_MODULES = {"devices", "loading", "saving", "fitting", "dcp_output", "named_models"}
-FILE_MODULES = {"sources", "outputs", "staging", "terminal"}  # terminal: the null device, where a standard stream is closed
+FILE_MODULES = {"sources", "outputs", "staging", "help_pages", "terminal"}
+"""help_pages: the documentation; terminal: the null device, where a standard stream is closed."""
 
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): ast.parse(path.read_text(), str(path))

@@ -99,7 +99,7 @@ def _has_index(found: Path) -> bool:
 
 def _only_variant(folder: Path, found: Mapping[str, Path]) -> str:
     if len(found) > 1:
-        what = f"holds {len(found)} variants of its weights and not the plain ones"
+        what = f"holds {len(found)} variants of its weights, but not the plain weights"
         raise AmbiguousStateDict(what, path=folder, hint=f"choose one with --tag: {printable(', '.join(found), 500)}")
     return next(iter(found))
 

@@ -145,6 +145,8 @@ def _named(folder: Path, name: str, named_by: str, inside: _Inside, is_checkpoin
     within(folder / name, folder)
     if name not in inside.files and not ((folder / name).is_dir() and is_checkpoint(folder / name)):
         what = f"names the step '{printable(name)}', which is not here"
+        if named_by == "--tag":
+            what = f"there is no step '{printable(name)}' here"
         raise MalformedCheckpoint(what, path=folder, where=named_by, hint=_choice((*inside.folders, *inside.files)))
     return name
 

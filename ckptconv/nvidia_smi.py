@@ -1,0 +1,123 @@
+"""nvidia-smi asked and its answer read: rows of GPUs, remarks, or why there is no list. What to make of it is `devices`'.
+
+It numbers GPUs by PCI bus. Memory is in MiB, or a word in brackets: ``[N/A]`` where CPU and GPU share it, ``[Insufficient
+Permissions]`` on a partitioned GPU, ``[Unknown Error]`` and the like on one that is broken (tests/data/nvidia-smi has all).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Sequence
+
+SECONDS = 5.0
+_GPUS = ("--query-gpu=index,uuid,name,memory.total,memory.free", "--format=csv,noheader,nounits")
+_MODES = ("--query-gpu=index,mig.mode.current", "--format=csv,noheader")  # drivers before 450 know no such field
+_SIZE = re.compile(r"([0-9]+)(?: MiB)?").fullmatch
+_PARTITIONED = re.compile(r"^([0-9]+), *Enabled\b", re.MULTILINE).findall
+_UNTOLD = frozenset({"[N/A]", "N/A", "[Not Supported]", "[Insufficient Permissions]"})
+_WARNED = 14  # "infoROM is corrupted": the list before it is whole
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One GPU; sizes in bytes, None where it does not tell them, and then `trouble` where that says that it is broken."""
+
+    index: int
+    uuid: str
+    name: str
+    total: int | None
+    free: int | None
+    trouble: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """All rows, and other lines as `remarks`; `problem` says why the rows are not all (None: they are).
+
+    `partitioned` are the indices of GPUs in MIG mode, where that was asked. Without nvidia-smi the answer is empty.
+    """
+
+    rows: tuple[Row, ...] = ()
+    remarks: tuple[str, ...] = ()
+    problem: str | None = None
+    partitioned: frozenset[int] = frozenset()
+
+
+def ask_gpus(*, partitions: bool = False, seconds: float | None = None) -> Answer:
+    """What nvidia-smi says; asked for `partitions` too, it runs twice at the same time. Raises nothing."""
+    import subprocess
+
+    limit = SECONDS if seconds is None else seconds
+    running: list[subprocess.Popen[str]] = []
+    try:
+        running += map(_start, (_GPUS, _MODES) if partitions else (_GPUS,))
+        (code, out), *others = _ends(running, limit)
+    except FileNotFoundError:
+        return Answer()
+    except subprocess.TimeoutExpired:
+        return Answer(problem=f"nvidia-smi could not be asked: it timed out after {limit:g} seconds")
+    except (OSError, subprocess.SubprocessError) as error:
+        return Answer(problem=f"nvidia-smi could not be asked: {error}")
+    finally:
+        _kill(running)
+    enabled = frozenset(int(index) for ended, text in others if ended == 0 for index in _PARTITIONED(text))
+    return _read(code, out, enabled)
+
+
+def _start(query: Sequence[str]) -> subprocess.Popen[str]:
+    import subprocess
+
+    environment = {**os.environ, "LC_ALL": "C"}
+    return subprocess.Popen(
+        ("nvidia-smi", *query),
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, errors="replace", env=environment,
+    )  # fmt: skip
+
+
+def _ends(running: Sequence[subprocess.Popen[str]], seconds: float) -> list[tuple[int, str]]:
+    """The exit code of each, and what it printed; `seconds` are for all together."""
+    deadline = time.monotonic() + seconds
+    printed = [process.communicate(timeout=max(0.0, deadline - time.monotonic()))[0] for process in running]
+    return [(process.returncode, out) for process, out in zip(running, printed, strict=True)]
+
+
+def _kill(running: Sequence[subprocess.Popen[str]]) -> None:
+    """End those that still run. They are not waited for: one that hangs in the driver does not even die."""
+    for process in running:
+        if process.poll() is None:
+            process.kill()
+
+
+def _read(code: int, out: str, partitioned: frozenset[int]) -> Answer:
+    lines = [line.strip() for line in out.splitlines() if line.strip()]
+    listed = [line for line in lines if line.count(",") >= 4]
+    rows = [_row(line) for line in listed]
+    remarks = tuple(line for line in lines if line not in listed)
+    problem = None
+    if code not in (0, _WARNED if listed else 0):
+        problem = None if _none_found(remarks) else f"nvidia-smi failed (exit {code}): {(remarks or ('no reason given',))[0]}"
+    elif None in rows or not (rows or _none_found(remarks) or not lines):
+        problem = f"nvidia-smi could not be understood: {listed[rows.index(None)] if None in rows else lines[0]}"
+    return Answer(tuple(row for row in rows if row), remarks, problem, partitioned)
+
+
+def _none_found(remarks: Sequence[str]) -> bool:
+    return any("No devices were found" in remark for remark in remarks)
+
+
+def _row(line: str) -> Row | None:
+    """One line of the list; a name may have commas."""
+    index, uuid, *name, total, free = (field.strip() for field in line.split(","))
+    if not (index.isascii() and index.isdecimal()):
+        return None
+    sizes = [int(found[1]) << 20 if (found := _SIZE(size)) else None for size in (total, free)]
+    odd = [size for size in (total, free) if not _SIZE(size) and size not in _UNTOLD]
+    return Row(int(index), uuid, ",".join(name), sizes[0], sizes[1], odd[0] if odd else None)
