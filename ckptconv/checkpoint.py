@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptconv.bounds import Limits, held, in_force, merged
+from ckptconv.containers import UNKNOWN, Opening
 from ckptconv.nodes import Node
 from ckptconv.sources import Source
 from ckptconv.state_dicts import StateDict, choose_state_dict, find_state_dicts
@@ -50,7 +51,8 @@ class Checkpoint:
     a safetensors file's own strings; `notes` tell what was odd about the file without being wrong; `modules` counts the whole
     modules in whose places their state dicts stand, `module_strays` are what these do not hold, `module_parts` what they hold
     in another form; `facts` are what a torch file holds besides its tree; `limits` are those under which it was opened;
-    `index_metadata` is what the index of shards says besides their total size. Use it as a context manager, or `close()` it.
+    `index_metadata` is what the index of shards says besides their total size; `opening` is who opens the container without
+    ckptconv, and where. Use it as a context manager, or `close()` it.
     """
 
     path: Path
@@ -66,6 +68,7 @@ class Checkpoint:
     index_metadata: Mapping[str, Any] = field(default_factory=dict)
     module_strays: tuple[Stray, ...] = ()
     module_parts: tuple[Node, ...] = ()
+    opening: Opening = UNKNOWN
 
     def __enter__(self) -> Checkpoint:
         return self

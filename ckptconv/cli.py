@@ -187,7 +187,7 @@ Examples:
 @LIMIT
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 def doctor(sources: tuple[Path, ...], as_json: bool, **given: Any) -> None:
-    """Say why checkpoint IN would not load on this host, or would disappoint, and the command that mends it.
+    """Say why checkpoint IN would not load on this host, or would disappoint, and the command that fixes it.
 
     Exits with 0 when torch.load(weights_only=True) or the safetensors library loads it here, with 1 when not, with 2 when
     that cannot be said: no such file, model or device."""

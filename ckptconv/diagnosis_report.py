@@ -33,7 +33,7 @@ def finding_lines(findings: Sequence[Finding]) -> Iterator[tuple[str, str]]:
         yield finding.severity, f"{finding.code}: {printable(finding.cause, 2000)}"
         yield "effect", printable(finding.effect, 2000)
         if finding.command:
-            yield "mend", "the same command" if finding.command in told else printable(finding.command, 20_000)
+            yield "fix", "the same command" if finding.command in told else printable(finding.command, 20_000)
             told.add(finding.command)
         elif finding.advice:
             yield "advice", printable(finding.advice, 2000)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckptconv.bounds import held
 from ckptconv.checkpoint import Checkpoint
+from ckptconv.containers import UNKNOWN, Opening
 from ckptconv.dtypes import BY_NAME
 from ckptconv.errors import CheckpointError
 from ckptconv.keys import find_wrappers
+from ckptconv.labels import names_training_state
 from ckptconv.nodes import Call, Dict, Global, Node, children, mapping_pairs, spoken
 from ckptconv.producers import offered_prefix, producer_of
 from ckptconv.settling import is_part_of_config, plain_form_at, refused_name
-from ckptconv.state_dicts import StateDict
+from ckptconv.state_dicts import StateDict, only_training_state
 from ckptconv.tensors import Storage, TensorRef
 from ckptconv.walking import label_text, place_text, tensor_of, walk
 
@@ -53,7 +56,9 @@ class Inspection:
 
     `dead` is how much of a zip file its pickle does not refer to: records that were added or left over, bytes between them.
     `strays` are records outside its folder, `protocol` is that of a pickle, and `untyped` what a legacy file holds, that
-    `weights_only=True` does not read. `lacking`: the state dict of a whole module may lack what its class saves.
+    `weights_only=True` does not read. `lacking`: the state dict of a whole module may lack what its class saves. `opening` is
+    who opens the container without ckptconv. `training_state` says whose state all its tensors are,
+    where it holds no weights (an optimizer's).
     """
 
     path: str
@@ -78,6 +83,8 @@ class Inspection:
     protocol: int | None = None
     untyped: tuple[str, ...] = ()
     lacking: bool = False
+    opening: Opening = UNKNOWN
+    training_state: str | None = None
 
 
 def inspect_checkpoint(checkpoint: Checkpoint, depth: int = 2) -> Inspection:
@@ -91,7 +98,10 @@ def inspect_checkpoint(checkpoint: Checkpoint, depth: int = 2) -> Inspection:
 
 def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
     found = {id(item.node): item for item in checkpoint.state_dicts()}
-    refs = [ref for _, node in walk(checkpoint.root) if (ref := tensor_of(node)) is not None]
+    overlay: dict[int, Node] = {}
+    odd = tuple(_odd_objects(checkpoint.root, overlay))
+    refs = _refs(checkpoint.root, overlay)
+    root = _part("", checkpoint.root, _Tree(found, overlay), depth, set())
     storages = {id(piece.storage): piece.storage for ref in refs for piece in ref.pieces}
     dtypes = Counter(ref.dtype.name for ref in refs)
     return Inspection(
@@ -106,21 +116,31 @@ def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
         state_dicts={item.path: find_wrappers(item.telling_keys) for item in found.values()},
         producer=producer_of(checkpoint.root),
         offered={item.path: prefix for item in found.values() if (prefix := offered_prefix(checkpoint.root, item.keys))},
-        odd_objects=tuple(_odd_objects(checkpoint.root)),
+        odd_objects=odd,
         metadata=checkpoint.metadata,
         notes=checkpoint.notes,
-        root=_part("", checkpoint.root, found, depth, set()),
+        root=root,
         modules=checkpoint.modules,
         lacking=any(stray.is_refused for stray in checkpoint.module_strays),
         dead=checkpoint.facts.dead if checkpoint.facts.dead > _MUCH else 0,
         strays=checkpoint.facts.strays,
         protocol=newer_protocol(checkpoint),
         untyped=tuple(_untyped(checkpoint, dtypes)) if checkpoint.format == "torch legacy" else (),
+        opening=checkpoint.opening,
+        training_state=only_training_state(checkpoint.root),
     )
 
 
-OPENED_BY_TORCH = ("torch zip", "torch legacy", "safetensors", "memory")
-"""Formats that `torch.load(weights_only=True)` or `safetensors.torch.load_file` opens."""
+def training_states(part: Part) -> Iterator[Part]:
+    """The outermost parts that are the state of an optimizer, a scheduler or a random generator."""
+    if part.kind == "optimizer":
+        yield part
+        return
+    for inner in part.parts:
+        if names_training_state(inner.name):
+            yield inner
+        elif inner.kind != "state dict":
+            yield from training_states(inner)
 
 
 def is_bloated(found: Inspection) -> bool:
@@ -165,8 +185,8 @@ def _used_bytes(refs: list[TensorRef]) -> dict[int, int]:
     return used
 
 
-def _odd_objects(root: Node) -> Iterator[OddObject]:
-    overlay: dict[int, Node] = {}
+def _odd_objects(root: Node, overlay: dict[int, Node]) -> Iterator[OddObject]:
+    """The objects that are refused; the overlay gets the plain forms that a conversion gives them."""
     configs: set[int] = set()
     for place, node in walk(root, overlay):
         if (name := refused_name(node)) is not None:
@@ -175,29 +195,53 @@ def _odd_objects(root: Node) -> Iterator[OddObject]:
                 yield OddObject(place_text(place), name, plain is not node)
 
 
-def _part(name: str, node: Node, found: Mapping[int, StateDict], depth: int, shown: set[int]) -> Part:
+class _Tree(NamedTuple):
+    """What the parts of a tree are shown with: its state dicts by their nodes, and the plain forms of its objects."""
+
+    found: Mapping[int, StateDict]
+    overlay: Mapping[int, Node]
+
+
+def _refs(node: Node, overlay: Mapping[int, Node]) -> list[TensorRef]:
+    """The tensors in a node, numpy's arrays among them."""
+    return [ref for _, inner in walk(node, overlay) if (ref := tensor_of(inner)) is not None]
+
+
+def _part(name: str, node: Node, tree: _Tree, depth: int, shown: set[int]) -> Part:
     if id(node) in shown:
         return Part(name, f"{_kind(node)}, shared with a part above", 0, 0)
     if type(node) in (Dict, list, Call):
         shown.add(id(node))
-    item = found.get(id(node))
+    item = tree.found.get(id(node))
     if item is not None and item.own is None:
-        return _state_dict_part(name, item, depth)
-    refs = [ref for _, inner in walk(node) if (ref := tensor_of(inner)) is not None]
+        return _state_dict_part(name, item, tree, depth)
+    node = tree.overlay.get(id(node), node)
+    refs = _refs(node, tree.overlay)
     pairs = mapping_pairs(node)
     inside = depth > 0 and pairs is not None and bool(refs)
     own = set(() if item is None else item.own or ())
     beside = [part for index, part in enumerate(children(node)) if index not in own] if inside else []
-    parts = [_part(label_text(label), child, found, depth - 1, shown) for label, child in beside]
+    parts = [_part(label_text(label), child, tree, depth - 1, shown) for label, child in beside]
     if item is not None and inside:
-        parts.insert(0, _state_dict_part(".", item, depth))
+        parts.insert(0, _state_dict_part(".", item, tree, depth))
     return Part(name, _kind(node), len(refs), _nbytes(refs), tuple(parts))
 
 
-def _state_dict_part(name: str, item: StateDict, depth: int) -> Part:
-    named = list(item.tensors())
+_Entry = tuple[str, Node, Sequence[TensorRef]]
+"""A key of a state dict, what it leads to, and the tensors in that: itself, or the parts of a quantized one and the like."""
+
+
+def _state_dict_part(name: str, item: StateDict, tree: _Tree, depth: int) -> Part:
+    plain = ((key, tree.overlay.get(id(value), value)) for key, value in zip(item.keys, item.values, strict=True))
+    held = ((key, value, _refs(value, tree.overlay)) for key, value in plain)
+    named = [entry for entry in held if entry[2]]
     modules = _modules(named, depth and depth + min(len(find_wrappers(item.telling_keys)), _DEEPEST_WRAPPERS))
-    return Part(name, "state dict", len(named), _nbytes([ref for _, ref in named]), modules)
+    refs = _all_refs(named)
+    return Part(name, "state dict", len(refs), _nbytes(refs), modules)
+
+
+def _all_refs(named: Sequence[_Entry]) -> list[TensorRef]:
+    return [ref for _, _, refs in named for ref in refs]
 
 
 def _nbytes(refs: list[TensorRef]) -> int:
@@ -206,22 +250,29 @@ def _nbytes(refs: list[TensorRef]) -> int:
     return sum(views.values()) + sum(ref.nbytes for ref in refs if not ref.is_view)
 
 
-def _modules(named: list[tuple[str, TensorRef]], depth: int) -> tuple[Part, ...]:
+def _modules(named: Sequence[_Entry], depth: int) -> tuple[Part, ...]:
     """The tensors of a state dict grouped by the leading segments of their keys."""
     if depth <= 0:
         return ()
-    groups: dict[str, list[tuple[str, TensorRef]]] = {}
-    for key, ref in named:
+    groups: dict[str, list[_Entry]] = {}
+    for key, node, refs in named:
         head, _, rest = key.partition(".")
-        groups.setdefault(head, []).append((rest, ref))
+        groups.setdefault(head, []).append((rest, node, refs))
     return tuple(_module(head, group, depth) for head, group in groups.items())
 
 
-def _module(head: str, group: list[tuple[str, TensorRef]], depth: int) -> Part:
-    refs = [ref for _, ref in group]
+def _module(head: str, group: Sequence[_Entry], depth: int) -> Part:
+    refs = _all_refs(group)
     if len(group) == 1 and not group[0][0]:
-        return Part(head, _kind(refs[0]), 1, refs[0].nbytes)
+        return Part(head, _entry_kind(group[0][1]), len(refs), _nbytes(refs))
     return Part(head, "module", len(group), _nbytes(refs), _modules(group, depth - 1))
+
+
+def _entry_kind(node: Node) -> str:
+    """What a key leads to; of an object that is a tensor to its library, its class."""
+    if type(node) is Call and (cls := next((arg for arg in node.args[:2] if type(arg) is Global), None)) is not None:
+        return cls.path
+    return _kind(node)
 
 
 def _kind(node: Node) -> str:

@@ -103,7 +103,7 @@ def verdict(found: Inspection) -> tuple[bool, str]:
     hopeless = found.lacking or any(not odd.has_plain_form for odd in found.odd_objects)
     files = " ".join(quoted(as_argument(path)) for path in found.named or (found.path,))
     command = f"ckptconv convert {files} OUT.pt" + (" --unknown drop" if hopeless else "")
-    return False, f"will not open everywhere: {'; '.join(reasons)}. Mend it: {command}"
+    return False, f"will not open everywhere: {'; '.join(reasons)}. Fix it: {command}"
 
 
 def inspection_document(found: Inspection) -> dict[str, Any]:

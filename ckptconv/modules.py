@@ -51,6 +51,17 @@ def flatten_modules(checkpoint: Checkpoint) -> Checkpoint:
     )
 
 
+def module_names(checkpoint: Checkpoint) -> list[str]:
+    """The classes of the whole modules in a checkpoint that have a state dict, the outermost ones."""
+    hidden: dict[int, Node] = {}
+    names = []
+    for _, node in walk(checkpoint.root, hidden):
+        if type(node) is Call and is_module(node) and state_dict_of(node, _parts).pairs:
+            hidden[id(node)] = None
+            names.append(node.name)
+    return names
+
+
 def _note(names: Sequence[str]) -> str:
     listed = printable(", ".join(names[:_LISTED])) + ", …" * (len(names) > _LISTED)
     count = "1 whole module is taken as its state dict"

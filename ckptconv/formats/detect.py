@@ -21,7 +21,7 @@ from ckptconv.formats.dcp_shards import is_dcp_shards, open_dcp_shards, refuse_o
 from ckptconv.formats.deepspeed import is_deepspeed, open_deepspeed
 from ckptconv.formats.megatron import is_megatron, is_rank_file, open_megatron, refuse_split
 from ckptconv.formats.old_torchscript import is_old_torchscript, open_old_torchscript
-from ckptconv.formats.ranks import join_ranks
+from ckptconv.formats.ranks import has_shards, join_ranks
 from ckptconv.formats.raw_pickle import is_raw_pickle, open_raw_pickle
 from ckptconv.formats.records import Records
 from ckptconv.formats.safetensors import is_safetensors, open_safetensors
@@ -211,6 +211,25 @@ def open_checkpoint(path: Named, *, tag: str | None = None, whole_modules: bool 
         if isinstance(error, OSError):  # a name too long, a folder that is closed to us
             raise UnsupportedCheckpoint(f"cannot be opened: {os.strerror(error.errno or 0)}", path=at) from error
         raise
+
+
+def checkpoints_of(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[Path, ...]]:
+    """The checkpoints that paths name: one, where each path is a rank's file with shards of tensors; else each by itself."""
+    named = [Path(path) for path in paths]
+    if len(named) > 1 and all(map(_holds_shards, named)):
+        return [tuple(named)]
+    return [(path,) for path in named]
+
+
+def _holds_shards(path: Path) -> bool:
+    """Whether a path is a file that holds a rank's shards; what cannot be opened does not."""
+    if not path.is_file():
+        return False
+    try:
+        with collector_paused(), counted_together(), open_file(path) as opened:
+            return has_shards(opened)
+    except (CheckpointError, OSError, ValueError):
+        return False
 
 
 def _open(path: Path, tag: str | None) -> Checkpoint:
