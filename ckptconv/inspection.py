@@ -19,7 +19,7 @@ from ckptconv.producers import offered_prefix, producer_of
 from ckptconv.settling import is_part_of_config, plain_form_at, refused_name
 from ckptconv.state_dicts import StateDict, only_training_state
 from ckptconv.tensors import Storage, TensorRef
-from ckptconv.walking import label_text, place_text, tensor_of, walk
+from ckptconv.walking import PLAIN, label_text, place_text, tensor_of, walk
 
 _VALUE_LENGTH = 60
 _DEEPEST_WRAPPERS = 50  # levels of modules that are shown more for the wrappers around them; training wraps five times
@@ -102,15 +102,19 @@ def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
     odd = tuple(_odd_objects(checkpoint.root, overlay))
     refs = _refs(checkpoint.root, overlay)
     root = _part("", checkpoint.root, _Tree(found, overlay), depth, set())
+    bare = _bare_storages(checkpoint.root, overlay)
     storages = {id(piece.storage): piece.storage for ref in refs for piece in ref.pieces}
-    dtypes = Counter(ref.dtype.name for ref in refs)
+    packed = [storage for storage in bare if id(storage) not in storages and storage.dtype is not None]
+    storages |= {id(storage): storage for storage in bare}
+    used = _used_bytes(refs) | {id(storage): storage.nbytes for storage in bare}
+    dtypes = Counter([*(ref.dtype.name for ref in refs), *(item.dtype.name for item in packed if item.dtype is not None)])
     return Inspection(
         path=str(checkpoint.path),
         format=checkpoint.format,
         nbytes=checkpoint.nbytes,
-        tensors=len(refs),
+        tensors=len(refs) + len(packed),
         stored=sum(storage.nbytes for storage in storages.values()),
-        used=sum(_used_bytes(refs).values()),
+        used=sum(used.values()),
         locations=Counter(storage.location for storage in storages.values()),
         dtypes=dtypes,
         state_dicts={item.path: find_wrappers(item.telling_keys) for item in found.values()},
@@ -207,6 +211,11 @@ def _refs(node: Node, overlay: Mapping[int, Node]) -> list[TensorRef]:
     return [ref for _, inner in walk(node, overlay) if (ref := tensor_of(inner)) is not None]
 
 
+def _bare_storages(node: Node, overlay: Mapping[int, Node]) -> list[Storage]:
+    """The storages that stand in a node without a tensor over them, as in a quantized tensor."""
+    return [inner for _, inner in walk(node, overlay) if type(inner) is Storage]
+
+
 def _part(name: str, node: Node, tree: _Tree, depth: int, shown: set[int]) -> Part:
     if id(node) in shown:
         return Part(name, f"{_kind(node)}, shared with a part above", 0, 0)
@@ -216,7 +225,7 @@ def _part(name: str, node: Node, tree: _Tree, depth: int, shown: set[int]) -> Pa
     if item is not None and item.own is None:
         return _state_dict_part(name, item, tree, depth)
     node = tree.overlay.get(id(node), node)
-    refs = _refs(node, tree.overlay)
+    refs = _held(node, tree.overlay)
     pairs = mapping_pairs(node)
     inside = depth > 0 and pairs is not None and bool(refs)
     own = set(() if item is None else item.own or ())
@@ -227,27 +236,36 @@ def _part(name: str, node: Node, tree: _Tree, depth: int, shown: set[int]) -> Pa
     return Part(name, _kind(node), len(refs), _nbytes(refs), tuple(parts))
 
 
-_Entry = tuple[str, Node, Sequence[TensorRef]]
-"""A key of a state dict, what it leads to, and the tensors in that: itself, or the parts of a quantized one and the like."""
+_Held = Sequence[TensorRef | Storage]
+_Entry = tuple[str, Node, _Held]
+"""A key of a state dict, what it leads to, and the tensors in that: itself, or what a quantized one and the like is made of."""
 
 
 def _state_dict_part(name: str, item: StateDict, tree: _Tree, depth: int) -> Part:
     plain = ((key, tree.overlay.get(id(value), value)) for key, value in zip(item.keys, item.values, strict=True))
-    held = ((key, value, _refs(value, tree.overlay)) for key, value in plain)
+    held = ((key, value, _held(value, tree.overlay)) for key, value in plain)
     named = [entry for entry in held if entry[2]]
     modules = _modules(named, depth and depth + min(len(find_wrappers(item.telling_keys)), _DEEPEST_WRAPPERS))
-    refs = _all_refs(named)
+    refs = _all_held(named)
     return Part(name, "state dict", len(refs), _nbytes(refs), modules)
 
 
-def _all_refs(named: Sequence[_Entry]) -> list[TensorRef]:
-    return [ref for _, _, refs in named for ref in refs]
+def _held(node: Node, overlay: Mapping[int, Node]) -> _Held:
+    if (ref := tensor_of(node)) is not None:
+        return (ref,)
+    return () if type(node) in PLAIN else [*_refs(node, overlay), *_bare_storages(node, overlay)]
 
 
-def _nbytes(refs: list[TensorRef]) -> int:
-    """The bytes of the values, views of the same bytes counted once."""
+def _all_held(named: Sequence[_Entry]) -> list[TensorRef | Storage]:
+    return [held for _, _, all_held in named for held in all_held]
+
+
+def _nbytes(held: _Held) -> int:
+    """The bytes of the values, views of the same bytes and storages counted once."""
+    refs = [item for item in held if type(item) is TensorRef]
     views = {(id(ref.storage), ref.storage_offset, ref.shape, ref.stride): ref.nbytes for ref in refs if ref.is_view}
-    return sum(views.values()) + sum(ref.nbytes for ref in refs if not ref.is_view)
+    bare = {id(item): item.nbytes for item in held if type(item) is Storage}
+    return sum(views.values()) + sum(bare.values()) + sum(ref.nbytes for ref in refs if not ref.is_view)
 
 
 def _modules(named: Sequence[_Entry], depth: int) -> tuple[Part, ...]:
@@ -262,7 +280,7 @@ def _modules(named: Sequence[_Entry], depth: int) -> tuple[Part, ...]:
 
 
 def _module(head: str, group: Sequence[_Entry], depth: int) -> Part:
-    refs = _all_refs(group)
+    refs = _all_held(group)
     if len(group) == 1 and not group[0][0]:
         return Part(head, _entry_kind(group[0][1]), len(refs), _nbytes(refs))
     return Part(head, "module", len(group), _nbytes(refs), _modules(group, depth - 1))
@@ -271,8 +289,11 @@ def _module(head: str, group: Sequence[_Entry], depth: int) -> Part:
 def _entry_kind(node: Node) -> str:
     """What a key leads to; of an object that is a tensor to its library, its class."""
     if type(node) is Call and (cls := next((arg for arg in node.args[:2] if type(arg) is Global), None)) is not None:
-        return cls.path
-    return _kind(node)
+        return str(cls.path)
+    return _PACKED.get(node.name, _kind(node)) if type(node) is Call else _kind(node)
+
+
+_PACKED = {"torch._utils._rebuild_qtensor": "quantized tensor", "torch._utils._rebuild_sparse_tensor": "sparse tensor"}
 
 
 def _kind(node: Node) -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from ckptconv.errors import printable
-from ckptconv.inspection import OPENED_BY_TORCH, Inspection, Part, is_bloated
-from ckptconv.wording import SHOWN, as_argument, count_text, quoted, size_text, some_text
+from ckptconv.containers import TORCH
+from ckptconv.errors import CheckpointError, printable
+from ckptconv.inspection import Inspection, Part, is_bloated
+from ckptconv.prescriptions import Prescription, command
+from ckptconv.wording import SHOWN, count_text, part_text, quoted, size_text, some_text
 
 
 def inspection_lines(found: Inspection) -> Iterator[tuple[str, str]]:
@@ -18,9 +21,11 @@ def inspection_lines(found: Inspection) -> Iterator[tuple[str, str]]:
     yield "saved on", _counts(found.locations, "storage") or "no device: it holds no tensors"
     if found.dtypes:
         yield "dtypes", _counts(found.dtypes, "tensor")
+    if found.training_state:
+        yield "keys", f"none: it holds only {found.training_state} state, no weights"
     for path, wrappers in list(found.state_dicts.items())[:_COUNTED]:
         text = f"carry the wrapper {printable('.'.join(wrappers))}." if wrappers else "are bare, without a wrapper"
-        yield "keys", f"those of {printable(path)} {text}" if path else text
+        yield "keys", f"those of {part_text(path)} {text}" if path else text
         if prefix := found.offered.get(path):
             yield "prefix", f"all of them start with {printable(prefix)}; --strip-prefix {quoted(prefix)} takes it off"
     if len(found.state_dicts) > _COUNTED:
@@ -77,38 +82,56 @@ def _part_text(part: Part) -> str:
     return f"{size}  {printable(part.kind)}" + (f", {count}" if part.tensors and not one else "")
 
 
-def verdict(found: Inspection) -> tuple[bool, str]:
-    """Whether plain `torch.load` and `load_state_dict` will do on a CPU-only host, in one line with the remedy."""
+def reasons_not_portable(found: Inspection) -> list[str]:
+    """Why a checkpoint's own library does not open it on any host, or a bare model does not take its keys."""
     reasons = []
-    elsewhere = [name for name in found.locations if name != "cpu"]
-    if elsewhere:
+    if elsewhere := [name for name in found.locations if name != "cpu"]:
         reasons.append(f"needs {some_text(elsewhere)}")
     if found.odd_objects:
         reasons.append("holds objects that weights_only=True refuses")
-    if found.modules:
-        count = count_text(found.modules, "whole module")
-        reasons.append(f"holds {count}, which need their classes to load")
-    if found.format not in OPENED_BY_TORCH:
-        reasons.append(f"torch.load(weights_only=True) does not read its container ({found.format})")
+    if found.modules == 1:
+        reasons.append("holds a whole module, which needs its class to load")
+    elif found.modules:
+        reasons.append(f"holds {count_text(found.modules, 'whole module')}, which need their classes to load")
+    if not found.opening.anywhere:
+        reasons.append(f"{found.opening.why_not} ({found.format})")
     if found.strays:
         reasons.append(f"its archive has records outside its folder ({printable(found.strays[0])}), which torch.load refuses")
     if found.protocol is not None:
         reasons.append(f"torch.load(weights_only=True) does not read the protocol of its pickle ({found.protocol})")
     if found.untyped:
         reasons.append(f"torch's reader of such old files has no place for {', '.join(found.untyped)}")
+    if found.opening is TORCH and found.path.lower().endswith(".safetensors"):
+        reasons.append("it has the name of a safetensors file, as which the libraries open it, and is a torch file")
     if any(found.state_dicts.values()):
         reasons.append("its keys carry a wrapper")
+    return reasons
+
+
+def verdict(found: Inspection, fix: Prescription | CheckpointError | None = None) -> tuple[bool, str]:
+    """Whether the checkpoint's own library opens it on any host, and a bare model takes its keys, in one line.
+
+    `fix` is the conversion that makes it so, where one was looked for, or why none does.
+    """
+    reasons = reasons_not_portable(found)
     if not reasons:
-        return True, "opens anywhere as it is"
-    hopeless = found.lacking or any(not odd.has_plain_form for odd in found.odd_objects)
-    files = " ".join(quoted(as_argument(path)) for path in found.named or (found.path,))
-    command = f"ckptconv convert {files} OUT.pt" + (" --unknown drop" if hopeless else "")
-    return False, f"will not open everywhere: {'; '.join(reasons)}. Fix it: {command}"
+        return True, f"opens anywhere as it is ({found.opening.by})"
+    return False, f"will not open everywhere: {'; '.join(reasons)}{_fix_text(found, fix)}"
 
 
-def inspection_document(found: Inspection) -> dict[str, Any]:
+def _fix_text(found: Inspection, fix: Prescription | CheckpointError | None) -> str:
+    if fix is None:
+        return ""
+    if isinstance(fix, CheckpointError):
+        return f". No conversion fixes it: {fix}"
+    lost = f". The fix leaves out {some_text(list(fix.lost))}" if fix.lost else ""
+    files = [Path(path) for path in found.named or (found.path,)]
+    return f"{lost}. Fix: {printable(command(fix.fix, files, Path('OUT.pt')), 20_000)}"
+
+
+def inspection_document(found: Inspection, fix: Prescription | CheckpointError | None = None) -> dict[str, Any]:
     """The facts about a checkpoint as JSON values."""
-    portable, text = verdict(found)
+    portable, text = verdict(found, fix)
     return {
         "path": found.path,
         "format": found.format,
@@ -127,6 +150,7 @@ def inspection_document(found: Inspection) -> dict[str, Any]:
         "notes": list(found.notes),
         "parts": [_part_document(part) for part in found.root.parts],
         "portable": portable,
+        "opened_by": found.opening.by,
         "verdict": text,
     }
 

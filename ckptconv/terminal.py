@@ -92,6 +92,19 @@ def print_summary(headline: str, lines: Iterable[tuple[str, str]]) -> None:
     print_lines(lines, err=True)
 
 
+def terminal_width() -> int:
+    """The columns of the terminal, or of COLUMNS; 80 where there is neither."""
+    import shutil
+
+    return shutil.get_terminal_size((80, 24)).columns
+
+
+def print_table(lines: Iterable[tuple[str, str]]) -> None:
+    """(color, line) pairs; the color may be ``bold`` or empty."""
+    for color, line in lines:
+        click.secho(line, bold=color == "bold", fg=color if color not in ("", "bold") else None)
+
+
 def print_lines(lines: Iterable[tuple[str, str]], err: bool = False) -> None:
     """(label, text) lines in two columns."""
     rows = list(lines)

@@ -377,5 +377,17 @@ def _stranger(source: Source, head: bytes) -> UnsupportedCheckpoint:
             hint="the download failed or needs a login; fetch it again",
         )
     if all(byte >= 32 or byte in b"\t\n\r" for byte in head):
-        return UnsupportedCheckpoint("is a text file, not a checkpoint", path=source.path)
-    return UnsupportedCheckpoint("is no checkpoint that is known here", path=source.path)
+        kind = "a JSON text" if text.startswith((b"{", b"[")) else "a text file"
+        return UnsupportedCheckpoint(f"is {kind}, not a checkpoint ({_beginning(head)})", path=source.path, hint=_TEXT_HINT)
+    return UnsupportedCheckpoint("is no checkpoint that is known here", path=source.path, hint=_UNKNOWN_HINT)
+
+
+def _beginning(head: bytes) -> str:
+    """The first words of a text, which often say what went wrong where it was fetched."""
+    line = " ".join(head.decode("latin-1").split())
+    return f"it begins: {line[:_SHOWN_OF_TEXT]}" + "…" * (len(line) > _SHOWN_OF_TEXT)
+
+
+_SHOWN_OF_TEXT = 40
+_TEXT_HINT = "if it was downloaded, an error was saved in its place: fetch it again; else name the file of the weights"
+_UNKNOWN_HINT = "see that it is whole and unpacked, and which program wrote it; docs/containers.md lists what is read"
