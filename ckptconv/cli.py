@@ -18,6 +18,7 @@ from ckptconv.signals import stop_in_good_order
 if TYPE_CHECKING:
     from ckptconv.findings import Diagnosis
     from ckptconv.plans import ConversionPlan, Options
+    from ckptconv.scanning import Scan
     from ckptconv.surveys import Surveyed
 from ckptconv.cli_options import (
     FILE,
@@ -335,23 +336,38 @@ def scan(paths: tuple[Path, ...], strict: bool, as_json: bool, quiet: bool) -> N
     from ckptconv.report import error_document
     from ckptconv.scanning import scan_checkpoint
 
-    found, errors = [], []
+    found: list[Scan | CheckpointError] = []
     for path in paths:
         try:
-            found.append(item := scan_checkpoint(path))
+            item = scan_checkpoint(path)
         except CheckpointError as error:
-            errors.append(error)
+            found.append(error)
             continue
+        found.append(item)
         if not (as_json or quiet):
             color = {"plain": "green", "unknown": "yellow", "dangerous": "red"}[item.level]
             click.secho(verdicts.scan_headline(item), fg=color, bold=True)
             print_lines(verdicts.scan_lines(item))
+    errors = [item for item in found if isinstance(item, CheckpointError)]
+    levels = ["unread" if isinstance(item, CheckpointError) else item.level for item in found]
     if as_json:
-        print_json({"scans": [verdicts.scan_document(item) for item in found], **(error_document(errors[0]) if errors else {})})
+        first = error_document(errors[0]) if errors else {}
+        print_json({"scans": [_scan_item(item) for item in found], **first})
+    elif len(found) > 1 and not quiet:
+        click.echo(verdicts.scans_headline(levels))
     for unread in errors:
         show_error(str(unread))
-    refused = ("dangerous", "unknown") if strict else ("dangerous",)
-    sys.exit(2 if errors else 1 if any(item.level in refused for item in found) else 0)
+    refused = {"dangerous", "unknown"} if strict else {"dangerous"}
+    sys.exit(2 if errors else 1 if refused.intersection(levels) else 0)
+
+
+def _scan_item(item: Scan | CheckpointError) -> dict[str, Any]:
+    from ckptconv import verdicts
+    from ckptconv.report import error_document
+
+    if isinstance(item, CheckpointError):
+        return {"path": item.path, **error_document(item)}
+    return verdicts.scan_document(item)
 
 
 def _convert(given: dict[str, Any], wrappers: str) -> None:

@@ -13,8 +13,8 @@ from ckptconv.collector import collector_paused
 from ckptconv.devices import tag_map
 from ckptconv.errors import CheckpointError, DeviceUnavailable, printable
 from ckptconv.findings import SEVERITIES, Diagnosis, Finding
-from ckptconv.formats.detect import Named, checkpoints_of, open_checkpoint
 from ckptconv.fitted_keys import KeyTarget
+from ckptconv.formats.detect import Named, checkpoints_of, open_checkpoint
 from ckptconv.inspection import inspect_checkpoint
 from ckptconv.key_targets import key_target
 from ckptconv.labels import may_be_infinite
@@ -107,7 +107,18 @@ def _diagnose(paths: tuple[Path, ...], asked: _Asked) -> Diagnosis:
         with collector_paused(), open_checkpoint(paths, tag=asked.tag, whole_modules=True) as whole:
             checkpoint = flatten_modules(whole)
             facts = inspect_checkpoint(checkpoint)
-            case = Case(paths, whole, checkpoint, facts, asked.device, asked.like, asked.model, asked.target, asked.tag, asked.size)
+            case = Case(
+                paths=paths,
+                whole=whole,
+                checkpoint=checkpoint,
+                facts=facts,
+                device=asked.device,
+                like=asked.like,
+                model=asked.model,
+                target=asked.target,
+                tag=asked.tag,
+                size=asked.size,
+            )
             symptoms = [one for check in CHECKS for one in check(case)]
             if asked.values:
                 symptoms = _with_values(symptoms, _read_values(case))
@@ -173,7 +184,8 @@ def _read_values(case: Case) -> list[Symptom]:
     if wrong:
         cause = f"has values that are infinite ({sum(wrong.values())}), in {some(list(wrong))}"
         advice = "a cast to a type of less range went too far, or the training has diverged: take what it was made from"
-        found.append(symptom("warning", "infinite", cause, "what the model computes with them is infinite or NaN", advice=advice))
+        effect = "what the model computes with them is infinite or NaN"
+        found.append(symptom("warning", "infinite", cause, effect, advice=advice))
     if meant := {path: count for path, count in infinite.items() if path not in wrong}:
         cause = f"has values that are infinite ({sum(meant.values())}), in {some(list(meant))}"
         found.append(symptom("info", "infinite", cause, "as in a mask, a bound or a best loss this is meant"))

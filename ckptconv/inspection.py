@@ -288,8 +288,8 @@ def _module(head: str, group: Sequence[_Entry], depth: int) -> Part:
 
 def _entry_kind(node: Node) -> str:
     """What a key leads to; of an object that is a tensor to its library, its class."""
-    if type(node) is Call and (cls := next((arg for arg in node.args[:2] if type(arg) is Global), None)) is not None:
-        return str(cls.path)
+    if type(node) is Call and node.name == "torch._tensor._rebuild_from_type_v2" and type(node.args[1]) is Global:
+        return str(node.args[1].path)
     return _PACKED.get(node.name, _kind(node)) if type(node) is Call else _kind(node)
 
 

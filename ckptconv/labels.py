@@ -76,7 +76,10 @@ def names_average(label: str) -> bool:
     return "ema" in words(label)
 
 
-_BOUNDS = frozenset("mask masks masked causal min max minimum maximum bound bounds limit limits alibi".split())
+_BOUND_WORDS = """
+    mask masks masked causal alibi min max minimum maximum bound bounds limit limits
+"""
+_BOUNDS = frozenset(_BOUND_WORDS.split())
 
 
 def may_be_infinite(key: str) -> bool:

@@ -27,6 +27,7 @@ def flatten_modules(checkpoint: Checkpoint) -> Checkpoint:
     if not any(is_module(node) for node in calls_of(checkpoint.root)):
         return checkpoint
     stand_ins: dict[int, Node] = {}
+    classes: list[str] = []
     names: list[str] = []
     holders: list[Node] = []
     strays: list[Stray] = []
@@ -36,6 +37,7 @@ def flatten_modules(checkpoint: Checkpoint) -> Checkpoint:
             made = state_dict_of(node, _parts)
             if made.pairs:
                 stand_ins[id(node)] = made
+                classes.append(node.name)
                 names.append(f"{node.name} at {place_text(place) or 'the root'}")
                 found, used = strays_of(node, made)
                 strays += _placed(found, place_text(place))
@@ -47,19 +49,14 @@ def flatten_modules(checkpoint: Checkpoint) -> Checkpoint:
     root = substituted(checkpoint.root, holders, stand_ins)
     notes = (*checkpoint.notes, _note(names), *_stray_notes(strays))
     return replace(
-        checkpoint, root=root, notes=notes, modules=len(names), module_strays=tuple(strays), module_parts=tuple(parts)
+        checkpoint,
+        root=root,
+        notes=notes,
+        modules=len(names),
+        module_classes=tuple(classes),
+        module_strays=tuple(strays),
+        module_parts=tuple(parts),
     )
-
-
-def module_names(checkpoint: Checkpoint) -> list[str]:
-    """The classes of the whole modules in a checkpoint that have a state dict, the outermost ones."""
-    hidden: dict[int, Node] = {}
-    names = []
-    for _, node in walk(checkpoint.root, hidden):
-        if type(node) is Call and is_module(node) and state_dict_of(node, _parts).pairs:
-            hidden[id(node)] = None
-            names.append(node.name)
-    return names
 
 
 def _note(names: Sequence[str]) -> str:

@@ -121,10 +121,16 @@ def _no_state_dict(part: _Part, found: Survey, only: str | None, path: Path) -> 
         what = f"is {spoken(part.node)}, and holds no tensors"
     elif (whose := only_training_state(part.node)) is not None:
         what = f"holds only {whose} state: no weights"
-    elif lists := [place for place, node in walk(part.node) if place is not None and _bare_tensors(node) is not None
-                   and type(node) in (list, tuple)]:  # fmt: skip
-        hint = _choice([_joined(part.path, place_text(place)) for place in lists])
+    elif lists := list(_lists_of_tensors(part)):
+        hint = _choice(lists)
     return AmbiguousStateDict(what, path=path, where=only, hint=hint)
+
+
+def _lists_of_tensors(part: _Part) -> Iterator[str]:
+    """The paths of the lists below a part that hold nothing but tensors, as an average of parameters may be."""
+    for place, node in walk(part.node):
+        if place is not None and type(node) in (list, tuple) and _bare_tensors(node) is not None:
+            yield _joined(part.path, place_text(place))
 
 
 def only_training_state(root: Node) -> str | None:
@@ -282,9 +288,9 @@ def _part_at(root: Node, only: str | None, file: Path) -> _Part:
         return _Part("", root, only == ".")
     path = only.removesuffix(".")
     found = _at(root, path)
-    if path == "ema" and (found is None or type(found[0]) in PLAIN):
-        if (average := _average(root, file)) is not None:
-            path, found = average[0], (average[1],)
+    is_no_part = found is None or type(found[0]) in PLAIN
+    if path == "ema" and is_no_part and (average := _average(root, file)) is not None:
+        path, found = average[0], (average[1],)
     if found is not None:
         return _Part(path, found[0], only.endswith("."))
     known = [printable(label_text(label)) for label, _ in children(root)][:12]

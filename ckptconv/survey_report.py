@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from unicodedata import combining, east_asian_width
 
 from ckptconv.containers import SAFETENSORS, TORCH
 from ckptconv.errors import printable
@@ -101,25 +102,24 @@ def _told(item: Surveyed | Unread, width: int, *, brief: bool) -> Iterator[tuple
 
 def _wrapped(text: str, width: int, indent: str) -> Iterator[str]:
     """Lines of at most `width` cells; a word that is longer is cut."""
-    from rich.cells import chop_cells
-
     room = max(width - len(indent), 10)
     line = ""
     for word in text.split(" "):
         if line and _cells(line) + 1 + _cells(word) > room:
             yield indent + line
             line = ""
-        *full, rest = chop_cells(f"{line} {word}" if line else word, room) or [""]
-        yield from (indent + piece for piece in full)
-        line = rest
+        line = f"{line} {word}" if line else word
+        while _cells(line) > room:
+            fit = next(count for count in range(len(line), 0, -1) if _cells(line[:count]) <= room)
+            yield indent + line[:fit]
+            line = line[fit:]
     if line:
         yield indent + line
 
 
 def _cells(text: str) -> int:
-    from rich.cells import cell_len
-
-    return cell_len(text)
+    """The columns that a terminal takes for a text: two for each wide character (Unicode standard annex 11)."""
+    return sum(0 if combining(char) else 2 if east_asian_width(char) in "WF" else 1 for char in text)
 
 
 def survey_document(items: Sequence[Surveyed | Unread]) -> dict[str, Any]:

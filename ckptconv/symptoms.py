@@ -19,10 +19,9 @@ from ckptconv.errors import AmbiguousStateDict, CheckpointError, DeviceUnavailab
 from ckptconv.findings import Finding, Severity
 from ckptconv.fitted_keys import KeyTarget, refusal
 from ckptconv.formats.detect import open_checkpoint
-from ckptconv.inspection import Inspection, inspect_checkpoint, is_bloated, newer_protocol, training_states
+from ckptconv.inspection import Inspection, is_bloated, newer_protocol, training_states
 from ckptconv.key_fitting import Fit
 from ckptconv.labels import names_average
-from ckptconv.modules import module_names
 from ckptconv.model_fits import ModelFit, best_fit
 from ckptconv.prescriptions import Fix, Prescription, command, workable
 from ckptconv.producers import averages_weights
@@ -195,7 +194,7 @@ def _modules(case: Case) -> Iterator[Symptom]:
     """A module pickled whole, whose class torch would have to import."""
     if case.whole is case.checkpoint:
         return
-    names = module_names(case.whole)
+    names = case.checkpoint.module_classes
     effect = words.quoted(words.REFUSED, words.on_global(names[0]))
     what = "a whole module ({}), not its state dict" if len(names) == 1 else "whole modules ({}), not their state dicts"
     yield symptom("error", "whole-module", "holds " + what.format(some(list(dict.fromkeys(names)))), effect, Fix())
@@ -384,8 +383,8 @@ def _precision(case: Case) -> Iterator[Symptom]:
 
 
 CHECKS: tuple[Callable[[Case], Iterator[Symptom]], ...] = (
-    _container, _strays, _protocol, _name, _lone_shard, _tags, _modules, _objects, _keys, _choice, _wrappers, _bloat, _shares, _no_weights,
-    _tied, _scaled, _precision,
+    _container, _strays, _protocol, _name, _lone_shard, _tags, _modules, _objects, _keys, _choice, _wrappers, _bloat, _shares,
+    _no_weights, _tied, _scaled, _precision,
 )  # fmt: skip
 """What is looked at without reading a tensor; findings of one severity come in this order."""
 
