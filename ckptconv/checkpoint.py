@@ -51,8 +51,8 @@ class Checkpoint:
     a safetensors file's own strings; `notes` tell what was odd about the file without being wrong; `modules` counts the whole
     modules in whose places their state dicts stand, `module_classes` are their classes, `module_strays` are what these do not
     hold, `module_parts` what they hold in another form; `facts` are what a torch file holds besides its tree; `limits` are
-    those under which it was opened; `index_metadata` is what the index of shards says besides their total size; `opening` is who opens the container without
-    ckptconv, and where. Use it as a context manager, or `close()` it.
+    those under which it was opened; `index_metadata` is what the index of shards says besides their total size; `opening` is
+    who opens the container without ckptconv, and where. Use it as a context manager, or `close()` it.
     """
 
     path: Path

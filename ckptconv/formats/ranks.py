@@ -137,8 +137,12 @@ def _refuse_missing(ranks: Sequence[_Rank]) -> None:
     raise IncompleteCheckpoint(
         f"{what}, but its tensors are split over {len(needed)} ranks; missing: rank {named}",
         path=ranks[0].checkpoint.path,
-        hint=f"name the files of all {len(needed)} ranks: ckptconv convert RANK0 RANK1 ... OUT",
+        hint=f"name the files of {_all_ranks(len(needed))}: ckptconv convert RANK0 RANK1 ... OUT",
     )
+
+
+def _all_ranks(count: int) -> str:
+    return "both ranks" if count == 2 else f"all {count} ranks"
 
 
 def _refuse_other_keys(first: _Rank, other: _Rank) -> None:
