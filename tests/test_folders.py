@@ -310,7 +310,7 @@ def test_a_folder_with_an_optimizer_alone_is_that_file_and_no_model(tmp_path):
     parameter.grad = torch.ones(2)
     optimizer.step()
     saved(tmp_path / "in" / "optimizer.pt", optimizer.state_dict())
-    with pytest.raises(AmbiguousStateDict, match="no state dict"):
+    with pytest.raises(AmbiguousStateDict, match="only an optimizer's state: no weights"):
         convert_checkpoint(tmp_path / "in", tmp_path / "out.safetensors")
     assert load_portable(tmp_path / "in", whole=True).keys() == {"state", "param_groups"}
 
