@@ -623,7 +623,8 @@ def test_infinite_masks_are_just_told(tmp_path):
 def test_infinity_in_a_weight_is_a_warning_and_elsewhere_just_told(tmp_path):
     state = {**weights(), "fc1.weight": torch.full((8, 8), float("inf")).half(), "obs.min_val": torch.tensor(float("inf"))}
     tree = {"model": state, "optimizer": {"state": {0: {"best": torch.tensor(float("inf"))}}, "param_groups": []}}
-    told = {item.severity: item.cause for item in diagnose(saved(tmp_path, tree), values=True).findings if item.code == "infinite"}
+    findings = diagnose(saved(tmp_path, tree), values=True).findings
+    told = {item.severity: item.cause for item in findings if item.code == "infinite"}
     assert "in model.fc1.weight" in told["warning"] and told["warning"].count("model.") == 1
     assert "obs.min_val" in told["info"] and "optimizer" in told["info"]
 
