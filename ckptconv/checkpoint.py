@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptconv.bounds import Limits, held, in_force, merged
+from ckptconv.containers import UNKNOWN, Opening
 from ckptconv.nodes import Node
 from ckptconv.showing import html_table, short_repr
 from ckptconv.sources import Source
@@ -50,9 +51,10 @@ class Checkpoint:
 
     `format` is what its container is called: ``torch zip``, ``torch legacy``, ``safetensors``, ``memory``, …; `metadata` are
     a safetensors file's own strings; `notes` tell what was odd about the file without being wrong; `modules` counts the whole
-    modules in whose places their state dicts stand, `module_strays` are what these do not hold, `module_parts` what they hold
-    in another form; `facts` are what a torch file holds besides its tree; `limits` are those under which it was opened;
-    `index_metadata` is what the index of shards says besides their total size. Use it as a context manager, or `close()` it.
+    modules in whose places their state dicts stand, `module_classes` are their classes, `module_strays` are what these do not
+    hold, `module_parts` what they hold in another form; `facts` are what a torch file holds besides its tree; `limits` are
+    those under which it was opened; `index_metadata` is what the index of shards says besides their total size; `opening` is
+    who opens the container without ckptconv, and where. Use it as a context manager, or `close()` it.
     """
 
     path: Path
@@ -68,6 +70,8 @@ class Checkpoint:
     index_metadata: Mapping[str, Any] = field(default_factory=dict)
     module_strays: tuple[Stray, ...] = ()
     module_parts: tuple[Node, ...] = ()
+    opening: Opening = UNKNOWN
+    module_classes: tuple[str, ...] = ()
 
     def __enter__(self) -> Checkpoint:
         return self

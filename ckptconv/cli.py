@@ -16,8 +16,11 @@ from ckptconv.errors import CheckpointError, OutputRefused, printable
 from ckptconv.signals import stop_in_good_order
 
 if TYPE_CHECKING:
+    from ckptconv.findings import Diagnosis
     from ckptconv.gpu_choice import Shell
     from ckptconv.plans import ConversionPlan, Request
+    from ckptconv.scanning import Scan
+    from ckptconv.surveys import Surveyed
 from ckptconv.cli_options import (
     FILE,
     LIMIT,
@@ -46,11 +49,13 @@ from ckptconv.terminal import (
     print_json,
     print_lines,
     print_summary,
+    print_table,
     show_error,
     show_page,
     spooled,
     stop,
     stop_unprinted,
+    terminal_width,
 )
 
 
@@ -177,32 +182,49 @@ def add_module(**given: Any) -> None:
 Examples:
   ckptconv inspect in.pt
   ckptconv inspect in.safetensors --depth 4
-  ckptconv inspect in.pt --json | jq .portable""",
+  ckptconv inspect in.pt --json | jq .portable
+  ckptconv inspect --portable *.safetensors *.pt
+
+Exit code: 0 looked at, 1 one cannot be opened (with --portable: or is not portable), 2 wrong usage.""",
 )
 @click.argument("sources", metavar="IN...", type=FILE, nargs=-1, required=True)
 @click.option("--depth", type=click.IntRange(0, 50), default=2, show_default=True, help="Levels of the tree to show.")
+@click.option("--portable", is_flag=True, help="Exit with 1 if it is not portable; of several, if any is not.")
 @TAG
 @LIMIT
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
-def inspect(sources: tuple[Path, ...], depth: int, tag: str | None, as_json: bool) -> None:
-    """Show what is in checkpoint IN, where it was saved, and what will not load and why. Reads no tensor's bytes."""
-    from dataclasses import replace
+def inspect(sources: tuple[Path, ...], depth: int, portable: bool, tag: str | None, as_json: bool) -> None:
+    """Show what is in checkpoint IN, where it was saved, and what will not load and why. Reads no tensor's bytes.
 
+    Portable is what its own library opens on any host: torch.load(weights_only=True), safetensors, transformers or
+    torch.distributed.checkpoint. Several INs are a table, or one checkpoint where they are the files of all its ranks."""
+    from ckptconv import survey_report
+    from ckptconv.surveys import Unread, survey
+
+    with errors_shown(as_json):
+        items = list(survey(sources, depth, tag))
+        if len(items) == 1 and isinstance(items[0], Unread):
+            raise items[0].error
+    if as_json and len(items) > 1:
+        print_json(survey_report.survey_document(items))
+    elif len(items) > 1:
+        print_table(survey_report.survey_lines(items, terminal_width()))
+    elif not isinstance(items[0], Unread):
+        _show_inspection(items[0], as_json)
+    unread = any(isinstance(item, Unread) for item in items)
+    sys.exit(1 if unread or (portable and not all(map(survey_report.is_portable, items))) else 0)
+
+
+def _show_inspection(item: Surveyed, as_json: bool) -> None:
     from ckptconv import inspection_report as report
-    from ckptconv.formats.detect import open_checkpoint
-    from ckptconv.inspection import inspect_checkpoint
 
-    with errors_shown(as_json), open_checkpoint(sources, tag=tag) as checkpoint:
-        found = inspect_checkpoint(checkpoint, depth)
-    if len(sources) > 1:
-        found = replace(found, named=tuple(map(str, sources)))
     if as_json:
-        print_json(report.inspection_document(found))
+        print_json(report.inspection_document(item.found, item.fix))
         return
-    portable, text = report.verdict(found)
-    click.secho(printable(", ".join(map(str, sources))), bold=True)
-    print_lines(report.inspection_lines(found))
-    for line in report.tree_lines(found.root):
+    portable, text = report.verdict(item.found, item.fix)
+    click.secho(printable(", ".join(map(str, item.paths))), bold=True)
+    print_lines(report.inspection_lines(item.found))
+    for line in report.tree_lines(item.found.root):
         click.echo(f"  {line}")
     click.secho(text, fg="green" if portable else "yellow")
 
@@ -212,40 +234,62 @@ def inspect(sources: tuple[Path, ...], depth: int, tag: str | None, as_json: boo
     epilog="""\b
 Examples:
   ckptconv doctor in.pt
-  ckptconv doctor in.pt --values
+  ckptconv doctor in.pt --values --strict
   ckptconv doctor in.pt --like other.safetensors
   ckptconv doctor in.pt --model my_package.models:build
   ckptconv doctor in.pt --device cuda:0
-  ckptconv doctor in.pt --json | jq -r '.findings[].command'""",
+  ckptconv doctor *.pt
+  ckptconv doctor in.pt --json | jq -r '.findings[].command'
+
+Exit code: 0 all load here, 1 one does not (with --strict: or has a warning), 2 that cannot be said: no such file, model or
+device.""",
 )
 @click.argument("sources", metavar="IN...", type=FILE, nargs=-1, required=True)
 @click.option("--like", metavar="OTHER", type=FILE, help="Should load where this checkpoint, index or list of keys fits.")
 @click.option("--model", metavar="PACKAGE.MODULE:CALLABLE", help="Should load into the model that this builds (imports code).")
 @click.option("--device", metavar="TAG", help="Where the tensors are wanted: cpu (default), cuda:0, mps, ..., auto.")
 @click.option("--values", is_flag=True, help="Read the tensors too: damaged records, values that are NaN or infinite.")
+@click.option("--strict", is_flag=True, help="Exit with 1 for warnings too, such as NaN with --values.")
+@click.option("--size", is_flag=True, help="Tell also what a smaller type would save.")
 @TAG
 @LIMIT
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
-def doctor(sources: tuple[Path, ...], as_json: bool, **given: Any) -> None:
-    """Say why checkpoint IN would not load on this host, or would disappoint, and the command that mends it.
+def doctor(sources: tuple[Path, ...], as_json: bool, strict: bool, **given: Any) -> None:
+    """Say why checkpoint IN would not load on this host, or would disappoint, and the command that fixes it. Several INs are
+    several checkpoints, or one where they are the files of all its ranks.
 
-    Exits with 0 when torch.load(weights_only=True) or the safetensors library loads it here, with 1 when not, with 2 when
-    that cannot be said: no such file, model or device."""
+    It loads here when its own library opens it: torch.load(weights_only=True), safetensors, transformers or
+    torch.distributed.checkpoint."""
     from ckptconv import diagnosis_report as report
-    from ckptconv.diagnosis import diagnose
+    from ckptconv.diagnosis import diagnose_all
 
     if given["like"] and given["model"]:
         raise click.UsageError("--like and --model are both given, and the keys can fit one only")
     shown = progress_shown(READING, silent=as_json)
     with errors_shown(as_json, code=2), redirect_stdout(sys.stderr), shown as on_progress:  # a model that is built may print
-        found = diagnose(sources, **given, on_progress=on_progress)
+        found = diagnose_all(sources, **given, on_progress=on_progress)
+        if len(found) == 1 and isinstance(found[0], CheckpointError):
+            raise found[0]
     if as_json:
-        print_json(report.diagnosis_document(found))
+        print_json(report.diagnoses_document(found))
     else:
-        click.secho(printable(", ".join(map(str, sources))), bold=True)
-        print_lines(report.finding_lines(found.findings))
-        click.secho(report.diagnosis_headline(found), fg="green" if found.loads else "red")
-    sys.exit(0 if found.loads else 1)
+        for item in found:
+            _show_diagnosis(item, strict)
+        if len(found) > 1:
+            click.echo(report.diagnoses_headline(found))
+    sys.exit(report.exit_code(found, strict=strict))
+
+
+def _show_diagnosis(found: Diagnosis | CheckpointError, strict: bool) -> None:
+    from ckptconv import diagnosis_report as report
+
+    if isinstance(found, CheckpointError):
+        show_error(str(found))
+        return
+    click.secho(printable(", ".join(found.paths)), bold=True)
+    print_lines(report.finding_lines(found.findings))
+    color = "red" if not found.loads else "yellow" if strict and found.warns else "green"
+    click.secho(report.diagnosis_headline(found, strict=strict), fg=color)
 
 
 @cli.command(
@@ -376,26 +420,37 @@ def scan(paths: tuple[Path, ...], strict: bool, as_json: bool, quiet: bool) -> N
     from ckptconv.report import error_document
     from ckptconv.scanning import scan_checkpoint
 
-    found, errors = [], []
+    found: list[Scan | CheckpointError] = []
     for path in paths:
         try:
             with progress_shown(SCANNING, silent=as_json or quiet) as on_progress:
-                found.append(item := scan_checkpoint(path, on_progress=on_progress))
+                item = scan_checkpoint(path, on_progress=on_progress)
         except CheckpointError as error:
-            errors.append(error)
+            found.append(error)
             continue
+        found.append(item)
         if not (as_json or quiet):
             color = {"plain": "green", "unknown": "yellow", "dangerous": "red"}[item.level]
             click.secho(verdicts.scan_headline(item), fg=color, bold=True)
             print_lines(verdicts.scan_lines(item))
+    errors = [item for item in found if isinstance(item, CheckpointError)]
+    levels = ["unread" if isinstance(item, CheckpointError) else item.level for item in found]
     if as_json:
         failed = [error_document(error, 2)["error"] for error in errors]
         first = {"error": failed[0]} if failed else {}
-        print_json({"scans": [verdicts.scan_document(item) for item in found], "errors": failed, **first})
+        print_json(
+            {
+                "scans": [verdicts.scan_document(item) for item in found if not isinstance(item, CheckpointError)],
+                "errors": failed,
+                **first,
+            }
+        )
+    elif len(found) > 1 and not quiet:
+        click.echo(verdicts.scans_headline(levels))
     for unread in errors:
         show_error(str(unread))
-    refused = ("dangerous", "unknown") if strict else ("dangerous",)
-    sys.exit(2 if errors else 1 if any(item.level in refused for item in found) else 0)
+    refused = {"dangerous", "unknown"} if strict else {"dangerous"}
+    sys.exit(2 if errors else 1 if refused.intersection(levels) else 0)
 
 
 @cli.command(

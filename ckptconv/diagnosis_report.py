@@ -6,17 +6,37 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ckptconv.errors import printable
+from ckptconv.containers import SAFETENSORS, TORCH
+from ckptconv.errors import CheckpointError, printable
 from ckptconv.findings import Diagnosis, Finding
+from ckptconv.report import error_document
 from ckptconv.wording import count_text
 
 
-def diagnosis_headline(found: Diagnosis) -> str:
+def diagnosis_headline(found: Diagnosis, *, strict: bool = False) -> str:
     """Whether a checkpoint loads here, in one line."""
     counts = {word: sum(finding.severity == word for finding in found.findings) for word in ("error", "warning")}
-    if found.loads:
-        return "loads here" + (f", with {count_text(counts['warning'], 'warning')}" if counts["warning"] else "")
-    return f"will not load here: {count_text(counts['error'], 'error')}"
+    if not found.loads:
+        return f"will not load here: {count_text(counts['error'], 'error')}"
+    by = f" ({found.opened_by})" * (found.opened_by not in _USUAL)
+    warned = f", with {count_text(counts['warning'], 'warning')}" if counts["warning"] else ""
+    return f"loads here{by}{warned}{', which --strict does not pass' if strict and warned else ''}"
+
+
+_USUAL = ("", TORCH.by, SAFETENSORS.by)
+
+
+def diagnoses_headline(found: Sequence[Diagnosis | CheckpointError]) -> str:
+    """How many of several checkpoints load here."""
+    return f"{sum(isinstance(item, Diagnosis) and item.loads for item in found)} of {len(found)} load here"
+
+
+def exit_code(found: Sequence[Diagnosis | CheckpointError], *, strict: bool) -> int:
+    """0 where all load, 1 where one does not (`strict`: or has a warning), 2 where that cannot be said of one."""
+    if any(isinstance(item, CheckpointError) for item in found):
+        return 2
+    bad = [item for item in found if isinstance(item, Diagnosis) and (not item.loads or (strict and item.warns))]
+    return 1 if bad else 0
 
 
 def finding_lines(findings: Sequence[Finding]) -> Iterator[tuple[str, str]]:
@@ -33,8 +53,11 @@ def finding_lines(findings: Sequence[Finding]) -> Iterator[tuple[str, str]]:
         yield finding.severity, f"{finding.code}: {printable(finding.cause, 2000)}"
         yield "effect", printable(finding.effect, 2000)
         if finding.command:
-            yield "mend", "the same command" if finding.command in told else printable(finding.command, 20_000)
+            again = finding.command in told
+            yield "fix", "the same command" if again else printable(finding.command, 20_000)
             told.add(finding.command)
+            if finding.advice and not again:
+                yield "loses", printable(finding.advice, 2000)
         elif finding.advice:
             yield "advice", printable(finding.advice, 2000)
     for code, count in counts.items():
@@ -43,6 +66,16 @@ def finding_lines(findings: Sequence[Finding]) -> Iterator[tuple[str, str]]:
 
 
 _LISTED = 20  # findings of one kind
+
+
+def diagnoses_document(found: Sequence[Diagnosis | CheckpointError]) -> dict[str, Any]:
+    """One diagnosis as it is, or several with their errors among them, as JSON values."""
+    documents = [diagnosis_document(item) if isinstance(item, Diagnosis) else _error_item(item) for item in found]
+    return documents[0] if len(documents) == 1 else {"checkpoints": documents}
+
+
+def _error_item(error: CheckpointError) -> dict[str, Any]:
+    return {"path": error.path, **error_document(error, 2)}
 
 
 def diagnosis_document(found: Diagnosis) -> dict[str, Any]:

@@ -17,8 +17,8 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
 class Finding:
     """One thing that is wrong: an ``error`` stops the load, a ``warning`` disappoints afterwards, an ``info`` is good to know.
 
-    `cause` is what the file has, `effect` what comes of it, in torch's own words where it has any; `command` mends it
-    (None: no command can), and `advice` says what to do where there is more to say.
+    `cause` is what the file has, `effect` what comes of it, in torch's own words where it has any; `command` fixes it
+    (None: no command can), and `advice` says what to do where there is more to say, or what the command leaves out.
     """
 
     severity: Severity
@@ -31,16 +31,26 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Diagnosis:
-    """What `diagnose` found, the worst first. `format` is None for what could not be opened."""
+    """What `diagnose` found, the worst first. `format` is None for what could not be opened.
+
+    `paths` are the files that were named, and `opened_by` is the library that opens the container.
+    """
 
     path: str
     format: str | None
     findings: tuple[Finding, ...]
+    paths: tuple[str, ...] = ()
+    opened_by: str = ""
 
     @property
     def loads(self) -> bool:
-        """Whether torch.load(weights_only=True) or the safetensors library loads it here, into the model if one was named."""
+        """Whether the container's own library loads it here, into the model if one was named."""
         return not any(finding.severity == "error" for finding in self.findings)
+
+    @property
+    def warns(self) -> bool:
+        """Whether it will disappoint."""
+        return any(finding.severity == "warning" for finding in self.findings)
 
     def __repr__(self) -> str:
         codes = ", ".join(dict.fromkeys(finding.code for finding in self.findings))

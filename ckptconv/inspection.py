@@ -7,22 +7,24 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import overload
+from typing import NamedTuple, overload
 
 from ckptconv.bounds import held, merged
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.choices import spelling_checked
+from ckptconv.containers import TORCH, UNKNOWN, Opening
 from ckptconv.dtypes import BY_NAME
 from ckptconv.errors import CheckpointError, OptionRefused, printable
 from ckptconv.formats.detect import Named, open_checkpoint
 from ckptconv.keys import find_wrappers
+from ckptconv.labels import names_training_state
 from ckptconv.nodes import Call, Dict, Global, Node, children, mapping_pairs, spoken
 from ckptconv.producers import offered_prefix, producer_of
 from ckptconv.settling import is_part_of_config, plain_form_at, refused_name
 from ckptconv.showing import html_table, short_repr
-from ckptconv.state_dicts import StateDict
+from ckptconv.state_dicts import StateDict, only_training_state
 from ckptconv.tensors import Storage, TensorRef
-from ckptconv.walking import label_text, place_text, tensor_of, walk
+from ckptconv.walking import PLAIN, label_text, place_text, tensor_of, walk
 from ckptconv.wording import count_text, size_text, some_text
 
 _VALUE_LENGTH = 60
@@ -125,10 +127,11 @@ class Inspection:
     counts the whole modules that are shown as their state dicts; `named` are the files that were named, where they are several.
 
     `dead` is how much of a zip file its pickle does not refer to: records that were added or left over, bytes between them.
-    `tensor_list` has a record for each tensor, made when it is first looked at; `portable` says whether plain `torch.load` and
-    `load_state_dict` will do on a CPU-only host, and `reasons` why not. `strays` are records outside its folder, `protocol`
-    is that of a pickle, and `untyped` what a legacy file holds, that `weights_only=True` does not read. `lacking`:
-    the state dict of a whole module may lack what its class saves.
+    `strays` are records outside its folder, `protocol` is that of a pickle, and `untyped` what a legacy file holds, that
+    `weights_only=True` does not read. `lacking`: the state dict of a whole module may lack what its class saves. `opening` is
+    who opens the container without ckptconv. `training_state` says whose state all its tensors are, where it holds no
+    weights (an optimizer's). `tensor_list` has a record for each tensor, made when it is first looked at. `portable` says
+    whether the checkpoint's own library opens it on any host and a bare model takes its keys, and `reasons` why not.
     """
 
     path: str
@@ -153,11 +156,13 @@ class Inspection:
     protocol: int | None = None
     untyped: tuple[str, ...] = ()
     lacking: bool = False
+    opening: Opening = UNKNOWN
+    training_state: str | None = None
     tensor_list: TensorList = field(default_factory=TensorList, compare=False)
 
     @property
     def portable(self) -> bool:
-        """Whether plain `torch.load` and `load_state_dict` will do on a CPU-only host."""
+        """Whether the checkpoint's own library opens it on any host, and a bare model takes its keys."""
         return not self.reasons
 
     @property
@@ -187,11 +192,13 @@ def _reasons(found: Inspection) -> Iterator[Reason]:
         yield Reason("device", f"needs {some_text(elsewhere)}")
     if found.odd_objects:
         yield Reason("object", "holds objects that weights_only=True refuses")
-    if found.modules:
+    if found.modules == 1:
+        yield Reason("module", "holds a whole module, which needs its class to load")
+    elif found.modules:
         count = count_text(found.modules, "whole module")
         yield Reason("module", f"holds {count}, which need their classes to load")
-    if found.format not in OPENED_BY_TORCH:
-        yield Reason("container", f"torch.load(weights_only=True) does not read its container ({found.format})")
+    if not found.opening.anywhere:
+        yield Reason("container", f"{found.opening.why_not} ({found.format})")
     if found.strays:
         what = f"its archive has records outside its folder ({printable(found.strays[0])}), which torch.load refuses"
         yield Reason("stray-records", what)
@@ -199,6 +206,9 @@ def _reasons(found: Inspection) -> Iterator[Reason]:
         yield Reason("protocol", f"torch.load(weights_only=True) does not read the protocol of its pickle ({found.protocol})")
     if found.untyped:
         yield Reason("untyped", f"torch's reader of such old files has no place for {', '.join(found.untyped)}")
+    if found.opening is TORCH and found.path.lower().endswith(".safetensors"):
+        what = "it is a torch file, but has the name of a safetensors file, and the libraries open it as one"
+        yield Reason("name", what)
     if any(found.state_dicts.values()):
         yield Reason("wrapper", "its keys carry a wrapper")
 
@@ -230,39 +240,48 @@ def inspect_checkpoint(source: Named | Checkpoint, depth: int = 2, *, tag: str |
 
 def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
     found = {id(item.node): item for item in checkpoint.state_dicts()}
-    refs = [ref for _, node in walk(checkpoint.root) if (ref := tensor_of(node)) is not None]
+    overlay: dict[int, Node] = {}
+    odd = tuple(_odd_objects(checkpoint.root, overlay))
+    refs = _refs(checkpoint.root, overlay)
+    root = _part("", checkpoint.root, _Tree(found, overlay), depth, set())
+    bare = _bare_storages(checkpoint.root, overlay)
     storages = {id(piece.storage): piece.storage for ref in refs for piece in ref.pieces}
-    dtypes = Counter(ref.dtype.name for ref in refs)
+    packed = [storage for storage in bare if id(storage) not in storages and storage.dtype is not None]
+    storages |= {id(storage): storage for storage in bare}
+    used = _used_bytes(refs) | {id(storage): storage.nbytes for storage in bare}
+    dtypes = Counter([*(ref.dtype.name for ref in refs), *(item.dtype.name for item in packed if item.dtype is not None)])
     return Inspection(
         path=str(checkpoint.path),
         format=checkpoint.format,
         nbytes=checkpoint.nbytes,
-        tensors=len(refs),
+        tensors=len(refs) + len(packed),
         stored=sum(storage.nbytes for storage in storages.values()),
-        used=sum(_used_bytes(refs).values()),
+        used=sum(used.values()),
         locations=Counter(storage.location for storage in storages.values()),
         dtypes=dtypes,
         state_dicts={item.path: find_wrappers(item.telling_keys) for item in found.values()},
         producer=producer_of(checkpoint.root),
         offered={item.path: prefix for item in found.values() if (prefix := offered_prefix(checkpoint.root, item.keys))},
-        odd_objects=tuple(_odd_objects(checkpoint.root)),
+        odd_objects=odd,
         metadata=checkpoint.metadata,
         notes=checkpoint.notes,
-        root=_part("", checkpoint.root, found, depth, set()),
+        root=root,
         modules=checkpoint.modules,
-        tensor_list=TensorList(lambda: _tensor_list(checkpoint, {*found})),
+        tensor_list=TensorList(lambda: _tensor_list(checkpoint, overlay, {*found})),
         lacking=any(stray.is_refused for stray in checkpoint.module_strays),
         dead=checkpoint.facts.dead if checkpoint.facts.dead > _MUCH else 0,
         strays=checkpoint.facts.strays,
         protocol=newer_protocol(checkpoint),
         untyped=tuple(_untyped(checkpoint, dtypes)) if checkpoint.format == "torch legacy" else (),
+        opening=checkpoint.opening,
+        training_state=only_training_state(checkpoint.root),
     )
 
 
-def _tensor_list(checkpoint: Checkpoint, state_dicts: Collection[int]) -> tuple[TensorFacts, ...]:
+def _tensor_list(checkpoint: Checkpoint, overlay: Mapping[int, Node], state_dicts: Collection[int]) -> tuple[TensorFacts, ...]:
     """The facts about all tensors; `state_dicts` are the numbers of the nodes that hold them under keys."""
     made = []
-    for place, node in walk(checkpoint.root, depth=merged(checkpoint.limits).depth):
+    for place, node in walk(checkpoint.root, overlay, depth=merged(checkpoint.limits).depth):
         if (ref := tensor_of(node)) is not None:
             key = label_text(place[1]) if place is not None and id(place[2]) in state_dicts else None
             made.append(_facts(place_text(place), key, ref))
@@ -273,8 +292,16 @@ def _facts(path: str, key: str | None, ref: TensorRef) -> TensorFacts:
     return TensorFacts(path, key, ref.dtype.name, tuple(ref.shape), ref.location, ref.nbytes)
 
 
-OPENED_BY_TORCH = ("torch zip", "torch legacy", "safetensors", "memory")
-"""Formats that `torch.load(weights_only=True)` or `safetensors.torch.load_file` opens."""
+def training_states(part: Part) -> Iterator[Part]:
+    """The outermost parts that are the state of an optimizer, a scheduler or a random generator."""
+    if part.kind == "optimizer":
+        yield part
+        return
+    for inner in part.parts:
+        if names_training_state(inner.name):
+            yield inner
+        elif inner.kind != "state dict":
+            yield from training_states(inner)
 
 
 def is_bloated(found: Inspection) -> bool:
@@ -319,8 +346,8 @@ def _used_bytes(refs: list[TensorRef]) -> dict[int, int]:
     return used
 
 
-def _odd_objects(root: Node) -> Iterator[OddObject]:
-    overlay: dict[int, Node] = {}
+def _odd_objects(root: Node, overlay: dict[int, Node]) -> Iterator[OddObject]:
+    """The objects that are refused; the overlay gets the plain forms that a conversion gives them."""
     configs: set[int] = set()
     for place, node in walk(root, overlay):
         if (name := refused_name(node)) is not None:
@@ -333,56 +360,106 @@ def _tensor_part(name: str, ref: TensorRef) -> Part:
     return Part(name, _kind(ref), 1, ref.nbytes, tensor=_facts(name, None, ref), sort="tensor")
 
 
-def _part(name: str, node: Node, found: Mapping[int, StateDict], depth: int, shown: set[int]) -> Part:
+class _Tree(NamedTuple):
+    """What the parts of a tree are shown with: its state dicts by their nodes, and the plain forms of its objects."""
+
+    found: Mapping[int, StateDict]
+    overlay: Mapping[int, Node]
+
+
+def _refs(node: Node, overlay: Mapping[int, Node]) -> list[TensorRef]:
+    """The tensors in a node, numpy's arrays among them."""
+    return [ref for _, inner in walk(node, overlay) if (ref := tensor_of(inner)) is not None]
+
+
+def _bare_storages(node: Node, overlay: Mapping[int, Node]) -> list[Storage]:
+    """The storages that stand in a node without a tensor over them, as in a quantized tensor."""
+    return [inner for _, inner in walk(node, overlay) if type(inner) is Storage]
+
+
+def _part(name: str, node: Node, tree: _Tree, depth: int, shown: set[int]) -> Part:
     if id(node) in shown:
         return Part(name, f"{_kind(node)}, shared with a part above", 0, 0, (), None, *_sort(node), True)
     if type(node) in (Dict, list, Call):
         shown.add(id(node))
-    item = found.get(id(node))
+    item = tree.found.get(id(node))
     if item is not None and item.own is None:
-        return _state_dict_part(name, item, depth)
-    refs = [ref for _, inner in walk(node) if (ref := tensor_of(inner)) is not None]
-    if len(refs) == 1 and refs[0] is tensor_of(node):
-        return _tensor_part(name, refs[0])
+        return _state_dict_part(name, item, tree, depth)
+    node = tree.overlay.get(id(node), node)
+    if (ref := tensor_of(node)) is not None:
+        return _tensor_part(name, ref)
+    refs = _held(node, tree.overlay)
     pairs = mapping_pairs(node)
     inside = depth > 0 and pairs is not None and bool(refs)
     own = set(() if item is None else item.own or ())
     beside = [part for index, part in enumerate(children(node)) if index not in own] if inside else []
-    parts = [_part(label_text(label), child, found, depth - 1, shown) for label, child in beside]
+    parts = [_part(label_text(label), child, tree, depth - 1, shown) for label, child in beside]
     if item is not None and inside:
-        parts.insert(0, _state_dict_part(".", item, depth))
+        parts.insert(0, _state_dict_part(".", item, tree, depth))
     return Part(name, _kind(node), len(refs), _nbytes(refs), tuple(parts), None, *_sort(node))
 
 
-def _state_dict_part(name: str, item: StateDict, depth: int) -> Part:
-    named = list(item.tensors())
+_Held = Sequence[TensorRef | Storage]
+_Entry = tuple[str, Node, _Held]
+"""A key of a state dict, what it leads to, and the tensors in that: itself, or what a quantized one and the like is made of."""
+
+
+def _state_dict_part(name: str, item: StateDict, tree: _Tree, depth: int) -> Part:
+    plain = ((key, tree.overlay.get(id(value), value)) for key, value in zip(item.keys, item.values, strict=True))
+    held = ((key, value, _held(value, tree.overlay)) for key, value in plain)
+    named = [entry for entry in held if entry[2]]
     modules = _modules(named, depth and depth + min(len(find_wrappers(item.telling_keys)), _DEEPEST_WRAPPERS))
-    size = _nbytes([ref for _, ref in named])
-    return Part(name, "state dict", len(named), size, modules, sort="state dict", length=len(item.keys))
+    refs = _all_held(named)
+    size = _nbytes(refs)
+    return Part(name, "state dict", len(refs), size, modules, sort="state dict", length=len(item.keys))
 
 
-def _nbytes(refs: list[TensorRef]) -> int:
-    """The bytes of the values, views of the same bytes counted once."""
+def _held(node: Node, overlay: Mapping[int, Node]) -> _Held:
+    if (ref := tensor_of(node)) is not None:
+        return (ref,)
+    return () if type(node) in PLAIN else [*_refs(node, overlay), *_bare_storages(node, overlay)]
+
+
+def _all_held(named: Sequence[_Entry]) -> list[TensorRef | Storage]:
+    return [held for _, _, all_held in named for held in all_held]
+
+
+def _nbytes(held: _Held) -> int:
+    """The bytes of the values, views of the same bytes and storages counted once."""
+    refs = [item for item in held if type(item) is TensorRef]
     views = {(id(ref.storage), ref.storage_offset, ref.shape, ref.stride): ref.nbytes for ref in refs if ref.is_view}
-    return sum(views.values()) + sum(ref.nbytes for ref in refs if not ref.is_view)
+    bare = {id(item): item.nbytes for item in held if type(item) is Storage}
+    return sum(views.values()) + sum(bare.values()) + sum(ref.nbytes for ref in refs if not ref.is_view)
 
 
-def _modules(named: list[tuple[str, TensorRef]], depth: int) -> tuple[Part, ...]:
+def _modules(named: Sequence[_Entry], depth: int) -> tuple[Part, ...]:
     """The tensors of a state dict grouped by the leading segments of their keys."""
     if depth <= 0:
         return ()
-    groups: dict[str, list[tuple[str, TensorRef]]] = {}
-    for key, ref in named:
+    groups: dict[str, list[_Entry]] = {}
+    for key, node, refs in named:
         head, _, rest = key.partition(".")
-        groups.setdefault(head, []).append((rest, ref))
+        groups.setdefault(head, []).append((rest, node, refs))
     return tuple(_module(head, group, depth) for head, group in groups.items())
 
 
-def _module(head: str, group: list[tuple[str, TensorRef]], depth: int) -> Part:
-    refs = [ref for _, ref in group]
+def _module(head: str, group: Sequence[_Entry], depth: int) -> Part:
+    refs = _all_held(group)
     if len(group) == 1 and not group[0][0]:
-        return _tensor_part(head, refs[0])
+        if (ref := tensor_of(group[0][1])) is not None:
+            return _tensor_part(head, ref)
+        return Part(head, _entry_kind(group[0][1]), len(refs), _nbytes(refs), (), None, *_sort(group[0][1]))
     return Part(head, "module", len(group), _nbytes(refs), _modules(group, depth - 1))
+
+
+def _entry_kind(node: Node) -> str:
+    """What a key leads to; of an object that is a tensor to its library, its class."""
+    if type(node) is Call and node.name == "torch._tensor._rebuild_from_type_v2" and type(node.args[1]) is Global:
+        return str(node.args[1].path)
+    return _PACKED.get(node.name, _kind(node)) if type(node) is Call else _kind(node)
+
+
+_PACKED = {"torch._utils._rebuild_qtensor": "quantized tensor", "torch._utils._rebuild_sparse_tensor": "sparse tensor"}
 
 
 def _kind(node: Node) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from ckptconv.errors import printable
+from ckptconv.errors import CheckpointError, printable
 from ckptconv.inspection import Inspection, Part, is_bloated
-from ckptconv.wording import SHOWN, as_argument, count_text, quoted, size_text
+from ckptconv.prescriptions import Prescription, command
+from ckptconv.wording import SHOWN, count_text, part_text, quoted, size_text, some_text
 
 
 def inspection_lines(found: Inspection) -> Iterator[tuple[str, str]]:
@@ -18,9 +20,11 @@ def inspection_lines(found: Inspection) -> Iterator[tuple[str, str]]:
     yield "saved on", _counts(found.locations, "storage") or "no device: it holds no tensors"
     if found.dtypes:
         yield "dtypes", _counts(found.dtypes, "tensor")
+    if found.training_state:
+        yield "keys", f"none: it holds only {found.training_state} state, no weights"
     for path, wrappers in list(found.state_dicts.items())[:_COUNTED]:
         text = f"carry the wrapper {printable('.'.join(wrappers))}." if wrappers else "are bare, without a wrapper"
-        yield "keys", f"those of {printable(path)} {text}" if path else text
+        yield "keys", f"those of {part_text(path)} {text}" if path else text
         if prefix := found.offered.get(path):
             yield "prefix", f"all of them start with {printable(prefix)}; --strip-prefix {quoted(prefix)} takes it off"
     if len(found.state_dicts) > _COUNTED:
@@ -77,20 +81,30 @@ def _part_text(part: Part) -> str:
     return f"{size}  {printable(part.kind)}" + (f", {count}" if part.tensors and not one else "")
 
 
-def verdict(found: Inspection) -> tuple[bool, str]:
-    """Whether plain `torch.load` and `load_state_dict` will do on a CPU-only host, in one line with the remedy."""
+def verdict(found: Inspection, fix: Prescription | CheckpointError | None = None) -> tuple[bool, str]:
+    """Whether the checkpoint's own library opens it on any host, and a bare model takes its keys, in one line.
+
+    `fix` is the conversion that makes it so, where one was looked for, or why none does.
+    """
     reasons = [reason.what for reason in found.reasons]
     if not reasons:
-        return True, "opens anywhere as it is"
-    hopeless = found.lacking or any(not odd.has_plain_form for odd in found.odd_objects)
-    files = " ".join(quoted(as_argument(path)) for path in found.named or (found.path,))
-    command = f"ckptconv convert {files} OUT.pt" + (" --unknown drop" if hopeless else "")
-    return False, f"will not open everywhere: {'; '.join(reasons)}. Mend it: {command}"
+        return True, f"opens anywhere as it is ({found.opening.by})"
+    return False, f"will not open everywhere: {'; '.join(reasons)}{_fix_text(found, fix)}"
 
 
-def inspection_document(found: Inspection) -> dict[str, Any]:
+def _fix_text(found: Inspection, fix: Prescription | CheckpointError | None) -> str:
+    if fix is None:
+        return ""
+    if isinstance(fix, CheckpointError):
+        return f". No conversion fixes it: {fix}"
+    lost = f". The fix leaves out {some_text(list(fix.lost))}" if fix.lost else ""
+    files = [Path(path) for path in found.named or (found.path,)]
+    return f"{lost}. Fix: {printable(command(fix.fix, files, Path('OUT.pt')), 20_000)}"
+
+
+def inspection_document(found: Inspection, fix: Prescription | CheckpointError | None = None) -> dict[str, Any]:
     """The facts about a checkpoint as JSON values."""
-    portable, text = verdict(found)
+    portable, text = verdict(found, fix)
     return {
         "path": found.path,
         "format": found.format,
@@ -110,6 +124,7 @@ def inspection_document(found: Inspection) -> dict[str, Any]:
         "parts": [_part_document(part) for part in found.root.parts],
         "portable": portable,
         "reasons": [{"code": reason.code, "what": reason.what} for reason in found.reasons],
+        "opened_by": found.opening.by,
         "verdict": text,
     }
 

@@ -76,6 +76,17 @@ def names_average(label: str) -> bool:
     return "ema" in words(label)
 
 
+_BOUND_WORDS = """
+    mask masks masked causal alibi min max minimum maximum bound bounds limit limits
+"""
+_BOUNDS = frozenset(_BOUND_WORDS.split())
+
+
+def may_be_infinite(key: str) -> bool:
+    """Whether a key of a state dict names a mask or a bound, in which infinity is meant: ``attn.mask``, ``min_val``."""
+    return not _BOUNDS.isdisjoint(words(key.rpartition(".")[2]))
+
+
 def looks_like_a_module(key: str) -> bool:
     """Whether a key is one that a module's state dict has: with a dot (not a path), or with the word weight, bias, running."""
     return ("." in key and "/" not in key) or not _OF_MODULES.isdisjoint(words(key))

@@ -20,7 +20,7 @@ class ModelFit:
     error: str | None
 
     @property
-    def mends(self) -> bool:
+    def fixes(self) -> bool:
         """Whether other keys, and fewer, would do."""
         return self.fit.fits or (self.fit.covers and bool(self.fit.renames))
 
@@ -28,7 +28,7 @@ class ModelFit:
 def best_fit(state_dicts: Sequence[StateDict], target: KeyTarget) -> ModelFit | None:
     """The state dict that loads as it is, else that can be made to fit, else that comes nearest; None where there is none."""
     fits = [_fit(found, target) for found in state_dicts]
-    return max(fits, key=lambda fit: (fit.error is None, fit.fit.fits, fit.mends, len(fit.fit.renames)), default=None)
+    return max(fits, key=lambda fit: (fit.error is None, fit.fit.fits, fit.fixes, len(fit.fit.renames)), default=None)
 
 
 def _fit(found: StateDict, target: KeyTarget) -> ModelFit:

@@ -27,6 +27,7 @@ def flatten_modules(checkpoint: Checkpoint) -> Checkpoint:
     if not any(is_module(node) for node in calls_of(checkpoint.root)):
         return checkpoint
     stand_ins: dict[int, Node] = {}
+    classes: list[str] = []
     names: list[str] = []
     holders: list[Node] = []
     strays: list[Stray] = []
@@ -36,6 +37,7 @@ def flatten_modules(checkpoint: Checkpoint) -> Checkpoint:
             made = state_dict_of(node, _parts)
             if made.pairs:
                 stand_ins[id(node)] = made
+                classes.append(node.name)
                 names.append(f"{node.name} at {place_text(place) or 'the root'}")
                 found, used = strays_of(node, made)
                 strays += _placed(found, place_text(place))
@@ -47,7 +49,13 @@ def flatten_modules(checkpoint: Checkpoint) -> Checkpoint:
     root = substituted(checkpoint.root, holders, stand_ins)
     notes = (*checkpoint.notes, _note(names), *_stray_notes(strays))
     return replace(
-        checkpoint, root=root, notes=notes, modules=len(names), module_strays=tuple(strays), module_parts=tuple(parts)
+        checkpoint,
+        root=root,
+        notes=notes,
+        modules=len(names),
+        module_classes=tuple(classes),
+        module_strays=tuple(strays),
+        module_parts=tuple(parts),
     )
 
 

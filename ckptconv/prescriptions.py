@@ -1,8 +1,8 @@
-"""The command that mends a checkpoint: which conversion, where to, and whether it would work."""
+"""The command that fixes a checkpoint: which conversion, where to, whether it would work, and what it would lose."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
@@ -10,18 +10,20 @@ from shlex import quote
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.devices import tag_map
 from ckptconv.dtypes import floating_dtype
-from ckptconv.errors import CheckpointError, RefusedObject
+from ckptconv.errors import AmbiguousStateDict, CheckpointError, RefusedObject
 from ckptconv.fitted_keys import KeyTarget
 from ckptconv.keys import KeyRules
+from ckptconv.nodes import Call
 from ckptconv.planning import plan_conversion
-from ckptconv.plans import Request
-from ckptconv.settling import Unknown
-from ckptconv.wording import as_argument
+from ckptconv.plans import ConversionPlan, Request
+from ckptconv.settling import DROPPED, Unknown
+from ckptconv.walking import tensors_of
+from ckptconv.wording import as_argument, count_text
 
 
 @dataclass(frozen=True, slots=True)
-class Mend:
-    """A conversion that mends: options of `ckptconv convert`, None where the default will do.
+class Fix:
+    """A conversion that fixes: options of `ckptconv convert`, None where the default will do.
 
     `suffix` is that of the output's name, which decides its format.
     """
@@ -37,7 +39,7 @@ class Mend:
     drop_unexpected: bool | None = None
     tag: str | None = None
 
-    def with_(self, other: Mend) -> Mend:
+    def with_(self, other: Fix) -> Fix:
         """Both: what the other one asks for goes before what this one does."""
         given = {name: value for name in self.__slots__ if (value := getattr(other, name)) is not None}
         if other.unknown == "refuse":
@@ -67,27 +69,65 @@ class Mend:
         return words + ["--drop-unexpected"] * bool(self.drop_unexpected)
 
 
-def workable(mend: Mend, checkpoint: Checkpoint, target: KeyTarget | None = None) -> Mend | CheckpointError:
-    """The mend, with objects dropped that have no plain form if there is no other way; or why it would not work."""
+@dataclass(frozen=True, slots=True)
+class Prescription:
+    """A conversion that works; `lost` is what its output lacks because it has no plain form, in words."""
+
+    fix: Fix
+    lost: tuple[str, ...] = ()
+
+
+def workable(fix: Fix, checkpoint: Checkpoint, target: KeyTarget | None = None) -> Prescription | CheckpointError:
+    """The fix, with objects dropped that have no plain form if there is no other way; or why it would not work."""
     try:
-        plan_conversion(checkpoint, f"OUT{mend.suffix or '.pt'}", mend.options(target))
+        plan = plan_conversion(checkpoint, f"OUT{fix.suffix or '.pt'}", fix.options(target))
     except RefusedObject as error:
-        return error if mend.unknown == "drop" else workable(replace(mend, unknown="drop"), checkpoint, target)
+        return error if fix.unknown == "drop" else _dropping(fix, checkpoint, target, error)
     except CheckpointError as error:
         return error
-    return mend
+    lost = _lost(plan, checkpoint) if fix.unknown == "drop" else []
+    if sum(count for _, count in lost) >= max(1, sum(1 for _ in plan.tensors())):
+        return AmbiguousStateDict("most of its tensors would be lost", path=checkpoint.path)
+    return Prescription(fix, tuple(text for text, _ in lost))
 
 
-def command(mend: Mend, paths: Sequence[Path]) -> str:
-    """The command line, ready for a POSIX shell."""
-    files = map(as_argument, (*paths, output_beside(paths[0], mend.suffix or ".pt")))
-    return " ".join(map(quote, ("ckptconv", "convert", *files, *mend.arguments())))
+def _dropping(
+    fix: Fix, checkpoint: Checkpoint, target: KeyTarget | None, refused: RefusedObject
+) -> Prescription | CheckpointError:
+    """The fix that drops what was refused; the refusal in other words where it would take the tensors along."""
+    found = workable(replace(fix, unknown="drop"), checkpoint, target)
+    if not isinstance(found, AmbiguousStateDict):
+        return found
+    what = f"{refused.what}, and its tensors are lost without it"
+    return RefusedObject(what, path=refused.path, where=refused.where, hint=_ELSEWHERE)
 
 
-def output_beside(path: Path, suffix: str) -> Path:
-    """A name beside `path` that is free: ``model-portable.pt``, else ``model-portable-2.pt``, …"""
+_ELSEWHERE = "load it where its classes are and save its state_dict(), or keep it as it is with --unknown keep"
+
+
+def _lost(plan: ConversionPlan, checkpoint: Checkpoint) -> list[tuple[str, int]]:
+    """What was dropped, in words, and how many tensors that held: objects, and what modules hold beside their state dicts."""
+    unsaved = {id(stray.node) for stray in checkpoint.module_strays if stray.is_refused}
+    found = []
+    for item in plan.skipped:
+        if item.reason.startswith(DROPPED) or id(item.node) in unsaved:
+            count = sum(1 for _ in tensors_of(item.node))
+            name = [item.node.name] if type(item.node) is Call else []
+            about = ", ".join(name + [count_text(count, "tensor")] * bool(count))
+            found.append((f"{item.path or 'the root'}" + f" ({about})" * bool(about), count))
+    return found
+
+
+def command(fix: Fix, paths: Sequence[Path], output: Path | None = None) -> str:
+    """The command line, ready for a POSIX shell; without an `output` it gets a name that is free."""
+    made = output or output_beside(paths[0], fix.suffix or ".pt")
+    return " ".join(map(quote, ("ckptconv", "convert", *map(as_argument, (*paths, made)), *fix.arguments())))
+
+
+def output_beside(path: Path, suffix: str, taken: Collection[Path] = ()) -> Path:
+    """A name beside `path` that is free and not `taken`: ``model-portable.pt``, else ``model-portable-2.pt``, …"""
     given = path if path.name else path.absolute()
     stem = given.name.removesuffix(".index.json")
     stem = stem if given.is_dir() else Path(stem).stem
     names = (f"{stem}-portable{number}{suffix}" for number in ("", *(f"-{n}" for n in range(2, 1000))))
-    return next(found for name in names if not (found := given.parent / name).exists())
+    return next(found for name in names if not (found := given.parent / name).exists() and found not in taken)

@@ -112,7 +112,8 @@ def offered_prefix(root: Node, keys: Sequence[str]) -> str | None:
         return _PEFT
     first = keys[0].partition(".")[0] + "." if keys else ""
     lightning = any(label == _VERSION for label, _ in _pairs(root))
-    return first if lightning and _all_start(keys, first) else None
+    is_attribute = not first.removesuffix(".").isdecimal()  # a number is a layer of Sequential
+    return first if lightning and is_attribute and _all_start(keys, first) else None
 
 
 _PEFT = "base_model.model."

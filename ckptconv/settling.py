@@ -21,6 +21,9 @@ from ckptconv.walking import Place, place_text, walk
 Unknown = Literal["refuse", "drop", "keep"]
 """What becomes of a refused object without a plain form."""
 
+DROPPED = "dropped"
+"""How the reason begins of what is left out because it has no plain form."""
+
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
@@ -181,7 +184,7 @@ def _settle(
             settled.rewritten.append(Rewritten(place_text(place), name, _how(node, name)))
     elif drop:
         overlay[id(node)] = node.tensor if type(node) is TensorObject else None
-        settled.dropped.append(Skipped(place_text(place), f"dropped: {name} is no plain object", node))
+        settled.dropped.append(Skipped(place_text(place), f"{DROPPED}: {name} is no plain object", node))
     return drop or plain is not node
 
 

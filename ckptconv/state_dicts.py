@@ -25,12 +25,12 @@ from ckptconv.candidates import (
 from ckptconv.errors import AmbiguousStateDict, KeyConflict, printable
 from ckptconv.held_tensors import holds_tensors
 from ckptconv.labels import names_average
-from ckptconv.nodes import Call, Dict, Node, attributes, children, mapping_pairs
+from ckptconv.nodes import Call, Dict, Node, attributes, children, mapping_pairs, spoken
 from ckptconv.producers import Producer, averages_weights, producer_in
 from ckptconv.showing import html_table, short_repr
 from ckptconv.tensors import TensorRef
-from ckptconv.walking import PLAIN, Place, is_tensor, label_text, labels_of, place_text, tensor_of
-from ckptconv.wording import count_text, quoted
+from ckptconv.walking import PLAIN, Place, is_tensor, label_text, labels_of, place_text, tensor_of, walk
+from ckptconv.wording import count_text, look_hint, part_text, quoted
 
 _LISTED = 8
 _IN_TABLE = 20  # keys in a notebook
@@ -138,13 +138,35 @@ def choose_state_dict(root: Node, only: str | None, path: Path) -> StateDict:
     if best:
         also = [item for item in lesser if item.is_module]
         names = [_joined(part.path, item.path) for item in (*best, *also)]
-        raise AmbiguousStateDict(f"holds {len(names)} state dicts: {_listed(names)}", path=path, hint=_choice(names))
-    raise AmbiguousStateDict(
-        "no state dict (a dict of named tensors) was found in it",
-        path=path,
-        where=only,
-        hint="see what it holds with: ckptconv inspect",
-    )
+        raise AmbiguousStateDict(f"holds {len(names)} state dicts: {_listed_parts(names)}", path=path, hint=_choice(names))
+    raise _no_state_dict(part, found, only, path)
+
+
+def _no_state_dict(part: _Part, found: Survey, only: str | None, path: Path) -> AmbiguousStateDict:
+    """The error about a part without a state dict: what it is instead, and what could be taken."""
+    what, hint = "no state dict (a dict of named tensors) was found in it", look_hint(path)
+    if type(part.node) in PLAIN:
+        what = f"is {spoken(part.node)}, and holds no tensors"
+    elif (whose := only_training_state(part.node)) is not None:
+        what = f"holds only {whose} state: no weights"
+    elif lists := list(_lists_of_tensors(part)):
+        hint = _choice(lists)
+    return AmbiguousStateDict(what, path=path, where=only, hint=hint)
+
+
+def _lists_of_tensors(part: _Part) -> Iterator[str]:
+    """The paths of the lists below a part that hold nothing but tensors, as an average of parameters may be."""
+    for place, node in walk(part.node):
+        if place is not None and type(node) in (list, tuple) and _bare_tensors(node) is not None:
+            yield _joined(part.path, place_text(place))
+
+
+def only_training_state(root: Node) -> str | None:
+    """Whose state all tensors of a tree are (``an optimizer's``); None where there are weights, or no tensors."""
+    if survey(root).holders or not any(is_tensor(node) for _, node in walk(root)):
+        return None
+    labels = {key for _, node in walk(root) for key, _ in mapping_pairs(node) or () if type(key) is str}
+    return "an optimizer's" if "param_groups" in labels else "a training's"
 
 
 def _state_dict(item: Candidate, notes: tuple[str, ...] = ()) -> StateDict:
@@ -175,7 +197,7 @@ def _framework_notes(producer: Producer, root: Node, others: Sequence[str]) -> I
     name = printable(producer.loads or "")
     what = "the averaged weights" if averages_weights(root) else "the model"
     if others:
-        yield f"{name} is taken, where {producer.name} has {what}, not {_listed(others)} (--only PATH takes another)"
+        yield f"{name} is taken, where {producer.name} has {what}, not {_listed_parts(others)} (--only PATH takes another)"
     elif averages_weights(root):
         yield f"{name} holds {what}, as {producer.name} saves them"
 
@@ -213,7 +235,7 @@ def _refuse_loss(chosen: Candidate, found: Survey, base: str, path: Path) -> Non
         return
     names = [_joined(base, item.path) for item in (chosen, *others)]
     examples = _examples(left, base)
-    what = f"taking its state dict {printable(names[0])} would leave out {count_text(count, 'other tensor')}: {examples}"
+    what = f"taking its state dict at {part_text(names[0])} would leave out {count_text(count, 'other tensor')}: {examples}"
     raise AmbiguousStateDict(what, path=path, hint=_choice(names))
 
 
@@ -257,6 +279,11 @@ def _listed(names: Sequence[str], most: int = _LISTED) -> str:
     return ", ".join(printable(name) for name in names[:most]) + ", …" * (len(names) > most)
 
 
+def _listed_parts(names: Sequence[str]) -> str:
+    """Paths of state dicts in prose, the tensors at the root counted among them."""
+    return ", ".join(map(part_text, names[:_LISTED])) + ", …" * (len(names) > _LISTED)
+
+
 def _choice(names: Sequence[str]) -> str:
     more = ", …" * (len(names) > _LISTED)
     return f"choose one: {' or '.join(f'--only {quoted(name)}' for name in names[:_LISTED])}{more} (only= in code)"
@@ -290,9 +317,9 @@ def _part_at(root: Node, only: str | None, file: Path) -> _Part:
         return _Part("", root, only == ".")
     path = only.removesuffix(".")
     found = _at(root, path)
-    if path == "ema" and (found is None or type(found[0]) in PLAIN):
-        average = _average(root, file)
-        path, found = ("ema", None) if average is None else (average[0], (average[1],))
+    is_no_part = found is None or type(found[0]) in PLAIN
+    if path == "ema" and is_no_part and (average := _average(root, file)) is not None:
+        path, found = average[0], (average[1],)
     if found is not None:
         return _Part(path, found[0], only.endswith("."))
     known = [printable(label_text(label)) for label, _ in children(root)][:12]
@@ -346,7 +373,7 @@ def _own_of(part: _Part, found: Survey, file: Path) -> StateDict:
     item = next((item for item in found.found if item.place is None), None)
     if item is None:
         what = "no tensors stand in it by names" if part.path else "no tensors stand at its root by names"
-        raise AmbiguousStateDict(what, path=file, where=part.path or None, hint="see what it holds with: ckptconv inspect")
+        raise AmbiguousStateDict(what, path=file, where=part.path or None, hint=look_hint(file))
     return _state_dict(item)
 
 

@@ -175,7 +175,7 @@ class Scanner:
             self._odd(where, f"{packed.what}: what is in it was not looked at")
         elif _is_zlib(head) or _LZMA(head):
             self._odd(where, "looks compressed by zlib or lzma, as joblib does it: what is in it was not looked at")
-        return "no pickle"
+        return _text_kind(head) or "no pickle"
 
     def _json(self, source: Source, where: str, depth: int) -> None:
         """Look into the pickles in a text of stable-baselines3; functions in them are byte code, of which nothing is known."""
@@ -455,6 +455,28 @@ def _unescaped(text: bytes) -> bytes:
     with contextlib.suppress(ValueError):
         return str(json.loads(text, strict=False)).encode(errors="replace")
     return text
+
+
+def _text_kind(head: bytes) -> str | None:
+    """What a file is that begins so and in which no pickle was found; None for what is no text."""
+    if not head:
+        return "empty file"
+    if any(byte < 32 and byte not in b"\t\n\r" for byte in head):
+        return None
+    text = head.lstrip().lower()
+    if text.startswith(b"version https://git-lfs"):
+        return "git-LFS pointer"
+    if text.startswith((b"<!doctype html", b"<html", b"<?xml")):
+        return "web page"
+    return "JSON text" if text[:1] in (b"{", b"[") else "text"
+
+
+_INERT = frozenset(("empty file", "git-LFS pointer", "web page", "JSON text", "text"))
+
+
+def is_inert(kind: str) -> bool:
+    """Whether a file of this kind, without findings, is no checkpoint: nothing in it can run when it is loaded."""
+    return kind in _INERT
 
 
 def _is_zlib(head: bytes) -> bool:

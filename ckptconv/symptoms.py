@@ -1,4 +1,4 @@
-"""What is wrong with an opened checkpoint, told without reading a tensor; what would mend it, if a conversion does.
+"""What is wrong with an opened checkpoint, told without reading a tensor; what would fix it, if a conversion does.
 
 Facts come from `inspection`, the words of torch from `torch_words`.
 """
@@ -13,30 +13,32 @@ from pathlib import Path
 
 from ckptconv import torch_words as words
 from ckptconv.checkpoint import Checkpoint
+from ckptconv.containers import SAFETENSORS, TORCH
 from ckptconv.devices import Host, require_device, survey_host
 from ckptconv.errors import AmbiguousStateDict, CheckpointError, DeviceUnavailable, printable
 from ckptconv.findings import Finding, Severity
 from ckptconv.fitted_keys import KeyTarget, refusal
 from ckptconv.formats.detect import open_checkpoint
-from ckptconv.inspection import OPENED_BY_TORCH, Inspection, Part, inspect_checkpoint, is_bloated, newer_protocol
+from ckptconv.inspection import Inspection, is_bloated, newer_protocol, training_states
 from ckptconv.key_fitting import Fit
-from ckptconv.labels import names_average, names_training_state
+from ckptconv.labels import names_average
 from ckptconv.model_fits import ModelFit, best_fit
-from ckptconv.prescriptions import Mend, command, workable
+from ckptconv.prescriptions import Fix, Prescription, command, workable
 from ckptconv.producers import averages_weights
 from ckptconv.scaled_weights import ScaledWeight, find_scaled, quantization_scales
 from ckptconv.state_dicts import StateDict
 from ckptconv.torch_objects import VALUELESS
+from ckptconv.wording import look_hint, part_text
 
 _NAMED = 3  # keys, places or tags that a text names before it counts
 
 
 @dataclass(frozen=True, slots=True)
 class Symptom:
-    """A finding before its command: `mend` is the conversion that clears it; `chosen`: only if the user wants that."""
+    """A finding before its command: `fix` is the conversion that clears it; `chosen`: only if the user wants that."""
 
     finding: Finding
-    mend: Mend | None = None
+    fix: Fix | None = None
     chosen: bool = False
 
 
@@ -53,6 +55,7 @@ class Case:
     model: str | None = None
     target: KeyTarget | None = None
     tag: str | None = None
+    size: bool = False
 
     @cached_property
     def host(self) -> Host:
@@ -60,14 +63,14 @@ class Case:
         return survey_host(ask_torch=True)
 
     @cached_property
-    def _tried(self) -> dict[Mend, Mend | CheckpointError]:
+    def _tried(self) -> dict[Fix, Prescription | CheckpointError]:
         return {}
 
-    def workable(self, mend: Mend) -> Mend | CheckpointError:
+    def workable(self, fix: Fix) -> Prescription | CheckpointError:
         """As `prescriptions.workable` on the checkpoint; each conversion is planned once."""
-        if mend not in self._tried:
-            self._tried[mend] = workable(mend, self.checkpoint, self.target)
-        return self._tried[mend]
+        if fix not in self._tried:
+            self._tried[fix] = workable(fix, self.checkpoint, self.target)
+        return self._tried[fix]
 
     @cached_property
     def fit(self) -> ModelFit | None:
@@ -75,14 +78,14 @@ class Case:
         return None if self.target is None else best_fit(self.state_dicts, self.target)
 
     @property
-    def must(self) -> Mend:
+    def must(self) -> Fix:
         """What every conversion here must do: the kind of file, the device, and the keys that were asked for."""
-        mend = Mend(suffix=suffix(self), device=self.device, tag=self.tag)
-        if self.fit is None or not self.fit.mends:
-            return mend
+        fix = Fix(suffix=suffix(self), device=self.device, tag=self.tag)
+        if self.fit is None or not self.fit.fixes:
+            return fix
         only = self.fit.found.path if len(self.state_dicts) > 1 else None
         surplus = None if self.fit.fit.fits else True
-        return replace(mend, only=only, like=self.like, model=self.model, drop_unexpected=surplus)
+        return replace(fix, only=only, like=self.like, model=self.model, drop_unexpected=surplus)
 
     @cached_property
     def state_dicts(self) -> list[StateDict]:
@@ -100,7 +103,7 @@ class Case:
 
 
 def suffix(case: Case) -> str:
-    """That of a mended file: of the same kind, as far as that is written."""
+    """That of a fixed file: of the same kind, as far as that is written."""
     return ".safetensors" if case.facts.format.endswith("safetensors") else ".pt"
 
 
@@ -108,31 +111,39 @@ def _container(case: Case) -> Iterator[Symptom]:
     name, path = case.facts.format, case.paths[0]
     if case.facts.untyped:
         cause = f"is a file of before torch 1.6 that holds {some(case.facts.untyped)}, which its format has no place for"
-        yield symptom("error", "legacy-container", cause, words.quoted(words.UNTYPED), Mend())
+        yield symptom("error", "legacy-container", cause, words.quoted(words.UNTYPED), Fix())
     elif name == "torch legacy":
         effect = words.quoted(words.MMAP, by="torch.load(mmap=True)")
-        yield symptom("info", "legacy-container", "is a file of before torch 1.6, not a zip archive", effect, Mend())
-    if name.startswith("sharded"):
-        cause = f"is a folder of shards ({name}), not one file"
-        yield symptom("info", "sharded", cause, "torch.load and load_file open one shard at a time", Mend(), chosen=True)
-    elif name not in OPENED_BY_TORCH:
-        folder = path.is_dir()
-        said = words.FOLDER if folder else words.on_format(name)
+        yield symptom("info", "legacy-container", "is a file of before torch 1.6, not a zip archive", effect, Fix())
+    opening = case.facts.opening
+    if name.startswith("sharded") and opening.anywhere:
+        cause = f"is a set of shards ({name}), not one file"
+        effect = f"{opening.by} opens it as one model; torch.load and load_file open one shard at a time"
+        yield symptom("info", "sharded", cause, effect, Fix(), chosen=True)
+    elif opening.by not in _SINGLE or not opening.anywhere:
+        said = words.FOLDER if path.is_dir() else words.on_format(name)
         effect = words.quoted(said) if said else "torch.load(weights_only=True) does not read it as one checkpoint"
-        yield symptom("error", "container", f"its container is: {name}", effect, Mend())
+        if opening.anywhere:
+            cause = f"is a folder that {opening.by} opens ({name}), not a file"
+            yield symptom("info", "container", cause, effect, Fix(), chosen=True)
+        else:
+            yield symptom("error", "container", f"{opening.why_not} ({name})", effect, Fix())
+
+
+_SINGLE = (TORCH.by, SAFETENSORS.by)
 
 
 def _protocol(case: Case) -> Iterator[Symptom]:
     if len(case.paths) == 1 and (number := newer_protocol(case.whole)) is not None:
         cause = f"its pickle has the protocol {number}, where torch writes 2"
-        yield symptom("error", "pickle-protocol", cause, words.quoted(words.REFUSED, words.OPCODE), Mend())
+        yield symptom("error", "pickle-protocol", cause, words.quoted(words.REFUSED, words.OPCODE), Fix())
 
 
 def _strays(case: Case) -> Iterator[Symptom]:
     """Records of an archive outside its one folder, which torch's reader does not bear."""
     if case.facts.strays:
         cause = f"its archive has records outside the folder of its pickle: {some(case.facts.strays)}"
-        yield symptom("error", "stray-records", cause, words.quoted(words.STRAY), Mend())
+        yield symptom("error", "stray-records", cause, words.quoted(words.STRAY), Fix())
 
 
 def _name(case: Case) -> Iterator[Symptom]:
@@ -142,11 +153,11 @@ def _name(case: Case) -> Iterator[Symptom]:
     named = case.paths[0].suffix.lower() == ".safetensors"
     if named and case.facts.format.startswith("torch"):
         effect = words.quoted(words.HEADER, by="load_file")
-        yield symptom("error", "wrong-name", f"is a {case.facts.format} under the name of a safetensors file", effect, Mend())
+        yield symptom("error", "wrong-name", f"is a {case.facts.format} under the name of a safetensors file", effect, Fix())
     elif case.facts.format == "safetensors" and case.paths[0].suffix.lower() in (".pt", ".pth", ".bin", ".ckpt"):
         effect = words.quoted(words.REFUSED) + "; safetensors.torch.load_file opens it"
         cause = "is a safetensors file under the name of a torch file"
-        yield symptom("warning", "wrong-name", cause, effect, Mend(suffix=".safetensors"))
+        yield symptom("warning", "wrong-name", cause, effect, Fix(suffix=".safetensors"))
 
 
 def _tags(case: Case) -> Iterator[Symptom]:
@@ -155,7 +166,7 @@ def _tags(case: Case) -> Iterator[Symptom]:
         if tag in ("cpu", "meta") or _is_served(tag, case):
             continue
         cause = f"was saved on {printable(tag)} (storages: {count}), which this host does not have"
-        yield symptom("error", "device", cause, words.quoted(words.on_tag(tag, case.host)), Mend())
+        yield symptom("error", "device", cause, words.quoted(words.on_tag(tag, case.host)), Fix())
     if case.device not in (None, "cpu", "keep", "auto"):
         try:
             require_device(case.device)
@@ -183,11 +194,10 @@ def _modules(case: Case) -> Iterator[Symptom]:
     """A module pickled whole, whose class torch would have to import."""
     if case.whole is case.checkpoint:
         return
-    left = {item.path for item in case.facts.odd_objects}
-    odd = [item for item in inspect_checkpoint(case.whole, 0).odd_objects if item.path not in left]
-    name = odd[0].name if odd else "a module"
-    effect = words.quoted(words.REFUSED, words.on_global(name))
-    yield symptom("error", "whole-module", f"holds a whole module ({printable(name)}), not its state dict", effect, Mend())
+    names = case.checkpoint.module_classes
+    effect = words.quoted(words.REFUSED, words.on_global(names[0]))
+    what = "a whole module ({}), not its state dict" if len(names) == 1 else "whole modules ({}), not their state dicts"
+    yield symptom("error", "whole-module", "holds " + what.format(some(list(dict.fromkeys(names)))), effect, Fix())
 
 
 def _objects(case: Case) -> Iterator[Symptom]:
@@ -201,7 +211,7 @@ def _objects(case: Case) -> Iterator[Symptom]:
         names = list(dict.fromkeys(item.name for item in odd))
         places = some([item.path or "the root" for item in odd])
         cause = f"holds objects that are not plain ({some(names)}) at {places}"
-        yield symptom("error", "refused-objects", cause, words.quoted(words.REFUSED, words.on_global(names[0])), Mend())
+        yield symptom("error", "refused-objects", cause, words.quoted(words.REFUSED, words.on_global(names[0])), Fix())
 
 
 def _keys(case: Case) -> Iterator[Symptom]:
@@ -209,16 +219,16 @@ def _keys(case: Case) -> Iterator[Symptom]:
     if case.target is None:
         return
     if case.fit is None:
-        advice = "see what it holds with: ckptconv inspect"
+        advice = look_hint(case.paths[0])
         yield symptom("error", "keys", "holds no state dict", "there is nothing to load into the model", advice=advice)
     elif case.fit.error is not None:
-        fit, where = case.fit.fit, f"of {printable(case.fit.found.path)} " if case.fit.found.path else ""
+        fit, where = case.fit.fit, f"of {part_text(case.fit.found.path)} " if case.fit.found.path else ""
         effect = words.quoted(case.fit.error, by="load_state_dict")
         if fit.fits:
-            yield symptom("error", "keys", f"the keys {where}are not those of {_remedy(fit, case.target.name)}", effect, Mend())
-        elif case.fit.mends:
+            yield symptom("error", "keys", f"the keys {where}are not those of {_remedy(fit, case.target.name)}", effect, Fix())
+        elif case.fit.fixes:
             cause = f"the keys {where}are more than {printable(case.target.name)} has: {some(fit.unexpected)}"
-            yield symptom("error", "keys", cause, effect, Mend())
+            yield symptom("error", "keys", cause, effect, Fix())
         else:
             refused = refusal(fit, case.target.name, len(case.target.shapes))
             yield symptom("error", "keys", refused.what, effect, advice=refused.hint)
@@ -239,20 +249,20 @@ def _wrappers(case: Case) -> Iterator[Symptom]:
     for found in case.state_dicts:
         if wrappers := case.facts.state_dicts.get(found.path):
             wrapper = printable(".".join(wrappers)) + "."
-            where = f" of {printable(found.path)}" if found.path else ""
+            where = f" of {part_text(found.path)}" if found.path else ""
             unexpected = words.on_unexpected(found.telling_keys[0])
             effect = words.quoted(words.NO_KEYS, unexpected, by="load_state_dict, of a bare model,")
-            yield symptom("warning", "wrapped-keys", f"the keys{where} carry the wrapper {wrapper}", effect, Mend())
+            yield symptom("warning", "wrapped-keys", f"the keys{where} carry the wrapper {wrapper}", effect, Fix())
     for path, prefix in case.facts.offered.items():
-        where = f" of {printable(path)}" if path else ""
+        where = f" of {part_text(path)}" if path else ""
         cause = f"the keys{where} start with {prefix}, the attribute or wrapper of {case.facts.producer or 'a framework'}"
         effect = words.quoted(words.NO_KEYS, by="load_state_dict, of the inner model,")
-        yield symptom("info", "prefixed-keys", cause, effect, Mend(strip_prefix=prefix), chosen=True)
+        yield symptom("info", "prefixed-keys", cause, effect, Fix(strip_prefix=prefix), chosen=True)
 
 
 def _choice(case: Case) -> Iterator[Symptom]:
     """Several parts that could be the model; a model that is named, and fits one, would decide it."""
-    if case.fit is not None and case.fit.mends:
+    if case.fit is not None and case.fit.fixes:
         return
     try:
         case.checkpoint.state_dict()
@@ -260,8 +270,8 @@ def _choice(case: Case) -> Iterator[Symptom]:
         if case.state_dicts:
             effect = "load_portable, and an output that holds one state dict, refuse to guess"
             largest = max(case.state_dicts, key=lambda item: (not _is_average(item.path), len(item.keys)))
-            mend = Mend(only=largest.path)
-            yield symptom("warning", "several-models", error.what, effect, mend, chosen=True)
+            fix = Fix(only=largest.path)
+            yield symptom("warning", "several-models", error.what, effect, fix, chosen=True)
     except CheckpointError:  # limits; told by whoever meets them
         return
 
@@ -281,10 +291,10 @@ def _lone_shard(case: Case) -> Iterator[Symptom]:
         return
     try:
         with open_checkpoint(index) as joined:
-            mend = workable(Mend(suffix=suffix(case), device=case.device), joined)
-        if isinstance(mend, CheckpointError):
-            raise mend
-        yield Symptom(Finding("error", "lone-shard", cause, effect, command(mend, [index])))
+            found = workable(Fix(suffix=suffix(case), device=case.device), joined)
+        if isinstance(found, CheckpointError):
+            raise found
+        yield Symptom(Finding("error", "lone-shard", cause, effect, command(found.fix, [index])))
     except CheckpointError as error:
         yield symptom("error", "lone-shard", cause, effect, advice=str(error))
 
@@ -304,36 +314,38 @@ def _bloat(case: Case) -> Iterator[Symptom]:
     if facts.dead:
         causes.append(f"its pickle refers to nothing in {facts.dead:,} bytes of the file: records that were added or left over")
     wasted = facts.stored - facts.used + facts.dead
-    yield symptom("warning", "bloat", "; ".join(causes), f"{wasted:,} bytes are stored and moved for nothing", Mend())
+    yield symptom("warning", "bloat", "; ".join(causes), f"{wasted:,} bytes are stored and moved for nothing", Fix())
 
 
 def _shares(case: Case) -> Iterator[Symptom]:
     """Parts that only training needs: the optimizer, averaged weights beside the plain ones."""
     total = case.facts.root.nbytes
-    states = sum(part.nbytes for part in _optimizers(case.facts.root))
+    states = sum(part.nbytes for part in training_states(case.facts.root))
     one = case.state_dicts[0].path if case.state_dicts else ""
     if one and states * 10 > total:
         cause = f"{states * 100 // total} % of its tensors' bytes are an optimizer's state"
         effect = "whoever only uses the model reads and stores them too"
-        yield symptom("info", "optimizer-share", cause, effect, Mend(only=one), chosen=True)
+        yield symptom("info", "optimizer-share", cause, effect, Fix(only=one), chosen=True)
     if averages_weights(case.checkpoint.root):
         return
     if len(case.state_dicts) > 1 and (averages := [item.path for item in case.state_dicts if _is_average(item.path)]):
-        cause = f"holds averaged weights ({some(averages)}) beside {printable(one)}"
+        cause = f"holds averaged weights ({some(averages)}) beside {part_text(one)}"
         effect = "which of them is loaded depends on the script; evaluation usually wants the averaged ones"
-        yield symptom("info", "ema-share", cause, effect, Mend(only=averages[0]), chosen=True)
-
-
-def _optimizers(part: Part) -> Iterator[Part]:
-    for inner in part.parts:
-        if inner.kind == "optimizer" or names_training_state(inner.name):
-            yield inner
-        elif inner.kind != "state dict":
-            yield from _optimizers(inner)
+        yield symptom("info", "ema-share", cause, effect, Fix(only=averages[0]), chosen=True)
 
 
 def _is_average(path: str) -> bool:
     return any(map(names_average, path.split(".")))
+
+
+def _no_weights(case: Case) -> Iterator[Symptom]:
+    """A file of an optimizer, saved by itself."""
+    if (whose := case.facts.training_state) is not None:
+        effect = "there is nothing in it that a model could load"
+        yield symptom("info", "no-weights", f"holds only {whose} state: no weights", effect, advice=_OPTIMIZER)
+
+
+_OPTIMIZER = "the weights are in another file; load this one into the optimizer"
 
 
 def _tied(case: Case) -> Iterator[Symptom]:
@@ -346,14 +358,14 @@ def _tied(case: Case) -> Iterator[Symptom]:
             cause = f"share a storage with another tensor: {some(shared)}"
             effect = words.quoted(words.SHARED, by="safetensors.torch.save_file")
             only = found.path if len(case.state_dicts) > 1 else None
-            yield symptom("info", "tied-weights", cause, effect, Mend(suffix=".safetensors", only=only), chosen=True)
+            yield symptom("info", "tied-weights", cause, effect, Fix(suffix=".safetensors", only=only), chosen=True)
             return
 
 
 def _scaled(case: Case) -> Iterator[Symptom]:
     """Weights that are codes beside a scale, which a model without them takes for values."""
     for path, scaled in case.scaled.items():
-        where = f" of {printable(path)}" if path else ""
+        where = f" of {part_text(path)}" if path else ""
         names = some([f"{item.codes} with {item.scale}" for item in scaled])
         effect = "a model that does not know of the scales takes the codes for values, and computes nonsense without a word"
         advice = "load it with the library that wrote it; ckptconv copies codes and scales as they are, and refuses --dtype"
@@ -361,17 +373,18 @@ def _scaled(case: Case) -> Iterator[Symptom]:
 
 
 def _precision(case: Case) -> Iterator[Symptom]:
-    if case.scaled or any(quantization_scales(dict(item.tensors())) for item in case.state_dicts):
+    if not case.size or case.scaled or any(quantization_scales(dict(item.tensors())) for item in case.state_dicts):
         return
-    floats = {name: count for name, count in case.facts.dtypes.items() if "float" in name}
+    weights = {id(ref): ref.dtype for item in case.state_dicts for _, ref in item.tensors()}
+    floats = [dtype.name for dtype in weights.values() if dtype.is_floating]
     if set(floats) == {"float32"}:
-        cause = f"all its floating tensors ({floats['float32']}) are float32"
-        yield symptom("info", "all-fp32", cause, "bfloat16 would take half the bytes", Mend(dtype="bf16"), chosen=True)
+        cause = f"all floating tensors of its weights ({len(floats)}) are float32"
+        yield symptom("info", "all-fp32", cause, "bfloat16 would take half the bytes", Fix(dtype="bf16"), chosen=True)
 
 
 CHECKS: tuple[Callable[[Case], Iterator[Symptom]], ...] = (
     _container, _strays, _protocol, _name, _lone_shard, _tags, _modules, _objects, _keys, _choice, _wrappers, _bloat, _shares,
-    _tied, _scaled, _precision,
+    _no_weights, _tied, _scaled, _precision,
 )  # fmt: skip
 """What is looked at without reading a tensor; findings of one severity come in this order."""
 
@@ -381,13 +394,13 @@ def symptom(
     code: str,
     cause: str,
     effect: str,
-    mend: Mend | None = None,
+    fix: Fix | None = None,
     *,
     advice: str | None = None,
     chosen: bool = False,
 ) -> Symptom:
     """A symptom and its finding in one."""
-    return Symptom(Finding(severity, code, cause, effect, advice=advice), mend, chosen)
+    return Symptom(Finding(severity, code, cause, effect, advice=advice), fix, chosen)
 
 
 def some(names: Sequence[str]) -> str:

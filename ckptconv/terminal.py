@@ -133,6 +133,17 @@ def print_headline(text: str, *, fg: str | None = None, err: bool = False) -> No
     click.secho(_wrapped(text, 2, err=err, first=0), fg=fg, bold=True, err=err)
 
 
+def terminal_width() -> int:
+    """The columns of the terminal, or of COLUMNS; 80 where there is neither."""
+    return shutil.get_terminal_size((80, 24)).columns
+
+
+def print_table(lines: Iterable[tuple[str, str]]) -> None:
+    """(color, line) pairs; the color may be ``bold`` or empty."""
+    for color, line in lines:
+        click.secho(line, bold=color == "bold", fg=color if color not in ("", "bold") else None)
+
+
 def print_lines(lines: Iterable[tuple[str, str]], err: bool = False) -> None:
     """(label, text) lines in two columns; on a terminal a long text goes on under its own column."""
     rows = list(lines)

@@ -11,7 +11,7 @@ from ckptconv import torch_words as words
 from ckptconv.errors import CheckpointError, IncompleteCheckpoint, LimitExceeded, MalformedCheckpoint, printable
 from ckptconv.findings import Finding
 from ckptconv.formats.detect import open_checkpoint
-from ckptconv.prescriptions import Mend, command, output_beside, workable
+from ckptconv.prescriptions import Fix, command, output_beside, workable
 from ckptconv.sources import FileSource
 from ckptconv.wording import as_argument
 
@@ -20,8 +20,8 @@ def unopened(error: CheckpointError, paths: tuple[Path, ...]) -> Finding:
     """The finding for what cannot be opened; its cause and advice are the error's own."""
     cause = f"{printable(error.where)}: {printable(error.what, 2000)}" if error.where else printable(error.what, 2000)
     finding = Finding("error", _code(error), cause, _effect(error, paths[0]), advice=error.hint)
-    if isinstance(error, IncompleteCheckpoint) and len(paths) == 1 and (mended := _with_siblings(paths[0])):
-        return replace(finding, command=mended)
+    if isinstance(error, IncompleteCheckpoint) and len(paths) == 1 and (fixed := _with_siblings(paths[0])):
+        return replace(finding, command=fixed)
     if (unpack := _unpacking(error, paths[0])) is not None:
         return replace(finding, command=unpack)
     return finding
@@ -62,10 +62,10 @@ def _with_siblings(path: Path) -> str | None:
     beside = sorted(item for item in path.parent.iterdir() if pattern.fullmatch(item.name) and item.is_file())
     try:
         with open_checkpoint(beside) as joined:
-            mend = workable(Mend(), joined)
+            found = workable(Fix(), joined)
     except CheckpointError:
         return None
-    return None if isinstance(mend, CheckpointError) else command(mend, beside)
+    return None if isinstance(found, CheckpointError) else command(found.fix, beside)
 
 
 def _unpacking(error: CheckpointError, path: Path) -> str | None:

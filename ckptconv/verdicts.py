@@ -11,6 +11,7 @@ from ckptconv.comparison import Deviation
 from ckptconv.diffing import Changed, Difference
 from ckptconv.errors import printable
 from ckptconv.scanning import Finding, Scan, ScannedFile
+from ckptconv.stream_scanner import is_inert
 from ckptconv.wording import count_text, size_text
 
 _LISTED = 20
@@ -148,7 +149,16 @@ def scan_headline(scan: Scan) -> str:
     }[scan.level]
     if not scan.files:
         return f"{printable(scan.path)}: a folder without files"
+    if len(scan.files) == 1 and not scan.files[0].findings and is_inert(kind := scan.files[0].kind):
+        return f"{printable(scan.path)}: not a checkpoint ({kind}); nothing in it can run when it is loaded"
     return f"{printable(scan.path)}: {said} ({count_text(len(scan.files), 'file')}, {count_text(pickles, 'pickle')})"
+
+
+def scans_headline(levels: Sequence[str]) -> str:
+    """How several paths were judged; ``unread`` is what could not be."""
+    counted = Counter(levels)
+    said = (f"{counted[level]} {level}" for level in ("dangerous", "unknown", "plain", "unread") if counted[level])
+    return f"{count_text(len(levels), 'path')}: {', '.join(said)}"
 
 
 def scan_lines(scan: Scan) -> Iterator[tuple[str, str]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from ckptconv.errors import printable
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -59,6 +61,22 @@ def quoted(name: str) -> str:
     from shlex import quote
 
     return quote(printable(name))
+
+
+def part_text(path: str) -> str:
+    """The path of a state dict as prose has it, escaped; `--only` has a dot for the tensors that stand in a dict itself.
+
+    >>> part_text(""), part_text("."), part_text("model"), part_text("model.")
+    ('the root', 'the root', 'model', 'model itself')
+    """
+    bare = printable(path.removesuffix(".")) or "the root"
+    return f"{bare} itself" if path.endswith(".") and path != "." else bare
+
+
+def look_hint(path: Path) -> str:
+    """The command that shows what a checkpoint holds; one that is no file has none of its own."""
+    name = f" {quoted(as_argument(path))}" if path.exists() else ""
+    return f"see what it holds with: ckptconv inspect{name}"
 
 
 def some_text(names: list[str]) -> str:

@@ -970,7 +970,7 @@ def test_inspect_tells_what_is_in_a_sample_and_how_to_mend_it(name, tmp_path):
     assert document["verdict"] in done.out
     if name in PORTABLE:
         return
-    command = shlex.split(document["verdict"].partition("Mend it: ")[2])
+    command = shlex.split(document["verdict"].partition("Fix: ")[2])
     assert command[0] == "ckptconv"
     ckptconv(*command[1:], cwd=tmp_path)
     assert ckptconv("inspect", command[-1], "--json", cwd=tmp_path).json()["portable"] is True
@@ -1042,9 +1042,9 @@ COMMANDS = {
     ],
     "strip-module": OPTIONS,
     "add-module": OPTIONS,
-    "inspect": ["--depth", "--json"],
+    "inspect": ["--depth", "--portable", "--json"],
     "devices": ["--json"],
-    "doctor": ["--like", "--model", "--device", "--values", "--json"],
+    "doctor": ["--like", "--model", "--device", "--values", "--strict", "--size", "--json"],
     "diff": [
         "--keys",
         "--strip-prefix",

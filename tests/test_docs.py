@@ -62,7 +62,8 @@ def test_every_help_shows_examples(command):
 
 
 DOCTESTED = (
-    "errors", "dtypes", "key_rules", "keys", "tensors", "devices", "wording", "sharding", "key_fitting", "fitted_keys"
+    "containers", "errors", "dtypes", "key_rules", "keys", "tensors", "devices", "wording", "sharding",
+    "key_fitting", "fitted_keys"
 )  # fmt: skip
 
 

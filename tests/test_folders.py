@@ -261,7 +261,7 @@ def test_a_number_that_two_steps_end_in_picks_none(tmp_path):
 def test_the_program_reads_inspects_and_diagnoses_a_step(tmp_path):
     run_folder = step_folders(tmp_path / "checkpoint", "step-5", "step-10")
     done = run("convert", run_folder, "out.safetensors", "--tag", "10", "--no-fsync", cwd=tmp_path)
-    assert done.exit == 0 and "the step step-10 is read" in done.out + done.err
+    assert done.exit == 0 and "of its steps, step-10 is read" in done.out + done.err
     assert rows(load_file(tmp_path / "out.safetensors")) == rows({key: value + 1 for key, value in WEIGHTS.items()})
     assert run("inspect", run_folder, "--tag", "step-5", cwd=tmp_path).exit == 0
     failed = run("inspect", run_folder, cwd=tmp_path)
@@ -310,7 +310,7 @@ def test_a_folder_with_an_optimizer_alone_is_that_file_and_no_model(tmp_path):
     parameter.grad = torch.ones(2)
     optimizer.step()
     saved(tmp_path / "in" / "optimizer.pt", optimizer.state_dict())
-    with pytest.raises(AmbiguousStateDict, match="no state dict"):
+    with pytest.raises(AmbiguousStateDict, match="only an optimizer's state: no weights"):
         convert_checkpoint(tmp_path / "in", tmp_path / "out.safetensors")
     assert load_portable(tmp_path / "in", whole=True).keys() == {"state", "param_groups"}
 
@@ -376,7 +376,7 @@ def test_the_iteration_that_megatron_names_is_read(text, name, tmp_path):
     step_folders(folder, "iter_0000004")
     whole = oracle.load(MEGATRON.with_name("megatron.whole.pt"))["model"]
     assert rows({key: value for key, value in load_portable(folder).items() if key in whole}) == rows(whole)
-    assert f"the step {name} is read" in notes(folder) and "iter_0000004" in notes(folder)
+    assert f"of its steps, {name} is read" in notes(folder) and "iter_0000004" in notes(folder)
     assert rows(load_portable(folder, tag="4")) == rows(WEIGHTS)
 
 

@@ -68,7 +68,7 @@ def test_the_program_inspects_them_together(produced, tmp_path):
     done = run("inspect", produced / "rank0_dtensor.pt", produced / "rank1_dtensor.pt", "--json", cwd=tmp_path)
     assert done.exit == 0, done.err
     assert done.json()["tensors"] == 4
-    remedy = done.json()["verdict"].partition("Mend it: ckptconv ")[2].split()
+    remedy = done.json()["verdict"].partition("Fix: ckptconv ")[2].split()
     assert run(*remedy, cwd=tmp_path).exit == 0
     assert list(torch.load(tmp_path / remedy[-1])) == list(torch.load(produced / "full_from_fsdp.pt"))
 

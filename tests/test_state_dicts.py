@@ -237,7 +237,7 @@ def test_doctor_tells_of_the_choice_with_a_command_for_it(tmp_path):
     source = saved({**weights(1, "module."), "ema": weights(2, "module.")}, tmp_path)
     found = diagnose(source)
     told = next(item for item in found.findings if item.code == "several-models")
-    assert told.cause == "holds 2 state dicts: ., ema"
+    assert told.cause == "holds 2 state dicts: the root, ema"
     assert "--only ." in told.command
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptconv.checkpoint import Checkpoint
+from ckptconv.containers import ACCELERATE
 from ckptconv.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.formats.dtensors import refuse_flat
 from ckptconv.nodes import Dict, Node, mapping_pairs
@@ -78,6 +79,7 @@ def open_accelerate(path: Path, openers: Openers) -> Checkpoint:
         nbytes=sum(checkpoint.nbytes for _, checkpoint in opened),
         notes=tuple(dict.fromkeys((*notes, *(note for _, checkpoint in opened for note in checkpoint.notes)))),
         sources=tuple(source for _, checkpoint in opened for source in checkpoint.sources),
+        opening=ACCELERATE,
     )
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from ckptconv.assembly import assembled, check_cover
 from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint
+from ckptconv.containers import DCP, MEGATRON
 from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.formats import dcp_metadata
 from ckptconv.formats.dcp_metadata import Item, Metadata, TensorEntry
@@ -80,7 +81,8 @@ def open_dcp(path: Path, open_file: PathOpener, open_source: SourceOpener) -> Ch
         opened.close()
         raise
     sources = (*opened.files.values(), *opened.sources)
-    return Checkpoint(folder, NAME, root, nbytes, notes=notes, sources=sources)
+    opening = MEGATRON if is_megatron else DCP
+    return Checkpoint(folder, NAME, root, nbytes, notes=notes, sources=sources, opening=opening)
 
 
 def _notes(fragments: Sized) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from ckptconv.assembly import assembled
 from ckptconv.checkpoint import Checkpoint
+from ckptconv.containers import DCP_SHARDS
 from ckptconv.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.nodes import ORDERED_DICT, Call
 from ckptconv.sources import FilePool, FileSource, Source, within
@@ -73,7 +74,8 @@ def open_dcp_shards(path: Path, open_source: Callable[[Source], Checkpoint]) -> 
         raise
     metadata = {name: text for name, text in opened[0].metadata.items() if name not in _OF_DCP}
     notes = () if known is not None else ("the files do not say how many ranks there were; they are taken to be all",)
-    return Checkpoint(path, NAME, root, sum(item.nbytes for item in opened), metadata, notes, tuple(sources))
+    nbytes = sum(item.nbytes for item in opened)
+    return Checkpoint(path, NAME, root, nbytes, metadata, notes, tuple(sources), opening=DCP_SHARDS)
 
 
 def _collect(checkpoint: Checkpoint, parts: Parts) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint
+from ckptconv.containers import DEEPSPEED
 from ckptconv.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.nodes import Dict, Node, mapping_pairs
 from ckptconv.sources import FilePool, FileSource, Source, within
@@ -185,7 +186,7 @@ def _open_step(files: StepFiles, open_file: OpenFile) -> Checkpoint:
     sources = tuple(source for checkpoint in everything for source in checkpoint.sources)
     if states[0].get("param_shapes") is None:  # the bf16 optimizer without ZeRO, whose model states are whole
         notes = ("the weights are those of the model states, in the type that they were trained in", *models[0].notes)
-        return replace(models[0], format=NAME, notes=notes, sources=sources)
+        return replace(models[0], format=NAME, notes=notes, sources=sources, opening=DEEPSPEED)
     weights = Weights(states, stage)
     root = Dict([("module", weights.join(ranks)), *_rest_of_training(models[0].root)])
     notes = (f"the fp32 weights are joined from {len(ranks)} ranks; the optimizer's moments are left out", *weights.notes)
@@ -196,6 +197,7 @@ def _open_step(files: StepFiles, open_file: OpenFile) -> Checkpoint:
         nbytes=sum(checkpoint.nbytes for checkpoint in everything),
         notes=tuple(dict.fromkeys((*notes, *(note for checkpoint in everything for note in checkpoint.notes)))),
         sources=sources,
+        opening=DEEPSPEED,
     )
 
 
@@ -235,7 +237,7 @@ def _without_partitions(files: StepFiles, open_file: OpenFile) -> Checkpoint:
     if _model_states(model).get("param_shapes") is not None:
         hint = f"fetch them, or name {files.whole.name} for the weights in the type that they were trained in"
         raise MalformedCheckpoint("the optimizer states, which hold the fp32 weights, are missing", hint=hint)
-    return replace(model, format=NAME)
+    return replace(model, format=NAME, opening=DEEPSPEED)
 
 
 def _model_states(model: Checkpoint) -> dict[str, Node]:

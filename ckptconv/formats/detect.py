@@ -22,7 +22,7 @@ from ckptconv.formats.dcp_shards import is_dcp_shards, open_dcp_shards, refuse_o
 from ckptconv.formats.deepspeed import is_deepspeed, open_deepspeed
 from ckptconv.formats.megatron import is_megatron, is_rank_file, open_megatron, refuse_split
 from ckptconv.formats.old_torchscript import is_old_torchscript, open_old_torchscript
-from ckptconv.formats.ranks import join_ranks
+from ckptconv.formats.ranks import has_shards, join_ranks
 from ckptconv.formats.raw_pickle import is_raw_pickle, open_raw_pickle
 from ckptconv.formats.records import Records
 from ckptconv.formats.safetensors import is_safetensors, open_safetensors
@@ -215,6 +215,25 @@ def open_checkpoint(path: Named, *, tag: str | None = None, whole_modules: bool 
         raise
 
 
+def checkpoints_of(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[Path, ...]]:
+    """The checkpoints that paths name: one, where each path is a rank's file with shards of tensors; else each by itself."""
+    named = [Path(path) for path in paths]
+    if len(named) > 1 and all(map(_holds_shards, named)):
+        return [tuple(named)]
+    return [(path,) for path in named]
+
+
+def _holds_shards(path: Path) -> bool:
+    """Whether a path is a file that holds a rank's shards; what cannot be opened does not."""
+    if not path.is_file():
+        return False
+    try:
+        with collector_paused(), counted_together(), open_file(path) as opened:
+            return has_shards(opened)
+    except (CheckpointError, OSError, ValueError):
+        return False
+
+
 def _open(path: Path, tag: str | None) -> Checkpoint:
     kind = _gathering(path)
     if kind is not None and (tag is None or tag in kind.tags(path)):
@@ -360,5 +379,17 @@ def _stranger(source: Source, head: bytes) -> UnsupportedCheckpoint:
             hint="the download failed or needs a login; fetch it again",
         )
     if all(byte >= 32 or byte in b"\t\n\r" for byte in head):
-        return UnsupportedCheckpoint("is a text file, not a checkpoint", path=source.path)
-    return UnsupportedCheckpoint("is no checkpoint that is known here", path=source.path)
+        kind = "a JSON text" if text.startswith((b"{", b"[")) else "a text file"
+        return UnsupportedCheckpoint(f"is {kind}, not a checkpoint ({_beginning(head)})", path=source.path, hint=_TEXT_HINT)
+    return UnsupportedCheckpoint("is no checkpoint that is known here", path=source.path, hint=_UNKNOWN_HINT)
+
+
+def _beginning(head: bytes) -> str:
+    """The first words of a text, which often say what went wrong where it was fetched."""
+    line = " ".join(head.decode("latin-1").split())
+    return f"it begins: {line[:_SHOWN_OF_TEXT]}" + "…" * (len(line) > _SHOWN_OF_TEXT)
+
+
+_SHOWN_OF_TEXT = 40
+_TEXT_HINT = "if it was downloaded, an error was saved in its place: fetch it again; else name the file of the weights"
+_UNKNOWN_HINT = "see that it is whole and unpacked, and which program wrote it; docs/containers.md lists what is read"

@@ -14,6 +14,7 @@ from typing import Any
 
 from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint
+from ckptconv.containers import TORCHSCRIPT
 from ckptconv.documents import read_object
 from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
@@ -56,7 +57,8 @@ def open_old_torchscript(source: Source, records: Records, _: Callable[[Source],
         raise error.at(path=source.path, where=root + _MODEL) from error.__cause__
     note = "a TorchScript archive of before torch 1.4, taken as its state dict; its code is left out"
     notes = (note, *checksum_notes(records))
-    return Checkpoint(source.path, NAME, made, source.size, notes=notes, sources=(source, *storages.inflated))
+    sources = (source, *storages.inflated)
+    return Checkpoint(source.path, NAME, made, source.size, notes=notes, sources=sources, opening=TORCHSCRIPT)
 
 
 def _checked(value: Any, kind: type) -> Any:

@@ -12,6 +12,7 @@ from itertools import pairwise
 
 from ckptconv.assembly import assembled
 from ckptconv.checkpoint import Checkpoint
+from ckptconv.containers import RANKS
 from ckptconv.errors import CheckpointError, IncompleteCheckpoint, MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.formats.dtensors import Shard, is_sharded, read_shard, refuse_flat
 from ckptconv.labels import names_rank_state
@@ -41,13 +42,18 @@ class _Rank:
         return next(iter(self.shards.values()))[1].mesh.rank
 
 
+def has_shards(checkpoint: Checkpoint) -> bool:
+    """Whether a file holds shards of tensors, as each rank's of several does."""
+    return any(is_sharded(call) for call in calls_of(checkpoint.root))
+
+
 def join_ranks(opened: Sequence[Checkpoint]) -> Checkpoint:
     """The checkpoint that files of ranks are together; a single file without shards is given back as it is.
 
     Raises `UnsupportedCheckpoint` when ranks are missing (and says which), `MalformedCheckpoint` when the files are not
     those of one checkpoint.
     """
-    if len(opened) == 1 and not any(is_sharded(call) for call in calls_of(opened[0].root)):
+    if len(opened) == 1 and not has_shards(opened[0]):
         return opened[0]
     ranks = [_read(checkpoint) for checkpoint in opened]
     for rank in ranks:
@@ -82,6 +88,7 @@ def _as_one(ranks: Sequence[_Rank], stand_ins: dict[int, Node]) -> Checkpoint:
         nbytes=sum(rank.checkpoint.nbytes for rank in ranks),
         notes=tuple(notes),
         sources=tuple(source for rank in ranks for source in rank.checkpoint.sources),
+        opening=RANKS,
     )
 
 
@@ -130,8 +137,12 @@ def _refuse_missing(ranks: Sequence[_Rank]) -> None:
     raise IncompleteCheckpoint(
         f"{what}, but its tensors are split over {len(needed)} ranks; missing: rank {named}",
         path=ranks[0].checkpoint.path,
-        hint=f"name the files of all {len(needed)} ranks: ckptconv convert RANK0 RANK1 ... OUT",
+        hint=f"name the files of {_all_ranks(len(needed))}: ckptconv convert RANK0 RANK1 ... OUT",
     )
+
+
+def _all_ranks(count: int) -> str:
+    return "both ranks" if count == 2 else f"all {count} ranks"
 
 
 def _refuse_other_keys(first: _Rank, other: _Rank) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint
+from ckptconv.containers import PICKLE
 from ckptconv.dtypes import DType
 from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.nodes import Call, Dict, Node
@@ -51,7 +52,7 @@ def open_raw_pickle(source: Source, opener: Callable[[Source], Checkpoint]) -> C
         raise error.at(path=source.path, where="pickle") from error.__cause__
     if not any(_has_values(node) for _, node in walk(root)):
         raise UnsupportedCheckpoint(f"is a bare pickle ({_what(root)}) without tensors or arrays in it", path=source.path)
-    return Checkpoint(source.path, NAME, root, source.size, sources=(source,))
+    return Checkpoint(source.path, NAME, root, source.size, sources=(source,), opening=PICKLE)
 
 
 def _elsewhere(key: str, location: str, nbytes: int, dtype: DType | None) -> Storage:

@@ -14,6 +14,7 @@ from typing import Any
 
 from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint
+from ckptconv.containers import SAFETENSORS
 from ckptconv.documents import read_object
 from ckptconv.dtypes import BY_SAFETENSORS, FLOAT4, FLOAT4_PAIRS, DType
 from ckptconv.encodings import ENCODINGS, restore, written_form
@@ -60,7 +61,7 @@ def open_safetensors(source: Source, _: Callable[[Source], Checkpoint]) -> Check
             tensors[alias] = tensors[kept]
     root = Call(ORDERED_DICT, ())
     root.pairs = list(_restored(source, tensors, metadata).items())
-    return Checkpoint(source.path, NAME, root, source.size, metadata, sources=(source,))
+    return Checkpoint(source.path, NAME, root, source.size, metadata, sources=(source,), opening=SAFETENSORS)
 
 
 def _restored(source: Source, tensors: dict[str, TensorRef], metadata: dict[str, str]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any
 
 from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint
+from ckptconv.containers import UNKNOWN, Opening, of_shards
 from ckptconv.documents import read_object
 from ckptconv.errors import (
     AmbiguousStateDict,
@@ -168,7 +169,14 @@ def _joined(index: Path, pairs: list[tuple[str, Node]], shards: Sequence[Checkpo
         metadata=metadata,
         notes=tuple(dict.fromkeys(note for shard in shards for note in shard.notes)),
         sources=tuple(source for shard in shards for source in shard.sources),
+        opening=of_shards(index.name, _least_open(shards)),
     )
+
+
+def _least_open(shards: Sequence[Checkpoint]) -> Opening:
+    """The opening of the shard that the fewest hosts open."""
+    openings = [shard.opening for shard in shards] or [UNKNOWN]
+    return next((opening for opening in openings if not opening.anywhere), openings[0])
 
 
 def _index_of(folder: Path) -> Path | None:

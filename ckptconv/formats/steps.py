@@ -153,7 +153,7 @@ def _named(folder: Path, name: str, named_by: str, inside: _Inside, is_checkpoin
 
 def _as_chosen(folder: Path, name: str, inside: _Inside) -> Chosen:
     others = [other for other in inside.folders if other != name]
-    notes = [f"the {'file' if name in inside.files else 'step'} {printable(name)} is read"]
+    notes = [f"of its {'files' if name in inside.files else 'steps'}, {printable(name)} is read"]
     notes += [f"the folder holds other steps too; {_choice(others)}"] * bool(others)
     return Chosen(folder / name, tuple(notes))
 

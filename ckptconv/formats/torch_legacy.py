@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable
 
 from ckptconv.checkpoint import PICKLE_HEAD, Checkpoint, FileFacts
+from ckptconv.containers import TORCH
 from ckptconv.dtypes import UINT8, DType
 from ckptconv.errors import CheckpointError, MalformedCheckpoint, printable
 from ckptconv.extents import read_pickles
@@ -53,7 +54,7 @@ def open_torch_legacy(source: Source, _: Callable[[Source], Checkpoint]) -> Chec
     except CheckpointError as error:
         raise error.at(path=source.path, where="pickles") from error.__cause__
     head = FileFacts(source.read(0, PICKLE_HEAD))
-    return Checkpoint(source.path, NAME, root, source.size, sources=(source,), facts=head)
+    return Checkpoint(source.path, NAME, root, source.size, sources=(source,), facts=head, opening=TORCH)
 
 
 def _listed(keys: Node) -> list[str]:

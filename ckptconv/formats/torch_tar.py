@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint
+from ckptconv.containers import TORCH_TAR
 from ckptconv.dtypes import UINT8
 from ckptconv.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.extents import read_pickles
@@ -59,7 +60,7 @@ def open_torch_tar(source: Source, _: Callable[[Source], Checkpoint]) -> Checkpo
         root = read_pickle(tree, reducers=REDUCERS, persistent=_Ids(storages, tensors))
     except CheckpointError as error:
         raise error.at(path=source.path, where=name) from error.__cause__
-    return Checkpoint(source.path, NAME, root, source.size, sources=(source,))
+    return Checkpoint(source.path, NAME, root, source.size, sources=(source,), opening=TORCH_TAR)
 
 
 # ----------------------------------------------------------------------------------------------------------- directory

@@ -14,6 +14,7 @@ from ckptconv import archives
 from ckptconv.archives import Slot
 from ckptconv.checkpoint import PICKLE_HEAD, Checkpoint, FileFacts
 from ckptconv.compaction import CastRule, NewStorage, compact
+from ckptconv.containers import TORCH
 from ckptconv.dtypes import UINT8
 from ckptconv.errors import MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.formats.records import ArchiveStorages, Records, checksum_notes, read_tree
@@ -53,6 +54,7 @@ def open_torch_zip(source: Source, records: Records, _: Callable[[Source], Check
             dead=max(0, source.size - _alive(records, others)),
             strays=tuple(name for name in others if not name.startswith(root)),
         ),
+        opening=TORCH,
     )
 
 

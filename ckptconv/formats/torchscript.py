@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ckptconv.checkpoint import Checkpoint, Stray
+from ckptconv.containers import TORCHSCRIPT
 from ckptconv.errors import MalformedCheckpoint, printable
 from ckptconv.formats.records import ArchiveStorages, Records, checksum_notes, read_limited, read_tree, root_folder
 from ckptconv.held_tensors import holds_tensors
@@ -47,7 +48,16 @@ def open_torchscript(source: Source, records: Records, _: _Opener) -> Checkpoint
     made = state_dict_of(tree, code.parts)
     notes = (*_notes(tree, code), *([] if made.pairs else [_EMPTY]), *checksum_notes(records))
     sources, strays = (source, *storages.inflated), tuple(_strays(tree, code, made))
-    return Checkpoint(source.path, NAME, made, source.size, notes=notes, sources=sources, module_strays=strays)
+    return Checkpoint(
+        path=source.path,
+        format=NAME,
+        root=made,
+        nbytes=source.size,
+        notes=notes,
+        sources=sources,
+        module_strays=strays,
+        opening=TORCHSCRIPT,
+    )
 
 
 _EMPTY = "it has no parameters and no buffers: those of a frozen module are constants of its code"

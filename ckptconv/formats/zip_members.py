@@ -13,6 +13,7 @@ from ckptconv import archives
 from ckptconv.archives import Record
 from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint
+from ckptconv.containers import ZIP_MEMBERS
 from ckptconv.errors import CheckpointError, LimitExceeded, UnsupportedCheckpoint, printable
 from ckptconv.nodes import Dict
 from ckptconv.sources import RangeSource, Source, Spool
@@ -66,6 +67,7 @@ def open_zip_members(source: Source, records: Mapping[str, Record], opener: Call
         nbytes=source.size,
         notes=tuple(_notes(records, found)),
         sources=(source, *inners.values(), *(inner for member in found.values() for inner in member.sources)),
+        opening=ZIP_MEMBERS,
     )
 
 
