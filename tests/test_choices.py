@@ -148,7 +148,10 @@ def test_what_is_no_choice_is_refused_by_an_error_that_names_the_choices(says, c
 
 def test_a_misspelt_dtype_names_the_dtypes(room):
     for call in (convert, save):
-        with pytest.raises(CheckpointError, match=r"'flaot32' is not a floating dtype; use one of f64, f32"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"'flaot32' is not a floating dtype; choose f32, f16, bf16, f64, f8_e4m3 or f8_e5m2; torch's names do too",
+        ):
             call(dtype="flaot32")()
 
 
