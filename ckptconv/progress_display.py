@@ -5,6 +5,7 @@ A thread looks at what was last told, for nothing is told while the disk is wait
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -43,7 +44,8 @@ def progress_shown(words: Mapping[Phase, str], *, silent: bool) -> Iterator[OnPr
         yield None
         return
     state = _State(words)
-    show = _on_terminal if sys.stderr.isatty() else _in_lines
+    can_draw = sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+    show = _on_terminal if can_draw else _in_lines
     over = threading.Event()
     thread = threading.Thread(target=show, args=(state, over), name="ckptconv-progress", daemon=True)
     started = False

@@ -433,7 +433,9 @@ def test_a_step_of_a_folder_is_compared_with_what_was_made_of_it(swapped, produc
     assert run("convert", produced / "ds_z2", "out.safetensors", "--tag", tags[0], cwd=tmp_path).exit == 0
     sides = ("out.safetensors", produced / "ds_z2", "--tag-b") if swapped else (produced / "ds_z2", "out.safetensors", "--tag")
     assert run("diff", *sides, tags[0], cwd=tmp_path).exit == 0
-    assert "which is not here" in assert_one_error(run("diff", *sides, "global_step999", cwd=tmp_path), code=2)
+    assert "there is no step 'global_step999' here" in assert_one_error(
+        run("diff", *sides, "global_step999", cwd=tmp_path), code=2
+    )
 
 
 def test_the_document_says_what_differs(tmp_path):

@@ -248,13 +248,13 @@ def test_of_several_steps_a_tag_or_its_number_picks_one(tmp_path):
         assert rows(load_portable(run_folder, tag=tag)) == rows({key: value + 1 for key, value in WEIGHTS.items()})
     assert "--tag: step-500, step-10000" in notes(run_folder, tag="step-1000")
     for tag in ("10", "step-", "0"):
-        with pytest.raises(MalformedCheckpoint, match=f"--tag: names the step '{tag}', which is not here; .*step-500"):
+        with pytest.raises(MalformedCheckpoint, match=f"--tag: there is no step '{tag}' here; .*step-500"):
             open_checkpoint(run_folder, tag=tag)
 
 
 def test_a_number_that_two_steps_end_in_picks_none(tmp_path):
     run_folder = step_folders(tmp_path / "checkpoint", "step-5", "other_5")
-    with pytest.raises(MalformedCheckpoint, match="names the step '5', which is not here"):
+    with pytest.raises(MalformedCheckpoint, match="there is no step '5' here"):
         open_checkpoint(run_folder, tag="5")
 
 
@@ -506,7 +506,9 @@ def test_beside_variants_the_plain_weights_are_read_and_a_tag_picks_a_variant(sh
 
 def test_several_variants_without_the_plain_weights_are_a_choice(tmp_path):
     variant(variant(tmp_path, "fp16", WEIGHTS, 2), "bf16", OTHER)
-    with pytest.raises(AmbiguousStateDict, match=r"holds 2 variants .* not the plain ones; choose one with --tag: fp16, bf16$"):
+    with pytest.raises(
+        AmbiguousStateDict, match=r"holds 2 variants .* not the plain weights; choose one with --tag: fp16, bf16$"
+    ):
         open_checkpoint(tmp_path)
     assert rows(load_portable(tmp_path, tag="bf16")) == rows(OTHER)
 

@@ -67,7 +67,7 @@ def test_the_summary_tells_which_arrays_and_numbers_were_rewritten(tmp_path):
     for output in ("out.pt", "out.safetensors"):
         plan = convert_checkpoint(source, tmp_path / output, fsync=False).plan
         assert {item.path: item.name for item in plan.rewritten} == {
-            "a": "numpy.ndarray of f8", "n": "numpy._core.multiarray.scalar"}  # fmt: skip
+            "a": "numpy array of float64", "n": "numpy._core.multiarray.scalar"}  # fmt: skip
     assert [item.path for item in plan.skipped] == ["note"]
 
 
@@ -127,11 +127,11 @@ def test_arrays_elsewhere_do_not_hide_the_state_dict(tmp_path):
 @pytest.mark.parametrize(
     ("array", "told"),
     [
-        (np.array(["a", None], dtype=object), "numpy.ndarray of O8"),
-        (np.array(["text"]), "numpy.ndarray of U4"),
-        (np.array(["2020-01-01"], dtype="M8[D]"), "numpy.ndarray of M8"),
-        (np.zeros(2, dtype=[("x", "f4"), ("y", "i8")]), "numpy.ndarray of V12"),
-        (np.zeros(2, dtype=np.longdouble), "numpy.ndarray of f16"),
+        (np.array(["a", None], dtype=object), "numpy array of O8"),
+        (np.array(["text"]), "numpy array of U4"),
+        (np.array(["2020-01-01"], dtype="M8[D]"), "numpy array of M8"),
+        (np.zeros(2, dtype=[("x", "f4"), ("y", "i8")]), "numpy array of V12"),
+        (np.zeros(2, dtype=np.longdouble), "numpy array of f16"),
     ],
     ids=["object", "text", "date", "structure", "long double"],
 )

@@ -393,7 +393,7 @@ def shown(folder: Path, *, all_ways: bool) -> Shown:
                 asked.append({"of": name, "on": "pipe", "arguments": [*arguments, "--json"]})
     (folder / "commands.json").write_text(json.dumps(asked))
     driver = [sys.executable, str(Path(__file__).with_name("shown.py")), "commands.json", "shown.json"]
-    subprocess.run(driver, cwd=folder, env=environment(COLUMNS="200", TERM="xterm"), check=True, timeout=900)
+    subprocess.run(driver, cwd=folder, env=environment(COLUMNS="200", TERM="dumb"), check=True, timeout=900)
     found: Shown = {name: [] for name in MAKERS}
     for item in json.loads((folder / "shown.json").read_text()):
         found[item["of"]].append(item)
