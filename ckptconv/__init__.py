@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ckptconv.planning import plan_conversion as plan_conversion
     from ckptconv.plans import ConversionPlan as ConversionPlan
     from ckptconv.plans import Options as Options
+    from ckptconv.progress import Progress as Progress
     from ckptconv.rule_files import read_key_rules as read_key_rules
     from ckptconv.saving import save_portable as save_portable
     from ckptconv.scanning import Scan as Scan
@@ -56,6 +57,7 @@ _HOMES = {
     "Limits": "bounds",
     "LoadResult": "fitting",
     "Options": "plans",
+    "Progress": "progress",
     "Scan": "scanning",
     "StateDict": "state_dicts",
     "TensorRef": "tensors",

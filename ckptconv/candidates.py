@@ -254,9 +254,14 @@ def tells_of_wrappers(place: Place, key: str, value: Node) -> bool:
 
     Numbers of the training, tensors with the label of a training state and values that are not tensors need not.
     """
-    if "." in key or key in _PACKED:
+    if not is_of_no_module(key):
         return True
     return _stands_for_tensor(value) and _is_wanted(key, value, numbered=_is_numbered(place))
+
+
+def is_of_no_module(key: str) -> bool:
+    """Whether a key has the name of no module in it, and is not what a module keeps beside its tensors."""
+    return "." not in key and key not in _PACKED
 
 
 def _is_numbered(place: Place) -> bool:

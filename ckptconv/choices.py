@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 
-from ckptconv.errors import OptionRefused
+from ckptconv.addresses import address_in, how_to_get, how_to_send
+from ckptconv.errors import OptionRefused, OutputRefused, UnsupportedCheckpoint
 
 TARGETS = ("torch", "safetensors", "dcp")
 KEYS = ("strip", "keep")
@@ -47,10 +48,29 @@ def refuse_no_text(**given: object) -> None:
 
 
 def refuse_no_path(**given: object) -> None:
-    """Raise `OptionRefused` unless each option names a file or a folder: an unset variable is not the current folder."""
+    """Raise `OptionRefused` unless each option names a file or a folder: an unset variable is not the current folder.
+
+    The address of another machine is an `UnsupportedCheckpoint`.
+    """
     for option, path in given.items():
-        if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
-            raise OptionRefused(f"{option}={path!r:.100} is not a path", hint="name a file or a folder")
+        if (address := _address(option, path)) is not None:
+            what = "is not on this machine, and files elsewhere are not read yet"
+            raise UnsupportedCheckpoint(what, path=address, hint=how_to_get(address))
+
+
+def refuse_no_output(**given: object) -> None:
+    """The same of files and folders that are to be written; an address is `OutputRefused`."""
+    for option, path in given.items():
+        if (address := _address(option, path)) is not None:
+            what = "is not on this machine, and files elsewhere are not written"
+            raise OutputRefused(what, path=address, hint=how_to_send(address))
+
+
+def _address(option: str, path: object) -> str | None:
+    """The address of another machine that is given for a path, if it is one."""
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        raise OptionRefused(f"{option}={path!r:.100} is not a path", hint="name a file or a folder")
+    return address_in(path)
 
 
 def refuse_no_paths(option: str, given: object) -> None:

@@ -30,6 +30,7 @@ from ckptconv.cli_options import (
     options_of,
     output_options,
 )
+from ckptconv.progress_display import COMPARING, COPYING, READING, SCANNING, progress_shown
 from ckptconv.terminal import (
     colors,
     errors_shown,
@@ -38,7 +39,6 @@ from ckptconv.terminal import (
     print_json,
     print_lines,
     print_summary,
-    progress_shown,
     show_error,
     show_page,
 )
@@ -199,8 +199,9 @@ def doctor(sources: tuple[Path, ...], as_json: bool, **given: Any) -> None:
 
     if given["like"] and given["model"]:
         raise click.UsageError("--like and --model are both given, and the keys can fit one only")
-    with errors_shown(as_json, code=2), redirect_stdout(sys.stderr):  # a model that is built may print
-        found = diagnose(sources, **given)
+    shown = progress_shown(READING, silent=as_json)
+    with errors_shown(as_json, code=2), redirect_stdout(sys.stderr), shown as on_progress:  # a model that is built may print
+        found = diagnose(sources, **given, on_progress=on_progress)
     if as_json:
         print_json(report.diagnosis_document(found))
     else:
@@ -303,8 +304,8 @@ def diff(a: Path, b: Path, as_json: bool, quiet: bool, **given: Any) -> None:
     from ckptconv import verdicts
     from ckptconv.diffing import diff_checkpoints
 
-    with errors_shown(as_json, code=2):
-        found = diff_checkpoints(a, b, **comparison(given))
+    with errors_shown(as_json, code=2), progress_shown(COMPARING, silent=as_json or quiet) as on_progress:
+        found = diff_checkpoints(a, b, **comparison(given), on_progress=on_progress)
     if as_json:
         print_json(verdicts.difference_document(found))
     elif not quiet:
@@ -338,7 +339,8 @@ def scan(paths: tuple[Path, ...], strict: bool, as_json: bool, quiet: bool) -> N
     found, errors = [], []
     for path in paths:
         try:
-            found.append(item := scan_checkpoint(path))
+            with progress_shown(SCANNING, silent=as_json or quiet) as on_progress:
+                found.append(item := scan_checkpoint(path, on_progress=on_progress))
         except CheckpointError as error:
             errors.append(error)
             continue
@@ -438,7 +440,7 @@ def _execute(plan: ConversionPlan, given: dict[str, Any]) -> None:
     from ckptconv import report
     from ckptconv.convert import execute_plan
 
-    with progress_shown(plan, silent=given["quiet"] or given["as_json"]) as on_progress:
+    with progress_shown(COPYING, silent=given["quiet"] or given["as_json"]) as on_progress:
         result = execute_plan(
             plan,
             force=given["force"],

@@ -6,6 +6,7 @@ block. Of storages whose records declare a checksum it is worked out on the way,
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from ckptconv.casting import cast
 from ckptconv.checksums import Checksums
 from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.errors import MalformedCheckpoint
+from ckptconv.progress import Meter
 from ckptconv.sources import CHUNK, SMALL, FileSource, crc32
 from ckptconv.tensors import Storage, TensorRef, iter_chunks, verbatim_runs
 
@@ -74,6 +76,11 @@ class Deviation:
     |a - b| and |a - b| / |b| among the others; None where there are none, or where the dtype has no numbers. 0.0 means that
     only bits differ: the sign of a zero. `where` is the index of the largest |a - b| (of the first difference where there is
     none), `a` and `b` the values there.
+
+    `rel_l2` is ||a - b|| / ||b|| over the whole tensor, and `cosine` the cosine of the angle between a and b, both in float64
+    (a complex value counts as two numbers). Elements that are NaN or infinite in either are in neither measure; `nonfinite`
+    counts them. `rel_l2` is infinite where b is all zeros and a is not; `cosine` is None where either is all zeros. Both are
+    None where the dtype has no numbers.
     """
 
     count: int
@@ -84,6 +91,16 @@ class Deviation:
     where: tuple[int, ...]
     a: str
     b: str
+    rel_l2: float | None = None
+    cosine: float | None = None
+    nonfinite: int = 0
+
+    @property
+    def badness(self) -> tuple[bool, float, float]:
+        """What tells the worse of two: NaN and infinite differences, then the relative L2, then the largest |a - b|."""
+        largest = 0.0 if self.max_abs is None else self.max_abs
+        broken = bool(self.nans) or largest == math.inf
+        return broken, -1.0 if self.rel_l2 is None else self.rel_l2, largest
 
 
 # ---------------------------------------------------------------------------------------------------------------- bytes
@@ -106,33 +123,39 @@ class Compared:
         self.equal += other.equal
 
 
-def compare_bytes(pairs: Sequence[Pair]) -> Compared:
-    """Which pairs are not the same bit for bit; both of a pair have one dtype and shape."""
+def compare_bytes(pairs: Sequence[Pair], meter: Meter) -> Compared:
+    """Which pairs are not the same bit for bit; both of a pair have one dtype and shape.
+
+    `meter` counts the bytes of one of each pair, until a difference is found in it.
+    """
     found = Compared()
     threaded: list[Span] = []
     for number, (first, second) in enumerate(pairs):
         spans = _spans(number, first, second)
         if spans is None:
             found.unread.add(number)
-            if not _streams_equal(first, second):
+            if not _streams_equal(first, second, meter):
                 found.differing.add(number)
         elif all(_may_be_threaded(span) for span in spans):
             threaded += spans
         else:
-            found.add(_compared(spans))
-    found.add(_compared_by_threads(threaded))
+            found.add(_compared_alone(spans, meter))
+    found.add(_compared_by_threads(threaded, meter))
     return found
 
 
-def damaged_storages(found: Compared, read: Iterable[Pair]) -> list[str]:
+def damaged_storages(found: Compared, read: Iterable[Pair], meter: Meter) -> list[str]:
     """What is to be said of storages whose bytes have not the CRC-32 that their records declare.
 
-    Those of the pairs in `read` are read for it, of the others the checksums that were `found` are put together.
+    Those of the pairs in `read` are read for it, which `meter` counts pair by pair; of the others the checksums that were
+    `found` are put together.
     """
     checksums = Checksums()
     damage: list[str] = []
-    for storage in (piece.storage for pair in read for ref in pair for piece in ref.pieces):
-        _noting(damage, partial(checksums.read, storage))
+    for pair in read:
+        for storage in (piece.storage for ref in pair for piece in ref.pieces):
+            _noting(damage, partial(checksums.read, storage))
+        meter.add(pair[0].nbytes)
     for span, crc in found.equal:
         for storage, at in ((span.first, span.first_at), (span.second, span.second_at)):
             _noting(damage, partial(checksums.copied, storage, at, span.nbytes, crc))
@@ -190,16 +213,25 @@ def _may_be_threaded(span: Span) -> bool:
     return span.nbytes > SMALL and type(span.first.source) is FileSource and type(span.second.source) is FileSource
 
 
-def _compared_by_threads(spans: Sequence[Span]) -> Compared:
+def _compared_alone(spans: Sequence[Span], meter: Meter) -> Compared:
+    found = Compared()
+    for batch in _batches(spans):
+        found.add(_compared(batch))
+        meter.add(sum(span.nbytes for span in batch))
+    return found
+
+
+def _compared_by_threads(spans: Sequence[Span], meter: Meter) -> Compared:
     batches = list(_batches(spans))
     if len(batches) < 2:
-        return _compared(spans)
+        return _compared_alone(spans, meter)
     from concurrent.futures import ThreadPoolExecutor
 
     found = Compared()
     with ThreadPoolExecutor(_THREADS, "ckptconv-comparer") as pool:
-        for one in pool.map(_compared, batches):
+        for batch, one in zip(batches, pool.map(_compared, batches), strict=True):
             found.add(one)
+            meter.add(sum(span.nbytes for span in batch))
     return found
 
 
@@ -255,14 +287,18 @@ def _equal_crc(span: Span, buffers: tuple[bytearray, bytearray]) -> int | None:
     return crc
 
 
-def _streams_equal(first: TensorRef, second: TensorRef) -> bool:
-    return all(bool((one == two).all()) for one, two in _aligned(_words(first), _words(second)))
+def _streams_equal(first: TensorRef, second: TensorRef, meter: Meter) -> bool:
+    for one, two in _aligned(_words(first), _words(second)):
+        if not bool((one == two).all()):
+            return False
+        meter.add(one.nbytes)
+    return True
 
 
 # --------------------------------------------------------------------------------------------------------------- values
 
 
-def deviation(first: TensorRef, second: TensorRef, tolerance: Tolerance | None) -> Deviation | None:
+def deviation(first: TensorRef, second: TensorRef, tolerance: Tolerance | None, meter: Meter | None = None) -> Deviation | None:
     """How the values of two tensors of one shape differ; None where they do not.
 
     Without a tolerance, elements differ when their bits do, or, where the dtypes differ, when their numbers do. Types that
@@ -270,12 +306,16 @@ def deviation(first: TensorRef, second: TensorRef, tolerance: Tolerance | None) 
     """
     if tolerance is None and first.dtype is not second.dtype:
         tolerance = Tolerance(equal_nan=True)
-    tally = _Tally()
+    tally, norms = _Tally(), _Norms()
     at = 0
     for ours, theirs in _aligned(_words(first), _words(second)):
-        tally.add(at, _Run.of(ours, first.dtype, theirs, second.dtype, tolerance))
+        run = _Run.of(ours, first.dtype, theirs, second.dtype, tolerance)
+        tally.add(at, run)
+        norms.add(run)
         at += len(ours)
-    return tally.deviation(first.shape)
+        if meter is not None:
+            meter.add(ours.nbytes)
+    return tally.deviation(first.shape, norms)
 
 
 def _words(ref: TensorRef) -> Iterator[Array]:
@@ -349,8 +389,6 @@ class _Run:
         import numpy as np
 
         differ = ours != theirs if dtype is other else np.ones(len(ours), bool)
-        if tolerance is None and not differ.any():
-            return cls(ours, theirs, differ)
         first, second = _numbers(ours, dtype), _numbers(theirs, other)
         if first is None or second is None:
             return cls(ours, theirs, differ)
@@ -363,6 +401,11 @@ class _Run:
             distance = apart.astype(np.float64)
             relative = np.where(apart == 0, 0.0, np.where(np.isinf(distance), distance, distance / size))
         return cls(first, second, differ, apart, relative)
+
+    def only(self, chosen: Array) -> _Run:
+        """The run of the chosen elements alone."""
+        assert self.apart is not None
+        return _Run(self.ours[chosen], self.theirs[chosen], self.differ[chosen], self.apart[chosen])
 
 
 def _of_one_kind(first: Array, second: Array) -> tuple[Array, Array]:
@@ -432,7 +475,7 @@ class _Tally:
         self.at = start + place
         self.values = _text(run.ours[place]), _text(run.theirs[place])
 
-    def deviation(self, shape: tuple[int, ...]) -> Deviation | None:
+    def deviation(self, shape: tuple[int, ...], norms: _Norms) -> Deviation | None:
         if not self.count:
             return None
         where: list[int] = []
@@ -440,7 +483,148 @@ class _Tally:
         for size in reversed(shape):
             rest, index = divmod(rest, size)
             where.insert(0, index)
-        return Deviation(self.count, self.numel, self.nans, self.max_abs, self.max_rel, tuple(where), *self.values)
+        return Deviation(
+            self.count,
+            self.numel,
+            self.nans,
+            self.max_abs,
+            self.max_rel,
+            tuple(where),
+            *self.values,
+            rel_l2=norms.rel_l2(),
+            cosine=norms.cosine(),
+            nonfinite=norms.nonfinite,
+        )
+
+
+class _Norms:
+    """The lengths of both tensors, of their difference, and their inner product, run by run.
+
+    Each sum is kept beside a power of two, so that no square of a float64 becomes infinite or nothing.
+    """
+
+    def __init__(self) -> None:
+        self.nonfinite = 0
+        self._has_numbers = False
+        self._apart, self._ours, self._theirs, self._inner = _Sum(), _Sum(), _Sum(), _Sum()
+
+    def add(self, run: _Run) -> None:
+        import numpy as np
+
+        if run.apart is None:
+            return
+        self._has_numbers = True
+        with np.errstate(all="ignore"):
+            if not self._add_plainly(run, run.apart):
+                self._add_carefully(run)
+
+    def _add_plainly(self, run: _Run, apart: Array) -> bool:
+        """Add sums that need no care; False where there may be values that are not finite, or whose squares are not."""
+        ours, theirs, apart = _reals(run.ours), _reals(run.theirs), _reals(apart)
+        squares = _inner(ours, ours), _inner(theirs, theirs), _inner(apart, apart)
+        if not all(_NOTHING < square < math.inf for square in squares[:2]):
+            return False
+        if not (_NOTHING < squares[2] < math.inf or not apart.any()):
+            return False
+        for total, square in zip((self._ours, self._theirs, self._apart), squares, strict=True):
+            total.add(square, 0)
+        self._inner.add(_inner(ours, theirs), 0)
+        return True
+
+    def _add_carefully(self, run: _Run) -> None:
+        import numpy as np
+
+        finite = np.isfinite(run.ours) & np.isfinite(run.theirs)
+        self.nonfinite += int(len(finite) - np.count_nonzero(finite))
+        run = run.only(finite)
+        (ours, first), (theirs, second) = _scaled(_reals(run.ours)), _scaled(_reals(run.theirs))
+        self._ours.add(_inner(ours, ours), 2 * first)
+        self._theirs.add(_inner(theirs, theirs), 2 * second)
+        self._inner.add(_inner(ours, theirs), first + second)
+        apart, third = _scaled_difference(run)
+        self._apart.add(_inner(apart, apart), 2 * third)
+
+    def rel_l2(self) -> float | None:
+        if not self._has_numbers:
+            return None
+        if not self._theirs.value:
+            return math.inf if self._apart.value else 0.0
+        return self._apart.over(self._theirs)
+
+    def cosine(self) -> float | None:
+        if not self._has_numbers or not self._ours.value or not self._theirs.value:
+            return None
+        top, first, second = self._inner, self._ours, self._theirs
+        found = top.value / math.sqrt(first.value) / math.sqrt(second.value)
+        found = _power(found, top.exponent - (first.exponent + second.exponent) / 2)
+        return max(-1.0, min(1.0, found))
+
+
+class _Sum:
+    """A sum, as a number and the exponent of a power of two (an even one, where its root is taken)."""
+
+    def __init__(self) -> None:
+        self.value, self.exponent = 0.0, 0
+
+    def add(self, value: float, exponent: int) -> None:
+        if not value:
+            return
+        if not self.value:
+            self.value, self.exponent = value, exponent
+            return
+        top = max(self.exponent, exponent)
+        self.value = math.ldexp(self.value, self.exponent - top) + math.ldexp(value, exponent - top)
+        self.exponent = top
+
+    def over(self, other: _Sum) -> float:
+        """The root of this sum divided by that of another."""
+        return _power(math.sqrt(self.value) / math.sqrt(other.value), (self.exponent - other.exponent) / 2)
+
+
+def _power(value: float, exponent: float) -> float:
+    """`value` times a power of two; exponents here are whole."""
+    try:
+        return math.ldexp(value, int(exponent))
+    except OverflowError:
+        return math.inf
+
+
+_NOTHING = 1e-200  # sums of squares below may lack some that became nothing
+
+
+def _reals(values: Array) -> Array:
+    """Values as float64, a complex one as two."""
+    import numpy as np
+
+    return values.astype(np.complex128 if values.dtype.kind == "c" else np.float64, copy=False).view(np.float64)
+
+
+def _scaled_difference(run: _Run) -> tuple[Array, int]:
+    """a - b, scaled; integers are subtracted as such, and what would become infinite is halved before."""
+    import numpy as np
+
+    if run.ours.dtype.kind in "iu":
+        assert run.apart is not None
+        return _scaled(_reals(run.apart))
+    ours, theirs = _reals(run.ours), _reals(run.theirs)
+    if np.isfinite(apart := ours - theirs).all():
+        return _scaled(apart)
+    apart, exponent = _scaled(ours / 2 - theirs / 2)
+    return apart, exponent + 1
+
+
+def _scaled(numbers: Array) -> tuple[Array, int]:
+    """Finite numbers divided by a power of two, so that none is above 1, and its exponent."""
+    import numpy as np
+
+    exponent = math.frexp(float(np.abs(numbers).max(initial=0.0)))[1]
+    return np.ldexp(numbers, -exponent), exponent
+
+
+def _inner(first: Array, second: Array) -> float:
+    import numpy as np
+
+    return float(np.dot(first, second))
 
 
 def _text(value: Any) -> str:

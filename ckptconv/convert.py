@@ -14,7 +14,7 @@ from ckptconv.accounting import refuse_unaccounted, refuse_unwritten
 from ckptconv.bounds import held
 from ckptconv.casting import cast
 from ckptconv.checksums import Checksums
-from ckptconv.choices import refuse_no_flag, refuse_no_path, refuse_no_tags, refuse_no_text
+from ckptconv.choices import refuse_no_flag, refuse_no_output, refuse_no_path, refuse_no_tags, refuse_no_text
 from ckptconv.dcp_output import write_dcp
 from ckptconv.devices import tag_map
 from ckptconv.dtypes import DType, floating_dtype
@@ -35,6 +35,7 @@ from ckptconv.outputs import (
 )
 from ckptconv.planning import plan_conversion
 from ckptconv.plans import ConversionPlan, Options, PlannedFile, Target, Tied, keeps_modules
+from ckptconv.progress import Meter, OnProgress, Phase, Phases
 from ckptconv.settling import Unknown
 from ckptconv.sharding import earlier_files, index_path, moved_index, shard_limit
 from ckptconv.sources import SMALL, combined_crc, crc32, refuse_changed
@@ -47,6 +48,8 @@ from ckptconv.tensors import Storage, TensorRef, iter_cast_chunks, iter_chunks, 
 class ConversionResult:
     """What an executed plan did: seconds, tensors verified (None: not asked), and by tensor the values to be told of.
 
+    `phases` are the seconds of writing, verifying and waiting for the disk; `seconds` are all of them and what lies between.
+
     `named` counts the storages that the source names, all of which were verified to be in the output or listed as left out
     (None: not asked, or not counted in a source of this format).
     `overflowed` counts finite values that a cast made infinite or NaN; `odd_bools` bools that are neither 0 nor 1.
@@ -58,6 +61,7 @@ class ConversionResult:
     overflowed: Mapping[str, int] = field(default_factory=dict)
     odd_bools: Mapping[str, int] = field(default_factory=dict)
     named: int | None = None
+    phases: Mapping[Phase, float] = field(default_factory=dict)
 
 
 def convert_checkpoint(
@@ -81,6 +85,7 @@ def convert_checkpoint(
     force: bool = False,
     fsync: bool = True,
     verify: bool = False,
+    on_progress: OnProgress | None = None,
 ) -> ConversionResult:
     """Convert the checkpoint `source` into the file `output`, without importing torch (but for `to="dcp"`, a folder).
 
@@ -94,13 +99,13 @@ def convert_checkpoint(
     (``PACKAGE.MODULE:CALLABLE``, which is imported and called) has the keys and shapes to which those of each state dict are
     fitted; what it has no key for is an error, or left out with `drop_unexpected`. The output is written to a temporary
     sibling and renamed; an existing one is replaced only with `force`. `verify` counts what the source names, reads the output
-    back and compares every tensor first. Raises `CheckpointError`.
+    back and compares every tensor first. `on_progress` is called with a `Progress`, about once a MiB. Raises `CheckpointError`.
 
     >>> convert_checkpoint("in.pt", "out.safetensors", device="cuda:1")  # doctest: +SKIP
     """
     rules = rules_of(keys)
-    refuse_no_path(output=output)
-    refuse_no_path(**{name: path for name, path in (("save_mapping", save_mapping), ("like", like)) if path is not None})
+    refuse_no_output(output=output, **({} if save_mapping is None else {"save_mapping": save_mapping}))
+    refuse_no_path(**({} if like is None else {"like": like}))
     refuse_no_text(device=device, dtype=dtype, model=model)
     refuse_no_flag(drop_unexpected=drop_unexpected, force=force, fsync=fsync, verify=verify)
     refuse_no_tags(map_location)
@@ -114,7 +119,7 @@ def convert_checkpoint(
         (check_folder if to == "dcp" else check_output)(Path(output), force=force)
     with open_checkpoint(source, tag=tag, whole_modules=keeps_modules(output, options)) as checkpoint:
         plan = plan_conversion(checkpoint, output, options)
-        return execute_plan(plan, force=force, fsync=fsync, verify=verify)
+        return execute_plan(plan, force=force, fsync=fsync, verify=verify, on_progress=on_progress)
 
 
 def execute_plan(
@@ -123,21 +128,22 @@ def execute_plan(
     force: bool = False,
     fsync: bool = True,
     verify: bool = False,
-    on_progress: Callable[[int], None] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> ConversionResult:
     """Write the output of a plan as a stream, and put it in its place when it is whole.
 
-    `on_progress` is called with the bytes written so far, about once a MiB. `verify` counts what the source names
-    without the reader, reads the output back before it is renamed and compares every tensor with the source, bit for bit or
-    after the cast. Raises `MalformedCheckpoint` when
-    the source is damaged, `OutputRefused` when the output cannot be written, `VerificationFailed`; nothing is left behind.
+    `on_progress` is called with a `Progress` about once a MiB, in the phases write, verify and sync. `verify` counts what
+    the source names without the reader, reads the output back before it is renamed and compares every tensor with the
+    source, bit for bit or after the cast. Raises `MalformedCheckpoint` when the source is damaged, `OutputRefused` when the
+    output cannot be written, `VerificationFailed`; nothing is left behind.
     """
     begin = time.perf_counter()
     _run_checks(plan)
     named = refuse_unaccounted(plan) if verify else None
     write = _write_folder if plan.to == "dcp" else _write_files
-    result = write(plan, force, fsync, verify, _Progress(on_progress))
-    return replace(result, seconds=time.perf_counter() - begin, named=named)
+    phases = Phases(on_progress)
+    result = write(plan, force, fsync, verify, phases)
+    return replace(result, seconds=time.perf_counter() - begin, named=named, phases=phases.seconds)
 
 
 def _run_checks(plan: ConversionPlan) -> None:
@@ -156,18 +162,6 @@ def _result(plan: ConversionPlan, tally: _Tally, verified: int | None) -> Conver
     return ConversionResult(plan, 0.0, verified, overflowed, odd_bools)
 
 
-class _Progress:
-    """Bytes written of all files of an output, told on."""
-
-    def __init__(self, tell: Callable[[int], None] | None) -> None:
-        self.done = 0
-        self._tell = tell
-
-    def __call__(self, position: int) -> None:
-        if self._tell is not None:
-            self._tell(self.done + position)
-
-
 @dataclass(frozen=True, slots=True)
 class _Tally:
     """The tensors with values that the user should know of: made infinite by the cast; bools that are neither 0 nor 1."""
@@ -176,7 +170,7 @@ class _Tally:
     odd_bools: list[TensorRef] = field(default_factory=list)
 
 
-def _write_files(plan: ConversionPlan, force: bool, fsync: bool, verify: bool, progress: _Progress) -> ConversionResult:
+def _write_files(plan: ConversionPlan, force: bool, fsync: bool, verify: bool, phases: Phases) -> ConversionResult:
     """Write the one file of an output, or its shards and their index."""
     with ExitStack() as stack:
         put_mapping = stack.enter_context(_mapping_made(plan, force=force, fsync=fsync))
@@ -192,7 +186,7 @@ def _write_files(plan: ConversionPlan, force: bool, fsync: bool, verify: bool, p
             made = made / folder.name
             made.mkdir()
         check_space(made / plan.output.name, plan.nbytes, plan.output)
-        tally, verified = _make_files(plan, made, fsync=fsync, verify=verify, progress=progress)
+        tally, verified = _make_files(plan, made, fsync=fsync, verify=verify, phases=phases)
         result = _result(plan, tally, verified if verify else None)
         if not is_new or not put_new_folder(made, folder, fsync=fsync):
             _put_files(plan, made, force=force, fsync=fsync)
@@ -217,24 +211,48 @@ def _place(plan: ConversionPlan, is_new: bool) -> Path:
     return followed(plan.output.parent) / plan.output.name
 
 
-def _make_files(plan: ConversionPlan, made: Path, *, fsync: bool, verify: bool, progress: _Progress) -> tuple[_Tally, int]:
+def _make_files(plan: ConversionPlan, made: Path, *, fsync: bool, verify: bool, phases: Phases) -> tuple[_Tally, int]:
     """Write all files of an output into the folder `made`, each whole and checked; returns how many tensors were verified."""
     tally, checksums, verified = _Tally(), Checksums(), 0
+    written, compared = Meter("write", plan.nbytes, phases.tell), Meter("verify", plan.nbytes, phases.tell)
     for file in (*plan.files, *([plan.index] if plan.index else [])):
         temporary = made / file.path.name
-        with new_file(temporary, file.path, size=file.layout.nbytes, on_progress=progress) as stream:
-            _write(file.layout, stream, tally, checksums)
-            stream.settle(fsync=fsync)
-        progress.done += stream.position
+        _make_file(file, temporary, tally, checksums, fsync=fsync, phases=phases, written=written)
         if file is plan.index:
             continue
         if plan.to == "safetensors":
             _open_with_library(temporary, file)
         if verify:
-            verified += _verify(plan, file, temporary)
+            with phases.timed("verify"):
+                verified += _verify(plan, file, temporary, compared)
+    if verify:
+        compared.finish()
     checksums.finish()
     refuse_changed(plan.inputs)
     return tally, verified
+
+
+def _make_file(
+    file: PlannedFile,
+    temporary: Path,
+    tally: _Tally,
+    checksums: Checksums,
+    *,
+    fsync: bool,
+    phases: Phases,
+    written: Meter,
+) -> None:
+    """Write one file of an output, and wait for the disk where that is wanted."""
+    before = written.done
+    with new_file(
+        temporary, file.path, size=file.layout.nbytes, on_progress=lambda position: written.at(before + position)
+    ) as stream:
+        with phases.timed("write"):
+            _write(file.layout, stream, tally, checksums)
+            stream.finish()
+        written.at(before + stream.position)
+        with phases.waiting(stream.position, wanted=fsync):
+            stream.settle(fsync=fsync)
 
 
 def _shard_set(plan: ConversionPlan) -> ShardSet:
@@ -283,7 +301,7 @@ def _refuse_taken(plan: ConversionPlan, force: bool) -> None:
         check_output(file.path, force=force)
 
 
-def _write_folder(plan: ConversionPlan, force: bool, fsync: bool, verify: bool, progress: _Progress) -> ConversionResult:
+def _write_folder(plan: ConversionPlan, force: bool, fsync: bool, verify: bool, phases: Phases) -> ConversionResult:
     """Write a plain torch file beside the output, and have torch make a DCP folder of it."""
     tally, checksums = _Tally(), Checksums()
     file, name = plan.files[0], followed(plan.output).name
@@ -294,18 +312,28 @@ def _write_folder(plan: ConversionPlan, force: bool, fsync: bool, verify: bool, 
     ):
         plain, made = staging / ".plain.pt", staging / name
         check_space(plain, 2 * plan.nbytes, plan.output)
-        with new_file(plain, plan.output, size=plan.nbytes, on_progress=progress) as stream:
-            _write(file.layout, stream, tally, checksums)
-            stream.settle(fsync=False)
+        planned, written = replace(file, path=plan.output), Meter("write", 2 * plan.nbytes, phases.tell)
+        _make_file(planned, plain, tally, checksums, fsync=False, phases=phases, written=written)
         checksums.finish()
         refuse_changed(plan.inputs)
         made.mkdir()
-        write_dcp(plain, made, plan.output)
+        with phases.timed("write"):
+            write_dcp(plain, made, plan.output)
+        written.finish()
         plain.unlink()
-        result = _result(plan, tally, _verify(plan, file, made) if verify else None)
-        put_folder(made, plan.output, force=force, fsync=fsync)
+        result = _result(plan, tally, _verify_folder(plan, made, phases) if verify else None)
+        with phases.waiting(plan.nbytes, wanted=fsync):
+            put_folder(made, plan.output, force=force, fsync=fsync)
         put_mapping()
         return result
+
+
+def _verify_folder(plan: ConversionPlan, made: Path, phases: Phases) -> int:
+    meter = Meter("verify", plan.nbytes, phases.tell)
+    with phases.timed("verify"):
+        count = _verify(plan, plan.files[0], made, meter)
+    meter.finish()
+    return count
 
 
 def _write(layout: Layout, stream: OutputStream, tally: _Tally, checksums: Checksums) -> None:
@@ -416,7 +444,7 @@ def _open_with_library(path: Path, file: PlannedFile) -> None:
         raise VerificationFailed(f"the safetensors library sees {count} tensors in it", path=file.path)
 
 
-def _verify(plan: ConversionPlan, file: PlannedFile, written: Path) -> int:
+def _verify(plan: ConversionPlan, file: PlannedFile, written: Path, meter: Meter) -> int:
     """Compare every tensor of a written file with its source; returns how many there are."""
     count = 0
     if plan.to == "torch":
@@ -427,7 +455,7 @@ def _verify(plan: ConversionPlan, file: PlannedFile, written: Path) -> int:
         there = iter(()) if actual is not None else output.tensors()
         for path, ref in file.tensors():
             name, other = (path, actual.get(path)) if actual is not None else next(there, (path, None))
-            if other is None or name != path or not _equal(ref, other, plan.cast(ref)):
+            if other is None or name != path or not _equal(ref, other, plan.cast(ref), meter):
                 raise VerificationFailed("the output differs from the source", path=file.path, where=path)
             count += 1
     return count
@@ -440,13 +468,14 @@ def _flat_tensors(found: StateDict, plan: ConversionPlan) -> dict[str, TensorRef
     return {name: ref for item in made if item is not None for name, ref in item.tensors}
 
 
-def _equal(ref: TensorRef, other: TensorRef, dtype: DType) -> bool:
+def _equal(ref: TensorRef, other: TensorRef, dtype: DType, meter: Meter) -> bool:
     if other.dtype is not dtype or other.shape != ref.shape:
         return False
     expected, found = b"", b""
     theirs = iter_chunks(other)
     for chunk in iter_cast_chunks(ref, dtype, [0]):
         expected += chunk
+        meter.add(len(chunk))
         while len(found) < len(expected):
             found += next(theirs, b"\0" * (len(expected) + 1))
         if not found.startswith(expected):

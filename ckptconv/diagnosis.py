@@ -19,6 +19,7 @@ from ckptconv.key_targets import key_target
 from ckptconv.modules import flatten_modules
 from ckptconv.nonfinite import count_nonfinite
 from ckptconv.prescriptions import Mend, command
+from ckptconv.progress import Meter, OnProgress
 from ckptconv.sources import FileSource
 from ckptconv.symptoms import CHECKS, Case, Symptom, some, symptom
 from ckptconv.tensors import check_storage
@@ -33,13 +34,15 @@ def diagnose(
     device: str | None = None,
     values: bool = False,
     tag: str | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Diagnosis:
     """Say why the checkpoint `path` would not load on this host, or would disappoint, and how to mend it.
 
     `like` (another checkpoint, an index, a list of keys) or `model` (``PACKAGE.MODULE:CALLABLE``, which is imported and
     called) has the keys and shapes that it should load into. `device` is where the tensors are wanted (a tag, ``auto``; by
     default the CPU). `values` reads all of it, for damage and for values that are no numbers; otherwise no tensor is read.
-    `tag` picks a step of a folder of several. A file that cannot be opened is a finding; `CheckpointError` is raised only
+    `tag` picks a step of a folder of several. `on_progress` is called with a `Progress` about once a MiB that `values` reads.
+    A file that cannot be opened is a finding; `CheckpointError` is raised only
     when there is no such file, model or device tag.
     Without torch a CPU-only torch is assumed.
     """
@@ -59,7 +62,7 @@ def diagnose(
             case = Case(paths, whole, checkpoint, inspect_checkpoint(checkpoint), device, other, model, target, tag)
             symptoms = [one for check in CHECKS for one in check(case)]
             if values:
-                symptoms = _with_values(symptoms, _read_values(checkpoint))
+                symptoms = _with_values(symptoms, _read_values(checkpoint, on_progress))
             return Diagnosis(str(paths[0]), whole.format, _findings(case, symptoms))
     except DeviceUnavailable:
         raise
@@ -93,13 +96,18 @@ def _with_values(symptoms: list[Symptom], read: list[Symptom]) -> list[Symptom]:
     return [replace(one, mend=None) for one in symptoms if not one.chosen] + read
 
 
-def _read_values(checkpoint: Checkpoint) -> list[Symptom]:
+def _read_values(checkpoint: Checkpoint, tell: OnProgress | None) -> list[Symptom]:
     """Read every byte: damage is an error, NaN a warning, infinity (masks have it) an information."""
     refs = dict(checkpoint.tensors())
+    storages = {id(piece.storage): piece.storage for ref in refs.values() for piece in ref.pieces}.values()
+    checked = sum(storage.nbytes for storage in storages if storage.crc32 is not None)
+    numbers = sum(ref.nbytes for ref in refs.values() if ref.dtype.kind in ("float", "complex"))
+    meter = Meter("read", checked + numbers, tell)
     try:
-        for storage in {id(piece.storage): piece.storage for ref in refs.values() for piece in ref.pieces}.values():
-            check_storage(storage)
-        counted = {path: count_nonfinite(ref) for path, ref in refs.items()}
+        for storage in storages:
+            check_storage(storage, meter)
+        counted = {path: count_nonfinite(ref, meter) for path, ref in refs.items()}
+        meter.finish()
     except CheckpointError as error:
         return [_damaged(error)]
     nan = {path: count.nan for path, count in counted.items() if count.nan}

@@ -25,6 +25,7 @@ from ckptconv.formats.detect import Named, open_checkpoint
 from ckptconv.keys import KEEP, STRIP, KeyMap, KeyRules, map_keys, refuse_idle, rules_of
 from ckptconv.nodes import Call, Dict, Global, Node, PersistentId, attributes, children, mapping_pairs
 from ckptconv.plain_objects import plain_form, tensor_form
+from ckptconv.progress import Meter, OnProgress
 from ckptconv.state_dicts import StateDict, find
 from ckptconv.tensors import Storage, TensorObject, TensorRef, view_identity, whole_storage
 from ckptconv.torch_objects import Window
@@ -52,7 +53,7 @@ class ValueChange:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What differs between the checkpoints at `a` and `b`, in the order of the keys of `a`.
+    """What differs between the checkpoints at `a` and `b`, in the order of the keys of `a`; `values` the worst first.
 
     `tensors` were compared, each of `nbytes` in sum. `others` are values that are no tensors, or a tensor in one of them
     only. `locations` are device tags that differ; they make a difference only with `strict_device`, and `dtypes` do unless
@@ -99,13 +100,15 @@ def diff_checkpoints(
     strict_device: bool = False,
     tag: str | None = None,
     tag_b: str | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Difference:
     """Compare the state dict of checkpoint `a`, its keys renamed by `keys`, with that of `b`.
 
     Values must be the same bit for bit (NaN of the same bits included, -0.0 is not 0.0), or equal within `tolerance`. `only` is
     the path of the part to compare in both, `only_b` that in `b` where it is another. `whole` compares everything in the files,
     by path. With `ignore_dtype`, tensors of different dtypes are compared as numbers. The globs of `keys` choose keys of both;
-    a rule that meets no key is an error. `tag` and `tag_b` pick the step of a folder of several. Raises `CheckpointError` when
+    a rule that meets no key is an error. `tag` and `tag_b` pick the step of a folder of several. `on_progress` is called with a
+    `Progress`, about once for every 16 MB that were read. Raises `CheckpointError` when
     one of them cannot be read or holds no single state dict.
     """
     rules = rules_of(keys)
@@ -119,7 +122,7 @@ def diff_checkpoints(
             roots = _parts(first, second, rules, (only, only if only_b is None else only_b), whole=whole)
             for path, ours, theirs in _walk_together(*roots, found):
                 found.compare(path, ours, theirs, ignore_dtype=ignore_dtype)
-        values, damaged = _compare_values(found.pairs, tolerance)
+        values, damaged = _compare_values(found.pairs, tolerance, on_progress)
         return Difference(
             a=str(first.path),
             b=str(second.path),
@@ -132,7 +135,7 @@ def diff_checkpoints(
             dtypes=tuple(found.dtypes),
             shapes=tuple(found.shapes),
             locations=tuple(found.locations),
-            values=tuple(values),
+            values=tuple(sorted(values, key=lambda item: item.deviation.badness, reverse=True)),
             others=tuple(found.others),
             notes=tuple(_notes(found)),
             strict_device=strict_device,
@@ -155,7 +158,7 @@ def _parts(
 
 def _mapped(found: StateDict, rules: KeyRules, checkpoint: Checkpoint) -> KeyMap:
     try:
-        return map_keys(found.keys, rules, telling=found.telling_keys)
+        return map_keys(found.keys, rules, telling=found.telling_keys, beside=found.keys_beside)
     except CheckpointError as error:
         raise error.at(path=checkpoint.path) from error.__cause__
 
@@ -362,7 +365,7 @@ def _spoken(node: Node) -> str:
 
 
 def _compare_values(
-    pairs: Sequence[tuple[str, TensorRef, TensorRef]], tolerance: Tolerance | None
+    pairs: Sequence[tuple[str, TensorRef, TensorRef]], tolerance: Tolerance | None, tell: OnProgress | None
 ) -> tuple[list[ValueChange], list[str]]:
     """The tensors whose values differ, and what is damaged of what was read.
 
@@ -374,16 +377,22 @@ def _compare_values(
         firsts.setdefault((view_identity(ours), view_identity(theirs)), at) for at, (_, ours, theirs) in enumerate(pairs)
     ]
     exact = [at for at in firsts.values() if _by_bytes(pairs[at][1:], tolerance)]
-    found = compare_bytes([pairs[at][1:] for at in exact])
+    meter = Meter("read", sum(pairs[at][1].nbytes for at in exact), tell)
+    found = compare_bytes([pairs[at][1:] for at in exact], meter)
+    meter.finish()
     same = {number for at, number in enumerate(exact) if at not in found.differing}
-    unlike = {
-        at: change for at in firsts.values() if at not in same and (change := deviation(*pairs[at][1:], tolerance)) is not None
-    }
+    others = [at for at in firsts.values() if at not in same]
+    unread = {exact[at] for at in found.unread}
+    read = [pairs[at][1:] for at in firsts.values() if at in unread or at not in same]
+    meter = Meter("measure", sum(pairs[at][1].nbytes for at in others) + sum(ours.nbytes for ours, _ in read), tell)
+    unlike = {at: change for at in others if (change := deviation(*pairs[at][1:], tolerance, meter)) is not None}
     changes = [
         ValueChange(path, unlike[first]) for first, (path, _, _) in zip(stands_for, pairs, strict=True) if first in unlike
     ]
-    unread = {exact[at] for at in found.unread}
-    return changes, damaged_storages(found, (pairs[at][1:] for at in firsts.values() if at in unread or at not in same))
+    damaged = damaged_storages(found, read, meter)
+    if read:
+        meter.finish()
+    return changes, damaged
 
 
 def _by_bytes(pair: Pair, tolerance: Tolerance | None) -> bool:

@@ -37,7 +37,7 @@ def plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Options
     found = choose_state_dict(checkpoint.root, options.only, checkpoint.path)
     left_out = settle_strays(checkpoint, found.node, options.unknown)
     keys = map_state_dict(found, options.keys, options.fit_to)
-    skipped = excluded(found, keys, options.keys, options.fit_to)
+    skipped = excluded(found, keys, options.fit_to)
     held_from = len(skipped)
     flattened = flatten(*with_filled(found, keys), skipped, encode=to == "safetensors")
     if options.dtype is not None:

@@ -37,6 +37,10 @@ class Rule:
         """Whether the rule may leave keys out."""
         return False
 
+    def why(self, key: str) -> str:
+        """Why the rule leaves out `key`, as it is before the rule: what is to be said of such keys."""
+        return f"left out by {self.words}"
+
     def at(self, path: str) -> Rule:
         """The rule for the state dict at `path` in the tree."""
         return self
@@ -181,9 +185,17 @@ class Select(Rule):
     def idle(self, keys: Sequence[str]) -> tuple[str, ...]:
         return tuple(words for words, glob in self._globs() if not any(fnmatchcase(key, glob) for key in keys))
 
+    def why(self, key: str) -> str:
+        met = next((glob for glob in self.exclude if fnmatchcase(key, glob)), None)
+        if met is not None and self._is_wanted(key):
+            return f"matched {_option('exclude', met)}"
+        return f"did not match {' or '.join(_option('include', glob) for glob in self.include)}"
+
     def _keeps(self, key: str) -> bool:
-        wanted = not self.include or any(fnmatchcase(key, glob) for glob in self.include)
-        return wanted and not any(fnmatchcase(key, glob) for glob in self.exclude)
+        return self._is_wanted(key) and not any(fnmatchcase(key, glob) for glob in self.exclude)
+
+    def _is_wanted(self, key: str) -> bool:
+        return not self.include or any(fnmatchcase(key, glob) for glob in self.include)
 
     def _globs(self) -> Iterator[tuple[str, str]]:
         yield from ((_option("include", glob), glob) for glob in self.include)

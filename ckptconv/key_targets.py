@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ckptconv.bounds import in_force
+from ckptconv.choices import refuse_no_path
 from ckptconv.documents import read_object
 from ckptconv.errors import AmbiguousStateDict, CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.fitted_keys import KeyTarget, shapes_of, ties_of
@@ -45,6 +46,7 @@ def shapes_like(path: str | os.PathLike[str]) -> tuple[Shapes, Ties]:
 
     Raises `CheckpointError`: when it is none of these, holds no key or one twice, or more than one state dict.
     """
+    refuse_no_path(like=path)
     file = Path(path)
     if file.name.endswith(_INDEX) and file.is_file() and not _has_shards(file):
         return _distinct(_indexed_keys(file), file), ()

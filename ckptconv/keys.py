@@ -7,8 +7,8 @@ applied to its keys and to the module paths of its `_metadata`.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import InitVar, dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
 from typing import Literal, NamedTuple
 
 from ckptconv.choices import WRAPPERS, refuse_no_keys, refuse_no_text, refuse_no_texts, refuse_other
@@ -160,7 +160,8 @@ KEEP = KeyRules("keep")
 class KeyMap:
     """The keys of one state dict before and after: `new[i]` belongs to `old[i]`, None where it was left out.
 
-    `wrappers` are those found before, `idle` the words of the rules that met no key. `filled` are further keys, each with the
+    `wrappers` are those found before, `idle` the words of the rules that met no key. `why` says of each key that was left out,
+    by its number, which rule did it. `filled` are further keys, each with the
     one of `new` whose value it has too.
     """
 
@@ -170,6 +171,7 @@ class KeyMap:
     path_steps: tuple[PathStep, ...] = ()
     idle: tuple[str, ...] = ()
     filled: tuple[tuple[str, str], ...] = ()
+    why: Mapping[int, str] = field(default_factory=dict)
 
     def module_path(self, path: str) -> str:
         """The new name of a module path, as `_metadata` has them (the root is the empty path)."""
@@ -183,20 +185,28 @@ class KeyMap:
         return paths
 
 
-def map_keys(keys: Sequence[str], rules: KeyRules, path: str = "", telling: Sequence[str] | None = None) -> KeyMap:
+def map_keys(
+    keys: Sequence[str],
+    rules: KeyRules,
+    path: str = "",
+    telling: Sequence[str] | None = None,
+    beside: Collection[str] = (),
+) -> KeyMap:
     """Apply `rules` to all keys of the state dict at `path`.
 
     `telling` are the keys that tell which wrappers there are (None: all); numbers of the training beside them do not.
+    `beside` are the keys of what is not the model's, which therefore gets no wrapper.
 
     Raises `KeyConflict` when two keys become one, one becomes empty, or one is not in a mapping. That every rule met a key
     is for `refuse_idle` to say, of all state dicts together.
     """
-    found, steps = _wrapper_steps(keys, rules, keys if telling is None else telling)
+    found, steps = _wrapper_steps(keys, rules, keys if telling is None else telling, frozenset(beside))
     new: list[str | None] = list(keys)
     for step in steps:
         new = [None if key is None else step(key) for key in new]
     path_steps = [_by_name(step) for step in steps]
     idle: list[str] = []
+    why: dict[int, str] = {}
     for rule in (rule.at(path) for rule in rules.rules):
         live = [key for key in new if key is not None]
         with (patience := Patience(rule)):
@@ -204,10 +214,12 @@ def map_keys(keys: Sequence[str], rules: KeyRules, path: str = "", telling: Sequ
             after = [None if key is None else step(key) for key in new]
             if not (steps and rule.is_done_by(found)):
                 idle += rule.idle(live)
+        if rule.leaves_out:
+            why |= {at: rule.why(key) for at, key in enumerate(new) if key is not None and after[at] is None}
         path_steps.append(_path_step(rule, step, patience, _Followed(new, after)))
         new = after
     _refuse_collisions(keys, new)
-    return KeyMap(tuple(keys), tuple(new), found, tuple(path_steps), tuple(idle))
+    return KeyMap(tuple(keys), tuple(new), found, tuple(path_steps), tuple(idle), why=why)
 
 
 def unchanged(keys: Sequence[str]) -> KeyMap:
@@ -334,7 +346,9 @@ def _count(most: int, holds: Callable[[int], bool]) -> int:
 # -------------------------------------------------------------------------------------------------------------- wrappers
 
 
-def _wrapper_steps(keys: Sequence[str], rules: KeyRules, telling: Sequence[str]) -> tuple[tuple[str, ...], list[Step]]:
+def _wrapper_steps(
+    keys: Sequence[str], rules: KeyRules, telling: Sequence[str], beside: frozenset[str]
+) -> tuple[tuple[str, ...], list[Step]]:
     """The wrappers that stand in the keys, and the steps that `rules.wrappers` asks for."""
     found = find_wrappers(telling)
     if rules.mapped:
@@ -345,7 +359,7 @@ def _wrapper_steps(keys: Sequence[str], rules: KeyRules, telling: Sequence[str])
     if rules.wrappers == "module":
         return found, [lambda key: key[_end_of_lead(key, len(key)) :]]
     if rules.wrappers == "add-module" and not _all_start(telling, _LEAD):
-        return found, [AddPrefix(_LEAD).step(keys)]
+        return found, [lambda key: key if key in beside else _LEAD + key]
     return found, []
 
 

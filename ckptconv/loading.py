@@ -90,7 +90,7 @@ def _selected(
     else:
         found = checkpoint.state_dict(only)
         settle_strays(checkpoint, found.node, unknown)
-        keys = map_keys(found.keys, rules, found.path, found.telling_keys)
+        keys = map_keys(found.keys, rules, found.path, found.telling_keys, found.keys_beside)
         refuse_idle([keys], rules)
         root = renamed_state_dict(found, keys.new, keys.module_paths)
         if type(root) is Dict:

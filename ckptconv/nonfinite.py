@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ckptconv.progress import Meter
 from ckptconv.tensors import TensorRef, iter_chunks
 
 if TYPE_CHECKING:
@@ -40,14 +41,19 @@ _OTHERS = {
 _ONE_NAN = {"float8_e4m3fnuz": 0x80, "float8_e5m2fnuz": 0x80}
 
 
-def count_nonfinite(ref: TensorRef) -> NonFinite:
-    """Read a tensor once and count; (0, 0) for types that have only finite values. Memory is bounded by a few chunks."""
+def count_nonfinite(ref: TensorRef, meter: Meter | None = None) -> NonFinite:
+    """Read a tensor once and count; (0, 0) for types that have only finite values. Memory is bounded by a few chunks.
+
+    `meter` counts the bytes that are read.
+    """
     import numpy as np
 
     nan = infinite = 0
     if ref.dtype.kind not in ("float", "complex"):
         return NonFinite(0, 0)
     for chunk in iter_chunks(ref):
+        if meter is not None:
+            meter.add(len(chunk))
         words = np.frombuffer(chunk, dtype=f"<u{ref.dtype.word}")
         is_nan, is_infinite = _told(words, ref.dtype.name)
         if ref.dtype.kind == "complex":

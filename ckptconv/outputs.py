@@ -81,7 +81,8 @@ class OutputStream:
 
     def settle(self, *, fsync: bool) -> None:
         """Finish, cut off what was reserved and not used, and close the file: it can be put in place, not written to."""
-        self.finish()
+        if self._buffer:
+            self.finish()
         os.ftruncate(self._fd, self.position)
         if fsync:
             os.fsync(self._fd)

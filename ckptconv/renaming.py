@@ -30,7 +30,7 @@ def rename_state_dicts(
     refuse_idle(maps, rules)
     renamed, skipped = [], []
     for item, keys in zip(found, maps, strict=True):
-        skipped += excluded(item, keys, rules, fit_to)
+        skipped += excluded(item, keys, fit_to)
         renamed.append(renamed_keys(item, keys))
         if keys.new != keys.old or keys.filled:
             new, values = with_filled(item, keys)
@@ -53,7 +53,7 @@ def _has_work(item: StateDict, rules: KeyRules) -> bool:
 def map_state_dict(item: StateDict, rules: KeyRules, fit_to: KeyTarget | None) -> KeyMap:
     """The rules applied, then the keys fitted; where wrappers are all that the rules are about, fitting finds them itself."""
     try:
-        keys = map_keys(item.keys, KEEP if fit_to and rules == STRIP else rules, item.path, item.telling_keys)
+        keys = map_keys(item.keys, KEEP if fit_to and rules == STRIP else rules, item.path, item.telling_keys, item.keys_beside)
         return fitted(item, keys, fit_to) if fit_to else keys
     except (KeyConflict, KeyMismatch) as error:
         raise error.at(where=item.path or None) from None
@@ -65,13 +65,19 @@ def refuse_nothing_left(left: int, rules: KeyRules) -> None:
         raise KeyConflict(f"no key is left by {rules.leaving}", hint="check the globs")
 
 
-def excluded(item: StateDict, keys: KeyMap, rules: KeyRules, fit_to: KeyTarget | None) -> list[Skipped]:
+def excluded(item: StateDict, keys: KeyMap, fit_to: KeyTarget | None) -> list[Skipped]:
     """The keys that the rules, or the fitting, left out, with the reason."""
-    reason = f"left out by {rules.leaving}"
-    if fit_to and fit_to.drop_unexpected:
-        reason = f"left out by {rules.leaving}, or because {printable(fit_to.name)} has no such key"
     parts = zip(keys.old, keys.new, item.values, strict=True)
-    return [Skipped(item.prefix + old, reason, value) for old, new, value in parts if new is None]
+    return [
+        Skipped(item.prefix + old, _reason(at, keys, fit_to), value, by_rule=True)
+        for at, (old, new, value) in enumerate(parts)
+        if new is None
+    ]
+
+
+def _reason(at: int, keys: KeyMap, fit_to: KeyTarget | None) -> str:
+    """Why the key of this number was left out; what no rule left out the fitting did."""
+    return keys.why[at] if at in keys.why else f"are not in {printable(fit_to.name if fit_to else 'the target')}"
 
 
 def renamed_keys(item: StateDict, keys: KeyMap, unheld: Collection[str] = ()) -> RenamedKeys:

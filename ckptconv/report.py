@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ckptconv.convert import ConversionResult
 from ckptconv.errors import CheckpointError, KeyMismatch, printable
 from ckptconv.key_fitting import Fit
 from ckptconv.plans import ConversionPlan
+from ckptconv.progress import Phase
 from ckptconv.settling import Skipped
-from ckptconv.wording import count_text, size_text, some_text
+from ckptconv.wording import count_text, seconds_text, size_text, some_text
 
 _TAGS = 20  # device tags, and kinds of objects left out, that are listed; --json lists all
 
@@ -32,11 +34,16 @@ def plan_lines(plan: ConversionPlan) -> Iterator[tuple[str, str]]:
         yield "dtype", f"{before} → {after} ({count_text(count, 'tensor')})"
     if plan.index is not None:
         largest = size_text(max(file.layout.nbytes for file in plan.files))
-        yield "shards", f"{len(plan.files):,}, the largest {largest}, and their index {printable(plan.index.path.name)}"
+        first = printable(plan.files[0].path.name)
+        yield (
+            "shards",
+            f"{first} and so on, {len(plan.files):,} in all, the largest {largest}; {printable(plan.index.path.name)}",
+        )
     if plan.tied:
         name, kept = next(iter(plan.tied.items()))
         yield "tied", f"{count_text(len(plan.tied), 'name')} kept as alias: {printable(name)} = {printable(kept)}"
-    reasons = _by_reason(plan.skipped)
+    yield from _left_out_lines(plan)
+    reasons = _by_reason(item for item in plan.skipped if not item.by_rule)
     for reason, paths in list(reasons.items())[:_TAGS]:
         yield "skipped", f"{some_text(paths)}: {printable(reason)}"
     if len(reasons) > _TAGS:
@@ -61,7 +68,22 @@ def _keys_text(plan: ConversionPlan, renamed: Any) -> str:
     )
 
 
-def _by_reason(skipped: tuple[Skipped, ...]) -> dict[str, list[str]]:
+def _left_out_lines(plan: ConversionPlan) -> Iterator[tuple[str, str]]:
+    """How many keys each rule left out, of how many."""
+    whole = sum(item.count for item in plan.state_dicts)
+    reasons = _by_reason(item for item in plan.skipped if item.by_rule)
+    for reason, paths in list(reasons.items())[:_TAGS]:
+        some = ", ".join(map(printable, paths[:_EXAMPLES])) + ", …" * (len(paths) > _EXAMPLES)
+        eg = "e.g. " if len(paths) > _EXAMPLES else ""
+        yield "left out", f"{len(paths):,} of {count_text(whole, 'key')} {printable(reason, 500)}: {eg}{some}"
+    if len(reasons) > _TAGS:
+        yield "left out", f"and {sum(map(len, list(reasons.values())[_TAGS:])):,} more"
+
+
+_EXAMPLES = 2
+
+
+def _by_reason(skipped: Iterable[Skipped]) -> dict[str, list[str]]:
     reasons: dict[str, list[str]] = {}
     for item in skipped:
         reasons.setdefault(item.reason, []).append(item.path)
@@ -70,7 +92,7 @@ def _by_reason(skipped: tuple[Skipped, ...]) -> dict[str, list[str]]:
 
 def plan_headline(plan: ConversionPlan) -> str:
     """The line that says what a plan would do."""
-    return f"would write {printable(plan.output)}: {plan.to}, {size_text(plan.nbytes)} (source {size_text(plan.source_nbytes)})"
+    return f"would write {_output_text(plan)}, source {size_text(plan.source_nbytes)}"
 
 
 _ROWS = 40
@@ -91,14 +113,44 @@ def keys_table(plan: ConversionPlan) -> Iterator[str]:
         yield f"{count_text(item.count - len(rows), 'key')}{where} untouched"
 
 
+_RATED_FROM = 10_000_000  # bytes; what is smaller is done before its rate means something
+_WORTH_TELLING = 0.1  # seconds
+
+
 def result_headline(result: ConversionResult) -> str:
     """The line that says what was done."""
     plan = result.plan
-    rate = f", {size_text(plan.nbytes / result.seconds)}/s" if result.seconds > 0.05 else ""
     return (
         f"{printable(plan.source)} ({plan.source_format}, {size_text(plan.source_nbytes)}) → "
-        f"{printable(plan.output)} ({plan.to}, {size_text(plan.nbytes)}), written in {result.seconds:.2f} s{rate}"
+        f"{_output_text(plan)}, {_time_text(result)}"
     )
+
+
+def _output_text(plan: ConversionPlan) -> str:
+    """What is written: one file, or a folder or row of shards."""
+    name, size = printable(plan.output), f"{plan.to}, {size_text(plan.nbytes)}"
+    if plan.index is None:
+        return f"{name} ({size})"
+    shards = f"{count_text(len(plan.files), 'shard')} and their index"
+    if plan.in_folder:
+        return f"{printable(plan.output.parent)}{os.sep} ({shards}, {size})"
+    return f"{printable(plan.index.path)} ({shards}, {size})"
+
+
+def _time_text(result: ConversionResult) -> str:
+    """How long it took, and what of it was spent on other things than writing; a rate where there was much to write."""
+    times = {phase: seconds for phase, seconds in result.phases.items() if seconds >= _WORTH_TELLING}
+    wrote, rate = times.pop("write", 0.0), ""
+    if wrote and result.plan.nbytes >= _RATED_FROM:
+        rate = f" at {size_text(result.plan.nbytes / wrote)}/s"
+    others = [f"{seconds_text(times[phase])} {words}" for phase, words in _SPENT.items() if phase in times]
+    if not others:
+        return f"written in {seconds_text(result.seconds)}{rate}"
+    first = [f"{seconds_text(wrote)} writing{rate}"] if wrote else []
+    return f"done in {seconds_text(result.seconds)}: {', '.join([*first, *others])}"
+
+
+_SPENT: dict[Phase, str] = {"verify": "verifying", "sync": "waiting for the disk"}
 
 
 def result_lines(result: ConversionResult) -> Iterator[tuple[str, str]]:
@@ -114,8 +166,9 @@ def result_lines(result: ConversionResult) -> Iterator[tuple[str, str]]:
 
 def _named_text(result: ConversionResult) -> str:
     if result.named is None:
-        return f"what the files of a source of this kind ({printable(result.plan.source_format)}) name was not counted"
-    return f"{count_text(result.named, 'storage')} named there, all in it or listed"
+        kind = printable(result.plan.source_format)
+        return f"the storages that a source of the kind {kind} names are not counted, so only what was read of it is compared"
+    return f"the source names {count_text(result.named, 'storage')}, each of them written or listed here as left out"
 
 
 def plan_document(plan: ConversionPlan) -> dict[str, Any]:
@@ -172,6 +225,7 @@ def result_document(result: ConversionResult) -> dict[str, Any]:
     return {
         **plan_document(result.plan),
         "seconds": round(result.seconds, 6),
+        "phases": {phase: round(seconds, 6) for phase, seconds in result.phases.items()},
         "verified": result.verified,
         "named": result.named,
         "overflowed": dict(result.overflowed),

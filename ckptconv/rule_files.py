@@ -58,6 +58,7 @@ def read_rules(path: str | os.PathLike[str], *, reverse: bool = False) -> list[R
 
     Raises `CheckpointError` with the line and the rule that is wrong; `KeyConflict` when `reverse` is asked of rules.
     """
+    refuse_no_path(rules=path)
     path = Path(path)
     raw = _content(path)
     text = _text(raw, path)

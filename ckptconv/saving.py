@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptconv.checkpoint import Checkpoint
-from ckptconv.choices import refuse_no_flag, refuse_no_path, refuse_no_text
+from ckptconv.choices import refuse_no_flag, refuse_no_output, refuse_no_text
 from ckptconv.convert import ConversionResult, execute_plan
 from ckptconv.devices import tag_map
 from ckptconv.dtypes import BY_NAME, DType, floating_dtype
@@ -47,7 +47,7 @@ def save_portable(
     >>> save_portable(model.state_dict(), "out.safetensors", device="cpu")  # doctest: +SKIP
     """
     rules = rules_of(keys)
-    refuse_no_path(path=path)
+    refuse_no_output(path=path)
     refuse_no_text(device=device, dtype=dtype)
     refuse_no_flag(force=force, fsync=fsync)
     options = Options(to, rules, tag_map(device), floating_dtype(dtype) if dtype is not None else None)

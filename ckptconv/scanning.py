@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -12,7 +13,8 @@ from ckptconv.choices import refuse_no_path
 from ckptconv.errors import CheckpointError, UnsupportedCheckpoint
 from ckptconv.formats.dcp_metadata import read_metadata
 from ckptconv.joined_archives import joined_archives
-from ckptconv.sources import FileSource, RangeSource
+from ckptconv.progress import Meter, OnProgress
+from ckptconv.sources import CHUNK, FileSource, RangeSource
 from ckptconv.stream_scanner import Finding, Room, Scanner
 from ckptconv.threats import LEVELS, Level
 
@@ -52,16 +54,17 @@ class Scan:
         return tuple(finding for file in self.files for finding in file.findings if finding.level == "dangerous")
 
 
-def scan_checkpoint(path: str | os.PathLike[str]) -> Scan:
+def scan_checkpoint(path: str | os.PathLike[str], *, on_progress: OnProgress | None = None) -> Scan:
     """Scan a file, or all files in a folder and the folders in it.
 
     Links to folders are not followed, which is a finding, as is what cannot be read of the things in a folder; raises
-    `CheckpointError` where `path` itself cannot be.
+    `CheckpointError` where `path` itself cannot be. `on_progress` is called with a `Progress`, about once a MiB, for the files
+    all together.
     """
     refuse_no_path(path=path)
     root = Path(path)
     if not root.is_dir():
-        return Scan(str(root), (_scan_file(root),))
+        return Scan(str(root), (_scan_file(root, Meter("read", _size(root), on_progress)),))
     closed: list[ScannedFile] = []
 
     def note(error: OSError) -> None:
@@ -70,8 +73,50 @@ def scan_checkpoint(path: str | os.PathLike[str]) -> Scan:
             raise UnsupportedCheckpoint(what, path=root) from error
         closed.append(_unread(error.filename, what))
 
-    files = [_with_items(_scan_listed(item)) for item in _listed(root, note)]
+    listed = list(_listed(root, note))
+    read = Meter("read", sum(map(_size, listed)) if on_progress else 0, on_progress)
+    files = [_with_items(_scan_listed(item, read)) for item in listed]
     return Scan(str(root), (*files, *closed))
+
+
+def _size(path: Path) -> int:
+    """The size of a file that will be scanned; 0 for what will not be."""
+    try:
+        found = path.stat()
+    except (OSError, ValueError):
+        return 0
+    return found.st_size if stat.S_ISREG(found.st_mode) else 0
+
+
+class _CountedSource(FileSource):
+    """A file of which each MiB is counted once, when it is first looked at: a scan goes back and forth."""
+
+    def __init__(self, path: Path, read: Meter) -> None:
+        super().__init__(path)
+        self._read = read
+        self._met = bytearray(-(-self.size // CHUNK))
+        self._counted = 0
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        super().read_into(offset, view)
+        self._note(offset, len(view))
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        found = super().read(offset, nbytes)
+        self._note(offset, nbytes)
+        return found
+
+    def count_rest(self) -> None:
+        """The scan is over: what it had no need of is done too."""
+        self._read.add(self.size - self._counted)
+
+    def _note(self, offset: int, nbytes: int) -> None:
+        for block in range(offset // CHUNK, -(-(offset + nbytes) // CHUNK)):
+            if block < len(self._met) and not self._met[block]:
+                self._met[block] = 1
+                count = min(CHUNK, self.size - block * CHUNK)
+                self._counted += count
+                self._read.add(count)
 
 
 def _listed(folder: Path, note: Callable[[OSError], None]) -> Iterator[Path]:
@@ -86,18 +131,18 @@ def _unread(path: str, why: str) -> ScannedFile:
     return ScannedFile(path, "unread", 0, (Finding("", "", "unknown", why, 0),))
 
 
-def _scan_listed(path: Path) -> ScannedFile:
+def _scan_listed(path: Path, read: Meter) -> ScannedFile:
     if path.is_dir():
         return _unread(str(path), "is a link to a folder, which was not followed; name it to look into it")
     try:
-        return _scan_file(path)
+        return _scan_file(path, read)
     except CheckpointError as error:
         return _unread(str(path), error.what)
 
 
-def _scan_file(path: Path) -> ScannedFile:
+def _scan_file(path: Path, read: Meter) -> ScannedFile:
     try:
-        source = FileSource(path)
+        source = _CountedSource(path, read)
     except ValueError as error:
         raise UnsupportedCheckpoint("is no file name", path=path) from error
     scanner = Scanner(Room(source.size))
@@ -105,6 +150,7 @@ def _scan_file(path: Path) -> ScannedFile:
         kind = scanner.scan(source, "", 0)
     finally:
         source.close()
+    source.count_rest()
     findings = sorted(dict.fromkeys(scanner.findings), key=lambda finding: -LEVELS.index(finding.level))
     return ScannedFile(str(path), kind, scanner.pickles, tuple(findings))
 

@@ -24,11 +24,15 @@ Unknown = Literal["refuse", "drop", "keep"]
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """Something of the source that the output does not hold: where it was, why, and what it was."""
+    """Something of the source that the output does not hold: where it was, why, and what it was.
+
+    `by_rule`: it is a key that the user's key rules, or the fitting to other keys, leave out.
+    """
 
     path: str
     reason: str
     node: Node = field(default=None, repr=False, compare=False)
+    by_rule: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptconv.candidates import Candidate, Holder, Pairs, Survey, dict_pairs, metadata_of, survey, tells_of_wrappers
+from ckptconv.candidates import (
+    Candidate,
+    Holder,
+    Pairs,
+    Survey,
+    dict_pairs,
+    is_of_no_module,
+    metadata_of,
+    survey,
+    tells_of_wrappers,
+)
 from ckptconv.errors import AmbiguousStateDict, KeyConflict, printable
+from ckptconv.held_tensors import holds_tensors
 from ckptconv.labels import names_average
 from ckptconv.nodes import Call, Dict, Node, attributes, children, mapping_pairs
 from ckptconv.producers import Producer, averages_weights, producer_in
@@ -50,6 +61,12 @@ class StateDict:
         """The keys that tell which wrappers stand around the model; all where none does."""
         named = zip(self.keys, self.values, strict=True)
         return tuple([key for key, value in named if "." in key or tells_of_wrappers(self.place, key, value)]) or self.keys
+
+    @property
+    def keys_beside(self) -> tuple[str, ...]:
+        """The keys of what the training left beside the model: no parameter, no buffer, and of no module."""
+        named = zip(self.keys, self.values, strict=True)
+        return tuple([key for key, value in named if is_of_no_module(key) and not holds_tensors(value)])
 
     def tensors(self) -> Iterator[tuple[str, TensorRef]]:
         """The keys whose values are tensors, with them."""

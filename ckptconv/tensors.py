@@ -16,6 +16,7 @@ from ckptconv.casting import cast
 from ckptconv.dtypes import UINT8, DType
 from ckptconv.errors import LimitExceeded, MalformedCheckpoint, RefusedObject
 from ckptconv.nodes import made
+from ckptconv.progress import Meter
 from ckptconv.sources import CHUNK, Source, crc32
 
 if TYPE_CHECKING:
@@ -379,13 +380,18 @@ def read_range(source: Source, offset: int, nbytes: int) -> Iterator[memoryview]
         offset, nbytes = offset + len(view), nbytes - len(view)
 
 
-def check_storage(storage: Storage) -> None:
-    """Read all of a storage and hold it against its declared CRC-32; `MalformedCheckpoint` when it differs."""
+def check_storage(storage: Storage, meter: Meter | None = None) -> None:
+    """Read all of a storage and hold it against its declared CRC-32; `MalformedCheckpoint` when it differs.
+
+    `meter` counts the bytes that are read.
+    """
     if storage.crc32 is None:
         return
     found = 0
     for view in read_range(storage.source, storage.offset, storage.nbytes):
         found = crc32(view, found)
+        if meter is not None:
+            meter.add(len(view))
     refuse_crc(storage, found)
 
 

@@ -1,21 +1,16 @@
-"""What a terminal shows: lines and documents, a bar, and an error in one line with its exit code."""
+"""What a terminal shows: lines and documents, and an error in one line with its exit code."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import click
 
-from ckptconv.errors import CheckpointError, printable
-
-if TYPE_CHECKING:
-    from ckptconv.plans import ConversionPlan
-
-_PROGRESS_FROM = 100_000_000  # bytes; a smaller copy is done before a bar is read
+from ckptconv.errors import CheckpointError
 
 
 def fill_closed_streams() -> None:
@@ -30,22 +25,6 @@ def fill_closed_streams() -> None:
             os.open(os.devnull, mode)  # gets the lowest number that is free
     sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
-
-
-@contextmanager
-def progress_shown(plan: ConversionPlan, *, silent: bool) -> Iterator[Callable[[int], None] | None]:
-    """A bar with rate and time left on stderr, for long copies on a terminal only."""
-    if silent or plan.nbytes < _PROGRESS_FROM or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    name = TextColumn("{task.description}", markup=False)
-    columns = (name, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(printable(plan.output.name, 40), total=plan.nbytes)
-        yield lambda done: progress.update(task, completed=done)
 
 
 @contextmanager

@@ -57,10 +57,26 @@ def _deviation_text(found: Deviation) -> str:
     where = f"at {list(found.where)}: {found.a} / {found.b}"
     nans = f", {found.nans:,} with NaN" if found.nans else ""
     if found.max_abs is None:
-        return f"{count}{nans}, first {where}"
+        return f"{count}{nans}{_measures_text(found)}, first {where}"
     if found.max_abs == 0:
         return f"{count}{nans}, by bits only, {where}"
-    return f"{count}{nans}, max abs {found.max_abs:.6g}, max rel {found.max_rel:.6g}, {where}"
+    return f"{count}{nans}{_measures_text(found)}, max abs {found.max_abs:.6g}, max rel {found.max_rel:.6g}, {where}"
+
+
+def _measures_text(found: Deviation) -> str:
+    """How far apart two tensors are as a whole."""
+    if found.rel_l2 is None or found.nonfinite == found.numel:
+        return ""
+    cosine = "" if found.cosine is None else f", cosine {_cosine_text(found.cosine)}"
+    rest = f" (without {found.nonfinite:,} that are NaN or infinite)" if found.nonfinite else ""
+    return f", rel L2 {found.rel_l2:.3g}{cosine}{rest}"
+
+
+def _cosine_text(cosine: float) -> str:
+    """A cosine with as many nines as it takes to tell it from 1."""
+    away = 1 - abs(cosine)
+    digits = 4 if away <= 0 else min(16, max(4, 1 - math.floor(math.log10(away))))
+    return f"{cosine:.{digits}f}"
 
 
 def difference_document(found: Difference) -> dict[str, Any]:
@@ -94,6 +110,9 @@ def _deviation_document(found: Deviation) -> dict[str, Any]:
         "with_nan": found.nans,
         "max_abs": _number(found.max_abs),
         "max_rel": _number(found.max_rel),
+        "rel_l2": _number(found.rel_l2),
+        "cosine": found.cosine,
+        "nonfinite": found.nonfinite,
         "where": list(found.where),
         "a": found.a,
         "b": found.b,

@@ -30,6 +30,21 @@ def count_text(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
+def seconds_text(seconds: float) -> str:
+    """A span of time in the two units that matter.
+
+    >>> seconds_text(0.0123), seconds_text(1.26), seconds_text(3), seconds_text(12.4), seconds_text(125), seconds_text(7260)
+    ('0.01 s', '1.3 s', '3 s', '12 s', '2 min 5 s', '2 h 1 min')
+    """
+    if seconds < 59.5:
+        digits = 0 if seconds >= 9.95 or seconds == int(seconds) > 0 else 1 if seconds >= 0.995 else 2
+        return f"{max(seconds, 0.01):.{digits}f} s"  # nothing takes no time
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600:,} h {whole % 3600 // 60} min"
+
+
 def as_argument(path: object) -> str:
     """A path as an argument that is not taken for an option.
 

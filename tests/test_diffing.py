@@ -7,6 +7,7 @@ import struct
 import tempfile
 import zipfile
 from collections import OrderedDict
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -116,10 +117,41 @@ def test_it_finds_what_a_loop_with_torch_finds(pair):
     assert [item.key for item in found.dtypes] == [key for key in both if first[key].dtype != second[key].dtype]
     assert [item.key for item in found.shapes] == [key for key in both if first[key].shape != second[key].shape]
     alike = in_common(first, second)
-    assert [item.key for item in found.values] == [key for key in alike if not same_bits(first[key], second[key])]
+    assert {item.key for item in found.values} == {key for key in alike if not same_bits(first[key], second[key])}
+    assert len({item.key for item in found.values}) == len(found.values)
     for item in found.values:
         assert_described(item.deviation, first[item.key], second[item.key])
+        assert_measured(item.deviation, first[item.key], second[item.key])
+    deviations = [item.deviation for item in found.values]
+    worse = [(bool(item.nans) or item.max_abs == INF, item.rel_l2, item.max_abs or 0.0) for item in deviations]
+    assert worse == sorted(worse, reverse=True)
     assert found.same == (both == list(first) == list(second) == alike and not found.values)
+
+
+def parts_of(tensor: Any) -> list[list[float]]:
+    """The elements of a tensor, each as one real number or as two, exactly."""
+    plain = tensor.resolve_conj().reshape(-1)
+    if plain.is_complex():
+        return torch.view_as_real(plain.to(torch.complex128)).tolist()
+    return [[value] for value in (plain.double() if plain.is_floating_point() else plain).tolist()]
+
+
+def assert_measured(found: Any, first: Any, second: Any) -> None:
+    """Relative L2 and cosine by exact arithmetic, over the elements that are finite in both."""
+    elements = list(zip(parts_of(first), parts_of(second), strict=True))
+    finite = [pair for pair in elements if all(math.isfinite(value) for side in pair for value in side)]
+    assert found.nonfinite == len(elements) - len(finite)
+    ours, theirs = ([Fraction(value) for pair in finite for value in pair[side]] for side in (0, 1))
+    apart = sum((a - b) ** 2 for a, b in zip(ours, theirs, strict=True))
+    lengths = sum(a * a for a in ours), sum(b * b for b in theirs)
+    expected = math.sqrt(apart / lengths[1]) if lengths[1] else INF if apart else 0.0
+    assert found.rel_l2 == pytest.approx(expected, rel=1e-12, abs=0)
+    if not all(lengths):
+        assert found.cosine is None
+        return
+    inner = sum(a * b for a, b in zip(ours, theirs, strict=True))
+    cosine = math.copysign(math.sqrt(inner * inner / (lengths[0] * lengths[1])), inner)
+    assert found.cosine == pytest.approx(cosine, rel=1e-12, abs=1e-15)
 
 
 def assert_described(found: Any, first: Any, second: Any) -> None:
@@ -383,7 +415,7 @@ def test_the_program_answers_by_its_exit_code(tmp_path):
     assert run("diff", one, one, cwd=tmp_path).exit == 0
     done = run("diff", one, two, cwd=tmp_path)
     assert done.exit == 1
-    assert "w: 1 of 3 values, max abs 0.5, max rel 0.333333, at [1]: 1.0 / 1.5" in done.out
+    assert "w: 1 of 3 values, rel L2 0.243, cosine 0.9802, max abs 0.5, max rel 0.333333, at [1]: 1.0 / 1.5" in done.out
     assert run("diff", one, two, "--atol", "0.5", cwd=tmp_path).exit == 0
     assert run("diff", one, two, "--quiet", cwd=tmp_path).out == ""
     assert_one_error(run("diff", one, "none.pt", cwd=tmp_path), code=2)
@@ -411,7 +443,103 @@ def test_the_document_says_what_differs(tmp_path):
     assert document["same"] is False
     assert (document["only_a"], document["only_b"]) == (["a"], ["b"])
     values = {"differing": 1, "of": 2, "with_nan": 0, "max_abs": "inf", "max_rel": "inf", "where": [1], "a": "inf", "b": "-inf"}
-    assert document["values"] == [{"key": "w", **values}]
+    finite = {"rel_l2": 0.0, "cosine": 1.0, "nonfinite": 1}
+    assert document["values"] == [{"key": "w", **values, **finite}]
+
+
+FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
+WIDE = [*FLOATS, *FLOAT8, torch.complex64, torch.complex128]
+WHOLE = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
+
+
+@pytest.mark.parametrize("dtype", [*WIDE, *WHOLE], ids=str)
+def test_every_dtype_is_measured_as_torch_measures_it(dtype, tmp_path):
+    """Longer than the runs in which values are read, with a few that are NaN and infinite where there are such."""
+    torch.manual_seed(3)
+    count = (1 << 17) + 1001
+    if dtype in WHOLE:
+        first, second = (torch.randint(0, 2 if dtype is torch.bool else 100, (count,)).to(dtype) for _ in range(2))
+    else:
+        source = torch.complex128 if dtype.is_complex else torch.float64
+        first, second = (torch.randn(count, dtype=source).to(dtype) for _ in range(2))
+    if dtype in FLOATS:
+        first[7], second[8], first[9], second[9] = NAN, INF, -INF, -INF
+    (item,) = diff_checkpoints(saved(tmp_path, "a.pt", {"w": first}), saved(tmp_path, "b.pt", {"w": second})).values
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    ours, theirs = first.to(wide), second.to(wide)
+    finite = torch.isfinite(torch.view_as_real(ours).sum(1) if dtype.is_complex else ours) & torch.isfinite(theirs.abs())
+    ours, theirs = ours[finite], theirs[finite]
+    found = item.deviation
+    assert found.nonfinite == (3 if dtype in FLOATS else 0)
+    assert found.rel_l2 == pytest.approx(((ours - theirs).norm() / theirs.norm()).item(), rel=1e-12)
+    inner = torch.vdot(ours, theirs).real if dtype.is_complex else torch.dot(ours, theirs)
+    assert found.cosine == pytest.approx((inner / (ours.norm() * theirs.norm())).item(), rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        ([1e300, -1e300], [1e300, 1e300]),
+        ([1.7e308, 1.0], [-1.7e308, 1.0]),
+        ([1e-300, 2e-300], [1e-300, 3e-300]),
+        ([5e-324, 1e308], [1e-323, 1e308]),
+        ([1e-320, 0.0], [2e-320, 0.0]),
+        ([1.0, 1.0], [1.0, 1.0 + 2**-52]),
+    ],
+)
+def test_squares_of_huge_and_tiny_values_are_neither_infinite_nor_nothing(values, tmp_path):
+    first, second = (torch.tensor(side, dtype=torch.float64) for side in values)
+    (item,) = diff_checkpoints(saved(tmp_path, "a.pt", {"w": first}), saved(tmp_path, "b.pt", {"w": second})).values
+    ours, theirs = ([Fraction(value) for value in side] for side in values)
+    apart = sum((a - b) ** 2 for a, b in zip(ours, theirs, strict=True))
+    assert item.deviation.rel_l2 == pytest.approx(root_of(Fraction(apart, 1) / sum(b * b for b in theirs)), rel=1e-12, abs=0)
+    inner = sum(a * b for a, b in zip(ours, theirs, strict=True))
+    square = Fraction(inner * inner) / (sum(a * a for a in ours) * sum(b * b for b in theirs))
+    assert item.deviation.cosine == pytest.approx(math.copysign(root_of(square), 1 if inner > 0 else -1), rel=1e-12)
+
+
+def root_of(square: Fraction) -> float:
+    """The square root of a number that may be beyond any float."""
+    shift = (square.denominator.bit_length() - square.numerator.bit_length()) // 2
+    return math.ldexp(math.sqrt(square * Fraction(4) ** shift), -shift)
+
+
+def test_large_integers_are_subtracted_before_they_are_rounded(tmp_path):
+    first, second = torch.tensor([1 << 62, -(1 << 62)]), torch.tensor([(1 << 62) + 1, 1 << 62])
+    (item,) = diff_checkpoints(saved(tmp_path, "a.pt", {"w": first[:1]}), saved(tmp_path, "b.pt", {"w": second[:1]})).values
+    assert item.deviation.rel_l2 == pytest.approx(2.0**-62, rel=1e-12)
+    (item,) = diff_checkpoints(saved(tmp_path, "a.pt", {"w": first[1:]}), saved(tmp_path, "b.pt", {"w": second[1:]})).values
+    assert (item.deviation.rel_l2, item.deviation.cosine) == (2.0, -1.0)
+
+
+def test_the_worst_comes_first_in_text_and_json(tmp_path):
+    ones = torch.ones(100)
+    first = {"slight": ones, "same": ones, "far": ones, "broken": ones, "zeros": torch.zeros(2)}
+    second = {
+        "slight": ones + 1e-6,
+        "same": ones,
+        "far": -ones,
+        "broken": torch.cat([ones[1:], torch.tensor([NAN])]),
+        "zeros": torch.tensor([0.0, -0.0]),
+    }
+    saved(tmp_path, "a.pt", first), saved(tmp_path, "b.pt", second)
+    shown = run("diff", "a.pt", "b.pt", cwd=tmp_path).out
+    named = [line.split()[1].rstrip(":") for line in shown.splitlines() if line.startswith("  values")]
+    assert named == ["broken", "far", "slight", "zeros"]
+    assert "rel L2 2, cosine -1.0000" in shown and "(without 1 that are NaN or infinite)" in shown
+    values = run("diff", "a.pt", "b.pt", "--json", cwd=tmp_path).json()["values"]
+    assert [item["key"] for item in values] == named
+    assert values[1]["rel_l2"] == 2.0 and values[1]["cosine"] == -1.0
+    assert values[0]["nonfinite"] == 1 and values[3]["cosine"] is None
+
+
+def test_memory_does_not_grow_with_the_values_that_differ(tmp_path):
+    size = 64 << 20
+    saved(tmp_path, "a.pt", {"w": torch.zeros(size, dtype=torch.bfloat16)})
+    saved(tmp_path, "b.pt", {"w": torch.ones(size, dtype=torch.bfloat16)})
+    done = run("diff", "a.pt", "b.pt", cwd=tmp_path)
+    assert done.exit == 1 and "rel L2 1" in done.out
+    assert done.rss < idle_rss() + (60 << 20) < idle_rss() + size
 
 
 def test_memory_does_not_grow_with_the_files(tmp_path):

@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "ckptconv"
 
 LAYERS = {
     "errors": 0, "bounds": 0, "collector": 0, "signals": 0, "nvidia_smi": 0, "help_pages": 0,
+    "progress": 0, "addresses": 0,
     "dtypes": 1, "key_rules": 1, "devices": 1, "sources": 1, "nodes": 1, "findings": 1, "wording": 1, "labels": 1,
     "choices": 1,
     "keys": 2, "outputs": 2, "documents": 2, "casting": 2, "pickling": 2, "extents": 2, "substitution": 2, "tracing": 2,
@@ -40,7 +41,7 @@ LAYERS = {
     "diagnosis_report": 15, "host_report": 15, "verdicts": 15,
     "diagnosis": 16,
     "__init__": 17,
-    "terminal": 18, "cli_options": 18,
+    "terminal": 18, "cli_options": 18, "progress_display": 18,
     "cli": 19,
     "__main__": 20,
 }  # fmt: skip
@@ -50,7 +51,7 @@ WITHIN_A_LAYER: set[tuple[str, str]] = set()
 EMPTY = {"formats.__init__"}
 """Packages that import nothing, and so are in no layer."""
 
-TERMINAL_MODULES = {"cli", "cli_options", "terminal"}
+TERMINAL_MODULES = {"cli", "cli_options", "progress_display", "terminal"}
 TORCH_MODULES = {"devices", "loading", "saving", "fitting", "dcp_output", "named_models"}
 FILE_MODULES = {"sources", "outputs", "staging", "help_pages", "terminal"}
 """help_pages: the documentation; terminal: the null device, where a standard stream is closed."""

@@ -16,7 +16,6 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import old_torch
@@ -27,7 +26,6 @@ from program import SAMPLES, environment
 from torch.distributed import checkpoint as dcp
 
 import ckptconv
-from ckptconv import terminal
 from ckptconv.errors import CheckpointError, printable
 
 NASTY = (
@@ -465,17 +463,6 @@ def test_what_is_printable_is_one_short_line_of_printable_characters(text):
     error = CheckpointError(text, path=text, where=text, hint=text)
     assert str(error).isprintable() and len(str(error)) < 50_000
     assert repr(error).isprintable()
-
-
-def test_the_bar_shows_markup_as_it_is(monkeypatch):
-    shown = io.StringIO()
-    shown.isatty = lambda: True  # type: ignore[method-assign]
-    monkeypatch.setattr(sys, "stderr", shown)
-    plan = SimpleNamespace(nbytes=1 << 30, output=Path(f"[red]x[link=http:a]b{SHORT}"))
-    with terminal.progress_shown(plan, silent=False) as on_progress:
-        on_progress(1 << 29)
-    assert "[red]x[link=http:a]b" in shown.getvalue()
-    assert "\x1b[45m" not in shown.getvalue() and "\nFORGED" not in shown.getvalue()
 
 
 # --------------------------------------------------------------------------------------------------------- names and links
