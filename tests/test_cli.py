@@ -1043,7 +1043,8 @@ COMMANDS = {
     "strip-module": OPTIONS,
     "add-module": OPTIONS,
     "inspect": ["--depth", "--json"],
-    "devices": ["--json"],
+    "devices": ["--export", "--count", "--min-free", "--shell", "--json"],
+    "help": ["TOPIC"],
     "doctor": ["--like", "--model", "--device", "--values", "--json"],
     "diff": [
         "--keys",
