@@ -476,7 +476,7 @@ def show_help(ctx: click.Context, topic: str | None) -> None:
     else:
         near = help_pages.near_matches(topic, list(cli.commands))
         meant = f"did you mean {' or '.join(near)}" if near else "ckptconv help lists the topics"
-        fail(f"there is no help on {printable(topic)!r}; {meant}", 2)
+        fail(f"there is no help on '{printable(topic)}'; {meant}", 2)
 
 
 def _help_names(ctx: click.Context, start: str) -> list[str]:

@@ -222,7 +222,7 @@ def show_page(text: str) -> None:
     from rich.markdown import Markdown
 
     width, height = shutil.get_terminal_size()
-    console = Console(force_terminal=True, no_color=colors() is False, width=min(width, 110))
+    console = Console(force_terminal=True, width=min(width, 110))
     with console.capture() as captured:
         console.print(Markdown(text))
     shown = captured.get()

@@ -1043,7 +1043,8 @@ COMMANDS = {
     "strip-module": OPTIONS,
     "add-module": OPTIONS,
     "inspect": ["--depth", "--portable", "--json"],
-    "devices": ["--json"],
+    "devices": ["--export", "--count", "--min-free", "--shell", "--json"],
+    "help": ["TOPIC"],
     "doctor": ["--like", "--model", "--device", "--values", "--strict", "--size", "--json"],
     "diff": [
         "--keys",

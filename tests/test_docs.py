@@ -50,7 +50,7 @@ def test_the_layer_table_of_the_design_page_names_every_module():
             assert f"`{name}`" in table, f"docs/design.md does not name {name}"
 
 
-COMMANDS = ("", "convert", "strip-module", "add-module", "inspect", "doctor", "diff", "scan", "devices")
+COMMANDS = ("", "convert", "strip-module", "add-module", "inspect", "doctor", "diff", "scan", "devices", "help")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

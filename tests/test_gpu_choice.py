@@ -243,8 +243,7 @@ def test_an_nvidia_smi_that_fails_is_an_error_that_quotes_it(answer, words, smi,
 @pytest.mark.parametrize(
     "script",
     [
-        rows("0, GPU-aa-1, A, 100, 5", "Unable to determine the device handle for GPU0000:17:00.0: Unknown Error")
-        + "; exit 255",
+        f"{rows('0, GPU-aa-1, A, 100, 5', 'Unable to determine the device handle')}; exit 255",
         rows("0, GPU-aa-1, A, 100, 5", "[N/A], GPU-aa-2, A, 100, 5"),
         rows("utter nonsense"),
         "exit 1",
