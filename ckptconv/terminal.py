@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from ckptconv.errors import CheckpointError, printable
+from ckptconv.platforms import fill_descriptors
 
 if TYPE_CHECKING:
     from ckptconv.plans import ConversionPlan
@@ -23,11 +24,7 @@ def fill_closed_streams() -> None:
 
     On a standard output that is closed nothing can be printed, which is an error; messages go nowhere.
     """
-    for number, mode in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, mode)  # gets the lowest number that is free
+    fill_descriptors()
     sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 

@@ -11,8 +11,8 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "ckptconv"
 
 LAYERS = {
-    "errors": 0, "bounds": 0, "collector": 0, "signals": 0,
-    "dtypes": 1, "key_rules": 1, "devices": 1, "sources": 1, "nodes": 1, "findings": 1, "wording": 1, "labels": 1,
+    "errors": 0, "bounds": 0, "collector": 0, "platforms": 0,
+    "signals": 1, "dtypes": 1, "key_rules": 1, "devices": 1, "sources": 1, "nodes": 1, "findings": 1, "wording": 1, "labels": 1,
     "choices": 1,
     "keys": 2, "outputs": 2, "documents": 2, "casting": 2, "pickling": 2, "extents": 2, "substitution": 2, "tracing": 2,
     "torch_words": 2, "mapping_calls": 2, "census": 2, "joined_archives": 2,
@@ -52,7 +52,8 @@ EMPTY = {"formats.__init__"}
 
 TERMINAL_MODULES = {"cli", "cli_options", "terminal"}
 TORCH_MODULES = {"devices", "loading", "saving", "fitting", "dcp_output", "named_models"}
-FILE_MODULES = {"sources", "outputs", "staging", "terminal"}  # terminal: the null device, where a standard stream is closed
+FILE_MODULES = {"platforms", "staging"}
+USERS_OF_PLATFORMS = {"signals", "key_rules", "sources", "outputs", "staging", "terminal"}
 
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): ast.parse(path.read_text(), str(path))
