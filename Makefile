@@ -50,7 +50,7 @@ families: $(FAMILIES)/ready
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	for system in linux darwin win32; do $(BIN)/mypy --platform $$system || exit 1; done
 
 check: lint test
 

@@ -53,7 +53,10 @@ EMPTY = {"formats.__init__"}
 TERMINAL_MODULES = {"cli", "cli_options", "terminal"}
 TORCH_MODULES = {"devices", "loading", "saving", "fitting", "dcp_output", "named_models"}
 FILE_MODULES = {"platforms", "staging"}
-USERS_OF_PLATFORMS = {"signals", "key_rules", "sources", "outputs", "staging", "terminal"}
+USERS_OF_PLATFORMS = {"signals", "key_rules", "sources", "outputs", "staging", "terminal", "convert"} | {
+    f"formats.{name}"
+    for name in ("sharded", "steps", "dcp")  # names of files that files give
+}
 
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): ast.parse(path.read_text(), str(path))
