@@ -39,6 +39,7 @@ from ckptconv.terminal import (
     print_summary,
     progress_shown,
     show_error,
+    take_any_text,
 )
 
 
@@ -388,8 +389,7 @@ def main() -> None:
     gc.disable()  # one command and the process ends: a tree of a million nodes is no garbage, and looking costs a tenth
     stop_in_good_order()
     fill_closed_streams()
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a terminal may lack the characters
+    take_any_text()
     try:
         cli.main(_arguments(), prog_name="ckptconv", standalone_mode=False, color=colors())
         sys.stdout.flush()

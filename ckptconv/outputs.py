@@ -153,6 +153,7 @@ def check_output(path: Path, *, force: bool) -> None:
     is missing.
     """
     with output_errors(path):
+        _refuse_reserved(path)
         mode = _mode(path)
         if stat.S_ISDIR(mode):
             raise OutputRefused("is a folder", path=path, hint="name a file to write")
@@ -161,6 +162,12 @@ def check_output(path: Path, *, force: bool) -> None:
         if mode and not force:
             raise OutputRefused("exists", path=path, hint="add --force to replace it (force=True in code)")
         refuse_missing_folder(path, followed(path).parent)
+
+
+def _refuse_reserved(path: Path) -> None:
+    """On Windows, ``nul.pt`` is a device, ``a.pt:b`` a stream of another file, and ``a.pt.`` another file."""
+    if platforms.ON_WINDOWS and path.name and not platforms.is_plain_path(path.name):
+        raise OutputRefused("is no plain file name on Windows", path=path, hint="choose another name")
 
 
 def _mode(path: Path) -> int:
@@ -220,6 +227,7 @@ def check_folder(path: Path, *, force: bool) -> None:
     than a DCP checkpoint, or when the folder around it is missing.
     """
     with output_errors(path):
+        _refuse_reserved(path)
         mode = _mode(path)
         if mode and not stat.S_ISDIR(mode):
             raise OutputRefused("is a file, where a folder is to be written", path=path, hint="name another folder")

@@ -70,12 +70,15 @@ def put_folder(made: Path, path: Path, *, force: bool, fsync: bool) -> None:
         if fsync:
             _fsync_tree(made)
         check_folder(path, force=force)
+        aside = None
         if not _rename_folder(made, target):
             if not force:
                 raise _exists_by_now(path)
-            _swap(made, target)
+            aside = _swap(made, target)
         if fsync:
             _confirm(target.parent, path)
+        if aside is not None:
+            _remove(aside)
         remove_leftovers(target, _OLD)
 
 
@@ -361,10 +364,10 @@ def _rename_folder(made: Path, target: Path) -> bool:
     return True
 
 
-def _swap(made: Path, target: Path) -> None:
-    """Two folders change their names in one step; where that is not known, the old one stands aside for a moment."""
+def _swap(made: Path, target: Path) -> Path | None:
+    """Two folders change their names in one step; where that is not known, the old one stands aside, where is returned."""
     if platforms.exchange(made, target):
-        return
+        return None
     aside = _hidden(target, _OLD)
     platforms.rename(target, aside)
     try:
@@ -372,6 +375,7 @@ def _swap(made: Path, target: Path) -> None:
     except OSError:
         platforms.rename(aside, target)
         raise
+    return aside
 
 
 # -------------------------------------------------------------------------------------------------------------------- disk

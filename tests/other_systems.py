@@ -9,6 +9,7 @@ SYSTEM is ``here`` (nothing is changed), ``bare`` (the names in data/posix_only.
 - a file that is open or mapped here can be neither replaced nor renamed nor removed, nor can a folder with such a file in it;
 - a rename replaces nothing;
 - a descriptor that cannot be written to cannot be synced;
+- lines that are printed end in CR and LF;
 - there are O_BINARY, O_TEMPORARY and msvcrt, whose locks are real ones.
 
 What remains POSIX: paths, `os.name`, `sys.platform`, and the standard library, which was imported before.
@@ -141,9 +142,16 @@ def behave_like_windows() -> None:
     MSVCRT.locking, MSVCRT.LK_NBLCK = locking, 2
 
 
-def become(system: str) -> None:
+def wants_torch(requests: list[list[str]]) -> bool:
+    """Whether torch would be imported, which it can only be while all names are there."""
+    asked = " ".join(word for request in requests for word in request)
+    wanted = any(word in asked for word in ("torch", "doctor", "devices", "dcp", "load_portable"))
+    return wanted and importlib.util.find_spec("torch") is not None
+
+
+def become(system: str, *, torch: bool) -> None:
     """Make this process one on another system."""
-    imports = [*STANDARD.split(), *FRIENDS, *(TORCH if importlib.util.find_spec("torch") else ())]
+    imports = [*STANDARD.split(), *FRIENDS, *(TORCH if torch else ())]
     if system == "windows":
         behave_like_windows()
         sys.modules.pop("pathlib", None)  # in Python 3.10, it keeps the functions that it finds
@@ -162,7 +170,9 @@ def answer(arguments: list[str], encoding: str) -> tuple[int, str, str]:
     """Run one request."""
     out, err = io.BytesIO(), io.BytesIO()
     streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (io.TextIOWrapper(raw, encoding, write_through=True) for raw in (out, err))
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(raw, encoding, newline="\r\n" if "msvcrt" in sys.modules else None) for raw in (out, err)
+    )
     try:
         if arguments[0] == "python":
             exec(arguments[1], {"__name__": "requests"})
@@ -197,7 +207,7 @@ def main() -> None:
     import json
 
     requests = json.load(sys.stdin)
-    become(sys.argv[1])
+    become(sys.argv[1], torch=wants_torch(requests))
     encoding = os.environ.get("CKPTCONV_TEST_ENCODING", "utf-8")
     json.dump([answer(request, encoding) for request in requests], sys.stdout)
     sys.stdout.flush()
