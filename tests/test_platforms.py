@@ -111,6 +111,9 @@ def test_the_module_is_asked_only_where_files_and_signals_are():
 # ----------------------------------------------------------------------------------------------------- the whole program
 
 
+EMULATED = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="another system is played on Linux only")
+
+
 def requests(system: str, room: Path, asked: list[list[str]], *, encoding: str = "utf-8") -> list[Any]:
     """What the program answers in `room` on another system: exit code, stdout, stderr of each request."""
     script = [sys.executable, other_systems.__file__, system]
@@ -229,6 +232,7 @@ def at_home(tmp_path_factory) -> tuple[list[Any], dict[str, bytes]]:
     return requests("here", room, SUITE), files(room)
 
 
+@EMULATED
 @pytest.mark.parametrize("system", ELSEWHERE)
 def test_every_command_does_the_same_elsewhere(system, at_home, tmp_path):
     room = fill(room_of(tmp_path / "room"))
@@ -241,6 +245,7 @@ def test_every_command_does_the_same_elsewhere(system, at_home, tmp_path):
     assert [name for name in left if "ckptconv-" in name] == []
 
 
+@EMULATED
 def test_a_console_of_windows_gets_plain_forms_and_json_plain_lines(tmp_path):
     asked = [["inspect", "rnn_classifier.pt"], ["strip-module", "ddp_cuda3.pt", "out.pt"], ["inspect", "tied.pt", "--json"]]
     room = room_of(tmp_path / "room")
@@ -252,6 +257,7 @@ def test_a_console_of_windows_gets_plain_forms_and_json_plain_lines(tmp_path):
     assert requests("windows", room, [["python", "print('raw')"]])[0][1] == "raw\r\n"
 
 
+@EMULATED
 def test_outputs_of_names_that_windows_reserves_are_refused_there(tmp_path):
     room = room_of(tmp_path / "room")
     names = ["nul.pt", "model.pt:stream", "model.pt.", "CON"]
@@ -262,6 +268,7 @@ def test_outputs_of_names_that_windows_reserves_are_refused_there(tmp_path):
     assert requests("here", room, [["convert", "tied.pt", "nul.pt"]])[0][0] == 0
 
 
+@EMULATED
 def test_the_suite_does_what_it_is_to(at_home):
     """So that it is not refusals that are compared."""
     answers, left = at_home
@@ -272,6 +279,7 @@ def test_the_suite_does_what_it_is_to(at_home):
     assert any(name.startswith("new/") for name in left)
 
 
+@EMULATED
 @pytest.mark.parametrize("system", ELSEWHERE)
 def test_what_needs_torch_does_the_same_elsewhere(system, tmp_path):
     pytest.importorskip("torch")
@@ -284,6 +292,7 @@ def test_what_needs_torch_does_the_same_elsewhere(system, tmp_path):
     assert found[0] == found[1]
 
 
+@EMULATED
 def test_what_is_mapped_cannot_be_replaced_on_windows_and_says_so(tmp_path):
     pytest.importorskip("torch")
     ((code, out, err),) = requests("windows", room_of(tmp_path / "room"), [["python", IN_USE]])
@@ -297,6 +306,7 @@ def test_what_is_mapped_cannot_be_replaced_on_windows_and_says_so(tmp_path):
     assert [name for name in files(tmp_path / "room") if "ckptconv-" in name] == []
 
 
+@EMULATED
 @pytest.mark.parametrize("system", ELSEWHERE)
 def test_threads_that_read_one_file_elsewhere_get_what_they_ask_for(system, tmp_path):
     """Without positioned reads, one thread must not move the place from which another reads."""
@@ -326,6 +336,7 @@ print(len(done), all(done) and not hasattr(os, "preadv"))
 """
 
 
+@EMULATED
 @pytest.mark.parametrize("system", ["here", "windows"])
 def test_what_a_killed_process_left_is_told_from_what_a_living_one_holds(system, tmp_path):
     room = room_of(tmp_path / "room")
@@ -355,6 +366,7 @@ print([str(path) for path in Path().iterdir() if "ckptconv-" in path.name])
 """
 
 
+@EMULATED
 @pytest.mark.parametrize("system", ["here", "windows"])
 def test_writers_of_shards_of_one_name_take_turns(system, tmp_path):
     """While one holds the folder the other waits; with the lock given back, it goes on, and leaves no lock behind."""
@@ -499,6 +511,7 @@ KEYS = [
 ]
 
 
+@EMULATED
 @pytest.mark.parametrize("system", ["here", *ELSEWHERE])
 @pytest.mark.parametrize("output", ["out.pt", "out.safetensors", "folder/"])
 def test_keys_are_only_text_whatever_they_look_like(system, output, tmp_path):
@@ -529,6 +542,7 @@ def test_records_of_an_archive_are_only_text_too(root, tmp_path):
     assert (tmp_path / "out.safetensors").read_bytes() == (tmp_path / "same.safetensors").read_bytes()
 
 
+@EMULATED
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
