@@ -24,7 +24,10 @@ def model_shapes(name: str) -> tuple[Shapes, Ties]:
     The current folder is looked in too, as `python -m` does. Raises `CheckpointError` when the name cannot be imported, or
     what it names gives no module.
     """
-    import torch
+    try:
+        import torch
+    except ImportError as error:
+        raise UnsupportedCheckpoint("needs torch, which builds the model", path=name, hint="pip install torch") from error
 
     build = _named(name)
     try:

@@ -101,6 +101,15 @@ def behave_like_windows() -> None:
     """Change the functions of `os`, before anything else has taken them."""
     import fcntl
 
+    class Builtin:
+        """A function that is no method when a class keeps it, as those of `os` are not (pathlib, in Python 3.10)."""
+
+        def __init__(self, function: Any) -> None:
+            self.__call = function
+
+        def __call__(self, *given: Any, **named: Any) -> Any:
+            return self.__call(*given, **named)
+
     opened, fsync, access = os.open, os.fsync, os.O_ACCMODE
 
     def open_(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
@@ -125,7 +134,7 @@ def behave_like_windows() -> None:
                     raise refused(one)
             real(path, *others, **named)
 
-        setattr(os, name, changed)
+        setattr(os, name, Builtin(changed))
 
     def locking(fd: int, mode: int, nbytes: int) -> None:
         assert (mode, nbytes) == (2, 1)

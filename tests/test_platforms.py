@@ -258,6 +258,14 @@ def test_a_console_of_windows_gets_plain_forms_and_json_plain_lines(tmp_path):
 
 
 @EMULATED
+def test_a_model_cannot_be_named_where_there_is_no_torch(tmp_path, monkeypatch):
+    from ckptconv.named_models import model_shapes
+
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(CheckpointError, match="collections:Counter: needs torch, which builds the model; pip install torch"):
+        model_shapes("collections:Counter")
+
+
 def test_outputs_of_names_that_windows_reserves_are_refused_there(tmp_path):
     room = room_of(tmp_path / "room")
     names = ["nul.pt", "model.pt:stream", "model.pt.", "CON"]
