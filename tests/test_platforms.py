@@ -22,7 +22,7 @@ import pytest
 from program import SAMPLES, environment
 from test_layers import MODULES, USERS_OF_PLATFORMS, imports_of, top_names
 
-from ckptconv import convert_checkpoint, open_checkpoint, platforms
+from ckptconv import CheckpointError, convert_checkpoint, open_checkpoint, platforms
 from ckptconv.sources import FileSource, MalformedCheckpoint
 
 ELSEWHERE = ("bare", "windows")
