@@ -7,7 +7,7 @@ DEMO := demo-out
 
 FAMILIES := .venv-families
 
-.PHONY: demo test readme trust families check lint bench fuzz samples clean
+.PHONY: demo test readme pythons lowest trust families check lint bench fuzz samples clean
 
 # torch is pinned in constraints.txt, so that pip takes one known build instead of the newest with gigabytes of CUDA packages.
 $(VENV)/ready: pyproject.toml constraints.txt
@@ -21,6 +21,17 @@ demo: $(VENV)/ready
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest -q -n auto
+
+PYTHONS ?= 3.10 3.13
+LOWEST ?= 3.10 3.11
+
+# The tests that need no torch, each Python in an environment of its own; one that is not here is told of and left out.
+pythons:
+	$(PYTHON) tests/pythons.py $(PYTHONS)
+
+# The same with the lowest dependencies that pyproject.toml allows.
+lowest:
+	$(PYTHON) tests/pythons.py --lowest $(LOWEST)
 
 # What needs transformers, peft, lightning, picklescan, modelscan and fickling, which make test does without.
 $(FAMILIES)/ready: pyproject.toml constraints.txt tests/families.txt
@@ -50,7 +61,7 @@ families: $(FAMILIES)/ready
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	for system in linux darwin win32; do $(BIN)/mypy --platform $$system || exit 1; done
 
 # Pastes every block of the README into a shell, in a fresh clone; it installs ckptconv there.
 readme: $(VENV)/ready
@@ -77,4 +88,4 @@ samples: $(VENV)/ready
 	$(BIN)/python sample_ckpts/make_samples.py
 
 clean:
-	rm -rf $(VENV) $(FAMILIES) $(DEMO) bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis fuzz-finds
+	rm -rf $(VENV) $(FAMILIES) .venv-3.* .venv-lowest-* $(DEMO) bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis fuzz-finds

@@ -55,6 +55,7 @@ from ckptconv.terminal import (
     spooled,
     stop,
     stop_unprinted,
+    take_any_text,
     terminal_width,
 )
 
@@ -570,8 +571,7 @@ def main() -> None:
     gc.disable()  # one command and the process ends: a tree of a million nodes is no garbage, and looking costs a tenth
     stop_in_good_order()
     fill_closed_streams()
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a terminal may lack the characters
+    take_any_text()
     as_json = is_json_asked(sys.argv[1:])
     try:
         cli.main(_arguments(), prog_name="ckptconv", standalone_mode=False, color=colors())

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from ckptconv import platforms
 from ckptconv.accounting import refuse_unaccounted, refuse_unwritten
 from ckptconv.bounds import held
 from ckptconv.casting import cast
@@ -37,7 +38,7 @@ from ckptconv.progress import Meter, OnProgress, Phase, Phases
 from ckptconv.settling import Unknown
 from ckptconv.sharding import earlier_files, index_path, moved_index
 from ckptconv.showing import html_table, short_repr
-from ckptconv.sources import SMALL, combined_crc, crc32, refuse_changed
+from ckptconv.sources import SMALL, combined_crc, crc32, let_go, refuse_changed
 from ckptconv.staging import ShardSet, put_file, put_folder, put_new_folder, put_set, remove_leftovers, staging_folder
 from ckptconv.state_dicts import StateDict
 from ckptconv.tensors import Storage, TensorRef, iter_cast_chunks, iter_chunks, refuse_crc, verbatim_range, verbatim_runs
@@ -227,6 +228,8 @@ def _write_files(plan: ConversionPlan, force: bool, fsync: bool, verify: bool, p
 
 
 def _put_files(plan: ConversionPlan, made: Path, *, force: bool, fsync: bool) -> None:
+    if platforms.ON_WINDOWS:  # which replaces no file that is open
+        let_go(plan.inputs, [plan.output, *(earlier_files(plan.output) if plan.is_sharded else [])])
     if plan.is_sharded:
         put_set(made, _shard_set(plan), plan.output, force=force, fsync=fsync)
     else:
@@ -354,6 +357,8 @@ def _write_folder(plan: ConversionPlan, force: bool, fsync: bool, verify: bool, 
         written.finish()
         plain.unlink()
         result = _result(plan, tally, _verify_folder(plan, made, phases) if verify else None)
+        if platforms.ON_WINDOWS:
+            let_go(plan.inputs, [plan.output])
         with phases.waiting(plan.nbytes, wanted=fsync):
             put_folder(made, plan.output, force=force, fsync=fsync)
         put_mapping()

@@ -7,8 +7,6 @@ hold after it, are `keys`' part.
 from __future__ import annotations
 
 import re
-import signal
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from fnmatch import fnmatchcase
 from types import FrameType
 from typing import NoReturn
 
+from ckptconv import platforms
 from ckptconv.bounds import in_force
 from ckptconv.errors import KeyConflict, LimitExceeded, printable
 
@@ -362,7 +361,8 @@ class Patience:
     """The time that a pattern has, of which each block in it uses some: `regex_seconds`, then `LimitExceeded` stops it.
 
     Some patterns take time that doubles with each character (``(a+)+$``). Python's matcher looks for signals, so an alarm
-    stops it; where there is none (other threads than the main one, an alarm that is somebody else's) nothing is stopped.
+    stops it; where there is none (other threads than the main one, an alarm that is somebody else's, Windows) nothing is
+    stopped.
     """
 
     def __init__(self, rule: Rule) -> None:
@@ -372,23 +372,15 @@ class Patience:
         self._armed = False
 
     def __enter__(self) -> None:
-        self._armed = self._words is not None and _may_set_alarm()
+        self._armed = self._words is not None and platforms.can_set_alarm()
         if self._armed:
-            signal.signal(signal.SIGALRM, self._stop)
-            signal.setitimer(signal.ITIMER_REAL, self._left)
+            platforms.set_alarm(self._left, self._stop)
 
     def __exit__(self, *_: object) -> None:
         if self._armed:
-            left, _interval = signal.setitimer(signal.ITIMER_REAL, 0)
-            self._left = max(left, 1e-6)  # 0 would be no alarm at all
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            self._left = max(platforms.stop_alarm(), 1e-6)  # 0 would be no alarm at all
 
     def _stop(self, _number: int, _frame: FrameType | None) -> NoReturn:
         advice = "make it simpler: no repetition of a repetition"
         what = f"{self._words} takes more than {self._most} s"
         raise LimitExceeded(what, limit="regex_seconds", allowed=self._most, advice=advice)
-
-
-def _may_set_alarm() -> bool:
-    main = threading.current_thread() is threading.main_thread()
-    return main and hasattr(signal, "SIGALRM") and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL

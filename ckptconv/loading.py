@@ -365,6 +365,7 @@ class _Live:
         except RuntimeError as error:  # the file is shorter by now
             source.refuse_changed()
             raise UnsupportedCheckpoint(f"cannot be mapped: {error}", path=source.path, hint="mmap=False reads it") from error
+        source.refuse_replaced()
         assert isinstance(mapped, self._torch.UntypedStorage)
         return mapped
 

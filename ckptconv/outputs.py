@@ -6,20 +6,19 @@ import contextlib
 import errno
 import os
 import stat
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
 from shlex import quote
 
+from ckptconv import platforms
 from ckptconv.errors import CheckpointError, OutputRefused, printable
 from ckptconv.signals import held_back
 from ckptconv.sources import CHUNK, Source, crc32
 
 _BUFFERS = 4
 _RESERVE_FROM = 16 << 20
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class OutputStream:
@@ -85,7 +84,7 @@ class OutputStream:
             self.finish()
         os.ftruncate(self._fd, self.position)
         if fsync:
-            os.fsync(self._fd)
+            platforms.sync(self._fd)
         self.close()
 
     def close(self) -> None:
@@ -155,6 +154,7 @@ def check_output(path: Path, *, force: bool) -> None:
     is missing.
     """
     with output_errors(path):
+        _refuse_reserved(path)
         mode = _mode(path)
         if stat.S_ISDIR(mode):
             raise OutputRefused("is a folder", path=path, hint="name a file to write")
@@ -163,6 +163,12 @@ def check_output(path: Path, *, force: bool) -> None:
         if mode and not force:
             raise OutputRefused("exists", path=path, hint="add --force to replace it (force=True in code)")
         refuse_missing_folder(path, followed(path).parent)
+
+
+def _refuse_reserved(path: Path) -> None:
+    """On Windows, ``nul.pt`` is a device, ``a.pt:b`` a stream of another file, and ``a.pt.`` another file."""
+    if platforms.ON_WINDOWS and path.name and not platforms.is_plain_path(path.name):
+        raise OutputRefused("is no plain file name on Windows", path=path, hint="choose another name")
 
 
 def _mode(path: Path) -> int:
@@ -215,9 +221,10 @@ def new_file(
     """
     with output_errors(path):
         check_space(made, size, path)
-        stream = OutputStream(os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), on_progress)
+        stream = OutputStream(platforms.create_file(made), on_progress)
         try:
-            _reserve(stream.fileno(), size)
+            if size >= _RESERVE_FROM:  # a full disk shows at once, and writing is much quicker
+                platforms.reserve(stream.fileno(), size)
             yield stream
         finally:
             with held_back(), contextlib.suppress(OSError):
@@ -232,6 +239,7 @@ def check_folder(path: Path, *, force: bool) -> None:
     than a DCP checkpoint, or when the folder around it is missing.
     """
     with output_errors(path):
+        _refuse_reserved(path)
         mode = _mode(path)
         if mode and not stat.S_ISDIR(mode):
             raise OutputRefused("is a file, where a folder is to be written", path=path, hint="name another folder")
@@ -244,25 +252,10 @@ def check_folder(path: Path, *, force: bool) -> None:
             raise OutputRefused("the folder around it does not exist", path=path, hint=f"mkdir -p {quote(str(path.parent))}")
 
 
-def _reserve(fd: int, size: int) -> None:
-    """Have the file system set the blocks aside, where it can: a full disk shows at once, and writing is much quicker.
-
-    This is fallocate(2) itself, for `os.posix_fallocate` writes to every block where a file system lacks the call.
-    """
-    if size < _RESERVE_FROM or sys.platform != "linux":
-        return
-    import ctypes
-
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)) and ctypes.get_errno() in _NO_SPACE:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-
 def check_space(place: Path, size: int, path: Path) -> None:
     """Refuse the output `path` of `size` bytes that the file system of `place` has no room for, as far as that tells."""
-    found = os.statvfs(place.parent)
-    free = found.f_bavail * found.f_frsize
-    if size > free and found.f_blocks:
+    free = platforms.free_bytes(place.parent)
+    if free is not None and size > free:
         what = f"needs {size} bytes but the disk has {free} left"
         raise OutputRefused(what, path=path, hint="free some space or write to another disk")
 
@@ -274,6 +267,9 @@ def output_errors(path: Path) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
+    except platforms.FileInUse as error:
+        hint = "close it: tensors of load_portable keep their file open unless mmap=False; nothing was left behind"
+        raise OutputRefused("is in use or read-only, and so cannot be replaced on this system", path=path, hint=hint) from error
     except OSError as error:
         raise OutputRefused(f"cannot be written: {_reason(error)}", path=path, hint="nothing was left behind") from error
 

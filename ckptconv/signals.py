@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+from ckptconv.platforms import STOPPING
 
 
 def stop_in_good_order() -> None:
@@ -16,13 +16,13 @@ def stop_in_good_order() -> None:
 
     The first signal is heard, those after it are not: what cleans up behind it must come to its end.
     """
-    for number in _STOPPING:
+    for number in STOPPING:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _stop)
 
 
 def _stop(number: int, _: object) -> None:
-    for other in _STOPPING:
+    for other in STOPPING:
         signal.signal(other, signal.SIG_IGN)
     if number == signal.SIGINT:
         raise KeyboardInterrupt
@@ -39,7 +39,7 @@ def held_back() -> Iterator[None]:
         yield
         return
     met: list[int] = []
-    before = {number: signal.signal(number, lambda number, _: met.append(number)) for number in _STOPPING}
+    before = {number: signal.signal(number, lambda number, _: met.append(number)) for number in STOPPING}
     try:
         yield
     finally:

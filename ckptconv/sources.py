@@ -1,6 +1,7 @@
 """Sources as ranges of bytes: files, files within files, inflated records, bytes in memory.
 
-Only this module opens a file to read it (`outputs` those to write). What the bytes mean is the business of the layers below.
+Only this module has files opened to read them (`outputs` those to write); how each system does it stands in `platforms`.
+What the bytes mean is the business of the layers below.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import IO, NoReturn, Protocol
 
+from ckptconv import platforms
 from ckptconv.bounds import in_force
 from ckptconv.errors import LimitExceeded, MalformedCheckpoint, OutputRefused, UnsupportedCheckpoint, not_opened
 
@@ -36,6 +38,7 @@ __all__ = [
     "combined_crc",
     "crc32",
     "is_bomb",
+    "let_go",
     "noting_files",
     "refuse_changed",
     "stamp",
@@ -95,9 +98,9 @@ class Source(Protocol):
 class FileSource:
     """A regular file, opened for positioned reads only; it is never mapped, so a file that shrinks is an error."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], fd: int | None = None) -> None:
         self.path = Path(path)
-        self._fd = _open_regular(self.path)
+        self._fd = _open_regular(self.path) if fd is None else fd
         found = os.fstat(self._fd)
         self.size = found.st_size
         self._stamp = stamp(found)
@@ -112,7 +115,7 @@ class FileSource:
     def read_into(self, offset: int, view: memoryview) -> None:
         while view:
             with _read_errors(self.path):
-                count = os.preadv(self._fd, [view], offset)
+                count = platforms.read_into_at(self._fd, view, offset)
             if not count:
                 raise MalformedCheckpoint(f"ends at byte {offset}, more was expected", path=self.path)
             if count == len(view):
@@ -127,7 +130,7 @@ class FileSource:
             return self._window[start : start + nbytes]
         if nbytes <= SMALL:
             with _read_errors(self.path):
-                self._window, self._window_at = os.pread(self._fd, _WINDOW, offset), offset
+                self._window, self._window_at = platforms.read_at(self._fd, _WINDOW, offset), offset
             if len(self._window) >= nbytes:
                 return self._window[:nbytes]
         whole = bytearray(nbytes)
@@ -136,17 +139,22 @@ class FileSource:
 
     def next_data(self, offset: int) -> int:
         """The first byte from `offset` on that lies on the disk and in no hole; the size where there is none."""
-        if offset >= self.size:
-            return self.size
-        try:
-            return os.lseek(self._fd, offset, os.SEEK_DATA)  # reads are positioned, so the place does not matter
-        except OSError as error:
-            return self.size if error.errno == errno.ENXIO else offset
+        return platforms.next_data(self._fd, offset, self.size) if offset < self.size else self.size
 
     def mappable_path(self) -> str:
         """A path under which another library can map this very file, even if its name is given to another meanwhile."""
-        through_fd = f"/proc/self/fd/{self._fd}"
-        return through_fd if Path(through_fd).exists() else str(self.path)
+        return platforms.path_of_open(self._fd) or str(self.path)
+
+    def refuse_replaced(self) -> None:
+        """Raise `MalformedCheckpoint` when `mappable_path` may have led to another file by now, where that is possible."""
+        if platforms.ON_WINDOWS or platforms.path_of_open(self._fd) is not None:
+            return
+        try:
+            now = stamp(self.path.stat())
+        except OSError:
+            now = ()
+        if now != self._stamp:
+            raise MalformedCheckpoint("was replaced while it was read", path=self.path, hint="load it again")
 
     def refuse_changed(self) -> None:
         """Raise `MalformedCheckpoint` when somebody wrote to the file since it was opened: old and new were read mixed."""
@@ -189,7 +197,7 @@ def _read_errors(path: Path) -> Iterator[None]:
 
 def _open_regular(path: Path) -> int:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = platforms.open_to_read(path)
     except OSError as error:
         raise not_opened(error, path) from (None if error.errno == errno.ENOENT else error)
     mode = os.fstat(fd).st_mode
@@ -199,6 +207,14 @@ def _open_regular(path: Path) -> int:
     if stat.S_ISDIR(mode):
         raise not_opened(errno.EISDIR, path)
     raise UnsupportedCheckpoint("is not a regular file but a pipe, socket or device", path=path)
+
+
+def let_go(sources: Iterable[Source], replaced: Iterable[Path]) -> None:
+    """Close the files that lie at or in one of the paths that are to be `replaced`; they cannot be read any more."""
+    targets = [os.path.realpath(path) for path in replaced]
+    for source in sources:
+        if isinstance(source, FileSource) and any(Path(os.path.realpath(source.path)).is_relative_to(path) for path in targets):
+            source.close()
 
 
 def refuse_changed(sources: Iterable[Source]) -> None:
@@ -296,22 +312,17 @@ class Spool:
 
     def append(self, pieces: Iterator[bytes]) -> tuple[FileSource, int]:
         """Append the pieces; returns where they can be read."""
-        import tempfile  # seldom needed, and slow to import
-
         try:
             if self._file is None:
-                self._file = tempfile.NamedTemporaryFile(prefix="ckptconv-", delete=False)  # noqa: SIM115
-                try:
-                    self._source = FileSource(self._file.name)
-                finally:
-                    os.unlink(self._file.name)  # noqa: PTH108 (a process that is killed leaves nothing)
+                self._file, reading = platforms.unnamed_file("ckptconv-")
+                self._source = FileSource(self._file.name, reading)
             start = self._file.seek(0, os.SEEK_END)
             for piece in pieces:
                 self._file.write(piece)
             self._source.size = self._file.tell()
             self._file.flush()
         except OSError as error:
-            what = f"cannot inflate into {tempfile.gettempdir()}: {os.strerror(error.errno or 0)}"
+            what = f"cannot inflate into {platforms.temporary_folder()}: {os.strerror(error.errno or 0)}"
             raise OutputRefused(what, hint="set TMPDIR to a folder with room") from error
         return self._source, start
 

@@ -1,7 +1,8 @@
 """Outputs that are made in a hidden folder beside their place, and put there whole or not at all.
 
-The folder is ``.NAME.XXXXXXXX.ckptconv-tmp``: its owner's alone, and locked (flock(2)) as long as the process lives that made
-it. What a killed process left is thus told from what another one is writing, and removed by the next output of that name.
+The folder is ``.NAME.XXXXXXXX.ckptconv-tmp``: its owner's alone, and locked as long as the process lives that made it
+(`platforms` says by what). What a killed process left is thus told from what another one is writing, and removed by the
+next output of that name.
 Two more hidden folders hold whole checkpoints while names change, and stay until another output has taken their place:
 ``….ckptconv-shards``, which an index names meanwhile, and ``….ckptconv-old``, the DCP folder that was there before.
 """
@@ -10,17 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 import shutil
 import stat
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckptconv import platforms
 from ckptconv.errors import OutputRefused
 from ckptconv.outputs import check_folder, check_output, followed, output_errors
 from ckptconv.signals import held_back
@@ -29,7 +29,6 @@ _TEMPORARY, _SHARDS, _OLD = "ckptconv-tmp", "ckptconv-shards", "ckptconv-old"
 _PASSING_INDEX = "index.json"
 _LONGEST_PREFIX = 100  # bytes of a name that its hidden folders repeat
 _PATIENCE = 60.0  # seconds for which another process may put its shards in place
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @contextlib.contextmanager
@@ -39,16 +38,16 @@ def staging_folder(target: Path, path: Path) -> Iterator[Path]:
     `OSError`s of the block are raised as `OutputRefused` of `path`, which is how the user calls it.
     """
     remove_leftovers(target)
-    folder, lock = _hidden(target, _TEMPORARY), -1
+    folder, lock = _hidden(target, _TEMPORARY), None
     try:
         with output_errors(path):
             lock = _locked_folder(folder)
-            yield folder
+            yield lock.inside()
     finally:
         with held_back(), contextlib.suppress(OSError):
             _remove(folder)
-            if lock >= 0:
-                os.close(lock)
+            if lock is not None:
+                lock.close()
                 _remove(folder)  # to list it takes a descriptor, which a process that has no other gets by closing this one
 
 
@@ -71,12 +70,15 @@ def put_folder(made: Path, path: Path, *, force: bool, fsync: bool) -> None:
         if fsync:
             _fsync_tree(made)
         check_folder(path, force=force)
+        aside = None
         if not _rename_folder(made, target):
             if not force:
                 raise _exists_by_now(path)
-            _swap(made, target)
+            aside = _swap(made, target)
         if fsync:
             _confirm(target.parent, path)
+        if aside is not None:
+            _remove(aside)
         remove_leftovers(target, _OLD)
 
 
@@ -146,20 +148,23 @@ def _hidden(target: Path, kind: str) -> Path:
 
 
 def _prefix(target: Path) -> str:
-    return os.fsdecode(os.fsencode(target.name)[:_LONGEST_PREFIX])
+    prefix = target.name
+    while len(os.fsencode(prefix)) > _LONGEST_PREFIX:  # half a character is no name on macOS and Windows
+        prefix = prefix[:-1]
+    return prefix
 
 
-def _locked_folder(folder: Path) -> int:
+def _locked_folder(folder: Path) -> platforms.FolderLock:
     """Make a folder and lock it; where locks are unknown, nobody else can take one either."""
     while True:
-        folder.mkdir(mode=0o700)
+        platforms.make_private_folder(folder)
         with contextlib.suppress(FileNotFoundError):
-            lock = os.open(folder, _FOLDER)
+            lock = platforms.folder_lock(folder)
             with contextlib.suppress(OSError):
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                lock.take(wait=True)
             if folder.exists():
                 return lock
-            os.close(lock)  # another process took it for a left-over before it was locked
+            lock.close()  # another process took it for a left-over before it was locked
 
 
 def _remove(folder: Path) -> None:
@@ -192,31 +197,33 @@ def remove_leftovers(target: Path, kind: str = _TEMPORARY) -> None:
 
 def _remove_unheld(folder: Path) -> None:
     with contextlib.suppress(OSError):  # held by its process; of another user; on a file system that knows no locks
-        lock = os.open(folder, _FOLDER)
+        lock = platforms.folder_lock(folder)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock.take(wait=False)
             _remove_tree(folder)
         finally:
-            os.close(lock)
+            lock.close()
+            if lock.file is not None:
+                folder.rmdir()  # what was in it was removed under the lock, but for the lock
 
 
 @contextlib.contextmanager
 def _folder_held(path: Path) -> Iterator[None]:
     """The folder of `path` locked against others who put shards in place there; names of two sets must not be mixed."""
-    lock = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    lock = platforms.folder_lock(path.parent, follow=True)
     try:
         _lock_patiently(lock, path)
         yield
     finally:
         with contextlib.suppress(OSError):
-            os.close(lock)
+            lock.close()
 
 
-def _lock_patiently(lock: int, path: Path) -> None:
+def _lock_patiently(lock: platforms.FolderLock, path: Path) -> None:
     end = time.monotonic() + _PATIENCE
     while True:
         try:
-            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock.take(wait=False)
         except BlockingIOError:
             if time.monotonic() > end:
                 raise OutputRefused(f"its folder was locked by another process for {_PATIENCE:.0f} s", path=path) from None
@@ -235,26 +242,33 @@ def _exists_by_now(path: Path) -> OutputRefused:
 def _name(made: Path, target: Path) -> None:
     """Give a free name: a hard link fails when it is taken; on file systems without links there is only a look before."""
     try:
-        os.link(made, target)
+        platforms.link(made, target)
     except FileExistsError:
         raise _exists_by_now(target) from None
     except OSError:
         check_output(target, force=False)
-        made.rename(target)
+        _rename_file(made, target)
+
+
+def _rename_file(made: Path, target: Path) -> None:
+    """Where a rename replaces nothing, it is as good as a link."""
+    try:
+        platforms.rename(made, target)
+    except FileExistsError:
+        raise _exists_by_now(target) from None
 
 
 def _replace(made: Path, target: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         _take_over(made, target.stat())
-    made.replace(target)
+    platforms.replace(made, target)
 
 
 def _take_over(made: Path, before: os.stat_result) -> None:
     """The permissions of the file to be replaced, without set-user-ID and the like; its owners where this process may."""
     now = made.stat()
     if (now.st_uid, now.st_gid) != (before.st_uid, before.st_gid):
-        with contextlib.suppress(PermissionError):
-            os.chown(made, before.st_uid, before.st_gid)
+        platforms.give_owner(made, before.st_uid, before.st_gid)
     made.chmod(stat.S_IMODE(before.st_mode) & 0o777)
 
 
@@ -291,14 +305,14 @@ def _put_over(made: Path, files: ShardSet, path: Path, *, fsync: bool) -> None:
     for index in (_PASSING_INDEX, files.index.name):
         _take_over(made / index, files.index.stat())
     shutil.copymode(path.parent, made)  # who may read the shards by their own names may do so meanwhile
-    made.rename(passing)
+    platforms.rename(made, passing)
     try:
         if fsync:
             fsync_folder(passing)
             fsync_folder(path.parent)
-        (passing / _PASSING_INDEX).replace(files.index)
+        platforms.replace(passing / _PASSING_INDEX, files.index)
     except BaseException:
-        passing.rename(made)
+        platforms.rename(passing, made)
         raise
     try:
         _rename_behind_index(passing, files.shards, files.index, fsync=fsync)
@@ -314,17 +328,17 @@ def _rename_behind_index(passing: Path, shards: Sequence[Path], index: Path, *, 
     sync(index.parent)
     for path in shards:
         again = passing / f"{path.name}.again"
-        os.link(passing / path.name, again)
+        platforms.link(passing / path.name, again)
         _replace(again, path)
     sync(index.parent)
-    (passing / index.name).replace(index)
+    platforms.replace(passing / index.name, index)
     sync(index.parent)
 
 
 def _has_links(path: Path) -> bool:
     again = path.with_name(f"{path.name}.again")
     try:
-        os.link(path, again)
+        platforms.link(path, again)
     except OSError:
         return False
     again.unlink()
@@ -336,13 +350,13 @@ def _write(path: Path, raw: bytes, *, fsync: bool) -> None:
         file.write(raw)
         file.flush()
         if fsync:
-            os.fsync(file.fileno())
+            platforms.sync(file.fileno())
 
 
 def _rename_folder(made: Path, target: Path) -> bool:
     """Rename a folder, which never replaces one with something in it; False where there is one."""
     try:
-        made.rename(target)
+        platforms.rename(made, target)
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
@@ -350,35 +364,18 @@ def _rename_folder(made: Path, target: Path) -> bool:
     return True
 
 
-def _swap(made: Path, target: Path) -> None:
-    """Two folders change their names in one step; where that is not known, the old one stands aside for a moment."""
-    if _exchange(made, target):
-        return
+def _swap(made: Path, target: Path) -> Path | None:
+    """Two folders change their names in one step; where that is not known, the old one stands aside, where is returned."""
+    if platforms.exchange(made, target):
+        return None
     aside = _hidden(target, _OLD)
-    target.rename(aside)
+    platforms.rename(target, aside)
     try:
-        made.rename(target)
+        platforms.rename(made, target)
     except OSError:
-        aside.rename(target)
+        platforms.rename(aside, target)
         raise
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """renameat2(RENAME_EXCHANGE), which Python does not offer; False where the system or the file system lacks it."""
-    if sys.platform != "linux":
-        return False
-    import ctypes
-
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # glibc 2.28, musl 1.2.4
-    at_cwd, exchange = -100, 2
-    if call is None:
-        return False
-    if not call(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), exchange):
-        return True
-    number = ctypes.get_errno()
-    if number in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
-        return False
-    raise OSError(number, os.strerror(number))
+    return aside
 
 
 # -------------------------------------------------------------------------------------------------------------------- disk
@@ -396,19 +393,11 @@ def _confirm(folder: Path, path: Path) -> None:
 def _fsync_tree(folder: Path) -> None:
     for inside, _, names in os.walk(folder):
         for name in names:
-            _fsync(Path(inside, name), os.O_RDONLY)
+            platforms.sync_file(Path(inside, name))
         fsync_folder(Path(inside))
 
 
 def fsync_folder(folder: Path) -> None:
     """Make the names in a folder last; one that may not be read cannot be synced."""
     with contextlib.suppress(PermissionError):
-        _fsync(folder, os.O_RDONLY | os.O_DIRECTORY)
-
-
-def _fsync(path: Path, flags: int) -> None:
-    fd = os.open(path, flags | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        platforms.sync_folder(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import errno
 import os
@@ -15,6 +16,7 @@ from typing import Any, NoReturn
 import click
 
 from ckptconv.errors import CheckpointError
+from ckptconv.platforms import fill_descriptors
 from ckptconv.progress import Meter
 from ckptconv.signals import held_back
 
@@ -24,13 +26,26 @@ def fill_closed_streams() -> None:
 
     On a standard output that is closed nothing can be printed, which is an error; messages go nowhere.
     """
-    for number, mode in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, mode)  # gets the lowest number that is free
+    fill_descriptors()
     sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+
+
+_PLAIN = {"→": "->", "↔": "<->", "…": "...", "≥": ">=", "─": "-", "│": "|", "├": "|", "└": "`"}
+"""How the characters of our own are shown where the encoding lacks them; others are escaped."""
+
+
+def take_any_text() -> None:
+    """Have the standard streams take what their encoding lacks (cp1252, ASCII), and lines end alike on every system."""
+    codecs.register_error("ckptconv", _shown_plainly)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="ckptconv", newline="\n")  # type: ignore[union-attr]
+
+
+def _shown_plainly(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    lacking = error.object[error.start : error.end]
+    return "".join(_PLAIN.get(char) or char.encode("ascii", "backslashreplace").decode() for char in lacking), error.end
 
 
 @contextmanager

@@ -2,13 +2,55 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-import oracle
 import pytest
 from figures import figure, pytest_terminal_summary  # noqa: F401 (pytest finds them here)
+
+HERE = Path(__file__).resolve().parent
+CORPUS = Path(os.environ.get("CKPTCONV_CORPUS") or HERE.parents[1] / "shared" / "corpus")
+
+
+def imports(path: Path) -> Iterator[str]:
+    """The modules that a file imports when it is imported."""
+    for node in ast.parse(path.read_text("utf-8")).body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+
+
+def needs(path: Path, wanted: str) -> bool:
+    """Whether importing a file of the tests imports `wanted`, by itself or through others of the tests."""
+    waiting, seen = [path], {path}
+    while waiting:
+        for name in imports(waiting.pop()):
+            if name.partition(".")[0] == wanted or name in OF_TORCH:
+                return True
+            inner = HERE / name.replace(".", "/")
+            for found in (inner.with_suffix(".py"), inner / "__init__.py"):
+                if found.is_file() and found not in seen:
+                    seen.add(found)
+                    waiting.append(found)
+    return False
+
+
+OF_TORCH = {"safetensors.torch"}
+TORCHLESS = importlib.util.find_spec("torch") is None
+collect_ignore = [path.name for path in sorted(HERE.glob("test_*.py")) if TORCHLESS and needs(path, "torch")]
+"""Without torch, the files that import it are left out, which the head of the report tells."""
+
+
+def pytest_report_header() -> list[str]:
+    """What is left out as a whole."""
+    files = len(list(HERE.glob("test_*.py")))
+    return [f"torch is not here: {len(collect_ignore)} of {files} test files need it, and are left out"] if TORCHLESS else []
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +62,7 @@ def samples() -> Path:
 @pytest.fixture(scope="session")
 def corpus() -> Path:
     """The folder of checkpoints that other people wrote."""
-    folder = oracle.corpus_folder()
+    folder = CORPUS
     if not (folder / "manifest.json").is_file():
         pytest.skip("the folder of real checkpoints is not here (CKPTCONV_CORPUS)")
     return folder
@@ -41,7 +83,7 @@ def worlds(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def produced() -> Path:
     """The folder of checkpoints that the frameworks wrote."""
-    folder = oracle.corpus_folder().parent / "produced"
+    folder = CORPUS.parent / "produced"
     if not folder.is_dir():
         pytest.skip("the folder of produced checkpoints is not here (CKPTCONV_CORPUS)")
     return folder

@@ -837,7 +837,7 @@ def test_a_terminal_gets_colors_unless_they_are_not_wanted(arguments, no_color, 
     assert shown and (b"\x1b" in shown) is not bool(no_color)
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "cp437"])
 def test_a_terminal_without_unicode_is_no_error(encoding, saved, tmp_path):
     saved({"module.gew\u00e4cht.\u91cd\u307f": W})
     for arguments in (("inspect", "in.pt", "--depth", "4"), ("convert", "in.pt", "out.pt"), ("--help",)):
@@ -845,6 +845,10 @@ def test_a_terminal_without_unicode_is_no_error(encoding, saved, tmp_path):
             [*PROGRAM, *arguments], cwd=tmp_path, env=environment(PYTHONIOENCODING=encoding), capture_output=True, check=False
         )
         assert done.returncode == 0, done.stderr
+        shown = (done.stdout + done.stderr).decode("utf-8" if encoding == "ascii" else encoding)  # click takes ASCII for UTF-8
+        assert "\\u21" not in shown and "\\u25" not in shown, shown  # arrows and lines have plain forms
+        if encoding.startswith("cp") and arguments[0] != "--help":
+            assert "-> out.pt" in shown if arguments[0] == "convert" else r"\u91cd\u307f" in shown
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")

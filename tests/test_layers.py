@@ -11,10 +11,10 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "ckptconv"
 
 LAYERS = {
-    "addresses": 0, "bounds": 0, "collector": 0, "errors": 0, "help_pages": 0, "nvidia_smi": 0, "progress": 0,
-    "signals": 0, "strict_json": 0,
+    "addresses": 0, "bounds": 0, "collector": 0, "errors": 0, "help_pages": 0, "nvidia_smi": 0, "platforms": 0,
+    "progress": 0, "strict_json": 0,
     "choices": 1, "containers": 1, "devices": 1, "dtypes": 1, "key_rules": 1, "labels": 1, "nodes": 1, "showing": 1,
-    "sources": 1, "wording": 1,
+    "signals": 1, "sources": 1, "wording": 1,
     "casting": 2, "census": 2, "documents": 2, "extents": 2, "findings": 2, "gpu_choice": 2, "joined_archives": 2,
     "keys": 2, "mapping_calls": 2, "outputs": 2, "pickling": 2, "substitution": 2, "torch_words": 2, "tracing": 2,
     "archives": 3, "key_fitting": 3, "rule_files": 3, "sharding": 3, "staging": 3, "tensors": 3,
@@ -54,8 +54,12 @@ EMPTY = {"formats.__init__"}
 
 TERMINAL_MODULES = {"cli", "cli_options", "completion", "progress_display", "terminal"}
 TORCH_MODULES = {"devices", "loading", "saving", "fitting", "dcp_output", "named_models"}
-FILE_MODULES = {"sources", "outputs", "staging", "help_pages", "terminal"}
-"""help_pages: the documentation; terminal: the null device, where a standard stream is closed."""
+FILE_MODULES = {"platforms", "staging", "help_pages"}
+"""help_pages: the documentation."""
+USERS_OF_PLATFORMS = {"signals", "key_rules", "sources", "outputs", "staging", "terminal", "convert"} | {
+    f"formats.{name}"
+    for name in ("sharded", "steps", "dcp")  # names of files that files give
+}
 
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): ast.parse(path.read_text(), str(path))

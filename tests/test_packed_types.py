@@ -85,6 +85,7 @@ def test_packed_elements_are_copied_and_split_to_the_byte(packed, tmp_path):
 
 
 def test_the_shape_is_shown_as_the_file_has_it(packed):
+    pytest.importorskip("torch")
     source, _ = packed
     with open_checkpoint(source) as checkpoint, safe_open(source, framework="pt") as opened:
         found = {key: (ref.dtype.safetensors, list(ref.shape), ref.nbytes) for key, ref in checkpoint.tensors()}
@@ -134,6 +135,7 @@ def test_a_torch_output_of_them_is_refused_with_the_key(packed, tmp_path, option
 
 
 def test_loading_them_is_refused_with_the_key(packed):
+    pytest.importorskip("torch")
     with pytest.raises(RefusedObject, match=r"a\.weight: torch has no dtype float6_e2m3fn"):
         load_portable(packed[0])
     assert list(load_portable(packed[0], keys=KeyRules(include=("d.*",)))) == ["d.weight"]

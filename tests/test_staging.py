@@ -23,7 +23,7 @@ from crash_scenes import EACH, NEW, OLD, PAIR, Tensors, contents, file_at, hidde
 from program import PROGRAM, assert_one_error, environment, run
 from safetensors.torch import save_file
 
-from ckptconv import CheckpointError, convert_checkpoint, load_portable, loading, open_checkpoint, staging
+from ckptconv import CheckpointError, convert_checkpoint, load_portable, loading, open_checkpoint, platforms, staging
 from ckptconv.convert import execute_plan
 from ckptconv.planning import plan_conversion
 from ckptconv.plans import Options
@@ -447,7 +447,7 @@ def test_without_hard_links_nothing_is_mixed_either(tmp_path, monkeypatch):
 
 
 def test_where_folders_cannot_change_places_the_old_one_comes_back(room, monkeypatch):
-    monkeypatch.setattr(staging, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(platforms, "exchange", lambda one, other: False)
     convert_checkpoint(room / "old.pt", room / "out", to="dcp")
     before = contents(room)
     rename = Path.rename

@@ -184,15 +184,14 @@ def test_a_folder_of_tensorflow_is_named(name, tmp_path):
 
 
 def test_a_program_of_torch_export_is_named(tmp_path):
-    import torch
-
+    torch = pytest.importorskip("torch")
     program = torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),))
     torch.export.save(program, tmp_path / "model.pt2")
     assert "is a pt2 archive (torch.export)" in refused("model.pt2", tmp_path)
 
 
 def test_an_archive_of_torch_package_is_named(tmp_path):
-    import torch
+    torch = pytest.importorskip("torch")
     from torch.package import PackageExporter, PackageImporter
 
     for name in ("model.pkl", "data.pkl"):

@@ -11,8 +11,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sized
 from itertools import pairwise
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
+from ckptconv import platforms
 from ckptconv.assembly import assembled, check_cover
 from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint
@@ -153,7 +154,7 @@ class _Opened:
 def inside(folder: Path, name: str) -> Path:
     """The file `name` of a folder; `MalformedCheckpoint` when it leads out of the folder."""
     path = folder / name
-    if not name.isprintable() or "\\" in name or ":" in name or name.startswith("/") or ".." in name.split("/"):
+    if not platforms.is_plain_path(str(PurePosixPath(name))):
         raise MalformedCheckpoint(f"names the file '{printable(name)}', which is no plain relative path", path=folder)
     try:
         if not path.resolve().is_relative_to(folder.resolve()):

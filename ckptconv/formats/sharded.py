@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ckptconv import platforms
 from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.containers import UNKNOWN, Opening, of_shards
@@ -203,7 +204,7 @@ def _read_index(index: Path) -> tuple[Mapping[str, str], Mapping[str, Any]]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise _malformed(index, "weight_map", "is missing or names no keys")
     for key, name in weight_map.items():
-        if type(name) is not str or not _is_plain_name(name):
+        if type(name) is not str or not platforms.is_plain_path(name):
             raise _malformed(index, key, f"its shard {printable(str(name))} is no plain file name")
     if (count := len(set(weight_map.values()))) > (most := in_force().shards):
         raise LimitExceeded(f"names {count} shards", limit="shards", allowed=most, needed=count, path=index)
@@ -214,12 +215,6 @@ def _read_index(index: Path) -> tuple[Mapping[str, str], Mapping[str, Any]]:
 
 def _malformed(index: Path, where: str, what: str) -> MalformedCheckpoint:
     return MalformedCheckpoint(what, path=index, where=where, hint="fetch the whole folder again")
-
-
-def _is_plain_name(name: str) -> bool:
-    """Whether a name stays in its folder on every system: relative, of printable parts, without ``..`` and drives."""
-    parts = name.split("/")
-    return name.isprintable() and not set(name) & set("\\:") and all(part not in ("", ".", "..") for part in parts)
 
 
 def _shard(index: Path, name: str) -> Path:

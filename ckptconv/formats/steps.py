@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from ckptconv import platforms
 from ckptconv.bounds import in_force
 from ckptconv.errors import AmbiguousStateDict, MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.sources import FileSource, within
@@ -124,8 +125,7 @@ def _text(file: Path) -> str:
 
 def is_plain_name(name: str) -> bool:
     """Whether a name stays within its folder, on every system."""
-    plain = name.isprintable() and not set(name) & set("\\:") and len(name.encode()) <= _LONGEST
-    return plain and all(part not in ("", ".", "..") for part in name.split("/"))
+    return platforms.is_plain_path(name) and len(name.encode()) <= _LONGEST
 
 
 _LONGEST = 255  # bytes, as in the names of most file systems

@@ -1,0 +1,436 @@
+"""The operating system: what Linux, macOS and Windows do differently, and what each of them guarantees.
+
+Only this module names what not every system has: flags of open(2), positioned reads, locks, links, signals, calls of libc.
+What is there is asked for by name, never by the name of the system, so that a test can take it away.
+
+|                          | Linux                        | macOS                          | Windows                          |
+|--------------------------|------------------------------|--------------------------------|----------------------------------|
+| positioned reads         | preadv(2)                    | preadv(2), or pread(2)         | seek and read under a lock       |
+| locks                    | flock(2) on the folder       | flock(2) on the folder         | msvcrt.locking on a file in it   |
+| a file synced            | fsync(2)                     | F_FULLFSYNC, else fsync(2)     | FlushFileBuffers                 |
+| a folder synced          | fsync(2)                     | F_FULLFSYNC, else fsync(2)     | not needed, and not possible     |
+| open files               | can be replaced and removed  | can be replaced and removed    | neither                          |
+| two folders swapped      | renameat2(2), in one step    | by two renames                 | by two renames                   |
+| blocks reserved          | fallocate(2)                 | no                             | no                               |
+| an alarm stops a pattern | yes                          | yes                            | no                               |
+
+Where a system has neither flock(2) nor msvcrt, there are no locks: outputs are still whole or not there, but two programs
+that write shards under the same names at once may mix them, and what a killed one left behind stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+try:
+    import fcntl as _posix_locks
+
+    _fcntl: Any = _posix_locks
+except ImportError:
+    _fcntl = None
+
+_os: Any = os  # by which what this system may lack is asked for
+_signal: Any = signal
+
+ON_WINDOWS = hasattr(os, "O_BINARY")
+"""Whether files have text and binary modes, and one that is open can be neither replaced nor removed."""
+
+_BINARY: int = getattr(os, "O_BINARY", 0)
+_CLOEXEC: int = getattr(os, "O_CLOEXEC", 0)  # where it is missing, Python itself takes care that children get no descriptor
+_READ = os.O_RDONLY | _BINARY | _CLOEXEC
+_FOLDER: int = _READ | getattr(os, "O_DIRECTORY", 0)
+NO_SPACE = tuple(getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG") if hasattr(errno, name))
+"""The error numbers of a disk that is full, or of a user's part of it."""
+
+
+# ------------------------------------------------------------------------------------------------------------ open files
+
+
+def open_to_read(path: str | os.PathLike[str]) -> int:
+    """A descriptor of what is at `path`, in binary mode and without waiting for a pipe's writer.
+
+    `IsADirectoryError` for a folder where folders cannot be opened; elsewhere a descriptor of it.
+    """
+    try:
+        return os.open(path, _READ | getattr(os, "O_NONBLOCK", 0))
+    except PermissionError:
+        if ON_WINDOWS and os.path.isdir(path):  # noqa: PTH112 (False for no name at all)
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path)) from None
+        raise
+
+
+def create_file(path: Path) -> int:
+    """A descriptor of a new file, in binary mode, to write and read; `FileExistsError` where there is one."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _BINARY | _CLOEXEC, 0o666)
+
+
+def unnamed_file(prefix: str) -> tuple[IO[bytes], int]:
+    """A new temporary file to write, and a second descriptor that reads it.
+
+    It is gone when both are closed, also by the end of the process.
+
+    POSIX: its name is removed at once. Windows: it is opened so that the system removes it (O_TEMPORARY).
+    """
+    import tempfile  # seldom needed, and slow to import
+
+    if ON_WINDOWS:
+        file = tempfile.NamedTemporaryFile(prefix=prefix)  # noqa: SIM115
+        return file, os.open(file.name, _READ | getattr(os, "O_TEMPORARY", 0))
+    file = tempfile.NamedTemporaryFile(prefix=prefix, delete=False)  # noqa: SIM115
+    try:
+        return file, open_to_read(file.name)
+    finally:
+        os.unlink(file.name)  # noqa: PTH108 (a process that is killed leaves nothing)
+
+
+def temporary_folder() -> str:
+    """The folder in which unnamed files are made."""
+    import tempfile
+
+    return tempfile.gettempdir()
+
+
+def fill_descriptors() -> None:
+    """Take the numbers 0, 1 and 2 where they are free, which an output would get otherwise.
+
+    Nothing can be written to number 1 then.
+    """
+    for number, mode in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, mode | _BINARY)  # gets the lowest number that is free
+
+
+# ----------------------------------------------------------------------------------------------------- positioned reads
+
+
+def read_into_at(fd: int, view: memoryview, offset: int) -> int:
+    """Fill `view` from `offset` on, as far as the system does in one go.
+
+    Returns how many bytes that are, 0 at the end of the file. Any number of threads may read one
+    descriptor so: its place does not matter.
+    """
+    if hasattr(os, "preadv"):
+        return int(_os.preadv(fd, [view], offset))
+    found = read_at(fd, len(view), offset)
+    view[: len(found)] = found
+    return len(found)
+
+
+def read_at(fd: int, nbytes: int, offset: int) -> bytes:
+    """Up to `nbytes` bytes from `offset` on, for any number of threads, as `read_into_at`."""
+    if hasattr(os, "pread"):
+        return bytes(_os.pread(fd, nbytes, offset))
+    with _PLACES[fd % len(_PLACES)]:
+        os.lseek(fd, offset, os.SEEK_SET)
+        return os.read(fd, nbytes)
+
+
+_PLACES = tuple(threading.Lock() for _ in range(64))
+"""Held while the place of a descriptor is used; several descriptors may share one."""
+
+
+def next_data(fd: int, offset: int, size: int) -> int:
+    """The first byte from `offset` on that lies on the disk and in no hole; `size` where there is none.
+
+    Where holes are unknown, `offset`: everything is data. Systems that have them have positioned reads.
+    """
+    if not hasattr(os, "SEEK_DATA") or not hasattr(os, "pread"):
+        return offset
+    try:
+        return os.lseek(fd, offset, os.SEEK_DATA)
+    except OSError as error:
+        return size if error.errno == errno.ENXIO else offset
+
+
+def path_of_open(fd: int) -> str | None:
+    """A path that leads to an open file whatever becomes of its name (Linux); None where there is none."""
+    through_fd = f"/proc/self/fd/{fd}"
+    return through_fd if Path(through_fd).exists() else None
+
+
+# ----------------------------------------------------------------------------------------------------------------- names
+
+
+class FileInUse(PermissionError):
+    """A name that cannot be given, for what has it is open, here or elsewhere, or read-only (Windows)."""
+
+
+def link(made: Path, target: Path) -> None:
+    """Give a file a second name, in one step.
+
+    `FileExistsError` where the name is taken, another `OSError` where the file system has no links.
+    """
+    if not hasattr(os, "link"):
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+    os.link(made, target)
+
+
+def replace(made: Path, target: Path) -> None:
+    """Give the file `made` the name `target` in one step, whoever has it.
+
+    Windows: `FileInUse` while that one is open.
+    """
+    _unless_in_use(made.replace, made, target)
+
+
+def rename(made: Path, target: Path) -> None:
+    """Rename a file or folder in one step.
+
+    Windows: `FileExistsError` where the name is taken, `FileInUse` while it is open, or a file in
+    it. POSIX: a file that has the name is replaced, and so is a folder that is empty.
+    """
+    _unless_in_use(made.rename, made, target)
+
+
+def _unless_in_use(change: Callable[[Path], object], made: Path, target: Path) -> None:
+    for wait in _WAITS:
+        try:
+            change(target)
+            return
+        except PermissionError:
+            if not ON_WINDOWS:
+                raise
+            time.sleep(wait)
+    raise FileInUse(errno.EACCES, os.strerror(errno.EACCES), str(made), None, str(target))
+
+
+_WAITS = (0.01, 0.05, 0.1, 0.2, 0.0)
+"""Seconds between tries to replace a file on Windows, where virus scanners and indexers hold files for a moment."""
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Two names change places in one step, by renameat2(2); False where the system or the file system lacks it."""
+    call = getattr(_libc(), "renameat2", None)  # glibc 2.28, musl 1.2.4
+    at_cwd, swap = -100, 2
+    if call is None:
+        return False
+    if not call(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), swap):
+        return True
+    number = _errno_of_libc()
+    if number in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number))
+
+
+def give_owner(path: Path, uid: int, gid: int) -> None:
+    """Give a file to a user and a group, where this process may; Windows: files belong to who writes them."""
+    if hasattr(os, "chown"):
+        with contextlib.suppress(PermissionError):
+            os.chown(path, uid, gid)
+
+
+def make_private_folder(path: Path) -> None:
+    """Make a folder of this user alone.
+
+    Windows: with the rights of the folder around it, for files keep those that they were made with.
+    """
+    path.mkdir(mode=0o777 if ON_WINDOWS else 0o700)
+
+
+def is_plain_path(name: str) -> bool:
+    """Whether a relative path that a file names means the same file, inside its folder, on every system.
+
+    It is printable; its parts, between slashes, have no backslash and no colon (drives, streams),
+    are not empty and no dots, end in neither a dot nor a space (which Windows leaves off), and are
+    not the names of devices (``NUL``, ``aux.txt``).
+    """
+    return name.isprintable() and all(_is_plain_part(part) for part in name.split("/"))
+
+
+def _is_plain_part(part: str) -> bool:
+    return part not in ("", ".", "..") and part[-1] not in ". " and not set(part) & set("\\:") and not _is_device(part)
+
+
+def _is_device(part: str) -> bool:
+    return part.partition(".")[0].rstrip(" ").upper() in _DEVICES
+
+
+_PORTS = {f"{kind}{number}" for kind in ("COM", "LPT") for number in "0123456789¹²³"}
+_DEVICES = {"CON", "PRN", "AUX", "NUL", "CONIN$", "CONOUT$"} | _PORTS
+"""Names that Windows takes for devices in any folder, whatever follows after a dot.
+
+Source: "Naming Files, Paths, and Namespaces" in Microsoft's documentation of Win32.
+"""
+
+
+# ----------------------------------------------------------------------------------------------------------------- locks
+
+
+_LOCK = ".ckptconv-lock"
+
+
+@dataclass(frozen=True, slots=True)
+class FolderLock:
+    """What a folder is locked by until it is closed, or the process ends.
+
+    That is the folder's own descriptor, or that of a `file` in it; below 0 where there are no locks.
+    """
+
+    fd: int
+    folder: Path
+    file: Path | None = None
+
+    def take(self, *, wait: bool) -> None:
+        """Take the lock; without `wait`, `BlockingIOError` when another has it.
+
+        Another `OSError` where locks are unknown.
+        """
+        if self.fd < 0:
+            raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+        (_lock_region if self.file else _flock)(self.fd, wait)
+
+    def inside(self) -> Path:
+        """Where files are made: the folder itself, or one in it, which can be renamed while `file` is open."""
+        if self.file is None:
+            return self.folder
+        inner = self.folder / "made"
+        inner.mkdir()
+        return inner
+
+    def close(self) -> None:
+        """Give the lock back, and remove the file that stood for it; once."""
+        if self.fd >= 0:
+            os.close(self.fd)
+        if self.file is not None:
+            with contextlib.suppress(OSError):  # another process waits for it, and will remove it
+                self.file.unlink()
+
+
+def folder_lock(folder: Path, *, follow: bool = False) -> FolderLock:
+    """What `folder` can be locked by; it is not locked yet. A link is followed only with `follow`."""
+    if ON_WINDOWS:
+        file = folder / _LOCK
+        return FolderLock(os.open(file, os.O_RDWR | os.O_CREAT | _BINARY, 0o666), folder, file)
+    if not hasattr(os, "O_DIRECTORY"):
+        return FolderLock(-1, folder)
+    return FolderLock(os.open(folder, _FOLDER | (0 if follow else _os.O_NOFOLLOW)), folder)
+
+
+def _flock(fd: int, wait: bool) -> None:
+    if _fcntl is None:
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+    _fcntl.flock(fd, _fcntl.LOCK_EX | (0 if wait else _fcntl.LOCK_NB))
+
+
+def _lock_region(fd: int, wait: bool) -> None:
+    """Lock the first byte of a file; msvcrt gives up after ten seconds, and so is asked again."""
+    import msvcrt
+
+    calls: Any = msvcrt
+    while True:
+        os.lseek(fd, 0, os.SEEK_SET)
+        try:
+            calls.locking(fd, calls.LK_NBLCK, 1)
+            return
+        except PermissionError:
+            if not wait:
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)) from None
+            time.sleep(0.01)
+
+
+# ------------------------------------------------------------------------------------------------------------------ disk
+
+
+def sync(fd: int) -> None:
+    """Have the disk confirm what was written to a file, or the names in a folder."""
+    if hasattr(_fcntl, "F_FULLFSYNC"):
+        with contextlib.suppress(OSError):  # macOS: fsync(2) leaves it in the disk's own memory
+            _fcntl.fcntl(fd, _fcntl.F_FULLFSYNC)
+            return
+    os.fsync(fd)
+
+
+def sync_file(path: Path) -> None:
+    """Have the disk confirm the content of a file that is closed. Windows syncs only what may be written to."""
+    _sync_path(path, os.O_RDWR | _BINARY | _CLOEXEC if ON_WINDOWS else _READ)
+
+
+def sync_folder(path: Path) -> None:
+    """Have the disk confirm the names in a folder. Windows cannot be asked to; NTFS keeps a journal of names."""
+    if not ON_WINDOWS:
+        _sync_path(path, _FOLDER)
+
+
+def _sync_path(path: Path, flags: int) -> None:
+    fd = os.open(path, flags)
+    try:
+        sync(fd)
+    finally:
+        os.close(fd)
+
+
+def reserve(fd: int, size: int) -> None:
+    """Have the file system set `size` bytes aside, where it can; `OSError` when there is no room.
+
+    This is fallocate(2) itself, for `os.posix_fallocate` writes to every block where a file system lacks the call.
+    """
+    import ctypes
+
+    call = getattr(_libc(), "fallocate", None)
+    if call is not None and call(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)) and _errno_of_libc() in NO_SPACE:
+        raise OSError(_errno_of_libc(), os.strerror(_errno_of_libc()))
+
+
+def free_bytes(folder: Path) -> int | None:
+    """What this user may still write to the file system of `folder`; None where it does not tell."""
+    if not hasattr(os, "statvfs"):
+        import shutil
+
+        return shutil.disk_usage(folder).free
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize if found.f_blocks else None
+
+
+def _libc() -> Any:
+    """The functions of the C library; None where Python cannot get at them by no name (Windows)."""
+    import ctypes
+
+    try:
+        return ctypes.CDLL(None, use_errno=True)
+    except (TypeError, OSError):
+        return None
+
+
+def _errno_of_libc() -> int:
+    import ctypes
+
+    return ctypes.get_errno()
+
+
+# --------------------------------------------------------------------------------------------------------------- signals
+
+
+STOPPING: tuple[signal.Signals, ...] = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK") if hasattr(signal, name)
+)
+"""The signals by which a program is asked to stop; SIGBREAK is Windows' Ctrl-Break and a console that is closed."""
+
+
+def can_set_alarm() -> bool:
+    """Whether an alarm can be set: in the main thread, where there are alarms and nobody else uses them."""
+    main = threading.current_thread() is threading.main_thread()
+    return main and hasattr(signal, "SIGALRM") and signal.getsignal(_signal.SIGALRM) == signal.SIG_DFL
+
+
+def set_alarm(seconds: float, handler: Callable[..., Any]) -> None:
+    """Have `handler` called in the main thread after so many seconds, even while a pattern is matched."""
+    signal.signal(_signal.SIGALRM, handler)
+    _signal.setitimer(_signal.ITIMER_REAL, seconds)
+
+
+def stop_alarm() -> float:
+    """Take the alarm back; returns the seconds that were left."""
+    left, _interval = _signal.setitimer(_signal.ITIMER_REAL, 0)
+    signal.signal(_signal.SIGALRM, signal.SIG_DFL)
+    return float(left)
