@@ -54,8 +54,8 @@ EMPTY = {"formats.__init__"}
 
 TERMINAL_MODULES = {"cli", "cli_options", "completion", "progress_display", "terminal"}
 TORCH_MODULES = {"devices", "loading", "saving", "fitting", "dcp_output", "named_models"}
-FILE_MODULES = {"platforms", "staging", "help_pages"}
-"""help_pages: the documentation."""
+FILE_MODULES = {"platforms", "staging", "help_pages", "terminal"}
+"""help_pages: the documentation; terminal: the file that is made before it is printed."""
 USERS_OF_PLATFORMS = {"signals", "key_rules", "sources", "outputs", "staging", "terminal", "convert"} | {
     f"formats.{name}"
     for name in ("sharded", "steps", "dcp")  # names of files that files give
