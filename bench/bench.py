@@ -4,7 +4,7 @@
 
 Prints a markdown report on stdout (also bench-out/results.md, and every run in bench-out/results.json) and progress on
 stderr. For Linux. The full size needs torch, 5 GB of memory, 5 GB of disk (20 GB for the row `memory-huge`) and half an
-hour. The rows are in rows.py; inputs come from make_inputs.py; sides that are no programs of their own are in
+hour. The rows are in rows.py; inputs come from make_inputs.py; sides that are not programs of their own are in
 children.py; tables.py compares and prints.
 
 One measurement is one child from spawn to exit. The two sides of a row run in turn, A B A B, after a run of each that does

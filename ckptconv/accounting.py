@@ -31,7 +31,7 @@ from ckptconv.torch_objects import COPIES, Window
 
 _COUNTED = frozenset((torch_zip.NAME, torch_legacy.NAME, torch_tar.NAME, raw_pickle.NAME, safetensors.NAME))
 _SHARDED = "sharded "
-_HINT = "report this; without --verify it is converted all the same"
+_HINT = "please report this; without --verify it is converted anyway"
 
 Key = tuple[str, str, int, int]
 """What a storage is known by: its file's path, its name, where it begins; and the stream within the file that it is in."""
@@ -73,7 +73,7 @@ def _refuse_unread(plan: ConversionPlan, named: Named, tree: Found) -> None:
     """Refuse what the files name and the tree does not hold."""
     read = Counter(key[:2] for key in tree.storages)
     if missing := [name[1] for name, count in named.storages.items() if read[name] < count]:
-        raise _failure(plan, missing, "is named by the pickle, and not in the tree that was read of it")
+        raise _failure(plan, missing, "is named by the pickle, but is not in the tree that was read from it")
     if named.tensors > tree.tensors:
         what = f"its pickles make {named.tensors} tensors, of which {tree.tensors} were read"
         raise VerificationFailed(what, path=plan.source, hint=_HINT)
@@ -87,7 +87,7 @@ def _refuse_lost(plan: ConversionPlan) -> None:
     if needed:
         needed -= found_in([item.node for item in plan.skipped]).storages
     if needed:
-        raise _failure(plan, sorted(key[1] for key in needed), "was read, and is neither in the output nor listed as left out")
+        raise _failure(plan, sorted(key[1] for key in needed), "was read, but is neither in the output nor listed as left out")
 
 
 def refuse_unwritten(file: PlannedFile, written: Path) -> None:
@@ -99,7 +99,7 @@ def refuse_unwritten(file: PlannedFile, written: Path) -> None:
         source.close()
     records = {f"{torch_zip.ROOT}/{item.name}" for item in file.layout.items if item.name.startswith("data/") and item.nbytes}
     if missing := sorted(records - {name for _, name in named.storages}):
-        raise VerificationFailed("was written, and the pickle does not name it", path=file.path, where=missing[0])
+        raise VerificationFailed("was written, but the pickle does not name it", path=file.path, where=missing[0])
     planned = len({id(ref) for _, ref in file.tensors()})
     if named.tensors < planned:
         raise VerificationFailed(f"its pickle makes {named.tensors} tensors where {planned} were planned", path=file.path)
@@ -166,7 +166,7 @@ def _with_modules(plan: ConversionPlan, tree: Found) -> Found:
         source.close()
     kept = {key[:3] for key in tree.storages | allowed.storages}
     if lost := {key[:3] for key in whole.storages} - kept:
-        raise _failure(plan, sorted(name for _, name, _ in lost), "belongs to a module, and is not in its state dict")
+        raise _failure(plan, sorted(name for _, name, _ in lost), "belongs to a module, but is not in its state dict")
     return whole
 
 

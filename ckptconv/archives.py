@@ -1,7 +1,7 @@
 """Zip archives as torch writes them: a directory of records by name, and the bytes around the payloads when writing.
 
 Reading trusts neither of the two descriptions that a zip file holds of itself: the central directory is checked whole,
-then against each local header, and records may not overlap, differ in case only, or carry a name that is no plain
+then against each local header, and records may not overlap, differ in case only, or carry a name that is not a plain
 relative path. Payloads are not touched. Deflated records are read through `InflatedSource`.
 
 Layout written (that of torch's own writer, whose reader computes offsets instead of looking them up): local header with
@@ -107,7 +107,7 @@ def read_record(source: Source, record: Record, limit: str) -> bytes:
 
 
 def _malformed(source: Source, what: str, where: object = "zip directory") -> MalformedCheckpoint:
-    return MalformedCheckpoint(what, path=source.path, where=where, hint="the file is damaged, cut off or made to deceive")
+    return MalformedCheckpoint(what, path=source.path, where=where, hint="the file is damaged, cut off or forged")
 
 
 def _find_directory(source: Source) -> tuple[int, int, int]:
@@ -129,7 +129,7 @@ def _find_directory(source: Source) -> tuple[int, int, int]:
     if disk or start_disk or here != count:
         raise _malformed(source, "is one of several volumes")
     if start + size != end:
-        raise _malformed(source, "its directory does not end where its end record begins")
+        raise _malformed(source, "its directory does not end where its end record starts")
     return start, count, size
 
 
@@ -171,13 +171,13 @@ def _read_records(source: Source, start: int, count: int, size: int) -> list[Rec
         extra_at = name_at + name_size
         at = extra_at + extra_size + comment_size
         if signature != b"PK\1\2" or at > len(raw):
-            raise _malformed(source, "holds something else than records")
+            raise _malformed(source, "holds something other than records")
         raw_name = raw[name_at:extra_at]
         name = raw_name.decode() if _ORDINARY(raw_name) else _name(source, raw_name)
         if flags & _ENCRYPTED:
             raise _malformed(source, "is marked as encrypted", name)
         if attributes & _FOLDER and plain and not raw_name.endswith(b"/"):
-            raise _malformed(source, "is marked as a folder, as which torch does not read it, but holds bytes", name)
+            raise _malformed(source, "is marked as a folder but holds bytes; torch does not read it correctly", name)
         if method not in (_STORED, _DEFLATED):
             raise UnsupportedCheckpoint(f"is compressed by method {method}", path=source.path, where=name)
         if _MAX32 in (stored, plain, header):
@@ -223,7 +223,7 @@ def _name(source: Source, raw: bytes) -> str:
     except UnicodeDecodeError:
         raise _malformed(source, f"has a record whose name is not UTF-8: {raw!r}") from None
     if not name.isprintable() or "\\" in name or name.startswith("/") or ".." in name.split("/"):
-        raise _malformed(source, "has a name that is no plain relative path", printable(name))
+        raise _malformed(source, "has a name that is not a plain relative path", printable(name))
     return name
 
 

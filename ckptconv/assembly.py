@@ -29,7 +29,7 @@ def assembled(dtype: DType, shape: Shape, parts: Sequence[tuple[Shape, TensorRef
     if len(filled) < 2 and first.shape == shape:
         return first._replace(requires_grad=False)
     if dtype.is_packed:
-        raise UnsupportedCheckpoint(f"is {dtype.name} in {len(filled)} chunks, whose elements are no whole bytes")
+        raise UnsupportedCheckpoint(f"is {dtype.name} in {len(filled)} chunks, whose elements do not fill whole bytes")
     if any((ref.conj, ref.neg, _big(ref)) != (first.conj, first.neg, _big(first)) for _, ref in filled):
         raise UnsupportedCheckpoint("its chunks differ in byte order or in their conj and neg bits")
     pieces = tuple(_moved(piece, start) for start, ref in filled for piece in ref.pieces)

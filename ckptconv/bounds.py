@@ -105,7 +105,8 @@ def limits(**changes: float) -> Iterator[Limits]:
 
     Blocks may stand within each other. Other threads, and async tasks that run already, keep their own. A checkpoint that was
     opened within a block keeps its limits for what is done with it later, but for those that are set where it is done.
-    Raises `TypeError` for a name that is no limit or a value that is no number, `ValueError` for one that is not positive.
+    Raises `TypeError` for a name that is not a limit or a value that is not a number, `ValueError`
+    for one that is not positive.
 
     >>> with limits(view_ratio=1000, pickle_bytes=4 << 30) as inside:
     ...     inside.view_ratio, inside.depth

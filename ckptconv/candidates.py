@@ -31,7 +31,7 @@ _PACKED = ("_extra_state", "_packed_params")
 class Candidate:
     """A dict that may be the model, or those of its tensors that stand in it beside other dicts of tensors.
 
-    `beside` are the identities of its values that are no part of the state dict, None where all are. `count` are its
+    `beside` are the identities of its values that are not part of the state dict, None where all are. `count` are its
     tensors, `weak` tells that all of them are numbers of the training or the like.
     """
 

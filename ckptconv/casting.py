@@ -75,7 +75,7 @@ def cast(values: memoryview, source: DType, target: DType) -> Cast:
     """Cast the whole little-endian elements in `values`, a contiguous view; any cut of a tensor into runs is as good.
 
     Memory: the result and at most 2 MiB; a 16-bit `source` also leaves behind one table per target, of up to 576 KiB.
-    Where both types are one, the result is `values` itself. Raises `CheckpointError` when either is no floating type.
+    Where both types are one, the result is `values` itself. Raises `CheckpointError` when either is not a floating type.
     """
     if not (source.is_floating and target.is_floating):
         raise CheckpointError(f"cannot cast {source.name} to {target.name}", hint="only floating types are cast")

@@ -31,8 +31,8 @@ class Span(NamedTuple):
 class Census:
     """What one pickle names: the element counts of `storages` by key, the number of `tensors` that are rebuilt.
 
-    `references` are the persistent ids that are no tuples (keys of tensors, in tar files); `streams` are the torch streams that
-    storages are loaded from, as bare pickles have them.
+    `references` are the persistent ids that are not tuples (keys of tensors, in tar files); `streams` are the
+    torch streams that storages are loaded from, as bare pickles have them.
     """
 
     storages: dict[str, int] = field(default_factory=dict)
@@ -47,8 +47,8 @@ def take_census(stream: bytes) -> Census:
     try:
         counter.run()
     except (IndexError, KeyError, ValueError, struct.error) as error:
-        what = f"the count of what its pickle names stops near byte {counter.position}"
-        raise MalformedCheckpoint(what, hint="convert it without --verify, and report this") from error
+        what = f"counting what its pickle names stops near byte {counter.position}"
+        raise MalformedCheckpoint(what, hint="please report this; convert it without --verify") from error
     return counter.census
 
 
@@ -105,7 +105,7 @@ def _flat(parts: list[Any]) -> tuple[Any, ...]:
 
 _KEPT = frozenset((str, _Name, Span, bytes))
 _LONG = 1000  # of longer texts only the place is kept
-_WIDE = 16  # longer tuples are no persistent ids and no arguments that matter
+_WIDE = 16  # longer tuples are not persistent ids or arguments that matter
 _PLAIN = frozenset(f"torch._utils._rebuild_tensor{version}" for version in ("", "_v2", "_v3"))
 _FROM_TYPE = ("torch._tensor._rebuild_from_type_v2", "torch.tensor._rebuild_from_type_v2")
 
@@ -182,7 +182,7 @@ class _Counter:
         stack = self._stack
         parts = stack[-count:]
         if len(parts) != count:
-            raise ValueError("a tuple of more than there is")
+            raise ValueError("a tuple of more values than there are")
         del stack[-count:]
         stack.append(_flat(parts))
 

@@ -139,7 +139,7 @@ def convert(keys: str, **given: Any) -> None:
     """Convert checkpoint IN to OUT: keys normalised, tagged for the CPU, in the format that OUT's name says. Several INs are
     the files of all ranks of one checkpoint. Key rules apply in the order in which they are given, before --like or --model."""
     if given["like"] and given["model"]:
-        raise click.UsageError("--like and --model are both given, and the keys can fit one only")
+        raise click.UsageError("--like and --model are both given, and the keys can fit only one")
     if given["drop_unexpected"] and not (given["like"] or given["model"]):
         raise click.UsageError("--drop-unexpected needs --like or --model")
     _convert(given, keys)
@@ -173,7 +173,7 @@ Examples:
 @output_options
 def add_module(**given: Any) -> None:
     """Put `module.` (DataParallel, DDP) before the keys of IN, unless all have it, and write OUT for the CPU. What stands
-    beside the weights and is no tensor (`epoch`) keeps its name."""
+    beside the weights and is not a tensor (`epoch`) keeps its name."""
     _convert(given, "add-module")
 
 
@@ -265,7 +265,7 @@ def doctor(sources: tuple[Path, ...], as_json: bool, strict: bool, **given: Any)
     from ckptconv.diagnosis import diagnose_all
 
     if given["like"] and given["model"]:
-        raise click.UsageError("--like and --model are both given, and the keys can fit one only")
+        raise click.UsageError("--like and --model are both given, and the keys can fit only one")
     shown = progress_shown(READING, silent=as_json)
     with errors_shown(as_json, code=2), redirect_stdout(sys.stderr), shown as on_progress:  # a model that is built may print
         found = diagnose_all(sources, **given, on_progress=on_progress)
@@ -407,7 +407,7 @@ Examples:
   ckptconv scan a.pkl b.zip --json
 
 Exit code: 0 nothing dangerous, 1 something dangerous (with --strict: or unknown), 2 a path cannot be read.
-Unknown are names that are no part of ordinary checkpoints, and what cannot be looked into: gzip, bzip2, xz, 7z, ...""",
+Unknown are names that are not part of ordinary checkpoints, and what cannot be looked into: gzip, bzip2, xz, 7z, ...""",
 )
 @click.argument("paths", metavar="PATH...", type=FILE, nargs=-1, required=True)
 @click.option("--strict", is_flag=True, help="Exit with 1 for all that is not known to be plain, too.")
@@ -568,7 +568,7 @@ def main() -> None:
     """The program: one line per error, exit codes 0 (done), 1 (refused or failed), 2 (usage), 130 and 143 (stopped)."""
     import gc
 
-    gc.disable()  # one command and the process ends: a tree of a million nodes is no garbage, and looking costs a tenth
+    gc.disable()  # one command and the process ends: a tree of a million nodes is not garbage, and looking costs a tenth
     stop_in_good_order()
     fill_closed_streams()
     take_any_text()
@@ -583,10 +583,10 @@ def main() -> None:
     except click.ClickException as error:
         stop(type(error).__name__, printable(error.format_message(), 2000), 1, as_json=as_json)
     except (KeyboardInterrupt, click.Abort):
-        stop("Interrupted", "interrupted; nothing unfinished was left behind", 130, as_json=as_json)
+        stop("Interrupted", "interrupted; no unfinished file was left behind", 130, as_json=as_json)
     except SystemExit as stopped:
         if as_json and stopped.code in (129, 143):  # SIGHUP, SIGTERM
-            print_ending_json("Interrupted", "stopped by a signal; nothing unfinished was left behind", int(stopped.code))
+            print_ending_json("Interrupted", "stopped by a signal; no unfinished file was left behind", int(stopped.code))
         raise
     except OSError as error:
         if error.filename is None:

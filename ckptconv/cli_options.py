@@ -137,7 +137,7 @@ def _limit(text: str) -> tuple[str, float]:
             return name, float(value)
         return name, int(value) if value.isascii() and value.isdigit() else parse_size(value)
     except (CheckpointError, ValueError):
-        raise ValueError(f"--limit {text}: its value is no number and no size such as 4GiB") from None
+        raise ValueError(f"--limit {text}: its value is not a number or a size such as 4GiB") from None
 
 
 LIMIT = click.option("--limit", metavar="NAME=VALUE", multiple=True, expose_value=False, callback=_limits_set,
@@ -217,7 +217,7 @@ def is_for_stdout(given: dict[str, Any]) -> bool:
 
 
 def key_rules(wrappers: Any, *, reverse: bool = False) -> KeyRules:
-    """The rules of the command that runs, in their order; `CheckpointError` for what is no rule or no file of rules."""
+    """The rules of the command that runs, in their order; `CheckpointError` for what is not a rule or no file of rules."""
     from ckptconv.keys import KeyRules
     from ckptconv.rule_files import read_rules
 

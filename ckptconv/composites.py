@@ -68,7 +68,7 @@ def _rebuilt(node: Call) -> tuple[str, tuple[Node, ...]]:
 
 
 def _wrong(what: str) -> MalformedCheckpoint:
-    return MalformedCheckpoint(what, hint="the file is damaged or made to deceive; --exclude or --only leaves it out")
+    return MalformedCheckpoint(what, hint="the file is damaged or forged; --exclude or --only leaves it out")
 
 
 def _require(fits: bool, what: str) -> None:
@@ -110,7 +110,7 @@ def _sparse(args: tuple[Node, ...]) -> Check:
     given = args[1] if type(layout) is str and type(args[1]) is tuple else ()
     count = 2 if layout == _COO else 3
     size = plain_sizes(given[count]) if len(given) > count else None
-    _require(layout == _COO or layout in _COMPRESSED, "a sparse tensor is of no layout that torch has")
+    _require(layout == _COO or layout in _COMPRESSED, "a sparse tensor has a layout that torch does not know")
     _require(
         size is not None and all(type(part) is TensorRef for part in given[:count]) and len(given) <= 4,
         "a sparse tensor is not made of tensors and a size",
@@ -118,7 +118,8 @@ def _sparse(args: tuple[Node, ...]) -> Check:
     assert size is not None
     refuse_dimensions(len(size))
     _require(
-        min(size, default=0) >= 0 and prod(number for number in size if number) < 1 << 63, f"its size {size} is of no tensor"
+        min(size, default=0) >= 0 and prod(number for number in size if number) < 1 << 63,
+        f"its size {size} cannot be that of a tensor",
     )
     if layout == _COO:
         return _coo(given[0], given[1], size, coalesced=given[-1] is True)
@@ -128,7 +129,7 @@ def _sparse(args: tuple[Node, ...]) -> Check:
 def _coo(indices: TensorRef, values: TensorRef, size: Shape, *, coalesced: bool) -> Check:
     _require(
         indices.dtype is _INT64 and not indices.neg and len(indices.shape) == 2,
-        "the indices of a sparse tensor are no int64 matrix",
+        "the indices of a sparse tensor are not an int64 matrix",
     )
     dimensions, count = indices.shape
     _require(
@@ -149,7 +150,7 @@ def _check_coo(indices: TensorRef, size: Shape, coalesced: bool) -> None:
         block = _read_integer_box(indices, (0, first), (dimensions, stop - first))
         _refuse_beyond(block, limits)
         if coalesced and not _is_ascending(block):
-            raise _wrong("says that it is coalesced, but its indices are not sorted, or one is there twice")
+            raise _wrong("says that it is coalesced, but its indices are not sorted, or one occurs twice")
 
 
 def _refuse_beyond(numbers: Numbers, limits: Any) -> None:
@@ -238,12 +239,12 @@ _FLOAT_CHANNELS = "torch.per_channel_affine_float_qparams"
 def _quantized(args: tuple[Node, ...]) -> Check:
     _require(
         5 <= len(args) <= 7 and type(args[4]) is tuple and bool(args[4]) and type(args[4][0]) is Global,
-        "a quantized tensor is rebuilt from other things than its storage, shape and scheme",
+        "a quantized tensor is not rebuilt from a storage, a shape and a scheme",
     )
     storage, offset, shape, stride, params = args[:5]
     dtype = getattr(storage, "dtype", None)
     if type(dtype) is not DType or dtype.name not in _RANGES:
-        raise _wrong("a quantized tensor is rebuilt from no storage of quantized numbers")
+        raise _wrong("a quantized tensor is rebuilt from a storage that does not hold quantized numbers")
     if (packed := _IN_A_BYTE.get(dtype.name)) is None:
         tensor_of_storage(storage, offset, shape, stride, dtype=dtype)
     else:
@@ -253,9 +254,11 @@ def _quantized(args: tuple[Node, ...]) -> Check:
     scheme = params[0].path
     if scheme == "torch.per_tensor_affine":
         fits = len(params) == 3 and _is_float(params[1]) and type(params[2]) is int and low <= params[2] <= high
-        _require(fits, f"its scale is no number, or its zero point is none of {dtype.name} ({low} to {high})")
+        _require(fits, f"its scale is not a number, or its zero point is not a value of {dtype.name} ({low} to {high})")
         return _nothing
-    _require(scheme in (_CHANNELS, _FLOAT_CHANNELS) and len(params) == 4, "is quantized by no scheme that torch rebuilds")
+    _require(
+        scheme in (_CHANNELS, _FLOAT_CHANNELS) and len(params) == 4, "is quantized by a scheme that torch does not rebuild"
+    )
     return _by_channel(params[1:], shape, low, high)
 
 
@@ -267,17 +270,17 @@ def _is_float(value: Node) -> bool:
 def _by_channel(params: tuple[Node, ...], shape: Shape, low: int, high: int) -> Check:
     """Zero points may be floats under either scheme: torch saves the plain one for both."""
     scales, zero_points, axis = params
-    _require(type(axis) is int and 0 <= axis < len(shape), f"its axis {axis!r} is none of the {len(shape)} of its shape")
+    _require(type(axis) is int and 0 <= axis < len(shape), f"its axis {axis!r} is not one of the {len(shape)} of its shape")
     _require(
         all(_length(part) == shape[axis] for part in (scales, zero_points)),
-        f"has not one scale and one zero point for each of its {shape[axis]} channels",
+        f"does not have one scale and one zero point for each of its {shape[axis]} channels",
     )
     _require(type(scales) is list or scales.dtype.is_floating, "its scales are not floating numbers")
     if type(zero_points) is list:
         fits = all(type(zero) is float or (type(zero) is int and low <= zero <= high) for zero in zero_points)
-        _require(fits, f"a zero point is no number from {low} to {high}")
+        _require(fits, f"a zero point is not a number from {low} to {high}")
         return _nothing
-    _require(zero_points.dtype.kind in ("int", "float") and not zero_points.neg, "its zero points are no numbers")
+    _require(zero_points.dtype.kind in ("int", "float") and not zero_points.neg, "its zero points are not numbers")
     return partial(_check_zero_points, zero_points, low, high) if zero_points.dtype.kind == "int" else _nothing
 
 
@@ -291,7 +294,7 @@ def _length(part: Node) -> int:
 def _check_zero_points(zero_points: TensorRef, low: int, high: int) -> None:
     for _, numbers in _read_integers(zero_points):
         if int(numbers.min()) < low or int(numbers.max()) > high:
-            raise _wrong(f"a zero point is no number from {low} to {high}")
+            raise _wrong(f"a zero point is not a number from {low} to {high}")
 
 
 # --------------------------------------------------------------------------------------------------------------- nested
@@ -306,7 +309,7 @@ def _nested(args: tuple[Node, ...]) -> Check:
     )
     if sizes.shape == strides.shape == () and offsets.shape == (0,):  # one of no tensors has a scalar of any type here
         return _nothing
-    _require(sizes.shape[:1] != (0,), "a nested tensor of no tensors has sizes")  # torch prints such a one beyond its end
+    _require(sizes.shape[:1] != (0,), "a nested tensor without tensors has sizes")  # torch prints such a one beyond its end
     _require(
         all(part.dtype is _INT64 and not part.neg for part in (sizes, strides, offsets)),
         "the sizes, strides and offsets of a nested tensor are not int64",
@@ -342,7 +345,7 @@ def _claimed(size: Numbers, stride: Numbers, offset: Numbers, there: int) -> int
     spread = (size.clip(1).astype(float) - 1) * stride
     _require(
         bool((np.prod(size.clip(1).astype(float), axis=1) < 2.0**62).all() and (spread.sum(axis=1) + offset < 2.0**62).all()),
-        "a nested tensor has sizes or strides beyond all bounds",
+        "a nested tensor has sizes or strides that are too large",
     )
     numel = np.prod(size, axis=1)
     last = offset + ((size.clip(1) - 1) * stride).sum(axis=1)

@@ -319,7 +319,7 @@ def _mapping_made(plan: ConversionPlan, *, force: bool, fsync: bool) -> Iterator
             try:
                 put_file(made, path, force=force, fsync=fsync)
             except OutputRefused as error:
-                error.hint = f"the output itself, {plan.output}, is in place"
+                error.hint = f"the output {plan.output} is in place"
                 raise
 
         yield put

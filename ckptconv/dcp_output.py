@@ -47,7 +47,7 @@ def write_dcp(plain: Path, folder: Path, name: Path) -> None:
             save(tree, storage_writer=Writer(folder, sync_files=False), **alone)
     except OSError:
         raise
-    except (Exception, CheckpointException) as error:  # which is no Exception
+    except (Exception, CheckpointException) as error:  # which is not an Exception
         cause = _cause(error)
         if (stop := _stop(cause)) is not None:
             raise stop from None

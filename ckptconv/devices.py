@@ -48,7 +48,7 @@ def check_tag(tag: str) -> str:
         return canonical
     meant = _canonical(tag.strip().lower())
     why = ": a meta tensor has no values" if tag.partition(":")[0] == "meta" else ""
-    raise DeviceUnavailable(f"{tag!r} is no device tag{why}", hint=f"write {meant}; {_FORMS}" if meant else _FORMS)
+    raise DeviceUnavailable(f"{tag!r} is not a device tag{why}", hint=f"write {meant}; {_FORMS}" if meant else _FORMS)
 
 
 def _canonical(tag: str) -> str | None:
@@ -84,7 +84,7 @@ def tag_map(device: str | None, pairs: Sequence[str] = ()) -> TagMap:
     """The map that `--device` and `--map-location OLD=NEW` ask for.
 
     `device` is a tag, ``keep``, ``auto`` (`best_device`), or None: ``keep`` if there are pairs, else ``cpu``. NEW is a
-    tag or ``auto``; OLD is any string, since a file may carry any. Raises `DeviceUnavailable` for what is no tag or no
+    tag or ``auto``; OLD is any string, since a file may carry any. Raises `DeviceUnavailable` for what is not a tag or no
     pair, and for an OLD that is sent to two places.
     """
     if device is None:
@@ -197,9 +197,9 @@ def _visibility_notes(visible: str | None, gpus: Sequence[Gpu], shown: int) -> l
     notes = []
     entries = (visible or "").split(",")
     if gpus and visible and shown < len(entries):
-        what = f"{entries[shown]!r} is no GPU of this host; it and everything after it is hidden"
+        what = f"{entries[shown]!r} is not a GPU of this host; it and everything after it is hidden"
         if visible.startswith("MIG-"):
-            what = "a MIG instance; of which GPU is not looked up"
+            what = "a MIG instance; its GPU is not looked up"
         elif not shown and visible_indices(entries[0], gpus):
             what = "a GPU is named twice, which hides all of them"
         notes += [] if entries[shown].strip().startswith("-") else [f"CUDA_VISIBLE_DEVICES={visible}: {what}"]
@@ -324,12 +324,12 @@ def _freest(kind: str, count: int, free: Callable[[int], int | None]) -> str:
 def require_device(tag: str) -> torch.device:
     """The `torch.device` of `tag` on this host; ``cuda`` and ``xpu`` without an index are the current device.
 
-    Raises `DeviceUnavailable`, which says what is here, if `tag` is no tag, torch is missing or cannot use the device.
+    Raises `DeviceUnavailable`, which says what is here, if `tag` is not a tag, torch is missing or cannot use the device.
     A backend outside torch must have been imported before: tags come out of files, and a file imports nothing.
     """
     canonical, notes = _canonical(tag), list[str]()
     if canonical is None:
-        raise DeviceUnavailable(f"{tag!r} is no device to load to", hint=_ELSEWHERE)
+        raise DeviceUnavailable(f"{tag!r} is not a device to load to", hint=_ELSEWHERE)
     kind, _, index = canonical.partition(":")
     if _import_torch(notes) is None:
         raise DeviceUnavailable(notes[0] if notes else "torch is not installed", hint=INSTALL_TORCH)
@@ -390,7 +390,7 @@ def resolve_map_location(map_location: str | torch.device | dict[str, Any] | Non
     elif isinstance(map_location, (str, getattr(sys.modules.get("torch"), "device", str))):
         chosen = TagMap(settled(str(map_location)))
     else:
-        raise DeviceUnavailable(f"map_location={map_location!r} is no location", hint="give a tag, or a dict of tags")
+        raise DeviceUnavailable(f"map_location={map_location!r} is not a location", hint="give a tag, or a dict of tags")
     return functools.cache(lambda tag: require_device(chosen(tag)))
 
 

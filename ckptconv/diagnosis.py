@@ -44,7 +44,7 @@ def diagnose(
 
     `like` (another checkpoint, an index, a list of keys) or `model` (``PACKAGE.MODULE:CALLABLE``, which is imported and
     called) has the keys and shapes that it should load into. `device` is where the tensors are wanted (a tag, ``auto``; by
-    default the CPU). `values` reads all of it, for damage and for values that are no numbers; otherwise no tensor is read.
+    default the CPU). `values` reads all of it, for damage and for values that are not numbers; otherwise no tensor is read.
     `size` tells also what a smaller type would save. `tag` picks a step of a folder of several. A sequence of paths are the
     files of all ranks of one checkpoint; `diagnose_all` takes several checkpoints. `on_progress` is called with a `Progress`
     about once a MiB that `values` reads. A file that cannot be opened is a finding; `CheckpointError` is raised only when
@@ -190,8 +190,8 @@ def _read_values(case: Case, tell: OnProgress | None) -> list[Symptom]:
     found = []
     if nan:
         cause = f"has values that are NaN ({sum(nan.values())}), in {some(list(nan))}"
-        advice = "the training has diverged, or a cast went too far: take an earlier checkpoint"
-        found.append(symptom("warning", "non-finite", cause, "what the model computes with them is NaN", advice=advice))
+        advice = "the training has diverged, or a cast overflowed: use an earlier checkpoint"
+        found.append(symptom("warning", "non-finite", cause, "the model computes NaN with them", advice=advice))
     if wrong:
         cause = f"has values that are infinite ({sum(wrong.values())}), in {some(list(wrong))}"
         advice = "a cast to a type of less range went too far, or the training has diverged: take what it was made from"
@@ -205,6 +205,6 @@ def _read_values(case: Case, tell: OnProgress | None) -> list[Symptom]:
 
 def _damaged(error: CheckpointError) -> Symptom:
     silent = "CRC-32" in error.what
-    effect = "torch.load does not check this and gives damaged values without a word" if silent else "it cannot be read"
+    effect = "torch.load does not check this; it returns damaged values silently" if silent else "it cannot be read"
     cause = f"{printable(error.where)}: {error.what}" if error.where else error.what
     return symptom("error", "damaged", cause, effect, advice=error.hint or "the file is damaged; fetch it again")

@@ -70,7 +70,7 @@ class ValueChange:
 class Difference:
     """What differs between the checkpoints at `a` and `b`, in the order of the keys of `a`; `values` the worst first.
 
-    `tensors` were compared, each of `nbytes` in sum. `others` are values that are no tensors, or a tensor in one of them
+    `tensors` were compared, each of `nbytes` in sum. `others` are values that are not tensors, or a tensor in one of them
     only. `locations` are device tags that differ; they make a difference only with `strict_device`, and `dtypes` do unless
     `ignore_dtype`. `damaged` tells of records that were compared and do not have the checksum that their archive declares.
     """
@@ -226,7 +226,7 @@ def _refuse_idle(ours: KeyMap, theirs: KeyMap, keys: KeyRules, first: Checkpoint
         idle = tuple(words for words in ours.idle if words in theirs.idle or words not in of_both)
         refuse_idle([replace(ours, idle=idle)], keys)
         if ours.old and not any(key is not None for key in (*ours.new, *theirs.new)):
-            raise KeyConflict(f"no key is left by {keys.leaving}", hint="check the globs")
+            raise KeyConflict(f"no key is left after {keys.leaving}", hint="check the globs")
     except KeyConflict as error:
         raise error.at(path=first.path) from error.__cause__
 

@@ -15,9 +15,9 @@ def read_object(raw: bytes, path: Path, where: str) -> dict[str, Any]:
     try:
         found = json.loads(raw.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise _malformed(path, where, f"is no valid JSON ({error})") from None
+        raise _malformed(path, where, f"is not valid JSON ({error})") from None
     if not isinstance(found, dict):
-        raise _malformed(path, where, "is no JSON object")
+        raise _malformed(path, where, "is not a JSON object")
     return found
 
 
@@ -33,15 +33,15 @@ _FREE = 100_000  # lists and objects that are never questioned
 
 
 def _malformed(path: Path, where: str | None, what: str) -> MalformedCheckpoint:
-    return MalformedCheckpoint(what, path=path, where=where, hint="the file is damaged, cut off or made to deceive")
+    return MalformedCheckpoint(what, path=path, where=where, hint="the file is damaged, cut off or forged")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name stands in it twice")
+        raise ValueError("a name occurs in it twice")
     return found
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")

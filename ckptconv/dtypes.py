@@ -22,7 +22,7 @@ class DType:
     `name` is torch's (``float32``); `itemsize` is in bytes; `storage_class` is the typed storage that torch pickles
     it under (None: only ``UntypedStorage``); `safetensors` is the header code (None: safetensors has no such type);
     `numpy` names a numpy or ml_dtypes type (None: neither has one). `word` is the number of bytes that a change of
-    byte order reverses (half of `itemsize` for complex numbers). `bits` are those of one element; where they are no whole
+    byte order reverses (half of `itemsize` for complex numbers). `bits` are those of one element; where they are not whole
     bytes, the elements of a tensor are packed end to end, and only whole tensors have a size in bytes.
     """
 
@@ -50,7 +50,7 @@ class DType:
 
     @property
     def is_packed(self) -> bool:
-        """Whether an element is no whole bytes: safetensors has such types, and torch has not."""
+        """Whether an element is not a whole bytes: safetensors has such types, and torch has not."""
         return self.bits < 8
 
     @property
@@ -102,7 +102,7 @@ PACKED: tuple[DType, ...] = (
 """Types of safetensors of which torch knows nothing: kept as they are, never as numbers."""
 
 FLOAT4 = DType("float4_e2m1fn", "bits", 1, None, "F4", bits=4)
-"""F4 where the last dimension is odd, so that its elements are no pairs, as torch's ``float4_e2m1fn_x2`` wants them."""
+"""F4 where the last dimension is odd, so that its elements are not pairs, as torch's ``float4_e2m1fn_x2`` wants them."""
 
 BY_NAME = {dtype.name: dtype for dtype in DTYPES}
 BY_STORAGE_CLASS = {dtype.storage_class: dtype for dtype in DTYPES if dtype.storage_class}

@@ -44,7 +44,7 @@ class Flat(NamedTuple):
 
 
 def flat(key: str, value: Node, *, encode: bool = True) -> Flat | None:
-    """The named tensors of a state dict's value; None where it is no tensor, or one without an exact encoding.
+    """The named tensors of a state dict's value; None where it is not a tensor, or one without an exact encoding.
 
     Without `encode`, tensors that safetensors has no form for have none, but for complex ones, which stay as they are.
     """
@@ -169,7 +169,9 @@ def restore(tensors: Mapping[str, TensorRef], text: str) -> dict[str, Node]:
         if not there:
             continue
         if len(there) < len(names) or key in values:
-            raise MalformedCheckpoint("the components of its encoding are not all there, or it stands there itself", where=key)
+            raise MalformedCheckpoint(
+                "the components of its encoding are incomplete, or the tensor itself is there too", where=key
+            )
         try:
             value = _DECODERS[recipe["encoding"]](recipe, [values.pop(name) for name in names])
         except (KeyError, TypeError, IndexError, ValueError, AttributeError, OverflowError) as error:
@@ -183,9 +185,9 @@ def _recipes(text: str) -> dict[str, Recipe]:
     try:
         recipes = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise MalformedCheckpoint("is no JSON", where=ENCODINGS) from error
+        raise MalformedCheckpoint("is not JSON", where=ENCODINGS) from error
     if type(recipes) is not dict or any(type(recipe) is not dict for recipe in recipes.values()):
-        raise MalformedCheckpoint("holds something else than recipes", where=ENCODINGS)
+        raise MalformedCheckpoint("holds something other than recipes", where=ENCODINGS)
     return recipes
 
 

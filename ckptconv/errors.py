@@ -165,7 +165,7 @@ class RefusedObject(CheckpointError):
 
 
 class KeyConflict(CheckpointError):
-    """Key rules that cannot be applied: two keys become one, or a key is no key."""
+    """Key rules that cannot be applied: two keys become one, or a key is not a key."""
 
 
 class AmbiguousStateDict(CheckpointError):
@@ -190,7 +190,7 @@ class OptionRefused(CheckpointError, ValueError):
 
 
 class UnknownOption(OptionRefused, TypeError):
-    """A name that is no option; the message says which one is nearest."""
+    """A name that is not an option; the message says which one is nearest."""
 
 
 class MissingDependency(CheckpointError, ImportError):
@@ -198,7 +198,7 @@ class MissingDependency(CheckpointError, ImportError):
 
 
 class DeviceUnavailable(CheckpointError):
-    """A location tag that is no device, or a device that this host does not have."""
+    """A location tag that is not a device, or a device that this host does not have."""
 
 
 class OutputRefused(CheckpointError):

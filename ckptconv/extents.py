@@ -15,7 +15,7 @@ from ckptconv.sources import Source
 
 _WINDOW = 1 << 20
 _STOP = 0x2E
-_HINT = "the file is corrupt or cut off"
+_HINT = "the file is damaged or cut off"
 _RUN = re.compile(
     rb"(?:[(012NQR\]abdelostu)}\x81\x85-\x89\x8f-\x94\x97\x98]{1,1000}|[Khq\x80\x82].|[M\x83]..|[Jrj\x84]....|[G\x95].{8}"
     rb"|[FILPSVgp][^\n]*\n|[ci][^\n]*\n[^\n]*\n){0,1000}",
@@ -36,7 +36,7 @@ def read_pickles(source: Source, start: int, count: int, *, window: int = _WINDO
     """The bytes of each of the `count` pickles that lie back to back from `start` on, and the byte behind the last.
 
     Their ends are looked for through a window of `window` bytes, so that nothing else is held in memory. Raises
-    `MalformedCheckpoint` where they are cut off or are no pickles, `LimitExceeded` beyond the limit `pickle_bytes`.
+    `MalformedCheckpoint` where they are cut off or are not pickles, `LimitExceeded` beyond the limit `pickle_bytes`.
     """
     ends = _ends(source, start, count, window)
     return [source.read(begin, end - begin) for begin, end in pairwise([start, *ends])], ends[-1]

@@ -31,7 +31,7 @@ class KeyTarget:
 
 
 def shapes_of(found: StateDict) -> dict[str, Shape]:
-    """The keys of a state dict with the shapes of their tensors, arrays included; None for what is no plain tensor."""
+    """The keys of a state dict with the shapes of their tensors, arrays included; None for what is not a plain tensor."""
     return {key: _shape(value) for key, value in zip(found.keys, found.values, strict=True)}
 
 
@@ -172,12 +172,12 @@ def _misshapen(item: Misshapen) -> str:
 
 
 def _text(shape: Shape) -> str:
-    return "of no known shape" if shape is None else str(list(shape))
+    return "of unknown shape" if shape is None else str(list(shape))
 
 
 def _hint(fit: Fit) -> str:
     if fit.covers:
         return "--drop-unexpected leaves out what the target does not have"
     if fit.ambiguous:
-        return "say which is meant with --rename OLD=NEW or --exclude; --json lists all keys"
+        return "say which one you mean with --rename OLD=NEW or --exclude; --json lists all keys"
     return "--json lists all keys"

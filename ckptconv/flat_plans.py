@@ -152,7 +152,7 @@ def _planned(path: Path, part: Sequence[Kept], lay_out: Callable[[Sequence[Kept]
 
 
 def _cast_named(flattened: Flattened, options: Request) -> CastRule:
-    """Only the tensors that stand under their own keys are cast: scales and the values of sparse tensors are no weights."""
+    """Only the tensors that stand under their own keys are cast: scales and the values of sparse tensors are not weights."""
     if options.dtype is None or not flattened.recipes:
         return options.cast
     owned = tuple(f"{key}." for key in flattened.recipes)
@@ -194,7 +194,7 @@ def _metadata(
     metadata["format"] = "pt"
     tags = {options.tags(ref.location) for ref in keys.values()}
     if bad := next((tag for tag in tags if not tag.isascii()), None):
-        raise DeviceUnavailable(f"the location tag '{printable(bad)}' is no device", hint="name one with --device")
+        raise DeviceUnavailable(f"the location tag '{printable(bad)}' is not a device", hint="name one with --device")
     if len(tags) == 1:
         metadata["device"] = tags.pop()
     return {**metadata, **tied}
@@ -205,7 +205,7 @@ def _refuse_blow_up(nbytes: int, checkpoint: Checkpoint) -> None:
     most = in_force()
     if nbytes > most.view_free and nbytes > most.view_ratio * checkpoint.nbytes:
         raise expanded(
-            f"would take {nbytes} bytes, its source {checkpoint.nbytes}; its tensors share memory",
+            f"would take {nbytes} bytes and its source takes {checkpoint.nbytes}; its tensors share memory",
             nbytes,
             checkpoint.nbytes,
             advice="write a torch file (--to torch), which keeps the sharing",

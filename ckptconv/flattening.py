@@ -31,7 +31,7 @@ class Flattened:
 
 
 def flatten(keys: Sequence[str | None], values: Sequence[Node], skipped: list[Skipped], *, encode: bool) -> Flattened:
-    """The values under these keys (None: left out) as named tensors; what is no tensor goes to `skipped`.
+    """The values under these keys (None: left out) as named tensors; what is not a tensor goes to `skipped`.
 
     With `encode`, tensors that safetensors has no form for are taken apart.
     """
@@ -82,14 +82,14 @@ def encoding_notes(flattened: Flattened) -> Iterator[str]:
     """Tell of the tensors that are encoded."""
     if flattened.recipes:
         names = printable(", ".join([*flattened.recipes][:3])) + ", …" * (len(flattened.recipes) > 3)
-        yield f"encoded, for safetensors has no such tensors, and restored by ckptconv: {names}"
+        yield f"stored in parts, because safetensors does not have such tensors; ckptconv restores them: {names}"
 
 
 def refuse_split(flattened: Flattened) -> None:
     """Raise `RefusedObject` where a tensor is encoded: its components may not lie in several files."""
     if key := next(iter(flattened.recipes), None):
         raise RefusedObject(
-            "safetensors holds it only in components, which cannot be split over shards",
+            "safetensors holds it only in parts, which cannot be split over shards",
             where=key,
             hint="leave --max-shard-size out, write a torch file (--to torch), or leave it out with --exclude",
         )

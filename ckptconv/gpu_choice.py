@@ -127,5 +127,5 @@ def _names(chosen: Sequence[Gpu], listed: Sequence[Gpu]) -> str:
     names = [str(gpu.uuid if odd else gpu.physical) for gpu in chosen]
     for name in names:
         if not _SAFE(name):
-            raise DeviceUnavailable(f"nvidia-smi names a GPU {name!r}, which is no UUID", hint="nothing was chosen")
+            raise DeviceUnavailable(f"nvidia-smi names a GPU {name!r}, which is not a UUID", hint="nothing was chosen")
     return ",".join(names)

@@ -1,4 +1,4 @@
-"""Whether a value that is no tensor holds some: in tuples and dicts, in the arguments and states of objects."""
+"""Whether a value that is not a tensor holds some: in tuples and dicts, in the arguments and states of objects."""
 
 from __future__ import annotations
 

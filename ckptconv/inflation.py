@@ -79,7 +79,7 @@ def _refuse(claimed: int, free: int, ratio: int, limit: str, opening: _Opening, 
     if claimed <= max(free, ratio * size):
         return
     kind = "pickles and texts" if limit == "pickle_ratio" else "records"
-    what = f"its deflated {kind} claim to inflate to {claimed} bytes together, out of {size}"
+    what = f"its deflated {kind} claim to inflate from {size} to {claimed} bytes in total"
     needed = -(-claimed // max(1, size))
     advice = "it looks like a decompression bomb"
     raise LimitExceeded(what, limit=limit, allowed=ratio, needed=needed, path=source.path, advice=advice)

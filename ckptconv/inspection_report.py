@@ -32,7 +32,7 @@ def inspection_lines(found: Inspection) -> Iterator[tuple[str, str]]:
     if is_bloated(found):
         used, stored = size_text(found.used), size_text(found.stored)
         dead = f", and the pickle refers to nothing in {size_text(found.dead)} of the file" if found.dead else ""
-        yield "bloat", f"tensors use {used} of storages of {stored}{dead}; converting drops the rest"
+        yield "bloat", f"tensors use {used} of {stored} of storages{dead}; converting drops the rest"
     for odd in found.odd_objects[:SHOWN]:
         plain = "has a plain form" if odd.has_plain_form else "has no plain form"
         yield "object", f"{printable(odd.path) or 'the root'}: {printable(odd.name)}, refused by weights_only=True; {plain}"

@@ -142,7 +142,7 @@ def _fit_all(source: Shapes, target: Shapes) -> Fit:
         pairs = {key: sources[name] for name, key in targets.items() if name in sources}
         if len(pairs) == len(target):
             if any(not _alike(source[old], target[key]) for key, old in pairs.items()):
-                return _fit(how, pairs, source, target)  # all names are met: other shapes are no reason to doubt the names
+                return _fit(how, pairs, source, target)  # all names are met: other shapes are not a reason to doubt the names
             if exact or len(source) == len(target):
                 return _fit(how, pairs, source, target)
         attempts.append((how, pairs))
@@ -284,7 +284,7 @@ def _by_suffix(sources: _Names, targets: _Names) -> _Graph:
 def _by_insertion(sources: _Names, targets: _Names) -> _Graph:
     """Target name → the source names that are it but for segments that only the one side knows, wherever they stand.
 
-    Numbers are no such segments: a layer is not another one.
+    Numbers are not such segments: a layer is not another one.
     """
     source_segments = {segment for name in sources for segment in name.split(".")}
     target_segments = {segment for name in targets for segment in name.split(".")}

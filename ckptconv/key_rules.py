@@ -137,7 +137,9 @@ class Regex(Rule):
         try:
             self._compiled().sub(self.replacement, "")
         except (re.error, IndexError, OverflowError, RecursionError) as error:
-            raise KeyConflict(f"{self.words} is broken: {error}", hint="it is PATTERN=>REPLACEMENT of Python's re") from None
+            raise KeyConflict(
+                f"{self.words} is not a valid pattern: {error}", hint="write it as PATTERN=>REPLACEMENT, in Python's re syntax"
+            ) from None
 
     def _compiled(self) -> re.Pattern[str]:
         with warnings.catch_warnings():
@@ -335,7 +337,7 @@ class Mapped(Rule):
         found = [item for item in self.state_dicts if item.path == path] or self.state_dicts
         if len(found) != 1:
             known = ", ".join(printable(item.path) or "the root" for item in self.state_dicts) or "none"
-            raise KeyConflict("the mapping is of other state dicts than this one", hint=f"those at: {known}")
+            raise KeyConflict("the mapping is for other state dicts than this one", hint=f"those at: {known}")
         return Mapped((found[0],))
 
     def step(self, keys: Sequence[str]) -> Step:
@@ -381,6 +383,6 @@ class Patience:
             self._left = max(platforms.stop_alarm(), 1e-6)  # 0 would be no alarm at all
 
     def _stop(self, _number: int, _frame: FrameType | None) -> NoReturn:
-        advice = "make it simpler: no repetition of a repetition"
+        advice = "make it simpler: avoid a repetition of a repetition"
         what = f"{self._words} takes more than {self._most} s"
         raise LimitExceeded(what, limit="regex_seconds", allowed=self._most, advice=advice)

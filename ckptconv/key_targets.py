@@ -21,15 +21,15 @@ from ckptconv.named_models import model_shapes
 from ckptconv.sources import FileSource
 
 _INDEX = ".index.json"
-_PART = "write the part that is meant to a file of its own first: ckptconv convert --only PATH"
+_PART = "write the part that you mean to a file of its own first: ckptconv convert --only PATH"
 
 
 def key_target(like: str | os.PathLike[str] | None, model: str | None, *, drop_unexpected: bool = False) -> KeyTarget | None:
     """What the user named with `like` or `model` (see `named_models`), of which there may be one; None for neither."""
     if like is not None and model is not None:
-        raise CheckpointError("like and model are both named, and the keys can fit one only", hint="leave one of them out")
+        raise CheckpointError("like and model are both named, and the keys can fit only one", hint="leave one of them out")
     if drop_unexpected and like is None and model is None:
-        raise CheckpointError("nothing is named that keys could be unexpected in", hint="add --like OTHER or --model NAME")
+        raise CheckpointError("there is no target in which keys could be unexpected", hint="add --like OTHER or --model NAME")
     if model is not None:
         shapes, ties = model_shapes(model)
         return KeyTarget(model, shapes, drop_unexpected, ties)
@@ -85,7 +85,7 @@ _LONGEST_KEY = 1 << 20  # characters
 
 
 def _listed_keys(file: Path) -> list[str] | None:
-    """The lines of a text; None for anything that is no text of keys."""
+    """The lines of a text; None for anything that is not text of keys."""
     try:
         text = _content(file, "text_bytes").decode("utf-8-sig")
     except (CheckpointError, UnicodeDecodeError):
@@ -113,6 +113,6 @@ def _distinct(keys: Iterable[str], file: Path) -> Shapes:
     shapes: dict[str, Shape] = {}
     for key in keys:
         if key in shapes:
-            raise MalformedCheckpoint("stands in it twice", path=file, where=key)
+            raise MalformedCheckpoint("occurs in it twice", path=file, where=key)
         shapes[key] = None
     return shapes

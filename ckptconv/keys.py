@@ -67,7 +67,7 @@ class KeyRules:
         ):
             raise OptionRefused(f"renames={renames!r:.100} is not a list of pairs", hint="write it as renames=[('old', 'new')]")
         if not isinstance(self.rules, tuple) or not all(isinstance(rule, Rule) for rule in self.rules):
-            raise OptionRefused(f"rules={self.rules!r:.100} is not a tuple of rules", hint="KeyRules.of makes them of words")
+            raise OptionRefused(f"rules={self.rules!r:.100} is not a tuple of rules", hint="KeyRules.of makes them from words")
         short = [
             *(StripPrefix(prefix) for prefix in strip_prefixes if prefix),
             *(Rename(old, new) for old, new in renames),
@@ -82,7 +82,7 @@ class KeyRules:
         rules: Iterable[tuple[str, str] | Rule],
         wrappers: Literal["strip", "module", "add-module", "keep"] = "strip",
     ) -> KeyRules:
-        r"""Rules in the words of the command line, as (option, value), or made ones; `KeyConflict` for what is no rule.
+        r"""Rules in the words of the command line, as (option, value), or made ones; `KeyConflict` for what is not a rule.
 
         Globs that follow each other are one choice among the same keys.
 
@@ -239,7 +239,7 @@ def refuse_idle(maps: Sequence[KeyMap], rules: KeyRules) -> None:
         return
     heads = dict.fromkeys(key.partition(".")[0] + "." * ("." in key) for item in maps for key in item.old)
     some = ", ".join(printable(head, 40) for head in list(heads)[:5]) + ", …" * (len(heads) > 5)
-    hint = f"before any rule the keys start with {some}"
+    hint = f"before the rules the keys start with {some}"
     wrappers = dict.fromkeys(name for item in maps for name in item.wrappers)
     if wrappers and rules.wrappers == "strip":
         hint += f"; --keys keep leaves the wrapper {', '.join(wrappers)}"

@@ -87,7 +87,7 @@ def _items(given: Node, cls: Global) -> Pairs | None:
     if type(given) in (str, bytes) and not given:
         return []
     if type(given) in _NO_PAIRS:
-        raise _malformed(cls, "something that holds no pairs")
+        raise _malformed(cls, "something that does not hold pairs")
     return None
 
 
@@ -136,4 +136,4 @@ _NO_PAIRS = (str, bytes, int, float, bool, type(None))
 
 
 def _malformed(cls: Global, what: str) -> MalformedCheckpoint:
-    return MalformedCheckpoint(f"the pickle calls {cls.path} with {what}", hint="the file is corrupt or made to deceive")
+    return MalformedCheckpoint(f"the pickle calls {cls.path} with {what}", hint="the file is damaged or forged")

@@ -61,9 +61,9 @@ def flatten_modules(checkpoint: Checkpoint) -> Checkpoint:
 
 def _note(names: Sequence[str]) -> str:
     listed = printable(", ".join(names[:_LISTED])) + ", …" * (len(names) > _LISTED)
-    count = "1 whole module is taken as its state dict"
+    count = "1 whole module is read as its state dict"
     if len(names) > 1:
-        count = f"{len(names)} whole modules are taken as their state dicts"
+        count = f"{len(names)} whole modules are read as their state dicts"
     return f"{count}: {listed}"
 
 
@@ -72,7 +72,7 @@ def _stray_notes(strays: Sequence[Stray]) -> list[str]:
     if not paths:
         return []
     listed = printable(", ".join(paths[:_LISTED])) + ", …" * (len(paths) > _LISTED)
-    return [f"its state dict may lack what lies outside parameters and buffers: {listed}"]
+    return [f"its state dict may lack tensors outside parameters and buffers: {listed}"]
 
 
 def _placed(strays: Sequence[Stray], base: str) -> list[Stray]:

@@ -40,7 +40,7 @@ def model_shapes(name: str) -> tuple[Shapes, Ties]:
             path=name,
             hint="name a callable that takes no arguments and builds the model, without reading or moving tensors",
         ) from error
-    raise UnsupportedCheckpoint(f"gives no torch.nn.Module but {type(model).__name__}", path=name, hint=_FORM)
+    raise UnsupportedCheckpoint(f"does not give a torch.nn.Module but {type(model).__name__}", path=name, hint=_FORM)
 
 
 def live_shapes(model: Any) -> Shapes:
@@ -57,7 +57,7 @@ def live_ties(model: Any) -> Ties:
 
 
 def live_shape(value: Any) -> Shape:
-    """The shape of a tensor; None for a lazy parameter and for what is no tensor."""
+    """The shape of a tensor; None for a lazy parameter and for what is not a tensor."""
     from torch.nn.parameter import is_lazy
 
     return tuple(value.shape) if hasattr(type(value), "shape") and not is_lazy(value) else None
@@ -67,7 +67,7 @@ def _named(name: str) -> Any:
     """The callable of a name; its module is imported."""
     module, colon, path = name.partition(":")
     if not colon or not module or not path:
-        raise UnsupportedCheckpoint("is no name of a callable", path=name, hint=f"{_FORM}, e.g. my_package.models:build")
+        raise UnsupportedCheckpoint("is not a name of a callable", path=name, hint=f"{_FORM}, e.g. my_package.models:build")
     if "" not in sys.path and os.getcwd() not in sys.path:  # noqa: PTH109 (as python itself has it)
         sys.path.insert(0, os.getcwd())  # noqa: PTH109
     try:

@@ -61,7 +61,7 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The dotted name of what is called, or ``?`` where that is no name but the result of another call."""
+        """The dotted name of what is called, or ``?`` where that is not a name but the result of another call."""
         return self.func.path if type(self.func) is Global else "?"
 
     def __repr__(self) -> str:

@@ -62,9 +62,9 @@ def ask_gpus(*, partitions: bool = False, seconds: float | None = None) -> Answe
     except FileNotFoundError:
         return Answer()
     except subprocess.TimeoutExpired:
-        return Answer(problem=f"nvidia-smi could not be asked: it timed out after {limit:g} seconds")
+        return Answer(problem=f"nvidia-smi did not answer: it timed out after {limit:g} seconds")
     except (OSError, subprocess.SubprocessError) as error:
-        return Answer(problem=f"nvidia-smi could not be asked: {error}")
+        return Answer(problem=f"nvidia-smi did not answer: {error}")
     finally:
         _kill(running)
     enabled = frozenset(int(index) for ended, text in others if ended == 0 for index in _PARTITIONED(text))

@@ -168,7 +168,7 @@ def check_output(path: Path, *, force: bool) -> None:
 def _refuse_reserved(path: Path) -> None:
     """On Windows, ``nul.pt`` is a device, ``a.pt:b`` a stream of another file, and ``a.pt.`` another file."""
     if platforms.ON_WINDOWS and path.name and not platforms.is_plain_path(path.name):
-        raise OutputRefused("is no plain file name on Windows", path=path, hint="choose another name")
+        raise OutputRefused("is not a plain file name on Windows", path=path, hint="choose another name")
 
 
 def _mode(path: Path) -> int:
@@ -189,7 +189,7 @@ def refuse_missing_folder(path: Path, folder: Path) -> None:
         return
     refuse_dangling(path)
     if os.path.lexists(folder):
-        raise OutputRefused("lies in a file, where a folder is needed", path=path, hint="name another folder")
+        raise OutputRefused("is inside a file, but must be inside a folder", path=path, hint="name another folder")
     raise OutputRefused("its folder does not exist", path=path, hint=f"mkdir -p {quote(str(path.parent))}")
 
 
@@ -235,18 +235,18 @@ def new_file(
 def check_folder(path: Path, *, force: bool) -> None:
     """Refuse a folder that must not be written, before any work is done.
 
-    Raises `OutputRefused` when `path` exists and `force` is not set, when it is no folder, or one that holds something else
+    Raises `OutputRefused` when `path` exists and `force` is not set, when it is not a folder, or one that holds something else
     than a DCP checkpoint, or when the folder around it is missing.
     """
     with output_errors(path):
         _refuse_reserved(path)
         mode = _mode(path)
         if mode and not stat.S_ISDIR(mode):
-            raise OutputRefused("is a file, where a folder is to be written", path=path, hint="name another folder")
+            raise OutputRefused("is a file, but a folder is to be written", path=path, hint="name another folder")
         if mode and not force:
             raise OutputRefused("exists", path=path, hint="add --force to replace it (force=True in code)")
         if mode and not (path / ".metadata").is_file() and any(path.iterdir()):
-            raise OutputRefused("holds something else than a DCP checkpoint", path=path, hint="name another folder")
+            raise OutputRefused("holds something other than a DCP checkpoint", path=path, hint="name another folder")
         if not followed(path).parent.is_dir():
             refuse_dangling(path)
             raise OutputRefused("the folder around it does not exist", path=path, hint=f"mkdir -p {quote(str(path.parent))}")
@@ -290,7 +290,7 @@ _REASONS = {
     errno.EPERM: "the system does not permit it there (Operation not permitted)",
     errno.ELOOP: "the symbolic links on the way to it lead in a circle",
     errno.ENOTDIR: "a file stands where a folder on the way to it is needed",
-    errno.EBUSY: "it is mounted by itself, and so cannot be replaced",
-    errno.EXDEV: "it is mounted by itself, and so cannot be replaced",
+    errno.EBUSY: "it is a mount point, so it cannot be replaced",
+    errno.EXDEV: "it is a mount point, so it cannot be replaced",
 }
 """What an error of the system means for an output, where its own words do not say what to do."""

@@ -84,7 +84,7 @@ class PickleWriter:
         if (index := self._names.get(path)) is not None:
             return _fetch(index)
         if "\n" in module or "\n" in name or not module:
-            raise RefusedObject("a global's name holds a line break", where=f"{module}.{name}")
+            raise RefusedObject("the name of a global holds a line break", where=f"{module}.{name}")
         self._names[path] = self.count
         return b"c" + path.encode() + self.put()
 
@@ -223,7 +223,7 @@ def _tuple_work(node: tuple[Node, ...]) -> Iterator[Node]:
 
 def _call_work(node: Call) -> Iterator[Node]:
     if node.kwargs is not None:
-        raise RefusedObject("an object made with keyword arguments has no protocol 2 form", where=node.name)
+        raise RefusedObject("an object made with keyword arguments cannot be written in protocol 2", where=node.name)
     yield node.func
     yield node.args
     yield _Raw(b"\x81" if node.new else b"R")

@@ -29,7 +29,7 @@ def tree_notes(settled: Settled) -> Iterator[str]:
     """What is unusual in a tree."""
     if settled.cycles:
         count, first = len(settled.cycles), printable(place_text(settled.cycles[0]))
-        yield f"{count} containers hold themselves ({first}, …); they are kept so"
+        yield f"{count} containers contain themselves ({first}, …); they are kept like that"
 
 
 def key_notes(state_dicts: Sequence[RenamedKeys], rules: KeyRules) -> Iterator[str]:
@@ -40,7 +40,7 @@ def key_notes(state_dicts: Sequence[RenamedKeys], rules: KeyRules) -> Iterator[s
     for item in state_dicts:
         for key, twin in item.filled:
             where = f" of {printable(item.path)}" if item.path else ""
-            yield f"{printable(key)}{where} is absent and filled from {printable(twin)}, its other name in the target"
+            yield f"{printable(key)}{where} is missing and filled from {printable(twin)}, its other name in the target"
     left = sorted({name for item in state_dicts for name in item.wrappers if name in UNMISTAKABLE})
     if left and rules.wrappers in ("module", "add-module"):
         yield f"the keys still carry {', '.join(left)}; `ckptconv convert` strips these wrappers too"
@@ -71,7 +71,7 @@ def beside_notes(plan: ConversionPlan) -> Iterator[str]:
     """Tell of an index that stands beside an output of one file, and whose shards a reader may take for it."""
     index = index_path(plan.output)
     if not plan.is_sharded and plan.to != "dcp" and os.path.isfile(index):  # noqa: PTH113 (False for a name too long)
-        yield f"{printable(index.name)} stands beside it and names other files; whoever opens the folder may take those"
+        yield f"{printable(index.name)} is beside it and names other files; a program that opens the folder may take those"
 
 
 def count_locations(refs: Iterable[TensorRef], retag: Callable[[str], str]) -> dict[tuple[str, str], int]:

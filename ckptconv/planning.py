@@ -92,7 +92,9 @@ def _with_mapping(plan: ConversionPlan, path: Path) -> ConversionPlan:
     if plan.index is not None:
         taken.add(plan.index.path)
     if path.resolve() in {other.resolve() for other in taken}:
-        raise OutputRefused("is the source or the output, and cannot be the mapping too", path=path, hint="name another file")
+        raise OutputRefused(
+            "is the source or the output, so it cannot also be the mapping", path=path, hint="name another file"
+        )
     raw = mapping_text([item.mapped() for item in plan.state_dicts if item.mapped is not None])
     return replace(plan, mapping=PlannedFile(path, one_item("mapping", raw), lambda: iter(())))
 
@@ -111,7 +113,7 @@ def _refuse_lost_inputs(plan: ConversionPlan) -> None:
     names = {path.name for path in taken}
     lost = [path for path in inputs if path.name in names and path.resolve() in taken]
     if lost and len(lost) < len(inputs):
-        what = "is one of the files of the input, and the others need it"
+        what = "is one of the input files, and the others need it"
         raise OutputRefused(what, path=min(lost), hint="name another file or folder")
 
 
@@ -167,7 +169,7 @@ def _plan_dcp(checkpoint: Checkpoint, output: Path, options: Request) -> Convers
     root = checkpoint.root if options.only is None else find(checkpoint.root, options.only, checkpoint.path)
     if mapping_pairs(root) is None and (type(root) is not Call or type(plain_form(root)) is not Dict):
         raise RefusedObject(
-            "is no dict, and a DCP folder holds nothing else", where=options.only, hint="--only PATH takes one part"
+            "is not a dict, and a DCP folder holds only dicts", where=options.only, hint="--only PATH takes one part"
         )
     plan = _plan_torch(checkpoint, output, options)
     return replace(plan, to="dcp", notes=(*plan.notes, *_number_keys(root)))
@@ -196,7 +198,7 @@ def _refuse_scaled(found: Sequence[StateDict], renamed: Sequence[RenamedKeys], t
 def _cast_rule(found: Sequence[StateDict], tree: Tree, options: Request) -> CastRule:
     """Cast the tensors of state dicts: an optimizer's, or the scales inside a quantized tensor, are not weights.
 
-    Where there is no state dict, all tensors that are no part of a call are cast.
+    Where there is no state dict, all tensors that are not part of a call are cast.
     """
     if options.dtype is None:
         return options.cast

@@ -107,7 +107,7 @@ class Options:
     - `save_mapping`: the file that will tell which key became which; ``rules=FILE, reverse=True`` undoes it.
 
     Files that are named are read when the conversion is planned. Raises `OptionRefused` for a value that is none of its
-    choices, `UnknownOption` (a `TypeError` too) for a name that is no option, `KeyConflict` for what is no rule.
+    choices, `UnknownOption` (a `TypeError` too) for a name that is not an option, `KeyConflict` for what is not a rule.
 
     >>> Options(dtype="bf16", device="cuda:1", exclude="*.num_batches_tracked", max_shard_size="5GB").device
     'cuda:1'

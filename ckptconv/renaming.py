@@ -22,7 +22,7 @@ def rename_state_dicts(
     """Put renamed state dicts into the overlay; tell what changed and what was left out."""
     if not found and (rules not in (STRIP, KEEP) or fit_to):
         raise AmbiguousStateDict(
-            "there is no state dict in it whose keys could be changed", hint="see what it holds with: ckptconv inspect"
+            "it does not hold a state dict whose keys could be changed", hint="see what it holds with: ckptconv inspect"
         )
     maps = [map_state_dict(item, rules, fit_to) if fit_to or _has_work(item, rules) else unchanged(item.keys) for item in found]
     if found:
@@ -62,7 +62,7 @@ def map_state_dict(item: StateDict, rules: KeyRules, fit_to: KeyTarget | None) -
 def refuse_nothing_left(left: int, rules: KeyRules) -> None:
     """Raise `KeyConflict` when the rules leave no key."""
     if not left:
-        raise KeyConflict(f"no key is left by {rules.leaving}", hint="check the globs")
+        raise KeyConflict(f"no key is left after {rules.leaving}", hint="check the globs")
 
 
 def excluded(item: StateDict, keys: KeyMap, fit_to: KeyTarget | None) -> list[Skipped]:

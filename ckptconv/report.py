@@ -41,7 +41,7 @@ def plan_lines(plan: ConversionPlan) -> Iterator[tuple[str, str]]:
         )
     if plan.tied:
         name, kept = next(iter(plan.tied.items()))
-        yield "tied", f"{count_text(len(plan.tied), 'name')} kept as alias: {printable(name)} = {printable(kept)}"
+        yield "tied", f"{count_text(len(plan.tied), 'name')} kept as aliases: {printable(name)} = {printable(kept)}"
     yield from _left_out_lines(plan)
     reasons = _by_reason(item for item in plan.skipped if not item.by_rule)
     for reason, paths in list(reasons.items())[:_TAGS]:

@@ -65,14 +65,16 @@ def read_rules(path: str | os.PathLike[str], *, reverse: bool = False) -> list[R
     text = _text(raw, path)
     kind = path.suffix.lower()
     if kind not in _ENTRIES:
-        raise KeyConflict("is no file of key rules by its name", path=path, hint=f"its name must end in {', '.join(_ENTRIES)}")
+        raise KeyConflict(
+            "does not look like a file of key rules", path=path, hint=f"its name must end in {', '.join(_ENTRIES)}"
+        )
     if kind == ".json":
         refuse_crowded(raw, path, None)
     if kind == ".json" and (mapping := _mapping(text, path)) is not None:
         found = tuple(item.reversed() for item in mapping) if reverse else mapping
         return [Mapped(found)]
     if reverse:
-        raise KeyConflict("holds rules, and only a mapping can be undone", path=path, hint="--save-mapping writes one")
+        raise KeyConflict("holds rules, but only a mapping can be undone", path=path, hint="--save-mapping writes one")
     return [rule for entry in _ENTRIES[kind](text, path) for rule in _rules(entry, path)]
 
 
@@ -80,7 +82,7 @@ def _text(raw: bytes, path: Path) -> str:
     try:
         return raw.decode()
     except UnicodeDecodeError:
-        raise KeyConflict("is no UTF-8 text", path=path) from None
+        raise KeyConflict("is not UTF-8 text", path=path) from None
 
 
 def _content(path: Path) -> bytes:
@@ -99,7 +101,7 @@ def _content(path: Path) -> bytes:
 def _rules(entry: _Entry, path: Path) -> Iterator[Rule]:
     """The rules that one entry stands for: one, or one for each of its values."""
     if not isinstance(entry.value, dict) or len(entry.value) != 1 or not all(map(_says_something, entry.value.values())):
-        _refuse(path, entry.line, "a rule is one name and its value", f"the names are {', '.join(RULE_WORDS)}")
+        _refuse(path, entry.line, "a rule is one name with its value", f"the names are {', '.join(RULE_WORDS)}")
     ((word, values),) = entry.value.items()
     try:
         if word in _PAIRS and isinstance(values, dict):
@@ -121,7 +123,7 @@ _PAIRS: dict[Any, Callable[[str, str], Rule]] = {"rename": Rename, "regex": Rege
 
 def _text_of(value: Any) -> str:
     if not isinstance(value, str):
-        raise KeyConflict("its value is no text", hint="write it as on the command line")
+        raise KeyConflict("its value is not text", hint="write it as on the command line")
     return value
 
 
@@ -141,7 +143,7 @@ def _json_entries(text: str, path: Path) -> list[_Entry]:
     try:
         listed = _listed(json.loads(text, object_pairs_hook=_unique), path)
     except json.JSONDecodeError as error:
-        _refuse(path, error.lineno, f"is no valid JSON: {error.msg}")
+        _refuse(path, error.lineno, f"is not valid JSON: {error.msg}")
     except KeyConflict as error:
         raise error.at(path=path) from None
     except (RecursionError, ValueError):
@@ -154,7 +156,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         seen: set[str] = set()
         name = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise KeyConflict(f"'{printable(name)}' stands twice in one object", hint="write one rule in each object")
+        raise KeyConflict(f"'{printable(name)}' occurs twice in one object", hint="write one rule in each object")
     return found
 
 
@@ -192,12 +194,12 @@ def _toml_entries(text: str, path: Path) -> list[_Entry]:
             import tomli as tomllib  # type: ignore[import-not-found,no-redef,unused-ignore]
         except ImportError:
             hint = "pip install tomli, or write the rules as JSON"
-            raise MissingDependency("needs tomli to be read with this python", path=path, hint=hint) from None
+            raise MissingDependency("needs tomli on this version of Python", path=path, hint=hint) from None
     _refuse_dots(text, path)
     try:
         listed = _listed(tomllib.loads(text), path)
     except tomllib.TOMLDecodeError as error:
-        _refuse(path, None, f"is no valid TOML: {error}")
+        _refuse(path, None, f"is not valid TOML: {error}")
     except (RecursionError, ValueError):
         _refuse(path, None, "nests too deeply, or holds a number that is too long")
     heads = [number for number, line in enumerate(text.splitlines(), 1) if line.partition("#")[0].strip() == "[[rules]]"]
@@ -223,15 +225,15 @@ def _yaml_entries(text: str, path: Path) -> list[_Entry]:
         import yaml
     except ImportError:
         hint = "pip install 'ckptconv[yaml]', or write the rules as JSON or TOML"
-        raise MissingDependency("needs PyYAML to be read", path=path, hint=hint) from None
+        raise MissingDependency("needs PyYAML", path=path, hint=hint) from None
     try:
         root: Any = yaml.compose(text, Loader=yaml.SafeLoader)
         listed = _listed(_plain(root, path, set()), path)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        _refuse(path, mark and mark.line + 1, f"is no valid YAML: {getattr(error, 'problem', None) or 'malformed'}")
+        _refuse(path, mark and mark.line + 1, f"is not valid YAML: {getattr(error, 'problem', None) or 'malformed'}")
     except (ValueError, RecursionError):
-        _refuse(path, None, "is no valid YAML")
+        _refuse(path, None, "is not valid YAML")
     if isinstance(root.value[0], tuple):
         root = next(value for name, value in root.value if name.value == "rules")
     return [_Entry(value, node.start_mark.line + 1) for value, node in zip(listed, root.value, strict=True)]
@@ -253,17 +255,17 @@ def _plain(node: Any, path: Path, seen: set[int]) -> Any:
         return None
     line, kind = node.start_mark.line + 1, node.tag.removeprefix(_YAML_TAG)
     if id(node) in seen:
-        _refuse(path, line, "is used again by an alias", "write it out where it is meant")
+        _refuse(path, line, "is used again through an alias", "write it out at each place")
     seen.add(id(node))
     if kind == "map":
         pairs = [(_plain(name, path, seen), _plain(value, path, seen)) for name, value in node.value]
         if any(isinstance(name, list | dict) for name, _ in pairs) or len({*(name for name, _ in pairs)}) != len(pairs):
-            _refuse(path, line, "a name stands in it twice, or is no text")
+            _refuse(path, line, "a name occurs in it twice, or is not text")
         return dict(pairs)
     if kind == "seq":
         return [_plain(value, path, seen) for value in node.value]
     if kind not in _YAML_SCALARS:
-        _refuse(path, line, f"is no valid YAML: it has the tag {printable(node.tag)}")
+        _refuse(path, line, f"is not valid YAML: it has the tag {printable(node.tag)}")
     return None if kind == "null" else node.value if kind == "str" else _NoText(node.value)
 
 
@@ -305,7 +307,7 @@ def _mapping(text: str, path: Path) -> tuple[MappedKeys, ...] | None:
         raise KeyConflict(f"is a mapping of version {printable(found[_MAPPING])}", path=path, hint="upgrade ckptconv")
     listed = found.get("state_dicts")
     if not isinstance(listed, list) or not listed:
-        raise KeyConflict("is a mapping of no state dict", path=path)
+        raise KeyConflict("is a mapping without a state dict", path=path)
     return tuple(_mapped_keys(item, path) for item in listed)
 
 
@@ -321,7 +323,7 @@ def _mapped_keys(item: Any, path: Path) -> MappedKeys:
         or not (isinstance(left, list) and _are_texts(left))
         or not (isinstance(modules, dict) and all(map(_is_path_or_paths, modules.values())))
     ):
-        raise KeyConflict("is no mapping that ckptconv wrote", path=path, hint="--save-mapping writes one")
+        raise KeyConflict("is not a mapping that ckptconv wrote", path=path, hint="--save-mapping writes one")
     if not keys.keys().isdisjoint(left) or len({*keys.values(), *filled}) != len(keys) + len(filled):
         raise KeyConflict("two keys become one, or a key is left out and kept", path=path, where=where)
     paths = {old: (new,) if isinstance(new, str) else tuple(new) for old, new in modules.items()}

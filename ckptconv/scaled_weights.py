@@ -40,7 +40,7 @@ class ScaledWeight(NamedTuple):
 
 _SCALES = frozenset(("scale", "scales", "qscale", "amax"))
 _AROUND = _SCALES | {"inv", "2", "global"}
-"""Words in the name of a scale that are no part of the name of what it scales."""
+"""Words in the name of a scale that are not part of the name of what it scales."""
 _PACKED_ENDINGS = ("_packed", "_blocks", "_qdata", "_data")
 _CODE_NAMES = frozenset(("weight", "qweight", "W_q", "codes"))
 """Integers under these names are codes where the module has a scale, whatever else it has."""
@@ -135,7 +135,7 @@ def quantization_scales(tensors: Mapping[str, TensorRef]) -> list[str]:
 def refuse_cast(tensors: Mapping[str, TensorRef], kept: Collection[str], dtype: DType, path: str) -> None:
     """Raise `RefusedObject` where codes or their scales are among the keys that are `kept`, to be cast to `dtype`.
 
-    `path` is that of the state dict. Neither is cast: codes are no values, and a scale loses what its block needs.
+    `path` is that of the state dict. Neither is cast: codes are not values, and a scale loses what its block needs.
     """
     base = f"{path}." if path else ""
     found = [item for item in find_scaled(tensors) if item.codes in kept or item.scale in kept]
@@ -144,13 +144,13 @@ def refuse_cast(tensors: Mapping[str, TensorRef], kept: Collection[str], dtype: 
         codes, scale = found[0]
         more = f" (and {len(found) - 1} more like it)" if len(found) > 1 else ""
         what = f"holds {tensors[codes].dtype.name} codes that count only with their scale {base}{scale}{more}"
-        raise RefusedObject(f"{what}; cast to {dtype.name} they would be other values", where=f"{base}{codes}", hint=hint)
+        raise RefusedObject(f"{what}; cast to {dtype.name} they would have other values", where=f"{base}{codes}", hint=hint)
     quantized = [key for key in quantization_scales(tensors) if key in kept and tensors[key].dtype is not dtype]
     if quantized:
-        what = f"is the scale of quantized values, beside a zero point; it is not cast to {dtype.name}"
+        what = f"is the scale of quantized values; it is not cast to {dtype.name}"
         raise RefusedObject(what, where=f"{base}{quantized[0]}", hint="leave --dtype out (dtype= in code)")
     for key, ref in tensors.items():
         if key in kept and (ref.dtype is _ONLY_SCALES or ref.dtype is FLOAT4_PAIRS or ref.dtype.is_packed):
-            what = "is a type of scales" if ref.dtype is _ONLY_SCALES else "is a type of codes"
-            what = f"{ref.dtype.name} {what}, not of values, and is not cast to {dtype.name}"
+            what = "is a type for scales" if ref.dtype is _ONLY_SCALES else "is a type for codes"
+            what = f"{ref.dtype.name} {what}, not for values, so it is not cast to {dtype.name}"
             raise RefusedObject(what, where=f"{base}{key}", hint=hint)

@@ -151,7 +151,7 @@ def _unread(path: str, why: str) -> ScannedFile:
 
 def _scan_listed(path: Path, read: Meter) -> ScannedFile:
     if path.is_dir():
-        return _unread(str(path), "is a link to a folder, which was not followed; name it to look into it")
+        return _unread(str(path), "is a link to a folder, which was not followed; name it to scan it")
     try:
         return _scan_file(path, read)
     except CheckpointError as error:
@@ -162,7 +162,7 @@ def _scan_file(path: Path, read: Meter) -> ScannedFile:
     try:
         source = _CountedSource(path, read)
     except ValueError as error:
-        raise UnsupportedCheckpoint("is no file name", path=path) from error
+        raise UnsupportedCheckpoint("is not a file name", path=path) from error
     scanner = Scanner(Room(source.size))
     try:
         kind = scanner.scan(source, "", 0)
@@ -181,7 +181,7 @@ _METADATA = frozenset(("Metadata", "MCoreMetadata"))
 def _with_items(file: ScannedFile) -> ScannedFile:
     """The metadata of a DCP folder with what was found in the items that it places where no file or archive begins.
 
-    An item that is no tensor is unpickled, wherever the metadata says that it lies. Source: `DefaultLoadPlanner.load_bytes`.
+    An item that is not a tensor is unpickled, wherever the metadata says that it lies. Source: `DefaultLoadPlanner.load_bytes`.
     """
     path = Path(file.path)
     classes = {finding.name.rpartition(".")[2] for finding in file.findings}
@@ -190,8 +190,8 @@ def _with_items(file: ScannedFile) -> ScannedFile:
     try:
         found = tuple(_item_findings(path))
     except (CheckpointError, ValueError) as error:
-        what = error.what if isinstance(error, CheckpointError) else "names a file that no file can be called"
-        found = (Finding("", "", "unknown", f"{what}, so what its items are was not looked at", 0),)
+        what = error.what if isinstance(error, CheckpointError) else "has a file name that is not possible"
+        found = (Finding("", "", "unknown", f"{what}, so its items were not looked at", 0),)
     return replace(file, findings=(*found, *file.findings))
 
 
@@ -211,7 +211,7 @@ def _range_findings(source: FileSource, name: str, wanted: set[tuple[int, int]])
     scanner = Scanner(Room(source.size))
     ranges = sorted(wanted - set(joined_archives(source) if wanted else ()))
     if sum(length for _, length in ranges) > source.size:
-        what = "places items over each other, of which none was looked at"
+        what = "places items over each other; none of them was looked at"
         yield Finding(name, "", "unknown", what, 0)
         return
     for offset, length in ranges:

@@ -108,7 +108,7 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 _ENDS = {quote: re.compile(rb"\\|" + quote + (rb"" if len(quote) == 3 else rb"|\n")) for quote in (b'"""', b"'''", b'"', b"'")}
-_HANDED_ON = Verdict("dangerous", "all operators are handed on, so which are called cannot be known")
+_HANDED_ON = Verdict("dangerous", "all operators are passed on, so it is unknown which are called")
 _ROOTS = frozenset((b"torch", b"ops", b"rpc_async", b"rpc_sync", b"rpc_remote"))
 """The names by which code reaches operators."""
 

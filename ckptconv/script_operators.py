@@ -246,7 +246,7 @@ def judge_operator(namespace: str, name: str) -> Verdict:
         return Verdict("dangerous", reason)
     if namespace in _COMPUTING or (namespace == "aten" and _base(name) in _ATEN):
         return Verdict("plain", "computes")
-    return Verdict("unknown", "an operator that is not known here; its code would run where it is installed")
+    return Verdict("unknown", "an unknown operator; its code would run where it is installed")
 
 
 def _base(name: str) -> str:

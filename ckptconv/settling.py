@@ -116,7 +116,7 @@ def _refuse_keys(keys: Iterable[Node], place: Place) -> None:
         raise error.at(where=place_text(place) or "the whole file") from None
     if any(type(key) is not int for key in odd):
         raise RefusedObject(
-            "a dict or set has keys that are no plain values", where=place_text(place) or "the whole file", hint=_HANG
+            "a dict or set has keys that are not plain values", where=place_text(place) or "the whole file", hint=_HANG
         )
     if len(odd) > (most := in_force().large_int_keys):
         raise LimitExceeded(
@@ -129,7 +129,7 @@ def _refuse_keys(keys: Iterable[Node], place: Place) -> None:
         )
 
 
-_HANG = "they can make its reader hang; --unknown keep keeps them, --only PATH takes one part"
+_HANG = "they can make a reader hang; --unknown keep keeps them, --only PATH takes one part"
 
 
 def _is_harmless_key(key: Node) -> bool:
@@ -184,7 +184,7 @@ def _settle(
             settled.rewritten.append(Rewritten(place_text(place), name, _how(node, name)))
     elif drop:
         overlay[id(node)] = node.tensor if type(node) is TensorObject else None
-        settled.dropped.append(Skipped(place_text(place), f"{DROPPED}: {name} is no plain object", node))
+        settled.dropped.append(Skipped(place_text(place), f"{DROPPED}: {name} is not a plain object", node))
     return drop or plain is not node
 
 
@@ -301,7 +301,7 @@ def _refusal(unknown: Sequence[tuple[Place, str]]) -> RefusedObject:
         return RefusedObject(
             f"a tensor without values ({name}){more}: there is nothing to convert",
             where=place or "the whole file",
-            hint="save it from a host that has its values; --unknown drop leaves it out",
+            hint="save it on a host that has its values, or leave it out with --unknown drop",
         )
     return RefusedObject(
         f"{printable(name)}{more} is an object that torch.load(weights_only=True) refuses",

@@ -31,12 +31,12 @@ def parse_size(text: str) -> int:
     found = _SIZE(text.strip().upper())
     size = int(float(found[1]) * _UNITS[found[2] or ""]) if found else 0
     if size <= 0:
-        raise CheckpointError(f"'{text}' is no size", hint="write it as 5GB or 500MB")
+        raise CheckpointError(f"'{text}' is not a size", hint="write it as 5GB or 500MB")
     return size
 
 
 def shard_limit(given: int | str | None) -> int | None:
-    """The bytes that one file may hold, as the option `max_shard_size` says it; `OptionRefused` when that is no size."""
+    """The bytes that one file may hold, as the option `max_shard_size` says it; `OptionRefused` when that is not a size."""
     if type(given) is str:
         with contextlib.suppress(CheckpointError):
             return parse_size(given)
@@ -100,7 +100,7 @@ def earlier_files(output: Path) -> list[Path]:
 
 
 def index_text(weight_map: Mapping[str, str], nbytes: int, metadata: Mapping[str, Any] | None = None) -> bytes:
-    """The index for tensors of `nbytes` bytes in all, with other `metadata`; `CheckpointError` where that is no JSON."""
+    """The index for tensors of `nbytes` bytes in all, with other `metadata`; `CheckpointError` where that is not JSON."""
     document = {"metadata": {**(metadata or {}), "total_size": nbytes}, "weight_map": dict(weight_map)}
     try:
         return (json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()

@@ -192,7 +192,7 @@ def _read_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         what = f"cannot be read: {os.strerror(error.errno or 0)}"
-        raise MalformedCheckpoint(what, path=path, hint="the disk or the network behind it fails") from error
+        raise MalformedCheckpoint(what, path=path, hint="the disk or the network fails") from error
 
 
 def _open_regular(path: Path) -> int:

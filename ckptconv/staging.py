@@ -137,7 +137,7 @@ def _remove_replaced(paths: Sequence[Path], output: Path) -> None:
             path.unlink(missing_ok=True)
         except OSError as error:
             what = f"is in place, but {path.name} of the earlier one cannot be removed: {os.strerror(error.errno or 0)}"
-            raise OutputRefused(what, path=output, hint="remove it, for it may be taken for the checkpoint") from error
+            raise OutputRefused(what, path=output, hint="remove it: a program may take it for the checkpoint") from error
 
 
 # ------------------------------------------------------------------------------------------------------------ hidden folders
@@ -149,7 +149,7 @@ def _hidden(target: Path, kind: str) -> Path:
 
 def _prefix(target: Path) -> str:
     prefix = target.name
-    while len(os.fsencode(prefix)) > _LONGEST_PREFIX:  # half a character is no name on macOS and Windows
+    while len(os.fsencode(prefix)) > _LONGEST_PREFIX:  # half a character is not a name on macOS and Windows
         prefix = prefix[:-1]
     return prefix
 
@@ -168,7 +168,7 @@ def _locked_folder(folder: Path) -> platforms.FolderLock:
 
 
 def _remove(folder: Path) -> None:
-    for _ in ("once", "again, for a fault may pass"):
+    for _ in ("once", "again: a fault may pass"):
         with contextlib.suppress(OSError):
             _remove_tree(folder)
     with contextlib.suppress(OSError):
@@ -236,7 +236,7 @@ def _lock_patiently(lock: platforms.FolderLock, path: Path) -> None:
 
 
 def _exists_by_now(path: Path) -> OutputRefused:
-    return OutputRefused("exists by now", path=path, hint="another process wrote it; add --force to replace it")
+    return OutputRefused("exists now", path=path, hint="another process wrote it; add --force to replace it")
 
 
 def _name(made: Path, target: Path) -> None:
@@ -318,7 +318,7 @@ def _put_over(made: Path, files: ShardSet, path: Path, *, fsync: bool) -> None:
         _rename_behind_index(passing, files.shards, files.index, fsync=fsync)
     except OSError as error:
         what = f"is in place, but its shards could not get their names: {os.strerror(error.errno or 0)}"
-        raise OutputRefused(what, path=path, hint=f"they are whole, in {passing.name}; run it again") from error
+        raise OutputRefused(what, path=path, hint=f"they are complete, in {passing.name}; run the command again") from error
     _remove(passing)
 
 
@@ -386,8 +386,8 @@ def _confirm(folder: Path, path: Path) -> None:
     try:
         fsync_folder(folder)
     except OSError as error:
-        what = f"is in place and whole, but the disk does not confirm its name: {os.strerror(error.errno or 0)}"
-        raise OutputRefused(what, path=path, hint="look after the disk") from error
+        what = f"is in place and complete, but the disk does not confirm its name: {os.strerror(error.errno or 0)}"
+        raise OutputRefused(what, path=path, hint="check the disk") from error
 
 
 def _fsync_tree(folder: Path) -> None:

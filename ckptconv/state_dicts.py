@@ -41,7 +41,7 @@ class StateDict:
     """A state dict in a tree: its `path` (empty for the root), its `node`, and its keys and values in order.
 
     A path that ends in a dot means only the tensors that stand in the dict itself, beside others: `own` are then the numbers of
-    their pairs. A key that is no text is given as text, so two may be equal; a value is a `TensorRef`, a `TensorObject`, or
+    their pairs. A key that is not text is given as text, so two may be equal; a value is a `TensorRef`, a `TensorObject`, or
     whatever else training left under the key. `place` is where the dict hangs. `notes` tell where the keys are not the file's
     own, and what else there was to choose.
     """
@@ -174,7 +174,7 @@ def _state_dict(item: Candidate, notes: tuple[str, ...] = ()) -> StateDict:
     pairs = item.pairs if own is None else [item.pairs[index] for index in own]
     keys = tuple([key if type(key) is str else label_text(key) for key, _ in pairs])
     if item.beside and any(id(holder) in item.beside for holder in (item.node, *(place[2] for place in _chain(item.place)))):
-        notes = (*notes, "a dict holds itself, or one that it is in; that is left out")
+        notes = (*notes, "a dict contains itself, or one that it is in; that is left out")
     return StateDict(item.path, item.node, keys, tuple([value for _, value in pairs]), notes, own, item.place)
 
 
@@ -205,7 +205,7 @@ def _framework_notes(producer: Producer, root: Node, others: Sequence[str]) -> I
 def _bare_tensors(node: Node) -> StateDict | None:
     """A state dict for a tensor that stands by itself, or for a list of nothing but tensors; None for anything else."""
     if is_tensor(node):
-        note = "it holds one tensor and no state dict: its key is 'tensor'"
+        note = "it is one tensor, not a state dict: its key is 'tensor'"
         return StateDict("", Dict([("tensor", node)]), ("tensor",), (node,), (note,))
     if type(node) not in (list, tuple) or not node or not all(map(is_tensor, node)):
         return None
@@ -372,7 +372,7 @@ def _own_of(part: _Part, found: Survey, file: Path) -> StateDict:
     """The tensors that stand in the dict of a part itself."""
     item = next((item for item in found.found if item.place is None), None)
     if item is None:
-        what = "no tensors stand in it by names" if part.path else "no tensors stand at its root by names"
+        what = "no named tensors lie in it" if part.path else "no named tensors lie at its root"
         raise AmbiguousStateDict(what, path=file, where=part.path or None, hint=look_hint(file))
     return _state_dict(item)
 
@@ -409,7 +409,7 @@ def renamed_in_place(found: StateDict, keys: tuple[str | None, ...], module_path
     mine = set(found.own)
     others = {key for index, (key, _) in enumerate(before) if index not in mine and type(key) is str}
     if taken := next((key for key in keys if key in others), None):
-        raise KeyConflict("a key would get this name, and something else that stands beside it has it", where=taken)
+        raise KeyConflict("a key would get this name, but something else beside it has it already", where=taken)
     renamed = list(zip(keys, found.values, strict=True))
     own = dict(zip(found.own, renamed, strict=False))
     pairs = [own.get(index, pair) for index, pair in enumerate(before)]

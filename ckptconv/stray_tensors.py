@@ -150,7 +150,7 @@ class _Finder:
     def _inside(self, item: _Registered, path: str, node: Node, name: str, *, made_again: bool = False) -> Iterator[Stray]:
         reason, is_refused = _judged(item, name)
         if made_again:
-            reason, is_refused = "an attribute that is made again of its parameters", False
+            reason, is_refused = "an attribute that is made again from the parameters", False
         work = [(path, node)]
         while work:
             path, node = work.pop()
@@ -186,4 +186,4 @@ def _judged(item: _Registered, name: str) -> tuple[str, bool]:
         return f"an attribute that {cls} does not save", False
     if item.is_ordinary and name in _PLAIN_ATTRIBUTES.get(cls, {name}):
         return "an attribute of a module, which its state dict does not hold", False
-    return f"a tensor outside the parameters and buffers of {cls}, whose code alone knows whether it is saved", True
+    return f"a tensor outside the parameters and buffers of {cls}, and only its code knows whether it is saved", True

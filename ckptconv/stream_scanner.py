@@ -53,7 +53,7 @@ _SERIALIZED = re.compile(
 )
 """The pickles in the JSON of stable-baselines3 (common/save_util.py), which its `load` gives to cloudpickle.
 
-Any character of a JSON text may be escaped, and `base64.b64decode` passes over what is no base64.
+Any character of a JSON text may be escaped, and `base64.b64decode` passes over what is not base64.
 """
 
 
@@ -145,7 +145,7 @@ class Scanner:
         if depth > (most := in_force().scanned_depth):
             self._odd(
                 where,
-                f"streams lie more than {most} deep in each other; what is below was not looked at"
+                f"streams are nested more than {most} deep; deeper ones were not looked at"
                 f" (--limit scanned_depth={2 * most} looks further)",
             )
             return "unknown"
@@ -184,7 +184,7 @@ class Scanner:
         texts = (match[1] for match in _SERIALIZED.finditer(source.read(0, min(source.size, most))))
         found = list(dict.fromkeys(islice(texts, limits.scanned_pickles)))
         if source.size > most:
-            self._odd(where, f"is a text of more than {most} bytes; what is behind was not looked at", most)
+            self._odd(where, f"is a text of more than {most} bytes; the rest was not looked at", most)
         if next(texts, None) is not None:
             self._more_pickles(where, "stand in one text")
         if found:
@@ -203,7 +203,7 @@ class Scanner:
 
     def _more_pickles(self, where: str, how: str, at: int = 0) -> None:
         most = in_force().scanned_pickles
-        what = f"more than {most} pickles {how}; what is behind was not looked at"
+        what = f"more than {most} pickles {how}; the rest was not looked at"
         self._odd(where, f"{what} (--limit scanned_pickles={2 * most} looks further)", at)
 
     # ------------------------------------------------------------------------------------------------------- archives
@@ -220,10 +220,10 @@ class Scanner:
                 where, f"its directory was not followed, because it {error.what}; what is stored or deflated in it was searched"
             )
             if _may_be_script(source):
-                what = "seems to be a TorchScript archive; torch may follow its directory, and run code that was not judged"
+                what = "seems to be a TorchScript archive; torch may use its directory and run code that was not judged"
                 self.findings.append(Finding(where, "", "dangerous", what, 0))
             self._sweep(source, where, depth)
-            return "zip without a directory to follow"
+            return "zip without a usable directory"
         for name, record in records.items():
             inside = f"{where}/{name}" if where else name
             if record.deflated:
@@ -253,10 +253,12 @@ class Scanner:
 
     def _flatbuffer(self, source: Source, where: str) -> None:
         most = in_force().text_bytes
-        self._odd(where, "is a module for mobiles as a flatbuffer, of whose code only what is known to be dangerous is told")
+        self._odd(
+            where, "is a flatbuffer module for mobile devices; of its code, only what is known to be dangerous is reported"
+        )
         self._note_called(where, judged_flatbuffer(source.read(0, min(source.size, most))))
         if source.size > most:
-            self._odd(where, f"is a flatbuffer of more than {most} bytes; what is behind was not looked at", most)
+            self._odd(where, f"is a flatbuffer of more than {most} bytes; the rest was not looked at", most)
 
     def _note_called(self, where: str, called: list[Called]) -> None:
         self.findings += [Finding(where, name, *verdict, at) for name, verdict, at in called]
@@ -269,7 +271,7 @@ class Scanner:
         else:
             found, cut = source.read(record.offset, min(record.size, most)), record.size > most
         if cut:
-            self._odd(where, f"is code of more than {len(found)} bytes; what is behind was not looked at", len(found))
+            self._odd(where, f"is code of more than {len(found)} bytes; the rest was not looked at", len(found))
         return found
 
     def _tar(self, source: Source, where: str, depth: int) -> None:
@@ -299,7 +301,7 @@ class Scanner:
             self.scan(MemorySource(inflated, source.path), where, depth + 1, array=_STORAGE(where) is not None)
         if cut and (inflated or not self._room.is_used_up):
             more = f"--limit pickle_ratio={2 * in_force().pickle_ratio} looks further"
-            self._odd(where, f"inflates to more than {len(inflated)} bytes; what is behind was not looked at ({more})")
+            self._odd(where, f"inflates to more than {len(inflated)} bytes; the rest was not looked at ({more})")
         self._room.is_used_up |= not inflated
 
     def _sweep(self, source: Source, where: str, depth: int) -> None:
@@ -314,7 +316,7 @@ class Scanner:
                     continue
                 if self._room.is_searched:
                     more = f"--limit scanned_in_vain={2 * self._room.followed} looks further"
-                    what = "holds too many places at which a pickle seems to begin; the rest was not looked at"
+                    what = "holds too many places where a pickle seems to start; the rest was not looked at"
                     self._odd(where, f"{what} ({more})", at)
                     return
                 look = self._local_record if found[0][:2] == b"PK" else self._uncertain
@@ -376,7 +378,7 @@ class Scanner:
             self._count(where, start)
             self.findings += named
             if trace.broken is not None:
-                self._odd(where, f"the pickle {trace.broken}; what stands before was judged", start)
+                self._odd(where, f"the pickle {trace.broken}; what comes before was judged", start)
             self.findings += [Finding(where, "", "dangerous", alarm.reason, alarm.at) for alarm in alarms]
             self._nested(trace, source, where, depth)
         return trace.end if is_passed else 0
@@ -413,7 +415,7 @@ def _misused(trace: Trace) -> Iterator[tuple[Named, Verdict, int]]:
     """Plain globals of which what they gave is changed though it was there before, or is called."""
     for (use, name), at in trace.uses.items():
         if use == "changed" and gives_what_was_there(*name):
-            yield name, Verdict("dangerous", "gives an object that is there already, whose items or attributes are set"), at
+            yield name, Verdict("dangerous", "changes items or attributes of an object that exists already"), at
         elif use == "called" and judge(*name).level == "plain":
             yield name, Verdict("dangerous", "makes an object that is called in turn"), at
 
@@ -431,7 +433,7 @@ def _as_function(finding: Finding) -> Finding:
     """A name of cloudpickle, where it is what writes functions: unknown, for what they do stands in their byte code."""
     if not finding.name.startswith("cloudpickle."):
         return finding
-    return replace(finding, level="unknown", reason="makes functions out of byte code that stands in the pickle")
+    return replace(finding, level="unknown", reason="makes functions from byte code in the pickle")
 
 
 def _is_tar_header(block: bytes) -> bool:
@@ -458,7 +460,7 @@ def _unescaped(text: bytes) -> bytes:
 
 
 def _text_kind(head: bytes) -> str | None:
-    """What a file is that begins so and in which no pickle was found; None for what is no text."""
+    """What a file is that begins so and in which no pickle was found; None for what is not text."""
     if not head:
         return "empty file"
     if any(byte < 32 and byte not in b"\t\n\r" for byte in head):
@@ -475,7 +477,7 @@ _INERT = frozenset(("empty file", "git-LFS pointer", "web page", "JSON text", "t
 
 
 def is_inert(kind: str) -> bool:
-    """Whether a file of this kind, without findings, is no checkpoint: nothing in it can run when it is loaded."""
+    """Whether a file of this kind, without findings, is not a checkpoint: nothing in it can run when it is loaded."""
     return kind in _INERT
 
 

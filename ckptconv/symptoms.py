@@ -110,11 +110,11 @@ def suffix(case: Case) -> str:
 def _container(case: Case) -> Iterator[Symptom]:
     name, path = case.facts.format, case.paths[0]
     if case.facts.untyped:
-        cause = f"is a file of before torch 1.6 that holds {some(case.facts.untyped)}, which its format has no place for"
+        cause = f"is a file from before torch 1.6 that holds {some(case.facts.untyped)}, which its format cannot hold"
         yield symptom("error", "legacy-container", cause, words.quoted(words.UNTYPED), Fix())
     elif name == "torch legacy":
         effect = words.quoted(words.MMAP, by="torch.load(mmap=True)")
-        yield symptom("info", "legacy-container", "is a file of before torch 1.6, not a zip archive", effect, Fix())
+        yield symptom("info", "legacy-container", "is a file from before torch 1.6, not a zip archive", effect, Fix())
     opening = case.facts.opening
     if name.startswith("sharded") and opening.anywhere:
         cause = f"is a set of shards ({name}), not one file"
@@ -153,10 +153,10 @@ def _name(case: Case) -> Iterator[Symptom]:
     named = case.paths[0].suffix.lower() == ".safetensors"
     if named and case.facts.format.startswith("torch"):
         effect = words.quoted(words.HEADER, by="load_file")
-        yield symptom("error", "wrong-name", f"is a {case.facts.format} under the name of a safetensors file", effect, Fix())
+        yield symptom("error", "wrong-name", f"is a {case.facts.format} with the name of a safetensors file", effect, Fix())
     elif case.facts.format == "safetensors" and case.paths[0].suffix.lower() in (".pt", ".pth", ".bin", ".ckpt"):
         effect = words.quoted(words.REFUSED) + "; safetensors.torch.load_file opens it"
-        cause = "is a safetensors file under the name of a torch file"
+        cause = "is a safetensors file with the name of a torch file"
         yield symptom("warning", "wrong-name", cause, effect, Fix(suffix=".safetensors"))
 
 
@@ -309,10 +309,10 @@ def _bloat(case: Case) -> Iterator[Symptom]:
     causes = []
     if facts.stored > facts.used:
         causes.append(
-            f"tensors use {facts.used:,} bytes of storages of {facts.stored:,}: slices were saved with their storages"
+            f"tensors use {facts.used:,} bytes of storages of {facts.stored:,}: slices were saved with their whole storages"
         )
     if facts.dead:
-        causes.append(f"its pickle refers to nothing in {facts.dead:,} bytes of the file: records that were added or left over")
+        causes.append(f"its pickle does not use {facts.dead:,} bytes of the file: added or left-over records")
     wasted = facts.stored - facts.used + facts.dead
     yield symptom("warning", "bloat", "; ".join(causes), f"{wasted:,} bytes are stored and moved for nothing", Fix())
 
@@ -324,7 +324,7 @@ def _shares(case: Case) -> Iterator[Symptom]:
     one = case.state_dicts[0].path if case.state_dicts else ""
     if one and states * 10 > total:
         cause = f"{states * 100 // total} % of its tensors' bytes are an optimizer's state"
-        effect = "whoever only uses the model reads and stores them too"
+        effect = "programs that only use the model read and store it too"
         yield symptom("info", "optimizer-share", cause, effect, Fix(only=one), chosen=True)
     if averages_weights(case.checkpoint.root):
         return
@@ -367,7 +367,7 @@ def _scaled(case: Case) -> Iterator[Symptom]:
     for path, scaled in case.scaled.items():
         where = f" of {part_text(path)}" if path else ""
         names = some([f"{item.codes} with {item.scale}" for item in scaled])
-        effect = "a model that does not know of the scales takes the codes for values, and computes nonsense without a word"
+        effect = "a model that does not know of the scales takes the codes for values, and silently computes nonsense"
         advice = "load it with the library that wrote it; ckptconv copies codes and scales as they are, and refuses --dtype"
         yield symptom("info", "scaled-weights", f"weights{where} are codes beside scales: {names}", effect, advice=advice)
 

@@ -195,7 +195,7 @@ def view_of(storage: Storage, dtype: DType, offset: int, shape: Shape, stride: S
     numel, last = 1, offset
     for size, step in zip(shape, stride):  # noqa: B905 (of one length, and a hot path)
         if type(size) is not int or type(step) is not int or size < 0 or step < 0:
-            raise MalformedCheckpoint("its shape or stride holds something else than sizes", where=storage.name)
+            raise MalformedCheckpoint("its shape or stride holds something other than sizes", where=storage.name)
         numel *= size
         last += (size - 1) * step
     if numel and (last + 1) * dtype.bits > storage.nbytes << 3:
@@ -247,7 +247,7 @@ def _refuse_odd_shape(shape: Shape, where: str) -> None:
     """Refuse too many dimensions, and sizes whose product would have no end, before they are multiplied."""
     refuse_dimensions(len(shape), where)
     if any(type(size) is int and size >> 63 for size in shape):
-        raise MalformedCheckpoint("its shape or stride holds something else than sizes", where=where)
+        raise MalformedCheckpoint("its shape or stride holds something other than sizes", where=where)
 
 
 def refuse_dimensions(count: int, where: str | None = None) -> None:

@@ -75,7 +75,7 @@ def is_json_asked(arguments: Sequence[str]) -> bool:
 
 
 def stop(kind: str, what: str, code: int, *, as_json: bool, hint: str | None = None) -> NoReturn:
-    """End the program for a reason that is no checkpoint's, with one line on stderr and, where it is asked for, a document."""
+    """End the program for a reason that is not a checkpoint's, with a line on stderr and, if asked for, a document."""
     message = f"{what}; {hint}" if hint else what
     if as_json:
         print_ending_json(kind, what, code, hint=hint)

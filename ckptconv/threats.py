@@ -87,8 +87,8 @@ _NAMES = {
         pandas.read_pickle pandas.io numpy.ctypeslib torch.save torch.from_file pathlib.Path.unlink
     """,
     "loads further pickles, which are executed": "torch.load torch.serialization.load",
-    "makes functions out of byte code": "types.CodeType types.FunctionType types.MethodType types.LambdaType",
-    "makes text or bytes out of others, which hides what they hold": "codecs.decode _codecs.decode codecs.getdecoder",
+    "makes functions from byte code": "types.CodeType types.FunctionType types.MethodType types.LambdaType",
+    "decodes text or bytes, which hides what they hold": "codecs.decode _codecs.decode codecs.getdecoder",
     "waits for input, or ends the process": "builtins.input builtins.raw_input builtins.exit builtins.quit",
 }
 """Dangerous names of modules that are not dangerous as such."""
@@ -106,7 +106,9 @@ _NEVER_WITHIN = frozenset(("os", "posix", "nt", "sys", "subprocess", "builtins",
 """Names that no package gives a module of its own."""
 _SHORT_NAMES = frozenset(("np", "th"))
 """By what name numpy and torch are imported, and so reached through the modules of others."""
-_NEITHER = Verdict("dangerous", "no part of ordinary checkpoints, and of a package that is always there: its code would run")
+_NEITHER = Verdict(
+    "dangerous", "not part of ordinary checkpoints, but of a package that is always installed: its code would run"
+)
 _MOVED = {f"torch.nn.{name}": f"torch.ao.nn.{name}" for name in ("quantized", "quantizable", "intrinsic", "qat")}
 _MOVED |= {"torch.quantization": "torch.ao.quantization", "numpy.core": "numpy._core"}
 """Packages that have moved, and whose modules are the same below."""
@@ -162,7 +164,7 @@ def _judge(module: str, name: str) -> Verdict:
         return Verdict("dangerous", reason)
     if top in ALWAYS_THERE:
         return _NEITHER
-    return Verdict("unknown", "no part of ordinary checkpoints; its code would run where it is installed")
+    return Verdict("unknown", "not part of ordinary checkpoints; its code would run where it is installed")
 
 
 def _reached(module: str, name: str, is_always_there: bool) -> str | None:

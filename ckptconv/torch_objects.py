@@ -119,7 +119,7 @@ class StorageIds:
             return whole
         view = pid[5]  # of legacy files: its key, offset and size in elements
         if type(view) is not tuple or len(view) != 3:
-            raise MalformedCheckpoint("a view of it is no tuple of key, offset and size")
+            raise MalformedCheckpoint("a view of it is not a tuple of key, offset and size")
         return part_of(whole if isinstance(whole, Window) else window(whole), view[1], view[2])
 
     def _storage(self, pid: tuple[Node, ...]) -> Storage | Window:
@@ -127,7 +127,7 @@ class StorageIds:
         if type(key) is not str or type(location) is not str:
             key, location = _text(key), _text(location)
         if key is None or location is None or type(numel) is not int or numel < 0 or numel >> 60:
-            raise MalformedCheckpoint("its persistent id holds something else than names and sizes", where=f"storage {key}")
+            raise MalformedCheckpoint("its persistent id holds something other than names and sizes", where=f"storage {key}")
         if (known := self._found.get(key)) is not None:
             if known[1] is cls and known[2] == numel:
                 return known[0]
@@ -185,7 +185,7 @@ def tensor_of_storage(
     if type(node) is Storage:
         return view_of(node, dtype or node.dtype or UINT8, offset, shape, stride, requires_grad)
     if type(node) is not Window:
-        raise MalformedCheckpoint("a tensor is rebuilt from something else than a storage")
+        raise MalformedCheckpoint("a tensor is rebuilt from something other than a storage")
     storage, typed, start, stop = node
     dtype = dtype or typed or UINT8
     unit = (typed or UINT8).itemsize

@@ -88,7 +88,7 @@ _NO_OPCODES = b"v<7G\x89\x08\x93B\xfd\x28\x1f"  # first bytes at which the weigh
 
 
 def on_start(head: bytes) -> str | None:
-    """The error about a file that starts with `head` and is no checkpoint; None where there is no one wording."""
+    """The error about a file that starts with `head` and is not a checkpoint; None where there is no one wording."""
     if head.startswith(b"PK"):
         return None
     return REFUSED if head[:1] and head[:1] in _NO_OPCODES else None

@@ -86,7 +86,7 @@ def trace_pickle(source: Source, start: int = 0) -> Trace:
     except _TooMany as error:
         tracer.trace.broken, tracer.trace.stopped = str(error), True
     except (_Broken, IndexError, KeyError, ValueError, UnicodeError, OverflowError) as error:
-        tracer.trace.broken = str(error) if type(error) is _Broken else "takes what is not there"
+        tracer.trace.broken = str(error) if type(error) is _Broken else "takes what does not exist"
     tracer.trace.followed = tracer.followed
     return tracer.trace
 
@@ -133,13 +133,13 @@ _STRANGE: Any = object()
 
 
 _FIRST_WINDOW = 512
-"""How many bytes are read first; most of what is looked at is no pickle, and breaks within them."""
+"""How many bytes are read first; most of what is looked at is not a pickle, and breaks within them."""
 _LONGEST_NAME = 4096
 """Of longer texts only the place is kept: they are arrays, as python 2 and the protocols up to 2 write them."""
 
 
 _LONGEST_NUMBER = 1 << 20  # bytes of a line of digits and of the blanks around them
-_SHORTEST = 10  # bytes of a pickle that calls something; what is shorter is no stream to be looked into
+_SHORTEST = 10  # bytes of a pickle that calls something; what is shorter is not a stream to be looked into
 _MOST_ALARMS = 100  # of one stream; the first one decides
 
 
@@ -174,7 +174,7 @@ class _Tracer:
             if opcode == 0x2E:  # STOP
                 self._stack.pop()
                 if self._at < self._frame_end:
-                    self.alarm("ends within its frame, behind which unpicklers go on in different places")
+                    self.alarm("ends within its frame, after which unpicklers continue at different places")
                 self.trace.end = self._at
                 return
             if (step := steps.get(opcode)) is None:
@@ -224,14 +224,14 @@ class _Tracer:
     def _refuse_crossing(self, start: int) -> None:
         """Some unpicklers go on behind an argument that leaves its FRAME, others behind the FRAME (cpython gh-154848)."""
         if start < self._frame_end < self._at:
-            self.alarm("an argument crosses the end of its frame, behind which unpicklers go on in different places")
+            self.alarm("an argument crosses the end of its frame, after which unpicklers continue at different places")
             self._frame_end = 0
 
     def frame(self) -> None:
         """A frame; one that is longer than the source is none for the unpickler that goes on nevertheless."""
         end = self.number(8) + self._at
         if self._at < self._frame_end:
-            self.alarm("a frame begins within another, behind which unpicklers go on in different places")
+            self.alarm("a frame begins within another, after which unpicklers continue at different places")
         self._frame_end = end if end <= self._source.size else 0
 
     def number(self, width: int) -> int:
@@ -321,14 +321,14 @@ class _Tracer:
     def replace(self, count: int, value: Any) -> None:
         """The last `count` values replaced by one."""
         if count > len(self._stack):
-            raise _Broken("takes more from its stack than is there")
+            raise _Broken("takes more from its stack than there is")
         if count:
             del self._stack[-count:]
         self.push(value)
 
     def tuple_of(self, count: int) -> None:
         if count > len(self._stack):
-            raise _Broken("takes more from its stack than is there")
+            raise _Broken("takes more from its stack than there is")
         self.replace(count, tuple(self.passed_on(self._stack[-count:])))
 
     def container(self) -> None:
@@ -345,7 +345,7 @@ class _Tracer:
     def drop(self, count: int) -> None:
         """The last `count` values put into what is below them."""
         if count >= len(self._stack):
-            raise _Broken("takes more from its stack than is there")
+            raise _Broken("takes more from its stack than there is")
         self.passed_on(self._stack[-count:])
         del self._stack[-count:]
         self._refuse_growing(self._stack[-1])
@@ -355,14 +355,14 @@ class _Tracer:
         if self._is_guarded:
             for value in [value for value in values if type(value) is Named]:
                 if ".".join(value) in NESTED_LOADERS:
-                    self.alarm("a function that loads streams is handed on, so what it loads cannot be known")
+                    self.alarm("a function that loads streams is passed on, so it is unknown what it loads")
                 if value in ATTRIBUTES:
                     self.use("handed on", value)
         return values
 
     def _refuse_growing(self, target: Any) -> None:
         if type(target) in (bytes, Held):
-            self.alarm("bytes are changed after they are written, so they cannot be known")
+            self.alarm("bytes are changed after they are written, so they are unknown")
         elif target is not _OTHER:
             self._note_change(target, "items")
 
@@ -395,7 +395,7 @@ class _Tracer:
         if {type(module), type(name)} <= {str, Held}:
             self.alarm(f"a global is named in more than {_LONGEST_NAME} bytes")
         else:
-            self.alarm("the name of a global is computed while the pickle runs, so it cannot be known", by_chance=True)
+            self.alarm("the name of a global is computed while the pickle runs, so it is unknown", by_chance=True)
         return _OTHER
 
     def alarm(self, reason: str, *, by_chance: bool = False) -> None:
@@ -448,7 +448,7 @@ class _Tracer:
         if path in _BYTES_CLASSES and len(args) < 2 and is_bytes:
             return first
         if path in NESTED_LOADERS and type(first) not in (bytes, str, Held):
-            self.alarm(f"{path} is given bytes that are computed while the pickle runs, so they cannot be known")
+            self.alarm(f"{path} is given bytes that are computed while the pickle runs, so they are unknown")
         if func in ATTRIBUTES:
             return self._attribute(func, args)
         if path in _CHANGERS and not _rebuilds(first):
@@ -509,7 +509,7 @@ class _Tracer:
 
     def extension(self, width: int) -> None:
         code = self.number(width)
-        what = f"a global is named by its number, {code}, in a registry of the process, so it cannot be known"
+        what = f"a global is named by its number, {code}, in a registry of the process, so it is unknown"
         self.alarm(what, by_chance=True)
         self.push(_OTHER)
 

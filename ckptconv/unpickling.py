@@ -85,17 +85,17 @@ class PickleReader:
         except CheckpointError:
             raise
         except (IndexError, struct.error):
-            raise self._malformed("ends in the middle, or takes more from its stack than is there") from None
+            raise self._malformed("ends in the middle, or takes more from its stack than there is") from None
         except KeyError:
-            raise self._malformed("fetches a memo entry that was never put") from None
+            raise self._malformed("reads a memo entry that was never written") from None
         except (ValueError, UnicodeError, OverflowError) as error:
-            raise self._malformed(f"has an argument that is no number or text ({error})") from None
+            raise self._malformed(f"has an argument that is not a number or text ({error})") from None
         finally:
             if self.position == start:
                 self.position = start + 1
 
     def _malformed(self, what: str) -> MalformedCheckpoint:
-        return MalformedCheckpoint(f"the pickle {what} (near byte {self.position})", hint="the file is corrupt or cut off")
+        return MalformedCheckpoint(f"the pickle {what} (near byte {self.position})", hint="the file is damaged or cut off")
 
     # One loop, opcodes in order of how often checkpoints hold them: a call per opcode would cost more than its work.
     def _read(self) -> Node:
@@ -112,7 +112,7 @@ class PickleReader:
         known = self._known
         most = in_force()
         deepest, widest = most.depth, most.stack
-        nodes = unread = 0  # what was made, and the bytes of arguments that are no opcodes; held against the limits at `look`
+        nodes = unread = 0  # what was made, and the bytes of arguments that are not opcodes; held against the limits at `look`
         look = min(end, pos + _LOOK)
         while True:
             while pos < look:
@@ -154,7 +154,7 @@ class PickleReader:
                     func = stack[-1]
                     if type(args) is not tuple:
                         self.position = pos
-                        raise self._malformed("calls something with arguments that are no tuple")
+                        raise self._malformed("calls something with arguments that are not a tuple")
                     reducer = known.get(func) if type(func) is Global else None
                     stack[-1] = Call(func, args) if reducer is None else reducer(args)
                     nodes += 1
@@ -271,14 +271,14 @@ class PickleReader:
                     module = stack.pop()
                     self.position = pos
                     if type(name) is not str or type(module) is not str:
-                        raise self._malformed("names a global by something else than text")
-                    (module + name).encode()  # half a character is no name
+                        raise self._malformed("names a global by something other than text")
+                    (module + name).encode()  # half a character is not a name
                     push(self._global(module, name))
                 elif op == 0x81:  # NEWOBJ
                     args = stack.pop()
                     self.position = pos
                     if type(args) is not tuple:
-                        raise self._malformed("makes an object with arguments that are no tuple")
+                        raise self._malformed("makes an object with arguments that are not a tuple")
                     stack[-1] = self._new(stack[-1], args, None) if args else Call(stack[-1], (), new=True)
                     nodes += 1
                 elif op == 0x62:  # BUILD
@@ -354,7 +354,7 @@ class PickleReader:
 
     def _set_items(self, target: Node, flat: list[Node]) -> None:
         if type(target) is not Dict and type(target) is not Call:
-            raise self._malformed("sets an item on something that is no dict")
+            raise self._malformed("sets an item on something that is not a dict")
         if len(flat) % 2:
             raise self._malformed("sets a key without a value")
         if type(target.pairs) is list:
@@ -369,7 +369,7 @@ class PickleReader:
         elif type(target) is Call and target.name not in NO_LISTS:
             target.items = [*target.items, *flat] if target.items else flat
         else:
-            raise self._malformed("appends to something that is no list")
+            raise self._malformed("appends to something that is not a list")
 
     def _build(self, target: Node, state: Node) -> None:
         if type(target) is not Call:
@@ -435,7 +435,7 @@ class PickleReader:
             kwargs = stack.pop()
             args = stack.pop()
             if type(args) is not tuple:
-                raise self._malformed("makes an object with arguments that are no tuple")
+                raise self._malformed("makes an object with arguments that are not a tuple")
             stack[-1] = self._new(stack[-1], args, kwargs)
         elif op == 0x30:  # POP
             if stack:
@@ -480,7 +480,7 @@ class PickleReader:
         elif type(stack[-1]) is Call and stack[-1].func is SET:  # ADDITEMS
             stack[-1].args[0].extend(made)
         else:
-            raise self._malformed("adds to something that is no set")
+            raise self._malformed("adds to something that is not a set")
 
 
 _LOOK = 1 << 18
@@ -504,7 +504,7 @@ def _too_wide(widest: int) -> LimitExceeded:
 # The opcodes that torch writes for a tensor, behind the rebuild function and the MARK of its arguments: a storage's
 # persistent id, offset, shape, stride, requires_grad and hooks. They are nine tenths of a large checkpoint's opcodes; as one
 # match they cost a third. It holds the form of torch (names fetched by BINGET, own values put by LONG_BINPUT) and of ckptconv
-# (which puts none of them), and no names. Legacy files say of every storage that it is no view (N).
+# (which puts none of them), and no names. Legacy files say of every storage that it is not a view (N).
 _INTEGER = rb"(K.|M..|J....)"
 _INTEGERS = rb"((?:K.|M..|J....)[\x85]|(?:K.|M..|J....){2}[\x86]|(?:K.|M..|J....){3}[\x87]|\((?:K.|M..|J....){4,}t)(?:r(....))?"
 _TENSOR_RUN = re.compile(
@@ -567,7 +567,7 @@ class _Memo(dict[bytes, Node]):
     def memoize(self, value: Node) -> None:
         """What MEMOIZE does where other opcodes put entries too: they all go to the dict from now on."""
         if self._kept_until > _REMEMBERED:
-            hint = "no program writes that; the file is corrupt or made to deceive"
+            hint = "no program writes that; the file is damaged or forged"
             raise MalformedCheckpoint("the pickle numbers its memo entries in two ways", hint=hint)
         for index, earlier in enumerate(self.memoized):
             self.setdefault(index.to_bytes(4, "little"), earlier)

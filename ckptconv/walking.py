@@ -68,7 +68,7 @@ PLAIN = frozenset((str, int, float, bool, bytes, type(None), complex))
 def walk(
     root: Node, overlay: Overlay | None = None, cycles: list[Place] | None = None, *, depth: int | None = None
 ) -> Iterator[tuple[Place, Node]]:
-    """Every node that is no plain value, with its first place, each once, parents before children.
+    """Every node that is not a plain value, with its first place, each once, parents before children.
 
     Shared and cyclic structures are entered once; where a container holds one that it is in, the place goes to `cycles`.
     The overlay may grow while walking: what stands in for a node just yielded is entered in its place. `LimitExceeded`

@@ -74,7 +74,7 @@ def part_text(path: str) -> str:
 
 
 def look_hint(path: Path) -> str:
-    """The command that shows what a checkpoint holds; one that is no file has none of its own."""
+    """The command that shows what a checkpoint holds; one that is not a file has none of its own."""
     name = f" {quoted(as_argument(path))}" if path.exists() else ""
     return f"see what it holds with: ckptconv inspect{name}"
 

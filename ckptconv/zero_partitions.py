@@ -22,7 +22,7 @@ from ckptconv.walking import tensor_of
 Shapes = Mapping[str, Shape]
 """The parameters of a group, by name, in the order in which they lie in its partitions."""
 
-_WHOLE = "fetch the whole folder again: its files are of different runs, cut off or damaged"
+_WHOLE = "fetch the whole folder again: its files are from different runs, cut off or damaged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class RankStates:
 
 
 def entries(node: Node) -> dict[str, Node]:
-    """The values of a dict by those of its keys that are text; none for anything that is no dict."""
+    """The values of a dict by those of its keys that are text; none for anything that is not a dict."""
     return {key: value for key, value in mapping_pairs(node) or () if type(key) is str}
 
 
@@ -54,7 +54,7 @@ def read_rank(root: Node) -> RankStates:
     where = f"optimizer_state_dict.{key}"
     found: Node = states.get(key)
     if stage not in (1, 2, 3) or type(found) not in (list, tuple):
-        raise UnsupportedCheckpoint("holds no fp32 partitions of a ZeRO stage that is known", where=where)
+        raise UnsupportedCheckpoint("holds no fp32 partitions of a known ZeRO stage", where=where)
     groups = tuple(_flat_group(group, f"{where}.{number}") for number, group in enumerate(found))
     paddings = _paddings(states.get("param_alignment_paddings"))
     return RankStates(stage, _rank_count(states.get("partition_count")), groups, paddings)
@@ -70,7 +70,7 @@ def _integer(node: Node) -> int:
 def _flat_group(node: Node, where: str) -> TensorRef:
     ref = tensor_of(node)
     if ref is None or len(ref.shape) != 1:
-        raise MalformedCheckpoint("a partition is no flat tensor", where=where, hint="was its optimizer offloaded to NVMe?")
+        raise MalformedCheckpoint("a partition is not a flat tensor", where=where, hint="was its optimizer offloaded to NVMe?")
     return ref
 
 
@@ -78,7 +78,7 @@ def _paddings(node: Node) -> tuple[tuple[int, ...], ...] | None:
     if node is None:
         return None
     if type(node) not in (list, tuple) or not all(_are_sizes(group) for group in node):
-        raise MalformedCheckpoint("holds something else than sizes", where="optimizer_state_dict.param_alignment_paddings")
+        raise MalformedCheckpoint("holds something other than sizes", where="optimizer_state_dict.param_alignment_paddings")
     return tuple(tuple(group) for group in node)
 
 
@@ -95,7 +95,7 @@ def _rank_count(node: Node) -> int:
         )
     count = counts.pop() if counts else -1
     if not 1 <= count < 1 << 63:
-        raise MalformedCheckpoint("is no number of ranks", where="optimizer_state_dict.partition_count")
+        raise MalformedCheckpoint("is not a number of ranks", where="optimizer_state_dict.partition_count")
     if count > (most := in_force().shards):
         where = "optimizer_state_dict.partition_count"
         raise LimitExceeded(f"says {count} ranks", limit="shards", allowed=most, needed=count, where=where)
@@ -109,24 +109,24 @@ def read_shapes(node: Node, where: str) -> list[Shapes]:
     for group in groups:
         pairs = mapping_pairs(group)
         if pairs is None:
-            raise MalformedCheckpoint("is no dict of shapes", where=where)
+            raise MalformedCheckpoint("is not a dict of shapes", where=where)
         found.append({_name(name, where): _shape(size, f"{where}.{name}") for name, size in pairs})
     return found
 
 
 def _name(node: Node, where: str) -> str:
     if type(node) is not str:
-        raise MalformedCheckpoint("names a parameter by something else than text", where=where)
+        raise MalformedCheckpoint("names a parameter by something other than text", where=where)
     return node
 
 
 def _shape(node: Node, where: str) -> Shape:
     sizes = node.args[0] if type(node) is Call and node.name == "torch.Size" and len(node.args) == 1 else node
     if not _are_sizes(sizes):
-        raise MalformedCheckpoint("is no shape", where=where)
+        raise MalformedCheckpoint("is not a shape", where=where)
     refuse_dimensions(len(sizes), where)
     if prod(size for size in sizes if size) >= 1 << 63:
-        raise MalformedCheckpoint("is the shape of no tensor that could be", where=where)
+        raise MalformedCheckpoint("is not a possible shape of a tensor", where=where)
     return tuple(sizes)
 
 
@@ -152,7 +152,7 @@ def _require_groups(states: RankStates, groups: Sequence[Shapes]) -> None:
         what = f"names parameters of {len(groups)} groups, the ranks hold {len(states.groups)}"
         raise MalformedCheckpoint(what, where="param_shapes", hint=_WHOLE)
     if states.paddings is not None and list(map(len, states.paddings)) != list(map(len, groups)):
-        raise MalformedCheckpoint("is not one number for each parameter", where="param_alignment_paddings", hint=_WHOLE)
+        raise MalformedCheckpoint("does not have one number for each parameter", where="param_alignment_paddings", hint=_WHOLE)
 
 
 def _group_joined(ranks: Sequence[RankStates], number: int, shapes: Shapes) -> Iterator[tuple[str, TensorRef]]:
@@ -268,10 +268,10 @@ class Weights:
         others = [(name, value) for name, value in entries(module).items() if name not in self._found]
         empty = {name for name, value in others if self._is_placeholder(value)}
         if empty:
-            self.notes += (f"without values in any file, and so left out: {_some(sorted(empty))}",)
+            self.notes += (f"without values in any file, so they are left out: {_some(sorted(empty))}",)
         kept = {name: value for name, value in others if name not in empty}
         if kept:
-            self.notes += (f"in no partition, and so taken from the model states: {_some(list(kept))}",)
+            self.notes += (f"not in a partition, so they are taken from the model states: {_some(list(kept))}",)
         for name, value in kept.items():
             ref = tensor_of(value)
             self._found[name] = value if ref is None else self._widened(ref)

@@ -144,7 +144,7 @@ class _Flat:
 
 
 def _inside(tensor: torch.Tensor) -> Iterator[tuple[str, Any]]:
-    """The parts of a tensor that is no plain view: sparse, quantized or nested."""
+    """The parts of a tensor that is not a plain view: sparse, quantized or nested."""
     if tensor.is_nested:
         yield "<parts>", [part.clone() for part in tensor.unbind()]
     elif tensor.is_quantized:

@@ -102,7 +102,7 @@ def behave_like_windows() -> None:
     import fcntl
 
     class Builtin:
-        """A function that is no method when a class keeps it, as those of `os` are not (pathlib, in Python 3.10)."""
+        """A function that is not a method when a class keeps it, as those of `os` are not (pathlib, in Python 3.10)."""
 
         def __init__(self, function: Any) -> None:
             self.__call = function

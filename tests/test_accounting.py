@@ -209,7 +209,7 @@ class Holder:
 
 
 class Net(nn.Module):
-    """A module with all that is no part of a state dict: a buffer that is not saved, attributes that are tensors."""
+    """A module with all that is not part of a state dict: a buffer that is not saved, attributes that are tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ def test_a_module_that_loses_a_part_fails_verify(hole, tmp_path, monkeypatch):
 
     monkeypatch.setattr(modules, "_parts", holed)
     assert_only_the_count_sees_it(
-        tmp_path / "in.pt", "belongs to a module, and is not in its state dict", monkeypatch, unknown="drop"
+        tmp_path / "in.pt", "belongs to a module, but is not in its state dict", monkeypatch, unknown="drop"
     )
 
 
@@ -289,6 +289,6 @@ def test_an_output_whose_pickle_names_less_than_was_planned_fails_verify(tmp_pat
 
     monkeypatch.setattr(torch_zip, "write_pickle", holed)
     monkeypatch.setattr(convert, "refuse_unaccounted", lambda _: None)
-    with pytest.raises(VerificationFailed, match="archive/data/1: was written, and the pickle does not name it"):
+    with pytest.raises(VerificationFailed, match="archive/data/1: was written, but the pickle does not name it"):
         convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.pt", verify=True)
     assert [item.name for item in tmp_path.iterdir()] == ["in.pt"]

@@ -423,8 +423,8 @@ def test_rules_in_files_mappings_and_pairs_keep_their_order(room):
         ({"rules": [("renam", "a=b")]}, "there is no rule 'renam'"), ({"rules": 3}, "rules=3 is not a list of rules"),
         ({"rename": "ab"}, "is not of the form OLD=NEW"), ({"include": 3}, "include=3 is not a text"),
         ({"preset": ["nonsense"]}, "nonsense"), ({"exclude": [""]}, "is not a text"),
-        ({"device": "gpu"}, "'gpu' is no device tag"),
-        ({"map_location": {"cuda:3": "keep"}}, "'keep' is no device tag"),
+        ({"device": "gpu"}, "'gpu' is not a device tag"),
+        ({"map_location": {"cuda:3": "keep"}}, "'keep' is not a device tag"),
     ):  # fmt: skip
         with pytest.raises(CheckpointError, match=re.escape(says)):
             ckptconv.convert_checkpoint("ddp_cuda3.pt", "d.pt", **wrong)

@@ -97,7 +97,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "per channel, scales of integers": (INTEGER_SCALES, "its scales are not floating numbers"),
     "per channel, too few scales": (channels(1, 2, [0, 0, 0]), "for each of its 3 channels"),
     "per channel, too many zero points": (channels(0, 2, [0, 0, 0]), "for each of its 2 channels"),
-    "per channel, zero point": (channels(0, 2, [0, 300]), "a zero point is no number from -128 to 127"),
+    "per channel, zero point": (channels(0, 2, [0, 300]), "a zero point is not a number from -128 to 127"),
     "nested, beyond the buffer": (nested([[2, 3]], [[3, 1]], [1]), "reaches beyond its buffer of 6 elements"),
     "nested, far": (nested([[2, 3]], [[FAR, 1]], [0]), "reaches beyond"),
     "nested, overflowing": (nested([[1 << 62, 2]], [[4, 1 << 61]], [0]), "beyond all bounds"),

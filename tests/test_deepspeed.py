@@ -188,7 +188,7 @@ def test_without_latest_one_step_is_read_and_several_are_a_choice(case):
     expected, first = consolidated(case), consolidated(case, "global_step1")
     for file in ("latest", "fp32.pt", "fp32_global_step1.pt"):
         (case / file).unlink()
-    with pytest.raises(AmbiguousStateDict, match="holds 2 checkpoints and no file that says which is meant") as caught:
+    with pytest.raises(AmbiguousStateDict, match="holds 2 checkpoints and no file that says which one is meant") as caught:
         open_checkpoint(case)
     assert "--tag: global_step1, global_step2" in str(caught.value)
     same(load_portable(case, tag="global_step1"), first)
@@ -205,7 +205,7 @@ def test_without_latest_one_step_is_read_and_several_are_a_choice(case):
 def test_a_tag_that_leads_elsewhere_is_refused(case, name, given_by):
     if given_by == "latest":
         (case / "latest").write_text(name)
-    with pytest.raises(CheckpointError, match=r"is no plain folder name|tag='' is not a name"):
+    with pytest.raises(CheckpointError, match=r"is not a plain folder name|tag='' is not a name"):
         open_checkpoint(case, tag=name if given_by == "tag" else None)
 
 
@@ -352,16 +352,16 @@ def model(made: Path) -> Path:
         ([{"a": torch.Size([3, 5]), "b": torch.Size([70])}, {"c": torch.Size([2])}], "b: needs"),
         ([{"a": torch.Size([3, 5])}, {"c": torch.Size([2])}], "parameters take .* elements, its partitions have"),
         ([{"a": torch.Size([3, 5]), "b": torch.Size([7])}], "parameters"),
-        ([{"a": torch.Size([3, 5]), "b": "seven"}, {"c": torch.Size([2])}], "param_shapes.b: is no shape"),
-        ([{"a": (3, -5), "b": torch.Size([7])}, {"c": torch.Size([2])}], "param_shapes.a: is no shape"),
-        ([{"a": (3, True), "b": torch.Size([7])}, {"c": torch.Size([2])}], "param_shapes.a: is no shape"),
+        ([{"a": torch.Size([3, 5]), "b": "seven"}, {"c": torch.Size([2])}], "param_shapes.b: is not a shape"),
+        ([{"a": (3, -5), "b": torch.Size([7])}, {"c": torch.Size([2])}], "param_shapes.a: is not a shape"),
+        ([{"a": (3, True), "b": torch.Size([7])}, {"c": torch.Size([2])}], "param_shapes.a: is not a shape"),
         ([{"a": (0, 1 << 40, 1 << 40), "b": torch.Size([7])}, {}], "of no tensor that could be"),
-        ([{7: torch.Size([3, 5])}, {"c": torch.Size([2])}], "by something else than text"),
-        ([{"a": (3, 10**5000), "b": torch.Size([7])}, {"c": torch.Size([2])}], "param_shapes.a: is no shape"),
+        ([{7: torch.Size([3, 5])}, {"c": torch.Size([2])}], "by something other than text"),
+        ([{"a": (3, 10**5000), "b": torch.Size([7])}, {"c": torch.Size([2])}], "param_shapes.a: is not a shape"),
         ([{"a": torch.Size([3, 5]), "b": torch.Size([7, 1 << 60])}, {"c": torch.Size([2])}], "b: "),
         ([], "parameters"),
-        ("a", "param_shapes: is no dict of shapes"),
-        ([[1, 2], {}], "param_shapes: is no dict of shapes"),
+        ("a", "param_shapes: is not a dict of shapes"),
+        ([[1, 2], {}], "param_shapes: is not a dict of shapes"),
     ],
 )
 def test_shapes_that_do_not_fit_the_partitions(made, shapes, what):
@@ -377,14 +377,14 @@ def test_a_shape_of_too_many_dimensions_is_beyond_a_limit(made):
 @pytest.mark.parametrize(
     ("states", "what"),
     [
-        ({"partition_count": 0}, "is no number of ranks"),
-        ({"partition_count": "two"}, "is no number of ranks"),
-        ({"partition_count": []}, "is no number of ranks"),
-        ({"partition_count": 10**5000}, "is no number of ranks"),
+        ({"partition_count": 0}, "is not a number of ranks"),
+        ({"partition_count": "two"}, "is not a number of ranks"),
+        ({"partition_count": []}, "is not a number of ranks"),
+        ({"partition_count": 10**5000}, "is not a number of ranks"),
         ({"partition_count": [2, 1]}, "expert parallelism"),
         ({"zero_stage": 4}, "no fp32 partitions of a ZeRO stage that is known"),
         ({"zero_stage": "x"}, "no fp32 partitions of a ZeRO stage that is known"),
-        ({"fp32_flat_groups": [1], "single_partition_of_fp32_groups": [1]}, "a partition is no flat tensor"),
+        ({"fp32_flat_groups": [1], "single_partition_of_fp32_groups": [1]}, "a partition is not a flat tensor"),
         ({"fp32_flat_groups": [], "single_partition_of_fp32_groups": []}, "differ in ZeRO stage or number of groups"),
         ({"fp32_flat_groups": 1, "single_partition_of_fp32_groups": 1}, "no fp32 partitions"),
     ],
@@ -402,7 +402,7 @@ def test_partitions_of_another_kind(made, partition):
         states[key] = [partition, *states[key][1:]]
 
     changed(optim(made, 1), change)
-    refused(made, "is no flat tensor|is not one contiguous|its partitions are|elements")
+    refused(made, "is not a flat tensor|is not one contiguous|its partitions are|elements")
 
 
 @pytest.mark.parametrize("made", [2], indirect=True)
@@ -459,9 +459,9 @@ def test_files_of_something_else_under_the_right_names(made, root):
     for file in (model(made), optim(made, 1)):
         before = file.read_bytes()
         torch.save(root, file)
-        refused(made, "holds no|is no checkpoint|is a text file", CheckpointError)
+        refused(made, "holds no|is not a checkpoint|is a text file", CheckpointError)
         file.write_bytes(b"no checkpoint")
-        refused(made, "holds no|is no checkpoint|is a text file", CheckpointError)
+        refused(made, "holds no|is not a checkpoint|is a text file", CheckpointError)
         file.write_bytes(before)
     assert load_portable(made).keys() == {"a", "b", "c"}
 
@@ -519,7 +519,7 @@ def test_the_program_reads_the_step_that_tag_names(tmp_path):
         run("inspect", DATA / "stage3", "--tag", "global_step1", "--json", cwd=tmp_path).json()["format"] == "DeepSpeed ZeRO-3"
     )
     line = assert_one_error(run("inspect", DATA / "stage3", "--tag", "../x", cwd=tmp_path))
-    assert "--tag: '../x' is no plain folder name" in line
+    assert "--tag: '../x' is not a plain folder name" in line
 
 
 @pytest.mark.parametrize("stage", [2, 3])

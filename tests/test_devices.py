@@ -241,7 +241,7 @@ def test_pairs_mean_what_a_dict_means_to_torch_load(targets, save_tagged, monkey
 )
 def test_the_options_become_a_tag_map(device, pairs, expected):
     if expected is None:
-        assert "is no device tag" in refusal(tag_map, device, pairs)
+        assert "is not a device tag" in refusal(tag_map, device, pairs)
     else:
         assert tag_map(device, pairs) == expected
 
@@ -394,8 +394,8 @@ def test_an_nvidia_smi_that_is_no_program_becomes_a_note(tmp_path):
 @pytest.mark.parametrize(
     ("visible", "words"),
     [
-        ("0,7,1", ["'7' is no GPU of this host", "everything after it is hidden"]),
-        ("GPU-a,GPU-b", ["'GPU-a' is no GPU"]),
+        ("0,7,1", ["'7' is not a GPU of this host", "everything after it is hidden"]),
+        ("GPU-a,GPU-b", ["'GPU-a' is not a GPU"]),
         ("1,1", ["named twice", "hides all"]),
         ("MIG-8932f937/1/0", ["MIG instance"]),
     ],
@@ -582,7 +582,7 @@ def test_an_xpu_is_given_as_a_cuda_device_is(torch_sees, monkeypatch):
 @pytest.mark.parametrize("tag", ["meta", "weird", "cuda:01", "", "cuda:0\x1b[31m"])
 def test_a_stored_tag_that_is_no_device_is_answered_with_the_remedy(tag):
     text = refusal(devices.require_device, tag)
-    assert "is no device to load to" in text
+    assert "is not a device to load to" in text
     assert text.endswith(ELSEWHERE)
 
 
@@ -703,7 +703,7 @@ def test_each_tag_is_looked_up_once(torch_sees, monkeypatch):
 @pytest.mark.parametrize("map_location", [0, 1.5, b"cpu", ["cpu"], lambda storage, location: storage])
 def test_what_is_no_location_is_refused(map_location):
     text = refusal(devices.resolve_map_location, map_location)
-    assert "is no location" in text
+    assert "is not a location" in text
     assert "give a tag, or a dict of tags" in text
 
 

@@ -234,7 +234,7 @@ def test_a_rule_that_meets_no_key_does_not_make_files_the_same(tmp_path):
         assert "no key is left" in assert_one_error(run("diff", one, other, *options, cwd=tmp_path), code=2), options
     for glob, only in (("extra", ("extra",)), ("more", ())):  # a glob may meet keys of one side only
         assert diff_checkpoints(one, other, keys=KeyRules("keep", include=(glob,))).only_a == only
-    assert run("diff", one, other, "--keys", "strip", cwd=tmp_path).exit == 1, "no wrapper is no error"
+    assert run("diff", one, other, "--keys", "strip", cwd=tmp_path).exit == 1, "no wrapper is not an error"
 
 
 @pytest.mark.parametrize("bounds", [(NAN, 0.0), (0.0, NAN), (-1.0, 0.0)])

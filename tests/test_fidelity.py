@@ -58,8 +58,9 @@ def _only(path: Path) -> str | None:
 
 
 def tensors_of(root: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a state dict by key; what is no tensor has no place in safetensors. A bare tensor is called so, those of a
-    list by their numbers."""
+    """The tensors of a state dict by key; what is not a tensor has no place in safetensors.
+
+    A bare tensor is called so, those of a list by their numbers."""
     if isinstance(root, torch.Tensor):
         return {"tensor": root}
     if isinstance(root, (list, tuple)):

@@ -237,7 +237,7 @@ def step_folders(folder: Path, *names: str) -> Path:
 def test_the_only_step_of_a_run_is_read(tmp_path):
     run_folder = step_folders(tmp_path / "checkpoint", "step-1000")
     assert rows(load_portable(run_folder)) == rows(WEIGHTS)
-    assert "the one checkpoint in the folder is read: step-1000" in notes(run_folder)
+    assert "the only checkpoint in the folder is read: step-1000" in notes(run_folder)
 
 
 def test_of_several_steps_a_tag_or_its_number_picks_one(tmp_path):
@@ -277,7 +277,7 @@ def test_the_only_file_in_a_folder_is_read_with_a_note(tmp_path):
     saved(tmp_path / "epoch=1-step=2.ckpt", {"state_dict": WEIGHTS})
     (tmp_path / "hparams.yaml").write_text("lr: 1")
     assert rows(load_portable(tmp_path)) == rows(WEIGHTS)
-    assert "the one checkpoint in the folder is read: epoch=1-step=2.ckpt" in notes(tmp_path)
+    assert "the only checkpoint in the folder is read: epoch=1-step=2.ckpt" in notes(tmp_path)
 
 
 @pytest.mark.parametrize("link", ["last.ckpt", "latest.pth"])
@@ -384,13 +384,13 @@ def test_the_iteration_that_megatron_names_is_read(text, name, tmp_path):
     ("text", "what"),
     [
         ("6", "names the step 'iter_0000006', which is not here; choose one with --tag: .*iter_0000005"),
-        ("../other", r"'\.\./other' is no plain folder name"),
-        ("/etc", "'/etc' is no plain folder name"),
-        ("", "'' is no plain folder name"),
+        ("../other", r"'\.\./other' is not a plain folder name"),
+        ("/etc", "'/etc' is not a plain folder name"),
+        ("", "'' is not a plain folder name"),
         ("-5", "names the step '-5', which is not here"),
-        ("9" * 5000, "is no plain folder name"),
-        ("iter_0000005\nx", "is no plain folder name"),
-        ("x\x1b[2J", r"'x\\x1b\[2J' is no plain folder name"),
+        ("9" * 5000, "is not a plain folder name"),
+        ("iter_0000005\nx", "is not a plain folder name"),
+        ("x\x1b[2J", r"'x\\x1b\[2J' is not a plain folder name"),
         ("away", "away: is a link that leads out of the folder"),
     ],
 )

@@ -162,7 +162,7 @@ def test_numbers_with_gaps_become_uuids(program):
 @pytest.mark.parametrize("uuid", ["$(reboot)", "GPU-1;ls", "GPU-", "", "MIG-1-1", "GPU-aa-1\u0661"])
 def test_a_name_that_is_no_uuid_is_never_printed(uuid, program):
     program("nvidia-smi", rows("0, GPU-aa-1, A, 100, 5", f"2, {uuid}, A, 100, 6"))
-    assert "which is no UUID" in refusal()
+    assert "which is not a UUID" in refusal()
 
 
 def test_a_warning_beside_a_whole_list_is_passed_on(smi):
@@ -330,8 +330,8 @@ def test_json_has_the_choice_as_fields(smi, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--export", "--min-free", "lots"), "'lots' is no size"),
-        (("--export", "--min-free", ""), "'' is no size"),
+        (("--export", "--min-free", "lots"), "'lots' is not a size"),
+        (("--export", "--min-free", ""), "'' is not a size"),
         (("--export", "--count", "0"), "0 is not in the range"),
         (("--export", "--shell", "csh"), "'csh' is not one of"),
         (("--export", "--json", "--shell", "sh"), "--json and --shell"),

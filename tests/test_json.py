@@ -29,10 +29,10 @@ PAGE = (ROOT / "docs/json.md").read_text(encoding="utf-8")
 
 
 def strict(text: str) -> dict[str, Any]:
-    """The one document in a text; what is no strict JSON, or stands twice in an object, is an error."""
+    """The one document in a text; what is not a strict JSON, or stands twice in an object, is an error."""
 
     def refuse(word: str) -> None:
-        raise ValueError(f"{word} is no JSON")
+        raise ValueError(f"{word} is not JSON")
 
     def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         assert len(dict(pairs)) == len(pairs), pairs

@@ -110,8 +110,8 @@ def test_keys_become_those_of_a_model_that_is_named(name, package):
         ("zoo:number", "is not callable but int"),
         ("zoo:absent", "cannot be imported"),
         ("no_such_zoo:Net", "cannot be imported"),
-        ("zoo", "is no name of a callable"),
-        ("zoo:", "is no name of a callable"),
+        ("zoo", "is not a name of a callable"),
+        ("zoo:", "is not a name of a callable"),
     ],
 )
 def test_a_name_that_gives_no_model_is_one_error(name, what, package):
@@ -301,7 +301,7 @@ def test_a_tied_name_that_was_not_saved_is_filled(dropped, lead, named, out, tie
     shards = ["--max-shard-size", "100"] if out == "shards" else []
     done = run("convert", source, out, named.split()[0], target, "--verify", *shards, cwd=tmp_path)
     assert done.exit == 0, done.err
-    assert dropped == "by save_model" or f"{dropped} is absent and filled from" in done.err
+    assert dropped == "by save_model" or f"{dropped} is missing and filled from" in done.err
     torch.manual_seed(0)
     expected, model = tied_net.Net().eval()(TOKENS), tied_net.untied().eval()
     assert load_into(model, tmp_path / out).fits

@@ -307,7 +307,7 @@ def test_rules_do_what_their_words_say_and_their_mapping_undoes_them_exactly(dat
     source._metadata = OrderedDict((path, {"version": 1}) for path in paths)
     path, output, back = saved(source, tmp_path), tmp_path / f"out{suffix}", tmp_path / "back.pt"
     expected = by_hand(keys, rules)
-    assume(not any("" in new.split(".") for new in expected.values() if "." in new))  # a segment without a name is no module
+    assume(not any("" in new.split(".") for new in expected.values() if "." in new))  # a segment without a name is not a module
     always = {"fsync": False, "force": True}
     try:
         convert_checkpoint(path, output, keys=KeyRules.of(rules, "keep"), save_mapping=tmp_path / "map.json", **always)

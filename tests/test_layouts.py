@@ -78,7 +78,7 @@ EXAMPLES: dict[str, tuple[Any, str]] = {
     "the accuracy as a tensor": ({"state_dict": sd(), "best_acc1": t(1)}, "state_dict: fc.weight fc.bias"),
     "metrics beside weights": ({**sd("module.w"), "metrics": {"loss": t(1)}}, ".: w"),
     "losses in a list": ({"model": sd("w"), "train_losses": [t(1) for _ in range(9)]}, "model: w"),
-    "a number that is no number of the training": ({"model": sd(), "logit_scale": t(1)}, "error: . model"),
+    "a number that is not a number of the training": ({"model": sd(), "logit_scale": t(1)}, "error: . model"),
     "a number whose key a module could have": ({"model": sd("w"), "best": {"loss.weight": t(1)}}, "error: model best"),
     "a number whose label is a path": ({"model": sd("w"), "val/acc@0.5": t(1)}, "model: w"),
     "numbers in a list in a dict": ({"model": sd("w"), "history": {"losses": [t(1), t(1)]}}, "model: w"),

@@ -521,10 +521,10 @@ def test_scan_takes_limits(tmp_path, capsys, monkeypatch):
     ("value", "said"),
     [
         ("nothing", "--limit is NAME=VALUE"),
-        ("depth=", "--limit depth=: its value is no number"),
-        ("depth=few", "--limit depth=few: its value is no number"),
+        ("depth=", "--limit depth=: its value is not a number"),
+        ("depth=few", "--limit depth=few: its value is not a number"),
         ("depth=0", "must be more than 0"),
-        ("regex_seconds=long", "its value is no number"),
+        ("regex_seconds=long", "its value is not a number"),
         ("deepth=3", "there is no limit 'deepth'"),
         ("\x1b[31m=1", r"there is no limit '\x1b[31m'"),
     ],

@@ -132,7 +132,7 @@ def test_the_kind_of_dict_survives_where_torch_knows_it(tmp_path):
 
 
 WRONG = {
-    "elements that are no pairs": reduced(OD, b"](" + text_op("a") + tensor(0) + b"\x86" + int_op(3) + b"e"),
+    "elements that are not pairs": reduced(OD, b"](" + text_op("a") + tensor(0) + b"\x86" + int_op(3) + b"e"),
     "three parts": reduced(OD, b"](" + tuple_op(text_op("a"), tensor(0), tensor(1)) + b"e"),
     "a number": reduced(OD, int_op(3)),
     "None": reduced(OD, b"N"),

@@ -1,4 +1,4 @@
-"""Elements that are no whole bytes (F6, odd F4) and every other type of safetensors: the library itself is the oracle."""
+"""Elements that are not whole bytes (F6, odd F4) and every other type of safetensors: the library itself is the oracle."""
 
 from __future__ import annotations
 

@@ -271,7 +271,7 @@ def test_outputs_of_names_that_windows_reserves_are_refused_there(tmp_path):
     names = ["nul.pt", "model.pt:stream", "model.pt.", "CON"]
     answers = requests("windows", room, [["convert", "tied.pt", name, "--to", to] for name in names for to in ("torch", "dcp")])
     assert {(code, err.partition(": ")[2].partition(": ")[2]) for code, _, err in answers} == {
-        (1, "is no plain file name on Windows; choose another name\n")
+        (1, "is not a plain file name on Windows; choose another name\n")
     }
     assert requests("here", room, [["convert", "tied.pt", "nul.pt"]])[0][0] == 0
 
@@ -477,7 +477,7 @@ def test_an_index_that_names_such_a_shard_is_refused_on_every_system(name, tmp_p
         (tmp_path / name).write_bytes(save({"w": numpy.ones(3, numpy.float32)}))
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": {"w": name}}))
-    with pytest.raises(MalformedCheckpoint, match="is no plain file name"):
+    with pytest.raises(MalformedCheckpoint, match="is not a plain file name"):
         open_checkpoint(index)
 
 
@@ -487,7 +487,7 @@ def test_a_folder_that_names_such_a_step_is_refused_on_every_system(name, tmp_pa
         (tmp_path / step).mkdir()
         shutil.copy(SAMPLES / "tied.pt", tmp_path / step / "mp_rank_00_model_states.pt")
     (tmp_path / "latest").write_text(name)
-    with pytest.raises(MalformedCheckpoint, match="is no plain folder name"):
+    with pytest.raises(MalformedCheckpoint, match="is not a plain folder name"):
         open_checkpoint(tmp_path)
 
 
@@ -497,7 +497,7 @@ def test_metadata_of_dcp_that_names_such_a_file_is_refused_on_every_system(name,
 
     (tmp_path / "a").mkdir()
     (tmp_path / name).write_bytes(b"")
-    with pytest.raises(MalformedCheckpoint, match="is no plain relative path"):
+    with pytest.raises(MalformedCheckpoint, match="is not a plain relative path"):
         inside(tmp_path, name)
     (tmp_path / "x").write_bytes(b"")
     assert inside(tmp_path, "./a/../x".replace("a/../", "")) == tmp_path / "x"

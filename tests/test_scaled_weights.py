@@ -199,7 +199,7 @@ def test_load_into_does_not_copy_codes_into_a_model_of_values(tmp_path):
     torch.save(tree, tmp_path / "in.pt")
     model = torch.nn.Linear(3, 4)
     before = model.weight.detach().clone()
-    with pytest.raises(CheckpointError, match=r"weight: holds codes that count only with their scale weight_scale_inv"):
+    with pytest.raises(CheckpointError, match=r"weight: holds codes that mean nothing without their scale weight_scale_inv"):
         load_into(model, tmp_path / "in.pt", strict=False)
     assert torch.equal(model.weight, before)
     torch.save({"weight": codes, "bias": torch.ones(4)}, tmp_path / "values.pt")

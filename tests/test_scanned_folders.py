@@ -98,7 +98,7 @@ def test_an_item_that_lies_within_a_tensor_is_looked_into(form, tmp_path):
     assert scan_checkpoint(folder).level == "dangerous" and not mark.exists()
     assert run("scan", "astray", cwd=tmp_path).exit == 1
     wanted = {"w": torch.zeros(1998 + len(inner), dtype=torch.uint8), "epoch": 0}
-    with warnings.catch_warnings(), contextlib.suppress(dcp.CheckpointException):  # it is no checkpoint, but it has run
+    with warnings.catch_warnings(), contextlib.suppress(dcp.CheckpointException):  # it is not a checkpoint, but it has run
         warnings.simplefilter("ignore")
         dcp.load(wanted, checkpoint_id=folder, no_dist=True)
     assert mark.exists(), "the folder does what it should"

@@ -256,7 +256,7 @@ def test_a_set_that_cannot_be_put_in_place_leaves_nothing(tmp_path, monkeypatch)
         link(temporary, target)
 
     monkeypatch.setattr("os.link", taken)
-    with pytest.raises(CheckpointError, match="exists by now"):
+    with pytest.raises(CheckpointError, match="exists now"):
         convert_checkpoint(source, folder, max_shard_size=400, **KEEP)
     (other,) = folder.iterdir()
     assert other.read_text() == "another process's"
@@ -293,7 +293,7 @@ def test_views_of_one_storage_are_split_where_they_get_their_own_bytes(tmp_path)
 @pytest.mark.parametrize("output", ["file", "file/net.safetensors", "file/folder"])
 def test_a_file_is_not_taken_for_a_folder(output, tmp_path):
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(CheckpointError, match="lies in a file, where a folder is needed"):
+    with pytest.raises(CheckpointError, match="is inside a file, but must be inside a folder"):
         convert_checkpoint(saved(tmp_path), tmp_path / output, max_shard_size=400, **KEEP)
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -329,7 +329,7 @@ def test_sizes_are_decimal(text, size):
 
 @pytest.mark.parametrize("text", ["", "GB", "-1", "0", "5 apples", "1e9"])
 def test_other_sizes_are_refused(text):
-    with pytest.raises(CheckpointError, match="is no size; write it as 5GB"):
+    with pytest.raises(CheckpointError, match="is not a size; write it as 5GB"):
         parse_size(text)
 
 

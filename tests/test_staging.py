@@ -78,9 +78,9 @@ def test_one_of_the_input_s_shards_is_not_replaced(output, tmp_path):
     with_set(EACH)(tmp_path)
     (tmp_path / "link.safetensors").symlink_to("out/model-00002-of-00003.safetensors")
     before = contents(tmp_path)
-    with pytest.raises(CheckpointError, match="is one of the files of the input, and the others need it; name another"):
+    with pytest.raises(CheckpointError, match="is one of the input files, and the others need it; name another"):
         convert_checkpoint(tmp_path / "out", tmp_path / output, force=True)
-    with pytest.raises(CheckpointError, match="is the source or the output, and cannot be the mapping too"):
+    with pytest.raises(CheckpointError, match="is the source or the output, so it cannot also be the mapping"):
         convert_checkpoint(tmp_path / "out", tmp_path / "x.pt", save_mapping=tmp_path / output, force=True)
     assert contents(tmp_path) == before
 
@@ -136,7 +136,7 @@ def test_a_mapping_that_cannot_be_put_beside_its_output_is_told_of(room):
     torch.save({f"w{index}": torch.zeros(1 << 18) for index in range(4)}, room / "in.pt")
     with open_checkpoint(room / "in.pt") as checkpoint:
         plan = plan_conversion(checkpoint, room / "out.pt", Options(save_mapping=room / "map.json"))
-        with pytest.raises(CheckpointError, match=r"map\.json: exists by now; the output itself, .*out\.pt, is in place"):
+        with pytest.raises(CheckpointError, match=r"map\.json: exists now; the output itself, .*out\.pt, is in place"):
             execute_plan(plan, on_progress=lambda _: (room / "map.json").touch())
     assert len(torch.load(room / "out.pt")) == 4
     assert (room / "map.json").read_bytes() == b"" and hidden(room) == []
@@ -238,7 +238,7 @@ def test_a_file_that_is_mounted_by_itself_is_left_alone(room):
     (room / "out.pt").write_bytes(b"precious")
     (room / "behind.pt").write_bytes(b"mounted")
     done = mounted("mount --bind behind.pt out.pt; ckptconv convert in.pt out.pt --force || test $? = 1", room)
-    assert b"out.pt: cannot be written: it is mounted by itself, and so cannot be replaced; nothing was left" in done.stderr
+    assert b"out.pt: cannot be written: it is a mount point, so it cannot be replaced; nothing was left" in done.stderr
     assert (room / "out.pt").read_bytes() == b"precious" and (room / "behind.pt").read_bytes() == b"mounted"
     assert hidden(room) == []
 

@@ -1,4 +1,4 @@
-"""What is no checkpoint: the real program says in one line what it is, whatever its name, and leaves nothing behind."""
+"""What is not a checkpoint: the real program says in one line what it is, whatever its name, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ STRANGERS = {
     "old_script.pt": (archive(net__model_json=b"{}", net__version=b"1\n"), "is a TorchScript archive"),
     "pickle.pkl": (pickle.dumps({"w": [1.0, 2.0]}, protocol=4), "is a bare pickle (a dict) without tensors"),
     "source.tar": (tar(README=b"hello", LICENSE=b"free"), "is a tar file"),
-    "noise.pt": (bytes(range(127, 256)) + bytes(400), "is no checkpoint that is known here"),
-    "zeros.pt": (bytes(4096), "is no checkpoint that is known here"),
+    "noise.pt": (bytes(range(127, 256)) + bytes(400), "is not a checkpoint of a known kind"),
+    "zeros.pt": (bytes(4096), "is not a checkpoint of a known kind"),
 }
 """File name → (content, what must be said of it)."""
 
@@ -245,7 +245,7 @@ def test_a_name_that_is_no_text_is_escaped(tmp_path):
     (tmp_path / name).write_bytes(ZIP)
     done = run("convert", name, "out.pt", "--json", cwd=tmp_path)
     assert done.exit == 0, done.err
-    assert done.json()["source"]["path"] == "caf\\udce9.pt", "half of a surrogate pair is no character of JSON"
+    assert done.json()["source"]["path"] == "caf\\udce9.pt", "half of a surrogate pair is not a character of JSON"
 
 
 def test_an_error_is_a_document_too_where_one_is_asked_for(tmp_path):
@@ -273,7 +273,7 @@ USAGE = {
     "a map that is none": ("convert", "in.pt", "out.pt", "--map-location", "cuda:3"),
     "a renaming that is none": ("convert", "in.pt", "out.pt", "--rename", "backbone."),
     "an integer dtype": ("convert", "in.pt", "out.pt", "--dtype", "int8"),
-    "a depth that is no number": ("inspect", "in.pt", "--depth", "deep"),
+    "a depth that is not a number": ("inspect", "in.pt", "--depth", "deep"),
     "a key rule of another command": ("strip-module", "in.pt", "out.pt", "--keys", "keep"),
     "control characters": ("convert", "in.pt", "out.pt", "--frob\x1b[31m\nnicate"),
 }

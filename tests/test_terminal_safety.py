@@ -324,7 +324,7 @@ def text_file(folder: Path) -> Path:
 
 @maker
 def file_name(folder: Path) -> Path:
-    name = f"{SHORT}\x9b\udcff.pt"  # of bytes that are no UTF-8
+    name = f"{SHORT}\x9b\udcff.pt"  # of bytes that are not UTF-8
     return Path(shutil.copy(SAMPLES / "ddp_cuda3_train.pt", folder / name))
 
 

@@ -295,13 +295,13 @@ BROKEN = {
     "no storage": (legacy({"w": vector()}), "names a storage that the file does not hold"),
     "another storage": (legacy({"w": vector()}, ("1",), blob(8, FLOATS)), "the tree does not name it"),
     "a storage twice": (legacy({"w": vector()}, ("0", "0"), blob(8, FLOATS) * 2), "names a storage twice"),
-    "keys that are a text": (legacy({"w": vector()}, "0", blob(8, FLOATS)), "is no list of texts"),
-    "keys that are numbers": (legacy({"w": vector()}, (0,), blob(8, FLOATS)), "is no list of texts"),
+    "keys that are a text": (legacy({"w": vector()}, "0", blob(8, FLOATS)), "is not a list of texts"),
+    "keys that are numbers": (legacy({"w": vector()}, (0,), blob(8, FLOATS)), "is not a list of texts"),
     "another protocol": (legacy({"w": vector()}, ("0",), blob(8, FLOATS), protocol=1000), "another protocol"),
     "bytes behind": (GOOD + b"\0", "1 bytes follow the last storage"),
     "another file behind": (GOOD + GOOD, "a second checkpoint was saved into the same file"),
     "an unknown id": (legacy(Persistent(("tensor", 1, 2, 3, 4))), "not that of a storage"),
-    "an id that is no tuple": (legacy(Persistent("0")), "not that of a storage"),
+    "an id that is not a tuple": (legacy(Persistent("0")), "not that of a storage"),
 }
 
 

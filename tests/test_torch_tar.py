@@ -250,11 +250,11 @@ BROKEN = {
     "too many storages": (one_storage(count=1 << 62), "more entries than"),
     "one storage too many": (one_storage(count=2), "."),
     "a negative number of storages": (one_storage(count=-1), "more entries than"),
-    "views that are no list": (one_storage(5), "a view is no tuple"),
+    "views that are not a list": (one_storage(5), "a view is not a tuple"),
     "a view of nothing": (one_storage((13, 99, 0, 1)), "a view of a storage that is not there"),
     "a view beyond its root": (one_storage((13, 11, 5, 4)), "a view of it is not inside it"),
-    "a key twice": (one_storage((11, 11, 0, 1)), "is there twice"),
-    "a key that is a tuple": (one_storage(key=(1, 2)), "a key is no address"),
+    "a key twice": (one_storage((11, 11, 0, 1)), "occurs twice"),
+    "a key that is a tuple": (one_storage(key=(1, 2)), "a key is not an address"),
     "bytes behind the views": (one_storage(tail=b"\0"), "1 bytes follow"),
     "a giant number of dimensions": (with_member(tensors=MANY_DIMENSIONS), "dimensions"),
     "a tensor beyond its storage": (one_tensor(11, (9,), (1,)), "needs 36 bytes"),
@@ -271,7 +271,7 @@ BROKEN = {
     "a hard link": (link(tarfile.LNKTYPE), "is a link or a device"),
     "a device": (link(tarfile.CHRTYPE), "is a link or a device"),
     "a wrong checksum": (changed_at(0, b"S"), "checksum"),
-    "a size that is no number": (changed_at(124, b"x"), "is none"),
+    "a size that is not a number": (changed_at(124, b"x"), "is none"),
     "an end in a member": (GOOD[: GOOD.rindex(b"storages") + 600], "beyond the end of the file"),
 }
 

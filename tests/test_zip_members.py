@@ -28,9 +28,9 @@ def test_a_pickle_inside_an_archive_is_found_under_its_name(tmp_path):
         with open_checkpoint(tmp_path / "all.zip") as checkpoint:
             found = {path: b"".join(map(bytes, iter_chunks(ref))) for path, ref in checkpoint.tensors()}
             *bare, left = checkpoint.notes
-            assert left == "1 members are no checkpoints and are left out: notes.txt"
+            assert left == "1 members are not checkpoints and are left out: notes.txt"
             stored = compression == zipfile.ZIP_STORED
-            assert bare == (["raw.pkl, old.pth: without checksums inside, so damage cannot be noticed"] if stored else [])
+            assert bare == (["raw.pkl, old.pth: without checksums inside, so damage cannot be detected"] if stored else [])
         assert found == {
             "raw.pkl.w": torch.arange(4.0).numpy().tobytes(),
             "deep/new.pt.v": bytes(8),

@@ -128,7 +128,7 @@ def trees(draw: st.DrawFn, dtypes: list[torch.dtype] = DTYPES) -> Drawn:
     if draw(st.booleans()):
         root = {"first": root, "again": root, "rest": pool}
     elif not oracle.tensors(root):
-        root = [root, pool[0]]  # a file without tensors is no checkpoint
+        root = [root, pool[0]]  # a file without tensors is not a checkpoint
     return Drawn(root)
 
 

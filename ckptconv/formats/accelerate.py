@@ -136,7 +136,7 @@ def _gathered(folder: Path, names: Sequence[str], labelled: Callable[[str], Labe
     for label, found in forms.items():
         if len(found) > 1:
             named = ", ".join(printable(form_names[0]) for form_names in found.values())
-            what, hint = f"holds {label} in {len(found)} forms: {named}", "move away what is left over from another run"
+            what, hint = f"holds {label} in {len(found)} forms: {named}", "move away the files of another run"
             raise UnsupportedCheckpoint(what, path=folder, hint=hint)
         [(form, members)] = found.items()
         paths = [within(folder / name, folder) for name in members]

@@ -135,7 +135,7 @@ class _Opened:
         if item.transforms:
             names = ", ".join(item.transforms)
             raise UnsupportedCheckpoint(
-                f"was written through {names}, which is not undone here", hint="save it without extensions, or dcp.load it"
+                f"was written through {names}, which ckptconv does not undo", hint="save it without extensions, or dcp.load it"
             )
         checkpoint = self._open_source(RangeSource(self._file(item.relative_path), item.offset, item.length))
         self.sources += [source for source in checkpoint.sources if type(source) is not RangeSource]
@@ -155,7 +155,7 @@ def inside(folder: Path, name: str) -> Path:
     """The file `name` of a folder; `MalformedCheckpoint` when it leads out of the folder."""
     path = folder / name
     if not platforms.is_plain_path(str(PurePosixPath(name))):
-        raise MalformedCheckpoint(f"names the file '{printable(name)}', which is no plain relative path", path=folder)
+        raise MalformedCheckpoint(f"names the file '{printable(name)}', which is not a plain relative path", path=folder)
     try:
         if not path.resolve().is_relative_to(folder.resolve()):
             raise MalformedCheckpoint(f"names the file '{name}', which is a link out of the folder", path=folder)
@@ -197,7 +197,7 @@ def _tensor(metadata: Metadata, key: str, entry: TensorEntry, opened: _Opened) -
     for start, shape in entry.chunks:
         ref = opened.root_of(_found(metadata, key, start))
         if type(ref) is not TensorRef:
-            raise UnsupportedCheckpoint("a chunk of it is no plain tensor", hint="it was saved as a tensor of another class")
+            raise UnsupportedCheckpoint("a chunk of it is not a plain tensor", hint="it was saved as a tensor of another class")
         if ref.shape != shape:
             raise MalformedCheckpoint(f"its chunk at {list(start)} has the shape {list(ref.shape)} instead of {list(shape)}")
         parts.append((start, ref))
@@ -259,7 +259,7 @@ class _Nested:
         missing = max(0, label + 1 - len(node))
         self._gaps += max(0, missing - 1)
         if self._gaps > self._most_gaps:
-            what = f"is number {label_text(label)} of a list of which little else is there"
+            what = f"is item {label_text(label)} of a list of which most other items are missing"
             raise LimitExceeded(what, limit="list_gaps", allowed=self._most_gaps, needed=min(self._gaps, 1 << 63))
         node.extend([None] * missing)
         node[label] = value
@@ -310,7 +310,7 @@ def _merge_common(root: Dict, common: Checkpoint, opened: _Opened) -> int:
         node, other, place = work.pop()
         pairs = mapping_pairs(other)
         if pairs is None or any(type(key) is not str for key, _ in pairs):
-            raise MalformedCheckpoint("is no dict of names", path=common.path, where=place or None)
+            raise MalformedCheckpoint("is not a dict of names", path=common.path, where=place or None)
         known = dict(node.pairs)
         for label, value in pairs:
             if label not in known:

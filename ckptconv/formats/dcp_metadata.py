@@ -46,7 +46,7 @@ class TensorEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """A whole `.metadata`. An entry is None for an object that is no tensor; `items` are found by key and offsets.
+    """A whole `.metadata`. An entry is None for an object that is not a tensor; `items` are found by key and offsets.
 
     `reshaped` are Megatron's tensors that were stored in another shape than their own, by key, with that own shape.
     """
@@ -96,13 +96,13 @@ def _metadata(root: Node) -> Metadata:
 
 
 def _malformed(what: str, key: str | None) -> MalformedCheckpoint:
-    return MalformedCheckpoint(what, where=key, hint="it is no .metadata of torch.distributed.checkpoint, or a damaged one")
+    return MalformedCheckpoint(what, where=key, hint="it is not a .metadata of torch.distributed.checkpoint, or it is damaged")
 
 
 def _fields(node: Node, kind: str, key: str | None) -> dict[str, Node]:
     """The attributes of an object whose class is called `kind` (or ends so)."""
     if type(node) is not Call or not node.name.endswith(kind):
-        raise _malformed(f"holds something else where a {kind} belongs", key)
+        raise _malformed(f"holds something other than a {kind} belongs", key)
     if node.state is ABSENT:
         return {}
     if isinstance(node.state, _STATE_TYPES):
@@ -164,7 +164,7 @@ _STATES = {
 def _pairs(node: Node, field: str) -> Iterator[tuple[str, Node]]:
     pairs = mapping_pairs(node)
     if pairs is None or any(type(key) is not str for key, _ in pairs):
-        raise _malformed(f"its {field} is no dict of names", None)
+        raise _malformed(f"its {field} is not a dict of names", None)
     if len({key for key, _ in pairs}) != len(pairs):
         raise _malformed(f"its {field} has a name twice", None)
     return iter(pairs)
@@ -176,7 +176,7 @@ def _entry(node: Node, key: str) -> TensorEntry | None:
     fields = _fields(node, "TensorStorageMetadata", key)
     chunks = fields.get("chunks")
     if type(chunks) is not list:
-        raise _malformed("its chunks are no list", key)
+        raise _malformed("its chunks are not list", key)
     return TensorEntry(
         _dtype(fields.get("properties"), key), _size(fields.get("size"), key), tuple(_chunk(chunk, key) for chunk in chunks)
     )
@@ -215,17 +215,17 @@ def _size(node: Node, key: str) -> Shape:
     if type(node) is Call and node.name == "torch.Size" and len(node.args) == 1:
         node = node.args[0]
     if type(node) not in (tuple, list):
-        raise _malformed("a size or offset is no tuple of sizes", key)
+        raise _malformed("a size or offset is not a tuple of sizes", key)
     for size in node:
         if type(size) is not int or not 0 <= size < _LARGEST:
-            raise _malformed("a size or offset is no tuple of sizes", key)
+            raise _malformed("a size or offset is not a tuple of sizes", key)
     refuse_dimensions(len(node), key)
     return tuple(node)
 
 
 def _path(node: Node, key: str) -> Path:
     if type(node) is not tuple or not node or any(type(label) not in (str, int) for label in node):
-        raise _malformed("its path in the state dict is no tuple of names and indices", key)
+        raise _malformed("its path in the state dict is not a tuple of names and indices", key)
     if any(type(label) is int and label < 0 for label in node) or type(node[0]) is int:
         raise _malformed("its path in the state dict leads nowhere", key)
     if len(node) > (most := in_force().depth):
@@ -237,7 +237,7 @@ def _path(node: Node, key: str) -> Path:
 def _items(node: Node) -> Iterator[tuple[tuple[str, Shape | None], Item]]:
     pairs = mapping_pairs(node)
     if pairs is None:
-        raise _malformed("its storage_data is no dict", None)
+        raise _malformed("its storage_data is not a dict", None)
     for index, info in pairs:
         if type(index) is Call and type(index.state) is _Index:
             key, offset, _ = index.state

@@ -73,7 +73,7 @@ def open_dcp_shards(path: Path, open_source: Callable[[Source], Checkpoint]) -> 
             source.close()
         raise
     metadata = {name: text for name, text in opened[0].metadata.items() if name not in _OF_DCP}
-    notes = () if known is not None else ("the files do not say how many ranks there were; they are taken to be all",)
+    notes = () if known is not None else ("the files do not say how many ranks there were; these are taken to be all of them",)
     nbytes = sum(item.nbytes for item in opened)
     return Checkpoint(path, NAME, root, nbytes, metadata, notes, tuple(sources), opening=DCP_SHARDS)
 
@@ -91,7 +91,7 @@ def _starts(checkpoint: Checkpoint) -> dict[str, Shape]:
     try:
         return dict(_offsets(json.loads(checkpoint.metadata.get(_INFO, "{}"))))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise MalformedCheckpoint("is no table of saved_offsets", path=checkpoint.path, where=_INFO) from error
+        raise MalformedCheckpoint("is not a table of saved_offsets", path=checkpoint.path, where=_INFO) from error
 
 
 def _offsets(info: Any) -> Iterator[tuple[str, Shape]]:

@@ -146,7 +146,9 @@ def _refuse_other_layouts(folder: Path, names: Sequence[str], tensor_ranks: set[
         what = f"a tensor-parallel checkpoint of {len(tensor_ranks)} ranks (mp_rank_XX)"
     if what is not None:
         raise UnsupportedCheckpoint(
-            f"is {what} of DeepSpeed, which is not read", path=folder, hint="save the weights with the framework that wrote it"
+            f"is {what} of DeepSpeed, which is not read",
+            path=folder,
+            hint="save the weights with the framework that wrote them",
         )
 
 
@@ -155,7 +157,7 @@ def _by_rank(found: Iterable[tuple[int, Path]]) -> dict[int, Path]:
     for rank, file in sorted(found):
         if rank in ranks:
             what = f"two files are of rank {rank}: {printable(ranks[rank].name)} and {printable(file.name)}"
-            raise MalformedCheckpoint(what, path=file.parent, hint="one is left over from another run; move it away")
+            raise MalformedCheckpoint(what, path=file.parent, hint="one is from another run; move it away")
         ranks[rank] = file
     return ranks
 
@@ -167,7 +169,7 @@ def _require_ranks(files: Mapping[int, Path], count: int, kind: str) -> None:
         raise MalformedCheckpoint(what, hint=_FETCH)
     if len(files) > count:
         what = f"has the {kind} states of {len(files)} ranks where {count} wrote it"
-        raise MalformedCheckpoint(what, hint="some are left over from another run; move them away")
+        raise MalformedCheckpoint(what, hint="some are from another run; move them away")
 
 
 # -------------------------------------------------------------------------------------------------------------------- tree
@@ -185,11 +187,11 @@ def _open_step(files: StepFiles, open_file: OpenFile) -> Checkpoint:
     everything = [*models, *opened]
     sources = tuple(source for checkpoint in everything for source in checkpoint.sources)
     if states[0].get("param_shapes") is None:  # the bf16 optimizer without ZeRO, whose model states are whole
-        notes = ("the weights are those of the model states, in the type that they were trained in", *models[0].notes)
+        notes = ("the weights are those of the model states, in the dtype of the training", *models[0].notes)
         return replace(models[0], format=NAME, notes=notes, sources=sources, opening=DEEPSPEED)
     weights = Weights(states, stage)
     root = Dict([("module", weights.join(ranks)), *_rest_of_training(models[0].root)])
-    notes = (f"the fp32 weights are joined from {len(ranks)} ranks; the optimizer's moments are left out", *weights.notes)
+    notes = (f"the fp32 weights are joined from {len(ranks)} ranks; the optimizer's state is left out", *weights.notes)
     return Checkpoint(
         path=models[0].path,
         format=f"{NAME} ZeRO-{stage}",
@@ -235,7 +237,7 @@ def _without_partitions(files: StepFiles, open_file: OpenFile) -> Checkpoint:
         raise MalformedCheckpoint("the optimizer states, which hold the weights in ZeRO stage 3, are missing", hint=_FETCH)
     model = open_file(files.whole)
     if _model_states(model).get("param_shapes") is not None:
-        hint = f"fetch them, or name {files.whole.name} for the weights in the type that they were trained in"
+        hint = f"fetch them, or name {files.whole.name} for the weights in the dtype of the training"
         raise MalformedCheckpoint("the optimizer states, which hold the fp32 weights, are missing", hint=hint)
     return replace(model, format=NAME, opening=DEEPSPEED)
 

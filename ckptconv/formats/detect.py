@@ -1,4 +1,4 @@
-"""Which container a path is, by content and never by extension; and what a file is that is no checkpoint."""
+"""Which container a path is, by content and never by extension; and what a file is that is not a checkpoint."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Gathering(NamedTuple):
 
 
 class ArchiveStranger(NamedTuple):
-    """A zip archive that has the records `names` (or such endings) and is no checkpoint; what it is, and what can be done."""
+    """A zip archive that has the records `names` (or such endings) and is not a checkpoint: what it is, what to do."""
 
     names: tuple[str, ...]
     what: str
@@ -88,10 +88,10 @@ class ArchiveStranger(NamedTuple):
 
 
 ARCHIVE_STRANGERS: tuple[ArchiveStranger, ...] = (
-    ArchiveStranger((".data/extern_modules",), "is a torch.package archive, code with its objects and no checkpoint",
+    ArchiveStranger((".data/extern_modules",), "is a torch.package archive (code with its objects), not a checkpoint",
                     "save its weights: torch.save(torch.package.PackageImporter(PATH).load_pickle(PACKAGE, NAME).state_dict(), "
                     "OUT), which runs code of the archive"),
-    ArchiveStranger(("archive_format", "models/model.json"), "is a pt2 archive (torch.export), a program and no checkpoint",
+    ArchiveStranger(("archive_format", "models/model.json"), "is a pt2 archive (torch.export): a program, not a checkpoint",
                     "save its weights: torch.save(torch.export.load(PATH).state_dict, OUT)"),
     ArchiveStranger(("metadata.json", "config.json", "model.weights.h5"), "is a Keras model, not a PyTorch checkpoint",
                     "export its weights with Keras, under the keys of the PyTorch model"),
@@ -196,7 +196,7 @@ def open_checkpoint(path: Named, *, tag: str | None = None, whole_modules: bool 
     refuse_no_flag(whole_modules=whole_modules)
     paths = [Path(path)] if isinstance(path, (str, os.PathLike)) else [Path(item) for item in path]
     if not paths:
-        raise UnsupportedCheckpoint("no file was named")
+        raise UnsupportedCheckpoint("no file was given")
     opened: list[Checkpoint] = []
     try:
         with collector_paused(), counted_together():
@@ -260,7 +260,7 @@ def _open_inside(folder: Path, tag: str | None, kind: Gathering | None) -> Check
     found = chosen(folder, tag, is_gathering)
     if found is None:
         what = "is a folder without a checkpoint in it"
-        raise not_opened(errno.EISDIR, folder, what, "name the file that is meant")
+        raise not_opened(errno.EISDIR, folder, what, "name the file that you mean")
     inner = _gathering(found.path)
     checkpoint = inner.open(found.path, folder, None) if inner is not None else _open_alone(found.path)
     return replace(checkpoint, notes=(*found.notes, *checkpoint.notes))
@@ -381,7 +381,7 @@ def _stranger(source: Source, head: bytes) -> UnsupportedCheckpoint:
     if all(byte >= 32 or byte in b"\t\n\r" for byte in head):
         kind = "a JSON text" if text.startswith((b"{", b"[")) else "a text file"
         return UnsupportedCheckpoint(f"is {kind}, not a checkpoint ({_beginning(head)})", path=source.path, hint=_TEXT_HINT)
-    return UnsupportedCheckpoint("is no checkpoint that is known here", path=source.path, hint=_UNKNOWN_HINT)
+    return UnsupportedCheckpoint("is not a checkpoint of a known kind", path=source.path, hint=_UNKNOWN_HINT)
 
 
 def _beginning(head: bytes) -> str:

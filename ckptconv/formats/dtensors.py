@@ -85,7 +85,7 @@ class Shard:
 def _refuse_many(count: int, what: str) -> None:
     """Raise `LimitExceeded` for a mesh, or a share of a tensor, that takes too long to enumerate."""
     if count >= 1 << 63:
-        raise MalformedCheckpoint("is a DTensor of more ranks or parts than can be")
+        raise MalformedCheckpoint("is a DTensor of more ranks or parts than are possible")
     if count > (most := in_force().mesh_ranks):
         raise LimitExceeded(what.format(count), limit="mesh_ranks", allowed=most, needed=count)
 
@@ -183,10 +183,10 @@ def read_shard(node: Call) -> Shard:
 def _read_sharded_tensor(node: Call) -> Shard:
     given, state = node.args[2], _sequence(node.args[3])
     if len(state) < 3 or type(given) is not tuple or len(given) < 3 or type(given[1]) is not Global:
-        raise UnsupportedCheckpoint("is a ShardedTensor of a kind that is not known here")
+        raise UnsupportedCheckpoint("is a ShardedTensor of an unknown kind")
     dtype, rank = BY_NAME.get(given[1].name), _attributes(state[2]).get("global_rank")
     if dtype is None or type(rank) is not int:
-        raise UnsupportedCheckpoint("is a ShardedTensor of a kind that is not known here")
+        raise UnsupportedCheckpoint("is a ShardedTensor of an unknown kind")
     boxes = []
     for held in _sequence(state[0]):
         shard = _attributes(held)
@@ -203,7 +203,7 @@ def _place(metadata: dict[str, Node]) -> tuple[Shape, Shape, int]:
     """Start, shape and rank of a shard."""
     rank = _attributes(metadata.get("placement")).get("_rank")
     if type(rank) is not int:
-        raise UnsupportedCheckpoint("is a ShardedTensor of a kind that is not known here")
+        raise UnsupportedCheckpoint("is a ShardedTensor of an unknown kind")
     return _sizes(metadata.get("shard_offsets")), _sizes(metadata.get("shard_sizes")), rank
 
 
@@ -212,7 +212,7 @@ def _read_dtensor(node: Call) -> Shard:
     spec = _attributes(state.get("_spec"))
     local = state.get("_local_tensor")
     if type(given) is not tuple or len(given) < 3 or type(local) is not TensorRef or not local.is_view:
-        raise UnsupportedCheckpoint("is a DTensor of a kind that is not known here")
+        raise UnsupportedCheckpoint("is a DTensor of an unknown kind")
     dtype, shape = given[1], _sizes(given[2])
     if type(dtype) is not Global or BY_NAME.get(dtype.name) is not local.dtype:
         raise MalformedCheckpoint("is a DTensor of another type than its local values")
@@ -233,13 +233,13 @@ def _state(node: Node) -> dict[str, Node]:
 
 def _attributes(node: Node) -> dict[str, Node]:
     if type(node) is not Call:
-        raise UnsupportedCheckpoint("is a DTensor whose layout is not known here")
+        raise UnsupportedCheckpoint("is a DTensor of an unknown layout")
     return _state(node.state)
 
 
 def _sequence(node: Node) -> Sequence[Node]:
     if type(node) not in (tuple, list):
-        raise UnsupportedCheckpoint("is a DTensor whose layout is not known here")
+        raise UnsupportedCheckpoint("is a DTensor of an unknown layout")
     return node  # type: ignore[no-any-return]
 
 
@@ -249,7 +249,7 @@ def _sizes(node: Node) -> Shape:
     sizes = tuple(_sequence(node))
     refuse_dimensions(len(sizes))
     if any(type(size) is not int or not 0 <= size < 1 << 60 for size in sizes):
-        raise MalformedCheckpoint("is a DTensor whose shape or mesh holds something else than sizes")
+        raise MalformedCheckpoint("is a DTensor whose shape or mesh holds something other than sizes")
     return sizes
 
 
@@ -282,7 +282,7 @@ def _refuse_other_order(spec: dict[str, Node], placements: Sequence[Placement]) 
     said = "shard_order" in spec or any(placement.factor > 1 for placement in placements)
     if not ascending or (len(set(split)) < len(split) and not said):
         raise UnsupportedCheckpoint(
-            "is a DTensor of which one dimension is split twice, in an order that cannot be told",
+            "is a DTensor of which one dimension is split twice, in an order that is unknown",
             hint="save it with torch.distributed.checkpoint, or with torch 2.9 or newer",
         )
 
@@ -295,7 +295,7 @@ def _mesh(state: dict[str, Node]) -> Mesh:
         shape, ranks = grid.shape, _values(grid)
         offsets = list(range(len(ranks)))
         if len(ranks) != prod(shape):
-            raise MalformedCheckpoint("is a DTensor whose mesh holds something else than ranks")
+            raise MalformedCheckpoint("is a DTensor whose mesh holds something other than ranks")
     else:
         shape, offsets = _layout(_attributes(state.get("_layout")))
         ranks = _rank_map(state)
@@ -309,7 +309,7 @@ def _mesh(state: dict[str, Node]) -> Mesh:
         index = index * size + at
     rank = state.get("_rank", ranks[offsets[index]] if offsets[index] < len(ranks) else None)
     if type(rank) is not int or ranks.count(rank) != 1 or len(set(ranks)) != len(ranks):
-        raise MalformedCheckpoint("is a DTensor whose mesh does not have its rank once")
+        raise MalformedCheckpoint("is a DTensor whose mesh does not have its rank exactly once")
     base = ranks.index(rank) - offsets[index]  # a slice of a larger mesh: the layout starts where this rank's slice does
     if not all(0 <= base + offset < len(ranks) for offset in offsets):
         raise MalformedCheckpoint("is a DTensor whose mesh reaches beyond its ranks")
@@ -325,14 +325,14 @@ def _rank_map(state: dict[str, Node]) -> tuple[int, ...]:
 
 def _sizes_of_any_length(ranks: Sequence[Node]) -> tuple[int, ...]:
     if any(type(rank) is not int or not 0 <= rank < 1 << 31 for rank in ranks):
-        raise MalformedCheckpoint("is a DTensor whose mesh holds something else than ranks")
+        raise MalformedCheckpoint("is a DTensor whose mesh holds something other than ranks")
     return tuple(ranks)
 
 
 def _values(ref: Node) -> tuple[int, ...]:
     """The numbers in a small tensor of ranks."""
     if type(ref) is not TensorRef or ref.dtype.name not in ("int32", "int64"):
-        raise UnsupportedCheckpoint("is a DTensor whose mesh is not known here")
+        raise UnsupportedCheckpoint("is a DTensor of an unknown mesh")
     _refuse_many(ref.numel, _ON_MESH)
     raw = b"".join(map(bytes, iter_chunks(ref)))
     word = ref.dtype.itemsize
@@ -348,7 +348,7 @@ def _layout(state: dict[str, Node]) -> tuple[Shape, list[int]]:
     else:
         shape, stride = _sequence(state.get("shape")), _sequence(state.get("stride"))
         if len(shape) != len(stride):
-            raise MalformedCheckpoint("is a DTensor whose mesh is no grid")
+            raise MalformedCheckpoint("is a DTensor whose mesh is not a grid")
         steps = [_axis(_flat(size), _flat(step)) for size, step in zip(shape, stride, strict=True)]
     sizes = tuple(len(axis) for axis in steps)
     _refuse_many(prod(sizes), _ON_MESH)
@@ -361,7 +361,7 @@ def _flat(sizes: Node) -> Shape:
 
 def _axis(shape: Shape, stride: Shape) -> list[int]:
     if len(shape) != len(stride):
-        raise MalformedCheckpoint("is a DTensor whose mesh is no grid")
+        raise MalformedCheckpoint("is a DTensor whose mesh is not a grid")
     _refuse_many(prod(shape), _ON_MESH)
     steps = ([at * step for at in range(size)] for size, step in zip(shape, stride, strict=True))
     return [sum(offsets) for offsets in product(*steps)]

@@ -1,4 +1,4 @@
-"""The tree of a sharded checkpoint of Lightning: that of its DCP folder, and ``meta.pt``, which holds all that is no tensor.
+"""The tree of a sharded checkpoint of Lightning: that of its DCP folder, and ``meta.pt``, which holds all that is not a tensor.
 
 Fabric keeps the user's own names in both. The Trainer's strategies have the model under ``model`` (FSDP) or ``state_dict``, and
 optimizers under ``optimizer_0``, ``optimizer_1``, …; Lightning's own consolidation gives them the names that its single files
@@ -15,7 +15,7 @@ _TRAINER = "pytorch-lightning_version"
 
 
 def with_meta(root: Dict, meta: Node) -> tuple[Dict, tuple[str, ...]]:
-    """The two trees as one, and a note on what is left out: a `meta.pt` of somebody else, whose names are no new ones."""
+    """The two trees as one, and a note on what is left out: a `meta.pt` of somebody else, whose names are not new ones."""
     known = {key for key, _ in root.pairs}
     pairs = mapping_pairs(meta)
     if pairs is None or any(type(key) is not str for key, _ in pairs):

@@ -48,14 +48,14 @@ def open_old_torchscript(source: Source, records: Records, _: Callable[[Source],
     try:
         model = read_object(read_limited(source, records[root + _MODEL], "text_bytes"), source.path, root + _MODEL)
         if "mainModule" not in model:
-            raise MalformedCheckpoint("is a TorchScript archive of before torch 1.4 without a main module")
+            raise MalformedCheckpoint("is a TorchScript archive from before torch 1.4 without a main module")
         tensors = _tensors(model, storages, root)
         attributes = _attributes(source, records, root)
         made = Call(ORDERED_DICT, ())
         made.pairs = list(_state_dict(_message(model, "mainModule"), tensors, attributes))
     except CheckpointError as error:
         raise error.at(path=source.path, where=root + _MODEL) from error.__cause__
-    note = "a TorchScript archive of before torch 1.4, taken as its state dict; its code is left out"
+    note = "a TorchScript archive from before torch 1.4, read as its state dict; its code is left out"
     notes = (note, *checksum_notes(records))
     sources = (source, *storages.inflated)
     return Checkpoint(source.path, NAME, made, source.size, notes=notes, sources=sources, opening=TORCHSCRIPT)
@@ -99,7 +99,7 @@ def _tensors(model: Any, storages: ArchiveStorages, root: str) -> list[TensorRef
 def _tensor(given: Any, storages: ArchiveStorages, root: str, found: dict[str, Storage]) -> TensorRef:
     record = _text(_message(given, "data"), "key")
     if given.get("isQuantized"):
-        raise UnsupportedCheckpoint("a quantized tensor of before torch 1.4 is not read", where=record)
+        raise UnsupportedCheckpoint("a quantized tensor from before torch 1.4 is not read", where=record)
     dtype = _dtype(given, record)
     if record not in found:
         found[record] = storages.at(root + record, _text(given, "device") or "cpu", dtype)

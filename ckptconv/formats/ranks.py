@@ -59,9 +59,9 @@ def join_ranks(opened: Sequence[Checkpoint]) -> Checkpoint:
     for rank in ranks:
         if not rank.shards:
             raise UnsupportedCheckpoint(
-                "holds no shards of tensors, so it is not one rank's file of several",
+                "holds no shards of tensors, so it is not the file of one rank",
                 path=rank.checkpoint.path,
-                hint="name one file only, or the files of all ranks",
+                hint="name one file, or the files of all ranks",
             )
     refuse_flat((str(labels[-1]) for labels in ranks[0].shards), ranks[0].checkpoint.path)
     ranks.sort(key=lambda rank: rank.number)
@@ -154,7 +154,7 @@ def _refuse_other_keys(first: _Rank, other: _Rank) -> None:
                 f"is in the file of only one of the ranks {first.number} and {other.number}",
                 path=other.checkpoint.path,
                 where=_text(odd),
-                hint="the files are not those of one checkpoint",
+                hint="the files do not belong to one checkpoint",
             )
 
 
@@ -187,15 +187,15 @@ def _disagreements(ranks: Sequence[_Rank]) -> list[str]:
                 continue
             if not _is_of_a_rank(labels):
                 raise MalformedCheckpoint(
-                    f"is no shard, but differs between the ranks {ranks[0].number} and {rank.number}",
+                    f"is not a shard, but differs between the ranks {ranks[0].number} and {rank.number}",
                     path=rank.checkpoint.path,
                     where=_text(labels),
-                    hint="the files are not those of one checkpoint",
+                    hint="the files do not belong to one checkpoint",
                 )
             own.append(_text(labels))
             break
     named = printable(", ".join(own[:3])) + ", …" * (len(own) > 3)
-    return [f"{len(own)} tensors are each rank's own; rank {ranks[0].number}'s are taken: {named}"] if own else []
+    return [f"{len(own)} tensors differ on each rank; those of rank {ranks[0].number} are taken: {named}"] if own else []
 
 
 def _is_of_a_rank(labels: Labels) -> bool:

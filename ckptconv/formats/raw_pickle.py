@@ -57,8 +57,8 @@ def open_raw_pickle(source: Source, opener: Callable[[Source], Checkpoint]) -> C
 
 def _elsewhere(key: str, location: str, nbytes: int, dtype: DType | None) -> Storage:
     raise MalformedCheckpoint(
-        f"names the storage {printable(key)}, which lies outside of it",
-        hint="it was taken out of a checkpoint, such as the data.pkl of a zip; name the checkpoint itself",
+        f"names the storage {printable(key)}, which is not in this file",
+        hint="it was taken out of a checkpoint, like the data.pkl of a zip; name the checkpoint itself",
     )
 
 

@@ -33,7 +33,7 @@ def root_folder(records: Records, name: str) -> str | None:
 def checksum_notes(records: Records) -> Iterator[str]:
     """Tell of an archive that was written without checksums."""
     if any(record.size and record.crc32 is None for record in records.values()):
-        yield "the archive has no checksums (CRC-32 fields are 0), so damage cannot be noticed"
+        yield "the archive has no checksums (CRC-32 fields are 0), so damage cannot be detected"
 
 
 def read_tree(source: Source, record: Record, storages: ArchiveStorages) -> tuple[Node, bytes]:
@@ -115,4 +115,4 @@ class ArchiveStorages:
     def _check_version(self, root: str) -> None:
         version = self._small(f"{root}version")
         if version is not None and not version.strip().isdigit():
-            raise MalformedCheckpoint(f"is no number: {version[:20]!r}", path=self._source.path, where=f"{root}version")
+            raise MalformedCheckpoint(f"is not a number: {version[:20]!r}", path=self._source.path, where=f"{root}version")

@@ -98,14 +98,14 @@ def _read_header(source: Source) -> tuple[dict[str, Any], int]:
 
 
 def _malformed(source: Source, where: str, what: str) -> MalformedCheckpoint:
-    return MalformedCheckpoint(what, path=source.path, where=where, hint="the file is damaged, cut off or made to deceive")
+    return MalformedCheckpoint(what, path=source.path, where=where, hint="the file is damaged, cut off or forged")
 
 
 def _metadata(source: Source, metadata: Any) -> dict[str, str]:
     if metadata is None:
         return {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise _malformed(source, _RESERVED, "holds something else than strings")
+        raise _malformed(source, _RESERVED, "holds something other than strings")
     try:
         "".join((*metadata, *metadata.values())).encode()
     except UnicodeEncodeError:
@@ -185,7 +185,7 @@ def lay_out_safetensors(tensors: Sequence[tuple[str, TensorRef, DType]], metadat
             limit="safetensors_header_bytes",
             allowed=most,
             needed=len(raw),
-            advice="the safetensors library opens no header of more than 100,000,000 bytes: write a torch file, or shards",
+            advice="the safetensors library opens headers of at most 100,000,000 bytes: write a torch file, or shards",
         )
     return _items(ordered, sizes, len(raw).to_bytes(8, "little") + raw)
 

@@ -134,7 +134,9 @@ def _open_index(index: Path, open_file: Callable[[Path], Checkpoint]) -> Checkpo
         if _seen(index) == before:
             return checkpoint
         checkpoint.close()
-    raise MalformedCheckpoint("is being replaced, again and again", path=index, hint="wait until its writer is done")
+    raise MalformedCheckpoint(
+        "is being replaced again and again", path=index, hint="wait until the program that writes it has finished"
+    )
 
 
 def _seen(index: Path) -> tuple[int, ...] | None:
@@ -187,7 +189,7 @@ def _index_of(folder: Path) -> Path | None:
         found = usual
     if len(found) > 1:
         names = ", ".join(printable(item.name) for item in found)
-        raise UnsupportedCheckpoint(f"holds {len(found)} indexes: {names}", path=folder, hint="name the index that is meant")
+        raise UnsupportedCheckpoint(f"holds {len(found)} indexes: {names}", path=folder, hint="name the index that you mean")
     return found[0] if found else None
 
 
@@ -205,7 +207,7 @@ def _read_index(index: Path) -> tuple[Mapping[str, str], Mapping[str, Any]]:
         raise _malformed(index, "weight_map", "is missing or names no keys")
     for key, name in weight_map.items():
         if type(name) is not str or not platforms.is_plain_path(name):
-            raise _malformed(index, key, f"its shard {printable(str(name))} is no plain file name")
+            raise _malformed(index, key, f"its shard {printable(str(name))} is not a plain file name")
     if (count := len(set(weight_map.values()))) > (most := in_force().shards):
         raise LimitExceeded(f"names {count} shards", limit="shards", allowed=most, needed=count, path=index)
     metadata = found.get("metadata")
@@ -227,7 +229,7 @@ def _shard(index: Path, name: str) -> Path:
     except (OSError, RuntimeError):
         raise _malformed(index, name, "the shard is missing") from None
     if not real.is_file():
-        raise _malformed(index, name, "the shard is no regular file")
+        raise _malformed(index, name, "the shard is not a regular file")
     if not stays_within(path, index.parent):
         raise _malformed(index, name, "the shard is a link that leads out of the folder")
     return path
@@ -239,14 +241,14 @@ def _pairs(index: Path, weight_map: Mapping[str, str], shards: Mapping[str, Chec
     for name, shard in shards.items():
         for key, value in _state_dict(shard):
             if key in held:
-                raise _malformed(index, key, f"stands in two shards, {printable(held[key][0])} and {printable(name)}")
+                raise _malformed(index, key, f"is in two shards, {printable(held[key][0])} and {printable(name)}")
             held[key] = name, value
     for key, name in weight_map.items():
         if held.get(key, ("",))[0] != name:
             raise _malformed(index, key, f"is not in {printable(name)}, where the index puts it")
     others = [key for key in held if key not in weight_map]
     if extra := [key for key in others if shards[held[key][0]].metadata.get(key) not in held]:
-        raise _malformed(index, extra[0], f"stands in {printable(held[extra[0]][0])} but not in the index")
+        raise _malformed(index, extra[0], f"is in {printable(held[extra[0]][0])} but not in the index")
     return [(key, held[key][1]) for key in (*weight_map, *others)]  # the others are aliases of tied tensors
 
 

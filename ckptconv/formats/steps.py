@@ -141,7 +141,7 @@ def _by_number(tag: str, names: Sequence[str]) -> str:
 
 def _named(folder: Path, name: str, named_by: str, inside: _Inside, is_checkpoint: Test) -> str:
     if not is_plain_name(name):
-        raise MalformedCheckpoint(f"'{printable(name)}' is no plain folder name", path=folder, where=named_by)
+        raise MalformedCheckpoint(f"'{printable(name)}' is not a plain folder name", path=folder, where=named_by)
     within(folder / name, folder)
     if name not in inside.files and not ((folder / name).is_dir() and is_checkpoint(folder / name)):
         what = f"names the step '{printable(name)}', which is not here"
@@ -163,16 +163,16 @@ def _only(folder: Path, inside: _Inside) -> Chosen | None:
     found = [*inside.folders, *files]
     if len(found) == 1 and not inside.around and not _SHARD(found[0]):
         within(folder / found[0], folder)
-        return Chosen(folder / found[0], (f"the one checkpoint in the folder is read: {printable(found[0])}",))
+        return Chosen(folder / found[0], (f"the only checkpoint in the folder is read: {printable(found[0])}",))
     if inside.folders:
-        what = f"holds {len(found) + len(inside.around)} checkpoints and no file that says which is meant"
+        what = f"holds {len(found) + len(inside.around)} checkpoints and no file that says which one is meant"
         raise AmbiguousStateDict(what, path=folder, hint=_choice(found, inside.around))
     if inside.around:
-        what = "is not a checkpoint itself, but folders in it are"
-        hint = f"name the one that is meant: {_listed((*inside.around, *files))}"
+        what = "is not a checkpoint, but folders in it are"
+        hint = f"name the one that you mean: {_listed((*inside.around, *files))}"
         raise UnsupportedCheckpoint(what, path=folder, hint=hint)
     if files:
-        what, hint = f"is a folder of {len(files)} files without an index", f"name the file that is meant: {_listed(files)}"
+        what, hint = f"is a folder of {len(files)} files without an index", f"name the file that you mean: {_listed(files)}"
         raise UnsupportedCheckpoint(what, path=folder, hint=hint)
     return None
 

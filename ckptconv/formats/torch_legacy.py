@@ -60,7 +60,7 @@ def open_torch_legacy(source: Source, _: Callable[[Source], Checkpoint]) -> Chec
 def _listed(keys: Node) -> list[str]:
     """The keys of the storages, in the order in which they lie in the file."""
     if type(keys) is not list or any(type(key) is not str for key in keys):
-        raise MalformedCheckpoint("is no list of texts", where="storage keys")
+        raise MalformedCheckpoint("is not a list of texts", where="storage keys")
     if len(set(keys)) != len(keys):
         raise MalformedCheckpoint("names a storage twice", where="storage keys")
     return keys
@@ -75,7 +75,7 @@ class _Storages:
         at = start
         for key in keys:
             if key not in named:
-                raise MalformedCheckpoint("lies in the file, but the tree does not name it", where=storage_name(key))
+                raise MalformedCheckpoint("is in the file, but the tree does not name it", where=storage_name(key))
             at = self._offsets[key] = self._payload(key, at, *named[key])
             at += named[key][0]
         self._refuse_missing(named)
@@ -110,7 +110,7 @@ class _Storages:
         raise MalformedCheckpoint(
             f"{rest} bytes follow the last storage",
             where=f"byte {end}",
-            hint=f"a second checkpoint was saved into the same file; cut it into two at byte {end}"
+            hint=f"a second checkpoint was saved into the same file; split it at byte {end}"
             if again
             else "something was appended to the file; fetch it again",
         )

@@ -30,7 +30,7 @@ _BLOCK = 512
 _MEMBERS = ("storages", "tensors", "pickle")
 _MOST_MEMBERS = 32  # torch wrote four, each with an extended header at most
 _SMALL = 4096  # the first window for pickles of one tuple
-_HINT = "if it is an ordinary archive, unpack it and name the file inside"
+_HINT = "if it is an ordinary archive, unpack it and name a file in it"
 
 
 def is_tar(head: bytes) -> bool:
@@ -47,7 +47,9 @@ def open_torch_tar(source: Source, _: Callable[[Source], Checkpoint]) -> Checkpo
     members = members_of(source)
     if missing := [name for name in _MEMBERS if name not in members]:
         raise UnsupportedCheckpoint(
-            f"is a tar file, but none of torch (before 0.1.11): it has no member '{missing[0]}'", path=source.path, hint=_HINT
+            f"is a tar file, but not one of torch (before 0.1.11): it has no member '{missing[0]}'",
+            path=source.path,
+            hint=_HINT,
         )
     name = "storages"
     try:
@@ -89,7 +91,7 @@ def members_of(source: Source) -> dict[str, Source]:
             if header.kind in (b"0", b"\0"):
                 _add(source, found, name, start, size)
             elif name in (*_MEMBERS, "sys_info"):
-                raise _malformed(source, "is a link or a device, no file", name)
+                raise _malformed(source, "is a link or a device, not a file", name)
             header, extended = header._replace(size=size), {}
         at = start + -(-header.size // _BLOCK) * _BLOCK
     return found
@@ -97,12 +99,12 @@ def members_of(source: Source) -> dict[str, Source]:
 
 def _add(source: Source, found: dict[str, Source], name: str, start: int, size: int) -> None:
     if name in found:
-        raise _malformed(source, "stands in the archive twice", name)
+        raise _malformed(source, "is in the archive twice", name)
     if start + size > source.size:
         raise _malformed(source, f"its {size} bytes at {start} lie beyond the end of the file ({source.size})", name)
     if len(found) == _MOST_MEMBERS:
         raise UnsupportedCheckpoint(
-            f"is a tar file of more than {_MOST_MEMBERS} members, so none of torch (before 0.1.11)",
+            f"is a tar file of more than {_MOST_MEMBERS} members, so it is not one of torch (before 0.1.11)",
             path=source.path,
             hint=_HINT,
         )
@@ -115,7 +117,7 @@ def _header(source: Source, block: bytes, at: int) -> _Header:
         checksum = int(block[148:156].strip(b" \0") or b"0", 8)
         size = int.from_bytes(block[125:136], "big") if block[124] == 0x80 else int(block[124:136].strip(b" \0") or b"0", 8)
     except ValueError:
-        raise _malformed(source, "holds a number that is none", f"tar header at {at}") from None
+        raise _malformed(source, "holds an invalid number", f"tar header at {at}") from None
     if sum(block) - sum(block[148:156]) + 8 * 0x20 != checksum or size < 0:
         raise _malformed(source, "does not have the checksum that it declares", f"tar header at {at}")
     return _Header(block[:100].partition(b"\0")[0].decode("utf-8", "backslashreplace"), block[156:157], size)
@@ -127,7 +129,7 @@ def _extended(source: Source, start: int, size: int) -> dict[str, str]:
     while rest:
         length, _, _ = rest.partition(b" ")
         if not length.isdigit() or len(length) > 4 or not len(length) < int(length) <= len(rest):
-            raise _malformed(source, "is no list of keys and values", "pax header")
+            raise _malformed(source, "is not a list of keys and values", "pax header")
         key, _, value = rest[len(length) + 1 : int(length) - 1].partition(b"=")
         found[key.decode("utf-8", "backslashreplace")] = value.decode("utf-8", "backslashreplace")
         rest = rest[int(length) :]
@@ -138,12 +140,12 @@ def _size(source: Source, extended: str | None, size: int) -> int:
     if extended is None:
         return size
     if not (extended.isascii() and extended.isdigit() and len(extended) < 20):
-        raise _malformed(source, "declares a size that is no number", "pax header")
+        raise _malformed(source, "declares a size that is not a number", "pax header")
     return int(extended)
 
 
 def _malformed(source: Source, what: str, where: str) -> MalformedCheckpoint:
-    return MalformedCheckpoint(what, path=source.path, where=where, hint="the file is damaged, cut off or made to deceive")
+    return MalformedCheckpoint(what, path=source.path, where=where, hint="the file is damaged, cut off or forged")
 
 
 def _refuse_rest(member: Source, end: int) -> None:
@@ -164,7 +166,7 @@ def _read_storages(member: Source) -> _Storages:
         entry, at = _read_entry(member, at, 3)
         key, location, dtype = _key(entry[0]), entry[1], storage_dtype(entry[2]) or UINT8
         if type(location) is not str:
-            raise MalformedCheckpoint("its location tag is no text", where=f"storage {key}")
+            raise MalformedCheckpoint("its location tag is not text", where=f"storage {key}")
         numel = int.from_bytes(member.read(at, 8), "little", signed=True)
         nbytes = numel * dtype.itemsize
         if numel < 0 or at + 8 + nbytes > member.size:
@@ -181,13 +183,13 @@ def _read_storages(member: Source) -> _Storages:
 
 def _add_views(views: Node, found: _Storages) -> None:
     if type(views) is not list:
-        raise MalformedCheckpoint("its views are no list")
+        raise MalformedCheckpoint("its views are not list")
     for view in views:
         if type(view) is not tuple or len(view) != 4:
-            raise MalformedCheckpoint("a view is no tuple of key, root, offset and size")
+            raise MalformedCheckpoint("a view is not a tuple of key, root, offset and size")
         key, root = _key(view[0]), found.get(_key(view[1]))
         if root is None:
-            raise MalformedCheckpoint("is a view of a storage that is not there", where=f"storage {key}")
+            raise MalformedCheckpoint("is a view of a storage that does not exist", where=f"storage {key}")
         _refuse_known(key, found)
         found[key] = part_of(root, view[2], view[3])
 
@@ -217,7 +219,7 @@ def _storage_of(key: Node, cls: Node, storages: _Storages, member: Source) -> Wi
     if key is not None:
         found = storages.get(_key(key))
         if found is None:
-            raise MalformedCheckpoint("a tensor names a storage that is not there", where=f"storage {_key(key)}")
+            raise MalformedCheckpoint("a tensor names a storage that does not exist", where=f"storage {_key(key)}")
         return found
     dtype = storage_dtype(Global(cls.module, cls.name.removesuffix("Tensor") + "Storage") if type(cls) is Global else cls)
     return window(Storage(MemorySource(b"", member.path), 0, 0, "cpu", "no storage", dtype))
@@ -246,7 +248,7 @@ def _read_entry(member: Source, at: int, length: int) -> tuple[tuple[Node, ...],
     (stream,), end = read_pickles(member, at, 1, window=_SMALL)
     entry = read_pickle(stream)
     if type(entry) is not tuple or len(entry) != length:
-        raise MalformedCheckpoint(f"an entry is no tuple of {length} parts (byte {at})")
+        raise MalformedCheckpoint(f"an entry is not a tuple of {length} parts (byte {at})")
     return entry, end
 
 
@@ -255,13 +257,13 @@ def _key(node: Node) -> int:
     if type(node) is str and node.isascii() and node.isdigit() and len(node) < 20:
         return int(node)
     if type(node) is not int or not -(1 << 63) <= node < 1 << 64:
-        raise MalformedCheckpoint("a key is no address")
+        raise MalformedCheckpoint("a key is not an address")
     return node
 
 
 def _refuse_known(key: int, found: Mapping[int, object]) -> None:
     if key in found:
-        raise MalformedCheckpoint("is there twice", where=str(key))
+        raise MalformedCheckpoint("occurs twice", where=str(key))
 
 
 class _Ids:
@@ -278,5 +280,5 @@ class _Ids:
         if (tensor := self._tensors.get(key)) is not None:
             return tensor
         if (storage := self._storages.get(key)) is None:
-            raise MalformedCheckpoint("names a tensor that is not there", where=str(key))
+            raise MalformedCheckpoint("names a tensor that does not exist", where=str(key))
         return storage if storage != window(storage.storage) else storage.storage

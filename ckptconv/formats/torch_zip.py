@@ -73,7 +73,7 @@ def _root_folder(source: Source, records: Records) -> str:
 
 
 def _other_archive(source: Source, records: Records) -> UnsupportedCheckpoint:
-    return UnsupportedCheckpoint("is a zip archive without a data.pkl, so not one that torch.save wrote", path=source.path)
+    return UnsupportedCheckpoint("is a zip archive without a data.pkl, so torch.save did not write it", path=source.path)
 
 
 def _others(records: Records, root: str, storages: ArchiveStorages) -> list[str]:
@@ -93,7 +93,7 @@ _AROUND = 400  # bytes at most of the headers, the padding and the directory's e
 
 def _notes(records: Records, others: Sequence[str]) -> Iterable[str]:
     if others:
-        yield f"{len(others)} records belong to no tensor and are left out, e.g. {printable(others[0])}"
+        yield f"{len(others)} records do not belong to a tensor and are left out, e.g. {printable(others[0])}"
     yield from checksum_notes(records)
 
 

@@ -2,7 +2,7 @@
 
 ``constants.pkl`` stands beside ``data.pkl``, whose root is an object of a class ``__torch__.a.b.C``; the class stands in
 ``code/__torch__/a/b.py`` and lists its ``__parameters__`` and ``__buffers__`` (since torch 1.6; before, a module's tensors
-that are no parameters were its buffers). Source: torch/csrc/jit/serialization/python_print.cpp and import_source.cpp.
+that are not parameters were its buffers). Source: torch/csrc/jit/serialization/python_print.cpp and import_source.cpp.
 Archives of before torch 1.4 are another format, `old_torchscript`.
 """
 
@@ -43,7 +43,9 @@ def open_torchscript(source: Source, records: Records, _: _Opener) -> Checkpoint
     storages = ArchiveStorages(source, records, root)
     tree, _pickle = read_tree(source, records[f"{root}data.pkl"], storages)
     if type(tree) is not Call or type(tree.func) is not Global:
-        raise MalformedCheckpoint("is a TorchScript archive whose root is no module", path=source.path, where=f"{root}data.pkl")
+        raise MalformedCheckpoint(
+            "is a TorchScript archive whose root is not a module", path=source.path, where=f"{root}data.pkl"
+        )
     code = _Code(source, records, root)
     made = state_dict_of(tree, code.parts)
     notes = (*_notes(tree, code), *([] if made.pairs else [_EMPTY]), *checksum_notes(records))
@@ -60,16 +62,16 @@ def open_torchscript(source: Source, records: Records, _: _Opener) -> Checkpoint
     )
 
 
-_EMPTY = "it has no parameters and no buffers: those of a frozen module are constants of its code"
+_EMPTY = "it does not have parameters or buffers: those of a frozen module are constants in its code"
 
 
 def _notes(root: Call, code: _Code) -> Iterator[str]:
-    yield f"a TorchScript archive, taken as the state dict of {printable(root.name)}; its code is left out"
+    yield f"a TorchScript archive, read as the state dict of {printable(root.name)}; its code is left out"
     if code.opaque:
         count, first = len(code.opaque), printable(", ".join(sorted(code.opaque)[:3])) + ", …" * (len(code.opaque) > 3)
-        yield f"{count} classes keep their state in a way of their own, so their tensors are left out: {first}"
+        yield f"{count} classes save their state in a way of their own, so their tensors are left out: {first}"
     if code.untold:
-        yield "its classes do not list their buffers (before torch 1.6): all their tensors but the parameters are taken as such"
+        yield "its classes do not list their buffers (before torch 1.6): all tensors except the parameters are read as buffers"
 
 
 def _strays(root: Call, code: _Code, made: Call) -> Iterator[Stray]:
@@ -77,7 +79,7 @@ def _strays(root: Call, code: _Code, made: Call) -> Iterator[Stray]:
     for place, node in walk(root) if code.opaque else ():
         if type(node) is Call and node.name in code.opaque and holds_tensors(node):
             path = place_text(place).replace("<state>.", "")
-            yield Stray(path, f"an object with tensors of its own ({node.name}), which no state dict holds", True, made)
+            yield Stray(path, f"an object with tensors of its own ({node.name}), which a state dict cannot hold", True, made)
 
 
 # ------------------------------------------------------------------------------------------------------ classes as text
@@ -129,7 +131,7 @@ _LETTERS = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"f": b"\f", b"v": b"\v", b"a
 
 
 def _unquoted(quoted: str) -> str:
-    """The name between quotes: torch writes bytes that are no printable ASCII as octal numbers."""
+    """The name between quotes: torch writes bytes that are not printable ASCII as octal numbers."""
 
     def meant(match: re.Match[bytes]) -> bytes:
         found = match[1]

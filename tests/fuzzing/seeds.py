@@ -185,7 +185,7 @@ def zipped(members: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> 
 
 
 class Scripted(nn.Module):
-    """A module with a submodule, a buffer, and an attribute that is no tensor."""
+    """A module with a submodule, a buffer, and an attribute that is not a tensor."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ _SECONDS = 20
 
 
 class TorchOracle:
-    """Asks the process, and starts another one when it has died or hangs; what killed it is no find of ours."""
+    """Asks the process, and starts another one when it has died or hangs; what killed it is not a find of ours."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None

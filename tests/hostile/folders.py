@@ -245,7 +245,7 @@ def two_places(
 
 
 def with_object(stream: bytes) -> Tree:
-    """The folder with an object `x` that is no tensor, whose stream lies behind the first half."""
+    """The folder with an object `x` that is not a tensor, whose stream lies behind the first half."""
     entries = [(u("w"), described_tensor((8,), HALVES)), (u("x"), instance(_META, "BytesStorageMetadata"))]
     places = [*two_places(), placed("x", bad.NONE, FIRST, len(CHUNK), len(stream))]
     return dcp(entries=entries, places=places, paths=[(u("w"), t(u("w"))), (u("x"), t(u("x")))], files={FIRST: CHUNK + stream})
@@ -723,7 +723,7 @@ add("deepspeed_no_module", "reject", "model states without a module", lambda: de
 add(
     "deepspeed_module_absent",
     "reject",
-    "model states in which 'module' is no entry",
+    "model states in which 'module' is not an entry",
     lambda: deepspeed(model=bad.ckpt(bad.P2 + d((u("param_shapes"), listed(d((u("w"), sized(4)))))) + bad.STOP)),
 )
 add(

@@ -1,4 +1,4 @@
-"""safetensors files whose header lies or is no header."""
+"""safetensors files whose header lies or is not a header."""
 
 from __future__ import annotations
 

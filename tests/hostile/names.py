@@ -1,4 +1,4 @@
-"""Keys that are no names, or not fit for a terminal."""
+"""Keys that are not names, or not fit for a terminal."""
 
 from __future__ import annotations
 

@@ -250,7 +250,7 @@ add(
 add("legacy_twice.pt", "reject", "two checkpoints in one file", lambda: bad.legacy(bad.LGOOD) * 2)
 add("tar_size_negative.pt", "reject", "a member of -1 bytes, in base 256", lambda: sized_header(b"\xff" * 12))
 add("tar_size_huge.pt", "reject", "a member of 2**80 bytes, in base 256", lambda: sized_header(b"\x80\0" + b"\xff" * 10))
-add("tar_size_text.pt", "reject", "a member whose size is no number", lambda: sized_header(b"zzzzzzzzzzz\0"))
+add("tar_size_text.pt", "reject", "a member whose size is not a number", lambda: sized_header(b"zzzzzzzzzzz\0"))
 add("tar_checksum.pt", "reject", "a header whose checksum is wrong", lambda: b"x" + tarred()[1:])
 add("tar_cut.pt", "reject", "a tar file that is cut off", lambda: tarred()[:700])
 add(

@@ -66,7 +66,7 @@ rules(
     "49999",
 )
 rules("rules_nothing.json", "reject", "no bytes", b"", "line 1")
-rules("rules_not_utf8.json", "reject", "bytes that are no UTF-8", b'[{"strip-prefix": "\xff"}]')
+rules("rules_not_utf8.json", "reject", "bytes that are not UTF-8", b'[{"strip-prefix": "\xff"}]')
 rules("rules_surrogate.json", "reject", "a name that becomes half a character", '[{"add-prefix": "\\ud800"}]')
 rules("rules_nul.json", "reject|accept", "a prefix with a NUL and an escape", '[{"add-prefix": "\\u0000\\u001b[2J"}]')
 rules("rules_lists.json", "reject", "30 MB of empty lists", b"[" + b"[]," * 10_000_000 + b"[]]")

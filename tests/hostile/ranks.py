@@ -224,7 +224,7 @@ add(
 add(
     "ranks_other_values",
     "reject",
-    "a tensor that is no shard differs",
+    "a tensor that is not a shard differs",
     lambda: ranks(
         rank_file(dtensor(0), (u("x"), tensor())),
         bad.ckpt(bad.P2 + d((u("w"), dtensor(1)), (u("x"), flat("2"))) + bad.STOP, {"0": bad.F4, "1": _MESH, "2": bytes(16)}),

@@ -76,7 +76,7 @@ add(
 add(
     "script_not_utf8.pt",
     "reject",
-    "a text of bytes that are no UTF-8",
+    "a text of bytes that are not UTF-8",
     lambda: script(b"\xff" * 1000),
     field="code/__torch__.py",
 )

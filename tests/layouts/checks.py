@@ -223,7 +223,7 @@ def torch_output(path: Path, tree: Any) -> Iterator[str]:
     elif wrong := [name for (name, value), (_, other) in zip(before, after, strict=True) if not same(value, other)]:
         yield f"torch: values of {', '.join(wrong)}"
     elif not same(written, expected):
-        yield "torch: what is no tensor differs"
+        yield "torch: what is not a tensor differs"
 
 
 def looks(path: Path) -> Iterator[str]:
