@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from ckptconv.checkpoint import Checkpoint
 from ckptconv.errors import CheckpointError
 from ckptconv.formats.detect import checkpoints_of, open_checkpoint
 from ckptconv.inspection import Inspection, inspect_checkpoint
 from ckptconv.inspection_report import reasons_not_portable
-from ckptconv.prescriptions import Fix, Prescription, workable
+
+if TYPE_CHECKING:
+    from ckptconv.prescriptions import Prescription
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,5 +46,11 @@ def survey(paths: Sequence[Path], depth: int, tag: str | None) -> Iterator[Surve
 def _surveyed(paths: tuple[Path, ...], depth: int, tag: str | None) -> Surveyed:
     with open_checkpoint(paths, tag=tag) as checkpoint:
         found = inspect_checkpoint(checkpoint, depth)
-        fix = workable(Fix(), checkpoint) if reasons_not_portable(found) else None
+        fix = _fix(checkpoint) if reasons_not_portable(found) else None
     return Surveyed(paths, replace(found, named=tuple(map(str, paths))) if len(paths) > 1 else found, fix)
+
+
+def _fix(checkpoint: Checkpoint) -> Prescription | CheckpointError:
+    from ckptconv.prescriptions import Fix, workable  # planning takes a while to import
+
+    return workable(Fix(), checkpoint)
