@@ -98,13 +98,16 @@ Shell completion: eval "$(_CKPTCONV_COMPLETE=bash_source ckptconv)"
 )
 @click.version_option(__version__, prog_name="ckptconv", message="%(prog)s %(version)s")
 def cli() -> None:
-    """Make a PyTorch checkpoint, saved anywhere, open anywhere: on a CPU-only host, under the keys that the model has,
-    as a torch or a safetensors file, tagged for the device of your choice. Nothing in the file is executed."""
+    """Make a PyTorch checkpoint open anywhere.
+
+    ckptconv takes a checkpoint that was saved on any device and under any wrapper, and writes a torch or
+    safetensors file that a CPU-only host can load, with the keys that the model has. It executes nothing in
+    the file."""
 
 
 @cli.command(
     cls=RuleCommand,
-    short_help="Convert: keys normalised, for the CPU, as torch or safetensors.",
+    short_help="Convert a checkpoint to a torch or safetensors file.",
     epilog="""\b
 Examples:
   ckptconv convert in.pt out.safetensors
@@ -127,17 +130,22 @@ Examples:
     "--like",
     metavar="OTHER",
     type=FILE,
-    help="Fit the keys to those of another checkpoint, of an index, or of a text of one key per line.",
+    help="Fit the keys to those of another checkpoint, an index, or a text file with one key per line.",
 )
 @click.option(
     "--model",
     metavar="PACKAGE.MODULE:CALLABLE",
-    help="Fit the keys to the model that this builds; the only option that imports code.",
+    help="Fit the keys to the model that this callable builds. Imports code.",
 )
-@click.option("--drop-unexpected", is_flag=True, help="With --like or --model: leave out keys that it does not have.")
+@click.option(
+    "--drop-unexpected", is_flag=True, help="With --like or --model: leave out the keys that the target does not have."
+)
 def convert(keys: str, **given: Any) -> None:
-    """Convert checkpoint IN to OUT: keys normalised, tagged for the CPU, in the format that OUT's name says. Several INs are
-    the files of all ranks of one checkpoint. Key rules apply in the order in which they are given, before --like or --model."""
+    """Convert checkpoint IN to OUT, in the format that the name of OUT says.
+
+    By default, the prefixes of wrappers are stripped from the keys, and the tensors are tagged for the CPU.
+    Several INs are the files of all ranks of one checkpoint. Key rules apply in the order in which you give
+    them, and before --like or --model."""
     if given["like"] and given["model"]:
         raise click.UsageError("--like and --model are both given, and the keys can fit only one")
     if given["drop_unexpected"] and not (given["like"] or given["model"]):
@@ -148,7 +156,7 @@ def convert(keys: str, **given: Any) -> None:
 @cli.command(
     "strip-module",
     cls=RuleCommand,
-    short_help="Strip `module.` (DataParallel, DDP) off the keys.",
+    short_help="Strip `module.` (DataParallel, DDP) from the keys.",
     epilog="""\b
 Examples:
   ckptconv strip-module in.pt out.pt
@@ -157,14 +165,14 @@ Examples:
 )
 @output_options
 def strip_module(**given: Any) -> None:
-    """Strip `module.` (DataParallel, DDP) wherever a key of IN starts with it, and write OUT for the CPU."""
+    """Strip `module.` (DataParallel, DDP) from every key of IN that starts with it, and write OUT for the CPU."""
     _convert(given, "module")
 
 
 @cli.command(
     "add-module",
     cls=RuleCommand,
-    short_help="Put `module.` (DataParallel, DDP) before the keys.",
+    short_help="Add `module.` (DataParallel, DDP) to the keys.",
     epilog="""\b
 Examples:
   ckptconv add-module in.pt out.pt
@@ -178,7 +186,7 @@ def add_module(**given: Any) -> None:
 
 
 @cli.command(
-    short_help="Show what is in it, and what will not load and why.",
+    short_help="Show what is in a checkpoint.",
     epilog="""\b
 Examples:
   ckptconv inspect in.pt
@@ -189,13 +197,13 @@ Examples:
 Exit code: 0 looked at, 1 one cannot be opened (with --portable: or is not portable), 2 wrong usage.""",
 )
 @click.argument("sources", metavar="IN...", type=FILE, nargs=-1, required=True)
-@click.option("--depth", type=click.IntRange(0, 50), default=2, show_default=True, help="Levels of the tree to show.")
-@click.option("--portable", is_flag=True, help="Exit with 1 if it is not portable; of several, if any is not.")
+@click.option("--depth", type=click.IntRange(0, 50), default=2, show_default=True, help="How many levels of the tree to show.")
+@click.option("--portable", is_flag=True, help="Exit with 1 if a checkpoint is not portable.")
 @TAG
 @LIMIT
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 def inspect(sources: tuple[Path, ...], depth: int, portable: bool, tag: str | None, as_json: bool) -> None:
-    """Show what is in checkpoint IN, where it was saved, and what will not load and why. Reads no tensor's bytes.
+    """Show what is in checkpoint IN, where it was saved, and what does not load. The bytes of the tensors are not read.
 
     Portable is what its own library opens on any host: torch.load(weights_only=True), safetensors, transformers or
     torch.distributed.checkpoint. Several INs are a table, or one checkpoint where they are the files of all its ranks."""
@@ -231,7 +239,7 @@ def _show_inspection(item: Surveyed, as_json: bool) -> None:
 
 
 @cli.command(
-    short_help="Say why it would not load here, and what mends it.",
+    short_help="Say why a file does not load, and how to fix it.",
     epilog="""\b
 Examples:
   ckptconv doctor in.pt
@@ -246,17 +254,21 @@ Exit code: 0 all load here, 1 one does not (with --strict: or has a warning), 2 
 device.""",
 )
 @click.argument("sources", metavar="IN...", type=FILE, nargs=-1, required=True)
-@click.option("--like", metavar="OTHER", type=FILE, help="Should load where this checkpoint, index or list of keys fits.")
-@click.option("--model", metavar="PACKAGE.MODULE:CALLABLE", help="Should load into the model that this builds (imports code).")
-@click.option("--device", metavar="TAG", help="Where the tensors are wanted: cpu (default), cuda:0, mps, ..., auto.")
-@click.option("--values", is_flag=True, help="Read the tensors too: damaged records, values that are NaN or infinite.")
+@click.option("--like", metavar="OTHER", type=FILE, help="Check the keys against this checkpoint, index or list of keys.")
+@click.option(
+    "--model",
+    metavar="PACKAGE.MODULE:CALLABLE",
+    help="Check the keys against the model that this callable builds. Imports code.",
+)
+@click.option("--device", metavar="TAG", help="Where you want the tensors: cpu (default), cuda:0, mps, ..., auto.")
+@click.option("--values", is_flag=True, help="Read the tensors too, to find damage, NaN and infinite values.")
 @click.option("--strict", is_flag=True, help="Exit with 1 for warnings too, such as NaN with --values.")
-@click.option("--size", is_flag=True, help="Tell also what a smaller type would save.")
+@click.option("--size", is_flag=True, help="Also say what a smaller dtype would save.")
 @TAG
 @LIMIT
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 def doctor(sources: tuple[Path, ...], as_json: bool, strict: bool, **given: Any) -> None:
-    """Say why checkpoint IN would not load on this host, or would disappoint, and the command that fixes it. Several INs are
+    """Say why checkpoint IN does not load on this host, or would disappoint, and which command fixes it. Several INs are
     several checkpoints, or one where they are the files of all its ranks.
 
     It loads here when its own library opens it: torch.load(weights_only=True), safetensors, transformers or
@@ -294,7 +306,7 @@ def _show_diagnosis(found: Diagnosis | CheckpointError, strict: bool) -> None:
 
 
 @cli.command(
-    short_help="Show this host's devices and their free memory.",
+    short_help="Show the devices of this host, or choose GPUs.",
     epilog="""\b
 Examples:
   ckptconv devices
@@ -302,16 +314,21 @@ Examples:
   eval "$(ckptconv devices --export)"
   ckptconv devices --export --count 2 --min-free 8GB
 
-With --export, exit code 1 and no line when too few GPUs will do; 0 and no line on a host without GPUs.""",
+Exit code of --export: 0 done, or nothing to print because this host has no GPUs; 1 too few GPUs qualify.""",
 )
-@click.option("--export", is_flag=True, help="Print CUDA_VISIBLE_DEVICES for a shell: GPUs with the most free memory first.")
-@click.option("--count", metavar="N", type=click.IntRange(1), help="With --export: only so many GPUs.")
-@click.option("--min-free", metavar="SIZE", help="With --export: only GPUs with so much free memory, e.g. 8GB.")
-@click.option("--shell", type=click.Choice(["sh", "fish", "powershell", "cmd"]), help="With --export: the shell; default: sh.")
+@click.option(
+    "--export", is_flag=True, help="Print a line that sets CUDA_VISIBLE_DEVICES: the GPUs with the most free memory first."
+)
+@click.option("--count", metavar="N", type=click.IntRange(1), help="With --export: choose this many GPUs.")
+@click.option("--min-free", metavar="SIZE", help="With --export: only GPUs with this much free memory, such as 8GB.")
+@click.option(
+    "--shell", type=click.Choice(["sh", "fish", "powershell", "cmd"]), help="With --export: for this shell (default: sh)."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 def devices(export: bool, as_json: bool, **given: Any) -> None:
-    """Show the devices of this host, physical and visible (CUDA_VISIBLE_DEVICES), with their free memory; or choose
-    the GPUs that a program should see."""
+    """Show the devices of this host with their free memory, or choose the GPUs that a program should see.
+
+    CUDA_VISIBLE_DEVICES hides and reorders GPUs, so both numbers are shown."""
     if export:
         _export_gpus(as_json, **given)
         return
@@ -367,24 +384,26 @@ Exit code: 0 same, 1 different, 2 wrong usage, or a file that is damaged or cann
 @click.argument("b", metavar="B", type=FILE)
 @choice_options
 @key_options("keep")
-@click.option("--only", metavar="PATH", help="Compare one part of both, e.g. state_dict or ema.")
-@click.option("--only-b", metavar="PATH", help="The part of B, where it has another path ('' is all of it).")
-@click.option("--tag", metavar="TAG", help="The step or variant of A to read, where A is a folder of several, e.g. step-500.")
-@click.option("--tag-b", metavar="TAG", help="The step or variant of B, likewise.")
-@click.option("--whole", is_flag=True, help="Compare everything in the files, by path: optimizers, numbers, names too.")
+@click.option("--only", metavar="PATH", help="Compare one part of both, such as state_dict or ema.")
+@click.option("--only-b", metavar="PATH", help="The part of B, if it has another path there ('' means all of B).")
+@click.option("--tag", metavar="TAG", help="The step or variant to read, if A is a folder of several: step-500, fp16.")
+@click.option("--tag-b", metavar="TAG", help="The same for B.")
+@click.option("--whole", is_flag=True, help="Compare everything in the files: optimizers and numbers too.")
 @click.option(
-    "--atol", metavar="NUMBER", type=click.FloatRange(min=0), help="Values may be so far apart, |a - b| <= atol + rtol * |b|."
+    "--atol", metavar="NUMBER", type=click.FloatRange(min=0), help="Absolute tolerance: |a - b| <= atol + rtol * |b|."
 )
-@click.option("--rtol", metavar="NUMBER", type=click.FloatRange(min=0), help="Or so far in proportion to B's.")
+@click.option("--rtol", metavar="NUMBER", type=click.FloatRange(min=0), help="Relative tolerance.")
 @click.option("--equal-nan", is_flag=True, help="With a tolerance: NaN equals NaN.")
-@click.option("--ignore-dtype", is_flag=True, help="Compare the values of tensors of different dtypes as numbers.")
-@click.option("--strict-device", is_flag=True, help="Another device tag is a difference too.")
+@click.option("--ignore-dtype", is_flag=True, help="Compare tensors of different dtypes by their values.")
+@click.option("--strict-device", is_flag=True, help="Count another device tag as a difference.")
 @LIMIT
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
-@click.option("-q", "--quiet", is_flag=True, help="Print nothing; the exit code says it.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing; only the exit code answers.")
 def diff(a: Path, b: Path, as_json: bool, quiet: bool, **given: Any) -> None:
-    """Compare checkpoints A and B, of whatever formats: keys, dtypes, shapes, device tags and values, which must be the same
-    bit for bit unless a tolerance is given. The one state dict of each is compared; key rules apply to A's keys."""
+    """Compare the state dicts of checkpoints A and B, which may have different formats.
+
+    Keys, dtypes, shapes and device tags are compared, and the values bit for bit, unless you give a
+    tolerance. Key rules apply to the keys of A."""
     from ckptconv import verdicts
     from ckptconv.diffing import diff_checkpoints
 
@@ -399,7 +418,7 @@ def diff(a: Path, b: Path, as_json: bool, quiet: bool, **given: Any) -> None:
 
 
 @cli.command(
-    short_help="Say whether it is safe to load. Nothing is executed.",
+    short_help="Say whether a file is safe to load.",
     epilog="""\b
 Examples:
   ckptconv scan downloaded.pt
@@ -407,16 +426,18 @@ Examples:
   ckptconv scan a.pkl b.zip --json
 
 Exit code: 0 nothing dangerous, 1 something dangerous (with --strict: or unknown), 2 a path cannot be read.
-Unknown are names that are not part of ordinary checkpoints, and what cannot be looked into: gzip, bzip2, xz, 7z, ...""",
+Unknown are names that ordinary checkpoints do not have, and files that cannot be searched: gzip, bzip2, xz, 7z, ...""",
 )
 @click.argument("paths", metavar="PATH...", type=FILE, nargs=-1, required=True)
-@click.option("--strict", is_flag=True, help="Exit with 1 for all that is not known to be plain, too.")
+@click.option("--strict", is_flag=True, help="Exit with 1 also if something is unknown.")
 @LIMIT
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
-@click.option("-q", "--quiet", is_flag=True, help="Print nothing; the exit code says it.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing; only the exit code answers.")
 def scan(paths: tuple[Path, ...], strict: bool, as_json: bool, quiet: bool) -> None:
-    """Say whether it is safe to load PATH, files or folders: each global that a pickle names is plain, unknown or dangerous.
-    Archives, and pickles within pickles, are looked into. Nothing is executed."""
+    """Say whether the files and folders at PATH are safe to load.
+
+    Every global that a pickle names is plain, unknown or dangerous. Archives, and pickles inside pickles,
+    are searched too. Nothing is executed."""
     from ckptconv import verdicts
     from ckptconv.report import error_document
     from ckptconv.scanning import scan_checkpoint
@@ -462,7 +483,7 @@ def scan(paths: tuple[Path, ...], strict: bool, as_json: bool, quiet: bool) -> N
 @click.argument("topic", required=False, shell_complete=lambda ctx, _, start: _help_names(ctx, start))
 @click.pass_context
 def show_help(ctx: click.Context, topic: str | None) -> None:
-    """Show a page of the documentation, or the help of a command; without TOPIC, which pages there are."""
+    """Show a page of the documentation or the help of a command. Without TOPIC, list the pages."""
     from ckptconv import help_pages
 
     if topic is None:

@@ -76,8 +76,8 @@ def _word(name: str) -> str:
 def choice_options(command: F) -> F:
     """The options that choose among keys, which every command that writes has."""
     return _with_options(command, [
-        click.option("--include", metavar="GLOB", multiple=True, help="Keep only keys that match, as they are by then."),
-        click.option("--exclude", metavar="GLOB", multiple=True, help="Leave out keys that match, as they are by then."),
+        click.option("--include", metavar="GLOB", multiple=True, help="Keep only keys that match at this point of the rules."),
+        click.option("--exclude", metavar="GLOB", multiple=True, help="Leave out keys that match at this point of the rules."),
     ])  # fmt: skip
 
 
@@ -85,16 +85,16 @@ def key_options(default: str) -> Callable[[F], F]:
     """The options of key rules, which apply in the order in which they are given (the command must be a `RuleCommand`)."""
     return lambda command: _with_options(command, [
         click.option("--keys", type=click.Choice(["strip", "keep"]), default=default, show_default=True,
-                     help="Strip the wrapper prefixes of DDP, torch.compile, FSDP and checkpointing first, or keep them."),
-        click.option("--strip-prefix", metavar="PREFIX", multiple=True, help="Cut this off every key that starts with it."),
-        click.option("--add-prefix", metavar="PREFIX", multiple=True, help="Put this before every key."),
-        click.option("--rename", metavar="OLD=NEW", multiple=True, help="Rename a key or a literal prefix of keys."),
+                     help="Strip the prefixes of DDP, torch.compile, FSDP and activation checkpointing first, or keep them."),
+        click.option("--strip-prefix", metavar="PREFIX", multiple=True, help="Remove this from every key that starts with it."),
+        click.option("--add-prefix", metavar="PREFIX", multiple=True, help="Add this to the start of every key."),
+        click.option("--rename", metavar="OLD=NEW", multiple=True, help="Rename a key, or a prefix of keys."),
         click.option("--regex", metavar="PATTERN=>REPLACEMENT", multiple=True,
-                     help="Replace what a Python regex matches in keys (\\1 is its first group)."),
+                     help="Replace what this Python regex matches in the keys (\\1 is its first group)."),
         click.option("--preset", metavar="NAME", type=click.Choice(PRESETS), multiple=True,
-                     help=f"Take off what a framework put around the keys: {', '.join(PRESETS)}."),
+                     help=f"Remove what a framework added to the keys: {', '.join(PRESETS)}."),
         click.option("--rules", metavar="FILE", multiple=True, type=FILE,
-                     help="Key rules from a .json, .toml or .yaml file, or a mapping that --save-mapping wrote."),
+                     help="Apply the rules in a .json, .toml or .yaml file, or a mapping from --save-mapping."),
         click.option("--reverse", is_flag=True, help="Undo the mapping that --rules names."),
     ])  # fmt: skip
 
@@ -109,7 +109,7 @@ TAG = click.option(
     "--tag",
     metavar="TAG",
     shell_complete=offer_steps,
-    help="The step or variant to read, where IN is a folder of several: step-500, 500, fp16.",
+    help="The step or variant to read, if IN is a folder of several: step-500, 500, fp16.",
 )
 
 
@@ -141,7 +141,7 @@ def _limit(text: str) -> tuple[str, float]:
 
 
 LIMIT = click.option("--limit", metavar="NAME=VALUE", multiple=True, expose_value=False, callback=_limits_set,
-                     help="Raise a limit that an error named, e.g. pickle_bytes=4GiB.")  # fmt: skip
+                     help="Raise a limit that an error named, such as pickle_bytes=4GiB.")  # fmt: skip
 
 
 def output_options(command: F) -> F:
@@ -150,34 +150,35 @@ def output_options(command: F) -> F:
         click.argument("sources", metavar="IN...", type=FILE, nargs=-1),  # `refuse_missing` says what is missing
         click.argument("output", metavar="OUT", type=OUTPUT, required=False),
         click.option("--device", metavar="TAG", shell_complete=offer_devices,
-                     help="Location tag to write: cpu (default), cuda:1, mps, ..., keep, auto."),
+                     help="The device tag to write: cpu (default), cuda:1, mps, ..., keep, auto."),
         click.option("--map-location", metavar="OLD=NEW", multiple=True, shell_complete=offer_map_locations,
-                     help="Map one location tag, e.g. cuda:3=cuda:0."),
+                     help="Change one device tag, such as cuda:3=cuda:0."),
         click.option("--to", type=click.Choice(["torch", "safetensors", "dcp"]),
                      help="Output format, if OUT's name does not say (OUT may be - for standard output); "
                           "dcp: a folder that FSDP training resumes from."),
         click.option("--dtype", metavar="DTYPE", shell_complete=offer_dtypes,
                      help="Cast floating tensors: f32, f16, bf16, f64, f8_e4m3, f8_e5m2, or torch's names (float16, half)."),
-        click.option("--max-shard-size", metavar="SIZE", help="Split the state dict into shards, e.g. of 5GB, and an index."),
+        click.option("--max-shard-size", metavar="SIZE",
+                     help="Split the state dict into shards of at most this size, such as 5GB, with an index."),
         click.option("--only", metavar="PATH", shell_complete=offer_parts,
-                     help="Convert one part: state_dict, ema, or . for what stands at the root."),
+                     help="Convert one part: state_dict, ema, or . for the tensors at the root."),
         TAG,
         LIMIT,
         choice_options,
         click.option("--save-mapping", metavar="FILE", type=FILE,
-                     help="Write which key became which to a JSON file, which --rules FILE --reverse undoes."),
+                     help="Save which key became which, so that --rules FILE --reverse can undo it."),
         click.option("--tied", type=click.Choice(["alias", "duplicate"]), default="alias", show_default=True,
-                     help="Names of one tensor in safetensors: one copy and aliases, or a copy each."),
+                     help="If a tensor has several names, write it to safetensors once, or once for each."),
         click.option("--unknown", type=click.Choice(["refuse", "drop", "keep"]), default="refuse", show_default=True,
-                     help="Objects in a torch output that weights_only=True refuses and that have no plain form; "
-                          "tensors outside the state dict of a whole module."),
-        click.option("-f", "--force", is_flag=True, help="Replace OUT if it exists (OUT may be IN)."),
-        click.option("-n", "--dry-run", is_flag=True, help="Say what would be written, or why not; write nothing."),
+                     help="What to do with objects that weights_only=True refuses and that have no plain form, "
+                          "and with tensors outside the state dict of a whole module."),
+        click.option("-f", "--force", is_flag=True, help="Replace OUT if it exists. OUT may be IN."),
+        click.option("-n", "--dry-run", is_flag=True, help="Write nothing; say what would be written."),
         click.option("--verify", is_flag=True,
-                     help="Count what the source names, read the output back, compare every tensor; then put it in place."),
-        click.option("--no-fsync", is_flag=True, help="Do not wait for the disk; the rename stays atomic."),
+                     help="Read the output back and compare every tensor with IN before OUT is put in place."),
+        click.option("--no-fsync", is_flag=True, help="Do not wait for the disk. The replacement of OUT stays atomic."),
         click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout."),
-        click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors."),
+        click.option("-q", "--quiet", is_flag=True, help="Print only errors."),
     ]  # fmt: skip
     return _with_options(command, options)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptconv.errors import CheckpointError, printable
 from ckptconv.inspection import Inspection, Part, is_bloated
-from ckptconv.prescriptions import Prescription, command
 from ckptconv.wording import SHOWN, count_text, part_text, quoted, size_text, some_text
+
+if TYPE_CHECKING:
+    from ckptconv.prescriptions import Prescription
 
 
 def inspection_lines(found: Inspection) -> Iterator[tuple[str, str]]:
@@ -97,6 +99,8 @@ def _fix_text(found: Inspection, fix: Prescription | CheckpointError | None) -> 
         return ""
     if isinstance(fix, CheckpointError):
         return f". No conversion fixes it: {fix}"
+    from ckptconv.prescriptions import command
+
     lost = f". The fix leaves out {some_text(list(fix.lost))}" if fix.lost else ""
     files = [Path(path) for path in found.named or (found.path,)]
     return f"{lost}. Fix: {printable(command(fix.fix, files, Path('OUT.pt')), 20_000)}"

@@ -9,7 +9,6 @@ from unicodedata import combining, east_asian_width
 from ckptconv.containers import SAFETENSORS, TORCH
 from ckptconv.errors import printable
 from ckptconv.inspection_report import inspection_document
-from ckptconv.report import error_document
 from ckptconv.surveys import Surveyed, Unread
 from ckptconv.wording import count_text, size_text
 
@@ -129,5 +128,7 @@ def survey_document(items: Sequence[Surveyed | Unread]) -> dict[str, Any]:
 
 def _document(item: Surveyed | Unread) -> dict[str, Any]:
     if isinstance(item, Unread):
+        from ckptconv.report import error_document
+
         return {"path": str(item.paths[0]), **error_document(item.error, 1)}
     return inspection_document(item.found, item.fix)

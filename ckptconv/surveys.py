@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from ckptconv.checkpoint import Checkpoint
 from ckptconv.errors import CheckpointError
 from ckptconv.formats.detect import checkpoints_of, open_checkpoint
 from ckptconv.inspection import Inspection, inspect_checkpoint
-from ckptconv.prescriptions import Fix, Prescription, workable
+
+if TYPE_CHECKING:
+    from ckptconv.prescriptions import Prescription
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,5 +45,11 @@ def survey(paths: Sequence[Path], depth: int, tag: str | None) -> Iterator[Surve
 def _surveyed(paths: tuple[Path, ...], depth: int, tag: str | None) -> Surveyed:
     with open_checkpoint(paths, tag=tag) as checkpoint:
         found = inspect_checkpoint(checkpoint, depth)
-        fix = workable(Fix(), checkpoint) if not found.portable else None
+        fix = None if found.portable else _fix(checkpoint)
     return Surveyed(paths, replace(found, named=tuple(map(str, paths))) if len(paths) > 1 else found, fix)
+
+
+def _fix(checkpoint: Checkpoint) -> Prescription | CheckpointError:
+    from ckptconv.prescriptions import Fix, workable  # planning takes a while to import
+
+    return workable(Fix(), checkpoint)

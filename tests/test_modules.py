@@ -232,6 +232,6 @@ def test_inspect_says_that_a_whole_module_does_not_open_everywhere(tmp_path):
     torch.save({"model": nn.Linear(2, 2), "epoch": 1}, tmp_path / "model.pt")
     document = run("inspect", "model.pt", "--json", cwd=tmp_path).json()
     assert document["portable"] is False
-    assert "holds 1 whole module, which need their classes to load" in document["verdict"]
+    assert "holds a whole module, which needs its class to load" in document["verdict"]
     assert run("convert", "model.pt", "OUT.pt", cwd=tmp_path).exit == 0  # the remedy that it names
     assert run("inspect", "OUT.pt", "--json", cwd=tmp_path).json()["portable"] is True
