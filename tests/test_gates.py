@@ -17,7 +17,7 @@ import torch
 from program import ROOT, run
 from safetensors.torch import save_file
 
-SECTIONS = ("A pre-deploy gate", "A gate for files from elsewhere")
+SECTIONS = ("A gate before deployment", "A gate for files from elsewhere")
 LOOK = "inspect --portable"
 VALUES = "doctor --values --strict"
 LIKE = "doctor --like"
@@ -37,7 +37,7 @@ def gates() -> dict[str, list[str]]:
                 words = shlex.split(line.partition("&&")[0])
                 name = " ".join([words[1], *(word for word in words[2:] if word.startswith("--"))])
                 if name in GATES:
-                    judged = [word for word in words[2:] if word in ("model.safetensors", "train.pt")]
+                    judged = [word for word in words[2:] if word in ("model.safetensors", "ddp_cuda3_train.pt")]
                     assert len(judged) == 1, f"which file is judged? {line}"
                     found[name] = ["IN" if word == judged[0] else word for word in words[1:]]
     return found
