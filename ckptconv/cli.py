@@ -21,6 +21,7 @@ from ckptconv.cli_options import (
     FILE,
     LIMIT,
     TAG,
+    FileCommand,
     RuleCommand,
     choice_options,
     comparison,
@@ -31,6 +32,7 @@ from ckptconv.cli_options import (
     output_options,
     refuse_missing,
 )
+from ckptconv.completion import offer_devices, offer_parts_of_a, offer_parts_of_b, offer_steps_of_a, offer_steps_of_b
 from ckptconv.progress_display import COMPARING, COPYING, READING, SCANNING, progress_shown
 from ckptconv.terminal import (
     Unprinted,
@@ -42,6 +44,7 @@ from ckptconv.terminal import (
     print_headline,
     print_json,
     print_lines,
+    print_rows,
     print_summary,
     show_error,
     spooled,
@@ -92,7 +95,7 @@ def cli() -> None:
 
 @cli.command(
     cls=RuleCommand,
-    short_help="Convert: keys normalised, for the CPU, as torch or safetensors.",
+    short_help="Convert to torch or safetensors: bare keys, for the CPU.",
     epilog="""\b
 Examples:
   ckptconv convert in.pt out.safetensors
@@ -166,6 +169,7 @@ def add_module(**given: Any) -> None:
 
 
 @cli.command(
+    cls=FileCommand,
     short_help="Show what is in it, and what will not load and why.",
     epilog="""\b
 Examples:
@@ -202,6 +206,7 @@ def inspect(sources: tuple[Path, ...], depth: int, tag: str | None, as_json: boo
 
 
 @cli.command(
+    cls=FileCommand,
     short_help="Say why it would not load here, and what mends it.",
     epilog="""\b
 Examples:
@@ -215,7 +220,12 @@ Examples:
 @click.argument("sources", metavar="IN...", type=FILE, nargs=-1, required=True)
 @click.option("--like", metavar="OTHER", type=FILE, help="Should load where this checkpoint, index or list of keys fits.")
 @click.option("--model", metavar="PACKAGE.MODULE:CALLABLE", help="Should load into the model that this builds (imports code).")
-@click.option("--device", metavar="TAG", help="Where the tensors are wanted: cpu (default), cuda:0, mps, ..., auto.")
+@click.option(
+    "--device",
+    metavar="TAG",
+    shell_complete=offer_devices,
+    help="Where the tensors are wanted: cpu (default), cuda:0, mps, ..., auto.",
+)
 @click.option("--values", is_flag=True, help="Read the tensors too: damaged records, values that are NaN or infinite.")
 @TAG
 @LIMIT
@@ -278,10 +288,25 @@ Exit code: 0 same, 1 different, 2 wrong usage, or a file that is damaged or cann
 @click.argument("b", metavar="B", type=FILE)
 @choice_options
 @key_options("keep")
-@click.option("--only", metavar="PATH", help="Compare one part of both, e.g. state_dict or ema.")
-@click.option("--only-b", metavar="PATH", help="The part of B, where it has another path ('' is all of it).")
-@click.option("--tag", metavar="TAG", help="The step or variant of A to read, where A is a folder of several, e.g. step-500.")
-@click.option("--tag-b", metavar="TAG", help="The step or variant of B, likewise.")
+@click.option(
+    "--only", metavar="PATH", shell_complete=offer_parts_of_a, help="Compare one part of both, e.g. state_dict or ema."
+)
+@click.option(
+    "--only-b",
+    metavar="PATH",
+    shell_complete=offer_parts_of_b,
+    help="The part of B, where it has another path ('' is all of it).",
+)
+@click.option(
+    "--tag",
+    metavar="TAG",
+    shell_complete=offer_steps_of_a,
+    help="The step or variant of A to read, where A is a folder of several, e.g. step-500.",
+)
+@click.option(
+    "--tag-b", metavar="TAG", shell_complete=offer_steps_of_b,
+    help="The step or variant of B, likewise.",
+)  # fmt: skip
 @click.option("--whole", is_flag=True, help="Compare everything in the files, by path: optimizers, numbers, names too.")
 @click.option(
     "--atol", metavar="NUMBER", type=click.FloatRange(min=0), help="Values may be so far apart, |a - b| <= atol + rtol * |b|."
@@ -402,8 +427,7 @@ def _show_plan(plan: ConversionPlan, given: dict[str, Any], refused: OutputRefus
         print_json({"dry_run": True, **report.plan_document(plan), **error})
     elif not given["quiet"]:
         print_summary(report.plan_headline(_as_named(plan, given)), report.plan_lines(plan))
-        for line in report.keys_table(plan):
-            click.echo(f"  {line}", err=True)
+        print_rows(report.keys_table(plan), err=True)
     if refused is not None:
         fail(str(refused), 1)
 

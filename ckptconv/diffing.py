@@ -111,10 +111,10 @@ def diff_checkpoints(
 
     Values must be the same bit for bit (NaN of the same bits included, -0.0 is not 0.0), or equal within `tolerance`. `only` is
     the path of the part to compare in both, `only_b` that in `b` where it is another (empty: all of it). `whole` compares
-    everything in the files, by path. With `ignore_dtype`, tensors of different dtypes are compared as numbers. The globs of `keys` choose keys of both;
-    a rule that meets no key is an error. `tag` and `tag_b` pick the step of a folder of several. `on_progress` is called with a
-    `Progress`, about once for every 16 MB that were read. Raises `CheckpointError` when one of them cannot be read or holds no
-    single state dict.
+    everything in the files, by path. With `ignore_dtype`, tensors of different dtypes are compared as numbers. The globs of
+    `keys` choose keys of both; a rule that meets no key is an error. `tag` and `tag_b` pick the step of a folder of several.
+    `on_progress` is called with a `Progress`, about once for every 16 MB that were read. Raises `CheckpointError` when one of
+    them cannot be read or holds no single state dict.
     """
     rules = rules_of(keys)
     refuse_no_text(only=only, only_b=only_b or None)
