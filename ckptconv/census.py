@@ -31,7 +31,7 @@ class Span(NamedTuple):
 class Census:
     """What one pickle names: the element counts of `storages` by key, the number of `tensors` that are rebuilt.
 
-    `references` are the persistent ids that are not tuples (keys of tensors, in tar files); `streams` are the
+    `references` are the persistent ids that are not a tuples (keys of tensors, in tar files); `streams` are the
     torch streams that storages are loaded from, as bare pickles have them.
     """
 

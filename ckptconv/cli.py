@@ -25,6 +25,7 @@ from ckptconv.cli_options import (
     FILE,
     LIMIT,
     TAG,
+    FileCommand,
     RuleCommand,
     choice_options,
     comparison,
@@ -35,6 +36,7 @@ from ckptconv.cli_options import (
     output_options,
     refuse_missing,
 )
+from ckptconv.completion import offer_devices, offer_parts_of_a, offer_parts_of_b, offer_steps_of_a, offer_steps_of_b
 from ckptconv.progress_display import COMPARING, COPYING, READING, SCANNING, progress_shown
 from ckptconv.terminal import (
     Unprinted,
@@ -48,6 +50,7 @@ from ckptconv.terminal import (
     print_headline,
     print_json,
     print_lines,
+    print_rows,
     print_summary,
     print_table,
     show_error,
@@ -186,6 +189,7 @@ def add_module(**given: Any) -> None:
 
 
 @cli.command(
+    cls=FileCommand,
     short_help="Show what is in a checkpoint.",
     epilog="""\b
 Examples:
@@ -239,6 +243,7 @@ def _show_inspection(item: Surveyed, as_json: bool) -> None:
 
 
 @cli.command(
+    cls=FileCommand,
     short_help="Say why a file does not load, and how to fix it.",
     epilog="""\b
 Examples:
@@ -260,7 +265,12 @@ device.""",
     metavar="PACKAGE.MODULE:CALLABLE",
     help="Check the keys against the model that this callable builds. Imports code.",
 )
-@click.option("--device", metavar="TAG", help="Where you want the tensors: cpu (default), cuda:0, mps, ..., auto.")
+@click.option(
+    "--device",
+    metavar="TAG",
+    shell_complete=offer_devices,
+    help="Where you want the tensors: cpu (default), cuda:0, mps, ..., auto.",
+)
 @click.option("--values", is_flag=True, help="Read the tensors too, to find damage, NaN and infinite values.")
 @click.option("--strict", is_flag=True, help="Exit with 1 for warnings too, such as NaN with --values.")
 @click.option("--size", is_flag=True, help="Also say what a smaller dtype would save.")
@@ -384,10 +394,22 @@ Exit code: 0 same, 1 different, 2 wrong usage, or a file that is damaged or cann
 @click.argument("b", metavar="B", type=FILE)
 @choice_options
 @key_options("keep")
-@click.option("--only", metavar="PATH", help="Compare one part of both, such as state_dict or ema.")
-@click.option("--only-b", metavar="PATH", help="The part of B, if it has another path there ('' means all of B).")
-@click.option("--tag", metavar="TAG", help="The step or variant to read, if A is a folder of several: step-500, fp16.")
-@click.option("--tag-b", metavar="TAG", help="The same for B.")
+@click.option(
+    "--only", metavar="PATH", shell_complete=offer_parts_of_a, help="Compare one part of both, such as state_dict or ema."
+)
+@click.option(
+    "--only-b",
+    metavar="PATH",
+    shell_complete=offer_parts_of_b,
+    help="The part of B, if it has another path there ('' means all of B).",
+)
+@click.option(
+    "--tag",
+    metavar="TAG",
+    shell_complete=offer_steps_of_a,
+    help="The step or variant to read, if A is a folder of several: step-500, fp16.",
+)
+@click.option("--tag-b", metavar="TAG", shell_complete=offer_steps_of_b, help="The same for B.")
 @click.option("--whole", is_flag=True, help="Compare everything in the files: optimizers and numbers too.")
 @click.option(
     "--atol", metavar="NUMBER", type=click.FloatRange(min=0), help="Absolute tolerance: |a - b| <= atol + rtol * |b|."
@@ -557,8 +579,7 @@ def _show_plan(plan: ConversionPlan, given: dict[str, Any], refused: OutputRefus
         print_json({"dry_run": True, **report.plan_document(plan), **error})
     elif not given["quiet"]:
         print_summary(report.plan_headline(_as_named(plan, given)), report.plan_lines(plan))
-        for line in report.keys_table(plan):
-            click.echo(f"  {line}", err=True)
+        print_rows(report.keys_table(plan), err=True)
     if refused is not None:
         fail(str(refused), 1)
 

@@ -56,10 +56,21 @@ PRESETS = ("ddp", "compile", "fsdp", "checkpoint-wrapper", "lightning", "peft", 
 """The names of `keys.RULE_WORDS` and `key_rules.PRESETS`, here so that a usage error or --help need not import them."""
 
 
-class RuleCommand(click.Command):
+class FileCommand(click.Command):
+    """A command whose files are known while a shell completes the value of an option."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if ctx.resilient_parsing and args and args[-1].startswith("-"):
+            args = args[:-1]  # it lacks its value, which would be an error that keeps the files from being seen
+        return super().parse_args(ctx, args)
+
+
+class RuleCommand(FileCommand):
     """A command that knows in which order its key rules were given, whichever options they are of."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if ctx.resilient_parsing:
+            return super().parse_args(ctx, args)
         given, _, order = self.make_parser(ctx).parse_args(args=list(args))
         values = {name: iter(texts) for name, texts in given.items() if _word(name) in (*RULE_WORDS, "rules")}
         ctx.meta["ckptconv.rules"] = [

@@ -168,6 +168,12 @@ def print_lines(lines: Iterable[tuple[str, str]], err: bool = False) -> None:
         click.echo("  " + click.style(label.ljust(width), fg=color) + "  " + _wrapped(text, width + 4, err=err), err=err)
 
 
+def print_rows(rows: Iterable[str], *, err: bool = False) -> None:
+    """Rows of a table, somewhat to the right."""
+    for row in rows:
+        click.echo("  " + _wrapped(row, 6, err=err, first=2), err=err)
+
+
 _NARROWEST = 30  # columns for a text, below which it is not worth the breaks
 
 
@@ -182,9 +188,7 @@ def _wrapped(text: str, indent: int, *, err: bool, first: int | None = None) -> 
     import textwrap
 
     before = " " * (indent if first is None else first)
-    lines = textwrap.wrap(
-        text, width, initial_indent=before, subsequent_indent=" " * indent, break_on_hyphens=False, drop_whitespace=True
-    )
+    lines = textwrap.wrap(text, width, initial_indent=before, subsequent_indent=" " * indent, break_on_hyphens=False)
     return "\n".join(lines)[len(before) :]
 
 

@@ -59,7 +59,7 @@ SIZE = "is not a size; write it as '5GB' or '500MB', or give a number of bytes"
 UNKNOWN = "is not a choice; choose refuse, drop or keep"
 FLAG = "is not a choice; choose True or False"
 NAME = "is not a name; leave it out"
-DTYPE = "is not a floating dtype; use one of f64"
+DTYPE = "is not a floating dtype; choose f32"
 PATH = "is not a path; name a file or a folder"
 
 

@@ -1088,7 +1088,7 @@ def completing(words: str, count: int, tmp_path: Path) -> list[str]:
     command = (
         [str(script)]
         if script.exists()
-        else [sys.executable, "-c", "import sys; sys.argv = ['ckptconv']; import ckptconv.__main__"]
+        else [sys.executable, "-c", "import sys; sys.argv = ['ckptconv']; import ckptconv.__main__ as program; program.main()"]
     )
     variables = {"_CKPTCONV_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(count)}
     done = ckptconv(cwd=tmp_path, env=variables, command=command)

@@ -236,7 +236,7 @@ def test_devices_prints_what_the_page_says(room):
 
 def test_devices_export_prints_what_the_page_says(room):
     gpu = Gpu(0, 1, "H100", "GPU-1", 80, 79)
-    made = strict(json_text(choice_document(GpuChoice((gpu,), ("odd",)))) + "\n")
+    made = strict(json_text(choice_document(GpuChoice((gpu,), "GPU-1", ("odd",)))) + "\n")
     none = run("devices", "--export", "--json", cwd=room, env={"PATH": str(room)})
     hold("devices --export", [made, strict(none.out), document("devices", "--export", "--bad", cwd=room, code=2)])
 
