@@ -1,4 +1,4 @@
-"""Addresses of other machines, where a path on this one is wanted: they are told apart, and how to get the file."""
+"""Recognizes addresses of other machines, and says how to get the file from there."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds that every reader holds a file against; the defaults are the values below (bytes or counts)."""
+    """The limits that every reader checks a file against; the defaults are below (bytes or counts)."""
 
     pickle_bytes: int = 1 << 30
     """Size of one pickle (100,000 tensors take 15 MB)."""
@@ -101,7 +101,7 @@ in_force = _IN_FORCE.get
 
 @contextlib.contextmanager
 def limits(**changes: float) -> Iterator[Limits]:
-    """Within the block, files are held against these limits; those that are not named stay as they are outside of it.
+    """Change limits within a `with` block; limits that are not given keep their values.
 
     Blocks may stand within each other. Other threads, and async tasks that run already, keep their own. A checkpoint that was
     opened within a block keeps its limits for what is done with it later, but for those that are set where it is done.

@@ -47,7 +47,7 @@ PICKLE_HEAD = 16  # bytes of `FileFacts.head`
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Checkpoint:
-    """An opened checkpoint: its tree, with `TensorRef` leaves that still lie in the file.
+    """An open checkpoint: a tree whose tensors (`TensorRef`) are still in the file.
 
     `format` is what its container is called: ``torch zip``, ``torch legacy``, ``safetensors``, ``memory``, …; `metadata` are
     a safetensors file's own strings; `notes` tell what was odd about the file without being wrong; `modules` counts the whole

@@ -1,4 +1,4 @@
-"""Options of the library held against what they may be: one wording for all that are misspelt, empty or of another type."""
+"""Checks the options of the library: one wording for all that are misspelt, empty or of the wrong type."""
 
 from __future__ import annotations
 

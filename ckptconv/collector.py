@@ -1,4 +1,4 @@
-"""The garbage collector, paused while a tree is made: millions of small objects, none of them garbage."""
+"""Pauses the garbage collector while a tree is built: it has millions of small objects, none of them garbage."""
 
 from __future__ import annotations
 

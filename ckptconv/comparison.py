@@ -53,9 +53,9 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """When two numbers count as equal: |a - b| <= atol + rtol * |b|, as in `torch.isclose`; NaN never, but with `equal_nan`.
+    """When two numbers count as equal: |a - b| <= atol + rtol * |b|, as in `torch.isclose`; NaN only with `equal_nan`.
 
-    Raises `ValueError` for a bound that is negative or no number.
+    Raises `ValueError` for a bound that is negative or not a number.
     """
 
     atol: float = 0.0

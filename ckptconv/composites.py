@@ -1,4 +1,4 @@
-"""Tensors put together from parts (sparse, quantized, nested), held against what torch believes of them without a look.
+"""Tensors made of parts (sparse, quantized, nested), checked here because torch accepts them without a check.
 
 torch rebuilds them unchecked: an index beyond the size makes `to_dense()` write outside of the heap. `parts_check`
 compares types, shapes and sizes at once, and gives what looks at the indices, which are payload. Not asked for: that the

@@ -1,4 +1,4 @@
-"""Who opens each kind of container without ckptconv, and whether on any host: what `inspect` and `doctor` call portable.
+"""Which library opens each kind of container without ckptconv, and whether on any host: what `inspect` calls portable.
 
 Any host means: without the devices and the ranks that wrote it, and without running what the file names. What stands in
 the container (device tags, objects, wrappers) is not looked at here.

@@ -47,7 +47,7 @@ from ckptconv.wording import size_text
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ConversionResult:
-    """What an executed plan did: seconds, tensors verified (None: not asked), and by tensor the values to be told of.
+    """The result of a conversion: its plan, seconds, and tensors verified (None: not asked for).
 
     `phases` are the seconds of writing, verifying and waiting for the disk; `seconds` are all of them and what lies between.
 
@@ -110,7 +110,7 @@ def convert_checkpoint(
     verify: bool = False,
     on_progress: OnProgress | None = None,
 ) -> ConversionResult:
-    """Convert the checkpoint `source` into the file `output`, without importing torch (but for `to="dcp"`, a folder).
+    """Convert the checkpoint `source` into the file `output`, without importing torch (except for `to="dcp"`, a folder).
 
     `source` is a file, the folder of a checkpoint of many files, or a sequence of the files of all ranks; `tag` picks a step
     where it is a folder of several. `Options` says what all the others mean, from `to` to `save_mapping`; a
@@ -141,7 +141,7 @@ def execute_plan(
     verify: bool = False,
     on_progress: OnProgress | None = None,
 ) -> ConversionResult:
-    """Write the output of a plan as a stream, and put it in its place when it is whole.
+    """Write the output of a plan as a stream, and put it in place when it is complete.
 
     `on_progress` is called with a `Progress` about once a MiB, in the phases write, verify and sync. `verify` counts what
     the source names without the reader, reads the output back before it is renamed and compares every tensor with the

@@ -289,7 +289,7 @@ def _first_sentence(text: object) -> str:
 
 
 def best_device() -> str:
-    """The tag that ``auto`` stands for, here and now.
+    """The device tag that ``auto`` means on this host, now.
 
     Under torchrun (LOCAL_RANK is set) the CUDA device of that number, else the one with the most free memory (by
     nvidia-smi where torch is missing; a tie: the lowest index), else ``mps``, else the ``xpu:N`` with the most free

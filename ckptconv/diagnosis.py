@@ -1,4 +1,4 @@
-"""Why a checkpoint will not load on this host, or will disappoint, and the command that fixes it."""
+"""Why a checkpoint will not load on this host, or will cause trouble later, and the command that fixes it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def diagnose(
     tag: str | None = None,
     on_progress: OnProgress | None = None,
 ) -> Diagnosis:
-    """Say why the checkpoint `path` would not load on this host, or would disappoint, and how to fix it.
+    """Say why the checkpoint `path` would not load on this host, or would cause trouble later, and how to fix it.
 
     `like` (another checkpoint, an index, a list of keys) or `model` (``PACKAGE.MODULE:CALLABLE``, which is imported and
     called) has the keys and shapes that it should load into. `device` is where the tensors are wanted (a tag, ``auto``; by

@@ -68,7 +68,7 @@ class ValueChange:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Difference:
-    """What differs between the checkpoints at `a` and `b`, in the order of the keys of `a`; `values` the worst first.
+    """The differences between the checkpoints `a` and `b`, in the order of the keys of `a` (`values`: the largest first).
 
     `tensors` were compared, each of `nbytes` in sum. `others` are values that are not tensors, or a tensor in one of them
     only. `locations` are device tags that differ; they make a difference only with `strict_device`, and `dtypes` do unless

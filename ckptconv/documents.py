@@ -1,4 +1,4 @@
-"""JSON that a file brings along: the safetensors header, the index of shards. Read strictly, and only objects."""
+"""Reads the JSON in files strictly: the safetensors header, the index of shards. Only objects are accepted."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def printable(text: object, limit: int = _LONGEST_NAME) -> str:
 
 
 class CheckpointError(Exception):
-    """Something about a checkpoint, a request or this host that stops the work.
+    """The base of all errors: a problem with a checkpoint, a request or this host.
 
     Attributes: `what` is wrong, `path` of the file (or None), `where` in it (a key, a record, a header field, or
     None) and the `hint`: the command or option that helps (or None). All are plain text as it was found; `str()` gives
@@ -77,19 +77,19 @@ class MalformedCheckpoint(CheckpointError):
 
 
 class UnsupportedCheckpoint(CheckpointError):
-    """The file is something else than a checkpoint, or of a kind that is not read yet."""
+    """The file is not a checkpoint, or it is of a kind that ckptconv cannot read."""
 
 
 class MissingFile(UnsupportedCheckpoint, FileNotFoundError):
-    """There is no such file; `errno` and `filename` are those of `FileNotFoundError`."""
+    """The file does not exist; `errno` and `filename` are those of `FileNotFoundError`."""
 
 
 class UnreadableFile(UnsupportedCheckpoint, PermissionError):
-    """The file may not be read by this user; `errno` and `filename` are those of `PermissionError`."""
+    """This user may not read the file; `errno` and `filename` are those of `PermissionError`."""
 
 
 class IsFolder(UnsupportedCheckpoint, IsADirectoryError):
-    """A folder stands where a file is needed; `errno` and `filename` are those of `IsADirectoryError`."""
+    """The path is a folder, but a file is needed; `errno` and `filename` are those of `IsADirectoryError`."""
 
 
 _KINDS: dict[int, tuple[type[UnsupportedCheckpoint], str, str | None]] = {
@@ -120,7 +120,7 @@ def not_opened(error: OSError | int, path: object, what: str | None = None, hint
 
 
 class IncompleteCheckpoint(UnsupportedCheckpoint):
-    """One rank's file of a checkpoint whose tensors are split over several, without the others."""
+    """The file of one rank without the others; the tensors are split over the files of all ranks."""
 
 
 class LimitExceeded(CheckpointError):
@@ -173,7 +173,7 @@ class AmbiguousStateDict(CheckpointError):
 
 
 class KeyMismatch(CheckpointError):
-    """The checkpoint's keys or shapes are not those of the model, or of what else they were to fit.
+    """The keys or shapes of the checkpoint do not fit those of the model or of another target.
 
     `fit` is the `key_fitting.Fit` that tells of every key, where there is one.
     """
@@ -186,11 +186,11 @@ class KeyMismatch(CheckpointError):
 
 
 class OptionRefused(CheckpointError, ValueError):
-    """An option of the library that is none of its choices, empty, or of another type; the hint names the choices."""
+    """An option of the library is not one of its choices, is empty, or has the wrong type; the hint lists the choices."""
 
 
 class UnknownOption(OptionRefused, TypeError):
-    """A name that is not an option; the message says which one is nearest."""
+    """A name that is not an option; the message suggests the nearest one."""
 
 
 class MissingDependency(CheckpointError, ImportError):
@@ -202,7 +202,7 @@ class DeviceUnavailable(CheckpointError):
 
 
 class OutputRefused(CheckpointError):
-    """The output cannot or must not be written where it was asked for."""
+    """The output cannot be written at this path, or must not be."""
 
 
 class VerificationFailed(CheckpointError):

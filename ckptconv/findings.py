@@ -1,4 +1,4 @@
-"""What is said of a checkpoint that will not load, or will disappoint."""
+"""The findings about a checkpoint that will not load, or will cause trouble later."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong: an ``error`` stops the load, a ``warning`` disappoints afterwards, an ``info`` is good to know.
+    """One finding: an ``error`` stops the load, a ``warning`` causes trouble later, an ``info`` is good to know.
 
     `cause` is what the file has, `effect` what comes of it, in torch's own words where it has any; `command` fixes it
     (None: no command can), and `advice` says what to do where there is more to say, or what the command leaves out.
@@ -31,7 +31,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Diagnosis:
-    """What `diagnose` found, the worst first. `format` is None for what could not be opened.
+    """The result of `diagnose`, the worst findings first. `format` is None if the file could not be opened.
 
     `paths` are the files that were named, and `opened_by` is the library that opens the container.
     """

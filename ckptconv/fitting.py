@@ -1,4 +1,4 @@
-"""A checkpoint into a model: its keys fitted to those that the model has."""
+"""Loads a checkpoint into a model, and fits its keys to those of the model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ShapeMismatch:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class LoadResult:
-    """What `load_into` found, under the model's own keys (unexpected ones under the checkpoint's bare keys)."""
+    """The result of `load_into`, under the model's own keys (unexpected ones: under the checkpoint's bare keys)."""
 
     missing_keys: tuple[str, ...]
     unexpected_keys: tuple[str, ...]
@@ -71,7 +71,7 @@ def load_into(
     unknown: Unknown = "refuse",
     on_progress: OnProgress | None = None,
 ) -> LoadResult:
-    """Load the state dict of a checkpoint into `model`, wrapped or not, on whatever device it lives.
+    """Load the state dict of a checkpoint into `model`, wrapped or not, on any device.
 
     The keys are fitted to the model's by `fit_keys`: whatever wrappers, prefixes or inserted segments either side has, as long
     as names and shapes leave one possibility; of tied weights one name is enough. With `strict`, anything missing, unexpected

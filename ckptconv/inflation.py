@@ -1,4 +1,4 @@
-"""What the archives of one checkpoint inflate to, all together: held against the size of the files that were opened for it.
+"""The total size to which the archives of one checkpoint inflate, compared with the size of its files.
 
 A record by itself is held against its own deflated bytes (`sources.InflatedSource`). Many small ones, in one archive or
 in archives within archives, are a bomb too.

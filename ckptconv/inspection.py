@@ -215,7 +215,7 @@ def _reasons(found: Inspection) -> Iterator[Reason]:
 
 @spelling_checked
 def inspect_checkpoint(source: Named | Checkpoint, depth: int = 2, *, tag: str | None = None) -> Inspection:
-    """The facts about a checkpoint: its tensors, where it was saved, what will not load and why; reads no tensor's bytes.
+    """Collect the facts about a checkpoint (tensors, devices, what will not load and why), without reading tensor bytes.
 
     `source` is a path, the paths of the files of all ranks, or an opened checkpoint; `tag` picks a step of a folder of several.
     Modules of state dicts are grouped down to `depth` segments of their keys. Raises `CheckpointError`.

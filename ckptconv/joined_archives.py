@@ -1,4 +1,4 @@
-"""Archives that lie end to end in one file, as the items of a DCP folder do: where each begins, and nothing of what is in it.
+"""Archives that follow one another in one file, as the items of a DCP folder do: where each begins.
 
 Each ends with its own end record, whose offsets count from the first byte of that archive.
 """

@@ -51,7 +51,7 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Fit:
-    """What became of each key: `renames` maps the source keys that are met to target keys, also where both are the same.
+    """What happened to each key: `renames` maps each matched source key to its target key, even if both are the same.
 
     `missing` are the target keys that nothing was assigned to; `ambiguous` are those of them that several source keys could be
     meant for, `nearest` those for which something similar is left. `unexpected` are the source keys that are left over, and
@@ -99,7 +99,7 @@ _Graph = Mapping[str, Sequence[str]]  # target key → the source keys that may 
 
 
 def fit_keys(source: Shapes, target: Shapes, ties: Ties = ()) -> Fit:
-    """Find the renaming that makes the keys and shapes of `source` those of `target`.
+    """Find the renaming that makes the keys and shapes of `source` match those of `target`.
 
     `ties` are the keys of the target that are names of one tensor: such a key may be absent from the source, as it is where
     one name of tied weights was saved, if another name of its tensor is there and no key is left that could be meant for it.

@@ -76,7 +76,7 @@ def load_portable(
     tag: str | None = None,
     on_progress: OnProgress | None = None,
 ) -> Any:
-    """The state dict of a checkpoint as an `OrderedDict` of tensors under bare keys, or the whole tree with `whole`.
+    """Load the state dict of a checkpoint as an `OrderedDict` of tensors under bare keys, or everything with `whole`.
 
     `map_location` means what it means in `torch.load`, with ``cpu`` as the default, ``auto`` for the best device here, and
     None for the devices that the file names. Several state dicts need `only`, the path of one. With `mmap` (the default)

@@ -1,4 +1,4 @@
-"""nvidia-smi asked and its answer read: rows of GPUs, remarks, or why there is no list. What to make of it is `devices`'.
+"""Runs nvidia-smi and reads its answer: rows of GPUs, remarks, or why there is no list; `devices` interprets them.
 
 It numbers GPUs by PCI bus. Memory is in MiB, or a word in brackets: ``[N/A]`` where CPU and GPU share it, ``[Insufficient
 Permissions]`` on a partitioned GPU, ``[Unknown Error]`` and the like on one that is broken (tests/data/nvidia-smi has all).

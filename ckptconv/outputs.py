@@ -1,4 +1,4 @@
-"""Files that are written: one buffered stream, and where it may go. How it gets its place is the business of `staging`."""
+"""Writes files: one buffered stream, and where it may go. `staging` puts the file in place."""
 
 from __future__ import annotations
 

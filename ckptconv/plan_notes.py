@@ -1,4 +1,4 @@
-"""What a plan tells its user beside what it does, and what it counts."""
+"""The notes that a plan gives to the user, and what it counts."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ from ckptconv.walking import place_text, tensor_of, tensors_of, walk
 def plan_conversion(
     checkpoint: Checkpoint, output: str | os.PathLike[str], options: Options | Request | None = None
 ) -> ConversionPlan:
-    """Decide what the output of a conversion will be; reads no payload and writes nothing.
+    """Decide what the output of a conversion will be, without reading payload or writing anything.
 
     `checkpoint` is an opened one, which must stay open until the plan is executed; `options` are those of the
     conversion (None: the defaults). Raises `CheckpointError` when the request cannot be met: keys that collide, objects

@@ -1,4 +1,4 @@
-"""How far a long run has come: the one value that `on_progress` callbacks are given, and a counter that makes it."""
+"""The progress of a long run: the one value that `on_progress` callbacks get, and a counter that makes it."""
 
 from __future__ import annotations
 

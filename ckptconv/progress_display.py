@@ -1,4 +1,4 @@
-"""How far a long run has come, shown on stderr: a bar on a terminal, a line every few seconds anywhere else.
+"""Shows the progress of a long run on stderr: a bar on a terminal, a line every few seconds elsewhere.
 
 A thread looks at what was last told, for nothing is told while the disk is waited for. A run that is over soon shows nothing.
 """

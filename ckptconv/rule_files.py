@@ -41,7 +41,7 @@ class _Entry(NamedTuple):
 def read_key_rules(
     path: str | os.PathLike[str], *, wrappers: Literal["strip", "keep"] = "strip", reverse: bool = False
 ) -> KeyRules:
-    """The rules in a JSON, TOML or YAML file, or a mapping that a conversion left, which `reverse` turns around.
+    """Read key rules from a JSON, TOML or YAML file, or a mapping that a conversion saved (`reverse` undoes it).
 
     `wrappers` is what comes before the rules; a mapping says that itself. Raises `CheckpointError` with the line and the
     rule that is wrong.

@@ -1,4 +1,4 @@
-"""Live values into a portable file: tensors from any device, written as a stream."""
+"""Saves live values as a portable file: tensors from any device, written as a stream."""
 
 from __future__ import annotations
 

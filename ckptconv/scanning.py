@@ -1,4 +1,4 @@
-"""Is it safe to load? Files and folders, each judged by the worst of what its streams name; nothing is executed."""
+"""Is it safe to load? Judges files and folders by the worst name in their streams; nothing is executed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ScannedFile:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Scan:
-    """What was found at a path, file by file."""
+    """The result of a scan, file by file."""
 
     path: str
     files: tuple[ScannedFile, ...]
@@ -73,7 +73,7 @@ class Scan:
 
 @spelling_checked
 def scan_checkpoint(path: str | os.PathLike[str], *, on_progress: OnProgress | None = None) -> Scan:
-    """Scan a file, or all files in a folder and the folders in it.
+    """Scan a file, or all files in a folder and its subfolders.
 
     Links to folders are not followed, which is a finding, as is what cannot be read of the things in a folder; raises
     `CheckpointError` where `path` itself cannot be. `on_progress` is called with a `Progress`, about once a MiB, for the files

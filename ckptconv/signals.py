@@ -1,4 +1,4 @@
-"""The signals by which a program is asked to stop: what they do, and moments that they must not cut in two."""
+"""The signals that ask a program to stop: what they do, and how they wait while a step must not be interrupted."""
 
 from __future__ import annotations
 

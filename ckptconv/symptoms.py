@@ -1,4 +1,4 @@
-"""What is wrong with an opened checkpoint, told without reading a tensor; what would fix it, if a conversion does.
+"""What is wrong with an open checkpoint, found without reading a tensor, and which conversion would fix it.
 
 Facts come from `inspection`, the words of torch from `torch_words`.
 """

@@ -182,7 +182,7 @@ STRANGERS: tuple[Stranger, ...] = (
 
 @spelling_checked
 def open_checkpoint(path: Named, *, tag: str | None = None, whole_modules: bool = False) -> Checkpoint:
-    """Open a checkpoint, of one file or of many: read its index, and none of its tensors' bytes.
+    """Open a checkpoint of one file or of many: read its index, but not the bytes of its tensors.
 
     `path` is a file, the folder of a checkpoint of many files, the index in it, the folder around the only checkpoint or around
     the one that a file of it names, or a sequence of the files of all ranks (``torch.save`` of each rank's sharded state dict).

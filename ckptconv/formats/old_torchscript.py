@@ -1,4 +1,4 @@
-"""TorchScript archives of before torch 1.4, as the state dicts that they loaded with.
+"""TorchScript archives from before torch 1.4, as the state dicts that they loaded with.
 
 ``model.json`` is a protobuf message as JSON: a tree of modules, each with ``submodules``, ``parameters`` (``isBuffer`` and
 ``tensorId``) and ``attributes`` (a ``type`` and an ``id`` in ``attributes.pkl``), and a table of ``tensors`` (``dims``,

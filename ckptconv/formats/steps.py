@@ -1,4 +1,4 @@
-"""Folders that hold checkpoints and are none themselves: which of them is meant.
+"""Folders that contain checkpoints but are not one themselves: which checkpoint to read.
 
 A file of the folder may name it (``latest`` of DeepSpeed, ``latest_checkpointed_iteration.txt`` of Megatron-LM), or the user
 does, or there is only one. The folder itself is looked into, and no deeper. Whether something in it is a checkpoint, the

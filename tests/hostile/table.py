@@ -189,7 +189,8 @@ def _others(case: Case, given: list[Path]) -> tuple[str, str]:
 def summary(found: list[Row]) -> Iterator[str]:
     """How many of the files that ckptconv refuses the other readers accept, crash on, hang on, or run."""
     refused = [row for row in found if row.ckptconv[0].isdigit()]
-    yield f"{len(found)} cases; {len(refused)} are refused, {len(found) - len(refused)} are sound or odd and converted.\n"
+    kept = len(found) - len(refused)
+    yield f"{len(found)} cases. ckptconv refuses {len(refused)}. It converts {kept}, which are sound or only odd.\n"
     yield "Of the files that ckptconv refuses:\n"
     yield "| | asked | refuse | accept | crash | hang | run the payload | over 1 GB |"
     yield "|---|---|---|---|---|---|---|---|"
@@ -208,16 +209,18 @@ def summary(found: list[Row]) -> Iterator[str]:
         yield f"| {name} | {len(said)} | " + " | ".join(map(str, cells)) + " |"
 
 
-HEAD = """# Hostile files: every case, and who does what with it
+HEAD = """# Hostile files: every case, and what each reader does with it
 
 Written by `python -m hostile.table` (in `tests/`) with torch {torch} and safetensors {safetensors}.
-`tests/test_badcases.py` holds ckptconv to it: exit code, one line that names file and field, nothing executed, nothing left
-behind, the source untouched, under 10 s and 200 MB above a program that does nothing. So are `inspect`, `doctor`,
-`scan` and `diff`.
+`tests/test_badcases.py` checks every case. ckptconv must give the exit code and one line that names the
+file and the field. It must execute nothing, leave nothing behind and not touch the source. It may take
+10 s, and 200 MB more than a program that does nothing. The test runs `inspect`, `doctor`, `scan` and
+`diff` on each case too.
 
-Each reader is asked in a process of its own with 10 s of processor time, 120 s by the clock and 8 GB of address space. "Hangs"
-is more than that. "Accepts" says that tensors are returned, not that they are right. DCP folders are given to
-`dcp_to_torch_save`. Where a cell is empty, the library has no reader for such a thing.
+Each reader runs in a process of its own, with 10 s of processor time, 120 s by the clock and 8 GB of
+address space. "Hangs" means that it needed more. "Accepts" means that it returned tensors, not that
+they are right. DCP folders are read by `dcp_to_torch_save`. An empty cell means that the library has no
+reader for this kind of file.
 """
 
 
