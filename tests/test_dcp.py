@@ -288,7 +288,7 @@ BAD = {
     "another shape": (rechunked((0, 0), (6, 4)), MalformedCheckpoint, "instead of"),
     "an overlap": (rechunked((0, 4), (6, 8)), MalformedCheckpoint, "overlap"),
     "a chunk outside": (rechunked((0, 12), (6, 8)), MalformedCheckpoint, "at [0, 12]"),
-    "a gap": (without_a_chunk, MalformedCheckpoint, "hold 48 values of 96"),
+    "a gap": (without_a_chunk, MalformedCheckpoint, "hold 48 of 96 values"),
     "no place": (without_a_place, MalformedCheckpoint, "does not say where"),
     "a key in the way": (in_the_way, MalformedCheckpoint, "another kind"),
     "a long list": (far_away, LimitExceeded, "of a list"),

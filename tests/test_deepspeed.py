@@ -350,7 +350,7 @@ def model(made: Path) -> Path:
     ("shapes", "what"),
     [
         ([{"a": torch.Size([3, 5]), "b": torch.Size([70])}, {"c": torch.Size([2])}], "b: needs"),
-        ([{"a": torch.Size([3, 5])}, {"c": torch.Size([2])}], "parameters take .* elements, its partitions have"),
+        ([{"a": torch.Size([3, 5])}, {"c": torch.Size([2])}], "parameters take .* elements, but its partitions have"),
         ([{"a": torch.Size([3, 5]), "b": torch.Size([7])}], "parameters"),
         ([{"a": torch.Size([3, 5]), "b": "seven"}, {"c": torch.Size([2])}], "param_shapes.b: is not a shape"),
         ([{"a": (3, -5), "b": torch.Size([7])}, {"c": torch.Size([2])}], "param_shapes.a: is not a shape"),

@@ -116,7 +116,7 @@ def test_count_and_free_memory_narrow_the_choice(wanted, visible, smi):
 @pytest.mark.parametrize(
     ("wanted", "words"),
     [
-        ({"count": 9}, "9 GPUs wanted, and only 8 can be seen"),
+        ({"count": 9}, "9 GPUs wanted, but only 8 can be seen"),
         ({"min_free": 20_000_000_000}, "1 GPU with 19074 MiB free wanted, but none of 8 can be used: GPU 0 has 11404 MiB free"),
         ({"min_free": 11000 << 20, "count": 2}, "2 GPUs with 11000 MiB free wanted, but 1 of 8 can be used: GPU 1 has 2174"),
     ],

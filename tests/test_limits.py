@@ -335,10 +335,10 @@ def test_other_threads_and_tasks_keep_their_own():
         ({"depth": "3"}, TypeError, "depth is a whole number"),
         ({"depth": True}, TypeError, "depth is a whole number"),
         ({"depth": 2.5}, TypeError, "depth is a whole number"),
-        ({"depth": 0}, ValueError, "must be more than 0"),
-        ({"depth": -1}, ValueError, "must be more than 0"),
-        ({"regex_seconds": float("nan")}, ValueError, "must be more than 0"),
-        ({"regex_seconds": float("inf")}, ValueError, "must be more than 0"),
+        ({"depth": 0}, ValueError, "must be greater than 0"),
+        ({"depth": -1}, ValueError, "must be greater than 0"),
+        ({"regex_seconds": float("nan")}, ValueError, "must be greater than 0"),
+        ({"regex_seconds": float("inf")}, ValueError, "must be greater than 0"),
     ],
 )
 def test_what_is_no_limit_is_refused(change, error, said):
@@ -523,7 +523,7 @@ def test_scan_takes_limits(tmp_path, capsys, monkeypatch):
         ("nothing", "--limit is NAME=VALUE"),
         ("depth=", "--limit depth=: its value is not a number"),
         ("depth=few", "--limit depth=few: its value is not a number"),
-        ("depth=0", "must be more than 0"),
+        ("depth=0", "must be greater than 0"),
         ("regex_seconds=long", "its value is not a number"),
         ("deepth=3", "there is no limit 'deepth'"),
         ("\x1b[31m=1", r"there is no limit '\x1b[31m'"),

@@ -131,5 +131,5 @@ def test_a_temporary_folder_without_room_is_named(room):
     command = [PROGRAM[0], "-c", limit, *PROGRAM]
     done = run("convert", "big.pt", "-", "--to", "torch", cwd=room, env={"TMPDIR": str(room / "tmp")}, command=command)
     error = assert_one_error(done)
-    assert error.startswith("error: standard output: cannot be written: the limit of this process") and "TMPDIR" in error
+    assert error.startswith("error: standard output: cannot be written: it exceeds the largest file size") and "TMPDIR" in error
     assert list((room / "tmp").iterdir()) == []

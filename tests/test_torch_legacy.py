@@ -297,7 +297,7 @@ BROKEN = {
     "a storage twice": (legacy({"w": vector()}, ("0", "0"), blob(8, FLOATS) * 2), "names a storage twice"),
     "keys that are a text": (legacy({"w": vector()}, "0", blob(8, FLOATS)), "is not a list of texts"),
     "keys that are numbers": (legacy({"w": vector()}, (0,), blob(8, FLOATS)), "is not a list of texts"),
-    "another protocol": (legacy({"w": vector()}, ("0",), blob(8, FLOATS), protocol=1000), "another protocol"),
+    "another protocol": (legacy({"w": vector()}, ("0",), blob(8, FLOATS), protocol=1000), "a protocol other than 1001"),
     "bytes behind": (GOOD + b"\0", "1 bytes follow the last storage"),
     "another file behind": (GOOD + GOOD, "a second checkpoint was saved into the same file"),
     "an unknown id": (legacy(Persistent(("tensor", 1, 2, 3, 4))), "not that of a storage"),
