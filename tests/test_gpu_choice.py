@@ -137,8 +137,8 @@ def test_memory_that_is_not_told_is_not_taken_for_enough(smi, program):
 def test_a_broken_gpu_is_passed_over_and_named(smi):
     smi("broken")
     assert choose_gpus().notes == ("GPU 0 says [Unknown Error] instead of its memory",)
-    assert "none of 1 will do" not in refusal(count=2)
-    assert "1 of 2 will do: GPU 0 says [Unknown Error]" in refusal(count=2)
+    assert "none of 1 can be used" not in refusal(count=2)
+    assert "1 of 2 can be used: GPU 0 says [Unknown Error]" in refusal(count=2)
 
 
 def test_a_gpu_in_mig_mode_is_passed_over_and_the_others_are_named_by_uuid(smi):
@@ -146,12 +146,12 @@ def test_a_gpu_in_mig_mode_is_passed_over_and_the_others_are_named_by_uuid(smi):
     choice = choose_gpus(count=2)
     assert choice.visible == "GPU-b4199570-ed3c-2a6b-646a-af77be93eac5,GPU-1a4dff29-ab6d-9f64-f125-8b7cebdaac4a"
     assert "GPU 0 is in MIG mode" in choice.notes[0]
-    assert "3 of 4 will do: GPU 0 is in MIG mode" in refusal(count=4)
+    assert "3 of 4 can be used: GPU 0 is in MIG mode" in refusal(count=4)
 
 
 def test_where_all_gpus_are_in_mig_mode_none_is_chosen(program):
     program("nvidia-smi", f'case "$1" in *mig.mode*) echo "0, Enabled";; *) {rows("0, GPU-1-1, A100, 81920, 81000")};; esac')
-    assert "none of 1 will do: GPU 0 is in MIG mode" in refusal()
+    assert "none of 1 can be used: GPU 0 is in MIG mode" in refusal()
 
 
 def test_numbers_with_gaps_become_uuids(program):
@@ -200,7 +200,7 @@ def test_where_no_gpu_is_visible_there_is_nothing_to_choose(env, smi, monkeypatc
     choice = choose_gpus()
     assert (choice.gpus, settings(choice, "sh")) == ((), [])
     assert choice.notes == (f"CUDA_VISIBLE_DEVICES={env} leaves no GPU visible",)
-    assert "none of 0 will do: CUDA_VISIBLE_DEVICES=" in refusal(count=1)
+    assert "none of 0 can be used: CUDA_VISIBLE_DEVICES=" in refusal(count=1)
 
 
 @pytest.mark.parametrize("env", ["MIG-8932f937-d72c-4106-c12f-20bd9faed9f6", "MIG-GPU-aaaa1111-0000/1/0"])
@@ -282,8 +282,8 @@ def test_an_nvidia_smi_that_cannot_run_is_an_error(tmp_path):
 def test_a_host_without_nvidia_smi_has_nothing_to_evaluate(tmp_path):
     done = export(tmp_path=tmp_path)
     assert (done.exit, done.out, done.err) == (0, "", "note: this host has no NVIDIA GPU\n")
-    assert "none of 0 will do" in assert_one_error(export("--count", "1", tmp_path=tmp_path))
-    assert "none of 0 will do" in assert_one_error(export("--min-free", "1GB", tmp_path=tmp_path))
+    assert "none of 0 can be used" in assert_one_error(export("--count", "1", tmp_path=tmp_path))
+    assert "none of 0 can be used" in assert_one_error(export("--min-free", "1GB", tmp_path=tmp_path))
 
 
 def test_an_nvidia_smi_that_finds_no_device_is_such_a_host(smi, tmp_path):
