@@ -92,15 +92,15 @@ BAD: dict[str, tuple[Any, str]] = {
     "bsr, empty block": (compressed("bsr", [0, 1], [0], [2, 2], torch.ones(1, 0, 2)), "do not fit"),
     "bsr, column too large": (compressed("bsr", [0, 1], [1], [2, 2], torch.ones(1, 2, 2)), "an index"),
     "bsc, row too large": (compressed("bsc", [0, 1], [2], [4, 2], torch.ones(1, 2, 2)), "an index"),
-    "per tensor, zero point": (whole(128), r"its zero point is none of qint8 \(-128 to 127\)"),
-    "per tensor, unsigned": (whole(-1, "quint8"), "its zero point is none of quint8"),
+    "per tensor, zero point": (whole(128), r"its zero point is not a value of qint8 \(-128 to 127\)"),
+    "per tensor, unsigned": (whole(-1, "quint8"), "its zero point is not a value of quint8"),
     "per channel, scales of integers": (INTEGER_SCALES, "its scales are not floating numbers"),
     "per channel, too few scales": (channels(1, 2, [0, 0, 0]), "for each of its 3 channels"),
     "per channel, too many zero points": (channels(0, 2, [0, 0, 0]), "for each of its 2 channels"),
     "per channel, zero point": (channels(0, 2, [0, 300]), "a zero point is not a number from -128 to 127"),
     "nested, beyond the buffer": (nested([[2, 3]], [[3, 1]], [1]), "reaches beyond its buffer of 6 elements"),
     "nested, far": (nested([[2, 3]], [[FAR, 1]], [0]), "reaches beyond"),
-    "nested, overflowing": (nested([[1 << 62, 2]], [[4, 1 << 61]], [0]), "beyond all bounds"),
+    "nested, overflowing": (nested([[1 << 62, 2]], [[4, 1 << 61]], [0]), "sizes or strides that are too large"),
     "nested, negative size": (nested([[-1, 3]], [[3, 1]], [0]), "negative"),
     "nested, negative stride": (nested([[2, 3]], [[-3, 1]], [3]), "negative"),
     "nested, negative offset": (nested([[2, 3]], [[3, 1]], [-8]), "negative"),
@@ -169,7 +169,7 @@ def test_parts_that_do_not_fit_are_refused_before_they_are_loaded_or_converted(f
 
 def test_an_axis_that_is_none_is_refused(tmp_path):
     path = torch_file(tmp_path, *channels(2, 3, [0, 0, 0]))
-    with pytest.raises(MalformedCheckpoint, match=r"odd: its axis 2 is none of the 2 of its shape"):
+    with pytest.raises(MalformedCheckpoint, match=r"odd: its axis 2 is not one of the 2 of its shape"):
         convert_checkpoint(path, tmp_path / "out.pt")
     with pytest.raises(MalformedCheckpoint, match="odd"):
         load_portable(recipe_file(tmp_path, *channels(2, 3, [0, 0, 0])))

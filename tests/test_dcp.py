@@ -280,8 +280,8 @@ def twice(metadata: Metadata) -> None:
 
 
 BAD = {
-    "a file outside": (relocated("../rows2/__0_0.distcp"), MalformedCheckpoint, "no plain relative path"),
-    "an absolute path": (relocated("/etc/passwd"), MalformedCheckpoint, "no plain relative path"),
+    "a file outside": (relocated("../rows2/__0_0.distcp"), MalformedCheckpoint, "not a plain relative path"),
+    "an absolute path": (relocated("/etc/passwd"), MalformedCheckpoint, "not a plain relative path"),
     "a missing file": (relocated("__7_0.distcp"), MalformedCheckpoint, "'__7_0.distcp', which is not there"),
     "an item beyond the end": (resized(offset=1 << 40), MalformedCheckpoint, "beyond its end"),
     "an item cut off": (resized(length=700), MalformedCheckpoint, "end record"),

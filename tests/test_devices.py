@@ -388,7 +388,7 @@ def test_a_hanging_nvidia_smi_becomes_a_note(smi, monkeypatch):
 
 def test_an_nvidia_smi_that_is_no_program_becomes_a_note(tmp_path):
     (tmp_path / "nvidia-smi").write_text("not executable")
-    assert "nvidia-smi could not be asked" in survey_host(ask_torch=False).notes[0]
+    assert "nvidia-smi did not answer" in survey_host(ask_torch=False).notes[0]
 
 
 @pytest.mark.parametrize(

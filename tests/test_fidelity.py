@@ -269,7 +269,10 @@ def each(paths: list[Path]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("path", [pytest.param(path, id=path.name) for path in paths] or absent)
 
 
-REFUSED = {"tracel-ai__burn__tar_multi_dtype.tar": "none of torch", "torchao_int8.pt": "a tensor that safetensors cannot hold"}
+REFUSED = {
+    "tracel-ai__burn__tar_multi_dtype.tar": "not one of torch",
+    "torchao_int8.pt": "a tensor that safetensors cannot hold",
+}
 """No checkpoint, and tensors of a class that alone knows their values."""
 
 

@@ -211,7 +211,7 @@ def test_archives_in_an_archive_inflate_to_no_more_than_one_may(tmp_path):
     # Each had its 16 MB that are never questioned.
     inner = zipped([("x", bytes(15_000_000), 8)])
     write(tmp_path / "in.zip", zipped([(str(index), inner, 0) for index in range(3)]))
-    with pytest.raises(LimitExceeded, match="claim to inflate to"):
+    with pytest.raises(LimitExceeded, match="claim to inflate from"):
         open_checkpoint(tmp_path / "in.zip")
 
 

@@ -273,7 +273,7 @@ def test_an_nvidia_smi_that_hangs_is_given_up_and_ended(which, program, monkeypa
 def test_an_nvidia_smi_that_cannot_run_is_an_error(tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "nvidia-smi").write_text("not executable")
-    assert "nvidia-smi could not be asked" in assert_one_error(export(tmp_path=tmp_path))
+    assert "nvidia-smi did not answer" in assert_one_error(export(tmp_path=tmp_path))
 
 
 # Hosts without GPUs

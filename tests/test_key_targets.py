@@ -185,7 +185,7 @@ def test_the_mapping_is_saved_and_undone(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        (["--like", BARE, "--model", "zoo:Net"], "fit one only"),
+        (["--like", BARE, "--model", "zoo:Net"], "can fit only one"),
         (["--drop-unexpected"], "needs --like or --model"),
     ],
 )

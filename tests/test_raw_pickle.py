@@ -86,7 +86,7 @@ def test_a_pickle_taken_out_of_an_archive_is_told(tmp_path):
     torch.save({"w": torch.ones(3)}, tmp_path / "model.pt")
     with zipfile.ZipFile(tmp_path / "model.pt") as archive:
         content = archive.read("model/data.pkl")
-    with pytest.raises(MalformedCheckpoint, match=r"lies outside of it; .*data\.pkl of a zip"):
+    with pytest.raises(MalformedCheckpoint, match=r"which is not in this file; .*data\.pkl of a zip"):
         open_checkpoint(write(tmp_path / "data.pkl", content))
 
 

@@ -152,7 +152,9 @@ def test_the_rest_is_cast_where_codes_and_scales_are_left_out(tmp_path):
 def test_types_that_only_scales_and_codes_have_are_not_cast(dtype, tmp_path):
     source = saved(tmp_path, {"odd": codes(dtype, 8), "w": torch.ones(2)})
     for output in ("out.pt", "out.safetensors"):
-        with pytest.raises(RefusedObject, match=r"odd: float[48].* not of values, and is not cast to bfloat16; leave --dtype"):
+        with pytest.raises(
+            RefusedObject, match=r"odd: float[48].* not for values, so it is not cast to bfloat16; leave --dtype"
+        ):
             convert_checkpoint(source, tmp_path / output, dtype="bf16")
     convert_checkpoint(source, tmp_path / "out.pt", fsync=False)
 

@@ -251,7 +251,7 @@ BROKEN = {
     "one storage too many": (one_storage(count=2), "."),
     "a negative number of storages": (one_storage(count=-1), "more entries than"),
     "views that are not a list": (one_storage(5), "a view is not a tuple"),
-    "a view of nothing": (one_storage((13, 99, 0, 1)), "a view of a storage that is not there"),
+    "a view of nothing": (one_storage((13, 99, 0, 1)), "a view of a storage that does not exist"),
     "a view beyond its root": (one_storage((13, 11, 5, 4)), "a view of it is not inside it"),
     "a key twice": (one_storage((11, 11, 0, 1)), "occurs twice"),
     "a key that is a tuple": (one_storage(key=(1, 2)), "a key is not an address"),
@@ -261,10 +261,10 @@ BROKEN = {
     "a negative size": (one_tensor(11, (-1,), (1,)), "something other than sizes"),
     "a negative stride": (one_tensor(11, (2,), (-1,)), "something other than sizes"),
     "a negative offset": (one_tensor(11, (1,), (1,), -1), "storage_offset"),
-    "a tensor of no storage": (one_tensor(99, (1,), (1,)), "a storage that is not there"),
+    "a tensor of no storage": (one_tensor(99, (1,), (1,)), "a storage that does not exist"),
     "a tensor beyond a view": (one_tensor(13, (5,), (1,)), "beyond the view"),
-    "an id of nothing": (with_member(pickle=pickled(Persistent(99))), "a tensor that is not there"),
-    "an id that is a list": (with_member(pickle=pickled(Persistent([21]))), "no address"),
+    "an id of nothing": (with_member(pickle=pickled(Persistent(99))), "a tensor that does not exist"),
+    "an id that is a list": (with_member(pickle=pickled(Persistent([21]))), "not an address"),
     "two trees": (with_member(pickle=pickled(TREE) + pickled(TREE)), "bytes follow"),
     "a member twice": (tar([(name, STORAGES) for name in ("storages", "tensors", "pickle", "storages")]), "twice"),
     "a symbolic link": (link(tarfile.SYMTYPE), "is a link or a device"),
@@ -287,7 +287,7 @@ def test_a_broken_file_is_refused_with_the_reason(what, tmp_path):
 
 def test_other_tar_files_are_named(tmp_path):
     for content in (tar([("README", b"hello")]), tar([(f"part{index}", b"") for index in range(100)])):
-        with pytest.raises(UnsupportedCheckpoint, match=r"is a tar file.*none of torch.*unpack it"):
+        with pytest.raises(UnsupportedCheckpoint, match=r"is a tar file.*not one of torch.*unpack it"):
             open_checkpoint(write(tmp_path / "other.tar", content))
 
 

@@ -154,7 +154,7 @@ def test_packed_and_frozen_weights_are_told_of(tmp_path):
     torch.jit.save(torch.jit.freeze(torch.jit.script(nn.Linear(2, 2).eval())), tmp_path / "frozen.pt")
     with open_checkpoint(tmp_path / "frozen.pt") as checkpoint:
         assert torch.jit.load(tmp_path / "frozen.pt").state_dict() == {} and list(checkpoint.tensors()) == []
-        assert any("constants of its code" in note for note in checkpoint.notes)
+        assert any("constants in its code" in note for note in checkpoint.notes)
 
 
 def test_two_roots_in_one_archive_are_no_torchscript(tmp_path):

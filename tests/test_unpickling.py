@@ -196,7 +196,7 @@ def test_ten_thousand_items_in_batches():
         (b"\x80\x02}(Nu.", "without a value"),
         (b"\x80\x04\x95\x04\0\0\0\0\0\0\0X\x04\0\0\0abcd.", "frame"),
         (b"\x80\x04\x95\xff\0\0\0\0\0\0\0N.", "declares"),
-        (b"\x80\x02I99x\n.", "no number"),
+        (b"\x80\x02I99x\n.", "not a number"),
         (b"\x80\x02N.N", "follow the end"),
     ],
 )
