@@ -70,7 +70,7 @@ def read_directory(source: Source) -> dict[str, Record]:
     records = _read_records(source, start, count, size)
     _refuse_overlaps(source, records)
     if len({record.name.lower() for record in records}) != len(records):
-        raise _malformed(source, "has two records whose names are equal but for case; torch does not tell them apart")
+        raise _malformed(source, "has two records whose names differ only in case; torch takes them for the same")
     return {record.name: record for record in records if not record.name.endswith("/")}
 
 
@@ -127,7 +127,7 @@ def _find_directory(source: Source) -> tuple[int, int, int]:
             raise _malformed(source, "its two end records contradict each other")
         _, _, _, _, disk, start_disk, here, count, size, start = found
     if disk or start_disk or here != count:
-        raise _malformed(source, "is one of several volumes")
+        raise _malformed(source, "is one volume of a split archive")
     if start + size != end:
         raise _malformed(source, "its directory does not end where its end record starts")
     return start, count, size
@@ -164,7 +164,7 @@ def _read_records(source: Source, start: int, count: int, size: int) -> list[Rec
     near, near_at = b"", 0  # the bytes of the file around the last local header: those of small records lie side by side
     for _ in range(count):
         if at + _CENTRAL.size > len(raw):
-            raise _malformed(source, "is shorter than its number of records")
+            raise _malformed(source, "is too short for its number of records")
         (signature, _, _, flags, method, _, _, crc, stored, plain, name_size, extra_size, comment_size,
          _, _, attributes, header) = _CENTRAL.unpack_from(raw, at)  # fmt: skip
         name_at = at + _CENTRAL.size
@@ -210,7 +210,7 @@ def _read_records(source: Source, start: int, count: int, size: int) -> list[Rec
         checksum = crc if crc or not plain else None
         records.append(made(Record, (name, header, offset, plain, stored, method == _DEFLATED, checksum)))
     if at != len(raw):
-        raise _malformed(source, "is longer than its number of records")
+        raise _malformed(source, "is too long for its number of records")
     return sorted(records, key=itemgetter(1))
 
 
@@ -242,14 +242,14 @@ def _zip64_sizes(source: Source, name: str, extra: bytes, stored: int, size: int
                 break
             return stored, size, header
         at += 4 + length
-    raise _malformed(source, "has no zip64 sizes although it says so", name)
+    raise _malformed(source, "says that it has zip64 sizes, but has none", name)
 
 
 def _refuse_overlaps(source: Source, records: list[Record]) -> None:
     end = 0
     for record in records:
         if record.header < end or (end == 0 and record.header):
-            raise _malformed(source, "overlaps the record before it, or hidden bytes stand before it", record.name)
+            raise _malformed(source, "overlaps the record before it, or hidden bytes are in front of it", record.name)
         end = record.offset + record.stored
 
 

@@ -79,5 +79,5 @@ def _corners(start: Shape, size: Shape, axes: Sequence[int]) -> Iterator[tuple[S
 
 def _bad_cover(shape: Shape, boxes: Sequence[Box]) -> CheckpointError:
     there, needed = sum(prod(size) for _, size in boxes), prod(shape)
-    what = f"its {len(boxes)} chunks hold {there} values of {needed}" if there < needed else "its chunks overlap"
+    what = f"its {len(boxes)} chunks hold {there} of {needed} values" if there < needed else "its chunks overlap"
     return MalformedCheckpoint(f"{what}; its shape is {list(shape)}", hint="the checkpoint is incomplete or damaged")

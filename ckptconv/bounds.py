@@ -145,5 +145,5 @@ def _checked(name: str, value: float) -> float:
     if type(value) not in (int, float) or (whole and type(value) is not int):
         raise TypeError(f"the limit {name} is {'a whole number' if whole else 'a number'}, not {value!r:.100}")
     if not value > 0 or not isfinite(value):
-        raise ValueError(f"the limit {name} must be more than 0, not {value!r:.100}")
+        raise ValueError(f"the limit {name} must be greater than 0, not {value!r:.100}")
     return value

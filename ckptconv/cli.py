@@ -150,7 +150,7 @@ def convert(keys: str, **given: Any) -> None:
     Several INs are the files of all ranks of one checkpoint. Key rules apply in the order in which you give
     them, and before --like or --model."""
     if given["like"] and given["model"]:
-        raise click.UsageError("--like and --model are both given, and the keys can fit only one")
+        raise click.UsageError("--like and --model are both given, but the keys can fit only one")
     if given["drop_unexpected"] and not (given["like"] or given["model"]):
         raise click.UsageError("--drop-unexpected needs --like or --model")
     _convert(given, keys)
@@ -255,7 +255,7 @@ Examples:
   ckptconv doctor *.pt
   ckptconv doctor in.pt --json | jq -r '.findings[].command'
 
-Exit code: 0 all load here, 1 one does not (with --strict: or has a warning), 2 that cannot be said: no such file, model or
+Exit code: 0 all load here, 1 one does not (with --strict: or has a warning), 2 cannot tell: no such file, model or
 device.""",
 )
 @click.argument("sources", metavar="IN...", type=FILE, nargs=-1, required=True)
@@ -287,7 +287,7 @@ def doctor(sources: tuple[Path, ...], as_json: bool, strict: bool, **given: Any)
     from ckptconv.diagnosis import diagnose_all
 
     if given["like"] and given["model"]:
-        raise click.UsageError("--like and --model are both given, and the keys can fit only one")
+        raise click.UsageError("--like and --model are both given, but the keys can fit only one")
     shown = progress_shown(READING, silent=as_json)
     with errors_shown(as_json, code=2), redirect_stdout(sys.stderr), shown as on_progress:  # a model that is built may print
         found = diagnose_all(sources, **given, on_progress=on_progress)
@@ -343,7 +343,7 @@ def devices(export: bool, as_json: bool, **given: Any) -> None:
         _export_gpus(as_json, **given)
         return
     if unused := [name for name, value in given.items() if value is not None]:
-        raise click.UsageError(f"--{unused[0].replace('_', '-')} goes with --export")
+        raise click.UsageError(f"--{unused[0].replace('_', '-')} needs --export")
     from ckptconv import host_report as report
     from ckptconv.devices import best_device, survey_host
 
@@ -362,7 +362,7 @@ def _export_gpus(as_json: bool, count: int | None, min_free: str | None, shell: 
     from ckptconv.sharding import parse_size
 
     if as_json and shell:
-        raise click.UsageError("--json and --shell are both given, and one of them can be printed")
+        raise click.UsageError("--json and --shell are both given, but only one of them can be printed")
     with errors_shown(as_json, code=2):
         size = None if min_free is None else parse_size(min_free)
     with errors_shown(as_json):
@@ -417,7 +417,7 @@ Exit code: 0 same, 1 different, 2 wrong usage, or a file that is damaged or cann
 @click.option("--rtol", metavar="NUMBER", type=click.FloatRange(min=0), help="Relative tolerance.")
 @click.option("--equal-nan", is_flag=True, help="With a tolerance: NaN equals NaN.")
 @click.option("--ignore-dtype", is_flag=True, help="Compare tensors of different dtypes by their values.")
-@click.option("--strict-device", is_flag=True, help="Count another device tag as a difference.")
+@click.option("--strict-device", is_flag=True, help="Count different device tags as a difference.")
 @LIMIT
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing; only the exit code answers.")
@@ -448,7 +448,7 @@ Examples:
   ckptconv scan a.pkl b.zip --json
 
 Exit code: 0 nothing dangerous, 1 something dangerous (with --strict: or unknown), 2 a path cannot be read.
-Unknown are names that ordinary checkpoints do not have, and files that cannot be searched: gzip, bzip2, xz, 7z, ...""",
+Unknown: names that ordinary checkpoints do not have, and files that cannot be searched: gzip, bzip2, xz, 7z, ...""",
 )
 @click.argument("paths", metavar="PATH...", type=FILE, nargs=-1, required=True)
 @click.option("--strict", is_flag=True, help="Exit with 1 also if something is unknown.")

@@ -33,7 +33,7 @@ class _FileName(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "":
-            self.fail("it is empty, and names no file", param, ctx)
+            self.fail("it is empty, so it does not name a file", param, ctx)
         if address_in(value) is not None:
             return value  # as it was typed, for the error that it is going to be
         return super().convert(value, param, ctx)
@@ -220,7 +220,7 @@ def is_for_stdout(given: dict[str, Any]) -> bool:
         return False
     for option, word in (("as_json", "--json"), ("max_shard_size", "--max-shard-size")):
         if given[option]:
-            raise click.UsageError(f"OUT is -, standard output, which {word} does not go with; write ./- for a file named -")
+            raise click.UsageError(f"OUT is -, standard output, which cannot be used with {word}; write ./- for a file named -")
     if given["to"] is None or given["to"] == "dcp":
         raise click.UsageError("OUT is -, standard output: add --to torch or --to safetensors; write ./- for a file named -")
     if not given["dry_run"] and sys.stdout.isatty():
@@ -238,7 +238,7 @@ def key_rules(wrappers: Any, *, reverse: bool = False) -> KeyRules:
     for word, text in given:
         rules += read_rules(text, reverse=reverse) if word == "rules" else [(word, text)]
     if reverse and all(word != "rules" for word, _ in given):
-        raise CheckpointError("--reverse undoes a mapping, and there is none", hint="name it with --rules FILE")
+        raise CheckpointError("--reverse undoes a mapping, but there is none", hint="name it with --rules FILE")
     return KeyRules.of(rules, wrappers)
 
 
@@ -250,9 +250,9 @@ def comparison(given: dict[str, Any]) -> dict[str, Any]:
     keys = key_rules(given["keys"], reverse=given["reverse"])
     loose = given["atol"] is not None or given["rtol"] is not None
     if given["equal_nan"] and not loose:
-        raise click.UsageError("--equal-nan goes with --atol or --rtol; without them equal bits are equal, NaN included")
+        raise click.UsageError("--equal-nan needs --atol or --rtol; without them, equal bits are equal, NaN included")
     if given["whole"] and keys != KEEP:
-        raise click.UsageError("--whole compares everything by its path, so no rules for keys go with it; leave either out")
+        raise click.UsageError("--whole compares everything by its path, so it takes no key rules; leave one of them out")
     try:
         tolerance = Tolerance(given["atol"] or 0.0, given["rtol"] or 0.0, given["equal_nan"]) if loose else None
     except ValueError as error:

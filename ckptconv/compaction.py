@@ -94,7 +94,7 @@ def _whole(storage: Storage, group: list[TensorRef]) -> dict[int, Placement]:
     dtype = storage.dtype or UINT8
     if other := next((ref for ref in group if ref.dtype is not dtype), None):
         raise RefusedObject(
-            f"a {dtype.name} storage that stands by itself is also seen as {other.dtype.name}",
+            f"a {dtype.name} storage that the checkpoint holds as a value is also read as {other.dtype.name}",
             where=storage.name,
             hint="--only PATH takes one part",
         )

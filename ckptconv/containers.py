@@ -22,7 +22,7 @@ class Opening:
         return not self.why_not
 
 
-UNKNOWN = Opening("", "no library is known that opens it")
+UNKNOWN = Opening("", "no known library opens it")
 TORCH = Opening("torch.load")
 SAFETENSORS = Opening("safetensors")
 DCP = Opening("torch.distributed.checkpoint")

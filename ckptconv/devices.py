@@ -204,7 +204,7 @@ def _visibility_notes(visible: str | None, gpus: Sequence[Gpu], shown: int) -> l
             what = "a GPU is named twice, which hides all of them"
         notes += [] if entries[shown].strip().startswith("-") else [f"CUDA_VISIBLE_DEVICES={visible}: {what}"]
     if len({gpu.name for gpu in gpus}) > 1 and os.environ.get("CUDA_DEVICE_ORDER", "FASTEST_FIRST") != "PCI_BUS_ID":
-        notes.append("the GPUs differ and CUDA_DEVICE_ORDER is not PCI_BUS_ID: CUDA may number them unlike nvidia-smi")
+        notes.append("the GPUs differ and CUDA_DEVICE_ORDER is not PCI_BUS_ID: CUDA and nvidia-smi may number them differently")
     return notes
 
 
@@ -248,7 +248,7 @@ def _import_torch(notes: list[str]) -> Any:
             notes.append(f"torch is installed but cannot be imported: {_first_sentence(error)}")
         return None
     if not hasattr(torch, "Tensor"):  # an empty folder of its name, which is what an uninstall may leave
-        notes.append("torch is installed but cannot be imported: there is nothing in it")
+        notes.append("torch is installed but cannot be imported: it is empty")
         return None
     return torch
 
@@ -262,7 +262,7 @@ def require_torch(purpose: str) -> Any:
     if (torch := _import_torch(notes)) is not None:
         return torch
     if notes:
-        hint = "install it anew: pip install --force-reinstall torch"
+        hint = "reinstall it: pip install --force-reinstall torch"
         raise MissingDependency(f"{purpose} needs torch, and {notes[0]}", hint=hint)
     raise MissingDependency(f"{purpose} needs torch, which is not installed", hint=INSTALL_TORCH)
 

@@ -158,7 +158,7 @@ def _prescribed(case: Case, fix: Fix, one: Symptom, outputs: dict[Fix, Path]) ->
     suffix = found.fix.suffix or ".pt"
     if found.fix not in outputs:
         outputs[found.fix] = output_beside(case.paths[0], suffix, outputs.values())
-    lost = f"the output lacks, for it has no plain form: {some(found.lost)}" if found.lost else one.finding.advice
+    lost = f"left out, without a plain form: {some(found.lost)}" if found.lost else one.finding.advice
     return replace(one.finding, command=command(found.fix, case.paths, outputs[found.fix]), advice=lost)
 
 
@@ -194,12 +194,12 @@ def _read_values(case: Case, tell: OnProgress | None) -> list[Symptom]:
         found.append(symptom("warning", "non-finite", cause, "the model computes NaN with them", advice=advice))
     if wrong:
         cause = f"has values that are infinite ({sum(wrong.values())}), in {some(list(wrong))}"
-        advice = "a cast to a type of less range went too far, or the training has diverged: take what it was made from"
+        advice = "a cast to a smaller type overflowed, or the training has diverged: use the file before the cast"
         effect = "what the model computes with them is infinite or NaN"
         found.append(symptom("warning", "infinite", cause, effect, advice=advice))
     if meant := {path: count for path, count in infinite.items() if path not in wrong}:
         cause = f"has values that are infinite ({sum(meant.values())}), in {some(list(meant))}"
-        found.append(symptom("info", "infinite", cause, "as in a mask, a bound or a best loss this is meant"))
+        found.append(symptom("info", "infinite", cause, "this is intended, as in a mask, a bound or a best loss"))
     return found
 
 

@@ -20,7 +20,7 @@ def diagnosis_headline(found: Diagnosis, *, strict: bool = False) -> str:
         return f"will not load here: {count_text(counts['error'], 'error')}"
     by = f" ({found.opened_by})" * (found.opened_by not in _USUAL)
     warned = f", with {count_text(counts['warning'], 'warning')}" if counts["warning"] else ""
-    return f"loads here{by}{warned}{', which --strict does not pass' if strict and warned else ''}"
+    return f"loads here{by}{warned}{', which fails with --strict' if strict and warned else ''}"
 
 
 _USUAL = ("", TORCH.by, SAFETENSORS.by)

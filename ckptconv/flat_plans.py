@@ -205,7 +205,7 @@ def _refuse_blow_up(nbytes: int, checkpoint: Checkpoint) -> None:
     most = in_force()
     if nbytes > most.view_free and nbytes > most.view_ratio * checkpoint.nbytes:
         raise expanded(
-            f"would take {nbytes} bytes and its source takes {checkpoint.nbytes}; its tensors share memory",
+            f"would take {nbytes} bytes but its source takes {checkpoint.nbytes}, because its tensors share memory",
             nbytes,
             checkpoint.nbytes,
             advice="write a torch file (--to torch), which keeps the sharing",

@@ -102,7 +102,7 @@ def _unfit(gpu: Gpu, min_free: int | None) -> str | None:
     if gpu.trouble is not None:
         return f"GPU {gpu.physical} says {printable(gpu.trouble)} instead of its memory"
     if min_free and gpu.free is None:
-        return f"GPU {gpu.physical} does not tell its free memory"
+        return f"GPU {gpu.physical} does not report its free memory"
     if min_free and gpu.free is not None and gpu.free < min_free:
         return f"GPU {gpu.physical} has {gpu.free >> 20} MiB free"
     return None
@@ -115,9 +115,9 @@ def _rank(gpu: Gpu) -> tuple[int, int]:
 def _too_few(fit: int, seen: int, min_free: int | None, count: int | None, why: Sequence[str]) -> DeviceUnavailable:
     wanted = f"{count or 1} GPU{'' if (count or 1) == 1 else 's'}"
     room = f" with {-(-min_free >> 20)} MiB free" if min_free else ""
-    what = f"{wanted}{room} wanted, and {fit or 'none'} of {seen} will do: {'; '.join(why)}"
+    what = f"{wanted}{room} wanted, but {fit or 'none'} of {seen} can be used: {'; '.join(why)}"
     if not why:
-        what = f"{wanted}{room} wanted, and only {seen} can be seen"
+        what = f"{wanted}{room} wanted, but only {seen} can be seen"
     return DeviceUnavailable(what, hint="nothing was chosen")
 
 

@@ -205,7 +205,7 @@ def _reasons(found: Inspection) -> Iterator[Reason]:
     if found.protocol is not None:
         yield Reason("protocol", f"torch.load(weights_only=True) does not read the protocol of its pickle ({found.protocol})")
     if found.untyped:
-        yield Reason("untyped", f"torch's reader of such old files has no place for {', '.join(found.untyped)}")
+        yield Reason("untyped", f"torch's reader for such old files cannot hold {', '.join(found.untyped)}")
     if found.opening is TORCH and found.path.lower().endswith(".safetensors"):
         what = "it is a torch file, but has the name of a safetensors file, and the libraries open it as one"
         yield Reason("name", what)

@@ -28,12 +28,12 @@ def inspection_lines(found: Inspection) -> Iterator[tuple[str, str]]:
         text = f"carry the wrapper {printable('.'.join(wrappers))}." if wrappers else "are bare, without a wrapper"
         yield "keys", f"those of {part_text(path)} {text}" if path else text
         if prefix := found.offered.get(path):
-            yield "prefix", f"all of them start with {printable(prefix)}; --strip-prefix {quoted(prefix)} takes it off"
+            yield "prefix", f"all of them start with {printable(prefix)}; --strip-prefix {quoted(prefix)} removes it"
     if len(found.state_dicts) > _COUNTED:
         yield "keys", f"and those of {len(found.state_dicts) - _COUNTED:,} more"
     if is_bloated(found):
         used, stored = size_text(found.used), size_text(found.stored)
-        dead = f", and the pickle refers to nothing in {size_text(found.dead)} of the file" if found.dead else ""
+        dead = f", and the pickle does not refer to {size_text(found.dead)} of the file" if found.dead else ""
         yield "bloat", f"tensors use {used} of {stored} of storages{dead}; converting drops the rest"
     for odd in found.odd_objects[:SHOWN]:
         plain = "has a plain form" if odd.has_plain_form else "has no plain form"

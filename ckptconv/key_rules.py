@@ -383,6 +383,6 @@ class Patience:
             self._left = max(platforms.stop_alarm(), 1e-6)  # 0 would be no alarm at all
 
     def _stop(self, _number: int, _frame: FrameType | None) -> NoReturn:
-        advice = "make it simpler: avoid a repetition of a repetition"
+        advice = "make it simpler: avoid nested repetitions"
         what = f"{self._words} takes more than {self._most} s"
         raise LimitExceeded(what, limit="regex_seconds", allowed=self._most, advice=advice)

@@ -27,7 +27,7 @@ _PART = "write the part that you mean to a file of its own first: ckptconv conve
 def key_target(like: str | os.PathLike[str] | None, model: str | None, *, drop_unexpected: bool = False) -> KeyTarget | None:
     """What the user named with `like` or `model` (see `named_models`), of which there may be one; None for neither."""
     if like is not None and model is not None:
-        raise CheckpointError("like and model are both named, and the keys can fit only one", hint="leave one of them out")
+        raise CheckpointError("like and model are both given, but the keys can fit only one", hint="leave one of them out")
     if drop_unexpected and like is None and model is None:
         raise CheckpointError("there is no target in which keys could be unexpected", hint="add --like OTHER or --model NAME")
     if model is not None:

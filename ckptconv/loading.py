@@ -251,7 +251,7 @@ class _Live:
             try:
                 made[self._value(key)] = self._value(value)
             except TypeError:
-                raise RefusedObject("a dict has a key that cannot be one") from None
+                raise RefusedObject("a dict has a key that Python does not allow") from None
         return made
 
     def _call(self, node: Call) -> Any:

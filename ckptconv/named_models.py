@@ -40,7 +40,7 @@ def model_shapes(name: str) -> tuple[Shapes, Ties]:
             path=name,
             hint="name a callable that takes no arguments and builds the model, without reading or moving tensors",
         ) from error
-    raise UnsupportedCheckpoint(f"does not give a torch.nn.Module but {type(model).__name__}", path=name, hint=_FORM)
+    raise UnsupportedCheckpoint(f"returns {type(model).__name__}, not a torch.nn.Module", path=name, hint=_FORM)
 
 
 def live_shapes(model: Any) -> Shapes:
@@ -77,7 +77,7 @@ def _named(name: str) -> Any:
     except (Exception, SystemExit) as error:  # importing runs the user's code, which may raise anything
         raise UnsupportedCheckpoint(f"cannot be imported ({_told(error)})", path=name, hint=_FORM) from error
     if not callable(found):
-        raise UnsupportedCheckpoint(f"is not callable but {type(found).__name__}", path=name, hint=_FORM)
+        raise UnsupportedCheckpoint(f"is {type(found).__name__}, which is not callable", path=name, hint=_FORM)
     return found
 
 

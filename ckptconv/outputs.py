@@ -207,7 +207,7 @@ def followed(path: Path) -> Path:
     try:
         return path.resolve()
     except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError before python 3.13
-        what = "cannot be reached: the symbolic links on the way to it lead in a circle"
+        what = "cannot be reached: the symbolic links in its path lead in a circle"
         raise OutputRefused(what, path=path, hint="correct the links, or name a file to write") from error
 
 
@@ -282,14 +282,14 @@ def _reason(error: OSError) -> str:
 
 _REASONS = {
     errno.ENOSPC: "the disk is full",
-    errno.EFBIG: "the limit of this process for the size of a file stops it (ulimit -f), or that of the file system",
+    errno.EFBIG: "it exceeds the largest file size of this process (ulimit -f) or of the file system",
     errno.EDQUOT: "the disk quota of this user or group is used up (quota -s)",
     errno.EROFS: "the file system is mounted read-only",
     errno.ENAMETOOLONG: "its name is too long for the file system",
     errno.EACCES: "this user may not write there (Permission denied)",
     errno.EPERM: "the system does not permit it there (Operation not permitted)",
-    errno.ELOOP: "the symbolic links on the way to it lead in a circle",
-    errno.ENOTDIR: "a file stands where a folder on the way to it is needed",
+    errno.ELOOP: "the symbolic links in its path lead in a circle",
+    errno.ENOTDIR: "a part of its path is a file, not a folder",
     errno.EBUSY: "it is a mount point, so it cannot be replaced",
     errno.EXDEV: "it is a mount point, so it cannot be replaced",
 }

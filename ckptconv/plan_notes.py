@@ -55,7 +55,7 @@ def prefix_notes(
     for item in found:
         if prefix := offered_prefix(checkpoint.root, item.keys):
             where = f" of {printable(item.path)}" if item.path else ""
-            yield f"all keys{where} start with {printable(prefix)}; --strip-prefix {quote(printable(prefix))} takes it off"
+            yield f"all keys{where} start with {printable(prefix)}; --strip-prefix {quote(printable(prefix))} removes it"
 
 
 def sharing_notes(refs: Sequence[TensorRef]) -> Iterator[str]:

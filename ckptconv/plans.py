@@ -186,7 +186,7 @@ class Options:
         for item in files:
             refuse_no_path(rules=item)
         if self.reverse and not files:
-            raise OptionRefused("reverse=True undoes a mapping, and there is none", hint="name it with rules=FILE")
+            raise OptionRefused("reverse=True undoes a mapping, but there is none", hint="name it with rules=FILE")
         made: list[Rule | tuple[str, str]] = [*given.rules]
         for item in listed:
             if _is_rule(item):
@@ -252,8 +252,8 @@ class PlannedFile:
 
 def _gone(*_: object) -> Any:
     """What stands in a plan that came out of a pickle for what only a plan with its files open can do."""
-    hint = "make it anew with plan_conversion where it is to be executed"
-    raise CheckpointError("the plan came out of a pickle, and has no files behind it", hint=hint)
+    hint = "make it again with plan_conversion in the program that executes it"
+    raise CheckpointError("the plan was pickled, so its files are not open", hint=hint)
 
 
 def _told_file(file: PlannedFile | None) -> tuple[Path, int] | None:

@@ -1,21 +1,23 @@
-"""The operating system: what Linux, macOS and Windows do differently, and what each of them guarantees.
+"""The operating system: what Linux, macOS and Windows do differently, and what each guarantees.
 
-Only this module names what not every system has: flags of open(2), positioned reads, locks, links, signals, calls of libc.
-What is there is asked for by name, never by the name of the system, so that a test can take it away.
+Only this module names what not every system has: flags of open(2), positioned reads, locks, links,
+signals, calls of libc. What is there is asked for by name, never by the name of the system, so that
+a test can take it away.
 
-|                          | Linux                        | macOS                          | Windows                          |
-|--------------------------|------------------------------|--------------------------------|----------------------------------|
-| positioned reads         | preadv(2)                    | preadv(2), or pread(2)         | seek and read under a lock       |
-| locks                    | flock(2) on the folder       | flock(2) on the folder         | msvcrt.locking on a file in it   |
-| a file synced            | fsync(2)                     | F_FULLFSYNC, else fsync(2)     | FlushFileBuffers                 |
-| a folder synced          | fsync(2)                     | F_FULLFSYNC, else fsync(2)     | not needed, and not possible     |
-| open files               | can be replaced and removed  | can be replaced and removed    | neither                          |
-| two folders swapped      | renameat2(2), in one step    | by two renames                 | by two renames                   |
-| blocks reserved          | fallocate(2)                 | no                             | no                               |
-| an alarm stops a pattern | yes                          | yes                            | no                               |
+|                     | Linux                    | macOS                     | Windows              |
+|---------------------|--------------------------|---------------------------|----------------------|
+| positioned reads    | preadv(2)                | preadv(2), or pread(2)    | seek, read; a lock   |
+| locks               | flock(2) on the folder   | flock(2) on the folder    | msvcrt, a file in it |
+| a file synced       | fsync(2)                 | F_FULLFSYNC, or fsync(2)  | FlushFileBuffers     |
+| a folder synced     | fsync(2)                 | F_FULLFSYNC, or fsync(2)  | not possible         |
+| open files          | are replaced and removed | are replaced and removed  | are neither          |
+| two folders swapped | renameat2(2), one step   | by two renames            | by two renames       |
+| blocks reserved     | fallocate(2)             | no                        | no                   |
+| patterns stopped    | by an alarm              | by an alarm               | no                   |
 
-Where a system has neither flock(2) nor msvcrt, there are no locks: outputs are still whole or not there, but two programs
-that write shards under the same names at once may mix them, and what a killed one left behind stays.
+Where a system has neither flock(2) nor msvcrt, there are no locks: outputs are still whole or not
+there, but two programs that write shards under the same names at once may mix them, and what a
+killed one left behind stays.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ _os: Any = os  # by which what this system may lack is asked for
 _signal: Any = signal
 
 ON_WINDOWS = hasattr(os, "O_BINARY")
-"""Whether files have text and binary modes, and one that is open can be neither replaced nor removed."""
+"""Whether files have text and binary modes, and one that is open can be neither replaced nor
+removed."""
 
 _BINARY: int = getattr(os, "O_BINARY", 0)
 _CLOEXEC: int = getattr(os, "O_CLOEXEC", 0)  # where it is missing, Python itself takes care that children get no descriptor
@@ -52,7 +55,7 @@ NO_SPACE = tuple(getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG") 
 """The error numbers of a disk that is full, or of a user's part of it."""
 
 
-# ------------------------------------------------------------------------------------------------------------ open files
+# --------------------------------------------------------------------------------------- open files
 
 
 def open_to_read(path: str | os.PathLike[str]) -> int:
@@ -69,7 +72,10 @@ def open_to_read(path: str | os.PathLike[str]) -> int:
 
 
 def create_file(path: Path) -> int:
-    """A descriptor of a new file, in binary mode, to write and read; `FileExistsError` where there is one."""
+    """A descriptor of a new file, in binary mode, to write and read.
+
+    `FileExistsError` where there is one.
+    """
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _BINARY | _CLOEXEC, 0o666)
 
 
@@ -118,7 +124,7 @@ def fill_descriptors() -> None:
             os.open(os.devnull, mode | _BINARY)  # gets the lowest number that is free
 
 
-# ----------------------------------------------------------------------------------------------------- positioned reads
+# --------------------------------------------------------------------------------- positioned reads
 
 
 def read_into_at(fd: int, view: memoryview, offset: int) -> int:
@@ -161,16 +167,20 @@ def next_data(fd: int, offset: int, size: int) -> int:
 
 
 def path_of_open(fd: int) -> str | None:
-    """A path that leads to an open file whatever becomes of its name (Linux); None where there is none."""
+    """A path that leads to an open file whatever becomes of its name (Linux).
+
+    None where there is none.
+    """
     through_fd = f"/proc/self/fd/{fd}"
     return through_fd if Path(through_fd).exists() else None
 
 
-# ----------------------------------------------------------------------------------------------------------------- names
+# -------------------------------------------------------------------------------------------- names
 
 
 class FileInUse(PermissionError):
-    """A name that cannot be given, for what has it is open, here or elsewhere, or read-only (Windows)."""
+    """A name that cannot be given, for what has it is open, here or elsewhere, or read-only
+    (Windows)."""
 
 
 def link(made: Path, target: Path) -> None:
@@ -213,11 +223,15 @@ def _unless_in_use(change: Callable[[Path], object], made: Path, target: Path) -
 
 
 _WAITS = (0.01, 0.05, 0.1, 0.2, 0.0)
-"""Seconds between tries to replace a file on Windows, where virus scanners and indexers hold files for a moment."""
+"""Seconds between tries to replace a file on Windows, where virus scanners and indexers hold files
+for a moment."""
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Two names change places in one step, by renameat2(2); False where the system or the file system lacks it."""
+    """Two names change places in one step, by renameat2(2).
+
+    False where the system or the file system lacks it.
+    """
     call = getattr(_libc(), "renameat2", None)  # glibc 2.28, musl 1.2.4
     at_cwd, swap = -100, 2
     if call is None:
@@ -231,7 +245,10 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def give_owner(path: Path, uid: int, gid: int) -> None:
-    """Give a file to a user and a group, where this process may; Windows: files belong to who writes them."""
+    """Give a file to a user and a group, where this process may.
+
+    Windows: files belong to who writes them.
+    """
     if hasattr(os, "chown"):
         with contextlib.suppress(PermissionError):
             os.chown(path, uid, gid)
@@ -271,7 +288,7 @@ Source: "Naming Files, Paths, and Namespaces" in Microsoft's documentation of Wi
 """
 
 
-# ----------------------------------------------------------------------------------------------------------------- locks
+# -------------------------------------------------------------------------------------------- locks
 
 
 _LOCK = ".ckptconv-lock"
@@ -298,7 +315,8 @@ class FolderLock:
         (_lock_region if self.file else _flock)(self.fd, wait)
 
     def inside(self) -> Path:
-        """Where files are made: the folder itself, or one in it, which can be renamed while `file` is open."""
+        """Where files are made: the folder itself, or one in it, which can be renamed while `file`
+        is open."""
         if self.file is None:
             return self.folder
         inner = self.folder / "made"
@@ -315,7 +333,10 @@ class FolderLock:
 
 
 def folder_lock(folder: Path, *, follow: bool = False) -> FolderLock:
-    """What `folder` can be locked by; it is not locked yet. A link is followed only with `follow`."""
+    """What `folder` can be locked by.
+
+    It is not locked yet. A link is followed only with `follow`.
+    """
     if ON_WINDOWS:
         file = folder / _LOCK
         return FolderLock(os.open(file, os.O_RDWR | os.O_CREAT | _BINARY, 0o666), folder, file)
@@ -346,7 +367,7 @@ def _lock_region(fd: int, wait: bool) -> None:
             time.sleep(0.01)
 
 
-# ------------------------------------------------------------------------------------------------------------------ disk
+# --------------------------------------------------------------------------------------------- disk
 
 
 def sync(fd: int) -> None:
@@ -359,12 +380,18 @@ def sync(fd: int) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Have the disk confirm the content of a file that is closed. Windows syncs only what may be written to."""
+    """Have the disk confirm the content of a file that is closed.
+
+    Windows syncs only what may be written to.
+    """
     _sync_path(path, os.O_RDWR | _BINARY | _CLOEXEC if ON_WINDOWS else _READ)
 
 
 def sync_folder(path: Path) -> None:
-    """Have the disk confirm the names in a folder. Windows cannot be asked to; NTFS keeps a journal of names."""
+    """Have the disk confirm the names in a folder.
+
+    Windows cannot be asked to; NTFS keeps a journal of names.
+    """
     if not ON_WINDOWS:
         _sync_path(path, _FOLDER)
 
@@ -390,7 +417,10 @@ def reserve(fd: int, size: int) -> None:
 
 
 def free_bytes(folder: Path) -> int | None:
-    """What this user may still write to the file system of `folder`; None where it does not tell."""
+    """What this user may still write to the file system of `folder`.
+
+    None where it does not tell.
+    """
     if not hasattr(os, "statvfs"):
         import shutil
 
@@ -415,23 +445,28 @@ def _errno_of_libc() -> int:
     return ctypes.get_errno()
 
 
-# --------------------------------------------------------------------------------------------------------------- signals
+# ------------------------------------------------------------------------------------------ signals
 
 
 STOPPING: tuple[signal.Signals, ...] = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK") if hasattr(signal, name)
 )
-"""The signals by which a program is asked to stop; SIGBREAK is Windows' Ctrl-Break and a console that is closed."""
+"""The signals by which a program is asked to stop.
+
+SIGBREAK is Windows' Ctrl-Break and a console that is closed.
+"""
 
 
 def can_set_alarm() -> bool:
-    """Whether an alarm can be set: in the main thread, where there are alarms and nobody else uses them."""
+    """Whether an alarm can be set: in the main thread, where there are alarms and nobody else uses
+    them."""
     main = threading.current_thread() is threading.main_thread()
     return main and hasattr(signal, "SIGALRM") and signal.getsignal(_signal.SIGALRM) == signal.SIG_DFL
 
 
 def set_alarm(seconds: float, handler: Callable[..., Any]) -> None:
-    """Have `handler` called in the main thread after so many seconds, even while a pattern is matched."""
+    """Have `handler` called in the main thread after so many seconds, even while a pattern is
+    matched."""
     signal.signal(_signal.SIGALRM, handler)
     _signal.setitimer(_signal.ITIMER_REAL, seconds)
 

@@ -178,7 +178,7 @@ def result_lines(result: ConversionResult) -> Iterator[tuple[str, str]]:
 def _named_text(result: ConversionResult) -> str:
     if result.named is None:
         kind = printable(result.plan.source_format)
-        return f"the storages that a source of the kind {kind} names are not counted, so only what was read of it is compared"
+        return f"storages are not counted in a source of the kind {kind}, so only what was read of it is compared"
     return f"the source names {count_text(result.named, 'storage')}, each of them written or listed here as left out"
 
 

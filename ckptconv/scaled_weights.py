@@ -143,7 +143,7 @@ def refuse_cast(tensors: Mapping[str, TensorRef], kept: Collection[str], dtype: 
     if found:
         codes, scale = found[0]
         more = f" (and {len(found) - 1} more like it)" if len(found) > 1 else ""
-        what = f"holds {tensors[codes].dtype.name} codes that count only with their scale {base}{scale}{more}"
+        what = f"holds {tensors[codes].dtype.name} codes that need their scale {base}{scale}{more}"
         raise RefusedObject(f"{what}; cast to {dtype.name} they would have other values", where=f"{base}{codes}", hint=hint)
     quantized = [key for key in quantization_scales(tensors) if key in kept and tensors[key].dtype is not dtype]
     if quantized:

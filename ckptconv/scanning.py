@@ -190,7 +190,7 @@ def _with_items(file: ScannedFile) -> ScannedFile:
     try:
         found = tuple(_item_findings(path))
     except (CheckpointError, ValueError) as error:
-        what = error.what if isinstance(error, CheckpointError) else "has a file name that is not possible"
+        what = error.what if isinstance(error, CheckpointError) else "has an impossible file name"
         found = (Finding("", "", "unknown", f"{what}, so its items were not looked at", 0),)
     return replace(file, findings=(*found, *file.findings))
 
@@ -211,7 +211,7 @@ def _range_findings(source: FileSource, name: str, wanted: set[tuple[int, int]])
     scanner = Scanner(Room(source.size))
     ranges = sorted(wanted - set(joined_archives(source) if wanted else ()))
     if sum(length for _, length in ranges) > source.size:
-        what = "places items over each other; none of them was looked at"
+        what = "places items on top of each other; none of them was looked at"
         yield Finding(name, "", "unknown", what, 0)
         return
     for offset, length in ranges:

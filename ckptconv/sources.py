@@ -323,7 +323,7 @@ class Spool:
             self._file.flush()
         except OSError as error:
             what = f"cannot inflate into {platforms.temporary_folder()}: {os.strerror(error.errno or 0)}"
-            raise OutputRefused(what, hint="set TMPDIR to a folder with room") from error
+            raise OutputRefused(what, hint="set TMPDIR to a folder with enough room") from error
         return self._source, start
 
     def close(self) -> None:

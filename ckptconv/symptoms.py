@@ -204,7 +204,7 @@ def _objects(case: Case) -> Iterator[Symptom]:
     """Objects that weights_only=True refuses."""
     bare = [item.path for item in case.facts.odd_objects if item.name in VALUELESS]
     if bare:
-        advice = "save it again where the values are"
+        advice = "save it again on a host that has the values"
         yield symptom("warning", "no-values", f"has no values: {some(bare)}", "the model cannot compute with it", advice=advice)
     odd = [item for item in case.facts.odd_objects if item.name not in VALUELESS]
     if odd and case.facts.format not in ("TorchScript",):
@@ -227,7 +227,7 @@ def _keys(case: Case) -> Iterator[Symptom]:
         if fit.fits:
             yield symptom("error", "keys", f"the keys {where}are not those of {_remedy(fit, case.target.name)}", effect, Fix())
         elif case.fit.fixes:
-            cause = f"the keys {where}are more than {printable(case.target.name)} has: {some(fit.unexpected)}"
+            cause = f"the keys {where}include some that {printable(case.target.name)} does not have: {some(fit.unexpected)}"
             yield symptom("error", "keys", cause, effect, Fix())
         else:
             refused = refusal(fit, case.target.name, len(case.target.shapes))
@@ -367,7 +367,7 @@ def _scaled(case: Case) -> Iterator[Symptom]:
     for path, scaled in case.scaled.items():
         where = f" of {part_text(path)}" if path else ""
         names = some([f"{item.codes} with {item.scale}" for item in scaled])
-        effect = "a model that does not know of the scales takes the codes for values, and silently computes nonsense"
+        effect = "a model that does not know of the scales uses the codes as values, and silently computes nonsense"
         advice = "load it with the library that wrote it; ckptconv copies codes and scales as they are, and refuses --dtype"
         yield symptom("info", "scaled-weights", f"weights{where} are codes beside scales: {names}", effect, advice=advice)
 

@@ -206,7 +206,7 @@ def spooled() -> Iterator[Path]:
     except CheckpointError as error:
         if error.path is not None and Path(error.path).parent == folder:
             error.path = "standard output"
-            error.hint = f"it is made in {folder.parent} first, and printed when it is whole; TMPDIR names another folder"
+            error.hint = f"it is made in {folder.parent} first, and printed when complete; set TMPDIR to use another folder"
         raise
     finally:
         with held_back():

@@ -159,7 +159,7 @@ def _judge(module: str, name: str) -> Verdict:
     if reached := _reached(module, name, top in ALWAYS_THERE):
         return Verdict("dangerous", f"reaches the module {reached} through another one")
     if any(part.startswith("__") and part.endswith("__") for part in name.split(".")):
-        return Verdict("dangerous", _BY_NAME.get(path, "reaches into the workings of an object"))
+        return Verdict("dangerous", _BY_NAME.get(path, "reaches the internals of an object"))
     if reason := _reason(path):
         return Verdict("dangerous", reason)
     if top in ALWAYS_THERE:

@@ -39,7 +39,7 @@ def _effect(error: CheckpointError, path: Path) -> str:
     if path.is_dir():
         return words.quoted(words.FOLDER)
     if isinstance(error, IncompleteCheckpoint):
-        return "torch.load gives one rank's shards, which load_state_dict does not take for the whole tensors"
+        return "torch.load gives one rank's shards, and load_state_dict does not accept them as the whole tensors"
     try:
         source = FileSource(path)
     except CheckpointError as unreadable:

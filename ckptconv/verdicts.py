@@ -143,8 +143,8 @@ def scan_headline(scan: Scan) -> str:
     """The line that says how safe a path is."""
     pickles = sum(file.pickles for file in scan.files)
     said = {
-        "plain": "nothing but what ordinary checkpoints hold",
-        "unknown": "nothing dangerous was found, but not all of it is known here",
+        "plain": "holds only what ordinary checkpoints hold",
+        "unknown": "nothing dangerous was found, but some of it is unknown",
         "dangerous": "DANGEROUS: do not load",
     }[scan.level]
     if not scan.files:

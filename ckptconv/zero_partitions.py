@@ -197,7 +197,7 @@ def join_fragments(fragments: Sequence[Node], shape: Shape, name: str) -> Tensor
     refs = [_flat_group(fragment, name) for fragment in fragments]
     share = -(-prod(shape) // len(refs))
     if any(ref.numel != share for ref in refs):
-        raise MalformedCheckpoint(f"its shares are not of {share} elements each", where=name, hint=_WHOLE)
+        raise MalformedCheckpoint(f"its shares do not have {share} elements each", where=name, hint=_WHOLE)
     flat = Flat(refs, name)
     return shaped(flat.runs(0, prod(shape)), flat.dtype, shape)
 
@@ -208,7 +208,9 @@ def _refuse_beyond(wanted: int, there: int, name: str) -> None:
 
 
 def _wrong_sum(wanted: int, there: int, where: str) -> MalformedCheckpoint:
-    return MalformedCheckpoint(f"its parameters take {wanted} elements, its partitions have {there}", where=where, hint=_WHOLE)
+    return MalformedCheckpoint(
+        f"its parameters take {wanted} elements, but its partitions have {there}", where=where, hint=_WHOLE
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- the state dict

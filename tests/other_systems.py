@@ -163,7 +163,8 @@ def become(system: str, *, torch: bool) -> None:
     imports = [*STANDARD.split(), *FRIENDS, *(TORCH if torch else ())]
     if system == "windows":
         behave_like_windows()
-        sys.modules.pop("pathlib", None)  # in Python 3.10, it keeps the functions that it finds
+        if sys.version_info < (3, 11):
+            del sys.modules["pathlib"]  # which keeps the functions of `os` that it finds
     for name in imports:
         importlib.import_module(name)
     if system != "here":

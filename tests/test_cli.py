@@ -702,7 +702,7 @@ def limited(nbytes: int) -> list[str]:
 def test_a_file_that_may_not_be_so_large_leaves_nothing(nbytes, output, saved, tmp_path):
     saved({f"layer.{index}.weight": torch.full((1 << 18,), float(index)) for index in range(8)})
     error = assert_one_error(run("convert", "in.pt", output, "--no-fsync", cwd=tmp_path, command=limited(nbytes)))
-    assert "the limit of this process for the size of a file stops it (ulimit -f)" in error
+    assert "it exceeds the largest file size of this process (ulimit -f)" in error
     assert names(tmp_path) == ["in.pt"]
 
 
@@ -890,7 +890,7 @@ def test_a_file_that_nobody_expected_to_fail_is_named(tmp_path):
                                        ("inspect", ""), ("doctor", TRAIN, "--like", "")])  # fmt: skip
 def test_an_empty_name_is_not_the_current_folder(arguments, tmp_path):
     shutil.copy(TRAIN, tmp_path / "pytorch_model.bin")
-    assert "it is empty, and names no file" in assert_one_error(run(*arguments, cwd=tmp_path), code=2)
+    assert "it is empty, so it does not name a file" in assert_one_error(run(*arguments, cwd=tmp_path), code=2)
 
 
 def test_a_name_like_an_option_can_be_mended(tmp_path):

@@ -327,7 +327,7 @@ def test_many_chunks_with_a_gap_are_refused_before_any_is_opened(tmp_path):
     del metadata.state_dict_metadata["w"].chunks[7]
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     (folder / "__0_0.distcp").unlink()
-    with pytest.raises(MalformedCheckpoint, match="its 19999 chunks hold 19999 values of 20000"):
+    with pytest.raises(MalformedCheckpoint, match="its 19999 chunks hold 19999 of 20000 values"):
         open_checkpoint(folder)
 
 

@@ -188,7 +188,7 @@ def test_without_latest_one_step_is_read_and_several_are_a_choice(case):
     expected, first = consolidated(case), consolidated(case, "global_step1")
     for file in ("latest", "fp32.pt", "fp32_global_step1.pt"):
         (case / file).unlink()
-    with pytest.raises(AmbiguousStateDict, match="holds 2 checkpoints and no file that says which one is meant") as caught:
+    with pytest.raises(AmbiguousStateDict, match="holds 2 checkpoints but no file says which one to read") as caught:
         open_checkpoint(case)
     assert "--tag: global_step1, global_step2" in str(caught.value)
     same(load_portable(case, tag="global_step1"), first)
@@ -264,7 +264,7 @@ def refused(folder: Path, what: str, error: type[CheckpointError] = MalformedChe
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_missing_rank(case, rank):
     (case / "global_step2" / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").unlink()
-    refused(case, rf"has the optimizer states of 1 ranks where 2 wrote it; those of rank {rank} are missing")
+    refused(case, rf"has the optimizer states of 1 ranks, but 2 wrote it; those of rank {rank} are missing")
 
 
 @breaking
@@ -273,7 +273,7 @@ def test_a_rank_too_many(case):
     shutil.copy(
         step / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", step / "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt"
     )
-    refused(case, "of 3 ranks where 2 wrote it")
+    refused(case, "of 3 ranks, but 2 wrote it")
 
 
 @breaking
@@ -303,7 +303,7 @@ def test_model_states_of_the_other_ranks_are_asked_for_only_where_they_hold_froz
         step = folder / (folder / "latest").read_text()
         (step / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
     same(load_portable(tmp_path / "stage3"), consolidated(DATA / "stage3"))
-    refused(tmp_path / "stage3_frozen", "has the model states of 2 ranks where 3 wrote it; those of rank 1 are missing")
+    refused(tmp_path / "stage3_frozen", "has the model states of 2 ranks, but 3 wrote it; those of rank 1 are missing")
 
 
 @pytest.mark.parametrize(

@@ -117,8 +117,8 @@ def test_count_and_free_memory_narrow_the_choice(wanted, visible, smi):
     ("wanted", "words"),
     [
         ({"count": 9}, "9 GPUs wanted, and only 8 can be seen"),
-        ({"min_free": 20_000_000_000}, "1 GPU with 19074 MiB free wanted, and none of 8 will do: GPU 0 has 11404 MiB free"),
-        ({"min_free": 11000 << 20, "count": 2}, "2 GPUs with 11000 MiB free wanted, and 1 of 8 will do: GPU 1 has 2174"),
+        ({"min_free": 20_000_000_000}, "1 GPU with 19074 MiB free wanted, but none of 8 can be used: GPU 0 has 11404 MiB free"),
+        ({"min_free": 11000 << 20, "count": 2}, "2 GPUs with 11000 MiB free wanted, but 1 of 8 can be used: GPU 1 has 2174"),
     ],
 )
 def test_too_few_gpus_are_refused_with_what_there_is(wanted, words, smi):
@@ -128,7 +128,7 @@ def test_too_few_gpus_are_refused_with_what_there_is(wanted, words, smi):
 
 def test_memory_that_is_not_told_is_not_taken_for_enough(smi, program):
     smi("gb10")
-    assert "GPU 0 does not tell its free memory" in refusal(min_free=1)
+    assert "GPU 0 does not report its free memory" in refusal(min_free=1)
     program("nvidia-smi", rows("0, GPU-1-1, A, 81920, [N/A]", "1, GPU-1-2, A, 81920, 5"))
     assert chosen() == "1,0"
     assert chosen(count=1) == "1"
@@ -335,9 +335,9 @@ def test_json_has_the_choice_as_fields(smi, tmp_path):
         (("--export", "--count", "0"), "0 is not in the range"),
         (("--export", "--shell", "csh"), "'csh' is not one of"),
         (("--export", "--json", "--shell", "sh"), "--json and --shell"),
-        (("--count", "2"), "--count goes with --export"),
-        (("--min-free", "8GB"), "--min-free goes with --export"),
-        (("--shell", "sh"), "--shell goes with --export"),
+        (("--count", "2"), "--count needs --export"),
+        (("--min-free", "8GB"), "--min-free needs --export"),
+        (("--shell", "sh"), "--shell needs --export"),
     ],
 )
 def test_what_cannot_be_meant_is_a_usage_error(arguments, words, tmp_path):

@@ -133,6 +133,17 @@ def test_inspect_prints_what_the_page_says(room):
     assert found[1]["parts"][1]["value"] == "nan"
 
 
+@pytest.mark.parametrize("command, code", [("inspect", 1), ("doctor", 2)])
+def test_several_checkpoints_are_a_list_with_errors_among_them(command, code, room):
+    found = document(command, "tied.pt", "no.pt", "fp16.pt", cwd=room, code=code)
+    assert set(found) == {"schema", "checkpoints"}
+    known = {path for path in rows(command) if "." not in path and "[" not in path}
+    first, missing, last = found["checkpoints"]
+    assert set(first) == set(last) == known
+    assert set(missing) == {"path", "error"} and missing["error"]["exit_code"] == code
+    assert [Path(item["path"]).name for item in found["checkpoints"]] == ["tied.pt", "no.pt", "fp16.pt"]
+
+
 def test_the_facts_about_tensors_are_those_that_torch_has(room):
     found = document("inspect", "ddp_cuda3.pt", "--depth", "9", cwd=room)
 

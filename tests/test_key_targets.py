@@ -106,8 +106,8 @@ def test_keys_become_those_of_a_model_that_is_named(name, package):
     [
         ("zoo:raises", r"cannot be built on the meta device \(ValueError: two\\nlines\)"),
         ("zoo:leaves", r"cannot be built on the meta device \(SystemExit: 0\)"),
-        ("zoo:nothing", "gives no torch.nn.Module but dict"),
-        ("zoo:number", "is not callable but int"),
+        ("zoo:nothing", "returns dict, not a torch.nn.Module"),
+        ("zoo:number", "is int, which is not callable"),
         ("zoo:absent", "cannot be imported"),
         ("no_such_zoo:Net", "cannot be imported"),
         ("zoo", "is not a name of a callable"),

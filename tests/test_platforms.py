@@ -161,6 +161,7 @@ SUITE: list[list[str]] = [
     ["convert", "rnn_classifier.pt", "shards.safetensors", *SHARDS, "--force", "--dtype", "bf16"],
     ["convert", "rnn_classifier.pt", "shards.safetensors", *SHARDS, "--force", "--verify"],
     ["convert", "shards.safetensors.index.json", "shards.safetensors", *SHARDS, "--force", "--dtype", "f16", "--verify"],
+    ["convert", "shards.safetensors.index.json", "shards.safetensors", *SHARDS, "--force", "--dtype", "bf16", "--verify"],
     ["convert", "shards.safetensors.index.json", "joined.pt"],
     ["inspect", "shards.safetensors.index.json"],
     ["diff", "stripped.pt", "ddp_cuda3.pt", "--keys", "strip"],
@@ -285,6 +286,11 @@ def test_the_suite_does_what_it_is_to(at_home):
     done = {"out.safetensors", "stripped.pt", "added.pt", "joined.pt", "shards.safetensors.index.json", "inflated.safetensors"}
     assert done <= set(left)
     assert any(name.startswith("new/") for name in left)
+    over = [
+        err for asked, (code, _, err) in zip(SUITE, answers, strict=True) if asked[1:2] == ["shards.safetensors.index.json"]
+    ]
+    assert all("written" in err for err in over[:2])  # shards over shards of the same names, of which they were read
+    assert len([name for name in left if re.fullmatch(r"shards-\d+-of-\d+\.safetensors", name)]) > 2
 
 
 @EMULATED

@@ -128,7 +128,7 @@ def test_what_a_fix_would_lose_is_named(tmp_path):
     with open_checkpoint(saved(tmp_path, Holder())) as opened:
         assert workable(Fix(), opened).lost == ("scale (1 tensor)",)
     assert "leaves out scale (1 tensor). Fix: " in run("inspect", "made.pt", cwd=tmp_path).out
-    assert "loses   the output lacks, for it has no plain form: scale (1 tensor)" in run("doctor", "made.pt", cwd=tmp_path).out
+    assert "loses   left out, without a plain form: scale (1 tensor)" in run("doctor", "made.pt", cwd=tmp_path).out
 
 
 def test_an_object_that_holds_most_of_the_tensors_is_not_dropped(tmp_path):

@@ -86,7 +86,7 @@ def test_real_files_of_frameworks_tell_who_wrote_them(name, producer, offered, t
         assert found.producer == producer and found.offered == offered
         ((path, prefix),) = offered.items()
         plan = plan_conversion(checkpoint, tmp_path / "out.safetensors", Options())
-    assert any(f"--strip-prefix {prefix} takes it off" in note for note in plan.notes)
+    assert any(f"--strip-prefix {prefix} removes it" in note for note in plan.notes)
     assert all(key.startswith(prefix) for key in load_portable(produced(name), only=path or None))
 
 

@@ -94,8 +94,10 @@ WRONG = {
     "long.json": ("[" + "9" * 10_000 + "]", "a number that is too long"),
     "long.toml": ("rules = [" + "9" * 10_000 + "]", "a number that is too long"),
     "deep.toml": ("rules = " + "[" * 100_000, "nests too deeply"),
-    "twice.json": ('[{"exclude": "x", "exclude": "y"}]', "'exclude' stands twice"),
-    "broken.json": ('[\n{"exclude": "x"},\n]', "line 3: is not valid JSON"),
+    "twice.json": ('[{"exclude": "x", "exclude": "y"}]', "'exclude' occurs twice"),
+    "broken.json": ('[
+{"exclude": "x"},
+?]', "line 3: is not valid JSON"),
     "deep.json": ("[" * 100_000, "nests too deeply"),
     "nothing.json": ("[]", "has no list of rules"),
     "number.json": ("7", "has no list of rules"),

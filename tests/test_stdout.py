@@ -63,8 +63,8 @@ def test_many_files_and_a_mapping_go_with_it(room):
     [
         ((), "add --to torch or --to safetensors"),
         (("--to", "dcp"), "add --to torch or --to safetensors"),
-        (("--to", "torch", "--json"), "--json does not go with"),
-        (("--to", "torch", "--max-shard-size", "1MB"), "--max-shard-size does not go with"),
+        (("--to", "torch", "--json"), "which cannot be used with --json"),
+        (("--to", "torch", "--max-shard-size", "1MB"), "which cannot be used with --max-shard-size"),
     ],
 )
 def test_what_does_not_go_with_it_is_a_usage_error(arguments, why, room):
@@ -132,5 +132,5 @@ def test_a_temporary_folder_without_room_is_named(room):
     command = [PROGRAM[0], "-c", limit, *PROGRAM]
     done = run("convert", "big.pt", "-", "--to", "torch", cwd=room, env={"TMPDIR": str(room / "tmp")}, command=command)
     error = assert_one_error(done)
-    assert error.startswith("error: standard output: cannot be written: the limit of this process") and "TMPDIR" in error
+    assert error.startswith("error: standard output: cannot be written: ") and "ulimit -f" in error and "TMPDIR" in error
     assert list((room / "tmp").iterdir()) == []

@@ -102,7 +102,7 @@ def test_strict_counts_warnings(tmp_path):
     assert run("doctor", "nan.pt", "--values", cwd=tmp_path).exit == 0
     done = run("doctor", "nan.pt", "--values", "--strict", cwd=tmp_path)
     assert done.exit == 1
-    assert done.out.splitlines()[-1] == "loads here, with 1 warning, which --strict does not pass"
+    assert done.out.splitlines()[-1] == "loads here, with 1 warning, which fails with --strict"
     assert run("doctor", "nan.pt", "--strict", cwd=tmp_path).exit == 0, "no value was read"
 
 

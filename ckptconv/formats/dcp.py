@@ -160,7 +160,7 @@ def inside(folder: Path, name: str) -> Path:
         if not path.resolve().is_relative_to(folder.resolve()):
             raise MalformedCheckpoint(f"names the file '{name}', which is a link out of the folder", path=folder)
     except (OSError, RuntimeError) as error:
-        raise MalformedCheckpoint(f"names the file '{name}', which leads nowhere", path=folder) from error
+        raise MalformedCheckpoint(f"names the file '{name}', which is a link to nothing", path=folder) from error
     if not path.exists():
         raise MalformedCheckpoint(
             f"needs the file '{name}', which is not there", path=folder, hint="fetch or copy the whole folder"

@@ -102,7 +102,7 @@ def _malformed(what: str, key: str | None) -> MalformedCheckpoint:
 def _fields(node: Node, kind: str, key: str | None) -> dict[str, Node]:
     """The attributes of an object whose class is called `kind` (or ends so)."""
     if type(node) is not Call or not node.name.endswith(kind):
-        raise _malformed(f"holds something other than a {kind} belongs", key)
+        raise _malformed(f"holds something else where a {kind} belongs", key)
     if node.state is ABSENT:
         return {}
     if isinstance(node.state, _STATE_TYPES):
@@ -176,7 +176,7 @@ def _entry(node: Node, key: str) -> TensorEntry | None:
     fields = _fields(node, "TensorStorageMetadata", key)
     chunks = fields.get("chunks")
     if type(chunks) is not list:
-        raise _malformed("its chunks are not list", key)
+        raise _malformed("its chunks are not a list", key)
     return TensorEntry(
         _dtype(fields.get("properties"), key), _size(fields.get("size"), key), tuple(_chunk(chunk, key) for chunk in chunks)
     )
@@ -227,7 +227,7 @@ def _path(node: Node, key: str) -> Path:
     if type(node) is not tuple or not node or any(type(label) not in (str, int) for label in node):
         raise _malformed("its path in the state dict is not a tuple of names and indices", key)
     if any(type(label) is int and label < 0 for label in node) or type(node[0]) is int:
-        raise _malformed("its path in the state dict leads nowhere", key)
+        raise _malformed("its path in the state dict is not possible", key)
     if len(node) > (most := in_force().depth):
         what = f"its path in the state dict has {len(node)} parts"
         raise LimitExceeded(what, limit="depth", allowed=most, needed=len(node), where=key)

@@ -64,7 +64,7 @@ def open_dcp_shards(path: Path, open_source: Callable[[Source], Checkpoint]) -> 
         nbytes = sum(ref.nbytes for _, ref in root.pairs)
         if known is not None and known != nbytes:
             raise MalformedCheckpoint(
-                f"its chunks make {nbytes} bytes, {_INDEX} in the folder above says {known}",
+                f"its chunks have {nbytes} bytes, but {_INDEX} in the folder above says {known}",
                 path=path,
                 hint="a rank's file is missing",
             )

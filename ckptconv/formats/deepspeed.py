@@ -165,10 +165,10 @@ def _by_rank(found: Iterable[tuple[int, Path]]) -> dict[int, Path]:
 def _require_ranks(files: Mapping[int, Path], count: int, kind: str) -> None:
     """Raise unless the files are those of the ranks 0 to `count` - 1."""
     if missing := [rank for rank in range(min(count, len(files) + 1)) if rank not in files]:
-        what = f"has the {kind} states of {len(files)} ranks where {count} wrote it; those of rank {missing[0]} are missing"
+        what = f"has the {kind} states of {len(files)} ranks, but {count} wrote it; those of rank {missing[0]} are missing"
         raise MalformedCheckpoint(what, hint=_FETCH)
     if len(files) > count:
-        what = f"has the {kind} states of {len(files)} ranks where {count} wrote it"
+        what = f"has the {kind} states of {len(files)} ranks, but {count} wrote it"
         raise MalformedCheckpoint(what, hint="some are from another run; move them away")
 
 

@@ -282,7 +282,7 @@ def _refuse_other_order(spec: dict[str, Node], placements: Sequence[Placement]) 
     said = "shard_order" in spec or any(placement.factor > 1 for placement in placements)
     if not ascending or (len(set(split)) < len(split) and not said):
         raise UnsupportedCheckpoint(
-            "is a DTensor of which one dimension is split twice, in an order that is unknown",
+            "is a DTensor with one dimension that is split twice, in an unknown order",
             hint="save it with torch.distributed.checkpoint, or with torch 2.9 or newer",
         )
 

@@ -109,7 +109,7 @@ class ArchiveStorages:
     def _is_big_endian(self, root: str) -> bool:
         order = self._small(f"{root}byteorder")
         if order not in (None, b"little", b"big"):
-            raise MalformedCheckpoint(f"names the byte order {order!r}", path=self._source.path, where=f"{root}byteorder")
+            raise MalformedCheckpoint(f"has the unknown byte order {order!r}", path=self._source.path, where=f"{root}byteorder")
         return order == b"big"
 
     def _check_version(self, root: str) -> None:

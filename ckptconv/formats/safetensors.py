@@ -115,13 +115,13 @@ def _metadata(source: Source, metadata: Any) -> dict[str, str]:
 
 def _entry(source: Source, key: str, entry: Any) -> tuple[DType, tuple[int, ...], int, int]:
     if type(entry) is not dict or entry.keys() != _FIELDS:
-        raise _malformed(source, key, "its entry does not have just dtype, shape and data_offsets")
+        raise _malformed(source, key, "its entry does not have exactly dtype, shape and data_offsets")
     dtype = BY_SAFETENSORS.get(entry["dtype"]) if type(entry["dtype"]) is str else None
     shape, offsets = entry["shape"], entry["data_offsets"]
     if dtype is None:
         raise _malformed(source, key, f"has the unknown dtype {entry['dtype']!r}")
     if type(shape) is not list or type(offsets) is not list or len(offsets) != 2 or not _are_sizes([*shape, *offsets]):
-        raise _malformed(source, key, "its shape or data_offsets hold something else than sizes")
+        raise _malformed(source, key, "its shape or data_offsets hold something other than sizes")
     refuse_dimensions(len(shape), key)  # before sizes are multiplied
     begin, end = offsets
     if dtype is FLOAT4_PAIRS:

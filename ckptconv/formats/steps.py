@@ -165,7 +165,7 @@ def _only(folder: Path, inside: _Inside) -> Chosen | None:
         within(folder / found[0], folder)
         return Chosen(folder / found[0], (f"the only checkpoint in the folder is read: {printable(found[0])}",))
     if inside.folders:
-        what = f"holds {len(found) + len(inside.around)} checkpoints and no file that says which one is meant"
+        what = f"holds {len(found) + len(inside.around)} checkpoints but no file says which one to read"
         raise AmbiguousStateDict(what, path=folder, hint=_choice(found, inside.around))
     if inside.around:
         what = "is not a checkpoint, but folders in it are"

@@ -47,7 +47,7 @@ def open_torch_legacy(source: Source, _: Callable[[Source], Checkpoint]) -> Chec
     try:
         (_magic, protocol, system, tree, keys), start = read_pickles(source, 0, 5)
         if read_pickle(protocol) != _PROTOCOL:
-            raise MalformedCheckpoint("is of another protocol than 1001", where="protocol version")
+            raise MalformedCheckpoint("has a protocol other than 1001", where="protocol version")
         read_pickle(system)
         storages = _Storages(source, named_storages(tree), _listed(read_pickle(keys)), start)
         root = read_torch_pickle(tree, storages)

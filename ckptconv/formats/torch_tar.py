@@ -183,7 +183,7 @@ def _read_storages(member: Source) -> _Storages:
 
 def _add_views(views: Node, found: _Storages) -> None:
     if type(views) is not list:
-        raise MalformedCheckpoint("its views are not list")
+        raise MalformedCheckpoint("its views are not a list")
     for view in views:
         if type(view) is not tuple or len(view) != 4:
             raise MalformedCheckpoint("a view is not a tuple of key, root, offset and size")
