@@ -98,6 +98,13 @@ def unnamed_file(prefix: str) -> tuple[IO[bytes], int]:
         os.unlink(file.name)  # noqa: PTH108 (a process that is killed leaves nothing)
 
 
+def new_temporary_folder(prefix: str) -> str:
+    """A folder of this user alone among the unnamed files; who asks for it removes it."""
+    import tempfile
+
+    return tempfile.mkdtemp(prefix=prefix)
+
+
 def temporary_folder() -> str:
     """The folder in which unnamed files are made."""
     import tempfile

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import click
 
+from ckptconv import platforms
 from ckptconv.errors import CheckpointError
 from ckptconv.platforms import fill_descriptors
 from ckptconv.progress import Meter
@@ -198,10 +199,8 @@ def _wrapped(text: str, indent: int, *, err: bool, first: int | None = None) -> 
 @contextmanager
 def spooled() -> Iterator[Path]:
     """Where an output is made that is to go to standard output, and of which nothing is printed before it is whole."""
-    import tempfile
-
     with held_back():
-        folder = Path(tempfile.mkdtemp(prefix="ckptconv-"))
+        folder = Path(platforms.new_temporary_folder("ckptconv-"))
     try:
         yield folder / "output"
     except CheckpointError as error:

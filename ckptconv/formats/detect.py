@@ -217,6 +217,7 @@ def open_checkpoint(path: Named, *, tag: str | None = None, whole_modules: bool 
 
 def checkpoints_of(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[Path, ...]]:
     """The checkpoints that paths name: one, where each path is a rank's file with shards of tensors; else each by itself."""
+    refuse_no_paths("path", paths)
     named = [Path(path) for path in paths]
     if len(named) > 1 and all(map(_holds_shards, named)):
         return [tuple(named)]
