@@ -271,7 +271,7 @@ BROKEN = {
     "a hard link": (link(tarfile.LNKTYPE), "is a link or a device"),
     "a device": (link(tarfile.CHRTYPE), "is a link or a device"),
     "a wrong checksum": (changed_at(0, b"S"), "checksum"),
-    "a size that is not a number": (changed_at(124, b"x"), "is none"),
+    "a size that is not a number": (changed_at(124, b"x"), "holds an invalid number"),
     "an end in a member": (GOOD[: GOOD.rindex(b"storages") + 600], "beyond the end of the file"),
 }
 

@@ -125,7 +125,7 @@ def test_memo_entries_of_both_kinds_are_those_of_pickle(seed):
     try:
         expected = pickle.loads(stream)
     except pickle.UnpicklingError:
-        with pytest.raises(MalformedCheckpoint, match="never put"):
+        with pytest.raises(MalformedCheckpoint, match="never written"):
             read_pickle(stream)
     else:
         assert read_pickle(stream) == expected
@@ -184,15 +184,15 @@ def test_ten_thousand_items_in_batches():
         (b"\x80\x09N.", "protocol"),
         (b"\x80\x02X\xff\xff\xff\xffabc.", "declares"),
         (b"\x80\x04\x8e" + b"\xff" * 8 + b"x.", "declares"),
-        (b"\x80\x02h\x05.", "never put"),
+        (b"\x80\x02h\x05.", "never written"),
         (b"\x80\x02t.", "stack"),
         (b"\x80\x02(N.", "left on its stack"),
         (b"\x80\x02NN.", "left on its stack"),
         (b"\x80\x02\x82\x01.", "opcode"),
         (b"\x80\x02Pname\n.", "protocol 0"),
         (b"\x80\x02N}b.", "state"),
-        (b"\x80\x02NNa.", "no list"),
-        (b"\x80\x02NNNs.", "no dict"),
+        (b"\x80\x02NNa.", "not a list"),
+        (b"\x80\x02NNNs.", "not a dict"),
         (b"\x80\x02}(Nu.", "without a value"),
         (b"\x80\x04\x95\x04\0\0\0\0\0\0\0X\x04\0\0\0abcd.", "frame"),
         (b"\x80\x04\x95\xff\0\0\0\0\0\0\0N.", "declares"),
