@@ -506,6 +506,21 @@ def root_of(square: Fraction) -> float:
     return math.ldexp(math.sqrt(square * Fraction(4) ** shift), -shift)
 
 
+def test_what_is_the_same_in_both_is_measured_too(tmp_path):
+    """Most runs of a long tensor hold no difference, and some of those are not finite or of tiny values."""
+    torch.manual_seed(4)
+    first = torch.randn(1_000_003, dtype=torch.float64)
+    first[300_000], first[400_000:600_000] = NAN, 1e-250
+    second = first.clone()
+    second[-1] += 0.5
+    (item,) = diff_checkpoints(saved(tmp_path, "a.pt", {"w": first}), saved(tmp_path, "b.pt", {"w": second})).values
+    finite = torch.isfinite(first)
+    ours, theirs = first[finite], second[finite]
+    assert item.deviation.nonfinite == 1
+    assert item.deviation.rel_l2 == pytest.approx(((ours - theirs).norm() / theirs.norm()).item(), rel=1e-12)
+    assert item.deviation.cosine == pytest.approx((torch.dot(ours, theirs) / (ours.norm() * theirs.norm())).item(), rel=1e-12)
+
+
 def test_large_integers_are_subtracted_before_they_are_rounded(tmp_path):
     first, second = torch.tensor([1 << 62, -(1 << 62)]), torch.tensor([(1 << 62) + 1, 1 << 62])
     (item,) = diff_checkpoints(saved(tmp_path, "a.pt", {"w": first[:1]}), saved(tmp_path, "b.pt", {"w": second[:1]})).values
