@@ -23,12 +23,14 @@ class FileFacts:
     """What a torch file holds besides its tree: `head` are the first 16 bytes of its pickle.
 
     `dead` are the bytes of a zip file that the pickle does not refer to: records that were added or left over, and what lies
-    between records; `strays` are the records outside the pickle's folder.
+    between records; `strays` are the records outside the pickle's folder; `version` is that of a zip file's format (None: it
+    says none).
     """
 
     head: bytes = b""
     dead: int = 0
     strays: tuple[str, ...] = ()
+    version: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,8 @@ class Checkpoint:
     modules in whose places their state dicts stand, `module_classes` are their classes, `module_strays` are what these do not
     hold, `module_parts` what they hold in another form; `facts` are what a torch file holds besides its tree; `limits` are
     those under which it was opened; `index_metadata` is what the index of shards says besides their total size; `opening` is
-    who opens the container without ckptconv, and where. Use it as a context manager, or `close()` it.
+    who opens the container without ckptconv, and where; `files` are the shards of an index, each as it was opened.
+    Use it as a context manager, or `close()` it.
     """
 
     path: Path
@@ -72,6 +75,7 @@ class Checkpoint:
     module_parts: tuple[Node, ...] = ()
     opening: Opening = UNKNOWN
     module_classes: tuple[str, ...] = ()
+    files: tuple[Checkpoint, ...] = ()
 
     def __enter__(self) -> Checkpoint:
         return self

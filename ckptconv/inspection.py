@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, overload
@@ -12,7 +12,7 @@ from typing import NamedTuple, overload
 from ckptconv.bounds import held, merged
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.choices import spelling_checked
-from ckptconv.containers import TORCH, UNKNOWN, Opening
+from ckptconv.containers import UNKNOWN, Opening
 from ckptconv.dtypes import BY_NAME
 from ckptconv.errors import CheckpointError, OptionRefused, printable
 from ckptconv.formats.detect import Named, open_checkpoint
@@ -20,6 +20,7 @@ from ckptconv.keys import find_wrappers
 from ckptconv.labels import names_training_state
 from ckptconv.nodes import Call, Dict, Global, Node, children, mapping_pairs, spoken
 from ckptconv.producers import offered_prefix, producer_of
+from ckptconv.refusals import Refusal, files_of, refusals
 from ckptconv.settling import is_part_of_config, plain_form_at, refused_name
 from ckptconv.showing import html_table, short_repr
 from ckptconv.state_dicts import StateDict, only_training_state
@@ -130,8 +131,9 @@ class Inspection:
     `strays` are records outside its folder, `protocol` is that of a pickle, and `untyped` what a legacy file holds, that
     `weights_only=True` does not read. `lacking`: the state dict of a whole module may lack what its class saves. `opening` is
     who opens the container without ckptconv. `training_state` says whose state all its tensors are, where it holds no
-    weights (an optimizer's). `tensor_list` has a record for each tensor, made when it is first looked at. `portable` says
-    whether the checkpoint's own library opens it on any host and a bare model takes its keys, and `reasons` why not.
+    weights (an optimizer's). `refused` is what its own library refuses besides. `tensor_list` has a record for each
+    tensor, made when it is first looked at. `portable` says whether the checkpoint's own library opens it on any host
+    and a bare model takes its keys, and `reasons` why not.
     """
 
     path: str
@@ -158,6 +160,7 @@ class Inspection:
     lacking: bool = False
     opening: Opening = UNKNOWN
     training_state: str | None = None
+    refused: tuple[Refusal, ...] = ()
     tensor_list: TensorList = field(default_factory=TensorList, compare=False)
 
     @property
@@ -206,9 +209,7 @@ def _reasons(found: Inspection) -> Iterator[Reason]:
         yield Reason("protocol", f"torch.load(weights_only=True) does not read the protocol of its pickle ({found.protocol})")
     if found.untyped:
         yield Reason("untyped", f"torch's reader for such old files cannot hold {', '.join(found.untyped)}")
-    if found.opening is TORCH and found.path.lower().endswith(".safetensors"):
-        what = "it is a torch file, but has the name of a safetensors file, and the libraries open it as one"
-        yield Reason("name", what)
+    yield from (Reason(one.code, one.what) for one in found.refused)
     if any(found.state_dicts.values()):
         yield Reason("wrapper", "its keys carry a wrapper")
 
@@ -270,9 +271,10 @@ def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
         tensor_list=TensorList(lambda: _tensor_list(checkpoint, overlay, {*found})),
         lacking=any(stray.is_refused for stray in checkpoint.module_strays),
         dead=checkpoint.facts.dead if checkpoint.facts.dead > _MUCH else 0,
-        strays=checkpoint.facts.strays,
+        strays=tuple(name for file in files_of(checkpoint) for name in file.facts.strays),
         protocol=newer_protocol(checkpoint),
-        untyped=tuple(_untyped(checkpoint, dtypes)) if checkpoint.format == "torch legacy" else (),
+        untyped=tuple(dict.fromkeys(name for file in files_of(checkpoint) for name in _untyped(file))),
+        refused=tuple(refusals(checkpoint)),
         opening=checkpoint.opening,
         training_state=only_training_state(checkpoint.root),
     )
@@ -315,11 +317,21 @@ _MUCH = 1_000_000
 
 def newer_protocol(checkpoint: Checkpoint) -> int | None:
     """The protocol of the pickle in a torch file, where `torch.save(pickle_protocol=...)` made it one that torch's own
-    weights-only reader does not know: it lacks the opcodes of protocol 4, and of protocol 3 those of bytes."""
-    head = checkpoint.facts.head
-    number = head[1] if head[:1] == b"\x80" else 0
-    newer = _holds_bytes(checkpoint) if number == 3 else number > 3 and (head[2:3] == _FRAME or _MEMOIZE in head)
-    return number if newer else None
+    weights-only reader does not know: it lacks the opcodes of protocol 4, of protocol 3 those of bytes, and of protocol 1
+    those of bools, which every tensor has. Of several files, that of the first such one."""
+    return next((number for file in files_of(checkpoint) if (number := _unread_protocol(file)) is not None), None)
+
+
+def _unread_protocol(file: Checkpoint) -> int | None:
+    head = file.facts.head
+    if not head:
+        return None
+    number = head[1] if head[:1] == b"\x80" else 1
+    return number if number < 2 or (_holds_bytes(file) if number == 3 else _is_newer(number, head)) else None
+
+
+def _is_newer(number: int, head: bytes) -> bool:
+    return number > 3 and (head[2:3] == _FRAME or _MEMOIZE in head)
 
 
 _FRAME, _MEMOIZE = b"\x95", b"\x94"  # pickletools: opcodes of protocol 4
@@ -329,8 +341,11 @@ def _holds_bytes(checkpoint: Checkpoint) -> bool:
     return any(type(child) is bytes for _, node in walk(checkpoint.root) for _, child in children(node))
 
 
-def _untyped(checkpoint: Checkpoint, dtypes: Iterable[str]) -> list[str]:
+def _untyped(checkpoint: Checkpoint) -> list[str]:
     """What a legacy file holds in untyped storages, which torch's reader of such files does not take."""
+    if checkpoint.format != "torch legacy":
+        return []
+    dtypes = dict.fromkeys(ref.dtype.name for _, node in walk(checkpoint.root) if (ref := tensor_of(node)) is not None)
     types = [dtype for dtype in dtypes if BY_NAME[dtype].storage_class is None]
     bare = any(type(node) is Storage and node.dtype is None for _, node in walk(checkpoint.root))
     return types + ["untyped storages"] * bare

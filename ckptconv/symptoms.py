@@ -160,6 +160,13 @@ def _name(case: Case) -> Iterator[Symptom]:
         yield symptom("warning", "wrong-name", cause, effect, Fix(suffix=".safetensors"))
 
 
+def _refused(case: Case) -> Iterator[Symptom]:
+    """What the file's own library refuses besides; the name of one file has a check of its own."""
+    for one in case.facts.refused:
+        if one.code != "name" or case.checkpoint.files:
+            yield symptom("error", f"refused-{one.code}", one.what, words.quoted(one.said, by=one.by), Fix())
+
+
 def _tags(case: Case) -> Iterator[Symptom]:
     """Storages on devices that are not here: the first of the two classic errors."""
     for tag, count in case.facts.locations.items():
@@ -383,8 +390,8 @@ def _precision(case: Case) -> Iterator[Symptom]:
 
 
 CHECKS: tuple[Callable[[Case], Iterator[Symptom]], ...] = (
-    _container, _strays, _protocol, _name, _lone_shard, _tags, _modules, _objects, _keys, _choice, _wrappers, _bloat, _shares,
-    _no_weights, _tied, _scaled, _precision,
+    _container, _strays, _protocol, _name, _refused, _lone_shard, _tags, _modules, _objects, _keys, _choice, _wrappers, _bloat,
+    _shares, _no_weights, _tied, _scaled, _precision,
 )  # fmt: skip
 """What is looked at without reading a tensor; findings of one severity come in this order."""
 

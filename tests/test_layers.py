@@ -30,7 +30,7 @@ LAYERS = {
     "fitted_keys": 9, "formats.dcp_metadata": 9, "formats.dtensors": 9, "formats.lightning": 9,
     "formats.old_torchscript": 9, "formats.raw_pickle": 9, "formats.safetensors": 9, "formats.torch_legacy": 9,
     "formats.torch_tar": 9, "formats.torch_zip": 9, "formats.torchscript": 9, "formats.zip_members": 9,
-    "old_tensors": 9, "settling": 9, "stray_tensors": 9, "zero_partitions": 9,
+    "old_tensors": 9, "refusals": 9, "settling": 9, "stray_tensors": 9, "zero_partitions": 9,
     "flattening": 10, "formats.accelerate": 10, "formats.dcp": 10, "formats.dcp_shards": 10, "formats.deepspeed": 10,
     "formats.megatron": 10, "formats.ranks": 10, "formats.sharded": 10, "formats.steps": 10, "modules": 10,
     "plans": 10, "script_operators": 10, "strays": 10,

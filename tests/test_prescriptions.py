@@ -16,7 +16,7 @@ from program import run
 
 from ckptconv import diagnose, open_checkpoint
 from ckptconv.inspection import inspect_checkpoint
-from ckptconv.inspection_report import reasons_not_portable, verdict
+from ckptconv.inspection_report import verdict
 from ckptconv.prescriptions import Fix, workable
 
 CORPUS = oracle.corpus_folder()
@@ -136,5 +136,5 @@ def test_an_object_that_holds_most_of_the_tensors_is_not_dropped(tmp_path):
     odd.weights = {"a": torch.ones(2), "b": torch.ones(2)}
     path = saved(tmp_path, {"odd": odd, "mean": torch.ones(1)})
     with open_checkpoint(path) as opened:
-        assert reasons_not_portable(inspect_checkpoint(opened))
+        assert inspect_checkpoint(opened).reasons
         assert "its tensors are lost without it" in str(workable(Fix(), opened))

@@ -77,7 +77,7 @@ class ArchiveStorages:
         self._records = records
         self._prefix = f"{root}data/"
         self._big_endian = self._is_big_endian(root)
-        self._check_version(root)
+        self.version = self._version(root)
         self.used: set[str] = set()
         self.inflated: list[Source] = []
         self._spool = Spool()
@@ -112,7 +112,10 @@ class ArchiveStorages:
             raise MalformedCheckpoint(f"has the unknown byte order {order!r}", path=self._source.path, where=f"{root}byteorder")
         return order == b"big"
 
-    def _check_version(self, root: str) -> None:
+    def _version(self, root: str) -> int | None:
         version = self._small(f"{root}version")
-        if version is not None and not version.strip().isdigit():
+        if version is None:
+            return None
+        if not version.strip().isdigit():
             raise MalformedCheckpoint(f"is not a number: {version[:20]!r}", path=self._source.path, where=f"{root}version")
+        return int(version)

@@ -173,6 +173,7 @@ def _joined(index: Path, pairs: list[tuple[str, Node]], shards: Sequence[Checkpo
         notes=tuple(dict.fromkeys(note for shard in shards for note in shard.notes)),
         sources=tuple(source for shard in shards for source in shard.sources),
         opening=of_shards(index.name, _least_open(shards)),
+        files=tuple(shards),
     )
 
 

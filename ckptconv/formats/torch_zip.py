@@ -53,6 +53,7 @@ def open_torch_zip(source: Source, records: Records, _: Callable[[Source], Check
             head=pickle[:PICKLE_HEAD],
             dead=max(0, source.size - _alive(records, others)),
             strays=tuple(name for name in others if not name.startswith(root)),
+            version=storages.version,
         ),
         opening=TORCH,
     )
