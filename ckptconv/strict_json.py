@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 SCHEMA = 1
@@ -24,14 +26,27 @@ def json_text(document: dict[str, Any]) -> str:
       "sizes": []
     }
     """
+    return "".join(json_pieces(document))
+
+
+def json_pieces(document: dict[str, Any]) -> Iterator[str]:
+    """The text of `json_text` in pieces: that of 100,000 tensors is large, and its parts larger."""
     whole = {"schema": SCHEMA, **document}
+    if not _is_strict(whole):
+        whole = _strict(whole)
+    pieces = json.JSONEncoder(indent=2, allow_nan=False).iterencode(whole)
+    while piece := "".join(islice(pieces, _PIECE)):
+        yield piece
+
+
+_PIECE = 10_000  # tokens
+
+
+def _is_strict(document: dict[str, Any]) -> bool:
     try:
-        text = json.dumps(whole, indent=2, allow_nan=False)
-        if "\\ud" not in text:
-            return text
-    except ValueError:  # a number that JSON has not
-        pass
-    return json.dumps(_strict(whole), indent=2, allow_nan=False)
+        return "\\ud" not in json.dumps(document, allow_nan=False)
+    except ValueError:  # a number that JSON does not have
+        return False
 
 
 def _strict(value: Any) -> Any:

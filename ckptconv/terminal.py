@@ -131,11 +131,12 @@ def stop_unprinted(error: Unprinted | OSError, code: int) -> NoReturn:
 
 def print_json(document: dict[str, Any]) -> None:
     """The one document of this run on stdout; see `strict_json`."""
-    from ckptconv.strict_json import json_text
+    from ckptconv.strict_json import json_pieces
 
-    text = json_text(document)
     _PRINTED.append(True)
-    click.echo(text)
+    for piece in json_pieces(document):
+        click.echo(piece, nl=False)
+    click.echo()
 
 
 def print_summary(headline: str, lines: Iterable[tuple[str, str]]) -> None:

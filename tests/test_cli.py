@@ -319,7 +319,7 @@ def test_a_part_that_is_not_there_is_an_error_that_lists_the_parts(tmp_path):
 def test_a_file_without_a_state_dict_is_an_error(saved, tmp_path):
     saved({"epoch": 1, "losses": [0.5, 0.25]})
     assert "no state dict" in assert_one_error(run("convert", "in.pt", "out.safetensors", cwd=tmp_path))
-    assert "no state dict" in assert_one_error(run("strip-module", "in.pt", "out.pt", cwd=tmp_path))
+    assert "does not hold a state dict" in assert_one_error(run("strip-module", "in.pt", "out.pt", cwd=tmp_path))
     assert names(tmp_path) == ["in.pt"]
 
 
@@ -616,7 +616,7 @@ OUTPUTS_THAT_CANNOT_BE = {
     "a folder": ("folder", "is a folder"),
     "in no folder": ("nowhere/out.pt", "its folder does not exist"),
     "in no folder with a line break": ("no\nwhere/out.pt", "its folder does not exist"),
-    "under a file": ("file/out.pt", "lies in a file"),
+    "under a file": ("file/out.pt", "is inside a file"),
     "a device": ("/dev/null", "device"),
     "a pipe": ("pipe", "pipe"),
     "a name that is too long": ("n" * 300 + ".pt", "too long"),

@@ -107,7 +107,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "nested, more than there is": (nested([[1000, 6]], [[0, 1]], [0]), "claims 6000 elements"),
     "nested, strides of others": (nested([[2, 3]], [[3]], [0]), "a nested tensor has sizes of"),
     "nested, offsets of others": (nested([[2, 3]], [[3, 1]], [0, 0]), "a nested tensor has sizes of"),
-    "nested, no tensors with sizes": (nested(torch.zeros(0, 1), torch.zeros(0, 1), [], 0), "a nested tensor of no tensors"),
+    "nested, no tensors with sizes": (nested(torch.zeros(0, 1), torch.zeros(0, 1), [], 0), "a nested tensor without tensors"),
     "nested, floats": (nested([[2.0, 3.0]], [[3.0, 1.0]], [0.0]), "not int64"),
 }  # fmt: skip
 

@@ -59,7 +59,7 @@ def assert_survives(scene: Scene, program: Traced, call: Call, fault: str, room:
     if "in.pt" in before:
         assert left["in.pt"] == before["in.pt"]
     if "SIGKILL" not in fault and call.name not in CLEANING:
-        assert hidden(room) == [] or "they are whole, in ." in done.err, done.err
+        assert hidden(room) == [] or "they are complete, in ." in done.err, done.err
     if left == before and not hidden(room):
         return
     again = program.untraced("--force")

@@ -215,7 +215,7 @@ def test_a_step_that_is_not_here_is_told_with_those_that_are(case):
     with pytest.raises(MalformedCheckpoint, match="latest: names the step 'global_step9', which is not here") as caught:
         open_checkpoint(case)
     assert "--tag: global_step1, global_step2" in str(caught.value)
-    with pytest.raises(MalformedCheckpoint, match="--tag: names the step 'x'"):
+    with pytest.raises(MalformedCheckpoint, match="--tag: there is no step 'x'"):
         open_checkpoint(case, tag="x")
     with pytest.raises(UnsupportedCheckpoint, match="is the folder of one step"):
         open_checkpoint(case / "global_step1", tag="global_step2")

@@ -214,7 +214,7 @@ def test_a_module_that_holds_itself_ends_in_a_limit(tmp_path):
     model = nn.Linear(1, 1)
     model._modules["again"] = model
     torch.save(model, tmp_path / "model.pt")
-    with pytest.raises(LimitExceeded, match="holds itself"):
+    with pytest.raises(LimitExceeded, match="contains itself"):
         open_checkpoint(tmp_path / "model.pt")
 
 

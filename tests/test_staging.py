@@ -94,7 +94,7 @@ def test_a_set_beside_its_source_takes_none_of_its_shards(tmp_path):
     index["weight_map"]["extra"] = "extra.safetensors"
     (tmp_path / "out" / "other.safetensors.index.json").write_text(json.dumps(index))
     before = contents(tmp_path)
-    with pytest.raises(CheckpointError, match="is one of the files of the input"):
+    with pytest.raises(CheckpointError, match="is one of the input files"):
         convert_checkpoint(tmp_path / "out", tmp_path / "out", max_shard_size=900, force=True)
     assert contents(tmp_path) == before
 
@@ -127,7 +127,7 @@ def test_a_name_that_is_no_text_can_be_written(room):
 def test_an_index_beside_an_output_is_told_of(tmp_path):
     with_set(PAIR)(tmp_path)
     result = convert_checkpoint(tmp_path / "in.pt", tmp_path / "out" / "model.safetensors")
-    assert [note for note in result.plan.notes if note.startswith("model.safetensors.index.json stands beside it")]
+    assert [note for note in result.plan.notes if note.startswith("model.safetensors.index.json is beside it")]
     result = convert_checkpoint(tmp_path / "in.pt", tmp_path / "out" / "other.safetensors")
     assert not [note for note in result.plan.notes if "stands beside" in note]
 
@@ -136,7 +136,7 @@ def test_a_mapping_that_cannot_be_put_beside_its_output_is_told_of(room):
     torch.save({f"w{index}": torch.zeros(1 << 18) for index in range(4)}, room / "in.pt")
     with open_checkpoint(room / "in.pt") as checkpoint:
         plan = plan_conversion(checkpoint, room / "out.pt", Options(save_mapping=room / "map.json"))
-        with pytest.raises(CheckpointError, match=r"map\.json: exists now; the output itself, .*out\.pt, is in place"):
+        with pytest.raises(CheckpointError, match=r"map\.json: exists now; the output .*out\.pt is in place"):
             execute_plan(plan, on_progress=lambda _: (room / "map.json").touch())
     assert len(torch.load(room / "out.pt")) == 4
     assert (room / "map.json").read_bytes() == b"" and hidden(room) == []

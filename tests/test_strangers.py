@@ -56,7 +56,7 @@ STRANGERS = {
     "empty.pt": (b"", "is empty"),
     "text.pt": (b"epoch 1: loss 0.5\nepoch 2: loss 0.25\n", "is a text file"),
     "french.pt": ("\u00e9poque 1\u00a0: perte 0,5\n".encode(), "is a text file"),
-    "config.json": (b'{"hidden_size": 768}', "is a text file"),
+    "config.json": (b'{"hidden_size": 768}', "is a JSON text"),
     "pointer.safetensors": (LFS, "is a git-LFS pointer"),
     "page.pt": (b"<!DOCTYPE html>\n<html><head><title>404 Not Found</title></head></html>", "is a web page"),
     "plain_page.pt": (b"\r\n  <html><body>Please log in</body></html>", "is a web page"),

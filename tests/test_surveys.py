@@ -125,8 +125,9 @@ def test_a_scan_of_several_counts_them(tmp_path):
     saved(tmp_path, "good.pt", {"w": torch.ones(2)})
     done = run("scan", "good.pt", "none.pt", cwd=tmp_path)
     assert done.out.splitlines()[-1] == "2 paths: 1 plain, 1 unread"
-    good, none = run("scan", "good.pt", "none.pt", "--json", cwd=tmp_path).json()["scans"]
-    assert "error" not in good and none["error"]["path"] == "none.pt"
+    document = run("scan", "good.pt", "none.pt", "--json", cwd=tmp_path).json()
+    assert [item["path"] for item in document["scans"]] == ["good.pt"]
+    assert [item["path"] for item in document["errors"]] == ["none.pt"]
 
 
 NOT_CHECKPOINTS = {

@@ -207,7 +207,7 @@ def test_an_eager_checkpoint_with_constants_is_no_module(tmp_path):
     torch.save({"a": torch.ones(1)}, tmp_path / "a.pt")
     with zipfile.ZipFile(tmp_path / "a.pt", "a") as archive:
         archive.writestr("a/constants.pkl", b"\x80\x02).")
-    with pytest.raises(MalformedCheckpoint, match="no module"):
+    with pytest.raises(MalformedCheckpoint, match="not a module"):
         open_checkpoint(tmp_path / "a.pt")
 
 
