@@ -22,6 +22,7 @@ killed one left behind stays.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import errno
 import os
@@ -455,6 +456,18 @@ STOPPING: tuple[signal.Signals, ...] = tuple(
 
 SIGBREAK is Windows' Ctrl-Break and a console that is closed.
 """
+
+
+def signal_main_thread(number: int) -> None:
+    """Have the handler of a signal called in the main thread, as soon as may be.
+
+    pthread_kill(2) wakes it from a read or a sleep.
+    """
+    ident = threading.main_thread().ident
+    if hasattr(signal, "pthread_kill") and ident is not None:
+        _signal.pthread_kill(ident, number)
+    else:
+        _thread.interrupt_main(signal.Signals(number))
 
 
 def can_set_alarm() -> bool:
