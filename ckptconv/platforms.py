@@ -99,13 +99,6 @@ def unnamed_file(prefix: str) -> tuple[IO[bytes], int]:
         os.unlink(file.name)  # noqa: PTH108 (a process that is killed leaves nothing)
 
 
-def new_temporary_folder(prefix: str) -> str:
-    """A folder of this user alone among the unnamed files; who asks for it removes it."""
-    import tempfile
-
-    return tempfile.mkdtemp(prefix=prefix)
-
-
 def temporary_folder() -> str:
     """The folder in which unnamed files are made."""
     import tempfile
@@ -261,6 +254,14 @@ def make_private_folder(path: Path) -> None:
     Windows: with the rights of the folder around it, for files keep those that they were made with.
     """
     path.mkdir(mode=0o777 if ON_WINDOWS else 0o700)
+
+
+def is_own(path: Path) -> bool:
+    """Whether this user made what is at `path`; a link is asked for itself.
+
+    Windows does not tell, but each user has a temporary folder there.
+    """
+    return not hasattr(os, "geteuid") or path.lstat().st_uid == _os.geteuid()
 
 
 def is_plain_path(name: str) -> bool:
