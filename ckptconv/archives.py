@@ -145,7 +145,7 @@ def _end_record(source: Source, tail: bytes) -> int:
         raise MalformedCheckpoint(
             "the archive has no end record at its end",
             path=source.path,
-            hint="the file is cut off or something was appended; fetch it again",
+            hint="the file is cut off, or something was appended, which its library may accept and ckptconv does not",
         )
     if len(found) > 1:
         raise _malformed(source, "holds two end records, each of which could be the real one")
@@ -222,7 +222,11 @@ def _name(source: Source, raw: bytes) -> str:
         name = raw.decode()
     except UnicodeDecodeError:
         raise _malformed(source, f"has a record whose name is not UTF-8: {raw!r}") from None
-    if not name.isprintable() or "\\" in name or name.startswith("/") or ".." in name.split("/"):
+    if not name.isprintable():
+        what = "has a control character in its name, and such names are not read"
+        hint = "torch names records after the file: save it again under a plain name"
+        raise MalformedCheckpoint(what, path=source.path, where=printable(name), hint=hint)
+    if "\\" in name or name.startswith("/") or ".." in name.split("/"):
         raise _malformed(source, "has a name that is not a plain relative path", printable(name))
     return name
 

@@ -74,6 +74,8 @@ def _address(option: str, path: object) -> str | None:
     """The address of another machine that is given for a path, if it is one."""
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
         raise OptionRefused(f"{option}={path!r:.100} is not a path", hint="name a file or a folder")
+    if (b"\0" if isinstance(os.fspath(path), bytes) else "\0") in os.fspath(path):
+        raise OptionRefused(f"{option}={path!r:.100} holds a zero byte, so it is not a path", hint="name a file or a folder")
     return address_in(path)
 
 
@@ -82,6 +84,12 @@ def refuse_no_paths(option: str, given: object) -> None:
     several = isinstance(given, Iterable) and not isinstance(given, (str, bytes, os.PathLike))
     for path in given if isinstance(given, Iterable) and several else (given,):
         refuse_no_path(**{option: path})
+
+
+def refuse_no_callback(on_progress: object) -> None:
+    """Raise `OptionRefused` unless `on_progress` is None or can be called."""
+    if on_progress is not None and not callable(on_progress):
+        raise OptionRefused(f"on_progress={on_progress!r:.100} cannot be called", hint="give a function of one Progress")
 
 
 def refuse_no_flag(**given: object) -> None:
@@ -133,6 +141,7 @@ def spelling_checked(function: F) -> F:
     def checked(*args: Any, **given: Any) -> Any:
         if unknown := [name for name in given if name not in options]:
             raise unknown_option(unknown[0], options)
+        refuse_no_callback(given.get("on_progress"))
         return function(*args, **given)
 
     return cast(F, checked)

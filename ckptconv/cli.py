@@ -13,7 +13,7 @@ import click
 
 from ckptconv import __version__
 from ckptconv.errors import CheckpointError, OutputRefused, printable
-from ckptconv.signals import stop_in_good_order
+from ckptconv.signals import missed_stop, stop_in_good_order
 
 if TYPE_CHECKING:
     from ckptconv.findings import Diagnosis
@@ -618,6 +618,7 @@ def main() -> None:
     try:
         cli.main(_arguments(), prog_name="ckptconv", standalone_mode=False, color=colors())
         sys.stdout.flush()
+        _stop_if_missed(as_json)
     except click.UsageError as error:
         program = error.ctx.command_path if error.ctx else "ckptconv"
         what = printable(error.format_message(), 2000).rstrip(".")
@@ -627,6 +628,8 @@ def main() -> None:
     except (KeyboardInterrupt, click.Abort):
         stop("Interrupted", "interrupted; no unfinished file was left behind", 130, as_json=as_json)
     except SystemExit as stopped:
+        if not stopped.code:
+            _stop_if_missed(as_json)
         if as_json and stopped.code in (129, 143):  # SIGHUP, SIGTERM
             print_ending_json("Interrupted", "stopped by a signal; no unfinished file was left behind", int(stopped.code))
         raise
@@ -638,6 +641,11 @@ def main() -> None:
         if as_json:
             print_ending_json(type(error).__name__, printable(str(error) or "an unexpected error", 2000), 1)
         raise
+
+
+def _stop_if_missed(as_json: bool) -> None:
+    if (code := missed_stop()) is not None:
+        stop("Interrupted", "stopped by a signal, but too late: the command had come to its end", code, as_json=as_json)
 
 
 def _arguments() -> list[str]:

@@ -48,6 +48,15 @@ class _OutputName(_FileName):
         return super().convert(value, param, ctx)
 
 
+class _MappingName(_FileName):
+    """A path to write to, which is never standard output."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "-":
+            self.fail("it does not name a file; write ./- for a file of that name", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 TO_STDOUT = "ckptconv.stdout"
 FILE = _FileName(path_type=Path)
 OUTPUT = _OutputName(path_type=Path)
@@ -176,7 +185,7 @@ def output_options(command: F) -> F:
         TAG,
         LIMIT,
         choice_options,
-        click.option("--save-mapping", metavar="FILE", type=FILE,
+        click.option("--save-mapping", metavar="FILE", type=_MappingName(path_type=Path),
                      help="Save which key became which, so that --rules FILE --reverse can undo it."),
         click.option("--tied", type=click.Choice(["alias", "duplicate"]), default="alias", show_default=True,
                      help="If a tensor has several names, write it to safetensors once, or once for each."),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ckptconv.choices import refuse_no_flag, refuse_no_path, refuse_no_paths, refuse_no_text, spelling_checked
 from ckptconv.collector import collector_paused
 from ckptconv.devices import tag_map
-from ckptconv.errors import CheckpointError, DeviceUnavailable, printable
+from ckptconv.errors import CheckpointError, DeviceUnavailable, UnsupportedCheckpoint, printable
 from ckptconv.findings import SEVERITIES, Diagnosis, Finding
 from ckptconv.fitted_keys import KeyTarget
 from ckptconv.formats.detect import Named, checkpoints_of, open_checkpoint
@@ -52,6 +52,8 @@ def diagnose(
     """
     refuse_no_paths("path", path)
     paths = (Path(path),) if isinstance(path, (str, os.PathLike)) else tuple(map(Path, path))
+    if not paths:
+        raise UnsupportedCheckpoint("no file was given")
     asked = _asked(like, model, device, values, size, tag, on_progress)
     return _diagnose(paths, asked)
 

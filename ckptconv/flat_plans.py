@@ -18,7 +18,7 @@ from ckptconv.formats.torch_zip import Tree, lay_out_torch_zip
 from ckptconv.keys import refuse_idle
 from ckptconv.layout import Layout, one_item
 from ckptconv.nodes import ORDERED_DICT, Call
-from ckptconv.plan_notes import NOT_IN_TORCH, count_casts, count_locations, key_notes, prefix_notes, sharing_notes
+from ckptconv.plan_notes import NOT_IN_TORCH, count_casts, count_locations, key_notes, prefix_notes, sharing_notes, text_notes
 from ckptconv.plans import ConversionPlan, PlannedFile, Request, Target
 from ckptconv.renaming import excluded, map_state_dict, refuse_nothing_left, renamed_keys, with_filled
 from ckptconv.scaled_weights import refuse_cast
@@ -86,6 +86,7 @@ def plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Request
             *checkpoint.notes,
             *found.notes,
             *encoding_notes(flattened),
+            *text_notes(found),
             *key_notes([renamed], options.keys),
             *prefix_notes(checkpoint, [found], options.keys, options.fit_to),
             *sharing_notes(refs),

@@ -425,6 +425,9 @@ def _strip(times: int) -> Step:
     return lambda key: key[len(lead) :] if key.startswith(lead) else key[_end_of_lead(key, times) :]
 
 
+_TWO_TYPES = "rename one of them in Python (--rename takes both), or write a torch file with --keys keep"
+
+
 def _refuse_collisions(keys: Sequence[str], renamed: Sequence[str | None]) -> None:
     """Raise `KeyConflict` when two of the keys that are left are one, or one is empty or no text."""
     pairs = [(before, after) for before, after in zip(keys, renamed, strict=True) if after is not None]
@@ -441,7 +444,7 @@ def _refuse_collisions(keys: Sequence[str], renamed: Sequence[str | None]) -> No
         if not after and before:
             raise KeyConflict(f"the rules leave nothing of the key '{printable(before)}'", where=before)
         if after in owner and owner[after] == before:
-            raise KeyConflict(f"two keys of different types read as '{printable(before)}'", hint="use --keys keep")
+            raise KeyConflict(f"two keys of different types read as '{printable(before)}'", hint=_TWO_TYPES)
         if after in owner:
             raise KeyConflict(
                 f"the keys '{printable(owner[after])}' and '{printable(before)}' both become '{printable(after)}'",

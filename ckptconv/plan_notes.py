@@ -13,13 +13,15 @@ from ckptconv.compaction import CastRule
 from ckptconv.errors import printable
 from ckptconv.fitted_keys import KeyTarget
 from ckptconv.keys import KEEP, STRIP, UNMISTAKABLE, KeyRules
+from ckptconv.nodes import mapping_pairs
 from ckptconv.plans import ConversionPlan, RenamedKeys
 from ckptconv.producers import offered_prefix
 from ckptconv.settling import Settled
 from ckptconv.sharding import index_path
 from ckptconv.state_dicts import StateDict
 from ckptconv.tensors import TensorRef
-from ckptconv.walking import place_text
+from ckptconv.walking import place_text, tensor_of
+from ckptconv.wording import count_text
 
 NOT_IN_TORCH = "write safetensors (--to safetensors), or leave it out with --exclude"
 """What can be done about a tensor that safetensors holds and torch does not."""
@@ -44,6 +46,17 @@ def key_notes(state_dicts: Sequence[RenamedKeys], rules: KeyRules) -> Iterator[s
     left = sorted({name for item in state_dicts for name in item.wrappers if name in UNMISTAKABLE})
     if left and rules.wrappers in ("module", "add-module"):
         yield f"the keys still carry {', '.join(left)}; `ckptconv convert` strips these wrappers too"
+
+
+def text_notes(found: StateDict) -> Iterator[str]:
+    """Tell of keys that are numbers, bytes or the like, and become text."""
+    pairs = mapping_pairs(found.node) or ()
+    own = pairs if found.own is None else [pairs[at] for at in found.own if at < len(pairs)]
+    other = [key for key, value in own if type(key) is not str and tensor_of(value) is not None]
+    if other:
+        named = ", ".join(printable(repr(key)) if type(key) in (int, float, bool, bytes) else "…" for key in other[:3])
+        verb = "is" if len(other) == 1 else "are"
+        yield f"{count_text(len(other), 'key')} that {verb} not text {verb} written as text: {named}"
 
 
 def prefix_notes(

@@ -22,6 +22,7 @@ killed one left behind stays.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import errno
 import os
@@ -96,13 +97,6 @@ def unnamed_file(prefix: str) -> tuple[IO[bytes], int]:
         return file, open_to_read(file.name)
     finally:
         os.unlink(file.name)  # noqa: PTH108 (a process that is killed leaves nothing)
-
-
-def new_temporary_folder(prefix: str) -> str:
-    """A folder of this user alone among the unnamed files; who asks for it removes it."""
-    import tempfile
-
-    return tempfile.mkdtemp(prefix=prefix)
 
 
 def temporary_folder() -> str:
@@ -260,6 +254,14 @@ def make_private_folder(path: Path) -> None:
     Windows: with the rights of the folder around it, for files keep those that they were made with.
     """
     path.mkdir(mode=0o777 if ON_WINDOWS else 0o700)
+
+
+def is_own(path: Path) -> bool:
+    """Whether this user made what is at `path`; a link is asked for itself.
+
+    Windows does not tell, but each user has a temporary folder there.
+    """
+    return not hasattr(os, "geteuid") or path.lstat().st_uid == _os.geteuid()
 
 
 def is_plain_path(name: str) -> bool:
@@ -455,6 +457,18 @@ STOPPING: tuple[signal.Signals, ...] = tuple(
 
 SIGBREAK is Windows' Ctrl-Break and a console that is closed.
 """
+
+
+def signal_main_thread(number: int) -> None:
+    """Have the handler of a signal called in the main thread, as soon as may be.
+
+    pthread_kill(2) wakes it from a read or a sleep.
+    """
+    ident = threading.main_thread().ident
+    if hasattr(signal, "pthread_kill") and ident is not None:
+        _signal.pthread_kill(ident, number)
+    else:
+        _thread.interrupt_main(signal.Signals(number))
 
 
 def can_set_alarm() -> bool:

@@ -38,11 +38,25 @@ def staging_folder(target: Path, path: Path) -> Iterator[Path]:
     `OSError`s of the block are raised as `OutputRefused` of `path`, which is how the user calls it.
     """
     remove_leftovers(target)
+    with output_errors(path), _hidden_folder(target) as folder:
+        yield folder
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """The same in the folder of temporary files, which others write to: what they left there is not touched."""
+    target = Path(platforms.temporary_folder()) / "ckptconv"
+    remove_leftovers(target, own=True)
+    with _hidden_folder(target) as folder:
+        yield folder
+
+
+@contextlib.contextmanager
+def _hidden_folder(target: Path) -> Iterator[Path]:
     folder, lock = _hidden(target, _TEMPORARY), None
     try:
-        with output_errors(path):
-            lock = _locked_folder(folder)
-            yield lock.inside()
+        lock = _locked_folder(folder)
+        yield lock.inside()
     finally:
         with held_back(), contextlib.suppress(OSError):
             _remove(folder)
@@ -186,12 +200,12 @@ def _remove_tree(folder: Path) -> None:
     folder.rmdir()
 
 
-def remove_leftovers(target: Path, kind: str = _TEMPORARY) -> None:
-    """Remove the hidden folders of `target` that no living process holds."""
+def remove_leftovers(target: Path, kind: str = _TEMPORARY, *, own: bool = False) -> None:
+    """Remove the hidden folders of `target` that no living process holds; with `own` only those that this user made."""
     is_ours = re.compile(rf"\.{re.escape(_prefix(target))}\.[0-9a-f]{{8}}\.{kind}").fullmatch
     with contextlib.suppress(OSError):  # a folder that may not be listed, or is not there
         for item in target.parent.iterdir():
-            if is_ours(item.name):
+            if is_ours(item.name) and (not own or platforms.is_own(item)):
                 _remove_unheld(item)
 
 

@@ -19,7 +19,6 @@ from ckptconv import platforms
 from ckptconv.errors import CheckpointError
 from ckptconv.platforms import fill_descriptors
 from ckptconv.progress import Meter
-from ckptconv.signals import held_back
 
 
 def fill_closed_streams() -> None:
@@ -200,18 +199,17 @@ def _wrapped(text: str, indent: int, *, err: bool, first: int | None = None) -> 
 @contextmanager
 def spooled() -> Iterator[Path]:
     """Where an output is made that is to go to standard output, and of which nothing is printed before it is whole."""
-    with held_back():
-        folder = Path(platforms.new_temporary_folder("ckptconv-"))
-    try:
-        yield folder / "output"
-    except CheckpointError as error:
-        if error.path is not None and Path(error.path).parent == folder:
-            error.path = "standard output"
-            error.hint = f"it is made in {folder.parent} first, and printed when complete; set TMPDIR to use another folder"
-        raise
-    finally:
-        with held_back():
-            shutil.rmtree(folder, ignore_errors=True)
+    from ckptconv.staging import temporary_folder
+
+    with temporary_folder() as folder:
+        try:
+            yield folder / "output"
+        except CheckpointError as error:
+            if error.path is not None and Path(error.path).parent == folder:
+                error.path = "standard output"
+                place = platforms.temporary_folder()
+                error.hint = f"it is made in {place} first, and printed when complete; set TMPDIR to use another folder"
+            raise
 
 
 def copy_to_stdout(path: Path, meter: Meter) -> None:

@@ -47,7 +47,8 @@ def read_pickle(
     reader = PickleReader(stream, known, persistent, states)
     root = reader.read()
     if reader.position != len(stream):
-        raise MalformedCheckpoint(f"{len(stream) - reader.position} bytes follow the end of the pickle")
+        what = f"{len(stream) - reader.position} bytes follow the end of the pickle"
+        raise MalformedCheckpoint(what, hint="pickle.load may accept it, but ckptconv does not read what it cannot account for")
     return root
 
 

@@ -13,6 +13,8 @@ import pytest
 import torch
 from program import PROGRAM, SAMPLES, assert_one_error, environment, run
 
+from ckptconv.staging import temporary_folder
+
 TRAIN = SAMPLES / "ddp_cuda3_train.pt"
 
 
@@ -123,6 +125,31 @@ def test_a_signal_leaves_nothing(room):
     assert process.wait(60) in (1, 143)
     process.stderr.close()
     assert left(room) == ["big.pt"] and list((room / "tmp").iterdir()) == []
+
+
+def test_what_a_kill_leaves_is_removed_by_the_next_one(room):
+    process = started(room, "convert", "big.pt", "-", "--to", "torch")
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.read(10)
+    held = list((room / "tmp").iterdir())
+    assert printed(room, "convert", TRAIN, "-", "--to", "torch")[0] == 0
+    assert list((room / "tmp").iterdir()) == held and len(held) == 1  # of a process that lives
+    process.kill()
+    process.wait(60), process.stdout.close(), process.stderr.close()
+    assert printed(room, "convert", TRAIN, "-", "--to", "torch")[0] == 0
+    assert list((room / "tmp").iterdir()) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="files have no owners here")
+def test_what_another_user_left_is_not_touched(room, monkeypatch):
+    (theirs := room / "tmp" / ".ckptconv.0123abcd.ckptconv-tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(room / "tmp"))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "geteuid", lambda: theirs.stat().st_uid + 1)
+        with temporary_folder():
+            assert theirs.exists()
+    with temporary_folder():
+        assert not theirs.exists()
 
 
 def test_a_temporary_folder_without_room_is_named(room):

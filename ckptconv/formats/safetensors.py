@@ -101,6 +101,9 @@ def _malformed(source: Source, where: str, what: str) -> MalformedCheckpoint:
     return MalformedCheckpoint(what, path=source.path, where=where, hint="the file is damaged, cut off or forged")
 
 
+_NOT_ACCOUNTED = "the library may accept it, but ckptconv does not read what it cannot account for"
+
+
 def _metadata(source: Source, metadata: Any) -> dict[str, str]:
     if metadata is None:
         return {}
@@ -115,7 +118,8 @@ def _metadata(source: Source, metadata: Any) -> dict[str, str]:
 
 def _entry(source: Source, key: str, entry: Any) -> tuple[DType, tuple[int, ...], int, int]:
     if type(entry) is not dict or entry.keys() != _FIELDS:
-        raise _malformed(source, key, "its entry does not have exactly dtype, shape and data_offsets")
+        what = "its entry does not have exactly dtype, shape and data_offsets"
+        raise MalformedCheckpoint(what, path=source.path, where=key, hint=_NOT_ACCOUNTED)
     dtype = BY_SAFETENSORS.get(entry["dtype"]) if type(entry["dtype"]) is str else None
     shape, offsets = entry["shape"], entry["data_offsets"]
     if dtype is None:
@@ -127,7 +131,8 @@ def _entry(source: Source, key: str, entry: Any) -> tuple[DType, tuple[int, ...]
     if dtype is FLOAT4_PAIRS:
         dtype, shape = (FLOAT4, shape) if not shape or shape[-1] % 2 else (dtype, [*shape[:-1], shape[-1] // 2])
     if prod(size for size in shape if size) >= 1 << 63:
-        raise _malformed(source, key, f"its shape {shape} overflows")
+        what = f"its shape {shape} overflows"
+        raise MalformedCheckpoint(what, path=source.path, where=key, hint=_NOT_ACCOUNTED)
     nbits = prod(shape) * dtype.bits
     if nbits % 8:
         raise _malformed(source, key, f"its {prod(shape)} elements of {dtype.bits} bits do not fill whole bytes")

@@ -208,7 +208,8 @@ def _read_index(index: Path) -> tuple[Mapping[str, str], Mapping[str, Any]]:
         raise _malformed(index, "weight_map", "is missing or names no keys")
     for key, name in weight_map.items():
         if type(name) is not str or not platforms.is_plain_path(name):
-            raise _malformed(index, key, f"its shard {printable(str(name))} is not a plain file name")
+            what = f"its shard {printable(str(name))} is not a plain file name"
+            raise MalformedCheckpoint(what, path=index, where=key, hint="it means another file on Windows; rename it, here too")
     if (count := len(set(weight_map.values()))) > (most := in_force().shards):
         raise LimitExceeded(f"names {count} shards", limit="shards", allowed=most, needed=count, path=index)
     metadata = found.get("metadata")

@@ -131,6 +131,9 @@ def is_plain_name(name: str) -> bool:
 _LONGEST = 255  # bytes, as in the names of most file systems
 
 
+NOT_PLAIN = "it means something else on Windows, or lies elsewhere; rename it, also where it is named"
+
+
 def _by_number(tag: str, names: Sequence[str]) -> str:
     """The one name that ends in the number `tag` where none is called so: 1000 is step-1000 or iter_0001000; else `tag`."""
     if tag in names or not re.fullmatch("[0-9]{1,18}", tag):
@@ -141,7 +144,8 @@ def _by_number(tag: str, names: Sequence[str]) -> str:
 
 def _named(folder: Path, name: str, named_by: str, inside: _Inside, is_checkpoint: Test) -> str:
     if not is_plain_name(name):
-        raise MalformedCheckpoint(f"'{printable(name)}' is not a plain folder name", path=folder, where=named_by)
+        what = f"'{printable(name)}' is not a plain folder name"
+        raise MalformedCheckpoint(what, path=folder, where=named_by, hint=NOT_PLAIN)
     within(folder / name, folder)
     if name not in inside.files and not ((folder / name).is_dir() and is_checkpoint(folder / name)):
         what = f"names the step '{printable(name)}', which is not here"
