@@ -13,6 +13,8 @@ from dataclasses import dataclass, fields, replace
 from math import isfinite
 from typing import Any
 
+from ckptconv.errors import OptionRefused, UnknownOption
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -105,8 +107,8 @@ def limits(**changes: float) -> Iterator[Limits]:
 
     Blocks may stand within each other. Other threads, and async tasks that run already, keep their own. A checkpoint that was
     opened within a block keeps its limits for what is done with it later, but for those that are set where it is done.
-    Raises `TypeError` for a name that is not a limit or a value that is not a number, `ValueError`
-    for one that is not positive.
+    Raises `UnknownOption` for a name that is not a limit, `OptionRefused` for a value that is not a
+    positive number.
 
     >>> with limits(view_ratio=1000, pickle_bytes=4 << 30) as inside:
     ...     inside.view_ratio, inside.depth
@@ -140,10 +142,14 @@ def held(opened: Limits) -> Iterator[None]:
 
 def _checked(name: str, value: float) -> float:
     if name not in NAMES:
-        raise TypeError(f"there is no limit {name!r}; they are {', '.join(NAMES)}")
+        from difflib import get_close_matches
+
+        near = get_close_matches(str(name), NAMES, 1)
+        hint = f"did you mean {near[0]}?" if near else f"they are {', '.join(NAMES)}"
+        raise UnknownOption(f"there is no limit {name!r}", hint=hint)
     whole = type(getattr(DEFAULTS, name)) is int
     if type(value) not in (int, float) or (whole and type(value) is not int):
-        raise TypeError(f"the limit {name} is {'a whole number' if whole else 'a number'}, not {value!r:.100}")
+        raise OptionRefused(f"the limit {name} is {'a whole number' if whole else 'a number'}, not {value!r:.100}")
     if not value > 0 or not isfinite(value):
-        raise ValueError(f"the limit {name} must be greater than 0, not {value!r:.100}")
+        raise OptionRefused(f"the limit {name} must be greater than 0, not {value!r:.100}")
     return value

@@ -25,7 +25,7 @@ import ckptconv
 from ckptconv import bounds, convert_checkpoint, limits, open_checkpoint
 from ckptconv.assembly import check_cover
 from ckptconv.cli import cli
-from ckptconv.errors import LimitExceeded
+from ckptconv.errors import LimitExceeded, OptionRefused, UnknownOption
 from ckptconv.formats import dtensors
 from ckptconv.formats.dcp import _Nested
 from ckptconv.inspection import inspect_checkpoint
@@ -333,10 +333,11 @@ def test_other_threads_and_tasks_keep_their_own():
 @pytest.mark.parametrize(
     ("change", "error", "said"),
     [
-        ({"deepth": 3}, TypeError, "there is no limit 'deepth'; they are pickle_bytes, "),
-        ({"depth": "3"}, TypeError, "depth is a whole number"),
-        ({"depth": True}, TypeError, "depth is a whole number"),
-        ({"depth": 2.5}, TypeError, "depth is a whole number"),
+        ({"deepth": 3}, UnknownOption, "there is no limit 'deepth'; did you mean depth?"),
+        ({"x": 3}, TypeError, "there is no limit 'x'; they are pickle_bytes, "),
+        ({"depth": "3"}, OptionRefused, "depth is a whole number"),
+        ({"depth": True}, OptionRefused, "depth is a whole number"),
+        ({"depth": 2.5}, OptionRefused, "depth is a whole number"),
         ({"depth": 0}, ValueError, "must be greater than 0"),
         ({"depth": -1}, ValueError, "must be greater than 0"),
         ({"regex_seconds": float("nan")}, ValueError, "must be greater than 0"),
