@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hostile.cases import bad
 from program import run
 from safetensors.torch import load_file, save_file
 
@@ -117,3 +118,23 @@ def test_types_that_safetensors_does_not_give_to_torch_are_not_portable(tmp_path
     assert run("inspect", "--portable", path, cwd=tmp_path).exit == 1
     done = run("doctor", path, cwd=tmp_path)
     assert done.exit == 1 and "refused-dtype" in done.out
+
+
+DOUBLING = bad.P2 + b"})" + b"q\x00h\x00\x86" * 60 + b"Ns."
+COLLIDING = bad.P2 + b"}(" + b"".join(bad.n(k * ((1 << 61) - 1)) + b"N" for k in range(1, 2001)) + b"u."
+
+
+@pytest.mark.parametrize("pickled", [DOUBLING, COLLIDING], ids=["tuples", "ints"])
+def test_keys_that_make_torch_hang_are_told(pickled, tmp_path):
+    """torch is not asked: it would not come back."""
+    (tmp_path / "in.pt").write_bytes(bad.ckpt(pickled))
+    inspected = run("inspect", "--portable", "in.pt", cwd=tmp_path)
+    assert inspected.exit == 1 and "can make its reader hang" in inspected.out
+    told = run("doctor", "in.pt", cwd=tmp_path)
+    assert told.exit == 1 and "refused-keys" in told.out and "says:" not in told.out
+
+
+def test_few_large_keys_are_portable(tmp_path):
+    saved(tmp_path / "in.pt", {(1 << 61) + 5: torch.ones(1), (1, (2, 3)): torch.ones(1)})
+    assert torch_loads(tmp_path / "in.pt")
+    assert run("inspect", "--portable", "in.pt", cwd=tmp_path).exit == 0
