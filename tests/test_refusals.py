@@ -138,3 +138,27 @@ def test_few_large_keys_are_portable(tmp_path):
     saved(tmp_path / "in.pt", {(1 << 61) + 5: torch.ones(1), (1, (2, 3)): torch.ones(1)})
     assert torch_loads(tmp_path / "in.pt")
     assert run("inspect", "--portable", "in.pt", cwd=tmp_path).exit == 0
+
+
+def badcase(name: str, folder: Path) -> Path:
+    """A file of the generator of hostile files."""
+    path = folder / name
+    path.write_bytes(next(one[-1]() for one in bad.CASES if one[0] == name))
+    return path
+
+
+@pytest.mark.parametrize("name", ["exec_ext.pt", "zip_encrypted_flag.pt", "zip_zip64_lie.pt", "zip_case_twins.pt"])
+def test_torch_is_quoted_only_with_what_it_says(name, tmp_path):
+    told = run("doctor", badcase(name, tmp_path), cwd=tmp_path).out
+    assert "ckptconv does not open it" in told and "central directory" not in told
+
+
+@pytest.mark.parametrize("name", ["exec_reduce.pt", "exec_dotted.pt", "exec_load_from_bytes.pt"])
+def test_nobody_is_advised_to_load_what_is_dangerous(name, tmp_path):
+    path = badcase(name, tmp_path)
+    for command in (["inspect", path], ["doctor", path], ["convert", path, "out.pt"]):
+        done = run(*command, cwd=tmp_path)
+        told = done.out + done.err
+        assert done.exit == (0 if command[0] == "inspect" else 1)
+        assert "do not load it" in told and "ckptconv scan" in told
+        assert "--unknown keep" not in told and "load it where" not in told
