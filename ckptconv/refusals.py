@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.containers import SAFETENSORS, TORCH
-from ckptconv.errors import printable
-from ckptconv.nodes import Call, Node, children
-from ckptconv.walking import tensor_of, walk
+from ckptconv.errors import LimitExceeded, RefusedObject, printable
+from ckptconv.nodes import Call, Dict, Node, children
+from ckptconv.settling import refuse_keys
+from ckptconv.walking import Place, tensor_of, walk
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _VERSIONS = range(1, 11)
@@ -23,7 +24,10 @@ _NESTED = "torch._utils._rebuild_nested_tensor"
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a file does not open: a `code`, `what` it is, and the words that the library `said`; `by` names the library."""
+    """Why a file does not open: a `code`, `what` it is, and the words that the library `said`; `by` names the library.
+
+    A library that hangs says nothing.
+    """
 
     code: str
     what: str
@@ -71,6 +75,20 @@ def _torch_refusals(file: Checkpoint) -> Iterator[Refusal]:
     unread = {said for _, node in walk(file.root) for said in _unread_values(node, legacy)}
     for code, what, said in sorted(unread):
         yield Refusal(code, what, said)
+    if (slow := next((what for place, node in walk(file.root) if (what := _slow_keys(place, node))), None)) is not None:
+        yield Refusal("keys", f"{slow}, which can make its reader hang", "")
+
+
+def _slow_keys(place: Place, node: Node) -> str | None:
+    """What is wrong with the keys of a dict or set that take a reader hours to hash."""
+    if type(node) is Dict or type(node) is Call:
+        try:
+            refuse_keys(node, place)
+        except LimitExceeded as error:
+            return f"{error.what} ({printable(error.where or '')})"
+        except RefusedObject:  # cannot be hashed, or not slowly
+            return None
+    return None
 
 
 def _unread_values(node: Node, legacy: bool) -> Iterator[tuple[str, str, str]]:

@@ -9,9 +9,12 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ckptconv.bounds import Limits, in_force, limits
 from ckptconv.choices import refuse_no_path, spelling_checked
-from ckptconv.errors import CheckpointError, UnsupportedCheckpoint
+from ckptconv.collector import collector_paused
+from ckptconv.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.formats.dcp_metadata import read_metadata
+from ckptconv.formats.detect import open_file
 from ckptconv.joined_archives import joined_archives
 from ckptconv.progress import Meter, OnProgress
 from ckptconv.showing import html_table, short_repr
@@ -169,8 +172,32 @@ def _scan_file(path: Path, read: Meter) -> ScannedFile:
     finally:
         source.close()
     source.count_rest()
-    findings = sorted(dict.fromkeys(scanner.findings), key=lambda finding: -LEVELS.index(finding.level))
+    found = dict.fromkeys(scanner.findings)
+    is_joined = kind.endswith(" zips")  # the items of a DCP folder; no file of them is a checkpoint
+    if scanner.pickles and not is_joined and all(finding.level == "plain" for finding in found):
+        found |= dict.fromkeys(_malformed(path))
+    findings = sorted(found, key=lambda finding: -LEVELS.index(finding.level))
     return ScannedFile(str(path), kind, scanner.pickles, tuple(findings))
+
+
+def _malformed(path: Path) -> Iterator[Finding]:
+    """What makes a conversion refuse a file whose names are plain: it may be read in two ways, and one was scanned."""
+    most = in_force()
+    try:
+        with (
+            limits(nodes=min(most.nodes, _OPENED.nodes), pickle_bytes=min(most.pickle_bytes, _OPENED.pickle_bytes)),
+            collector_paused(),
+            open_file(path),
+        ):
+            return
+    except MalformedCheckpoint as error:
+        yield Finding(error.where or "", "", "unknown", f"malformed: {error.what}", 0)
+    except (CheckpointError, OSError, ValueError):  # not a checkpoint, or too large to be opened just for this
+        return
+
+
+_OPENED = Limits(nodes=1_000_000, pickle_bytes=1 << 26)
+"""Scanning takes little memory whatever a pickle holds; opening does not."""
 
 
 # ------------------------------------------------------------------------------------------------------- items of a folder

@@ -85,7 +85,7 @@ def settle_objects(root: Node, overlay: dict[int, Node], unknown: Unknown) -> Se
         elif type(node) is Call and is_composite(node):
             settled.checks.append(parts_check(node, place_text(place) or "the whole file"))
         if unknown != "keep" and (type(node) is Dict or type(node) is Call):
-            _refuse_keys(_hashed(node), place)
+            refuse_keys(node, place)
     if refused:
         raise _refusal(refused)
     return settled
@@ -108,10 +108,10 @@ def _hashed(node: Node) -> Iterable[Node]:
     return (key for key, _ in mapping_pairs(node) or node.pairs)
 
 
-def _refuse_keys(keys: Iterable[Node], place: Place) -> None:
+def refuse_keys(node: Node, place: Place) -> None:
     """Refuse dict keys whose hashing is slow (nested tuples, thousands of ints with one hash) or impossible."""
     try:
-        odd = [key for key in keys if type(key) is not str and not _is_harmless_key(key)]
+        odd = [key for key in _hashed(node) if type(key) is not str and not _is_harmless_key(key)]
     except LimitExceeded as error:
         raise error.at(where=place_text(place) or "the whole file") from None
     if any(type(key) is not int for key in odd):

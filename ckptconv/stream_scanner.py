@@ -217,7 +217,7 @@ class Scanner:
                     self.scan(RangeSource(source, start, size), f"{where}/byte {start}".strip("/"), depth + 1)
                 return f"{len(parts)} zips"
             self._odd(
-                where, f"its directory was not followed, because it {error.what}; what is stored or deflated in it was searched"
+                where, f"its directory was not followed ({error.what}); what is stored or deflated in it was searched"
             )
             if _may_be_script(source):
                 what = "seems to be a TorchScript archive; torch may use its directory and run code that was not judged"

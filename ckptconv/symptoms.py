@@ -164,7 +164,8 @@ def _refused(case: Case) -> Iterator[Symptom]:
     """What the file's own library refuses besides; the name of one file has a check of its own."""
     for one in case.facts.refused:
         if one.code != "name" or case.checkpoint.files:
-            yield symptom("error", f"refused-{one.code}", one.what, words.quoted(one.said, by=one.by), Fix())
+            effect = words.quoted(one.said, by=one.by) if one.said else f"{one.by} may not come back for hours"
+            yield symptom("error", f"refused-{one.code}", one.what, effect, Fix())
 
 
 def _tags(case: Case) -> Iterator[Symptom]:

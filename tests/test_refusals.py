@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hostile.cases import bad
 from program import run
 from safetensors.torch import load_file, save_file
 
@@ -117,3 +118,47 @@ def test_types_that_safetensors_does_not_give_to_torch_are_not_portable(tmp_path
     assert run("inspect", "--portable", path, cwd=tmp_path).exit == 1
     done = run("doctor", path, cwd=tmp_path)
     assert done.exit == 1 and "refused-dtype" in done.out
+
+
+DOUBLING = bad.P2 + b"})" + b"q\x00h\x00\x86" * 60 + b"Ns."
+COLLIDING = bad.P2 + b"}(" + b"".join(bad.n(k * ((1 << 61) - 1)) + b"N" for k in range(1, 2001)) + b"u."
+
+
+@pytest.mark.parametrize("pickled", [DOUBLING, COLLIDING], ids=["tuples", "ints"])
+def test_keys_that_make_torch_hang_are_told(pickled, tmp_path):
+    """torch is not asked: it would not come back."""
+    (tmp_path / "in.pt").write_bytes(bad.ckpt(pickled))
+    inspected = run("inspect", "--portable", "in.pt", cwd=tmp_path)
+    assert inspected.exit == 1 and "can make its reader hang" in inspected.out
+    told = run("doctor", "in.pt", cwd=tmp_path)
+    assert told.exit == 1 and "refused-keys" in told.out and "says:" not in told.out
+
+
+def test_few_large_keys_are_portable(tmp_path):
+    saved(tmp_path / "in.pt", {(1 << 61) + 5: torch.ones(1), (1, (2, 3)): torch.ones(1)})
+    assert torch_loads(tmp_path / "in.pt")
+    assert run("inspect", "--portable", "in.pt", cwd=tmp_path).exit == 0
+
+
+def badcase(name: str, folder: Path) -> Path:
+    """A file of the generator of hostile files."""
+    path = folder / name
+    path.write_bytes(next(one[-1]() for one in bad.CASES if one[0] == name))
+    return path
+
+
+@pytest.mark.parametrize("name", ["exec_ext.pt", "zip_encrypted_flag.pt", "zip_zip64_lie.pt", "zip_case_twins.pt"])
+def test_torch_is_quoted_only_with_what_it_says(name, tmp_path):
+    told = run("doctor", badcase(name, tmp_path), cwd=tmp_path).out
+    assert "ckptconv does not open it" in told and "central directory" not in told
+
+
+@pytest.mark.parametrize("name", ["exec_reduce.pt", "exec_dotted.pt", "exec_load_from_bytes.pt"])
+def test_nobody_is_advised_to_load_what_is_dangerous(name, tmp_path):
+    path = badcase(name, tmp_path)
+    for command in (["inspect", path], ["doctor", path], ["convert", path, "out.pt"]):
+        done = run(*command, cwd=tmp_path)
+        told = done.out + done.err
+        assert done.exit == (0 if command[0] == "inspect" else 1)
+        assert "do not load it" in told and "ckptconv scan" in told
+        assert "--unknown keep" not in told and "load it where" not in told

@@ -23,6 +23,7 @@ import oracle
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from hostile.cases import bad
 from program import SAMPLES, assert_one_error, idle_rss, run
 
 from ckptconv import CheckpointError, limits, scan_checkpoint
@@ -606,10 +607,10 @@ def test_the_program_answers_by_its_exit_code(tmp_path):
     assert "os.system: runs commands of the system" in run("scan", bad, cwd=tmp_path).out
     assert_one_error(run("scan", "none.pt", cwd=tmp_path), code=2)
     both = run("scan", bad, "none.pt", good, cwd=tmp_path)
-    assert both.exit == 2 and "os.system" in both.out and "good.pkl: holds only what" in both.out
+    assert both.exit == 2 and "os.system" in both.out and "good.pkl: holds only" in both.out
     assert both.err == "error: none.pt: no such file; check the path\n"
     document = run("scan", bad, "none.pt", "--json", cwd=tmp_path)
-    assert document.exit == 2 and len(document.json()["scans"]) == 1 and "no such file" in document.json()["error"]["message"]
+    assert document.exit == 2 and len(document.json()["scans"]) == 2 and "no such file" in document.json()["error"]["message"]
     assert run("scan", bad, "--quiet", cwd=tmp_path).out == ""
     document = run("scan", bad, "--json", cwd=tmp_path).json()
     assert document["scans"][0]["level"] == "dangerous"
@@ -664,3 +665,20 @@ def test_base64_that_hides_a_pickle_needs_a_decoder_that_is_told(tmp_path):
     hidden = base64.b64encode(BAD)
     content = pickle.dumps(Reduced(pickle.loads, Reduced(base64.b64decode, hidden)))
     assert level(tmp_path, content) == "dangerous"
+
+
+MALFORMED = ("exec_setitem_on_tensor.pt", "zip_two_roots.pt", "zip_after_legacy_polyglot.pt", "torch_numel_too_big.pt")
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_what_a_conversion_refuses_as_malformed_is_not_plain(name, tmp_path):
+    content = next(case[-1]() for case in bad.CASES if case[0] == name)
+    scan = scan_checkpoint(written(tmp_path, content))
+    assert scan.level == "unknown"
+    assert any(finding.reason.startswith("malformed: ") for finding in scan.files[0].findings)
+
+
+def test_why_a_directory_was_not_followed_is_a_sentence(tmp_path):
+    scan = scan_checkpoint(written(tmp_path, next(case[-1]() for case in bad.CASES if case[0] == "zip_zip64_lie.pt")))
+    reasons = [finding.reason for finding in scan.files[0].findings if "not followed" in finding.reason]
+    assert reasons and all(reason.startswith("its directory was not followed (") for reason in reasons)
