@@ -22,7 +22,7 @@ from ckptconv.dtypes import UINT8
 from ckptconv.encodings import flat
 from ckptconv.errors import CheckpointError, KeyConflict, LimitExceeded, OptionRefused, printable
 from ckptconv.formats.detect import Named, open_checkpoint
-from ckptconv.keys import STRIP, KeyMap, KeyRules, map_keys, refuse_idle, rules_of
+from ckptconv.keys import STRIP, KeyMap, KeyRules, hint_of_starts, map_keys, refuse_idle, rules_of
 from ckptconv.nodes import Call, Dict, Global, Node, PersistentId, attributes, children, mapping_pairs
 from ckptconv.plain_objects import plain_form, tensor_form
 from ckptconv.progress import Meter, OnProgress
@@ -226,7 +226,7 @@ def _refuse_idle(ours: KeyMap, theirs: KeyMap, keys: KeyRules, first: Checkpoint
         idle = tuple(words for words in ours.idle if words in theirs.idle or words not in of_both)
         refuse_idle([replace(ours, idle=idle)], keys)
         if ours.old and not any(key is not None for key in (*ours.new, *theirs.new)):
-            raise KeyConflict(f"no key is left after {keys.leaving}", hint="check the globs")
+            raise KeyConflict(f"no key is left after {keys.leaving}", hint=hint_of_starts([ours], keys))
     except KeyConflict as error:
         raise error.at(path=first.path) from error.__cause__
 

@@ -373,11 +373,26 @@ def target(output: Path, options: Request) -> tuple[Path, Target]:
 
 def _target_format(output: Path, to: Target | None) -> Target:
     if to is not None:
+        _refuse_misnamed(output, to)
         return to
     if (found := _SUFFIXES.get(output.suffix.lower())) is not None:
         return found
-    hint = "add --to torch or --to safetensors (or dcp)"
+    hint = "add --to torch or --to safetensors (or dcp); to= in code"
     raise CheckpointError("its name does not say which format to write", path=output, hint=hint)
+
+
+_OF_ONE_FORMAT: dict[str, Target] = {".safetensors": "safetensors", **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch")}
+"""Endings of names that every reader takes for one format."""
+
+
+def _refuse_misnamed(output: Path, to: Target) -> None:
+    """Refuse a file whose name says another format than the one that was asked for."""
+    said = _OF_ONE_FORMAT.get(output.suffix.lower(), to)
+    if to == "dcp" or said == to:
+        return
+    better = printable(output.with_suffix(".pt" if to == "torch" else ".safetensors").name)
+    what = f"its name says {said}, but --to says {to} (to= in code)"
+    raise CheckpointError(what, path=output, hint=f"write {better}, or leave --to out")
 
 
 def keeps_modules(output: str | os.PathLike[str], options: Options | Request) -> bool:

@@ -1,0 +1,87 @@
+"""What results and errors say: true of this run, in the words of the caller, fit to be pasted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from click import unstyle
+from click.testing import CliRunner
+
+import ckptconv
+from ckptconv import terminal
+from ckptconv.cli import cli
+from ckptconv.errors import CheckpointError
+
+SAMPLES = Path(__file__).resolve().parents[1] / "sample_ckpts"
+DDP = SAMPLES / "ddp_cuda3.pt"
+
+
+def said(*arguments: object) -> tuple[int, str]:
+    """The exit code of the program and all that it printed."""
+    done = CliRunner().invoke(cli, [str(part) for part in arguments])
+    return done.exit_code, done.output
+
+
+def saved(path: Path, **tensors: torch.Tensor) -> Path:
+    """A state dict as a torch file."""
+    torch.save(tensors, path)
+    return path
+
+
+def test_a_verified_cast_is_equal_after_the_cast(tmp_path):
+    _, text = said("convert", DDP, tmp_path / "a.pt", "--verify", "--dtype", "bf16")
+    assert "tensors read back, equal to the source after the cast to bfloat16; nothing that the source names is missing" in text
+    _, text = said("convert", DDP, tmp_path / "b.pt", "--verify")
+    assert "tensors read back, equal to the source; nothing that the source names is missing" in text
+
+
+def test_a_verified_output_without_all_keys_says_so(tmp_path):
+    _, text = said("convert", DDP, tmp_path / "a.pt", "--verify", "--exclude", "*.bias")
+    assert "equal to the source; nothing else that the source names is missing" in text
+
+
+def test_a_command_is_not_broken_on_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(terminal.sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "60")
+    fix = f"ckptconv convert {'x' * 40}.pt {'y' * 40}.pt --only model"
+    terminal.print_lines([("effect", "some words " * 20), ("fix", fix)])
+    shown = unstyle(capsys.readouterr().out)
+    assert fix in shown
+    assert max(map(len, shown.splitlines()[:3])) <= 60
+
+
+@pytest.mark.parametrize("command", ["convert", "diff"])
+def test_a_glob_of_wrapped_keys_gets_the_hint_that_other_rules_have(command, tmp_path):
+    other = tmp_path / "out.pt"
+    if command == "diff":
+        ckptconv.convert_checkpoint(DDP, other)
+    code, text = said(command, DDP, other, "--keys", "strip", "--include", "module.*")
+    assert code == (2 if command == "diff" else 1)
+    assert "before the rules the keys start with module.; --keys keep leaves the wrapper module" in text
+
+
+def test_keys_that_are_left_out_are_named_as_the_rule_saw_them(tmp_path):
+    source = saved(tmp_path / "in.pt", **{"module.a.weight": torch.ones(2), "module.b.weight": torch.ones(2)})
+    _, text = said("convert", source, tmp_path / "out.pt", "--include", "a.*")
+    assert "left out  1 of 2 keys did not match --include 'a.*': b.weight\n" in text
+    plan = said("convert", source, tmp_path / "out2.pt", "--include", "a.*", "--json")[1]
+    assert '"path": "module.b.weight"' in plan
+
+
+@pytest.mark.parametrize(
+    ("name", "to", "better"),
+    [
+        ("x.safetensors", "torch", "x.pt"),
+        *((f"x{end}", "safetensors", "x.safetensors") for end in (".pt", ".PTH", ".bin", ".ckpt")),
+    ],
+)
+def test_a_name_and_a_format_that_disagree_are_refused(name, to, better, tmp_path):
+    code, text = said("convert", DDP, tmp_path / name, "--to", to)
+    assert code == 1 and f"write {better}, or leave --to out" in text
+    assert not (tmp_path / name).exists()
+    with pytest.raises(CheckpointError, match="to= in code"):
+        ckptconv.convert_checkpoint(DDP, tmp_path / name, to=to)
+    with pytest.raises(CheckpointError, match="to= in code"):
+        ckptconv.save_portable({"a": torch.ones(2)}, tmp_path / name, to=to)
