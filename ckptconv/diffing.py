@@ -101,6 +101,13 @@ class Difference:
             return False
         return not (self.strict_device and self.locations)
 
+    @property
+    def differing(self) -> int:
+        """How many tensors that both have differ, in whatever counts."""
+        counted = [self.shapes, self.values]
+        counted += [self.dtypes] * (not self.ignore_dtype) + [self.locations] * self.strict_device
+        return len({item.key for items in counted for item in items})  # type: ignore[attr-defined]
+
     def _counts(self) -> list[tuple[str, int]]:
         """How many keys differ, by what differs."""
         named = ("damaged", "only_a", "only_b", "dtypes", "shapes", "values", "others", "locations")
@@ -108,7 +115,9 @@ class Difference:
 
     def __repr__(self) -> str:
         verdict = "same" if self.same else "damaged" if self.damaged else "different"
-        counts = [f"{count:,} {name}" for name, count in self._counts()]
+        differing = [f"{count_text(self.differing, 'tensor')} differ"] if self.differing else []
+        told = [f"{count:,} {name}" for name, count in self._counts() if name in ("damaged", "only_a", "only_b", "others")]
+        counts = [*differing, *told]
         return short_repr("Difference", verdict, f"{self.tensors:,} tensors compared", *counts)
 
     def _repr_html_(self) -> str:

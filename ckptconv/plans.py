@@ -326,7 +326,14 @@ class ConversionPlan:
         return sum(file.layout.nbytes for file in (*self.files, *([self.index] if self.index else [])))
 
     def __repr__(self) -> str:
-        return short_repr("ConversionPlan", f"{self.source.name} → {self.output.name}", *self._facts())
+        return short_repr("ConversionPlan", f"{self.source.name} → {self.shown_name}", *self._facts())
+
+    @property
+    def shown_name(self) -> str:
+        """The name of what will be there: of shards that of their index, or of the folder."""
+        if self.index is None:
+            return self.output.name
+        return f"{self.output.parent.name}/" if self.in_folder else self.index.path.name
 
     def _facts(self) -> list[str]:
         keys = sum(item.count for item in self.state_dicts)

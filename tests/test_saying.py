@@ -85,3 +85,38 @@ def test_a_name_and_a_format_that_disagree_are_refused(name, to, better, tmp_pat
         ckptconv.convert_checkpoint(DDP, tmp_path / name, to=to)
     with pytest.raises(CheckpointError, match="to= in code"):
         ckptconv.save_portable({"a": torch.ones(2)}, tmp_path / name, to=to)
+
+
+def test_dtypes_that_are_not_counted_are_one_line(tmp_path):
+    one = saved(tmp_path / "a.pt", **{f"w{i}": torch.ones(2) for i in range(8)})
+    other = saved(tmp_path / "b.pt", **{f"w{i}": torch.ones(2, dtype=torch.bfloat16) for i in range(8)})
+    _, text = said("diff", one, other, "--ignore-dtype")
+    assert "float32 [2] / bfloat16 [2]" not in text
+    assert "dtype  float32 / bfloat16: 8 tensors (not counted)\n" in text
+    code, text = said("diff", one, other)
+    assert code == 1 and "--ignore-dtype compares the numbers" in text
+    assert "8 of 8 tensors differ" in text
+
+
+def test_a_difference_counts_tensors_and_shows_short_numbers(tmp_path):
+    one = saved(tmp_path / "a.pt", w=torch.full((3,), 1 / 3, dtype=torch.float64), v=torch.ones(2), z=torch.ones(2))
+    other = saved(tmp_path / "b.pt", w=torch.full((3,), 0.5, dtype=torch.float64), v=torch.ones(2), z=torch.zeros(2))
+    code, text = said("diff", one, other)
+    assert code == 1 and "2 of 3 tensors differ" in text
+    assert "rel L2 0.333 of B, cosine 1.0000000," in text and "0.333333333 / 0.5" in text
+    assert "B is all zero" in text and "inf" not in text
+    assert repr(ckptconv.diff_checkpoints(one, other)) == "<Difference different: 3 tensors compared, 2 tensors differ>"
+
+
+def test_a_tensor_that_differs_in_nan_alone_has_no_distance(tmp_path):
+    one = saved(tmp_path / "a.pt", w=torch.tensor([1.0, float("nan")]))
+    other = saved(tmp_path / "b.pt", w=torch.tensor([1.0, 2.0]))
+    _, text = said("diff", one, other)
+    assert "finite values equal" in text and "rel L2" not in text
+
+
+def test_shards_are_named_by_files_that_exist(tmp_path):
+    result = ckptconv.convert_checkpoint(DDP, tmp_path / "q3.pt", max_shard_size="1KB")
+    assert "q3.pt.index.json" in repr(result) and "q3.pt.index.json" in repr(result.plan)
+    result = ckptconv.convert_checkpoint(DDP, tmp_path / "folder", max_shard_size="1KB")
+    assert "→ folder/:" in repr(result)
