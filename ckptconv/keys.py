@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import InitVar, dataclass, field
 from typing import Literal, NamedTuple
 
-from ckptconv.choices import WRAPPERS, refuse_no_keys, refuse_no_text, refuse_no_texts, refuse_other
+from ckptconv.choices import WRAPPERS, refuse_no_keys, refuse_no_text, refuse_no_texts, refuse_other, spelling_checked
 from ckptconv.errors import KeyConflict, OptionRefused, printable
 from ckptconv.key_rules import AddPrefix, Mapped, Patience, Preset, Regex, Rename, Rule, Select, Step, StripPrefix
 from ckptconv.showing import short_repr
@@ -116,6 +116,9 @@ class KeyRules:
     def leaving(self) -> str:
         """The words of the rules that leave keys out."""
         return " or ".join(rule.words for rule in self.rules if rule.leaves_out) or "the rules"
+
+
+KeyRules.__init__ = spelling_checked(KeyRules.__init__)  # type: ignore[method-assign]
 
 
 RULE_WORDS = ("strip-prefix", "add-prefix", "rename", "regex", "include", "exclude", "preset")

@@ -14,6 +14,7 @@ from ckptconv.choices import (
     TARGETS,
     TIED,
     UNKNOWN,
+    plain_name,
     refuse_no_flag,
     refuse_no_output,
     refuse_no_path,
@@ -137,6 +138,8 @@ class Options:
     save_mapping: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
+        for name in ("dtype", "device"):
+            object.__setattr__(self, name, plain_name(getattr(self, name)))
         _refuse_no_choice(self)
         refuse_no_words(**{name: getattr(self, name) for name in _RULES})
         refuse_no_tags(self.map_location)

@@ -79,10 +79,13 @@ def _deviation_text(found: Deviation) -> str:
     return f"{count}{nans}{_measures_text(found)}, max abs {found.max_abs:.6g}{rel}, {where}"
 
 
+_DIGITS = 10  # characters: nine digits and a point
+
+
 def _short(value: str) -> str:
     """A value of a tensor with at most 9 digits: as many as tell all float32 apart."""
     try:
-        return str(value) if value.lstrip("-").isdecimal() else min(f"{float(value):.9g}", value, key=len)
+        return value if len(value) <= _DIGITS or value.lstrip("-").isdecimal() else f"{float(value):.9g}"
     except ValueError:  # a complex number, a bool, bytes
         return value
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 import ckptconv
 from ckptconv import terminal
 from ckptconv.cli import cli
-from ckptconv.errors import CheckpointError
+from ckptconv.errors import CheckpointError, OptionRefused
 
 SAMPLES = Path(__file__).resolve().parents[1] / "sample_ckpts"
 DDP = SAMPLES / "ddp_cuda3.pt"
@@ -120,3 +120,37 @@ def test_shards_are_named_by_files_that_exist(tmp_path):
     assert "q3.pt.index.json" in repr(result) and "q3.pt.index.json" in repr(result.plan)
     result = ckptconv.convert_checkpoint(DDP, tmp_path / "folder", max_shard_size="1KB")
     assert "→ folder/:" in repr(result)
+
+
+def test_objects_of_torch_are_taken_for_their_names(tmp_path):
+    options = ckptconv.Options(dtype=torch.bfloat16, device=torch.device("cuda:1"))
+    assert (options.dtype, options.device) == ("bfloat16", "cuda:1")
+    result = ckptconv.convert_checkpoint(DDP, tmp_path / "a.pt", dtype=torch.float16, device=torch.device("cuda:1"))
+    assert {after for _, after in result.plan.casts} == {"float16"}
+    state = {"a": torch.ones(2)}
+    result = ckptconv.save_portable(state, tmp_path / "b.pt", dtype=torch.bfloat16, device=torch.device("cuda:1"))
+    assert dict(result.plan.locations) == {("cpu", "cuda:1"): 1}
+
+
+def test_misplaced_arguments_are_told_where_they_go(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    for match, call in (
+        ("plan_conversion", lambda: ckptconv.convert_checkpoint(DDP, tmp_path / "a.pt", ckptconv.Options())),
+        (r"tolerance=Tolerance\(atol=", lambda: ckptconv.diff_checkpoints(DDP, DDP, atol=1.0)),
+        (r"load_into\(model, path\)", lambda: ckptconv.load_into("model.pt", model)),
+        ("did you mean strip_prefixes", lambda: ckptconv.KeyRules(strip_prefix="a.")),
+        ("a tolerance is 0 or more", lambda: ckptconv.Tolerance(atol=-1)),
+        ("OLD=NEW", lambda: ckptconv.Options(rename={"a": "b"})),
+    ):
+        with pytest.raises(OptionRefused, match=match):
+            call()
+
+
+def test_an_open_file_is_not_a_path():
+    with DDP.open("rb") as file, pytest.raises(OptionRefused, match="an open file is not a path"):
+        ckptconv.load_portable(file)
+
+
+def test_a_wrapper_is_quoted():
+    assert "carry the wrapper 'module.'" in said("inspect", DDP)[1]
+    assert "carry the wrapper 'module.'" in said("doctor", DDP)[1]
