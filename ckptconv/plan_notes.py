@@ -20,6 +20,7 @@ from ckptconv.sharding import index_path
 from ckptconv.state_dicts import StateDict
 from ckptconv.tensors import TensorRef
 from ckptconv.walking import place_text
+from ckptconv.wording import count_text
 
 NOT_IN_TORCH = "write safetensors (--to safetensors), or leave it out with --exclude"
 """What can be done about a tensor that safetensors holds and torch does not."""
@@ -36,7 +37,7 @@ def key_notes(state_dicts: Sequence[RenamedKeys], rules: KeyRules) -> Iterator[s
     """Keys with control characters, and wrappers that the rules leave on them."""
     odd = [key for item in state_dicts for key in item.odd]
     if odd:
-        yield f"{len(odd)} keys hold control characters, e.g. {printable(odd[0])}"
+        yield f"{count_text(len(odd), 'key')} {'holds' if len(odd) == 1 else 'hold'} control characters, e.g. {printable(odd[0])}"
     for item in state_dicts:
         for key, twin in item.filled:
             where = f" of {printable(item.path)}" if item.path else ""

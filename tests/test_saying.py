@@ -154,3 +154,13 @@ def test_an_open_file_is_not_a_path():
 def test_a_wrapper_is_quoted():
     assert "carry the wrapper 'module.'" in said("inspect", DDP)[1]
     assert "carry the wrapper 'module.'" in said("doctor", DDP)[1]
+
+
+def test_an_empty_variable_hides_every_gpu(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "empty: every GPU is hidden" in said("devices")[1]
+
+
+def test_one_key_holds_control_characters(tmp_path):
+    source = saved(tmp_path / "in.pt", **{"a\x01": torch.ones(2), "b": torch.ones(2)})
+    assert "1 key holds control characters" in said("convert", source, tmp_path / "out.pt")[1]
