@@ -44,6 +44,13 @@ def refuse_no_keys(given: object) -> None:
     refuse_other("keys", given, KEYS, further=", or give KeyRules")
 
 
+def plain_name(value: Any) -> Any:
+    """The name of a `torch.dtype` or `torch.device`, found without importing torch; anything else as it is."""
+    kind = type(value)
+    is_torchs = kind.__module__ == "torch" and kind.__name__ in ("dtype", "device")
+    return str(value).removeprefix("torch.") if is_torchs else value
+
+
 def refuse_no_text(**given: object) -> None:
     """Raise `OptionRefused` unless each option is None or a text that is not empty."""
     for option, text in given.items():
@@ -72,6 +79,8 @@ def refuse_no_output(**given: object) -> None:
 
 def _address(option: str, path: object) -> str | None:
     """The address of another machine that is given for a path, if it is one."""
+    if hasattr(path, "read"):
+        raise OptionRefused(f"{option}: an open file is not a path", hint="give the name of the file")
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
         raise OptionRefused(f"{option}={path!r:.100} is not a path", hint="name a file or a folder")
     if (b"\0" if isinstance(os.fspath(path), bytes) else "\0") in os.fspath(path):
@@ -81,7 +90,7 @@ def _address(option: str, path: object) -> str | None:
 
 def refuse_no_paths(option: str, given: object) -> None:
     """The same of one path or of several."""
-    several = isinstance(given, Iterable) and not isinstance(given, (str, bytes, os.PathLike))
+    several = isinstance(given, Iterable) and not isinstance(given, (str, bytes, os.PathLike)) and not hasattr(given, "read")
     for path in given if isinstance(given, Iterable) and several else (given,):
         refuse_no_path(**{option: path})
 
@@ -119,9 +128,12 @@ def refuse_no_words(**given: object) -> None:
     for option, words in given.items():
         listed = (words,) if isinstance(words, str) else words
         if not isinstance(listed, (list, tuple)) or any(type(word) is not str or not word for word in listed):
-            raise OptionRefused(
-                f"{option}={words!r:.100} is not a text", hint=f"write it as {option}='…' or {option}=['…', '…']"
-            )
+            text = _FORMS.get(option, "…")
+            hint = f"write it as {option}='{text}' or {option}=['{text}', '{text}']"
+            raise OptionRefused(f"{option}={words!r:.100} is not a text", hint=hint)
+
+
+_FORMS = {"rename": "OLD=NEW", "regex": "PATTERN=>REPLACEMENT"}
 
 
 def spelling_checked(function: F) -> F:
@@ -141,6 +153,9 @@ def spelling_checked(function: F) -> F:
     def checked(*args: Any, **given: Any) -> Any:
         if unknown := [name for name in given if name not in options]:
             raise unknown_option(unknown[0], options)
+        if any(type(item).__name__ == "Options" for item in args[code.co_argcount :]):
+            hint = "plan_conversion takes them; here each option has its name: dtype='bf16'"
+            raise UnknownOption(f"{function.__name__} does not take Options", hint=hint)
         refuse_no_callback(given.get("on_progress"))
         return function(*args, **given)
 
@@ -151,6 +166,11 @@ def unknown_option(name: str, options: Sequence[str]) -> UnknownOption:
     """The error for a name that is none of the `options`."""
     from difflib import get_close_matches
 
+    if name in _OF_TOLERANCE and "tolerance" in options:
+        return UnknownOption(f"unknown option '{name}'", hint=f"write tolerance=Tolerance({name}=…)")
     near = get_close_matches(name.lower(), options, 3, 0.65)
     hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(options)}"
     return UnknownOption(f"unknown option '{printable(name)}'", hint=hint)
+
+
+_OF_TOLERANCE = ("atol", "rtol", "equal_nan")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckptconv.casting import cast
 from ckptconv.checksums import Checksums
 from ckptconv.dtypes import BY_NAME, DType
-from ckptconv.errors import MalformedCheckpoint
+from ckptconv.errors import MalformedCheckpoint, OptionRefused
 from ckptconv.progress import Meter
 from ckptconv.sources import CHUNK, SMALL, FileSource, crc32
 from ckptconv.tensors import Storage, TensorRef, iter_chunks, verbatim_runs
@@ -55,7 +55,7 @@ class Span(NamedTuple):
 class Tolerance:
     """When two numbers count as equal: |a - b| <= atol + rtol * |b|, as in `torch.isclose`; NaN only with `equal_nan`.
 
-    Raises `ValueError` for a bound that is negative or not a number.
+    Raises `OptionRefused` (a `ValueError` too) for a bound that is negative or not a number.
     """
 
     atol: float = 0.0
@@ -65,7 +65,7 @@ class Tolerance:
     def __post_init__(self) -> None:
         for bound in (self.atol, self.rtol):
             if not bound >= 0:
-                raise ValueError(f"a tolerance is 0 or more, not {bound!r}")
+                raise OptionRefused(f"a tolerance is 0 or more, not {bound!r}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ class ConversionResult:
     def __repr__(self) -> str:
         plan, verified = self.plan, None if self.verified is None else f"{self.verified:,} tensors verified"
         told = (plan.to, size_text(plan.nbytes), f"{self.seconds:.2f} s", verified)
-        return short_repr("ConversionResult", f"{plan.source.name} → {plan.output.name}", *told)
+        return short_repr("ConversionResult", f"{plan.source.name} → {plan.shown_name}", *told)
 
     def _repr_html_(self) -> str:
         return f"{html_table(repr(self)[1:-1], self._warnings())}{self.plan._repr_html_()}"

@@ -22,7 +22,7 @@ from ckptconv.dtypes import UINT8
 from ckptconv.encodings import flat
 from ckptconv.errors import CheckpointError, KeyConflict, LimitExceeded, OptionRefused, printable
 from ckptconv.formats.detect import Named, open_checkpoint
-from ckptconv.keys import STRIP, KeyMap, KeyRules, map_keys, refuse_idle, rules_of
+from ckptconv.keys import STRIP, KeyMap, KeyRules, hint_of_starts, map_keys, refuse_idle, rules_of
 from ckptconv.nodes import Call, Dict, Global, Node, PersistentId, attributes, children, mapping_pairs
 from ckptconv.plain_objects import plain_form, tensor_form
 from ckptconv.progress import Meter, OnProgress
@@ -101,6 +101,13 @@ class Difference:
             return False
         return not (self.strict_device and self.locations)
 
+    @property
+    def differing(self) -> int:
+        """How many tensors that both have differ, in whatever counts."""
+        counted = [self.shapes, self.values]
+        counted += [self.dtypes] * (not self.ignore_dtype) + [self.locations] * self.strict_device
+        return len({item.key for items in counted for item in items})  # type: ignore[attr-defined]
+
     def _counts(self) -> list[tuple[str, int]]:
         """How many keys differ, by what differs."""
         named = ("damaged", "only_a", "only_b", "dtypes", "shapes", "values", "others", "locations")
@@ -108,7 +115,9 @@ class Difference:
 
     def __repr__(self) -> str:
         verdict = "same" if self.same else "damaged" if self.damaged else "different"
-        counts = [f"{count:,} {name}" for name, count in self._counts()]
+        differing = [f"{count_text(self.differing, 'tensor')} differ"] if self.differing else []
+        told = [f"{count:,} {name}" for name, count in self._counts() if name in ("damaged", "only_a", "only_b", "others")]
+        counts = [*differing, *told]
         return short_repr("Difference", verdict, f"{self.tensors:,} tensors compared", *counts)
 
     def _repr_html_(self) -> str:
@@ -226,7 +235,7 @@ def _refuse_idle(ours: KeyMap, theirs: KeyMap, keys: KeyRules, first: Checkpoint
         idle = tuple(words for words in ours.idle if words in theirs.idle or words not in of_both)
         refuse_idle([replace(ours, idle=idle)], keys)
         if ours.old and not any(key is not None for key in (*ours.new, *theirs.new)):
-            raise KeyConflict(f"no key is left after {keys.leaving}", hint="check the globs")
+            raise KeyConflict(f"no key is left after {keys.leaving}", hint=hint_of_starts([ours], keys))
     except KeyConflict as error:
         raise error.at(path=first.path) from error.__cause__
 

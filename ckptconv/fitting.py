@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptconv.choices import refuse_no_flag, spelling_checked
 from ckptconv.devices import require_torch
-from ckptconv.errors import KeyMismatch, RefusedObject, printable
+from ckptconv.errors import KeyMismatch, OptionRefused, RefusedObject, printable
 from ckptconv.fitted_keys import module_paths
 from ckptconv.formats.detect import open_checkpoint
 from ckptconv.key_fitting import Fit, Shapes, fit_keys
@@ -81,6 +81,8 @@ def load_into(
     >>> load_into(model, "ddp_cuda3.pt").missing_keys  # doctest: +SKIP
     ()
     """
+    if isinstance(model, (str, os.PathLike)):
+        raise OptionRefused("the model is a path", hint="the model comes first: load_into(model, path)")
     refuse_no_flag(strict=strict, assign=assign)
     require_torch("loading into a model")
     target = live_shapes(model)

@@ -50,7 +50,7 @@ def plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Request
             refuse_unholdable(key, ref, cast(ref))
     else:
         refuse_packed(named, NOT_IN_TORCH)
-    refuse_nothing_left(len(named), options.keys)
+    refuse_nothing_left(len(named), [keys], options.keys)
     refuse_idle([keys], options.keys)
     tied = _tied_names(named, checkpoint) if options.tied == "alias" and to == "safetensors" else {}
     kept = [(key, ref, cast(ref)) for key, ref in named if key not in tied]

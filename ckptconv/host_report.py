@@ -20,7 +20,8 @@ def host_lines(host: Host) -> Iterator[tuple[str, str]]:
     for index in range(host.xpu):
         yield f"xpu:{index}", "Intel GPU"
     yield "cpu", "always here"
-    shown = "not set: every GPU is visible" if host.visible is None else repr(host.visible)
+    empty = "empty: every GPU is hidden"
+    shown = "not set: every GPU is visible" if host.visible is None else repr(host.visible) if host.visible else empty
     yield "CUDA_VISIBLE_DEVICES", shown
     yield "torch", f"{host.torch}, sees {count_text(host.cuda, 'CUDA device')}" if host.torch else "not installed here"
     for note in host.notes:

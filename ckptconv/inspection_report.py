@@ -25,7 +25,7 @@ def inspection_lines(found: Inspection) -> Iterator[tuple[str, str]]:
     if found.training_state:
         yield "keys", f"none: it holds only {found.training_state} state, no weights"
     for path, wrappers in list(found.state_dicts.items())[:_COUNTED]:
-        text = f"carry the wrapper {printable('.'.join(wrappers))}." if wrappers else "are bare, without a wrapper"
+        text = f"carry the wrapper '{printable('.'.join(wrappers))}.'" if wrappers else "are bare, without a wrapper"
         yield "keys", f"those of {part_text(path)} {text}" if path else text
         if prefix := found.offered.get(path):
             yield "prefix", f"all of them start with {printable(prefix)}; --strip-prefix {quoted(prefix)} removes it"

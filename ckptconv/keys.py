@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import InitVar, dataclass, field
 from typing import Literal, NamedTuple
 
-from ckptconv.choices import WRAPPERS, refuse_no_keys, refuse_no_text, refuse_no_texts, refuse_other
+from ckptconv.choices import WRAPPERS, refuse_no_keys, refuse_no_text, refuse_no_texts, refuse_other, spelling_checked
 from ckptconv.errors import KeyConflict, OptionRefused, printable
 from ckptconv.key_rules import AddPrefix, Mapped, Patience, Preset, Regex, Rename, Rule, Select, Step, StripPrefix
 from ckptconv.showing import short_repr
@@ -118,6 +118,9 @@ class KeyRules:
         return " or ".join(rule.words for rule in self.rules if rule.leaves_out) or "the rules"
 
 
+KeyRules.__init__ = spelling_checked(KeyRules.__init__)  # type: ignore[method-assign]
+
+
 RULE_WORDS = ("strip-prefix", "add-prefix", "rename", "regex", "include", "exclude", "preset")
 """The rules by their names on the command line and in files."""
 
@@ -166,7 +169,7 @@ class KeyMap:
     """The keys of one state dict before and after: `new[i]` belongs to `old[i]`, None where it was left out.
 
     `wrappers` are those found before, `idle` the words of the rules that met no key. `why` says of each key that was left out,
-    by its number, which rule did it. `filled` are further keys, each with the
+    by its number, which rule did it, and `seen` what it was when that rule met it. `filled` are further keys, each with the
     one of `new` whose value it has too.
     """
 
@@ -177,6 +180,7 @@ class KeyMap:
     idle: tuple[str, ...] = ()
     filled: tuple[tuple[str, str], ...] = ()
     why: Mapping[int, str] = field(default_factory=dict)
+    seen: Mapping[int, str] = field(default_factory=dict)
 
     def module_path(self, path: str) -> str:
         """The new name of a module path, as `_metadata` has them (the root is the empty path)."""
@@ -212,6 +216,7 @@ def map_keys(
     path_steps = [_by_name(step) for step in steps]
     idle: list[str] = []
     why: dict[int, str] = {}
+    seen: dict[int, str] = {}
     for rule in (rule.at(path) for rule in rules.rules):
         live = [key for key in new if key is not None]
         with (patience := Patience(rule)):
@@ -220,11 +225,13 @@ def map_keys(
             if not (steps and rule.is_done_by(found)):
                 idle += rule.idle(live)
         if rule.leaves_out:
-            why |= {at: rule.why(key) for at, key in enumerate(new) if key is not None and after[at] is None}
+            gone = {at: key for at, key in enumerate(new) if key is not None and after[at] is None}
+            why |= {at: rule.why(key) for at, key in gone.items()}
+            seen |= gone
         path_steps.append(_path_step(rule, step, patience, _Followed(new, after)))
         new = after
     _refuse_collisions(keys, new)
-    return KeyMap(tuple(keys), tuple(new), found, tuple(path_steps), tuple(idle), why=why)
+    return KeyMap(tuple(keys), tuple(new), found, tuple(path_steps), tuple(idle), why=why, seen=seen)
 
 
 def unchanged(keys: Sequence[str]) -> KeyMap:
@@ -235,15 +242,19 @@ def unchanged(keys: Sequence[str]) -> KeyMap:
 def refuse_idle(maps: Sequence[KeyMap], rules: KeyRules) -> None:
     """Raise `KeyConflict` when a rule met no key of any state dict, which no careful user wants."""
     idle = [words for words in (maps[0].idle if maps else ()) if all(words in item.idle for item in maps)]
-    if not idle:
-        return
+    if idle:
+        raise KeyConflict(f"{idle[0]} matches no key", hint=hint_of_starts(maps, rules))
+
+
+def hint_of_starts(maps: Sequence[KeyMap], rules: KeyRules) -> str:
+    """How the keys start before the rules, and what was stripped of them."""
     heads = dict.fromkeys(key.partition(".")[0] + "." * ("." in key) for item in maps for key in item.old)
     some = ", ".join(printable(head, 40) for head in list(heads)[:5]) + ", …" * (len(heads) > 5)
     hint = f"before the rules the keys start with {some}"
     wrappers = dict.fromkeys(name for item in maps for name in item.wrappers)
     if wrappers and rules.wrappers == "strip":
         hint += f"; --keys keep leaves the wrapper {', '.join(wrappers)}"
-    raise KeyConflict(f"{idle[0]} matches no key", hint=hint)
+    return hint
 
 
 # ---------------------------------------------------------------------------------------------------------- module paths

@@ -14,6 +14,7 @@ from ckptconv.choices import (
     TARGETS,
     TIED,
     UNKNOWN,
+    plain_name,
     refuse_no_flag,
     refuse_no_output,
     refuse_no_path,
@@ -137,6 +138,8 @@ class Options:
     save_mapping: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
+        for name in ("dtype", "device"):
+            object.__setattr__(self, name, plain_name(getattr(self, name)))
         _refuse_no_choice(self)
         refuse_no_words(**{name: getattr(self, name) for name in _RULES})
         refuse_no_tags(self.map_location)
@@ -326,7 +329,14 @@ class ConversionPlan:
         return sum(file.layout.nbytes for file in (*self.files, *([self.index] if self.index else [])))
 
     def __repr__(self) -> str:
-        return short_repr("ConversionPlan", f"{self.source.name} → {self.output.name}", *self._facts())
+        return short_repr("ConversionPlan", f"{self.source.name} → {self.shown_name}", *self._facts())
+
+    @property
+    def shown_name(self) -> str:
+        """The name of what will be there: of shards that of their index, or of the folder."""
+        if self.index is None:
+            return self.output.name
+        return f"{self.output.parent.name}/" if self.in_folder else self.index.path.name
 
     def _facts(self) -> list[str]:
         keys = sum(item.count for item in self.state_dicts)
@@ -373,11 +383,26 @@ def target(output: Path, options: Request) -> tuple[Path, Target]:
 
 def _target_format(output: Path, to: Target | None) -> Target:
     if to is not None:
+        _refuse_misnamed(output, to)
         return to
     if (found := _SUFFIXES.get(output.suffix.lower())) is not None:
         return found
-    hint = "add --to torch or --to safetensors (or dcp)"
+    hint = "add --to torch or --to safetensors (or dcp); to= in code"
     raise CheckpointError("its name does not say which format to write", path=output, hint=hint)
+
+
+_OF_ONE_FORMAT: dict[str, Target] = {".safetensors": "safetensors", **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch")}
+"""Endings of names that every reader takes for one format."""
+
+
+def _refuse_misnamed(output: Path, to: Target) -> None:
+    """Refuse a file whose name says another format than the one that was asked for."""
+    said = _OF_ONE_FORMAT.get(output.suffix.lower(), to)
+    if to == "dcp" or said == to:
+        return
+    better = printable(output.with_suffix(".pt" if to == "torch" else ".safetensors").name)
+    what = f"its name says {said}, but --to says {to} (to= in code)"
+    raise CheckpointError(what, path=output, hint=f"write {better}, or leave --to out")
 
 
 def keeps_modules(output: str | os.PathLike[str], options: Options | Request) -> bool:

@@ -9,7 +9,7 @@ from ckptconv.candidates import metadata_of
 from ckptconv.errors import AmbiguousStateDict, KeyConflict, KeyMismatch, printable
 from ckptconv.fitted_keys import KeyTarget, fitted
 from ckptconv.key_rules import MappedKeys
-from ckptconv.keys import KEEP, STRIP, KeyMap, KeyRules, find_wrappers, map_keys, refuse_idle, unchanged
+from ckptconv.keys import KEEP, STRIP, KeyMap, KeyRules, find_wrappers, hint_of_starts, map_keys, refuse_idle, unchanged
 from ckptconv.nodes import Node, mapping_pairs
 from ckptconv.plans import RenamedKeys
 from ckptconv.settling import Skipped
@@ -26,7 +26,7 @@ def rename_state_dicts(
         )
     maps = [map_state_dict(item, rules, fit_to) if fit_to or _has_work(item, rules) else unchanged(item.keys) for item in found]
     if found:
-        refuse_nothing_left(sum(new is not None for keys in maps for new in keys.new), rules)
+        refuse_nothing_left(sum(new is not None for keys in maps for new in keys.new), maps, rules)
     refuse_idle(maps, rules)
     renamed, skipped = [], []
     for item, keys in zip(found, maps, strict=True):
@@ -59,17 +59,17 @@ def map_state_dict(item: StateDict, rules: KeyRules, fit_to: KeyTarget | None) -
         raise error.at(where=item.path or None) from None
 
 
-def refuse_nothing_left(left: int, rules: KeyRules) -> None:
+def refuse_nothing_left(left: int, maps: Sequence[KeyMap], rules: KeyRules) -> None:
     """Raise `KeyConflict` when the rules leave no key."""
     if not left:
-        raise KeyConflict(f"no key is left after {rules.leaving}", hint="check the globs")
+        raise KeyConflict(f"no key is left after {rules.leaving}", hint=hint_of_starts(maps, rules))
 
 
 def excluded(item: StateDict, keys: KeyMap, fit_to: KeyTarget | None) -> list[Skipped]:
     """The keys that the rules, or the fitting, left out, with the reason."""
     parts = zip(keys.old, keys.new, item.values, strict=True)
     return [
-        Skipped(item.prefix + old, _reason(at, keys, fit_to), value, by_rule=True)
+        Skipped(item.prefix + old, _reason(at, keys, fit_to), value, by_rule=True, seen=item.prefix + keys.seen.get(at, old))
         for at, (old, new, value) in enumerate(parts)
         if new is None
     ]

@@ -97,7 +97,7 @@ _EXAMPLES = 2
 def _by_reason(skipped: Iterable[Skipped]) -> dict[str, list[str]]:
     reasons: dict[str, list[str]] = {}
     for item in skipped:
-        reasons.setdefault(item.reason, []).append(item.path)
+        reasons.setdefault(item.reason, []).append(item.seen or item.path)
     return reasons
 
 
@@ -172,14 +172,17 @@ def result_lines(result: ConversionResult) -> Iterator[tuple[str, str]]:
     for path, count in result.odd_bools.items():
         yield "warning", f"{printable(path)}: {count_text(count, 'bool')} neither 0 nor 1, kept as stored"
     if result.verified is not None:
-        yield "verified", f"{count_text(result.verified, 'tensor')} read back, equal to the source; {_named_text(result)}"
+        casts = ", ".join(dict.fromkeys(after for _, after in result.plan.casts))
+        after = f" after the cast to {casts}" if casts else ""
+        read = f"{count_text(result.verified, 'tensor')} read back"
+        yield "verified", f"{read}, equal to the source{after}; {_named_text(result)}"
 
 
 def _named_text(result: ConversionResult) -> str:
     if result.named is None:
         kind = printable(result.plan.source_format)
         return f"storages are not counted in a source of the kind {kind}, so only what was read of it is compared"
-    return f"the source names {count_text(result.named, 'storage')}, each of them written or listed here as left out"
+    return f"nothing {'else ' if result.plan.skipped else ''}that the source names is missing"
 
 
 def plan_document(plan: ConversionPlan) -> dict[str, Any]:

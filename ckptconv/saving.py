@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptconv.checkpoint import Checkpoint
-from ckptconv.choices import refuse_no_flag, refuse_no_output, refuse_no_text, spelling_checked
+from ckptconv.choices import plain_name, refuse_no_flag, refuse_no_output, refuse_no_text, spelling_checked
 from ckptconv.convert import ConversionResult, execute_plan
 from ckptconv.devices import require_torch, tag_map
 from ckptconv.dtypes import BY_NAME, DType, floating_dtype
@@ -52,6 +52,7 @@ def save_portable(
     """
     rules = rules_of(keys)
     refuse_no_output(path=path)
+    device, dtype = plain_name(device), plain_name(dtype)
     refuse_no_text(device=device, dtype=dtype)
     refuse_no_flag(force=force, fsync=fsync)
     require_torch("saving live tensors")

@@ -29,13 +29,15 @@ DROPPED = "dropped"
 class Skipped:
     """Something of the source that the output does not hold: where it was, why, and what it was.
 
-    `by_rule`: it is a key that the user's key rules, or the fitting to other keys, leave out.
+    `by_rule`: it is a key that the user's key rules, or the fitting to other keys, leave out; `seen` is its path as these had
+    it, where rules before them had renamed it.
     """
 
     path: str
     reason: str
     node: Node = field(default=None, repr=False, compare=False)
     by_rule: bool = False
+    seen: str = field(default="", repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -260,7 +260,7 @@ def _wrappers(case: Case) -> Iterator[Symptom]:
             where = f" of {part_text(found.path)}" if found.path else ""
             unexpected = words.on_unexpected(found.telling_keys[0])
             effect = words.quoted(words.NO_KEYS, unexpected, by="load_state_dict, of a bare model,")
-            yield symptom("warning", "wrapped-keys", f"the keys{where} carry the wrapper {wrapper}", effect, Fix())
+            yield symptom("warning", "wrapped-keys", f"the keys{where} carry the wrapper '{wrapper}'", effect, Fix())
     for path, prefix in case.facts.offered.items():
         where = f" of {part_text(path)}" if path else ""
         cause = f"the keys{where} start with {prefix}, the attribute or wrapper of {case.facts.producer or 'a framework'}"

@@ -166,7 +166,12 @@ def print_lines(lines: Iterable[tuple[str, str]], err: bool = False) -> None:
     width = max((len(label) for label, _ in rows), default=0)
     for label, text in rows:
         color = "yellow" if label in ("warning", "note") else "red" if label in ("error", "damaged") else "cyan"
-        click.echo("  " + click.style(label.ljust(width), fg=color) + "  " + _wrapped(text, width + 4, err=err), err=err)
+        shown = text if label in _PASTED else _wrapped(text, width + 4, err=err)
+        click.echo("  " + click.style(label.ljust(width), fg=color) + "  " + shown, err=err)
+
+
+_PASTED = ("fix",)
+"""Labels of commands, which are not broken: a shell would run the half of one."""
 
 
 def print_rows(rows: Iterable[str], *, err: bool = False) -> None:

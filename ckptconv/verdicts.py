@@ -21,7 +21,10 @@ def difference_headline(found: Difference) -> str:
     """The line that says whether two checkpoints are the same."""
     verdict = "same" if found.same else "damaged" if found.damaged else "differ"
     compared = f"{count_text(found.tensors, 'tensor')} in both, {size_text(found.nbytes)} compared"
-    return f"{verdict}: {printable(found.a)} ({found.a_format}), {printable(found.b)} ({found.b_format}); {compared}"
+    files = f"{printable(found.a)} ({found.a_format}), {printable(found.b)} ({found.b_format})"
+    differing = found.differing
+    total = f"; {differing:,} of {count_text(found.tensors, 'tensor')} differ" if differing else ""
+    return f"{verdict}: {files}; {compared}{total}"
 
 
 def difference_lines(found: Difference) -> Iterator[tuple[str, str]]:
@@ -29,7 +32,7 @@ def difference_lines(found: Difference) -> Iterator[tuple[str, str]]:
     yield from _listed("damaged", [printable(text, 2000) for text in found.damaged])
     yield from _listed("only in A", [printable(key) for key in found.only_a])
     yield from _listed("only in B", [printable(key) for key in found.only_b])
-    yield from _listed("dtype", _changes(found.dtypes))
+    yield from _listed("dtype", _ignored_dtypes(found) if found.ignore_dtype else _changes(found.dtypes))
     yield from _listed("shape", [f"{printable(item.key)}: {list(item.a)} / {list(item.b)}" for item in found.shapes])
     yield from _listed("values", [f"{printable(item.key)}: {_deviation_text(item.deviation)}" for item in found.values])
     yield from _listed("no tensor", _changes(found.others))
@@ -41,6 +44,17 @@ def difference_lines(found: Difference) -> Iterator[tuple[str, str]]:
     yield from _listed("device", pairs)
     for note in found.notes:
         yield "note", printable(note)
+    if found.dtypes and not found.ignore_dtype and len(found.dtypes) == found.tensors:
+        yield "note", "all dtypes differ; --ignore-dtype compares the numbers"
+
+
+def _ignored_dtypes(found: Difference) -> list[str]:
+    """The dtypes that differ, counted by pairs."""
+    pairs = Counter((item.a, item.b) for item in found.dtypes).items()
+    return [
+        f"{printable(ours)} / {printable(theirs)}: {count_text(count, 'tensor')} (not counted)"
+        for (ours, theirs), count in pairs
+    ]
 
 
 def _changes(items: Sequence[Changed]) -> list[str]:
@@ -55,13 +69,25 @@ def _listed(label: str, texts: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 def _deviation_text(found: Deviation) -> str:
     count = f"{found.count:,} of {count_text(found.numel, 'value')}"
-    where = f"at {list(found.where)}: {found.a} / {found.b}"
+    where = f"at {list(found.where)}: {_short(found.a)} / {_short(found.b)}"
     nans = f", {found.nans:,} with NaN" if found.nans else ""
     if found.max_abs is None:
         return f"{count}{nans}{_measures_text(found)}, first {where}"
     if found.max_abs == 0:
         return f"{count}{nans}, by bits only, {where}"
-    return f"{count}{nans}{_measures_text(found)}, max abs {found.max_abs:.6g}, max rel {found.max_rel:.6g}, {where}"
+    rel = "" if found.max_rel is None or math.isinf(found.max_rel) else f", max rel {found.max_rel:.6g}"
+    return f"{count}{nans}{_measures_text(found)}, max abs {found.max_abs:.6g}{rel}, {where}"
+
+
+_DIGITS = 10  # characters: nine digits and a point
+
+
+def _short(value: str) -> str:
+    """A value of a tensor with at most 9 digits: as many as tell all float32 apart."""
+    try:
+        return value if len(value) <= _DIGITS or value.lstrip("-").isdecimal() else f"{float(value):.9g}"
+    except ValueError:  # a complex number, a bool, bytes
+        return value
 
 
 def _measures_text(found: Deviation) -> str:
@@ -70,13 +96,16 @@ def _measures_text(found: Deviation) -> str:
         return ""
     cosine = "" if found.cosine is None else f", cosine {_cosine_text(found.cosine)}"
     rest = f" (without {found.nonfinite:,} that are NaN or infinite)" if found.nonfinite else ""
-    return f", rel L2 {found.rel_l2:.3g}{cosine}{rest}"
+    if found.rel_l2 == 0 and found.nonfinite:
+        return f", finite values equal{rest}"
+    distance = "B is all zero" if math.isinf(found.rel_l2) and found.cosine is None else f"rel L2 {found.rel_l2:.3g} of B"
+    return f", {distance}{cosine}{rest}"
 
 
 def _cosine_text(cosine: float) -> str:
     """A cosine with as many nines as it takes to tell it from 1."""
     away = 1 - abs(cosine)
-    digits = 4 if away <= 0 else min(16, max(4, 1 - math.floor(math.log10(away))))
+    digits = 7 if away <= 0 else min(16, max(7, 1 - math.floor(math.log10(away))))
     return f"{cosine:.{digits}f}"
 
 

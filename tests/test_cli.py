@@ -464,9 +464,9 @@ def test_the_name_of_the_output_says_torch(suffix, tmp_path):
     assert zipfile.is_zipfile(tmp_path / f"out{suffix}")
 
 
-def test_to_overrules_the_name(tmp_path):
-    ckptconv("convert", DDP, "out.pt", "--to", "safetensors", cwd=tmp_path)
-    assert set(load_file(tmp_path / "out.pt")) == set(bare(load(DDP), "module"))
+def test_to_says_the_format_of_a_name_that_says_none(tmp_path):
+    ckptconv("convert", DDP, "out", "--to", "safetensors", cwd=tmp_path)
+    assert set(load_file(tmp_path / "out")) == set(bare(load(DDP), "module"))
     ckptconv("convert", DDP, "model", "--to", "torch", cwd=tmp_path)
     assert set(load_here(tmp_path / "model")) == set(bare(load(DDP), "module"))
 

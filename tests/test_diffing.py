@@ -415,7 +415,7 @@ def test_the_program_answers_by_its_exit_code(tmp_path):
     assert run("diff", one, one, cwd=tmp_path).exit == 0
     done = run("diff", one, two, cwd=tmp_path)
     assert done.exit == 1
-    assert "w: 1 of 3 values, rel L2 0.243, cosine 0.9802, max abs 0.5, max rel 0.333333, at [1]: 1.0 / 1.5" in done.out
+    assert "w: 1 of 3 values, rel L2 0.243 of B, cosine 0.9801961, max abs 0.5, max rel 0.333333, at [1]: 1.0 / 1.5" in done.out
     assert run("diff", one, two, "--atol", "0.5", cwd=tmp_path).exit == 0
     assert run("diff", one, two, "--quiet", cwd=tmp_path).out == ""
     assert_one_error(run("diff", one, "none.pt", cwd=tmp_path), code=2)
@@ -543,7 +543,7 @@ def test_the_worst_comes_first_in_text_and_json(tmp_path):
     shown = run("diff", "a.pt", "b.pt", cwd=tmp_path).out
     named = [line.split()[1].rstrip(":") for line in shown.splitlines() if line.startswith("  values")]
     assert named == ["broken", "far", "slight", "zeros"]
-    assert "rel L2 2, cosine -1.0000" in shown and "(without 1 that are NaN or infinite)" in shown
+    assert "rel L2 2 of B, cosine -1.0000000" in shown and "(without 1 that are NaN or infinite)" in shown
     values = run("diff", "a.pt", "b.pt", "--json", cwd=tmp_path).json()["values"]
     assert [item["key"] for item in values] == named
     assert values[1]["rel_l2"] == 2.0 and values[1]["cosine"] == -1.0

@@ -640,8 +640,8 @@ def test_a_loaded_file_can_be_saved_over_itself(tmp_path):
 
 def test_a_cast_and_a_format_can_be_asked_for(tmp_path):
     state_dict = {"module.a": torch.tensor([1e38, 1.0]), "module.n": torch.tensor(3)}
-    result = save_portable(state_dict, tmp_path / "ours.bin", dtype="f16", to="safetensors")
-    found = safetensors.torch.load_file(tmp_path / "ours.bin")
+    result = save_portable(state_dict, tmp_path / "ours", dtype="f16", to="safetensors")
+    found = safetensors.torch.load_file(tmp_path / "ours")
     assert found["a"].dtype is torch.float16 and found["n"].dtype is torch.int64
     assert dict(result.overflowed) == {"a": 1}
 
