@@ -38,7 +38,8 @@ def key_notes(state_dicts: Sequence[RenamedKeys], rules: KeyRules) -> Iterator[s
     """Keys with control characters, and wrappers that the rules leave on them."""
     odd = [key for item in state_dicts for key in item.odd]
     if odd:
-        yield f"{count_text(len(odd), 'key')} {'holds' if len(odd) == 1 else 'hold'} control characters, e.g. {printable(odd[0])}"
+        hold = "holds" if len(odd) == 1 else "hold"
+        yield f"{count_text(len(odd), 'key')} {hold} control characters, e.g. {printable(odd[0])}"
     for item in state_dicts:
         for key, twin in item.filled:
             where = f" of {printable(item.path)}" if item.path else ""
