@@ -26,6 +26,7 @@ from ckptconv.sources import InflatedSource, Source, Spool, crc32
 
 ALIGNMENT = 64
 _MAX32 = 0xFFFFFFFF
+NO_END = "the archive has no end record at its end"
 _END = struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR = struct.Struct("<4sIQI")
@@ -143,7 +144,7 @@ def _end_record(source: Source, tail: bytes) -> int:
         at = tail.rfind(b"PK\5\6", 0, at)
     if not found:
         raise MalformedCheckpoint(
-            "the archive has no end record at its end",
+            NO_END,
             path=source.path,
             hint="the file is cut off, or something was appended, which its library may accept and ckptconv does not",
         )

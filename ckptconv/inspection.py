@@ -244,7 +244,7 @@ def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
     overlay: dict[int, Node] = {}
     odd = tuple(_odd_objects(checkpoint.root, overlay))
     refs = _refs(checkpoint.root, overlay)
-    root = _part("", checkpoint.root, _Tree(found, overlay), depth, set())
+    root = _part("", checkpoint.root, _Tree(found, overlay, not refs), depth, set())
     bare = _bare_storages(checkpoint.root, overlay)
     storages = {id(piece.storage): piece.storage for ref in refs for piece in ref.pieces}
     packed = [storage for storage in bare if id(storage) not in storages and storage.dtype is not None]
@@ -376,10 +376,14 @@ def _tensor_part(name: str, ref: TensorRef) -> Part:
 
 
 class _Tree(NamedTuple):
-    """What the parts of a tree are shown with: its state dicts by their nodes, and the plain forms of its objects."""
+    """What the parts of a tree are shown with: its state dicts by their nodes, and the plain forms of its objects.
+
+    With `is_bare`, there are no tensors in it: then dicts of plain values are shown too.
+    """
 
     found: Mapping[int, StateDict]
     overlay: Mapping[int, Node]
+    is_bare: bool = False
 
 
 def _refs(node: Node, overlay: Mapping[int, Node]) -> list[TensorRef]:
@@ -405,7 +409,7 @@ def _part(name: str, node: Node, tree: _Tree, depth: int, shown: set[int]) -> Pa
         return _tensor_part(name, ref)
     refs = _held(node, tree.overlay)
     pairs = mapping_pairs(node)
-    inside = depth > 0 and pairs is not None and bool(refs)
+    inside = depth > 0 and pairs is not None and (bool(refs) or tree.is_bare)
     own = set(() if item is None else item.own or ())
     beside = [part for index, part in enumerate(children(node)) if index not in own] if inside else []
     parts = [_part(label_text(label), child, tree, depth - 1, shown) for label, child in beside]

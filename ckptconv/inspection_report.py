@@ -24,6 +24,8 @@ def inspection_lines(found: Inspection) -> Iterator[tuple[str, str]]:
         yield "dtypes", _counts(found.dtypes, "tensor")
     if found.training_state:
         yield "keys", f"none: it holds only {found.training_state} state, no weights"
+    if found.root.sort == "tensor":
+        yield "keys", "none: a bare tensor, not a state dict"
     for path, wrappers in list(found.state_dicts.items())[:_COUNTED]:
         text = f"carry the wrapper '{printable('.'.join(wrappers))}.'" if wrappers else "are bare, without a wrapper"
         yield "keys", f"those of {part_text(path)} {text}" if path else text

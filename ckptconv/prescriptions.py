@@ -16,7 +16,7 @@ from ckptconv.keys import KeyRules
 from ckptconv.nodes import Call
 from ckptconv.planning import plan_conversion
 from ckptconv.plans import ConversionPlan, Request
-from ckptconv.settling import DROPPED, Unknown
+from ckptconv.settling import DO_NOT_LOAD, DROPPED, Unknown
 from ckptconv.walking import tensors_of
 from ckptconv.wording import as_argument, count_text
 
@@ -98,8 +98,9 @@ def _dropping(
     found = workable(replace(fix, unknown="drop"), checkpoint, target)
     if not isinstance(found, AmbiguousStateDict):
         return found
+    hint = DO_NOT_LOAD if DO_NOT_LOAD in (refused.hint or "") else _ELSEWHERE
     what = f"{refused.what}, and its tensors are lost without it"
-    return RefusedObject(what, path=refused.path, where=refused.where, hint=_ELSEWHERE)
+    return RefusedObject(what, path=refused.path, where=refused.where, hint=hint)
 
 
 _ELSEWHERE = "load it where its classes are and save its state_dict(), or keep it as it is with --unknown keep"

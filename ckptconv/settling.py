@@ -98,7 +98,8 @@ def _refuse_part_of_tensor(place: Place, name: str) -> None:
     while place is not None:
         if is_tensor_call(place[2]):
             where = place_text(place[0]) or "the whole file"
-            hint = "leave the tensor out with --exclude, or keep it as it is with --unknown keep"
+            keep = "leave the tensor out with --exclude, or keep it as it is with --unknown keep"
+            hint = DO_NOT_LOAD if _is_dangerous(name) else keep
             raise RefusedObject(f"a tensor of which {name} is a part cannot be written without it", where=where, hint=hint)
         place = place[0]
 
@@ -305,8 +306,20 @@ def _refusal(unknown: Sequence[tuple[Place, str]]) -> RefusedObject:
             where=place or "the whole file",
             hint="save it on a host that has its values, or leave it out with --unknown drop",
         )
+    if dangerous := next((item for item in unknown if _is_dangerous(item[1])), None):
+        place, name = place_text(dangerous[0]), dangerous[1]
+    hint = "--unknown drop replaces it by None, --unknown keep keeps it, --only PATH takes one part"
     return RefusedObject(
         f"{printable(name)}{more} is an object that torch.load(weights_only=True) refuses",
         where=place or "the whole file",
-        hint="--unknown drop replaces it by None, --unknown keep keeps it, --only PATH takes one part",
+        hint=f"{DO_NOT_LOAD}; --unknown drop replaces it by None" if dangerous else hint,
     )
+
+
+DO_NOT_LOAD = "do not load it, for its code is dangerous: see ckptconv scan FILE"
+
+
+def _is_dangerous(path: str) -> bool:
+    """Whether `scan` would warn of a name, or the name loads further pickles, which are executed."""
+    module, _, name = path.rpartition(".")
+    return path == "torch.storage._load_from_bytes" or judge(module, name).level == "dangerous"

@@ -162,8 +162,11 @@ def _lists_of_tensors(part: _Part) -> Iterator[str]:
 
 
 def only_training_state(root: Node) -> str | None:
-    """Whose state all tensors of a tree are (``an optimizer's``); None where there are weights, or no tensors."""
-    if survey(root).holders or not any(is_tensor(node) for _, node in walk(root)):
+    """Whose state all tensors of a tree are (``an optimizer's``); None where there are weights, or no tensors.
+
+    A tensor by itself is nobody's.
+    """
+    if is_tensor(root) or survey(root).holders or not any(is_tensor(node) for _, node in walk(root)):
         return None
     labels = {key for _, node in walk(root) for key, _ in mapping_pairs(node) or () if type(key) is str}
     return "an optimizer's" if "param_groups" in labels else "a training's"

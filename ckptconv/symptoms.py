@@ -347,10 +347,16 @@ def _is_average(path: str) -> bool:
 
 
 def _no_weights(case: Case) -> Iterator[Symptom]:
-    """A file of an optimizer, saved by itself."""
+    """A file of an optimizer, or a tensor, saved by itself, or one without tensors."""
     if (whose := case.facts.training_state) is not None:
         effect = "there is nothing in it that a model could load"
         yield symptom("info", "no-weights", f"holds only {whose} state: no weights", effect, advice=_OPTIMIZER)
+    elif case.facts.root.sort == "tensor":
+        effect = "torch.load gives the tensor; there are no keys that load_state_dict could use"
+        yield symptom("info", "bare-tensor", "holds a bare tensor, not a state dict", effect)
+    elif not case.facts.tensors:
+        effect = "there is nothing in it that a model could load"
+        yield symptom("warning", "no-weights", "holds no tensors: no weights", effect, advice=look_hint(case.paths[0]))
 
 
 _OPTIMIZER = "the weights are in another file; load this one into the optimizer"

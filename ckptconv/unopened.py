@@ -8,6 +8,7 @@ from pathlib import Path
 from shlex import quote
 
 from ckptconv import torch_words as words
+from ckptconv.archives import NO_END
 from ckptconv.errors import CheckpointError, IncompleteCheckpoint, LimitExceeded, MalformedCheckpoint, printable
 from ckptconv.findings import Finding
 from ckptconv.formats.detect import open_checkpoint
@@ -50,9 +51,11 @@ def _effect(error: CheckpointError, path: Path) -> str:
         source.close()
     if path.suffix == ".safetensors" and not isinstance(error, MalformedCheckpoint):
         return words.quoted(words.HEADER, by="load_file")
-    if head.startswith(b"PK\3\4") and isinstance(error, MalformedCheckpoint) and "cut off" in f"{error.what} {error.hint}":
+    if head.startswith(b"PK\3\4") and error.what == NO_END:
         return words.quoted(words.CUT_OFF)
     said = words.on_start(head)
+    if said is None and isinstance(error, MalformedCheckpoint):
+        return "ckptconv does not open it; torch.load may refuse it too, or load something else than was saved"
     return words.quoted(said) if said else "neither torch.load nor the safetensors library loads it"
 
 

@@ -96,7 +96,8 @@ class PickleReader:
                 self.position = start + 1
 
     def _malformed(self, what: str) -> MalformedCheckpoint:
-        return MalformedCheckpoint(f"the pickle {what} (near byte {self.position})", hint="the file is damaged or cut off")
+        hint = "the file is damaged, cut off or forged"
+        return MalformedCheckpoint(f"the pickle {what} (near byte {self.position})", hint=hint)
 
     # One loop, opcodes in order of how often checkpoints hold them: a call per opcode would cost more than its work.
     def _read(self) -> Node:

@@ -245,6 +245,7 @@ UNMENDED: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "NaN": ("non-finite", lambda at: saved(at, {"w": torch.tensor([float("nan"), 1.0]).half()})),
     "infinity": ("infinite", lambda at: saved(at, {"w": torch.tensor([float("inf"), 1.0]).half()})),
     "an optimizer's state alone": ("no-weights", lambda at: saved(at, adam())),
+    "a tensor alone": ("bare-tensor", lambda at: saved(at, torch.ones(3))),
 }
 """The same for what no conversion mends."""
 

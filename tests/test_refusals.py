@@ -162,3 +162,18 @@ def test_nobody_is_advised_to_load_what_is_dangerous(name, tmp_path):
         assert done.exit == (0 if command[0] == "inspect" else 1)
         assert "do not load it" in told and "ckptconv scan" in told
         assert "--unknown keep" not in told and "load it where" not in told
+
+
+def test_a_tensor_by_itself_is_called_so(tmp_path):
+    path = saved(tmp_path / "one.pt", torch.ones(3))
+    for command in ("inspect", "doctor"):
+        done = run(command, path, cwd=tmp_path)
+        assert done.exit == 0 and "a bare tensor, not a state dict" in done.out and "training" not in done.out
+
+
+@pytest.mark.parametrize("tree", [{}, {"epoch": 3, "args": {"lr": 0.5}}], ids=["empty", "values"])
+def test_a_file_without_tensors_shows_its_values_and_has_no_weights(tree, tmp_path):
+    path = saved(tmp_path / "in.pt", tree)
+    shown = run("inspect", path, cwd=tmp_path).out
+    assert all(text in shown for text in ("epoch", "int 3", "float 0.5")) or not tree
+    assert "no-weights: holds no tensors" in run("doctor", path, cwd=tmp_path).out

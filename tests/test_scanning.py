@@ -21,9 +21,9 @@ from pathlib import Path
 
 import oracle
 import pytest
+from hostile.cases import bad
 from hypothesis import given
 from hypothesis import strategies as st
-from hostile.cases import bad
 from program import SAMPLES, assert_one_error, idle_rss, run
 
 from ckptconv import CheckpointError, limits, scan_checkpoint
