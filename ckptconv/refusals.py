@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.containers import SAFETENSORS, TORCH
@@ -75,8 +76,9 @@ def _torch_refusals(file: Checkpoint) -> Iterator[Refusal]:
     unread = {said for _, node in walk(file.root) for said in _unread_values(node, legacy)}
     for code, what, said in sorted(unread):
         yield Refusal(code, what, said)
-    if (slow := next((what for place, node in walk(file.root) if (what := _slow_keys(place, node))), None)) is not None:
-        yield Refusal("keys", f"{slow}, which can make its reader hang", "")
+    slow = (told for place, node in walk(file.root) if (told := _slow_keys(place, node)))
+    for first in islice(slow, 1):
+        yield Refusal("keys", f"{first}, which can make its reader hang", "")
 
 
 def _slow_keys(place: Place, node: Node) -> str | None:
