@@ -76,7 +76,7 @@ def _torch_refusals(file: Checkpoint) -> Iterator[Refusal]:
     unread = {said for _, node in walk(file.root) for said in _unread_values(node, legacy)}
     for code, what, said in sorted(unread):
         yield Refusal(code, what, said)
-    slow = (told for place, node in walk(file.root) if (told := _slow_keys(place, node)))
+    slow = (keys for place, node in walk(file.root) if (keys := _slow_keys(place, node)))
     for first in islice(slow, 1):
         yield Refusal("keys", f"{first}, which can make its reader hang", "")
 
