@@ -75,7 +75,8 @@ def _torch_refusals(file: Checkpoint) -> Iterator[Refusal]:
     unread = {said for _, node in walk(file.root) for said in _unread_values(node, legacy)}
     for code, what, said in sorted(unread):
         yield Refusal(code, what, said)
-    if (slow := next((what for place, node in walk(file.root) if (what := _slow_keys(place, node))), None)) is not None:
+    found = (_slow_keys(place, node) for place, node in walk(file.root))
+    if (slow := next(filter(None, found), None)) is not None:
         yield Refusal("keys", f"{slow}, which can make its reader hang", "")
 
 

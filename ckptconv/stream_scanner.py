@@ -216,9 +216,7 @@ class Scanner:
                 for start, size in parts:
                     self.scan(RangeSource(source, start, size), f"{where}/byte {start}".strip("/"), depth + 1)
                 return f"{len(parts)} zips"
-            self._odd(
-                where, f"its directory was not followed ({error.what}); what is stored or deflated in it was searched"
-            )
+            self._odd(where, f"its directory was not followed ({error.what}); what is stored or deflated in it was searched")
             if _may_be_script(source):
                 what = "seems to be a TorchScript archive; torch may use its directory and run code that was not judged"
                 self.findings.append(Finding(where, "", "dangerous", what, 0))
