@@ -299,7 +299,7 @@ def doctor(sources: tuple[Path, ...], as_json: bool, strict: bool, **given: Any)
         for item in found:
             _show_diagnosis(item, strict)
         if len(found) > 1:
-            click.echo(report.diagnoses_headline(found))
+            click.echo(report.diagnoses_headline(found, strict=strict))
     sys.exit(report.exit_code(found, strict=strict))
 
 

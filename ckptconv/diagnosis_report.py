@@ -26,9 +26,12 @@ def diagnosis_headline(found: Diagnosis, *, strict: bool = False) -> str:
 _USUAL = ("", TORCH.by, SAFETENSORS.by)
 
 
-def diagnoses_headline(found: Sequence[Diagnosis | CheckpointError]) -> str:
-    """How many of several checkpoints load here."""
-    return f"{sum(isinstance(item, Diagnosis) and item.loads for item in found)} of {len(found)} load here"
+def diagnoses_headline(found: Sequence[Diagnosis | CheckpointError], *, strict: bool = False) -> str:
+    """How many of several checkpoints load here, and how many of these fail with `strict`."""
+    loading = [item for item in found if isinstance(item, Diagnosis) and item.loads]
+    warned = sum(item.warns for item in loading) if strict else 0
+    more = f"; {warned} of these with warnings, which fail with --strict" if warned else ""
+    return f"{len(loading)} of {len(found)} load here{more}"
 
 
 def exit_code(found: Sequence[Diagnosis | CheckpointError], *, strict: bool) -> int:

@@ -157,7 +157,7 @@ def _name(case: Case) -> Iterator[Symptom]:
     elif case.facts.format == "safetensors" and case.paths[0].suffix.lower() in (".pt", ".pth", ".bin", ".ckpt"):
         effect = words.quoted(words.REFUSED) + "; safetensors.torch.load_file opens it"
         cause = "is a safetensors file with the name of a torch file"
-        yield symptom("warning", "wrong-name", cause, effect, Fix(suffix=".safetensors"))
+        yield symptom("error", "wrong-name", cause, effect, Fix(suffix=".safetensors"))
 
 
 def _refused(case: Case) -> Iterator[Symptom]:

@@ -546,3 +546,15 @@ def test_weights_under_a_usual_name_that_are_a_link_out_of_the_folder_are_refuse
 def test_layouts_of_deepspeed_that_are_not_read_are_called_by_their_names(name, what, produced):
     with pytest.raises(UnsupportedCheckpoint, match=f"is an? {what} .*of DeepSpeed, which is not read"):
         open_checkpoint(produced / name)
+
+
+def test_a_folder_of_weights_among_other_checkpoints_says_which_file_is_read(tmp_path):
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    for name in ("optimizer.bin", "training_args.bin", "pytorch_model.bin", "model.fp16.safetensors", "notes.txt"):
+        (tmp_path / name).write_bytes(b"of the same model")
+    with open_checkpoint(tmp_path) as alone:
+        assert not [note for note in alone.notes if "beside it" in note]
+    for name in ("yolo.pt", "other.ckpt"):
+        torch.save({"v": torch.ones(1)}, tmp_path / name)
+    with open_checkpoint(tmp_path) as found:
+        assert "model.safetensors is read; 2 other files are beside it and not read: other.ckpt, yolo.pt" in found.notes

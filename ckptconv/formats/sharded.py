@@ -12,7 +12,7 @@ beside ``snapshots``. Source: transformers' and huggingface_hub's sharded checkp
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from ckptconv.errors import (
 )
 from ckptconv.nodes import ORDERED_DICT, Call, Node
 from ckptconv.sources import FileSource, stamp, stays_within, within
+from ckptconv.wording import some_text
 
 NAME = "sharded"
 _INDEX = ".index.json"
@@ -92,7 +93,31 @@ def open_sharded(path: Path, open_file: Callable[[Path], Checkpoint], variant: s
     found = within(others[variant] if variant is not None else _plain(path), path)
     checkpoint = _open_index(found, open_file) if found.suffix == ".json" else open_file(found)
     beside = [f"{found.name}{_INDEX} is here too; {found.name} is read, as transformers does"] * _has_index(found)
-    return replace(checkpoint, notes=(*beside, *_variant_notes(variant, others), *checkpoint.notes))
+    notes = (*beside, *_variant_notes(variant, others), *_ignored(path, found, checkpoint))
+    return replace(checkpoint, notes=(*notes, *checkpoint.notes))
+
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+_OF_TRAINING = re.compile(r"(?:optimizer|scheduler|training_args|rng_state|random_states|scaler|sampler)", re.IGNORECASE)
+
+
+def _ignored(folder: Path, read: Path, checkpoint: Checkpoint) -> Iterator[str]:
+    """Tell which file of a folder is read where others in it look like checkpoints too, and are not part of it."""
+    parts = {read.name, *(file.path.name for file in checkpoint.files)}
+    others = [
+        item.name
+        for item in sorted(folder.iterdir())
+        if item.suffix.lower() in _WEIGHTS and item.name not in parts and not _is_companion(item.name)
+    ]
+    if others:
+        told = "1 other file is" if len(others) == 1 else f"{len(others):,} other files are"
+        yield f"{read.name} is read; {told} beside it and not read: {some_text(others)}"
+
+
+def _is_companion(name: str) -> bool:
+    """Whether a file has the name of what training keeps beside the weights, or of the weights in another form."""
+    stem = re.sub(rf"{_OF_A_SET}$", "", name.rpartition(".")[0])
+    return bool(_OF_TRAINING.match(name)) or re.fullmatch(rf"{_STEMS}(?:\..+)?", stem) is not None
 
 
 def _has_index(found: Path) -> bool:
