@@ -13,14 +13,14 @@ from ckptconv.compaction import CastRule
 from ckptconv.errors import printable
 from ckptconv.fitted_keys import KeyTarget
 from ckptconv.keys import KEEP, STRIP, UNMISTAKABLE, KeyRules
-from ckptconv.nodes import mapping_pairs
+from ckptconv.nodes import Node, mapping_pairs
 from ckptconv.plans import ConversionPlan, RenamedKeys
 from ckptconv.producers import offered_prefix
 from ckptconv.settling import Settled
 from ckptconv.sharding import index_path
 from ckptconv.state_dicts import StateDict
 from ckptconv.tensors import TensorRef
-from ckptconv.walking import place_text, tensor_of
+from ckptconv.walking import label_text, place_text, tensor_of
 from ckptconv.wording import count_text
 
 NOT_IN_TORCH = "write safetensors (--to safetensors), or leave it out with --exclude"
@@ -55,7 +55,7 @@ def text_notes(found: StateDict) -> Iterator[str]:
     own = pairs if found.own is None else [pairs[at] for at in found.own if at < len(pairs)]
     other = [key for key, value in own if type(key) is not str and tensor_of(value) is not None]
     if other:
-        named = ", ".join(printable(repr(key)) if type(key) in (int, float, bool, bytes) else "…" for key in other[:3])
+        named = ", ".join(_key_text(key) for key in other[:3])
         verb = "is" if len(other) == 1 else "are"
         yield f"{count_text(len(other), 'key')} that {verb} not text {verb} written as text: {named}"
 
@@ -98,3 +98,8 @@ def count_locations(refs: Iterable[TensorRef], retag: Callable[[str], str]) -> d
 def count_casts(refs: Iterable[TensorRef], cast: CastRule) -> dict[tuple[str, str], int]:
     """Tensors by dtype before and after, of those that are cast."""
     return dict(Counter((ref.dtype.name, cast(ref).name) for ref in refs if cast(ref) is not ref.dtype))
+
+
+def _key_text(key: Node) -> str:
+    """A key that is not text, in a few words; of an int of millions of digits its size."""
+    return printable(repr(key)) if type(key) in (float, bool, bytes) else printable(label_text(key))

@@ -173,7 +173,7 @@ def _scan_file(path: Path, read: Meter) -> ScannedFile:
         source.close()
     source.count_rest()
     found = dict.fromkeys(scanner.findings)
-    is_joined = kind.endswith(" zips")  # the items of a DCP folder; no file of them is a checkpoint
+    is_joined = kind.endswith((" zips", " pickles"))  # items of a DCP folder, one pickle after another: not a checkpoint
     if scanner.pickles and not is_joined and all(finding.level == "plain" for finding in found):
         found |= dict.fromkeys(_malformed(path))
     findings = sorted(found, key=lambda finding: -LEVELS.index(finding.level))

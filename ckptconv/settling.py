@@ -322,4 +322,6 @@ DO_NOT_LOAD = "do not load it, for its code is dangerous: see ckptconv scan FILE
 def _is_dangerous(path: str) -> bool:
     """Whether `scan` would warn of a name, or the name loads further pickles, which are executed."""
     module, _, name = path.rpartition(".")
+    if name == "getattr":  # of a class and a text it names a method, as old pickles do; scan judges what it names
+        return False
     return path == "torch.storage._load_from_bytes" or judge(module, name).level == "dangerous"

@@ -43,8 +43,8 @@ def test_packed_weights_are_refused_where_only_scales_would_be_left(make, option
     source = saved({"model": make().state_dict(), "epoch": 1}, tmp_path)
     match = r"(is a tuple with tensors in it|is a tensor that a sharded).*--to torch.*--exclude"
     with pytest.raises(RefusedObject, match=match):
-        convert_checkpoint(source, tmp_path / "out.bin", fsync=False, **options)
-    assert not (tmp_path / "out.bin").exists()
+        convert_checkpoint(source, tmp_path / "out", fsync=False, **options)
+    assert not (tmp_path / "out").exists()
 
 
 def test_who_leaves_them_out_by_name_gets_the_rest(tmp_path):

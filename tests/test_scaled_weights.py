@@ -111,12 +111,12 @@ def same_bytes(found: torch.Tensor, expected: torch.Tensor) -> bool:
 def test_a_cast_of_codes_is_an_error_that_names_the_scale_and_what_can_be_done(form, name, tmp_path):
     tree, key, its_scale = FORMS[form]
     source = saved(tmp_path, {**tree, "norm.weight": torch.ones(4)}, name)
-    for options in ({}, {"max_shard_size": 100, "to": "safetensors"}):
-        for output in ("out.pt", "out.safetensors"):
-            with pytest.raises(RefusedObject) as caught:
-                convert_checkpoint(source, tmp_path / output, dtype="bf16", **options)
-            assert caught.value.where == key and its_scale in caught.value.what
-            assert "leave --dtype out" in str(caught.value) and "--exclude" in str(caught.value)
+    sharded = {"max_shard_size": 100, "to": "safetensors"}
+    for output, options in (("out.pt", {}), ("out.safetensors", {}), ("out", sharded), ("out.safetensors", sharded)):
+        with pytest.raises(RefusedObject) as caught:
+            convert_checkpoint(source, tmp_path / output, dtype="bf16", **options)
+        assert caught.value.where == key and its_scale in caught.value.what
+        assert "leave --dtype out" in str(caught.value) and "--exclude" in str(caught.value)
     assert [item.name for item in tmp_path.iterdir()] == [source.name]
 
 

@@ -530,7 +530,7 @@ def test_no_file_of_a_folder_is_a_link_that_leads_outside(make, tmp_path):
 def test_no_record_of_an_archive_has_a_name_that_leads_out(name, tmp_path):
     saved(tmp_path, "in.pt", {"w": W})
     bad = oracle.rezipped(tmp_path / "in.pt", tmp_path / "bad.pt", name=lambda old: name if old.endswith("data.pkl") else old)
-    with pytest.raises(CheckpointError, match="not a plain relative path"):
+    with pytest.raises(CheckpointError, match=r"not a plain relative path|control character in its name"):
         ckptconv.open_checkpoint(bad)
     assert sorted(item.name for item in tmp_path.iterdir()) == ["bad.pt", "in.pt"]
 

@@ -70,7 +70,7 @@ def test_zones_are_text_and_one_that_needs_a_table_is_refused(tmp_path):
         zone = zoneinfo.ZoneInfo("Europe/Berlin")
     except zoneinfo.ZoneInfoNotFoundError:
         pytest.skip("no time zones are installed here")
-    with pytest.raises(RefusedObject, match=r"value: datetime\.datetime"):
+    with pytest.raises(RefusedObject, match=r"value.*: zoneinfo\.ZoneInfo"):
         written(datetime.datetime(2024, 1, 1, tzinfo=zone), tmp_path)
 
 
