@@ -45,7 +45,7 @@ def diagnose(
     `like` (another checkpoint, an index, a list of keys) or `model` (``PACKAGE.MODULE:CALLABLE``, which is imported and
     called) has the keys and shapes that it should load into. `device` is where the tensors are wanted (a tag, ``auto``; by
     default the CPU). `values` reads all of it, for damage and for values that are not numbers; otherwise no tensor is read.
-    `size` tells also what a smaller type would save. `tag` picks a step of a folder of several. A sequence of paths are the
+    `size` also says what a smaller type would save. `tag` picks a step of a folder of several. A sequence of paths are the
     files of all ranks of one checkpoint; `diagnose_all` takes several checkpoints. `on_progress` is called with a `Progress`
     about once a MiB that `values` reads. A file that cannot be opened is a finding; `CheckpointError` is raised only when
     there is no such file, model or device tag. Without torch a CPU-only torch is assumed.

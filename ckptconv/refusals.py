@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.containers import SAFETENSORS, TORCH
@@ -73,12 +72,15 @@ def _torch_refusals(file: Checkpoint) -> Iterator[Refusal]:
         what = f"its archive has {told}; torch reads the versions 1 to 10"
         yield Refusal("version", what, "PytorchStreamReader failed")
     legacy = file.format == "torch legacy"
-    unread = {said for _, node in walk(file.root) for said in _unread_values(node, legacy)}
+    unread: set[tuple[str, str, str]] = set()
+    slow: str | None = None
+    for place, node in walk(file.root):
+        unread.update(_unread_values(node, legacy))
+        slow = slow or _slow_keys(place, node)
     for code, what, said in sorted(unread):
         yield Refusal(code, what, said)
-    slow = (keys for place, node in walk(file.root) if (keys := _slow_keys(place, node)))
-    for first in islice(slow, 1):
-        yield Refusal("keys", f"{first}, which can make its reader hang", "")
+    if slow is not None:
+        yield Refusal("keys", f"{slow}, which can make its reader hang", "")
 
 
 def _slow_keys(place: Place, node: Node) -> str | None:

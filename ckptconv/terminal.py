@@ -238,8 +238,6 @@ def show_page(text: str) -> None:
     if not sys.stdout.isatty():
         click.echo(text, nl=False)
         return
-    import shutil
-
     from rich.console import Console
     from rich.markdown import Markdown
 
