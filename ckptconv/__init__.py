@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from ckptconv.checkpoint import Checkpoint as Checkpoint
     from ckptconv.comparison import Tolerance as Tolerance
     from ckptconv.convert import ConversionResult as ConversionResult
-    from ckptconv.convert import convert_checkpoint as convert_checkpoint
     from ckptconv.convert import execute_plan as execute_plan
+    from ckptconv.convert_checkpoint_ import convert_checkpoint as convert_checkpoint
     from ckptconv.devices import best_device as best_device
     from ckptconv.diagnosis import diagnose as diagnose
     from ckptconv.diffing import Difference as Difference
@@ -52,9 +52,9 @@ if TYPE_CHECKING:
     from ckptconv.key_fitting import fit_keys as fit_keys
     from ckptconv.keys import KeyRules as KeyRules
     from ckptconv.loading import load_portable as load_portable
+    from ckptconv.options_ import Options as Options
     from ckptconv.planning import plan_conversion as plan_conversion
     from ckptconv.plans import ConversionPlan as ConversionPlan
-    from ckptconv.plans import Options as Options
     from ckptconv.progress import Progress as Progress
     from ckptconv.rule_files import read_key_rules as read_key_rules
     from ckptconv.saving import save_portable as save_portable

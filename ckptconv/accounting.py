@@ -25,9 +25,11 @@ from ckptconv.formats.records import read_limited, root_folder
 from ckptconv.nodes import ABSENT, Call, Dict, Node, PersistentId
 from ckptconv.old_tensors import complete_tensors
 from ckptconv.plans import ConversionPlan, PlannedFile
-from ckptconv.sources import FileSource, MemorySource, Source
+from ckptconv.source import MemorySource, Source
+from ckptconv.sources import FileSource
 from ckptconv.tensors import Storage, TensorObject, TensorRef
-from ckptconv.torch_objects import COPIES, Window
+from ckptconv.torch_names import COPIES
+from ckptconv.torch_objects import Window
 
 _COUNTED = frozenset((torch_zip.NAME, torch_legacy.NAME, torch_tar.NAME, raw_pickle.NAME, safetensors.NAME))
 _SHARDED = "sharded "

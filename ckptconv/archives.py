@@ -20,9 +20,11 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from ckptconv.bounds import in_force
+from ckptconv.crc import crc32
 from ckptconv.errors import LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
-from ckptconv.nodes import made
-from ckptconv.sources import InflatedSource, Source, Spool, crc32
+from ckptconv.inflate import InflatedSource, Spool
+from ckptconv.records_ import made
+from ckptconv.source import Source
 
 ALIGNMENT = 64
 _MAX32 = 0xFFFFFFFF

@@ -14,10 +14,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from ckptconv.checksums import check_storage
 from ckptconv.dtypes import BY_NAME, UINT8
 from ckptconv.nodes import Call, Dict, Global, Node
-from ckptconv.sources import MemorySource
-from ckptconv.tensors import Storage, TensorObject, TensorRef, check_storage, iter_chunks, view_of
+from ckptconv.source import MemorySource
+from ckptconv.stream_ import iter_chunks
+from ckptconv.tensors import Storage, TensorObject, TensorRef, view_of
 
 _MODULES = "bitsandbytes.nn.modules."
 _FOUR_BITS = tuple(f"{_MODULES}{name}" for name in ("Linear4bit", "LinearFP4", "LinearNF4"))

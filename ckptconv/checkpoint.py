@@ -11,7 +11,7 @@ from ckptconv.bounds import Limits, held, in_force, merged
 from ckptconv.containers import UNKNOWN, Opening
 from ckptconv.nodes import Node
 from ckptconv.showing import html_table, short_repr
-from ckptconv.sources import Source
+from ckptconv.source import Source
 from ckptconv.state_dicts import StateDict, choose_state_dict, find_state_dicts
 from ckptconv.tensors import TensorRef
 from ckptconv.walking import tensors_of

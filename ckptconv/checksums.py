@@ -5,8 +5,18 @@ A zip archive declares the CRC-32 of a whole record, a conversion may copy it in
 
 from __future__ import annotations
 
-from ckptconv.sources import combined_crc, crc32
-from ckptconv.tensors import Storage, check_storage, read_range, refuse_crc
+from typing import TYPE_CHECKING, Any
+
+from ckptconv.crc import combined_crc, crc32
+from ckptconv.errors import MalformedCheckpoint
+from ckptconv.progress import Meter
+from ckptconv.stream_ import read_range
+from ckptconv.tensors import Storage
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Checksums:
@@ -62,3 +72,29 @@ def _read_on(whole: Storage, start: int, stop: int, crc: int) -> int:
     for view in read_range(whole.source, whole.offset + start, stop - start):
         crc = crc32(view, crc)
     return crc
+
+
+def check_storage(storage: Storage, meter: Meter | None = None) -> None:
+    """Read all of a storage and hold it against its declared CRC-32; `MalformedCheckpoint` when it differs.
+
+    `meter` counts the bytes that are read.
+    """
+    if storage.crc32 is None:
+        return
+    found = 0
+    for view in read_range(storage.source, storage.offset, storage.nbytes):
+        found = crc32(view, found)
+        if meter is not None:
+            meter.add(len(view))
+    refuse_crc(storage, found)
+
+
+def refuse_crc(storage: Storage, found: int) -> None:
+    """Raise `MalformedCheckpoint` unless `found` is the CRC-32 that the storage's record declares."""
+    if storage.crc32 is not None and storage.crc32 != found:
+        raise MalformedCheckpoint(
+            f"its bytes have the CRC-32 {found:08x}, the archive says {storage.crc32:08x}",
+            path=storage.source.path,
+            where=storage.name,
+            hint="the file is damaged; fetch it again",
+        )

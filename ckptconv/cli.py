@@ -18,7 +18,8 @@ from ckptconv.signals import missed_stop, stop_in_good_order
 if TYPE_CHECKING:
     from ckptconv.findings import Diagnosis
     from ckptconv.gpu_choice import Shell
-    from ckptconv.plans import ConversionPlan, Request
+    from ckptconv.options_ import Request
+    from ckptconv.plans import ConversionPlan
     from ckptconv.scanning import Scan
     from ckptconv.surveys import Surveyed
 from ckptconv.cli_options import (
@@ -460,8 +461,8 @@ def scan(paths: tuple[Path, ...], strict: bool, as_json: bool, quiet: bool) -> N
 
     Every global that a pickle names is plain, unknown or dangerous. Archives, and pickles inside pickles,
     are searched too. Nothing is executed."""
-    from ckptconv import verdicts
-    from ckptconv.report import error_document
+    from ckptconv import scan_report
+    from ckptconv.error_document import error_document
     from ckptconv.scanning import scan_checkpoint
 
     found: list[Scan | CheckpointError] = []
@@ -475,8 +476,8 @@ def scan(paths: tuple[Path, ...], strict: bool, as_json: bool, quiet: bool) -> N
         found.append(item)
         if not (as_json or quiet):
             color = {"plain": "green", "unknown": "yellow", "dangerous": "red"}[item.level]
-            click.secho(verdicts.scan_headline(item), fg=color, bold=True)
-            print_lines(verdicts.scan_lines(item))
+            click.secho(scan_report.scan_headline(item), fg=color, bold=True)
+            print_lines(scan_report.scan_lines(item))
     errors = [item for item in found if isinstance(item, CheckpointError)]
     levels = ["unread" if isinstance(item, CheckpointError) else item.level for item in found]
     if as_json:
@@ -484,13 +485,13 @@ def scan(paths: tuple[Path, ...], strict: bool, as_json: bool, quiet: bool) -> N
         first = {"error": failed[0]} if failed else {}
         print_json(
             {
-                "scans": [verdicts.scan_document(item) for item in found if not isinstance(item, CheckpointError)],
+                "scans": [scan_report.scan_document(item) for item in found if not isinstance(item, CheckpointError)],
                 "errors": failed,
                 **first,
             }
         )
     elif len(found) > 1 and not quiet:
-        click.echo(verdicts.scans_headline(levels))
+        click.echo(scan_report.scans_headline(levels))
     for unread in errors:
         show_error(str(unread))
     refused = {"dangerous", "unknown"} if strict else {"dangerous"}
@@ -532,8 +533,8 @@ def _help_names(ctx: click.Context, start: str) -> list[str]:
 def _convert(given: dict[str, Any], wrappers: str) -> None:
     from ckptconv.choices import refuse_no_output
     from ckptconv.formats.detect import open_checkpoint
+    from ckptconv.outputs_named import keeps_modules
     from ckptconv.planning import plan_conversion
-    from ckptconv.plans import keeps_modules
 
     refuse_missing(given)
     spool = spooled() if is_for_stdout(given) else nullcontext(given["output"])
@@ -573,9 +574,10 @@ def _refused_output(given: dict[str, Any], options: Request) -> OutputRefused | 
 def _show_plan(plan: ConversionPlan, given: dict[str, Any], refused: OutputRefused | None) -> None:
     """What would be done; where the output is `refused`, that too, and the exit code is the conversion's."""
     from ckptconv import report
+    from ckptconv.error_document import error_document
 
     if given["as_json"]:
-        error = {} if refused is None else report.error_document(refused, 1)
+        error = {} if refused is None else error_document(refused, 1)
         print_json({"dry_run": True, **report.plan_document(plan), **error})
     elif not given["quiet"]:
         print_summary(report.plan_headline(_as_named(plan, given)), report.plan_lines(plan))

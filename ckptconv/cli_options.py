@@ -23,7 +23,7 @@ from ckptconv.errors import CheckpointError, printable
 if TYPE_CHECKING:
     from ckptconv.fitted_keys import KeyTarget
     from ckptconv.keys import KeyRules
-    from ckptconv.plans import Request
+    from ckptconv.options_ import Request
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -272,9 +272,9 @@ def comparison(given: dict[str, Any]) -> dict[str, Any]:
 
 def options_of(given: dict[str, Any], wrappers: str) -> Request:
     """The conversion that the command line asks for; a value that cannot be meant is a usage error."""
-    from ckptconv.devices import tag_map
     from ckptconv.dtypes import floating_dtype
-    from ckptconv.plans import Request
+    from ckptconv.mapping_ import tag_map
+    from ckptconv.options_ import Request
     from ckptconv.sharding import parse_size
 
     keys = key_rules(wrappers, reverse=given.get("reverse", False))

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ckptconv.dtypes import UINT8, DType
 from ckptconv.errors import RefusedObject
-from ckptconv.nodes import made
+from ckptconv.records_ import made
 from ckptconv.tensors import Storage, TensorRef, contiguous_stride, is_contiguous, joined, whole_storage
 
 _MOST_RUNS = 1000  # beyond, the gaps between the used bytes are kept

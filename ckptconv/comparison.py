@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptconv.casting import cast
 from ckptconv.checksums import Checksums
+from ckptconv.crc import crc32
 from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.errors import MalformedCheckpoint, OptionRefused
 from ckptconv.progress import Meter
-from ckptconv.sources import CHUNK, SMALL, FileSource, crc32
-from ckptconv.tensors import Storage, TensorRef, iter_chunks, verbatim_runs
+from ckptconv.source import CHUNK, SMALL
+from ckptconv.sources import FileSource
+from ckptconv.stream_ import iter_chunks, verbatim_runs
+from ckptconv.tensors import Storage, TensorRef
 
 if TYPE_CHECKING:
     import numpy as np

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.errors import CheckpointError, MalformedCheckpoint
 from ckptconv.nodes import Call, Global, Node
-from ckptconv.sources import CHUNK
-from ckptconv.tensors import Shape, Storage, TensorRef, iter_chunks, read_box, refuse_dimensions, view_of
-from ckptconv.torch_objects import plain_sizes, tensor_of_storage
+from ckptconv.source import CHUNK
+from ckptconv.stream_ import iter_chunks, read_box
+from ckptconv.tensors import Shape, Storage, TensorRef, refuse_dimensions, view_of
+from ckptconv.torch_objects import tensor_of_storage
+from ckptconv.torch_write import plain_sizes
 
 if TYPE_CHECKING:
     import numpy as np

@@ -21,87 +21,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     import torch
+from ckptconv.tags_ import COUNTED, RENAMED, canonical_tag
 
-# What torch.device() parses (c10/core/Device.cpp, torch 2.13), without `meta` and the names that never hold a tensor
-# (mkldnn, opengl, opencl, ideep); torch writes the single ones without an index, and loads `cpu` but not `cpu:0`.
-_SINGLE = ("cpu", "mps")
-_INDEXED = ("cuda", "xpu", "hpu", "xla", "mtia", "privateuseone", "ipu", "hip", "vulkan", "ve", "maia", "fpga", "lazy")
-_RENAMED = ("npu", "mlu", "musa", "gcu", "sdaa")  # backends outside torch; torch.utils.rename_privateuse1_backend
-_COUNTED = ("cuda", "xpu")
-_PACKAGES = {"xla": "torch_xla", "hpu": "habana_frameworks", **{kind: f"torch_{kind}" for kind in _RENAMED}}
+_PACKAGES = {"xla": "torch_xla", "hpu": "habana_frameworks", **{kind: f"torch_{kind}" for kind in RENAMED}}
 # c10::DeviceIndex is an int8: torch takes `cuda:128` for an index of 65408 and `cuda:255` for plain `cuda`.
-_INDICES = frozenset(map(str, range(128)))
-_FORMS = f"valid are cpu, mps, TYPE and TYPE:N (N from 0 to 127); TYPE is one of {', '.join(_INDEXED + _RENAMED)}"
 _ELSEWHERE = 'use map_location="cpu" or map_location="auto" (--device cpu on the command line)'
-
-
-def check_tag(tag: str) -> str:
-    """The canonical form of `tag`, which this host need not have: ``cpu``, ``mps``, ``TYPE`` or ``TYPE:N``.
-
-    >>> check_tag("cuda:1"), check_tag("npu"), check_tag("cpu:0")
-    ('cuda:1', 'npu', 'cpu')
-
-    TYPE is a device type of torch, or a name that a backend outside torch registers (one known here, or one loaded in
-    this process). Raises `DeviceUnavailable` for anything else, also for ``meta``.
-    """
-    if canonical := _canonical(tag):
-        return canonical
-    meant = _canonical(tag.strip().lower())
-    why = ": a meta tensor has no values" if tag.partition(":")[0] == "meta" else ""
-    raise DeviceUnavailable(f"{tag!r} is not a device tag{why}", hint=f"write {meant}; {_FORMS}" if meant else _FORMS)
-
-
-def _canonical(tag: str) -> str | None:
-    kind, colon, index = tag.partition(":")
-    if colon and index not in _INDICES:
-        return None
-    if kind in _SINGLE:
-        return kind if index in ("", "0") else None
-    torch_c = getattr(sys.modules.get("torch"), "_C", None)
-    loaded = getattr(torch_c, "_get_privateuse1_backend_name", lambda: "privateuseone")()
-    return tag if kind in (*_INDEXED, *_RENAMED, loaded) else None
-
-
-@dataclass(frozen=True, slots=True)
-class TagMap:
-    """The tag that a storage gets: by the pair of its exact tag (a dict in `torch.load`), else `device`, else its own.
-
-    >>> TagMap(None, (("cuda:3", "cuda:0"),))("cuda:3"), TagMap(None)("cuda:3"), TagMap("cpu")("cuda:3")
-    ('cuda:0', 'cuda:3', 'cpu')
-    """
-
-    device: str | None
-    pairs: tuple[tuple[str, str], ...] = ()
-
-    def __call__(self, tag: str) -> str:
-        for old, new in self.pairs:
-            if old == tag:
-                return new
-        return tag if self.device is None else self.device
-
-
-def tag_map(device: str | None, pairs: Sequence[str] = ()) -> TagMap:
-    """The map that `--device` and `--map-location OLD=NEW` ask for.
-
-    `device` is a tag, ``keep``, ``auto`` (`best_device`), or None: ``keep`` if there are pairs, else ``cpu``. NEW is a
-    tag or ``auto``; OLD is any string, since a file may carry any. Raises `DeviceUnavailable` for what is not a tag or no
-    pair, and for an OLD that is sent to two places.
-    """
-    if device is None:
-        device = "keep" if pairs else "cpu"
-    targets: dict[str, str] = {}
-    for pair in pairs:
-        old, _, new = pair.partition("=")
-        if not (old and new):
-            raise DeviceUnavailable(f"--map-location {pair!r} is not OLD=NEW", hint="write for example cuda:3=cuda:0")
-        new = _asked_tag(new)
-        if targets.setdefault(old, new) != new:
-            raise DeviceUnavailable(f"--map-location sends {old} to both {targets[old]} and {new}", hint="keep one")
-    return TagMap(None if device == "keep" else _asked_tag(device), tuple(targets.items()))
-
-
-def _asked_tag(device: str) -> str:
-    return best_device() if device == "auto" else check_tag(device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +251,7 @@ def require_device(tag: str) -> torch.device:
     Raises `DeviceUnavailable`, which says what is here, if `tag` is not a tag, torch is missing or cannot use the device.
     A backend outside torch must have been imported before: tags come out of files, and a file imports nothing.
     """
-    canonical, notes = _canonical(tag), list[str]()
+    canonical, notes = canonical_tag(tag), list[str]()
     if canonical is None:
         raise DeviceUnavailable(f"{tag!r} is not a device to load to", hint=_ELSEWHERE)
     kind, _, index = canonical.partition(":")
@@ -335,9 +259,9 @@ def require_device(tag: str) -> torch.device:
         raise DeviceUnavailable(notes[0] if notes else "torch is not installed", hint=INSTALL_TORCH)
     import torch
 
-    count = _count(torch, kind, notes) if kind in _COUNTED else 0
+    count = _count(torch, kind, notes) if kind in COUNTED else 0
     device: torch.device | None = None
-    if kind not in _COUNTED:
+    if kind not in COUNTED:
         device = _attempt(lambda: torch.empty(0, device=canonical).device, notes)  # any backend can answer this
     elif int(index or 0) < count:
         device = _attempt(lambda: torch.device(kind, int(index or getattr(torch, kind).current_device())), notes)
@@ -373,27 +297,3 @@ def _cuda_reasons(torch: Any, count: int) -> list[str]:
 
 def _series(names: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-
-
-def resolve_map_location(map_location: str | torch.device | dict[str, Any] | None) -> Callable[[str], torch.device]:
-    """What gives each tag its device under `map_location`, worked out once per load and remembered by tag.
-
-    As in `torch.load`: None follows the tag, a str or `torch.device` takes all, a dict maps exact tags and leaves the
-    others. Beyond it, ``"auto"`` is `best_device`, asked once. Raises `DeviceUnavailable` for anything else (also an
-    int, as `torch.load` does; a callable is the loader's), and later for a tag that leads to a device not here.
-    """
-    settled = functools.cache(_asked_tag)
-    if map_location is None:
-        chosen = TagMap(None)
-    elif isinstance(map_location, dict):
-        chosen = TagMap(None, tuple((old, settled(str(new))) for old, new in map_location.items()))
-    elif isinstance(map_location, (str, getattr(sys.modules.get("torch"), "device", str))):
-        chosen = TagMap(settled(str(map_location)))
-    else:
-        raise DeviceUnavailable(f"map_location={map_location!r} is not a location", hint="give a tag, or a dict of tags")
-    return functools.cache(lambda tag: require_device(chosen(tag)))
-
-
-def location_for(map_location: str | torch.device | dict[str, Any] | None, tag: str) -> torch.device:
-    """The device of one storage tagged `tag`; `resolve_map_location` serves a whole load."""
-    return resolve_map_location(map_location)(tag)

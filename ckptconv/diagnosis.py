@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ckptconv.checksums import check_storage
 from ckptconv.choices import refuse_no_flag, refuse_no_path, refuse_no_paths, refuse_no_text, spelling_checked
 from ckptconv.collector import collector_paused
-from ckptconv.devices import tag_map
 from ckptconv.errors import CheckpointError, DeviceUnavailable, UnsupportedCheckpoint, printable
 from ckptconv.findings import SEVERITIES, Diagnosis, Finding
 from ckptconv.fitted_keys import KeyTarget
@@ -18,13 +18,13 @@ from ckptconv.formats.detect import Named, checkpoints_of, open_checkpoint
 from ckptconv.inspection import inspect_checkpoint
 from ckptconv.key_targets import key_target
 from ckptconv.labels import may_be_infinite
+from ckptconv.mapping_ import tag_map
 from ckptconv.modules import flatten_modules
 from ckptconv.nonfinite import count_nonfinite
 from ckptconv.prescriptions import Fix, command, output_beside
 from ckptconv.progress import Meter, OnProgress
 from ckptconv.sources import FileSource
 from ckptconv.symptoms import CHECKS, Case, Symptom, some, symptom
-from ckptconv.tensors import check_storage
 from ckptconv.unopened import unopened
 
 

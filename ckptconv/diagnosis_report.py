@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ckptconv.containers import SAFETENSORS, TORCH
+from ckptconv.error_document import error_document
 from ckptconv.errors import CheckpointError, printable
 from ckptconv.findings import Diagnosis, Finding
-from ckptconv.report import error_document
 from ckptconv.wording import count_text
 
 

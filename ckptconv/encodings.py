@@ -26,7 +26,7 @@ from ckptconv.errors import MalformedCheckpoint
 from ckptconv.nodes import ORDERED_DICT, Call, Global, Node
 from ckptconv.plain_objects import spoken_name, tensor_form
 from ckptconv.tensors import Storage, TensorObject, TensorRef, contiguous_stride, view_of
-from ckptconv.torch_objects import plain_sizes
+from ckptconv.torch_write import plain_sizes
 
 ENCODINGS = "ckptconv.encodings"
 """The name of the metadata entry with the recipes."""

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from ckptconv.bounds import in_force
 from ckptconv.errors import LimitExceeded, MalformedCheckpoint
-from ckptconv.sources import Source
+from ckptconv.source import Source
 
 _WINDOW = 1 << 20
 _STOP = 0x2E

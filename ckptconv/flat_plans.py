@@ -18,8 +18,9 @@ from ckptconv.formats.torch_zip import Tree, lay_out_torch_zip
 from ckptconv.keys import refuse_idle
 from ckptconv.layout import Layout, one_item
 from ckptconv.nodes import ORDERED_DICT, Call
+from ckptconv.options_ import Request, Target
 from ckptconv.plan_notes import NOT_IN_TORCH, count_casts, count_locations, key_notes, prefix_notes, sharing_notes, text_notes
-from ckptconv.plans import ConversionPlan, PlannedFile, Request, Target
+from ckptconv.plans import ConversionPlan, PlannedFile
 from ckptconv.renaming import excluded, map_state_dict, refuse_nothing_left, renamed_keys, with_filled
 from ckptconv.scaled_weights import refuse_cast
 from ckptconv.settling import Skipped

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from ckptconv.archives import Record
 from ckptconv.bounds import in_force
 from ckptconv.errors import LimitExceeded
-from ckptconv.sources import Source, is_bomb, noting_files
+from ckptconv.inflate import is_bomb
+from ckptconv.source import Source
+from ckptconv.sources import noting_files
 
 
 @dataclass(slots=True)

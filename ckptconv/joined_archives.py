@@ -8,7 +8,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
-from ckptconv.sources import CHUNK, FileSource, Source
+from ckptconv.source import CHUNK, Source
+from ckptconv.sources import FileSource
 
 _END = struct.Struct("<4s4HIIH")  # signature, disks and counts, size and start of the directory, size of the comment
 _LOCATOR = struct.Struct("<4sIQI")  # signature, disk, place of the zip64 end record, number of disks

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import FrameType
@@ -227,133 +227,6 @@ class DropSegment(Rule):
             return key
         *modules, last = key.split(".")
         return ".".join([*(name for name in modules if name != self.segment), last])
-
-
-# -------------------------------------------------------------------------------------------------------------- presets
-
-PRESETS: Mapping[str, tuple[Rule, ...]] = {
-    "ddp": (StripPrefix("module."),),
-    "compile": (DropSegment("_orig_mod"),),
-    "fsdp": (DropSegment("_fsdp_wrapped_module"), DropSegment("_fpw_module")),
-    "checkpoint-wrapper": (DropSegment("_checkpoint_wrapped_module"),),
-    "lightning": (StripPrefix("model."),),
-    "peft": (StripPrefix("base_model.model."),),
-    "swa": (Select(exclude=("n_averaged",)), StripPrefix("module.")),
-    "timm-ema": (StripPrefix("ema."), StripPrefix("module.")),
-    "mmengine": (Select(exclude=("steps",)), StripPrefix("module.")),
-    "ema-pytorch": (Select(include=("ema_model.*",)), StripPrefix("ema_model.")),
-}
-"""What frameworks put around a model's keys, by the name of the preset.
-
-Sources: torch's `torch/nn/parallel`, `_dynamo/eval_frame.py`, `distributed/fsdp/_common_utils.py` (``_fpw_module`` before torch
-1.13), `distributed/algorithms/_checkpoint/checkpoint_wrapper.py` and `optim/swa_utils.py` (``n_averaged``); Lightning's way
-of keeping the network under ``self.model``; peft's `PeftModel`; timm's `ModelEma`; mmengine's `BaseAveragedModel` (``steps``);
-ema_pytorch's `EMA`.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Preset(Rule):
-    """The rules of `PRESETS[name]`, of which one must meet a key; `KeyConflict` when there is no such preset."""
-
-    name: str
-
-    def __post_init__(self) -> None:
-        if self.name not in PRESETS:
-            raise KeyConflict(f"there is no preset '{printable(self.name)}'", hint=f"there are {', '.join(PRESETS)}")
-
-    @property
-    def words(self) -> str:
-        return f"--preset {self.name}"
-
-    @property
-    def leaves_out(self) -> bool:
-        return any(part.leaves_out for part in PRESETS[self.name])
-
-    def step(self, keys: Sequence[str]) -> Step:
-        steps = []
-        for part in PRESETS[self.name]:
-            steps.append(part.step(keys))
-            keys = [after for key in keys if (after := steps[-1](key)) is not None]
-        return lambda key: _through(steps, key)
-
-    def idle(self, keys: Sequence[str]) -> tuple[str, ...]:
-        return (self.words,) if all(part.idle(keys) for part in PRESETS[self.name]) else ()
-
-    def is_done_by(self, wrappers: Sequence[str]) -> bool:
-        return any(part.is_done_by(wrappers) for part in PRESETS[self.name])
-
-
-def _through(steps: Sequence[Step], key: str) -> str | None:
-    after: str | None = key
-    for step in steps:
-        if after is not None:
-            after = step(after)
-    return after
-
-
-# ------------------------------------------------------------------------------------------------------------- mappings
-
-
-@dataclass(frozen=True, slots=True)
-class MappedKeys:
-    """What becomes of the keys of the state dict at `path`: old → new (None: left out).
-
-    `modules` are the module paths of its `_metadata`: old → new, several where reversing tells ones apart that had become one.
-    `filled` are new keys that belong to no old one, and go when this is reversed.
-    """
-
-    path: str
-    keys: Mapping[str, str | None]
-    modules: Mapping[str, tuple[str, ...]]
-    filled: tuple[str, ...] = ()
-
-    def reversed(self) -> MappedKeys:
-        """The way back; keys that were left out are not in it."""
-        modules: dict[str, tuple[str, ...]] = {}
-        for old, news in self.modules.items():
-            for new in news:
-                modules[new] = (*modules.get(new, ()), old)
-        back: dict[str, str | None] = {new: old for old, new in self.keys.items() if new is not None}
-        return MappedKeys(self.path, {**back, **dict.fromkeys(self.filled)}, modules)
-
-
-@dataclass(frozen=True, slots=True)
-class Mapped(Rule):
-    """Exactly the renaming of a conversion that was: no key may be met that is not in it."""
-
-    state_dicts: tuple[MappedKeys, ...]
-
-    @property
-    def words(self) -> str:
-        return "the mapping"
-
-    @property
-    def leaves_out(self) -> bool:
-        return True
-
-    def at(self, path: str) -> Mapped:
-        """The mapping of one state dict: that at `path`, or the only one."""
-        found = [item for item in self.state_dicts if item.path == path] or self.state_dicts
-        if len(found) != 1:
-            known = ", ".join(printable(item.path) or "the root" for item in self.state_dicts) or "none"
-            raise KeyConflict("the mapping is for other state dicts than this one", hint=f"those at: {known}")
-        return Mapped((found[0],))
-
-    def step(self, keys: Sequence[str]) -> Step:
-        (found,) = self.state_dicts
-        unknown = [key for key in keys if key not in found.keys]
-        if unknown:
-            raise KeyConflict(
-                f"{len(unknown)} of {len(keys)} keys are not in the mapping, e.g. '{printable(unknown[0])}'",
-                where=unknown[0],
-                hint="--reverse undoes a mapping; it fits the checkpoints that it came from",
-            )
-        return lambda key: found.keys.get(key, key)
-
-    def module_paths(self, path: str) -> tuple[str, ...]:
-        """What becomes of a module path; none where the mapping does not say."""
-        return self.state_dicts[0].modules.get(path, ())
 
 
 # ------------------------------------------------------------------------------------------------------------ patience

@@ -13,7 +13,9 @@ from typing import Literal, NamedTuple
 
 from ckptconv.choices import WRAPPERS, refuse_no_keys, refuse_no_text, refuse_no_texts, refuse_other, spelling_checked
 from ckptconv.errors import KeyConflict, OptionRefused, printable
-from ckptconv.key_rules import AddPrefix, Mapped, Patience, Preset, Regex, Rename, Rule, Select, Step, StripPrefix
+from ckptconv.key_rules import AddPrefix, Patience, Regex, Rename, Rule, Select, Step, StripPrefix
+from ckptconv.mappings import Mapped
+from ckptconv.presets import Preset
 from ckptconv.showing import short_repr
 
 MODULE = "module"

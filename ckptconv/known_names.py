@@ -8,7 +8,7 @@ the names in the documentation of 3.14. `test` and `lib` are left out: many proj
 from __future__ import annotations
 
 from ckptconv.torch_classes import TORCH_CLASSES
-from ckptconv.torch_objects import WEIGHTS_ONLY
+from ckptconv.torch_names import WEIGHTS_ONLY
 
 _STANDARD_LIBRARY = """
     BaseHTTPServer CGIHTTPServer ConfigParser Cookie Dialog DocXMLRPCServer FileDialog FixTk

@@ -11,13 +11,15 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ckptconv.checkpoint import Checkpoint
+from ckptconv.checksums import check_storage
 from ckptconv.choices import UNKNOWN, refuse_no_flag, refuse_no_text, refuse_other, spelling_checked
 from ckptconv.collector import collector_paused
-from ckptconv.devices import require_device, require_torch, resolve_map_location
+from ckptconv.devices import require_device, require_torch
 from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.errors import CheckpointError, RefusedObject, UnsupportedCheckpoint, printable, too_deep
 from ckptconv.formats.detect import Named, open_checkpoint
 from ckptconv.keys import KeyRules, map_keys, refuse_idle, rules_of
+from ckptconv.mapping_ import resolve_map_location
 from ckptconv.nodes import ORDERED_DICT, Call, Dict, Global, Node, attributes
 from ckptconv.plain_objects import tensor_form
 from ckptconv.progress import Meter, OnProgress
@@ -26,8 +28,10 @@ from ckptconv.settling import Settled, Unknown, has_more, settle_objects
 from ckptconv.sources import FileSource, refuse_changed
 from ckptconv.state_dicts import find, find_state_dicts, renamed_state_dict
 from ckptconv.strays import settle_strays
-from ckptconv.tensors import Storage, TensorObject, TensorRef, check_storage, iter_chunks, refuse_packed, whole_storage
-from ckptconv.torch_objects import VALUELESS, WEIGHTS_ONLY, Window, window
+from ckptconv.stream_ import iter_chunks
+from ckptconv.tensors import Storage, TensorObject, TensorRef, refuse_packed, whole_storage
+from ckptconv.torch_names import VALUELESS, WEIGHTS_ONLY
+from ckptconv.torch_objects import Window, window
 from ckptconv.walking import tensors_of
 
 if TYPE_CHECKING:

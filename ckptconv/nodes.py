@@ -12,9 +12,6 @@ from typing import Any, Final, TypeAlias
 Node: TypeAlias = Any
 """A value of the tree: plain Python, one of the nodes below, or what a reducer made of a call."""
 
-made = tuple.__new__
-"""Makes a NamedTuple of a tuple of all its fields in half the time of its constructor, for what there are 100,000 of."""
-
 ABSENT: Final = object()
 """The state of a `Call` that no BUILD was applied to."""
 

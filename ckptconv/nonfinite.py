@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptconv.progress import Meter
-from ckptconv.tensors import TensorRef, iter_chunks
+from ckptconv.stream_ import iter_chunks
+from ckptconv.tensors import TensorRef
 
 if TYPE_CHECKING:
     import numpy as np

@@ -15,8 +15,9 @@ from typing import NamedTuple
 from ckptconv.casting import cast
 from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.errors import MalformedCheckpoint
-from ckptconv.sources import CHUNK
-from ckptconv.tensors import Piece, Shape, Storage, TensorRef, contiguous_stride, verbatim_range
+from ckptconv.source import CHUNK
+from ckptconv.stream_ import verbatim_range
+from ckptconv.tensors import Piece, Shape, Storage, TensorRef, contiguous_stride
 
 FLOAT32 = BY_NAME["float32"]
 

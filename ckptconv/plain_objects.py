@@ -17,8 +17,9 @@ from ckptconv import training_objects
 from ckptconv.bounds import in_force
 from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.nodes import ABSENT, DICT, ORDERED_DICT, SET, Call, Dict, Global, Node
-from ckptconv.sources import MemorySource
-from ckptconv.tensors import Storage, TensorRef, contiguous_stride, iter_cast_chunks, view_of
+from ckptconv.source import MemorySource
+from ckptconv.stream_ import iter_cast_chunks
+from ckptconv.tensors import Storage, TensorRef, contiguous_stride, view_of
 
 _NO_DICT = re.compile(r"builtins\.|torch\.\w+\Z").match
 _DICT_CLASSES = ("AttributeDict", "EasyDict", "Munch", "AttrDict", "ConfigDict")

@@ -14,8 +14,9 @@ from ckptconv.errors import printable
 from ckptconv.fitted_keys import KeyTarget
 from ckptconv.keys import KEEP, STRIP, UNMISTAKABLE, KeyRules
 from ckptconv.nodes import Node, mapping_pairs
-from ckptconv.plans import ConversionPlan, RenamedKeys
+from ckptconv.plans import ConversionPlan
 from ckptconv.producers import offered_prefix
+from ckptconv.renaming import RenamedKeys
 from ckptconv.settling import Settled
 from ckptconv.sharding import index_path
 from ckptconv.state_dicts import StateDict

@@ -21,6 +21,8 @@ from ckptconv.formats.torch_zip import Tree, lay_out_torch_zip
 from ckptconv.key_targets import key_target
 from ckptconv.layout import one_item
 from ckptconv.nodes import Call, Dict, Node, mapping_pairs
+from ckptconv.options_ import Options, Request
+from ckptconv.outputs_named import target
 from ckptconv.plain_objects import plain_form
 from ckptconv.plan_notes import (
     NOT_IN_TORCH,
@@ -32,13 +34,13 @@ from ckptconv.plan_notes import (
     sharing_notes,
     tree_notes,
 )
-from ckptconv.plans import ConversionPlan, Options, PlannedFile, RenamedKeys, Request, target
-from ckptconv.renaming import rename_state_dicts
+from ckptconv.plans import ConversionPlan, PlannedFile
+from ckptconv.renaming import RenamedKeys, rename_state_dicts
 from ckptconv.rule_files import mapping_text
 from ckptconv.scaled_weights import refuse_cast
 from ckptconv.settling import settle_objects
 from ckptconv.sharding import earlier_files
-from ckptconv.sources import Source
+from ckptconv.source import Source
 from ckptconv.state_dicts import StateDict, find, find_state_dicts
 from ckptconv.strays import settle_strays
 from ckptconv.tensors import refuse_packed

@@ -8,14 +8,15 @@ from pathlib import Path
 from shlex import quote
 
 from ckptconv.checkpoint import Checkpoint
-from ckptconv.devices import tag_map
 from ckptconv.dtypes import floating_dtype
 from ckptconv.errors import AmbiguousStateDict, CheckpointError, RefusedObject
 from ckptconv.fitted_keys import KeyTarget
 from ckptconv.keys import KeyRules
+from ckptconv.mapping_ import tag_map
 from ckptconv.nodes import Call
+from ckptconv.options_ import Request
 from ckptconv.planning import plan_conversion
-from ckptconv.plans import ConversionPlan, Request
+from ckptconv.plans import ConversionPlan
 from ckptconv.settling import DO_NOT_LOAD, DROPPED, Unknown
 from ckptconv.walking import tensors_of
 from ckptconv.wording import as_argument, count_text

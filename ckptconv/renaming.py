@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 
 from ckptconv.candidates import metadata_of
 from ckptconv.errors import AmbiguousStateDict, KeyConflict, KeyMismatch, printable
 from ckptconv.fitted_keys import KeyTarget, fitted
-from ckptconv.key_rules import MappedKeys
-from ckptconv.keys import KEEP, STRIP, KeyMap, KeyRules, find_wrappers, hint_of_starts, map_keys, refuse_idle, unchanged
+from ckptconv.keys import (
+    KEEP,
+    STRIP,
+    KeyMap,
+    KeyRules,
+    find_wrappers,
+    hint_of_starts,
+    map_keys,
+    refuse_idle,
+    unchanged,
+)
+from ckptconv.mappings import MappedKeys
 from ckptconv.nodes import Node, mapping_pairs
-from ckptconv.plans import RenamedKeys
 from ckptconv.settling import Skipped
 from ckptconv.state_dicts import StateDict, renamed_in_place
 
@@ -99,3 +108,23 @@ def _mapped_keys(item: StateDict, keys: KeyMap, unheld: Collection[str]) -> Mapp
     entries = mapping_pairs(metadata_of(item.node)) or ()
     modules = {path: keys.module_paths(path) for path, _ in entries if type(path) is str}
     return MappedKeys(item.path, now, modules, tuple(key for key, _ in keys.filled if key not in unheld))
+
+
+@dataclass(frozen=True, slots=True)
+class RenamedKeys:
+    """What became of the keys of one state dict: `path` of it, the wrappers found, and (old, new) pairs that differ.
+
+    `left_out` are the keys that the rules left out; `mapped` works out all of it, keys that the output does not hold left out.
+    `odd` are the keys with characters that cannot be printed; `shared` counts the tensors whose storage another key has too.
+    `filled` are keys that were absent, each with the new key whose tensor it has.
+    """
+
+    path: str
+    wrappers: tuple[str, ...]
+    count: int
+    changed: tuple[tuple[str, str], ...]
+    odd: tuple[str, ...] = ()
+    shared: int = 0
+    left_out: tuple[str, ...] = ()
+    mapped: Callable[[], MappedKeys] | None = None
+    filled: tuple[tuple[str, str], ...] = ()

@@ -22,8 +22,9 @@ from ckptconv.bounds import in_force
 from ckptconv.choices import refuse_no_flag, refuse_no_path, spelling_checked
 from ckptconv.documents import read_object, refuse_crowded
 from ckptconv.errors import CheckpointError, KeyConflict, LimitExceeded, MissingDependency, printable
-from ckptconv.key_rules import Mapped, MappedKeys, Regex, Rename, Rule
+from ckptconv.key_rules import Regex, Rename, Rule
 from ckptconv.keys import RULE_WORDS, KeyRules, parse_rule
+from ckptconv.mappings import Mapped, MappedKeys
 from ckptconv.sources import FileSource
 
 _MAPPING = "mapping"

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.choices import plain_name, refuse_no_flag, refuse_no_output, refuse_no_text, spelling_checked
 from ckptconv.convert import ConversionResult, execute_plan
-from ckptconv.devices import require_torch, tag_map
+from ckptconv.devices import require_torch
 from ckptconv.dtypes import BY_NAME, DType, floating_dtype
 from ckptconv.errors import RefusedObject, printable, too_deep
 from ckptconv.keys import KeyRules, rules_of
+from ckptconv.mapping_ import tag_map
 from ckptconv.nodes import BYTEARRAY, ORDERED_DICT, SET, Call, Dict, Global, Node
+from ckptconv.options_ import Request, Target
 from ckptconv.outputs import check_folder, check_output
 from ckptconv.planning import plan_conversion
-from ckptconv.plans import Request, Target
 from ckptconv.progress import OnProgress
 from ckptconv.tensors import Storage, TensorObject, view_of
 from ckptconv.walking import place_text, tensors_of

@@ -18,7 +18,8 @@ from ckptconv.formats.detect import open_file
 from ckptconv.joined_archives import joined_archives
 from ckptconv.progress import Meter, OnProgress
 from ckptconv.showing import html_table, short_repr
-from ckptconv.sources import CHUNK, FileSource, RangeSource
+from ckptconv.source import CHUNK, RangeSource
+from ckptconv.sources import FileSource
 from ckptconv.stream_scanner import Finding, Room, Scanner
 from ckptconv.threats import LEVELS, Level
 from ckptconv.wording import count_text

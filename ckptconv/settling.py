@@ -14,7 +14,8 @@ from ckptconv.nodes import ABSENT, Call, Dict, Global, Node, attributes, mapping
 from ckptconv.plain_objects import plain_form, spoken_name
 from ckptconv.tensors import Storage, TensorObject, TensorRef
 from ckptconv.threats import judge
-from ckptconv.torch_objects import COPIES, VALUELESS, WEIGHTS_ONLY, is_tensor_call
+from ckptconv.torch_names import COPIES, VALUELESS, WEIGHTS_ONLY
+from ckptconv.torch_objects import is_tensor_call
 from ckptconv.training_objects import HOW, code_name, functions_of, is_class, is_config
 from ckptconv.walking import Place, place_text, walk
 

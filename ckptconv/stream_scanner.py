@@ -20,8 +20,8 @@ from itertools import islice
 from ckptconv.archives import Record, is_zip, read_directory
 from ckptconv.bounds import in_force
 from ckptconv.errors import CheckpointError
-from ckptconv.formats.detect import STRANGERS
 from ckptconv.formats.safetensors import is_safetensors
+from ckptconv.formats.strangers import STRANGERS
 from ckptconv.formats.torch_tar import is_tar
 from ckptconv.joined_archives import joined_archives, next_data
 from ckptconv.script_code import (
@@ -33,7 +33,7 @@ from ckptconv.script_code import (
     old_code_records,
     script_records,
 )
-from ckptconv.sources import CHUNK, MemorySource, RangeSource, Source
+from ckptconv.source import CHUNK, MemorySource, RangeSource, Source
 from ckptconv.threats import Level, Verdict, gives_what_was_there, judge
 from ckptconv.tracing import ATTRIBUTES, NESTED_LOADERS, Held, Named, Trace, held_bytes, trace_pickle
 from ckptconv.wording import count_text

@@ -128,7 +128,7 @@ def survey_document(items: Sequence[Surveyed | Unread]) -> dict[str, Any]:
 
 def _document(item: Surveyed | Unread) -> dict[str, Any]:
     if isinstance(item, Unread):
-        from ckptconv.report import error_document
+        from ckptconv.error_document import error_document
 
         return {"path": str(item.paths[0]), **error_document(item.error, 1)}
     return inspection_document(item.found, item.fix)

@@ -27,7 +27,7 @@ from ckptconv.prescriptions import Fix, Prescription, command, workable
 from ckptconv.producers import averages_weights
 from ckptconv.scaled_weights import ScaledWeight, find_scaled, quantization_scales
 from ckptconv.state_dicts import StateDict
-from ckptconv.torch_objects import VALUELESS
+from ckptconv.torch_names import VALUELESS
 from ckptconv.wording import look_hint, part_text
 
 _NAMED = 3  # keys, places or tags that a text names before it counts

@@ -63,9 +63,9 @@ def errors_shown(as_json: bool, usage: bool = False, code: int = 1) -> Iterator[
 
 def print_error_json(error: CheckpointError, exit_code: int) -> None:
     """The document of an error, with the exit code that goes with it."""
-    from ckptconv import report
+    from ckptconv.error_document import error_document
 
-    print_json(report.error_document(error, exit_code))
+    print_json(error_document(error, exit_code))
 
 
 def is_json_asked(arguments: Sequence[str]) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ckptconv.bounds import in_force
-from ckptconv.sources import CHUNK, Source
+from ckptconv.source import CHUNK, Source
 
 
 class Named(NamedTuple):

@@ -26,7 +26,7 @@ from ckptconv.cli import cli
 from ckptconv.errors import VerificationFailed
 from ckptconv.extents import read_pickles
 from ckptconv.formats import torch_zip
-from ckptconv.sources import MemorySource
+from ckptconv.source import MemorySource
 from ckptconv.unpickling import PickleReader
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -432,7 +432,7 @@ def test_rules_in_files_mappings_and_pairs_keep_their_order(room):
 
 
 def test_the_rules_among_the_words_are_all_that_there_are():
-    from ckptconv.plans import _RULES
+    from ckptconv.options_ import _RULES
 
     assert {name.replace("_", "-") for name in _RULES} == set(RULE_WORDS)
 

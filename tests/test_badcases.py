@@ -488,8 +488,8 @@ def look_at(path: Path) -> None:
     from ckptconv.errors import CheckpointError
     from ckptconv.formats.detect import open_checkpoint
     from ckptconv.inspection import inspect_checkpoint
+    from ckptconv.options_ import Options
     from ckptconv.planning import plan_conversion
-    from ckptconv.plans import Options
 
     def planned(checkpoint, suffix: str, unknown: str) -> None:
         try:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ckptconv.checksums import Checksums
 from ckptconv.errors import MalformedCheckpoint
-from ckptconv.sources import MemorySource
+from ckptconv.source import MemorySource
 from ckptconv.tensors import Storage
 
 RAW = bytes(range(200)) * 5

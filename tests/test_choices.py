@@ -15,7 +15,7 @@ from torch import nn
 import ckptconv
 from ckptconv import CheckpointError, KeyRules
 from ckptconv.errors import OptionRefused
-from ckptconv.plans import Options
+from ckptconv.options_ import Options
 
 DDP = SAMPLES / "ddp_cuda3.pt"
 

@@ -20,7 +20,7 @@ import torch
 
 from ckptconv import CheckpointError, KeyRules, convert_checkpoint, inspection_report, load_portable, open_checkpoint
 from ckptconv.inspection import inspect_checkpoint
-from ckptconv.tensors import iter_chunks
+from ckptconv.stream_ import iter_chunks
 
 _MANIFEST = oracle.corpus_folder() / "manifest.json"
 ENTRIES = json.loads(_MANIFEST.read_text()) if _MANIFEST.is_file() else []

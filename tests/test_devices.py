@@ -13,8 +13,10 @@ from types import SimpleNamespace
 import pytest
 
 from ckptconv import devices, nvidia_smi
-from ckptconv.devices import Gpu, TagMap, check_tag, survey_host, tag_map, visible_indices
+from ckptconv.devices import Gpu, survey_host, visible_indices
 from ckptconv.errors import DeviceUnavailable
+from ckptconv.mapping_ import TagMap, tag_map
+from ckptconv.tags_ import check_tag
 
 torch = pytest.importorskip("torch")
 

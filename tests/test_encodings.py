@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from ckptconv import KeyRules, convert_checkpoint, load_portable, open_checkpoint
 from ckptconv.encodings import ENCODINGS
 from ckptconv.errors import KeyConflict, MalformedCheckpoint, RefusedObject
-from ckptconv.tensors import iter_chunks
+from ckptconv.stream_ import iter_chunks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

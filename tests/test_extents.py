@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ckptconv import limits
 from ckptconv.errors import LimitExceeded, MalformedCheckpoint
 from ckptconv.extents import read_pickles
-from ckptconv.sources import MemorySource
+from ckptconv.source import MemorySource
 
 VALUES = st.recursive(
     st.none()

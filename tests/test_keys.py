@@ -21,8 +21,8 @@ from trees import wrapped_keys
 
 from ckptconv import KeyRules, cli_options, convert_checkpoint, limits, load_portable, read_key_rules
 from ckptconv.errors import KeyConflict, LimitExceeded, OutputRefused
-from ckptconv.key_rules import PRESETS
 from ckptconv.keys import RULE_WORDS, map_keys
+from ckptconv.presets import PRESETS
 
 DDP = SAMPLES / "ddp_cuda3.pt"
 W = torch.arange(6.0).reshape(2, 3)

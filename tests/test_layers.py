@@ -127,7 +127,7 @@ def late():
     from . import keys
 """
     found = list(imported(ast.parse(source), ("ckptconv",)))
-    assert found == ["ckptconv.report", "torch.nn", "ckptconv.sources.CHUNK", "ckptconv.keys"]
+    assert found == ["ckptconv.report", "torch.nn", "ckptconv.source.CHUNK", "ckptconv.keys"]
     assert [own_module(name) for name in found] == ["report", None, "sources", "keys"]
     assert own_module("ckptconv.formats.detect.FORMATS") == "formats.detect"
     assert own_module("ckptconv.formats") == "formats.__init__"

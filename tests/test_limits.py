@@ -30,8 +30,8 @@ from ckptconv.formats import dtensors
 from ckptconv.formats.dcp import _Nested
 from ckptconv.inspection import inspect_checkpoint
 from ckptconv.keys import map_keys
+from ckptconv.options_ import Options
 from ckptconv.planning import plan_conversion
-from ckptconv.plans import Options
 
 W = torch.arange(4.0)
 RAISE = re.compile(r"--limit (\w+)=([\d.]+) \(ckptconv\.limits\(\1=\2\) in code\)")

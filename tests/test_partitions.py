@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from ckptconv.dtypes import BY_NAME
 from ckptconv.errors import MalformedCheckpoint
 from ckptconv.partitions import FLOAT32, Flat, Widener, flat_boxes, shaped
-from ckptconv.sources import MemorySource
-from ckptconv.tensors import Storage, TensorRef, iter_chunks, verbatim_runs, view_of, whole_storage
+from ckptconv.source import MemorySource
+from ckptconv.stream_ import iter_chunks, verbatim_runs
+from ckptconv.tensors import Storage, TensorRef, view_of, whole_storage
 
 SHAPES = st.lists(st.integers(1, 5), max_size=5).map(tuple)
 

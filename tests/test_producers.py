@@ -14,8 +14,8 @@ from oracle import optimizer_state as optimizer
 
 from ckptconv import CheckpointError, convert_checkpoint, load_portable, open_checkpoint
 from ckptconv.inspection import inspect_checkpoint
+from ckptconv.options_ import Options
 from ckptconv.planning import plan_conversion
-from ckptconv.plans import Options
 
 WEIGHTS = {"fc.weight": torch.arange(6.0).reshape(2, 3), "fc.bias": torch.zeros(2)}
 EMA = {key: value + 1 for key, value in WEIGHTS.items()}

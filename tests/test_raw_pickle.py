@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from ckptconv import CheckpointError, convert_checkpoint, load_portable, open_checkpoint
 from ckptconv.errors import LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.formats.raw_pickle import is_raw_pickle
-from ckptconv.tensors import iter_chunks
+from ckptconv.stream_ import iter_chunks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)

@@ -25,8 +25,8 @@ from safetensors.torch import save_file
 
 from ckptconv import CheckpointError, convert_checkpoint, load_portable, loading, open_checkpoint, platforms, staging
 from ckptconv.convert import execute_plan
+from ckptconv.options_ import Options
 from ckptconv.planning import plan_conversion
-from ckptconv.plans import Options
 from ckptconv.signals import held_back
 
 QUICKLY: dict[str, Any] = {"fsync": False}

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from ckptconv import CheckpointError, convert_checkpoint, diff_checkpoints, load_portable, open_checkpoint, scan_checkpoint
 from ckptconv.errors import MalformedCheckpoint
 from ckptconv.sources import FileSource
-from ckptconv.tensors import iter_chunks
+from ckptconv.stream_ import iter_chunks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 KEEP: dict[str, Any] = {"keys": "keep", "fsync": False, "force": True}

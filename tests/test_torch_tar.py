@@ -34,7 +34,7 @@ from ckptconv.errors import LimitExceeded, MalformedCheckpoint, RefusedObject, U
 from ckptconv.inspection import inspect_checkpoint
 from ckptconv.inspection_report import verdict
 from ckptconv.sources import FileSource
-from ckptconv.tensors import iter_chunks
+from ckptconv.stream_ import iter_chunks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 FLOATS = struct.pack("<8f", *range(8))

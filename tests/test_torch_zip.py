@@ -28,7 +28,7 @@ from torch.utils.serialization import config
 
 from ckptconv import KeyRules, Options, archives, convert_checkpoint, load_portable, open_checkpoint, plan_conversion
 from ckptconv.errors import CheckpointError, KeyConflict, MalformedCheckpoint, OutputRefused, RefusedObject
-from ckptconv.torch_objects import WEIGHTS_ONLY
+from ckptconv.torch_names import WEIGHTS_ONLY
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 thorough = settings(max_examples=200, deadline=None)

@@ -17,7 +17,7 @@ from ckptconv.errors import LimitExceeded, MalformedCheckpoint
 from ckptconv.extents import read_pickles
 from ckptconv.nodes import Call, Dict, Global, PersistentId, mapping_pairs
 from ckptconv.pickling import write_pickle
-from ckptconv.sources import MemorySource
+from ckptconv.source import MemorySource
 from ckptconv.unpickling import read_pickle
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from ckptconv import CheckpointError, convert_checkpoint, open_checkpoint
 from ckptconv.errors import LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint
-from ckptconv.tensors import iter_chunks
+from ckptconv.stream_ import iter_chunks
 
 
 def test_a_pickle_inside_an_archive_is_found_under_its_name(tmp_path):

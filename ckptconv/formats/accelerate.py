@@ -18,7 +18,7 @@ from ckptconv.containers import ACCELERATE
 from ckptconv.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.formats.dtensors import refuse_flat
 from ckptconv.nodes import Dict, Node, mapping_pairs
-from ckptconv.sources import within
+from ckptconv.paths import within
 
 NAME = "accelerate folder"
 _MODEL = re.compile(r"(?:model|pytorch_model)(?:_(\d+))?\.(?:safetensors|bin)$").match

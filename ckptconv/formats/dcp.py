@@ -23,7 +23,9 @@ from ckptconv.formats import dcp_metadata
 from ckptconv.formats.dcp_metadata import Item, Metadata, TensorEntry
 from ckptconv.formats.lightning import META, with_meta
 from ckptconv.nodes import Dict, Node, mapping_pairs
-from ckptconv.sources import FilePool, FileSource, PooledSource, RangeSource, Source, within
+from ckptconv.paths import within
+from ckptconv.source import RangeSource, Source
+from ckptconv.sources import FilePool, FileSource, PooledSource
 from ckptconv.tensors import Shape, TensorRef
 from ckptconv.walking import label_text
 

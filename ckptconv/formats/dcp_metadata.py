@@ -16,7 +16,7 @@ from ckptconv.bounds import in_force
 from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.nodes import ABSENT, Call, Dict, Global, Node, mapping_pairs, spoken
-from ckptconv.sources import Source
+from ckptconv.source import Source
 from ckptconv.tensors import Shape, refuse_dimensions
 from ckptconv.unpickling import read_pickle
 

@@ -19,7 +19,9 @@ from ckptconv.checkpoint import Checkpoint
 from ckptconv.containers import DCP_SHARDS
 from ckptconv.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.nodes import ORDERED_DICT, Call
-from ckptconv.sources import FilePool, FileSource, Source, within
+from ckptconv.paths import within
+from ckptconv.source import Source
+from ckptconv.sources import FilePool, FileSource
 from ckptconv.tensors import Shape, TensorRef
 
 NAME = "DCP shards (safetensors)"

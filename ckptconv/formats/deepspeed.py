@@ -21,7 +21,9 @@ from ckptconv.checkpoint import Checkpoint
 from ckptconv.containers import DEEPSPEED
 from ckptconv.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.nodes import Dict, Node, mapping_pairs
-from ckptconv.sources import FilePool, FileSource, Source, within
+from ckptconv.paths import within
+from ckptconv.source import Source
+from ckptconv.sources import FilePool, FileSource
 from ckptconv.zero_partitions import RankStates, Weights, entries, read_rank
 
 NAME = "DeepSpeed"

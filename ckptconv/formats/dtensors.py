@@ -22,7 +22,8 @@ from ckptconv.bounds import in_force
 from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.errors import LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.nodes import Call, Dict, Global, Node
-from ckptconv.tensors import Piece, Shape, TensorRef, iter_chunks, refuse_dimensions, requiring_grad
+from ckptconv.stream_ import iter_chunks
+from ckptconv.tensors import Piece, Shape, TensorRef, refuse_dimensions, requiring_grad
 
 _REBUILD = "torch._utils._rebuild_wrapper_subclass"
 _STRIDED = "_StridedShard"

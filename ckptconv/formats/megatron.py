@@ -15,7 +15,7 @@ from pathlib import Path
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.errors import CheckpointError, UnsupportedCheckpoint
 from ckptconv.nodes import Call, Node, mapping_pairs
-from ckptconv.sources import within
+from ckptconv.paths import within
 
 _RANK = re.compile(r"mp_rank_([0-9]{2,6})(?:_[0-9]{3,6}){0,2}").fullmatch
 _FILES = ("model_optim_rng.pt", "model_rng.pt")

@@ -20,7 +20,7 @@ from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.formats.records import ArchiveStorages, Records, checksum_notes, read_limited, root_folder
 from ckptconv.nodes import ORDERED_DICT, Call, Node
-from ckptconv.sources import Source
+from ckptconv.source import Source
 from ckptconv.tensors import Storage, TensorRef, contiguous_stride, view_of
 from ckptconv.torch_objects import read_torch_pickle
 

@@ -17,8 +17,9 @@ from ckptconv.errors import CheckpointError, IncompleteCheckpoint, MalformedChec
 from ckptconv.formats.dtensors import Shard, is_sharded, read_shard, refuse_flat
 from ckptconv.labels import names_rank_state
 from ckptconv.nodes import Node
+from ckptconv.stream_ import iter_chunks
 from ckptconv.substitution import calls_of, substituted
-from ckptconv.tensors import Shape, TensorRef, iter_chunks
+from ckptconv.tensors import Shape, TensorRef
 from ckptconv.walking import labels_of, place_text, tensor_of, walk
 
 Labels = tuple[Node, ...]

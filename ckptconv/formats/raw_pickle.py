@@ -15,7 +15,7 @@ from ckptconv.containers import PICKLE
 from ckptconv.dtypes import DType
 from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.nodes import Call, Dict, Node
-from ckptconv.sources import MemorySource, Source
+from ckptconv.source import MemorySource, Source
 from ckptconv.tensors import Storage, TensorObject, TensorRef
 from ckptconv.torch_objects import is_tensor_call, read_torch_pickle
 from ckptconv.walking import walk

@@ -14,9 +14,11 @@ from ckptconv.archives import Record
 from ckptconv.bounds import in_force
 from ckptconv.dtypes import DType
 from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint
+from ckptconv.inflate import Spool
 from ckptconv.inflation import claim_pickle
-from ckptconv.nodes import Node, made
-from ckptconv.sources import Source, Spool
+from ckptconv.nodes import Node
+from ckptconv.records_ import made
+from ckptconv.source import Source
 from ckptconv.tensors import Storage
 from ckptconv.torch_objects import read_torch_pickle
 

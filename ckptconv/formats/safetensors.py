@@ -21,7 +21,7 @@ from ckptconv.encodings import ENCODINGS, restore, written_form
 from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint
 from ckptconv.layout import Layout, WriteItem
 from ckptconv.nodes import ORDERED_DICT, Call
-from ckptconv.sources import Source
+from ckptconv.source import Source
 from ckptconv.tensors import Storage, TensorRef, contiguous_stride, refuse_dimensions, view_of
 
 NAME = "safetensors"

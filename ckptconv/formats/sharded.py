@@ -31,7 +31,8 @@ from ckptconv.errors import (
     printable,
 )
 from ckptconv.nodes import ORDERED_DICT, Call, Node
-from ckptconv.sources import FileSource, stamp, stays_within, within
+from ckptconv.paths import stays_within, within
+from ckptconv.sources import FileSource, stamp
 from ckptconv.wording import some_text
 
 NAME = "sharded"

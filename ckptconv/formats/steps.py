@@ -17,7 +17,8 @@ from typing import NamedTuple
 from ckptconv import platforms
 from ckptconv.bounds import in_force
 from ckptconv.errors import AmbiguousStateDict, MalformedCheckpoint, UnsupportedCheckpoint, printable
-from ckptconv.sources import FileSource, within
+from ckptconv.paths import within
+from ckptconv.sources import FileSource
 
 Test = Callable[[Path], bool]
 

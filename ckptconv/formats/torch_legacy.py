@@ -18,7 +18,7 @@ from ckptconv.dtypes import UINT8, DType
 from ckptconv.errors import CheckpointError, MalformedCheckpoint, printable
 from ckptconv.extents import read_pickles
 from ckptconv.nodes import Node
-from ckptconv.sources import Source
+from ckptconv.source import Source
 from ckptconv.tensors import Storage
 from ckptconv.torch_objects import named_storages, read_torch_pickle
 from ckptconv.unpickling import read_pickle

@@ -20,7 +20,7 @@ from ckptconv.dtypes import UINT8
 from ckptconv.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.extents import read_pickles
 from ckptconv.nodes import Global, Node
-from ckptconv.sources import MemorySource, RangeSource, Source
+from ckptconv.source import MemorySource, RangeSource, Source
 from ckptconv.tensors import Storage, TensorRef, refuse_dimensions
 from ckptconv.torch_objects import REDUCERS, Window, part_of, storage_dtype, tensor_of_storage, window
 from ckptconv.unpickling import read_pickle

@@ -15,15 +15,17 @@ from ckptconv.archives import Slot
 from ckptconv.checkpoint import PICKLE_HEAD, Checkpoint, FileFacts
 from ckptconv.compaction import CastRule, NewStorage, compact
 from ckptconv.containers import TORCH
+from ckptconv.crc import crc32
 from ckptconv.dtypes import UINT8
 from ckptconv.errors import MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.formats.records import ArchiveStorages, Records, checksum_notes, read_tree
 from ckptconv.layout import Layout, WriteItem
-from ckptconv.nodes import Node, made
+from ckptconv.nodes import Node
 from ckptconv.pickling import write_pickle
-from ckptconv.sources import Source, crc32
+from ckptconv.records_ import made
+from ckptconv.source import Source
 from ckptconv.tensors import Storage, TensorRef
-from ckptconv.torch_objects import StoredAs, TorchLeaves
+from ckptconv.torch_write import StoredAs, TorchLeaves
 from ckptconv.walking import Overlay
 
 NAME = "torch zip"

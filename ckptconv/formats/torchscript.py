@@ -19,7 +19,7 @@ from ckptconv.formats.records import ArchiveStorages, Records, checksum_notes, r
 from ckptconv.held_tensors import holds_tensors
 from ckptconv.module_walk import Parts, state_dict_of
 from ckptconv.nodes import Call, Dict, Global, Node
-from ckptconv.sources import Source
+from ckptconv.source import Source
 from ckptconv.tensors import TensorRef
 from ckptconv.torch_objects import is_tensor_call
 from ckptconv.walking import place_text, walk

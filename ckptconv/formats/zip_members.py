@@ -15,8 +15,9 @@ from ckptconv.bounds import in_force
 from ckptconv.checkpoint import Checkpoint
 from ckptconv.containers import ZIP_MEMBERS
 from ckptconv.errors import CheckpointError, LimitExceeded, UnsupportedCheckpoint, printable
+from ckptconv.inflate import Spool
 from ckptconv.nodes import Dict
-from ckptconv.sources import RangeSource, Source, Spool
+from ckptconv.source import RangeSource, Source
 
 NAME = "zip of checkpoints"
 _NOT_THESE = ("/data.pkl", "model.json")
