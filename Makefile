@@ -27,36 +27,36 @@ LOWEST ?= 3.10 3.11
 
 # The tests that need no torch, each Python in an environment of its own; one that is not here is told of and left out.
 pythons:
-	$(PYTHON) tests/pythons.py $(PYTHONS)
+	$(PYTHON) tests/helpers/pythons.py $(PYTHONS)
 
 # The same with the lowest dependencies that pyproject.toml allows.
 lowest:
-	$(PYTHON) tests/pythons.py --lowest $(LOWEST)
+	$(PYTHON) tests/helpers/pythons.py --lowest $(LOWEST)
 
 # What needs transformers, peft, lightning, picklescan, modelscan and fickling, which make test does without.
-$(FAMILIES)/ready: pyproject.toml constraints.txt tests/families.txt
+$(FAMILIES)/ready: pyproject.toml constraints.txt tests/data/families.txt
 	$(PYTHON) -m venv $(FAMILIES)
 	$(FAMILIES)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(FAMILIES)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]' \
-	    --requirement tests/families.txt
+	    --requirement tests/data/families.txt
 	@touch $@
 
 PEERS := $(FAMILIES)/peers
 
 # The files that other scanners are tested with, made by their own tests; without a network, what needs them is skipped.
-$(PEERS)/ready: $(FAMILIES)/ready tests/peer_files.py
+$(PEERS)/ready: $(FAMILIES)/ready tests/helpers/peer_files.py
 	@rm -rf $(PEERS) && mkdir -p $(PEERS)
 	git clone --quiet --depth 1 https://github.com/mmaitre314/picklescan $(PEERS)/picklescan
 	git clone --quiet --depth 1 https://github.com/protectai/modelscan $(PEERS)/modelscan
 	git clone --quiet --depth 1 https://github.com/trailofbits/fickling $(PEERS)/fickling
-	$(FAMILIES)/bin/python tests/peer_files.py collect $(PEERS) $(PEERS)/files
+	PYTHONPATH=tests $(FAMILIES)/bin/python tests/helpers/peer_files.py collect $(PEERS) $(PEERS)/files
 	@touch $@
 
 families: $(FAMILIES)/ready
 	-$(MAKE) $(PEERS)/ready
-	CKPTCONV_PEER_FILES=$(CURDIR)/$(PEERS)/files $(FAMILIES)/bin/python -m pytest -q -n auto tests/test_fitted_models.py \
-	    tests/test_key_fitting.py tests/test_scanning.py tests/test_peers.py
-	-$(FAMILIES)/bin/python tests/peer_files.py table $(PEERS)/files
+	CKPTCONV_PEER_FILES=$(CURDIR)/$(PEERS)/files $(FAMILIES)/bin/python -m pytest -q -n auto tests/live/test_fitted_models.py \
+	    tests/keys/test_fitting.py tests/scan/test_files.py tests/scan/test_peers.py
+	-PYTHONPATH=tests $(FAMILIES)/bin/python tests/helpers/peer_files.py table $(PEERS)/files
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
@@ -65,14 +65,14 @@ lint: $(VENV)/ready
 
 # Pastes every block of the README into a shell, in a fresh clone; it installs ckptconv there.
 readme: $(VENV)/ready
-	$(BIN)/python -m pytest -q -m readme tests/test_docs.py
+	$(BIN)/python -m pytest -q -m readme tests/journeys/test_docs.py
 
 check: lint test
 
 bench: $(VENV)/ready
 	$(BIN)/python bench/bench.py
 
-TRUST := $(addprefix tests/test_,badcases.py fuzz_finds.py fuzzing.py limits.py staging.py crash_safety.py terminal_safety.py fidelity.py layouts.py)
+TRUST := tests/trust tests/support/test_limits.py tests/support/test_terminal_safety.py tests/io
 
 # The proofs behind docs/trust.md, but for the long fuzz; the figures are printed at the end. Crash safety needs strace.
 trust: $(VENV)/ready
@@ -82,7 +82,7 @@ SECONDS ?= 600
 
 # What it finds lies in fuzz-finds/; docs/fuzzing.md tells how to try a find again.
 fuzz: $(VENV)/ready
-	PYTHONPATH=tests $(BIN)/python -m fuzzing --seconds $(SECONDS) $(FUZZ)
+	PYTHONPATH=tests:tests/trust $(BIN)/python -m fuzzing --seconds $(SECONDS) $(FUZZ)
 
 samples: $(VENV)/ready
 	$(BIN)/python sample_ckpts/make_samples.py

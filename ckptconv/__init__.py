@@ -11,112 +11,112 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckptconv.bounds import Limits as Limits
-    from ckptconv.bounds import limits as limits
-    from ckptconv.checkpoint import Checkpoint as Checkpoint
-    from ckptconv.comparison import Tolerance as Tolerance
-    from ckptconv.convert import ConversionResult as ConversionResult
-    from ckptconv.convert import execute_plan as execute_plan
-    from ckptconv.convert_checkpoint_ import convert_checkpoint as convert_checkpoint
-    from ckptconv.devices import best_device as best_device
-    from ckptconv.diagnosis import diagnose as diagnose
-    from ckptconv.diffing import Difference as Difference
-    from ckptconv.diffing import diff_checkpoints as diff_checkpoints
-    from ckptconv.errors import AmbiguousStateDict as AmbiguousStateDict
-    from ckptconv.errors import CheckpointError as CheckpointError
-    from ckptconv.errors import DeviceUnavailable as DeviceUnavailable
-    from ckptconv.errors import IncompleteCheckpoint as IncompleteCheckpoint
-    from ckptconv.errors import IsFolder as IsFolder
-    from ckptconv.errors import KeyConflict as KeyConflict
-    from ckptconv.errors import KeyMismatch as KeyMismatch
-    from ckptconv.errors import LimitExceeded as LimitExceeded
-    from ckptconv.errors import MalformedCheckpoint as MalformedCheckpoint
-    from ckptconv.errors import MissingDependency as MissingDependency
-    from ckptconv.errors import MissingFile as MissingFile
-    from ckptconv.errors import OptionRefused as OptionRefused
-    from ckptconv.errors import OutputRefused as OutputRefused
-    from ckptconv.errors import RefusedObject as RefusedObject
-    from ckptconv.errors import UnknownOption as UnknownOption
-    from ckptconv.errors import UnreadableFile as UnreadableFile
-    from ckptconv.errors import UnsupportedCheckpoint as UnsupportedCheckpoint
-    from ckptconv.errors import VerificationFailed as VerificationFailed
-    from ckptconv.findings import Diagnosis as Diagnosis
-    from ckptconv.findings import Finding as Finding
-    from ckptconv.fitting import LoadResult as LoadResult
-    from ckptconv.fitting import load_into as load_into
-    from ckptconv.formats.detect import open_checkpoint as open_checkpoint
-    from ckptconv.inspection import Inspection as Inspection
-    from ckptconv.inspection import TensorFacts as TensorFacts
-    from ckptconv.inspection import inspect_checkpoint as inspect_checkpoint
-    from ckptconv.key_fitting import Fit as Fit
-    from ckptconv.key_fitting import fit_keys as fit_keys
-    from ckptconv.keys import KeyRules as KeyRules
-    from ckptconv.loading import load_portable as load_portable
-    from ckptconv.options_ import Options as Options
-    from ckptconv.planning import plan_conversion as plan_conversion
-    from ckptconv.plans import ConversionPlan as ConversionPlan
-    from ckptconv.progress import Progress as Progress
-    from ckptconv.rule_files import read_key_rules as read_key_rules
-    from ckptconv.saving import save_portable as save_portable
-    from ckptconv.scanning import Scan as Scan
-    from ckptconv.scanning import scan_checkpoint as scan_checkpoint
-    from ckptconv.state_dicts import StateDict as StateDict
-    from ckptconv.tensors import TensorRef as TensorRef
+    from ckptconv.convert.convert_checkpoint import convert_checkpoint as convert_checkpoint
+    from ckptconv.convert.execute import ConversionResult as ConversionResult
+    from ckptconv.convert.execute import execute_plan as execute_plan
+    from ckptconv.convert.options import Options as Options
+    from ckptconv.convert.plan import ConversionPlan as ConversionPlan
+    from ckptconv.convert.planner import plan_conversion as plan_conversion
+    from ckptconv.devices.host import best_device as best_device
+    from ckptconv.diff.checkpoints import Difference as Difference
+    from ckptconv.diff.checkpoints import diff_checkpoints as diff_checkpoints
+    from ckptconv.doctor.diagnose import diagnose as diagnose
+    from ckptconv.doctor.findings import Diagnosis as Diagnosis
+    from ckptconv.doctor.findings import Finding as Finding
+    from ckptconv.formats.registry import open_checkpoint as open_checkpoint
+    from ckptconv.inspect.facts import Inspection as Inspection
+    from ckptconv.inspect.facts import TensorFacts as TensorFacts
+    from ckptconv.inspect.facts import inspect_checkpoint as inspect_checkpoint
+    from ckptconv.keys.fitting import Fit as Fit
+    from ckptconv.keys.fitting import fit_keys as fit_keys
+    from ckptconv.keys.key_map import KeyRules as KeyRules
+    from ckptconv.keys.rule_files import read_key_rules as read_key_rules
+    from ckptconv.live.load import load_portable as load_portable
+    from ckptconv.live.load_into import LoadResult as LoadResult
+    from ckptconv.live.load_into import load_into as load_into
+    from ckptconv.live.save import save_portable as save_portable
+    from ckptconv.scan.files import Scan as Scan
+    from ckptconv.scan.files import scan_checkpoint as scan_checkpoint
+    from ckptconv.support.errors import AmbiguousStateDict as AmbiguousStateDict
+    from ckptconv.support.errors import CheckpointError as CheckpointError
+    from ckptconv.support.errors import DeviceUnavailable as DeviceUnavailable
+    from ckptconv.support.errors import IncompleteCheckpoint as IncompleteCheckpoint
+    from ckptconv.support.errors import IsFolder as IsFolder
+    from ckptconv.support.errors import KeyConflict as KeyConflict
+    from ckptconv.support.errors import KeyMismatch as KeyMismatch
+    from ckptconv.support.errors import LimitExceeded as LimitExceeded
+    from ckptconv.support.errors import MalformedCheckpoint as MalformedCheckpoint
+    from ckptconv.support.errors import MissingDependency as MissingDependency
+    from ckptconv.support.errors import MissingFile as MissingFile
+    from ckptconv.support.errors import OptionRefused as OptionRefused
+    from ckptconv.support.errors import OutputRefused as OutputRefused
+    from ckptconv.support.errors import RefusedObject as RefusedObject
+    from ckptconv.support.errors import UnknownOption as UnknownOption
+    from ckptconv.support.errors import UnreadableFile as UnreadableFile
+    from ckptconv.support.errors import UnsupportedCheckpoint as UnsupportedCheckpoint
+    from ckptconv.support.errors import VerificationFailed as VerificationFailed
+    from ckptconv.support.limits import Limits as Limits
+    from ckptconv.support.limits import limits as limits
+    from ckptconv.support.progress import Progress as Progress
+    from ckptconv.tensors.comparison import Tolerance as Tolerance
+    from ckptconv.tensors.refs import TensorRef as TensorRef
+    from ckptconv.tree.checkpoint import Checkpoint as Checkpoint
+    from ckptconv.tree.state_dicts import StateDict as StateDict
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AmbiguousStateDict": "errors",
-    "Checkpoint": "checkpoint",
-    "CheckpointError": "errors",
-    "ConversionPlan": "plans",
-    "ConversionResult": "convert",
-    "DeviceUnavailable": "errors",
-    "Diagnosis": "findings",
-    "Difference": "diffing",
-    "Finding": "findings",
-    "Fit": "key_fitting",
-    "IncompleteCheckpoint": "errors",
-    "Inspection": "inspection",
-    "IsFolder": "errors",
-    "KeyConflict": "errors",
-    "KeyMismatch": "errors",
-    "KeyRules": "keys",
-    "LimitExceeded": "errors",
-    "Limits": "bounds",
-    "LoadResult": "fitting",
-    "MalformedCheckpoint": "errors",
-    "MissingDependency": "errors",
-    "MissingFile": "errors",
-    "OptionRefused": "errors",
-    "Options": "plans",
-    "OutputRefused": "errors",
-    "Progress": "progress",
-    "RefusedObject": "errors",
-    "Scan": "scanning",
-    "StateDict": "state_dicts",
-    "TensorFacts": "inspection",
-    "TensorRef": "tensors",
-    "Tolerance": "comparison",
-    "UnknownOption": "errors",
-    "UnreadableFile": "errors",
-    "UnsupportedCheckpoint": "errors",
-    "VerificationFailed": "errors",
-    "best_device": "devices",
-    "convert_checkpoint": "convert",
-    "diagnose": "diagnosis",
-    "diff_checkpoints": "diffing",
-    "execute_plan": "convert",
-    "fit_keys": "key_fitting",
-    "inspect_checkpoint": "inspection",
-    "limits": "bounds",
-    "load_into": "fitting",
-    "load_portable": "loading",
-    "open_checkpoint": "formats.detect",
-    "plan_conversion": "planning",
-    "read_key_rules": "rule_files",
-    "save_portable": "saving",
-    "scan_checkpoint": "scanning",
+    "AmbiguousStateDict": "support.errors",
+    "Checkpoint": "tree.checkpoint",
+    "CheckpointError": "support.errors",
+    "ConversionPlan": "convert.plan",
+    "ConversionResult": "convert.execute",
+    "DeviceUnavailable": "support.errors",
+    "Diagnosis": "doctor.findings",
+    "Difference": "diff.checkpoints",
+    "Finding": "doctor.findings",
+    "Fit": "keys.fitting",
+    "IncompleteCheckpoint": "support.errors",
+    "Inspection": "inspect.facts",
+    "IsFolder": "support.errors",
+    "KeyConflict": "support.errors",
+    "KeyMismatch": "support.errors",
+    "KeyRules": "keys.key_map",
+    "LimitExceeded": "support.errors",
+    "Limits": "support.limits",
+    "LoadResult": "live.load_into",
+    "MalformedCheckpoint": "support.errors",
+    "MissingDependency": "support.errors",
+    "MissingFile": "support.errors",
+    "OptionRefused": "support.errors",
+    "Options": "convert.options",
+    "OutputRefused": "support.errors",
+    "Progress": "support.progress",
+    "RefusedObject": "support.errors",
+    "Scan": "scan.files",
+    "StateDict": "tree.state_dicts",
+    "TensorFacts": "inspect.facts",
+    "TensorRef": "tensors.refs",
+    "Tolerance": "tensors.comparison",
+    "UnknownOption": "support.errors",
+    "UnreadableFile": "support.errors",
+    "UnsupportedCheckpoint": "support.errors",
+    "VerificationFailed": "support.errors",
+    "best_device": "devices.host",
+    "convert_checkpoint": "convert.convert_checkpoint",
+    "diagnose": "doctor.diagnose",
+    "diff_checkpoints": "diff.checkpoints",
+    "execute_plan": "convert.execute",
+    "fit_keys": "keys.fitting",
+    "inspect_checkpoint": "inspect.facts",
+    "limits": "support.limits",
+    "load_into": "live.load_into",
+    "load_portable": "live.load",
+    "open_checkpoint": "formats.registry",
+    "plan_conversion": "convert.planner",
+    "read_key_rules": "keys.rule_files",
+    "save_portable": "live.save",
+    "scan_checkpoint": "scan.files",
 }
 """Public name → the module that defines it; imported on first use, so that `import ckptconv` costs nothing."""
 

@@ -12,7 +12,7 @@ _INTERRUPTED = (
 def main() -> None:
     """Import the command line, which takes a moment in which Ctrl-C is not an error either, and run it."""
     try:
-        from ckptconv.cli import main as command_line
+        from ckptconv.cli.main import main as command_line
     except KeyboardInterrupt:
         if "--json" in sys.argv:
             print(_INTERRUPTED)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from figures import figure, pytest_terminal_summary  # noqa: F401 (pytest finds them here)
+
+from helpers.figures import figure, pytest_terminal_summary  # noqa: F401 (pytest finds them here)
+from helpers.paths import CORPUS, PRODUCED, SAMPLES
 
 HERE = Path(__file__).resolve().parent
-CORPUS = Path(os.environ.get("CKPTCONV_CORPUS") or HERE.parents[1] / "shared" / "corpus")
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -33,8 +33,13 @@ def needs(path: Path, wanted: str) -> bool:
         for name in imports(waiting.pop()):
             if name.partition(".")[0] == wanted or name in OF_TORCH:
                 return True
-            inner = HERE / name.replace(".", "/")
-            for found in (inner.with_suffix(".py"), inner / "__init__.py"):
+            inner = name.replace(".", "/")
+            for found in (
+                HERE / f"{inner}.py",
+                HERE / inner / "__init__.py",
+                HERE / "trust" / f"{inner}.py",
+                HERE / "trust" / inner / "__init__.py",
+            ):
                 if found.is_file() and found not in seen:
                     seen.add(found)
                     waiting.append(found)
@@ -43,20 +48,20 @@ def needs(path: Path, wanted: str) -> bool:
 
 OF_TORCH = {"safetensors.torch"}
 TORCHLESS = importlib.util.find_spec("torch") is None
-collect_ignore = [path.name for path in sorted(HERE.glob("test_*.py")) if TORCHLESS and needs(path, "torch")]
+collect_ignore = [str(path.relative_to(HERE)) for path in sorted(HERE.rglob("test_*.py")) if TORCHLESS and needs(path, "torch")]
 """Without torch, the files that import it are left out, which the head of the report tells."""
 
 
 def pytest_report_header() -> list[str]:
     """What is left out as a whole."""
-    files = len(list(HERE.glob("test_*.py")))
+    files = len(list(HERE.rglob("test_*.py")))
     return [f"torch is not here: {len(collect_ignore)} of {files} test files need it, and are left out"] if TORCHLESS else []
 
 
 @pytest.fixture(scope="session")
 def samples() -> Path:
     """The sample checkpoints of the repository."""
-    return Path(__file__).resolve().parent.parent / "sample_ckpts"
+    return SAMPLES
 
 
 @pytest.fixture(scope="session")
@@ -72,7 +77,7 @@ def corpus() -> Path:
 def worlds(tmp_path_factory) -> Path:
     """A folder with what two and four gloo processes wrote together; see worlds.py."""
     folder = tmp_path_factory.mktemp("worlds")
-    command = [sys.executable, str(Path(__file__).with_name("worlds.py")), str(folder)]
+    command = [sys.executable, str(HERE / "helpers" / "worlds.py"), str(folder)]
     running = [subprocess.Popen([*command, size], stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for size in ("2", "4")]
     for process in running:
         out, _ = process.communicate(timeout=120)
@@ -83,7 +88,7 @@ def worlds(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def produced() -> Path:
     """The folder of checkpoints that the frameworks wrote."""
-    folder = CORPUS.parent / "produced"
+    folder = PRODUCED
     if not folder.is_dir():
         pytest.skip("the folder of produced checkpoints is not here (CKPTCONV_CORPUS)")
     return folder

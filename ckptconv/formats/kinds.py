@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptconv.checkpoint import Checkpoint
-from ckptconv.formats.records import Records
-from ckptconv.source import Source
+from ckptconv.formats.zip_records import Records
+from ckptconv.io.source import Source
+from ckptconv.tree.checkpoint import Checkpoint
 
 Opener = Callable[[Source], Checkpoint]
 

@@ -12,17 +12,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ckptconv.bounds import in_force
-from ckptconv.checkpoint import Checkpoint
-from ckptconv.containers import TORCHSCRIPT
-from ckptconv.documents import read_object
-from ckptconv.dtypes import BY_NAME, DType
-from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
-from ckptconv.formats.records import ArchiveStorages, Records, checksum_notes, read_limited, root_folder
-from ckptconv.nodes import ORDERED_DICT, Call, Node
-from ckptconv.source import Source
-from ckptconv.tensors import Storage, TensorRef, contiguous_stride, view_of
-from ckptconv.torch_objects import read_torch_pickle
+from ckptconv.formats.zip_records import ArchiveStorages, Records, checksum_notes, read_limited, root_folder
+from ckptconv.io.source import Source
+from ckptconv.objects.torch_read import read_torch_pickle
+from ckptconv.pickles.nodes import ORDERED_DICT, Call, Node
+from ckptconv.support.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.support.json_text import read_object
+from ckptconv.support.limits import in_force
+from ckptconv.tensors.dtypes import BY_NAME, DType
+from ckptconv.tensors.refs import Storage, TensorRef, contiguous_stride, view_of
+from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.tree.containers import TORCHSCRIPT
 
 NAME = "TorchScript (before torch 1.4)"
 _MODEL = "model.json"

@@ -9,16 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from ckptconv.bounds import in_force
-from ckptconv.checkpoint import Checkpoint
-from ckptconv.containers import PICKLE
-from ckptconv.dtypes import DType
-from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
-from ckptconv.nodes import Call, Dict, Node
-from ckptconv.source import MemorySource, Source
-from ckptconv.tensors import Storage, TensorObject, TensorRef
-from ckptconv.torch_objects import is_tensor_call, read_torch_pickle
-from ckptconv.walking import walk
+from ckptconv.io.source import MemorySource, Source
+from ckptconv.objects.torch_read import is_tensor_call, read_torch_pickle
+from ckptconv.pickles.nodes import Call, Dict, Node
+from ckptconv.support.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.support.limits import in_force
+from ckptconv.tensors.dtypes import DType
+from ckptconv.tensors.refs import Storage, TensorObject, TensorRef
+from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.tree.containers import PICKLE
+from ckptconv.tree.walk import walk
 
 NAME = "pickle"
 

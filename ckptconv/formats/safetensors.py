@@ -12,17 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from ckptconv.bounds import in_force
-from ckptconv.checkpoint import Checkpoint
-from ckptconv.containers import SAFETENSORS
-from ckptconv.documents import read_object
-from ckptconv.dtypes import BY_SAFETENSORS, FLOAT4, FLOAT4_PAIRS, DType
-from ckptconv.encodings import ENCODINGS, restore, written_form
-from ckptconv.errors import CheckpointError, LimitExceeded, MalformedCheckpoint
-from ckptconv.layout import Layout, WriteItem
-from ckptconv.nodes import ORDERED_DICT, Call
-from ckptconv.source import Source
-from ckptconv.tensors import Storage, TensorRef, contiguous_stride, refuse_dimensions, view_of
+from ckptconv.formats.layout import Layout, WriteItem
+from ckptconv.io.source import Source
+from ckptconv.objects.encodings import ENCODINGS, restore, written_form
+from ckptconv.pickles.nodes import ORDERED_DICT, Call
+from ckptconv.support.errors import CheckpointError, LimitExceeded, MalformedCheckpoint
+from ckptconv.support.json_text import read_object
+from ckptconv.support.limits import in_force
+from ckptconv.tensors.dtypes import BY_SAFETENSORS, FLOAT4, FLOAT4_PAIRS, DType
+from ckptconv.tensors.refs import Storage, TensorRef, contiguous_stride, refuse_dimensions, view_of
+from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.tree.containers import SAFETENSORS
 
 NAME = "safetensors"
 _RESERVED = "__metadata__"

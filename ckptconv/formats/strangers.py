@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptconv.errors import UnsupportedCheckpoint
-from ckptconv.source import Source
+from ckptconv.io.source import Source
+from ckptconv.support.errors import UnsupportedCheckpoint
 
 
 class Stranger(NamedTuple):

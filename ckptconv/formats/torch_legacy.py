@@ -12,16 +12,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from ckptconv.checkpoint import PICKLE_HEAD, Checkpoint, FileFacts
-from ckptconv.containers import TORCH
-from ckptconv.dtypes import UINT8, DType
-from ckptconv.errors import CheckpointError, MalformedCheckpoint, printable
-from ckptconv.extents import read_pickles
-from ckptconv.nodes import Node
-from ckptconv.source import Source
-from ckptconv.tensors import Storage
-from ckptconv.torch_objects import named_storages, read_torch_pickle
-from ckptconv.unpickling import read_pickle
+from ckptconv.io.source import Source
+from ckptconv.objects.torch_read import named_storages, read_torch_pickle
+from ckptconv.pickles.extents import read_pickles
+from ckptconv.pickles.nodes import Node
+from ckptconv.pickles.reader import read_pickle
+from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, printable
+from ckptconv.tensors.dtypes import UINT8, DType
+from ckptconv.tensors.refs import Storage
+from ckptconv.tree.checkpoint import PICKLE_HEAD, Checkpoint, FileFacts
+from ckptconv.tree.containers import TORCH
 
 NAME = "torch legacy"
 _MAGIC = 0x1950A86A20F9469CFC6C

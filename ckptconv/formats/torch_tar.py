@@ -13,17 +13,17 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from ckptconv.bounds import in_force
-from ckptconv.checkpoint import Checkpoint
-from ckptconv.containers import TORCH_TAR
-from ckptconv.dtypes import UINT8
-from ckptconv.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint
-from ckptconv.extents import read_pickles
-from ckptconv.nodes import Global, Node
-from ckptconv.source import MemorySource, RangeSource, Source
-from ckptconv.tensors import Storage, TensorRef, refuse_dimensions
-from ckptconv.torch_objects import REDUCERS, Window, part_of, storage_dtype, tensor_of_storage, window
-from ckptconv.unpickling import read_pickle
+from ckptconv.io.source import MemorySource, RangeSource, Source
+from ckptconv.objects.torch_read import REDUCERS, Window, part_of, storage_dtype, tensor_of_storage, window
+from ckptconv.pickles.extents import read_pickles
+from ckptconv.pickles.nodes import Global, Node
+from ckptconv.pickles.reader import read_pickle
+from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint
+from ckptconv.support.limits import in_force
+from ckptconv.tensors.dtypes import UINT8
+from ckptconv.tensors.refs import Storage, TensorRef, refuse_dimensions
+from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.tree.containers import TORCH_TAR
 
 NAME = "torch tar"
 _BLOCK = 512

@@ -10,23 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ckptconv import archives
-from ckptconv.archives import Slot
-from ckptconv.checkpoint import PICKLE_HEAD, Checkpoint, FileFacts
-from ckptconv.compaction import CastRule, NewStorage, compact
-from ckptconv.containers import TORCH
-from ckptconv.crc import crc32
-from ckptconv.dtypes import UINT8
-from ckptconv.errors import MalformedCheckpoint, UnsupportedCheckpoint, printable
-from ckptconv.formats.records import ArchiveStorages, Records, checksum_notes, read_tree
-from ckptconv.layout import Layout, WriteItem
-from ckptconv.nodes import Node
-from ckptconv.pickling import write_pickle
-from ckptconv.records_ import made
-from ckptconv.source import Source
-from ckptconv.tensors import Storage, TensorRef
-from ckptconv.torch_write import StoredAs, TorchLeaves
-from ckptconv.walking import Overlay
+from ckptconv.formats import zip_archive
+from ckptconv.formats.layout import Layout, WriteItem
+from ckptconv.formats.zip_archive import Slot
+from ckptconv.formats.zip_records import ArchiveStorages, Records, checksum_notes, read_tree
+from ckptconv.io.crc import crc32
+from ckptconv.io.source import Source
+from ckptconv.objects.torch_write import StoredAs, TorchLeaves
+from ckptconv.pickles.nodes import Node
+from ckptconv.pickles.writer import write_pickle
+from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.support.records import made
+from ckptconv.tensors.compaction import CastRule, NewStorage, compact
+from ckptconv.tensors.dtypes import UINT8
+from ckptconv.tensors.refs import Storage, TensorRef
+from ckptconv.tree.checkpoint import PICKLE_HEAD, Checkpoint, FileFacts
+from ckptconv.tree.containers import TORCH
+from ckptconv.tree.walk import Overlay
 
 NAME = "torch zip"
 ROOT = "archive"
@@ -139,7 +139,7 @@ def lay_out_torch_zip(tree: Tree, cast: CastRule, retag: Callable[[str], str]) -
     return _records([
         ("data.pkl", pickle),
         (".format_version", b"1"),
-        (".storage_alignment", b"%d" % archives.ALIGNMENT),
+        (".storage_alignment", b"%d" % zip_archive.ALIGNMENT),
         ("byteorder", b"little"),
         *((f"data/{number}", new) for number, new in enumerate(ordered)),
         ("version", b"3\n"),
@@ -162,12 +162,12 @@ def _records(contents: Iterable[tuple[str, bytes | NewStorage]]) -> Layout:
             values, dtype, nbytes = content.values, content.dtype, content.nbytes
         else:
             values, dtype, nbytes = content, UINT8, len(content)
-        slot, lead, offset, end = archives.lay_out(f"{ROOT}/{name}".encode(), end, nbytes)
+        slot, lead, offset, end = zip_archive.lay_out(f"{ROOT}/{name}".encode(), end, nbytes)
         slots.append(slot)
         items.append(made(WriteItem, (name, lead, offset, nbytes, values, dtype)))
     return Layout(
         tuple(items),
-        end + archives.ending_size(slots),
-        lambda index, crc: archives.descriptor(slots[index], crc),
-        lambda crcs: archives.ending(slots, crcs, end),
+        end + zip_archive.ending_size(slots),
+        lambda index, crc: zip_archive.descriptor(slots[index], crc),
+        lambda crcs: zip_archive.ending(slots, crcs, end),
     )

@@ -12,17 +12,17 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ckptconv.checkpoint import Checkpoint, Stray
-from ckptconv.containers import TORCHSCRIPT
-from ckptconv.errors import MalformedCheckpoint, printable
-from ckptconv.formats.records import ArchiveStorages, Records, checksum_notes, read_limited, read_tree, root_folder
-from ckptconv.held_tensors import holds_tensors
-from ckptconv.module_walk import Parts, state_dict_of
-from ckptconv.nodes import Call, Dict, Global, Node
-from ckptconv.source import Source
-from ckptconv.tensors import TensorRef
-from ckptconv.torch_objects import is_tensor_call
-from ckptconv.walking import place_text, walk
+from ckptconv.formats.zip_records import ArchiveStorages, Records, checksum_notes, read_limited, read_tree, root_folder
+from ckptconv.io.source import Source
+from ckptconv.objects.held_tensors import holds_tensors
+from ckptconv.objects.module_walk import Parts, state_dict_of
+from ckptconv.objects.torch_read import is_tensor_call
+from ckptconv.pickles.nodes import Call, Dict, Global, Node
+from ckptconv.support.errors import MalformedCheckpoint, printable
+from ckptconv.tensors.refs import TensorRef
+from ckptconv.tree.checkpoint import Checkpoint, Stray
+from ckptconv.tree.containers import TORCHSCRIPT
+from ckptconv.tree.walk import place_text, walk
 
 NAME = "TorchScript"
 _Opener = Callable[[Source], Checkpoint]

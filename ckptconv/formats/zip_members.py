@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from ckptconv import archives
-from ckptconv.archives import Record
-from ckptconv.bounds import in_force
-from ckptconv.checkpoint import Checkpoint
-from ckptconv.containers import ZIP_MEMBERS
-from ckptconv.errors import CheckpointError, LimitExceeded, UnsupportedCheckpoint, printable
-from ckptconv.inflate import Spool
-from ckptconv.nodes import Dict
-from ckptconv.source import RangeSource, Source
+from ckptconv.formats import zip_archive
+from ckptconv.formats.zip_archive import Record
+from ckptconv.io.inflate import Spool
+from ckptconv.io.source import RangeSource, Source
+from ckptconv.pickles.nodes import Dict
+from ckptconv.support.errors import CheckpointError, LimitExceeded, UnsupportedCheckpoint, printable
+from ckptconv.support.limits import in_force
+from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.tree.containers import ZIP_MEMBERS
 
 NAME = "zip of checkpoints"
 _NOT_THESE = ("/data.pkl", "model.json")
@@ -76,7 +76,7 @@ def _member_source(source: Source, record: Record, spool: Spool) -> Source:
     """The member as a source of its own; a deflated one is inflated when it is first read."""
     if not record.deflated:
         return RangeSource(source, record.offset, record.size)
-    return archives.record_source(source, record, spool)[0]
+    return zip_archive.record_source(source, record, spool)[0]
 
 
 def _open_member(name: str, inner: Source, opener: Callable[[Source], Checkpoint]) -> Checkpoint | None:

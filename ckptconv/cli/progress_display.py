@@ -1,0 +1,168 @@
+"""Shows the progress of a long run on stderr: a bar on a terminal, a line every few seconds elsewhere.
+
+A thread looks at what was last told, for nothing is told while the disk is waited for. A run that is over soon shows nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ckptconv.support.progress import OnProgress, Phase, Progress
+from ckptconv.support.text import seconds_text, size_text
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+
+COPYING: Mapping[Phase, str] = {
+    "write": "copying",
+    "verify": "verifying",
+    "sync": "waiting for the disk",
+    "deliver": "writing to standard output",
+}
+COMPARING: Mapping[Phase, str] = {"read": "comparing", "measure": "measuring what differs"}
+READING: Mapping[Phase, str] = {"read": "reading"}
+SCANNING: Mapping[Phase, str] = {"read": "scanning"}
+"""What a command calls the phases of its run."""
+
+_BAR_AFTER = 1.0  # seconds; what is over sooner needs no bar
+_BAR_EVERY = 0.1
+_LINE_EVERY = 5.0
+_SURE_AFTER = 1.0  # seconds of a phase before its rate means something
+
+
+@contextmanager
+def progress_shown(words: Mapping[Phase, str], *, silent: bool) -> Iterator[OnProgress | None]:
+    """What is to be told of each step of a long run; within the block it is shown, unless `silent`."""
+    if silent:
+        yield None
+        return
+    state = _State(words)
+    can_draw = sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+    show = _on_terminal if can_draw else _in_lines
+    over = threading.Event()
+    thread = threading.Thread(target=show, args=(state, over), name="ckptconv-progress", daemon=True)
+    started = False
+
+    def tell(progress: Progress) -> None:
+        nonlocal started
+        state.tell(progress)
+        if not started:
+            started = True
+            thread.start()
+
+    try:
+        yield tell
+    finally:
+        over.set()
+        if thread.ident is not None:
+            thread.join()
+
+
+@dataclass(slots=True)
+class _Timed:
+    """One phase: the seconds that it took before it came again, when it began, and what was told last."""
+
+    last: Progress
+    since: float
+    before: float = 0.0
+
+    def seconds(self, now: float) -> float:
+        return self.before + now - self.since
+
+
+@dataclass(slots=True)
+class _State:
+    """What was told, by phase; read by the thread that shows it."""
+
+    words: Mapping[Phase, str]
+    clock: Callable[[], float] = time.monotonic
+    phase: Phase | None = None
+    timed: dict[Phase, _Timed] = field(default_factory=dict)
+
+    def tell(self, progress: Progress) -> None:
+        now, new = self.clock(), progress.phase
+        if self.phase is not None and self.phase != new:
+            left = self.timed[self.phase]
+            left.before = left.seconds(now)
+        if (known := self.timed.get(new)) is None:
+            self.timed[new] = _Timed(progress, now)
+        else:
+            if self.phase != new:
+                known.since = now
+            if new == "sync" and progress.done == 0:
+                known.before, known.since = 0.0, now  # one wait has nothing to do with the last
+            known.last = progress
+        self.phase = new
+
+    def label(self) -> str:
+        assert self.phase is not None
+        return self.words.get(self.phase, self.phase)
+
+    def fraction(self) -> float | None:
+        """How much of the phase is done; None where nobody knows."""
+        assert self.phase is not None
+        last = self.timed[self.phase].last
+        return None if last.phase == "sync" or not last.total else last.done / last.total
+
+    def numbers(self) -> list[str]:
+        """How far the phase is, in words: percent, bytes, rate, time left; of a wait, how long it has lasted."""
+        assert self.phase is not None
+        timed = self.timed[self.phase]
+        seconds, last = timed.seconds(self.clock()), timed.last
+        if last.phase == "sync":
+            return [f"{seconds_text(seconds)} so far"]
+        shown = [f"{100 * last.done // max(1, last.total)} %", f"{size_text(last.done)} of {size_text(last.total)}"]
+        if seconds >= _SURE_AFTER and last.done:
+            rate = last.done / seconds
+            shown.append(f"{size_text(rate)}/s")
+            if last.done < last.total:
+                shown.append(f"{seconds_text(max(1, round((last.total - last.done) / rate)))} left")
+        return shown
+
+
+def _in_lines(state: _State, over: threading.Event) -> None:
+    """A plain line every few seconds, of a log or a pipe."""
+    while not over.wait(_LINE_EVERY):
+        try:
+            print(f"{state.label()}: {', '.join(state.numbers())}", file=sys.stderr, flush=True)
+        except (OSError, ValueError):  # nobody reads it any more
+            return
+
+
+def _on_terminal(state: _State, over: threading.Event) -> None:
+    """One line that is drawn again and again, and gone when the run is over."""
+    if over.wait(_BAR_AFTER):
+        return
+    with _bar() as bar:
+        task = bar.add_task(state.label(), numbers=", ".join(state.numbers()))
+        while True:
+            fraction = state.fraction()
+            bar.update(
+                task,
+                description=state.label(),
+                numbers=", ".join(state.numbers()),
+                total=None if fraction is None else 1.0,
+                completed=fraction or 0.0,
+            )
+            if over.wait(_BAR_EVERY):
+                return
+
+
+def _bar() -> Bar:
+    from rich.console import Console
+    from rich.progress import BarColumn, SpinnerColumn, TextColumn
+    from rich.progress import Progress as Bar
+    from rich.table import Column
+
+    words = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True))
+    numbers = TextColumn("{task.fields[numbers]}", markup=False, table_column=Column(no_wrap=True))
+    bar = BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=4))
+    console = Console(stderr=True)
+    return Bar(SpinnerColumn("line"), words, bar, numbers, console=console, transient=True, expand=True)

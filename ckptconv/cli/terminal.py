@@ -1,0 +1,252 @@
+"""What a terminal shows: lines and documents, and an error in one line with its exit code."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import errno
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from ckptconv.support import platforms
+from ckptconv.support.errors import CheckpointError
+from ckptconv.support.platforms import fill_descriptors
+from ckptconv.support.progress import Meter
+
+
+def fill_closed_streams() -> None:
+    """Take the numbers of standard streams that are closed, which a checkpoint would get otherwise, and so what is printed.
+
+    On a standard output that is closed nothing can be printed, which is an error; messages go nowhere.
+    """
+    fill_descriptors()
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+
+
+_PLAIN = {"→": "->", "↔": "<->", "…": "...", "≥": ">=", "─": "-", "│": "|", "├": "|", "└": "`"}
+"""How the characters of our own are shown where the encoding lacks them; others are escaped."""
+
+
+def take_any_text() -> None:
+    """Have the standard streams take what their encoding lacks (cp1252, ASCII), and lines end alike on every system."""
+    codecs.register_error("ckptconv", _shown_plainly)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="ckptconv", newline="\n")  # type: ignore[union-attr]
+
+
+def _shown_plainly(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    lacking = error.object[error.start : error.end]
+    return "".join(_PLAIN.get(char) or char.encode("ascii", "backslashreplace").decode() for char in lacking), error.end
+
+
+@contextmanager
+def errors_shown(as_json: bool, usage: bool = False, code: int = 1) -> Iterator[None]:
+    """Turn a checkpoint error into one line on stderr (and a JSON document where one was asked for) and an exit code: `code`,
+    or 2 where the command line is at fault."""
+    try:
+        yield
+    except CheckpointError as error:
+        exit_code = 2 if usage else code
+        if as_json:
+            print_error_json(error, exit_code)
+        fail(f"{error}; see ckptconv convert --help" if usage else str(error), exit_code)
+
+
+def print_error_json(error: CheckpointError, exit_code: int) -> None:
+    """The document of an error, with the exit code that goes with it."""
+    from ckptconv.convert.error_document import error_document
+
+    print_json(error_document(error, exit_code))
+
+
+def is_json_asked(arguments: Sequence[str]) -> bool:
+    """Whether a command line asks for a document, also one that cannot be understood otherwise."""
+    options = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    return "--json" in options
+
+
+def stop(kind: str, what: str, code: int, *, as_json: bool, hint: str | None = None) -> NoReturn:
+    """End the program for a reason that is not a checkpoint's, with a line on stderr and, if asked for, a document."""
+    message = f"{what}; {hint}" if hint else what
+    if as_json:
+        print_ending_json(kind, what, code, hint=hint)
+    fail(message, code)
+
+
+def print_ending_json(kind: str, what: str, code: int, *, hint: str | None = None) -> None:
+    """The document of an end that no command foresaw, unless there is one on stdout already."""
+    if _PRINTED:
+        return
+    facts = {"path": None, "where": None, "what": what, "hint": hint, "exit_code": code}
+    with suppress(OSError):  # there may be nobody to read it any more
+        print_json({"error": {"kind": kind, "message": f"{what}; {hint}" if hint else what, **facts}})
+        sys.stdout.flush()
+
+
+_PRINTED: list[bool] = []
+"""Has an item when a document was printed: there is one for each run."""
+
+
+def colors() -> bool | None:
+    """False where the user wants none (https://no-color.org); else a terminal gets them, and what is none does not."""
+    return False if os.environ.get("NO_COLOR") else None
+
+
+def fail(message: str, code: int) -> NoReturn:
+    """End the program with one line on stderr."""
+    show_error(message)
+    sys.exit(code)
+
+
+def show_error(message: str) -> None:
+    """One line on stderr; on a terminal as many as it takes."""
+    click.secho("error: ", fg="red", bold=True, nl=False, err=True, color=colors())
+    click.echo(_wrapped(message, len("error: "), err=True), err=True)
+
+
+class Unprinted(Exception):
+    """Standard output does not take what is printed; not an `OSError`, which would be taken for one of a file's."""
+
+
+def stop_unprinted(error: Unprinted | OSError, code: int) -> NoReturn:
+    """End the program where its output cannot be printed: in one line, or without where its reader has left (``| head``)."""
+    cause = error.__cause__ if isinstance(error, Unprinted) else error
+    assert isinstance(cause, OSError)
+    with contextlib.suppress(OSError):
+        if cause.errno != errno.EPIPE:
+            show_error(f"cannot print the result: {cause.strerror}")
+        sys.stderr.flush()
+    os._exit(code)  # the interpreter's own last flush would fail once more
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """The one document of this run on stdout; see `strict_json`."""
+    from ckptconv.support.strict_json import json_pieces
+
+    _PRINTED.append(True)
+    for piece in json_pieces(document):
+        click.echo(piece, nl=False)
+    click.echo()
+
+
+def print_summary(headline: str, lines: Iterable[tuple[str, str]]) -> None:
+    """What was done, or would be, on stderr."""
+    print_headline(headline, err=True)
+    print_lines(lines, err=True)
+
+
+def print_headline(text: str, *, fg: str | None = None, err: bool = False) -> None:
+    """The line that says it all."""
+    click.secho(_wrapped(text, 2, err=err, first=0), fg=fg, bold=True, err=err)
+
+
+def terminal_width() -> int:
+    """The columns of the terminal, or of COLUMNS; 80 where there is neither."""
+    return shutil.get_terminal_size((80, 24)).columns
+
+
+def print_table(lines: Iterable[tuple[str, str]]) -> None:
+    """(color, line) pairs; the color may be ``bold`` or empty."""
+    for color, line in lines:
+        click.secho(line, bold=color == "bold", fg=color if color not in ("", "bold") else None)
+
+
+def print_lines(lines: Iterable[tuple[str, str]], err: bool = False) -> None:
+    """(label, text) lines in two columns; on a terminal a long text goes on under its own column."""
+    rows = list(lines)
+    width = max((len(label) for label, _ in rows), default=0)
+    for label, text in rows:
+        color = "yellow" if label in ("warning", "note") else "red" if label in ("error", "damaged") else "cyan"
+        shown = text if label in _PASTED else _wrapped(text, width + 4, err=err)
+        click.echo("  " + click.style(label.ljust(width), fg=color) + "  " + shown, err=err)
+
+
+_PASTED = ("fix",)
+"""Labels of commands, which are not broken: a shell would run the half of one."""
+
+
+def print_rows(rows: Iterable[str], *, err: bool = False) -> None:
+    """Rows of a table, somewhat to the right."""
+    for row in rows:
+        click.echo("  " + _wrapped(row, 6, err=err, first=2), err=err)
+
+
+_NARROWEST = 30  # columns for a text, below which it is not worth the breaks
+
+
+def _wrapped(text: str, indent: int, *, err: bool, first: int | None = None) -> str:
+    """A text behind `first` columns (or `indent`), its further lines behind `indent`; as it is where no terminal shows it."""
+    stream = sys.stderr if err else sys.stdout
+    if not stream.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    if width - indent < _NARROWEST:
+        return text
+    import textwrap
+
+    before = " " * (indent if first is None else first)
+    lines = textwrap.wrap(text, width, initial_indent=before, subsequent_indent=" " * indent, break_on_hyphens=False)
+    return "\n".join(lines)[len(before) :]
+
+
+# -------------------------------------------------------------------------------------------------------- standard output
+
+
+@contextmanager
+def spooled() -> Iterator[Path]:
+    """Where an output is made that is to go to standard output, and of which nothing is printed before it is whole."""
+    from ckptconv.io.staging import temporary_folder
+
+    with temporary_folder() as folder:
+        try:
+            yield folder / "output"
+        except CheckpointError as error:
+            if error.path is not None and Path(error.path).parent == folder:
+                error.path = "standard output"
+                place = platforms.temporary_folder()
+                error.hint = f"it is made in {place} first, and printed when complete; set TMPDIR to use another folder"
+            raise
+
+
+def copy_to_stdout(path: Path, meter: Meter) -> None:
+    """Print the bytes of a file; `Unprinted` where standard output does not take them all."""
+    buffer = memoryview(bytearray(1 << 20))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            try:
+                sys.stdout.buffer.write(buffer[:count])
+                sys.stdout.buffer.flush()
+            except OSError as error:
+                raise Unprinted from error
+            meter.add(count)
+
+
+# ---------------------------------------------------------------------------------------------------------------------- pages
+
+
+def show_page(text: str) -> None:
+    """A page of Markdown: as it is where it is piped; else rendered, and in a pager where it does not fit the terminal."""
+    if not sys.stdout.isatty():
+        click.echo(text, nl=False)
+        return
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    width, height = shutil.get_terminal_size()
+    console = Console(force_terminal=True, width=min(width, 110))
+    with console.capture() as captured:
+        console.print(Markdown(text))
+    shown = captured.get()
+    if shown.count("\n") < height:
+        click.echo(shown, nl=False)
+    else:
+        click.echo_via_pager(shown)

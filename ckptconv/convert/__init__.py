@@ -1,0 +1,1 @@
+"""Conversions: what is asked for, the plan of it, its execution, its report."""

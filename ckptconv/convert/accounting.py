@@ -1,0 +1,229 @@
+"""Whether a plan accounts for all that its source names: what `--verify` sees beside the reader.
+
+Two questions, both asked before anything is written. Is all in the tree that the source's pickles (or safetensors headers)
+name, counted by `census` and not by the reader? And is all that is in the tree either in the output or among what the plan
+lists as left out? The first is asked of single files and of shards; what joins tensors out of many files (ranks, ZeRO, DCP)
+and TorchScript leave out much that their pickles name, by design, and are not counted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckptconv.convert.plan import ConversionPlan, PlannedFile
+from ckptconv.formats import raw_pickle, safetensors, torch_legacy, torch_tar, torch_zip
+from ckptconv.formats.registry import open_source
+from ckptconv.formats.zip_archive import is_zip, read_directory
+from ckptconv.formats.zip_records import read_limited, root_folder
+from ckptconv.io.files import FileSource
+from ckptconv.io.source import MemorySource, Source
+from ckptconv.objects.torch_names import COPIES
+from ckptconv.objects.torch_read import Window
+from ckptconv.pickles.census import Census, held_stream, take_census
+from ckptconv.pickles.extents import read_pickles
+from ckptconv.pickles.nodes import ABSENT, Call, Dict, Node, PersistentId
+from ckptconv.support.errors import VerificationFailed
+from ckptconv.support.limits import held
+from ckptconv.tensors.refs import Storage, TensorObject, TensorRef
+from ckptconv.tree.old_tensors import complete_tensors
+
+_COUNTED = frozenset((torch_zip.NAME, torch_legacy.NAME, torch_tar.NAME, raw_pickle.NAME, safetensors.NAME))
+_SHARDED = "sharded "
+_HINT = "please report this; without --verify it is converted anyway"
+
+Key = tuple[str, str, int, int]
+"""What a storage is known by: its file's path, its name, where it begins; and the stream within the file that it is in."""
+
+
+@dataclass(slots=True)
+class Named:
+    """What files name: storages, by path and name with how many there are of it (a bare pickle has several), and tensors."""
+
+    storages: Counter[tuple[str, str]] = field(default_factory=Counter)
+    tensors: int = 0
+
+
+@dataclass(slots=True)
+class Found:
+    """What nodes hold: storages that are not empty, and how many tensors (bare storages are counted as such)."""
+
+    storages: set[Key] = field(default_factory=set)
+    tensors: int = 0
+
+
+def refuse_unaccounted(plan: ConversionPlan) -> int | None:
+    """How many storages the source names; None where they are not counted.
+
+    Raises `VerificationFailed` for one that is neither in the output of `plan` nor listed as left out.
+    """
+    with held(plan.limits):
+        tree = found_in([plan.root])
+        named = named_by(plan)
+        if named is not None:
+            if plan.modules:
+                tree = _with_modules(plan, tree)
+            _refuse_unread(plan, named, tree)
+        _refuse_lost(plan)
+    return None if named is None else sum(named.storages.values())
+
+
+def _refuse_unread(plan: ConversionPlan, named: Named, tree: Found) -> None:
+    """Refuse what the files name and the tree does not hold."""
+    read = Counter(key[:2] for key in tree.storages)
+    if missing := [name[1] for name, count in named.storages.items() if read[name] < count]:
+        raise _failure(plan, missing, "is named by the pickle, but is not in the tree that was read from it")
+    if named.tensors > tree.tensors:
+        what = f"its pickles make {named.tensors} tensors, of which {tree.tensors} were read"
+        raise VerificationFailed(what, path=plan.source, hint=_HINT)
+
+
+def _refuse_lost(plan: ConversionPlan) -> None:
+    """Refuse what is in the part of the tree that is converted, and neither in the output nor listed."""
+    kept = found_in([ref for _, ref in plan.tensors()]).storages
+    kept |= found_in([item.values for file in plan.files for item in file.layout.items]).storages
+    needed = found_in([plan.part], but=COPIES).storages - kept
+    if needed:
+        needed -= found_in([item.node for item in plan.skipped]).storages
+    if needed:
+        raise _failure(plan, sorted(key[1] for key in needed), "was read, but is neither in the output nor listed as left out")
+
+
+def refuse_unwritten(file: PlannedFile, written: Path) -> None:
+    """Refuse a torch file that was written and whose pickle, counted, does not name all that was planned."""
+    source, named = FileSource(written), Named()
+    try:
+        _count(source, named)
+    finally:
+        source.close()
+    records = {f"{torch_zip.ROOT}/{item.name}" for item in file.layout.items if item.name.startswith("data/") and item.nbytes}
+    if missing := sorted(records - {name for _, name in named.storages}):
+        raise VerificationFailed("was written, but the pickle does not name it", path=file.path, where=missing[0])
+    planned = len({id(ref) for _, ref in file.tensors()})
+    if named.tensors < planned:
+        raise VerificationFailed(f"its pickle makes {named.tensors} tensors where {planned} were planned", path=file.path)
+
+
+def _failure(plan: ConversionPlan, names: list[str], what: str) -> VerificationFailed:
+    more = f" ({len(names)} storages in all)" if len(names) > 1 else ""
+    return VerificationFailed(what + more, path=plan.source, where=names[0], hint=_HINT)
+
+
+def found_in(roots: Iterable[Node], *, but: frozenset[str] = frozenset()) -> Found:
+    """What these nodes and all that is in them hold; calls of `but` are not looked into."""
+    found = Found()
+    seen: set[int] = set()
+    work: list[Node] = list(roots)
+    while work:
+        node = work.pop()
+        kind = type(node)
+        if kind in _PLAIN or id(node) in seen:
+            continue
+        seen.add(id(node))
+        if kind is TensorRef or kind is Storage or kind is Window or kind is TensorObject:
+            found.tensors += 1
+            found.storages.update(_key(storage) for storage in _storages_of(node) if storage.nbytes)
+            work += (node.cls, node.state) if kind is TensorObject else ()
+        elif kind is Dict:
+            work.extend(part for pair in node.pairs for part in pair)
+        elif kind is list or kind is tuple:
+            work.extend(node)
+        elif kind is Call and node.name not in but:
+            work += (node.func, node.kwargs, *node.args, *node.items, *(part for pair in node.pairs for part in pair))
+            work += () if node.state is ABSENT else (node.state,)
+        elif kind is PersistentId:
+            work.append(node.pid)
+    return found
+
+
+_PLAIN = frozenset((str, int, float, bool, bytes, type(None), complex))
+
+
+def _storages_of(node: Node) -> Iterable[Storage]:
+    if type(node) is Storage:
+        return (node,)
+    if type(node) is Window:
+        return (node.storage,)
+    ref = node.tensor if type(node) is TensorObject else node
+    return [piece.storage for piece in ref.pieces]
+
+
+def _key(storage: Storage) -> Key:
+    whole = storage.part_of or storage
+    return str(whole.source.path), whole.name, whole.offset, id(whole.source) if type(whole.source) is MemorySource else 0
+
+
+def _with_modules(plan: ConversionPlan, tree: Found) -> Found:
+    """What the tree held before state dicts took the place of its modules, less what no state dict has to hold.
+
+    Raises `VerificationFailed` for what a module would have given its state dict, and did not.
+    """
+    before = complete_tensors(open_source(plan.inputs[0]))
+    allowed = found_in(plan.accounted)
+    whole = found_in([before.root])
+    for source in before.sources[1:]:  # records that were inflated once more
+        source.close()
+    kept = {key[:3] for key in tree.storages | allowed.storages}
+    if lost := {key[:3] for key in whole.storages} - kept:
+        raise _failure(plan, sorted(name for _, name, _ in lost), "belongs to a module, but is not in its state dict")
+    return whole
+
+
+# ------------------------------------------------------------------------------------------------------------- the files
+
+
+def named_by(plan: ConversionPlan) -> Named | None:
+    """What the files of a source name; None for one of a kind that is not counted."""
+    if plan.source_format.removeprefix(_SHARDED) not in _COUNTED or (plan.modules and len(_files(plan)) > 1):
+        return None
+    named = Named()
+    for source in _files(plan):
+        _count(source, named)
+    return named
+
+
+def _files(plan: ConversionPlan) -> list[Source]:
+    return [source for source in plan.inputs if isinstance(source, FileSource)]
+
+
+def _count(source: Source, named: Named) -> None:
+    """Add what one file, or one stream within a file, names."""
+    head = source.read(0, min(source.size, _HEAD))
+    if is_zip(head):
+        records = read_directory(source)
+        root = root_folder(records, "data.pkl") or ""
+        _add(take_census(read_limited(source, records[f"{root}data.pkl"])), source, named, lambda key: f"{root}data/{key}")
+    elif torch_legacy.is_torch_legacy(head):
+        _add(take_census(read_pickles(source, 0, 4)[0][3]), source, named, torch_legacy.storage_name)
+    elif torch_tar.is_tar(head):
+        (stream,), _ = read_pickles(torch_tar.members_of(source)["pickle"], 0, 1)
+        named.tensors += len(take_census(stream).references)
+    elif safetensors.is_safetensors(head):
+        _add_header(source, named)
+    else:
+        stream = source.read(0, source.size)
+        census = take_census(stream)
+        _add(census, source, named, str)
+        for inner in census.streams:
+            _count(MemorySource(held_stream(stream, inner), source.path), named)
+
+
+_HEAD = 512
+
+
+def _add(census: Census, source: Source, named: Named, name_of: Callable[[str], str]) -> None:
+    path = str(source.path)
+    named.storages.update((path, name_of(key)) for key, numel in census.storages.items() if numel)
+    named.tensors += census.tensors
+
+
+def _add_header(source: Source, named: Named) -> None:
+    """The tensors that a safetensors header names, and that are not empty."""
+    header = json.loads(source.read(8, int.from_bytes(source.read(0, 8), "little")))
+    path = str(source.path)
+    for key, entry in header.items():
+        if key != "__metadata__" and len(set(entry["data_offsets"])) > 1:
+            named.storages[path, key] += 1

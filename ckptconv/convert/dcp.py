@@ -1,0 +1,70 @@
+"""DCP folders written by `torch.distributed.checkpoint` itself, so that FSDP training resumes from a plain checkpoint.
+
+This is the one output for which torch is imported: the layout of a DCP folder is its own, and changes with it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+from ckptconv.devices.host import require_torch
+from ckptconv.support.errors import OutputRefused, printable
+
+
+def write_dcp(plain: Path, folder: Path, name: Path) -> None:
+    """Save what the torch file `plain` holds, a dict, into `folder`, in this process alone; it will be known as `name`.
+
+    The file is mapped, so memory does not grow with it. Raises `MissingDependency` where
+    torch is missing, `OutputRefused` where it refuses the values.
+    """
+    require_torch("writing a DCP folder")
+    try:
+        import torch
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+        from torch.distributed.checkpoint.state_dict_saver import save
+    except ImportError as error:
+        raise OutputRefused("needs a torch that writes DCP folders", path=name, hint="pip install 'torch>=2.2'") from error
+
+    class Writer(FileSystemWriter):
+        """Notes the folder's lasting name instead of the temporary one."""
+
+        def storage_meta(self) -> Any:
+            noted: Any = super().storage_meta()  # since torch 2.3, which is who asks for it
+            return noted and replace(noted, checkpoint_id=str(name))
+
+    try:
+        tree = torch.load(plain, map_location="cpu", mmap=True, weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            alone = (
+                {"no_dist": True} if "no_dist" in signature(save).parameters else {}
+            )  # the only way there is before torch 2.6
+            save(tree, storage_writer=Writer(folder, sync_files=False), **alone)
+    except OSError:
+        raise
+    except (Exception, CheckpointException) as error:  # which is not an Exception
+        cause = _cause(error)
+        if (stop := _stop(cause)) is not None:
+            raise stop from None
+        if isinstance(cause, OSError):
+            raise cause from error
+        what = printable(str(cause) or type(cause).__name__, 300)
+        raise OutputRefused(f"torch.distributed.checkpoint does not take it: {what}", path=name) from error
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What went wrong in this process, which torch wraps with its traceback."""
+    failures: dict[int, tuple[BaseException, Any]] = getattr(error, "failures", {})
+    return next((cause for cause, _ in failures.values()), error)
+
+
+def _stop(error: BaseException | None) -> BaseException | None:
+    """The wish to end the program that `error` came of: torch's writer, closed too early, complains over it."""
+    while error is not None and not isinstance(error, (SystemExit, KeyboardInterrupt)):
+        error = error.__context__
+    return error

@@ -1,0 +1,124 @@
+"""What a state dict is fitted to: the keys and shapes of another checkpoint, of an index, or of a list of keys.
+
+A list is a text with one key per line (UTF-8; empty lines count for nothing). Of an index whose shards are not beside it, and
+of a list, only the keys are known.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from ckptconv.convert.named_models import model_shapes
+from ckptconv.formats.registry import open_checkpoint
+from ckptconv.io.files import FileSource
+from ckptconv.keys.fitting import Shape, Shapes, Ties
+from ckptconv.support.choices import refuse_no_path
+from ckptconv.support.errors import (
+    AmbiguousStateDict,
+    CheckpointError,
+    LimitExceeded,
+    MalformedCheckpoint,
+    UnsupportedCheckpoint,
+)
+from ckptconv.support.json_text import read_object
+from ckptconv.support.limits import in_force
+from ckptconv.tree.fitted_keys import KeyTarget, shapes_of, ties_of
+
+_INDEX = ".index.json"
+_PART = "write the part that you mean to a file of its own first: ckptconv convert --only PATH"
+
+
+def key_target(like: str | os.PathLike[str] | None, model: str | None, *, drop_unexpected: bool = False) -> KeyTarget | None:
+    """What the user named with `like` or `model` (see `named_models`), of which there may be one; None for neither."""
+    if like is not None and model is not None:
+        raise CheckpointError("like and model are both given, but the keys can fit only one", hint="leave one of them out")
+    if drop_unexpected and like is None and model is None:
+        raise CheckpointError("there is no target in which keys could be unexpected", hint="add --like OTHER or --model NAME")
+    if model is not None:
+        shapes, ties = model_shapes(model)
+        return KeyTarget(model, shapes, drop_unexpected, ties)
+    if like is None:
+        return None
+    shapes, ties = shapes_like(like)
+    return KeyTarget(str(like), shapes, drop_unexpected, ties)
+
+
+def shapes_like(path: str | os.PathLike[str]) -> tuple[Shapes, Ties]:
+    """The keys and shapes of the state dict in `path`, and those of its keys that are tied.
+
+    `path` is whatever `open_checkpoint` reads, an index, or a list of keys; the last two tell of no ties.
+
+    Raises `CheckpointError`: when it is none of these, holds no key or one twice, or more than one state dict.
+    """
+    refuse_no_path(like=path)
+    file = Path(path)
+    if file.name.endswith(_INDEX) and file.is_file() and not _has_shards(file):
+        return _distinct(_indexed_keys(file), file), ()
+    try:
+        with open_checkpoint(file) as checkpoint:
+            found = checkpoint.state_dict()
+    except AmbiguousStateDict as error:
+        raise AmbiguousStateDict(error.what, path=error.path, where=error.where, hint=_PART) from None
+    except UnsupportedCheckpoint:
+        if (keys := _listed_keys(file)) is None:
+            raise
+        return _distinct(keys, file), ()
+    _distinct(found.keys, file)
+    return shapes_of(found), ties_of(found)
+
+
+def _has_shards(index: Path) -> bool:
+    """Whether any file that an index names is there; if so it is opened as a whole, and a missing one is an error."""
+    names = {name for name in _weight_map(index).values() if isinstance(name, str)}
+    return any(os.path.isfile(index.parent / name) for name in names)  # noqa: PTH113 (False for no name at all)
+
+
+def _indexed_keys(index: Path) -> list[str]:
+    return list(_weight_map(index))
+
+
+def _weight_map(index: Path) -> dict[str, object]:
+    found = read_object(_content(index, "index_bytes"), index, "index").get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise MalformedCheckpoint("is missing or names no keys", path=index, where="weight_map")
+    return found
+
+
+_MOST_KEYS = 2_000_000  # in a text; the largest checkpoints have some 100,000
+_LONGEST_KEY = 1 << 20  # characters
+
+
+def _listed_keys(file: Path) -> list[str] | None:
+    """The lines of a text; None for anything that is not text of keys."""
+    try:
+        text = _content(file, "text_bytes").decode("utf-8-sig")
+    except (CheckpointError, UnicodeDecodeError):
+        return None
+    if text.count("\n") > _MOST_KEYS:
+        return None
+    keys = [key for line in text.splitlines() if (key := line.strip())]
+    # a key may hold anything, but prose, HTML and JSON are not what anybody means by a list of keys
+    plain = all(len(key) <= _LONGEST_KEY and key.isprintable() and " " not in key and key[0] not in "<{[" for key in keys)
+    return keys if keys and plain else None
+
+
+def _content(file: Path, limit: str) -> bytes:
+    """All of a file; `limit` is the name of the limit of its size."""
+    source = FileSource(file)
+    try:
+        if source.size > (most := getattr(in_force(), limit)):
+            raise LimitExceeded(f"has {source.size} bytes", limit=limit, allowed=most, needed=source.size, path=file)
+        return source.read(0, source.size)
+    finally:
+        source.close()
+
+
+def _distinct(keys: Iterable[str], file: Path) -> Shapes:
+    shapes: dict[str, Shape] = {}
+    for key in keys:
+        if key in shapes:
+            raise MalformedCheckpoint("occurs in it twice", path=file, where=key)
+        shapes[key] = None
+    return shapes

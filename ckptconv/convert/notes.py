@@ -1,0 +1,106 @@
+"""The notes that a plan gives to the user, and what it counts."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from shlex import quote
+
+from ckptconv.convert.plan import ConversionPlan
+from ckptconv.formats.hf_names import index_path
+from ckptconv.keys.key_map import KEEP, STRIP, UNMISTAKABLE, KeyRules
+from ckptconv.pickles.nodes import Node, mapping_pairs
+from ckptconv.support.errors import printable
+from ckptconv.support.limits import in_force
+from ckptconv.support.text import count_text
+from ckptconv.tensors.compaction import CastRule
+from ckptconv.tensors.refs import TensorRef
+from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.tree.fitted_keys import KeyTarget
+from ckptconv.tree.producers import offered_prefix
+from ckptconv.tree.renaming import RenamedKeys
+from ckptconv.tree.settling import Settled
+from ckptconv.tree.state_dicts import StateDict
+from ckptconv.tree.walk import label_text, place_text, tensor_of
+
+NOT_IN_TORCH = "write safetensors (--to safetensors), or leave it out with --exclude"
+"""What can be done about a tensor that safetensors holds and torch does not."""
+
+
+def tree_notes(settled: Settled) -> Iterator[str]:
+    """What is unusual in a tree."""
+    if settled.cycles:
+        count, first = len(settled.cycles), printable(place_text(settled.cycles[0]))
+        yield f"{count} containers contain themselves ({first}, …); they are kept like that"
+
+
+def key_notes(state_dicts: Sequence[RenamedKeys], rules: KeyRules) -> Iterator[str]:
+    """Keys with control characters, and wrappers that the rules leave on them."""
+    odd = [key for item in state_dicts for key in item.odd]
+    if odd:
+        hold = "holds" if len(odd) == 1 else "hold"
+        yield f"{count_text(len(odd), 'key')} {hold} control characters, e.g. {printable(odd[0])}"
+    for item in state_dicts:
+        for key, twin in item.filled:
+            where = f" of {printable(item.path)}" if item.path else ""
+            yield f"{printable(key)}{where} is missing and filled from {printable(twin)}, its other name in the target"
+    left = sorted({name for item in state_dicts for name in item.wrappers if name in UNMISTAKABLE})
+    if left and rules.wrappers in ("module", "add-module"):
+        yield f"the keys still carry {', '.join(left)}; `ckptconv convert` strips these wrappers too"
+
+
+def text_notes(found: StateDict) -> Iterator[str]:
+    """Tell of keys that are numbers, bytes or the like, and become text."""
+    pairs = mapping_pairs(found.node) or ()
+    own = pairs if found.own is None else [pairs[at] for at in found.own if at < len(pairs)]
+    other = [key for key, value in own if type(key) is not str and tensor_of(value) is not None]
+    if other:
+        named = ", ".join(_key_text(key) for key in other[:3])
+        verb = "is" if len(other) == 1 else "are"
+        yield f"{count_text(len(other), 'key')} that {verb} not text {verb} written as text: {named}"
+
+
+def prefix_notes(
+    checkpoint: Checkpoint, found: Sequence[StateDict], rules: KeyRules, fit_to: KeyTarget | None
+) -> Iterator[str]:
+    """Offer what the framework put around the model, where no rule of the user's does anything with prefixes."""
+    if rules not in (STRIP, KEEP) or fit_to:
+        return
+    for item in found:
+        if prefix := offered_prefix(checkpoint.root, item.keys):
+            where = f" of {printable(item.path)}" if item.path else ""
+            yield f"all keys{where} start with {printable(prefix)}; --strip-prefix {quote(printable(prefix))} removes it"
+
+
+def sharing_notes(refs: Sequence[TensorRef]) -> Iterator[str]:
+    """Tell of tensors that would take far more bytes than the storages that they share."""
+    claimed = sum(ref.nbytes for ref in refs)
+    stored = sum({id(piece.storage): piece.storage.nbytes for ref in refs for piece in ref.pieces}.values())
+    most = in_force()
+    if claimed > most.view_free and claimed > most.view_ratio * stored:
+        yield f"{len(refs)} tensors of {claimed} bytes share {stored} bytes of storage"
+
+
+def beside_notes(plan: ConversionPlan) -> Iterator[str]:
+    """Tell of an index that stands beside an output of one file, and whose shards a reader may take for it."""
+    index = index_path(plan.output)
+    if not plan.is_sharded and plan.to != "dcp" and os.path.isfile(index):  # noqa: PTH113 (False for a name too long)
+        yield f"{printable(index.name)} is beside it and names other files; a program that opens the folder may take those"
+
+
+def count_locations(refs: Iterable[TensorRef], retag: Callable[[str], str]) -> dict[tuple[str, str], int]:
+    """Storages by device tag before and after."""
+    storages = {id(piece.storage): piece.storage.location for ref in refs for piece in ref.pieces}
+    counted = Counter(storages.values())
+    return {(before, retag(before)): count for before, count in counted.items()}
+
+
+def count_casts(refs: Iterable[TensorRef], cast: CastRule) -> dict[tuple[str, str], int]:
+    """Tensors by dtype before and after, of those that are cast."""
+    return dict(Counter((ref.dtype.name, cast(ref).name) for ref in refs if cast(ref) is not ref.dtype))
+
+
+def _key_text(key: Node) -> str:
+    """A key that is not text, in a few words; of an int of millions of digits its size."""
+    return printable(repr(key)) if type(key) in (float, bool, bytes) else printable(label_text(key))

@@ -1,0 +1,212 @@
+"""What a conversion is asked to do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from ckptconv.devices.mapping import TagMap, tag_map
+from ckptconv.devices.tags import check_tag
+from ckptconv.formats.hf_names import shard_limit
+from ckptconv.keys.key_map import RULE_WORDS, STRIP, KeyRules, rules_of
+from ckptconv.keys.rule_files import read_rules
+from ckptconv.keys.rules import Rule
+from ckptconv.support.choices import (
+    TARGETS,
+    TIED,
+    UNKNOWN,
+    plain_name,
+    refuse_no_flag,
+    refuse_no_output,
+    refuse_no_path,
+    refuse_no_tags,
+    refuse_no_text,
+    refuse_no_words,
+    refuse_other,
+    spelling_checked,
+)
+from ckptconv.support.errors import OptionRefused, printable
+from ckptconv.support.showing import WIDTH
+from ckptconv.tensors.dtypes import DType, floating_dtype
+from ckptconv.tensors.refs import TensorRef
+from ckptconv.tree.fitted_keys import KeyTarget
+from ckptconv.tree.settling import Unknown
+
+Target = Literal["torch", "safetensors", "dcp"]
+
+
+Tied = Literal["alias", "duplicate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What `Options` stand for, in the types that planning works with: rules that were read, tags, bytes.
+
+    `fit_to`: what the keys of every state dict are fitted to, after the rules.
+    """
+
+    to: Target | None = None
+    keys: KeyRules = STRIP
+    tags: TagMap = TagMap("cpu")  # noqa: RUF009 (frozen)
+    dtype: DType | None = None
+    only: str | None = None
+    tied: Tied = "alias"
+    unknown: Unknown = "refuse"
+    max_shard_size: int | None = None
+    save_mapping: Path | None = None
+    fit_to: KeyTarget | None = None
+
+    def __post_init__(self) -> None:
+        _refuse_no_choice(self)
+
+    def cast(self, ref: TensorRef) -> DType:
+        """The type in which a tensor of a state dict is written: only floating ones are cast."""
+        return self.dtype if self.dtype is not None and ref.dtype.is_floating else ref.dtype
+
+
+Words = str | Sequence[str]
+"""One text or several."""
+
+
+_RULES = ("preset", "strip_prefix", "rename", "regex", "add_prefix", "include", "exclude")
+"""The options that are key rules, in the order in which they apply."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Options:
+    """What a conversion is asked to do, in the words of the command line; the defaults are those of `ckptconv convert`.
+
+    - `to`: the output format, ``torch``, ``safetensors`` or ``dcp`` (None: by the output's name).
+    - `keys`: ``strip`` or ``keep`` the wrappers of DDP, torch.compile and FSDP, or ready `KeyRules`. After them apply,
+      in this order: `rules` (a file of rules or a mapping, several of them, or pairs like ``("rename", "a.=b.")`` where
+      another order is wanted; `reverse` undoes a mapping), `preset`, `strip_prefix`, `rename` (``OLD=NEW``), `regex`
+      (``PATTERN=>REPLACEMENT``), `add_prefix`, `include`, `exclude` (globs): each one text or a list of them.
+    - `like` (another checkpoint, an index, a list of keys) or `model` (``PACKAGE.MODULE:CALLABLE``, imported and
+      called): what the keys are fitted to after that; `drop_unexpected` leaves out what it does not have.
+    - `device`: the location tag to write (``cpu``, ``cuda:1``, ``keep``, ``auto``; None: ``cpu``, or ``keep`` beside
+      `map_location`, which maps single tags). `dtype`: what floating tensors are cast to (``bf16``).
+    - `only`: the path of the part to convert. `tied`: whether one of several names of a tensor stands for the others in
+      safetensors (``alias``), or each gets its own copy (``duplicate``). `unknown`: what happens in a torch output to
+      objects that ``weights_only=True`` refuses and that have no plain form: ``refuse``, ``drop``, ``keep``.
+    - `max_shard_size`: the bytes of tensors that one file may hold (a number, or ``5GB``); a sharded output holds one
+      state dict.
+    - `save_mapping`: the file that will tell which key became which; ``rules=FILE, reverse=True`` undoes it.
+
+    Files that are named are read when the conversion is planned. Raises `OptionRefused` for a value that is none of its
+    choices, `UnknownOption` (a `TypeError` too) for a name that is not an option, `KeyConflict` for what is not a rule.
+
+    >>> Options(dtype="bf16", device="cuda:1", exclude="*.num_batches_tracked", max_shard_size="5GB").device
+    'cuda:1'
+    """
+
+    to: Target | None = None
+    keys: Literal["strip", "keep"] | KeyRules = "strip"
+    rules: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | tuple[str, str]] = ()
+    reverse: bool = False
+    preset: Words = ()
+    strip_prefix: Words = ()
+    rename: Words = ()
+    regex: Words = ()
+    add_prefix: Words = ()
+    include: Words = ()
+    exclude: Words = ()
+    like: str | os.PathLike[str] | None = None
+    model: str | None = None
+    drop_unexpected: bool = False
+    device: str | None = None
+    map_location: Mapping[str, str] | None = None
+    dtype: str | None = None
+    only: str | None = None
+    tied: Tied = "alias"
+    unknown: Unknown = "refuse"
+    max_shard_size: int | str | None = None
+    save_mapping: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("dtype", "device"):
+            object.__setattr__(self, name, plain_name(getattr(self, name)))
+        _refuse_no_choice(self)
+        refuse_no_words(**{name: getattr(self, name) for name in _RULES})
+        refuse_no_tags(self.map_location)
+        refuse_no_text(device=self.device, dtype=self.dtype, model=self.model)
+        refuse_no_path(**({} if self.like is None else {"like": self.like}))
+        refuse_no_output(**({} if self.save_mapping is None else {"save_mapping": self.save_mapping}))
+        refuse_no_flag(reverse=self.reverse, drop_unexpected=self.drop_unexpected)
+        self._key_rules(read=False)
+        self._dtype()
+        for tag in [self.device] * (self.device not in (None, "keep")) + [*(self.map_location or {}).values()]:
+            if tag is not None and tag != "auto":
+                check_tag(tag)
+
+    def __repr__(self) -> str:
+        given = ((item.name, getattr(self, item.name), item.default) for item in fields(self))
+        told = printable(f"Options({', '.join(f'{name}={value!r}' for name, value, default in given if value != default)})")
+        return told if len(told) <= WIDTH else f"{told[: WIDTH - 2]}…)"
+
+    def request(self, fit_to: KeyTarget | None) -> Request:
+        """The request that these options stand for; `fit_to` is what `like` or `model` name. Files of rules are read."""
+        return Request(
+            to=self.to,
+            keys=self._key_rules(read=True),
+            tags=tag_map(self.device, [f"{old}={new}" for old, new in (self.map_location or {}).items()]),
+            dtype=self._dtype(),
+            only=self.only,
+            tied=self.tied,
+            unknown=self.unknown,
+            max_shard_size=shard_limit(self.max_shard_size),
+            save_mapping=None if self.save_mapping is None else Path(self.save_mapping),
+            fit_to=fit_to,
+        )
+
+    def _dtype(self) -> DType | None:
+        return None if self.dtype is None else floating_dtype(self.dtype)
+
+    def _key_rules(self, *, read: bool) -> KeyRules:
+        """All rules as one list; without `read` those in files are left out."""
+        given = rules_of(self.keys)
+        one = isinstance(self.rules, (str, os.PathLike)) or (isinstance(self.rules, tuple) and self.rules[:1] in _ONE_WORD)
+        listed: Any = (self.rules,) if one else self.rules
+        if not isinstance(listed, (list, tuple)):
+            raise OptionRefused(
+                f"rules={listed!r:.100} is not a list of rules", hint="name a file, or give (rule, value) pairs"
+            )
+        files = [item for item in listed if not _is_rule(item)]
+        for item in files:
+            refuse_no_path(rules=item)
+        if self.reverse and not files:
+            raise OptionRefused("reverse=True undoes a mapping, but there is none", hint="name it with rules=FILE")
+        made: list[Rule | tuple[str, str]] = [*given.rules]
+        for item in listed:
+            if _is_rule(item):
+                made.append(item)
+            elif read:
+                made += read_rules(item, reverse=self.reverse)
+        for name in _RULES:
+            words = getattr(self, name)
+            made += [(name.replace("_", "-"), word) for word in ((words,) if isinstance(words, str) else words)]
+        return KeyRules.of(made, given.wrappers)
+
+
+Options.__init__ = spelling_checked(Options.__init__)  # type: ignore[method-assign]
+
+
+_ONE_WORD = {(word,) for word in RULE_WORDS}
+
+
+def _is_rule(item: object) -> bool:
+    """Whether an item of `rules` is a rule in words, as (rule, value), and so no file."""
+    return isinstance(item, (tuple, list)) and len(item) == 2 and all(type(word) is str for word in item)
+
+
+def _refuse_no_choice(asked: Options | Request) -> None:
+    """Raise `OptionRefused` for a value that is none of the choices."""
+    if asked.to is not None:
+        refuse_other("to", asked.to, TARGETS)
+    refuse_other("tied", asked.tied, TIED)
+    refuse_other("unknown", asked.unknown, UNKNOWN)
+    refuse_no_text(only=asked.only)
+    rules_of(asked.keys)
+    shard_limit(asked.max_shard_size)

@@ -1,0 +1,146 @@
+"""What a conversion is asked to do, and what it is then decided to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from ckptconv.convert.options import Target
+from ckptconv.formats.layout import Layout
+from ckptconv.io.source import Source
+from ckptconv.objects.composites import Check
+from ckptconv.pickles.nodes import Node
+from ckptconv.support.errors import CheckpointError
+from ckptconv.support.limits import Limits, in_force
+from ckptconv.support.showing import html_table, short_repr
+from ckptconv.support.text import count_text, size_text
+from ckptconv.tensors.dtypes import DType
+from ckptconv.tensors.refs import TensorRef
+from ckptconv.tree.renaming import RenamedKeys
+from ckptconv.tree.settling import Rewritten, Skipped
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedFile:
+    """One file of an output: its path, its bytes, and the tensors in it by the paths that they will have."""
+
+    path: Path
+    layout: Layout
+    tensors: Callable[[], Iterator[tuple[str, TensorRef]]]
+
+
+def _gone(*_: object) -> Any:
+    """What stands in a plan that came out of a pickle for what only a plan with its files open can do."""
+    hint = "make it again with plan_conversion in the program that executes it"
+    raise CheckpointError("the plan was pickled, so its files are not open", hint=hint)
+
+
+def _told_file(file: PlannedFile | None) -> tuple[Path, int] | None:
+    return None if file is None else (file.path, file.layout.nbytes)
+
+
+def _file_again(told: tuple[Path, int] | None) -> PlannedFile | None:
+    return None if told is None else PlannedFile(told[0], Layout((), told[1], _gone, _gone), _gone)
+
+
+def _plan_again(facts: dict[str, Any]) -> ConversionPlan:
+    """The plan that a pickle tells of; it cannot be executed."""
+    files = tuple(map(_file_again, facts.pop("files")))
+    single = {name: _file_again(facts.pop(name)) for name in ("index", "mapping")}
+    return ConversionPlan(files=files, tensors=_gone, cast=_gone, checks=(_gone,), **single, **facts)  # type: ignore[arg-type]
+
+
+_OF_OPEN_FILES = {"files", "index", "mapping", "tensors", "cast", "checks", "inputs", "root", "part", "accounted"}
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class ConversionPlan:
+    """Everything about an output but its payload: where each byte will come from, and what will differ from the source.
+
+    `files` are one, or the shards, and then `index` is the file that says which of them holds a key. `in_folder`: a folder
+    was asked for, which is made if it is missing. `is_sharded`: shards were asked for, though all may fit one file.
+
+    `mapping` is the file that will tell which key became which, if one was asked for. `inputs` are the files that are read.
+    `checks` read the indices of tensors made of parts, before anything is written.
+
+    `root` is the source's tree, `part` what of it is converted, `modules` how many state dicts in it stand for whole modules;
+    `accounted` is what these modules hold that their state dicts need not.
+
+    `limits` are those under which it was made; the output is read back under them.
+
+    `locations` counts storages by (tag before, tag after); `casts` counts tensors by (dtype before, after); `tied` maps
+    dropped names to the kept one (safetensors).
+    """
+
+    source: Path
+    source_format: str
+    source_nbytes: int
+    output: Path
+    to: Target
+    files: tuple[PlannedFile, ...]
+    index: PlannedFile | None
+    in_folder: bool
+    state_dicts: tuple[RenamedKeys, ...]
+    locations: Mapping[tuple[str, str], int]
+    casts: Mapping[tuple[str, str], int]
+    tied: Mapping[str, str]
+    skipped: tuple[Skipped, ...]
+    rewritten: tuple[Rewritten, ...]
+    notes: tuple[str, ...]
+    tensors: Callable[[], Iterator[tuple[str, TensorRef]]]
+    cast: Callable[[TensorRef], DType]
+    mapping: PlannedFile | None = None
+    is_sharded: bool = False
+    limits: Limits = field(default_factory=in_force)
+    inputs: tuple[Source, ...] = ()
+    checks: tuple[Check, ...] = ()
+    root: Node = None
+    part: Node = None
+    modules: int = 0
+    accounted: tuple[Node, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the output in bytes, all its files together."""
+        return sum(file.layout.nbytes for file in (*self.files, *([self.index] if self.index else [])))
+
+    def __repr__(self) -> str:
+        return short_repr("ConversionPlan", f"{self.source.name} → {self.shown_name}", *self._facts())
+
+    @property
+    def shown_name(self) -> str:
+        """The name of what will be there: of shards that of their index, or of the folder."""
+        if self.index is None:
+            return self.output.name
+        return f"{self.output.parent.name}/" if self.in_folder else self.index.path.name
+
+    def _facts(self) -> list[str]:
+        keys = sum(item.count for item in self.state_dicts)
+        changed = sum(len(item.changed) for item in self.state_dicts)
+        shards = count_text(len(self.files), "shard") if self.index is not None else ""
+        return [self.to, size_text(self.nbytes), f"{changed:,} of {count_text(keys, 'key')} renamed", shards]
+
+    def _repr_html_(self) -> str:
+        renamed = ((old, "→", new) for item in self.state_dicts for old, new in item.changed)
+        left_out = ((item.path, "skipped:", item.reason) for item in self.skipped)
+        return html_table(f"{self.source} → {self.output}: {', '.join(filter(None, self._facts()))}", chain(left_out, renamed))
+
+    def __reduce__(self) -> tuple[Callable[[dict[str, Any]], ConversionPlan], tuple[dict[str, Any]]]:
+        """A plan in a pickle tells all that it told; it cannot be executed, for its files are open here only."""
+        facts = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in _OF_OPEN_FILES}
+        facts["state_dicts"] = tuple(replace(item, mapped=None) for item in self.state_dicts)
+        facts["skipped"] = tuple(replace(item, node=None) for item in self.skipped)
+        facts["files"] = tuple(map(_told_file, self.files))
+        facts.update(index=_told_file(self.index), mapping=_told_file(self.mapping))
+        for name in ("locations", "casts", "tied"):
+            facts[name] = dict(facts[name])
+        return _plan_again, (facts,)
+
+    def __copy__(self) -> ConversionPlan:
+        return self
+
+    def __deepcopy__(self, _: object) -> ConversionPlan:
+        return self

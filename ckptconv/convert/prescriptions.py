@@ -1,0 +1,135 @@
+"""The command that fixes a checkpoint: which conversion, where to, whether it would work, and what it would lose."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from shlex import quote
+
+from ckptconv.convert.options import Request
+from ckptconv.convert.plan import ConversionPlan
+from ckptconv.convert.planner import plan_conversion
+from ckptconv.devices.mapping import tag_map
+from ckptconv.keys.key_map import KeyRules
+from ckptconv.pickles.nodes import Call
+from ckptconv.support.errors import AmbiguousStateDict, CheckpointError, RefusedObject
+from ckptconv.support.text import as_argument, count_text
+from ckptconv.tensors.dtypes import floating_dtype
+from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.tree.fitted_keys import KeyTarget
+from ckptconv.tree.settling import DO_NOT_LOAD, DROPPED, Unknown
+from ckptconv.tree.walk import tensors_of
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """A conversion that fixes: options of `ckptconv convert`, None where the default will do.
+
+    `suffix` is that of the output's name, which decides its format.
+    """
+
+    suffix: str | None = None
+    device: str | None = None
+    only: str | None = None
+    strip_prefix: str | None = None
+    dtype: str | None = None
+    unknown: Unknown = "refuse"
+    like: str | None = None
+    model: str | None = None
+    drop_unexpected: bool | None = None
+    tag: str | None = None
+
+    def with_(self, other: Fix) -> Fix:
+        """Both: what the other one asks for goes before what this one does."""
+        given = {name: value for name in self.__slots__ if (value := getattr(other, name)) is not None}
+        if other.unknown == "refuse":
+            given["unknown"] = self.unknown
+        return replace(self, **given)
+
+    def options(self, target: KeyTarget | None) -> Request:
+        """The conversion as the library has it; `target` is what `like` or `model` name."""
+        keys = KeyRules(strip_prefixes=(self.strip_prefix,) if self.strip_prefix else ())
+        dtype = floating_dtype(self.dtype) if self.dtype else None
+        fit_to = replace(target, drop_unexpected=bool(self.drop_unexpected)) if target and (self.like or self.model) else None
+        return Request(keys=keys, tags=tag_map(self.device), dtype=dtype, only=self.only, unknown=self.unknown, fit_to=fit_to)
+
+    def arguments(self) -> list[str]:
+        """The same as words of a command line."""
+        named = (
+            ("--tag", self.tag),
+            ("--device", self.device),
+            ("--only", self.only),
+            ("--strip-prefix", self.strip_prefix),
+            ("--dtype", self.dtype),
+            ("--like", self.like),
+            ("--model", self.model),
+            ("--unknown", None if self.unknown == "refuse" else self.unknown),
+        )
+        words = [word for name, value in named if value is not None for word in (name, value)]
+        return words + ["--drop-unexpected"] * bool(self.drop_unexpected)
+
+
+@dataclass(frozen=True, slots=True)
+class Prescription:
+    """A conversion that works; `lost` is what its output lacks because it has no plain form, in words."""
+
+    fix: Fix
+    lost: tuple[str, ...] = ()
+
+
+def workable(fix: Fix, checkpoint: Checkpoint, target: KeyTarget | None = None) -> Prescription | CheckpointError:
+    """The fix, with objects dropped that have no plain form if there is no other way; or why it would not work."""
+    try:
+        plan = plan_conversion(checkpoint, f"OUT{fix.suffix or '.pt'}", fix.options(target))
+    except RefusedObject as error:
+        return error if fix.unknown == "drop" else _dropping(fix, checkpoint, target, error)
+    except CheckpointError as error:
+        return error
+    lost = _lost(plan, checkpoint) if fix.unknown == "drop" else []
+    if sum(count for _, count in lost) >= max(1, sum(1 for _ in plan.tensors())):
+        return AmbiguousStateDict("most of its tensors would be lost", path=checkpoint.path)
+    return Prescription(fix, tuple(text for text, _ in lost))
+
+
+def _dropping(
+    fix: Fix, checkpoint: Checkpoint, target: KeyTarget | None, refused: RefusedObject
+) -> Prescription | CheckpointError:
+    """The fix that drops what was refused; the refusal in other words where it would take the tensors along."""
+    found = workable(replace(fix, unknown="drop"), checkpoint, target)
+    if not isinstance(found, AmbiguousStateDict):
+        return found
+    hint = DO_NOT_LOAD if DO_NOT_LOAD in (refused.hint or "") else _ELSEWHERE
+    what = f"{refused.what}, and its tensors are lost without it"
+    return RefusedObject(what, path=refused.path, where=refused.where, hint=hint)
+
+
+_ELSEWHERE = "load it where its classes are and save its state_dict(), or keep it as it is with --unknown keep"
+
+
+def _lost(plan: ConversionPlan, checkpoint: Checkpoint) -> list[tuple[str, int]]:
+    """What was dropped, in words, and how many tensors that held: objects, and what modules hold beside their state dicts."""
+    unsaved = {id(stray.node) for stray in checkpoint.module_strays if stray.is_refused}
+    found = []
+    for item in plan.skipped:
+        if item.reason.startswith(DROPPED) or id(item.node) in unsaved:
+            count = sum(1 for _ in tensors_of(item.node))
+            name = [item.node.name] if type(item.node) is Call else []
+            about = ", ".join(name + [count_text(count, "tensor")] * bool(count))
+            found.append((f"{item.path or 'the root'}" + f" ({about})" * bool(about), count))
+    return found
+
+
+def command(fix: Fix, paths: Sequence[Path], output: Path | None = None) -> str:
+    """The command line, ready for a POSIX shell; without an `output` it gets a name that is free."""
+    made = output or output_beside(paths[0], fix.suffix or ".pt")
+    return " ".join(map(quote, ("ckptconv", "convert", *map(as_argument, (*paths, made)), *fix.arguments())))
+
+
+def output_beside(path: Path, suffix: str, taken: Collection[Path] = ()) -> Path:
+    """A name beside `path` that is free and not `taken`: ``model-portable.pt``, else ``model-portable-2.pt``, …"""
+    given = path if path.name else path.absolute()
+    stem = given.name.removesuffix(".index.json")
+    stem = stem if given.is_dir() else Path(stem).stem
+    names = (f"{stem}-portable{number}{suffix}" for number in ("", *(f"-{n}" for n in range(2, 1000))))
+    return next(found for name in names if not (found := given.parent / name).exists() and found not in taken)

@@ -1,0 +1,78 @@
+"""An output, read back and compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ckptconv.convert.accounting import refuse_unwritten
+from ckptconv.convert.plan import ConversionPlan, PlannedFile
+from ckptconv.formats.registry import open_checkpoint
+from ckptconv.objects.encodings import flat
+from ckptconv.support.errors import VerificationFailed
+from ckptconv.support.limits import held
+from ckptconv.support.progress import Meter, Phases
+from ckptconv.tensors.dtypes import DType
+from ckptconv.tensors.refs import TensorRef
+from ckptconv.tensors.stream import iter_cast_chunks, iter_chunks
+from ckptconv.tree.state_dicts import StateDict
+
+
+def verify_folder(plan: ConversionPlan, made: Path, phases: Phases) -> int:
+    meter = Meter("verify", plan.nbytes, phases.tell)
+    with phases.timed("verify"):
+        count = verify_file(plan, plan.files[0], made, meter)
+    meter.finish()
+    return count
+
+
+def open_with_library(path: Path, file: PlannedFile) -> None:
+    """Let the safetensors library read the header that was written."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np") as opened:
+            count = len(opened.keys())
+    except SafetensorError as error:
+        raise VerificationFailed(f"the safetensors library does not open it: {error}", path=file.path) from error
+    if count != len(file.layout.items):
+        raise VerificationFailed(f"the safetensors library sees {count} tensors in it", path=file.path)
+
+
+def verify_file(plan: ConversionPlan, file: PlannedFile, written: Path, meter: Meter) -> int:
+    """Compare every tensor of a written file with its source; returns how many there are."""
+    count = 0
+    if plan.to == "torch":
+        refuse_unwritten(file, written)
+    by_key = plan.to == "safetensors" or plan.index is not None
+    with held(plan.limits), open_checkpoint(written, whole_modules=plan.to == "torch") as output:
+        actual = _flat_tensors(output.state_dict(), plan) if by_key else dict(output.tensors()) if plan.to == "dcp" else None
+        there = iter(()) if actual is not None else output.tensors()
+        for path, ref in file.tensors():
+            name, other = (path, actual.get(path)) if actual is not None else next(there, (path, None))
+            if other is None or name != path or not _equal(ref, other, plan.cast(ref), meter):
+                raise VerificationFailed("the output differs from the source", path=file.path, where=path)
+            count += 1
+    return count
+
+
+def _flat_tensors(found: StateDict, plan: ConversionPlan) -> dict[str, TensorRef]:
+    """The tensors of a written state dict by key; in safetensors, those that are encoded by their components."""
+    encode = plan.to == "safetensors"
+    made = (flat(key, value, encode=encode) for key, value in zip(found.keys, found.values, strict=True))
+    return {name: ref for item in made if item is not None for name, ref in item.tensors}
+
+
+def _equal(ref: TensorRef, other: TensorRef, dtype: DType, meter: Meter) -> bool:
+    if other.dtype is not dtype or other.shape != ref.shape:
+        return False
+    expected, found = b"", b""
+    theirs = iter_chunks(other)
+    for chunk in iter_cast_chunks(ref, dtype, [0]):
+        expected += chunk
+        meter.add(len(chunk))
+        while len(found) < len(expected):
+            found += next(theirs, b"\0" * (len(expected) + 1))
+        if not found.startswith(expected):
+            return False
+        expected, found = b"", found[len(expected) :]
+    return not found and next(theirs, None) is None

@@ -1,0 +1,119 @@
+"""The payloads of one file, written and checksummed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ckptconv.convert.plan import ConversionPlan
+from ckptconv.formats.layout import Layout, WriteItem
+from ckptconv.io.crc import combined_crc, crc32
+from ckptconv.io.source import SMALL
+from ckptconv.io.stream import OutputStream
+from ckptconv.tensors.casting import cast
+from ckptconv.tensors.checksums import Checksums, refuse_crc
+from ckptconv.tensors.refs import Storage, TensorRef
+from ckptconv.tensors.stream import iter_cast_chunks, iter_chunks, verbatim_range, verbatim_runs
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """The tensors with values that the user should know of: made infinite by the cast; bools that are neither 0 nor 1."""
+
+    overflowed: list[TensorRef] = field(default_factory=list)
+    odd_bools: list[TensorRef] = field(default_factory=list)
+
+
+def write_layout(layout: Layout, stream: OutputStream, tally: Tally, checksums: Checksums) -> None:
+    crcs: list[int] = []
+    between = b""
+    for index, item in enumerate(layout.items):
+        stream.write(between + item.lead)
+        lost = [0]
+        crc = _write_values(item, stream, checksums, lost)
+        if lost[0] and isinstance(item.values, TensorRef):
+            tally.overflowed.append(item.values)
+        if item.dtype.kind == "bool" and isinstance(item.values, TensorRef) and count_odd_bools(item.values):
+            tally.odd_bools.append(item.values)
+        crcs.append(crc)
+        between = layout.trail(index, crc)
+    stream.write(between)
+    stream.write(layout.ending(crcs))
+
+
+def _write_values(item: WriteItem, stream: OutputStream, checksums: Checksums, overflowed: list[int]) -> int:
+    """Write one payload and return its CRC-32; the source's own CRCs are checked on the way."""
+    values = item.values
+    if isinstance(values, bytes):
+        stream.write(values)
+        return crc32(values)
+    if len(values.pieces) == 1 and (verbatim := verbatim_range(values)) is not None:
+        storage, _ = verbatim
+        if values.nbytes == storage.nbytes and storage.part_of is None:
+            return _write_whole(item, values, storage, stream, overflowed)
+    if item.dtype is values.dtype and (runs := verbatim_runs(values)) is not None:
+        return _write_runs(runs, stream, checksums)
+    for piece in values.pieces:
+        checksums.read(piece.storage)
+    crc = 0
+    for chunk in iter_cast_chunks(values, item.dtype, overflowed):
+        stream.write(chunk)
+        crc = crc32(chunk, crc)
+    return crc
+
+
+def _write_runs(runs: Sequence[tuple[Storage, int, int]], stream: OutputStream, checksums: Checksums) -> int:
+    """Copy runs of bytes one after the other."""
+    crc = 0
+    for storage, first, nbytes in runs:
+        found = stream.copy(storage.source, storage.offset + first, nbytes)
+        checksums.copied(storage, first, nbytes, found)
+        crc = combined_crc(crc, found, nbytes) if len(runs) > 1 else found
+    return crc
+
+
+def _write_whole(item: WriteItem, values: TensorRef, storage: Storage, stream: OutputStream, overflowed: list[int]) -> int:
+    """Write a whole storage, copied or cast, checking its CRC-32 in the same pass."""
+    if item.dtype is values.dtype:
+        if item.nbytes <= SMALL:
+            data = storage.source.read(storage.offset, item.nbytes)
+            stream.write(data)
+            crc = crc32(data)
+        else:
+            crc = stream.copy(storage.source, storage.offset, item.nbytes)
+        if crc != storage.crc32:
+            refuse_crc(storage, crc)
+        return crc
+    crc, source_crc = 0, 0
+    for chunk in iter_chunks(values):
+        source_crc = crc32(chunk, source_crc)
+        result = cast(chunk, values.dtype, item.dtype)
+        overflowed[0] += result.overflowed
+        stream.write(result.data)
+        crc = crc32(result.data, crc)
+    refuse_crc(storage, source_crc)
+    return crc
+
+
+def by_tensor(plan: ConversionPlan, written: Sequence[TensorRef], count: Callable[[TensorRef], int]) -> dict[str, int]:
+    """Counts by the path of each tensor over the storages of `written`: tensors may share one, and not all are touched."""
+    touched = {id(piece.storage) for ref in written for piece in ref.pieces}
+    found = {}
+    for path, ref in plan.tensors() if touched else ():
+        if any(id(piece.storage) in touched for piece in ref.pieces) and (number := count(ref)):
+            found[path] = number
+    return found
+
+
+def count_overflow(plan: ConversionPlan, ref: TensorRef) -> int:
+    lost = [0]
+    for _ in iter_cast_chunks(ref, plan.cast(ref), lost):
+        pass
+    return lost[0]
+
+
+def count_odd_bools(ref: TensorRef) -> int:
+    """Bytes of a bool tensor that are neither 0 nor 1: what they mean depends on who reads them."""
+    if ref.dtype.kind != "bool":
+        return 0
+    return sum(len(bytes(chunk).translate(None, b"\0\1")) for chunk in iter_chunks(ref))

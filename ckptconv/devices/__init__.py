@@ -1,0 +1,1 @@
+"""Device tags, what becomes of them, and what devices this host has."""

@@ -1,0 +1,83 @@
+"""What becomes of location tags: tag to tag, and tag to a device of torch."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckptconv.support.errors import DeviceUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+from ckptconv.devices.host import best_device, require_device
+from ckptconv.devices.tags import check_tag
+
+
+@dataclass(frozen=True, slots=True)
+class TagMap:
+    """The tag that a storage gets: by the pair of its exact tag (a dict in `torch.load`), else `device`, else its own.
+
+    >>> TagMap(None, (("cuda:3", "cuda:0"),))("cuda:3"), TagMap(None)("cuda:3"), TagMap("cpu")("cuda:3")
+    ('cuda:0', 'cuda:3', 'cpu')
+    """
+
+    device: str | None
+    pairs: tuple[tuple[str, str], ...] = ()
+
+    def __call__(self, tag: str) -> str:
+        for old, new in self.pairs:
+            if old == tag:
+                return new
+        return tag if self.device is None else self.device
+
+
+def tag_map(device: str | None, pairs: Sequence[str] = ()) -> TagMap:
+    """The map that `--device` and `--map-location OLD=NEW` ask for.
+
+    `device` is a tag, ``keep``, ``auto`` (`best_device`), or None: ``keep`` if there are pairs, else ``cpu``. NEW is a
+    tag or ``auto``; OLD is any string, since a file may carry any. Raises `DeviceUnavailable` for what is not a tag or no
+    pair, and for an OLD that is sent to two places.
+    """
+    if device is None:
+        device = "keep" if pairs else "cpu"
+    targets: dict[str, str] = {}
+    for pair in pairs:
+        old, _, new = pair.partition("=")
+        if not (old and new):
+            raise DeviceUnavailable(f"--map-location {pair!r} is not OLD=NEW", hint="write for example cuda:3=cuda:0")
+        new = _asked_tag(new)
+        if targets.setdefault(old, new) != new:
+            raise DeviceUnavailable(f"--map-location sends {old} to both {targets[old]} and {new}", hint="keep one")
+    return TagMap(None if device == "keep" else _asked_tag(device), tuple(targets.items()))
+
+
+def _asked_tag(device: str) -> str:
+    return best_device() if device == "auto" else check_tag(device)
+
+
+def resolve_map_location(map_location: str | torch.device | dict[str, Any] | None) -> Callable[[str], torch.device]:
+    """What gives each tag its device under `map_location`, worked out once per load and remembered by tag.
+
+    As in `torch.load`: None follows the tag, a str or `torch.device` takes all, a dict maps exact tags and leaves the
+    others. Beyond it, ``"auto"`` is `best_device`, asked once. Raises `DeviceUnavailable` for anything else (also an
+    int, as `torch.load` does; a callable is the loader's), and later for a tag that leads to a device not here.
+    """
+    settled = functools.cache(_asked_tag)
+    if map_location is None:
+        chosen = TagMap(None)
+    elif isinstance(map_location, dict):
+        chosen = TagMap(None, tuple((old, settled(str(new))) for old, new in map_location.items()))
+    elif isinstance(map_location, (str, getattr(sys.modules.get("torch"), "device", str))):
+        chosen = TagMap(settled(str(map_location)))
+    else:
+        raise DeviceUnavailable(f"map_location={map_location!r} is not a location", hint="give a tag, or a dict of tags")
+    return functools.cache(lambda tag: require_device(chosen(tag)))
+
+
+def location_for(map_location: str | torch.device | dict[str, Any] | None, tag: str) -> torch.device:
+    """The device of one storage tagged `tag`; `resolve_map_location` serves a whole load."""
+    return resolve_map_location(map_location)(tag)

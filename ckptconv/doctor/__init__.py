@@ -1,0 +1,1 @@
+"""Why a checkpoint will not load, or will disappoint, and the command that fixes it."""

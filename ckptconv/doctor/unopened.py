@@ -1,0 +1,86 @@
+"""The finding for what cannot be opened as a checkpoint: what it is instead, and what can be done."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from shlex import quote
+
+from ckptconv.convert.prescriptions import Fix, command, output_beside, workable
+from ckptconv.doctor import torch_words as words
+from ckptconv.doctor.findings import Finding
+from ckptconv.formats.registry import open_checkpoint
+from ckptconv.formats.zip_archive import NO_END
+from ckptconv.io.files import FileSource
+from ckptconv.support.errors import CheckpointError, IncompleteCheckpoint, LimitExceeded, MalformedCheckpoint, printable
+from ckptconv.support.text import as_argument
+
+
+def unopened(error: CheckpointError, paths: tuple[Path, ...]) -> Finding:
+    """The finding for what cannot be opened; its cause and advice are the error's own."""
+    cause = f"{printable(error.where)}: {printable(error.what, 2000)}" if error.where else printable(error.what, 2000)
+    finding = Finding("error", _code(error), cause, _effect(error, paths[0]), advice=error.hint)
+    if isinstance(error, IncompleteCheckpoint) and len(paths) == 1 and (fixed := _with_siblings(paths[0])):
+        return replace(finding, command=fixed)
+    if (unpack := _unpacking(error, paths[0])) is not None:
+        return replace(finding, command=unpack)
+    return finding
+
+
+def _code(error: CheckpointError) -> str:
+    if isinstance(error, IncompleteCheckpoint):
+        return "lone-rank"
+    if isinstance(error, MalformedCheckpoint):
+        return "damaged"
+    return "beyond-limits" if isinstance(error, LimitExceeded) else "no-checkpoint"
+
+
+def _effect(error: CheckpointError, path: Path) -> str:
+    if path.is_dir():
+        return words.quoted(words.FOLDER)
+    if isinstance(error, IncompleteCheckpoint):
+        return "torch.load gives one rank's shards, and load_state_dict does not accept them as the whole tensors"
+    try:
+        source = FileSource(path)
+    except CheckpointError as unreadable:
+        return printable(unreadable.what)
+    try:
+        head = source.read(0, min(4, source.size))
+    finally:
+        source.close()
+    if path.suffix == ".safetensors" and not isinstance(error, MalformedCheckpoint):
+        return words.quoted(words.HEADER, by="load_file")
+    if head.startswith(b"PK\3\4") and error.what == NO_END:
+        return words.quoted(words.CUT_OFF)
+    said = words.on_start(head)
+    if said is None and isinstance(error, MalformedCheckpoint):
+        return "ckptconv does not open it; torch.load may refuse it too, or load something else than was saved"
+    return words.quoted(said) if said else "neither torch.load nor the safetensors library loads it"
+
+
+def _with_siblings(path: Path) -> str | None:
+    """The command for the files of all ranks, if they lie beside this one under names that differ in their numbers."""
+    pattern = re.compile(r"\d+".join(map(re.escape, re.split(r"\d+", path.name))))
+    beside = sorted(item for item in path.parent.iterdir() if pattern.fullmatch(item.name) and item.is_file())
+    try:
+        with open_checkpoint(beside) as joined:
+            found = workable(Fix(), joined)
+    except CheckpointError:
+        return None
+    return None if isinstance(found, CheckpointError) else command(found.fix, beside)
+
+
+def _unpacking(error: CheckpointError, path: Path) -> str | None:
+    """The command that unpacks a compressed file beside it."""
+    tool = _UNPACKERS.get(error.what)
+    packed, made = (quote(as_argument(name)) for name in (path, output_beside(path, ".pt")))
+    return f"{tool} -c {packed} > {made}" if tool else None
+
+
+_UNPACKERS = {
+    "is gzip-compressed": "gunzip",
+    "is bzip2-compressed": "bunzip2",
+    "is xz-compressed": "unxz",
+    "is zstd-compressed": "unzstd",
+}

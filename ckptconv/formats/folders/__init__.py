@@ -1,0 +1,1 @@
+"""One file per kind of checkpoint that consists of many files."""

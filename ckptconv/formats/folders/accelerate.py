@@ -1,0 +1,167 @@
+"""Folders of `accelerate`'s `save_state`: the weights of each model, and beside them what its training needs to go on.
+
+``model.safetensors`` or ``pytorch_model.bin`` (further ones with ``_1``, ``_2``), ``optimizer.bin``, ``scheduler.bin``,
+``sampler.bin``, ``random_states_R.pkl`` of each process. Under FSDP the weights of model I are ``pytorch_model_fsdp_I``, a DCP
+folder, or ``pytorch_model_fsdp[_I].bin``, or a file of each rank, ``pytorch_model_fsdp[_I]_rankR.bin``; so are the states of
+its optimizer. Source: accelerate's checkpointing.py and utils/fsdp_utils.py (1.15).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptconv.formats.folders.dtensors import refuse_flat
+from ckptconv.io.paths import within
+from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
+from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.tree.containers import ACCELERATE
+
+NAME = "accelerate folder"
+_MODEL = re.compile(r"(?:model|pytorch_model)(?:_(\d+))?\.(?:safetensors|bin)$").match
+_FSDP = re.compile(r"pytorch_model_fsdp(?:_(\d+))?(?:(?:_rank(\d+))?\.bin)?").fullmatch
+_OPTIMIZER = re.compile(r"(optimizer_\d+)(?:_rank(\d+)\.bin)?").fullmatch
+_OTHERS = re.compile(
+    r"(optimizer|scheduler|sampler|dl_state_dict)(?:_\d+)?\.bin$|random_states_\d+\.pkl$|scaler\.pt$|custom_checkpoint_\d+\.pkl$"
+    r"|scheduler\.pt$|rng_state(?:_\d+)?\.pth$"  # as transformers' Trainer calls them
+).match
+
+
+class Openers(NamedTuple):
+    """How the parts of a folder are opened: a file, a DCP folder, the files of all ranks."""
+
+    file: Callable[[Path], Checkpoint]
+    dcp: Callable[[Path], Checkpoint]
+    ranks: Callable[[Sequence[Path]], Checkpoint]
+
+
+class _Part(NamedTuple):
+    """What lies under one label of the tree: one file or folder, or the files of all ranks in their order."""
+
+    label: str
+    paths: list[Path]
+    is_ranks: bool
+
+
+def is_accelerate(path: Path) -> bool:
+    """Whether `path` is a folder with weights and the random states that `save_state` leaves beside them."""
+    if not path.is_dir():
+        return False
+    names = [item.name for item in path.iterdir()]
+    return any(map(_MODEL, names)) and any(re.match(r"random_states_\d+\.pkl$", name) for name in names)
+
+
+def is_fsdp(path: Path) -> bool:
+    """Whether `path` is a folder with weights under the names that they have under FSDP."""
+    return path.is_dir() and any(_FSDP(item.name) for item in path.iterdir())
+
+
+def open_accelerate(path: Path, openers: Openers) -> Checkpoint:
+    """Open every part of the folder; the tree is a dict of their trees by name, the model's under ``model``."""
+    opened: list[tuple[str, Checkpoint]] = []
+    pairs: list[tuple[Node, Node]] = []
+    try:
+        parts, notes = _parts(path)
+        for part in parts:
+            opened.append((part.label, _open_part(part, openers)))
+            pairs.append((part.label, _unwrapped(opened[-1][1].root, part)))
+    except BaseException:
+        for _, checkpoint in opened:
+            checkpoint.close()
+        raise
+    return Checkpoint(
+        path=path,
+        format=NAME,
+        root=Dict(pairs),
+        nbytes=sum(checkpoint.nbytes for _, checkpoint in opened),
+        notes=tuple(dict.fromkeys((*notes, *(note for _, checkpoint in opened for note in checkpoint.notes)))),
+        sources=tuple(source for _, checkpoint in opened for source in checkpoint.sources),
+        opening=ACCELERATE,
+    )
+
+
+def _parts(folder: Path) -> tuple[list[_Part], list[str]]:
+    """The parts in the order of the tree, models first, and notes on what is left out."""
+    names = sorted(item.name for item in folder.iterdir())
+    fsdp = [name for name in names if _FSDP(name)]
+    plain, left = _preferred([name for name in names if _MODEL(name)])
+    parts = list(_gathered(folder, plain, _plain_label) if plain else _gathered(folder, fsdp, _fsdp_label))
+    parts += _gathered(folder, [name for name in names if _OPTIMIZER(name)], _optimizer_label)
+    others = [name for name in names if _OTHERS(name) and not _MODEL(name)]
+    parts += [_Part(Path(name).stem, [within(folder / name, folder)], False) for name in others]
+    left += [f"{printable(name)} is left out: {plain[0]} holds the weights" for name in fsdp if plain]
+    return parts, left
+
+
+def _preferred(names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The safetensors file of each model where there is one, as accelerate loads it, and notes on the others."""
+    found: dict[str, str] = {}
+    left = []
+    for name in sorted(names, key=lambda name: not name.endswith(".safetensors")):
+        first = found.setdefault(_plain_label(name)[0], name)
+        left += [f"{name} is left out: {first} holds the weights"] * (first != name)
+    return sorted(found.values()), left
+
+
+Labelled = tuple[str, "str | None"]
+"""The label of a file in the tree, and the number of the rank that wrote it, if it is one rank's."""
+
+
+def _plain_label(name: str) -> Labelled:
+    found = _MODEL(name)
+    return f"model_{found[1]}" if found and found[1] else "model", None
+
+
+def _fsdp_label(name: str) -> Labelled:
+    found = _FSDP(name)
+    index = int(found[1] or 0) if found else 0
+    return f"model_{index}" if index else "model", found[2] if found else None
+
+
+def _optimizer_label(name: str) -> Labelled:
+    found = _OPTIMIZER(name)
+    return (found[1], found[2]) if found else (name, None)
+
+
+def _gathered(folder: Path, names: Sequence[str], labelled: Callable[[str], Labelled]) -> Iterator[_Part]:
+    """The parts that the names are; `UnsupportedCheckpoint` where one is there in two forms, of which one must be older."""
+    forms: dict[str, dict[str, list[str]]] = {}
+    for name in names:
+        label, rank = labelled(name)
+        form = name if rank is None else name[: name.rindex(rank)]
+        forms.setdefault(label, {}).setdefault(form, []).append(name)
+    for label, found in forms.items():
+        if len(found) > 1:
+            named = ", ".join(printable(form_names[0]) for form_names in found.values())
+            what, hint = f"holds {label} in {len(found)} forms: {named}", "move away the files of another run"
+            raise UnsupportedCheckpoint(what, path=folder, hint=hint)
+        [(form, members)] = found.items()
+        paths = [within(folder / name, folder) for name in members]
+        yield _Part(label, paths, is_ranks=[form] != members)
+
+
+def _open_part(part: _Part, openers: Openers) -> Checkpoint:
+    if part.paths[0].is_dir():
+        return openers.dcp(part.paths[0])
+    if not part.is_ranks:
+        return openers.file(part.paths[0])
+    checkpoint = openers.ranks(part.paths)
+    try:
+        refuse_flat((key for key, _ in mapping_pairs(checkpoint.root) or () if type(key) is str), part.paths[0].parent)
+    except CheckpointError:
+        checkpoint.close()
+        raise
+    return checkpoint
+
+
+def _unwrapped(root: Node, part: _Part) -> Node:
+    """The tree of a DCP folder without the one label that accelerate saves it under, ``model`` or ``optimizer``."""
+    pairs = mapping_pairs(root) or ()
+    if not part.paths[0].is_dir() or len(pairs) != 1:
+        return root
+    if mapping_pairs(pairs[0][1]) is None:
+        raise MalformedCheckpoint("holds no state dict", path=part.paths[0], where=str(pairs[0][0]))
+    return pairs[0][1]

@@ -1,0 +1,270 @@
+"""The `.metadata` of a DCP folder, as plain values: what there is, in which chunks, and where each item lies.
+
+It is a pickle of `Metadata`: ``state_dict_metadata`` (key → properties, size and chunks of a tensor, or the mark of any other
+object), ``planner_data`` (key → path in the nested state dict; absent where it was not flattened), ``storage_data`` (key and
+offsets → file, offset, length and the transforms that the item went through). Megatron's `MCoreMetadata` adds ``mcore_data``.
+Source: torch/distributed/checkpoint/metadata.py and filesystem.py, torch 2.0 to 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ckptconv.io.source import Source
+from ckptconv.pickles.nodes import ABSENT, Call, Dict, Global, Node, mapping_pairs, spoken
+from ckptconv.pickles.reader import read_pickle
+from ckptconv.support.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.support.limits import in_force
+from ckptconv.tensors.dtypes import BY_NAME, DType
+from ckptconv.tensors.refs import Shape, refuse_dimensions
+
+Path = tuple["str | int", ...]
+"""Where a value hangs in the nested state dict: keys of dicts, indices of lists."""
+
+_LARGEST = 1 << 60
+_SIZE = Global("torch", "Size")
+
+
+class Item(NamedTuple):
+    """Where an item lies: `length` bytes at `offset` of the file `relative_path`, after the `transforms` named."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transforms: tuple[str, ...]
+
+
+class TensorEntry(NamedTuple):
+    """A tensor: its type, its shape and its chunks, each as its start and its shape."""
+
+    dtype: DType
+    shape: Shape
+    chunks: tuple[tuple[Shape, Shape], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """A whole `.metadata`. An entry is None for an object that is not a tensor; `items` are found by key and offsets.
+
+    `reshaped` are Megatron's tensors that were stored in another shape than their own, by key, with that own shape.
+    """
+
+    entries: dict[str, TensorEntry | None]
+    paths: dict[str, Path]
+    items: dict[tuple[str, Shape | None], Item]
+    reshaped: dict[str, Shape]
+    is_megatron: bool
+
+
+def read_metadata(source: Source) -> Metadata:
+    """The metadata that a source holds; `MalformedCheckpoint` when it is something else."""
+    if source.size > (most := in_force().pickle_bytes):
+        what = f"has {source.size} bytes"
+        raise LimitExceeded(what, limit="pickle_bytes", allowed=most, needed=source.size, path=source.path)
+    try:
+        return _metadata(read_pickle(source.read(0, source.size), reducers={"torch.Size": _plain_size}, states=_STATES))
+    except CheckpointError as error:
+        raise error.at(path=source.path) from error.__cause__
+
+
+def merged(ranks: Sequence[Metadata]) -> Metadata:
+    """What the metadata of all ranks say together; of an item that several have, the first one's is taken."""
+    whole = Metadata({}, {}, {}, {}, False)
+    for rank in ranks:
+        for key, entry in rank.entries.items():
+            known = whole.entries.setdefault(key, entry)
+            if known is not entry and (known is None or entry is None or known[:2] != entry[:2]):
+                raise _malformed("two ranks have it in different types or shapes", key)
+            if known is not None and entry is not None:
+                whole.entries[key] = known._replace(chunks=tuple(dict.fromkeys((*known.chunks, *entry.chunks))))
+        whole.paths.update({key: path for key, path in rank.paths.items() if key not in whole.paths})
+        whole.items.update({index: item for index, item in rank.items.items() if index not in whole.items})
+    return whole
+
+
+def _metadata(root: Node) -> Metadata:
+    fields = _fields(root, "Metadata", None)
+    entries = {key: _entry(node, key) for key, node in _pairs(fields.get("state_dict_metadata"), "state_dict_metadata")}
+    planner = fields.get("planner_data")
+    paths = {key: _path(node, key) for key, node in _pairs(planner, "planner_data")} if type(planner) is Dict else {}
+    items = dict(_items(fields.get("storage_data")))
+    extra = fields.get("mcore_data")
+    reshaped = dict(_reshaped(extra)) if extra is not None else {}
+    return Metadata(entries, paths, items, reshaped, "mcore_data" in fields or root.name.endswith(".MCoreMetadata"))
+
+
+def _malformed(what: str, key: str | None) -> MalformedCheckpoint:
+    return MalformedCheckpoint(what, where=key, hint="it is not a .metadata of torch.distributed.checkpoint, or it is damaged")
+
+
+def _fields(node: Node, kind: str, key: str | None) -> dict[str, Node]:
+    """The attributes of an object whose class is called `kind` (or ends so)."""
+    if type(node) is not Call or not node.name.endswith(kind):
+        raise _malformed(f"holds something else where a {kind} belongs", key)
+    if node.state is ABSENT:
+        return {}
+    if isinstance(node.state, _STATE_TYPES):
+        return node.state._asdict()
+    pairs = mapping_pairs(node.state)
+    if pairs is None:
+        raise _malformed(f"has a {kind} without attributes", key)
+    return {name: value for name, value in pairs if type(name) is str}
+
+
+class _Chunk(NamedTuple):
+    """The state of a `ChunkStorageMetadata`."""
+
+    offsets: Node
+    sizes: Node
+
+
+class _Index(NamedTuple):
+    """The state of a `MetadataIndex`."""
+
+    fqn: Node
+    offset: Node
+    index: Node
+
+
+class _Place(NamedTuple):
+    """The state of a `_StorageInfo`."""
+
+    relative_path: Node
+    offset: Node
+    length: Node
+    transform_descriptors: Node = None
+
+
+_STATE_TYPES = (_Chunk, _Index, _Place)
+
+
+def _smaller(kind: type[_Chunk] | type[_Index] | type[_Place]) -> Callable[[Node], Node]:
+    """What makes the state of an object, of which there is one in every chunk, a `kind`, where its attributes are those."""
+    all_names, most_names = [*kind._fields], [*kind._fields[:3]]
+
+    def smaller(state: Node) -> Node:
+        if type(state) is not Dict:
+            return state
+        names = [name for name, _ in state.pairs]
+        return kind(*[value for _, value in state.pairs]) if names in (all_names, most_names) else state
+
+    return smaller
+
+
+_TORCH = "torch.distributed.checkpoint"
+_STATES = {
+    f"{_TORCH}.metadata.ChunkStorageMetadata": _smaller(_Chunk),
+    f"{_TORCH}.metadata.MetadataIndex": _smaller(_Index),
+    f"{_TORCH}.filesystem._StorageInfo": _smaller(_Place),
+}
+
+
+def _pairs(node: Node, field: str) -> Iterator[tuple[str, Node]]:
+    pairs = mapping_pairs(node)
+    if pairs is None or any(type(key) is not str for key, _ in pairs):
+        raise _malformed(f"its {field} is not a dict of names", None)
+    if len({key for key, _ in pairs}) != len(pairs):
+        raise _malformed(f"its {field} has a name twice", None)
+    return iter(pairs)
+
+
+def _entry(node: Node, key: str) -> TensorEntry | None:
+    if type(node) is Call and node.name.endswith(".BytesStorageMetadata"):
+        return None
+    fields = _fields(node, "TensorStorageMetadata", key)
+    chunks = fields.get("chunks")
+    if type(chunks) is not list:
+        raise _malformed("its chunks are not a list", key)
+    return TensorEntry(
+        _dtype(fields.get("properties"), key), _size(fields.get("size"), key), tuple(_chunk(chunk, key) for chunk in chunks)
+    )
+
+
+def _chunk(node: Node, key: str) -> tuple[Shape, Shape]:
+    if type(node) is Call and type(node.state) is _Chunk:
+        offsets, sizes = node.state
+    else:
+        fields = _fields(node, "ChunkStorageMetadata", key)
+        offsets, sizes = fields.get("offsets"), fields.get("sizes")
+    return _size(offsets, key), _size(sizes, key)
+
+
+def _dtype(properties: Node, key: str) -> DType:
+    """The type that tensor properties name: first of a tuple in every torch so far."""
+    state = properties.state if type(properties) is Call else None
+    named = state[0] if type(state) is tuple and state else _attribute(state, "dtype")
+    if type(named) is not Global or named.module != "torch" or named.name not in BY_NAME:
+        raise UnsupportedCheckpoint(f"has the unknown dtype {spoken(named)}", where=key)
+    return BY_NAME[named.name]
+
+
+def _attribute(state: Node, name: str) -> Node:
+    pairs = state.pairs if type(state) is Dict else ()
+    return next((value for key, value in pairs if key == name), None)
+
+
+def _plain_size(args: tuple[Node, ...]) -> Node:
+    """A `torch.Size` as the tuple that it is made of, for what there are two of in every chunk."""
+    return args[0] if len(args) == 1 and type(args[0]) is tuple else Call(_SIZE, args)
+
+
+def _size(node: Node, key: str) -> Shape:
+    """A `torch.Size`, or a plain tuple or list."""
+    if type(node) is Call and node.name == "torch.Size" and len(node.args) == 1:
+        node = node.args[0]
+    if type(node) not in (tuple, list):
+        raise _malformed("a size or offset is not a tuple of sizes", key)
+    for size in node:
+        if type(size) is not int or not 0 <= size < _LARGEST:
+            raise _malformed("a size or offset is not a tuple of sizes", key)
+    refuse_dimensions(len(node), key)
+    return tuple(node)
+
+
+def _path(node: Node, key: str) -> Path:
+    if type(node) is not tuple or not node or any(type(label) not in (str, int) for label in node):
+        raise _malformed("its path in the state dict is not a tuple of names and indices", key)
+    if any(type(label) is int and label < 0 for label in node) or type(node[0]) is int:
+        raise _malformed("its path in the state dict is not possible", key)
+    if len(node) > (most := in_force().depth):
+        what = f"its path in the state dict has {len(node)} parts"
+        raise LimitExceeded(what, limit="depth", allowed=most, needed=len(node), where=key)
+    return node
+
+
+def _items(node: Node) -> Iterator[tuple[tuple[str, Shape | None], Item]]:
+    pairs = mapping_pairs(node)
+    if pairs is None:
+        raise _malformed("its storage_data is not a dict", None)
+    for index, info in pairs:
+        if type(index) is Call and type(index.state) is _Index:
+            key, offset, _ = index.state
+        else:
+            name = _fields(index, "MetadataIndex", None)
+            key, offset = name.get("fqn"), name.get("offset")
+        if type(key) is not str:
+            raise _malformed("an index in its storage_data has no name", None)
+        yield (key, None if offset is None else _size(offset, key)), _item(info, key)
+
+
+def _item(node: Node, key: str) -> Item:
+    if type(node) is Call and type(node.state) is _Place:
+        path, start, size, transforms = node.state
+    else:
+        fields = _fields(node, "_StorageInfo", key)
+        path, start, size, transforms = map(fields.get, _Place._fields)
+    transforms = transforms or ()
+    if type(path) is not str or type(transforms) not in (tuple, list):
+        raise _malformed("the place of an item is not given by the name of a file", key)
+    offset, length = _size((start, size), key)
+    return Item(path, offset, length, tuple(printable(name) if type(name) is str else spoken(name) for name in transforms))
+
+
+def _reshaped(node: Node) -> Iterator[tuple[str, Shape]]:
+    """Megatron's own note on a tensor that it stored as (fragments…, values of a fragment)."""
+    for key, noted in _pairs(node, "mcore_data"):
+        own = _attribute(noted, "nd_reformulated_orig_global_shape")
+        if own is not None:
+            yield key, _size(own, key)

@@ -1,0 +1,75 @@
+"""Folders of Megatron-LM's own format (``--ckpt-format torch``): one iteration, a folder for each rank of the model.
+
+``mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt``, TT the tensor-parallel rank, PPP and EEE those of the pipeline and of the
+experts. What a distributed optimizer keeps lies beside it. The file of a model that was not split is a whole checkpoint; the
+parts of one that was are not put together here. Source: megatron/training/checkpointing.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ckptconv.io.paths import within
+from ckptconv.pickles.nodes import Call, Node, mapping_pairs
+from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint
+from ckptconv.tree.checkpoint import Checkpoint
+
+_RANK = re.compile(r"mp_rank_([0-9]{2,6})(?:_[0-9]{3,6}){0,2}").fullmatch
+_FILES = ("model_optim_rng.pt", "model_rng.pt")
+_OPTIMIZER = ("distrib_optim.pt", "optim.pt")
+_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size", "model_parallel_size")
+_HINT = "save it with --ckpt-format torch_dist, which is read, or convert it to one rank with Megatron's own tools"
+
+
+def is_megatron(path: Path) -> bool:
+    """Whether `path` is the folder of an iteration in this format."""
+    return path.is_dir() and bool(_rank_files(path))
+
+
+def is_rank_file(path: Path) -> bool:
+    """Whether a file is by its names the one of a rank in this format."""
+    return path.name in _FILES and _RANK(path.absolute().parent.name) is not None
+
+
+def _rank_files(folder: Path) -> list[Path]:
+    ranks = sorted(item for item in folder.iterdir() if _RANK(item.name) and item.is_dir())
+    return [item / name for item in ranks for name in _FILES if (item / name).is_file()]
+
+
+def open_megatron(path: Path, open_file: Callable[[Path], Checkpoint], home: Path) -> Checkpoint:
+    """Open the file of the one rank; `UnsupportedCheckpoint` where the model was split, by what there is or what it says."""
+    files = _rank_files(path)
+    if len(files) > 1:
+        raise _parallel(_kind(files), len(files), path)
+    checkpoint = open_file(within(files[0], home))
+    try:
+        refuse_split(checkpoint.root, path)
+    except CheckpointError:
+        checkpoint.close()
+        raise
+    left = [name for name in _OPTIMIZER if (files[0].parent / name).is_file()]
+    notes = [f"{name} beside it, which holds the optimizer's state, is left out" for name in left]
+    return replace(checkpoint, notes=(*checkpoint.notes, *notes))
+
+
+def _kind(files: Sequence[Path]) -> str:
+    tensor = {found[1] for file in files if (found := _RANK(file.parent.name))}
+    return "tensor-parallel" if len(tensor) > 1 else "pipeline- or expert-parallel"
+
+
+def _parallel(kind: str, ranks: int, path: Path) -> UnsupportedCheckpoint:
+    what = f"is a {kind} checkpoint of {ranks} ranks (mp_rank_XX) of Megatron-LM, which is not read"
+    return UnsupportedCheckpoint(what, path=path, hint=_HINT)
+
+
+def refuse_split(root: Node, path: Path) -> None:
+    """Raise where the arguments of the training say that the model had more ranks than the one that is here."""
+    args = next((value for key, value in mapping_pairs(root) or () if key == "args"), None)
+    known = mapping_pairs(args.state if type(args) is Call else args) or ()
+    for key, size in known:
+        if key in _SIZES and type(size) is int and size > 1:
+            what = f"holds one rank of a model that was split over {size} ({key})"
+            raise UnsupportedCheckpoint(what, path=path, hint=_HINT)

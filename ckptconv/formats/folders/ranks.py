@@ -1,0 +1,222 @@
+"""Files of ranks (`torch.save` of a sharded state dict, one per rank) joined into the checkpoint that they are together.
+
+The DTensors (or FSDP1's ShardedTensors) at one place in all files become one tensor. The rest is that of the lowest rank and
+must be the same in all of them. No rank's shard ever passes for the whole tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from ckptconv.formats.folders.dtensors import Shard, is_sharded, read_shard, refuse_flat
+from ckptconv.pickles.nodes import Node
+from ckptconv.pickles.substitution import calls_of, substituted
+from ckptconv.support.errors import CheckpointError, IncompleteCheckpoint, MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.tensors.assembly import assembled
+from ckptconv.tensors.refs import Shape, TensorRef
+from ckptconv.tensors.stream import iter_chunks
+from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.tree.containers import RANKS
+from ckptconv.tree.labels import names_rank_state
+from ckptconv.tree.walk import labels_of, place_text, tensor_of, walk
+
+Labels = tuple[Node, ...]
+
+_OF_A_RANK = ("running_mean", "running_var", "num_batches_tracked")
+"""Buffers that data-parallel training leaves to each rank; torch's own consolidation takes those of rank 0."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rank:
+    """One opened file: its shards and its other tensors by place, and the containers of its tree."""
+
+    checkpoint: Checkpoint
+    shards: Mapping[Labels, tuple[Node, Shard]]
+    others: Mapping[Labels, TensorRef]
+    holders: Sequence[Node]
+
+    @property
+    def number(self) -> int:
+        """The global rank that saved it."""
+        return next(iter(self.shards.values()))[1].mesh.rank
+
+
+def has_shards(checkpoint: Checkpoint) -> bool:
+    """Whether a file holds shards of tensors, as each rank's of several does."""
+    return any(is_sharded(call) for call in calls_of(checkpoint.root))
+
+
+def join_ranks(opened: Sequence[Checkpoint]) -> Checkpoint:
+    """The checkpoint that files of ranks are together; a single file without shards is given back as it is.
+
+    Raises `UnsupportedCheckpoint` when ranks are missing (and says which), `MalformedCheckpoint` when the files are not
+    those of one checkpoint.
+    """
+    if len(opened) == 1 and not has_shards(opened[0]):
+        return opened[0]
+    ranks = [_read(checkpoint) for checkpoint in opened]
+    for rank in ranks:
+        if not rank.shards:
+            raise UnsupportedCheckpoint(
+                "holds no shards of tensors, so it is not the file of one rank",
+                path=rank.checkpoint.path,
+                hint="name one file, or the files of all ranks",
+            )
+    refuse_flat((str(labels[-1]) for labels in ranks[0].shards), ranks[0].checkpoint.path)
+    ranks.sort(key=lambda rank: rank.number)
+    _refuse_duplicates(ranks)
+    _refuse_missing(ranks)
+    for rank in ranks[1:]:
+        _refuse_other_keys(ranks[0], rank)
+    stand_ins = {}
+    for labels, (node, _) in ranks[0].shards.items():
+        try:
+            stand_ins[id(node)] = _joined([rank.shards[labels][1] for rank in ranks])
+        except CheckpointError as error:
+            raise error.at(path=ranks[0].checkpoint.path, where=_text(labels)) from error.__cause__
+    return _as_one(ranks, stand_ins)
+
+
+def _as_one(ranks: Sequence[_Rank], stand_ins: dict[int, Node]) -> Checkpoint:
+    first = ranks[0].checkpoint
+    notes = [*first.notes, *_disagreements(ranks)]
+    return replace(
+        first,
+        format=first.format if len(ranks) == 1 else f"{first.format}, {len(ranks)} ranks",
+        root=substituted(first.root, list(ranks[0].holders), stand_ins),
+        nbytes=sum(rank.checkpoint.nbytes for rank in ranks),
+        notes=tuple(notes),
+        sources=tuple(source for rank in ranks for source in rank.checkpoint.sources),
+        opening=RANKS,
+    )
+
+
+def _read(checkpoint: Checkpoint) -> _Rank:
+    shards: dict[Labels, tuple[Node, Shard]] = {}
+    others: dict[Labels, TensorRef] = {}
+    holders: list[Node] = []
+    overlay: dict[int, Node] = {}
+    for place, node in walk(checkpoint.root, overlay):
+        if is_sharded(node):
+            overlay[id(node)] = None  # what is inside is not looked at
+            try:
+                shards[tuple(labels_of(place))] = node, read_shard(node)
+            except CheckpointError as error:
+                raise error.at(path=checkpoint.path, where=place_text(place)) from error.__cause__
+        elif (tensor := tensor_of(node)) is not None:
+            others[tuple(labels_of(place))] = tensor
+        else:
+            holders.append(node)
+    if len({shard.mesh.rank for _, shard in shards.values()}) > 1:
+        raise MalformedCheckpoint("holds the shards of several ranks", path=checkpoint.path)
+    return _Rank(checkpoint, shards, others, holders)
+
+
+def _text(labels: Labels) -> str:
+    return ".".join(str(label) for label in labels) or "the whole file"
+
+
+def _refuse_duplicates(ranks: Sequence[_Rank]) -> None:
+    for one, other in pairwise(ranks):
+        if one.number == other.number:
+            raise MalformedCheckpoint(
+                f"is a file of rank {one.number}, and so is {printable(one.checkpoint.path)}",
+                path=other.checkpoint.path,
+                hint="name the file of each rank once",
+            )
+
+
+def _refuse_missing(ranks: Sequence[_Rank]) -> None:
+    given = {rank.number for rank in ranks}
+    needed = {number for rank in ranks for _, shard in rank.shards.values() if shard.is_split for number in shard.mesh.ranks}
+    if not (missing := sorted(needed - given)):
+        return
+    named = ", ".join(map(str, missing[:8])) + ", …" * (len(missing) > 8)
+    what = f"holds rank {ranks[0].number}'s shards only" if len(ranks) == 1 else f"{len(ranks)} files were named"
+    raise IncompleteCheckpoint(
+        f"{what}, but its tensors are split over {len(needed)} ranks; missing: rank {named}",
+        path=ranks[0].checkpoint.path,
+        hint=f"name the files of {_all_ranks(len(needed))}: ckptconv convert RANK0 RANK1 ... OUT",
+    )
+
+
+def _all_ranks(count: int) -> str:
+    return "both ranks" if count == 2 else f"all {count} ranks"
+
+
+def _refuse_other_keys(first: _Rank, other: _Rank) -> None:
+    """The two files must hold shards and tensors at the same places."""
+    for ours, theirs in ((first.shards.keys(), other.shards.keys()), (first.others.keys(), other.others.keys())):
+        if ours != theirs:
+            odd = next(iter(ours ^ theirs))
+            raise MalformedCheckpoint(
+                f"is in the file of only one of the ranks {first.number} and {other.number}",
+                path=other.checkpoint.path,
+                where=_text(odd),
+                hint="the files do not belong to one checkpoint",
+            )
+
+
+def _joined(shards: Sequence[Shard]) -> TensorRef:
+    """The tensor whose shards all ranks hold."""
+    first = shards[0]
+    by_rank = {shard.mesh.rank: shard for shard in shards}
+    parts: dict[tuple[Shape, Shape], TensorRef] = {}
+    for shard in shards:
+        rank = shard.mesh.rank
+        if (shard.dtype, shard.shape, shard.placements) != (first.dtype, first.shape, first.placements):
+            raise MalformedCheckpoint(
+                f"the ranks {first.mesh.rank} and {rank} have it in different types, shapes or placements"
+            )
+        for number in shard.mesh.ranks if shard.is_split else ():
+            if by_rank[number].mesh[:2] != shard.mesh[:2]:
+                raise MalformedCheckpoint(f"the ranks {number} and {rank} split it over different meshes")
+        for start, ref in shard.parts():
+            parts.setdefault((start, ref.shape), ref)
+    whole = assembled(first.dtype, first.shape, [(start, ref) for (start, _), ref in parts.items()])
+    return whole._replace(requires_grad=first.requires_grad)
+
+
+def _disagreements(ranks: Sequence[_Rank]) -> list[str]:
+    """Notes on tensors of which every rank may have its own; `MalformedCheckpoint` where another tensor differs."""
+    own = []
+    for labels, tensor in ranks[0].others.items():
+        for rank in ranks[1:]:
+            if _are_equal(tensor, rank.others[labels]):
+                continue
+            if not _is_of_a_rank(labels):
+                raise MalformedCheckpoint(
+                    f"is not a shard, but differs between the ranks {ranks[0].number} and {rank.number}",
+                    path=rank.checkpoint.path,
+                    where=_text(labels),
+                    hint="the files do not belong to one checkpoint",
+                )
+            own.append(_text(labels))
+            break
+    named = printable(", ".join(own[:3])) + ", …" * (len(own) > 3)
+    return [f"{len(own)} tensors differ on each rank; those of rank {ranks[0].number} are taken: {named}"] if own else []
+
+
+def _is_of_a_rank(labels: Labels) -> bool:
+    texts = [label for label in labels if type(label) is str]
+    is_buffer = any(text.rpartition(".")[2] in _OF_A_RANK for text in texts[-1:])
+    return is_buffer or any("." not in text and names_rank_state(text) for text in texts)
+
+
+def _are_equal(one: TensorRef, other: TensorRef) -> bool:
+    """Whether two tensors hold the same values: by the checksums of their storages where they have any."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    if _checksum(one) is not None and _checksum(one) == _checksum(other):
+        return True
+    ours, theirs = iter_chunks(one), iter_chunks(other)
+    return all(mine == its for mine, its in zip(ours, theirs, strict=True))
+
+
+def _checksum(ref: TensorRef) -> object:
+    """What two tensors have in common only if they are equal: how they lie in storages of one checksum. None: unknown."""
+    if not ref.is_view or ref.storage.crc32 is None:
+        return None
+    return ref.storage.crc32, ref.storage.nbytes, ref.storage_offset, ref.stride, ref.conj, ref.neg, ref.storage.big_endian

@@ -1,0 +1,194 @@
+"""Folders that contain checkpoints but are not one themselves: which checkpoint to read.
+
+A file of the folder may name it (``latest`` of DeepSpeed, ``latest_checkpointed_iteration.txt`` of Megatron-LM), or the user
+does, or there is only one. The folder itself is looked into, and no deeper. Whether something in it is a checkpoint, the
+caller says. Source: deepspeed/runtime/engine.py, megatron/training/checkpointing.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptconv.io.files import FileSource
+from ckptconv.io.paths import within
+from ckptconv.support import platforms
+from ckptconv.support.errors import AmbiguousStateDict, MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.support.limits import in_force
+
+Test = Callable[[Path], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What is meant in a folder, and what to tell the user about the choice."""
+
+    path: Path
+    notes: tuple[str, ...]
+
+
+class Pointer(NamedTuple):
+    """A text file that says which of the folders beside it is meant, and how its text becomes that folder's name."""
+
+    file: str
+    name: Callable[[str], str]
+
+
+def _iteration(text: str) -> str:
+    """Megatron-LM writes the number of the iteration, or ``release``."""
+    return f"iter_{int(text):07d}" if re.fullmatch(r"[0-9]{1,18}", text) else text
+
+
+POINTERS = (Pointer("latest", str), Pointer("latest_checkpointed_iteration.txt", _iteration))
+
+_BESIDE = re.compile(
+    r"(?:(?:lr_)?scheduler|optim(?:izer)?|sampler|scaler|rng_states?|random_states?|training_args|dl_state_dict|custom_checkpoint)"
+    r"(?:_[0-9]+)*\.[a-z]+"
+).fullmatch
+"""Names under which training leaves beside the weights what it needs to go on."""
+_SHARD = re.compile(r".+-[0-9]{5}-of-(?!00001\b)[0-9]{5}\.\w+").fullmatch
+_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".tar", ".th", ".pkl", ".pickle", ".zip")
+
+
+def points(folder: Path) -> bool:
+    """Whether a file of `folder` says which of the folders in it is meant."""
+    return any((folder / pointer.file).is_file() for pointer in POINTERS)
+
+
+def chosen(folder: Path, tag: str | None, is_checkpoint: Test) -> Chosen | None:
+    """What is meant in `folder`: what `tag` names, else what a file of it names, else the only checkpoint in it.
+
+    None where there is nothing to choose from. Raises `MalformedCheckpoint` for a name that leads elsewhere or nowhere,
+    `AmbiguousStateDict` where there is a choice; both say what there is.
+    """
+    inside = _inside(folder, is_checkpoint)
+    if tag is not None:
+        return _as_chosen(folder, _named(folder, _by_number(tag, inside.folders), "--tag", inside, is_checkpoint), inside)
+    for pointer in POINTERS:
+        if (folder / pointer.file).is_file():
+            name = pointer.name(_text(folder / pointer.file))
+            return _as_chosen(folder, _named(folder, name, pointer.file, inside, is_checkpoint), inside)
+    return _only(folder, inside)
+
+
+# ---------------------------------------------------------------------------------------------------------- what there is
+
+
+@dataclass(frozen=True, slots=True)
+class _Inside:
+    """The names in a folder: of checkpoints that are folders, of folders around such, and of files that may be checkpoints."""
+
+    folders: tuple[str, ...]
+    around: tuple[str, ...]
+    files: tuple[str, ...]
+
+
+def _inside(folder: Path, is_checkpoint: Test) -> _Inside:
+    items = _distinct(folder)
+    names = [item.name for item in items if item.is_dir()]
+    folders = [name for name in names if is_checkpoint(folder / name)]
+    around = [name for name in names if name not in folders and points(folder / name)]
+    files = [item.name for item in items if item.suffix in _SUFFIXES and item.is_file()]
+    return _Inside(tuple(folders), tuple(around), tuple(files))
+
+
+def _distinct(folder: Path) -> list[Path]:
+    """What is in a folder, by number, but for hidden things and links to others in it: ``last.ckpt``, ``latest``."""
+    items = {item.name: item for item in folder.iterdir() if not item.name.startswith(".")}
+    links = {name for name, item in items.items() if item.is_symlink()}
+    home = os.path.realpath(folder)
+    for name in sorted(links):
+        parent, target = os.path.split(os.path.realpath(items[name]))
+        if parent == home and target in items and target not in links:
+            del items[name]
+    return [items[name] for name in sorted(items, key=_numbers)]
+
+
+def _numbers(name: str) -> list[tuple[int, str]]:
+    """A key under which ``step-9`` stands before ``step-10``."""
+    return [(int(part[:18]), part) if re.fullmatch("[0-9]+", part) else (-1, part) for part in re.split("([0-9]+)", name)]
+
+
+def _text(file: Path) -> str:
+    source = FileSource(file)
+    try:
+        return source.read(0, min(source.size, in_force().small_record_bytes)).decode("utf-8", "replace").strip()
+    finally:
+        source.close()
+
+
+# ------------------------------------------------------------------------------------------------------------ what is meant
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether a name stays within its folder, on every system."""
+    return platforms.is_plain_path(name) and len(name.encode()) <= _LONGEST
+
+
+_LONGEST = 255  # bytes, as in the names of most file systems
+
+
+NOT_PLAIN = "it means something else on Windows, or lies elsewhere; rename it, also where it is named"
+
+
+def _by_number(tag: str, names: Sequence[str]) -> str:
+    """The one name that ends in the number `tag` where none is called so: 1000 is step-1000 or iter_0001000; else `tag`."""
+    if tag in names or not re.fullmatch("[0-9]{1,18}", tag):
+        return tag
+    found = [name for name in names if (end := re.search("[-_]([0-9]{1,18})$", name)) and int(end[1]) == int(tag)]
+    return found[0] if len(found) == 1 else tag
+
+
+def _named(folder: Path, name: str, named_by: str, inside: _Inside, is_checkpoint: Test) -> str:
+    if not is_plain_name(name):
+        what = f"'{printable(name)}' is not a plain folder name"
+        raise MalformedCheckpoint(what, path=folder, where=named_by, hint=NOT_PLAIN)
+    within(folder / name, folder)
+    if name not in inside.files and not ((folder / name).is_dir() and is_checkpoint(folder / name)):
+        what = f"names the step '{printable(name)}', which is not here"
+        if named_by == "--tag":
+            what = f"there is no step '{printable(name)}' here"
+        raise MalformedCheckpoint(what, path=folder, where=named_by, hint=_choice((*inside.folders, *inside.files)))
+    return name
+
+
+def _as_chosen(folder: Path, name: str, inside: _Inside) -> Chosen:
+    others = [other for other in inside.folders if other != name]
+    notes = [f"of its {'files' if name in inside.files else 'steps'}, {printable(name)} is read"]
+    notes += [f"the folder holds other steps too; {_choice(others)}"] * bool(others)
+    return Chosen(folder / name, tuple(notes))
+
+
+def _only(folder: Path, inside: _Inside) -> Chosen | None:
+    files = [name for name in inside.files if not _BESIDE(name)] or ([] if inside.folders else list(inside.files))
+    found = [*inside.folders, *files]
+    if len(found) == 1 and not inside.around and not _SHARD(found[0]):
+        within(folder / found[0], folder)
+        return Chosen(folder / found[0], (f"the only checkpoint in the folder is read: {printable(found[0])}",))
+    if inside.folders:
+        what = f"holds {len(found) + len(inside.around)} checkpoints but no file says which one to read"
+        raise AmbiguousStateDict(what, path=folder, hint=_choice(found, inside.around))
+    if inside.around:
+        what = "is not a checkpoint, but folders in it are"
+        hint = f"name the one that you mean: {_listed((*inside.around, *files))}"
+        raise UnsupportedCheckpoint(what, path=folder, hint=hint)
+    if files:
+        what, hint = f"is a folder of {len(files)} files without an index", f"name the file that you mean: {_listed(files)}"
+        raise UnsupportedCheckpoint(what, path=folder, hint=hint)
+    return None
+
+
+_LISTED = 6
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(printable(name) for name in names[:_LISTED]) + ", …" * (len(names) > _LISTED)
+
+
+def _choice(names: Sequence[str], around: Sequence[str] = ()) -> str | None:
+    ways = [f"choose one with --tag: {printable(', '.join(names), 500)}"] * bool(names)
+    return "; ".join((*ways, *[f"or name the folder: {_listed(around)}"] * bool(around))) or None

@@ -1,0 +1,87 @@
+"""The total size to which the archives of one checkpoint inflate, compared with the size of its files.
+
+A record by itself is held against its own deflated bytes (`sources.InflatedSource`). Many small ones, in one archive or
+in archives within archives, are a bomb too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from ckptconv.formats.zip_archive import Record
+from ckptconv.io.files import noting_files
+from ckptconv.io.inflate import is_bomb
+from ckptconv.io.source import Source
+from ckptconv.support.errors import LimitExceeded
+from ckptconv.support.limits import in_force
+
+
+@dataclass(slots=True)
+class _Opening:
+    """A checkpoint that is being opened: the size of its files, each counted once, and what was claimed so far."""
+
+    size: int = 0
+    records: int = 0
+    pickles: int = 0
+    files: set[tuple[int, int]] = field(default_factory=set)
+
+    def note(self, found: os.stat_result) -> None:
+        """Count a file that is opened."""
+        if (identity := (found.st_dev, found.st_ino)) not in self.files:
+            self.files.add(identity)
+            self.size += found.st_size
+
+
+_OPENING: ContextVar[_Opening | None] = ContextVar("checkpoint being opened", default=None)
+
+
+@contextlib.contextmanager
+def counted_together() -> Iterator[None]:
+    """Within the block, all that is opened is one checkpoint; a block in it counts with it."""
+    if _OPENING.get() is not None:
+        yield
+        return
+    opening = _Opening()
+    token = _OPENING.set(opening)
+    try:
+        with noting_files(opening.note):
+            yield
+    finally:
+        _OPENING.reset(token)
+
+
+def claim_records(source: Source, records: Iterable[Record]) -> None:
+    """Count the deflated records of an archive; `LimitExceeded` when they and those before inflate to too much.
+
+    One that is a bomb by itself is not counted, for it is refused where it is used, by its name.
+    """
+    claimed = sum(item.size for item in records if item.deflated and not is_bomb(item.stored, item.size))
+    if not claimed:
+        return
+    opening = _OPENING.get() or _Opening(source.size)
+    opening.records += claimed
+    most = in_force()
+    _refuse(opening.records, most.inflated_free, most.inflated_ratio, "inflated_ratio", opening, source)
+
+
+def claim_pickle(source: Source, size: int) -> None:
+    """Count a deflated pickle or text that is read into memory; `LimitExceeded` when it and those before are too much."""
+    opening = _OPENING.get() or _Opening(source.size)
+    opening.pickles += size
+    most = in_force()
+    _refuse(opening.pickles, most.pickle_free, most.pickle_ratio, "pickle_ratio", opening, source)
+
+
+def _refuse(claimed: int, free: int, ratio: int, limit: str, opening: _Opening, source: Source) -> None:
+    size = opening.size
+    if claimed <= max(free, ratio * size):
+        return
+    kind = "pickles and texts" if limit == "pickle_ratio" else "records"
+    what = f"its deflated {kind} claim to inflate from {size} to {claimed} bytes in total"
+    needed = -(-claimed // max(1, size))
+    advice = "it looks like a decompression bomb"
+    raise LimitExceeded(what, limit=limit, allowed=ratio, needed=needed, path=source.path, advice=advice)

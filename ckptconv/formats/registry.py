@@ -1,0 +1,271 @@
+"""Which container a path is, by content and never by extension; and what a file is that is not a checkpoint."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ckptconv.formats.folders.accelerate import Openers, is_accelerate, is_fsdp, open_accelerate
+from ckptconv.formats.folders.dcp import is_dcp, open_dcp
+from ckptconv.formats.folders.dcp_shards import is_dcp_shards, open_dcp_shards, refuse_one_rank
+from ckptconv.formats.folders.deepspeed import is_deepspeed, open_deepspeed
+from ckptconv.formats.folders.megatron import is_megatron, is_rank_file, open_megatron, refuse_split
+from ckptconv.formats.folders.ranks import has_shards, join_ranks
+from ckptconv.formats.folders.sharded import is_sharded, open_sharded, variants
+from ckptconv.formats.folders.steps import chosen
+from ckptconv.formats.inflation import claim_records, counted_together
+from ckptconv.formats.kinds import Archive, ArchiveStranger, Format, Gathering, Opener
+from ckptconv.formats.old_torchscript import is_old_torchscript, open_old_torchscript
+from ckptconv.formats.raw_pickle import is_raw_pickle, open_raw_pickle
+from ckptconv.formats.safetensors import is_safetensors, open_safetensors
+from ckptconv.formats.strangers import refuse_foreign_folder, stranger
+from ckptconv.formats.torch_legacy import is_torch_legacy, open_torch_legacy
+from ckptconv.formats.torch_tar import is_tar, open_torch_tar
+from ckptconv.formats.torch_zip import open_torch_zip
+from ckptconv.formats.torchscript import is_torchscript, open_torchscript
+from ckptconv.formats.zip_archive import is_zip, read_directory
+from ckptconv.formats.zip_members import may_hold_checkpoints, open_zip_members
+from ckptconv.formats.zip_records import Records
+from ckptconv.io.files import FilePool, FileSource
+from ckptconv.io.source import Source
+from ckptconv.support.choices import refuse_no_flag, refuse_no_paths, refuse_no_text, spelling_checked
+from ckptconv.support.errors import CheckpointError, LimitExceeded, UnsupportedCheckpoint, not_opened, printable
+from ckptconv.support.gc_pause import collector_paused
+from ckptconv.support.limits import in_force
+from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.tree.modules import flatten_modules
+from ckptconv.tree.old_tensors import complete_tensors
+
+Named = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""A checkpoint's path, or those of all its ranks' files."""
+
+_HEAD = 512
+
+
+ARCHIVE_STRANGERS: tuple[ArchiveStranger, ...] = (
+    ArchiveStranger((".data/extern_modules",), "is a torch.package archive (code with its objects), not a checkpoint",
+                    "save its weights: torch.save(torch.package.PackageImporter(PATH).load_pickle(PACKAGE, NAME).state_dict(), "
+                    "OUT), which runs code of the archive"),
+    ArchiveStranger(("archive_format", "models/model.json"), "is a pt2 archive (torch.export): a program, not a checkpoint",
+                    "save its weights: torch.save(torch.export.load(PATH).state_dict, OUT)"),
+    ArchiveStranger(("metadata.json", "config.json", "model.weights.h5"), "is a Keras model, not a PyTorch checkpoint",
+                    "export its weights with Keras, under the keys of the PyTorch model"),
+)  # fmt: skip
+"""Zip archives of other programs.
+
+Sources: torch/package/package_exporter.py, torch/export/pt2_archive/constants.py, keras/src/saving/saving_lib.py.
+"""
+
+
+def _is_foreign(records: Records) -> bool:
+    return any(stranger.matches(records) for stranger in ARCHIVE_STRANGERS)
+
+
+def _refuse_foreign(source: Source, records: Records, _: Opener) -> Checkpoint:
+    found = next(stranger for stranger in ARCHIVE_STRANGERS if stranger.matches(records))
+    raise UnsupportedCheckpoint(found.what, path=source.path, hint=found.hint)
+
+
+ARCHIVES: tuple[Archive, ...] = (
+    Archive(_is_foreign, _refuse_foreign),
+    Archive(is_torchscript, open_torchscript),
+    Archive(is_old_torchscript, open_old_torchscript),
+    Archive(may_hold_checkpoints, open_zip_members),
+    Archive(lambda _: True, open_torch_zip),
+)
+"""What a zip archive may be, in the order in which it is tried; the last one says what else it is."""
+
+
+def open_zip(source: Source, opener: Opener) -> Checkpoint:
+    """Open a zip archive by what is in it; its directory is read once."""
+    records = read_directory(source)
+    claim_records(source, records.values())
+    kind = next(kind for kind in ARCHIVES if kind.matches(records))
+    return kind.open(source, records, opener)
+
+
+FORMATS: tuple[Format, ...] = (
+    Format(is_zip, open_zip),
+    Format(is_torch_legacy, open_torch_legacy),
+    Format(is_tar, open_torch_tar),
+    Format(is_safetensors, open_safetensors),
+    Format(is_raw_pickle, open_raw_pickle),
+)
+"""The containers that are read, in the order in which they are tried."""
+
+GATHERINGS: tuple[Gathering, ...] = (
+    Gathering(is_dcp, lambda path, *_: open_dcp(path, open_file, open_source)),
+    Gathering(is_dcp_shards, lambda path, *_: open_dcp_shards(path, open_source)),
+    Gathering(is_accelerate, lambda path, *_: open_accelerate(path, _openers())),
+    Gathering(is_sharded, lambda path, _, tag: open_sharded(path, open_file, tag), variants),
+    Gathering(is_fsdp, lambda path, *_: open_accelerate(path, _openers())),
+    Gathering(is_deepspeed, lambda path, home, _: open_deepspeed(path, open_source, home)),
+    Gathering(is_megatron, lambda path, home, _: open_megatron(path, open_file, home)),
+)
+"""The checkpoints of many files that are read, in the order in which they are tried."""
+
+
+@spelling_checked
+def open_checkpoint(path: Named, *, tag: str | None = None, whole_modules: bool = False) -> Checkpoint:
+    """Open a checkpoint of one file or of many: read its index, but not the bytes of its tensors.
+
+    `path` is a file, the folder of a checkpoint of many files, the index in it, the folder around the only checkpoint or around
+    the one that a file of it names, or a sequence of the files of all ranks (``torch.save`` of each rank's sharded state dict).
+    `tag` chooses among the steps that a folder holds, by name or number, or among the variants of its weights. A whole module
+    (``torch.save(model)``) appears as its state dict, unless `whole_modules` asks for the module itself. Use the result as a
+    context manager, or close it. Raises `UnsupportedCheckpoint` when it is something else (and says what), or one rank's file
+    alone, `MalformedCheckpoint` or `LimitExceeded` when it contradicts itself.
+    """
+    refuse_no_paths("path", path)
+    refuse_no_text(tag=tag)
+    refuse_no_flag(whole_modules=whole_modules)
+    paths = [Path(path)] if isinstance(path, (str, os.PathLike)) else [Path(item) for item in path]
+    if not paths:
+        raise UnsupportedCheckpoint("no file was given")
+    opened: list[Checkpoint] = []
+    try:
+        with collector_paused(), counted_together():
+            pool = FilePool()
+            opened += [_open(paths[0], tag)] if len(paths) == 1 else (_open_owned(pool.source(item)) for item in paths)
+            checkpoint = complete_tensors(join_ranks(opened))
+            return checkpoint if whole_modules else flatten_modules(checkpoint)
+    except BaseException as error:
+        for one in opened:
+            one.close()
+        at = paths[len(opened)] if len(opened) < len(paths) else paths[0]
+        if isinstance(error, CheckpointError):
+            raise error.at(path=at) from error.__cause__
+        if isinstance(error, OSError):  # a name too long, a folder that is closed to us
+            raise not_opened(error, at) from error
+        raise
+
+
+def checkpoints_of(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[Path, ...]]:
+    """The checkpoints that paths name: one, where each path is a rank's file with shards of tensors; else each by itself."""
+    refuse_no_paths("path", paths)
+    named = [Path(path) for path in paths]
+    if len(named) > 1 and all(map(_holds_shards, named)):
+        return [tuple(named)]
+    return [(path,) for path in named]
+
+
+def _holds_shards(path: Path) -> bool:
+    """Whether a path is a file that holds a rank's shards; what cannot be opened does not."""
+    if not path.is_file():
+        return False
+    try:
+        with collector_paused(), counted_together(), open_file(path) as opened:
+            return has_shards(opened)
+    except (CheckpointError, OSError, ValueError):
+        return False
+
+
+def _open(path: Path, tag: str | None) -> Checkpoint:
+    kind = gathering(path)
+    if kind is not None and (tag is None or tag in kind.tags(path)):
+        return kind.open(path, path, tag)
+    if os.path.isdir(path):  # noqa: PTH112 (unlike Path.is_dir, False for no name at all)
+        return _open_inside(path, tag, kind)
+    if tag is not None:
+        raise UnsupportedCheckpoint("holds no tags to choose from", path=path, hint="leave --tag out")
+    return _open_alone(path)
+
+
+def gathering(path: Path) -> Gathering | None:
+    """The kind of gathering that a path is, if it is any."""
+    if not os.path.exists(path):  # noqa: PTH110 (unlike Path.exists, False for no name at all)
+        return None
+    return next((kind for kind in GATHERINGS if kind.matches(path)), None)
+
+
+def _open_inside(folder: Path, tag: str | None, kind: Gathering | None) -> Checkpoint:
+    """Open the one checkpoint in a folder that is meant; `kind` is what the folder is itself."""
+    refuse_foreign_folder(folder, is_checkpoint=kind is not None)
+    if tag is not None and kind is not None and not any(map(is_gathering, folder.iterdir())):
+        return _open_tagged(folder, tag, kind)
+    found = chosen(folder, tag, is_gathering)
+    if found is None:
+        what = "is a folder without a checkpoint in it"
+        raise not_opened(errno.EISDIR, folder, what, "name the file that you mean")
+    inner = gathering(found.path)
+    checkpoint = inner.open(found.path, folder, None) if inner is not None else _open_alone(found.path)
+    return replace(checkpoint, notes=(*found.notes, *checkpoint.notes))
+
+
+def _open_tagged(folder: Path, tag: str, kind: Gathering) -> Checkpoint:
+    """Open a folder that is one checkpoint, if that is what the tag names; else say which tags there are."""
+    if tag == folder.name:
+        return kind.open(folder, folder, None)
+    if known := ", ".join(kind.tags(folder)):
+        what, hint = f"holds no '{printable(tag)}'", f"choose one with --tag: {printable(known, 500)}"
+        raise UnsupportedCheckpoint(what, path=folder, hint=hint)
+    what = f"is the folder of one step or model, not of '{printable(tag)}'"
+    raise UnsupportedCheckpoint(what, path=folder, hint="leave --tag out, or name the folder above")
+
+
+def _open_alone(path: Path) -> Checkpoint:
+    """Open a file that is a checkpoint by itself, and not one rank's share of one."""
+    checkpoint = open_file(path)
+    try:
+        if is_rank_file(path):
+            refuse_split(checkpoint.root, path)
+        return refuse_one_rank(checkpoint)
+    except CheckpointError:
+        checkpoint.close()
+        raise
+
+
+def _openers() -> Openers:
+    """How the parts of a folder are opened; a few of its files are open at a time."""
+    pool = FilePool()
+
+    def one(path: Path) -> Checkpoint:
+        return _open_owned(pool.source(path))
+
+    def ranks(paths: Sequence[Path]) -> Checkpoint:
+        opened: list[Checkpoint] = []
+        try:
+            opened += map(one, paths)
+            return join_ranks(opened)
+        except BaseException:
+            for checkpoint in opened:
+                checkpoint.close()
+            raise
+
+    return Openers(one, lambda path: open_dcp(path, one, open_source), ranks)
+
+
+def open_file(path: Path) -> Checkpoint:
+    """Open a checkpoint of one file; its sources are closed when that fails."""
+    return _open_owned(FileSource(path))
+
+
+def _open_owned(source: Source) -> Checkpoint:
+    try:
+        return open_source(source)
+    except BaseException:
+        source.close()
+        raise
+
+
+def open_source(source: Source, depth: int = 0) -> Checkpoint:
+    """Open what a source holds, itself `depth` files within files; the caller closes the source when that fails."""
+    if depth > (most := in_force().files_in_files):
+        what = f"holds more than {most} files within files"
+        raise LimitExceeded(what, limit="files_in_files", allowed=most, path=source.path)
+    head = source.read(0, min(_HEAD, source.size))
+    for candidate in FORMATS:
+        if candidate.matches(head):
+            return candidate.open(source, lambda inner: open_source(inner, depth + 1))
+    raise stranger(source, head)
+
+
+def is_gathering(path: Path) -> bool:
+    """Whether a path is a folder that is a checkpoint of many files; one that is closed to us is not what is meant."""
+    try:
+        return path.is_dir() and gathering(path) is not None
+    except (OSError, CheckpointError):
+        return False

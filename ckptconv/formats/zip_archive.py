@@ -1,0 +1,347 @@
+"""Zip archives as torch writes them: a directory of records by name, and the bytes around the payloads when writing.
+
+Reading trusts neither of the two descriptions that a zip file holds of itself: the central directory is checked whole,
+then against each local header, and records may not overlap, differ in case only, or carry a name that is not a plain
+relative path. Payloads are not touched. Deflated records are read through `InflatedSource`.
+
+Layout written (that of torch's own writer, whose reader computes offsets instead of looking them up): local header with
+flags 0x808 and no sizes, an extra field ``FB`` that pads the payload to 64 bytes, payload, data descriptor (none for an
+empty record), central directory, zip64 end record and locator, end record. Source: PyTorch's inline_container.cc and the
+files that torch 2.13 writes.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import struct
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import NamedTuple
+
+from ckptconv.io.crc import crc32
+from ckptconv.io.inflate import InflatedSource, Spool
+from ckptconv.io.source import Source
+from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.support.limits import in_force
+from ckptconv.support.records import made
+
+ALIGNMENT = 64
+_MAX32 = 0xFFFFFFFF
+NO_END = "the archive has no end record at its end"
+_END = struct.Struct("<4s4H2IH")
+_END64 = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR = struct.Struct("<4sIQI")
+_CENTRAL = struct.Struct("<4s6H3I5H2I")
+_LOCAL = struct.Struct("<4s5H3I2H")
+_DESCRIPTOR = struct.Struct("<4s3I")
+_DESCRIPTOR64 = struct.Struct("<4sI2Q")
+_ENCRYPTED = 0x2041
+_FOLDER = 0x10  # of the external attributes, as in MS-DOS; miniz, which torch reads with, goes by it
+_STORED, _DEFLATED = 0, 8
+_ORDINARY = re.compile(rb"\w[\w-]*/(?:data/)?\w+").fullmatch
+
+
+class Record(NamedTuple):
+    """One record: `offset` of its payload, `size` when inflated, `stored` bytes in the file, its `crc32` (None: absent)."""
+
+    name: str
+    header: int
+    offset: int
+    size: int
+    stored: int
+    deflated: bool
+    crc32: int | None
+
+
+def is_zip(head: bytes) -> bool:
+    """Whether a file that starts with `head` (4 bytes are enough) is a zip archive."""
+    return head[:4] == b"PK\3\4"
+
+
+def read_directory(source: Source) -> dict[str, Record]:
+    """The records of the archive by name, in the order in which they lie in the file.
+
+    Raises `MalformedCheckpoint` when the archive is cut off, ambiguous, or contradicts itself.
+    """
+    start, count, size = _find_directory(source)
+    if count > size // _CENTRAL.size:
+        raise _malformed(source, f"claims {count} records in {size} bytes")
+    if count > (most := in_force().archive_records):
+        what = f"has {count} records"
+        raise LimitExceeded(what, limit="archive_records", allowed=most, needed=count, path=source.path, where="zip directory")
+    records = _read_records(source, start, count, size)
+    _refuse_overlaps(source, records)
+    if len({record.name.lower() for record in records}) != len(records):
+        raise _malformed(source, "has two records whose names differ only in case; torch takes them for the same")
+    return {record.name: record for record in records if not record.name.endswith("/")}
+
+
+def record_source(source: Source, record: Record, spool: Spool) -> tuple[Source, int]:
+    """Where the plain bytes of `record` can be read: a source and the offset in it; deflated ones pass through `spool`."""
+    if not record.deflated:
+        return source, record.offset
+    return InflatedSource(source, record.offset, record.stored, record.size, record.crc32, record.name, spool), 0
+
+
+def read_record(source: Source, record: Record, limit: str) -> bytes:
+    """All bytes of a record, checked against its CRC-32; `limit` is the name of the limit of its size."""
+    if record.size > (most := getattr(in_force(), limit)):
+        raise LimitExceeded(
+            f"is {record.size} bytes long",
+            limit=limit,
+            allowed=most,
+            needed=record.size,
+            path=source.path,
+            where=record.name,
+        )
+    spool = Spool()
+    try:
+        plain, offset = record_source(source, record, spool)
+        found = plain.read(offset, record.size)
+    finally:
+        spool.close()
+    if record.crc32 is not None and crc32(found) != record.crc32:
+        raise MalformedCheckpoint("does not have the CRC-32 that the archive says", path=source.path, where=record.name)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def _malformed(source: Source, what: str, where: object = "zip directory") -> MalformedCheckpoint:
+    return MalformedCheckpoint(what, path=source.path, where=where, hint="the file is damaged, cut off or forged")
+
+
+def _find_directory(source: Source) -> tuple[int, int, int]:
+    """Offset, number of records and size of the central directory, which must end where the end records begin."""
+    tail_at = max(0, source.size - (_END.size + 0xFFFF))
+    tail = source.read(tail_at, source.size - tail_at)
+    at = tail_at + _end_record(source, tail)
+    _, disk, start_disk, here, count, size, start, _ = _END.unpack_from(tail, at - tail_at)
+    end = at
+    locator_at = at - _LOCATOR.size
+    if locator_at >= 0 and (locator := source.read(locator_at, _LOCATOR.size))[:4] == b"PK\6\7":
+        end = _LOCATOR.unpack(locator)[2]
+        if end + _END64.size != locator_at:
+            raise _malformed(source, "its zip64 end record is not where its locator says")
+        found = _END64.unpack(source.read(end, _END64.size))
+        if found[0] != b"PK\6\6" or not _agree((count, size, start), (found[7], found[8], found[9])):
+            raise _malformed(source, "its two end records contradict each other")
+        _, _, _, _, disk, start_disk, here, count, size, start = found
+    if disk or start_disk or here != count:
+        raise _malformed(source, "is one volume of a split archive")
+    if start + size != end:
+        raise _malformed(source, "its directory does not end where its end record starts")
+    return start, count, size
+
+
+def _end_record(source: Source, tail: bytes) -> int:
+    """The place in `tail` of the one end record whose comment ends with the file."""
+    found: list[int] = []
+    at = tail.rfind(b"PK\5\6")
+    while at >= 0:
+        if at + _END.size <= len(tail) and at + _END.size + _END.unpack_from(tail, at)[7] == len(tail):
+            found.append(at)
+        at = tail.rfind(b"PK\5\6", 0, at)
+    if not found:
+        raise MalformedCheckpoint(
+            NO_END,
+            path=source.path,
+            hint="the file is cut off, or something was appended, which its library may accept and ckptconv does not",
+        )
+    if len(found) > 1:
+        raise _malformed(source, "holds two end records, each of which could be the real one")
+    return found[0]
+
+
+def _agree(short: tuple[int, ...], long: tuple[int, ...]) -> bool:
+    return all(a == b or a in (0xFFFF, _MAX32) for a, b in zip(short, long, strict=True))
+
+
+def _read_records(source: Source, start: int, count: int, size: int) -> list[Record]:
+    """The records of the directory of `size` bytes at `start`, as they lie in the file, each held against its local header."""
+    raw = source.read(start, size)
+    records: list[Record] = []
+    at = 0
+    near, near_at = b"", 0  # the bytes of the file around the last local header: those of small records lie side by side
+    for _ in range(count):
+        if at + _CENTRAL.size > len(raw):
+            raise _malformed(source, "is too short for its number of records")
+        (signature, _, _, flags, method, _, _, crc, stored, plain, name_size, extra_size, comment_size,
+         _, _, attributes, header) = _CENTRAL.unpack_from(raw, at)  # fmt: skip
+        name_at = at + _CENTRAL.size
+        extra_at = name_at + name_size
+        at = extra_at + extra_size + comment_size
+        if signature != b"PK\1\2" or at > len(raw):
+            raise _malformed(source, "holds something other than records")
+        raw_name = raw[name_at:extra_at]
+        name = raw_name.decode() if _ORDINARY(raw_name) else _name(source, raw_name)
+        if flags & _ENCRYPTED:
+            raise _malformed(source, "is marked as encrypted", name)
+        if attributes & _FOLDER and plain and not raw_name.endswith(b"/"):
+            raise _malformed(source, "is marked as a folder but holds bytes; torch does not read it correctly", name)
+        if method not in (_STORED, _DEFLATED):
+            raise UnsupportedCheckpoint(f"is compressed by method {method}", path=source.path, where=name)
+        if _MAX32 in (stored, plain, header):
+            extra = raw[extra_at : extra_at + extra_size]
+            stored, plain, header = _zip64_sizes(source, name, extra, stored, plain, header)
+        if method == _STORED and stored != plain:
+            raise _malformed(source, f"is stored but declares {stored} and {plain} bytes", name)
+        if header + _LOCAL.size + name_size > start:
+            raise _malformed(source, "its header lies beyond the records", name)
+        if not 0 <= header - near_at <= len(near) - _LOCAL.size - name_size:
+            near, near_at = source.read(header, min(_NEAR, start - header)), header
+        local = header - near_at
+        (signature, _, local_flags, local_method, _, _, local_crc, local_stored, local_plain, local_name_size,
+         local_extra_size) = _LOCAL.unpack_from(near, local)  # fmt: skip
+        local += _LOCAL.size
+        if signature != b"PK\3\4" or name_size != local_name_size or near[local : local + name_size] != raw_name:
+            raise _malformed(source, "its local header has another name than the directory", name)
+        # The local CRC and sizes are absent (0), in the zip64 field (all ones), or the directory's own.
+        if (
+            local_flags & _ENCRYPTED
+            or local_method != method
+            or local_crc not in (0, _MAX32, crc)
+            or local_stored not in (0, _MAX32, stored)
+            or local_plain not in (0, _MAX32, plain)
+        ):
+            raise _malformed(source, "its local header contradicts the directory", name)
+        offset = header + _LOCAL.size + name_size + local_extra_size
+        if offset + stored > start:
+            raise _malformed(source, "its payload reaches beyond the records", name)
+        checksum = crc if crc or not plain else None
+        records.append(made(Record, (name, header, offset, plain, stored, method == _DEFLATED, checksum)))
+    if at != len(raw):
+        raise _malformed(source, "is too long for its number of records")
+    return sorted(records, key=itemgetter(1))
+
+
+_NEAR = 1 << 16
+
+
+def _name(source: Source, raw: bytes) -> str:
+    try:
+        name = raw.decode()
+    except UnicodeDecodeError:
+        raise _malformed(source, f"has a record whose name is not UTF-8: {raw!r}") from None
+    if not name.isprintable():
+        what = "has a control character in its name, and such names are not read"
+        hint = "torch names records after the file: save it again under a plain name"
+        raise MalformedCheckpoint(what, path=source.path, where=printable(name), hint=hint)
+    if "\\" in name or name.startswith("/") or ".." in name.split("/"):
+        raise _malformed(source, "has a name that is not a plain relative path", printable(name))
+    return name
+
+
+def _zip64_sizes(source: Source, name: str, extra: bytes, stored: int, size: int, header: int) -> tuple[int, int, int]:
+    """The 64-bit numbers: in the extra field 1, in the order size, stored, header, only those that overflowed."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<HH", extra, at)
+        if kind == 1 and at + 4 + length <= len(extra):
+            numbers = [*struct.unpack_from(f"<{length // 8}Q", extra, at + 4)]
+            try:
+                size = numbers.pop(0) if size == _MAX32 else size
+                stored = numbers.pop(0) if stored == _MAX32 else stored
+                header = numbers.pop(0) if header == _MAX32 else header
+            except IndexError:
+                break
+            return stored, size, header
+        at += 4 + length
+    raise _malformed(source, "says that it has zip64 sizes, but has none", name)
+
+
+def _refuse_overlaps(source: Source, records: list[Record]) -> None:
+    end = 0
+    for record in records:
+        if record.header < end or (end == 0 and record.header):
+            raise _malformed(source, "overlaps the record before it, or hidden bytes are in front of it", record.name)
+        end = record.offset + record.stored
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+
+class Slot(NamedTuple):
+    """A record to be written: its local header stands at byte `header`, its payload has `size` bytes."""
+
+    name: bytes
+    header: int
+    size: int
+
+
+def lay_out(name: bytes, header: int, size: int) -> tuple[Slot, bytes, int, int]:
+    """The record `name` of `size` bytes from byte `header` on, its payload at a multiple of 64.
+
+    Returns the slot, the bytes before the payload (local header and padding), the payload's offset, and the end of it all.
+    """
+    slot = made(Slot, (name, header, size))
+    wide = _wide(slot)
+    extra = len(wide) + 4
+    unpadded = header + _LOCAL.size + len(name) + extra
+    padding = -unpadded % ALIGNMENT
+    lead = _local_header(size > 0, len(name), extra + padding) + name + wide + _PADDINGS[padding]
+    offset = unpadded + padding
+    trail = 0 if not size else _DESCRIPTOR64.size if wide else _DESCRIPTOR.size
+    return slot, lead, offset, offset + size + trail
+
+
+@functools.cache
+def _local_header(filled: bool, name_length: int, extra_length: int) -> bytes:
+    """A local header but for its name and extra field; a torch file has few different ones."""
+    return _LOCAL.pack(b"PK\3\4", 0, _flags(filled), 0, 0, 0, 0, 0, 0, name_length, extra_length)
+
+
+_PADDINGS = tuple(b"FB%c\0" % size + b"Z" * size for size in range(ALIGNMENT))
+
+
+def _flags(size: int) -> int:
+    """Bit 11: the name is UTF-8; bit 3: CRC and sizes follow the payload (an empty one has none)."""
+    return 0x0808 if size else 0x0800
+
+
+def _wide(slot: Slot) -> bytes:
+    """The zip64 extra field, empty while both fit 32 bits; torch's writer repeats the offset in local headers."""
+    _, header, size = slot
+    if size < _MAX32 and header < _MAX32:
+        return b""
+    numbers = [*([size, size] if size >= _MAX32 else []), *([header] if header >= _MAX32 else [])]
+    return struct.pack(f"<HH{len(numbers)}Q", 1, 8 * len(numbers), *numbers)
+
+
+def descriptor(slot: Slot, crc: int) -> bytes:
+    """The data descriptor behind a payload; nothing for an empty one."""
+    _, header, size = slot
+    if not size:
+        return b""
+    return (_DESCRIPTOR if size < _MAX32 and header < _MAX32 else _DESCRIPTOR64).pack(b"PK\7\x08", crc, size, size)
+
+
+def ending_size(slots: Sequence[Slot]) -> int:
+    """The length of `ending`."""
+    names = sum(len(name) for name, _, _ in slots)
+    wide = sum(map(len, map(_wide, slots))) if sum(slots[-1][1:]) >= _MAX32 else 0
+    return len(slots) * _CENTRAL.size + names + wide + _END64.size + _LOCATOR.size + _END.size
+
+
+def ending(slots: Sequence[Slot], crcs: Sequence[int], start: int) -> bytes:
+    """Central directory, from byte `start` on, and end records, for records written with these CRC-32s."""
+    directory = b"".join(map(_central, slots, crcs))
+    count, size = len(slots), len(directory)
+    end64 = _END64.pack(b"PK\6\6", _END64.size - 12, 0x031E, 45, 0, 0, count, count, size, start)
+    locator = _LOCATOR.pack(b"PK\6\7", 0, start + size, 1)
+    short = (min(count, 0xFFFF), min(count, 0xFFFF), min(size, _MAX32), min(start, _MAX32))
+    return directory + end64 + locator + _END.pack(b"PK\5\6", 0, 0, *short, 0)
+
+
+def _central(slot: Slot, crc: int) -> bytes:
+    name, header, size = slot
+    wide = _wide(slot)
+    if wide:
+        header, size = min(header, _MAX32), min(size, _MAX32)
+    return (
+        _CENTRAL.pack(b"PK\1\2", 0, 0, _flags(size), 0, 0, 0, crc, size, size, len(name), len(wide), 0, 0, 0, 0, header)
+        + name
+        + wide
+    )

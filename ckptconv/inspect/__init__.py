@@ -1,0 +1,1 @@
+"""The facts about checkpoints, and the command that makes one portable."""

@@ -1,0 +1,55 @@
+"""What `inspect` says of several paths: the facts about each checkpoint among them, and which conversion would help."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptconv.formats.registry import checkpoints_of, open_checkpoint
+from ckptconv.inspect.facts import Inspection, inspect_checkpoint
+from ckptconv.support.errors import CheckpointError
+from ckptconv.tree.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from ckptconv.convert.prescriptions import Prescription
+
+
+@dataclass(frozen=True, slots=True)
+class Surveyed:
+    """A checkpoint that was looked at: the facts, and what conversion makes it portable (None: it is)."""
+
+    paths: tuple[Path, ...]
+    found: Inspection
+    fix: Prescription | CheckpointError | None
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """What could not be opened, and why."""
+
+    paths: tuple[Path, ...]
+    error: CheckpointError
+
+
+def survey(paths: Sequence[Path], depth: int, tag: str | None) -> Iterator[Surveyed | Unread]:
+    """Look at the checkpoints that paths name; the files of all ranks of one are one."""
+    for group in checkpoints_of(paths):
+        try:
+            yield _surveyed(group, depth, tag)
+        except CheckpointError as error:
+            yield Unread(group, error)
+
+
+def _surveyed(paths: tuple[Path, ...], depth: int, tag: str | None) -> Surveyed:
+    with open_checkpoint(paths, tag=tag) as checkpoint:
+        found = inspect_checkpoint(checkpoint, depth)
+        fix = None if found.portable else _fix(checkpoint)
+    return Surveyed(paths, replace(found, named=tuple(map(str, paths))) if len(paths) > 1 else found, fix)
+
+
+def _fix(checkpoint: Checkpoint) -> Prescription | CheckpointError:
+    from ckptconv.convert.prescriptions import Fix, workable  # planning takes a while to import
+
+    return workable(Fix(), checkpoint)

@@ -1,0 +1,214 @@
+"""Sources as ranges of bytes: files, files within files, inflated records, bytes in memory.
+
+Only this module has files opened to read them (`outputs` those to write); how each system does it stands in `platforms`.
+What the bytes mean is the business of the layers below.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from typing import NoReturn
+
+from ckptconv.io.source import SMALL, Source
+from ckptconv.support import platforms
+from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, not_opened
+from ckptconv.support.limits import in_force
+
+_WINDOW = 1 << 16
+
+
+class FileSource:
+    """A regular file, opened for positioned reads only; it is never mapped, so a file that shrinks is an error."""
+
+    def __init__(self, path: str | os.PathLike[str], fd: int | None = None) -> None:
+        self.path = Path(path)
+        self._fd = _open_regular(self.path) if fd is None else fd
+        found = os.fstat(self._fd)
+        self.size = found.st_size
+        self._stamp = stamp(found)
+        if (note := _NOTING.get()) is not None:
+            note(found)
+        self._window, self._window_at = b"", 0  # the last bytes fetched for a small read: small records lie side by side
+
+    def __reduce__(self) -> NoReturn:
+        """What is open here is not open in another process, and the number of its descriptor is another file's there."""
+        raise TypeError("an open file cannot be pickled or copied; open it by its path where it is needed")
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        while view:
+            with _read_errors(self.path):
+                count = platforms.read_into_at(self._fd, view, offset)
+            if not count:
+                raise MalformedCheckpoint(f"ends at byte {offset}, more was expected", path=self.path)
+            if count == len(view):
+                return
+            view, offset = view[count:], offset + count
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        if offset < 0 or nbytes > self.size - offset:
+            raise MalformedCheckpoint(f"{nbytes} bytes at {offset} lie beyond its end ({self.size})", path=self.path)
+        start = offset - self._window_at
+        if start >= 0 and start + nbytes <= len(self._window):
+            return self._window[start : start + nbytes]
+        if nbytes <= SMALL:
+            with _read_errors(self.path):
+                self._window, self._window_at = platforms.read_at(self._fd, _WINDOW, offset), offset
+            if len(self._window) >= nbytes:
+                return self._window[:nbytes]
+        whole = bytearray(nbytes)
+        self.read_into(offset, memoryview(whole))
+        return bytes(whole)
+
+    def next_data(self, offset: int) -> int:
+        """The first byte from `offset` on that lies on the disk and in no hole; the size where there is none."""
+        return platforms.next_data(self._fd, offset, self.size) if offset < self.size else self.size
+
+    def mappable_path(self) -> str:
+        """A path under which another library can map this very file, even if its name is given to another meanwhile."""
+        return platforms.path_of_open(self._fd) or str(self.path)
+
+    def refuse_replaced(self) -> None:
+        """Raise `MalformedCheckpoint` when `mappable_path` may have led to another file by now, where that is possible."""
+        if platforms.ON_WINDOWS or platforms.path_of_open(self._fd) is not None:
+            return
+        try:
+            now = stamp(self.path.stat())
+        except OSError:
+            now = ()
+        if now != self._stamp:
+            raise MalformedCheckpoint("was replaced while it was read", path=self.path, hint="load it again")
+
+    def refuse_changed(self) -> None:
+        """Raise `MalformedCheckpoint` when somebody wrote to the file since it was opened: old and new were read mixed."""
+        if self._fd >= 0 and stamp(os.fstat(self._fd)) != self._stamp:
+            raise MalformedCheckpoint("was changed while it was read", path=self.path, hint="convert it again")
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):  # nothing was written to it that could be lost
+                os.close(fd)
+
+
+_NOTING: ContextVar[Callable[[os.stat_result], None] | None] = ContextVar("what notes opened files", default=None)
+
+
+@contextlib.contextmanager
+def noting_files(note: Callable[[os.stat_result], None]) -> Iterator[None]:
+    """Within the block, `note` is told of each file that is opened."""
+    token = _NOTING.set(note)
+    try:
+        yield
+    finally:
+        _NOTING.reset(token)
+
+
+def stamp(found: os.stat_result) -> tuple[int, ...]:
+    """What changes when a file is written to, or when its name is given to another."""
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+@contextlib.contextmanager
+def _read_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        what = f"cannot be read: {os.strerror(error.errno or 0)}"
+        raise MalformedCheckpoint(what, path=path, hint="the disk or the network fails") from error
+
+
+def _open_regular(path: Path) -> int:
+    try:
+        fd = platforms.open_to_read(path)
+    except OSError as error:
+        raise not_opened(error, path) from (None if error.errno == errno.ENOENT else error)
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISREG(mode):
+        return fd
+    os.close(fd)
+    if stat.S_ISDIR(mode):
+        raise not_opened(errno.EISDIR, path)
+    raise UnsupportedCheckpoint("is not a regular file but a pipe, socket or device", path=path)
+
+
+def let_go(sources: Iterable[Source], replaced: Iterable[Path]) -> None:
+    """Close the files that lie at or in one of the paths that are to be `replaced`; they cannot be read any more."""
+    targets = [os.path.realpath(path) for path in replaced]
+    for source in sources:
+        if isinstance(source, FileSource) and any(Path(os.path.realpath(source.path)).is_relative_to(path) for path in targets):
+            source.close()
+
+
+def refuse_changed(sources: Iterable[Source]) -> None:
+    """Raise `MalformedCheckpoint` when somebody wrote to one of the files since it was opened."""
+    for source in sources:
+        if isinstance(source, FileSource):
+            source.refuse_changed()
+
+
+class FilePool:
+    """Any number of files of which a few are open at a time: a checkpoint of 3,000 ranks has more than a process may open.
+
+    A file that has to wait is closed, and opened again when it is read; one that was replaced meanwhile is an error.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[PooledSource, None] = {}  # the one used last stands last
+        self._most = in_force().open_files
+
+    def source(self, path: Path) -> PooledSource:
+        """The file at `path`, opened once to see that it is there and how long it is."""
+        return PooledSource(path, self)
+
+    def hold(self, source: PooledSource) -> None:
+        """Note that `source` is open and in use; close the one that was not used for longest where there are too many."""
+        self._open.pop(source, None)
+        self._open[source] = None
+        if len(self._open) > self._most:
+            next(iter(self._open)).rest()
+
+    def release(self, source: PooledSource) -> None:
+        """Note that `source` is not open any more."""
+        self._open.pop(source, None)
+
+
+class PooledSource(FileSource):
+    """A file of a `FilePool`."""
+
+    def __init__(self, path: Path, pool: FilePool) -> None:
+        super().__init__(path)
+        self._pool = pool
+        self._is_closed = False
+        pool.hold(self)
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        self._wake()
+        super().read_into(offset, view)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        self._wake()
+        return super().read(offset, nbytes)
+
+    def rest(self) -> None:
+        """Give the file descriptor and the memory back until the next read."""
+        super().close()
+        self._window = b""
+        self._pool.release(self)
+
+    def close(self) -> None:
+        self.rest()
+        self._is_closed = True
+
+    def _wake(self) -> None:
+        if self._fd < 0 and not self._is_closed:
+            self._fd = _open_regular(self.path)
+            if stamp(os.fstat(self._fd)) != self._stamp:
+                self.rest()
+                raise MalformedCheckpoint("was replaced or changed while it was read", path=self.path)
+        self._pool.hold(self)

@@ -1,0 +1,110 @@
+"""Deflated runs as plain bytes, by one temporary file; decompression bombs are refused."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator
+from typing import IO
+
+from ckptconv.io.crc import crc32
+from ckptconv.io.files import FileSource
+from ckptconv.io.source import CHUNK, Source
+from ckptconv.support import platforms
+from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint, OutputRefused
+from ckptconv.support.limits import in_force
+
+
+class Spool:
+    """One unnamed temporary file for all that is inflated out of an archive."""
+
+    def __init__(self) -> None:
+        self._file: IO[bytes] | None = None
+
+    def append(self, pieces: Iterator[bytes]) -> tuple[FileSource, int]:
+        """Append the pieces; returns where they can be read."""
+        try:
+            if self._file is None:
+                self._file, reading = platforms.unnamed_file("ckptconv-")
+                self._source = FileSource(self._file.name, reading)
+            start = self._file.seek(0, os.SEEK_END)
+            for piece in pieces:
+                self._file.write(piece)
+            self._source.size = self._file.tell()
+            self._file.flush()
+        except OSError as error:
+            what = f"cannot inflate into {platforms.temporary_folder()}: {os.strerror(error.errno or 0)}"
+            raise OutputRefused(what, hint="set TMPDIR to a folder with enough room") from error
+        return self._source, start
+
+    def close(self) -> None:
+        """Give the temporary file back."""
+        if self._file is not None:
+            self._source.close()
+            self._file.close()
+
+
+def is_bomb(deflated: int, size: int) -> bool:
+    """Whether `deflated` bytes that claim to be `size` bytes are more than the limits allow."""
+    most = in_force()
+    return size > most.inflated_free and size > deflated * most.inflated_ratio
+
+
+class InflatedSource:
+    """A deflated run of another source, inflated once, on first use, into a spool.
+
+    Memory stays bounded and every later layer sees plain bytes at plain offsets. The length and the CRC-32 are checked
+    while inflating; `MalformedCheckpoint` when they do not hold.
+    """
+
+    def __init__(self, parent: Source, offset: int, deflated: int, size: int, crc: int | None, name: str, spool: Spool) -> None:
+        if is_bomb(deflated, size):
+            raise LimitExceeded(
+                f"claims to inflate {deflated} bytes to {size}",
+                limit="inflated_ratio",
+                allowed=in_force().inflated_ratio,
+                needed=-(-size // max(1, deflated)),
+                path=parent.path,
+                where=name,
+                advice="it looks like a decompression bomb",
+            )
+        self.path, self.size = parent.path, size
+        self._parent, self._offset, self._deflated, self._crc, self._name = parent, offset, deflated, crc, name
+        self._spool = spool
+        self._place: tuple[FileSource, int] | None = None
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        plain, start = self._inflated()
+        plain.read_into(start + offset, view)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        plain, start = self._inflated()
+        return plain.read(start + offset, nbytes)
+
+    def close(self) -> None:
+        self._spool.close()
+
+    def _inflated(self) -> tuple[FileSource, int]:
+        if self._place is None:
+            self._place = self._spool.append(self._pieces())
+        return self._place
+
+    def _pieces(self) -> Iterator[bytes]:
+        inflater, crc, total = zlib.decompressobj(-15), 0, 0
+        for start in range(0, self._deflated, CHUNK):
+            pending = self._parent.read(self._offset + start, min(CHUNK, self._deflated - start))
+            piece = b""
+            while pending or len(piece) == CHUNK:  # a full piece may leave more inside the inflater
+                piece = self._decompress(inflater, pending)
+                pending, crc, total = inflater.unconsumed_tail, crc32(piece, crc), total + len(piece)
+                if total > self.size or inflater.unused_data:
+                    raise MalformedCheckpoint("inflates to more than it declares", path=self.path, where=self._name)
+                yield piece
+        if not inflater.eof or total != self.size or (self._crc is not None and crc != self._crc):
+            raise MalformedCheckpoint("does not inflate to what the archive says", path=self.path, where=self._name)
+
+    def _decompress(self, inflater: zlib._Decompress, pending: bytes) -> bytes:
+        try:
+            return inflater.decompress(pending, CHUNK)
+        except zlib.error as error:
+            raise MalformedCheckpoint(f"is not deflated as declared ({error})", path=self.path, where=self._name) from error

@@ -1,0 +1,417 @@
+"""Outputs that are made in a hidden folder beside their place, and put there whole or not at all.
+
+The folder is ``.NAME.XXXXXXXX.ckptconv-tmp``: its owner's alone, and locked as long as the process lives that made it
+(`platforms` says by what). What a killed process left is thus told from what another one is writing, and removed by the
+next output of that name.
+Two more hidden folders hold whole checkpoints while names change, and stay until another output has taken their place:
+``….ckptconv-shards``, which an index names meanwhile, and ``….ckptconv-old``, the DCP folder that was there before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptconv.io.destination import check_folder, check_output, followed, output_errors
+from ckptconv.support import platforms
+from ckptconv.support.errors import OutputRefused
+from ckptconv.support.signals import held_back
+
+_TEMPORARY, _SHARDS, _OLD = "ckptconv-tmp", "ckptconv-shards", "ckptconv-old"
+_PASSING_INDEX = "index.json"
+_LONGEST_PREFIX = 100  # bytes of a name that its hidden folders repeat
+_PATIENCE = 60.0  # seconds for which another process may put its shards in place
+
+
+@contextlib.contextmanager
+def staging_folder(target: Path, path: Path) -> Iterator[Path]:
+    """A hidden folder beside `target` in which what will stand there is made; gone, with what is in it, after the block.
+
+    `OSError`s of the block are raised as `OutputRefused` of `path`, which is how the user calls it.
+    """
+    remove_leftovers(target)
+    with output_errors(path), _hidden_folder(target) as folder:
+        yield folder
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """The same in the folder of temporary files, which others write to: what they left there is not touched."""
+    target = Path(platforms.temporary_folder()) / "ckptconv"
+    remove_leftovers(target, own=True)
+    with _hidden_folder(target) as folder:
+        yield folder
+
+
+@contextlib.contextmanager
+def _hidden_folder(target: Path) -> Iterator[Path]:
+    folder, lock = _hidden(target, _TEMPORARY), None
+    try:
+        lock = _locked_folder(folder)
+        yield lock.inside()
+    finally:
+        with held_back(), contextlib.suppress(OSError):
+            _remove(folder)
+            if lock is not None:
+                lock.close()
+                _remove(folder)  # to list it takes a descriptor, which a process that has no other gets by closing this one
+
+
+def put_file(made: Path, path: Path, *, force: bool, fsync: bool) -> None:
+    """Give the file `made` the name `path`; the one that had it, replaced with `force` only, gives its permissions on."""
+    target = followed(path)
+    with output_errors(path), held_back():
+        if force:
+            _replace(made, target)
+        else:
+            _name(made, target)
+        if fsync:
+            _confirm(target.parent, path)
+
+
+def put_folder(made: Path, path: Path, *, force: bool, fsync: bool) -> None:
+    """Give the folder `made` the name `path`; with `force` the DCP folder that has it changes places with it."""
+    target = followed(path)
+    with output_errors(path), held_back():
+        if fsync:
+            _fsync_tree(made)
+        check_folder(path, force=force)
+        aside = None
+        if not _rename_folder(made, target):
+            if not force:
+                raise _exists_by_now(path)
+            aside = _swap(made, target)
+        if fsync:
+            _confirm(target.parent, path)
+        if aside is not None:
+            _remove(aside)
+        remove_leftovers(target, _OLD)
+
+
+def put_new_folder(made: Path, path: Path, *, fsync: bool) -> bool:
+    """Give the folder `made` the name `path`, whose files are synced; False when another folder has it by now."""
+    target = followed(path)
+    with output_errors(path), held_back():
+        if fsync:
+            fsync_folder(made)
+        if not _rename_folder(made, target):
+            return False
+        if fsync:
+            _confirm(target.parent, path)
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSet:
+    """A checkpoint of many files in one folder: the paths of its shards and of its index, or of one file without an index.
+
+    `earlier()` are the files that are there by now under these names or others of such a set; `moved_index(folder)` is an
+    index of the same shards in `folder`, a folder beside the index.
+    """
+
+    shards: Sequence[Path]
+    index: Path | None
+    earlier: Callable[[], Sequence[Path]]
+    moved_index: Callable[[str], bytes]
+
+
+def put_set(made: Path, files: ShardSet, path: Path, *, force: bool, fsync: bool) -> None:
+    """Give the files in the folder `made` their names, so that an index never names a mixture, and remove earlier ones.
+
+    Names that are free are taken first, and the index last. Where shards of the index that is there have the same names, the
+    new ones are first named by a passing index, where they lie in a hidden folder; then they get their own names, and the new
+    index follows. Where a file system has no hard links, there is no index for that moment.
+    """
+    with output_errors(path), _folder_held(path), held_back():
+        earlier = files.earlier()
+        if not force and earlier:
+            raise _exists_by_now(earlier[0])
+        if files.index is None:
+            put_file(made / path.name, path, force=force, fsync=fsync)
+        elif files.index in earlier and set(files.shards) & set(earlier):
+            _put_over(made, files, path, fsync=fsync)
+        else:
+            _put_new(made, files, path, force=force, fsync=fsync)
+        own = {*files.shards, files.index}
+        _remove_replaced([item for item in earlier if item not in own], path)
+        remove_leftovers(path, _SHARDS)
+
+
+def _remove_replaced(paths: Sequence[Path], output: Path) -> None:
+    for path in paths:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            what = f"is in place, but {path.name} of the earlier one cannot be removed: {os.strerror(error.errno or 0)}"
+            raise OutputRefused(what, path=output, hint="remove it: a program may take it for the checkpoint") from error
+
+
+# ------------------------------------------------------------------------------------------------------------ hidden folders
+
+
+def _hidden(target: Path, kind: str) -> Path:
+    return target.with_name(f".{_prefix(target)}.{os.urandom(4).hex()}.{kind}")
+
+
+def _prefix(target: Path) -> str:
+    prefix = target.name
+    while len(os.fsencode(prefix)) > _LONGEST_PREFIX:  # half a character is not a name on macOS and Windows
+        prefix = prefix[:-1]
+    return prefix
+
+
+def _locked_folder(folder: Path) -> platforms.FolderLock:
+    """Make a folder and lock it; where locks are unknown, nobody else can take one either."""
+    while True:
+        platforms.make_private_folder(folder)
+        with contextlib.suppress(FileNotFoundError):
+            lock = platforms.folder_lock(folder)
+            with contextlib.suppress(OSError):
+                lock.take(wait=True)
+            if folder.exists():
+                return lock
+            lock.close()  # another process took it for a left-over before it was locked
+
+
+def _remove(folder: Path) -> None:
+    for _ in ("once", "again: a fault may pass"):
+        with contextlib.suppress(OSError):
+            _remove_tree(folder)
+    with contextlib.suppress(OSError):
+        folder.rmdir()  # an empty one needs no descriptor
+
+
+def _remove_tree(folder: Path) -> None:
+    """Remove a folder of this user alone, as much of it as can be; one descriptor is enough, `shutil.rmtree` takes several."""
+    for inner in list(folder.iterdir()):  # closed before the next one is opened
+        with contextlib.suppress(OSError):
+            if inner.is_dir() and not inner.is_symlink():
+                _remove_tree(inner)
+            else:
+                inner.unlink()
+    folder.rmdir()
+
+
+def remove_leftovers(target: Path, kind: str = _TEMPORARY, *, own: bool = False) -> None:
+    """Remove the hidden folders of `target` that no living process holds; with `own` only those that this user made."""
+    is_ours = re.compile(rf"\.{re.escape(_prefix(target))}\.[0-9a-f]{{8}}\.{kind}").fullmatch
+    with contextlib.suppress(OSError):  # a folder that may not be listed, or is not there
+        for item in target.parent.iterdir():
+            if is_ours(item.name) and (not own or platforms.is_own(item)):
+                _remove_unheld(item)
+
+
+def _remove_unheld(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # held by its process; of another user; on a file system that knows no locks
+        lock = platforms.folder_lock(folder)
+        try:
+            lock.take(wait=False)
+            _remove_tree(folder)
+        finally:
+            lock.close()
+            if lock.file is not None:
+                folder.rmdir()  # what was in it was removed under the lock, but for the lock
+
+
+@contextlib.contextmanager
+def _folder_held(path: Path) -> Iterator[None]:
+    """The folder of `path` locked against others who put shards in place there; names of two sets must not be mixed."""
+    lock = platforms.folder_lock(path.parent, follow=True)
+    try:
+        _lock_patiently(lock, path)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            lock.close()
+
+
+def _lock_patiently(lock: platforms.FolderLock, path: Path) -> None:
+    end = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            return lock.take(wait=False)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise OutputRefused(f"its folder was locked by another process for {_PATIENCE:.0f} s", path=path) from None
+            time.sleep(0.01)
+        except OSError:  # no locks on this file system
+            return None
+
+
+# ------------------------------------------------------------------------------------------------------------------- names
+
+
+def _exists_by_now(path: Path) -> OutputRefused:
+    return OutputRefused("exists now", path=path, hint="another process wrote it; add --force to replace it")
+
+
+def _name(made: Path, target: Path) -> None:
+    """Give a free name: a hard link fails when it is taken; on file systems without links there is only a look before."""
+    try:
+        platforms.link(made, target)
+    except FileExistsError:
+        raise _exists_by_now(target) from None
+    except OSError:
+        check_output(target, force=False)
+        _rename_file(made, target)
+
+
+def _rename_file(made: Path, target: Path) -> None:
+    """Where a rename replaces nothing, it is as good as a link."""
+    try:
+        platforms.rename(made, target)
+    except FileExistsError:
+        raise _exists_by_now(target) from None
+
+
+def _replace(made: Path, target: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        _take_over(made, target.stat())
+    platforms.replace(made, target)
+
+
+def _take_over(made: Path, before: os.stat_result) -> None:
+    """The permissions of the file to be replaced, without set-user-ID and the like; its owners where this process may."""
+    now = made.stat()
+    if (now.st_uid, now.st_gid) != (before.st_uid, before.st_gid):
+        platforms.give_owner(made, before.st_uid, before.st_gid)
+    made.chmod(stat.S_IMODE(before.st_mode) & 0o777)
+
+
+def _put_new(made: Path, files: ShardSet, path: Path, *, force: bool, fsync: bool) -> None:
+    """Shards under names that no index names by now, then the index, in one step."""
+    assert files.index is not None
+    put = _replace if force else _name
+    placed: list[Path] = []
+    try:
+        for shard in files.shards:
+            put(made / shard.name, shard)
+            placed.append(shard)
+        if fsync:
+            fsync_folder(path.parent)
+        put(made / files.index.name, files.index)
+    except BaseException:
+        for shard in placed:
+            with contextlib.suppress(OSError):
+                shard.unlink()
+        raise
+    if fsync:
+        _confirm(path.parent, path)
+
+
+def _put_over(made: Path, files: ShardSet, path: Path, *, fsync: bool) -> None:
+    """Shards under names that the index names, and a new index."""
+    assert files.index is not None
+    if not _has_links(made / files.index.name):
+        files.index.unlink()
+        _put_new(made, files, path, force=True, fsync=fsync)
+        return
+    passing = _hidden(path, _SHARDS)
+    _write(made / _PASSING_INDEX, files.moved_index(passing.name), fsync=fsync)
+    for index in (_PASSING_INDEX, files.index.name):
+        _take_over(made / index, files.index.stat())
+    shutil.copymode(path.parent, made)  # who may read the shards by their own names may do so meanwhile
+    platforms.rename(made, passing)
+    try:
+        if fsync:
+            fsync_folder(passing)
+            fsync_folder(path.parent)
+        platforms.replace(passing / _PASSING_INDEX, files.index)
+    except BaseException:
+        platforms.rename(passing, made)
+        raise
+    try:
+        _rename_behind_index(passing, files.shards, files.index, fsync=fsync)
+    except OSError as error:
+        what = f"is in place, but its shards could not get their names: {os.strerror(error.errno or 0)}"
+        raise OutputRefused(what, path=path, hint=f"they are complete, in {passing.name}; run the command again") from error
+    _remove(passing)
+
+
+def _rename_behind_index(passing: Path, shards: Sequence[Path], index: Path, *, fsync: bool) -> None:
+    """Shards that an index names where they lie get their own names too, and then the index that tells of them."""
+    sync = fsync_folder if fsync else lambda folder: None
+    sync(index.parent)
+    for path in shards:
+        again = passing / f"{path.name}.again"
+        platforms.link(passing / path.name, again)
+        _replace(again, path)
+    sync(index.parent)
+    platforms.replace(passing / index.name, index)
+    sync(index.parent)
+
+
+def _has_links(path: Path) -> bool:
+    again = path.with_name(f"{path.name}.again")
+    try:
+        platforms.link(path, again)
+    except OSError:
+        return False
+    again.unlink()
+    return True
+
+
+def _write(path: Path, raw: bytes, *, fsync: bool) -> None:
+    with path.open("wb") as file:
+        file.write(raw)
+        file.flush()
+        if fsync:
+            platforms.sync(file.fileno())
+
+
+def _rename_folder(made: Path, target: Path) -> bool:
+    """Rename a folder, which never replaces one with something in it; False where there is one."""
+    try:
+        platforms.rename(made, target)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+        return False
+    return True
+
+
+def _swap(made: Path, target: Path) -> Path | None:
+    """Two folders change their names in one step; where that is not known, the old one stands aside, where is returned."""
+    if platforms.exchange(made, target):
+        return None
+    aside = _hidden(target, _OLD)
+    platforms.rename(target, aside)
+    try:
+        platforms.rename(made, target)
+    except OSError:
+        platforms.rename(aside, target)
+        raise
+    return aside
+
+
+# -------------------------------------------------------------------------------------------------------------------- disk
+
+
+def _confirm(folder: Path, path: Path) -> None:
+    """Sync a folder in which the output has its name by now."""
+    try:
+        fsync_folder(folder)
+    except OSError as error:
+        what = f"is in place and complete, but the disk does not confirm its name: {os.strerror(error.errno or 0)}"
+        raise OutputRefused(what, path=path, hint="check the disk") from error
+
+
+def _fsync_tree(folder: Path) -> None:
+    for inside, _, names in os.walk(folder):
+        for name in names:
+            platforms.sync_file(Path(inside, name))
+        fsync_folder(Path(inside))
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in a folder last; one that may not be read cannot be synced."""
+    with contextlib.suppress(PermissionError):
+        platforms.sync_folder(folder)

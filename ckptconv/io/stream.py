@@ -1,0 +1,145 @@
+"""One new file, written as a stream with checksums by a thread of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from ckptconv.io.crc import crc32
+from ckptconv.io.source import CHUNK, Source
+from ckptconv.support import platforms
+
+_BUFFERS = 4
+
+
+RESERVE_FROM = 16 << 20
+
+
+class OutputStream:
+    """Sequential output through a ring of `CHUNK`-sized buffers that a second thread writes out.
+
+    Reading, checksumming and casting fill one buffer while the kernel takes another, which is what makes a conversion
+    as quick as a copy. A small file never starts the thread. Errors of the writing thread are raised by the next call.
+    """
+
+    def __init__(self, fd: int, on_progress: Callable[[int], None] | None = None) -> None:
+        self.position = 0
+        self._fd = fd
+        self._on_progress = on_progress
+        self._buffer = memoryview(bytearray(CHUNK))
+        self._filled = 0
+        self._full: SimpleQueue[memoryview | None] = SimpleQueue()
+        self._free: SimpleQueue[memoryview] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._failure: OSError | None = None
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Append `data`; the caller may reuse its memory at once."""
+        size = len(data)
+        end = self._filled + size
+        if end < CHUNK:
+            self._buffer[self._filled : end] = data
+            self._filled = end
+            self.position += size
+            return
+        view = memoryview(data)
+        while view:
+            room = min(CHUNK - self._filled, len(view))
+            self._buffer[self._filled : self._filled + room] = view[:room]
+            self._advance(room)
+            view = view[room:]
+
+    def copy(self, source: Source, offset: int, nbytes: int) -> int:
+        """Append `nbytes` of `source` from `offset` on, read straight into the buffers; returns their CRC-32."""
+        crc = 0
+        while nbytes:
+            room = min(CHUNK - self._filled, nbytes)
+            view = self._buffer[self._filled : self._filled + room]
+            source.read_into(offset, view)
+            crc = crc32(view, crc)
+            self._advance(room)
+            offset, nbytes = offset + room, nbytes - room
+        return crc
+
+    def finish(self) -> None:
+        """Write out what is left and wait for it."""
+        if self._thread is None:
+            _write_all(self._fd, self._buffer[: self._filled])
+        else:
+            self._full.put(self._buffer[: self._filled])
+            self._stop()
+            self._raise_failure()
+        self._filled = 0
+        self._buffer, self._free = memoryview(b""), SimpleQueue()  # many outputs may wait until they are put in place together
+
+    def settle(self, *, fsync: bool) -> None:
+        """Finish, cut off what was reserved and not used, and close the file: it can be put in place, not written to."""
+        if self._buffer:
+            self.finish()
+        os.ftruncate(self._fd, self.position)
+        if fsync:
+            platforms.sync(self._fd)
+        self.close()
+
+    def close(self) -> None:
+        """Close the file, once."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def fileno(self) -> int:
+        """The descriptor of the file."""
+        return self._fd
+
+    def abandon(self) -> None:
+        """Stop the writing thread; what it has not written yet does not matter any more."""
+        if self._thread is not None:
+            self._failure = self._failure or OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+            self._stop()
+
+    def _advance(self, count: int) -> None:
+        self._filled += count
+        self.position += count
+        if self._filled == CHUNK:
+            self._hand_over()
+            if self._on_progress:
+                self._on_progress(self.position)
+
+    def _hand_over(self) -> None:
+        if self._thread is None:
+            for _ in range(_BUFFERS - 1):
+                self._free.put(memoryview(bytearray(CHUNK)))
+            self._thread = threading.Thread(target=self._drain, name="ckptconv-writer", daemon=True)
+            self._thread.start()
+        self._full.put(self._buffer)
+        self._buffer, self._filled = self._free.get(), 0
+        self._raise_failure()
+
+    def _drain(self) -> None:
+        while (view := self._full.get()) is not None:
+            if self._failure is None:
+                try:
+                    _write_all(self._fd, view)
+                except OSError as error:
+                    self._failure = error
+            self._free.put(view)
+
+    def _stop(self) -> None:
+        assert self._thread is not None
+        self._full.put(None)
+        with contextlib.suppress(RuntimeError):  # a signal came while it was about to start
+            self._thread.join()
+        self._thread = None
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+
+def _write_all(fd: int, view: memoryview) -> None:
+    while view:
+        view = view[os.write(fd, view) :]

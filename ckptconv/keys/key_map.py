@@ -1,0 +1,466 @@
+"""Key rules: what each key of a state dict is called in the output, and which keys are left out.
+
+Works on names alone. The rules of a list are applied in its order, each decided on all keys of one state dict together, then
+applied to its keys and to the module paths of its `_metadata`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
+from typing import Literal, NamedTuple
+
+from ckptconv.keys.mappings import Mapped
+from ckptconv.keys.presets import Preset
+from ckptconv.keys.rules import AddPrefix, Patience, Regex, Rename, Rule, Select, Step, StripPrefix
+from ckptconv.support.choices import WRAPPERS, refuse_no_keys, refuse_no_text, refuse_no_texts, refuse_other, spelling_checked
+from ckptconv.support.errors import KeyConflict, OptionRefused, printable
+from ckptconv.support.showing import short_repr
+
+MODULE = "module"
+_IN_REPR = 10  # rules
+UNMISTAKABLE = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""Wrapper segments that torch writes and no user does: torch.compile, FSDP, activation checkpointing."""
+
+PathStep = Callable[[str], tuple[str, ...]]
+"""A module path before one rule → after it; several where a mapping is undone."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class KeyRules:
+    """What to do with keys: `wrappers` first, then `rules` in their order.
+
+    `wrappers`: ``strip`` removes the wrapper segments of DataParallel, DDP, torch.compile, FSDP and activation
+    checkpointing, in any nesting; ``module`` removes just leading ``module.``, key by key; ``add-module`` puts ``module.``
+    before every key, unless all have it; ``keep`` does nothing, and so do all of them beside a mapping, which says everything.
+
+    The short forms are rules that come before `rules`: each of `strip_prefixes` is cut off where a key starts with it, each
+    (old, new) of `renames` gives a key or a literal prefix another name, `add_prefix` is put in front, and `include` and
+    `exclude` are globs over the resulting keys. A rule that meets no key is a `KeyConflict` when it is applied.
+
+    >>> KeyRules("keep", add_prefix="net.") == KeyRules.of([("add-prefix", "net.")], "keep")
+    True
+    """
+
+    wrappers: Literal["strip", "module", "add-module", "keep"] = "strip"
+    strip_prefixes: InitVar[Sequence[str]] = ()
+    renames: InitVar[Sequence[tuple[str, str]]] = ()
+    add_prefix: InitVar[str] = ""
+    include: InitVar[Sequence[str]] = ()
+    exclude: InitVar[Sequence[str]] = ()
+    rules: tuple[Rule, ...] = ()
+
+    def __post_init__(
+        self,
+        strip_prefixes: Sequence[str],
+        renames: Sequence[tuple[str, str]],
+        add_prefix: str,
+        include: Sequence[str],
+        exclude: Sequence[str],
+    ) -> None:
+        refuse_other("wrappers", self.wrappers, WRAPPERS)
+        refuse_no_texts(strip_prefixes=strip_prefixes, include=include, exclude=exclude)
+        refuse_no_text(add_prefix=add_prefix or None)
+        if (
+            isinstance(renames, str)
+            or not isinstance(renames, Sequence)
+            or not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in renames)
+        ):
+            raise OptionRefused(f"renames={renames!r:.100} is not a list of pairs", hint="write it as renames=[('old', 'new')]")
+        if not isinstance(self.rules, tuple) or not all(isinstance(rule, Rule) for rule in self.rules):
+            raise OptionRefused(f"rules={self.rules!r:.100} is not a tuple of rules", hint="KeyRules.of makes them from words")
+        short = [
+            *(StripPrefix(prefix) for prefix in strip_prefixes if prefix),
+            *(Rename(old, new) for old, new in renames),
+            *([AddPrefix(add_prefix)] if add_prefix else []),
+            *([Select(tuple(include), tuple(exclude))] if include or exclude else []),
+        ]
+        object.__setattr__(self, "rules", (*short, *self.rules))
+
+    @classmethod
+    def of(
+        cls,
+        rules: Iterable[tuple[str, str] | Rule],
+        wrappers: Literal["strip", "module", "add-module", "keep"] = "strip",
+    ) -> KeyRules:
+        r"""Rules in the words of the command line, as (option, value), or made ones; `KeyConflict` for what is not a rule.
+
+        Globs that follow each other are one choice among the same keys.
+
+        >>> rules = KeyRules.of([("strip-prefix", "model."), ("regex", r"^blocks\.=>layers."), ("exclude", "*.bias")])
+        >>> map_keys(["model.blocks.0.weight", "model.blocks.0.bias"], rules).new
+        ('layers.0.weight', None)
+        """
+        made: list[Rule] = []
+        for given in rules:
+            rule = given if isinstance(given, Rule) else parse_rule(*given)
+            if isinstance(rule, Select) and made and isinstance(last := made[-1], Select):
+                made[-1] = Select(last.include + rule.include, last.exclude + rule.exclude)
+            else:
+                made.append(rule)
+        return cls(wrappers, rules=tuple(made))
+
+    def __repr__(self) -> str:
+        return short_repr("KeyRules", self.wrappers, *(rule.words for rule in self.rules[:_IN_REPR]))
+
+    @property
+    def mapped(self) -> bool:
+        """Whether a mapping is among the rules."""
+        return any(isinstance(rule, Mapped) for rule in self.rules)
+
+    @property
+    def globs(self) -> KeyRules:
+        """Just the globs among the rules, to choose the same keys of a checkpoint that has its names already."""
+        return KeyRules("keep", rules=tuple(rule for rule in self.rules if isinstance(rule, Select)))
+
+    @property
+    def leaving(self) -> str:
+        """The words of the rules that leave keys out."""
+        return " or ".join(rule.words for rule in self.rules if rule.leaves_out) or "the rules"
+
+
+KeyRules.__init__ = spelling_checked(KeyRules.__init__)  # type: ignore[method-assign]
+
+
+RULE_WORDS = ("strip-prefix", "add-prefix", "rename", "regex", "include", "exclude", "preset")
+"""The rules by their names on the command line and in files."""
+
+
+def parse_rule(word: str, text: str) -> Rule:
+    """The rule that `word` and its value stand for; `KeyConflict` for none."""
+    if not text:
+        raise KeyConflict(f"--{printable(word)} is empty", hint="leave it out")
+    if word == "rename":
+        return Rename(*_halves(word, text, "=", "OLD=NEW"))
+    if word == "regex":
+        return Regex(*_halves(word, text, "=>", "PATTERN=>REPLACEMENT"))
+    if word == "include":
+        return Select(include=(text,))
+    if word == "exclude":
+        return Select(exclude=(text,))
+    plain: dict[str, Callable[[str], Rule]] = {"strip-prefix": StripPrefix, "add-prefix": AddPrefix, "preset": Preset}
+    if word not in plain:
+        raise KeyConflict(f"there is no rule '{printable(word)}'", hint=f"there are {', '.join(RULE_WORDS)}")
+    return plain[word](text)
+
+
+def _halves(word: str, text: str, between: str, form: str) -> tuple[str, str]:
+    first, found, second = text.partition(between)
+    if not found or not first:
+        raise KeyConflict(f"--{word} '{printable(text)}' is not of the form {form}")
+    return first, second
+
+
+def rules_of(keys: Literal["strip", "keep"] | KeyRules) -> KeyRules:
+    """The rules that an option `keys` stands for; `OptionRefused` for any other word."""
+    if isinstance(keys, KeyRules):
+        return keys
+    refuse_no_keys(keys)
+    return KeyRules(wrappers=keys)
+
+
+STRIP = KeyRules()
+"""The default: strip wrappers, nothing else."""
+KEEP = KeyRules("keep")
+"""Leave all keys as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyMap:
+    """The keys of one state dict before and after: `new[i]` belongs to `old[i]`, None where it was left out.
+
+    `wrappers` are those found before, `idle` the words of the rules that met no key. `why` says of each key that was left out,
+    by its number, which rule did it, and `seen` what it was when that rule met it. `filled` are further keys, each with the
+    one of `new` whose value it has too.
+    """
+
+    old: tuple[str, ...]
+    new: tuple[str | None, ...]
+    wrappers: tuple[str, ...] = ()
+    path_steps: tuple[PathStep, ...] = ()
+    idle: tuple[str, ...] = ()
+    filled: tuple[tuple[str, str], ...] = ()
+    why: Mapping[int, str] = field(default_factory=dict)
+    seen: Mapping[int, str] = field(default_factory=dict)
+
+    def module_path(self, path: str) -> str:
+        """The new name of a module path, as `_metadata` has them (the root is the empty path)."""
+        return self.module_paths(path)[0]
+
+    def module_paths(self, path: str) -> tuple[str, ...]:
+        """The new names of a module path: one, but where undoing a mapping tells several apart that had become one."""
+        paths: tuple[str, ...] = (path,)
+        for step in self.path_steps:
+            paths = tuple(after for before in paths for after in step(before))
+        return paths
+
+
+def map_keys(
+    keys: Sequence[str],
+    rules: KeyRules,
+    path: str = "",
+    telling: Sequence[str] | None = None,
+    beside: Collection[str] = (),
+) -> KeyMap:
+    """Apply `rules` to all keys of the state dict at `path`.
+
+    `telling` are the keys that tell which wrappers there are (None: all); numbers of the training beside them do not.
+    `beside` are the keys of what is not the model's, which therefore gets no wrapper.
+
+    Raises `KeyConflict` when two keys become one, one becomes empty, or one is not in a mapping. That every rule met a key
+    is for `refuse_idle` to say, of all state dicts together.
+    """
+    found, steps = _wrapper_steps(keys, rules, keys if telling is None else telling, frozenset(beside))
+    new: list[str | None] = list(keys)
+    for step in steps:
+        new = [None if key is None else step(key) for key in new]
+    path_steps = [_by_name(step) for step in steps]
+    idle: list[str] = []
+    why: dict[int, str] = {}
+    seen: dict[int, str] = {}
+    for rule in (rule.at(path) for rule in rules.rules):
+        live = [key for key in new if key is not None]
+        with (patience := Patience(rule)):
+            step = rule.step(live)
+            after = [None if key is None else step(key) for key in new]
+            if not (steps and rule.is_done_by(found)):
+                idle += rule.idle(live)
+        if rule.leaves_out:
+            gone = {at: key for at, key in enumerate(new) if key is not None and after[at] is None}
+            why |= {at: rule.why(key) for at, key in gone.items()}
+            seen |= gone
+        path_steps.append(_path_step(rule, step, patience, _Followed(new, after)))
+        new = after
+    _refuse_collisions(keys, new)
+    return KeyMap(tuple(keys), tuple(new), found, tuple(path_steps), tuple(idle), why=why, seen=seen)
+
+
+def unchanged(keys: Sequence[str]) -> KeyMap:
+    """The map that leaves every key as it is."""
+    return KeyMap(tuple(keys), tuple(keys))
+
+
+def refuse_idle(maps: Sequence[KeyMap], rules: KeyRules) -> None:
+    """Raise `KeyConflict` when a rule met no key of any state dict, which no careful user wants."""
+    idle = [words for words in (maps[0].idle if maps else ()) if all(words in item.idle for item in maps)]
+    if idle:
+        raise KeyConflict(f"{idle[0]} matches no key", hint=hint_of_starts(maps, rules))
+
+
+def hint_of_starts(maps: Sequence[KeyMap], rules: KeyRules) -> str:
+    """How the keys start before the rules, and what was stripped of them."""
+    heads = dict.fromkeys(key.partition(".")[0] + "." * ("." in key) for item in maps for key in item.old)
+    some = ", ".join(printable(head, 40) for head in list(heads)[:5]) + ", …" * (len(heads) > 5)
+    hint = f"before the rules the keys start with {some}"
+    wrappers = dict.fromkeys(name for item in maps for name in item.wrappers)
+    if wrappers and rules.wrappers == "strip":
+        hint += f"; --keys keep leaves the wrapper {', '.join(wrappers)}"
+    return hint
+
+
+# ---------------------------------------------------------------------------------------------------------- module paths
+
+
+def _by_name(step: Step) -> PathStep:
+    """The step of a rule for module paths: what it makes of the keys in the module."""
+    return lambda path: ((step(f"{path}." if path else "") or "").rstrip("."),)
+
+
+def _path_step(rule: Rule, step: Step, patience: Patience, followed: _Followed) -> PathStep:
+    if isinstance(rule, Mapped):
+        return lambda path: rule.module_paths(path) or (followed.or_same(path),)
+
+    def by_name(path: str) -> str:
+        with patience:
+            return _kept(step, f"{path}." if path else "").rstrip(".")
+
+    def follow(path: str) -> tuple[str, ...]:
+        if isinstance(rule, Regex):  # what a pattern says of a name cut short is the weaker sign
+            return (found,) if (found := followed.get(path)) is not None else (by_name(path),)
+        moved = by_name(path)
+        return (moved if moved != path or rule.leaves_out else followed.or_same(path),)
+
+    return follow
+
+
+def _kept(step: Step, name: str) -> str:
+    """What a step makes of a name; the name itself where it leaves it out, for it leaves out keys only."""
+    after = step(name)
+    return name if after is None else after
+
+
+class _Followed:
+    """Module paths as their keys went, where all keys of a module went the same way; sorted out when first asked.
+
+    A module of which a prefix took the name away, but not that of the modules in it, has become the root. Each key is compared
+    with its new name, and with its neighbour's, once: a key may be of a million modules.
+    """
+
+    def __init__(self, before: Sequence[str | None], after: Sequence[str | None]) -> None:
+        self._pairs = (before, after)
+        self._sorted: list[_Moved] | None = None
+        self._old: list[str] = []
+
+    def or_same(self, path: str) -> str:
+        found = self.get(path)
+        return path if found is None else found
+
+    def get(self, path: str) -> str | None:
+        """The new path of the module; None where it has no key, or its keys went several ways."""
+        inside = self._inside(f"{path}." if path else "")
+        first = next(inside, None)
+        length = None if first is None else first.length(path)
+        if first is None or length is None:
+            return None
+        alike = first.alike
+        for moved in inside:
+            if alike < length or moved.length(path) != length:
+                return None
+            alike = moved.alike
+        return first.new[:length]
+
+    def _inside(self, prefix: str) -> Iterator[_Moved]:
+        """The keys that start with `prefix`, sorted."""
+        if self._sorted is None:
+            pairs = sorted((old, new) for old, new in zip(*self._pairs, strict=True) if old is not None and new is not None)
+            nexts = [*(new for _, new in pairs[1:]), ""]
+            self._old = [old for old, _ in pairs]
+            self._sorted = [_moved(old, new, after) for (old, new), after in zip(pairs, nexts, strict=True)]
+        for at in range(bisect_left(self._old, prefix), len(self._old)):
+            if not self._old[at].startswith(prefix):
+                return
+            yield self._sorted[at]
+
+
+class _Moved(NamedTuple):
+    """A key and its new name; how many characters these have in common at their ends, and the new name with the next one at
+    their starts."""
+
+    old: str
+    new: str
+    same: int
+    alike: int
+
+    def length(self, path: str) -> int | None:
+        """Characters of the new path of the module `path`, which the key is in; None where only a part of the key is left."""
+        rest = len(self.old) - len(path) - (path != "")  # of the key, what is inside the module
+        more = len(self.new) - rest
+        if more <= 0 and self.same == len(self.new) and (not more or self.old[-len(self.new) - 1] == "."):
+            return 0
+        return more - 1 if more > 0 and self.same >= rest and self.new[more - 1] == "." else None
+
+
+def _moved(old: str, new: str, after: str) -> _Moved:
+    same = _count(min(len(old), len(new)), lambda count: old.endswith(new[len(new) - count :]))
+    return _Moved(old, new, same, _count(min(len(new), len(after)), lambda count: after.startswith(new[:count])))
+
+
+def _count(most: int, holds: Callable[[int], bool]) -> int:
+    """The largest count up to `most` that holds, where none below it fails."""
+    return most if holds(most) else bisect_left(range(most), True, key=lambda count: not holds(count + 1))
+
+
+# -------------------------------------------------------------------------------------------------------------- wrappers
+
+
+def _wrapper_steps(
+    keys: Sequence[str], rules: KeyRules, telling: Sequence[str], beside: frozenset[str]
+) -> tuple[tuple[str, ...], list[Step]]:
+    """The wrappers that stand in the keys, and the steps that `rules.wrappers` asks for."""
+    found = find_wrappers(telling)
+    if rules.mapped:
+        return found, []
+    if rules.wrappers == "strip":
+        depth = found.count(MODULE)
+        return found, [_drop_unmistakable, *[_strip(depth)] * (depth > 0)] if found else []
+    if rules.wrappers == "module":
+        return found, [lambda key: key[_end_of_lead(key, len(key)) :]]
+    if rules.wrappers == "add-module" and not _all_start(telling, _LEAD):
+        return found, [lambda key: key if key in beside else _LEAD + key]
+    return found, []
+
+
+def find_wrappers(keys: Iterable[str]) -> tuple[str, ...]:
+    """The wrappers that `strip` would remove, outermost first.
+
+    ``module`` counts once for each level at which it is the first segment of every key; the unmistakable ones count
+    wherever they stand.
+
+    >>> find_wrappers(["module._orig_mod.fc.weight", "module._orig_mod.fc.bias"])
+    ('module', '_orig_mod')
+    >>> find_wrappers(["module.weight", "weight"])
+    ()
+    """
+    keys = list(keys)
+    text = "\n".join(keys)
+    inside = [
+        name for name in UNMISTAKABLE if name in text and any(name in key and name in key.split(".")[:-1] for key in keys)
+    ]
+    bare = [_drop_unmistakable(key) for key in keys] if inside else keys
+    depth = _depth(bare[0]) if bare else 0
+    if depth and not _all_start(bare, _LEAD * depth):
+        depth = min(map(_depth, bare))
+    return (*[MODULE] * depth, *inside)
+
+
+_LEAD = MODULE + "."
+
+
+def _depth(key: str) -> int:
+    """How often a key starts with ``module.`` before something else, its last segment at least."""
+    at = _end_of_lead(key, len(key))
+    return at // len(_LEAD) - (at == len(key))
+
+
+def _end_of_lead(key: str, most: int) -> int:
+    """Where the leading ``module.`` of a key end, `most` of them counted."""
+    at = 0
+    while most and key.startswith(_LEAD, at):
+        at, most = at + len(_LEAD), most - 1
+    return at
+
+
+def _all_start(keys: Sequence[str], prefix: str) -> bool:
+    return bool(keys) and all(key.startswith(prefix) and len(key) > len(prefix) for key in keys)
+
+
+def _drop_unmistakable(key: str) -> str:
+    if not any(name in key for name in UNMISTAKABLE):
+        return key
+    *modules, last = key.split(".")
+    return ".".join([*(segment for segment in modules if segment not in UNMISTAKABLE), last])
+
+
+def _strip(times: int) -> Step:
+    """Takes ``module.`` off the start of a key, so many times at most."""
+    lead = _LEAD * times
+    return lambda key: key[len(lead) :] if key.startswith(lead) else key[_end_of_lead(key, times) :]
+
+
+_TWO_TYPES = "rename one of them in Python (--rename takes both), or write a torch file with --keys keep"
+
+
+def _refuse_collisions(keys: Sequence[str], renamed: Sequence[str | None]) -> None:
+    """Raise `KeyConflict` when two of the keys that are left are one, or one is empty or no text."""
+    pairs = [(before, after) for before, after in zip(keys, renamed, strict=True) if after is not None]
+    new = [after for _, after in pairs]
+    try:
+        "".join(new).encode()
+    except UnicodeEncodeError as error:
+        bad = next(key for key in new if error.object[error.start] in key)
+        raise KeyConflict("a key holds half a character (a lone surrogate)", where=bad) from None
+    if len(set(new)) == len(new) and ("" not in new or "" in keys):
+        return
+    owner: dict[str, str] = {}
+    for before, after in pairs:
+        if not after and before:
+            raise KeyConflict(f"the rules leave nothing of the key '{printable(before)}'", where=before)
+        if after in owner and owner[after] == before:
+            raise KeyConflict(f"two keys of different types read as '{printable(before)}'", hint=_TWO_TYPES)
+        if after in owner:
+            raise KeyConflict(
+                f"the keys '{printable(owner[after])}' and '{printable(before)}' both become '{printable(after)}'",
+                hint="use --keys keep or other rules; nothing was written",
+            )
+        owner[after] = before

@@ -1,0 +1,72 @@
+"""Saved renamings as rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptconv.keys.rules import Rule, Step
+from ckptconv.support.errors import KeyConflict, printable
+
+# ------------------------------------------------------------------------------------------------------------- mappings
+
+
+@dataclass(frozen=True, slots=True)
+class MappedKeys:
+    """What becomes of the keys of the state dict at `path`: old → new (None: left out).
+
+    `modules` are the module paths of its `_metadata`: old → new, several where reversing tells ones apart that had become one.
+    `filled` are new keys that belong to no old one, and go when this is reversed.
+    """
+
+    path: str
+    keys: Mapping[str, str | None]
+    modules: Mapping[str, tuple[str, ...]]
+    filled: tuple[str, ...] = ()
+
+    def reversed(self) -> MappedKeys:
+        """The way back; keys that were left out are not in it."""
+        modules: dict[str, tuple[str, ...]] = {}
+        for old, news in self.modules.items():
+            for new in news:
+                modules[new] = (*modules.get(new, ()), old)
+        back: dict[str, str | None] = {new: old for old, new in self.keys.items() if new is not None}
+        return MappedKeys(self.path, {**back, **dict.fromkeys(self.filled)}, modules)
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped(Rule):
+    """Exactly the renaming of a conversion that was: no key may be met that is not in it."""
+
+    state_dicts: tuple[MappedKeys, ...]
+
+    @property
+    def words(self) -> str:
+        return "the mapping"
+
+    @property
+    def leaves_out(self) -> bool:
+        return True
+
+    def at(self, path: str) -> Mapped:
+        """The mapping of one state dict: that at `path`, or the only one."""
+        found = [item for item in self.state_dicts if item.path == path] or self.state_dicts
+        if len(found) != 1:
+            known = ", ".join(printable(item.path) or "the root" for item in self.state_dicts) or "none"
+            raise KeyConflict("the mapping is for other state dicts than this one", hint=f"those at: {known}")
+        return Mapped((found[0],))
+
+    def step(self, keys: Sequence[str]) -> Step:
+        (found,) = self.state_dicts
+        unknown = [key for key in keys if key not in found.keys]
+        if unknown:
+            raise KeyConflict(
+                f"{len(unknown)} of {len(keys)} keys are not in the mapping, e.g. '{printable(unknown[0])}'",
+                where=unknown[0],
+                hint="--reverse undoes a mapping; it fits the checkpoints that it came from",
+            )
+        return lambda key: found.keys.get(key, key)
+
+    def module_paths(self, path: str) -> tuple[str, ...]:
+        """What becomes of a module path; none where the mapping does not say."""
+        return self.state_dicts[0].modules.get(path, ())

@@ -1,0 +1,339 @@
+"""Key rules in files: lists of rules in JSON, TOML or YAML, and the mappings that conversions leave, in JSON.
+
+A file of rules is a list, or ``rules`` in an object, of objects with one rule each, by its name on the command line::
+
+    {"rules": [{"strip-prefix": "model."}, {"rename": {"head.": "classifier."}}, {"exclude": ["*.bias", "*.mean"]}]}
+
+A mapping is an object with ``"mapping": 1`` and ``state_dicts``: for each its ``path``, ``keys`` (old → new), ``left_out``
+(old ones), ``modules`` (old → new paths of its `_metadata`) and, where there are any, ``filled`` (new ones without an old one).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, NoReturn
+
+from ckptconv.io.files import FileSource
+from ckptconv.keys.key_map import RULE_WORDS, KeyRules, parse_rule
+from ckptconv.keys.mappings import Mapped, MappedKeys
+from ckptconv.keys.rules import Regex, Rename, Rule
+from ckptconv.support.choices import refuse_no_flag, refuse_no_path, spelling_checked
+from ckptconv.support.errors import CheckpointError, KeyConflict, LimitExceeded, MissingDependency, printable
+from ckptconv.support.json_text import read_object, refuse_crowded
+from ckptconv.support.limits import in_force
+
+_MAPPING = "mapping"
+_VERSION = 1
+
+
+class _Entry(NamedTuple):
+    """What a file holds in place of one rule, and the line where it begins (None: not known)."""
+
+    value: Any
+    line: int | None
+
+
+@spelling_checked
+def read_key_rules(
+    path: str | os.PathLike[str], *, wrappers: Literal["strip", "keep"] = "strip", reverse: bool = False
+) -> KeyRules:
+    """Read key rules from a JSON, TOML or YAML file, or a mapping that a conversion saved (`reverse` undoes it).
+
+    `wrappers` is what comes before the rules; a mapping says that itself. Raises `CheckpointError` with the line and the
+    rule that is wrong.
+
+    >>> read_key_rules("rules.toml")  # doctest: +SKIP
+    >>> load_portable("renamed.pt", keys=read_key_rules("map.json", reverse=True))  # doctest: +SKIP
+    """
+    refuse_no_path(path=path)
+    refuse_no_flag(reverse=reverse)
+    return KeyRules.of(read_rules(path, reverse=reverse), wrappers)
+
+
+def read_rules(path: str | os.PathLike[str], *, reverse: bool = False) -> list[Rule]:
+    """The rules in a file, or the one mapping in it, with `reverse` turned around.
+
+    Raises `CheckpointError` with the line and the rule that is wrong; `KeyConflict` when `reverse` is asked of rules.
+    """
+    refuse_no_path(rules=path)
+    path = Path(path)
+    raw = _content(path)
+    text = _text(raw, path)
+    kind = path.suffix.lower()
+    if kind not in _ENTRIES:
+        raise KeyConflict(
+            "does not look like a file of key rules", path=path, hint=f"its name must end in {', '.join(_ENTRIES)}"
+        )
+    if kind == ".json":
+        refuse_crowded(raw, path, None)
+    if kind == ".json" and (mapping := _mapping(text, path)) is not None:
+        found = tuple(item.reversed() for item in mapping) if reverse else mapping
+        return [Mapped(found)]
+    if reverse:
+        raise KeyConflict("holds rules, but only a mapping can be undone", path=path, hint="--save-mapping writes one")
+    return [rule for entry in _ENTRIES[kind](text, path) for rule in _rules(entry, path)]
+
+
+def _text(raw: bytes, path: Path) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        raise KeyConflict("is not UTF-8 text", path=path) from None
+
+
+def _content(path: Path) -> bytes:
+    source = FileSource(path)
+    try:
+        if source.size > (most := in_force().rules_bytes):
+            raise LimitExceeded(f"has {source.size} bytes", limit="rules_bytes", allowed=most, needed=source.size, path=path)
+        return source.read(0, source.size)
+    finally:
+        source.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------- rules
+
+
+def _rules(entry: _Entry, path: Path) -> Iterator[Rule]:
+    """The rules that one entry stands for: one, or one for each of its values."""
+    if not isinstance(entry.value, dict) or len(entry.value) != 1 or not all(map(_says_something, entry.value.values())):
+        _refuse(path, entry.line, "a rule is one name with its value", f"the names are {', '.join(RULE_WORDS)}")
+    ((word, values),) = entry.value.items()
+    try:
+        if word in _PAIRS and isinstance(values, dict):
+            yield from (_PAIRS[word](_text_of(old), _text_of(new)) for old, new in values.items())
+        else:
+            yield from (parse_rule(str(word), _text_of(text)) for text in (values if isinstance(values, list) else [values]))
+    except CheckpointError as error:
+        where = str(word) if entry.line is None else f"line {entry.line}: {word}"
+        raise error.at(path=path, where=where) from None
+
+
+def _says_something(values: Any) -> bool:
+    return values not in ([], {}, None) and not (isinstance(values, dict) and "" in values)
+
+
+_PAIRS: dict[Any, Callable[[str, str], Rule]] = {"rename": Rename, "regex": Regex}
+"""The rules that may be written as a table, old → new."""
+
+
+def _text_of(value: Any) -> str:
+    if not isinstance(value, str):
+        raise KeyConflict("its value is not text", hint="write it as on the command line")
+    return value
+
+
+def _refuse(path: Path, line: int | None, what: str, hint: str | None = None) -> NoReturn:
+    raise KeyConflict(what, path=path, where=None if line is None else f"line {line}", hint=hint)
+
+
+def _listed(found: Any, path: Path) -> list[Any]:
+    """The list of rules in a document."""
+    listed = found.get("rules") if isinstance(found, dict) else found
+    if not isinstance(listed, list) or not listed:
+        _refuse(path, None, "has no list of rules", 'write {"rules": [...]}, or [[rules]] in TOML')
+    return listed
+
+
+def _json_entries(text: str, path: Path) -> list[_Entry]:
+    try:
+        listed = _listed(json.loads(text, object_pairs_hook=_unique), path)
+    except json.JSONDecodeError as error:
+        _refuse(path, error.lineno, f"is not valid JSON: {error.msg}")
+    except KeyConflict as error:
+        raise error.at(path=path) from None
+    except (RecursionError, ValueError):
+        _refuse(path, None, "nests too deeply, or holds a number that is too long")
+    return [_Entry(value, line) for value, line in zip(listed, _json_lines(text), strict=True)]
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        name = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise KeyConflict(f"'{printable(name)}' occurs twice in one object", hint="write one rule in each object")
+    return found
+
+
+def _json_lines(text: str) -> Iterator[int]:
+    """The lines on which the items of the list of rules begin, in a text that is known to be JSON."""
+    decoder = json.JSONDecoder()
+    at = _after_space(text, 0)
+    while at < len(text) and text[at] != "[":  # an object: go from name to name until "rules"
+        name, at = decoder.raw_decode(text, _after_space(text, at + 1))
+        at = _after_space(text, _after_space(text, at) + 1)
+        if name == "rules":
+            break
+        _, at = decoder.raw_decode(text, at)
+        at = _after_space(text, at)
+    line, counted = 1, 0
+    while at < len(text) and text[at] in "[,":
+        at = _after_space(text, at + 1)
+        line, counted = line + text.count("\n", counted, at), at
+        yield line
+        _, at = decoder.raw_decode(text, at)
+        at = _after_space(text, at)
+
+
+def _after_space(text: str, at: int) -> int:
+    while at < len(text) and text[at] in " \t\r\n":
+        at += 1
+    return at
+
+
+def _toml_entries(text: str, path: Path) -> list[_Entry]:
+    try:
+        import tomllib
+    except ImportError:  # before python 3.11
+        try:
+            import tomli as tomllib  # type: ignore[import-not-found,no-redef,unused-ignore]
+        except ImportError:
+            hint = "pip install tomli, or write the rules as JSON"
+            raise MissingDependency("needs tomli on this version of Python", path=path, hint=hint) from None
+    _refuse_dots(text, path)
+    try:
+        listed = _listed(tomllib.loads(text), path)
+    except tomllib.TOMLDecodeError as error:
+        _refuse(path, None, f"is not valid TOML: {error}")
+    except (RecursionError, ValueError):
+        _refuse(path, None, "nests too deeply, or holds a number that is too long")
+    heads = [number for number, line in enumerate(text.splitlines(), 1) if line.partition("#")[0].strip() == "[[rules]]"]
+    lines: Sequence[int | None] = heads if len(heads) == len(listed) else [None] * len(listed)
+    return [_Entry(value, line) for value, line in zip(listed, lines, strict=True)]
+
+
+_MOST_DOTS = 100
+
+
+def _refuse_dots(text: str, path: Path) -> None:
+    """Refuse a dotted name of very many parts: tomllib's time grows with their square, and no rule has such a name."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.count(".") > _MOST_DOTS and any(name.count(".") > _MOST_DOTS for name in _NAME_ENDS(line)):
+            _refuse(path, number, f"has a name of more than {_MOST_DOTS} parts")
+
+
+_NAME_ENDS = re.compile(r"[=,\[\]{}]").split
+
+
+def _yaml_entries(text: str, path: Path) -> list[_Entry]:
+    try:
+        import yaml
+    except ImportError:
+        hint = "pip install 'ckptconv[yaml]', or write the rules as JSON or TOML"
+        raise MissingDependency("needs PyYAML", path=path, hint=hint) from None
+    try:
+        root: Any = yaml.compose(text, Loader=yaml.SafeLoader)
+        listed = _listed(_plain(root, path, set()), path)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        _refuse(path, mark and mark.line + 1, f"is not valid YAML: {getattr(error, 'problem', None) or 'malformed'}")
+    except (ValueError, RecursionError):
+        _refuse(path, None, "is not valid YAML")
+    if isinstance(root.value[0], tuple):
+        root = next(value for name, value in root.value if name.value == "rules")
+    return [_Entry(value, node.start_mark.line + 1) for value, node in zip(listed, root.value, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class _NoText:
+    """A number, date or the like in YAML; no rule has one, so it is never made (a long number takes for ever)."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _plain(node: Any, path: Path, seen: set[int]) -> Any:
+    """A composed YAML node as lists, dicts and texts. Aliases, by which a few lines make billions of values, are refused."""
+    if node is None:
+        return None
+    line, kind = node.start_mark.line + 1, node.tag.removeprefix(_YAML_TAG)
+    if id(node) in seen:
+        _refuse(path, line, "is used again through an alias", "write it out at each place")
+    seen.add(id(node))
+    if kind == "map":
+        pairs = [(_plain(name, path, seen), _plain(value, path, seen)) for name, value in node.value]
+        if any(isinstance(name, list | dict) for name, _ in pairs) or len({*(name for name, _ in pairs)}) != len(pairs):
+            _refuse(path, line, "a name occurs in it twice, or is not text")
+        return dict(pairs)
+    if kind == "seq":
+        return [_plain(value, path, seen) for value in node.value]
+    if kind not in _YAML_SCALARS:
+        _refuse(path, line, f"is not valid YAML: it has the tag {printable(node.tag)}")
+    return None if kind == "null" else node.value if kind == "str" else _NoText(node.value)
+
+
+_YAML_TAG = "tag:yaml.org,2002:"
+_YAML_SCALARS = ("str", "null", "bool", "int", "float", "timestamp", "merge", "value")
+
+
+_ENTRIES = {".json": _json_entries, ".toml": _toml_entries, ".yaml": _yaml_entries, ".yml": _yaml_entries}
+
+
+# ------------------------------------------------------------------------------------------------------------- mappings
+
+
+def mapping_text(state_dicts: Sequence[MappedKeys]) -> bytes:
+    """A mapping as the bytes of its file."""
+    listed = [
+        {
+            "path": item.path,
+            "keys": {old: new for old, new in item.keys.items() if new is not None},
+            "left_out": [old for old, new in item.keys.items() if new is None],
+            **({"filled": list(item.filled)} if item.filled else {}),
+            "modules": {old: news[0] if len(news) == 1 else list(news) for old, news in item.modules.items()},
+        }
+        for item in state_dicts
+    ]
+    return (json.dumps({_MAPPING: _VERSION, "state_dicts": listed}, indent=1) + "\n").encode()
+
+
+def _mapping(text: str, path: Path) -> tuple[MappedKeys, ...] | None:
+    """The mapping in a JSON text; None when it is something else."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict) or _MAPPING not in found:
+        return None
+    found = read_object(text.encode(), path, _MAPPING)  # strictly: no name twice
+    if found[_MAPPING] != _VERSION:
+        raise KeyConflict(f"is a mapping of version {printable(found[_MAPPING])}", path=path, hint="upgrade ckptconv")
+    listed = found.get("state_dicts")
+    if not isinstance(listed, list) or not listed:
+        raise KeyConflict("is a mapping without a state dict", path=path)
+    return tuple(_mapped_keys(item, path) for item in listed)
+
+
+def _mapped_keys(item: Any, path: Path) -> MappedKeys:
+    where, keys, left, modules = (
+        item.get(name) if isinstance(item, dict) else None for name in ("path", "keys", "left_out", "modules")
+    )
+    filled = item.get("filled", []) if isinstance(item, dict) else None
+    if (
+        not isinstance(where, str)
+        or not (isinstance(filled, list) and _are_texts(filled))
+        or not (isinstance(keys, dict) and _are_texts(keys.values()))
+        or not (isinstance(left, list) and _are_texts(left))
+        or not (isinstance(modules, dict) and all(map(_is_path_or_paths, modules.values())))
+    ):
+        raise KeyConflict("is not a mapping that ckptconv wrote", path=path, hint="--save-mapping writes one")
+    if not keys.keys().isdisjoint(left) or len({*keys.values(), *filled}) != len(keys) + len(filled):
+        raise KeyConflict("two keys become one, or a key is left out and kept", path=path, where=where)
+    paths = {old: (new,) if isinstance(new, str) else tuple(new) for old, new in modules.items()}
+    return MappedKeys(where, {**keys, **dict.fromkeys(left)}, paths, tuple(filled))
+
+
+def _are_texts(values: Iterable[Any]) -> bool:
+    return all(isinstance(text, str) for text in values)
+
+
+def _is_path_or_paths(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and bool(value) and _are_texts(value))

@@ -1,0 +1,261 @@
+"""Rules for keys, one kind at a time: what each makes of a key, and whether it meets any key at all.
+
+A rule is decided on all keys of one state dict together, then applied key by key. The ordered list of rules, and what must
+hold after it, are `keys`' part.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from types import FrameType
+from typing import NoReturn
+
+from ckptconv.support import platforms
+from ckptconv.support.errors import KeyConflict, LimitExceeded, printable
+from ckptconv.support.limits import in_force
+
+Step = Callable[[str], str | None]
+"""A key before one rule → after it; None where the rule leaves it out."""
+
+
+class Rule:
+    """One rule; `words` are those of the command line that stand for it."""
+
+    __slots__ = ()
+
+    @property
+    def words(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether the rule may leave keys out."""
+        return False
+
+    def why(self, key: str) -> str:
+        """Why the rule leaves out `key`, as it is before the rule: what is to be said of such keys."""
+        return f"left out by {self.words}"
+
+    def at(self, path: str) -> Rule:
+        """The rule for the state dict at `path` in the tree."""
+        return self
+
+    def step(self, keys: Sequence[str]) -> Step:
+        """What the rule does to each of `keys`, all the keys of a state dict that are left when its turn comes."""
+        raise NotImplementedError
+
+    def idle(self, keys: Sequence[str]) -> tuple[str, ...]:
+        """The words of what in the rule meets none of `keys`."""
+        return ()
+
+    def is_done_by(self, wrappers: Sequence[str]) -> bool:
+        """Whether taking these wrapper segments off has done all that the rule is for."""
+        return False
+
+
+def _option(name: str, text: str) -> str:
+    return f"--{name} '{printable(text)}'"
+
+
+@dataclass(frozen=True, slots=True)
+class StripPrefix(Rule):
+    """Cuts `prefix` off each key that starts with it, once."""
+
+    prefix: str
+
+    @property
+    def words(self) -> str:
+        return _option("strip-prefix", self.prefix)
+
+    def step(self, keys: Sequence[str]) -> Step:
+        return lambda key: key.removeprefix(self.prefix)
+
+    def idle(self, keys: Sequence[str]) -> tuple[str, ...]:
+        return () if any(key.startswith(self.prefix) for key in keys) else (self.words,)
+
+    def is_done_by(self, wrappers: Sequence[str]) -> bool:
+        return self.prefix.endswith(".") and set(self.prefix[:-1].split(".")) <= set(wrappers)
+
+
+@dataclass(frozen=True, slots=True)
+class AddPrefix(Rule):
+    """Puts `prefix` before every key."""
+
+    prefix: str
+
+    @property
+    def words(self) -> str:
+        return _option("add-prefix", self.prefix)
+
+    def step(self, keys: Sequence[str]) -> Step:
+        return lambda key: self.prefix + key
+
+
+@dataclass(frozen=True, slots=True)
+class Rename(Rule):
+    """Gives the key `old` the name `new`; where no key has that name, replaces the literal prefix `old` of keys."""
+
+    old: str
+    new: str
+
+    @property
+    def words(self) -> str:
+        return _option("rename", f"{self.old}={self.new}")
+
+    def step(self, keys: Sequence[str]) -> Step:
+        old, new = self.old, self.new
+        if old in keys:
+            return lambda key: new if key == old else key
+        return lambda key: new + key[len(old) :] if key.startswith(old) else key
+
+    def idle(self, keys: Sequence[str]) -> tuple[str, ...]:
+        return () if any(key.startswith(self.old) for key in keys) else (self.words,)
+
+
+_LONGEST_MADE = 1 << 20
+"""Characters of a key to which replacements may lengthen it: each of many can double it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Regex(Rule):
+    r"""Replaces what `pattern` matches, wherever in a key, by `replacement`, as `re.sub` does (``\1``, ``\g<name>``).
+
+    Raises `KeyConflict` when the pattern or the replacement is broken.
+
+    >>> Regex(r"blocks\.(\d+)", r"layers.\1").step([])("net.blocks.3.weight")
+    'net.layers.3.weight'
+    """
+
+    pattern: str
+    replacement: str
+
+    def __post_init__(self) -> None:
+        try:
+            self._compiled().sub(self.replacement, "")
+        except (re.error, IndexError, OverflowError, RecursionError) as error:
+            raise KeyConflict(
+                f"{self.words} is not a valid pattern: {error}", hint="write it as PATTERN=>REPLACEMENT, in Python's re syntax"
+            ) from None
+
+    def _compiled(self) -> re.Pattern[str]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what future versions will read otherwise
+            return re.compile(self.pattern)
+
+    @property
+    def words(self) -> str:
+        return _option("regex", f"{self.pattern}=>{self.replacement}")
+
+    def step(self, keys: Sequence[str]) -> Step:
+        pattern, replacement = self._compiled(), self.replacement
+
+        def replaced(key: str) -> str:
+            made = pattern.sub(replacement, key)
+            if len(made) > max(_LONGEST_MADE, len(key)):
+                raise KeyConflict(f"{self.words} makes a key of {len(made)} characters", where=key)
+            return made
+
+        return replaced
+
+    def idle(self, keys: Sequence[str]) -> tuple[str, ...]:
+        return () if any(map(self._compiled().search, keys)) else (self.words,)
+
+
+@dataclass(frozen=True, slots=True)
+class Select(Rule):
+    """Leaves out the keys that match none of the globs `include` (if there are any), or one of the globs `exclude`."""
+
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        return " ".join(words for words, _ in self._globs())
+
+    @property
+    def leaves_out(self) -> bool:
+        return True
+
+    def step(self, keys: Sequence[str]) -> Step:
+        return lambda key: key if self._keeps(key) else None
+
+    def idle(self, keys: Sequence[str]) -> tuple[str, ...]:
+        return tuple(words for words, glob in self._globs() if not any(fnmatchcase(key, glob) for key in keys))
+
+    def why(self, key: str) -> str:
+        met = next((glob for glob in self.exclude if fnmatchcase(key, glob)), None)
+        if met is not None and self._is_wanted(key):
+            return f"matched {_option('exclude', met)}"
+        return f"did not match {' or '.join(_option('include', glob) for glob in self.include)}"
+
+    def _keeps(self, key: str) -> bool:
+        return self._is_wanted(key) and not any(fnmatchcase(key, glob) for glob in self.exclude)
+
+    def _is_wanted(self, key: str) -> bool:
+        return not self.include or any(fnmatchcase(key, glob) for glob in self.include)
+
+    def _globs(self) -> Iterator[tuple[str, str]]:
+        yield from ((_option("include", glob), glob) for glob in self.include)
+        yield from ((_option("exclude", glob), glob) for glob in self.exclude)
+
+
+@dataclass(frozen=True, slots=True)
+class DropSegment(Rule):
+    """Takes the module name `segment` out of keys, wherever it stands in them but last."""
+
+    segment: str
+
+    @property
+    def words(self) -> str:
+        return f"the segment '{self.segment}'"
+
+    def step(self, keys: Sequence[str]) -> Step:
+        return self._without
+
+    def idle(self, keys: Sequence[str]) -> tuple[str, ...]:
+        return () if any(self._without(key) != key for key in keys) else (self.words,)
+
+    def is_done_by(self, wrappers: Sequence[str]) -> bool:
+        return self.segment in wrappers
+
+    def _without(self, key: str) -> str:
+        if self.segment not in key:
+            return key
+        *modules, last = key.split(".")
+        return ".".join([*(name for name in modules if name != self.segment), last])
+
+
+# ------------------------------------------------------------------------------------------------------------ patience
+
+
+class Patience:
+    """The time that a pattern has, of which each block in it uses some: `regex_seconds`, then `LimitExceeded` stops it.
+
+    Some patterns take time that doubles with each character (``(a+)+$``). Python's matcher looks for signals, so an alarm
+    stops it; where there is none (other threads than the main one, an alarm that is somebody else's, Windows) nothing is
+    stopped.
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        self._words = rule.words if isinstance(rule, Regex) else None
+        self._most = in_force().regex_seconds
+        self._left = self._most
+        self._armed = False
+
+    def __enter__(self) -> None:
+        self._armed = self._words is not None and platforms.can_set_alarm()
+        if self._armed:
+            platforms.set_alarm(self._left, self._stop)
+
+    def __exit__(self, *_: object) -> None:
+        if self._armed:
+            self._left = max(platforms.stop_alarm(), 1e-6)  # 0 would be no alarm at all
+
+    def _stop(self, _number: int, _frame: FrameType | None) -> NoReturn:
+        advice = "make it simpler: avoid nested repetitions"
+        what = f"{self._words} takes more than {self._most} s"
+        raise LimitExceeded(what, limit="regex_seconds", allowed=self._most, advice=advice)

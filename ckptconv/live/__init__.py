@@ -1,0 +1,1 @@
+"""Live tensors: the only package that makes them, and the only one that saves them."""

@@ -1,0 +1,384 @@
+"""Live tensors of a checkpoint: the only place where torch tensors are made.
+
+torch is imported when `load_portable` is called. A tree's symbolic nodes become live values by a closed list of types; no
+class or function is looked up by a name that a file holds, but for torch's own rebuild functions and dtypes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from ckptconv.devices.host import require_device, require_torch
+from ckptconv.devices.mapping import resolve_map_location
+from ckptconv.formats.registry import Named, open_checkpoint
+from ckptconv.io.files import FileSource, refuse_changed
+from ckptconv.keys.key_map import KeyRules, map_keys, refuse_idle, rules_of
+from ckptconv.objects.plain import tensor_form
+from ckptconv.objects.torch_names import VALUELESS, WEIGHTS_ONLY
+from ckptconv.objects.torch_read import Window, window
+from ckptconv.pickles.nodes import ORDERED_DICT, Call, Dict, Global, Node, attributes
+from ckptconv.support.choices import UNKNOWN, refuse_no_flag, refuse_no_text, refuse_other, spelling_checked
+from ckptconv.support.errors import CheckpointError, RefusedObject, UnsupportedCheckpoint, printable, too_deep
+from ckptconv.support.gc_pause import collector_paused
+from ckptconv.support.progress import Meter, OnProgress
+from ckptconv.tensors.checksums import check_storage
+from ckptconv.tensors.dtypes import BY_NAME, DType
+from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, refuse_packed, whole_storage
+from ckptconv.tensors.stream import iter_chunks
+from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.tree.renaming import rename_state_dicts
+from ckptconv.tree.settling import Settled, Unknown, has_more, settle_objects
+from ckptconv.tree.state_dicts import find, find_state_dicts, renamed_state_dict
+from ckptconv.tree.strays import settle_strays
+from ckptconv.tree.walk import tensors_of
+
+if TYPE_CHECKING:
+    import torch
+
+MapLocation = Any
+"""What `torch.load` takes: None, a string (also ``auto``), a `torch.device`, a dict of tags, or a callable."""
+
+
+@overload
+def load_portable(
+    path: Named,
+    map_location: MapLocation = "cpu",
+    *,
+    whole: Literal[False] = False,
+    only: str | None = None,
+    keys: Literal["strip", "keep"] | KeyRules = "strip",
+    mmap: bool = True,
+    unknown: Unknown = "refuse",
+    tag: str | None = None,
+    on_progress: OnProgress | None = None,
+) -> OrderedDict[str, torch.Tensor]: ...
+@overload
+def load_portable(
+    path: Named,
+    map_location: MapLocation = "cpu",
+    *,
+    whole: bool,
+    only: str | None = None,
+    keys: Literal["strip", "keep"] | KeyRules = "strip",
+    mmap: bool = True,
+    unknown: Unknown = "refuse",
+    tag: str | None = None,
+    on_progress: OnProgress | None = None,
+) -> Any: ...
+@spelling_checked
+def load_portable(
+    path: Named,
+    map_location: MapLocation = "cpu",
+    *,
+    whole: bool = False,
+    only: str | None = None,
+    keys: Literal["strip", "keep"] | KeyRules = "strip",
+    mmap: bool = True,
+    unknown: Unknown = "refuse",
+    tag: str | None = None,
+    on_progress: OnProgress | None = None,
+) -> Any:
+    """Load the state dict of a checkpoint as an `OrderedDict` of tensors under bare keys, or everything with `whole`.
+
+    `map_location` means what it means in `torch.load`, with ``cpu`` as the default, ``auto`` for the best device here, and
+    None for the devices that the file names. Several state dicts need `only`, the path of one. With `mmap` (the default)
+    tensors on the CPU are mapped copy-on-write, as by `torch.load(mmap=True)`: nothing is read until it is used, and the
+    file must not be overwritten in place meanwhile (`save_portable` and ckptconv replace files, which is safe); with
+    ``mmap=False`` they are read at once and checked against the archive's CRC-32. `unknown` says what to do, with `whole`,
+    about objects that `weights_only=True` refuses and that have no plain form, and in any case about what a whole module
+    holds outside its state dict. A sequence of paths are the files of all
+    ranks of one checkpoint; `tag` picks a step where `path` is a folder of several. `on_progress` is called with a `Progress`
+    (phase ``read``, bytes), about once a MiB that is read; what is mapped is not. Nothing in the file is executed.
+
+    Raises `CheckpointError`; `DeviceUnavailable` when a tag cannot be served here.
+
+    >>> load_portable("ddp_cuda3.pt")["features.0.weight"].device  # doctest: +SKIP
+    device(type='cpu')
+    """
+    rules = rules_of(keys)
+    refuse_other("unknown", unknown, UNKNOWN)
+    refuse_no_text(only=only)
+    refuse_no_flag(whole=whole, mmap=mmap)
+    require_torch("making live tensors")
+    with open_checkpoint(path, tag=tag, whole_modules=whole and unknown == "keep") as checkpoint:
+        try:
+            with collector_paused():
+                root, overlay, settled = _selected(checkpoint, only, whole, rules, unknown)
+                meter = Meter("read", _bytes_to_read(settled, mmap), on_progress)
+                loaded = _Live(_Restorer(map_location), mmap, meter).tree(root, overlay)
+                meter.finish()
+                refuse_changed(checkpoint.sources)
+                return loaded
+        except CheckpointError as error:
+            raise error.at(path=checkpoint.path) from error.__cause__
+
+
+def _selected(
+    checkpoint: Checkpoint, only: str | None, whole: bool, rules: KeyRules, unknown: Unknown
+) -> tuple[Node, dict[int, Node], Settled]:
+    """The node to bring to life, the overlay with renamed keys and plain objects, and the tensors that are in it."""
+    overlay: dict[int, Node] = {}
+    if whole:
+        root = checkpoint.root if only is None else find(checkpoint.root, only, checkpoint.path)
+        settle_strays(checkpoint, root, unknown)
+        rename_state_dicts(find_state_dicts(root), overlay, rules)
+    else:
+        found = checkpoint.state_dict(only)
+        settle_strays(checkpoint, found.node, unknown)
+        keys = map_keys(found.keys, rules, found.path, found.telling_keys, found.keys_beside)
+        refuse_idle([keys], rules)
+        root = renamed_state_dict(found, keys.new, keys.module_paths)
+        if type(root) is Dict:
+            root = _ordered(root)
+        overlay.update((id(value), ref) for value in found.values if (ref := tensor_form(value)) is not None)
+    settled = settle_objects(root, overlay, unknown)
+    if any(ref.dtype.is_packed for ref in settled.tensors):
+        refuse_packed(tensors_of(root, overlay), "leave it out: keys=KeyRules(exclude=('KEY',))")
+    for check in settled.checks:
+        check()
+    return root, overlay, settled
+
+
+def _bytes_to_read(settled: Settled, mmap: bool) -> int:
+    """The bytes that are read when all tensors are made, at most: of a storage with a checksum twice."""
+    views = {id(piece.storage): piece.storage for ref in settled.tensors for piece in ref.pieces if ref.is_view}
+    views.update((id(storage), storage) for storage in settled.storages)
+    read = [storage for storage in views.values() if not (mmap and type(storage.source) is FileSource)]
+    wholes = {id(whole): whole for storage in read if (whole := storage.part_of or storage).crc32 is not None and not mmap}
+    gathered = sum(ref.nbytes for ref in settled.tensors if not ref.is_view)
+    return gathered + sum(storage.nbytes for storage in (*read, *wholes.values()))
+
+
+def _ordered(node: Dict) -> Call:
+    made = Call(ORDERED_DICT, ())
+    made.pairs = node.pairs
+    return made
+
+
+# ---------------------------------------------------------------------------------------------------- nodes → live values
+
+
+def _layouts(torch: Any) -> dict[str, Any]:
+    """torch's layouts by their names; nothing else of torch is to be had by a name in a file."""
+    return {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
+
+
+class _Restorer:
+    """Moves a storage to where `map_location` wants it, as `torch.load` does."""
+
+    def __init__(self, map_location: MapLocation) -> None:
+        self._call: Callable[..., Any] | None = None
+        if callable(map_location) and not isinstance(map_location, str):
+            self._call = map_location
+        else:
+            self._device_of = resolve_map_location(map_location)
+
+    def __call__(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+        if self._call is None:
+            device = self._device_of(location)
+        else:
+            moved = self._call(storage, location)
+            if moved is not None:
+                untyped: torch.UntypedStorage = getattr(moved, "_untyped_storage", moved)
+                return untyped
+            device = require_device(location)
+        return storage if device.type == "cpu" else storage.to(device=device)
+
+
+_DICTS: dict[str, Callable[[], Any]] = {"collections.OrderedDict": OrderedDict, "collections.Counter": Counter}
+
+
+class _Live:
+    """Makes live values of nodes, one for each node, so that what was shared stays shared."""
+
+    def __init__(self, restore: _Restorer, mmap: bool, meter: Meter) -> None:
+        import torch
+
+        self._torch = torch
+        self._restore = restore
+        self._mmap = mmap
+        self._meter = meter
+        self._maps: dict[int, torch.UntypedStorage] = {}
+        self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
+        self._checked: set[int] = set()
+        self._made: dict[int, Any] = {}
+        self._overlay: Mapping[int, Node] = {}
+        self._dtypes = {name: getattr(torch, name) for name in BY_NAME if hasattr(torch, name)}
+        self._forms: dict[type, Callable[[Any], Any]] = {
+            TensorRef: self._tensor,
+            TensorObject: self._tensor_object,
+            Dict: self._dict,
+            Call: self._call,
+            Global: self._global,
+            Storage: lambda storage: self._typed_storage(window(storage)),
+            Window: self._typed_storage,
+            list: self._list,
+            tuple: lambda node: tuple(map(self._value, node)),
+        }
+
+    def tree(self, root: Node, overlay: Mapping[int, Node]) -> Any:
+        """The live value of `root`, nodes in `overlay` replaced."""
+        self._overlay = overlay
+        try:
+            value = self._value(root)
+        except RecursionError:
+            raise too_deep("nests too many containers to be loaded") from None
+        self._torch._utils._validate_loaded_sparse_tensors()  # type: ignore[no-untyped-call]
+        return value
+
+    def _value(self, node: Node) -> Any:
+        while id(node) in self._overlay:
+            node = self._overlay[id(node)]
+        form = self._forms.get(type(node))
+        if form is None:
+            return node
+        made = self._made.get(id(node), self)
+        if made is self:
+            made = self._made[id(node)] = form(node)
+        return made
+
+    def _list(self, node: list[Node]) -> list[Any]:
+        made = self._made[id(node)] = []
+        made.extend(map(self._value, node))
+        return made
+
+    def _dict(self, node: Dict) -> dict[Any, Any]:
+        made: dict[Any, Any] = {}
+        self._made[id(node)] = made
+        self._fill(made, node.pairs)
+        return made
+
+    def _fill(self, made: Any, pairs: Any) -> Any:
+        for key, value in pairs:
+            try:
+                made[self._value(key)] = self._value(value)
+            except TypeError:
+                raise RefusedObject("a dict has a key that Python does not allow") from None
+        return made
+
+    def _call(self, node: Call) -> Any:
+        if node.name not in WEIGHTS_ONLY or node.name in VALUELESS or has_more(node):
+            return node  # kept symbolically, because the caller asked for it
+        if node.name in _DICTS:
+            made = self._made[id(node)] = _DICTS[node.name]()
+            made.__dict__.update((name, self._value(value)) for name, value in attributes(node))
+            return self._fill(made, node.pairs)
+        return self._known_call(node.name, [self._value(argument) for argument in node.args])
+
+    def _known_call(self, name: str, args: list[Any]) -> Any:
+        torch = self._torch
+        module, _, function = name.rpartition(".")
+        makers: dict[str, Callable[..., Any]] = {
+            "_codecs.encode": lambda text, encoding="utf-8": text.encode(encoding),
+            "builtins.set": set,
+            "builtins.bytearray": lambda *given: bytearray(
+                given[0].encode("latin1") if len(given) > 1 else given[0] if given else b""
+            ),
+            "builtins.complex": complex,
+            "torch.Size": torch.Size,
+            "torch.device": torch.device,
+            "torch.serialization._get_layout": lambda layout: _layouts(torch)[layout],
+        }
+        make = makers.get(name) or (getattr(torch._utils, function, None) if module == "torch._utils" else None)
+        if make is None:
+            raise RefusedObject(f"{printable(name)} cannot be loaded yet", hint="only='PATH' takes one part")
+        try:
+            return make(*args)
+        except Exception as error:
+            raise RefusedObject(f"{printable(name)} refuses its arguments: {error}") from error
+
+    def _global(self, node: Global) -> Any:
+        if node.path not in WEIGHTS_ONLY:
+            return node
+        module, _, name = node.path.rpartition(".")
+        return getattr(self._torch, name, node) if module == "torch" else node
+
+    # tensors
+
+    def _tensor(self, ref: TensorRef) -> torch.Tensor:
+        dtype = self._dtypes.get(ref.dtype.name)
+        if dtype is None:
+            raise RefusedObject(f"this torch has no dtype {ref.dtype.name}", hint="upgrade torch")
+        if ref.is_view:
+            offset, stride = ref.storage_offset, ref.stride
+            storage = self._storage(ref.storage, ref.dtype)
+        else:
+            raw = ref._replace(conj=False, neg=False)
+            for piece in ref.pieces:
+                self._check(piece.storage)
+            offset, stride = 0, ref.stride
+            storage = self._restore(self._filled(raw), ref.location)
+        tensor = self._torch.empty(0, dtype=dtype, device=storage.device)
+        tensor.set_(storage, offset, ref.shape, stride)
+        if ref.conj:
+            tensor = tensor.conj()
+        if ref.neg:
+            tensor = self._torch._neg_view(tensor)
+        return tensor.requires_grad_() if ref.requires_grad else tensor
+
+    def _tensor_object(self, node: TensorObject) -> torch.Tensor:
+        tensor = self._tensor(node.tensor._replace(requires_grad=False))
+        if node.cls is None:
+            tensor = self._torch.nn.Parameter(tensor, node.tensor.requires_grad)
+        elif node.tensor.requires_grad:
+            tensor.requires_grad_()
+        state = node.state[0] if type(node.state) is tuple and node.state else node.state
+        if type(state) is Dict:
+            tensor.__dict__.update(self._dict(state))
+        return tensor
+
+    def _typed_storage(self, part: Window) -> Any:
+        dtype = part.dtype or BY_NAME["uint8"]
+        whole = self._storage(part.storage, dtype)
+        start, stop = part.start * dtype.itemsize, part.stop * dtype.itemsize
+        return self._torch.storage.TypedStorage(  # type: ignore[no-untyped-call]
+            wrap_storage=whole if stop - start == whole.nbytes() else whole[start:stop],
+            dtype=self._dtypes[dtype.name],
+            _internal=True,
+        )
+
+    def _storage(self, storage: Storage, dtype: DType) -> torch.UntypedStorage:
+        word = dtype.word if storage.big_endian else 1
+        if (made := self._storages.get((id(storage), word))) is None:
+            made = self._restore(self._on_cpu(storage, dtype, word), storage.location)
+            self._storages[id(storage), word] = made
+        return made
+
+    def _on_cpu(self, storage: Storage, dtype: DType, word: int) -> torch.UntypedStorage:
+        source = storage.source
+        if self._mmap and type(source) is FileSource and word == 1 and storage.offset % dtype.itemsize == 0:
+            if (mapped := self._maps.get(id(source))) is None:
+                mapped = self._maps[id(source)] = self._mapped(source)
+            part: torch.UntypedStorage = mapped[storage.offset : storage.offset + storage.nbytes]
+            return part
+        self._check(storage)
+        return self._filled(whole_storage(storage, 0, storage.nbytes, dtype))
+
+    def _check(self, storage: Storage) -> None:
+        """Hold a storage, or the one that it is part of, against its checksum, once; what is mapped is not read for that."""
+        whole = storage.part_of or storage
+        if not self._mmap and id(whole) not in self._checked:
+            self._checked.add(id(whole))
+            check_storage(whole, self._meter)
+
+    def _mapped(self, source: FileSource) -> torch.UntypedStorage:
+        try:
+            mapped = self._torch.UntypedStorage.from_file(source.mappable_path(), False, source.size)
+        except RuntimeError as error:  # the file is shorter by now
+            source.refuse_changed()
+            raise UnsupportedCheckpoint(f"cannot be mapped: {error}", path=source.path, hint="mmap=False reads it") from error
+        source.refuse_replaced()
+        assert isinstance(mapped, self._torch.UntypedStorage)
+        return mapped
+
+    def _filled(self, ref: TensorRef) -> torch.UntypedStorage:
+        """A fresh CPU storage with the values of `ref` in C order."""
+        values = self._torch.empty(ref.nbytes, dtype=self._torch.uint8)
+        view, at = values.numpy().data, 0
+        for chunk in iter_chunks(ref):
+            view[at : at + len(chunk)] = chunk
+            at += len(chunk)
+            self._meter.add(len(chunk))
+        return values.untyped_storage()

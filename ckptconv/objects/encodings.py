@@ -1,0 +1,267 @@
+"""State-dict values as the named tensors that safetensors can hold, and back: exact, by a recipe in the metadata.
+
+A strided tensor stays under its key. One that safetensors has no form for is taken apart into components under ``key.…``, and the
+metadata entry ``ckptconv.encodings`` holds a JSON object from key to recipe:
+
+| encoding | components | recipe |
+|---|---|---|
+| ``complex`` | ``key.real_imag``: the parts side by side in one more dimension of 2 | ``dtype`` |
+| ``sparse`` (COO) | ``key.indices``, ``key.values`` | ``layout``, ``size``, ``coalesced`` |
+| ``sparse`` (CSR, CSC, BSR, BSC) | ``key.compressed_indices``, ``key.plain_indices``, ``key.values`` | ``layout``, ``size`` |
+| ``quantized`` | ``key.integers``; by channel also ``key.scales``, ``key.zero_points`` | ``dtype``, ``scheme``, ``scale``, ``zero_point``, ``axis`` |
+| ``nested`` | ``key.buffer``, ``key.sizes``, ``key.strides``, ``key.offsets`` | |
+
+A component that safetensors cannot hold itself (complex values of a sparse tensor) has a recipe of its own. Source of the forms:
+the rebuild functions in torch/_utils.py.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from ckptconv.objects.plain import spoken_name, tensor_form
+from ckptconv.objects.torch_write import plain_sizes
+from ckptconv.pickles.nodes import ORDERED_DICT, Call, Global, Node
+from ckptconv.support.errors import MalformedCheckpoint
+from ckptconv.tensors.dtypes import BY_NAME
+from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, contiguous_stride, view_of
+
+ENCODINGS = "ckptconv.encodings"
+"""The name of the metadata entry with the recipes."""
+
+Recipe = dict[str, Any]
+Components = tuple[tuple[str, TensorRef], ...]
+
+
+class Flat(NamedTuple):
+    """A value as named tensors, with the recipes that put it together again; `was` names what was rewritten as a tensor."""
+
+    tensors: Components
+    recipes: dict[str, Recipe]
+    was: str | None = None
+
+
+def flat(key: str, value: Node, *, encode: bool = True) -> Flat | None:
+    """The named tensors of a state dict's value; None where it is not a tensor, or one without an exact encoding.
+
+    Without `encode`, tensors that safetensors has no form for have none, but for complex ones, which stay as they are.
+    """
+    ref = value.tensor if type(value) is TensorObject else value if type(value) is TensorRef else None
+    was = None
+    if ref is None and (ref := tensor_form(value)) is not None:
+        was = spoken_name(value, value.name)
+    if ref is not None:
+        if not encode or ref.dtype.name not in _REALS:
+            return Flat(((key, ref),), {}, was)
+        return Flat(((f"{key}.real_imag", ref),), {key: {"encoding": "complex", "dtype": ref.dtype.name}}, was)
+    if not encode:
+        return None
+    if type(value) is Call and value.name in PARAMETERS and value.args:
+        return flat(key, value.args[0])
+    encoder = _ENCODERS.get(value.name) if type(value) is Call else None
+    made = encoder(value.args) if encoder is not None else None
+    return None if made is None else _nested_flat(key, *made)
+
+
+def _nested_flat(key: str, components: Components, recipe: Recipe) -> Flat:
+    inner = [found for name, ref in components if (found := flat(f"{key}.{name}", ref)) is not None]
+    recipes = {name: inside for found in inner for name, inside in found.recipes.items()}
+    return Flat(tuple(pair for found in inner for pair in found.tensors), {**recipes, key: recipe})
+
+
+def recipes_text(recipes: Mapping[str, Recipe]) -> dict[str, str]:
+    """The metadata entry that holds these recipes; none where there are no recipes."""
+    return {ENCODINGS: json.dumps(recipes, separators=(",", ":"), ensure_ascii=False)} if recipes else {}
+
+
+def written_form(ref: TensorRef) -> tuple[str, tuple[int, ...]] | None:
+    """The safetensors dtype and shape under which a complex tensor of an encoding is written; None for other tensors."""
+    real = _REALS.get(ref.dtype.name)
+    return None if real is None else (BY_NAME[real].safetensors or "", (*ref.shape, 2))
+
+
+_REALS = {"complex128": "float64", "complex32": "float16"}
+PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
+_UTILS = "torch._utils"
+_Encoded = tuple[Components, Recipe] | None
+
+# ------------------------------------------------------------------------------------------------------------- encoding
+
+
+def _sparse(args: tuple[Node, ...]) -> _Encoded:
+    if len(args) != 2 or type(args[0]) is not Call or type(args[1]) is not tuple:
+        return None
+    layout = args[0].args[0] if args[0].args else None
+    names = _SPARSE.get(layout) if type(layout) is str else None
+    if names is None or not len(names) + 1 <= len(args[1]) <= len(names) + 2:
+        return None
+    refs, size = args[1][: len(names)], plain_sizes(args[1][len(names)])
+    if size is None or any(type(ref) is not TensorRef for ref in refs):
+        return None
+    recipe: Recipe = {"encoding": "sparse", "layout": layout, "size": list(size)}
+    if len(args[1]) > len(names) + 1:
+        recipe["coalesced"] = args[1][-1] is True
+    return tuple(zip(names, refs, strict=True)), recipe
+
+
+_COMPRESSED = ("compressed_indices", "plain_indices", "values")
+_SPARSE = {
+    "torch.sparse_coo": ("indices", "values"),
+    **{f"torch.sparse_{kind}": _COMPRESSED for kind in ("csr", "csc", "bsr", "bsc")},
+}
+
+
+def _quantized(args: tuple[Node, ...]) -> _Encoded:
+    if (
+        len(args) < 5
+        or type(args[0]) is not Storage
+        or type(args[4]) is not tuple
+        or not args[4]
+        or type(args[4][0]) is not Global
+    ):
+        return None
+    storage, offset, shape, stride, params = args[:5]
+    integer = _INTEGERS.get(storage.dtype.name) if storage.dtype else None
+    if integer is None:
+        return None
+    integers = ("integers", view_of(storage, BY_NAME[integer], offset, shape, stride))
+    recipe: Recipe = {"encoding": "quantized", "dtype": storage.dtype.name, "scheme": params[0].name}
+    if params[0].name == "per_tensor_affine" and [type(number) for number in params[1:]] == [float, int]:
+        return (integers,), {**recipe, "scale": params[1], "zero_point": params[2]}
+    if params[0].name in _BY_CHANNEL and [type(given) for given in params[1:]] == [TensorRef, TensorRef, int]:
+        return (integers, ("scales", params[1]), ("zero_points", params[2])), {**recipe, "axis": params[3]}
+    return None
+
+
+_INTEGERS = {"quint8": "uint8", "qint8": "int8", "qint32": "int32"}
+_BY_CHANNEL = ("per_channel_affine", "per_channel_affine_float_qparams")
+
+
+def _nested(args: tuple[Node, ...]) -> _Encoded:
+    if len(args) != len(_NESTED) or any(type(ref) is not TensorRef for ref in args):
+        return None
+    return tuple(zip(_NESTED, args, strict=True)), {"encoding": "nested"}
+
+
+_NESTED = ("buffer", "sizes", "strides", "offsets")
+_ENCODERS: dict[str, Callable[[tuple[Node, ...]], _Encoded]] = {
+    f"{_UTILS}._rebuild_sparse_tensor": _sparse,
+    f"{_UTILS}._rebuild_qtensor": _quantized,
+    f"{_UTILS}._rebuild_nested_tensor": _nested,
+}
+
+# ------------------------------------------------------------------------------------------------------------- decoding
+
+
+def restore(tensors: Mapping[str, TensorRef], text: str) -> dict[str, Node]:
+    """The values of a state dict, the components among `tensors` put together by the recipes in `text`.
+
+    A value stands where its first component stood. A key without any component is passed over: another program left it out.
+    Raises `MalformedCheckpoint` when the recipes are none, or do not fit the tensors.
+    """
+    values: dict[str, Node] = dict(tensors)
+    places = {name: at for at, name in enumerate(tensors)}
+    for key, recipe in _recipes(text).items():
+        names = _component_names(key, recipe)
+        there = [name for name in names if name in values]
+        if not there:
+            continue
+        if len(there) < len(names) or key in values:
+            raise MalformedCheckpoint(
+                "the components of its encoding are incomplete, or the tensor itself is there too", where=key
+            )
+        try:
+            value = _DECODERS[recipe["encoding"]](recipe, [values.pop(name) for name in names])
+        except (KeyError, TypeError, IndexError, ValueError, AttributeError, OverflowError) as error:
+            raise MalformedCheckpoint("its components do not fit the recipe of its encoding", where=key) from error
+        values[key] = value
+        places[key] = places[names[0]]
+    return {key: values[key] for key in sorted(values, key=places.__getitem__)}
+
+
+def _recipes(text: str) -> dict[str, Recipe]:
+    try:
+        recipes = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise MalformedCheckpoint("is not JSON", where=ENCODINGS) from error
+    if type(recipes) is not dict or any(type(recipe) is not dict for recipe in recipes.values()):
+        raise MalformedCheckpoint("holds something other than recipes", where=ENCODINGS)
+    return recipes
+
+
+def _component_names(key: str, recipe: Recipe) -> list[str]:
+    encoding = recipe.get("encoding")
+    layout, scheme = recipe.get("layout"), recipe.get("scheme")
+    names: tuple[str, ...] | None = None
+    if encoding == "sparse":
+        names = _SPARSE.get(layout) if type(layout) is str else None
+    elif encoding == "quantized":
+        names = ("integers", "scales", "zero_points") if scheme in _BY_CHANNEL else ("integers",)
+    elif encoding in ("complex", "nested"):
+        names = ("real_imag",) if encoding == "complex" else _NESTED
+    if names is None:
+        raise MalformedCheckpoint("its encoding is unknown", where=key, hint="a newer ckptconv may read it")
+    return [f"{key}.{name}" for name in names]
+
+
+def _complex(recipe: Recipe, parts: list[Any]) -> Node:
+    part: TensorRef = parts[0]
+    if part.dtype.name != _REALS[recipe["dtype"]] or part.shape[-1] != 2:
+        raise ValueError
+    dtype, shape = BY_NAME[recipe["dtype"]], part.shape[:-1]
+    return view_of(part.storage._replace(dtype=dtype), dtype, 0, shape, contiguous_stride(shape))
+
+
+def _sparse_again(recipe: Recipe, parts: list[Any]) -> Node:
+    size = _checked_ints(recipe["size"])
+    layout = Call(Global("torch.serialization", "_get_layout"), (recipe["layout"],))
+    given = (*parts, Call(Global("torch", "Size"), (size,)))
+    if recipe["layout"] == "torch.sparse_coo":
+        indices, values = parts
+        if len(indices.shape) != 2 or indices.shape[0] + len(values.shape) - 1 != len(size):
+            raise ValueError
+        given = (*given, recipe["coalesced"] is True)
+    return Call(Global(_UTILS, "_rebuild_sparse_tensor"), (layout, given))
+
+
+def _checked_ints(given: Any) -> tuple[int, ...]:
+    size = plain_sizes(given)
+    if size is None or any(not 0 <= number < 1 << 63 for number in size):
+        raise ValueError
+    return size
+
+
+def _quantized_again(recipe: Recipe, parts: list[Any]) -> Node:
+    integers: TensorRef = parts[0]
+    if integers.dtype.name != _INTEGERS[recipe["dtype"]]:
+        raise ValueError
+    params: tuple[Node, ...] = (Global("torch", recipe["scheme"]),)
+    if len(parts) > 1:
+        params += (parts[1], parts[2], _axis(recipe["axis"], integers))
+    else:
+        if recipe["scheme"] != "per_tensor_affine" or type(recipe["zero_point"]) is not int:
+            raise ValueError
+        params += (float(recipe["scale"]), recipe["zero_point"])
+    storage = integers.storage._replace(dtype=BY_NAME[recipe["dtype"]])
+    args = (storage, 0, integers.shape, integers.stride, params, False, Call(ORDERED_DICT, ()))
+    return Call(Global(_UTILS, "_rebuild_qtensor"), args)
+
+
+def _axis(axis: Any, integers: TensorRef) -> int:
+    if type(axis) is not int or not 0 <= axis < len(integers.shape):
+        raise ValueError
+    return axis
+
+
+def _nested_again(_: Recipe, parts: list[Any]) -> Node:
+    return Call(Global(_UTILS, "_rebuild_nested_tensor"), tuple(parts))
+
+
+_DECODERS: dict[str, Callable[[Recipe, list[Any]], Node]] = {
+    "complex": _complex,
+    "sparse": _sparse_again,
+    "quantized": _quantized_again,
+    "nested": _nested_again,
+}

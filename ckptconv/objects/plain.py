@@ -1,0 +1,305 @@
+"""Symbolic objects that have an exact plain form, which every reader of the output accepts.
+
+What `torch.load(weights_only=True)` refuses is mostly harmless: numbers and arrays of numpy, namespaces, dicts of another name,
+paths. Each such call is rewritten as the number, tensor, dict or text that it stands for; anything else has no plain form.
+Nothing is executed. Sources: the `__reduce__` forms of numpy, argparse, types, collections and pathlib.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable, Sequence
+from math import prod
+from pathlib import Path
+
+from ckptconv.io.source import MemorySource
+from ckptconv.objects import training as training_objects
+from ckptconv.pickles.nodes import ABSENT, DICT, ORDERED_DICT, SET, Call, Dict, Global, Node
+from ckptconv.support.limits import in_force
+from ckptconv.tensors.dtypes import BY_NAME, DType
+from ckptconv.tensors.refs import Storage, TensorRef, contiguous_stride, view_of
+from ckptconv.tensors.stream import iter_cast_chunks
+
+_NO_DICT = re.compile(r"builtins\.|torch\.\w+\Z").match
+_DICT_CLASSES = ("AttributeDict", "EasyDict", "Munch", "AttrDict", "ConfigDict")
+
+
+def plain_form(call: Call) -> Node:
+    """The plain value that `call` stands for, or the call itself when it has none."""
+    name, state = _class_and_state(call)
+    make = _FORMS.get(name)
+    if make is None:
+        return _as_dict(call, name, state)
+    return make(call, state) if _is_all_read(call, make) else call
+
+
+def _is_all_read(call: Call, make: Callable[[Call, Node], Node]) -> bool:
+    """Whether nothing was given to the call, appended, set or made its state that its form does not look at."""
+    read = _READ.get(make, "args")
+    args_read = read != "state" or not call.args
+    if call.name == _RECONSTRUCTOR:  # of the class, its base and what the base is made of
+        args_read = read == "state" and _names(call.args[1:2]) == ["builtins.object"] and call.args[2:] == (None,)
+    items_read = (read == "items" or not call.items) and (read == "pairs" or not call.pairs)
+    return args_read and items_read and call.kwargs is None and (call.state in (ABSENT, None) or make in _OF_STATE)
+
+
+def _names(nodes: Sequence[Node]) -> list[str]:
+    return [node.path for node in nodes if type(node) is Global]
+
+
+def _class_and_state(call: Call) -> tuple[str, Node]:
+    """The class that the call makes an object of, protocol 1's `copyreg._reconstructor` looked through."""
+    name = call.name
+    if name == _RECONSTRUCTOR and call.args and type(call.args[0]) is Global:
+        name = call.args[0].path
+    return name, call.state
+
+
+def _as_dict(call: Call, name: str, state: Node) -> Node:
+    """A subclass of dict: made without content, filled with pairs, and with no state but its own items."""
+    given = _base_pairs(call)
+    known = name.rpartition(".")[2] in _DICT_CLASSES
+    if _NO_DICT(name) or call.items or call.kwargs is not None or given is None or not (call.pairs or given or known):
+        return call
+    pairs = [*given, *call.pairs]
+    values = {key: value for key, value in pairs if type(key) is str}
+    extra = state.pairs if type(state) is Dict else [] if state in (ABSENT, None) else None
+    if extra is None or not all(type(key) is str and key in values and _is_same(value, values[key]) for key, value in extra):
+        return call
+    return Dict(pairs)
+
+
+def _is_same(first: Node, second: Node) -> bool:
+    """Whether two nodes are one object, or plain values that cannot be told apart."""
+    return first is second or (type(first) is type(second) and type(first) in _PLAIN and (first == second or first != first))
+
+
+_PLAIN = (str, bytes, int, float, bool)
+
+
+def _base_pairs(call: Call) -> list[tuple[Node, Node]] | None:
+    """The pairs that the constructor was given; None when it was given something else."""
+    if not call.args:
+        return []
+    if call.name != _RECONSTRUCTOR or len(call.args) != 3 or type(call.args[2]) is not Dict:
+        return None
+    names = _names(call.args[:2])  # an OrderedDict is not filled by filling the dict that it is
+    return call.args[2].pairs if len(names) == 2 and names[0] != ORDERED_DICT.path and names[1] == DICT.path else None
+
+
+_RECONSTRUCTOR = "copyreg._reconstructor"
+
+
+def _namespace(call: Call, state: Node) -> Node:
+    return Dict(state.pairs) if type(state) is Dict else Dict() if state in (ABSENT, None) else call
+
+
+def _plain_dict(call: Call, _: Node) -> Node:
+    return call if call.args else Dict([*call.pairs])
+
+
+def _default_dict(call: Call, _: Node) -> Node:
+    return call if len(call.args) > 1 else Dict([*call.pairs])  # the one is the factory
+
+
+def _deque(call: Call, _: Node) -> Node:
+    """A deque: what it was made of and what was appended, of which it keeps the last, where it has a greatest length."""
+    given, most = call.args[0] if call.args else [], call.args[1] if len(call.args) > 1 else None
+    if type(given) not in (list, tuple) or len(call.args) > 2:
+        return call
+    if most is not None and (type(most) is not int or most < 0):
+        return call
+    every = [*given, *call.items]
+    return every if most is None else every[max(0, len(every) - most) :]
+
+
+def _frozen_set(call: Call, _: Node) -> Node:
+    return Call(SET, call.args)
+
+
+def _posix_path(call: Call, _: Node) -> Node:
+    parts = call.args
+    if not all(type(part) is str for part in parts):
+        return call
+    return "/" + "/".join(parts[1:]) if parts[:1] == ("/",) else "/".join(parts) or "."
+
+
+def _windows_path(call: Call, _: Node) -> Node:
+    parts = call.args
+    if not all(type(part) is str for part in parts):
+        return call
+    return parts[0] + "\\".join(parts[1:]) if parts and parts[0].endswith("\\") else "\\".join(parts) or "."
+
+
+# --------------------------------------------------------------------------------------------------------------- numpy
+
+_NUMBERS = {"f2": "e", "f4": "f", "f8": "d", "b1": "?", "i1": "b", "i2": "h", "i4": "i", "i8": "q",
+            "u1": "B", "u2": "H", "u4": "I", "u8": "Q", "c8": "2f", "c16": "2d"}  # fmt: skip
+_COMPLEX = Global("builtins", "complex")
+_ELEMENTS = {
+    **{f"f{size}": f"float{8 * size}" for size in (2, 4, 8)},
+    **{f"{sign[0]}{size}": f"{sign}{8 * size}" for sign in ("int", "uint") for size in (1, 2, 4, 8)},
+    "b1": "bool",
+    "c8": "complex64",
+    "c16": "complex128",
+}
+_ARRAY_CLASSES = ("numpy.ndarray", "numpy.memmap")
+_NOWHERE = Path("an array in the pickle")
+
+
+def tensor_form(node: Node) -> TensorRef | None:
+    """The tensor that a numpy array or number stands for, or a device tensor made of an array; None for anything else.
+
+    A number is a tensor without dimensions. The values are those of the array, of its dtype and byte order, and lie in memory,
+    where the pickle brought them.
+    """
+    if type(node) is not Call or type(node.func) is not Global:
+        return None
+    if node.name == "numpy._core.multiarray.scalar":
+        return _tensor(node.args[1], node.args[0], (), fortran=False) if len(node.args) == 2 else None
+    plain = _FORMS[node.name](node, node.state) if node.name in _TENSORS else None
+    return plain if type(plain) is TensorRef else None
+
+
+def spoken_name(node: Node, name: str) -> str:
+    """How messages call an object whose class or function is `name`: an array by its dtype, not by how it is pickled."""
+    if type(node) is not Call or name not in _ARRAYS:
+        return name
+    inside = (*node.args, *(node.state if type(node.state) is tuple else ()))
+    dtype = next((part for part in inside if type(part) is Call and part.name == "numpy.dtype"), None)
+    code = dtype.args[0] if dtype is not None and dtype.args else None
+    return f"numpy array of {_CODES.get(code, code)}" if type(code) is str else "numpy array"
+
+
+_CODES = {"b1": "bool", "f2": "float16", "f4": "float32", "f8": "float64", "c8": "complex64", "c16": "complex128"} | {
+    f"{code}{size}": f"{name}{8 * size}" for code, name in (("i", "int"), ("u", "uint")) for size in (1, 2, 4, 8)
+}
+"""numpy's names of the types that pickled arrays call by a letter and the size in bytes."""
+
+
+def is_array(node: Node) -> bool:
+    """Whether a node is a numpy array whose values a tensor can hold."""
+    return type(node) is Call and node.name in _ARRAYS and tensor_form(node) is not None
+
+
+def _number(call: Call, _: Node) -> Node:
+    """`numpy.core.multiarray.scalar(dtype, bytes)` as a Python number; float32, complex64 and shorter widen exactly."""
+    element = _element(call.args[0]) if len(call.args) == 2 else None
+    raw = _raw_bytes(call.args[1]) if element else None
+    code = _NUMBERS.get(element[0]) if element else None
+    if element is None or raw is None or code is None or len(raw) != struct.calcsize(code):
+        return call
+    parts = struct.unpack((">" if element[1] else "<") + code, raw)
+    return parts[0] if len(parts) == 1 else Call(_COMPLEX, parts)
+
+
+def _array(call: Call, state: Node) -> Node:
+    """An array: `_reconstruct(class, …)` with the state (version, shape, dtype, is_fortran, bytes)."""
+    if not call.args or type(call.args[0]) is not Global or call.args[0].path not in _ARRAY_CLASSES:
+        return call
+    if type(state) is not tuple or len(state) != 5:
+        return call
+    _, shape, dtype, fortran, raw = state
+    return _tensor(raw, dtype, shape, fortran=bool(fortran)) or call
+
+
+def _buffer(call: Call, state: Node) -> Node:
+    """An array in protocol 5: `_frombuffer(bytes, dtype, shape, order)`."""
+    if len(call.args) != 4 or state is not ABSENT or call.args[3] not in ("C", "F"):
+        return call
+    raw, dtype, shape, order = call.args
+    return _tensor(raw, dtype, shape, fortran=order == "F") or call
+
+
+def _tensor(raw: Node, dtype: Node, shape: Node, *, fortran: bool) -> TensorRef | None:
+    """The tensor of an array's bytes; None where they are not `shape` numbers of a type that torch has."""
+    data, element = _raw_bytes(raw), _element(dtype)
+    name = _ELEMENTS.get(element[0]) if element else None
+    if data is None or element is None or name is None or type(shape) is not tuple:
+        return None
+    if len(shape) > in_force().dimensions or any(type(size) is not int or size < 0 for size in shape):
+        return None
+    if prod(shape) * BY_NAME[name].itemsize != len(data):
+        return None
+    source = MemorySource(data, _NOWHERE)
+    storage = Storage(source, 0, len(data), "cpu", "a numpy array", BY_NAME[name], None, element[1])
+    stride = contiguous_stride(shape[::-1])[::-1] if fortran else contiguous_stride(shape)
+    return view_of(storage, BY_NAME[name], 0, shape, stride)
+
+
+def _element(dtype: Node) -> tuple[str, bool] | None:
+    """numpy's code for the type of an element, and whether it is big-endian; None for structures and the like."""
+    if type(dtype) is not Call or dtype.name != "numpy.dtype" or not dtype.args or type(dtype.args[0]) is not str:
+        return None
+    state = dtype.state
+    order = state[1] if type(state) is tuple and len(state) > 1 and type(state[1]) is str else "<"
+    return dtype.args[0], order == ">"
+
+
+def _copied(call: Call, _: Node) -> Node:
+    """A tensor of a device that pickles as a copy: `_rebuild_device_tensor_from_…(values, dtype, device, requires_grad)`."""
+    if len(call.args) != 4 or type(call.args[1]) is not Global:
+        return call
+    values, dtype = call.args[0], BY_NAME.get(call.args[1].name)
+    ref = values if type(values) is TensorRef else tensor_form(values)
+    device = call.args[2].args[0] if type(call.args[2]) is Call and call.args[2].args else call.args[2]
+    if ref is None or type(device) is not str or dtype is None or not (dtype is ref.dtype or _is_castable(ref, dtype)):
+        return call
+    storage, offset, stride = ref.storage._replace(location=device), ref.storage_offset, ref.stride
+    if dtype is not ref.dtype:
+        data = b"".join(bytes(chunk) for chunk in iter_cast_chunks(ref, dtype, [0]))
+        storage = Storage(MemorySource(data, _NOWHERE), 0, len(data), device, storage.name, dtype)
+        offset, stride = 0, contiguous_stride(ref.shape)
+    return view_of(storage, dtype, offset, ref.shape, stride, requires_grad=call.args[3] is True)
+
+
+def _is_castable(ref: TensorRef, dtype: DType) -> bool:
+    """Whether the values are in memory and a cast tells what they were (numpy has no bfloat16: it is pickled as float32)."""
+    return type(ref.storage.source) is MemorySource and ref.dtype.is_floating and dtype.is_floating
+
+
+def _raw_bytes(node: Node) -> bytes | None:
+    """The bytes of numbers; python 2's may have been read as text, if they happened to be UTF-8."""
+    if type(node) is Call and node.name == "builtins.bytearray" and len(node.args) == 1:
+        node = node.args[0]
+    if type(node) is bytes:
+        return node
+    return node.encode() if type(node) is str else None
+
+
+_FORMS: dict[str, Callable[[Call, Node], Node]] = {
+    **training_objects.FORMS,
+    "argparse.Namespace": _namespace,
+    "types.SimpleNamespace": _namespace,
+    "builtins.dict": _plain_dict,
+    "collections.defaultdict": _default_dict,
+    "collections.deque": _deque,
+    "builtins.frozenset": _frozen_set,
+    "numpy._core.multiarray.scalar": _number,
+    "numpy._core.multiarray._reconstruct": _array,
+    "numpy._core.numeric._frombuffer": _buffer,
+    "torch._utils._rebuild_device_tensor_from_numpy": _copied,
+    "torch._utils._rebuild_xla_tensor": _copied,
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _copied,
+    **{
+        f"pathlib{module}.{name}": make
+        for module in ("", "._local")
+        for name, make in (
+            ("PosixPath", _posix_path),
+            ("PurePosixPath", _posix_path),
+            ("WindowsPath", _windows_path),
+            ("PureWindowsPath", _windows_path),
+        )
+    },
+}
+_READ: dict[Callable[[Call, Node], Node], str] = {
+    _namespace: "state",
+    _plain_dict: "pairs",
+    _default_dict: "pairs",
+    _deque: "items",
+}
+"""What forms look at that look at more, or at something else, than the arguments."""
+_OF_STATE = (_namespace, _array, *training_objects.OF_STATE)
+_ARRAYS = frozenset(name for name, make in _FORMS.items() if make in (_array, _buffer))
+_TENSORS = frozenset(name for name, make in _FORMS.items() if make in (_array, _buffer, _copied))

@@ -1,0 +1,145 @@
+"""Tensors to the opcodes of torch's pickles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ckptconv.objects.torch_names import UTILS
+from ckptconv.objects.torch_read import REBUILD_FROM_TYPE, REBUILD_PARAMETER, REBUILD_PARAMETER_WITH_STATE, Window
+from ckptconv.pickles.nodes import ORDERED_DICT, Call, Dict, Global, Node
+from ckptconv.pickles.writer import PickleWriter, integer, integers
+from ckptconv.support.errors import RefusedObject
+from ckptconv.tensors.dtypes import UINT8, DType
+from ckptconv.tensors.refs import Storage, TensorObject, TensorRef
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+
+class StoredAs(NamedTuple):
+    """How a tensor (or a bare storage) is written: in a record of `nbytes` bytes, under the tag `location`.
+
+    `storage_dtype` is the type of the storage class, None for an untyped storage; `dtype`, `offset` and `stride` (in
+    elements) are the tensor's. `resolved`: its conj and neg bits are already in the values.
+    """
+
+    location: str
+    storage_dtype: DType | None
+    nbytes: int
+    dtype: DType
+    offset: int
+    stride: tuple[int, ...]
+    resolved: bool = False
+
+    def bits(self, ref: TensorRef) -> list[str]:
+        """The lazy bits of `ref` that stay bits."""
+        return [] if self.resolved else [name for name, on in (("conj", ref.conj), ("neg", ref.neg)) if on]
+
+
+class _Bare(NamedTuple):
+    """The tensor inside a Parameter, which does not require gradients itself."""
+
+    ref: TensorRef
+
+
+class _StorageOf(NamedTuple):
+    """The persistent id of the storage of a tensor."""
+
+    ref: TensorRef
+
+
+class TorchLeaves:
+    """Writes tensors and storages into a pickle; `stored_as` says of each of them the key of its record, and how it lies there.
+
+    `stored_as` is asked in the order in which the storages stand in the pickle.
+    """
+
+    def __init__(self, stored_as: Callable[[TensorRef | Storage], tuple[str, StoredAs]]) -> None:
+        self._stored_as = stored_as
+        # What stands around a storage's key is the same bytes for all tensors of one form, once all names in it are memoized.
+        self._around: dict[tuple[object, ...], tuple[bytes, bytes]] = {}
+
+    def __call__(self, node: Node, writer: PickleWriter) -> bytes | Node:
+        kind = type(node)
+        if kind is TensorRef:
+            return self._tensor(node, node.requires_grad, writer)
+        if kind is TensorObject:
+            return self._object(node)
+        if kind is _Bare:
+            return self._tensor(node.ref, False, writer)
+        if kind is Storage or kind is _StorageOf:
+            key, stored = self._stored_as(node if kind is Storage else node.ref)
+            return self._head(stored, False, writer) + _key(key) + self._tail(stored, writer)
+        if kind is Window:
+            raise RefusedObject(
+                "a storage that stands by itself as a part or another type of one",
+                where=node.storage.name,
+                hint="--only PATH takes one part",
+            )
+        raise TypeError(f"no such leaf: {kind}")
+
+    def _tensor(self, ref: TensorRef, requires_grad: bool, writer: PickleWriter) -> bytes:
+        key, stored = self._stored_as(ref)
+        same = (stored, ref.shape, requires_grad, ref.conj, ref.neg)
+        if (around := self._around.get(same)) is not None:
+            return around[0] + _key(key) + around[1]
+        before = writer.count
+        head = self._head(stored, True, writer)
+        tail = self._tail(stored, writer) + integer(stored.offset) + integers(ref.shape) + integers(stored.stride)
+        tail += (b"\x88" if requires_grad else b"\x89") + writer.named("collections", "OrderedDict") + b")R"
+        if stored.storage_dtype is None:
+            tail += writer.named("torch", stored.dtype.name)
+        if (ref.conj or ref.neg) and (bits := stored.bits(ref)):
+            tail += b"}(" + b"".join(writer.text(bit) + b"\x88" for bit in bits) + b"u"
+        tail += b"tR"
+        if writer.count == before:
+            self._around[same] = head, tail
+        return head + _key(key) + tail
+
+    def _head(self, stored: StoredAs, rebuild: bool, writer: PickleWriter) -> bytes:
+        """The opcodes up to the storage's key."""
+        typed = stored.storage_dtype
+        head = b""
+        if rebuild:
+            head = writer.named(UTILS, "_rebuild_tensor_v3" if typed is None else "_rebuild_tensor_v2") + b"("
+        head += b"(" + writer.text("storage")
+        head += (
+            writer.named("torch.storage", "UntypedStorage")
+            if typed is None
+            else writer.named("torch", typed.storage_class or "")
+        )
+        return head
+
+    def _tail(self, stored: StoredAs, writer: PickleWriter) -> bytes:
+        """Location and element count of the storage, and the end of its persistent id."""
+        count = stored.nbytes // (stored.storage_dtype or UINT8).itemsize
+        return writer.text(stored.location) + integer(count) + b"tQ"
+
+    def _object(self, node: TensorObject) -> Node:
+        ref = node.tensor
+        if node.cls is None:
+            given = (_Bare(ref), ref.requires_grad, Call(ORDERED_DICT, ()))
+            return Call(REBUILD_PARAMETER, given) if node.state is None else Call(
+                REBUILD_PARAMETER_WITH_STATE, (*given, node.state)
+            )  # fmt: skip
+        _, stored = self._stored_as(ref)
+        typed = stored.storage_dtype is not None
+        args: tuple[Node, ...] = (_StorageOf(ref), stored.offset, ref.shape, stored.stride, ref.requires_grad)
+        args += (Call(ORDERED_DICT, ()),) if typed else (Call(ORDERED_DICT, ()), Global("torch", stored.dtype.name))
+        if bits := stored.bits(ref):
+            args += (Dict([(bit, True) for bit in bits]),)
+        rebuild = Global(UTILS, "_rebuild_tensor_v2" if typed else "_rebuild_tensor_v3")
+        return Call(REBUILD_FROM_TYPE, (rebuild, node.cls, args, node.state))
+
+
+def _key(key: str) -> bytes:
+    return b"X%c\0\0\0" % len(key) + key.encode()
+
+
+def plain_sizes(size: Node) -> tuple[int, ...] | None:
+    """The numbers in a `torch.Size`, a tuple or a list; None where it is something else, or holds something else."""
+    if type(size) is Call and size.name == "torch.Size" and len(size.args) == 1:
+        size = size.args[0]
+    if type(size) not in (tuple, list) or any(type(number) is not int for number in size):
+        return None
+    return tuple(size)

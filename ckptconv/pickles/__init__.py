@@ -1,0 +1,1 @@
+"""Pickle streams as documents: read, followed, written, never executed."""

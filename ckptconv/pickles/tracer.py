@@ -1,0 +1,623 @@
+"""Pickle streams followed opcode by opcode, for what they name; nothing is made, and what an unpickler takes is never refused.
+
+Where `unpickling` refuses a stream, this goes on: it answers what the program in a pickle, broken or made to deceive,
+would have named by the time it breaks. The opcodes are those of CPython's `pickletools`; where its C and its Python
+unpickler differ, the more tolerant one is followed, and where they go on in different places, that is an alarm. A stream
+is read in windows, and of the bytes that it holds only where they lie, so that one of any size takes little memory.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+from collections.abc import Callable, Sized
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from ckptconv.io.source import CHUNK, Source
+from ckptconv.support.limits import in_force
+
+
+class Named(NamedTuple):
+    """A global that a stream names, `module` and `name` as they stand in it."""
+
+    module: str
+    name: str
+
+
+class Made(NamedTuple):
+    """What a call of a global gives, and what a call of that gives in turn."""
+
+    func: Named
+
+
+class Alarm(NamedTuple):
+    """Something in a stream that no writer of checkpoints does: `reason`, and the byte where.
+
+    One that is `by_chance` stands in one of ten thousand small arrays too, when they are read as pickles.
+    """
+
+    reason: str
+    at: int
+    by_chance: bool = False
+
+
+Use: TypeAlias = Literal["changed", "called", "looked up", "handed on"]
+Form: TypeAlias = Literal["bytes", "utf-8", "raw-unicode-escape", "quoted", "quoted-utf-8"]
+
+
+class Held(NamedTuple):
+    """Bytes or a long text that a stream holds: the first byte, how many there are, and how they stand for others."""
+
+    offset: int
+    nbytes: int
+    form: Form = "bytes"
+
+
+@dataclass(slots=True)
+class Trace:
+    """What a stream says: the globals that it names (and the byte where first), bytes in it, and what is odd about it.
+
+    `uses` are what was done with globals, and the byte where first: what a call gave was ``changed``, by items or a state, or
+    ``called``; a function of attributes ``looked up`` what is among the `names`, or was ``handed on``.
+    Bytes are numbered as those of the source are. `constants` are what may be a stream itself, or where it lies, for
+    `held_bytes`. `end` is the byte behind its STOP; where it has none, `broken` says why, `cut` is True where the source just
+    ended, and `stopped` where a limit was met. `followed` counts the bytes that were looked at.
+    """
+
+    names: dict[Named, int] = field(default_factory=dict)
+    constants: list[Held | bytes] = field(default_factory=list)
+    alarms: list[Alarm] = field(default_factory=list)
+    uses: dict[tuple[Use, Named], int] = field(default_factory=dict)
+    end: int = 0
+    followed: int = 0
+    broken: str | None = None
+    cut: bool = False
+    stopped: bool = False
+
+
+def trace_pickle(source: Source, start: int = 0) -> Trace:
+    """Follow the pickle at byte `start` of `source` to its end, or to where it breaks."""
+    tracer = _Tracer(source, start)
+    try:
+        tracer.run()
+    except _Cut:
+        tracer.trace.broken, tracer.trace.cut = "is cut off", True
+    except _TooMany as error:
+        tracer.trace.broken, tracer.trace.stopped = str(error), True
+    except (_Broken, IndexError, KeyError, ValueError, UnicodeError, OverflowError) as error:
+        tracer.trace.broken = str(error) if type(error) is _Broken else "takes what does not exist"
+    tracer.trace.followed = tracer.followed
+    return tracer.trace
+
+
+def held_bytes(source: Source, held: Held) -> bytes:
+    """What a held text means as bytes: its latin-1 form, in which python 2 and the protocols up to 2 write bytes.
+
+    Raises `ValueError` where it has none.
+    """
+    raw = source.read(held.offset, held.nbytes)
+    return raw if held.form == "bytes" else _text(raw, held.form).encode("latin-1")
+
+
+_AS_UTF8: dict[Form, Form] = {"bytes": "utf-8", "quoted": "quoted-utf-8"}
+
+
+def _text(raw: bytes, form: Form) -> str:
+    """What bytes of a stream mean as a text."""
+    if form == "bytes":
+        return raw.decode("latin-1")
+    if form.startswith("quoted"):
+        return codecs.escape_decode(raw.strip()[1:-1])[0].decode("latin-1" if form == "quoted" else "utf-8")
+    return raw.decode(form, "surrogatepass" if form == "utf-8" else "strict")
+
+
+class _Cut(Exception):
+    """The stream ends within an opcode, or before its STOP."""
+
+
+class _TooMany(Exception):
+    """More values than the limit."""
+
+
+class _Broken(Exception):
+    """An opcode that no unpickler knows."""
+
+
+_MARK = 8
+"""What a mark takes on a stack: an empty list, as much memory as so many values."""
+_OTHER: Any = object()
+"""A value that does not matter here: a number, or a container that the stream itself makes."""
+_STRANGE: Any = object()
+"""An object of which nothing is known, not even that the stream made it."""
+
+
+_FIRST_WINDOW = 512
+"""How many bytes are read first; most of what is looked at is not a pickle, and breaks within them."""
+_LONGEST_NAME = 4096
+"""Of longer texts only the place is kept: they are arrays, as python 2 and the protocols up to 2 write them."""
+
+
+_LONGEST_NUMBER = 1 << 20  # bytes of a line of digits and of the blanks around them
+_SHORTEST = 10  # bytes of a pickle that calls something; what is shorter is not a stream to be looked into
+_MOST_ALARMS = 100  # of one stream; the first one decides
+
+
+class _Tracer:
+    """The stack and the memo of one stream: texts, tuples and globals as they are, `Held` for bytes, `Made` for what calls
+    give, and `_OTHER` or `_STRANGE` for the rest."""
+
+    def __init__(self, source: Source, start: int) -> None:
+        self.trace = Trace()
+        self._source, self._start, self._at = source, start, start
+        self._window, self._base, self._width = b"", start, _FIRST_WINDOW
+        self._passed = 0  # bytes of constants and texts that were not read
+        self._searched = 0  # bytes behind the last opcode in which the end of a line was looked for in vain
+        self._frame_end = 0
+        self._stack: list[Any] = []
+        self._marks: list[list[Any]] = []
+        self._under = 0  # values below the last mark, a mark being worth eight
+        self._memo: dict[int, Any] = {}
+        self._most_found = in_force().scanned_pickles
+        self._made: dict[Named, Made] = {}  # one for each global, for a stream may call one very often
+        self._is_guarded = False  # whether a function was named that may be called, and not handed on
+
+    def run(self) -> None:
+        steps, most = _STEPS, in_force().scanned_values
+        while self._at < self._source.size:
+            index = self._at - self._base
+            if index >= len(self._window):
+                self._fetch(self._at)
+                index = 0
+            opcode = self._window[index]
+            self._at += 1
+            if opcode == 0x2E:  # STOP
+                self._stack.pop()
+                if self._at < self._frame_end:
+                    self.alarm("ends within its frame, after which unpicklers continue at different places")
+                self.trace.end = self._at
+                return
+            if (step := steps.get(opcode)) is None:
+                raise _Broken(f"holds the unknown opcode 0x{opcode:02x} at byte {self._at - 1}")
+            step(self)
+            if len(self._stack) + self._under > most or len(self._memo) > most:
+                raise _TooMany(f"has more than {most} values side by side (--limit scanned_values={2 * most} looks further)")
+        raise _Cut
+
+    @property
+    def followed(self) -> int:
+        """How many bytes were looked at."""
+        return min(self._at, self._source.size) - self._start - self._passed + self._searched
+
+    def _fetch(self, at: int) -> None:
+        """Read a window, which grows the further the stream is followed, from byte `at` on."""
+        self._window = self._source.read(at, min(self._width, self._source.size - at))
+        self._base, self._width = at, min(2 * self._width, CHUNK)
+
+    # Arguments of opcodes.
+
+    def pass_over(self, count: int, form: Form = "bytes") -> Held:
+        """The next `count` bytes, unread."""
+        start = self._at
+        self._at += count
+        if self._frame_end:
+            self._refuse_crossing(start)
+        if self._at > self._source.size:
+            raise _Cut
+        if count > _LONGEST_NAME:
+            self._passed += count - _LONGEST_NAME
+        return Held(start, count, form)
+
+    def take(self, count: int) -> bytes:
+        """The next `count` bytes, which are few."""
+        start = self._at - self._base
+        if start + count > len(self._window) or self._frame_end:
+            held = self.pass_over(count)
+            if start + count > len(self._window):
+                self._width = max(count, self._width)
+                self._fetch(held.offset)
+                start = 0
+        else:
+            self._at += count
+        return self._window[start : start + count]
+
+    def _refuse_crossing(self, start: int) -> None:
+        """Some unpicklers go on behind an argument that leaves its FRAME, others behind the FRAME (cpython gh-154848)."""
+        if start < self._frame_end < self._at:
+            self.alarm("an argument crosses the end of its frame, after which unpicklers continue at different places")
+            self._frame_end = 0
+
+    def frame(self) -> None:
+        """A frame; one that is longer than the source is none for the unpickler that goes on nevertheless."""
+        end = self.number(8) + self._at
+        if self._at < self._frame_end:
+            self.alarm("a frame begins within another, after which unpicklers continue at different places")
+        self._frame_end = end if end <= self._source.size else 0
+
+    def number(self, width: int) -> int:
+        return int.from_bytes(self.take(width), "little")
+
+    def line(self, form: Form = "bytes") -> Held:
+        """The bytes up to the next newline, which may be many."""
+        start = self._at
+        found = self._window.find(b"\n", start - self._base)
+        if found < 0 and start != self._base:
+            self._fetch(start)
+            found = self._window.find(b"\n")
+        end = self._base + found if found >= 0 else self._next_newline(self._base + len(self._window))
+        self._at = end + 1
+        self._refuse_crossing(start)
+        return Held(start, end - start, form)
+
+    def _next_newline(self, at: int) -> int:
+        """The first newline from byte `at` on, behind the window."""
+        begun = at
+        while at < self._source.size:
+            part = self._source.read(at, min(CHUNK, self._source.size - at))
+            if (found := part.find(b"\n")) >= 0:
+                return at + found
+            at += len(part)
+        self._searched = at - begun
+        raise _Cut
+
+    def short(self, held: Held) -> Any:
+        """The text at a place just passed; the place itself, where it is longer than a name."""
+        if held.nbytes > _LONGEST_NAME:
+            return held
+        index = held.offset - self._base
+        is_near = index <= len(self._window) - held.nbytes
+        raw = self._window[index : index + held.nbytes] if is_near else self._source.read(*held[:2])
+        return _text(raw, held.form)
+
+    def digits(self) -> int:
+        """A number in a line, which unpicklers written in C read up to a NUL."""
+        line = self.line()
+        if line.nbytes > _LONGEST_NUMBER:
+            self.alarm(f"a number is written in more than {_LONGEST_NUMBER} bytes")
+            raise _Broken("has a number that was not read")
+        return int(self._source.read(line.offset, line.nbytes).split(b"\0", 1)[0])
+
+    # Steps, in the words of pickletools.
+
+    def push(self, value: Any) -> None:
+        self._stack.append(value)
+
+    def constant(self, held: Held) -> None:
+        self.kept(held)
+        self.push(held)
+
+    def kept(self, held: Held | bytes) -> None:
+        """Keep what may be a stream, for which it needs some bytes."""
+        if (held.nbytes if isinstance(held, Held) else len(held)) >= _SHORTEST:
+            self._refuse_many(self.trace.constants)
+            self.trace.constants.append(held)
+
+    def _refuse_many(self, found: Sized) -> None:
+        if len(found) >= self._most_found:
+            what = f"holds more than {self._most_found} texts or names"
+            raise _TooMany(f"{what} (--limit scanned_pickles={2 * self._most_found} looks further)")
+
+    def python2_text(self, held: Held) -> None:
+        """A text of python 2, which may be bytes."""
+        self.kept(held)
+        self.push(self.short(held))
+
+    def mark(self) -> None:
+        self._under += len(self._stack) + _MARK
+        self._marks.append(self._stack)
+        self._stack = []
+
+    def to_mark(self) -> list[Any]:
+        items, self._stack = self._stack, self._marks.pop()
+        self._under -= len(self._stack) + _MARK
+        return items
+
+    def pop(self) -> None:
+        if self._stack:
+            self._stack.pop()
+        else:
+            self.to_mark()
+
+    def replace(self, count: int, value: Any) -> None:
+        """The last `count` values replaced by one."""
+        if count > len(self._stack):
+            raise _Broken("takes more from its stack than there is")
+        if count:
+            del self._stack[-count:]
+        self.push(value)
+
+    def tuple_of(self, count: int) -> None:
+        if count > len(self._stack):
+            raise _Broken("takes more from its stack than there is")
+        self.replace(count, tuple(self.passed_on(self._stack[-count:])))
+
+    def container(self) -> None:
+        self.passed_on(self.to_mark())
+        self.push(_OTHER)
+
+    def mark_tuple(self) -> None:
+        self.push(tuple(self.passed_on(self.to_mark())))
+
+    def add_marked(self) -> None:
+        self.passed_on(self.to_mark())
+        self._refuse_growing(self._stack[-1])
+
+    def drop(self, count: int) -> None:
+        """The last `count` values put into what is below them."""
+        if count >= len(self._stack):
+            raise _Broken("takes more from its stack than there is")
+        self.passed_on(self._stack[-count:])
+        del self._stack[-count:]
+        self._refuse_growing(self._stack[-1])
+
+    def passed_on(self, values: list[Any]) -> list[Any]:
+        """Values that go into others; what loads streams is called by pickles, and by nothing that they call."""
+        if self._is_guarded:
+            for value in [value for value in values if type(value) is Named]:
+                if ".".join(value) in NESTED_LOADERS:
+                    self.alarm("a function that loads streams is passed on, so it is unknown what it loads")
+                if value in ATTRIBUTES:
+                    self.use("handed on", value)
+        return values
+
+    def _refuse_growing(self, target: Any) -> None:
+        if type(target) in (bytes, Held):
+            self.alarm("bytes are changed after they are written, so they are unknown")
+        elif target is not _OTHER:
+            self._note_change(target, "items")
+
+    def _note_change(self, target: Any, what: str) -> None:
+        """What is changed must have been made by the stream: of what a call gave, `changed` tells which."""
+        if type(target) is Made:
+            self.use("changed", target.func)
+        elif type(target) is Named:
+            self.alarm(f"{what} of {target.module}.{target.name} itself are set")
+        elif target is _STRANGE:
+            self.alarm(f"{what} of an object are set that the pickle does not make", by_chance=True)
+
+    def use(self, use: Use, name: Named) -> None:
+        self.trace.uses.setdefault((use, name), self._at)
+
+    def put(self, index: int) -> None:
+        self._memo[index] = self._stack[-1]
+
+    def get(self, index: int) -> None:
+        self.push(self._memo[index])
+
+    def name(self, module: Any, name: Any) -> Any:
+        """A global by its names, as far as they are known."""
+        if type(module) is str and type(name) is str:
+            found = Named(module, name)
+            self._refuse_many(self.trace.names)
+            self.trace.names.setdefault(found, self._at)
+            self._is_guarded |= f"{module}.{name}" in NESTED_LOADERS or found in ATTRIBUTES
+            return found
+        if {type(module), type(name)} <= {str, Held}:
+            self.alarm(f"a global is named in more than {_LONGEST_NAME} bytes")
+        else:
+            self.alarm("the name of a global is computed while the pickle runs, so it is unknown", by_chance=True)
+        return _OTHER
+
+    def alarm(self, reason: str, *, by_chance: bool = False) -> None:
+        if len(self.trace.alarms) < _MOST_ALARMS:
+            self.trace.alarms.append(Alarm(reason, self._at, by_chance))
+
+    def global_of_lines(self) -> None:
+        module = self.short(self.line("utf-8"))
+        self.push(self.name(module, self.short(self.line("utf-8"))))
+
+    def global_of_stack(self) -> None:
+        name, module = self._stack.pop(), self._stack.pop()
+        self.push(self.name(module, name))
+
+    def reduce(self) -> None:
+        args, func = self._stack.pop(), self._stack.pop()
+        self.push(self.called(func, args if type(args) is tuple else (_OTHER,)))
+
+    def instance(self) -> None:
+        module = self.short(self.line("utf-8"))
+        func = self.name(module, self.short(self.line("utf-8")))
+        self.push(self.called(func, tuple(self.passed_on(self.to_mark()))))
+
+    def object(self) -> None:
+        func, *args = self.to_mark()
+        self.push(self.called(func, tuple(self.passed_on(args))))
+
+    def new_object(self, count: int) -> None:
+        """NEWOBJ, or NEWOBJ_EX (3), with keywords that are not known here."""
+        func, args = self._stack[-count], self._stack[-count + 1]
+        self.replace(count, self.called(func, args if type(args) is tuple and count == 2 else (_OTHER,)))
+
+    def called(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """What a call gives: bytes where it is they, a global where its name is known, or `Made`."""
+        if type(func) is not Named:
+            return self._called_result(func)
+        if (made := self._made.get(func)) is None:
+            path = f"{func.module}.{func.name}"
+            if path in _WATCHED or func in ATTRIBUTES:
+                return self._watched(func, path, args)
+            made = self._made[func] = Made(func)
+        return made
+
+    def _watched(self, func: Named, path: str, args: tuple[Any, ...]) -> Any:
+        """What a function gives whose arguments matter."""
+        first = args[0] if args else b""
+        if path == _ENCODE and type(first) in (str, Held) and args[1:] in (("latin1",), ("latin-1",)):
+            return self.encoded(first)
+        is_bytes = type(first) is bytes or (type(first) is Held and first.form == "bytes")
+        if path in _BYTES_CLASSES and len(args) < 2 and is_bytes:
+            return first
+        if path in NESTED_LOADERS and type(first) not in (bytes, str, Held):
+            self.alarm(f"{path} is given bytes that are computed while the pickle runs, so they are unknown")
+        if func in ATTRIBUTES:
+            return self._attribute(func, args)
+        if path in _CHANGERS and not _rebuilds(first):
+            self.alarm(f"{path} is made to call something that does not rebuild a tensor")
+        if path in _CALLERS:
+            return self._called_by(first, changes=path in _CHANGERS)
+        return Made(func)
+
+    def _called_result(self, func: Any) -> Any:
+        """What a call of something else than a global gives."""
+        if type(func) is Made:
+            self.use("called", func.func)
+        elif func is _STRANGE:
+            self.alarm("an object is called that the pickle does not name", by_chance=True)
+        return func if type(func) is Made or func is _STRANGE else _OTHER
+
+    def _called_by(self, func: Any, *, changes: bool) -> Any:
+        """What a function of checkpoints gives that calls, or makes an object of, its first argument."""
+        if type(func) is not Named:
+            return self._called_result(func)
+        if changes:
+            self.use("changed", func)
+        return Made(func)
+
+    def _attribute(self, func: Named, args: tuple[Any, ...]) -> Any:
+        """The attribute that is looked up by its name: a global, whose name has one more dot."""
+        if len(args) != 2 or type(args[0]) is not Named or type(args[1]) is not str:
+            self.use("handed on", func)
+            return Made(func)
+        self.use("looked up", func)
+        return self.name(args[0].module, f"{args[0].name}.{args[1]}")
+
+    def encoded(self, text: Any) -> Held | bytes:
+        """The latin-1 form of a text. What python 2 wrote is read as latin-1 by some and as UTF-8 by others: both are kept."""
+        if type(text) is Held:
+            if text.form in _AS_UTF8:
+                self.kept(text._replace(form=_AS_UTF8[text.form]))
+            self.kept(text)
+            return text
+        made = str(text).encode("latin-1")
+        self.kept(made)
+        if not made.isascii():
+            with contextlib.suppress(UnicodeError):
+                self.kept(made.decode().encode("latin-1"))
+        return made
+
+    def build(self) -> None:
+        self.passed_on([self._stack.pop()])
+        if (target := self._stack[-1]) is not _OTHER:
+            self._note_change(target, "attributes")
+
+    def persistent(self) -> None:
+        """What the loader gives for an id: a storage that it makes, or, in legacy files, the class of a module."""
+        (pid,) = self.passed_on(self._stack[-1:])
+        kind = pid[0] if type(pid) is tuple and pid else None
+        is_class = kind == "module" and len(pid) > 1 and type(pid[1]) is Named
+        self._stack[-1] = pid[1] if is_class else _OTHER if kind == "storage" else _STRANGE
+
+    def extension(self, width: int) -> None:
+        code = self.number(width)
+        what = f"a global is named by its number, {code}, in a registry of the process, so it is unknown"
+        self.alarm(what, by_chance=True)
+        self.push(_OTHER)
+
+
+def _rebuilds(func: Any) -> bool:
+    """Whether a global rebuilds a tensor itself, as those of torch._utils do: nothing else is what they are given to call."""
+    if type(func) is not Named or f"{func.module}.{func.name}" in _CHANGERS:
+        return False
+    return func.name.rpartition(".")[2].startswith("_rebuild")
+
+
+NESTED_LOADERS = frozenset(("torch.storage._load_from_bytes",))
+"""Functions of checkpoints that load a stream within the stream."""
+ATTRIBUTES = frozenset(Named(module, "getattr") for module in ("builtins", "__builtin__"))
+"""What protocols up to 3 name methods by: a call of it with a global and a text is but another name."""
+_CHANGERS = frozenset(
+    f"{module}.{name}"
+    for module in ("torch._tensor", "torch.tensor")
+    for name in ("_rebuild_from_type", "_rebuild_from_type_v2")
+)
+"""Functions of checkpoints that call their first argument and set attributes of what it gives."""
+_CALLERS = _CHANGERS | frozenset(
+    f"{module}.{name}" for module in ("copyreg", "copy_reg") for name in ("_reconstructor", "__newobj__", "__newobj_ex__")
+)
+"""Functions of checkpoints whose first argument is called, or is the class of what they make."""
+_BYTES_CLASSES = frozenset(f"{module}.{name}" for module in ("builtins", "__builtin__") for name in ("bytes", "bytearray"))
+_ENCODE = "_codecs.encode"
+_WATCHED = _CALLERS | _BYTES_CLASSES | NESTED_LOADERS | {_ENCODE}
+"""Functions of which it matters what they are given."""
+
+_Step = Callable[[_Tracer], Any]
+
+
+def _other(width: int) -> _Step:
+    return lambda tracer: tracer.push(_OTHER) if tracer.take(width) is not None else None
+
+
+def _line_of(act: Callable[[_Tracer, Held], Any], form: Form = "bytes") -> _Step:
+    return lambda tracer: act(tracer, tracer.line(form))
+
+
+def _sized(width: int, act: Callable[[_Tracer, Held], Any], form: Form = "bytes") -> _Step:
+    return lambda tracer: act(tracer, tracer.pass_over(tracer.number(width), form))
+
+
+def _index_of(act: Callable[[_Tracer, int], Any]) -> _Step:
+    """A step on the memo by a line of digits."""
+    return lambda tracer: act(tracer, tracer.digits())
+
+
+def _pushed_text(tracer: _Tracer, held: Held) -> None:
+    tracer.push(tracer.short(held))
+
+
+_STEPS: dict[int, _Step] = {
+    **dict.fromkeys(b"N]}\x88\x89\x8f\x97", _other(0)),  # NONE, NEWTRUE, NEWFALSE, NEXT_BUFFER, empty ones
+    **dict.fromkeys(b"FIL", _line_of(lambda tracer, _: tracer.push(_OTHER))),
+    **dict.fromkeys(b"ld\x91", _Tracer.container),  # LIST, DICT, FROZENSET
+    **dict.fromkeys(b"eu\x90", _Tracer.add_marked),  # APPENDS, SETITEMS, ADDITEMS
+    **dict.fromkeys(b"\x8a", _sized(1, lambda tracer, _: tracer.push(_OTHER))),  # LONG1
+    **dict.fromkeys(b"\x8b", _sized(4, lambda tracer, _: tracer.push(_OTHER))),  # LONG4
+    ord("J"): _other(4),
+    ord("K"): _other(1),
+    ord("M"): _other(2),
+    ord("G"): _other(8),
+    ord(")"): lambda tracer: tracer.push(()),
+    ord("("): _Tracer.mark,
+    ord("0"): _Tracer.pop,
+    ord("1"): _Tracer.to_mark,
+    ord("2"): lambda tracer: tracer.push(tracer._stack[-1]),
+    ord("P"): _line_of(lambda tracer, _: tracer.push(_STRANGE)),
+    ord("Q"): _Tracer.persistent,
+    ord("R"): _Tracer.reduce,
+    ord("S"): _line_of(_Tracer.python2_text, "quoted"),
+    ord("T"): _sized(4, _Tracer.python2_text),
+    ord("U"): _sized(1, _Tracer.python2_text),
+    ord("V"): _line_of(_pushed_text, "raw-unicode-escape"),
+    ord("X"): _sized(4, _pushed_text, "utf-8"),
+    0x8C: _sized(1, _pushed_text, "utf-8"),
+    0x8D: _sized(8, _pushed_text, "utf-8"),
+    ord("B"): _sized(4, _Tracer.constant),
+    ord("C"): _sized(1, _Tracer.constant),
+    0x8E: _sized(8, _Tracer.constant),
+    0x96: _sized(8, _Tracer.constant),
+    ord("a"): lambda tracer: tracer.drop(1),
+    ord("s"): lambda tracer: tracer.drop(2),
+    ord("b"): _Tracer.build,
+    ord("c"): _Tracer.global_of_lines,
+    ord("i"): _Tracer.instance,
+    ord("o"): _Tracer.object,
+    ord("t"): _Tracer.mark_tuple,
+    0x85: lambda tracer: tracer.tuple_of(1),
+    0x86: lambda tracer: tracer.tuple_of(2),
+    0x87: lambda tracer: tracer.tuple_of(3),
+    ord("g"): _index_of(_Tracer.get),
+    ord("h"): lambda tracer: tracer.get(tracer.number(1)),
+    ord("j"): lambda tracer: tracer.get(tracer.number(4)),
+    ord("p"): _index_of(_Tracer.put),
+    ord("q"): lambda tracer: tracer.put(tracer.number(1)),
+    ord("r"): lambda tracer: tracer.put(tracer.number(4)),
+    0x94: lambda tracer: tracer.put(len(tracer._memo)),
+    0x80: lambda tracer: tracer.take(1),
+    0x81: lambda tracer: tracer.new_object(2),
+    0x92: lambda tracer: tracer.new_object(3),
+    0x82: lambda tracer: tracer.extension(1),
+    0x83: lambda tracer: tracer.extension(2),
+    0x84: lambda tracer: tracer.extension(4),
+    0x93: _Tracer.global_of_stack,
+    0x95: _Tracer.frame,
+    0x98: lambda tracer: None,
+}

@@ -1,0 +1,1 @@
+"""Whether a file is safe to load."""

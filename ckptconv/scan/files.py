@@ -1,0 +1,247 @@
+"""Is it safe to load? Judges files and folders by the worst name in their streams; nothing is executed."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckptconv.formats.folders.dcp_metadata import read_metadata
+from ckptconv.formats.joined_archives import joined_archives
+from ckptconv.formats.registry import open_file
+from ckptconv.io.files import FileSource
+from ckptconv.io.source import CHUNK, RangeSource
+from ckptconv.objects.threats import LEVELS, Level
+from ckptconv.scan.scanner import Finding, Room, Scanner
+from ckptconv.support.choices import refuse_no_path, spelling_checked
+from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint
+from ckptconv.support.gc_pause import collector_paused
+from ckptconv.support.limits import Limits, in_force, limits
+from ckptconv.support.progress import Meter, OnProgress
+from ckptconv.support.showing import html_table, short_repr
+from ckptconv.support.text import count_text
+
+__all__ = ["Finding", "Scan", "ScannedFile", "scan_checkpoint"]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ScannedFile:
+    """What was found in one file. `kind` says what the file is; `pickles` counts those in it, nested ones included."""
+
+    path: str
+    kind: str
+    pickles: int
+    findings: tuple[Finding, ...]
+
+    @property
+    def level(self) -> Level:
+        """The worst of its findings; plain where there is none."""
+        return max((finding.level for finding in self.findings), key=LEVELS.index, default="plain")
+
+    def __repr__(self) -> str:
+        return short_repr("ScannedFile", Path(self.path).name, self.kind, self.level, count_text(self.pickles, "pickle"))
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Scan:
+    """The result of a scan, file by file."""
+
+    path: str
+    files: tuple[ScannedFile, ...]
+
+    @property
+    def level(self) -> Level:
+        """The worst of its files."""
+        return max((file.level for file in self.files), key=LEVELS.index, default="plain")
+
+    @property
+    def dangerous(self) -> tuple[Finding, ...]:
+        """Everything that is dangerous."""
+        return tuple(finding for file in self.files for finding in file.findings if finding.level == "dangerous")
+
+    def __repr__(self) -> str:
+        files, found = count_text(len(self.files), "file"), len(self.dangerous)
+        return short_repr(
+            "Scan", Path(self.path).name or self.path, self.level, files, f"{found:,} dangerous" if found else None
+        )
+
+    def _repr_html_(self) -> str:
+        told = (
+            (file.path, one.level, one.name, one.reason) for file in self.files for one in file.findings if one.level != "plain"
+        )
+        return html_table(f"{self.path}: {self.level}", told)
+
+
+@spelling_checked
+def scan_checkpoint(path: str | os.PathLike[str], *, on_progress: OnProgress | None = None) -> Scan:
+    """Scan a file, or all files in a folder and its subfolders.
+
+    Links to folders are not followed, which is a finding, as is what cannot be read of the things in a folder; raises
+    `CheckpointError` where `path` itself cannot be. `on_progress` is called with a `Progress`, about once a MiB, for the files
+    all together.
+    """
+    refuse_no_path(path=path)
+    root = Path(path)
+    if not root.is_dir():
+        return Scan(str(root), (_scan_file(root, Meter("read", _size(root), on_progress)),))
+    closed: list[ScannedFile] = []
+
+    def note(error: OSError) -> None:
+        what = f"cannot be listed: {error.strerror}"
+        if error.filename == str(root):
+            raise UnsupportedCheckpoint(what, path=root) from error
+        closed.append(_unread(error.filename, what))
+
+    listed = list(_listed(root, note))
+    read = Meter("read", sum(map(_size, listed)) if on_progress else 0, on_progress)
+    files = [_with_items(_scan_listed(item, read)) for item in listed]
+    return Scan(str(root), (*files, *closed))
+
+
+def _size(path: Path) -> int:
+    """The size of a file that will be scanned; 0 for what will not be."""
+    try:
+        found = path.stat()
+    except (OSError, ValueError):
+        return 0
+    return found.st_size if stat.S_ISREG(found.st_mode) else 0
+
+
+class _CountedSource(FileSource):
+    """A file of which each MiB is counted once, when it is first looked at: a scan goes back and forth."""
+
+    def __init__(self, path: Path, read: Meter) -> None:
+        super().__init__(path)
+        self._read = read
+        self._met = bytearray(-(-self.size // CHUNK))
+        self._counted = 0
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        super().read_into(offset, view)
+        self._note(offset, len(view))
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        found = super().read(offset, nbytes)
+        self._note(offset, nbytes)
+        return found
+
+    def count_rest(self) -> None:
+        """The scan is over: what it had no need of is done too."""
+        self._read.add(self.size - self._counted)
+
+    def _note(self, offset: int, nbytes: int) -> None:
+        for block in range(offset // CHUNK, -(-(offset + nbytes) // CHUNK)):
+            if block < len(self._met) and not self._met[block]:
+                self._met[block] = 1
+                count = min(CHUNK, self.size - block * CHUNK)
+                self._counted += count
+                self._read.add(count)
+
+
+def _listed(folder: Path, note: Callable[[OSError], None]) -> Iterator[Path]:
+    """The files of a folder and of those in it, and links to further folders."""
+    for base, folders, names in os.walk(folder, onerror=note):
+        folders.sort()
+        links = [name for name in folders if Path(base, name).is_symlink()]
+        yield from (Path(base, name) for name in sorted([*names, *links]))
+
+
+def _unread(path: str, why: str) -> ScannedFile:
+    return ScannedFile(path, "unread", 0, (Finding("", "", "unknown", why, 0),))
+
+
+def _scan_listed(path: Path, read: Meter) -> ScannedFile:
+    if path.is_dir():
+        return _unread(str(path), "is a link to a folder, which was not followed; name it to scan it")
+    try:
+        return _scan_file(path, read)
+    except CheckpointError as error:
+        return _unread(str(path), error.what)
+
+
+def _scan_file(path: Path, read: Meter) -> ScannedFile:
+    try:
+        source = _CountedSource(path, read)
+    except ValueError as error:
+        raise UnsupportedCheckpoint("is not a file name", path=path) from error
+    scanner = Scanner(Room(source.size))
+    try:
+        kind = scanner.scan(source, "", 0)
+    finally:
+        source.close()
+    source.count_rest()
+    found = dict.fromkeys(scanner.findings)
+    is_joined = kind.endswith((" zips", " pickles"))  # items of a DCP folder, one pickle after another: not a checkpoint
+    if scanner.pickles and not is_joined and all(finding.level == "plain" for finding in found):
+        found |= dict.fromkeys(_malformed(path))
+    findings = sorted(found, key=lambda finding: -LEVELS.index(finding.level))
+    return ScannedFile(str(path), kind, scanner.pickles, tuple(findings))
+
+
+def _malformed(path: Path) -> Iterator[Finding]:
+    """What makes a conversion refuse a file whose names are plain: it may be read in two ways, and one was scanned."""
+    most = in_force()
+    try:
+        with (
+            limits(nodes=min(most.nodes, _OPENED.nodes), pickle_bytes=min(most.pickle_bytes, _OPENED.pickle_bytes)),
+            collector_paused(),
+            open_file(path),
+        ):
+            return
+    except MalformedCheckpoint as error:
+        yield Finding(error.where or "", "", "unknown", f"malformed: {error.what}", 0)
+    except (CheckpointError, OSError, ValueError):  # not a checkpoint, or too large to be opened just for this
+        return
+
+
+_OPENED = Limits(nodes=1_000_000, pickle_bytes=1 << 26)
+"""Scanning takes little memory whatever a pickle holds; opening does not."""
+
+
+# ------------------------------------------------------------------------------------------------------- items of a folder
+
+_METADATA = frozenset(("Metadata", "MCoreMetadata"))
+
+
+def _with_items(file: ScannedFile) -> ScannedFile:
+    """The metadata of a DCP folder with what was found in the items that it places where no file or archive begins.
+
+    An item that is not a tensor is unpickled, wherever the metadata says that it lies. Source: `DefaultLoadPlanner.load_bytes`.
+    """
+    path = Path(file.path)
+    classes = {finding.name.rpartition(".")[2] for finding in file.findings}
+    if not path.name.endswith(".metadata") or not classes & _METADATA:
+        return file
+    try:
+        found = tuple(_item_findings(path))
+    except (CheckpointError, ValueError) as error:
+        what = error.what if isinstance(error, CheckpointError) else "has an impossible file name"
+        found = (Finding("", "", "unknown", f"{what}, so its items were not looked at", 0),)
+    return replace(file, findings=(*found, *file.findings))
+
+
+def _item_findings(path: Path) -> Iterator[Finding]:
+    with closing(FileSource(path)) as source:
+        items = read_metadata(source).items.values()
+    places: dict[str, set[tuple[int, int]]] = {}
+    for item in items:
+        places.setdefault(item.relative_path, set()).add((item.offset, item.length))
+    for name, wanted in places.items():
+        with closing(FileSource(path.parent / name)) as source:
+            yield from _range_findings(source, name, wanted - {(0, source.size)})
+
+
+def _range_findings(source: FileSource, name: str, wanted: set[tuple[int, int]]) -> Iterator[Finding]:
+    """What lies in ranges of a file that are not archives of their own, which are looked into with the file."""
+    scanner = Scanner(Room(source.size))
+    ranges = sorted(wanted - set(joined_archives(source) if wanted else ()))
+    if sum(length for _, length in ranges) > source.size:
+        what = "places items on top of each other; none of them was looked at"
+        yield Finding(name, "", "unknown", what, 0)
+        return
+    for offset, length in ranges:
+        scanner.scan(RangeSource(source, offset, length), f"{name}/byte {offset}", 0)
+    yield from (finding for finding in scanner.findings if finding.level != "plain")

@@ -1,0 +1,183 @@
+"""The code in TorchScript archives, judged by the operators that it calls; it is text, and never run.
+
+`torch.jit.load` compiles the texts under ``code/`` and runs the `__setstate__` of modules; all else runs when the module is
+called. In them, ``torch.NAME`` is the operator ``aten::NAME`` and ``ops.NAMESPACE.NAME`` any other; archives for mobiles
+name operators in ``bytecode.pkl`` too. Sources: torch/csrc/jit/frontend/lexer.h, torch/csrc/jit/serialization.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from ckptconv.objects.threats import Verdict, judge_script_class
+from ckptconv.scan.script_operators import judge_operator
+from ckptconv.support.json_text import read_object
+
+Kind: TypeAlias = Literal["text", "bytecode", "model"]
+
+
+class Called(NamedTuple):
+    """Something that code uses and that is not plain: its name in the code, how it is judged, and the byte where first."""
+
+    name: str
+    verdict: Verdict
+    at: int
+
+
+# --------------------------------------------------------------------------------------------------- where the code stands
+
+_TEXT = re.compile(r"(.*/)?code/.+\.py", re.DOTALL)
+_MARKS = ("constants.pkl", "bytecode.pkl", "model.json")
+_KINDS: dict[str, Kind] = {"bytecode.pkl": "bytecode", "model.json": "model"}
+_ENDINGS = tuple(_KINDS)
+FLATBUFFER = b"PTMF"
+"""What stands at byte 4 of a module for mobiles that is a flatbuffer; `torch.jit.load` takes it too."""
+
+
+def script_records(names: Iterable[str]) -> dict[str, Kind]:
+    """The records of an archive that torch compiles or runs; it does not tell upper and lower case apart."""
+    lower = {name.lower(): name for name in names}
+    found: dict[str, Kind] = {}
+    for low, name in lower.items():
+        if low.endswith(_ENDINGS) and (kind := _KINDS.get(low.rpartition("/")[2])) is not None:
+            found[name] = kind
+        elif low.endswith(".py") and (match := _TEXT.fullmatch(low)) and _is_script(match[1] or "", lower):
+            found[name] = "text"
+    return found
+
+
+def _is_script(root: str, lower: Container[str]) -> bool:
+    return root.endswith(".data/ts_code/") or any(root + mark in lower for mark in _MARKS)
+
+
+def old_code_records(model: bytes, name: str, names: Iterable[str], path: Path) -> list[str]:
+    """The records of code that the ``model.json`` of before torch 1.4, the record `name`, speaks of.
+
+    Raises `MalformedCheckpoint` where it is none.
+    """
+    root = name[: -len("model.json")].lower()
+    found: set[str] = set()
+    work: list[Any] = [read_object(model, path, name)]
+    while work:
+        value = work.pop()
+        if isinstance(value, dict):
+            arenas = (value.get(arena) for arena in ("torchscriptArena", "torchscript_arena"))
+            found |= {root + str(arena.get("key", "")).lower() for arena in arenas if isinstance(arena, dict)}
+        work += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [other for other in names if other.lower() in found]
+
+
+# --------------------------------------------------------------------------------------------------------------- bytecode
+
+_OPERATOR = re.compile(rb"X(.)\0\0\0(?=[A-Za-z_]\w*::)", re.DOTALL)
+"""A text of a pickle that may be the name of an operator: the opcode BINUNICODE and the length, of which one byte is enough."""
+
+
+def judged_bytecode(raw: bytes) -> list[Called]:
+    """The operators that bytecode for mobiles names and that are not plain."""
+    return _first(_named(raw, match.end(), match[1][0]) for match in _OPERATOR.finditer(raw))
+
+
+_IN_FLATBUFFER = re.compile(rb"(?<=.\0\0\0)(?=[A-Za-z_]\w*::)|\b(?:torch|ops)\s*\.\s*\w+(?:\s*\.\s*\w+)?", re.DOTALL)
+
+
+def judged_flatbuffer(raw: bytes) -> list[Called]:
+    """The dangerous operators that a flatbuffer names: in its bytecode, or in the texts that torch compiles for a computer."""
+    found = (
+        _called(match[0].decode().replace(" ", "").split("."), match.start())
+        if match[0]
+        else _named(raw, match.start(), raw[match.start() - 4])
+        for match in _IN_FLATBUFFER.finditer(raw)
+    )
+    return [called for called in _first(found) if called.verdict.level == "dangerous"]
+
+
+def _named(raw: bytes, at: int, count: int) -> Called:
+    name = raw[at : at + count].decode("latin-1")
+    return Called(name, judge_operator(*name.partition("::")[::2]), at)
+
+
+# -------------------------------------------------------------------------------------------------------------------- text
+
+_TOKEN = re.compile(
+    rb"""(?P<blank>\#[^\n]*|\\\n)|(?P<line>\n)|(?P<name>[A-Za-z_]\w*)|(?P<dot>\.)
+    |(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?j?)|(?P<string>\"{3}|'{3}|["'])|(?P<other>\S)""",
+    re.VERBOSE,
+)
+_ENDS = {quote: re.compile(rb"\\|" + quote + (rb"" if len(quote) == 3 else rb"|\n")) for quote in (b'"""', b"'''", b'"', b"'")}
+_HANDED_ON = Verdict("dangerous", "all operators are passed on, so it is unknown which are called")
+_ROOTS = frozenset((b"torch", b"ops", b"rpc_async", b"rpc_sync", b"rpc_remote"))
+"""The names by which code reaches operators."""
+
+
+def judged_code(text: bytes) -> list[Called]:
+    """What the text of classes and functions calls that is not plain."""
+    return _first(_called([part.decode() for part in chain], at) for chain, at in _chains(text))
+
+
+def _first(found: Iterable[Called]) -> list[Called]:
+    """The first of each name that is not plain."""
+    kept: dict[str, Called] = {}
+    for called in found:
+        if called.verdict.level != "plain":
+            kept.setdefault(called.name, called)
+    return list(kept.values())
+
+
+def _called(chain: list[str], at: int) -> Called:
+    """How a dotted name that begins with one of the roots, or with that of classes, is judged."""
+    name, (root, *names) = ".".join(chain), chain
+    if root == "__torch__":
+        return Called(name, judge_script_class(name), at)
+    if root.startswith("rpc_"):
+        return Called(name, judge_operator("prim", root), at)
+    path = ["aten", *names] if root == "torch" else names
+    return Called(name, judge_operator(*path[:2]) if len(path) > 1 else _HANDED_ON, at)
+
+
+def _chains(text: bytes) -> Iterator[tuple[list[bytes], int]]:
+    """The dotted names in a text by which operators or classes are reached, and the byte of each.
+
+    A name that is annotated or defined is none. One behind a dot and a newline is taken for an attribute and for a root: a
+    number may end in the dot.
+    """
+    chain: list[bytes] = []
+    start, before, opened = 0, "line", "line"
+    for kind, word, at in _tokens(text):
+        if kind == "dot" or (kind == "line" and before.startswith("dot")):
+            before = "dot" if kind == "dot" else "dot and line"
+            continue
+        if kind == "name" and before.startswith("dot") and not (before == "dot and line" and word in _ROOTS):
+            chain += [word] if chain else []
+            before = kind
+            continue
+        if chain and not (opened == "defined" or (opened == "line" and word == b":" and len(chain) == 1)):
+            yield chain, start
+        is_root = kind == "name" and (word in _ROOTS or word == b"__torch__")
+        chain, start, opened = [word] if is_root else [], at, before
+        before = "defined" if word in (b"def", b"class") else kind
+    if chain:
+        yield chain, start
+
+
+def _tokens(text: bytes) -> Iterator[tuple[str, bytes, int]]:
+    """The tokens of a text as torch's lexer has them: kind, word (of a string only how it begins) and byte."""
+    at = 0
+    while (match := _TOKEN.search(text, at)) is not None:
+        kind, at = str(match.lastgroup), match.end()
+        if kind == "string":
+            at = _string_end(text, at, _ENDS[match[0]])
+        if kind != "blank":
+            yield kind, match[0], match.start()
+
+
+def _string_end(text: bytes, at: int, end: re.Pattern[bytes]) -> int:
+    """The byte behind a string whose first character is at `at`; one that a newline breaks off ends before it."""
+    while (match := end.search(text, at)) is not None:
+        if match[0] != b"\\":
+            return match.start() if match[0] == b"\n" else match.end()
+        at = match.end() + 1
+    return len(text)

@@ -1,0 +1,47 @@
+"""Reads the JSON in files strictly: the safetensors header, the index of shards. Only objects are accepted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ckptconv.support.errors import MalformedCheckpoint
+
+
+def read_object(raw: bytes, path: Path, where: str) -> dict[str, Any]:
+    """The JSON object in `raw`; `MalformedCheckpoint` when it is none, or a name stands in one object twice."""
+    refuse_crowded(raw, path, where)
+    try:
+        found = json.loads(raw.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise _malformed(path, where, f"is not valid JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise _malformed(path, where, "is not a JSON object")
+    return found
+
+
+def refuse_crowded(raw: bytes, path: Path, where: str | None) -> None:
+    """Raise `MalformedCheckpoint` for a JSON text of little but lists and objects, each 20 times as large in memory."""
+    count = raw.count(b"[") + raw.count(b"{")
+    if count > _FREE and count * _BYTES > len(raw):
+        raise _malformed(path, where, f"holds {count} lists and objects in {len(raw)} bytes")
+
+
+_BYTES = 12  # for each list or object; the entry of an empty tensor, which has three, takes 50
+_FREE = 100_000  # lists and objects that are never questioned
+
+
+def _malformed(path: Path, where: str | None, what: str) -> MalformedCheckpoint:
+    return MalformedCheckpoint(what, path=path, where=where, hint="the file is damaged, cut off or forged")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs in it twice")
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")

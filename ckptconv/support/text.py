@@ -1,0 +1,85 @@
+"""Sizes, counts and lists of names in words, the same wherever they are shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ckptconv.support.errors import printable
+
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+SHOWN = 5
+"""Items of a list that are named; the rest is counted."""
+
+
+def size_text(nbytes: float) -> str:
+    """A size in decimal units, as disks and shard limits count.
+
+    >>> size_text(0), size_text(1999), size_text(2_147_483_648)
+    ('0 B', '2.0 kB', '2.1 GB')
+    """
+    unit = 0
+    while nbytes >= 999.5 and unit < len(_UNITS) - 1:
+        nbytes, unit = nbytes / 1000, unit + 1
+    return f"{nbytes:.0f} B" if unit == 0 else f"{nbytes:.1f} {_UNITS[unit]}"
+
+
+def count_text(count: int, noun: str) -> str:
+    """A count with its noun.
+
+    >>> count_text(1, "tensor"), count_text(1200, "key"), count_text(2, "dict of 3")
+    ('1 tensor', '1,200 keys', '2 dict of 3s')
+    """
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def seconds_text(seconds: float) -> str:
+    """A span of time in the two units that matter.
+
+    >>> seconds_text(0.0123), seconds_text(1.26), seconds_text(3), seconds_text(12.4), seconds_text(125), seconds_text(7260)
+    ('0.01 s', '1.3 s', '3 s', '12 s', '2 min 5 s', '2 h 1 min')
+    """
+    if seconds < 59.5:
+        digits = 0 if seconds >= 9.95 or seconds == int(seconds) > 0 else 1 if seconds >= 0.995 else 2
+        return f"{max(seconds, 0.01):.{digits}f} s"  # nothing takes no time
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600:,} h {whole % 3600 // 60} min"
+
+
+def as_argument(path: object) -> str:
+    """A path as an argument that is not taken for an option.
+
+    >>> as_argument("model.pt"), as_argument("-model.pt")
+    ('model.pt', './-model.pt')
+    """
+    return f"./{path}" if str(path).startswith("-") else str(path)
+
+
+def quoted(name: str) -> str:
+    """A name as a word of a command for a shell, escaped where it cannot be shown."""
+    from shlex import quote
+
+    return quote(printable(name))
+
+
+def part_text(path: str) -> str:
+    """The path of a state dict as prose has it, escaped; `--only` has a dot for the tensors that stand in a dict itself.
+
+    >>> part_text(""), part_text("."), part_text("model"), part_text("model.")
+    ('the root', 'the root', 'model', 'model itself')
+    """
+    bare = printable(path.removesuffix(".")) or "the root"
+    return f"{bare} itself" if path.endswith(".") and path != "." else bare
+
+
+def look_hint(path: Path) -> str:
+    """The command that shows what a checkpoint holds; one that is not a file has none of its own."""
+    name = f" {quoted(as_argument(path))}" if path.exists() else ""
+    return f"see what it holds with: ckptconv inspect{name}"
+
+
+def some_text(names: list[str]) -> str:
+    """The first of some names from a file, escaped, and how many more there are."""
+    shown = ", ".join(printable(name) or "the root" for name in names[:SHOWN])
+    return f"{shown} and {len(names) - SHOWN:,} more" if len(names) > SHOWN else shown

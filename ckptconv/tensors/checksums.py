@@ -1,0 +1,100 @@
+"""The checksums of storages that are copied in parts: put together from the parts, so that nothing is read twice for them.
+
+A zip archive declares the CRC-32 of a whole record, a conversion may copy it in many runs, in any order, to several files.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ckptconv.io.crc import combined_crc, crc32
+from ckptconv.support.errors import MalformedCheckpoint
+from ckptconv.support.progress import Meter
+from ckptconv.tensors.refs import Storage
+from ckptconv.tensors.stream import read_range
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Checksums:
+    """What is known of the checksums of storages while a conversion goes on; `finish` it before the output is put in place.
+
+    Each method raises `MalformedCheckpoint` when a storage does not have the CRC-32 that its record declares.
+    """
+
+    def __init__(self) -> None:
+        self._settled: set[int] = set()
+        self._copied: dict[int, tuple[Storage, list[tuple[int, int, int]]]] = {}
+
+    def read(self, storage: Storage) -> None:
+        """Check a storage, or the one that it is part of, by reading all of it, unless that was done."""
+        whole = storage.part_of or storage
+        if id(whole) not in self._settled:
+            self._settled.add(id(whole))
+            check_storage(whole)
+
+    def copied(self, storage: Storage, first: int, nbytes: int, crc: int) -> None:
+        """Note that `nbytes` bytes of a storage, from byte `first` of it on, were copied and have this CRC-32."""
+        whole = storage.part_of or storage
+        if whole.crc32 is None or id(whole) in self._settled:
+            return
+        if storage.source is not whole.source:  # what was copied are not its bytes but made of them
+            self.read(whole)
+        elif nbytes == whole.nbytes:
+            self._settled.add(id(whole))
+            refuse_crc(whole, crc)
+        else:
+            _, runs = self._copied.setdefault(id(whole), (whole, []))
+            runs.append((storage.offset + first - whole.offset, nbytes, crc))
+
+    def finish(self) -> None:
+        """Check the storages of which parts were copied; of these, what was not copied is read."""
+        for whole, runs in self._copied.values():
+            if id(whole) not in self._settled:
+                self._settled.add(id(whole))
+                refuse_crc(whole, _joined(whole, sorted(runs)))
+
+
+def _joined(whole: Storage, runs: list[tuple[int, int, int]]) -> int:
+    """The CRC-32 of a storage from those of runs of it, in order; gaps are read, and runs that overlap others as well."""
+    crc = at = 0
+    for first, nbytes, found in runs:
+        if first >= at and nbytes:
+            crc = combined_crc(_read_on(whole, at, first, crc), found, nbytes)
+            at = first + nbytes
+    return _read_on(whole, at, whole.nbytes, crc)
+
+
+def _read_on(whole: Storage, start: int, stop: int, crc: int) -> int:
+    for view in read_range(whole.source, whole.offset + start, stop - start):
+        crc = crc32(view, crc)
+    return crc
+
+
+def check_storage(storage: Storage, meter: Meter | None = None) -> None:
+    """Read all of a storage and hold it against its declared CRC-32; `MalformedCheckpoint` when it differs.
+
+    `meter` counts the bytes that are read.
+    """
+    if storage.crc32 is None:
+        return
+    found = 0
+    for view in read_range(storage.source, storage.offset, storage.nbytes):
+        found = crc32(view, found)
+        if meter is not None:
+            meter.add(len(view))
+    refuse_crc(storage, found)
+
+
+def refuse_crc(storage: Storage, found: int) -> None:
+    """Raise `MalformedCheckpoint` unless `found` is the CRC-32 that the storage's record declares."""
+    if storage.crc32 is not None and storage.crc32 != found:
+        raise MalformedCheckpoint(
+            f"its bytes have the CRC-32 {found:08x}, the archive says {storage.crc32:08x}",
+            path=storage.source.path,
+            where=storage.name,
+            hint="the file is damaged; fetch it again",
+        )

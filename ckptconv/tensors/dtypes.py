@@ -1,0 +1,150 @@
+"""One table of element types: how torch, a torch storage, safetensors and numpy call each of them.
+
+Knows names and sizes only; nothing here touches bytes. Sources: `torch.storage._dtype_to_storage_type_map` and
+`torch.storage._new_dtypes` of torch 2.13, the `Dtype` enum of safetensors 0.8, and the type list of ml_dtypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from ckptconv.support.errors import OptionRefused, printable
+
+Kind = Literal["float", "int", "bool", "complex", "quantized", "bits"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DType:
+    """One element type.
+
+    `name` is torch's (``float32``); `itemsize` is in bytes; `storage_class` is the typed storage that torch pickles
+    it under (None: only ``UntypedStorage``); `safetensors` is the header code (None: safetensors has no such type);
+    `numpy` names a numpy or ml_dtypes type (None: neither has one). `word` is the number of bytes that a change of
+    byte order reverses (half of `itemsize` for complex numbers). `bits` are those of one element; where they are not whole
+    bytes, the elements of a tensor are packed end to end, and only whole tensors have a size in bytes.
+    """
+
+    name: str
+    kind: Kind
+    itemsize: int
+    storage_class: str | None = None
+    safetensors: str | None = None
+    numpy: str | None = None
+    word: int = 0
+    bits: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bits", self.bits or 8 * self.itemsize)
+        object.__setattr__(self, "word", self.itemsize // (2 if self.kind == "complex" else 1))
+
+    def __reduce__(self) -> tuple[Callable[[str], DType], tuple[str]]:
+        """Element types are told apart by identity, in a copy and behind a pickle too."""
+        return _named, (self.name,)
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether `--dtype` may cast it: real floating point, so neither integers, bools, complex nor quantized."""
+        return self.kind == "float"
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether an element is not a whole bytes: safetensors has such types, and torch has not."""
+        return self.bits < 8
+
+    @property
+    def is_differentiable(self) -> bool:
+        """Whether a tensor of it may require grad: torch raises where any other does."""
+        return self.kind in ("float", "complex") or self.name.startswith("float")
+
+
+DTYPES: tuple[DType, ...] = (
+    DType("float64", "float", 8, "DoubleStorage", "F64", "float64"),
+    DType("float32", "float", 4, "FloatStorage", "F32", "float32"),
+    DType("float16", "float", 2, "HalfStorage", "F16", "float16"),
+    DType("bfloat16", "float", 2, "BFloat16Storage", "BF16", "bfloat16"),
+    DType("int64", "int", 8, "LongStorage", "I64", "int64"),
+    DType("int32", "int", 4, "IntStorage", "I32", "int32"),
+    DType("int16", "int", 2, "ShortStorage", "I16", "int16"),
+    DType("int8", "int", 1, "CharStorage", "I8", "int8"),
+    DType("uint8", "int", 1, "ByteStorage", "U8", "uint8"),
+    DType("bool", "bool", 1, "BoolStorage", "BOOL", "bool"),
+    DType("complex64", "complex", 8, "ComplexFloatStorage", "C64", "complex64"),
+    DType("complex128", "complex", 16, "ComplexDoubleStorage", None, "complex128"),
+    DType("complex32", "complex", 4),
+    DType("uint16", "int", 2, None, "U16", "uint16"),
+    DType("uint32", "int", 4, None, "U32", "uint32"),
+    DType("uint64", "int", 8, None, "U64", "uint64"),
+    DType("float8_e4m3fn", "float", 1, None, "F8_E4M3", "float8_e4m3fn"),
+    DType("float8_e5m2", "float", 1, None, "F8_E5M2", "float8_e5m2"),
+    DType("float8_e4m3fnuz", "float", 1, None, "F8_E4M3FNUZ", "float8_e4m3fnuz"),
+    DType("float8_e5m2fnuz", "float", 1, None, "F8_E5M2FNUZ", "float8_e5m2fnuz"),
+    DType("float8_e8m0fnu", "float", 1, None, "F8_E8M0", "float8_e8m0fnu"),
+    DType("float4_e2m1fn_x2", "bits", 1, None, "F4"),
+    DType("quint8", "quantized", 1, "QUInt8Storage"),
+    DType("qint8", "quantized", 1, "QInt8Storage"),
+    DType("qint32", "quantized", 4, "QInt32Storage"),
+    DType("quint4x2", "quantized", 1, "QUInt4x2Storage"),
+    DType("quint2x4", "quantized", 1, "QUInt2x4Storage"),
+    DType("bits1x8", "bits", 1),
+    DType("bits2x4", "bits", 1),
+    DType("bits4x2", "bits", 1),
+    DType("bits8", "bits", 1),
+    DType("bits16", "bits", 2),
+    *(DType(f"{sign}int{width}", "bits", 1) for sign in ("", "u") for width in range(1, 8)),
+)
+
+PACKED: tuple[DType, ...] = (
+    DType("float6_e2m3fn", "bits", 1, None, "F6_E2M3", bits=6),
+    DType("float6_e3m2fn", "bits", 1, None, "F6_E3M2", bits=6),
+)
+"""Types of safetensors of which torch knows nothing: kept as they are, never as numbers."""
+
+FLOAT4 = DType("float4_e2m1fn", "bits", 1, None, "F4", bits=4)
+"""F4 where the last dimension is odd, so that its elements are not pairs, as torch's ``float4_e2m1fn_x2`` wants them."""
+
+BY_NAME = {dtype.name: dtype for dtype in DTYPES}
+BY_STORAGE_CLASS = {dtype.storage_class: dtype for dtype in DTYPES if dtype.storage_class}
+BY_SAFETENSORS = {dtype.safetensors: dtype for dtype in (*DTYPES, *PACKED) if dtype.safetensors}
+_ALL = {dtype.name: dtype for dtype in (*DTYPES, *PACKED, FLOAT4)}
+
+
+def _named(name: str) -> DType:
+    return _ALL[name]
+
+
+FLOAT4_PAIRS = BY_NAME["float4_e2m1fn_x2"]
+UINT8 = BY_NAME["uint8"]
+
+_SHORT_NAMES = {
+    "f64": "float64", "double": "float64", "fp64": "float64",
+    "f32": "float32", "float": "float32", "fp32": "float32",
+    "f16": "float16", "half": "float16", "fp16": "float16",
+    "bf16": "bfloat16",
+    "f8_e4m3": "float8_e4m3fn", "f8_e4m3fn": "float8_e4m3fn", "fp8": "float8_e4m3fn",
+    "f8_e5m2": "float8_e5m2",
+    "f8_e4m3fnuz": "float8_e4m3fnuz",
+    "f8_e5m2fnuz": "float8_e5m2fnuz",
+    "f8_e8m0": "float8_e8m0fnu", "f8_e8m0fnu": "float8_e8m0fnu",
+}  # fmt: skip
+
+CHOICES = ("f32", "f16", "bf16", "f64", "f8_e4m3", "f8_e5m2")
+"""The floating types by their short names, those that are wanted most first."""
+
+
+def floating_dtype(name: str) -> DType:
+    """The floating type that a user means by `name`: torch's name, safetensors' code or the usual short form.
+
+    >>> floating_dtype("bf16").name, floating_dtype("torch.float16").name, floating_dtype("F8_E4M3").name
+    ('bfloat16', 'float16', 'float8_e4m3fn')
+
+    Raises `OptionRefused` when it is not the name of a floating type.
+    """
+    plain = name.strip().lower().removeprefix("torch.")
+    dtype = BY_NAME.get(_SHORT_NAMES.get(plain, plain))
+    if dtype is None or not dtype.is_floating:
+        long = ", ".join(item.name for item in DTYPES if item.is_floating)
+        hint = f"choose {', '.join(CHOICES[:-1])} or {CHOICES[-1]}; torch's names do too ({long})"
+        raise OptionRefused(f"{printable(name, 60)!r} is not a floating dtype", hint=hint)
+    return dtype

@@ -1,0 +1,193 @@
+"""Tensors that lie flat in partitions: runs of elements, end to end over several storages, seen as one tensor.
+
+A run is contiguous where it lies and in the C order of the tensor, but seldom a box of it: a partition ends anywhere. `shaped`
+cuts each run into the few boxes that it is. `widened` shows a storage as float32, cast while it is read.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from math import prod
+from typing import NamedTuple
+
+from ckptconv.io.source import CHUNK
+from ckptconv.support.errors import MalformedCheckpoint
+from ckptconv.tensors.casting import cast
+from ckptconv.tensors.dtypes import BY_NAME, DType
+from ckptconv.tensors.refs import Piece, Shape, Storage, TensorRef, contiguous_stride
+from ckptconv.tensors.stream import verbatim_range
+
+FLOAT32 = BY_NAME["float32"]
+
+
+class Run(NamedTuple):
+    """`numel` elements of `storage` from element `first` on."""
+
+    storage: Storage
+    first: int
+    numel: int
+
+
+class Flat:
+    """Contiguous tensors of one dtype seen end to end, as `torch.cat` of their flattened values would be."""
+
+    def __init__(self, parts: Sequence[TensorRef], where: str) -> None:
+        """Raises `MalformedCheckpoint`, naming `where`, when a part is not contiguous or of another dtype than the first."""
+        if not parts:
+            raise MalformedCheckpoint("has no partitions", where=where)
+        self._runs = [_whole_run(part, parts[0].dtype, where) for part in parts]
+        self._ends = list(accumulate(run.numel for run in self._runs))
+        self.dtype = parts[0].dtype
+        self.numel = self._ends[-1]
+
+    def runs(self, first: int, count: int) -> Iterator[Run]:
+        """The runs of the `count` elements from `first` on, which must be there; of no elements, an empty run."""
+        index = bisect_right(self._ends, first)
+        if not count:
+            yield self._runs[0]._replace(numel=0)
+        while count:
+            run = self._runs[index]
+            skipped = first - (self._ends[index] - run.numel)
+            taken = min(count, run.numel - skipped)
+            if taken:
+                yield Run(run.storage, run.first + skipped, taken)
+            first, count, index = first + taken, count - taken, index + 1
+
+
+def _whole_run(part: TensorRef, dtype: DType, where: str) -> Run:
+    if part.dtype is not dtype:
+        raise MalformedCheckpoint(f"its partitions are {dtype.name} and {part.dtype.name}", where=where)
+    if (found := verbatim_range(part)) is None:
+        raise MalformedCheckpoint("a partition is not one contiguous little-endian run", where=where)
+    storage, start = found
+    return Run(storage, start // dtype.itemsize, part.numel)
+
+
+def shaped(runs: Iterable[Run], dtype: DType, shape: Shape) -> TensorRef:
+    """The tensor of `shape` whose values in C order are the `runs`, one after the other; they must be as many as it has.
+
+    Where it is one run, that is made a storage of its own: neighbours in a partition share a file, not memory.
+    """
+    merged = _merged(runs)
+    if len(merged) == 1:
+        storage = _cut(merged[0], dtype)
+        return TensorRef(dtype, shape, contiguous_stride(shape), (_box(storage, 0, shape, (0,) * len(shape)),))
+    pieces: list[Piece] = []
+    at = 0
+    for storage, first, count in merged:
+        for start, box in flat_boxes(shape, at, at + count):
+            pieces.append(_box(storage, first, box, start))
+            first += prod(box)
+        at += count
+    return TensorRef(dtype, shape, contiguous_stride(shape), tuple(pieces))
+
+
+def _merged(runs: Iterable[Run]) -> list[Run]:
+    """The runs without empty ones (but for one, if there are no others), those that follow each other in a storage as one."""
+    merged: list[Run] = []
+    for run in runs:
+        last = merged[-1] if merged else None
+        if last is not None and not (last.numel and run.numel):
+            merged[-1] = last if last.numel else run
+        elif last is not None and last.storage is run.storage and last.first + last.numel == run.first:
+            merged[-1] = last._replace(numel=last.numel + run.numel)
+        else:
+            merged.append(run)
+    return merged
+
+
+def _cut(run: Run, dtype: DType) -> Storage:
+    """A run as a storage of its own; its checksum is that of the storage it is part of."""
+    whole, first, count = run
+    size = dtype.itemsize
+    return whole._replace(
+        offset=whole.offset + first * size, nbytes=count * size, dtype=dtype, crc32=None, part_of=whole.part_of or whole
+    )
+
+
+def _box(storage: Storage, offset: int, box: Shape, start: Shape) -> Piece:
+    return Piece(storage, offset, box, contiguous_stride(box), start)
+
+
+def flat_boxes(shape: Shape, first: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
+    """The boxes (start, shape), in C order, that the elements `first` to `stop` of a tensor of `shape` are.
+
+    At most two for each dimension but the first, and one: rows that were begun, whole rows, rows that are not finished.
+
+    >>> list(flat_boxes((3, 4), 2, 11))
+    [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 3))]
+    """
+    if not shape and first < stop:
+        yield (), ()
+        return
+    inner = contiguous_stride(shape)
+    while first < stop:
+        axis = next(axis for axis, step in enumerate(inner) if first % step == 0 and first + step <= stop)
+        start = tuple(first // step % size for step, size in zip(inner, shape, strict=True))
+        rows = min(shape[axis] - start[axis], (stop - first) // inner[axis])
+        yield start, (*(1,) * axis, rows, *shape[axis + 1 :])
+        first += rows * inner[axis]
+
+
+# ------------------------------------------------------------------------------------------------------------- as float32
+
+
+class Widener:
+    """Shows floating tensors as float32, as `tensor.float()` makes them; those that share a storage share its stand-in."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, str], tuple[Storage, Storage]] = {}
+
+    def __call__(self, ref: TensorRef) -> TensorRef:
+        """`ref` as float32; itself where it is float32 already, or of no floating type."""
+        if ref.dtype is FLOAT32 or not ref.dtype.is_floating:
+            return ref
+        pieces = tuple(piece._replace(storage=self._storage(piece.storage, ref.dtype)) for piece in ref.pieces)
+        return ref._replace(dtype=FLOAT32, pieces=pieces)
+
+    def _storage(self, storage: Storage, dtype: DType) -> Storage:
+        known = self._made.get((id(storage), dtype.name))
+        if known is None:
+            source = _Float32Source(storage, dtype)
+            wide = Storage(source, 0, source.size, storage.location, storage.name, FLOAT32, part_of=storage.part_of or storage)
+            known = self._made[id(storage), dtype.name] = wide, storage  # kept, so that its id stays its own
+        return known[0]
+
+
+class _Float32Source:
+    """The elements of a storage as float32, little-endian; nothing is kept, each read casts what it returns."""
+
+    def __init__(self, storage: Storage, dtype: DType) -> None:
+        self.path = storage.source.path
+        self._count = storage.nbytes // dtype.itemsize
+        self.size = self._count * FLOAT32.itemsize
+        self._storage, self._dtype = storage, dtype
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        while view:
+            first, skipped = divmod(offset, FLOAT32.itemsize)
+            count = min(-(-(skipped + len(view)) // FLOAT32.itemsize), CHUNK // self._dtype.itemsize)
+            found = self._cast(first, count)[skipped : skipped + len(view)]
+            view[: len(found)] = found
+            view, offset = view[len(found) :], offset + len(found)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        if offset < 0 or nbytes > self.size - offset:
+            raise MalformedCheckpoint(f"{nbytes} bytes at {offset} lie beyond its end ({self.size})", path=self.path)
+        whole = bytearray(nbytes)
+        self.read_into(offset, memoryview(whole))
+        return bytes(whole)
+
+    def close(self) -> None:
+        """Nothing to give back: the source of the storage is its opener's."""
+
+    def _cast(self, first: int, count: int) -> memoryview:
+        size = self._dtype.itemsize
+        raw = self._storage.source.read(self._storage.offset + first * size, count * size)
+        if self._storage.big_endian and size > 1:
+            import numpy as np
+
+            raw = np.frombuffer(raw, f"u{size}").byteswap().tobytes()
+        return cast(memoryview(raw), self._dtype, FLOAT32).data

@@ -1,0 +1,275 @@
+"""Tensors as references: what type and shape they have and where their bytes lie, and how to stream those bytes.
+
+A `Storage` is a run of bytes in a source; a `TensorRef` is a strided view of one storage, or is put together from pieces of
+several. Both are checked against each other when they are made, and trusted afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ckptconv.io.source import Source
+from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint, RefusedObject
+from ckptconv.support.limits import in_force
+from ckptconv.support.records import made
+from ckptconv.support.showing import short_repr
+from ckptconv.tensors.dtypes import UINT8, DType
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+Shape = tuple[int, ...]
+
+
+class Storage(NamedTuple):
+    """A run of `nbytes` bytes at `offset` of `source`: a torch storage, or the data of one safetensors tensor.
+
+    `location` is the device tag it was saved with; `dtype` the type that its storage class names (None: untyped); `crc32`
+    the checksum that its record declares (None: none). `name` is what messages call it. Two tensors share memory when
+    their pieces name one and the same storage object (identity, not equality). `part_of` is the storage that this one was
+    cut out of, and that has the checksum.
+    """
+
+    source: Source
+    offset: int
+    nbytes: int
+    location: str
+    name: str
+    dtype: DType | None = None
+    crc32: int | None = None
+    big_endian: bool = False
+    part_of: Storage | None = None
+
+
+class Piece(NamedTuple):
+    """A box of a tensor: its `shape`, its `start` in the tensor, and the strided view of `storage` that holds it.
+
+    `offset` and `stride` count elements.
+    """
+
+    storage: Storage
+    offset: int
+    shape: Shape
+    stride: Shape
+    start: Shape
+
+
+class TensorRef(NamedTuple):
+    """A tensor: `dtype`, `shape`, `stride` (in elements) and the `pieces` that hold its values.
+
+    `conj` and `neg` are torch's lazy bits: the values are the conjugate or the negative of what is stored.
+    """
+
+    dtype: DType
+    shape: Shape
+    stride: Shape
+    pieces: tuple[Piece, ...]
+    requires_grad: bool = False
+    conj: bool = False
+    neg: bool = False
+
+    def __repr__(self) -> str:
+        return short_repr("TensorRef", self.dtype.name, list(self.shape), self.location)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the values take when written out, each once."""
+        return prod(self.shape) * self.dtype.bits >> 3
+
+    @property
+    def storage(self) -> Storage:
+        """The one storage of a tensor that is a view."""
+        return self.pieces[0].storage
+
+    @property
+    def location(self) -> str:
+        """The device tag of its (first) storage."""
+        return self.pieces[0].storage.location
+
+    @property
+    def storage_offset(self) -> int:
+        """Of a tensor that is a view: its first element's index in the storage."""
+        return self.pieces[0].offset
+
+    @property
+    def is_view(self) -> bool:
+        """Whether it is one strided view of one storage."""
+        return len(self.pieces) == 1
+
+    def byte_span(self) -> tuple[int, int]:
+        """Of a view: the first byte of the storage that it uses, and the byte behind the last."""
+        first = self.storage_offset * self.dtype.itemsize
+        if 0 in self.shape:
+            return first, first
+        last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        return first, first + ((last + 1) * self.dtype.bits >> 3)
+
+    def is_dense(self) -> bool:
+        """Of a view: whether its values lie without holes and overlaps, in whatever order of dimensions."""
+        start, stop = self.byte_span()
+        if stop - start != self.nbytes:
+            return False
+        expected = 1
+        for step, size in sorted(zip(self.stride, self.shape, strict=True)):
+            if size > 1 and step != expected:
+                return False
+            expected *= size
+        return True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorObject:
+    """A tensor with something around it: an `nn.Parameter`, or a subclass or a tensor with attributes.
+
+    `cls` is the symbolic name of the class (None for Parameter) and `state` the symbolic attributes (None: there are none).
+    """
+
+    tensor: TensorRef
+    cls: Any = None
+    state: Any = None
+
+
+def view_identity(ref: TensorRef) -> Hashable:
+    """What the names of one tensor have in common: tensors with the same have the same values. Of one put together from
+    pieces, only itself has it."""
+    if not ref.is_view:
+        return id(ref)
+    return id(ref.storage), ref.storage_offset, ref.shape, ref.stride, ref.dtype, ref.conj, ref.neg
+
+
+def contiguous_stride(shape: Shape) -> Shape:
+    """The C-order strides of `shape` in elements, as torch computes them (a size of 0 counts as 1).
+
+    >>> contiguous_stride((2, 3, 4))
+    (12, 4, 1)
+    """
+    if len(shape) == 1:
+        return (1,)
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def is_contiguous(shape: Shape, stride: Shape) -> bool:
+    """Whether `stride` walks `shape` in C order without gaps; strides of dimensions of size 1 do not matter.
+
+    >>> is_contiguous((2, 1, 3), (3, 99, 1)), is_contiguous((2, 3), (1, 2)), is_contiguous((0, 3), (7, 7))
+    (True, False, True)
+    """
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if size != 1:
+            if step != expected and 0 not in shape:
+                return False
+            expected *= size
+    return True
+
+
+def view_of(storage: Storage, dtype: DType, offset: int, shape: Shape, stride: Shape, requires_grad: bool = False) -> TensorRef:
+    """The strided view of `storage` that a checkpoint describes, after checking that it lies inside.
+
+    `offset` and `stride` count elements. Raises `MalformedCheckpoint` when a number is not a plain int, is negative, or
+    reaches beyond the storage, and `LimitExceeded` when a small storage claims to be a giant tensor.
+    """
+    if type(shape) is not tuple or type(stride) is not tuple or len(shape) != len(stride):
+        raise MalformedCheckpoint("its shape and stride are not tuples of one length", where=storage.name)
+    most = in_force()
+    if len(shape) > _USUAL_DIMENSIONS or len(shape) > most.dimensions:
+        _refuse_odd_shape(shape, storage.name)
+    if type(offset) is not int or offset < 0:
+        raise MalformedCheckpoint("its storage_offset is not a size", where=storage.name)
+    numel, last = 1, offset
+    for size, step in zip(shape, stride):  # noqa: B905 (of one length, and a hot path)
+        if type(size) is not int or type(step) is not int or size < 0 or step < 0:
+            raise MalformedCheckpoint("its shape or stride holds something other than sizes", where=storage.name)
+        numel *= size
+        last += (size - 1) * step
+    if numel and (last + 1) * dtype.bits > storage.nbytes << 3:
+        raise MalformedCheckpoint(
+            f"needs {(last + 1) * dtype.bits + 7 >> 3} bytes of a storage that has {storage.nbytes}", where=storage.name
+        )
+    if requires_grad:
+        _refuse_grad(storage, dtype)
+    if not numel and prod(size for size in shape if size) >= 1 << 63:
+        raise MalformedCheckpoint(f"its shape {shape} overflows", where=storage.name)
+    nbytes = numel * dtype.bits >> 3
+    if nbytes > most.view_free and nbytes > most.view_ratio * storage.nbytes:
+        raise expanded(f"claims {nbytes} bytes out of a storage of {storage.nbytes}", nbytes, storage.nbytes, storage.name)
+    piece = made(Piece, (storage, offset, shape, stride, _ORIGINS[len(shape)]))
+    return made(TensorRef, (dtype, shape, stride, (piece,), requires_grad, False, False))
+
+
+def refuse_packed(named: Iterable[tuple[str, TensorRef]], hint: str) -> None:
+    """Raise `RefusedObject` for a tensor of a type that torch does not have, naming its place."""
+    for place, ref in named:
+        if ref.dtype.is_packed:
+            raise RefusedObject(f"torch has no dtype {ref.dtype.name}", where=place, hint=hint)
+
+
+def requiring_grad(ref: TensorRef, requires_grad: bool) -> TensorRef:
+    """`ref` as a tensor that requires grad, or does not; `MalformedCheckpoint` where none of its type can."""
+    if requires_grad:
+        _refuse_grad(ref.storage, ref.dtype)
+    return ref._replace(requires_grad=requires_grad)
+
+
+def _refuse_grad(storage: Storage, dtype: DType) -> None:
+    if not dtype.is_differentiable:
+        raise MalformedCheckpoint(f"a {dtype.name} tensor requires grad, which only floating ones can", where=storage.name)
+
+
+class _Origins(dict[int, Shape]):
+    """The origin of a space, by its number of dimensions."""
+
+    def __missing__(self, count: int) -> Shape:
+        return (0,) * count
+
+
+_USUAL_DIMENSIONS = 64
+_ORIGINS = _Origins({count: (0,) * count for count in range(_USUAL_DIMENSIONS + 1)})
+
+
+def _refuse_odd_shape(shape: Shape, where: str) -> None:
+    """Refuse too many dimensions, and sizes whose product would have no end, before they are multiplied."""
+    refuse_dimensions(len(shape), where)
+    if any(type(size) is int and size >> 63 for size in shape):
+        raise MalformedCheckpoint("its shape or stride holds something other than sizes", where=where)
+
+
+def refuse_dimensions(count: int, where: str | None = None) -> None:
+    """Raise `LimitExceeded` when a tensor has more dimensions than may be."""
+    if count > (most := in_force().dimensions):
+        raise LimitExceeded(f"has {count} dimensions", limit="dimensions", allowed=most, needed=count, where=where)
+
+
+def expanded(what: str, claimed: int, stored: int, where: str | None = None, advice: str | None = None) -> LimitExceeded:
+    """The refusal of what claims many times the bytes that are stored."""
+    allowed, needed = in_force().view_ratio, -(-claimed // stored)
+    return LimitExceeded(what, limit="view_ratio", allowed=allowed, needed=needed, where=where, advice=advice)
+
+
+def whole_storage(storage: Storage, start: int, stop: int, dtype: DType = UINT8) -> TensorRef:
+    """Bytes `start` to `stop` of `storage` as a 1-D tensor of `dtype` (`start` and `stop` must be multiples of its size)."""
+    count = (stop - start) // dtype.itemsize
+    return TensorRef(dtype, (count,), (1,), (Piece(storage, start // dtype.itemsize, (count,), (1,), (0,)),))
+
+
+def joined(refs: list[TensorRef]) -> TensorRef:
+    """1-D tensors of one dtype, end to end."""
+    pieces, at = [], 0
+    for ref in refs:
+        pieces.append(ref.pieces[0]._replace(start=(at,)))
+        at += ref.numel
+    return TensorRef(refs[0].dtype, (at,), (1,), tuple(pieces))

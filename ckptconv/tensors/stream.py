@@ -1,0 +1,214 @@
+"""The values of a tensor as a stream of bytes in C order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ckptconv.io.source import CHUNK, Source
+from ckptconv.tensors.casting import cast
+from ckptconv.tensors.dtypes import DType
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+from ckptconv.tensors.refs import Piece, Shape, Storage, TensorRef, contiguous_stride, is_contiguous
+
+# ----------------------------------------------------------------------------------------------------- streaming values
+
+
+def verbatim_range(ref: TensorRef) -> tuple[Storage, int] | None:
+    """The storage and the byte in it from which `ref.nbytes` bytes are just its values in C order, little-endian.
+
+    None where the values must be gathered, swapped, conjugated, negated or put together.
+    """
+    if len(ref.pieces) != 1 or ref.conj or ref.neg:
+        return None
+    piece = ref.pieces[0]
+    if piece.storage.big_endian and ref.dtype.word > 1:
+        return None
+    if piece.stride != (1,) and not is_contiguous(piece.shape, piece.stride):
+        return None
+    return piece.storage, piece.offset * ref.dtype.itemsize
+
+
+def verbatim_runs(ref: TensorRef) -> list[tuple[Storage, int, int]] | None:
+    """The runs (storage, first byte, bytes) that make up the values in C order, little-endian, one after the other.
+
+    As `verbatim_range`, but also for a tensor put together from pieces that follow each other, such as shards of rows.
+    """
+    if len(ref.pieces) == 1:
+        whole = verbatim_range(ref)
+        return None if whole is None else [(*whole, ref.nbytes)]
+    if ref.conj or ref.neg:
+        return None
+    steps = contiguous_stride(ref.shape)
+    runs = []
+    at = 0
+    for piece in sorted(ref.pieces, key=lambda piece: piece.start):
+        count = prod(piece.shape)
+        if not count:
+            continue
+        first = sum(start * step for start, step in zip(piece.start, steps, strict=True))
+        is_run = is_contiguous(piece.shape, piece.stride) and _is_run(piece.shape, ref.shape)
+        if first != at or not is_run or (piece.storage.big_endian and ref.dtype.word > 1):
+            return None
+        at += count
+        runs.append((piece.storage, piece.offset * ref.dtype.itemsize, count * ref.dtype.itemsize))
+    return runs if at == ref.numel else None
+
+
+def _is_run(box: Shape, shape: Shape) -> bool:
+    """Whether a box's elements follow each other in the C order of `shape`: ones, then any size, then whole dimensions."""
+    axis = next((axis for axis, size in enumerate(box) if size != 1), len(box))
+    return box[axis + 1 :] == shape[axis + 1 :]
+
+
+def iter_chunks(ref: TensorRef) -> Iterator[memoryview]:
+    """The values of `ref` in C order, little-endian, conj and neg bits resolved, in views of about `CHUNK` bytes.
+
+    A view is valid until the next one is asked for. Memory is bounded by a few chunks, whatever the strides.
+    """
+    if (runs := verbatim_runs(ref)) is not None:
+        for storage, first, nbytes in runs:
+            yield from read_range(storage.source, storage.offset + first, nbytes)
+    elif ref.numel:
+        ref = _without_ones(ref) if len(ref.shape) > _ANY_NUMPY else ref
+        for start, shape in _blocks(ref.shape, max(1, CHUNK // ref.dtype.itemsize)):
+            yield _resolved(ref, _gather(ref, start, shape)).reshape(-1).data.cast("B")
+
+
+_ANY_NUMPY = 32  # dimensions that an array has in every numpy; 64 since numpy 2
+
+
+def _without_ones(ref: TensorRef) -> TensorRef:
+    """The same values without the dimensions of size 1; what is left of them would be 2**32 values in 32 dimensions."""
+    axes = [axis for axis, size in enumerate(ref.shape) if size != 1]
+    pieces = tuple(
+        piece._replace(shape=_of(piece.shape, axes), stride=_of(piece.stride, axes), start=_of(piece.start, axes))
+        for piece in ref.pieces
+    )
+    return ref._replace(shape=_of(ref.shape, axes), stride=_of(ref.stride, axes), pieces=pieces)
+
+
+def _of(numbers: Shape, axes: Sequence[int]) -> Shape:
+    return tuple(numbers[axis] for axis in axes)
+
+
+def iter_cast_chunks(ref: TensorRef, target: DType, overflowed: list[int]) -> Iterator[memoryview]:
+    """As `iter_chunks`, cast to `target`; the finite values that became infinite or NaN are added to `overflowed[0]`."""
+    if target is ref.dtype:
+        yield from iter_chunks(ref)
+        return
+    for chunk in iter_chunks(ref):
+        result = cast(chunk, ref.dtype, target)
+        overflowed[0] += result.overflowed
+        yield result.data
+
+
+def read_box(ref: TensorRef, start: Shape, shape: Shape) -> Array:
+    """The values of the box of `ref` at `start`, in C order and little-endian, as words of any type."""
+    return _resolved(ref, _gather(ref, start, shape)).reshape(-1)
+
+
+def read_range(source: Source, offset: int, nbytes: int) -> Iterator[memoryview]:
+    """The bytes of a run, in views of at most `CHUNK` bytes; a view is valid until the next one is asked for."""
+    buffer = memoryview(bytearray(min(CHUNK, nbytes)))
+    while nbytes:
+        view = buffer[: min(CHUNK, nbytes)]
+        source.read_into(offset, view)
+        yield view
+        offset, nbytes = offset + len(view), nbytes - len(view)
+
+
+def _blocks(shape: Shape, limit: int) -> Iterator[tuple[Shape, Shape]]:
+    """Boxes (start, shape) that cover `shape` in C order, each of at most `limit` elements."""
+    axis, inner = len(shape), 1
+    while axis and inner * shape[axis - 1] <= limit:
+        axis -= 1
+        inner *= shape[axis]
+    if not axis:
+        yield (0,) * len(shape), shape
+        return
+    rows = max(1, limit // inner)
+    outer = shape[: axis - 1]
+    for index in _indices(outer):
+        for row in range(0, shape[axis - 1], rows):
+            start = (*index, row, *[0] * (len(shape) - axis))
+            yield start, (*[1] * len(outer), min(rows, shape[axis - 1] - row), *shape[axis:])
+
+
+def _indices(shape: Shape) -> Iterator[Shape]:
+    index = [0] * len(shape)
+    for _ in range(prod(shape)):
+        yield tuple(index)
+        for axis in reversed(range(len(shape))):
+            index[axis] += 1
+            if index[axis] < shape[axis]:
+                break
+            index[axis] = 0
+
+
+def _gather(ref: TensorRef, start: Shape, shape: Shape) -> Array:
+    """The box of `ref` at `start` as words of its itemsize, in C order; boxes without a piece are never asked for."""
+    import numpy as np
+
+    out = np.empty(shape, dtype=f"V{ref.dtype.itemsize}")
+    for piece in ref.pieces:
+        low = tuple(max(a, b) for a, b in zip(start, piece.start, strict=True))
+        high = tuple(min(a + n, b + m) for a, n, b, m in zip(start, shape, piece.start, piece.shape, strict=True))
+        if all(a < b for a, b in zip(low, high, strict=True)):
+            inside: Any = (*(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True)), ...)
+            within = tuple(a - b for a, b in zip(low, piece.start, strict=True))
+            _fill(out[inside], piece, within, ref.dtype.itemsize)
+    return out
+
+
+def _fill(out: Array, piece: Piece, start: Shape, itemsize: int) -> None:
+    """Copy the box of `piece` at `start` into `out`, reading spans that hold mostly wanted bytes.
+
+    A box whose bytes lie far apart in the file is halved along the dimension of the largest step until a read of its span
+    fetches at most four times what is wanted, or is small anyway.
+    """
+    import numpy as np
+    from numpy.lib.stride_tricks import as_strided
+
+    work = [(out, piece.offset + sum(a * b for a, b in zip(start, piece.stride, strict=True)))]
+    while work:
+        box, first = work.pop()
+        reach = [(size - 1) * step for size, step in zip(box.shape, piece.stride, strict=True)]
+        span = (sum(reach) + 1) * itemsize
+        if span <= max(4 * box.size * itemsize, 1 << 16) or max(reach) == 0:
+            raw = np.frombuffer(piece.storage.source.read(piece.storage.offset + first * itemsize, span), dtype=box.dtype)
+            box[...] = as_strided(raw, box.shape, [step * itemsize for step in piece.stride])
+        else:
+            axis = reach.index(max(reach))
+            middle = box.shape[axis] // 2
+            head: list[Any] = [slice(None)] * box.ndim
+            tail = list(head)
+            head[axis], tail[axis] = slice(None, middle), slice(middle, None)
+            work.append((box[tuple(head)], first))
+            work.append((box[tuple(tail)], first + middle * piece.stride[axis]))
+
+
+def _resolved(ref: TensorRef, values: Array) -> Array:
+    """`values` (raw words as stored) with the byte order, the conj bit and the neg bit taken into account."""
+
+    word = ref.dtype.word
+    if word > 1 and ref.pieces[0].storage.big_endian:
+        values = values.reshape(-1).view(f"u{word}").byteswap()
+    if not (ref.conj or ref.neg):
+        return values
+    # Negating a float is flipping its sign bit; for integers it is two's complement.
+    words = values.reshape(-1).view(f"u{word}")
+    if ref.dtype.kind == "int":
+        return -words
+    sign = words.dtype.type(1 << (8 * word - 1))
+    flipped = words.copy()
+    if ref.neg:
+        flipped ^= sign
+    if ref.conj:
+        flipped[1::2] ^= sign
+    return flipped

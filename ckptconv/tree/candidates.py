@@ -1,0 +1,323 @@
+"""Which parts of a tree may be the model: the candidates, their ranks, and what each would leave out.
+
+Decided by content and by the labels of parts; docs/state-dicts.md states the rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ckptconv.objects.plain import is_array, plain_form, tensor_form
+from ckptconv.objects.torch_read import is_tensor_call
+from ckptconv.pickles.nodes import Call, Dict, Node, children, mapping_pairs
+from ckptconv.tensors.refs import TensorObject, TensorRef
+from ckptconv.tree.labels import USUAL, looks_like_a_module, names_number, names_training_state
+from ckptconv.tree.walk import CONTAINERS, PLAIN, Place, is_tensor, labels_of, place_text, tensor_of, walk
+
+Pairs = Sequence[tuple[Node, Node]]
+Tensors = Sequence[tuple[Node, Node]]
+"""The pairs of a container whose values are tensors."""
+
+_ROOT, _MODULE, _OTHER = 4, 2, 0
+"""Ranks; of two alike the one with tensors, not arrays, is one higher."""
+
+_PACKED = ("_extra_state", "_packed_params")
+"""Last segments of keys under which modules keep what they like, tensors in tuples and dicts among it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidate:
+    """A dict that may be the model, or those of its tensors that stand in it beside other dicts of tensors.
+
+    `beside` are the identities of its values that are not part of the state dict, None where all are. `count` are its
+    tensors, `weak` tells that all of them are numbers of the training or the like.
+    """
+
+    place: Place
+    node: Node
+    pairs: Pairs
+    beside: frozenset[int] | None
+    count: int
+    rank: int
+    is_module: bool
+    weak: bool
+
+    @property
+    def path(self) -> str:
+        """The path of the dict, with a dot behind it where only the tensors are meant that stand in it."""
+        return place_text(self.place) + "." * (self.beside is not None)
+
+    @property
+    def own(self) -> tuple[int, ...] | None:
+        """The numbers of the pairs that are the state dict; None where all are."""
+        if self.beside is None:
+            return None
+        return tuple(index for index, (key, value) in enumerate(self.pairs) if _is_own(key, value))
+
+    def shares_keys(self, other: Candidate) -> bool:
+        """Whether both have a tensor under one key: then one may be a copy of the other, or of a part of it."""
+        return not self._names().isdisjoint(other._names())
+
+    def _names(self) -> set[str]:
+        return {key for key, value in self.pairs if type(key) is str and _stands_for_tensor(value)}
+
+    def holds(self, place: Place, node: Node) -> bool:
+        """Whether the container `node` at `place` is its dict, or a part of its state dict."""
+        while node is not self.node:
+            if place is None:
+                return False
+            if place[2] is self.node:
+                return self.beside is None or id(node) not in self.beside
+            node, place = place[2], place[0]
+        return True
+
+
+class Holder(NamedTuple):
+    """A container in which tensors stand that somebody may want, and their labels."""
+
+    place: Place
+    node: Node
+    labels: tuple[Node, ...]
+
+
+class Survey(NamedTuple):
+    """The candidates of a tree in its order, and all containers with tensors that somebody may want.
+
+    `found` are all dicts with tensors; the candidates are those that are not weak, or all where there are no others.
+    """
+
+    found: tuple[Candidate, ...]
+    holders: tuple[Holder, ...]
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """The dicts that may be the model."""
+        return tuple(item for item in self.found if not item.weak) or self.found
+
+    def ranked(self) -> tuple[list[Candidate], list[Candidate]]:
+        """The candidates that come first, and the others."""
+        candidates = self.candidates
+        first = max((item.rank for item in candidates), default=0)
+        best = [item for item in candidates if item.rank == first]
+        return best, [item for item in candidates if item.rank < first]
+
+    def left_by(self, chosen: Candidate) -> list[Holder]:
+        """The containers whose tensors are left out where `chosen` is taken."""
+        return [item for item in self.holders if not chosen.holds(item.place, item.node)]
+
+
+def survey(root: Node) -> Survey:
+    """Look through a tree for its candidates."""
+    look = _Look()
+    for place, node in walk(root, look.aside):
+        look.at(place, node)
+    look.finish()
+    return Survey(tuple(look.found()), tuple(look.holders))
+
+
+class _Look:
+    """What a walk through a tree finds; all containers are known by their identity.
+
+    `aside` are training states, an overlay that keeps the walk out of them, so that what stands in one and elsewhere too is met
+    elsewhere. `full` have a tensor somewhere in them; `closed` are parts of a tensor; `inner` are attributes of a tensor, or
+    what belongs to the state dict around it; `numbered` are (in) parts whose label names a number of the training. `outside` is
+    where containers stand under labels that do not name a training state.
+    """
+
+    def __init__(self) -> None:
+        self.holders: list[Holder] = []
+        self.aside: dict[int, Node] = {}
+        self._states: list[tuple[Place, Node]] = []
+        self._mappings: list[tuple[Place, Node, Pairs, Tensors, bool]] = []
+        self._full: set[int] = set()
+        self._closed: set[int] = set()
+        self._inner: set[int] = set()
+        self._numbered: set[int] = set()
+        self._outside: dict[int, Place] = {}
+
+    def at(self, place: Place, node: Node) -> None:
+        """Take note of a node."""
+        if tensor_of(node) is not None:
+            self._fill(place)
+        if type(node) not in CONTAINERS:
+            return
+        if place is not None and _names_state(place[1]):
+            place = self._outside.get(id(node), place)
+        if _is_optimizer(node) or (place is not None and _names_state(place[1]) and not _stands_for_tensor(node)):
+            self.aside[id(node)] = None
+            self._states.append((place, node))
+            return
+        self._classify(place, node)
+        pairs = dict_pairs(node)
+        tensors = _tensors_in(list(children(node)) if pairs is None else pairs)
+        if pairs is not None and tensors is not pairs:
+            self._note_outside(place, node, pairs)
+        if not tensors:
+            if pairs is not None and id(node) not in self._inner and any(_is_own(key, value) for key, value in pairs):
+                self._mappings.append((place, node, pairs, tensors, True))
+            return
+        self._fill((place, None, node))
+        if id(node) in self._closed:
+            return
+        wanted = self._wanted(node, tensors)
+        if pairs is not None and id(node) not in self._inner:
+            self._mappings.append((place, node, pairs, tensors, not wanted))
+        if wanted:
+            self.holders.append(Holder(place, node, tuple(wanted)))
+
+    def finish(self) -> None:
+        """Take note of which training states hold tensors, when all other nodes were seen."""
+        for place, node in self._states:
+            if any(is_tensor(inner) for _, inner in walk(node)):
+                self._fill((place, None, node))
+
+    def found(self) -> list[Candidate]:
+        """The dicts with tensors under plain keys, when all nodes were seen."""
+        named = (item for item in self._mappings if PLAIN.issuperset({type(key) for key, _ in item[2]}))
+        return [made for made in (self._candidate(*item) for item in named) if made.count or not made.weak]
+
+    def _note_outside(self, place: Place, node: Node, pairs: Pairs) -> None:
+        for key, value in pairs:
+            if type(value) in CONTAINERS and not _names_state(key):
+                self._outside.setdefault(id(value), (place, key, node))
+
+    def _candidate(self, place: Place, node: Node, pairs: Pairs, tensors: Tensors, weak: bool) -> Candidate:
+        others = pairs if tensors is not pairs else ()
+        beside = [value for key, value in others if id(value) in self._full and not _is_own(key, value)]
+        is_module = any(type(key) is str and looks_like_a_module(key) for key, _ in tensors or pairs)
+        has_tensors = not tensors or any(not is_array(value) for _, value in tensors)
+        made = Candidate(
+            place=place,
+            node=node,
+            pairs=pairs,
+            beside=frozenset(map(id, beside)) if beside else None,
+            count=len(tensors),
+            rank=_rank(place, node, is_module=is_module) + has_tensors,
+            is_module=is_module,
+            weak=weak,
+        )
+        return replace(made, weak=False) if weak and self._has_parts(made) else made
+
+    def _has_parts(self, item: Candidate) -> bool:
+        """Whether tensors belong to a candidate that stand deeper, in packed values."""
+        return any(holder.node is not item.node and item.holds(holder.place, holder.node) for holder in self.holders)
+
+    def _wanted(self, node: Node, tensors: Tensors) -> list[Node]:
+        """The labels of the tensors of a container that somebody may want."""
+        numbered = id(node) in self._numbered
+        return [
+            label
+            for label, value in tensors
+            if (type(label) is str and "." in label and "/" not in label)  # nearly all: decided without a call
+            or _is_wanted(label, value, numbered=numbered)
+        ]
+
+    def _classify(self, place: Place, node: Node) -> None:
+        label, parent = (None, None) if place is None else place[1:]
+        if id(parent) in self._closed or is_tensor_call(node):
+            self._closed.add(id(node))
+        is_attributes = label == "<state>" and mapping_pairs(parent) is not None  # set on a dict, not items of it
+        if id(parent) in self._inner or type(node) is TensorObject or _is_packed(label) or is_attributes:
+            self._inner.add(id(node))
+        if id(parent) in self._numbered or (type(label) is str and names_number(label)):
+            self._numbered.add(id(node))
+
+    def _fill(self, place: Place) -> None:
+        while place is not None and id(place[2]) not in self._full:
+            self._full.add(id(place[2]))
+            place = place[0]
+
+
+def dict_pairs(node: Node) -> Pairs | None:
+    """The pairs of a dict, of whatever class; None for anything else."""
+    pairs = mapping_pairs(node)
+    if pairs is None and type(node) is Call and _may_be_dict(node) and type(plain := plain_form(node)) is Dict:
+        return plain.pairs
+    return pairs
+
+
+def _may_be_dict(call: Call) -> bool:
+    return bool(call.pairs) or call.name in ("collections.defaultdict", "collections.Counter", "builtins.dict")
+
+
+def metadata_of(node: Node) -> Any:
+    """The node of a state dict's `_metadata` (module path → {"version": n}), or None."""
+    if type(node) is not Call or type(node.state) is not Dict:
+        return None
+    return next((value for key, value in node.state.pairs if key == "_metadata"), None)
+
+
+def tells_of_wrappers(place: Place, key: str, value: Node) -> bool:
+    """Whether a key of a state dict at `place` must carry the wrappers of its model.
+
+    Numbers of the training, tensors with the label of a training state and values that are not tensors need not.
+    """
+    if not is_of_no_module(key):
+        return True
+    return _stands_for_tensor(value) and _is_wanted(key, value, numbered=_is_numbered(place))
+
+
+def is_of_no_module(key: str) -> bool:
+    """Whether a key has the name of no module in it, and is not what a module keeps beside its tensors."""
+    return "." not in key and key not in _PACKED
+
+
+def _is_numbered(place: Place) -> bool:
+    return any(type(label) is str and names_number(label) for label in labels_of(place))
+
+
+def _rank(place: Place, node: Node, *, is_module: bool) -> int:
+    if place is None or place[1] in USUAL or metadata_of(node) is not None:
+        return _ROOT
+    return _MODULE if is_module else _OTHER
+
+
+def _tensors_in(pairs: Pairs) -> Tensors:
+    """Those of the pairs whose values are tensors; the very same sequence where all are."""
+    if {type(value) for _, value in pairs} == {TensorRef}:
+        return pairs
+    return [(label, value) for label, value in pairs if _stands_for_tensor(value)]
+
+
+def _stands_for_tensor(value: Node) -> bool:
+    return type(value) is TensorRef or (
+        type(value) not in PLAIN and (type(value) is TensorObject or is_tensor_call(value) or is_array(value))
+    )
+
+
+def _is_own(key: Node, value: Node) -> bool:
+    """Whether a value belongs to the state dict that its key is in, though there may be tensors inside of it."""
+    if _stands_for_tensor(value):
+        return True
+    return _is_packed(key) or (type(key) is str and "." in key and type(value) in CONTAINERS and mapping_pairs(value) is None)
+
+
+def _is_packed(key: Node) -> bool:
+    return type(key) is str and key.rpartition(".")[2] in _PACKED
+
+
+def _is_wanted(label: Node, value: Node, *, numbered: bool) -> bool:
+    """Whether somebody may want a tensor: not a random state, not a number of the training."""
+    if _names_state(label):
+        return False
+    tensor = tensor_of(value) or tensor_form(value)
+    if tensor is None or tensor.numel != 1:
+        return True
+    if type(label) is not str:
+        return not numbered
+    return looks_like_a_module(label) or not (numbered or names_number(label))
+
+
+def _names_state(label: Node) -> bool:
+    return type(label) is str and "." not in label and names_training_state(label)
+
+
+def _is_optimizer(node: Node) -> bool:
+    """Whether a node is what `optimizer.state_dict()` gives (torch/optim/optimizer.py)."""
+    pairs = mapping_pairs(node)
+    if pairs is None or len(pairs) < 2:
+        return False
+    parts = {key: value for key, value in pairs if key in ("state", "param_groups")} if len(pairs) < 50 else {}
+    return mapping_pairs(parts.get("state")) is not None and type(parts.get("param_groups")) is list

@@ -1,0 +1,112 @@
+"""An opened checkpoint: its tree of symbolic nodes, whose leaves are tensors that still lie in the file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckptconv.io.source import Source
+from ckptconv.pickles.nodes import Node
+from ckptconv.support.limits import Limits, held, in_force, merged
+from ckptconv.support.showing import html_table, short_repr
+from ckptconv.support.text import count_text, size_text
+from ckptconv.tensors.refs import TensorRef
+from ckptconv.tree.containers import UNKNOWN, Opening
+from ckptconv.tree.state_dicts import StateDict, choose_state_dict, find_state_dicts
+from ckptconv.tree.walk import tensors_of
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """What a torch file holds besides its tree: `head` are the first 16 bytes of its pickle.
+
+    `dead` are the bytes of a zip file that the pickle does not refer to: records that were added or left over, and what lies
+    between records; `strays` are the records outside the pickle's folder; `version` is that of a zip file's format (None: it
+    says none).
+    """
+
+    head: bytes = b""
+    dead: int = 0
+    strays: tuple[str, ...] = ()
+    version: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stray:
+    """What a whole module holds at `path` besides the node `state_dict`: `node`. `is_refused`: its class may save it."""
+
+    path: str
+    reason: str
+    is_refused: bool
+    state_dict: Node
+    node: Node = field(default=None, repr=False)
+
+
+PICKLE_HEAD = 16  # bytes of `FileFacts.head`
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Checkpoint:
+    """An open checkpoint: a tree whose tensors (`TensorRef`) are still in the file.
+
+    `format` is what its container is called: ``torch zip``, ``torch legacy``, ``safetensors``, ``memory``, …; `metadata` are
+    a safetensors file's own strings; `notes` tell what was odd about the file without being wrong; `modules` counts the whole
+    modules in whose places their state dicts stand, `module_classes` are their classes, `module_strays` are what these do not
+    hold, `module_parts` what they hold in another form; `facts` are what a torch file holds besides its tree; `limits` are
+    those under which it was opened; `index_metadata` is what the index of shards says besides their total size; `opening` is
+    who opens the container without ckptconv, and where; `files` are the shards of an index, each as it was opened.
+    Use it as a context manager, or `close()` it.
+    """
+
+    path: Path
+    format: str
+    root: Node
+    nbytes: int
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    sources: tuple[Source, ...] = ()
+    modules: int = 0
+    facts: FileFacts = FileFacts()
+    limits: Limits = field(default_factory=in_force)
+    index_metadata: Mapping[str, Any] = field(default_factory=dict)
+    module_strays: tuple[Stray, ...] = ()
+    module_parts: tuple[Node, ...] = ()
+    opening: Opening = UNKNOWN
+    module_classes: tuple[str, ...] = ()
+    files: tuple[Checkpoint, ...] = ()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __repr__(self) -> str:
+        return short_repr(
+            "Checkpoint", self.path.name, self.format, size_text(self.nbytes), count_text(len(self.sources), "file")
+        )
+
+    def _repr_html_(self) -> str:
+        facts = [("format", self.format), ("size", size_text(self.nbytes)), *self.metadata.items()]
+        return html_table(self.path, [*facts, *(("note", note) for note in self.notes)])
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files behind the tensors; they cannot be read afterwards."""
+        for source in self.sources:
+            source.close()
+
+    def tensors(self) -> Iterator[tuple[str, TensorRef]]:
+        """Every tensor of the tree with the path at which it is first met."""
+        return tensors_of(self.root, depth=merged(self.limits).depth)
+
+    def state_dicts(self) -> list[StateDict]:
+        """The state dicts found in the tree, in its order; see `find_state_dicts`."""
+        with held(self.limits):
+            return find_state_dicts(self.root)
+
+    def state_dict(self, only: str | None = None) -> StateDict:
+        """The one state dict, or the one at the path `only`; `AmbiguousStateDict` when there is none or a choice."""
+        with held(self.limits):
+            return choose_state_dict(self.root, only, self.path)

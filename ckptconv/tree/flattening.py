@@ -1,0 +1,140 @@
+"""The values of a state dict as the named tensors of a safetensors file: encoded, skipped, or refused under their key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptconv.objects.composites import Check, is_composite, parts_check
+from ckptconv.objects.encodings import PARAMETERS, Recipe, flat, written_form
+from ckptconv.objects.held_tensors import holds_tensors
+from ckptconv.objects.plain import spoken_name
+from ckptconv.objects.torch_read import is_tensor_call
+from ckptconv.pickles.nodes import Call, Dict, Global, Node
+from ckptconv.support.errors import KeyConflict, RefusedObject, printable
+from ckptconv.tensors.dtypes import DType
+from ckptconv.tensors.refs import TensorObject, TensorRef
+from ckptconv.tree.settling import Rewritten, Skipped
+
+
+@dataclass(frozen=True, slots=True)
+class Flattened:
+    """The named tensors of a state dict for safetensors, the recipes of encoded ones, and what was no tensor before.
+
+    `checks` read the indices of encoded tensors, which must be right before anything is written.
+    """
+
+    tensors: tuple[tuple[str, TensorRef], ...]
+    recipes: Mapping[str, Recipe]
+    rewritten: tuple[Rewritten, ...]
+    checks: tuple[Check, ...] = ()
+
+
+def flatten(keys: Sequence[str | None], values: Sequence[Node], skipped: list[Skipped], *, encode: bool) -> Flattened:
+    """The values under these keys (None: left out) as named tensors; what is not a tensor goes to `skipped`.
+
+    With `encode`, tensors that safetensors has no form for are taken apart.
+    """
+    tensors: dict[str, TensorRef] = {}
+    recipes: dict[str, Recipe] = {}
+    rewritten, checks = [], []
+    known: dict[int, Node] = {}  # one tensor for each array, so that its names are known to be tied
+    for key, value in zip(keys, values, strict=True):
+        if key is None:
+            continue
+        if type(value) is TensorRef and value.dtype.safetensors is not None and key not in tensors and key not in recipes:
+            tensors[key] = value  # nearly all are of this kind
+            continue
+        output = "safetensors" if encode else "a sharded torch output"
+        made = flat(key, known.get(id(value), value), encode=encode)
+        holds_more = (made is None or type(value) is TensorObject) and holds_tensors(value)
+        if holds_more and (is_tensor_call(value) or not _is_extra_state(key)):
+            raise _refused_value(key, value, output)
+        if made is None:
+            skipped.append(_skipped_value(key, value, holds_more=holds_more))
+            continue
+        inner = value.args[0] if type(value) is Call and value.name in PARAMETERS else value
+        if type(inner) is Call and is_composite(inner):
+            checks.append(parts_check(inner, key))
+        if type(value) is TensorObject and _holds_something(value.state):
+            what = "attributes of a tensor, not a tensor of the state dict"
+            skipped.append(Skipped(f"{key}.<state>", what, value.state))
+        if made.was is not None:
+            rewritten.append(Rewritten(key, made.was))
+            known[id(value)] = made.tensors[0][1]
+        names = [*(name for name, _ in made.tensors), *made.recipes]
+        if taken := next((name for name in names if name in tensors or name in recipes), None):
+            raise KeyConflict(
+                f"is both a key and a component of the encoding of another ({printable(key)})", where=taken, hint="use --rename"
+            )
+        tensors.update(made.tensors)
+        recipes.update(made.recipes)
+    return Flattened(tuple(tensors.items()), recipes, tuple(rewritten), tuple(checks))
+
+
+def _holds_something(state: Node) -> bool:
+    """Whether the state of a tensor object says anything: a dict, or a pair of dicts, that is not empty."""
+    parts = state if type(state) is tuple else (state,)
+    return any(part is not None and not (type(part) is Dict and not part.pairs) for part in parts)
+
+
+def encoding_notes(flattened: Flattened) -> Iterator[str]:
+    """Tell of the tensors that are encoded."""
+    if flattened.recipes:
+        names = printable(", ".join([*flattened.recipes][:3])) + ", …" * (len(flattened.recipes) > 3)
+        yield f"stored in parts, because safetensors does not have such tensors; ckptconv restores them: {names}"
+
+
+def refuse_split(flattened: Flattened) -> None:
+    """Raise `RefusedObject` where a tensor is encoded: its components may not lie in several files."""
+    if key := next(iter(flattened.recipes), None):
+        raise RefusedObject(
+            "safetensors holds it only in parts, which cannot be split over shards",
+            where=key,
+            hint="leave --max-shard-size out, write a torch file (--to torch), or leave it out with --exclude",
+        )
+
+
+def refuse_unholdable(key: str, ref: TensorRef, dtype: DType) -> None:
+    """Raise `RefusedObject` where safetensors has no dtype for a tensor that is written as `dtype`."""
+    half_byte = ref.dtype.safetensors == "F4" and not ref.shape
+    if half_byte or (dtype.safetensors is None and written_form(ref) is None):
+        raise RefusedObject(
+            f"safetensors has no {'scalars of' if half_byte else 'dtype'} {ref.dtype.name}",
+            where=key,
+            hint="write a torch file (--to torch), or leave it out with --exclude",
+        )
+
+
+def _is_extra_state(key: str) -> bool:
+    """Whether a value is what a module keeps beside its weights (`get_extra_state`): recipes and histories, for training."""
+    return key.rpartition(".")[2] == "_extra_state"
+
+
+def _skipped_value(key: str, value: Node, *, holds_more: bool) -> Skipped:
+    more = ", an extra state that holds tensors" if holds_more else ""
+    return Skipped(key, f"not a tensor but {_kind(value)}{more}")
+
+
+def _refused_value(key: str, value: Node, output: str) -> RefusedObject:
+    """What to say of a tensor that an output cannot hold, or of a value that holds some: it would lose them."""
+    if is_tensor_call(value):
+        what = f"is a tensor that {output} cannot hold ({_tensor_class(value)})"
+    elif type(value) is TensorObject:
+        what = f"is a tensor with attributes that hold tensors, which {output} cannot hold"
+    else:
+        what = f"is {_kind(value)} with tensors in it (packed weights), which {output} would lose"
+    return RefusedObject(what, where=key, hint="write a torch file (--to torch), or leave it out with --exclude")
+
+
+def _kind(value: Node) -> str:
+    if type(value) is Call:
+        return printable(spoken_name(value, value.name))
+    name = {Dict: "dict", type(None): "None", Global: "class"}.get(type(value), type(value).__name__)
+    return name if name == "None" else f"an {name}" if name[0] in "aeiou" else f"a {name}"
+
+
+def _tensor_class(value: Call) -> str:
+    """What kind of tensor a call rebuilds: the class of a subclass, or the function."""
+    subclass = value.args[1] if len(value.args) > 1 and "_rebuild_from_type" in value.name else None
+    return printable(subclass.path if type(subclass) is Global else value.name)

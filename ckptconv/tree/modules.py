@@ -1,0 +1,83 @@
+"""Whole modules in a tree (`torch.save(model)`): each becomes the state dict that `model.state_dict()` would give.
+
+The class of a module is never needed: its pickled state names its parameters, buffers and children. Source of the names and
+their order: `torch.nn.Module.state_dict` (torch/nn/modules/module.py). What only the class's code knows (`get_extra_state`,
+hooks that rename) cannot be had; what a module holds besides is kept in mind as a `Stray`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ckptconv.objects.module_walk import Parts, state_dict_of
+from ckptconv.objects.pickled_modules import child_modules, is_module, saved_tensors
+from ckptconv.pickles.nodes import Call, Node
+from ckptconv.pickles.substitution import calls_of, substituted
+from ckptconv.support.errors import printable
+from ckptconv.tree.checkpoint import Checkpoint, Stray
+from ckptconv.tree.stray_tensors import strays_of
+from ckptconv.tree.walk import place_text, walk
+
+_LISTED = 3
+
+
+def flatten_modules(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with a state dict in the place of every module that holds tensors, and a note that says so."""
+    if not any(is_module(node) for node in calls_of(checkpoint.root)):
+        return checkpoint
+    stand_ins: dict[int, Node] = {}
+    classes: list[str] = []
+    names: list[str] = []
+    holders: list[Node] = []
+    strays: list[Stray] = []
+    parts: list[Node] = []
+    for place, node in walk(checkpoint.root, stand_ins):
+        if type(node) is Call and is_module(node):
+            made = state_dict_of(node, _parts)
+            if made.pairs:
+                stand_ins[id(node)] = made
+                classes.append(node.name)
+                names.append(f"{node.name} at {place_text(place) or 'the root'}")
+                found, used = strays_of(node, made)
+                strays += _placed(found, place_text(place))
+                parts += used
+                continue
+        holders.append(node)
+    if not names:
+        return checkpoint
+    root = substituted(checkpoint.root, holders, stand_ins)
+    notes = (*checkpoint.notes, _note(names), *_stray_notes(strays))
+    return replace(
+        checkpoint,
+        root=root,
+        notes=notes,
+        modules=len(names),
+        module_classes=tuple(classes),
+        module_strays=tuple(strays),
+        module_parts=tuple(parts),
+    )
+
+
+def _note(names: Sequence[str]) -> str:
+    listed = printable(", ".join(names[:_LISTED])) + ", …" * (len(names) > _LISTED)
+    count = "1 whole module is read as its state dict"
+    if len(names) > 1:
+        count = f"{len(names)} whole modules are read as their state dicts"
+    return f"{count}: {listed}"
+
+
+def _stray_notes(strays: Sequence[Stray]) -> list[str]:
+    paths = [stray.path or "the root" for stray in strays if stray.is_refused]
+    if not paths:
+        return []
+    listed = printable(", ".join(paths[:_LISTED])) + ", …" * (len(paths) > _LISTED)
+    return [f"its state dict may lack tensors outside parameters and buffers: {listed}"]
+
+
+def _placed(strays: Sequence[Stray], base: str) -> list[Stray]:
+    return [replace(stray, path=f"{base}.{stray.path}".strip(".")) for stray in strays]
+
+
+def _parts(module: Call) -> Parts:
+    return Parts(saved_tensors(module), child_modules(module))

@@ -1,0 +1,328 @@
+"""Objects that `torch.load(weights_only=True)` refuses: rewritten in their plain form, dropped, or refused with their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Literal
+
+from ckptconv.objects.composites import Check, is_composite, parts_check
+from ckptconv.objects.plain import plain_form, spoken_name
+from ckptconv.objects.threats import judge
+from ckptconv.objects.torch_names import COPIES, VALUELESS, WEIGHTS_ONLY
+from ckptconv.objects.torch_read import is_tensor_call
+from ckptconv.objects.training import HOW, code_name, functions_of, is_class, is_config
+from ckptconv.pickles.nodes import ABSENT, Call, Dict, Global, Node, attributes, mapping_pairs
+from ckptconv.support.errors import LimitExceeded, RefusedObject, printable
+from ckptconv.support.limits import in_force
+from ckptconv.tensors.refs import Storage, TensorObject, TensorRef
+from ckptconv.tree.walk import Place, place_text, walk
+
+Unknown = Literal["refuse", "drop", "keep"]
+"""What becomes of a refused object without a plain form."""
+
+DROPPED = "dropped"
+"""How the reason begins of what is left out because it has no plain form."""
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """Something of the source that the output does not hold: where it was, why, and what it was.
+
+    `by_rule`: it is a key that the user's key rules, or the fitting to other keys, leave out; `seen` is its path as these had
+    it, where rules before them had renamed it.
+    """
+
+    path: str
+    reason: str
+    node: Node = field(default=None, repr=False, compare=False)
+    by_rule: bool = False
+    seen: str = field(default="", repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """An object that stands in the output in its plain form: where, what it was, and `how` (empty: nothing is left out)."""
+
+    path: str
+    name: str
+    how: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A tree whose objects are settled: what became of some of them, and the tensors and bare storages that are in it.
+
+    `checks` read the indices of its sparse, quantized and nested tensors, which nothing may be made of before.
+    """
+
+    rewritten: list[Rewritten] = field(default_factory=list)
+    dropped: list[Skipped] = field(default_factory=list)
+    tensors: list[TensorRef] = field(default_factory=list)
+    storages: list[Storage] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+    cycles: list[Place] = field(default_factory=list)
+    configs: set[int] = field(default_factory=set)
+
+
+def settle_objects(root: Node, overlay: dict[int, Node], unknown: Unknown) -> Settled:
+    """Rewrite, drop or refuse what `weights_only=True` would refuse, through the overlay; collect what is left."""
+    settled = Settled()
+    refused: list[tuple[Place, str]] = []
+    bound = cache(lambda: _bound_names(root, overlay))
+    for place, node in walk(root, overlay, settled.cycles):
+        if type(node) is not TensorRef and unknown != "keep" and (name := refused_name(node)) is not None:
+            name = spoken_name(node, name)
+            if unknown == "drop":
+                _refuse_part_of_tensor(place, name)
+            if not _settle(node, name, place, overlay, settled, bound, drop=unknown == "drop"):
+                refused.append((place, name))
+            node = overlay.get(id(node), node)
+        if type(node) is TensorRef:
+            settled.tensors.append(node)
+        elif type(node) is TensorObject:
+            settled.tensors.append(node.tensor)
+        elif type(node) is Storage:
+            settled.storages.append(node)
+        elif type(node) is Call and is_composite(node):
+            settled.checks.append(parts_check(node, place_text(place) or "the whole file"))
+        if unknown != "keep" and (type(node) is Dict or type(node) is Call):
+            refuse_keys(node, place)
+    if refused:
+        raise _refusal(refused)
+    return settled
+
+
+def _refuse_part_of_tensor(place: Place, name: str) -> None:
+    """Refuse to drop what a tensor is made with: the tensor itself would be lost, or could not be made any more."""
+    while place is not None:
+        if is_tensor_call(place[2]):
+            where = place_text(place[0]) or "the whole file"
+            keep = "leave the tensor out with --exclude, or keep it as it is with --unknown keep"
+            hint = DO_NOT_LOAD if _is_dangerous(name) else keep
+            raise RefusedObject(f"a tensor of which {name} is a part cannot be written without it", where=where, hint=hint)
+        place = place[0]
+
+
+def _hashed(node: Node) -> Iterable[Node]:
+    """What a reader of the output will hash: the keys of a dict, the elements of a set."""
+    if type(node) is Call and node.name in ("builtins.set", "builtins.frozenset"):
+        return node.args[0] if node.args and type(node.args[0]) in (list, tuple) else ()
+    return (key for key, _ in mapping_pairs(node) or node.pairs)
+
+
+def refuse_keys(node: Node, place: Place) -> None:
+    """Refuse dict keys whose hashing is slow (nested tuples, thousands of ints with one hash) or impossible."""
+    try:
+        odd = [key for key in _hashed(node) if type(key) is not str and not _is_harmless_key(key)]
+    except LimitExceeded as error:
+        raise error.at(where=place_text(place) or "the whole file") from None
+    if any(type(key) is not int for key in odd):
+        raise RefusedObject(
+            "a dict or set has keys that are not plain values", where=place_text(place) or "the whole file", hint=_HANG
+        )
+    if len(odd) > (most := in_force().large_int_keys):
+        raise LimitExceeded(
+            f"a dict or set has {len(odd)} keys that are ints beyond 61 bits",
+            limit="large_int_keys",
+            allowed=most,
+            needed=len(odd),
+            where=place_text(place) or "the whole file",
+            advice=_HANG,
+        )
+
+
+_HANG = "they can make a reader hang; --unknown keep keeps them, --only PATH takes one part"
+
+
+def _is_harmless_key(key: Node) -> bool:
+    if type(key) is int:
+        return -_LARGE_INT < key < _LARGE_INT
+    if type(key) is tuple:
+        return _is_small_tuple(key)
+    if type(key) is Call:
+        return key.name in ("torch.device", "torch.Size") and _is_small_tuple(key.args)
+    return type(key) in (float, bool, bytes, type(None), Global)
+
+
+def _is_small_tuple(key: tuple[Node, ...]) -> bool:
+    """Whether a tuple holds plain values, and tuples of them, only; `LimitExceeded` for many (a doubling one does not end)."""
+    most = in_force().key_tuple
+    work: list[Node] = [key]
+    for count, part in enumerate(work):
+        if count > most:
+            raise LimitExceeded(
+                f"a dict or set has a key that is a tuple of more than {most} parts",
+                limit="key_tuple",
+                allowed=most,
+                advice=_HANG,
+            )
+        if type(part) is tuple:
+            work.extend(part)
+        elif type(part) not in (str, int, float, bool, bytes, type(None)):
+            return False
+    return True
+
+
+_LARGE_INT = (1 << 61) - 1  # Python's hash of an int is its remainder by this prime
+
+
+def _settle(
+    node: Node,
+    name: str,
+    place: Place,
+    overlay: dict[int, Node],
+    settled: Settled,
+    bound: Callable[[], set[int]],
+    *,
+    drop: bool,
+) -> bool:
+    """Put what stands in for a refused object into the overlay; False when nothing may."""
+    plain = plain_form_at(node, place)
+    if type(node) is Global and plain is not node and id(node) in bound():
+        plain = node
+    if plain is not node:
+        overlay[id(node)] = plain
+        if not is_part_of_config(name, place, plain, settled.configs):
+            settled.rewritten.append(Rewritten(place_text(place), name, _how(node, name)))
+    elif drop:
+        overlay[id(node)] = node.tensor if type(node) is TensorObject else None
+        settled.dropped.append(Skipped(place_text(place), f"{DROPPED}: {name} is not a plain object", node))
+    return drop or plain is not node
+
+
+def _how(node: Node, name: str) -> str:
+    return "its name" if type(node) is Global else HOW.get(name, "")
+
+
+def refused_name(node: Node) -> str | None:
+    """The global for which `weights_only=True` would refuse `node` (or that has no values); None for good nodes."""
+    kind = type(node)
+    if kind is Call:
+        name: str = node.name
+        if name == "builtins.bytearray" and type(next(iter(node.args), b"")) is int:
+            return name  # so many zero bytes: a file of a few bytes would take all memory
+        known = name in WEIGHTS_ONLY and name not in VALUELESS and name not in COPIES
+        return None if known and not has_more(node) else name
+    if kind is Global:
+        return None if node.path in WEIGHTS_ONLY else node.path
+    if kind is TensorObject and type(node.cls) is Global:
+        return None if node.cls.path in WEIGHTS_ONLY else node.cls.path
+    return None
+
+
+def has_more(call: Call) -> bool:
+    """Whether a call of a known class has more to it than its arguments or, if it is a dict, than its items and attributes."""
+    if call.items or call.kwargs is not None:
+        return True
+    if call.name not in ("collections.OrderedDict", "collections.Counter"):
+        return bool(call.pairs) or call.state not in (ABSENT, None)
+    is_read = call.state is ABSENT or (type(call.state) is Dict and all(type(name) is str for name, _ in attributes(call)))
+    return bool(call.args) or not is_read
+
+
+def is_part_of_config(name: str, place: Place, plain: Node, configs: set[int]) -> bool:
+    """Whether an object is inside a configuration that was told of; `configs` are their plain forms, and become more."""
+    is_part = is_config(name) and place is not None and id(place[2]) in configs
+    if is_config(name):
+        configs.add(id(plain))
+    return is_part
+
+
+def plain_form_at(node: Node, place: Place) -> Node:
+    """The plain form of a refused object at its place: a class is its name only where it stands by itself."""
+    return node if type(node) is Global and not _stands_alone(place) else _plain_form_of(node)
+
+
+def _plain_form_of(node: Node) -> Node:
+    """The plain form of a refused object; the object itself when it has none."""
+    plain = _form(node)
+    for _ in range(_NESTED):  # a leaf of a configuration may hold an object
+        if plain is node or refused_name(plain) is None:
+            return plain
+        if (inner := _form(plain)) is plain:
+            break
+        plain = inner
+    return node
+
+
+_NESTED = 3
+
+
+def _form(node: Node) -> Node:
+    if type(node) is Call:
+        is_harmless = node.name != "functools.partial" or all(map(_is_harmless, functions_of(node)))
+        return plain_form(node) if is_harmless else node
+    if type(node) is Global:
+        return code_name(node) if is_class(node) and _is_harmless(node) else node
+    if type(node) is TensorObject and type(node.cls) is Global and node.cls.path == "torch.nn.parameter.Buffer":
+        return node.tensor
+    return node
+
+
+def _is_harmless(name: Global) -> bool:
+    return judge(name.module, name.name).level != "dangerous"
+
+
+def _stands_alone(place: Place) -> bool:
+    """Whether a node hangs in dicts and lists only, and is not part of how an object is made."""
+    while place is not None:
+        holder, label = place[2], place[1]
+        if type(holder) is Call and (mapping_pairs(holder) is None or label == "<state>"):
+            return False
+        if type(holder) not in (Call, Dict, list, tuple) or label in ("<key>", "<value>"):
+            return False
+        place = place[0]
+    return True
+
+
+def _bound_names(root: Node, overlay: Mapping[int, Node]) -> set[int]:
+    """The classes that are part of how some object is made: one and the same node may stand alone elsewhere."""
+    found: set[int] = set()
+    for _, node in walk(root, overlay):
+        if type(node) is TensorObject:
+            work = [node.cls, node.state]
+        elif type(node) is Call and node.name in WEIGHTS_ONLY:
+            work = [*node.args, node.kwargs, node.state]
+        else:
+            continue
+        while work:
+            part = work.pop()
+            if type(part) is Global:
+                found.add(id(part))
+            elif type(part) in (list, tuple):
+                work += part
+            elif type(part) is Dict:
+                work += [inner for pair in part.pairs for inner in pair]
+    return found
+
+
+def _refusal(unknown: Sequence[tuple[Place, str]]) -> RefusedObject:
+    place, name = place_text(unknown[0][0]), unknown[0][1]
+    more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
+    if name in VALUELESS:
+        return RefusedObject(
+            f"a tensor without values ({name}){more}: there is nothing to convert",
+            where=place or "the whole file",
+            hint="save it on a host that has its values, or leave it out with --unknown drop",
+        )
+    if dangerous := next((item for item in unknown if _is_dangerous(item[1])), None):
+        place, name = place_text(dangerous[0]), dangerous[1]
+    hint = "--unknown drop replaces it by None, --unknown keep keeps it, --only PATH takes one part"
+    return RefusedObject(
+        f"{printable(name)}{more} is an object that torch.load(weights_only=True) refuses",
+        where=place or "the whole file",
+        hint=f"{DO_NOT_LOAD}; --unknown drop replaces it by None" if dangerous else hint,
+    )
+
+
+DO_NOT_LOAD = "do not load it, for its code is dangerous: see ckptconv scan FILE"
+
+
+def _is_dangerous(path: str) -> bool:
+    """Whether `scan` would warn of a name, or the name loads further pickles, which are executed."""
+    module, _, name = path.rpartition(".")
+    if name == "getattr":  # of a class and a text it names a method, as old pickles do; scan judges what it names
+        return False
+    return path == "torch.storage._load_from_bytes" or judge(module, name).level == "dangerous"

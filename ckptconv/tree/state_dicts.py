@@ -1,0 +1,446 @@
+"""The state dicts of a tree, and the choice of the one that is the model: never a guess at a loss.
+
+docs/state-dicts.md states the rule. Where something that somebody may want would be left out, the error lists the choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptconv.objects.held_tensors import holds_tensors
+from ckptconv.pickles.nodes import Call, Dict, Node, attributes, children, mapping_pairs, spoken
+from ckptconv.support.errors import AmbiguousStateDict, KeyConflict, printable
+from ckptconv.support.showing import html_table, short_repr
+from ckptconv.support.text import count_text, look_hint, part_text, quoted
+from ckptconv.tensors.refs import TensorRef
+from ckptconv.tree.candidates import (
+    Candidate,
+    Holder,
+    Pairs,
+    Survey,
+    dict_pairs,
+    is_of_no_module,
+    metadata_of,
+    survey,
+    tells_of_wrappers,
+)
+from ckptconv.tree.labels import names_average
+from ckptconv.tree.producers import Producer, averages_weights, producer_in
+from ckptconv.tree.walk import PLAIN, Place, is_tensor, label_text, labels_of, place_text, tensor_of, walk
+
+_LISTED = 8
+_IN_TABLE = 20  # keys in a notebook
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class StateDict:
+    """A state dict in a tree: its `path` (empty for the root), its `node`, and its keys and values in order.
+
+    A path that ends in a dot means only the tensors that stand in the dict itself, beside others: `own` are then the numbers of
+    their pairs. A key that is not text is given as text, so two may be equal; a value is a `TensorRef`, a `TensorObject`, or
+    whatever else training left under the key. `place` is where the dict hangs. `notes` tell where the keys are not the file's
+    own, and what else there was to choose.
+    """
+
+    path: str
+    node: Node
+    keys: tuple[str, ...]
+    values: tuple[Node, ...]
+    notes: tuple[str, ...] = ()
+    own: tuple[int, ...] | None = None
+    place: Place = None
+
+    @property
+    def prefix(self) -> str:
+        """What stands before its keys in the paths of its values."""
+        return f"{self.path.removesuffix('.')}." if self.path.strip(".") else ""
+
+    @property
+    def telling_keys(self) -> tuple[str, ...]:
+        """The keys that tell which wrappers stand around the model; all where none does."""
+        named = zip(self.keys, self.values, strict=True)
+        return tuple([key for key, value in named if "." in key or tells_of_wrappers(self.place, key, value)]) or self.keys
+
+    @property
+    def keys_beside(self) -> tuple[str, ...]:
+        """The keys of what the training left beside the model: no parameter, no buffer, and of no module."""
+        named = zip(self.keys, self.values, strict=True)
+        return tuple([key for key, value in named if is_of_no_module(key) and not holds_tensors(value)])
+
+    def tensors(self) -> Iterator[tuple[str, TensorRef]]:
+        """The keys whose values are tensors, with them."""
+        for key, value in zip(self.keys, self.values, strict=True):
+            if (tensor := tensor_of(value)) is not None:
+                yield key, tensor
+
+    def __repr__(self) -> str:
+        first = f"{self.keys[0]}, …" if self.keys else None
+        return short_repr("StateDict", self.path or "the root", count_text(len(self.keys), "key"), first)
+
+    def _repr_html_(self) -> str:
+        rows = ((key, ref.dtype.name, list(ref.shape), ref.location) for key, ref in islice(self.tensors(), _IN_TABLE))
+        return html_table(self.path or "the root", rows, more=max(0, len(self.keys) - _IN_TABLE))
+
+    def beside(self) -> Iterator[tuple[str, Node, bool]]:
+        """What stands in its dict beside it, and beside what the dict is in: path, value, and whether it is an item.
+
+        What is not an item was set on a dict; the versions of a state dict's modules go without saying.
+        """
+        yield from _attributes(self.node, self.prefix)
+        if self.own is not None:
+            mine = set(self.own)
+            pairs = enumerate(dict_pairs(self.node) or ())
+            yield from ((self.prefix + label_text(key), value, True) for index, (key, value) in pairs if index not in mine)
+        place, child = self.place, self.node
+        while place is not None:
+            above, _, holder = place
+            base = f"{text}." if (text := place_text(above)) else ""
+            yield from _attributes(holder, base)
+            parts = dict_pairs(holder) or list(children(holder))
+            yield from ((base + label_text(label), value, True) for label, value in parts if value is not child)
+            place, child = above, holder
+
+
+def _attributes(node: Node, base: str) -> Iterator[tuple[str, Node, bool]]:
+    for name, value in attributes(node) if mapping_pairs(node) is not None else ():
+        if name != "_metadata":
+            yield f"{base}<state>.{label_text(name)}", value, False
+
+
+# ------------------------------------------------------------------------------------------------------------------ finding
+
+
+def find_state_dicts(root: Node) -> list[StateDict]:
+    """The state dicts of a tree, by content: those that come first, and the others that look like a module's."""
+    found = survey(root)
+    best, _ = found.ranked()
+    return [_state_dict(item) for item in found.candidates if item in best or item.is_module]
+
+
+def choose_state_dict(root: Node, only: str | None, path: Path) -> StateDict:
+    """The state dict at the path `only`, or the one that is the model; `AmbiguousStateDict` where that is not told."""
+    part = _part_at(root, only, path)
+    found = survey(part.node)
+    if part.own_only:
+        return _own_of(part, found, path)
+    if only is None and (loaded := _loaded_by_framework(root, found)) is not None:
+        return loaded
+    best, lesser = found.ranked()
+    if len(best) == 1:
+        _refuse_loss(best[0], found, part.path, path)
+        return _state_dict(best[0])
+    if not best and (bare := _bare_tensors(part.node)) is not None:
+        return bare
+    if best:
+        also = [item for item in lesser if item.is_module]
+        names = [_joined(part.path, item.path) for item in (*best, *also)]
+        raise AmbiguousStateDict(f"holds {len(names)} state dicts: {_listed_parts(names)}", path=path, hint=_choice(names))
+    raise _no_state_dict(part, found, only, path)
+
+
+def _no_state_dict(part: _Part, found: Survey, only: str | None, path: Path) -> AmbiguousStateDict:
+    """The error about a part without a state dict: what it is instead, and what could be taken."""
+    what, hint = "no state dict (a dict of named tensors) was found in it", look_hint(path)
+    if type(part.node) in PLAIN:
+        what = f"is {spoken(part.node)}, and holds no tensors"
+    elif (whose := only_training_state(part.node)) is not None:
+        what = f"holds only {whose} state: no weights"
+    elif lists := list(_lists_of_tensors(part)):
+        hint = _choice(lists)
+    return AmbiguousStateDict(what, path=path, where=only, hint=hint)
+
+
+def _lists_of_tensors(part: _Part) -> Iterator[str]:
+    """The paths of the lists below a part that hold nothing but tensors, as an average of parameters may be."""
+    for place, node in walk(part.node):
+        if place is not None and type(node) in (list, tuple) and _bare_tensors(node) is not None:
+            yield _joined(part.path, place_text(place))
+
+
+def only_training_state(root: Node) -> str | None:
+    """Whose state all tensors of a tree are (``an optimizer's``); None where there are weights, or no tensors.
+
+    A tensor by itself is nobody's.
+    """
+    if is_tensor(root) or survey(root).holders or not any(is_tensor(node) for _, node in walk(root)):
+        return None
+    labels = {key for _, node in walk(root) for key, _ in mapping_pairs(node) or () if type(key) is str}
+    return "an optimizer's" if "param_groups" in labels else "a training's"
+
+
+def _state_dict(item: Candidate, notes: tuple[str, ...] = ()) -> StateDict:
+    own = item.own
+    pairs = item.pairs if own is None else [item.pairs[index] for index in own]
+    keys = tuple([key if type(key) is str else label_text(key) for key, _ in pairs])
+    if item.beside and any(id(holder) in item.beside for holder in (item.node, *(place[2] for place in _chain(item.place)))):
+        notes = (*notes, "a dict contains itself, or one that it is in; that is left out")
+    return StateDict(item.path, item.node, keys, tuple([value for _, value in pairs]), notes, own, item.place)
+
+
+def _loaded_by_framework(root: Node, found: Survey) -> StateDict | None:
+    """What the framework that wrote a checkpoint loads of it itself, with a note on what else could be meant.
+
+    Not where tensors stand above it: no framework puts weights there.
+    """
+    producer = producer_in(root)
+    if producer is None or producer.loads is None:
+        return None
+    item = next((item for item in found.candidates if item.path == producer.loads), None)
+    if item is None or any(holder.node is root for holder in found.left_by(item)):
+        return None
+    others = [other.path for other in found.candidates if other is not item]
+    return _state_dict(item, tuple(_framework_notes(producer, root, others)))
+
+
+def _framework_notes(producer: Producer, root: Node, others: Sequence[str]) -> Iterator[str]:
+    name = printable(producer.loads or "")
+    what = "the averaged weights" if averages_weights(root) else "the model"
+    if others:
+        yield f"{name} is taken, where {producer.name} has {what}, not {_listed_parts(others)} (--only PATH takes another)"
+    elif averages_weights(root):
+        yield f"{name} holds {what}, as {producer.name} saves them"
+
+
+def _bare_tensors(node: Node) -> StateDict | None:
+    """A state dict for a tensor that stands by itself, or for a list of nothing but tensors; None for anything else."""
+    if is_tensor(node):
+        note = "it is one tensor, not a state dict: its key is 'tensor'"
+        return StateDict("", Dict([("tensor", node)]), ("tensor",), (node,), (note,))
+    if type(node) not in (list, tuple) or not node or not all(map(is_tensor, node)):
+        return None
+    keys = tuple(map(str, range(len(node))))
+    note = f"it holds a {type(node).__name__} of {len(node)} tensors and no state dict: their keys are their numbers"
+    return StateDict("", Dict(list(zip(keys, node, strict=True))), keys, tuple(node), (note,))
+
+
+# ----------------------------------------------------------------------------------------------------------------- refusing
+
+
+def _refuse_loss(chosen: Candidate, found: Survey, base: str, path: Path) -> None:
+    """Refuse a choice that leaves out what somebody may want.
+
+    That is what stands above it, is more than it has, looks like a module's or like a copy of it, may be another part of the
+    same model (Megatron nests embedding, encoder and output layer), or is an average.
+    """
+    left = found.left_by(chosen)
+    others = [item for item in found.candidates if item is not chosen]
+    count = sum(len(holder.labels) for holder in left)
+    packed = [item for item in found.holders if item.node is not chosen.node and chosen.holds(item.place, item.node)]
+    if (
+        count <= chosen.count + sum(len(holder.labels) for holder in packed)
+        and not any(item.is_module or item.shares_keys(chosen) or _is_beside(item, chosen) for item in others)
+        and not any(_stands_above(holder, chosen) or _is_average(holder) for holder in left)
+    ):
+        return
+    names = [_joined(base, item.path) for item in (chosen, *others)]
+    examples = _examples(left, base)
+    what = f"taking its state dict at {part_text(names[0])} would leave out {count_text(count, 'other tensor')}: {examples}"
+    raise AmbiguousStateDict(what, path=path, hint=_choice(names))
+
+
+def _is_beside(item: Candidate, chosen: Candidate) -> bool:
+    """Whether a candidate is under the same label of the root as the chosen one, which stands deeper than that."""
+    labels = labels_of(chosen.place)
+    return len(labels) > 1 and labels_of(item.place)[:1] == labels[:1]
+
+
+def _stands_above(holder: Holder, chosen: Candidate) -> bool:
+    """Whether tensors stand in a dict that the candidate's is in, or in a list there."""
+    node = holder.node
+    if type(node) in (list, tuple) and holder.place is not None:
+        node = holder.place[2]
+    return any(place[2] is node for place in _chain(chosen.place))
+
+
+def _is_average(holder: Holder) -> bool:
+    labels = [*holder.labels, *(place[1] for place in _chain(holder.place))]
+    return any(type(label) is str and names_average(label) for label in labels)
+
+
+def _chain(place: Place) -> Iterator[tuple[Place, Node, Node]]:
+    while place is not None:
+        yield place
+        place = place[0]
+
+
+def _examples(left: Sequence[Holder], base: str) -> str:
+    places = [place_text((holder.place, label, holder.node)) for holder in left for label in holder.labels[:_LISTED]]
+    return _listed([f"{base}.{name}" if base else name for name in places], 3)
+
+
+def _joined(base: str, path: str) -> str:
+    if not base or not path:
+        return base or path or "."
+    return f"{base}." if path == "." else f"{base}.{path}"
+
+
+def _listed(names: Sequence[str], most: int = _LISTED) -> str:
+    return ", ".join(printable(name) for name in names[:most]) + ", …" * (len(names) > most)
+
+
+def _listed_parts(names: Sequence[str]) -> str:
+    """Paths of state dicts in prose, the tensors at the root counted among them."""
+    return ", ".join(map(part_text, names[:_LISTED])) + ", …" * (len(names) > _LISTED)
+
+
+def _choice(names: Sequence[str]) -> str:
+    more = ", …" * (len(names) > _LISTED)
+    return f"choose one: {' or '.join(f'--only {quoted(name)}' for name in names[:_LISTED])}{more} (only= in code)"
+
+
+# ----------------------------------------------------------------------------------------------------------- parts by path
+
+
+class _Part(NamedTuple):
+    """A part of a tree that was named: its path from the root, and whether only its own tensors are meant."""
+
+    path: str
+    node: Node
+    own_only: bool
+
+
+def find(root: Node, path: str, file: Path) -> Node:
+    """The node at a dotted path such as ``optimizer.state``; keys may hold dots themselves.
+
+    With a dot at its end, a dict of just the tensors that stand there; ``ema`` is the average, whatever it is called.
+    """
+    part = _part_at(root, path, file)
+    if not part.own_only:
+        return part.node
+    found = _own_of(part, survey(part.node), file)
+    return own_node(found)
+
+
+def _part_at(root: Node, only: str | None, file: Path) -> _Part:
+    if not only or only == ".":
+        return _Part("", root, only == ".")
+    path = only.removesuffix(".")
+    found = _at(root, path)
+    is_no_part = found is None or type(found[0]) in PLAIN
+    if path == "ema" and is_no_part and (average := _average(root, file)) is not None:
+        path, found = average[0], (average[1],)
+    if found is not None:
+        return _Part(path, found[0], only.endswith("."))
+    known = [printable(label_text(label)) for label, _ in children(root)][:12]
+    raise AmbiguousStateDict(
+        f"there is nothing at '{printable(only)}'", path=file, hint=f"it holds: {', '.join(known) or 'no parts'}"
+    )
+
+
+def _at(root: Node, path: str) -> tuple[Node] | None:
+    """The node at a path, in a tuple, for it may be None itself; None where there is nothing."""
+    work = [(root, path)]
+    while work:
+        node, rest = work.pop()
+        if not rest:
+            return (node,)
+        for label, child in children(node):
+            text = label_text(label)
+            if rest == text or rest.startswith(text + "."):
+                work.append((child, rest[len(text) + 1 :]))
+    return None
+
+
+def _average(root: Node, file: Path) -> tuple[str, Node] | None:
+    """The part with the averaged weights: the one with tensors nearest to the root of whose label ``ema`` is a word."""
+    if averages_weights(root) and (node := _at(root, "state_dict")) is not None:
+        return "state_dict", node[0]
+    found = [(len(labels_of(place)), place_text(place), node) for place, node in _averages(root)]
+    nearest = [item for item in found if item[0] == min(depth for depth, _, _ in found)]
+    if len(nearest) > 1:
+        names = [name for _, name, _ in nearest]
+        raise AmbiguousStateDict(f"holds {len(nearest)} averages: {_listed(names)}", path=file, hint=_choice(names))
+    return nearest[0][1:] if nearest else None
+
+
+def _averages(root: Node) -> list[tuple[Place, Node]]:
+    """The outermost parts whose label names an average and that hold tensors somebody may want."""
+    parts: dict[int, tuple[Place, Node]] = {}
+    for holder in survey(root).holders:
+        node, outermost = holder.node, None
+        for place in _chain(holder.place):
+            if type(place[1]) is str and names_average(place[1]):
+                outermost = place, node
+            node = place[2]
+        if outermost is not None:
+            parts[id(outermost[1])] = outermost
+    return list(parts.values())
+
+
+def _own_of(part: _Part, found: Survey, file: Path) -> StateDict:
+    """The tensors that stand in the dict of a part itself."""
+    item = next((item for item in found.found if item.place is None), None)
+    if item is None:
+        what = "no named tensors lie in it" if part.path else "no named tensors lie at its root"
+        raise AmbiguousStateDict(what, path=file, where=part.path or None, hint=look_hint(file))
+    return _state_dict(item)
+
+
+# ------------------------------------------------------------------------------------------------------------- new keys
+
+
+def own_node(found: StateDict) -> Node:
+    """The node of a state dict by itself: without what stands beside it in its dict."""
+    if found.own is None:
+        return found.node
+    pairs = dict_pairs(found.node) or ()
+    return _like(found.node, [pairs[index] for index in found.own])
+
+
+def renamed_state_dict(found: StateDict, keys: tuple[str | None, ...], module_paths: Callable[[str], tuple[str, ...]]) -> Node:
+    """A node of the state dict alone, like `found.node`, whose i-th key is `keys[i]` (None: left out).
+
+    Its `_metadata` follows: `module_paths` gives the new names of a module, one, or several where ones that had become one
+    are told apart again.
+    """
+    pairs = [(new, value) for new, value in zip(keys, found.values, strict=True) if new is not None]
+    return _with_metadata(_like(found.node, pairs), module_paths)
+
+
+def renamed_in_place(found: StateDict, keys: tuple[str | None, ...], module_paths: Callable[[str], tuple[str, ...]]) -> Node:
+    """As `renamed_state_dict`, with what stands beside the state dict in its dict still where it was.
+
+    Raises `KeyConflict` when a new key is the label of something else that stands there.
+    """
+    if found.own is None:
+        return renamed_state_dict(found, keys, module_paths)
+    before = dict_pairs(found.node) or ()
+    mine = set(found.own)
+    others = {key for index, (key, _) in enumerate(before) if index not in mine and type(key) is str}
+    if taken := next((key for key in keys if key in others), None):
+        raise KeyConflict("a key would get this name, but something else beside it has it already", where=taken)
+    renamed = list(zip(keys, found.values, strict=True))
+    own = dict(zip(found.own, renamed, strict=False))
+    pairs = [own.get(index, pair) for index, pair in enumerate(before)]
+    kept = [pair for index, pair in enumerate(pairs) if index not in mine or pair[0] is not None]
+    return _with_metadata(_like(found.node, [*kept, *renamed[len(own) :]]), module_paths)
+
+
+def _like(node: Node, pairs: Pairs) -> Node:
+    """A dict of the class of `node`, its state too, with these pairs."""
+    if type(node) is Dict or len(dict_pairs(node) or ()) != len(node.pairs):  # else the old ones would stay in its arguments
+        return Dict(list(pairs))
+    plain = mapping_pairs(node) is not None
+    made = Call(node.func, () if plain else node.args, new=node.new)
+    made.pairs = list(pairs)
+    made.state = node.state
+    return made
+
+
+def _with_metadata(made: Node, module_paths: Callable[[str], tuple[str, ...]]) -> Node:
+    if (metadata := metadata_of(made)) is None or (entries := mapping_pairs(metadata)) is None:
+        return made
+    renamed = {
+        name: Dict(list(value.pairs)) if index and type(value) is Dict else value  # each module has a version of its own
+        for key, value in entries
+        if type(key) is str
+        for index, name in enumerate(module_paths(key))
+    }
+    copy: Node = Dict() if type(metadata) is Dict else Call(metadata.func, ())
+    copy.pairs = list(renamed.items())
+    made.state = Dict([(key, copy if key == "_metadata" else value) for key, value in made.state.pairs])
+    return made

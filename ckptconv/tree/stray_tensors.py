@@ -1,0 +1,189 @@
+"""What a whole module holds besides its state dict: tensors in attributes, and code that may save them.
+
+`model.state_dict()` leaves attributes out, unless the class, or a hook, writes them into it; the code
+that would is not in the file. So a tensor outside is harmless where the classes are known not to do
+that, and the reason for a refusal where they are not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from ckptconv.objects.bitsandbytes import Saved
+from ckptconv.objects.held_tensors import LEAVES
+from ckptconv.objects.pickled_modules import child_modules, other_attributes, own_tensors, saved_by_class, saving_hooks
+from ckptconv.pickles.nodes import Call, Dict, Node, children, spoken
+from ckptconv.tensors.refs import TensorObject, TensorRef, view_identity
+from ckptconv.tree.checkpoint import Stray
+from ckptconv.tree.walk import is_tensor, label_text, tensor_of
+
+_ORDINARY = re.compile(r"(?:torch\.nn|torchvision|timm|ultralytics\.nn|transformers\.(?:models|modeling_\w+))\.").match
+"""Classes of these packages save parameters and buffers only: torch 2.13, torchvision 0.29, timm 1.0, ultralytics 8.4,
+transformers 5.23 define no `_save_to_state_dict`, `state_dict` or hook for a model, but for those below."""
+_QUANTIZED = re.compile(r"torch\.(?:ao\.)?nn\.(?:\w+\.)*quantized\.").match
+"""torch's quantized layers, which save packed weights, scales and zero points (torch/ao/nn/quantized/modules)."""
+_PLAIN_ATTRIBUTES = {
+    "models.yolo.Model": {"stride", "class_weights"},
+    "models.yolo.DetectionModel": {"stride", "class_weights"},
+    "models.yolo.Detect": {"stride", "grid", "anchor_grid"},
+}
+"""Attributes that YOLOv5's classes set and do not save (models/yolo.py, train.py); their module is named like many others."""
+_KNOWN_HOOKS = ("torch.nn.utils.spectral_norm.SpectralNormStateDictHook",)  # it writes a version into the metadata
+_WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper."  # its hook takes the wrapper off the keys
+_FROM_OTHERS = (("_g", "_v"), ("_orig",))
+"""Endings of the parameters of which weight norm, or spectral norm and pruning, make the attribute again (torch/nn/utils)."""
+
+
+class _Registered(NamedTuple):
+    """A module that `state_dict()` meets: its path, and whether it and all modules above it are known to save no more."""
+
+    path: str
+    module: Call
+    is_ordinary: bool
+    beside: Saved | None
+
+
+def strays_of(module: Call, made: Call) -> tuple[tuple[Stray, ...], tuple[Node, ...]]:
+    """What `made`, the state dict of a whole module, does not hold of it: tensors, each once, and code that may save some.
+
+    And the tensors that it holds in another form.
+    """
+    registered = list(_registered(module))
+    covered = _Covered([value for _, value in made.pairs])
+    used = [ref for item in registered if item.beside for ref in item.beside.used]
+    covered.add(used)
+    finder = _Finder(made, covered, {id(item.module) for item in registered})
+    found: list[Stray] = []
+    for item in sorted(registered, key=lambda item: item.is_ordinary):  # what both hold counts for the one that may save it
+        found += _saving_code(item, made)
+        found += finder.strays(item)
+    return tuple(found), tuple(used)
+
+
+def _registered(root: Call) -> Iterator[_Registered]:
+    seen = {id(root)}
+    work = [("", root, True)]
+    while work:
+        path, module, above = work.pop()
+        is_ordinary = above and _is_ordinary(module)
+        yield _Registered(path, module, is_ordinary, saved_by_class(module))
+        for name, child in reversed(child_modules(module)):
+            if id(child) not in seen:
+                seen.add(id(child))
+                work.append((f"{path}.{name}".strip("."), child, is_ordinary))
+
+
+def _is_ordinary(module: Call) -> bool:
+    return module.name in _PLAIN_ATTRIBUTES or (_ORDINARY(module.name) is not None and not _QUANTIZED(module.name))
+
+
+def _saving_code(item: _Registered, made: Call) -> Iterator[Stray]:
+    """Hooks that change what the module saves, and a class that is known to save more than is seen."""
+    name = item.module.name
+    if _QUANTIZED(name):
+        yield Stray(item.path, f"a quantized module ({name}), which saves more than its parameters and buffers", True, made)
+    for hook in saving_hooks(item.module):
+        if (code := spoken(hook).removeprefix("an object of ")) not in _KNOWN_HOOKS and not name.startswith(_WRAPPER):
+            yield Stray(item.path, f"a module ({name}) with a hook that changes what it saves ({code})", True, made)
+
+
+class _Covered:
+    """The tensors that a state dict holds, and those whose bytes lie within theirs."""
+
+    def __init__(self, values: Iterable[Node]) -> None:
+        self._views: set[object] = set()
+        self._spans: dict[int, list[tuple[int, int]]] = {}
+        self._nodes = {id(value) for value in values}
+        self.add(ref for value in values if (ref := tensor_of(value)) is not None)
+
+    def add(self, refs: Iterable[TensorRef]) -> None:
+        for ref in refs:
+            self._views.add(view_identity(ref))
+            if ref.is_view and ref.is_dense():
+                self._spans.setdefault(id(ref.storage), []).append(ref.byte_span())
+
+    def __contains__(self, node: Node) -> bool:
+        ref = tensor_of(node)
+        if ref is None:
+            return id(node) in self._nodes
+        if not ref.numel or view_identity(ref) in self._views:
+            return True
+        return ref.is_view and self._is_within(ref)
+
+    def _is_within(self, ref: TensorRef) -> bool:
+        start, stop = ref.byte_span()
+        for first, last in sorted(self._spans.get(id(ref.storage), ())):
+            if first <= start:
+                start = max(start, last)
+        return start >= stop
+
+
+class _Finder:
+    """Looks for tensors in the attributes of modules; each node is looked at once."""
+
+    def __init__(self, made: Call, covered: _Covered, registered: set[int]) -> None:
+        self._made = made
+        self._covered = covered
+        self._seen = registered
+
+    def strays(self, item: _Registered) -> Iterator[Stray]:
+        """The tensors that hang in attributes of a module, and its buffers that are not saved."""
+        names = set()
+        for kind, name, value, is_saved in own_tensors(item.module):
+            names.add(name)
+            path = f"{item.path}.{name}".strip(".")
+            if not is_saved and value not in self._covered:
+                self._seen.add(id(value))
+                self._covered.add(ref for ref in (tensor_of(value),) if ref is not None)
+                yield Stray(path, "a buffer that its module does not save (persistent=False)", False, self._made, value)
+            if type(value) is TensorObject:
+                yield from self._inside(item, path, value.state, "")
+            elif kind == "_parameters" and type(value) is Call:
+                yield from self._inside(item, path, list(value.args[1:]), "")
+        for name, value in other_attributes(item.module):
+            if type(value) in _HOLDERS:
+                made_of = any(all(name + end in names for end in ends) for ends in _FROM_OTHERS)
+                yield from self._inside(item, f"{item.path}.{name}".strip("."), value, name, made_again=made_of)
+
+    def _inside(self, item: _Registered, path: str, node: Node, name: str, *, made_again: bool = False) -> Iterator[Stray]:
+        reason, is_refused = _judged(item, name)
+        if made_again:
+            reason, is_refused = "an attribute that is made again from the parameters", False
+        work = [(path, node)]
+        while work:
+            path, node = work.pop()
+            if id(node) in self._seen or type(node) not in _HOLDERS:
+                continue
+            self._seen.add(id(node))
+            if type(node) in LEAVES or is_tensor(node):
+                if node not in self._covered:
+                    yield Stray(path, reason, is_refused, self._made, node)
+                work += [(path, node.state)] if type(node) is TensorObject else []
+            else:
+                inner = [(label, child) for label, child in children(node) if type(child) in _HOLDERS]
+                work += [(_joined(path, label), child) for label, child in reversed(inner)]
+
+
+_HOLDERS = frozenset((*LEAVES, Call, Dict, list, tuple))
+_BETWEEN = ("_parameters", "_buffers", "_modules")
+
+
+def _joined(path: str, label: Node) -> str:
+    """The path of an attribute; how an object is pickled does not show in it."""
+    text = label_text(label)
+    return path if text in _BETWEEN or text.startswith("<") else f"{path}.{text}"[-_LONGEST:]
+
+
+_LONGEST = 300  # characters of a path
+
+
+def _judged(item: _Registered, name: str) -> tuple[str, bool]:
+    """What to say of a tensor in the attribute `name` of a module (empty: of a parameter), and whether to refuse it."""
+    cls = item.module.name
+    if item.beside is not None:
+        return f"an attribute that {cls} does not save", False
+    if item.is_ordinary and name in _PLAIN_ATTRIBUTES.get(cls, {name}):
+        return "an attribute of a module, which its state dict does not hold", False
+    return f"a tensor outside the parameters and buffers of {cls}, and only its code knows whether it is saved", True

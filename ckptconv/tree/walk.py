@@ -1,0 +1,129 @@
+"""Walking a tree of symbolic nodes: its tensors, its places, and the overlay through which it is seen changed.
+
+The tree is never changed: a change is an *overlay*, a node that stands in for another by identity, which the walk here and
+the pickle writer both look through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TypeAlias
+
+from ckptconv.objects.plain import is_array
+from ckptconv.objects.torch_read import is_tensor_call
+from ckptconv.pickles.nodes import Call, Dict, Node, PersistentId, children, spoken
+from ckptconv.support.errors import LimitExceeded
+from ckptconv.support.limits import in_force
+from ckptconv.tensors.refs import TensorObject, TensorRef
+
+Place: TypeAlias = "tuple[Place, Node, Node] | None"
+"""Where a node hangs: (the container's place, the label in it, the container); None for the root."""
+
+Overlay = Mapping[int, Node]
+
+
+def tensor_of(node: Node) -> TensorRef | None:
+    """The tensor that a leaf is or carries; None for anything else."""
+    if type(node) is TensorRef:
+        return node
+    return node.tensor if type(node) is TensorObject else None
+
+
+def is_tensor(node: Node) -> bool:
+    """Whether a node is a tensor of any kind, or an array whose values a tensor can hold."""
+    return tensor_of(node) is not None or is_tensor_call(node) or is_array(node)
+
+
+def label_text(label: Node) -> str:
+    """A dict key or index as it stands in paths and messages; bytes as the text they are."""
+    if type(label) is str:
+        return label
+    return label.decode("utf-8", "backslashreplace") if type(label) is bytes else spoken(label)
+
+
+_LONGEST_LABEL = 500  # characters of a key in a path
+
+
+def labels_of(place: Place) -> list[Node]:
+    """The labels that lead to a place, from the root on."""
+    labels = []
+    while place is not None:
+        labels.append(place[1])
+        place = place[0]
+    return labels[::-1]
+
+
+def place_text(place: Place) -> str:
+    """The path of a place: labels joined by dots, empty for the root."""
+    labels = []
+    while place is not None:
+        labels.append(label_text(place[1])[:_LONGEST_LABEL])
+        place = place[0]
+    return ".".join(reversed(labels))
+
+
+PLAIN = frozenset((str, int, float, bool, bytes, type(None), complex))
+
+
+def walk(
+    root: Node, overlay: Overlay | None = None, cycles: list[Place] | None = None, *, depth: int | None = None
+) -> Iterator[tuple[Place, Node]]:
+    """Every node that is not a plain value, with its first place, each once, parents before children.
+
+    Shared and cyclic structures are entered once; where a container holds one that it is in, the place goes to `cycles`.
+    The overlay may grow while walking: what stands in for a node just yielded is entered in its place. `LimitExceeded`
+    when containers nest more than `depth` deep (None: the limit in force when the walk begins).
+    """
+    most = in_force().depth if depth is None else depth
+    over = {} if overlay is None else overlay
+    root = over.get(id(root), root)
+    if type(root) in PLAIN:
+        return
+    seen = {id(root)}
+    yield None, root
+    root = over.get(id(root), root)
+    work: list[tuple[Place, Node, Iterator[tuple[Node, Node]]]] = [(None, root, _inner(root))]
+    entered = {id(root)}
+    while work:
+        place, holder, remaining = work[-1]
+        for label, child in remaining:
+            if type(child) in PLAIN:
+                continue
+            if over:
+                child = over.get(id(child), child)
+            if id(child) in seen or type(child) in PLAIN:
+                if id(child) in entered and cycles is not None:
+                    cycles.append((place, label, holder))
+                continue
+            seen.add(id(child))
+            here = (place, label, holder)
+            yield here, child
+            if over:
+                child = over.get(id(child), child)
+            if type(child) in CONTAINERS:
+                if type(child) in (tuple, list) and len(work) < most and PLAIN.issuperset(map(type, child)):
+                    continue  # nothing in it, and there may be a million of it
+                work.append((here, child, _inner(child)))
+                entered.add(id(child))
+                if len(work) > most:
+                    what = f"nests more than {most} containers"
+                    raise LimitExceeded(what, limit="depth", allowed=most, where=place_text(here)[:60] + "…")
+                break
+        else:
+            entered.discard(id(work.pop()[1]))
+
+
+CONTAINERS = frozenset((Dict, list, tuple, Call, PersistentId, TensorObject))
+
+
+def _inner(node: Node) -> Iterator[tuple[Node, Node]]:
+    if type(node) is TensorObject:
+        return iter((("<class>", node.cls), ("<state>", node.state)))
+    return children(node)
+
+
+def tensors_of(root: Node, overlay: Overlay | None = None, *, depth: int | None = None) -> Iterator[tuple[str, TensorRef]]:
+    """Every tensor of a tree with its path; tensors met twice under different keys of state dicts appear once."""
+    for place, node in walk(root, overlay, depth=depth):
+        if (tensor := tensor_of(node)) is not None:
+            yield place_text(place), tensor

@@ -1,0 +1,122 @@
+"""`ckptconv help`: the pages of docs/, the help of commands, and what is said where there is neither."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+
+import pytest
+
+from ckptconv.cli import help_pages
+from ckptconv.cli.main import cli
+from helpers.program import PROGRAM, ROOT, assert_one_error, environment, run
+
+PAGES = sorted(path.stem for path in (ROOT / "docs").glob("*.md"))
+
+
+def test_every_page_is_a_topic_with_its_title(tmp_path):
+    done = run("help", cwd=tmp_path)
+    listed = [line.split(None, 1) for line in done.out.splitlines() if line.startswith("  ")]
+    assert done.exit == 0
+    assert [name for name, _ in listed] == PAGES
+    for name, title in listed:
+        assert (ROOT / "docs" / f"{name}.md").read_text().startswith(f"# {title.strip()}\n")
+
+
+@pytest.mark.parametrize("page", ["hostile-files", "keys"])
+def test_a_page_that_is_piped_is_its_markdown(page, tmp_path):
+    done = run("help", page, cwd=tmp_path)
+    assert (done.exit, done.err) == (0, "")
+    assert done.out == (ROOT / "docs" / f"{page}.md").read_text()
+
+
+@pytest.mark.parametrize("written", ["state-dicts", "State_Dicts", "state dicts", "state-dicts.md"])
+def test_a_page_is_found_as_people_write_it(written):
+    assert help_pages.page_text(written) == (ROOT / "docs" / "state-dicts.md").read_text()
+
+
+@pytest.mark.parametrize("written", ["", "../README", "/etc/passwd", "docs/keys", "*", "keys.md.md", "\0"])
+def test_what_is_no_page_reads_no_file(written):
+    assert help_pages.page_text(written) is None
+
+
+@pytest.mark.parametrize("command", ["convert", "devices", "help"])
+def test_a_command_is_answered_with_its_help(command, tmp_path):
+    done = run("help", command, cwd=tmp_path)
+    assert (done.exit, done.out) == (0, run(command, "--help", cwd=tmp_path).out)
+    assert done.out.startswith(f"Usage: ckptconv {command} ")
+
+
+def test_no_page_has_the_name_of_a_command():
+    assert not set(PAGES) & set(cli.commands)
+
+
+@pytest.mark.parametrize(
+    ("topic", "meant"),
+    [
+        ("key", "did you mean keys"),
+        ("trsut", "did you mean trust"),
+        ("containr", "containers"),
+        ("dict", "did you mean state-dicts"),
+        ("convrt", "did you mean convert"),
+        ("zzz", "ckptconv help lists the topics"),
+        ("", "ckptconv help lists the topics"),
+        ("\x1b[31mred", "there is no help on '\\x1b[31mred'"),
+    ],
+)
+def test_an_unknown_topic_is_a_usage_error_with_what_it_may_have_meant(topic, meant, tmp_path):
+    assert meant in assert_one_error(run("help", topic, cwd=tmp_path), code=2)
+
+
+def test_a_package_without_its_pages_says_that_there_are_none(monkeypatch, tmp_path):
+    monkeypatch.setattr(help_pages, "_FOLDERS", (tmp_path / "a", tmp_path / "b"))
+    assert (help_pages.topics(), help_pages.page_text("keys")) == ({}, None)
+
+
+@pytest.mark.parametrize("shell", ["bash_source", "bash_complete"])
+def test_completion_knows_the_topics(shell, tmp_path):
+    words = {"COMP_WORDS": "ckptconv help tru", "COMP_CWORD": "2"}
+    done = run(cwd=tmp_path, env={"_CKPTCONV_COMPLETE": shell, **words})
+    assert ("trust" in done.out) is (shell == "bash_complete")
+
+
+# On a terminal
+
+
+def on_terminal(*arguments: str, rows: int, **env: str) -> str:
+    """What the program writes to a terminal of `rows` lines; its pager is one that marks what goes through it."""
+    pty = pytest.importorskip("pty")
+    child, terminal = pty.fork()
+    if child == 0:
+        variables = environment(TERM="xterm", COLUMNS="90", LINES=str(rows), **env)
+        os.execve(sys.executable, [*PROGRAM, *arguments], variables)
+    written = b""
+    while True:
+        try:
+            chunk = os.read(terminal, 65536)
+        except OSError:
+            break
+        if not chunk:
+            break
+        written += chunk
+    os.close(terminal)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0, written.decode()
+    return written.decode()
+
+
+def test_a_terminal_gets_the_page_rendered_and_a_long_one_in_a_pager():
+    long = on_terminal("help", "keys", rows=20, PAGER="sed s/^/PAGED:/")
+    assert long.count("PAGED:") > 50
+    assert help_pages.topics()["keys"] in long and "# Keys" not in long
+    assert "```" not in long and "|---|" not in long
+    short = on_terminal("help", "fuzzing", rows=1000, PAGER="sed s/^/PAGED:/")
+    assert "PAGED:" not in short and "Fuzzing" in short and "\x1b[" in short
+
+
+def test_a_terminal_without_colours_gets_none():
+    shown = on_terminal("help", "fuzzing", rows=1000, NO_COLOR="1")
+    assert "Fuzzing" in shown
+    colour = re.compile(r"\x1b\[(?:[0-9]+;)*[34][0-7](?:;[0-9]+)*m").search
+    assert colour(on_terminal("help", "fuzzing", rows=1000)) and not colour(shown)

@@ -1,0 +1,398 @@
+"""What the program says: what is missing, where a file is, what was left out, how long it took, and why it stopped."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import termios
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptconv import CheckpointError, convert_checkpoint, diagnose, diff_checkpoints, load_portable, open_checkpoint
+from ckptconv import save_portable as save
+from ckptconv import scan_checkpoint as scan
+from ckptconv.io import destination as outputs
+from ckptconv.support.addresses import address_in, how_to_get
+from ckptconv.tensors.dtypes import floating_dtype
+from helpers.program import PROGRAM, SAMPLES, assert_one_error, environment, run
+
+TRAIN = SAMPLES / "ddp_cuda3_train.pt"
+W = torch.arange(4.0)
+
+
+@pytest.fixture
+def room(tmp_path: Path) -> Path:
+    torch.save({"a.weight": W, "a.bias": W + 1, "b.weight": W + 2}, tmp_path / "a.pt")
+    return tmp_path
+
+
+def said(room: Path, *arguments: object, code: int) -> str:
+    return assert_one_error(run(*arguments, cwd=room), code=code)
+
+
+# ------------------------------------------------------------------------------------------------------------ what is missing
+
+
+@pytest.mark.parametrize(
+    ("command", "example"),
+    [("convert", "a.safetensors"), ("strip-module", "a-bare.pt"), ("add-module", "a-ddp.pt")],
+)
+def test_a_missing_out_is_named_with_an_example(command, example, room):
+    error = said(room, command, "a.pt", code=2)
+    assert f"OUT is missing: name the file that a.pt is to become, e.g. ckptconv {command} a.pt {example};" in error
+    assert "IN and OUT are missing" in said(room, command, code=2)
+    assert run(command, "a.pt", example, cwd=room).exit == 0, "the example works"
+
+
+def test_an_example_is_offered_only_for_what_looks_like_a_file(room):
+    assert "e.g." not in said(room, "convert", "folder", code=2)
+    assert "e.g. ckptconv convert 'a b.safetensors' 'a b.pt'" in said(room, "convert", "a b.safetensors", code=2)
+
+
+# ------------------------------------------------------------------------------------------------- places on other machines
+
+
+@pytest.mark.parametrize(
+    ("address", "how"),
+    [
+        ("https://example.org/models//a.pt", "curl -LO https://example.org/models//a.pt"),
+        ("s3://bucket/a.pt", "aws s3 cp s3://bucket/a.pt ."),
+        ("gs://bucket/a.pt", "gcloud storage cp gs://bucket/a.pt ."),
+        ("hf://owner/name/model.safetensors", "huggingface-cli download owner/name model.safetensors"),
+        (
+            "https://huggingface.co/owner/name/blob/v2/sub/model.safetensors?download=true",
+            "huggingface-cli download owner/name sub/model.safetensors --revision v2",
+        ),
+        ("file:///tmp/a.pt", "leave out file://"),
+    ],
+)
+def test_an_address_is_told_as_it_was_typed_with_what_gets_the_file(address, how, room):
+    for arguments in (
+        ("inspect", address),
+        ("convert", address, "out.pt"),
+        ("convert", "a.pt", "out.pt", "--like", address),
+    ):
+        error = said(room, *arguments, code=1)
+        assert f"{address}: is not on this machine" in error and how in error
+    for arguments in (("diff", "a.pt", address), ("scan", address), ("doctor", address)):
+        assert f"{address}: is not on this machine" in said(room, *arguments, code=2)
+    assert address in said(room, "convert", "a.pt", "out.pt", "--rules", address, code=2)
+    document = run("inspect", address, "--json", cwd=room).json()["error"]
+    assert document["path"] == address and how in document["hint"]
+
+
+@pytest.mark.parametrize("option", [(), ("--save-mapping", "s3://bucket//map.json")])
+def test_nothing_is_written_to_an_address(option, room):
+    output = "out.pt" if option else "s3://bucket//out.pt"
+    error = said(room, "convert", "a.pt", output, *option, code=1)
+    assert "s3://bucket//" in error and "upload it: aws s3 cp" in error
+    assert sorted(item.name for item in room.iterdir()) == ["a.pt"]
+
+
+@pytest.mark.parametrize("make", [str, Path])
+def test_the_library_tells_addresses_from_paths_too(make, room, monkeypatch):
+    monkeypatch.chdir(room)
+    address = make("s3://bucket/a.pt")
+    calls = [
+        lambda: open_checkpoint(address),
+        lambda: load_portable(address),
+        lambda: convert_checkpoint(address, "out.pt"),
+        lambda: convert_checkpoint("a.pt", address),
+        lambda: convert_checkpoint("a.pt", "out.pt", like=address),
+        lambda: convert_checkpoint("a.pt", "out.pt", save_mapping=address),
+        lambda: diff_checkpoints("a.pt", address),
+        lambda: diagnose(address),
+        lambda: scan(address),
+        lambda: save({"w": W}, address),
+    ]
+    for call in calls:
+        with pytest.raises(CheckpointError, match=r"^s3://bucket/a\.pt: is not on this machine"):
+            call()
+
+
+def test_a_file_that_is_called_like_an_address_is_read(room, monkeypatch):
+    monkeypatch.chdir(room)
+    Path("s3:/bucket").mkdir(parents=True)
+    Path("a.pt").rename("s3:/bucket/a.pt")
+    assert address_in("s3://bucket/a.pt") is None and address_in("C:/models/a.pt") is None
+    with open_checkpoint("s3://bucket/a.pt") as checkpoint:
+        assert len(dict(checkpoint.tensors())) == 3
+
+
+def test_a_command_that_is_offered_is_quoted():
+    assert how_to_get("https://h/a b$(id).pt") == "get it first: curl -LO 'https://h/a b$(id).pt'"
+
+
+# ----------------------------------------------------------------------------------------------------------- what is left out
+
+
+@pytest.mark.parametrize("more", [("--dry-run",), ()])
+@pytest.mark.parametrize("output", ["out.pt", "out.safetensors"])
+def test_what_globs_leave_out_is_counted_by_glob(output, more, room):
+    done = run("convert", "a.pt", output, "--include", "a.*", "--include", "c.*", "--exclude", "*.bias", *more, cwd=room)
+    assert done.exit == 1, "a glob that meets no key is an error still"
+    done = run("convert", "a.pt", output, "--include", "a.*", "--exclude", "*.bias", *more, cwd=room)
+    lines = [line.strip() for line in done.lines]
+    assert "left out  1 of 3 keys matched --exclude '*.bias': a.bias" in lines
+    assert "left out  1 of 3 keys did not match --include 'a.*': b.weight" in lines
+
+
+def test_of_many_keys_that_are_left_out_a_few_are_shown(tmp_path):
+    torch.save({f"layer.{index}.weight": W for index in range(40)}, tmp_path / "in.pt")
+    done = run("convert", "in.pt", "out.pt", "--exclude", "layer.1*", "-n", cwd=tmp_path)
+    counted = "left out  11 of 40 keys matched --exclude 'layer.1*': e.g. layer.1.weight, layer.10.weight, …"
+    assert counted in [line.strip() for line in done.lines]
+
+
+def test_what_a_comparison_leaves_out_is_counted(room):
+    done = run("diff", "a.pt", "a.pt", "--exclude", "*.bias", cwd=room)
+    assert done.exit == 0
+    assert "1 of 3 keys of A matched --exclude '*.bias', and so were not compared" in done.out
+    assert "1 of 3 keys of B matched" in done.out
+
+
+def test_add_module_leaves_what_is_beside_the_weights(tmp_path):
+    tree = {"weight": W, "a.weight": W, "epoch": 3, "args": {"lr": 0.1}, "_extra_state": {"x": 1}, "step": torch.tensor(4)}
+    torch.save(tree, tmp_path / "in.pt")
+    assert run("add-module", "in.pt", "out.pt", cwd=tmp_path).exit == 0
+    kept = ["module.weight", "module.a.weight", "epoch", "args", "module._extra_state", "module.step"]
+    assert list(torch.load(tmp_path / "out.pt")) == kept
+    assert run("strip-module", "out.pt", "back.pt", cwd=tmp_path).exit == 0
+    assert list(torch.load(tmp_path / "back.pt")) == list(tree)
+    assert run("diff", "in.pt", "back.pt", "--whole", cwd=tmp_path).exit == 0
+
+
+def test_shards_are_named_as_they_are(tmp_path):
+    torch.save({f"w{index}": torch.zeros(100) for index in range(4)}, tmp_path / "in.pt")
+    done = run("convert", "in.pt", "shards", "--max-shard-size", "900", cwd=tmp_path)
+    assert f"→ shards{os.sep} (2 shards and their index, safetensors, " in done.lines[0]
+    named = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"}
+    assert {path.name for path in (tmp_path / "shards").iterdir()} == named
+    assert set(re.findall(r"\S+\.(?:safetensors|json)\b(?:\.index\.json)?", done.err)) <= named
+    done = run("convert", "in.pt", "all", "--max-shard-size", "9MB", cwd=tmp_path)
+    assert f"→ all{os.sep}model.safetensors (safetensors, " in done.lines[0]
+    assert (tmp_path / "all" / "model.safetensors").is_file()
+
+
+def test_a_module_that_is_kept_is_named_without_the_way_it_is_pickled(tmp_path):
+    torch.save({"model": torch.nn.Sequential(torch.nn.Linear(2, 2)), "ns": Namespace(a=1)}, tmp_path / "in.pt")
+    done = run("convert", "in.pt", "out.pt", "--unknown", "keep", "-n", cwd=tmp_path)
+    assert "2 keys in the module model.0, none renamed" in done.err
+    assert "<state>" not in done.err
+
+
+# ------------------------------------------------------------------------------------------------------------- comparisons
+
+
+def test_only_of_a_part_that_b_lacks_offers_only_b(tmp_path):
+    torch.save({"netG": {"a.w": W, "b.w": W}, "netD": {"a.w": W}}, tmp_path / "gan.pt")
+    torch.save({"a.w": W, "b.w": W}, tmp_path / "g.pt")
+    for more in ((), ("--whole",)):
+        assert "--only-b PATH names the part of B" in said(tmp_path, "diff", "gan.pt", "g.pt", "--only", "netG", *more, code=2)
+        assert run("diff", "gan.pt", "g.pt", "--only", "netG", "--only-b", "", *more, cwd=tmp_path).exit == 0
+    assert "--only-b" not in said(tmp_path, "diff", "g.pt", "gan.pt", "--only", "netG", code=2)
+
+
+@pytest.mark.parametrize("arguments", [("--whole",), ()])
+def test_numbers_and_texts_of_numbers_are_shown_apart(arguments, tmp_path):
+    torch.save({"w": W, "l": {0: 1, "x": 2, True: 3}}, tmp_path / "a.pt")
+    torch.save({"w": W, "l": {"0": 1, "x": 2, "True": 3}}, tmp_path / "b.pt")
+    done = run("diff", "a.pt", "b.pt", *arguments, cwd=tmp_path)
+    lines = {tuple(line.split(maxsplit=3)[2:]) for line in done.out.splitlines() if "only in" in line}
+    assert lines == {("A", "l.0"), ("A", "l.True (bool)"), ("B", "l.'0'"), ("B", "l.'True'")}
+
+
+def test_one_note_tells_of_averaged_weights(tmp_path):
+    tree = {"meta": {"mmengine_version": "0.10"}, "state_dict": {"a.w": W}, "ema_state_dict": {"module.a.w": W}}
+    torch.save(tree, tmp_path / "in.pt")
+    notes = convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.safetensors").plan.notes
+    taken = "state_dict is taken, where MMEngine has the averaged weights, not ema_state_dict (--only PATH takes another)"
+    assert notes == (taken,)
+
+
+# ------------------------------------------------------------------------------------------------------- what stops an output
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOSPC, "the disk is full"),
+        (errno.EFBIG, "ulimit -f"),
+        (errno.EDQUOT, "the disk quota"),
+        (errno.EROFS, "mounted read-only"),
+        (errno.ENAMETOOLONG, "name is too long"),
+        (errno.EACCES, "may not write there"),
+        (errno.ELOOP, "lead in a circle"),
+        (errno.EIO, os.strerror(errno.EIO)),
+    ],
+)
+def test_each_error_of_the_system_has_its_own_words(number, words, room, monkeypatch):
+    def fail(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(outputs, "_write_all", fail)
+    with pytest.raises(CheckpointError, match="cannot be written") as caught:
+        convert_checkpoint(room / "a.pt", room / "out.pt")
+    assert words in str(caught.value)
+    assert number == errno.ENOSPC or "full" not in str(caught.value)
+    assert [item.name for item in room.iterdir()] == ["a.pt"]
+
+
+def test_a_link_to_nowhere_is_told_with_where_it_leads(room):
+    (room / "out.pt").symlink_to(room / "gone" / "x.pt")
+    (room / "folder").symlink_to("gone")
+    for output in ("out.pt", "folder/x.pt", "folder/deeper/x.pt"):
+        error = said(room, "convert", "a.pt", output, code=1)
+        assert "link" in error and "gone" in error and "does not exist" in error and "mkdir" not in error
+    assert "the link folder to gone" in said(room, "convert", "a.pt", "folder/x", "--to", "dcp", code=1)
+    (room / "free.pt").symlink_to("here.pt")
+    assert run("convert", "a.pt", "free.pt", cwd=room).exit == 0 and (room / "here.pt").is_file()
+    assert "mkdir -p missing" in said(room, "convert", "a.pt", "missing/x.pt", code=1)
+
+
+def test_links_in_a_circle_are_told(room):
+    (room / "one.pt").symlink_to("two.pt")
+    (room / "two.pt").symlink_to("one.pt")
+    assert "lead in a circle" in said(room, "convert", "a.pt", "one.pt", code=1)
+
+
+# ------------------------------------------------------------------------------------------------------------------ answers
+
+ANSWERS = [("diff", "a.pt", "a.pt"), ("diff", "a.pt", "b.pt"), ("inspect", "a.pt"), ("doctor", "a.pt"), ("scan", "a.pt")]
+
+
+def piped(room: Path, arguments: tuple[str, ...], stdout: Any) -> tuple[int, str]:
+    done = subprocess.run(
+        [*PROGRAM, *arguments], cwd=room, env=environment(), stdout=stdout, stderr=subprocess.PIPE, text=True, check=False
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("json", [(), ("--json",)])
+@pytest.mark.parametrize("arguments", ANSWERS)
+def test_an_answer_that_cannot_be_printed_is_not_the_answer(arguments, json, room):
+    torch.save({"a.weight": W}, room / "b.pt")
+    with Path("/dev/full").open("w") as full:
+        assert piped(room, (*arguments, *json), full) == (2, "error: cannot print the result: No space left on device\n")
+
+
+@pytest.mark.parametrize("arguments", [*ANSWERS, ("convert", "a.pt", "out.pt", "--json")])
+def test_a_reader_that_has_left_is_no_answer_and_no_noise(arguments, room):
+    torch.save({"a.weight": W}, room / "b.pt")
+    reading, writing = os.pipe()
+    os.close(reading)
+    code, err = piped(room, arguments, writing)
+    os.close(writing)
+    assert (code, err) == (1 if arguments[0] == "convert" else 2, "")
+
+
+def test_what_prints_nothing_answers_whoever_listens(room):
+    torch.save({"a.weight": W}, room / "b.pt")
+    reading, writing = os.pipe()
+    os.close(reading)
+    assert piped(room, ("diff", "a.pt", "b.pt", "--quiet"), writing) == (1, "")
+    os.close(writing)
+
+
+# ------------------------------------------------------------------------------------------------------------------ terminals
+
+
+def on_terminal(room: Path, columns: int, *arguments: str, **variables: str) -> str:
+    """What a terminal of so many columns is given."""
+    pid, fd = pty.fork()
+    if not pid:
+        os.chdir(room)
+        os.read(0, 1)  # until the size is set
+        given = environment(TERM="xterm", **variables)
+        given.pop("COLUMNS", None)
+        os.execvpe(PROGRAM[0], [*PROGRAM, *arguments], given)
+    fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    settings = termios.tcgetattr(fd)
+    settings[3] &= ~(termios.ECHO | termios.ICANON)
+    termios.tcsetattr(fd, termios.TCSANOW, settings)
+    os.write(fd, b"x")
+    found = b""
+    while True:
+        try:
+            found += (piece := os.read(fd, 1 << 16))
+        except OSError:
+            break
+        if not piece:
+            break
+    os.close(fd)
+    os.waitpid(pid, 0)
+    return found.decode().replace("\r\n", "\n")
+
+
+COMMANDS = [
+    ("convert", str(TRAIN), "out.safetensors", "--verify", "--force"),
+    ("convert", str(TRAIN), "out.pt", "-n", "--exclude", "*.bias"),
+    ("diff", str(TRAIN), "a.pt"),
+    ("convert", "s3://bucket/a/long/way/to/a.pt", "out.pt"),
+]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+@pytest.mark.parametrize("arguments", COMMANDS, ids=lambda arguments: " ".join(map(str, arguments[0:1])))
+def test_texts_are_broken_under_their_column(arguments, columns, room):
+    shown = on_terminal(room, columns, *arguments)
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", shown)
+    assert plain != shown, "colours"
+    for line in plain.splitlines():
+        assert len(line) <= columns or " " not in line.strip(), line
+    assert on_terminal(room, columns, *arguments[:2], *arguments[2:], NO_COLOR="1").count("\x1b") == 0
+
+
+def test_further_lines_stand_under_the_text_and_not_under_its_label(room):
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", on_terminal(room, 60, *COMMANDS[0]))
+    lines = plain.splitlines()
+    first = next(index for index, line in enumerate(lines) if line.startswith("  skipped"))
+    column = lines[first].index("epoch")
+    assert lines[first + 1][:column].strip() == "" and lines[first + 1][column] != " "
+    error = on_terminal(room, 60, *COMMANDS[3], NO_COLOR="1").splitlines()
+    assert error[0].startswith("error: s3://") and all(line.startswith("       ") for line in error[1:])
+
+
+def test_nothing_is_broken_where_no_terminal_shows_it(room):
+    done = run(*COMMANDS[0], cwd=room, env={"COLUMNS": "40"})
+    assert all(re.match(r"  \w+ +\S|\S", line) for line in done.lines) and max(map(len, done.lines)) > 80
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_list_of_commands_is_not_cut(columns, room):
+    shown = on_terminal(room, columns, "--help")
+    assert "..." not in shown.partition("Commands:")[2]
+    rows = shown.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
+    assert all(re.match(r"  [a-z]", row) for row in rows), "one line each"
+
+
+# --------------------------------------------------------------------------------------------------------------------- dtypes
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [
+        *((text, "bfloat16") for text in ("bf16", "bfloat16", "torch.bfloat16", "BF16")),
+        *((text, "float16") for text in ("f16", "fp16", "half", "float16", "torch.half")),
+        *((text, "float32") for text in ("f32", "fp32", "float", "torch.float32")),
+        *((text, "float64") for text in ("f64", "double", "float64")),
+        ("f8_e4m3", "float8_e4m3fn"),
+    ],
+)
+def test_dtypes_have_the_names_that_people_use(alias, name):
+    assert floating_dtype(alias).name == name
+
+
+def test_another_dtype_is_told_all_that_there_are(room):
+    error = said(room, "convert", "a.pt", "b.pt", "--dtype", "int8", code=2)
+    assert "choose f32, f16, bf16, f64, f8_e4m3 or f8_e5m2; torch's names do too (float64, float32, float16, bfloat16" in error

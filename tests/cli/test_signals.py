@@ -1,0 +1,75 @@
+"""Signals that Python drops, or a library swallows: the program still stops, and never ends with 0."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from helpers.program import PROGRAM, SAMPLES, run
+
+DROPPED = """
+import signal, sys, time
+from ckptconv.support.signals import stop_in_good_order
+class Dropping:
+    def __del__(self):
+        signal.raise_signal(signal.{name})
+stop_in_good_order()
+Dropping()
+try:
+    time.sleep(20)
+except KeyboardInterrupt:
+    sys.exit(130)
+finally:
+    signal.raise_signal(signal.SIGINT), signal.raise_signal(signal.SIGTERM)
+    print("cleaned up")
+"""
+
+SWALLOWED = """
+import signal
+from ckptconv.support.signals import stop_in_good_order
+stop_in_good_order()
+for name in ("SIGINT", "SIGTERM", "SIGINT"):
+    try:
+        signal.raise_signal(getattr(signal, name))
+    except BaseException as error:
+        print(type(error).__mro__[1].__name__)
+    error = None
+"""
+
+TOO_LATE = """
+import signal
+import ckptconv.cli.main as cli
+shown = cli.print_summary
+def swallowing(*given):
+    try:
+        signal.raise_signal(signal.{name})
+    except BaseException:
+        pass
+    shown(*given)
+cli.print_summary = swallowing
+cli.main()
+"""
+
+
+def script(text: str, *arguments: object, cwd: Path):
+    return run(*arguments, cwd=cwd, command=[PROGRAM[0], "-c", text])
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_stop_that_python_drops_is_raised_again_and_a_second_one_does_not_disturb(name, code, tmp_path):
+    done = script(DROPPED.format(name=name), cwd=tmp_path)
+    assert (done.exit, done.out) == (code, "cleaned up\n")
+    assert "Exception ignored" not in done.err
+
+
+def test_a_signal_after_one_that_was_swallowed_stops(tmp_path):
+    done = script(SWALLOWED, cwd=tmp_path)
+    assert (done.exit, done.out.split()) == (0, ["KeyboardInterrupt", "SystemExit", "KeyboardInterrupt"])
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_stop_that_was_swallowed_is_the_exit_code(name, code, tmp_path):
+    done = script(TOO_LATE.format(name=name), "convert", SAMPLES / "ddp_cuda3_train.pt", "out.pt", cwd=tmp_path)
+    assert done.exit == code and (tmp_path / "out.pt").is_file()
+    assert done.err.endswith("error: stopped by a signal, but too late: the command had come to its end\n")

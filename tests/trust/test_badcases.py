@@ -1,0 +1,606 @@
+"""Hostile and broken files against the real program: answered in one line, quickly, in little memory, without harm.
+
+The generator of the files and its README say what each one must be answered with; the package `hostile` has other
+members of the same families, and families of its own. The files are made anew in a temporary folder.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import random
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.hostile_generator import GENERATOR
+from helpers.program import SAMPLES, Finished, assert_one_error, idle_rss, run
+from hostile.cases import GENERATED, GOOD, OUTPUTS, ZEROS, Case, bad
+from hostile.families import NEIGHBOURS
+from hostile.forked import Server, server
+from hostile.table import listed
+
+pytestmark = pytest.mark.badcases
+
+SECONDS = 10.0  # the promise is 2; a slow or busy machine may take longer without being hung
+MEMORY = 200_000_000  # above a program that does nothing
+TORCH = 300_000_000  # torch itself, which doctor imports to ask for a device that it does not know
+TELLING = ("note", "warning")
+
+
+# ------------------------------------------------------------------------------------------------------------ running
+
+
+@pytest.fixture(scope="session")
+def hostile(tmp_path_factory) -> Path:
+    """The folder of generated files."""
+    folder = tmp_path_factory.mktemp("hostile")
+    subprocess.run([sys.executable, GENERATOR, folder], cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def answers(request, hostile, tmp_path_factory) -> Iterator[Callable[[Case, str], tuple[Finished, Path, Path]]]:
+    """Runs the program on a generated case, once for each output format; gives the run, the source and the folder it ran in.
+
+    Two run at a time, ahead of the tests that wait for them (but for xdist, where the tests themselves run side by side).
+    """
+    pool = ThreadPoolExecutor(2)
+    begun: dict[tuple[str, str], Future[tuple[Finished, Path, Path]]] = {}
+
+    def convert(case: Case, suffix: str) -> tuple[Finished, Path, Path]:
+        source, cwd = hostile / case.file, tmp_path_factory.mktemp("answer")
+        limit = 90 if case.expected == "accept" else 60
+        return run("convert", source, f"out{suffix}", "--no-fsync", cwd=cwd, limit=limit), source, cwd
+
+    def begin(case: Case, suffix: str) -> Future[tuple[Finished, Path, Path]]:
+        if (case.file, suffix) not in begun:
+            begun[case.file, suffix] = pool.submit(convert, case, suffix)
+        return begun[case.file, suffix]
+
+    if not hasattr(request.config, "workerinput"):
+        for item in request.session.items:
+            given = item.callspec.params if hasattr(item, "callspec") else {}
+            if given.get("case") in GENERATED and "suffix" in given:
+                begin(given["case"], given["suffix"])
+    yield lambda case, suffix: begin(case, suffix).result()
+    pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture(scope="session")
+def forked() -> Iterator[Server]:
+    """The program in a process of its own for each command, forked from one that has it imported."""
+    with server() as running:
+        yield running
+
+
+def labels(done: Finished) -> set[str]:
+    """The labels of the lines of a summary: ``keys``, ``device``, ``note``, ..."""
+    return {line.split()[0] for line in done.lines[1:]}
+
+
+def answer_of(done: Finished, telling: tuple[str, ...]) -> str:
+    if done.exit:
+        return "reject"
+    return "warn" if labels(done) & set(telling) else "accept"
+
+
+def judge(case: Case, named: str, suffix: str, done: Finished, cwd: Path, expected: str, idle: int) -> None:
+    """Hold one run against the promises; `named` must stand in an error, `idle` is the memory of a run that does nothing."""
+    assert not (cwd / "CKPTCONV_PWNED").exists(), "the payload was executed"
+    right = expected.split("|")
+    answer = answer_of(done, (*TELLING, *TOLD_BY.get(case.file, ())))
+    if answer == "reject":
+        line = assert_one_error(done, code=2 if case.option and done.exit == 2 else 1)
+        assert named in line or (case.option and GOOD in line), line
+        assert case.field in line, line
+        assert len(line) < 5000
+        assert [path.name for path in cwd.iterdir() if path.name != GOOD] == []
+    else:
+        assert done.out == ""
+        assert all(line.isprintable() for line in done.lines), done.err
+        assert [path.name for path in cwd.iterdir() if path.name != GOOD] == [f"out{suffix}"]
+        if check := VALUES.get(case.file):
+            check(cwd / f"out{suffix}")
+    assert answer in right or (answer == "warn" and "accept" in right), f"{case.what}: {done.err}"
+    if right != ["accept"]:
+        assert done.seconds < SECONDS
+        assert done.rss - idle < MEMORY
+
+
+def measured(request, done: Finished) -> None:
+    """Note what a run took, for the report of the tests."""
+    request.node.user_properties += [
+        ("seconds", round(done.seconds, 3)),
+        ("megabytes_above_idle", round((done.rss - idle_rss()) / 1e6, 1)),
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------- values
+
+
+def tensors(path: Path) -> dict:
+    """The named tensors of a torch or safetensors file, read by torch or by the safetensors library."""
+    torch = pytest.importorskip("torch")
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    return torch.load(path, weights_only=True)
+
+
+def leaves(node: Any) -> Iterator[Any]:
+    """The tensors of a tree of dicts and lists."""
+    if hasattr(node, "resolve_conj"):
+        yield node
+    elif isinstance(node, (dict, list)):
+        for value in node.values() if isinstance(node, dict) else node:
+            yield from leaves(value)
+
+
+def one_tensor(*values: complex) -> Callable[[Path], None]:
+    """Checks that each tensor of an output (there may be one in several parts of it) has these values."""
+
+    def check(path: Path) -> None:
+        found = [value.resolve_conj().tolist() for value in leaves(tensors(path))]
+        assert found
+        assert found == [list(values)] * len(found)
+
+    return check
+
+
+def all_zero(numel: int) -> Callable[[Path], None]:
+    def check(path: Path) -> None:
+        assert [(value.numel(), int(value.count_nonzero())) for value in tensors(path).values()] == [(numel, 0)]
+
+    return check
+
+
+class Shapes(pickle.Unpickler):
+    """Reads the pickle of a torch output as key → shape; torch's own reader needs half a minute for 600,000 tensors."""
+
+    def find_class(self, module: str, name: str):
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return lambda storage, offset, size, *_: size
+        return dict if name == "OrderedDict" else name
+
+    def persistent_load(self, pid):
+        return pid
+
+
+def empty_million(path: Path) -> None:
+    if path.suffix == ".safetensors":
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        shapes = {key: tuple(entry["shape"]) for key, entry in header.items() if key != "__metadata__"}
+    else:
+        with zipfile.ZipFile(path) as archive:
+            shapes = Shapes(io.BytesIO(archive.read("archive/data.pkl"))).load()
+    assert shapes == {str(index): (0,) for index in range(600_000)}
+
+
+def many_views(path: Path) -> None:
+    # torch output: DESIGN promises that tied tensors stay shared; safetensors: one copy, the others as aliases in the metadata.
+    assert path.stat().st_size < 1 << 23
+    if path.suffix == ".safetensors":
+        from safetensors import safe_open
+
+        with safe_open(path, "pt") as opened:
+            assert list(opened.keys()) == ["w"]
+            assert sum(value == "w" for value in opened.metadata().values()) == 100_000
+        return
+    found = tensors(path)
+    assert len(found) == 100_001
+    assert len({value.untyped_storage().data_ptr() for value in found.values()}) == 1
+
+
+FOUR = one_tensor(1, 2, 3, 4)
+
+
+def _is_four(case: Case) -> bool:
+    """Whether the right output of a case is one tensor of the floats 1 to 4."""
+    return case.file not in OTHER_VALUES and not case.file.startswith(("rules_", "mapping_", "like_"))
+
+
+OTHER_VALUES = frozenset(("dcp_good", "dcp_good_ranks", "dcp_st_good", "ranks_good", "ranks_good_fsdp1"))
+VALUES: dict[str, Callable[[Path], None]] = {
+    "torch_byteorder_big.pt": FOUR,
+    "torch_conj_neg_bits.pt": one_tensor(1 - 2j, 3 - 4j),
+    "zip_crc_all_zero.pt": FOUR,
+    "tar_valid.pt": FOUR,
+    "st_terminal_name.safetensors": FOUR,
+    "st_leading_space.safetensors": FOUR,
+    "st_extra_field.safetensors": FOUR,
+    "st_zero_sized_million.safetensors": empty_million,
+    "torch_many_views.pt": many_views,
+    **{case.file: FOUR for case in NEIGHBOURS if case.expected in ("accept", "warn") and _is_four(case)},
+    "zip_deflated_long_match.pt": all_zero(len(ZEROS) // 4),
+    "torch_empty_huge.pt": lambda path: None,
+    "dos_doubled_value.pt": lambda path: None,
+    **dict.fromkeys(OTHER_VALUES, one_tensor(1, 2, 3, 4, 1, 2, 3, 4)),
+}
+"""What the outputs hold, where the answer is to convert."""
+
+TOLD_BY = {"torch_many_views.pt": ("tied",), "exec_left_out.pt": ("skipped",)}
+"""Lines of the summary that tell about the oddity of a file, other than notes and warnings."""
+
+OTHERWISE = {
+    # 100,000 names for one storage: as a torch file they are written as what they are, one storage with 100,000 names (DESIGN,
+    # "Tied tensors: torch: stay shared"). Nothing is multiplied or lost, so there is nothing to tell.
+    ("torch_many_views.pt", ".pt"): "accept",
+}
+"""Answers that the output format changes, by file and output."""
+
+
+# ------------------------------------------------------------------------------------------------- the generated files
+
+READ = [case for case in GENERATED if case.category != "index"]
+INDEX = [case for case in GENERATED if case.category == "index"]
+
+
+def by_file(case: Case) -> str:
+    return case.file
+
+
+def test_every_generated_file_is_tested(hostile):
+    manifest = json.loads((hostile / "manifest.json").read_text())
+    assert [(row["file"], row["category"], row["expected"]) for row in manifest] == [
+        (case.file, case.category, case.expected) for case in GENERATED
+    ]
+    assert {case.category for case in READ} == {"zip", "pickle-exec", "pickle-dos", "torch", "key", "legacy", "safetensors"}
+
+
+@pytest.mark.parametrize("suffix", OUTPUTS)
+@pytest.mark.parametrize("case", READ, ids=by_file)
+def test_hostile_file(case, suffix, answers, request, figure):
+    figure("hostile files converted or refused")
+    done, source, cwd = answers(case, suffix)
+    measured(request, done)
+    judge(case, source.name, suffix, done, cwd, OTHERWISE.get((case.file, suffix), case.expected), idle_rss())
+
+
+@pytest.mark.parametrize("suffix", [".safetensors"])
+@pytest.mark.parametrize("case", INDEX, ids=lambda case: case.file.partition("/")[0])
+def test_an_index_of_shards_ends_as_it_should(case, suffix, answers, request):
+    done, source, cwd = answers(case, suffix)
+    measured(request, done)
+    judge(case, source.name, suffix, done, cwd, case.expected, idle_rss())
+
+
+@pytest.mark.parametrize("case", INDEX, ids=by_file)
+def test_a_folder_of_shards_is_answered_as_its_index(case, hostile, tmp_path):
+    done = run("convert", (hostile / case.file).parent, "out.pt", "--no-fsync", cwd=tmp_path)
+    assert done.seconds < SECONDS
+    index = run("convert", hostile / case.file, "out.pt", "--no-fsync", cwd=tmp_path)
+    assert assert_one_error(done) == assert_one_error(index)
+    assert list(tmp_path.iterdir()) == []
+
+
+def assert_looked_at(source: Path, cwd: Path) -> None:
+    """Inspecting gives facts, or one line that names the file."""
+    done = run("inspect", source, cwd=cwd, limit=12)
+    if done.exit:
+        assert source.name in assert_one_error(done)
+    assert (done.out + done.err).replace("\n", "").isprintable()
+    assert done.seconds < SECONDS
+    assert done.rss - idle_rss() < MEMORY
+    assert not (cwd / "CKPTCONV_PWNED").exists()
+
+
+@pytest.mark.parametrize(
+    "file",
+    [case.file for case in READ if case.category.startswith("pickle") or (case.file in VALUES and "million" not in case.file)],
+)
+def test_looking_is_as_safe_as_converting(file, hostile, tmp_path):
+    assert_looked_at(hostile / file, tmp_path)
+
+
+SHARED = {
+    # 40 dicts, each twice in the next: 2**40 paths to one tensor.
+    "doubled": bad.P2 + bad.d((bad.u("w"), bad.tensor())) + b"q\x07" + b"0}(K\1h\x07K\2h\x07uq\x07" * 40 + bad.STOP,
+    # 5,000 names for one dict of 5,000 names for one tensor.
+    "wide": b"".join(
+        [
+            *(bad.P2, bad.tensor(), b"q\x060}("),
+            *(bad.n(index) + b"h\x06" for index in range(5000)),
+            b"uq\x070}(",
+            *(bad.n(index) + b"h\x07" for index in range(5000)),
+            *(b"u", bad.STOP),
+        ]
+    ),
+}
+
+
+@pytest.mark.parametrize("depth", ["2", "50"])
+@pytest.mark.parametrize("shape", SHARED)
+def test_parts_that_are_shared_are_inspected_in_bounded_time(shape, depth, tmp_path):
+    (tmp_path / "in.pt").write_bytes(bad.ckpt(SHARED[shape]))
+    done = run("inspect", "in.pt", "--depth", depth, cwd=tmp_path, limit=12)
+    assert done.exit in (0, 1), done.err
+    assert done.seconds < SECONDS
+    assert done.rss - idle_rss() < MEMORY
+
+
+# --------------------------------------------------------------------------------------------------------- neighbours
+
+
+def seen(paths: Iterable[Path]) -> dict[Path, object]:
+    """What is known of files without opening pipes, and the bytes of the small ones."""
+    found: dict[Path, object] = {}
+    for path in paths:
+        for item in [path, *path.rglob("*")]:
+            status = item.lstat()
+            small = item.is_file() and not item.is_symlink() and status.st_size < 1 << 17
+            content = item.read_bytes() if small else b""
+            found[item] = status.st_mode, status.st_size, status.st_mtime_ns, content
+    return found
+
+
+class Stage:
+    """A case written to disk, a folder to work in, and one for temporary files; the case must be untouched afterwards."""
+
+    def __init__(self, case: Case, folder: Path) -> None:
+        self.source, self.cwd, self.tmp = (folder / name for name in ("source", "cwd", "tmp"))
+        for made in (self.source, self.cwd, self.tmp):
+            made.mkdir()
+        self.given = case.write(self.source)
+        if case.option:
+            (self.cwd / GOOD).write_bytes(bad.ckpt(bad.GOOD))
+        self._before = seen([self.source])
+
+    def check(self) -> None:
+        """Nothing was run, changed or left behind."""
+        assert not [path for folder in (self.source, self.cwd, self.tmp) for path in folder.rglob("CKPTCONV_PWNED")], "executed"
+        assert list(self.tmp.iterdir()) == []
+        assert seen([self.source]) == self._before
+
+
+@pytest.mark.parametrize(
+    ("case", "suffix"),
+    [pytest.param(case, suffix, id=f"{case.file}-{suffix}") for case in NEIGHBOURS for suffix in case.outputs],
+)
+def test_neighbour(case, suffix, forked, tmp_path, request, figure):
+    stage = Stage(case, tmp_path)
+    done = forked.run(*case.arguments(stage.given, f"out{suffix}"), cwd=stage.cwd, tmp=stage.tmp)
+    request.node.user_properties += [
+        ("seconds", round(done.seconds, 3)),
+        ("megabytes_above_idle", round((done.rss - forked.idle_rss) / 1e6, 1)),
+    ]
+    stage.check()
+    judge(case, case.file, suffix, done, stage.cwd, case.expected, forked.idle_rss)
+    figure("hostile files converted or refused")
+
+
+def looks(case: Case, given: list[Path]) -> list[tuple[list[object], tuple[int, ...]]]:
+    """The commands that look at a case and write nothing, and the exit codes that each may have."""
+    if case.option == "--like":
+        return [(["inspect", *given], (0, 1)), (["doctor", GOOD, "--like", *given], (0, 1, 2)), (["scan", *given], (0, 1, 2))]
+    if case.option:
+        return [(["diff", GOOD, GOOD, "--rules", *given], (0, 1, 2)), (["scan", *given], (0, 1, 2))]
+    commands: list[tuple[list[object], tuple[int, ...]]] = [
+        (["inspect", *given], (0, 1)),
+        (["inspect", *given, "--json"], (0, 1)),
+        (["doctor", *given, "--values"], (0, 1)),
+        (["scan", *given], (0, 1, 2)),
+    ]
+    return commands + ([(["diff", *given, *given], (0, 2))] if len(given) == 1 else [])
+
+
+def assert_only_looked(command: list[object], done: Finished, allowed: tuple[int, ...], idle: int) -> None:
+    """What a command that writes nothing may answer: a code that it documents, printable lines, in little time and memory."""
+    told = done.err[-3000:] + done.out[-1000:]
+    assert done.exit in allowed, told
+    assert "Traceback" not in told
+    assert done.err.count("\n") <= 1, done.err[:3000]
+    assert (done.out + done.err).replace("\n", "").isprintable()
+    assert done.seconds < SECONDS
+    assert done.rss - idle < (TORCH if command[0] == "doctor" else 0) + MEMORY
+
+
+EVERY_EIGHTH = [
+    pytest.param(case, marks=[] if number % 8 == 0 else [pytest.mark.trust]) for number, case in enumerate(NEIGHBOURS)
+]
+
+
+@pytest.mark.parametrize("case", EVERY_EIGHTH, ids=[case.file for case in NEIGHBOURS])
+def test_every_way_of_looking_is_as_safe_as_converting(case, forked, tmp_path, figure):
+    stage = Stage(case, tmp_path)
+    for command, allowed in looks(case, stage.given):
+        done = forked.run(*command, cwd=stage.cwd, tmp=stage.tmp)
+        assert_only_looked(command, done, allowed, forked.idle_rss)
+        stage.check()
+        figure("looks at hostile files")
+
+
+WITHOUT_A_PAYLOAD = ("exec_set_state_of_tensor.pt", "exec_append_to_tensor.pt", "exec_storage_class.pt", "exec_next_buffer.pt")
+"""Files that misuse opcodes on what any checkpoint names; there is nothing in them that could be called."""
+RUNNING = [
+    case
+    for case in NEIGHBOURS
+    if re.search("exec|runs", case.file) and case.option != "--rules" and case.file not in WITHOUT_A_PAYLOAD
+]
+
+
+@pytest.mark.parametrize("case", RUNNING, ids=by_file)
+def test_scan_calls_every_payload_dangerous(case, forked, tmp_path):
+    stage = Stage(case, tmp_path)
+    done = forked.run("scan", *stage.given, cwd=stage.cwd, tmp=stage.tmp)
+    assert done.exit == 1, done.err + done.out
+    assert "dangerous" in done.out
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in READ if case.expected != "accept" or "million" not in case.file], ids=by_file
+)
+def test_every_way_of_looking_at_a_generated_file_is_safe(case, hostile, forked, tmp_path, figure):
+    cwd, tmp = tmp_path / "cwd", tmp_path / "tmp"
+    cwd.mkdir()
+    tmp.mkdir()
+    for command, allowed in looks(case, [hostile / case.file]):
+        done = forked.run(*command, cwd=cwd, tmp=tmp)
+        assert_only_looked(command, done, allowed, forked.idle_rss)
+        assert [*cwd.iterdir(), *tmp.iterdir()] == []
+        figure("looks at hostile files")
+
+
+def test_neighbours_have_names_of_their_own():
+    names = [case.file for case in (*NEIGHBOURS, *GENERATED)]
+    assert sorted(set(names)) == sorted(names)
+
+
+def test_the_page_about_hostile_files_lists_exactly_the_cases():
+    assert sorted(listed()) == sorted(case.file for case in (*GENERATED, *NEIGHBOURS))
+
+
+@pytest.mark.parametrize("suffix", OUTPUTS)
+def test_a_tag_that_is_no_text_is_an_error_where_it_is_kept(suffix, tmp_path):
+    (tmp_path / "in.pt").write_bytes(bad.ckpt(bad.sd(("w", bad.tensor(bad.storage(loc=b"\xed\xa0\x80"))))))
+    done = run("convert", "in.pt", f"out{suffix}", "--device", "keep", cwd=tmp_path)
+    if suffix == ".safetensors" or done.exit:  # a pickle can hold half a character, a safetensors header cannot
+        assert "in.pt" in assert_one_error(done)
+        assert [path.name for path in tmp_path.iterdir()] == ["in.pt"]
+    assert done.err.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize("case", [case for case in NEIGHBOURS if case.file.startswith(("exec_", "global_"))], ids=by_file)
+def test_what_is_kept_unseen_is_kept_symbolically_or_refused_in_one_line(case, forked, tmp_path):
+    stage = Stage(case, tmp_path)
+    done = forked.run("convert", *stage.given, "out.pt", "--no-fsync", "--unknown", "keep", cwd=stage.cwd, tmp=stage.tmp)
+    if done.exit:
+        assert case.file in assert_one_error(done)
+    assert done.err.replace("\n", "").isprintable()
+    assert [path.name for path in stage.cwd.iterdir()] == ([] if done.exit else ["out.pt"])
+    stage.check()
+
+
+# ---------------------------------------------------------------------------------------------- damage, within a process
+
+
+def look_at(path: Path) -> None:
+    """Open, inspect and plan; whatever a file holds, nothing but a `CheckpointError` with one printable line is raised."""
+    from ckptconv.convert.options import Options
+    from ckptconv.convert.planner import plan_conversion
+    from ckptconv.formats.registry import open_checkpoint
+    from ckptconv.inspect.facts import inspect_checkpoint
+    from ckptconv.support.errors import CheckpointError
+
+    def planned(checkpoint, suffix: str, unknown: str) -> None:
+        try:
+            plan_conversion(checkpoint, f"out{suffix}", Options(unknown=unknown))
+        except CheckpointError as error:
+            assert str(error).isprintable()
+            assert str(path) in str(error)
+
+    try:
+        with open_checkpoint(path) as checkpoint:
+            inspect_checkpoint(checkpoint, depth=3)
+            planned(checkpoint, ".safetensors", "refuse")
+            planned(checkpoint, ".pt", "refuse")
+            planned(checkpoint, ".pt", "drop")
+            planned(checkpoint, ".pt", "keep")
+    except CheckpointError as error:
+        assert str(error).isprintable()
+        assert str(path) in str(error)
+
+
+def repacked(pickle_: bytes, source: Path) -> bytes:
+    """The archive `source` with another pickle and right checksums."""
+    with zipfile.ZipFile(source) as archive:
+        names = [name for name in archive.namelist() if not name.endswith("/data.pkl")]
+        records = [bad.E(name, archive.read(name)) for name in names]
+    root = names[0].partition("/")[0]
+    return bad.mkzip([bad.E(f"{root}/data.pkl", pickle_), *records])
+
+
+def sample_pickle(source: Path) -> bytes:
+    with zipfile.ZipFile(source) as archive:
+        return archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
+
+
+def flipped(original: bytes, chance: random.Random) -> bytes:
+    """`original` with one to three bytes changed, cut out or put in."""
+    changed = bytearray(original)
+    for _ in range(chance.randint(1, 3)):
+        at = chance.randrange(len(changed))
+        match chance.randrange(3):
+            case 0:
+                changed[at] = chance.randrange(256)
+            case 1:
+                del changed[at : at + chance.randint(1, 4)]
+            case _:
+                changed[at:at] = chance.randbytes(chance.randint(1, 4))
+    return bytes(changed)
+
+
+SAMPLE = SAMPLES / "namespace_train.pt"
+
+
+def test_a_pickle_cut_at_any_byte_is_refused(tmp_path):
+    from ckptconv.formats.registry import open_checkpoint
+    from ckptconv.support.errors import CheckpointError
+
+    path = tmp_path / "cut.pt"
+    for length in range(len(bad.GOOD)):
+        path.write_bytes(bad.ckpt(bad.GOOD[:length]))
+        with pytest.raises(CheckpointError, match=r"cut\.pt: data\.pkl: "):
+            open_checkpoint(path)
+
+
+def test_every_opcode_on_every_small_stack_is_read_or_refused(tmp_path):
+    path = tmp_path / "opcode.pt"
+    stacks = (
+        b"",
+        b"(",
+        b"N",
+        b"}",
+        b"](",
+        b"})",
+        b"}K\1N",
+        b"cposix\nmkdir\n)",
+        b"(K\1K\2",
+        b"N(K\1",
+        bad.tensor(),
+        bad.tensor() + b"N",
+    )
+    for opcode in range(256):
+        for stack in stacks:
+            path.write_bytes(bad.ckpt(bad.P2 + stack + bytes([opcode]) + b"\1\0\0\0\0\0\0\0\n\n."))
+            look_at(path)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_damaged_pickle_is_read_or_refused(seed, tmp_path):
+    chance = random.Random(seed)
+    path = tmp_path / "damaged.pt"
+    original = sample_pickle(SAMPLE)
+    for _ in range(150):
+        path.write_bytes(repacked(flipped(original, chance), SAMPLE))
+        look_at(path)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_damaged_archive_is_read_or_refused(seed, tmp_path):
+    chance = random.Random(seed)
+    path = tmp_path / "damaged.pt"
+    for original in (bad.ckpt(bad.GOOD), SAMPLE.read_bytes()):
+        for _ in range(150):
+            path.write_bytes(flipped(original, chance))
+            look_at(path)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_damaged_safetensors_header_is_read_or_refused(seed, tmp_path):
+    chance = random.Random(seed)
+    path = tmp_path / "damaged.safetensors"
+    entries = {"__metadata__": {"format": "pt", "b": "w"}, "w": bad.ti([2, 2], 0, 16), "v": bad.ti([4], 16, 32)}
+    for _ in range(300):
+        path.write_bytes(bad.st(flipped(json.dumps(entries).encode(), chance), bad.F4 * 2))
+        look_at(path)
