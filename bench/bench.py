@@ -1,16 +1,19 @@
-"""Measure ckptconv beside what else does the same work: whole processes, in turn, with their seconds and peak memory.
+"""Measure ckptconv beside what else does the same work: whole processes, in turn, with their
+seconds and peak memory.
 
     python bench/bench.py [--folder DIR] [--quick] [--only NAME] [--keep]
 
-Prints a markdown report on stdout (also bench-out/results.md, and every run in bench-out/results.json) and progress on
-stderr. For Linux. The full size needs torch, 5 GB of memory, 5 GB of disk (20 GB for the row `memory-huge`) and half an
-hour. The rows are in rows.py; inputs come from make_inputs.py; sides that are not programs of their own are in
-children.py; tables.py compares and prints.
+Prints a markdown report on stdout (also bench-out/results.md, and every run in
+bench-out/results.json) and progress on stderr. For Linux. The full size needs torch, 5 GB of
+memory, 5 GB of disk (20 GB for the row `memory-huge`) and half an hour. The rows are in rows.py;
+inputs come from make_inputs.py; sides that are not programs of their own are in children.py;
+tables.py compares and prints.
 
-One measurement is one child from spawn to exit. The two sides of a row run in turn, A B A B, after a run of each that does
-not count and brings the input into the page cache. Before each run the last output is deleted and the disk synced, so that
-no run pays for the dirty pages of another, and, where gigabytes are written, memory is filled and given back, so that none
-pays for memory that a virtual machine must first get from its host. The ratio is the median of the ratios of neighbouring
+One measurement is one child from spawn to exit. The two sides of a row run in turn, A B A B, after
+a run of each that does not count and brings the input into the page cache. Before each run the last
+output is deleted and the disk synced, so that no run pays for the dirty pages of another, and,
+where gigabytes are written, memory is filled and given back, so that none pays for memory that a
+virtual machine must first get from its host. The ratio is the median of the ratios of neighbouring
 runs.
 """
 
@@ -42,8 +45,14 @@ def measure(row: Row, scale: Scale, folder: Path) -> Measured:
         if number == 0 and row.warm_up != "none":
             for side in (row.ours, row.theirs):
                 run(side, folder)
-        ours, theirs = (run(side, folder, fill=scale.fill if row.warm_up == "memory" else 0) for side in (row.ours, row.theirs))
-        say(f"{row.name} {number + 1}: {ours.seconds:.3f} s, {ours.peak:.0f} MB; {theirs.seconds:.3f} s, {theirs.peak:.0f} MB")
+        ours, theirs = (
+            run(side, folder, fill=scale.fill if row.warm_up == "memory" else 0)
+            for side in (row.ours, row.theirs)
+        )
+        say(
+            f"{row.name} {number + 1}: {ours.seconds:.3f} s, {ours.peak:.0f} MB; "
+            f"{theirs.seconds:.3f} s, {theirs.peak:.0f} MB"
+        )
         pairs.append((ours, theirs))
     ours_runs, theirs_runs = zip(*pairs, strict=True)
     return Measured(row, ours_runs, theirs_runs)
@@ -76,15 +85,19 @@ def expand(side: Side, folder: Path) -> list[str]:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """The environment of every child: byte code is kept, as it is for an installed package, but not in the source tree."""
+    """The environment of every child: byte code is kept, as it is for an installed package, but not
+    in the source tree.
+    """
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return {**kept, "PYTHONPYCACHEPREFIX": str(folder.resolve() / "pycache")}
 
 
 def spawn(argv: list[str], log: Path, env: Mapping[str, str] = os.environ) -> tuple[float, float]:
-    """Seconds from spawn to exit, and the largest resident set in MB; what the child prints goes to `log`.
+    """Seconds from spawn to exit, and the largest resident set in MB; what the child prints goes to
+    `log`.
 
-    Linux charges the parent's own peak to the child, so this process imports neither torch nor anything else large.
+    Linux charges the parent's own peak to the child, so this process imports neither torch nor
+    anything else large.
     """
     to_log = (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     start = time.perf_counter()
@@ -100,9 +113,15 @@ def make_inputs(rows: list[Row], scale: Scale, folder: Path) -> None:
     script = str(Path(__file__).with_name("make_inputs.py"))
     for kind in INPUTS:
         path = folder / name_of(kind)
-        if any(side.reads(kind) for row in rows for side in (row.ours, row.theirs)) and not path.exists():
+        if (
+            any(side.reads(kind) for row in rows for side in (row.ours, row.theirs))
+            and not path.exists()
+        ):
             say(f"making {path}")
-            spawn([sys.executable, script, kind, str(path), str(getattr(scale, kind))], folder / "log.txt")
+            spawn(
+                [sys.executable, script, kind, str(path), str(getattr(scale, kind))],
+                folder / "log.txt",
+            )
 
 
 def say(text: str) -> None:
@@ -112,7 +131,11 @@ def say(text: str) -> None:
 def write_report(rows: list[Row], scale: Scale, folder: Path) -> bool:
     """Measure the rows and report; False when some of them failed."""
     fits = [row for row in rows if row.free_disk <= shutil.disk_usage(folder).free]
-    notes = [f"{row.name} is left out: it needs {row.free_disk / 1e9:g} GB of free disk" for row in rows if row not in fits]
+    notes = [
+        f"{row.name} is left out: it needs {row.free_disk / 1e9:g} GB of free disk"
+        for row in rows
+        if row not in fits
+    ]
     if scale is QUICK:
         notes.append("a smoke test; the goals are for the full size")
     make_inputs(fits, scale, folder)
@@ -134,10 +157,18 @@ def write_report(rows: list[Row], scale: Scale, folder: Path) -> bool:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--folder", type=Path, help="where inputs are made, kept and found again (default: a fresh one)")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="where inputs are made, kept and found again (default: a fresh one)",
+    )
     parser.add_argument("--keep", action="store_true", help="keep the fresh folder too")
-    parser.add_argument("--quick", action="store_true", help="a smoke test on small inputs; its numbers mean little")
-    parser.add_argument("--only", metavar="NAME", default="", help="only the rows with NAME in their name")
+    parser.add_argument(
+        "--quick", action="store_true", help="a smoke test on small inputs; its numbers mean little"
+    )
+    parser.add_argument(
+        "--only", metavar="NAME", default="", help="only the rows with NAME in their name"
+    )
     return parser.parse_args()
 
 

@@ -1,9 +1,10 @@
-"""What runs in the children of bench.py: the other side of a row as people write it, and loads that time themselves.
+"""What runs in the children of bench.py: the other side of a row as people write it, and loads that
+time themselves.
 
     python bench/children.py FUNCTION IN [OUT] [--fsync]
 
-Each function is one row's side and prints nothing, but for the `time_` ones, which print the seconds that one call took
-after the imports: start-up has its own row.
+Each function is one row's side and prints nothing, but for the `time_` ones, which print the
+seconds that one call took after the imports: start-up has its own row.
 """
 
 from __future__ import annotations
@@ -46,15 +47,21 @@ def mmap_bf16_save_file(source: str, output: str) -> None:
 
 def mmap_equal(first: str, second: str) -> None:
     ours, theirs = (torch.load(path, map_location="cpu", mmap=True) for path in (first, second))
-    same = ours.keys() == theirs.keys() and all(torch.equal(tensor, theirs[key]) for key, tensor in ours.items())
+    same = ours.keys() == theirs.keys() and all(
+        torch.equal(tensor, theirs[key]) for key, tensor in ours.items()
+    )
     sys.exit(0 if same else 1)
 
 
 def zero_to_fp32(source: str, output: str) -> None:
-    """deepspeed's own converter where it is installed; otherwise what it does, without its progress bars and checks."""
+    """deepspeed's own converter where it is installed; otherwise what it does, without its progress
+    bars and checks.
+    """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
-        from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as convert
+        from deepspeed.utils.zero_to_fp32 import (
+            convert_zero_checkpoint_to_fp32_state_dict as convert,
+        )
     except ImportError:
         join_shares(source, f"{output}.safetensors")
     else:
@@ -65,13 +72,19 @@ def join_shares(source: str, output: str) -> None:
     from safetensors.torch import save_file
 
     step = next(Path(source).glob("global_step*"))
-    ranks = [torch.load(file, map_location="cpu", mmap=True) for file in sorted(step.glob("*_optim_states.pt"))]
-    flats = [rank["optimizer_state_dict"]["fp32_flat_groups"][0] for rank in ranks]  # the input has one group
+    ranks = [
+        torch.load(file, map_location="cpu", mmap=True)
+        for file in sorted(step.glob("*_optim_states.pt"))
+    ]
+    # the input has one group
+    flats = [rank["optimizer_state_dict"]["fp32_flat_groups"][0] for rank in ranks]
     shapes = torch.load(min(step.glob("*_model_states.pt")), map_location="cpu")["param_shapes"]
     joined, at = {}, 0
     for key, shape in ((key, shape) for group in shapes for key, shape in group.items()):
         share = -(-shape.numel() // len(flats))
-        joined[key] = torch.cat([flat.narrow(0, at, share) for flat in flats])[: shape.numel()].view(shape)
+        joined[key] = torch.cat([flat.narrow(0, at, share) for flat in flats])[
+            : shape.numel()
+        ].view(shape)
         at += share
     save_file(joined, output)
 

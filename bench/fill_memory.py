@@ -1,4 +1,5 @@
-"""Fill memory and give it back, so that the process that follows gets pages that the machine holds already.
+"""Fill memory and give it back, so that the process that follows gets pages that the machine holds
+already.
 
 Its one argument is the number of bytes.
 """
@@ -7,7 +8,8 @@ import mmap
 import os
 import sys
 
-available = os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE  # without what the page cache could give up
+# without what the page cache could give up
+available = os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE
 nbytes = min(int(sys.argv[1]), available)
 memory = mmap.mmap(-1, nbytes)
 for at in range(0, nbytes, mmap.PAGESIZE):

@@ -2,15 +2,15 @@
 
     python bench/make_inputs.py big|many|huge|legacy|shards|dcp_rows|dcp_columns|zero3|twin OUT SIZE
 
-`big`: SIZE bytes in 300 float32 tensors. `many`: SIZE float32 tensors of shape [16]. `huge`: SIZE bytes in 300 float32
-tensors whose payloads are holes, so that it takes no disk. These are state dicts of DistributedDataParallel: every key
-starts with `module.` and every storage is tagged cuda:3; `legacy` is `big` as torch wrote it before 1.6. `shards`: the same
-tensors as a Hugging Face folder of eight safetensors files and their index. `dcp_rows` and `dcp_columns`: SIZE bytes in 300
-float32 tensors of 1,024 columns, split by rows or by columns among four gloo processes that save them with
-torch.distributed.checkpoint.
-`zero3`: a DeepSpeed folder of ZeRO stage 3 with SIZE bytes of fp32 partitions in 4 ranks, laid out as deepspeed 0.19.8 does,
-without the optimizer's moments, which nobody reads here.
-`twin`: a copy of the `big` that lies beside OUT.
+`big`: SIZE bytes in 300 float32 tensors. `many`: SIZE float32 tensors of shape [16]. `huge`: SIZE
+bytes in 300 float32 tensors whose payloads are holes, so that it takes no disk. These are state
+dicts of DistributedDataParallel: every key starts with `module.` and every storage is tagged
+cuda:3; `legacy` is `big` as torch wrote it before 1.6. `shards`: the same tensors as a Hugging Face
+folder of eight safetensors files and their index. `dcp_rows` and `dcp_columns`: SIZE bytes in 300
+float32 tensors of 1,024 columns, split by rows or by columns among four gloo processes that save
+them with torch.distributed.checkpoint. `zero3`: a DeepSpeed folder of ZeRO stage 3 with SIZE bytes
+of fp32 partitions in 4 ranks, laid out as deepspeed 0.19.8 does, without the optimizer's moments,
+which nobody reads here. `twin`: a copy of the `big` that lies beside OUT.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def write_zero3(folder: Path, nbytes: int) -> None:
     """The folder of one step. The width is odd, so that shares are padded and end within rows."""
     width = int((nbytes / 4 * len(SHAPES) / TENSORS / 12) ** 0.5) | 1
     sizes = (SHAPES[index % len(SHAPES)] for index in range(TENSORS))
-    shapes = OrderedDict((key_of(index), torch.Size([width * a, width * b])) for index, (a, b) in enumerate(sizes))
+    shapes = OrderedDict(
+        (key_of(index), torch.Size([width * a, width * b])) for index, (a, b) in enumerate(sizes)
+    )
     step = folder / "global_step1"
     step.mkdir(parents=True)
     (folder / "latest").write_text(step.name)
@@ -76,14 +78,23 @@ def write_zero3(folder: Path, nbytes: int) -> None:
     }
     share = sum(-(-shape.numel() // RANKS) for shape in shapes.values())
     for rank in range(RANKS):
-        groups = {"zero_stage": 3, "partition_count": RANKS, "fp32_flat_groups": [torch.rand(share)]}
+        groups = {
+            "zero_stage": 3,
+            "partition_count": RANKS,
+            "fp32_flat_groups": [torch.rand(share)],
+        }
         torch.save(states, step / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
-        torch.save({"optimizer_state_dict": groups}, step / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        torch.save(
+            {"optimizer_state_dict": groups},
+            step / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
+        )
 
 
 @contextlib.contextmanager
 def tagged(location: str) -> Iterator[None]:
-    """Within this block torch.save tags CPU storages with `location`; 0 comes before torch's own tagger of the CPU."""
+    """Within this block torch.save tags CPU storages with `location`; 0 comes before torch's own
+    tagger of the CPU.
+    """
     entry = (0, lambda storage: location, lambda storage, location: None)
     torch.serialization.register_package(*entry)
     try:
@@ -108,7 +119,10 @@ def make(kind: str, path: Path, size: int) -> None:
     elif kind == "many":
         state_dict = state_dict_of((16 for _ in range(size)), torch.rand)
     else:
-        state_dict, payload = state_dict_of(split(size), torch.empty), torch.serialization.skip_data()
+        state_dict, payload = (
+            state_dict_of(split(size), torch.empty),
+            torch.serialization.skip_data(),
+        )
     with tagged(LOCATION), payload:
         torch.save(state_dict, path, _use_new_zipfile_serialization=kind != "legacy")
 
@@ -123,10 +137,15 @@ def write_shards(folder: Path, nbytes: int) -> None:
     folder.mkdir()
     state_dict = state_dict_of(split(nbytes), torch.rand)
     where = {
-        key: f"model-{index * SHARDS // TENSORS + 1:05}-of-{SHARDS:05}.safetensors" for index, key in enumerate(state_dict)
+        key: f"model-{index * SHARDS // TENSORS + 1:05}-of-{SHARDS:05}.safetensors"
+        for index, key in enumerate(state_dict)
     }
     for name in sorted(set(where.values())):
-        save_file({key: state_dict[key] for key in where if where[key] == name}, folder / name, {"format": "pt"})
+        save_file(
+            {key: state_dict[key] for key in where if where[key] == name},
+            folder / name,
+            {"format": "pt"},
+        )
     index = {"metadata": {"total_size": nbytes}, "weight_map": where}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
@@ -151,11 +170,18 @@ def save_shards(rank: int, kind: str, folder: str, size: int, meeting: str) -> N
     torch.manual_seed(rank)
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS))
-    distributed.init_process_group("gloo", init_method=f"file://{meeting}/store", rank=rank, world_size=RANKS)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{meeting}/store", rank=rank, world_size=RANKS
+    )
     mesh = distributed.init_device_mesh("cpu", (RANKS,))
     rows = size // TENSORS // (4 * COLUMNS) // RANKS * RANKS
-    shape, dim = ((rows // RANKS, COLUMNS), 0) if kind == "dcp_rows" else ((rows, COLUMNS // RANKS), 1)
-    state_dict = {key_of(index): DTensor.from_local(torch.rand(shape), mesh, [Shard(dim)]) for index in range(TENSORS)}
+    shape, dim = (
+        ((rows // RANKS, COLUMNS), 0) if kind == "dcp_rows" else ((rows, COLUMNS // RANKS), 1)
+    )
+    state_dict = {
+        key_of(index): DTensor.from_local(torch.rand(shape), mesh, [Shard(dim)])
+        for index in range(TENSORS)
+    }
     checkpoint.save({"model": state_dict}, checkpoint_id=folder)
     distributed.destroy_process_group()
 

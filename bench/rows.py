@@ -16,7 +16,9 @@ WarmUp = Literal["first", "memory", "none"]
 
 @dataclass(frozen=True)
 class Scale:
-    """The inputs (bytes; for `many` tensors), the measured runs of each side, and the bytes of memory to fill before them."""
+    """The inputs (bytes; for `many` tensors), the measured runs of each side, and the bytes of
+    memory to fill before them.
+    """
 
     name: str
     big: int
@@ -64,7 +66,8 @@ QUICK = Scale(
 
 @dataclass(frozen=True)
 class Side:
-    """A command, with ``{big}`` or another of `INPUTS`, and ``{out}``, for paths, and its name in the table.
+    """A command, with ``{big}`` or another of `INPUTS`, and ``{out}``, for paths, and its name in
+    the table.
 
     With `own_seconds` the child prints the seconds that count.
     """
@@ -81,9 +84,10 @@ class Side:
 class Goal:
     """What ckptconv promises of a row.
 
-    ``times``: at most `bound` times the seconds of the other side; ``faster``: at least `bound` times faster; ``seconds``:
-    at most so many; ``extra``: at most so many seconds more than the other side; ``peak``: at most so many MB; ``same``:
-    peaks of the two sides at most so many MB apart.
+    ``times``: at most `bound` times the seconds of the other side; ``faster``: at least `bound`
+    times faster; ``seconds``: at most so many; ``extra``: at most so many seconds more than the
+    other side; ``peak``: at most so many MB; ``same``: peaks of the two sides at most so many MB
+    apart.
     """
 
     kind: Literal["times", "faster", "seconds", "extra", "peak", "same"]
@@ -94,10 +98,11 @@ class Goal:
 class Row:
     """Two sides of one work.
 
-    `warm_up` says what goes before the measured runs of a side: an unmeasured run before the ``first``; that and
-    ``memory`` before each run; or ``none``, and then there is one run, for its memory. Rows that write gigabytes need
-    ``memory``, a process that fills 8 GB and ends: a virtual machine gives free memory back to its host within seconds,
-    and the next process to fill the page cache pays for getting it again (`cp` 0.5 or 2.4 s for 2 GB, ckptconv 0.4 or 3.5).
+    `warm_up` says what goes before the measured runs of a side: an unmeasured run before the
+    ``first``; that and ``memory`` before each run; or ``none``, and then there is one run, for its
+    memory. Rows that write gigabytes need ``memory``, a process that fills 8 GB and ends: a virtual
+    machine gives free memory back to its host within seconds, and the next process to fill the page
+    cache pays for getting it again (`cp` 0.5 or 2.4 s for 2 GB, ckptconv 0.4 or 3.5).
     """
 
     name: str
@@ -117,7 +122,9 @@ def name_of(kind: str) -> str:
 def ckptconv(command: str, *, fsync: bool = True) -> Side:
     command += "" if fsync else " --no-fsync"
     named = command.format(out="out", **{kind: name_of(kind) for kind in INPUTS})
-    return Side(f"`ckptconv {named}`", (f"{sysconfig.get_path('scripts')}/ckptconv", *command.split()))
+    return Side(
+        f"`ckptconv {named}`", (f"{sysconfig.get_path('scripts')}/ckptconv", *command.split())
+    )
 
 
 def child(label: str, call: str, *, fsync: bool = False) -> Side:
@@ -128,7 +135,9 @@ def child(label: str, call: str, *, fsync: bool = False) -> Side:
 
 def cp(*, fsync: bool) -> Side:
     if fsync:
-        return Side("cp, then sync FILE", ("/bin/sh", "-c", 'cp "$0" "$1" && sync "$1"', "{big}", "{out}"))
+        return Side(
+            "cp, then sync FILE", ("/bin/sh", "-c", 'cp "$0" "$1" && sync "$1"', "{big}", "{out}")
+        )
     return Side("cp", ("cp", "{big}", "{out}"))
 
 
@@ -137,13 +146,29 @@ def copies(prefix: str, *, fsync: bool) -> tuple[Row, ...]:
     to_pt = ckptconv("strip-module {big} {out}.pt", fsync=fsync)
     to_safetensors = ckptconv("strip-module {big} {out}.safetensors", fsync=fsync)
     load_save = child("torch.load, strip, torch.save", "load_save {big} {out}", fsync=fsync)
-    load_save_file = child("torch.load, strip, save_file", "load_save_file {big} {out}", fsync=fsync)
+    load_save_file = child(
+        "torch.load, strip, save_file", "load_save_file {big} {out}", fsync=fsync
+    )
     small, as_cp, six = Goal("peak", 60), Goal("times", 1), Goal("faster", 6)
     return (
         Row(f"{prefix}pt-cp", "big .pt → .pt", to_pt, cp(fsync=fsync), (as_cp, small), "memory"),
-        Row(f"{prefix}safetensors-cp", "big .pt → .safetensors", to_safetensors, cp(fsync=fsync), (as_cp, small), "memory"),
+        Row(
+            f"{prefix}safetensors-cp",
+            "big .pt → .safetensors",
+            to_safetensors,
+            cp(fsync=fsync),
+            (as_cp, small),
+            "memory",
+        ),
         Row(f"{prefix}pt-torch", "big .pt → .pt", to_pt, load_save, (six,), "memory"),
-        Row(f"{prefix}safetensors-torch", "big .pt → .safetensors", to_safetensors, load_save_file, (six,), "memory"),
+        Row(
+            f"{prefix}safetensors-torch",
+            "big .pt → .safetensors",
+            to_safetensors,
+            load_save_file,
+            (six,),
+            "memory",
+        ),
     )
 
 
@@ -187,7 +212,10 @@ UNSYNCED = (
         "zero3",
         "ZeRO-3 folder of 4 ranks → .safetensors",
         ckptconv("convert {zero3} {out}.safetensors", fsync=False),
-        child("zero_to_fp32 (without deepspeed: the same steps by torch)", "zero_to_fp32 {zero3} {out}"),
+        child(
+            "zero_to_fp32 (without deepspeed: the same steps by torch)",
+            "zero_to_fp32 {zero3} {out}",
+        ),
         (Goal("faster", 3), Goal("peak", 100)),
         warm_up="memory",
     ),
@@ -254,7 +282,10 @@ UNSYNCED += tuple(
         f"dcp-{split}",
         f"DCP of 4 ranks, split by {split} → .safetensors",
         ckptconv(f"convert {{dcp_{split}}} {{out}}.safetensors", fsync=False),
-        child("dcp_to_torch_save, torch.load(mmap=True), save_file", f"dcp_save_file {{dcp_{split}}} {{out}}"),
+        child(
+            "dcp_to_torch_save, torch.load(mmap=True), save_file",
+            f"dcp_save_file {{dcp_{split}}} {{out}}",
+        ),
         (Goal("faster", times), Goal("peak", 100)),
         warm_up="memory",
         free_disk=10_000_000_000,

@@ -1,4 +1,6 @@
-"""What bench.py found, as a markdown report and as a document for JSON: ratios, goals met and missed, the machine."""
+"""What bench.py found, as a markdown report and as a document for JSON: ratios, goals met and
+missed, the machine.
+"""
 
 from __future__ import annotations
 
@@ -43,15 +45,22 @@ def peak_of(runs: tuple[Run, ...]) -> float:
 
 
 def comparisons(measured: Measured, kind: str) -> list[float]:
-    """One number of each pair of runs: ours/theirs, theirs/ours for ``faster``, ours - theirs for ``extra``."""
-    pairs = [(ours.seconds, theirs.seconds) for ours, theirs in zip(measured.ours, measured.theirs, strict=True)]
+    """One number of each pair of runs: ours/theirs, theirs/ours for ``faster``, ours - theirs for
+    ``extra``.
+    """
+    pairs = [
+        (ours.seconds, theirs.seconds)
+        for ours, theirs in zip(measured.ours, measured.theirs, strict=True)
+    ]
     if kind == "extra":
         return [ours - theirs for ours, theirs in pairs]
     return [theirs / ours if kind == "faster" else ours / theirs for ours, theirs in pairs]
 
 
 def comparison_text(measured: Measured) -> str:
-    """The row's ratio (or difference) in the sense of its first goal, with its least and its greatest."""
+    """The row's ratio (or difference) in the sense of its first goal, with its least and its
+    greatest.
+    """
     kind = measured.row.goals[0].kind
     if kind == "peak":
         return "-"
@@ -117,7 +126,10 @@ def cells(measured: Measured) -> Iterator[str]:
     row = measured.row
     verdicts = [verdict(goal, measured) for goal in row.goals]
     yield from (row.name, row.work, row.ours.label, row.theirs.label)
-    yield from (f"{seconds_of(runs):.3f} ({min(one.seconds for one in runs):.3f})" for runs in (measured.ours, measured.theirs))
+    yield from (
+        f"{seconds_of(runs):.3f} ({min(one.seconds for one in runs):.3f})"
+        for runs in (measured.ours, measured.theirs)
+    )
     yield comparison_text(measured)
     yield "; ".join(goal_text(goal) for goal in row.goals)
     yield "; ".join(f"{'yes' if met else '**no**'}, {number}" for met, number in verdicts)
@@ -126,13 +138,18 @@ def cells(measured: Measured) -> Iterator[str]:
 
 def document(measured: Measured) -> dict[str, object]:
     """A row for JSON, with every run as [seconds, peak MB]."""
-    sides = {name: [[one.seconds, one.peak] for one in getattr(measured, name)] for name in ("ours", "theirs")}
+    sides = {
+        name: [[one.seconds, one.peak] for one in getattr(measured, name)]
+        for name in ("ours", "theirs")
+    }
     goals = [[goal_text(goal), *verdict(goal, measured)] for goal in measured.row.goals]
     return {"row": measured.row.name, **sides, "ratio": comparison_text(measured), "goals": goals}
 
 
 def machine(scale: Scale, folder: Path) -> dict[str, str]:
-    """What the numbers depend on. The imports are here because a child is charged with this process's memory."""
+    """What the numbers depend on. The imports are here because a child is charged with this
+    process's memory.
+    """
     import resource
 
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
@@ -142,15 +159,20 @@ def machine(scale: Scale, folder: Path) -> dict[str, str]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     versions = ", ".join(f"{name} {version(name)}" for name in ("ckptconv", "torch", "safetensors"))
     return {
-        "size": f"{scale.name} (big {scale.big / 1e9:g} GB, many {scale.many:,} tensors), {scale.runs} runs of each side",
-        "machine": f"{len(os.sched_getaffinity(0))} cores, {memory:.0f} GB, kernel {platform.release()}",
+        "size": f"{scale.name} (big {scale.big / 1e9:g} GB, many {scale.many:,} tensors), "
+        f"{scale.runs} runs of each side",
+        "machine": f"{len(os.sched_getaffinity(0))} cores, {memory:.0f} GB, kernel "
+        f"{platform.release()}",
         "file system": file_system(folder),
         "software": f"python {platform.python_version()}, {versions}",
-        "memory": f"peak is ru_maxrss, which counts mapped file pages; a peak below {own:.0f} MB cannot be seen",
+        "memory": f"peak is ru_maxrss, which counts mapped file pages; a peak below {own:.0f} MB "
+        "cannot be seen",
     }
 
 
 def file_system(folder: Path) -> str:
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
-    around = [(len(point), kind) for point, kind in mounts if folder.resolve().is_relative_to(point)]
+    around = [
+        (len(point), kind) for point, kind in mounts if folder.resolve().is_relative_to(point)
+    ]
     return max(around)[1]

@@ -1,8 +1,9 @@
 """ckptconv: PyTorch checkpoints saved anywhere, opened anywhere, without running their code.
 
-`convert_checkpoint` converts files without importing torch; `load_portable`, `load_into` and `save_portable` work with live
-tensors; `inspect_checkpoint` tells the facts about a file and `open_checkpoint` gives its index. Every error is a
-`CheckpointError`. docs/api.md has an example of each name.
+`convert_checkpoint` converts files without importing torch; `load_portable`, `load_into` and
+`save_portable` work with live tensors; `inspect_checkpoint` tells the facts about a file and
+`open_checkpoint` gives its index. Every error is a `CheckpointError`. docs/api.md has an example of
+each name.
 """
 
 from __future__ import annotations
@@ -118,7 +119,9 @@ _HOMES = {
     "save_portable": "live.save",
     "scan_checkpoint": "scan.files",
 }
-"""Public name → the module that defines it; imported on first use, so that `import ckptconv` costs nothing."""
+"""Public name → the module that defines it; imported on first use, so that `import ckptconv` costs
+nothing.
+"""
 
 __all__ = [
     "AmbiguousStateDict",
@@ -174,7 +177,9 @@ __all__ = [
     "save_portable",
     "scan_checkpoint",
 ]
-"""Written out, for type checkers and editors read it without running it; a test holds it against `_HOMES`."""
+"""Written out, for type checkers and editors read it without running it; a test holds it against
+`_HOMES`.
+"""
 
 
 def __getattr__(name: str) -> Any:

@@ -3,14 +3,17 @@
 import sys
 
 _INTERRUPTED = (
-    '{"schema": 1, "error": {"kind": "Interrupted", "message": "interrupted", "path": null, "where": null,'
+    '{"schema": 1, "error": {"kind": "Interrupted", "message": "interrupted", "path": null, '
+    '"where": null,'
     ' "what": "interrupted", "hint": null, "exit_code": 130}}'
 )
 """What `terminal` would print, if it were there already."""
 
 
 def main() -> None:
-    """Import the command line, which takes a moment in which Ctrl-C is not an error either, and run it."""
+    """Import the command line, which takes a moment in which Ctrl-C is not an error either, and run
+    it.
+    """
     try:
         from ckptconv.cli.main import main as command_line
     except KeyboardInterrupt:

@@ -1,10 +1,12 @@
-"""Make the sample checkpoints of this folder, with torch alone: small files with the troubles that real ones have.
+"""Make the sample checkpoints of this folder, with torch alone: small files with the troubles that
+real ones have.
 
     python sample_ckpts/make_samples.py [OUTDIR]
 
-A sample that belongs on a CUDA device is made and saved there if this host has that device. If not, it is made on the
-CPU, and torch's own `register_package` hook gives its storages the tag that they would have had on the device.
-README.md says what is in each file. The same torch on the same host writes the same tensors every time.
+A sample that belongs on a CUDA device is made and saved there if this host has that device. If not,
+it is made on the CPU, and torch's own `register_package` hook gives its storages the tag that they
+would have had on the device. README.md says what is in each file. The same torch on the same host
+writes the same tensors every time.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ class ConvClassifier(nn.Module):
 
 
 class RNNClassifier(nn.Module):
-    """A two-layer LSTM that classifies a sequence by its last output: (batch, time, 6) in, 5 classes out."""
+    """A two-layer LSTM that classifies a sequence by its last output: (batch, time, 6) in, 5
+    classes out.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +72,9 @@ class RNNClassifier(nn.Module):
 
 
 class TiedLanguageModel(nn.Module):
-    """A language model of 32 tokens whose output matrix is its embedding matrix, one tensor under two keys."""
+    """A language model of 32 tokens whose output matrix is its embedding matrix, one tensor under
+    two keys.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,8 +196,12 @@ def tied(device: torch.device) -> Checkpoint:
 
 
 def namespace_train(device: torch.device) -> Checkpoint:
-    """Training checkpoint with what `weights_only=True` refuses: a Namespace, a path in it, a numpy scalar."""
-    args = argparse.Namespace(lr=0.05, momentum=0.9, layers=[8, 16, 16, 4], output=Path("runs/example"), resume=None)
+    """Training checkpoint with what `weights_only=True` refuses: a Namespace, a path in it, a numpy
+    scalar.
+    """
+    args = argparse.Namespace(
+        lr=0.05, momentum=0.9, layers=[8, 16, 16, 4], output=Path("runs/example"), resume=None
+    )
     inputs, labels = torch.randn(16, 8).to(device), torch.randint(0, 4, (16,)).to(device)
     model = LinearStack().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
@@ -232,13 +242,18 @@ def device_for(location: str) -> torch.device:
 def device_storages(tree: object) -> set[int]:
     """Addresses of the storages in `tree` that training on a device keeps there.
 
-    That is every tensor (they all stand in dicts) but Adam's `step` counters: unless it is capturable or fused, Adam
-    keeps them on the CPU.
+    That is every tensor (they all stand in dicts) but Adam's `step` counters: unless it is
+    capturable or fused, Adam keeps them on the CPU.
     """
     if isinstance(tree, Tensor):
         return {tree.untyped_storage().data_ptr()}
     if isinstance(tree, dict):
-        return {address for key, value in tree.items() if key != "step" for address in device_storages(value)}
+        return {
+            address
+            for key, value in tree.items()
+            if key != "step"
+            for address in device_storages(value)
+        }
     return set()
 
 
@@ -252,12 +267,14 @@ def tagged(location: str, storages: set[int]) -> Iterator[None]:
     def restore(storage: torch.UntypedStorage, location: str) -> None:
         return None
 
-    # torch asks the taggers in the order of their priority, and its own first one, for the CPU, has 10.
+    # torch asks the taggers in the order of their priority, and its own first one, for the CPU, has
+    # 10.
     torch.serialization.register_package(0, tag, restore)
     try:
         yield
     finally:
-        torch.serialization._package_registry.remove((0, tag, restore))  # torch has no public way to undo it
+        # torch has no public way to undo it
+        torch.serialization._package_registry.remove((0, tag, restore))
 
 
 def write_sample(name: str, folder: Path) -> str:
@@ -276,7 +293,9 @@ def write_sample(name: str, folder: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("outdir", nargs="?", type=Path, default=Path(__file__).parent, help="default: this folder")
+    parser.add_argument(
+        "outdir", nargs="?", type=Path, default=Path(__file__).parent, help="default: this folder"
+    )
     folder = parser.parse_args().outdir
     folder.mkdir(parents=True, exist_ok=True)
     for name in SAMPLES:

@@ -27,7 +27,9 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def needs(path: Path, wanted: str) -> bool:
-    """Whether importing a file of the tests imports `wanted`, by itself or through others of the tests."""
+    """Whether importing a file of the tests imports `wanted`, by itself or through others of the
+    tests.
+    """
     waiting, seen = [path], {path}
     while waiting:
         for name in imports(waiting.pop()):
@@ -48,14 +50,25 @@ def needs(path: Path, wanted: str) -> bool:
 
 OF_TORCH = {"safetensors.torch"}
 TORCHLESS = importlib.util.find_spec("torch") is None
-collect_ignore = [str(path.relative_to(HERE)) for path in sorted(HERE.rglob("test_*.py")) if TORCHLESS and needs(path, "torch")]
+collect_ignore = [
+    str(path.relative_to(HERE))
+    for path in sorted(HERE.rglob("test_*.py"))
+    if TORCHLESS and needs(path, "torch")
+]
 """Without torch, the files that import it are left out, which the head of the report tells."""
 
 
 def pytest_report_header() -> list[str]:
     """What is left out as a whole."""
     files = len(list(HERE.rglob("test_*.py")))
-    return [f"torch is not here: {len(collect_ignore)} of {files} test files need it, and are left out"] if TORCHLESS else []
+    return (
+        [
+            f"torch is not here: {len(collect_ignore)} of {files} test files need it, and are "
+            "left out"
+        ]
+        if TORCHLESS
+        else []
+    )
 
 
 @pytest.fixture(scope="session")
@@ -78,7 +91,10 @@ def worlds(tmp_path_factory) -> Path:
     """A folder with what two and four gloo processes wrote together; see worlds.py."""
     folder = tmp_path_factory.mktemp("worlds")
     command = [sys.executable, str(HERE / "helpers" / "worlds.py"), str(folder)]
-    running = [subprocess.Popen([*command, size], stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for size in ("2", "4")]
+    running = [
+        subprocess.Popen([*command, size], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for size in ("2", "4")
+    ]
     for process in running:
         out, _ = process.communicate(timeout=120)
         assert process.returncode == 0, out.decode()[-3000:]

@@ -1,4 +1,6 @@
-"""The arrows between packages: each imports only from those above it, and only some know terminals, torch or files."""
+"""The arrows between packages: each imports only from those above it, and only some know terminals,
+torch or files.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,16 @@ from helpers.house import MODULES, PACKAGE, imported, imports_of, own_module, pa
 TABLE = PACKAGE.parent / "docs" / "design.md"
 ROW = re.compile(r"^\| *(?P<names>(?:`\w+`(?: · )?)+) *\|", re.M)
 LEVELS = [re.findall(r"\w+", row["names"]) for row in ROW.finditer(TABLE.read_text("utf-8"))]
-"""The rows of the table in docs/design.md, from the top; packages of one row do not know each other."""
+"""The rows of the table in docs/design.md, from the top; packages of one row do not know each
+other.
+"""
 
 LEVEL = {package: level for level, row in enumerate(LEVELS) for package in row}
 
 TERMINAL_PACKAGES = {"cli"}
 TORCH_MODULES = {
-    "devices.host", "devices.mapping", "live.load", "live.save", "live.load_into", "convert.dcp", "convert.named_models",
+    "devices.host", "devices.mapping", "live.load", "live.save", "live.load_into", "convert.dcp",
+    "convert.named_models",
 }  # fmt: skip
 FILE_MODULES = {"support.platforms", "io.staging", "cli.help_pages", "cli.terminal"}
 """cli.help_pages: the documentation; cli.terminal: the file that is made before it is printed."""
@@ -36,7 +41,8 @@ def test_a_package_imports_only_from_the_packages_above_it(package):
         for module in MODULES
         if package_of(module) == package
         for other in sorted({*map(own_module, imports_of(module))} - {None, "__init__"})
-        if package_of(other) != package and not LEVEL.get(package_of(other), len(LEVELS)) < LEVEL[package]
+        if package_of(other) != package
+        and not LEVEL.get(package_of(other), len(LEVELS)) < LEVEL[package]
     ]
     assert wrong == []
 
@@ -44,7 +50,11 @@ def test_a_package_imports_only_from_the_packages_above_it(package):
 def circles() -> list[list[str]]:
     """The modules that import each other, through whatever others."""
     reached: dict[str, set[str]] = {
-        module: {other for other in map(own_module, imports_of(module)) if other not in (None, module, "__init__")}
+        module: {
+            other
+            for other in map(own_module, imports_of(module))
+            if other not in (None, module, "__init__")
+        }
         for module in MODULES
     }
     found, rest = [], dict(reached)
@@ -71,7 +81,12 @@ def late():
     from . import crc
 """
     found = list(imported(ast.parse(source), ("ckptconv", "io")))
-    assert found == ["ckptconv.convert.report", "torch.nn", "ckptconv.io.source.CHUNK", "ckptconv.io.crc"]
+    assert found == [
+        "ckptconv.convert.report",
+        "torch.nn",
+        "ckptconv.io.source.CHUNK",
+        "ckptconv.io.crc",
+    ]
     assert [own_module(name) for name in found] == ["convert.report", None, "io.source", "io.crc"]
     assert own_module("ckptconv.formats.registry.FORMATS") == "formats.registry"
     assert own_module("ckptconv.formats") == "formats.__init__"
@@ -91,19 +106,28 @@ def opens_files(tree: ast.Module) -> set[str]:
     """The calls and names in a module by which files are opened."""
     found = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "open":
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "open"
+        ):
             found.add("open(")
         if isinstance(node, ast.Attribute):
             owner = node.value.id if isinstance(node.value, ast.Name) else ""
             if node.attr in ("read_bytes", "read_text", "write_bytes", "write_text") or (
-                node.attr == "open" and owner in ("os", "io", "gzip", "zipfile", "codecs", "builtins", "Path", "path")
+                node.attr == "open"
+                and owner in ("os", "io", "gzip", "zipfile", "codecs", "builtins", "Path", "path")
             ):
                 found.add(f"{owner}.{node.attr}")
     return found
 
 
 def test_only_files_opens_files():
-    opening = {module for module, tree in MODULES.items() if opens_files(tree) or "tempfile" in top_names(module)}
+    opening = {
+        module
+        for module, tree in MODULES.items()
+        if opens_files(tree) or "tempfile" in top_names(module)
+    }
     assert opening == FILE_MODULES
 
 
@@ -114,7 +138,12 @@ def test_nothing_unpickles_or_evaluates():
         (module, node.func.id)
         for module, tree in MODULES.items()
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("eval", "exec", "__import__")
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("eval", "exec", "__import__")
     }
     assert called == set()
-    assert {module for module in MODULES if "importlib" in top_names(module)} == {"__init__", "convert.named_models"}
+    assert {module for module in MODULES if "importlib" in top_names(module)} == {
+        "__init__",
+        "convert.named_models",
+    }

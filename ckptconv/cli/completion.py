@@ -1,7 +1,8 @@
-"""What the shell offers for the values of options: words that are always right, and what is in the IN that is typed already.
+"""What the shell offers for the values of options: words that are always right, and what is in the
+IN that is typed already.
 
-A shell must never wait or see a traceback: torch is not imported, a large index is not read, and where anything fails
-nothing is offered.
+A shell must never wait or see a traceback: torch is not imported, a large index is not read, and
+where anything fails nothing is offered.
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ def _offering(found: Callable[[click.Context, str], Iterator[str]]) -> Offer:
             texts = list(dict.fromkeys(found(ctx, incomplete)))
         except Exception:
             return []
-        return [CompletionItem(text) for text in texts if text.startswith(incomplete) and text.isprintable()]
+        return [
+            CompletionItem(text)
+            for text in texts
+            if text.startswith(incomplete) and text.isprintable()
+        ]
 
     return offer
 
@@ -54,7 +59,12 @@ def _opened(path: Path) -> Checkpoint:
     from ckptconv.support.limits import limits
 
     most = _LARGEST_INDEX
-    with limits(pickle_bytes=most, safetensors_header_bytes=most, index_bytes=most, archive_records=_MOST_RECORDS):
+    with limits(
+        pickle_bytes=most,
+        safetensors_header_bytes=most,
+        index_bytes=most,
+        archive_records=_MOST_RECORDS,
+    ):
         return open_checkpoint(path)
 
 
@@ -93,5 +103,9 @@ def _tags_there(ctx: click.Context, incomplete: str) -> Iterator[str]:
 offer_dtypes = _offering(lambda *_: iter(CHOICES))
 offer_devices = _offering(lambda *_: iter(_TAGS))
 offer_map_locations = _offering(_tags_there)
-offer_parts, offer_parts_of_a, offer_parts_of_b = (_offering(_parts(name)) for name in ("sources", "a", "b"))
-offer_steps, offer_steps_of_a, offer_steps_of_b = (_offering(_steps(name)) for name in ("sources", "a", "b"))
+offer_parts, offer_parts_of_a, offer_parts_of_b = (
+    _offering(_parts(name)) for name in ("sources", "a", "b")
+)
+offer_steps, offer_steps_of_a, offer_steps_of_b = (
+    _offering(_steps(name)) for name in ("sources", "a", "b")
+)

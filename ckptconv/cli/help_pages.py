@@ -1,6 +1,7 @@
 """The pages of docs/ as topics of `ckptconv help`: which there are, and their text.
 
-A wheel brings them as ckptconv/docs; in a checkout, and in an editable install of one, they lie beside the package.
+A wheel brings them as ckptconv/docs; in a checkout, and in an editable install of one, they lie
+beside the package.
 """
 
 from __future__ import annotations
@@ -13,13 +14,20 @@ _FOLDERS = (_PACKAGE / "docs", _PACKAGE.parent / "docs")
 
 
 def topics() -> dict[str, str]:
-    """The name of each page and its title, by name; none where the pages were left out of a package."""
+    """The name of each page and its title, by name; none where the pages were left out of a
+    package.
+    """
     pages = sorted(_folder().glob("*.md"))
-    return {page.stem: page.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ").strip() for page in pages}
+    return {
+        page.stem: page.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ").strip()
+        for page in pages
+    }
 
 
 def page_text(topic: str) -> str | None:
-    """The Markdown of a page, by its name as people write it (State_Dicts, keys.md); None where there is none."""
+    """The Markdown of a page, by its name as people write it (State_Dicts, keys.md); None where
+    there is none.
+    """
     name = _plain(topic)
     return (_folder() / f"{name}.md").read_text(encoding="utf-8") if name in topics() else None
 

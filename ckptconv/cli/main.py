@@ -1,4 +1,6 @@
-"""The command line: parse, call, render. What it does is in the library; what it says is in the reports."""
+"""The command line: parse, call, render. What it does is in the library; what it says is in the
+reports.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,13 @@ if TYPE_CHECKING:
     from ckptconv.doctor.findings import Diagnosis
     from ckptconv.inspect.surveys import Surveyed
     from ckptconv.scan.files import Scan
-from ckptconv.cli.completion import offer_devices, offer_parts_of_a, offer_parts_of_b, offer_steps_of_a, offer_steps_of_b
+from ckptconv.cli.completion import (
+    offer_devices,
+    offer_parts_of_a,
+    offer_parts_of_b,
+    offer_steps_of_a,
+    offer_steps_of_b,
+)
 from ckptconv.cli.options import (
     FILE,
     LIMIT,
@@ -65,14 +73,17 @@ from ckptconv.cli.terminal import (
 
 
 class Program(click.Group):
-    """A group of commands whose answer must arrive: one that is not printed is an error, and not the answer."""
+    """A group of commands whose answer must arrive: one that is not printed is an error, and not
+    the answer.
+    """
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             try:
                 return super().invoke(ctx)
             finally:
-                sys.stdout.flush()  # here, for the interpreter's own flush would come too late to tell
+                # here, for the interpreter's own flush would come too late to tell
+                sys.stdout.flush()
         except (Unprinted, OSError) as error:
             if isinstance(error, OSError) and error.filename is not None:
                 raise
@@ -104,9 +115,10 @@ Shell completion: eval "$(_CKPTCONV_COMPLETE=bash_source ckptconv)"
 def cli() -> None:
     """Make a PyTorch checkpoint open anywhere.
 
-    ckptconv takes a checkpoint that was saved on any device and under any wrapper, and writes a torch or
-    safetensors file that a CPU-only host can load, with the keys that the model has. It executes nothing in
-    the file."""
+    ckptconv takes a checkpoint that was saved on any device and under any wrapper, and writes a
+    torch or safetensors file that a CPU-only host can load, with the keys that the model has. It
+    executes nothing in the file.
+    """
 
 
 @cli.command(
@@ -134,7 +146,8 @@ Examples:
     "--like",
     metavar="OTHER",
     type=FILE,
-    help="Fit the keys to those of another checkpoint, an index, or a text file with one key per line.",
+    help="Fit the keys to those of another checkpoint, an index, or a text file with one key per "
+    "line.",
 )
 @click.option(
     "--model",
@@ -142,14 +155,17 @@ Examples:
     help="Fit the keys to the model that this callable builds. Imports code.",
 )
 @click.option(
-    "--drop-unexpected", is_flag=True, help="With --like or --model: leave out the keys that the target does not have."
+    "--drop-unexpected",
+    is_flag=True,
+    help="With --like or --model: leave out the keys that the target does not have.",
 )
 def convert(keys: str, **given: Any) -> None:
     """Convert checkpoint IN to OUT, in the format that the name of OUT says.
 
-    By default, the prefixes of wrappers are stripped from the keys, and the tensors are tagged for the CPU.
-    Several INs are the files of all ranks of one checkpoint. Key rules apply in the order in which you give
-    them, and before --like or --model."""
+    By default, the prefixes of wrappers are stripped from the keys, and the tensors are tagged for
+    the CPU. Several INs are the files of all ranks of one checkpoint. Key rules apply in the order
+    in which you give them, and before --like or --model.
+    """
     if given["like"] and given["model"]:
         raise click.UsageError("--like and --model are both given, but the keys can fit only one")
     if given["drop_unexpected"] and not (given["like"] or given["model"]):
@@ -169,7 +185,9 @@ Examples:
 )
 @output_options
 def strip_module(**given: Any) -> None:
-    """Strip `module.` (DataParallel, DDP) from every key of IN that starts with it, and write OUT for the CPU."""
+    """Strip `module.` (DataParallel, DDP) from every key of IN that starts with it, and write OUT
+    for the CPU.
+    """
     _convert(given, "module")
 
 
@@ -184,8 +202,9 @@ Examples:
 )
 @output_options
 def add_module(**given: Any) -> None:
-    """Put `module.` (DataParallel, DDP) before the keys of IN, unless all have it, and write OUT for the CPU. What stands
-    beside the weights and is not a tensor (`epoch`) keeps its name."""
+    """Put `module.` (DataParallel, DDP) before the keys of IN, unless all have it, and write OUT
+    for the CPU. What stands beside the weights and is not a tensor (`epoch`) keeps its name.
+    """
     _convert(given, "add-module")
 
 
@@ -202,16 +221,27 @@ Examples:
 Exit code: 0 looked at, 1 one cannot be opened (with --portable: or is not portable), 2 wrong usage.""",
 )
 @click.argument("sources", metavar="IN...", type=FILE, nargs=-1, required=True)
-@click.option("--depth", type=click.IntRange(0, 50), default=2, show_default=True, help="How many levels of the tree to show.")
+@click.option(
+    "--depth",
+    type=click.IntRange(0, 50),
+    default=2,
+    show_default=True,
+    help="How many levels of the tree to show.",
+)
 @click.option("--portable", is_flag=True, help="Exit with 1 if a checkpoint is not portable.")
 @TAG
 @LIMIT
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
-def inspect(sources: tuple[Path, ...], depth: int, portable: bool, tag: str | None, as_json: bool) -> None:
-    """Show what is in checkpoint IN, where it was saved, and what does not load. The bytes of the tensors are not read.
+def inspect(
+    sources: tuple[Path, ...], depth: int, portable: bool, tag: str | None, as_json: bool
+) -> None:
+    """Show what is in checkpoint IN, where it was saved, and what does not load. The bytes of the
+    tensors are not read.
 
-    Portable is what its own library opens on any host: torch.load(weights_only=True), safetensors, transformers or
-    torch.distributed.checkpoint. Several INs are a table, or one checkpoint where they are the files of all its ranks."""
+    Portable is what its own library opens on any host: torch.load(weights_only=True), safetensors,
+    transformers or torch.distributed.checkpoint. Several INs are a table, or one checkpoint where
+    they are the files of all its ranks.
+    """
     from ckptconv.inspect import survey_report
     from ckptconv.inspect.surveys import Unread, survey
 
@@ -260,7 +290,12 @@ Exit code: 0 all load here, 1 one does not (with --strict: or has a warning), 2 
 device.""",
 )
 @click.argument("sources", metavar="IN...", type=FILE, nargs=-1, required=True)
-@click.option("--like", metavar="OTHER", type=FILE, help="Check the keys against this checkpoint, index or list of keys.")
+@click.option(
+    "--like",
+    metavar="OTHER",
+    type=FILE,
+    help="Check the keys against this checkpoint, index or list of keys.",
+)
 @click.option(
     "--model",
     metavar="PACKAGE.MODULE:CALLABLE",
@@ -272,25 +307,31 @@ device.""",
     shell_complete=offer_devices,
     help="Where you want the tensors: cpu (default), cuda:0, mps, ..., auto.",
 )
-@click.option("--values", is_flag=True, help="Read the tensors too, to find damage, NaN and infinite values.")
-@click.option("--strict", is_flag=True, help="Exit with 1 for warnings too, such as NaN with --values.")
+@click.option(
+    "--values", is_flag=True, help="Read the tensors too, to find damage, NaN and infinite values."
+)
+@click.option(
+    "--strict", is_flag=True, help="Exit with 1 for warnings too, such as NaN with --values."
+)
 @click.option("--size", is_flag=True, help="Also say what a smaller dtype would save.")
 @TAG
 @LIMIT
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 def doctor(sources: tuple[Path, ...], as_json: bool, strict: bool, **given: Any) -> None:
-    """Say why checkpoint IN does not load on this host, or would disappoint, and which command fixes it. Several INs are
-    several checkpoints, or one where they are the files of all its ranks.
+    """Say why checkpoint IN does not load on this host, or would disappoint, and which command
+    fixes it. Several INs are several checkpoints, or one where they are the files of all its ranks.
 
-    It loads here when its own library opens it: torch.load(weights_only=True), safetensors, transformers or
-    torch.distributed.checkpoint."""
+    It loads here when its own library opens it: torch.load(weights_only=True), safetensors,
+    transformers or torch.distributed.checkpoint.
+    """
     from ckptconv.doctor import report
     from ckptconv.doctor.diagnose import diagnose_all
 
     if given["like"] and given["model"]:
         raise click.UsageError("--like and --model are both given, but the keys can fit only one")
     shown = progress_shown(READING, silent=as_json)
-    with errors_shown(as_json, code=2), redirect_stdout(sys.stderr), shown as on_progress:  # a model that is built may print
+    # a model that is built may print
+    with errors_shown(as_json, code=2), redirect_stdout(sys.stderr), shown as on_progress:
         found = diagnose_all(sources, **given, on_progress=on_progress)
         if len(found) == 1 and isinstance(found[0], CheckpointError):
             raise found[0]
@@ -328,18 +369,30 @@ Examples:
 Exit code of --export: 0 done, or nothing to print because this host has no GPUs; 1 too few GPUs qualify.""",
 )
 @click.option(
-    "--export", is_flag=True, help="Print a line that sets CUDA_VISIBLE_DEVICES: the GPUs with the most free memory first."
+    "--export",
+    is_flag=True,
+    help="Print a line that sets CUDA_VISIBLE_DEVICES: the GPUs with the most free memory first.",
 )
-@click.option("--count", metavar="N", type=click.IntRange(1), help="With --export: choose this many GPUs.")
-@click.option("--min-free", metavar="SIZE", help="With --export: only GPUs with this much free memory, such as 8GB.")
 @click.option(
-    "--shell", type=click.Choice(["sh", "fish", "powershell", "cmd"]), help="With --export: for this shell (default: sh)."
+    "--count", metavar="N", type=click.IntRange(1), help="With --export: choose this many GPUs."
+)
+@click.option(
+    "--min-free",
+    metavar="SIZE",
+    help="With --export: only GPUs with this much free memory, such as 8GB.",
+)
+@click.option(
+    "--shell",
+    type=click.Choice(["sh", "fish", "powershell", "cmd"]),
+    help="With --export: for this shell (default: sh).",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 def devices(export: bool, as_json: bool, **given: Any) -> None:
-    """Show the devices of this host with their free memory, or choose the GPUs that a program should see.
+    """Show the devices of this host with their free memory, or choose the GPUs that a program
+    should see.
 
-    CUDA_VISIBLE_DEVICES hides and reorders GPUs, so both numbers are shown."""
+    CUDA_VISIBLE_DEVICES hides and reorders GPUs, so both numbers are shown.
+    """
     if export:
         _export_gpus(as_json, **given)
         return
@@ -356,14 +409,18 @@ def devices(export: bool, as_json: bool, **given: Any) -> None:
     print_lines([*report.host_lines(host), ("auto", f"--device auto would choose {best}")])
 
 
-def _export_gpus(as_json: bool, count: int | None, min_free: str | None, shell: Shell | None) -> None:
+def _export_gpus(
+    as_json: bool, count: int | None, min_free: str | None, shell: Shell | None
+) -> None:
     """What a shell evaluates goes to stdout, all else to stderr."""
     from ckptconv.devices import report
     from ckptconv.devices.gpu_choice import choose_gpus, settings
     from ckptconv.formats.hf_names import parse_size
 
     if as_json and shell:
-        raise click.UsageError("--json and --shell are both given, but only one of them can be printed")
+        raise click.UsageError(
+            "--json and --shell are both given, but only one of them can be printed"
+        )
     with errors_shown(as_json, code=2):
         size = None if min_free is None else parse_size(min_free)
     with errors_shown(as_json):
@@ -396,7 +453,10 @@ Exit code: 0 same, 1 different, 2 wrong usage, or a file that is damaged or cann
 @choice_options
 @key_options("keep")
 @click.option(
-    "--only", metavar="PATH", shell_complete=offer_parts_of_a, help="Compare one part of both, such as state_dict or ema."
+    "--only",
+    metavar="PATH",
+    shell_complete=offer_parts_of_a,
+    help="Compare one part of both, such as state_dict or ema.",
 )
 @click.option(
     "--only-b",
@@ -411,13 +471,20 @@ Exit code: 0 same, 1 different, 2 wrong usage, or a file that is damaged or cann
     help="The step or variant to read, if A is a folder of several: step-500, fp16.",
 )
 @click.option("--tag-b", metavar="TAG", shell_complete=offer_steps_of_b, help="The same for B.")
-@click.option("--whole", is_flag=True, help="Compare everything in the files: optimizers and numbers too.")
 @click.option(
-    "--atol", metavar="NUMBER", type=click.FloatRange(min=0), help="Absolute tolerance: |a - b| <= atol + rtol * |b|."
+    "--whole", is_flag=True, help="Compare everything in the files: optimizers and numbers too."
+)
+@click.option(
+    "--atol",
+    metavar="NUMBER",
+    type=click.FloatRange(min=0),
+    help="Absolute tolerance: |a - b| <= atol + rtol * |b|.",
 )
 @click.option("--rtol", metavar="NUMBER", type=click.FloatRange(min=0), help="Relative tolerance.")
 @click.option("--equal-nan", is_flag=True, help="With a tolerance: NaN equals NaN.")
-@click.option("--ignore-dtype", is_flag=True, help="Compare tensors of different dtypes by their values.")
+@click.option(
+    "--ignore-dtype", is_flag=True, help="Compare tensors of different dtypes by their values."
+)
 @click.option("--strict-device", is_flag=True, help="Count different device tags as a difference.")
 @LIMIT
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
@@ -430,7 +497,10 @@ def diff(a: Path, b: Path, as_json: bool, quiet: bool, **given: Any) -> None:
     from ckptconv.diff import report as verdicts
     from ckptconv.diff.checkpoints import diff_checkpoints
 
-    with errors_shown(as_json, code=2), progress_shown(COMPARING, silent=as_json or quiet) as on_progress:
+    with (
+        errors_shown(as_json, code=2),
+        progress_shown(COMPARING, silent=as_json or quiet) as on_progress,
+    ):
         found = diff_checkpoints(a, b, **comparison(given), on_progress=on_progress)
     if as_json:
         print_json(verdicts.difference_document(found))
@@ -459,8 +529,9 @@ Unknown: names that ordinary checkpoints do not have, and files that cannot be s
 def scan(paths: tuple[Path, ...], strict: bool, as_json: bool, quiet: bool) -> None:
     """Say whether the files and folders at PATH are safe to load.
 
-    Every global that a pickle names is plain, unknown or dangerous. Archives, and pickles inside pickles,
-    are searched too. Nothing is executed."""
+    Every global that a pickle names is plain, unknown or dangerous. Archives, and pickles inside
+    pickles, are searched too. Nothing is executed.
+    """
     from ckptconv.convert.error_document import error_document
     from ckptconv.scan import report as scan_report
     from ckptconv.scan.files import scan_checkpoint
@@ -485,7 +556,11 @@ def scan(paths: tuple[Path, ...], strict: bool, as_json: bool, quiet: bool) -> N
         first = {"error": failed[0]} if failed else {}
         print_json(
             {
-                "scans": [scan_report.scan_document(item) for item in found if not isinstance(item, CheckpointError)],
+                "scans": [
+                    scan_report.scan_document(item)
+                    for item in found
+                    if not isinstance(item, CheckpointError)
+                ],
                 "errors": failed,
                 **first,
             }
@@ -503,7 +578,9 @@ def scan(paths: tuple[Path, ...], strict: bool, as_json: bool, quiet: bool) -> N
     short_help="Show a page of the documentation.",
     epilog="""\b\nExamples:\n  ckptconv help\n  ckptconv help pipelines\n  ckptconv help convert""",
 )
-@click.argument("topic", required=False, shell_complete=lambda ctx, _, start: _help_names(ctx, start))
+@click.argument(
+    "topic", required=False, shell_complete=lambda ctx, _, start: _help_names(ctx, start)
+)
 @click.pass_context
 def show_help(ctx: click.Context, topic: str | None) -> None:
     """Show a page of the documentation or the help of a command. Without TOPIC, list the pages."""
@@ -512,7 +589,10 @@ def show_help(ctx: click.Context, topic: str | None) -> None:
     if topic is None:
         click.echo("Pages (ckptconv help TOPIC):")
         print_lines(help_pages.topics().items())
-        click.echo("Commands are listed by ckptconv --help; ckptconv help COMMAND shows the options of one.")
+        click.echo(
+            "Commands are listed by ckptconv --help; ckptconv help COMMAND shows the options of "
+            "one."
+        )
     elif topic in cli.commands:
         with click.Context(cli.commands[topic], info_name=topic, parent=ctx.parent) as context:
             click.echo(cli.commands[topic].get_help(context))
@@ -541,7 +621,13 @@ def _convert(given: dict[str, Any], wrappers: str) -> None:
     with errors_shown(given["as_json"], usage=True):
         options = options_of(given, wrappers)
     with errors_shown(given["as_json"]), spool as output:
-        refuse_no_output(**{name: path for name in ("output", "save_mapping") if (path := given[name]) is not None})
+        refuse_no_output(
+            **{
+                name: path
+                for name in ("output", "save_mapping")
+                if (path := given[name]) is not None
+            }
+        )
         given["output"] = output
         with redirect_stdout(sys.stderr):  # a model that is built may print
             options = replace(options, fit_to=key_target_of(given))
@@ -558,12 +644,16 @@ def _convert(given: dict[str, Any], wrappers: str) -> None:
 
 
 def _refused_output(given: dict[str, Any], options: Request) -> OutputRefused | None:
-    """Why an output could not be written, as far as it can be told before all are known; shards are looked at when they are."""
+    """Why an output could not be written, as far as it can be told before all are known; shards are
+    looked at when they are.
+    """
     from ckptconv.io.destination import check_folder, check_output
 
     try:
         if options.max_shard_size is None:
-            (check_folder if given["to"] == "dcp" else check_output)(given["output"], force=given["force"])
+            (check_folder if given["to"] == "dcp" else check_output)(
+                given["output"], force=given["force"]
+            )
         if given["save_mapping"] is not None:
             check_output(given["save_mapping"], force=given["force"])
     except OutputRefused as error:
@@ -572,7 +662,9 @@ def _refused_output(given: dict[str, Any], options: Request) -> OutputRefused | 
 
 
 def _show_plan(plan: ConversionPlan, given: dict[str, Any], refused: OutputRefused | None) -> None:
-    """What would be done; where the output is `refused`, that too, and the exit code is the conversion's."""
+    """What would be done; where the output is `refused`, that too, and the exit code is the
+    conversion's.
+    """
     from ckptconv.convert import report
     from ckptconv.convert.error_document import error_document
 
@@ -609,10 +701,14 @@ def _as_named(plan: ConversionPlan, given: dict[str, Any]) -> ConversionPlan:
 
 
 def main() -> None:
-    """The program: one line per error, exit codes 0 (done), 1 (refused or failed), 2 (usage), 130 and 143 (stopped)."""
+    """The program: one line per error, exit codes 0 (done), 1 (refused or failed), 2 (usage), 130
+    and 143 (stopped).
+    """
     import gc
 
-    gc.disable()  # one command and the process ends: a tree of a million nodes is not garbage, and looking costs a tenth
+    # one command and the process ends: a tree of a million nodes is not garbage, and looking costs
+    # a tenth
+    gc.disable()
     stop_in_good_order()
     fill_closed_streams()
     take_any_text()
@@ -633,21 +729,39 @@ def main() -> None:
         if not stopped.code:
             _stop_if_missed(as_json)
         if as_json and stopped.code in (129, 143):  # SIGHUP, SIGTERM
-            print_ending_json("Interrupted", "stopped by a signal; no unfinished file was left behind", int(stopped.code))
+            print_ending_json(
+                "Interrupted",
+                "stopped by a signal; no unfinished file was left behind",
+                int(stopped.code),
+            )
         raise
     except OSError as error:
         if error.filename is None:
             stop_unprinted(error, 1)
-        stop(type(error).__name__, f"{printable(str(error.filename))}: {error.strerror}", 1, as_json=as_json)
-    except Exception as error:  # a defect: its traceback is shown, and who reads the document learns of it too
+        stop(
+            type(error).__name__,
+            f"{printable(str(error.filename))}: {error.strerror}",
+            1,
+            as_json=as_json,
+        )
+    except (
+        Exception
+    ) as error:  # a defect: its traceback is shown, and who reads the document learns of it too
         if as_json:
-            print_ending_json(type(error).__name__, printable(str(error) or "an unexpected error", 2000), 1)
+            print_ending_json(
+                type(error).__name__, printable(str(error) or "an unexpected error", 2000), 1
+            )
         raise
 
 
 def _stop_if_missed(as_json: bool) -> None:
     if (code := missed_stop()) is not None:
-        stop("Interrupted", "stopped by a signal, but too late: the command had come to its end", code, as_json=as_json)
+        stop(
+            "Interrupted",
+            "stopped by a signal, but too late: the command had come to its end",
+            code,
+            as_json=as_json,
+        )
 
 
 def _arguments() -> list[str]:

@@ -61,8 +61,21 @@ TO_STDOUT = "ckptconv.stdout"
 FILE = _FileName(path_type=Path)
 OUTPUT = _OutputName(path_type=Path)
 RULE_WORDS = ("strip-prefix", "add-prefix", "rename", "regex", "include", "exclude", "preset")
-PRESETS = ("ddp", "compile", "fsdp", "checkpoint-wrapper", "lightning", "peft", "swa", "timm-ema", "mmengine", "ema-pytorch")
-"""The names of `keys.RULE_WORDS` and `key_rules.PRESETS`, here so that a usage error or --help need not import them."""
+PRESETS = (
+    "ddp",
+    "compile",
+    "fsdp",
+    "checkpoint-wrapper",
+    "lightning",
+    "peft",
+    "swa",
+    "timm-ema",
+    "mmengine",
+    "ema-pytorch",
+)
+"""The names of `keys.RULE_WORDS` and `key_rules.PRESETS`, here so that a usage error or --help need
+not import them.
+"""
 
 
 class FileCommand(click.Command):
@@ -70,7 +83,8 @@ class FileCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if ctx.resilient_parsing and args and args[-1].startswith("-"):
-            args = args[:-1]  # it lacks its value, which would be an error that keeps the files from being seen
+            # it lacks its value, which would be an error that keeps the files from being seen
+            args = args[:-1]
         return super().parse_args(ctx, args)
 
 
@@ -81,9 +95,15 @@ class RuleCommand(FileCommand):
         if ctx.resilient_parsing:
             return super().parse_args(ctx, args)
         given, _, order = self.make_parser(ctx).parse_args(args=list(args))
-        values = {name: iter(texts) for name, texts in given.items() if _word(name) in (*RULE_WORDS, "rules")}
+        values = {
+            name: iter(texts)
+            for name, texts in given.items()
+            if _word(name) in (*RULE_WORDS, "rules")
+        }
         ctx.meta["ckptconv.rules"] = [
-            (_word(param.name or ""), next(values[param.name or ""])) for param in order if param.name in values
+            (_word(param.name or ""), next(values[param.name or ""]))
+            for param in order
+            if param.name in values
         ]
         return super().parse_args(ctx, args)
 
@@ -96,25 +116,37 @@ def _word(name: str) -> str:
 def choice_options(command: F) -> F:
     """The options that choose among keys, which every command that writes has."""
     return _with_options(command, [
-        click.option("--include", metavar="GLOB", multiple=True, help="Keep only keys that match at this point of the rules."),
-        click.option("--exclude", metavar="GLOB", multiple=True, help="Leave out keys that match at this point of the rules."),
+        click.option("--include", metavar="GLOB", multiple=True, help="Keep only keys that match "
+                                                                      "at this point of the rules."),
+        click.option("--exclude", metavar="GLOB", multiple=True, help="Leave out keys that match "
+                                                                      "at this point of the rules."),
     ])  # fmt: skip
 
 
 def key_options(default: str) -> Callable[[F], F]:
-    """The options of key rules, which apply in the order in which they are given (the command must be a `RuleCommand`)."""
+    """The options of key rules, which apply in the order in which they are given (the command must
+    be a `RuleCommand`).
+    """
     return lambda command: _with_options(command, [
-        click.option("--keys", type=click.Choice(["strip", "keep"]), default=default, show_default=True,
-                     help="Strip the prefixes of DDP, torch.compile, FSDP and activation checkpointing first, or keep them."),
-        click.option("--strip-prefix", metavar="PREFIX", multiple=True, help="Remove this from every key that starts with it."),
-        click.option("--add-prefix", metavar="PREFIX", multiple=True, help="Add this to the start of every key."),
-        click.option("--rename", metavar="OLD=NEW", multiple=True, help="Rename a key, or a prefix of keys."),
+        click.option("--keys", type=click.Choice(["strip", "keep"]), default=default,
+            show_default=True,
+                     help="Strip the prefixes of DDP, torch.compile, FSDP and activation "
+                          "checkpointing first, or keep them."),
+        click.option("--strip-prefix", metavar="PREFIX", multiple=True, help="Remove this from "
+                                                                             "every key that "
+                                                                             "starts with it."),
+        click.option("--add-prefix", metavar="PREFIX", multiple=True, help="Add this to the start "
+                                                                           "of every key."),
+        click.option("--rename", metavar="OLD=NEW", multiple=True, help="Rename a key, or a "
+                                                                        "prefix of keys."),
         click.option("--regex", metavar="PATTERN=>REPLACEMENT", multiple=True,
-                     help="Replace what this Python regex matches in the keys (\\1 is its first group)."),
+                     help="Replace what this Python regex matches in the keys (\\1 is its first "
+                          "group)."),
         click.option("--preset", metavar="NAME", type=click.Choice(PRESETS), multiple=True,
                      help=f"Remove what a framework added to the keys: {', '.join(PRESETS)}."),
         click.option("--rules", metavar="FILE", multiple=True, type=FILE,
-                     help="Apply the rules in a .json, .toml or .yaml file, or a mapping from --save-mapping."),
+                     help="Apply the rules in a .json, .toml or .yaml file, or a mapping from "
+                          "--save-mapping."),
         click.option("--reverse", is_flag=True, help="Undo the mapping that --rules names."),
     ])  # fmt: skip
 
@@ -157,29 +189,37 @@ def _limit(text: str) -> tuple[str, float]:
             return name, float(value)
         return name, int(value) if value.isascii() and value.isdigit() else parse_size(value)
     except (CheckpointError, ValueError):
-        raise ValueError(f"--limit {text}: its value is not a number or a size such as 4GiB") from None
+        raise ValueError(
+            f"--limit {text}: its value is not a number or a size such as 4GiB"
+        ) from None
 
 
-LIMIT = click.option("--limit", metavar="NAME=VALUE", multiple=True, expose_value=False, callback=_limits_set,
+LIMIT = click.option("--limit", metavar="NAME=VALUE", multiple=True, expose_value=False,
+    callback=_limits_set,
                      help="Raise a limit that an error named, such as pickle_bytes=4GiB.")  # fmt: skip
 
 
 def output_options(command: F) -> F:
     """The arguments and options that every writing command has."""
     options = [
-        click.argument("sources", metavar="IN...", type=FILE, nargs=-1),  # `refuse_missing` says what is missing
+        # `refuse_missing` says what is missing
+        click.argument("sources", metavar="IN...", type=FILE, nargs=-1),
         click.argument("output", metavar="OUT", type=OUTPUT, required=False),
         click.option("--device", metavar="TAG", shell_complete=offer_devices,
                      help="The device tag to write: cpu (default), cuda:1, mps, ..., keep, auto."),
-        click.option("--map-location", metavar="OLD=NEW", multiple=True, shell_complete=offer_map_locations,
+        click.option("--map-location", metavar="OLD=NEW", multiple=True,
+            shell_complete=offer_map_locations,
                      help="Change one device tag, such as cuda:3=cuda:0."),
         click.option("--to", type=click.Choice(["torch", "safetensors", "dcp"]),
-                     help="Output format, if OUT's name does not say (OUT may be - for standard output); "
+                     help="Output format, if OUT's name does not say (OUT may be - for standard "
+                          "output); "
                           "dcp: a folder that FSDP training resumes from."),
         click.option("--dtype", metavar="DTYPE", shell_complete=offer_dtypes,
-                     help="Cast floating tensors: f32, f16, bf16, f64, f8_e4m3, f8_e5m2, or torch's names (float16, half)."),
+                     help="Cast floating tensors: f32, f16, bf16, f64, f8_e4m3, f8_e5m2, or "
+                          "torch's names (float16, half)."),
         click.option("--max-shard-size", metavar="SIZE",
-                     help="Split the state dict into shards of at most this size, such as 5GB, with an index."),
+                     help="Split the state dict into shards of at most this size, such as 5GB, "
+                          "with an index."),
         click.option("--only", metavar="PATH", shell_complete=offer_parts,
                      help="Convert one part: state_dict, ema, or . for the tensors at the root."),
         TAG,
@@ -187,16 +227,24 @@ def output_options(command: F) -> F:
         choice_options,
         click.option("--save-mapping", metavar="FILE", type=_MappingName(path_type=Path),
                      help="Save which key became which, so that --rules FILE --reverse can undo it."),
-        click.option("--tied", type=click.Choice(["alias", "duplicate"]), default="alias", show_default=True,
-                     help="If a tensor has several names, write it to safetensors once, or once for each."),
-        click.option("--unknown", type=click.Choice(["refuse", "drop", "keep"]), default="refuse", show_default=True,
-                     help="What to do with objects that weights_only=True refuses and that have no plain form, "
+        click.option("--tied", type=click.Choice(["alias", "duplicate"]), default="alias",
+            show_default=True,
+                     help="If a tensor has several names, write it to safetensors once, or once "
+                          "for each."),
+        click.option("--unknown", type=click.Choice(["refuse", "drop", "keep"]), default="refuse",
+            show_default=True,
+                     help="What to do with objects that weights_only=True refuses and that have "
+                          "no plain form, "
                           "and with tensors outside the state dict of a whole module."),
-        click.option("-f", "--force", is_flag=True, help="Replace OUT if it exists. OUT may be IN."),
-        click.option("-n", "--dry-run", is_flag=True, help="Write nothing; say what would be written."),
+        click.option("-f", "--force", is_flag=True,
+            help="Replace OUT if it exists. OUT may be IN."),
+        click.option("-n", "--dry-run", is_flag=True, help="Write nothing; say what would be "
+                                                           "written."),
         click.option("--verify", is_flag=True,
-                     help="Read the output back and compare every tensor with IN before OUT is put in place."),
-        click.option("--no-fsync", is_flag=True, help="Do not wait for the disk. The replacement of OUT stays atomic."),
+                     help="Read the output back and compare every tensor with IN before OUT is "
+                          "put in place."),
+        click.option("--no-fsync", is_flag=True, help="Do not wait for the disk. The replacement "
+                                                      "of OUT stays atomic."),
         click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout."),
         click.option("-q", "--quiet", is_flag=True, help="Print only errors."),
     ]  # fmt: skip
@@ -204,23 +252,35 @@ def output_options(command: F) -> F:
 
 
 def refuse_missing(given: dict[str, Any]) -> None:
-    """Say which of IN and OUT is missing: of one word alone it is OUT, for somebody has a file and wants another."""
+    """Say which of IN and OUT is missing: of one word alone it is OUT, for somebody has a file and
+    wants another.
+    """
     sources, output = given["sources"], given["output"]
     if sources and output is not None:
         return
     if output is None:
-        raise click.UsageError("IN and OUT are missing: name a checkpoint, and the file that it is to become")
+        raise click.UsageError(
+            "IN and OUT are missing: name a checkpoint, and the file that it is to become"
+        )
     command, name = click.get_current_context().info_name, printable(output)
     example = quote(str(_plausible(output, str(command))))
-    offer = f", e.g. ckptconv {command} {quote(name)} {example}" if name.isprintable() and output.suffix else ""
+    offer = (
+        f", e.g. ckptconv {command} {quote(name)} {example}"
+        if name.isprintable() and output.suffix
+        else ""
+    )
     raise click.UsageError(f"OUT is missing: name the file that {name} is to become{offer}")
 
 
 def _plausible(source: Path, command: str) -> Path:
-    """A name for what becomes of `source`: in the other format, or in the same one where the keys are all that changes."""
+    """A name for what becomes of `source`: in the other format, or in the same one where the keys
+    are all that changes.
+    """
     if command == "convert":
         return source.with_suffix(".pt" if source.suffix == ".safetensors" else ".safetensors")
-    return source.with_name(f"{source.stem}-{'ddp' if command == 'add-module' else 'bare'}{source.suffix}")
+    return source.with_name(
+        f"{source.stem}-{'ddp' if command == 'add-module' else 'bare'}{source.suffix}"
+    )
 
 
 def is_for_stdout(given: dict[str, Any]) -> bool:
@@ -229,16 +289,26 @@ def is_for_stdout(given: dict[str, Any]) -> bool:
         return False
     for option, word in (("as_json", "--json"), ("max_shard_size", "--max-shard-size")):
         if given[option]:
-            raise click.UsageError(f"OUT is -, standard output, which cannot be used with {word}; write ./- for a file named -")
+            raise click.UsageError(
+                f"OUT is -, standard output, which cannot be used with {word}; write ./- for a "
+                "file named -"
+            )
     if given["to"] is None or given["to"] == "dcp":
-        raise click.UsageError("OUT is -, standard output: add --to torch or --to safetensors; write ./- for a file named -")
+        raise click.UsageError(
+            "OUT is -, standard output: add --to torch or --to safetensors; write ./- for a file "
+            "named -"
+        )
     if not given["dry_run"] and sys.stdout.isatty():
-        raise click.UsageError("OUT is -, and standard output is a terminal; send it to a file or a program: > FILE")
+        raise click.UsageError(
+            "OUT is -, and standard output is a terminal; send it to a file or a program: > FILE"
+        )
     return True
 
 
 def key_rules(wrappers: Any, *, reverse: bool = False) -> KeyRules:
-    """The rules of the command that runs, in their order; `CheckpointError` for what is not a rule or no file of rules."""
+    """The rules of the command that runs, in their order; `CheckpointError` for what is not a rule
+    or no file of rules.
+    """
     from ckptconv.keys.key_map import KeyRules
     from ckptconv.keys.rule_files import read_rules
 
@@ -247,7 +317,9 @@ def key_rules(wrappers: Any, *, reverse: bool = False) -> KeyRules:
     for word, text in given:
         rules += read_rules(text, reverse=reverse) if word == "rules" else [(word, text)]
     if reverse and all(word != "rules" for word, _ in given):
-        raise CheckpointError("--reverse undoes a mapping, but there is none", hint="name it with --rules FILE")
+        raise CheckpointError(
+            "--reverse undoes a mapping, but there is none", hint="name it with --rules FILE"
+        )
     return KeyRules.of(rules, wrappers)
 
 
@@ -259,11 +331,20 @@ def comparison(given: dict[str, Any]) -> dict[str, Any]:
     keys = key_rules(given["keys"], reverse=given["reverse"])
     loose = given["atol"] is not None or given["rtol"] is not None
     if given["equal_nan"] and not loose:
-        raise click.UsageError("--equal-nan needs --atol or --rtol; without them, equal bits are equal, NaN included")
+        raise click.UsageError(
+            "--equal-nan needs --atol or --rtol; without them, equal bits are equal, NaN included"
+        )
     if given["whole"] and keys != KEEP:
-        raise click.UsageError("--whole compares everything by its path, so it takes no key rules; leave one of them out")
+        raise click.UsageError(
+            "--whole compares everything by its path, so it takes no key rules; leave one of them "
+            "out"
+        )
     try:
-        tolerance = Tolerance(given["atol"] or 0.0, given["rtol"] or 0.0, given["equal_nan"]) if loose else None
+        tolerance = (
+            Tolerance(given["atol"] or 0.0, given["rtol"] or 0.0, given["equal_nan"])
+            if loose
+            else None
+        )
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     taken = ("only", "only_b", "tag", "tag_b", "whole", "ignore_dtype", "strict_device")
@@ -289,4 +370,6 @@ def key_target_of(given: dict[str, Any]) -> KeyTarget | None:
     """What the keys are to be fitted to; only `convert` has the options."""
     from ckptconv.convert.key_targets import key_target
 
-    return key_target(given.get("like"), given.get("model"), drop_unexpected=given.get("drop_unexpected", False))
+    return key_target(
+        given.get("like"), given.get("model"), drop_unexpected=given.get("drop_unexpected", False)
+    )

@@ -1,6 +1,8 @@
-"""Shows the progress of a long run on stderr: a bar on a terminal, a line every few seconds elsewhere.
+"""Shows the progress of a long run on stderr: a bar on a terminal, a line every few seconds
+elsewhere.
 
-A thread looks at what was last told, for nothing is told while the disk is waited for. A run that is over soon shows nothing.
+A thread looks at what was last told, for nothing is told while the disk is waited for. A run that
+is over soon shows nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ def progress_shown(words: Mapping[Phase, str], *, silent: bool) -> Iterator[OnPr
     can_draw = sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
     show = _on_terminal if can_draw else _in_lines
     over = threading.Event()
-    thread = threading.Thread(target=show, args=(state, over), name="ckptconv-progress", daemon=True)
+    thread = threading.Thread(
+        target=show, args=(state, over), name="ckptconv-progress", daemon=True
+    )
     started = False
 
     def tell(progress: Progress) -> None:
@@ -67,7 +71,9 @@ def progress_shown(words: Mapping[Phase, str], *, silent: bool) -> Iterator[OnPr
 
 @dataclass(slots=True)
 class _Timed:
-    """One phase: the seconds that it took before it came again, when it began, and what was told last."""
+    """One phase: the seconds that it took before it came again, when it began, and what was told
+    last.
+    """
 
     last: Progress
     since: float
@@ -112,13 +118,18 @@ class _State:
         return None if last.phase == "sync" or not last.total else last.done / last.total
 
     def numbers(self) -> list[str]:
-        """How far the phase is, in words: percent, bytes, rate, time left; of a wait, how long it has lasted."""
+        """How far the phase is, in words: percent, bytes, rate, time left; of a wait, how long it
+        has lasted.
+        """
         assert self.phase is not None
         timed = self.timed[self.phase]
         seconds, last = timed.seconds(self.clock()), timed.last
         if last.phase == "sync":
             return [f"{seconds_text(seconds)} so far"]
-        shown = [f"{100 * last.done // max(1, last.total)} %", f"{size_text(last.done)} of {size_text(last.total)}"]
+        shown = [
+            f"{100 * last.done // max(1, last.total)} %",
+            f"{size_text(last.done)} of {size_text(last.total)}",
+        ]
         if seconds >= _SURE_AFTER and last.done:
             rate = last.done / seconds
             shown.append(f"{size_text(rate)}/s")
@@ -165,4 +176,6 @@ def _bar() -> Bar:
     numbers = TextColumn("{task.fields[numbers]}", markup=False, table_column=Column(no_wrap=True))
     bar = BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=4))
     console = Console(stderr=True)
-    return Bar(SpinnerColumn("line"), words, bar, numbers, console=console, transient=True, expand=True)
+    return Bar(
+        SpinnerColumn("line"), words, bar, numbers, console=console, transient=True, expand=True
+    )

@@ -22,9 +22,11 @@ from ckptconv.support.progress import Meter
 
 
 def fill_closed_streams() -> None:
-    """Take the numbers of standard streams that are closed, which a checkpoint would get otherwise, and so what is printed.
+    """Take the numbers of standard streams that are closed, which a checkpoint would get otherwise,
+    and so what is printed.
 
-    On a standard output that is closed nothing can be printed, which is an error; messages go nowhere.
+    On a standard output that is closed nothing can be printed, which is an error; messages go
+    nowhere.
     """
     fill_descriptors()
     sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
@@ -36,7 +38,9 @@ _PLAIN = {"→": "->", "↔": "<->", "…": "...", "≥": ">=", "─": "-", "│
 
 
 def take_any_text() -> None:
-    """Have the standard streams take what their encoding lacks (cp1252, ASCII), and lines end alike on every system."""
+    """Have the standard streams take what their encoding lacks (cp1252, ASCII), and lines end alike
+    on every system.
+    """
     codecs.register_error("ckptconv", _shown_plainly)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="ckptconv", newline="\n")  # type: ignore[union-attr]
@@ -45,13 +49,16 @@ def take_any_text() -> None:
 def _shown_plainly(error: UnicodeError) -> tuple[str, int]:
     assert isinstance(error, UnicodeEncodeError)
     lacking = error.object[error.start : error.end]
-    return "".join(_PLAIN.get(char) or char.encode("ascii", "backslashreplace").decode() for char in lacking), error.end
+    return "".join(
+        _PLAIN.get(char) or char.encode("ascii", "backslashreplace").decode() for char in lacking
+    ), error.end
 
 
 @contextmanager
 def errors_shown(as_json: bool, usage: bool = False, code: int = 1) -> Iterator[None]:
-    """Turn a checkpoint error into one line on stderr (and a JSON document where one was asked for) and an exit code: `code`,
-    or 2 where the command line is at fault."""
+    """Turn a checkpoint error into one line on stderr (and a JSON document where one was asked for)
+    and an exit code: `code`, or 2 where the command line is at fault.
+    """
     try:
         yield
     except CheckpointError as error:
@@ -75,7 +82,9 @@ def is_json_asked(arguments: Sequence[str]) -> bool:
 
 
 def stop(kind: str, what: str, code: int, *, as_json: bool, hint: str | None = None) -> NoReturn:
-    """End the program for a reason that is not a checkpoint's, with a line on stderr and, if asked for, a document."""
+    """End the program for a reason that is not a checkpoint's, with a line on stderr and, if asked
+    for, a document.
+    """
     message = f"{what}; {hint}" if hint else what
     if as_json:
         print_ending_json(kind, what, code, hint=hint)
@@ -88,7 +97,9 @@ def print_ending_json(kind: str, what: str, code: int, *, hint: str | None = Non
         return
     facts = {"path": None, "where": None, "what": what, "hint": hint, "exit_code": code}
     with suppress(OSError):  # there may be nobody to read it any more
-        print_json({"error": {"kind": kind, "message": f"{what}; {hint}" if hint else what, **facts}})
+        print_json(
+            {"error": {"kind": kind, "message": f"{what}; {hint}" if hint else what, **facts}}
+        )
         sys.stdout.flush()
 
 
@@ -97,7 +108,9 @@ _PRINTED: list[bool] = []
 
 
 def colors() -> bool | None:
-    """False where the user wants none (https://no-color.org); else a terminal gets them, and what is none does not."""
+    """False where the user wants none (https://no-color.org); else a terminal gets them, and what
+    is none does not.
+    """
     return False if os.environ.get("NO_COLOR") else None
 
 
@@ -114,11 +127,15 @@ def show_error(message: str) -> None:
 
 
 class Unprinted(Exception):
-    """Standard output does not take what is printed; not an `OSError`, which would be taken for one of a file's."""
+    """Standard output does not take what is printed; not an `OSError`, which would be taken for one
+    of a file's.
+    """
 
 
 def stop_unprinted(error: Unprinted | OSError, code: int) -> NoReturn:
-    """End the program where its output cannot be printed: in one line, or without where its reader has left (``| head``)."""
+    """End the program where its output cannot be printed: in one line, or without where its reader
+    has left (``| head``).
+    """
     cause = error.__cause__ if isinstance(error, Unprinted) else error
     assert isinstance(cause, OSError)
     with contextlib.suppress(OSError):
@@ -165,7 +182,13 @@ def print_lines(lines: Iterable[tuple[str, str]], err: bool = False) -> None:
     rows = list(lines)
     width = max((len(label) for label, _ in rows), default=0)
     for label, text in rows:
-        color = "yellow" if label in ("warning", "note") else "red" if label in ("error", "damaged") else "cyan"
+        color = (
+            "yellow"
+            if label in ("warning", "note")
+            else "red"
+            if label in ("error", "damaged")
+            else "cyan"
+        )
         shown = text if label in _PASTED else _wrapped(text, width + 4, err=err)
         click.echo("  " + click.style(label.ljust(width), fg=color) + "  " + shown, err=err)
 
@@ -184,7 +207,9 @@ _NARROWEST = 30  # columns for a text, below which it is not worth the breaks
 
 
 def _wrapped(text: str, indent: int, *, err: bool, first: int | None = None) -> str:
-    """A text behind `first` columns (or `indent`), its further lines behind `indent`; as it is where no terminal shows it."""
+    """A text behind `first` columns (or `indent`), its further lines behind `indent`; as it is
+    where no terminal shows it.
+    """
     stream = sys.stderr if err else sys.stdout
     if not stream.isatty():
         return text
@@ -194,16 +219,20 @@ def _wrapped(text: str, indent: int, *, err: bool, first: int | None = None) -> 
     import textwrap
 
     before = " " * (indent if first is None else first)
-    lines = textwrap.wrap(text, width, initial_indent=before, subsequent_indent=" " * indent, break_on_hyphens=False)
+    lines = textwrap.wrap(
+        text, width, initial_indent=before, subsequent_indent=" " * indent, break_on_hyphens=False
+    )
     return "\n".join(lines)[len(before) :]
 
 
-# -------------------------------------------------------------------------------------------------------- standard output
+# ---------------------------------------------------------------------------------- standard output
 
 
 @contextmanager
 def spooled() -> Iterator[Path]:
-    """Where an output is made that is to go to standard output, and of which nothing is printed before it is whole."""
+    """Where an output is made that is to go to standard output, and of which nothing is printed
+    before it is whole.
+    """
     from ckptconv.io.staging import temporary_folder
 
     with temporary_folder() as folder:
@@ -230,11 +259,13 @@ def copy_to_stdout(path: Path, meter: Meter) -> None:
             meter.add(count)
 
 
-# ---------------------------------------------------------------------------------------------------------------------- pages
+# -------------------------------------------------------------------------------------------- pages
 
 
 def show_page(text: str) -> None:
-    """A page of Markdown: as it is where it is piped; else rendered, and in a pager where it does not fit the terminal."""
+    """A page of Markdown: as it is where it is piped; else rendered, and in a pager where it does
+    not fit the terminal.
+    """
     if not sys.stdout.isatty():
         click.echo(text, nl=False)
         return

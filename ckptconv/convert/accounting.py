@@ -1,9 +1,10 @@
 """Whether a plan accounts for all that its source names: what `--verify` sees beside the reader.
 
-Two questions, both asked before anything is written. Is all in the tree that the source's pickles (or safetensors headers)
-name, counted by `census` and not by the reader? And is all that is in the tree either in the output or among what the plan
-lists as left out? The first is asked of single files and of shards; what joins tensors out of many files (ranks, ZeRO, DCP)
-and TorchScript leave out much that their pickles name, by design, and are not counted.
+Two questions, both asked before anything is written. Is all in the tree that the source's pickles
+(or safetensors headers) name, counted by `census` and not by the reader? And is all that is in the
+tree either in the output or among what the plan lists as left out? The first is asked of single
+files and of shards; what joins tensors out of many files (ranks, ZeRO, DCP) and TorchScript leave
+out much that their pickles name, by design, and are not counted.
 """
 
 from __future__ import annotations
@@ -31,17 +32,23 @@ from ckptconv.support.limits import held
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef
 from ckptconv.tree.old_tensors import complete_tensors
 
-_COUNTED = frozenset((torch_zip.NAME, torch_legacy.NAME, torch_tar.NAME, raw_pickle.NAME, safetensors.NAME))
+_COUNTED = frozenset(
+    (torch_zip.NAME, torch_legacy.NAME, torch_tar.NAME, raw_pickle.NAME, safetensors.NAME)
+)
 _SHARDED = "sharded "
 _HINT = "please report this; without --verify it is converted anyway"
 
 Key = tuple[str, str, int, int]
-"""What a storage is known by: its file's path, its name, where it begins; and the stream within the file that it is in."""
+"""What a storage is known by: its file's path, its name, where it begins; and the stream within the
+file that it is in.
+"""
 
 
 @dataclass(slots=True)
 class Named:
-    """What files name: storages, by path and name with how many there are of it (a bare pickle has several), and tensors."""
+    """What files name: storages, by path and name with how many there are of it (a bare pickle has
+    several), and tensors.
+    """
 
     storages: Counter[tuple[str, str]] = field(default_factory=Counter)
     tensors: int = 0
@@ -49,7 +56,9 @@ class Named:
 
 @dataclass(slots=True)
 class Found:
-    """What nodes hold: storages that are not empty, and how many tensors (bare storages are counted as such)."""
+    """What nodes hold: storages that are not empty, and how many tensors (bare storages are counted
+    as such).
+    """
 
     storages: set[Key] = field(default_factory=set)
     tensors: int = 0
@@ -58,7 +67,8 @@ class Found:
 def refuse_unaccounted(plan: ConversionPlan) -> int | None:
     """How many storages the source names; None where they are not counted.
 
-    Raises `VerificationFailed` for one that is neither in the output of `plan` nor listed as left out.
+    Raises `VerificationFailed` for one that is neither in the output of `plan` nor listed as left
+    out.
     """
     with held(plan.limits):
         tree = found_in([plan.root])
@@ -75,36 +85,54 @@ def _refuse_unread(plan: ConversionPlan, named: Named, tree: Found) -> None:
     """Refuse what the files name and the tree does not hold."""
     read = Counter(key[:2] for key in tree.storages)
     if missing := [name[1] for name, count in named.storages.items() if read[name] < count]:
-        raise _failure(plan, missing, "is named by the pickle, but is not in the tree that was read from it")
+        raise _failure(
+            plan, missing, "is named by the pickle, but is not in the tree that was read from it"
+        )
     if named.tensors > tree.tensors:
         what = f"its pickles make {named.tensors} tensors, of which {tree.tensors} were read"
         raise VerificationFailed(what, path=plan.source, hint=_HINT)
 
 
 def _refuse_lost(plan: ConversionPlan) -> None:
-    """Refuse what is in the part of the tree that is converted, and neither in the output nor listed."""
+    """Refuse what is in the part of the tree that is converted, and neither in the output nor
+    listed.
+    """
     kept = found_in([ref for _, ref in plan.tensors()]).storages
     kept |= found_in([item.values for file in plan.files for item in file.layout.items]).storages
     needed = found_in([plan.part], but=COPIES).storages - kept
     if needed:
         needed -= found_in([item.node for item in plan.skipped]).storages
     if needed:
-        raise _failure(plan, sorted(key[1] for key in needed), "was read, but is neither in the output nor listed as left out")
+        raise _failure(
+            plan,
+            sorted(key[1] for key in needed),
+            "was read, but is neither in the output nor listed as left out",
+        )
 
 
 def refuse_unwritten(file: PlannedFile, written: Path) -> None:
-    """Refuse a torch file that was written and whose pickle, counted, does not name all that was planned."""
+    """Refuse a torch file that was written and whose pickle, counted, does not name all that was
+    planned.
+    """
     source, named = FileSource(written), Named()
     try:
         _count(source, named)
     finally:
         source.close()
-    records = {f"{torch_zip.ROOT}/{item.name}" for item in file.layout.items if item.name.startswith("data/") and item.nbytes}
+    records = {
+        f"{torch_zip.ROOT}/{item.name}"
+        for item in file.layout.items
+        if item.name.startswith("data/") and item.nbytes
+    }
     if missing := sorted(records - {name for _, name in named.storages}):
-        raise VerificationFailed("was written, but the pickle does not name it", path=file.path, where=missing[0])
+        raise VerificationFailed(
+            "was written, but the pickle does not name it", path=file.path, where=missing[0]
+        )
     planned = len({id(ref) for _, ref in file.tensors()})
     if named.tensors < planned:
-        raise VerificationFailed(f"its pickle makes {named.tensors} tensors where {planned} were planned", path=file.path)
+        raise VerificationFailed(
+            f"its pickle makes {named.tensors} tensors where {planned} were planned", path=file.path
+        )
 
 
 def _failure(plan: ConversionPlan, names: list[str], what: str) -> VerificationFailed:
@@ -132,7 +160,13 @@ def found_in(roots: Iterable[Node], *, but: frozenset[str] = frozenset()) -> Fou
         elif kind is list or kind is tuple:
             work.extend(node)
         elif kind is Call and node.name not in but:
-            work += (node.func, node.kwargs, *node.args, *node.items, *(part for pair in node.pairs for part in pair))
+            work += (
+                node.func,
+                node.kwargs,
+                *node.args,
+                *node.items,
+                *(part for pair in node.pairs for part in pair),
+            )
             work += () if node.state is ABSENT else (node.state,)
         elif kind is PersistentId:
             work.append(node.pid)
@@ -153,11 +187,17 @@ def _storages_of(node: Node) -> Iterable[Storage]:
 
 def _key(storage: Storage) -> Key:
     whole = storage.part_of or storage
-    return str(whole.source.path), whole.name, whole.offset, id(whole.source) if type(whole.source) is MemorySource else 0
+    return (
+        str(whole.source.path),
+        whole.name,
+        whole.offset,
+        id(whole.source) if type(whole.source) is MemorySource else 0,
+    )
 
 
 def _with_modules(plan: ConversionPlan, tree: Found) -> Found:
-    """What the tree held before state dicts took the place of its modules, less what no state dict has to hold.
+    """What the tree held before state dicts took the place of its modules, less what no state dict
+    has to hold.
 
     Raises `VerificationFailed` for what a module would have given its state dict, and did not.
     """
@@ -168,16 +208,22 @@ def _with_modules(plan: ConversionPlan, tree: Found) -> Found:
         source.close()
     kept = {key[:3] for key in tree.storages | allowed.storages}
     if lost := {key[:3] for key in whole.storages} - kept:
-        raise _failure(plan, sorted(name for _, name, _ in lost), "belongs to a module, but is not in its state dict")
+        raise _failure(
+            plan,
+            sorted(name for _, name, _ in lost),
+            "belongs to a module, but is not in its state dict",
+        )
     return whole
 
 
-# ------------------------------------------------------------------------------------------------------------- the files
+# ---------------------------------------------------------------------------------------- the files
 
 
 def named_by(plan: ConversionPlan) -> Named | None:
     """What the files of a source name; None for one of a kind that is not counted."""
-    if plan.source_format.removeprefix(_SHARDED) not in _COUNTED or (plan.modules and len(_files(plan)) > 1):
+    if plan.source_format.removeprefix(_SHARDED) not in _COUNTED or (
+        plan.modules and len(_files(plan)) > 1
+    ):
         return None
     named = Named()
     for source in _files(plan):
@@ -195,9 +241,16 @@ def _count(source: Source, named: Named) -> None:
     if is_zip(head):
         records = read_directory(source)
         root = root_folder(records, "data.pkl") or ""
-        _add(take_census(read_limited(source, records[f"{root}data.pkl"])), source, named, lambda key: f"{root}data/{key}")
+        _add(
+            take_census(read_limited(source, records[f"{root}data.pkl"])),
+            source,
+            named,
+            lambda key: f"{root}data/{key}",
+        )
     elif torch_legacy.is_torch_legacy(head):
-        _add(take_census(read_pickles(source, 0, 4)[0][3]), source, named, torch_legacy.storage_name)
+        _add(
+            take_census(read_pickles(source, 0, 4)[0][3]), source, named, torch_legacy.storage_name
+        )
     elif torch_tar.is_tar(head):
         (stream,), _ = read_pickles(torch_tar.members_of(source)["pickle"], 0, 1)
         named.tensors += len(take_census(stream).references)

@@ -52,13 +52,15 @@ def convert_checkpoint(
     verify: bool = False,
     on_progress: OnProgress | None = None,
 ) -> ConversionResult:
-    """Convert the checkpoint `source` into the file `output`, without importing torch (except for `to="dcp"`, a folder).
+    """Convert the checkpoint `source` into the file `output`, without importing torch (except for
+    `to="dcp"`, a folder).
 
-    `source` is a file, the folder of a checkpoint of many files, or a sequence of the files of all ranks; `tag` picks a step
-    where it is a folder of several. `Options` says what all the others mean, from `to` to `save_mapping`; a
-    sharded output is named after `output` or, in a folder, as Hugging Face libraries do. The output is written to a
-    temporary sibling and renamed; an existing one is replaced only with `force`, and without `fsync` the disk is not
-    waited for. `verify` counts what the source names, reads the output back and compares every tensor first.
+    `source` is a file, the folder of a checkpoint of many files, or a sequence of the files of all
+    ranks; `tag` picks a step where it is a folder of several. `Options` says what all the others
+    mean, from `to` to `save_mapping`; a sharded output is named after `output` or, in a folder, as
+    Hugging Face libraries do. The output is written to a temporary sibling and renamed; an existing
+    one is replaced only with `force`, and without `fsync` the disk is not waited for. `verify`
+    counts what the source names, reads the output back and compares every tensor first.
     `on_progress` is called with a `Progress` (bytes), about once a MiB. Raises `CheckpointError`.
 
     >>> convert_checkpoint("in.pt", "out.safetensors", device="cuda:1")  # doctest: +SKIP
@@ -69,6 +71,8 @@ def convert_checkpoint(
     request = request_of(Options(**{name: given[name] for name in Options.__dataclass_fields__}))
     if request.max_shard_size is None:
         (check_folder if to == "dcp" else check_output)(Path(output), force=force)
-    with open_checkpoint(source, tag=tag, whole_modules=keeps_modules(output, request)) as checkpoint:
+    with open_checkpoint(
+        source, tag=tag, whole_modules=keeps_modules(output, request)
+    ) as checkpoint:
         plan = plan_conversion(checkpoint, output, request)
         return execute_plan(plan, force=force, fsync=fsync, verify=verify, on_progress=on_progress)

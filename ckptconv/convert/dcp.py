@@ -1,6 +1,8 @@
-"""DCP folders written by `torch.distributed.checkpoint` itself, so that FSDP training resumes from a plain checkpoint.
+"""DCP folders written by `torch.distributed.checkpoint` itself, so that FSDP training resumes from
+a plain checkpoint.
 
-This is the one output for which torch is imported: the layout of a DCP folder is its own, and changes with it.
+This is the one output for which torch is imported: the layout of a DCP folder is its own, and
+changes with it.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from ckptconv.support.errors import OutputRefused, printable
 
 
 def write_dcp(plain: Path, folder: Path, name: Path) -> None:
-    """Save what the torch file `plain` holds, a dict, into `folder`, in this process alone; it will be known as `name`.
+    """Save what the torch file `plain` holds, a dict, into `folder`, in this process alone; it will
+    be known as `name`.
 
     The file is mapped, so memory does not grow with it. Raises `MissingDependency` where
     torch is missing, `OutputRefused` where it refuses the values.
@@ -28,7 +31,9 @@ def write_dcp(plain: Path, folder: Path, name: Path) -> None:
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.distributed.checkpoint.state_dict_saver import save
     except ImportError as error:
-        raise OutputRefused("needs a torch that writes DCP folders", path=name, hint="pip install 'torch>=2.2'") from error
+        raise OutputRefused(
+            "needs a torch that writes DCP folders", path=name, hint="pip install 'torch>=2.2'"
+        ) from error
 
     class Writer(FileSystemWriter):
         """Notes the folder's lasting name instead of the temporary one."""
@@ -54,7 +59,9 @@ def write_dcp(plain: Path, folder: Path, name: Path) -> None:
         if isinstance(cause, OSError):
             raise cause from error
         what = printable(str(cause) or type(cause).__name__, 300)
-        raise OutputRefused(f"torch.distributed.checkpoint does not take it: {what}", path=name) from error
+        raise OutputRefused(
+            f"torch.distributed.checkpoint does not take it: {what}", path=name
+        ) from error
 
 
 def _cause(error: BaseException) -> BaseException:
@@ -64,7 +71,9 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _stop(error: BaseException | None) -> BaseException | None:
-    """The wish to end the program that `error` came of: torch's writer, closed too early, complains over it."""
+    """The wish to end the program that `error` came of: torch's writer, closed too early, complains
+    over it.
+    """
     while error is not None and not isinstance(error, (SystemExit, KeyboardInterrupt)):
         error = error.__context__
     return error

@@ -20,7 +20,11 @@ def error_document(error: CheckpointError, exit_code: int) -> dict[str, Any]:
             "hint": error.hint,
             "exit_code": exit_code,
         },
-        **({"fit": fit_document(error.fit)} if isinstance(error, KeyMismatch) and isinstance(error.fit, Fit) else {}),
+        **(
+            {"fit": fit_document(error.fit)}
+            if isinstance(error, KeyMismatch) and isinstance(error.fit, Fit)
+            else {}
+        ),
     }
 
 
@@ -34,7 +38,12 @@ def fit_document(fit: Fit) -> dict[str, Any]:
         "missing": list(fit.missing),
         "unexpected": list(fit.unexpected),
         "mismatched": [
-            {"key": item.key, "source_key": item.source_key, "source": item.source, "target": item.target}
+            {
+                "key": item.key,
+                "source_key": item.source_key,
+                "source": item.source,
+                "target": item.target,
+            }
             for item in fit.mismatched
         ],
         "ambiguous": {item.key: list(item.source_keys) for item in fit.ambiguous},

@@ -14,9 +14,24 @@ from ckptconv.convert.plan import ConversionPlan, PlannedFile
 from ckptconv.convert.verify import open_with_library, verify_file, verify_folder
 from ckptconv.convert.write import Tally, by_tensor, count_odd_bools, count_overflow, write_layout
 from ckptconv.formats.hf_names import earlier_files, index_path, moved_index
-from ckptconv.io.destination import check_folder, check_output, check_space, followed, new_file, refuse_missing_folder
+from ckptconv.io.destination import (
+    check_folder,
+    check_output,
+    check_space,
+    followed,
+    new_file,
+    refuse_missing_folder,
+)
 from ckptconv.io.files import let_go, refuse_changed
-from ckptconv.io.staging import ShardSet, put_file, put_folder, put_new_folder, put_set, remove_leftovers, staging_folder
+from ckptconv.io.staging import (
+    ShardSet,
+    put_file,
+    put_folder,
+    put_new_folder,
+    put_set,
+    remove_leftovers,
+    staging_folder,
+)
 from ckptconv.support import platforms
 from ckptconv.support.choices import spelling_checked
 from ckptconv.support.errors import CheckpointError, OutputRefused
@@ -30,11 +45,13 @@ from ckptconv.tensors.checksums import Checksums
 class ConversionResult:
     """The result of a conversion: its plan, seconds, and tensors verified (None: not asked for).
 
-    `phases` are the seconds of writing, verifying and waiting for the disk; `seconds` are all of them and what lies between.
+    `phases` are the seconds of writing, verifying and waiting for the disk; `seconds` are all of
+    them and what lies between.
 
-    `named` counts the storages that the source names, all of which were verified to be in the output or listed as left out
-    (None: not asked, or not counted in a source of this format).
-    `overflowed` counts finite values that a cast made infinite or NaN; `odd_bools` bools that are neither 0 nor 1.
+    `named` counts the storages that the source names, all of which were verified to be in the
+    output or listed as left out (None: not asked, or not counted in a source of this format).
+    `overflowed` counts finite values that a cast made infinite or NaN; `odd_bools` bools that are
+    neither 0 nor 1.
     """
 
     plan: ConversionPlan
@@ -46,7 +63,10 @@ class ConversionResult:
     phases: Mapping[Phase, float] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        plan, verified = self.plan, None if self.verified is None else f"{self.verified:,} tensors verified"
+        plan, verified = (
+            self.plan,
+            None if self.verified is None else f"{self.verified:,} tensors verified",
+        )
         told = (plan.to, size_text(plan.nbytes), f"{self.seconds:.2f} s", verified)
         return short_repr("ConversionResult", f"{plan.source.name} → {plan.shown_name}", *told)
 
@@ -54,8 +74,13 @@ class ConversionResult:
         return f"{html_table(repr(self)[1:-1], self._warnings())}{self.plan._repr_html_()}"
 
     def _warnings(self) -> Iterator[tuple[str, str]]:
-        yield from ((key, f"{count:,} values became infinite in the cast") for key, count in self.overflowed.items())
-        yield from ((key, f"{count:,} bools are neither 0 nor 1") for key, count in self.odd_bools.items())
+        yield from (
+            (key, f"{count:,} values became infinite in the cast")
+            for key, count in self.overflowed.items()
+        )
+        yield from (
+            (key, f"{count:,} bools are neither 0 nor 1") for key, count in self.odd_bools.items()
+        )
 
 
 @spelling_checked
@@ -69,10 +94,11 @@ def execute_plan(
 ) -> ConversionResult:
     """Write the output of a plan as a stream, and put it in place when it is complete.
 
-    `on_progress` is called with a `Progress` about once a MiB, in the phases write, verify and sync. `verify` counts what
-    the source names without the reader, reads the output back before it is renamed and compares every tensor with the
-    source, bit for bit or after the cast. Raises `MalformedCheckpoint` when the source is damaged, `OutputRefused` when the
-    output cannot be written, `VerificationFailed`; nothing is left behind.
+    `on_progress` is called with a `Progress` about once a MiB, in the phases write, verify and
+    sync. `verify` counts what the source names without the reader, reads the output back before it
+    is renamed and compares every tensor with the source, bit for bit or after the cast. Raises
+    `MalformedCheckpoint` when the source is damaged, `OutputRefused` when the output cannot be
+    written, `VerificationFailed`; nothing is left behind.
     """
     begin = time.perf_counter()
     _run_checks(plan)
@@ -92,12 +118,16 @@ def hand_over_plan(
     verify: bool = False,
     on_progress: OnProgress | None = None,
 ) -> ConversionResult:
-    """Execute the plan of one file that is made for `deliver` alone, which is given its path when it is whole.
+    """Execute the plan of one file that is made for `deliver` alone, which is given its path when
+    it is whole.
 
-    The mapping, if there is one, is put in its place when `deliver` has returned. `force` and `fsync` are about that.
+    The mapping, if there is one, is put in its place when `deliver` has returned. `force` and
+    `fsync` are about that.
     """
     with _mapping_made(plan, force=force, fsync=fsync) as put_mapping:
-        result = execute_plan(replace(plan, mapping=None), fsync=False, verify=verify, on_progress=on_progress)
+        result = execute_plan(
+            replace(plan, mapping=None), fsync=False, verify=verify, on_progress=on_progress
+        )
         meter = Meter("deliver", plan.nbytes, on_progress)
         deliver(plan.output, meter)
         meter.finish()
@@ -106,7 +136,9 @@ def hand_over_plan(
 
 
 def _run_checks(plan: ConversionPlan) -> None:
-    """Read the indices of tensors made of parts: what points nowhere is never written, whatever the format."""
+    """Read the indices of tensors made of parts: what points nowhere is never written, whatever the
+    format.
+    """
     try:
         for check in plan.checks:
             check()
@@ -121,7 +153,9 @@ def _result(plan: ConversionPlan, tally: Tally, verified: int | None) -> Convers
     return ConversionResult(plan, 0.0, verified, overflowed, odd_bools)
 
 
-def _write_files(plan: ConversionPlan, force: bool, fsync: bool, verify: bool, phases: Phases) -> ConversionResult:
+def _write_files(
+    plan: ConversionPlan, force: bool, fsync: bool, verify: bool, phases: Phases
+) -> ConversionResult:
     """Write the one file of an output, or its shards and their index."""
     with ExitStack() as stack:
         put_mapping = stack.enter_context(_mapping_made(plan, force=force, fsync=fsync))
@@ -131,7 +165,8 @@ def _write_files(plan: ConversionPlan, force: bool, fsync: bool, verify: bool, p
         else:
             _refuse_taken(plan, force)
         if plan.in_folder:
-            remove_leftovers(followed(folder))  # of a process that was killed just when the folder was there
+            # of a process that was killed just when the folder was there
+            remove_leftovers(followed(folder))
         made = stack.enter_context(staging_folder(_place(plan, is_new), plan.output))
         if is_new:
             made = made / folder.name
@@ -155,19 +190,28 @@ def _put_files(plan: ConversionPlan, made: Path, *, force: bool, fsync: bool) ->
 
 
 def _place(plan: ConversionPlan, is_new: bool) -> Path:
-    """What an output is made beside: its new folder, the file that it will be, or its name in a folder of shards.
+    """What an output is made beside: its new folder, the file that it will be, or its name in a
+    folder of shards.
 
-    A link that has the name of a shard is replaced, not followed: the blobs of a cache are not for writing.
+    A link that has the name of a shard is replaced, not followed: the blobs of a cache are not for
+    writing.
     """
     if is_new or plan.index is None:
         return followed(plan.output.parent if is_new else plan.output)
     return followed(plan.output.parent) / plan.output.name
 
 
-def _make_files(plan: ConversionPlan, made: Path, *, fsync: bool, verify: bool, phases: Phases) -> tuple[Tally, int]:
-    """Write all files of an output into the folder `made`, each whole and checked; returns how many tensors were verified."""
+def _make_files(
+    plan: ConversionPlan, made: Path, *, fsync: bool, verify: bool, phases: Phases
+) -> tuple[Tally, int]:
+    """Write all files of an output into the folder `made`, each whole and checked; returns how many
+    tensors were verified.
+    """
     tally, checksums, verified = Tally(), Checksums(), 0
-    written, compared = Meter("write", plan.nbytes, phases.tell), Meter("verify", plan.nbytes, phases.tell)
+    written, compared = (
+        Meter("write", plan.nbytes, phases.tell),
+        Meter("verify", plan.nbytes, phases.tell),
+    )
     for file in (*plan.files, *([plan.index] if plan.index else [])):
         temporary = made / file.path.name
         _make_file(file, temporary, tally, checksums, fsync=fsync, phases=phases, written=written)
@@ -198,7 +242,10 @@ def _make_file(
     """Write one file of an output, and wait for the disk where that is wanted."""
     before = written.done
     with new_file(
-        temporary, file.path, size=file.layout.nbytes, on_progress=lambda position: written.at(before + position)
+        temporary,
+        file.path,
+        size=file.layout.nbytes,
+        on_progress=lambda position: written.at(before + position),
     ) as stream:
         with phases.timed("write"):
             write_layout(file.layout, stream, tally, checksums)
@@ -220,8 +267,12 @@ def _shard_set(plan: ConversionPlan) -> ShardSet:
 
 
 @contextmanager
-def _mapping_made(plan: ConversionPlan, *, force: bool, fsync: bool) -> Iterator[Callable[[], None]]:
-    """The mapping, if one was asked for, made before the block; what is yielded puts it in place, when the output is."""
+def _mapping_made(
+    plan: ConversionPlan, *, force: bool, fsync: bool
+) -> Iterator[Callable[[], None]]:
+    """The mapping, if one was asked for, made before the block; what is yielded puts it in place,
+    when the output is.
+    """
     if plan.mapping is None:
         yield lambda: None
         return
@@ -244,7 +295,9 @@ def _mapping_made(plan: ConversionPlan, *, force: bool, fsync: bool) -> Iterator
 
 
 def _refuse_taken(plan: ConversionPlan, force: bool) -> None:
-    """Refuse an output of which a file, or another one of its name, is there already, or must not be replaced."""
+    """Refuse an output of which a file, or another one of its name, is there already, or must not
+    be replaced.
+    """
     files = [*plan.files, *([plan.index] if plan.index else [])]
     if plan.is_sharded:
         check_output(index_path(plan.output), force=force)
@@ -254,7 +307,9 @@ def _refuse_taken(plan: ConversionPlan, force: bool) -> None:
         check_output(file.path, force=force)
 
 
-def _write_folder(plan: ConversionPlan, force: bool, fsync: bool, verify: bool, phases: Phases) -> ConversionResult:
+def _write_folder(
+    plan: ConversionPlan, force: bool, fsync: bool, verify: bool, phases: Phases
+) -> ConversionResult:
     """Write a plain torch file beside the output, and have torch make a DCP folder of it."""
     tally, checksums = Tally(), Checksums()
     file, name = plan.files[0], followed(plan.output).name
@@ -265,7 +320,10 @@ def _write_folder(plan: ConversionPlan, force: bool, fsync: bool, verify: bool, 
     ):
         plain, made = staging / ".plain.pt", staging / name
         check_space(plain, 2 * plan.nbytes, plan.output)
-        planned, written = replace(file, path=plan.output), Meter("write", 2 * plan.nbytes, phases.tell)
+        planned, written = (
+            replace(file, path=plan.output),
+            Meter("write", 2 * plan.nbytes, phases.tell),
+        )
         _make_file(planned, plain, tally, checksums, fsync=False, phases=phases, written=written)
         checksums.finish()
         refuse_changed(plan.inputs)

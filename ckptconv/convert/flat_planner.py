@@ -1,4 +1,6 @@
-"""Plans of outputs that hold the tensors of one state dict and nothing else: safetensors, and shards of either format."""
+"""Plans of outputs that hold the tensors of one state dict and nothing else: safetensors, and
+shards of either format.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,20 @@ from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.refs import TensorRef, expanded, refuse_packed, view_identity
 from ckptconv.tensors.scaled_weights import refuse_cast
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.flattening import Flattened, encoding_notes, flatten, refuse_split, refuse_unholdable
-from ckptconv.tree.renaming import excluded, map_state_dict, refuse_nothing_left, renamed_keys, with_filled
+from ckptconv.tree.flattening import (
+    Flattened,
+    encoding_notes,
+    flatten,
+    refuse_split,
+    refuse_unholdable,
+)
+from ckptconv.tree.renaming import (
+    excluded,
+    map_state_dict,
+    refuse_nothing_left,
+    renamed_keys,
+    with_filled,
+)
 from ckptconv.tree.settling import Skipped
 from ckptconv.tree.state_dicts import StateDict, choose_state_dict
 from ckptconv.tree.strays import settle_strays
@@ -41,8 +55,12 @@ Kept = tuple[str, TensorRef, DType]
 """A tensor of a flat output: its key, itself, and the type to write it in."""
 
 
-def plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Request, *, in_folder: bool) -> ConversionPlan:
-    """An output that holds just the tensors of one state dict: safetensors, or shards of either format."""
+def plan_flat(
+    checkpoint: Checkpoint, output: Path, to: Target, options: Request, *, in_folder: bool
+) -> ConversionPlan:
+    """An output that holds just the tensors of one state dict: safetensors, or shards of either
+    format.
+    """
     found = choose_state_dict(checkpoint.root, options.only, checkpoint.path)
     left_out = settle_strays(checkpoint, found.node, options.unknown)
     keys = map_state_dict(found, options.keys, options.fit_to)
@@ -69,7 +87,10 @@ def plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Request
     renamed = renamed_keys(found, keys, {item.path for item in skipped[held_from:]})
     metadata: dict[str, str] = {}
     if to == "safetensors":
-        metadata = {**_metadata(checkpoint, dict(named), tied, options), **recipes_text(flattened.recipes)}
+        metadata = {
+            **_metadata(checkpoint, dict(named), tied, options),
+            **recipes_text(flattened.recipes),
+        }
     group = view_identity if to == "safetensors" else _same_storage
     lay_out = lambda part: _lay_out(to, part, metadata, tied, options)  # noqa: E731
     of_index = _index_metadata(checkpoint, is_whole=not skipped and not renamed.filled)
@@ -108,7 +129,11 @@ def plan_flat(checkpoint: Checkpoint, output: Path, to: Target, options: Request
 
 
 def _lay_out(
-    to: Target, part: Sequence[Kept], metadata: Mapping[str, str], tied: Mapping[str, str], options: Request
+    to: Target,
+    part: Sequence[Kept],
+    metadata: Mapping[str, str],
+    tied: Mapping[str, str],
+    options: Request,
 ) -> Layout:
     """One file of a flat output; of the aliases it gets those of its own tensors."""
     if to == "safetensors":
@@ -129,7 +154,8 @@ def _split(
     group: Callable[[TensorRef], Hashable],
     metadata: Mapping[str, Any],
 ) -> tuple[tuple[PlannedFile, ...], PlannedFile | None]:
-    """The files of a flat output and their index; one file, which needs no index, unless a limit asks for more.
+    """The files of a flat output and their index; one file, which needs no index, unless a limit
+    asks for more.
 
     Tensors of which `group` says the same stay together.
     """
@@ -148,21 +174,33 @@ def _split(
 
 
 def _index_metadata(checkpoint: Checkpoint, *, is_whole: bool) -> Mapping[str, Any]:
-    """What the source's index says beside the total size; not the number of parameters, unless they are all there."""
-    return {name: value for name, value in checkpoint.index_metadata.items() if is_whole or name != "total_parameters"}
+    """What the source's index says beside the total size; not the number of parameters, unless they
+    are all there.
+    """
+    return {
+        name: value
+        for name, value in checkpoint.index_metadata.items()
+        if is_whole or name != "total_parameters"
+    }
 
 
 def _same_storage(ref: TensorRef) -> Hashable:
-    """What tensors have in common that share their bytes; of one put together from pieces, only itself has them."""
+    """What tensors have in common that share their bytes; of one put together from pieces, only
+    itself has them.
+    """
     return id(ref.storage) if ref.is_view else id(ref)
 
 
-def _planned(path: Path, part: Sequence[Kept], lay_out: Callable[[Sequence[Kept]], Layout]) -> PlannedFile:
+def _planned(
+    path: Path, part: Sequence[Kept], lay_out: Callable[[Sequence[Kept]], Layout]
+) -> PlannedFile:
     return PlannedFile(path, lay_out(part), lambda: iter([(key, ref) for key, ref, _ in part]))
 
 
 def _cast_named(flattened: Flattened, options: Request) -> CastRule:
-    """Only the tensors that stand under their own keys are cast: scales and the values of sparse tensors are not weights."""
+    """Only the tensors that stand under their own keys are cast: scales and the values of sparse
+    tensors are not weights.
+    """
     if options.dtype is None or not flattened.recipes:
         return options.cast
     owned = tuple(f"{key}." for key in flattened.recipes)
@@ -171,7 +209,8 @@ def _cast_named(flattened: Flattened, options: Request) -> CastRule:
 
 
 def _tied_names(named: Sequence[tuple[str, TensorRef]], checkpoint: Checkpoint) -> dict[str, str]:
-    """Dropped name → kept name, for names of one and the same view; the first in sorted order is kept, as the library does.
+    """Dropped name → kept name, for names of one and the same view; the first in sorted order is
+    kept, as the library does.
 
     A name that the file's metadata needs for something else is not dropped.
     """
@@ -181,7 +220,12 @@ def _tied_names(named: Sequence[tuple[str, TensorRef]], checkpoint: Checkpoint) 
             views.setdefault(view_identity(ref), []).append(key)
     aliases = _aliases(checkpoint)
     taken = {"format", "device", *(name for name in checkpoint.metadata if name not in aliases)}
-    return {name: names[0] for names in map(sorted, views.values()) for name in names[1:] if name not in taken}
+    return {
+        name: names[0]
+        for names in map(sorted, views.values())
+        for name in names[1:]
+        if name not in taken
+    }
 
 
 def _aliases(checkpoint: Checkpoint) -> set[str]:
@@ -199,12 +243,15 @@ def _metadata(
     metadata = {
         name: value
         for name, value in checkpoint.metadata.items()
-        if name not in aliases and name != "device" and (name == "format" or value not in keys)  # would read as an alias
+        # would read as an alias
+        if name not in aliases and name != "device" and (name == "format" or value not in keys)
     }
     metadata["format"] = "pt"
     tags = {options.tags(ref.location) for ref in keys.values()}
     if bad := next((tag for tag in tags if not tag.isascii()), None):
-        raise DeviceUnavailable(f"the location tag '{printable(bad)}' is not a device", hint="name one with --device")
+        raise DeviceUnavailable(
+            f"the location tag '{printable(bad)}' is not a device", hint="name one with --device"
+        )
     if len(tags) == 1:
         metadata["device"] = tags.pop()
     return {**metadata, **tied}
@@ -215,7 +262,8 @@ def _refuse_blow_up(nbytes: int, checkpoint: Checkpoint) -> None:
     most = in_force()
     if nbytes > most.view_free and nbytes > most.view_ratio * checkpoint.nbytes:
         raise expanded(
-            f"would take {nbytes} bytes but its source takes {checkpoint.nbytes}, because its tensors share memory",
+            f"would take {nbytes} bytes but its source takes {checkpoint.nbytes}, because its "
+            "tensors share memory",
             nbytes,
             checkpoint.nbytes,
             advice="write a torch file (--to torch), which keeps the sharing",
@@ -223,8 +271,14 @@ def _refuse_blow_up(nbytes: int, checkpoint: Checkpoint) -> None:
 
 
 def _other_parts(found: StateDict, options: Request) -> Iterator[Skipped]:
-    """The parts of what was to be converted that are not the state dict: what stands beside it, and beside what it is in."""
+    """The parts of what was to be converted that are not the state dict: what stands beside it, and
+    beside what it is in.
+    """
     base = f"{options.only.removesuffix('.')}." if options.only and options.only != "." else ""
     for path, value, is_item in found.beside():
-        what = "not part of the state dict" if is_item else "an attribute of the dict, not one of its items"
+        what = (
+            "not part of the state dict"
+            if is_item
+            else "an attribute of the dict, not one of its items"
+        )
         yield Skipped(base + path, f"{what}; safetensors holds named tensors only", value)

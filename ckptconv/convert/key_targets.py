@@ -1,7 +1,8 @@
-"""What a state dict is fitted to: the keys and shapes of another checkpoint, of an index, or of a list of keys.
+"""What a state dict is fitted to: the keys and shapes of another checkpoint, of an index, or of a
+list of keys.
 
-A list is a text with one key per line (UTF-8; empty lines count for nothing). Of an index whose shards are not beside it, and
-of a list, only the keys are known.
+A list is a text with one key per line (UTF-8; empty lines count for nothing). Of an index whose
+shards are not beside it, and of a list, only the keys are known.
 """
 
 from __future__ import annotations
@@ -30,12 +31,22 @@ _INDEX = ".index.json"
 _PART = "write the part that you mean to a file of its own first: ckptconv convert --only PATH"
 
 
-def key_target(like: str | os.PathLike[str] | None, model: str | None, *, drop_unexpected: bool = False) -> KeyTarget | None:
-    """What the user named with `like` or `model` (see `named_models`), of which there may be one; None for neither."""
+def key_target(
+    like: str | os.PathLike[str] | None, model: str | None, *, drop_unexpected: bool = False
+) -> KeyTarget | None:
+    """What the user named with `like` or `model` (see `named_models`), of which there may be one;
+    None for neither.
+    """
     if like is not None and model is not None:
-        raise CheckpointError("like and model are both given, but the keys can fit only one", hint="leave one of them out")
+        raise CheckpointError(
+            "like and model are both given, but the keys can fit only one",
+            hint="leave one of them out",
+        )
     if drop_unexpected and like is None and model is None:
-        raise CheckpointError("there is no target in which keys could be unexpected", hint="add --like OTHER or --model NAME")
+        raise CheckpointError(
+            "there is no target in which keys could be unexpected",
+            hint="add --like OTHER or --model NAME",
+        )
     if model is not None:
         shapes, ties = model_shapes(model)
         return KeyTarget(model, shapes, drop_unexpected, ties)
@@ -48,9 +59,11 @@ def key_target(like: str | os.PathLike[str] | None, model: str | None, *, drop_u
 def shapes_like(path: str | os.PathLike[str]) -> tuple[Shapes, Ties]:
     """The keys and shapes of the state dict in `path`, and those of its keys that are tied.
 
-    `path` is whatever `open_checkpoint` reads, an index, or a list of keys; the last two tell of no ties.
+    `path` is whatever `open_checkpoint` reads, an index, or a list of keys; the last two tell of no
+    ties.
 
-    Raises `CheckpointError`: when it is none of these, holds no key or one twice, or more than one state dict.
+    Raises `CheckpointError`: when it is none of these, holds no key or one twice, or more than one
+    state dict.
     """
     refuse_no_path(like=path)
     file = Path(path)
@@ -60,7 +73,9 @@ def shapes_like(path: str | os.PathLike[str]) -> tuple[Shapes, Ties]:
         with open_checkpoint(file) as checkpoint:
             found = checkpoint.state_dict()
     except AmbiguousStateDict as error:
-        raise AmbiguousStateDict(error.what, path=error.path, where=error.where, hint=_PART) from None
+        raise AmbiguousStateDict(
+            error.what, path=error.path, where=error.where, hint=_PART
+        ) from None
     except UnsupportedCheckpoint:
         if (keys := _listed_keys(file)) is None:
             raise
@@ -70,7 +85,9 @@ def shapes_like(path: str | os.PathLike[str]) -> tuple[Shapes, Ties]:
 
 
 def _has_shards(index: Path) -> bool:
-    """Whether any file that an index names is there; if so it is opened as a whole, and a missing one is an error."""
+    """Whether any file that an index names is there; if so it is opened as a whole, and a missing
+    one is an error.
+    """
     names = {name for name in _weight_map(index).values() if isinstance(name, str)}
     return any(os.path.isfile(index.parent / name) for name in names)  # noqa: PTH113 (False for no name at all)
 
@@ -100,7 +117,10 @@ def _listed_keys(file: Path) -> list[str] | None:
         return None
     keys = [key for line in text.splitlines() if (key := line.strip())]
     # a key may hold anything, but prose, HTML and JSON are not what anybody means by a list of keys
-    plain = all(len(key) <= _LONGEST_KEY and key.isprintable() and " " not in key and key[0] not in "<{[" for key in keys)
+    plain = all(
+        len(key) <= _LONGEST_KEY and key.isprintable() and " " not in key and key[0] not in "<{["
+        for key in keys
+    )
     return keys if keys and plain else None
 
 
@@ -109,7 +129,9 @@ def _content(file: Path, limit: str) -> bytes:
     source = FileSource(file)
     try:
         if source.size > (most := getattr(in_force(), limit)):
-            raise LimitExceeded(f"has {source.size} bytes", limit=limit, allowed=most, needed=source.size, path=file)
+            raise LimitExceeded(
+                f"has {source.size} bytes", limit=limit, allowed=most, needed=source.size, path=file
+            )
         return source.read(0, source.size)
     finally:
         source.close()

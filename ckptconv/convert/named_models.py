@@ -1,7 +1,9 @@
-"""Models that the user names, built without memory: the only place where the user's own code is imported.
+"""Models that the user names, built without memory: the only place where the user's own code is
+imported.
 
-A name is ``PACKAGE.MODULE:CALLABLE``; the callable takes no arguments and gives a `torch.nn.Module` (a class, a function, a
-method reached by dots). It is called under ``torch.device("meta")``, so that no parameter takes memory.
+A name is ``PACKAGE.MODULE:CALLABLE``; the callable takes no arguments and gives a `torch.nn.Module`
+(a class, a function, a method reached by dots). It is called under ``torch.device("meta")``, so
+that no parameter takes memory.
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ _FORM = "name it as PACKAGE.MODULE:CALLABLE"
 
 
 def model_shapes(name: str) -> tuple[Shapes, Ties]:
-    """The keys and shapes in the state dict of the model that `name` builds (None for what has no shape), and its tied keys.
+    """The keys and shapes in the state dict of the model that `name` builds (None for what has no
+    shape), and its tied keys.
 
-    The current folder is looked in too, as `python -m` does. Raises `CheckpointError` when the name cannot be imported, or
-    what it names gives no module.
+    The current folder is looked in too, as `python -m` does. Raises `CheckpointError` when the name
+    cannot be imported, or what it names gives no module.
     """
     require_torch("building a model")
     import torch
@@ -38,20 +41,28 @@ def model_shapes(name: str) -> tuple[Shapes, Ties]:
         raise UnsupportedCheckpoint(
             f"cannot be built on the meta device ({_told(error)})",
             path=name,
-            hint="name a callable that takes no arguments and builds the model, without reading or moving tensors",
+            hint="name a callable that takes no arguments and builds the model, without reading "
+            "or moving tensors",
         ) from error
-    raise UnsupportedCheckpoint(f"returns {type(model).__name__}, not a torch.nn.Module", path=name, hint=_FORM)
+    raise UnsupportedCheckpoint(
+        f"returns {type(model).__name__}, not a torch.nn.Module", path=name, hint=_FORM
+    )
 
 
 def live_shapes(model: Any) -> Shapes:
-    """The keys and shapes in the state dict of a module; None for what has no shape: extra state, lazy parameters."""
+    """The keys and shapes in the state dict of a module; None for what has no shape: extra state,
+    lazy parameters.
+    """
     return {key: live_shape(value) for key, value in model.state_dict().items()}
 
 
 def live_ties(model: Any) -> Ties:
     """The groups of parameters' and buffers' names that a module has for one and the same tensor."""
     names: dict[int, list[str]] = defaultdict(list)
-    for name, value in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+    for name, value in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
         names[id(value)].append(name)
     return [group for group in names.values() if len(group) > 1]
 
@@ -67,17 +78,26 @@ def _named(name: str) -> Any:
     """The callable of a name; its module is imported."""
     module, colon, path = name.partition(":")
     if not colon or not module or not path:
-        raise UnsupportedCheckpoint("is not a name of a callable", path=name, hint=f"{_FORM}, e.g. my_package.models:build")
+        raise UnsupportedCheckpoint(
+            "is not a name of a callable", path=name, hint=f"{_FORM}, e.g. my_package.models:build"
+        )
     if "" not in sys.path and os.getcwd() not in sys.path:  # noqa: PTH109 (as python itself has it)
         sys.path.insert(0, os.getcwd())  # noqa: PTH109
     try:
         found: Any = import_module(module)
         for part in path.split("."):
             found = getattr(found, part)
-    except (Exception, SystemExit) as error:  # importing runs the user's code, which may raise anything
-        raise UnsupportedCheckpoint(f"cannot be imported ({_told(error)})", path=name, hint=_FORM) from error
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # importing runs the user's code, which may raise anything
+        raise UnsupportedCheckpoint(
+            f"cannot be imported ({_told(error)})", path=name, hint=_FORM
+        ) from error
     if not callable(found):
-        raise UnsupportedCheckpoint(f"is {type(found).__name__}, which is not callable", path=name, hint=_FORM)
+        raise UnsupportedCheckpoint(
+            f"is {type(found).__name__}, which is not callable", path=name, hint=_FORM
+        )
     return found
 
 

@@ -64,7 +64,9 @@ def text_notes(found: StateDict) -> Iterator[str]:
 def prefix_notes(
     checkpoint: Checkpoint, found: Sequence[StateDict], rules: KeyRules, fit_to: KeyTarget | None
 ) -> Iterator[str]:
-    """Offer what the framework put around the model, where no rule of the user's does anything with prefixes."""
+    """Offer what the framework put around the model, where no rule of the user's does anything with
+    prefixes.
+    """
     if rules not in (STRIP, KEEP) or fit_to:
         return
     for item in found:
@@ -76,20 +78,26 @@ def prefix_notes(
 def sharing_notes(refs: Sequence[TensorRef]) -> Iterator[str]:
     """Tell of tensors that would take far more bytes than the storages that they share."""
     claimed = sum(ref.nbytes for ref in refs)
-    stored = sum({id(piece.storage): piece.storage.nbytes for ref in refs for piece in ref.pieces}.values())
+    stored = sum(
+        {id(piece.storage): piece.storage.nbytes for ref in refs for piece in ref.pieces}.values()
+    )
     most = in_force()
     if claimed > most.view_free and claimed > most.view_ratio * stored:
         yield f"{len(refs)} tensors of {claimed} bytes share {stored} bytes of storage"
 
 
 def beside_notes(plan: ConversionPlan) -> Iterator[str]:
-    """Tell of an index that stands beside an output of one file, and whose shards a reader may take for it."""
+    """Tell of an index that stands beside an output of one file, and whose shards a reader may take
+    for it.
+    """
     index = index_path(plan.output)
     if not plan.is_sharded and plan.to != "dcp" and os.path.isfile(index):  # noqa: PTH113 (False for a name too long)
         yield f"{printable(index.name)} is beside it and names other files; a program that opens the folder may take those"
 
 
-def count_locations(refs: Iterable[TensorRef], retag: Callable[[str], str]) -> dict[tuple[str, str], int]:
+def count_locations(
+    refs: Iterable[TensorRef], retag: Callable[[str], str]
+) -> dict[tuple[str, str], int]:
     """Storages by device tag before and after."""
     storages = {id(piece.storage): piece.storage.location for ref in refs for piece in ref.pieces}
     counted = Counter(storages.values())
@@ -98,7 +106,9 @@ def count_locations(refs: Iterable[TensorRef], retag: Callable[[str], str]) -> d
 
 def count_casts(refs: Iterable[TensorRef], cast: CastRule) -> dict[tuple[str, str], int]:
     """Tensors by dtype before and after, of those that are cast."""
-    return dict(Counter((ref.dtype.name, cast(ref).name) for ref in refs if cast(ref) is not ref.dtype))
+    return dict(
+        Counter((ref.dtype.name, cast(ref).name) for ref in refs if cast(ref) is not ref.dtype)
+    )
 
 
 def _key_text(key: Node) -> str:

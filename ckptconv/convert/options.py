@@ -43,7 +43,8 @@ Tied = Literal["alias", "duplicate"]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What `Options` stand for, in the types that planning works with: rules that were read, tags, bytes.
+    """What `Options` stand for, in the types that planning works with: rules that were read, tags,
+    bytes.
 
     `fit_to`: what the keys of every state dict are fitted to, after the rules.
     """
@@ -77,26 +78,34 @@ _RULES = ("preset", "strip_prefix", "rename", "regex", "add_prefix", "include", 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Options:
-    """What a conversion is asked to do, in the words of the command line; the defaults are those of `ckptconv convert`.
+    """What a conversion is asked to do, in the words of the command line; the defaults are those of
+    `ckptconv convert`.
 
     - `to`: the output format, ``torch``, ``safetensors`` or ``dcp`` (None: by the output's name).
-    - `keys`: ``strip`` or ``keep`` the wrappers of DDP, torch.compile and FSDP, or ready `KeyRules`. After them apply,
+    - `keys`: ``strip`` or ``keep`` the wrappers of DDP, torch.compile and FSDP, or ready
+      `KeyRules`. After them apply,
       in this order: `rules` (a file of rules or a mapping, several of them, or pairs like ``("rename", "a.=b.")`` where
       another order is wanted; `reverse` undoes a mapping), `preset`, `strip_prefix`, `rename` (``OLD=NEW``), `regex`
       (``PATTERN=>REPLACEMENT``), `add_prefix`, `include`, `exclude` (globs): each one text or a list of them.
-    - `like` (another checkpoint, an index, a list of keys) or `model` (``PACKAGE.MODULE:CALLABLE``, imported and
+    - `like` (another checkpoint, an index, a list of keys) or `model`
+      (``PACKAGE.MODULE:CALLABLE``, imported and
       called): what the keys are fitted to after that; `drop_unexpected` leaves out what it does not have.
-    - `device`: the location tag to write (``cpu``, ``cuda:1``, ``keep``, ``auto``; None: ``cpu``, or ``keep`` beside
+    - `device`: the location tag to write (``cpu``, ``cuda:1``, ``keep``, ``auto``; None: ``cpu``,
+      or ``keep`` beside
       `map_location`, which maps single tags). `dtype`: what floating tensors are cast to (``bf16``).
-    - `only`: the path of the part to convert. `tied`: whether one of several names of a tensor stands for the others in
+    - `only`: the path of the part to convert. `tied`: whether one of several names of a tensor
+      stands for the others in
       safetensors (``alias``), or each gets its own copy (``duplicate``). `unknown`: what happens in a torch output to
       objects that ``weights_only=True`` refuses and that have no plain form: ``refuse``, ``drop``, ``keep``.
-    - `max_shard_size`: the bytes of tensors that one file may hold (a number, or ``5GB``); a sharded output holds one
+    - `max_shard_size`: the bytes of tensors that one file may hold (a number, or ``5GB``); a
+      sharded output holds one
       state dict.
-    - `save_mapping`: the file that will tell which key became which; ``rules=FILE, reverse=True`` undoes it.
+    - `save_mapping`: the file that will tell which key became which; ``rules=FILE, reverse=True``
+      undoes it.
 
-    Files that are named are read when the conversion is planned. Raises `OptionRefused` for a value that is none of its
-    choices, `UnknownOption` (a `TypeError` too) for a name that is not an option, `KeyConflict` for what is not a rule.
+    Files that are named are read when the conversion is planned. Raises `OptionRefused` for a value
+    that is none of its choices, `UnknownOption` (a `TypeError` too) for a name that is not an
+    option, `KeyConflict` for what is not a rule.
 
     >>> Options(dtype="bf16", device="cuda:1", exclude="*.num_batches_tracked", max_shard_size="5GB").device
     'cuda:1'
@@ -133,25 +142,35 @@ class Options:
         refuse_no_tags(self.map_location)
         refuse_no_text(device=self.device, dtype=self.dtype, model=self.model)
         refuse_no_path(**({} if self.like is None else {"like": self.like}))
-        refuse_no_output(**({} if self.save_mapping is None else {"save_mapping": self.save_mapping}))
+        refuse_no_output(
+            **({} if self.save_mapping is None else {"save_mapping": self.save_mapping})
+        )
         refuse_no_flag(reverse=self.reverse, drop_unexpected=self.drop_unexpected)
         self._key_rules(read=False)
         self._dtype()
-        for tag in [self.device] * (self.device not in (None, "keep")) + [*(self.map_location or {}).values()]:
+        for tag in [self.device] * (self.device not in (None, "keep")) + [
+            *(self.map_location or {}).values()
+        ]:
             if tag is not None and tag != "auto":
                 check_tag(tag)
 
     def __repr__(self) -> str:
         given = ((item.name, getattr(self, item.name), item.default) for item in fields(self))
-        told = printable(f"Options({', '.join(f'{name}={value!r}' for name, value, default in given if value != default)})")
+        told = printable(
+            f"Options({', '.join(f'{name}={value!r}' for name, value, default in given if value != default)})"
+        )
         return told if len(told) <= WIDTH else f"{told[: WIDTH - 2]}…)"
 
     def request(self, fit_to: KeyTarget | None) -> Request:
-        """The request that these options stand for; `fit_to` is what `like` or `model` name. Files of rules are read."""
+        """The request that these options stand for; `fit_to` is what `like` or `model` name. Files
+        of rules are read.
+        """
         return Request(
             to=self.to,
             keys=self._key_rules(read=True),
-            tags=tag_map(self.device, [f"{old}={new}" for old, new in (self.map_location or {}).items()]),
+            tags=tag_map(
+                self.device, [f"{old}={new}" for old, new in (self.map_location or {}).items()]
+            ),
             dtype=self._dtype(),
             only=self.only,
             tied=self.tied,
@@ -167,17 +186,22 @@ class Options:
     def _key_rules(self, *, read: bool) -> KeyRules:
         """All rules as one list; without `read` those in files are left out."""
         given = rules_of(self.keys)
-        one = isinstance(self.rules, (str, os.PathLike)) or (isinstance(self.rules, tuple) and self.rules[:1] in _ONE_WORD)
+        one = isinstance(self.rules, (str, os.PathLike)) or (
+            isinstance(self.rules, tuple) and self.rules[:1] in _ONE_WORD
+        )
         listed: Any = (self.rules,) if one else self.rules
         if not isinstance(listed, (list, tuple)):
             raise OptionRefused(
-                f"rules={listed!r:.100} is not a list of rules", hint="name a file, or give (rule, value) pairs"
+                f"rules={listed!r:.100} is not a list of rules",
+                hint="name a file, or give (rule, value) pairs",
             )
         files = [item for item in listed if not _is_rule(item)]
         for item in files:
             refuse_no_path(rules=item)
         if self.reverse and not files:
-            raise OptionRefused("reverse=True undoes a mapping, but there is none", hint="name it with rules=FILE")
+            raise OptionRefused(
+                "reverse=True undoes a mapping, but there is none", hint="name it with rules=FILE"
+            )
         made: list[Rule | tuple[str, str]] = [*given.rules]
         for item in listed:
             if _is_rule(item):
@@ -186,7 +210,10 @@ class Options:
                 made += read_rules(item, reverse=self.reverse)
         for name in _RULES:
             words = getattr(self, name)
-            made += [(name.replace("_", "-"), word) for word in ((words,) if isinstance(words, str) else words)]
+            made += [
+                (name.replace("_", "-"), word)
+                for word in ((words,) if isinstance(words, str) else words)
+            ]
         return KeyRules.of(made, given.wrappers)
 
 
@@ -198,7 +225,11 @@ _ONE_WORD = {(word,) for word in RULE_WORDS}
 
 def _is_rule(item: object) -> bool:
     """Whether an item of `rules` is a rule in words, as (rule, value), and so no file."""
-    return isinstance(item, (tuple, list)) and len(item) == 2 and all(type(word) is str for word in item)
+    return (
+        isinstance(item, (tuple, list))
+        and len(item) == 2
+        and all(type(word) is str for word in item)
+    )
 
 
 def _refuse_no_choice(asked: Options | Request) -> None:

@@ -25,7 +25,9 @@ from ckptconv.tree.settling import Rewritten, Skipped
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedFile:
-    """One file of an output: its path, its bytes, and the tensors in it by the paths that they will have."""
+    """One file of an output: its path, its bytes, and the tensors in it by the paths that they will
+    have.
+    """
 
     path: Path
     layout: Layout
@@ -33,7 +35,9 @@ class PlannedFile:
 
 
 def _gone(*_: object) -> Any:
-    """What stands in a plan that came out of a pickle for what only a plan with its files open can do."""
+    """What stands in a plan that came out of a pickle for what only a plan with its files open can
+    do.
+    """
     hint = "make it again with plan_conversion in the program that executes it"
     raise CheckpointError("the plan was pickled, so its files are not open", hint=hint)
 
@@ -50,29 +54,46 @@ def _plan_again(facts: dict[str, Any]) -> ConversionPlan:
     """The plan that a pickle tells of; it cannot be executed."""
     files = tuple(map(_file_again, facts.pop("files")))
     single = {name: _file_again(facts.pop(name)) for name in ("index", "mapping")}
-    return ConversionPlan(files=files, tensors=_gone, cast=_gone, checks=(_gone,), **single, **facts)  # type: ignore[arg-type]
+    return ConversionPlan(
+        files=files, tensors=_gone, cast=_gone, checks=(_gone,), **single, **facts
+    )  # type: ignore[arg-type]
 
 
-_OF_OPEN_FILES = {"files", "index", "mapping", "tensors", "cast", "checks", "inputs", "root", "part", "accounted"}
+_OF_OPEN_FILES = {
+    "files",
+    "index",
+    "mapping",
+    "tensors",
+    "cast",
+    "checks",
+    "inputs",
+    "root",
+    "part",
+    "accounted",
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ConversionPlan:
-    """Everything about an output but its payload: where each byte will come from, and what will differ from the source.
+    """Everything about an output but its payload: where each byte will come from, and what will
+    differ from the source.
 
-    `files` are one, or the shards, and then `index` is the file that says which of them holds a key. `in_folder`: a folder
-    was asked for, which is made if it is missing. `is_sharded`: shards were asked for, though all may fit one file.
+    `files` are one, or the shards, and then `index` is the file that says which of them holds a
+    key. `in_folder`: a folder was asked for, which is made if it is missing. `is_sharded`: shards
+    were asked for, though all may fit one file.
 
-    `mapping` is the file that will tell which key became which, if one was asked for. `inputs` are the files that are read.
-    `checks` read the indices of tensors made of parts, before anything is written.
+    `mapping` is the file that will tell which key became which, if one was asked for. `inputs` are
+    the files that are read. `checks` read the indices of tensors made of parts, before anything is
+    written.
 
-    `root` is the source's tree, `part` what of it is converted, `modules` how many state dicts in it stand for whole modules;
-    `accounted` is what these modules hold that their state dicts need not.
+    `root` is the source's tree, `part` what of it is converted, `modules` how many state dicts in
+    it stand for whole modules; `accounted` is what these modules hold that their state dicts need
+    not.
 
     `limits` are those under which it was made; the output is read back under them.
 
-    `locations` counts storages by (tag before, tag after); `casts` counts tensors by (dtype before, after); `tied` maps
-    dropped names to the kept one (safetensors).
+    `locations` counts storages by (tag before, tag after); `casts` counts tensors by (dtype before,
+    after); `tied` maps dropped names to the kept one (safetensors).
     """
 
     source: Path
@@ -105,10 +126,14 @@ class ConversionPlan:
     @property
     def nbytes(self) -> int:
         """The size of the output in bytes, all its files together."""
-        return sum(file.layout.nbytes for file in (*self.files, *([self.index] if self.index else [])))
+        return sum(
+            file.layout.nbytes for file in (*self.files, *([self.index] if self.index else []))
+        )
 
     def __repr__(self) -> str:
-        return short_repr("ConversionPlan", f"{self.source.name} → {self.shown_name}", *self._facts())
+        return short_repr(
+            "ConversionPlan", f"{self.source.name} → {self.shown_name}", *self._facts()
+        )
 
     @property
     def shown_name(self) -> str:
@@ -121,16 +146,32 @@ class ConversionPlan:
         keys = sum(item.count for item in self.state_dicts)
         changed = sum(len(item.changed) for item in self.state_dicts)
         shards = count_text(len(self.files), "shard") if self.index is not None else ""
-        return [self.to, size_text(self.nbytes), f"{changed:,} of {count_text(keys, 'key')} renamed", shards]
+        return [
+            self.to,
+            size_text(self.nbytes),
+            f"{changed:,} of {count_text(keys, 'key')} renamed",
+            shards,
+        ]
 
     def _repr_html_(self) -> str:
         renamed = ((old, "→", new) for item in self.state_dicts for old, new in item.changed)
         left_out = ((item.path, "skipped:", item.reason) for item in self.skipped)
-        return html_table(f"{self.source} → {self.output}: {', '.join(filter(None, self._facts()))}", chain(left_out, renamed))
+        return html_table(
+            f"{self.source} → {self.output}: {', '.join(filter(None, self._facts()))}",
+            chain(left_out, renamed),
+        )
 
-    def __reduce__(self) -> tuple[Callable[[dict[str, Any]], ConversionPlan], tuple[dict[str, Any]]]:
-        """A plan in a pickle tells all that it told; it cannot be executed, for its files are open here only."""
-        facts = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in _OF_OPEN_FILES}
+    def __reduce__(
+        self,
+    ) -> tuple[Callable[[dict[str, Any]], ConversionPlan], tuple[dict[str, Any]]]:
+        """A plan in a pickle tells all that it told; it cannot be executed, for its files are open
+        here only.
+        """
+        facts = {
+            item.name: getattr(self, item.name)
+            for item in fields(self)
+            if item.name not in _OF_OPEN_FILES
+        }
         facts["state_dicts"] = tuple(replace(item, mapped=None) for item in self.state_dicts)
         facts["skipped"] = tuple(replace(item, node=None) for item in self.skipped)
         facts["files"] = tuple(map(_told_file, self.files))

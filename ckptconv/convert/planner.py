@@ -1,4 +1,5 @@
-"""Conversion plans: what every byte of an output but its payload will be, decided without reading any payload.
+"""Conversion plans: what every byte of an output but its payload will be, decided without reading
+any payload.
 
 Nothing is written when a plan fails. A plan's layout is executed by `convert`.
 """
@@ -33,7 +34,13 @@ from ckptconv.keys.rule_files import mapping_text
 from ckptconv.objects.plain import plain_form
 from ckptconv.pickles.nodes import Call, Dict, Node, mapping_pairs
 from ckptconv.support.choices import refuse_no_output
-from ckptconv.support.errors import AmbiguousStateDict, CheckpointError, OutputRefused, RefusedObject, printable
+from ckptconv.support.errors import (
+    AmbiguousStateDict,
+    CheckpointError,
+    OutputRefused,
+    RefusedObject,
+    printable,
+)
 from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.limits import held, in_force
 from ckptconv.tensors.compaction import CastRule
@@ -52,23 +59,34 @@ def plan_conversion(
 ) -> ConversionPlan:
     """Decide what the output of a conversion will be, without reading payload or writing anything.
 
-    `checkpoint` is an opened one, which must stay open until the plan is executed; `options` are those of the
-    conversion (None: the defaults). Raises `CheckpointError` when the request cannot be met: keys that collide, objects
-    that may not be written, a state dict that is missing or ambiguous.
+    `checkpoint` is an opened one, which must stay open until the plan is executed; `options` are
+    those of the conversion (None: the defaults). Raises `CheckpointError` when the request cannot
+    be met: keys that collide, objects that may not be written, a state dict that is missing or
+    ambiguous.
 
     >>> with open_checkpoint("in.pt") as checkpoint:  # doctest: +SKIP
     ...     execute_plan(plan_conversion(checkpoint, "out.safetensors", Options(dtype="bf16")))
     """
     refuse_no_output(output=output)
-    return _planned(checkpoint, output, options if isinstance(options, Request) else request_of(options or Options()))
+    return _planned(
+        checkpoint,
+        output,
+        options if isinstance(options, Request) else request_of(options or Options()),
+    )
 
 
 def request_of(options: Options) -> Request:
-    """What options stand for: the files that they name are read, and what the keys are to be fitted to."""
-    return options.request(key_target(options.like, options.model, drop_unexpected=options.drop_unexpected))
+    """What options stand for: the files that they name are read, and what the keys are to be fitted
+    to.
+    """
+    return options.request(
+        key_target(options.like, options.model, drop_unexpected=options.drop_unexpected)
+    )
 
 
-def _planned(checkpoint: Checkpoint, output: str | os.PathLike[str], options: Request) -> ConversionPlan:
+def _planned(
+    checkpoint: Checkpoint, output: str | os.PathLike[str], options: Request
+) -> ConversionPlan:
     path, to = target(Path(output), options)
     try:
         with collector_paused(), held(checkpoint.limits):
@@ -78,12 +96,29 @@ def _planned(checkpoint: Checkpoint, output: str | os.PathLike[str], options: Re
                 plan = _plan_dcp(checkpoint, path, options)
             else:
                 plan = plan_flat(checkpoint, path, to, options, in_folder=path != Path(output))
-            part = checkpoint.root if options.only is None else find(checkpoint.root, options.only, checkpoint.path)
-            plan = replace(plan, inputs=checkpoint.sources, notes=(*plan.notes, *beside_notes(plan)))
-            accounted = (*(stray.node for stray in checkpoint.module_strays), *checkpoint.module_parts)
-            plan = replace(plan, root=checkpoint.root, part=part, modules=checkpoint.modules, accounted=accounted)
+            part = (
+                checkpoint.root
+                if options.only is None
+                else find(checkpoint.root, options.only, checkpoint.path)
+            )
+            plan = replace(
+                plan, inputs=checkpoint.sources, notes=(*plan.notes, *beside_notes(plan))
+            )
+            accounted = (
+                *(stray.node for stray in checkpoint.module_strays),
+                *checkpoint.module_parts,
+            )
+            plan = replace(
+                plan,
+                root=checkpoint.root,
+                part=part,
+                modules=checkpoint.modules,
+                accounted=accounted,
+            )
             _refuse_lost_inputs(plan)
-            return plan if options.save_mapping is None else _with_mapping(plan, options.save_mapping)
+            return (
+                plan if options.save_mapping is None else _with_mapping(plan, options.save_mapping)
+            )
     except CheckpointError as error:
         raise error.at(path=checkpoint.path) from error.__cause__
 
@@ -95,7 +130,9 @@ def _with_mapping(plan: ConversionPlan, path: Path) -> ConversionPlan:
         taken.add(plan.index.path)
     if path.resolve() in {other.resolve() for other in taken}:
         raise OutputRefused(
-            "is the source or the output, so it cannot also be the mapping", path=path, hint="name another file"
+            "is the source or the output, so it cannot also be the mapping",
+            path=path,
+            hint="name another file",
         )
     raw = mapping_text([item.mapped() for item in plan.state_dicts if item.mapped is not None])
     return replace(plan, mapping=PlannedFile(path, one_item("mapping", raw), lambda: iter(())))
@@ -106,11 +143,17 @@ def _files_of(inputs: Sequence[Source]) -> set[Path]:
 
 
 def _refuse_lost_inputs(plan: ConversionPlan) -> None:
-    """Refuse an output that would take the place of some files of a checkpoint of many, which are worth nothing apart."""
+    """Refuse an output that would take the place of some files of a checkpoint of many, which are
+    worth nothing apart.
+    """
     inputs = _files_of(plan.inputs)
     if len(inputs) < 2 or plan.to == "dcp":
         return
-    paths = {plan.output, *(file.path for file in plan.files), *(earlier_files(plan.output) if plan.is_sharded else ())}
+    paths = {
+        plan.output,
+        *(file.path for file in plan.files),
+        *(earlier_files(plan.output) if plan.is_sharded else ()),
+    }
     taken = {path.resolve() for path in paths} | paths
     names = {path.name for path in taken}
     lost = [path for path in inputs if path.name in names and path.resolve() in taken]
@@ -120,7 +163,11 @@ def _refuse_lost_inputs(plan: ConversionPlan) -> None:
 
 
 def _plan_torch(checkpoint: Checkpoint, output: Path, options: Request) -> ConversionPlan:
-    root = checkpoint.root if options.only is None else find(checkpoint.root, options.only, checkpoint.path)
+    root = (
+        checkpoint.root
+        if options.only is None
+        else find(checkpoint.root, options.only, checkpoint.path)
+    )
     overlay: dict[int, Node] = {}
     left_out = settle_strays(checkpoint, root, options.unknown)
     found = find_state_dicts(root)
@@ -128,7 +175,9 @@ def _plan_torch(checkpoint: Checkpoint, output: Path, options: Request) -> Conve
     settled = settle_objects(root, overlay, options.unknown)
     refs = settled.tensors
     if not refs and not settled.storages:
-        raise AmbiguousStateDict("holds no tensors, so there is nothing to convert", where=options.only)
+        raise AmbiguousStateDict(
+            "holds no tensors, so there is nothing to convert", where=options.only
+        )
     tree = Tree(root, overlay, refs, settled.storages)
     depth = in_force().depth
     if any(ref.dtype.is_packed for ref in refs):
@@ -167,18 +216,30 @@ def _plan_torch(checkpoint: Checkpoint, output: Path, options: Request) -> Conve
 def _plan_dcp(checkpoint: Checkpoint, output: Path, options: Request) -> ConversionPlan:
     """The plan of the torch file of which torch will make a DCP folder."""
     if options.unknown == "keep":
-        raise RefusedObject("objects of unknown classes cannot be kept in a DCP folder", hint="use --unknown drop")
-    root = checkpoint.root if options.only is None else find(checkpoint.root, options.only, checkpoint.path)
-    if mapping_pairs(root) is None and (type(root) is not Call or type(plain_form(root)) is not Dict):
         raise RefusedObject(
-            "is not a dict, and a DCP folder holds only dicts", where=options.only, hint="--only PATH takes one part"
+            "objects of unknown classes cannot be kept in a DCP folder", hint="use --unknown drop"
+        )
+    root = (
+        checkpoint.root
+        if options.only is None
+        else find(checkpoint.root, options.only, checkpoint.path)
+    )
+    if mapping_pairs(root) is None and (
+        type(root) is not Call or type(plain_form(root)) is not Dict
+    ):
+        raise RefusedObject(
+            "is not a dict, and a DCP folder holds only dicts",
+            where=options.only,
+            hint="--only PATH takes one part",
         )
     plan = _plan_torch(checkpoint, output, options)
     return replace(plan, to="dcp", notes=(*plan.notes, *_number_keys(root)))
 
 
 def _number_keys(root: Node) -> Iterator[str]:
-    """Tell of keys that DCP keeps as text: an optimizer's state has numbers (torch/distributed/checkpoint/_nested_dict.py)."""
+    """Tell of keys that DCP keeps as text: an optimizer's state has numbers
+    (torch/distributed/checkpoint/_nested_dict.py).
+    """
     for place, node in walk(root):
         if any(type(key) is int for key, _ in mapping_pairs(node) or ()):
             where = printable(place_text(place)) or "the root"
@@ -186,19 +247,26 @@ def _number_keys(root: Node) -> Iterator[str]:
             return
 
 
-def _refuse_scaled(found: Sequence[StateDict], renamed: Sequence[RenamedKeys], tree: Tree, options: Request) -> None:
-    """Refuse a cast of codes and scales: in the state dicts, or where there are none, among all tensors."""
+def _refuse_scaled(
+    found: Sequence[StateDict], renamed: Sequence[RenamedKeys], tree: Tree, options: Request
+) -> None:
+    """Refuse a cast of codes and scales: in the state dicts, or where there are none, among all
+    tensors.
+    """
     if options.dtype is None:
         return
     for item, done in zip(found, renamed, strict=True):
-        refuse_cast(dict(item.tensors()), set(item.keys).difference(done.left_out), options.dtype, item.path)
+        refuse_cast(
+            dict(item.tensors()), set(item.keys).difference(done.left_out), options.dtype, item.path
+        )
     if not found:
         tensors = dict(tensors_of(tree.root, tree.overlay))
         refuse_cast(tensors, tensors, options.dtype, "")
 
 
 def _cast_rule(found: Sequence[StateDict], tree: Tree, options: Request) -> CastRule:
-    """Cast the tensors of state dicts: an optimizer's, or the scales inside a quantized tensor, are not weights.
+    """Cast the tensors of state dicts: an optimizer's, or the scales inside a quantized tensor, are
+    not weights.
 
     Where there is no state dict, all tensors that are not part of a call are cast.
     """
@@ -206,8 +274,11 @@ def _cast_rule(found: Sequence[StateDict], tree: Tree, options: Request) -> Cast
         return options.cast
     values = (tree.overlay.get(id(value), value) for item in found for value in item.values)
     weights = {id(tensor_of(value)) for value in values} if found else _free_tensors(tree)
-    bare = {id(storage) for storage in tree.storages}  # they stay as they are, and so do the tensors over them
-    weights -= {id(ref) for ref in tree.tensors if any(id(piece.storage) in bare for piece in ref.pieces)}
+    # they stay as they are, and so do the tensors over them
+    bare = {id(storage) for storage in tree.storages}
+    weights -= {
+        id(ref) for ref in tree.tensors if any(id(piece.storage) in bare for piece in ref.pieces)
+    }
     return lambda ref: options.cast(ref) if id(ref) in weights else ref.dtype
 
 

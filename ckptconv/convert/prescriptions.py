@@ -1,4 +1,6 @@
-"""The command that fixes a checkpoint: which conversion, where to, whether it would work, and what it would lose."""
+"""The command that fixes a checkpoint: which conversion, where to, whether it would work, and what
+it would lose.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class Fix:
 
     def with_(self, other: Fix) -> Fix:
         """Both: what the other one asks for goes before what this one does."""
-        given = {name: value for name in self.__slots__ if (value := getattr(other, name)) is not None}
+        given = {
+            name: value for name in self.__slots__ if (value := getattr(other, name)) is not None
+        }
         if other.unknown == "refuse":
             given["unknown"] = self.unknown
         return replace(self, **given)
@@ -51,8 +55,19 @@ class Fix:
         """The conversion as the library has it; `target` is what `like` or `model` name."""
         keys = KeyRules(strip_prefixes=(self.strip_prefix,) if self.strip_prefix else ())
         dtype = floating_dtype(self.dtype) if self.dtype else None
-        fit_to = replace(target, drop_unexpected=bool(self.drop_unexpected)) if target and (self.like or self.model) else None
-        return Request(keys=keys, tags=tag_map(self.device), dtype=dtype, only=self.only, unknown=self.unknown, fit_to=fit_to)
+        fit_to = (
+            replace(target, drop_unexpected=bool(self.drop_unexpected))
+            if target and (self.like or self.model)
+            else None
+        )
+        return Request(
+            keys=keys,
+            tags=tag_map(self.device),
+            dtype=dtype,
+            only=self.only,
+            unknown=self.unknown,
+            fit_to=fit_to,
+        )
 
     def arguments(self) -> list[str]:
         """The same as words of a command line."""
@@ -72,14 +87,20 @@ class Fix:
 
 @dataclass(frozen=True, slots=True)
 class Prescription:
-    """A conversion that works; `lost` is what its output lacks because it has no plain form, in words."""
+    """A conversion that works; `lost` is what its output lacks because it has no plain form, in
+    words.
+    """
 
     fix: Fix
     lost: tuple[str, ...] = ()
 
 
-def workable(fix: Fix, checkpoint: Checkpoint, target: KeyTarget | None = None) -> Prescription | CheckpointError:
-    """The fix, with objects dropped that have no plain form if there is no other way; or why it would not work."""
+def workable(
+    fix: Fix, checkpoint: Checkpoint, target: KeyTarget | None = None
+) -> Prescription | CheckpointError:
+    """The fix, with objects dropped that have no plain form if there is no other way; or why it
+    would not work.
+    """
     try:
         plan = plan_conversion(checkpoint, f"OUT{fix.suffix or '.pt'}", fix.options(target))
     except RefusedObject as error:
@@ -95,7 +116,9 @@ def workable(fix: Fix, checkpoint: Checkpoint, target: KeyTarget | None = None) 
 def _dropping(
     fix: Fix, checkpoint: Checkpoint, target: KeyTarget | None, refused: RefusedObject
 ) -> Prescription | CheckpointError:
-    """The fix that drops what was refused; the refusal in other words where it would take the tensors along."""
+    """The fix that drops what was refused; the refusal in other words where it would take the
+    tensors along.
+    """
     found = workable(replace(fix, unknown="drop"), checkpoint, target)
     if not isinstance(found, AmbiguousStateDict):
         return found
@@ -108,7 +131,9 @@ _ELSEWHERE = "load it where its classes are and save its state_dict(), or keep i
 
 
 def _lost(plan: ConversionPlan, checkpoint: Checkpoint) -> list[tuple[str, int]]:
-    """What was dropped, in words, and how many tensors that held: objects, and what modules hold beside their state dicts."""
+    """What was dropped, in words, and how many tensors that held: objects, and what modules hold
+    beside their state dicts.
+    """
     unsaved = {id(stray.node) for stray in checkpoint.module_strays if stray.is_refused}
     found = []
     for item in plan.skipped:
@@ -123,13 +148,23 @@ def _lost(plan: ConversionPlan, checkpoint: Checkpoint) -> list[tuple[str, int]]
 def command(fix: Fix, paths: Sequence[Path], output: Path | None = None) -> str:
     """The command line, ready for a POSIX shell; without an `output` it gets a name that is free."""
     made = output or output_beside(paths[0], fix.suffix or ".pt")
-    return " ".join(map(quote, ("ckptconv", "convert", *map(as_argument, (*paths, made)), *fix.arguments())))
+    return " ".join(
+        map(quote, ("ckptconv", "convert", *map(as_argument, (*paths, made)), *fix.arguments()))
+    )
 
 
 def output_beside(path: Path, suffix: str, taken: Collection[Path] = ()) -> Path:
-    """A name beside `path` that is free and not `taken`: ``model-portable.pt``, else ``model-portable-2.pt``, …"""
+    """A name beside `path` that is free and not `taken`: ``model-portable.pt``, else
+    ``model-portable-2.pt``, …
+    """
     given = path if path.name else path.absolute()
     stem = given.name.removesuffix(".index.json")
     stem = stem if given.is_dir() else Path(stem).stem
-    names = (f"{stem}-portable{number}{suffix}" for number in ("", *(f"-{n}" for n in range(2, 1000))))
-    return next(found for name in names if not (found := given.parent / name).exists() and found not in taken)
+    names = (
+        f"{stem}-portable{number}{suffix}" for number in ("", *(f"-{n}" for n in range(2, 1000)))
+    )
+    return next(
+        found
+        for name in names
+        if not (found := given.parent / name).exists() and found not in taken
+    )

@@ -23,9 +23,16 @@ def plan_lines(plan: ConversionPlan) -> Iterator[tuple[str, str]]:
         if renamed.shared and not plan.tied:
             verb = "shares" if renamed.shared == 1 else "share"
             then = ", as before" if plan.to == "torch" else "; each has its own copy now"
-            yield "shared", f"{count_text(renamed.shared, 'key')} {verb} the storage of another{then}"
+            yield (
+                "shared",
+                f"{count_text(renamed.shared, 'key')} {verb} the storage of another{then}",
+            )
     for (before, after), count in list(plan.locations.items())[:_TAGS]:
-        change = f"{printable(before)} → {printable(after)}" if before != after else f"{printable(before)}, as before"
+        change = (
+            f"{printable(before)} → {printable(after)}"
+            if before != after
+            else f"{printable(before)}, as before"
+        )
         yield "device", f"{change} ({count_text(count, 'storage')})"
     if len(plan.locations) > _TAGS:
         yield "device", f"and {len(plan.locations) - _TAGS:,} more"
@@ -36,11 +43,16 @@ def plan_lines(plan: ConversionPlan) -> Iterator[tuple[str, str]]:
         first = printable(plan.files[0].path.name)
         yield (
             "shards",
-            f"{first} and so on, {len(plan.files):,} in all, the largest {largest}; {printable(plan.index.path.name)}",
+            f"{first} and so on, {len(plan.files):,} in all, the largest {largest}; "
+            f"{printable(plan.index.path.name)}",
         )
     if plan.tied:
         name, kept = next(iter(plan.tied.items()))
-        yield "tied", f"{count_text(len(plan.tied), 'name')} kept as aliases: {printable(name)} = {printable(kept)}"
+        yield (
+            "tied",
+            f"{count_text(len(plan.tied), 'name')} kept as aliases: {printable(name)} = "
+            f"{printable(kept)}",
+        )
     yield from _left_out_lines(plan)
     reasons = _by_reason(item for item in plan.skipped if not item.by_rule)
     for reason, paths in list(reasons.items())[:_TAGS]:
@@ -48,10 +60,17 @@ def plan_lines(plan: ConversionPlan) -> Iterator[tuple[str, str]]:
     if len(reasons) > _TAGS:
         yield "skipped", f"and {len(reasons) - _TAGS:,} more kinds"
     if plan.rewritten:
-        named = [f"{item.path} ({', '.join(filter(None, (item.name, item.how)))})" for item in plan.rewritten]
+        named = [
+            f"{item.path} ({', '.join(filter(None, (item.name, item.how)))})"
+            for item in plan.rewritten
+        ]
         yield "rewritten", some_text(named) + " in plain form"
     if plan.mapping is not None:
-        yield "mapping", f"{printable(plan.mapping.path)}; --rules {printable(plan.mapping.path)} --reverse undoes it"
+        yield (
+            "mapping",
+            f"{printable(plan.mapping.path)}; --rules {printable(plan.mapping.path)} --reverse "
+            "undoes it",
+        )
     for note in plan.notes:
         yield "note", printable(note)
 
@@ -68,10 +87,16 @@ def _keys_text(plan: ConversionPlan, renamed: Any) -> str:
 
 
 def _place_text(path: str) -> str:
-    """The place of a state dict; of one within a module that is kept whole, the module: how it is pickled is left out."""
+    """The place of a state dict; of one within a module that is kept whole, the module: how it is
+    pickled is left out.
+    """
     if _STATE not in path.split("."):
         return printable(path)
-    names = [name for name in path.split(".") if name not in (_STATE, "_modules", "_parameters", "_buffers")]
+    names = [
+        name
+        for name in path.split(".")
+        if name not in (_STATE, "_modules", "_parameters", "_buffers")
+    ]
     return f"the module {printable('.'.join(names))}".rstrip()
 
 
@@ -85,7 +110,10 @@ def _left_out_lines(plan: ConversionPlan) -> Iterator[tuple[str, str]]:
     for reason, paths in list(reasons.items())[:_TAGS]:
         some = ", ".join(map(printable, paths[:_EXAMPLES])) + ", …" * (len(paths) > _EXAMPLES)
         eg = "e.g. " if len(paths) > _EXAMPLES else ""
-        yield "left out", f"{len(paths):,} of {count_text(whole, 'key')} {printable(reason, 500)}: {eg}{some}"
+        yield (
+            "left out",
+            f"{len(paths):,} of {count_text(whole, 'key')} {printable(reason, 500)}: {eg}{some}",
+        )
     if len(reasons) > _TAGS:
         yield "left out", f"and {sum(map(len, list(reasons.values())[_TAGS:])):,} more"
 
@@ -109,11 +137,16 @@ _ROWS = 40
 
 
 def keys_table(plan: ConversionPlan) -> Iterator[str]:
-    """The keys that change, old → new, one line each, and how many do not; of more than 40 the rest is counted."""
+    """The keys that change, old → new, one line each, and how many do not; of more than 40 the rest
+    is counted.
+    """
     for item in plan.state_dicts:
         rows = [*item.changed, *((old, "(left out)") for old in item.left_out)]
         where = f" of {_place_text(item.path)}" if item.path else ""
-        shown = [(printable(old), printable(new)) for old, new in (rows if len(rows) <= _ROWS else rows[: _ROWS - 1])]
+        shown = [
+            (printable(old), printable(new))
+            for old, new in (rows if len(rows) <= _ROWS else rows[: _ROWS - 1])
+        ]
         width = max((len(old) for old, _ in shown), default=0)
         if rows:
             yield f"keys{where}:"
@@ -148,12 +181,18 @@ def _output_text(plan: ConversionPlan) -> str:
 
 
 def _time_text(result: ConversionResult) -> str:
-    """How long it took, and what of it was spent on other things than writing; a rate where there was much to write."""
-    times = {phase: seconds for phase, seconds in result.phases.items() if seconds >= _WORTH_TELLING}
+    """How long it took, and what of it was spent on other things than writing; a rate where there
+    was much to write.
+    """
+    times = {
+        phase: seconds for phase, seconds in result.phases.items() if seconds >= _WORTH_TELLING
+    }
     wrote, rate = times.pop("write", 0.0), ""
     if wrote and result.plan.nbytes >= _RATED_FROM:
         rate = f" at {size_text(result.plan.nbytes / wrote)}/s"
-    others = [f"{seconds_text(times[phase])} {words}" for phase, words in _SPENT.items() if phase in times]
+    others = [
+        f"{seconds_text(times[phase])} {words}" for phase, words in _SPENT.items() if phase in times
+    ]
     if not others:
         return f"written in {seconds_text(result.seconds)}{rate}"
     first = [f"{seconds_text(wrote)} writing{rate}"] if wrote else []
@@ -167,9 +206,15 @@ def result_lines(result: ConversionResult) -> Iterator[tuple[str, str]]:
     """What a conversion changed and found, as (label, text) lines."""
     yield from plan_lines(result.plan)
     for path, count in result.overflowed.items():
-        yield "warning", f"{printable(path)}: {count_text(count, 'finite value')} became infinite in the cast"
+        yield (
+            "warning",
+            f"{printable(path)}: {count_text(count, 'finite value')} became infinite in the cast",
+        )
     for path, count in result.odd_bools.items():
-        yield "warning", f"{printable(path)}: {count_text(count, 'bool')} neither 0 nor 1, kept as stored"
+        yield (
+            "warning",
+            f"{printable(path)}: {count_text(count, 'bool')} neither 0 nor 1, kept as stored",
+        )
     if result.verified is not None:
         casts = ", ".join(dict.fromkeys(after for _, after in result.plan.casts))
         after = f" after the cast to {casts}" if casts else ""
@@ -187,8 +232,17 @@ def _named_text(result: ConversionResult) -> str:
 def plan_document(plan: ConversionPlan) -> dict[str, Any]:
     """A plan as JSON values."""
     return {
-        "source": {"path": str(plan.source), "format": plan.source_format, "bytes": plan.source_nbytes},
-        "output": {"path": str(plan.output), "format": plan.to, "bytes": plan.nbytes, **_shards_document(plan)},
+        "source": {
+            "path": str(plan.source),
+            "format": plan.source_format,
+            "bytes": plan.source_nbytes,
+        },
+        "output": {
+            "path": str(plan.output),
+            "format": plan.to,
+            "bytes": plan.nbytes,
+            **_shards_document(plan),
+        },
         "state_dicts": [
             {
                 "path": item.path,
@@ -200,14 +254,20 @@ def plan_document(plan: ConversionPlan) -> dict[str, Any]:
             for item in plan.state_dicts
         ],
         "locations": [
-            {"before": before, "after": after, "storages": count} for (before, after), count in plan.locations.items()
+            {"before": before, "after": after, "storages": count}
+            for (before, after), count in plan.locations.items()
         ],
-        "casts": [{"before": before, "after": after, "tensors": count} for (before, after), count in plan.casts.items()],
+        "casts": [
+            {"before": before, "after": after, "tensors": count}
+            for (before, after), count in plan.casts.items()
+        ],
         "keys": _keys_document(plan),
         "tied": dict(plan.tied),
         "mapping": None if plan.mapping is None else str(plan.mapping.path),
         "skipped": [{"path": item.path, "reason": item.reason} for item in plan.skipped],
-        "rewritten": [{"path": item.path, "object": item.name, "how": item.how} for item in plan.rewritten],
+        "rewritten": [
+            {"path": item.path, "object": item.name, "how": item.how} for item in plan.rewritten
+        ],
         "notes": list(plan.notes),
     }
 

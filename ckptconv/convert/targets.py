@@ -8,7 +8,10 @@ from pathlib import Path
 from ckptconv.convert.options import Options, Request, Target
 from ckptconv.support.errors import CheckpointError, printable
 
-_FOLDER_NAMES: dict[Target, str] = {"torch": "pytorch_model.bin", "safetensors": "model.safetensors"}
+_FOLDER_NAMES: dict[Target, str] = {
+    "torch": "pytorch_model.bin",
+    "safetensors": "model.safetensors",
+}
 
 
 _SUFFIXES: dict[str, Target] = {
@@ -18,13 +21,16 @@ _SUFFIXES: dict[str, Target] = {
 
 
 def target(output: Path, options: Request) -> tuple[Path, Target]:
-    """The file to write (of a sharded output the one that its shards and index are named after), and its format.
+    """The file to write (of a sharded output the one that its shards and index are named after),
+    and its format.
 
-    The format is the one asked for, or the one that the name says; `CheckpointError` when it says nothing. A folder for
-    shards gets the Hugging Face libraries' names.
+    The format is the one asked for, or the one that the name says; `CheckpointError` when it says
+    nothing. A folder for shards gets the Hugging Face libraries' names.
     """
     if options.max_shard_size is not None and options.to == "dcp":
-        raise CheckpointError("a DCP folder is not split by size", path=output, hint="leave --max-shard-size out")
+        raise CheckpointError(
+            "a DCP folder is not split by size", path=output, hint="leave --max-shard-size out"
+        )
     if options.max_shard_size is not None and (output.is_dir() or not output.suffix):
         to = options.to or "safetensors"
         return output / _FOLDER_NAMES[to], to
@@ -41,7 +47,10 @@ def _target_format(output: Path, to: Target | None) -> Target:
     raise CheckpointError("its name does not say which format to write", path=output, hint=hint)
 
 
-_OF_ONE_FORMAT: dict[str, Target] = {".safetensors": "safetensors", **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch")}
+_OF_ONE_FORMAT: dict[str, Target] = {
+    ".safetensors": "safetensors",
+    **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch"),
+}
 """Endings of names that every reader takes for one format."""
 
 
@@ -56,5 +65,11 @@ def _refuse_misnamed(output: Path, to: Target) -> None:
 
 
 def keeps_modules(output: str | os.PathLike[str], options: Options | Request) -> bool:
-    """Whether an output keeps whole modules as they are, and so the checkpoint must be opened with `whole_modules`."""
-    return options.unknown == "keep" and options.max_shard_size is None and _target_format(Path(output), options.to) == "torch"
+    """Whether an output keeps whole modules as they are, and so the checkpoint must be opened with
+    `whole_modules`.
+    """
+    return (
+        options.unknown == "keep"
+        and options.max_shard_size is None
+        and _target_format(Path(output), options.to) == "torch"
+    )

@@ -33,9 +33,13 @@ def open_with_library(path: Path, file: PlannedFile) -> None:
         with safe_open(path, framework="np") as opened:
             count = len(opened.keys())
     except SafetensorError as error:
-        raise VerificationFailed(f"the safetensors library does not open it: {error}", path=file.path) from error
+        raise VerificationFailed(
+            f"the safetensors library does not open it: {error}", path=file.path
+        ) from error
     if count != len(file.layout.items):
-        raise VerificationFailed(f"the safetensors library sees {count} tensors in it", path=file.path)
+        raise VerificationFailed(
+            f"the safetensors library sees {count} tensors in it", path=file.path
+        )
 
 
 def verify_file(plan: ConversionPlan, file: PlannedFile, written: Path, meter: Meter) -> int:
@@ -45,20 +49,34 @@ def verify_file(plan: ConversionPlan, file: PlannedFile, written: Path, meter: M
         refuse_unwritten(file, written)
     by_key = plan.to == "safetensors" or plan.index is not None
     with held(plan.limits), open_checkpoint(written, whole_modules=plan.to == "torch") as output:
-        actual = _flat_tensors(output.state_dict(), plan) if by_key else dict(output.tensors()) if plan.to == "dcp" else None
+        actual = (
+            _flat_tensors(output.state_dict(), plan)
+            if by_key
+            else dict(output.tensors())
+            if plan.to == "dcp"
+            else None
+        )
         there = iter(()) if actual is not None else output.tensors()
         for path, ref in file.tensors():
-            name, other = (path, actual.get(path)) if actual is not None else next(there, (path, None))
+            name, other = (
+                (path, actual.get(path)) if actual is not None else next(there, (path, None))
+            )
             if other is None or name != path or not _equal(ref, other, plan.cast(ref), meter):
-                raise VerificationFailed("the output differs from the source", path=file.path, where=path)
+                raise VerificationFailed(
+                    "the output differs from the source", path=file.path, where=path
+                )
             count += 1
     return count
 
 
 def _flat_tensors(found: StateDict, plan: ConversionPlan) -> dict[str, TensorRef]:
-    """The tensors of a written state dict by key; in safetensors, those that are encoded by their components."""
+    """The tensors of a written state dict by key; in safetensors, those that are encoded by their
+    components.
+    """
     encode = plan.to == "safetensors"
-    made = (flat(key, value, encode=encode) for key, value in zip(found.keys, found.values, strict=True))
+    made = (
+        flat(key, value, encode=encode) for key, value in zip(found.keys, found.values, strict=True)
+    )
     return {name: ref for item in made if item is not None for name, ref in item.tensors}
 
 

@@ -18,7 +18,9 @@ from ckptconv.tensors.stream import iter_cast_chunks, iter_chunks, verbatim_rang
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """The tensors with values that the user should know of: made infinite by the cast; bools that are neither 0 nor 1."""
+    """The tensors with values that the user should know of: made infinite by the cast; bools that
+    are neither 0 nor 1.
+    """
 
     overflowed: list[TensorRef] = field(default_factory=list)
     odd_bools: list[TensorRef] = field(default_factory=list)
@@ -33,7 +35,11 @@ def write_layout(layout: Layout, stream: OutputStream, tally: Tally, checksums: 
         crc = _write_values(item, stream, checksums, lost)
         if lost[0] and isinstance(item.values, TensorRef):
             tally.overflowed.append(item.values)
-        if item.dtype.kind == "bool" and isinstance(item.values, TensorRef) and count_odd_bools(item.values):
+        if (
+            item.dtype.kind == "bool"
+            and isinstance(item.values, TensorRef)
+            and count_odd_bools(item.values)
+        ):
             tally.odd_bools.append(item.values)
         crcs.append(crc)
         between = layout.trail(index, crc)
@@ -41,7 +47,9 @@ def write_layout(layout: Layout, stream: OutputStream, tally: Tally, checksums: 
     stream.write(layout.ending(crcs))
 
 
-def _write_values(item: WriteItem, stream: OutputStream, checksums: Checksums, overflowed: list[int]) -> int:
+def _write_values(
+    item: WriteItem, stream: OutputStream, checksums: Checksums, overflowed: list[int]
+) -> int:
     """Write one payload and return its CRC-32; the source's own CRCs are checked on the way."""
     values = item.values
     if isinstance(values, bytes):
@@ -62,7 +70,9 @@ def _write_values(item: WriteItem, stream: OutputStream, checksums: Checksums, o
     return crc
 
 
-def _write_runs(runs: Sequence[tuple[Storage, int, int]], stream: OutputStream, checksums: Checksums) -> int:
+def _write_runs(
+    runs: Sequence[tuple[Storage, int, int]], stream: OutputStream, checksums: Checksums
+) -> int:
     """Copy runs of bytes one after the other."""
     crc = 0
     for storage, first, nbytes in runs:
@@ -72,7 +82,13 @@ def _write_runs(runs: Sequence[tuple[Storage, int, int]], stream: OutputStream, 
     return crc
 
 
-def _write_whole(item: WriteItem, values: TensorRef, storage: Storage, stream: OutputStream, overflowed: list[int]) -> int:
+def _write_whole(
+    item: WriteItem,
+    values: TensorRef,
+    storage: Storage,
+    stream: OutputStream,
+    overflowed: list[int],
+) -> int:
     """Write a whole storage, copied or cast, checking its CRC-32 in the same pass."""
     if item.dtype is values.dtype:
         if item.nbytes <= SMALL:
@@ -95,8 +111,12 @@ def _write_whole(item: WriteItem, values: TensorRef, storage: Storage, stream: O
     return crc
 
 
-def by_tensor(plan: ConversionPlan, written: Sequence[TensorRef], count: Callable[[TensorRef], int]) -> dict[str, int]:
-    """Counts by the path of each tensor over the storages of `written`: tensors may share one, and not all are touched."""
+def by_tensor(
+    plan: ConversionPlan, written: Sequence[TensorRef], count: Callable[[TensorRef], int]
+) -> dict[str, int]:
+    """Counts by the path of each tensor over the storages of `written`: tensors may share one, and
+    not all are touched.
+    """
     touched = {id(piece.storage) for ref in written for piece in ref.pieces}
     found = {}
     for path, ref in plan.tensors() if touched else ():

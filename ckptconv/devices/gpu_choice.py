@@ -1,6 +1,8 @@
-"""Which GPUs a program should see: those with the most free memory first, as CUDA_VISIBLE_DEVICES names them.
+"""Which GPUs a program should see: those with the most free memory first, as CUDA_VISIBLE_DEVICES
+names them.
 
-nvidia-smi alone is asked, never torch. What is chosen lies within a CUDA_VISIBLE_DEVICES that is already set.
+nvidia-smi alone is asked, never torch. What is chosen lies within a CUDA_VISIBLE_DEVICES that is
+already set.
 """
 
 from __future__ import annotations
@@ -18,10 +20,14 @@ from ckptconv.support.errors import DeviceUnavailable, printable
 Shell = Literal["sh", "fish", "powershell", "cmd"]
 
 SECONDS = 15.0
-"""Without its persistence daemon nvidia-smi wakes every GPU first, which takes seconds on a host of eight."""
+"""Without its persistence daemon nvidia-smi wakes every GPU first, which takes seconds on a host of
+eight.
+"""
 
 ORDER = "PCI_BUS_ID"
-"""The CUDA_DEVICE_ORDER under which CUDA numbers GPUs as nvidia-smi does; CUDA's own default is FASTEST_FIRST."""
+"""The CUDA_DEVICE_ORDER under which CUDA numbers GPUs as nvidia-smi does; CUDA's own default is
+FASTEST_FIRST.
+"""
 
 _SETTERS: dict[Shell, Callable[[str, str], str]] = {
     "sh": lambda name, value: f"export {name}={value}",
@@ -35,7 +41,9 @@ _SAFE = re.compile(r"[0-9]+|GPU-[0-9A-Fa-f]+(?:-[0-9A-Fa-f]+)+").fullmatch
 
 @dataclass(frozen=True, slots=True)
 class GpuChoice:
-    """`gpus`, best first (none where none is visible); `visible` names them for CUDA_VISIBLE_DEVICES; `notes` say why."""
+    """`gpus`, best first (none where none is visible); `visible` names them for
+    CUDA_VISIBLE_DEVICES; `notes` say why.
+    """
 
     gpus: tuple[Gpu, ...]
     visible: str
@@ -43,15 +51,19 @@ class GpuChoice:
 
 
 def choose_gpus(*, min_free: int | None = None, count: int | None = None) -> GpuChoice:
-    """The visible GPUs by free memory, most first, equals by index; those that do not tell it come last.
+    """The visible GPUs by free memory, most first, equals by index; those that do not tell it come
+    last.
 
-    With `min_free` (bytes) only those that have it, with `count` only so many. GPUs in MIG mode and broken ones are passed
-    over. Raises `DeviceUnavailable` when nvidia-smi fails, when CUDA_VISIBLE_DEVICES cannot be followed, when GPUs are
-    visible and none will do, and when there are fewer than was asked for.
+    With `min_free` (bytes) only those that have it, with `count` only so many. GPUs in MIG mode and
+    broken ones are passed over. Raises `DeviceUnavailable` when nvidia-smi fails, when
+    CUDA_VISIBLE_DEVICES cannot be followed, when GPUs are visible and none will do, and when there
+    are fewer than was asked for.
     """
     answer = ask_gpus(partitions=True, seconds=SECONDS)
     if answer.problem is not None:
-        raise DeviceUnavailable(printable(answer.problem), hint="see what is wrong with: nvidia-smi")
+        raise DeviceUnavailable(
+            printable(answer.problem), hint="see what is wrong with: nvidia-smi"
+        )
     listed = listed_gpus(answer)
     seen, notes = _visible(listed)
     notes += [f"nvidia-smi says: {printable(remark)}" for remark in answer.remarks]
@@ -75,7 +87,9 @@ def _visible(listed: Sequence[Gpu]) -> tuple[list[Gpu], list[str]]:
     """The GPUs that the environment leaves visible, by index, and a note where it leaves none."""
     env = os.environ.get("CUDA_VISIBLE_DEVICES")
     if env is None or not listed:
-        return sorted(listed, key=lambda gpu: gpu.physical or 0), ([] if listed else ["this host has no NVIDIA GPU"])
+        return sorted(listed, key=lambda gpu: gpu.physical or 0), (
+            [] if listed else ["this host has no NVIDIA GPU"]
+        )
     set_to = f"CUDA_VISIBLE_DEVICES={printable(env)}"
     if env.strip().startswith("MIG-"):
         what = f"{set_to} names a MIG instance, whose memory nvidia-smi does not list"
@@ -83,16 +97,27 @@ def _visible(listed: Sequence[Gpu]) -> tuple[list[Gpu], list[str]]:
     indices = visible_indices(env, listed)
     _check_order(set_to, env, indices, listed)
     shown = [gpu for gpu in listed if gpu.physical in indices]
-    return sorted(shown, key=lambda gpu: gpu.physical or 0), ([] if shown else [f"{set_to} leaves no GPU visible"])
+    return sorted(shown, key=lambda gpu: gpu.physical or 0), (
+        [] if shown else [f"{set_to} leaves no GPU visible"]
+    )
 
 
 def _check_order(set_to: str, env: str, indices: Sequence[int], listed: Sequence[Gpu]) -> None:
-    """Refuse indices that CUDA may count in another order than nvidia-smi, which decides which GPUs are meant."""
-    if env.startswith("GPU-") or not 0 < len(indices) < len(listed) or len({gpu.name for gpu in listed}) == 1:
+    """Refuse indices that CUDA may count in another order than nvidia-smi, which decides which GPUs
+    are meant.
+    """
+    if (
+        env.startswith("GPU-")
+        or not 0 < len(indices) < len(listed)
+        or len({gpu.name for gpu in listed}) == 1
+    ):
         return
     if os.environ.get("CUDA_DEVICE_ORDER") != ORDER:
         what = f"{set_to} counts the GPUs fastest first, nvidia-smi by PCI bus, and they are not all alike"
-        raise DeviceUnavailable(what, hint=f"set CUDA_DEVICE_ORDER={ORDER} if it counts as nvidia-smi does, or name UUIDs")
+        raise DeviceUnavailable(
+            what,
+            hint=f"set CUDA_DEVICE_ORDER={ORDER} if it counts as nvidia-smi does, or name UUIDs",
+        )
 
 
 def _unfit(gpu: Gpu, min_free: int | None) -> str | None:
@@ -112,7 +137,9 @@ def _rank(gpu: Gpu) -> tuple[int, int]:
     return (1 if gpu.free is None else -gpu.free, gpu.physical or 0)
 
 
-def _too_few(fit: int, seen: int, min_free: int | None, count: int | None, why: Sequence[str]) -> DeviceUnavailable:
+def _too_few(
+    fit: int, seen: int, min_free: int | None, count: int | None, why: Sequence[str]
+) -> DeviceUnavailable:
     wanted = f"{count or 1} GPU{'' if (count or 1) == 1 else 's'}"
     room = f" with {-(-min_free >> 20)} MiB free" if min_free else ""
     what = f"{wanted}{room} wanted, but {fit or 'none'} of {seen} can be used: {'; '.join(why)}"
@@ -122,10 +149,16 @@ def _too_few(fit: int, seen: int, min_free: int | None, count: int | None, why: 
 
 
 def _names(chosen: Sequence[Gpu], listed: Sequence[Gpu]) -> str:
-    """Indices; UUIDs where CUDA may count otherwise: beside a GPU in MIG mode, or where nvidia-smi's numbers have gaps."""
-    odd = any(gpu.partitioned for gpu in listed) or [gpu.physical for gpu in listed] != list(range(len(listed)))
+    """Indices; UUIDs where CUDA may count otherwise: beside a GPU in MIG mode, or where
+    nvidia-smi's numbers have gaps.
+    """
+    odd = any(gpu.partitioned for gpu in listed) or [gpu.physical for gpu in listed] != list(
+        range(len(listed))
+    )
     names = [str(gpu.uuid if odd else gpu.physical) for gpu in chosen]
     for name in names:
         if not _SAFE(name):
-            raise DeviceUnavailable(f"nvidia-smi names a GPU {name!r}, which is not a UUID", hint="nothing was chosen")
+            raise DeviceUnavailable(
+                f"nvidia-smi names a GPU {name!r}, which is not a UUID", hint="nothing was chosen"
+            )
     return ",".join(names)

@@ -1,8 +1,9 @@
 """Location tags, what `map_location` makes of them, and which devices this host has.
 
-A location tag is the short string that torch writes beside each storage (``cpu``, ``cuda:3``). Checking and mapping
-tags is string work; only `survey_host`, `best_device` and what leads to a `torch.device` ask nvidia-smi or torch.
-Putting tensors on a device is `loading`'s. A `logical` index is CUDA's in this process, a `physical` one nvidia-smi's.
+A location tag is the short string that torch writes beside each storage (``cpu``, ``cuda:3``).
+Checking and mapping tags is string work; only `survey_host`, `best_device` and what leads to a
+`torch.device` ask nvidia-smi or torch. Putting tensors on a device is `loading`'s. A `logical`
+index is CUDA's in this process, a `physical` one nvidia-smi's.
 """
 
 from __future__ import annotations
@@ -23,16 +24,23 @@ if TYPE_CHECKING:
     import torch
 from ckptconv.devices.tags import COUNTED, RENAMED, canonical_tag
 
-_PACKAGES = {"xla": "torch_xla", "hpu": "habana_frameworks", **{kind: f"torch_{kind}" for kind in RENAMED}}
-# c10::DeviceIndex is an int8: torch takes `cuda:128` for an index of 65408 and `cuda:255` for plain `cuda`.
+_PACKAGES = {
+    "xla": "torch_xla",
+    "hpu": "habana_frameworks",
+    **{kind: f"torch_{kind}" for kind in RENAMED},
+}
+# c10::DeviceIndex is an int8: torch takes `cuda:128` for an index of 65408 and `cuda:255` for plain
+# `cuda`.
 _ELSEWHERE = 'use map_location="cpu" or map_location="auto" (--device cpu on the command line)'
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU, sizes in bytes, None where unknown; `logical` is None if hidden, `physical` if only torch sees it.
+    """One GPU, sizes in bytes, None where unknown; `logical` is None if hidden, `physical` if only
+    torch sees it.
 
-    `trouble` is what a broken one says instead of its memory; `partitioned` is MIG mode, where it was asked.
+    `trouble` is what a broken one says instead of its memory; `partitioned` is MIG mode, where it
+    was asked.
     """
 
     logical: int | None
@@ -47,9 +55,11 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The devices of this host: `cuda`, `mps` and `xpu` are what torch can use (not asked: `cuda` counts visible GPUs).
+    """The devices of this host: `cuda`, `mps` and `xpu` are what torch can use (not asked: `cuda`
+    counts visible GPUs).
 
-    `visible` is CUDA_VISIBLE_DEVICES, `torch` a version (None: missing or not asked), `notes` tell what is odd.
+    `visible` is CUDA_VISIBLE_DEVICES, `torch` a version (None: missing or not asked), `notes` tell
+    what is odd.
     """
 
     gpus: tuple[Gpu, ...]
@@ -62,12 +72,17 @@ class Host:
 
 
 def survey_host(ask_torch: bool) -> Host:
-    """What this host has, by nvidia-smi and, if `ask_torch`, by torch; what fails or is missing becomes a note."""
+    """What this host has, by nvidia-smi and, if `ask_torch`, by torch; what fails or is missing
+    becomes a note.
+    """
     notes: list[str] = []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     listed = _list_gpus(notes)
     indices = visible_indices(visible, listed)
-    gpus = [replace(gpu, logical=indices.index(gpu.physical) if gpu.physical in indices else None) for gpu in listed]
+    gpus = [
+        replace(gpu, logical=indices.index(gpu.physical) if gpu.physical in indices else None)
+        for gpu in listed
+    ]
     notes += _visibility_notes(visible, gpus, len(indices))
     torch = _import_torch(notes) if ask_torch else None
     host = Host(tuple(gpus), visible, None, len(indices), False, 0, tuple(notes))
@@ -87,17 +102,28 @@ def _list_gpus(notes: list[str]) -> list[Gpu]:
 def listed_gpus(answer: Answer) -> list[Gpu]:
     """The GPUs that nvidia-smi lists, before it is known which of them are visible."""
     return [
-        Gpu(None, row.index, row.name, row.uuid, row.total, row.free, row.trouble, row.index in answer.partitioned)
+        Gpu(
+            None,
+            row.index,
+            row.name,
+            row.uuid,
+            row.total,
+            row.free,
+            row.trouble,
+            row.index in answer.partitioned,
+        )
         for row in answer.rows
     ]
 
 
 def visible_indices(env: str | None, gpus: Iterable[Gpu]) -> list[int]:
-    """Physical indices in the order of the logical ones, when CUDA_VISIBLE_DEVICES is `env` (None: not set).
+    """Physical indices in the order of the logical ones, when CUDA_VISIBLE_DEVICES is `env` (None:
+    not set).
 
-    Not set shows all, empty none. Entries are integers or unique prefixes of UUIDs (``GPU-...``); the first that names
-    no GPU, such as -1, ends the list (CUDA programming guide, "CUDA Environment Variables"). As in torch.cuda 2.13,
-    letters after a number are ignored, integers and UUIDs do not mix, and a GPU named twice hides all. MIG names: none.
+    Not set shows all, empty none. Entries are integers or unique prefixes of UUIDs (``GPU-...``);
+    the first that names no GPU, such as -1, ends the list (CUDA programming guide, "CUDA
+    Environment Variables"). As in torch.cuda 2.13, letters after a number are ignored, integers and
+    UUIDs do not mix, and a GPU named twice hides all. MIG names: none.
     """
     uuids = {gpu.physical: gpu.uuid or "" for gpu in gpus if gpu.physical is not None}
     if env is None:
@@ -107,7 +133,11 @@ def visible_indices(env: str | None, gpus: Iterable[Gpu]) -> list[int]:
         number = re.match(r"\+?0*([0-9]+)", entry.strip())
         named = [index for index in uuids if number and number[1] == str(index)]
         if env.startswith("GPU-"):
-            named = [index for index in uuids if entry.startswith("GPU-") and uuids[index].startswith(entry)]
+            named = [
+                index
+                for index in uuids
+                if entry.startswith("GPU-") and uuids[index].startswith(entry)
+            ]
         if len(named) != 1:
             break
         if named[0] in visible:
@@ -117,7 +147,9 @@ def visible_indices(env: str | None, gpus: Iterable[Gpu]) -> list[int]:
 
 
 def _visibility_notes(visible: str | None, gpus: Sequence[Gpu], shown: int) -> list[str]:
-    """What may surprise in CUDA_VISIBLE_DEVICES (`shown` of `gpus` are visible) and in the order of the GPUs."""
+    """What may surprise in CUDA_VISIBLE_DEVICES (`shown` of `gpus` are visible) and in the order of
+    the GPUs.
+    """
     notes = []
     entries = (visible or "").split(",")
     if gpus and visible and shown < len(entries):
@@ -126,9 +158,19 @@ def _visibility_notes(visible: str | None, gpus: Sequence[Gpu], shown: int) -> l
             what = "a MIG instance; its GPU is not looked up"
         elif not shown and visible_indices(entries[0], gpus):
             what = "a GPU is named twice, which hides all of them"
-        notes += [] if entries[shown].strip().startswith("-") else [f"CUDA_VISIBLE_DEVICES={visible}: {what}"]
-    if len({gpu.name for gpu in gpus}) > 1 and os.environ.get("CUDA_DEVICE_ORDER", "FASTEST_FIRST") != "PCI_BUS_ID":
-        notes.append("the GPUs differ and CUDA_DEVICE_ORDER is not PCI_BUS_ID: CUDA and nvidia-smi may number them differently")
+        notes += (
+            []
+            if entries[shown].strip().startswith("-")
+            else [f"CUDA_VISIBLE_DEVICES={visible}: {what}"]
+        )
+    if (
+        len({gpu.name for gpu in gpus}) > 1
+        and os.environ.get("CUDA_DEVICE_ORDER", "FASTEST_FIRST") != "PCI_BUS_ID"
+    ):
+        notes.append(
+            "the GPUs differ and CUDA_DEVICE_ORDER is not PCI_BUS_ID: CUDA and nvidia-smi may "
+            "number them differently"
+        )
     return notes
 
 
@@ -136,7 +178,8 @@ def _ask_torch(torch: Any, host: Host) -> Host:
     import warnings
 
     notes = list(host.notes)
-    with warnings.catch_warnings(record=True) as heard:  # torch only warns of a driver that is too old
+    # torch only warns of a driver that is too old
+    with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         count, xpu = _count(torch, "cuda", notes), _count(torch, "xpu", notes)
         gpus = [_torch_gpu(torch, index, host.gpus, notes) for index in range(count)]
@@ -145,33 +188,46 @@ def _ask_torch(torch: Any, host: Host) -> Host:
     if host.gpus and not count:
         notes.append(f"nvidia-smi lists {len(host.gpus)} GPUs but {_census(torch, 'cuda', 0)}")
     seen = {gpu.physical for gpu in gpus}
-    gpus += [replace(gpu, logical=None if count else gpu.logical) for gpu in host.gpus if gpu.physical not in seen]
+    gpus += [
+        replace(gpu, logical=None if count else gpu.logical)
+        for gpu in host.gpus
+        if gpu.physical not in seen
+    ]
     return Host(tuple(gpus), host.visible, str(torch.__version__), count, mps, xpu, tuple(notes))
 
 
 def _torch_gpu(torch: Any, index: int, listed: Iterable[Gpu], notes: list[str]) -> Gpu:
-    """CUDA device `index`: nvidia-smi's entry with its UUID (torch 2.5 on) or else its place, or one of its own.
+    """CUDA device `index`: nvidia-smi's entry with its UUID (torch 2.5 on) or else its place, or
+    one of its own.
 
     Free memory is nvidia-smi's where known: asking torch opens a context on that GPU.
     """
     properties = _attempt(lambda: torch.cuda.get_device_properties(index), notes)
-    name, total = getattr(properties, "name", f"cuda:{index}"), getattr(properties, "total_memory", None)
+    name, total = (
+        getattr(properties, "name", f"cuda:{index}"),
+        getattr(properties, "total_memory", None),
+    )
     uuid = f"GPU-{properties.uuid}" if hasattr(properties, "uuid") else None
     same = [gpu for gpu in listed if (gpu.uuid == uuid if uuid else gpu.logical == index)]
     gpu = same[0] if same else Gpu(index, None, name, uuid, total, None)
-    free = _attempt(lambda: torch.cuda.mem_get_info(index)[0], notes) if gpu.free is None else gpu.free
+    free = (
+        _attempt(lambda: torch.cuda.mem_get_info(index)[0], notes) if gpu.free is None else gpu.free
+    )
     return replace(gpu, logical=index, free=free)
 
 
 def _import_torch(notes: list[str]) -> Any:
-    """torch, or None; a note says when it is installed and broken (a shared library is missing, say)."""
+    """torch, or None; a note says when it is installed and broken (a shared library is missing,
+    say).
+    """
     try:
         import torch
     except Exception as error:  # what is half installed may raise anything
         if not isinstance(error, ImportError) or error.name != "torch":
             notes.append(f"torch is installed but cannot be imported: {_first_sentence(error)}")
         return None
-    if not hasattr(torch, "Tensor"):  # an empty folder of its name, which is what an uninstall may leave
+    # an empty folder of its name, which is what an uninstall may leave
+    if not hasattr(torch, "Tensor"):
         notes.append("torch is installed but cannot be imported: it is empty")
         return None
     return torch
@@ -205,7 +261,10 @@ def _attempt(ask: Callable[[], Any], notes: list[str]) -> Any:
 
 def _count(torch: Any, kind: str, notes: list[str]) -> int:
     backend = getattr(torch, kind, None)
-    return _attempt(lambda: backend.device_count() if backend and backend.is_available() else 0, notes) or 0
+    return (
+        _attempt(lambda: backend.device_count() if backend and backend.is_available() else 0, notes)
+        or 0
+    )
 
 
 def _first_sentence(text: object) -> str:
@@ -215,16 +274,25 @@ def _first_sentence(text: object) -> str:
 def best_device() -> str:
     """The device tag that ``auto`` means on this host, now.
 
-    Under torchrun (LOCAL_RANK is set) the CUDA device of that number, else the one with the most free memory (by
-    nvidia-smi where torch is missing; a tie: the lowest index), else ``mps``, else the ``xpu:N`` with the most free
-    memory, else ``cpu``. Raises `DeviceUnavailable` when LOCAL_RANK names a CUDA device that is not here.
+    Under torchrun (LOCAL_RANK is set) the CUDA device of that number, else the one with the most
+    free memory (by nvidia-smi where torch is missing; a tie: the lowest index), else ``mps``, else
+    the ``xpu:N`` with the most free memory, else ``cpu``. Raises `DeviceUnavailable` when
+    LOCAL_RANK names a CUDA device that is not here.
     """
     torch = _import_torch([])
     if torch is None:
-        free = {gpu.logical: gpu.free for gpu in survey_host(ask_torch=False).gpus if gpu.logical is not None}
-        return _rank_device(None, len(free)) or _freest("cuda", len(free), free.get) if free else "cpu"
+        free = {
+            gpu.logical: gpu.free
+            for gpu in survey_host(ask_torch=False).gpus
+            if gpu.logical is not None
+        }
+        return (
+            _rank_device(None, len(free)) or _freest("cuda", len(free), free.get) if free else "cpu"
+        )
     if count := _count(torch, "cuda", []):
-        return _rank_device(torch, count) or _freest("cuda", count, lambda index: torch.cuda.mem_get_info(index)[0])
+        return _rank_device(torch, count) or _freest(
+            "cuda", count, lambda index: torch.cuda.mem_get_info(index)[0]
+        )
     if _attempt(torch.backends.mps.is_available, []):
         return "mps"
     count = _count(torch, "xpu", [])
@@ -236,20 +304,28 @@ def _rank_device(torch: Any, count: int) -> str | None:
     if not rank or rank in map(str, range(count)):
         return f"cuda:{rank}" if rank else None
     what = f"LOCAL_RANK={rank} asks for cuda:{rank}, which is not here: {_census(torch, 'cuda', count)}"
-    raise DeviceUnavailable(what, hint='start one process per GPU, or name a device instead of "auto" (cuda:0)')
+    raise DeviceUnavailable(
+        what, hint='start one process per GPU, or name a device instead of "auto" (cuda:0)'
+    )
 
 
 def _freest(kind: str, count: int, free: Callable[[int], int | None]) -> str:
-    """The device with the most free memory; one that cannot tell is passed over, an only one is not asked."""
-    sizes = [_attempt(functools.partial(free, index), []) if count > 1 else 0 for index in range(count)]
+    """The device with the most free memory; one that cannot tell is passed over, an only one is not
+    asked.
+    """
+    sizes = [
+        _attempt(functools.partial(free, index), []) if count > 1 else 0 for index in range(count)
+    ]
     return f"{kind}:{max(range(count), key=lambda index: -1 if sizes[index] is None else sizes[index])}"
 
 
 def require_device(tag: str) -> torch.device:
-    """The `torch.device` of `tag` on this host; ``cuda`` and ``xpu`` without an index are the current device.
+    """The `torch.device` of `tag` on this host; ``cuda`` and ``xpu`` without an index are the
+    current device.
 
-    Raises `DeviceUnavailable`, which says what is here, if `tag` is not a tag, torch is missing or cannot use the device.
-    A backend outside torch must have been imported before: tags come out of files, and a file imports nothing.
+    Raises `DeviceUnavailable`, which says what is here, if `tag` is not a tag, torch is missing or
+    cannot use the device. A backend outside torch must have been imported before: tags come out of
+    files, and a file imports nothing.
     """
     canonical, notes = canonical_tag(tag), list[str]()
     if canonical is None:
@@ -262,11 +338,16 @@ def require_device(tag: str) -> torch.device:
     count = _count(torch, kind, notes) if kind in COUNTED else 0
     device: torch.device | None = None
     if kind not in COUNTED:
-        device = _attempt(lambda: torch.empty(0, device=canonical).device, notes)  # any backend can answer this
+        # any backend can answer this
+        device = _attempt(lambda: torch.empty(0, device=canonical).device, notes)
     elif int(index or 0) < count:
-        device = _attempt(lambda: torch.device(kind, int(index or getattr(torch, kind).current_device())), notes)
+        device = _attempt(
+            lambda: torch.device(kind, int(index or getattr(torch, kind).current_device())), notes
+        )
     if device is None:
-        raise DeviceUnavailable(f"{tag} is not here: {_census(torch, kind, count, notes)}", hint=_ELSEWHERE)
+        raise DeviceUnavailable(
+            f"{tag} is not here: {_census(torch, kind, count, notes)}", hint=_ELSEWHERE
+        )
     return device
 
 
@@ -291,7 +372,11 @@ def _cuda_reasons(torch: Any, count: int) -> list[str]:
         return []
     entries = [entry.strip() for entry in visible.split(",")][:count]
     logical = [f"cuda:{index}" for index in range(len(entries))]
-    result = f"makes physical {_series(entries)} the logical {_series(logical)}" if entries else "leaves no GPU visible"
+    result = (
+        f"makes physical {_series(entries)} the logical {_series(logical)}"
+        if entries
+        else "leaves no GPU visible"
+    )
     return [f"CUDA_VISIBLE_DEVICES={visible} {result}"]
 
 

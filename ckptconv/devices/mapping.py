@@ -19,7 +19,8 @@ from ckptconv.devices.tags import check_tag
 
 @dataclass(frozen=True, slots=True)
 class TagMap:
-    """The tag that a storage gets: by the pair of its exact tag (a dict in `torch.load`), else `device`, else its own.
+    """The tag that a storage gets: by the pair of its exact tag (a dict in `torch.load`), else
+    `device`, else its own.
 
     >>> TagMap(None, (("cuda:3", "cuda:0"),))("cuda:3"), TagMap(None)("cuda:3"), TagMap("cpu")("cuda:3")
     ('cuda:0', 'cuda:3', 'cpu')
@@ -38,9 +39,9 @@ class TagMap:
 def tag_map(device: str | None, pairs: Sequence[str] = ()) -> TagMap:
     """The map that `--device` and `--map-location OLD=NEW` ask for.
 
-    `device` is a tag, ``keep``, ``auto`` (`best_device`), or None: ``keep`` if there are pairs, else ``cpu``. NEW is a
-    tag or ``auto``; OLD is any string, since a file may carry any. Raises `DeviceUnavailable` for what is not a tag or no
-    pair, and for an OLD that is sent to two places.
+    `device` is a tag, ``keep``, ``auto`` (`best_device`), or None: ``keep`` if there are pairs,
+    else ``cpu``. NEW is a tag or ``auto``; OLD is any string, since a file may carry any. Raises
+    `DeviceUnavailable` for what is not a tag or no pair, and for an OLD that is sent to two places.
     """
     if device is None:
         device = "keep" if pairs else "cpu"
@@ -48,10 +49,14 @@ def tag_map(device: str | None, pairs: Sequence[str] = ()) -> TagMap:
     for pair in pairs:
         old, _, new = pair.partition("=")
         if not (old and new):
-            raise DeviceUnavailable(f"--map-location {pair!r} is not OLD=NEW", hint="write for example cuda:3=cuda:0")
+            raise DeviceUnavailable(
+                f"--map-location {pair!r} is not OLD=NEW", hint="write for example cuda:3=cuda:0"
+            )
         new = _asked_tag(new)
         if targets.setdefault(old, new) != new:
-            raise DeviceUnavailable(f"--map-location sends {old} to both {targets[old]} and {new}", hint="keep one")
+            raise DeviceUnavailable(
+                f"--map-location sends {old} to both {targets[old]} and {new}", hint="keep one"
+            )
     return TagMap(None if device == "keep" else _asked_tag(device), tuple(targets.items()))
 
 
@@ -59,12 +64,16 @@ def _asked_tag(device: str) -> str:
     return best_device() if device == "auto" else check_tag(device)
 
 
-def resolve_map_location(map_location: str | torch.device | dict[str, Any] | None) -> Callable[[str], torch.device]:
-    """What gives each tag its device under `map_location`, worked out once per load and remembered by tag.
+def resolve_map_location(
+    map_location: str | torch.device | dict[str, Any] | None,
+) -> Callable[[str], torch.device]:
+    """What gives each tag its device under `map_location`, worked out once per load and remembered
+    by tag.
 
-    As in `torch.load`: None follows the tag, a str or `torch.device` takes all, a dict maps exact tags and leaves the
-    others. Beyond it, ``"auto"`` is `best_device`, asked once. Raises `DeviceUnavailable` for anything else (also an
-    int, as `torch.load` does; a callable is the loader's), and later for a tag that leads to a device not here.
+    As in `torch.load`: None follows the tag, a str or `torch.device` takes all, a dict maps exact
+    tags and leaves the others. Beyond it, ``"auto"`` is `best_device`, asked once. Raises
+    `DeviceUnavailable` for anything else (also an int, as `torch.load` does; a callable is the
+    loader's), and later for a tag that leads to a device not here.
     """
     settled = functools.cache(_asked_tag)
     if map_location is None:
@@ -74,10 +83,14 @@ def resolve_map_location(map_location: str | torch.device | dict[str, Any] | Non
     elif isinstance(map_location, (str, getattr(sys.modules.get("torch"), "device", str))):
         chosen = TagMap(settled(str(map_location)))
     else:
-        raise DeviceUnavailable(f"map_location={map_location!r} is not a location", hint="give a tag, or a dict of tags")
+        raise DeviceUnavailable(
+            f"map_location={map_location!r} is not a location", hint="give a tag, or a dict of tags"
+        )
     return functools.cache(lambda tag: require_device(chosen(tag)))
 
 
-def location_for(map_location: str | torch.device | dict[str, Any] | None, tag: str) -> torch.device:
+def location_for(
+    map_location: str | torch.device | dict[str, Any] | None, tag: str
+) -> torch.device:
     """The device of one storage tagged `tag`; `resolve_map_location` serves a whole load."""
     return resolve_map_location(map_location)(tag)

@@ -1,7 +1,9 @@
-"""Runs nvidia-smi and reads its answer: rows of GPUs, remarks, or why there is no list; `devices` interprets them.
+"""Runs nvidia-smi and reads its answer: rows of GPUs, remarks, or why there is no list; `devices`
+interprets them.
 
-It numbers GPUs by PCI bus. Memory is in MiB, or a word in brackets: ``[N/A]`` where CPU and GPU share it, ``[Insufficient
-Permissions]`` on a partitioned GPU, ``[Unknown Error]`` and the like on one that is broken (tests/data/nvidia-smi has all).
+It numbers GPUs by PCI bus. Memory is in MiB, or a word in brackets: ``[N/A]`` where CPU and GPU
+share it, ``[Insufficient Permissions]`` on a partitioned GPU, ``[Unknown Error]`` and the like on
+one that is broken (tests/data/nvidia-smi has all).
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
 
 SECONDS = 5.0
 _GPUS = ("--query-gpu=index,uuid,name,memory.total,memory.free", "--format=csv,noheader,nounits")
-_MODES = ("--query-gpu=index,mig.mode.current", "--format=csv,noheader")  # drivers before 450 know no such field
+# drivers before 450 know no such field
+_MODES = ("--query-gpu=index,mig.mode.current", "--format=csv,noheader")
 _SIZE = re.compile(r"([0-9]+)(?: MiB)?").fullmatch
 _PARTITIONED = re.compile(r"^([0-9]+), *Enabled\b", re.MULTILINE).findall
 _UNTOLD = frozenset({"[N/A]", "N/A", "[Not Supported]", "[Insufficient Permissions]"})
@@ -27,7 +30,9 @@ _WARNED = 14  # "infoROM is corrupted": the list before it is whole
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One GPU; sizes in bytes, None where it does not tell them, and then `trouble` where that says that it is broken."""
+    """One GPU; sizes in bytes, None where it does not tell them, and then `trouble` where that says
+    that it is broken.
+    """
 
     index: int
     uuid: str
@@ -39,9 +44,11 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """All rows, and other lines as `remarks`; `problem` says why the rows are not all (None: they are).
+    """All rows, and other lines as `remarks`; `problem` says why the rows are not all (None: they
+    are).
 
-    `partitioned` are the indices of GPUs in MIG mode, where that was asked. Without nvidia-smi the answer is empty.
+    `partitioned` are the indices of GPUs in MIG mode, where that was asked. Without nvidia-smi the
+    answer is empty.
     """
 
     rows: tuple[Row, ...] = ()
@@ -51,7 +58,9 @@ class Answer:
 
 
 def ask_gpus(*, partitions: bool = False, seconds: float | None = None) -> Answer:
-    """What nvidia-smi says; asked for `partitions` too, it runs twice at the same time. Raises nothing."""
+    """What nvidia-smi says; asked for `partitions` too, it runs twice at the same time. Raises
+    nothing.
+    """
     import subprocess
 
     limit = SECONDS if seconds is None else seconds
@@ -67,7 +76,9 @@ def ask_gpus(*, partitions: bool = False, seconds: float | None = None) -> Answe
         return Answer(problem=f"nvidia-smi did not answer: {error}")
     finally:
         _kill(running)
-    enabled = frozenset(int(index) for ended, text in others if ended == 0 for index in _PARTITIONED(text))
+    enabled = frozenset(
+        int(index) for ended, text in others if ended == 0 for index in _PARTITIONED(text)
+    )
     return _read(code, out, enabled)
 
 
@@ -85,12 +96,16 @@ def _start(query: Sequence[str]) -> subprocess.Popen[str]:
 def _ends(running: Sequence[subprocess.Popen[str]], seconds: float) -> list[tuple[int, str]]:
     """The exit code of each, and what it printed; `seconds` are for all together."""
     deadline = time.monotonic() + seconds
-    printed = [process.communicate(timeout=max(0.0, deadline - time.monotonic()))[0] for process in running]
+    printed = [
+        process.communicate(timeout=max(0.0, deadline - time.monotonic()))[0] for process in running
+    ]
     return [(process.returncode, out) for process, out in zip(running, printed, strict=True)]
 
 
 def _kill(running: Sequence[subprocess.Popen[str]]) -> None:
-    """End those that still run. They are not waited for: one that hangs in the driver does not even die."""
+    """End those that still run. They are not waited for: one that hangs in the driver does not even
+    die.
+    """
     for process in running:
         if process.poll() is None:
             process.kill()
@@ -103,7 +118,11 @@ def _read(code: int, out: str, partitioned: frozenset[int]) -> Answer:
     remarks = tuple(line for line in lines if line not in listed)
     problem = None
     if code not in (0, _WARNED if listed else 0):
-        problem = None if _none_found(remarks) else f"nvidia-smi failed (exit {code}): {(remarks or ('no reason given',))[0]}"
+        problem = (
+            None
+            if _none_found(remarks)
+            else f"nvidia-smi failed (exit {code}): {(remarks or ('no reason given',))[0]}"
+        )
     elif None in rows or not (rows or _none_found(remarks) or not lines):
         problem = f"nvidia-smi could not be understood: {listed[rows.index(None)] if None in rows else lines[0]}"
     return Answer(tuple(row for row in rows if row), remarks, problem, partitioned)

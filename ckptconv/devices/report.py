@@ -21,9 +21,20 @@ def host_lines(host: Host) -> Iterator[tuple[str, str]]:
         yield f"xpu:{index}", "Intel GPU"
     yield "cpu", "always here"
     empty = "empty: every GPU is hidden"
-    shown = "not set: every GPU is visible" if host.visible is None else repr(host.visible) if host.visible else empty
+    shown = (
+        "not set: every GPU is visible"
+        if host.visible is None
+        else repr(host.visible)
+        if host.visible
+        else empty
+    )
     yield "CUDA_VISIBLE_DEVICES", shown
-    yield "torch", f"{host.torch}, sees {count_text(host.cuda, 'CUDA device')}" if host.torch else "not installed here"
+    yield (
+        "torch",
+        f"{host.torch}, sees {count_text(host.cuda, 'CUDA device')}"
+        if host.torch
+        else "not installed here",
+    )
     for note in host.notes:
         yield "note", printable(note)
 
@@ -44,7 +55,10 @@ def _gpu_text(gpu: Gpu) -> str:
 def host_document(host: Host, best: str) -> dict[str, Any]:
     """What a host has as JSON values; `best` is what `--device auto` would choose."""
     return {
-        "gpus": [{"device": None if gpu.logical is None else f"cuda:{gpu.logical}", **_gpu_document(gpu)} for gpu in host.gpus],
+        "gpus": [
+            {"device": None if gpu.logical is None else f"cuda:{gpu.logical}", **_gpu_document(gpu)}
+            for gpu in host.gpus
+        ],
         "cuda_visible_devices": host.visible,
         "torch": host.torch,
         "cuda_devices": host.cuda,
@@ -56,7 +70,9 @@ def host_document(host: Host, best: str) -> dict[str, Any]:
 
 
 def choice_document(choice: GpuChoice) -> dict[str, Any]:
-    """The GPUs that were chosen as JSON values; where there is nothing to choose, the variables are null."""
+    """The GPUs that were chosen as JSON values; where there is nothing to choose, the variables are
+    null.
+    """
     return {
         "cuda_visible_devices": choice.visible if choice.gpus else None,
         "cuda_device_order": ORDER if choice.gpus else None,

@@ -6,15 +6,31 @@ import sys
 
 from ckptconv.support.errors import DeviceUnavailable
 
-# What torch.device() parses (c10/core/Device.cpp, torch 2.13), without `meta` and the names that never hold a tensor
-# (mkldnn, opengl, opencl, ideep); torch writes the single ones without an index, and loads `cpu` but not `cpu:0`.
+# What torch.device() parses (c10/core/Device.cpp, torch 2.13), without `meta` and the names that
+# never hold a tensor (mkldnn, opengl, opencl, ideep); torch writes the single ones without an
+# index, and loads `cpu` but not `cpu:0`.
 _SINGLE = ("cpu", "mps")
 
 
-INDEXED = ("cuda", "xpu", "hpu", "xla", "mtia", "privateuseone", "ipu", "hip", "vulkan", "ve", "maia", "fpga", "lazy")
+INDEXED = (
+    "cuda",
+    "xpu",
+    "hpu",
+    "xla",
+    "mtia",
+    "privateuseone",
+    "ipu",
+    "hip",
+    "vulkan",
+    "ve",
+    "maia",
+    "fpga",
+    "lazy",
+)
 
 
-RENAMED = ("npu", "mlu", "musa", "gcu", "sdaa")  # backends outside torch; torch.utils.rename_privateuse1_backend
+# backends outside torch; torch.utils.rename_privateuse1_backend
+RENAMED = ("npu", "mlu", "musa", "gcu", "sdaa")
 
 
 COUNTED = ("cuda", "xpu")
@@ -24,19 +40,23 @@ _FORMS = f"valid are cpu, mps, TYPE and TYPE:N (N from 0 to 127); TYPE is one of
 
 
 def check_tag(tag: str) -> str:
-    """The canonical form of `tag`, which this host need not have: ``cpu``, ``mps``, ``TYPE`` or ``TYPE:N``.
+    """The canonical form of `tag`, which this host need not have: ``cpu``, ``mps``, ``TYPE`` or
+    ``TYPE:N``.
 
     >>> check_tag("cuda:1"), check_tag("npu"), check_tag("cpu:0")
     ('cuda:1', 'npu', 'cpu')
 
-    TYPE is a device type of torch, or a name that a backend outside torch registers (one known here, or one loaded in
-    this process). Raises `DeviceUnavailable` for anything else, also for ``meta``.
+    TYPE is a device type of torch, or a name that a backend outside torch registers (one known
+    here, or one loaded in this process). Raises `DeviceUnavailable` for anything else, also for
+    ``meta``.
     """
     if found := canonical_tag(tag):
         return found
     meant = canonical_tag(tag.strip().lower())
     why = ": a meta tensor has no values" if tag.partition(":")[0] == "meta" else ""
-    raise DeviceUnavailable(f"{tag!r} is not a device tag{why}", hint=f"write {meant}; {_FORMS}" if meant else _FORMS)
+    raise DeviceUnavailable(
+        f"{tag!r} is not a device tag{why}", hint=f"write {meant}; {_FORMS}" if meant else _FORMS
+    )
 
 
 def canonical_tag(tag: str) -> str | None:

@@ -1,8 +1,10 @@
-"""What differs between two checkpoints, whatever their formats: keys, dtypes, shapes, device tags, values.
+"""What differs between two checkpoints, whatever their formats: keys, dtypes, shapes, device tags,
+values.
 
-Both are opened as indexes and walked together; only tensors that both have, with one dtype and shape, are read. Keys
-are compared by name, not by order; the class of a mapping (`OrderedDict` or dict), the `_metadata` of a state dict,
-`requires_grad`, strides and the sharing of storages do not count.
+Both are opened as indexes and walked together; only tensors that both have, with one dtype and
+shape, are read. Keys are compared by name, not by order; the class of a mapping (`OrderedDict` or
+dict), the `_metadata` of a state dict, `requires_grad`, strides and the sharing of storages do not
+count.
 """
 
 from __future__ import annotations
@@ -14,19 +16,49 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
 from ckptconv.formats.registry import Named, open_checkpoint
-from ckptconv.keys.key_map import STRIP, KeyMap, KeyRules, hint_of_starts, map_keys, refuse_idle, rules_of
+from ckptconv.keys.key_map import (
+    STRIP,
+    KeyMap,
+    KeyRules,
+    hint_of_starts,
+    map_keys,
+    refuse_idle,
+    rules_of,
+)
 from ckptconv.objects.encodings import flat
 from ckptconv.objects.plain import plain_form, tensor_form
 from ckptconv.objects.torch_read import Window
-from ckptconv.pickles.nodes import Call, Dict, Global, Node, PersistentId, attributes, children, mapping_pairs
+from ckptconv.pickles.nodes import (
+    Call,
+    Dict,
+    Global,
+    Node,
+    PersistentId,
+    attributes,
+    children,
+    mapping_pairs,
+)
 from ckptconv.support.choices import refuse_no_flag, refuse_no_text, spelling_checked
-from ckptconv.support.errors import CheckpointError, KeyConflict, LimitExceeded, OptionRefused, printable
+from ckptconv.support.errors import (
+    CheckpointError,
+    KeyConflict,
+    LimitExceeded,
+    OptionRefused,
+    printable,
+)
 from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.limits import in_force
 from ckptconv.support.progress import Meter, OnProgress
 from ckptconv.support.showing import html_table, short_repr
 from ckptconv.support.text import count_text
-from ckptconv.tensors.comparison import Deviation, Pair, Tolerance, compare_bytes, damaged_storages, deviation
+from ckptconv.tensors.comparison import (
+    Deviation,
+    Pair,
+    Tolerance,
+    compare_bytes,
+    damaged_storages,
+    deviation,
+)
 from ckptconv.tensors.dtypes import UINT8
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, view_identity, whole_storage
 from ckptconv.tree.checkpoint import Checkpoint
@@ -35,7 +67,9 @@ from ckptconv.tree.walk import label_text
 
 Part = TypeVar("Part")
 Labelled = dict[tuple[str, str, int], tuple[str, Node]]
-"""What a container holds: each child with the text of its label, by the type of the label, its text, and a number."""
+"""What a container holds: each child with the text of its label, by the type of the label, its
+text, and a number.
+"""
 
 _SHOWN = 60  # characters of a plain value in a report
 
@@ -68,11 +102,13 @@ class ValueChange:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Difference:
-    """The differences between the checkpoints `a` and `b`, in the order of the keys of `a` (`values`: the largest first).
+    """The differences between the checkpoints `a` and `b`, in the order of the keys of `a`
+    (`values`: the largest first).
 
-    `tensors` were compared, each of `nbytes` in sum. `others` are values that are not tensors, or a tensor in one of them
-    only. `locations` are device tags that differ; they make a difference only with `strict_device`, and `dtypes` do unless
-    `ignore_dtype`. `damaged` tells of records that were compared and do not have the checksum that their archive declares.
+    `tensors` were compared, each of `nbytes` in sum. `others` are values that are not tensors, or a
+    tensor in one of them only. `locations` are device tags that differ; they make a difference only
+    with `strict_device`, and `dtypes` do unless `ignore_dtype`. `damaged` tells of records that
+    were compared and do not have the checksum that their archive declares.
     """
 
     a: str
@@ -116,13 +152,20 @@ class Difference:
     def __repr__(self) -> str:
         verdict = "same" if self.same else "damaged" if self.damaged else "different"
         differing = [f"{count_text(self.differing, 'tensor')} differ"] if self.differing else []
-        told = [f"{count:,} {name}" for name, count in self._counts() if name in ("damaged", "only_a", "only_b", "others")]
+        told = [
+            f"{count:,} {name}"
+            for name, count in self._counts()
+            if name in ("damaged", "only_a", "only_b", "others")
+        ]
         counts = [*differing, *told]
         return short_repr("Difference", verdict, f"{self.tensors:,} tensors compared", *counts)
 
     def _repr_html_(self) -> str:
         verdict = "same" if self.same else "damaged" if self.damaged else "different"
-        rows = ((name, count, ", ".join(map(_key, getattr(self, name)[:5]))) for name, count in self._counts())
+        rows = (
+            (name, count, ", ".join(map(_key, getattr(self, name)[:5])))
+            for name, count in self._counts()
+        )
         return html_table(f"{self.a}, {self.b}: {verdict}", rows)
 
 
@@ -148,19 +191,21 @@ def diff_checkpoints(
 ) -> Difference:
     """Compare the state dict of checkpoint `a`, its keys renamed by `keys`, with that of `b`.
 
-    Values must be the same bit for bit (NaN of the same bits included, -0.0 is not 0.0), or equal within
-    `tolerance`. `only` is the path of the part to compare in both, `only_b` that in `b` where it is
-    another (empty: all of it). `whole` compares everything in the files, by path. With `ignore_dtype`,
-    tensors of different dtypes are compared as numbers. The globs of `keys` choose keys of both;
-    a rule that meets no key is an error. `tag` and `tag_b` pick the step of a folder of several. `on_progress` is called with a
-    `Progress`, about once for every 16 MB that were read. Raises `CheckpointError` when
-    one of them cannot be read or holds no single state dict.
+    Values must be the same bit for bit (NaN of the same bits included, -0.0 is not 0.0), or equal
+    within `tolerance`. `only` is the path of the part to compare in both, `only_b` that in `b`
+    where it is another (empty: all of it). `whole` compares everything in the files, by path. With
+    `ignore_dtype`, tensors of different dtypes are compared as numbers. The globs of `keys` choose
+    keys of both; a rule that meets no key is an error. `tag` and `tag_b` pick the step of a folder
+    of several. `on_progress` is called with a `Progress`, about once for every 16 MB that were
+    read. Raises `CheckpointError` when one of them cannot be read or holds no single state dict.
     """
     rules = rules_of(keys)
     refuse_no_text(only=only, only_b=only_b or None)
     refuse_no_flag(whole=whole, ignore_dtype=ignore_dtype, strict_device=strict_device)
     if tolerance is not None and not isinstance(tolerance, Tolerance):
-        raise OptionRefused(f"tolerance={tolerance!r:.100} is not a tolerance", hint="give Tolerance(atol, rtol)")
+        raise OptionRefused(
+            f"tolerance={tolerance!r:.100} is not a tolerance", hint="give Tolerance(atol, rtol)"
+        )
     with open_checkpoint(a, tag=tag) as first, open_checkpoint(b, tag=tag_b) as second:
         found = _Found()
         with collector_paused():
@@ -191,7 +236,12 @@ def diff_checkpoints(
 
 
 def _parts(
-    first: Checkpoint, second: Checkpoint, keys: KeyRules, only: tuple[str | None, str | None], *, whole: bool
+    first: Checkpoint,
+    second: Checkpoint,
+    keys: KeyRules,
+    only: tuple[str | None, str | None],
+    *,
+    whole: bool,
 ) -> tuple[Node, Node, list[str]]:
     """The two nodes to compare, and what is to be said of keys that the rules leave out."""
     if whole:
@@ -211,7 +261,9 @@ def _left_out(names: KeyMap, which: str) -> Iterator[str]:
 
 
 def _second_part(part: Callable[[], Part], only: tuple[str | None, str | None]) -> Part:
-    """The part of the second checkpoint; where it has none of the path that was named for both, `only_b` is offered."""
+    """The part of the second checkpoint; where it has none of the path that was named for both,
+    `only_b` is offered.
+    """
     try:
         return part()
     except CheckpointError as error:
@@ -229,19 +281,29 @@ def _mapped(found: StateDict, rules: KeyRules, checkpoint: Checkpoint) -> KeyMap
 
 
 def _refuse_idle(ours: KeyMap, theirs: KeyMap, keys: KeyRules, first: Checkpoint) -> None:
-    """Refuse a rule that meets no key, or a choice that leaves none, on either side: nothing compared is not the same."""
+    """Refuse a rule that meets no key, or a choice that leaves none, on either side: nothing
+    compared is not the same.
+    """
     try:
         of_both = {words for rule in keys.globs.rules for words in rule.idle(())}
         idle = tuple(words for words in ours.idle if words in theirs.idle or words not in of_both)
         refuse_idle([replace(ours, idle=idle)], keys)
         if ours.old and not any(key is not None for key in (*ours.new, *theirs.new)):
-            raise KeyConflict(f"no key is left after {keys.leaving}", hint=hint_of_starts([ours], keys))
+            raise KeyConflict(
+                f"no key is left after {keys.leaving}", hint=hint_of_starts([ours], keys)
+            )
     except KeyConflict as error:
         raise error.at(path=first.path) from error.__cause__
 
 
 def _under(names: KeyMap, found: StateDict) -> Dict:
-    return Dict([(key, value) for key, value in zip(names.new, found.values, strict=True) if key is not None])
+    return Dict(
+        [
+            (key, value)
+            for key, value in zip(names.new, found.values, strict=True)
+            if key is not None
+        ]
+    )
 
 
 def _notes(found: _Found) -> Iterator[str]:
@@ -262,7 +324,7 @@ def _without_wrappers(keys: Sequence[str]) -> set[str]:
         return set()
 
 
-# ------------------------------------------------------------------------------------------------------------- the walk
+# ----------------------------------------------------------------------------------------- the walk
 
 
 @dataclass(slots=True)
@@ -285,7 +347,9 @@ class _Found:
         elif not _same_leaf(ours, theirs):
             self.others.append(Changed(path, _spoken(ours), _spoken(theirs)))
 
-    def _tensors(self, path: str, ours: TensorRef, theirs: TensorRef, *, ignore_dtype: bool) -> None:
+    def _tensors(
+        self, path: str, ours: TensorRef, theirs: TensorRef, *, ignore_dtype: bool
+    ) -> None:
         self.tensors += 1
         if ours.dtype is not theirs.dtype:
             self.dtypes.append(Changed(path, ours.dtype.name, theirs.dtype.name))
@@ -293,7 +357,11 @@ class _Found:
             self.shapes.append(Reshaped(path, tuple(ours.shape), tuple(theirs.shape)))
         if (tags := _tags(ours, theirs)) is not None:
             self.locations.append(Changed(path, *tags))
-        if ours.shape == theirs.shape and (ours.dtype is theirs.dtype or ignore_dtype) and ours.numel:
+        if (
+            ours.shape == theirs.shape
+            and (ours.dtype is theirs.dtype or ignore_dtype)
+            and ours.numel
+        ):
             self.pairs.append((path, ours, theirs))
 
 
@@ -305,7 +373,8 @@ def _tags(ours: TensorRef, theirs: TensorRef) -> tuple[str, str] | None:
 
 
 def _walk_together(first: Node, second: Node, found: _Found) -> Iterator[tuple[str, Node, Node]]:
-    """The leaves that stand at one path in both trees; what stands in one of them only is noted in `found`.
+    """The leaves that stand at one path in both trees; what stands in one of them only is noted in
+    `found`.
 
     A pair of containers that was met before, as shared and cyclic ones are, is not entered again.
     """
@@ -330,7 +399,9 @@ def _walk_together(first: Node, second: Node, found: _Found) -> Iterator[tuple[s
         work.extend(reversed(list(_entries_of_both(path, inside, other, found))))
 
 
-def _entries_of_both(path: str, inside: Labelled, other: Labelled, found: _Found) -> Iterator[tuple[str, Node, Node]]:
+def _entries_of_both(
+    path: str, inside: Labelled, other: Labelled, found: _Found
+) -> Iterator[tuple[str, Node, Node]]:
     unclear = _unclear(inside, other)
     for label, (text, value) in inside.items():
         shown = _joined(path, _told_apart(label, text) if text in unclear else text)
@@ -340,7 +411,9 @@ def _entries_of_both(path: str, inside: Labelled, other: Labelled, found: _Found
             found.only_a.append(shown)
     for label, (text, _) in other.items():
         if label not in inside:
-            found.only_b.append(_joined(path, _told_apart(label, text) if text in unclear else text))
+            found.only_b.append(
+                _joined(path, _told_apart(label, text) if text in unclear else text)
+            )
 
 
 def _unclear(inside: Labelled, other: Labelled) -> set[str]:
@@ -360,7 +433,9 @@ def _joined(path: str, label: str) -> str:
 
 
 def _forms(ours: Node, theirs: Node) -> tuple[Node, Node]:
-    """Both nodes in the form in which they are compared; a number of numpy is a tensor beside a tensor."""
+    """Both nodes in the form in which they are compared; a number of numpy is a tensor beside a
+    tensor.
+    """
     ours, theirs = (_tensor_of(ours) or ours), (_tensor_of(theirs) or theirs)
     if type(ours) is TensorRef and type(theirs) is Call:
         theirs = tensor_form(theirs) or theirs
@@ -378,7 +453,9 @@ def _tensor_of(node: Node) -> TensorRef | None:
         return whole_storage(node, 0, node.nbytes, UINT8 if node.nbytes % dtype.itemsize else dtype)
     if type(node) is Window:
         dtype = node.dtype or UINT8
-        return whole_storage(node.storage, node.start * dtype.itemsize, node.stop * dtype.itemsize, dtype)
+        return whole_storage(
+            node.storage, node.start * dtype.itemsize, node.stop * dtype.itemsize, dtype
+        )
     return None
 
 
@@ -393,7 +470,9 @@ def _form(node: Node) -> Node:
         return plain
     if (made := flat("", node)) is not None:
         recipes = json.dumps(made.recipes, sort_keys=True)
-        return Dict([*((name.lstrip("."), ref) for name, ref in made.tensors), ("encoding", recipes)])
+        return Dict(
+            [*((name.lstrip("."), ref) for name, ref in made.tensors), ("encoding", recipes)]
+        )
     return node
 
 
@@ -403,7 +482,9 @@ def _kind(node: Node) -> str:
 
 
 def _inside(node: Node) -> Labelled | None:
-    """What a container holds: each child with the text of its label, under what tells it from the others; None for a leaf."""
+    """What a container holds: each child with the text of its label, under what tells it from the
+    others; None for a leaf.
+    """
     if type(node) not in (Dict, list, tuple, Call, PersistentId):
         return None
     held: Labelled = {}
@@ -440,20 +521,23 @@ def _spoken(node: Node) -> str:
     return _kind(node)
 
 
-# --------------------------------------------------------------------------------------------------------------- values
+# ------------------------------------------------------------------------------------------- values
 
 
 def _compare_values(
-    pairs: Sequence[tuple[str, TensorRef, TensorRef]], tolerance: Tolerance | None, tell: OnProgress | None
+    pairs: Sequence[tuple[str, TensorRef, TensorRef]],
+    tolerance: Tolerance | None,
+    tell: OnProgress | None,
 ) -> tuple[list[ValueChange], list[str]]:
     """The tensors whose values differ, and what is damaged of what was read.
 
-    With a tolerance, those that hold NaN are looked at even where all bits are the same. What several keys name is compared
-    once.
+    With a tolerance, those that hold NaN are looked at even where all bits are the same. What
+    several keys name is compared once.
     """
     firsts: dict[Hashable, int] = {}
     stands_for = [
-        firsts.setdefault((view_identity(ours), view_identity(theirs)), at) for at, (_, ours, theirs) in enumerate(pairs)
+        firsts.setdefault((view_identity(ours), view_identity(theirs)), at)
+        for at, (_, ours, theirs) in enumerate(pairs)
     ]
     exact = [at for at in firsts.values() if _by_bytes(pairs[at][1:], tolerance)]
     meter = Meter("read", sum(pairs[at][1].nbytes for at in exact), tell)
@@ -463,10 +547,20 @@ def _compare_values(
     others = [at for at in firsts.values() if at not in same]
     unread = {exact[at] for at in found.unread}
     read = [pairs[at][1:] for at in firsts.values() if at in unread or at not in same]
-    meter = Meter("measure", sum(pairs[at][1].nbytes for at in others) + sum(ours.nbytes for ours, _ in read), tell)
-    unlike = {at: change for at in others if (change := deviation(*pairs[at][1:], tolerance, meter)) is not None}
+    meter = Meter(
+        "measure",
+        sum(pairs[at][1].nbytes for at in others) + sum(ours.nbytes for ours, _ in read),
+        tell,
+    )
+    unlike = {
+        at: change
+        for at in others
+        if (change := deviation(*pairs[at][1:], tolerance, meter)) is not None
+    }
     changes = [
-        ValueChange(path, unlike[first]) for first, (path, _, _) in zip(stands_for, pairs, strict=True) if first in unlike
+        ValueChange(path, unlike[first])
+        for first, (path, _, _) in zip(stands_for, pairs, strict=True)
+        if first in unlike
     ]
     damaged = damaged_storages(found, read, meter)
     if read:

@@ -1,4 +1,6 @@
-"""What a comparison and a scan found, as text and JSON; everything that came out of a file is escaped here."""
+"""What a comparison and a scan found, as text and JSON; everything that came out of a file is
+escaped here.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,23 @@ def difference_lines(found: Difference) -> Iterator[tuple[str, str]]:
     yield from _listed("damaged", [printable(text, 2000) for text in found.damaged])
     yield from _listed("only in A", [printable(key) for key in found.only_a])
     yield from _listed("only in B", [printable(key) for key in found.only_b])
-    yield from _listed("dtype", _ignored_dtypes(found) if found.ignore_dtype else _changes(found.dtypes))
-    yield from _listed("shape", [f"{printable(item.key)}: {list(item.a)} / {list(item.b)}" for item in found.shapes])
-    yield from _listed("values", [f"{printable(item.key)}: {_deviation_text(item.deviation)}" for item in found.values])
+    yield from _listed(
+        "dtype", _ignored_dtypes(found) if found.ignore_dtype else _changes(found.dtypes)
+    )
+    yield from _listed(
+        "shape",
+        [f"{printable(item.key)}: {list(item.a)} / {list(item.b)}" for item in found.shapes],
+    )
+    yield from _listed(
+        "values",
+        [f"{printable(item.key)}: {_deviation_text(item.deviation)}" for item in found.values],
+    )
     yield from _listed("no tensor", _changes(found.others))
     counted = "" if found.strict_device else " (not counted)"
     tags = Counter((item.a, item.b) for item in found.locations).items()
     pairs = [
-        f"{printable(ours)} / {printable(theirs)}: {count_text(count, 'tensor')}{counted}" for (ours, theirs), count in tags
+        f"{printable(ours)} / {printable(theirs)}: {count_text(count, 'tensor')}{counted}"
+        for (ours, theirs), count in tags
     ]
     yield from _listed("device", pairs)
     for note in found.notes:
@@ -56,7 +67,10 @@ def _ignored_dtypes(found: Difference) -> list[str]:
 
 
 def _changes(items: Sequence[Changed]) -> list[str]:
-    return [f"{printable(item.key) or 'the whole file'}: {printable(item.a)} / {printable(item.b)}" for item in items]
+    return [
+        f"{printable(item.key) or 'the whole file'}: {printable(item.a)} / {printable(item.b)}"
+        for item in items
+    ]
 
 
 def _listed(label: str, texts: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -73,7 +87,11 @@ def _deviation_text(found: Deviation) -> str:
         return f"{count}{nans}{_measures_text(found)}, first {where}"
     if found.max_abs == 0:
         return f"{count}{nans}, by bits only, {where}"
-    rel = "" if found.max_rel is None or math.isinf(found.max_rel) else f", max rel {found.max_rel:.6g}"
+    rel = (
+        ""
+        if found.max_rel is None or math.isinf(found.max_rel)
+        else f", max rel {found.max_rel:.6g}"
+    )
     return f"{count}{nans}{_measures_text(found)}, max abs {found.max_abs:.6g}{rel}, {where}"
 
 
@@ -83,7 +101,11 @@ _DIGITS = 10  # characters: nine digits and a point
 def _short(value: str) -> str:
     """A value of a tensor with at most 9 digits: as many as tell all float32 apart."""
     try:
-        return value if len(value) <= _DIGITS or value.lstrip("-").isdecimal() else f"{float(value):.9g}"
+        return (
+            value
+            if len(value) <= _DIGITS or value.lstrip("-").isdecimal()
+            else f"{float(value):.9g}"
+        )
     except ValueError:  # a complex number, a bool, bytes
         return value
 
@@ -96,7 +118,11 @@ def _measures_text(found: Deviation) -> str:
     rest = f" (without {found.nonfinite:,} that are NaN or infinite)" if found.nonfinite else ""
     if found.rel_l2 == 0 and found.nonfinite:
         return f", finite values equal{rest}"
-    distance = "B is all zero" if math.isinf(found.rel_l2) and found.cosine is None else f"rel L2 {found.rel_l2:.3g} of B"
+    distance = (
+        "B is all zero"
+        if math.isinf(found.rel_l2) and found.cosine is None
+        else f"rel L2 {found.rel_l2:.3g} of B"
+    )
     return f", {distance}{cosine}{rest}"
 
 
@@ -119,9 +145,13 @@ def difference_document(found: Difference) -> dict[str, Any]:
         "only_a": list(found.only_a),
         "only_b": list(found.only_b),
         "dtypes": _change_documents(found.dtypes),
-        "shapes": [{"key": item.key, "a": list(item.a), "b": list(item.b)} for item in found.shapes],
+        "shapes": [
+            {"key": item.key, "a": list(item.a), "b": list(item.b)} for item in found.shapes
+        ],
         "locations": _change_documents(found.locations),
-        "values": [{"key": item.key, **_deviation_document(item.deviation)} for item in found.values],
+        "values": [
+            {"key": item.key, **_deviation_document(item.deviation)} for item in found.values
+        ],
         "others": _change_documents(found.others),
         "notes": list(found.notes),
     }
@@ -148,7 +178,9 @@ def _deviation_document(found: Deviation) -> dict[str, Any]:
 
 
 def _value(text: str) -> float | bool | str:
-    """A value of a tensor as JSON has it: a number, true or false; text where it has no form (``nan``, complex)."""
+    """A value of a tensor as JSON has it: a number, true or false; text where it has no form
+    (``nan``, complex).
+    """
     if text in ("True", "False"):
         return text == "True"
     if text.lstrip("-").isdecimal():

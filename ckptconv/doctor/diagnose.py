@@ -1,4 +1,6 @@
-"""Why a checkpoint will not load on this host, or will cause trouble later, and the command that fixes it."""
+"""Why a checkpoint will not load on this host, or will cause trouble later, and the command that
+fixes it.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,19 @@ from ckptconv.doctor.unopened import unopened
 from ckptconv.formats.registry import Named, checkpoints_of, open_checkpoint
 from ckptconv.inspect.facts import inspect_checkpoint
 from ckptconv.io.files import FileSource
-from ckptconv.support.choices import refuse_no_flag, refuse_no_path, refuse_no_paths, refuse_no_text, spelling_checked
-from ckptconv.support.errors import CheckpointError, DeviceUnavailable, UnsupportedCheckpoint, printable
+from ckptconv.support.choices import (
+    refuse_no_flag,
+    refuse_no_path,
+    refuse_no_paths,
+    refuse_no_text,
+    spelling_checked,
+)
+from ckptconv.support.errors import (
+    CheckpointError,
+    DeviceUnavailable,
+    UnsupportedCheckpoint,
+    printable,
+)
 from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.progress import Meter, OnProgress
 from ckptconv.tensors.checksums import check_storage
@@ -40,15 +53,18 @@ def diagnose(
     tag: str | None = None,
     on_progress: OnProgress | None = None,
 ) -> Diagnosis:
-    """Say why the checkpoint `path` would not load on this host, or would cause trouble later, and how to fix it.
+    """Say why the checkpoint `path` would not load on this host, or would cause trouble later, and
+    how to fix it.
 
-    `like` (another checkpoint, an index, a list of keys) or `model` (``PACKAGE.MODULE:CALLABLE``, which is imported and
-    called) has the keys and shapes that it should load into. `device` is where the tensors are wanted (a tag, ``auto``; by
-    default the CPU). `values` reads all of it, for damage and for values that are not numbers; otherwise no tensor is read.
-    `size` also says what a smaller type would save. `tag` picks a step of a folder of several. A sequence of paths are the
-    files of all ranks of one checkpoint; `diagnose_all` takes several checkpoints. `on_progress` is called with a `Progress`
-    about once a MiB that `values` reads. A file that cannot be opened is a finding; `CheckpointError` is raised only when
-    there is no such file, model or device tag. Without torch a CPU-only torch is assumed.
+    `like` (another checkpoint, an index, a list of keys) or `model` (``PACKAGE.MODULE:CALLABLE``,
+    which is imported and called) has the keys and shapes that it should load into. `device` is
+    where the tensors are wanted (a tag, ``auto``; by default the CPU). `values` reads all of it,
+    for damage and for values that are not numbers; otherwise no tensor is read. `size` also says
+    what a smaller type would save. `tag` picks a step of a folder of several. A sequence of paths
+    are the files of all ranks of one checkpoint; `diagnose_all` takes several checkpoints.
+    `on_progress` is called with a `Progress` about once a MiB that `values` reads. A file that
+    cannot be opened is a finding; `CheckpointError` is raised only when there is no such file,
+    model or device tag. Without torch a CPU-only torch is assumed.
     """
     refuse_no_paths("path", path)
     paths = (Path(path),) if isinstance(path, (str, os.PathLike)) else tuple(map(Path, path))
@@ -58,8 +74,11 @@ def diagnose(
     return _diagnose(paths, asked)
 
 
-def diagnose_all(paths: Sequence[str | os.PathLike[str]], **options: Any) -> list[Diagnosis | CheckpointError]:
-    """As `diagnose`, for several checkpoints, or the files of all ranks of one: what is said of each, or why nothing can be.
+def diagnose_all(
+    paths: Sequence[str | os.PathLike[str]], **options: Any
+) -> list[Diagnosis | CheckpointError]:
+    """As `diagnose`, for several checkpoints, or the files of all ranks of one: what is said of
+    each, or why nothing can be.
 
     Raises `CheckpointError` when there is no such model or device tag.
     """
@@ -104,7 +123,16 @@ def _asked(
     refuse_no_flag(values=values, size=size)
     tag_map(device)
     target = key_target(like, model)
-    return _Asked(None if like is None else os.fspath(like), model, target, device, values, size, tag, on_progress)
+    return _Asked(
+        None if like is None else os.fspath(like),
+        model,
+        target,
+        device,
+        values,
+        size,
+        tag,
+        on_progress,
+    )
 
 
 def _diagnose(paths: tuple[Path, ...], asked: _Asked) -> Diagnosis:
@@ -130,7 +158,13 @@ def _diagnose(paths: tuple[Path, ...], asked: _Asked) -> Diagnosis:
             symptoms = [one for check in CHECKS for one in check(case)]
             if asked.values:
                 symptoms = _with_values(symptoms, _read_values(case, asked.on_progress))
-            return Diagnosis(str(paths[0]), whole.format, _findings(case, symptoms), tuple(map(str, paths)), facts.opening.by)
+            return Diagnosis(
+                str(paths[0]),
+                whole.format,
+                _findings(case, symptoms),
+                tuple(map(str, paths)),
+                facts.opening.by,
+            )
     except DeviceUnavailable:
         raise
     except CheckpointError as error:
@@ -138,7 +172,8 @@ def _diagnose(paths: tuple[Path, ...], asked: _Asked) -> Diagnosis:
 
 
 def _findings(case: Case, symptoms: Sequence[Symptom]) -> tuple[Finding, ...]:
-    """The findings with their commands: one conversion fixes all that must be fixed, so it is the command of each.
+    """The findings with their commands: one conversion fixes all that must be fixed, so it is the
+    command of each.
 
     Each other command writes to a name of its own, so that all of them can be run.
     """
@@ -160,21 +195,31 @@ def _prescribed(case: Case, fix: Fix, one: Symptom, outputs: dict[Fix, Path]) ->
     suffix = found.fix.suffix or ".pt"
     if found.fix not in outputs:
         outputs[found.fix] = output_beside(case.paths[0], suffix, outputs.values())
-    lost = f"left out, without a plain form: {some(found.lost)}" if found.lost else one.finding.advice
-    return replace(one.finding, command=command(found.fix, case.paths, outputs[found.fix]), advice=lost)
+    lost = (
+        f"left out, without a plain form: {some(found.lost)}" if found.lost else one.finding.advice
+    )
+    return replace(
+        one.finding, command=command(found.fix, case.paths, outputs[found.fix]), advice=lost
+    )
 
 
 def _with_values(symptoms: list[Symptom], read: list[Symptom]) -> list[Symptom]:
-    """All that was found; where the file is damaged no conversion will do, and so no command is offered."""
+    """All that was found; where the file is damaged no conversion will do, and so no command is
+    offered.
+    """
     if not any(one.finding.code == "damaged" for one in read):
         return symptoms + read
     return [replace(one, fix=None) for one in symptoms if not one.chosen] + read
 
 
 def _read_values(case: Case, tell: OnProgress | None) -> list[Symptom]:
-    """Read every byte: damage is an error, NaN a warning, infinity too unless it is meant, as in a mask."""
+    """Read every byte: damage is an error, NaN a warning, infinity too unless it is meant, as in a
+    mask.
+    """
     refs = dict(case.checkpoint.tensors())
-    storages = {id(piece.storage): piece.storage for ref in refs.values() for piece in ref.pieces}.values()
+    storages = {
+        id(piece.storage): piece.storage for ref in refs.values() for piece in ref.pieces
+    }.values()
     checked = sum(storage.nbytes for storage in storages if storage.crc32 is not None)
     numbers = sum(ref.nbytes for ref in refs.values() if ref.dtype.kind in ("float", "complex"))
     meter = Meter("read", checked + numbers, tell)
@@ -187,13 +232,22 @@ def _read_values(case: Case, tell: OnProgress | None) -> list[Symptom]:
         return [_damaged(error)]
     nan = {path: count.nan for path, count in counted.items() if count.nan}
     infinite = {path: count.infinite for path, count in counted.items() if count.infinite}
-    weights = {id(ref) for item in case.state_dicts for key, ref in item.tensors() if not may_be_infinite(key)}
+    weights = {
+        id(ref)
+        for item in case.state_dicts
+        for key, ref in item.tensors()
+        if not may_be_infinite(key)
+    }
     wrong = {path: count for path, count in infinite.items() if id(refs[path]) in weights}
     found = []
     if nan:
         cause = f"has values that are NaN ({sum(nan.values())}), in {some(list(nan))}"
         advice = "the training has diverged, or a cast overflowed: use an earlier checkpoint"
-        found.append(symptom("warning", "non-finite", cause, "the model computes NaN with them", advice=advice))
+        found.append(
+            symptom(
+                "warning", "non-finite", cause, "the model computes NaN with them", advice=advice
+            )
+        )
     if wrong:
         cause = f"has values that are infinite ({sum(wrong.values())}), in {some(list(wrong))}"
         advice = "a cast to a smaller type overflowed, or the training has diverged: use the file before the cast"
@@ -201,12 +255,26 @@ def _read_values(case: Case, tell: OnProgress | None) -> list[Symptom]:
         found.append(symptom("warning", "infinite", cause, effect, advice=advice))
     if meant := {path: count for path, count in infinite.items() if path not in wrong}:
         cause = f"has values that are infinite ({sum(meant.values())}), in {some(list(meant))}"
-        found.append(symptom("info", "infinite", cause, "this is intended, as in a mask, a bound or a best loss"))
+        found.append(
+            symptom(
+                "info", "infinite", cause, "this is intended, as in a mask, a bound or a best loss"
+            )
+        )
     return found
 
 
 def _damaged(error: CheckpointError) -> Symptom:
     silent = "CRC-32" in error.what
-    effect = "torch.load does not check this; it returns damaged values silently" if silent else "it cannot be read"
+    effect = (
+        "torch.load does not check this; it returns damaged values silently"
+        if silent
+        else "it cannot be read"
+    )
     cause = f"{printable(error.where)}: {error.what}" if error.where else error.what
-    return symptom("error", "damaged", cause, effect, advice=error.hint or "the file is damaged; fetch it again")
+    return symptom(
+        "error",
+        "damaged",
+        cause,
+        effect,
+        advice=error.hint or "the file is damaged; fetch it again",
+    )

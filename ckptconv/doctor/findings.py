@@ -15,10 +15,12 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One finding: an ``error`` stops the load, a ``warning`` causes trouble later, an ``info`` is good to know.
+    """One finding: an ``error`` stops the load, a ``warning`` causes trouble later, an ``info`` is
+    good to know.
 
-    `cause` is what the file has, `effect` what comes of it, in torch's own words where it has any; `command` fixes it
-    (None: no command can), and `advice` says what to do where there is more to say, or what the command leaves out.
+    `cause` is what the file has, `effect` what comes of it, in torch's own words where it has any;
+    `command` fixes it (None: no command can), and `advice` says what to do where there is more to
+    say, or what the command leaves out.
     """
 
     severity: Severity
@@ -31,7 +33,8 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Diagnosis:
-    """The result of `diagnose`, the worst findings first. `format` is None if the file could not be opened.
+    """The result of `diagnose`, the worst findings first. `format` is None if the file could not be
+    opened.
 
     `paths` are the files that were named, and `opened_by` is the library that opens the container.
     """
@@ -54,10 +57,18 @@ class Diagnosis:
 
     def __repr__(self) -> str:
         codes = ", ".join(dict.fromkeys(finding.code for finding in self.findings))
-        return short_repr("Diagnosis", Path(self.path).name, "loads here" if self.loads else "will not load here", codes)
+        return short_repr(
+            "Diagnosis",
+            Path(self.path).name,
+            "loads here" if self.loads else "will not load here",
+            codes,
+        )
 
     def _repr_html_(self) -> str:
         return html_table(
             f"{self.path}: {'loads here' if self.loads else 'will not load here'}",
-            ((one.severity, one.code, one.cause, one.command or one.advice or "") for one in self.findings),
+            (
+                (one.severity, one.code, one.cause, one.command or one.advice or "")
+                for one in self.findings
+            ),
         )

@@ -1,4 +1,6 @@
-"""How the state dicts of a checkpoint fit a named model, and what `load_state_dict` would say of it as it is."""
+"""How the state dicts of a checkpoint fit a named model, and what `load_state_dict` would say of it
+as it is.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from ckptconv.tree.state_dicts import StateDict
 
 @dataclass(frozen=True, slots=True)
 class ModelFit:
-    """The state dict that fits best, how, and the error of `load_state_dict(strict=True)` (None: it loads as it is)."""
+    """The state dict that fits best, how, and the error of `load_state_dict(strict=True)` (None: it
+    loads as it is).
+    """
 
     found: StateDict
     fit: Fit
@@ -26,14 +30,22 @@ class ModelFit:
 
 
 def best_fit(state_dicts: Sequence[StateDict], target: KeyTarget) -> ModelFit | None:
-    """The state dict that loads as it is, else that can be made to fit, else that comes nearest; None where there is none."""
+    """The state dict that loads as it is, else that can be made to fit, else that comes nearest;
+    None where there is none.
+    """
     fits = [_fit(found, target) for found in state_dicts]
-    return max(fits, key=lambda fit: (fit.error is None, fit.fit.fits, fit.fixes, len(fit.fit.renames)), default=None)
+    return max(
+        fits,
+        key=lambda fit: (fit.error is None, fit.fit.fits, fit.fixes, len(fit.fit.renames)),
+        default=None,
+    )
 
 
 def _fit(found: StateDict, target: KeyTarget) -> ModelFit:
     shapes = shapes_of(found)
-    return ModelFit(found, fit_keys(shapes, target.shapes, target.ties), _error(shapes, target.shapes))
+    return ModelFit(
+        found, fit_keys(shapes, target.shapes, target.ties), _error(shapes, target.shapes)
+    )
 
 
 def _error(shapes: Shapes, target: Shapes) -> str | None:

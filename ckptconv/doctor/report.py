@@ -15,7 +15,10 @@ from ckptconv.tree.containers import SAFETENSORS, TORCH
 
 def diagnosis_headline(found: Diagnosis, *, strict: bool = False) -> str:
     """Whether a checkpoint loads here, in one line."""
-    counts = {word: sum(finding.severity == word for finding in found.findings) for word in ("error", "warning")}
+    counts = {
+        word: sum(finding.severity == word for finding in found.findings)
+        for word in ("error", "warning")
+    }
     if not found.loads:
         return f"will not load here: {count_text(counts['error'], 'error')}"
     by = f" ({found.opened_by})" * (found.opened_by not in _USUAL)
@@ -26,7 +29,9 @@ def diagnosis_headline(found: Diagnosis, *, strict: bool = False) -> str:
 _USUAL = ("", TORCH.by, SAFETENSORS.by)
 
 
-def diagnoses_headline(found: Sequence[Diagnosis | CheckpointError], *, strict: bool = False) -> str:
+def diagnoses_headline(
+    found: Sequence[Diagnosis | CheckpointError], *, strict: bool = False
+) -> str:
     """How many of several checkpoints load here, and how many of these fail with `strict`."""
     loading = [item for item in found if isinstance(item, Diagnosis) and item.loads]
     warned = sum(item.warns for item in loading) if strict else 0
@@ -35,15 +40,22 @@ def diagnoses_headline(found: Sequence[Diagnosis | CheckpointError], *, strict: 
 
 
 def exit_code(found: Sequence[Diagnosis | CheckpointError], *, strict: bool) -> int:
-    """0 where all load, 1 where one does not (`strict`: or has a warning), 2 where that cannot be said of one."""
+    """0 where all load, 1 where one does not (`strict`: or has a warning), 2 where that cannot be
+    said of one.
+    """
     if any(isinstance(item, CheckpointError) for item in found):
         return 2
-    bad = [item for item in found if isinstance(item, Diagnosis) and (not item.loads or (strict and item.warns))]
+    bad = [
+        item
+        for item in found
+        if isinstance(item, Diagnosis) and (not item.loads or (strict and item.warns))
+    ]
     return 1 if bad else 0
 
 
 def finding_lines(findings: Sequence[Finding]) -> Iterator[tuple[str, str]]:
-    """What the findings say, as (label, text) lines; the first label of each is its severity, and no command stands twice.
+    """What the findings say, as (label, text) lines; the first label of each is its severity, and
+    no command stands twice.
 
     Of many of one kind the rest is counted (`--json` lists all).
     """
@@ -73,7 +85,10 @@ _LISTED = 20  # findings of one kind
 
 def diagnoses_document(found: Sequence[Diagnosis | CheckpointError]) -> dict[str, Any]:
     """One diagnosis as it is, or several with their errors among them, as JSON values."""
-    documents = [diagnosis_document(item) if isinstance(item, Diagnosis) else _error_item(item) for item in found]
+    documents = [
+        diagnosis_document(item) if isinstance(item, Diagnosis) else _error_item(item)
+        for item in found
+    ]
     return documents[0] if len(documents) == 1 else {"checkpoints": documents}
 
 

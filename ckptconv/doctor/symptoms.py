@@ -1,4 +1,5 @@
-"""What is wrong with an open checkpoint, found without reading a tensor, and which conversion would fix it.
+"""What is wrong with an open checkpoint, found without reading a tensor, and which conversion would
+fix it.
 
 Facts come from `inspection`, the words of torch from `torch_words`.
 """
@@ -20,7 +21,12 @@ from ckptconv.formats.registry import open_checkpoint
 from ckptconv.inspect.facts import Inspection, is_bloated, newer_protocol, training_states
 from ckptconv.keys.fitting import Fit
 from ckptconv.objects.torch_names import VALUELESS
-from ckptconv.support.errors import AmbiguousStateDict, CheckpointError, DeviceUnavailable, printable
+from ckptconv.support.errors import (
+    AmbiguousStateDict,
+    CheckpointError,
+    DeviceUnavailable,
+    printable,
+)
 from ckptconv.support.text import look_hint, part_text
 from ckptconv.tensors.scaled_weights import ScaledWeight, find_scaled, quantization_scales
 from ckptconv.tree.checkpoint import Checkpoint
@@ -35,7 +41,9 @@ _NAMED = 3  # keys, places or tags that a text names before it counts
 
 @dataclass(frozen=True, slots=True)
 class Symptom:
-    """A finding before its command: `fix` is the conversion that clears it; `chosen`: only if the user wants that."""
+    """A finding before its command: `fix` is the conversion that clears it; `chosen`: only if the
+    user wants that.
+    """
 
     finding: Finding
     fix: Fix | None = None
@@ -44,7 +52,9 @@ class Symptom:
 
 @dataclass(frozen=True)
 class Case:
-    """What is examined: a checkpoint, its modules as state dicts, the facts, and what the user asked for."""
+    """What is examined: a checkpoint, its modules as state dicts, the facts, and what the user
+    asked for.
+    """
 
     paths: tuple[Path, ...]
     whole: Checkpoint
@@ -79,7 +89,9 @@ class Case:
 
     @property
     def must(self) -> Fix:
-        """What every conversion here must do: the kind of file, the device, and the keys that were asked for."""
+        """What every conversion here must do: the kind of file, the device, and the keys that were
+        asked for.
+        """
         fix = Fix(suffix=suffix(self), device=self.device, tag=self.tag)
         if self.fit is None or not self.fit.fixes:
             return fix
@@ -91,7 +103,8 @@ class Case:
     def state_dicts(self) -> list[StateDict]:
         """The state dicts, the one that is the model first, the ones of averaged weights last."""
         found = self.checkpoint.state_dicts()
-        if averages_weights(self.checkpoint.root):  # then they are the model's, whatever the labels say
+        # then they are the model's, whatever the labels say
+        if averages_weights(self.checkpoint.root):
             return sorted(found, key=lambda item: item.path != "state_dict")
         return sorted(found, key=lambda item: _is_average(item.path))
 
@@ -114,15 +127,27 @@ def _container(case: Case) -> Iterator[Symptom]:
         yield symptom("error", "legacy-container", cause, words.quoted(words.UNTYPED), Fix())
     elif name == "torch legacy":
         effect = words.quoted(words.MMAP, by="torch.load(mmap=True)")
-        yield symptom("info", "legacy-container", "is a file from before torch 1.6, not a zip archive", effect, Fix())
+        yield symptom(
+            "info",
+            "legacy-container",
+            "is a file from before torch 1.6, not a zip archive",
+            effect,
+            Fix(),
+        )
     opening = case.facts.opening
     if name.startswith("sharded") and opening.anywhere:
         cause = f"is a set of shards ({name}), not one file"
-        effect = f"{opening.by} opens it as one model; torch.load and load_file open one shard at a time"
+        effect = (
+            f"{opening.by} opens it as one model; torch.load and load_file open one shard at a time"
+        )
         yield symptom("info", "sharded", cause, effect, Fix(), chosen=True)
     elif opening.by not in _SINGLE or not opening.anywhere:
         said = words.FOLDER if path.is_dir() else words.on_format(name)
-        effect = words.quoted(said) if said else "torch.load(weights_only=True) does not read it as one checkpoint"
+        effect = (
+            words.quoted(said)
+            if said
+            else "torch.load(weights_only=True) does not read it as one checkpoint"
+        )
         if opening.anywhere:
             cause = f"is a folder that {opening.by} opens ({name}), not a file"
             yield symptom("info", "container", cause, effect, Fix(), chosen=True)
@@ -136,25 +161,42 @@ _SINGLE = (TORCH.by, SAFETENSORS.by)
 def _protocol(case: Case) -> Iterator[Symptom]:
     if len(case.paths) == 1 and (number := newer_protocol(case.whole)) is not None:
         cause = f"its pickle has the protocol {number}, where torch writes 2"
-        yield symptom("error", "pickle-protocol", cause, words.quoted(words.REFUSED, words.OPCODE), Fix())
+        yield symptom(
+            "error", "pickle-protocol", cause, words.quoted(words.REFUSED, words.OPCODE), Fix()
+        )
 
 
 def _strays(case: Case) -> Iterator[Symptom]:
     """Records of an archive outside its one folder, which torch's reader does not bear."""
     if case.facts.strays:
-        cause = f"its archive has records outside the folder of its pickle: {some(case.facts.strays)}"
+        cause = (
+            f"its archive has records outside the folder of its pickle: {some(case.facts.strays)}"
+        )
         yield symptom("error", "stray-records", cause, words.quoted(words.STRAY), Fix())
 
 
 def _name(case: Case) -> Iterator[Symptom]:
-    """A file under a name of the other kind: the libraries go by the name, torch.load since 2.13 too."""
+    """A file under a name of the other kind: the libraries go by the name, torch.load since 2.13
+    too.
+    """
     if len(case.paths) > 1 or case.paths[0].is_dir():
         return
     named = case.paths[0].suffix.lower() == ".safetensors"
     if named and case.facts.format.startswith("torch"):
         effect = words.quoted(words.HEADER, by="load_file")
-        yield symptom("error", "wrong-name", f"is a {case.facts.format} with the name of a safetensors file", effect, Fix())
-    elif case.facts.format == "safetensors" and case.paths[0].suffix.lower() in (".pt", ".pth", ".bin", ".ckpt"):
+        yield symptom(
+            "error",
+            "wrong-name",
+            f"is a {case.facts.format} with the name of a safetensors file",
+            effect,
+            Fix(),
+        )
+    elif case.facts.format == "safetensors" and case.paths[0].suffix.lower() in (
+        ".pt",
+        ".pth",
+        ".bin",
+        ".ckpt",
+    ):
         effect = words.quoted(words.REFUSED) + "; safetensors.torch.load_file opens it"
         cause = "is a safetensors file with the name of a torch file"
         yield symptom("error", "wrong-name", cause, effect, Fix(suffix=".safetensors"))
@@ -164,7 +206,11 @@ def _refused(case: Case) -> Iterator[Symptom]:
     """What the file's own library refuses besides; the name of one file has a check of its own."""
     for one in case.facts.refused:
         if one.code != "name" or case.checkpoint.files:
-            effect = words.quoted(one.said, by=one.by) if one.said else f"{one.by} may not come back for hours"
+            effect = (
+                words.quoted(one.said, by=one.by)
+                if one.said
+                else f"{one.by} may not come back for hours"
+            )
             yield symptom("error", f"refused-{one.code}", one.what, effect, Fix())
 
 
@@ -180,11 +226,19 @@ def _tags(case: Case) -> Iterator[Symptom]:
             require_device(case.device)
         except DeviceUnavailable as error:
             cause = f"the device {case.device} that was asked for is not here"
-            yield symptom("error", "no-such-device", cause, str(error), advice="see what is here with: ckptconv devices")
+            yield symptom(
+                "error",
+                "no-such-device",
+                cause,
+                str(error),
+                advice="see what is here with: ckptconv devices",
+            )
 
 
 def _is_served(tag: str, case: Case) -> bool:
-    """Whether torch.load would restore a storage to its tag here; as torch, without torch a CPU-only one."""
+    """Whether torch.load would restore a storage to its tag here; as torch, without torch a
+    CPU-only one.
+    """
     kind, _, index = tag.partition(":")
     if case.host.torch is None:
         return False
@@ -204,8 +258,18 @@ def _modules(case: Case) -> Iterator[Symptom]:
         return
     names = case.checkpoint.module_classes
     effect = words.quoted(words.REFUSED, words.on_global(names[0]))
-    what = "a whole module ({}), not its state dict" if len(names) == 1 else "whole modules ({}), not their state dicts"
-    yield symptom("error", "whole-module", "holds " + what.format(some(list(dict.fromkeys(names)))), effect, Fix())
+    what = (
+        "a whole module ({}), not its state dict"
+        if len(names) == 1
+        else "whole modules ({}), not their state dicts"
+    )
+    yield symptom(
+        "error",
+        "whole-module",
+        "holds " + what.format(some(list(dict.fromkeys(names)))),
+        effect,
+        Fix(),
+    )
 
 
 def _objects(case: Case) -> Iterator[Symptom]:
@@ -213,13 +277,25 @@ def _objects(case: Case) -> Iterator[Symptom]:
     bare = [item.path for item in case.facts.odd_objects if item.name in VALUELESS]
     if bare:
         advice = "save it again on a host that has the values"
-        yield symptom("warning", "no-values", f"has no values: {some(bare)}", "the model cannot compute with it", advice=advice)
+        yield symptom(
+            "warning",
+            "no-values",
+            f"has no values: {some(bare)}",
+            "the model cannot compute with it",
+            advice=advice,
+        )
     odd = [item for item in case.facts.odd_objects if item.name not in VALUELESS]
     if odd and case.facts.format not in ("TorchScript",):
         names = list(dict.fromkeys(item.name for item in odd))
         places = some([item.path or "the root" for item in odd])
         cause = f"holds objects that are not plain ({some(names)}) at {places}"
-        yield symptom("error", "refused-objects", cause, words.quoted(words.REFUSED, words.on_global(names[0])), Fix())
+        yield symptom(
+            "error",
+            "refused-objects",
+            cause,
+            words.quoted(words.REFUSED, words.on_global(names[0])),
+            Fix(),
+        )
 
 
 def _keys(case: Case) -> Iterator[Symptom]:
@@ -228,12 +304,27 @@ def _keys(case: Case) -> Iterator[Symptom]:
         return
     if case.fit is None:
         advice = look_hint(case.paths[0])
-        yield symptom("error", "keys", "holds no state dict", "there is nothing to load into the model", advice=advice)
+        yield symptom(
+            "error",
+            "keys",
+            "holds no state dict",
+            "there is nothing to load into the model",
+            advice=advice,
+        )
     elif case.fit.error is not None:
-        fit, where = case.fit.fit, f"of {part_text(case.fit.found.path)} " if case.fit.found.path else ""
+        fit, where = (
+            case.fit.fit,
+            f"of {part_text(case.fit.found.path)} " if case.fit.found.path else "",
+        )
         effect = words.quoted(case.fit.error, by="load_state_dict")
         if fit.fits:
-            yield symptom("error", "keys", f"the keys {where}are not those of {_remedy(fit, case.target.name)}", effect, Fix())
+            yield symptom(
+                "error",
+                "keys",
+                f"the keys {where}are not those of {_remedy(fit, case.target.name)}",
+                effect,
+                Fix(),
+            )
         elif case.fit.fixes:
             cause = f"the keys {where}include some that {printable(case.target.name)} does not have: {some(fit.unexpected)}"
             yield symptom("error", "keys", cause, effect, Fix())
@@ -246,12 +337,16 @@ def _remedy(fit: Fit, name: str) -> str:
     """The target, and what makes the keys fit it."""
     renamed = any(old != new for old, new in fit.renames.items())
     ways = [f"renamed ({fit.how})"] * renamed
-    ways += [f"filled from other names of the same tensors ({some(list(fit.filled))})"] * bool(fit.filled)
+    ways += [f"filled from other names of the same tensors ({some(list(fit.filled))})"] * bool(
+        fit.filled
+    )
     return f"{printable(name)}, but fit when {' and '.join(ways)}"
 
 
 def _wrappers(case: Case) -> Iterator[Symptom]:
-    """Keys with the wrapper of DataParallel, DDP, compile, FSDP or checkpointing, where no model says what is wanted."""
+    """Keys with the wrapper of DataParallel, DDP, compile, FSDP or checkpointing, where no model
+    says what is wanted.
+    """
     if case.target is not None:
         return
     for found in case.state_dicts:
@@ -260,7 +355,13 @@ def _wrappers(case: Case) -> Iterator[Symptom]:
             where = f" of {part_text(found.path)}" if found.path else ""
             unexpected = words.on_unexpected(found.telling_keys[0])
             effect = words.quoted(words.NO_KEYS, unexpected, by="load_state_dict, of a bare model,")
-            yield symptom("warning", "wrapped-keys", f"the keys{where} carry the wrapper '{wrapper}'", effect, Fix())
+            yield symptom(
+                "warning",
+                "wrapped-keys",
+                f"the keys{where} carry the wrapper '{wrapper}'",
+                effect,
+                Fix(),
+            )
     for path, prefix in case.facts.offered.items():
         where = f" of {part_text(path)}" if path else ""
         cause = f"the keys{where} start with {prefix}, the attribute or wrapper of {case.facts.producer or 'a framework'}"
@@ -277,7 +378,9 @@ def _choice(case: Case) -> Iterator[Symptom]:
     except AmbiguousStateDict as error:
         if case.state_dicts:
             effect = "load_portable, and an output that holds one state dict, refuse to guess"
-            largest = max(case.state_dicts, key=lambda item: (not _is_average(item.path), len(item.keys)))
+            largest = max(
+                case.state_dicts, key=lambda item: (not _is_average(item.path), len(item.keys))
+            )
             fix = Fix(only=largest.path)
             yield symptom("warning", "several-models", error.what, effect, fix, chosen=True)
     except CheckpointError:  # limits; told by whoever meets them
@@ -307,7 +410,9 @@ def _lone_shard(case: Case) -> Iterator[Symptom]:
         yield symptom("error", "lone-shard", cause, effect, advice=str(error))
 
 
-_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{1,6})-of-(?P<count>\d{1,6})\.(?P<suffix>safetensors|bin|pt|pth)").fullmatch
+_SHARD = re.compile(
+    r"(?P<stem>.+)-(?P<number>\d{1,6})-of-(?P<count>\d{1,6})\.(?P<suffix>safetensors|bin|pt|pth)"
+).fullmatch
 
 
 def _bloat(case: Case) -> Iterator[Symptom]:
@@ -317,12 +422,21 @@ def _bloat(case: Case) -> Iterator[Symptom]:
     causes = []
     if facts.stored > facts.used:
         causes.append(
-            f"tensors use {facts.used:,} bytes of storages of {facts.stored:,}: slices were saved with their whole storages"
+            f"tensors use {facts.used:,} bytes of storages of {facts.stored:,}: slices were saved "
+            "with their whole storages"
         )
     if facts.dead:
-        causes.append(f"its pickle does not use {facts.dead:,} bytes of the file: added or left-over records")
+        causes.append(
+            f"its pickle does not use {facts.dead:,} bytes of the file: added or left-over records"
+        )
     wasted = facts.stored - facts.used + facts.dead
-    yield symptom("warning", "bloat", "; ".join(causes), f"{wasted:,} bytes are stored and moved for nothing", Fix())
+    yield symptom(
+        "warning",
+        "bloat",
+        "; ".join(causes),
+        f"{wasted:,} bytes are stored and moved for nothing",
+        Fix(),
+    )
 
 
 def _shares(case: Case) -> Iterator[Symptom]:
@@ -336,7 +450,9 @@ def _shares(case: Case) -> Iterator[Symptom]:
         yield symptom("info", "optimizer-share", cause, effect, Fix(only=one), chosen=True)
     if averages_weights(case.checkpoint.root):
         return
-    if len(case.state_dicts) > 1 and (averages := [item.path for item in case.state_dicts if _is_average(item.path)]):
+    if len(case.state_dicts) > 1 and (
+        averages := [item.path for item in case.state_dicts if _is_average(item.path)]
+    ):
         cause = f"holds averaged weights ({some(averages)}) beside {part_text(one)}"
         effect = "which of them is loaded depends on the script; evaluation usually wants the averaged ones"
         yield symptom("info", "ema-share", cause, effect, Fix(only=averages[0]), chosen=True)
@@ -350,13 +466,21 @@ def _no_weights(case: Case) -> Iterator[Symptom]:
     """A file of an optimizer, or a tensor, saved by itself, or one without tensors."""
     if (whose := case.facts.training_state) is not None:
         effect = "there is nothing in it that a model could load"
-        yield symptom("info", "no-weights", f"holds only {whose} state: no weights", effect, advice=_OPTIMIZER)
+        yield symptom(
+            "info", "no-weights", f"holds only {whose} state: no weights", effect, advice=_OPTIMIZER
+        )
     elif case.facts.root.sort == "tensor":
         effect = "torch.load gives the tensor; there are no keys that load_state_dict could use"
         yield symptom("info", "bare-tensor", "holds a bare tensor, not a state dict", effect)
     elif not case.facts.tensors:
         effect = "there is nothing in it that a model could load"
-        yield symptom("warning", "no-weights", "holds no tensors: no weights", effect, advice=look_hint(case.paths[0]))
+        yield symptom(
+            "warning",
+            "no-weights",
+            "holds no tensors: no weights",
+            effect,
+            advice=look_hint(case.paths[0]),
+        )
 
 
 _OPTIMIZER = "the weights are in another file; load this one into the optimizer"
@@ -367,12 +491,23 @@ def _tied(case: Case) -> Iterator[Symptom]:
         return
     for found in case.state_dicts:
         owners: dict[int, str] = {}
-        shared = [key for key, ref in found.tensors() if ref.is_view and owners.setdefault(id(ref.storage), key) != key]
+        shared = [
+            key
+            for key, ref in found.tensors()
+            if ref.is_view and owners.setdefault(id(ref.storage), key) != key
+        ]
         if shared:
             cause = f"share a storage with another tensor: {some(shared)}"
             effect = words.quoted(words.SHARED, by="safetensors.torch.save_file")
             only = found.path if len(case.state_dicts) > 1 else None
-            yield symptom("info", "tied-weights", cause, effect, Fix(suffix=".safetensors", only=only), chosen=True)
+            yield symptom(
+                "info",
+                "tied-weights",
+                cause,
+                effect,
+                Fix(suffix=".safetensors", only=only),
+                chosen=True,
+            )
             return
 
 
@@ -383,21 +518,39 @@ def _scaled(case: Case) -> Iterator[Symptom]:
         names = some([f"{item.codes} with {item.scale}" for item in scaled])
         effect = "a model that does not know of the scales uses the codes as values, and silently computes nonsense"
         advice = "load it with the library that wrote it; ckptconv copies codes and scales as they are, and refuses --dtype"
-        yield symptom("info", "scaled-weights", f"weights{where} are codes beside scales: {names}", effect, advice=advice)
+        yield symptom(
+            "info",
+            "scaled-weights",
+            f"weights{where} are codes beside scales: {names}",
+            effect,
+            advice=advice,
+        )
 
 
 def _precision(case: Case) -> Iterator[Symptom]:
-    if not case.size or case.scaled or any(quantization_scales(dict(item.tensors())) for item in case.state_dicts):
+    if (
+        not case.size
+        or case.scaled
+        or any(quantization_scales(dict(item.tensors())) for item in case.state_dicts)
+    ):
         return
     weights = {id(ref): ref.dtype for item in case.state_dicts for _, ref in item.tensors()}
     floats = [dtype.name for dtype in weights.values() if dtype.is_floating]
     if set(floats) == {"float32"}:
         cause = f"all floating tensors of its weights ({len(floats)}) are float32"
-        yield symptom("info", "all-fp32", cause, "bfloat16 would take half the bytes", Fix(dtype="bf16"), chosen=True)
+        yield symptom(
+            "info",
+            "all-fp32",
+            cause,
+            "bfloat16 would take half the bytes",
+            Fix(dtype="bf16"),
+            chosen=True,
+        )
 
 
 CHECKS: tuple[Callable[[Case], Iterator[Symptom]], ...] = (
-    _container, _strays, _protocol, _name, _refused, _lone_shard, _tags, _modules, _objects, _keys, _choice, _wrappers, _bloat,
+    _container, _strays, _protocol, _name, _refused, _lone_shard, _tags, _modules, _objects, _keys,
+    _choice, _wrappers, _bloat,
     _shares, _no_weights, _tied, _scaled, _precision,
 )  # fmt: skip
 """What is looked at without reading a tensor; findings of one severity come in this order."""

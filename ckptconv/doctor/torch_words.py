@@ -1,7 +1,8 @@
-"""What torch 2.13 and the safetensors library say of a checkpoint that they do not load, quoted to be recognised.
+"""What torch 2.13 and the safetensors library say of a checkpoint that they do not load, quoted to
+be recognised.
 
-Each was provoked; the tests provoke them again. Sources: torch/serialization.py, torch/_weights_only_unpickler.py,
-torch/nn/modules/module.py, caffe2/serialize/inline_container.cc.
+Each was provoked; the tests provoke them again. Sources: torch/serialization.py,
+torch/_weights_only_unpickler.py, torch/nn/modules/module.py, caffe2/serialize/inline_container.cc.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from ckptconv.support.errors import printable
 
 REFUSED = "Weights only load failed"
 MODULE_NAMES = ("cuda", "xpu", "hpu", "mtia", "privateuseone")
-_UNKNOWN_TAG = "don't know how to restore data location of torch.storage.UntypedStorage (tagged with {tag})"
+_UNKNOWN_TAG = (
+    "don't know how to restore data location of torch.storage.UntypedStorage (tagged with {tag})"
+)
 
 
 def quoted(*words: str, by: str = "torch.load(weights_only=True)") -> str:
@@ -44,7 +47,10 @@ def on_global(name: str) -> str:
 STRAY = "file in archive is not in a subdirectory"
 _ON_FORMAT = (
     ("TorchScript (before", "PytorchStreamReader failed locating file constants.pkl"),
-    ("TorchScript", "Cannot use ``weights_only=True`` with TorchScript archives passed to ``torch.load``"),
+    (
+        "TorchScript",
+        "Cannot use ``weights_only=True`` with TorchScript archives passed to ``torch.load``",
+    ),
     ("torch tar", "Cannot use ``weights_only=True`` with files saved in the legacy .tar format"),
     ("pickle", REFUSED),
     ("zip of checkpoints", STRAY),
@@ -62,13 +68,19 @@ SHARED = "Some tensors share memory, this will lead to duplicate memory on disk"
 
 
 def on_format(name: str) -> str | None:
-    """The error about a container that torch.load does not read; None where it does, or says something else each time."""
+    """The error about a container that torch.load does not read; None where it does, or says
+    something else each time.
+    """
     return next((words for start, words in _ON_FORMAT if name.startswith(start)), None)
 
 
 def on_missing(key: str, unexpected: Sequence[str] = ()) -> str:
-    """The error about keys that a model has and a state dict has not, and about the first that only that has."""
-    return " … ".join([f'{NO_KEYS}: "{printable(key)}"', *(on_unexpected(other) for other in unexpected)])
+    """The error about keys that a model has and a state dict has not, and about the first that only
+    that has.
+    """
+    return " … ".join(
+        [f'{NO_KEYS}: "{printable(key)}"', *(on_unexpected(other) for other in unexpected)]
+    )
 
 
 def on_unexpected(key: str) -> str:
@@ -79,16 +91,20 @@ def on_unexpected(key: str) -> str:
 def on_shape(key: str, have: Sequence[int], wanted: Sequence[int]) -> str:
     """The error about a tensor that has another shape in the model."""
     return (
-        f"size mismatch for {printable(key)}: copying a param with shape torch.Size({list(have)}) from checkpoint, "
+        f"size mismatch for {printable(key)}: copying a param with shape torch.Size({list(have)}) "
+        "from checkpoint, "
         f"the shape in current model is torch.Size({list(wanted)})"
     )
 
 
-_NO_OPCODES = b"v<7G\x89\x08\x93B\xfd\x28\x1f"  # first bytes at which the weights-only unpickler gives up at once
+# first bytes at which the weights-only unpickler gives up at once
+_NO_OPCODES = b"v<7G\x89\x08\x93B\xfd\x28\x1f"
 
 
 def on_start(head: bytes) -> str | None:
-    """The error about a file that starts with `head` and is not a checkpoint; None where there is no one wording."""
+    """The error about a file that starts with `head` and is not a checkpoint; None where there is
+    no one wording.
+    """
     if head.startswith(b"PK"):
         return None
     return REFUSED if head[:1] and head[:1] in _NO_OPCODES else None

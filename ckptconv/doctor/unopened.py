@@ -13,15 +13,29 @@ from ckptconv.doctor.findings import Finding
 from ckptconv.formats.registry import open_checkpoint
 from ckptconv.formats.zip_archive import NO_END
 from ckptconv.io.files import FileSource
-from ckptconv.support.errors import CheckpointError, IncompleteCheckpoint, LimitExceeded, MalformedCheckpoint, printable
+from ckptconv.support.errors import (
+    CheckpointError,
+    IncompleteCheckpoint,
+    LimitExceeded,
+    MalformedCheckpoint,
+    printable,
+)
 from ckptconv.support.text import as_argument
 
 
 def unopened(error: CheckpointError, paths: tuple[Path, ...]) -> Finding:
     """The finding for what cannot be opened; its cause and advice are the error's own."""
-    cause = f"{printable(error.where)}: {printable(error.what, 2000)}" if error.where else printable(error.what, 2000)
+    cause = (
+        f"{printable(error.where)}: {printable(error.what, 2000)}"
+        if error.where
+        else printable(error.what, 2000)
+    )
     finding = Finding("error", _code(error), cause, _effect(error, paths[0]), advice=error.hint)
-    if isinstance(error, IncompleteCheckpoint) and len(paths) == 1 and (fixed := _with_siblings(paths[0])):
+    if (
+        isinstance(error, IncompleteCheckpoint)
+        and len(paths) == 1
+        and (fixed := _with_siblings(paths[0]))
+    ):
         return replace(finding, command=fixed)
     if (unpack := _unpacking(error, paths[0])) is not None:
         return replace(finding, command=unpack)
@@ -60,9 +74,13 @@ def _effect(error: CheckpointError, path: Path) -> str:
 
 
 def _with_siblings(path: Path) -> str | None:
-    """The command for the files of all ranks, if they lie beside this one under names that differ in their numbers."""
+    """The command for the files of all ranks, if they lie beside this one under names that differ
+    in their numbers.
+    """
     pattern = re.compile(r"\d+".join(map(re.escape, re.split(r"\d+", path.name))))
-    beside = sorted(item for item in path.parent.iterdir() if pattern.fullmatch(item.name) and item.is_file())
+    beside = sorted(
+        item for item in path.parent.iterdir() if pattern.fullmatch(item.name) and item.is_file()
+    )
     try:
         with open_checkpoint(beside) as joined:
             found = workable(Fix(), joined)

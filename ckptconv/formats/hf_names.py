@@ -1,8 +1,9 @@
-"""How an output is split into shards: their sizes, their names, and the index that says which of them holds a key.
+"""How an output is split into shards: their sizes, their names, and the index that says which of
+them holds a key.
 
 Names and index are those of the Hugging Face libraries: ``model-00001-of-00005.safetensors`` beside
-``model.safetensors.index.json``, an object of ``metadata.total_size`` (bytes) and ``weight_map`` (key → file name). Other
-metadata of a source's index goes along.
+``model.safetensors.index.json``, an object of ``metadata.total_size`` (bytes) and ``weight_map``
+(key → file name). Other metadata of a source's index goes along.
 """
 
 from __future__ import annotations
@@ -18,12 +19,23 @@ from ckptconv.io.destination import output_errors
 from ckptconv.support.choices import not_one
 from ckptconv.support.errors import CheckpointError
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
+_UNITS = {
+    "": 1,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "KI": 1 << 10,
+    "MI": 1 << 20,
+    "GI": 1 << 30,
+    "TI": 1 << 40,
+}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?").fullmatch
 
 
 def parse_size(text: str) -> int:
-    """A size in bytes; decimal units, as disks and the Hugging Face libraries count. `CheckpointError` when it is none.
+    """A size in bytes; decimal units, as disks and the Hugging Face libraries count.
+    `CheckpointError` when it is none.
 
     >>> parse_size("5GB"), parse_size("500 MB"), parse_size("1.5KiB"), parse_size("1000")
     (5000000000, 500000000, 1536, 1000)
@@ -36,17 +48,22 @@ def parse_size(text: str) -> int:
 
 
 def shard_limit(given: int | str | None) -> int | None:
-    """The bytes that one file may hold, as the option `max_shard_size` says it; `OptionRefused` when that is not a size."""
+    """The bytes that one file may hold, as the option `max_shard_size` says it; `OptionRefused`
+    when that is not a size.
+    """
     if type(given) is str:
         with contextlib.suppress(CheckpointError):
             return parse_size(given)
     elif given is None or (type(given) is int and given > 0):
         return given
-    raise not_one("max_shard_size", given, "write it as '5GB' or '500MB', or give a number of bytes")
+    raise not_one(
+        "max_shard_size", given, "write it as '5GB' or '500MB', or give a number of bytes"
+    )
 
 
 def split(sizes: Sequence[int], groups: Sequence[Hashable], limit: int) -> list[list[int]]:
-    """Indices of tensors by shard: in order, at most `limit` bytes each, tensors of one group together.
+    """Indices of tensors by shard: in order, at most `limit` bytes each, tensors of one group
+    together.
 
     A group that is larger by itself is alone in its shard.
 
@@ -69,7 +86,9 @@ def split(sizes: Sequence[int], groups: Sequence[Hashable], limit: int) -> list[
         else:
             shards.append(list(indices))
             room = limit - size
-    return sorted((sorted(indices) for indices in (*shards, *alone)), key=lambda indices: indices[0])
+    return sorted(
+        (sorted(indices) for indices in (*shards, *alone)), key=lambda indices: indices[0]
+    )
 
 
 def shard_paths(output: Path, count: int) -> list[Path]:
@@ -80,7 +99,10 @@ def shard_paths(output: Path, count: int) -> list[Path]:
     """
     if count == 1:
         return [output]
-    return [output.with_name(f"{output.stem}-{number:05}-of-{count:05}{output.suffix}") for number in range(1, count + 1)]
+    return [
+        output.with_name(f"{output.stem}-{number:05}-of-{count:05}{output.suffix}")
+        for number in range(1, count + 1)
+    ]
 
 
 def index_path(output: Path) -> Path:
@@ -89,24 +111,41 @@ def index_path(output: Path) -> Path:
 
 
 def earlier_files(output: Path) -> list[Path]:
-    """The files of a sharded output `output` that are there already: itself, its index, and shards of any number.
+    """The files of a sharded output `output` that are there already: itself, its index, and shards
+    of any number.
 
-    Whoever opens the folder may take any of them for the checkpoint. `OutputRefused` when the folder cannot be listed.
+    Whoever opens the folder may take any of them for the checkpoint. `OutputRefused` when the
+    folder cannot be listed.
     """
-    is_shard = re.compile(rf"{re.escape(output.stem)}-\d{{5}}-of-\d{{5}}{re.escape(output.suffix)}").fullmatch
+    is_shard = re.compile(
+        rf"{re.escape(output.stem)}-\d{{5}}-of-\d{{5}}{re.escape(output.suffix)}"
+    ).fullmatch
     with output_errors(output):
-        shards = sorted(item for item in output.parent.iterdir() if is_shard(item.name)) if output.parent.is_dir() else []
+        shards = (
+            sorted(item for item in output.parent.iterdir() if is_shard(item.name))
+            if output.parent.is_dir()
+            else []
+        )
         return [path for path in (output, index_path(output), *shards) if path.is_file()]
 
 
-def index_text(weight_map: Mapping[str, str], nbytes: int, metadata: Mapping[str, Any] | None = None) -> bytes:
-    """The index for tensors of `nbytes` bytes in all, with other `metadata`; `CheckpointError` where that is not JSON."""
-    document = {"metadata": {**(metadata or {}), "total_size": nbytes}, "weight_map": dict(weight_map)}
+def index_text(
+    weight_map: Mapping[str, str], nbytes: int, metadata: Mapping[str, Any] | None = None
+) -> bytes:
+    """The index for tensors of `nbytes` bytes in all, with other `metadata`; `CheckpointError`
+    where that is not JSON.
+    """
+    document = {
+        "metadata": {**(metadata or {}), "total_size": nbytes},
+        "weight_map": dict(weight_map),
+    }
     try:
         return (json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
     except ValueError as error:  # a number beyond any float, half a character
         hint = "correct the index of the source"
-        raise CheckpointError(f"cannot be written as JSON ({error})", where="index", hint=hint) from None
+        raise CheckpointError(
+            f"cannot be written as JSON ({error})", where="index", hint=hint
+        ) from None
 
 
 def moved_index(raw: bytes, folder: str) -> bytes:

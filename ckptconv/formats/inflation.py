@@ -1,7 +1,8 @@
-"""The total size to which the archives of one checkpoint inflate, compared with the size of its files.
+"""The total size to which the archives of one checkpoint inflate, compared with the size of its
+files.
 
-A record by itself is held against its own deflated bytes (`sources.InflatedSource`). Many small ones, in one archive or
-in archives within archives, are a bomb too.
+A record by itself is held against its own deflated bytes (`sources.InflatedSource`). Many small
+ones, in one archive or in archives within archives, are a bomb too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from ckptconv.support.limits import in_force
 
 @dataclass(slots=True)
 class _Opening:
-    """A checkpoint that is being opened: the size of its files, each counted once, and what was claimed so far."""
+    """A checkpoint that is being opened: the size of its files, each counted once, and what was
+    claimed so far.
+    """
 
     size: int = 0
     records: int = 0
@@ -55,28 +58,37 @@ def counted_together() -> Iterator[None]:
 
 
 def claim_records(source: Source, records: Iterable[Record]) -> None:
-    """Count the deflated records of an archive; `LimitExceeded` when they and those before inflate to too much.
+    """Count the deflated records of an archive; `LimitExceeded` when they and those before inflate
+    to too much.
 
     One that is a bomb by itself is not counted, for it is refused where it is used, by its name.
     """
-    claimed = sum(item.size for item in records if item.deflated and not is_bomb(item.stored, item.size))
+    claimed = sum(
+        item.size for item in records if item.deflated and not is_bomb(item.stored, item.size)
+    )
     if not claimed:
         return
     opening = _OPENING.get() or _Opening(source.size)
     opening.records += claimed
     most = in_force()
-    _refuse(opening.records, most.inflated_free, most.inflated_ratio, "inflated_ratio", opening, source)
+    _refuse(
+        opening.records, most.inflated_free, most.inflated_ratio, "inflated_ratio", opening, source
+    )
 
 
 def claim_pickle(source: Source, size: int) -> None:
-    """Count a deflated pickle or text that is read into memory; `LimitExceeded` when it and those before are too much."""
+    """Count a deflated pickle or text that is read into memory; `LimitExceeded` when it and those
+    before are too much.
+    """
     opening = _OPENING.get() or _Opening(source.size)
     opening.pickles += size
     most = in_force()
     _refuse(opening.pickles, most.pickle_free, most.pickle_ratio, "pickle_ratio", opening, source)
 
 
-def _refuse(claimed: int, free: int, ratio: int, limit: str, opening: _Opening, source: Source) -> None:
+def _refuse(
+    claimed: int, free: int, ratio: int, limit: str, opening: _Opening, source: Source
+) -> None:
     size = opening.size
     if claimed <= max(free, ratio * size):
         return
@@ -84,4 +96,6 @@ def _refuse(claimed: int, free: int, ratio: int, limit: str, opening: _Opening, 
     what = f"its deflated {kind} claim to inflate from {size} to {claimed} bytes in total"
     needed = -(-claimed // max(1, size))
     advice = "it looks like a decompression bomb"
-    raise LimitExceeded(what, limit=limit, allowed=ratio, needed=needed, path=source.path, advice=advice)
+    raise LimitExceeded(
+        what, limit=limit, allowed=ratio, needed=needed, path=source.path, advice=advice
+    )

@@ -11,15 +11,19 @@ from collections.abc import Iterator
 from ckptconv.io.files import FileSource
 from ckptconv.io.source import CHUNK, Source
 
-_END = struct.Struct("<4s4HIIH")  # signature, disks and counts, size and start of the directory, size of the comment
-_LOCATOR = struct.Struct("<4sIQI")  # signature, disk, place of the zip64 end record, number of disks
+# signature, disks and counts, size and start of the directory, size of the comment
+_END = struct.Struct("<4s4HIIH")
+# signature, disk, place of the zip64 end record, number of disks
+_LOCATOR = struct.Struct("<4sIQI")
 _END64 = struct.Struct("<4sQ2H2I4Q")  # signature, …, size and start of the directory
 _MOST_IN_VAIN = 10_000
 """Signatures of end records in payloads that are passed over before the search ends."""
 
 
 def joined_archives(source: Source) -> list[tuple[int, int]]:
-    """Where the archives in a source begin and how many bytes each has; empty where they do not fill it."""
+    """Where the archives in a source begin and how many bytes each has; empty where they do not
+    fill it.
+    """
     found: list[tuple[int, int]] = []
     start = vain = 0
     for at in _signatures(source):

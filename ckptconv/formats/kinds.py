@@ -16,7 +16,8 @@ Opener = Callable[[Source], Checkpoint]
 class Format(NamedTuple):
     """A container in one file: whether a file's first bytes are its, and how it is opened.
 
-    `open` is also given a way to open what lies inside: a record of the archive that is a checkpoint itself.
+    `open` is also given a way to open what lies inside: a record of the archive that is a
+    checkpoint itself.
     """
 
     matches: Callable[[bytes], bool]
@@ -24,17 +25,21 @@ class Format(NamedTuple):
 
 
 class Archive(NamedTuple):
-    """A kind of zip archive: whether these records are its, and how the archive is opened; else as `Format`."""
+    """A kind of zip archive: whether these records are its, and how the archive is opened; else as
+    `Format`.
+    """
 
     matches: Callable[[Records], bool]
     open: Callable[[Source, Records, Opener], Checkpoint]
 
 
 class Gathering(NamedTuple):
-    """Many files that are one checkpoint: whether a path (a folder, or a file that stands for one) is it, and how it is opened.
+    """Many files that are one checkpoint: whether a path (a folder, or a file that stands for one)
+    is it, and how it is opened.
 
-    `tags` are the names by which its user may choose among several that one folder holds, and `open` is given the one that
-    was chosen. Links in it may lead within the folder that was named: it is the second argument of `open`.
+    `tags` are the names by which its user may choose among several that one folder holds, and
+    `open` is given the one that was chosen. Links in it may lead within the folder that was named:
+    it is the second argument of `open`.
     """
 
     matches: Callable[[Path], bool]
@@ -43,7 +48,9 @@ class Gathering(NamedTuple):
 
 
 class ArchiveStranger(NamedTuple):
-    """A zip archive that has the records `names` (or such endings) and is not a checkpoint: what it is, what to do."""
+    """A zip archive that has the records `names` (or such endings) and is not a checkpoint: what it
+    is, what to do.
+    """
 
     names: tuple[str, ...]
     what: str
@@ -51,4 +58,6 @@ class ArchiveStranger(NamedTuple):
 
     def matches(self, records: Records) -> bool:
         """Whether the archive holds them all, in whatever folder."""
-        return all(any(f"/{record}".endswith(f"/{name}") for record in records) for name in self.names)
+        return all(
+            any(f"/{record}".endswith(f"/{name}") for record in records) for name in self.names
+        )

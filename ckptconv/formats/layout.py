@@ -1,4 +1,6 @@
-"""What a format hands to the writer: every byte of the output in order, payloads still as references."""
+"""What a format hands to the writer: every byte of the output in order, payloads still as
+references.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from ckptconv.tensors.refs import TensorRef
 
 
 class WriteItem(NamedTuple):
-    """One payload: after the bytes `lead`, at byte `offset` of the output, `nbytes` bytes of `values`.
+    """One payload: after the bytes `lead`, at byte `offset` of the output, `nbytes` bytes of
+    `values`.
 
     `values` are ready bytes, or a tensor whose values in C order are cast to `dtype`.
     """
@@ -26,9 +29,11 @@ class WriteItem(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """A whole output file of `nbytes` bytes: `items`, what follows each of them, and what ends the file.
+    """A whole output file of `nbytes` bytes: `items`, what follows each of them, and what ends the
+    file.
 
-    `trail(i, crc)` gives the bytes behind item i, whose payload had the CRC-32 `crc`; `ending(crcs)` those behind all.
+    `trail(i, crc)` gives the bytes behind item i, whose payload had the CRC-32 `crc`;
+    `ending(crcs)` those behind all.
     """
 
     items: tuple[WriteItem, ...]
@@ -39,4 +44,9 @@ class Layout:
 
 def one_item(name: str, raw: bytes) -> Layout:
     """A file of ready bytes."""
-    return Layout((WriteItem(name, b"", 0, len(raw), raw, UINT8),), len(raw), lambda _index, _crc: b"", lambda _crcs: b"")
+    return Layout(
+        (WriteItem(name, b"", 0, len(raw), raw, UINT8),),
+        len(raw),
+        lambda _index, _crc: b"",
+        lambda _crcs: b"",
+    )

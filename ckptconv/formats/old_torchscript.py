@@ -1,9 +1,10 @@
 """TorchScript archives from before torch 1.4, as the state dicts that they loaded with.
 
-``model.json`` is a protobuf message as JSON: a tree of modules, each with ``submodules``, ``parameters`` (``isBuffer`` and
-``tensorId``) and ``attributes`` (a ``type`` and an ``id`` in ``attributes.pkl``), and a table of ``tensors`` (``dims``,
-``strides``, ``offset``, ``dataType``, ``device`` and the record in ``data``). 64-bit numbers are texts, and zeros are left
-out. A tensor that is an attribute was a buffer then. Source: torch/csrc/jit/serialization/import_legacy.cpp and
+``model.json`` is a protobuf message as JSON: a tree of modules, each with ``submodules``,
+``parameters`` (``isBuffer`` and ``tensorId``) and ``attributes`` (a ``type`` and an ``id`` in
+``attributes.pkl``), and a table of ``tensors`` (``dims``, ``strides``, ``offset``, ``dataType``,
+``device`` and the record in ``data``). 64-bit numbers are texts, and zeros are left out. A tensor
+that is an attribute was a buffer then. Source: torch/csrc/jit/serialization/import_legacy.cpp and
 caffe2/proto/torch.proto of torch 1.4.
 """
 
@@ -12,11 +13,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ckptconv.formats.zip_records import ArchiveStorages, Records, checksum_notes, read_limited, root_folder
+from ckptconv.formats.zip_records import (
+    ArchiveStorages,
+    Records,
+    checksum_notes,
+    read_limited,
+    root_folder,
+)
 from ckptconv.io.source import Source
 from ckptconv.objects.torch_read import read_torch_pickle
 from ckptconv.pickles.nodes import ORDERED_DICT, Call, Node
-from ckptconv.support.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.support.errors import (
+    CheckpointError,
+    LimitExceeded,
+    MalformedCheckpoint,
+    UnsupportedCheckpoint,
+    printable,
+)
 from ckptconv.support.json_text import read_object
 from ckptconv.support.limits import in_force
 from ckptconv.tensors.dtypes import BY_NAME, DType
@@ -27,7 +40,8 @@ from ckptconv.tree.containers import TORCHSCRIPT
 NAME = "TorchScript (before torch 1.4)"
 _MODEL = "model.json"
 _DTYPES = {
-    "FLOAT": "float32", "DOUBLE": "float64", "FLOAT16": "float16", "BFLOAT16": "bfloat16", "BOOL": "bool", "BYTE": "uint8",
+    "FLOAT": "float32", "DOUBLE": "float64", "FLOAT16": "float16", "BFLOAT16": "bfloat16",
+    "BOOL": "bool", "BYTE": "uint8",
     "UINT8": "uint8", "INT8": "int8", "INT16": "int16", "INT32": "int32", "INT64": "int64",
 }  # fmt: skip
 _OF_A_TENSOR = "torch.jit._pickle.build_tensor_from_id"
@@ -38,32 +52,45 @@ def is_old_torchscript(records: Records) -> bool:
     return root_folder(records, _MODEL) is not None
 
 
-def open_old_torchscript(source: Source, records: Records, _: Callable[[Source], Checkpoint]) -> Checkpoint:
-    """Open a TorchScript archive of before torch 1.4 as its state dict; reads its JSON and its attributes, no payload.
+def open_old_torchscript(
+    source: Source, records: Records, _: Callable[[Source], Checkpoint]
+) -> Checkpoint:
+    """Open a TorchScript archive of before torch 1.4 as its state dict; reads its JSON and its
+    attributes, no payload.
 
     Raises `MalformedCheckpoint` when the JSON is not what torch wrote, or contradicts the records.
     """
     root = root_folder(records, _MODEL) or ""
     storages = ArchiveStorages(source, records, root)
     try:
-        model = read_object(read_limited(source, records[root + _MODEL], "text_bytes"), source.path, root + _MODEL)
+        model = read_object(
+            read_limited(source, records[root + _MODEL], "text_bytes"), source.path, root + _MODEL
+        )
         if "mainModule" not in model:
-            raise MalformedCheckpoint("is a TorchScript archive from before torch 1.4 without a main module")
+            raise MalformedCheckpoint(
+                "is a TorchScript archive from before torch 1.4 without a main module"
+            )
         tensors = _tensors(model, storages, root)
         attributes = _attributes(source, records, root)
         made = Call(ORDERED_DICT, ())
         made.pairs = list(_state_dict(_message(model, "mainModule"), tensors, attributes))
     except CheckpointError as error:
         raise error.at(path=source.path, where=root + _MODEL) from error.__cause__
-    note = "a TorchScript archive from before torch 1.4, read as its state dict; its code is left out"
+    note = (
+        "a TorchScript archive from before torch 1.4, read as its state dict; its code is left out"
+    )
     notes = (note, *checksum_notes(records))
     sources = (source, *storages.inflated)
-    return Checkpoint(source.path, NAME, made, source.size, notes=notes, sources=sources, opening=TORCHSCRIPT)
+    return Checkpoint(
+        source.path, NAME, made, source.size, notes=notes, sources=sources, opening=TORCHSCRIPT
+    )
 
 
 def _checked(value: Any, kind: type) -> Any:
     if type(value) is not kind:
-        raise MalformedCheckpoint(f"holds a {type(value).__name__} where a {kind.__name__} should be")
+        raise MalformedCheckpoint(
+            f"holds a {type(value).__name__} where a {kind.__name__} should be"
+        )
     return value
 
 
@@ -82,13 +109,18 @@ def _text(holder: Any, name: str) -> str:
 
 def _number(value: Any) -> int:
     """A number as protobuf writes it into JSON: 64-bit ones are texts."""
-    if type(value) is str and 0 < len(value) < 20 and value.removeprefix("-").isascii() and value.removeprefix("-").isdigit():
+    if (
+        type(value) is str
+        and 0 < len(value) < 20
+        and value.removeprefix("-").isascii()
+        and value.removeprefix("-").isdigit()
+    ):
         return int(value)
     number: int = _checked(value, int)
     return number
 
 
-# -------------------------------------------------------------------------------------------------------------- tensors
+# ------------------------------------------------------------------------------------------ tensors
 
 
 def _tensors(model: Any, storages: ArchiveStorages, root: str) -> list[TensorRef]:
@@ -96,27 +128,41 @@ def _tensors(model: Any, storages: ArchiveStorages, root: str) -> list[TensorRef
     return [_tensor(given, storages, root, found) for given in _messages(model, "tensors")]
 
 
-def _tensor(given: Any, storages: ArchiveStorages, root: str, found: dict[str, Storage]) -> TensorRef:
+def _tensor(
+    given: Any, storages: ArchiveStorages, root: str, found: dict[str, Storage]
+) -> TensorRef:
     record = _text(_message(given, "data"), "key")
     if given.get("isQuantized"):
-        raise UnsupportedCheckpoint("a quantized tensor from before torch 1.4 is not read", where=record)
+        raise UnsupportedCheckpoint(
+            "a quantized tensor from before torch 1.4 is not read", where=record
+        )
     dtype = _dtype(given, record)
     if record not in found:
         found[record] = storages.at(root + record, _text(given, "device") or "cpu", dtype)
     shape = tuple(map(_number, _checked(given.get("dims", []), list)))
     stride = tuple(map(_number, _checked(given.get("strides", []), list)))
-    return view_of(found[record], dtype, _number(given.get("offset", 0)), shape, stride or contiguous_stride(shape))
+    return view_of(
+        found[record],
+        dtype,
+        _number(given.get("offset", 0)),
+        shape,
+        stride or contiguous_stride(shape),
+    )
 
 
 def _dtype(given: Any, record: str) -> DType:
     name = _text(given, "dataType")
     if name not in _DTYPES:
-        raise UnsupportedCheckpoint(f"has the unknown dtype '{printable(name)}'", where=record or None)
+        raise UnsupportedCheckpoint(
+            f"has the unknown dtype '{printable(name)}'", where=record or None
+        )
     return BY_NAME[_DTYPES[name]]
 
 
 def _attributes(source: Source, records: Records, root: str) -> list[int | None]:
-    """Of each attribute of ``attributes.pkl``, the index of the tensor that it is; None for other values."""
+    """Of each attribute of ``attributes.pkl``, the index of the tensor that it is; None for other
+    values.
+    """
     record = records.get(f"{root}attributes.pkl")
     if record is None:
         return []
@@ -125,7 +171,9 @@ def _attributes(source: Source, records: Records, root: str) -> list[int | None]
 
 
 def _no_storages(key: str, *_: object) -> Storage:
-    raise MalformedCheckpoint(f"its attributes name the storage {printable(key)}; they should have none")
+    raise MalformedCheckpoint(
+        f"its attributes name the storage {printable(key)}; they should have none"
+    )
 
 
 def _tensor_index(value: Node) -> int | None:
@@ -134,25 +182,39 @@ def _tensor_index(value: Node) -> int | None:
     return value.args[0] if type(value.args[0]) is int else None
 
 
-# -------------------------------------------------------------------------------------------------------------- modules
+# ------------------------------------------------------------------------------------------ modules
 
 
-def _state_dict(main: Any, tensors: list[TensorRef], attributes: list[int | None]) -> Iterator[tuple[str, TensorRef]]:
+def _state_dict(
+    main: Any, tensors: list[TensorRef], attributes: list[int | None]
+) -> Iterator[tuple[str, TensorRef]]:
     """Names and tensors: a module's parameters, its buffers, then those of its submodules."""
     seen: set[str] = set()
     work: list[tuple[str, Any, int]] = [("", main, 0)]
     written, most = 0, in_force()
     while work:
         prefix, module, depth = work.pop()
-        children = [(f"{prefix}{_text(child, 'name')}.", child, depth + 1) for child in _messages(module, "submodules")]
+        children = [
+            (f"{prefix}{_text(child, 'name')}.", child, depth + 1)
+            for child in _messages(module, "submodules")
+        ]
         written += sum(len(name) for name, _, _ in children)
         if depth > most.depth:
-            raise LimitExceeded("its modules nest too deeply", limit="depth", allowed=most.depth, where=prefix[:60] + "…")
+            raise LimitExceeded(
+                "its modules nest too deeply",
+                limit="depth",
+                allowed=most.depth,
+                where=prefix[:60] + "…",
+            )
         if written > most.names:
-            raise LimitExceeded("its names are too long", limit="names", allowed=most.names, where=prefix[:60] + "…")
+            raise LimitExceeded(
+                "its names are too long", limit="names", allowed=most.names, where=prefix[:60] + "…"
+            )
         for name, index in _own(module, attributes):
             if not 0 <= index < len(tensors):
-                raise MalformedCheckpoint(f"names tensor {index} of {len(tensors)}", where=prefix + name)
+                raise MalformedCheckpoint(
+                    f"names tensor {index} of {len(tensors)}", where=prefix + name
+                )
             if prefix + name in seen:
                 raise MalformedCheckpoint("is named twice", where=prefix + name)
             seen.add(prefix + name)

@@ -1,7 +1,8 @@
-"""Plain pickles with tensors inside (`pickle.dump` of a state dict): any protocol, one stream to the end of the file.
+"""Plain pickles with tensors inside (`pickle.dump` of a state dict): any protocol, one stream to
+the end of the file.
 
-A storage is pickled as a call of `torch.storage._load_from_bytes` with a whole torch stream in it, which is opened as a file
-within the file. Source: `__reduce__` in torch/storage.py.
+A storage is pickled as a call of `torch.storage._load_from_bytes` with a whole torch stream in it,
+which is opened as a file within the file. Source: `__reduce__` in torch/storage.py.
 """
 
 from __future__ import annotations
@@ -12,7 +13,13 @@ from collections.abc import Callable
 from ckptconv.io.source import MemorySource, Source
 from ckptconv.objects.torch_read import is_tensor_call, read_torch_pickle
 from ckptconv.pickles.nodes import Call, Dict, Node
-from ckptconv.support.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.support.errors import (
+    CheckpointError,
+    LimitExceeded,
+    MalformedCheckpoint,
+    UnsupportedCheckpoint,
+    printable,
+)
 from ckptconv.support.limits import in_force
 from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef
@@ -22,43 +29,56 @@ from ckptconv.tree.walk import walk
 
 NAME = "pickle"
 
-# Protocols 0 and 1 have no mark of their own: a dict, a list or an object as python's picklers begin them.
-_BEGINS = re.compile(rb"\x80[\0-\5]|\((?:dp|lp)\d+\n|[}\]]q\0|c[A-Za-z_][\w.]*\n[A-Za-z_]\w*\n(?:p\d+\n|[()q])").match
+# Protocols 0 and 1 have no mark of their own: a dict, a list or an object as python's picklers
+# begin them.
+_BEGINS = re.compile(
+    rb"\x80[\0-\5]|\((?:dp|lp)\d+\n|[}\]]q\0|c[A-Za-z_][\w.]*\n[A-Za-z_]\w*\n(?:p\d+\n|[()q])"
+).match
 
 
 def is_raw_pickle(head: bytes) -> bool:
-    """Whether a file that starts with `head` (some hundred bytes) is a pickle, by its protocol or by its first opcodes."""
+    """Whether a file that starts with `head` (some hundred bytes) is a pickle, by its protocol or
+    by its first opcodes.
+    """
     return _BEGINS(head) is not None
 
 
 def open_raw_pickle(source: Source, opener: Callable[[Source], Checkpoint]) -> Checkpoint:
-    """Open a bare pickle; its tensors lie within it, so all of it is read, at most the limit `pickle_bytes`.
+    """Open a bare pickle; its tensors lie within it, so all of it is read, at most the limit
+    `pickle_bytes`.
 
     Raises `UnsupportedCheckpoint` when it holds no tensors or arrays.
     """
     if source.size > (most := in_force().pickle_bytes):
         what = f"is a pickle of {source.size} bytes"
-        raise LimitExceeded(what, limit="pickle_bytes", allowed=most, needed=source.size, path=source.path)
+        raise LimitExceeded(
+            what, limit="pickle_bytes", allowed=most, needed=source.size, path=source.path
+        )
 
     def nested(stream: bytes) -> Node:
         try:
             return opener(MemorySource(stream, source.path)).root
         except UnsupportedCheckpoint as error:
-            raise MalformedCheckpoint(f"a stream in it {error.what}", where="pickle", hint=error.hint) from error
+            raise MalformedCheckpoint(
+                f"a stream in it {error.what}", where="pickle", hint=error.hint
+            ) from error
 
     try:
         root = read_torch_pickle(source.read(0, source.size), _elsewhere, nested=nested)
     except CheckpointError as error:
         raise error.at(path=source.path, where="pickle") from error.__cause__
     if not any(_has_values(node) for _, node in walk(root)):
-        raise UnsupportedCheckpoint(f"is a bare pickle ({_what(root)}) without tensors or arrays in it", path=source.path)
+        raise UnsupportedCheckpoint(
+            f"is a bare pickle ({_what(root)}) without tensors or arrays in it", path=source.path
+        )
     return Checkpoint(source.path, NAME, root, source.size, sources=(source,), opening=PICKLE)
 
 
 def _elsewhere(key: str, location: str, nbytes: int, dtype: DType | None) -> Storage:
     raise MalformedCheckpoint(
         f"names the storage {printable(key)}, which is not in this file",
-        hint="it was taken out of a checkpoint, like the data.pkl of a zip; name the checkpoint itself",
+        hint="it was taken out of a checkpoint, like the data.pkl of a zip; name the checkpoint "
+        "itself",
     )
 
 

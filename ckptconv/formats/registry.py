@@ -1,4 +1,6 @@
-"""Which container a path is, by content and never by extension; and what a file is that is not a checkpoint."""
+"""Which container a path is, by content and never by extension; and what a file is that is not a
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,19 @@ from ckptconv.formats.zip_members import may_hold_checkpoints, open_zip_members
 from ckptconv.formats.zip_records import Records
 from ckptconv.io.files import FilePool, FileSource
 from ckptconv.io.source import Source
-from ckptconv.support.choices import refuse_no_flag, refuse_no_paths, refuse_no_text, spelling_checked
-from ckptconv.support.errors import CheckpointError, LimitExceeded, UnsupportedCheckpoint, not_opened, printable
+from ckptconv.support.choices import (
+    refuse_no_flag,
+    refuse_no_paths,
+    refuse_no_text,
+    spelling_checked,
+)
+from ckptconv.support.errors import (
+    CheckpointError,
+    LimitExceeded,
+    UnsupportedCheckpoint,
+    not_opened,
+    printable,
+)
 from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.limits import in_force
 from ckptconv.tree.checkpoint import Checkpoint
@@ -46,17 +59,23 @@ _HEAD = 512
 
 
 ARCHIVE_STRANGERS: tuple[ArchiveStranger, ...] = (
-    ArchiveStranger((".data/extern_modules",), "is a torch.package archive (code with its objects), not a checkpoint",
-                    "save its weights: torch.save(torch.package.PackageImporter(PATH).load_pickle(PACKAGE, NAME).state_dict(), "
+    ArchiveStranger((".data/extern_modules",), "is a torch.package archive (code with its "
+                                               "objects), not a checkpoint",
+                    "save its weights: "
+                    "torch.save(torch.package.PackageImporter(PATH).load_pickle(PACKAGE, "
+                    "NAME).state_dict(), "
                     "OUT), which runs code of the archive"),
-    ArchiveStranger(("archive_format", "models/model.json"), "is a pt2 archive (torch.export): a program, not a checkpoint",
+    ArchiveStranger(("archive_format", "models/model.json"), "is a pt2 archive (torch.export): a "
+                                                             "program, not a checkpoint",
                     "save its weights: torch.save(torch.export.load(PATH).state_dict, OUT)"),
-    ArchiveStranger(("metadata.json", "config.json", "model.weights.h5"), "is a Keras model, not a PyTorch checkpoint",
+    ArchiveStranger(("metadata.json", "config.json", "model.weights.h5"), "is a Keras model, not "
+                                                                          "a PyTorch checkpoint",
                     "export its weights with Keras, under the keys of the PyTorch model"),
 )  # fmt: skip
 """Zip archives of other programs.
 
-Sources: torch/package/package_exporter.py, torch/export/pt2_archive/constants.py, keras/src/saving/saving_lib.py.
+Sources: torch/package/package_exporter.py, torch/export/pt2_archive/constants.py,
+keras/src/saving/saving_lib.py.
 """
 
 
@@ -109,15 +128,19 @@ GATHERINGS: tuple[Gathering, ...] = (
 
 
 @spelling_checked
-def open_checkpoint(path: Named, *, tag: str | None = None, whole_modules: bool = False) -> Checkpoint:
+def open_checkpoint(
+    path: Named, *, tag: str | None = None, whole_modules: bool = False
+) -> Checkpoint:
     """Open a checkpoint of one file or of many: read its index, but not the bytes of its tensors.
 
-    `path` is a file, the folder of a checkpoint of many files, the index in it, the folder around the only checkpoint or around
-    the one that a file of it names, or a sequence of the files of all ranks (``torch.save`` of each rank's sharded state dict).
-    `tag` chooses among the steps that a folder holds, by name or number, or among the variants of its weights. A whole module
-    (``torch.save(model)``) appears as its state dict, unless `whole_modules` asks for the module itself. Use the result as a
-    context manager, or close it. Raises `UnsupportedCheckpoint` when it is something else (and says what), or one rank's file
-    alone, `MalformedCheckpoint` or `LimitExceeded` when it contradicts itself.
+    `path` is a file, the folder of a checkpoint of many files, the index in it, the folder around
+    the only checkpoint or around the one that a file of it names, or a sequence of the files of all
+    ranks (``torch.save`` of each rank's sharded state dict). `tag` chooses among the steps that a
+    folder holds, by name or number, or among the variants of its weights. A whole module
+    (``torch.save(model)``) appears as its state dict, unless `whole_modules` asks for the module
+    itself. Use the result as a context manager, or close it. Raises `UnsupportedCheckpoint` when it
+    is something else (and says what), or one rank's file alone, `MalformedCheckpoint` or
+    `LimitExceeded` when it contradicts itself.
     """
     refuse_no_paths("path", path)
     refuse_no_text(tag=tag)
@@ -129,7 +152,11 @@ def open_checkpoint(path: Named, *, tag: str | None = None, whole_modules: bool 
     try:
         with collector_paused(), counted_together():
             pool = FilePool()
-            opened += [_open(paths[0], tag)] if len(paths) == 1 else (_open_owned(pool.source(item)) for item in paths)
+            opened += (
+                [_open(paths[0], tag)]
+                if len(paths) == 1
+                else (_open_owned(pool.source(item)) for item in paths)
+            )
             checkpoint = complete_tensors(join_ranks(opened))
             return checkpoint if whole_modules else flatten_modules(checkpoint)
     except BaseException as error:
@@ -144,7 +171,9 @@ def open_checkpoint(path: Named, *, tag: str | None = None, whole_modules: bool 
 
 
 def checkpoints_of(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[Path, ...]]:
-    """The checkpoints that paths name: one, where each path is a rank's file with shards of tensors; else each by itself."""
+    """The checkpoints that paths name: one, where each path is a rank's file with shards of
+    tensors; else each by itself.
+    """
     refuse_no_paths("path", paths)
     named = [Path(path) for path in paths]
     if len(named) > 1 and all(map(_holds_shards, named)):
@@ -170,7 +199,9 @@ def _open(path: Path, tag: str | None) -> Checkpoint:
     if os.path.isdir(path):  # noqa: PTH112 (unlike Path.is_dir, False for no name at all)
         return _open_inside(path, tag, kind)
     if tag is not None:
-        raise UnsupportedCheckpoint("holds no tags to choose from", path=path, hint="leave --tag out")
+        raise UnsupportedCheckpoint(
+            "holds no tags to choose from", path=path, hint="leave --tag out"
+        )
     return _open_alone(path)
 
 
@@ -191,16 +222,23 @@ def _open_inside(folder: Path, tag: str | None, kind: Gathering | None) -> Check
         what = "is a folder without a checkpoint in it"
         raise not_opened(errno.EISDIR, folder, what, "name the file that you mean")
     inner = gathering(found.path)
-    checkpoint = inner.open(found.path, folder, None) if inner is not None else _open_alone(found.path)
+    checkpoint = (
+        inner.open(found.path, folder, None) if inner is not None else _open_alone(found.path)
+    )
     return replace(checkpoint, notes=(*found.notes, *checkpoint.notes))
 
 
 def _open_tagged(folder: Path, tag: str, kind: Gathering) -> Checkpoint:
-    """Open a folder that is one checkpoint, if that is what the tag names; else say which tags there are."""
+    """Open a folder that is one checkpoint, if that is what the tag names; else say which tags
+    there are.
+    """
     if tag == folder.name:
         return kind.open(folder, folder, None)
     if known := ", ".join(kind.tags(folder)):
-        what, hint = f"holds no '{printable(tag)}'", f"choose one with --tag: {printable(known, 500)}"
+        what, hint = (
+            f"holds no '{printable(tag)}'",
+            f"choose one with --tag: {printable(known, 500)}",
+        )
         raise UnsupportedCheckpoint(what, path=folder, hint=hint)
     what = f"is the folder of one step or model, not of '{printable(tag)}'"
     raise UnsupportedCheckpoint(what, path=folder, hint="leave --tag out, or name the folder above")
@@ -252,7 +290,9 @@ def _open_owned(source: Source) -> Checkpoint:
 
 
 def open_source(source: Source, depth: int = 0) -> Checkpoint:
-    """Open what a source holds, itself `depth` files within files; the caller closes the source when that fails."""
+    """Open what a source holds, itself `depth` files within files; the caller closes the source
+    when that fails.
+    """
     if depth > (most := in_force().files_in_files):
         what = f"holds more than {most} files within files"
         raise LimitExceeded(what, limit="files_in_files", allowed=most, path=source.path)
@@ -264,7 +304,9 @@ def open_source(source: Source, depth: int = 0) -> Checkpoint:
 
 
 def is_gathering(path: Path) -> bool:
-    """Whether a path is a folder that is a checkpoint of many files; one that is closed to us is not what is meant."""
+    """Whether a path is a folder that is a checkpoint of many files; one that is closed to us is
+    not what is meant.
+    """
     try:
         return path.is_dir() and gathering(path) is not None
     except (OSError, CheckpointError):

@@ -1,8 +1,9 @@
 """The safetensors container: read it, and lay it out for writing.
 
-Eight bytes of header length (little-endian, at most 100 MB), a JSON object from key to ``{dtype, shape, data_offsets}`` with
-an optional ``__metadata__`` of strings, then the values in C order, little-endian, without gaps, to the very end of the file.
-Source: the format's README and `Metadata::validate` of the safetensors library 0.8.
+Eight bytes of header length (little-endian, at most 100 MB), a JSON object from key to ``{dtype,
+shape, data_offsets}`` with an optional ``__metadata__`` of strings, then the values in C order,
+little-endian, without gaps, to the very end of the file. Source: the format's README and
+`Metadata::validate` of the safetensors library 0.8.
 """
 
 from __future__ import annotations
@@ -31,19 +32,22 @@ _FIELDS = {"dtype", "shape", "data_offsets"}
 
 
 def is_safetensors(head: bytes) -> bool:
-    """Whether a file that starts with `head` (some hundred bytes) is meant to be safetensors: JSON behind 8 bytes.
+    """Whether a file that starts with `head` (some hundred bytes) is meant to be safetensors: JSON
+    behind 8 bytes.
 
     A header length is never eight bytes of text, as the beginning of a JSON file would be.
     """
-    return head[8:].lstrip().startswith(b"{") and not all(32 <= byte < 127 or byte in b"\t\r\n" for byte in head[:8])
+    return head[8:].lstrip().startswith(b"{") and not all(
+        32 <= byte < 127 or byte in b"\t\r\n" for byte in head[:8]
+    )
 
 
 def open_safetensors(source: Source, _: Callable[[Source], Checkpoint]) -> Checkpoint:
     """Open a safetensors file; reads its header, no payload.
 
-    The tree is an OrderedDict in header order. A metadata entry that names a missing tensor as the alias of one that is
-    there (as the library's `save_model` records tied tensors) becomes a second key of that tensor. The metadata's
-    ``device`` becomes the location tag.
+    The tree is an OrderedDict in header order. A metadata entry that names a missing tensor as the
+    alias of one that is there (as the library's `save_model` records tied tensors) becomes a second
+    key of that tensor. The metadata's ``device`` becomes the location tag.
     """
     header, start = _read_header(source)
     metadata = _metadata(source, header.pop(_RESERVED, None))
@@ -57,14 +61,23 @@ def open_safetensors(source: Source, _: Callable[[Source], Checkpoint]) -> Check
         tensors[key] = view_of(storage, dtype, 0, shape, contiguous_stride(shape))
     _refuse_gaps(source, spans, source.size - start)
     for alias, kept in metadata.items():
-        if alias not in tensors and kept in tensors and alias not in _NOT_ALIASES and alias != ENCODINGS:
+        if (
+            alias not in tensors
+            and kept in tensors
+            and alias not in _NOT_ALIASES
+            and alias != ENCODINGS
+        ):
             tensors[alias] = tensors[kept]
     root = Call(ORDERED_DICT, ())
     root.pairs = list(_restored(source, tensors, metadata).items())
-    return Checkpoint(source.path, NAME, root, source.size, metadata, sources=(source,), opening=SAFETENSORS)
+    return Checkpoint(
+        source.path, NAME, root, source.size, metadata, sources=(source,), opening=SAFETENSORS
+    )
 
 
-def _restored(source: Source, tensors: dict[str, TensorRef], metadata: dict[str, str]) -> dict[str, Any]:
+def _restored(
+    source: Source, tensors: dict[str, TensorRef], metadata: dict[str, str]
+) -> dict[str, Any]:
     """The tensors that were encoded put together again; their recipes leave the metadata."""
     recipes = metadata.pop(ENCODINGS, None)
     if recipes is None:
@@ -80,7 +93,9 @@ def _read_header(source: Source) -> tuple[dict[str, Any], int]:
         raise MalformedCheckpoint("is too short for a header", path=source.path)
     size = int.from_bytes(source.read(0, 8), "little")
     if 8 + size > source.size:
-        raise _malformed(source, "header length", f"declares {size} bytes where {source.size - 8} are left")
+        raise _malformed(
+            source, "header length", f"declares {size} bytes where {source.size - 8} are left"
+        )
     if size > (most := in_force().safetensors_header_bytes):
         raise LimitExceeded(
             f"declares {size} bytes",
@@ -98,7 +113,9 @@ def _read_header(source: Source) -> tuple[dict[str, Any], int]:
 
 
 def _malformed(source: Source, where: str, what: str) -> MalformedCheckpoint:
-    return MalformedCheckpoint(what, path=source.path, where=where, hint="the file is damaged, cut off or forged")
+    return MalformedCheckpoint(
+        what, path=source.path, where=where, hint="the file is damaged, cut off or forged"
+    )
 
 
 _NOT_ACCOUNTED = "the library may accept it, but ckptconv does not read what it cannot account for"
@@ -107,7 +124,9 @@ _NOT_ACCOUNTED = "the library may accept it, but ckptconv does not read what it 
 def _metadata(source: Source, metadata: Any) -> dict[str, str]:
     if metadata is None:
         return {}
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
         raise _malformed(source, _RESERVED, "holds something other than strings")
     try:
         "".join((*metadata, *metadata.values())).encode()
@@ -124,24 +143,39 @@ def _entry(source: Source, key: str, entry: Any) -> tuple[DType, tuple[int, ...]
     shape, offsets = entry["shape"], entry["data_offsets"]
     if dtype is None:
         raise _malformed(source, key, f"has the unknown dtype {entry['dtype']!r}")
-    if type(shape) is not list or type(offsets) is not list or len(offsets) != 2 or not _are_sizes([*shape, *offsets]):
+    if (
+        type(shape) is not list
+        or type(offsets) is not list
+        or len(offsets) != 2
+        or not _are_sizes([*shape, *offsets])
+    ):
         raise _malformed(source, key, "its shape or data_offsets hold something other than sizes")
     refuse_dimensions(len(shape), key)  # before sizes are multiplied
     begin, end = offsets
     if dtype is FLOAT4_PAIRS:
-        dtype, shape = (FLOAT4, shape) if not shape or shape[-1] % 2 else (dtype, [*shape[:-1], shape[-1] // 2])
+        dtype, shape = (
+            (FLOAT4, shape)
+            if not shape or shape[-1] % 2
+            else (dtype, [*shape[:-1], shape[-1] // 2])
+        )
     if prod(size for size in shape if size) >= 1 << 63:
         what = f"its shape {shape} overflows"
         raise MalformedCheckpoint(what, path=source.path, where=key, hint=_NOT_ACCOUNTED)
     nbits = prod(shape) * dtype.bits
     if nbits % 8:
-        raise _malformed(source, key, f"its {prod(shape)} elements of {dtype.bits} bits do not fill whole bytes")
+        raise _malformed(
+            source, key, f"its {prod(shape)} elements of {dtype.bits} bits do not fill whole bytes"
+        )
     if nbits // 8 != end - begin:
-        raise _malformed(source, key, f"its shape needs {nbits // 8} bytes, its data_offsets span {end - begin}")
+        raise _malformed(
+            source, key, f"its shape needs {nbits // 8} bytes, its data_offsets span {end - begin}"
+        )
     try:
         key.encode()
     except UnicodeEncodeError:
-        raise _malformed(source, key, "its name holds half a character (a lone surrogate)") from None
+        raise _malformed(
+            source, key, "its name holds half a character (a lone surrogate)"
+        ) from None
     return dtype, tuple(shape), begin, end
 
 
@@ -153,20 +187,27 @@ def _refuse_gaps(source: Source, spans: list[tuple[int, int]], available: int) -
     at = 0
     for begin, end in sorted(spans):
         if begin != at:
-            raise _malformed(source, "data_offsets", f"leave a gap or overlap at byte {min(at, begin)} of the data")
+            raise _malformed(
+                source,
+                "data_offsets",
+                f"leave a gap or overlap at byte {min(at, begin)} of the data",
+            )
         at = end
     if at != available:
         raise _malformed(source, "data", f"has {available} bytes where the header needs {at}")
 
 
-# ------------------------------------------------------------------------------------------------------------- writing
+# ------------------------------------------------------------------------------------------ writing
 
 
-def lay_out_safetensors(tensors: Sequence[tuple[str, TensorRef, DType]], metadata: Mapping[str, str]) -> Layout:
+def lay_out_safetensors(
+    tensors: Sequence[tuple[str, TensorRef, DType]], metadata: Mapping[str, str]
+) -> Layout:
     """The output file for named tensors, each with the dtype to write it in, and metadata.
 
-    Tensors lie in the order of falling element size, and of the given order within a size, so that each is aligned in the
-    file; the header is padded with spaces to a multiple of 8, as the library does.
+    Tensors lie in the order of falling element size, and of the given order within a size, so that
+    each is aligned in the file; the header is padded with spaces to a multiple of 8, as the library
+    does.
     """
     ordered = sorted(tensors, key=lambda item: -item[2].itemsize)
     header: dict[str, Any] = {_RESERVED: dict(metadata)} if metadata else {}
@@ -174,7 +215,11 @@ def lay_out_safetensors(tensors: Sequence[tuple[str, TensorRef, DType]], metadat
     sizes = []
     for key, ref, dtype in ordered:
         if key == _RESERVED:
-            raise CheckpointError("a tensor may not be called __metadata__ in safetensors", where=key, hint="use --rename")
+            raise CheckpointError(
+                "a tensor may not be called __metadata__ in safetensors",
+                where=key,
+                hint="use --rename",
+            )
         nbytes = ref.numel * dtype.bits >> 3
         code, shape = written_form(ref) or (dtype.safetensors, ref.shape)
         if dtype is FLOAT4_PAIRS and shape:
@@ -190,15 +235,20 @@ def lay_out_safetensors(tensors: Sequence[tuple[str, TensorRef, DType]], metadat
             limit="safetensors_header_bytes",
             allowed=most,
             needed=len(raw),
-            advice="the safetensors library opens headers of at most 100,000,000 bytes: write a torch file, or shards",
+            advice="the safetensors library opens headers of at most 100,000,000 bytes: write a "
+            "torch file, or shards",
         )
     return _items(ordered, sizes, len(raw).to_bytes(8, "little") + raw)
 
 
-def _items(ordered: Sequence[tuple[str, TensorRef, DType]], sizes: Sequence[int], header: bytes) -> Layout:
+def _items(
+    ordered: Sequence[tuple[str, TensorRef, DType]], sizes: Sequence[int], header: bytes
+) -> Layout:
     items = []
     lead, at = header, len(header)
     for (key, ref, dtype), nbytes in zip(ordered, sizes, strict=True):
         items.append(WriteItem(key, lead, at, nbytes, ref, dtype))
         lead, at = b"", at + nbytes
-    return Layout(tuple(items), at, lambda _index, _crc: b"", lambda _crcs: b"" if items else header)
+    return Layout(
+        tuple(items), at, lambda _index, _crc: b"", lambda _crcs: b"" if items else header
+    )

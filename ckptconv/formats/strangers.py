@@ -20,7 +20,8 @@ class Stranger(NamedTuple):
 
 
 STRANGERS: tuple[Stranger, ...] = (
-    Stranger(0, b"version https://git-lfs", "is a git-LFS pointer, not the file itself", "run: git lfs pull"),
+    Stranger(0, b"version https://git-lfs", "is a git-LFS pointer, not the file itself",
+        "run: git lfs pull"),
     Stranger(0, b"\x1f\x8b\x08", "is gzip-compressed", "unpack it first: gunzip"),
     Stranger(0, b"BZh", "is bzip2-compressed", "unpack it first: bunzip2"),
     Stranger(0, b"\xfd7zXZ\0", "is xz-compressed", "unpack it first: unxz"),
@@ -33,45 +34,66 @@ STRANGERS: tuple[Stranger, ...] = (
     Stranger(0, b"\x89HDF\r\n\x1a\n", "is an HDF5 file (Keras), not a PyTorch checkpoint"),
     Stranger(0, b"\x93NUMPY", "is a numpy array file, not a PyTorch checkpoint"),
     Stranger(4, b"TFL3", "is a TensorFlow Lite model, not a PyTorch checkpoint"),
-    Stranger(0, b"model_checkpoint_path:", "is the list of a TensorFlow checkpoint, not a PyTorch checkpoint"),
+    Stranger(0, b"model_checkpoint_path:", "is the list of a TensorFlow checkpoint, not a PyTorch "
+                                           "checkpoint"),
     Stranger(0, b"\x08\x01\x12", "is a TensorFlow SavedModel, not a PyTorch checkpoint"),
     Stranger(0, b"\x08", "looks like an ONNX or other protobuf model, not a PyTorch checkpoint"),
 )  # fmt: skip
 """What people meet under a checkpoint's name; the first that matches is named in the error."""
 
 
-_FOREIGN_FOLDERS = (("saved_model.pb", "is a TensorFlow SavedModel"), ("*.data-?????-of-?????", "holds TensorFlow checkpoints"))
+_FOREIGN_FOLDERS = (
+    ("saved_model.pb", "is a TensorFlow SavedModel"),
+    ("*.data-?????-of-?????", "holds TensorFlow checkpoints"),
+)
 """Files of which a folder is told to be another program's, and what it is."""
 
 
 def refuse_foreign_folder(folder: Path, *, is_checkpoint: bool) -> None:
-    """Raise `UnsupportedCheckpoint` for a folder of another program, or one that lacks what says what is in it."""
+    """Raise `UnsupportedCheckpoint` for a folder of another program, or one that lacks what says
+    what is in it.
+    """
     for pattern, what in _FOREIGN_FOLDERS:
         if next(folder.glob(pattern), None) is not None:
             raise UnsupportedCheckpoint(f"{what}, not a PyTorch checkpoint", path=folder)
     if any(item.suffix == ".distcp" for item in folder.iterdir()) and not is_checkpoint:
-        what = "holds the files of a DCP checkpoint, but not the .metadata that says what is in them"
-        raise UnsupportedCheckpoint(what, path=folder, hint="copy the whole folder, hidden files too")
+        what = (
+            "holds the files of a DCP checkpoint, but not the .metadata that says what is in them"
+        )
+        raise UnsupportedCheckpoint(
+            what, path=folder, hint="copy the whole folder, hidden files too"
+        )
 
 
 _TENSORFLOW_SHARD = re.compile(r".+\.data-\d{5}-of-\d{5}").fullmatch
-"""The names of the files that hold a TensorFlow checkpoint's values, one behind another and without any mark."""
+"""The names of the files that hold a TensorFlow checkpoint's values, one behind another and without
+any mark.
+"""
 
 
-_TABLE_END = (0xDB4775248B80FB57).to_bytes(8, "little")  # tensorflow/core/lib/io/format.h: kTableMagicNumber
+# tensorflow/core/lib/io/format.h: kTableMagicNumber
+_TABLE_END = (0xDB4775248B80FB57).to_bytes(8, "little")
 
 
 def stranger(source: Source, head: bytes) -> UnsupportedCheckpoint:
     if not head:
-        return UnsupportedCheckpoint("is empty (0 bytes)", path=source.path, hint="fetch or save it again")
+        return UnsupportedCheckpoint(
+            "is empty (0 bytes)", path=source.path, hint="fetch or save it again"
+        )
     has_its_name = _TENSORFLOW_SHARD(source.path.name) is not None
     for stranger in STRANGERS:
-        if head[stranger.at :].startswith(stranger.magic) and not (has_its_name and len(stranger.magic) == 1):
+        if head[stranger.at :].startswith(stranger.magic) and not (
+            has_its_name and len(stranger.magic) == 1
+        ):
             return UnsupportedCheckpoint(stranger.what, path=source.path, hint=stranger.hint)
     if source.read(max(0, source.size - 8), min(8, source.size)) == _TABLE_END:
-        return UnsupportedCheckpoint("is the index of a TensorFlow checkpoint, not a PyTorch checkpoint", path=source.path)
+        return UnsupportedCheckpoint(
+            "is the index of a TensorFlow checkpoint, not a PyTorch checkpoint", path=source.path
+        )
     if has_its_name:
-        return UnsupportedCheckpoint("is a part of a TensorFlow checkpoint, not a PyTorch checkpoint", path=source.path)
+        return UnsupportedCheckpoint(
+            "is a part of a TensorFlow checkpoint, not a PyTorch checkpoint", path=source.path
+        )
     text = head.lstrip().lower()
     if text.startswith((b"<!doctype html", b"<html", b"<?xml")):
         return UnsupportedCheckpoint(
@@ -81,8 +103,12 @@ def stranger(source: Source, head: bytes) -> UnsupportedCheckpoint:
         )
     if all(byte >= 32 or byte in b"\t\n\r" for byte in head):
         kind = "a JSON text" if text.startswith((b"{", b"[")) else "a text file"
-        return UnsupportedCheckpoint(f"is {kind}, not a checkpoint ({_beginning(head)})", path=source.path, hint=_TEXT_HINT)
-    return UnsupportedCheckpoint("is not a checkpoint of a known kind", path=source.path, hint=_UNKNOWN_HINT)
+        return UnsupportedCheckpoint(
+            f"is {kind}, not a checkpoint ({_beginning(head)})", path=source.path, hint=_TEXT_HINT
+        )
+    return UnsupportedCheckpoint(
+        "is not a checkpoint of a known kind", path=source.path, hint=_UNKNOWN_HINT
+    )
 
 
 def _beginning(head: bytes) -> str:

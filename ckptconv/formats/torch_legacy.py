@@ -1,10 +1,10 @@
 """The container of `torch.save` before torch 1.6: five pickles, then the bytes of the storages.
 
-The pickles: a magic number, the protocol 1001, facts about the writing host, the tree, and the list of the storages' keys.
-Then, in the order of that list, each storage: its element count (int64) and its elements, both little-endian whatever the
-host, for the writer swaps. Nothing says how long the pickles are; where a storage lies follows from the sizes of those
-before it.
-Source: `_legacy_save` and `_legacy_load` (torch/serialization.py), torch/csrc/serialization.cpp.
+The pickles: a magic number, the protocol 1001, facts about the writing host, the tree, and the list
+of the storages' keys. Then, in the order of that list, each storage: its element count (int64) and
+its elements, both little-endian whatever the host, for the writer swaps. Nothing says how long the
+pickles are; where a storage lies follows from the sizes of those before it. Source: `_legacy_save`
+and `_legacy_load` (torch/serialization.py), torch/csrc/serialization.cpp.
 """
 
 from __future__ import annotations
@@ -26,23 +26,31 @@ from ckptconv.tree.containers import TORCH
 NAME = "torch legacy"
 _MAGIC = 0x1950A86A20F9469CFC6C
 _BEGINS = re.compile(
-    rb"\x80[\2-\5](?:\x95.{8})?\x8a\x0a%s\.|L%dL\n\." % (re.escape(_MAGIC.to_bytes(10, "little")), _MAGIC), re.DOTALL
-).match  # the pickled magic number; protocols 4 and 5, which a user may choose, put it into a frame, 0 and 1 write digits
+    rb"\x80[\2-\5](?:\x95.{8})?\x8a\x0a%s\.|L%dL\n\."
+    % (re.escape(_MAGIC.to_bytes(10, "little")), _MAGIC),
+    re.DOTALL,
+    # the pickled magic number; protocols 4 and 5, which a user may choose, put it into a frame, 0
+    # and 1 write digits
+).match
 HEAD = 32
 _PROTOCOL = 1001
 _COUNT = 8  # bytes of an element count
 
 
 def is_torch_legacy(head: bytes) -> bool:
-    """Whether a file that starts with `head` (`HEAD` bytes are enough) begins with the pickled magic number."""
+    """Whether a file that starts with `head` (`HEAD` bytes are enough) begins with the pickled
+    magic number.
+    """
     return _BEGINS(head) is not None
 
 
 def open_torch_legacy(source: Source, _: Callable[[Source], Checkpoint]) -> Checkpoint:
-    """Open a legacy checkpoint; reads its pickles and the element counts of its storages, no payload.
+    """Open a legacy checkpoint; reads its pickles and the element counts of its storages, no
+    payload.
 
-    Raises `MalformedCheckpoint` when pickles and storages contradict each other, when a storage is missing (torch would leave
-    whatever is in memory there), or when the file does not end with the last one.
+    Raises `MalformedCheckpoint` when pickles and storages contradict each other, when a storage is
+    missing (torch would leave whatever is in memory there), or when the file does not end with the
+    last one.
     """
     try:
         (_magic, protocol, system, tree, keys), start = read_pickles(source, 0, 5)
@@ -54,7 +62,9 @@ def open_torch_legacy(source: Source, _: Callable[[Source], Checkpoint]) -> Chec
     except CheckpointError as error:
         raise error.at(path=source.path, where="pickles") from error.__cause__
     head = FileFacts(source.read(0, PICKLE_HEAD))
-    return Checkpoint(source.path, NAME, root, source.size, sources=(source,), facts=head, opening=TORCH)
+    return Checkpoint(
+        source.path, NAME, root, source.size, sources=(source,), facts=head, opening=TORCH
+    )
 
 
 def _listed(keys: Node) -> list[str]:
@@ -67,15 +77,25 @@ def _listed(keys: Node) -> list[str]:
 
 
 class _Storages:
-    """The storages of one file, by key: `named` is what the tree says of them, `keys` their order, `start` their first byte."""
+    """The storages of one file, by key: `named` is what the tree says of them, `keys` their order,
+    `start` their first byte.
+    """
 
-    def __init__(self, source: Source, named: dict[str, tuple[int, DType | None]], keys: list[str], start: int) -> None:
+    def __init__(
+        self,
+        source: Source,
+        named: dict[str, tuple[int, DType | None]],
+        keys: list[str],
+        start: int,
+    ) -> None:
         self._source = source
         self._offsets: dict[str, int] = {}
         at = start
         for key in keys:
             if key not in named:
-                raise MalformedCheckpoint("is in the file, but the tree does not name it", where=storage_name(key))
+                raise MalformedCheckpoint(
+                    "is in the file, but the tree does not name it", where=storage_name(key)
+                )
             at = self._offsets[key] = self._payload(key, at, *named[key])
             at += named[key][0]
         self._refuse_missing(named)
@@ -88,19 +108,25 @@ class _Storages:
         """The first byte of the elements, behind their count at byte `at`."""
         if at + _COUNT + nbytes > self._source.size:
             raise MalformedCheckpoint(
-                f"its {nbytes} bytes at {at + _COUNT} lie beyond the end of the file ({self._source.size})",
+                f"its {nbytes} bytes at {at + _COUNT} lie beyond the end of the file "
+                f"({self._source.size})",
                 where=storage_name(key),
                 hint="the file is cut off; fetch it again",
             )
         count = int.from_bytes(self._source.read(at, _COUNT), "little", signed=True)
         expected = nbytes // (dtype or UINT8).itemsize
         if count != expected:
-            raise MalformedCheckpoint(f"has {count} elements where the pickle says {expected}", where=storage_name(key))
+            raise MalformedCheckpoint(
+                f"has {count} elements where the pickle says {expected}", where=storage_name(key)
+            )
         return at + _COUNT
 
     def _refuse_missing(self, named: dict[str, tuple[int, DType | None]]) -> None:
         if missing := [key for key in named if key not in self._offsets]:
-            raise MalformedCheckpoint("the pickle names a storage that the file does not hold", where=storage_name(missing[0]))
+            raise MalformedCheckpoint(
+                "the pickle names a storage that the file does not hold",
+                where=storage_name(missing[0]),
+            )
 
     def _refuse_rest(self, end: int) -> None:
         rest = self._source.size - end

@@ -1,10 +1,13 @@
-"""The container of `torch.save` before torch 0.1.11: a tar archive, read in place and never extracted.
+"""The container of `torch.save` before torch 0.1.11: a tar archive, read in place and never
+extracted.
 
-Members: ``sys_info``; ``storages``: pickle(count), then per storage pickle((key, location, class)), its element count (int64)
-and its elements, at the end pickle(list of views (key, key of the root, offset, size)); ``tensors``: pickle(count), then per
-tensor pickle((key, storage's key, class)), int32 number of dimensions, 4 bytes of padding, int64 sizes, strides and offset;
-``pickle``: the tree, whose persistent ids are keys of tensors and storages, or (class, file, source text) of a module.
-All numbers are little-endian. Source: `legacy_load` in torch/serialization.py; the tar format of POSIX.1-1988 with pax headers.
+Members: ``sys_info``; ``storages``: pickle(count), then per storage pickle((key, location, class)),
+its element count (int64) and its elements, at the end pickle(list of views (key, key of the root,
+offset, size)); ``tensors``: pickle(count), then per tensor pickle((key, storage's key, class)),
+int32 number of dimensions, 4 bytes of padding, int64 sizes, strides and offset; ``pickle``: the
+tree, whose persistent ids are keys of tensors and storages, or (class, file, source text) of a
+module. All numbers are little-endian. Source: `legacy_load` in torch/serialization.py; the tar
+format of POSIX.1-1988 with pax headers.
 """
 
 from __future__ import annotations
@@ -14,7 +17,14 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from ckptconv.io.source import MemorySource, RangeSource, Source
-from ckptconv.objects.torch_read import REDUCERS, Window, part_of, storage_dtype, tensor_of_storage, window
+from ckptconv.objects.torch_read import (
+    REDUCERS,
+    Window,
+    part_of,
+    storage_dtype,
+    tensor_of_storage,
+    window,
+)
 from ckptconv.pickles.extents import read_pickles
 from ckptconv.pickles.nodes import Global, Node
 from ckptconv.pickles.reader import read_pickle
@@ -39,10 +49,11 @@ def is_tar(head: bytes) -> bool:
 
 
 def open_torch_tar(source: Source, _: Callable[[Source], Checkpoint]) -> Checkpoint:
-    """Open a tar checkpoint; reads its directory, its pickles and the sizes between them, no payload.
+    """Open a tar checkpoint; reads its directory, its pickles and the sizes between them, no
+    payload.
 
-    Raises `UnsupportedCheckpoint` for a tar file that torch did not write, `MalformedCheckpoint` when its members are
-    ambiguous or contradict each other.
+    Raises `UnsupportedCheckpoint` for a tar file that torch did not write, `MalformedCheckpoint`
+    when its members are ambiguous or contradict each other.
     """
     members = members_of(source)
     if missing := [name for name in _MEMBERS if name not in members]:
@@ -65,11 +76,13 @@ def open_torch_tar(source: Source, _: Callable[[Source], Checkpoint]) -> Checkpo
     return Checkpoint(source.path, NAME, root, source.size, sources=(source,), opening=TORCH_TAR)
 
 
-# ----------------------------------------------------------------------------------------------------------- directory
+# ---------------------------------------------------------------------------------------- directory
 
 
 class _Header(NamedTuple):
-    """What the 512 bytes before a member say of it: `kind` is the type flag, `size` the bytes of its content."""
+    """What the 512 bytes before a member say of it: `kind` is the type flag, `size` the bytes of
+    its content.
+    """
 
     name: str
     kind: bytes
@@ -87,7 +100,10 @@ def members_of(source: Source) -> dict[str, Source]:
         if header.kind == b"x" and header.size <= small:
             extended = _extended(source, start, header.size)
         else:
-            name, size = extended.get("path", header.name), _size(source, extended.get("size"), header.size)
+            name, size = (
+                extended.get("path", header.name),
+                _size(source, extended.get("size"), header.size),
+            )
             if header.kind in (b"0", b"\0"):
                 _add(source, found, name, start, size)
             elif name in (*_MEMBERS, "sys_info"):
@@ -101,10 +117,15 @@ def _add(source: Source, found: dict[str, Source], name: str, start: int, size: 
     if name in found:
         raise _malformed(source, "is in the archive twice", name)
     if start + size > source.size:
-        raise _malformed(source, f"its {size} bytes at {start} lie beyond the end of the file ({source.size})", name)
+        raise _malformed(
+            source,
+            f"its {size} bytes at {start} lie beyond the end of the file ({source.size})",
+            name,
+        )
     if len(found) == _MOST_MEMBERS:
         raise UnsupportedCheckpoint(
-            f"is a tar file of more than {_MOST_MEMBERS} members, so it is not one of torch (before 0.1.11)",
+            f"is a tar file of more than {_MOST_MEMBERS} members, so it is not one of torch "
+            "(before 0.1.11)",
             path=source.path,
             hint=_HINT,
         )
@@ -112,15 +133,25 @@ def _add(source: Source, found: dict[str, Source], name: str, start: int, size: 
 
 
 def _header(source: Source, block: bytes, at: int) -> _Header:
-    """The header in `block`, its checksum verified (the sum of its bytes, those of the checksum itself taken as spaces)."""
+    """The header in `block`, its checksum verified (the sum of its bytes, those of the checksum
+    itself taken as spaces).
+    """
     try:
         checksum = int(block[148:156].strip(b" \0") or b"0", 8)
-        size = int.from_bytes(block[125:136], "big") if block[124] == 0x80 else int(block[124:136].strip(b" \0") or b"0", 8)
+        size = (
+            int.from_bytes(block[125:136], "big")
+            if block[124] == 0x80
+            else int(block[124:136].strip(b" \0") or b"0", 8)
+        )
     except ValueError:
         raise _malformed(source, "holds an invalid number", f"tar header at {at}") from None
     if sum(block) - sum(block[148:156]) + 8 * 0x20 != checksum or size < 0:
-        raise _malformed(source, "does not have the checksum that it declares", f"tar header at {at}")
-    return _Header(block[:100].partition(b"\0")[0].decode("utf-8", "backslashreplace"), block[156:157], size)
+        raise _malformed(
+            source, "does not have the checksum that it declares", f"tar header at {at}"
+        )
+    return _Header(
+        block[:100].partition(b"\0")[0].decode("utf-8", "backslashreplace"), block[156:157], size
+    )
 
 
 def _extended(source: Source, start: int, size: int) -> dict[str, str]:
@@ -145,7 +176,9 @@ def _size(source: Source, extended: str | None, size: int) -> int:
 
 
 def _malformed(source: Source, what: str, where: str) -> MalformedCheckpoint:
-    return MalformedCheckpoint(what, path=source.path, where=where, hint="the file is damaged, cut off or forged")
+    return MalformedCheckpoint(
+        what, path=source.path, where=where, hint="the file is damaged, cut off or forged"
+    )
 
 
 def _refuse_rest(member: Source, end: int) -> None:
@@ -153,13 +186,15 @@ def _refuse_rest(member: Source, end: int) -> None:
         raise MalformedCheckpoint(f"{member.size - end} bytes follow what it holds")
 
 
-# ------------------------------------------------------------------------------------------------- storages and tensors
+# ----------------------------------------------------------------------------- storages and tensors
 
 _Storages = dict[int, Window]
 
 
 def _read_storages(member: Source) -> _Storages:
-    """The storages by key, and the views of them: windows of the same storage, so that they keep sharing it."""
+    """The storages by key, and the views of them: windows of the same storage, so that they keep
+    sharing it.
+    """
     found: _Storages = {}
     count, at = _read_count(member)
     for _ in range(count):
@@ -171,7 +206,9 @@ def _read_storages(member: Source) -> _Storages:
         nbytes = numel * dtype.itemsize
         if numel < 0 or at + 8 + nbytes > member.size:
             left = member.size - at - 8
-            raise MalformedCheckpoint(f"claims {numel} elements where {left} bytes are left", where=f"storage {key}")
+            raise MalformedCheckpoint(
+                f"claims {numel} elements where {left} bytes are left", where=f"storage {key}"
+            )
         _refuse_known(key, found)
         found[key] = window(Storage(member, at + 8, nbytes, location, f"storage {key}", dtype))
         at += 8 + nbytes
@@ -189,7 +226,9 @@ def _add_views(views: Node, found: _Storages) -> None:
             raise MalformedCheckpoint("a view is not a tuple of key, root, offset and size")
         key, root = _key(view[0]), found.get(_key(view[1]))
         if root is None:
-            raise MalformedCheckpoint("is a view of a storage that does not exist", where=f"storage {key}")
+            raise MalformedCheckpoint(
+                "is a view of a storage that does not exist", where=f"storage {key}"
+            )
         _refuse_known(key, found)
         found[key] = part_of(root, view[2], view[3])
 
@@ -219,15 +258,24 @@ def _storage_of(key: Node, cls: Node, storages: _Storages, member: Source) -> Wi
     if key is not None:
         found = storages.get(_key(key))
         if found is None:
-            raise MalformedCheckpoint("a tensor names a storage that does not exist", where=f"storage {_key(key)}")
+            raise MalformedCheckpoint(
+                "a tensor names a storage that does not exist", where=f"storage {_key(key)}"
+            )
         return found
-    dtype = storage_dtype(Global(cls.module, cls.name.removesuffix("Tensor") + "Storage") if type(cls) is Global else cls)
+    dtype = storage_dtype(
+        Global(cls.module, cls.name.removesuffix("Tensor") + "Storage")
+        if type(cls) is Global
+        else cls
+    )
     return window(Storage(MemorySource(b"", member.path), 0, 0, "cpu", "no storage", dtype))
 
 
-def _tensor(storage: Window, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> TensorRef:
+def _tensor(
+    storage: Window, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> TensorRef:
     if not shape and storage.start == storage.stop:
-        shape, stride = (0,), (1,)  # without dimensions: in torch of that time, a tensor without elements
+        # without dimensions: in torch of that time, a tensor without elements
+        shape, stride = (0,), (1,)
     return tensor_of_storage(storage, offset, shape, stride)
 
 

@@ -1,8 +1,9 @@
 """The zip container of `torch.save` (torch ≥ 1.6): read it, and lay it out for writing.
 
-Records under one root folder of any name: ``data.pkl`` (the tree), ``data/N`` (a storage each), and, where the writer was new
-enough, ``byteorder``, ``version``, ``.format_version``, ``.storage_alignment``, ``.data/serialization_id``. Source:
-torch/serialization.py and caffe2/serialize/inline_container.cc.
+Records under one root folder of any name: ``data.pkl`` (the tree), ``data/N`` (a storage each),
+and, where the writer was new enough, ``byteorder``, ``version``, ``.format_version``,
+``.storage_alignment``, ``.data/serialization_id``. Source: torch/serialization.py and
+caffe2/serialize/inline_container.cc.
 """
 
 from __future__ import annotations
@@ -31,14 +32,22 @@ from ckptconv.tree.walk import Overlay
 NAME = "torch zip"
 ROOT = "archive"
 """The folder of the records in what is written."""
-_OPTIONAL = ("version", "byteorder", ".format_version", ".storage_alignment", ".data/serialization_id")
+_OPTIONAL = (
+    "version",
+    "byteorder",
+    ".format_version",
+    ".storage_alignment",
+    ".data/serialization_id",
+)
 
 
-def open_torch_zip(source: Source, records: Records, _: Callable[[Source], Checkpoint]) -> Checkpoint:
+def open_torch_zip(
+    source: Source, records: Records, _: Callable[[Source], Checkpoint]
+) -> Checkpoint:
     """Open the zip checkpoint with these records; reads its pickle, no payload.
 
-    Raises `MalformedCheckpoint` when directory, pickle and storages contradict each other, `UnsupportedCheckpoint` when the
-    archive is something else than what `torch.save` writes.
+    Raises `MalformedCheckpoint` when directory, pickle and storages contradict each other,
+    `UnsupportedCheckpoint` when the archive is something else than what `torch.save` writes.
     """
     root = _root_folder(source, records)
     storages = ArchiveStorages(source, records, root)
@@ -63,7 +72,11 @@ def open_torch_zip(source: Source, records: Records, _: Callable[[Source], Check
 
 def _root_folder(source: Source, records: Records) -> str:
     """The folder that holds data.pkl, with its slash."""
-    roots = [name[: -len("data.pkl")] for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
+    roots = [
+        name[: -len("data.pkl")]
+        for name in records
+        if name.endswith("/data.pkl") and name.count("/") == 1
+    ]
     if len(roots) > 1:
         raise MalformedCheckpoint(
             f"holds two checkpoints, {printable(roots[0])} and {printable(roots[1])}",
@@ -76,7 +89,9 @@ def _root_folder(source: Source, records: Records) -> str:
 
 
 def _other_archive(source: Source, records: Records) -> UnsupportedCheckpoint:
-    return UnsupportedCheckpoint("is a zip archive without a data.pkl, so torch.save did not write it", path=source.path)
+    return UnsupportedCheckpoint(
+        "is a zip archive without a data.pkl, so torch.save did not write it", path=source.path
+    )
 
 
 def _others(records: Records, root: str, storages: ArchiveStorages) -> list[str]:
@@ -87,7 +102,9 @@ def _others(records: Records, root: str, storages: ArchiveStorages) -> list[str]
 
 def _alive(records: Records, others: Sequence[str]) -> int:
     """An upper bound of the bytes that all records but `others` need, in what torch writes."""
-    stored = sum(record.stored for record in records.values()) - sum(records[name].stored for name in others)
+    stored = sum(record.stored for record in records.values()) - sum(
+        records[name].stored for name in others
+    )
     return stored + _AROUND * (len(records) - len(others))
 
 
@@ -100,12 +117,14 @@ def _notes(records: Records, others: Sequence[str]) -> Iterable[str]:
     yield from checksum_notes(records)
 
 
-# ------------------------------------------------------------------------------------------------------------- writing
+# ------------------------------------------------------------------------------------------ writing
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tree:
-    """A tree to write: `root` seen through `overlay`, and all the tensors and bare storages that are in it."""
+    """A tree to write: `root` seen through `overlay`, and all the tensors and bare storages that
+    are in it.
+    """
 
     root: Node
     overlay: Overlay
@@ -116,8 +135,9 @@ class Tree:
 def lay_out_torch_zip(tree: Tree, cast: CastRule, retag: Callable[[str], str]) -> Layout:
     """The output file for a tree: its pickle, and a record for each storage that its tensors need.
 
-    `cast` gives the element type in which a type is written; `retag` the location tag of a storage. Records are numbered in
-    the order in which the pickle names them, which torch's reader relies on.
+    `cast` gives the element type in which a type is written; `retag` the location tag of a storage.
+    Records are numbered in the order in which the pickle names them, which torch's reader relies
+    on.
     """
     placements = compact(tree.tensors, tree.storages, cast)
     numbers: dict[int, int] = {}
@@ -133,7 +153,9 @@ def lay_out_torch_zip(tree: Tree, cast: CastRule, retag: Callable[[str], str]) -
             ordered.append(new)
         if (tag := tags.get(location)) is None:
             tag = tags[location] = retag(location)
-        return str(number), made(StoredAs, (tag, storage_dtype, nbytes, dtype, offset, stride, resolved))
+        return str(number), made(
+            StoredAs, (tag, storage_dtype, nbytes, dtype, offset, stride, resolved)
+        )
 
     pickle = write_pickle(tree.root, TorchLeaves(stored_as), tree.overlay)
     return _records([
@@ -148,7 +170,9 @@ def lay_out_torch_zip(tree: Tree, cast: CastRule, retag: Callable[[str], str]) -
 
 
 def _serialization_id(pickle: bytes) -> bytes:
-    """Forty digits that are the same for the same tree, as torch's are (a name for logs, not a checksum)."""
+    """Forty digits that are the same for the same tree, as torch's are (a name for logs, not a
+    checksum).
+    """
     return b"%030d%010d" % (len(pickle), crc32(pickle))
 
 

@@ -1,9 +1,11 @@
-"""TorchScript archives as the state dicts that `torch.jit.load(PATH).state_dict()` gives; their code is text, and never run.
+"""TorchScript archives as the state dicts that `torch.jit.load(PATH).state_dict()` gives; their
+code is text, and never run.
 
-``constants.pkl`` stands beside ``data.pkl``, whose root is an object of a class ``__torch__.a.b.C``; the class stands in
-``code/__torch__/a/b.py`` and lists its ``__parameters__`` and ``__buffers__`` (since torch 1.6; before, a module's tensors
-that are not parameters were its buffers). Source: torch/csrc/jit/serialization/python_print.cpp and import_source.cpp.
-Archives of before torch 1.4 are another format, `old_torchscript`.
+``constants.pkl`` stands beside ``data.pkl``, whose root is an object of a class
+``__torch__.a.b.C``; the class stands in ``code/__torch__/a/b.py`` and lists its ``__parameters__``
+and ``__buffers__`` (since torch 1.6; before, a module's tensors that are not parameters were its
+buffers). Source: torch/csrc/jit/serialization/python_print.cpp and import_source.cpp. Archives of
+before torch 1.4 are another format, `old_torchscript`.
 """
 
 from __future__ import annotations
@@ -12,7 +14,14 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ckptconv.formats.zip_records import ArchiveStorages, Records, checksum_notes, read_limited, read_tree, root_folder
+from ckptconv.formats.zip_records import (
+    ArchiveStorages,
+    Records,
+    checksum_notes,
+    read_limited,
+    read_tree,
+    root_folder,
+)
 from ckptconv.io.source import Source
 from ckptconv.objects.held_tensors import holds_tensors
 from ckptconv.objects.module_walk import Parts, state_dict_of
@@ -35,7 +44,8 @@ def is_torchscript(records: Records) -> bool:
 
 
 def open_torchscript(source: Source, records: Records, _: _Opener) -> Checkpoint:
-    """Open a TorchScript archive as its state dict; reads its pickle and the texts of its classes, no payload.
+    """Open a TorchScript archive as its state dict; reads its pickle and the texts of its classes,
+    no payload.
 
     Raises `MalformedCheckpoint` when its pickle, code and storages contradict each other.
     """
@@ -44,7 +54,9 @@ def open_torchscript(source: Source, records: Records, _: _Opener) -> Checkpoint
     tree, _pickle = read_tree(source, records[f"{root}data.pkl"], storages)
     if type(tree) is not Call or type(tree.func) is not Global:
         raise MalformedCheckpoint(
-            "is a TorchScript archive whose root is not a module", path=source.path, where=f"{root}data.pkl"
+            "is a TorchScript archive whose root is not a module",
+            path=source.path,
+            where=f"{root}data.pkl",
         )
     code = _Code(source, records, root)
     made = state_dict_of(tree, code.parts)
@@ -62,32 +74,46 @@ def open_torchscript(source: Source, records: Records, _: _Opener) -> Checkpoint
     )
 
 
-_EMPTY = "it does not have parameters or buffers: those of a frozen module are constants in its code"
+_EMPTY = (
+    "it does not have parameters or buffers: those of a frozen module are constants in its code"
+)
 
 
 def _notes(root: Call, code: _Code) -> Iterator[str]:
     yield f"a TorchScript archive, read as the state dict of {printable(root.name)}; its code is left out"
     if code.opaque:
-        count, first = len(code.opaque), printable(", ".join(sorted(code.opaque)[:3])) + ", …" * (len(code.opaque) > 3)
+        count, first = (
+            len(code.opaque),
+            printable(", ".join(sorted(code.opaque)[:3])) + ", …" * (len(code.opaque) > 3),
+        )
         yield f"{count} classes save their state in a way of their own, so their tensors are left out: {first}"
     if code.untold:
         yield "its classes do not list their buffers (before torch 1.6): all tensors except the parameters are read as buffers"
 
 
 def _strays(root: Call, code: _Code, made: Call) -> Iterator[Stray]:
-    """The objects that keep tensors in a way of their own, packed weights above all: the state dict has only scales of them."""
+    """The objects that keep tensors in a way of their own, packed weights above all: the state dict
+    has only scales of them.
+    """
     for place, node in walk(root) if code.opaque else ():
         if type(node) is Call and node.name in code.opaque and holds_tensors(node):
             path = place_text(place).replace("<state>.", "")
-            yield Stray(path, f"an object with tensors of its own ({node.name}), which a state dict cannot hold", True, made)
+            yield Stray(
+                path,
+                f"an object with tensors of its own ({node.name}), which a state dict cannot hold",
+                True,
+                made,
+            )
 
 
-# ------------------------------------------------------------------------------------------------------ classes as text
+# ---------------------------------------------------------------------------------- classes as text
 
 
 @dataclass(frozen=True, slots=True)
 class _Class:
-    """What the text of a class tells: whether it is a module, and which attributes are saved; `buffers` None: not told."""
+    """What the text of a class tells: whether it is a module, and which attributes are saved;
+    `buffers` None: not told.
+    """
 
     is_module: bool
     parameters: frozenset[str]
@@ -99,14 +125,18 @@ _HEAD = re.compile(r"^class ([^\s(:]+)(?:\((\w*)\))?:", re.MULTILINE)
 _LIST = re.compile(r"^  (__parameters__|__buffers__) = \[(.*)\] *$", re.MULTILINE)
 _TENSOR = re.compile(r"^  (\w+) : (?:Tensor|Optional\[Tensor\]) *$", re.MULTILINE)
 _METHOD = re.compile(r"^  def ", re.MULTILINE)
-_STRING = re.compile(r'\\.|"((?:[^"\\]|\\.)*)("|\\?\Z)')  # every character is looked at once: no quote begins a second search
+# every character is looked at once: no quote begins a second search
+_STRING = re.compile(r'\\.|"((?:[^"\\]|\\.)*)("|\\?\Z)')
 
 
 def _classes(text: str) -> dict[str, _Class]:
     """The classes in a text of code by name; their methods are not looked at."""
     heads = list(_HEAD.finditer(text))
     bounds = [*(head.start() for head in heads), len(text)]
-    return {head[1]: _class(head[2], text[head.end() : end]) for head, end in zip(heads, bounds[1:], strict=True)}
+    return {
+        head[1]: _class(head[2], text[head.end() : end])
+        for head, end in zip(heads, bounds[1:], strict=True)
+    }
 
 
 def _class(base: str | None, body: str) -> _Class:
@@ -127,7 +157,15 @@ def _names(listed: str) -> Iterator[str]:
 
 
 _ESCAPE = re.compile(rb"\\([0-7]{3}|.)", re.DOTALL)
-_LETTERS = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"f": b"\f", b"v": b"\v", b"a": b"\a", b"b": b"\b"}
+_LETTERS = {
+    b"n": b"\n",
+    b"t": b"\t",
+    b"r": b"\r",
+    b"f": b"\f",
+    b"v": b"\v",
+    b"a": b"\a",
+    b"b": b"\b",
+}
 
 
 def _unquoted(quoted: str) -> str:
@@ -141,7 +179,9 @@ def _unquoted(quoted: str) -> str:
 
 
 _NATIVE = "__torch__.torch.classes."
-"""Where the classes that are written in C++ stand; they have no text, and pickle what they like (packed weights)."""
+"""Where the classes that are written in C++ stand; they have no text, and pickle what they like
+(packed weights).
+"""
 
 
 _SPARSE = "torch._utils._rebuild_sparse_tensor"
@@ -149,23 +189,30 @@ _COO = 1
 
 
 def _as_saved(value: Node) -> Node:
-    """A sparse tensor in the form of `torch.save`: TorchScript gives (layout, size, requires_grad, indices, values, hooks).
+    """A sparse tensor in the form of `torch.save`: TorchScript gives (layout, size, requires_grad,
+    indices, values, hooks).
 
-    Layouts are numbers, and only COO tensors can be saved. Source: torch/csrc/jit/serialization/pickler.cpp, c10/core/Layout.h.
+    Layouts are numbers, and only COO tensors can be saved. Source:
+    torch/csrc/jit/serialization/pickler.cpp, c10/core/Layout.h.
     """
     if type(value) is not Call or value.name != _SPARSE or len(value.args) != 6:
         return value
     number, size, _, indices, values, _ = value.args
     if number != _COO:
-        raise MalformedCheckpoint("a sparse tensor has a layout that TorchScript does not save", where="data.pkl")
+        raise MalformedCheckpoint(
+            "a sparse tensor has a layout that TorchScript does not save", where="data.pkl"
+        )
     layout = Call(Global("torch.serialization", "_get_layout"), ("torch.sparse_coo",))
-    return Call(value.func, (layout, (indices, values, Call(Global("torch", "Size"), (size,)), False)))
+    return Call(
+        value.func, (layout, (indices, values, Call(Global("torch", "Size"), (size,)), False))
+    )
 
 
 class _Code:
     """Finds the classes of an archive's modules in the texts of its code, each text read once.
 
-    `opaque` are the classes whose objects are not pickled as their attributes; `untold` those that do not list their buffers.
+    `opaque` are the classes whose objects are not pickled as their attributes; `untold` those that
+    do not list their buffers.
     """
 
     def __init__(self, source: Source, records: Records, root: str) -> None:
@@ -195,7 +242,11 @@ class _Code:
         return Parts(tensors, [(key, value) for key, value in pairs if self._is_module(value)])
 
     def _is_module(self, value: Node) -> bool:
-        if type(value) is not Call or type(value.func) is not Global or not value.func.module.startswith("__torch__"):
+        if (
+            type(value) is not Call
+            or type(value.func) is not Global
+            or not value.func.module.startswith("__torch__")
+        ):
             return False
         if value.func.module.startswith(_NATIVE):
             self.opaque.add(value.name)
@@ -206,12 +257,18 @@ class _Code:
         record = f"{self._root}code/{name.module.replace('.', '/')}.py"
         found = self._text(record).get(name.name)
         if found is None:
-            raise MalformedCheckpoint(f"does not hold the class {name.name} that the pickle names", where=record)
+            raise MalformedCheckpoint(
+                f"does not hold the class {name.name} that the pickle names", where=record
+            )
         return found
 
     def _text(self, name: str) -> dict[str, _Class]:
         if (classes := self._texts.get(name)) is None:
             record = self._records.get(name)
-            text = "" if record is None else read_limited(self._source, record, "text_bytes").decode("utf-8", "replace")
+            text = (
+                ""
+                if record is None
+                else read_limited(self._source, record, "text_bytes").decode("utf-8", "replace")
+            )
             classes = self._texts[name] = _classes(text)
         return classes

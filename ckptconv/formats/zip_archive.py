@@ -1,13 +1,15 @@
-"""Zip archives as torch writes them: a directory of records by name, and the bytes around the payloads when writing.
+"""Zip archives as torch writes them: a directory of records by name, and the bytes around the
+payloads when writing.
 
-Reading trusts neither of the two descriptions that a zip file holds of itself: the central directory is checked whole,
-then against each local header, and records may not overlap, differ in case only, or carry a name that is not a plain
-relative path. Payloads are not touched. Deflated records are read through `InflatedSource`.
+Reading trusts neither of the two descriptions that a zip file holds of itself: the central
+directory is checked whole, then against each local header, and records may not overlap, differ in
+case only, or carry a name that is not a plain relative path. Payloads are not touched. Deflated
+records are read through `InflatedSource`.
 
-Layout written (that of torch's own writer, whose reader computes offsets instead of looking them up): local header with
-flags 0x808 and no sizes, an extra field ``FB`` that pads the payload to 64 bytes, payload, data descriptor (none for an
-empty record), central directory, zip64 end record and locator, end record. Source: PyTorch's inline_container.cc and the
-files that torch 2.13 writes.
+Layout written (that of torch's own writer, whose reader computes offsets instead of looking them
+up): local header with flags 0x808 and no sizes, an extra field ``FB`` that pads the payload to 64
+bytes, payload, data descriptor (none for an empty record), central directory, zip64 end record and
+locator, end record. Source: PyTorch's inline_container.cc and the files that torch 2.13 writes.
 """
 
 from __future__ import annotations
@@ -22,7 +24,12 @@ from typing import NamedTuple
 from ckptconv.io.crc import crc32
 from ckptconv.io.inflate import InflatedSource, Spool
 from ckptconv.io.source import Source
-from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.support.errors import (
+    LimitExceeded,
+    MalformedCheckpoint,
+    UnsupportedCheckpoint,
+    printable,
+)
 from ckptconv.support.limits import in_force
 from ckptconv.support.records import made
 
@@ -37,13 +44,16 @@ _LOCAL = struct.Struct("<4s5H3I2H")
 _DESCRIPTOR = struct.Struct("<4s3I")
 _DESCRIPTOR64 = struct.Struct("<4sI2Q")
 _ENCRYPTED = 0x2041
-_FOLDER = 0x10  # of the external attributes, as in MS-DOS; miniz, which torch reads with, goes by it
+# of the external attributes, as in MS-DOS; miniz, which torch reads with, goes by it
+_FOLDER = 0x10
 _STORED, _DEFLATED = 0, 8
 _ORDINARY = re.compile(rb"\w[\w-]*/(?:data/)?\w+").fullmatch
 
 
 class Record(NamedTuple):
-    """One record: `offset` of its payload, `size` when inflated, `stored` bytes in the file, its `crc32` (None: absent)."""
+    """One record: `offset` of its payload, `size` when inflated, `stored` bytes in the file, its
+    `crc32` (None: absent).
+    """
 
     name: str
     header: int
@@ -69,23 +79,38 @@ def read_directory(source: Source) -> dict[str, Record]:
         raise _malformed(source, f"claims {count} records in {size} bytes")
     if count > (most := in_force().archive_records):
         what = f"has {count} records"
-        raise LimitExceeded(what, limit="archive_records", allowed=most, needed=count, path=source.path, where="zip directory")
+        raise LimitExceeded(
+            what,
+            limit="archive_records",
+            allowed=most,
+            needed=count,
+            path=source.path,
+            where="zip directory",
+        )
     records = _read_records(source, start, count, size)
     _refuse_overlaps(source, records)
     if len({record.name.lower() for record in records}) != len(records):
-        raise _malformed(source, "has two records whose names differ only in case; torch takes them for the same")
+        raise _malformed(
+            source, "has two records whose names differ only in case; torch takes them for the same"
+        )
     return {record.name: record for record in records if not record.name.endswith("/")}
 
 
 def record_source(source: Source, record: Record, spool: Spool) -> tuple[Source, int]:
-    """Where the plain bytes of `record` can be read: a source and the offset in it; deflated ones pass through `spool`."""
+    """Where the plain bytes of `record` can be read: a source and the offset in it; deflated ones
+    pass through `spool`.
+    """
     if not record.deflated:
         return source, record.offset
-    return InflatedSource(source, record.offset, record.stored, record.size, record.crc32, record.name, spool), 0
+    return InflatedSource(
+        source, record.offset, record.stored, record.size, record.crc32, record.name, spool
+    ), 0
 
 
 def read_record(source: Source, record: Record, limit: str) -> bytes:
-    """All bytes of a record, checked against its CRC-32; `limit` is the name of the limit of its size."""
+    """All bytes of a record, checked against its CRC-32; `limit` is the name of the limit of its
+    size.
+    """
     if record.size > (most := getattr(in_force(), limit)):
         raise LimitExceeded(
             f"is {record.size} bytes long",
@@ -102,19 +127,25 @@ def read_record(source: Source, record: Record, limit: str) -> bytes:
     finally:
         spool.close()
     if record.crc32 is not None and crc32(found) != record.crc32:
-        raise MalformedCheckpoint("does not have the CRC-32 that the archive says", path=source.path, where=record.name)
+        raise MalformedCheckpoint(
+            "does not have the CRC-32 that the archive says", path=source.path, where=record.name
+        )
     return found
 
 
-# ------------------------------------------------------------------------------------------------------------- reading
+# ------------------------------------------------------------------------------------------ reading
 
 
 def _malformed(source: Source, what: str, where: object = "zip directory") -> MalformedCheckpoint:
-    return MalformedCheckpoint(what, path=source.path, where=where, hint="the file is damaged, cut off or forged")
+    return MalformedCheckpoint(
+        what, path=source.path, where=where, hint="the file is damaged, cut off or forged"
+    )
 
 
 def _find_directory(source: Source) -> tuple[int, int, int]:
-    """Offset, number of records and size of the central directory, which must end where the end records begin."""
+    """Offset, number of records and size of the central directory, which must end where the end
+    records begin.
+    """
     tail_at = max(0, source.size - (_END.size + 0xFFFF))
     tail = source.read(tail_at, source.size - tail_at)
     at = tail_at + _end_record(source, tail)
@@ -126,7 +157,9 @@ def _find_directory(source: Source) -> tuple[int, int, int]:
         if end + _END64.size != locator_at:
             raise _malformed(source, "its zip64 end record is not where its locator says")
         found = _END64.unpack(source.read(end, _END64.size))
-        if found[0] != b"PK\6\6" or not _agree((count, size, start), (found[7], found[8], found[9])):
+        if found[0] != b"PK\6\6" or not _agree(
+            (count, size, start), (found[7], found[8], found[9])
+        ):
             raise _malformed(source, "its two end records contradict each other")
         _, _, _, _, disk, start_disk, here, count, size, start = found
     if disk or start_disk or here != count:
@@ -141,14 +174,17 @@ def _end_record(source: Source, tail: bytes) -> int:
     found: list[int] = []
     at = tail.rfind(b"PK\5\6")
     while at >= 0:
-        if at + _END.size <= len(tail) and at + _END.size + _END.unpack_from(tail, at)[7] == len(tail):
+        if at + _END.size <= len(tail) and at + _END.size + _END.unpack_from(tail, at)[7] == len(
+            tail
+        ):
             found.append(at)
         at = tail.rfind(b"PK\5\6", 0, at)
     if not found:
         raise MalformedCheckpoint(
             NO_END,
             path=source.path,
-            hint="the file is cut off, or something was appended, which its library may accept and ckptconv does not",
+            hint="the file is cut off, or something was appended, which its library may accept "
+            "and ckptconv does not",
         )
     if len(found) > 1:
         raise _malformed(source, "holds two end records, each of which could be the real one")
@@ -160,15 +196,19 @@ def _agree(short: tuple[int, ...], long: tuple[int, ...]) -> bool:
 
 
 def _read_records(source: Source, start: int, count: int, size: int) -> list[Record]:
-    """The records of the directory of `size` bytes at `start`, as they lie in the file, each held against its local header."""
+    """The records of the directory of `size` bytes at `start`, as they lie in the file, each held
+    against its local header.
+    """
     raw = source.read(start, size)
     records: list[Record] = []
     at = 0
-    near, near_at = b"", 0  # the bytes of the file around the last local header: those of small records lie side by side
+    # the bytes of the file around the last local header: those of small records lie side by side
+    near, near_at = b"", 0
     for _ in range(count):
         if at + _CENTRAL.size > len(raw):
             raise _malformed(source, "is too short for its number of records")
-        (signature, _, _, flags, method, _, _, crc, stored, plain, name_size, extra_size, comment_size,
+        (signature, _, _, flags, method, _, _, crc, stored, plain, name_size, extra_size,
+            comment_size,
          _, _, attributes, header) = _CENTRAL.unpack_from(raw, at)  # fmt: skip
         name_at = at + _CENTRAL.size
         extra_at = name_at + name_size
@@ -180,9 +220,15 @@ def _read_records(source: Source, start: int, count: int, size: int) -> list[Rec
         if flags & _ENCRYPTED:
             raise _malformed(source, "is marked as encrypted", name)
         if attributes & _FOLDER and plain and not raw_name.endswith(b"/"):
-            raise _malformed(source, "is marked as a folder but holds bytes; torch does not read it correctly", name)
+            raise _malformed(
+                source,
+                "is marked as a folder but holds bytes; torch does not read it correctly",
+                name,
+            )
         if method not in (_STORED, _DEFLATED):
-            raise UnsupportedCheckpoint(f"is compressed by method {method}", path=source.path, where=name)
+            raise UnsupportedCheckpoint(
+                f"is compressed by method {method}", path=source.path, where=name
+            )
         if _MAX32 in (stored, plain, header):
             extra = raw[extra_at : extra_at + extra_size]
             stored, plain, header = _zip64_sizes(source, name, extra, stored, plain, header)
@@ -193,12 +239,18 @@ def _read_records(source: Source, start: int, count: int, size: int) -> list[Rec
         if not 0 <= header - near_at <= len(near) - _LOCAL.size - name_size:
             near, near_at = source.read(header, min(_NEAR, start - header)), header
         local = header - near_at
-        (signature, _, local_flags, local_method, _, _, local_crc, local_stored, local_plain, local_name_size,
+        (signature, _, local_flags, local_method, _, _, local_crc, local_stored, local_plain,
+            local_name_size,
          local_extra_size) = _LOCAL.unpack_from(near, local)  # fmt: skip
         local += _LOCAL.size
-        if signature != b"PK\3\4" or name_size != local_name_size or near[local : local + name_size] != raw_name:
+        if (
+            signature != b"PK\3\4"
+            or name_size != local_name_size
+            or near[local : local + name_size] != raw_name
+        ):
             raise _malformed(source, "its local header has another name than the directory", name)
-        # The local CRC and sizes are absent (0), in the zip64 field (all ones), or the directory's own.
+        # The local CRC and sizes are absent (0), in the zip64 field (all ones), or the directory's
+        # own.
         if (
             local_flags & _ENCRYPTED
             or local_method != method
@@ -211,7 +263,9 @@ def _read_records(source: Source, start: int, count: int, size: int) -> list[Rec
         if offset + stored > start:
             raise _malformed(source, "its payload reaches beyond the records", name)
         checksum = crc if crc or not plain else None
-        records.append(made(Record, (name, header, offset, plain, stored, method == _DEFLATED, checksum)))
+        records.append(
+            made(Record, (name, header, offset, plain, stored, method == _DEFLATED, checksum))
+        )
     if at != len(raw):
         raise _malformed(source, "is too long for its number of records")
     return sorted(records, key=itemgetter(1))
@@ -234,8 +288,12 @@ def _name(source: Source, raw: bytes) -> str:
     return name
 
 
-def _zip64_sizes(source: Source, name: str, extra: bytes, stored: int, size: int, header: int) -> tuple[int, int, int]:
-    """The 64-bit numbers: in the extra field 1, in the order size, stored, header, only those that overflowed."""
+def _zip64_sizes(
+    source: Source, name: str, extra: bytes, stored: int, size: int, header: int
+) -> tuple[int, int, int]:
+    """The 64-bit numbers: in the extra field 1, in the order size, stored, header, only those that
+    overflowed.
+    """
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, at)
@@ -256,15 +314,21 @@ def _refuse_overlaps(source: Source, records: list[Record]) -> None:
     end = 0
     for record in records:
         if record.header < end or (end == 0 and record.header):
-            raise _malformed(source, "overlaps the record before it, or hidden bytes are in front of it", record.name)
+            raise _malformed(
+                source,
+                "overlaps the record before it, or hidden bytes are in front of it",
+                record.name,
+            )
         end = record.offset + record.stored
 
 
-# ------------------------------------------------------------------------------------------------------------- writing
+# ------------------------------------------------------------------------------------------ writing
 
 
 class Slot(NamedTuple):
-    """A record to be written: its local header stands at byte `header`, its payload has `size` bytes."""
+    """A record to be written: its local header stands at byte `header`, its payload has `size`
+    bytes.
+    """
 
     name: bytes
     header: int
@@ -274,7 +338,8 @@ class Slot(NamedTuple):
 def lay_out(name: bytes, header: int, size: int) -> tuple[Slot, bytes, int, int]:
     """The record `name` of `size` bytes from byte `header` on, its payload at a multiple of 64.
 
-    Returns the slot, the bytes before the payload (local header and padding), the payload's offset, and the end of it all.
+    Returns the slot, the bytes before the payload (local header and padding), the payload's offset,
+    and the end of it all.
     """
     slot = made(Slot, (name, header, size))
     wide = _wide(slot)
@@ -302,7 +367,9 @@ def _flags(size: int) -> int:
 
 
 def _wide(slot: Slot) -> bytes:
-    """The zip64 extra field, empty while both fit 32 bits; torch's writer repeats the offset in local headers."""
+    """The zip64 extra field, empty while both fit 32 bits; torch's writer repeats the offset in
+    local headers.
+    """
     _, header, size = slot
     if size < _MAX32 and header < _MAX32:
         return b""
@@ -315,7 +382,9 @@ def descriptor(slot: Slot, crc: int) -> bytes:
     _, header, size = slot
     if not size:
         return b""
-    return (_DESCRIPTOR if size < _MAX32 and header < _MAX32 else _DESCRIPTOR64).pack(b"PK\7\x08", crc, size, size)
+    return (_DESCRIPTOR if size < _MAX32 and header < _MAX32 else _DESCRIPTOR64).pack(
+        b"PK\7\x08", crc, size, size
+    )
 
 
 def ending_size(slots: Sequence[Slot]) -> int:
@@ -326,7 +395,9 @@ def ending_size(slots: Sequence[Slot]) -> int:
 
 
 def ending(slots: Sequence[Slot], crcs: Sequence[int], start: int) -> bytes:
-    """Central directory, from byte `start` on, and end records, for records written with these CRC-32s."""
+    """Central directory, from byte `start` on, and end records, for records written with these
+    CRC-32s.
+    """
     directory = b"".join(map(_central, slots, crcs))
     count, size = len(slots), len(directory)
     end64 = _END64.pack(b"PK\6\6", _END64.size - 12, 0x031E, 45, 0, 0, count, count, size, start)
@@ -341,7 +412,25 @@ def _central(slot: Slot, crc: int) -> bytes:
     if wide:
         header, size = min(header, _MAX32), min(size, _MAX32)
     return (
-        _CENTRAL.pack(b"PK\1\2", 0, 0, _flags(size), 0, 0, 0, crc, size, size, len(name), len(wide), 0, 0, 0, 0, header)
+        _CENTRAL.pack(
+            b"PK\1\2",
+            0,
+            0,
+            _flags(size),
+            0,
+            0,
+            0,
+            crc,
+            size,
+            size,
+            len(name),
+            len(wide),
+            0,
+            0,
+            0,
+            0,
+            header,
+        )
         + name
         + wide
     )

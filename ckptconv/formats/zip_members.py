@@ -1,6 +1,8 @@
-"""Zip archives of files some of which are checkpoints, as stable-baselines3 writes them: each under its name.
+"""Zip archives of files some of which are checkpoints, as stable-baselines3 writes them: each under
+its name.
 
-A member is opened as a file within the file: in place where it is stored, through a temporary file where it is deflated.
+A member is opened as a file within the file: in place where it is stored, through a temporary file
+where it is deflated.
 """
 
 from __future__ import annotations
@@ -39,11 +41,14 @@ def may_hold_checkpoints(records: Mapping[str, Record]) -> bool:
     return not any(name.endswith(_NOT_THESE) for name in records)
 
 
-def open_zip_members(source: Source, records: Mapping[str, Record], opener: Callable[[Source], Checkpoint]) -> Checkpoint:
-    """Open every member that is a checkpoint, by content; the tree is a dict of them by name, the others are left out.
+def open_zip_members(
+    source: Source, records: Mapping[str, Record], opener: Callable[[Source], Checkpoint]
+) -> Checkpoint:
+    """Open every member that is a checkpoint, by content; the tree is a dict of them by name, the
+    others are left out.
 
-    Raises `UnsupportedCheckpoint` when none is one, `LimitExceeded` when there are too many, those of archives that are
-    members themselves counted in.
+    Raises `UnsupportedCheckpoint` when none is one, `LimitExceeded` when there are too many, those
+    of archives that are members themselves counted in.
     """
     outer = _OUTER.get() or _Outer()
     _refuse_many(source, records, outer)
@@ -67,7 +72,11 @@ def open_zip_members(source: Source, records: Mapping[str, Record], opener: Call
         root=Dict([(name, member.root) for name, member in found.items()]),
         nbytes=source.size,
         notes=tuple(_notes(records, found)),
-        sources=(source, *inners.values(), *(inner for member in found.values() for inner in member.sources)),
+        sources=(
+            source,
+            *inners.values(),
+            *(inner for member in found.values() for inner in member.sources),
+        ),
         opening=ZIP_MEMBERS,
     )
 
@@ -79,7 +88,9 @@ def _member_source(source: Source, record: Record, spool: Spool) -> Source:
     return zip_archive.record_source(source, record, spool)[0]
 
 
-def _open_member(name: str, inner: Source, opener: Callable[[Source], Checkpoint]) -> Checkpoint | None:
+def _open_member(
+    name: str, inner: Source, opener: Callable[[Source], Checkpoint]
+) -> Checkpoint | None:
     """The checkpoint that a member is; None when it is something else."""
     try:
         return opener(inner)
@@ -93,8 +104,13 @@ def _open_member(name: str, inner: Source, opener: Callable[[Source], Checkpoint
 def _notes(records: Mapping[str, Record], found: Mapping[str, Checkpoint]) -> Iterable[str]:
     for name, member in found.items():
         yield from (f"{printable(name)}: {note}" for note in member.notes)
-    # A deflated member is checked while it is inflated; a zip archive inside has checksums of its own.
-    if bare := [name for name, member in found.items() if member.format in _UNCHECKED and not records[name].deflated]:
+    # A deflated member is checked while it is inflated; a zip archive inside has checksums of its
+    # own.
+    if bare := [
+        name
+        for name, member in found.items()
+        if member.format in _UNCHECKED and not records[name].deflated
+    ]:
         yield f"{printable(', '.join(bare))}: without checksums inside, so damage cannot be detected"
     if left := [name for name in records if name not in found]:
         yield f"{len(left)} members are not checkpoints and are left out: {printable(', '.join(left))}"
@@ -105,4 +121,6 @@ def _refuse_many(source: Source, records: Mapping[str, Record], outer: _Outer) -
     if (count := outer.members) > (most := in_force().zip_members):
         what = f"is a zip archive of {count} members without a data.pkl, so torch.save did not write it"
         advice = "unpack it and name the file that you mean"
-        raise LimitExceeded(what, limit="zip_members", allowed=most, needed=count, path=source.path, advice=advice)
+        raise LimitExceeded(
+            what, limit="zip_members", allowed=most, needed=count, path=source.path, advice=advice
+        )

@@ -1,7 +1,9 @@
-"""The records of one zip archive that make up a tree: its pickle, and the storages that the pickle names.
+"""The records of one zip archive that make up a tree: its pickle, and the storages that the pickle
+names.
 
-Archives of `torch.save` and of TorchScript have them alike: ``data.pkl`` and ``data/N`` under one root folder, with
-``byteorder`` and ``version`` beside them. Which archive it is, and what its tree means, is the business of the formats.
+Archives of `torch.save` and of TorchScript have them alike: ``data.pkl`` and ``data/N`` under one
+root folder, with ``byteorder`` and ``version`` beside them. Which archive it is, and what its tree
+means, is the business of the formats.
 """
 
 from __future__ import annotations
@@ -27,8 +29,14 @@ Records: TypeAlias = Mapping[str, Record]
 
 
 def root_folder(records: Records, name: str) -> str | None:
-    """The folder that holds the record `name`, with its slash; None where there is none, or several."""
-    found = [record[: -len(name)] for record in records if record.endswith(f"/{name}") and record.count("/") == 1]
+    """The folder that holds the record `name`, with its slash; None where there is none, or
+    several.
+    """
+    found = [
+        record[: -len(name)]
+        for record in records
+        if record.endswith(f"/{name}") and record.count("/") == 1
+    ]
     return found[0] if len(found) == 1 else None
 
 
@@ -39,7 +47,9 @@ def checksum_notes(records: Records) -> Iterator[str]:
 
 
 def read_tree(source: Source, record: Record, storages: ArchiveStorages) -> tuple[Node, bytes]:
-    """The tree in the pickle `record` of an archive, its tensors over `storages`, and that pickle; reads no payload."""
+    """The tree in the pickle `record` of an archive, its tensors over `storages`, and that pickle;
+    reads no payload.
+    """
     try:
         pickle = read_limited(source, record)
         return read_torch_pickle(pickle, storages), pickle
@@ -47,8 +57,12 @@ def read_tree(source: Source, record: Record, storages: ArchiveStorages) -> tupl
         raise error.at(path=source.path, where="data.pkl") from error.__cause__
 
 
-def read_limited(source: Source, record: Record, limit: Literal["pickle_bytes", "text_bytes"] = "pickle_bytes") -> bytes:
-    """A whole pickle or text: of at most as many bytes as the limit of that name allows, and no bomb when it is deflated."""
+def read_limited(
+    source: Source, record: Record, limit: Literal["pickle_bytes", "text_bytes"] = "pickle_bytes"
+) -> bytes:
+    """A whole pickle or text: of at most as many bytes as the limit of that name allows, and no
+    bomb when it is deflated.
+    """
     if record.deflated:
         _refuse_bomb(source, record)
     return zip_archive.read_record(source, record, limit)
@@ -87,18 +101,32 @@ class ArchiveStorages:
     def __call__(self, key: str, location: str, nbytes: int, dtype: DType | None) -> Storage:
         storage = self.at(self._prefix + key, location, dtype)
         if storage.nbytes != nbytes:
-            raise MalformedCheckpoint(f"has {storage.nbytes} bytes where the pickle says {nbytes}", where=storage.name)
+            raise MalformedCheckpoint(
+                f"has {storage.nbytes} bytes where the pickle says {nbytes}", where=storage.name
+            )
         return storage
 
     def at(self, name: str, location: str, dtype: DType | None) -> Storage:
         """The storage that is the whole record `name`."""
         record = self._records.get(name)
         if record is None:
-            raise MalformedCheckpoint("the pickle names a storage that the archive does not hold", where=name)
+            raise MalformedCheckpoint(
+                "the pickle names a storage that the archive does not hold", where=name
+            )
         self.used.add(name)
         nbytes = record.size
         if not record.deflated:
-            fields = (self._source, record.offset, nbytes, location, name, dtype, record.crc32, self._big_endian, None)
+            fields = (
+                self._source,
+                record.offset,
+                nbytes,
+                location,
+                name,
+                dtype,
+                record.crc32,
+                self._big_endian,
+                None,
+            )
             return made(Storage, fields)
         source, offset = zip_archive.record_source(self._source, record, self._spool)
         self.inflated.append(source)
@@ -106,12 +134,20 @@ class ArchiveStorages:
 
     def _small(self, name: str) -> bytes | None:
         record = self._records.get(name)
-        return None if record is None else zip_archive.read_record(self._source, record, "small_record_bytes")
+        return (
+            None
+            if record is None
+            else zip_archive.read_record(self._source, record, "small_record_bytes")
+        )
 
     def _is_big_endian(self, root: str) -> bool:
         order = self._small(f"{root}byteorder")
         if order not in (None, b"little", b"big"):
-            raise MalformedCheckpoint(f"has the unknown byte order {order!r}", path=self._source.path, where=f"{root}byteorder")
+            raise MalformedCheckpoint(
+                f"has the unknown byte order {order!r}",
+                path=self._source.path,
+                where=f"{root}byteorder",
+            )
         return order == b"big"
 
     def _version(self, root: str) -> int | None:
@@ -119,5 +155,7 @@ class ArchiveStorages:
         if version is None:
             return None
         if not version.strip().isdigit():
-            raise MalformedCheckpoint(f"is not a number: {version[:20]!r}", path=self._source.path, where=f"{root}version")
+            raise MalformedCheckpoint(
+                f"is not a number: {version[:20]!r}", path=self._source.path, where=f"{root}version"
+            )
         return int(version)

@@ -1,4 +1,6 @@
-"""What is in a checkpoint, as plain facts: parts and their sizes, tags, dtypes, wrappers, objects that will not load."""
+"""What is in a checkpoint, as plain facts: parts and their sizes, tags, dtypes, wrappers, objects
+that will not load.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,16 @@ from ckptconv.tree.state_dicts import StateDict, only_training_state
 from ckptconv.tree.walk import PLAIN, label_text, place_text, tensor_of, walk
 
 _VALUE_LENGTH = 60
-_DEEPEST_WRAPPERS = 50  # levels of modules that are shown more for the wrappers around them; training wraps five times
+# levels of modules that are shown more for the wrappers around them; training wraps five times
+_DEEPEST_WRAPPERS = 50
 
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """One tensor: its `path` in the checkpoint, its `key` in the state dict that it is in (None: in none), its dtype by
-    torch's name, its shape, the device tag that it was saved with, and the bytes of its values."""
+    """One tensor: its `path` in the checkpoint, its `key` in the state dict that it is in (None: in
+    none), its dtype by torch's name, its shape, the device tag that it was saved with, and the
+    bytes of its values.
+    """
 
     path: str
     key: str | None
@@ -46,11 +51,15 @@ class TensorFacts:
 
 
 class TensorList(Sequence[TensorFacts]):
-    """The tensors of a checkpoint, made when they are first looked at: a file may hold 100,000, and few ask."""
+    """The tensors of a checkpoint, made when they are first looked at: a file may hold 100,000, and
+    few ask.
+    """
 
     __slots__ = ("_make",)
 
-    def __init__(self, make: Callable[[], tuple[TensorFacts, ...]] | tuple[TensorFacts, ...] = ()) -> None:
+    def __init__(
+        self, make: Callable[[], tuple[TensorFacts, ...]] | tuple[TensorFacts, ...] = ()
+    ) -> None:
         self._make = make
 
     def _all(self) -> tuple[TensorFacts, ...]:
@@ -69,7 +78,11 @@ class TensorList(Sequence[TensorFacts]):
         return len(self._all())
 
     def __eq__(self, other: object) -> bool:
-        return self._all() == tuple(other) if isinstance(other, (TensorList, tuple)) else NotImplemented
+        return (
+            self._all() == tuple(other)
+            if isinstance(other, (TensorList, tuple))
+            else NotImplemented
+        )
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -77,12 +90,17 @@ class TensorList(Sequence[TensorFacts]):
         return TensorList, (self._all(),)
 
     def __repr__(self) -> str:
-        return short_repr("TensorList", "made when it is looked at" if callable(self._make) else f"{len(self):,} tensors")
+        return short_repr(
+            "TensorList",
+            "made when it is looked at" if callable(self._make) else f"{len(self):,} tensors",
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a checkpoint does not open everywhere as it is, in a word (``device``, ``object``, ...) and in words."""
+    """Why a checkpoint does not open everywhere as it is, in a word (``device``, ``object``, ...)
+    and in words.
+    """
 
     code: str
     what: str
@@ -90,11 +108,13 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A named part of a checkpoint: what it is, its tensors and their bytes (tensors that share memory count once).
+    """A named part of a checkpoint: what it is, its tensors and their bytes (tensors that share
+    memory count once).
 
-    `kind` says it in words. `sort` is its sort alone (``tensor``, ``state dict``, ``optimizer``, ``dict``, ``int``, ...),
-    `length` of how many items a container or bytes a storage is, `value` a plain value or the name of a class, and `tensor` the
-    facts about a part that is one tensor itself. With `shared`, what it holds is listed with a part above.
+    `kind` says it in words. `sort` is its sort alone (``tensor``, ``state dict``, ``optimizer``,
+    ``dict``, ``int``, ...), `length` of how many items a container or bytes a storage is, `value` a
+    plain value or the name of a class, and `tensor` the facts about a part that is one tensor
+    itself. With `shared`, what it holds is listed with a part above.
     """
 
     name: str
@@ -111,7 +131,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class OddObject:
-    """An object that `torch.load(weights_only=True)` refuses: where it stands, its class, whether it has a plain form."""
+    """An object that `torch.load(weights_only=True)` refuses: where it stands, its class, whether
+    it has a plain form.
+    """
 
     path: str
     name: str
@@ -120,20 +142,25 @@ class OddObject:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Inspection:
-    """The facts about one checkpoint. `locations` and `dtypes` count storages and tensors; `nbytes` is the file's size.
+    """The facts about one checkpoint. `locations` and `dtypes` count storages and tensors; `nbytes`
+    is the file's size.
 
-    `state_dicts` maps the path of each state dict to the wrappers found in its keys; `producer` is the framework that wrote
-    it, where it can be told; `offered` maps paths of state dicts to a prefix that may be taken off. `stored` is the size of
-    the storages and `used` of the bytes that tensors use, which differ where slices dragged whole storages along. `modules`
-    counts the whole modules that are shown as their state dicts; `named` are the files that were named, where they are several.
+    `state_dicts` maps the path of each state dict to the wrappers found in its keys; `producer` is
+    the framework that wrote it, where it can be told; `offered` maps paths of state dicts to a
+    prefix that may be taken off. `stored` is the size of the storages and `used` of the bytes that
+    tensors use, which differ where slices dragged whole storages along. `modules` counts the whole
+    modules that are shown as their state dicts; `named` are the files that were named, where they
+    are several.
 
-    `dead` is how much of a zip file its pickle does not refer to: records that were added or left over, bytes between them.
-    `strays` are records outside its folder, `protocol` is that of a pickle, and `untyped` what a legacy file holds, that
-    `weights_only=True` does not read. `lacking`: the state dict of a whole module may lack what its class saves. `opening` is
-    who opens the container without ckptconv. `training_state` says whose state all its tensors are, where it holds no
-    weights (an optimizer's). `refused` is what its own library refuses besides. `tensor_list` has a record for each
-    tensor, made when it is first looked at. `portable` says whether the checkpoint's own library opens it on any host
-    and a bare model takes its keys, and `reasons` why not.
+    `dead` is how much of a zip file its pickle does not refer to: records that were added or left
+    over, bytes between them. `strays` are records outside its folder, `protocol` is that of a
+    pickle, and `untyped` what a legacy file holds, that `weights_only=True` does not read.
+    `lacking`: the state dict of a whole module may lack what its class saves. `opening` is who
+    opens the container without ckptconv. `training_state` says whose state all its tensors are,
+    where it holds no weights (an optimizer's). `refused` is what its own library refuses besides.
+    `tensor_list` has a record for each tensor, made when it is first looked at. `portable` says
+    whether the checkpoint's own library opens it on any host and a bare model takes its keys, and
+    `reasons` why not.
     """
 
     path: str
@@ -165,7 +192,9 @@ class Inspection:
 
     @property
     def portable(self) -> bool:
-        """Whether the checkpoint's own library opens it on any host, and a bare model takes its keys."""
+        """Whether the checkpoint's own library opens it on any host, and a bare model takes its
+        keys.
+        """
         return not self.reasons
 
     @property
@@ -176,14 +205,26 @@ class Inspection:
     def __repr__(self) -> str:
         verdict = "portable" if self.portable else "not portable"
         return short_repr(
-            "Inspection", Path(self.path).name, self.format, size_text(self.nbytes), count_text(self.tensors, "tensor"), verdict
+            "Inspection",
+            Path(self.path).name,
+            self.format,
+            size_text(self.nbytes),
+            count_text(self.tensors, "tensor"),
+            verdict,
         )
 
     def _repr_html_(self) -> str:
-        facts = [("format", self.format), ("size", size_text(self.nbytes)), ("tensors", self.tensors)]
+        facts = [
+            ("format", self.format),
+            ("size", size_text(self.nbytes)),
+            ("tensors", self.tensors),
+        ]
         facts += [("saved on", ", ".join(self.locations)), ("dtypes", ", ".join(self.dtypes))]
         facts += [(f"not portable: {reason.code}", reason.what) for reason in self.reasons]
-        facts += [(part.name, f"{part.kind}, {count_text(part.tensors, 'tensor')}") for part in self.root.parts[:_SHOWN]]
+        facts += [
+            (part.name, f"{part.kind}, {count_text(part.tensors, 'tensor')}")
+            for part in self.root.parts[:_SHOWN]
+        ]
         return html_table(self.path, facts, more=max(0, len(self.root.parts) - _SHOWN))
 
 
@@ -206,32 +247,51 @@ def _reasons(found: Inspection) -> Iterator[Reason]:
         what = f"its archive has records outside its folder ({printable(found.strays[0])}), which torch.load refuses"
         yield Reason("stray-records", what)
     if found.protocol is not None:
-        yield Reason("protocol", f"torch.load(weights_only=True) does not read the protocol of its pickle ({found.protocol})")
+        yield Reason(
+            "protocol",
+            "torch.load(weights_only=True) does not read the protocol of its pickle "
+            f"({found.protocol})",
+        )
     if found.untyped:
-        yield Reason("untyped", f"torch's reader for such old files cannot hold {', '.join(found.untyped)}")
+        yield Reason(
+            "untyped", f"torch's reader for such old files cannot hold {', '.join(found.untyped)}"
+        )
     yield from (Reason(one.code, one.what) for one in found.refused)
     if any(found.state_dicts.values()):
         yield Reason("wrapper", "its keys carry a wrapper")
 
 
 @spelling_checked
-def inspect_checkpoint(source: Named | Checkpoint, depth: int = 2, *, tag: str | None = None) -> Inspection:
-    """Collect the facts about a checkpoint (tensors, devices, what will not load and why), without reading tensor bytes.
+def inspect_checkpoint(
+    source: Named | Checkpoint, depth: int = 2, *, tag: str | None = None
+) -> Inspection:
+    """Collect the facts about a checkpoint (tensors, devices, what will not load and why), without
+    reading tensor bytes.
 
-    `source` is a path, the paths of the files of all ranks, or an opened checkpoint; `tag` picks a step of a folder of several.
-    Modules of state dicts are grouped down to `depth` segments of their keys. Raises `CheckpointError`.
+    `source` is a path, the paths of the files of all ranks, or an opened checkpoint; `tag` picks a
+    step of a folder of several. Modules of state dicts are grouped down to `depth` segments of
+    their keys. Raises `CheckpointError`.
 
     >>> found = inspect_checkpoint("train.pt")  # doctest: +SKIP
     >>> [tensor.key for tensor in found.tensor_list if tensor.device != "cpu"]  # doctest: +SKIP
     """
     if type(depth) is not int or depth < 0:
-        raise OptionRefused(f"depth={depth!r:.100} is not a number of levels", hint="give 0 or more")
+        raise OptionRefused(
+            f"depth={depth!r:.100} is not a number of levels", hint="give 0 or more"
+        )
     if not isinstance(source, Checkpoint):
         with open_checkpoint(source, tag=tag) as opened:
-            named = () if isinstance(source, (str, os.PathLike)) else tuple(str(path) for path in source)
+            named = (
+                ()
+                if isinstance(source, (str, os.PathLike))
+                else tuple(str(path) for path in source)
+            )
             return replace(inspect_checkpoint(opened, depth), named=named if len(named) > 1 else ())
     if tag is not None:
-        raise OptionRefused("tag is for a path, and the checkpoint is open already", hint="give tag to open_checkpoint")
+        raise OptionRefused(
+            "tag is for a path, and the checkpoint is open already",
+            hint="give tag to open_checkpoint",
+        )
     try:
         with held(source.limits):
             return _inspect(source, depth)
@@ -247,10 +307,17 @@ def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
     root = _part("", checkpoint.root, _Tree(found, overlay, not refs), depth, set())
     bare = _bare_storages(checkpoint.root, overlay)
     storages = {id(piece.storage): piece.storage for ref in refs for piece in ref.pieces}
-    packed = [storage for storage in bare if id(storage) not in storages and storage.dtype is not None]
+    packed = [
+        storage for storage in bare if id(storage) not in storages and storage.dtype is not None
+    ]
     storages |= {id(storage): storage for storage in bare}
     used = _used_bytes(refs) | {id(storage): storage.nbytes for storage in bare}
-    dtypes = Counter([*(ref.dtype.name for ref in refs), *(item.dtype.name for item in packed if item.dtype is not None)])
+    dtypes = Counter(
+        [
+            *(ref.dtype.name for ref in refs),
+            *(item.dtype.name for item in packed if item.dtype is not None),
+        ]
+    )
     return Inspection(
         path=str(checkpoint.path),
         format=checkpoint.format,
@@ -262,7 +329,11 @@ def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
         dtypes=dtypes,
         state_dicts={item.path: find_wrappers(item.telling_keys) for item in found.values()},
         producer=producer_of(checkpoint.root),
-        offered={item.path: prefix for item in found.values() if (prefix := offered_prefix(checkpoint.root, item.keys))},
+        offered={
+            item.path: prefix
+            for item in found.values()
+            if (prefix := offered_prefix(checkpoint.root, item.keys))
+        },
         odd_objects=odd,
         metadata=checkpoint.metadata,
         notes=checkpoint.notes,
@@ -273,19 +344,27 @@ def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
         dead=checkpoint.facts.dead if checkpoint.facts.dead > _MUCH else 0,
         strays=tuple(name for file in files_of(checkpoint) for name in file.facts.strays),
         protocol=newer_protocol(checkpoint),
-        untyped=tuple(dict.fromkeys(name for file in files_of(checkpoint) for name in _untyped(file))),
+        untyped=tuple(
+            dict.fromkeys(name for file in files_of(checkpoint) for name in _untyped(file))
+        ),
         refused=tuple(refusals(checkpoint)),
         opening=checkpoint.opening,
         training_state=only_training_state(checkpoint.root),
     )
 
 
-def _tensor_list(checkpoint: Checkpoint, overlay: Mapping[int, Node], state_dicts: Collection[int]) -> tuple[TensorFacts, ...]:
-    """The facts about all tensors; `state_dicts` are the numbers of the nodes that hold them under keys."""
+def _tensor_list(
+    checkpoint: Checkpoint, overlay: Mapping[int, Node], state_dicts: Collection[int]
+) -> tuple[TensorFacts, ...]:
+    """The facts about all tensors; `state_dicts` are the numbers of the nodes that hold them under
+    keys.
+    """
     made = []
     for place, node in walk(checkpoint.root, overlay, depth=merged(checkpoint.limits).depth):
         if (ref := tensor_of(node)) is not None:
-            key = label_text(place[1]) if place is not None and id(place[2]) in state_dicts else None
+            key = (
+                label_text(place[1]) if place is not None and id(place[2]) in state_dicts else None
+            )
             made.append(_facts(place_text(place), key, ref))
     return tuple(made)
 
@@ -307,7 +386,9 @@ def training_states(part: Part) -> Iterator[Part]:
 
 
 def is_bloated(found: Inspection) -> bool:
-    """Whether the storages, and what is dead, are much larger than what tensors use of them (twice, and a megabyte)."""
+    """Whether the storages, and what is dead, are much larger than what tensors use of them (twice,
+    and a megabyte).
+    """
     wasted = found.stored - found.used + found.dead
     return wasted > found.used and wasted > _MUCH
 
@@ -316,10 +397,15 @@ _MUCH = 1_000_000
 
 
 def newer_protocol(checkpoint: Checkpoint) -> int | None:
-    """The protocol of the pickle in a torch file, where `torch.save(pickle_protocol=...)` made it one that torch's own
-    weights-only reader does not know: it lacks the opcodes of protocol 4, of protocol 3 those of bytes, and of protocol 1
-    those of bools, which every tensor has. Of several files, that of the first such one."""
-    return next((number for file in files_of(checkpoint) if (number := _unread_protocol(file)) is not None), None)
+    """The protocol of the pickle in a torch file, where `torch.save(pickle_protocol=...)` made it
+    one that torch's own weights-only reader does not know: it lacks the opcodes of protocol 4, of
+    protocol 3 those of bytes, and of protocol 1 those of bools, which every tensor has. Of several
+    files, that of the first such one.
+    """
+    return next(
+        (number for file in files_of(checkpoint) if (number := _unread_protocol(file)) is not None),
+        None,
+    )
 
 
 def _unread_protocol(file: Checkpoint) -> int | None:
@@ -327,7 +413,11 @@ def _unread_protocol(file: Checkpoint) -> int | None:
     if not head:
         return None
     number = head[1] if head[:1] == b"\x80" else 1
-    return number if number < 2 or (_holds_bytes(file) if number == 3 else _is_newer(number, head)) else None
+    return (
+        number
+        if number < 2 or (_holds_bytes(file) if number == 3 else _is_newer(number, head))
+        else None
+    )
 
 
 def _is_newer(number: int, head: bytes) -> bool:
@@ -338,14 +428,20 @@ _FRAME, _MEMOIZE = b"\x95", b"\x94"  # pickletools: opcodes of protocol 4
 
 
 def _holds_bytes(checkpoint: Checkpoint) -> bool:
-    return any(type(child) is bytes for _, node in walk(checkpoint.root) for _, child in children(node))
+    return any(
+        type(child) is bytes for _, node in walk(checkpoint.root) for _, child in children(node)
+    )
 
 
 def _untyped(checkpoint: Checkpoint) -> list[str]:
-    """What a legacy file holds in untyped storages, which torch's reader of such files does not take."""
+    """What a legacy file holds in untyped storages, which torch's reader of such files does not
+    take.
+    """
     if checkpoint.format != "torch legacy":
         return []
-    dtypes = dict.fromkeys(ref.dtype.name for _, node in walk(checkpoint.root) if (ref := tensor_of(node)) is not None)
+    dtypes = dict.fromkeys(
+        ref.dtype.name for _, node in walk(checkpoint.root) if (ref := tensor_of(node)) is not None
+    )
     types = [dtype for dtype in dtypes if BY_NAME[dtype].storage_class is None]
     bare = any(type(node) is Storage and node.dtype is None for _, node in walk(checkpoint.root))
     return types + ["untyped storages"] * bare
@@ -357,7 +453,9 @@ def _used_bytes(refs: list[TensorRef]) -> dict[int, int]:
     for ref in refs:
         for piece in ref.pieces:
             span = ref.byte_span() if ref.is_view else (0, ref.nbytes)
-            used[id(piece.storage)] = min(piece.storage.nbytes, used[id(piece.storage)] + span[1] - span[0])
+            used[id(piece.storage)] = min(
+                piece.storage.nbytes, used[id(piece.storage)] + span[1] - span[0]
+            )
     return used
 
 
@@ -376,7 +474,8 @@ def _tensor_part(name: str, ref: TensorRef) -> Part:
 
 
 class _Tree(NamedTuple):
-    """What the parts of a tree are shown with: its state dicts by their nodes, and the plain forms of its objects.
+    """What the parts of a tree are shown with: its state dicts by their nodes, and the plain forms
+    of its objects.
 
     With `is_bare`, there are no tensors in it: then dicts of plain values are shown too.
     """
@@ -398,7 +497,9 @@ def _bare_storages(node: Node, overlay: Mapping[int, Node]) -> list[Storage]:
 
 def _part(name: str, node: Node, tree: _Tree, depth: int, shown: set[int]) -> Part:
     if id(node) in shown:
-        return Part(name, f"{_kind(node)}, shared with a part above", 0, 0, (), None, *_sort(node), True)
+        return Part(
+            name, f"{_kind(node)}, shared with a part above", 0, 0, (), None, *_sort(node), True
+        )
     if type(node) in (Dict, list, Call):
         shown.add(id(node))
     item = tree.found.get(id(node))
@@ -411,7 +512,9 @@ def _part(name: str, node: Node, tree: _Tree, depth: int, shown: set[int]) -> Pa
     pairs = mapping_pairs(node)
     inside = depth > 0 and pairs is not None and (bool(refs) or tree.is_bare)
     own = set(() if item is None else item.own or ())
-    beside = [part for index, part in enumerate(children(node)) if index not in own] if inside else []
+    beside = (
+        [part for index, part in enumerate(children(node)) if index not in own] if inside else []
+    )
     parts = [_part(label_text(label), child, tree, depth - 1, shown) for label, child in beside]
     if item is not None and inside:
         parts.insert(0, _state_dict_part(".", item, tree, depth))
@@ -420,17 +523,26 @@ def _part(name: str, node: Node, tree: _Tree, depth: int, shown: set[int]) -> Pa
 
 _Held = Sequence[TensorRef | Storage]
 _Entry = tuple[str, Node, _Held]
-"""A key of a state dict, what it leads to, and the tensors in that: itself, or what a quantized one and the like is made of."""
+"""A key of a state dict, what it leads to, and the tensors in that: itself, or what a quantized one
+and the like is made of.
+"""
 
 
 def _state_dict_part(name: str, item: StateDict, tree: _Tree, depth: int) -> Part:
-    plain = ((key, tree.overlay.get(id(value), value)) for key, value in zip(item.keys, item.values, strict=True))
+    plain = (
+        (key, tree.overlay.get(id(value), value))
+        for key, value in zip(item.keys, item.values, strict=True)
+    )
     held = ((key, value, _held(value, tree.overlay)) for key, value in plain)
     named = [entry for entry in held if entry[2]]
-    modules = _modules(named, depth and depth + min(len(find_wrappers(item.telling_keys)), _DEEPEST_WRAPPERS))
+    modules = _modules(
+        named, depth and depth + min(len(find_wrappers(item.telling_keys)), _DEEPEST_WRAPPERS)
+    )
     refs = _all_held(named)
     size = _nbytes(refs)
-    return Part(name, "state dict", len(refs), size, modules, sort="state dict", length=len(item.keys))
+    return Part(
+        name, "state dict", len(refs), size, modules, sort="state dict", length=len(item.keys)
+    )
 
 
 def _held(node: Node, overlay: Mapping[int, Node]) -> _Held:
@@ -446,9 +558,17 @@ def _all_held(named: Sequence[_Entry]) -> list[TensorRef | Storage]:
 def _nbytes(held: _Held) -> int:
     """The bytes of the values, views of the same bytes and storages counted once."""
     refs = [item for item in held if type(item) is TensorRef]
-    views = {(id(ref.storage), ref.storage_offset, ref.shape, ref.stride): ref.nbytes for ref in refs if ref.is_view}
+    views = {
+        (id(ref.storage), ref.storage_offset, ref.shape, ref.stride): ref.nbytes
+        for ref in refs
+        if ref.is_view
+    }
     bare = {id(item): item.nbytes for item in held if type(item) is Storage}
-    return sum(views.values()) + sum(bare.values()) + sum(ref.nbytes for ref in refs if not ref.is_view)
+    return (
+        sum(views.values())
+        + sum(bare.values())
+        + sum(ref.nbytes for ref in refs if not ref.is_view)
+    )
 
 
 def _modules(named: Sequence[_Entry], depth: int) -> tuple[Part, ...]:
@@ -467,18 +587,27 @@ def _module(head: str, group: Sequence[_Entry], depth: int) -> Part:
     if len(group) == 1 and not group[0][0]:
         if (ref := tensor_of(group[0][1])) is not None:
             return _tensor_part(head, ref)
-        return Part(head, _entry_kind(group[0][1]), len(refs), _nbytes(refs), (), None, *_sort(group[0][1]))
+        return Part(
+            head, _entry_kind(group[0][1]), len(refs), _nbytes(refs), (), None, *_sort(group[0][1])
+        )
     return Part(head, "module", len(group), _nbytes(refs), _modules(group, depth - 1))
 
 
 def _entry_kind(node: Node) -> str:
     """What a key leads to; of an object that is a tensor to its library, its class."""
-    if type(node) is Call and node.name == "torch._tensor._rebuild_from_type_v2" and type(node.args[1]) is Global:
+    if (
+        type(node) is Call
+        and node.name == "torch._tensor._rebuild_from_type_v2"
+        and type(node.args[1]) is Global
+    ):
         return str(node.args[1].path)
     return _PACKED.get(node.name, _kind(node)) if type(node) is Call else _kind(node)
 
 
-_PACKED = {"torch._utils._rebuild_qtensor": "quantized tensor", "torch._utils._rebuild_sparse_tensor": "sparse tensor"}
+_PACKED = {
+    "torch._utils._rebuild_qtensor": "quantized tensor",
+    "torch._utils._rebuild_sparse_tensor": "sparse tensor",
+}
 
 
 def _kind(node: Node) -> str:
@@ -501,7 +630,9 @@ def _kind(node: Node) -> str:
 
 
 def _sort(node: Node) -> tuple[str, int | None, str | int | float | bool | None]:
-    """The sort of a node in a word, how many items it has, and its value where it is a plain one or a name."""
+    """The sort of a node in a word, how many items it has, and its value where it is a plain one or
+    a name.
+    """
     pairs = mapping_pairs(node)
     if pairs is not None:
         names = {key for key, _ in pairs if type(key) is str}

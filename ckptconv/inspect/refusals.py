@@ -1,7 +1,9 @@
-"""What the library of a file's own kind refuses on any host, although ckptconv reads it: values, versions, names, dtypes.
+"""What the library of a file's own kind refuses on any host, although ckptconv reads it: values,
+versions, names, dtypes.
 
-Sources: torch/_weights_only_unpickler.py (opcodes and globals), caffe2/serialize/versions.h (file format versions 1 to 10),
-torch/_utils.py (nested tensors), safetensors/torch.py (dtypes). Each was provoked with torch 2.13 and safetensors 0.8.
+Sources: torch/_weights_only_unpickler.py (opcodes and globals), caffe2/serialize/versions.h (file
+format versions 1 to 10), torch/_utils.py (nested tensors), safetensors/torch.py (dtypes). Each was
+provoked with torch 2.13 and safetensors 0.8.
 """
 
 from __future__ import annotations
@@ -18,13 +20,15 @@ from ckptconv.tree.walk import Place, tensor_of, walk
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _VERSIONS = range(1, 11)
-_LONGEST_INT = 255 * 8 - 1  # bits without the sign; LONG1 has one byte for the length, and torch does not read LONG4
+# bits without the sign; LONG1 has one byte for the length, and torch does not read LONG4
+_LONGEST_INT = 255 * 8 - 1
 _NESTED = "torch._utils._rebuild_nested_tensor"
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a file does not open: a `code`, `what` it is, and the words that the library `said`; `by` names the library.
+    """Why a file does not open: a `code`, `what` it is, and the words that the library `said`; `by`
+    names the library.
 
     A library that hangs says nothing.
     """
@@ -36,7 +40,9 @@ class Refusal:
 
 
 def refusals(checkpoint: Checkpoint) -> Iterator[Refusal]:
-    """Why files of a checkpoint do not open in their own library; files of several are called by their names."""
+    """Why files of a checkpoint do not open in their own library; files of several are called by
+    their names.
+    """
     for file in files_of(checkpoint):
         for found in _refusals(file):
             name = f"{printable(file.path.name)}: " if checkpoint.files else ""
@@ -44,7 +50,9 @@ def refusals(checkpoint: Checkpoint) -> Iterator[Refusal]:
 
 
 def files_of(checkpoint: Checkpoint) -> tuple[Checkpoint, ...]:
-    """The files that a checkpoint was put together of, each as it was opened; itself where it is one file."""
+    """The files that a checkpoint was put together of, each as it was opened; itself where it is
+    one file.
+    """
     return checkpoint.files or (checkpoint,)
 
 
@@ -59,10 +67,19 @@ def _refusals(file: Checkpoint) -> Iterator[Refusal]:
         if suffix in _TORCH_SUFFIXES:
             what = "it is a safetensors file with the name of a torch file, and the libraries go by the name"
             yield Refusal("name", what, "Weights only load failed")
-        packed = sorted({ref.dtype.name for _, node in walk(file.root) if (ref := tensor_of(node)) and ref.dtype.is_packed})
+        packed = sorted(
+            {
+                ref.dtype.name
+                for _, node in walk(file.root)
+                if (ref := tensor_of(node)) and ref.dtype.is_packed
+            }
+        )
         if packed:
             yield Refusal(
-                "dtype", f"torch does not have its dtypes {', '.join(packed)}", "Dtype not understood", "safetensors.torch"
+                "dtype",
+                f"torch does not have its dtypes {', '.join(packed)}",
+                "Dtype not understood",
+                "safetensors.torch",
             )
 
 
@@ -98,10 +115,22 @@ def _slow_keys(place: Place, node: Node) -> str | None:
 def _unread_values(node: Node, legacy: bool) -> Iterator[tuple[str, str, str]]:
     """What is wrong with a node and the plain values in it, as (code, what, said)."""
     if legacy and type(node) is Call and node.name == _NESTED:
-        yield "nested", "it holds nested tensors, which torch misreads from legacy files", "Storage size calculation overflowed"
+        yield (
+            "nested",
+            "it holds nested tensors, which torch misreads from legacy files",
+            "Storage size calculation overflowed",
+        )
     for label, child in children(node):
         for value in (label, child):
             if type(value) is int and value.bit_length() > _LONGEST_INT:
-                yield "integer", "it holds an integer of more than 255 bytes", "Unsupported operand 139"
+                yield (
+                    "integer",
+                    "it holds an integer of more than 255 bytes",
+                    "Unsupported operand 139",
+                )
             elif type(value) is bytes and not value:
-                yield "bytes", "it holds empty bytes, which torch writes as a call of bytes()", "Unsupported global: GLOBAL"
+                yield (
+                    "bytes",
+                    "it holds empty bytes, which torch writes as a call of bytes()",
+                    "Unsupported global: GLOBAL",
+                )

@@ -1,4 +1,6 @@
-"""The facts about a checkpoint as text and JSON; everything that came out of a file is escaped here."""
+"""The facts about a checkpoint as text and JSON; everything that came out of a file is escaped
+here.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ if TYPE_CHECKING:
 
 def inspection_lines(found: Inspection) -> Iterator[tuple[str, str]]:
     """The facts about a checkpoint above its tree, as (label, text) lines."""
-    yield "format", f"{found.format}, {size_text(found.nbytes)}, {count_text(found.tensors, 'tensor')}"
+    yield (
+        "format",
+        f"{found.format}, {size_text(found.nbytes)}, {count_text(found.tensors, 'tensor')}",
+    )
     if found.producer:
         yield "written by", printable(found.producer)
     yield "saved on", _counts(found.locations, "storage") or "no device: it holds no tensors"
@@ -27,19 +32,38 @@ def inspection_lines(found: Inspection) -> Iterator[tuple[str, str]]:
     if found.root.sort == "tensor":
         yield "keys", "none: a bare tensor, not a state dict"
     for path, wrappers in list(found.state_dicts.items())[:_COUNTED]:
-        text = f"carry the wrapper '{printable('.'.join(wrappers))}.'" if wrappers else "are bare, without a wrapper"
+        text = (
+            f"carry the wrapper '{printable('.'.join(wrappers))}.'"
+            if wrappers
+            else "are bare, without a wrapper"
+        )
         yield "keys", f"those of {part_text(path)} {text}" if path else text
         if prefix := found.offered.get(path):
-            yield "prefix", f"all of them start with {printable(prefix)}; --strip-prefix {quoted(prefix)} removes it"
+            yield (
+                "prefix",
+                f"all of them start with {printable(prefix)}; --strip-prefix {quoted(prefix)} "
+                "removes it",
+            )
     if len(found.state_dicts) > _COUNTED:
         yield "keys", f"and those of {len(found.state_dicts) - _COUNTED:,} more"
     if is_bloated(found):
         used, stored = size_text(found.used), size_text(found.stored)
-        dead = f", and the pickle does not refer to {size_text(found.dead)} of the file" if found.dead else ""
-        yield "bloat", f"tensors use {used} of {stored} of storages{dead}; converting drops the rest"
+        dead = (
+            f", and the pickle does not refer to {size_text(found.dead)} of the file"
+            if found.dead
+            else ""
+        )
+        yield (
+            "bloat",
+            f"tensors use {used} of {stored} of storages{dead}; converting drops the rest",
+        )
     for odd in found.odd_objects[:SHOWN]:
         plain = "has a plain form" if odd.has_plain_form else "has no plain form"
-        yield "object", f"{printable(odd.path) or 'the root'}: {printable(odd.name)}, refused by weights_only=True; {plain}"
+        yield (
+            "object",
+            f"{printable(odd.path) or 'the root'}: {printable(odd.name)}, refused by "
+            f"weights_only=True; {plain}",
+        )
     if len(found.odd_objects) > SHOWN:
         yield "object", f"and {len(found.odd_objects) - SHOWN:,} more"
     for name, value in list(found.metadata.items())[:SHOWN]:
@@ -50,7 +74,9 @@ def inspection_lines(found: Inspection) -> Iterator[tuple[str, str]]:
 
 def _counts(counted: Any, noun: str) -> str:
     ordered = sorted(counted.items(), key=lambda item: -item[1])
-    shown = ", ".join(f"{printable(name)} ({count_text(count, noun)})" for name, count in ordered[:_COUNTED])
+    shown = ", ".join(
+        f"{printable(name)} ({count_text(count, noun)})" for name, count in ordered[:_COUNTED]
+    )
     return f"{shown} and {len(ordered) - _COUNTED:,} more" if len(ordered) > _COUNTED else shown
 
 
@@ -85,8 +111,11 @@ def _part_text(part: Part) -> str:
     return f"{size}  {printable(part.kind)}" + (f", {count}" if part.tensors and not one else "")
 
 
-def verdict(found: Inspection, fix: Prescription | CheckpointError | None = None) -> tuple[bool, str]:
-    """Whether the checkpoint's own library opens it on any host, and a bare model takes its keys, in one line.
+def verdict(
+    found: Inspection, fix: Prescription | CheckpointError | None = None
+) -> tuple[bool, str]:
+    """Whether the checkpoint's own library opens it on any host, and a bare model takes its keys,
+    in one line.
 
     `fix` is the conversion that makes it so, where one was looked for, or why none does.
     """
@@ -108,7 +137,9 @@ def _fix_text(found: Inspection, fix: Prescription | CheckpointError | None) -> 
     return f"{lost}. Fix: {printable(command(fix.fix, files, Path('OUT.pt')), 20_000)}"
 
 
-def inspection_document(found: Inspection, fix: Prescription | CheckpointError | None = None) -> dict[str, Any]:
+def inspection_document(
+    found: Inspection, fix: Prescription | CheckpointError | None = None
+) -> dict[str, Any]:
     """The facts about a checkpoint as JSON values."""
     portable, text = verdict(found, fix)
     return {
@@ -121,10 +152,15 @@ def inspection_document(found: Inspection, fix: Prescription | CheckpointError |
         "used_bytes": found.used,
         "locations": dict(found.locations),
         "dtypes": dict(found.dtypes),
-        "state_dicts": [{"path": path, "wrappers": list(names)} for path, names in found.state_dicts.items()],
+        "state_dicts": [
+            {"path": path, "wrappers": list(names)} for path, names in found.state_dicts.items()
+        ],
         "producer": found.producer,
         "offered_prefixes": dict(found.offered),
-        "odd_objects": [{"path": odd.path, "object": odd.name, "plain_form": odd.has_plain_form} for odd in found.odd_objects],
+        "odd_objects": [
+            {"path": odd.path, "object": odd.name, "plain_form": odd.has_plain_form}
+            for odd in found.odd_objects
+        ],
         "metadata": dict(found.metadata),
         "notes": list(found.notes),
         "parts": [_part_document(part) for part in found.root.parts],

@@ -1,4 +1,6 @@
-"""Several checkpoints in one table that fits a terminal of any width, and as JSON; text from files is escaped here."""
+"""Several checkpoints in one table that fits a terminal of any width, and as JSON; text from files
+is escaped here.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def is_portable(item: Surveyed | Unread) -> bool:
 
 
 def survey_lines(items: Sequence[Surveyed | Unread], width: int) -> Iterator[tuple[str, str]]:
-    """The table, as (color, line) pairs; where it does not fit `width`, each checkpoint has lines of its own."""
+    """The table, as (color, line) pairs; where it does not fit `width`, each checkpoint has lines
+    of its own.
+    """
     rows = [_row(item) for item in items]
     widths = [max(map(_cells, column)) for column in zip(_HEAD, *rows, strict=True)]
     room = width - sum(widths[1:]) - _GAP * (len(widths) - 1)
@@ -66,12 +70,18 @@ def _row(item: Surveyed | Unread) -> Row:
 
 def _some(counted: Mapping[str, int]) -> str:
     names = sorted(counted, key=lambda name: -counted[name])
-    return ", ".join(printable(name, 30) for name in names[:_SHOWN]) + f" +{len(names) - _SHOWN}" * (len(names) > _SHOWN) or "-"
+    return (
+        ", ".join(printable(name, 30) for name in names[:_SHOWN])
+        + f" +{len(names) - _SHOWN}" * (len(names) > _SHOWN)
+        or "-"
+    )
 
 
 def _aligned(row: Row, widths: Sequence[int]) -> str:
     padded = [
-        " " * (width - _cells(cell)) + cell if index in _RIGHT else cell + " " * (width - _cells(cell))
+        " " * (width - _cells(cell)) + cell
+        if index in _RIGHT
+        else cell + " " * (width - _cells(cell))
         for index, (cell, width) in enumerate(zip(row, widths, strict=True))
     ]
     return (" " * _GAP).join(padded).rstrip()
@@ -86,17 +96,23 @@ def _stacked(item: Surveyed | Unread, row: Row, width: int) -> Iterator[tuple[st
 
 
 def _told(item: Surveyed | Unread, width: int, *, brief: bool) -> Iterator[tuple[str, str]]:
-    """Who opens it anywhere, why nobody does, or why it could not be opened; `brief`: not what is said of nearly all."""
+    """Who opens it anywhere, why nobody does, or why it could not be opened; `brief`: not what is
+    said of nearly all.
+    """
     if isinstance(item, Unread):
         error = item.error
         where = f"{printable(error.where)}: " if error.where else ""
-        text = f"error: {where}{printable(error.what, 2000)}" + (f"; {printable(error.hint, 2000)}" if error.hint else "")
+        text = f"error: {where}{printable(error.what, 2000)}" + (
+            f"; {printable(error.hint, 2000)}" if error.hint else ""
+        )
         yield from (("red", line) for line in _wrapped(text, width, "  "))
     elif reasons := item.found.reasons:
         text = f"not portable: {'; '.join(reason.what for reason in reasons)}"
         yield from (("yellow", line) for line in _wrapped(text, width, "  "))
     elif not brief or item.found.opening not in (TORCH, SAFETENSORS):
-        yield from (("green", line) for line in _wrapped(f"portable ({item.found.opening.by})", width, "  "))
+        yield from (
+            ("green", line) for line in _wrapped(f"portable ({item.found.opening.by})", width, "  ")
+        )
 
 
 def _wrapped(text: str, width: int, indent: str) -> Iterator[str]:
@@ -117,8 +133,12 @@ def _wrapped(text: str, width: int, indent: str) -> Iterator[str]:
 
 
 def _cells(text: str) -> int:
-    """The columns that a terminal takes for a text: two for each wide character (Unicode standard annex 11)."""
-    return sum(0 if combining(char) else 2 if east_asian_width(char) in "WF" else 1 for char in text)
+    """The columns that a terminal takes for a text: two for each wide character (Unicode standard
+    annex 11).
+    """
+    return sum(
+        0 if combining(char) else 2 if east_asian_width(char) in "WF" else 1 for char in text
+    )
 
 
 def survey_document(items: Sequence[Surveyed | Unread]) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""What `inspect` says of several paths: the facts about each checkpoint among them, and which conversion would help."""
+"""What `inspect` says of several paths: the facts about each checkpoint among them, and which
+conversion would help.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Surveyed:
-    """A checkpoint that was looked at: the facts, and what conversion makes it portable (None: it is)."""
+    """A checkpoint that was looked at: the facts, and what conversion makes it portable (None: it
+    is).
+    """
 
     paths: tuple[Path, ...]
     found: Inspection
@@ -46,7 +50,9 @@ def _surveyed(paths: tuple[Path, ...], depth: int, tag: str | None) -> Surveyed:
     with open_checkpoint(paths, tag=tag) as checkpoint:
         found = inspect_checkpoint(checkpoint, depth)
         fix = None if found.portable else _fix(checkpoint)
-    return Surveyed(paths, replace(found, named=tuple(map(str, paths))) if len(paths) > 1 else found, fix)
+    return Surveyed(
+        paths, replace(found, named=tuple(map(str, paths))) if len(paths) > 1 else found, fix
+    )
 
 
 def _fix(checkpoint: Checkpoint) -> Prescription | CheckpointError:

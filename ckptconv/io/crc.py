@@ -9,9 +9,11 @@ except ImportError:
 
 
 def combined_crc(first: int, second: int, nbytes: int) -> int:
-    """The CRC-32 of two runs of bytes one after the other, from that of each and the length of the second.
+    """The CRC-32 of two runs of bytes one after the other, from that of each and the length of the
+    second.
 
-    Appending a zero byte is a linear map of the 32 bits; its powers are squared. The method is that of zlib's crc32_combine.
+    Appending a zero byte is a linear map of the 32 bits; its powers are squared. The method is that
+    of zlib's crc32_combine.
     """
     for bit in range(nbytes.bit_length()):
         if bit == len(_ZEROS):

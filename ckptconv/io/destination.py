@@ -19,8 +19,8 @@ from ckptconv.support.signals import held_back
 def check_output(path: Path, *, force: bool) -> None:
     """Refuse an output that must not be written, before any work is done.
 
-    Raises `OutputRefused` when `path` exists and `force` is not set, when it is a folder or a device, or when its folder
-    is missing.
+    Raises `OutputRefused` when `path` exists and `force` is not set, when it is a folder or a
+    device, or when its folder is missing.
     """
     with output_errors(path):
         _refuse_reserved(path)
@@ -28,20 +28,30 @@ def check_output(path: Path, *, force: bool) -> None:
         if stat.S_ISDIR(mode):
             raise OutputRefused("is a folder", path=path, hint="name a file to write")
         if mode and not stat.S_ISREG(mode):
-            raise OutputRefused("is a pipe, socket or device, which cannot be replaced atomically", path=path)
+            raise OutputRefused(
+                "is a pipe, socket or device, which cannot be replaced atomically", path=path
+            )
         if mode and not force:
-            raise OutputRefused("exists", path=path, hint="add --force to replace it (force=True in code)")
+            raise OutputRefused(
+                "exists", path=path, hint="add --force to replace it (force=True in code)"
+            )
         refuse_missing_folder(path, followed(path).parent)
 
 
 def _refuse_reserved(path: Path) -> None:
-    """On Windows, ``nul.pt`` is a device, ``a.pt:b`` a stream of another file, and ``a.pt.`` another file."""
+    """On Windows, ``nul.pt`` is a device, ``a.pt:b`` a stream of another file, and ``a.pt.``
+    another file.
+    """
     if platforms.ON_WINDOWS and path.name and not platforms.is_plain_path(path.name):
-        raise OutputRefused("is not a plain file name on Windows", path=path, hint="choose another name")
+        raise OutputRefused(
+            "is not a plain file name on Windows", path=path, hint="choose another name"
+        )
 
 
 def _mode(path: Path) -> int:
-    """What a path is, asked for once, for another process may replace it meanwhile; 0 when there is nothing."""
+    """What a path is, asked for once, for another process may replace it meanwhile; 0 when there is
+    nothing.
+    """
     try:
         return path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -58,14 +68,23 @@ def refuse_missing_folder(path: Path, folder: Path) -> None:
         return
     refuse_dangling(path)
     if os.path.lexists(folder):
-        raise OutputRefused("is inside a file, but must be inside a folder", path=path, hint="name another folder")
-    raise OutputRefused("its folder does not exist", path=path, hint=f"mkdir -p {quote(str(path.parent))}")
+        raise OutputRefused(
+            "is inside a file, but must be inside a folder", path=path, hint="name another folder"
+        )
+    raise OutputRefused(
+        "its folder does not exist", path=path, hint=f"mkdir -p {quote(str(path.parent))}"
+    )
 
 
 def refuse_dangling(path: Path) -> None:
-    """Refuse a path that is, or goes through, a symbolic link to a folder that is not there: mkdir does not help."""
+    """Refuse a path that is, or goes through, a symbolic link to a folder that is not there: mkdir
+    does not help.
+    """
     for link in (path, *path.parents):
-        if link.is_symlink() and not (meant := link.resolve() if link != path else link.resolve().parent).exists():
+        if (
+            link.is_symlink()
+            and not (meant := link.resolve() if link != path else link.resolve().parent).exists()
+        ):
             own = "is a link" if link == path else f"its folder is the link {printable(link)}"
             what = f"{own} to {printable(link.readlink())}, and {printable(meant)} does not exist"
             raise OutputRefused(what, path=path, hint="correct the link, or name a file to write")
@@ -77,16 +96,20 @@ def followed(path: Path) -> Path:
         return path.resolve()
     except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError before python 3.13
         what = "cannot be reached: the symbolic links in its path lead in a circle"
-        raise OutputRefused(what, path=path, hint="correct the links, or name a file to write") from error
+        raise OutputRefused(
+            what, path=path, hint="correct the links, or name a file to write"
+        ) from error
 
 
 @contextlib.contextmanager
 def new_file(
     made: Path, path: Path, *, size: int = 0, on_progress: Callable[[int], None] | None = None
 ) -> Iterator[OutputStream]:
-    """A stream into the file `made`, new and in a folder of this process alone, which is to become `path`.
+    """A stream into the file `made`, new and in a folder of this process alone, which is to become
+    `path`.
 
-    `size`, in bytes, is held against the free space first. Errors name `path`; whoever made the folder removes the file.
+    `size`, in bytes, is held against the free space first. Errors name `path`; whoever made the
+    folder removes the file.
     """
     with output_errors(path):
         check_space(made, size, path)
@@ -104,25 +127,37 @@ def new_file(
 def check_folder(path: Path, *, force: bool) -> None:
     """Refuse a folder that must not be written, before any work is done.
 
-    Raises `OutputRefused` when `path` exists and `force` is not set, when it is not a folder, or one that holds something else
-    than a DCP checkpoint, or when the folder around it is missing.
+    Raises `OutputRefused` when `path` exists and `force` is not set, when it is not a folder, or
+    one that holds something else than a DCP checkpoint, or when the folder around it is missing.
     """
     with output_errors(path):
         _refuse_reserved(path)
         mode = _mode(path)
         if mode and not stat.S_ISDIR(mode):
-            raise OutputRefused("is a file, but a folder is to be written", path=path, hint="name another folder")
+            raise OutputRefused(
+                "is a file, but a folder is to be written", path=path, hint="name another folder"
+            )
         if mode and not force:
-            raise OutputRefused("exists", path=path, hint="add --force to replace it (force=True in code)")
+            raise OutputRefused(
+                "exists", path=path, hint="add --force to replace it (force=True in code)"
+            )
         if mode and not (path / ".metadata").is_file() and any(path.iterdir()):
-            raise OutputRefused("holds something other than a DCP checkpoint", path=path, hint="name another folder")
+            raise OutputRefused(
+                "holds something other than a DCP checkpoint", path=path, hint="name another folder"
+            )
         if not followed(path).parent.is_dir():
             refuse_dangling(path)
-            raise OutputRefused("the folder around it does not exist", path=path, hint=f"mkdir -p {quote(str(path.parent))}")
+            raise OutputRefused(
+                "the folder around it does not exist",
+                path=path,
+                hint=f"mkdir -p {quote(str(path.parent))}",
+            )
 
 
 def check_space(place: Path, size: int, path: Path) -> None:
-    """Refuse the output `path` of `size` bytes that the file system of `place` has no room for, as far as that tells."""
+    """Refuse the output `path` of `size` bytes that the file system of `place` has no room for, as
+    far as that tells.
+    """
     free = platforms.free_bytes(place.parent)
     if free is not None and size > free:
         what = f"needs {size} bytes but the disk has {free} left"
@@ -131,16 +166,22 @@ def check_space(place: Path, size: int, path: Path) -> None:
 
 @contextlib.contextmanager
 def output_errors(path: Path) -> Iterator[None]:
-    """Raise the `OSError`s of the block as `OutputRefused` of `path`, of which nothing is there then."""
+    """Raise the `OSError`s of the block as `OutputRefused` of `path`, of which nothing is there
+    then.
+    """
     try:
         yield
     except CheckpointError:
         raise
     except platforms.FileInUse as error:
         hint = "close it: tensors of load_portable keep their file open unless mmap=False; nothing was left behind"
-        raise OutputRefused("is in use or read-only, and so cannot be replaced on this system", path=path, hint=hint) from error
+        raise OutputRefused(
+            "is in use or read-only, and so cannot be replaced on this system", path=path, hint=hint
+        ) from error
     except OSError as error:
-        raise OutputRefused(f"cannot be written: {_reason(error)}", path=path, hint="nothing was left behind") from error
+        raise OutputRefused(
+            f"cannot be written: {_reason(error)}", path=path, hint="nothing was left behind"
+        ) from error
 
 
 def _reason(error: OSError) -> str:
@@ -151,7 +192,8 @@ def _reason(error: OSError) -> str:
 
 _REASONS = {
     errno.ENOSPC: "the disk is full",
-    errno.EFBIG: "it exceeds the largest file size of this process (ulimit -f) or of the file system",
+    errno.EFBIG: "it exceeds the largest file size of this process (ulimit -f) or of the file "
+    "system",
     errno.EDQUOT: "the disk quota of this user or group is used up (quota -s)",
     errno.EROFS: "the file system is mounted read-only",
     errno.ENAMETOOLONG: "its name is too long for the file system",

@@ -1,7 +1,7 @@
 """Sources as ranges of bytes: files, files within files, inflated records, bytes in memory.
 
-Only this module has files opened to read them (`outputs` those to write); how each system does it stands in `platforms`.
-What the bytes mean is the business of the layers below.
+Only this module has files opened to read them (`outputs` those to write); how each system does it
+stands in `platforms`. What the bytes mean is the business of the layers below.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ _WINDOW = 1 << 16
 
 
 class FileSource:
-    """A regular file, opened for positioned reads only; it is never mapped, so a file that shrinks is an error."""
+    """A regular file, opened for positioned reads only; it is never mapped, so a file that shrinks
+    is an error.
+    """
 
     def __init__(self, path: str | os.PathLike[str], fd: int | None = None) -> None:
         self.path = Path(path)
@@ -34,25 +36,34 @@ class FileSource:
         self._stamp = stamp(found)
         if (note := _NOTING.get()) is not None:
             note(found)
-        self._window, self._window_at = b"", 0  # the last bytes fetched for a small read: small records lie side by side
+        # the last bytes fetched for a small read: small records lie side by side
+        self._window, self._window_at = b"", 0
 
     def __reduce__(self) -> NoReturn:
-        """What is open here is not open in another process, and the number of its descriptor is another file's there."""
-        raise TypeError("an open file cannot be pickled or copied; open it by its path where it is needed")
+        """What is open here is not open in another process, and the number of its descriptor is
+        another file's there.
+        """
+        raise TypeError(
+            "an open file cannot be pickled or copied; open it by its path where it is needed"
+        )
 
     def read_into(self, offset: int, view: memoryview) -> None:
         while view:
             with _read_errors(self.path):
                 count = platforms.read_into_at(self._fd, view, offset)
             if not count:
-                raise MalformedCheckpoint(f"ends at byte {offset}, more was expected", path=self.path)
+                raise MalformedCheckpoint(
+                    f"ends at byte {offset}, more was expected", path=self.path
+                )
             if count == len(view):
                 return
             view, offset = view[count:], offset + count
 
     def read(self, offset: int, nbytes: int) -> bytes:
         if offset < 0 or nbytes > self.size - offset:
-            raise MalformedCheckpoint(f"{nbytes} bytes at {offset} lie beyond its end ({self.size})", path=self.path)
+            raise MalformedCheckpoint(
+                f"{nbytes} bytes at {offset} lie beyond its end ({self.size})", path=self.path
+            )
         start = offset - self._window_at
         if start >= 0 and start + nbytes <= len(self._window):
             return self._window[start : start + nbytes]
@@ -66,15 +77,21 @@ class FileSource:
         return bytes(whole)
 
     def next_data(self, offset: int) -> int:
-        """The first byte from `offset` on that lies on the disk and in no hole; the size where there is none."""
+        """The first byte from `offset` on that lies on the disk and in no hole; the size where
+        there is none.
+        """
         return platforms.next_data(self._fd, offset, self.size) if offset < self.size else self.size
 
     def mappable_path(self) -> str:
-        """A path under which another library can map this very file, even if its name is given to another meanwhile."""
+        """A path under which another library can map this very file, even if its name is given to
+        another meanwhile.
+        """
         return platforms.path_of_open(self._fd) or str(self.path)
 
     def refuse_replaced(self) -> None:
-        """Raise `MalformedCheckpoint` when `mappable_path` may have led to another file by now, where that is possible."""
+        """Raise `MalformedCheckpoint` when `mappable_path` may have led to another file by now,
+        where that is possible.
+        """
         if platforms.ON_WINDOWS or platforms.path_of_open(self._fd) is not None:
             return
         try:
@@ -82,12 +99,18 @@ class FileSource:
         except OSError:
             now = ()
         if now != self._stamp:
-            raise MalformedCheckpoint("was replaced while it was read", path=self.path, hint="load it again")
+            raise MalformedCheckpoint(
+                "was replaced while it was read", path=self.path, hint="load it again"
+            )
 
     def refuse_changed(self) -> None:
-        """Raise `MalformedCheckpoint` when somebody wrote to the file since it was opened: old and new were read mixed."""
+        """Raise `MalformedCheckpoint` when somebody wrote to the file since it was opened: old and
+        new were read mixed.
+        """
         if self._fd >= 0 and stamp(os.fstat(self._fd)) != self._stamp:
-            raise MalformedCheckpoint("was changed while it was read", path=self.path, hint="convert it again")
+            raise MalformedCheckpoint(
+                "was changed while it was read", path=self.path, hint="convert it again"
+            )
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1
@@ -96,7 +119,9 @@ class FileSource:
                 os.close(fd)
 
 
-_NOTING: ContextVar[Callable[[os.stat_result], None] | None] = ContextVar("what notes opened files", default=None)
+_NOTING: ContextVar[Callable[[os.stat_result], None] | None] = ContextVar(
+    "what notes opened files", default=None
+)
 
 
 @contextlib.contextmanager
@@ -138,10 +163,14 @@ def _open_regular(path: Path) -> int:
 
 
 def let_go(sources: Iterable[Source], replaced: Iterable[Path]) -> None:
-    """Close the files that lie at or in one of the paths that are to be `replaced`; they cannot be read any more."""
+    """Close the files that lie at or in one of the paths that are to be `replaced`; they cannot be
+    read any more.
+    """
     targets = [os.path.realpath(path) for path in replaced]
     for source in sources:
-        if isinstance(source, FileSource) and any(Path(os.path.realpath(source.path)).is_relative_to(path) for path in targets):
+        if isinstance(source, FileSource) and any(
+            Path(os.path.realpath(source.path)).is_relative_to(path) for path in targets
+        ):
             source.close()
 
 
@@ -153,9 +182,11 @@ def refuse_changed(sources: Iterable[Source]) -> None:
 
 
 class FilePool:
-    """Any number of files of which a few are open at a time: a checkpoint of 3,000 ranks has more than a process may open.
+    """Any number of files of which a few are open at a time: a checkpoint of 3,000 ranks has more
+    than a process may open.
 
-    A file that has to wait is closed, and opened again when it is read; one that was replaced meanwhile is an error.
+    A file that has to wait is closed, and opened again when it is read; one that was replaced
+    meanwhile is an error.
     """
 
     def __init__(self) -> None:
@@ -167,7 +198,9 @@ class FilePool:
         return PooledSource(path, self)
 
     def hold(self, source: PooledSource) -> None:
-        """Note that `source` is open and in use; close the one that was not used for longest where there are too many."""
+        """Note that `source` is open and in use; close the one that was not used for longest where
+        there are too many.
+        """
         self._open.pop(source, None)
         self._open[source] = None
         if len(self._open) > self._most:
@@ -210,5 +243,7 @@ class PooledSource(FileSource):
             self._fd = _open_regular(self.path)
             if stamp(os.fstat(self._fd)) != self._stamp:
                 self.rest()
-                raise MalformedCheckpoint("was replaced or changed while it was read", path=self.path)
+                raise MalformedCheckpoint(
+                    "was replaced or changed while it was read", path=self.path
+                )
         self._pool.hold(self)

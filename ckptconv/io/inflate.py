@@ -53,11 +53,20 @@ def is_bomb(deflated: int, size: int) -> bool:
 class InflatedSource:
     """A deflated run of another source, inflated once, on first use, into a spool.
 
-    Memory stays bounded and every later layer sees plain bytes at plain offsets. The length and the CRC-32 are checked
-    while inflating; `MalformedCheckpoint` when they do not hold.
+    Memory stays bounded and every later layer sees plain bytes at plain offsets. The length and the
+    CRC-32 are checked while inflating; `MalformedCheckpoint` when they do not hold.
     """
 
-    def __init__(self, parent: Source, offset: int, deflated: int, size: int, crc: int | None, name: str, spool: Spool) -> None:
+    def __init__(
+        self,
+        parent: Source,
+        offset: int,
+        deflated: int,
+        size: int,
+        crc: int | None,
+        name: str,
+        spool: Spool,
+    ) -> None:
         if is_bomb(deflated, size):
             raise LimitExceeded(
                 f"claims to inflate {deflated} bytes to {size}",
@@ -69,7 +78,13 @@ class InflatedSource:
                 advice="it looks like a decompression bomb",
             )
         self.path, self.size = parent.path, size
-        self._parent, self._offset, self._deflated, self._crc, self._name = parent, offset, deflated, crc, name
+        self._parent, self._offset, self._deflated, self._crc, self._name = (
+            parent,
+            offset,
+            deflated,
+            crc,
+            name,
+        )
         self._spool = spool
         self._place: tuple[FileSource, int] | None = None
 
@@ -96,15 +111,25 @@ class InflatedSource:
             piece = b""
             while pending or len(piece) == CHUNK:  # a full piece may leave more inside the inflater
                 piece = self._decompress(inflater, pending)
-                pending, crc, total = inflater.unconsumed_tail, crc32(piece, crc), total + len(piece)
+                pending, crc, total = (
+                    inflater.unconsumed_tail,
+                    crc32(piece, crc),
+                    total + len(piece),
+                )
                 if total > self.size or inflater.unused_data:
-                    raise MalformedCheckpoint("inflates to more than it declares", path=self.path, where=self._name)
+                    raise MalformedCheckpoint(
+                        "inflates to more than it declares", path=self.path, where=self._name
+                    )
                 yield piece
         if not inflater.eof or total != self.size or (self._crc is not None and crc != self._crc):
-            raise MalformedCheckpoint("does not inflate to what the archive says", path=self.path, where=self._name)
+            raise MalformedCheckpoint(
+                "does not inflate to what the archive says", path=self.path, where=self._name
+            )
 
     def _decompress(self, inflater: zlib._Decompress, pending: bytes) -> bytes:
         try:
             return inflater.decompress(pending, CHUNK)
         except zlib.error as error:
-            raise MalformedCheckpoint(f"is not deflated as declared ({error})", path=self.path, where=self._name) from error
+            raise MalformedCheckpoint(
+                f"is not deflated as declared ({error})", path=self.path, where=self._name
+            ) from error

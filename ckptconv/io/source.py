@@ -22,7 +22,9 @@ class Source(Protocol):
     size: int
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill all of `view` with the bytes from `offset` on; `MalformedCheckpoint` when they are not there."""
+        """Fill all of `view` with the bytes from `offset` on; `MalformedCheckpoint` when they are
+        not there.
+        """
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """The `nbytes` bytes from `offset` on."""
@@ -32,22 +34,30 @@ class Source(Protocol):
 
 
 class RangeSource:
-    """The `size` bytes of another source from `start` on: a file within a file. Closing it leaves the other open."""
+    """The `size` bytes of another source from `start` on: a file within a file. Closing it leaves
+    the other open.
+    """
 
     def __init__(self, parent: Source, start: int, size: int) -> None:
         if start < 0 or size < 0 or start + size > parent.size:
-            raise MalformedCheckpoint(f"{size} bytes at {start} lie beyond its end ({parent.size})", path=parent.path)
+            raise MalformedCheckpoint(
+                f"{size} bytes at {start} lie beyond its end ({parent.size})", path=parent.path
+            )
         self.path, self.size = parent.path, size
         self._parent, self._start = parent, start
 
     def read_into(self, offset: int, view: memoryview) -> None:
         if offset + len(view) > self.size:
-            raise MalformedCheckpoint(f"ends at byte {self.size}, more was expected", path=self.path)
+            raise MalformedCheckpoint(
+                f"ends at byte {self.size}, more was expected", path=self.path
+            )
         self._parent.read_into(self._start + offset, view)
 
     def read(self, offset: int, nbytes: int) -> bytes:
         if offset < 0 or nbytes > self.size - offset:
-            raise MalformedCheckpoint(f"{nbytes} bytes at {offset} lie beyond its end ({self.size})", path=self.path)
+            raise MalformedCheckpoint(
+                f"{nbytes} bytes at {offset} lie beyond its end ({self.size})", path=self.path
+            )
         return self._parent.read(self._start + offset, nbytes)
 
     def close(self) -> None:
@@ -66,7 +76,9 @@ class MemorySource:
 
     def read(self, offset: int, nbytes: int) -> bytes:
         if offset < 0 or nbytes > self.size - offset:
-            raise MalformedCheckpoint(f"{nbytes} bytes at {offset} lie beyond its end ({self.size})", path=self.path)
+            raise MalformedCheckpoint(
+                f"{nbytes} bytes at {offset} lie beyond its end ({self.size})", path=self.path
+            )
         return self._data[offset : offset + nbytes]
 
     def close(self) -> None:

@@ -1,10 +1,11 @@
 """Outputs that are made in a hidden folder beside their place, and put there whole or not at all.
 
-The folder is ``.NAME.XXXXXXXX.ckptconv-tmp``: its owner's alone, and locked as long as the process lives that made it
-(`platforms` says by what). What a killed process left is thus told from what another one is writing, and removed by the
-next output of that name.
-Two more hidden folders hold whole checkpoints while names change, and stay until another output has taken their place:
-``….ckptconv-shards``, which an index names meanwhile, and ``….ckptconv-old``, the DCP folder that was there before.
+The folder is ``.NAME.XXXXXXXX.ckptconv-tmp``: its owner's alone, and locked as long as the process
+lives that made it (`platforms` says by what). What a killed process left is thus told from what
+another one is writing, and removed by the next output of that name. Two more hidden folders hold
+whole checkpoints while names change, and stay until another output has taken their place:
+``….ckptconv-shards``, which an index names meanwhile, and ``….ckptconv-old``, the DCP folder that
+was there before.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ _PATIENCE = 60.0  # seconds for which another process may put its shards in plac
 
 @contextlib.contextmanager
 def staging_folder(target: Path, path: Path) -> Iterator[Path]:
-    """A hidden folder beside `target` in which what will stand there is made; gone, with what is in it, after the block.
+    """A hidden folder beside `target` in which what will stand there is made; gone, with what is in
+    it, after the block.
 
     `OSError`s of the block are raised as `OutputRefused` of `path`, which is how the user calls it.
     """
@@ -44,7 +46,9 @@ def staging_folder(target: Path, path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """The same in the folder of temporary files, which others write to: what they left there is not touched."""
+    """The same in the folder of temporary files, which others write to: what they left there is not
+    touched.
+    """
     target = Path(platforms.temporary_folder()) / "ckptconv"
     remove_leftovers(target, own=True)
     with _hidden_folder(target) as folder:
@@ -62,11 +66,15 @@ def _hidden_folder(target: Path) -> Iterator[Path]:
             _remove(folder)
             if lock is not None:
                 lock.close()
-                _remove(folder)  # to list it takes a descriptor, which a process that has no other gets by closing this one
+                # to list it takes a descriptor, which a process that has no other gets by closing
+                # this one
+                _remove(folder)
 
 
 def put_file(made: Path, path: Path, *, force: bool, fsync: bool) -> None:
-    """Give the file `made` the name `path`; the one that had it, replaced with `force` only, gives its permissions on."""
+    """Give the file `made` the name `path`; the one that had it, replaced with `force` only, gives
+    its permissions on.
+    """
     target = followed(path)
     with output_errors(path), held_back():
         if force:
@@ -78,7 +86,9 @@ def put_file(made: Path, path: Path, *, force: bool, fsync: bool) -> None:
 
 
 def put_folder(made: Path, path: Path, *, force: bool, fsync: bool) -> None:
-    """Give the folder `made` the name `path`; with `force` the DCP folder that has it changes places with it."""
+    """Give the folder `made` the name `path`; with `force` the DCP folder that has it changes
+    places with it.
+    """
     target = followed(path)
     with output_errors(path), held_back():
         if fsync:
@@ -97,7 +107,9 @@ def put_folder(made: Path, path: Path, *, force: bool, fsync: bool) -> None:
 
 
 def put_new_folder(made: Path, path: Path, *, fsync: bool) -> bool:
-    """Give the folder `made` the name `path`, whose files are synced; False when another folder has it by now."""
+    """Give the folder `made` the name `path`, whose files are synced; False when another folder has
+    it by now.
+    """
     target = followed(path)
     with output_errors(path), held_back():
         if fsync:
@@ -111,10 +123,11 @@ def put_new_folder(made: Path, path: Path, *, fsync: bool) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ShardSet:
-    """A checkpoint of many files in one folder: the paths of its shards and of its index, or of one file without an index.
+    """A checkpoint of many files in one folder: the paths of its shards and of its index, or of one
+    file without an index.
 
-    `earlier()` are the files that are there by now under these names or others of such a set; `moved_index(folder)` is an
-    index of the same shards in `folder`, a folder beside the index.
+    `earlier()` are the files that are there by now under these names or others of such a set;
+    `moved_index(folder)` is an index of the same shards in `folder`, a folder beside the index.
     """
 
     shards: Sequence[Path]
@@ -124,11 +137,13 @@ class ShardSet:
 
 
 def put_set(made: Path, files: ShardSet, path: Path, *, force: bool, fsync: bool) -> None:
-    """Give the files in the folder `made` their names, so that an index never names a mixture, and remove earlier ones.
+    """Give the files in the folder `made` their names, so that an index never names a mixture, and
+    remove earlier ones.
 
-    Names that are free are taken first, and the index last. Where shards of the index that is there have the same names, the
-    new ones are first named by a passing index, where they lie in a hidden folder; then they get their own names, and the new
-    index follows. Where a file system has no hard links, there is no index for that moment.
+    Names that are free are taken first, and the index last. Where shards of the index that is there
+    have the same names, the new ones are first named by a passing index, where they lie in a hidden
+    folder; then they get their own names, and the new index follows. Where a file system has no
+    hard links, there is no index for that moment.
     """
     with output_errors(path), _folder_held(path), held_back():
         earlier = files.earlier()
@@ -151,10 +166,12 @@ def _remove_replaced(paths: Sequence[Path], output: Path) -> None:
             path.unlink(missing_ok=True)
         except OSError as error:
             what = f"is in place, but {path.name} of the earlier one cannot be removed: {os.strerror(error.errno or 0)}"
-            raise OutputRefused(what, path=output, hint="remove it: a program may take it for the checkpoint") from error
+            raise OutputRefused(
+                what, path=output, hint="remove it: a program may take it for the checkpoint"
+            ) from error
 
 
-# ------------------------------------------------------------------------------------------------------------ hidden folders
+# ----------------------------------------------------------------------------------- hidden folders
 
 
 def _hidden(target: Path, kind: str) -> Path:
@@ -163,7 +180,8 @@ def _hidden(target: Path, kind: str) -> Path:
 
 def _prefix(target: Path) -> str:
     prefix = target.name
-    while len(os.fsencode(prefix)) > _LONGEST_PREFIX:  # half a character is not a name on macOS and Windows
+    # half a character is not a name on macOS and Windows
+    while len(os.fsencode(prefix)) > _LONGEST_PREFIX:
         prefix = prefix[:-1]
     return prefix
 
@@ -190,7 +208,9 @@ def _remove(folder: Path) -> None:
 
 
 def _remove_tree(folder: Path) -> None:
-    """Remove a folder of this user alone, as much of it as can be; one descriptor is enough, `shutil.rmtree` takes several."""
+    """Remove a folder of this user alone, as much of it as can be; one descriptor is enough,
+    `shutil.rmtree` takes several.
+    """
     for inner in list(folder.iterdir()):  # closed before the next one is opened
         with contextlib.suppress(OSError):
             if inner.is_dir() and not inner.is_symlink():
@@ -201,7 +221,9 @@ def _remove_tree(folder: Path) -> None:
 
 
 def remove_leftovers(target: Path, kind: str = _TEMPORARY, *, own: bool = False) -> None:
-    """Remove the hidden folders of `target` that no living process holds; with `own` only those that this user made."""
+    """Remove the hidden folders of `target` that no living process holds; with `own` only those
+    that this user made.
+    """
     is_ours = re.compile(rf"\.{re.escape(_prefix(target))}\.[0-9a-f]{{8}}\.{kind}").fullmatch
     with contextlib.suppress(OSError):  # a folder that may not be listed, or is not there
         for item in target.parent.iterdir():
@@ -210,7 +232,8 @@ def remove_leftovers(target: Path, kind: str = _TEMPORARY, *, own: bool = False)
 
 
 def _remove_unheld(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # held by its process; of another user; on a file system that knows no locks
+    # held by its process; of another user; on a file system that knows no locks
+    with contextlib.suppress(OSError):
         lock = platforms.folder_lock(folder)
         try:
             lock.take(wait=False)
@@ -223,7 +246,9 @@ def _remove_unheld(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _folder_held(path: Path) -> Iterator[None]:
-    """The folder of `path` locked against others who put shards in place there; names of two sets must not be mixed."""
+    """The folder of `path` locked against others who put shards in place there; names of two sets
+    must not be mixed.
+    """
     lock = platforms.folder_lock(path.parent, follow=True)
     try:
         _lock_patiently(lock, path)
@@ -240,21 +265,27 @@ def _lock_patiently(lock: platforms.FolderLock, path: Path) -> None:
             return lock.take(wait=False)
         except BlockingIOError:
             if time.monotonic() > end:
-                raise OutputRefused(f"its folder was locked by another process for {_PATIENCE:.0f} s", path=path) from None
+                raise OutputRefused(
+                    f"its folder was locked by another process for {_PATIENCE:.0f} s", path=path
+                ) from None
             time.sleep(0.01)
         except OSError:  # no locks on this file system
             return None
 
 
-# ------------------------------------------------------------------------------------------------------------------- names
+# -------------------------------------------------------------------------------------------- names
 
 
 def _exists_by_now(path: Path) -> OutputRefused:
-    return OutputRefused("exists now", path=path, hint="another process wrote it; add --force to replace it")
+    return OutputRefused(
+        "exists now", path=path, hint="another process wrote it; add --force to replace it"
+    )
 
 
 def _name(made: Path, target: Path) -> None:
-    """Give a free name: a hard link fails when it is taken; on file systems without links there is only a look before."""
+    """Give a free name: a hard link fails when it is taken; on file systems without links there is
+    only a look before.
+    """
     try:
         platforms.link(made, target)
     except FileExistsError:
@@ -279,7 +310,9 @@ def _replace(made: Path, target: Path) -> None:
 
 
 def _take_over(made: Path, before: os.stat_result) -> None:
-    """The permissions of the file to be replaced, without set-user-ID and the like; its owners where this process may."""
+    """The permissions of the file to be replaced, without set-user-ID and the like; its owners
+    where this process may.
+    """
     now = made.stat()
     if (now.st_uid, now.st_gid) != (before.st_uid, before.st_gid):
         platforms.give_owner(made, before.st_uid, before.st_gid)
@@ -318,7 +351,8 @@ def _put_over(made: Path, files: ShardSet, path: Path, *, fsync: bool) -> None:
     _write(made / _PASSING_INDEX, files.moved_index(passing.name), fsync=fsync)
     for index in (_PASSING_INDEX, files.index.name):
         _take_over(made / index, files.index.stat())
-    shutil.copymode(path.parent, made)  # who may read the shards by their own names may do so meanwhile
+    # who may read the shards by their own names may do so meanwhile
+    shutil.copymode(path.parent, made)
     platforms.rename(made, passing)
     try:
         if fsync:
@@ -332,12 +366,18 @@ def _put_over(made: Path, files: ShardSet, path: Path, *, fsync: bool) -> None:
         _rename_behind_index(passing, files.shards, files.index, fsync=fsync)
     except OSError as error:
         what = f"is in place, but its shards could not get their names: {os.strerror(error.errno or 0)}"
-        raise OutputRefused(what, path=path, hint=f"they are complete, in {passing.name}; run the command again") from error
+        raise OutputRefused(
+            what, path=path, hint=f"they are complete, in {passing.name}; run the command again"
+        ) from error
     _remove(passing)
 
 
-def _rename_behind_index(passing: Path, shards: Sequence[Path], index: Path, *, fsync: bool) -> None:
-    """Shards that an index names where they lie get their own names too, and then the index that tells of them."""
+def _rename_behind_index(
+    passing: Path, shards: Sequence[Path], index: Path, *, fsync: bool
+) -> None:
+    """Shards that an index names where they lie get their own names too, and then the index that
+    tells of them.
+    """
     sync = fsync_folder if fsync else lambda folder: None
     sync(index.parent)
     for path in shards:
@@ -379,7 +419,9 @@ def _rename_folder(made: Path, target: Path) -> bool:
 
 
 def _swap(made: Path, target: Path) -> Path | None:
-    """Two folders change their names in one step; where that is not known, the old one stands aside, where is returned."""
+    """Two folders change their names in one step; where that is not known, the old one stands
+    aside, where is returned.
+    """
     if platforms.exchange(made, target):
         return None
     aside = _hidden(target, _OLD)
@@ -392,7 +434,7 @@ def _swap(made: Path, target: Path) -> Path | None:
     return aside
 
 
-# -------------------------------------------------------------------------------------------------------------------- disk
+# --------------------------------------------------------------------------------------------- disk
 
 
 def _confirm(folder: Path, path: Path) -> None:

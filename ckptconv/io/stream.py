@@ -22,8 +22,9 @@ RESERVE_FROM = 16 << 20
 class OutputStream:
     """Sequential output through a ring of `CHUNK`-sized buffers that a second thread writes out.
 
-    Reading, checksumming and casting fill one buffer while the kernel takes another, which is what makes a conversion
-    as quick as a copy. A small file never starts the thread. Errors of the writing thread are raised by the next call.
+    Reading, checksumming and casting fill one buffer while the kernel takes another, which is what
+    makes a conversion as quick as a copy. A small file never starts the thread. Errors of the
+    writing thread are raised by the next call.
     """
 
     def __init__(self, fd: int, on_progress: Callable[[int], None] | None = None) -> None:
@@ -54,7 +55,9 @@ class OutputStream:
             view = view[room:]
 
     def copy(self, source: Source, offset: int, nbytes: int) -> int:
-        """Append `nbytes` of `source` from `offset` on, read straight into the buffers; returns their CRC-32."""
+        """Append `nbytes` of `source` from `offset` on, read straight into the buffers; returns
+        their CRC-32.
+        """
         crc = 0
         while nbytes:
             room = min(CHUNK - self._filled, nbytes)
@@ -74,10 +77,13 @@ class OutputStream:
             self._stop()
             self._raise_failure()
         self._filled = 0
-        self._buffer, self._free = memoryview(b""), SimpleQueue()  # many outputs may wait until they are put in place together
+        # many outputs may wait until they are put in place together
+        self._buffer, self._free = memoryview(b""), SimpleQueue()
 
     def settle(self, *, fsync: bool) -> None:
-        """Finish, cut off what was reserved and not used, and close the file: it can be put in place, not written to."""
+        """Finish, cut off what was reserved and not used, and close the file: it can be put in
+        place, not written to.
+        """
         if self._buffer:
             self.finish()
         os.ftruncate(self._fd, self.position)

@@ -1,8 +1,9 @@
 """Fitting: the renaming under which the keys and the shapes of one state dict are those of another.
 
-Works on names and shapes alone. Looked for, in this order: the same keys; the same but for wrappers (see `keys`); one prefix
-changed on every key; then an assignment of keys to keys, which must be the only one there is. What each key becomes is either
-known or an error: nothing here prefers one of two possible assignments.
+Works on names and shapes alone. Looked for, in this order: the same keys; the same but for wrappers
+(see `keys`); one prefix changed on every key; then an assignment of keys to keys, which must be the
+only one there is. What each key becomes is either known or an error: nothing here prefers one of
+two possible assignments.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from ckptconv.support.limits import in_force
 from ckptconv.support.showing import html_table, short_repr
 
 Shape = tuple[int, ...] | None
-"""The shape of the tensor under a key; None where it is not known or there is no tensor: it fits every shape."""
+"""The shape of the tensor under a key; None where it is not known or there is no tensor: it fits
+every shape.
+"""
 
 Shapes = Mapping[str, Shape]
 
@@ -51,12 +54,14 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Fit:
-    """What happened to each key: `renames` maps each matched source key to its target key, even if both are the same.
+    """What happened to each key: `renames` maps each matched source key to its target key, even if
+    both are the same.
 
-    `missing` are the target keys that nothing was assigned to; `ambiguous` are those of them that several source keys could be
-    meant for, `nearest` those for which something similar is left. `unexpected` are the source keys that are left over, and
-    `mismatched` those of the right name and another shape. `filled` maps target keys that the source lacks to the source key of
-    another name of the same tensor. `how` says in a word or two what the renaming is.
+    `missing` are the target keys that nothing was assigned to; `ambiguous` are those of them that
+    several source keys could be meant for, `nearest` those for which something similar is left.
+    `unexpected` are the source keys that are left over, and `mismatched` those of the right name
+    and another shape. `filled` maps target keys that the source lacks to the source key of another
+    name of the same tensor. `how` says in a word or two what the renaming is.
     """
 
     how: str
@@ -84,12 +89,17 @@ class Fit:
 
     def __repr__(self) -> str:
         verdict = "fits" if self.fits else "covers" if self.covers else "does not fit"
-        return short_repr("Fit", verdict, self.how, *(f"{count:,} {name}" for name, count in self._counts()))
+        return short_repr(
+            "Fit", verdict, self.how, *(f"{count:,} {name}" for name, count in self._counts())
+        )
 
     def _repr_html_(self) -> str:
         verdict = "fits" if self.fits else "covers" if self.covers else "does not fit"
         pairs = ((key, "→", new) for key, new in self.renames.items())
-        lists = (("missing", "", key) for key in self.missing), (("unexpected", "", key) for key in self.unexpected)
+        lists = (
+            (("missing", "", key) for key in self.missing),
+            (("unexpected", "", key) for key in self.unexpected),
+        )
         return html_table(f"{verdict}: {self.how}", chain(*lists, pairs))
 
 
@@ -101,12 +111,13 @@ _Graph = Mapping[str, Sequence[str]]  # target key → the source keys that may 
 def fit_keys(source: Shapes, target: Shapes, ties: Ties = ()) -> Fit:
     """Find the renaming that makes the keys and shapes of `source` match those of `target`.
 
-    `ties` are the keys of the target that are names of one tensor: such a key may be absent from the source, as it is where
-    one name of tied weights was saved, if another name of its tensor is there and no key is left that could be meant for it.
+    `ties` are the keys of the target that are names of one tensor: such a key may be absent from
+    the source, as it is where one name of tied weights was saved, if another name of its tensor is
+    there and no key is left that could be meant for it.
 
-    What is found is complete where `covers` says so, and then the only possibility; otherwise the `Fit` tells what stands in
-    the way, seen from the renaming under which most keys fit. The order of the keys does not matter. Raises `LimitExceeded`
-    when the keys are too long to be compared.
+    What is found is complete where `covers` says so, and then the only possibility; otherwise the
+    `Fit` tells what stands in the way, seen from the renaming under which most keys fit. The order
+    of the keys does not matter. Raises `LimitExceeded` when the keys are too long to be compared.
 
     >>> fit_keys({"model.fc.weight": (2, 3)}, {"module.fc.weight": (2, 3)}).renames
     {'model.fc.weight': 'module.fc.weight'}
@@ -120,29 +131,44 @@ def fit_keys(source: Shapes, target: Shapes, ties: Ties = ()) -> Fit:
         return fit
     again = _fit_all(source, {key: shape for key, shape in target.items() if key not in absent})
     olds = {key: old for old, key in again.renames.items()}
-    filled = {key: olds[name] for key, names in absent.items() if (name := next((one for one in names if one in olds), None))}
+    filled = {
+        key: olds[name]
+        for key, names in absent.items()
+        if (name := next((one for one in names if one in olds), None))
+    }
     unmet = {*again.missing, *absent} - filled.keys()
     return replace(again, missing=tuple(key for key in target if key in unmet), filled=filled)
 
 
 def _absent_names(fit: Fit, source: Shapes, target: Shapes, ties: Ties) -> dict[str, Sequence[str]]:
-    """The missing names of tied tensors, with all names of each, that nothing in the source could be meant for."""
+    """The missing names of tied tensors, with all names of each, that nothing in the source could
+    be meant for.
+    """
     met = set(fit.renames.values())
     doubtful = {item.key for item in fit.ambiguous}
-    doubtful |= {item.key for item in fit.nearest if any(_alike(source[old], target[item.key]) for old in item.source_keys)}
+    doubtful |= {
+        item.key
+        for item in fit.nearest
+        if any(_alike(source[old], target[item.key]) for old in item.source_keys)
+    }
     missing = set(fit.missing) - doubtful
-    return {key: names for names in ties if not met.isdisjoint(names) for key in names if key in missing}
+    return {
+        key: names for names in ties if not met.isdisjoint(names) for key in names if key in missing
+    }
 
 
 def _fit_all(source: Shapes, target: Shapes) -> Fit:
-    """The renaming that meets each key of the target with one of the source; else what stands in its way."""
+    """The renaming that meets each key of the target with one of the source; else what stands in
+    its way.
+    """
     attempts: list[tuple[str, _Pairs]] = []
     bases: list[tuple[_Names, _Names]] = []
     for how, exact, sources, targets in _same_names(source, target):
         pairs = {key: sources[name] for name, key in targets.items() if name in sources}
         if len(pairs) == len(target):
             if any(not _alike(source[old], target[key]) for key, old in pairs.items()):
-                return _fit(how, pairs, source, target)  # all names are met: other shapes are not a reason to doubt the names
+                # all names are met: other shapes are not a reason to doubt the names
+                return _fit(how, pairs, source, target)
             if exact or len(source) == len(target):
                 return _fit(how, pairs, source, target)
         attempts.append((how, pairs))
@@ -154,11 +180,13 @@ def _alike(one: Shape, other: Shape) -> bool:
     return one is None or other is None or one == other
 
 
-# ---------------------------------------------------------------------------------------------- the same names, differently led
+# ------------------------------------------------------------------ the same names, differently led
 
 
 def _same_names(source: Shapes, target: Shapes) -> Iterator[tuple[str, bool, _Names, _Names]]:
-    """The ways to read the keys of both sides: what it is called, whether it leaves no doubt, and both sides' names."""
+    """The ways to read the keys of both sides: what it is called, whether it leaves no doubt, and
+    both sides' names.
+    """
     yield "the same keys", True, {key: key for key in source}, {key: key for key in target}
     sources, targets = _bare(source), _bare(target)
     yield "wrappers", True, sources, targets
@@ -197,7 +225,9 @@ def _prefix_text(old: str, new: str) -> str:
 
 
 def _voted_prefixes(sources: _Names, targets: _Names) -> tuple[str, str] | None:
-    """The prefix to cut off the sources' or the targets' names that makes most of them equal; None without a winner."""
+    """The prefix to cut off the sources' or the targets' names that makes most of them equal; None
+    without a winner.
+    """
     votes: Counter[tuple[str, str]] = Counter()
     longer = _endings(sources)
     votes.update((name[: -len(end)], "") for end in targets for name in longer.get(end, ()))
@@ -230,47 +260,76 @@ def _endings(names: Collection[str]) -> Mapping[str, list[str]]:
 
 
 def _refuse_endless(names: Collection[str]) -> None:
-    """Raise `LimitExceeded` when the suffixes of all names together would take more memory than any model's."""
+    """Raise `LimitExceeded` when the suffixes of all names together would take more memory than any
+    model's.
+    """
     length = sum(len(name) * name.count(".") for name in names) // 2
     if length > (most := in_force().names):
         what = f"its keys are too long to be fitted: their suffixes have {length} characters"
         raise LimitExceeded(what, limit="names", allowed=most, needed=length)
 
 
-# ------------------------------------------------------------------------------------------------------- assigning key to key
+# ----------------------------------------------------------------------------- assigning key to key
 
 
 def _assigned(
-    source: Shapes, target: Shapes, attempts: list[tuple[str, _Pairs]], bases: Sequence[tuple[_Names, _Names]]
+    source: Shapes,
+    target: Shapes,
+    attempts: list[tuple[str, _Pairs]],
+    bases: Sequence[tuple[_Names, _Names]],
 ) -> Fit:
-    """The only assignment of keys that the wrappers and one prefix do not explain; else what stands in its way."""
+    """The only assignment of keys that the wrappers and one prefix do not explain; else what stands
+    in its way.
+    """
     sources, targets = bases[0]
     graph = _keys_of(_by_suffix(sources, targets), sources, targets, source, target)
     found = _forced(graph)
     contested = {key: olds for key, olds in graph.items() if len(olds) > 1 and key not in found}
-    by_insertion = (_forced(_keys_of(_by_insertion(*names), *names, source, target)) for names in bases)
-    attempts[2:] += [("prefixes, key by key", found), *(("segments within the keys", pairs) for pairs in by_insertion)]
-    attempts[2:] = [(how, {key: old for key, old in pairs.items() if key not in contested}) for how, pairs in attempts[2:]]
-    last = [("suffix and shape", _mutual(sources, targets, source, target))] if len(source) == len(target) else []
-    whole = [(how, pairs) for how, pairs in (*attempts[2:], *last) if _covers(pairs, source, target)]
+    by_insertion = (
+        _forced(_keys_of(_by_insertion(*names), *names, source, target)) for names in bases
+    )
+    attempts[2:] += [
+        ("prefixes, key by key", found),
+        *(("segments within the keys", pairs) for pairs in by_insertion),
+    ]
+    attempts[2:] = [
+        (how, {key: old for key, old in pairs.items() if key not in contested})
+        for how, pairs in attempts[2:]
+    ]
+    last = (
+        [("suffix and shape", _mutual(sources, targets, source, target))]
+        if len(source) == len(target)
+        else []
+    )
+    whole = [
+        (how, pairs) for how, pairs in (*attempts[2:], *last) if _covers(pairs, source, target)
+    ]
     if whole and all(pairs == whole[0][1] for _, pairs in whole):
         return _fit(*whole[0], source, target)
     for key in target if whole else ():  # several assignments, and each is all there is of its kind
         if len(olds := {pairs[key]: None for _, pairs in whole}) > 1:
             contested[key] = [*olds]
     left = [item for item in attempts if item not in whole]
-    how, pairs = max(left, key=lambda item: sum(_alike(source[old], target[key]) for key, old in item[1].items()))
+    how, pairs = max(
+        left, key=lambda item: sum(_alike(source[old], target[key]) for key, old in item[1].items())
+    )
     return _fit(how, pairs, source, target, contested)
 
 
 def _covers(pairs: _Pairs, source: Shapes, target: Shapes) -> bool:
-    return len(pairs) == len(target) and all(_alike(source[old], target[key]) for key, old in pairs.items())
+    return len(pairs) == len(target) and all(
+        _alike(source[old], target[key]) for key, old in pairs.items()
+    )
 
 
-def _keys_of(graph: _Graph, sources: _Names, targets: _Names, source: Shapes, target: Shapes) -> _Graph:
+def _keys_of(
+    graph: _Graph, sources: _Names, targets: _Names, source: Shapes, target: Shapes
+) -> _Graph:
     """A graph of names as one of keys, of those pairs whose shapes are alike."""
     return {
-        (key := targets[name]): [sources[old] for old in olds if _alike(source[sources[old]], target[key])]
+        (key := targets[name]): [
+            sources[old] for old in olds if _alike(source[sources[old]], target[key])
+        ]
         for name, olds in graph.items()
     }
 
@@ -278,11 +337,15 @@ def _keys_of(graph: _Graph, sources: _Names, targets: _Names, source: Shapes, ta
 def _by_suffix(sources: _Names, targets: _Names) -> _Graph:
     """Target name → the source names that are it but for a prefix, which either may have more."""
     longer = _endings(sources)
-    return {name: [*longer.get(name, ()), *(end for end in (name, *_suffixes(name)) if end in sources)] for name in targets}
+    return {
+        name: [*longer.get(name, ()), *(end for end in (name, *_suffixes(name)) if end in sources)]
+        for name in targets
+    }
 
 
 def _by_insertion(sources: _Names, targets: _Names) -> _Graph:
-    """Target name → the source names that are it but for segments that only the one side knows, wherever they stand.
+    """Target name → the source names that are it but for segments that only the one side knows,
+    wherever they stand.
 
     Numbers are not such segments: a layer is not another one.
     """
@@ -296,7 +359,11 @@ def _by_insertion(sources: _Names, targets: _Names) -> _Graph:
     graph = {}
     for name in targets:
         short = shorten_target(name)
-        graph[name] = shortened.get(name, []) if short == name else [old for old in shortened.get(short, ()) if old == short]
+        graph[name] = (
+            shortened.get(name, [])
+            if short == name
+            else [old for old in shortened.get(short, ()) if old == short]
+        )
     return graph
 
 
@@ -311,9 +378,11 @@ def _without(segments: set[str]) -> Callable[[str], str]:
 
 
 def _forced(graph: _Graph) -> _Pairs:
-    """The pairs without an alternative: a key with one candidate takes it, which may leave others with one.
+    """The pairs without an alternative: a key with one candidate takes it, which may leave others
+    with one.
 
-    Where a graph has exactly one assignment of all keys, this finds it, for then there always is a key with one candidate.
+    Where a graph has exactly one assignment of all keys, this finds it, for then there always is a
+    key with one candidate.
     """
     rivals = defaultdict(list)
     for key, olds in graph.items():
@@ -341,15 +410,23 @@ def _forced(graph: _Graph) -> _Pairs:
 
 
 def _mutual(sources: _Names, targets: _Names, source: Shapes, target: Shapes) -> _Pairs:
-    """Target key → source key, where each is of all keys of its shape the one that ends most like the other."""
-    source_shapes = {name: shape for name, key in sources.items() if (shape := source[key]) is not None}
-    target_shapes = {name: shape for name, key in targets.items() if (shape := target[key]) is not None}
+    """Target key → source key, where each is of all keys of its shape the one that ends most like
+    the other.
+    """
+    source_shapes = {
+        name: shape for name, key in sources.items() if (shape := source[key]) is not None
+    }
+    target_shapes = {
+        name: shape for name, key in targets.items() if (shape := target[key]) is not None
+    }
     back = _closest(source_shapes, target_shapes)
     there = _closest(target_shapes, source_shapes)
     return {targets[name]: sources[old] for name, old in there.items() if back.get(old) == name}
 
 
-def _closest(names: Mapping[str, tuple[int, ...]], others: Mapping[str, tuple[int, ...]]) -> Mapping[str, str]:
+def _closest(
+    names: Mapping[str, tuple[int, ...]], others: Mapping[str, tuple[int, ...]]
+) -> Mapping[str, str]:
     """Name → the one of `others` that shares its shape and, alone, the most segments at its end."""
     holders: dict[tuple[str, tuple[int, ...]], str | None] = {}
     for other, shape in others.items():
@@ -363,10 +440,12 @@ def _closest(names: Mapping[str, tuple[int, ...]], others: Mapping[str, tuple[in
     return found
 
 
-# ------------------------------------------------------------------------------------------------------------- what was found
+# ----------------------------------------------------------------------------------- what was found
 
 
-def _fit(how: str, pairs: _Pairs, source: Shapes, target: Shapes, contested: _Graph | None = None) -> Fit:
+def _fit(
+    how: str, pairs: _Pairs, source: Shapes, target: Shapes, contested: _Graph | None = None
+) -> Fit:
     """The result for target keys and the source keys that have their names."""
     wrong = tuple(
         Misshapen(key, pairs[key], source[pairs[key]], target[key])
@@ -394,7 +473,9 @@ def _fit(how: str, pairs: _Pairs, source: Shapes, target: Shapes, contested: _Gr
 def _nearest(
     missing: Sequence[str], unexpected: Sequence[str], source: Shapes, target: Shapes
 ) -> Iterator[tuple[Candidates, bool]]:
-    """For missing keys, the left-over keys that end most like them, and whether several of the very shape end alike."""
+    """For missing keys, the left-over keys that end most like them, and whether several of the very
+    shape end alike.
+    """
     if not missing or not unexpected:
         return
     _refuse_endless(missing[:_NEAREST_FOR])
@@ -405,7 +486,9 @@ def _nearest(
             holders[end].append(old)
     for key in missing[:_NEAREST_FOR]:
         ranks = [holders[end] for end in (key, *_suffixes(key)) if end in holders]
-        alike = next((found for olds in ranks if (found := _first_alike(olds, source, target[key]))), [])
+        alike = next(
+            (found for olds in ranks if (found := _first_alike(olds, source, target[key]))), []
+        )
         named = dict.fromkeys([*alike, *(old for olds in ranks for old in islice(olds, _NEAREST))])
         if named:
             yield Candidates(key, tuple(islice(named, _NEAREST))), len(alike) > 1

@@ -1,7 +1,7 @@
 """Key rules: what each key of a state dict is called in the output, and which keys are left out.
 
-Works on names alone. The rules of a list are applied in its order, each decided on all keys of one state dict together, then
-applied to its keys and to the module paths of its `_metadata`.
+Works on names alone. The rules of a list are applied in its order, each decided on all keys of one
+state dict together, then applied to its keys and to the module paths of its `_metadata`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,23 @@ from typing import Literal, NamedTuple
 from ckptconv.keys.mappings import Mapped
 from ckptconv.keys.presets import Preset
 from ckptconv.keys.rules import AddPrefix, Patience, Regex, Rename, Rule, Select, Step, StripPrefix
-from ckptconv.support.choices import WRAPPERS, refuse_no_keys, refuse_no_text, refuse_no_texts, refuse_other, spelling_checked
+from ckptconv.support.choices import (
+    WRAPPERS,
+    refuse_no_keys,
+    refuse_no_text,
+    refuse_no_texts,
+    refuse_other,
+    spelling_checked,
+)
 from ckptconv.support.errors import KeyConflict, OptionRefused, printable
 from ckptconv.support.showing import short_repr
 
 MODULE = "module"
 _IN_REPR = 10  # rules
 UNMISTAKABLE = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Wrapper segments that torch writes and no user does: torch.compile, FSDP, activation checkpointing."""
+"""Wrapper segments that torch writes and no user does: torch.compile, FSDP, activation
+checkpointing.
+"""
 
 PathStep = Callable[[str], tuple[str, ...]]
 """A module path before one rule → after it; several where a mapping is undone."""
@@ -31,13 +40,15 @@ PathStep = Callable[[str], tuple[str, ...]]
 class KeyRules:
     """What to do with keys: `wrappers` first, then `rules` in their order.
 
-    `wrappers`: ``strip`` removes the wrapper segments of DataParallel, DDP, torch.compile, FSDP and activation
-    checkpointing, in any nesting; ``module`` removes just leading ``module.``, key by key; ``add-module`` puts ``module.``
-    before every key, unless all have it; ``keep`` does nothing, and so do all of them beside a mapping, which says everything.
+    `wrappers`: ``strip`` removes the wrapper segments of DataParallel, DDP, torch.compile, FSDP and
+    activation checkpointing, in any nesting; ``module`` removes just leading ``module.``, key by
+    key; ``add-module`` puts ``module.`` before every key, unless all have it; ``keep`` does
+    nothing, and so do all of them beside a mapping, which says everything.
 
-    The short forms are rules that come before `rules`: each of `strip_prefixes` is cut off where a key starts with it, each
-    (old, new) of `renames` gives a key or a literal prefix another name, `add_prefix` is put in front, and `include` and
-    `exclude` are globs over the resulting keys. A rule that meets no key is a `KeyConflict` when it is applied.
+    The short forms are rules that come before `rules`: each of `strip_prefixes` is cut off where a
+    key starts with it, each (old, new) of `renames` gives a key or a literal prefix another name,
+    `add_prefix` is put in front, and `include` and `exclude` are globs over the resulting keys. A
+    rule that meets no key is a `KeyConflict` when it is applied.
 
     >>> KeyRules("keep", add_prefix="net.") == KeyRules.of([("add-prefix", "net.")], "keep")
     True
@@ -67,9 +78,17 @@ class KeyRules:
             or not isinstance(renames, Sequence)
             or not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in renames)
         ):
-            raise OptionRefused(f"renames={renames!r:.100} is not a list of pairs", hint="write it as renames=[('old', 'new')]")
-        if not isinstance(self.rules, tuple) or not all(isinstance(rule, Rule) for rule in self.rules):
-            raise OptionRefused(f"rules={self.rules!r:.100} is not a tuple of rules", hint="KeyRules.of makes them from words")
+            raise OptionRefused(
+                f"renames={renames!r:.100} is not a list of pairs",
+                hint="write it as renames=[('old', 'new')]",
+            )
+        if not isinstance(self.rules, tuple) or not all(
+            isinstance(rule, Rule) for rule in self.rules
+        ):
+            raise OptionRefused(
+                f"rules={self.rules!r:.100} is not a tuple of rules",
+                hint="KeyRules.of makes them from words",
+            )
         short = [
             *(StripPrefix(prefix) for prefix in strip_prefixes if prefix),
             *(Rename(old, new) for old, new in renames),
@@ -84,7 +103,8 @@ class KeyRules:
         rules: Iterable[tuple[str, str] | Rule],
         wrappers: Literal["strip", "module", "add-module", "keep"] = "strip",
     ) -> KeyRules:
-        r"""Rules in the words of the command line, as (option, value), or made ones; `KeyConflict` for what is not a rule.
+        r"""Rules in the words of the command line, as (option, value), or made ones; `KeyConflict`
+        for what is not a rule.
 
         Globs that follow each other are one choice among the same keys.
 
@@ -102,7 +122,9 @@ class KeyRules:
         return cls(wrappers, rules=tuple(made))
 
     def __repr__(self) -> str:
-        return short_repr("KeyRules", self.wrappers, *(rule.words for rule in self.rules[:_IN_REPR]))
+        return short_repr(
+            "KeyRules", self.wrappers, *(rule.words for rule in self.rules[:_IN_REPR])
+        )
 
     @property
     def mapped(self) -> bool:
@@ -111,8 +133,12 @@ class KeyRules:
 
     @property
     def globs(self) -> KeyRules:
-        """Just the globs among the rules, to choose the same keys of a checkpoint that has its names already."""
-        return KeyRules("keep", rules=tuple(rule for rule in self.rules if isinstance(rule, Select)))
+        """Just the globs among the rules, to choose the same keys of a checkpoint that has its
+        names already.
+        """
+        return KeyRules(
+            "keep", rules=tuple(rule for rule in self.rules if isinstance(rule, Select))
+        )
 
     @property
     def leaving(self) -> str:
@@ -139,9 +165,15 @@ def parse_rule(word: str, text: str) -> Rule:
         return Select(include=(text,))
     if word == "exclude":
         return Select(exclude=(text,))
-    plain: dict[str, Callable[[str], Rule]] = {"strip-prefix": StripPrefix, "add-prefix": AddPrefix, "preset": Preset}
+    plain: dict[str, Callable[[str], Rule]] = {
+        "strip-prefix": StripPrefix,
+        "add-prefix": AddPrefix,
+        "preset": Preset,
+    }
     if word not in plain:
-        raise KeyConflict(f"there is no rule '{printable(word)}'", hint=f"there are {', '.join(RULE_WORDS)}")
+        raise KeyConflict(
+            f"there is no rule '{printable(word)}'", hint=f"there are {', '.join(RULE_WORDS)}"
+        )
     return plain[word](text)
 
 
@@ -168,11 +200,12 @@ KEEP = KeyRules("keep")
 
 @dataclass(frozen=True, slots=True)
 class KeyMap:
-    """The keys of one state dict before and after: `new[i]` belongs to `old[i]`, None where it was left out.
+    """The keys of one state dict before and after: `new[i]` belongs to `old[i]`, None where it was
+    left out.
 
-    `wrappers` are those found before, `idle` the words of the rules that met no key. `why` says of each key that was left out,
-    by its number, which rule did it, and `seen` what it was when that rule met it. `filled` are further keys, each with the
-    one of `new` whose value it has too.
+    `wrappers` are those found before, `idle` the words of the rules that met no key. `why` says of
+    each key that was left out, by its number, which rule did it, and `seen` what it was when that
+    rule met it. `filled` are further keys, each with the one of `new` whose value it has too.
     """
 
     old: tuple[str, ...]
@@ -189,7 +222,9 @@ class KeyMap:
         return self.module_paths(path)[0]
 
     def module_paths(self, path: str) -> tuple[str, ...]:
-        """The new names of a module path: one, but where undoing a mapping tells several apart that had become one."""
+        """The new names of a module path: one, but where undoing a mapping tells several apart that
+        had become one.
+        """
         paths: tuple[str, ...] = (path,)
         for step in self.path_steps:
             paths = tuple(after for before in paths for after in step(before))
@@ -205,13 +240,16 @@ def map_keys(
 ) -> KeyMap:
     """Apply `rules` to all keys of the state dict at `path`.
 
-    `telling` are the keys that tell which wrappers there are (None: all); numbers of the training beside them do not.
-    `beside` are the keys of what is not the model's, which therefore gets no wrapper.
+    `telling` are the keys that tell which wrappers there are (None: all); numbers of the training
+    beside them do not. `beside` are the keys of what is not the model's, which therefore gets no
+    wrapper.
 
-    Raises `KeyConflict` when two keys become one, one becomes empty, or one is not in a mapping. That every rule met a key
-    is for `refuse_idle` to say, of all state dicts together.
+    Raises `KeyConflict` when two keys become one, one becomes empty, or one is not in a mapping.
+    That every rule met a key is for `refuse_idle` to say, of all state dicts together.
     """
-    found, steps = _wrapper_steps(keys, rules, keys if telling is None else telling, frozenset(beside))
+    found, steps = _wrapper_steps(
+        keys, rules, keys if telling is None else telling, frozenset(beside)
+    )
     new: list[str | None] = list(keys)
     for step in steps:
         new = [None if key is None else step(key) for key in new]
@@ -233,7 +271,9 @@ def map_keys(
         path_steps.append(_path_step(rule, step, patience, _Followed(new, after)))
         new = after
     _refuse_collisions(keys, new)
-    return KeyMap(tuple(keys), tuple(new), found, tuple(path_steps), tuple(idle), why=why, seen=seen)
+    return KeyMap(
+        tuple(keys), tuple(new), found, tuple(path_steps), tuple(idle), why=why, seen=seen
+    )
 
 
 def unchanged(keys: Sequence[str]) -> KeyMap:
@@ -243,14 +283,20 @@ def unchanged(keys: Sequence[str]) -> KeyMap:
 
 def refuse_idle(maps: Sequence[KeyMap], rules: KeyRules) -> None:
     """Raise `KeyConflict` when a rule met no key of any state dict, which no careful user wants."""
-    idle = [words for words in (maps[0].idle if maps else ()) if all(words in item.idle for item in maps)]
+    idle = [
+        words
+        for words in (maps[0].idle if maps else ())
+        if all(words in item.idle for item in maps)
+    ]
     if idle:
         raise KeyConflict(f"{idle[0]} matches no key", hint=hint_of_starts(maps, rules))
 
 
 def hint_of_starts(maps: Sequence[KeyMap], rules: KeyRules) -> str:
     """How the keys start before the rules, and what was stripped of them."""
-    heads = dict.fromkeys(key.partition(".")[0] + "." * ("." in key) for item in maps for key in item.old)
+    heads = dict.fromkeys(
+        key.partition(".")[0] + "." * ("." in key) for item in maps for key in item.old
+    )
     some = ", ".join(printable(head, 40) for head in list(heads)[:5]) + ", …" * (len(heads) > 5)
     hint = f"before the rules the keys start with {some}"
     wrappers = dict.fromkeys(name for item in maps for name in item.wrappers)
@@ -259,7 +305,7 @@ def hint_of_starts(maps: Sequence[KeyMap], rules: KeyRules) -> str:
     return hint
 
 
-# ---------------------------------------------------------------------------------------------------------- module paths
+# ------------------------------------------------------------------------------------- module paths
 
 
 def _by_name(step: Step) -> PathStep:
@@ -285,16 +331,20 @@ def _path_step(rule: Rule, step: Step, patience: Patience, followed: _Followed) 
 
 
 def _kept(step: Step, name: str) -> str:
-    """What a step makes of a name; the name itself where it leaves it out, for it leaves out keys only."""
+    """What a step makes of a name; the name itself where it leaves it out, for it leaves out keys
+    only.
+    """
     after = step(name)
     return name if after is None else after
 
 
 class _Followed:
-    """Module paths as their keys went, where all keys of a module went the same way; sorted out when first asked.
+    """Module paths as their keys went, where all keys of a module went the same way; sorted out
+    when first asked.
 
-    A module of which a prefix took the name away, but not that of the modules in it, has become the root. Each key is compared
-    with its new name, and with its neighbour's, once: a key may be of a million modules.
+    A module of which a prefix took the name away, but not that of the modules in it, has become the
+    root. Each key is compared with its new name, and with its neighbour's, once: a key may be of a
+    million modules.
     """
 
     def __init__(self, before: Sequence[str | None], after: Sequence[str | None]) -> None:
@@ -323,10 +373,16 @@ class _Followed:
     def _inside(self, prefix: str) -> Iterator[_Moved]:
         """The keys that start with `prefix`, sorted."""
         if self._sorted is None:
-            pairs = sorted((old, new) for old, new in zip(*self._pairs, strict=True) if old is not None and new is not None)
+            pairs = sorted(
+                (old, new)
+                for old, new in zip(*self._pairs, strict=True)
+                if old is not None and new is not None
+            )
             nexts = [*(new for _, new in pairs[1:]), ""]
             self._old = [old for old, _ in pairs]
-            self._sorted = [_moved(old, new, after) for (old, new), after in zip(pairs, nexts, strict=True)]
+            self._sorted = [
+                _moved(old, new, after) for (old, new), after in zip(pairs, nexts, strict=True)
+            ]
         for at in range(bisect_left(self._old, prefix), len(self._old)):
             if not self._old[at].startswith(prefix):
                 return
@@ -334,8 +390,9 @@ class _Followed:
 
 
 class _Moved(NamedTuple):
-    """A key and its new name; how many characters these have in common at their ends, and the new name with the next one at
-    their starts."""
+    """A key and its new name; how many characters these have in common at their ends, and the new
+    name with the next one at their starts.
+    """
 
     old: str
     new: str
@@ -343,25 +400,40 @@ class _Moved(NamedTuple):
     alike: int
 
     def length(self, path: str) -> int | None:
-        """Characters of the new path of the module `path`, which the key is in; None where only a part of the key is left."""
+        """Characters of the new path of the module `path`, which the key is in; None where only a
+        part of the key is left.
+        """
         rest = len(self.old) - len(path) - (path != "")  # of the key, what is inside the module
         more = len(self.new) - rest
-        if more <= 0 and self.same == len(self.new) and (not more or self.old[-len(self.new) - 1] == "."):
+        if (
+            more <= 0
+            and self.same == len(self.new)
+            and (not more or self.old[-len(self.new) - 1] == ".")
+        ):
             return 0
         return more - 1 if more > 0 and self.same >= rest and self.new[more - 1] == "." else None
 
 
 def _moved(old: str, new: str, after: str) -> _Moved:
     same = _count(min(len(old), len(new)), lambda count: old.endswith(new[len(new) - count :]))
-    return _Moved(old, new, same, _count(min(len(new), len(after)), lambda count: after.startswith(new[:count])))
+    return _Moved(
+        old,
+        new,
+        same,
+        _count(min(len(new), len(after)), lambda count: after.startswith(new[:count])),
+    )
 
 
 def _count(most: int, holds: Callable[[int], bool]) -> int:
     """The largest count up to `most` that holds, where none below it fails."""
-    return most if holds(most) else bisect_left(range(most), True, key=lambda count: not holds(count + 1))
+    return (
+        most
+        if holds(most)
+        else bisect_left(range(most), True, key=lambda count: not holds(count + 1))
+    )
 
 
-# -------------------------------------------------------------------------------------------------------------- wrappers
+# ----------------------------------------------------------------------------------------- wrappers
 
 
 def _wrapper_steps(
@@ -384,8 +456,8 @@ def _wrapper_steps(
 def find_wrappers(keys: Iterable[str]) -> tuple[str, ...]:
     """The wrappers that `strip` would remove, outermost first.
 
-    ``module`` counts once for each level at which it is the first segment of every key; the unmistakable ones count
-    wherever they stand.
+    ``module`` counts once for each level at which it is the first segment of every key; the
+    unmistakable ones count wherever they stand.
 
     >>> find_wrappers(["module._orig_mod.fc.weight", "module._orig_mod.fc.bias"])
     ('module', '_orig_mod')
@@ -395,7 +467,9 @@ def find_wrappers(keys: Iterable[str]) -> tuple[str, ...]:
     keys = list(keys)
     text = "\n".join(keys)
     inside = [
-        name for name in UNMISTAKABLE if name in text and any(name in key and name in key.split(".")[:-1] for key in keys)
+        name
+        for name in UNMISTAKABLE
+        if name in text and any(name in key and name in key.split(".")[:-1] for key in keys)
     ]
     bare = [_drop_unmistakable(key) for key in keys] if inside else keys
     depth = _depth(bare[0]) if bare else 0
@@ -438,12 +512,16 @@ def _strip(times: int) -> Step:
     return lambda key: key[len(lead) :] if key.startswith(lead) else key[_end_of_lead(key, times) :]
 
 
-_TWO_TYPES = "rename one of them in Python (--rename takes both), or write a torch file with --keys keep"
+_TWO_TYPES = (
+    "rename one of them in Python (--rename takes both), or write a torch file with --keys keep"
+)
 
 
 def _refuse_collisions(keys: Sequence[str], renamed: Sequence[str | None]) -> None:
     """Raise `KeyConflict` when two of the keys that are left are one, or one is empty or no text."""
-    pairs = [(before, after) for before, after in zip(keys, renamed, strict=True) if after is not None]
+    pairs = [
+        (before, after) for before, after in zip(keys, renamed, strict=True) if after is not None
+    ]
     new = [after for _, after in pairs]
     try:
         "".join(new).encode()
@@ -455,12 +533,17 @@ def _refuse_collisions(keys: Sequence[str], renamed: Sequence[str | None]) -> No
     owner: dict[str, str] = {}
     for before, after in pairs:
         if not after and before:
-            raise KeyConflict(f"the rules leave nothing of the key '{printable(before)}'", where=before)
+            raise KeyConflict(
+                f"the rules leave nothing of the key '{printable(before)}'", where=before
+            )
         if after in owner and owner[after] == before:
-            raise KeyConflict(f"two keys of different types read as '{printable(before)}'", hint=_TWO_TYPES)
+            raise KeyConflict(
+                f"two keys of different types read as '{printable(before)}'", hint=_TWO_TYPES
+            )
         if after in owner:
             raise KeyConflict(
-                f"the keys '{printable(owner[after])}' and '{printable(before)}' both become '{printable(after)}'",
+                f"the keys '{printable(owner[after])}' and '{printable(before)}' both become "
+                f"'{printable(after)}'",
                 hint="use --keys keep or other rules; nothing was written",
             )
         owner[after] = before

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from ckptconv.keys.rules import Rule, Step
 from ckptconv.support.errors import KeyConflict, printable
 
-# ------------------------------------------------------------------------------------------------------------- mappings
+# ----------------------------------------------------------------------------------------- mappings
 
 
 @dataclass(frozen=True, slots=True)
 class MappedKeys:
     """What becomes of the keys of the state dict at `path`: old → new (None: left out).
 
-    `modules` are the module paths of its `_metadata`: old → new, several where reversing tells ones apart that had become one.
-    `filled` are new keys that belong to no old one, and go when this is reversed.
+    `modules` are the module paths of its `_metadata`: old → new, several where reversing tells ones
+    apart that had become one. `filled` are new keys that belong to no old one, and go when this is
+    reversed.
     """
 
     path: str
@@ -30,7 +31,9 @@ class MappedKeys:
         for old, news in self.modules.items():
             for new in news:
                 modules[new] = (*modules.get(new, ()), old)
-        back: dict[str, str | None] = {new: old for old, new in self.keys.items() if new is not None}
+        back: dict[str, str | None] = {
+            new: old for old, new in self.keys.items() if new is not None
+        }
         return MappedKeys(self.path, {**back, **dict.fromkeys(self.filled)}, modules)
 
 
@@ -52,8 +55,12 @@ class Mapped(Rule):
         """The mapping of one state dict: that at `path`, or the only one."""
         found = [item for item in self.state_dicts if item.path == path] or self.state_dicts
         if len(found) != 1:
-            known = ", ".join(printable(item.path) or "the root" for item in self.state_dicts) or "none"
-            raise KeyConflict("the mapping is for other state dicts than this one", hint=f"those at: {known}")
+            known = (
+                ", ".join(printable(item.path) or "the root" for item in self.state_dicts) or "none"
+            )
+            raise KeyConflict(
+                "the mapping is for other state dicts than this one", hint=f"those at: {known}"
+            )
         return Mapped((found[0],))
 
     def step(self, keys: Sequence[str]) -> Step:
@@ -61,7 +68,8 @@ class Mapped(Rule):
         unknown = [key for key in keys if key not in found.keys]
         if unknown:
             raise KeyConflict(
-                f"{len(unknown)} of {len(keys)} keys are not in the mapping, e.g. '{printable(unknown[0])}'",
+                f"{len(unknown)} of {len(keys)} keys are not in the mapping, e.g. "
+                f"'{printable(unknown[0])}'",
                 where=unknown[0],
                 hint="--reverse undoes a mapping; it fits the checkpoints that it came from",
             )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ckptconv.keys.rules import DropSegment, Rule, Select, Step, StripPrefix
 from ckptconv.support.errors import KeyConflict, printable
 
-# -------------------------------------------------------------------------------------------------------------- presets
+# ------------------------------------------------------------------------------------------ presets
 
 PRESETS: Mapping[str, tuple[Rule, ...]] = {
     "ddp": (StripPrefix("module."),),
@@ -24,22 +24,28 @@ PRESETS: Mapping[str, tuple[Rule, ...]] = {
 }
 """What frameworks put around a model's keys, by the name of the preset.
 
-Sources: torch's `torch/nn/parallel`, `_dynamo/eval_frame.py`, `distributed/fsdp/_common_utils.py` (``_fpw_module`` before torch
+Sources: torch's `torch/nn/parallel`, `_dynamo/eval_frame.py`, `distributed/fsdp/_common_utils.py`
+(``_fpw_module`` before torch
 1.13), `distributed/algorithms/_checkpoint/checkpoint_wrapper.py` and `optim/swa_utils.py` (``n_averaged``); Lightning's way
-of keeping the network under ``self.model``; peft's `PeftModel`; timm's `ModelEma`; mmengine's `BaseAveragedModel` (``steps``);
-ema_pytorch's `EMA`.
+of keeping the network under ``self.model``; peft's `PeftModel`; timm's `ModelEma`; mmengine's
+`BaseAveragedModel` (``steps``); ema_pytorch's `EMA`.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Preset(Rule):
-    """The rules of `PRESETS[name]`, of which one must meet a key; `KeyConflict` when there is no such preset."""
+    """The rules of `PRESETS[name]`, of which one must meet a key; `KeyConflict` when there is no
+    such preset.
+    """
 
     name: str
 
     def __post_init__(self) -> None:
         if self.name not in PRESETS:
-            raise KeyConflict(f"there is no preset '{printable(self.name)}'", hint=f"there are {', '.join(PRESETS)}")
+            raise KeyConflict(
+                f"there is no preset '{printable(self.name)}'",
+                hint=f"there are {', '.join(PRESETS)}",
+            )
 
     @property
     def words(self) -> str:

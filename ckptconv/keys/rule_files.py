@@ -1,11 +1,14 @@
-"""Key rules in files: lists of rules in JSON, TOML or YAML, and the mappings that conversions leave, in JSON.
+"""Key rules in files: lists of rules in JSON, TOML or YAML, and the mappings that conversions
+leave, in JSON.
 
-A file of rules is a list, or ``rules`` in an object, of objects with one rule each, by its name on the command line::
+A file of rules is a list, or ``rules`` in an object, of objects with one rule each, by its name on
+the command line::
 
     {"rules": [{"strip-prefix": "model."}, {"rename": {"head.": "classifier."}}, {"exclude": ["*.bias", "*.mean"]}]}
 
-A mapping is an object with ``"mapping": 1`` and ``state_dicts``: for each its ``path``, ``keys`` (old → new), ``left_out``
-(old ones), ``modules`` (old → new paths of its `_metadata`) and, where there are any, ``filled`` (new ones without an old one).
+A mapping is an object with ``"mapping": 1`` and ``state_dicts``: for each its ``path``, ``keys``
+(old → new), ``left_out`` (old ones), ``modules`` (old → new paths of its `_metadata`) and, where
+there are any, ``filled`` (new ones without an old one).
 """
 
 from __future__ import annotations
@@ -23,7 +26,13 @@ from ckptconv.keys.key_map import RULE_WORDS, KeyRules, parse_rule
 from ckptconv.keys.mappings import Mapped, MappedKeys
 from ckptconv.keys.rules import Regex, Rename, Rule
 from ckptconv.support.choices import refuse_no_flag, refuse_no_path, spelling_checked
-from ckptconv.support.errors import CheckpointError, KeyConflict, LimitExceeded, MissingDependency, printable
+from ckptconv.support.errors import (
+    CheckpointError,
+    KeyConflict,
+    LimitExceeded,
+    MissingDependency,
+    printable,
+)
 from ckptconv.support.json_text import read_object, refuse_crowded
 from ckptconv.support.limits import in_force
 
@@ -40,12 +49,16 @@ class _Entry(NamedTuple):
 
 @spelling_checked
 def read_key_rules(
-    path: str | os.PathLike[str], *, wrappers: Literal["strip", "keep"] = "strip", reverse: bool = False
+    path: str | os.PathLike[str],
+    *,
+    wrappers: Literal["strip", "keep"] = "strip",
+    reverse: bool = False,
 ) -> KeyRules:
-    """Read key rules from a JSON, TOML or YAML file, or a mapping that a conversion saved (`reverse` undoes it).
+    """Read key rules from a JSON, TOML or YAML file, or a mapping that a conversion saved
+    (`reverse` undoes it).
 
-    `wrappers` is what comes before the rules; a mapping says that itself. Raises `CheckpointError` with the line and the
-    rule that is wrong.
+    `wrappers` is what comes before the rules; a mapping says that itself. Raises `CheckpointError`
+    with the line and the rule that is wrong.
 
     >>> read_key_rules("rules.toml")  # doctest: +SKIP
     >>> load_portable("renamed.pt", keys=read_key_rules("map.json", reverse=True))  # doctest: +SKIP
@@ -58,7 +71,8 @@ def read_key_rules(
 def read_rules(path: str | os.PathLike[str], *, reverse: bool = False) -> list[Rule]:
     """The rules in a file, or the one mapping in it, with `reverse` turned around.
 
-    Raises `CheckpointError` with the line and the rule that is wrong; `KeyConflict` when `reverse` is asked of rules.
+    Raises `CheckpointError` with the line and the rule that is wrong; `KeyConflict` when `reverse`
+    is asked of rules.
     """
     refuse_no_path(rules=path)
     path = Path(path)
@@ -67,7 +81,9 @@ def read_rules(path: str | os.PathLike[str], *, reverse: bool = False) -> list[R
     kind = path.suffix.lower()
     if kind not in _ENTRIES:
         raise KeyConflict(
-            "does not look like a file of key rules", path=path, hint=f"its name must end in {', '.join(_ENTRIES)}"
+            "does not look like a file of key rules",
+            path=path,
+            hint=f"its name must end in {', '.join(_ENTRIES)}",
         )
     if kind == ".json":
         refuse_crowded(raw, path, None)
@@ -75,7 +91,11 @@ def read_rules(path: str | os.PathLike[str], *, reverse: bool = False) -> list[R
         found = tuple(item.reversed() for item in mapping) if reverse else mapping
         return [Mapped(found)]
     if reverse:
-        raise KeyConflict("holds rules, but only a mapping can be undone", path=path, hint="--save-mapping writes one")
+        raise KeyConflict(
+            "holds rules, but only a mapping can be undone",
+            path=path,
+            hint="--save-mapping writes one",
+        )
     return [rule for entry in _ENTRIES[kind](text, path) for rule in _rules(entry, path)]
 
 
@@ -90,25 +110,43 @@ def _content(path: Path) -> bytes:
     source = FileSource(path)
     try:
         if source.size > (most := in_force().rules_bytes):
-            raise LimitExceeded(f"has {source.size} bytes", limit="rules_bytes", allowed=most, needed=source.size, path=path)
+            raise LimitExceeded(
+                f"has {source.size} bytes",
+                limit="rules_bytes",
+                allowed=most,
+                needed=source.size,
+                path=path,
+            )
         return source.read(0, source.size)
     finally:
         source.close()
 
 
-# ---------------------------------------------------------------------------------------------------------------- rules
+# -------------------------------------------------------------------------------------------- rules
 
 
 def _rules(entry: _Entry, path: Path) -> Iterator[Rule]:
     """The rules that one entry stands for: one, or one for each of its values."""
-    if not isinstance(entry.value, dict) or len(entry.value) != 1 or not all(map(_says_something, entry.value.values())):
-        _refuse(path, entry.line, "a rule is one name with its value", f"the names are {', '.join(RULE_WORDS)}")
+    if (
+        not isinstance(entry.value, dict)
+        or len(entry.value) != 1
+        or not all(map(_says_something, entry.value.values()))
+    ):
+        _refuse(
+            path,
+            entry.line,
+            "a rule is one name with its value",
+            f"the names are {', '.join(RULE_WORDS)}",
+        )
     ((word, values),) = entry.value.items()
     try:
         if word in _PAIRS and isinstance(values, dict):
             yield from (_PAIRS[word](_text_of(old), _text_of(new)) for old, new in values.items())
         else:
-            yield from (parse_rule(str(word), _text_of(text)) for text in (values if isinstance(values, list) else [values]))
+            yield from (
+                parse_rule(str(word), _text_of(text))
+                for text in (values if isinstance(values, list) else [values])
+            )
     except CheckpointError as error:
         where = str(word) if entry.line is None else f"line {entry.line}: {word}"
         raise error.at(path=path, where=where) from None
@@ -157,7 +195,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         seen: set[str] = set()
         name = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise KeyConflict(f"'{printable(name)}' occurs twice in one object", hint="write one rule in each object")
+        raise KeyConflict(
+            f"'{printable(name)}' occurs twice in one object", hint="write one rule in each object"
+        )
     return found
 
 
@@ -195,7 +235,9 @@ def _toml_entries(text: str, path: Path) -> list[_Entry]:
             import tomli as tomllib  # type: ignore[import-not-found,no-redef,unused-ignore]
         except ImportError:
             hint = "pip install tomli, or write the rules as JSON"
-            raise MissingDependency("needs tomli on this version of Python", path=path, hint=hint) from None
+            raise MissingDependency(
+                "needs tomli on this version of Python", path=path, hint=hint
+            ) from None
     _refuse_dots(text, path)
     try:
         listed = _listed(tomllib.loads(text), path)
@@ -203,7 +245,11 @@ def _toml_entries(text: str, path: Path) -> list[_Entry]:
         _refuse(path, None, f"is not valid TOML: {error}")
     except (RecursionError, ValueError):
         _refuse(path, None, "nests too deeply, or holds a number that is too long")
-    heads = [number for number, line in enumerate(text.splitlines(), 1) if line.partition("#")[0].strip() == "[[rules]]"]
+    heads = [
+        number
+        for number, line in enumerate(text.splitlines(), 1)
+        if line.partition("#")[0].strip() == "[[rules]]"
+    ]
     lines: Sequence[int | None] = heads if len(heads) == len(listed) else [None] * len(listed)
     return [_Entry(value, line) for value, line in zip(listed, lines, strict=True)]
 
@@ -212,9 +258,13 @@ _MOST_DOTS = 100
 
 
 def _refuse_dots(text: str, path: Path) -> None:
-    """Refuse a dotted name of very many parts: tomllib's time grows with their square, and no rule has such a name."""
+    """Refuse a dotted name of very many parts: tomllib's time grows with their square, and no rule
+    has such a name.
+    """
     for number, line in enumerate(text.splitlines(), 1):
-        if line.count(".") > _MOST_DOTS and any(name.count(".") > _MOST_DOTS for name in _NAME_ENDS(line)):
+        if line.count(".") > _MOST_DOTS and any(
+            name.count(".") > _MOST_DOTS for name in _NAME_ENDS(line)
+        ):
             _refuse(path, number, f"has a name of more than {_MOST_DOTS} parts")
 
 
@@ -232,17 +282,26 @@ def _yaml_entries(text: str, path: Path) -> list[_Entry]:
         listed = _listed(_plain(root, path, set()), path)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        _refuse(path, mark and mark.line + 1, f"is not valid YAML: {getattr(error, 'problem', None) or 'malformed'}")
+        _refuse(
+            path,
+            mark and mark.line + 1,
+            f"is not valid YAML: {getattr(error, 'problem', None) or 'malformed'}",
+        )
     except (ValueError, RecursionError):
         _refuse(path, None, "is not valid YAML")
     if isinstance(root.value[0], tuple):
         root = next(value for name, value in root.value if name.value == "rules")
-    return [_Entry(value, node.start_mark.line + 1) for value, node in zip(listed, root.value, strict=True)]
+    return [
+        _Entry(value, node.start_mark.line + 1)
+        for value, node in zip(listed, root.value, strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
 class _NoText:
-    """A number, date or the like in YAML; no rule has one, so it is never made (a long number takes for ever)."""
+    """A number, date or the like in YAML; no rule has one, so it is never made (a long number takes
+    for ever).
+    """
 
     text: str
 
@@ -251,7 +310,9 @@ class _NoText:
 
 
 def _plain(node: Any, path: Path, seen: set[int]) -> Any:
-    """A composed YAML node as lists, dicts and texts. Aliases, by which a few lines make billions of values, are refused."""
+    """A composed YAML node as lists, dicts and texts. Aliases, by which a few lines make billions
+    of values, are refused.
+    """
     if node is None:
         return None
     line, kind = node.start_mark.line + 1, node.tag.removeprefix(_YAML_TAG)
@@ -259,8 +320,12 @@ def _plain(node: Any, path: Path, seen: set[int]) -> Any:
         _refuse(path, line, "is used again through an alias", "write it out at each place")
     seen.add(id(node))
     if kind == "map":
-        pairs = [(_plain(name, path, seen), _plain(value, path, seen)) for name, value in node.value]
-        if any(isinstance(name, list | dict) for name, _ in pairs) or len({*(name for name, _ in pairs)}) != len(pairs):
+        pairs = [
+            (_plain(name, path, seen), _plain(value, path, seen)) for name, value in node.value
+        ]
+        if any(isinstance(name, list | dict) for name, _ in pairs) or len(
+            {*(name for name, _ in pairs)}
+        ) != len(pairs):
             _refuse(path, line, "a name occurs in it twice, or is not text")
         return dict(pairs)
     if kind == "seq":
@@ -274,10 +339,15 @@ _YAML_TAG = "tag:yaml.org,2002:"
 _YAML_SCALARS = ("str", "null", "bool", "int", "float", "timestamp", "merge", "value")
 
 
-_ENTRIES = {".json": _json_entries, ".toml": _toml_entries, ".yaml": _yaml_entries, ".yml": _yaml_entries}
+_ENTRIES = {
+    ".json": _json_entries,
+    ".toml": _toml_entries,
+    ".yaml": _yaml_entries,
+    ".yml": _yaml_entries,
+}
 
 
-# ------------------------------------------------------------------------------------------------------------- mappings
+# ----------------------------------------------------------------------------------------- mappings
 
 
 def mapping_text(state_dicts: Sequence[MappedKeys]) -> bytes:
@@ -288,7 +358,9 @@ def mapping_text(state_dicts: Sequence[MappedKeys]) -> bytes:
             "keys": {old: new for old, new in item.keys.items() if new is not None},
             "left_out": [old for old, new in item.keys.items() if new is None],
             **({"filled": list(item.filled)} if item.filled else {}),
-            "modules": {old: news[0] if len(news) == 1 else list(news) for old, news in item.modules.items()},
+            "modules": {
+                old: news[0] if len(news) == 1 else list(news) for old, news in item.modules.items()
+            },
         }
         for item in state_dicts
     ]
@@ -305,7 +377,11 @@ def _mapping(text: str, path: Path) -> tuple[MappedKeys, ...] | None:
         return None
     found = read_object(text.encode(), path, _MAPPING)  # strictly: no name twice
     if found[_MAPPING] != _VERSION:
-        raise KeyConflict(f"is a mapping of version {printable(found[_MAPPING])}", path=path, hint="upgrade ckptconv")
+        raise KeyConflict(
+            f"is a mapping of version {printable(found[_MAPPING])}",
+            path=path,
+            hint="upgrade ckptconv",
+        )
     listed = found.get("state_dicts")
     if not isinstance(listed, list) or not listed:
         raise KeyConflict("is a mapping without a state dict", path=path)
@@ -314,7 +390,8 @@ def _mapping(text: str, path: Path) -> tuple[MappedKeys, ...] | None:
 
 def _mapped_keys(item: Any, path: Path) -> MappedKeys:
     where, keys, left, modules = (
-        item.get(name) if isinstance(item, dict) else None for name in ("path", "keys", "left_out", "modules")
+        item.get(name) if isinstance(item, dict) else None
+        for name in ("path", "keys", "left_out", "modules")
     )
     filled = item.get("filled", []) if isinstance(item, dict) else None
     if (
@@ -324,9 +401,15 @@ def _mapped_keys(item: Any, path: Path) -> MappedKeys:
         or not (isinstance(left, list) and _are_texts(left))
         or not (isinstance(modules, dict) and all(map(_is_path_or_paths, modules.values())))
     ):
-        raise KeyConflict("is not a mapping that ckptconv wrote", path=path, hint="--save-mapping writes one")
-    if not keys.keys().isdisjoint(left) or len({*keys.values(), *filled}) != len(keys) + len(filled):
-        raise KeyConflict("two keys become one, or a key is left out and kept", path=path, where=where)
+        raise KeyConflict(
+            "is not a mapping that ckptconv wrote", path=path, hint="--save-mapping writes one"
+        )
+    if not keys.keys().isdisjoint(left) or len({*keys.values(), *filled}) != len(keys) + len(
+        filled
+    ):
+        raise KeyConflict(
+            "two keys become one, or a key is left out and kept", path=path, where=where
+        )
     paths = {old: (new,) if isinstance(new, str) else tuple(new) for old, new in modules.items()}
     return MappedKeys(where, {**keys, **dict.fromkeys(left)}, paths, tuple(filled))
 

@@ -1,7 +1,8 @@
-"""Rules for keys, one kind at a time: what each makes of a key, and whether it meets any key at all.
+"""Rules for keys, one kind at a time: what each makes of a key, and whether it meets any key at
+all.
 
-A rule is decided on all keys of one state dict together, then applied key by key. The ordered list of rules, and what must
-hold after it, are `keys`' part.
+A rule is decided on all keys of one state dict together, then applied key by key. The ordered list
+of rules, and what must hold after it, are `keys`' part.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class Rule:
         return self
 
     def step(self, keys: Sequence[str]) -> Step:
-        """What the rule does to each of `keys`, all the keys of a state dict that are left when its turn comes."""
+        """What the rule does to each of `keys`, all the keys of a state dict that are left when its
+        turn comes.
+        """
         raise NotImplementedError
 
     def idle(self, keys: Sequence[str]) -> tuple[str, ...]:
@@ -97,7 +100,9 @@ class AddPrefix(Rule):
 
 @dataclass(frozen=True, slots=True)
 class Rename(Rule):
-    """Gives the key `old` the name `new`; where no key has that name, replaces the literal prefix `old` of keys."""
+    """Gives the key `old` the name `new`; where no key has that name, replaces the literal prefix
+    `old` of keys.
+    """
 
     old: str
     new: str
@@ -122,7 +127,8 @@ _LONGEST_MADE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Regex(Rule):
-    r"""Replaces what `pattern` matches, wherever in a key, by `replacement`, as `re.sub` does (``\1``, ``\g<name>``).
+    r"""Replaces what `pattern` matches, wherever in a key, by `replacement`, as `re.sub` does
+    (``\1``, ``\g<name>``).
 
     Raises `KeyConflict` when the pattern or the replacement is broken.
 
@@ -138,7 +144,8 @@ class Regex(Rule):
             self._compiled().sub(self.replacement, "")
         except (re.error, IndexError, OverflowError, RecursionError) as error:
             raise KeyConflict(
-                f"{self.words} is not a valid pattern: {error}", hint="write it as PATTERN=>REPLACEMENT, in Python's re syntax"
+                f"{self.words} is not a valid pattern: {error}",
+                hint="write it as PATTERN=>REPLACEMENT, in Python's re syntax",
             ) from None
 
     def _compiled(self) -> re.Pattern[str]:
@@ -167,7 +174,9 @@ class Regex(Rule):
 
 @dataclass(frozen=True, slots=True)
 class Select(Rule):
-    """Leaves out the keys that match none of the globs `include` (if there are any), or one of the globs `exclude`."""
+    """Leaves out the keys that match none of the globs `include` (if there are any), or one of the
+    globs `exclude`.
+    """
 
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -184,7 +193,11 @@ class Select(Rule):
         return lambda key: key if self._keeps(key) else None
 
     def idle(self, keys: Sequence[str]) -> tuple[str, ...]:
-        return tuple(words for words, glob in self._globs() if not any(fnmatchcase(key, glob) for key in keys))
+        return tuple(
+            words
+            for words, glob in self._globs()
+            if not any(fnmatchcase(key, glob) for key in keys)
+        )
 
     def why(self, key: str) -> str:
         met = next((glob for glob in self.exclude if fnmatchcase(key, glob)), None)
@@ -229,15 +242,16 @@ class DropSegment(Rule):
         return ".".join([*(name for name in modules if name != self.segment), last])
 
 
-# ------------------------------------------------------------------------------------------------------------ patience
+# ----------------------------------------------------------------------------------------- patience
 
 
 class Patience:
-    """The time that a pattern has, of which each block in it uses some: `regex_seconds`, then `LimitExceeded` stops it.
+    """The time that a pattern has, of which each block in it uses some: `regex_seconds`, then
+    `LimitExceeded` stops it.
 
-    Some patterns take time that doubles with each character (``(a+)+$``). Python's matcher looks for signals, so an alarm
-    stops it; where there is none (other threads than the main one, an alarm that is somebody else's, Windows) nothing is
-    stopped.
+    Some patterns take time that doubles with each character (``(a+)+$``). Python's matcher looks
+    for signals, so an alarm stops it; where there is none (other threads than the main one, an
+    alarm that is somebody else's, Windows) nothing is stopped.
     """
 
     def __init__(self, rule: Rule) -> None:

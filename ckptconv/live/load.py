@@ -1,7 +1,8 @@
 """Live tensors of a checkpoint: the only place where torch tensors are made.
 
-torch is imported when `load_portable` is called. A tree's symbolic nodes become live values by a closed list of types; no
-class or function is looked up by a name that a file holds, but for torch's own rebuild functions and dtypes.
+torch is imported when `load_portable` is called. A tree's symbolic nodes become live values by a
+closed list of types; no class or function is looked up by a name that a file holds, but for torch's
+own rebuild functions and dtypes.
 """
 
 from __future__ import annotations
@@ -19,8 +20,20 @@ from ckptconv.objects.plain import tensor_form
 from ckptconv.objects.torch_names import VALUELESS, WEIGHTS_ONLY
 from ckptconv.objects.torch_read import Window, window
 from ckptconv.pickles.nodes import ORDERED_DICT, Call, Dict, Global, Node, attributes
-from ckptconv.support.choices import UNKNOWN, refuse_no_flag, refuse_no_text, refuse_other, spelling_checked
-from ckptconv.support.errors import CheckpointError, RefusedObject, UnsupportedCheckpoint, printable, too_deep
+from ckptconv.support.choices import (
+    UNKNOWN,
+    refuse_no_flag,
+    refuse_no_text,
+    refuse_other,
+    spelling_checked,
+)
+from ckptconv.support.errors import (
+    CheckpointError,
+    RefusedObject,
+    UnsupportedCheckpoint,
+    printable,
+    too_deep,
+)
 from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.progress import Meter, OnProgress
 from ckptconv.tensors.checksums import check_storage
@@ -38,7 +51,9 @@ if TYPE_CHECKING:
     import torch
 
 MapLocation = Any
-"""What `torch.load` takes: None, a string (also ``auto``), a `torch.device`, a dict of tags, or a callable."""
+"""What `torch.load` takes: None, a string (also ``auto``), a `torch.device`, a dict of tags, or a
+callable.
+"""
 
 
 @overload
@@ -80,17 +95,20 @@ def load_portable(
     tag: str | None = None,
     on_progress: OnProgress | None = None,
 ) -> Any:
-    """Load the state dict of a checkpoint as an `OrderedDict` of tensors under bare keys, or everything with `whole`.
+    """Load the state dict of a checkpoint as an `OrderedDict` of tensors under bare keys, or
+    everything with `whole`.
 
-    `map_location` means what it means in `torch.load`, with ``cpu`` as the default, ``auto`` for the best device here, and
-    None for the devices that the file names. Several state dicts need `only`, the path of one. With `mmap` (the default)
-    tensors on the CPU are mapped copy-on-write, as by `torch.load(mmap=True)`: nothing is read until it is used, and the
-    file must not be overwritten in place meanwhile (`save_portable` and ckptconv replace files, which is safe); with
-    ``mmap=False`` they are read at once and checked against the archive's CRC-32. `unknown` says what to do, with `whole`,
-    about objects that `weights_only=True` refuses and that have no plain form, and in any case about what a whole module
-    holds outside its state dict. A sequence of paths are the files of all
-    ranks of one checkpoint; `tag` picks a step where `path` is a folder of several. `on_progress` is called with a `Progress`
-    (phase ``read``, bytes), about once a MiB that is read; what is mapped is not. Nothing in the file is executed.
+    `map_location` means what it means in `torch.load`, with ``cpu`` as the default, ``auto`` for
+    the best device here, and None for the devices that the file names. Several state dicts need
+    `only`, the path of one. With `mmap` (the default) tensors on the CPU are mapped copy-on-write,
+    as by `torch.load(mmap=True)`: nothing is read until it is used, and the file must not be
+    overwritten in place meanwhile (`save_portable` and ckptconv replace files, which is safe); with
+    ``mmap=False`` they are read at once and checked against the archive's CRC-32. `unknown` says
+    what to do, with `whole`, about objects that `weights_only=True` refuses and that have no plain
+    form, and in any case about what a whole module holds outside its state dict. A sequence of
+    paths are the files of all ranks of one checkpoint; `tag` picks a step where `path` is a folder
+    of several. `on_progress` is called with a `Progress` (phase ``read``, bytes), about once a MiB
+    that is read; what is mapped is not. Nothing in the file is executed.
 
     Raises `CheckpointError`; `DeviceUnavailable` when a tag cannot be served here.
 
@@ -118,7 +136,9 @@ def load_portable(
 def _selected(
     checkpoint: Checkpoint, only: str | None, whole: bool, rules: KeyRules, unknown: Unknown
 ) -> tuple[Node, dict[int, Node], Settled]:
-    """The node to bring to life, the overlay with renamed keys and plain objects, and the tensors that are in it."""
+    """The node to bring to life, the overlay with renamed keys and plain objects, and the tensors
+    that are in it.
+    """
     overlay: dict[int, Node] = {}
     if whole:
         root = checkpoint.root if only is None else find(checkpoint.root, only, checkpoint.path)
@@ -132,7 +152,9 @@ def _selected(
         root = renamed_state_dict(found, keys.new, keys.module_paths)
         if type(root) is Dict:
             root = _ordered(root)
-        overlay.update((id(value), ref) for value in found.values if (ref := tensor_form(value)) is not None)
+        overlay.update(
+            (id(value), ref) for value in found.values if (ref := tensor_form(value)) is not None
+        )
     settled = settle_objects(root, overlay, unknown)
     if any(ref.dtype.is_packed for ref in settled.tensors):
         refuse_packed(tensors_of(root, overlay), "leave it out: keys=KeyRules(exclude=('KEY',))")
@@ -142,11 +164,24 @@ def _selected(
 
 
 def _bytes_to_read(settled: Settled, mmap: bool) -> int:
-    """The bytes that are read when all tensors are made, at most: of a storage with a checksum twice."""
-    views = {id(piece.storage): piece.storage for ref in settled.tensors for piece in ref.pieces if ref.is_view}
+    """The bytes that are read when all tensors are made, at most: of a storage with a checksum
+    twice.
+    """
+    views = {
+        id(piece.storage): piece.storage
+        for ref in settled.tensors
+        for piece in ref.pieces
+        if ref.is_view
+    }
     views.update((id(storage), storage) for storage in settled.storages)
-    read = [storage for storage in views.values() if not (mmap and type(storage.source) is FileSource)]
-    wholes = {id(whole): whole for storage in read if (whole := storage.part_of or storage).crc32 is not None and not mmap}
+    read = [
+        storage for storage in views.values() if not (mmap and type(storage.source) is FileSource)
+    ]
+    wholes = {
+        id(whole): whole
+        for storage in read
+        if (whole := storage.part_of or storage).crc32 is not None and not mmap
+    }
     gathered = sum(ref.nbytes for ref in settled.tensors if not ref.is_view)
     return gathered + sum(storage.nbytes for storage in (*read, *wholes.values()))
 
@@ -157,7 +192,7 @@ def _ordered(node: Dict) -> Call:
     return made
 
 
-# ---------------------------------------------------------------------------------------------------- nodes → live values
+# ------------------------------------------------------------------------------ nodes → live values
 
 
 def _layouts(torch: Any) -> dict[str, Any]:
@@ -187,7 +222,10 @@ class _Restorer:
         return storage if device.type == "cpu" else storage.to(device=device)
 
 
-_DICTS: dict[str, Callable[[], Any]] = {"collections.OrderedDict": OrderedDict, "collections.Counter": Counter}
+_DICTS: dict[str, Callable[[], Any]] = {
+    "collections.OrderedDict": OrderedDict,
+    "collections.Counter": Counter,
+}
 
 
 class _Live:
@@ -281,9 +319,13 @@ class _Live:
             "torch.device": torch.device,
             "torch.serialization._get_layout": lambda layout: _layouts(torch)[layout],
         }
-        make = makers.get(name) or (getattr(torch._utils, function, None) if module == "torch._utils" else None)
+        make = makers.get(name) or (
+            getattr(torch._utils, function, None) if module == "torch._utils" else None
+        )
         if make is None:
-            raise RefusedObject(f"{printable(name)} cannot be loaded yet", hint="only='PATH' takes one part")
+            raise RefusedObject(
+                f"{printable(name)} cannot be loaded yet", hint="only='PATH' takes one part"
+            )
         try:
             return make(*args)
         except Exception as error:
@@ -348,7 +390,12 @@ class _Live:
 
     def _on_cpu(self, storage: Storage, dtype: DType, word: int) -> torch.UntypedStorage:
         source = storage.source
-        if self._mmap and type(source) is FileSource and word == 1 and storage.offset % dtype.itemsize == 0:
+        if (
+            self._mmap
+            and type(source) is FileSource
+            and word == 1
+            and storage.offset % dtype.itemsize == 0
+        ):
             if (mapped := self._maps.get(id(source))) is None:
                 mapped = self._maps[id(source)] = self._mapped(source)
             part: torch.UntypedStorage = mapped[storage.offset : storage.offset + storage.nbytes]
@@ -357,7 +404,9 @@ class _Live:
         return self._filled(whole_storage(storage, 0, storage.nbytes, dtype))
 
     def _check(self, storage: Storage) -> None:
-        """Hold a storage, or the one that it is part of, against its checksum, once; what is mapped is not read for that."""
+        """Hold a storage, or the one that it is part of, against its checksum, once; what is mapped
+        is not read for that.
+        """
         whole = storage.part_of or storage
         if not self._mmap and id(whole) not in self._checked:
             self._checked.add(id(whole))
@@ -365,10 +414,14 @@ class _Live:
 
     def _mapped(self, source: FileSource) -> torch.UntypedStorage:
         try:
-            mapped = self._torch.UntypedStorage.from_file(source.mappable_path(), False, source.size)
+            mapped = self._torch.UntypedStorage.from_file(
+                source.mappable_path(), False, source.size
+            )
         except RuntimeError as error:  # the file is shorter by now
             source.refuse_changed()
-            raise UnsupportedCheckpoint(f"cannot be mapped: {error}", path=source.path, hint="mmap=False reads it") from error
+            raise UnsupportedCheckpoint(
+                f"cannot be mapped: {error}", path=source.path, hint="mmap=False reads it"
+            ) from error
         source.refuse_replaced()
         assert isinstance(mapped, self._torch.UntypedStorage)
         return mapped

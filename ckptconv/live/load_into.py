@@ -37,7 +37,9 @@ class ShapeMismatch:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class LoadResult:
-    """The result of `load_into`, under the model's own keys (unexpected ones: under the checkpoint's bare keys)."""
+    """The result of `load_into`, under the model's own keys (unexpected ones: under the
+    checkpoint's bare keys).
+    """
 
     missing_keys: tuple[str, ...]
     unexpected_keys: tuple[str, ...]
@@ -54,7 +56,10 @@ class LoadResult:
         return short_repr("LoadResult", "fits" if self.fits else "does not fit", *counts)
 
     def _repr_html_(self) -> str:
-        lists = (("missing", key, "") for key in self.missing_keys), (("unexpected", key, "") for key in self.unexpected_keys)
+        lists = (
+            (("missing", key, "") for key in self.missing_keys),
+            (("unexpected", key, "") for key in self.unexpected_keys),
+        )
         wrong = ((item.key, list(item.checkpoint), list(item.model)) for item in self.mismatched)
         return html_table("fits" if self.fits else "does not fit", chain(*lists, wrong))
 
@@ -73,27 +78,37 @@ def load_into(
 ) -> LoadResult:
     """Load the state dict of a checkpoint into `model`, wrapped or not, on any device.
 
-    The keys are fitted to the model's by `fit_keys`: whatever wrappers, prefixes or inserted segments either side has, as long
-    as names and shapes leave one possibility; of tied weights one name is enough. With `strict`, anything missing, unexpected
-    or of another shape raises `KeyMismatch` and the model stays as it was; without, what fits is loaded. `assign` as in
-    `load_state_dict`; `only`, `tag`, `unknown` and `on_progress` (bytes that are read) as in `load_portable`.
+    The keys are fitted to the model's by `fit_keys`: whatever wrappers, prefixes or inserted
+    segments either side has, as long as names and shapes leave one possibility; of tied weights one
+    name is enough. With `strict`, anything missing, unexpected or of another shape raises
+    `KeyMismatch` and the model stays as it was; without, what fits is loaded. `assign` as in
+    `load_state_dict`; `only`, `tag`, `unknown` and `on_progress` (bytes that are read) as in
+    `load_portable`.
 
     >>> load_into(model, "ddp_cuda3.pt").missing_keys  # doctest: +SKIP
     ()
     """
     if isinstance(model, (str, os.PathLike)):
-        raise OptionRefused("the model is a path", hint="the model comes first: load_into(model, path)")
+        raise OptionRefused(
+            "the model is a path", hint="the model comes first: load_into(model, path)"
+        )
     refuse_no_flag(strict=strict, assign=assign)
     require_torch("loading into a model")
     target = live_shapes(model)
     state_dict = load_portable(path, only=only, tag=tag, unknown=unknown, on_progress=on_progress)
-    for key in [key for key, value in state_dict.items() if _is_beside(key, value) and key not in target]:
+    for key in [
+        key for key, value in state_dict.items() if _is_beside(key, value) and key not in target
+    ]:
         del state_dict[key]
-    fit = fit_keys({key: live_shape(value) for key, value in state_dict.items()}, target, live_ties(model))
+    fit = fit_keys(
+        {key: live_shape(value) for key, value in state_dict.items()}, target, live_ties(model)
+    )
     usable = _usable(state_dict, fit, target)
     _carry_metadata(state_dict, usable, fit, model)
     missing, unexpected = _unmet(model, usable, target, fit)
-    mismatched = tuple(ShapeMismatch(item.key, item.target or (), item.source or ()) for item in fit.mismatched)
+    mismatched = tuple(
+        ShapeMismatch(item.key, item.target or (), item.source or ()) for item in fit.mismatched
+    )
     result = LoadResult(missing, unexpected, mismatched)
     if strict and not result.fits:
         raise _mismatch(result, fit, path)
@@ -104,7 +119,9 @@ def load_into(
 
 
 def _is_beside(key: str, value: Any) -> bool:
-    """Whether a value is a number or a text that training put beside the weights: no module saves such a key."""
+    """Whether a value is a number or a text that training put beside the weights: no module saves
+    such a key.
+    """
     return "." not in key and isinstance(value, (bool, int, float, str, type(None)))
 
 
@@ -112,10 +129,16 @@ def _to_be_cast(model: torch.nn.Module, usable: Mapping[str, Any]) -> set[str]:
     """The keys whose values `load_state_dict` would copy into another dtype."""
     own = model.state_dict()
     dtypes = {key: getattr(own.get(key), "dtype", None) for key in usable}
-    return {key for key, value in usable.items() if dtypes[key] not in (None, getattr(value, "dtype", None))}
+    return {
+        key
+        for key, value in usable.items()
+        if dtypes[key] not in (None, getattr(value, "dtype", None))
+    }
 
 
-def _refuse_codes(path: str | os.PathLike[str], only: str | None, tag: str | None, cast: Collection[str]) -> None:
+def _refuse_codes(
+    path: str | os.PathLike[str], only: str | None, tag: str | None, cast: Collection[str]
+) -> None:
     """Raise `RefusedObject` where codes or their scales would be copied as if they were values."""
     with open_checkpoint(path, tag=tag) as checkpoint:
         found = find_scaled(dict(checkpoint.state_dict(only).tensors()))
@@ -126,13 +149,19 @@ def _refuse_codes(path: str | os.PathLike[str], only: str | None, tag: str | Non
 
 
 def _usable(state_dict: Mapping[str, Any], fit: Fit, target: Shapes) -> OrderedDict[str, Any]:
-    """The values under the model's keys; unexpected ones under their own, for a module may know them from older days.
+    """The values under the model's keys; unexpected ones under their own, for a module may know
+    them from older days.
 
-    What was not assigned to a key of the model is not loaded there because it happens to have its name.
+    What was not assigned to a key of the model is not loaded there because it happens to have its
+    name.
     """
     wrong = {item.source_key for item in fit.mismatched}
     names = {**{key: key for key in fit.unexpected if key not in target}, **fit.renames}
-    usable = OrderedDict((names[key], value) for key, value in state_dict.items() if key in names and key not in wrong)
+    usable = OrderedDict(
+        (names[key], value)
+        for key, value in state_dict.items()
+        if key in names and key not in wrong
+    )
     usable.update((key, state_dict[old]) for key, old in fit.filled.items())
     return usable
 
@@ -140,17 +169,24 @@ def _usable(state_dict: Mapping[str, Any], fit: Fit, target: Shapes) -> OrderedD
 def _unmet(
     model: torch.nn.Module, usable: Mapping[str, Any], target: Shapes, fit: Fit
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The missing and the unexpected keys, as the model's own modules see them: some fill in or rename old ones."""
+    """The missing and the unexpected keys, as the model's own modules see them: some fill in or
+    rename old ones.
+    """
     missing, unexpected = fit.missing, fit.unexpected
     if not missing and not unexpected:
         return missing, unexpected
     try:
         seen = _skeleton(model).load_state_dict(usable, strict=False)
-    except Exception:  # a module that cannot be copied, or a hook of the user's: the plain comparison stands
+    except (
+        Exception
+    ):  # a module that cannot be copied, or a hook of the user's: the plain comparison stands
         return missing, unexpected
     wrong = {item.key for item in fit.mismatched}
     unassigned = tuple(key for key in unexpected if key in target)
-    return tuple(key for key in seen.missing_keys if key not in wrong), (*seen.unexpected_keys, *unassigned)
+    return tuple(key for key in seen.missing_keys if key not in wrong), (
+        *seen.unexpected_keys,
+        *unassigned,
+    )
 
 
 def _skeleton(model: torch.nn.Module) -> torch.nn.Module:
@@ -159,15 +195,21 @@ def _skeleton(model: torch.nn.Module) -> torch.nn.Module:
 
     import torch
 
-    memo: dict[int, Any] = {id(p): torch.nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
+    memo: dict[int, Any] = {
+        id(p): torch.nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()
+    }
     memo.update((id(b), b.to("meta")) for b in model.buffers())
     return copy.deepcopy(model, memo)
 
 
 def _mismatch(result: LoadResult, fit: Fit, path: str | os.PathLike[str]) -> KeyMismatch:
     parts = [
-        f"{len(names)} {word} ({', '.join(map(printable, names[:3]))}{', …' if len(names) > 3 else ''})"
-        for word, names in (("missing", result.missing_keys), ("unexpected", result.unexpected_keys))
+        f"{len(names)} {word} "
+        f"({', '.join(map(printable, names[:3]))}{', …' if len(names) > 3 else ''})"
+        for word, names in (
+            ("missing", result.missing_keys),
+            ("unexpected", result.unexpected_keys),
+        )
         if names
     ]
     parts += [
@@ -183,10 +225,14 @@ def _mismatch(result: LoadResult, fit: Fit, path: str | os.PathLike[str]) -> Key
 
 
 def _carry_metadata(state_dict: Any, usable: Any, fit: Fit, model: torch.nn.Module) -> None:
-    """Give the state dict the module versions of the checkpoint, under the model's own module paths."""
+    """Give the state dict the module versions of the checkpoint, under the model's own module
+    paths.
+    """
     versions = getattr(state_dict, "_metadata", None)
     if versions is None:
         return
     follow = module_paths(fit.renames)
     moved = {follow(path): version for path, version in versions.items()}
-    usable._metadata = OrderedDict((path, moved[path]) for path, _ in model.named_modules() if path in moved)
+    usable._metadata = OrderedDict(
+        (path, moved[path]) for path, _ in model.named_modules() if path in moved
+    )

@@ -16,7 +16,13 @@ from ckptconv.devices.mapping import tag_map
 from ckptconv.io.destination import check_folder, check_output
 from ckptconv.keys.key_map import KeyRules, rules_of
 from ckptconv.pickles.nodes import BYTEARRAY, ORDERED_DICT, SET, Call, Dict, Global, Node
-from ckptconv.support.choices import plain_name, refuse_no_flag, refuse_no_output, refuse_no_text, spelling_checked
+from ckptconv.support.choices import (
+    plain_name,
+    refuse_no_flag,
+    refuse_no_output,
+    refuse_no_text,
+    spelling_checked,
+)
 from ckptconv.support.errors import RefusedObject, printable, too_deep
 from ckptconv.support.progress import OnProgress
 from ckptconv.tensors.dtypes import BY_NAME, DType, floating_dtype
@@ -41,13 +47,15 @@ def save_portable(
     fsync: bool = True,
     on_progress: OnProgress | None = None,
 ) -> ConversionResult:
-    """Save live tensors, wherever they are, as a portable file: `model.state_dict()`, or a whole training checkpoint.
+    """Save live tensors, wherever they are, as a portable file: `model.state_dict()`, or a whole
+    training checkpoint.
 
-    The format follows the name (or `to`); every storage is tagged `device` (``cpu`` by default), whether this
-    host has it or not; wrapper prefixes are stripped as in `convert_checkpoint`. Tensors of other devices are
-    copied to the CPU one at a time. The file appears whole or not at all, and an existing one is replaced
-    only with `force`. `on_progress` is called with a `Progress` (bytes), about once a MiB. Raises
-    `CheckpointError`, `RefusedObject` for values other than tensors and plain Python.
+    The format follows the name (or `to`); every storage is tagged `device` (``cpu`` by default),
+    whether this host has it or not; wrapper prefixes are stripped as in `convert_checkpoint`.
+    Tensors of other devices are copied to the CPU one at a time. The file appears whole or not at
+    all, and an existing one is replaced only with `force`. `on_progress` is called with a
+    `Progress` (bytes), about once a MiB. Raises `CheckpointError`, `RefusedObject` for values other
+    than tensors and plain Python.
 
     >>> save_portable(model.state_dict(), "out.safetensors", device="cpu")  # doctest: +SKIP
     """
@@ -57,14 +65,26 @@ def save_portable(
     refuse_no_text(device=device, dtype=dtype)
     refuse_no_flag(force=force, fsync=fsync)
     require_torch("saving live tensors")
-    options = Request(to=to, keys=rules, tags=tag_map(device), dtype=None if dtype is None else floating_dtype(dtype))
+    options = Request(
+        to=to,
+        keys=rules,
+        tags=tag_map(device),
+        dtype=None if dtype is None else floating_dtype(dtype),
+    )
     (check_folder if to == "dcp" else check_output)(Path(path), force=force)
     try:
         root = _Symbolic().node(state_dict, None)
     except RecursionError:
         raise too_deep("nests too many containers to be saved", path=path) from None
-    checkpoint = Checkpoint(Path("the state dict"), "memory", root, sum(ref.nbytes for _, ref in tensors_of(root)))
-    return execute_plan(plan_conversion(checkpoint, path, options), force=force, fsync=fsync, on_progress=on_progress)
+    checkpoint = Checkpoint(
+        Path("the state dict"), "memory", root, sum(ref.nbytes for _, ref in tensors_of(root))
+    )
+    return execute_plan(
+        plan_conversion(checkpoint, path, options),
+        force=force,
+        fsync=fsync,
+        on_progress=on_progress,
+    )
 
 
 _LONGEST_INT = 2031  # bits; weights_only=True reads no longer ones
@@ -123,7 +143,11 @@ class _Symbolic:
         elif isinstance(value, tuple):
             made = tuple(self.node(item, (place, index, None)) for index, item in enumerate(value))
         elif hasattr(value, "item") and type(value).__module__ == "numpy":
-            made = self.node(value.item(), place) if getattr(value, "ndim", 1) == 0 else self._refuse(value, place)
+            made = (
+                self.node(value.item(), place)
+                if getattr(value, "ndim", 1) == 0
+                else self._refuse(value, place)
+            )
         else:
             self._refuse(value, place)
         self._nodes[id(value)] = made
@@ -142,7 +166,10 @@ class _Symbolic:
         if isinstance(value, torch.dtype):
             return Global("torch", str(value).removeprefix("torch."))
         if isinstance(value, torch.device):
-            return Call(Global("torch", "device"), (value.type,) if value.index is None else (value.type, value.index))
+            return Call(
+                Global("torch", "device"),
+                (value.type,) if value.index is None else (value.type, value.index),
+            )
         if isinstance(value, torch.Size):
             return Call(Global("torch", "Size"), (tuple(value),))
         if isinstance(value, complex):
@@ -154,26 +181,53 @@ class _Symbolic:
     def _mapping(self, value: Mapping[Any, Any], place: Any) -> Node:
         made: Any = Call(ORDERED_DICT, ()) if isinstance(value, OrderedDict) else Dict()
         self._nodes[id(value)] = made
-        made.pairs = [(self.node(key, place), self.node(item, (place, key, None))) for key, item in value.items()]
+        made.pairs = [
+            (self.node(key, place), self.node(item, (place, key, None)))
+            for key, item in value.items()
+        ]
         if (metadata := getattr(value, "_metadata", None)) is not None and type(made) is Call:
             made.state = Dict([("_metadata", self.node(metadata, place))])
         return made
 
     def _tensor(self, tensor: torch.Tensor, place: Any) -> Node:
         torch = self._torch
-        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor))
-        if not plain or tensor.is_nested or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-            self._refuse(tensor, place, f"({tensor.layout}, {tensor.dtype}, {tensor.device}) has no plain values here")
+        plain = type(tensor) in (
+            torch.Tensor,
+            torch.nn.Parameter,
+            getattr(torch.nn, "Buffer", torch.Tensor),
+        )
+        if (
+            not plain
+            or tensor.is_nested
+            or tensor.layout != torch.strided
+            or tensor.is_quantized
+            or tensor.is_meta
+        ):
+            self._refuse(
+                tensor,
+                place,
+                f"({tensor.layout}, {tensor.dtype}, {tensor.device}) has no plain values here",
+            )
         dtype = BY_NAME[str(tensor.dtype).removeprefix("torch.")]
         storage = self._storage(tensor.untyped_storage(), dtype)
-        ref = view_of(storage, dtype, int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
-        ref = ref._replace(requires_grad=tensor.requires_grad, conj=tensor.is_conj(), neg=tensor.is_neg())
+        ref = view_of(
+            storage,
+            dtype,
+            int(tensor.storage_offset()),
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+        )
+        ref = ref._replace(
+            requires_grad=tensor.requires_grad, conj=tensor.is_conj(), neg=tensor.is_neg()
+        )
         return TensorObject(ref) if isinstance(tensor, torch.nn.Parameter) else ref
 
     def _storage(self, live: torch.UntypedStorage, dtype: DType) -> Storage:
         if (known := self._storages.get(live._cdata)) is None:
             self._alive.append(live)
             typed = dtype if dtype.storage_class else None
-            known = Storage(_TensorSource(live), 0, live.nbytes(), str(live.device), "a live storage", typed)
+            known = Storage(
+                _TensorSource(live), 0, live.nbytes(), str(live.device), "a live storage", typed
+            )
             self._storages[live._cdata] = known
         return known

@@ -1,8 +1,8 @@
 """What bitsandbytes' quantized layers save beside their parameters, from their pickled state.
 
-A layer keeps its scales in attributes of its weight, and writes them into the state dict itself: of 8
-bits ``SCB`` and ``weight_format``; of 4 bits ``weight.absmax``, ``weight.quant_map``, their nested
-twins, and the rest as JSON text in a uint8 tensor. Source: `_save_to_state_dict` in
+A layer keeps its scales in attributes of its weight, and writes them into the state dict itself: of
+8 bits ``SCB`` and ``weight_format``; of 4 bits ``weight.absmax``, ``weight.quant_map``, their
+nested twins, and the rest as JSON text in a uint8 tensor. Source: `_save_to_state_dict` in
 bitsandbytes/nn/modules.py and `QuantState.as_dict` in bitsandbytes/functional.py, 0.41 to 0.50.
 """
 
@@ -34,8 +34,12 @@ class Saved(NamedTuple):
     used: tuple[TensorRef, ...] = ()
 
 
-def saved_beside(layer: str, state: Mapping[str, Node], parameters: Mapping[str, Node]) -> Saved | None:
-    """What the layer of this class saves beside its parameters; None where it is another class, or is not known exactly."""
+def saved_beside(
+    layer: str, state: Mapping[str, Node], parameters: Mapping[str, Node]
+) -> Saved | None:
+    """What the layer of this class saves beside its parameters; None where it is another class, or
+    is not known exactly.
+    """
     weight = parameters.get("weight")
     held = fields(weight.state) if type(weight) is TensorObject else {}
     if layer == _EIGHT_BITS:
@@ -46,17 +50,25 @@ def saved_beside(layer: str, state: Mapping[str, Node], parameters: Mapping[str,
 
 
 def fields(state: Node) -> dict[str, Node]:
-    """The attributes in the state of an object, or of the call that makes one; none where there are no such."""
+    """The attributes in the state of an object, or of the call that makes one; none where there are
+    no such.
+    """
     if type(state) is Call:
         state = state.state
     if type(state) is tuple and state:
         state = state[0]
-    return {name: value for name, value in state.pairs if type(name) is str} if type(state) is Dict else {}
+    return (
+        {name: value for name, value in state.pairs if type(name) is str}
+        if type(state) is Dict
+        else {}
+    )
 
 
 def _eight_bits(weight: Mapping[str, Node], state: Mapping[str, Node]) -> Saved | None:
     scales = weight.get("SCB") if weight.get("SCB") is not None else state.get("SCB")
-    if type(state.get("has_fp16_weights")) is not bool or not (scales is None or type(scales) is TensorRef):
+    if type(state.get("has_fp16_weights")) is not bool or not (
+        scales is None or type(scales) is TensorRef
+    ):
         return None
     if state["has_fp16_weights"] or scales is None:
         return Saved([])
@@ -69,15 +81,31 @@ def _four_bits(node: Node) -> Saved | None:
     found = fields(node)
     kind, inner = found.get("quant_type"), fields(found.get("state2"))
     tensors = [("absmax", found.get("absmax")), ("quant_map", found.get("code"))]
-    plain = {"quant_type": kind, "blocksize": found.get("blocksize"), "dtype": _dtype(found), "shape": _shape(found)}
+    plain = {
+        "quant_type": kind,
+        "blocksize": found.get("blocksize"),
+        "dtype": _dtype(found),
+        "shape": _shape(found),
+    }
     used: tuple[TensorRef, ...] = ()
     if found.get("nested") is True:
-        tensors += [("nested_absmax", inner.get("absmax")), ("nested_quant_map", _cloned(inner.get("code")))]
+        tensors += [
+            ("nested_absmax", inner.get("absmax")),
+            ("nested_quant_map", _cloned(inner.get("code"))),
+        ]
         plain |= {"nested_blocksize": inner.get("blocksize"), "nested_dtype": _dtype(inner)}
         plain["nested_offset"] = _number(found.get("offset"))
-        used = tuple(ref for ref in (found.get("offset"), inner.get("code")) if type(ref) is TensorRef)
-    is_known = all(type(ref) is TensorRef for _, ref in tensors) and all(type(value) in _JSON for value in plain.values())
-    if kind not in ("fp4", "nf4") or not is_known or found.get("packing_format_for_cpu", False) is not False:
+        used = tuple(
+            ref for ref in (found.get("offset"), inner.get("code")) if type(ref) is TensorRef
+        )
+    is_known = all(type(ref) is TensorRef for _, ref in tensors) and all(
+        type(value) in _JSON for value in plain.values()
+    )
+    if (
+        kind not in ("fp4", "nf4")
+        or not is_known
+        or found.get("packing_format_for_cpu", False) is not False
+    ):
         return None
     packed = json.dumps(plain).encode()
     tensors.append((f"quant_state.bitsandbytes__{kind}", _bytes_tensor(packed, (len(packed),))))
@@ -90,7 +118,11 @@ _SMALL = 1 << 12  # bytes of a storage that holds one number
 
 def _dtype(found: Mapping[str, Node]) -> str | None:
     dtype = found.get("dtype")
-    return dtype.name if type(dtype) is Global and dtype.module == "torch" and dtype.name in BY_NAME else None
+    return (
+        dtype.name
+        if type(dtype) is Global and dtype.module == "torch" and dtype.name in BY_NAME
+        else None
+    )
 
 
 def _shape(found: Mapping[str, Node]) -> list[int] | None:
@@ -115,12 +147,18 @@ def _number(ref: Node) -> float | None:
 
 
 def _cloned(ref: Node) -> Node:
-    """A tensor that shares its memory with no other, as the layer saves the map that all layers have in common."""
+    """A tensor that shares its memory with no other, as the layer saves the map that all layers
+    have in common.
+    """
     if type(ref) is not TensorRef:
         return ref
-    return ref._replace(pieces=tuple(piece._replace(storage=piece.storage._replace()) for piece in ref.pieces))
+    return ref._replace(
+        pieces=tuple(piece._replace(storage=piece.storage._replace()) for piece in ref.pieces)
+    )
 
 
 def _bytes_tensor(values: bytes, shape: tuple[int, ...]) -> TensorRef:
-    storage = Storage(MemorySource(values, _NOWHERE), 0, len(values), "cpu", "a quantization state", UINT8)
+    storage = Storage(
+        MemorySource(values, _NOWHERE), 0, len(values), "cpu", "a quantization state", UINT8
+    )
     return view_of(storage, UINT8, 0, shape, (1,) * len(shape))

@@ -1,12 +1,14 @@
-"""Tensors made of parts (sparse, quantized, nested), checked here because torch accepts them without a check.
+"""Tensors made of parts (sparse, quantized, nested), checked here because torch accepts them
+without a check.
 
-torch rebuilds them unchecked: an index beyond the size makes `to_dense()` write outside of the heap. `parts_check`
-compares types, shapes and sizes at once, and gives what looks at the indices, which are payload. Not asked for: that the
-columns in one row of a compressed tensor are sorted and differ. torch's own check asks for that, but no memory depends on it.
+torch rebuilds them unchecked: an index beyond the size makes `to_dense()` write outside of the
+heap. `parts_check` compares types, shapes and sizes at once, and gives what looks at the indices,
+which are payload. Not asked for: that the columns in one row of a compressed tensor are sorted and
+differ. torch's own check asks for that, but no memory depends on it.
 
 Sources: the rebuild functions in torch/_utils.py; `_validate_sparse_coo_tensor_args` and
-`_validate_sparse_compressed_tensor_args` (aten/src/ATen/native/sparse); `NestedTensorImpl`, whose offsets count from the
-beginning of the buffer's storage.
+`_validate_sparse_compressed_tensor_args` (aten/src/ATen/native/sparse); `NestedTensorImpl`, whose
+offsets count from the beginning of the buffer's storage.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ def is_composite(node: Call) -> bool:
 
 
 def parts_check(node: Call, where: str) -> Check:
-    """What is left to check of a composite when its parts fit each other; `MalformedCheckpoint`, naming `where`, if not."""
+    """What is left to check of a composite when its parts fit each other; `MalformedCheckpoint`,
+    naming `where`, if not.
+    """
     name, args = _rebuilt(node)
     try:
         check = _CHECKS[name](args)
@@ -62,15 +66,24 @@ def parts_check(node: Call, where: str) -> Check:
 
 
 def _rebuilt(node: Call) -> tuple[str, tuple[Node, ...]]:
-    """The function that rebuilds, and its arguments, also where a subclass or attributes stand around them."""
+    """The function that rebuilds, and its arguments, also where a subclass or attributes stand
+    around them.
+    """
     args = node.args
-    if node.name == _FROM_TYPE and len(args) == 4 and type(args[0]) is Global and type(args[2]) is tuple:
+    if (
+        node.name == _FROM_TYPE
+        and len(args) == 4
+        and type(args[0]) is Global
+        and type(args[2]) is tuple
+    ):
         return args[0].path, args[2]
     return node.name, args
 
 
 def _wrong(what: str) -> MalformedCheckpoint:
-    return MalformedCheckpoint(what, hint="the file is damaged or forged; --exclude or --only leaves it out")
+    return MalformedCheckpoint(
+        what, hint="the file is damaged or forged; --exclude or --only leaves it out"
+    )
 
 
 def _require(fits: bool, what: str) -> None:
@@ -97,7 +110,7 @@ def _read_integer_box(ref: TensorRef, start: Shape, shape: Shape) -> Numbers:
     return read_box(ref, start, shape).view(f"<i{ref.dtype.itemsize}").reshape(shape)
 
 
-# --------------------------------------------------------------------------------------------------------------- sparse
+# ------------------------------------------------------------------------------------------- sparse
 
 _COO = "torch.sparse_coo"
 _BY_ROW = ("torch.sparse_csr", "torch.sparse_bsr")
@@ -112,9 +125,14 @@ def _sparse(args: tuple[Node, ...]) -> Check:
     given = args[1] if type(layout) is str and type(args[1]) is tuple else ()
     count = 2 if layout == _COO else 3
     size = plain_sizes(given[count]) if len(given) > count else None
-    _require(layout == _COO or layout in _COMPRESSED, "a sparse tensor has a layout that torch does not know")
     _require(
-        size is not None and all(type(part) is TensorRef for part in given[:count]) and len(given) <= 4,
+        layout == _COO or layout in _COMPRESSED,
+        "a sparse tensor has a layout that torch does not know",
+    )
+    _require(
+        size is not None
+        and all(type(part) is TensorRef for part in given[:count])
+        and len(given) <= 4,
         "a sparse tensor is not made of tensors and a size",
     )
     assert size is not None
@@ -136,7 +154,8 @@ def _coo(indices: TensorRef, values: TensorRef, size: Shape, *, coalesced: bool)
     dimensions, count = indices.shape
     _require(
         dimensions <= len(size) and values.shape == (count, *size[dimensions:]),
-        f"the parts of a sparse tensor do not fit: indices of {indices.shape}, values of {values.shape}, size {size}",
+        f"the parts of a sparse tensor do not fit: indices of {indices.shape}, values of "
+        f"{values.shape}, size {size}",
     )
     return partial(_check_coo, indices, size[:dimensions], coalesced)
 
@@ -148,11 +167,14 @@ def _check_coo(indices: TensorRef, size: Shape, coalesced: bool) -> None:
     step = max(1, CHUNK // (8 * max(1, dimensions)))
     limits = np.array(size, np.int64).reshape(-1, 1)
     for first in range(0, count, step):
-        stop = min(count, first + step + 1)  # one more, which is the first of the next: neighbours are compared
+        # one more, which is the first of the next: neighbours are compared
+        stop = min(count, first + step + 1)
         block = _read_integer_box(indices, (0, first), (dimensions, stop - first))
         _refuse_beyond(block, limits)
         if coalesced and not _is_ascending(block):
-            raise _wrong("says that it is coalesced, but its indices are not sorted, or one occurs twice")
+            raise _wrong(
+                "says that it is coalesced, but its indices are not sorted, or one occurs twice"
+            )
 
 
 def _refuse_beyond(numbers: Numbers, limits: Any) -> None:
@@ -160,7 +182,9 @@ def _refuse_beyond(numbers: Numbers, limits: Any) -> None:
 
     beyond = (numbers < 0) | (numbers >= limits)
     if beyond.any():
-        index, limit = (array[beyond][0] for array in (numbers, np.broadcast_to(limits, numbers.shape)))
+        index, limit = (
+            array[beyond][0] for array in (numbers, np.broadcast_to(limits, numbers.shape))
+        )
         raise _wrong(f"an index of a sparse tensor is {index}, where its size is {limit}")
 
 
@@ -175,16 +199,21 @@ def _is_ascending(columns: Numbers) -> bool:
     return bool(rising.all())
 
 
-def _compressed(layout: str, compressed: TensorRef, plain: TensorRef, values: TensorRef, size: Shape) -> Check:
+def _compressed(
+    layout: str, compressed: TensorRef, plain: TensorRef, values: TensorRef, size: Shape
+) -> Check:
     batch = len(compressed.shape) - 1
     misfit = (
-        f"the parts of a sparse tensor do not fit: compressed indices of {compressed.shape}, plain indices of {plain.shape}, "
+        f"the parts of a sparse tensor do not fit: compressed indices of {compressed.shape}, "
+        f"plain indices of {plain.shape}, "
         f"values of {values.shape}, size {size}"
     )
     _require(batch >= 0 and len(size) >= batch + 2 and len(plain.shape) == batch + 1, misfit)
     count = plain.shape[-1]
     block = values.shape[batch + 1 : batch + 3] if layout in _BLOCKED else ()
-    rows, columns = _in_blocks(size[batch : batch + 2], block, misfit, is_blocked=layout in _BLOCKED)
+    rows, columns = _in_blocks(
+        size[batch : batch + 2], block, misfit, is_blocked=layout in _BLOCKED
+    )
     outer, inner = (rows, columns) if layout in _BY_ROW else (columns, rows)
     _require(
         compressed.shape == (*size[:batch], outer + 1)
@@ -193,7 +222,9 @@ def _compressed(layout: str, compressed: TensorRef, plain: TensorRef, values: Te
         misfit,
     )
     _require(
-        compressed.dtype in _INDEX_TYPES and plain.dtype is compressed.dtype and not (compressed.neg or plain.neg),
+        compressed.dtype in _INDEX_TYPES
+        and plain.dtype is compressed.dtype
+        and not (compressed.neg or plain.neg),
         "the indices of a sparse tensor are not both int32 or both int64",
     )
     return partial(_check_compressed, compressed, plain, outer, inner)
@@ -203,12 +234,19 @@ def _in_blocks(size: Shape, block: Shape, misfit: str, *, is_blocked: bool) -> S
     """Rows and columns, counted in blocks where there are any."""
     if not is_blocked:
         return size
-    _require(len(block) == 2 and min(block) > 0 and not any(n % m for n, m in zip(size, block, strict=True)), misfit)
+    _require(
+        len(block) == 2
+        and min(block) > 0
+        and not any(n % m for n, m in zip(size, block, strict=True)),
+        misfit,
+    )
     return tuple(n // m for n, m in zip(size, block, strict=True))
 
 
 def _check_compressed(compressed: TensorRef, plain: TensorRef, outer: int, inner: int) -> None:
-    """Each run of compressed indices must rise from 0 to the number of plain ones, each of which must be below `inner`."""
+    """Each run of compressed indices must rise from 0 to the number of plain ones, each of which
+    must be below `inner`.
+    """
     import numpy as np
 
     last = 0
@@ -216,7 +254,9 @@ def _check_compressed(compressed: TensorRef, plain: TensorRef, outer: int, inner
     for first, numbers in _read_integers(compressed):
         at = np.arange(first, first + numbers.size) % (outer + 1)
         before = np.concatenate(([last], numbers[:-1]))
-        wrong = np.where(at == 0, numbers != 0, numbers < before) | ((at == outer) & (numbers != count))
+        wrong = np.where(at == 0, numbers != 0, numbers < before) | (
+            (at == outer) & (numbers != count)
+        )
         if wrong.any():
             raise _wrong(f"the compressed indices of a sparse tensor do not rise from 0 to {count}")
         last = int(numbers[-1])
@@ -224,7 +264,7 @@ def _check_compressed(compressed: TensorRef, plain: TensorRef, outer: int, inner
         _refuse_beyond(numbers, inner)
 
 
-# ------------------------------------------------------------------------------------------------------------ quantized
+# ---------------------------------------------------------------------------------------- quantized
 
 _RANGES = {
     "quint8": (0, 255),
@@ -240,13 +280,18 @@ _FLOAT_CHANNELS = "torch.per_channel_affine_float_qparams"
 
 def _quantized(args: tuple[Node, ...]) -> Check:
     _require(
-        5 <= len(args) <= 7 and type(args[4]) is tuple and bool(args[4]) and type(args[4][0]) is Global,
+        5 <= len(args) <= 7
+        and type(args[4]) is tuple
+        and bool(args[4])
+        and type(args[4][0]) is Global,
         "a quantized tensor is not rebuilt from a storage, a shape and a scheme",
     )
     storage, offset, shape, stride, params = args[:5]
     dtype = getattr(storage, "dtype", None)
     if type(dtype) is not DType or dtype.name not in _RANGES:
-        raise _wrong("a quantized tensor is rebuilt from a storage that does not hold quantized numbers")
+        raise _wrong(
+            "a quantized tensor is rebuilt from a storage that does not hold quantized numbers"
+        )
     if (packed := _IN_A_BYTE.get(dtype.name)) is None:
         tensor_of_storage(storage, offset, shape, stride, dtype=dtype)
     else:
@@ -255,11 +300,21 @@ def _quantized(args: tuple[Node, ...]) -> Check:
     low, high = _RANGES[dtype.name]
     scheme = params[0].path
     if scheme == "torch.per_tensor_affine":
-        fits = len(params) == 3 and _is_float(params[1]) and type(params[2]) is int and low <= params[2] <= high
-        _require(fits, f"its scale is not a number, or its zero point is not a value of {dtype.name} ({low} to {high})")
+        fits = (
+            len(params) == 3
+            and _is_float(params[1])
+            and type(params[2]) is int
+            and low <= params[2] <= high
+        )
+        _require(
+            fits,
+            f"its scale is not a number, or its zero point is not a value of {dtype.name} ({low} "
+            f"to {high})",
+        )
         return _nothing
     _require(
-        scheme in (_CHANNELS, _FLOAT_CHANNELS) and len(params) == 4, "is quantized by a scheme that torch does not rebuild"
+        scheme in (_CHANNELS, _FLOAT_CHANNELS) and len(params) == 4,
+        "is quantized by a scheme that torch does not rebuild",
     )
     return _by_channel(params[1:], shape, low, high)
 
@@ -272,18 +327,33 @@ def _is_float(value: Node) -> bool:
 def _by_channel(params: tuple[Node, ...], shape: Shape, low: int, high: int) -> Check:
     """Zero points may be floats under either scheme: torch saves the plain one for both."""
     scales, zero_points, axis = params
-    _require(type(axis) is int and 0 <= axis < len(shape), f"its axis {axis!r} is not one of the {len(shape)} of its shape")
+    _require(
+        type(axis) is int and 0 <= axis < len(shape),
+        f"its axis {axis!r} is not one of the {len(shape)} of its shape",
+    )
     _require(
         all(_length(part) == shape[axis] for part in (scales, zero_points)),
         f"does not have one scale and one zero point for each of its {shape[axis]} channels",
     )
-    _require(type(scales) is list or scales.dtype.is_floating, "its scales are not floating numbers")
+    _require(
+        type(scales) is list or scales.dtype.is_floating, "its scales are not floating numbers"
+    )
     if type(zero_points) is list:
-        fits = all(type(zero) is float or (type(zero) is int and low <= zero <= high) for zero in zero_points)
+        fits = all(
+            type(zero) is float or (type(zero) is int and low <= zero <= high)
+            for zero in zero_points
+        )
         _require(fits, f"a zero point is not a number from {low} to {high}")
         return _nothing
-    _require(zero_points.dtype.kind in ("int", "float") and not zero_points.neg, "its zero points are not numbers")
-    return partial(_check_zero_points, zero_points, low, high) if zero_points.dtype.kind == "int" else _nothing
+    _require(
+        zero_points.dtype.kind in ("int", "float") and not zero_points.neg,
+        "its zero points are not numbers",
+    )
+    return (
+        partial(_check_zero_points, zero_points, low, high)
+        if zero_points.dtype.kind == "int"
+        else _nothing
+    )
 
 
 def _length(part: Node) -> int:
@@ -299,59 +369,85 @@ def _check_zero_points(zero_points: TensorRef, low: int, high: int) -> None:
             raise _wrong(f"a zero point is not a number from {low} to {high}")
 
 
-# --------------------------------------------------------------------------------------------------------------- nested
+# ------------------------------------------------------------------------------------------- nested
 
 
 def _nested(args: tuple[Node, ...]) -> Check:
-    _require(len(args) == 4 and all(type(part) is TensorRef for part in args), "a nested tensor is not made of tensors")
+    _require(
+        len(args) == 4 and all(type(part) is TensorRef for part in args),
+        "a nested tensor is not made of tensors",
+    )
     buffer, sizes, strides, offsets = args
     _require(
-        buffer.is_view and buffer.storage_offset == 0 and buffer.stride == (1,) and not (buffer.conj or buffer.neg),
+        buffer.is_view
+        and buffer.storage_offset == 0
+        and buffer.stride == (1,)
+        and not (buffer.conj or buffer.neg),
         "the buffer of a nested tensor is not one run from the beginning of its storage",
     )
-    if sizes.shape == strides.shape == () and offsets.shape == (0,):  # one of no tensors has a scalar of any type here
+    # one of no tensors has a scalar of any type here
+    if sizes.shape == strides.shape == () and offsets.shape == (0,):
         return _nothing
-    _require(sizes.shape[:1] != (0,), "a nested tensor without tensors has sizes")  # torch prints such a one beyond its end
+    # torch prints such a one beyond its end
+    _require(sizes.shape[:1] != (0,), "a nested tensor without tensors has sizes")
     _require(
         all(part.dtype is _INT64 and not part.neg for part in (sizes, strides, offsets)),
         "the sizes, strides and offsets of a nested tensor are not int64",
     )
     _require(
         len(sizes.shape) == 2 and strides.shape == sizes.shape and offsets.shape == sizes.shape[:1],
-        f"a nested tensor has sizes of {sizes.shape}, strides of {strides.shape}, offsets of {offsets.shape}",
+        f"a nested tensor has sizes of {sizes.shape}, strides of {strides.shape}, offsets of "
+        f"{offsets.shape}",
     )
     refuse_dimensions(sizes.shape[1] + 1)
     return partial(_check_nested, buffer.numel, sizes, strides, offsets)
 
 
 def _check_nested(there: int, sizes: TensorRef, strides: TensorRef, offsets: TensorRef) -> None:
-    """Each component must lie inside of the buffer, and all of them together must not claim more than it has."""
+    """Each component must lie inside of the buffer, and all of them together must not claim more
+    than it has.
+    """
     count, dimensions = sizes.shape
     step = max(1, CHUNK // (8 * max(1, dimensions)))
     claimed = 0
     for first in range(0, count, step):
         rows = min(step, count - first)
-        size, stride = (_read_integer_box(part, (first, 0), (rows, dimensions)) for part in (sizes, strides))
+        size, stride = (
+            _read_integer_box(part, (first, 0), (rows, dimensions)) for part in (sizes, strides)
+        )
         claimed += _claimed(size, stride, _read_integer_box(offsets, (first,), (rows,)), there)
-    _require(claimed <= there, f"a nested tensor claims {claimed} elements of a buffer that has {there}")
+    _require(
+        claimed <= there, f"a nested tensor claims {claimed} elements of a buffer that has {there}"
+    )
 
 
 def _claimed(size: Numbers, stride: Numbers, offset: Numbers, there: int) -> int:
-    """How many elements these components have, after they were found to lie within the `there` elements of the buffer.
+    """How many elements these components have, after they were found to lie within the `there`
+    elements of the buffer.
 
-    Floats first: what they cannot hold exactly is far beyond any buffer, and what passes them does not overflow.
+    Floats first: what they cannot hold exactly is far beyond any buffer, and what passes them does
+    not overflow.
     """
     import numpy as np
 
-    _require(all(int(part.min(initial=0)) >= 0 for part in (size, stride, offset)), "a size of a nested tensor is negative")
+    _require(
+        all(int(part.min(initial=0)) >= 0 for part in (size, stride, offset)),
+        "a size of a nested tensor is negative",
+    )
     spread = (size.clip(1).astype(float) - 1) * stride
     _require(
-        bool((np.prod(size.clip(1).astype(float), axis=1) < 2.0**62).all() and (spread.sum(axis=1) + offset < 2.0**62).all()),
+        bool(
+            (np.prod(size.clip(1).astype(float), axis=1) < 2.0**62).all()
+            and (spread.sum(axis=1) + offset < 2.0**62).all()
+        ),
         "a nested tensor has sizes or strides that are too large",
     )
     numel = np.prod(size, axis=1)
     last = offset + ((size.clip(1) - 1) * stride).sum(axis=1)
-    _require(not ((numel > 0) & (last >= there)).any(), f"a nested tensor reaches beyond its buffer of {there} elements")
+    _require(
+        not ((numel > 0) & (last >= there)).any(),
+        f"a nested tensor reaches beyond its buffer of {there} elements",
+    )
     return sum(map(int, numel))
 
 

@@ -1,7 +1,9 @@
-"""State-dict values as the named tensors that safetensors can hold, and back: exact, by a recipe in the metadata.
+"""State-dict values as the named tensors that safetensors can hold, and back: exact, by a recipe in
+the metadata.
 
-A strided tensor stays under its key. One that safetensors has no form for is taken apart into components under ``key.…``, and the
-metadata entry ``ckptconv.encodings`` holds a JSON object from key to recipe:
+A strided tensor stays under its key. One that safetensors has no form for is taken apart into
+components under ``key.…``, and the metadata entry ``ckptconv.encodings`` holds a JSON object from
+key to recipe:
 
 | encoding | components | recipe |
 |---|---|---|
@@ -11,8 +13,8 @@ metadata entry ``ckptconv.encodings`` holds a JSON object from key to recipe:
 | ``quantized`` | ``key.integers``; by channel also ``key.scales``, ``key.zero_points`` | ``dtype``, ``scheme``, ``scale``, ``zero_point``, ``axis`` |
 | ``nested`` | ``key.buffer``, ``key.sizes``, ``key.strides``, ``key.offsets`` | |
 
-A component that safetensors cannot hold itself (complex values of a sparse tensor) has a recipe of its own. Source of the forms:
-the rebuild functions in torch/_utils.py.
+A component that safetensors cannot hold itself (complex values of a sparse tensor) has a recipe of
+its own. Source of the forms: the rebuild functions in torch/_utils.py.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ Components = tuple[tuple[str, TensorRef], ...]
 
 
 class Flat(NamedTuple):
-    """A value as named tensors, with the recipes that put it together again; `was` names what was rewritten as a tensor."""
+    """A value as named tensors, with the recipes that put it together again; `was` names what was
+    rewritten as a tensor.
+    """
 
     tensors: Components
     recipes: dict[str, Recipe]
@@ -44,18 +48,26 @@ class Flat(NamedTuple):
 
 
 def flat(key: str, value: Node, *, encode: bool = True) -> Flat | None:
-    """The named tensors of a state dict's value; None where it is not a tensor, or one without an exact encoding.
+    """The named tensors of a state dict's value; None where it is not a tensor, or one without an
+    exact encoding.
 
-    Without `encode`, tensors that safetensors has no form for have none, but for complex ones, which stay as they are.
+    Without `encode`, tensors that safetensors has no form for have none, but for complex ones,
+    which stay as they are.
     """
-    ref = value.tensor if type(value) is TensorObject else value if type(value) is TensorRef else None
+    ref = (
+        value.tensor if type(value) is TensorObject else value if type(value) is TensorRef else None
+    )
     was = None
     if ref is None and (ref := tensor_form(value)) is not None:
         was = spoken_name(value, value.name)
     if ref is not None:
         if not encode or ref.dtype.name not in _REALS:
             return Flat(((key, ref),), {}, was)
-        return Flat(((f"{key}.real_imag", ref),), {key: {"encoding": "complex", "dtype": ref.dtype.name}}, was)
+        return Flat(
+            ((f"{key}.real_imag", ref),),
+            {key: {"encoding": "complex", "dtype": ref.dtype.name}},
+            was,
+        )
     if not encode:
         return None
     if type(value) is Call and value.name in PARAMETERS and value.args:
@@ -73,11 +85,17 @@ def _nested_flat(key: str, components: Components, recipe: Recipe) -> Flat:
 
 def recipes_text(recipes: Mapping[str, Recipe]) -> dict[str, str]:
     """The metadata entry that holds these recipes; none where there are no recipes."""
-    return {ENCODINGS: json.dumps(recipes, separators=(",", ":"), ensure_ascii=False)} if recipes else {}
+    return (
+        {ENCODINGS: json.dumps(recipes, separators=(",", ":"), ensure_ascii=False)}
+        if recipes
+        else {}
+    )
 
 
 def written_form(ref: TensorRef) -> tuple[str, tuple[int, ...]] | None:
-    """The safetensors dtype and shape under which a complex tensor of an encoding is written; None for other tensors."""
+    """The safetensors dtype and shape under which a complex tensor of an encoding is written; None
+    for other tensors.
+    """
     real = _REALS.get(ref.dtype.name)
     return None if real is None else (BY_NAME[real].safetensors or "", (*ref.shape, 2))
 
@@ -87,7 +105,7 @@ PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_paramete
 _UTILS = "torch._utils"
 _Encoded = tuple[Components, Recipe] | None
 
-# ------------------------------------------------------------------------------------------------------------- encoding
+# ----------------------------------------------------------------------------------------- encoding
 
 
 def _sparse(args: tuple[Node, ...]) -> _Encoded:
@@ -127,11 +145,25 @@ def _quantized(args: tuple[Node, ...]) -> _Encoded:
     if integer is None:
         return None
     integers = ("integers", view_of(storage, BY_NAME[integer], offset, shape, stride))
-    recipe: Recipe = {"encoding": "quantized", "dtype": storage.dtype.name, "scheme": params[0].name}
-    if params[0].name == "per_tensor_affine" and [type(number) for number in params[1:]] == [float, int]:
+    recipe: Recipe = {
+        "encoding": "quantized",
+        "dtype": storage.dtype.name,
+        "scheme": params[0].name,
+    }
+    if params[0].name == "per_tensor_affine" and [type(number) for number in params[1:]] == [
+        float,
+        int,
+    ]:
         return (integers,), {**recipe, "scale": params[1], "zero_point": params[2]}
-    if params[0].name in _BY_CHANNEL and [type(given) for given in params[1:]] == [TensorRef, TensorRef, int]:
-        return (integers, ("scales", params[1]), ("zero_points", params[2])), {**recipe, "axis": params[3]}
+    if params[0].name in _BY_CHANNEL and [type(given) for given in params[1:]] == [
+        TensorRef,
+        TensorRef,
+        int,
+    ]:
+        return (integers, ("scales", params[1]), ("zero_points", params[2])), {
+            **recipe,
+            "axis": params[3],
+        }
     return None
 
 
@@ -152,14 +184,16 @@ _ENCODERS: dict[str, Callable[[tuple[Node, ...]], _Encoded]] = {
     f"{_UTILS}._rebuild_nested_tensor": _nested,
 }
 
-# ------------------------------------------------------------------------------------------------------------- decoding
+# ----------------------------------------------------------------------------------------- decoding
 
 
 def restore(tensors: Mapping[str, TensorRef], text: str) -> dict[str, Node]:
-    """The values of a state dict, the components among `tensors` put together by the recipes in `text`.
+    """The values of a state dict, the components among `tensors` put together by the recipes in
+    `text`.
 
-    A value stands where its first component stood. A key without any component is passed over: another program left it out.
-    Raises `MalformedCheckpoint` when the recipes are none, or do not fit the tensors.
+    A value stands where its first component stood. A key without any component is passed over:
+    another program left it out. Raises `MalformedCheckpoint` when the recipes are none, or do not
+    fit the tensors.
     """
     values: dict[str, Node] = dict(tensors)
     places = {name: at for at, name in enumerate(tensors)}
@@ -170,12 +204,22 @@ def restore(tensors: Mapping[str, TensorRef], text: str) -> dict[str, Node]:
             continue
         if len(there) < len(names) or key in values:
             raise MalformedCheckpoint(
-                "the components of its encoding are incomplete, or the tensor itself is there too", where=key
+                "the components of its encoding are incomplete, or the tensor itself is there too",
+                where=key,
             )
         try:
             value = _DECODERS[recipe["encoding"]](recipe, [values.pop(name) for name in names])
-        except (KeyError, TypeError, IndexError, ValueError, AttributeError, OverflowError) as error:
-            raise MalformedCheckpoint("its components do not fit the recipe of its encoding", where=key) from error
+        except (
+            KeyError,
+            TypeError,
+            IndexError,
+            ValueError,
+            AttributeError,
+            OverflowError,
+        ) as error:
+            raise MalformedCheckpoint(
+                "its components do not fit the recipe of its encoding", where=key
+            ) from error
         values[key] = value
         places[key] = places[names[0]]
     return {key: values[key] for key in sorted(values, key=places.__getitem__)}
@@ -202,7 +246,9 @@ def _component_names(key: str, recipe: Recipe) -> list[str]:
     elif encoding in ("complex", "nested"):
         names = ("real_imag",) if encoding == "complex" else _NESTED
     if names is None:
-        raise MalformedCheckpoint("its encoding is unknown", where=key, hint="a newer ckptconv may read it")
+        raise MalformedCheckpoint(
+            "its encoding is unknown", where=key, hint="a newer ckptconv may read it"
+        )
     return [f"{key}.{name}" for name in names]
 
 

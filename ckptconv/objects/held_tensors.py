@@ -1,4 +1,6 @@
-"""Whether a value that is not a tensor holds some: in tuples and dicts, in the arguments and states of objects."""
+"""Whether a value that is not a tensor holds some: in tuples and dicts, in the arguments and states
+of objects.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ _HOLDERS = frozenset((*LEAVES, Call, Dict, list, tuple, PersistentId))
 
 
 def holds_tensors(value: Node) -> bool:
-    """Whether a tensor, a storage or an array of numbers is somewhere in a value; a tensor itself holds what its state does."""
+    """Whether a tensor, a storage or an array of numbers is somewhere in a value; a tensor itself
+    holds what its state does.
+    """
     seen: set[int] = set()
     work = [value.state if type(value) is TensorObject else value]
     while work:

@@ -1,8 +1,10 @@
-"""Names that are known: those that ordinary checkpoints hold, and the packages that are wherever a checkpoint is loaded.
+"""Names that are known: those that ordinary checkpoints hold, and the packages that are wherever a
+checkpoint is loaded.
 
-What torch itself accepts with `weights_only=True` stands in `torch_objects`, its other classes in `torch_classes`. Sources:
-the source of torch and of numpy, `sys.stdlib_module_names` of Python 3.10 to 3.13, the libraries of 2.7 and 3.6 to 3.9, and
-the names in the documentation of 3.14. `test` and `lib` are left out: many projects have a folder of that name.
+What torch itself accepts with `weights_only=True` stands in `torch_objects`, its other classes in
+`torch_classes`. Sources: the source of torch and of numpy, `sys.stdlib_module_names` of Python 3.10
+to 3.13, the libraries of 2.7 and 3.6 to 3.9, and the names in the documentation of 3.14. `test` and
+`lib` are left out: many projects have a folder of that name.
 """
 
 from __future__ import annotations
@@ -56,7 +58,13 @@ _STANDARD_LIBRARY = """
     whichdb winreg winsound wsgiref xdrlib xml xmllib xmlrpc xmlrpclib xxlimited xxsubtype zipapp
     zipfile zipimport zlib zoneinfo
 """
-ALWAYS_THERE = frozenset(_STANDARD_LIBRARY.split()) | {"torch", "functorch", "torchgen", "caffe2", "numpy"}
+ALWAYS_THERE = frozenset(_STANDARD_LIBRARY.split()) | {
+    "torch",
+    "functorch",
+    "torchgen",
+    "caffe2",
+    "numpy",
+}
 """The top modules of what every victim has: Python's own library, old and new, torch and numpy."""
 
 _MAKERS = """
@@ -143,7 +151,12 @@ _INITIALIZERS = """
     uniform_ normal_ trunc_normal_ constant_ ones_ zeros_ eye_ dirac_ xavier_uniform_ xavier_normal_
     kaiming_uniform_ kaiming_normal_ orthogonal_ sparse_
 """
-_HOLDERS = ("torch.nn.functional", "torch._C._nn", "torch._C._VariableFunctions", "torch._C._VariableFunctionsClass")
+_HOLDERS = (
+    "torch.nn.functional",
+    "torch._C._nn",
+    "torch._C._VariableFunctions",
+    "torch._C._VariableFunctionsClass",
+)
 """Where the functions stand that modules keep as their activation, as `pickle` names them."""
 _FORMATS = ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")
 
@@ -171,4 +184,6 @@ PLAIN = (
     | {f"torch.nn.init.{name}" for name in _INITIALIZERS.split()}
     | {f"torch._utils.torch.{name}" for name in _FORMATS}
 )
-"""The names of ordinary checkpoints, in the words of Python 3 (and of python 2, where there are no others)."""
+"""The names of ordinary checkpoints, in the words of Python 3 (and of python 2, where there are no
+others).
+"""

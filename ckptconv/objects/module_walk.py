@@ -1,7 +1,8 @@
-"""The state dict of a module, walked out of its symbolic state: names and order as `torch.nn.Module.state_dict` gives them.
+"""The state dict of a module, walked out of its symbolic state: names and order as
+`torch.nn.Module.state_dict` gives them.
 
-Knows how names are joined; which attributes of a module are parameters, buffers and children differs between pickled modules
-and TorchScript, and is told by the caller.
+Knows how names are joined; which attributes of a module are parameters, buffers and children
+differs between pickled modules and TorchScript, and is told by the caller.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ class Parts(NamedTuple):
 
 
 def state_dict_of(module: Call, parts_of: Callable[[Call], Parts]) -> Call:
-    """The OrderedDict that `module.state_dict()` would give: a module's own tensors, then those of each of its children.
+    """The OrderedDict that `module.state_dict()` would give: a module's own tensors, then those of
+    each of its children.
 
-    Tensors are detached, as they are there. Raises `LimitExceeded` when modules nest too deeply, hold themselves, or are shared
-    so often that their names would not end.
+    Tensors are detached, as they are there. Raises `LimitExceeded` when modules nest too deeply,
+    hold themselves, or are shared so often that their names would not end.
     """
     pairs: list[tuple[Node, Node]] = []
     work: list[tuple[str, Call, int]] = [("", module, 0)]
@@ -55,7 +57,9 @@ def _too_many(prefix: str, depth: int, count: int, most: Limits) -> LimitExceede
 
 
 def detached(value: Node) -> Node:
-    """The tensor of a state dict for a parameter or buffer: no gradient, no Parameter around it; other objects stay."""
+    """The tensor of a state dict for a parameter or buffer: no gradient, no Parameter around it;
+    other objects stay.
+    """
     if type(value) is TensorObject and value.cls is None:
         value = value.tensor
     if type(value) is TensorRef and value.requires_grad:

@@ -1,4 +1,5 @@
-"""The pickled state of an `nn.Module`: which of its attributes are parameters, buffers and children, and what else it saves.
+"""The pickled state of an `nn.Module`: which of its attributes are parameters, buffers and
+children, and what else it saves.
 
 Source of the names: `torch.nn.Module` (torch/nn/modules/module.py).
 """
@@ -26,23 +27,32 @@ def is_module(node: Node) -> bool:
     if type(node) is not Call or type(node.state) is not Dict:
         return False
     parts = {key: value for key, value in node.state.pairs if type(key) is str and key in _PARTS}
-    return len(parts) == len(_PARTS) and all(part is None or mapping_pairs(part) is not None for part in parts.values())
+    return len(parts) == len(_PARTS) and all(
+        part is None or mapping_pairs(part) is not None for part in parts.values()
+    )
 
 
 def saved_tensors(module: Call) -> Named:
-    """What `state_dict()` gives of a module itself: parameters, persistent buffers, and what is known of its class.
+    """What `state_dict()` gives of a module itself: parameters, persistent buffers, and what is
+    known of its class.
 
-    A child that is not a module by its pickled form, but holds tensors, is given too, with a dot behind its name: whoever
-    writes the state dict has to say that it does not fit in.
+    A child that is not a module by its pickled form, but holds tensors, is given too, with a dot
+    behind its name: whoever writes the state dict has to say that it does not fit in.
     """
     beside = saved_by_class(module)
     own = [(name, value) for _, name, value, is_saved in own_tensors(module) if is_saved]
-    odd = [(f"{name}.", child) for name, child in _children(module) if not is_module(child) and holds_tensors(child)]
+    odd = [
+        (f"{name}.", child)
+        for name, child in _children(module)
+        if not is_module(child) and holds_tensors(child)
+    ]
     return own + odd if beside is None else own + beside.tensors + odd
 
 
 def own_tensors(module: Call) -> Iterator[tuple[str, str, Node, bool]]:
-    """The parameters and buffers of a module: their kind, name and value, and whether they are in its state dict."""
+    """The parameters and buffers of a module: their kind, name and value, and whether they are in
+    its state dict.
+    """
     state = fields(module)
     skipped = _names_in(state.get(_NOT_SAVED))
     for kind in _PARTS[:2]:
@@ -57,7 +67,11 @@ def child_modules(module: Call) -> list[tuple[str, Call]]:
 
 
 def _children(module: Call) -> Named:
-    return [(name, child) for name, child in mapping_pairs(fields(module)["_modules"]) or () if type(name) is str]
+    return [
+        (name, child)
+        for name, child in mapping_pairs(fields(module)["_modules"]) or ()
+        if type(name) is str
+    ]
 
 
 def other_attributes(module: Call) -> Named:
@@ -74,8 +88,12 @@ def saving_hooks(module: Call) -> Iterator[Node]:
 
 
 def saved_by_class(module: Call) -> Saved | None:
-    """What the class of a module is known to save beside parameters and buffers; None where nothing is known."""
-    parameters = {name: value for kind, name, value, _ in own_tensors(module) if kind == "_parameters"}
+    """What the class of a module is known to save beside parameters and buffers; None where nothing
+    is known.
+    """
+    parameters = {
+        name: value for kind, name, value, _ in own_tensors(module) if kind == "_parameters"
+    }
     return saved_beside(module.name, fields(module), parameters) if parameters else None
 
 
@@ -85,4 +103,9 @@ def _names_in(node: Node) -> set[str]:
 
 
 def _is_set(node: Node) -> bool:
-    return type(node) is Call and node.name == "builtins.set" and bool(node.args) and type(node.args[0]) in (list, tuple)
+    return (
+        type(node) is Call
+        and node.name == "builtins.set"
+        and bool(node.args)
+        and type(node.args[0]) in (list, tuple)
+    )

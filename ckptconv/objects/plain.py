@@ -1,8 +1,9 @@
 """Symbolic objects that have an exact plain form, which every reader of the output accepts.
 
-What `torch.load(weights_only=True)` refuses is mostly harmless: numbers and arrays of numpy, namespaces, dicts of another name,
-paths. Each such call is rewritten as the number, tensor, dict or text that it stands for; anything else has no plain form.
-Nothing is executed. Sources: the `__reduce__` forms of numpy, argparse, types, collections and pathlib.
+What `torch.load(weights_only=True)` refuses is mostly harmless: numbers and arrays of numpy,
+namespaces, dicts of another name, paths. Each such call is rewritten as the number, tensor, dict or
+text that it stands for; anything else has no plain form. Nothing is executed. Sources: the
+`__reduce__` forms of numpy, argparse, types, collections and pathlib.
 """
 
 from __future__ import annotations
@@ -35,13 +36,24 @@ def plain_form(call: Call) -> Node:
 
 
 def _is_all_read(call: Call, make: Callable[[Call, Node], Node]) -> bool:
-    """Whether nothing was given to the call, appended, set or made its state that its form does not look at."""
+    """Whether nothing was given to the call, appended, set or made its state that its form does not
+    look at.
+    """
     read = _READ.get(make, "args")
     args_read = read != "state" or not call.args
     if call.name == _RECONSTRUCTOR:  # of the class, its base and what the base is made of
-        args_read = read == "state" and _names(call.args[1:2]) == ["builtins.object"] and call.args[2:] == (None,)
+        args_read = (
+            read == "state"
+            and _names(call.args[1:2]) == ["builtins.object"]
+            and call.args[2:] == (None,)
+        )
     items_read = (read == "items" or not call.items) and (read == "pairs" or not call.pairs)
-    return args_read and items_read and call.kwargs is None and (call.state in (ABSENT, None) or make in _OF_STATE)
+    return (
+        args_read
+        and items_read
+        and call.kwargs is None
+        and (call.state in (ABSENT, None) or make in _OF_STATE)
+    )
 
 
 def _names(nodes: Sequence[Node]) -> list[str]:
@@ -49,7 +61,9 @@ def _names(nodes: Sequence[Node]) -> list[str]:
 
 
 def _class_and_state(call: Call) -> tuple[str, Node]:
-    """The class that the call makes an object of, protocol 1's `copyreg._reconstructor` looked through."""
+    """The class that the call makes an object of, protocol 1's `copyreg._reconstructor` looked
+    through.
+    """
     name = call.name
     if name == _RECONSTRUCTOR and call.args and type(call.args[0]) is Global:
         name = call.args[0].path
@@ -57,22 +71,36 @@ def _class_and_state(call: Call) -> tuple[str, Node]:
 
 
 def _as_dict(call: Call, name: str, state: Node) -> Node:
-    """A subclass of dict: made without content, filled with pairs, and with no state but its own items."""
+    """A subclass of dict: made without content, filled with pairs, and with no state but its own
+    items.
+    """
     given = _base_pairs(call)
     known = name.rpartition(".")[2] in _DICT_CLASSES
-    if _NO_DICT(name) or call.items or call.kwargs is not None or given is None or not (call.pairs or given or known):
+    if (
+        _NO_DICT(name)
+        or call.items
+        or call.kwargs is not None
+        or given is None
+        or not (call.pairs or given or known)
+    ):
         return call
     pairs = [*given, *call.pairs]
     values = {key: value for key, value in pairs if type(key) is str}
     extra = state.pairs if type(state) is Dict else [] if state in (ABSENT, None) else None
-    if extra is None or not all(type(key) is str and key in values and _is_same(value, values[key]) for key, value in extra):
+    if extra is None or not all(
+        type(key) is str and key in values and _is_same(value, values[key]) for key, value in extra
+    ):
         return call
     return Dict(pairs)
 
 
 def _is_same(first: Node, second: Node) -> bool:
     """Whether two nodes are one object, or plain values that cannot be told apart."""
-    return first is second or (type(first) is type(second) and type(first) in _PLAIN and (first == second or first != first))
+    return first is second or (
+        type(first) is type(second)
+        and type(first) in _PLAIN
+        and (first == second or first != first)
+    )
 
 
 _PLAIN = (str, bytes, int, float, bool)
@@ -85,7 +113,11 @@ def _base_pairs(call: Call) -> list[tuple[Node, Node]] | None:
     if call.name != _RECONSTRUCTOR or len(call.args) != 3 or type(call.args[2]) is not Dict:
         return None
     names = _names(call.args[:2])  # an OrderedDict is not filled by filling the dict that it is
-    return call.args[2].pairs if len(names) == 2 and names[0] != ORDERED_DICT.path and names[1] == DICT.path else None
+    return (
+        call.args[2].pairs
+        if len(names) == 2 and names[0] != ORDERED_DICT.path and names[1] == DICT.path
+        else None
+    )
 
 
 _RECONSTRUCTOR = "copyreg._reconstructor"
@@ -104,7 +136,9 @@ def _default_dict(call: Call, _: Node) -> Node:
 
 
 def _deque(call: Call, _: Node) -> Node:
-    """A deque: what it was made of and what was appended, of which it keeps the last, where it has a greatest length."""
+    """A deque: what it was made of and what was appended, of which it keeps the last, where it has
+    a greatest length.
+    """
     given, most = call.args[0] if call.args else [], call.args[1] if len(call.args) > 1 else None
     if type(given) not in (list, tuple) or len(call.args) > 2:
         return call
@@ -129,17 +163,23 @@ def _windows_path(call: Call, _: Node) -> Node:
     parts = call.args
     if not all(type(part) is str for part in parts):
         return call
-    return parts[0] + "\\".join(parts[1:]) if parts and parts[0].endswith("\\") else "\\".join(parts) or "."
+    return (
+        parts[0] + "\\".join(parts[1:])
+        if parts and parts[0].endswith("\\")
+        else "\\".join(parts) or "."
+    )
 
 
-# --------------------------------------------------------------------------------------------------------------- numpy
+# -------------------------------------------------------------------------------------------- numpy
 
 _NUMBERS = {"f2": "e", "f4": "f", "f8": "d", "b1": "?", "i1": "b", "i2": "h", "i4": "i", "i8": "q",
             "u1": "B", "u2": "H", "u4": "I", "u8": "Q", "c8": "2f", "c16": "2d"}  # fmt: skip
 _COMPLEX = Global("builtins", "complex")
 _ELEMENTS = {
     **{f"f{size}": f"float{8 * size}" for size in (2, 4, 8)},
-    **{f"{sign[0]}{size}": f"{sign}{8 * size}" for sign in ("int", "uint") for size in (1, 2, 4, 8)},
+    **{
+        f"{sign[0]}{size}": f"{sign}{8 * size}" for sign in ("int", "uint") for size in (1, 2, 4, 8)
+    },
     "b1": "bool",
     "c8": "complex64",
     "c16": "complex128",
@@ -149,31 +189,47 @@ _NOWHERE = Path("an array in the pickle")
 
 
 def tensor_form(node: Node) -> TensorRef | None:
-    """The tensor that a numpy array or number stands for, or a device tensor made of an array; None for anything else.
+    """The tensor that a numpy array or number stands for, or a device tensor made of an array; None
+    for anything else.
 
-    A number is a tensor without dimensions. The values are those of the array, of its dtype and byte order, and lie in memory,
-    where the pickle brought them.
+    A number is a tensor without dimensions. The values are those of the array, of its dtype and
+    byte order, and lie in memory, where the pickle brought them.
     """
     if type(node) is not Call or type(node.func) is not Global:
         return None
     if node.name == "numpy._core.multiarray.scalar":
-        return _tensor(node.args[1], node.args[0], (), fortran=False) if len(node.args) == 2 else None
+        return (
+            _tensor(node.args[1], node.args[0], (), fortran=False) if len(node.args) == 2 else None
+        )
     plain = _FORMS[node.name](node, node.state) if node.name in _TENSORS else None
     return plain if type(plain) is TensorRef else None
 
 
 def spoken_name(node: Node, name: str) -> str:
-    """How messages call an object whose class or function is `name`: an array by its dtype, not by how it is pickled."""
+    """How messages call an object whose class or function is `name`: an array by its dtype, not by
+    how it is pickled.
+    """
     if type(node) is not Call or name not in _ARRAYS:
         return name
     inside = (*node.args, *(node.state if type(node.state) is tuple else ()))
-    dtype = next((part for part in inside if type(part) is Call and part.name == "numpy.dtype"), None)
+    dtype = next(
+        (part for part in inside if type(part) is Call and part.name == "numpy.dtype"), None
+    )
     code = dtype.args[0] if dtype is not None and dtype.args else None
     return f"numpy array of {_CODES.get(code, code)}" if type(code) is str else "numpy array"
 
 
-_CODES = {"b1": "bool", "f2": "float16", "f4": "float32", "f8": "float64", "c8": "complex64", "c16": "complex128"} | {
-    f"{code}{size}": f"{name}{8 * size}" for code, name in (("i", "int"), ("u", "uint")) for size in (1, 2, 4, 8)
+_CODES = {
+    "b1": "bool",
+    "f2": "float16",
+    "f4": "float32",
+    "f8": "float64",
+    "c8": "complex64",
+    "c16": "complex128",
+} | {
+    f"{code}{size}": f"{name}{8 * size}"
+    for code, name in (("i", "int"), ("u", "uint"))
+    for size in (1, 2, 4, 8)
 }
 """numpy's names of the types that pickled arrays call by a letter and the size in bytes."""
 
@@ -184,7 +240,9 @@ def is_array(node: Node) -> bool:
 
 
 def _number(call: Call, _: Node) -> Node:
-    """`numpy.core.multiarray.scalar(dtype, bytes)` as a Python number; float32, complex64 and shorter widen exactly."""
+    """`numpy.core.multiarray.scalar(dtype, bytes)` as a Python number; float32, complex64 and
+    shorter widen exactly.
+    """
     element = _element(call.args[0]) if len(call.args) == 2 else None
     raw = _raw_bytes(call.args[1]) if element else None
     code = _NUMBERS.get(element[0]) if element else None
@@ -213,12 +271,16 @@ def _buffer(call: Call, state: Node) -> Node:
 
 
 def _tensor(raw: Node, dtype: Node, shape: Node, *, fortran: bool) -> TensorRef | None:
-    """The tensor of an array's bytes; None where they are not `shape` numbers of a type that torch has."""
+    """The tensor of an array's bytes; None where they are not `shape` numbers of a type that torch
+    has.
+    """
     data, element = _raw_bytes(raw), _element(dtype)
     name = _ELEMENTS.get(element[0]) if element else None
     if data is None or element is None or name is None or type(shape) is not tuple:
         return None
-    if len(shape) > in_force().dimensions or any(type(size) is not int or size < 0 for size in shape):
+    if len(shape) > in_force().dimensions or any(
+        type(size) is not int or size < 0 for size in shape
+    ):
         return None
     if prod(shape) * BY_NAME[name].itemsize != len(data):
         return None
@@ -229,8 +291,15 @@ def _tensor(raw: Node, dtype: Node, shape: Node, *, fortran: bool) -> TensorRef 
 
 
 def _element(dtype: Node) -> tuple[str, bool] | None:
-    """numpy's code for the type of an element, and whether it is big-endian; None for structures and the like."""
-    if type(dtype) is not Call or dtype.name != "numpy.dtype" or not dtype.args or type(dtype.args[0]) is not str:
+    """numpy's code for the type of an element, and whether it is big-endian; None for structures
+    and the like.
+    """
+    if (
+        type(dtype) is not Call
+        or dtype.name != "numpy.dtype"
+        or not dtype.args
+        or type(dtype.args[0]) is not str
+    ):
         return None
     state = dtype.state
     order = state[1] if type(state) is tuple and len(state) > 1 and type(state[1]) is str else "<"
@@ -238,13 +307,22 @@ def _element(dtype: Node) -> tuple[str, bool] | None:
 
 
 def _copied(call: Call, _: Node) -> Node:
-    """A tensor of a device that pickles as a copy: `_rebuild_device_tensor_from_…(values, dtype, device, requires_grad)`."""
+    """A tensor of a device that pickles as a copy: `_rebuild_device_tensor_from_…(values, dtype,
+    device, requires_grad)`.
+    """
     if len(call.args) != 4 or type(call.args[1]) is not Global:
         return call
     values, dtype = call.args[0], BY_NAME.get(call.args[1].name)
     ref = values if type(values) is TensorRef else tensor_form(values)
-    device = call.args[2].args[0] if type(call.args[2]) is Call and call.args[2].args else call.args[2]
-    if ref is None or type(device) is not str or dtype is None or not (dtype is ref.dtype or _is_castable(ref, dtype)):
+    device = (
+        call.args[2].args[0] if type(call.args[2]) is Call and call.args[2].args else call.args[2]
+    )
+    if (
+        ref is None
+        or type(device) is not str
+        or dtype is None
+        or not (dtype is ref.dtype or _is_castable(ref, dtype))
+    ):
         return call
     storage, offset, stride = ref.storage._replace(location=device), ref.storage_offset, ref.stride
     if dtype is not ref.dtype:
@@ -255,7 +333,9 @@ def _copied(call: Call, _: Node) -> Node:
 
 
 def _is_castable(ref: TensorRef, dtype: DType) -> bool:
-    """Whether the values are in memory and a cast tells what they were (numpy has no bfloat16: it is pickled as float32)."""
+    """Whether the values are in memory and a cast tells what they were (numpy has no bfloat16: it
+    is pickled as float32).
+    """
     return type(ref.storage.source) is MemorySource and ref.dtype.is_floating and dtype.is_floating
 
 

@@ -1,10 +1,12 @@
-"""What a global that a pickle names can do: plain (part of ordinary checkpoints), unknown, or dangerous, and why.
+"""What a global that a pickle names can do: plain (part of ordinary checkpoints), unknown, or
+dangerous, and why.
 
-The names of Python's own library, of torch and of numpy are a closed world: what is not in `known_names` as plain is
-dangerous, for every victim has it. The tables below say why, where more is to be said: what runs commands or code, reaches
-other modules, files, the network or memory, or loads further pickles. Names of other packages are unknown, but for those
-in the tables. No name is ever imported. Names of python 2 are judged under both names. Sources: the documentation of
-Python's standard library, of numpy and of torch; `_compat_pickle` for the names of python 2.
+The names of Python's own library, of torch and of numpy are a closed world: what is not in
+`known_names` as plain is dangerous, for every victim has it. The tables below say why, where more
+is to be said: what runs commands or code, reaches other modules, files, the network or memory, or
+loads further pickles. Names of other packages are unknown, but for those in the tables. No name is
+ever imported. Names of python 2 are judged under both names. Sources: the documentation of Python's
+standard library, of numpy and of torch; `_compat_pickle` for the names of python 2.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ _MODULES = {
         compileall py_compile _pyrepl torch.jit.unsupported_tensor_ops test.support test.libregrtest tkinter
         turtle turtledemo xdoctest pytest _pytest nose _testcapi _testinternalcapi
     """,
-    "imports any module": "importlib imp pkgutil zipimport _frozen_importlib _frozen_importlib_external _imp modulefinder",
+    "imports any module": "importlib imp pkgutil zipimport _frozen_importlib "
+    "_frozen_importlib_external _imp modulefinder",
     "reaches everything in the process": """
         sys inspect gc ctypes _ctypes cffi faulthandler mmap signal _signal atexit threading _thread
         _threading_local sysconfig site tracemalloc cgitb
@@ -60,7 +63,9 @@ _MODULES = {
         torch.utils.data.datapipes pickletools
     """,
 }
-"""Modules of which every name is dangerous, but for the plain ones below; the modules within them too."""
+"""Modules of which every name is dangerous, but for the plain ones below; the modules within them
+too.
+"""
 
 _NAMES = {
     "runs code that it is given": """
@@ -69,7 +74,8 @@ _NAMES = {
         torch.jit.CompilationUnit torch.jit.script torch.jit.load torch.jit.trace torch.compile pandas.eval
         pandas.core.computation.eval.eval yaml.load yaml.unsafe_load yaml.full_load builtins.help
     """,
-    "imports any module": "builtins.__import__ torch.ops.load_library torch.classes.load_library torch.utils._import_utils",
+    "imports any module": "builtins.__import__ torch.ops.load_library torch.classes.load_library "
+    "torch.utils._import_utils",
     "reaches any attribute of any object": """
         builtins.getattr builtins.setattr builtins.delattr builtins.globals builtins.locals builtins.vars
         builtins.dir operator.itemgetter operator.attrgetter operator.methodcaller builtins.__build_class__
@@ -87,15 +93,19 @@ _NAMES = {
         pandas.read_pickle pandas.io numpy.ctypeslib torch.save torch.from_file pathlib.Path.unlink
     """,
     "loads further pickles, which are executed": "torch.load torch.serialization.load",
-    "makes functions from byte code": "types.CodeType types.FunctionType types.MethodType types.LambdaType",
-    "decodes text or bytes, which hides what they hold": "codecs.decode _codecs.decode codecs.getdecoder",
-    "waits for input, or ends the process": "builtins.input builtins.raw_input builtins.exit builtins.quit",
+    "makes functions from byte code": "types.CodeType types.FunctionType types.MethodType "
+    "types.LambdaType",
+    "decodes text or bytes, which hides what they hold": "codecs.decode _codecs.decode "
+    "codecs.getdecoder",
+    "waits for input, or ends the process": "builtins.input builtins.raw_input builtins.exit "
+    "builtins.quit",
 }
 """Dangerous names of modules that are not dangerous as such."""
 
 _BY_MODULE = {module: reason for reason, text in _MODULES.items() for module in text.split()}
 _BY_NAME = {name: reason for reason, text in _NAMES.items() for name in text.split()}
-_LONGEST = max(name.count(".") + 1 for name in (*_BY_MODULE, *_BY_NAME))  # parts; a name of a file may have thousands
+# parts; a name of a file may have thousands
+_LONGEST = max(name.count(".") + 1 for name in (*_BY_MODULE, *_BY_NAME))
 _OFTEN_REACHED = """
     os posix nt sys subprocess importlib builtins shutil socket runpy pickle ctypes pty webbrowser inspect
     operator multiprocessing threading tempfile urllib
@@ -107,19 +117,28 @@ _NEVER_WITHIN = frozenset(("os", "posix", "nt", "sys", "subprocess", "builtins",
 _SHORT_NAMES = frozenset(("np", "th"))
 """By what name numpy and torch are imported, and so reached through the modules of others."""
 _NEITHER = Verdict(
-    "dangerous", "not part of ordinary checkpoints, but of a package that is always installed: its code would run"
+    "dangerous",
+    "not part of ordinary checkpoints, but of a package that is always installed: its code would "
+    "run",
 )
-_MOVED = {f"torch.nn.{name}": f"torch.ao.nn.{name}" for name in ("quantized", "quantizable", "intrinsic", "qat")}
+_MOVED = {
+    f"torch.nn.{name}": f"torch.ao.nn.{name}"
+    for name in ("quantized", "quantizable", "intrinsic", "qat")
+}
 _MOVED |= {"torch.quantization": "torch.ao.quantization", "numpy.core": "numpy._core"}
 """Packages that have moved, and whose modules are the same below."""
 
 
 def judge(module: str, name: str) -> Verdict:
-    """How the global `name` of `module` is judged, by the names that it has in python 2, in python 3, and where it moved.
+    """How the global `name` of `module` is judged, by the names that it has in python 2, in python
+    3, and where it moved.
 
-    What the tables call dangerous under one of them is so; then, plain is what is plain under one of them.
+    What the tables call dangerous under one of them is so; then, plain is what is plain under one
+    of them.
     """
-    return min((_judge(*pair) for pair in [(module, name), *_renamed(module, name)]), key=_precedence)
+    return min(
+        (_judge(*pair) for pair in [(module, name), *_renamed(module, name)]), key=_precedence
+    )
 
 
 def _precedence(verdict: Verdict) -> int:
@@ -127,13 +146,17 @@ def _precedence(verdict: Verdict) -> int:
 
 
 def gives_what_was_there(module: str, name: str) -> bool:
-    """Whether a call of this plain global may give an object that was there before, whose change is felt elsewhere."""
+    """Whether a call of this plain global may give an object that was there before, whose change is
+    felt elsewhere.
+    """
     paths = {f"{one}.{other}" for one, other in [(module, name), *_renamed(module, name)]}
     return bool(paths & PLAIN) and not paths & MAKERS
 
 
 def _renamed(module: str, name: str) -> set[tuple[str, str]]:
-    """What a name of python 2 is in python 3, the module without the underscore of its C form, and where it moved."""
+    """What a name of python 2 is in python 3, the module without the underscore of its C form, and
+    where it moved.
+    """
     found = set()
     if (module, name) in _compat_pickle.NAME_MAPPING:
         found.add(_compat_pickle.NAME_MAPPING[module, name])
@@ -149,8 +172,12 @@ def _judge(module: str, name: str) -> Verdict:
     path = f"{module}.{name}"
     if path in PLAIN:
         return Verdict("plain", "part of ordinary checkpoints")
-    if path == "torch.ScriptObject":  # whole quantized modules hold some; of which class tells nobody
-        return Verdict("unknown", "an object of a class that is written in C++; its code would run where it is installed")
+    # whole quantized modules hold some; of which class tells nobody
+    if path == "torch.ScriptObject":
+        return Verdict(
+            "unknown",
+            "an object of a class that is written in C++; its code would run where it is installed",
+        )
     top = module.partition(".")[0]
     if top == "__torch__":
         return judge_script_class(path)
@@ -164,7 +191,9 @@ def _judge(module: str, name: str) -> Verdict:
         return Verdict("dangerous", reason)
     if top in ALWAYS_THERE:
         return _NEITHER
-    return Verdict("unknown", "not part of ordinary checkpoints; its code would run where it is installed")
+    return Verdict(
+        "unknown", "not part of ordinary checkpoints; its code would run where it is installed"
+    )
 
 
 def _reached(module: str, name: str, is_always_there: bool) -> str | None:
@@ -172,27 +201,41 @@ def _reached(module: str, name: str, is_always_there: bool) -> str | None:
     *ways, last = name.split(".")
     if deep := [part for part in module.split(".")[1:] if part in _NEVER_WITHIN]:
         return deep[0]
-    through = [] if is_always_there else [part for part in ways if part in ALWAYS_THERE or part in _SHORT_NAMES]
-    return next((part for part in (*ways, last, *through) if part in _REACHED or part in through), None)
+    through = (
+        []
+        if is_always_there
+        else [part for part in ways if part in ALWAYS_THERE or part in _SHORT_NAMES]
+    )
+    return next(
+        (part for part in (*ways, last, *through) if part in _REACHED or part in through), None
+    )
 
 
 _SCRIPT_CLASSES = "__torch__.torch.classes."
-_PLAIN_SCRIPT_CLASSES = frozenset(("quantized", "rnn", "sparse", "mkldnn", "xnnpack", "cuda", "metal", "vulkan", "profiler"))
+_PLAIN_SCRIPT_CLASSES = frozenset(
+    ("quantized", "rnn", "sparse", "mkldnn", "xnnpack", "cuda", "metal", "vulkan", "profiler")
+)
 """The namespaces of torch's own C++ classes that hold packed weights, or the like."""
 
 
 def judge_script_class(path: str) -> Verdict:
-    """How a class in a TorchScript archive is judged: one of its own, or one that is written in C++."""
+    """How a class in a TorchScript archive is judged: one of its own, or one that is written in
+    C++.
+    """
     if not path.startswith(_SCRIPT_CLASSES):
         return Verdict("plain", "a class of the TorchScript archive itself")
     namespace = path[len(_SCRIPT_CLASSES) :].partition(".")[0]
     if namespace in _PLAIN_SCRIPT_CLASSES:
         return Verdict("plain", "a class of torch that holds packed weights")
-    return Verdict("unknown", "a class that is written in C++; its code would run where it is installed")
+    return Verdict(
+        "unknown", "a class that is written in C++; its code would run where it is installed"
+    )
 
 
 def _reason(path: str) -> str | None:
-    """Why a name is dangerous: by itself, by what it is an attribute of, or by a module that it is in."""
+    """Why a name is dangerous: by itself, by what it is an attribute of, or by a module that it is
+    in.
+    """
     parts = path.split(".")
     for count in range(min(len(parts), _LONGEST), 0, -1):
         prefix = ".".join(parts[:count])

@@ -1,7 +1,8 @@
-"""The classes of torch that whole modules, optimizers, random distributions and the metadata of shards name.
+"""The classes of torch that whole modules, optimizers, random distributions and the metadata of
+shards name.
 
-They are those that torch 2.13 defines in these modules, and those that older versions defined there. A name that a module
-merely imports is not listed: through it, other modules are reached.
+They are those that torch 2.13 defines in these modules, and those that older versions defined
+there. A name that a module merely imports is not listed: through it, other modules are reached.
 """
 
 from __future__ import annotations

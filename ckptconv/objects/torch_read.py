@@ -1,7 +1,9 @@
-"""torch's own classes and functions in a pickle: rebuild calls and persistent ids ↔ `TensorRef` and `Storage`.
+"""torch's own classes and functions in a pickle: rebuild calls and persistent ids ↔ `TensorRef` and
+`Storage`.
 
-The only owner of torch's class names. What `torch.save` pickles is read from torch/_utils.py, torch/storage.py and
-torch/_tensor.py (torch 2.13); what `torch.load(weights_only=True)` accepts, from torch/_weights_only_unpickler.py.
+The only owner of torch's class names. What `torch.save` pickles is read from torch/_utils.py,
+torch/storage.py and torch/_tensor.py (torch 2.13); what `torch.load(weights_only=True)` accepts,
+from torch/_weights_only_unpickler.py.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from ckptconv.tensors.dtypes import BY_NAME, BY_STORAGE_CLASS, UINT8, DType
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, requiring_grad, view_of
 
 StorageLookup = Callable[[str, str, int, "DType | None"], Storage]
-"""From key, location tag, size in bytes and element type (None: untyped) to the storage; raises when it is not there."""
+"""From key, location tag, size in bytes and element type (None: untyped) to the storage; raises
+when it is not there.
+"""
 REBUILD_FROM_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
 _LOAD_FROM_BYTES = Global("torch.storage", "_load_from_bytes")
 _NOWHERE = Path()
@@ -27,22 +31,31 @@ REBUILD_PARAMETER = Global(UTILS, "_rebuild_parameter")
 REBUILD_PARAMETER_WITH_STATE = Global(UTILS, "_rebuild_parameter_with_state")
 
 
-# ------------------------------------------------------------------------------------------------------------- reading
+# ------------------------------------------------------------------------------------------ reading
 
 
-def read_torch_pickle(stream: bytes, storage_for: StorageLookup, *, nested: Callable[[bytes], Node] | None = None) -> Node:
-    """The tree of a `data.pkl`, its tensors as `TensorRef` over the storages that `storage_for` finds.
+def read_torch_pickle(
+    stream: bytes, storage_for: StorageLookup, *, nested: Callable[[bytes], Node] | None = None
+) -> Node:
+    """The tree of a `data.pkl`, its tensors as `TensorRef` over the storages that `storage_for`
+    finds.
 
-    `nested` reads the torch streams inside (`torch.storage._load_from_bytes`), which are left alone without it.
+    `nested` reads the torch streams inside (`torch.storage._load_from_bytes`), which are left alone
+    without it.
     """
-    reducers = REDUCERS if nested is None else {**REDUCERS, "torch.storage._load_from_bytes": _nested_reducer(nested)}
+    reducers = (
+        REDUCERS
+        if nested is None
+        else {**REDUCERS, "torch.storage._load_from_bytes": _nested_reducer(nested)}
+    )
     return read_pickle(stream, reducers=reducers, persistent=StorageIds(storage_for))
 
 
 def named_storages(stream: bytes) -> dict[str, tuple[int, DType | None]]:
     """The storages that a pickle names, by key: size in bytes and element type (None: untyped).
 
-    For containers in which a storage's place depends on the sizes of others; nothing else is made of the stream.
+    For containers in which a storage's place depends on the sizes of others; nothing else is made
+    of the stream.
     """
     found: dict[str, tuple[int, DType | None]] = {}
 
@@ -50,7 +63,9 @@ def named_storages(stream: bytes) -> dict[str, tuple[int, DType | None]]:
         found[key] = nbytes, dtype
         return Storage(MemorySource(b"", _NOWHERE), 0, nbytes, location, f"storage {key}", dtype)
 
-    read_pickle(stream, reducers=dict.fromkeys(REDUCERS, lambda _: None), persistent=StorageIds(note))
+    read_pickle(
+        stream, reducers=dict.fromkeys(REDUCERS, lambda _: None), persistent=StorageIds(note)
+    )
     return found
 
 
@@ -58,7 +73,8 @@ def _nested_reducer(nested: Callable[[bytes], Node]) -> Reducer:
     def reduce(args: tuple[Node, ...]) -> Node:
         if len(args) != 1 or type(args[0]) not in (bytes, str):
             return Call(_LOAD_FROM_BYTES, args)
-        return nested(args[0] if type(args[0]) is bytes else args[0].encode())  # python 2's, if it happened to be UTF-8
+        # python 2's, if it happened to be UTF-8
+        return nested(args[0] if type(args[0]) is bytes else args[0].encode())
 
     return reduce
 
@@ -66,7 +82,8 @@ def _nested_reducer(nested: Callable[[bytes], Node]) -> Reducer:
 class StorageIds:
     """Turns the persistent ids of one stream into storages, one object for each storage key.
 
-    Legacy files have two more kinds: a window of another storage, and the class of a module (with its source text).
+    Legacy files have two more kinds: a window of another storage, and the class of a module (with
+    its source text).
     """
 
     def __init__(self, storage_for: StorageLookup) -> None:
@@ -94,7 +111,10 @@ class StorageIds:
         if type(key) is not str or type(location) is not str:
             key, location = _text(key), _text(location)
         if key is None or location is None or type(numel) is not int or numel < 0 or numel >> 60:
-            raise MalformedCheckpoint("its persistent id holds something other than names and sizes", where=f"storage {key}")
+            raise MalformedCheckpoint(
+                "its persistent id holds something other than names and sizes",
+                where=f"storage {key}",
+            )
         if (known := self._found.get(key)) is not None:
             if known[1] is cls and known[2] == numel:
                 return known[0]
@@ -102,13 +122,16 @@ class StorageIds:
         if type(cls) is not Global or cls not in self._dtypes:
             self._dtypes[cls] = storage_dtype(cls)
         dtype = self._dtypes[cls]
-        storage = self._storage_for(key, location, numel * dtype.itemsize if dtype else numel, dtype)
+        storage = self._storage_for(
+            key, location, numel * dtype.itemsize if dtype else numel, dtype
+        )
         self._found[key] = storage, cls, numel
         return storage
 
 
 class Window(NamedTuple):
-    """A part of a storage that stands for one: elements `start` to `stop` of `dtype` (None: of bytes).
+    """A part of a storage that stands for one: elements `start` to `stop` of `dtype` (None: of
+    bytes).
 
     torch saves typed and untyped views of one storage; old torch also saved slices of storages.
     """
@@ -122,13 +145,23 @@ class Window(NamedTuple):
 def _retyped(storage: Storage, dtype: DType | None, numel: int) -> Window:
     both_typed = dtype is not None and storage.dtype is not None and storage.nbytes
     if both_typed or numel * (dtype or UINT8).itemsize != storage.nbytes:
-        raise MalformedCheckpoint("two persistent ids of it contradict each other", where=storage.name)
+        raise MalformedCheckpoint(
+            "two persistent ids of it contradict each other", where=storage.name
+        )
     return Window(storage, dtype, 0, numel)
 
 
 def part_of(whole: Window, start: Node, size: Node) -> Window:
-    """The window of `size` elements at `start` of another; `MalformedCheckpoint` where it does not lie inside."""
-    if type(start) is not int or type(size) is not int or start < 0 or size < 0 or start + size > whole.stop - whole.start:
+    """The window of `size` elements at `start` of another; `MalformedCheckpoint` where it does not
+    lie inside.
+    """
+    if (
+        type(start) is not int
+        or type(size) is not int
+        or start < 0
+        or size < 0
+        or start + size > whole.stop - whole.start
+    ):
         raise MalformedCheckpoint("a view of it is not inside it", where=whole.storage.name)
     return whole._replace(start=whole.start + start, stop=whole.start + start + size)
 
@@ -146,9 +179,16 @@ def _module_class(pid: tuple[Node, ...]) -> Global:
 
 
 def tensor_of_storage(
-    node: Node, offset: Node, shape: Node, stride: Node, requires_grad: bool = False, dtype: DType | None = None
+    node: Node,
+    offset: Node,
+    shape: Node,
+    stride: Node,
+    requires_grad: bool = False,
+    dtype: DType | None = None,
 ) -> TensorRef:
-    """The tensor over a storage or a window of one; of the type that the storage's class names, or of `dtype`."""
+    """The tensor over a storage or a window of one; of the type that the storage's class names, or
+    of `dtype`.
+    """
     if type(node) is Storage:
         return view_of(node, dtype or node.dtype or UINT8, offset, shape, stride, requires_grad)
     if type(node) is not Window:
@@ -158,9 +198,13 @@ def tensor_of_storage(
     unit = (typed or UINT8).itemsize
     if type(offset) is not int or offset < 0 or start * unit % dtype.itemsize:
         raise MalformedCheckpoint("its storage_offset is not a size", where=storage.name)
-    ref = view_of(storage, dtype, start * unit // dtype.itemsize + offset, shape, stride, requires_grad)
+    ref = view_of(
+        storage, dtype, start * unit // dtype.itemsize + offset, shape, stride, requires_grad
+    )
     if ref.numel and ref.byte_span()[1] > stop * unit:
-        raise MalformedCheckpoint("a tensor reaches beyond the view of a storage that it is made of", where=storage.name)
+        raise MalformedCheckpoint(
+            "a tensor reaches beyond the view of a storage that it is made of", where=storage.name
+        )
     return ref
 
 
@@ -171,7 +215,9 @@ def _text(value: Node) -> str | None:
 
 
 def storage_dtype(cls: Node) -> DType | None:
-    """The element type of a storage class, None for the untyped one; `UnsupportedCheckpoint` for an unknown class."""
+    """The element type of a storage class, None for the untyped one; `UnsupportedCheckpoint` for an
+    unknown class.
+    """
     if type(cls) is Global and cls.module.partition(".")[0] == "torch":
         if cls.name == "UntypedStorage":
             return None
@@ -200,14 +246,27 @@ def _tensor_v3(args: tuple[Node, ...]) -> Node:
 def _with_bits(ref: TensorRef, metadata: Node) -> TensorRef:
     """`ref` with torch's lazy conj and neg bits, the only tensor metadata that torch knows.
 
-    A bit is set where it is named, whatever its value: torch looks no further (`_set_tensor_metadata`, c10's TensorImpl).
+    A bit is set where it is named, whatever its value: torch looks no further
+    (`_set_tensor_metadata`, c10's TensorImpl).
     """
-    bits = dict(metadata.pairs) if type(metadata) is Dict and all(type(k) is str for k, _ in metadata.pairs) else None
-    if bits is None or not bits.keys() <= {"conj", "neg"} or not all(type(value) in _TRUTHS for value in bits.values()):
-        raise MalformedCheckpoint("a tensor carries metadata other than its conj and neg bits", where=ref.storage.name)
+    bits = (
+        dict(metadata.pairs)
+        if type(metadata) is Dict and all(type(k) is str for k, _ in metadata.pairs)
+        else None
+    )
+    if (
+        bits is None
+        or not bits.keys() <= {"conj", "neg"}
+        or not all(type(value) in _TRUTHS for value in bits.values())
+    ):
+        raise MalformedCheckpoint(
+            "a tensor carries metadata other than its conj and neg bits", where=ref.storage.name
+        )
     conj, neg = "conj" in bits, "neg" in bits
     if (conj and ref.dtype.kind != "complex") or (neg and ref.dtype.kind == "bool"):
-        raise MalformedCheckpoint(f"a {ref.dtype.name} tensor carries a bit that it cannot have", where=ref.storage.name)
+        raise MalformedCheckpoint(
+            f"a {ref.dtype.name} tensor carries a bit that it cannot have", where=ref.storage.name
+        )
     return ref._replace(conj=conj, neg=neg)
 
 
@@ -227,7 +286,12 @@ def _parameter_with_state(args: tuple[Node, ...]) -> Node:
 
 
 def _from_type(args: tuple[Node, ...]) -> Node:
-    if len(args) == 4 and type(args[0]) is Global and args[0].path in _PLAIN_REBUILDS and type(args[2]) is tuple:
+    if (
+        len(args) == 4
+        and type(args[0]) is Global
+        and args[0].path in _PLAIN_REBUILDS
+        and type(args[2]) is tuple
+    ):
         return TensorObject(_PLAIN_REBUILDS[args[0].path](args[2]), cls=args[1], state=args[3])
     return Call(REBUILD_FROM_TYPE, args)
 
@@ -248,5 +312,7 @@ REDUCERS: dict[str, Reducer] = {
 
 
 def is_tensor_call(node: Node) -> bool:
-    """Whether a symbolic node rebuilds a tensor of a kind that has no `TensorRef` (sparse, quantized, subclass, ...)."""
+    """Whether a symbolic node rebuilds a tensor of a kind that has no `TensorRef` (sparse,
+    quantized, subclass, ...).
+    """
     return type(node) is Call and "torch" in node.name and "_rebuild" in node.name

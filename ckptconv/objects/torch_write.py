@@ -6,21 +6,28 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ckptconv.objects.torch_names import UTILS
-from ckptconv.objects.torch_read import REBUILD_FROM_TYPE, REBUILD_PARAMETER, REBUILD_PARAMETER_WITH_STATE, Window
+from ckptconv.objects.torch_read import (
+    REBUILD_FROM_TYPE,
+    REBUILD_PARAMETER,
+    REBUILD_PARAMETER_WITH_STATE,
+    Window,
+)
 from ckptconv.pickles.nodes import ORDERED_DICT, Call, Dict, Global, Node
 from ckptconv.pickles.writer import PickleWriter, integer, integers
 from ckptconv.support.errors import RefusedObject
 from ckptconv.tensors.dtypes import UINT8, DType
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef
 
-# ------------------------------------------------------------------------------------------------------------- writing
+# ------------------------------------------------------------------------------------------ writing
 
 
 class StoredAs(NamedTuple):
-    """How a tensor (or a bare storage) is written: in a record of `nbytes` bytes, under the tag `location`.
+    """How a tensor (or a bare storage) is written: in a record of `nbytes` bytes, under the tag
+    `location`.
 
-    `storage_dtype` is the type of the storage class, None for an untyped storage; `dtype`, `offset` and `stride` (in
-    elements) are the tensor's. `resolved`: its conj and neg bits are already in the values.
+    `storage_dtype` is the type of the storage class, None for an untyped storage; `dtype`, `offset`
+    and `stride` (in elements) are the tensor's. `resolved`: its conj and neg bits are already in
+    the values.
     """
 
     location: str
@@ -33,7 +40,11 @@ class StoredAs(NamedTuple):
 
     def bits(self, ref: TensorRef) -> list[str]:
         """The lazy bits of `ref` that stay bits."""
-        return [] if self.resolved else [name for name, on in (("conj", ref.conj), ("neg", ref.neg)) if on]
+        return (
+            []
+            if self.resolved
+            else [name for name, on in (("conj", ref.conj), ("neg", ref.neg)) if on]
+        )
 
 
 class _Bare(NamedTuple):
@@ -49,14 +60,16 @@ class _StorageOf(NamedTuple):
 
 
 class TorchLeaves:
-    """Writes tensors and storages into a pickle; `stored_as` says of each of them the key of its record, and how it lies there.
+    """Writes tensors and storages into a pickle; `stored_as` says of each of them the key of its
+    record, and how it lies there.
 
     `stored_as` is asked in the order in which the storages stand in the pickle.
     """
 
     def __init__(self, stored_as: Callable[[TensorRef | Storage], tuple[str, StoredAs]]) -> None:
         self._stored_as = stored_as
-        # What stands around a storage's key is the same bytes for all tensors of one form, once all names in it are memoized.
+        # What stands around a storage's key is the same bytes for all tensors of one form, once all
+        # names in it are memoized.
         self._around: dict[tuple[object, ...], tuple[bytes, bytes]] = {}
 
     def __call__(self, node: Node, writer: PickleWriter) -> bytes | Node:
@@ -85,8 +98,17 @@ class TorchLeaves:
             return around[0] + _key(key) + around[1]
         before = writer.count
         head = self._head(stored, True, writer)
-        tail = self._tail(stored, writer) + integer(stored.offset) + integers(ref.shape) + integers(stored.stride)
-        tail += (b"\x88" if requires_grad else b"\x89") + writer.named("collections", "OrderedDict") + b")R"
+        tail = (
+            self._tail(stored, writer)
+            + integer(stored.offset)
+            + integers(ref.shape)
+            + integers(stored.stride)
+        )
+        tail += (
+            (b"\x88" if requires_grad else b"\x89")
+            + writer.named("collections", "OrderedDict")
+            + b")R"
+        )
         if stored.storage_dtype is None:
             tail += writer.named("torch", stored.dtype.name)
         if (ref.conj or ref.neg) and (bits := stored.bits(ref)):
@@ -101,7 +123,10 @@ class TorchLeaves:
         typed = stored.storage_dtype
         head = b""
         if rebuild:
-            head = writer.named(UTILS, "_rebuild_tensor_v3" if typed is None else "_rebuild_tensor_v2") + b"("
+            head = (
+                writer.named(UTILS, "_rebuild_tensor_v3" if typed is None else "_rebuild_tensor_v2")
+                + b"("
+            )
         head += b"(" + writer.text("storage")
         head += (
             writer.named("torch.storage", "UntypedStorage")
@@ -124,8 +149,18 @@ class TorchLeaves:
             )  # fmt: skip
         _, stored = self._stored_as(ref)
         typed = stored.storage_dtype is not None
-        args: tuple[Node, ...] = (_StorageOf(ref), stored.offset, ref.shape, stored.stride, ref.requires_grad)
-        args += (Call(ORDERED_DICT, ()),) if typed else (Call(ORDERED_DICT, ()), Global("torch", stored.dtype.name))
+        args: tuple[Node, ...] = (
+            _StorageOf(ref),
+            stored.offset,
+            ref.shape,
+            stored.stride,
+            ref.requires_grad,
+        )
+        args += (
+            (Call(ORDERED_DICT, ()),)
+            if typed
+            else (Call(ORDERED_DICT, ()), Global("torch", stored.dtype.name))
+        )
         if bits := stored.bits(ref):
             args += (Dict([(bit, True) for bit in bits]),)
         rebuild = Global(UTILS, "_rebuild_tensor_v2" if typed else "_rebuild_tensor_v3")
@@ -137,7 +172,9 @@ def _key(key: str) -> bytes:
 
 
 def plain_sizes(size: Node) -> tuple[int, ...] | None:
-    """The numbers in a `torch.Size`, a tuple or a list; None where it is something else, or holds something else."""
+    """The numbers in a `torch.Size`, a tuple or a list; None where it is something else, or holds
+    something else.
+    """
     if type(size) is Call and size.name == "torch.Size" and len(size.args) == 1:
         size = size.args[0]
     if type(size) not in (tuple, list) or any(type(number) is not int for number in size):

@@ -1,8 +1,10 @@
-"""Plain forms of what training scripts keep beside tensors: configurations, dates, histories, buffers of bytes, names of code.
+"""Plain forms of what training scripts keep beside tensors: configurations, dates, histories,
+buffers of bytes, names of code.
 
-`plain_objects` has the objects whose plain form is all of them; here something of the object is left out, and `HOW` says what.
-Sources: omegaconf/base.py and nodes.py (2.0 to 2.4), mmengine/logging/history_buffer.py, fastcore/foundation.py, the
-`__reduce__` forms of datetime, io and functools.
+`plain_objects` has the objects whose plain form is all of them; here something of the object is
+left out, and `HOW` says what. Sources: omegaconf/base.py and nodes.py (2.0 to 2.4),
+mmengine/logging/history_buffer.py, fastcore/foundation.py, the `__reduce__` forms of datetime, io
+and functools.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ def _attributes(state: Node) -> dict[str, Node] | None:
 
 
 def _config(call: Call, state: Node) -> Node:
-    """A node of omegaconf: containers hold others in ``_content``, which is text for an interpolation; leaves have ``_val``."""
+    """A node of omegaconf: containers hold others in ``_content``, which is text for an
+    interpolation; leaves have ``_val``.
+    """
     found = _attributes(state)
     if found is None or call.args or call.items or call.pairs or call.kwargs is not None:
         return call
@@ -59,20 +63,28 @@ def _config(call: Call, state: Node) -> Node:
 
 
 def _history(call: Call, state: Node) -> Node:
-    """A history: its arrays, its length, and the names of the functions that were registered for it."""
+    """A history: its arrays, its length, and the names of the functions that were registered for
+    it.
+    """
     found = _attributes(state)
     methods = None if found is None else _attributes(found.get("statistics_methods"))
     if found is None or methods is None:
         return call
     named = Dict([(name, _code_name(method) or method) for name, method in methods.items()])
-    return Dict([(name, named if name == "statistics_methods" else value) for name, value in found.items()])
+    return Dict(
+        [(name, named if name == "statistics_methods" else value) for name, value in found.items()]
+    )
 
 
 def _code_name(node: Node) -> str | None:
     """The name of a class or function, also of one that is pickled as the attribute of another."""
     if type(node) is Global:
         return code_name(node)
-    if type(node) is Call and node.name == "builtins.getattr" and [type(part) for part in node.args] == [Global, str]:
+    if (
+        type(node) is Call
+        and node.name == "builtins.getattr"
+        and [type(part) for part in node.args] == [Global, str]
+    ):
         return f"{code_name(node.args[0])}.{node.args[1]}"
     return None
 
@@ -95,7 +107,11 @@ _TYPES = frozenset(
         *("list", "object", "set", "str", "tuple", "type"),
     ]
 )
-_PYTHON3 = {"builtins.long": "builtins.int", "builtins.unicode": "builtins.str", "builtins.xrange": "builtins.range"}
+_PYTHON3 = {
+    "builtins.long": "builtins.int",
+    "builtins.unicode": "builtins.str",
+    "builtins.xrange": "builtins.range",
+}
 
 
 def _list(call: Call, state: Node) -> Node:
@@ -106,24 +122,42 @@ def _list(call: Call, state: Node) -> Node:
 
 def _buffer(call: Call, state: Node) -> Node:
     """`BytesIO` with the state (bytes, position, attributes)."""
-    if type(state) is not tuple or len(state) != 3 or type(state[0]) is not bytes or state[2] is not None or call.args:
+    if (
+        type(state) is not tuple
+        or len(state) != 3
+        or type(state[0]) is not bytes
+        or state[2] is not None
+        or call.args
+    ):
         return call
     return state[0]
 
 
 def _partial(call: Call, state: Node) -> Node:
-    """`partial` with the state (function, arguments, keyword arguments, attributes), as it would be written."""
-    if type(state) is not tuple or len(state) != 4 or type(state[2]) is not Dict or state[3] is not None:
+    """`partial` with the state (function, arguments, keyword arguments, attributes), as it would be
+    written.
+    """
+    if (
+        type(state) is not tuple
+        or len(state) != 4
+        or type(state[2]) is not Dict
+        or state[3] is not None
+    ):
         return call
     function, args, kwargs, _ = state
-    if type(args) is not tuple or any(type(name) is not str or not name.isidentifier() for name, _ in kwargs.pairs):
+    if type(args) is not tuple or any(
+        type(name) is not str or not name.isidentifier() for name, _ in kwargs.pairs
+    ):
         return call
     values = [*args, *(value for _, value in kwargs.pairs)]
     written = [_written(value) for value in values]
     if type(function) is not Global or len(values) > _MOST or None in written:
         return call
     names = [*("" for _ in args), *(f"{name}=" for name, _ in kwargs.pairs)]
-    words = [code_name(function), *(f"{name}{text}" for name, text in zip(names, written, strict=True))]
+    words = [
+        code_name(function),
+        *(f"{name}{text}" for name, text in zip(names, written, strict=True)),
+    ]
     return f"functools.partial({', '.join(words)})"
 
 
@@ -145,11 +179,19 @@ def functions_of(call: Call) -> Iterator[Global]:
     """The classes and functions that a `partial` names."""
     state = call.state if type(call.state) is tuple else ()
     inner = [state[2]] if len(state) == 4 and type(state[2]) is Dict else []
-    parts = [*call.args, *state[:1], *(part for part in state[1:2] if type(part) is tuple for part in part)]
-    yield from (part for part in [*parts, *(value for item in inner for _, value in item.pairs)] if type(part) is Global)
+    parts = [
+        *call.args,
+        *state[:1],
+        *(part for part in state[1:2] if type(part) is tuple for part in part),
+    ]
+    yield from (
+        part
+        for part in [*parts, *(value for item in inner for _, value in item.pairs)]
+        if type(part) is Global
+    )
 
 
-# --------------------------------------------------------------------------------------------------------------- dates
+# -------------------------------------------------------------------------------------------- dates
 
 
 def _dated(make: Callable[[Call], str | float]) -> Callable[[Call, Node], Node]:
@@ -167,7 +209,8 @@ def _dated(make: Callable[[Call], str | float]) -> Callable[[Call, Node], Node]:
 
 
 def _packed(call: Call, size: int) -> bytes:
-    raw = call.args[0].encode("latin-1") if type(call.args[0]) is str else call.args[0]  # python 2's bytes
+    # python 2's bytes
+    raw = call.args[0].encode("latin-1") if type(call.args[0]) is str else call.args[0]
     if type(raw) is not bytes or len(raw) != size or len(call.args) > 2:
         raise ValueError
     return raw
@@ -238,7 +281,17 @@ FORMS: dict[str, Callable[[Call, Node], Node]] = {
     **dict.fromkeys((name for name in HOW if is_config(name)), _config),
     **{
         f"omegaconf.nodes.{kind}Node": _config
-        for kind in ("Any", "String", "Integer", "Float", "Boolean", "Bytes", "Path", "Enum", "InterpolationResult")
+        for kind in (
+            "Any",
+            "String",
+            "Integer",
+            "Float",
+            "Boolean",
+            "Bytes",
+            "Path",
+            "Enum",
+            "InterpolationResult",
+        )
     },
     "omegaconf.base.UnionNode": _config,
     _HISTORY: _history,

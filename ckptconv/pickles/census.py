@@ -1,9 +1,10 @@
 """What a pickle names, counted opcode by opcode: its storages and its tensors.
 
-A second pair of eyes beside `unpickling`, with which it shares nothing: no nodes, no reducers, no shortcuts. Of a stream it
-keeps only what may lead to a name (short texts, globals, tuples of them), so it finds storages that the reader has lost. It
-is made for streams that were read before, and gives up where it does not follow. The opcodes are those of CPython's
-`pickletools`; storages and rebuild functions those of torch (torch/serialization.py, torch/_utils.py).
+A second pair of eyes beside `unpickling`, with which it shares nothing: no nodes, no reducers, no
+shortcuts. Of a stream it keeps only what may lead to a name (short texts, globals, tuples of them),
+so it finds storages that the reader has lost. It is made for streams that were read before, and
+gives up where it does not follow. The opcodes are those of CPython's `pickletools`; storages and
+rebuild functions those of torch (torch/serialization.py, torch/_utils.py).
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ _INT32 = struct.Struct("<i").unpack_from
 
 
 class Span(NamedTuple):
-    """Bytes of a stream that hold another one: from `start` to `stop`; `is_text` where they are the text of latin-1 bytes."""
+    """Bytes of a stream that hold another one: from `start` to `stop`; `is_text` where they are the
+    text of latin-1 bytes.
+    """
 
     start: int
     stop: int
@@ -29,10 +32,11 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class Census:
-    """What one pickle names: the element counts of `storages` by key, the number of `tensors` that are rebuilt.
+    """What one pickle names: the element counts of `storages` by key, the number of `tensors` that
+    are rebuilt.
 
-    `references` are the persistent ids that are not a tuples (keys of tensors, in tar files); `streams` are the
-    torch streams that storages are loaded from, as bare pickles have them.
+    `references` are the persistent ids that are not a tuples (keys of tensors, in tar files);
+    `streams` are the torch streams that storages are loaded from, as bare pickles have them.
     """
 
     storages: dict[str, int] = field(default_factory=dict)
@@ -42,13 +46,17 @@ class Census:
 
 
 def take_census(stream: bytes) -> Census:
-    """Count what the pickle at the beginning of `stream` names; `MalformedCheckpoint` where it cannot be followed."""
+    """Count what the pickle at the beginning of `stream` names; `MalformedCheckpoint` where it
+    cannot be followed.
+    """
     counter = _Counter(stream)
     try:
         counter.run()
     except (IndexError, KeyError, ValueError, struct.error) as error:
         what = f"counting what its pickle names stops near byte {counter.position}"
-        raise MalformedCheckpoint(what, hint="please report this; convert it without --verify") from error
+        raise MalformedCheckpoint(
+            what, hint="please report this; convert it without --verify"
+        ) from error
     return counter.census
 
 
@@ -67,7 +75,9 @@ class _Name(str):
 
 
 class _Memo(dict[int, Any]):
-    """What was put and may lead to a name, by index; the others are only counted, for MEMOIZE puts at the count."""
+    """What was put and may lead to a name, by index; the others are only counted, for MEMOIZE puts
+    at the count.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,8 +208,16 @@ class _Counter:
             raise ValueError("a length beyond the end")
         self.position = stop
         if op in _INTS:
-            self._stack.append(int.from_bytes(self._data[start:stop], "little", signed=True) if stop - start <= 8 else None)
-        elif op in _TEXTS and stop - start <= _LONG and (text := _text(self._data[start:stop])) is not None:
+            self._stack.append(
+                int.from_bytes(self._data[start:stop], "little", signed=True)
+                if stop - start <= 8
+                else None
+            )
+        elif (
+            op in _TEXTS
+            and stop - start <= _LONG
+            and (text := _text(self._data[start:stop])) is not None
+        ):
             self._stack.append(text)
         else:
             self._stack.append(Span(start, stop, op in _UNICODE))
@@ -218,7 +236,9 @@ class _Counter:
         elif op == 0x56:  # UNICODE
             self._stack.append(text.decode("raw-unicode-escape"))
         elif op == 0x53:  # STRING
-            self._stack.append(codecs.escape_decode(text[1:-1])[0].decode("utf-8", "backslashreplace"))
+            self._stack.append(
+                codecs.escape_decode(text[1:-1])[0].decode("utf-8", "backslashreplace")
+            )
         elif op in (0x49, 0x4C):  # INT, LONG
             self._stack.append(int(text.rstrip(b"L")))
         else:  # FLOAT, PERSID

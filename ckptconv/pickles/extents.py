@@ -1,7 +1,7 @@
 """Where pickles end, found by stepping from opcode to opcode: nothing is made of them.
 
-Some containers put pickles in front of gigabytes of tensors without saying how long they are. The opcodes and the sizes of
-their arguments are those of CPython's `pickletools`.
+Some containers put pickles in front of gigabytes of tensors without saying how long they are. The
+opcodes and the sizes of their arguments are those of CPython's `pickletools`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ _RUN = re.compile(
 ).match
 """Opcodes whose end does not depend on a length that they declare."""
 _CUT = frozenset(b"Khq\x80\x82M\x83Jrj\x84G\x95FILPSVgpci")
-"""Those of them that have an argument: where one stands that does not match, its argument is cut off."""
+"""Those of them that have an argument: where one stands that does not match, its argument is cut
+off.
+"""
 _SIZED = {
     **dict.fromkeys(b"U\x8cC\x8a", 1),
     **dict.fromkeys(b"XTB\x8b", 4),
@@ -32,11 +34,15 @@ _SIZED = {
 """Opcodes that declare the length of their argument, and the bytes that the length takes."""
 
 
-def read_pickles(source: Source, start: int, count: int, *, window: int = _WINDOW) -> tuple[list[bytes], int]:
-    """The bytes of each of the `count` pickles that lie back to back from `start` on, and the byte behind the last.
+def read_pickles(
+    source: Source, start: int, count: int, *, window: int = _WINDOW
+) -> tuple[list[bytes], int]:
+    """The bytes of each of the `count` pickles that lie back to back from `start` on, and the byte
+    behind the last.
 
-    Their ends are looked for through a window of `window` bytes, so that nothing else is held in memory. Raises
-    `MalformedCheckpoint` where they are cut off or are not pickles, `LimitExceeded` beyond the limit `pickle_bytes`.
+    Their ends are looked for through a window of `window` bytes, so that nothing else is held in
+    memory. Raises `MalformedCheckpoint` where they are cut off or are not pickles, `LimitExceeded`
+    beyond the limit `pickle_bytes`.
     """
     ends = _ends(source, start, count, window)
     return [source.read(begin, end - begin) for begin, end in pairwise([start, *ends])], ends[-1]
@@ -46,20 +52,26 @@ def _ends(source: Source, start: int, count: int, window: int) -> list[int]:
     """The byte behind each of `count` pickles."""
     ends: list[int] = []
     most = in_force().pickle_bytes
-    seen, base, at = b"", start, start  # the bytes of the source from `base` on; the opcode that comes next
+    # the bytes of the source from `base` on; the opcode that comes next
+    seen, base, at = b"", start, start
     while len(ends) < count:
         stepped, ended = _step(seen, at - base)
         at = base + stepped
-        if not ended and (at >= source.size or (seen and at == base and base + len(seen) == source.size)):
+        if not ended and (
+            at >= source.size or (seen and at == base and base + len(seen) == source.size)
+        ):
             where = f"near byte {at}" if at <= source.size else "an argument reaches beyond the end"
-            raise MalformedCheckpoint(f"ends in the middle of a pickle ({where})", path=source.path, hint=_HINT)
+            raise MalformedCheckpoint(
+                f"ends in the middle of a pickle ({where})", path=source.path, hint=_HINT
+            )
         if max(at - start, len(seen)) > most:
             what = f"its pickles are longer than {most} bytes"
             raise LimitExceeded(what, limit="pickle_bytes", allowed=most, path=source.path)
         if ended:
             ends.append(at)
             continue
-        size = 4 * len(seen) if seen and at == base else window  # an argument may be longer than the window
+        # an argument may be longer than the window
+        size = 4 * len(seen) if seen and at == base else window
         seen, base = source.read(at, min(size, source.size - at)), at
     return ends
 
@@ -67,7 +79,8 @@ def _ends(source: Source, start: int, count: int, window: int) -> list[int]:
 def _step(seen: bytes, at: int) -> tuple[int, bool]:
     """From the opcode at `at` to the byte behind its pickle's end, and True.
 
-    False where `seen` ends before: then to the opcode that is cut off in it, or to the one behind what is in it.
+    False where `seen` ends before: then to the opcode that is cut off in it, or to the one behind
+    what is in it.
     """
     while at < len(seen):
         run = _RUN(seen, at)
@@ -86,5 +99,7 @@ def _step(seen: bytes, at: int) -> tuple[int, bool]:
         elif at == begin:
             if opcode in _CUT:
                 break
-            raise MalformedCheckpoint(f"the pickle holds the unknown opcode 0x{opcode:02x}", hint=_HINT)
+            raise MalformedCheckpoint(
+                f"the pickle holds the unknown opcode 0x{opcode:02x}", hint=_HINT
+            )
     return at, False

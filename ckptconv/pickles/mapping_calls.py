@@ -1,8 +1,10 @@
-"""Dicts that a pickle makes of arguments: `OrderedDict(pairs)`, `defaultdict(factory, dict)`, `Counter(dict)`, `dict(pairs)`.
+"""Dicts that a pickle makes of arguments: `OrderedDict(pairs)`, `defaultdict(factory, dict)`,
+`Counter(dict)`, `dict(pairs)`.
 
-Each such call becomes one without these arguments, whose pairs are what the class would have made of them at that moment, so
-that nobody behind the reader has to look for the items of a dict in two places. What cannot be told without running something
-(the items of an object of an unknown class) stays an argument. Source: collections and builtins of CPython.
+Each such call becomes one without these arguments, whose pairs are what the class would have made
+of them at that moment, so that nobody behind the reader has to look for the items of a dict in two
+places. What cannot be told without running something (the items of an object of an unknown class)
+stays an argument. Source: collections and builtins of CPython.
 """
 
 from __future__ import annotations
@@ -11,22 +13,41 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from ckptconv.pickles.nodes import COUNTER, DEFAULT_DICT, DICT, MAPPINGS, ORDERED_DICT, Call, Dict, Global, Node
+from ckptconv.pickles.nodes import (
+    COUNTER,
+    DEFAULT_DICT,
+    DICT,
+    MAPPINGS,
+    ORDERED_DICT,
+    Call,
+    Dict,
+    Global,
+    Node,
+)
 from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint
 from ckptconv.support.limits import in_force
 
 Pairs: TypeAlias = list[tuple[Node, Node]]
 _Reading: TypeAlias = Callable[[Node, Global], Pairs | None]
 
-IGNORE_NEW_ARGUMENTS = MAPPINGS | {"builtins.set", "builtins.list", "builtins.bytearray", "collections.deque"}
-"""Classes whose `__new__` does nothing with its arguments: `__init__` does, which NEWOBJ does not call."""
+IGNORE_NEW_ARGUMENTS = MAPPINGS | {
+    "builtins.set",
+    "builtins.list",
+    "builtins.bytearray",
+    "collections.deque",
+}
+"""Classes whose `__new__` does nothing with its arguments: `__init__` does, which NEWOBJ does not
+call.
+"""
 
 NO_LISTS = MAPPINGS | {"builtins.set", "builtins.frozenset"}
 """Classes that have neither `append` nor `extend`."""
 
 
 class MappingCalls:
-    """The calls of one stream that make dicts; what they copy counts against the limit `nodes`, eight for an item."""
+    """The calls of one stream that make dicts; what they copy counts against the limit `nodes`,
+    eight for an item.
+    """
 
     def __init__(self) -> None:
         self._copied = 0
@@ -34,7 +55,9 @@ class MappingCalls:
     def reducers(self) -> dict[str, Callable[[tuple[Node, ...]], Node]]:
         """What makes the calls of these classes of their arguments."""
         return {
-            ORDERED_DICT.path: lambda args: self._made(ORDERED_DICT, (), args, _items) if args else Call(ORDERED_DICT, ()),
+            ORDERED_DICT.path: lambda args: (
+                self._made(ORDERED_DICT, (), args, _items) if args else Call(ORDERED_DICT, ())
+            ),
             DICT.path: lambda args: self._made(DICT, (), args, _items),
             COUNTER.path: lambda args: self._made(COUNTER, (), args, _counts),
             DEFAULT_DICT.path: self._default_dict,
@@ -45,7 +68,9 @@ class MappingCalls:
             raise _malformed(DEFAULT_DICT, "a factory that cannot be called")
         return self._made(DEFAULT_DICT, args[:1], args[1:], _items)
 
-    def _made(self, cls: Global, kept: tuple[Node, ...], given: tuple[Node, ...], read: _Reading) -> Call:
+    def _made(
+        self, cls: Global, kept: tuple[Node, ...], given: tuple[Node, ...], read: _Reading
+    ) -> Call:
         if len(given) > 1:
             raise _malformed(cls, f"{len(kept) + len(given)} arguments")
         if given:
@@ -66,7 +91,9 @@ class MappingCalls:
 
 
 def merged(pairs: Pairs) -> Pairs:
-    """Items as a dict has them when they are set one after the other: the place of the first, the value of the last."""
+    """Items as a dict has them when they are set one after the other: the place of the first, the
+    value of the last.
+    """
     return list(dict(pairs).items()) if all(_is_plain(key) for key, _ in pairs) else pairs
 
 
@@ -127,13 +154,20 @@ def _counts(given: Node, cls: Global) -> Pairs | None:
 
 def _is_plain(key: Node) -> bool:
     """Whether a key may be hashed: not ints that may all have one hash."""
-    return -_LARGE_INT < key < _LARGE_INT if type(key) is int else type(key) in (str, bytes, bool, type(None))
+    return (
+        -_LARGE_INT < key < _LARGE_INT
+        if type(key) is int
+        else type(key) in (str, bytes, bool, type(None))
+    )
 
 
-_WEIGHT = 8  # nodes that a copied item counts for: a stream of a few bytes may ask for millions of them
+# nodes that a copied item counts for: a stream of a few bytes may ask for millions of them
+_WEIGHT = 8
 _LARGE_INT = 1 << 60
 _NO_PAIRS = (str, bytes, int, float, bool, type(None))
 
 
 def _malformed(cls: Global, what: str) -> MalformedCheckpoint:
-    return MalformedCheckpoint(f"the pickle calls {cls.path} with {what}", hint="the file is damaged or forged")
+    return MalformedCheckpoint(
+        f"the pickle calls {cls.path} with {what}", hint="the file is damaged or forged"
+    )

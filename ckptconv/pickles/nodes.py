@@ -1,7 +1,9 @@
-"""What a pickle stream says, as a tree of nodes: plain Python values and four kinds of symbolic ones.
+"""What a pickle stream says, as a tree of nodes: plain Python values and four kinds of symbolic
+ones.
 
-`Global` is a name that would be imported, `Call` what would be called with what and then done to the result, `Dict` pairs in
-order, `PersistentId` a reference out of the stream. Nothing here imports, calls or hashes what a file names.
+`Global` is a name that would be imported, `Call` what would be called with what and then done to
+the result, `Dict` pairs in order, `PersistentId` a reference out of the stream. Nothing here
+imports, calls or hashes what a file names.
 """
 
 from __future__ import annotations
@@ -43,22 +45,29 @@ _PYTHON3_MODULES = {
 
 
 class Call:
-    """`func(*args, **kwargs)` (or `func.__new__` when `new`), then its appended `items`, its set `pairs`, its `state`."""
+    """`func(*args, **kwargs)` (or `func.__new__` when `new`), then its appended `items`, its set
+    `pairs`, its `state`.
+    """
 
     __slots__ = ("args", "func", "items", "kwargs", "new", "pairs", "state")
 
-    def __init__(self, func: Node, args: tuple[Node, ...], *, new: bool = False, kwargs: Node = None) -> None:
+    def __init__(
+        self, func: Node, args: tuple[Node, ...], *, new: bool = False, kwargs: Node = None
+    ) -> None:
         self.func = func
         self.args = args
         self.new = new
         self.kwargs = kwargs
-        self.items: Sequence[Node] = ()  # lists once something is appended or set: most calls get nothing
+        # lists once something is appended or set: most calls get nothing
+        self.items: Sequence[Node] = ()
         self.pairs: Sequence[tuple[Node, Node]] = ()
         self.state: Node = ABSENT
 
     @property
     def name(self) -> str:
-        """The dotted name of what is called, or ``?`` where that is not a name but the result of another call."""
+        """The dotted name of what is called, or ``?`` where that is not a name but the result of
+        another call.
+        """
         return self.func.path if type(self.func) is Global else "?"
 
     def __repr__(self) -> str:
@@ -97,24 +106,33 @@ ENCODE = Global("_codecs", "encode")
 
 
 def mapping_pairs(node: Node) -> Sequence[tuple[Node, Node]] | None:
-    """The pairs of a dict or of an OrderedDict; None for anything else, and for one whose items cannot be told."""
+    """The pairs of a dict or of an OrderedDict; None for anything else, and for one whose items
+    cannot be told.
+    """
     if type(node) is Dict:
         return node.pairs
-    if type(node) is Call and type(node.func) is Global and node.func.path == "collections.OrderedDict":
+    if (
+        type(node) is Call
+        and type(node.func) is Global
+        and node.func.path == "collections.OrderedDict"
+    ):
         return None if node.args or node.items or node.kwargs is not None else node.pairs
     return None
 
 
 def attributes(node: Node) -> Sequence[tuple[Node, Node]]:
-    """What was set on an object beside its items, by name: the `_metadata` of a state dict, and whatever else."""
+    """What was set on an object beside its items, by name: the `_metadata` of a state dict, and
+    whatever else.
+    """
     return node.state.pairs if type(node) is Call and type(node.state) is Dict else ()
 
 
 def children(node: Node) -> Iterator[tuple[Node, Node]]:
-    """The (label, child) pairs of a container: keys of dicts, indices of lists and tuples, parts of calls.
+    """The (label, child) pairs of a container: keys of dicts, indices of lists and tuples, parts of
+    calls.
 
-    The keys of a dict are plain in any sane stream; keys that are containers themselves are given as children under the
-    label ``<key>``.
+    The keys of a dict are plain in any sane stream; keys that are containers themselves are given
+    as children under the label ``<key>``.
     """
     kind = type(node)
     if kind is Dict:
@@ -146,7 +164,9 @@ def _pair_children(pairs: Sequence[tuple[Node, Node]]) -> Iterator[tuple[Node, N
 
 
 def spoken(node: Node) -> str:
-    """A node as messages name it, in few words whatever it holds: one that is shared at each level has no end written out."""
+    """A node as messages name it, in few words whatever it holds: one that is shared at each level
+    has no end written out.
+    """
     if type(node) is Global:
         return node.path
     if type(node) is Call:

@@ -1,8 +1,9 @@
 """Pickle streams read as documents, never executed.
 
-A stream becomes the nodes of `nodes`. Nothing that it names is imported or called, and none of its values is hashed while it is
-read. The caller says which calls it knows (`reducers`) and what a persistent id stands for; this module knows no torch name.
-The opcodes are those of CPython's `pickletools`.
+A stream becomes the nodes of `nodes`. Nothing that it names is imported or called, and none of its
+values is hashed while it is read. The caller says which calls it knows (`reducers`) and what a
+persistent id stands for; this module knows no torch name. The opcodes are those of CPython's
+`pickletools`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,19 @@ from collections.abc import Callable, Mapping
 from typing import NoReturn, TypeAlias
 
 from ckptconv.pickles.mapping_calls import IGNORE_NEW_ARGUMENTS, NO_LISTS, MappingCalls, merged
-from ckptconv.pickles.nodes import ABSENT, BYTEARRAY, BYTES, ENCODE, FROZENSET, SET, Call, Dict, Global, Node, PersistentId
+from ckptconv.pickles.nodes import (
+    ABSENT,
+    BYTEARRAY,
+    BYTES,
+    ENCODE,
+    FROZENSET,
+    SET,
+    Call,
+    Dict,
+    Global,
+    Node,
+    PersistentId,
+)
 from ckptconv.support.errors import CheckpointError, LimitExceeded, MalformedCheckpoint
 from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.limits import Limits, in_force
@@ -38,27 +51,33 @@ def read_pickle(
 ) -> Node:
     """The root node of the pickle in `stream`.
 
-    `reducers` maps the dotted name of a function to what makes a leaf of its arguments; every other call becomes a
-    `Call`. `persistent` makes a leaf of a persistent id. `states` maps the dotted name of a class to what makes a smaller
-    node of the states of its objects, where there are very many. Bytes behind the end of the pickle are not allowed. Raises
-    `MalformedCheckpoint` (with the byte) or `LimitExceeded`.
+    `reducers` maps the dotted name of a function to what makes a leaf of its arguments; every other
+    call becomes a `Call`. `persistent` makes a leaf of a persistent id. `states` maps the dotted
+    name of a class to what makes a smaller node of the states of its objects, where there are very
+    many. Bytes behind the end of the pickle are not allowed. Raises `MalformedCheckpoint` (with the
+    byte) or `LimitExceeded`.
     """
     known = {**BYTES_REDUCERS, **MappingCalls().reducers(), **(reducers or {})}
     reader = PickleReader(stream, known, persistent, states)
     root = reader.read()
     if reader.position != len(stream):
         what = f"{len(stream) - reader.position} bytes follow the end of the pickle"
-        raise MalformedCheckpoint(what, hint="pickle.load may accept it, but ckptconv does not read what it cannot account for")
+        raise MalformedCheckpoint(
+            what,
+            hint="pickle.load may accept it, but ckptconv does not read what it cannot account for",
+        )
     return root
 
 
 class PickleReader:
-    """Reads the pickles of `stream` one after another; `position` is the byte behind the last one read.
+    """Reads the pickles of `stream` one after another; `position` is the byte behind the last one
+    read.
 
-    Hazards of pickle streams that this loop answers: declared lengths are held against what is left before anything is
-    allocated; an opcode may not cross the end of its FRAME; a stack never reaches below its MARK; the memo is a dict, so
-    an index allocates nothing; EXT opcodes and out-of-band buffers are refused; BUILD, APPEND and SETITEM touch nothing
-    but the containers and calls of this very stream.
+    Hazards of pickle streams that this loop answers: declared lengths are held against what is left
+    before anything is allocated; an opcode may not cross the end of its FRAME; a stack never
+    reaches below its MARK; the memo is a dict, so an index allocates nothing; EXT opcodes and
+    out-of-band buffers are refused; BUILD, APPEND and SETITEM touch nothing but the containers and
+    calls of this very stream.
     """
 
     def __init__(
@@ -86,11 +105,15 @@ class PickleReader:
         except CheckpointError:
             raise
         except (IndexError, struct.error):
-            raise self._malformed("ends in the middle, or takes more from its stack than there is") from None
+            raise self._malformed(
+                "ends in the middle, or takes more from its stack than there is"
+            ) from None
         except KeyError:
             raise self._malformed("reads a memo entry that was never written") from None
         except (ValueError, UnicodeError, OverflowError) as error:
-            raise self._malformed(f"has an argument that is not a number or text ({error})") from None
+            raise self._malformed(
+                f"has an argument that is not a number or text ({error})"
+            ) from None
         finally:
             if self.position == start:
                 self.position = start + 1
@@ -99,7 +122,8 @@ class PickleReader:
         hint = "the file is damaged, cut off or forged"
         return MalformedCheckpoint(f"the pickle {what} (near byte {self.position})", hint=hint)
 
-    # One loop, opcodes in order of how often checkpoints hold them: a call per opcode would cost more than its work.
+    # One loop, opcodes in order of how often checkpoints hold them: a call per opcode would cost
+    # more than its work.
     def _read(self) -> Node:
         data = self._stream
         size = len(data)
@@ -114,7 +138,9 @@ class PickleReader:
         known = self._known
         most = in_force()
         deepest, widest = most.depth, most.stack
-        nodes = unread = 0  # what was made, and the bytes of arguments that are not opcodes; held against the limits at `look`
+        # what was made, and the bytes of arguments that are not opcodes; held against the limits at
+        # `look`
+        nodes = unread = 0
         look = min(end, pos + _LOOK)
         while True:
             while pos < look:
@@ -136,7 +162,11 @@ class PickleReader:
                     push(data[pos])
                     pos += 1
                 elif op == 0x28:  # MARK
-                    if data[pos] == 0x28 and (run := _TENSOR_RUN(data, pos, end)) and self._tensor_run(run, stack, memo):
+                    if (
+                        data[pos] == 0x28
+                        and (run := _TENSOR_RUN(data, pos, end))
+                        and self._tensor_run(run, stack, memo)
+                    ):
                         pos = run.end()
                         continue
                     marks.append(stack)
@@ -179,7 +209,11 @@ class PickleReader:
                     self.position = pos
                     stack[-1] = self._persistent(stack[-1])
                 elif op == 0x85:  # TUPLE1
-                    if data[pos : pos + 5] == _CALLED_WITH_TUPLE and pos + 5 <= look and len(memo) == memo.fetched:
+                    if (
+                        data[pos : pos + 5] == _CALLED_WITH_TUPLE
+                        and pos + 5 <= look
+                        and len(memo) == memo.fetched
+                    ):
                         inner = (stack.pop(),)
                         args = (inner,)
                         func = stack[-1]
@@ -207,7 +241,11 @@ class PickleReader:
                     push(_INT32(data, pos)[0])
                     pos += 4
                 elif op == 0x29:  # EMPTY_TUPLE
-                    if data[pos : pos + 4] == _NEW_WITH_STATE and pos + 4 <= look and len(memo) == memo.fetched:
+                    if (
+                        data[pos : pos + 4] == _NEW_WITH_STATE
+                        and pos + 4 <= look
+                        and len(memo) == memo.fetched
+                    ):
                         stack[-1] = Call(stack[-1], (), new=True)
                         state = Dict()
                         memoized += (stack[-1], state)
@@ -266,7 +304,11 @@ class PickleReader:
                 elif op == 0x63:  # GLOBAL
                     module_end = data.index(b"\n", pos, end)
                     name_end = data.index(b"\n", module_end + 1, end)
-                    push(self._global(data[pos:module_end].decode(), data[module_end + 1 : name_end].decode()))
+                    push(
+                        self._global(
+                            data[pos:module_end].decode(), data[module_end + 1 : name_end].decode()
+                        )
+                    )
                     pos = name_end + 1
                 elif op == 0x93:  # STACK_GLOBAL
                     name = stack.pop()
@@ -281,7 +323,9 @@ class PickleReader:
                     self.position = pos
                     if type(args) is not tuple:
                         raise self._malformed("makes an object with arguments that are not a tuple")
-                    stack[-1] = self._new(stack[-1], args, None) if args else Call(stack[-1], (), new=True)
+                    stack[-1] = (
+                        self._new(stack[-1], args, None) if args else Call(stack[-1], (), new=True)
+                    )
                     nodes += 1
                 elif op == 0x62:  # BUILD
                     state = stack.pop()
@@ -316,23 +360,61 @@ class PickleReader:
                 continue
             if pos != end or end == size:
                 self.position = pos
-                raise self._malformed("has no end" if end == size else "has an opcode that crosses the end of its frame")
+                raise self._malformed(
+                    "has no end"
+                    if end == size
+                    else "has an opcode that crosses the end of its frame"
+                )
             end = size
             look = min(end, pos + _LOOK)
 
     def _tensor_run(self, run: re.Match[bytes], stack: list[Node], memo: _Memo) -> bool:
-        """Do at once what the opcodes of `run` do one by one; False, with nothing done, when they are not as they look."""
-        kind, cls, size, raw_key, _, location, count, view, _, offset, shape, _, stride, _, flag, hooks, _, _ = run.groups()
+        """Do at once what the opcodes of `run` do one by one; False, with nothing done, when they
+        are not as they look.
+        """
+        (
+            kind,
+            cls,
+            size,
+            raw_key,
+            _,
+            location,
+            count,
+            view,
+            _,
+            offset,
+            shape,
+            _,
+            stride,
+            _,
+            flag,
+            hooks,
+            _,
+            _,
+        ) = run.groups()
         func = stack[-1]
         if size[0] != len(raw_key) or type(func) is not Global:
             return False
         keys = _MEMO_KEYS
-        pid: Node = (memo[keys[kind[0]]], memo[keys[cls[0]]], raw_key.decode(), memo[keys[location[0]]], _integer(count))
+        pid: Node = (
+            memo[keys[kind[0]]],
+            memo[keys[cls[0]]],
+            raw_key.decode(),
+            memo[keys[location[0]]],
+            _integer(count),
+        )
         if view:
             pid = (*pid, None)
         dims = _INT_RUNS.get(shape) or _int_run(shape)
         steps = _INT_RUNS.get(stride) or _int_run(stride)
-        args = (self._persistent(pid), _integer(offset), dims, steps, flag == b"\x88", Call(memo[keys[hooks[0]]], ()))
+        args = (
+            self._persistent(pid),
+            _integer(offset),
+            dims,
+            steps,
+            flag == b"\x88",
+            Call(memo[keys[hooks[0]]], ()),
+        )
         reducer = self._known.get(func)
         stack[-1] = Call(func, args) if reducer is None else reducer(args)
         memo.runs.append(run.start())
@@ -378,13 +460,19 @@ class PickleReader:
             raise self._malformed("sets the state of something that was not made by a call")
         if target.state is not ABSENT:
             raise self._malformed("sets the state of one object twice")
-        smaller = self._smaller.get(target.func) if self._smaller and type(target.func) is Global else None
+        smaller = (
+            self._smaller.get(target.func)
+            if self._smaller and type(target.func) is Global
+            else None
+        )
         target.state = state if smaller is None else smaller(state)
 
     def _rare(
         self, op: int, stack: list[Node], marks: list[list[Node]], memo: _Memo, pos: int, end: int
     ) -> tuple[list[Node], int]:
-        """The opcodes that today's checkpoints seldom hold; returns the stack and the position behind the opcode."""
+        """The opcodes that today's checkpoints seldom hold; returns the stack and the position
+        behind the opcode.
+        """
         data = self._stream
         if op == 0x80:  # PROTO
             if data[pos] > 5:
@@ -405,7 +493,9 @@ class PickleReader:
         if op == 0x69:  # INST
             module_end = data.index(b"\n", pos, end)
             pos = data.index(b"\n", module_end + 1, end) + 1
-            cls = self._global(data[self.position : module_end].decode(), data[module_end + 1 : pos - 1].decode())
+            cls = self._global(
+                data[self.position : module_end].decode(), data[module_end + 1 : pos - 1].decode()
+            )
             args, stack = tuple(stack), marks.pop()
             stack.append(self._called(cls, args))
             return stack, pos
@@ -430,7 +520,10 @@ class PickleReader:
             stack.append(int(text.rstrip(b"L")))
         else:  # PERSID
             what = "its pickle is of protocol 0, which turns what refers to a storage into text; torch does not read it either"
-            raise MalformedCheckpoint(f"{what} (near byte {self.position})", hint="save it again with another pickle protocol")
+            raise MalformedCheckpoint(
+                f"{what} (near byte {self.position})",
+                hint="save it again with another pickle protocol",
+            )
 
     def _stack_only(self, op: int, stack: list[Node], marks: list[list[Node]]) -> list[Node]:
         if op == 0x92:  # NEWOBJ_EX
@@ -492,7 +585,11 @@ _LONGEST_OPCODE = 16  # bytes, with its argument but for bytes and text
 
 def _refuse_many(most: Limits, nodes: int, opcode_bytes: int) -> None:
     if nodes > most.nodes:
-        raise LimitExceeded(f"the pickle makes more than {most.nodes} containers and calls", limit="nodes", allowed=most.nodes)
+        raise LimitExceeded(
+            f"the pickle makes more than {most.nodes} containers and calls",
+            limit="nodes",
+            allowed=most.nodes,
+        )
     if opcode_bytes > most.opcode_bytes:
         what = f"the pickle has more than {most.opcode_bytes} bytes of opcodes"
         raise LimitExceeded(what, limit="opcode_bytes", allowed=most.opcode_bytes)
@@ -503,10 +600,11 @@ def _too_wide(widest: int) -> LimitExceeded:
     return LimitExceeded(what, limit="stack", allowed=widest)
 
 
-# The opcodes that torch writes for a tensor, behind the rebuild function and the MARK of its arguments: a storage's
-# persistent id, offset, shape, stride, requires_grad and hooks. They are nine tenths of a large checkpoint's opcodes; as one
-# match they cost a third. It holds the form of torch (names fetched by BINGET, own values put by LONG_BINPUT) and of ckptconv
-# (which puts none of them), and no names. Legacy files say of every storage that it is not a view (N).
+# The opcodes that torch writes for a tensor, behind the rebuild function and the MARK of its
+# arguments: a storage's persistent id, offset, shape, stride, requires_grad and hooks. They are
+# nine tenths of a large checkpoint's opcodes; as one match they cost a third. It holds the form of
+# torch (names fetched by BINGET, own values put by LONG_BINPUT) and of ckptconv (which puts none of
+# them), and no names. Legacy files say of every storage that it is not a view (N).
 _INTEGER = rb"(K.|M..|J....)"
 _INTEGERS = rb"((?:K.|M..|J....)[\x85]|(?:K.|M..|J....){2}[\x86]|(?:K.|M..|J....){3}[\x87]|\((?:K.|M..|J....){4,}t)(?:r(....))?"
 _TENSOR_RUN = re.compile(
@@ -519,9 +617,13 @@ _INT_RUNS: dict[bytes, tuple[int, ...]] = {}
 
 _NEW_WITH_STATE = b"\x81\x94}\x94"
 _CALLED_WITH_TUPLE = b"\x94\x85\x94R\x94"
-"""What follows EMPTY_TUPLE and TUPLE1 where pickle writes an object with attributes, and a torch.Size of one dimension."""
+"""What follows EMPTY_TUPLE and TUPLE1 where pickle writes an object with attributes, and a
+torch.Size of one dimension.
+"""
 _REMEMBERED = 1 << 16
-"""Entries of MEMOIZE that are kept whether they may be fetched or not: more than small pickles have."""
+"""Entries of MEMOIZE that are kept whether they may be fetched or not: more than small pickles
+have.
+"""
 _LONG_BINGETS = re.compile(rb"j(?=(.{4}))", re.DOTALL).findall
 _FORGOTTEN: Node = object()
 
@@ -529,9 +631,10 @@ _FORGOTTEN: Node = object()
 class _Memo(dict[bytes, Node]):
     """The memo, by the index as LONG_BINPUT has it (which saves decoding it).
 
-    A tensor's run puts six values that are hardly ever fetched: they are made when one is. `runs` are the places of the runs.
-    What MEMOIZE puts, whose index is the number of entries, goes to the list `memoized` as long as nothing else is put: an
-    entry takes 8 bytes there, and 130 in the dict. Those of them that were `fetched` are in the dict too.
+    A tensor's run puts six values that are hardly ever fetched: they are made when one is. `runs`
+    are the places of the runs. What MEMOIZE puts, whose index is the number of entries, goes to the
+    list `memoized` as long as nothing else is put: an entry takes 8 bytes there, and 130 in the
+    dict. Those of them that were `fetched` are in the dict too.
     """
 
     def __init__(self, stream: bytes, persistent: Callable[[Node], Node]) -> None:
@@ -551,15 +654,19 @@ class _Memo(dict[bytes, Node]):
         return len(self) + len(self.runs) + len(self.memoized) - max(0, self.fetched)
 
     def forget(self) -> None:
-        """Let go of the entries of MEMOIZE that no LONG_BINGET in the stream can fetch, for pickle puts nearly all for nothing.
+        """Let go of the entries of MEMOIZE that no LONG_BINGET in the stream can fetch, for pickle
+        puts nearly all for nothing.
 
-        Whatever bytes look like that opcode count as one. BINGET reaches only the first entries, which all stay.
+        Whatever bytes look like that opcode count as one. BINGET reaches only the first entries,
+        which all stay.
         """
         if self._fetchable is None:
             indexes = {int.from_bytes(index, "little") for index in _LONG_BINGETS(self._stream)}
             self._fetchable = sorted(indexes)
         first, end = self._kept_until, len(self.memoized)
-        may_be = self._fetchable[bisect_left(self._fetchable, first) : bisect_left(self._fetchable, end)]
+        may_be = self._fetchable[
+            bisect_left(self._fetchable, first) : bisect_left(self._fetchable, end)
+        ]
         kept = [(index, self.memoized[index]) for index in may_be]
         self.memoized[first:end] = [_FORGOTTEN] * (end - first)
         for index, value in kept:
@@ -567,7 +674,9 @@ class _Memo(dict[bytes, Node]):
         self._kept_until = end
 
     def memoize(self, value: Node) -> None:
-        """What MEMOIZE does where other opcodes put entries too: they all go to the dict from now on."""
+        """What MEMOIZE does where other opcodes put entries too: they all go to the dict from now
+        on.
+        """
         if self._kept_until > _REMEMBERED:
             hint = "no program writes that; the file is damaged or forged"
             raise MalformedCheckpoint("the pickle numbers its memo entries in two ways", hint=hint)
@@ -594,15 +703,31 @@ class _Memo(dict[bytes, Node]):
         """What the run at `start` puts: key, persistent id, shape, stride, hooks and arguments."""
         run = _TENSOR_RUN(self._stream, start)
         assert run is not None
-        (kind, cls, _, raw_key, key_put, location, count, view, pid_put, offset, shape, shape_put, stride, stride_put, flag,
+        (kind, cls, _, raw_key, key_put, location, count, view, pid_put, offset, shape, shape_put,
+            stride, stride_put, flag,
          hooks, hooks_put, args_put) = run.groups()  # fmt: skip
         names = [self[_MEMO_KEYS[index[0]]] for index in (kind, cls, location, hooks)]
         made = Call(names[3], ())
         dims, steps = _int_run(shape), _int_run(stride)
-        pid = (names[0], names[1], raw_key.decode(), names[2], _integer(count), *([None] if view else []))
+        pid = (
+            names[0],
+            names[1],
+            raw_key.decode(),
+            names[2],
+            _integer(count),
+            *([None] if view else []),
+        )
         args = (self._persistent(pid), _integer(offset), dims, steps, flag == b"\x88", made)
-        puts = {key_put: pid[2], pid_put: pid, shape_put: dims, stride_put: steps, hooks_put: made, args_put: args}
-        return {put: value for put, value in puts.items() if put is not None}  # ckptconv itself puts none of them
+        puts = {
+            key_put: pid[2],
+            pid_put: pid,
+            shape_put: dims,
+            stride_put: steps,
+            hooks_put: made,
+            args_put: args,
+        }
+        # ckptconv itself puts none of them
+        return {put: value for put, value in puts.items() if put is not None}
 
 
 def _integer(raw: bytes) -> int:

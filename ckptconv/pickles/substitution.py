@@ -1,7 +1,8 @@
-"""Nodes of a fresh tree replaced by others, everywhere at once, shared and cyclic structures included.
+"""Nodes of a fresh tree replaced by others, everywhere at once, shared and cyclic structures
+included.
 
-An overlay (see `checkpoint`) leaves a tree as it is; this is for the moment before anyone else has seen it, when what a node
-stands for becomes known only after the whole stream was read.
+An overlay (see `checkpoint`) leaves a tree as it is; this is for the moment before anyone else has
+seen it, when what a node stands for becomes known only after the whole stream was read.
 """
 
 from __future__ import annotations
@@ -56,7 +57,12 @@ def _inner(node: Node) -> Iterable[Node]:
     if type(node) is Dict:
         return [part for pair in node.pairs for part in pair]
     if type(node) is Call:
-        inner = [node.func, *node.args, *node.items, *(part for pair in node.pairs for part in pair)]
+        inner = [
+            node.func,
+            *node.args,
+            *node.items,
+            *(part for pair in node.pairs for part in pair),
+        ]
         return inner if node.state is ABSENT else [*inner, node.state]
     given: Sequence[Node] = node
     return given
@@ -65,7 +71,8 @@ def _inner(node: Node) -> Iterable[Node]:
 def substituted(root: Node, holders: list[Node], stand_ins: dict[int, Node]) -> Node:
     """`root` with every node of `stand_ins` (by `id`) replaced by what stands in for it.
 
-    `holders` are the containers that are looked into: dicts, lists and calls are changed in place, tuples are made anew.
+    `holders` are the containers that are looked into: dicts, lists and calls are changed in place,
+    tuples are made anew.
     """
     for node in _inner_first([node for node in holders if type(node) is tuple]):
         new = _mapped(node, stand_ins)
@@ -104,5 +111,7 @@ def _mapped(nodes: Sequence[Node], stand_ins: dict[int, Node]) -> tuple[Node, ..
     return tuple(stand_ins.get(id(node), node) for node in nodes)
 
 
-def _mapped_pairs(pairs: Sequence[tuple[Node, Node]], stand_ins: dict[int, Node]) -> list[tuple[Node, Node]]:
+def _mapped_pairs(
+    pairs: Sequence[tuple[Node, Node]], stand_ins: dict[int, Node]
+) -> list[tuple[Node, Node]]:
     return [(stand_ins.get(id(key), key), stand_ins.get(id(value), value)) for key, value in pairs]

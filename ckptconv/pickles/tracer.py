@@ -1,9 +1,11 @@
-"""Pickle streams followed opcode by opcode, for what they name; nothing is made, and what an unpickler takes is never refused.
+"""Pickle streams followed opcode by opcode, for what they name; nothing is made, and what an
+unpickler takes is never refused.
 
-Where `unpickling` refuses a stream, this goes on: it answers what the program in a pickle, broken or made to deceive,
-would have named by the time it breaks. The opcodes are those of CPython's `pickletools`; where its C and its Python
-unpickler differ, the more tolerant one is followed, and where they go on in different places, that is an alarm. A stream
-is read in windows, and of the bytes that it holds only where they lie, so that one of any size takes little memory.
+Where `unpickling` refuses a stream, this goes on: it answers what the program in a pickle, broken
+or made to deceive, would have named by the time it breaks. The opcodes are those of CPython's
+`pickletools`; where its C and its Python unpickler differ, the more tolerant one is followed, and
+where they go on in different places, that is an alarm. A stream is read in windows, and of the
+bytes that it holds only where they lie, so that one of any size takes little memory.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class Made(NamedTuple):
 class Alarm(NamedTuple):
     """Something in a stream that no writer of checkpoints does: `reason`, and the byte where.
 
-    One that is `by_chance` stands in one of ten thousand small arrays too, when they are read as pickles.
+    One that is `by_chance` stands in one of ten thousand small arrays too, when they are read as
+    pickles.
     """
 
     reason: str
@@ -47,7 +50,9 @@ Form: TypeAlias = Literal["bytes", "utf-8", "raw-unicode-escape", "quoted", "quo
 
 
 class Held(NamedTuple):
-    """Bytes or a long text that a stream holds: the first byte, how many there are, and how they stand for others."""
+    """Bytes or a long text that a stream holds: the first byte, how many there are, and how they
+    stand for others.
+    """
 
     offset: int
     nbytes: int
@@ -56,12 +61,14 @@ class Held(NamedTuple):
 
 @dataclass(slots=True)
 class Trace:
-    """What a stream says: the globals that it names (and the byte where first), bytes in it, and what is odd about it.
+    """What a stream says: the globals that it names (and the byte where first), bytes in it, and
+    what is odd about it.
 
-    `uses` are what was done with globals, and the byte where first: what a call gave was ``changed``, by items or a state, or
-    ``called``; a function of attributes ``looked up`` what is among the `names`, or was ``handed on``.
-    Bytes are numbered as those of the source are. `constants` are what may be a stream itself, or where it lies, for
-    `held_bytes`. `end` is the byte behind its STOP; where it has none, `broken` says why, `cut` is True where the source just
+    `uses` are what was done with globals, and the byte where first: what a call gave was
+    ``changed``, by items or a state, or ``called``; a function of attributes ``looked up`` what is
+    among the `names`, or was ``handed on``. Bytes are numbered as those of the source are.
+    `constants` are what may be a stream itself, or where it lies, for `held_bytes`. `end` is the
+    byte behind its STOP; where it has none, `broken` says why, `cut` is True where the source just
     ended, and `stopped` where a limit was met. `followed` counts the bytes that were looked at.
     """
 
@@ -92,7 +99,8 @@ def trace_pickle(source: Source, start: int = 0) -> Trace:
 
 
 def held_bytes(source: Source, held: Held) -> bytes:
-    """What a held text means as bytes: its latin-1 form, in which python 2 and the protocols up to 2 write bytes.
+    """What a held text means as bytes: its latin-1 form, in which python 2 and the protocols up to
+    2 write bytes.
 
     Raises `ValueError` where it has none.
     """
@@ -108,7 +116,9 @@ def _text(raw: bytes, form: Form) -> str:
     if form == "bytes":
         return raw.decode("latin-1")
     if form.startswith("quoted"):
-        return codecs.escape_decode(raw.strip()[1:-1])[0].decode("latin-1" if form == "quoted" else "utf-8")
+        return codecs.escape_decode(raw.strip()[1:-1])[0].decode(
+            "latin-1" if form == "quoted" else "utf-8"
+        )
     return raw.decode(form, "surrogatepass" if form == "utf-8" else "strict")
 
 
@@ -135,32 +145,39 @@ _STRANGE: Any = object()
 _FIRST_WINDOW = 512
 """How many bytes are read first; most of what is looked at is not a pickle, and breaks within them."""
 _LONGEST_NAME = 4096
-"""Of longer texts only the place is kept: they are arrays, as python 2 and the protocols up to 2 write them."""
+"""Of longer texts only the place is kept: they are arrays, as python 2 and the protocols up to 2
+write them.
+"""
 
 
 _LONGEST_NUMBER = 1 << 20  # bytes of a line of digits and of the blanks around them
-_SHORTEST = 10  # bytes of a pickle that calls something; what is shorter is not a stream to be looked into
+# bytes of a pickle that calls something; what is shorter is not a stream to be looked into
+_SHORTEST = 10
 _MOST_ALARMS = 100  # of one stream; the first one decides
 
 
 class _Tracer:
-    """The stack and the memo of one stream: texts, tuples and globals as they are, `Held` for bytes, `Made` for what calls
-    give, and `_OTHER` or `_STRANGE` for the rest."""
+    """The stack and the memo of one stream: texts, tuples and globals as they are, `Held` for
+    bytes, `Made` for what calls give, and `_OTHER` or `_STRANGE` for the rest.
+    """
 
     def __init__(self, source: Source, start: int) -> None:
         self.trace = Trace()
         self._source, self._start, self._at = source, start, start
         self._window, self._base, self._width = b"", start, _FIRST_WINDOW
         self._passed = 0  # bytes of constants and texts that were not read
-        self._searched = 0  # bytes behind the last opcode in which the end of a line was looked for in vain
+        # bytes behind the last opcode in which the end of a line was looked for in vain
+        self._searched = 0
         self._frame_end = 0
         self._stack: list[Any] = []
         self._marks: list[list[Any]] = []
         self._under = 0  # values below the last mark, a mark being worth eight
         self._memo: dict[int, Any] = {}
         self._most_found = in_force().scanned_pickles
-        self._made: dict[Named, Made] = {}  # one for each global, for a stream may call one very often
-        self._is_guarded = False  # whether a function was named that may be called, and not handed on
+        # one for each global, for a stream may call one very often
+        self._made: dict[Named, Made] = {}
+        # whether a function was named that may be called, and not handed on
+        self._is_guarded = False
 
     def run(self) -> None:
         steps, most = _STEPS, in_force().scanned_values
@@ -174,14 +191,19 @@ class _Tracer:
             if opcode == 0x2E:  # STOP
                 self._stack.pop()
                 if self._at < self._frame_end:
-                    self.alarm("ends within its frame, after which unpicklers continue at different places")
+                    self.alarm(
+                        "ends within its frame, after which unpicklers continue at different places"
+                    )
                 self.trace.end = self._at
                 return
             if (step := steps.get(opcode)) is None:
                 raise _Broken(f"holds the unknown opcode 0x{opcode:02x} at byte {self._at - 1}")
             step(self)
             if len(self._stack) + self._under > most or len(self._memo) > most:
-                raise _TooMany(f"has more than {most} values side by side (--limit scanned_values={2 * most} looks further)")
+                raise _TooMany(
+                    f"has more than {most} values side by side (--limit scanned_values={2 * most} "
+                    "looks further)"
+                )
         raise _Cut
 
     @property
@@ -222,16 +244,25 @@ class _Tracer:
         return self._window[start : start + count]
 
     def _refuse_crossing(self, start: int) -> None:
-        """Some unpicklers go on behind an argument that leaves its FRAME, others behind the FRAME (cpython gh-154848)."""
+        """Some unpicklers go on behind an argument that leaves its FRAME, others behind the FRAME
+        (cpython gh-154848).
+        """
         if start < self._frame_end < self._at:
-            self.alarm("an argument crosses the end of its frame, after which unpicklers continue at different places")
+            self.alarm(
+                "an argument crosses the end of its frame, after which unpicklers continue at "
+                "different places"
+            )
             self._frame_end = 0
 
     def frame(self) -> None:
-        """A frame; one that is longer than the source is none for the unpickler that goes on nevertheless."""
+        """A frame; one that is longer than the source is none for the unpickler that goes on
+        nevertheless.
+        """
         end = self.number(8) + self._at
         if self._at < self._frame_end:
-            self.alarm("a frame begins within another, after which unpicklers continue at different places")
+            self.alarm(
+                "a frame begins within another, after which unpicklers continue at different places"
+            )
         self._frame_end = end if end <= self._source.size else 0
 
     def number(self, width: int) -> int:
@@ -244,7 +275,9 @@ class _Tracer:
         if found < 0 and start != self._base:
             self._fetch(start)
             found = self._window.find(b"\n")
-        end = self._base + found if found >= 0 else self._next_newline(self._base + len(self._window))
+        end = (
+            self._base + found if found >= 0 else self._next_newline(self._base + len(self._window))
+        )
         self._at = end + 1
         self._refuse_crossing(start)
         return Held(start, end - start, form)
@@ -351,11 +384,15 @@ class _Tracer:
         self._refuse_growing(self._stack[-1])
 
     def passed_on(self, values: list[Any]) -> list[Any]:
-        """Values that go into others; what loads streams is called by pickles, and by nothing that they call."""
+        """Values that go into others; what loads streams is called by pickles, and by nothing that
+        they call.
+        """
         if self._is_guarded:
             for value in [value for value in values if type(value) is Named]:
                 if ".".join(value) in NESTED_LOADERS:
-                    self.alarm("a function that loads streams is passed on, so it is unknown what it loads")
+                    self.alarm(
+                        "a function that loads streams is passed on, so it is unknown what it loads"
+                    )
                 if value in ATTRIBUTES:
                     self.use("handed on", value)
         return values
@@ -367,7 +404,9 @@ class _Tracer:
             self._note_change(target, "items")
 
     def _note_change(self, target: Any, what: str) -> None:
-        """What is changed must have been made by the stream: of what a call gave, `changed` tells which."""
+        """What is changed must have been made by the stream: of what a call gave, `changed` tells
+        which.
+        """
         if type(target) is Made:
             self.use("changed", target.func)
         elif type(target) is Named:
@@ -395,7 +434,10 @@ class _Tracer:
         if {type(module), type(name)} <= {str, Held}:
             self.alarm(f"a global is named in more than {_LONGEST_NAME} bytes")
         else:
-            self.alarm("the name of a global is computed while the pickle runs, so it is unknown", by_chance=True)
+            self.alarm(
+                "the name of a global is computed while the pickle runs, so it is unknown",
+                by_chance=True,
+            )
         return _OTHER
 
     def alarm(self, reason: str, *, by_chance: bool = False) -> None:
@@ -426,7 +468,9 @@ class _Tracer:
     def new_object(self, count: int) -> None:
         """NEWOBJ, or NEWOBJ_EX (3), with keywords that are not known here."""
         func, args = self._stack[-count], self._stack[-count + 1]
-        self.replace(count, self.called(func, args if type(args) is tuple and count == 2 else (_OTHER,)))
+        self.replace(
+            count, self.called(func, args if type(args) is tuple and count == 2 else (_OTHER,))
+        )
 
     def called(self, func: Any, args: tuple[Any, ...]) -> Any:
         """What a call gives: bytes where it is they, a global where its name is known, or `Made`."""
@@ -442,13 +486,20 @@ class _Tracer:
     def _watched(self, func: Named, path: str, args: tuple[Any, ...]) -> Any:
         """What a function gives whose arguments matter."""
         first = args[0] if args else b""
-        if path == _ENCODE and type(first) in (str, Held) and args[1:] in (("latin1",), ("latin-1",)):
+        if (
+            path == _ENCODE
+            and type(first) in (str, Held)
+            and args[1:] in (("latin1",), ("latin-1",))
+        ):
             return self.encoded(first)
         is_bytes = type(first) is bytes or (type(first) is Held and first.form == "bytes")
         if path in _BYTES_CLASSES and len(args) < 2 and is_bytes:
             return first
         if path in NESTED_LOADERS and type(first) not in (bytes, str, Held):
-            self.alarm(f"{path} is given bytes that are computed while the pickle runs, so they are unknown")
+            self.alarm(
+                f"{path} is given bytes that are computed while the pickle runs, so they are "
+                "unknown"
+            )
         if func in ATTRIBUTES:
             return self._attribute(func, args)
         if path in _CHANGERS and not _rebuilds(first):
@@ -466,7 +517,9 @@ class _Tracer:
         return func if type(func) is Made or func is _STRANGE else _OTHER
 
     def _called_by(self, func: Any, *, changes: bool) -> Any:
-        """What a function of checkpoints gives that calls, or makes an object of, its first argument."""
+        """What a function of checkpoints gives that calls, or makes an object of, its first
+        argument.
+        """
         if type(func) is not Named:
             return self._called_result(func)
         if changes:
@@ -482,7 +535,9 @@ class _Tracer:
         return self.name(args[0].module, f"{args[0].name}.{args[1]}")
 
     def encoded(self, text: Any) -> Held | bytes:
-        """The latin-1 form of a text. What python 2 wrote is read as latin-1 by some and as UTF-8 by others: both are kept."""
+        """The latin-1 form of a text. What python 2 wrote is read as latin-1 by some and as UTF-8
+        by others: both are kept.
+        """
         if type(text) is Held:
             if text.form in _AS_UTF8:
                 self.kept(text._replace(form=_AS_UTF8[text.form]))
@@ -501,7 +556,9 @@ class _Tracer:
             self._note_change(target, "attributes")
 
     def persistent(self) -> None:
-        """What the loader gives for an id: a storage that it makes, or, in legacy files, the class of a module."""
+        """What the loader gives for an id: a storage that it makes, or, in legacy files, the class
+        of a module.
+        """
         (pid,) = self.passed_on(self._stack[-1:])
         kind = pid[0] if type(pid) is tuple and pid else None
         is_class = kind == "module" and len(pid) > 1 and type(pid[1]) is Named
@@ -515,7 +572,9 @@ class _Tracer:
 
 
 def _rebuilds(func: Any) -> bool:
-    """Whether a global rebuilds a tensor itself, as those of torch._utils do: nothing else is what they are given to call."""
+    """Whether a global rebuilds a tensor itself, as those of torch._utils do: nothing else is what
+    they are given to call.
+    """
     if type(func) is not Named or f"{func.module}.{func.name}" in _CHANGERS:
         return False
     return func.name.rpartition(".")[2].startswith("_rebuild")
@@ -524,7 +583,9 @@ def _rebuilds(func: Any) -> bool:
 NESTED_LOADERS = frozenset(("torch.storage._load_from_bytes",))
 """Functions of checkpoints that load a stream within the stream."""
 ATTRIBUTES = frozenset(Named(module, "getattr") for module in ("builtins", "__builtin__"))
-"""What protocols up to 3 name methods by: a call of it with a global and a text is but another name."""
+"""What protocols up to 3 name methods by: a call of it with a global and a text is but another
+name.
+"""
 _CHANGERS = frozenset(
     f"{module}.{name}"
     for module in ("torch._tensor", "torch.tensor")
@@ -532,10 +593,14 @@ _CHANGERS = frozenset(
 )
 """Functions of checkpoints that call their first argument and set attributes of what it gives."""
 _CALLERS = _CHANGERS | frozenset(
-    f"{module}.{name}" for module in ("copyreg", "copy_reg") for name in ("_reconstructor", "__newobj__", "__newobj_ex__")
+    f"{module}.{name}"
+    for module in ("copyreg", "copy_reg")
+    for name in ("_reconstructor", "__newobj__", "__newobj_ex__")
 )
 """Functions of checkpoints whose first argument is called, or is the class of what they make."""
-_BYTES_CLASSES = frozenset(f"{module}.{name}" for module in ("builtins", "__builtin__") for name in ("bytes", "bytearray"))
+_BYTES_CLASSES = frozenset(
+    f"{module}.{name}" for module in ("builtins", "__builtin__") for name in ("bytes", "bytearray")
+)
 _ENCODE = "_codecs.encode"
 _WATCHED = _CALLERS | _BYTES_CLASSES | NESTED_LOADERS | {_ENCODE}
 """Functions of which it matters what they are given."""
@@ -565,7 +630,8 @@ def _pushed_text(tracer: _Tracer, held: Held) -> None:
 
 
 _STEPS: dict[int, _Step] = {
-    **dict.fromkeys(b"N]}\x88\x89\x8f\x97", _other(0)),  # NONE, NEWTRUE, NEWFALSE, NEXT_BUFFER, empty ones
+    # NONE, NEWTRUE, NEWFALSE, NEXT_BUFFER, empty ones
+    **dict.fromkeys(b"N]}\x88\x89\x8f\x97", _other(0)),
     **dict.fromkeys(b"FIL", _line_of(lambda tracer, _: tracer.push(_OTHER))),
     **dict.fromkeys(b"ld\x91", _Tracer.container),  # LIST, DICT, FROZENSET
     **dict.fromkeys(b"eu\x90", _Tracer.add_marked),  # APPENDS, SETITEMS, ADDITEMS

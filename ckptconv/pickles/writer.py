@@ -1,4 +1,6 @@
-"""Pickle streams written from nodes: protocol 2, with just the opcodes that torch's `weights_only` reader accepts."""
+"""Pickle streams written from nodes: protocol 2, with just the opcodes that torch's `weights_only`
+reader accepts.
+"""
 
 from __future__ import annotations
 
@@ -29,21 +31,25 @@ class _Put:
 def write_pickle(root: Node, leaf: Leaf, overlay: Mapping[int, Node] | None = None) -> bytes:
     """The protocol 2 pickle of `root`, shared nodes written once.
 
-    `leaf(node, writer)` is asked about every value that is neither plain Python nor a node of this module; it returns
-    either opcode bytes or a node to write in its place. A container whose `id` is in `overlay` is written as what stands
-    there. Raises `RefusedObject` for what protocol 2 cannot hold.
+    `leaf(node, writer)` is asked about every value that is neither plain Python nor a node of this
+    module; it returns either opcode bytes or a node to write in its place. A container whose `id`
+    is in `overlay` is written as what stands there. Raises `RefusedObject` for what protocol 2
+    cannot hold.
     """
     return PickleWriter(leaf, overlay or {}).write(root)
 
 
 class PickleWriter:
-    """One stream being written: iterative, so nesting costs no C stack; a node is memoized by identity, text by value."""
+    """One stream being written: iterative, so nesting costs no C stack; a node is memoized by
+    identity, text by value.
+    """
 
     def __init__(self, leaf: Leaf, overlay: Mapping[int, Node]) -> None:
         self._leaf = leaf
         self._overlay = overlay
         self._out = bytearray(b"\x80\x02")
-        self._memo: dict[int, int] = {}  # id of a node → memo index; likewise for texts and the names of globals
+        # id of a node → memo index; likewise for texts and the names of globals
+        self._memo: dict[int, int] = {}
         self._texts: dict[str, int] = {}
         self._names: dict[str, int] = {}
         self._kept: list[Node] = []
@@ -162,7 +168,9 @@ class PickleWriter:
 
 
 class _Alias:
-    """A replacement: the node that stands for another, so that both are fetched from the same memo entry."""
+    """A replacement: the node that stands for another, so that both are fetched from the same memo
+    entry.
+    """
 
     __slots__ = ("made", "node")
 
@@ -190,7 +198,8 @@ def integer(value: int) -> bytes:
     raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
     if len(raw) > 255:
         raise RefusedObject(
-            f"an integer of {value.bit_length()} bits is longer than torch.load(weights_only=True) reads",
+            f"an integer of {value.bit_length()} bits is longer than "
+            "torch.load(weights_only=True) reads",
             hint="--only PATH takes one part",
         )
     return b"\x8a%c" % len(raw) + raw
@@ -223,7 +232,9 @@ def _tuple_work(node: tuple[Node, ...]) -> Iterator[Node]:
 
 def _call_work(node: Call) -> Iterator[Node]:
     if node.kwargs is not None:
-        raise RefusedObject("an object made with keyword arguments cannot be written in protocol 2", where=node.name)
+        raise RefusedObject(
+            "an object made with keyword arguments cannot be written in protocol 2", where=node.name
+        )
     yield node.func
     yield node.args
     yield _Raw(b"\x81" if node.new else b"R")

@@ -1,4 +1,6 @@
-"""Is it safe to load? Judges files and folders by the worst name in their streams; nothing is executed."""
+"""Is it safe to load? Judges files and folders by the worst name in their streams; nothing is
+executed.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ __all__ = ["Finding", "Scan", "ScannedFile", "scan_checkpoint"]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ScannedFile:
-    """What was found in one file. `kind` says what the file is; `pickles` counts those in it, nested ones included."""
+    """What was found in one file. `kind` says what the file is; `pickles` counts those in it,
+    nested ones included.
+    """
 
     path: str
     kind: str
@@ -42,7 +46,13 @@ class ScannedFile:
         return max((finding.level for finding in self.findings), key=LEVELS.index, default="plain")
 
     def __repr__(self) -> str:
-        return short_repr("ScannedFile", Path(self.path).name, self.kind, self.level, count_text(self.pickles, "pickle"))
+        return short_repr(
+            "ScannedFile",
+            Path(self.path).name,
+            self.kind,
+            self.level,
+            count_text(self.pickles, "pickle"),
+        )
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -60,17 +70,29 @@ class Scan:
     @property
     def dangerous(self) -> tuple[Finding, ...]:
         """Everything that is dangerous."""
-        return tuple(finding for file in self.files for finding in file.findings if finding.level == "dangerous")
+        return tuple(
+            finding
+            for file in self.files
+            for finding in file.findings
+            if finding.level == "dangerous"
+        )
 
     def __repr__(self) -> str:
         files, found = count_text(len(self.files), "file"), len(self.dangerous)
         return short_repr(
-            "Scan", Path(self.path).name or self.path, self.level, files, f"{found:,} dangerous" if found else None
+            "Scan",
+            Path(self.path).name or self.path,
+            self.level,
+            files,
+            f"{found:,} dangerous" if found else None,
         )
 
     def _repr_html_(self) -> str:
         told = (
-            (file.path, one.level, one.name, one.reason) for file in self.files for one in file.findings if one.level != "plain"
+            (file.path, one.level, one.name, one.reason)
+            for file in self.files
+            for one in file.findings
+            if one.level != "plain"
         )
         return html_table(f"{self.path}: {self.level}", told)
 
@@ -79,9 +101,9 @@ class Scan:
 def scan_checkpoint(path: str | os.PathLike[str], *, on_progress: OnProgress | None = None) -> Scan:
     """Scan a file, or all files in a folder and its subfolders.
 
-    Links to folders are not followed, which is a finding, as is what cannot be read of the things in a folder; raises
-    `CheckpointError` where `path` itself cannot be. `on_progress` is called with a `Progress`, about once a MiB, for the files
-    all together.
+    Links to folders are not followed, which is a finding, as is what cannot be read of the things
+    in a folder; raises `CheckpointError` where `path` itself cannot be. `on_progress` is called
+    with a `Progress`, about once a MiB, for the files all together.
     """
     refuse_no_path(path=path)
     root = Path(path)
@@ -111,7 +133,9 @@ def _size(path: Path) -> int:
 
 
 class _CountedSource(FileSource):
-    """A file of which each MiB is counted once, when it is first looked at: a scan goes back and forth."""
+    """A file of which each MiB is counted once, when it is first looked at: a scan goes back and
+    forth.
+    """
 
     def __init__(self, path: Path, read: Meter) -> None:
         super().__init__(path)
@@ -155,7 +179,9 @@ def _unread(path: str, why: str) -> ScannedFile:
 
 def _scan_listed(path: Path, read: Meter) -> ScannedFile:
     if path.is_dir():
-        return _unread(str(path), "is a link to a folder, which was not followed; name it to scan it")
+        return _unread(
+            str(path), "is a link to a folder, which was not followed; name it to scan it"
+        )
     try:
         return _scan_file(path, read)
     except CheckpointError as error:
@@ -174,7 +200,8 @@ def _scan_file(path: Path, read: Meter) -> ScannedFile:
         source.close()
     source.count_rest()
     found = dict.fromkeys(scanner.findings)
-    is_joined = kind.endswith((" zips", " pickles"))  # items of a DCP folder, one pickle after another: not a checkpoint
+    # items of a DCP folder, one pickle after another: not a checkpoint
+    is_joined = kind.endswith((" zips", " pickles"))
     if scanner.pickles and not is_joined and all(finding.level == "plain" for finding in found):
         found |= dict.fromkeys(_malformed(path))
     findings = sorted(found, key=lambda finding: -LEVELS.index(finding.level))
@@ -182,18 +209,27 @@ def _scan_file(path: Path, read: Meter) -> ScannedFile:
 
 
 def _malformed(path: Path) -> Iterator[Finding]:
-    """What makes a conversion refuse a file whose names are plain: it may be read in two ways, and one was scanned."""
+    """What makes a conversion refuse a file whose names are plain: it may be read in two ways, and
+    one was scanned.
+    """
     most = in_force()
     try:
         with (
-            limits(nodes=min(most.nodes, _OPENED.nodes), pickle_bytes=min(most.pickle_bytes, _OPENED.pickle_bytes)),
+            limits(
+                nodes=min(most.nodes, _OPENED.nodes),
+                pickle_bytes=min(most.pickle_bytes, _OPENED.pickle_bytes),
+            ),
             collector_paused(),
             open_file(path),
         ):
             return
     except MalformedCheckpoint as error:
         yield Finding(error.where or "", "", "unknown", f"malformed: {error.what}", 0)
-    except (CheckpointError, OSError, ValueError):  # not a checkpoint, or too large to be opened just for this
+    except (
+        CheckpointError,
+        OSError,
+        ValueError,
+    ):  # not a checkpoint, or too large to be opened just for this
         return
 
 
@@ -201,15 +237,17 @@ _OPENED = Limits(nodes=1_000_000, pickle_bytes=1 << 26)
 """Scanning takes little memory whatever a pickle holds; opening does not."""
 
 
-# ------------------------------------------------------------------------------------------------------- items of a folder
+# -------------------------------------------------------------------------------- items of a folder
 
 _METADATA = frozenset(("Metadata", "MCoreMetadata"))
 
 
 def _with_items(file: ScannedFile) -> ScannedFile:
-    """The metadata of a DCP folder with what was found in the items that it places where no file or archive begins.
+    """The metadata of a DCP folder with what was found in the items that it places where no file or
+    archive begins.
 
-    An item that is not a tensor is unpickled, wherever the metadata says that it lies. Source: `DefaultLoadPlanner.load_bytes`.
+    An item that is not a tensor is unpickled, wherever the metadata says that it lies. Source:
+    `DefaultLoadPlanner.load_bytes`.
     """
     path = Path(file.path)
     classes = {finding.name.rpartition(".")[2] for finding in file.findings}
@@ -234,8 +272,12 @@ def _item_findings(path: Path) -> Iterator[Finding]:
             yield from _range_findings(source, name, wanted - {(0, source.size)})
 
 
-def _range_findings(source: FileSource, name: str, wanted: set[tuple[int, int]]) -> Iterator[Finding]:
-    """What lies in ranges of a file that are not archives of their own, which are looked into with the file."""
+def _range_findings(
+    source: FileSource, name: str, wanted: set[tuple[int, int]]
+) -> Iterator[Finding]:
+    """What lies in ranges of a file that are not archives of their own, which are looked into with
+    the file.
+    """
     scanner = Scanner(Room(source.size))
     ranges = sorted(wanted - set(joined_archives(source) if wanted else ()))
     if sum(length for _, length in ranges) > source.size:

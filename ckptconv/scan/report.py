@@ -32,7 +32,11 @@ def scan_headline(scan: Scan) -> str:
 def scans_headline(levels: Sequence[str]) -> str:
     """How several paths were judged; ``unread`` is what could not be."""
     counted = Counter(levels)
-    said = (f"{counted[level]} {level}" for level in ("dangerous", "unknown", "plain", "unread") if counted[level])
+    said = (
+        f"{counted[level]} {level}"
+        for level in ("dangerous", "unknown", "plain", "unread")
+        if counted[level]
+    )
     return f"{count_text(len(levels), 'path')}: {', '.join(said)}"
 
 
@@ -47,7 +51,11 @@ def scan_lines(scan: Scan) -> Iterator[tuple[str, str]]:
 
 
 def _finding_text(scan: Scan, file: ScannedFile, finding: Finding) -> str:
-    place = [file.path] * (len(scan.files) > 1) + [finding.where] * bool(finding.where) + [finding.name] * bool(finding.name)
+    place = (
+        [file.path] * (len(scan.files) > 1)
+        + [finding.where] * bool(finding.where)
+        + [finding.name] * bool(finding.name)
+    )
     return ": ".join([*(printable(part) for part in place), printable(finding.reason, 500)])
 
 
@@ -63,7 +71,13 @@ def scan_document(scan: Scan) -> dict[str, Any]:
                 "level": file.level,
                 "pickles": file.pickles,
                 "findings": [
-                    {"level": item.level, "name": item.name, "where": item.where, "byte": item.at, "reason": item.reason}
+                    {
+                        "level": item.level,
+                        "name": item.name,
+                        "where": item.where,
+                        "byte": item.at,
+                        "reason": item.reason,
+                    }
                     for item in file.findings
                 ],
             }

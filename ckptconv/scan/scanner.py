@@ -1,8 +1,10 @@
-"""What the streams in one source name, judged: pickles, and whatever holds pickles, followed without executing anything.
+"""What the streams in one source name, judged: pickles, and whatever holds pickles, followed
+without executing anything.
 
-Every source is looked into, whatever it is called: pickles that follow each other, the records of zip archives, the
-members of tar files, pickles and archives that pickles hold as bytes, and the pickles that stable-baselines3 writes as
-base64 text. A pickle that breaks is followed up to there, which is what an unpickler would have executed.
+Every source is looked into, whatever it is called: pickles that follow each other, the records of
+zip archives, the members of tar files, pickles and archives that pickles hold as bytes, and the
+pickles that stable-baselines3 writes as base64 text. A pickle that breaks is followed up to there,
+which is what an unpickler would have executed.
 """
 
 from __future__ import annotations
@@ -24,7 +26,15 @@ from ckptconv.formats.torch_tar import is_tar
 from ckptconv.formats.zip_archive import Record, is_zip, read_directory
 from ckptconv.io.source import CHUNK, MemorySource, RangeSource, Source
 from ckptconv.objects.threats import Level, Verdict, gives_what_was_there, judge
-from ckptconv.pickles.tracer import ATTRIBUTES, NESTED_LOADERS, Held, Named, Trace, held_bytes, trace_pickle
+from ckptconv.pickles.tracer import (
+    ATTRIBUTES,
+    NESTED_LOADERS,
+    Held,
+    Named,
+    Trace,
+    held_bytes,
+    trace_pickle,
+)
 from ckptconv.scan.script_code import (
     FLATBUFFER,
     Called,
@@ -45,13 +55,16 @@ _TAIL = 22 + 0xFFFF  # bytes in which the end record of a zip archive lies
 _STORAGE = re.compile(r"(?:^|/)data/\d+$").search  # the names of torch's storages
 _BLOCK = 512  # bytes of a tar header, and of what the parts of a tar file are multiples of
 _LOOK = 64  # bytes for which a look in vain counts at least
-_LZMA = re.compile(rb"\x5d\0\0..\xff{8}", re.DOTALL).match  # the older container of lzma, which has no magic of its own
+# the older container of lzma, which has no magic of its own
+_LZMA = re.compile(rb"\x5d\0\0..\xff{8}", re.DOTALL).match
 _NUMPY = b"\x93NUMPY"
 _SERIALIZED = re.compile(
-    rb'"%s"\s*:\s*("[^"\\]*(?:\\.[^"\\]*)*")' % b"".join(rb"(?:%c|\\u00(?i:%02x))" % (byte, byte) for byte in b":serialized:"),
+    rb'"%s"\s*:\s*("[^"\\]*(?:\\.[^"\\]*)*")'
+    % b"".join(rb"(?:%c|\\u00(?i:%02x))" % (byte, byte) for byte in b":serialized:"),
     re.DOTALL,
 )
-"""The pickles in the JSON of stable-baselines3 (common/save_util.py), which its `load` gives to cloudpickle.
+"""The pickles in the JSON of stable-baselines3 (common/save_util.py), which its `load` gives to
+cloudpickle.
 
 Any character of a JSON text may be escaped, and `base64.b64decode` passes over what is not base64.
 """
@@ -61,8 +74,8 @@ Any character of a JSON text may be escaped, and `base64.b64decode` passes over 
 class Finding:
     """One thing that a pickle of a file names or does.
 
-    `where` is the record, and the stream within it, in which it stands; `name` the global as the pickle has it (empty where
-    there is none), `at` the byte of the stream.
+    `where` is the record, and the stream within it, in which it stands; `name` the global as the
+    pickle has it (empty where there is none), `at` the byte of the stream.
     """
 
     where: str
@@ -74,10 +87,11 @@ class Finding:
 
 @dataclass(slots=True)
 class Room:
-    """How much more work a file of `size` bytes may make: what it has inflated to, and what was followed for nothing.
+    """How much more work a file of `size` bytes may make: what it has inflated to, and what was
+    followed for nothing.
 
-    Records of a broken archive may lie in each other, and pickles may seem to begin anywhere: of a small file that is made to,
-    each look would take as long as the last.
+    Records of a broken archive may lie in each other, and pickles may seem to begin anywhere: of a
+    small file that is made to, each look would take as long as the last.
     """
 
     size: int
@@ -86,11 +100,17 @@ class Room:
     followed: int = 0
     is_used_up: bool = False
 
-    def inflate(self, source: Source, offset: int, stored: int, *, pickle: bool) -> tuple[bytes, bool]:
-        """What a deflated run of `stored` bytes inflates to, as far as there is room; and whether that is not all."""
+    def inflate(
+        self, source: Source, offset: int, stored: int, *, pickle: bool
+    ) -> tuple[bytes, bool]:
+        """What a deflated run of `stored` bytes inflates to, as far as there is room; and whether
+        that is not all.
+        """
         most = in_force()
         free = most.pickle_free if pickle else most.inflated_free
-        left = max(free, most.pickle_ratio * self.size) - (self.inflated_pickles if pickle else self.inflated)
+        left = max(free, most.pickle_ratio * self.size) - (
+            self.inflated_pickles if pickle else self.inflated
+        )
         limit = min(most.pickle_bytes, max(free, most.pickle_ratio * stored), left)
         found = _inflated(source, offset, stored, limit) if limit > 0 else b""
         if pickle:
@@ -113,9 +133,11 @@ _DIRECTORY_END = b"PK\5\6"
 
 
 def _may_be_script(source: Source) -> bool:
-    """Whether an archive whose directory is not followed here has the names of TorchScript, and an end that torch may find.
+    """Whether an archive whose directory is not followed here has the names of TorchScript, and an
+    end that torch may find.
 
-    Names are compared as miniz does, without case. A file without an end, cut off while it was copied, torch does not open.
+    Names are compared as miniz does, without case. A file without an end, cut off while it was
+    copied, torch does not open.
     """
     names = ends = False
     start = next_data(source, 0)
@@ -139,8 +161,8 @@ class Scanner:
     def scan(self, source: Source, where: str, depth: int, *, array: bool = False) -> str:
         """Look into a source for whatever it is; says what that is.
 
-        An `array` is one that nothing unpickles: of many thousands some read as pickles by chance, so only what names a global
-        counts.
+        An `array` is one that nothing unpickles: of many thousands some read as pickles by chance,
+        so only what names a global counts.
         """
         if depth > (most := in_force().scanned_depth):
             self._odd(
@@ -158,7 +180,9 @@ class Scanner:
         if head[4:8] == FLATBUFFER:
             self._flatbuffer(source, where)
         count = self._pickles(source, _numpy_end(head), where, depth, array=array)
-        if not depth and b"PK\5\6" in source.read(max(0, source.size - _TAIL), min(_TAIL, source.size)):
+        if not depth and b"PK\5\6" in source.read(
+            max(0, source.size - _TAIL), min(_TAIL, source.size)
+        ):
             self._sweep(source, where, depth)
             return "zip behind other bytes"
         if count:
@@ -170,31 +194,47 @@ class Scanner:
             return "safetensors"
         if _may_be_json(head):
             self._json(source, where, depth)
-        packed = next((item for item in STRANGERS if item.hint and head[item.at :].startswith(item.magic)), None)
+        packed = next(
+            (item for item in STRANGERS if item.hint and head[item.at :].startswith(item.magic)),
+            None,
+        )
         if packed is not None and "unpack" in (packed.hint or ""):
             self._odd(where, f"{packed.what}: what is in it was not looked at")
         elif _is_zlib(head) or _LZMA(head):
-            self._odd(where, "looks compressed by zlib or lzma, as joblib does it: what is in it was not looked at")
+            self._odd(
+                where,
+                "looks compressed by zlib or lzma, as joblib does it: what is in it was not "
+                "looked at",
+            )
         return _text_kind(head) or "no pickle"
 
     def _json(self, source: Source, where: str, depth: int) -> None:
-        """Look into the pickles in a text of stable-baselines3; functions in them are byte code, of which nothing is known."""
+        """Look into the pickles in a text of stable-baselines3; functions in them are byte code, of
+        which nothing is known.
+        """
         limits = in_force()
         most = limits.text_bytes
         texts = (match[1] for match in _SERIALIZED.finditer(source.read(0, min(source.size, most))))
         found = list(dict.fromkeys(islice(texts, limits.scanned_pickles)))
         if source.size > most:
-            self._odd(where, f"is a text of more than {most} bytes; the rest was not looked at", most)
+            self._odd(
+                where, f"is a text of more than {most} bytes; the rest was not looked at", most
+            )
         if next(texts, None) is not None:
             self._more_pickles(where, "stand in one text")
         if found:
             count = count_text(len(found), "pickle")
-            self._odd(where, f"{count} as base64 text, which stable-baselines3 executes when it loads the file")
+            self._odd(
+                where,
+                f"{count} as base64 text, which stable-baselines3 executes when it loads the file",
+            )
         inner = Scanner(self._room)
         for number, encoded in enumerate(found):
             with contextlib.suppress(binascii.Error):
                 raw = base64.b64decode(_unescaped(encoded))
-                inner.scan(MemorySource(raw, source.path), f"{where}<serialized {number}>", depth + 1)
+                inner.scan(
+                    MemorySource(raw, source.path), f"{where}<serialized {number}>", depth + 1
+                )
         self.pickles += inner.pickles
         self.findings += [_as_function(finding) for finding in inner.findings]
 
@@ -206,7 +246,7 @@ class Scanner:
         what = f"more than {most} pickles {how}; the rest was not looked at"
         self._odd(where, f"{what} (--limit scanned_pickles={2 * most} looks further)", at)
 
-    # ------------------------------------------------------------------------------------------------------- archives
+    # ------------------------------------------------------------------------------------- archives
 
     def _zip(self, source: Source, where: str, depth: int) -> str:
         try:
@@ -214,9 +254,17 @@ class Scanner:
         except CheckpointError as error:
             if len(parts := joined_archives(source)) > 1:
                 for start, size in parts:
-                    self.scan(RangeSource(source, start, size), f"{where}/byte {start}".strip("/"), depth + 1)
+                    self.scan(
+                        RangeSource(source, start, size),
+                        f"{where}/byte {start}".strip("/"),
+                        depth + 1,
+                    )
                 return f"{len(parts)} zips"
-            self._odd(where, f"its directory was not followed ({error.what}); what is stored or deflated in it was searched")
+            self._odd(
+                where,
+                f"its directory was not followed ({error.what}); what is stored or deflated in it "
+                "was searched",
+            )
             if _may_be_script(source):
                 what = "seems to be a TorchScript archive; torch may use its directory and run code that was not judged"
                 self.findings.append(Finding(where, "", "dangerous", what, 0))
@@ -228,7 +276,9 @@ class Scanner:
                 self._deflated(source, record.offset, record.stored, inside, depth)
             else:
                 array = _STORAGE(name) is not None
-                self.scan(RangeSource(source, record.offset, record.size), inside, depth + 1, array=array)
+                self.scan(
+                    RangeSource(source, record.offset, record.size), inside, depth + 1, array=array
+                )
         self._scripts(source, records, where)
         return "zip"
 
@@ -238,7 +288,10 @@ class Scanner:
             inside = f"{where}/{name}".strip("/")
             text = self._whole(source, records[name], inside)
             if found[name] != "model":
-                self._note_called(inside, judged_bytecode(text) if found[name] == "bytecode" else judged_code(text))
+                self._note_called(
+                    inside,
+                    judged_bytecode(text) if found[name] == "bytecode" else judged_code(text),
+                )
                 continue
             try:
                 keys = old_code_records(text, name, records, source.path)
@@ -252,11 +305,17 @@ class Scanner:
     def _flatbuffer(self, source: Source, where: str) -> None:
         most = in_force().text_bytes
         self._odd(
-            where, "is a flatbuffer module for mobile devices; of its code, only what is known to be dangerous is reported"
+            where,
+            "is a flatbuffer module for mobile devices; of its code, only what is known to be "
+            "dangerous is reported",
         )
         self._note_called(where, judged_flatbuffer(source.read(0, min(source.size, most))))
         if source.size > most:
-            self._odd(where, f"is a flatbuffer of more than {most} bytes; the rest was not looked at", most)
+            self._odd(
+                where,
+                f"is a flatbuffer of more than {most} bytes; the rest was not looked at",
+                most,
+            )
 
     def _note_called(self, where: str, called: list[Called]) -> None:
         self.findings += [Finding(where, name, *verdict, at) for name, verdict, at in called]
@@ -269,11 +328,17 @@ class Scanner:
         else:
             found, cut = source.read(record.offset, min(record.size, most)), record.size > most
         if cut:
-            self._odd(where, f"is code of more than {len(found)} bytes; the rest was not looked at", len(found))
+            self._odd(
+                where,
+                f"is code of more than {len(found)} bytes; the rest was not looked at",
+                len(found),
+            )
         return found
 
     def _tar(self, source: Source, where: str, depth: int) -> None:
-        """Look into the members of a tar file, wherever a header of one lies, and sweep it for what a pattern tells."""
+        """Look into the members of a tar file, wherever a header of one lies, and sweep it for what
+        a pattern tells.
+        """
         self._pickles(source, 0, where, depth)
         start = next_data(source, 0)
         while start < source.size:
@@ -286,7 +351,9 @@ class Scanner:
         self._sweep(source, where, depth)
 
     def _deflated(self, source: Source, offset: int, stored: int, where: str, depth: int) -> None:
-        """Look into a deflated record; one that does not begin as anything that is looked into is not inflated."""
+        """Look into a deflated record; one that does not begin as anything that is looked into is
+        not inflated.
+        """
         head = _inflated(source, offset, stored, _HEAD)
         trace = trace_pickle(MemorySource(head, source.path), _numpy_end(head))
         is_followed = trace.end or trace.cut or trace.stopped or trace.names or trace.alarms
@@ -296,10 +363,18 @@ class Scanner:
         is_pickle = not (is_zip(head) or is_tar(head) or _may_be_json(head))
         inflated, cut = self._room.inflate(source, offset, stored, pickle=is_pickle)
         if inflated:
-            self.scan(MemorySource(inflated, source.path), where, depth + 1, array=_STORAGE(where) is not None)
+            self.scan(
+                MemorySource(inflated, source.path),
+                where,
+                depth + 1,
+                array=_STORAGE(where) is not None,
+            )
         if cut and (inflated or not self._room.is_used_up):
             more = f"--limit pickle_ratio={2 * in_force().pickle_ratio} looks further"
-            self._odd(where, f"inflates to more than {len(inflated)} bytes; the rest was not looked at ({more})")
+            self._odd(
+                where,
+                f"inflates to more than {len(inflated)} bytes; the rest was not looked at ({more})",
+            )
         self._room.is_used_up |= not inflated
 
     def _sweep(self, source: Source, where: str, depth: int) -> None:
@@ -322,7 +397,9 @@ class Scanner:
             start = next_data(source, start + CHUNK)
 
     def _uncertain(self, source: Source, at: int, where: str, depth: int) -> int:
-        """Follow what may be a pickle; the byte behind it, or 0 where what lies in it must be looked at too."""
+        """Follow what may be a pickle; the byte behind it, or 0 where what lies in it must be
+        looked at too.
+        """
         self._room.followed += _LOOK
         return self._pickle(source, at, where, depth, certain=False)
 
@@ -331,7 +408,12 @@ class Scanner:
         header = source.read(at, min(30, source.size - at))
         if len(header) < 30:
             return 0
-        offset = at + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+        offset = (
+            at
+            + 30
+            + int.from_bytes(header[26:28], "little")
+            + int.from_bytes(header[28:30], "little")
+        )
         if offset >= source.size:
             return 0
         if header[8:10] == b"\0\0":
@@ -339,14 +421,20 @@ class Scanner:
         self._deflated(source, offset, source.size - offset, f"{where}/byte {at}".strip("/"), depth)
         return 0
 
-    # -------------------------------------------------------------------------------------------------------- pickles
+    # -------------------------------------------------------------------------------------- pickles
 
-    def _pickles(self, source: Source, start: int, where: str, depth: int, *, array: bool = False) -> int:
+    def _pickles(
+        self, source: Source, start: int, where: str, depth: int, *, array: bool = False
+    ) -> int:
         """Follow the pickles that lie one behind another; how many there are."""
         count, at, most = 0, start, in_force().scanned_pickles
         for _ in range(most):
             before = self.pickles
-            end = self._pickle(source, at, where, depth, certain=True, array=array) if at < source.size else 0
+            end = (
+                self._pickle(source, at, where, depth, certain=True, array=array)
+                if at < source.size
+                else 0
+            )
             count += self.pickles > before
             if end <= at:
                 return count
@@ -355,11 +443,21 @@ class Scanner:
             self._more_pickles(where, "lie one behind another", at)
         return count
 
-    def _pickle(self, source: Source, start: int, where: str, depth: int, *, certain: bool, array: bool = False) -> int:
-        """Follow the pickle at byte `start`, if it is one; the byte behind it, or 0 where there is none.
+    def _pickle(
+        self,
+        source: Source,
+        start: int,
+        where: str,
+        depth: int,
+        *,
+        certain: bool,
+        array: bool = False,
+    ) -> int:
+        """Follow the pickle at byte `start`, if it is one; the byte behind it, or 0 where there is
+        none.
 
-        What breaks counts as a pickle where it names something dangerous, or is `certain` to be one by how it begins. In one
-        that is not, another may lie: 0 too.
+        What breaks counts as a pickle where it names something dangerous, or is `certain` to be one
+        by how it begins. In one that is not, another may lie: 0 too.
         """
         trace = trace_pickle(source, start)
         is_passed = certain or not trace.constants
@@ -367,7 +465,11 @@ class Scanner:
         named = self._judged(trace, where)
         has_proto = _BEGINS(source.read(start, min(2, source.size - start))) is not None
         is_chance = array and not trace.names
-        alarms = [alarm for alarm in trace.alarms if not is_chance and (trace.names or has_proto or not alarm.by_chance)]
+        alarms = [
+            alarm
+            for alarm in trace.alarms
+            if not is_chance and (trace.names or has_proto or not alarm.by_chance)
+        ]
         is_bad = bool(alarms) or any(finding.level == "dangerous" for finding in named)
         is_begun = has_proto and bool(trace.names or trace.cut) and not is_chance
         is_told = is_bad or (certain and not is_chance and (is_begun or trace.stopped))
@@ -377,7 +479,9 @@ class Scanner:
             self.findings += named
             if trace.broken is not None:
                 self._odd(where, f"the pickle {trace.broken}; what comes before was judged", start)
-            self.findings += [Finding(where, "", "dangerous", alarm.reason, alarm.at) for alarm in alarms]
+            self.findings += [
+                Finding(where, "", "dangerous", alarm.reason, alarm.at) for alarm in alarms
+            ]
             self._nested(trace, source, where, depth)
         return trace.end if is_passed else 0
 
@@ -388,8 +492,13 @@ class Scanner:
             self.pickles += 1
 
     def _judged(self, trace: Trace, where: str) -> list[Finding]:
-        named = [Finding(where, ".".join(name), *_verdict(name, trace), at) for name, at in trace.names.items()]
-        return named + [Finding(where, ".".join(name), *verdict, at) for name, verdict, at in _misused(trace)]
+        named = [
+            Finding(where, ".".join(name), *_verdict(name, trace), at)
+            for name, at in trace.names.items()
+        ]
+        return named + [
+            Finding(where, ".".join(name), *verdict, at) for name, verdict, at in _misused(trace)
+        ]
 
     def _nested(self, trace: Trace, source: Source, where: str, depth: int) -> None:
         """Look into the bytes that a pickle holds: each may be a stream itself."""
@@ -398,13 +507,21 @@ class Scanner:
         for number, held in enumerate(trace.constants):
             inside = f"{where}<bytes {number}>"
             if isinstance(held, Held) and held.form != "bytes" and held.nbytes > most:
-                self._odd(inside, f"a text of {held.nbytes} bytes was not looked at (--limit pickle_bytes={held.nbytes} does)")
+                self._odd(
+                    inside,
+                    f"a text of {held.nbytes} bytes was not looked at (--limit "
+                    f"pickle_bytes={held.nbytes} does)",
+                )
             elif (inner := _inner_source(source, held)).size > 1:
                 self.scan(inner, inside, depth + 1, array=array)
 
 
 def _verdict(name: Named, trace: Trace) -> Verdict:
-    if name in ATTRIBUTES and ("looked up", name) in trace.uses and ("handed on", name) not in trace.uses:
+    if (
+        name in ATTRIBUTES
+        and ("looked up", name) in trace.uses
+        and ("handed on", name) not in trace.uses
+    ):
         return Verdict("plain", "looks up attributes by their names, which are judged themselves")
     return judge(*name)
 
@@ -413,7 +530,13 @@ def _misused(trace: Trace) -> Iterator[tuple[Named, Verdict, int]]:
     """Plain globals of which what they gave is changed though it was there before, or is called."""
     for (use, name), at in trace.uses.items():
         if use == "changed" and gives_what_was_there(*name):
-            yield name, Verdict("dangerous", "changes items or attributes of an object that exists already"), at
+            yield (
+                name,
+                Verdict(
+                    "dangerous", "changes items or attributes of an object that exists already"
+                ),
+                at,
+            )
         elif use == "called" and judge(*name).level == "plain":
             yield name, Verdict("dangerous", "makes an object that is called in turn"), at
 
@@ -423,19 +546,24 @@ def _inner_source(source: Source, held: Held | bytes) -> Source:
     if isinstance(held, Held) and held.form == "bytes":
         return RangeSource(source, held.offset, held.nbytes)
     with contextlib.suppress(ValueError):
-        return MemorySource(held_bytes(source, held) if isinstance(held, Held) else held, source.path)
+        return MemorySource(
+            held_bytes(source, held) if isinstance(held, Held) else held, source.path
+        )
     return MemorySource(b"", source.path)
 
 
 def _as_function(finding: Finding) -> Finding:
-    """A name of cloudpickle, where it is what writes functions: unknown, for what they do stands in their byte code."""
+    """A name of cloudpickle, where it is what writes functions: unknown, for what they do stands in
+    their byte code.
+    """
     if not finding.name.startswith("cloudpickle."):
         return finding
     return replace(finding, level="unknown", reason="makes functions from byte code in the pickle")
 
 
 def _is_tar_header(block: bytes) -> bool:
-    """Whether a member of a tar file begins so, which `tarfile` knows by the checksum of its header alone.
+    """Whether a member of a tar file begins so, which `tarfile` knows by the checksum of its header
+    alone.
 
     That is the sum of the 512 bytes, those of the checksum itself taken as spaces.
     """
@@ -475,7 +603,9 @@ _INERT = frozenset(("empty file", "git-LFS pointer", "web page", "JSON text", "t
 
 
 def is_inert(kind: str) -> bool:
-    """Whether a file of this kind, without findings, is not a checkpoint: nothing in it can run when it is loaded."""
+    """Whether a file of this kind, without findings, is not a checkpoint: nothing in it can run
+    when it is loaded.
+    """
     return kind in _INERT
 
 

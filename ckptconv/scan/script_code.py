@@ -1,8 +1,10 @@
-"""The code in TorchScript archives, judged by the operators that it calls; it is text, and never run.
+"""The code in TorchScript archives, judged by the operators that it calls; it is text, and never
+run.
 
-`torch.jit.load` compiles the texts under ``code/`` and runs the `__setstate__` of modules; all else runs when the module is
-called. In them, ``torch.NAME`` is the operator ``aten::NAME`` and ``ops.NAMESPACE.NAME`` any other; archives for mobiles
-name operators in ``bytecode.pkl`` too. Sources: torch/csrc/jit/frontend/lexer.h, torch/csrc/jit/serialization.
+`torch.jit.load` compiles the texts under ``code/`` and runs the `__setstate__` of modules; all else
+runs when the module is called. In them, ``torch.NAME`` is the operator ``aten::NAME`` and
+``ops.NAMESPACE.NAME`` any other; archives for mobiles name operators in ``bytecode.pkl`` too.
+Sources: torch/csrc/jit/frontend/lexer.h, torch/csrc/jit/serialization.
 """
 
 from __future__ import annotations
@@ -20,31 +22,41 @@ Kind: TypeAlias = Literal["text", "bytecode", "model"]
 
 
 class Called(NamedTuple):
-    """Something that code uses and that is not plain: its name in the code, how it is judged, and the byte where first."""
+    """Something that code uses and that is not plain: its name in the code, how it is judged, and
+    the byte where first.
+    """
 
     name: str
     verdict: Verdict
     at: int
 
 
-# --------------------------------------------------------------------------------------------------- where the code stands
+# ---------------------------------------------------------------------------- where the code stands
 
 _TEXT = re.compile(r"(.*/)?code/.+\.py", re.DOTALL)
 _MARKS = ("constants.pkl", "bytecode.pkl", "model.json")
 _KINDS: dict[str, Kind] = {"bytecode.pkl": "bytecode", "model.json": "model"}
 _ENDINGS = tuple(_KINDS)
 FLATBUFFER = b"PTMF"
-"""What stands at byte 4 of a module for mobiles that is a flatbuffer; `torch.jit.load` takes it too."""
+"""What stands at byte 4 of a module for mobiles that is a flatbuffer; `torch.jit.load` takes it
+too.
+"""
 
 
 def script_records(names: Iterable[str]) -> dict[str, Kind]:
-    """The records of an archive that torch compiles or runs; it does not tell upper and lower case apart."""
+    """The records of an archive that torch compiles or runs; it does not tell upper and lower case
+    apart.
+    """
     lower = {name.lower(): name for name in names}
     found: dict[str, Kind] = {}
     for low, name in lower.items():
         if low.endswith(_ENDINGS) and (kind := _KINDS.get(low.rpartition("/")[2])) is not None:
             found[name] = kind
-        elif low.endswith(".py") and (match := _TEXT.fullmatch(low)) and _is_script(match[1] or "", lower):
+        elif (
+            low.endswith(".py")
+            and (match := _TEXT.fullmatch(low))
+            and _is_script(match[1] or "", lower)
+        ):
             found[name] = "text"
     return found
 
@@ -54,7 +66,8 @@ def _is_script(root: str, lower: Container[str]) -> bool:
 
 
 def old_code_records(model: bytes, name: str, names: Iterable[str], path: Path) -> list[str]:
-    """The records of code that the ``model.json`` of before torch 1.4, the record `name`, speaks of.
+    """The records of code that the ``model.json`` of before torch 1.4, the record `name`, speaks
+    of.
 
     Raises `MalformedCheckpoint` where it is none.
     """
@@ -65,15 +78,23 @@ def old_code_records(model: bytes, name: str, names: Iterable[str], path: Path) 
         value = work.pop()
         if isinstance(value, dict):
             arenas = (value.get(arena) for arena in ("torchscriptArena", "torchscript_arena"))
-            found |= {root + str(arena.get("key", "")).lower() for arena in arenas if isinstance(arena, dict)}
-        work += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+            found |= {
+                root + str(arena.get("key", "")).lower()
+                for arena in arenas
+                if isinstance(arena, dict)
+            }
+        work += (
+            value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        )
     return [other for other in names if other.lower() in found]
 
 
-# --------------------------------------------------------------------------------------------------------------- bytecode
+# ----------------------------------------------------------------------------------------- bytecode
 
 _OPERATOR = re.compile(rb"X(.)\0\0\0(?=[A-Za-z_]\w*::)", re.DOTALL)
-"""A text of a pickle that may be the name of an operator: the opcode BINUNICODE and the length, of which one byte is enough."""
+"""A text of a pickle that may be the name of an operator: the opcode BINUNICODE and the length, of
+which one byte is enough.
+"""
 
 
 def judged_bytecode(raw: bytes) -> list[Called]:
@@ -81,11 +102,15 @@ def judged_bytecode(raw: bytes) -> list[Called]:
     return _first(_named(raw, match.end(), match[1][0]) for match in _OPERATOR.finditer(raw))
 
 
-_IN_FLATBUFFER = re.compile(rb"(?<=.\0\0\0)(?=[A-Za-z_]\w*::)|\b(?:torch|ops)\s*\.\s*\w+(?:\s*\.\s*\w+)?", re.DOTALL)
+_IN_FLATBUFFER = re.compile(
+    rb"(?<=.\0\0\0)(?=[A-Za-z_]\w*::)|\b(?:torch|ops)\s*\.\s*\w+(?:\s*\.\s*\w+)?", re.DOTALL
+)
 
 
 def judged_flatbuffer(raw: bytes) -> list[Called]:
-    """The dangerous operators that a flatbuffer names: in its bytecode, or in the texts that torch compiles for a computer."""
+    """The dangerous operators that a flatbuffer names: in its bytecode, or in the texts that torch
+    compiles for a computer.
+    """
     found = (
         _called(match[0].decode().replace(" ", "").split("."), match.start())
         if match[0]
@@ -100,14 +125,17 @@ def _named(raw: bytes, at: int, count: int) -> Called:
     return Called(name, judge_operator(*name.partition("::")[::2]), at)
 
 
-# -------------------------------------------------------------------------------------------------------------------- text
+# --------------------------------------------------------------------------------------------- text
 
 _TOKEN = re.compile(
     rb"""(?P<blank>\#[^\n]*|\\\n)|(?P<line>\n)|(?P<name>[A-Za-z_]\w*)|(?P<dot>\.)
     |(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?j?)|(?P<string>\"{3}|'{3}|["'])|(?P<other>\S)""",
     re.VERBOSE,
 )
-_ENDS = {quote: re.compile(rb"\\|" + quote + (rb"" if len(quote) == 3 else rb"|\n")) for quote in (b'"""', b"'''", b'"', b"'")}
+_ENDS = {
+    quote: re.compile(rb"\\|" + quote + (rb"" if len(quote) == 3 else rb"|\n"))
+    for quote in (b'"""', b"'''", b'"', b"'")
+}
 _HANDED_ON = Verdict("dangerous", "all operators are passed on, so it is unknown which are called")
 _ROOTS = frozenset((b"torch", b"ops", b"rpc_async", b"rpc_sync", b"rpc_remote"))
 """The names by which code reaches operators."""
@@ -141,8 +169,8 @@ def _called(chain: list[str], at: int) -> Called:
 def _chains(text: bytes) -> Iterator[tuple[list[bytes], int]]:
     """The dotted names in a text by which operators or classes are reached, and the byte of each.
 
-    A name that is annotated or defined is none. One behind a dot and a newline is taken for an attribute and for a root: a
-    number may end in the dot.
+    A name that is annotated or defined is none. One behind a dot and a newline is taken for an
+    attribute and for a root: a number may end in the dot.
     """
     chain: list[bytes] = []
     start, before, opened = 0, "line", "line"
@@ -150,11 +178,17 @@ def _chains(text: bytes) -> Iterator[tuple[list[bytes], int]]:
         if kind == "dot" or (kind == "line" and before.startswith("dot")):
             before = "dot" if kind == "dot" else "dot and line"
             continue
-        if kind == "name" and before.startswith("dot") and not (before == "dot and line" and word in _ROOTS):
+        if (
+            kind == "name"
+            and before.startswith("dot")
+            and not (before == "dot and line" and word in _ROOTS)
+        ):
             chain += [word] if chain else []
             before = kind
             continue
-        if chain and not (opened == "defined" or (opened == "line" and word == b":" and len(chain) == 1)):
+        if chain and not (
+            opened == "defined" or (opened == "line" and word == b":" and len(chain) == 1)
+        ):
             yield chain, start
         is_root = kind == "name" and (word in _ROOTS or word == b"__torch__")
         chain, start, opened = [word] if is_root else [], at, before
@@ -164,7 +198,9 @@ def _chains(text: bytes) -> Iterator[tuple[list[bytes], int]]:
 
 
 def _tokens(text: bytes) -> Iterator[tuple[str, bytes, int]]:
-    """The tokens of a text as torch's lexer has them: kind, word (of a string only how it begins) and byte."""
+    """The tokens of a text as torch's lexer has them: kind, word (of a string only how it begins)
+    and byte.
+    """
     at = 0
     while (match := _TOKEN.search(text, at)) is not None:
         kind, at = str(match.lastgroup), match.end()
@@ -175,7 +211,9 @@ def _tokens(text: bytes) -> Iterator[tuple[str, bytes, int]]:
 
 
 def _string_end(text: bytes, at: int, end: re.Pattern[bytes]) -> int:
-    """The byte behind a string whose first character is at `at`; one that a newline breaks off ends before it."""
+    """The byte behind a string whose first character is at `at`; one that a newline breaks off ends
+    before it.
+    """
     while (match := end.search(text, at)) is not None:
         if match[0] != b"\\":
             return match.start() if match[0] == b"\n" else match.end()

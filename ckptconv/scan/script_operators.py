@@ -1,7 +1,9 @@
-"""The operators of TorchScript: which are torch's own and only compute, which write files or reach other machines.
+"""The operators of TorchScript: which are torch's own and only compute, which write files or reach
+other machines.
 
-An operator is judged by its namespace and its name. Those of `aten` are a list, that of torch 2.13 and some that older
-versions had, without the ends that tell the variants of one operator. Source: `torch._C._jit_get_all_schemas()`.
+An operator is judged by its namespace and its name. Those of `aten` are a list, that of torch 2.13
+and some that older versions had, without the ends that tell the variants of one operator. Source:
+`torch._C._jit_get_all_schemas()`.
 """
 
 from __future__ import annotations
@@ -219,7 +221,18 @@ _ATEN_NAMES = """
     wrapped_linear_prepack wrapped_quantized_linear_prepacked xlogy xor zero zeros zeros_like zfill
 """
 _ATEN = frozenset(_ATEN_NAMES.split())
-_VARIANTS = ("_backward", "_copy", "_out", "_forward", "_jvp", "_double", "_data", "_input", "_weight", "_bias")
+_VARIANTS = (
+    "_backward",
+    "_copy",
+    "_out",
+    "_forward",
+    "_jvp",
+    "_double",
+    "_data",
+    "_input",
+    "_weight",
+    "_bias",
+)
 _NAMESPACES = """
     prim prims quantized _quantized quantization sparse mkldnn mkldnn_prepacked mkl onednn prepacked xnnpack onnx profiler
     static_runtime cuda metal metal_prepack vulkan vulkan_prepack rngprims
@@ -250,7 +263,9 @@ def judge_operator(namespace: str, name: str) -> Verdict:
 
 
 def _base(name: str) -> str:
-    """The name of an operator without what tells its variants: `_foo_backward_` and `foo_out` are `foo`."""
+    """The name of an operator without what tells its variants: `_foo_backward_` and `foo_out` are
+    `foo`.
+    """
     while True:
         short = name.strip("_") or name
         for end in _VARIANTS:

@@ -6,8 +6,11 @@ import os
 import re
 from shlex import quote
 
-_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(?=[^/])(.*)", re.DOTALL).fullmatch  # C:/ is a drive
-_HUB = re.compile(r"(?:[^/@]+@)?(?:www\.)?(?:huggingface\.co|hf\.co)/([^/]+/[^/]+)/(?:blob|resolve|raw)/([^/]+)/([^?#]+)").match
+# C:/ is a drive
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(?=[^/])(.*)", re.DOTALL).fullmatch
+_HUB = re.compile(
+    r"(?:[^/@]+@)?(?:www\.)?(?:huggingface\.co|hf\.co)/([^/]+/[^/]+)/(?:blob|resolve|raw)/([^/]+)/([^?#]+)"
+).match
 _TOOLS = {
     "s3": "aws s3 cp {address} .",
     "gs": "gcloud storage cp {address} .",
@@ -20,13 +23,19 @@ _TOOLS = {
     "ftp": "curl -O {address}",
 }
 
-_SENDERS = {"s3": "aws s3 cp", "gs": "gcloud storage cp", "gcs": "gcloud storage cp", "hf": "huggingface-cli upload"}
+_SENDERS = {
+    "s3": "aws s3 cp",
+    "gs": "gcloud storage cp",
+    "gcs": "gcloud storage cp",
+    "hf": "huggingface-cli upload",
+}
 
 
 def address_in(path: object) -> str | None:
     """The address that `path` is, as it was typed; None for the path of a file here.
 
-    A `pathlib.Path` has made one slash of two, which is put right. What is here under that very name is a file.
+    A `pathlib.Path` has made one slash of two, which is put right. What is here under that very
+    name is a file.
 
     >>> address_in("https://host/a.pt"), address_in("C:/a.pt"), address_in("a:b.pt")
     ('https://host/a.pt', None, None)
@@ -48,7 +57,11 @@ def how_to_get(address: str) -> str:
         named = f"{quote(repository)} {quote(file)}".strip() if file else quote(repository)
         return f"get it first: huggingface-cli download {named}{options} (newer: hf download), which prints where it is"
     command = _TOOLS.get(scheme.lower(), "")
-    return f"get it first: {command.format(address=quote(address))}" if command else "copy it to this machine first"
+    return (
+        f"get it first: {command.format(address=quote(address))}"
+        if command
+        else "copy it to this machine first"
+    )
 
 
 def how_to_send(address: str) -> str:
@@ -56,9 +69,12 @@ def how_to_send(address: str) -> str:
     scheme = address.partition("://")[0].lower()
     if scheme == "file":
         return f"leave out {scheme}://"
-    tool = {"s3": "aws s3 cp", "gs": "gcloud storage cp", "gcs": "gcloud storage cp", "hf": "huggingface-cli upload"}.get(
-        scheme
-    )
+    tool = {
+        "s3": "aws s3 cp",
+        "gs": "gcloud storage cp",
+        "gcs": "gcloud storage cp",
+        "hf": "huggingface-cli upload",
+    }.get(scheme)
     return "write a file here, and upload it" + (f": {tool} …" if tool else "")
 
 

@@ -1,4 +1,6 @@
-"""Checks the options of the library: one wording for all that are misspelt, empty or of the wrong type."""
+"""Checks the options of the library: one wording for all that are misspelt, empty or of the wrong
+type.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from ckptconv.support.addresses import address_in, how_to_get, how_to_send
-from ckptconv.support.errors import OptionRefused, OutputRefused, UnknownOption, UnsupportedCheckpoint, printable
+from ckptconv.support.errors import (
+    OptionRefused,
+    OutputRefused,
+    UnknownOption,
+    UnsupportedCheckpoint,
+    printable,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -22,13 +30,14 @@ NOUNS = {"to": "a format", "max_shard_size": "a size", "dtype": "a floating dtyp
 
 
 def refuse_other(option: str, given: object, choices: Sequence[str], *, further: str = "") -> None:
-    """Raise `OptionRefused` unless `given` is one of the words, or None where the option may be left out.
+    """Raise `OptionRefused` unless `given` is one of the words, or None where the option may be
+    left out.
 
     `further` says what else may be given.
 
     >>> refuse_other("to", "Safetensors", TARGETS)
-    Traceback (most recent call last):
-    ckptconv.support.errors.OptionRefused: to='Safetensors' is not a format; choose torch, safetensors or dcp
+    Traceback (most recent call last): ckptconv.support.errors.OptionRefused: to='Safetensors' is
+    not a format; choose torch, safetensors or dcp
     """
     if type(given) is not str or given not in choices:
         raise not_one(option, given, f"choose {', '.join(choices[:-1])} or {choices[-1]}{further}")
@@ -36,16 +45,22 @@ def refuse_other(option: str, given: object, choices: Sequence[str], *, further:
 
 def not_one(option: str, given: object, hint: str) -> OptionRefused:
     """The refusal of what is given for an option."""
-    return OptionRefused(f"{option}={given!r:.100} is not {NOUNS.get(option, 'a choice')}", hint=hint)
+    return OptionRefused(
+        f"{option}={given!r:.100} is not {NOUNS.get(option, 'a choice')}", hint=hint
+    )
 
 
 def refuse_no_keys(given: object) -> None:
-    """Raise `OptionRefused` unless `keys` is one of its words; made rules are for the caller to tell."""
+    """Raise `OptionRefused` unless `keys` is one of its words; made rules are for the caller to
+    tell.
+    """
     refuse_other("keys", given, KEYS, further=", or give KeyRules")
 
 
 def plain_name(value: Any) -> Any:
-    """The name of a `torch.dtype` or `torch.device`, found without importing torch; anything else as it is."""
+    """The name of a `torch.dtype` or `torch.device`, found without importing torch; anything else
+    as it is.
+    """
     kind = type(value)
     is_torchs = kind.__module__ == "torch" and kind.__name__ in ("dtype", "device")
     return str(value).removeprefix("torch.") if is_torchs else value
@@ -55,11 +70,15 @@ def refuse_no_text(**given: object) -> None:
     """Raise `OptionRefused` unless each option is None or a text that is not empty."""
     for option, text in given.items():
         if text is not None and (type(text) is not str or not text):
-            raise OptionRefused(f"{option}={text!r:.100} is not a name", hint="leave it out, or give a text that is not empty")
+            raise OptionRefused(
+                f"{option}={text!r:.100} is not a name",
+                hint="leave it out, or give a text that is not empty",
+            )
 
 
 def refuse_no_path(**given: object) -> None:
-    """Raise `OptionRefused` unless each option names a file or a folder: an unset variable is not the current folder.
+    """Raise `OptionRefused` unless each option names a file or a folder: an unset variable is not
+    the current folder.
 
     The address of another machine is an `UnsupportedCheckpoint`.
     """
@@ -80,17 +99,26 @@ def refuse_no_output(**given: object) -> None:
 def _address(option: str, path: object) -> str | None:
     """The address of another machine that is given for a path, if it is one."""
     if hasattr(path, "read"):
-        raise OptionRefused(f"{option}: an open file is not a path", hint="give the name of the file")
+        raise OptionRefused(
+            f"{option}: an open file is not a path", hint="give the name of the file"
+        )
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
         raise OptionRefused(f"{option}={path!r:.100} is not a path", hint="name a file or a folder")
     if (b"\0" if isinstance(os.fspath(path), bytes) else "\0") in os.fspath(path):
-        raise OptionRefused(f"{option}={path!r:.100} holds a zero byte, so it is not a path", hint="name a file or a folder")
+        raise OptionRefused(
+            f"{option}={path!r:.100} holds a zero byte, so it is not a path",
+            hint="name a file or a folder",
+        )
     return address_in(path)
 
 
 def refuse_no_paths(option: str, given: object) -> None:
     """The same of one path or of several."""
-    several = isinstance(given, Iterable) and not isinstance(given, (str, bytes, os.PathLike)) and not hasattr(given, "read")
+    several = (
+        isinstance(given, Iterable)
+        and not isinstance(given, (str, bytes, os.PathLike))
+        and not hasattr(given, "read")
+    )
     for path in given if isinstance(given, Iterable) and several else (given,):
         refuse_no_path(**{option: path})
 
@@ -98,36 +126,57 @@ def refuse_no_paths(option: str, given: object) -> None:
 def refuse_no_callback(on_progress: object) -> None:
     """Raise `OptionRefused` unless `on_progress` is None or can be called."""
     if on_progress is not None and not callable(on_progress):
-        raise OptionRefused(f"on_progress={on_progress!r:.100} cannot be called", hint="give a function of one Progress")
+        raise OptionRefused(
+            f"on_progress={on_progress!r:.100} cannot be called",
+            hint="give a function of one Progress",
+        )
 
 
 def refuse_no_flag(**given: object) -> None:
-    """Raise `OptionRefused` unless each option is True or False: the text "no" counts as true in Python."""
+    """Raise `OptionRefused` unless each option is True or False: the text "no" counts as true in
+    Python.
+    """
     for option, flag in given.items():
         if type(flag) is not bool:
-            raise OptionRefused(f"{option}={flag!r:.100} is not a choice", hint="choose True or False")
+            raise OptionRefused(
+                f"{option}={flag!r:.100} is not a choice", hint="choose True or False"
+            )
 
 
 def refuse_no_tags(given: object) -> None:
     """Raise `OptionRefused` unless `map_location` is None or maps texts to texts."""
-    if given is None or (isinstance(given, Mapping) and all(type(tag) is str for pair in given.items() for tag in pair)):
+    if given is None or (
+        isinstance(given, Mapping)
+        and all(type(tag) is str for pair in given.items() for tag in pair)
+    ):
         return
     hint = "give a dict of tags, {'cuda:3': 'cuda:0'}, or device= for all"
     raise OptionRefused(f"map_location={given!r:.100} is not a dict of tags", hint=hint)
 
 
 def refuse_no_texts(**given: object) -> None:
-    """Raise `OptionRefused` unless each option is a list of texts: one text is not the list of its letters."""
+    """Raise `OptionRefused` unless each option is a list of texts: one text is not the list of its
+    letters.
+    """
     for option, texts in given.items():
-        if isinstance(texts, (str, bytes)) or not isinstance(texts, Sequence) or any(type(text) is not str for text in texts):
-            raise OptionRefused(f"{option}={texts!r:.100} is not a list of texts", hint=f"write it as {option}=['…']")
+        if (
+            isinstance(texts, (str, bytes))
+            or not isinstance(texts, Sequence)
+            or any(type(text) is not str for text in texts)
+        ):
+            raise OptionRefused(
+                f"{option}={texts!r:.100} is not a list of texts",
+                hint=f"write it as {option}=['…']",
+            )
 
 
 def refuse_no_words(**given: object) -> None:
     """Raise `OptionRefused` unless each option is a text that is not empty, or a list of such."""
     for option, words in given.items():
         listed = (words,) if isinstance(words, str) else words
-        if not isinstance(listed, (list, tuple)) or any(type(word) is not str or not word for word in listed):
+        if not isinstance(listed, (list, tuple)) or any(
+            type(word) is not str or not word for word in listed
+        ):
             text = _FORMS.get(option, "…")
             hint = f"write it as {option}='{text}' or {option}=['{text}', '{text}']"
             raise OptionRefused(f"{option}={words!r:.100} is not a text", hint=hint)
@@ -167,7 +216,9 @@ def unknown_option(name: str, options: Sequence[str]) -> UnknownOption:
     from difflib import get_close_matches
 
     if name in _OF_TOLERANCE and "tolerance" in options:
-        return UnknownOption(f"unknown option '{name}'", hint=f"write tolerance=Tolerance({name}=…)")
+        return UnknownOption(
+            f"unknown option '{name}'", hint=f"write tolerance=Tolerance({name}=…)"
+        )
     near = get_close_matches(name.lower(), options, 3, 0.65)
     hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(options)}"
     return UnknownOption(f"unknown option '{printable(name)}'", hint=hint)

@@ -1,7 +1,8 @@
 """What can go wrong, as one small tree of exceptions with one wording.
 
-Every message reads ``{path}: {where}: {what}; {hint}`` and is a single printable line: text that came out of a file is
-escaped before it gets in. Raising is done where the fact is known; this module only holds the words' shape.
+Every message reads ``{path}: {where}: {what}; {hint}`` and is a single printable line: text that
+came out of a file is escaped before it gets in. Raising is done where the fact is known; this
+module only holds the words' shape.
 """
 
 from __future__ import annotations
@@ -16,23 +17,29 @@ _LONGEST_NAME = 200
 
 
 def printable(text: object, limit: int = _LONGEST_NAME) -> str:
-    """`text` as one safe line: control and other unprintable characters escaped, cut after `limit` characters."""
+    """`text` as one safe line: control and other unprintable characters escaped, cut after `limit`
+    characters.
+    """
     raw = text if isinstance(text, str) else str(text)
     cut = raw if len(raw) <= limit else raw[:limit] + "…"
     if cut.isprintable():
         return cut
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in cut)
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in cut
+    )
 
 
 class CheckpointError(Exception):
     """The base of all errors: a problem with a checkpoint, a request or this host.
 
-    Attributes: `what` is wrong, `path` of the file (or None), `where` in it (a key, a record, a header field, or
-    None) and the `hint`: the command or option that helps (or None). All are plain text as it was found; `str()` gives
-    the escaped line.
+    Attributes: `what` is wrong, `path` of the file (or None), `where` in it (a key, a record, a
+    header field, or None) and the `hint`: the command or option that helps (or None). All are plain
+    text as it was found; `str()` gives the escaped line.
     """
 
-    def __init__(self, what: str, *, path: object = None, where: object = None, hint: str | None = None) -> None:
+    def __init__(
+        self, what: str, *, path: object = None, where: object = None, hint: str | None = None
+    ) -> None:
         super().__init__(what)
         self.what = what
         self.path = None if path is None else str(path)
@@ -40,7 +47,9 @@ class CheckpointError(Exception):
         self.hint = hint
 
     def at(self, *, path: object = None, where: object = None) -> CheckpointError:
-        """Fill in the path or the place, where a lower layer could not know it; what is known already stays."""
+        """Fill in the path or the place, where a lower layer could not know it; what is known
+        already stays.
+        """
         if self.path is None and path is not None:
             self.path = str(path)
         if self.where is None and where is not None:
@@ -56,8 +65,12 @@ class CheckpointError(Exception):
         return f"{type(self).__name__}({str(self)!r})"
 
     def __reduce__(self) -> tuple[Callable[..., CheckpointError], tuple[Any, ...], dict[str, Any]]:
-        """An error is made again of what it says, for not all take the arguments that `BaseException` would give them."""
-        builtin = {name: value for name in _OF_BUILTINS if (value := getattr(self, name, None)) is not None}
+        """An error is made again of what it says, for not all take the arguments that
+        `BaseException` would give them.
+        """
+        builtin = {
+            name: value for name in _OF_BUILTINS if (value := getattr(self, name, None)) is not None
+        }
         return _made_again, (type(self), self.args), {**self.__dict__, **builtin}
 
 
@@ -89,7 +102,9 @@ class UnreadableFile(UnsupportedCheckpoint, PermissionError):
 
 
 class IsFolder(UnsupportedCheckpoint, IsADirectoryError):
-    """The path is a folder, but a file is needed; `errno` and `filename` are those of `IsADirectoryError`."""
+    """The path is a folder, but a file is needed; `errno` and `filename` are those of
+    `IsADirectoryError`.
+    """
 
 
 _KINDS: dict[int, tuple[type[UnsupportedCheckpoint], str, str | None]] = {
@@ -101,8 +116,11 @@ _KINDS: dict[int, tuple[type[UnsupportedCheckpoint], str, str | None]] = {
 """Numbers of `OSError`s that are errors of their own: which, what is said, and the hint."""
 
 
-def not_opened(error: OSError | int, path: object, what: str | None = None, hint: str | None = None) -> UnsupportedCheckpoint:
-    """The error for a file that cannot be opened, by the `OSError` or its number; an `OSError` too where it has a class.
+def not_opened(
+    error: OSError | int, path: object, what: str | None = None, hint: str | None = None
+) -> UnsupportedCheckpoint:
+    """The error for a file that cannot be opened, by the `OSError` or its number; an `OSError` too
+    where it has a class.
 
     `what` and `hint` say more than the number does.
 
@@ -126,9 +144,10 @@ class IncompleteCheckpoint(UnsupportedCheckpoint):
 class LimitExceeded(CheckpointError):
     """A size, count or depth is beyond what any sensible checkpoint has.
 
-    Attributes: the name of the `limit` (a field of `bounds.Limits`), its value `allowed` where it was exceeded, and the value
-    `needed` that would have done (None where that is not known). The hint says how to raise it (`raising`: in words of its
-    own), after the `advice` of what else would help.
+    Attributes: the name of the `limit` (a field of `bounds.Limits`), its value `allowed` where it
+    was exceeded, and the value `needed` that would have done (None where that is not known). The
+    hint says how to raise it (`raising`: in words of its own), after the `advice` of what else
+    would help.
     """
 
     def __init__(
@@ -146,22 +165,26 @@ class LimitExceeded(CheckpointError):
         self.limit, self.allowed, self.needed = limit, allowed, needed
         enough = 2 * allowed if needed is None else needed
         if raising is None:
-            raising = (
-                f"if the file is right, raise the limit: --limit {limit}={enough} (ckptconv.limits({limit}={enough}) in code)"
-            )
+            raising = f"if the file is right, raise the limit: --limit {limit}={enough} (ckptconv.limits({limit}={enough}) in code)"
         hint = f"{advice}; {raising}" if advice else raising
-        super().__init__(f"{what}, beyond the limit {limit}={allowed}", path=path, where=where, hint=hint)
+        super().__init__(
+            f"{what}, beyond the limit {limit}={allowed}", path=path, where=where, hint=hint
+        )
 
 
 def too_deep(what: str, *, path: object = None) -> LimitExceeded:
     """The refusal of what nests deeper than Python itself can follow."""
     allowed = sys.getrecursionlimit()
     raising = f"the limit is Python's own: sys.setrecursionlimit({10 * allowed}) raises it"
-    return LimitExceeded(what, limit="sys.getrecursionlimit()", allowed=allowed, raising=raising, path=path)
+    return LimitExceeded(
+        what, limit="sys.getrecursionlimit()", allowed=allowed, raising=raising, path=path
+    )
 
 
 class RefusedObject(CheckpointError):
-    """The tree holds something that the output cannot hold, or that `weights_only=True` would refuse."""
+    """The tree holds something that the output cannot hold, or that `weights_only=True` would
+    refuse.
+    """
 
 
 class KeyConflict(CheckpointError):
@@ -179,14 +202,22 @@ class KeyMismatch(CheckpointError):
     """
 
     def __init__(
-        self, what: str, *, path: object = None, where: object = None, hint: str | None = None, fit: object = None
+        self,
+        what: str,
+        *,
+        path: object = None,
+        where: object = None,
+        hint: str | None = None,
+        fit: object = None,
     ) -> None:
         super().__init__(what, path=path, where=where, hint=hint)
         self.fit = fit
 
 
 class OptionRefused(CheckpointError, ValueError):
-    """An option of the library is not one of its choices, is empty, or has the wrong type; the hint lists the choices."""
+    """An option of the library is not one of its choices, is empty, or has the wrong type; the hint
+    lists the choices.
+    """
 
 
 class UnknownOption(OptionRefused, TypeError):
@@ -194,7 +225,9 @@ class UnknownOption(OptionRefused, TypeError):
 
 
 class MissingDependency(CheckpointError, ImportError):
-    """A package that this needs is not installed, or cannot be imported; the hint is the command that installs it."""
+    """A package that this needs is not installed, or cannot be imported; the hint is the command
+    that installs it.
+    """
 
 
 class DeviceUnavailable(CheckpointError):

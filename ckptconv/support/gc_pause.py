@@ -1,4 +1,6 @@
-"""Pauses the garbage collector while a tree is built: it has millions of small objects, none of them garbage."""
+"""Pauses the garbage collector while a tree is built: it has millions of small objects, none of
+them garbage.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause cyclic collection for the block (halves the time for 100,000 tensors); what was off stays off."""
+    """Pause cyclic collection for the block (halves the time for 100,000 tensors); what was off
+    stays off.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,6 @@
-"""Reads the JSON in files strictly: the safetensors header, the index of shards. Only objects are accepted."""
+"""Reads the JSON in files strictly: the safetensors header, the index of shards. Only objects are
+accepted.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from ckptconv.support.errors import MalformedCheckpoint
 
 
 def read_object(raw: bytes, path: Path, where: str) -> dict[str, Any]:
-    """The JSON object in `raw`; `MalformedCheckpoint` when it is none, or a name stands in one object twice."""
+    """The JSON object in `raw`; `MalformedCheckpoint` when it is none, or a name stands in one
+    object twice.
+    """
     refuse_crowded(raw, path, where)
     try:
         found = json.loads(raw.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
@@ -22,7 +26,9 @@ def read_object(raw: bytes, path: Path, where: str) -> dict[str, Any]:
 
 
 def refuse_crowded(raw: bytes, path: Path, where: str | None) -> None:
-    """Raise `MalformedCheckpoint` for a JSON text of little but lists and objects, each 20 times as large in memory."""
+    """Raise `MalformedCheckpoint` for a JSON text of little but lists and objects, each 20 times as
+    large in memory.
+    """
     count = raw.count(b"[") + raw.count(b"{")
     if count > _FREE and count * _BYTES > len(raw):
         raise _malformed(path, where, f"holds {count} lists and objects in {len(raw)} bytes")
@@ -33,7 +39,9 @@ _FREE = 100_000  # lists and objects that are never questioned
 
 
 def _malformed(path: Path, where: str | None, what: str) -> MalformedCheckpoint:
-    return MalformedCheckpoint(what, path=path, where=where, hint="the file is damaged, cut off or forged")
+    return MalformedCheckpoint(
+        what, path=path, where=where, hint="the file is damaged, cut off or forged"
+    )
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

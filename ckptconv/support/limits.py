@@ -1,7 +1,8 @@
-"""The most that a file may claim before it is refused, in one place, and how a caller raises or lowers it.
+"""The most that a file may claim before it is refused, in one place, and how a caller raises or
+lowers it.
 
-A limit is not a taste: each is far beyond what training writes, and small enough that a file which lies about its
-sizes is answered in a second and in little memory. `docs/limits.md` lists them.
+A limit is not a taste: each is far beyond what training writes, and small enough that a file which
+lies about its sizes is answered in a second and in little memory. `docs/limits.md` lists them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ class Limits:
     opcode_bytes: int = 1 << 28
     """Size of one pickle without the bytes and the long texts in it: no more opcodes than this."""
     nodes: int = 10_000_000
-    """Containers, calls and memo entries of one pickle (100,000 tensors make 200,000; of older torch 1,600,000)."""
+    """Containers, calls and memo entries of one pickle (100,000 tensors make 200,000; of older
+    torch 1,600,000).
+    """
     depth: int = 1000
     """Containers within containers (Python's own pickler stops at about 500)."""
     stack: int = 500_000
@@ -33,19 +36,27 @@ class Limits:
     archive_records: int = 4_000_000
     """Records in one zip archive."""
     zip_members: int = 1000
-    """Members of a zip archive of another program that is looked into for checkpoints, with those of archives in it."""
+    """Members of a zip archive of another program that is looked into for checkpoints, with those
+    of archives in it.
+    """
     small_record_bytes: int = 4096
     """Size of a record that holds one word, as ``version`` or ``byteorder`` do."""
     inflated_ratio: int = 100
-    """Inflated bytes of a record per deflated byte, and of all of a checkpoint per byte of its files, above `inflated_free`."""
+    """Inflated bytes of a record per deflated byte, and of all of a checkpoint per byte of its
+    files, above `inflated_free`.
+    """
     inflated_free: int = 16 << 20
     """Inflated size of a record, and of all of a checkpoint together, that is never questioned."""
     pickle_ratio: int = 50
-    """The same of pickles and texts, above `pickle_free`: nodes take ten times the bytes they come from."""
+    """The same of pickles and texts, above `pickle_free`: nodes take ten times the bytes they come
+    from.
+    """
     pickle_free: int = 1 << 20
     """Inflated size of a pickle, and of all of a checkpoint together, that is never questioned."""
     view_ratio: int = 64
-    """Bytes that a tensor, or an output, claims per byte of its storages (expanded views), above `view_free`."""
+    """Bytes that a tensor, or an output, claims per byte of its storages (expanded views), above
+    `view_free`.
+    """
     view_free: int = 1 << 30
     """Size of a tensor, or of an output, that is never questioned."""
     dimensions: int = 128
@@ -57,11 +68,17 @@ class Limits:
     list_gaps: int = 100_000
     """Places in the lists of a DCP checkpoint under which nothing was saved."""
     modules: int = 500_000
-    """Modules of one state dict, a shared one counted wherever it stands (nested sharing doubles them at each level)."""
+    """Modules of one state dict, a shared one counted wherever it stands (nested sharing doubles
+    them at each level).
+    """
     names: int = 1 << 26
-    """Characters of all names of one state dict that is walked out of modules, or whose keys are fitted."""
+    """Characters of all names of one state dict that is walked out of modules, or whose keys are
+    fitted.
+    """
     text_bytes: int = 100_000_000
-    """Size of a text that is parsed: the code of a TorchScript class, a ``model.json``, a list of keys."""
+    """Size of a text that is parsed: the code of a TorchScript class, a ``model.json``, a list of
+    keys.
+    """
     safetensors_header_bytes: int = 100_000_000
     """Size of a safetensors header, the same as in the safetensors library."""
     index_bytes: int = 100_000_000
@@ -69,7 +86,9 @@ class Limits:
     shards: int = 100_000
     """Files, or ranks, of one checkpoint."""
     open_files: int = 128
-    """Files of one checkpoint that are open at a time (a process may often open 1,024); more are never refused."""
+    """Files of one checkpoint that are open at a time (a process may often open 1,024); more are
+    never refused.
+    """
     files_in_files: int = 3
     """Checkpoints within checkpoints: an archive of archives of pickles with torch streams inside."""
     large_int_keys: int = 1000
@@ -89,7 +108,9 @@ class Limits:
     scanned_depth: int = 8
     """Streams within streams that `scan` looks into; it says where it stopped looking."""
     scanned_in_vain: int = 1 << 20
-    """Bytes that `scan` follows in a file where no pickle is, a 64th of a larger file; it says where it stopped looking."""
+    """Bytes that `scan` follows in a file where no pickle is, a 64th of a larger file; it says
+    where it stopped looking.
+    """
 
 
 DEFAULTS = Limits()
@@ -98,17 +119,19 @@ NAMES = tuple(field.name for field in fields(Limits))
 _IN_FORCE: ContextVar[Limits] = ContextVar("ckptconv.limits", default=DEFAULTS)
 
 in_force = _IN_FORCE.get
-"""The limits that hold here: those of the innermost `limits` block of this thread or task, else the defaults."""
+"""The limits that hold here: those of the innermost `limits` block of this thread or task, else the
+defaults.
+"""
 
 
 @contextlib.contextmanager
 def limits(**changes: float) -> Iterator[Limits]:
     """Change limits within a `with` block; limits that are not given keep their values.
 
-    Blocks may stand within each other. Other threads, and async tasks that run already, keep their own. A checkpoint that was
-    opened within a block keeps its limits for what is done with it later, but for those that are set where it is done.
-    Raises `UnknownOption` for a name that is not a limit, `OptionRefused` for a value that is not a
-    positive number.
+    Blocks may stand within each other. Other threads, and async tasks that run already, keep their
+    own. A checkpoint that was opened within a block keeps its limits for what is done with it
+    later, but for those that are set where it is done. Raises `UnknownOption` for a name that is
+    not a limit, `OptionRefused` for a value that is not a positive number.
 
     >>> with limits(view_ratio=1000, pickle_bytes=4 << 30) as inside:
     ...     inside.view_ratio, inside.depth
@@ -123,11 +146,20 @@ def limits(**changes: float) -> Iterator[Limits]:
 
 
 def merged(opened: Limits) -> Limits:
-    """The limits for something that was opened under `opened`: what is set here, else what was set there."""
+    """The limits for something that was opened under `opened`: what is set here, else what was set
+    there.
+    """
     here = in_force()
     if here is opened or opened is DEFAULTS:
         return here
-    return replace(opened, **{name: value for name in NAMES if (value := getattr(here, name)) != getattr(DEFAULTS, name)})
+    return replace(
+        opened,
+        **{
+            name: value
+            for name in NAMES
+            if (value := getattr(here, name)) != getattr(DEFAULTS, name)
+        },
+    )
 
 
 @contextlib.contextmanager
@@ -149,7 +181,9 @@ def _checked(name: str, value: float) -> float:
         raise UnknownOption(f"there is no limit {name!r}", hint=hint)
     whole = type(getattr(DEFAULTS, name)) is int
     if type(value) not in (int, float) or (whole and type(value) is not int):
-        raise OptionRefused(f"the limit {name} is {'a whole number' if whole else 'a number'}, not {value!r:.100}")
+        raise OptionRefused(
+            f"the limit {name} is {'a whole number' if whole else 'a number'}, not {value!r:.100}"
+        )
     if not value > 0 or not isfinite(value):
         raise OptionRefused(f"the limit {name} must be greater than 0, not {value!r:.100}")
     return value

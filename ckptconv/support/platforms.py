@@ -49,10 +49,13 @@ ON_WINDOWS = hasattr(os, "O_BINARY")
 removed."""
 
 _BINARY: int = getattr(os, "O_BINARY", 0)
-_CLOEXEC: int = getattr(os, "O_CLOEXEC", 0)  # where it is missing, Python itself takes care that children get no descriptor
+# where it is missing, Python itself takes care that children get no descriptor
+_CLOEXEC: int = getattr(os, "O_CLOEXEC", 0)
 _READ = os.O_RDONLY | _BINARY | _CLOEXEC
 _FOLDER: int = _READ | getattr(os, "O_DIRECTORY", 0)
-NO_SPACE = tuple(getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG") if hasattr(errno, name))
+NO_SPACE = tuple(
+    getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG") if hasattr(errno, name)
+)
 """The error numbers of a disk that is full, or of a user's part of it."""
 
 
@@ -68,7 +71,9 @@ def open_to_read(path: str | os.PathLike[str]) -> int:
         return os.open(path, _READ | getattr(os, "O_NONBLOCK", 0))
     except PermissionError:
         if ON_WINDOWS and os.path.isdir(path):  # noqa: PTH112 (False for no name at all)
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path)) from None
+            raise IsADirectoryError(
+                errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path)
+            ) from None
         raise
 
 
@@ -85,7 +90,8 @@ def unnamed_file(prefix: str) -> tuple[IO[bytes], int]:
 
     It is gone when both are closed, also by the end of the process.
 
-    POSIX: its name is removed at once. Windows: it is opened so that the system removes it (O_TEMPORARY).
+    POSIX: its name is removed at once. Windows: it is opened so that the system removes it
+    (O_TEMPORARY).
     """
     import tempfile  # seldom needed, and slow to import
 
@@ -148,9 +154,11 @@ _PLACES = tuple(threading.Lock() for _ in range(64))
 
 
 def next_data(fd: int, offset: int, size: int) -> int:
-    """The first byte from `offset` on that lies on the disk and in no hole; `size` where there is none.
+    """The first byte from `offset` on that lies on the disk and in no hole; `size` where there is
+    none.
 
-    Where holes are unknown, `offset`: everything is data. Systems that have them have positioned reads.
+    Where holes are unknown, `offset`: everything is data. Systems that have them have positioned
+    reads.
     """
     if not hasattr(os, "SEEK_DATA") or not hasattr(os, "pread"):
         return offset
@@ -265,7 +273,8 @@ def is_own(path: Path) -> bool:
 
 
 def is_plain_path(name: str) -> bool:
-    """Whether a relative path that a file names means the same file, inside its folder, on every system.
+    """Whether a relative path that a file names means the same file, inside its folder, on every
+    system.
 
     It is printable; its parts, between slashes, have no backslash and no colon (drives, streams),
     are not empty and no dots, end in neither a dot nor a space (which Windows leaves off), and are
@@ -275,7 +284,12 @@ def is_plain_path(name: str) -> bool:
 
 
 def _is_plain_part(part: str) -> bool:
-    return part not in ("", ".", "..") and part[-1] not in ". " and not set(part) & set("\\:") and not _is_device(part)
+    return (
+        part not in ("", ".", "..")
+        and part[-1] not in ". "
+        and not set(part) & set("\\:")
+        and not _is_device(part)
+    )
 
 
 def _is_device(part: str) -> bool:
@@ -300,7 +314,8 @@ _LOCK = ".ckptconv-lock"
 class FolderLock:
     """What a folder is locked by until it is closed, or the process ends.
 
-    That is the folder's own descriptor, or that of a `file` in it; below 0 where there are no locks.
+    That is the folder's own descriptor, or that of a `file` in it; below 0 where there are no
+    locks.
     """
 
     fd: int
@@ -409,12 +424,17 @@ def _sync_path(path: Path, flags: int) -> None:
 def reserve(fd: int, size: int) -> None:
     """Have the file system set `size` bytes aside, where it can; `OSError` when there is no room.
 
-    This is fallocate(2) itself, for `os.posix_fallocate` writes to every block where a file system lacks the call.
+    This is fallocate(2) itself, for `os.posix_fallocate` writes to every block where a file system
+    lacks the call.
     """
     import ctypes
 
     call = getattr(_libc(), "fallocate", None)
-    if call is not None and call(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)) and _errno_of_libc() in NO_SPACE:
+    if (
+        call is not None
+        and call(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size))
+        and _errno_of_libc() in NO_SPACE
+    ):
         raise OSError(_errno_of_libc(), os.strerror(_errno_of_libc()))
 
 
@@ -451,7 +471,9 @@ def _errno_of_libc() -> int:
 
 
 STOPPING: tuple[signal.Signals, ...] = tuple(
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK") if hasattr(signal, name)
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK")
+    if hasattr(signal, name)
 )
 """The signals by which a program is asked to stop.
 
@@ -475,7 +497,9 @@ def can_set_alarm() -> bool:
     """Whether an alarm can be set: in the main thread, where there are alarms and nobody else uses
     them."""
     main = threading.current_thread() is threading.main_thread()
-    return main and hasattr(signal, "SIGALRM") and signal.getsignal(_signal.SIGALRM) == signal.SIG_DFL
+    return (
+        main and hasattr(signal, "SIGALRM") and signal.getsignal(_signal.SIGALRM) == signal.SIG_DFL
+    )
 
 
 def set_alarm(seconds: float, handler: Callable[..., Any]) -> None:

@@ -1,4 +1,6 @@
-"""The progress of a long run: the one value that `on_progress` callbacks get, and a counter that makes it."""
+"""The progress of a long run: the one value that `on_progress` callbacks get, and a counter that
+makes it.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,13 @@ _STEP = 1 << 20
 class Progress:
     """How far one phase of a run has come: `done` of `total` bytes.
 
-    The phases of a conversion are ``write`` (the source is read meanwhile), ``verify`` (the output is read back) and ``sync``
-    (the disk is waited for; nothing is known of how far it is until it is done). Whatever only reads has the phase ``read``; a
-    comparison then reads what differs again, to ``measure`` by how much. ``deliver`` is the copy to standard output.
-    A phase begins with `done` = 0 and ends with `done` = `total`; what fails stops in between. A conversion to many files has
-    the phases of each of them in turn, so a phase may come again; its counts go on where they stood.
+    The phases of a conversion are ``write`` (the source is read meanwhile), ``verify`` (the output
+    is read back) and ``sync`` (the disk is waited for; nothing is known of how far it is until it
+    is done). Whatever only reads has the phase ``read``; a comparison then reads what differs
+    again, to ``measure`` by how much. ``deliver`` is the copy to standard output. A phase begins
+    with `done` = 0 and ends with `done` = `total`; what fails stops in between. A conversion to
+    many files has the phases of each of them in turn, so a phase may come again; its counts go on
+    where they stood.
     """
 
     phase: Phase
@@ -33,7 +37,8 @@ OnProgress = Callable[[Progress], None]
 
 
 class Meter:
-    """Counts the bytes of one phase and tells a callback of them, about once a MiB. Without a callback it does nothing.
+    """Counts the bytes of one phase and tells a callback of them, about once a MiB. Without a
+    callback it does nothing.
 
     >>> meter = Meter("read", 3 << 20, lambda progress: print(progress.done >> 20))
     >>> for _ in range(6): meter.add(1 << 19)

@@ -1,4 +1,6 @@
-"""How results show themselves: one short line in a prompt, a small table in a notebook; text from files is escaped in both."""
+"""How results show themselves: one short line in a prompt, a small table in a notebook; text from
+files is escaped in both.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ _CELL = 200  # characters
 
 
 def short_repr(kind: str, *facts: object) -> str:
-    """One line of at most `WIDTH` columns that says what something is; facts that are None or empty are left out.
+    """One line of at most `WIDTH` columns that says what something is; facts that are None or empty
+    are left out.
 
     >>> short_repr("Scan", "models/", "plain", None, "3 files")
     '<Scan models/: plain, 3 files>'
@@ -32,7 +35,10 @@ def html_table(title: object, rows: Iterable[tuple[object, ...]], *, more: int =
     '<table><caption>&lt;a&gt;</caption><tr><td>keys</td><td>2</td></tr></table>'
     """
     remaining = iter(rows)
-    shown = [f"<tr>{''.join(f'<td>{_cell(cell)}</td>' for cell in row)}</tr>" for row in islice(remaining, _ROWS)]
+    shown = [
+        f"<tr>{''.join(f'<td>{_cell(cell)}</td>' for cell in row)}</tr>"
+        for row in islice(remaining, _ROWS)
+    ]
     if left := more + sum(1 for _ in remaining):
         shown.append(f"<tr><td>and {left:,} more</td></tr>")
     return f"<table><caption>{_cell(title)}</caption>{''.join(shown)}</table>"

@@ -1,4 +1,6 @@
-"""The signals that ask a program to stop: what they do, and how they wait while a step must not be interrupted."""
+"""The signals that ask a program to stop: what they do, and how they wait while a step must not be
+interrupted.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ class _End(SystemExit):
 
 @dataclass(slots=True)
 class _Asked:
-    """The last signal that asked for a stop, and the exception that is on its way for it, if there still is one."""
+    """The last signal that asked for a stop, and the exception that is on its way for it, if there
+    still is one.
+    """
 
     number: int = 0
     stopping: Callable[[], object] = lambda: None
@@ -34,10 +38,12 @@ _AGAIN = 0.01  # seconds after which a stop that was swallowed is tried again
 
 
 def stop_in_good_order() -> None:
-    """From now on Ctrl-C raises KeyboardInterrupt, SIGTERM and SIGHUP end with 143 and 129; what is ignored stays ignored.
+    """From now on Ctrl-C raises KeyboardInterrupt, SIGTERM and SIGHUP end with 143 and 129; what is
+    ignored stays ignored.
 
-    The first signal is heard, those after it are not: what cleans up behind it must come to its end. Python drops what is
-    raised within a `__del__` or the callback of a weak reference; such a stop is raised again, a moment later.
+    The first signal is heard, those after it are not: what cleans up behind it must come to its
+    end. Python drops what is raised within a `__del__` or the callback of a weak reference; such a
+    stop is raised again, a moment later.
     """
     for number in STOPPING:
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -46,7 +52,9 @@ def stop_in_good_order() -> None:
 
 
 def missed_stop() -> int | None:
-    """The exit code of a stop that was asked for, which a program that got to its end never heard of; None without one."""
+    """The exit code of a stop that was asked for, which a program that got to its end never heard
+    of; None without one.
+    """
     return 128 + _ASKED.number if _ASKED.number else None
 
 
@@ -57,7 +65,9 @@ def _stop(number: int, _: object) -> None:
 
 
 def _watched(number: int) -> BaseException:
-    """Made here, for a variable of the function that raises it would keep it alive, as a part of its own traceback."""
+    """Made here, for a variable of the function that raises it would keep it alive, as a part of
+    its own traceback.
+    """
     stopping = _Interrupt() if number == signal.SIGINT else _End(128 + number)
     _ASKED.number, _ASKED.stopping = number, weakref.ref(stopping)
     return stopping
@@ -78,17 +88,22 @@ def _unraisable(dropped: sys.UnraisableHookArgs) -> None:
 def held_back() -> Iterator[None]:
     """Signals that would stop the program are delivered when the block has ended.
 
-    Python runs signal handlers in the main thread only, so in any other thread there is nothing to hold back.
+    Python runs signal handlers in the main thread only, so in any other thread there is nothing to
+    hold back.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     met: list[int] = []
-    before = {number: signal.signal(number, lambda number, _: met.append(number)) for number in STOPPING}
+    before = {
+        number: signal.signal(number, lambda number, _: met.append(number)) for number in STOPPING
+    }
     try:
         yield
     finally:
-        for number, handler in reversed(before.items()):  # SIGINT last: its handler raises, and would leave the others unset
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: one that Python did not set
+        # SIGINT last: its handler raises, and would leave the others unset
+        for number, handler in reversed(before.items()):
+            # None: one that Python did not set
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         for missed in dict.fromkeys(met):
             signal.raise_signal(missed)

@@ -1,4 +1,6 @@
-"""Documents as JSON that every reader takes: ASCII, no NaN, no half of a character; one schema number for all of them."""
+"""Documents as JSON that every reader takes: ASCII, no NaN, no half of a character; one schema
+number for all of them.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,9 @@ SCHEMA = 1
 def json_text(document: dict[str, Any]) -> str:
     r"""A document with its schema number first, in ASCII.
 
-    A number that is NaN or infinite becomes the text ``nan``, ``inf`` or ``-inf``; half of a surrogate pair, which names in
-    hostile files and names of files in other encodings hold, becomes its escape as six characters of text.
+    A number that is NaN or infinite becomes the text ``nan``, ``inf`` or ``-inf``; half of a
+    surrogate pair, which names in hostile files and names of files in other encodings hold, becomes
+    its escape as six characters of text.
 
     >>> print(json_text({"loss": float("nan"), "name": "a\udc80", "sizes": []}))
     {

@@ -39,7 +39,9 @@ def seconds_text(seconds: float) -> str:
     ('0.01 s', '1.3 s', '3 s', '12 s', '2 min 5 s', '2 h 1 min')
     """
     if seconds < 59.5:
-        digits = 0 if seconds >= 9.95 or seconds == int(seconds) > 0 else 1 if seconds >= 0.995 else 2
+        digits = (
+            0 if seconds >= 9.95 or seconds == int(seconds) > 0 else 1 if seconds >= 0.995 else 2
+        )
         return f"{max(seconds, 0.01):.{digits}f} s"  # nothing takes no time
     whole = round(seconds)
     if whole < 3600:
@@ -64,7 +66,8 @@ def quoted(name: str) -> str:
 
 
 def part_text(path: str) -> str:
-    """The path of a state dict as prose has it, escaped; `--only` has a dot for the tensors that stand in a dict itself.
+    """The path of a state dict as prose has it, escaped; `--only` has a dot for the tensors that
+    stand in a dict itself.
 
     >>> part_text(""), part_text("."), part_text("model"), part_text("model.")
     ('the root', 'the root', 'model', 'model itself')

@@ -1,4 +1,6 @@
-"""Tensors put together from boxes that lie in several places: the boxes must cover the tensor exactly, each value once."""
+"""Tensors put together from boxes that lie in several places: the boxes must cover the tensor
+exactly, each value once.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,12 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
 
-from ckptconv.support.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint
+from ckptconv.support.errors import (
+    CheckpointError,
+    LimitExceeded,
+    MalformedCheckpoint,
+    UnsupportedCheckpoint,
+)
 from ckptconv.support.limits import in_force
 from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.refs import Piece, Shape, TensorRef, contiguous_stride
@@ -16,10 +23,11 @@ Box = tuple[Shape, Shape]
 
 
 def assembled(dtype: DType, shape: Shape, parts: Sequence[tuple[Shape, TensorRef]]) -> TensorRef:
-    """The tensor of `shape` whose values are those of `parts`: (start in the tensor, the values there).
+    """The tensor of `shape` whose values are those of `parts`: (start in the tensor, the values
+    there).
 
-    A part that is the whole tensor is given back as it is. Raises `MalformedCheckpoint` when the parts are of another type,
-    leave a gap or overlap.
+    A part that is the whole tensor is given back as it is. Raises `MalformedCheckpoint` when the
+    parts are of another type, leave a gap or overlap.
     """
     check_cover(shape, [(start, ref.shape) for start, ref in parts])
     if (other := next((ref for _, ref in parts if ref.dtype is not dtype), None)) is not None:
@@ -29,11 +37,22 @@ def assembled(dtype: DType, shape: Shape, parts: Sequence[tuple[Shape, TensorRef
     if len(filled) < 2 and first.shape == shape:
         return first._replace(requires_grad=False)
     if dtype.is_packed:
-        raise UnsupportedCheckpoint(f"is {dtype.name} in {len(filled)} chunks, whose elements do not fill whole bytes")
-    if any((ref.conj, ref.neg, _big(ref)) != (first.conj, first.neg, _big(first)) for _, ref in filled):
+        raise UnsupportedCheckpoint(
+            f"is {dtype.name} in {len(filled)} chunks, whose elements do not fill whole bytes"
+        )
+    if any(
+        (ref.conj, ref.neg, _big(ref)) != (first.conj, first.neg, _big(first)) for _, ref in filled
+    ):
         raise UnsupportedCheckpoint("its chunks differ in byte order or in their conj and neg bits")
     pieces = tuple(_moved(piece, start) for start, ref in filled for piece in ref.pieces)
-    return TensorRef(dtype, shape, contiguous_stride(shape), pieces or first.pieces[:1], conj=first.conj, neg=first.neg)
+    return TensorRef(
+        dtype,
+        shape,
+        contiguous_stride(shape),
+        pieces or first.pieces[:1],
+        conj=first.conj,
+        neg=first.neg,
+    )
 
 
 def _big(ref: TensorRef) -> bool:
@@ -47,18 +66,25 @@ def _moved(piece: Piece, start: Shape) -> Piece:
 def check_cover(shape: Shape, boxes: Sequence[Box]) -> None:
     """Raise `MalformedCheckpoint` unless the boxes fill `shape` without gap and overlap.
 
-    The indicator function of a box is the sum, over its corners, of step functions of alternating sign. Steps at different
-    points are linearly independent. So the boxes add up to the whole just when the signed corners do: linear in their number.
+    The indicator function of a box is the sum, over its corners, of step functions of alternating
+    sign. Steps at different points are linearly independent. So the boxes add up to the whole just
+    when the signed corners do: linear in their number.
     """
     for start, size in boxes:
         if len(start) != len(shape) or len(size) != len(shape):
-            raise MalformedCheckpoint(f"has {len(shape)} dimensions, but one of its chunks {len(size)}")
+            raise MalformedCheckpoint(
+                f"has {len(shape)} dimensions, but one of its chunks {len(size)}"
+            )
         if any(a + n > whole for a, n, whole in zip(start, size, shape, strict=True)):
-            raise MalformedCheckpoint(f"has the shape {list(shape)}, but a chunk of {list(size)} at {list(start)}")
+            raise MalformedCheckpoint(
+                f"has the shape {list(shape)}, but a chunk of {list(size)} at {list(start)}"
+            )
     if not boxes:
         raise MalformedCheckpoint("has no chunks")
     filled = [box for box in boxes if 0 not in box[1]]
-    axes = [axis for axis in range(len(shape)) if any(size[axis] != shape[axis] for _, size in filled)]
+    axes = [
+        axis for axis in range(len(shape)) if any(size[axis] != shape[axis] for _, size in filled)
+    ]
     if (count := len(axes)) > (most := in_force().sharded_dimensions):
         what = f"is split along {count} dimensions"
         raise LimitExceeded(what, limit="sharded_dimensions", allowed=most, needed=count)
@@ -79,5 +105,11 @@ def _corners(start: Shape, size: Shape, axes: Sequence[int]) -> Iterator[tuple[S
 
 def _bad_cover(shape: Shape, boxes: Sequence[Box]) -> CheckpointError:
     there, needed = sum(prod(size) for _, size in boxes), prod(shape)
-    what = f"its {len(boxes)} chunks hold {there} of {needed} values" if there < needed else "its chunks overlap"
-    return MalformedCheckpoint(f"{what}; its shape is {list(shape)}", hint="the checkpoint is incomplete or damaged")
+    what = (
+        f"its {len(boxes)} chunks hold {there} of {needed} values"
+        if there < needed
+        else "its chunks overlap"
+    )
+    return MalformedCheckpoint(
+        f"{what}; its shape is {list(shape)}", hint="the checkpoint is incomplete or damaged"
+    )

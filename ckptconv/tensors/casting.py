@@ -1,23 +1,30 @@
-"""Cast a run of little-endian elements from one floating type to another, as `tensor.to(dtype)` does on a CPU.
+"""Cast a run of little-endian elements from one floating type to another, as `tensor.to(dtype)`
+does on a CPU.
 
-The reference is torch 2.13 on CPU: its scalar conversions (`torch/headeronly/util/Half.h`, `BFloat16.h`, `Float8_*.h`)
-and what it gave for every pattern of 8 and 16 bits, and for structured ones of 32 and 64, under each of
-`ATEN_CPU_CAPABILITY=default`, `avx2` and `avx512`. It casts every pair of the nine floating types. The rules:
+The reference is torch 2.13 on CPU: its scalar conversions (`torch/headeronly/util/Half.h`,
+`BFloat16.h`, `Float8_*.h`) and what it gave for every pattern of 8 and 16 bits, and for structured
+ones of 32 and 64, under each of `ATEN_CPU_CAPABILITY=default`, `avx2` and `avx512`. It casts every
+pair of the nine floating types. The rules:
 
-- All casts go through float32, rounded to nearest, ties to even; so float64 to a smaller type rounds twice. Denormals
+- All casts go through float32, rounded to nearest, ties to even; so float64 to a smaller type
+  rounds twice. Denormals
   are kept on both sides, and so is the sign of zero where the type has one.
-- A finite value too large for the target becomes, with its sign: infinity in float32, float16, bfloat16 and
+- A finite value too large for the target becomes, with its sign: infinity in float32, float16,
+  bfloat16 and
   float8_e5m2; NaN in float8_e4m3fnuz, float8_e5m2fnuz and float8_e8m0fnu; 448 in float8_e4m3fn. There the cast
   saturates, infinity included, since pytorch#178817 (older releases give NaN).
-- The fnuz types have one NaN (0x80) and no negative zero or infinity. float8_e8m0fnu is a power of two: it drops the
+- The fnuz types have one NaN (0x80) and no negative zero or infinity. float8_e8m0fnu is a power
+  of two: it drops the
   sign, takes zero to 2**-127, and its ties go up (the implied leading bit is odd), but for a denormal float32.
-- NaN becomes the target's NaN: 0x7fc0 in bfloat16; 0x7f, signed, in float8_e4m3fn and float8_e5m2. float16, float32 and
+- NaN becomes the target's NaN: 0x7fc0 in bfloat16; 0x7f, signed, in float8_e4m3fn and
+  float8_e5m2. float16, float32 and
   float64 keep sign and leading payload bits and set the quiet bit; only bfloat16 to float32 does not set it. The NaN of
   a type that has just one is 0x7f800001 in float32, and goes on from there.
 
-torch contradicts itself only in the bits of some NaNs. To float16, code without F16C drops the payload. To bfloat16
-from float32 or float64, AVX code gives 0xffff in contiguous runs and 0x7fc0 elsewhere. float16 to float32 gives
-0x7fffffff at the end of a run. Here the rules above hold in these cases too, on every machine and at every offset.
+torch contradicts itself only in the bits of some NaNs. To float16, code without F16C drops the
+payload. To bfloat16 from float32 or float64, AVX code gives 0xffff in contiguous runs and 0x7fc0
+elsewhere. float16 to float32 gives 0x7fffffff at the end of a run. Here the rules above hold in
+these cases too, on every machine and at every offset.
 """
 
 from __future__ import annotations
@@ -36,7 +43,8 @@ if TYPE_CHECKING:
 
     Bits: TypeAlias = NDArray[np.unsignedinteger[Any]]
 
-# Elements per step: what a step touches (input, two scratch rows, output) stays within a second-level cache.
+# Elements per step: what a step touches (input, two scratch rows, output) stays within a
+# second-level cache.
 _STEP = 1 << 15
 
 _MAGNITUDE = 0x7FFFFFFF
@@ -46,7 +54,9 @@ _SINGLE_NAN_TYPES = frozenset({"float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """One run after its cast: the target's bytes (format ``B``), and how many finite values became infinite or NaN."""
+    """One run after its cast: the target's bytes (format ``B``), and how many finite values became
+    infinite or NaN.
+    """
 
     data: memoryview
     overflowed: int
@@ -56,9 +66,9 @@ class Cast:
 class _Narrowing:
     """How float32 becomes one smaller type.
 
-    `round` is right for every magnitude below `limit`; from there on the code is `over`, or `nan` with the leading
-    payload bits that `payload` lets through. Both are pairs: for a clear and for a set sign. `mantissa` counts stored
-    bits, `lowest` is the exponent of the smallest normal number.
+    `round` is right for every magnitude below `limit`; from there on the code is `over`, or `nan`
+    with the leading payload bits that `payload` lets through. Both are pairs: for a clear and for a
+    set sign. `mantissa` counts stored bits, `lowest` is the exponent of the smallest normal number.
     """
 
     round: Callable[[_Narrowing, Bits, Bits, Bits], None]
@@ -72,13 +82,17 @@ class _Narrowing:
 
 
 def cast(values: memoryview, source: DType, target: DType) -> Cast:
-    """Cast the whole little-endian elements in `values`, a contiguous view; any cut of a tensor into runs is as good.
+    """Cast the whole little-endian elements in `values`, a contiguous view; any cut of a tensor
+    into runs is as good.
 
-    Memory: the result and at most 2 MiB; a 16-bit `source` also leaves behind one table per target, of up to 576 KiB.
-    Where both types are one, the result is `values` itself. Raises `CheckpointError` when either is not a floating type.
+    Memory: the result and at most 2 MiB; a 16-bit `source` also leaves behind one table per target,
+    of up to 576 KiB. Where both types are one, the result is `values` itself. Raises
+    `CheckpointError` when either is not a floating type.
     """
     if not (source.is_floating and target.is_floating):
-        raise CheckpointError(f"cannot cast {source.name} to {target.name}", hint="only floating types are cast")
+        raise CheckpointError(
+            f"cannot cast {source.name} to {target.name}", hint="only floating types are cast"
+        )
     if source is target:
         return Cast(values.cast("B"), 0)
     import numpy as np
@@ -94,7 +108,9 @@ def cast(values: memoryview, source: DType, target: DType) -> Cast:
 
 
 def _step(source: DType, target: DType, size: int) -> Callable[[Bits, Bits], int]:
-    """What casts up to `size` elements from its first argument into its second, and counts those that overflow."""
+    """What casts up to `size` elements from its first argument into its second, and counts those
+    that overflow.
+    """
     import numpy as np
 
     if source.itemsize <= 2:
@@ -114,7 +130,9 @@ def _convert(items: Bits, codes: Bits) -> int:
 
 
 def _narrow(narrowing: _Narrowing, scratch: Bits, items: Bits, codes: Bits) -> int:
-    """From float32 or float64 to a smaller type; values that need more than rounding are rare and looked for."""
+    """From float32 or float64 to a smaller type; values that need more than rounding are rare and
+    looked for.
+    """
     import numpy as np
 
     bits, numbers, scratch = items, items.view(f"<f{items.itemsize}"), scratch[:, : items.size]
@@ -142,7 +160,9 @@ def _special_codes(narrowing: _Narrowing, bits: Bits) -> Bits:
 
 
 def _round_as_integer(_: _Narrowing, bits: Bits, scratch: Bits, codes: Bits) -> None:
-    """bfloat16: the upper half of the float32, rounded; its exponents are the same, so a carry goes where it should."""
+    """bfloat16: the upper half of the float32, rounded; its exponents are the same, so a carry goes
+    where it should.
+    """
     import numpy as np
 
     total = scratch[0]
@@ -155,7 +175,9 @@ def _round_as_integer(_: _Narrowing, bits: Bits, scratch: Bits, codes: Bits) -> 
 
 
 def _round_to_exponent(_: _Narrowing, bits: Bits, _scratch: Bits, codes: Bits) -> None:
-    """float8_e8m0fnu: the exponent, one up from half way; a denormal has no leading bit, so its tie goes down."""
+    """float8_e8m0fnu: the exponent, one up from half way; a denormal has no leading bit, so its tie
+    goes down.
+    """
     import numpy as np
 
     magnitude = bits & _MAGNITUDE
@@ -165,8 +187,9 @@ def _round_to_exponent(_: _Narrowing, bits: Bits, _scratch: Bits, codes: Bits) -
 def _round_by_adding(narrowing: _Narrowing, bits: Bits, scratch: Bits, codes: Bits) -> None:
     """The types with fewer exponents than float32: let the float32 adder round.
 
-    Added to the power of two whose last bit is worth one unit of the target, a magnitude leaves its rounded significand
-    in the low bits of the sum; the exponent is added above it. What lies higher is cut off when the code is stored.
+    Added to the power of two whose last bit is worth one unit of the target, a magnitude leaves its
+    rounded significand in the low bits of the sum; the exponent is added above it. What lies higher
+    is cut off when the code is stored.
     """
     import numpy as np
 
@@ -194,23 +217,39 @@ def _round_to_positive_zero(narrowing: _Narrowing, bits: Bits, scratch: Bits, co
 
 
 _NARROWINGS = {
-    "float16": _Narrowing(_round_by_adding, 10, -14, 65520.0, (0x7C00, 0xFC00), (0x7E00, 0xFE00), payload=0x1FF),
-    "bfloat16": _Narrowing(_round_as_integer, 7, -126, (2 - 2**-8) * 2.0**127, (0x7F80, 0xFF80), (0x7FC0, 0x7FC0)),
-    "float8_e4m3fn": _Narrowing(_round_by_adding, 3, -6, 464.0, (0x7E, 0xFE), (0x7F, 0xFF), saturates=True),
+    "float16": _Narrowing(
+        _round_by_adding, 10, -14, 65520.0, (0x7C00, 0xFC00), (0x7E00, 0xFE00), payload=0x1FF
+    ),
+    "bfloat16": _Narrowing(
+        _round_as_integer, 7, -126, (2 - 2**-8) * 2.0**127, (0x7F80, 0xFF80), (0x7FC0, 0x7FC0)
+    ),
+    "float8_e4m3fn": _Narrowing(
+        _round_by_adding, 3, -6, 464.0, (0x7E, 0xFE), (0x7F, 0xFF), saturates=True
+    ),
     "float8_e5m2": _Narrowing(_round_by_adding, 2, -14, 61440.0, (0x7C, 0xFC), (0x7F, 0xFF)),
-    "float8_e4m3fnuz": _Narrowing(_round_to_positive_zero, 3, -7, 248.0, (0x80, 0x80), (0x80, 0x80)),
-    "float8_e5m2fnuz": _Narrowing(_round_to_positive_zero, 2, -15, 61440.0, (0x80, 0x80), (0x80, 0x80)),
-    "float8_e8m0fnu": _Narrowing(_round_to_exponent, 0, -127, 1.5 * 2.0**127, (0xFF, 0xFF), (0xFF, 0xFF)),
+    "float8_e4m3fnuz": _Narrowing(
+        _round_to_positive_zero, 3, -7, 248.0, (0x80, 0x80), (0x80, 0x80)
+    ),
+    "float8_e5m2fnuz": _Narrowing(
+        _round_to_positive_zero, 2, -15, 61440.0, (0x80, 0x80), (0x80, 0x80)
+    ),
+    "float8_e8m0fnu": _Narrowing(
+        _round_to_exponent, 0, -127, 1.5 * 2.0**127, (0xFF, 0xFF), (0xFF, 0xFF)
+    ),
 }
 
 
 @cache
 def _table(source: DType, target: DType) -> tuple[Bits, NDArray[np.bool_], int]:
-    """One cast of every pattern of a small type: the codes, which patterns overflow, the least magnitude that does."""
+    """One cast of every pattern of a small type: the codes, which patterns overflow, the least
+    magnitude that does.
+    """
     import numpy as np
 
     numbers = _every_value(source)
-    codes = np.frombuffer(cast(numbers.view(np.uint8).data, BY_NAME["float32"], target).data, f"<u{target.itemsize}")
+    codes = np.frombuffer(
+        cast(numbers.view(np.uint8).data, BY_NAME["float32"], target).data, f"<u{target.itemsize}"
+    )
     narrowing = _NARROWINGS.get(target.name)
     limit = np.inf if narrowing is None or narrowing.saturates else narrowing.limit
     overflows = np.isfinite(numbers) & (np.abs(numbers) >= limit)
@@ -219,12 +258,18 @@ def _table(source: DType, target: DType) -> tuple[Bits, NDArray[np.bool_], int]:
 
 
 def _every_value(source: DType) -> NDArray[np.float32]:
-    """All patterns of an 8- or 16-bit type as little-endian float32, with torch's NaNs: numpy and ml_dtypes differ."""
+    """All patterns of an 8- or 16-bit type as little-endian float32, with torch's NaNs: numpy and
+    ml_dtypes differ.
+    """
     import ml_dtypes
     import numpy as np
 
     patterns = np.arange(1 << 8 * source.itemsize, dtype=f"u{source.itemsize}")
-    bits = patterns.view(getattr(ml_dtypes, source.name, np.float16)).astype(np.float32).view(np.uint32)
+    bits = (
+        patterns.view(getattr(ml_dtypes, source.name, np.float16))
+        .astype(np.float32)
+        .view(np.uint32)
+    )
     nan = (bits & _MAGNITUDE) > _INFINITY
     if source.name in _SINGLE_NAN_TYPES:
         bits[nan] = 0x7F800001
@@ -234,7 +279,9 @@ def _every_value(source: DType) -> NDArray[np.float32]:
     return bits.astype("<u4").view("<f4")
 
 
-def _look_up(table: Bits, overflows: NDArray[np.bool_], limit: int, items: Bits, codes: Bits) -> int:
+def _look_up(
+    table: Bits, overflows: NDArray[np.bool_], limit: int, items: Bits, codes: Bits
+) -> int:
     """From an 8- or 16-bit type to any."""
     import numpy as np
 
@@ -243,6 +290,10 @@ def _look_up(table: Bits, overflows: NDArray[np.bool_], limit: int, items: Bits,
 
 
 def _reaches(bits: Bits, limit: int) -> bool:
-    """Whether some magnitude is at least `limit`; the top bit is the sign, so one maximum looks at each sign."""
+    """Whether some magnitude is at least `limit`; the top bit is the sign, so one maximum looks at
+    each sign.
+    """
     negative = 1 << 8 * bits.itemsize - 1
-    return int(bits.view(f"<i{bits.itemsize}").max()) >= limit or int(bits.max()) >= negative + limit
+    return (
+        int(bits.view(f"<i{bits.itemsize}").max()) >= limit or int(bits.max()) >= negative + limit
+    )

@@ -1,6 +1,8 @@
-"""The checksums of storages that are copied in parts: put together from the parts, so that nothing is read twice for them.
+"""The checksums of storages that are copied in parts: put together from the parts, so that nothing
+is read twice for them.
 
-A zip archive declares the CRC-32 of a whole record, a conversion may copy it in many runs, in any order, to several files.
+A zip archive declares the CRC-32 of a whole record, a conversion may copy it in many runs, in any
+order, to several files.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ if TYPE_CHECKING:
 
 
 class Checksums:
-    """What is known of the checksums of storages while a conversion goes on; `finish` it before the output is put in place.
+    """What is known of the checksums of storages while a conversion goes on; `finish` it before the
+    output is put in place.
 
-    Each method raises `MalformedCheckpoint` when a storage does not have the CRC-32 that its record declares.
+    Each method raises `MalformedCheckpoint` when a storage does not have the CRC-32 that its record
+    declares.
     """
 
     def __init__(self) -> None:
@@ -30,14 +34,18 @@ class Checksums:
         self._copied: dict[int, tuple[Storage, list[tuple[int, int, int]]]] = {}
 
     def read(self, storage: Storage) -> None:
-        """Check a storage, or the one that it is part of, by reading all of it, unless that was done."""
+        """Check a storage, or the one that it is part of, by reading all of it, unless that was
+        done.
+        """
         whole = storage.part_of or storage
         if id(whole) not in self._settled:
             self._settled.add(id(whole))
             check_storage(whole)
 
     def copied(self, storage: Storage, first: int, nbytes: int, crc: int) -> None:
-        """Note that `nbytes` bytes of a storage, from byte `first` of it on, were copied and have this CRC-32."""
+        """Note that `nbytes` bytes of a storage, from byte `first` of it on, were copied and have
+        this CRC-32.
+        """
         whole = storage.part_of or storage
         if whole.crc32 is None or id(whole) in self._settled:
             return
@@ -59,7 +67,9 @@ class Checksums:
 
 
 def _joined(whole: Storage, runs: list[tuple[int, int, int]]) -> int:
-    """The CRC-32 of a storage from those of runs of it, in order; gaps are read, and runs that overlap others as well."""
+    """The CRC-32 of a storage from those of runs of it, in order; gaps are read, and runs that
+    overlap others as well.
+    """
     crc = at = 0
     for first, nbytes, found in runs:
         if first >= at and nbytes:
@@ -75,7 +85,8 @@ def _read_on(whole: Storage, start: int, stop: int, crc: int) -> int:
 
 
 def check_storage(storage: Storage, meter: Meter | None = None) -> None:
-    """Read all of a storage and hold it against its declared CRC-32; `MalformedCheckpoint` when it differs.
+    """Read all of a storage and hold it against its declared CRC-32; `MalformedCheckpoint` when it
+    differs.
 
     `meter` counts the bytes that are read.
     """

@@ -1,8 +1,8 @@
 """Which bytes of each storage a torch output needs, and where the tensors over it move.
 
-Tensors that share a storage keep sharing one. Bytes that no tensor uses are left out, so that a slice does not drag its
-whole storage along; a tensor with holes that is alone is written without them. A cast applies to whole storages, so that
-sharing survives it.
+Tensors that share a storage keep sharing one. Bytes that no tensor uses are left out, so that a
+slice does not drag its whole storage along; a tensor with holes that is alone is written without
+them. A cast applies to whole storages, so that sharing survives it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,23 @@ from typing import NamedTuple
 from ckptconv.support.errors import RefusedObject
 from ckptconv.support.records import made
 from ckptconv.tensors.dtypes import UINT8, DType
-from ckptconv.tensors.refs import Storage, TensorRef, contiguous_stride, is_contiguous, joined, whole_storage
+from ckptconv.tensors.refs import (
+    Storage,
+    TensorRef,
+    contiguous_stride,
+    is_contiguous,
+    joined,
+    whole_storage,
+)
 
 _MOST_RUNS = 1000  # beyond, the gaps between the used bytes are kept
 _ALIGNMENT = 16  # where gaps are cut out, so that every element type stays aligned
 
 
 class NewStorage(NamedTuple):
-    """A storage of the output: `values` in C order, cast to `dtype`; `storage_dtype` names its class (None: untyped)."""
+    """A storage of the output: `values` in C order, cast to `dtype`; `storage_dtype` names its
+    class (None: untyped).
+    """
 
     values: TensorRef
     dtype: DType
@@ -33,7 +42,8 @@ class NewStorage(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Where a tensor lies in its new storage; `dtype` is the one it is written with, offset and stride count elements.
+    """Where a tensor lies in its new storage; `dtype` is the one it is written with, offset and
+    stride count elements.
 
     `resolved`: its conj and neg bits are already in the values there.
     """
@@ -49,10 +59,13 @@ CastRule = Callable[[TensorRef], DType]
 """The type in which a tensor is written."""
 
 
-def compact(refs: Iterable[TensorRef], bare: Iterable[Storage], cast: CastRule) -> dict[int, Placement]:
+def compact(
+    refs: Iterable[TensorRef], bare: Iterable[Storage], cast: CastRule
+) -> dict[int, Placement]:
     """The placement of every tensor of `refs` and every storage of `bare`, by `id`.
 
-    `bare` are storages that the tree holds by themselves: they stay whole and uncast, and so do the tensors over them.
+    `bare` are storages that the tree holds by themselves: they stay whole and uncast, and so do the
+    tensors over them.
     """
     first: dict[int, TensorRef] = {}
     groups: dict[int, list[TensorRef]] = {}
@@ -94,7 +107,8 @@ def _whole(storage: Storage, group: list[TensorRef]) -> dict[int, Placement]:
     dtype = storage.dtype or UINT8
     if other := next((ref for ref in group if ref.dtype is not dtype), None):
         raise RefusedObject(
-            f"a {dtype.name} storage that the checkpoint holds as a value is also read as {other.dtype.name}",
+            f"a {dtype.name} storage that the checkpoint holds as a value is also read as "
+            f"{other.dtype.name}",
             where=storage.name,
             hint="--only PATH takes one part",
         )
@@ -111,7 +125,8 @@ def _alone(ref: TensorRef, cast: CastRule) -> Placement:
     values, count = ref, prod(shape)
     if conj or neg or not is_contiguous(shape, stride):
         start, stop = ref.byte_span()
-        if stop - start > ref.nbytes or (neg and dtype is not source):  # not every dtype can be negated
+        # not every dtype can be negated
+        if stop - start > ref.nbytes or (neg and dtype is not source):
             return _gathered(ref, cast)
         values = whole_storage(storage, start, stop, source)
         count = values.shape[0]
@@ -121,9 +136,15 @@ def _alone(ref: TensorRef, cast: CastRule) -> Placement:
 
 
 def _shared(group: list[TensorRef], cast: CastRule) -> dict[int, Placement]:
-    storage, sources, targets = group[0].storage, {ref.dtype for ref in group}, {cast(ref) for ref in group}
+    storage, sources, targets = (
+        group[0].storage,
+        {ref.dtype for ref in group},
+        {cast(ref) for ref in group},
+    )
     mixed, recast = len(sources) > 1, any(cast(ref) is not ref.dtype for ref in group)
-    if (recast and (mixed or len(targets) > 1 or any(ref.neg for ref in group))) or (mixed and storage.big_endian):
+    if (recast and (mixed or len(targets) > 1 or any(ref.neg for ref in group))) or (
+        mixed and storage.big_endian
+    ):
         return {id(ref): _gathered(ref, cast) for ref in group}
     source, target = (UINT8, UINT8) if mixed else (sources.pop(), targets.pop())
     runs = _used_runs(group, storage.nbytes - storage.nbytes % source.itemsize)
@@ -142,7 +163,9 @@ def _shared(group: list[TensorRef], cast: CastRule) -> dict[int, Placement]:
 
 
 def _used_runs(group: list[TensorRef], nbytes: int) -> list[tuple[int, int]]:
-    """The byte ranges that the tensors use, merged where they touch; one empty range when they use nothing."""
+    """The byte ranges that the tensors use, merged where they touch; one empty range when they use
+    nothing.
+    """
     spans = sorted(
         (start - start % _ALIGNMENT, min(nbytes, stop + -stop % _ALIGNMENT))
         for start, stop in (ref.byte_span() for ref in group if ref.numel)

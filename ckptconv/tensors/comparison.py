@@ -1,7 +1,8 @@
 """Two tensors compared: byte for byte where they lie, or number by number within a tolerance.
 
-What lies in one order in both files is compared as it lies, through two buffers of 1 MiB; anything else is gathered block by
-block. Of storages whose records declare a checksum it is worked out on the way, or from another read of them.
+What lies in one order in both files is compared as it lies, through two buffers of 1 MiB; anything
+else is gathered block by block. Of storages whose records declare a checksum it is worked out on
+the way, or from another read of them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ Pair = tuple[TensorRef, TensorRef]
 
 
 class Span(NamedTuple):
-    """The same bytes of one pair of tensors, in the one storage and in the other; `pair` is the pair's number."""
+    """The same bytes of one pair of tensors, in the one storage and in the other; `pair` is the
+    pair's number.
+    """
 
     pair: int
     first: Storage
@@ -51,12 +54,15 @@ class Span(NamedTuple):
     @property
     def has_crc(self) -> bool:
         """Whether a checksum is declared that these bytes go into."""
-        return any((storage.part_of or storage).crc32 is not None for storage in (self.first, self.second))
+        return any(
+            (storage.part_of or storage).crc32 is not None for storage in (self.first, self.second)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """When two numbers count as equal: |a - b| <= atol + rtol * |b|, as in `torch.isclose`; NaN only with `equal_nan`.
+    """When two numbers count as equal: |a - b| <= atol + rtol * |b|, as in `torch.isclose`; NaN
+    only with `equal_nan`.
 
     Raises `OptionRefused` (a `ValueError` too) for a bound that is negative or not a number.
     """
@@ -75,15 +81,17 @@ class Tolerance:
 class Deviation:
     """How the values of two tensors differ.
 
-    `count` of `numel` elements differ, `nans` of them with a NaN on either side. `max_abs` and `max_rel` are the largest
+    `count` of `numel` elements differ, `nans` of them with a NaN on either side. `max_abs` and
+    `max_rel` are the largest
     |a - b| and |a - b| / |b| among the others; None where there are none, or where the dtype has no numbers. 0.0 means that
-    only bits differ: the sign of a zero. `where` is the index of the largest |a - b| (of the first difference where there is
-    none), `a` and `b` the values there.
+    only bits differ: the sign of a zero. `where` is the index of the largest |a - b| (of the first
+    difference where there is none), `a` and `b` the values there.
 
-    `rel_l2` is ||a - b|| / ||b|| over the whole tensor, and `cosine` the cosine of the angle between a and b, both in float64
-    (a complex value counts as two numbers). Elements that are NaN or infinite in either are in neither measure; `nonfinite`
-    counts them. `rel_l2` is infinite where b is all zeros and a is not; `cosine` is None where either is all zeros. Both are
-    None where the dtype has no numbers.
+    `rel_l2` is ||a - b|| / ||b|| over the whole tensor, and `cosine` the cosine of the angle
+    between a and b, both in float64 (a complex value counts as two numbers). Elements that are NaN
+    or infinite in either are in neither measure; `nonfinite` counts them. `rel_l2` is infinite
+    where b is all zeros and a is not; `cosine` is None where either is all zeros. Both are None
+    where the dtype has no numbers.
     """
 
     count: int
@@ -100,18 +108,21 @@ class Deviation:
 
     @property
     def badness(self) -> tuple[bool, float, float]:
-        """What tells the worse of two: NaN and infinite differences, then the relative L2, then the largest |a - b|."""
+        """What tells the worse of two: NaN and infinite differences, then the relative L2, then the
+        largest |a - b|.
+        """
         largest = 0.0 if self.max_abs is None else self.max_abs
         broken = bool(self.nans) or largest == math.inf
         return broken, -1.0 if self.rel_l2 is None else self.rel_l2, largest
 
 
-# ---------------------------------------------------------------------------------------------------------------- bytes
+# -------------------------------------------------------------------------------------------- bytes
 
 
 @dataclass(slots=True)
 class Compared:
-    """What comparing bytes gave: the numbers of the pairs that differ, and the checksums of spans that were found equal.
+    """What comparing bytes gave: the numbers of the pairs that differ, and the checksums of spans
+    that were found equal.
 
     `unread` are pairs that were compared otherwise, so that nothing is known of their checksums.
     """
@@ -150,8 +161,8 @@ def compare_bytes(pairs: Sequence[Pair], meter: Meter) -> Compared:
 def damaged_storages(found: Compared, read: Iterable[Pair], meter: Meter) -> list[str]:
     """What is to be said of storages whose bytes have not the CRC-32 that their records declare.
 
-    Those of the pairs in `read` are read for it, which `meter` counts pair by pair; of the others the checksums that were
-    `found` are put together.
+    Those of the pairs in `read` are read for it, which `meter` counts pair by pair; of the others
+    the checksums that were `found` are put together.
     """
     checksums = Checksums()
     damage: list[str] = []
@@ -191,7 +202,10 @@ def _spans(number: int, first: TensorRef, second: TensorRef) -> list[Span] | Non
 
 def _lie_alike(first: TensorRef, second: TensorRef) -> bool:
     """Whether both are views without holes whose elements lie, and are meant, in the very same way."""
-    if not (first.is_view and second.is_view) or (first.conj, first.neg) != (second.conj, second.neg):
+    if not (first.is_view and second.is_view) or (first.conj, first.neg) != (
+        second.conj,
+        second.neg,
+    ):
         return False
     same_order = first.storage.big_endian == second.storage.big_endian
     return same_order and first.stride == second.stride and first.is_dense()
@@ -212,8 +226,14 @@ def _common_runs(number: int, ours: list[Any], theirs: list[Any]) -> Iterator[Sp
 
 
 def _may_be_threaded(span: Span) -> bool:
-    """Whether several threads may read both sources: files of a pool and inflated records are for one."""
-    return span.nbytes > SMALL and type(span.first.source) is FileSource and type(span.second.source) is FileSource
+    """Whether several threads may read both sources: files of a pool and inflated records are for
+    one.
+    """
+    return (
+        span.nbytes > SMALL
+        and type(span.first.source) is FileSource
+        and type(span.second.source) is FileSource
+    )
 
 
 def _compared_alone(spans: Sequence[Span], meter: Meter) -> Compared:
@@ -245,7 +265,11 @@ def _batches(spans: Iterable[Span]) -> Iterator[list[Span]]:
     for span in spans:
         for start in range(0, span.nbytes, _BATCH):
             nbytes = min(_BATCH, span.nbytes - start)
-            batch.append(span._replace(first_at=span.first_at + start, second_at=span.second_at + start, nbytes=nbytes))
+            batch.append(
+                span._replace(
+                    first_at=span.first_at + start, second_at=span.second_at + start, nbytes=nbytes
+                )
+            )
             room -= nbytes
             if room <= 0:
                 yield batch
@@ -255,7 +279,9 @@ def _batches(spans: Iterable[Span]) -> Iterator[list[Span]]:
 
 
 def _compared(spans: Iterable[Span]) -> Compared:
-    """The numbers of the pairs of which one of these spans differs, and the checksums of the spans that do not."""
+    """The numbers of the pairs of which one of these spans differs, and the checksums of the spans
+    that do not.
+    """
     found = Compared()
     buffers = bytearray(CHUNK), bytearray(CHUNK)
     for span in spans:
@@ -298,14 +324,17 @@ def _streams_equal(first: TensorRef, second: TensorRef, meter: Meter) -> bool:
     return True
 
 
-# --------------------------------------------------------------------------------------------------------------- values
+# ------------------------------------------------------------------------------------------- values
 
 
-def deviation(first: TensorRef, second: TensorRef, tolerance: Tolerance | None, meter: Meter | None = None) -> Deviation | None:
+def deviation(
+    first: TensorRef, second: TensorRef, tolerance: Tolerance | None, meter: Meter | None = None
+) -> Deviation | None:
     """How the values of two tensors of one shape differ; None where they do not.
 
-    Without a tolerance, elements differ when their bits do, or, where the dtypes differ, when their numbers do. Types that
-    hold no numbers (quantized, bits) are compared by their bits in any case. Memory: some 50 MB, whatever the size.
+    Without a tolerance, elements differ when their bits do, or, where the dtypes differ, when their
+    numbers do. Types that hold no numbers (quantized, bits) are compared by their bits in any case.
+    Memory: some 50 MB, whatever the size.
     """
     if tolerance is None and first.dtype is not second.dtype:
         tolerance = Tolerance(equal_nan=True)
@@ -338,9 +367,12 @@ def _unpacked(ref: TensorRef) -> Iterator[Array]:
     bits, rest = ref.dtype.bits, b""
     for chunk in chain(iter_chunks(ref), [memoryview(b"")]):
         raw = rest + bytes(chunk)
-        count = len(raw) // bits * bits if chunk else len(raw)  # so many bytes are whole elements; all of a tensor are
+        # so many bytes are whole elements; all of a tensor are
+        count = len(raw) // bits * bits if chunk else len(raw)
         rest = raw[count:]
-        ones = np.unpackbits(np.frombuffer(raw[:count], np.uint8), bitorder="little").reshape(-1, bits)
+        ones = np.unpackbits(np.frombuffer(raw[:count], np.uint8), bitorder="little").reshape(
+            -1, bits
+        )
         yield np.packbits(ones, axis=1, bitorder="little").reshape(-1)
 
 
@@ -371,7 +403,9 @@ def _numbers(words: Array, dtype: DType) -> Array | None:
         parts = words.view("<f2").astype(np.float64)
         return parts.view(np.complex128)
     if dtype.kind in ("complex", "int", "bool"):
-        code = {"complex": "c", "bool": "u"}.get(dtype.kind, "u" if dtype.name.startswith("u") else "i")
+        code = {"complex": "c", "bool": "u"}.get(
+            dtype.kind, "u" if dtype.name.startswith("u") else "i"
+        )
         values = words.view(f"<{code}{dtype.itemsize}")
         return values.astype(np.complex128) if dtype.kind == "complex" else values
     return None
@@ -379,7 +413,8 @@ def _numbers(words: Array, dtype: DType) -> Array | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Run:
-    """A run of both tensors: which elements differ, by how much, and the numbers themselves (or bits).
+    """A run of both tensors: which elements differ, by how much, and the numbers themselves (or
+    bits).
 
     Where it `is_same` in both, `ours` are the numbers of both.
     """
@@ -392,7 +427,9 @@ class _Run:
     is_same: bool = False
 
     @classmethod
-    def of(cls, ours: Array, dtype: DType, theirs: Array, other: DType, tolerance: Tolerance | None) -> _Run:
+    def of(
+        cls, ours: Array, dtype: DType, theirs: Array, other: DType, tolerance: Tolerance | None
+    ) -> _Run:
         import numpy as np
 
         differ = ours != theirs if dtype is other else np.ones(len(ours), bool)
@@ -409,7 +446,9 @@ class _Run:
                 differ = ~_close(first, second, apart, tolerance)
             size = np.abs(second.astype(np.complex128 if second.dtype.kind == "c" else np.float64))
             distance = apart.astype(np.float64)
-            relative = np.where(apart == 0, 0.0, np.where(np.isinf(distance), distance, distance / size))
+            relative = np.where(
+                apart == 0, 0.0, np.where(np.isinf(distance), distance, distance / size)
+            )
         return cls(first, second, differ, apart, relative)
 
     def only(self, chosen: Array) -> _Run:
@@ -470,7 +509,11 @@ class _Tally:
         self.count += len(places)
         if run.apart is None or run.relative is None:
             return
-        is_nan = np.isnan(run.apart[places]) if run.apart.dtype.kind == "f" else np.zeros(len(places), bool)
+        is_nan = (
+            np.isnan(run.apart[places])
+            if run.apart.dtype.kind == "f"
+            else np.zeros(len(places), bool)
+        )
         self.nans += int(is_nan.sum())
         places = places[~is_nan]
         if not len(places):
@@ -510,7 +553,8 @@ class _Tally:
 class _Norms:
     """The lengths of both tensors, of their difference, and their inner product, run by run.
 
-    Each sum is kept beside a power of two, so that no square of a float64 becomes infinite or nothing.
+    Each sum is kept beside a power of two, so that no square of a float64 becomes infinite or
+    nothing.
     """
 
     def __init__(self) -> None:
@@ -538,7 +582,9 @@ class _Norms:
         return True
 
     def _add_plainly(self, run: _Run) -> bool:
-        """Add sums that need no care; False where there may be values that are not finite, or whose squares are not."""
+        """Add sums that need no care; False where there may be values that are not finite, or whose
+        squares are not.
+        """
         assert run.apart is not None
         ours, theirs, apart = _reals(run.ours), _reals(run.theirs), _reals(run.apart)
         squares = _inner(ours, ours), _inner(theirs, theirs), _inner(apart, apart)
@@ -600,7 +646,9 @@ class _Sum:
 
     def over(self, other: _Sum) -> float:
         """The root of this sum divided by that of another."""
-        return _power(math.sqrt(self.value) / math.sqrt(other.value), (self.exponent - other.exponent) / 2)
+        return _power(
+            math.sqrt(self.value) / math.sqrt(other.value), (self.exponent - other.exponent) / 2
+        )
 
 
 def _power(value: float, exponent: float) -> float:
@@ -618,11 +666,15 @@ def _reals(values: Array) -> Array:
     """Values as float64, a complex one as two."""
     import numpy as np
 
-    return values.astype(np.complex128 if values.dtype.kind == "c" else np.float64, copy=False).view(np.float64)
+    return values.astype(
+        np.complex128 if values.dtype.kind == "c" else np.float64, copy=False
+    ).view(np.float64)
 
 
 def _scaled_difference(run: _Run) -> tuple[Array, int]:
-    """a - b, scaled; integers are subtracted as such, and what would become infinite is halved before."""
+    """a - b, scaled; integers are subtracted as such, and what would become infinite is halved
+    before.
+    """
     import numpy as np
 
     if run.ours.dtype.kind in "iu":
@@ -644,7 +696,8 @@ def _scaled(numbers: Array) -> tuple[Array, int]:
 
 
 def _inner(first: Array, second: Array) -> float:
-    return float((first * second).sum())  # not np.dot: its threads wait for each other where cores are few
+    # not np.dot: its threads wait for each other where cores are few
+    return float((first * second).sum())
 
 
 def _text(value: Any) -> str:

@@ -1,7 +1,8 @@
 """One table of element types: how torch, a torch storage, safetensors and numpy call each of them.
 
-Knows names and sizes only; nothing here touches bytes. Sources: `torch.storage._dtype_to_storage_type_map` and
-`torch.storage._new_dtypes` of torch 2.13, the `Dtype` enum of safetensors 0.8, and the type list of ml_dtypes.
+Knows names and sizes only; nothing here touches bytes. Sources:
+`torch.storage._dtype_to_storage_type_map` and `torch.storage._new_dtypes` of torch 2.13, the
+`Dtype` enum of safetensors 0.8, and the type list of ml_dtypes.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ Kind = Literal["float", "int", "bool", "complex", "quantized", "bits"]
 class DType:
     """One element type.
 
-    `name` is torch's (``float32``); `itemsize` is in bytes; `storage_class` is the typed storage that torch pickles
-    it under (None: only ``UntypedStorage``); `safetensors` is the header code (None: safetensors has no such type);
-    `numpy` names a numpy or ml_dtypes type (None: neither has one). `word` is the number of bytes that a change of
-    byte order reverses (half of `itemsize` for complex numbers). `bits` are those of one element; where they are not whole
-    bytes, the elements of a tensor are packed end to end, and only whole tensors have a size in bytes.
+    `name` is torch's (``float32``); `itemsize` is in bytes; `storage_class` is the typed storage
+    that torch pickles it under (None: only ``UntypedStorage``); `safetensors` is the header code
+    (None: safetensors has no such type); `numpy` names a numpy or ml_dtypes type (None: neither has
+    one). `word` is the number of bytes that a change of byte order reverses (half of `itemsize` for
+    complex numbers). `bits` are those of one element; where they are not whole bytes, the elements
+    of a tensor are packed end to end, and only whole tensors have a size in bytes.
     """
 
     name: str
@@ -45,7 +47,9 @@ class DType:
 
     @property
     def is_floating(self) -> bool:
-        """Whether `--dtype` may cast it: real floating point, so neither integers, bools, complex nor quantized."""
+        """Whether `--dtype` may cast it: real floating point, so neither integers, bools, complex
+        nor quantized.
+        """
         return self.kind == "float"
 
     @property
@@ -102,7 +106,9 @@ PACKED: tuple[DType, ...] = (
 """Types of safetensors of which torch knows nothing: kept as they are, never as numbers."""
 
 FLOAT4 = DType("float4_e2m1fn", "bits", 1, None, "F4", bits=4)
-"""F4 where the last dimension is odd, so that its elements are not pairs, as torch's ``float4_e2m1fn_x2`` wants them."""
+"""F4 where the last dimension is odd, so that its elements are not pairs, as torch's
+``float4_e2m1fn_x2`` wants them.
+"""
 
 BY_NAME = {dtype.name: dtype for dtype in DTYPES}
 BY_STORAGE_CLASS = {dtype.storage_class: dtype for dtype in DTYPES if dtype.storage_class}
@@ -134,7 +140,8 @@ CHOICES = ("f32", "f16", "bf16", "f64", "f8_e4m3", "f8_e5m2")
 
 
 def floating_dtype(name: str) -> DType:
-    """The floating type that a user means by `name`: torch's name, safetensors' code or the usual short form.
+    """The floating type that a user means by `name`: torch's name, safetensors' code or the usual
+    short form.
 
     >>> floating_dtype("bf16").name, floating_dtype("torch.float16").name, floating_dtype("F8_E4M3").name
     ('bfloat16', 'float16', 'float8_e4m3fn')

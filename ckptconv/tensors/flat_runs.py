@@ -1,7 +1,9 @@
-"""Tensors that lie flat in partitions: runs of elements, end to end over several storages, seen as one tensor.
+"""Tensors that lie flat in partitions: runs of elements, end to end over several storages, seen as
+one tensor.
 
-A run is contiguous where it lies and in the C order of the tensor, but seldom a box of it: a partition ends anywhere. `shaped`
-cuts each run into the few boxes that it is. `widened` shows a storage as float32, cast while it is read.
+A run is contiguous where it lies and in the C order of the tensor, but seldom a box of it: a
+partition ends anywhere. `shaped` cuts each run into the few boxes that it is. `widened` shows a
+storage as float32, cast while it is read.
 """
 
 from __future__ import annotations
@@ -31,10 +33,14 @@ class Run(NamedTuple):
 
 
 class Flat:
-    """Contiguous tensors of one dtype seen end to end, as `torch.cat` of their flattened values would be."""
+    """Contiguous tensors of one dtype seen end to end, as `torch.cat` of their flattened values
+    would be.
+    """
 
     def __init__(self, parts: Sequence[TensorRef], where: str) -> None:
-        """Raises `MalformedCheckpoint`, naming `where`, when a part is not contiguous or of another dtype than the first."""
+        """Raises `MalformedCheckpoint`, naming `where`, when a part is not contiguous or of another
+        dtype than the first.
+        """
         if not parts:
             raise MalformedCheckpoint("has no partitions", where=where)
         self._runs = [_whole_run(part, parts[0].dtype, where) for part in parts]
@@ -43,7 +49,9 @@ class Flat:
         self.numel = self._ends[-1]
 
     def runs(self, first: int, count: int) -> Iterator[Run]:
-        """The runs of the `count` elements from `first` on, which must be there; of no elements, an empty run."""
+        """The runs of the `count` elements from `first` on, which must be there; of no elements, an
+        empty run.
+        """
         index = bisect_right(self._ends, first)
         if not count:
             yield self._runs[0]._replace(numel=0)
@@ -58,22 +66,30 @@ class Flat:
 
 def _whole_run(part: TensorRef, dtype: DType, where: str) -> Run:
     if part.dtype is not dtype:
-        raise MalformedCheckpoint(f"its partitions are {dtype.name} and {part.dtype.name}", where=where)
+        raise MalformedCheckpoint(
+            f"its partitions are {dtype.name} and {part.dtype.name}", where=where
+        )
     if (found := verbatim_range(part)) is None:
-        raise MalformedCheckpoint("a partition is not one contiguous little-endian run", where=where)
+        raise MalformedCheckpoint(
+            "a partition is not one contiguous little-endian run", where=where
+        )
     storage, start = found
     return Run(storage, start // dtype.itemsize, part.numel)
 
 
 def shaped(runs: Iterable[Run], dtype: DType, shape: Shape) -> TensorRef:
-    """The tensor of `shape` whose values in C order are the `runs`, one after the other; they must be as many as it has.
+    """The tensor of `shape` whose values in C order are the `runs`, one after the other; they must
+    be as many as it has.
 
-    Where it is one run, that is made a storage of its own: neighbours in a partition share a file, not memory.
+    Where it is one run, that is made a storage of its own: neighbours in a partition share a file,
+    not memory.
     """
     merged = _merged(runs)
     if len(merged) == 1:
         storage = _cut(merged[0], dtype)
-        return TensorRef(dtype, shape, contiguous_stride(shape), (_box(storage, 0, shape, (0,) * len(shape)),))
+        return TensorRef(
+            dtype, shape, contiguous_stride(shape), (_box(storage, 0, shape, (0,) * len(shape)),)
+        )
     pieces: list[Piece] = []
     at = 0
     for storage, first, count in merged:
@@ -85,13 +101,19 @@ def shaped(runs: Iterable[Run], dtype: DType, shape: Shape) -> TensorRef:
 
 
 def _merged(runs: Iterable[Run]) -> list[Run]:
-    """The runs without empty ones (but for one, if there are no others), those that follow each other in a storage as one."""
+    """The runs without empty ones (but for one, if there are no others), those that follow each
+    other in a storage as one.
+    """
     merged: list[Run] = []
     for run in runs:
         last = merged[-1] if merged else None
         if last is not None and not (last.numel and run.numel):
             merged[-1] = last if last.numel else run
-        elif last is not None and last.storage is run.storage and last.first + last.numel == run.first:
+        elif (
+            last is not None
+            and last.storage is run.storage
+            and last.first + last.numel == run.first
+        ):
             merged[-1] = last._replace(numel=last.numel + run.numel)
         else:
             merged.append(run)
@@ -103,7 +125,11 @@ def _cut(run: Run, dtype: DType) -> Storage:
     whole, first, count = run
     size = dtype.itemsize
     return whole._replace(
-        offset=whole.offset + first * size, nbytes=count * size, dtype=dtype, crc32=None, part_of=whole.part_of or whole
+        offset=whole.offset + first * size,
+        nbytes=count * size,
+        dtype=dtype,
+        crc32=None,
+        part_of=whole.part_of or whole,
     )
 
 
@@ -112,9 +138,11 @@ def _box(storage: Storage, offset: int, box: Shape, start: Shape) -> Piece:
 
 
 def flat_boxes(shape: Shape, first: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
-    """The boxes (start, shape), in C order, that the elements `first` to `stop` of a tensor of `shape` are.
+    """The boxes (start, shape), in C order, that the elements `first` to `stop` of a tensor of
+    `shape` are.
 
-    At most two for each dimension but the first, and one: rows that were begun, whole rows, rows that are not finished.
+    At most two for each dimension but the first, and one: rows that were begun, whole rows, rows
+    that are not finished.
 
     >>> list(flat_boxes((3, 4), 2, 11))
     [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 3))]
@@ -124,18 +152,22 @@ def flat_boxes(shape: Shape, first: int, stop: int) -> Iterator[tuple[Shape, Sha
         return
     inner = contiguous_stride(shape)
     while first < stop:
-        axis = next(axis for axis, step in enumerate(inner) if first % step == 0 and first + step <= stop)
+        axis = next(
+            axis for axis, step in enumerate(inner) if first % step == 0 and first + step <= stop
+        )
         start = tuple(first // step % size for step, size in zip(inner, shape, strict=True))
         rows = min(shape[axis] - start[axis], (stop - first) // inner[axis])
         yield start, (*(1,) * axis, rows, *shape[axis + 1 :])
         first += rows * inner[axis]
 
 
-# ------------------------------------------------------------------------------------------------------------- as float32
+# --------------------------------------------------------------------------------------- as float32
 
 
 class Widener:
-    """Shows floating tensors as float32, as `tensor.float()` makes them; those that share a storage share its stand-in."""
+    """Shows floating tensors as float32, as `tensor.float()` makes them; those that share a storage
+    share its stand-in.
+    """
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, str], tuple[Storage, Storage]] = {}
@@ -144,20 +176,33 @@ class Widener:
         """`ref` as float32; itself where it is float32 already, or of no floating type."""
         if ref.dtype is FLOAT32 or not ref.dtype.is_floating:
             return ref
-        pieces = tuple(piece._replace(storage=self._storage(piece.storage, ref.dtype)) for piece in ref.pieces)
+        pieces = tuple(
+            piece._replace(storage=self._storage(piece.storage, ref.dtype)) for piece in ref.pieces
+        )
         return ref._replace(dtype=FLOAT32, pieces=pieces)
 
     def _storage(self, storage: Storage, dtype: DType) -> Storage:
         known = self._made.get((id(storage), dtype.name))
         if known is None:
             source = _Float32Source(storage, dtype)
-            wide = Storage(source, 0, source.size, storage.location, storage.name, FLOAT32, part_of=storage.part_of or storage)
-            known = self._made[id(storage), dtype.name] = wide, storage  # kept, so that its id stays its own
+            wide = Storage(
+                source,
+                0,
+                source.size,
+                storage.location,
+                storage.name,
+                FLOAT32,
+                part_of=storage.part_of or storage,
+            )
+            # kept, so that its id stays its own
+            known = self._made[id(storage), dtype.name] = wide, storage
         return known[0]
 
 
 class _Float32Source:
-    """The elements of a storage as float32, little-endian; nothing is kept, each read casts what it returns."""
+    """The elements of a storage as float32, little-endian; nothing is kept, each read casts what it
+    returns.
+    """
 
     def __init__(self, storage: Storage, dtype: DType) -> None:
         self.path = storage.source.path
@@ -168,14 +213,18 @@ class _Float32Source:
     def read_into(self, offset: int, view: memoryview) -> None:
         while view:
             first, skipped = divmod(offset, FLOAT32.itemsize)
-            count = min(-(-(skipped + len(view)) // FLOAT32.itemsize), CHUNK // self._dtype.itemsize)
+            count = min(
+                -(-(skipped + len(view)) // FLOAT32.itemsize), CHUNK // self._dtype.itemsize
+            )
             found = self._cast(first, count)[skipped : skipped + len(view)]
             view[: len(found)] = found
             view, offset = view[len(found) :], offset + len(found)
 
     def read(self, offset: int, nbytes: int) -> bytes:
         if offset < 0 or nbytes > self.size - offset:
-            raise MalformedCheckpoint(f"{nbytes} bytes at {offset} lie beyond its end ({self.size})", path=self.path)
+            raise MalformedCheckpoint(
+                f"{nbytes} bytes at {offset} lie beyond its end ({self.size})", path=self.path
+            )
         whole = bytearray(nbytes)
         self.read_into(offset, memoryview(whole))
         return bytes(whole)

@@ -1,7 +1,9 @@
-"""Tensors as references: what type and shape they have and where their bytes lie, and how to stream those bytes.
+"""Tensors as references: what type and shape they have and where their bytes lie, and how to stream
+those bytes.
 
-A `Storage` is a run of bytes in a source; a `TensorRef` is a strided view of one storage, or is put together from pieces of
-several. Both are checked against each other when they are made, and trusted afterwards.
+A `Storage` is a run of bytes in a source; a `TensorRef` is a strided view of one storage, or is put
+together from pieces of several. Both are checked against each other when they are made, and trusted
+afterwards.
 """
 
 from __future__ import annotations
@@ -27,12 +29,14 @@ Shape = tuple[int, ...]
 
 
 class Storage(NamedTuple):
-    """A run of `nbytes` bytes at `offset` of `source`: a torch storage, or the data of one safetensors tensor.
+    """A run of `nbytes` bytes at `offset` of `source`: a torch storage, or the data of one
+    safetensors tensor.
 
-    `location` is the device tag it was saved with; `dtype` the type that its storage class names (None: untyped); `crc32`
-    the checksum that its record declares (None: none). `name` is what messages call it. Two tensors share memory when
-    their pieces name one and the same storage object (identity, not equality). `part_of` is the storage that this one was
-    cut out of, and that has the checksum.
+    `location` is the device tag it was saved with; `dtype` the type that its storage class names
+    (None: untyped); `crc32` the checksum that its record declares (None: none). `name` is what
+    messages call it. Two tensors share memory when their pieces name one and the same storage
+    object (identity, not equality). `part_of` is the storage that this one was cut out of, and that
+    has the checksum.
     """
 
     source: Source
@@ -47,7 +51,8 @@ class Storage(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A box of a tensor: its `shape`, its `start` in the tensor, and the strided view of `storage` that holds it.
+    """A box of a tensor: its `shape`, its `start` in the tensor, and the strided view of `storage`
+    that holds it.
 
     `offset` and `stride` count elements.
     """
@@ -62,7 +67,8 @@ class Piece(NamedTuple):
 class TensorRef(NamedTuple):
     """A tensor: `dtype`, `shape`, `stride` (in elements) and the `pieces` that hold its values.
 
-    `conj` and `neg` are torch's lazy bits: the values are the conjugate or the negative of what is stored.
+    `conj` and `neg` are torch's lazy bits: the values are the conjugate or the negative of what is
+    stored.
     """
 
     dtype: DType
@@ -115,7 +121,9 @@ class TensorRef(NamedTuple):
         return first, first + ((last + 1) * self.dtype.bits >> 3)
 
     def is_dense(self) -> bool:
-        """Of a view: whether its values lie without holes and overlaps, in whatever order of dimensions."""
+        """Of a view: whether its values lie without holes and overlaps, in whatever order of
+        dimensions.
+        """
         start, stop = self.byte_span()
         if stop - start != self.nbytes:
             return False
@@ -129,9 +137,11 @@ class TensorRef(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorObject:
-    """A tensor with something around it: an `nn.Parameter`, or a subclass or a tensor with attributes.
+    """A tensor with something around it: an `nn.Parameter`, or a subclass or a tensor with
+    attributes.
 
-    `cls` is the symbolic name of the class (None for Parameter) and `state` the symbolic attributes (None: there are none).
+    `cls` is the symbolic name of the class (None for Parameter) and `state` the symbolic attributes
+    (None: there are none).
     """
 
     tensor: TensorRef
@@ -140,8 +150,9 @@ class TensorObject:
 
 
 def view_identity(ref: TensorRef) -> Hashable:
-    """What the names of one tensor have in common: tensors with the same have the same values. Of one put together from
-    pieces, only itself has it."""
+    """What the names of one tensor have in common: tensors with the same have the same values. Of
+    one put together from pieces, only itself has it.
+    """
     if not ref.is_view:
         return id(ref)
     return id(ref.storage), ref.storage_offset, ref.shape, ref.stride, ref.dtype, ref.conj, ref.neg
@@ -163,7 +174,8 @@ def contiguous_stride(shape: Shape) -> Shape:
 
 
 def is_contiguous(shape: Shape, stride: Shape) -> bool:
-    """Whether `stride` walks `shape` in C order without gaps; strides of dimensions of size 1 do not matter.
+    """Whether `stride` walks `shape` in C order without gaps; strides of dimensions of size 1 do
+    not matter.
 
     >>> is_contiguous((2, 1, 3), (3, 99, 1)), is_contiguous((2, 3), (1, 2)), is_contiguous((0, 3), (7, 7))
     (True, False, True)
@@ -177,14 +189,25 @@ def is_contiguous(shape: Shape, stride: Shape) -> bool:
     return True
 
 
-def view_of(storage: Storage, dtype: DType, offset: int, shape: Shape, stride: Shape, requires_grad: bool = False) -> TensorRef:
-    """The strided view of `storage` that a checkpoint describes, after checking that it lies inside.
+def view_of(
+    storage: Storage,
+    dtype: DType,
+    offset: int,
+    shape: Shape,
+    stride: Shape,
+    requires_grad: bool = False,
+) -> TensorRef:
+    """The strided view of `storage` that a checkpoint describes, after checking that it lies
+    inside.
 
-    `offset` and `stride` count elements. Raises `MalformedCheckpoint` when a number is not a plain int, is negative, or
-    reaches beyond the storage, and `LimitExceeded` when a small storage claims to be a giant tensor.
+    `offset` and `stride` count elements. Raises `MalformedCheckpoint` when a number is not a plain
+    int, is negative, or reaches beyond the storage, and `LimitExceeded` when a small storage claims
+    to be a giant tensor.
     """
     if type(shape) is not tuple or type(stride) is not tuple or len(shape) != len(stride):
-        raise MalformedCheckpoint("its shape and stride are not tuples of one length", where=storage.name)
+        raise MalformedCheckpoint(
+            "its shape and stride are not tuples of one length", where=storage.name
+        )
     most = in_force()
     if len(shape) > _USUAL_DIMENSIONS or len(shape) > most.dimensions:
         _refuse_odd_shape(shape, storage.name)
@@ -193,12 +216,15 @@ def view_of(storage: Storage, dtype: DType, offset: int, shape: Shape, stride: S
     numel, last = 1, offset
     for size, step in zip(shape, stride):  # noqa: B905 (of one length, and a hot path)
         if type(size) is not int or type(step) is not int or size < 0 or step < 0:
-            raise MalformedCheckpoint("its shape or stride holds something other than sizes", where=storage.name)
+            raise MalformedCheckpoint(
+                "its shape or stride holds something other than sizes", where=storage.name
+            )
         numel *= size
         last += (size - 1) * step
     if numel and (last + 1) * dtype.bits > storage.nbytes << 3:
         raise MalformedCheckpoint(
-            f"needs {(last + 1) * dtype.bits + 7 >> 3} bytes of a storage that has {storage.nbytes}", where=storage.name
+            f"needs {(last + 1) * dtype.bits + 7 >> 3} bytes of a storage that has {storage.nbytes}",
+            where=storage.name,
         )
     if requires_grad:
         _refuse_grad(storage, dtype)
@@ -206,7 +232,12 @@ def view_of(storage: Storage, dtype: DType, offset: int, shape: Shape, stride: S
         raise MalformedCheckpoint(f"its shape {shape} overflows", where=storage.name)
     nbytes = numel * dtype.bits >> 3
     if nbytes > most.view_free and nbytes > most.view_ratio * storage.nbytes:
-        raise expanded(f"claims {nbytes} bytes out of a storage of {storage.nbytes}", nbytes, storage.nbytes, storage.name)
+        raise expanded(
+            f"claims {nbytes} bytes out of a storage of {storage.nbytes}",
+            nbytes,
+            storage.nbytes,
+            storage.name,
+        )
     piece = made(Piece, (storage, offset, shape, stride, _ORIGINS[len(shape)]))
     return made(TensorRef, (dtype, shape, stride, (piece,), requires_grad, False, False))
 
@@ -219,7 +250,9 @@ def refuse_packed(named: Iterable[tuple[str, TensorRef]], hint: str) -> None:
 
 
 def requiring_grad(ref: TensorRef, requires_grad: bool) -> TensorRef:
-    """`ref` as a tensor that requires grad, or does not; `MalformedCheckpoint` where none of its type can."""
+    """`ref` as a tensor that requires grad, or does not; `MalformedCheckpoint` where none of its
+    type can.
+    """
     if requires_grad:
         _refuse_grad(ref.storage, ref.dtype)
     return ref._replace(requires_grad=requires_grad)
@@ -227,7 +260,9 @@ def requiring_grad(ref: TensorRef, requires_grad: bool) -> TensorRef:
 
 def _refuse_grad(storage: Storage, dtype: DType) -> None:
     if not dtype.is_differentiable:
-        raise MalformedCheckpoint(f"a {dtype.name} tensor requires grad, which only floating ones can", where=storage.name)
+        raise MalformedCheckpoint(
+            f"a {dtype.name} tensor requires grad, which only floating ones can", where=storage.name
+        )
 
 
 class _Origins(dict[int, Shape]):
@@ -242,28 +277,42 @@ _ORIGINS = _Origins({count: (0,) * count for count in range(_USUAL_DIMENSIONS + 
 
 
 def _refuse_odd_shape(shape: Shape, where: str) -> None:
-    """Refuse too many dimensions, and sizes whose product would have no end, before they are multiplied."""
+    """Refuse too many dimensions, and sizes whose product would have no end, before they are
+    multiplied.
+    """
     refuse_dimensions(len(shape), where)
     if any(type(size) is int and size >> 63 for size in shape):
-        raise MalformedCheckpoint("its shape or stride holds something other than sizes", where=where)
+        raise MalformedCheckpoint(
+            "its shape or stride holds something other than sizes", where=where
+        )
 
 
 def refuse_dimensions(count: int, where: str | None = None) -> None:
     """Raise `LimitExceeded` when a tensor has more dimensions than may be."""
     if count > (most := in_force().dimensions):
-        raise LimitExceeded(f"has {count} dimensions", limit="dimensions", allowed=most, needed=count, where=where)
+        raise LimitExceeded(
+            f"has {count} dimensions", limit="dimensions", allowed=most, needed=count, where=where
+        )
 
 
-def expanded(what: str, claimed: int, stored: int, where: str | None = None, advice: str | None = None) -> LimitExceeded:
+def expanded(
+    what: str, claimed: int, stored: int, where: str | None = None, advice: str | None = None
+) -> LimitExceeded:
     """The refusal of what claims many times the bytes that are stored."""
     allowed, needed = in_force().view_ratio, -(-claimed // stored)
-    return LimitExceeded(what, limit="view_ratio", allowed=allowed, needed=needed, where=where, advice=advice)
+    return LimitExceeded(
+        what, limit="view_ratio", allowed=allowed, needed=needed, where=where, advice=advice
+    )
 
 
 def whole_storage(storage: Storage, start: int, stop: int, dtype: DType = UINT8) -> TensorRef:
-    """Bytes `start` to `stop` of `storage` as a 1-D tensor of `dtype` (`start` and `stop` must be multiples of its size)."""
+    """Bytes `start` to `stop` of `storage` as a 1-D tensor of `dtype` (`start` and `stop` must be
+    multiples of its size).
+    """
     count = (stop - start) // dtype.itemsize
-    return TensorRef(dtype, (count,), (1,), (Piece(storage, start // dtype.itemsize, (count,), (1,), (0,)),))
+    return TensorRef(
+        dtype, (count,), (1,), (Piece(storage, start // dtype.itemsize, (count,), (1,), (0,)),)
+    )
 
 
 def joined(refs: list[TensorRef]) -> TensorRef:

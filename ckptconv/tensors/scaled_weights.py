@@ -1,7 +1,9 @@
-"""Weights that are codes beside a scale: which tensors of a state dict are codes, and what scales them.
+"""Weights that are codes beside a scale: which tensors of a state dict are codes, and what scales
+them.
 
-Told by names and types alone, names compared word by word (``weight_scale`` is a scale of ``weight``, ``weight_scaler`` is
-not). The same prefix goes before both. What is known, by the last segments of the keys:
+Told by names and types alone, names compared word by word (``weight_scale`` is a scale of
+``weight``, ``weight_scaler`` is not). The same prefix goes before both. What is known, by the last
+segments of the keys:
 
 | written by | codes | scale |
 |---|---|---|
@@ -61,7 +63,11 @@ def find_scaled(tensors: Mapping[str, TensorRef]) -> list[ScaledWeight]:
 
 def _may_be_codes(key: str, dtype: DType) -> bool:
     name = key.rpartition(".")[2]
-    return (_is_float8(dtype) or dtype.kind in ("int", "bits")) and name != _MARK and _SCALES.isdisjoint(name.split("_"))
+    return (
+        (_is_float8(dtype) or dtype.kind in ("int", "bits"))
+        and name != _MARK
+        and _SCALES.isdisjoint(name.split("_"))
+    )
 
 
 def _is_float8(dtype: DType) -> bool:
@@ -69,7 +75,9 @@ def _is_float8(dtype: DType) -> bool:
 
 
 class _Scales:
-    """The scales of a state dict, by the prefix of their keys and the name of what they scale (empty: all that is there)."""
+    """The scales of a state dict, by the prefix of their keys and the name of what they scale
+    (empty: all that is there).
+    """
 
     def __init__(self, tensors: Mapping[str, TensorRef]) -> None:
         self._tensors = tensors
@@ -80,30 +88,44 @@ class _Scales:
             if name == _MARK:
                 self._marks.append(key)
             elif name == "absmax" or not _SCALES.isdisjoint(words := name.split("_")):
-                scaled = "" if name == "absmax" else "_".join(word for word in words if word not in _AROUND)
+                scaled = (
+                    ""
+                    if name == "absmax"
+                    else "_".join(word for word in words if word not in _AROUND)
+                )
                 self._named.setdefault(prefix, {}).setdefault(scaled, key)
 
     def of(self, key: str, dtype: DType) -> str | None:
         """The key of what scales the tensor `key`, if it is codes.
 
-        A scale of float8 beside float8 is none: both are values, of a checkpoint that was cast as a whole.
+        A scale of float8 beside float8 is none: both are values, of a checkpoint that was cast as a
+        whole.
         """
         if not _is_float8(dtype):
             return next(self._of_integers(key, dtype), None)
-        named = chain(self._named_of(key, always=True), self._named.get(key, {}).values())  # or below it: weight.scale
+        # or below it: weight.scale
+        named = chain(self._named_of(key, always=True), self._named.get(key, {}).values())
         found = (scale for scale in named if not _is_float8(self._tensors[scale].dtype))
-        return next(chain(found, (mark for mark in self._marks if key.startswith(mark.removesuffix(_MARK)))), None)
+        return next(
+            chain(
+                found, (mark for mark in self._marks if key.startswith(mark.removesuffix(_MARK)))
+            ),
+            None,
+        )
 
     def _of_integers(self, key: str, dtype: DType) -> Iterator[str]:
         prefix, dot, name = key.rpartition(".")
         yield from self._named_of(key, always=dtype.kind == "bits" or name in _CODE_NAMES)
-        if below := self._named.get(key, {}).get(""):  # bitsandbytes: as if the weight were a module
+        # bitsandbytes: as if the weight were a module
+        if below := self._named.get(key, {}).get(""):
             yield below
         if name in _PAIRS and (pair := f"{prefix}{dot}{_PAIRS[name]}") in self._tensors:
             yield pair
 
     def _named_of(self, key: str, *, always: bool) -> Iterator[str]:
-        """The scales that speak of a tensor by its name; or, `always`, that stand beside it and speak of nothing else."""
+        """The scales that speak of a tensor by its name; or, `always`, that stand beside it and
+        speak of nothing else.
+        """
         prefix, _, name = key.rpartition(".")
         there = self._named.get(prefix, {})
         yield from (there[scaled] for scaled in _names_of_codes(name) if scaled in there)
@@ -124,18 +146,24 @@ def _names_of_codes(name: str) -> Iterator[str]:
 def quantization_scales(tensors: Mapping[str, TensorRef]) -> list[str]:
     """The keys of the scales that torch's quantized modules save beside a zero point, an int64.
 
-    Those of quantization-aware training, whose zero points are int32, are parameters like others. Sources:
-    torch/ao/nn/quantized/modules, torch/ao/quantization/fake_quantize.py.
+    Those of quantization-aware training, whose zero points are int32, are parameters like others.
+    Sources: torch/ao/nn/quantized/modules, torch/ao/quantization/fake_quantize.py.
     """
     scales = (key for key in tensors if key.rpartition(".")[2] == "scale")
     zero_points = {key: tensors.get(f"{key.removesuffix('scale')}zero_point") for key in scales}
-    return [key for key, ref in zero_points.items() if ref is not None and ref.dtype.name == "int64"]
+    return [
+        key for key, ref in zero_points.items() if ref is not None and ref.dtype.name == "int64"
+    ]
 
 
-def refuse_cast(tensors: Mapping[str, TensorRef], kept: Collection[str], dtype: DType, path: str) -> None:
-    """Raise `RefusedObject` where codes or their scales are among the keys that are `kept`, to be cast to `dtype`.
+def refuse_cast(
+    tensors: Mapping[str, TensorRef], kept: Collection[str], dtype: DType, path: str
+) -> None:
+    """Raise `RefusedObject` where codes or their scales are among the keys that are `kept`, to be
+    cast to `dtype`.
 
-    `path` is that of the state dict. Neither is cast: codes are not values, and a scale loses what its block needs.
+    `path` is that of the state dict. Neither is cast: codes are not values, and a scale loses what
+    its block needs.
     """
     base = f"{path}." if path else ""
     found = [item for item in find_scaled(tensors) if item.codes in kept or item.scale in kept]
@@ -144,13 +172,25 @@ def refuse_cast(tensors: Mapping[str, TensorRef], kept: Collection[str], dtype: 
         codes, scale = found[0]
         more = f" (and {len(found) - 1} more like it)" if len(found) > 1 else ""
         what = f"holds {tensors[codes].dtype.name} codes that need their scale {base}{scale}{more}"
-        raise RefusedObject(f"{what}; cast to {dtype.name} they would have other values", where=f"{base}{codes}", hint=hint)
-    quantized = [key for key in quantization_scales(tensors) if key in kept and tensors[key].dtype is not dtype]
+        raise RefusedObject(
+            f"{what}; cast to {dtype.name} they would have other values",
+            where=f"{base}{codes}",
+            hint=hint,
+        )
+    quantized = [
+        key
+        for key in quantization_scales(tensors)
+        if key in kept and tensors[key].dtype is not dtype
+    ]
     if quantized:
         what = f"is the scale of quantized values; it is not cast to {dtype.name}"
-        raise RefusedObject(what, where=f"{base}{quantized[0]}", hint="leave --dtype out (dtype= in code)")
+        raise RefusedObject(
+            what, where=f"{base}{quantized[0]}", hint="leave --dtype out (dtype= in code)"
+        )
     for key, ref in tensors.items():
-        if key in kept and (ref.dtype is _ONLY_SCALES or ref.dtype is FLOAT4_PAIRS or ref.dtype.is_packed):
+        if key in kept and (
+            ref.dtype is _ONLY_SCALES or ref.dtype is FLOAT4_PAIRS or ref.dtype.is_packed
+        ):
             what = "is a type for scales" if ref.dtype is _ONLY_SCALES else "is a type for codes"
             what = f"{ref.dtype.name} {what}, not for values, so it is not cast to {dtype.name}"
             raise RefusedObject(what, where=f"{base}{key}", hint=hint)

@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
 from ckptconv.tensors.refs import Piece, Shape, Storage, TensorRef, contiguous_stride, is_contiguous
 
-# ----------------------------------------------------------------------------------------------------- streaming values
+# --------------------------------------------------------------------------------- streaming values
 
 
 def verbatim_range(ref: TensorRef) -> tuple[Storage, int] | None:
-    """The storage and the byte in it from which `ref.nbytes` bytes are just its values in C order, little-endian.
+    """The storage and the byte in it from which `ref.nbytes` bytes are just its values in C order,
+    little-endian.
 
     None where the values must be gathered, swapped, conjugated, negated or put together.
     """
@@ -35,9 +36,11 @@ def verbatim_range(ref: TensorRef) -> tuple[Storage, int] | None:
 
 
 def verbatim_runs(ref: TensorRef) -> list[tuple[Storage, int, int]] | None:
-    """The runs (storage, first byte, bytes) that make up the values in C order, little-endian, one after the other.
+    """The runs (storage, first byte, bytes) that make up the values in C order, little-endian, one
+    after the other.
 
-    As `verbatim_range`, but also for a tensor put together from pieces that follow each other, such as shards of rows.
+    As `verbatim_range`, but also for a tensor put together from pieces that follow each other, such
+    as shards of rows.
     """
     if len(ref.pieces) == 1:
         whole = verbatim_range(ref)
@@ -61,15 +64,19 @@ def verbatim_runs(ref: TensorRef) -> list[tuple[Storage, int, int]] | None:
 
 
 def _is_run(box: Shape, shape: Shape) -> bool:
-    """Whether a box's elements follow each other in the C order of `shape`: ones, then any size, then whole dimensions."""
+    """Whether a box's elements follow each other in the C order of `shape`: ones, then any size,
+    then whole dimensions.
+    """
     axis = next((axis for axis, size in enumerate(box) if size != 1), len(box))
     return box[axis + 1 :] == shape[axis + 1 :]
 
 
 def iter_chunks(ref: TensorRef) -> Iterator[memoryview]:
-    """The values of `ref` in C order, little-endian, conj and neg bits resolved, in views of about `CHUNK` bytes.
+    """The values of `ref` in C order, little-endian, conj and neg bits resolved, in views of about
+    `CHUNK` bytes.
 
-    A view is valid until the next one is asked for. Memory is bounded by a few chunks, whatever the strides.
+    A view is valid until the next one is asked for. Memory is bounded by a few chunks, whatever the
+    strides.
     """
     if (runs := verbatim_runs(ref)) is not None:
         for storage, first, nbytes in runs:
@@ -84,10 +91,16 @@ _ANY_NUMPY = 32  # dimensions that an array has in every numpy; 64 since numpy 2
 
 
 def _without_ones(ref: TensorRef) -> TensorRef:
-    """The same values without the dimensions of size 1; what is left of them would be 2**32 values in 32 dimensions."""
+    """The same values without the dimensions of size 1; what is left of them would be 2**32 values
+    in 32 dimensions.
+    """
     axes = [axis for axis, size in enumerate(ref.shape) if size != 1]
     pieces = tuple(
-        piece._replace(shape=_of(piece.shape, axes), stride=_of(piece.stride, axes), start=_of(piece.start, axes))
+        piece._replace(
+            shape=_of(piece.shape, axes),
+            stride=_of(piece.stride, axes),
+            start=_of(piece.start, axes),
+        )
         for piece in ref.pieces
     )
     return ref._replace(shape=_of(ref.shape, axes), stride=_of(ref.stride, axes), pieces=pieces)
@@ -98,7 +111,9 @@ def _of(numbers: Shape, axes: Sequence[int]) -> Shape:
 
 
 def iter_cast_chunks(ref: TensorRef, target: DType, overflowed: list[int]) -> Iterator[memoryview]:
-    """As `iter_chunks`, cast to `target`; the finite values that became infinite or NaN are added to `overflowed[0]`."""
+    """As `iter_chunks`, cast to `target`; the finite values that became infinite or NaN are added
+    to `overflowed[0]`.
+    """
     if target is ref.dtype:
         yield from iter_chunks(ref)
         return
@@ -109,12 +124,16 @@ def iter_cast_chunks(ref: TensorRef, target: DType, overflowed: list[int]) -> It
 
 
 def read_box(ref: TensorRef, start: Shape, shape: Shape) -> Array:
-    """The values of the box of `ref` at `start`, in C order and little-endian, as words of any type."""
+    """The values of the box of `ref` at `start`, in C order and little-endian, as words of any
+    type.
+    """
     return _resolved(ref, _gather(ref, start, shape)).reshape(-1)
 
 
 def read_range(source: Source, offset: int, nbytes: int) -> Iterator[memoryview]:
-    """The bytes of a run, in views of at most `CHUNK` bytes; a view is valid until the next one is asked for."""
+    """The bytes of a run, in views of at most `CHUNK` bytes; a view is valid until the next one is
+    asked for.
+    """
     buffer = memoryview(bytearray(min(CHUNK, nbytes)))
     while nbytes:
         view = buffer[: min(CHUNK, nbytes)]
@@ -152,15 +171,23 @@ def _indices(shape: Shape) -> Iterator[Shape]:
 
 
 def _gather(ref: TensorRef, start: Shape, shape: Shape) -> Array:
-    """The box of `ref` at `start` as words of its itemsize, in C order; boxes without a piece are never asked for."""
+    """The box of `ref` at `start` as words of its itemsize, in C order; boxes without a piece are
+    never asked for.
+    """
     import numpy as np
 
     out = np.empty(shape, dtype=f"V{ref.dtype.itemsize}")
     for piece in ref.pieces:
         low = tuple(max(a, b) for a, b in zip(start, piece.start, strict=True))
-        high = tuple(min(a + n, b + m) for a, n, b, m in zip(start, shape, piece.start, piece.shape, strict=True))
+        high = tuple(
+            min(a + n, b + m)
+            for a, n, b, m in zip(start, shape, piece.start, piece.shape, strict=True)
+        )
         if all(a < b for a, b in zip(low, high, strict=True)):
-            inside: Any = (*(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True)), ...)
+            inside: Any = (
+                *(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True)),
+                ...,
+            )
             within = tuple(a - b for a, b in zip(low, piece.start, strict=True))
             _fill(out[inside], piece, within, ref.dtype.itemsize)
     return out
@@ -169,8 +196,8 @@ def _gather(ref: TensorRef, start: Shape, shape: Shape) -> Array:
 def _fill(out: Array, piece: Piece, start: Shape, itemsize: int) -> None:
     """Copy the box of `piece` at `start` into `out`, reading spans that hold mostly wanted bytes.
 
-    A box whose bytes lie far apart in the file is halved along the dimension of the largest step until a read of its span
-    fetches at most four times what is wanted, or is small anyway.
+    A box whose bytes lie far apart in the file is halved along the dimension of the largest step
+    until a read of its span fetches at most four times what is wanted, or is small anyway.
     """
     import numpy as np
     from numpy.lib.stride_tricks import as_strided
@@ -181,7 +208,10 @@ def _fill(out: Array, piece: Piece, start: Shape, itemsize: int) -> None:
         reach = [(size - 1) * step for size, step in zip(box.shape, piece.stride, strict=True)]
         span = (sum(reach) + 1) * itemsize
         if span <= max(4 * box.size * itemsize, 1 << 16) or max(reach) == 0:
-            raw = np.frombuffer(piece.storage.source.read(piece.storage.offset + first * itemsize, span), dtype=box.dtype)
+            raw = np.frombuffer(
+                piece.storage.source.read(piece.storage.offset + first * itemsize, span),
+                dtype=box.dtype,
+            )
             box[...] = as_strided(raw, box.shape, [step * itemsize for step in piece.stride])
         else:
             axis = reach.index(max(reach))
@@ -194,7 +224,9 @@ def _fill(out: Array, piece: Piece, start: Shape, itemsize: int) -> None:
 
 
 def _resolved(ref: TensorRef, values: Array) -> Array:
-    """`values` (raw words as stored) with the byte order, the conj bit and the neg bit taken into account."""
+    """`values` (raw words as stored) with the byte order, the conj bit and the neg bit taken into
+    account.
+    """
 
     word = ref.dtype.word
     if word > 1 and ref.pieces[0].storage.big_endian:

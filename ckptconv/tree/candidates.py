@@ -1,4 +1,5 @@
-"""Which parts of a tree may be the model: the candidates, their ranks, and what each would leave out.
+"""Which parts of a tree may be the model: the candidates, their ranks, and what each would leave
+out.
 
 Decided by content and by the labels of parts; docs/state-dicts.md states the rule.
 """
@@ -14,7 +15,16 @@ from ckptconv.objects.torch_read import is_tensor_call
 from ckptconv.pickles.nodes import Call, Dict, Node, children, mapping_pairs
 from ckptconv.tensors.refs import TensorObject, TensorRef
 from ckptconv.tree.labels import USUAL, looks_like_a_module, names_number, names_training_state
-from ckptconv.tree.walk import CONTAINERS, PLAIN, Place, is_tensor, labels_of, place_text, tensor_of, walk
+from ckptconv.tree.walk import (
+    CONTAINERS,
+    PLAIN,
+    Place,
+    is_tensor,
+    labels_of,
+    place_text,
+    tensor_of,
+    walk,
+)
 
 Pairs = Sequence[tuple[Node, Node]]
 Tensors = Sequence[tuple[Node, Node]]
@@ -24,15 +34,19 @@ _ROOT, _MODULE, _OTHER = 4, 2, 0
 """Ranks; of two alike the one with tensors, not arrays, is one higher."""
 
 _PACKED = ("_extra_state", "_packed_params")
-"""Last segments of keys under which modules keep what they like, tensors in tuples and dicts among it."""
+"""Last segments of keys under which modules keep what they like, tensors in tuples and dicts among
+it.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """A dict that may be the model, or those of its tensors that stand in it beside other dicts of tensors.
+    """A dict that may be the model, or those of its tensors that stand in it beside other dicts of
+    tensors.
 
-    `beside` are the identities of its values that are not part of the state dict, None where all are. `count` are its
-    tensors, `weak` tells that all of them are numbers of the training or the like.
+    `beside` are the identities of its values that are not part of the state dict, None where all
+    are. `count` are its tensors, `weak` tells that all of them are numbers of the training or the
+    like.
     """
 
     place: Place
@@ -46,7 +60,9 @@ class Candidate:
 
     @property
     def path(self) -> str:
-        """The path of the dict, with a dot behind it where only the tensors are meant that stand in it."""
+        """The path of the dict, with a dot behind it where only the tensors are meant that stand in
+        it.
+        """
         return place_text(self.place) + "." * (self.beside is not None)
 
     @property
@@ -57,7 +73,9 @@ class Candidate:
         return tuple(index for index, (key, value) in enumerate(self.pairs) if _is_own(key, value))
 
     def shares_keys(self, other: Candidate) -> bool:
-        """Whether both have a tensor under one key: then one may be a copy of the other, or of a part of it."""
+        """Whether both have a tensor under one key: then one may be a copy of the other, or of a
+        part of it.
+        """
         return not self._names().isdisjoint(other._names())
 
     def _names(self) -> set[str]:
@@ -83,9 +101,11 @@ class Holder(NamedTuple):
 
 
 class Survey(NamedTuple):
-    """The candidates of a tree in its order, and all containers with tensors that somebody may want.
+    """The candidates of a tree in its order, and all containers with tensors that somebody may
+    want.
 
-    `found` are all dicts with tensors; the candidates are those that are not weak, or all where there are no others.
+    `found` are all dicts with tensors; the candidates are those that are not weak, or all where
+    there are no others.
     """
 
     found: tuple[Candidate, ...]
@@ -120,10 +140,11 @@ def survey(root: Node) -> Survey:
 class _Look:
     """What a walk through a tree finds; all containers are known by their identity.
 
-    `aside` are training states, an overlay that keeps the walk out of them, so that what stands in one and elsewhere too is met
-    elsewhere. `full` have a tensor somewhere in them; `closed` are parts of a tensor; `inner` are attributes of a tensor, or
-    what belongs to the state dict around it; `numbered` are (in) parts whose label names a number of the training. `outside` is
-    where containers stand under labels that do not name a training state.
+    `aside` are training states, an overlay that keeps the walk out of them, so that what stands in
+    one and elsewhere too is met elsewhere. `full` have a tensor somewhere in them; `closed` are
+    parts of a tensor; `inner` are attributes of a tensor, or what belongs to the state dict around
+    it; `numbered` are (in) parts whose label names a number of the training. `outside` is where
+    containers stand under labels that do not name a training state.
     """
 
     def __init__(self) -> None:
@@ -145,7 +166,9 @@ class _Look:
             return
         if place is not None and _names_state(place[1]):
             place = self._outside.get(id(node), place)
-        if _is_optimizer(node) or (place is not None and _names_state(place[1]) and not _stands_for_tensor(node)):
+        if _is_optimizer(node) or (
+            place is not None and _names_state(place[1]) and not _stands_for_tensor(node)
+        ):
             self.aside[id(node)] = None
             self._states.append((place, node))
             return
@@ -155,7 +178,11 @@ class _Look:
         if pairs is not None and tensors is not pairs:
             self._note_outside(place, node, pairs)
         if not tensors:
-            if pairs is not None and id(node) not in self._inner and any(_is_own(key, value) for key, value in pairs):
+            if (
+                pairs is not None
+                and id(node) not in self._inner
+                and any(_is_own(key, value) for key, value in pairs)
+            ):
                 self._mappings.append((place, node, pairs, tensors, True))
             return
         self._fill((place, None, node))
@@ -175,18 +202,30 @@ class _Look:
 
     def found(self) -> list[Candidate]:
         """The dicts with tensors under plain keys, when all nodes were seen."""
-        named = (item for item in self._mappings if PLAIN.issuperset({type(key) for key, _ in item[2]}))
-        return [made for made in (self._candidate(*item) for item in named) if made.count or not made.weak]
+        named = (
+            item for item in self._mappings if PLAIN.issuperset({type(key) for key, _ in item[2]})
+        )
+        return [
+            made
+            for made in (self._candidate(*item) for item in named)
+            if made.count or not made.weak
+        ]
 
     def _note_outside(self, place: Place, node: Node, pairs: Pairs) -> None:
         for key, value in pairs:
             if type(value) in CONTAINERS and not _names_state(key):
                 self._outside.setdefault(id(value), (place, key, node))
 
-    def _candidate(self, place: Place, node: Node, pairs: Pairs, tensors: Tensors, weak: bool) -> Candidate:
+    def _candidate(
+        self, place: Place, node: Node, pairs: Pairs, tensors: Tensors, weak: bool
+    ) -> Candidate:
         others = pairs if tensors is not pairs else ()
-        beside = [value for key, value in others if id(value) in self._full and not _is_own(key, value)]
-        is_module = any(type(key) is str and looks_like_a_module(key) for key, _ in tensors or pairs)
+        beside = [
+            value for key, value in others if id(value) in self._full and not _is_own(key, value)
+        ]
+        is_module = any(
+            type(key) is str and looks_like_a_module(key) for key, _ in tensors or pairs
+        )
         has_tensors = not tensors or any(not is_array(value) for _, value in tensors)
         made = Candidate(
             place=place,
@@ -202,7 +241,10 @@ class _Look:
 
     def _has_parts(self, item: Candidate) -> bool:
         """Whether tensors belong to a candidate that stand deeper, in packed values."""
-        return any(holder.node is not item.node and item.holds(holder.place, holder.node) for holder in self.holders)
+        return any(
+            holder.node is not item.node and item.holds(holder.place, holder.node)
+            for holder in self.holders
+        )
 
     def _wanted(self, node: Node, tensors: Tensors) -> list[Node]:
         """The labels of the tensors of a container that somebody may want."""
@@ -210,7 +252,8 @@ class _Look:
         return [
             label
             for label, value in tensors
-            if (type(label) is str and "." in label and "/" not in label)  # nearly all: decided without a call
+            # nearly all: decided without a call
+            if (type(label) is str and "." in label and "/" not in label)
             or _is_wanted(label, value, numbered=numbered)
         ]
 
@@ -218,8 +261,14 @@ class _Look:
         label, parent = (None, None) if place is None else place[1:]
         if id(parent) in self._closed or is_tensor_call(node):
             self._closed.add(id(node))
-        is_attributes = label == "<state>" and mapping_pairs(parent) is not None  # set on a dict, not items of it
-        if id(parent) in self._inner or type(node) is TensorObject or _is_packed(label) or is_attributes:
+        # set on a dict, not items of it
+        is_attributes = label == "<state>" and mapping_pairs(parent) is not None
+        if (
+            id(parent) in self._inner
+            or type(node) is TensorObject
+            or _is_packed(label)
+            or is_attributes
+        ):
             self._inner.add(id(node))
         if id(parent) in self._numbered or (type(label) is str and names_number(label)):
             self._numbered.add(id(node))
@@ -233,13 +282,22 @@ class _Look:
 def dict_pairs(node: Node) -> Pairs | None:
     """The pairs of a dict, of whatever class; None for anything else."""
     pairs = mapping_pairs(node)
-    if pairs is None and type(node) is Call and _may_be_dict(node) and type(plain := plain_form(node)) is Dict:
+    if (
+        pairs is None
+        and type(node) is Call
+        and _may_be_dict(node)
+        and type(plain := plain_form(node)) is Dict
+    ):
         return plain.pairs
     return pairs
 
 
 def _may_be_dict(call: Call) -> bool:
-    return bool(call.pairs) or call.name in ("collections.defaultdict", "collections.Counter", "builtins.dict")
+    return bool(call.pairs) or call.name in (
+        "collections.defaultdict",
+        "collections.Counter",
+        "builtins.dict",
+    )
 
 
 def metadata_of(node: Node) -> Any:
@@ -252,7 +310,8 @@ def metadata_of(node: Node) -> Any:
 def tells_of_wrappers(place: Place, key: str, value: Node) -> bool:
     """Whether a key of a state dict at `place` must carry the wrappers of its model.
 
-    Numbers of the training, tensors with the label of a training state and values that are not tensors need not.
+    Numbers of the training, tensors with the label of a training state and values that are not
+    tensors need not.
     """
     if not is_of_no_module(key):
         return True
@@ -260,7 +319,9 @@ def tells_of_wrappers(place: Place, key: str, value: Node) -> bool:
 
 
 def is_of_no_module(key: str) -> bool:
-    """Whether a key has the name of no module in it, and is not what a module keeps beside its tensors."""
+    """Whether a key has the name of no module in it, and is not what a module keeps beside its
+    tensors.
+    """
     return "." not in key and key not in _PACKED
 
 
@@ -283,15 +344,23 @@ def _tensors_in(pairs: Pairs) -> Tensors:
 
 def _stands_for_tensor(value: Node) -> bool:
     return type(value) is TensorRef or (
-        type(value) not in PLAIN and (type(value) is TensorObject or is_tensor_call(value) or is_array(value))
+        type(value) not in PLAIN
+        and (type(value) is TensorObject or is_tensor_call(value) or is_array(value))
     )
 
 
 def _is_own(key: Node, value: Node) -> bool:
-    """Whether a value belongs to the state dict that its key is in, though there may be tensors inside of it."""
+    """Whether a value belongs to the state dict that its key is in, though there may be tensors
+    inside of it.
+    """
     if _stands_for_tensor(value):
         return True
-    return _is_packed(key) or (type(key) is str and "." in key and type(value) in CONTAINERS and mapping_pairs(value) is None)
+    return _is_packed(key) or (
+        type(key) is str
+        and "." in key
+        and type(value) in CONTAINERS
+        and mapping_pairs(value) is None
+    )
 
 
 def _is_packed(key: Node) -> bool:
@@ -319,5 +388,9 @@ def _is_optimizer(node: Node) -> bool:
     pairs = mapping_pairs(node)
     if pairs is None or len(pairs) < 2:
         return False
-    parts = {key: value for key, value in pairs if key in ("state", "param_groups")} if len(pairs) < 50 else {}
+    parts = (
+        {key: value for key, value in pairs if key in ("state", "param_groups")}
+        if len(pairs) < 50
+        else {}
+    )
     return mapping_pairs(parts.get("state")) is not None and type(parts.get("param_groups")) is list

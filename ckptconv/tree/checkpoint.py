@@ -1,4 +1,6 @@
-"""An opened checkpoint: its tree of symbolic nodes, whose leaves are tensors that still lie in the file."""
+"""An opened checkpoint: its tree of symbolic nodes, whose leaves are tensors that still lie in the
+file.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,9 @@ from ckptconv.tree.walk import tensors_of
 class FileFacts:
     """What a torch file holds besides its tree: `head` are the first 16 bytes of its pickle.
 
-    `dead` are the bytes of a zip file that the pickle does not refer to: records that were added or left over, and what lies
-    between records; `strays` are the records outside the pickle's folder; `version` is that of a zip file's format (None: it
-    says none).
+    `dead` are the bytes of a zip file that the pickle does not refer to: records that were added or
+    left over, and what lies between records; `strays` are the records outside the pickle's folder;
+    `version` is that of a zip file's format (None: it says none).
     """
 
     head: bytes = b""
@@ -35,7 +37,9 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True)
 class Stray:
-    """What a whole module holds at `path` besides the node `state_dict`: `node`. `is_refused`: its class may save it."""
+    """What a whole module holds at `path` besides the node `state_dict`: `node`. `is_refused`: its
+    class may save it.
+    """
 
     path: str
     reason: str
@@ -51,13 +55,15 @@ PICKLE_HEAD = 16  # bytes of `FileFacts.head`
 class Checkpoint:
     """An open checkpoint: a tree whose tensors (`TensorRef`) are still in the file.
 
-    `format` is what its container is called: ``torch zip``, ``torch legacy``, ``safetensors``, ``memory``, …; `metadata` are
-    a safetensors file's own strings; `notes` tell what was odd about the file without being wrong; `modules` counts the whole
-    modules in whose places their state dicts stand, `module_classes` are their classes, `module_strays` are what these do not
-    hold, `module_parts` what they hold in another form; `facts` are what a torch file holds besides its tree; `limits` are
-    those under which it was opened; `index_metadata` is what the index of shards says besides their total size; `opening` is
-    who opens the container without ckptconv, and where; `files` are the shards of an index, each as it was opened.
-    Use it as a context manager, or `close()` it.
+    `format` is what its container is called: ``torch zip``, ``torch legacy``, ``safetensors``,
+    ``memory``, …; `metadata` are a safetensors file's own strings; `notes` tell what was odd about
+    the file without being wrong; `modules` counts the whole modules in whose places their state
+    dicts stand, `module_classes` are their classes, `module_strays` are what these do not hold,
+    `module_parts` what they hold in another form; `facts` are what a torch file holds besides its
+    tree; `limits` are those under which it was opened; `index_metadata` is what the index of shards
+    says besides their total size; `opening` is who opens the container without ckptconv, and where;
+    `files` are the shards of an index, each as it was opened. Use it as a context manager, or
+    `close()` it.
     """
 
     path: Path
@@ -82,7 +88,11 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         return short_repr(
-            "Checkpoint", self.path.name, self.format, size_text(self.nbytes), count_text(len(self.sources), "file")
+            "Checkpoint",
+            self.path.name,
+            self.format,
+            size_text(self.nbytes),
+            count_text(len(self.sources), "file"),
         )
 
     def _repr_html_(self) -> str:
@@ -107,6 +117,8 @@ class Checkpoint:
             return find_state_dicts(self.root)
 
     def state_dict(self, only: str | None = None) -> StateDict:
-        """The one state dict, or the one at the path `only`; `AmbiguousStateDict` when there is none or a choice."""
+        """The one state dict, or the one at the path `only`; `AmbiguousStateDict` when there is
+        none or a choice.
+        """
         with held(self.limits):
             return choose_state_dict(self.root, only, self.path)

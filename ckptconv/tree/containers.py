@@ -1,7 +1,8 @@
-"""Which library opens each kind of container without ckptconv, and whether on any host: what `inspect` calls portable.
+"""Which library opens each kind of container without ckptconv, and whether on any host: what
+`inspect` calls portable.
 
-Any host means: without the devices and the ranks that wrote it, and without running what the file names. What stands in
-the container (device tags, objects, wrappers) is not looked at here.
+Any host means: without the devices and the ranks that wrote it, and without running what the file
+names. What stands in the container (device tags, objects, wrappers) is not looked at here.
 """
 
 from __future__ import annotations
@@ -27,14 +28,23 @@ TORCH = Opening("torch.load")
 SAFETENSORS = Opening("safetensors")
 DCP = Opening("torch.distributed.checkpoint")
 DCP_SHARDS = Opening("torch.distributed.checkpoint.HuggingFaceStorageReader")
-TORCH_TAR = Opening("torch.load(weights_only=False)", "torch.load(weights_only=True) does not read tar files")
+TORCH_TAR = Opening(
+    "torch.load(weights_only=False)", "torch.load(weights_only=True) does not read tar files"
+)
 PICKLE = Opening("pickle.load", "only pickle.load opens it, which runs what it names")
 TORCHSCRIPT = Opening("torch.jit.load", "only torch.jit.load opens it, which runs its code")
 ZIP_MEMBERS = Opening("the program that wrote it", "only the program that packed it opens it")
-RANKS = Opening("torch.load", "each file opens only in a process group with the ranks that wrote them")
-DEEPSPEED = Opening("deepspeed", "only DeepSpeed opens it, with as many ranks as wrote it, or its zero_to_fp32.py")
+RANKS = Opening(
+    "torch.load", "each file opens only in a process group with the ranks that wrote them"
+)
+DEEPSPEED = Opening(
+    "deepspeed", "only DeepSpeed opens it, with as many ranks as wrote it, or its zero_to_fp32.py"
+)
 MEGATRON = Opening("megatron", "only Megatron opens it")
-ACCELERATE = Opening("accelerate", "only accelerate's load_state opens it, in a program that has prepared the same objects")
+ACCELERATE = Opening(
+    "accelerate",
+    "only accelerate's load_state opens it, in a program that has prepared the same objects",
+)
 
 _OF_INDEXES = (("diffusion_pytorch_model", "diffusers"), ("adapter_model", "peft"))
 

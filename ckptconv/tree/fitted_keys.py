@@ -1,4 +1,6 @@
-"""A state dict whose keys are fitted to a target: the map of its keys, or the refusal that says what does not fit."""
+"""A state dict whose keys are fitted to a target: the map of its keys, or the refusal that says
+what does not fit.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class KeyTarget:
-    """What state dicts are fitted to: its `name` (for messages), its keys and shapes, and what happens to unexpected keys.
+    """What state dicts are fitted to: its `name` (for messages), its keys and shapes, and what
+    happens to unexpected keys.
 
     `ties` are those of its keys that are names of one tensor.
     """
@@ -31,7 +34,9 @@ class KeyTarget:
 
 
 def shapes_of(found: StateDict) -> dict[str, Shape]:
-    """The keys of a state dict with the shapes of their tensors, arrays included; None for what is not a plain tensor."""
+    """The keys of a state dict with the shapes of their tensors, arrays included; None for what is
+    not a plain tensor.
+    """
     return {key: _shape(value) for key, value in zip(found.keys, found.values, strict=True)}
 
 
@@ -40,7 +45,11 @@ def ties_of(found: StateDict) -> list[list[str]]:
     names: dict[Hashable, list[str]] = defaultdict(list)
     for key, ref in found.tensors():
         if ref.numel:
-            names[(id(ref.storage), ref[:3], ref.storage_offset, ref.conj, ref.neg) if ref.is_view else id(ref)].append(key)
+            names[
+                (id(ref.storage), ref[:3], ref.storage_offset, ref.conj, ref.neg)
+                if ref.is_view
+                else id(ref)
+            ].append(key)
     return [group for group in names.values() if len(group) > 1]
 
 
@@ -52,10 +61,14 @@ def _shape(value: Node) -> Shape:
 def fitted(found: StateDict, keys: KeyMap, target: KeyTarget) -> KeyMap:
     """The map that takes on from `keys`, the rules' result, to the keys of the target.
 
-    Unexpected keys are left out where the target says so; names of tied tensors that are absent are filled. Raises
-    `KeyMismatch`, with the whole `Fit`, when the target is not met exactly.
+    Unexpected keys are left out where the target says so; names of tied tensors that are absent are
+    filled. Raises `KeyMismatch`, with the whole `Fit`, when the target is not met exactly.
     """
-    shapes = {new: _shape(value) for new, value in zip(keys.new, found.values, strict=True) if new is not None}
+    shapes = {
+        new: _shape(value)
+        for new, value in zip(keys.new, found.values, strict=True)
+        if new is not None
+    }
     fit = fit_keys(shapes, target.shapes, target.ties)
     if not (fit.fits or (fit.covers and fit.renames and target.drop_unexpected)):
         raise refusal(fit, target.name, len(target.shapes))
@@ -69,7 +82,9 @@ def fitted(found: StateDict, keys: KeyMap, target: KeyTarget) -> KeyMap:
 
 
 def module_paths(renames: Mapping[str, str]) -> Callable[[str], str]:
-    """The new path of a module: as the keys in it went; of one without keys, as the module around it."""
+    """The new path of a module: as the keys in it went; of one without keys, as the module around
+    it.
+    """
     modules: list[_Modules] = []
 
     def follow(path: str) -> str:
@@ -81,15 +96,17 @@ def module_paths(renames: Mapping[str, str]) -> Callable[[str], str]:
 
 
 class _Modules:
-    """The modules that keys are in, as a tree of their names, each with where the first of its keys went.
+    """The modules that keys are in, as a tree of their names, each with where the first of its keys
+    went.
 
-    A module is a number, found by that of the module around it and its own name: a path may be of a million names, and is
-    never put together.
+    A module is a number, found by that of the module around it and its own name: a path may be of a
+    million names, and is never put together.
     """
 
     def __init__(self, renames: Mapping[str, str]) -> None:
         self._numbers: dict[tuple[int, str], int] = {}
-        self._new: dict[int, tuple[str, int]] = {}  # a key's new name, and how much of it is the module's path
+        # a key's new name, and how much of it is the module's path
+        self._new: dict[int, tuple[str, int]] = {}
         numbers, known = self._numbers, self._new
         for old, new in renames.items():
             names = old.split(".")
@@ -102,7 +119,9 @@ class _Modules:
                     known[way[count]] = (new, length)
 
     def renamed(self, path: str) -> str:
-        """The new path of a module: that of the innermost known one around it, and what is inside that."""
+        """The new path of a module: that of the innermost known one around it, and what is inside
+        that.
+        """
         names = path.split(".") if path else []
         number = 0
         known, inside = (None if names else self._new.get(0)), 0
@@ -118,10 +137,11 @@ class _Modules:
 
 
 def _modules(before: list[str], new: str) -> Iterator[tuple[int, int]]:
-    """The modules that a key is in before and after, the innermost first; segments of one side are passed over.
+    """The modules that a key is in before and after, the innermost first; segments of one side are
+    passed over.
 
-    Given are the segments of the old key and the new key. Each module is the number of segments of its path in the old key, and
-    of characters of its path in the new one.
+    Given are the segments of the old key and the new key. Each module is the number of segments of
+    its path in the old key, and of characters of its path in the new one.
 
     >>> list(_modules(["model", "a", "wrapped", "w"], "a.w"))
     [(3, 1), (2, 1), (1, 0)]
@@ -143,9 +163,18 @@ def _modules(before: list[str], new: str) -> Iterator[tuple[int, int]]:
 def refusal(fit: Fit, name: str, count: int) -> KeyMismatch:
     """The error for keys that do not fit the target called `name`, which has `count` keys."""
     counted = [
-        _counted(len(fit.missing), count, "missing", [_missing(key, fit) for key in fit.missing[:_SHOWN]]),
-        _counted(len(fit.unexpected), 0, "unexpected", list(map(printable, fit.unexpected[:_SHOWN]))),
-        _counted(len(fit.mismatched), 0, "of another shape", list(map(_misshapen, fit.mismatched[:_SHOWN]))),
+        _counted(
+            len(fit.missing), count, "missing", [_missing(key, fit) for key in fit.missing[:_SHOWN]]
+        ),
+        _counted(
+            len(fit.unexpected), 0, "unexpected", list(map(printable, fit.unexpected[:_SHOWN]))
+        ),
+        _counted(
+            len(fit.mismatched),
+            0,
+            "of another shape",
+            list(map(_misshapen, fit.mismatched[:_SHOWN])),
+        ),
     ]
     what = f"its keys do not fit {printable(name)}: {'; '.join(filter(None, counted))}"
     return KeyMismatch(what, hint=_hint(fit), fit=fit)

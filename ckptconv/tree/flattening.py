@@ -1,4 +1,6 @@
-"""The values of a state dict as the named tensors of a safetensors file: encoded, skipped, or refused under their key."""
+"""The values of a state dict as the named tensors of a safetensors file: encoded, skipped, or
+refused under their key.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from ckptconv.tree.settling import Rewritten, Skipped
 
 @dataclass(frozen=True, slots=True)
 class Flattened:
-    """The named tensors of a state dict for safetensors, the recipes of encoded ones, and what was no tensor before.
+    """The named tensors of a state dict for safetensors, the recipes of encoded ones, and what was
+    no tensor before.
 
     `checks` read the indices of encoded tensors, which must be right before anything is written.
     """
@@ -30,8 +33,11 @@ class Flattened:
     checks: tuple[Check, ...] = ()
 
 
-def flatten(keys: Sequence[str | None], values: Sequence[Node], skipped: list[Skipped], *, encode: bool) -> Flattened:
-    """The values under these keys (None: left out) as named tensors; what is not a tensor goes to `skipped`.
+def flatten(
+    keys: Sequence[str | None], values: Sequence[Node], skipped: list[Skipped], *, encode: bool
+) -> Flattened:
+    """The values under these keys (None: left out) as named tensors; what is not a tensor goes to
+    `skipped`.
 
     With `encode`, tensors that safetensors has no form for are taken apart.
     """
@@ -42,7 +48,12 @@ def flatten(keys: Sequence[str | None], values: Sequence[Node], skipped: list[Sk
     for key, value in zip(keys, values, strict=True):
         if key is None:
             continue
-        if type(value) is TensorRef and value.dtype.safetensors is not None and key not in tensors and key not in recipes:
+        if (
+            type(value) is TensorRef
+            and value.dtype.safetensors is not None
+            and key not in tensors
+            and key not in recipes
+        ):
             tensors[key] = value  # nearly all are of this kind
             continue
         output = "safetensors" if encode else "a sharded torch output"
@@ -65,7 +76,9 @@ def flatten(keys: Sequence[str | None], values: Sequence[Node], skipped: list[Sk
         names = [*(name for name, _ in made.tensors), *made.recipes]
         if taken := next((name for name in names if name in tensors or name in recipes), None):
             raise KeyConflict(
-                f"is both a key and a component of the encoding of another ({printable(key)})", where=taken, hint="use --rename"
+                f"is both a key and a component of the encoding of another ({printable(key)})",
+                where=taken,
+                hint="use --rename",
             )
         tensors.update(made.tensors)
         recipes.update(made.recipes)
@@ -73,7 +86,9 @@ def flatten(keys: Sequence[str | None], values: Sequence[Node], skipped: list[Sk
 
 
 def _holds_something(state: Node) -> bool:
-    """Whether the state of a tensor object says anything: a dict, or a pair of dicts, that is not empty."""
+    """Whether the state of a tensor object says anything: a dict, or a pair of dicts, that is not
+    empty.
+    """
     parts = state if type(state) is tuple else (state,)
     return any(part is not None and not (type(part) is Dict and not part.pairs) for part in parts)
 
@@ -81,7 +96,9 @@ def _holds_something(state: Node) -> bool:
 def encoding_notes(flattened: Flattened) -> Iterator[str]:
     """Tell of the tensors that are encoded."""
     if flattened.recipes:
-        names = printable(", ".join([*flattened.recipes][:3])) + ", …" * (len(flattened.recipes) > 3)
+        names = printable(", ".join([*flattened.recipes][:3])) + ", …" * (
+            len(flattened.recipes) > 3
+        )
         yield f"stored in parts, because safetensors does not have such tensors; ckptconv restores them: {names}"
 
 
@@ -91,7 +108,8 @@ def refuse_split(flattened: Flattened) -> None:
         raise RefusedObject(
             "safetensors holds it only in parts, which cannot be split over shards",
             where=key,
-            hint="leave --max-shard-size out, write a torch file (--to torch), or leave it out with --exclude",
+            hint="leave --max-shard-size out, write a torch file (--to torch), or leave it out "
+            "with --exclude",
         )
 
 
@@ -107,7 +125,9 @@ def refuse_unholdable(key: str, ref: TensorRef, dtype: DType) -> None:
 
 
 def _is_extra_state(key: str) -> bool:
-    """Whether a value is what a module keeps beside its weights (`get_extra_state`): recipes and histories, for training."""
+    """Whether a value is what a module keeps beside its weights (`get_extra_state`): recipes and
+    histories, for training.
+    """
     return key.rpartition(".")[2] == "_extra_state"
 
 
@@ -117,20 +137,26 @@ def _skipped_value(key: str, value: Node, *, holds_more: bool) -> Skipped:
 
 
 def _refused_value(key: str, value: Node, output: str) -> RefusedObject:
-    """What to say of a tensor that an output cannot hold, or of a value that holds some: it would lose them."""
+    """What to say of a tensor that an output cannot hold, or of a value that holds some: it would
+    lose them.
+    """
     if is_tensor_call(value):
         what = f"is a tensor that {output} cannot hold ({_tensor_class(value)})"
     elif type(value) is TensorObject:
         what = f"is a tensor with attributes that hold tensors, which {output} cannot hold"
     else:
         what = f"is {_kind(value)} with tensors in it (packed weights), which {output} would lose"
-    return RefusedObject(what, where=key, hint="write a torch file (--to torch), or leave it out with --exclude")
+    return RefusedObject(
+        what, where=key, hint="write a torch file (--to torch), or leave it out with --exclude"
+    )
 
 
 def _kind(value: Node) -> str:
     if type(value) is Call:
         return printable(spoken_name(value, value.name))
-    name = {Dict: "dict", type(None): "None", Global: "class"}.get(type(value), type(value).__name__)
+    name = {Dict: "dict", type(None): "None", Global: "class"}.get(
+        type(value), type(value).__name__
+    )
     return name if name == "None" else f"an {name}" if name[0] in "aeiou" else f"a {name}"
 
 

@@ -1,6 +1,8 @@
-"""What the labels of a checkpoint's parts say, compared by whole words: training states, numbers of the training, models.
+"""What the labels of a checkpoint's parts say, compared by whole words: training states, numbers of
+the training, models.
 
-`upscaler`, `optimized_model` and `random_encoder` are names of networks. docs/state-dicts.md states the rule.
+`upscaler`, `optimized_model` and `random_encoder` are names of networks. docs/state-dicts.md states
+the rule.
 """
 
 from __future__ import annotations
@@ -46,22 +48,30 @@ def words(label: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def names_training_state(label: str) -> bool:
-    """Whether a label names an optimizer, a scheduler or a random state, by its last word that says anything."""
+    """Whether a label names an optimizer, a scheduler or a random state, by its last word that says
+    anything.
+    """
     found = words(label)
     if "and" in found:  # model_and_optimizer
         return False
     last = _last(found)
-    return last in _STATES or (last == "random" and (len(found) == 1 or not _STATE.isdisjoint(found)))
+    return last in _STATES or (
+        last == "random" and (len(found) == 1 or not _STATE.isdisjoint(found))
+    )
 
 
 def names_rank_state(label: str) -> bool:
-    """Whether a label names what each rank of a training has for itself: a random state, the state of its data loader."""
+    """Whether a label names what each rank of a training has for itself: a random state, the state
+    of its data loader.
+    """
     return names_training_state(label) or _last(words(label)) in _OF_RANKS
 
 
 def _last(found: tuple[str, ...]) -> str | None:
     """The last word that says anything."""
-    return next((word for word in reversed(found) if word not in _TRAILING and not word.isdigit()), None)
+    return next(
+        (word for word in reversed(found) if word not in _TRAILING and not word.isdigit()), None
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -83,10 +93,14 @@ _BOUNDS = frozenset(_BOUND_WORDS.split())
 
 
 def may_be_infinite(key: str) -> bool:
-    """Whether a key of a state dict names a mask or a bound, in which infinity is meant: ``attn.mask``, ``min_val``."""
+    """Whether a key of a state dict names a mask or a bound, in which infinity is meant:
+    ``attn.mask``, ``min_val``.
+    """
     return not _BOUNDS.isdisjoint(words(key.rpartition(".")[2]))
 
 
 def looks_like_a_module(key: str) -> bool:
-    """Whether a key is one that a module's state dict has: with a dot (not a path), or with the word weight, bias, running."""
+    """Whether a key is one that a module's state dict has: with a dot (not a path), or with the
+    word weight, bias, running.
+    """
     return ("." in key and "/" not in key) or not _OF_MODULES.isdisjoint(words(key))

@@ -1,8 +1,10 @@
-"""Whole modules in a tree (`torch.save(model)`): each becomes the state dict that `model.state_dict()` would give.
+"""Whole modules in a tree (`torch.save(model)`): each becomes the state dict that
+`model.state_dict()` would give.
 
-The class of a module is never needed: its pickled state names its parameters, buffers and children. Source of the names and
-their order: `torch.nn.Module.state_dict` (torch/nn/modules/module.py). What only the class's code knows (`get_extra_state`,
-hooks that rename) cannot be had; what a module holds besides is kept in mind as a `Stray`.
+The class of a module is never needed: its pickled state names its parameters, buffers and children.
+Source of the names and their order: `torch.nn.Module.state_dict` (torch/nn/modules/module.py). What
+only the class's code knows (`get_extra_state`, hooks that rename) cannot be had; what a module
+holds besides is kept in mind as a `Stray`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ _LISTED = 3
 
 
 def flatten_modules(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with a state dict in the place of every module that holds tensors, and a note that says so."""
+    """The checkpoint with a state dict in the place of every module that holds tensors, and a note
+    that says so.
+    """
     if not any(is_module(node) for node in calls_of(checkpoint.root)):
         return checkpoint
     stand_ins: dict[int, Node] = {}

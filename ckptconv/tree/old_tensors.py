@@ -1,7 +1,8 @@
 """Tensors of torch before 0.4, which only the state that is set on them makes tensors.
 
-A tensor was pickled as its class, called without arguments, and a state; a `Parameter` as its class over a tensor. What a
-call is can so be told only when its stream was read to the end. Source: `Tensor.__setstate__` (torch/_tensor.py).
+A tensor was pickled as its class, called without arguments, and a state; a `Parameter` as its class
+over a tensor. What a call is can so be told only when its stream was read to the end. Source:
+`Tensor.__setstate__` (torch/_tensor.py).
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from ckptconv.pickles.substitution import calls_of, containers, substituted
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef
 from ckptconv.tree.checkpoint import Checkpoint
 
-_TENSOR_CLASS = re.compile(r"torch\.(?:cuda\.)?\w*Tensor|torch\.(?:_tensor|tensor)\.Tensor").fullmatch
+_TENSOR_CLASS = re.compile(
+    r"torch\.(?:cuda\.)?\w*Tensor|torch\.(?:_tensor|tensor)\.Tensor"
+).fullmatch
 _VARIABLES = ("torch.autograd.variable.Variable", "torch.autograd.Variable")
 _PARAMETER = "torch.nn.parameter.Parameter"
 
 
 def complete_tensors(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with tensors in the place of the calls that make one; the same one where there are none.
+    """The checkpoint with tensors in the place of the calls that make one; the same one where there
+    are none.
 
     Raises `MalformedCheckpoint` where such a tensor reaches beyond its storage.
     """
@@ -33,7 +37,9 @@ def complete_tensors(checkpoint: Checkpoint) -> Checkpoint:
                 stand_ins[id(call)] = made
     if not stand_ins:
         return checkpoint
-    return replace(checkpoint, root=substituted(checkpoint.root, containers(checkpoint.root), stand_ins))
+    return replace(
+        checkpoint, root=substituted(checkpoint.root, containers(checkpoint.root), stand_ins)
+    )
 
 
 def _from_state(call: Call, _: dict[int, Node]) -> TensorRef | None:
@@ -48,14 +54,18 @@ def _from_state(call: Call, _: dict[int, Node]) -> TensorRef | None:
 
 def _size(node: Node) -> Node:
     """A shape; it may stand as a `torch.Size`."""
-    return node.args[0] if type(node) is Call and node.name == "torch.Size" and len(node.args) == 1 else node
+    return (
+        node.args[0]
+        if type(node) is Call and node.name == "torch.Size" and len(node.args) == 1
+        else node
+    )
 
 
 def _wrapped(call: Call, tensors: dict[int, Node]) -> TensorRef | TensorObject | None:
     """A `Parameter` or `Variable` over a tensor.
 
-    The tensor is the argument, and the state (requires_grad, volatile, hooks), if there is one; before torch 0.2 all is
-    state: (tensor, gradient, hooks, requires_grad, volatile).
+    The tensor is the argument, and the state (requires_grad, volatile, hooks), if there is one;
+    before torch 0.2 all is state: (tensor, gradient, hooks, requires_grad, volatile).
     """
     is_parameter = call.name == _PARAMETER
     if not is_parameter and call.name not in _VARIABLES:
@@ -71,5 +81,6 @@ def _wrapped(call: Call, tensors: dict[int, Node]) -> TensorRef | TensorObject |
     inner = tensors.get(id(args[0]), args[0]) if args else None
     if type(inner) is not TensorRef:
         return None
-    ref = inner._replace(requires_grad=requires_grad is True and inner.dtype.is_differentiable)  # before 0.4 any type could
+    # before 0.4 any type could
+    ref = inner._replace(requires_grad=requires_grad is True and inner.dtype.is_differentiable)
     return TensorObject(ref) if is_parameter else ref

@@ -1,7 +1,9 @@
-"""Who wrote a checkpoint, as far as its content tells; what that framework loads, and which key prefix may be taken off.
+"""Who wrote a checkpoint, as far as its content tells; what that framework loads, and which key
+prefix may be taken off.
 
-Told by the labels that a framework always leaves, never by file names. Sources: the saving code of Lightning, Ultralytics,
-MMEngine, timm, fvcore, nanoGPT, Megatron-LM, DeepSpeed, torchtitan, accelerate and peft.
+Told by the labels that a framework always leaves, never by file names. Sources: the saving code of
+Lightning, Ultralytics, MMEngine, timm, fvcore, nanoGPT, Megatron-LM, DeepSpeed, torchtitan,
+accelerate and peft.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ Labels = Mapping[str, Node]
 
 
 class Producer(NamedTuple):
-    """A framework: its name, the labels at the root that only it leaves, where its version stands, and what it loads.
+    """A framework: its name, the labels at the root that only it leaves, where its version stands,
+    and what it loads.
 
-    `loads` is the path of the state dict that it takes for the model, ``.`` for what stands at the root. None: that depends.
+    `loads` is the path of the state dict that it takes for the model, ``.`` for what stands at the
+    root. None: that depends.
     """
 
     name: str
@@ -64,10 +68,16 @@ PRODUCERS = (
     Producer("Ultralytics", _is_ultralytics, lambda labels: labels.get("version")),
     Producer("MMEngine", _is_mm, _inside("meta", "mmengine_version"), "state_dict"),
     Producer("nanoGPT", _has("model", "model_args", "iter_num")),
-    Producer("Megatron-LM", _has("model", "checkpoint_version", "args"), lambda labels: labels["checkpoint_version"]),
+    Producer(
+        "Megatron-LM",
+        _has("model", "checkpoint_version", "args"),
+        lambda labels: labels["checkpoint_version"],
+    ),
     Producer("fvcore (detectron2)", _has("model", "optimizer", "iteration")),
     Producer("timm", _has("state_dict", "arch", "version", "epoch"), loads="state_dict"),
-    Producer("torchtitan", _has("optimizer", "lr_scheduler", "train_state", "dataloader"), loads="."),
+    Producer(
+        "torchtitan", _has("optimizer", "lr_scheduler", "train_state", "dataloader"), loads="."
+    ),
     Producer("accelerate", _is_accelerate, loads="model"),
 )
 """The frameworks that are told, the most particular first."""
@@ -80,11 +90,17 @@ def producer_in(root: Node) -> Producer | None:
 
 
 def producer_of(root: Node) -> str | None:
-    """The framework that wrote a checkpoint, with its version where that is known; None when nothing tells."""
+    """The framework that wrote a checkpoint, with its version where that is known; None when
+    nothing tells.
+    """
     labels = _labels(root)
     if (producer := producer_in(root)) is not None:
         version = producer.version(labels)
-        return f"{producer.name} {version}" if isinstance(version, (str, int, float)) else producer.name
+        return (
+            f"{producer.name} {version}"
+            if isinstance(version, (str, int, float))
+            else producer.name
+        )
     keys = list(labels)
     if _all_start(keys, _PEFT) and any(".lora_" in key for key in keys):
         return "peft (LoRA adapter)"
@@ -94,8 +110,9 @@ def producer_of(root: Node) -> str | None:
 def averages_weights(root: Node) -> bool:
     """Whether ``state_dict`` is the average, and the model's own weights stand beside it.
 
-    So do Lightning's `WeightAveraging` (current_model_state) and MMEngine's `EMAHook` (ema_state_dict, against its name).
-    Sources: lightning/pytorch/callbacks/weight_averaging.py, mmengine/hooks/ema_hook.py.
+    So do Lightning's `WeightAveraging` (current_model_state) and MMEngine's `EMAHook`
+    (ema_state_dict, against its name). Sources: lightning/pytorch/callbacks/weight_averaging.py,
+    mmengine/hooks/ema_hook.py.
     """
     labels = _labels(root)
     return _has("state_dict", "current_model_state", "averaging_state")(labels) or (
@@ -104,9 +121,11 @@ def averages_weights(root: Node) -> bool:
 
 
 def offered_prefix(root: Node, keys: Sequence[str]) -> str | None:
-    """A prefix on every key that names what the framework wrapped around the model: offered, never taken off unasked.
+    """A prefix on every key that names what the framework wrapped around the model: offered, never
+    taken off unasked.
 
-    Lightning saves the module that holds the user's model under an attribute (``model.``), peft its own two wrappers.
+    Lightning saves the module that holds the user's model under an attribute (``model.``), peft its
+    own two wrappers.
     """
     if _all_start(keys, _PEFT):
         return _PEFT

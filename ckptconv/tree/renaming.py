@@ -26,14 +26,23 @@ from ckptconv.tree.state_dicts import StateDict, renamed_in_place
 
 
 def rename_state_dicts(
-    found: Sequence[StateDict], overlay: dict[int, Node], rules: KeyRules, fit_to: KeyTarget | None = None
+    found: Sequence[StateDict],
+    overlay: dict[int, Node],
+    rules: KeyRules,
+    fit_to: KeyTarget | None = None,
 ) -> tuple[tuple[RenamedKeys, ...], list[Skipped]]:
     """Put renamed state dicts into the overlay; tell what changed and what was left out."""
     if not found and (rules not in (STRIP, KEEP) or fit_to):
         raise AmbiguousStateDict(
-            "it does not hold a state dict whose keys could be changed", hint="see what it holds with: ckptconv inspect"
+            "it does not hold a state dict whose keys could be changed",
+            hint="see what it holds with: ckptconv inspect",
         )
-    maps = [map_state_dict(item, rules, fit_to) if fit_to or _has_work(item, rules) else unchanged(item.keys) for item in found]
+    maps = [
+        map_state_dict(item, rules, fit_to)
+        if fit_to or _has_work(item, rules)
+        else unchanged(item.keys)
+        for item in found
+    ]
     if found:
         refuse_nothing_left(sum(new is not None for keys in maps for new in keys.new), maps, rules)
     refuse_idle(maps, rules)
@@ -43,7 +52,9 @@ def rename_state_dicts(
         renamed.append(renamed_keys(item, keys))
         if keys.new != keys.old or keys.filled:
             new, values = with_filled(item, keys)
-            overlay[id(item.node)] = renamed_in_place(replace(item, values=values), new, keys.module_paths)
+            overlay[id(item.node)] = renamed_in_place(
+                replace(item, values=values), new, keys.module_paths
+            )
     return tuple(renamed), skipped
 
 
@@ -55,14 +66,26 @@ def with_filled(item: StateDict, keys: KeyMap) -> tuple[tuple[str | None, ...], 
 
 
 def _has_work(item: StateDict, rules: KeyRules) -> bool:
-    """Whether the keys must be fit for names: not where they stay, whatever they are, somewhere inside a checkpoint."""
-    return rules != KEEP and (rules != STRIP or not item.path or bool(find_wrappers(item.telling_keys)))
+    """Whether the keys must be fit for names: not where they stay, whatever they are, somewhere
+    inside a checkpoint.
+    """
+    return rules != KEEP and (
+        rules != STRIP or not item.path or bool(find_wrappers(item.telling_keys))
+    )
 
 
 def map_state_dict(item: StateDict, rules: KeyRules, fit_to: KeyTarget | None) -> KeyMap:
-    """The rules applied, then the keys fitted; where wrappers are all that the rules are about, fitting finds them itself."""
+    """The rules applied, then the keys fitted; where wrappers are all that the rules are about,
+    fitting finds them itself.
+    """
     try:
-        keys = map_keys(item.keys, KEEP if fit_to and rules == STRIP else rules, item.path, item.telling_keys, item.keys_beside)
+        keys = map_keys(
+            item.keys,
+            KEEP if fit_to and rules == STRIP else rules,
+            item.path,
+            item.telling_keys,
+            item.keys_beside,
+        )
         return fitted(item, keys, fit_to) if fit_to else keys
     except (KeyConflict, KeyMismatch) as error:
         raise error.at(where=item.path or None) from None
@@ -78,7 +101,13 @@ def excluded(item: StateDict, keys: KeyMap, fit_to: KeyTarget | None) -> list[Sk
     """The keys that the rules, or the fitting, left out, with the reason."""
     parts = zip(keys.old, keys.new, item.values, strict=True)
     return [
-        Skipped(item.prefix + old, _reason(at, keys, fit_to), value, by_rule=True, seen=item.prefix + keys.seen.get(at, old))
+        Skipped(
+            item.prefix + old,
+            _reason(at, keys, fit_to),
+            value,
+            by_rule=True,
+            seen=item.prefix + keys.seen.get(at, old),
+        )
         for at, (old, new, value) in enumerate(parts)
         if new is None
     ]
@@ -86,37 +115,55 @@ def excluded(item: StateDict, keys: KeyMap, fit_to: KeyTarget | None) -> list[Sk
 
 def _reason(at: int, keys: KeyMap, fit_to: KeyTarget | None) -> str:
     """Why the key of this number was left out; what no rule left out the fitting did."""
-    return keys.why[at] if at in keys.why else f"are not in {printable(fit_to.name if fit_to else 'the target')}"
+    return (
+        keys.why[at]
+        if at in keys.why
+        else f"are not in {printable(fit_to.name if fit_to else 'the target')}"
+    )
 
 
 def renamed_keys(item: StateDict, keys: KeyMap, unheld: Collection[str] = ()) -> RenamedKeys:
-    """What became of the keys of a state dict; `unheld` are new keys whose values the output does not hold."""
+    """What became of the keys of a state dict; `unheld` are new keys whose values the output does
+    not hold.
+    """
     pairs = list(zip(keys.old, keys.new, strict=True))
     changed = tuple((old, new) for old, new in pairs if new is not None and new != old)
     left_out = tuple(old for old, new in pairs if new is None)
-    odd = () if "".join(keys.old).isprintable() else tuple(key for key in keys.old if not key.isprintable())
+    odd = (
+        ()
+        if "".join(keys.old).isprintable()
+        else tuple(key for key in keys.old if not key.isprintable())
+    )
     storages = [id(ref.storage if ref.is_view else ref) for _, ref in item.tensors()]
     shared = len(storages) - len(set(storages))
     mapped = lambda: _mapped_keys(item, keys, unheld)  # noqa: E731
-    return RenamedKeys(item.path, keys.wrappers, len(keys.old), changed, odd, shared, left_out, mapped, keys.filled)
+    return RenamedKeys(
+        item.path, keys.wrappers, len(keys.old), changed, odd, shared, left_out, mapped, keys.filled
+    )
 
 
 def _mapped_keys(item: StateDict, keys: KeyMap, unheld: Collection[str]) -> MappedKeys:
     now = {old: None if new in unheld else new for old, new in zip(keys.old, keys.new, strict=True)}
     if len(now) != len(keys.old):
-        raise KeyConflict("two keys of different types read the same, so there is no mapping", where=item.path)
+        raise KeyConflict(
+            "two keys of different types read the same, so there is no mapping", where=item.path
+        )
     entries = mapping_pairs(metadata_of(item.node)) or ()
     modules = {path: keys.module_paths(path) for path, _ in entries if type(path) is str}
-    return MappedKeys(item.path, now, modules, tuple(key for key, _ in keys.filled if key not in unheld))
+    return MappedKeys(
+        item.path, now, modules, tuple(key for key, _ in keys.filled if key not in unheld)
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class RenamedKeys:
-    """What became of the keys of one state dict: `path` of it, the wrappers found, and (old, new) pairs that differ.
+    """What became of the keys of one state dict: `path` of it, the wrappers found, and (old, new)
+    pairs that differ.
 
-    `left_out` are the keys that the rules left out; `mapped` works out all of it, keys that the output does not hold left out.
-    `odd` are the keys with characters that cannot be printed; `shared` counts the tensors whose storage another key has too.
-    `filled` are keys that were absent, each with the new key whose tensor it has.
+    `left_out` are the keys that the rules left out; `mapped` works out all of it, keys that the
+    output does not hold left out. `odd` are the keys with characters that cannot be printed;
+    `shared` counts the tensors whose storage another key has too. `filled` are keys that were
+    absent, each with the new key whose tensor it has.
     """
 
     path: str

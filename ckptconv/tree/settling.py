@@ -1,4 +1,6 @@
-"""Objects that `torch.load(weights_only=True)` refuses: rewritten in their plain form, dropped, or refused with their place."""
+"""Objects that `torch.load(weights_only=True)` refuses: rewritten in their plain form, dropped, or
+refused with their place.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,8 @@ DROPPED = "dropped"
 class Skipped:
     """Something of the source that the output does not hold: where it was, why, and what it was.
 
-    `by_rule`: it is a key that the user's key rules, or the fitting to other keys, leave out; `seen` is its path as these had
-    it, where rules before them had renamed it.
+    `by_rule`: it is a key that the user's key rules, or the fitting to other keys, leave out;
+    `seen` is its path as these had it, where rules before them had renamed it.
     """
 
     path: str
@@ -43,7 +45,9 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """An object that stands in the output in its plain form: where, what it was, and `how` (empty: nothing is left out)."""
+    """An object that stands in the output in its plain form: where, what it was, and `how` (empty:
+    nothing is left out).
+    """
 
     path: str
     name: str
@@ -52,9 +56,11 @@ class Rewritten:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """A tree whose objects are settled: what became of some of them, and the tensors and bare storages that are in it.
+    """A tree whose objects are settled: what became of some of them, and the tensors and bare
+    storages that are in it.
 
-    `checks` read the indices of its sparse, quantized and nested tensors, which nothing may be made of before.
+    `checks` read the indices of its sparse, quantized and nested tensors, which nothing may be made
+    of before.
     """
 
     rewritten: list[Rewritten] = field(default_factory=list)
@@ -67,12 +73,18 @@ class Settled:
 
 
 def settle_objects(root: Node, overlay: dict[int, Node], unknown: Unknown) -> Settled:
-    """Rewrite, drop or refuse what `weights_only=True` would refuse, through the overlay; collect what is left."""
+    """Rewrite, drop or refuse what `weights_only=True` would refuse, through the overlay; collect
+    what is left.
+    """
     settled = Settled()
     refused: list[tuple[Place, str]] = []
     bound = cache(lambda: _bound_names(root, overlay))
     for place, node in walk(root, overlay, settled.cycles):
-        if type(node) is not TensorRef and unknown != "keep" and (name := refused_name(node)) is not None:
+        if (
+            type(node) is not TensorRef
+            and unknown != "keep"
+            and (name := refused_name(node)) is not None
+        ):
             name = spoken_name(node, name)
             if unknown == "drop":
                 _refuse_part_of_tensor(place, name)
@@ -95,13 +107,19 @@ def settle_objects(root: Node, overlay: dict[int, Node], unknown: Unknown) -> Se
 
 
 def _refuse_part_of_tensor(place: Place, name: str) -> None:
-    """Refuse to drop what a tensor is made with: the tensor itself would be lost, or could not be made any more."""
+    """Refuse to drop what a tensor is made with: the tensor itself would be lost, or could not be
+    made any more.
+    """
     while place is not None:
         if is_tensor_call(place[2]):
             where = place_text(place[0]) or "the whole file"
             keep = "leave the tensor out with --exclude, or keep it as it is with --unknown keep"
             hint = DO_NOT_LOAD if _is_dangerous(name) else keep
-            raise RefusedObject(f"a tensor of which {name} is a part cannot be written without it", where=where, hint=hint)
+            raise RefusedObject(
+                f"a tensor of which {name} is a part cannot be written without it",
+                where=where,
+                hint=hint,
+            )
         place = place[0]
 
 
@@ -113,14 +131,18 @@ def _hashed(node: Node) -> Iterable[Node]:
 
 
 def refuse_keys(node: Node, place: Place) -> None:
-    """Refuse dict keys whose hashing is slow (nested tuples, thousands of ints with one hash) or impossible."""
+    """Refuse dict keys whose hashing is slow (nested tuples, thousands of ints with one hash) or
+    impossible.
+    """
     try:
         odd = [key for key in _hashed(node) if type(key) is not str and not _is_harmless_key(key)]
     except LimitExceeded as error:
         raise error.at(where=place_text(place) or "the whole file") from None
     if any(type(key) is not int for key in odd):
         raise RefusedObject(
-            "a dict or set has keys that are not plain values", where=place_text(place) or "the whole file", hint=_HANG
+            "a dict or set has keys that are not plain values",
+            where=place_text(place) or "the whole file",
+            hint=_HANG,
         )
     if len(odd) > (most := in_force().large_int_keys):
         raise LimitExceeded(
@@ -147,7 +169,9 @@ def _is_harmless_key(key: Node) -> bool:
 
 
 def _is_small_tuple(key: tuple[Node, ...]) -> bool:
-    """Whether a tuple holds plain values, and tuples of them, only; `LimitExceeded` for many (a doubling one does not end)."""
+    """Whether a tuple holds plain values, and tuples of them, only; `LimitExceeded` for many (a
+    doubling one does not end).
+    """
     most = in_force().key_tuple
     work: list[Node] = [key]
     for count, part in enumerate(work):
@@ -188,7 +212,9 @@ def _settle(
             settled.rewritten.append(Rewritten(place_text(place), name, _how(node, name)))
     elif drop:
         overlay[id(node)] = node.tensor if type(node) is TensorObject else None
-        settled.dropped.append(Skipped(place_text(place), f"{DROPPED}: {name} is not a plain object", node))
+        settled.dropped.append(
+            Skipped(place_text(place), f"{DROPPED}: {name} is not a plain object", node)
+        )
     return drop or plain is not node
 
 
@@ -197,7 +223,9 @@ def _how(node: Node, name: str) -> str:
 
 
 def refused_name(node: Node) -> str | None:
-    """The global for which `weights_only=True` would refuse `node` (or that has no values); None for good nodes."""
+    """The global for which `weights_only=True` would refuse `node` (or that has no values); None
+    for good nodes.
+    """
     kind = type(node)
     if kind is Call:
         name: str = node.name
@@ -213,17 +241,23 @@ def refused_name(node: Node) -> str | None:
 
 
 def has_more(call: Call) -> bool:
-    """Whether a call of a known class has more to it than its arguments or, if it is a dict, than its items and attributes."""
+    """Whether a call of a known class has more to it than its arguments or, if it is a dict, than
+    its items and attributes.
+    """
     if call.items or call.kwargs is not None:
         return True
     if call.name not in ("collections.OrderedDict", "collections.Counter"):
         return bool(call.pairs) or call.state not in (ABSENT, None)
-    is_read = call.state is ABSENT or (type(call.state) is Dict and all(type(name) is str for name, _ in attributes(call)))
+    is_read = call.state is ABSENT or (
+        type(call.state) is Dict and all(type(name) is str for name, _ in attributes(call))
+    )
     return bool(call.args) or not is_read
 
 
 def is_part_of_config(name: str, place: Place, plain: Node, configs: set[int]) -> bool:
-    """Whether an object is inside a configuration that was told of; `configs` are their plain forms, and become more."""
+    """Whether an object is inside a configuration that was told of; `configs` are their plain
+    forms, and become more.
+    """
     is_part = is_config(name) and place is not None and id(place[2]) in configs
     if is_config(name):
         configs.add(id(plain))
@@ -231,7 +265,9 @@ def is_part_of_config(name: str, place: Place, plain: Node, configs: set[int]) -
 
 
 def plain_form_at(node: Node, place: Place) -> Node:
-    """The plain form of a refused object at its place: a class is its name only where it stands by itself."""
+    """The plain form of a refused object at its place: a class is its name only where it stands by
+    itself.
+    """
     return node if type(node) is Global and not _stands_alone(place) else _plain_form_of(node)
 
 
@@ -256,7 +292,11 @@ def _form(node: Node) -> Node:
         return plain_form(node) if is_harmless else node
     if type(node) is Global:
         return code_name(node) if is_class(node) and _is_harmless(node) else node
-    if type(node) is TensorObject and type(node.cls) is Global and node.cls.path == "torch.nn.parameter.Buffer":
+    if (
+        type(node) is TensorObject
+        and type(node.cls) is Global
+        and node.cls.path == "torch.nn.parameter.Buffer"
+    ):
         return node.tensor
     return node
 
@@ -278,7 +318,9 @@ def _stands_alone(place: Place) -> bool:
 
 
 def _bound_names(root: Node, overlay: Mapping[int, Node]) -> set[int]:
-    """The classes that are part of how some object is made: one and the same node may stand alone elsewhere."""
+    """The classes that are part of how some object is made: one and the same node may stand alone
+    elsewhere.
+    """
     found: set[int] = set()
     for _, node in walk(root, overlay):
         if type(node) is TensorObject:
@@ -323,6 +365,7 @@ DO_NOT_LOAD = "do not load it, for its code is dangerous: see ckptconv scan FILE
 def _is_dangerous(path: str) -> bool:
     """Whether `scan` would warn of a name, or the name loads further pickles, which are executed."""
     module, _, name = path.rpartition(".")
-    if name == "getattr":  # of a class and a text it names a method, as old pickles do; scan judges what it names
+    # of a class and a text it names a method, as old pickles do; scan judges what it names
+    if name == "getattr":
         return False
     return path == "torch.storage._load_from_bytes" or judge(module, name).level == "dangerous"

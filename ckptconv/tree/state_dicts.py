@@ -1,6 +1,7 @@
 """The state dicts of a tree, and the choice of the one that is the model: never a guess at a loss.
 
-docs/state-dicts.md states the rule. Where something that somebody may want would be left out, the error lists the choices.
+docs/state-dicts.md states the rule. Where something that somebody may want would be left out, the
+error lists the choices.
 """
 
 from __future__ import annotations
@@ -30,7 +31,16 @@ from ckptconv.tree.candidates import (
 )
 from ckptconv.tree.labels import names_average
 from ckptconv.tree.producers import Producer, averages_weights, producer_in
-from ckptconv.tree.walk import PLAIN, Place, is_tensor, label_text, labels_of, place_text, tensor_of, walk
+from ckptconv.tree.walk import (
+    PLAIN,
+    Place,
+    is_tensor,
+    label_text,
+    labels_of,
+    place_text,
+    tensor_of,
+    walk,
+)
 
 _LISTED = 8
 _IN_TABLE = 20  # keys in a notebook
@@ -38,12 +48,14 @@ _IN_TABLE = 20  # keys in a notebook
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class StateDict:
-    """A state dict in a tree: its `path` (empty for the root), its `node`, and its keys and values in order.
+    """A state dict in a tree: its `path` (empty for the root), its `node`, and its keys and values
+    in order.
 
-    A path that ends in a dot means only the tensors that stand in the dict itself, beside others: `own` are then the numbers of
-    their pairs. A key that is not text is given as text, so two may be equal; a value is a `TensorRef`, a `TensorObject`, or
-    whatever else training left under the key. `place` is where the dict hangs. `notes` tell where the keys are not the file's
-    own, and what else there was to choose.
+    A path that ends in a dot means only the tensors that stand in the dict itself, beside others:
+    `own` are then the numbers of their pairs. A key that is not text is given as text, so two may
+    be equal; a value is a `TensorRef`, a `TensorObject`, or whatever else training left under the
+    key. `place` is where the dict hangs. `notes` tell where the keys are not the file's own, and
+    what else there was to choose.
     """
 
     path: str
@@ -63,13 +75,26 @@ class StateDict:
     def telling_keys(self) -> tuple[str, ...]:
         """The keys that tell which wrappers stand around the model; all where none does."""
         named = zip(self.keys, self.values, strict=True)
-        return tuple([key for key, value in named if "." in key or tells_of_wrappers(self.place, key, value)]) or self.keys
+        return (
+            tuple(
+                [
+                    key
+                    for key, value in named
+                    if "." in key or tells_of_wrappers(self.place, key, value)
+                ]
+            )
+            or self.keys
+        )
 
     @property
     def keys_beside(self) -> tuple[str, ...]:
-        """The keys of what the training left beside the model: no parameter, no buffer, and of no module."""
+        """The keys of what the training left beside the model: no parameter, no buffer, and of no
+        module.
+        """
         named = zip(self.keys, self.values, strict=True)
-        return tuple([key for key, value in named if is_of_no_module(key) and not holds_tensors(value)])
+        return tuple(
+            [key for key, value in named if is_of_no_module(key) and not holds_tensors(value)]
+        )
 
     def tensors(self) -> Iterator[tuple[str, TensorRef]]:
         """The keys whose values are tensors, with them."""
@@ -79,29 +104,44 @@ class StateDict:
 
     def __repr__(self) -> str:
         first = f"{self.keys[0]}, …" if self.keys else None
-        return short_repr("StateDict", self.path or "the root", count_text(len(self.keys), "key"), first)
+        return short_repr(
+            "StateDict", self.path or "the root", count_text(len(self.keys), "key"), first
+        )
 
     def _repr_html_(self) -> str:
-        rows = ((key, ref.dtype.name, list(ref.shape), ref.location) for key, ref in islice(self.tensors(), _IN_TABLE))
+        rows = (
+            (key, ref.dtype.name, list(ref.shape), ref.location)
+            for key, ref in islice(self.tensors(), _IN_TABLE)
+        )
         return html_table(self.path or "the root", rows, more=max(0, len(self.keys) - _IN_TABLE))
 
     def beside(self) -> Iterator[tuple[str, Node, bool]]:
-        """What stands in its dict beside it, and beside what the dict is in: path, value, and whether it is an item.
+        """What stands in its dict beside it, and beside what the dict is in: path, value, and
+        whether it is an item.
 
-        What is not an item was set on a dict; the versions of a state dict's modules go without saying.
+        What is not an item was set on a dict; the versions of a state dict's modules go without
+        saying.
         """
         yield from _attributes(self.node, self.prefix)
         if self.own is not None:
             mine = set(self.own)
             pairs = enumerate(dict_pairs(self.node) or ())
-            yield from ((self.prefix + label_text(key), value, True) for index, (key, value) in pairs if index not in mine)
+            yield from (
+                (self.prefix + label_text(key), value, True)
+                for index, (key, value) in pairs
+                if index not in mine
+            )
         place, child = self.place, self.node
         while place is not None:
             above, _, holder = place
             base = f"{text}." if (text := place_text(above)) else ""
             yield from _attributes(holder, base)
             parts = dict_pairs(holder) or list(children(holder))
-            yield from ((base + label_text(label), value, True) for label, value in parts if value is not child)
+            yield from (
+                (base + label_text(label), value, True)
+                for label, value in parts
+                if value is not child
+            )
             place, child = above, holder
 
 
@@ -111,18 +151,22 @@ def _attributes(node: Node, base: str) -> Iterator[tuple[str, Node, bool]]:
             yield f"{base}<state>.{label_text(name)}", value, False
 
 
-# ------------------------------------------------------------------------------------------------------------------ finding
+# ------------------------------------------------------------------------------------------ finding
 
 
 def find_state_dicts(root: Node) -> list[StateDict]:
-    """The state dicts of a tree, by content: those that come first, and the others that look like a module's."""
+    """The state dicts of a tree, by content: those that come first, and the others that look like a
+    module's.
+    """
     found = survey(root)
     best, _ = found.ranked()
     return [_state_dict(item) for item in found.candidates if item in best or item.is_module]
 
 
 def choose_state_dict(root: Node, only: str | None, path: Path) -> StateDict:
-    """The state dict at the path `only`, or the one that is the model; `AmbiguousStateDict` where that is not told."""
+    """The state dict at the path `only`, or the one that is the model; `AmbiguousStateDict` where
+    that is not told.
+    """
     part = _part_at(root, only, path)
     found = survey(part.node)
     if part.own_only:
@@ -138,7 +182,11 @@ def choose_state_dict(root: Node, only: str | None, path: Path) -> StateDict:
     if best:
         also = [item for item in lesser if item.is_module]
         names = [_joined(part.path, item.path) for item in (*best, *also)]
-        raise AmbiguousStateDict(f"holds {len(names)} state dicts: {_listed_parts(names)}", path=path, hint=_choice(names))
+        raise AmbiguousStateDict(
+            f"holds {len(names)} state dicts: {_listed_parts(names)}",
+            path=path,
+            hint=_choice(names),
+        )
     raise _no_state_dict(part, found, only, path)
 
 
@@ -155,20 +203,29 @@ def _no_state_dict(part: _Part, found: Survey, only: str | None, path: Path) -> 
 
 
 def _lists_of_tensors(part: _Part) -> Iterator[str]:
-    """The paths of the lists below a part that hold nothing but tensors, as an average of parameters may be."""
+    """The paths of the lists below a part that hold nothing but tensors, as an average of
+    parameters may be.
+    """
     for place, node in walk(part.node):
         if place is not None and type(node) in (list, tuple) and _bare_tensors(node) is not None:
             yield _joined(part.path, place_text(place))
 
 
 def only_training_state(root: Node) -> str | None:
-    """Whose state all tensors of a tree are (``an optimizer's``); None where there are weights, or no tensors.
+    """Whose state all tensors of a tree are (``an optimizer's``); None where there are weights, or
+    no tensors.
 
     A tensor by itself is nobody's.
     """
-    if is_tensor(root) or survey(root).holders or not any(is_tensor(node) for _, node in walk(root)):
+    if (
+        is_tensor(root)
+        or survey(root).holders
+        or not any(is_tensor(node) for _, node in walk(root))
+    ):
         return None
-    labels = {key for _, node in walk(root) for key, _ in mapping_pairs(node) or () if type(key) is str}
+    labels = {
+        key for _, node in walk(root) for key, _ in mapping_pairs(node) or () if type(key) is str
+    }
     return "an optimizer's" if "param_groups" in labels else "a training's"
 
 
@@ -176,13 +233,19 @@ def _state_dict(item: Candidate, notes: tuple[str, ...] = ()) -> StateDict:
     own = item.own
     pairs = item.pairs if own is None else [item.pairs[index] for index in own]
     keys = tuple([key if type(key) is str else label_text(key) for key, _ in pairs])
-    if item.beside and any(id(holder) in item.beside for holder in (item.node, *(place[2] for place in _chain(item.place)))):
+    if item.beside and any(
+        id(holder) in item.beside
+        for holder in (item.node, *(place[2] for place in _chain(item.place)))
+    ):
         notes = (*notes, "a dict contains itself, or one that it is in; that is left out")
-    return StateDict(item.path, item.node, keys, tuple([value for _, value in pairs]), notes, own, item.place)
+    return StateDict(
+        item.path, item.node, keys, tuple([value for _, value in pairs]), notes, own, item.place
+    )
 
 
 def _loaded_by_framework(root: Node, found: Survey) -> StateDict | None:
-    """What the framework that wrote a checkpoint loads of it itself, with a note on what else could be meant.
+    """What the framework that wrote a checkpoint loads of it itself, with a note on what else could
+    be meant.
 
     Not where tensors stand above it: no framework puts weights there.
     """
@@ -206,7 +269,9 @@ def _framework_notes(producer: Producer, root: Node, others: Sequence[str]) -> I
 
 
 def _bare_tensors(node: Node) -> StateDict | None:
-    """A state dict for a tensor that stands by itself, or for a list of nothing but tensors; None for anything else."""
+    """A state dict for a tensor that stands by itself, or for a list of nothing but tensors; None
+    for anything else.
+    """
     if is_tensor(node):
         note = "it is one tensor, not a state dict: its key is 'tensor'"
         return StateDict("", Dict([("tensor", node)]), ("tensor",), (node,), (note,))
@@ -217,22 +282,30 @@ def _bare_tensors(node: Node) -> StateDict | None:
     return StateDict("", Dict(list(zip(keys, node, strict=True))), keys, tuple(node), (note,))
 
 
-# ----------------------------------------------------------------------------------------------------------------- refusing
+# ----------------------------------------------------------------------------------------- refusing
 
 
 def _refuse_loss(chosen: Candidate, found: Survey, base: str, path: Path) -> None:
     """Refuse a choice that leaves out what somebody may want.
 
-    That is what stands above it, is more than it has, looks like a module's or like a copy of it, may be another part of the
-    same model (Megatron nests embedding, encoder and output layer), or is an average.
+    That is what stands above it, is more than it has, looks like a module's or like a copy of it,
+    may be another part of the same model (Megatron nests embedding, encoder and output layer), or
+    is an average.
     """
     left = found.left_by(chosen)
     others = [item for item in found.candidates if item is not chosen]
     count = sum(len(holder.labels) for holder in left)
-    packed = [item for item in found.holders if item.node is not chosen.node and chosen.holds(item.place, item.node)]
+    packed = [
+        item
+        for item in found.holders
+        if item.node is not chosen.node and chosen.holds(item.place, item.node)
+    ]
     if (
         count <= chosen.count + sum(len(holder.labels) for holder in packed)
-        and not any(item.is_module or item.shares_keys(chosen) or _is_beside(item, chosen) for item in others)
+        and not any(
+            item.is_module or item.shares_keys(chosen) or _is_beside(item, chosen)
+            for item in others
+        )
         and not any(_stands_above(holder, chosen) or _is_average(holder) for holder in left)
     ):
         return
@@ -243,7 +316,9 @@ def _refuse_loss(chosen: Candidate, found: Survey, base: str, path: Path) -> Non
 
 
 def _is_beside(item: Candidate, chosen: Candidate) -> bool:
-    """Whether a candidate is under the same label of the root as the chosen one, which stands deeper than that."""
+    """Whether a candidate is under the same label of the root as the chosen one, which stands
+    deeper than that.
+    """
     labels = labels_of(chosen.place)
     return len(labels) > 1 and labels_of(item.place)[:1] == labels[:1]
 
@@ -268,7 +343,11 @@ def _chain(place: Place) -> Iterator[tuple[Place, Node, Node]]:
 
 
 def _examples(left: Sequence[Holder], base: str) -> str:
-    places = [place_text((holder.place, label, holder.node)) for holder in left for label in holder.labels[:_LISTED]]
+    places = [
+        place_text((holder.place, label, holder.node))
+        for holder in left
+        for label in holder.labels[:_LISTED]
+    ]
     return _listed([f"{base}.{name}" if base else name for name in places], 3)
 
 
@@ -292,11 +371,13 @@ def _choice(names: Sequence[str]) -> str:
     return f"choose one: {' or '.join(f'--only {quoted(name)}' for name in names[:_LISTED])}{more} (only= in code)"
 
 
-# ----------------------------------------------------------------------------------------------------------- parts by path
+# ------------------------------------------------------------------------------------ parts by path
 
 
 class _Part(NamedTuple):
-    """A part of a tree that was named: its path from the root, and whether only its own tensors are meant."""
+    """A part of a tree that was named: its path from the root, and whether only its own tensors are
+    meant.
+    """
 
     path: str
     node: Node
@@ -306,7 +387,8 @@ class _Part(NamedTuple):
 def find(root: Node, path: str, file: Path) -> Node:
     """The node at a dotted path such as ``optimizer.state``; keys may hold dots themselves.
 
-    With a dot at its end, a dict of just the tensors that stand there; ``ema`` is the average, whatever it is called.
+    With a dot at its end, a dict of just the tensors that stand there; ``ema`` is the average,
+    whatever it is called.
     """
     part = _part_at(root, path, file)
     if not part.own_only:
@@ -327,7 +409,9 @@ def _part_at(root: Node, only: str | None, file: Path) -> _Part:
         return _Part(path, found[0], only.endswith("."))
     known = [printable(label_text(label)) for label, _ in children(root)][:12]
     raise AmbiguousStateDict(
-        f"there is nothing at '{printable(only)}'", path=file, hint=f"it holds: {', '.join(known) or 'no parts'}"
+        f"there is nothing at '{printable(only)}'",
+        path=file,
+        hint=f"it holds: {', '.join(known) or 'no parts'}",
     )
 
 
@@ -346,14 +430,18 @@ def _at(root: Node, path: str) -> tuple[Node] | None:
 
 
 def _average(root: Node, file: Path) -> tuple[str, Node] | None:
-    """The part with the averaged weights: the one with tensors nearest to the root of whose label ``ema`` is a word."""
+    """The part with the averaged weights: the one with tensors nearest to the root of whose label
+    ``ema`` is a word.
+    """
     if averages_weights(root) and (node := _at(root, "state_dict")) is not None:
         return "state_dict", node[0]
     found = [(len(labels_of(place)), place_text(place), node) for place, node in _averages(root)]
     nearest = [item for item in found if item[0] == min(depth for depth, _, _ in found)]
     if len(nearest) > 1:
         names = [name for _, name, _ in nearest]
-        raise AmbiguousStateDict(f"holds {len(nearest)} averages: {_listed(names)}", path=file, hint=_choice(names))
+        raise AmbiguousStateDict(
+            f"holds {len(nearest)} averages: {_listed(names)}", path=file, hint=_choice(names)
+        )
     return nearest[0][1:] if nearest else None
 
 
@@ -380,7 +468,7 @@ def _own_of(part: _Part, found: Survey, file: Path) -> StateDict:
     return _state_dict(item)
 
 
-# ------------------------------------------------------------------------------------------------------------- new keys
+# ----------------------------------------------------------------------------------------- new keys
 
 
 def own_node(found: StateDict) -> Node:
@@ -391,18 +479,24 @@ def own_node(found: StateDict) -> Node:
     return _like(found.node, [pairs[index] for index in found.own])
 
 
-def renamed_state_dict(found: StateDict, keys: tuple[str | None, ...], module_paths: Callable[[str], tuple[str, ...]]) -> Node:
-    """A node of the state dict alone, like `found.node`, whose i-th key is `keys[i]` (None: left out).
+def renamed_state_dict(
+    found: StateDict, keys: tuple[str | None, ...], module_paths: Callable[[str], tuple[str, ...]]
+) -> Node:
+    """A node of the state dict alone, like `found.node`, whose i-th key is `keys[i]` (None: left
+    out).
 
-    Its `_metadata` follows: `module_paths` gives the new names of a module, one, or several where ones that had become one
-    are told apart again.
+    Its `_metadata` follows: `module_paths` gives the new names of a module, one, or several where
+    ones that had become one are told apart again.
     """
     pairs = [(new, value) for new, value in zip(keys, found.values, strict=True) if new is not None]
     return _with_metadata(_like(found.node, pairs), module_paths)
 
 
-def renamed_in_place(found: StateDict, keys: tuple[str | None, ...], module_paths: Callable[[str], tuple[str, ...]]) -> Node:
-    """As `renamed_state_dict`, with what stands beside the state dict in its dict still where it was.
+def renamed_in_place(
+    found: StateDict, keys: tuple[str | None, ...], module_paths: Callable[[str], tuple[str, ...]]
+) -> Node:
+    """As `renamed_state_dict`, with what stands beside the state dict in its dict still where it
+    was.
 
     Raises `KeyConflict` when a new key is the label of something else that stands there.
     """
@@ -410,9 +504,13 @@ def renamed_in_place(found: StateDict, keys: tuple[str | None, ...], module_path
         return renamed_state_dict(found, keys, module_paths)
     before = dict_pairs(found.node) or ()
     mine = set(found.own)
-    others = {key for index, (key, _) in enumerate(before) if index not in mine and type(key) is str}
+    others = {
+        key for index, (key, _) in enumerate(before) if index not in mine and type(key) is str
+    }
     if taken := next((key for key in keys if key in others), None):
-        raise KeyConflict("a key would get this name, but something else beside it has it already", where=taken)
+        raise KeyConflict(
+            "a key would get this name, but something else beside it has it already", where=taken
+        )
     renamed = list(zip(keys, found.values, strict=True))
     own = dict(zip(found.own, renamed, strict=False))
     pairs = [own.get(index, pair) for index, pair in enumerate(before)]
@@ -422,7 +520,8 @@ def renamed_in_place(found: StateDict, keys: tuple[str | None, ...], module_path
 
 def _like(node: Node, pairs: Pairs) -> Node:
     """A dict of the class of `node`, its state too, with these pairs."""
-    if type(node) is Dict or len(dict_pairs(node) or ()) != len(node.pairs):  # else the old ones would stay in its arguments
+    # else the old ones would stay in its arguments
+    if type(node) is Dict or len(dict_pairs(node) or ()) != len(node.pairs):
         return Dict(list(pairs))
     plain = mapping_pairs(node) is not None
     made = Call(node.func, () if plain else node.args, new=node.new)
@@ -435,12 +534,15 @@ def _with_metadata(made: Node, module_paths: Callable[[str], tuple[str, ...]]) -
     if (metadata := metadata_of(made)) is None or (entries := mapping_pairs(metadata)) is None:
         return made
     renamed = {
-        name: Dict(list(value.pairs)) if index and type(value) is Dict else value  # each module has a version of its own
+        # each module has a version of its own
+        name: Dict(list(value.pairs)) if index and type(value) is Dict else value
         for key, value in entries
         if type(key) is str
         for index, name in enumerate(module_paths(key))
     }
     copy: Node = Dict() if type(metadata) is Dict else Call(metadata.func, ())
     copy.pairs = list(renamed.items())
-    made.state = Dict([(key, copy if key == "_metadata" else value) for key, value in made.state.pairs])
+    made.state = Dict(
+        [(key, copy if key == "_metadata" else value) for key, value in made.state.pairs]
+    )
     return made

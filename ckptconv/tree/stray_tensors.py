@@ -1,8 +1,9 @@
-"""What a whole module holds besides its state dict: tensors in attributes, and code that may save them.
+"""What a whole module holds besides its state dict: tensors in attributes, and code that may save
+them.
 
-`model.state_dict()` leaves attributes out, unless the class, or a hook, writes them into it; the code
-that would is not in the file. So a tensor outside is harmless where the classes are known not to do
-that, and the reason for a refusal where they are not.
+`model.state_dict()` leaves attributes out, unless the class, or a hook, writes them into it; the
+code that would is not in the file. So a tensor outside is harmless where the classes are known not
+to do that, and the reason for a refusal where they are not.
 """
 
 from __future__ import annotations
@@ -13,31 +14,51 @@ from typing import NamedTuple
 
 from ckptconv.objects.bitsandbytes import Saved
 from ckptconv.objects.held_tensors import LEAVES
-from ckptconv.objects.pickled_modules import child_modules, other_attributes, own_tensors, saved_by_class, saving_hooks
+from ckptconv.objects.pickled_modules import (
+    child_modules,
+    other_attributes,
+    own_tensors,
+    saved_by_class,
+    saving_hooks,
+)
 from ckptconv.pickles.nodes import Call, Dict, Node, children, spoken
 from ckptconv.tensors.refs import TensorObject, TensorRef, view_identity
 from ckptconv.tree.checkpoint import Stray
 from ckptconv.tree.walk import is_tensor, label_text, tensor_of
 
-_ORDINARY = re.compile(r"(?:torch\.nn|torchvision|timm|ultralytics\.nn|transformers\.(?:models|modeling_\w+))\.").match
-"""Classes of these packages save parameters and buffers only: torch 2.13, torchvision 0.29, timm 1.0, ultralytics 8.4,
-transformers 5.23 define no `_save_to_state_dict`, `state_dict` or hook for a model, but for those below."""
+_ORDINARY = re.compile(
+    r"(?:torch\.nn|torchvision|timm|ultralytics\.nn|transformers\.(?:models|modeling_\w+))\."
+).match
+"""Classes of these packages save parameters and buffers only: torch 2.13, torchvision 0.29, timm
+1.0, ultralytics 8.4, transformers 5.23 define no `_save_to_state_dict`, `state_dict` or hook for a
+model, but for those below.
+"""
 _QUANTIZED = re.compile(r"torch\.(?:ao\.)?nn\.(?:\w+\.)*quantized\.").match
-"""torch's quantized layers, which save packed weights, scales and zero points (torch/ao/nn/quantized/modules)."""
+"""torch's quantized layers, which save packed weights, scales and zero points
+(torch/ao/nn/quantized/modules).
+"""
 _PLAIN_ATTRIBUTES = {
     "models.yolo.Model": {"stride", "class_weights"},
     "models.yolo.DetectionModel": {"stride", "class_weights"},
     "models.yolo.Detect": {"stride", "grid", "anchor_grid"},
 }
-"""Attributes that YOLOv5's classes set and do not save (models/yolo.py, train.py); their module is named like many others."""
-_KNOWN_HOOKS = ("torch.nn.utils.spectral_norm.SpectralNormStateDictHook",)  # it writes a version into the metadata
-_WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper."  # its hook takes the wrapper off the keys
+"""Attributes that YOLOv5's classes set and do not save (models/yolo.py, train.py); their module is
+named like many others.
+"""
+# it writes a version into the metadata
+_KNOWN_HOOKS = ("torch.nn.utils.spectral_norm.SpectralNormStateDictHook",)
+# its hook takes the wrapper off the keys
+_WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper."
 _FROM_OTHERS = (("_g", "_v"), ("_orig",))
-"""Endings of the parameters of which weight norm, or spectral norm and pruning, make the attribute again (torch/nn/utils)."""
+"""Endings of the parameters of which weight norm, or spectral norm and pruning, make the attribute
+again (torch/nn/utils).
+"""
 
 
 class _Registered(NamedTuple):
-    """A module that `state_dict()` meets: its path, and whether it and all modules above it are known to save no more."""
+    """A module that `state_dict()` meets: its path, and whether it and all modules above it are
+    known to save no more.
+    """
 
     path: str
     module: Call
@@ -46,7 +67,8 @@ class _Registered(NamedTuple):
 
 
 def strays_of(module: Call, made: Call) -> tuple[tuple[Stray, ...], tuple[Node, ...]]:
-    """What `made`, the state dict of a whole module, does not hold of it: tensors, each once, and code that may save some.
+    """What `made`, the state dict of a whole module, does not hold of it: tensors, each once, and
+    code that may save some.
 
     And the tensors that it holds in another form.
     """
@@ -56,7 +78,8 @@ def strays_of(module: Call, made: Call) -> tuple[tuple[Stray, ...], tuple[Node, 
     covered.add(used)
     finder = _Finder(made, covered, {id(item.module) for item in registered})
     found: list[Stray] = []
-    for item in sorted(registered, key=lambda item: item.is_ordinary):  # what both hold counts for the one that may save it
+    # what both hold counts for the one that may save it
+    for item in sorted(registered, key=lambda item: item.is_ordinary):
         found += _saving_code(item, made)
         found += finder.strays(item)
     return tuple(found), tuple(used)
@@ -76,17 +99,31 @@ def _registered(root: Call) -> Iterator[_Registered]:
 
 
 def _is_ordinary(module: Call) -> bool:
-    return module.name in _PLAIN_ATTRIBUTES or (_ORDINARY(module.name) is not None and not _QUANTIZED(module.name))
+    return module.name in _PLAIN_ATTRIBUTES or (
+        _ORDINARY(module.name) is not None and not _QUANTIZED(module.name)
+    )
 
 
 def _saving_code(item: _Registered, made: Call) -> Iterator[Stray]:
     """Hooks that change what the module saves, and a class that is known to save more than is seen."""
     name = item.module.name
     if _QUANTIZED(name):
-        yield Stray(item.path, f"a quantized module ({name}), which saves more than its parameters and buffers", True, made)
+        yield Stray(
+            item.path,
+            f"a quantized module ({name}), which saves more than its parameters and buffers",
+            True,
+            made,
+        )
     for hook in saving_hooks(item.module):
-        if (code := spoken(hook).removeprefix("an object of ")) not in _KNOWN_HOOKS and not name.startswith(_WRAPPER):
-            yield Stray(item.path, f"a module ({name}) with a hook that changes what it saves ({code})", True, made)
+        if (
+            code := spoken(hook).removeprefix("an object of ")
+        ) not in _KNOWN_HOOKS and not name.startswith(_WRAPPER):
+            yield Stray(
+                item.path,
+                f"a module ({name}) with a hook that changes what it saves ({code})",
+                True,
+                made,
+            )
 
 
 class _Covered:
@@ -137,7 +174,13 @@ class _Finder:
             if not is_saved and value not in self._covered:
                 self._seen.add(id(value))
                 self._covered.add(ref for ref in (tensor_of(value),) if ref is not None)
-                yield Stray(path, "a buffer that its module does not save (persistent=False)", False, self._made, value)
+                yield Stray(
+                    path,
+                    "a buffer that its module does not save (persistent=False)",
+                    False,
+                    self._made,
+                    value,
+                )
             if type(value) is TensorObject:
                 yield from self._inside(item, path, value.state, "")
             elif kind == "_parameters" and type(value) is Call:
@@ -145,9 +188,13 @@ class _Finder:
         for name, value in other_attributes(item.module):
             if type(value) in _HOLDERS:
                 made_of = any(all(name + end in names for end in ends) for ends in _FROM_OTHERS)
-                yield from self._inside(item, f"{item.path}.{name}".strip("."), value, name, made_again=made_of)
+                yield from self._inside(
+                    item, f"{item.path}.{name}".strip("."), value, name, made_again=made_of
+                )
 
-    def _inside(self, item: _Registered, path: str, node: Node, name: str, *, made_again: bool = False) -> Iterator[Stray]:
+    def _inside(
+        self, item: _Registered, path: str, node: Node, name: str, *, made_again: bool = False
+    ) -> Iterator[Stray]:
         reason, is_refused = _judged(item, name)
         if made_again:
             reason, is_refused = "an attribute that is made again from the parameters", False
@@ -162,7 +209,9 @@ class _Finder:
                     yield Stray(path, reason, is_refused, self._made, node)
                 work += [(path, node.state)] if type(node) is TensorObject else []
             else:
-                inner = [(label, child) for label, child in children(node) if type(child) in _HOLDERS]
+                inner = [
+                    (label, child) for label, child in children(node) if type(child) in _HOLDERS
+                ]
                 work += [(_joined(path, label), child) for label, child in reversed(inner)]
 
 
@@ -180,10 +229,16 @@ _LONGEST = 300  # characters of a path
 
 
 def _judged(item: _Registered, name: str) -> tuple[str, bool]:
-    """What to say of a tensor in the attribute `name` of a module (empty: of a parameter), and whether to refuse it."""
+    """What to say of a tensor in the attribute `name` of a module (empty: of a parameter), and
+    whether to refuse it.
+    """
     cls = item.module.name
     if item.beside is not None:
         return f"an attribute that {cls} does not save", False
     if item.is_ordinary and name in _PLAIN_ATTRIBUTES.get(cls, {name}):
         return "an attribute of a module, which its state dict does not hold", False
-    return f"a tensor outside the parameters and buffers of {cls}, and only its code knows whether it is saved", True
+    return (
+        f"a tensor outside the parameters and buffers of {cls}, and only its code knows whether "
+        "it is saved",
+        True,
+    )

@@ -16,8 +16,8 @@ _LISTED = 4
 def settle_strays(checkpoint: Checkpoint, part: Node, unknown: Unknown) -> tuple[Skipped, ...]:
     """What is left out of the state dicts of whole modules in `part` of a checkpoint.
 
-    Raises `RefusedObject` where something would be lost of which only a module's own code knows whether it is saved, unless
-    `unknown` is ``drop``.
+    Raises `RefusedObject` where something would be lost of which only a module's own code knows
+    whether it is saved, unless `unknown` is ``drop``.
     """
     if not checkpoint.module_strays:
         return ()
@@ -33,9 +33,12 @@ def _refusal(refused: Sequence[Stray], *, script: bool) -> RefusedObject:
     first, others = refused[0], [printable(stray.path or "the root") for stray in refused[1:]]
     more = ", ".join(others[:_LISTED]) + ", …" * (len(others) > _LISTED)
     return RefusedObject(
-        f"{first.reason}; the state dict would lack it" + f" (and {len(others)} more: {more})" * bool(others),
+        f"{first.reason}; the state dict would lack it"
+        + f" (and {len(others)} more: {more})" * bool(others),
         where=first.path or "the whole file",
-        hint="--unknown drop leaves it out; torch.jit.load reads the archive itself" if script else _HINT,
+        hint="--unknown drop leaves it out; torch.jit.load reads the archive itself"
+        if script
+        else _HINT,
     )
 
 

@@ -1,7 +1,8 @@
-"""Walking a tree of symbolic nodes: its tensors, its places, and the overlay through which it is seen changed.
+"""Walking a tree of symbolic nodes: its tensors, its places, and the overlay through which it is
+seen changed.
 
-The tree is never changed: a change is an *overlay*, a node that stands in for another by identity, which the walk here and
-the pickle writer both look through.
+The tree is never changed: a change is an *overlay*, a node that stands in for another by identity,
+which the walk here and the pickle writer both look through.
 """
 
 from __future__ import annotations
@@ -66,13 +67,19 @@ PLAIN = frozenset((str, int, float, bool, bytes, type(None), complex))
 
 
 def walk(
-    root: Node, overlay: Overlay | None = None, cycles: list[Place] | None = None, *, depth: int | None = None
+    root: Node,
+    overlay: Overlay | None = None,
+    cycles: list[Place] | None = None,
+    *,
+    depth: int | None = None,
 ) -> Iterator[tuple[Place, Node]]:
-    """Every node that is not a plain value, with its first place, each once, parents before children.
+    """Every node that is not a plain value, with its first place, each once, parents before
+    children.
 
-    Shared and cyclic structures are entered once; where a container holds one that it is in, the place goes to `cycles`.
-    The overlay may grow while walking: what stands in for a node just yielded is entered in its place. `LimitExceeded`
-    when containers nest more than `depth` deep (None: the limit in force when the walk begins).
+    Shared and cyclic structures are entered once; where a container holds one that it is in, the
+    place goes to `cycles`. The overlay may grow while walking: what stands in for a node just
+    yielded is entered in its place. `LimitExceeded` when containers nest more than `depth` deep
+    (None: the limit in force when the walk begins).
     """
     most = in_force().depth if depth is None else depth
     over = {} if overlay is None else overlay
@@ -101,13 +108,19 @@ def walk(
             if over:
                 child = over.get(id(child), child)
             if type(child) in CONTAINERS:
-                if type(child) in (tuple, list) and len(work) < most and PLAIN.issuperset(map(type, child)):
+                if (
+                    type(child) in (tuple, list)
+                    and len(work) < most
+                    and PLAIN.issuperset(map(type, child))
+                ):
                     continue  # nothing in it, and there may be a million of it
                 work.append((here, child, _inner(child)))
                 entered.add(id(child))
                 if len(work) > most:
                     what = f"nests more than {most} containers"
-                    raise LimitExceeded(what, limit="depth", allowed=most, where=place_text(here)[:60] + "…")
+                    raise LimitExceeded(
+                        what, limit="depth", allowed=most, where=place_text(here)[:60] + "…"
+                    )
                 break
         else:
             entered.discard(id(work.pop()[1]))
@@ -122,8 +135,12 @@ def _inner(node: Node) -> Iterator[tuple[Node, Node]]:
     return children(node)
 
 
-def tensors_of(root: Node, overlay: Overlay | None = None, *, depth: int | None = None) -> Iterator[tuple[str, TensorRef]]:
-    """Every tensor of a tree with its path; tensors met twice under different keys of state dicts appear once."""
+def tensors_of(
+    root: Node, overlay: Overlay | None = None, *, depth: int | None = None
+) -> Iterator[tuple[str, TensorRef]]:
+    """Every tensor of a tree with its path; tensors met twice under different keys of state dicts
+    appear once.
+    """
     for place, node in walk(root, overlay, depth=depth):
         if (tensor := tensor_of(node)) is not None:
             yield place_text(place), tensor

@@ -29,7 +29,11 @@ def room(tmp_path: Path) -> Path:
 
 def offered(words: str, room: Path) -> list[str]:
     """What bash would offer for the last of these words."""
-    variables = {"_CKPTCONV_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
+    variables = {
+        "_CKPTCONV_COMPLETE": "bash_complete",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split(" ")) - 1),
+    }
     done = run(cwd=room, env=variables, command=[sys.executable, "-c", START])
     assert done.err == "", done.err
     return [offer.partition(",")[2] for offer in done.out.splitlines() if offer]
@@ -61,7 +65,9 @@ def test_values_are_offered(words, offers, room):
 def test_the_tags_in_the_file_are_offered_for_the_map(room):
     train = SAMPLES / "ddp_cuda3_train.pt"
     assert "cuda:3=" in offered(f"ckptconv convert {train} o.pt --map-location cuda", room)
-    assert offered(f"ckptconv convert {train} o.pt --map-location cuda:3=c", room)[0] == "cuda:3=cpu"
+    assert (
+        offered(f"ckptconv convert {train} o.pt --map-location cuda:3=c", room)[0] == "cuda:3=cpu"
+    )
 
 
 @pytest.mark.parametrize("typed", ["bad.pt", "gone.pt", "run", "https://host/a.pt", "''"])
@@ -80,15 +86,32 @@ def test_it_is_quick_and_runs_no_torch(room):
     """The limit is that of an idle machine, doubled; what an import of torch takes is far more."""
     (room / "sitecustomize.py").write_text(
         "import sys\nclass No:\n    def find_spec(self, name, *_):\n"
-        "        if name.partition('.')[0] == 'torch': raise SystemExit('torch was imported')\nsys.meta_path.insert(0, No())\n"
+        "        if name.partition('.')[0] == 'torch': raise SystemExit('torch was "
+        "imported')\nsys.meta_path.insert(0, No())\n"
     )
-    words = {"_CKPTCONV_COMPLETE": "bash_complete", "COMP_WORDS": "ckptconv convert gan.pt o.pt --only ", "COMP_CWORD": "5"}
+    words = {
+        "_CKPTCONV_COMPLETE": "bash_complete",
+        "COMP_WORDS": "ckptconv convert gan.pt o.pt --only ",
+        "COMP_CWORD": "5",
+    }
     env = environment(**words, PYTHONPATH=f"{room}{os.pathsep}{ROOT}")
     spent = []
     for _ in range(3):
         before = os.times()
-        done = subprocess.run([sys.executable, "-c", START], cwd=room, env=env, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", START],
+            cwd=room,
+            env=env,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         after = os.times()
-        spent.append(after.children_user + after.children_system - before.children_user - before.children_system)
+        spent.append(
+            after.children_user
+            + after.children_system
+            - before.children_user
+            - before.children_system
+        )
         assert done.stdout == "plain,netG\nplain,netD\n"
     assert min(spent) < 0.6

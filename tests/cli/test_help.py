@@ -1,4 +1,6 @@
-"""`ckptconv help`: the pages of docs/, the help of commands, and what is said where there is neither."""
+"""`ckptconv help`: the pages of docs/, the help of commands, and what is said where there is
+neither.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def test_a_page_is_found_as_people_write_it(written):
     assert help_pages.page_text(written) == (ROOT / "docs" / "state-dicts.md").read_text()
 
 
-@pytest.mark.parametrize("written", ["", "../README", "/etc/passwd", "docs/keys", "*", "keys.md.md", "\0"])
+@pytest.mark.parametrize(
+    "written", ["", "../README", "/etc/passwd", "docs/keys", "*", "keys.md.md", "\0"]
+)
 def test_what_is_no_page_reads_no_file(written):
     assert help_pages.page_text(written) is None
 
@@ -85,7 +89,9 @@ def test_completion_knows_the_topics(shell, tmp_path):
 
 
 def on_terminal(*arguments: str, rows: int, **env: str) -> str:
-    """What the program writes to a terminal of `rows` lines; its pager is one that marks what goes through it."""
+    """What the program writes to a terminal of `rows` lines; its pager is one that marks what goes
+    through it.
+    """
     pty = pytest.importorskip("pty")
     child, terminal = pty.fork()
     if child == 0:

@@ -1,4 +1,6 @@
-"""The documents of `--json`: one each time, strict JSON, and exactly the fields that docs/json.md names."""
+"""The documents of `--json`: one each time, strict JSON, and exactly the fields that docs/json.md
+names.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ PAGE = (ROOT / "docs/json.md").read_text(encoding="utf-8")
 
 
 def strict(text: str) -> dict[str, Any]:
-    """The one document in a text; what is not a strict JSON, or stands twice in an object, is an error."""
+    """The one document in a text; what is not a strict JSON, or stands twice in an object, is an
+    error.
+    """
 
     def refuse(word: str) -> None:
         raise ValueError(f"{word} is not JSON")
@@ -45,14 +49,15 @@ def strict(text: str) -> dict[str, Any]:
     return made
 
 
-# ----------------------------------------------------------------------------------------------------- the page and the fields
+# -------------------------------------------------------------------------- the page and the fields
 
 
 def rows(section: str) -> dict[str, tuple[str, ...]]:
     """The fields of a section of the page with their types."""
     body = PAGE.split(f"\n## {section}\n")[1].split("\n## ")[0]
     return {
-        path: tuple(types.split(" or ")) for path, types in re.findall(r"^\| `([^`]+)` \| ([a-z ]+) \|", body, re.MULTILINE)
+        path: tuple(types.split(" or "))
+        for path, types in re.findall(r"^\| `([^`]+)` \| ([a-z ]+) \|", body, re.MULTILINE)
     }
 
 
@@ -62,7 +67,13 @@ def kinds(value: Any) -> set[str]:
         return {"boolean"}
     if isinstance(value, int):
         return {"integer", "number"}
-    plain = {float: {"number"}, str: {"text"}, type(None): {"null"}, list: {"list"}, dict: {"object", "map"}}
+    plain = {
+        float: {"number"},
+        str: {"text"},
+        type(None): {"null"},
+        list: {"list"},
+        dict: {"object", "map"},
+    }
     return plain[type(value)]
 
 
@@ -70,7 +81,9 @@ def fields(value: Any, path: str, known: dict[str, tuple[str, ...]]) -> Iterator
     """Every field of a document by its path on the page; the parts of a part are named like parts."""
     if isinstance(value, dict):
         for name, inner in value.items():
-            here = f"{path}.*" if "map" in known.get(path, ()) else f"{path}.{name}" if path else name
+            here = (
+                f"{path}.*" if "map" in known.get(path, ()) else f"{path}.{name}" if path else name
+            )
             yield here, inner
             yield from fields(inner, here, known)
     elif isinstance(value, list):
@@ -82,8 +95,12 @@ def fields(value: Any, path: str, known: dict[str, tuple[str, ...]]) -> Iterator
 
 
 def hold(section: str, documents: list[dict[str, Any]], *, fit: bool = False) -> None:
-    """Hold documents against a section of the page and that of errors, in both directions; few commands tell of a `fit`."""
-    errors = {path: types for path, types in rows("errors").items() if fit or not path.startswith("fit")}
+    """Hold documents against a section of the page and that of errors, in both directions; few
+    commands tell of a `fit`.
+    """
+    errors = {
+        path: types for path, types in rows("errors").items() if fit or not path.startswith("fit")
+    }
     known = {**rows("Every document"), **rows(section), **errors}
     met = set()
     for one in documents:
@@ -110,7 +127,9 @@ def room(tmp_path) -> Path:
         "fc.bias": torch.ones(1),
         "flag": torch.frombuffer(bytearray([0, 1, 7]), dtype=torch.bool),
     }
-    torch.save({"state_dict": state_dict, "lr": float("nan"), "args": Namespace(a=1)}, tmp_path / "rich.pt")
+    torch.save(
+        {"state_dict": state_dict, "lr": float("nan"), "args": Namespace(a=1)}, tmp_path / "rich.pt"
+    )
     return tmp_path
 
 
@@ -122,7 +141,13 @@ def test_inspect_prints_what_the_page_says(room):
     shared = [one]
     torch.save({"a": shared, "b": shared, "state_dict": {"w": one}}, room / "shared.pt")
     keys = {"model.fc.weight": one, "model.fc.bias": one}
-    lightning = {"pytorch-lightning_version": "2.0", "state_dict": keys, "epoch": 1, "global_step": 1, "hyper_parameters": {}}
+    lightning = {
+        "pytorch-lightning_version": "2.0",
+        "state_dict": keys,
+        "epoch": 1,
+        "global_step": 1,
+        "hyper_parameters": {},
+    }
     torch.save(lightning, room / "lightning.pt")
     folder = room / "run" / "checkpoint-5"
     folder.mkdir(parents=True)
@@ -141,7 +166,11 @@ def test_several_checkpoints_are_a_list_with_errors_among_them(command, code, ro
     first, missing, last = found["checkpoints"]
     assert set(first) == set(last) == known
     assert set(missing) == {"path", "error"} and missing["error"]["exit_code"] == code
-    assert [Path(item["path"]).name for item in found["checkpoints"]] == ["tied.pt", "no.pt", "fp16.pt"]
+    assert [Path(item["path"]).name for item in found["checkpoints"]] == [
+        "tied.pt",
+        "no.pt",
+        "fp16.pt",
+    ]
 
 
 def test_the_facts_about_tensors_are_those_that_torch_has(room):
@@ -167,24 +196,66 @@ def test_convert_prints_what_the_page_says(room):
     torch.save(tied, room / "one_name.pt")
     torch.save({**tied, "extra.scale": torch.ones(7)}, room / "one_more.pt")
     torch.save({**tied, "head.weight": tied["embed.weight"]}, room / "two_names.pt")
-    torch.save({"fc.weight": torch.ones(3, 3), "fc.bias": torch.ones(1), "a.x": torch.ones(1)}, room / "other.pt")
-    torch.save({"p.x": torch.ones(3), "q.x": torch.ones(3), "s.weight": torch.ones(2)}, room / "several.pt")
     torch.save(
-        {"c.x": torch.ones(3), "d.x": torch.ones(3), "r.weight": torch.ones(5), "s.weight": torch.ones(4)}, room / "like.pt"
+        {"fc.weight": torch.ones(3, 3), "fc.bias": torch.ones(1), "a.x": torch.ones(1)},
+        room / "other.pt",
+    )
+    torch.save(
+        {"p.x": torch.ones(3), "q.x": torch.ones(3), "s.weight": torch.ones(2)}, room / "several.pt"
+    )
+    torch.save(
+        {
+            "c.x": torch.ones(3),
+            "d.x": torch.ones(3),
+            "r.weight": torch.ones(5),
+            "s.weight": torch.ones(4),
+        },
+        room / "like.pt",
     )
     found = [
-        document("convert", "ddp_cuda3_train.pt", "shards", "--max-shard-size", "1kB", "--dry-run", cwd=room),
-        document("convert", "rich.pt", "rich16.pt", "--dtype", "f16", "--verify", "--save-mapping", "map.json", cwd=room),
-        document("convert", "ddp_cuda3.pt", "a.safetensors", "--exclude", "*.bias", "--rename", "features.=f.", cwd=room),
+        document(
+            "convert",
+            "ddp_cuda3_train.pt",
+            "shards",
+            "--max-shard-size",
+            "1kB",
+            "--dry-run",
+            cwd=room,
+        ),
+        document(
+            "convert",
+            "rich.pt",
+            "rich16.pt",
+            "--dtype",
+            "f16",
+            "--verify",
+            "--save-mapping",
+            "map.json",
+            cwd=room,
+        ),
+        document(
+            "convert",
+            "ddp_cuda3.pt",
+            "a.safetensors",
+            "--exclude",
+            "*.bias",
+            "--rename",
+            "features.=f.",
+            cwd=room,
+        ),
         document("convert", "two_names.pt", "tied.safetensors", cwd=room),
         document("convert", "namespace_train.pt", "plain.pt", cwd=room),
         document("convert", "one_name.pt", "filled.pt", "--like", "two_names.pt", cwd=room),
         document("convert", "rich.pt", "no.safetensors", "--like", "other.pt", cwd=room, code=1),
         document("convert", "several.pt", "no.safetensors", "--like", "like.pt", cwd=room, code=1),
-        document("convert", "one_more.pt", "no.safetensors", "--like", "two_names.pt", cwd=room, code=1),
+        document(
+            "convert", "one_more.pt", "no.safetensors", "--like", "two_names.pt", cwd=room, code=1
+        ),
         document("convert", "rich.pt", "rich.pt", "--dry-run", cwd=room, code=1),
     ]
-    assert found[1]["overflowed"] == {"state_dict.fc.weight": 3} and found[1]["odd_bools"] == {"state_dict.flag": 1}
+    assert found[1]["overflowed"] == {"state_dict.fc.weight": 3} and found[1]["odd_bools"] == {
+        "state_dict.flag": 1
+    }
     assert found[-1]["dry_run"] is True and found[-1]["error"]["exit_code"] == 1
     hold("convert, strip-module, add-module", found, fit=True)
 
@@ -196,7 +267,13 @@ def test_doctor_prints_what_the_page_says(room):
 
 
 def test_diff_prints_what_the_page_says(room):
-    first = {"w": torch.tensor([1.0, float("inf")]), "s": torch.ones(2), "i": torch.ones(2), "a": torch.ones(1), "n": 1}
+    first = {
+        "w": torch.tensor([1.0, float("inf")]),
+        "s": torch.ones(2),
+        "i": torch.ones(2),
+        "a": torch.ones(1),
+        "n": 1,
+    }
     second = {
         "w": torch.tensor([3.0, 1.0]),
         "s": torch.ones(3),
@@ -235,39 +312,59 @@ def test_scan_prints_what_the_page_says(room):
     (room / "bad.pkl").write_bytes(pickle.dumps(Bad()))
     found = document("scan", "bad.pkl", "no.pt", "ddp_cuda3.pt", "none.pt", cwd=room, code=2)
     assert [item["path"] for item in found["scans"]] == ["bad.pkl", "ddp_cuda3.pt"]
-    assert [item["path"] for item in found["errors"]] == ["no.pt", "none.pt"] and found["error"] == found["errors"][0]
+    assert [item["path"] for item in found["errors"]] == ["no.pt", "none.pt"] and found[
+        "error"
+    ] == found["errors"][0]
     hold("scan", [found, document("scan", "bad.pkl", cwd=room, code=1)])
 
 
 def test_devices_prints_what_the_page_says(room):
     gpus = (Gpu(0, 1, "H100", "GPU-1", 80, 79), Gpu(None, 0, "H100", None, None, None))
-    made = strict(json_text(host_document(Host(gpus, "1", "2.13", 1, False, 0, ("odd",)), "cuda:0")) + "\n")
-    hold("devices", [made, document("devices", cwd=room), document("devices", "--bad", cwd=room, code=2)])
+    made = strict(
+        json_text(host_document(Host(gpus, "1", "2.13", 1, False, 0, ("odd",)), "cuda:0")) + "\n"
+    )
+    hold(
+        "devices",
+        [made, document("devices", cwd=room), document("devices", "--bad", cwd=room, code=2)],
+    )
 
 
 def test_devices_export_prints_what_the_page_says(room):
     gpu = Gpu(0, 1, "H100", "GPU-1", 80, 79)
     made = strict(json_text(choice_document(GpuChoice((gpu,), "GPU-1", ("odd",)))) + "\n")
     none = run("devices", "--export", "--json", cwd=room, env={"PATH": str(room)})
-    hold("devices --export", [made, strict(none.out), document("devices", "--export", "--bad", cwd=room, code=2)])
+    hold(
+        "devices --export",
+        [made, strict(none.out), document("devices", "--export", "--bad", cwd=room, code=2)],
+    )
 
 
 def test_the_page_names_every_command():
     from ckptconv.cli.main import cli
 
-    sections = {name for head in re.findall(r"^## (.*)$", PAGE, re.MULTILINE) for name in head.split(", ")}
-    with_json = {name for name, command in cli.commands.items() if any("--json" in param.opts for param in command.params)}
+    sections = {
+        name for head in re.findall(r"^## (.*)$", PAGE, re.MULTILINE) for name in head.split(", ")
+    }
+    with_json = {
+        name
+        for name, command in cli.commands.items()
+        if any("--json" in param.opts for param in command.params)
+    }
     assert sections == {"Every document", "errors", "devices --export", *with_json}
 
 
-# ------------------------------------------------------------------------------------------------------------ one document each
+# -------------------------------------------------------------------------------- one document each
 
 WRONG = [
-    ("inspect",), ("inspect", "x.pt", "--depth", "many"), ("convert", "ddp_cuda3.pt"), ("convert", "a", "b", "--bad"),
+    ("inspect",), ("inspect", "x.pt", "--depth", "many"), ("convert", "ddp_cuda3.pt"),
+    ("convert", "a", "b", "--bad"),
     ("nonsense",),
-    ("convert", "ddp_cuda3.pt", "o.pt", "--dtype", "f17"), ("convert", "ddp_cuda3.pt", "o.pt", "--rename", "x"),
-    ("doctor", "a", "--like", "b", "--model", "c"), ("diff", "a", "b", "--atol", "-1"), ("scan",), ("devices", "--bad"),
-    ("inspect", "ddp_cuda3.pt", "--limit", "nothing=3"), ("diff", "ddp_cuda3.pt", "ddp_cuda3.pt", "--equal-nan"), ("",),
+    ("convert", "ddp_cuda3.pt", "o.pt", "--dtype", "f17"),
+    ("convert", "ddp_cuda3.pt", "o.pt", "--rename", "x"),
+    ("doctor", "a", "--like", "b", "--model", "c"), ("diff", "a", "b", "--atol", "-1"), ("scan",),
+    ("devices", "--bad"),
+    ("inspect", "ddp_cuda3.pt", "--limit", "nothing=3"),
+    ("diff", "ddp_cuda3.pt", "ddp_cuda3.pt", "--equal-nan"), ("",),
 ]  # fmt: skip
 
 
@@ -276,7 +373,10 @@ def test_a_command_line_that_cannot_be_meant_is_a_document_too(arguments, room):
     done = run(*arguments, "--json", cwd=room)
     error = strict(done.out)["error"]
     assert done.exit == error["exit_code"] == 2
-    assert done.err == f"error: {error['message']}{'' if '; see ' in error['message'] else '; see ckptconv convert --help'}\n"
+    assert (
+        done.err == "error: "
+        f"{error['message']}{'' if '; see ' in error['message'] else '; see ckptconv convert --help'}\n"
+    )
 
 
 def test_json_as_a_value_behind_two_dashes_is_not_the_option(room):
@@ -287,25 +387,39 @@ def test_json_as_a_value_behind_two_dashes_is_not_the_option(room):
 def test_odd_bytes_and_halves_of_characters_stay_apart(room):
     name = os.fsdecode(b"odd\xff.pt")
     key = "half\ud800"
-    torch.save({key: torch.ones(1), "half\\ud800": torch.ones(2), "\U0001f600": torch.ones(3)}, room / name)
+    torch.save(
+        {key: torch.ones(1), "half\\ud800": torch.ones(2), "\U0001f600": torch.ones(3)}, room / name
+    )
     found = document("inspect", name, cwd=room)
     assert found["path"] == "odd\\udcff.pt"
     assert [part["name"] for part in found["parts"]] == ["half\\ud800", "half\\ud800", "\U0001f600"]
-    assert strict(json_text({"names": {key: 1, "half\\ud800": 2}}) + "\n")["names"] == {"half\\ud800": 1, "half\\ud800#2": 2}
+    assert strict(json_text({"names": {key: 1, "half\\ud800": 2}}) + "\n")["names"] == {
+        "half\\ud800": 1,
+        "half\\ud800#2": 2,
+    }
 
 
 def test_an_interrupted_run_is_a_document_too(room):
     for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
         done = stopped(["diff", "rich.pt", "rich.pt", "--json"], room, number)
         found = strict(done.out)
-        assert done.exit == code and found["error"]["kind"] == "Interrupted" and found["error"]["exit_code"] == code
+        assert (
+            done.exit == code
+            and found["error"]["kind"] == "Interrupted"
+            and found["error"]["exit_code"] == code
+        )
 
 
 def stopped(arguments: list[str], room: Path, number: int) -> Finished:
     """A run that gets a signal when its work has begun, which takes a minute."""
-    slow = "import sys, time; from ckptconv.diff import checkpoints as diffing; from ckptconv.cli.main import main; " + (
-        "diffing.open_checkpoint = lambda *_, **__: (print('begun', file=sys.stderr, flush=True), time.sleep(60)); "
-        "sys.argv = ['ckptconv', *sys.argv[1:]]; main()"
+    slow = (
+        "import sys, time; from ckptconv.diff import checkpoints as diffing; from "
+        "ckptconv.cli.main import main; "
+        + (
+            "diffing.open_checkpoint = lambda *_, **__: (print('begun', file=sys.stderr, "
+            "flush=True), time.sleep(60)); "
+            "sys.argv = ['ckptconv', *sys.argv[1:]]; main()"
+        )
     )
     process = subprocess.Popen(
         [sys.executable, "-c", slow, *arguments], cwd=room, env=environment(), text=True,
@@ -319,10 +433,24 @@ def stopped(arguments: list[str], room: Path, number: int) -> Finished:
 
 
 def test_a_defect_is_a_document_too(room):
-    code = "import sys; from ckptconv.scan import files as scanning; from ckptconv.cli.main import main; " + (
-        "scanning.scan_checkpoint = lambda *_, **__: 1 / 0; sys.argv = ['ckptconv', 'scan', 'rich.pt', '--json']; main()"
+    code = (
+        "import sys; from ckptconv.scan import files as scanning; from ckptconv.cli.main import "
+        "main; "
+        + (
+            "scanning.scan_checkpoint = lambda *_, **__: 1 / 0; sys.argv = ['ckptconv', 'scan', "
+            "'rich.pt', '--json']; main()"
+        )
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=room, env=environment(), capture_output=True, text=True, check=False
+        [sys.executable, "-c", code],
+        cwd=room,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert strict(done.stdout)["error"]["kind"] == "ZeroDivisionError" and done.returncode == 1 and "Traceback" in done.stderr
+    assert (
+        strict(done.stdout)["error"]["kind"] == "ZeroDivisionError"
+        and done.returncode == 1
+        and "Traceback" in done.stderr
+    )

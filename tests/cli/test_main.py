@@ -1,4 +1,6 @@
-"""The command line, run as the program that a user runs: every command and option, what it prints, leaves and returns."""
+"""The command line, run as the program that a user runs: every command and option, what it prints,
+leaves and returns.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,16 @@ from pathlib import Path
 
 import pytest
 
-from helpers.program import PROGRAM, ROOT, SAMPLES, Finished, assert_one_error, environment, idle_rss, run
+from helpers.program import (
+    PROGRAM,
+    ROOT,
+    SAMPLES,
+    Finished,
+    assert_one_error,
+    environment,
+    idle_rss,
+    run,
+)
 
 torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors")
@@ -39,7 +50,7 @@ ALL = sorted(path.name for path in SAMPLES.glob("*.pt"))
 TAG = re.compile(r"(cpu|mps|(cuda|npu|xpu|hpu)(:\d+)?)")
 
 
-# ------------------------------------------------------------------------------------------------------------- oracles
+# ------------------------------------------------------------------------------------------ oracles
 
 
 def load(path: Path, **options):
@@ -55,7 +66,9 @@ def load_here(path: Path):
 def tags(path: Path) -> set[str]:
     """The location tags in the pickle of a torch file, as pickletools reads it."""
     with zipfile.ZipFile(path) as archive:
-        stream = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
+        stream = archive.read(
+            next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+        )
     texts = {argument for _, argument, _ in pickletools.genops(stream) if isinstance(argument, str)}
     return {text for text in texts if TAG.fullmatch(text)}
 
@@ -82,7 +95,7 @@ def bare(state_dict: dict, *wrappers: str) -> dict:
     return {key.removeprefix(prefix): value for key, value in state_dict.items()}
 
 
-# --------------------------------------------------------------------------------------------------------------- runs
+# --------------------------------------------------------------------------------------------- runs
 
 
 def ckptconv(*arguments: object, cwd: Path, **options) -> Finished:
@@ -117,7 +130,7 @@ def saved(tmp_path):
 W = torch.arange(6.0).reshape(2, 3)
 
 
-# ---------------------------------------------------------------------------------------------------------- strip-module
+# ------------------------------------------------------------------------------------- strip-module
 
 
 @pytest.mark.parametrize("name", ["dp_cuda0.pt", "ddp_cuda3.pt", "ddp_compiled.pt"])
@@ -126,7 +139,9 @@ def test_strip_module_gives_the_keys_without_module_tagged_for_the_cpu(name, tmp
     source = load(SAMPLES / name)
     found = load_here(tmp_path / "out.pt")
     assert_same(found, bare(source, "module"))
-    assert list(found._metadata) == [path.removeprefix("module").removeprefix(".") for path in source._metadata if path]
+    assert list(found._metadata) == [
+        path.removeprefix("module").removeprefix(".") for path in source._metadata if path
+    ]
     assert tags(tmp_path / "out.pt") == {"cpu"}
     assert done.out == ""
     assert "renamed, e.g. module." in line(done, "keys")
@@ -151,7 +166,9 @@ def test_strip_module_keeps_a_training_checkpoint_whole(tmp_path):
     assert found["optimizer"]["param_groups"] == source["optimizer"]["param_groups"]
     for index, state in source["optimizer"]["state"].items():
         assert_same(found["optimizer"]["state"][index], state)
-    assert {key: found[key] for key in ("epoch", "step", "loss")} == {key: source[key] for key in ("epoch", "step", "loss")}
+    assert {key: found[key] for key in ("epoch", "step", "loss")} == {
+        key: source[key] for key in ("epoch", "step", "loss")
+    }
 
 
 def test_strip_module_writes_safetensors_too(tmp_path):
@@ -161,7 +178,7 @@ def test_strip_module_writes_safetensors_too(tmp_path):
     assert_same(dict(sorted(found.items())), dict(sorted(expected.items())))
 
 
-# ------------------------------------------------------------------------------------------------------------ add-module
+# --------------------------------------------------------------------------------------- add-module
 
 
 @pytest.mark.parametrize("name", ["rnn_classifier.pt", "tied.pt"])
@@ -185,12 +202,14 @@ def test_add_module_gives_what_a_wrapped_model_loads(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     torch.save(model.state_dict(), tmp_path / "in.pt")
     ckptconv("add-module", "in.pt", "out.pt", "--device", "cuda:0", cwd=tmp_path)
-    wrapped = torch.nn.DataParallel(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)))
+    wrapped = torch.nn.DataParallel(
+        torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    )
     wrapped.load_state_dict(load(tmp_path / "out.pt"))
     assert tags(tmp_path / "out.pt") == {"cuda:0"}
 
 
-# --------------------------------------------------------------------------------------------------------- convert: keys
+# ------------------------------------------------------------------------------------ convert: keys
 
 
 @pytest.mark.parametrize(
@@ -210,7 +229,10 @@ def test_convert_strips_the_wrappers(name, wrappers, tmp_path):
     ckptconv("convert", SAMPLES / name, "out.safetensors", cwd=tmp_path)
     expected = bare(load(SAMPLES / name), *wrappers)
     assert_same(load_here(tmp_path / "out.pt"), expected)
-    assert_same(dict(sorted(load_file(tmp_path / "out.safetensors").items())), dict(sorted(expected.items())))
+    assert_same(
+        dict(sorted(load_file(tmp_path / "out.safetensors").items())),
+        dict(sorted(expected.items())),
+    )
 
 
 def test_convert_keeps_keys_when_told_to(tmp_path):
@@ -225,8 +247,21 @@ def test_convert_leaves_module_where_not_every_key_has_it(saved, tmp_path):
 
 
 def test_key_rules_apply_one_after_another(saved, tmp_path):
-    saved({"module.backbone.conv.weight": W, "module.backbone.bn.bias": W + 1, "module.head.fc.weight": W + 2})
-    rules = ("--strip-prefix", "backbone.", "--rename", "head.=classifier.", "--add-prefix", "model.")
+    saved(
+        {
+            "module.backbone.conv.weight": W,
+            "module.backbone.bn.bias": W + 1,
+            "module.head.fc.weight": W + 2,
+        }
+    )
+    rules = (
+        "--strip-prefix",
+        "backbone.",
+        "--rename",
+        "head.=classifier.",
+        "--add-prefix",
+        "model.",
+    )
     done = ckptconv("convert", "in.pt", "out.pt", *rules, cwd=tmp_path)
     expected = {"model.conv.weight": W, "model.bn.bias": W + 1, "model.classifier.fc.weight": W + 2}
     assert_same(load_here(tmp_path / "out.pt"), expected)
@@ -235,23 +270,43 @@ def test_key_rules_apply_one_after_another(saved, tmp_path):
 
 def test_rules_may_be_given_several_times(saved, tmp_path):
     saved({"a.x": W, "b.y": W + 1, "c.z": W + 2})
-    rules = ("--strip-prefix", "a.", "--strip-prefix", "b.", "--rename", "c.=d.", "--rename", "d.=e.")
+    rules = (
+        "--strip-prefix",
+        "a.",
+        "--strip-prefix",
+        "b.",
+        "--rename",
+        "c.=d.",
+        "--rename",
+        "d.=e.",
+    )
     ckptconv("convert", "in.pt", "out.pt", *rules, cwd=tmp_path)
     assert list(load_here(tmp_path / "out.pt")) == ["x", "y", "e.z"]
 
 
 def test_include_and_exclude_choose_among_the_resulting_keys(tmp_path):
-    globs = ("--include", "features.*", "--include", "classifier.*", "--exclude", "*.num_batches_tracked")
+    globs = (
+        "--include",
+        "features.*",
+        "--include",
+        "classifier.*",
+        "--exclude",
+        "*.num_batches_tracked",
+    )
     done = ckptconv("convert", DDP, "out.safetensors", *globs, "--json", cwd=tmp_path)
     expected = {key for key in bare(load(DDP), "module") if not key.endswith("num_batches_tracked")}
     assert set(load_file(tmp_path / "out.safetensors")) == expected
-    assert [item["path"] for item in done.json()["skipped"]] == ["module.features.1.num_batches_tracked"]
+    assert [item["path"] for item in done.json()["skipped"]] == [
+        "module.features.1.num_batches_tracked"
+    ]
     assert "--exclude" in done.json()["skipped"][0]["reason"]
 
 
 def test_globs_that_leave_nothing_are_an_error(tmp_path):
     for name in ("out.pt", "out.safetensors"):
-        assert "no key is left" in assert_one_error(run("convert", DDP, name, "--include", "x*", cwd=tmp_path))
+        assert "no key is left" in assert_one_error(
+            run("convert", DDP, name, "--include", "x*", cwd=tmp_path)
+        )
     assert names(tmp_path) == []
 
 
@@ -265,7 +320,9 @@ def test_globs_that_leave_nothing_are_an_error(tmp_path):
         ("convert", ("--rename", "module.=")),
     ],
 )
-def test_two_keys_that_become_one_are_both_named_and_nothing_is_written(command, rules, output, saved, tmp_path):
+def test_two_keys_that_become_one_are_both_named_and_nothing_is_written(
+    command, rules, output, saved, tmp_path
+):
     saved({"module.a.weight": W, "b": W, "a.weight": W + 1})
     error = assert_one_error(run(command, "in.pt", output, *rules, cwd=tmp_path))
     assert "'module.a.weight'" in error
@@ -282,10 +339,12 @@ def test_a_collision_within_a_training_checkpoint_names_its_place(saved, tmp_pat
 
 def test_a_rule_that_leaves_nothing_of_a_key_is_an_error(saved, tmp_path):
     saved({"weight": W, "bias": W})
-    assert "'bias'" in assert_one_error(run("convert", "in.pt", "out.pt", "--strip-prefix", "bias", cwd=tmp_path))
+    assert "'bias'" in assert_one_error(
+        run("convert", "in.pt", "out.pt", "--strip-prefix", "bias", cwd=tmp_path)
+    )
 
 
-# --------------------------------------------------------------------------------------------- convert: parts, ties, dtype
+# ---------------------------------------------------------------------- convert: parts, ties, dtype
 
 
 def test_only_takes_one_part(tmp_path):
@@ -299,7 +358,10 @@ def test_only_takes_one_part(tmp_path):
 def test_safetensors_takes_the_state_dict_and_tells_what_it_leaves_out(tmp_path):
     done = ckptconv("convert", TRAIN, "out.safetensors", cwd=tmp_path)
     expected = bare(load(TRAIN)["state_dict"], "module")
-    assert_same(dict(sorted(load_file(tmp_path / "out.safetensors").items())), dict(sorted(expected.items())))
+    assert_same(
+        dict(sorted(load_file(tmp_path / "out.safetensors").items())),
+        dict(sorted(expected.items())),
+    )
     assert all(part in line(done, "skipped") for part in ("epoch", "optimizer", "scheduler"))
 
 
@@ -319,8 +381,12 @@ def test_a_part_that_is_not_there_is_an_error_that_lists_the_parts(tmp_path):
 
 def test_a_file_without_a_state_dict_is_an_error(saved, tmp_path):
     saved({"epoch": 1, "losses": [0.5, 0.25]})
-    assert "no state dict" in assert_one_error(run("convert", "in.pt", "out.safetensors", cwd=tmp_path))
-    assert "does not hold a state dict" in assert_one_error(run("strip-module", "in.pt", "out.pt", cwd=tmp_path))
+    assert "no state dict" in assert_one_error(
+        run("convert", "in.pt", "out.safetensors", cwd=tmp_path)
+    )
+    assert "does not hold a state dict" in assert_one_error(
+        run("strip-module", "in.pt", "out.pt", cwd=tmp_path)
+    )
     assert names(tmp_path) == ["in.pt"]
 
 
@@ -332,25 +398,37 @@ def test_tied_tensors_stay_tied_in_a_torch_file(tmp_path):
 
 def test_tied_tensors_become_aliases_in_safetensors_and_tensors_again(tmp_path):
     done = ckptconv("convert", TIED, "out.safetensors", cwd=tmp_path)
-    assert set(load_file(tmp_path / "out.safetensors")) == {"embed.weight", "norm.weight", "norm.bias"}
+    assert set(load_file(tmp_path / "out.safetensors")) == {
+        "embed.weight",
+        "norm.weight",
+        "norm.bias",
+    }
     assert metadata(tmp_path / "out.safetensors")["lm_head.weight"] == "embed.weight"
     assert "lm_head.weight = embed.weight" in line(done, "tied")
     ckptconv("convert", "out.safetensors", "back.pt", cwd=tmp_path)
-    assert_same(dict(sorted(load_here(tmp_path / "back.pt").items())), dict(sorted(load(TIED).items())))
+    assert_same(
+        dict(sorted(load_here(tmp_path / "back.pt").items())), dict(sorted(load(TIED).items()))
+    )
 
 
 def test_tied_tensors_can_be_written_each(tmp_path):
     ckptconv("convert", TIED, "out.safetensors", "--tied", "duplicate", cwd=tmp_path)
-    assert_same(dict(sorted(load_file(tmp_path / "out.safetensors").items())), dict(sorted(load(TIED).items())))
+    assert_same(
+        dict(sorted(load_file(tmp_path / "out.safetensors").items())),
+        dict(sorted(load(TIED).items())),
+    )
     assert "lm_head.weight" not in metadata(tmp_path / "out.safetensors")
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "float64", "torch.bfloat16"])
 def test_dtype_casts_floating_tensors_as_torch_does(dtype, tmp_path):
     done = ckptconv("convert", DP, "out.pt", "--dtype", dtype, cwd=tmp_path)
-    target = {"bf16": torch.bfloat16, "f16": torch.float16, "float64": torch.float64}.get(dtype, torch.bfloat16)
+    target = {"bf16": torch.bfloat16, "f16": torch.float16, "float64": torch.float64}.get(
+        dtype, torch.bfloat16
+    )
     expected = {
-        key: value.to(target) if value.is_floating_point() else value for key, value in bare(load(DP), "module").items()
+        key: value.to(target) if value.is_floating_point() else value
+        for key, value in bare(load(DP), "module").items()
     }
     assert_same(load_here(tmp_path / "out.pt"), expected)
     assert f"float32 → {str(target).removeprefix('torch.')}" in line(done, "dtype")
@@ -360,18 +438,23 @@ def test_values_that_a_cast_makes_infinite_are_counted(saved, tmp_path):
     saved({"fc.weight": torch.tensor([1.0, 1e30, -1e30, float("inf")])})
     done = ckptconv("convert", "in.pt", "out.pt", "--dtype", "f16", cwd=tmp_path)
     assert line(done, "warning").startswith("fc.weight: 2 finite values")
-    document = ckptconv("convert", "in.pt", "out.safetensors", "--dtype", "f16", "--json", cwd=tmp_path).json()
+    document = ckptconv(
+        "convert", "in.pt", "out.safetensors", "--dtype", "f16", "--json", cwd=tmp_path
+    ).json()
     assert document["overflowed"] == {"fc.weight": 2}
 
 
-# --------------------------------------------------------------------------------------------------------- unknown objects
+# ---------------------------------------------------------------------------------- unknown objects
 
 
 def test_objects_with_a_plain_form_are_rewritten_and_listed(tmp_path):
     done = ckptconv("convert", NAMESPACE, "out.pt", cwd=tmp_path)
     found = load_here(tmp_path / "out.pt")
     expected = torch.load(NAMESPACE, map_location="cpu", weights_only=False)
-    plain = {name: str(value) if isinstance(value, Path) else value for name, value in vars(expected["args"]).items()}
+    plain = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in vars(expected["args"]).items()
+    }
     assert found["args"] == plain
     assert type(found["best_acc"]) is float
     assert found["best_acc"] == float(expected["best_acc"])
@@ -393,7 +476,7 @@ def test_an_object_without_a_plain_form_is_refused_dropped_or_kept(saved, tmp_pa
     assert torch.load(tmp_path / "kept.pt", weights_only=False)["ratio"] == fractions.Fraction(1, 3)
 
 
-# ----------------------------------------------------------------------------------------------------------------- devices
+# ------------------------------------------------------------------------------------------ devices
 
 
 def test_the_default_device_is_the_cpu(tmp_path):
@@ -451,12 +534,21 @@ def test_devices_shows_the_host(tmp_path):
     assert "--device auto would choose" in done.out
     assert "CUDA_VISIBLE_DEVICES" in done.out
     document = ckptconv("devices", "--json", cwd=tmp_path).json()
-    assert {"gpus", "cuda_visible_devices", "torch", "cuda_devices", "mps", "xpu_devices", "auto", "notes"} <= set(document)
+    assert {
+        "gpus",
+        "cuda_visible_devices",
+        "torch",
+        "cuda_devices",
+        "mps",
+        "xpu_devices",
+        "auto",
+        "notes",
+    } <= set(document)
     assert document["torch"] == torch.__version__
     assert document["auto"] in done.out
 
 
-# ----------------------------------------------------------------------------------------------------------------- formats
+# ------------------------------------------------------------------------------------------ formats
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin", ".ckpt", ".tar", ".PT"])
@@ -474,12 +566,16 @@ def test_to_says_the_format_of_a_name_that_says_none(tmp_path):
 
 def test_a_name_that_says_no_format_is_an_error(tmp_path):
     for name in ("out", "out.onnx"):
-        assert "--to torch or --to safetensors (or dcp)" in assert_one_error(run("convert", DDP, name, cwd=tmp_path))
+        assert "--to torch or --to safetensors (or dcp)" in assert_one_error(
+            run("convert", DDP, name, cwd=tmp_path)
+        )
     assert names(tmp_path) == []
 
 
 def test_safetensors_becomes_torch(tmp_path):
-    save_file({"b": W, "a": W + 1}, tmp_path / "in.safetensors", metadata={"format": "pt", "author": "me"})
+    save_file(
+        {"b": W, "a": W + 1}, tmp_path / "in.safetensors", metadata={"format": "pt", "author": "me"}
+    )
     ckptconv("convert", "in.safetensors", "out.pt", "--add-prefix", "module.", cwd=tmp_path)
     found = load_here(tmp_path / "out.pt")
     assert_same(dict(sorted(found.items())), {"module.a": W + 1, "module.b": W})
@@ -494,7 +590,7 @@ def test_what_safetensors_cannot_hold_is_refused_by_name(saved, tmp_path):
     assert names(tmp_path) == ["in.pt"]
 
 
-# ------------------------------------------------------------------------------------------------------ outputs on the disk
+# ------------------------------------------------------------------------------ outputs on the disk
 
 
 def test_an_output_that_exists_is_refused_and_left_as_it_was(tmp_path):
@@ -540,12 +636,22 @@ def test_dry_run_says_what_it_would_write_and_writes_nothing(tmp_path):
 def test_dry_run_says_why_the_output_would_be_refused(tmp_path):
     (tmp_path / "out.pt").write_bytes(b"good")
     done = run("strip-module", DDP, "out.pt", "--dry-run", cwd=tmp_path)
-    assert done.exit == 1 and "keys" in done.err and done.err.splitlines()[-1].startswith("error: out.pt: exists; add --force")
+    assert (
+        done.exit == 1
+        and "keys" in done.err
+        and done.err.splitlines()[-1].startswith("error: out.pt: exists; add --force")
+    )
     document = run("strip-module", DDP, "out.pt", "--dry-run", "--json", cwd=tmp_path)
-    assert document.exit == 1 and document.json()["error"]["what"] == "exists" and document.json()["output"]["bytes"] > 0
+    assert (
+        document.exit == 1
+        and document.json()["error"]["what"] == "exists"
+        and document.json()["output"]["bytes"] > 0
+    )
     assert run("strip-module", DDP, "out.pt", "--dry-run", "--force", cwd=tmp_path).exit == 0
     missing = run("strip-module", DDP, "new folder/out.pt", "--dry-run", cwd=tmp_path)
-    assert missing.exit == 1 and missing.err.splitlines()[-1].endswith("its folder does not exist; mkdir -p 'new folder'")
+    assert missing.exit == 1 and missing.err.splitlines()[-1].endswith(
+        "its folder does not exist; mkdir -p 'new folder'"
+    )
     assert (tmp_path / "out.pt").read_bytes() == b"good"
 
 
@@ -565,7 +671,9 @@ def test_quiet_prints_nothing_but_errors(tmp_path):
 
 @pytest.mark.parametrize("output", ["out.pt", "out.safetensors"])
 def test_verify_reads_every_tensor_back(output, tmp_path):
-    document = ckptconv("convert", DP, output, "--verify", "--dtype", "bf16", "--json", cwd=tmp_path).json()
+    document = ckptconv(
+        "convert", DP, output, "--verify", "--dtype", "bf16", "--json", cwd=tmp_path
+    ).json()
     assert document["verified"] == len(load(DP))
     assert ckptconv("convert", DP, f"b{output}", "--json", cwd=tmp_path).json()["verified"] is None
 
@@ -576,7 +684,9 @@ def test_no_fsync_writes_the_same_bytes(tmp_path):
     assert (tmp_path / "synced.pt").read_bytes() == (tmp_path / "unsynced.pt").read_bytes()
 
 
-@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600), (0o002, 0o664)])
+@pytest.mark.parametrize(
+    ("mask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600), (0o002, 0o664)]
+)
 def test_a_new_output_gets_the_permissions_of_the_umask(mask, mode, tmp_path):
     before = os.umask(mask)
     try:
@@ -584,7 +694,9 @@ def test_a_new_output_gets_the_permissions_of_the_umask(mask, mode, tmp_path):
         ckptconv("convert", DDP, "out.safetensors", "--force", cwd=tmp_path)
     finally:
         os.umask(before)
-    assert [(tmp_path / name).stat().st_mode & 0o7777 for name in ("out.pt", "out.safetensors")] == [mode, mode]
+    assert [
+        (tmp_path / name).stat().st_mode & 0o7777 for name in ("out.pt", "out.safetensors")
+    ] == [mode, mode]
 
 
 def test_a_replaced_output_keeps_its_permissions(tmp_path):
@@ -635,24 +747,31 @@ def test_an_output_that_cannot_be_written_is_refused_before_any_work(what, tmp_p
     before = names(tmp_path)
     output, said = OUTPUTS_THAT_CANNOT_BE[what]
     for force in ((), ("--force",)):
-        assert said in assert_one_error(run("convert", DDP, output, "--to", "torch", *force, cwd=tmp_path, limit=20))
+        assert said in assert_one_error(
+            run("convert", DDP, output, "--to", "torch", *force, cwd=tmp_path, limit=20)
+        )
     assert names(tmp_path) == before
 
 
-@pytest.mark.parametrize("name", ["字" * 84 + ".pt", "n" * 252 + ".pt", "é" * 100 + ".safetensors"], ids=["3", "1", "2"])
+@pytest.mark.parametrize(
+    "name", ["字" * 84 + ".pt", "n" * 252 + ".pt", "é" * 100 + ".safetensors"], ids=["3", "1", "2"]
+)
 def test_the_longest_names_can_be_written(name, tmp_path):
     assert len(name.encode()) <= 255
     ckptconv("convert", DDP, name, cwd=tmp_path)
     assert names(tmp_path) == [name]
 
 
-# ------------------------------------------------------------------------------------------------ failures leave nothing
+# --------------------------------------------------------------------------- failures leave nothing
 
 
 @pytest.fixture
 def rotten(tmp_path) -> Path:
     """A file of 8 MB in the middle of which a bit of a tensor is wrong."""
-    torch.save({f"module.{index}.weight": torch.full((1 << 18,), float(index)) for index in range(8)}, tmp_path / "in.pt")
+    torch.save(
+        {f"module.{index}.weight": torch.full((1 << 18,), float(index)) for index in range(8)},
+        tmp_path / "in.pt",
+    )
     whole = bytearray((tmp_path / "in.pt").read_bytes())
     whole[whole.index(struct.pack("<f", 4.0) * 100) + (1 << 19)] ^= 1
     (tmp_path / "in.pt").write_bytes(whole)
@@ -682,7 +801,9 @@ def test_an_output_larger_than_the_disk_is_refused_at_once(tmp_path):
     free = shutil.disk_usage(tmp_path).free
     (tmp_path / "in.safetensors").write_bytes(b"")
     size = (free + (1 << 40)) // 4 * 4
-    header = json.dumps({"w": {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}}).encode()
+    header = json.dumps(
+        {"w": {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}}
+    ).encode()
     with (tmp_path / "in.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
         file.truncate(8 + len(header) + size)
@@ -694,7 +815,9 @@ def test_an_output_larger_than_the_disk_is_refused_at_once(tmp_path):
 
 def limited(nbytes: int) -> list[str]:
     """The program, unable to write files larger than `nbytes`."""
-    limit = f"import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({nbytes}, {nbytes}))"
+    limit = (
+        f"import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({nbytes}, {nbytes}))"
+    )
     return [sys.executable, "-c", f"{limit}; os.execv(sys.argv[1], sys.argv[1:])", *PROGRAM]
 
 
@@ -702,7 +825,9 @@ def limited(nbytes: int) -> list[str]:
 @pytest.mark.parametrize("nbytes", [100, 3 << 20])
 def test_a_file_that_may_not_be_so_large_leaves_nothing(nbytes, output, saved, tmp_path):
     saved({f"layer.{index}.weight": torch.full((1 << 18,), float(index)) for index in range(8)})
-    error = assert_one_error(run("convert", "in.pt", output, "--no-fsync", cwd=tmp_path, command=limited(nbytes)))
+    error = assert_one_error(
+        run("convert", "in.pt", output, "--no-fsync", cwd=tmp_path, command=limited(nbytes))
+    )
     assert "it exceeds the largest file size of this process (ulimit -f)" in error
     assert names(tmp_path) == ["in.pt"]
 
@@ -715,7 +840,9 @@ def test_inflated_records_leave_nothing_in_the_temporary_folder(saved, tmp_path)
         for name in stored.namelist():
             deflated.writestr(name, stored.read(name))
     for output in ("out.pt", "out.safetensors"):
-        ckptconv("convert", "deflated.pt", output, cwd=tmp_path, env={"TMPDIR": str(tmp_path / "tmp")})
+        ckptconv(
+            "convert", "deflated.pt", output, cwd=tmp_path, env={"TMPDIR": str(tmp_path / "tmp")}
+        )
     assert_same(load_here(tmp_path / "out.pt"), {"fc.weight": torch.arange(1 << 16)})
     assert names(tmp_path / "tmp") == []
 
@@ -723,14 +850,18 @@ def test_inflated_records_leave_nothing_in_the_temporary_folder(saved, tmp_path)
 @pytest.mark.parametrize("output", ["out.pt", "out.safetensors"])
 def test_memory_does_not_grow_with_the_checkpoint(output, tmp_path):
     with torch.serialization.skip_data():
-        torch.save({f"{index}.weight": torch.empty(1 << 24) for index in range(4)}, tmp_path / "in.pt")
+        torch.save(
+            {f"{index}.weight": torch.empty(1 << 24) for index in range(4)}, tmp_path / "in.pt"
+        )
     done = ckptconv("convert", "in.pt", output, "--no-fsync", cwd=tmp_path)
     assert (tmp_path / output).stat().st_size > 1 << 28
     assert done.rss - idle_rss() < 60_000_000
 
 
 def as_in_the_foreground() -> None:
-    """A shell has what it starts in the background ignore Ctrl-C, these tests among it; a child would go on ignoring it."""
+    """A shell has what it starts in the background ignore Ctrl-C, these tests among it; a child
+    would go on ignoring it.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -739,10 +870,17 @@ def as_in_the_foreground() -> None:
 def test_a_signal_in_the_middle_leaves_nothing(number, code, output, tmp_path):
     if shutil.disk_usage(tmp_path).free < 8 << 30:
         pytest.skip("the disk has less than 8 GiB left for a long conversion")
-    with torch.serialization.skip_data():  # a sparse file: no bytes are written, as many are read as if they were
+    # a sparse file: no bytes are written, as many are read as if they were
+    with torch.serialization.skip_data():
         torch.save({"w": torch.empty(3 << 30, dtype=torch.uint8)}, tmp_path / "in.pt")
     command = [*PROGRAM, "convert", "in.pt", output, "--no-fsync"]
-    child = subprocess.Popen(command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, preexec_fn=as_in_the_foreground)
+    child = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=environment(),
+        stderr=subprocess.PIPE,
+        preexec_fn=as_in_the_foreground,
+    )
     try:
         deadline = time.monotonic() + 30
         while not any(path.stat().st_size > 1 << 22 for path in tmp_path.glob(f".{output}*/*")):
@@ -759,7 +897,7 @@ def test_a_signal_in_the_middle_leaves_nothing(number, code, output, tmp_path):
     assert names(tmp_path) == ["in.pt"]
 
 
-# ----------------------------------------------------------------------------------------------------- what is printed
+# ---------------------------------------------------------------------------------- what is printed
 
 NASTY = "a\x1b[31m\nOK\r\x07\u202e.weight"
 ESCAPED = NASTY.encode("unicode_escape").decode()
@@ -802,7 +940,9 @@ def test_json_escapes_control_characters_and_gives_them_back(saved, tmp_path):
 
 def test_control_characters_in_objects_tags_and_metadata_are_escaped(saved, tmp_path):
     save_file(
-        {"w": W}, tmp_path / "in.safetensors", metadata={"format": "pt", f"k{NASTY}": f"v{NASTY}", "device": f"cuda{NASTY}"}
+        {"w": W},
+        tmp_path / "in.safetensors",
+        metadata={"format": "pt", f"k{NASTY}": f"v{NASTY}", "device": f"cuda{NASTY}"},
     )
     saved({"state_dict": {"fc.weight": W}, NASTY: fractions.Fraction(1, 3), "note": NASTY})
     runs = [
@@ -825,13 +965,21 @@ def test_outputs_that_are_not_terminals_get_no_colors(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments", [("inspect", TRAIN), ("inspect", "missing.pt"), ("inspect",), ("convert", TRAIN, "out.pt")]
+    "arguments",
+    [("inspect", TRAIN), ("inspect", "missing.pt"), ("inspect",), ("convert", TRAIN, "out.pt")],
 )
 @pytest.mark.parametrize("no_color", ["", "1"])
 def test_a_terminal_gets_colors_unless_they_are_not_wanted(arguments, no_color, tmp_path):
     ours, theirs = pty.openpty()
     env = environment(TERM="xterm-256color", NO_COLOR=no_color)
-    subprocess.run([*PROGRAM, *map(str, arguments)], cwd=tmp_path, env=env, stdout=theirs, stderr=theirs, check=False)
+    subprocess.run(
+        [*PROGRAM, *map(str, arguments)],
+        cwd=tmp_path,
+        env=env,
+        stdout=theirs,
+        stderr=theirs,
+        check=False,
+    )
     os.close(theirs)
     shown = os.read(ours, 10_000)
     os.close(ours)
@@ -841,23 +989,42 @@ def test_a_terminal_gets_colors_unless_they_are_not_wanted(arguments, no_color, 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "cp437"])
 def test_a_terminal_without_unicode_is_no_error(encoding, saved, tmp_path):
     saved({"module.gew\u00e4cht.\u91cd\u307f": W})
-    for arguments in (("inspect", "in.pt", "--depth", "4"), ("convert", "in.pt", "out.pt"), ("--help",)):
+    for arguments in (
+        ("inspect", "in.pt", "--depth", "4"),
+        ("convert", "in.pt", "out.pt"),
+        ("--help",),
+    ):
         done = subprocess.run(
-            [*PROGRAM, *arguments], cwd=tmp_path, env=environment(PYTHONIOENCODING=encoding), capture_output=True, check=False
+            [*PROGRAM, *arguments],
+            cwd=tmp_path,
+            env=environment(PYTHONIOENCODING=encoding),
+            capture_output=True,
+            check=False,
         )
         assert done.returncode == 0, done.stderr
-        shown = (done.stdout + done.stderr).decode("utf-8" if encoding == "ascii" else encoding)  # click takes ASCII for UTF-8
-        assert "\\u21" not in shown and "\\u25" not in shown, shown  # arrows and lines have plain forms
+        # click takes ASCII for UTF-8
+        shown = (done.stdout + done.stderr).decode("utf-8" if encoding == "ascii" else encoding)
+        # arrows and lines have plain forms
+        assert "\\u21" not in shown and "\\u25" not in shown, shown
         if encoding.startswith("cp") and arguments[0] != "--help":
             assert "-> out.pt" in shown if arguments[0] == "convert" else r"\u91cd\u307f" in shown
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
-@pytest.mark.parametrize("arguments", [("inspect", TRAIN), ("inspect", TRAIN, "--json"), ("devices", "--json"), ("--help",)])
+@pytest.mark.parametrize(
+    "arguments",
+    [("inspect", TRAIN), ("inspect", TRAIN, "--json"), ("devices", "--json"), ("--help",)],
+)
 def test_an_output_that_takes_nothing_is_one_line(arguments, tmp_path):
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            [*PROGRAM, *arguments], cwd=tmp_path, env=environment(), stdout=full, stderr=subprocess.PIPE, text=True, check=False
+            [*PROGRAM, *arguments],
+            cwd=tmp_path,
+            env=environment(),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
         )
     assert done.returncode != 0
     assert "Traceback" not in done.stderr
@@ -868,35 +1035,53 @@ def test_an_output_that_takes_nothing_is_one_line(arguments, tmp_path):
 def test_closed_streams_are_no_traceback_and_no_checkpoint_gets_their_numbers(closed, tmp_path):
     def shell(*arguments: object) -> subprocess.CompletedProcess[str]:
         command = f"{shlex.join([*PROGRAM, *map(str, arguments)])} {closed}"
-        return subprocess.run(["/bin/sh", "-c", command], cwd=tmp_path, env=environment(), capture_output=True, text=True)
+        return subprocess.run(
+            ["/bin/sh", "-c", command],
+            cwd=tmp_path,
+            env=environment(),
+            capture_output=True,
+            text=True,
+        )
 
     done = shell("convert", TRAIN, "out.pt")
     assert (done.returncode, done.stdout) == (0, "")
     assert "Traceback" not in done.stderr
     assert ckptconv("diff", TRAIN, "out.pt", "--keys", "strip", "--quiet", cwd=tmp_path).exit == 0
     done = shell("inspect", TRAIN)
-    assert done.returncode == (2 if ">&-" in closed.split() else 0), "what cannot be printed is an error"
-    assert done.stderr == ("error: cannot print the result: Bad file descriptor\n" if closed == ">&-" else "")
+    assert done.returncode == (2 if ">&-" in closed.split() else 0), (
+        "what cannot be printed is an error"
+    )
+    assert done.stderr == (
+        "error: cannot print the result: Bad file descriptor\n" if closed == ">&-" else ""
+    )
 
 
 def test_a_file_that_nobody_expected_to_fail_is_named(tmp_path):
     fails = "def fail(*_, **__): raise PermissionError(13, 'Permission denied', 'a\\x1bfile')"
-    program = f"import ckptconv.cli.main as program\n{fails}\nprogram.cli.main = fail\nprogram.main()"
+    program = (
+        f"import ckptconv.cli.main as program\n{fails}\nprogram.cli.main = fail\nprogram.main()"
+    )
     command = [sys.executable, "-c", program, "inspect"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (1, "error: a\\x1bfile: Permission denied\n")
 
 
-@pytest.mark.parametrize("arguments", [("convert", "", "out.pt"), ("convert", TRAIN, ""), ("scan", ""), ("diff", TRAIN, ""),
-                                       ("inspect", ""), ("doctor", TRAIN, "--like", "")])  # fmt: skip
+@pytest.mark.parametrize("arguments", [("convert", "", "out.pt"), ("convert", TRAIN, ""), ("scan",
+    ""), ("diff", TRAIN, ""),
+                                       ("inspect", ""), ("doctor", TRAIN, "--like",
+                                           "")])  # fmt: skip
 def test_an_empty_name_is_not_the_current_folder(arguments, tmp_path):
     shutil.copy(TRAIN, tmp_path / "pytorch_model.bin")
-    assert "it is empty, so it does not name a file" in assert_one_error(run(*arguments, cwd=tmp_path), code=2)
+    assert "it is empty, so it does not name a file" in assert_one_error(
+        run(*arguments, cwd=tmp_path), code=2
+    )
 
 
 def test_a_name_like_an_option_can_be_mended(tmp_path):
     shutil.copy(DDP, tmp_path / "-q.pt")
-    mend = json.loads(run("doctor", "--json", "--", "-q.pt", cwd=tmp_path).out)["findings"][0]["command"]
+    mend = json.loads(run("doctor", "--json", "--", "-q.pt", cwd=tmp_path).out)["findings"][0][
+        "command"
+    ]
     assert shlex.split(mend)[2:] == ["./-q.pt", "./-q-portable.pt"]
     ckptconv(*shlex.split(mend)[1:], cwd=tmp_path)
     ckptconv("doctor", "--", "-q-portable.pt", cwd=tmp_path)
@@ -918,15 +1103,23 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path):
     assert (done.stdout, done.stderr) == ("{", "")
 
 
-# ------------------------------------------------------------------------------------------------------------- documents
+# ---------------------------------------------------------------------------------------- documents
 
 
 def test_the_document_of_a_conversion_holds_the_facts(tmp_path):
     done = ckptconv("convert", TRAIN, "out.pt", "--json", cwd=tmp_path)
     assert done.err == ""
     document = done.json()
-    assert document["source"] == {"path": str(TRAIN), "format": "torch zip", "bytes": TRAIN.stat().st_size}
-    assert document["output"] == {"path": "out.pt", "format": "torch", "bytes": (tmp_path / "out.pt").stat().st_size}
+    assert document["source"] == {
+        "path": str(TRAIN),
+        "format": "torch zip",
+        "bytes": TRAIN.stat().st_size,
+    }
+    assert document["output"] == {
+        "path": "out.pt",
+        "format": "torch",
+        "bytes": (tmp_path / "out.pt").stat().st_size,
+    }
     (found,) = document["state_dicts"]
     assert found["path"] == "state_dict"
     assert found["wrappers"] == ["module"]
@@ -1012,11 +1205,15 @@ def test_inspect_leaves_the_file_alone(tmp_path):
     ckptconv("inspect", "in.pt", cwd=tmp_path)
     ckptconv("convert", "in.pt", "out.pt", cwd=tmp_path)
     after = (tmp_path / "in.pt").stat()
-    assert (before.st_mtime_ns, before.st_size, before.st_ino) == (after.st_mtime_ns, after.st_size, after.st_ino)
+    assert (before.st_mtime_ns, before.st_size, before.st_ino) == (
+        after.st_mtime_ns,
+        after.st_size,
+        after.st_ino,
+    )
     assert (tmp_path / "in.pt").read_bytes() == TRAIN.read_bytes()
 
 
-# ------------------------------------------------------------------------------------------------- help and completion
+# ------------------------------------------------------------------------------ help and completion
 
 OPTIONS = [
     *(
@@ -1079,7 +1276,9 @@ def test_help_names_every_option_and_gives_examples(command, tmp_path):
 
 def test_help_names_every_command(tmp_path):
     done = ckptconv("--help", cwd=tmp_path)
-    listed = re.findall(r"^  ([a-z-]+)  ", done.out.partition("Commands:\n")[2].partition("\n\n")[0], re.MULTILINE)
+    listed = re.findall(
+        r"^  ([a-z-]+)  ", done.out.partition("Commands:\n")[2].partition("\n\n")[0], re.MULTILINE
+    )
     assert sorted(listed) == sorted(COMMANDS)
 
 
@@ -1089,9 +1288,18 @@ def completing(words: str, count: int, tmp_path: Path) -> list[str]:
     command = (
         [str(script)]
         if script.exists()
-        else [sys.executable, "-c", "import sys; sys.argv = ['ckptconv']; import ckptconv.__main__ as program; program.main()"]
+        else [
+            sys.executable,
+            "-c",
+            "import sys; sys.argv = ['ckptconv']; import ckptconv.__main__ as program; "
+            "program.main()",
+        ]
     )
-    variables = {"_CKPTCONV_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(count)}
+    variables = {
+        "_CKPTCONV_COMPLETE": "bash_complete",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(count),
+    }
     done = ckptconv(cwd=tmp_path, env=variables, command=command)
     return [offer.partition(",")[2] for offer in done.out.splitlines()]
 
@@ -1110,11 +1318,13 @@ def test_completion_scripts_are_printed(shell, tmp_path):
     script = Path(sysconfig.get_path("scripts")) / "ckptconv"
     if not script.exists():
         pytest.skip("the console script is not installed here")
-    done = ckptconv(cwd=tmp_path, env={"_CKPTCONV_COMPLETE": f"{shell}_source"}, command=[str(script)])
+    done = ckptconv(
+        cwd=tmp_path, env={"_CKPTCONV_COMPLETE": f"{shell}_source"}, command=[str(script)]
+    )
     assert f"_CKPTCONV_COMPLETE={shell}_complete" in done.out
 
 
-# -------------------------------------------------------------------------------------------------------- torch is a guest
+# --------------------------------------------------------------------------------- torch is a guest
 
 BLOCKER = """
 import sys
@@ -1133,7 +1343,10 @@ def without_torch(tmp_path_factory) -> dict[str, str]:
     (folder / "sitecustomize.py").write_text(BLOCKER)
     variables = {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
     done = subprocess.run(
-        [sys.executable, "-c", "import torch"], env=environment(**variables), capture_output=True, check=False
+        [sys.executable, "-c", "import torch"],
+        env=environment(**variables),
+        capture_output=True,
+        check=False,
     )
     assert b"torch must not be imported here" in done.stderr
     return variables
@@ -1158,15 +1371,26 @@ def test_devices_works_without_torch(without_torch, tmp_path):
 
 
 def modules_after(code: str) -> set[str]:
-    listing = f"{code}\nimport sys; print(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
+    listing = (
+        f"{code}\nimport sys; print(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", listing], env=environment(), cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", listing],
+        env=environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return set(done.stdout.split())
 
 
 def test_importing_the_package_costs_nothing():
-    assert modules_after("import ckptconv") & {"torch", "numpy", "click", "rich", "safetensors", "ml_dtypes"} == set()
+    assert (
+        modules_after("import ckptconv")
+        & {"torch", "numpy", "click", "rich", "safetensors", "ml_dtypes"}
+        == set()
+    )
 
 
 def test_importing_the_library_imports_neither_torch_nor_a_terminal():

@@ -1,4 +1,6 @@
-"""What the program says: what is missing, where a file is, what was left out, how long it took, and why it stopped."""
+"""What the program says: what is missing, where a file is, what was left out, how long it took, and
+why it stopped.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,14 @@ from typing import Any
 import pytest
 import torch
 
-from ckptconv import CheckpointError, convert_checkpoint, diagnose, diff_checkpoints, load_portable, open_checkpoint
+from ckptconv import (
+    CheckpointError,
+    convert_checkpoint,
+    diagnose,
+    diff_checkpoints,
+    load_portable,
+    open_checkpoint,
+)
 from ckptconv import save_portable as save
 from ckptconv import scan_checkpoint as scan
 from ckptconv.io import destination as outputs
@@ -39,7 +48,7 @@ def said(room: Path, *arguments: object, code: int) -> str:
     return assert_one_error(run(*arguments, cwd=room), code=code)
 
 
-# ------------------------------------------------------------------------------------------------------------ what is missing
+# ---------------------------------------------------------------------------------- what is missing
 
 
 @pytest.mark.parametrize(
@@ -48,17 +57,22 @@ def said(room: Path, *arguments: object, code: int) -> str:
 )
 def test_a_missing_out_is_named_with_an_example(command, example, room):
     error = said(room, command, "a.pt", code=2)
-    assert f"OUT is missing: name the file that a.pt is to become, e.g. ckptconv {command} a.pt {example};" in error
+    assert (
+        f"OUT is missing: name the file that a.pt is to become, e.g. ckptconv {command} a.pt "
+        f"{example};" in error
+    )
     assert "IN and OUT are missing" in said(room, command, code=2)
     assert run(command, "a.pt", example, cwd=room).exit == 0, "the example works"
 
 
 def test_an_example_is_offered_only_for_what_looks_like_a_file(room):
     assert "e.g." not in said(room, "convert", "folder", code=2)
-    assert "e.g. ckptconv convert 'a b.safetensors' 'a b.pt'" in said(room, "convert", "a b.safetensors", code=2)
+    assert "e.g. ckptconv convert 'a b.safetensors' 'a b.pt'" in said(
+        room, "convert", "a b.safetensors", code=2
+    )
 
 
-# ------------------------------------------------------------------------------------------------- places on other machines
+# ------------------------------------------------------------------------- places on other machines
 
 
 @pytest.mark.parametrize(
@@ -67,7 +81,10 @@ def test_an_example_is_offered_only_for_what_looks_like_a_file(room):
         ("https://example.org/models//a.pt", "curl -LO https://example.org/models//a.pt"),
         ("s3://bucket/a.pt", "aws s3 cp s3://bucket/a.pt ."),
         ("gs://bucket/a.pt", "gcloud storage cp gs://bucket/a.pt ."),
-        ("hf://owner/name/model.safetensors", "huggingface-cli download owner/name model.safetensors"),
+        (
+            "hf://owner/name/model.safetensors",
+            "huggingface-cli download owner/name model.safetensors",
+        ),
         (
             "https://huggingface.co/owner/name/blob/v2/sub/model.safetensors?download=true",
             "huggingface-cli download owner/name sub/model.safetensors --revision v2",
@@ -132,15 +149,29 @@ def test_a_command_that_is_offered_is_quoted():
     assert how_to_get("https://h/a b$(id).pt") == "get it first: curl -LO 'https://h/a b$(id).pt'"
 
 
-# ----------------------------------------------------------------------------------------------------------- what is left out
+# --------------------------------------------------------------------------------- what is left out
 
 
 @pytest.mark.parametrize("more", [("--dry-run",), ()])
 @pytest.mark.parametrize("output", ["out.pt", "out.safetensors"])
 def test_what_globs_leave_out_is_counted_by_glob(output, more, room):
-    done = run("convert", "a.pt", output, "--include", "a.*", "--include", "c.*", "--exclude", "*.bias", *more, cwd=room)
+    done = run(
+        "convert",
+        "a.pt",
+        output,
+        "--include",
+        "a.*",
+        "--include",
+        "c.*",
+        "--exclude",
+        "*.bias",
+        *more,
+        cwd=room,
+    )
     assert done.exit == 1, "a glob that meets no key is an error still"
-    done = run("convert", "a.pt", output, "--include", "a.*", "--exclude", "*.bias", *more, cwd=room)
+    done = run(
+        "convert", "a.pt", output, "--include", "a.*", "--exclude", "*.bias", *more, cwd=room
+    )
     lines = [line.strip() for line in done.lines]
     assert "left out  1 of 3 keys matched --exclude '*.bias': a.bias" in lines
     assert "left out  1 of 3 keys did not match --include 'a.*': b.weight" in lines
@@ -161,10 +192,24 @@ def test_what_a_comparison_leaves_out_is_counted(room):
 
 
 def test_add_module_leaves_what_is_beside_the_weights(tmp_path):
-    tree = {"weight": W, "a.weight": W, "epoch": 3, "args": {"lr": 0.1}, "_extra_state": {"x": 1}, "step": torch.tensor(4)}
+    tree = {
+        "weight": W,
+        "a.weight": W,
+        "epoch": 3,
+        "args": {"lr": 0.1},
+        "_extra_state": {"x": 1},
+        "step": torch.tensor(4),
+    }
     torch.save(tree, tmp_path / "in.pt")
     assert run("add-module", "in.pt", "out.pt", cwd=tmp_path).exit == 0
-    kept = ["module.weight", "module.a.weight", "epoch", "args", "module._extra_state", "module.step"]
+    kept = [
+        "module.weight",
+        "module.a.weight",
+        "epoch",
+        "args",
+        "module._extra_state",
+        "module.step",
+    ]
     assert list(torch.load(tmp_path / "out.pt")) == kept
     assert run("strip-module", "out.pt", "back.pt", cwd=tmp_path).exit == 0
     assert list(torch.load(tmp_path / "back.pt")) == list(tree)
@@ -175,7 +220,11 @@ def test_shards_are_named_as_they_are(tmp_path):
     torch.save({f"w{index}": torch.zeros(100) for index in range(4)}, tmp_path / "in.pt")
     done = run("convert", "in.pt", "shards", "--max-shard-size", "900", cwd=tmp_path)
     assert f"→ shards{os.sep} (2 shards and their index, safetensors, " in done.lines[0]
-    named = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"}
+    named = {
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    }
     assert {path.name for path in (tmp_path / "shards").iterdir()} == named
     assert set(re.findall(r"\S+\.(?:safetensors|json)\b(?:\.index\.json)?", done.err)) <= named
     done = run("convert", "in.pt", "all", "--max-shard-size", "9MB", cwd=tmp_path)
@@ -184,21 +233,31 @@ def test_shards_are_named_as_they_are(tmp_path):
 
 
 def test_a_module_that_is_kept_is_named_without_the_way_it_is_pickled(tmp_path):
-    torch.save({"model": torch.nn.Sequential(torch.nn.Linear(2, 2)), "ns": Namespace(a=1)}, tmp_path / "in.pt")
+    torch.save(
+        {"model": torch.nn.Sequential(torch.nn.Linear(2, 2)), "ns": Namespace(a=1)},
+        tmp_path / "in.pt",
+    )
     done = run("convert", "in.pt", "out.pt", "--unknown", "keep", "-n", cwd=tmp_path)
     assert "2 keys in the module model.0, none renamed" in done.err
     assert "<state>" not in done.err
 
 
-# ------------------------------------------------------------------------------------------------------------- comparisons
+# -------------------------------------------------------------------------------------- comparisons
 
 
 def test_only_of_a_part_that_b_lacks_offers_only_b(tmp_path):
     torch.save({"netG": {"a.w": W, "b.w": W}, "netD": {"a.w": W}}, tmp_path / "gan.pt")
     torch.save({"a.w": W, "b.w": W}, tmp_path / "g.pt")
     for more in ((), ("--whole",)):
-        assert "--only-b PATH names the part of B" in said(tmp_path, "diff", "gan.pt", "g.pt", "--only", "netG", *more, code=2)
-        assert run("diff", "gan.pt", "g.pt", "--only", "netG", "--only-b", "", *more, cwd=tmp_path).exit == 0
+        assert "--only-b PATH names the part of B" in said(
+            tmp_path, "diff", "gan.pt", "g.pt", "--only", "netG", *more, code=2
+        )
+        assert (
+            run(
+                "diff", "gan.pt", "g.pt", "--only", "netG", "--only-b", "", *more, cwd=tmp_path
+            ).exit
+            == 0
+        )
     assert "--only-b" not in said(tmp_path, "diff", "g.pt", "gan.pt", "--only", "netG", code=2)
 
 
@@ -207,19 +266,25 @@ def test_numbers_and_texts_of_numbers_are_shown_apart(arguments, tmp_path):
     torch.save({"w": W, "l": {0: 1, "x": 2, True: 3}}, tmp_path / "a.pt")
     torch.save({"w": W, "l": {"0": 1, "x": 2, "True": 3}}, tmp_path / "b.pt")
     done = run("diff", "a.pt", "b.pt", *arguments, cwd=tmp_path)
-    lines = {tuple(line.split(maxsplit=3)[2:]) for line in done.out.splitlines() if "only in" in line}
+    lines = {
+        tuple(line.split(maxsplit=3)[2:]) for line in done.out.splitlines() if "only in" in line
+    }
     assert lines == {("A", "l.0"), ("A", "l.True (bool)"), ("B", "l.'0'"), ("B", "l.'True'")}
 
 
 def test_one_note_tells_of_averaged_weights(tmp_path):
-    tree = {"meta": {"mmengine_version": "0.10"}, "state_dict": {"a.w": W}, "ema_state_dict": {"module.a.w": W}}
+    tree = {
+        "meta": {"mmengine_version": "0.10"},
+        "state_dict": {"a.w": W},
+        "ema_state_dict": {"module.a.w": W},
+    }
     torch.save(tree, tmp_path / "in.pt")
     notes = convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.safetensors").plan.notes
     taken = "state_dict is taken, where MMEngine has the averaged weights, not ema_state_dict (--only PATH takes another)"
     assert notes == (taken,)
 
 
-# ------------------------------------------------------------------------------------------------------- what stops an output
+# ----------------------------------------------------------------------------- what stops an output
 
 
 @pytest.mark.parametrize(
@@ -252,8 +317,15 @@ def test_a_link_to_nowhere_is_told_with_where_it_leads(room):
     (room / "folder").symlink_to("gone")
     for output in ("out.pt", "folder/x.pt", "folder/deeper/x.pt"):
         error = said(room, "convert", "a.pt", output, code=1)
-        assert "link" in error and "gone" in error and "does not exist" in error and "mkdir" not in error
-    assert "the link folder to gone" in said(room, "convert", "a.pt", "folder/x", "--to", "dcp", code=1)
+        assert (
+            "link" in error
+            and "gone" in error
+            and "does not exist" in error
+            and "mkdir" not in error
+        )
+    assert "the link folder to gone" in said(
+        room, "convert", "a.pt", "folder/x", "--to", "dcp", code=1
+    )
     (room / "free.pt").symlink_to("here.pt")
     assert run("convert", "a.pt", "free.pt", cwd=room).exit == 0 and (room / "here.pt").is_file()
     assert "mkdir -p missing" in said(room, "convert", "a.pt", "missing/x.pt", code=1)
@@ -265,14 +337,26 @@ def test_links_in_a_circle_are_told(room):
     assert "lead in a circle" in said(room, "convert", "a.pt", "one.pt", code=1)
 
 
-# ------------------------------------------------------------------------------------------------------------------ answers
+# ------------------------------------------------------------------------------------------ answers
 
-ANSWERS = [("diff", "a.pt", "a.pt"), ("diff", "a.pt", "b.pt"), ("inspect", "a.pt"), ("doctor", "a.pt"), ("scan", "a.pt")]
+ANSWERS = [
+    ("diff", "a.pt", "a.pt"),
+    ("diff", "a.pt", "b.pt"),
+    ("inspect", "a.pt"),
+    ("doctor", "a.pt"),
+    ("scan", "a.pt"),
+]
 
 
 def piped(room: Path, arguments: tuple[str, ...], stdout: Any) -> tuple[int, str]:
     done = subprocess.run(
-        [*PROGRAM, *arguments], cwd=room, env=environment(), stdout=stdout, stderr=subprocess.PIPE, text=True, check=False
+        [*PROGRAM, *arguments],
+        cwd=room,
+        env=environment(),
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
     )
     return done.returncode, done.stderr
 
@@ -283,7 +367,10 @@ def piped(room: Path, arguments: tuple[str, ...], stdout: Any) -> tuple[int, str
 def test_an_answer_that_cannot_be_printed_is_not_the_answer(arguments, json, room):
     torch.save({"a.weight": W}, room / "b.pt")
     with Path("/dev/full").open("w") as full:
-        assert piped(room, (*arguments, *json), full) == (2, "error: cannot print the result: No space left on device\n")
+        assert piped(room, (*arguments, *json), full) == (
+            2,
+            "error: cannot print the result: No space left on device\n",
+        )
 
 
 @pytest.mark.parametrize("arguments", [*ANSWERS, ("convert", "a.pt", "out.pt", "--json")])
@@ -304,7 +391,7 @@ def test_what_prints_nothing_answers_whoever_listens(room):
     os.close(writing)
 
 
-# ------------------------------------------------------------------------------------------------------------------ terminals
+# ---------------------------------------------------------------------------------------- terminals
 
 
 def on_terminal(room: Path, columns: int, *arguments: str, **variables: str) -> str:
@@ -343,14 +430,18 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
-@pytest.mark.parametrize("arguments", COMMANDS, ids=lambda arguments: " ".join(map(str, arguments[0:1])))
+@pytest.mark.parametrize(
+    "arguments", COMMANDS, ids=lambda arguments: " ".join(map(str, arguments[0:1]))
+)
 def test_texts_are_broken_under_their_column(arguments, columns, room):
     shown = on_terminal(room, columns, *arguments)
     plain = re.sub(r"\x1b\[[0-9;]*m", "", shown)
     assert plain != shown, "colours"
     for line in plain.splitlines():
         assert len(line) <= columns or " " not in line.strip(), line
-    assert on_terminal(room, columns, *arguments[:2], *arguments[2:], NO_COLOR="1").count("\x1b") == 0
+    assert (
+        on_terminal(room, columns, *arguments[:2], *arguments[2:], NO_COLOR="1").count("\x1b") == 0
+    )
 
 
 def test_further_lines_stand_under_the_text_and_not_under_its_label(room):
@@ -360,12 +451,17 @@ def test_further_lines_stand_under_the_text_and_not_under_its_label(room):
     column = lines[first].index("epoch")
     assert lines[first + 1][:column].strip() == "" and lines[first + 1][column] != " "
     error = on_terminal(room, 60, *COMMANDS[3], NO_COLOR="1").splitlines()
-    assert error[0].startswith("error: s3://") and all(line.startswith("       ") for line in error[1:])
+    assert error[0].startswith("error: s3://") and all(
+        line.startswith("       ") for line in error[1:]
+    )
 
 
 def test_nothing_is_broken_where_no_terminal_shows_it(room):
     done = run(*COMMANDS[0], cwd=room, env={"COLUMNS": "40"})
-    assert all(re.match(r"  \w+ +\S|\S", line) for line in done.lines) and max(map(len, done.lines)) > 80
+    assert (
+        all(re.match(r"  \w+ +\S|\S", line) for line in done.lines)
+        and max(map(len, done.lines)) > 80
+    )
 
 
 @pytest.mark.parametrize("columns", [80, 120])
@@ -376,7 +472,7 @@ def test_the_list_of_commands_is_not_cut(columns, room):
     assert all(re.match(r"  [a-z]", row) for row in rows), "one line each"
 
 
-# --------------------------------------------------------------------------------------------------------------------- dtypes
+# ------------------------------------------------------------------------------------------- dtypes
 
 
 @pytest.mark.parametrize(
@@ -395,4 +491,7 @@ def test_dtypes_have_the_names_that_people_use(alias, name):
 
 def test_another_dtype_is_told_all_that_there_are(room):
     error = said(room, "convert", "a.pt", "b.pt", "--dtype", "int8", code=2)
-    assert "choose f32, f16, bf16, f64, f8_e4m3 or f8_e5m2; torch's names do too (float64, float32, float16, bfloat16" in error
+    assert (
+        "choose f32, f16, bf16, f64, f8_e4m3 or f8_e5m2; torch's names do too (float64, float32, "
+        "float16, bfloat16" in error
+    )

@@ -57,7 +57,9 @@ def script(text: str, *arguments: object, cwd: Path):
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
-def test_a_stop_that_python_drops_is_raised_again_and_a_second_one_does_not_disturb(name, code, tmp_path):
+def test_a_stop_that_python_drops_is_raised_again_and_a_second_one_does_not_disturb(
+    name, code, tmp_path
+):
     done = script(DROPPED.format(name=name), cwd=tmp_path)
     assert (done.exit, done.out) == (code, "cleaned up\n")
     assert "Exception ignored" not in done.err
@@ -65,11 +67,22 @@ def test_a_stop_that_python_drops_is_raised_again_and_a_second_one_does_not_dist
 
 def test_a_signal_after_one_that_was_swallowed_stops(tmp_path):
     done = script(SWALLOWED, cwd=tmp_path)
-    assert (done.exit, done.out.split()) == (0, ["KeyboardInterrupt", "SystemExit", "KeyboardInterrupt"])
+    assert (done.exit, done.out.split()) == (
+        0,
+        ["KeyboardInterrupt", "SystemExit", "KeyboardInterrupt"],
+    )
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
 def test_a_stop_that_was_swallowed_is_the_exit_code(name, code, tmp_path):
-    done = script(TOO_LATE.format(name=name), "convert", SAMPLES / "ddp_cuda3_train.pt", "out.pt", cwd=tmp_path)
+    done = script(
+        TOO_LATE.format(name=name),
+        "convert",
+        SAMPLES / "ddp_cuda3_train.pt",
+        "out.pt",
+        cwd=tmp_path,
+    )
     assert done.exit == code and (tmp_path / "out.pt").is_file()
-    assert done.err.endswith("error: stopped by a signal, but too late: the command had come to its end\n")
+    assert done.err.endswith(
+        "error: stopped by a signal, but too late: the command had come to its end\n"
+    )

@@ -21,13 +21,25 @@ TRAIN = SAMPLES / "ddp_cuda3_train.pt"
 @pytest.fixture
 def room(tmp_path: Path) -> Path:
     (tmp_path / "tmp").mkdir()
-    torch.save({f"w{index}": torch.full((1 << 20,), float(index)) for index in range(4)}, tmp_path / "big.pt")
+    torch.save(
+        {f"w{index}": torch.full((1 << 20,), float(index)) for index in range(4)},
+        tmp_path / "big.pt",
+    )
     return tmp_path
 
 
-def started(room: Path, *arguments: object, stdout: Any = subprocess.PIPE, **more: Any) -> subprocess.Popen[bytes]:
+def started(
+    room: Path, *arguments: object, stdout: Any = subprocess.PIPE, **more: Any
+) -> subprocess.Popen[bytes]:
     env = environment(TMPDIR=str(room / "tmp"))
-    return subprocess.Popen([*PROGRAM, *map(str, arguments)], cwd=room, env=env, stdout=stdout, stderr=subprocess.PIPE, **more)
+    return subprocess.Popen(
+        [*PROGRAM, *map(str, arguments)],
+        cwd=room,
+        env=env,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        **more,
+    )
 
 
 def printed(room: Path, *arguments: object, **more: Any) -> tuple[int, bytes, str]:
@@ -41,7 +53,9 @@ def left(room: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("to", ["torch", "safetensors"])
-@pytest.mark.parametrize("more", [(), ("--verify",), ("--dtype", "bf16", "--device", "cuda:1", "--only", "state_dict")])
+@pytest.mark.parametrize(
+    "more", [(), ("--verify",), ("--dtype", "bf16", "--device", "cuda:1", "--only", "state_dict")]
+)
 @pytest.mark.parametrize("command", ["convert", "strip-module", "add-module"])
 def test_it_gives_the_bytes_of_the_file(command, more, to, room):
     code, out, err = printed(room, command, TRAIN, "-", "--to", to, *more)
@@ -52,10 +66,14 @@ def test_it_gives_the_bytes_of_the_file(command, more, to, room):
 
 
 def test_many_files_and_a_mapping_go_with_it(room):
-    code, out, _ = printed(room, "convert", TRAIN, "-", "--to", "torch", "--save-mapping", "map.json", "--quiet")
+    code, out, _ = printed(
+        room, "convert", TRAIN, "-", "--to", "torch", "--save-mapping", "map.json", "--quiet"
+    )
     assert code == 0 and (room / "map.json").is_file()
     (room / "x.pt").write_bytes(out)
-    code, out, _ = printed(room, "convert", "x.pt", "-", "--to", "torch", "--rules", "map.json", "--reverse", "-q")
+    code, out, _ = printed(
+        room, "convert", "x.pt", "-", "--to", "torch", "--rules", "map.json", "--reverse", "-q"
+    )
     (room / "back.pt").write_bytes(out)
     assert code == 0 and run("diff", TRAIN, "back.pt", cwd=room).exit == 0
 
@@ -66,12 +84,19 @@ def test_many_files_and_a_mapping_go_with_it(room):
         ((), "add --to torch or --to safetensors"),
         (("--to", "dcp"), "add --to torch or --to safetensors"),
         (("--to", "torch", "--json"), "which cannot be used with --json"),
-        (("--to", "torch", "--max-shard-size", "1MB"), "which cannot be used with --max-shard-size"),
+        (
+            ("--to", "torch", "--max-shard-size", "1MB"),
+            "which cannot be used with --max-shard-size",
+        ),
     ],
 )
 def test_what_does_not_go_with_it_is_a_usage_error(arguments, why, room):
     done = run("convert", "big.pt", "-", *arguments, cwd=room)
-    assert done.exit == 2 and why in done.err and ("error" in done.json() if "--json" in arguments else done.out == "")
+    assert (
+        done.exit == 2
+        and why in done.err
+        and ("error" in done.json() if "--json" in arguments else done.out == "")
+    )
 
 
 def test_a_terminal_is_refused(room):
@@ -100,7 +125,9 @@ def test_nothing_is_printed_of_what_is_damaged(room):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 def test_a_full_disk_behind_it_is_an_error_and_no_mapping_is_left(room):
     with Path("/dev/full").open("wb") as full:
-        code, _, err = printed(room, "convert", "big.pt", "-", "--to", "torch", "--save-mapping", "m.json", stdout=full)
+        code, _, err = printed(
+            room, "convert", "big.pt", "-", "--to", "torch", "--save-mapping", "m.json", stdout=full
+        )
     assert (code, err) == (1, "error: cannot print the result: No space left on device\n")
     assert left(room) == ["big.pt"]
 
@@ -153,11 +180,23 @@ def test_what_another_user_left_is_not_touched(room, monkeypatch):
 
 
 def test_a_temporary_folder_without_room_is_named(room):
-    limit = (
-        "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (9999, 9999)); os.execv(sys.argv[1], sys.argv[1:])"
-    )
+    limit = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (9999, 9999)); os.execv(sys.argv[1], sys.argv[1:])"
     command = [PROGRAM[0], "-c", limit, *PROGRAM]
-    done = run("convert", "big.pt", "-", "--to", "torch", cwd=room, env={"TMPDIR": str(room / "tmp")}, command=command)
+    done = run(
+        "convert",
+        "big.pt",
+        "-",
+        "--to",
+        "torch",
+        cwd=room,
+        env={"TMPDIR": str(room / "tmp")},
+        command=command,
+    )
     error = assert_one_error(done)
-    assert error.startswith("error: standard output: cannot be written: it exceeds the largest file size") and "TMPDIR" in error
+    assert (
+        error.startswith(
+            "error: standard output: cannot be written: it exceeds the largest file size"
+        )
+        and "TMPDIR" in error
+    )
     assert list((room / "tmp").iterdir()) == []

@@ -1,4 +1,6 @@
-"""What `--verify` sees beside the reader: holes are planted in the reader and in the plan, and the count finds them."""
+"""What `--verify` sees beside the reader: holes are planted in the reader and in the plan, and the
+count finds them.
+"""
 
 from __future__ import annotations
 
@@ -54,24 +56,43 @@ def as_newer_pickle(path: Path) -> None:
 
 
 def as_tar(path: Path) -> None:
-    storages = tar_storages([(key, "cpu", "FloatStorage", bytes(4 * key), key) for key in (1, 2, 3)])
+    storages = tar_storages(
+        [(key, "cpu", "FloatStorage", bytes(4 * key), key) for key in (1, 2, 3)]
+    )
     tensors = tar_tensors([(10 + key, key, "FloatTensor", (key,), (1,), 0) for key in (1, 2, 3)])
-    write(path, tar_checkpoint(storages, tensors, {"state_dict": {f"{key}.w": Reference(str(10 + key)) for key in (1, 2, 3)}}))
+    write(
+        path,
+        tar_checkpoint(
+            storages,
+            tensors,
+            {"state_dict": {f"{key}.w": Reference(str(10 + key)) for key in (1, 2, 3)}},
+        ),
+    )
 
 
-CONTAINERS = {"zip": as_zip, "legacy": as_legacy, "pickle": as_pickle, "newer pickle": as_newer_pickle, "tar": as_tar}
+CONTAINERS = {
+    "zip": as_zip,
+    "legacy": as_legacy,
+    "pickle": as_pickle,
+    "newer pickle": as_newer_pickle,
+    "tar": as_tar,
+}
 
 
 def last_item_lost(monkeypatch) -> None:
     """The hole: the reader drops the last item of every dict that has three."""
     sound = PickleReader._set_items
     monkeypatch.setattr(
-        PickleReader, "_set_items", lambda self, target, flat: sound(self, target, flat[:-2] if len(flat) == 6 else flat)
+        PickleReader,
+        "_set_items",
+        lambda self, target, flat: sound(self, target, flat[:-2] if len(flat) == 6 else flat),
     )
 
 
 def assert_only_the_count_sees_it(source: Path, said: str, monkeypatch, **options: Any) -> None:
-    """The conversion fails with the count and leaves nothing behind; without the count, --verify says equal."""
+    """The conversion fails with the count and leaves nothing behind; without the count, --verify
+    says equal.
+    """
     before = {item.name for item in source.parent.iterdir()}
     for name in ("out.pt", "out.safetensors"):
         with pytest.raises(VerificationFailed, match=said):
@@ -80,7 +101,9 @@ def assert_only_the_count_sees_it(source: Path, said: str, monkeypatch, **option
     with monkeypatch.context() as patch:
         patch.setattr(convert, "refuse_unaccounted", lambda _: None)
         for name in ("out.pt", "out.safetensors"):
-            assert convert_checkpoint(source, source.with_name(name), verify=True, **FAST, **options).verified
+            assert convert_checkpoint(
+                source, source.with_name(name), verify=True, **FAST, **options
+            ).verified
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
@@ -89,7 +112,11 @@ def test_a_hole_in_the_reader_fails_verify(container, tmp_path, monkeypatch):
     CONTAINERS[container](source)
     assert convert_checkpoint(source, tmp_path / "whole.pt", verify=True, **FAST).verified == 3
     last_item_lost(monkeypatch)
-    said = "make 3 tensors, of which 2 were read" if container == "tar" else "is named by the pickle, but is not in the tree"
+    said = (
+        "make 3 tensors, of which 2 were read"
+        if container == "tar"
+        else "is named by the pickle, but is not in the tree"
+    )
     assert_only_the_count_sees_it(source, said, monkeypatch)
 
 
@@ -113,12 +140,20 @@ def test_arguments_that_vanish_fail_verify(tmp_path, monkeypatch):
     torch.save({"sd": {"a": torch.ones(2)}, "x": [("w", torch.zeros(3))]}, stream)
     archive = zipfile.ZipFile(stream)
     raw = archive.read("archive/data.pkl")
-    called = raw.replace(b"X\x01\x00\x00\x00x", b"X\x01\x00\x00\x00xccollections\nOrderedDict\n", 1)[:-2] + b"\x85Ru."
+    called = (
+        raw.replace(b"X\x01\x00\x00\x00x", b"X\x01\x00\x00\x00xccollections\nOrderedDict\n", 1)[:-2]
+        + b"\x85Ru."
+    )
     with zipfile.ZipFile(tmp_path / "in.pt", "w") as out:
         for item in archive.infolist():
-            out.writestr(item.filename, called if item.filename.endswith("data.pkl") else archive.read(item))
+            out.writestr(
+                item.filename, called if item.filename.endswith("data.pkl") else archive.read(item)
+            )
     assert [*torch.load(tmp_path / "in.pt", weights_only=False)["x"]] == ["w"]
-    assert convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.pt", verify=True, **FAST).verified == 2
+    assert (
+        convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.pt", verify=True, **FAST).verified
+        == 2
+    )
     (tmp_path / "out.pt").unlink()
     monkeypatch.setattr("ckptconv.pickles.mapping_calls._items", lambda *_: [])
     assert_only_the_count_sees_it(tmp_path / "in.pt", "data/1: is named by the pickle", monkeypatch)
@@ -128,34 +163,53 @@ def test_one_of_two_views_of_a_storage_that_is_lost_fails_verify(tmp_path, monke
     base = torch.randn(6)
     torch.save({"a": base, "b": base[:2], "c": base[3:]}, tmp_path / "in.pt")
     last_item_lost(monkeypatch)
-    assert_only_the_count_sees_it(tmp_path / "in.pt", "make 3 tensors, of which 2 were read", monkeypatch)
+    assert_only_the_count_sees_it(
+        tmp_path / "in.pt", "make 3 tensors, of which 2 were read", monkeypatch
+    )
 
 
 def test_a_shard_that_is_not_read_to_the_end_fails_verify(tmp_path, monkeypatch):
     for number in (1, 2):
-        tree = {"weights": {f"{number}.{name}": torch.ones(2) for name in "ab"}, "rest": {"x": torch.ones(3)}}
+        tree = {
+            "weights": {f"{number}.{name}": torch.ones(2) for name in "ab"},
+            "rest": {"x": torch.ones(3)},
+        }
         torch.save(tree, tmp_path / f"pytorch_model-0000{number}-of-00002.bin")
-    names = {f"{number}.{name}": f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2) for name in "ab"}
+    names = {
+        f"{number}.{name}": f"pytorch_model-0000{number}-of-00002.bin"
+        for number in (1, 2)
+        for name in "ab"
+    }
     index = tmp_path / "pytorch_model.bin.index.json"
     index.write_text(json.dumps({"metadata": {"total_size": 32}, "weight_map": names}))
     with pytest.raises(VerificationFailed, match=r"data/2: is named .*2 storages in all"):
         convert_checkpoint(index, tmp_path / "out.safetensors", verify=True)
     for number in (1, 2):
-        torch.save({f"{number}.{name}": torch.ones(2) for name in "ab"}, tmp_path / f"pytorch_model-0000{number}-of-00002.bin")
+        torch.save(
+            {f"{number}.{name}": torch.ones(2) for name in "ab"},
+            tmp_path / f"pytorch_model-0000{number}-of-00002.bin",
+        )
     result = convert_checkpoint(index, tmp_path / "out.safetensors", verify=True)
     assert (result.verified, result.named) == (4, 4)
 
 
 def test_a_tensor_of_a_safetensors_file_that_is_lost_fails_verify(tmp_path, monkeypatch):
-    save_file({"a": torch.ones(2), "b": torch.ones(3), "empty": torch.ones(0)}, tmp_path / "in.safetensors")
-    assert convert_checkpoint(tmp_path / "in.safetensors", tmp_path / "out.pt", verify=True).named == 2
+    save_file(
+        {"a": torch.ones(2), "b": torch.ones(3), "empty": torch.ones(0)},
+        tmp_path / "in.safetensors",
+    )
+    assert (
+        convert_checkpoint(tmp_path / "in.safetensors", tmp_path / "out.pt", verify=True).named == 2
+    )
     (tmp_path / "out.pt").unlink()
-    monkeypatch.setattr("ckptconv.formats.safetensors._restored", lambda _, tensors, __: {"a": tensors["a"]})
+    monkeypatch.setattr(
+        "ckptconv.formats.safetensors._restored", lambda _, tensors, __: {"a": tensors["a"]}
+    )
     with pytest.raises(VerificationFailed, match="b: is named"):
         convert_checkpoint(tmp_path / "in.safetensors", tmp_path / "out.pt", verify=True)
 
 
-# ------------------------------------------------------------------------------------------------------------- the plan
+# ----------------------------------------------------------------------------------------- the plan
 
 
 def test_a_state_dict_that_loses_a_key_when_it_is_renamed_fails_verify(tmp_path, monkeypatch):
@@ -168,20 +222,31 @@ def test_a_state_dict_that_loses_a_key_when_it_is_renamed_fails_verify(tmp_path,
         return made
 
     monkeypatch.setattr(renaming, "renamed_in_place", holed)
-    with pytest.raises(VerificationFailed, match="was read, but is neither in the output nor listed"):
+    with pytest.raises(
+        VerificationFailed, match="was read, but is neither in the output nor listed"
+    ):
         convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.pt", verify=True)
 
 
 def test_a_part_that_is_left_out_and_not_listed_fails_verify(tmp_path, monkeypatch):
-    torch.save({"state_dict": {"a.w": torch.ones(2)}, "tables": {"t": [torch.ones(3)]}}, tmp_path / "in.pt")
+    torch.save(
+        {"state_dict": {"a.w": torch.ones(2)}, "tables": {"t": [torch.ones(3)]}}, tmp_path / "in.pt"
+    )
     plan = convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.safetensors", verify=True).plan
     assert [item.path for item in plan.skipped] == ["tables"]
     monkeypatch.setattr(flat_plans, "_other_parts", lambda *_: iter(()))
-    with pytest.raises(VerificationFailed, match="was read, but is neither in the output nor listed"):
-        convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.safetensors", verify=True, force=True)
+    with pytest.raises(
+        VerificationFailed, match="was read, but is neither in the output nor listed"
+    ):
+        convert_checkpoint(
+            tmp_path / "in.pt", tmp_path / "out.safetensors", verify=True, force=True
+        )
 
 
-@pytest.mark.parametrize("options", [{"only": "state_dict"}, {"unknown": "drop"}, {"dtype": "bf16"}, {"tied": "duplicate"}])
+@pytest.mark.parametrize(
+    "options",
+    [{"only": "state_dict"}, {"unknown": "drop"}, {"dtype": "bf16"}, {"tied": "duplicate"}],
+)
 def test_what_was_not_asked_for_or_is_listed_is_accounted_for(options, tmp_path):
     shared = torch.randn(4, 4)
     tree = {
@@ -200,7 +265,9 @@ def test_what_was_not_asked_for_or_is_listed_is_accounted_for(options, tmp_path)
     if options.get("unknown") is None:
         options = {**options, "unknown": "keep" if "only" not in options else "refuse"}
     for name in ("out.pt", "out.safetensors"):
-        result = convert_checkpoint(tmp_path / "in.pt", tmp_path / name, verify=True, **FAST, **options)
+        result = convert_checkpoint(
+            tmp_path / "in.pt", tmp_path / name, verify=True, **FAST, **options
+        )
         assert result.named == 3
 
 
@@ -212,7 +279,9 @@ class Holder:
 
 
 class Net(nn.Module):
-    """A module with all that is not part of a state dict: a buffer that is not saved, attributes that are tensors."""
+    """A module with all that is not part of a state dict: a buffer that is not saved, attributes
+    that are tensors.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +294,9 @@ class Net(nn.Module):
 
 def test_what_a_module_holds_beside_its_state_dict_is_told(tmp_path):
     torch.save({"model": Net()}, tmp_path / "in.pt")
-    result = convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.pt", verify=True, unknown="drop")
+    result = convert_checkpoint(
+        tmp_path / "in.pt", tmp_path / "out.pt", verify=True, unknown="drop"
+    )
     assert result.verified == len(Net().state_dict())
     assert [item.path for item in result.plan.skipped] == ["model.cache", "model.plain.0"]
 
@@ -242,11 +313,14 @@ def test_a_module_that_loses_a_part_fails_verify(hole, tmp_path, monkeypatch):
 
     monkeypatch.setattr(modules, "_parts", holed)
     assert_only_the_count_sees_it(
-        tmp_path / "in.pt", "belongs to a module, but is not in its state dict", monkeypatch, unknown="drop"
+        tmp_path / "in.pt",
+        "belongs to a module, but is not in its state dict",
+        monkeypatch,
+        unknown="drop",
     )
 
 
-# ------------------------------------------------------------------------------------------------------------ the count
+# ---------------------------------------------------------------------------------------- the count
 
 
 @settings(max_examples=40, deadline=None)
@@ -256,7 +330,9 @@ def test_the_count_is_that_of_the_archive(drawn):
     torch.save(drawn, buffer)
     archive = zipfile.ZipFile(buffer)
     census = take_census(archive.read("archive/data.pkl"))
-    assert {f"archive/data/{key}" for key in census.storages} == {name for name in archive.namelist() if "/data/" in name}
+    assert {f"archive/data/{key}" for key in census.storages} == {
+        name for name in archive.namelist() if "/data/" in name
+    }
 
 
 @pytest.mark.parametrize("protocol", range(6))
@@ -292,6 +368,8 @@ def test_an_output_whose_pickle_names_less_than_was_planned_fails_verify(tmp_pat
 
     monkeypatch.setattr(torch_zip, "write_pickle", holed)
     monkeypatch.setattr(convert, "refuse_unaccounted", lambda _: None)
-    with pytest.raises(VerificationFailed, match="archive/data/1: was written, but the pickle does not name it"):
+    with pytest.raises(
+        VerificationFailed, match="archive/data/1: was written, but the pickle does not name it"
+    ):
         convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.pt", verify=True)
     assert [item.name for item in tmp_path.iterdir()] == ["in.pt"]

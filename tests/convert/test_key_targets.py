@@ -1,4 +1,6 @@
-"""What keys are fitted to, on the command line: another checkpoint, an index, a list of keys, a model that is named."""
+"""What keys are fitted to, on the command line: another checkpoint, an index, a list of keys, a
+model that is named.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ import pytest
 
 from ckptconv import convert_checkpoint, diagnose, load_into, open_checkpoint
 from ckptconv.convert.key_targets import shapes_like
-from ckptconv.support.errors import AmbiguousStateDict, CheckpointError, KeyMismatch, MalformedCheckpoint, UnsupportedCheckpoint
+from ckptconv.support.errors import (
+    AmbiguousStateDict,
+    CheckpointError,
+    KeyMismatch,
+    MalformedCheckpoint,
+    UnsupportedCheckpoint,
+)
 from helpers.program import SAMPLES, assert_one_error, run
 
 torch = pytest.importorskip("torch")
@@ -20,7 +28,8 @@ safe_open = pytest.importorskip("safetensors").safe_open
 save_model = pytest.importorskip("safetensors.torch").save_model
 
 DDP, BARE, COMPILED, TRAIN, TIED = (
-    SAMPLES / name for name in ("dp_cuda0.pt", "fp16.pt", "compiled.pt", "ddp_cuda3_train.pt", "tied.pt")
+    SAMPLES / name
+    for name in ("dp_cuda0.pt", "fp16.pt", "compiled.pt", "ddp_cuda3_train.pt", "tied.pt")
 )
 
 
@@ -38,7 +47,11 @@ def listed(tmp_path) -> Path:
 @pytest.fixture
 def index(tmp_path) -> Path:
     path = tmp_path / "model.safetensors.index.json"
-    path.write_text(json.dumps({"weight_map": dict.fromkeys(keys_of(COMPILED), "model-00001-of-00002.safetensors")}))
+    path.write_text(
+        json.dumps(
+            {"weight_map": dict.fromkeys(keys_of(COMPILED), "model-00001-of-00002.safetensors")}
+        )
+    )
     return path
 
 
@@ -52,7 +65,8 @@ def package(tmp_path) -> Path:
         "    def __init__(self):\n"
         "        super().__init__()\n"
         "        self.body = torch.nn.Module()\n"
-        "        self.body.linears = torch.nn.ModuleList(torch.nn.Linear(*s) for s in ((8, 16), (16, 16), (16, 4)))\n"
+        "        self.body.linears = torch.nn.ModuleList(torch.nn.Linear(*s) for s in ((8, 16), "
+        "(16, 16), (16, 4)))\n"
         "        self.body.norm = torch.nn.BatchNorm1d(4)\n"
         "        self.device = self.body.norm.weight.device\n"
         "class Zoo:\n"
@@ -76,17 +90,27 @@ def package(tmp_path) -> Path:
 @pytest.mark.parametrize("like", ["checkpoint", "list", "index", "folder"])
 def test_keys_become_those_of_what_is_named(like, listed, index, tmp_path):
     (tmp_path / "shards").mkdir()
-    convert_checkpoint(COMPILED, tmp_path / "shards", to="safetensors", keys="keep", max_shard_size=1000)
-    other = {"checkpoint": COMPILED, "list": listed, "index": index, "folder": tmp_path / "shards"}[like]
+    convert_checkpoint(
+        COMPILED, tmp_path / "shards", to="safetensors", keys="keep", max_shard_size=1000
+    )
+    other = {"checkpoint": COMPILED, "list": listed, "index": index, "folder": tmp_path / "shards"}[
+        like
+    ]
     done = run("convert", DDP, "out.pt", "--like", other, "--verify", cwd=tmp_path)
     assert done.exit == 0, done.err
-    found, source = (torch.load(path, map_location="cpu", weights_only=True) for path in (tmp_path / "out.pt", DDP))
+    found, source = (
+        torch.load(path, map_location="cpu", weights_only=True)
+        for path in (tmp_path / "out.pt", DDP)
+    )
     assert list(found) == keys_of(COMPILED)
     assert all(torch.equal(a, b) for a, b in zip(found.values(), source.values(), strict=True))
 
 
 def test_shapes_are_known_of_checkpoints_and_not_of_lists(listed, index):
-    expected = {key: tuple(value.shape) for key, value in torch.load(BARE, map_location="cpu", weights_only=True).items()}
+    expected = {
+        key: tuple(value.shape)
+        for key, value in torch.load(BARE, map_location="cpu", weights_only=True).items()
+    }
     assert shapes_like(BARE) == (expected, [])
     assert shapes_like(listed) == shapes_like(index) == (dict.fromkeys(keys_of(COMPILED)), ())
 
@@ -133,14 +157,21 @@ def test_what_does_not_fit_is_one_line_and_all_of_it_in_json(tmp_path):
     torch.save(source, tmp_path / "in.pt")
     done = run("convert", "in.pt", "out.pt", "--like", BARE, cwd=tmp_path)
     line = assert_one_error(done)
-    assert "1 of 11 missing (linears.0.bias)" in line and "1 unexpected (module.extra.scale)" in line
+    assert (
+        "1 of 11 missing (linears.0.bias)" in line and "1 unexpected (module.extra.scale)" in line
+    )
     assert "1 of another shape (module.linears.1.weight is [3, 3], not [16, 16])" in line
     found = run("convert", "in.pt", "out.pt", "--like", BARE, "--json", cwd=tmp_path)
     assert found.exit == 1 and found.json()["error"]["kind"] == "KeyMismatch"
     fit = found.json()["fit"]
     assert (fit["missing"], fit["unexpected"]) == (["linears.0.bias"], ["module.extra.scale"])
     assert fit["mismatched"] == [
-        {"key": "linears.1.weight", "source_key": "module.linears.1.weight", "source": [3, 3], "target": [16, 16]}
+        {
+            "key": "linears.1.weight",
+            "source_key": "module.linears.1.weight",
+            "source": [3, 3],
+            "target": [16, 16],
+        }
     ]
     assert len(fit["renames"]) == 9 and not fit["fits"] and not fit["covers"]
     assert not (tmp_path / "out.pt").exists()
@@ -148,10 +179,16 @@ def test_what_does_not_fit_is_one_line_and_all_of_it_in_json(tmp_path):
 
 @pytest.mark.parametrize("name", ["out.pt", "out.safetensors"])
 def test_unexpected_keys_are_left_out_only_when_asked(name, tmp_path):
-    source = {f"model.{key}": value for key, value in torch.load(BARE, map_location="cpu", weights_only=True).items()}
+    source = {
+        f"model.{key}": value
+        for key, value in torch.load(BARE, map_location="cpu", weights_only=True).items()
+    }
     torch.save({**source, "criterion.scale": torch.ones(7)}, tmp_path / "in.pt")
     refused = run("convert", "in.pt", name, "--like", BARE, cwd=tmp_path)
-    assert "1 unexpected (criterion.scale)" in assert_one_error(refused) and "--drop-unexpected" in refused.err
+    assert (
+        "1 unexpected (criterion.scale)" in assert_one_error(refused)
+        and "--drop-unexpected" in refused.err
+    )
     done = run("convert", "in.pt", name, "--like", BARE, "--drop-unexpected", cwd=tmp_path)
     assert done.exit == 0 and "criterion.scale" in done.err
     with open_checkpoint(tmp_path / name) as found:
@@ -175,9 +212,21 @@ def test_rules_come_first(tmp_path):
 
 
 def test_the_mapping_is_saved_and_undone(tmp_path):
-    done = run("convert", DDP, "there.pt", "--like", COMPILED, "--save-mapping", "map.json", cwd=tmp_path)
+    done = run(
+        "convert", DDP, "there.pt", "--like", COMPILED, "--save-mapping", "map.json", cwd=tmp_path
+    )
     assert done.exit == 0, done.err
-    done = run("convert", "there.pt", "back.pt", "--keys", "keep", "--rules", "map.json", "--reverse", cwd=tmp_path)
+    done = run(
+        "convert",
+        "there.pt",
+        "back.pt",
+        "--keys",
+        "keep",
+        "--rules",
+        "map.json",
+        "--reverse",
+        cwd=tmp_path,
+    )
     assert done.exit == 0, done.err
     assert keys_of(tmp_path / "back.pt") == keys_of(DDP)
 
@@ -190,7 +239,9 @@ def test_the_mapping_is_saved_and_undone(tmp_path):
     ],
 )
 def test_what_cannot_be_meant_is_a_usage_error(arguments, what, tmp_path):
-    assert what in assert_one_error(run("convert", BARE, "out.pt", *arguments, cwd=tmp_path), code=2)
+    assert what in assert_one_error(
+        run("convert", BARE, "out.pt", *arguments, cwd=tmp_path), code=2
+    )
     with pytest.raises(CheckpointError):
         named = dict(zip(arguments[::2], arguments[1::2], strict=False))
         convert_checkpoint(
@@ -231,14 +282,17 @@ def test_one_of_several_state_dicts_is_not_chosen(tmp_path):
 
 def test_every_state_dict_of_a_training_checkpoint_is_fitted(tmp_path):
     values = torch.load(DDP, map_location="cpu", weights_only=True)
-    torch.save({"model": values, "ema": {f"net.{key}": value for key, value in values.items()}}, tmp_path / "two.pt")
+    torch.save(
+        {"model": values, "ema": {f"net.{key}": value for key, value in values.items()}},
+        tmp_path / "two.pt",
+    )
     done = run("convert", "two.pt", "out.pt", "--like", BARE, cwd=tmp_path)
     assert done.exit == 0, done.err
     found = torch.load(tmp_path / "out.pt", weights_only=True)
     assert list(found["model"]) == list(found["ema"]) == keys_of(BARE)
 
 
-# ------------------------------------------------------------------------------------------------------------ tied weights
+# ------------------------------------------------------------------------------------- tied weights
 
 TIED_MODEL = """
 import torch
@@ -273,15 +327,21 @@ def tied_net(tmp_path, monkeypatch):
 
 
 def one_name(folder: Path, net, lead: str, dropped: str) -> Path:
-    """What is saved of a tied model under one name: by safetensors' `save_model`, or by torch with one key left out."""
+    """What is saved of a tied model under one name: by safetensors' `save_model`, or by torch with
+    one key left out.
+    """
     torch.manual_seed(0)
     model = net.Net().eval()
     if dropped == "by save_model":
-        save_model(torch.nn.ModuleDict({"net": model}) if lead else model, folder / "one.safetensors")
+        save_model(
+            torch.nn.ModuleDict({"net": model}) if lead else model, folder / "one.safetensors"
+        )
         with safe_open(folder / "one.safetensors", "pt") as file:
             assert len(file.keys()) < len(model.state_dict()), "the library drops a name"
         return folder / "one.safetensors"
-    state_dict = {f"{lead}{key}": value for key, value in model.state_dict().items() if key != dropped}
+    state_dict = {
+        f"{lead}{key}": value for key, value in model.state_dict().items() if key != dropped
+    }
     torch.save(state_dict, folder / "one.pt")
     return folder / "one.pt"
 
@@ -297,7 +357,11 @@ def test_a_tied_name_that_was_not_saved_is_filled(dropped, lead, named, out, tie
     source = one_name(tmp_path, tied_net, lead, dropped)
     torch.save(tied_net.Net().state_dict(), tmp_path / "other.pt")
     convert_checkpoint(tmp_path / "other.pt", tmp_path / "other.safetensors")
-    target = {"--model": f"{tied_net.__name__}:Net", "--like": "other.pt", "--like alias": "other.safetensors"}[named]
+    target = {
+        "--model": f"{tied_net.__name__}:Net",
+        "--like": "other.pt",
+        "--like alias": "other.safetensors",
+    }[named]
     shards = ["--max-shard-size", "100"] if out == "shards" else []
     done = run("convert", source, out, named.split()[0], target, "--verify", *shards, cwd=tmp_path)
     assert done.exit == 0, done.err
@@ -335,7 +399,9 @@ def test_doctor_knows_that_a_tied_name_can_be_filled(tied_net, tmp_path):
     assert diagnose(tmp_path / "one-portable.pt", model=model).loads
 
 
-def test_a_name_is_not_filled_where_it_is_not_tied_or_where_a_key_could_be_meant_for_it(tied_net, tmp_path):
+def test_a_name_is_not_filled_where_it_is_not_tied_or_where_a_key_could_be_meant_for_it(
+    tied_net, tmp_path
+):
     source = one_name(tmp_path, tied_net, "", "head.weight")
     torch.save(tied_net.untied().state_dict(), tmp_path / "untied.pt")
     with pytest.raises(KeyMismatch, match=r"1 of 7 missing \(head.weight"):
@@ -344,21 +410,46 @@ def test_a_name_is_not_filled_where_it_is_not_tied_or_where_a_key_could_be_meant
         convert_checkpoint(source, tmp_path / "out.pt", model=f"{tied_net.__name__}:untied")
     torch.save({**torch.load(source), "classifier.weight": torch.ones(11, 4)}, tmp_path / "more.pt")
     with pytest.raises(KeyMismatch, match=r"head.weight: nearest is classifier.weight"):
-        convert_checkpoint(tmp_path / "more.pt", tmp_path / "out.pt", model=f"{tied_net.__name__}:Net", drop_unexpected=True)
+        convert_checkpoint(
+            tmp_path / "more.pt",
+            tmp_path / "out.pt",
+            model=f"{tied_net.__name__}:Net",
+            drop_unexpected=True,
+        )
     assert not (tmp_path / "out.pt").exists()
 
 
 def test_undoing_the_mapping_leaves_out_what_was_filled(tied_net, tmp_path):
     source = one_name(tmp_path, tied_net, "net.", "head.weight")
-    done = run("convert", source, "out.pt", "--model", f"{tied_net.__name__}:Net", "--save-mapping", "map.json", cwd=tmp_path)
+    done = run(
+        "convert",
+        source,
+        "out.pt",
+        "--model",
+        f"{tied_net.__name__}:Net",
+        "--save-mapping",
+        "map.json",
+        cwd=tmp_path,
+    )
     assert done.exit == 0, done.err
-    assert run("convert", "out.pt", "back.pt", "--rules", "map.json", "--reverse", cwd=tmp_path).exit == 0
+    assert (
+        run("convert", "out.pt", "back.pt", "--rules", "map.json", "--reverse", cwd=tmp_path).exit
+        == 0
+    )
     assert keys_of(tmp_path / "back.pt") == keys_of(source)
 
 
 def test_both_names_missing_are_missing(tied_net, tmp_path):
     source = one_name(tmp_path, tied_net, "", "head.weight")
-    torch.save({key: value for key, value in torch.load(source).items() if key != "embed.weight"}, tmp_path / "neither.pt")
+    torch.save(
+        {key: value for key, value in torch.load(source).items() if key != "embed.weight"},
+        tmp_path / "neither.pt",
+    )
     with pytest.raises(KeyMismatch) as caught:
-        convert_checkpoint(tmp_path / "neither.pt", tmp_path / "out.pt", model=f"{tied_net.__name__}:Net")
-    assert set(caught.value.fit.missing) == {"embed.weight", "head.weight"} and not caught.value.fit.filled
+        convert_checkpoint(
+            tmp_path / "neither.pt", tmp_path / "out.pt", model=f"{tied_net.__name__}:Net"
+        )
+    assert (
+        set(caught.value.fit.missing) == {"embed.weight", "head.weight"}
+        and not caught.value.fit.filled
+    )

@@ -1,4 +1,6 @@
-"""Every command that doctor or inspect prints works, and what it makes passes; what it loses is said. Over real files."""
+"""Every command that doctor or inspect prints works, and what it makes passes; what it loses is
+said. Over real files.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ UNREAD = ("README.md", "ds_moe", "ds_pipeline", "ds_universal", "torchtitan")
 def real_files() -> list[Path]:
     folders = (CORPUS / "files", CORPUS.parent / "produced")
     found = [path for folder in folders if folder.is_dir() for path in sorted(folder.iterdir())]
-    return [path for path in found if path.name not in UNREAD and not path.name.endswith("_dtensor.pt")]
+    return [
+        path for path in found if path.name not in UNREAD and not path.name.endswith("_dtensor.pt")
+    ]
 
 
 class Holder(torch.nn.Module):
@@ -49,7 +53,9 @@ def saved(folder: Path, tree: object) -> Path:
 def quantized_module() -> torch.nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return torch.ao.quantization.quantize_dynamic(torch.nn.Sequential(torch.nn.Linear(8, 8)), {torch.nn.Linear})
+        return torch.ao.quantization.quantize_dynamic(
+            torch.nn.Sequential(torch.nn.Linear(8, 8)), {torch.nn.Linear}
+        )
 
 
 W = {"fc.weight": torch.ones(2, 2), "fc.bias": torch.ones(2)}
@@ -61,7 +67,9 @@ MADE: dict[str, Callable[[], object]] = {
     "tensors at the root and an average": lambda: {**W, "ema": W},
     "an average as a list": lambda: {"model": W, "ema": {"shadow": list(W.values())}},
     "numpy only": lambda: {"fc.weight": np.ones((2, 2))},
-    "several state dicts of DDP": lambda: {name: {f"module.{key}": value for key, value in W.items()} for name in ("G", "D")},
+    "several state dicts of DDP": lambda: {
+        name: {f"module.{key}": value for key, value in W.items()} for name in ("G", "D")
+    },
 }
 
 
@@ -72,12 +80,16 @@ def check(path: Path, folder: Path) -> list[str]:
         if finding.command is None:
             assert finding.severity == "info" or finding.advice, f"a dead end: {finding}"
             continue
-        assert ("--unknown drop" in finding.command) <= bool(finding.advice), f"what it loses is not said: {finding}"
+        assert ("--unknown drop" in finding.command) <= bool(finding.advice), (
+            f"what it loses is not said: {finding}"
+        )
         if finding.command not in ran:
             made = obey(finding.command, folder)
             ran.append(finding.command)
             after = diagnose(made, size=finding.code == "all-fp32")
-            assert after.loads and finding.code not in {other.code for other in after.findings}, finding
+            assert after.loads and finding.code not in {other.code for other in after.findings}, (
+                finding
+            )
     shown = run("inspect", path, cwd=folder)
     assert shown.exit == (1 if diagnose(path).format is None else 0)
     if "Fix: " in shown.out:
@@ -128,7 +140,10 @@ def test_what_a_fix_would_lose_is_named(tmp_path):
     with open_checkpoint(saved(tmp_path, Holder())) as opened:
         assert workable(Fix(), opened).lost == ("scale (1 tensor)",)
     assert "leaves out scale (1 tensor). Fix: " in run("inspect", "made.pt", cwd=tmp_path).out
-    assert "loses   left out, without a plain form: scale (1 tensor)" in run("doctor", "made.pt", cwd=tmp_path).out
+    assert (
+        "loses   left out, without a plain form: scale (1 tensor)"
+        in run("doctor", "made.pt", cwd=tmp_path).out
+    )
 
 
 def test_an_object_that_holds_most_of_the_tensors_is_not_dropped(tmp_path):

@@ -1,4 +1,5 @@
-"""Makes `bitsandbytes.pt`, a whole model with quantized layers, and `bitsandbytes.state.pt`, the state dict that it gives.
+"""Makes `bitsandbytes.pt`, a whole model with quantized layers, and `bitsandbytes.state.pt`, the
+state dict that it gives.
 
 Run with bitsandbytes 0.50 and torch 2.13 installed: python make_bitsandbytes.py
 """
@@ -25,7 +26,10 @@ def main() -> None:
     ).to("cpu")
     folder = Path(__file__).parent
     torch.save(model, folder / "bitsandbytes.pt")
-    torch.save(torch.load(folder / "bitsandbytes.pt", weights_only=False).state_dict(), folder / "bitsandbytes.state.pt")
+    torch.save(
+        torch.load(folder / "bitsandbytes.pt", weights_only=False).state_dict(),
+        folder / "bitsandbytes.state.pt",
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Make the folders of tests/data/deepspeed with deepspeed itself, and beside each what its own `zero_to_fp32` makes of it.
+"""Make the folders of tests/data/deepspeed with deepspeed itself, and beside each what its own
+`zero_to_fp32` makes of it.
 
     DS_ACCELERATOR=cpu python tests/data/make_deepspeed.py [CASE ...]
 
-Needs torch 2.13 and deepspeed 0.19.8 (DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed), no GPU: each rank is a
-process. A case is CASE/latest, CASE/global_stepN/*.pt and CASE/fp32.pt (fp32_TAG.pt for other steps).
+Needs torch 2.13 and deepspeed 0.19.8 (DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed),
+no GPU: each rank is a process. A case is CASE/latest, CASE/global_stepN/*.pt and CASE/fp32.pt
+(fp32_TAG.pt for other steps).
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ HERE = Path(__file__).resolve().parent / "deepspeed"
 
 
 class Small(nn.Module):
-    """Odd sizes, a convolution, buffers of several types (one of them not persistent), and two tied weights."""
+    """Odd sizes, a convolution, buffers of several types (one of them not persistent), and two tied
+    weights.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,11 +55,16 @@ def one_group(model: nn.Module) -> Any:
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:
     """Weights and the rest apart, as for a weight decay."""
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    named = [
+        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+    ]
     decayed = [parameter for name, parameter in named if parameter.ndim > 1]
     return [
         {"params": decayed, "weight_decay": 0.1},
-        {"params": [parameter for name, parameter in named if parameter.ndim <= 1], "weight_decay": 0.0},
+        {
+            "params": [parameter for name, parameter in named if parameter.ndim <= 1],
+            "weight_decay": 0.0,
+        },
     ]
 
 
@@ -71,17 +80,22 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
     zero: dict[str, Any] = field(default_factory=dict)
     client_state: dict[str, Any] = field(default_factory=dict)
-    asked: bool = False  # zero_to_fp32 does not know it; deepspeed is asked for each parameter instead
+    # zero_to_fp32 does not know it; deepspeed is asked for each parameter instead
+    asked: bool = False
 
 
 BF16 = {"bf16": {"enabled": True}}
 CASES = {
     "stage0": Case(0, 1, config=BF16),
     "stage1": Case(1, 3, config={"fp16": {"enabled": False}}, frozen=("conv.weight",)),
-    "stage1_bf16": Case(1, 2, config={**BF16, "data_types": {"grad_accum_dtype": "fp32"}}, asked=True),
+    "stage1_bf16": Case(
+        1, 2, config={**BF16, "data_types": {"grad_accum_dtype": "fp32"}}, asked=True
+    ),
     "stage2": Case(2, 2, steps=2, config=BF16, groups=two_groups, client_state={"epoch": 3}),
     "stage2_frozen": Case(2, 4, config=BF16, frozen=("embed.weight", "scale")),
-    "stage2_robin": Case(2, 3, config=BF16, groups=two_groups, zero={"round_robin_gradients": True}),
+    "stage2_robin": Case(
+        2, 3, config=BF16, groups=two_groups, zero={"round_robin_gradients": True}
+    ),
     "stage2_aligned": Case(2, 3, config=BF16, zero={"parameter_alignment": True}),
     "stage3": Case(3, 2, steps=2, config=BF16, groups=two_groups, client_state={"epoch": 3}),
     "stage3_frozen": Case(3, 3, config=BF16, frozen=("embed.weight", "conv.bias")),
@@ -91,7 +105,13 @@ CASES = {
 
 def train(rank: int, case: Case, folder: Path, port: int) -> None:
     """One rank: train some steps and save each."""
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": case.ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     os.environ.update({name: str(value) for name, value in ranks.items()})
     import deepspeed
 
@@ -118,12 +138,19 @@ def train(rank: int, case: Case, folder: Path, port: int) -> None:
 
 
 def ask(model: nn.Module, folder: Path, rank: int) -> None:
-    """Save what deepspeed gives for each parameter, in the order of zero_to_fp32: buffers, parameters, the tied one."""
+    """Save what deepspeed gives for each parameter, in the order of zero_to_fp32: buffers,
+    parameters, the tied one.
+    """
     from deepspeed.utils import safe_get_full_fp32_param
 
-    found = {name: value.float() if value.is_floating_point() else value for name, value in model.named_buffers()}
+    found = {
+        name: value.float() if value.is_floating_point() else value
+        for name, value in model.named_buffers()
+    }
     del found["scratch"]
-    found.update((name, safe_get_full_fp32_param(parameter)) for name, parameter in model.named_parameters())
+    found.update(
+        (name, safe_get_full_fp32_param(parameter)) for name, parameter in model.named_parameters()
+    )
     if rank == 0:
         torch.save({**found, "head.weight": found["embed.weight"]}, folder / "fp32.pt")
 

@@ -1,4 +1,5 @@
-"""Makes `omegaconf.*.pt`: configurations in protocols 2 and 4, what omegaconf says that they are, and one with an enum.
+"""Makes `omegaconf.*.pt`: configurations in protocols 2 and 4, what omegaconf says that they are,
+and one with an enum.
 
 pip install torch omegaconf==2.4.0 fastcore
 python tests/data/make_omegaconf.py
@@ -31,19 +32,35 @@ class Model:
 
 
 def main() -> None:
-    cfg = OmegaConf.create({"lr": 0.1, "again": "${lr}", "flags": [True, None, {"x": b"y"}], "none": None, 3: "int"})
+    cfg = OmegaConf.create(
+        {"lr": 0.1, "again": "${lr}", "flags": [True, None, {"x": b"y"}], "none": None, 3: "int"}
+    )
     cfg.model = OmegaConf.structured(Model)
     OmegaConf.set_readonly(cfg.model, True)
     empty = [OmegaConf.create({}), OmegaConf.create([]), DictConfig(None), DictConfig("${lr}")]
-    tree: dict[str, Any] = {"w": torch.ones(2), "cfg": cfg, "shared": cfg.model.sizes, "empty": empty}
+    tree: dict[str, Any] = {
+        "w": torch.ones(2),
+        "cfg": cfg,
+        "shared": cfg.model.sizes,
+        "empty": empty,
+    }
     tree["l"] = L([1, "a", L(2, 3)])
     for protocol in (2, 4):
         torch.save(tree, FOLDER / f"omegaconf.{protocol}.pt", pickle_protocol=protocol)
     plain = OmegaConf.to_container(cfg, resolve=False)
     plain_empty: list[Any] = [{}, [], None, "${lr}"]
-    plain_tree = {"w": tree["w"], "cfg": plain, "shared": plain["model"]["sizes"], "empty": plain_empty, "l": [1, "a", [2, 3]]}
+    plain_tree = {
+        "w": tree["w"],
+        "cfg": plain,
+        "shared": plain["model"]["sizes"],
+        "empty": plain_empty,
+        "l": [1, "a", [2, 3]],
+    }
     torch.save(plain_tree, FOLDER / "omegaconf.plain.pt")
-    torch.save({"w": torch.ones(2), "cfg": OmegaConf.create({"color": Color.RED})}, FOLDER / "omegaconf.enum.pt")
+    torch.save(
+        {"w": torch.ones(2), "cfg": OmegaConf.create({"color": Color.RED})},
+        FOLDER / "omegaconf.enum.pt",
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Tags, map_location and the view of the host, against torch itself, a fake nvidia-smi and faked CUDA devices."""
+"""Tags, map_location and the view of the host, against torch itself, a fake nvidia-smi and faked
+CUDA devices.
+"""
 
 from __future__ import annotations
 
@@ -57,9 +59,13 @@ def smi(tmp_path) -> Callable[..., None]:
 
 @pytest.fixture
 def torch_sees(monkeypatch) -> Callable[..., None]:
-    """Makes torch see one CUDA device for each of `free` (bytes; an error where None), and no other accelerator."""
+    """Makes torch see one CUDA device for each of `free` (bytes; an error where None), and no other
+    accelerator.
+    """
 
-    def see(*free: int | None, built: str | None = "12.8", current: int = 0, uuids: tuple[str, ...] = ()) -> None:
+    def see(
+        *free: int | None, built: str | None = "12.8", current: int = 0, uuids: tuple[str, ...] = ()
+    ) -> None:
         def mem_get_info(index: int) -> tuple[int, int]:
             if free[index] is None:
                 raise RuntimeError("CUDA error: out of memory\nmore lines")
@@ -96,7 +102,11 @@ def save_tagged(monkeypatch, tmp_path) -> Callable[..., Path]:
         by_address = {tensor.data_ptr(): tag for tag, tensor in tensors.items()}
         path = tmp_path / "tagged.pt"
         with monkeypatch.context() as patch:
-            tagger = (5, lambda storage: by_address[storage.data_ptr()], lambda storage, location: None)
+            tagger = (
+                5,
+                lambda storage: by_address[storage.data_ptr()],
+                lambda storage, location: None,
+            )
             patch.setattr(torch.serialization, "_package_registry", [tagger])
             torch.save(tensors, path)
         return path
@@ -141,8 +151,10 @@ def test_valid_tags_have_one_canonical_form(tag, canonical):
 
 @pytest.mark.parametrize(
     "tag",
-    ["", ":", ":0", "cuda:", "cuda:01", "cuda:-1", "cuda:+1", "cuda: 1", "cuda:1:2", "cuda:128", "cuda:255", "cuda1",
-     "cuda:" + "9" * 5000, "cuda:١", "cpu:1", "mps:1", "gpu", "0", "keep", "auto", "metal", "mkldnn", "cuda:0\n"],
+    ["", ":", ":0", "cuda:", "cuda:01", "cuda:-1", "cuda:+1", "cuda: 1", "cuda:1:2", "cuda:128",
+        "cuda:255", "cuda1",
+     "cuda:" + "9" * 5000, "cuda:١", "cpu:1", "mps:1", "gpu", "0", "keep", "auto", "metal",
+     "mkldnn", "cuda:0\n"],
 )  # fmt: skip
 def test_anything_else_is_refused_with_the_valid_forms(tag):
     text = refusal(check_tag, tag)
@@ -151,7 +163,10 @@ def test_anything_else_is_refused_with_the_valid_forms(tag):
     assert "meta tensor" not in text
 
 
-@pytest.mark.parametrize(("tag", "meant"), [("CUDA:1", "cuda:1"), (" Cpu ", "cpu"), ("NPU", "npu"), ("cuda:0\n", "cuda:0")])
+@pytest.mark.parametrize(
+    ("tag", "meant"),
+    [("CUDA:1", "cuda:1"), (" Cpu ", "cpu"), ("NPU", "npu"), ("cuda:0\n", "cuda:0")],
+)
 def test_a_misspelt_tag_is_answered_with_the_right_spelling(tag, meant):
     assert f"write {meant};" in refusal(check_tag, tag)
 
@@ -200,7 +215,12 @@ def test_tags_are_checked_without_torch(no_torch):
 
 def test_a_pair_wins_over_the_device_and_the_device_over_the_tag():
     tags = TagMap("cpu", (("cuda:3", "cuda:0"), ("cuda:0", "cuda:1")))
-    assert [tags(tag) for tag in ("cuda:3", "cuda:0", "xpu:0", "cpu")] == ["cuda:0", "cuda:1", "cpu", "cpu"]
+    assert [tags(tag) for tag in ("cuda:3", "cuda:0", "xpu:0", "cpu")] == [
+        "cuda:0",
+        "cuda:1",
+        "cpu",
+        "cpu",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -221,7 +241,9 @@ def test_pairs_mean_what_a_dict_means_to_torch_load(targets, save_tagged, monkey
         restored.append(location)
         return storage
 
-    monkeypatch.setattr(torch.serialization, "_package_registry", [(5, lambda storage: None, restore)])
+    monkeypatch.setattr(
+        torch.serialization, "_package_registry", [(5, lambda storage: None, restore)]
+    )
     torch.load(path, map_location=dict(targets))
     assert restored == [TagMap(None, tuple(targets.items()))(tag) for tag in tags]
 
@@ -329,7 +351,9 @@ def test_visible_uuids_are_resolved_as_torch_resolves_them(env, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", env)
     named = torch.cuda._parse_visible_devices()
-    assert visible_indices(env, FOUR) == torch.cuda._transform_uuid_to_ordinals(named, [gpu.uuid for gpu in FOUR])
+    assert visible_indices(env, FOUR) == torch.cuda._transform_uuid_to_ordinals(
+        named, [gpu.uuid for gpu in FOUR]
+    )
 
 
 def test_no_gpu_is_visible_where_there_is_none():
@@ -343,9 +367,23 @@ def test_the_survey_tells_logical_from_physical(smi, monkeypatch):
     smi(*ROWS)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
     host = survey_host(ask_torch=False)
-    assert [(gpu.physical, gpu.logical) for gpu in host.gpus] == [(0, None), (1, 1), (2, 0), (3, None)]
-    assert host.gpus[2] == Gpu(0, 2, "NVIDIA A100-SXM4-80GB", "GPU-bbbb3333-0000", 81920 << 20, 60000 << 20)
-    assert (host.visible, host.torch, host.cuda, host.mps, host.xpu, host.notes) == ("2,1", None, 2, False, 0, ())
+    assert [(gpu.physical, gpu.logical) for gpu in host.gpus] == [
+        (0, None),
+        (1, 1),
+        (2, 0),
+        (3, None),
+    ]
+    assert host.gpus[2] == Gpu(
+        0, 2, "NVIDIA A100-SXM4-80GB", "GPU-bbbb3333-0000", 81920 << 20, 60000 << 20
+    )
+    assert (host.visible, host.torch, host.cuda, host.mps, host.xpu, host.notes) == (
+        "2,1",
+        None,
+        2,
+        False,
+        0,
+        (),
+    )
 
 
 def test_a_host_without_nvidia_smi_is_surveyed_in_silence():
@@ -355,7 +393,9 @@ def test_a_host_without_nvidia_smi_is_surveyed_in_silence():
 
 def test_memory_that_nvidia_smi_does_not_tell_and_odd_names_are_read(smi):
     smi("0, GPU-1, NVIDIA GB10, rev 2, [N/A], [N/A]")
-    assert survey_host(ask_torch=False).gpus == (Gpu(0, 0, "NVIDIA GB10,rev 2", "GPU-1", None, None),)
+    assert survey_host(ask_torch=False).gpus == (
+        Gpu(0, 0, "NVIDIA GB10,rev 2", "GPU-1", None, None),
+    )
 
 
 @pytest.mark.parametrize(
@@ -442,7 +482,11 @@ def test_torch_numbers_the_gpus_by_uuid_where_it_tells_them(smi, torch_sees):
     torch_sees(5 * GIB, 6 * GIB, uuids=("bbbb3333-0000", "aaaa1111-0000"))
     host = survey_host(ask_torch=True)
     assert {gpu.physical: gpu.logical for gpu in host.gpus} == {2: 0, 0: 1, 1: None}
-    assert {gpu.physical: gpu.free for gpu in host.gpus} == {0: 1024 << 20, 1: 70000 << 20, 2: 60000 << 20}
+    assert {gpu.physical: gpu.free for gpu in host.gpus} == {
+        0: 1024 << 20,
+        1: 70000 << 20,
+        2: 60000 << 20,
+    }
     assert host.cuda == 2
 
 
@@ -484,10 +528,14 @@ def test_a_broken_driver_gives_notes_and_no_exception(torch_sees, monkeypatch):
     assert "torch warns: CUDA initialization: the NVIDIA driver is too old" in host.notes
 
 
-def test_a_torch_that_does_not_import_is_noted_and_a_missing_one_is_not(no_torch, monkeypatch, tmp_path):
+def test_a_torch_that_does_not_import_is_noted_and_a_missing_one_is_not(
+    no_torch, monkeypatch, tmp_path
+):
     host = survey_host(ask_torch=True)
     assert (host.torch, host.notes) == (None, ())
-    (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
+    (tmp_path / "torch.py").write_text(
+        "raise OSError('libcudart.so.12: cannot open shared object file')"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "torch")
     (note,) = survey_host(ask_torch=True).notes
@@ -569,7 +617,9 @@ def test_a_device_that_is_here_is_given(torch_sees):
     torch_sees(1, 1, current=1)
     assert devices.require_device("cpu") == devices.require_device("cpu:0") == torch.device("cpu")
     assert devices.require_device("cuda:0") == torch.device("cuda", 0)
-    assert devices.require_device("cuda") == torch.device("cuda", 1), "bare cuda is the current device"
+    assert devices.require_device("cuda") == torch.device("cuda", 1), (
+        "bare cuda is the current device"
+    )
 
 
 def test_an_xpu_is_given_as_a_cuda_device_is(torch_sees, monkeypatch):
@@ -579,7 +629,9 @@ def test_an_xpu_is_given_as_a_cuda_device_is(torch_sees, monkeypatch):
     monkeypatch.setattr(torch.xpu, "current_device", lambda: 1)
     assert devices.require_device("xpu") == torch.device("xpu", 1)
     assert devices.require_device("xpu:0") == torch.device("xpu", 0)
-    assert "this host has 2 XPU devices, xpu:0 and xpu:1;" in refusal(devices.require_device, "xpu:2")
+    assert "this host has 2 XPU devices, xpu:0 and xpu:1;" in refusal(
+        devices.require_device, "xpu:2"
+    )
 
 
 @pytest.mark.parametrize("tag", ["meta", "weird", "cuda:01", "", "cuda:0\x1b[31m"])
@@ -592,7 +644,9 @@ def test_a_stored_tag_that_is_no_device_is_answered_with_the_remedy(tag):
 def test_a_device_beyond_the_last_is_answered_with_those_that_are_here(torch_sees):
     torch_sees(1, 1)
     text = refusal(devices.require_device, "cuda:3")
-    assert text == f"cuda:3 is not here: this host has 2 CUDA devices, cuda:0 and cuda:1; {ELSEWHERE}"
+    assert (
+        text == f"cuda:3 is not here: this host has 2 CUDA devices, cuda:0 and cuda:1; {ELSEWHERE}"
+    )
     torch_sees(1)
     assert "this host has 1 CUDA device, cuda:0;" in refusal(devices.require_device, "cuda:1")
 
@@ -631,7 +685,9 @@ def test_a_driver_that_fails_is_quoted_and_not_raised(torch_sees, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", fail)
     assert "(torch: CUDA unknown error)" in refusal(devices.require_device, "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", fail)
-    assert "sees no CUDA device (torch: CUDA unknown error)" in refusal(devices.require_device, "cuda:0")
+    assert "sees no CUDA device (torch: CUDA unknown error)" in refusal(
+        devices.require_device, "cuda:0"
+    )
 
 
 @pytest.mark.parametrize(
@@ -666,8 +722,15 @@ def torch_loads_to(path: Path, map_location: object) -> object:
     return tensor.device
 
 
-@pytest.mark.parametrize("tag", ["cpu", "cuda", "cuda:0", "cuda:90", "mps", "xpu:0", "hpu", "mtia", "npu:0", "ipu", "weird"])
-@pytest.mark.parametrize("map_location", [None, "cpu", torch.device("cpu"), {"cuda:0": "cpu"}, {"cpu": "cuda:90"}], ids=str)
+@pytest.mark.parametrize(
+    "tag",
+    ["cpu", "cuda", "cuda:0", "cuda:90", "mps", "xpu:0", "hpu", "mtia", "npu:0", "ipu", "weird"],
+)
+@pytest.mark.parametrize(
+    "map_location",
+    [None, "cpu", torch.device("cpu"), {"cuda:0": "cpu"}, {"cpu": "cuda:90"}],
+    ids=str,
+)
 def test_a_tag_goes_where_torch_load_takes_it(tag, map_location, save_tagged):
     try:
         ours: object = devices.location_for(map_location, tag)
@@ -703,7 +766,9 @@ def test_each_tag_is_looked_up_once(torch_sees, monkeypatch):
     assert len(counted) == 1
 
 
-@pytest.mark.parametrize("map_location", [0, 1.5, b"cpu", ["cpu"], lambda storage, location: storage])
+@pytest.mark.parametrize(
+    "map_location", [0, 1.5, b"cpu", ["cpu"], lambda storage, location: storage]
+)
 def test_what_is_no_location_is_refused(map_location):
     text = refusal(devices.resolve_map_location, map_location)
     assert "is not a location" in text
@@ -712,7 +777,9 @@ def test_what_is_no_location_is_refused(map_location):
 
 def test_a_dict_may_hold_devices(torch_sees):
     torch_sees(1, 1)
-    assert devices.location_for({"cuda:7": torch.device("cuda", 1)}, "cuda:7") == torch.device("cuda", 1)
+    assert devices.location_for({"cuda:7": torch.device("cuda", 1)}, "cuda:7") == torch.device(
+        "cuda", 1
+    )
 
 
 @pytest.mark.parametrize("map_location", ["meta", torch.device("meta"), "CPU"])
@@ -728,7 +795,9 @@ def test_importing_the_module_imports_nothing_heavy():
     code = "import sys, ckptconv.support.errors; before = set(sys.modules); import ckptconv.devices.host"
     code += f"\nprint(*(set(sys.modules) - before) & set({heavy}))"
     root = Path(devices.__file__).parents[1]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == []
 
 

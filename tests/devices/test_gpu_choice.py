@@ -1,4 +1,6 @@
-"""`devices --export`: what shells evaluate, given what real nvidia-smi versions print, and when nothing is printed."""
+"""`devices --export`: what shells evaluate, given what real nvidia-smi versions print, and when
+nothing is printed.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ def refusal(**wanted: int) -> str:
 
 
 def export(*arguments: str, tmp_path: Path, **env: str):
-    return run("devices", "--export", *arguments, cwd=tmp_path, env={"PATH": str(tmp_path / "bin"), **env})
+    return run(
+        "devices", "--export", *arguments, cwd=tmp_path, env={"PATH": str(tmp_path / "bin"), **env}
+    )
 
 
 # The choice
@@ -118,8 +122,14 @@ def test_count_and_free_memory_narrow_the_choice(wanted, visible, smi):
     ("wanted", "words"),
     [
         ({"count": 9}, "9 GPUs wanted, but only 8 can be seen"),
-        ({"min_free": 20_000_000_000}, "1 GPU with 19074 MiB free wanted, but none of 8 can be used: GPU 0 has 11404 MiB free"),
-        ({"min_free": 11000 << 20, "count": 2}, "2 GPUs with 11000 MiB free wanted, but 1 of 8 can be used: GPU 1 has 2174"),
+        (
+            {"min_free": 20_000_000_000},
+            "1 GPU with 19074 MiB free wanted, but none of 8 can be used: GPU 0 has 11404 MiB free",
+        ),
+        (
+            {"min_free": 11000 << 20, "count": 2},
+            "2 GPUs with 11000 MiB free wanted, but 1 of 8 can be used: GPU 1 has 2174",
+        ),
     ],
 )
 def test_too_few_gpus_are_refused_with_what_there_is(wanted, words, smi):
@@ -145,13 +155,20 @@ def test_a_broken_gpu_is_passed_over_and_named(smi):
 def test_a_gpu_in_mig_mode_is_passed_over_and_the_others_are_named_by_uuid(smi):
     smi("a100-4")
     choice = choose_gpus(count=2)
-    assert choice.visible == "GPU-b4199570-ed3c-2a6b-646a-af77be93eac5,GPU-1a4dff29-ab6d-9f64-f125-8b7cebdaac4a"
+    assert (
+        choice.visible
+        == "GPU-b4199570-ed3c-2a6b-646a-af77be93eac5,GPU-1a4dff29-ab6d-9f64-f125-8b7cebdaac4a"
+    )
     assert "GPU 0 is in MIG mode" in choice.notes[0]
     assert "3 of 4 can be used: GPU 0 is in MIG mode" in refusal(count=4)
 
 
 def test_where_all_gpus_are_in_mig_mode_none_is_chosen(program):
-    program("nvidia-smi", f'case "$1" in *mig.mode*) echo "0, Enabled";; *) {rows("0, GPU-1-1, A100, 81920, 81000")};; esac')
+    program(
+        "nvidia-smi",
+        'case "$1" in *mig.mode*) echo "0, Enabled";; *) '
+        f"{rows('0, GPU-1-1, A100, 81920, 81000')};; esac",
+    )
     assert "none of 1 can be used: GPU 0 is in MIG mode" in refusal()
 
 
@@ -168,7 +185,9 @@ def test_a_name_that_is_no_uuid_is_never_printed(uuid, program):
 
 def test_a_warning_beside_a_whole_list_is_passed_on(smi):
     smi("inforom")
-    assert choose_gpus().notes == ("nvidia-smi says: WARNING: infoROM is corrupted at gpu 0000:B3:00.0",)
+    assert choose_gpus().notes == (
+        "nvidia-smi says: WARNING: infoROM is corrupted at gpu 0000:B3:00.0",
+    )
 
 
 # CUDA_VISIBLE_DEVICES is set already
@@ -186,7 +205,9 @@ def test_a_warning_beside_a_whole_list_is_passed_on(smi):
         ("GPU-2090c509-a97a-e2fe-68f4-cf9e874c36f2", "2"),
     ],
 )
-def test_what_is_visible_limits_the_choice_and_the_numbers_stay_physical(env, visible, smi, monkeypatch):
+def test_what_is_visible_limits_the_choice_and_the_numbers_stay_physical(
+    env, visible, smi, monkeypatch
+):
     smi("titan-x-8")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", env)
     assert chosen() == visible
@@ -204,7 +225,9 @@ def test_where_no_gpu_is_visible_there_is_nothing_to_choose(env, smi, monkeypatc
     assert "none of 0 can be used: CUDA_VISIBLE_DEVICES=" in refusal(count=1)
 
 
-@pytest.mark.parametrize("env", ["MIG-8932f937-d72c-4106-c12f-20bd9faed9f6", "MIG-GPU-aaaa1111-0000/1/0"])
+@pytest.mark.parametrize(
+    "env", ["MIG-8932f937-d72c-4106-c12f-20bd9faed9f6", "MIG-GPU-aaaa1111-0000/1/0"]
+)
 def test_a_mig_instance_that_is_named_stays(env, smi, monkeypatch):
     smi("a100-4")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", env)
@@ -220,7 +243,11 @@ def test_indices_that_cuda_may_count_otherwise_are_refused_until_the_order_is_se
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     assert chosen() == "0"
     monkeypatch.delenv("CUDA_DEVICE_ORDER")
-    for env in ("0,1", "1,0", "GPU-00000000-0000-0000-0000-00000000000b,GPU-00000000-0000-0000-0000-00000000000a"):
+    for env in (
+        "0,1",
+        "1,0",
+        "GPU-00000000-0000-0000-0000-00000000000b,GPU-00000000-0000-0000-0000-00000000000a",
+    ):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", env)
         assert chosen() == "1,0", "all of them, whatever their order"
 
@@ -231,9 +258,16 @@ def test_indices_that_cuda_may_count_otherwise_are_refused_until_the_order_is_se
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        ("driver-not-loaded", "nvidia-smi failed (exit 9): NVIDIA-SMI has failed because it couldn't communicate"),
+        (
+            "driver-not-loaded",
+            "nvidia-smi failed (exit 9): NVIDIA-SMI has failed because it couldn't communicate",
+        ),
         ("version-mismatch", "nvidia-smi failed (exit 18): Failed to initialize NVML"),
-        ("lost", "nvidia-smi failed (exit 15): Unable to determine the device handle for GPU 0000:02:00.0"),
+        (
+            "lost",
+            "nvidia-smi failed (exit 15): Unable to determine the device handle for GPU "
+            "0000:02:00.0",
+        ),
     ],
 )
 def test_an_nvidia_smi_that_fails_is_an_error_that_quotes_it(answer, words, smi, tmp_path):
@@ -284,7 +318,9 @@ def test_a_host_without_nvidia_smi_has_nothing_to_evaluate(tmp_path):
     done = export(tmp_path=tmp_path)
     assert (done.exit, done.out, done.err) == (0, "", "note: this host has no NVIDIA GPU\n")
     assert "none of 0 can be used" in assert_one_error(export("--count", "1", tmp_path=tmp_path))
-    assert "none of 0 can be used" in assert_one_error(export("--min-free", "1GB", tmp_path=tmp_path))
+    assert "none of 0 can be used" in assert_one_error(
+        export("--min-free", "1GB", tmp_path=tmp_path)
+    )
 
 
 def test_an_nvidia_smi_that_finds_no_device_is_such_a_host(smi, tmp_path):
@@ -302,9 +338,18 @@ def test_an_nvidia_smi_that_finds_no_device_is_such_a_host(smi, tmp_path):
     [
         ((), [ORDER, "export CUDA_VISIBLE_DEVICES=1,0"]),
         (("--shell", "sh"), [ORDER, "export CUDA_VISIBLE_DEVICES=1,0"]),
-        (("--shell", "fish"), ["set -gx CUDA_DEVICE_ORDER PCI_BUS_ID", "set -gx CUDA_VISIBLE_DEVICES 1,0"]),
-        (("--shell", "powershell"), ["$env:CUDA_DEVICE_ORDER = 'PCI_BUS_ID'", "$env:CUDA_VISIBLE_DEVICES = '1,0'"]),
-        (("--shell", "cmd"), ['set "CUDA_DEVICE_ORDER=PCI_BUS_ID"', 'set "CUDA_VISIBLE_DEVICES=1,0"']),
+        (
+            ("--shell", "fish"),
+            ["set -gx CUDA_DEVICE_ORDER PCI_BUS_ID", "set -gx CUDA_VISIBLE_DEVICES 1,0"],
+        ),
+        (
+            ("--shell", "powershell"),
+            ["$env:CUDA_DEVICE_ORDER = 'PCI_BUS_ID'", "$env:CUDA_VISIBLE_DEVICES = '1,0'"],
+        ),
+        (
+            ("--shell", "cmd"),
+            ['set "CUDA_DEVICE_ORDER=PCI_BUS_ID"', 'set "CUDA_VISIBLE_DEVICES=1,0"'],
+        ),
     ],
 )
 def test_each_shell_gets_its_own_words(shell, lines, smi, tmp_path):
@@ -316,16 +361,27 @@ def test_each_shell_gets_its_own_words(shell, lines, smi, tmp_path):
 def test_json_has_the_choice_as_fields(smi, tmp_path):
     smi("two-kinds")
     document = export("--json", "--count", "1", tmp_path=tmp_path).json()
-    assert (document["cuda_visible_devices"], document["cuda_device_order"], document["notes"]) == ("1", "PCI_BUS_ID", [])
+    assert (document["cuda_visible_devices"], document["cuda_device_order"], document["notes"]) == (
+        "1",
+        "PCI_BUS_ID",
+        [],
+    )
     (gpu,) = document["gpus"]
     assert (gpu["physical"], gpu["free_bytes"], gpu["total_bytes"]) == (1, 16000 << 20, 16384 << 20)
-    assert (gpu["name"], gpu["uuid"]) == ("NVIDIA GeForce RTX 3080 Ti", "GPU-00000000-0000-0000-0000-00000000000b")
+    assert (gpu["name"], gpu["uuid"]) == (
+        "NVIDIA GeForce RTX 3080 Ti",
+        "GPU-00000000-0000-0000-0000-00000000000b",
+    )
     failed = export("--json", "--count", "3", tmp_path=tmp_path)
     assert failed.exit == 1
     assert "only 2 can be seen" in json.dumps(failed.json())
     (tmp_path / "bin" / "nvidia-smi").unlink()
     document = export("--json", tmp_path=tmp_path).json()
-    assert (document["cuda_visible_devices"], document["cuda_device_order"], document["gpus"]) == (None, None, [])
+    assert (document["cuda_visible_devices"], document["cuda_device_order"], document["gpus"]) == (
+        None,
+        None,
+        [],
+    )
 
 
 @pytest.mark.parametrize(
@@ -355,7 +411,9 @@ def test_torch_is_never_imported(smi, tmp_path):
     (tmp_path / "fake" / "torch").mkdir(parents=True)
     (tmp_path / "fake" / "torch" / "__init__.py").write_text("raise SystemExit(99)")
     path = os.pathsep.join((str(tmp_path / "fake"), str(ROOT)))
-    assert run("devices", cwd=tmp_path, env={"PYTHONPATH": path}).exit == 99, "the fake torch is found"
+    assert run("devices", cwd=tmp_path, env={"PYTHONPATH": path}).exit == 99, (
+        "the fake torch is found"
+    )
     assert export(tmp_path=tmp_path, PYTHONPATH=path).exit == 0
 
 
@@ -367,10 +425,20 @@ def ckptconv(program) -> None:
     program("ckptconv", f'exec {shlex.quote(sys.executable)} -m ckptconv "$@"')
 
 
-def evaluated(shell: str, script: str, tmp_path: Path, **env: str) -> subprocess.CompletedProcess[str]:
+def evaluated(
+    shell: str, script: str, tmp_path: Path, **env: str
+) -> subprocess.CompletedProcess[str]:
     variables = environment(PATH=f"{tmp_path / 'bin'}:/usr/bin:/bin", **env)
     command = [shutil.which(shell, path="/usr/bin:/bin:/usr/local/bin") or shell, "-c", script]
-    return subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
 
 SHOWN = "sh -c 'echo \"${CUDA_DEVICE_ORDER-unset} ${CUDA_VISIBLE_DEVICES-unset}\"'"

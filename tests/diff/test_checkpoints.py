@@ -26,7 +26,15 @@ save_file = pytest.importorskip("safetensors.torch").save_file
 DDP, TRAIN = SAMPLES / "ddp_cuda3.pt", SAMPLES / "ddp_cuda3_train.pt"
 NAN, INF = float("nan"), float("inf")
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
-DTYPES = [*FLOATS, torch.complex64, torch.complex128, torch.int64, torch.int8, torch.uint8, torch.bool]
+DTYPES = [
+    *FLOATS,
+    torch.complex64,
+    torch.complex128,
+    torch.int64,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+]
 VALUES = st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.5, 1.001, 1e-4, 3.0, 100.0, NAN, INF, -INF])
 
 
@@ -35,7 +43,7 @@ def saved(folder: Path, name: str, tree: Any) -> Path:
     return folder / name
 
 
-# ----------------------------------------------------------------------------------------------------- a plain torch loop
+# ------------------------------------------------------------------------------- a plain torch loop
 
 
 @st.composite
@@ -47,7 +55,9 @@ def tensors(draw: st.DrawFn) -> Any:
     if not (dtype.is_floating_point or dtype.is_complex):
         values = [int(value) if math.isfinite(value) else 7 for value in values]
     tensor = torch.tensor(values, dtype=dtype).reshape(rows, columns)
-    return strided(tensor, draw(st.sampled_from(["as it is", "transposed", "with gaps", "conjugated"])))
+    return strided(
+        tensor, draw(st.sampled_from(["as it is", "transposed", "with gaps", "conjugated"]))
+    )
 
 
 def strided(tensor: Any, how: str) -> Any:
@@ -69,7 +79,20 @@ def pairs(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any]]:
     first = {f"k{number}": draw(tensors()) for number in range(draw(st.integers(1, 5)))}
     second = {}
     for key, tensor in first.items():
-        change = draw(st.sampled_from(["none", "none", "lies otherwise", "an element", "a sign", "dtype", "shape", "left out"]))
+        change = draw(
+            st.sampled_from(
+                [
+                    "none",
+                    "none",
+                    "lies otherwise",
+                    "an element",
+                    "a sign",
+                    "dtype",
+                    "shape",
+                    "left out",
+                ]
+            )
+        )
         if change != "left out":
             second[key] = changed(tensor, change, draw)
     if draw(st.booleans()):
@@ -84,7 +107,9 @@ def changed(tensor: Any, change: str, draw: st.DrawFn) -> Any:
     if change == "an element" and plain.numel():
         place = draw(st.integers(0, plain.numel() - 1))
         value = draw(VALUES)
-        plain.view(-1)[place] = value if plain.is_floating_point() or plain.is_complex() else int(math.isfinite(value))
+        plain.view(-1)[place] = (
+            value if plain.is_floating_point() or plain.is_complex() else int(math.isfinite(value))
+        )
     if change == "a sign" and (plain.is_floating_point() or plain.is_complex()):
         return -plain
     if change == "dtype" and not plain.is_complex():
@@ -101,7 +126,9 @@ def in_common(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
     return [
         key
         for key in first
-        if key in second and first[key].dtype == second[key].dtype and first[key].shape == second[key].shape
+        if key in second
+        and first[key].dtype == second[key].dtype
+        and first[key].shape == second[key].shape
     ]
 
 
@@ -110,20 +137,31 @@ def in_common(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
 def test_it_finds_what_a_loop_with_torch_finds(pair):
     first, second = pair
     with tempfile.TemporaryDirectory() as folder:
-        found = diff_checkpoints(saved(Path(folder), "a.pt", first), saved(Path(folder), "b.pt", second))
+        found = diff_checkpoints(
+            saved(Path(folder), "a.pt", first), saved(Path(folder), "b.pt", second)
+        )
     assert list(found.only_a) == [key for key in first if key not in second]
     assert list(found.only_b) == [key for key in second if key not in first]
     both = [key for key in first if key in second]
-    assert [item.key for item in found.dtypes] == [key for key in both if first[key].dtype != second[key].dtype]
-    assert [item.key for item in found.shapes] == [key for key in both if first[key].shape != second[key].shape]
+    assert [item.key for item in found.dtypes] == [
+        key for key in both if first[key].dtype != second[key].dtype
+    ]
+    assert [item.key for item in found.shapes] == [
+        key for key in both if first[key].shape != second[key].shape
+    ]
     alike = in_common(first, second)
-    assert {item.key for item in found.values} == {key for key in alike if not same_bits(first[key], second[key])}
+    assert {item.key for item in found.values} == {
+        key for key in alike if not same_bits(first[key], second[key])
+    }
     assert len({item.key for item in found.values}) == len(found.values)
     for item in found.values:
         assert_described(item.deviation, first[item.key], second[item.key])
         assert_measured(item.deviation, first[item.key], second[item.key])
     deviations = [item.deviation for item in found.values]
-    worse = [(bool(item.nans) or item.max_abs == INF, item.rel_l2, item.max_abs or 0.0) for item in deviations]
+    worse = [
+        (bool(item.nans) or item.max_abs == INF, item.rel_l2, item.max_abs or 0.0)
+        for item in deviations
+    ]
     assert worse == sorted(worse, reverse=True)
     assert found.same == (both == list(first) == list(second) == alike and not found.values)
 
@@ -139,7 +177,9 @@ def parts_of(tensor: Any) -> list[list[float]]:
 def assert_measured(found: Any, first: Any, second: Any) -> None:
     """Relative L2 and cosine by exact arithmetic, over the elements that are finite in both."""
     elements = list(zip(parts_of(first), parts_of(second), strict=True))
-    finite = [pair for pair in elements if all(math.isfinite(value) for side in pair for value in side)]
+    finite = [
+        pair for pair in elements if all(math.isfinite(value) for side in pair for value in side)
+    ]
     assert found.nonfinite == len(elements) - len(finite)
     ours, theirs = ([Fraction(value) for pair in finite for value in pair[side]] for side in (0, 1))
     apart = sum((a - b) ** 2 for a, b in zip(ours, theirs, strict=True))
@@ -156,15 +196,28 @@ def assert_measured(found: Any, first: Any, second: Any) -> None:
 
 def assert_described(found: Any, first: Any, second: Any) -> None:
     """Count, largest differences and their place, by torch in float64."""
-    wide = torch.complex128 if first.is_complex() else torch.float64 if first.is_floating_point() else torch.int64
+    wide = (
+        torch.complex128
+        if first.is_complex()
+        else torch.float64
+        if first.is_floating_point()
+        else torch.int64
+    )
     ours, theirs = first.resolve_conj().to(wide), second.resolve_conj().to(wide)
-    bits = [torch.frombuffer(bytearray(oracle.value_bytes(tensor)), dtype=torch.uint8) for tensor in (first, second)]
+    bits = [
+        torch.frombuffer(bytearray(oracle.value_bytes(tensor)), dtype=torch.uint8)
+        for tensor in (first, second)
+    ]
     differ = (bits[0] != bits[1]).reshape(-1, first.element_size()).any(1)
     assert (found.count, found.numel) == (int(differ.sum()), first.numel())
-    apart = torch.where(ours == theirs, torch.zeros(()).double(), (ours - theirs).abs().double()).reshape(-1)[differ]
+    apart = torch.where(
+        ours == theirs, torch.zeros(()).double(), (ours - theirs).abs().double()
+    ).reshape(-1)[differ]
     numbers = apart[~apart.isnan()]
     assert found.nans == len(apart) - len(numbers)
-    assert found.max_abs == (pytest.approx(numbers.max().item(), rel=1e-15) if len(numbers) else None)
+    assert found.max_abs == (
+        pytest.approx(numbers.max().item(), rel=1e-15) if len(numbers) else None
+    )
     assert differ.reshape(first.shape)[found.where]
     if len(numbers):
         size = theirs.abs().double().reshape(-1)[differ][~apart.isnan()]
@@ -186,13 +239,15 @@ def test_within_a_tolerance_it_finds_what_isclose_finds(pair, bounds, equal_nan)
     for key in in_common(first, second):
         ours, theirs = first[key].resolve_conj(), second[key].resolve_conj()
         wide = torch.complex128 if ours.is_complex() else torch.float64
-        close = torch.isclose(ours.to(wide), theirs.to(wide), atol=bounds[0], rtol=bounds[1], equal_nan=equal_nan)
+        close = torch.isclose(
+            ours.to(wide), theirs.to(wide), atol=bounds[0], rtol=bounds[1], equal_nan=equal_nan
+        )
         if not close.all():
             far[key] = int((~close).sum())
     assert {item.key: item.deviation.count for item in found.values} == far
 
 
-# ------------------------------------------------------------------------------------------------------------ the formats
+# -------------------------------------------------------------------------------------- the formats
 
 
 @pytest.mark.parametrize("name", ["out.pt", "out.safetensors", "folder"])
@@ -200,17 +255,28 @@ def test_a_conversion_is_the_same_in_every_format(name, tmp_path):
     options = {"max_shard_size": "2kB"} if name == "folder" else {}
     convert_checkpoint(TRAIN, tmp_path / name, fsync=False, **options)
     found = diff_checkpoints(TRAIN, tmp_path / name, keys=KeyRules("strip"))
-    assert found.same and found.tensors == len(torch.load(DDP, map_location="cpu", weights_only=True))
+    assert found.same and found.tensors == len(
+        torch.load(DDP, map_location="cpu", weights_only=True)
+    )
 
 
 def test_a_ddp_file_is_compared_with_its_bare_one(tmp_path):
     state_dict = {"fc.weight": torch.rand(3, 3), "fc.bias": torch.rand(3)}
     bare = saved(tmp_path, "bare.pt", state_dict)
-    wrapped = saved(tmp_path, "ddp.pt", {f"module.{key}": value for key, value in state_dict.items()})
+    wrapped = saved(
+        tmp_path, "ddp.pt", {f"module.{key}": value for key, value in state_dict.items()}
+    )
     plain = diff_checkpoints(wrapped, bare)
-    assert plain.only_a == ("module.fc.weight", "module.fc.bias") and plain.only_b == ("fc.weight", "fc.bias")
+    assert plain.only_a == ("module.fc.weight", "module.fc.bias") and plain.only_b == (
+        "fc.weight",
+        "fc.bias",
+    )
     assert any("--keys strip" in note for note in plain.notes)
-    for rules in (KeyRules("strip"), KeyRules("keep", ("module.",)), KeyRules("keep", renames=(("module.", ""),))):
+    for rules in (
+        KeyRules("strip"),
+        KeyRules("keep", ("module.",)),
+        KeyRules("keep", renames=(("module.", ""),)),
+    ):
         assert diff_checkpoints(wrapped, bare, keys=rules).same
     assert diff_checkpoints(bare, wrapped, keys=KeyRules("keep", add_prefix="module.")).same
     only_bias = KeyRules("strip", include=("*.bias",))
@@ -226,22 +292,33 @@ def test_a_rule_that_meets_no_key_does_not_make_files_the_same(tmp_path):
     one = saved(tmp_path, "a.pt", {"fc.weight": torch.zeros(3), "extra": torch.ones(1)})
     other = saved(tmp_path, "b.pt", {"fc.weight": torch.ones(3), "more": torch.ones(1)})
     for options in (
-        ("--include", "fc_*"), ("--include", "fc*", "--include", "cf*"), ("--exclude", "x*"), ("--strip-prefix", "net."),
+        ("--include", "fc_*"), ("--include", "fc*", "--include", "cf*"), ("--exclude", "x*"),
+        ("--strip-prefix", "net."),
         ("--rename", "fc.bias=b"), ("--preset", "peft"),
     ):  # fmt: skip
-        assert "matches no key" in assert_one_error(run("diff", one, other, *options, cwd=tmp_path), code=2), options
+        assert "matches no key" in assert_one_error(
+            run("diff", one, other, *options, cwd=tmp_path), code=2
+        ), options
     for options in (("--exclude", "*"), ("--include", "extra", "--exclude", "extra")):
-        assert "no key is left" in assert_one_error(run("diff", one, other, *options, cwd=tmp_path), code=2), options
-    for glob, only in (("extra", ("extra",)), ("more", ())):  # a glob may meet keys of one side only
+        assert "no key is left" in assert_one_error(
+            run("diff", one, other, *options, cwd=tmp_path), code=2
+        ), options
+    # a glob may meet keys of one side only
+    for glob, only in (("extra", ("extra",)), ("more", ())):
         assert diff_checkpoints(one, other, keys=KeyRules("keep", include=(glob,))).only_a == only
-    assert run("diff", one, other, "--keys", "strip", cwd=tmp_path).exit == 1, "no wrapper is not an error"
+    assert run("diff", one, other, "--keys", "strip", cwd=tmp_path).exit == 1, (
+        "no wrapper is not an error"
+    )
 
 
 @pytest.mark.parametrize("bounds", [(NAN, 0.0), (0.0, NAN), (-1.0, 0.0)])
 def test_a_tolerance_that_is_none_is_refused(bounds, tmp_path):
     with pytest.raises(ValueError, match="a tolerance is 0 or more"):
         Tolerance(*bounds)
-    assert_one_error(run("diff", DDP, DDP, "--atol", str(bounds[0]), "--rtol", str(bounds[1]), cwd=tmp_path), code=2)
+    assert_one_error(
+        run("diff", DDP, DDP, "--atol", str(bounds[0]), "--rtol", str(bounds[1]), cwd=tmp_path),
+        code=2,
+    )
 
 
 def test_corpus_files_are_the_same_as_their_conversions(corpus, tmp_path):
@@ -252,7 +329,8 @@ def test_corpus_files_are_the_same_as_their_conversions(corpus, tmp_path):
             convert_checkpoint(path, output, keys="keep", fsync=False)
             found = diff_checkpoints(path, output)
         except CheckpointError:
-            continue  # several state dicts, or objects that are refused: not the business of this test
+            # several state dicts, or objects that are refused: not the business of this test
+            continue
         assert not (found.values or found.dtypes or found.shapes or found.only_b), path.name
         count += found.tensors > 0
     assert count >= 8
@@ -272,8 +350,13 @@ def test_dtypes_may_be_ignored(tmp_path):
     assert [item.key for item in diff_checkpoints(first, second).dtypes] == ["w", "n"]
     (change,) = diff_checkpoints(first, second, ignore_dtype=True).values
     assert change.key == "w" and change.deviation.where == (1,)
-    assert change.deviation.max_abs == (values[1].double() - values[1].bfloat16().double()).abs().item()
-    assert diff_checkpoints(first, second, ignore_dtype=True, tolerance=Tolerance(rtol=0.01, equal_nan=True)).same
+    assert (
+        change.deviation.max_abs
+        == (values[1].double() - values[1].bfloat16().double()).abs().item()
+    )
+    assert diff_checkpoints(
+        first, second, ignore_dtype=True, tolerance=Tolerance(rtol=0.01, equal_nan=True)
+    ).same
 
 
 def test_the_whole_of_two_files_is_compared_by_path(tmp_path):
@@ -290,14 +373,21 @@ def test_the_whole_of_two_files_is_compared_by_path(tmp_path):
     assert diff_checkpoints(first, second, only="model").same
     found = diff_checkpoints(first, second, whole=True)
     assert [item.key for item in found.values] == ["optimizer.state.0.exp_avg"]
-    assert [(item.key, item.a, item.b) for item in found.others] == [("epoch", "3", "4"), ("lr.1", "nan", "-0.0")]
+    assert [(item.key, item.a, item.b) for item in found.others] == [
+        ("epoch", "3", "4"),
+        ("lr.1", "nan", "-0.0"),
+    ]
     assert (found.only_a, found.only_b) == ((), ("more",))
 
 
 def test_the_class_of_a_mapping_and_the_sharing_of_storages_do_not_count(tmp_path):
     tied = torch.rand(4, 4)
     first = saved(tmp_path, "a.pt", OrderedDict(a=tied, b=tied, c=tied.t()))
-    second = saved(tmp_path, "b.pt", {"c": tied.t().clone(), "b": tied.clone(), "a": torch.nn.Parameter(tied.clone())})
+    second = saved(
+        tmp_path,
+        "b.pt",
+        {"c": tied.t().clone(), "b": tied.clone(), "a": torch.nn.Parameter(tied.clone())},
+    )
     assert diff_checkpoints(first, second, whole=True).same and diff_checkpoints(first, second).same
 
 
@@ -310,18 +400,32 @@ def test_a_cyclic_tree_is_compared(tmp_path):
 
 def test_encoded_tensors_are_compared_by_their_components(tmp_path):
     dense = torch.tensor([[0.0, 2.0], [3.0, 0.0]])
-    first = saved(tmp_path, "a.pt", {"s": dense.to_sparse(), "c": torch.tensor([1 + 2j], dtype=torch.complex128)})
+    first = saved(
+        tmp_path,
+        "a.pt",
+        {"s": dense.to_sparse(), "c": torch.tensor([1 + 2j], dtype=torch.complex128)},
+    )
     convert_checkpoint(first, tmp_path / "a.safetensors", fsync=False)
     assert diff_checkpoints(first, tmp_path / "a.safetensors").same
-    second = saved(tmp_path, "b.pt", {"s": (2 * dense).to_sparse(), "c": torch.tensor([1 + 2j], dtype=torch.complex128)})
+    second = saved(
+        tmp_path,
+        "b.pt",
+        {"s": (2 * dense).to_sparse(), "c": torch.tensor([1 + 2j], dtype=torch.complex128)},
+    )
     assert [item.key for item in diff_checkpoints(first, second).values] == ["s.values"]
 
 
 def test_arrays_and_numbers_of_numpy_are_tensors_beside_tensors(tmp_path):
     first = saved(tmp_path, "a.pt", {"w": torch.ones(2), "a": np.arange(3.0), "n": np.float32(0.5)})
-    second = saved(tmp_path, "b.pt", {"w": torch.ones(2), "a": torch.arange(3.0).double(), "n": torch.tensor(0.5)})
+    second = saved(
+        tmp_path,
+        "b.pt",
+        {"w": torch.ones(2), "a": torch.arange(3.0).double(), "n": torch.tensor(0.5)},
+    )
     assert diff_checkpoints(first, second).same
-    third = saved(tmp_path, "c.pt", {"w": torch.ones(2), "a": np.arange(3.0) + 1, "n": np.float32(0.25)})
+    third = saved(
+        tmp_path, "c.pt", {"w": torch.ones(2), "a": np.arange(3.0) + 1, "n": np.float32(0.25)}
+    )
     found = diff_checkpoints(first, third)
     assert [item.key for item in found.values] == ["a"]
     assert [item.key for item in found.others] == ["n"]
@@ -343,13 +447,18 @@ def test_one_bit_is_found_wherever_it_is(numel, at, tmp_path):
 @pytest.mark.filterwarnings("ignore:torch.quantize")
 def test_types_without_numbers_are_compared_by_bits(tmp_path):
     values = {"a": torch.tensor([0.1, 0.9]), "b": torch.tensor([1.1, 1.9])}
-    made = {key: torch.quantize_per_tensor(value, 0.1, 0, torch.quint8) for key, value in values.items()}
-    first, second = (saved(tmp_path, f"{key}.pt", {"q": value, "w": torch.ones(1)}) for key, value in made.items())
+    made = {
+        key: torch.quantize_per_tensor(value, 0.1, 0, torch.quint8) for key, value in values.items()
+    }
+    first, second = (
+        saved(tmp_path, f"{key}.pt", {"q": value, "w": torch.ones(1)})
+        for key, value in made.items()
+    )
     assert diff_checkpoints(first, first).same
     assert [item.key for item in diff_checkpoints(first, second).values] == ["q.integers"]
 
 
-# -------------------------------------------------------------------------------------------------------------- damage
+# ------------------------------------------------------------------------------------------- damage
 
 
 def damaged(path: Path, record: str, at: int = -1) -> Path:
@@ -384,7 +493,10 @@ def test_a_record_with_a_wrong_checksum_is_told_once_on_either_side(kind, tolera
     tree = shapes_of_storages()[kind]
     good = saved(tmp_path, "good.pt", tree)
     bad = damaged(good, "data/1")
-    save_file({key: value.contiguous().clone() for key, value in torch.load(bad).items()}, tmp_path / "same.safetensors")
+    save_file(
+        {key: value.contiguous().clone() for key, value in torch.load(bad).items()},
+        tmp_path / "same.safetensors",
+    )
     for a, b in (
         (good, bad),
         (bad, good),
@@ -400,13 +512,17 @@ def test_a_record_with_a_wrong_checksum_is_told_once_on_either_side(kind, tolera
 
 
 def test_what_is_not_compared_is_not_held_against_its_checksum(tmp_path):
-    good = saved(tmp_path, "good.pt", {"model": {"w": torch.randn(9)}, "optimizer": {"state": {0: torch.randn(9)}}})
+    good = saved(
+        tmp_path,
+        "good.pt",
+        {"model": {"w": torch.randn(9)}, "optimizer": {"state": {0: torch.randn(9)}}},
+    )
     bad = damaged(good, "data/1")
     assert diff_checkpoints(good, bad, only="model").same
     assert diff_checkpoints(good, bad, whole=True).damaged
 
 
-# ------------------------------------------------------------------------------------------------------------ the program
+# -------------------------------------------------------------------------------------- the program
 
 
 def test_the_program_answers_by_its_exit_code(tmp_path):
@@ -415,7 +531,10 @@ def test_the_program_answers_by_its_exit_code(tmp_path):
     assert run("diff", one, one, cwd=tmp_path).exit == 0
     done = run("diff", one, two, cwd=tmp_path)
     assert done.exit == 1
-    assert "w: 1 of 3 values, rel L2 0.243 of B, cosine 0.9801961, max abs 0.5, max rel 0.333333, at [1]: 1.0 / 1.5" in done.out
+    assert (
+        "w: 1 of 3 values, rel L2 0.243 of B, cosine 0.9801961, max abs 0.5, max rel 0.333333, at "
+        "[1]: 1.0 / 1.5" in done.out
+    )
     assert run("diff", one, two, "--atol", "0.5", cwd=tmp_path).exit == 0
     assert run("diff", one, two, "--quiet", cwd=tmp_path).out == ""
     assert_one_error(run("diff", one, "none.pt", cwd=tmp_path), code=2)
@@ -430,8 +549,15 @@ def test_the_program_answers_by_its_exit_code(tmp_path):
 @pytest.mark.parametrize("swapped", [False, True])
 def test_a_step_of_a_folder_is_compared_with_what_was_made_of_it(swapped, produced, tmp_path):
     tags = sorted(path.name for path in (produced / "ds_z2").iterdir() if path.is_dir())
-    assert run("convert", produced / "ds_z2", "out.safetensors", "--tag", tags[0], cwd=tmp_path).exit == 0
-    sides = ("out.safetensors", produced / "ds_z2", "--tag-b") if swapped else (produced / "ds_z2", "out.safetensors", "--tag")
+    assert (
+        run("convert", produced / "ds_z2", "out.safetensors", "--tag", tags[0], cwd=tmp_path).exit
+        == 0
+    )
+    sides = (
+        ("out.safetensors", produced / "ds_z2", "--tag-b")
+        if swapped
+        else (produced / "ds_z2", "out.safetensors", "--tag")
+    )
     assert run("diff", *sides, tags[0], cwd=tmp_path).exit == 0
     assert "there is no step 'global_step999' here" in assert_one_error(
         run("diff", *sides, "global_step999", cwd=tmp_path), code=2
@@ -444,7 +570,16 @@ def test_the_document_says_what_differs(tmp_path):
     document = run("diff", one, two, "--json", cwd=tmp_path).json()
     assert document["same"] is False
     assert (document["only_a"], document["only_b"]) == (["a"], ["b"])
-    values = {"differing": 1, "of": 2, "with_nan": 0, "max_abs": "inf", "max_rel": "inf", "where": [1], "a": "inf", "b": "-inf"}
+    values = {
+        "differing": 1,
+        "of": 2,
+        "with_nan": 0,
+        "max_abs": "inf",
+        "max_rel": "inf",
+        "where": [1],
+        "a": "inf",
+        "b": "-inf",
+    }
     finite = {"rel_l2": 0.0, "cosine": 1.0, "nonfinite": 1}
     assert document["values"] == [{"key": "w", **values, **finite}]
 
@@ -456,20 +591,29 @@ WHOLE = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.b
 
 @pytest.mark.parametrize("dtype", [*WIDE, *WHOLE], ids=str)
 def test_every_dtype_is_measured_as_torch_measures_it(dtype, tmp_path):
-    """Longer than the runs in which values are read, with a few that are NaN and infinite where there are such."""
+    """Longer than the runs in which values are read, with a few that are NaN and infinite where
+    there are such.
+    """
     torch.manual_seed(3)
     count = (1 << 17) + 1001
     if dtype in WHOLE:
-        first, second = (torch.randint(0, 2 if dtype is torch.bool else 100, (count,)).to(dtype) for _ in range(2))
+        first, second = (
+            torch.randint(0, 2 if dtype is torch.bool else 100, (count,)).to(dtype)
+            for _ in range(2)
+        )
     else:
         source = torch.complex128 if dtype.is_complex else torch.float64
         first, second = (torch.randn(count, dtype=source).to(dtype) for _ in range(2))
     if dtype in FLOATS:
         first[7], second[8], first[9], second[9] = NAN, INF, -INF, -INF
-    (item,) = diff_checkpoints(saved(tmp_path, "a.pt", {"w": first}), saved(tmp_path, "b.pt", {"w": second})).values
+    (item,) = diff_checkpoints(
+        saved(tmp_path, "a.pt", {"w": first}), saved(tmp_path, "b.pt", {"w": second})
+    ).values
     wide = torch.complex128 if dtype.is_complex else torch.float64
     ours, theirs = first.to(wide), second.to(wide)
-    finite = torch.isfinite(torch.view_as_real(ours).sum(1) if dtype.is_complex else ours) & torch.isfinite(theirs.abs())
+    finite = torch.isfinite(
+        torch.view_as_real(ours).sum(1) if dtype.is_complex else ours
+    ) & torch.isfinite(theirs.abs())
     ours, theirs = ours[finite], theirs[finite]
     found = item.deviation
     assert found.nonfinite == (3 if dtype in FLOATS else 0)
@@ -491,13 +635,19 @@ def test_every_dtype_is_measured_as_torch_measures_it(dtype, tmp_path):
 )
 def test_squares_of_huge_and_tiny_values_are_neither_infinite_nor_nothing(values, tmp_path):
     first, second = (torch.tensor(side, dtype=torch.float64) for side in values)
-    (item,) = diff_checkpoints(saved(tmp_path, "a.pt", {"w": first}), saved(tmp_path, "b.pt", {"w": second})).values
+    (item,) = diff_checkpoints(
+        saved(tmp_path, "a.pt", {"w": first}), saved(tmp_path, "b.pt", {"w": second})
+    ).values
     ours, theirs = ([Fraction(value) for value in side] for side in values)
     apart = sum((a - b) ** 2 for a, b in zip(ours, theirs, strict=True))
-    assert item.deviation.rel_l2 == pytest.approx(root_of(Fraction(apart, 1) / sum(b * b for b in theirs)), rel=1e-12, abs=0)
+    assert item.deviation.rel_l2 == pytest.approx(
+        root_of(Fraction(apart, 1) / sum(b * b for b in theirs)), rel=1e-12, abs=0
+    )
     inner = sum(a * b for a, b in zip(ours, theirs, strict=True))
     square = Fraction(inner * inner) / (sum(a * a for a in ours) * sum(b * b for b in theirs))
-    assert item.deviation.cosine == pytest.approx(math.copysign(root_of(square), 1 if inner > 0 else -1), rel=1e-12)
+    assert item.deviation.cosine == pytest.approx(
+        math.copysign(root_of(square), 1 if inner > 0 else -1), rel=1e-12
+    )
 
 
 def root_of(square: Fraction) -> float:
@@ -507,25 +657,37 @@ def root_of(square: Fraction) -> float:
 
 
 def test_what_is_the_same_in_both_is_measured_too(tmp_path):
-    """Most runs of a long tensor hold no difference, and some of those are not finite or of tiny values."""
+    """Most runs of a long tensor hold no difference, and some of those are not finite or of tiny
+    values.
+    """
     torch.manual_seed(4)
     first = torch.randn(1_000_003, dtype=torch.float64)
     first[300_000], first[400_000:600_000] = NAN, 1e-250
     second = first.clone()
     second[-1] += 0.5
-    (item,) = diff_checkpoints(saved(tmp_path, "a.pt", {"w": first}), saved(tmp_path, "b.pt", {"w": second})).values
+    (item,) = diff_checkpoints(
+        saved(tmp_path, "a.pt", {"w": first}), saved(tmp_path, "b.pt", {"w": second})
+    ).values
     finite = torch.isfinite(first)
     ours, theirs = first[finite], second[finite]
     assert item.deviation.nonfinite == 1
-    assert item.deviation.rel_l2 == pytest.approx(((ours - theirs).norm() / theirs.norm()).item(), rel=1e-12)
-    assert item.deviation.cosine == pytest.approx((torch.dot(ours, theirs) / (ours.norm() * theirs.norm())).item(), rel=1e-12)
+    assert item.deviation.rel_l2 == pytest.approx(
+        ((ours - theirs).norm() / theirs.norm()).item(), rel=1e-12
+    )
+    assert item.deviation.cosine == pytest.approx(
+        (torch.dot(ours, theirs) / (ours.norm() * theirs.norm())).item(), rel=1e-12
+    )
 
 
 def test_large_integers_are_subtracted_before_they_are_rounded(tmp_path):
     first, second = torch.tensor([1 << 62, -(1 << 62)]), torch.tensor([(1 << 62) + 1, 1 << 62])
-    (item,) = diff_checkpoints(saved(tmp_path, "a.pt", {"w": first[:1]}), saved(tmp_path, "b.pt", {"w": second[:1]})).values
+    (item,) = diff_checkpoints(
+        saved(tmp_path, "a.pt", {"w": first[:1]}), saved(tmp_path, "b.pt", {"w": second[:1]})
+    ).values
     assert item.deviation.rel_l2 == pytest.approx(2.0**-62, rel=1e-12)
-    (item,) = diff_checkpoints(saved(tmp_path, "a.pt", {"w": first[1:]}), saved(tmp_path, "b.pt", {"w": second[1:]})).values
+    (item,) = diff_checkpoints(
+        saved(tmp_path, "a.pt", {"w": first[1:]}), saved(tmp_path, "b.pt", {"w": second[1:]})
+    ).values
     assert (item.deviation.rel_l2, item.deviation.cosine) == (2.0, -1.0)
 
 
@@ -541,9 +703,14 @@ def test_the_worst_comes_first_in_text_and_json(tmp_path):
     }
     saved(tmp_path, "a.pt", first), saved(tmp_path, "b.pt", second)
     shown = run("diff", "a.pt", "b.pt", cwd=tmp_path).out
-    named = [line.split()[1].rstrip(":") for line in shown.splitlines() if line.startswith("  values")]
+    named = [
+        line.split()[1].rstrip(":") for line in shown.splitlines() if line.startswith("  values")
+    ]
     assert named == ["broken", "far", "slight", "zeros"]
-    assert "rel L2 2 of B, cosine -1.0000000" in shown and "(without 1 that are NaN or infinite)" in shown
+    assert (
+        "rel L2 2 of B, cosine -1.0000000" in shown
+        and "(without 1 that are NaN or infinite)" in shown
+    )
     values = run("diff", "a.pt", "b.pt", "--json", cwd=tmp_path).json()["values"]
     assert [item["key"] for item in values] == named
     assert values[1]["rel_l2"] == 2.0 and values[1]["cosine"] == -1.0
@@ -563,7 +730,11 @@ def test_memory_does_not_grow_with_the_files(tmp_path):
     tensor = torch.zeros(60_000_000)
     one = saved(tmp_path, "one.pt", {"w": tensor, "t": tensor[:9_000_000].reshape(3000, 3000).t()})
     tensor[-1] = 1
-    two = saved(tmp_path, "two.pt", {"w": tensor, "t": tensor[:9_000_000].reshape(3000, 3000).t().contiguous()})
+    two = saved(
+        tmp_path,
+        "two.pt",
+        {"w": tensor, "t": tensor[:9_000_000].reshape(3000, 3000).t().contiguous()},
+    )
     done = run("diff", one, two, "--json", cwd=tmp_path)
     assert done.exit == 1 and [item["key"] for item in done.json()["values"]] == ["w"]
     assert done.rss - idle_rss() < 70_000_000
@@ -572,7 +743,9 @@ def test_memory_does_not_grow_with_the_files(tmp_path):
 def test_a_big_endian_storage_in_an_object_is_compared_by_its_values(tmp_path):
     hostile = pytest.importorskip("hostile.cases").bad
     pickled = hostile.GOOD.replace(b"torch._utils\n", b"torch._other\n")
-    (tmp_path / "in.pt").write_bytes(hostile.ckpt(pickled, {"0": struct.pack(">4f", 1, 2, 3, 4)}, byteorder=b"big"))
+    (tmp_path / "in.pt").write_bytes(
+        hostile.ckpt(pickled, {"0": struct.pack(">4f", 1, 2, 3, 4)}, byteorder=b"big")
+    )
     convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.pt", unknown="keep")
     found = diff_checkpoints(tmp_path / "in.pt", tmp_path / "out.pt", whole=True)
     assert found.same and found.tensors == 1

@@ -1,4 +1,6 @@
-"""doctor: what it says of a file is what torch does with it, and obeying the command that it prints clears the finding."""
+"""doctor: what it says of a file is what torch does with it, and obeying the command that it prints
+clears the finding.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ Made = Path | tuple[Path, Path]
 """A file that has a finding, or the one to show to doctor and the folder that it lies in."""
 
 
-no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tags of CUDA devices are served here")
+no_gpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="tags of CUDA devices are served here"
+)
 
 
 class Unknown:
@@ -46,7 +50,9 @@ class Unknown:
 
 def weights() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    return OrderedDict((f"fc{i}.{name}", torch.randn(8, 8).half()) for i in range(2) for name in ("weight", "bias"))
+    return OrderedDict(
+        (f"fc{i}.{name}", torch.randn(8, 8).half()) for i in range(2) for name in ("weight", "bias")
+    )
 
 
 def saved(tmp_path: Path, tree: Any, name: str = "model.pt", **options: Any) -> Path:
@@ -64,7 +70,9 @@ def trained(tmp_path: Path) -> Path:
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(8)).sum().backward()
     optimizer.step()
-    return saved(tmp_path, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3})
+    return saved(
+        tmp_path, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
+    )
 
 
 def adam() -> dict[str, Any]:
@@ -81,7 +89,10 @@ def tied(tmp_path: Path) -> Path:
 
 
 def bloated(tmp_path: Path) -> Path:
-    return saved(tmp_path, {"first": torch.randn(1000, 1000)[:2].half(), "slice": torch.randn(1000, 1000)[:2]})
+    return saved(
+        tmp_path,
+        {"first": torch.randn(1000, 1000)[:2].half(), "slice": torch.randn(1000, 1000)[:2]},
+    )
 
 
 def scripted(tmp_path: Path) -> Path:
@@ -114,7 +125,9 @@ def shard(tmp_path: Path, *, index: bool = True) -> Path:
     save_file({"b.weight": torch.ones(4).half()}, tmp_path / files[1], {"format": "pt"})
     weight_map = dict(zip(("a.weight", "b.weight"), files, strict=True))
     if index:
-        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        (tmp_path / "model.safetensors.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": weight_map})
+        )
     return tmp_path / files[0]
 
 
@@ -124,7 +137,9 @@ def foreign_name(tmp_path: Path) -> Path:
 
 
 def added_to(tmp_path: Path, record: str, size: int = 3_000_000) -> Path:
-    """A file to which a record was added later, as a program does that does not know what may stand in it."""
+    """A file to which a record was added later, as a program does that does not know what may stand
+    in it.
+    """
     path = saved(tmp_path, weights())
     with zipfile.ZipFile(path, "a", zipfile.ZIP_STORED) as archive:
         archive.writestr(record, np.random.default_rng(0).bytes(size))
@@ -144,28 +159,37 @@ MENDED: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "an NPU file": ("device", lambda at: tagged(at, "npu:0")),
     "a file tagged cpu:0": ("device", lambda at: tagged(at, "cpu:0")),
     "an MPS file": ("device", lambda at: tagged(at, "mps")),
-    "an HPU file of old": ("device", lambda at: tagged(at, "hpu", _use_new_zipfile_serialization=False)),
-    "DDP keys": ("wrapped-keys", lambda at: saved(at, {f"module.{key}": value for key, value in weights().items()})),
+    "an HPU file of old": ("device", lambda at: tagged(at, "hpu",
+        _use_new_zipfile_serialization=False)),
+    "DDP keys": ("wrapped-keys", lambda at: saved(at, {f"module.{key}": value for key,
+        value in weights().items()})),
     "DDP keys from CUDA": ("device", lambda _: SAMPLES / "ddp_cuda3.pt"),
-    "compiled keys": ("wrapped-keys", lambda at: saved(at, {f"_orig_mod.{key}": value for key, value in weights().items()})),
+    "compiled keys": ("wrapped-keys", lambda at: saved(at, {f"_orig_mod.{key}": value for key,
+        value in weights().items()})),
     "Lightning": ("prefixed-keys", lambda at: saved(at, {
-        "state_dict": {f"model.{key}": value for key, value in weights().items()}, "pytorch-lightning_version": "2.6.6"})),
-    "a Namespace": ("refused-objects", lambda at: saved(at, {"model": weights(), "args": argparse.Namespace(lr=0.1)})),
-    "a class of the user's": ("refused-objects", lambda at: saved(at, {"model": weights(), "config": Unknown()})),
+        "state_dict": {f"model.{key}": value for key, value in weights().items()},
+        "pytorch-lightning_version": "2.6.6"})),
+    "a Namespace": ("refused-objects", lambda at: saved(at, {"model": weights(),
+        "args": argparse.Namespace(lr=0.1)})),
+    "a class of the user's": ("refused-objects", lambda at: saved(at, {"model": weights(),
+        "config": Unknown()})),
     "a whole module": ("whole-module", lambda at: saved(at, torch.nn.Linear(2, 2))),
     "TorchScript": ("container", scripted),
     "a zip of checkpoints": ("container", zip_of),
     "a bare pickle": ("container", plainly_pickled),
-    "a legacy file": ("legacy-container", lambda at: saved(at, weights(), _use_new_zipfile_serialization=False)),
+    "a legacy file": ("legacy-container", lambda at: saved(at, weights(),
+        _use_new_zipfile_serialization=False)),
     "slices": ("bloat", bloated),
     "a record that nothing refers to": ("bloat", lambda at: added_to(at, "model/data/999")),
     "a record beside the folder": ("stray-records", lambda at: added_to(at, "notes/readme", 9)),
     "a record without a folder": ("stray-records", lambda at: added_to(at, "readme", 9)),
     "a folder of shards": ("sharded", shards),
     "an optimizer": ("optimizer-share", trained),
-    "two networks": ("several-models", lambda at: saved(at, {"model": weights(), "upscaler": weights()})),
+    "two networks": ("several-models", lambda at: saved(at, {"model": weights(),
+        "upscaler": weights()})),
     "an EMA": ("ema-share", lambda at: saved(at, {"model": weights(), "ema": weights()})),
-    "pickle protocol 3": ("pickle-protocol", lambda at: saved(at, {**weights(), "raw": b"bytes"}, pickle_protocol=3)),
+    "pickle protocol 3": ("pickle-protocol", lambda at: saved(at, {**weights(), "raw": b"bytes"},
+        pickle_protocol=3)),
     "pickle protocol 5": ("pickle-protocol", lambda at: saved(at, weights(), pickle_protocol=5)),
     "pickle protocol 4, of old": ("pickle-protocol", lambda at: saved(
         at, weights(), pickle_protocol=4, _use_new_zipfile_serialization=False)),
@@ -176,7 +200,8 @@ MENDED: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "gzip": ("no-checkpoint", lambda at: packed(at, gzip.compress)),
     "bzip2": ("no-checkpoint", lambda at: packed(at, bz2.compress)),
     "xz": ("no-checkpoint", lambda at: packed(at, lzma.compress)),
-    "a torch file as .safetensors": ("wrong-name", lambda at: saved(at, weights(), "model.safetensors")),
+    "a torch file as .safetensors": ("wrong-name", lambda at: saved(at, weights(),
+        "model.safetensors")),
     "a safetensors file as .pt": ("wrong-name", foreign_name),
     "a shard beside its index": ("lone-shard", shard),
 }  # fmt: skip
@@ -196,14 +221,18 @@ def obey(command: str, cwd: Path) -> Path:
     program.chmod(0o755)
     before = set(cwd.iterdir())
     path = f"PATH={shlex.quote(str(cwd / 'bin'))}:$PATH"
-    done = subprocess.run(f"{path}; {command}", shell=True, cwd=cwd, capture_output=True, text=True, env=environment())
+    done = subprocess.run(
+        f"{path}; {command}", shell=True, cwd=cwd, capture_output=True, text=True, env=environment()
+    )
     assert done.returncode == 0, f"{command}\n{done.stderr}"
     (made,) = set(cwd.iterdir()) - before
     return made
 
 
 def opened_by_torch(path: Path) -> Any:
-    """What torch, or the safetensors library, makes of a path on this host: no map_location, nothing allowed."""
+    """What torch, or the safetensors library, makes of a path on this host: no map_location,
+    nothing allowed.
+    """
     if path.is_dir():
         from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
@@ -237,9 +266,18 @@ UNMENDED: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "a device that is not here": ("no-such-device", lambda at: saved(at, weights())),
     "codes beside a scale": (
         "scaled-weights",
-        lambda at: saved(at, {"q.weight": torch.ones(2, 2).to(torch.float8_e4m3fn), "q.weight_scale_inv": torch.ones(1, 1)}),
+        lambda at: saved(
+            at,
+            {
+                "q.weight": torch.ones(2, 2).to(torch.float8_e4m3fn),
+                "q.weight_scale_inv": torch.ones(1, 1),
+            },
+        ),
     ),
-    "a meta tensor": ("no-values", lambda at: saved(at, {**weights(), "m": torch.ones(2, device="meta")})),
+    "a meta tensor": (
+        "no-values",
+        lambda at: saved(at, {**weights(), "m": torch.ones(2, device="meta")}),
+    ),
     "a flipped bit": ("damaged", lambda at: with_flipped_bit(saved(at, weights()))),
     "a header of 200 MB": ("beyond-limits", lambda at: huge_header(at)),
     "NaN": ("non-finite", lambda at: saved(at, {"w": torch.tensor([float("nan"), 1.0]).half()})),
@@ -269,7 +307,9 @@ def with_flipped_bit(path: Path) -> Path:
 @pytest.mark.parametrize("what", UNMENDED)
 def test_what_no_conversion_mends_has_no_command(what, tmp_path):
     code, make = UNMENDED[what]
-    diagnosis = diagnose(make(tmp_path), values=True, device="cuda:9" if code == "no-such-device" else None)
+    diagnosis = diagnose(
+        make(tmp_path), values=True, device="cuda:9" if code == "no-such-device" else None
+    )
     finding = found(diagnosis, code)
     assert finding.command is None and finding.effect
     if code in ("damaged", "beyond-limits"):
@@ -277,20 +317,43 @@ def test_what_no_conversion_mends_has_no_command(what, tmp_path):
 
 
 def codes_in_the_source() -> set[str]:
-    """The codes that the package gives to findings of doctor: the second argument of what makes one, and those of `_code`."""
+    """The codes that the package gives to findings of doctor: the second argument of what makes
+    one, and those of `_code`.
+    """
     codes: set[str] = set()
     for name in ("symptoms", "diagnosis", "unopened"):
         tree = ast.parse((ROOT / "ckptconv" / f"{name}.py").read_text())
-        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", "") in MAKERS]
+        calls = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in MAKERS
+        ]
         codes |= {node.args[1].value for node in calls if isinstance(node.args[1], ast.Constant)}
-        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "_code"]
-        returns = [node for function in functions for node in ast.walk(function) if isinstance(node, ast.Return)]
-        codes |= {part.value for node in returns for part in ast.walk(node) if isinstance(part, ast.Constant)}
+        functions = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef) and node.name == "_code"
+        ]
+        returns = [
+            node
+            for function in functions
+            for node in ast.walk(function)
+            if isinstance(node, ast.Return)
+        ]
+        codes |= {
+            part.value
+            for node in returns
+            for part in ast.walk(node)
+            if isinstance(part, ast.Constant)
+        }
     return codes
 
 
 MAKERS = ("symptom", "Finding")
-ELSEWHERE = {"keys": "test_obeying_makes_the_keys_fit", "lone-rank": "test_one_ranks_file_alone_is_joined_with_those_beside_it"}
+ELSEWHERE = {
+    "keys": "test_obeying_makes_the_keys_fit",
+    "lone-rank": "test_one_ranks_file_alone_is_joined_with_those_beside_it",
+}
 """Findings whose command is obeyed by a test of their own, for they need a model or more files."""
 
 
@@ -311,7 +374,9 @@ def test_inspect_calls_portable_what_doctor_finds_no_error_in(what, tmp_path):
     with open_checkpoint(source) as checkpoint:
         portable, _ = verdict(inspect_checkpoint(checkpoint))
     codes = {finding.code for finding in diagnosis.findings if finding.severity == "error"}
-    assert portable == (not codes and "wrapped-keys" not in {finding.code for finding in diagnosis.findings})
+    assert portable == (
+        not codes and "wrapped-keys" not in {finding.code for finding in diagnosis.findings}
+    )
 
 
 @no_gpu
@@ -327,7 +392,9 @@ def test_every_command_of_a_file_works(what, tmp_path):
         commands.setdefault(finding.command, []).append(finding.code)
     for command, codes in commands.items():
         mended = obey(command, tmp_path)
-        assert not set(codes) & {other.code for other in diagnose(mended, size="all-fp32" in codes).findings}, command
+        assert not set(codes) & {
+            other.code for other in diagnose(mended, size="all-fp32" in codes).findings
+        }, command
 
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1\nsize 12345\n"
@@ -348,9 +415,21 @@ def test_where_no_command_mends_the_advice_says_what_to_do(what, tmp_path):
     assert advice in finding.advice
 
 
-# ------------------------------------------------------------------------------------------------------- torch's own words
+# -------------------------------------------------------------------------------- torch's own words
 
-TAGS = ("cuda:3", "cuda", "npu:0", "cpu:0", "mps", "xla:0", "xpu:0", "hpu", "privateuseone:0", "mtia:1", "mlu:0")
+TAGS = (
+    "cuda:3",
+    "cuda",
+    "npu:0",
+    "cpu:0",
+    "mps",
+    "xla:0",
+    "xpu:0",
+    "hpu",
+    "privateuseone:0",
+    "mtia:1",
+    "mlu:0",
+)
 
 
 @no_gpu
@@ -363,10 +442,15 @@ def test_the_quoted_error_about_a_device_is_torchs(tag, tmp_path):
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_quoted_error_about_an_index_that_is_not_here_is_torchs(count, tmp_path, monkeypatch):
     path = tagged(tmp_path, "cuda:3")
-    monkeypatch.setattr("ckptconv.doctor.symptoms.survey_host", lambda ask_torch: Host((), None, "2.13", count, False, 0, ()))
+    monkeypatch.setattr(
+        "ckptconv.doctor.symptoms.survey_host",
+        lambda ask_torch: Host((), None, "2.13", count, False, 0, ()),
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.setattr(torch.cuda._utils, "_get_device_index", lambda device, *_: torch.device(device).index)
+    monkeypatch.setattr(
+        torch.cuda._utils, "_get_device_index", lambda device, *_: torch.device(device).index
+    )
     assert_quoted(found(diagnose(path), "device"), path)
 
 
@@ -449,7 +533,9 @@ def test_the_quoted_error_about_wrapped_keys_is_torchs(tmp_path):
 def test_the_quoted_error_about_tied_weights_is_the_librarys(tmp_path):
     effect = found(diagnose(tied(tmp_path)), "tied-weights").effect
     with pytest.raises(RuntimeError) as raised:
-        save_file(torch.load(tmp_path / "model.pt", weights_only=True), tmp_path / "out.safetensors")
+        save_file(
+            torch.load(tmp_path / "model.pt", weights_only=True), tmp_path / "out.safetensors"
+        )
     assert effect.partition(" says: ")[2] in str(raised.value)
 
 
@@ -463,9 +549,13 @@ def assert_quoted(finding: Finding, path: Path) -> None:
         assert part in str(raised.value)
 
 
-# ---------------------------------------------------------------------------------------------------------- real checkpoints
+# --------------------------------------------------------------------------------- real checkpoints
 
-ENTRIES = json.loads(text.read_text()) if (text := oracle.corpus_folder() / "manifest.json").is_file() else []
+ENTRIES = (
+    json.loads(text.read_text())
+    if (text := oracle.corpus_folder() / "manifest.json").is_file()
+    else []
+)
 
 
 @no_gpu
@@ -482,7 +572,9 @@ def test_doctor_and_torch_agree_on_real_files(entry, corpus, tmp_path):
         assert diagnosis.loads
     copy = tmp_path / path.name
     (shutil.copytree if path.is_dir() else shutil.copy)(path, copy)
-    for finding in (item for item in diagnose(copy).findings if item.severity != "info" and item.command):
+    for finding in (
+        item for item in diagnose(copy).findings if item.severity != "info" and item.command
+    ):
         mended = obey(finding.command, tmp_path)
         assert [item for item in diagnose(mended).findings if item.severity != "info"] == []
         opened_by_torch(mended)
@@ -490,7 +582,21 @@ def test_doctor_and_torch_agree_on_real_files(entry, corpus, tmp_path):
 
 
 VALUES: dict[str, Any] = {
-    "plain values": [1, 2.5, None, True, "x", b"y", (1,), {1, 2}, 1 << 200, 1 + 2j, frozenset([1]), bytearray(b"abc"), ...],
+    "plain values": [
+        1,
+        2.5,
+        None,
+        True,
+        "x",
+        b"y",
+        (1,),
+        {1, 2},
+        1 << 200,
+        1 + 2j,
+        frozenset([1]),
+        bytearray(b"abc"),
+        ...,
+    ],
     "torch's own": [torch.Size([1]), torch.float16, torch.device("cuda:1"), torch.strided],
     "collections": [OrderedDict(a=1), Counter("ab"), defaultdict(list, {1: [2]})],
     "a range": range(3),
@@ -552,7 +658,9 @@ def test_the_command_for_a_step_names_it(produced, tmp_path):
 def test_one_ranks_file_alone_is_joined_with_those_beside_it(rank, produced, tmp_path):
     for number in (0, 1):
         shutil.copy(produced / f"rank{number}_dtensor.pt", tmp_path)
-    mended = obey(found(diagnose(tmp_path / f"rank{rank}_dtensor.pt"), "lone-rank").command, tmp_path)
+    mended = obey(
+        found(diagnose(tmp_path / f"rank{rank}_dtensor.pt"), "lone-rank").command, tmp_path
+    )
     assert diagnose(mended).loads
     full = torch.load(produced / "full_from_fsdp.pt", weights_only=True)
     joined = torch.load(mended, weights_only=True)
@@ -573,7 +681,7 @@ def test_a_shard_without_its_index_says_what_to_fetch(tmp_path):
     assert "model.safetensors.index.json" in finding.advice
 
 
-# --------------------------------------------------------------------------------------------------------------- values
+# ------------------------------------------------------------------------------------------- values
 
 
 def test_a_damaged_record_is_found_where_torch_says_nothing(tmp_path):
@@ -586,12 +694,14 @@ def test_a_damaged_record_is_found_where_torch_says_nothing(tmp_path):
     assert diagnose(path).loads
     finding = found(diagnose(path, values=True), "damaged")
     assert finding.severity == "error"
-    assert not torch.equal(torch.load(path, weights_only=True)["w"], values)  # as the effect says: without a word
+    # as the effect says: without a word
+    assert not torch.equal(torch.load(path, weights_only=True)["w"], values)
 
 
 @pytest.mark.parametrize("dtype", [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
-    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
 ])  # fmt: skip
 def test_values_are_counted_as_torch_counts_them(dtype, tmp_path):
     torch.manual_seed(1)
@@ -615,15 +725,24 @@ def test_finite_values_are_no_finding(tmp_path):
 
 
 def test_infinite_masks_are_just_told(tmp_path):
-    path = saved(tmp_path, {"mask": torch.full((4, 4), float("-inf")).half(), "ids": torch.arange(4)})
+    path = saved(
+        tmp_path, {"mask": torch.full((4, 4), float("-inf")).half(), "ids": torch.arange(4)}
+    )
     diagnosis = diagnose(path, values=True)
     assert [(item.severity, item.code) for item in diagnosis.findings] == [("info", "infinite")]
     assert diagnosis.loads and not diagnosis.warns
 
 
 def test_infinity_in_a_weight_is_a_warning_and_elsewhere_just_told(tmp_path):
-    state = {**weights(), "fc1.weight": torch.full((8, 8), float("inf")).half(), "obs.min_val": torch.tensor(float("inf"))}
-    tree = {"model": state, "optimizer": {"state": {0: {"best": torch.tensor(float("inf"))}}, "param_groups": []}}
+    state = {
+        **weights(),
+        "fc1.weight": torch.full((8, 8), float("inf")).half(),
+        "obs.min_val": torch.tensor(float("inf")),
+    }
+    tree = {
+        "model": state,
+        "optimizer": {"state": {0: {"best": torch.tensor(float("inf"))}}, "param_groups": []},
+    }
     findings = diagnose(saved(tmp_path, tree), values=True).findings
     told = {item.severity: item.cause for item in findings if item.code == "infinite"}
     assert "in model.fc1.weight" in told["warning"] and told["warning"].count("model.") == 1
@@ -633,12 +752,14 @@ def test_infinity_in_a_weight_is_a_warning_and_elsewhere_just_told(tmp_path):
 def test_the_type_is_advice_only_where_it_was_asked_for_and_of_weights_only(tmp_path):
     path = trained(tmp_path)
     assert "all-fp32" not in {item.code for item in diagnose(path).findings}
-    assert "weights (2) are float32" in found(diagnose(path, size=True), "all-fp32").cause, "not the optimizer's tensors"
+    assert "weights (2) are float32" in found(diagnose(path, size=True), "all-fp32").cause, (
+        "not the optimizer's tensors"
+    )
     alone = diagnose(saved(tmp_path, adam(), "optimizer.pt"), size=True)
     assert [item.code for item in alone.findings] == ["no-weights"]
 
 
-# ------------------------------------------------------------------------------------------------------------- devices
+# ------------------------------------------------------------------------------------------ devices
 
 
 @no_gpu
@@ -646,7 +767,9 @@ def test_tags_that_this_host_serves_are_no_finding(tmp_path, monkeypatch):
     path = tagged(tmp_path, "cuda:1")
     for count, loads in ((2, True), (1, False)):
         host = Host((), None, "2.13", count, False, 0, ())
-        monkeypatch.setattr("ckptconv.doctor.symptoms.survey_host", lambda ask_torch, host=host: host)
+        monkeypatch.setattr(
+            "ckptconv.doctor.symptoms.survey_host", lambda ask_torch, host=host: host
+        )
         assert diagnose(path).loads == loads
 
 
@@ -659,7 +782,7 @@ def test_a_device_that_was_asked_for_and_is_not_here_is_an_error(tmp_path):
         diagnose(path, device="gpu")
 
 
-# ------------------------------------------------------------------------------------------------------------------- keys
+# --------------------------------------------------------------------------------------------- keys
 
 MODELS = """
 import torch
@@ -694,10 +817,19 @@ FITTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "compiled": prefixed("_orig_mod."),
     "a prefix": prefixed("backbone."),
     "DDP in a training checkpoint": lambda state: {"epoch": 3, "model": prefixed("module.")(state)},
-    "a Lightning checkpoint": lambda state: {"state_dict": prefixed("model.")(state), "pytorch-lightning_version": "2.6.6"},
+    "a Lightning checkpoint": lambda state: {
+        "state_dict": prefixed("model.")(state),
+        "pytorch-lightning_version": "2.6.6",
+    },
     "more keys": lambda state: {**state, "aux.weight": torch.ones(7)},
-    "with an EMA of other keys": lambda state: {"model": prefixed("net.")(state), "ema": {"shadow": torch.ones(3)}},
-    "DDP with a Namespace": lambda state: {"model": prefixed("module.")(state), "args": argparse.Namespace(lr=1)},
+    "with an EMA of other keys": lambda state: {
+        "model": prefixed("net.")(state),
+        "ema": {"shadow": torch.ones(3)},
+    },
+    "DDP with a Namespace": lambda state: {
+        "model": prefixed("module.")(state),
+        "args": argparse.Namespace(lr=1),
+    },
 }
 
 
@@ -716,7 +848,9 @@ def test_obeying_makes_the_keys_fit(what, by, net, tmp_path):
     state = next((loaded[key] for key in ("model", "state_dict") if key in loaded), loaded)
     fresh = type(model)().half()
     fresh.load_state_dict(state, strict=True)
-    assert all(torch.equal(value, model.state_dict()[key]) for key, value in fresh.state_dict().items())
+    assert all(
+        torch.equal(value, model.state_dict()[key]) for key, value in fresh.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("what", ["DDP", "compiled", "a prefix", "more keys"])
@@ -727,7 +861,9 @@ def test_the_quoted_error_about_keys_is_torchs(what, net, tmp_path):
 
 
 UNFIT: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "a key is missing": lambda state: {key: value for key, value in state.items() if key != "head.bias"},
+    "a key is missing": lambda state: {
+        key: value for key, value in state.items() if key != "head.bias"
+    },
     "a shape is another": lambda state: {**state, "head.weight": torch.ones(5, 3).half()},
 }
 
@@ -771,11 +907,17 @@ def test_the_program_takes_a_model(net, tmp_path):
     assert run("doctor", "model.pt", "--model", name, cwd=tmp_path).exit == 0
 
 
-# ------------------------------------------------------------------------------------------------------------ the program
+# -------------------------------------------------------------------------------------- the program
 
 
 def test_what_a_model_prints_does_not_get_into_the_document(tmp_path):
-    lines = ("import torch", "print('imported')", "def build():", "    print('built')", "    return torch.nn.Linear(2, 2)")
+    lines = (
+        "import torch",
+        "print('imported')",
+        "def build():",
+        "    print('built')",
+        "    return torch.nn.Linear(2, 2)",
+    )
     (tmp_path / "talking.py").write_text("\n".join(lines))
     saved(tmp_path, torch.nn.Linear(2, 2).state_dict())
     for command in (("doctor", "model.pt"), ("convert", "model.pt", "out.pt", "--dry-run")):
@@ -783,7 +925,9 @@ def test_what_a_model_prints_does_not_get_into_the_document(tmp_path):
         assert done.json() and "built" in done.err
 
 
-@pytest.mark.parametrize("asked", [("--model", "nowhere:build"), ("--like", "nowhere.pt"), ("--device", "nowhere")])
+@pytest.mark.parametrize(
+    "asked", [("--model", "nowhere:build"), ("--like", "nowhere.pt"), ("--device", "nowhere")]
+)
 def test_what_cannot_be_asked_is_not_answered(asked, tmp_path):
     saved(tmp_path, {"w": torch.ones(2)})
     assert_one_error(run("doctor", "model.pt", *asked, cwd=tmp_path), code=2)
@@ -796,11 +940,16 @@ def test_a_command_that_mends_two_findings_is_printed_once(tmp_path):
     done = run("doctor", "model.pt", cwd=tmp_path)
     assert done.out.count("ckptconv convert model.pt model-portable.pt") == 1
     assert done.out.count("the same command") == 1
-    commands = [finding["command"] for finding in run("doctor", "model.pt", "--json", cwd=tmp_path).json()["findings"]]
+    commands = [
+        finding["command"]
+        for finding in run("doctor", "model.pt", "--json", cwd=tmp_path).json()["findings"]
+    ]
     assert commands == ["ckptconv convert model.pt model-portable.pt"] * 2
 
 
-@pytest.mark.parametrize("name", ["model.data-00000-of-00001", "model.ckpt-1000.data-00001-of-00002"])
+@pytest.mark.parametrize(
+    "name", ["model.data-00000-of-00001", "model.ckpt-1000.data-00001-of-00002"]
+)
 @pytest.mark.parametrize("content", [bytes(999), b"\x08" + bytes(99), np.ones(99).tobytes()])
 def test_the_values_of_a_tensorflow_checkpoint_are_told_by_their_name(name, content, tmp_path):
     (tmp_path / name).write_bytes(content)
@@ -809,8 +958,13 @@ def test_the_values_of_a_tensorflow_checkpoint_are_told_by_their_name(name, cont
 
 
 def test_findings_are_ordered_by_severity(tmp_path):
-    tree = {"model": {f"module.{key}": value.float() for key, value in weights().items()}, "args": argparse.Namespace(lr=1)}
-    severities = [finding.severity for finding in diagnose(saved(tmp_path, tree), size=True).findings]
+    tree = {
+        "model": {f"module.{key}": value.float() for key, value in weights().items()},
+        "args": argparse.Namespace(lr=1),
+    }
+    severities = [
+        finding.severity for finding in diagnose(saved(tmp_path, tree), size=True).findings
+    ]
     assert severities == ["error", "warning", "info"]
 
 
@@ -848,30 +1002,48 @@ def test_a_missing_file_is_an_error_line(tmp_path):
 @no_gpu
 def test_without_torch_a_cpu_only_one_is_assumed(tmp_path):
     blocked = "import sys; sys.modules['torch'] = None; sys.argv[0] = 'ckptconv'; from ckptconv.cli.main import main; main()"
-    done = run("doctor", SAMPLES / "ddp_cuda3.pt", "--json", cwd=tmp_path, command=(sys.executable, "-c", blocked))
+    done = run(
+        "doctor",
+        SAMPLES / "ddp_cuda3.pt",
+        "--json",
+        cwd=tmp_path,
+        command=(sys.executable, "-c", blocked),
+    )
     assert done.exit == 1
-    expected = run("doctor", SAMPLES / "ddp_cuda3.pt", "--json", cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": ""})
+    expected = run(
+        "doctor", SAMPLES / "ddp_cuda3.pt", "--json", cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": ""}
+    )
     assert done.json() == expected.json()
 
 
 def test_a_name_with_blanks_and_quotes_is_quoted_for_the_shell(tmp_path):
-    path = saved(tmp_path, {f"module.{key}": value for key, value in weights().items()}, "it's a model.pt")
+    path = saved(
+        tmp_path, {f"module.{key}": value for key, value in weights().items()}, "it's a model.pt"
+    )
     assert diagnose(obey(found(diagnose(path), "wrapped-keys").command, tmp_path)).findings == ()
 
 
 def test_the_output_that_is_named_is_free(tmp_path):
     path = saved(tmp_path, {f"module.{key}": value for key, value in weights().items()})
     assert obey(found(diagnose(path), "wrapped-keys").command, tmp_path).name == "model-portable.pt"
-    assert obey(found(diagnose(path), "wrapped-keys").command, tmp_path).name == "model-portable-2.pt"
+    assert (
+        obey(found(diagnose(path), "wrapped-keys").command, tmp_path).name == "model-portable-2.pt"
+    )
 
 
 @pytest.mark.badcases
 def test_hostile_files_are_findings(tmp_path):
     from hostile.cases import GENERATOR
 
-    subprocess.run([sys.executable, GENERATOR, tmp_path], cwd=tmp_path, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, GENERATOR, tmp_path], cwd=tmp_path, check=True, capture_output=True
+    )
     files = [path for path in tmp_path.rglob("*") if path.is_file() and "million" not in path.name]
-    codes = {finding.code for path in files for finding in diagnose(path, values=path.stat().st_size < 1 << 30).findings}
+    codes = {
+        finding.code
+        for path in files
+        for finding in diagnose(path, values=path.stat().st_size < 1 << 30).findings
+    }
     assert {"damaged", "beyond-limits", "refused-objects", "no-checkpoint", "lone-shard"} <= codes
     assert not list(tmp_path.rglob("CKPTCONV_PWNED"))
 

@@ -1,4 +1,6 @@
-"""Bare pickles: `pickle.load` sees the same tensors that ckptconv finds, without executing anything."""
+"""Bare pickles: `pickle.load` sees the same tensors that ckptconv finds, without executing
+anything.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,20 @@ PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 def tree() -> dict[str, Any]:
     parameter = torch.nn.Parameter(torch.randn(2, 3))
     state_dict = OrderedDict(
-        {"module.w": parameter.data, "module.t": torch.arange(6).reshape(2, 3).t(), "module.e": torch.ones(0)}
+        {
+            "module.w": parameter.data,
+            "module.t": torch.arange(6).reshape(2, 3).t(),
+            "module.e": torch.ones(0),
+        }
     )
-    return {"state_dict": state_dict, "p": parameter, "again": parameter, "epoch": 3, "text": "é", "half": torch.ones(3).half()}
+    return {
+        "state_dict": state_dict,
+        "p": parameter,
+        "again": parameter,
+        "epoch": 3,
+        "text": "é",
+        "half": torch.ones(3).half(),
+    }
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -41,7 +54,9 @@ def test_every_protocol_is_read_to_the_same_tree(protocol, tmp_path):
     convert_checkpoint(source, tmp_path / "new.pt", keys="keep", fsync=False, verify=True)
     expected = pickle.loads(content)
     assert oracle.flatten(oracle.load(tmp_path / "new.pt")) == oracle.compacted(expected)
-    convert_checkpoint(source, tmp_path / "new.safetensors", only="state_dict", fsync=False, verify=True)
+    convert_checkpoint(
+        source, tmp_path / "new.safetensors", only="state_dict", fsync=False, verify=True
+    )
     found = load_file(tmp_path / "new.safetensors")
     assert {key: value.tolist() for key, value in found.items()} == {
         key.removeprefix("module."): value.tolist() for key, value in expected["state_dict"].items()
@@ -72,10 +87,12 @@ def test_a_python_2_pickle_holds_its_streams_in_byte_strings(tmp_path):
     assert load_portable(source)["w"].tolist() == [1, 2]
 
 
-# ----------------------------------------------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------------------------- what is refused
 
 
-@pytest.mark.parametrize("value", [{"w": [1.0, 2.0]}, [1, 2, 3], "text", None, 5, OrderedDict(a=1)], ids=str)
+@pytest.mark.parametrize(
+    "value", [{"w": [1.0, 2.0]}, [1, 2, 3], "text", None, 5, OrderedDict(a=1)], ids=str
+)
 def test_a_pickle_without_tensors_is_named(value, tmp_path):
     for protocol in (2, 4):
         with pytest.raises(UnsupportedCheckpoint, match=r"is a bare pickle .* without tensors"):
@@ -86,7 +103,9 @@ def test_a_pickle_taken_out_of_an_archive_is_told(tmp_path):
     torch.save({"w": torch.ones(3)}, tmp_path / "model.pt")
     with zipfile.ZipFile(tmp_path / "model.pt") as archive:
         content = archive.read("model/data.pkl")
-    with pytest.raises(MalformedCheckpoint, match=r"which is not in this file; .*data\.pkl of a zip"):
+    with pytest.raises(
+        MalformedCheckpoint, match=r"which is not in this file; .*data\.pkl of a zip"
+    ):
         open_checkpoint(write(tmp_path / "data.pkl", content))
 
 
@@ -148,7 +167,9 @@ def test_a_pickle_cut_at_any_byte_is_refused(protocol, tmp_path):
 @pytest.mark.parametrize("seed", range(4))
 def test_a_damaged_pickle_is_read_or_refused(seed, tmp_path):
     chance = random.Random(seed)
-    whole = pickle.dumps({"w": torch.ones(2), "v": [torch.nn.Parameter(torch.ones(1))]}, chance.randrange(6))
+    whole = pickle.dumps(
+        {"w": torch.ones(2), "v": [torch.nn.Parameter(torch.ones(1))]}, chance.randrange(6)
+    )
     for _ in range(200):
         changed = bytearray(whole)
         for _ in range(chance.randint(1, 3)):
@@ -161,9 +182,16 @@ def test_a_damaged_pickle_is_read_or_refused(seed, tmp_path):
             assert "damaged.pkl" in str(error)
 
 
-# ------------------------------------------------------------------------------------------------------ told by content
+# ---------------------------------------------------------------------------------- told by content
 
-PICKLED = [{"w": 1}, OrderedDict(w=1), [torch.ones(1)], torch.ones(1), np.ones(2), torch.nn.Linear(1, 1)]
+PICKLED = [
+    {"w": 1},
+    OrderedDict(w=1),
+    [torch.ones(1)],
+    torch.ones(1),
+    np.ones(2),
+    torch.nn.Linear(1, 1),
+]
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -173,7 +201,18 @@ def test_pickles_of_every_protocol_are_told_by_their_first_bytes(value, protocol
 
 
 @pytest.mark.parametrize(
-    "head", [b"", b"\x80", b"\x80\x06", b"comment\nline two\n", b"(draft)\n", b"{}", b"c\n", b"class Net:\n    pass\n", b"}q"]
+    "head",
+    [
+        b"",
+        b"\x80",
+        b"\x80\x06",
+        b"comment\nline two\n",
+        b"(draft)\n",
+        b"{}",
+        b"c\n",
+        b"class Net:\n    pass\n",
+        b"}q",
+    ],
 )
 def test_other_files_are_not_taken_for_pickles(head):
     assert not is_raw_pickle(head)

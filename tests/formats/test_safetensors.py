@@ -17,7 +17,13 @@ from safetensors import safe_open
 from torch import nn
 
 from ckptconv import KeyRules, convert_checkpoint, load_portable, open_checkpoint, save_portable
-from ckptconv.support.errors import AmbiguousStateDict, CheckpointError, KeyConflict, MalformedCheckpoint, RefusedObject
+from ckptconv.support.errors import (
+    AmbiguousStateDict,
+    CheckpointError,
+    KeyConflict,
+    MalformedCheckpoint,
+    RefusedObject,
+)
 from helpers import oracle, trees
 
 thorough = settings(max_examples=120, deadline=None)
@@ -28,9 +34,13 @@ PAIRS = st.dictionaries(st.text(min_size=1, max_size=5), st.text(max_size=5), ma
 
 
 def convert(tree: Any, folder: Path, **options: Any) -> Path:
-    """`tree` saved by torch and converted; returns the output, the source is ``source.pt`` beside it."""
+    """`tree` saved by torch and converted; returns the output, the source is ``source.pt`` beside
+    it.
+    """
     torch.save(tree, folder / "source.pt")
-    convert_checkpoint(folder / "source.pt", folder / "output.safetensors", fsync=False, force=True, **options)
+    convert_checkpoint(
+        folder / "source.pt", folder / "output.safetensors", fsync=False, force=True, **options
+    )
     return folder / "output.safetensors"
 
 
@@ -40,10 +50,15 @@ def metadata(path: Path) -> dict[str, str]:
 
 
 def assert_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Same dtype, shape and bits, but for those of NaNs (torch itself may change them when it negates or casts)."""
+    """Same dtype, shape and bits, but for those of NaNs (torch itself may change them when it
+    negates or casts).
+    """
     assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
     if oracle.value_bytes(found) != oracle.value_bytes(expected):
-        found, expected = found.detach().resolve_conj().resolve_neg(), expected.detach().resolve_conj().resolve_neg()
+        found, expected = (
+            found.detach().resolve_conj().resolve_neg(),
+            expected.detach().resolve_conj().resolve_neg(),
+        )
         numbers = ~expected.isnan()
         assert torch.equal(found.isnan(), expected.isnan())
         assert oracle.value_bytes(found[numbers]) == oracle.value_bytes(expected[numbers])
@@ -51,13 +66,22 @@ def assert_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 def contiguous(tensor: torch.Tensor) -> torch.Tensor:
     """The same stored values in C order."""
-    values = torch.frombuffer(bytearray(oracle.stored_bytes(tensor) or b"\0" * 16), dtype=torch.uint8)
-    return trees.make(tensor.dtype, values, 0, tensor.shape, torch.empty(tensor.shape, device="meta").stride())
+    values = torch.frombuffer(
+        bytearray(oracle.stored_bytes(tensor) or b"\0" * 16), dtype=torch.uint8
+    )
+    return trees.make(
+        tensor.dtype, values, 0, tensor.shape, torch.empty(tensor.shape, device="meta").stride()
+    )
 
 
 def same_view(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal for tensors that are one and the same values in memory."""
-    place = tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+    place = (
+        tensor.untyped_storage()._cdata,
+        tensor.storage_offset(),
+        tuple(tensor.shape),
+        tensor.stride(),
+    )
     return *place, tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
@@ -71,7 +95,7 @@ def tied_names(state_dict: dict[str, torch.Tensor]) -> dict[str, str]:
     }
 
 
-# ---------------------------------------------------------------------------------------------------- torch → safetensors
+# ------------------------------------------------------------------------------ torch → safetensors
 
 
 @given(trees.state_dicts(DTYPES), st.sampled_from(["keep", "strip"]))
@@ -81,7 +105,9 @@ def test_the_library_loads_every_tensor_of_a_state_dict(drawn, keys):
         try:
             output = convert(drawn.tree, Path(folder), keys=keys, verify=True)
         except CheckpointError:
-            assert any(t.dtype is torch.float4_e2m1fn_x2 and not t.shape for t in drawn.tree.values())
+            assert any(
+                t.dtype is torch.float4_e2m1fn_x2 and not t.shape for t in drawn.tree.values()
+            )
             return
         source = oracle.load(Path(folder) / "source.pt")
         expected = oracle.bare_state_dict(source) if keys == "strip" else source
@@ -97,13 +123,19 @@ def test_the_library_loads_every_tensor_of_a_state_dict(drawn, keys):
 @quick
 def test_tensors_lie_aligned_by_falling_element_size_in_their_own_order(drawn):
     with tempfile.TemporaryDirectory() as folder:
-        tree = {key: value for key, value in drawn.tree.items() if value.dtype is not torch.float4_e2m1fn_x2}
+        tree = {
+            key: value
+            for key, value in drawn.tree.items()
+            if value.dtype is not torch.float4_e2m1fn_x2
+        }
         if not tree:
             return
         output = convert(tree, Path(folder), keys="keep", tied="duplicate")
         header, start = oracle.safetensors_header(output)
         header.pop("__metadata__")
-        assert list(header) == sorted(tree, key=lambda key: -tree[key].element_size()), "sorted() is stable"
+        assert list(header) == sorted(tree, key=lambda key: -tree[key].element_size()), (
+            "sorted() is stable"
+        )
         assert start % 8 == 0
         ends = [0]
         for key, entry in header.items():
@@ -116,7 +148,9 @@ def test_tensors_lie_aligned_by_falling_element_size_in_their_own_order(drawn):
 
 REFUSED = {
     "bits": lambda: trees.make(torch.bits8, torch.zeros(2, dtype=torch.uint8), 0, (2,), (1,)),
-    "four bits": lambda: torch.quantize_per_channel(torch.ones(2, 2), torch.ones(2), torch.zeros(2), 0, torch.quint4x2),
+    "four bits": lambda: torch.quantize_per_channel(
+        torch.ones(2, 2), torch.ones(2), torch.zeros(2), 0, torch.quint4x2
+    ),
 }
 
 
@@ -136,17 +170,27 @@ def test_half_a_byte_alone_is_refused(tmp_path):
         convert({"w": scalar}, tmp_path)
 
 
-@given(st.dictionaries(st.text(max_size=8).filter(lambda key: key != "__metadata__"), st.integers(0, 9), min_size=1))
+@given(
+    st.dictionaries(
+        st.text(max_size=8).filter(lambda key: key != "__metadata__"), st.integers(0, 9), min_size=1
+    )
+)
 @quick
 def test_any_text_is_a_key(values):
     with tempfile.TemporaryDirectory() as folder:
         tree = {key: torch.full((2,), value) for key, value in values.items()}
         output = convert(tree, Path(folder), keys="keep")
-        assert {key: tensor[0].item() for key, tensor in safetensors.torch.load_file(output).items()} == values
+        assert {
+            key: tensor[0].item() for key, tensor in safetensors.torch.load_file(output).items()
+        } == values
         assert list(load_portable(output, keys="keep")) == list(values)
 
 
-@pytest.mark.parametrize("keys", [["__metadata__", "b"], ["a\ud800", "b"], [1, "1"], [b"k", "k"], [(1, 2), "b"]], ids=repr)
+@pytest.mark.parametrize(
+    "keys",
+    [["__metadata__", "b"], ["a\ud800", "b"], [1, "1"], [b"k", "k"], [(1, 2), "b"]],
+    ids=repr,
+)
 def test_keys_that_cannot_be_names_are_refused(keys, tmp_path):
     with pytest.raises(CheckpointError):
         convert({key: torch.ones(1) for key in keys}, tmp_path, keys="keep")
@@ -171,10 +215,18 @@ def test_the_state_dict_is_taken_out_of_a_training_checkpoint(tmp_path):
 
 
 def test_values_that_are_no_tensors_are_skipped_and_listed(tmp_path):
-    torch.save({"a": torch.ones(2), "n": 3, "none": None, "l": [1], "extra._extra_state": b"x"}, tmp_path / "source.pt")
+    torch.save(
+        {"a": torch.ones(2), "n": 3, "none": None, "l": [1], "extra._extra_state": b"x"},
+        tmp_path / "source.pt",
+    )
     result = convert_checkpoint(tmp_path / "source.pt", tmp_path / "out.safetensors")
     assert safetensors.torch.load_file(tmp_path / "out.safetensors").keys() == {"a"}
-    assert [skipped.path for skipped in result.plan.skipped] == ["n", "none", "l", "extra._extra_state"]
+    assert [skipped.path for skipped in result.plan.skipped] == [
+        "n",
+        "none",
+        "l",
+        "extra._extra_state",
+    ]
 
 
 def test_several_state_dicts_are_a_choice_for_the_user(tmp_path):
@@ -192,7 +244,7 @@ def test_the_device_is_recorded_and_becomes_the_tag_again(tmp_path):
     assert load_portable(output)["a"].device.type == "cpu"
 
 
-# ------------------------------------------------------------------------------------------------- safetensors → anything
+# --------------------------------------------------------------------------- safetensors → anything
 
 
 @given(trees.state_dicts(DTYPES), PAIRS)
@@ -200,17 +252,27 @@ def test_the_device_is_recorded_and_becomes_the_tag_again(tmp_path):
 def test_a_library_s_file_becomes_a_torch_file(drawn, extra):
     with tempfile.TemporaryDirectory() as folder:
         source, output = Path(folder) / "source.safetensors", Path(folder) / "output.pt"
-        plain = {key: contiguous(value) for key, value in drawn.tree.items() if value.dtype is not torch.float4_e2m1fn_x2}
-        extra = {key: value for key, value in extra.items() if key not in plain and value not in plain}
+        plain = {
+            key: contiguous(value)
+            for key, value in drawn.tree.items()
+            if value.dtype is not torch.float4_e2m1fn_x2
+        }
+        extra = {
+            key: value for key, value in extra.items() if key not in plain and value not in plain
+        }
         if not plain:
             return
         safetensors.torch.save_file(plain, source, metadata=extra)
         convert_checkpoint(source, output, keys="keep", fsync=False, verify=True)
         found = oracle.load(output)
-        assert list(found) == [key for key in oracle.safetensors_header(source)[0] if key != "__metadata__"]
+        assert list(found) == [
+            key for key in oracle.safetensors_header(source)[0] if key != "__metadata__"
+        ]
         for key, tensor in plain.items():
             assert_equal(found[key], tensor)
-        for ours, theirs in zip(found.values(), load_portable(source, keys="keep").values(), strict=True):
+        for ours, theirs in zip(
+            found.values(), load_portable(source, keys="keep").values(), strict=True
+        ):
             assert_equal(ours, theirs)
 
 
@@ -221,7 +283,11 @@ def test_metadata_and_tied_names_are_carried_over(drawn, extra):
         first, second = Path(folder) / "first.safetensors", Path(folder) / "second.safetensors"
         output = convert(drawn.tree, Path(folder), keys="keep")
         with safe_open(output, framework="pt") as opened:
-            extra = {key: value for key, value in extra.items() if key not in drawn.tree and value not in drawn.tree}
+            extra = {
+                key: value
+                for key, value in extra.items()
+                if key not in drawn.tree and value not in drawn.tree
+            }
             known = {**extra, **(opened.metadata() or {})}
         safetensors.torch.save_file(safetensors.torch.load_file(output), first, metadata=known)
         convert_checkpoint(first, second, keys="keep", fsync=False, verify=True)
@@ -238,7 +304,7 @@ def test_a_file_without_metadata_gets_the_format(tmp_path):
     assert metadata(tmp_path / "b.safetensors") == {"format": "pt", "device": "cpu"}
 
 
-# ----------------------------------------------------------------------------------------------------------- tied tensors
+# ------------------------------------------------------------------------------------- tied tensors
 
 
 class Tied(nn.Module):
@@ -264,7 +330,10 @@ def test_tied_names_are_recorded_as_the_library_does(tmp_path):
     for path in (ours, theirs):
         loaded = load_portable(path)
         assert loaded.keys() == model.state_dict().keys()
-        assert len({loaded[f"{name}.weight"].data_ptr() for name in ("embed", "lm_head", "again")}) == 1
+        assert (
+            len({loaded[f"{name}.weight"].data_ptr() for name in ("embed", "lm_head", "again")})
+            == 1
+        )
 
 
 def test_tied_names_follow_the_key_rules(tmp_path):
@@ -273,9 +342,12 @@ def test_tied_names_follow_the_key_rules(tmp_path):
     assert metadata(output)["lm_head.weight"] == "again.weight"
     convert_checkpoint(output, tmp_path / "prefixed.safetensors", keys=KeyRules(add_prefix="net."))
     assert metadata(tmp_path / "prefixed.safetensors") == {
-        "format": "pt", "device": "cpu", "net.lm_head.weight": "net.again.weight", "net.embed.weight": "net.again.weight"
+        "format": "pt", "device": "cpu", "net.lm_head.weight": "net.again.weight",
+        "net.embed.weight": "net.again.weight"
     }  # fmt: skip
-    assert load_portable(tmp_path / "prefixed.safetensors").keys() == {f"net.{key}" for key in Tied().state_dict()}
+    assert load_portable(tmp_path / "prefixed.safetensors").keys() == {
+        f"net.{key}" for key in Tied().state_dict()
+    }
 
 
 def test_tied_tensors_survive_the_way_back_to_torch(tmp_path):
@@ -293,7 +365,12 @@ def test_duplicates_are_written_when_asked_for(tmp_path):
 
 def test_views_that_merely_overlap_are_each_written_whole(tmp_path):
     base = torch.arange(12.0)
-    tree = {"qkv": base.reshape(3, 4), "q": base[:4], "flat": base, "transposed": base.reshape(3, 4).t()}
+    tree = {
+        "qkv": base.reshape(3, 4),
+        "q": base[:4],
+        "flat": base,
+        "transposed": base.reshape(3, 4).t(),
+    }
     found = safetensors.torch.load_file(convert(tree, tmp_path))
     assert found.keys() == tree.keys()
     for key, tensor in tree.items():
@@ -302,27 +379,36 @@ def test_views_that_merely_overlap_are_each_written_whole(tmp_path):
 
 def test_a_name_that_metadata_needs_is_not_dropped(tmp_path):
     shared = torch.arange(3.0)
-    found = safetensors.torch.load_file(convert({"a": shared, "device": shared, "format": shared}, tmp_path))
+    found = safetensors.torch.load_file(
+        convert({"a": shared, "device": shared, "format": shared}, tmp_path)
+    )
     assert found.keys() == {"a", "device", "format"}
 
 
-# ------------------------------------------------------------------------------------------------------------------- casts
+# -------------------------------------------------------------------------------------------- casts
 
 
 @pytest.mark.parametrize("to", ["safetensors", "torch"])
 @given(
-    drawn=trees.state_dicts([*trees.FLOATS, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64]),
+    drawn=trees.state_dicts(
+        [*trees.FLOATS, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64]
+    ),
     name=st.sampled_from(["f64", "f32", "f16", "bf16", "f8_e4m3", "f8_e5m2"]),
 )
 @quick
 def test_casts_are_torch_s_own_and_count_what_overflowed(to, drawn, name):
-    dtypes = {"f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16,
+    dtypes = {"f64": torch.float64, "f32": torch.float32, "f16": torch.float16,
+        "bf16": torch.bfloat16,
               "f8_e4m3": torch.float8_e4m3fn, "f8_e5m2": torch.float8_e5m2}  # fmt: skip
-    tree = {f"k{number}": value.detach().clone() for number, value in enumerate(drawn.tree.values())}
+    tree = {
+        f"k{number}": value.detach().clone() for number, value in enumerate(drawn.tree.values())
+    }
     with tempfile.TemporaryDirectory() as folder:
         torch.save(tree, Path(folder) / "source.pt")
         output = Path(folder) / "output"
-        result = convert_checkpoint(Path(folder) / "source.pt", output, to=to, dtype=name, fsync=False, verify=True)
+        result = convert_checkpoint(
+            Path(folder) / "source.pt", output, to=to, dtype=name, fsync=False, verify=True
+        )
         found = safetensors.torch.load_file(output) if to == "safetensors" else oracle.load(output)
     lost = {}
     for key, tensor in tree.items():
@@ -353,7 +439,7 @@ def test_a_cast_keeps_tied_tensors_tied(tmp_path):
     assert loaded["embed.weight"].dtype is torch.bfloat16
 
 
-# ------------------------------------------------------------------------------------------------------------------ damage
+# ------------------------------------------------------------------------------------------- damage
 
 
 def raw_file(path: Path, header: Any, data: bytes = b"", pad: int = 0) -> Path:
@@ -397,7 +483,11 @@ def test_headers_that_the_library_refuses_are_refused(header, data, tmp_path):
 def test_a_key_that_stands_twice_is_refused(tmp_path):
     entry = json.dumps(F32).encode()
     with pytest.raises(MalformedCheckpoint, match="twice"):
-        open_checkpoint(raw_file(tmp_path / "bad.safetensors", b'{"a":' + entry + b',"a":' + entry + b"}", b"abcd"))
+        open_checkpoint(
+            raw_file(
+                tmp_path / "bad.safetensors", b'{"a":' + entry + b',"a":' + entry + b"}", b"abcd"
+            )
+        )
 
 
 def test_headers_that_the_library_accepts_are_accepted(tmp_path):
@@ -424,7 +514,9 @@ def test_a_shorter_file_is_refused(tmp_path):
 
 
 def test_two_keys_that_become_one_are_refused(tmp_path):
-    safetensors.torch.save_file({"a": torch.ones(1), "_orig_mod.a": torch.zeros(1)}, tmp_path / "a.safetensors")
+    safetensors.torch.save_file(
+        {"a": torch.ones(1), "_orig_mod.a": torch.zeros(1)}, tmp_path / "a.safetensors"
+    )
     with pytest.raises(KeyConflict, match="both become 'a'"):
         convert_checkpoint(tmp_path / "a.safetensors", tmp_path / "b.pt")
 
@@ -433,5 +525,7 @@ def test_live_state_dicts_are_saved_as_the_library_does(tmp_path):
     model = Tied()
     save_portable(model.state_dict(), tmp_path / "ours.safetensors")
     safetensors.torch.save_model(model, tmp_path / "theirs.safetensors")
-    ours, theirs = (safetensors.torch.load_file(tmp_path / f"{name}.safetensors") for name in ("ours", "theirs"))
+    ours, theirs = (
+        safetensors.torch.load_file(tmp_path / f"{name}.safetensors") for name in ("ours", "theirs")
+    )
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)

@@ -1,4 +1,6 @@
-"""What is not a checkpoint: the real program says in one line what it is, whatever its name, and leaves nothing behind."""
+"""What is not a checkpoint: the real program says in one line what it is, whatever its name, and
+leaves nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def safetensors(length: int | None = None) -> bytes:
 
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1\nsize 12345\n"
-NPY = b"\x93NUMPY\x01\x00v\x00{'descr': '<f4', 'fortran_order': False, 'shape': (4,), }".ljust(128) + bytes(16)
+NPY = b"\x93NUMPY\x01\x00v\x00{'descr': '<f4', 'fortran_order': False, 'shape': (4,), }".ljust(
+    128
+) + bytes(16)
 HDF = b"\x89HDF\r\n\x1a\n" + bytes(504)
 ONNX = b"\x08\x08\x12\x07pytorch\x1a\x052.1.0:\x90\x01\n\x1d\n\x05input\n\x06weight\x12\x06output\x1a\x04Gemm"
 
@@ -59,9 +63,15 @@ STRANGERS = {
     "french.pt": ("\u00e9poque 1\u00a0: perte 0,5\n".encode(), "is a text file"),
     "config.json": (b'{"hidden_size": 768}', "is a JSON text"),
     "pointer.safetensors": (LFS, "is a git-LFS pointer"),
-    "page.pt": (b"<!DOCTYPE html>\n<html><head><title>404 Not Found</title></head></html>", "is a web page"),
+    "page.pt": (
+        b"<!DOCTYPE html>\n<html><head><title>404 Not Found</title></head></html>",
+        "is a web page",
+    ),
     "plain_page.pt": (b"\r\n  <html><body>Please log in</body></html>", "is a web page"),
-    "denied.bin": (b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>", "is a web page"),
+    "denied.bin": (
+        b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>",
+        "is a web page",
+    ),
     "model.pt.gz": (gzip.compress(ZIP), "is gzip-compressed"),
     "model.pt.bz2": (bz2.compress(ZIP), "is bzip2-compressed"),
     "model.pt.xz": (lzma.compress(ZIP), "is xz-compressed"),
@@ -74,15 +84,30 @@ STRANGERS = {
     "model.tflite": (b"\x1c\0\0\0TFL3" + bytes(40), "is a TensorFlow Lite model"),
     "saved_model.pb": (b"\x08\x01\x12\xf4\x0f\x0a\x10" + bytes(40), "is a TensorFlow SavedModel"),
     "checkpoint": (b'model_checkpoint_path: "ckpt-3"\n', "is the list of a TensorFlow checkpoint"),
-    "ckpt-3.index": (bytes(60) + bytes.fromhex("57fb808b247547db"), "is the index of a TensorFlow checkpoint"),
-    "model.keras": (archive(metadata_json=b"{}", config_json=b"{}", model_weights_h5=HDF), "is a Keras model"),
+    "ckpt-3.index": (
+        bytes(60) + bytes.fromhex("57fb808b247547db"),
+        "is the index of a TensorFlow checkpoint",
+    ),
+    "model.keras": (
+        archive(metadata_json=b"{}", config_json=b"{}", model_weights_h5=HDF),
+        "is a Keras model",
+    ),
     "array.npy": (NPY, "is a numpy array file"),
     "arrays.npz": (archive(weight_npy=NPY, bias_npy=NPY), "without a data.pkl"),
     "documents.zip": (archive(notes_txt=b"hello"), "without a data.pkl"),
     "no_records.zip": (archive(), "is an empty zip archive"),
-    "script.pt": (archive(net__data_pkl=b"N.", net__constants_pkl=b"N.", net__version=b"3\n"), "is a TorchScript archive"),
-    "old_script.pt": (archive(net__model_json=b"{}", net__version=b"1\n"), "is a TorchScript archive"),
-    "pickle.pkl": (pickle.dumps({"w": [1.0, 2.0]}, protocol=4), "is a bare pickle (a dict) without tensors"),
+    "script.pt": (
+        archive(net__data_pkl=b"N.", net__constants_pkl=b"N.", net__version=b"3\n"),
+        "is a TorchScript archive",
+    ),
+    "old_script.pt": (
+        archive(net__model_json=b"{}", net__version=b"1\n"),
+        "is a TorchScript archive",
+    ),
+    "pickle.pkl": (
+        pickle.dumps({"w": [1.0, 2.0]}, protocol=4),
+        "is a bare pickle (a dict) without tensors",
+    ),
     "source.tar": (tar(README=b"hello", LICENSE=b"free"), "is a tar file"),
     "noise.pt": (bytes(range(127, 256)) + bytes(400), "is not a checkpoint of a known kind"),
     "zeros.pt": (bytes(4096), "is not a checkpoint of a known kind"),
@@ -201,7 +226,9 @@ def test_an_archive_of_torch_package_is_named(tmp_path):
             exporter.save_pickle("models", name, torch.nn.Linear(2, 2))
         said = refused("model.pt", tmp_path)
         assert "is a torch.package archive" in said and "PackageImporter" in said
-    loaded = PackageImporter(str(tmp_path / "model.pt")).load_pickle("models", "data.pkl").state_dict()
+    loaded = (
+        PackageImporter(str(tmp_path / "model.pt")).load_pickle("models", "data.pkl").state_dict()
+    )
     torch.save(loaded, tmp_path / "out.pt")  # as the hint says
     assert torch.load(tmp_path / "out.pt").keys() == {"weight", "bias"}
 
@@ -246,7 +273,9 @@ def test_a_name_that_is_no_text_is_escaped(tmp_path):
     (tmp_path / name).write_bytes(ZIP)
     done = run("convert", name, "out.pt", "--json", cwd=tmp_path)
     assert done.exit == 0, done.err
-    assert done.json()["source"]["path"] == "caf\\udce9.pt", "half of a surrogate pair is not a character of JSON"
+    assert done.json()["source"]["path"] == "caf\\udce9.pt", (
+        "half of a surrogate pair is not a character of JSON"
+    )
 
 
 def test_an_error_is_a_document_too_where_one_is_asked_for(tmp_path):
@@ -298,7 +327,13 @@ def test_without_a_command_the_help_is_shown(tmp_path):
 
 
 def test_the_program_runs_as_a_module_and_as_a_function(tmp_path):
-    function = (*PROGRAM[:1], "-c", "import sys; sys.argv[0] = 'ckptconv'; from ckptconv.cli.main import main; main()")
-    outputs = {run("--version", cwd=tmp_path, command=command).out for command in (PROGRAM, function)}
+    function = (
+        *PROGRAM[:1],
+        "-c",
+        "import sys; sys.argv[0] = 'ckptconv'; from ckptconv.cli.main import main; main()",
+    )
+    outputs = {
+        run("--version", cwd=tmp_path, command=command).out for command in (PROGRAM, function)
+    }
     assert len(outputs) == 1
     assert outputs.pop().startswith("ckptconv ")

@@ -1,4 +1,6 @@
-"""Legacy files (`torch.save` before 1.6): `torch.load` sees in the output what it sees in the source."""
+"""Legacy files (`torch.save` before 1.6): `torch.load` sees in the output what it sees in the
+source.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,29 @@ import torch
 from hypothesis import given, settings
 from safetensors.torch import load_file
 
-from ckptconv import CheckpointError, convert_checkpoint, diff_checkpoints, load_portable, open_checkpoint, scan_checkpoint
+from ckptconv import (
+    CheckpointError,
+    convert_checkpoint,
+    diff_checkpoints,
+    load_portable,
+    open_checkpoint,
+    scan_checkpoint,
+)
 from ckptconv.io.files import FileSource
 from ckptconv.support.errors import MalformedCheckpoint
 from ckptconv.tensors.stream import iter_chunks
 from helpers import old_torch, oracle, trees
-from helpers.old_torch import Bytestring, Made, Name, Persistent, blob, legacy, pickled, storage, write
+from helpers.old_torch import (
+    Bytestring,
+    Made,
+    Name,
+    Persistent,
+    blob,
+    legacy,
+    pickled,
+    storage,
+    write,
+)
 from helpers.program import idle_rss, run
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -41,7 +60,11 @@ def save(tree: Any, path: Path) -> Path:
 
 def _is_loaded(dtype: torch.dtype) -> bool:
     file = io.BytesIO()
-    torch.save(trees.make(dtype, torch.zeros(16, dtype=torch.uint8), 0, (1,), (1,)), file, _use_new_zipfile_serialization=False)
+    torch.save(
+        trees.make(dtype, torch.zeros(16, dtype=torch.uint8), 0, (1,), (1,)),
+        file,
+        _use_new_zipfile_serialization=False,
+    )
     file.seek(0)
     try:
         torch.load(file, weights_only=True)
@@ -54,7 +77,9 @@ TYPED = [dtype for dtype in trees.DTYPES if _is_loaded(dtype)]
 """The dtypes that torch loads from a legacy file: those with a storage class."""
 
 
-def vector(key: str = "0", numel: int = 8, view: Any = None, offset: int = 0, size: int = 4) -> Made:
+def vector(
+    key: str = "0", numel: int = 8, view: Any = None, offset: int = 0, size: int = 4
+) -> Made:
     """A float tensor as torch 0.3 pickled it."""
     return Made(REBUILD, (storage("FloatStorage", key, "cpu", numel, view), offset, (size,), (1,)))
 
@@ -71,7 +96,7 @@ def converted(source: Path, **options: Any) -> Path:
     return output
 
 
-# -------------------------------------------------------------------------------------------------- what torch writes
+# -------------------------------------------------------------------------------- what torch writes
 
 
 @given(trees.trees(TYPED))
@@ -93,8 +118,14 @@ def test_a_state_dict_is_loaded_as_torch_loads_it(drawn):
 
 
 def test_safetensors_has_the_values(tmp_path):
-    tensors = {"a": torch.randn(3, 4), "b": torch.arange(12).reshape(3, 4).t(), "c": torch.ones(2, dtype=torch.bfloat16)}
-    convert_checkpoint(save(tensors, tmp_path / "old.bin"), tmp_path / "new.safetensors", fsync=False, verify=True)
+    tensors = {
+        "a": torch.randn(3, 4),
+        "b": torch.arange(12).reshape(3, 4).t(),
+        "c": torch.ones(2, dtype=torch.bfloat16),
+    }
+    convert_checkpoint(
+        save(tensors, tmp_path / "old.bin"), tmp_path / "new.safetensors", fsync=False, verify=True
+    )
     found = load_file(tmp_path / "new.safetensors")
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[key], value) for key, value in tensors.items())
@@ -114,15 +145,21 @@ def test_tags_are_kept_mapped_or_replaced(tmp_path):
 @pytest.mark.parametrize("protocol", [1, 2, 3, 4, 5])
 def test_any_protocol_of_the_pickles_inside_is_read(protocol, tmp_path):
     tree = {"w": torch.arange(5.0), "epoch": 3, "text": "é", "bytes": b"\xff\0"}
-    torch.save(tree, tmp_path / "old.pt", _use_new_zipfile_serialization=False, pickle_protocol=protocol)
+    torch.save(
+        tree, tmp_path / "old.pt", _use_new_zipfile_serialization=False, pickle_protocol=protocol
+    )
     source = tmp_path / "old.pt"
-    assert oracle.flatten(oracle.load(converted(source))) == oracle.flatten(oracle.load(source, weights_only=False))
+    assert oracle.flatten(oracle.load(converted(source))) == oracle.flatten(
+        oracle.load(source, weights_only=False)
+    )
 
 
 @pytest.mark.parametrize("is_legacy", [True, False])
 def test_protocol_0_is_refused_by_name_as_torch_refuses_it(is_legacy, tmp_path):
     path = tmp_path / "in.pt"
-    torch.save({"w": torch.ones(2)}, path, _use_new_zipfile_serialization=not is_legacy, pickle_protocol=0)
+    torch.save(
+        {"w": torch.ones(2)}, path, _use_new_zipfile_serialization=not is_legacy, pickle_protocol=0
+    )
     with pytest.raises(AssertionError, match="must be a tuple"):
         torch.load(path, weights_only=False)
     with pytest.raises(MalformedCheckpoint, match=r"protocol 0.*save it again"):
@@ -130,7 +167,10 @@ def test_protocol_0_is_refused_by_name_as_torch_refuses_it(is_legacy, tmp_path):
 
 
 def test_the_pickles_of_protocol_1_are_scanned_and_compared(tmp_path):
-    for name, tree in (("in.pt", {"w": torch.ones(2)}), ("bad.pt", {"w": torch.ones(2), "x": subprocess.run})):
+    for name, tree in (
+        ("in.pt", {"w": torch.ones(2)}),
+        ("bad.pt", {"w": torch.ones(2), "x": subprocess.run}),
+    ):
         torch.save(tree, tmp_path / name, _use_new_zipfile_serialization=False, pickle_protocol=1)
     assert scan_checkpoint(tmp_path / "in.pt").level == "plain"
     assert scan_checkpoint(tmp_path / "bad.pt").level == "dangerous"
@@ -141,7 +181,8 @@ def test_the_pickles_of_protocol_1_are_scanned_and_compared(tmp_path):
 def test_parameters_and_bare_storages_survive(tmp_path):
     parameter = torch.nn.Parameter(torch.randn(3))
     source = save(
-        {"p": parameter, "frozen": torch.nn.Parameter(torch.ones(2), False), "again": [parameter]}, tmp_path / "old.pt"
+        {"p": parameter, "frozen": torch.nn.Parameter(torch.ones(2), False), "again": [parameter]},
+        tmp_path / "old.pt",
     )
     assert_same(source, converted(source))
     values = torch.arange(3.0)
@@ -178,14 +219,16 @@ def test_pickles_longer_than_the_first_window_are_read(tmp_path):
     assert torch.equal(torch.cat(list(found.values())), torch.arange(20_000.0))
 
 
-# -------------------------------------------------------------------------------------------- what older torch wrote
+# --------------------------------------------------------------------------- what older torch wrote
 
 
 def test_views_of_storages_keep_sharing_with_it(tmp_path):
     tree = {
         "all": Made(REBUILD, (storage("FloatStorage", "7", "cpu", 8), 0, (8,), (1,))),
         "view": vector("7", view=("8", 2, 5), offset=1),
-        "same": Made(REBUILD, (storage("FloatStorage", "7", "cpu", 8, ("9", 0, 8)), 0, (2, 4), (4, 1))),
+        "same": Made(
+            REBUILD, (storage("FloatStorage", "7", "cpu", 8, ("9", 0, 8)), 0, (2, 4), (4, 1))
+        ),
     }
     source = write(tmp_path / "old.pt", legacy(tree, ("7",), blob(8, FLOATS)))
     assert oracle.load(source)["view"].tolist() == [3, 4, 5, 6]
@@ -196,15 +239,22 @@ def test_views_of_storages_keep_sharing_with_it(tmp_path):
     assert len({value.untyped_storage().data_ptr() for value in output.values()}) == 1
 
 
-@pytest.mark.parametrize("view", [("8", 5, 4), ("8", -1, 2), ("8", 0, 9), ("8", 0), 5, ("8", 0, 1.0)])
+@pytest.mark.parametrize(
+    "view", [("8", 5, 4), ("8", -1, 2), ("8", 0, 9), ("8", 0), 5, ("8", 0, 1.0)]
+)
 def test_a_view_outside_of_its_storage_is_refused(view, tmp_path):
-    source = write(tmp_path / "old.pt", legacy({"w": vector(view=view, size=1)}, ("0",), blob(8, FLOATS)))
+    source = write(
+        tmp_path / "old.pt", legacy({"w": vector(view=view, size=1)}, ("0",), blob(8, FLOATS))
+    )
     with pytest.raises(MalformedCheckpoint, match="view of it"):
         open_checkpoint(source)
 
 
 def test_a_tensor_beyond_its_view_is_refused_as_torch_refuses_it(tmp_path):
-    source = write(tmp_path / "old.pt", legacy({"w": vector(view=("8", 2, 3), size=4)}, ("0",), blob(8, FLOATS)))
+    source = write(
+        tmp_path / "old.pt",
+        legacy({"w": vector(view=("8", 2, 3), size=4)}, ("0",), blob(8, FLOATS)),
+    )
     with pytest.raises(MalformedCheckpoint, match="beyond the view"):
         open_checkpoint(source)
     with pytest.raises(RuntimeError):
@@ -212,7 +262,10 @@ def test_a_tensor_beyond_its_view_is_refused_as_torch_refuses_it(tmp_path):
 
 
 def test_python_2_pickles_are_read(tmp_path):
-    tree = Made(ORDERED_DICT, ([[Bytestring(b"module.w"), vector(Bytestring(b"0"))], [Bytestring(b"caf\xc3\xa9"), 2]],))
+    tree = Made(
+        ORDERED_DICT,
+        ([[Bytestring(b"module.w"), vector(Bytestring(b"0"))], [Bytestring(b"caf\xc3\xa9"), 2]],),
+    )
     source = write(tmp_path / "old.pt", legacy(tree, [Bytestring(b"0")], blob(8, FLOATS)))
     assert_same(source, converted(source))
     assert list(load_portable(source, keys="keep")) == ["module.w", "café"]
@@ -234,21 +287,34 @@ def test_tensors_made_by_their_state_are_read(cls, size, tmp_path):
 
 
 PARAMETER = Name("torch.nn.parameter", "Parameter")
-DATA = Made(Name("torch", "FloatTensor"), (), (storage("FloatStorage", "0", "cpu", 8), 1, (3,), (1,)))
+DATA = Made(
+    Name("torch", "FloatTensor"), (), (storage("FloatStorage", "0", "cpu", 8), 1, (3,), (1,))
+)
 PARAMETERS = {
     "over a tensor": (Made(PARAMETER, (vector(),)), True),
     "frozen": (Made(PARAMETER, (vector(), False)), False),
     "state behind": (Made(PARAMETER, (vector(),), (False, False, Made(ORDERED_DICT))), False),
-    "state of a tensor by state": (Made(PARAMETER, (DATA,), (True, False, Made(ORDERED_DICT))), True),
-    "all in the state": (Made(PARAMETER, (), (vector(), None, Made(ORDERED_DICT), True, False), new=True), True),
-    "a variable": (Made(Name("torch.autograd.variable", "Variable"), (vector(),), (True, False, None)), True),
+    "state of a tensor by state": (
+        Made(PARAMETER, (DATA,), (True, False, Made(ORDERED_DICT))),
+        True,
+    ),
+    "all in the state": (
+        Made(PARAMETER, (), (vector(), None, Made(ORDERED_DICT), True, False), new=True),
+        True,
+    ),
+    "a variable": (
+        Made(Name("torch.autograd.variable", "Variable"), (vector(),), (True, False, None)),
+        True,
+    ),
 }
 
 
 @pytest.mark.parametrize("form", PARAMETERS)
 def test_parameters_of_old_torch_are_read(form, tmp_path):
     parameter, requires_grad = PARAMETERS[form]
-    source = write(tmp_path / "old.pt", legacy({"w": parameter, "again": [parameter]}, ("0",), blob(8, FLOATS)))
+    source = write(
+        tmp_path / "old.pt", legacy({"w": parameter, "again": [parameter]}, ("0",), blob(8, FLOATS))
+    )
     output = oracle.load(converted(source))
     assert output["w"] is output["again"][0]
     assert output["w"].tolist() == ([1, 2, 3] if "by state" in form else [0, 1, 2, 3])
@@ -257,16 +323,26 @@ def test_parameters_of_old_torch_are_read(form, tmp_path):
 
 
 def test_a_state_that_reaches_beyond_its_storage_is_refused(tmp_path):
-    tensor = Made(Name("torch", "FloatTensor"), (), (storage("FloatStorage", "0", "cpu", 8), 1, (8,), (1,)))
+    tensor = Made(
+        Name("torch", "FloatTensor"), (), (storage("FloatStorage", "0", "cpu", 8), 1, (8,), (1,))
+    )
     with pytest.raises(MalformedCheckpoint, match="needs 36 bytes"):
         open_checkpoint(write(tmp_path / "old.pt", legacy([tensor], ("0",), blob(8, FLOATS))))
 
 
 def test_a_module_saved_with_its_source_text_is_a_state_dict(tmp_path):
-    cls = Persistent(("module", Name("my.models", "Net"), "/home/me/net.py", "class Net(nn.Module): ..."))
+    cls = Persistent(
+        ("module", Name("my.models", "Net"), "/home/me/net.py", "class Net(nn.Module): ...")
+    )
     empty = Made(ORDERED_DICT)
-    inner = {"_parameters": Made(ORDERED_DICT, ([["w", Made(PARAMETER, (vector(),))]],)), "_buffers": empty, "_modules": empty}
-    source = write(tmp_path / "old.pt", legacy(Made(cls, (), inner, new=True), ("0",), blob(8, FLOATS)))
+    inner = {
+        "_parameters": Made(ORDERED_DICT, ([["w", Made(PARAMETER, (vector(),))]],)),
+        "_buffers": empty,
+        "_modules": empty,
+    }
+    source = write(
+        tmp_path / "old.pt", legacy(Made(cls, (), inner, new=True), ("0",), blob(8, FLOATS))
+    )
     assert load_portable(source)["w"].tolist() == [0, 1, 2, 3]
     with open_checkpoint(source) as checkpoint:
         assert "my.models.Net" in checkpoint.notes[0]
@@ -275,27 +351,59 @@ def test_a_module_saved_with_its_source_text_is_a_state_dict(tmp_path):
 def test_the_payload_is_little_endian_whatever_the_host_was(tmp_path):
     """torch swaps when it writes, and ignores what the file says of its host."""
     tree = {"w": vector()}
-    source = write(tmp_path / "old.pt", legacy(tree, ("0",), blob(8, FLOATS), system={"little_endian": False}))
+    source = write(
+        tmp_path / "old.pt", legacy(tree, ("0",), blob(8, FLOATS), system={"little_endian": False})
+    )
     assert oracle.load(source)["w"].tolist() == [0, 1, 2, 3]
     assert_same(source, converted(source))
 
 
-# ------------------------------------------------------------------------------------------------- broken and hostile
+# ------------------------------------------------------------------------------- broken and hostile
 
 GOOD = legacy({"w": vector()}, ("0",), blob(8, FLOATS))
 BROKEN = {
-    "more elements": (legacy({"w": vector()}, ("0",), blob(9, FLOATS)), "has 9 elements where the pickle says 8"),
-    "a huge count": (legacy({"w": vector()}, ("0",), blob(1 << 61, FLOATS)), "elements where the pickle says 8"),
+    "more elements": (
+        legacy({"w": vector()}, ("0",), blob(9, FLOATS)),
+        "has 9 elements where the pickle says 8",
+    ),
+    "a huge count": (
+        legacy({"w": vector()}, ("0",), blob(1 << 61, FLOATS)),
+        "elements where the pickle says 8",
+    ),
     "a negative count": (legacy({"w": vector()}, ("0",), blob(-1, FLOATS)), "has -1 elements"),
-    "a larger claim": (legacy({"w": vector(numel=9)}, ("0",), blob(9, FLOATS)), "lie beyond the end of the file"),
-    "a giant claim": (legacy({"w": vector(numel=1 << 58)}, ("0",), blob(8, FLOATS)), "lie beyond the end of the file"),
-    "a claim that no one can print": (legacy({"w": vector(numel=10**5000)}, ("0",)), "names and sizes"),
+    "a larger claim": (
+        legacy({"w": vector(numel=9)}, ("0",), blob(9, FLOATS)),
+        "lie beyond the end of the file",
+    ),
+    "a giant claim": (
+        legacy({"w": vector(numel=1 << 58)}, ("0",), blob(8, FLOATS)),
+        "lie beyond the end of the file",
+    ),
+    "a claim that no one can print": (
+        legacy({"w": vector(numel=10**5000)}, ("0",)),
+        "names and sizes",
+    ),
     "no storage": (legacy({"w": vector()}), "names a storage that the file does not hold"),
-    "another storage": (legacy({"w": vector()}, ("1",), blob(8, FLOATS)), "the tree does not name it"),
-    "a storage twice": (legacy({"w": vector()}, ("0", "0"), blob(8, FLOATS) * 2), "names a storage twice"),
-    "keys that are a text": (legacy({"w": vector()}, "0", blob(8, FLOATS)), "is not a list of texts"),
-    "keys that are numbers": (legacy({"w": vector()}, (0,), blob(8, FLOATS)), "is not a list of texts"),
-    "another protocol": (legacy({"w": vector()}, ("0",), blob(8, FLOATS), protocol=1000), "a protocol other than 1001"),
+    "another storage": (
+        legacy({"w": vector()}, ("1",), blob(8, FLOATS)),
+        "the tree does not name it",
+    ),
+    "a storage twice": (
+        legacy({"w": vector()}, ("0", "0"), blob(8, FLOATS) * 2),
+        "names a storage twice",
+    ),
+    "keys that are a text": (
+        legacy({"w": vector()}, "0", blob(8, FLOATS)),
+        "is not a list of texts",
+    ),
+    "keys that are numbers": (
+        legacy({"w": vector()}, (0,), blob(8, FLOATS)),
+        "is not a list of texts",
+    ),
+    "another protocol": (
+        legacy({"w": vector()}, ("0",), blob(8, FLOATS), protocol=1000),
+        "a protocol other than 1001",
+    ),
     "bytes behind": (GOOD + b"\0", "1 bytes follow the last storage"),
     "another file behind": (GOOD + GOOD, "a second checkpoint was saved into the same file"),
     "an unknown id": (legacy(Persistent(("tensor", 1, 2, 3, 4))), "not that of a storage"),
@@ -313,7 +421,9 @@ def test_a_broken_file_is_refused_with_the_reason(what, tmp_path):
 
 
 def test_a_file_cut_at_any_byte_is_refused(tmp_path):
-    whole = save({"w": torch.ones(3), "v": torch.ones(2, dtype=torch.int64)}, tmp_path / "whole.pt").read_bytes()
+    whole = save(
+        {"w": torch.ones(3), "v": torch.ones(2, dtype=torch.int64)}, tmp_path / "whole.pt"
+    ).read_bytes()
     for length in range(len(whole)):
         with pytest.raises(CheckpointError) as caught:
             open_checkpoint(write(tmp_path / "cut.pt", whole[:length]))
@@ -328,12 +438,18 @@ def test_a_damaged_file_is_read_or_refused(seed, tmp_path):
     assert_only_our_errors(tmp_path, whole, chance)
 
 
-def assert_only_our_errors(folder: Path, whole: bytes, chance: random.Random, first: int = 0) -> None:
-    """Files that are `whole` but for some bytes from `first` on are opened and read, or refused by an error of ours."""
+def assert_only_our_errors(
+    folder: Path, whole: bytes, chance: random.Random, first: int = 0
+) -> None:
+    """Files that are `whole` but for some bytes from `first` on are opened and read, or refused by
+    an error of ours.
+    """
     for _ in range(300):
         changed = bytearray(whole)
         for _ in range(chance.randint(1, 3)):
-            changed[chance.randrange(first, len(changed))] = chance.choice([chance.randrange(256), *b"Q.bRt(]}cN\x81"])
+            changed[chance.randrange(first, len(changed))] = chance.choice(
+                [chance.randrange(256), *b"Q.bRt(]}cN\x81"]
+            )
         path = write(folder / "damaged.pt", bytes(changed))
         try:
             with open_checkpoint(path) as checkpoint:
@@ -343,7 +459,7 @@ def assert_only_our_errors(folder: Path, whole: bytes, chance: random.Random, fi
             assert str(path) in str(error)
 
 
-# --------------------------------------------------------------------------------------------------- size and laziness
+# -------------------------------------------------------------------------------- size and laziness
 
 
 @pytest.fixture
@@ -371,8 +487,16 @@ def test_a_large_file_is_converted_in_little_memory(sparse, tmp_path):
 def test_no_payload_is_read_when_opening(sparse, monkeypatch):
     asked = []
     original = FileSource.read
-    monkeypatch.setattr(FileSource, "read", lambda self, at, size: asked.append((at, size)) or original(self, at, size))
-    monkeypatch.setattr(FileSource, "read_into", lambda self, at, view: asked.append((at, len(view))) or real(self, at, view))
+    monkeypatch.setattr(
+        FileSource,
+        "read",
+        lambda self, at, size: asked.append((at, size)) or original(self, at, size),
+    )
+    monkeypatch.setattr(
+        FileSource,
+        "read_into",
+        lambda self, at, view: asked.append((at, len(view))) or real(self, at, view),
+    )
     with open_checkpoint(sparse) as checkpoint:
         assert len(list(checkpoint.tensors())) == 2
     assert sum(size for _, size in asked) < 3 << 20

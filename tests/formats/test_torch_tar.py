@@ -1,4 +1,6 @@
-"""Tar checkpoints (torch before 0.1.11): today's torch still loads them, and sees in the output what it sees in the source."""
+"""Tar checkpoints (torch before 0.1.11): today's torch still loads them, and sees in the output
+what it sees in the source.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ from ckptconv import CheckpointError, convert_checkpoint, load_portable, open_ch
 from ckptconv.inspect.facts import inspect_checkpoint
 from ckptconv.inspect.report import verdict
 from ckptconv.io.files import FileSource
-from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint, RefusedObject, UnsupportedCheckpoint
+from ckptconv.support.errors import (
+    LimitExceeded,
+    MalformedCheckpoint,
+    RefusedObject,
+    UnsupportedCheckpoint,
+)
 from ckptconv.tensors.stream import iter_chunks
 from helpers import oracle, trees
 from helpers.old_torch import (
@@ -39,7 +46,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 FLOATS = struct.pack("<8f", *range(8))
 DOUBLES = struct.pack("<2d", 0.5, -2)
 STORAGES = tar_storages(
-    [(11, "cpu", "FloatStorage", FLOATS, 8), (12, "cuda:0", "cuda.DoubleStorage", DOUBLES, 2)], ((13, 11, 2, 4),)
+    [(11, "cpu", "FloatStorage", FLOATS, 8), (12, "cuda:0", "cuda.DoubleStorage", DOUBLES, 2)],
+    ((13, 11, 2, 4),),
 )
 TENSORS = tar_tensors(
     [
@@ -48,7 +56,11 @@ TENSORS = tar_tensors(
         (23, 12, "cuda.DoubleTensor", (2,), (1,), 0),
     ]
 )
-TREE = {"state_dict": {"all": Persistent(21), "view": Persistent(22), "w": Persistent(23)}, "epoch": 3, "tied": Persistent(21)}
+TREE = {
+    "state_dict": {"all": Persistent(21), "view": Persistent(22), "w": Persistent(23)},
+    "epoch": 3,
+    "tied": Persistent(21),
+}
 GOOD = tar_checkpoint(STORAGES, TENSORS, TREE)
 
 
@@ -58,9 +70,14 @@ def seen_by_torch(path: Path) -> Any:
 
 
 def without_storages(rows: list[oracle.Row]) -> list[oracle.Row]:
-    """The rows without the numbers of the storages: today's torch gives each view one of its own over the same memory."""
+    """The rows without the numbers of the storages: today's torch gives each view one of its own
+    over the same memory.
+    """
     return [
-        row._replace(value=row.value._replace(storage=None)) if isinstance(row.value, oracle.Tensor) else row for row in rows
+        row._replace(value=row.value._replace(storage=None))
+        if isinstance(row.value, oracle.Tensor)
+        else row
+        for row in rows
     ]
 
 
@@ -68,24 +85,33 @@ def test_torch_sees_the_same_tree_in_the_output(tmp_path):
     source = write(tmp_path / "old.pt", GOOD)
     convert_checkpoint(source, tmp_path / "new.pt", keys="keep", fsync=False, verify=True)
     found = oracle.load(tmp_path / "new.pt")
-    assert without_storages(oracle.flatten(found)) == without_storages(oracle.compacted(seen_by_torch(source)))
+    assert without_storages(oracle.flatten(found)) == without_storages(
+        oracle.compacted(seen_by_torch(source))
+    )
     assert found["state_dict"]["view"].data_ptr() == found["state_dict"]["all"].data_ptr() + 8
     assert seen_by_torch(source)["state_dict"]["view"].tolist() == [[2, 4], [3, 5]]
 
 
-CLASSES = {"Float": torch.float32, "Double": torch.float64, "Half": torch.float16, "Long": torch.int64, "Int": torch.int32,
+CLASSES = {"Float": torch.float32, "Double": torch.float64, "Half": torch.float16,
+    "Long": torch.int64, "Int": torch.int32,
            "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8}  # fmt: skip
 
 
 @st.composite
 def checkpoints(draw: st.DrawFn) -> bytes:
-    """A tar checkpoint of storages of any class, views of them and of views, and tensors over all of these."""
+    """A tar checkpoint of storages of any class, views of them and of views, and tensors over all
+    of these.
+    """
     storages, views, tensors = [], [], []
     homes: dict[int, tuple[str, int]] = {}
     for key in range(1, draw(st.integers(2, 4))):
         cls, numel = draw(st.sampled_from(list(CLASSES))), draw(st.integers(0, 12))
-        values = trees.random_bytes(key, numel * CLASSES[cls].itemsize, torch.uint8).numpy().tobytes()
-        storages.append((key, draw(st.sampled_from(["cpu", "cuda:1"])), f"{cls}Storage", values, numel))
+        values = (
+            trees.random_bytes(key, numel * CLASSES[cls].itemsize, torch.uint8).numpy().tobytes()
+        )
+        storages.append(
+            (key, draw(st.sampled_from(["cpu", "cuda:1"])), f"{cls}Storage", values, numel)
+        )
         homes[key] = cls, numel
     for key in range(11, draw(st.integers(11, 14))):
         root = draw(st.sampled_from(list(homes)))
@@ -96,7 +122,9 @@ def checkpoints(draw: st.DrawFn) -> bytes:
     for key, (home, (cls, numel)) in enumerate(homes.items(), 21):
         offset = draw(st.integers(0, numel))
         rows = draw(st.integers(0, numel - offset))
-        shape, stride = draw(st.sampled_from([((rows,), (1,)), ((rows, 2), (1, 0)), ((2, rows), (0, 1))]))
+        shape, stride = draw(
+            st.sampled_from([((rows,), (1,)), ((rows, 2), (1, 0)), ((2, rows), (0, 1))])
+        )
         tensors.append((key, home, f"{cls}Tensor", shape, stride, offset))
     tree = {f"w{key}": Persistent(key) for key, *_ in tensors}
     return tar_checkpoint(tar_storages(storages, tuple(views)), tar_tensors(tensors), tree)
@@ -109,7 +137,10 @@ def test_any_storages_views_and_tensors_are_seen_as_torch_sees_them(content):
         source = write(Path(folder) / "old.pt", content)
         expected = seen_by_torch(source)
         convert_checkpoint(source, Path(folder) / "new.pt", keys="keep", fsync=False)
-        for found in (oracle.load(Path(folder) / "new.pt"), load_portable(source, keys="keep", map_location="cpu")):
+        for found in (
+            oracle.load(Path(folder) / "new.pt"),
+            load_portable(source, keys="keep", map_location="cpu"),
+        ):
             assert list(found) == list(expected)
             for key, tensor in expected.items():
                 assert (found[key].dtype, found[key].shape) == (tensor.dtype, tensor.shape)
@@ -119,8 +150,13 @@ def test_any_storages_views_and_tensors_are_seen_as_torch_sees_them(content):
 def test_safetensors_and_live_tensors_have_the_values(tmp_path):
     source = write(tmp_path / "old.pt", GOOD)
     expected = seen_by_torch(source)["state_dict"]
-    convert_checkpoint(source, tmp_path / "new.safetensors", only="state_dict", fsync=False, verify=True)
-    for found in (load_file(tmp_path / "new.safetensors"), load_portable(source, only="state_dict")):
+    convert_checkpoint(
+        source, tmp_path / "new.safetensors", only="state_dict", fsync=False, verify=True
+    )
+    for found in (
+        load_file(tmp_path / "new.safetensors"),
+        load_portable(source, only="state_dict"),
+    ):
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], value) for key, value in expected.items())
 
@@ -140,7 +176,10 @@ def test_tags_types_and_sharing_are_known(tmp_path):
 
 
 def test_bare_storages_and_digits_as_ids_are_read(tmp_path):
-    source = write(tmp_path / "old.pt", tar_checkpoint(STORAGES, TENSORS, {"s": Persistent(11), "w": Persistent("22")}))
+    source = write(
+        tmp_path / "old.pt",
+        tar_checkpoint(STORAGES, TENSORS, {"s": Persistent(11), "w": Persistent("22")}),
+    )
     convert_checkpoint(source, tmp_path / "new.pt", keys="keep", fsync=False)
     found, expected = oracle.load(tmp_path / "new.pt"), seen_by_torch(source)
     assert list(found["s"]) == list(expected["s"]) == list(range(8))
@@ -162,13 +201,18 @@ def test_a_module_with_its_source_text_is_a_state_dict(tmp_path):
     empty = Made(Name("collections", "OrderedDict"))
     parts = {"_parameters": {"w": Persistent(22)}, "_buffers": empty, "_modules": empty}
     cls = Persistent((Name("my.models", "Net"), "net.py", "class Net: ..."))
-    source = write(tmp_path / "old.pt", tar_checkpoint(STORAGES, TENSORS, Made(cls, (), parts, new=True)))
+    source = write(
+        tmp_path / "old.pt", tar_checkpoint(STORAGES, TENSORS, Made(cls, (), parts, new=True))
+    )
     assert load_portable(source)["w"].tolist() == [[2, 4], [3, 5]]
 
 
 def test_a_tensor_without_dimensions_had_no_elements(tmp_path):
     tensors = tar_tensors([(21, None, "LongTensor", (), (), 0), (22, 11, "FloatTensor", (), (), 5)])
-    source = write(tmp_path / "old.pt", tar_checkpoint(STORAGES, tensors, {"none": Persistent(21), "one": Persistent(22)}))
+    source = write(
+        tmp_path / "old.pt",
+        tar_checkpoint(STORAGES, tensors, {"none": Persistent(21), "one": Persistent(22)}),
+    )
     found = load_portable(source, keys="keep")
     assert found["none"].shape == (0,) and found["none"].dtype == torch.int64
     assert found["one"] == 5, "as today's torch reads it"
@@ -178,7 +222,11 @@ def test_a_tensor_without_dimensions_had_no_elements(tmp_path):
 def test_every_dialect_of_tar_is_read(form, tmp_path):
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=form) as archive:
-        for name, content in (("storages", STORAGES), ("tensors", TENSORS), ("pickle", pickled(TREE))):
+        for name, content in (
+            ("storages", STORAGES),
+            ("tensors", TENSORS),
+            ("pickle", pickled(TREE)),
+        ):
             member = tarfile.TarInfo(name)
             member.size = len(content)
             archive.addfile(member, io.BytesIO(content))
@@ -196,21 +244,27 @@ def test_no_payload_is_read_when_opening(tmp_path, monkeypatch):
     source = write(tmp_path / "old.pt", tar_checkpoint(storages, tensors, {"w": Persistent(21)}))
     asked = []
     read_into = FileSource.read_into
-    monkeypatch.setattr(FileSource, "read_into", lambda self, at, view: asked.append(len(view)) or read_into(self, at, view))
+    monkeypatch.setattr(
+        FileSource,
+        "read_into",
+        lambda self, at, view: asked.append(len(view)) or read_into(self, at, view),
+    )
     with open_checkpoint(source) as checkpoint:
         assert [ref.numel for _, ref in checkpoint.tensors()] == [numel]
     assert sum(asked) < 2 << 20
 
 
 def test_inspecting_says_that_torch_does_not_open_it(tmp_path):
-    with open_checkpoint(write(tmp_path / "old.pt", tar_checkpoint(STORAGES, TENSORS, {"w": Persistent(21)}))) as checkpoint:
+    with open_checkpoint(
+        write(tmp_path / "old.pt", tar_checkpoint(STORAGES, TENSORS, {"w": Persistent(21)}))
+    ) as checkpoint:
         good, line = verdict(inspect_checkpoint(checkpoint))
     assert not good and "torch tar" in line
     with pytest.raises(RuntimeError, match="Cannot use"):
         oracle.load(tmp_path / "old.pt")
 
 
-# ------------------------------------------------------------------------------------------------- broken and hostile
+# ------------------------------------------------------------------------------- broken and hostile
 
 NAMES = ("sys_info", "pickle", "tensors", "storages")
 
@@ -218,16 +272,26 @@ MANY_DIMENSIONS = pickled(1) + pickled((21, 11, 0)) + struct.pack("<i", 1 << 30)
 
 
 def with_member(**changed: bytes) -> bytes:
-    contents = {"sys_info": pickled({}), "pickle": pickled(TREE), "tensors": TENSORS, "storages": STORAGES, **changed}
+    contents = {
+        "sys_info": pickled({}),
+        "pickle": pickled(TREE),
+        "tensors": TENSORS,
+        "storages": STORAGES,
+        **changed,
+    }
     return tar([(name, contents[name]) for name in NAMES])
 
 
 def one_storage(*views: Any, numel: int = 8, key: Any = 11, **given: Any) -> bytes:
-    return with_member(storages=tar_storages([(key, "cpu", "FloatStorage", FLOATS, numel)], views, **given))
+    return with_member(
+        storages=tar_storages([(key, "cpu", "FloatStorage", FLOATS, numel)], views, **given)
+    )
 
 
 def one_tensor(home: Any, shape: Any, stride: Any, offset: int = 0, **given: Any) -> bytes:
-    return with_member(tensors=tar_tensors([(21, home, "FloatTensor", shape, stride, offset)], **given))
+    return with_member(
+        tensors=tar_tensors([(21, home, "FloatTensor", shape, stride, offset)], **given)
+    )
 
 
 def link(kind: bytes) -> bytes:
@@ -262,10 +326,16 @@ BROKEN = {
     "a negative offset": (one_tensor(11, (1,), (1,), -1), "storage_offset"),
     "a tensor of no storage": (one_tensor(99, (1,), (1,)), "a storage that does not exist"),
     "a tensor beyond a view": (one_tensor(13, (5,), (1,)), "beyond the view"),
-    "an id of nothing": (with_member(pickle=pickled(Persistent(99))), "a tensor that does not exist"),
+    "an id of nothing": (
+        with_member(pickle=pickled(Persistent(99))),
+        "a tensor that does not exist",
+    ),
     "an id that is a list": (with_member(pickle=pickled(Persistent([21]))), "not an address"),
     "two trees": (with_member(pickle=pickled(TREE) + pickled(TREE)), "bytes follow"),
-    "a member twice": (tar([(name, STORAGES) for name in ("storages", "tensors", "pickle", "storages")]), "twice"),
+    "a member twice": (
+        tar([(name, STORAGES) for name in ("storages", "tensors", "pickle", "storages")]),
+        "twice",
+    ),
     "a symbolic link": (link(tarfile.SYMTYPE), "is a link or a device"),
     "a hard link": (link(tarfile.LNKTYPE), "is a link or a device"),
     "a device": (link(tarfile.CHRTYPE), "is a link or a device"),
@@ -285,19 +355,33 @@ def test_a_broken_file_is_refused_with_the_reason(what, tmp_path):
 
 
 def test_other_tar_files_are_named(tmp_path):
-    for content in (tar([("README", b"hello")]), tar([(f"part{index}", b"") for index in range(100)])):
-        with pytest.raises(UnsupportedCheckpoint, match=r"is a tar file.*not one of torch.*unpack it"):
+    for content in (
+        tar([("README", b"hello")]),
+        tar([(f"part{index}", b"") for index in range(100)]),
+    ):
+        with pytest.raises(
+            UnsupportedCheckpoint, match=r"is a tar file.*not one of torch.*unpack it"
+        ):
             open_checkpoint(write(tmp_path / "other.tar", content))
 
 
 def test_a_pax_header_may_carry_the_size(tmp_path):
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as archive:
-        for name, content in (("storages", STORAGES), ("tensors", TENSORS), ("pickle", pickled(TREE))):
+        for name, content in (
+            ("storages", STORAGES),
+            ("tensors", TENSORS),
+            ("pickle", pickled(TREE)),
+        ):
             member = tarfile.TarInfo(name)
-            member.size, member.pax_headers = len(content), {"size": str(len(content)), "comment": "x" * 200}
+            member.size, member.pax_headers = (
+                len(content),
+                {"size": str(len(content)), "comment": "x" * 200},
+            )
             archive.addfile(member, io.BytesIO(content))
-    assert load_portable(write(tmp_path / "old.pt", out.getvalue()), only="state_dict")["w"].tolist() == [0.5, -2]
+    assert load_portable(write(tmp_path / "old.pt", out.getvalue()), only="state_dict")[
+        "w"
+    ].tolist() == [0.5, -2]
 
 
 def test_a_file_cut_anywhere_is_refused(tmp_path):

@@ -1,4 +1,6 @@
-"""torch → torch: `torch.load(weights_only=True)` sees in the output what it sees in the source, but for what is promised."""
+"""torch → torch: `torch.load(weights_only=True)` sees in the output what it sees in the source, but
+for what is promised.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,23 @@ from safetensors.torch import load_file
 from torch import _weights_only_unpickler, nn
 from torch.utils.serialization import config
 
-from ckptconv import KeyRules, Options, convert_checkpoint, load_portable, open_checkpoint, plan_conversion
+from ckptconv import (
+    KeyRules,
+    Options,
+    convert_checkpoint,
+    load_portable,
+    open_checkpoint,
+    plan_conversion,
+)
 from ckptconv.formats import zip_archive as archives
 from ckptconv.objects.torch_names import WEIGHTS_ONLY
-from ckptconv.support.errors import CheckpointError, KeyConflict, MalformedCheckpoint, OutputRefused, RefusedObject
+from ckptconv.support.errors import (
+    CheckpointError,
+    KeyConflict,
+    MalformedCheckpoint,
+    OutputRefused,
+    RefusedObject,
+)
 from helpers import oracle, trees
 from helpers.paths import SAMPLES
 
@@ -45,21 +60,29 @@ CALCULATED_OFFSETS = config.patch({"load.calculate_storage_offsets": True})
 
 
 def convert(tree: Any, folder: Path, **options: Any) -> Path:
-    """`tree` saved by torch and converted; returns the output, the source is ``source.pt`` beside it."""
+    """`tree` saved by torch and converted; returns the output, the source is ``source.pt`` beside
+    it.
+    """
     torch.save(tree, folder / "source.pt")
-    convert_checkpoint(folder / "source.pt", folder / "output.pt", fsync=False, force=True, **options)
+    convert_checkpoint(
+        folder / "source.pt", folder / "output.pt", fsync=False, force=True, **options
+    )
     return folder / "output.pt"
 
 
 def assert_same(found: Any, expected: Any) -> None:
-    """Both trees are equal row by row, after what compaction may do, and their tensors overlap in the same way."""
+    """Both trees are equal row by row, after what compaction may do, and their tensors overlap in
+    the same way.
+    """
     for ours, theirs in zip(oracle.flatten(found), oracle.compacted(expected), strict=True):
         assert ours == theirs
     assert oracle.overlaps(found) == oracle.overlaps(expected)
 
 
 def assert_sound(path: Path) -> None:
-    """Every reader that looks at the layout is content: zipfile, torch's mapped reader, its computed offsets."""
+    """Every reader that looks at the layout is content: zipfile, torch's mapped reader, its
+    computed offsets.
+    """
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
     offsets = oracle.payload_offsets(path)
@@ -71,7 +94,7 @@ def assert_sound(path: Path) -> None:
             assert oracle.flatten(oracle.load(path, mmap=True)) == read
 
 
-# ------------------------------------------------------------------------------------------------------------- any tree
+# ----------------------------------------------------------------------------------------- any tree
 
 
 @given(trees.trees())
@@ -95,12 +118,18 @@ def test_converting_again_changes_nothing(drawn):
 @given(trees.state_dicts(plain=True), st.booleans())
 @thorough
 def test_state_dicts_lose_their_wrappers_and_nothing_else(drawn, inside):
-    tree = {"epoch": 3, "state_dict": drawn.tree, "optimizer": {"state": {}, "param_groups": [{"lr": 0.1}]}}
+    tree = {
+        "epoch": 3,
+        "state_dict": drawn.tree,
+        "optimizer": {"state": {}, "param_groups": [{"lr": 0.1}]},
+    }
     with tempfile.TemporaryDirectory() as folder:
         output = convert(tree if inside else drawn.tree, Path(folder))
         source = oracle.load(Path(folder) / "source.pt")
         expected = (
-            {**source, "state_dict": oracle.bare_state_dict(source["state_dict"])} if inside else oracle.bare_state_dict(source)
+            {**source, "state_dict": oracle.bare_state_dict(source["state_dict"])}
+            if inside
+            else oracle.bare_state_dict(source)
         )
         assert_same(oracle.load(output), expected)
         assert_sound(output)
@@ -113,10 +142,15 @@ def test_the_device_is_the_tag_of_every_storage_and_opens_on_the_cpu(drawn, keys
         output = convert(drawn.tree, Path(folder), keys=keys, device="cuda:1")
         assert set(oracle.tags(output)) == {"cuda:1"}
         source = oracle.load(Path(folder) / "source.pt")
-        assert_same(oracle.load(output), oracle.bare_state_dict(source) if keys == "strip" else source)
+        assert_same(
+            oracle.load(output), oracle.bare_state_dict(source) if keys == "strip" else source
+        )
 
 
-@given(trees.state_dicts([*trees.FLOATS, torch.int64, torch.bool, torch.complex64]), st.sampled_from(trees.FLOATS))
+@given(
+    trees.state_dicts([*trees.FLOATS, torch.int64, torch.bool, torch.complex64]),
+    st.sampled_from(trees.FLOATS),
+)
 @quick
 def test_a_cast_is_torch_s_own_and_touches_only_floats(drawn, dtype):
     with tempfile.TemporaryDirectory() as folder:
@@ -125,12 +159,18 @@ def test_a_cast_is_torch_s_own_and_touches_only_floats(drawn, dtype):
     assert list(found) == list(source)
     for key, tensor in source.items():
         expected = tensor.detach().to(dtype) if tensor.dtype in trees.FLOATS else tensor
-        assert found[key].dtype == expected.dtype and found[key].requires_grad == tensor.requires_grad
+        assert (
+            found[key].dtype == expected.dtype and found[key].requires_grad == tensor.requires_grad
+        )
         assert torch.equal(found[key].isnan(), expected.isnan())
         numbers = torch.ones_like(expected, dtype=torch.bool) ^ expected.isnan()
         assert torch.equal(found[key].detach()[numbers], expected[numbers])
-    if not any(tensor.is_neg() for tensor in source.values()):  # a negated view cannot share with a cast storage
-        groups = [[row.value.storage for row in oracle.tensor_rows(oracle.flatten(tree))] for tree in (found, source)]
+    # a negated view cannot share with a cast storage
+    if not any(tensor.is_neg() for tensor in source.values()):
+        groups = [
+            [row.value.storage for row in oracle.tensor_rows(oracle.flatten(tree))]
+            for tree in (found, source)
+        ]
         assert groups[0] == groups[1], "tensors that shared memory still do"
 
 
@@ -140,24 +180,34 @@ def test_a_cast_is_torch_s_own_and_touches_only_floats(drawn, dtype):
 def test_newer_pickle_protocols_are_read(protocol, drawn):
     with tempfile.TemporaryDirectory() as folder:
         torch.save(drawn.tree, Path(folder) / "source.pt", pickle_protocol=protocol)
-        convert_checkpoint(Path(folder) / "source.pt", Path(folder) / "output.pt", keys="keep", fsync=False)
+        convert_checkpoint(
+            Path(folder) / "source.pt", Path(folder) / "output.pt", keys="keep", fsync=False
+        )
         source = oracle.load(Path(folder) / "source.pt", weights_only=False)
         assert_same(oracle.load(Path(folder) / "output.pt"), source)
 
 
-# --------------------------------------------------------------------------------------------------------- odd and rare
+# ------------------------------------------------------------------------------------- odd and rare
 
 
 @pytest.mark.parametrize("dtype", trees.DTYPES, ids=str)
 def test_every_dtype_that_torch_saves_survives(dtype, tmp_path):
     values = trees.random_bytes(7, 24 * dtype.itemsize, dtype)
-    tree = {"whole": trees.make(dtype, values, 0, (24,), (1,)), "columns": trees.make(dtype, values, 1, (4, 3), (1, 5))}
+    tree = {
+        "whole": trees.make(dtype, values, 0, (24,), (1,)),
+        "columns": trees.make(dtype, values, 1, (4, 3), (1, 5)),
+    }
     assert_same(oracle.load(convert(tree, tmp_path, keys="keep")), tree)
 
 
 def test_shared_views_keep_their_places_and_unused_bytes_are_left_out(tmp_path):
     base = torch.arange(10_000.0)
-    tree = {"head": base[100:200], "overlap": base[150:250], "far": base[9000:9010], "steps": base[9001:9010:2]}
+    tree = {
+        "head": base[100:200],
+        "overlap": base[150:250],
+        "far": base[9000:9010],
+        "steps": base[9001:9010:2],
+    }
     output = oracle.load(convert(tree, tmp_path))
     assert_same(output, tree)
     assert output["far"].untyped_storage().nbytes() < 1000
@@ -168,7 +218,11 @@ def test_shared_views_keep_their_places_and_unused_bytes_are_left_out(tmp_path):
 
 def test_a_slice_alone_does_not_drag_its_storage_along(tmp_path):
     base = torch.arange(10_000.0)
-    output = oracle.load(convert({"row": base[5000:5010], "strided": base[::100], "same": base[1:3]}["row"], tmp_path))
+    output = oracle.load(
+        convert(
+            {"row": base[5000:5010], "strided": base[::100], "same": base[1:3]}["row"], tmp_path
+        )
+    )
     assert output.untyped_storage().nbytes() == 40
     column = oracle.load(convert({"column": base.reshape(100, 100)[:, 3]}, tmp_path))["column"]
     assert column.untyped_storage().nbytes() == 400 and column.is_contiguous()
@@ -182,7 +236,11 @@ def test_disjoint_views_of_one_storage_still_share_one(tmp_path):
 
 def test_views_of_different_dtypes_over_one_untyped_storage(tmp_path):
     base = torch.arange(32, dtype=torch.uint8)
-    tree = {"u16": base.view(torch.uint16), "fp8": base.view(torch.float8_e4m3fn)[4:9], "u32": base.view(torch.uint32)[1::2]}
+    tree = {
+        "u16": base.view(torch.uint16),
+        "fp8": base.view(torch.float8_e4m3fn)[4:9],
+        "u32": base.view(torch.uint32)[1::2],
+    }
     assert_same(oracle.load(convert(tree, tmp_path)), tree)
     with pytest.raises(AssertionError):
         assert_same({**tree, "u32": tree["u32"].clone()}, tree)
@@ -204,7 +262,9 @@ def test_a_shared_storage_of_two_dtypes_can_be_cast(tmp_path):
     base = torch.arange(32, dtype=torch.uint8)
     tree = {"fp8": base.view(torch.float8_e4m3fn), "u16": base.view(torch.uint16)}
     output = oracle.load(convert(tree, tmp_path, dtype="float32"))
-    assert torch.equal(output["fp8"], tree["fp8"].float()) and torch.equal(output["u16"], tree["u16"])
+    assert torch.equal(output["fp8"], tree["fp8"].float()) and torch.equal(
+        output["u16"], tree["u16"]
+    )
 
 
 def test_quantized_tensors_survive(tmp_path):
@@ -212,10 +272,14 @@ def test_quantized_tensors_survive(tmp_path):
     tree = {
         "affine": torch.quantize_per_tensor(values, 0.05, 3, torch.quint8),
         "int32": torch.quantize_per_tensor(values, 0.001, 0, torch.qint32),
-        "channels": torch.quantize_per_channel(values, torch.full((4,), 0.1), torch.arange(4), 0, torch.qint8),
+        "channels": torch.quantize_per_channel(
+            values, torch.full((4,), 0.1), torch.arange(4), 0, torch.qint8
+        ),
         "plain": values,
     }
-    assert_same(oracle.load(convert(tree, tmp_path, dtype="bf16")), {**tree, "plain": values.bfloat16()})
+    assert_same(
+        oracle.load(convert(tree, tmp_path, dtype="bf16")), {**tree, "plain": values.bfloat16()}
+    )
     assert_same(oracle.load(convert(tree, tmp_path, keys="keep", device="cuda:1")), tree)
     assert set(oracle.tags(tmp_path / "output.pt")) == {"cuda:1"}
 
@@ -247,12 +311,19 @@ def test_parameters_buffers_and_tensors_with_attributes_survive(tmp_path):
         "uint16": nn.Buffer(torch.arange(3).to(torch.uint16)),
         "same": parameter,
     }
-    assert_same(oracle.load(convert(tree, tmp_path, keys="keep")), oracle.load(tmp_path / "source.pt"))
+    assert_same(
+        oracle.load(convert(tree, tmp_path, keys="keep")), oracle.load(tmp_path / "source.pt")
+    )
 
 
 def test_conj_and_neg_views_stay_lazy_and_share(tmp_path):
     base = torch.randn(6, dtype=torch.complex64)
-    tree = {"base": base, "conj": base.conj(), "columns": base.reshape(2, 3).t().conj(), "neg": torch._neg_view(torch.randn(6))}
+    tree = {
+        "base": base,
+        "conj": base.conj(),
+        "columns": base.reshape(2, 3).t().conj(),
+        "neg": torch._neg_view(torch.randn(6)),
+    }
     found = oracle.load(convert(tree, tmp_path))
     assert_same(found, oracle.load(tmp_path / "source.pt"))
     assert found["conj"].is_conj() and found["neg"].is_neg()
@@ -263,9 +334,14 @@ def test_conj_and_neg_views_stay_lazy_and_share(tmp_path):
 
 def test_bare_storages_survive(tmp_path):
     tensor = torch.arange(6.0)
-    output = convert({"storage": tensor.storage(), "tensor": tensor[2:], "other": torch.ones(2).storage()}, tmp_path)
+    output = convert(
+        {"storage": tensor.storage(), "tensor": tensor[2:], "other": torch.ones(2).storage()},
+        tmp_path,
+    )
     found = torch.load(output, weights_only=False)
-    assert oracle.flatten(found) == oracle.flatten(torch.load(tmp_path / "source.pt", weights_only=False))
+    assert oracle.flatten(found) == oracle.flatten(
+        torch.load(tmp_path / "source.pt", weights_only=False)
+    )
 
 
 def large() -> dict[str, torch.Tensor]:
@@ -299,17 +375,26 @@ def test_large_tensors_survive_chunk_by_chunk(tmp_path):
 def test_large_tensors_are_gathered_for_safetensors(tmp_path):
     tree = large()
     torch.save(tree, tmp_path / "source.pt")
-    convert_checkpoint(tmp_path / "source.pt", tmp_path / "out.safetensors", fsync=False, verify=True)
+    convert_checkpoint(
+        tmp_path / "source.pt", tmp_path / "out.safetensors", fsync=False, verify=True
+    )
     found = load_file(tmp_path / "out.safetensors")
     assert found.keys() == tree.keys()
-    assert [key for key in tree if oracle.value_bytes(found[key]) != oracle.value_bytes(tree[key])] == []
+    assert [
+        key for key in tree if oracle.value_bytes(found[key]) != oracle.value_bytes(tree[key])
+    ] == []
 
 
 def test_large_tensors_are_cast_as_torch_casts_them(tmp_path):
     tree = large()
     found = oracle.load(convert(tree, tmp_path, dtype="bf16", verify=True))
-    expected = {key: tensor.bfloat16() if tensor.is_floating_point() else tensor for key, tensor in tree.items()}
-    assert [key for key in tree if oracle.value_bytes(found[key]) != oracle.value_bytes(expected[key])] == []
+    expected = {
+        key: tensor.bfloat16() if tensor.is_floating_point() else tensor
+        for key, tensor in tree.items()
+    }
+    assert [
+        key for key in tree if oracle.value_bytes(found[key]) != oracle.value_bytes(expected[key])
+    ] == []
 
 
 def test_a_negated_view_can_be_cast_to_a_type_without_a_sign_or_a_negation(tmp_path):
@@ -322,7 +407,9 @@ def test_a_negated_view_can_be_cast_to_a_type_without_a_sign_or_a_negation(tmp_p
     ):
         found = oracle.load(convert(tree, tmp_path, dtype=name))
         for key, tensor in tree.items():
-            assert oracle.value_bytes(found[key]) == oracle.value_bytes(tensor.resolve_neg().to(dtype)), (name, key)
+            assert oracle.value_bytes(found[key]) == oracle.value_bytes(
+                tensor.resolve_neg().to(dtype)
+            ), (name, key)
 
 
 def test_tensors_both_conjugated_and_negated_survive(tmp_path):
@@ -332,18 +419,24 @@ def test_tensors_both_conjugated_and_negated_survive(tmp_path):
         assert_same(oracle.load(convert([tensor], tmp_path)), [tensor])
         torch.save({"w": tensor}, tmp_path / "source.pt")
         convert_checkpoint(tmp_path / "source.pt", tmp_path / "out.safetensors", force=True)
-        assert torch.equal(load_file(tmp_path / "out.safetensors")["w"], tensor.resolve_conj().resolve_neg())
+        assert torch.equal(
+            load_file(tmp_path / "out.safetensors")["w"], tensor.resolve_conj().resolve_neg()
+        )
 
 
 def test_a_tensor_without_values_is_refused_or_dropped(tmp_path):
     tree = {"a": torch.ones(2), "nowhere": torch.ones(2, device="meta")}
     with pytest.raises(RefusedObject, match="nowhere: a tensor without values"):
         convert(tree, tmp_path)
-    assert_same(oracle.load(convert(tree, tmp_path, unknown="drop")), {"a": torch.ones(2), "nowhere": None})
+    assert_same(
+        oracle.load(convert(tree, tmp_path, unknown="drop")), {"a": torch.ones(2), "nowhere": None}
+    )
 
 
 @pytest.mark.parametrize(
-    "root", [torch.ones(2), nn.Parameter(torch.ones(2)), [torch.ones(2)], (1, torch.ones(2)[::2])], ids=repr
+    "root",
+    [torch.ones(2), nn.Parameter(torch.ones(2)), [torch.ones(2)], (1, torch.ones(2)[::2])],
+    ids=repr,
 )
 def test_any_root_is_written(root, tmp_path):
     assert_same(oracle.load(convert(root, tmp_path)), root)
@@ -374,7 +467,11 @@ def test_an_archive_of_many_records_is_one_for_everybody(tmp_path):
     path, slots, crcs, at = tmp_path / "many.zip", [], [], 0
     with path.open("wb") as file:
         for number in range(66_000):
-            name, payload = (f"data/{number}", b"%d" % number if number % 5 else b"") if number else ("version", b"3\n")
+            name, payload = (
+                (f"data/{number}", b"%d" % number if number % 5 else b"")
+                if number
+                else ("version", b"3\n")
+            )
             slot, lead, _, at = archives.lay_out(f"archive/{name}".encode(), at, len(payload))
             crcs.append(archives.crc32(payload))
             file.write(lead + payload + archives.descriptor(slot, crcs[-1]))
@@ -382,7 +479,10 @@ def test_an_archive_of_many_records_is_one_for_everybody(tmp_path):
         file.write(archives.ending(slots, crcs, at))
     with zipfile.ZipFile(path) as archive:
         assert len(archive.infolist()) == 66_000
-        assert archive.read("archive/data/65999") == b"65999" and archive.read("archive/data/65995") == b""
+        assert (
+            archive.read("archive/data/65999") == b"65999"
+            and archive.read("archive/data/65995") == b""
+        )
     reader = torch._C.PyTorchFileReader(str(path))
     assert len(reader.get_all_records()) == 66_000 and reader.get_record("data/65999") == b"65999"
 
@@ -397,18 +497,40 @@ def test_containers_that_hold_themselves_survive(tmp_path):
 
 @pytest.mark.parametrize(
     "keys",
-    [[(0, 1), (2, "b")], [1, "1"], [b"w", "w"], [1, 1.5, True, None], ["a\udc80", "b"], [torch.float32], ["", "b"]],
+    [
+        [(0, 1), (2, "b")],
+        [1, "1"],
+        [b"w", "w"],
+        [1, 1.5, True, None],
+        ["a\udc80", "b"],
+        [torch.float32],
+        ["", "b"],
+    ],
     ids=repr,
 )
 def test_any_key_that_torch_takes_is_kept(keys, tmp_path):
     tree = {"deep": [{key: torch.full((2,), number) for number, key in enumerate(keys)}]}
-    assert_same(oracle.load(convert(tree["deep"][0], tmp_path, keys="keep"), weights_only=False), tree["deep"][0])
+    assert_same(
+        oracle.load(convert(tree["deep"][0], tmp_path, keys="keep"), weights_only=False),
+        tree["deep"][0],
+    )
     assert_same(oracle.load(convert(tree, tmp_path), weights_only=False), tree)
 
 
 TEXT = [b"", bytearray(b""), bytearray(b"\xff"), "\ud800", ""]
 NUMBERS = [-0.0, float("nan"), float("-inf"), 1 << 2000, -(1 << 70), complex("nan"), -0j, 10**9]
-CONTAINERS = [(), (1,), ((),), torch.Size([]), set(), frozenset("a"), Counter("aab"), [None, True], {1: {2: {}}}, torch.strided]
+CONTAINERS = [
+    (),
+    (1,),
+    ((),),
+    torch.Size([]),
+    set(),
+    frozenset("a"),
+    Counter("aab"),
+    [None, True],
+    {1: {2: {}}},
+    torch.strided,
+]
 
 
 @pytest.mark.parametrize("value", [*TEXT, *NUMBERS, *CONTAINERS], ids=repr)
@@ -417,7 +539,9 @@ def test_plain_values_are_written_so_that_weights_only_reads_them(value, tmp_pat
     assert_same(found, set(value) if type(value) is frozenset else value)
 
 
-@pytest.mark.parametrize("value", [range(3), slice(1, 2), ..., Odd(3), Decimal("1.5"), print], ids=repr)
+@pytest.mark.parametrize(
+    "value", [range(3), slice(1, 2), ..., Odd(3), Decimal("1.5"), print], ids=repr
+)
 def test_what_weights_only_refuses_is_refused_dropped_or_kept(value, tmp_path):
     tree = {"w": torch.ones(1), "deep": [value, {"x": value}]}
     torch.save(tree, tmp_path / "plain.pt")
@@ -437,7 +561,11 @@ def test_an_integer_for_which_weights_only_lacks_the_opcode_is_refused(tmp_path)
 
 
 def test_bytes_of_newer_protocols_are_not_confused(tmp_path):
-    tree = {"w": torch.ones(1), "all": [bytes([number]) for number in range(256)], "blob": bytes(100_000)}
+    tree = {
+        "w": torch.ones(1),
+        "all": [bytes([number]) for number in range(256)],
+        "blob": bytes(100_000),
+    }
     for protocol in (3, 4, 5):
         torch.save(tree, tmp_path / "source.pt", pickle_protocol=protocol)
         convert_checkpoint(tmp_path / "source.pt", tmp_path / "out.pt", force=True, fsync=False)
@@ -447,11 +575,17 @@ def test_bytes_of_newer_protocols_are_not_confused(tmp_path):
 def test_thousands_of_entries_are_written_in_order(tmp_path):
     tree = OrderedDict((f"module.{number}.w", torch.full((1,), number)) for number in range(2500))
     output = oracle.load(convert(tree, tmp_path))
-    assert [(key, value.item()) for key, value in output.items()] == [(f"{number}.w", number) for number in range(2500)]
+    assert [(key, value.item()) for key, value in output.items()] == [
+        (f"{number}.w", number) for number in range(2500)
+    ]
 
 
 def test_many_globals_and_texts_are_fetched_from_large_memo_indices(tmp_path):
-    tree = [{f"k{number}": (torch.ones(1, dtype=dtype), "text", number)} for number in range(300) for dtype in trees.FLOATS]
+    tree = [
+        {f"k{number}": (torch.ones(1, dtype=dtype), "text", number)}
+        for number in range(300)
+        for dtype in trees.FLOATS
+    ]
     assert_same(oracle.load(convert(tree, tmp_path, keys="keep")), tree)
 
 
@@ -461,7 +595,7 @@ def test_weights_only_accepts_what_is_said_to_be_accepted(name):
     _weights_only_unpickler.load(io.BytesIO(f"\x80\x02c{module}\n{attribute}\n.".encode("latin1")))
 
 
-# ----------------------------------------------------------------------------------------------------------------- keys
+# --------------------------------------------------------------------------------------------- keys
 
 
 def state_dict(*keys: str) -> OrderedDict[str, torch.Tensor]:
@@ -494,7 +628,9 @@ def test_state_dicts_with_tensors_of_other_kinds_are_stripped_too(tmp_path):
     others = {
         "sparse": weights.to_sparse(),
         "quantized": torch.quantize_per_tensor(weights, 0.1, 0, torch.qint8),
-        "channels": torch.quantize_per_channel(weights, torch.ones(2), torch.zeros(2), 0, torch.qint8),
+        "channels": torch.quantize_per_channel(
+            weights, torch.ones(2), torch.zeros(2), 0, torch.qint8
+        ),
         "nested": torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)]),
         "sparse_parameter": nn.Parameter(weights.to_sparse_csr()),
     }
@@ -507,8 +643,14 @@ def test_state_dicts_with_tensors_of_other_kinds_are_stripped_too(tmp_path):
 
 def test_packed_parameters_do_not_hide_a_state_dict(tmp_path):
     weights = torch.quantize_per_tensor(torch.ones(2, 2), 0.1, 0, torch.qint8)
-    tree = {"module.fc.scale": torch.ones(()), "module.fc._packed_params._packed_params": (weights, torch.ones(2))}
-    assert list(oracle.load(convert(tree, tmp_path))) == ["fc.scale", "fc._packed_params._packed_params"]
+    tree = {
+        "module.fc.scale": torch.ones(()),
+        "module.fc._packed_params._packed_params": (weights, torch.ones(2)),
+    }
+    assert list(oracle.load(convert(tree, tmp_path))) == [
+        "fc.scale",
+        "fc._packed_params._packed_params",
+    ]
 
 
 def test_keys_that_would_become_one_are_refused_and_nothing_is_written(tmp_path):
@@ -526,14 +668,24 @@ def test_metadata_follows_the_keys(tmp_path):
 
 def test_strip_module_strips_wherever_a_key_starts_with_it(tmp_path):
     source = state_dict("module.a", "b", "module.module.c", "x.module.d")
-    assert list(oracle.load(convert(source, tmp_path, keys=KeyRules("module")))) == ["a", "b", "c", "x.module.d"]
+    assert list(oracle.load(convert(source, tmp_path, keys=KeyRules("module")))) == [
+        "a",
+        "b",
+        "c",
+        "x.module.d",
+    ]
 
 
 def test_added_and_renamed_prefixes(tmp_path):
     source = state_dict("module.backbone.w", "module.head.w")
     rules = KeyRules(renames=(("backbone.", "encoder."),), add_prefix="net.")
-    assert list(oracle.load(convert(source, tmp_path, keys=rules))) == ["net.encoder.w", "net.head.w"]
-    assert list(oracle.load(convert(state_dict("a", "module.b"), tmp_path, keys=KeyRules("add-module")))) == [
+    assert list(oracle.load(convert(source, tmp_path, keys=rules))) == [
+        "net.encoder.w",
+        "net.head.w",
+    ]
+    assert list(
+        oracle.load(convert(state_dict("a", "module.b"), tmp_path, keys=KeyRules("add-module")))
+    ) == [
         "module.a",
         "module.module.b",
     ]
@@ -564,7 +716,7 @@ def test_only_keeps_one_part(tmp_path):
         convert(tree, tmp_path, only="nets")
 
 
-# ----------------------------------------------------------------------------------------------------------------- tags
+# --------------------------------------------------------------------------------------------- tags
 
 
 def test_tags_are_mapped_and_kept(tmp_path):
@@ -579,7 +731,9 @@ def test_tags_are_mapped_and_kept(tmp_path):
         ({"map_location": {"cuda:3": "cuda:0"}}, ["cuda:0", "cpu", "npu:1"]),
         ({"device": "cpu", "map_location": {"cuda:3": "cuda:0"}}, ["cuda:0", "cpu", "cpu"]),
     ):
-        convert_checkpoint(tmp_path / "source.pt", tmp_path / "out.pt", force=True, fsync=False, **options)
+        convert_checkpoint(
+            tmp_path / "source.pt", tmp_path / "out.pt", force=True, fsync=False, **options
+        )
         assert oracle.tags(tmp_path / "out.pt") == expected
         assert_same(oracle.load(tmp_path / "out.pt"), tensors)
 
@@ -590,41 +744,65 @@ def test_samples_keep_every_tensor(samples, tmp_path, name):
     source = oracle.load(samples / name, weights_only=False)
     found = oracle.load(tmp_path / "out.pt")
     assert set(oracle.tags(tmp_path / "out.pt")) == {"cpu"}
-    ours, theirs = (oracle.tensor_rows(rows) for rows in (oracle.flatten(found), oracle.compacted(source)))
+    ours, theirs = (
+        oracle.tensor_rows(rows) for rows in (oracle.flatten(found), oracle.compacted(source))
+    )
     assert [row.value for row in ours] == [row.value for row in theirs]
     if name != "namespace_train.pt":
         assert_same(found, source)
 
 
-# --------------------------------------------------------------------------------------------------------------- layout
+# ------------------------------------------------------------------------------------------- layout
 
 
 def test_the_layout_is_the_one_that_torch_writes(tmp_path):
-    """A file named archive.pt, saved by torch and converted, differs only in its pickle and its serialization id."""
-    tree = {"a": torch.arange(5.0), "empty": torch.empty(0), "b": torch.arange(70_000), "c": torch.ones(3, dtype=torch.uint16)}
+    """A file named archive.pt, saved by torch and converted, differs only in its pickle and its
+    serialization id.
+    """
+    tree = {
+        "a": torch.arange(5.0),
+        "empty": torch.empty(0),
+        "b": torch.arange(70_000),
+        "c": torch.ones(3, dtype=torch.uint16),
+    }
     torch.save(tree, tmp_path / "archive.pt")
     convert_checkpoint(tmp_path / "archive.pt", tmp_path / "out.pt", fsync=False)
-    with zipfile.ZipFile(tmp_path / "archive.pt") as theirs, zipfile.ZipFile(tmp_path / "out.pt") as ours:
+    with (
+        zipfile.ZipFile(tmp_path / "archive.pt") as theirs,
+        zipfile.ZipFile(tmp_path / "out.pt") as ours,
+    ):
         assert theirs.namelist() == ours.namelist()
         for record in theirs.infolist():
             again = ours.getinfo(record.filename)
             changed = record.filename.endswith(("data.pkl", "serialization_id"))
             assert again.file_size == record.file_size or changed
             assert again.CRC == record.CRC or changed
-            assert (again.flag_bits, again.compress_type) == (record.flag_bits, record.compress_type)
+            assert (again.flag_bits, again.compress_type) == (
+                record.flag_bits,
+                record.compress_type,
+            )
 
 
 def test_offsets_asserted_by_torch_in_a_fresh_process(tmp_path):
-    output = convert({f"k{size}": torch.ones(size) for size in range(40)}, tmp_path, device="cuda:2")
+    output = convert(
+        {f"k{size}": torch.ones(size) for size in range(40)}, tmp_path, device="cuda:2"
+    )
     code = (
         "import sys, torch\n"
         "from torch.utils.serialization import config\n"
         "config.load.calculate_storage_offsets = True\n"
-        "print(sum(t.numel() for t in torch.load(sys.argv[1], map_location='cpu', mmap=True).values()))\n"
+        "print(sum(t.numel() for t in torch.load(sys.argv[1], map_location='cpu', "
+        "mmap=True).values()))\n"
         "print(sum(t.numel() for t in torch.load(sys.argv[1], map_location='cpu').values()))\n"
     )
     environment = {**os.environ, "TORCH_SERIALIZATION_DEBUG": "1"}
-    done = subprocess.run([sys.executable, "-c", code, output], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, output],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.split() == ["780", "780"]
 
 
@@ -646,11 +824,15 @@ def giant(tmp_path_factory) -> Path:
 
 def test_a_file_beyond_4_gib_is_opened_and_laid_out_as_torch_does(giant):
     with open_checkpoint(giant) as checkpoint:
-        plan = plan_conversion(checkpoint, giant.with_name("unwritten.pt"), Options(keys=KeyRules("keep")))
+        plan = plan_conversion(
+            checkpoint, giant.with_name("unwritten.pt"), Options(keys=KeyRules("keep"))
+        )
     theirs = oracle.payload_offsets(giant)
     with zipfile.ZipFile(giant) as archive:
         sizes = {record.filename: record.file_size for record in archive.infolist()}
-    assert {path: (ref.storage.offset, ref.storage.nbytes) for path, ref in checkpoint.tensors()} == {
+    assert {
+        path: (ref.storage.offset, ref.storage.nbytes) for path, ref in checkpoint.tensors()
+    } == {
         key: (theirs[f"archive/data/{number}"], sizes[f"archive/data/{number}"])
         for number, key in enumerate(["small", "huge", "after", "empty", "last"])
     }
@@ -658,7 +840,9 @@ def test_a_file_beyond_4_gib_is_opened_and_laid_out_as_torch_does(giant):
 
 
 def test_headers_of_records_beyond_4_gib_are_torch_s_byte_for_byte(giant):
-    """Each record laid out where torch's stands: header, padding, offset and descriptor; then the whole directory."""
+    """Each record laid out where torch's stands: header, padding, offset and descriptor; then the
+    whole directory.
+    """
     raw = giant.open("rb")
     with zipfile.ZipFile(giant) as archive, raw:
         records = archive.infolist()
@@ -668,7 +852,8 @@ def test_headers_of_records_beyond_4_gib_are_torch_s_byte_for_byte(giant):
             slot, lead, offset, end = archives.lay_out(name, record.header_offset, record.file_size)
             raw.seek(slot.header)
             theirs = bytearray(raw.read(len(lead)))
-            if record.file_size > 1 << 32:  # torch does not know the second of two equal sizes yet and writes 0
+            # torch does not know the second of two equal sizes yet and writes 0
+            if record.file_size > 1 << 32:
                 at = 30 + len(record.filename) + 4 + 8
                 assert theirs[at : at + 8] == bytes(8)
                 theirs[at : at + 8] = struct.pack("<Q", record.file_size)
@@ -687,7 +872,9 @@ def test_headers_of_records_beyond_4_gib_are_torch_s_byte_for_byte(giant):
 
 
 def test_torch_opens_a_layout_beyond_4_gib(giant, tmp_path, monkeypatch):
-    """The plan's bytes put into a sparse file, its payloads left as holes: zipfile and torch find every record."""
+    """The plan's bytes put into a sparse file, its payloads left as holes: zipfile and torch find
+    every record.
+    """
     output = tmp_path / "out.pt"
     with open_checkpoint(giant) as checkpoint:
         layout = plan_conversion(checkpoint, output, Options(keys=KeyRules("keep"))).files[0].layout
@@ -716,7 +903,7 @@ def test_torch_opens_a_layout_beyond_4_gib(giant, tmp_path, monkeypatch):
         assert archive.read("archive/version") == b"3\n"
 
 
-# -------------------------------------------------------------------------------------------------------------- variants
+# ----------------------------------------------------------------------------------------- variants
 
 
 def example() -> dict[str, Any]:
@@ -753,7 +940,9 @@ def test_deflated_members_are_inflated(saved, tmp_path):
 
 
 def test_the_root_folder_may_have_any_name(saved, tmp_path):
-    renamed = oracle.rezipped(saved, tmp_path / "renamed.pt", name=lambda name: "best model.v2/" + name.partition("/")[2])
+    renamed = oracle.rezipped(
+        saved, tmp_path / "renamed.pt", name=lambda name: "best model.v2/" + name.partition("/")[2]
+    )
     assert_same(reconverted(renamed), oracle.load(saved))
 
 
@@ -762,7 +951,9 @@ def test_records_that_older_writers_lacked_are_not_needed(saved, tmp_path, kept)
     def name(old: str) -> str | None:
         return old if "/data" in old or old.endswith(kept) else None
 
-    assert_same(reconverted(oracle.rezipped(saved, tmp_path / "older.pt", name=name)), oracle.load(saved))
+    assert_same(
+        reconverted(oracle.rezipped(saved, tmp_path / "older.pt", name=name)), oracle.load(saved)
+    )
 
 
 def test_records_in_another_order_and_unused_ones_are_no_matter(saved, tmp_path):
@@ -785,7 +976,9 @@ def test_a_file_without_checksums_is_read_and_says_so(tmp_path):
 
 
 def big_endian(tree: Any, path: Path) -> Path:
-    """`tree` as a big-endian host would have saved it: payloads reversed word by word, and the record that says so."""
+    """`tree` as a big-endian host would have saved it: payloads reversed word by word, and the
+    record that says so.
+    """
     torch.save(tree, path.with_name("little.pt"))
     words: dict[str, int] = {}
     numbers: dict[int, int] = {}
@@ -798,15 +991,21 @@ def big_endian(tree: Any, path: Path) -> Path:
         if record == "byteorder":
             return b"big"
         values = torch.frombuffer(bytearray(stored or b"-"), dtype=torch.uint8)
-        return values.reshape(-1, words.get(record, 1)).flip(1).numpy().tobytes() if stored else stored
+        return (
+            values.reshape(-1, words.get(record, 1)).flip(1).numpy().tobytes() if stored else stored
+        )
 
     return oracle.rezipped(path.with_name("little.pt"), path, payload=payload)
 
 
 def test_a_big_endian_file_is_read_to_the_same_values(tmp_path):
     source = big_endian(example(), tmp_path / "big.pt")
-    typed = {key: value for key, value in oracle.load(source).items() if key != "u16"}  # torch itself does not swap those
-    assert_same(typed, {key: value for key, value in oracle.load(tmp_path / "little.pt").items() if key != "u16"})
+    # torch itself does not swap those
+    typed = {key: value for key, value in oracle.load(source).items() if key != "u16"}
+    assert_same(
+        typed,
+        {key: value for key, value in oracle.load(tmp_path / "little.pt").items() if key != "u16"},
+    )
     assert_same(reconverted(source), oracle.load(tmp_path / "little.pt"))
     with zipfile.ZipFile(tmp_path / "out.pt") as archive:
         assert archive.read("archive/byteorder") == b"little"
@@ -822,12 +1021,18 @@ def test_any_big_endian_state_dict_is_read_to_the_same_values(drawn):
 
 def test_a_big_endian_file_is_cast_as_its_values(tmp_path):
     tree = {"a": torch.randn(9), "b": torch.randn(4, 4)[:, 1]}
-    convert_checkpoint(big_endian(tree, tmp_path / "big.pt"), tmp_path / "out.pt", dtype="f16", fsync=False, verify=True)
+    convert_checkpoint(
+        big_endian(tree, tmp_path / "big.pt"),
+        tmp_path / "out.pt",
+        dtype="f16",
+        fsync=False,
+        verify=True,
+    )
     found = oracle.load(tmp_path / "out.pt")
     assert all(torch.equal(found[key], value.half()) for key, value in tree.items())
 
 
-# --------------------------------------------------------------------------------------------------------------- damage
+# ------------------------------------------------------------------------------------------- damage
 
 
 def flip(path: Path, offset: int) -> None:
@@ -839,9 +1044,16 @@ def flip(path: Path, offset: int) -> None:
 @pytest.mark.parametrize("dtype", [None, "f16"])
 @pytest.mark.parametrize("key", [0, 1, 2])
 def test_a_flipped_bit_of_any_payload_fails_the_conversion(tmp_path, key, dtype):
-    tree = {"whole": torch.randn(300), "columns": torch.randn(30, 10)[:, 3], "pair": list(torch.randn(40).split(20))}
+    tree = {
+        "whole": torch.randn(300),
+        "columns": torch.randn(30, 10)[:, 3],
+        "pair": list(torch.randn(40).split(20)),
+    }
     torch.save(tree, tmp_path / "source.pt")
-    flip(tmp_path / "source.pt", oracle.payload_offsets(tmp_path / "source.pt")[f"source/data/{key}"] + 9)
+    flip(
+        tmp_path / "source.pt",
+        oracle.payload_offsets(tmp_path / "source.pt")[f"source/data/{key}"] + 9,
+    )
     with pytest.raises(MalformedCheckpoint, match=rf"data/{key}.*CRC-32"):
         convert_checkpoint(tmp_path / "source.pt", tmp_path / "out.pt", dtype=dtype)
     assert [path.name for path in tmp_path.iterdir()] == ["source.pt"], "nothing is left behind"
@@ -876,7 +1088,9 @@ def test_the_source_may_not_be_its_own_output_unless_forced(saved):
     assert_same(oracle.load(saved), before)
 
 
-@pytest.mark.parametrize("bits", [{"conj": False}, {"neg": False}, {"conj": None, "neg": 0}, {"conj": True}, {}])
+@pytest.mark.parametrize(
+    "bits", [{"conj": False}, {"neg": False}, {"conj": None, "neg": 0}, {"conj": True}, {}]
+)
 def test_lazy_bits_count_by_being_named_as_in_torch(bits, tmp_path):
     values = torch.tensor([1 + 2j, 3 - 4j])
     with patch.object(torch._utils, "get_tensor_metadata", lambda _: bits):

@@ -1,4 +1,6 @@
-"""Archives of checkpoints: every member that is one is found under its name, whatever its container and its packing."""
+"""Archives of checkpoints: every member that is one is found under its name, whatever its container
+and its packing.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +28,26 @@ def test_a_pickle_inside_an_archive_is_found_under_its_name(tmp_path):
             archive.write(tmp_path / "old.pt", "old.pth")
             archive.writestr("notes.txt", "epoch 3")
         with open_checkpoint(tmp_path / "all.zip") as checkpoint:
-            found = {path: b"".join(map(bytes, iter_chunks(ref))) for path, ref in checkpoint.tensors()}
+            found = {
+                path: b"".join(map(bytes, iter_chunks(ref))) for path, ref in checkpoint.tensors()
+            }
             *bare, left = checkpoint.notes
             assert left == "1 members are not checkpoints and are left out: notes.txt"
             stored = compression == zipfile.ZIP_STORED
-            assert bare == (["raw.pkl, old.pth: without checksums inside, so damage cannot be detected"] if stored else [])
+            assert bare == (
+                ["raw.pkl, old.pth: without checksums inside, so damage cannot be detected"]
+                if stored
+                else []
+            )
         assert found == {
             "raw.pkl.w": torch.arange(4.0).numpy().tobytes(),
             "deep/new.pt.v": bytes(8),
             "old.pth.u": torch.ones(1).numpy().tobytes(),
         }
         output = tmp_path / "out.safetensors"
-        convert_checkpoint(tmp_path / "all.zip", output, only="old.pth", fsync=False, force=True, verify=True)
+        convert_checkpoint(
+            tmp_path / "all.zip", output, only="old.pth", fsync=False, force=True, verify=True
+        )
         assert load_file(output)["u"].tolist() == [1]
 
 
@@ -48,7 +58,9 @@ def test_a_flipped_bit_of_a_checkpoint_in_an_archive_fails_the_conversion(tmp_pa
     damaged = bytearray((tmp_path / "all.zip").read_bytes())
     damaged[damaged.index(torch.arange(64.0).numpy().tobytes()) + 9] ^= 1
     with pytest.raises(CheckpointError, match="CRC-32"):
-        convert_checkpoint(write(tmp_path / "all.zip", bytes(damaged)), tmp_path / "out.pt", fsync=False)
+        convert_checkpoint(
+            write(tmp_path / "all.zip", bytes(damaged)), tmp_path / "out.pt", fsync=False
+        )
 
 
 def test_a_flipped_bit_of_a_deflated_member_is_noticed_when_opening(tmp_path):
@@ -80,7 +92,9 @@ def test_members_that_inflate_without_end_are_refused(tmp_path):
     with zipfile.ZipFile(tmp_path / "bomb.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         for index in range(20):
             archive.writestr(f"{index}.pkl", bytes(1 << 20))
-    with pytest.raises(LimitExceeded, match=r"records claim to inflate from \d+ to 20971520 bytes in total"):
+    with pytest.raises(
+        LimitExceeded, match=r"records claim to inflate from \d+ to 20971520 bytes in total"
+    ):
         open_checkpoint(tmp_path / "bomb.zip")
 
 

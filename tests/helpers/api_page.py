@@ -1,4 +1,6 @@
-"""What docs/api.md must say of each public name: how it is called, what it is made of, or what it is a kind of."""
+"""What docs/api.md must say of each public name: how it is called, what it is made of, or what it
+is a kind of.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,21 @@ def signature_text(name: str) -> str:
 
 def facts(kind: Any) -> list[str]:
     """The fields of a result, and its properties and methods after them."""
-    own = [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else list(kind._fields)
-    more = [name for name, value in vars(kind).items() if not name.startswith("_") and name not in own]
+    own = (
+        [field.name for field in dataclasses.fields(kind)]
+        if dataclasses.is_dataclass(kind)
+        else list(kind._fields)
+    )
+    more = [
+        name for name, value in vars(kind).items() if not name.startswith("_") and name not in own
+    ]
     return own + [f"{name}()" if callable(getattr(kind, name)) else name for name in more]
 
 
 def bare(signature: inspect.Signature) -> str:
     """A signature without its types."""
     empty = inspect.Parameter.empty
-    parameters = [parameter.replace(annotation=empty) for parameter in signature.parameters.values()]
+    parameters = [
+        parameter.replace(annotation=empty) for parameter in signature.parameters.values()
+    ]
     return str(signature.replace(parameters=parameters, return_annotation=empty))

@@ -1,6 +1,8 @@
-"""Conversions that are interrupted by the tests of crash safety: what is there before, and what a reader may find after.
+"""Conversions that are interrupted by the tests of crash safety: what is there before, and what a
+reader may find after.
 
-Readers are torch, safetensors and json: a checkpoint that is there must be all of the old tensors or all of the new ones.
+Readers are torch, safetensors and json: a checkpoint that is there must be all of the old tensors
+or all of the new ones.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ SHARDED = ("--max-shard-size", "900B")  # one tensor in each shard
 
 @dataclass(frozen=True)
 class Scene:
-    """A conversion: `prepare` makes the room in which it runs, `arguments` are the command's, `found` reads the output.
+    """A conversion: `prepare` makes the room in which it runs, `arguments` are the command's,
+    `found` reads the output.
 
     `written` reads what is put in place where other readers may still find the old output, whole.
     """
@@ -34,24 +37,34 @@ class Scene:
     written: Callable[[Path], Tensors | None] | None = None
 
     def state(self, room: Path) -> str:
-        """What a reader of the output finds: ``old``, ``new`` or ``absent``; anything else is an error of the reader."""
+        """What a reader of the output finds: ``old``, ``new`` or ``absent``; anything else is an
+        error of the reader.
+        """
         tensors = self.found(room)
         if tensors is None:
             return "absent"
-        states = [name for name, expected in (("old", OLD), ("new", NEW)) if same(tensors, expected)]
-        assert len(states) == 1, f"neither old nor new: { {key: value[:2].tolist() for key, value in tensors.items()} }"
+        states = [
+            name for name, expected in (("old", OLD), ("new", NEW)) if same(tensors, expected)
+        ]
+        assert len(states) == 1, (
+            f"neither old nor new: { {key: value[:2].tolist() for key, value in tensors.items()} }"
+        )
         return states[0]
 
 
 def same(found: Tensors, expected: Tensors) -> bool:
     """Whether two state dicts hold the same keys and values."""
-    return found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[key], expected[key]) for key in expected
+    )
 
 
 def contents(room: Path) -> dict[str, str]:
     """The files in a folder and their hashes."""
     files = sorted(path for path in room.rglob("*") if path.is_file())
-    return {str(path.relative_to(room)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return {
+        str(path.relative_to(room)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files
+    }
 
 
 def hidden(room: Path) -> list[str]:
@@ -59,7 +72,7 @@ def hidden(room: Path) -> list[str]:
     return sorted(str(path.relative_to(room)) for path in room.rglob(".*ckptconv-*"))
 
 
-# ------------------------------------------------------------------------------------------------------------- readers
+# ------------------------------------------------------------------------------------------ readers
 
 
 def file_at(name: str) -> Callable[[Path], Tensors | None]:
@@ -69,7 +82,11 @@ def file_at(name: str) -> Callable[[Path], Tensors | None]:
         path = room / name
         if not path.exists():
             return None
-        return load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+        return (
+            load_file(path)
+            if path.suffix == ".safetensors"
+            else torch.load(path, weights_only=True)
+        )
 
     return read
 
@@ -84,7 +101,9 @@ def set_at(index: str) -> Callable[[Path], Tensors | None]:
         where = json.loads(path.read_text())["weight_map"]
         load = load_file if ".safetensors" in path.name else torch.load
         shards = {name: load(path.parent / name) for name in set(where.values())}
-        assert sorted(key for shard in shards.values() for key in shard) == sorted(where), "shards and index differ"
+        assert sorted(key for shard in shards.values() for key in shard) == sorted(where), (
+            "shards and index differ"
+        )
         return {key: shards[name][key] for key, name in where.items()}
 
     return read
@@ -92,7 +111,10 @@ def set_at(index: str) -> Callable[[Path], Tensors | None]:
 
 def set_or_file(folder: str) -> Callable[[Path], Tensors | None]:
     """A reader of a folder of weights that prefers the index."""
-    read_set, read_file = set_at(f"{folder}/model.safetensors.index.json"), file_at(f"{folder}/model.safetensors")
+    read_set, read_file = (
+        set_at(f"{folder}/model.safetensors.index.json"),
+        file_at(f"{folder}/model.safetensors"),
+    )
     return lambda room: tensors if (tensors := read_set(room)) is not None else read_file(room)
 
 
@@ -113,7 +135,7 @@ def dcp_at(name: str) -> Callable[[Path], Tensors | None]:
     return read
 
 
-# -------------------------------------------------------------------------------------------------------------- before
+# ------------------------------------------------------------------------------------------- before
 
 
 def source(room: Path) -> None:
@@ -125,7 +147,9 @@ def with_file(name: str) -> Callable[[Path], None]:
 
     def prepare(room: Path) -> None:
         source(room)
-        save_file(dict(OLD), room / name) if name.endswith(".safetensors") else torch.save(dict(OLD), room / name)
+        save_file(dict(OLD), room / name) if name.endswith(".safetensors") else torch.save(
+            dict(OLD), room / name
+        )
 
     return prepare
 
@@ -136,7 +160,10 @@ def with_set(groups: list[list[str]], folder: str = "out") -> Callable[[Path], N
     def prepare(room: Path) -> None:
         source(room)
         (room / folder).mkdir()
-        names = [f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
+        names = [
+            f"model-{number:05}-of-{len(groups):05}.safetensors"
+            for number in range(1, len(groups) + 1)
+        ]
         for name, keys in zip(names, groups, strict=True):
             save_file({key: OLD[key] for key in keys}, room / folder / name, {"format": "pt"})
         where = {key: name for name, keys in zip(names, groups, strict=True) for key in keys}
@@ -167,7 +194,9 @@ def with_folder(room: Path) -> None:
 EACH, PAIR = [[key] for key in OLD], [list(OLD)[:2], list(OLD)[2:]]
 
 
-def convert(*words: str, source: str = "in.pt", output: str) -> Callable[[Path], tuple[object, ...]]:
+def convert(
+    *words: str, source: str = "in.pt", output: str
+) -> Callable[[Path], tuple[object, ...]]:
     return lambda room: ("convert", room / source, room / output, "-q", *words)
 
 
@@ -197,7 +226,9 @@ def set_in_place(room: Path) -> None:
     """A set of shards whose tensors the conversion casts."""
     with_set(EACH)(room)
     for path in (room / "out").glob("*.safetensors"):
-        save_file({key: NEW[key].to(torch.float64) for key in load_file(path)}, path, {"format": "pt"})
+        save_file(
+            {key: NEW[key].to(torch.float64) for key in load_file(path)}, path, {"format": "pt"}
+        )
     (room / "in.pt").unlink()
 
 
@@ -206,12 +237,18 @@ def cast(room: Path) -> Tensors | None:
     tensors = set_at("out/model.safetensors.index.json")(room)
     kinds = {value.dtype for value in tensors.values()} if tensors else {torch.float32}
     assert len(kinds) == 1, "a mixture"
-    return {key: -value.float() for key, value in tensors.items()} if tensors and kinds == {torch.float64} else tensors
+    return (
+        {key: -value.float() for key, value in tensors.items()}
+        if tensors and kinds == {torch.float64}
+        else tensors
+    )
 
 
 def numbers(count: int) -> Callable[[Path], None]:
     """A source of five tensors of so many floats, each of one number."""
-    return lambda room: torch.save({f"w{index}": torch.full((count,), float(index)) for index in range(5)}, room / "in.pt")
+    return lambda room: torch.save(
+        {f"w{index}": torch.full((count,), float(index)) for index in range(5)}, room / "in.pt"
+    )
 
 
 def numbers_at(name: str) -> Callable[[Path], Tensors | None]:
@@ -219,7 +256,9 @@ def numbers_at(name: str) -> Callable[[Path], Tensors | None]:
 
     def read(room: Path) -> Tensors | None:
         found = file_at(name)(room)
-        whole = found is None or [set(tensor.unique().tolist()) for tensor in found.values()] == [{float(n)} for n in range(5)]
+        whole = found is None or [set(tensor.unique().tolist()) for tensor in found.values()] == [
+            {float(n)} for n in range(5)
+        ]
         return NEW if found is not None and whole else found
 
     return read
@@ -230,20 +269,36 @@ SCENES: dict[str, Scene] = {
     "torch": Scene(source, convert(output="out.pt"), file_at("out.pt")),
     "safetensors": Scene(source, convert(output="out.safetensors"), file_at("out.safetensors")),
     "force": Scene(with_file("out.pt"), convert("--force", output="out.pt"), file_at("out.pt")),
-    "in place": Scene(in_place("m.pt"), convert("--force", source="m.pt", output="m.pt"), stripped("m.pt")),
-    "large": Scene(numbers(900_000), convert(output="out.safetensors"), numbers_at("out.safetensors")),
+    "in place": Scene(
+        in_place("m.pt"), convert("--force", source="m.pt", output="m.pt"), stripped("m.pt")
+    ),
+    "large": Scene(
+        numbers(900_000), convert(output="out.safetensors"), numbers_at("out.safetensors")
+    ),
     "mapping": Scene(
-        source, lambda room: (*convert(output="out.pt")(room), "--save-mapping", room / "map.json"), file_at("out.pt")
+        source,
+        lambda room: (*convert(output="out.pt")(room), "--save-mapping", room / "map.json"),
+        file_at("out.pt"),
     ),
     "new shards": Scene(source, convert(*SHARDED, output="out"), set_at(INDEX)),
     "shards in a folder": Scene(with_folder, convert(*SHARDED, output="out"), set_at(INDEX)),
     "torch shards": Scene(
-        with_folder, convert(*SHARDED, "--to", "torch", output="out"), set_at("out/pytorch_model.bin.index.json")
+        with_folder,
+        convert(*SHARDED, "--to", "torch", output="out"),
+        set_at("out/pytorch_model.bin.index.json"),
     ),
-    "shards of the same names": Scene(with_set(EACH), convert(*SHARDED, "--force", output="out"), set_at(INDEX)),
-    "shards of other names": Scene(with_set(PAIR), convert(*SHARDED, "--force", output="out"), set_at(INDEX)),
+    "shards of the same names": Scene(
+        with_set(EACH), convert(*SHARDED, "--force", output="out"), set_at(INDEX)
+    ),
+    "shards of other names": Scene(
+        with_set(PAIR), convert(*SHARDED, "--force", output="out"), set_at(INDEX)
+    ),
     "shards in place": Scene(
-        set_in_place, convert("--max-shard-size", "900B", "--dtype", "f32", "--force", source="out", output="out"), cast
+        set_in_place,
+        convert(
+            "--max-shard-size", "900B", "--dtype", "f32", "--force", source="out", output="out"
+        ),
+        cast,
     ),
     "one file for shards": Scene(
         with_set(PAIR),

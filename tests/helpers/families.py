@@ -1,7 +1,8 @@
 """Real model families, built small from their configurations, and what training wraps around them.
 
-Needs transformers, and peft and lightning for their wrappings. Run as a script it writes the key lists that the tests use
-where these are not installed: ``python tests/helpers/families.py tests/data/key_lists.json.gz``.
+Needs transformers, and peft and lightning for their wrappings. Run as a script it writes the key
+lists that the tests use where these are not installed: ``python tests/helpers/families.py
+tests/data/key_lists.json.gz``.
 """
 
 from __future__ import annotations
@@ -18,34 +19,50 @@ from typing import Any
 import torch
 from torch import nn
 
-_SMALL = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 50}
+_SMALL = {
+    "num_hidden_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "vocab_size": 50,
+}
 _DECODER = {**_SMALL, "num_key_value_heads": 1, "max_position_embeddings": 32}
 _SEQ2SEQ = {
-    "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+    "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
     "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "vocab_size": 60, "max_position_embeddings": 32,
 }  # fmt: skip
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt2": ("GPT2LMHeadModel", {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 50, "n_positions": 32}),
+    "gpt2": ("GPT2LMHeadModel", {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 50,
+        "n_positions": 32}),
     "llama": ("LlamaForCausalLM", {**_DECODER, "tie_word_embeddings": False}),
     "qwen2": ("Qwen2ForCausalLM", {**_DECODER, "tie_word_embeddings": True}),
     "mixtral": ("MixtralForCausalLM", {**_DECODER, "num_local_experts": 3}),
     "bert": ("BertForSequenceClassification", {**_SMALL, "max_position_embeddings": 32}),
-    "distilbert": ("DistilBertForMaskedLM", {"n_layers": 2, "dim": 16, "n_heads": 2, "hidden_dim": 24, "vocab_size": 50}),
+    "distilbert": ("DistilBertForMaskedLM", {"n_layers": 2, "dim": 16, "n_heads": 2,
+        "hidden_dim": 24, "vocab_size": 50}),
     "t5": ("T5ForConditionalGeneration",
-           {"num_layers": 2, "d_model": 16, "num_heads": 2, "d_kv": 8, "d_ff": 24, "vocab_size": 50}),
+           {"num_layers": 2, "d_model": 16, "num_heads": 2, "d_kv": 8, "d_ff": 24,
+               "vocab_size": 50}),
     "bart": ("BartForConditionalGeneration", {**_SEQ2SEQ}),
     "vit": ("ViTForImageClassification", {**_SMALL, "image_size": 16, "patch_size": 8}),
-    "resnet": ("ResNetForImageClassification", {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 1],
+    "resnet": ("ResNetForImageClassification", {"embedding_size": 8, "hidden_sizes": [8, 16],
+        "depths": [2, 1],
                                                 "layer_type": "basic"}),
-    "convnext": ("ConvNextForImageClassification", {"hidden_sizes": [8, 16], "depths": [2, 1], "num_stages": 2,
+    "convnext": ("ConvNextForImageClassification", {"hidden_sizes": [8, 16], "depths": [2, 1],
+        "num_stages": 2,
                                                     "image_size": 16}),
-    "wav2vec2": ("Wav2Vec2ForCTC", {**_SMALL, "conv_dim": [8, 8], "conv_stride": [2, 2], "conv_kernel": [4, 3],
-                                    "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2,
+    "wav2vec2": ("Wav2Vec2ForCTC", {**_SMALL, "conv_dim": [8, 8], "conv_stride": [2, 2],
+        "conv_kernel": [4, 3],
+                                    "num_conv_pos_embeddings": 4,
+                                    "num_conv_pos_embedding_groups": 2,
                                     "num_feat_extract_layers": 2}),
-    "transformer": ("torch.nn.Transformer", {"d_model": 16, "nhead": 2, "num_encoder_layers": 2, "num_decoder_layers": 2,
+    "transformer": ("torch.nn.Transformer", {"d_model": 16, "nhead": 2, "num_encoder_layers": 2,
+        "num_decoder_layers": 2,
                                              "dim_feedforward": 24, "batch_first": True}),
-    "recurrent": ("torch.nn.LSTM", {"input_size": 5, "hidden_size": 6, "num_layers": 3, "bidirectional": True}),
+    "recurrent": ("torch.nn.LSTM", {"input_size": 5, "hidden_size": 6, "num_layers": 3,
+        "bidirectional": True}),
 }  # fmt: skip
 """Family → its class in transformers or torch, and a configuration of a few thousand parameters."""
 
@@ -112,10 +129,14 @@ def lightning(model: nn.Module) -> nn.Module:
 
 
 def lora(model: nn.Module) -> nn.Module:
-    """The model with an adapter beside each of its linear layers (and GPT-2's, which are named for convolutions)."""
+    """The model with an adapter beside each of its linear layers (and GPT-2's, which are named for
+    convolutions).
+    """
     import peft
 
-    names = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _is_linear(module)})
+    names = sorted(
+        {name.rpartition(".")[2] for name, module in model.named_modules() if _is_linear(module)}
+    )
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules=names))
     return adapted.eval()
 
@@ -125,7 +146,9 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def wrappings() -> dict[str, Callable[[nn.Module], nn.Module]]:
-    """What training wraps around a model; none of them changes how many keys there are, or their order."""
+    """What training wraps around a model; none of them changes how many keys there are, or their
+    order.
+    """
     from torch.nn.parallel import DataParallel, DistributedDataParallel
 
     ddp = DistributedDataParallel
@@ -158,14 +181,20 @@ def one_process() -> Iterator[None]:
 
 
 def key_lists() -> dict[str, Any]:
-    """Of every family the shapes by key, and its keys under each wrapping, in the same order; with adapters, both."""
+    """Of every family the shapes by key, and its keys under each wrapping, in the same order; with
+    adapters, both.
+    """
     found = {}
     for family in FAMILIES:
         shapes = {key: list(value.shape) for key, value in build(family).state_dict().items()}
-        wrapped = {name: list(wrap(build(family)).state_dict()) for name, wrap in wrappings().items()}
+        wrapped = {
+            name: list(wrap(build(family)).state_dict()) for name, wrap in wrappings().items()
+        }
         found[family] = {"shapes": shapes, "wrapped": wrapped}
         if family in ADAPTED:
-            found[family]["lora"] = {key: list(value.shape) for key, value in lora(build(family)).state_dict().items()}
+            found[family]["lora"] = {
+                key: list(value.shape) for key, value in lora(build(family)).state_dict().items()
+            }
     return found
 
 

@@ -1,4 +1,6 @@
-"""Counts that tests prove something with: what each counted is added up and printed at the end of the run."""
+"""Counts that tests prove something with: what each counted is added up and printed at the end of
+the run.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def figure(request) -> Callable[..., None]:
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
-    """Print the figures of all tests that passed; with xdist the reports have come from the workers."""
+    """Print the figures of all tests that passed; with xdist the reports have come from the
+    workers.
+    """
     counted: Counter[str] = Counter()
     for report in terminalreporter.stats.get("passed", []):
         for mark, value in report.user_properties:
@@ -30,7 +34,9 @@ def pytest_terminal_summary(terminalreporter) -> None:
                 counted[name] += count
     if counted:
         terminalreporter.section("figures")
-        failed = sum(len(terminalreporter.stats.get(outcome, [])) for outcome in ("failed", "error"))
+        failed = sum(
+            len(terminalreporter.stats.get(outcome, [])) for outcome in ("failed", "error")
+        )
         for name, count in sorted(counted.items()):
             terminalreporter.line(f"{count:>10,}  {name}")
         terminalreporter.line(f"{failed:>10,}  failures")

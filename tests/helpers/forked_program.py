@@ -1,7 +1,9 @@
-"""The program, imported once and forked for each run: a line on stdin is a request, one on stdout an answer, both JSON.
+"""The program, imported once and forked for each run: a line on stdin is a request, one on stdout
+an answer, both JSON.
 
-A child stops itself (SIGSTOP) before it does anything, so that a tracer can be attached; it is told of by its `pid`, and when
-it has ended by its `exit` code (negative: the signal). ``warm`` runs it in this process: all modules are imported then.
+A child stops itself (SIGSTOP) before it does anything, so that a tracer can be attached; it is told
+of by its `pid`, and when it has ended by its `exit` code (negative: the signal). ``warm`` runs it
+in this process: all modules are imported then.
 """
 
 from __future__ import annotations

@@ -10,7 +10,9 @@ from types import ModuleType
 
 from helpers.program import ROOT
 
-GENERATOR = Path(os.environ.get("CKPTCONV_BADCASES", ROOT.parent / "shared" / "badcases")) / "badcases.py"
+GENERATOR = (
+    Path(os.environ.get("CKPTCONV_BADCASES", ROOT.parent / "shared" / "badcases")) / "badcases.py"
+)
 """Where it is, if it is here."""
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[2] / "ckptconv"
 
 MODULES = {
-    ".".join(path.relative_to(PACKAGE).with_suffix("").parts): ast.parse(path.read_text("utf-8"), str(path))
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts): ast.parse(
+        path.read_text("utf-8"), str(path)
+    )
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 
@@ -20,7 +22,9 @@ def package_of(module: str) -> str:
 
 
 def imported(tree: ast.Module, package: tuple[str, ...]) -> Iterator[str]:
-    """The dotted names that a module imports, wherever in it, TYPE_CHECKING blocks included; `from a import b` gives a.b."""
+    """The dotted names that a module imports, wherever in it, TYPE_CHECKING blocks included; `from
+    a import b` gives a.b.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -1,4 +1,5 @@
-"""Writers of what old torch wrote, byte by byte: legacy files with views and python 2 pickles, tar files, protocol 0 pickles.
+"""Writers of what old torch wrote, byte by byte: legacy files with views and python 2 pickles, tar
+files, protocol 0 pickles.
 
 Today's torch reads most of it, and is then the oracle; it writes none of it any more.
 """
@@ -27,7 +28,9 @@ class Name:
 
 @dataclass(eq=False)
 class Made:
-    """What calling `func` with `args` gives (`new`: its `__new__`), and, if there is one, the state that is set on it."""
+    """What calling `func` with `args` gives (`new`: its `__new__`), and, if there is one, the state
+    that is set on it.
+    """
 
     func: Any
     args: tuple[Any, ...] = ()
@@ -95,18 +98,31 @@ def blob(count: int, values: bytes) -> bytes:
 
 def legacy(tree: Any, keys: Any = (), blobs: bytes = b"", **changes: Any) -> bytes:
     """A legacy file; `changes` replace its `magic`, `protocol` or `system` (facts about the host)."""
-    system = {"protocol_version": 1001, "little_endian": True, "type_sizes": {"short": 2, "int": 4, "long": 4}}
+    system = {
+        "protocol_version": 1001,
+        "little_endian": True,
+        "type_sizes": {"short": 2, "int": 4, "long": 4},
+    }
     head = changes.get("magic", MAGIC), changes.get("protocol", 1001), changes.get("system", system)
-    return b"".join(map(pickled, (*head, tree, list(keys) if isinstance(keys, tuple) else keys))) + blobs
+    return (
+        b"".join(map(pickled, (*head, tree, list(keys) if isinstance(keys, tuple) else keys)))
+        + blobs
+    )
 
 
-# ----------------------------------------------------------------------------------------------------------------- tar
+# ---------------------------------------------------------------------------------------------- tar
 
 
 def tar_storages(
-    entries: Sequence[tuple[Any, str, str, bytes, int]], views: Any = (), *, count: int | None = None, tail: bytes = b""
+    entries: Sequence[tuple[Any, str, str, bytes, int]],
+    views: Any = (),
+    *,
+    count: int | None = None,
+    tail: bytes = b"",
 ) -> bytes:
-    """The member ``storages``: entries are (key, location, class, bytes, element count), views (key, root, offset, size)."""
+    """The member ``storages``: entries are (key, location, class, bytes, element count), views
+    (key, root, offset, size).
+    """
     out = pickled(len(entries) if count is None else count)
     for key, location, cls, values, numel in entries:
         module, _, name = f"torch.{cls}".rpartition(".")
@@ -114,7 +130,9 @@ def tar_storages(
     return out + pickled(list(views) if isinstance(views, tuple) else views) + tail
 
 
-def tar_tensors(entries: Sequence[tuple[Any, Any, str, Any, Any, int]], *, count: int | None = None) -> bytes:
+def tar_tensors(
+    entries: Sequence[tuple[Any, Any, str, Any, Any, int]], *, count: int | None = None
+) -> bytes:
     """The member ``tensors``: entries are (key, storage's key, class, shape, stride, offset)."""
     out = pickled(len(entries) if count is None else count)
     for key, home, cls, shape, stride, offset in entries:
@@ -125,7 +143,9 @@ def tar_tensors(entries: Sequence[tuple[Any, Any, str, Any, Any, int]], *, count
 
 
 def tar(members: Sequence[tuple[str, bytes]], *, mtime: float = 1480000000.25) -> bytes:
-    """A tar file as python's `tarfile` made it for torch: a time with a fraction puts a pax header before each member."""
+    """A tar file as python's `tarfile` made it for torch: a time with a fraction puts a pax header
+    before each member.
+    """
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w:", format=tarfile.PAX_FORMAT) as archive:
         for name, content in members:
@@ -138,7 +158,14 @@ def tar(members: Sequence[tuple[str, bytes]], *, mtime: float = 1480000000.25) -
 def tar_checkpoint(storages: bytes, tensors: bytes, tree: Any) -> bytes:
     """A tar checkpoint with all its members."""
     system = pickled({"protocol_version": 1000, "little_endian": True})
-    return tar([("sys_info", system), ("pickle", pickled(tree)), ("tensors", tensors), ("storages", storages)])
+    return tar(
+        [
+            ("sys_info", system),
+            ("pickle", pickled(tree)),
+            ("tensors", tensors),
+            ("storages", storages),
+        ]
+    )
 
 
 def write(path: Path, content: bytes) -> Path:

@@ -1,6 +1,8 @@
-"""What torch itself sees in a file, and what the promises make of it: plain Python and torch, nothing of ckptconv.
+"""What torch itself sees in a file, and what the promises make of it: plain Python and torch,
+nothing of ckptconv.
 
-`flatten` turns a loaded tree into comparable rows; `compacted` and `bare_keys` say in a few lines what a conversion may change.
+`flatten` turns a loaded tree into comparable rows; `compacted` and `bare_keys` say in a few lines
+what a conversion may change.
 """
 
 from __future__ import annotations
@@ -26,10 +28,11 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 
 
 class Tensor(NamedTuple):
-    """A strided tensor: `sha256` of the stored values in C order (conj and neg bits not applied), its storage's number.
+    """A strided tensor: `sha256` of the stored values in C order (conj and neg bits not applied),
+    its storage's number.
 
-    `storage` is None for a tensor without elements: torch forgets which storage an empty one had. `span` counts elements
-    from the first to the last one used.
+    `storage` is None for a tensor without elements: torch forgets which storage an empty one had.
+    `span` counts elements from the first to the last one used.
     """
 
     dtype: str
@@ -44,7 +47,9 @@ class Tensor(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A value of a tree: where, of which type, the number of the object (equal: one and the same), and what it is."""
+    """A value of a tree: where, of which type, the number of the object (equal: one and the same),
+    and what it is.
+    """
 
     path: tuple[str, ...]
     kind: str
@@ -52,7 +57,7 @@ class Row(NamedTuple):
     value: Any
 
 
-# --------------------------------------------------------------------------------------------------------------- trees
+# -------------------------------------------------------------------------------------------- trees
 
 
 def load(path: Path, *, weights_only: bool = True, **options: Any) -> Any:
@@ -105,7 +110,9 @@ class _Flat:
             self.rows.append(Row(path, type(node).__name__, None, sorted(map(repr, node))))
         elif isinstance(node, torch.storage.TypedStorage):
             untyped = node._untyped_storage
-            self.rows.append(Row(path, str(node.dtype), None, (self.group(untyped), _sha(bytes(untyped)))))
+            self.rows.append(
+                Row(path, str(node.dtype), None, (self.group(untyped), _sha(bytes(untyped))))
+            )
         else:
             self.plain(path, node)
 
@@ -118,7 +125,11 @@ class _Flat:
             new = self.add(path, tensor, self.strided(tensor))
             self.homes[self.objects[id(tensor)]] = tensor.untyped_storage()._cdata
         else:
-            new = self.add(path, tensor, (str(tensor.layout), str(tensor.dtype), tensor.requires_grad, tensor.is_nested))
+            new = self.add(
+                path,
+                tensor,
+                (str(tensor.layout), str(tensor.dtype), tensor.requires_grad, tensor.is_nested),
+            )
             parts = list(_inside(tensor.detach()))
             self.alive.append(parts)  # they are made here, and told apart by their addresses
             for name, inner in parts:
@@ -156,7 +167,10 @@ def _inside(tensor: torch.Tensor) -> Iterator[tuple[str, Any]]:
         yield "<scale>", tensor.q_per_channel_scales() if per_channel else tensor.q_scale()
         yield "<zero>", tensor.q_per_channel_zero_points() if per_channel else tensor.q_zero_point()
     elif tensor.layout is torch.sparse_coo:
-        yield "<sparse>", [tensor._indices(), tensor._values(), tuple(tensor.shape), tensor.is_coalesced()]
+        yield (
+            "<sparse>",
+            [tensor._indices(), tensor._values(), tuple(tensor.shape), tensor.is_coalesced()],
+        )
     else:
         rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
         outer = tensor.crow_indices() if rows else tensor.ccol_indices()
@@ -182,9 +196,16 @@ def value_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def value_rows(root: Any) -> list[tuple[tuple[str, ...], Any]]:
-    """Every value of a tree by its path, tensors by dtype, shape and values: not how they lie, or what they share."""
+    """Every value of a tree by its path, tensors by dtype, shape and values: not how they lie, or
+    what they share.
+    """
     return [
-        (row.path, (row.value.dtype, row.value.shape, row.value.sha256) if isinstance(row.value, Tensor) else row.value)
+        (
+            row.path,
+            (row.value.dtype, row.value.shape, row.value.sha256)
+            if isinstance(row.value, Tensor)
+            else row.value,
+        )
         for row in flatten(root)
     ]
 
@@ -195,9 +216,14 @@ def tensor_rows(rows: Iterable[Row]) -> list[Row]:
 
 
 def compacted(root: Any) -> list[Row]:
-    """The rows of a tree as a torch output has them: a tensor with holes that is alone on its storage lies contiguously."""
+    """The rows of a tree as a torch output has them: a tensor with holes that is alone on its
+    storage lies contiguously.
+    """
     flat = _Flat()
-    return [_contiguous(row) if isinstance(row.value, Tensor) and flat.is_alone(row) else row for row in flat.rows_of(root)]
+    return [
+        _contiguous(row) if isinstance(row.value, Tensor) and flat.is_alone(row) else row
+        for row in flat.rows_of(root)
+    ]
 
 
 def _contiguous(row: Row) -> Row:
@@ -209,12 +235,23 @@ def _contiguous(row: Row) -> Row:
 
 
 def overlaps(root: Any) -> list[tuple[int, int, int]]:
-    """(first, second, bytes between their starts) for the tensors of a tree whose spans overlap in one storage."""
+    """(first, second, bytes between their starts) for the tensors of a tree whose spans overlap in
+    one storage.
+    """
     spans = []
     for tensor in tensors(root):
         first = tensor.storage_offset() * tensor.element_size()
-        reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-        spans.append((tensor.untyped_storage()._cdata, first, first + (reach + 1) * tensor.element_size(), tensor.numel()))
+        reach = sum(
+            (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+        spans.append(
+            (
+                tensor.untyped_storage()._cdata,
+                first,
+                first + (reach + 1) * tensor.element_size(),
+                tensor.numel(),
+            )
+        )
     return [
         (i, j, b[1] - a[1])
         for i, a in enumerate(spans)
@@ -243,7 +280,7 @@ def _tensors(node: Any, seen: set[int]) -> Iterator[torch.Tensor]:
             yield from _tensors(value, seen)
 
 
-# ---------------------------------------------------------------------------------------------------------------- keys
+# --------------------------------------------------------------------------------------------- keys
 
 INNER_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
@@ -258,15 +295,22 @@ def optimizer_state() -> dict[str, Any]:
 
 
 def bare_keys(keys: Sequence[str]) -> list[str]:
-    """The keys without wrappers: inner ones go wherever they stand, a leading ``module`` as often as all keys have it."""
+    """The keys without wrappers: inner ones go wherever they stand, a leading ``module`` as often
+    as all keys have it.
+    """
     names, _ = _bare(keys)
     return [".".join(name) for name in names]
 
 
 def _bare(keys: Sequence[str], beside: Sequence[str] = ()) -> tuple[list[list[str]], int]:
-    """The segments of the bare keys, and how often `module` was taken off; keys that stand `beside` the model do not count."""
+    """The segments of the bare keys, and how often `module` was taken off; keys that stand `beside`
+    the model do not count.
+    """
     split = [key.split(".") for key in keys]
-    names = [[segment for segment in name[:-1] if segment not in INNER_WRAPPERS] + name[-1:] for name in split]
+    names = [
+        [segment for segment in name[:-1] if segment not in INNER_WRAPPERS] + name[-1:]
+        for name in split
+    ]
     if len(beside) == len(keys):
         beside = ()
     depth = 0
@@ -280,9 +324,15 @@ def _bare(keys: Sequence[str], beside: Sequence[str] = ()) -> tuple[list[list[st
 
 
 def bare_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state dict under its bare keys, its `_metadata` under the bare module paths (an inner module's entry wins)."""
+    """A state dict under its bare keys, its `_metadata` under the bare module paths (an inner
+    module's entry wins).
+    """
     keys = list(state_dict)
-    beside = [key for key, value in state_dict.items() if "." not in key and not isinstance(value, torch.Tensor)]
+    beside = [
+        key
+        for key, value in state_dict.items()
+        if "." not in key and not isinstance(value, torch.Tensor)
+    ]
     names, depth = _bare(keys, beside)
     made = type(state_dict)(zip(map(".".join, names), state_dict.values(), strict=True))
     if hasattr(state_dict, "_metadata"):
@@ -295,12 +345,14 @@ def bare_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-# --------------------------------------------------------------------------------------------------------------- files
+# -------------------------------------------------------------------------------------------- files
 
 
 @contextmanager
 def tagged(tag_of: Callable[[Any], str]) -> Iterator[None]:
-    """Within the block `torch.save` writes the tag that `tag_of(storage)` gives, whether this host has that device or not."""
+    """Within the block `torch.save` writes the tag that `tag_of(storage)` gives, whether this host
+    has that device or not.
+    """
     registry = torch.serialization._package_registry
     torch.serialization._package_registry = [(0, tag_of, lambda storage, location: None)]
     try:
@@ -334,7 +386,9 @@ def rezipped(
     payload: Callable[[str, bytes], bytes] = lambda name, data: data,
     compression: int = zipfile.ZIP_STORED,
 ) -> Path:
-    """A copy of a zip checkpoint made by `zipfile`: records renamed (None: left out), changed, deflated."""
+    """A copy of a zip checkpoint made by `zipfile`: records renamed (None: left out), changed,
+    deflated.
+    """
     with zipfile.ZipFile(source) as before, zipfile.ZipFile(output, "w", compression) as after:
         for record in before.infolist():
             if (new := name(record.filename)) is not None:

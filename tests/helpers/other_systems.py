@@ -1,21 +1,25 @@
-"""The program on a system that it does not run on: without what only POSIX has, or with the manners of Windows.
+"""The program on a system that it does not run on: without what only POSIX has, or with the manners
+of Windows.
 
     python other_systems.py SYSTEM < requests
 
-SYSTEM is ``here`` (nothing is changed), ``bare`` (the names in data/posix_only.txt are gone, and so are the modules) or
-``windows``: those are gone, and
+SYSTEM is ``here`` (nothing is changed), ``bare`` (the names in data/posix_only.txt are gone, and so
+are the modules) or ``windows``: those are gone, and
 
 - a folder cannot be opened, and a file that is opened without O_BINARY is an error of the program;
-- a file that is open or mapped here can be neither replaced nor renamed nor removed, nor can a folder with such a file in it;
+- a file that is open or mapped here can be neither replaced nor renamed nor removed, nor can a
+  folder with such a file in it;
 - a rename replaces nothing;
 - a descriptor that cannot be written to cannot be synced;
 - lines that are printed end in CR and LF;
 - there are O_BINARY, O_TEMPORARY and msvcrt, whose locks are real ones.
 
-What remains POSIX: paths, `os.name`, `sys.platform`, and the standard library, which was imported before.
+What remains POSIX: paths, `os.name`, `sys.platform`, and the standard library, which was imported
+before.
 
-A request is a JSON list: the arguments of the program, or ``["python", code]``. The answers are one JSON list of exit code,
-stdout and stderr each; the streams are in the encoding of CKPTCONV_TEST_ENCODING, and given in hexadecimal digits.
+A request is a JSON list: the arguments of the program, or ``["python", code]``. The answers are one
+JSON list of exit code, stdout and stderr each; the streams are in the encoding of
+CKPTCONV_TEST_ENCODING, and given in hexadecimal digits.
 """
 
 from __future__ import annotations
@@ -37,8 +41,21 @@ STANDARD = """
     asyncio concurrent.futures ctypes email inspect json logging multiprocessing pathlib platform random selectors shutil
     socket subprocess tempfile threading unittest.mock urllib.request uuid zipfile
 """
-FRIENDS = ("click", "rich.console", "rich.progress", "numpy", "ml_dtypes", "safetensors.numpy", "isal.isal_zlib")
-TORCH = ("torch", "torch.distributed.checkpoint", "torch.distributed.checkpoint.state_dict_saver", "torch._dynamo")
+FRIENDS = (
+    "click",
+    "rich.console",
+    "rich.progress",
+    "numpy",
+    "ml_dtypes",
+    "safetensors.numpy",
+    "isal.isal_zlib",
+)
+TORCH = (
+    "torch",
+    "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint.state_dict_saver",
+    "torch._dynamo",
+)
 MSVCRT: Any = types.ModuleType("msvcrt")
 _O_BINARY, _O_TEMPORARY = 1 << 28, 1 << 29
 
@@ -77,7 +94,7 @@ def take_away() -> None:
     ctypes.CDLL = CDLL  # type: ignore[misc]
 
 
-# ------------------------------------------------------------------------------------------------------------- Windows
+# ------------------------------------------------------------------------------------------ Windows
 
 
 def in_use(path: Any) -> bool:
@@ -103,7 +120,9 @@ def behave_like_windows() -> None:
     import fcntl
 
     class Builtin:
-        """A function that is not a method when a class keeps it, as those of `os` are not (pathlib, in Python 3.10)."""
+        """A function that is not a method when a class keeps it, as those of `os` are not (pathlib,
+        in Python 3.10).
+        """
 
         def __init__(self, function: Any) -> None:
             self.__call = function
@@ -114,7 +133,9 @@ def behave_like_windows() -> None:
     opened, fsync, access = os.open, os.fsync, os.O_ACCMODE
 
     def open_(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        assert flags & _O_BINARY or "ckptconv/" not in sys._getframe(1).f_code.co_filename, f"{path} is opened as text"
+        assert flags & _O_BINARY or "ckptconv/" not in sys._getframe(1).f_code.co_filename, (
+            f"{path} is opened as text"
+        )
         if dir_fd is None and os.path.isdir(path):  # noqa: PTH112
             raise refused(path)
         return opened(path, flags & ~(_O_BINARY | _O_TEMPORARY), mode, dir_fd=dir_fd)
@@ -131,7 +152,11 @@ def behave_like_windows() -> None:
             if not replaces and others and os.path.lexists(others[0]):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(others[0]))
             for one in (path, *others):
-                if isinstance(one, (str, bytes, os.PathLike)) and named.get("dir_fd") is None and in_use(one):
+                if (
+                    isinstance(one, (str, bytes, os.PathLike))
+                    and named.get("dir_fd") is None
+                    and in_use(one)
+                ):
                     raise refused(one)
             real(path, *others, **named)
 
@@ -145,7 +170,13 @@ def behave_like_windows() -> None:
             raise refused("the lock") from None
 
     os.open, os.fsync = open_, fsync_  # type: ignore[assignment]
-    for name, replaces in (("rename", False), ("replace", True), ("unlink", True), ("remove", True), ("rmdir", True)):
+    for name, replaces in (
+        ("rename", False),
+        ("replace", True),
+        ("unlink", True),
+        ("remove", True),
+        ("rmdir", True),
+    ):
         guarded(name, replaces=replaces)
     os.O_BINARY, os.O_TEMPORARY = _O_BINARY, _O_TEMPORARY  # type: ignore[attr-defined]
     signal.SIGBREAK = signal.SIGUSR1  # type: ignore[attr-defined]
@@ -171,10 +202,11 @@ def become(system: str, *, torch: bool) -> None:
     if system != "here":
         take_away()
     if system == "windows":
-        sys.modules["msvcrt"] = MSVCRT  # not before: the standard library would take this for Windows
+        # not before: the standard library would take this for Windows
+        sys.modules["msvcrt"] = MSVCRT
 
 
-# ------------------------------------------------------------------------------------------------------------- requests
+# ----------------------------------------------------------------------------------------- requests
 
 
 def answer(arguments: list[str], encoding: str) -> tuple[int, str, str]:
@@ -182,7 +214,8 @@ def answer(arguments: list[str], encoding: str) -> tuple[int, str, str]:
     out, err = io.BytesIO(), io.BytesIO()
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (
-        io.TextIOWrapper(raw, encoding, newline="\r\n" if "msvcrt" in sys.modules else None) for raw in (out, err)
+        io.TextIOWrapper(raw, encoding, newline="\r\n" if "msvcrt" in sys.modules else None)
+        for raw in (out, err)
     )
     try:
         if arguments[0] == "python":

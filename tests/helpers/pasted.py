@@ -63,18 +63,27 @@ def paste(page: str, folder: Path, programs: Path | None = None) -> tuple[list[P
     script.write_text("\n".join(lines) + "\n", "utf-8")
     done = subprocess.run(
         ["bash", "--norc", script.name], cwd=folder, env=_environment(programs), timeout=1200,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        check=False,
     )  # fmt: skip
     given = [int(line) for line in codes.read_text().split()]
     assert len(given) == len(pasted), f"the shell ended early:\n{done.stdout}"
-    return [Pasted(text, code, _expected(text)) for text, code in zip(pasted, given, strict=True)], done.stdout
+    return [
+        Pasted(text, code, _expected(text)) for text, code in zip(pasted, given, strict=True)
+    ], done.stdout
 
 
 def _environment(programs: Path | None) -> dict[str, str]:
     """The variables of a reader's shell: none of a test run, and no other virtual environment."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "PYTHON", "VIRTUAL_ENV"))}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTEST", "PYTHON", "VIRTUAL_ENV"))
+    }
     paths = kept["PATH"].split(os.pathsep)
-    kept["PATH"] = os.pathsep.join([str(programs), *paths] if programs else [path for path in paths if ".venv" not in path])
+    kept["PATH"] = os.pathsep.join(
+        [str(programs), *paths] if programs else [path for path in paths if ".venv" not in path]
+    )
     return kept
 
 
@@ -99,7 +108,9 @@ def _commands(block: str) -> Iterator[str]:
         text = "\n".join(lines)
         if (
             line.endswith("\\")
-            or subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False).returncode
+            or subprocess.run(
+                ["bash", "-n"], input=text, text=True, capture_output=True, check=False
+            ).returncode
         ):
             continue
         if any(part.strip() and not part.strip().startswith("#") for part in lines):
@@ -109,4 +120,9 @@ def _commands(block: str) -> Iterator[str]:
 
 
 def _is_complete(text: str) -> bool:
-    return subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False).returncode == 0
+    return (
+        subprocess.run(
+            ["bash", "-n"], input=text, text=True, capture_output=True, check=False
+        ).returncode
+        == 0
+    )

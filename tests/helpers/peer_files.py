@@ -1,11 +1,13 @@
-"""The files that the tests of picklescan, modelscan and fickling scan, as their own tests make them; who flags which.
+"""The files that the tests of picklescan, modelscan and fickling scan, as their own tests make
+them; who flags which.
 
     python tests/helpers/peer_files.py collect SOURCES OUT
     python tests/helpers/peer_files.py table OUT
 
-`SOURCES` is a folder with their repositories, each under its name. Their tests run as they are, with the scanners watched:
-whatever one is given is copied to `OUT`, once for each content. What needs packages that are not installed is left out.
-`table` prints how many files each scanner flags. `make families` does both.
+`SOURCES` is a folder with their repositories, each under its name. Their tests run as they are,
+with the scanners watched: whatever one is given is copied to `OUT`, once for each content. What
+needs packages that are not installed is left out. `table` prints how many files each scanner flags.
+`make families` does both.
 """
 
 from __future__ import annotations
@@ -34,7 +36,16 @@ def main(sources: Path, out: Path) -> None:
     for peer, tests in PEERS.items():
         (out / peer).mkdir(parents=True, exist_ok=True)
         env = {**os.environ, "PEER": peer, "PEER_OUT": str(out / peer), "PYTHONPATH": str(TESTS)}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "peer_files", "--continue-on-collection-errors", "--tb=no"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "peer_files",
+            "--continue-on-collection-errors",
+            "--tb=no",
+        ]
         subprocess.run([*command, tests], cwd=sources / peer, env=env, check=False, timeout=900)
         os.environ["PEER_OUT"] = str(out / peer)
         for path in _data_files(sources / peer / tests):
@@ -43,7 +54,11 @@ def main(sources: Path, out: Path) -> None:
 
 def _data_files(folder: Path) -> Iterator[Path]:
     """Files that the tests have beside them, made by their own scripts."""
-    names = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix not in (".py", ".pyc"))
+    names = (
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.suffix not in (".py", ".pyc")
+    )
     return (path for path in names if path.stat().st_size <= _LARGEST)
 
 
@@ -95,7 +110,14 @@ def _watched(module: str, name: str, keep: Callable[..., None], first: int = 0) 
 
 
 def _watch_picklescan() -> None:
-    for name in ("scan_pickle_bytes", "scan_zip_bytes", "scan_numpy", "scan_pytorch", "scan_bytes", "scan_7z_bytes"):
+    for name in (
+        "scan_pickle_bytes",
+        "scan_zip_bytes",
+        "scan_numpy",
+        "scan_pytorch",
+        "scan_bytes",
+        "scan_7z_bytes",
+    ):
         _watched("picklescan.scanner", name, _keep_stream)
     for name in ("scan_file_path", "scan_directory_path"):
         _watched("picklescan.scanner", name, lambda path, *_: _keep_path(path))
@@ -108,11 +130,17 @@ def _watch_modelscan() -> None:
         except ImportError:
             sys.modules[name] = mock.MagicMock()
     _watched("modelscan.modelscan", "ModelScan.scan", lambda path, *_: _keep_path(path), first=1)
-    _watched("modelscan.tools.picklescanner", "scan_pickle_bytes", lambda model, *_: _keep_stream(model.get_stream()))
+    _watched(
+        "modelscan.tools.picklescanner",
+        "scan_pickle_bytes",
+        lambda model, *_: _keep_stream(model.get_stream()),
+    )
 
 
 def _watch_fickling() -> None:
-    _watched("fickling.analysis", "Analyzer.analyze", lambda pickled, *_: _keep_pickled(pickled), first=1)
+    _watched(
+        "fickling.analysis", "Analyzer.analyze", lambda pickled, *_: _keep_pickled(pickled), first=1
+    )
     for name in ("scan_file", "scan_zip_archive"):
         _watched("fickling.loader", name, lambda path, *_: _keep_path(path))
     _watched("fickling.fickle", "Pickled.load", _keep_stream_of_fickling)
@@ -123,10 +151,12 @@ def _keep_stream_of_fickling(content: Any, *_: Any) -> None:
 
 
 def pytest_configure() -> None:
-    {"picklescan": _watch_picklescan, "modelscan": _watch_modelscan, "fickling": _watch_fickling}[os.environ["PEER"]]()
+    {"picklescan": _watch_picklescan, "modelscan": _watch_modelscan, "fickling": _watch_fickling}[
+        os.environ["PEER"]
+    ]()
 
 
-# ----------------------------------------------------------------------------------------------------------- who flags what
+# ----------------------------------------------------------------------------------- who flags what
 
 
 def _by_picklescan(path: Path) -> bool:
@@ -135,13 +165,18 @@ def _by_picklescan(path: Path) -> bool:
 
 
 def _by_modelscan(path: Path) -> bool:
-    return bool(importlib.import_module("modelscan.modelscan").ModelScan().scan(str(path))["issues"])
+    return bool(
+        importlib.import_module("modelscan.modelscan").ModelScan().scan(str(path))["issues"]
+    )
 
 
 def _by_fickling(path: Path) -> bool:
     loader = importlib.import_module("fickling.loader")
     if path.read_bytes()[:4] == b"PK\3\4":
-        return any(not result.is_safe for result in loader.scan_zip_archive(str(path), graceful=True).values())
+        return any(
+            not result.is_safe
+            for result in loader.scan_zip_archive(str(path), graceful=True).values()
+        )
     return not loader.scan_file(str(path)).is_safe
 
 
@@ -177,7 +212,11 @@ def table(out: Path) -> None:
         counts = [sum(name in found for found in flags) for name in SCANNERS]
         ours = [levels.count(level) for level in ("dangerous", "unknown", "plain")]
         two = [level for found, level in zip(flags, levels, strict=True) if len(found) > 1]
-        print("|", " | ".join(map(str, (peer, len(paths), *counts, *ours, len(two), two.count("plain")))), "|")
+        print(
+            "|",
+            " | ".join(map(str, (peer, len(paths), *counts, *ours, len(two), two.count("plain")))),
+            "|",
+        )
 
 
 if __name__ == "__main__":

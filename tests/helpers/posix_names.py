@@ -1,4 +1,5 @@
-"""Which names of the standard library are not on every system and Python, by the type stubs that mypy brings along.
+"""Which names of the standard library are not on every system and Python, by the type stubs that
+mypy brings along.
 
 ``python tests/helpers/posix_names.py`` writes data/posix_only.txt anew.
 """
@@ -40,7 +41,9 @@ def names(statements: Sequence[ast.stmt], platform: str) -> Iterator[str]:
 
 
 def holds(test: ast.expr, platform: str) -> bool:
-    """Whether a condition on `sys.platform` or the version holds: on Linux of the newest Python, else of the lowest."""
+    """Whether a condition on `sys.platform` or the version holds: on Linux of the newest Python,
+    else of the lowest.
+    """
     if isinstance(test, ast.BoolOp):
         parts = [holds(part, platform) for part in test.values]
         return all(parts) if isinstance(test.op, ast.And) else any(parts)
@@ -55,7 +58,11 @@ def holds(test: ast.expr, platform: str) -> bool:
 
 
 def of_module(path: Path, platform: str) -> set[str]:
-    return {name for name in names(ast.parse(path.read_text()).body, platform) if not name.startswith("_") or name == "_exit"}
+    return {
+        name
+        for name in names(ast.parse(path.read_text()).body, platform)
+        if not name.startswith("_") or name == "_exit"
+    }
 
 
 def missing(platform: str, among: str = "linux") -> list[str]:
@@ -79,8 +86,10 @@ NEWER = {"annotationlib"}
 """Modules that only newer Pythons have, on every system."""
 
 MODULES = {
-    "os": "os/__init__.pyi", "signal": "signal.pyi", "time": "time.pyi", "errno": "errno.pyi", "mmap": "mmap.pyi",
-    "select": "select.pyi", "socket": "socket.pyi", "shutil": "shutil.pyi", "sys": "sys/__init__.pyi",
+    "os": "os/__init__.pyi", "signal": "signal.pyi", "time": "time.pyi", "errno": "errno.pyi",
+    "mmap": "mmap.pyi",
+    "select": "select.pyi", "socket": "socket.pyi", "shutil": "shutil.pyi",
+    "sys": "sys/__init__.pyi",
     "subprocess": "subprocess.pyi", "threading": "threading.pyi",
 }  # fmt: skip
 

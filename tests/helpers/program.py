@@ -1,4 +1,6 @@
-"""The real program, run in a process of its own: what it answered, how long it took and how much memory it had."""
+"""The real program, run in a process of its own: what it answered, how long it took and how much
+memory it had.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,17 @@ from helpers.paths import SAMPLES as SAMPLES
 
 PROGRAM = (sys.executable, "-m", "ckptconv")
 
-_NOT_INHERITED = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "LOCAL_RANK", "_CKPTCONV_COMPLETE", "PYTHONIOENCODING")
+_NOT_INHERITED = (
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER",
+    "LOCAL_RANK",
+    "_CKPTCONV_COMPLETE",
+    "PYTHONIOENCODING",
+)
 
-# Linux lets a process start with the peak memory of the one that started it, and the tests may have torch loaded. So the
-# program is started by a small process of its own, which measures it: report file, seconds allowed, command.
+# Linux lets a process start with the peak memory of the one that started it, and the tests may have
+# torch loaded. So the program is started by a small process of its own, which measures it: report
+# file, seconds allowed, command.
 _LAUNCHER = """
 import os, signal, subprocess, sys, time
 report, limit, *command = sys.argv[1:]
@@ -38,7 +47,9 @@ _RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 @dataclass(frozen=True)
 class Finished:
-    """A run of the program: exit code (negative: the signal that ended it), output, seconds, peak memory in bytes."""
+    """A run of the program: exit code (negative: the signal that ended it), output, seconds, peak
+    memory in bytes.
+    """
 
     exit: int
     out: str
@@ -57,7 +68,9 @@ class Finished:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """The variables that the program gets: those of this process but for what would steer it, this checkout on its path."""
+    """The variables that the program gets: those of this process but for what would steer it, this
+    checkout on its path.
+    """
     kept = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
     return {**kept, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", **changes}
 
@@ -69,15 +82,34 @@ def run(
     limit: int = 60,
     command: Sequence[str] = PROGRAM,
 ) -> Finished:
-    """Run the program in `cwd` with `env` added to the usual variables; it is killed after `limit` seconds."""
+    """Run the program in `cwd` with `env` added to the usual variables; it is killed after `limit`
+    seconds.
+    """
     given = [os.fspath(part) if isinstance(part, Path) else part for part in arguments]
     with tempfile.NamedTemporaryFile("r", prefix="ckptconv-test-") as report:
-        launcher = [sys.executable, "-I", "-S", "-c", _LAUNCHER, report.name, str(limit), *command, *given]
+        launcher = [
+            sys.executable,
+            "-I",
+            "-S",
+            "-c",
+            _LAUNCHER,
+            report.name,
+            str(limit),
+            *command,
+            *given,
+        ]
         done = subprocess.run(
-            launcher, cwd=cwd, env=environment(**(env or {})), stdin=subprocess.DEVNULL, capture_output=True, check=True
+            launcher,
+            cwd=cwd,
+            env=environment(**(env or {})),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=True,
         )
         code, seconds, rss = report.read().split()
-    return Finished(int(code), done.stdout.decode(), done.stderr.decode(), float(seconds), int(rss) * _RSS_UNIT)
+    return Finished(
+        int(code), done.stdout.decode(), done.stderr.decode(), float(seconds), int(rss) * _RSS_UNIT
+    )
 
 
 @functools.cache

@@ -1,10 +1,12 @@
-"""The tests that need no torch, run under other Pythons, or with the lowest dependencies that pyproject.toml allows.
+"""The tests that need no torch, run under other Pythons, or with the lowest dependencies that
+pyproject.toml allows.
 
     python tests/helpers/pythons.py 3.10 3.13             in .venv-3.10 and .venv-3.13
     python tests/helpers/pythons.py --lowest 3.10 3.11    in .venv-lowest-3.10 and .venv-lowest-3.11
 
-A Python that is not here is told of and left out. torch is not installed: for most Pythons and systems its wheels bring
-gigabytes of CUDA along, and what reads and writes checkpoints does without it. conftest.py leaves out what needs it.
+A Python that is not here is told of and left out. torch is not installed: for most Pythons and
+systems its wheels bring gigabytes of CUDA along, and what reads and writes checkpoints does without
+it. conftest.py leaves out what needs it.
 """
 
 from __future__ import annotations
@@ -22,12 +24,18 @@ TOOLS = ("pytest", "pytest-xdist", "hypothesis", "pyyaml")
 
 
 def main(arguments: list[str]) -> int:
-    """Run the tests under each Python; the exit code is 0 when all that are here passed, and there is one."""
+    """Run the tests under each Python; the exit code is 0 when all that are here passed, and there
+    is one.
+    """
     lowest = "--lowest" in arguments
     told = {}
     for version in (argument for argument in arguments if not argument.startswith("-")):
         python = interpreter(version)
-        told[version] = "is not here, and was left out" if python is None else tested(python, version, lowest=lowest)
+        told[version] = (
+            "is not here, and was left out"
+            if python is None
+            else tested(python, version, lowest=lowest)
+        )
     for version, what in told.items():
         print(f"Python {version}{' with the lowest dependencies' if lowest else ''}: {what}")
     failed = [what for what in told.values() if "fail" in what]
@@ -39,10 +47,21 @@ def interpreter(version: str) -> str | None:
     candidates = [f"python{version}"]
     if shutil.which("pyenv"):
         known = said("pyenv", "versions", "--bare").split()
-        prefixes = [said("pyenv", "prefix", name).strip() for name in known if name.startswith(f"{version}.")]
+        prefixes = [
+            said("pyenv", "prefix", name).strip()
+            for name in known
+            if name.startswith(f"{version}.")
+        ]
         candidates += [f"{prefix}/bin/python{version}" for prefix in prefixes]
     asked = "import sys; print('%d.%d' % sys.version_info[:2])"
-    return next((name for name in candidates if shutil.which(name) and said(name, "-c", asked).strip() == version), None)
+    return next(
+        (
+            name
+            for name in candidates
+            if shutil.which(name) and said(name, "-c", asked).strip() == version
+        ),
+        None,
+    )
 
 
 def said(*command: str) -> str:
@@ -56,12 +75,29 @@ def tested(python: str, version: str, *, lowest: bool) -> str:
     limits = folder / "lowest.txt"
     if not inside.exists():
         subprocess.run([python, "-m", "venv", folder], check=True)
-    limits.write_text("".join(f"{line}\n" for line in floors((ROOT / "pyproject.toml").read_text())) if lowest else "")
-    pip = [inside, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--constraint", limits]
+    limits.write_text(
+        "".join(f"{line}\n" for line in floors((ROOT / "pyproject.toml").read_text()))
+        if lowest
+        else ""
+    )
+    pip = [
+        inside,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--constraint",
+        limits,
+    ]
     if subprocess.run([*pip, "--editable", str(ROOT), *TOOLS], check=False).returncode:
         return "the dependencies could not be installed: failed"
     left_out = [f"--ignore={name}" for name in LONG]
-    done = subprocess.run([inside, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", *left_out], cwd=ROOT, check=False)
+    done = subprocess.run(
+        [inside, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", *left_out],
+        cwd=ROOT,
+        check=False,
+    )
     return "passed" if done.returncode == 0 else f"failed (pytest says {done.returncode})"
 
 

@@ -21,7 +21,14 @@ def found() -> dict[str, dict[str, list[Any]]]:
     def walk(value: Any, path: str) -> Iterator[tuple[str, list[Any]]]:
         if isinstance(value, torch.Tensor):
             raw = value.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().tobytes()
-            yield path, [str(value.dtype).removeprefix("torch."), list(value.shape), hashlib.sha256(raw).hexdigest()]
+            yield (
+                path,
+                [
+                    str(value.dtype).removeprefix("torch."),
+                    list(value.shape),
+                    hashlib.sha256(raw).hexdigest(),
+                ],
+            )
         elif isinstance(value, (dict, list, tuple)):
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
                 yield from walk(item, f"{path}.{key}".strip("."))
@@ -30,7 +37,10 @@ def found() -> dict[str, dict[str, list[Any]]]:
         elif hasattr(value, "__dict__"):
             yield from walk(vars(value), path)
 
-    loaded = {path.name: torch.load(path, map_location="cpu", weights_only=False) for path in sorted(SAMPLES.glob("*.pt"))}
+    loaded = {
+        path.name: torch.load(path, map_location="cpu", weights_only=False)
+        for path in sorted(SAMPLES.glob("*.pt"))
+    }
     return {name: dict(walk(tree, "")) for name, tree in loaded.items()}
 
 

@@ -1,7 +1,9 @@
-"""Commands of the program run one after another in forks of one process, on a terminal or into pipes: what each has shown.
+"""Commands of the program run one after another in forks of one process, on a terminal or into
+pipes: what each has shown.
 
-Usage: ``python shown.py COMMANDS.json SHOWN.json``. A command is ``{"on": "terminal" or "pipe", "arguments": [...]}``;
-of each is told its exit code and, in Latin-1, the bytes of stdout and stderr (on a terminal both are stdout).
+Usage: ``python shown.py COMMANDS.json SHOWN.json``. A command is ``{"on": "terminal" or "pipe",
+"arguments": [...]}``; of each is told its exit code and, in Latin-1, the bytes of stdout and stderr
+(on a terminal both are stdout).
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ def _child(arguments: list[str]) -> None:
     from ckptconv.cli import main as cli
 
     sys.argv[1:] = arguments
-    sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(fd, "w", closefd=False), "utf-8", write_through=True) for fd in (1, 2))
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(io.FileIO(fd, "w", closefd=False), "utf-8", write_through=True)
+        for fd in (1, 2)
+    )
     code = 70
     try:
         cli.main()
@@ -75,7 +80,10 @@ def into_pipes(arguments: list[str]) -> tuple[int, bytes, bytes]:
     return code, found, said
 
 
-RUN: dict[str, Callable[[list[str]], tuple[int, bytes, bytes]]] = {"terminal": on_terminal, "pipe": into_pipes}
+RUN: dict[str, Callable[[list[str]], tuple[int, bytes, bytes]]] = {
+    "terminal": on_terminal,
+    "pipe": into_pipes,
+}
 
 
 def main() -> None:
@@ -89,7 +97,9 @@ def main() -> None:
     shown = []
     for command in json.loads(Path(sys.argv[1]).read_text()):
         code, out, err = RUN[command["on"]](command["arguments"])
-        shown.append({**command, "code": code, "out": out.decode("latin-1"), "err": err.decode("latin-1")})
+        shown.append(
+            {**command, "code": code, "out": out.decode("latin-1"), "err": err.decode("latin-1")}
+        )
     Path(sys.argv[2]).write_text(json.dumps(shown))
 
 

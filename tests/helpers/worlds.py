@@ -1,4 +1,5 @@
-"""Checkpoints that several gloo processes write together: DCP folders, rank files and HF shards, beside the whole tensors.
+"""Checkpoints that several gloo processes write together: DCP folders, rank files and HF shards,
+beside the whole tensors.
 
     python tests/helpers/worlds.py FOLDER SIZE
 
@@ -72,7 +73,9 @@ def grid(mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def strided(mesh: DeviceMesh) -> dict[str, Any]:
-    """Shards that are cut in another order than that of the mesh, as FSDP over tensor parallelism cuts them."""
+    """Shards that are cut in another order than that of the mesh, as FSDP over tensor parallelism
+    cuts them.
+    """
     placed: dict[str, tuple[torch.Tensor, list[Any]]] = {
         "even": (values(8, 3), [_StridedShard(0, split_factor=2), Shard(0)]),
         "uneven": (values(11, 2), [_StridedShard(0, split_factor=2), Shard(0)]),
@@ -80,7 +83,10 @@ def strided(mesh: DeviceMesh) -> dict[str, Any]:
         "last": (values(2, 12), [Shard(1), _StridedShard(1, split_factor=2)]),
         "apart": (values(9, 7), [_StridedShard(0, split_factor=2), Shard(1)]),
     }
-    return {key: distribute_tensor(tensor, mesh, where, src_data_rank=None) for key, (tensor, where) in placed.items()}
+    return {
+        key: distribute_tensor(tensor, mesh, where, src_data_rank=None)
+        for key, (tensor, where) in placed.items()
+    }
 
 
 class Small(nn.Module):
@@ -128,7 +134,9 @@ FSDP2: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def fsdp2(folder: Path, mesh: DeviceMesh) -> None:
-    """Models of FSDP2 after a step: each rank's state dict, the full one, a DCP folder, and what the plain model computes."""
+    """Models of FSDP2 after a step: each rank's state dict, the full one, a DCP folder, and what
+    the plain model computes.
+    """
     for name, wrap in FSDP2.items():
         inner = sharded(mesh)
         outer = wrap(inner)
@@ -137,14 +145,19 @@ def fsdp2(folder: Path, mesh: DeviceMesh) -> None:
         optimizer.step()
         torch.save(outer.state_dict(), folder / f"fsdp2_{name}.{dist.get_rank()}.pt")
         dcp.save({"model": outer.state_dict()}, checkpoint_id=folder / f"fsdp2_{name}")
-        full = get_model_state_dict(outer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        full = get_model_state_dict(
+            outer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+        )
         gathered = whole(outer.state_dict())
         if dist.get_rank() == 0:
             torch.save(full, folder / f"fsdp2_{name}.full.pt")
             torch.save(gathered, folder / f"fsdp2_{name}.gathered.pt")
             plain = Small().eval()
             plain.load_state_dict(dict(zip(plain.state_dict(), gathered.values(), strict=True)))
-            torch.save({"input": values(3, 6), "output": plain(values(3, 6)).detach()}, folder / f"fsdp2_{name}.forward.pt")
+            torch.save(
+                {"input": values(3, 6), "output": plain(values(3, 6)).detach()},
+                folder / f"fsdp2_{name}.forward.pt",
+            )
 
 
 def tensor_parallel(mesh: DeviceMesh) -> nn.Module:
@@ -203,13 +216,21 @@ def of_two(folder: Path) -> None:
     write(folder, "columns2", columns(mesh))
     write(folder, "training2", training(mesh))
     write(folder, "large2", {"weight": distribute_tensor(values(4096, 4096), mesh, [Shard(1)])})
-    dcp.save({"model": rows(mesh), "step": 7}, checkpoint_id=folder / "apart2", use_collectives=False)
+    dcp.save(
+        {"model": rows(mesh), "step": 7}, checkpoint_id=folder / "apart2", use_collectives=False
+    )
     hugging_face(folder, mesh)
     fsdp1(folder)
     fsdp2(folder, mesh)
     local = values(2, 2)
-    torch.save({"sum": DTensor.from_local(local, mesh, [Partial()])}, folder / f"partial2.{dist.get_rank()}.pt")
-    own = {"weight": distribute_tensor(values(4), mesh, [Shard(0)]), "other": values(2) * dist.get_rank()}
+    torch.save(
+        {"sum": DTensor.from_local(local, mesh, [Partial()])},
+        folder / f"partial2.{dist.get_rank()}.pt",
+    )
+    own = {
+        "weight": distribute_tensor(values(4), mesh, [Shard(0)]),
+        "other": values(2) * dist.get_rank(),
+    }
     torch.save(own, folder / f"own2.{dist.get_rank()}.pt")
 
 
@@ -218,7 +239,10 @@ def hugging_face(folder: Path, mesh: DeviceMesh) -> None:
     state_dict = {key: value for key, value in state_dict.items() if value.ndim}
     files = {key: 1 + index % 2 for index, key in enumerate(state_dict)}
     writer = dcp.HuggingFaceStorageWriter(
-        path=str(folder / "hf2"), fqn_to_index_mapping=files, save_distributed=True, enable_consolidation=True
+        path=str(folder / "hf2"),
+        fqn_to_index_mapping=files,
+        save_distributed=True,
+        enable_consolidation=True,
     )
     dcp.save(state_dict, storage_writer=writer)
     gathered = whole(state_dict)
@@ -230,7 +254,9 @@ def fsdp1(folder: Path) -> None:
     """ShardedTensors, which FSDP1 puts into its sharded state dicts."""
     rank, tensor = dist.get_rank(), values(5, 4)
     part, start = (tensor[:3], 0) if rank == 0 else (tensor[3:], 3)
-    shard = init_from_local_shards([TensorShard.from_tensor_and_offsets(part.clone(), [start, 0], rank)], 5, 4)
+    shard = init_from_local_shards(
+        [TensorShard.from_tensor_and_offsets(part.clone(), [start, 0], rank)], 5, 4
+    )
     torch.save({"weight": shard, "plain": values(2)}, folder / f"fsdp1_2.{rank}.pt")
     if rank == 0:
         torch.save({"weight": tensor, "plain": values(2)}, folder / "fsdp1_2.whole.pt")
@@ -239,7 +265,11 @@ def fsdp1(folder: Path) -> None:
 def of_four(folder: Path) -> None:
     line = init_device_mesh("cpu", (4,))
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    for name, make, mesh in (("rows4", rows, line), ("columns4", columns, line), ("grid4", grid, square)):
+    for name, make, mesh in (
+        ("rows4", rows, line),
+        ("columns4", columns, line),
+        ("grid4", grid, square),
+    ):
         write(folder, name, make(mesh))
     tree = strided(square)
     torch.save(tree, folder / f"strided4.{dist.get_rank()}.pt")
@@ -257,7 +287,9 @@ def work(rank: int, size: int, folder: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
-    dist.init_process_group("gloo", init_method=f"file://{folder}/.store{size}", rank=rank, world_size=size)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/.store{size}", rank=rank, world_size=size
+    )
     WORLDS[size](Path(folder))
     dist.barrier()
     dist.destroy_process_group()

@@ -1,4 +1,6 @@
-"""What torch and safetensors refuse although ckptconv reads it: inspect and doctor must say so. The libraries are asked."""
+"""What torch and safetensors refuse although ckptconv reads it: inspect and doctor must say so. The
+libraries are asked.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,11 @@ def test_nested_tensors_in_legacy_files_are_not_portable(tmp_path):
 
 
 def test_both_answers_occur(tmp_path):
-    answers = {case: torch_loads(make(tmp_path / "in.pt")) for case, make in CASES.items() if "nested" not in case}
+    answers = {
+        case: torch_loads(make(tmp_path / "in.pt"))
+        for case, make in CASES.items()
+        if "nested" not in case
+    }
     assert 5 < sum(answers.values()) < len(answers) - 5
 
 
@@ -100,11 +106,15 @@ def test_a_shard_of_the_other_kind_is_not_portable(suffix, other, tmp_path):
     kinds = ["safetensors", "torch"] if suffix == "safetensors" else ["torch", "safetensors"]
     for name, kind, key in zip(names, kinds, "ab", strict=True):
         tensors = {key: torch.ones(2)}
-        save_file(tensors, tmp_path / name) if kind == "safetensors" else torch.save(tensors, tmp_path / name)
+        save_file(tensors, tmp_path / name) if kind == "safetensors" else torch.save(
+            tensors, tmp_path / name
+        )
     index = {"metadata": {}, "weight_map": {"a": names[0], "b": names[1]}}
     (tmp_path / f"{stem}.{suffix}.index.json").write_text(json.dumps(index))
     with pytest.raises(Exception):  # noqa: B017 (each library has its own)
-        load_file(tmp_path / names[1]) if suffix == "safetensors" else torch.load(tmp_path / names[1])
+        load_file(tmp_path / names[1]) if suffix == "safetensors" else torch.load(
+            tmp_path / names[1]
+        )
     for command in (["inspect", "--portable"], ["doctor"]):
         done = run(*command, ".", cwd=tmp_path)
         assert done.exit == 1 and names[1] in done.out and f"{other} file" in done.out
@@ -122,7 +132,9 @@ def test_types_that_safetensors_does_not_give_to_torch_are_not_portable(tmp_path
 
 
 DOUBLING = bad.P2 + b"})" + b"q\x00h\x00\x86" * 60 + b"Ns."
-COLLIDING = bad.P2 + b"}(" + b"".join(bad.n(k * ((1 << 61) - 1)) + b"N" for k in range(1, 2001)) + b"u."
+COLLIDING = (
+    bad.P2 + b"}(" + b"".join(bad.n(k * ((1 << 61) - 1)) + b"N" for k in range(1, 2001)) + b"u."
+)
 
 
 @pytest.mark.parametrize("pickled", [DOUBLING, COLLIDING], ids=["tuples", "ints"])
@@ -148,7 +160,9 @@ def badcase(name: str, folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["exec_ext.pt", "zip_encrypted_flag.pt", "zip_zip64_lie.pt", "zip_case_twins.pt"])
+@pytest.mark.parametrize(
+    "name", ["exec_ext.pt", "zip_encrypted_flag.pt", "zip_zip64_lie.pt", "zip_case_twins.pt"]
+)
 def test_torch_is_quoted_only_with_what_it_says(name, tmp_path):
     told = run("doctor", badcase(name, tmp_path), cwd=tmp_path).out
     assert "ckptconv does not open it" in told and "central directory" not in told
@@ -169,7 +183,11 @@ def test_a_tensor_by_itself_is_called_so(tmp_path):
     path = saved(tmp_path / "one.pt", torch.ones(3))
     for command in ("inspect", "doctor"):
         done = run(command, path, cwd=tmp_path)
-        assert done.exit == 0 and "a bare tensor, not a state dict" in done.out and "training" not in done.out
+        assert (
+            done.exit == 0
+            and "a bare tensor, not a state dict" in done.out
+            and "training" not in done.out
+        )
 
 
 @pytest.mark.parametrize("tree", [{}, {"epoch": 3, "args": {"lr": 0.5}}], ids=["empty", "values"])

@@ -1,4 +1,6 @@
-"""Several paths: one table of several checkpoints, the files of ranks as one, errors as rows, and exit codes."""
+"""Several paths: one table of several checkpoints, the files of ranks as one, errors as rows, and
+exit codes.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ def files(tmp_path):
     with oracle.tagged(lambda _: "cuda:3"):
         saved(tmp_path, "cuda.pt", {"w": torch.ones(2)})
     types = (torch.float32, torch.float16, torch.int32, torch.uint8)
-    saved(tmp_path, "good.pt", {f"w{number}": torch.ones(2, dtype=dtype) for number, dtype in enumerate(types)})
+    saved(
+        tmp_path,
+        "good.pt",
+        {f"w{number}": torch.ones(2, dtype=dtype) for number, dtype in enumerate(types)},
+    )
     saved(tmp_path, "ddp.pt", {"module.fc.weight": torch.ones(2)})
     saved(tmp_path, wide, {"w": torch.ones(2)})
     saved(tmp_path, "k" * 150, {"w": torch.ones(2)})
@@ -58,7 +64,13 @@ def test_the_table_fits_and_loses_nothing(width, color, files, tmp_path, monkeyp
     assert (COLOR.search(done.output) is not None) == color
     plain = COLOR.sub("", done.output)
     assert max(map(columns, plain.splitlines())) <= width
-    for told in (*files, "needs cuda:3", "its keys carry a wrapper", "is a web page, not a checkpoint", "has no end record"):
+    for told in (
+        *files,
+        "needs cuda:3",
+        "its keys carry a wrapper",
+        "is a web page, not a checkpoint",
+        "has no end record",
+    ):
         assert joined(told) in joined(plain), told
     assert plain.splitlines()[-1] == "3 of 7 portable"
 
@@ -89,10 +101,18 @@ def test_two_good_files_are_two_checkpoints(files, tmp_path):
     shutil.copy(tmp_path / "good.pt", tmp_path / "copy.pt")
     done = run("doctor", "good.pt", "copy.pt", cwd=tmp_path)
     assert (done.exit, done.err) == (0, "")
-    assert done.out.splitlines() == ["good.pt", "loads here", "copy.pt", "loads here", "2 of 2 load here"]
+    assert done.out.splitlines() == [
+        "good.pt",
+        "loads here",
+        "copy.pt",
+        "loads here",
+        "2 of 2 load here",
+    ]
 
 
-@pytest.mark.parametrize("names, code", [(["good.pt"], 0), (["good.pt", "page.pt"], 1), (["page.pt", "none.pt"], 2)])
+@pytest.mark.parametrize(
+    "names, code", [(["good.pt"], 0), (["good.pt", "page.pt"], 1), (["page.pt", "none.pt"], 2)]
+)
 def test_the_worst_decides_the_exit_code_of_doctor(names, code, files, tmp_path):
     assert run("doctor", *names, cwd=tmp_path).exit == code
 
@@ -143,7 +163,10 @@ NOT_CHECKPOINTS = {
 def test_scan_says_what_is_not_a_checkpoint(kind, tmp_path):
     (tmp_path / "model.pt").write_bytes(NOT_CHECKPOINTS[kind])
     done = run("scan", "model.pt", "--strict", cwd=tmp_path)
-    assert (done.exit, done.out) == (0, f"model.pt: not a checkpoint ({kind}); nothing in it can run when it is loaded\n")
+    assert (done.exit, done.out) == (
+        0,
+        f"model.pt: not a checkpoint ({kind}); nothing in it can run when it is loaded\n",
+    )
 
 
 def test_a_text_that_is_a_pickle_is_one(tmp_path):
@@ -172,14 +195,24 @@ def test_the_parts_of_a_list_and_of_an_optimizer_are_told(tmp_path):
     saved(tmp_path, "list.pt", {"model": w, "ema": {"decay": 0.9, "shadow": [torch.ones(2)]}})
     saved(tmp_path, "none.pt", {"model": w, "ema": None})
     saved(tmp_path, "number.pt", {"model": w, "ema": 0.999})
-    saved(tmp_path, "adam.pt", {"optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": []}})
+    saved(
+        tmp_path,
+        "adam.pt",
+        {"optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": []}},
+    )
     for name, only, told in (
         ("list.pt", ("--only", "ema"), "choose one: --only ema.shadow (only= in code)"),
-        ("none.pt", ("--only", "ema"), "ema: is None, and holds no tensors; see what it holds with: ckptconv inspect none.pt"),
+        (
+            "none.pt",
+            ("--only", "ema"),
+            "ema: is None, and holds no tensors; see what it holds with: ckptconv inspect none.pt",
+        ),
         ("number.pt", ("--only", "ema"), "ema: is 0.999"),
         ("adam.pt", (), "holds only an optimizer's state: no weights"),
     ):
         done = run("convert", name, "out.safetensors", *only, cwd=tmp_path)
         assert done.exit == 1 and told in done.err
-    assert run("convert", "list.pt", "out.safetensors", "--only", "ema.shadow", cwd=tmp_path).exit == 0
+    assert (
+        run("convert", "list.pt", "out.safetensors", "--only", "ema.shadow", cwd=tmp_path).exit == 0
+    )
     assert "no weights" in run("inspect", "adam.pt", cwd=tmp_path).out

@@ -1,4 +1,6 @@
-"""Crash safety of the real program: whatever call fails, whenever it is killed, an output is the old one, the new, or none."""
+"""Crash safety of the real program: whatever call fails, whenever it is killed, an output is the
+old one, the new, or none.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from helpers.crash_scenes import NEW, SCENES, Scene, contents, convert, hidden, numbers, numbers_at, same
+from helpers.crash_scenes import (
+    NEW,
+    SCENES,
+    Scene,
+    contents,
+    convert,
+    hidden,
+    numbers,
+    numbers_at,
+    same,
+)
 from helpers.faults import ERRORS, KILL, STOPPED, STOPS, Call, Traced, require_strace
 from helpers.program import PROGRAM, assert_one_error, environment, run
 
@@ -70,7 +82,9 @@ def assert_survives(scene: Scene, program: Traced, call: Call, fault: str, room:
 
 
 def sweep(scene: Scene, room: Path, every: int = 1) -> tuple[Counter[str], list[str]]:
-    """The faults that were put in, by kind, and what broke: at each call an error, a kill and a stop, or only at some."""
+    """The faults that were put in, by kind, and what broke: at each call an error, a kill and a
+    stop, or only at some.
+    """
     tried, broken = Counter[str](), []
     with Traced(scene.arguments(made(scene, room)), room) as program:
         program.warm()
@@ -82,8 +96,14 @@ def sweep(scene: Scene, room: Path, every: int = 1) -> tuple[Counter[str], list[
                 tried[fault] += 1
                 try:
                     assert_survives(scene, program, call, fault, room)
-                except (Exception, pytest.fail.Exception) as error:  # a broken promise, or a reader that cannot read
-                    broken.append(f"{call} {fault} {call.text[:160]}\n    {type(error).__name__}: {str(error)[:600]}")
+                except (
+                    Exception,
+                    pytest.fail.Exception,
+                ) as error:  # a broken promise, or a reader that cannot read
+                    broken.append(
+                        f"{call} {fault} {call.text[:160]}\n    {type(error).__name__}: "
+                        f"{str(error)[:600]}"
+                    )
     return tried, broken
 
 
@@ -113,13 +133,17 @@ def test_every_fault_leaves_an_output_whole(name, tmp_path, figure):
     assert tried[KILL] > 20
 
 
-# ------------------------------------------------------------------------------------------------- stopped at any moment
+# ---------------------------------------------------------------------------- stopped at any moment
 
 
 def stopped(scene: Scene, room: Path, number: int, delays: list[float]) -> tuple[int, str]:
-    """The exit code of a conversion and its lines on stderr, with that signal sent after each of the delays, in seconds."""
+    """The exit code of a conversion and its lines on stderr, with that signal sent after each of
+    the delays, in seconds.
+    """
     command = [*PROGRAM, *map(str, scene.arguments(room))]
-    child = subprocess.Popen(command, cwd=room, env=environment(), stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
+    child = subprocess.Popen(
+        command, cwd=room, env=environment(), stderr=subprocess.PIPE, stdin=subprocess.DEVNULL
+    )
     try:
         for delay in delays:
             time.sleep(delay)
@@ -140,7 +164,9 @@ def stops_at_random(scene: Scene, room: Path, count: int) -> Counter[str]:
 
 
 def stop_at_random(scene: Scene, room: Path, chance: random.Random, usual: float) -> str:
-    """One run that is stopped, which usually takes so many seconds; returns its exit code and what became of the output."""
+    """One run that is stopped, which usually takes so many seconds; returns its exit code and what
+    became of the output.
+    """
     made(scene, room)
     before, state = contents(room), scene.state(room)
     number = chance.choice((signal.SIGINT, signal.SIGTERM))
@@ -157,7 +183,11 @@ def stop_at_random(scene: Scene, room: Path, chance: random.Random, usual: float
     return f"{code} {after}"
 
 
-BIG = Scene(numbers(3_000_000), convert("--dtype", "bf16", output="out.safetensors"), numbers_at("out.safetensors"))
+BIG = Scene(
+    numbers(3_000_000),
+    convert("--dtype", "bf16", output="out.safetensors"),
+    numbers_at("out.safetensors"),
+)
 """A conversion that takes its time: casts, a thread that writes."""
 
 
@@ -166,7 +196,9 @@ def test_a_stop_at_any_moment_leaves_nothing(tmp_path):
 
 
 @pytest.mark.trust
-@pytest.mark.parametrize(("name", "count"), [("big", 80), ("shards of the same names", 60), ("dcp", 20)])
+@pytest.mark.parametrize(
+    ("name", "count"), [("big", 80), ("shards of the same names", 60), ("dcp", 20)]
+)
 def test_many_stops_at_any_moment_leave_nothing(name, count, tmp_path, figure):
     ends = stops_at_random({**SCENES, "big": BIG}[name], tmp_path / "room", count)
     figure("runs stopped at a random moment", count)

@@ -1,4 +1,6 @@
-"""Where outputs may stand, who else may write there, and what is left: links, devices, rights, names, locks."""
+"""Where outputs may stand, who else may write there, and what is left: links, devices, rights,
+names, locks.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,19 @@ from ckptconv.io import staging
 from ckptconv.live import load as loading
 from ckptconv.support import platforms
 from ckptconv.support.signals import held_back
-from helpers.crash_scenes import EACH, NEW, OLD, PAIR, Tensors, contents, file_at, hidden, same, set_at, with_set
+from helpers.crash_scenes import (
+    EACH,
+    NEW,
+    OLD,
+    PAIR,
+    Tensors,
+    contents,
+    file_at,
+    hidden,
+    same,
+    set_at,
+    with_set,
+)
 from helpers.program import PROGRAM, assert_one_error, environment, run
 
 QUICKLY: dict[str, Any] = {"fsync": False}
@@ -43,7 +57,7 @@ def room(tmp_path) -> Path:
     return tmp_path
 
 
-# ------------------------------------------------------------------------------------------------------ kinds of output
+# ---------------------------------------------------------------------------------- kinds of output
 
 
 def test_a_socket_and_a_device_are_no_outputs(room):
@@ -81,17 +95,25 @@ def test_one_of_the_input_s_shards_is_not_replaced(output, tmp_path):
     with_set(EACH)(tmp_path)
     (tmp_path / "link.safetensors").symlink_to("out/model-00002-of-00003.safetensors")
     before = contents(tmp_path)
-    with pytest.raises(CheckpointError, match="is one of the input files, and the others need it; name another"):
+    with pytest.raises(
+        CheckpointError, match="is one of the input files, and the others need it; name another"
+    ):
         convert_checkpoint(tmp_path / "out", tmp_path / output, force=True)
-    with pytest.raises(CheckpointError, match="is the source or the output, so it cannot also be the mapping"):
-        convert_checkpoint(tmp_path / "out", tmp_path / "x.pt", save_mapping=tmp_path / output, force=True)
+    with pytest.raises(
+        CheckpointError, match="is the source or the output, so it cannot also be the mapping"
+    ):
+        convert_checkpoint(
+            tmp_path / "out", tmp_path / "x.pt", save_mapping=tmp_path / output, force=True
+        )
     assert contents(tmp_path) == before
 
 
 def test_a_set_beside_its_source_takes_none_of_its_shards(tmp_path):
     """An index of another name over shards that have the names of the new ones."""
     with_set(EACH)(tmp_path)
-    (tmp_path / "out" / "model.safetensors.index.json").rename(tmp_path / "out" / "other.safetensors.index.json")
+    (tmp_path / "out" / "model.safetensors.index.json").rename(
+        tmp_path / "out" / "other.safetensors.index.json"
+    )
     save_file({"extra": torch.ones(2)}, tmp_path / "out" / "extra.safetensors")
     index = json.loads((tmp_path / "out" / "other.safetensors.index.json").read_text())
     index["weight_map"]["extra"] = "extra.safetensors"
@@ -130,7 +152,11 @@ def test_a_name_that_is_no_text_can_be_written(room):
 def test_an_index_beside_an_output_is_told_of(tmp_path):
     with_set(PAIR)(tmp_path)
     result = convert_checkpoint(tmp_path / "in.pt", tmp_path / "out" / "model.safetensors")
-    assert [note for note in result.plan.notes if note.startswith("model.safetensors.index.json is beside it")]
+    assert [
+        note
+        for note in result.plan.notes
+        if note.startswith("model.safetensors.index.json is beside it")
+    ]
     result = convert_checkpoint(tmp_path / "in.pt", tmp_path / "out" / "other.safetensors")
     assert not [note for note in result.plan.notes if "stands beside" in note]
 
@@ -139,13 +165,15 @@ def test_a_mapping_that_cannot_be_put_beside_its_output_is_told_of(room):
     torch.save({f"w{index}": torch.zeros(1 << 18) for index in range(4)}, room / "in.pt")
     with open_checkpoint(room / "in.pt") as checkpoint:
         plan = plan_conversion(checkpoint, room / "out.pt", Options(save_mapping=room / "map.json"))
-        with pytest.raises(CheckpointError, match=r"map\.json: exists now; the output .*out\.pt is in place"):
+        with pytest.raises(
+            CheckpointError, match=r"map\.json: exists now; the output .*out\.pt is in place"
+        ):
             execute_plan(plan, on_progress=lambda _: (room / "map.json").touch())
     assert len(torch.load(room / "out.pt")) == 4
     assert (room / "map.json").read_bytes() == b"" and hidden(room) == []
 
 
-# --------------------------------------------------------------------------------------------------------------- rights
+# ------------------------------------------------------------------------------------------- rights
 
 
 def test_a_replaced_output_keeps_its_permissions_but_not_the_dangerous_ones(room):
@@ -196,7 +224,8 @@ def test_a_folder_that_is_read_only_is_a_refusal(options, somebody):
     (somebody / "out").chmod(0o555)
     with pytest.raises(
         CheckpointError,
-        match=r"cannot be written: this user may not write there \(Permission denied\); nothing was left behind",
+        match=r"cannot be written: this user may not write there \(Permission denied\); nothing "
+        r"was left behind",
     ):
         convert_checkpoint(somebody / "in.pt", somebody / "out" / "x.safetensors", **options)
     assert list((somebody / "out").iterdir()) == []
@@ -222,16 +251,21 @@ def test_permissions_of_another_s_file_are_kept_without_its_owner(somebody):
     assert (found.st_uid, stat.S_IMODE(found.st_mode)) == (65534, 0o644)
 
 
-# ------------------------------------------------------------------------------------------------- disks and mount points
+# --------------------------------------------------------------------------- disks and mount points
 
 
 def mounted(script: str, room: Path) -> subprocess.CompletedProcess[bytes]:
-    """A shell script in a mount namespace of its own, where it may mount; skips where that is not allowed."""
+    """A shell script in a mount namespace of its own, where it may mount; skips where that is not
+    allowed.
+    """
     if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
         pytest.skip("this user may not mount (unshare -m)")
     program = " ".join((sys.executable, *PROGRAM[1:]))
     done = subprocess.run(
-        ["unshare", "-m", "sh", "-ec", script.replace("ckptconv", program)], cwd=room, env=environment(), capture_output=True
+        ["unshare", "-m", "sh", "-ec", script.replace("ckptconv", program)],
+        cwd=room,
+        env=environment(),
+        capture_output=True,
     )
     assert done.returncode == 0, done.stderr.decode()
     return done
@@ -240,9 +274,16 @@ def mounted(script: str, room: Path) -> subprocess.CompletedProcess[bytes]:
 def test_a_file_that_is_mounted_by_itself_is_left_alone(room):
     (room / "out.pt").write_bytes(b"precious")
     (room / "behind.pt").write_bytes(b"mounted")
-    done = mounted("mount --bind behind.pt out.pt; ckptconv convert in.pt out.pt --force || test $? = 1", room)
-    assert b"out.pt: cannot be written: it is a mount point, so it cannot be replaced; nothing was left" in done.stderr
-    assert (room / "out.pt").read_bytes() == b"precious" and (room / "behind.pt").read_bytes() == b"mounted"
+    done = mounted(
+        "mount --bind behind.pt out.pt; ckptconv convert in.pt out.pt --force || test $? = 1", room
+    )
+    assert (
+        b"out.pt: cannot be written: it is a mount point, so it cannot be replaced; nothing was "
+        b"left" in done.stderr
+    )
+    assert (room / "out.pt").read_bytes() == b"precious" and (
+        room / "behind.pt"
+    ).read_bytes() == b"mounted"
     assert hidden(room) == []
 
 
@@ -256,12 +297,12 @@ def test_a_file_that_is_mounted_by_itself_is_left_alone(room):
     ],
 )
 @pytest.mark.parametrize("room_left", [2500, 4000])
-def test_a_disk_that_is_too_small_is_told_of_before_anything_is_written(output, options, room_left, room):
+def test_a_disk_that_is_too_small_is_told_of_before_anything_is_written(
+    output, options, room_left, room
+):
     torch.save({f"w{index}": torch.zeros(200, 1000) for index in range(8)}, room / "big.pt")
     (room / "disk").mkdir()
-    script = (
-        f"mount -t tmpfs -o size={room_left}k none disk; ckptconv convert big.pt {output} {options} || test $? = 1; ls -A disk"
-    )
+    script = f"mount -t tmpfs -o size={room_left}k none disk; ckptconv convert big.pt {output} {options} || test $? = 1; ls -A disk"
     done = mounted(script, room)
     assert b"the disk has" in done.stderr and done.stderr.count(b"\n") == 1
     assert done.stdout == b""
@@ -275,28 +316,36 @@ def test_a_disk_that_fills_up_meanwhile_leaves_the_old_output(room):
     (room / "program.py").write_text(program)
     script = (
         "mount -t tmpfs -o size=3000k none disk; cp in.pt disk/out.pt; "
-        f"{sys.executable} program.py convert big.pt disk/out.pt --force || test $? = 1; cmp in.pt disk/out.pt; ls -A disk"
+        f"{sys.executable} program.py convert big.pt disk/out.pt --force || test $? = 1; cmp "
+        "in.pt disk/out.pt; ls -A disk"
     )
     done = mounted(script, room)
-    assert b"disk/out.pt: cannot be written: the disk is full; nothing was left behind" in done.stderr
+    assert (
+        b"disk/out.pt: cannot be written: the disk is full; nothing was left behind" in done.stderr
+    )
     assert done.stdout == b"out.pt\n"
 
 
-# ------------------------------------------------------------------------------------------------ inputs that are changed
+# -------------------------------------------------------------------------- inputs that are changed
 
 
 @pytest.mark.parametrize("name", ["in.pt", "in.safetensors"])
 def test_an_input_that_shrinks_is_named(name, room):
     tensors = {f"w{index}": torch.full((100_000,), float(index)) for index in range(4)}
     save_file(tensors, room / name) if name.endswith("s") else torch.save(tensors, room / name)
-    for size, said in ((1_000_000, r"ends at byte 1000000, more was expected"), (1_000, "ends at byte|lie beyond its end")):
+    for size, said in (
+        (1_000_000, r"ends at byte 1000000, more was expected"),
+        (1_000, "ends at byte|lie beyond its end"),
+    ):
         with open_checkpoint(room / name) as checkpoint:
             plan = plan_conversion(checkpoint, room / "out.pt", Options())
             os.truncate(room / name, size)
             with pytest.raises(CheckpointError, match=rf"{name}: .*({said})"):
                 execute_plan(plan)
             os.truncate(room / name, 0)
-            save_file(tensors, room / name) if name.endswith("s") else torch.save(tensors, room / name)
+            save_file(tensors, room / name) if name.endswith("s") else torch.save(
+                tensors, room / name
+            )
     assert not (room / "out.pt").exists() and hidden(room) == []
 
 
@@ -308,7 +357,10 @@ def test_an_input_that_is_written_to_while_it_is_read_is_refused(room):
             file.seek(-4, os.SEEK_END)
             file.write(b"\1\2\3\4")
         os.utime(room / "in.safetensors", ns=(0, 0))
-        with pytest.raises(CheckpointError, match=r"in\.safetensors: was changed while it was read; convert it again"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"in\.safetensors: was changed while it was read; convert it again",
+        ):
             execute_plan(plan)
     assert not (room / "out.safetensors").exists() and hidden(room) == []
 
@@ -325,7 +377,10 @@ def test_a_file_that_is_overwritten_while_it_is_loaded_is_refused(mmap, room, mo
         return checkpoint
 
     monkeypatch.setattr(loading, "open_checkpoint", overwritten)
-    with pytest.raises(CheckpointError, match=r"in\.safetensors: (was changed while it was read|.*lie beyond its end|ends at)"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"in\.safetensors: (was changed while it was read|.*lie beyond its end|ends at)",
+    ):
         load_portable(room / "in.safetensors", mmap=mmap)
 
 
@@ -337,7 +392,7 @@ def test_an_input_that_is_replaced_by_another_file_is_read_to_its_end(room):
     assert same(torch.load(room / "out.pt"), NEW)
 
 
-# ---------------------------------------------------------------------------------------------------------- left-overs
+# --------------------------------------------------------------------------------------- left-overs
 
 
 def names_in(room: Path) -> list[str]:
@@ -355,7 +410,8 @@ NARROW = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "count"), [(kind, count) for kind in NARROW for count in range(3, 8 if kind == "folder" else 11)]
+    ("kind", "count"),
+    [(kind, count) for kind in NARROW for count in range(3, 8 if kind == "folder" else 11)],
 )
 def test_a_process_that_may_open_few_files_leaves_nothing_behind(kind, count, room):
     # The hidden folder could not be listed, or not even be locked, and stayed.
@@ -371,15 +427,21 @@ def test_a_process_that_may_open_few_files_leaves_nothing_behind(kind, count, ro
     else:
         written = sorted(name for name in names_in(room) if name not in before) or ["old.pt"]
         whole = [
-            load_portable(room / name) for name in written if name.endswith((".pt", "index.json", "out")) or len(written) == 1
+            load_portable(room / name)
+            for name in written
+            if name.endswith((".pt", "index.json", "out")) or len(written) == 1
         ]
         assert len(whole) == 1
         assert [*whole[0].values()][-1].equal([*NEW.values()][-1])
 
 
 @pytest.mark.parametrize("fault", range(1, 40))
-def test_no_descriptor_is_left_from_some_moment_on_until_one_is_given_back(fault, room, monkeypatch):
-    """As at the limit of a process: once it is reached, each `open` fails until something was closed."""
+def test_no_descriptor_is_left_from_some_moment_on_until_one_is_given_back(
+    fault, room, monkeypatch
+):
+    """As at the limit of a process: once it is reached, each `open` fails until something was
+    closed.
+    """
     calls, spare, really_open, really_close = 0, 0, os.open, os.close
 
     def refuse(*given, **more):
@@ -408,7 +470,11 @@ def test_no_descriptor_is_left_from_some_moment_on_until_one_is_given_back(fault
 def test_what_a_living_process_writes_is_left_alone_and_what_a_dead_one_left_is_removed(room):
     target = room / "out.pt"
     dead = room / ".out.pt.0123abcd.ckptconv-tmp"
-    foreign = [room / ".out.pt.0123abcd.tmp", room / ".other.pt.0123abcd.ckptconv-tmp", room / ".out.pt.xyz.ckptconv-tmp"]
+    foreign = [
+        room / ".out.pt.0123abcd.tmp",
+        room / ".other.pt.0123abcd.ckptconv-tmp",
+        room / ".out.pt.xyz.ckptconv-tmp",
+    ]
     with staging.staging_folder(target, target) as living:
         (living / "out.pt").write_bytes(b"half")
         for folder in (dead, *foreign):
@@ -438,7 +504,10 @@ def test_without_hard_links_nothing_is_mixed_either(tmp_path, monkeypatch):
 
     def watched(path: Path, target: Path) -> Path:
         replaced.append(target.name)
-        assert target.name.endswith(".json") or not (tmp_path / "out" / "model.safetensors.index.json").exists()
+        assert (
+            target.name.endswith(".json")
+            or not (tmp_path / "out" / "model.safetensors.index.json").exists()
+        )
         return replace(path, target)
 
     monkeypatch.setattr(Path, "replace", watched)
@@ -456,7 +525,11 @@ def test_where_folders_cannot_change_places_the_old_one_comes_back(room, monkeyp
     rename = Path.rename
 
     def failing(path: Path, target: Path) -> Path:
-        if path.parent.name.endswith("ckptconv-tmp") and not target.exists() and target.name == "out":
+        if (
+            path.parent.name.endswith("ckptconv-tmp")
+            and not target.exists()
+            and target.name == "out"
+        ):
             raise OSError(5, "Input/output error")
         return rename(path, target)
 
@@ -469,7 +542,7 @@ def test_where_folders_cannot_change_places_the_old_one_comes_back(room, monkeyp
     assert same(load_portable(room / "out"), NEW) and hidden(room) == []
 
 
-# --------------------------------------------------------------------------------------------------------- concurrency
+# -------------------------------------------------------------------------------------- concurrency
 
 
 def _writer(source: Path, output: Path, options: dict[str, Any], start: Any, said: Any) -> None:
@@ -503,7 +576,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def read(kind: str, room: Path) -> Tensors | None:
-    names = {"file": "out.pt", "new set": "new/model.safetensors.index.json", "set": "there/net.safetensors.index.json"}
+    names = {
+        "file": "out.pt",
+        "new set": "new/model.safetensors.index.json",
+        "set": "there/net.safetensors.index.json",
+    }
     return (file_at if kind == "file" else set_at)(names[kind])(room)
 
 
@@ -515,7 +592,12 @@ def test_of_two_conversions_to_one_output_one_wins_and_the_other_says_so(kind, r
         shutil.rmtree(room / "new", ignore_errors=True)
         (room / "out.pt").unlink(missing_ok=True)
         (room / "there").mkdir()
-        said = together([(room / source, room / name, {**options, **QUICKLY}) for source in ("in.pt", "old.pt", "in.pt")])
+        said = together(
+            [
+                (room / source, room / name, {**options, **QUICKLY})
+                for source in ("in.pt", "old.pt", "in.pt")
+            ]
+        )
         assert said.count("done") == 1
         assert all("exists" in line for line in said if line != "done"), said
         found = read(kind, room) or {}
@@ -528,7 +610,10 @@ def test_with_force_the_last_one_wins_whole(kind, room):
     name, options = KINDS[kind]
     (room / "there").mkdir()
     for _ in range(8):
-        jobs = [(room / source, room / name, {**options, **QUICKLY, "force": True}) for source in ("in.pt", "old.pt") * 2]
+        jobs = [
+            (room / source, room / name, {**options, **QUICKLY, "force": True})
+            for source in ("in.pt", "old.pt") * 2
+        ]
         assert together(jobs) == ["done"] * 4
         found = read(kind, room) or {}
         assert same(found, NEW) or same(found, OLD)
@@ -543,9 +628,15 @@ def _replacing(room: Path, output: Path, options: dict[str, Any], rounds: int) -
 
 @pytest.mark.parametrize("kind", ["file", "set", "recut set"])
 def test_a_reader_never_sees_a_mixture(kind, room):
-    """A file by torch itself; shards by ckptconv, which looks whether the index is still the same when all are open."""
+    """A file by torch itself; shards by ckptconv, which looks whether the index is still the same
+    when all are open.
+    """
     (room / "there").mkdir()
-    output, options = (room / "out.pt", {}) if kind == "file" else (room / "there" / "net.safetensors", {"max_shard_size": 900})
+    output, options = (
+        (room / "out.pt", {})
+        if kind == "file"
+        else (room / "there" / "net.safetensors", {"max_shard_size": 900})
+    )
     index = room / "there" / "net.safetensors.index.json"
     convert_checkpoint(room / "old.pt", output, **options, **QUICKLY)
     context = multiprocessing.get_context("fork")
@@ -566,7 +657,10 @@ def test_two_dcp_folders_of_one_name(room):
     jobs = [(room / source, room / "out", {"to": "dcp"}) for source in ("in.pt", "old.pt")]
     said = together(jobs)
     assert said.count("done") == 1 and sum("exists" in line for line in said) == 1, said
-    assert together([(source, output, {**options, "force": True}) for source, output, options in jobs]) == ["done"] * 2
+    assert (
+        together([(source, output, {**options, "force": True}) for source, output, options in jobs])
+        == ["done"] * 2
+    )
     found = load_portable(room / "out")
     assert same(found, NEW) or same(found, OLD)
     assert hidden(room) == []
@@ -574,7 +668,10 @@ def test_two_dcp_folders_of_one_name(room):
 
 def test_a_signal_while_handlers_are_given_back_leaves_none_of_ours(monkeypatch):
     given, set_handler = [], signal.signal
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
 
     def interrupted(number, handler):
         given.append(set_handler(number, handler))

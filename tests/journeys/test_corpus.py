@@ -1,4 +1,6 @@
-"""Checkpoints that other people wrote: what they hold, by a manifest made with torch itself, survives every conversion."""
+"""Checkpoints that other people wrote: what they hold, by a manifest made with torch itself,
+survives every conversion.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ Facts = tuple[str, tuple[int, ...], str]
 def each(entries: list[dict[str, Any]]) -> pytest.MarkDecorator:
     """Runs a test for each entry; where the folder is not here, one test skips and says so."""
     absent = [pytest.param({"file": "", "container": ""}, id="absent")]
-    return pytest.mark.parametrize("entry", [pytest.param(entry, id=entry["file"]) for entry in entries] or absent)
+    return pytest.mark.parametrize(
+        "entry", [pytest.param(entry, id=entry["file"]) for entry in entries] or absent
+    )
 
 
 @pytest.fixture
@@ -54,27 +58,43 @@ def facts(tensor: torch.Tensor) -> Facts:
 def promised(entry: dict[str, Any], prefix: str = "", instead: str = "") -> dict[str, Facts]:
     """What the manifest lists under `prefix`, by the path with `instead` in its place."""
     return {
-        instead + found["at"].removeprefix(prefix): (found["dtype"], tuple(found["shape"]), found["sha256"])
+        instead + found["at"].removeprefix(prefix): (
+            found["dtype"],
+            tuple(found["shape"]),
+            found["sha256"],
+        )
         for found in entry["tensors"]
         if found["at"].startswith(prefix)
     }
 
 
 def promised_state_dict(entry: dict[str, Any], path: str) -> dict[str, Facts]:
-    """What the manifest lists of the state dict at `path`; of a whole module, what its state dict holds of it."""
+    """What the manifest lists of the state dict at `path`; of a whole module, what its state dict
+    holds of it.
+    """
     listed = promised(entry, f".{path}." if path else ".")
     if not any(WHOLE & set(name.split(".")) for name in listed):
         return listed
-    saved = {name: found for name, found in listed.items() if name.split(".")[-2:-1] and name.split(".")[-2] in WHOLE}
-    bare = {name: name.removesuffix("[0]").split(".") for name in saved}  # a Parameter of before torch 0.4 is a call
-    return {".".join(part for part in bare[name] if part not in (*WHOLE, "_modules")): saved[name] for name in saved}
+    saved = {
+        name: found
+        for name, found in listed.items()
+        if name.split(".")[-2:-1] and name.split(".")[-2] in WHOLE
+    }
+    # a Parameter of before torch 0.4 is a call
+    bare = {name: name.removesuffix("[0]").split(".") for name in saved}
+    return {
+        ".".join(part for part in bare[name] if part not in (*WHOLE, "_modules")): saved[name]
+        for name in saved
+    }
 
 
 WHOLE = {"_parameters", "_buffers"}
 
 
 class Anything:
-    """Stands for any class or function that a pickle names: takes all that is done to it and does nothing."""
+    """Stands for any class or function that a pickle names: takes all that is done to it and does
+    nothing.
+    """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Anything:
         made = object.__new__(cls)
@@ -100,7 +120,9 @@ class Anything:
 class Recorder(pickle.Unpickler):
     """Reads a data.pkl without importing what it names, and records the tensors that it rebuilds."""
 
-    def __init__(self, file: IO[bytes], archive: zipfile.ZipFile | None = None, root: str = "") -> None:
+    def __init__(
+        self, file: IO[bytes], archive: zipfile.ZipFile | None = None, root: str = ""
+    ) -> None:
         super().__init__(file)
         self.archive, self.root, self.found = archive, root, set[Facts]()
         self.arrays: list[np.ndarray] = []
@@ -114,7 +136,9 @@ class Recorder(pickle.Unpickler):
             return codecs.encode
         if module == "torch._utils" and name.startswith("_rebuild_tensor"):
             return self.rebuild
-        if module.startswith("torch") and (name.endswith("Storage") or isinstance(getattr(torch, name, None), torch.dtype)):
+        if module.startswith("torch") and (
+            name.endswith("Storage") or isinstance(getattr(torch, name, None), torch.dtype)
+        ):
             return getattr(torch, name)
         return Anything
 
@@ -127,12 +151,20 @@ class Recorder(pickle.Unpickler):
         self.arrays.append(np.ndarray.__reduce__(np.empty(0))[0](*args))
         return self.arrays[-1]
 
-    def rebuild(self, storage: tuple[Any, bytes], offset: int, shape: Any, stride: Any, *rest: Any) -> None:
+    def rebuild(
+        self, storage: tuple[Any, bytes], offset: int, shape: Any, stride: Any, *rest: Any
+    ) -> None:
         if self.archive is None:
             return
-        values = torch.frombuffer(bytearray(storage[1]), dtype=torch.uint8) if storage[1] else torch.empty(0, dtype=torch.uint8)
+        values = (
+            torch.frombuffer(bytearray(storage[1]), dtype=torch.uint8)
+            if storage[1]
+            else torch.empty(0, dtype=torch.uint8)
+        )
         dtype = rest[2] if len(rest) > 2 and isinstance(rest[2], torch.dtype) else storage[0].dtype
-        self.found.add(facts(torch.empty(0, dtype=dtype).set_(values.untyped_storage(), offset, shape, stride)))
+        self.found.add(
+            facts(torch.empty(0, dtype=dtype).set_(values.untyped_storage(), offset, shape, stride))
+        )
 
 
 def record(path: Path) -> Recorder:
@@ -140,7 +172,9 @@ def record(path: Path) -> Recorder:
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             pickled = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
-            recorder = Recorder(io.BytesIO(archive.read(pickled)), archive, pickled.removesuffix("data.pkl"))
+            recorder = Recorder(
+                io.BytesIO(archive.read(pickled)), archive, pickled.removesuffix("data.pkl")
+            )
             recorder.load()
             return recorder
     with path.open("rb") as file:
@@ -157,14 +191,22 @@ def recorded(path: Path) -> set[Facts]:
 
 def arrays(path: Path) -> set[Facts]:
     """The numpy arrays of numbers in a file, as the tensors that torch makes of them."""
-    return {facts(torch.from_numpy(array)) for array in record(path).arrays if array.dtype.kind in "biufc"}
+    return {
+        facts(torch.from_numpy(array))
+        for array in record(path).arrays
+        if array.dtype.kind in "biufc"
+    }
 
 
 def seen(path: Path) -> set[Facts]:
     """What `open_checkpoint` finds in a file, in whole modules too."""
     with open_checkpoint(path, whole_modules=True) as checkpoint:
         return {
-            (ref.dtype.name, ref.shape, hashlib.sha256(b"".join(map(bytes, iter_chunks(ref)))).hexdigest())
+            (
+                ref.dtype.name,
+                ref.shape,
+                hashlib.sha256(b"".join(map(bytes, iter_chunks(ref)))).hexdigest(),
+            )
             for _, ref in checkpoint.tensors()
         }
 
@@ -175,11 +217,15 @@ def test_the_corpus_is_here(corpus):
 
 @each(READ)
 def test_what_inspect_calls_portable_is_what_the_library_itself_opens(entry, source):
-    """A file of GPU tensors or with a refused object it cannot open; wrapped keys and TorchScript it would, to no avail."""
+    """A file of GPU tensors or with a refused object it cannot open; wrapped keys and TorchScript
+    it would, to no avail.
+    """
     with open_checkpoint(source) as checkpoint:
         portable, verdict = inspection_report.verdict(inspect_checkpoint(checkpoint))
     try:
-        safetensors.torch.load_file(source) if entry["container"] == "safetensors" else torch.load(source, weights_only=True)
+        safetensors.torch.load_file(source) if entry["container"] == "safetensors" else torch.load(
+            source, weights_only=True
+        )
     except (pickle.UnpicklingError, RuntimeError):
         assert not portable, verdict
     else:
@@ -201,7 +247,11 @@ def test_every_tensor_survives_a_faithful_conversion(entry, source, tmp_path):
 def test_what_torch_opens_is_the_same_tree_again(entry, source, tmp_path):
     convert_checkpoint(source, tmp_path / "out.pt", **KEEP)
     found = oracle.flatten(oracle.load(tmp_path / "out.pt"))
-    expected = safetensors.torch.load_file(source) if source.suffix == ".safetensors" else oracle.load(source)
+    expected = (
+        safetensors.torch.load_file(source)
+        if source.suffix == ".safetensors"
+        else oracle.load(source)
+    )
     assert len(found) == len(oracle.flatten(expected))
     if source.suffix != ".safetensors":
         assert found == oracle.compacted(expected)
@@ -229,9 +279,13 @@ def test_every_state_dict_becomes_safetensors(entry, source, tmp_path):
         output = tmp_path / f"{number}.safetensors"
         expected = promised_state_dict(entry, path)
         convert_checkpoint(source, output, only=path or None, tied="duplicate", **KEEP)
-        assert {key: facts(tensor) for key, tensor in safetensors.torch.load_file(output).items()} == expected
+        assert {
+            key: facts(tensor) for key, tensor in safetensors.torch.load_file(output).items()
+        } == expected
         loaded = load_portable(source, only=path or None, keys="keep")
-        assert {key: facts(value) for key, value in loaded.items() if isinstance(value, torch.Tensor)} == expected
+        assert {
+            key: facts(value) for key, value in loaded.items() if isinstance(value, torch.Tensor)
+        } == expected
 
 
 @each([entry for entry in READ if entry["structure"].startswith("state_dict")])
@@ -239,7 +293,9 @@ def test_prefixes_are_added_and_stripped_again(entry, source, tmp_path):
     convert_checkpoint(source, tmp_path / "module.pt", keys=KeyRules("add-module"), fsync=False)
     wrapped = load_portable(tmp_path / "module.pt", keys="keep")
     assert {key: facts(value) for key, value in wrapped.items()} == promised(entry, ".", "module.")
-    assert {key: facts(value) for key, value in load_portable(tmp_path / "module.pt").items()} == promised(entry, ".")
+    assert {
+        key: facts(value) for key, value in load_portable(tmp_path / "module.pt").items()
+    } == promised(entry, ".")
 
 
 @each(HAND_MADE)
@@ -264,5 +320,9 @@ def test_the_tensors_of_a_folder_survive_both_conversions(entry, source, tmp_pat
 @each([entry for entry in READ if entry["locations"]])
 def test_every_storage_has_its_tag(entry, source):
     with open_checkpoint(source, whole_modules=True) as checkpoint:
-        storages = {id(piece.storage): piece.storage for _, ref in checkpoint.tensors() for piece in ref.pieces}
+        storages = {
+            id(piece.storage): piece.storage
+            for _, ref in checkpoint.tensors()
+            for piece in ref.pieces
+        }
     assert Counter(storage.location for storage in storages.values()) == entry["locations"]

@@ -1,4 +1,6 @@
-"""The documentation is run: every block of the README and of docs/ is pasted into a shell, as a reader would do it."""
+"""The documentation is run: every block of the README and of docs/ is pasted into a shell, as a
+reader would do it.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,20 @@ import pytest
 
 from helpers.pasted import ROOT, RUN, blocks, fresh_clone, paste
 
-PAGES = tuple(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")) if blocks(f"docs/{path.name}", *RUN))
+PAGES = tuple(
+    f"docs/{path.name}"
+    for path in sorted((ROOT / "docs").glob("*.md"))
+    if blocks(f"docs/{path.name}", *RUN)
+)
 
 
 def assert_pasted(page: str, folder: Path, programs: Path | None = None) -> None:
     pasted, shown = paste(page, folder, programs)
-    wrong = [f"{one.text}\n  exits with {one.code}, not {one.expected}" for one in pasted if one.code != one.expected]
+    wrong = [
+        f"{one.text}\n  exits with {one.code}, not {one.expected}"
+        for one in pasted
+        if one.code != one.expected
+    ]
     assert not wrong, f"{page}\n" + "\n".join(wrong) + f"\n{shown}"
 
 
@@ -35,7 +45,11 @@ def test_every_block_of_the_readme_runs_as_it_is_written(tmp_path):
 @pytest.mark.parametrize("page", ["README.md", *PAGES])
 def test_no_command_hides_in_a_block_that_is_not_run(page):
     for language, text in blocks(page, "", "text", "console", "bash", "shell"):
-        commands = [line for line in text.splitlines() if re.match(r"\s*(\$ )?(ckptconv|pip|make|python) ", line)]
+        commands = [
+            line
+            for line in text.splitlines()
+            if re.match(r"\s*(\$ )?(ckptconv|pip|make|python) ", line)
+        ]
         assert not commands, f"{page}: {language}: {commands}"
 
 
@@ -51,19 +65,34 @@ def test_the_layer_table_of_the_design_page_names_every_module():
             assert f"`{name}`" in table, f"docs/design.md does not name {name}"
 
 
-COMMANDS = ("", "convert", "strip-module", "add-module", "inspect", "doctor", "diff", "scan", "devices", "help")
+COMMANDS = (
+    "",
+    "convert",
+    "strip-module",
+    "add-module",
+    "inspect",
+    "doctor",
+    "diff",
+    "scan",
+    "devices",
+    "help",
+)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_help_shows_examples(command):
     shown = subprocess.run(
-        [sys.executable, "-m", "ckptconv", *command.split(), "--help"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "ckptconv", *command.split(), "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     assert "Examples:" in shown and f"ckptconv {command}".strip() in shown.split("Examples:")[1]
 
 
 DOCTESTED = (
-    "containers", "errors", "dtypes", "key_rules", "keys", "tensors", "devices", "wording", "sharding",
+    "containers", "errors", "dtypes", "key_rules", "keys", "tensors", "devices", "wording",
+    "sharding",
     "key_fitting", "fitted_keys"
 )  # fmt: skip
 

@@ -1,4 +1,6 @@
-"""The gates of docs/pipelines.md, run as they stand there: sound models pass all of them, and each bad one is stopped."""
+"""The gates of docs/pipelines.md, run as they stand there: sound models pass all of them, and each
+bad one is stopped.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +29,26 @@ GATES = {LOOK, VALUES, LIKE, SCAN}
 
 
 def gates() -> dict[str, list[str]]:
-    """The commands of the gates, by their options: the words of each, with the file to be judged called IN."""
+    """The commands of the gates, by their options: the words of each, with the file to be judged
+    called IN.
+    """
     page = (ROOT / "docs" / "pipelines.md").read_text()
     found = {}
     for title in SECTIONS:
-        section = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## )", page, re.DOTALL | re.MULTILINE)
+        section = re.search(
+            rf"^## {re.escape(title)}\n(.*?)(?=^## )", page, re.DOTALL | re.MULTILINE
+        )
         assert section is not None, f"docs/pipelines.md has no section '{title}'"
         for block in re.findall(r"^```sh\n(.*?)^```", section[1], re.DOTALL | re.MULTILINE):
             for line in block.splitlines():
                 words = shlex.split(line.partition("&&")[0])
                 name = " ".join([words[1], *(word for word in words[2:] if word.startswith("--"))])
                 if name in GATES:
-                    judged = [word for word in words[2:] if word in ("model.safetensors", "ddp_cuda3_train.pt")]
+                    judged = [
+                        word
+                        for word in words[2:]
+                        if word in ("model.safetensors", "ddp_cuda3_train.pt")
+                    ]
                     assert len(judged) == 1, f"which file is judged? {line}"
                     found[name] = ["IN" if word == judged[0] else word for word in words[1:]]
     return found
@@ -46,7 +56,9 @@ def gates() -> dict[str, list[str]]:
 
 def weights() -> OrderedDict[str, torch.Tensor]:
     torch.manual_seed(0)
-    return OrderedDict((f"fc{i}.{name}", torch.randn(8, 8)) for i in range(2) for name in ("weight", "bias"))
+    return OrderedDict(
+        (f"fc{i}.{name}", torch.randn(8, 8)) for i in range(2) for name in ("weight", "bias")
+    )
 
 
 def saved(folder: Path, tree: Any, name: str = "model.pt") -> Path:
@@ -61,7 +73,16 @@ def as_safetensors(folder: Path, state: dict[str, torch.Tensor]) -> Path:
 
 def sharded(folder: Path) -> Path:
     whole = as_safetensors(folder, weights())
-    run("convert", whole, folder / "shards", "--to", "safetensors", "--max-shard-size", "600", cwd=folder)
+    run(
+        "convert",
+        whole,
+        folder / "shards",
+        "--to",
+        "safetensors",
+        "--max-shard-size",
+        "600",
+        cwd=folder,
+    )
     assert len(list((folder / "shards").glob("*.safetensors"))) > 1
     return folder / "shards"
 
@@ -73,7 +94,9 @@ def dcp(folder: Path) -> Path:
     return folder / "dcp"
 
 
-def mapped(change: Callable[[str, torch.Tensor], tuple[str, torch.Tensor]]) -> OrderedDict[str, torch.Tensor]:
+def mapped(
+    change: Callable[[str, torch.Tensor], tuple[str, torch.Tensor]],
+) -> OrderedDict[str, torch.Tensor]:
     return OrderedDict(change(key, value.clone()) for key, value in weights().items())
 
 
@@ -89,7 +112,9 @@ GOOD: dict[str, Callable[[Path], Path]] = {
     "safetensors": lambda at: as_safetensors(at, weights()),
     "shards": sharded,
     "DCP": dcp,
-    "a training checkpoint": lambda at: saved(at, {"model": weights(), "optimizer": optimizer(), "epoch": 3}),
+    "a training checkpoint": lambda at: saved(
+        at, {"model": weights(), "optimizer": optimizer(), "epoch": 3}
+    ),
 }
 
 
@@ -99,7 +124,10 @@ def legacy(folder: Path) -> Path:
 
 
 def optimizer() -> dict[str, Any]:
-    return {"state": {0: {"exp_avg": torch.ones(8, 8)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    return {
+        "state": {0: {"exp_avg": torch.ones(8, 8)}},
+        "param_groups": [{"lr": 0.1, "params": [0]}],
+    }
 
 
 def on_cuda(folder: Path) -> Path:
@@ -128,14 +156,20 @@ class Evil:
 
 BAD: dict[str, tuple[Callable[[Path], Path], set[str]]] = {
     "tags of CUDA": (on_cuda, {LOOK, VALUES, LIKE}),
-    "keys of DDP": (lambda at: saved(at, mapped(lambda key, value: (f"module.{key}", value))), {LOOK, VALUES, LIKE}),
+    "keys of DDP": (
+        lambda at: saved(at, mapped(lambda key, value: (f"module.{key}", value))),
+        {LOOK, VALUES, LIKE},
+    ),
     "a whole module": (lambda at: saved(at, torch.nn.Linear(2, 2)), {LOOK, VALUES, LIKE}),
     "cut off": (cut, {LOOK, VALUES, LIKE, SCAN}),
     "a flipped bit": (flipped, {VALUES}),
     "NaN": (lambda at: as_safetensors(at, with_value(float("nan"))), {VALUES}),
     "infinity": (lambda at: as_safetensors(at, with_value(float("inf"))), {VALUES}),
     "a malicious pickle": (lambda at: saved(at, {**weights(), "x": Evil()}), GATES),
-    "other keys": (lambda at: saved(at, mapped(lambda key, value: (key.replace("fc1", "head"), value[:3]))), {LIKE}),
+    "other keys": (
+        lambda at: saved(at, mapped(lambda key, value: (key.replace("fc1", "head"), value[:3]))),
+        {LIKE},
+    ),
     "a key is missing": (lambda at: saved(at, OrderedDict(list(weights().items())[1:])), {LIKE}),
     "a web page": (lambda at: page(at), {LOOK, VALUES, LIKE}),
 }

@@ -15,7 +15,13 @@ from helpers.program import run
 
 
 @pytest.mark.parametrize(
-    "call", [ckptconv.open_checkpoint, ckptconv.inspect_checkpoint, ckptconv.diagnose, ckptconv.load_portable]
+    "call",
+    [
+        ckptconv.open_checkpoint,
+        ckptconv.inspect_checkpoint,
+        ckptconv.diagnose,
+        ckptconv.load_portable,
+    ],
 )
 def test_a_path_with_a_zero_byte_is_refused(call):
     with pytest.raises(OptionRefused, match="zero byte"):
@@ -42,7 +48,9 @@ def test_a_mapping_is_not_written_to_a_dash(tmp_path: Path):
 
 
 def test_a_whole_file_is_not_called_damaged(tmp_path: Path):
-    header = json.dumps({"w": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0], "more": 1}}).encode()
+    header = json.dumps(
+        {"w": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0], "more": 1}}
+    ).encode()
     (tmp_path / "in.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
     with pytest.raises(CheckpointError, match="cannot account for"):
         ckptconv.open_checkpoint(tmp_path / "in.safetensors")

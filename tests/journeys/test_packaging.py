@@ -1,4 +1,6 @@
-"""What is built from this checkout: a wheel with the docs and without tests, an sdist that runs its own tests, whole links."""
+"""What is built from this checkout: a wheel with the docs and without tests, an sdist that runs its
+own tests, whole links.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,10 @@ NEEDED = ("hatchling", "hatch_fancy_pypi_readme")
 
 def build(target: str, source: Path, folder: Path) -> Path:
     subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", str(folder)],
-        cwd=source, env=environment(PYTHONPATH=os.environ.get("PYTHONPATH", "")), check=True, capture_output=True,
+        [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory",
+            str(folder)],
+        cwd=source, env=environment(PYTHONPATH=os.environ.get("PYTHONPATH", "")), check=True,
+        capture_output=True,
     )  # fmt: skip
     (built,) = [path for path in folder.iterdir() if path.suffix in (".gz", ".whl")]
     return built
@@ -41,7 +45,9 @@ def build(target: str, source: Path, folder: Path) -> Path:
 def builder() -> None:
     if not os.environ.get("CI"):  # in CI their absence is a failure
         for name in NEEDED:
-            pytest.importorskip(name, reason="what builds packages is not installed; make test installs it")
+            pytest.importorskip(
+                name, reason="what builds packages is not installed; make test installs it"
+            )
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +59,9 @@ def sdist(builder, tmp_path_factory) -> Path:
 def unpacked(sdist, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("unpacked")
     with tarfile.open(sdist) as archive:
-        archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+        archive.extractall(
+            folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {})
+        )
     (inside,) = folder.iterdir()
     return inside
 
@@ -74,7 +82,18 @@ def metadata(wheel) -> Message:
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(folder), str(wheel)]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(folder),
+        str(wheel),
+    ]
     subprocess.run(pip, check=True, capture_output=True)
     return folder
 
@@ -82,7 +101,9 @@ def installed(wheel, tmp_path_factory) -> Path:
 def run_installed(installed: Path, *arguments: object, cwd: Path) -> str:
     command = [sys.executable, "-m", "ckptconv", *map(str, arguments)]
     variables = environment(PYTHONPATH=str(installed))
-    return subprocess.run(command, cwd=cwd, env=variables, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        command, cwd=cwd, env=variables, check=True, capture_output=True, text=True
+    ).stdout
 
 
 # The wheel
@@ -99,11 +120,21 @@ def test_the_wheel_holds_the_package_and_the_docs_and_nothing_else(wheel):
 def test_what_is_installed_from_the_sdist_converts_and_helps(installed, unpacked, tmp_path):
     where = run_installed(installed, "--version", cwd=tmp_path)
     assert where == f"ckptconv {PROJECT['project']['version']}\n"
-    run_installed(installed, "convert", unpacked / "sample_ckpts/ddp_cuda3.pt", "out.safetensors", "--verify", cwd=tmp_path)
+    run_installed(
+        installed,
+        "convert",
+        unpacked / "sample_ckpts/ddp_cuda3.pt",
+        "out.safetensors",
+        "--verify",
+        cwd=tmp_path,
+    )
     assert (tmp_path / "out.safetensors").stat().st_size > 1000
     for page in (ROOT / "docs").glob("*.md"):
         assert f"  {page.stem} " in run_installed(installed, "help", cwd=tmp_path)
-    assert run_installed(installed, "help", "keys", cwd=tmp_path) == (ROOT / "docs/keys.md").read_text()
+    assert (
+        run_installed(installed, "help", "keys", cwd=tmp_path)
+        == (ROOT / "docs/keys.md").read_text()
+    )
 
 
 # The sdist
@@ -113,9 +144,14 @@ def test_the_sdist_holds_what_its_tests_and_make_need(unpacked):
     ignored = ("__pycache__", ".cache")
     for folder in ("ckptconv", "docs", "tests", "bench", "sample_ckpts"):
         ours = {path.relative_to(ROOT) for path in (ROOT / folder).rglob("*") if path.is_file()}
-        missing = [path for path in ours if not (unpacked / path).exists() and not set(ignored) & set(path.parts)]
+        missing = [
+            path
+            for path in ours
+            if not (unpacked / path).exists() and not set(ignored) & set(path.parts)
+        ]
         assert missing == []
-    for name in ("README.md", "SECURITY.md", "CHANGELOG.md", "LICENSE", "Makefile", "constraints.txt", "pyproject.toml",
+    for name in ("README.md", "SECURITY.md", "CHANGELOG.md", "LICENSE", "Makefile",
+        "constraints.txt", "pyproject.toml",
                  "Containerfile", ".dockerignore", ".pre-commit-hooks.yaml"):  # fmt: skip
         assert (unpacked / name).read_bytes() == (ROOT / name).read_bytes()
 
@@ -130,7 +166,12 @@ def test_the_tests_of_the_sdist_can_be_run_there(unpacked):
         if arguments[0].endswith(".py"):
             arguments = [name for name in arguments if (unpacked / name).exists()]
         done = subprocess.run(
-            [*pytest_there, *arguments], cwd=unpacked, env=variables, capture_output=True, text=True, check=False
+            [*pytest_there, *arguments],
+            cwd=unpacked,
+            env=variables,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
         assert told in done.stdout.splitlines()[-1]
@@ -153,7 +194,8 @@ def test_every_link_of_the_description_leads_somewhere_from_anywhere(metadata):
         inside = link.removeprefix(f"{HOME}/blob/main/")
         if inside != link:
             assert (ROOT / inside).exists(), link
-    anchors = {"#" + re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-") for line in text.splitlines()
+    anchors = {"#" + re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ",
+        "-") for line in text.splitlines()
                if line.startswith("#")}  # fmt: skip
     assert {link.removeprefix(HOME) for link in links if link.startswith(f"{HOME}#")} <= anchors
 
@@ -170,16 +212,29 @@ def test_the_description_is_the_readme_but_for_its_links(metadata):
 def test_the_links_of_a_page_are_relative_and_lead_to_a_file(page):
     for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
         assert link.startswith("https://") or (page.parent / link).exists(), f"{page.name}: {link}"
-        assert not link.startswith(HOME), f"{page.name}: {link} is in the repository, so a relative link does"
+        assert not link.startswith(HOME), (
+            f"{page.name}: {link} is in the repository, so a relative link does"
+        )
 
 
 def test_one_address_is_the_home_of_everything():
     assert re.fullmatch(r"https://github\.com/[\w-]+/[\w-]+", HOME)
-    assert set(PROJECT["project"]["urls"]) == {"Homepage", "Documentation", "Source", "Issues", "Changelog"}
+    assert set(PROJECT["project"]["urls"]) == {
+        "Homepage",
+        "Documentation",
+        "Source",
+        "Issues",
+        "Changelog",
+    }
     assert all(url.startswith(HOME) for url in PROJECT["project"]["urls"].values())
     hook = PROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
     assert all(change["replacement"].startswith(f"]({HOME}") for change in hook["substitutions"])
-    files = [*PAGES, *(ROOT / "ckptconv").rglob("*.py"), ROOT / "pyproject.toml", ROOT / "CHANGELOG.md"]
+    files = [
+        *PAGES,
+        *(ROOT / "ckptconv").rglob("*.py"),
+        ROOT / "pyproject.toml",
+        ROOT / "CHANGELOG.md",
+    ]
     for path in files:
         for named in re.findall(r"https://[\w.]+/[\w-]+/ckptconv\b", path.read_text()):
             assert named == HOME, f"{path.name}: {named}"
@@ -187,7 +242,8 @@ def test_one_address_is_the_home_of_everything():
 
 def test_twine_takes_both(sdist, wheel):
     pytest.importorskip("twine", reason="twine is not installed")
-    done = subprocess.run([sys.executable, "-m", "twine", "check", "--strict", str(sdist), str(wheel)],
+    done = subprocess.run([sys.executable, "-m", "twine", "check", "--strict", str(sdist),
+        str(wheel)],
                           capture_output=True, text=True, check=False)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -212,13 +268,17 @@ def hooks() -> list[dict]:
 
 
 def as_pre_commit(hook: dict, folder: Path) -> subprocess.CompletedProcess[str]:
-    """The hook's entry on the files that it chooses among those of `folder`, named as pre-commit names them."""
+    """The hook's entry on the files that it chooses among those of `folder`, named as pre-commit
+    names them.
+    """
     names = sorted(path.name for path in folder.iterdir() if re.search(hook["files"], path.name))
     assert names, "a hook that chooses no file is not run"
     program, *words = shlex.split(hook["entry"])
     assert program == "ckptconv"
     command = [sys.executable, "-m", "ckptconv", *words, *names]
-    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, cwd=folder, env=environment(), capture_output=True, text=True, check=False
+    )
 
 
 def test_the_hooks_are_those_that_the_page_names():
@@ -235,7 +295,11 @@ def test_a_hook_passes_what_is_good_and_fails_on_what_is_not(hook, tmp_path):
     (tmp_path / "notes.txt").write_text("no checkpoint")
     done = as_pre_commit(chosen, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    bad = b"cposix\nsystem\n(S'true'\ntR." if hook == "ckptconv-scan" else (ROOT / "sample_ckpts/ddp_cuda3.pt").read_bytes()
+    bad = (
+        b"cposix\nsystem\n(S'true'\ntR."
+        if hook == "ckptconv-scan"
+        else (ROOT / "sample_ckpts/ddp_cuda3.pt").read_bytes()
+    )
     (tmp_path / "bad.ckpt").write_bytes(bad)
     done = as_pre_commit(chosen, tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr

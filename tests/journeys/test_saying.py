@@ -32,9 +32,14 @@ def saved(path: Path, **tensors: torch.Tensor) -> Path:
 
 def test_a_verified_cast_is_equal_after_the_cast(tmp_path):
     _, text = said("convert", DDP, tmp_path / "a.pt", "--verify", "--dtype", "bf16")
-    assert "tensors read back, equal to the source after the cast to bfloat16; nothing that the source names is missing" in text
+    assert (
+        "tensors read back, equal to the source after the cast to bfloat16; nothing that the "
+        "source names is missing" in text
+    )
     _, text = said("convert", DDP, tmp_path / "b.pt", "--verify")
-    assert "tensors read back, equal to the source; nothing that the source names is missing" in text
+    assert (
+        "tensors read back, equal to the source; nothing that the source names is missing" in text
+    )
 
 
 def test_a_verified_output_without_all_keys_says_so(tmp_path):
@@ -59,11 +64,16 @@ def test_a_glob_of_wrapped_keys_gets_the_hint_that_other_rules_have(command, tmp
         ckptconv.convert_checkpoint(DDP, other)
     code, text = said(command, DDP, other, "--keys", "strip", "--include", "module.*")
     assert code == (2 if command == "diff" else 1)
-    assert "before the rules the keys start with module.; --keys keep leaves the wrapper module" in text
+    assert (
+        "before the rules the keys start with module.; --keys keep leaves the wrapper module"
+        in text
+    )
 
 
 def test_keys_that_are_left_out_are_named_as_the_rule_saw_them(tmp_path):
-    source = saved(tmp_path / "in.pt", **{"module.a.weight": torch.ones(2), "module.b.weight": torch.ones(2)})
+    source = saved(
+        tmp_path / "in.pt", **{"module.a.weight": torch.ones(2), "module.b.weight": torch.ones(2)}
+    )
     _, text = said("convert", source, tmp_path / "out.pt", "--include", "a.*")
     assert "left out  1 of 2 keys did not match --include 'a.*': b.weight\n" in text
     plan = said("convert", source, tmp_path / "out2.pt", "--include", "a.*", "--json")[1]
@@ -89,7 +99,9 @@ def test_a_name_and_a_format_that_disagree_are_refused(name, to, better, tmp_pat
 
 def test_dtypes_that_are_not_counted_are_one_line(tmp_path):
     one = saved(tmp_path / "a.pt", **{f"w{i}": torch.ones(2) for i in range(8)})
-    other = saved(tmp_path / "b.pt", **{f"w{i}": torch.ones(2, dtype=torch.bfloat16) for i in range(8)})
+    other = saved(
+        tmp_path / "b.pt", **{f"w{i}": torch.ones(2, dtype=torch.bfloat16) for i in range(8)}
+    )
     _, text = said("diff", one, other, "--ignore-dtype")
     assert "float32 [2] / bfloat16 [2]" not in text
     assert "dtype  float32 / bfloat16: 8 tensors (not counted)\n" in text
@@ -99,13 +111,26 @@ def test_dtypes_that_are_not_counted_are_one_line(tmp_path):
 
 
 def test_a_difference_counts_tensors_and_shows_short_numbers(tmp_path):
-    one = saved(tmp_path / "a.pt", w=torch.full((3,), 1 / 3, dtype=torch.float64), v=torch.ones(2), z=torch.ones(2))
-    other = saved(tmp_path / "b.pt", w=torch.full((3,), 0.5, dtype=torch.float64), v=torch.ones(2), z=torch.zeros(2))
+    one = saved(
+        tmp_path / "a.pt",
+        w=torch.full((3,), 1 / 3, dtype=torch.float64),
+        v=torch.ones(2),
+        z=torch.ones(2),
+    )
+    other = saved(
+        tmp_path / "b.pt",
+        w=torch.full((3,), 0.5, dtype=torch.float64),
+        v=torch.ones(2),
+        z=torch.zeros(2),
+    )
     code, text = said("diff", one, other)
     assert code == 1 and "2 of 3 tensors differ" in text
     assert "rel L2 0.333 of B, cosine 1.0000000," in text and "0.333333333 / 0.5" in text
     assert "B is all zero" in text and "inf" not in text
-    assert repr(ckptconv.diff_checkpoints(one, other)) == "<Difference different: 3 tensors compared, 2 tensors differ>"
+    assert (
+        repr(ckptconv.diff_checkpoints(one, other))
+        == "<Difference different: 3 tensors compared, 2 tensors differ>"
+    )
 
 
 def test_a_tensor_that_differs_in_nan_alone_has_no_distance(tmp_path):
@@ -125,17 +150,24 @@ def test_shards_are_named_by_files_that_exist(tmp_path):
 def test_objects_of_torch_are_taken_for_their_names(tmp_path):
     options = ckptconv.Options(dtype=torch.bfloat16, device=torch.device("cuda:1"))
     assert (options.dtype, options.device) == ("bfloat16", "cuda:1")
-    result = ckptconv.convert_checkpoint(DDP, tmp_path / "a.pt", dtype=torch.float16, device=torch.device("cuda:1"))
+    result = ckptconv.convert_checkpoint(
+        DDP, tmp_path / "a.pt", dtype=torch.float16, device=torch.device("cuda:1")
+    )
     assert {after for _, after in result.plan.casts} == {"float16"}
     state = {"a": torch.ones(2)}
-    result = ckptconv.save_portable(state, tmp_path / "b.pt", dtype=torch.bfloat16, device=torch.device("cuda:1"))
+    result = ckptconv.save_portable(
+        state, tmp_path / "b.pt", dtype=torch.bfloat16, device=torch.device("cuda:1")
+    )
     assert dict(result.plan.locations) == {("cpu", "cuda:1"): 1}
 
 
 def test_misplaced_arguments_are_told_where_they_go(tmp_path):
     model = torch.nn.Linear(2, 2)
     for match, call in (
-        ("plan_conversion", lambda: ckptconv.convert_checkpoint(DDP, tmp_path / "a.pt", ckptconv.Options())),
+        (
+            "plan_conversion",
+            lambda: ckptconv.convert_checkpoint(DDP, tmp_path / "a.pt", ckptconv.Options()),
+        ),
         (r"tolerance=Tolerance\(atol=", lambda: ckptconv.diff_checkpoints(DDP, DDP, atol=1.0)),
         (r"load_into\(model, path\)", lambda: ckptconv.load_into("model.pt", model)),
         ("did you mean strip_prefixes", lambda: ckptconv.KeyRules(strip_prefix="a.")),

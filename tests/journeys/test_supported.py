@@ -1,4 +1,6 @@
-"""What the package says of itself: the Pythons and systems of its classifiers, the workflow that tests them, the floors."""
+"""What the package says of itself: the Pythons and systems of its classifiers, the workflow that
+tests them, the floors.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,11 @@ from helpers.pythons import LONG, floors
 
 PYPROJECT = (ROOT / "pyproject.toml").read_text("utf-8")
 PYTHONS = re.findall(r'"Programming Language :: Python :: (3\.[0-9]+)"', PYPROJECT)
-SYSTEMS = {"ubuntu-latest": "POSIX :: Linux", "macos-latest": "MacOS", "windows-latest": "Microsoft :: Windows"}
+SYSTEMS = {
+    "ubuntu-latest": "POSIX :: Linux",
+    "macos-latest": "MacOS",
+    "windows-latest": "Microsoft :: Windows",
+}
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +39,9 @@ def test_the_workflow_runs_the_pythons_and_systems_of_the_classifiers(workflow):
 
 def test_the_workflow_runs_files_and_makes_that_are_there(workflow):
     """No step needs make; a test file that it names exists."""
-    steps = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    steps = [
+        step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step
+    ]
     named = {name for step in steps for name in re.findall(r"tests/[\w/]+\.py", step)}
     assert named and all((ROOT / name).is_file() for name in named)
     assert not [step for step in steps if re.search(r"\bmake\b", step)]
@@ -43,7 +51,10 @@ def test_the_workflow_runs_files_and_makes_that_are_there(workflow):
 def test_every_dependency_has_a_floor_that_the_lowest_environment_takes():
     found = dict(line.split("==") for line in floors(PYPROJECT))
     assert set(found) == {"click", "rich", "numpy", "ml-dtypes", "safetensors", "isal", "pyyaml"}
-    assert floors('dependencies = [\n    "click>=8.1.7",\n]\nyaml = ["pyyaml>=6"]\n') == ["click==8.1.7", "pyyaml==6"]
+    assert floors('dependencies = [\n    "click>=8.1.7",\n]\nyaml = ["pyyaml>=6"]\n') == [
+        "click==8.1.7",
+        "pyyaml==6",
+    ]
 
 
 def test_what_the_runs_without_torch_leave_out_is_there():

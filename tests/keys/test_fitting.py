@@ -1,6 +1,8 @@
-"""Fitting keys: what wrapping did to them is found and undone, and nothing is assigned that could be meant otherwise.
+"""Fitting keys: what wrapping did to them is found and undone, and nothing is assigned that could
+be meant otherwise.
 
-The oracle is the order of a state dict, which no wrapping changes; for small sets of keys, all assignments there are.
+The oracle is the order of a state dict, which no wrapping changes; for small sets of keys, all
+assignments there are.
 """
 
 from __future__ import annotations
@@ -30,7 +32,11 @@ thorough = settings(max_examples=400, deadline=None)
 def shapes(family: str, wrapping: str | None = None) -> dict[str, tuple[int, ...]]:
     """The keys and shapes of a family's model, bare or wrapped."""
     bare = {key: tuple(shape) for key, shape in LISTS[family]["shapes"].items()}
-    return bare if wrapping is None else dict(zip(LISTS[family]["wrapped"][wrapping], bare.values(), strict=True))
+    return (
+        bare
+        if wrapping is None
+        else dict(zip(LISTS[family]["wrapped"][wrapping], bare.values(), strict=True))
+    )
 
 
 def in_order(old: Shapes, new: Shapes) -> dict[str, str]:
@@ -41,7 +47,7 @@ def lora(family: str) -> dict[str, tuple[int, ...]]:
     return {key: tuple(shape) for key, shape in LISTS[family]["lora"].items()}
 
 
-# ------------------------------------------------------------------------------------------------------ real models, wrapped
+# ----------------------------------------------------------------------------- real models, wrapped
 
 
 def test_there_are_twelve_families_and_more():
@@ -79,13 +85,19 @@ def test_keys_without_shapes_are_fitted_too(family, wrapping):
 def test_a_prefix_more_or_less_or_another_is_found_around_any_wrapping(family, prefix, wrapping):
     bare, wrapped = shapes(family), shapes(family, wrapping)
     led = {prefix + key: shape for key, shape in wrapped.items()}
-    for old, new in ((led, bare), (bare, led), (led, {f"teacher.{key}": shape for key, shape in bare.items()})):
+    for old, new in (
+        (led, bare),
+        (bare, led),
+        (led, {f"teacher.{key}": shape for key, shape in bare.items()}),
+    ):
         fit = fit_keys(old, new)
         assert fit.fits and fit.renames == in_order(old, new)
 
 
 @pytest.mark.parametrize("family", ADAPTED)
-@pytest.mark.parametrize("lead", ["", "module.", "module._orig_mod.", "model.", "module.model._orig_mod."])
+@pytest.mark.parametrize(
+    "lead", ["", "module.", "module._orig_mod.", "model.", "module.model._orig_mod."]
+)
 def test_the_model_within_its_adapters_is_found(family, lead):
     base, adapted = shapes(family), {lead + key: shape for key, shape in lora(family).items()}
     fit = fit_keys(adapted, base)
@@ -101,11 +113,15 @@ def test_the_model_within_its_adapters_is_found(family, lead):
 def test_adapters_that_the_source_lacks_are_missing(family):
     fit = fit_keys(shapes(family), lora(family))
     assert not fit.covers
-    assert {key for key in fit.missing if ".lora_" not in key} == set() and len(fit.renames) == len(shapes(family))
+    assert {key for key in fit.missing if ".lora_" not in key} == set() and len(fit.renames) == len(
+        shapes(family)
+    )
 
 
 def test_a_head_that_adapters_copied_is_not_chosen_between():
-    """peft keeps the original of a module that is trained whole (`modules_to_save`) beside its copy."""
+    """peft keeps the original of a module that is trained whole (`modules_to_save`) beside its
+    copy.
+    """
     adapted = {
         "base_model.model.bert.fc.weight": (3, 3),
         "base_model.model.score.original_module.weight": (2, 3),
@@ -116,7 +132,7 @@ def test_a_head_that_adapters_copied_is_not_chosen_between():
     assert fit.ambiguous == (Candidates("score.weight", tuple(adapted)[1:]),)
 
 
-# ------------------------------------------------------------------------------------------------------------------- refused
+# ------------------------------------------------------------------------------------------ refused
 
 
 def a_key(family: str, wrapping: str) -> int:
@@ -131,7 +147,9 @@ def test_a_removed_tensor_is_missing_and_nothing_else(family, wrapping):
     del wrapped[[*wrapped][gone]]
     fit = fit_keys(wrapped, bare)
     assert not fit.covers
-    assert fit.missing == ([*bare][gone],) and fit.unexpected == fit.mismatched == fit.ambiguous == ()
+    assert (
+        fit.missing == ([*bare][gone],) and fit.unexpected == fit.mismatched == fit.ambiguous == ()
+    )
     assert fit.renames == in_order(wrapped, {key: None for key in bare if key != [*bare][gone]})
     back = fit_keys(bare, wrapped)
     assert back.covers and not back.fits and back.unexpected == ([*bare][gone],)
@@ -149,7 +167,8 @@ def test_a_reshaped_tensor_is_named_with_both_shapes(family, wrapping):
     assert fit.mismatched == (Misshapen(key, old, wrapped[old], bare[key]),)
 
 
-@pytest.mark.parametrize("family", [family for family in LISTS if family != "recurrent"])  # its keys are single words
+# its keys are single words
+@pytest.mark.parametrize("family", [family for family in LISTS if family != "recurrent"])
 @each_wrapping
 def test_two_keys_that_could_be_swapped_are_ambiguous(family, wrapping):
     bare, wrapped = shapes(family), shapes(family, wrapping)
@@ -192,7 +211,11 @@ def test_keys_of_the_target_itself_are_preferred_to_a_copy(family):
 @each_family
 def test_what_else_a_training_module_holds_is_unexpected(family):
     bare = shapes(family)
-    training = {**{f"model.{key}": shape for key, shape in bare.items()}, "criterion.class_weights": (7,), "n_averaged": ()}
+    training = {
+        **{f"model.{key}": shape for key, shape in bare.items()},
+        "criterion.class_weights": (7,),
+        "n_averaged": (),
+    }
     fit = fit_keys(training, bare)
     assert fit.covers and fit.unexpected == ("criterion.class_weights", "n_averaged")
 
@@ -204,14 +227,17 @@ def test_two_families_do_not_fit(family):
             assert not fit_keys(shapes(family), shapes(other)).fits, other
 
 
-# --------------------------------------------------------------------------------------------------------------- small cases
+# -------------------------------------------------------------------------------------- small cases
 
 
 def fit(source: str, target: str) -> Fit:
     """Keys of one shape, or ``key:SHAPE`` for a shape of that many dimensions."""
 
     def shapes(text: str) -> Shapes:
-        return {key: (2,) * int(dims or 1) for key, _, dims in (word.partition(":") for word in text.split())}
+        return {
+            key: (2,) * int(dims or 1)
+            for key, _, dims in (word.partition(":") for word in text.split())
+        }
 
     return fit_keys(shapes(source), shapes(target))
 
@@ -253,7 +279,9 @@ def test_is_found(source, target, how):
         assert not found.covers  # numbers are layers: none of them is left out
         return
     assert found.fits and found.how == how
-    assert list(found.renames.items()) and set(found.renames.values()) == {word.partition(":")[0] for word in target.split()}
+    assert list(found.renames.items()) and set(found.renames.values()) == {
+        word.partition(":")[0] for word in target.split()
+    }
 
 
 def test_keys_too_long_to_be_fitted_are_refused():
@@ -262,9 +290,11 @@ def test_keys_too_long_to_be_fitted_are_refused():
         fit_keys(endless, {"b": (2,), "c": (2,)})
 
 
-# ---------------------------------------------------------------------------------------------------------- every assignment
+# --------------------------------------------------------------------------------- every assignment
 
-names = st.lists(st.sampled_from(["a", "b", "c", "w", "0", "1"]), min_size=1, max_size=3).map(".".join)
+names = st.lists(st.sampled_from(["a", "b", "c", "w", "0", "1"]), min_size=1, max_size=3).map(
+    ".".join
+)
 dims = st.sampled_from([(2,), (3,)])
 changes = st.sampled_from([
     lambda key: key,
@@ -283,7 +313,9 @@ def sides(draw: st.DrawFn) -> tuple[Shapes, Shapes]:
     if draw(st.integers(0, 3)) == 0:
         return source, draw(st.dictionaries(names, dims, min_size=1, max_size=4))
     how = draw(st.lists(changes, min_size=1, max_size=3))
-    return source, {how[at % len(how)](key): shape for at, (key, shape) in enumerate(source.items())}
+    return source, {
+        how[at % len(how)](key): shape for at, (key, shape) in enumerate(source.items())
+    }
 
 
 def common(one: str, other: str) -> int:
@@ -297,7 +329,10 @@ def assignments(source: Shapes, target: Shapes) -> list[dict[str, str]]:
     return [
         found
         for olds in itertools.permutations(source, len(target))
-        if all(source[old] == target[key] and common(old, key) for key, old in zip(target, olds, strict=True))
+        if all(
+            source[old] == target[key] and common(old, key)
+            for key, old in zip(target, olds, strict=True)
+        )
         for found in [dict(zip(target, olds, strict=True))]
     ]
 
@@ -309,8 +344,12 @@ def test_what_is_assigned_is_a_possible_assignment(both):
     fit = fit_keys(source, target)
     assert len(set(fit.renames.values())) == len(fit.renames)
     assert all(source[old] == target[key] for old, key in fit.renames.items())
-    assert {*fit.renames.values(), *fit.missing, *(item.key for item in fit.mismatched)} == set(target)
-    assert {*fit.renames, *fit.unexpected, *(item.source_key for item in fit.mismatched)} == set(source)
+    assert {*fit.renames.values(), *fit.missing, *(item.key for item in fit.mismatched)} == set(
+        target
+    )
+    assert {*fit.renames, *fit.unexpected, *(item.source_key for item in fit.mismatched)} == set(
+        source
+    )
 
 
 @given(sides(), st.randoms())
@@ -334,7 +373,8 @@ def test_an_assignment_by_suffix_has_no_rival(both):
     chosen = {key: old for old, key in fit.renames.items()}
     rivals = [
         other for other in assignments(source, target)
-        if other != chosen and all(common(old, key) >= common(chosen[key], key) for key, old in other.items())
+        if other != chosen and all(common(old, key) >= common(chosen[key], key) for key,
+            old in other.items())
     ]  # fmt: skip
     assert rivals == []
 
@@ -348,12 +388,13 @@ def test_an_assignment_by_prefixes_is_the_only_one(both):
         return
     led = [
         other for other in assignments(source, target)
-        if all(common(old, key) == min(len(old.split(".")), len(key.split("."))) for key, old in other.items())
+        if all(common(old, key) == min(len(old.split(".")), len(key.split("."))) for key,
+            old in other.items())
     ]  # fmt: skip
     assert [{key: old for old, key in fit.renames.items()}] == led
 
 
-# ------------------------------------------------------------------------------------------------------------ tied weights
+# ------------------------------------------------------------------------------------- tied weights
 
 
 @each_family
@@ -361,7 +402,10 @@ def test_an_assignment_by_prefixes_is_the_only_one(both):
 def test_a_tied_name_is_filled_under_any_wrapping(family, wrapping):
     """Of each family two keys of one shape are taken as tied, and one of them is not saved."""
     bare, wrapped = shapes(family), shapes(family, wrapping)
-    by_shape = [[key for key in bare if bare[key] == shape and shape] for shape in dict.fromkeys(bare.values())]
+    by_shape = [
+        [key for key in bare if bare[key] == shape and shape]
+        for shape in dict.fromkeys(bare.values())
+    ]
     tied = next((group[0], group[-1]) for group in by_shape if len(group) > 1)
     names = in_order(bare, wrapped)
     for kept, absent in (tied, tied[::-1]):
@@ -377,9 +421,18 @@ def test_a_tied_name_is_filled_under_any_wrapping(family, wrapping):
 def test_what_is_filled_is_a_missing_name_of_a_tensor_that_is_met(both, chance):
     source, target = both
     keys = chance.sample(list(target), len(target))
-    ties = [group for group in (keys[:2], keys[2:5]) if len(group) > 1 and len({target[key] for key in group}) == 1]
+    ties = [
+        group
+        for group in (keys[:2], keys[2:5])
+        if len(group) > 1 and len({target[key] for key in group}) == 1
+    ]
     plain, fit = fit_keys(source, target), fit_keys(source, target, ties)
-    assert {*fit.renames.values(), *fit.missing, *(item.key for item in fit.mismatched), *fit.filled} == set(target)
+    assert {
+        *fit.renames.values(),
+        *fit.missing,
+        *(item.key for item in fit.mismatched),
+        *fit.filled,
+    } == set(target)
     assert set(fit.filled) <= set(plain.missing)
     for key, old in fit.filled.items():
         assert any(key in group and fit.renames[old] in group for group in ties)

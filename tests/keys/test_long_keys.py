@@ -1,4 +1,6 @@
-"""Keys of hundreds of thousands of segments: each rule does what its definition says, in time that grows with the length."""
+"""Keys of hundreds of thousands of segments: each rule does what its definition says, in time that
+grows with the length.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +28,22 @@ LONG = "module." * COUNT
 SECONDS = 5.0  # each took 10 s and more
 
 KEYS = st.lists(
-    st.lists(st.sampled_from(["module", "a", "b", "modul", "", *UNMISTAKABLE]), min_size=1, max_size=7).map(".".join),
+    st.lists(
+        st.sampled_from(["module", "a", "b", "modul", "", *UNMISTAKABLE]), min_size=1, max_size=7
+    ).map(".".join),
     min_size=1,
     max_size=4,
     unique=True,
 )
 
 
-# ---------------------------------------------------------------------------------------------- the rules by their definitions
+# ------------------------------------------------------------------- the rules by their definitions
 
 
 def defined_depth(keys: Sequence[str]) -> int:
-    """How often ``module.`` is the first segment of every key: once more than when it is taken off them."""
+    """How often ``module.`` is the first segment of every key: once more than when it is taken off
+    them.
+    """
     if keys and all(key.startswith("module.") and key != "module." for key in keys):
         return 1 + defined_depth([key.removeprefix("module.") for key in keys])
     return 0
@@ -93,11 +99,15 @@ def defined_paths(renames: Mapping[str, str]) -> dict[str, set[str | None]]:
 @given(RENAMES, PATHS)
 def test_a_module_goes_where_all_of_its_keys_went(renames, path):
     said = defined_paths(renames).get(path, {None})
-    assert _Followed([*renames, None], [*renames.values(), "x"]).get(path) == (said.pop() if len(said) == 1 else None)
+    assert _Followed([*renames, None], [*renames.values(), "x"]).get(path) == (
+        said.pop() if len(said) == 1 else None
+    )
 
 
 def pairs_of_modules(old: list[str], new: list[str]) -> Iterator[tuple[str, str]]:
-    """The paths before and after, the innermost module first; segments of the longer side are passed over."""
+    """The paths before and after, the innermost module first; segments of the longer side are
+    passed over.
+    """
     if not old or not new or (old[-1] != new[-1] and len(old) == len(new)):
         return
     if old[-1] == new[-1]:
@@ -124,7 +134,7 @@ def test_fitted_modules_follow_the_first_key_of_the_innermost_known_one(renames,
     assert module_paths(renames)(path) == expected
 
 
-# ------------------------------------------------------------------------------------------------------------- their time
+# --------------------------------------------------------------------------------------- their time
 
 
 def in_time(begin: float) -> bool:
@@ -133,7 +143,14 @@ def in_time(begin: float) -> bool:
 
 @pytest.mark.parametrize("wrappers", ["strip", "module", "add-module"])
 @pytest.mark.parametrize(
-    "key", [LONG + "w", "module._orig_mod." * COUNT + "w", "." * COUNT + "w", "x" * 1_000_000, "a." * COUNT]
+    "key",
+    [
+        LONG + "w",
+        "module._orig_mod." * COUNT + "w",
+        "." * COUNT + "w",
+        "x" * 1_000_000,
+        "a." * COUNT,
+    ],
 )
 def test_a_key_of_many_segments_is_renamed_in_linear_time(key, wrappers):
     begin = time.process_time()
@@ -189,7 +206,9 @@ def test_many_modules_with_a_version_each_are_followed_in_linear_time():
     assert paths == ["", "", *(key[len("model.") : -2] for key in keys)]
 
 
-@pytest.mark.parametrize(("source", "target"), [(LONG + "w", "b"), ("b", LONG + "w"), ("x.y", "a." * COUNT + "z")])
+@pytest.mark.parametrize(
+    ("source", "target"), [(LONG + "w", "b"), ("b", LONG + "w"), ("x.y", "a." * COUNT + "z")]
+)
 def test_what_does_not_fit_is_refused_before_its_suffixes_are_made(source, target):
     # Each was made to name the nearest one: 280 GB of them.
     begin = time.process_time()
@@ -204,14 +223,19 @@ def test_a_pattern_has_its_seconds_for_keys_and_modules_together():
     mapped = None
     begin = time.process_time()
     with limits(regex_seconds=0.5), pytest.raises(LimitExceeded, match=r"takes more than 0\.5 s"):
-        mapped = map_keys(["w"], KeyRules.of([("regex", "^(a|aa)+!=>x"), ("add-prefix", "y.")], "keep"))
+        mapped = map_keys(
+            ["w"], KeyRules.of([("regex", "^(a|aa)+!=>x"), ("add-prefix", "y.")], "keep")
+        )
         for path in paths:
             mapped.module_path(path)
     assert time.process_time() - begin < SECONDS
 
 
 def headed(path: Path, keys: Sequence[str]) -> Path:
-    header = {key: {"dtype": "F32", "shape": [1], "data_offsets": [4 * at, 4 * at + 4]} for at, key in enumerate(keys)}
+    header = {
+        key: {"dtype": "F32", "shape": [1], "data_offsets": [4 * at, 4 * at + 4]}
+        for at, key in enumerate(keys)
+    }
     raw = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(4 * len(keys)))
     return path

@@ -1,4 +1,6 @@
-"""Files of key rules: JSON, TOML and YAML say what the command line says; what is wrong in them is told with its line."""
+"""Files of key rules: JSON, TOML and YAML say what the command line says; what is wrong in them is
+told with its line.
+"""
 
 from __future__ import annotations
 
@@ -79,15 +81,27 @@ def test_a_table_renames_names_with_equals_signs(tmp_path):
 
 def test_a_file_takes_its_place_among_the_options(tmp_path):
     (tmp_path / "rules.json").write_text('[{"strip-prefix": "a."}, {"add-prefix": "b."}]')
-    options = ("--add-prefix", "a.", "--rules", "rules.json", "--rename", "b.features.=f.", "-n", "--json")
+    options = (
+        "--add-prefix",
+        "a.",
+        "--rules",
+        "rules.json",
+        "--rename",
+        "b.features.=f.",
+        "-n",
+        "--json",
+    )
     renamed = run("convert", DDP, "out.pt", *options, cwd=tmp_path).json()["keys"][0]["renamed"]
     assert ["module.features.0.weight", "f.0.weight"] in renamed
     assert ["module.classifier.bias", "b.classifier.bias"] in renamed
 
 
 WRONG = {
-    "no_rule.json": ('[\n {"add-prefix": "x."},\n\n {"strip-prefx": "y."}]', "line 4: strip-prefx: there is no rule"),
-    "no_text.json": ('{"n": {"rules": []},\n"rules": [{"exclude": "x"}, \n{"rename": {"a": 3}}]}', "line 3: rename: its value"),
+    "no_rule.json": ('[\n {"add-prefix": "x."},\n\n {"strip-prefx": "y."}]', "line 4: "
+                                                                             "strip-prefx: there "
+                                                                             "is no rule"),
+    "no_text.json": ('{"n": {"rules": []},\n"rules": [{"exclude": "x"}, \n{"rename": {"a": 3}}]}',
+        "line 3: rename: its value"),
     "two.json": ('[\n{"add-prefix": "x.", "exclude": "y"}]', "line 2: a rule is one name"),
     "empty.json": ('[{"rename": {"": "x"}}]', "line 1: a rule is one name"),
     "none.json": ('[{"exclude": []}]', "line 1: a rule is one name"),
@@ -101,24 +115,32 @@ WRONG = {
     "number.json": ("7", "has no list of rules"),
     "regex.json": ('[{"regex": "(=>x"}]', "line 1: regex: --regex '(=>x' is not a valid pattern"),
     "preset.json": ('[{"preset": "horovod"}]', "line 1: preset: there is no preset 'horovod'"),
-    "regex.toml": ('[[rules]]\nexclude = "x"\n\n[[rules]]\nregex = "(=>x"', "line 4: regex: --regex '(=>x' is not a valid"),
+    "regex.toml": ('[[rules]]\nexclude = "x"\n\n[[rules]]\nregex = "(=>x"', "line 4: regex: "
+                                                                            "--regex '(=>x' is "
+                                                                            "not a valid"),
     "broken.toml": ("rules = [\n{exclude = 3", "is not valid TOML"),
     "empty.toml": ("", "has no list of rules"),
     "rules.txt": ("exclude x", "does not look like a file of key rules"),
     "version.json": ('{"mapping": 2, "state_dicts": []}', "is a mapping of version 2"),
-    "empty_mapping.json": ('{"mapping": 1, "state_dicts": []}', "is a mapping without a state dict"),
-    "odd_mapping.json": ('{"mapping": 1, "state_dicts": [{"path": "", "keys": {"a": 1}}]}', "is not a mapping that ckptconv"),
+    "empty_mapping.json": ('{"mapping": 1, "state_dicts": []}',
+        "is a mapping without a state dict"),
+    "odd_mapping.json": ('{"mapping": 1, "state_dicts": [{"path": "", "keys": {"a": 1}}]}',
+        "is not a mapping that ckptconv"),
     "double_mapping.json": (
-        '{"mapping": 1, "state_dicts": [{"path": "", "keys": {"a": "c", "b": "c"}, "left_out": [], "modules": {}}]}',
+        '{"mapping": 1, "state_dicts": [{"path": "", "keys": {"a": "c", "b": "c"}, "left_out": '
+        '[], "modules": {}}]}',
         "two keys become one",
     ),
     "twice_mapping.json": (
-        '{"mapping": 1, "state_dicts": [{"path": "", "keys": {"a": "c", "a": "d"}, "left_out": [], "modules": {}}]}',
+        '{"mapping": 1, "state_dicts": [{"path": "", "keys": {"a": "c", "a": "d"}, "left_out": '
+        '[], "modules": {}}]}',
         "a name occurs in it twice",
     ),
-    "no_rule.yaml": ("rules:\n- add-prefix: x.\n\n- strip-prefx: y.\n", "line 4: strip-prefx: there is no rule"),
+    "no_rule.yaml": ("rules:\n- add-prefix: x.\n\n- strip-prefx: y.\n", "line 4: strip-prefx: "
+                                                                        "there is no rule"),
     "broken.yaml": ("rules:\n- {exclude: [x\n", "is not valid YAML"),
-    "object.yaml": ("rules:\n- !!python/object/apply:os.system [true]\n", "line 2: is not valid YAML: it has the tag"),
+    "object.yaml": ("rules:\n- !!python/object/apply:os.system [true]\n", "line 2: is not valid "
+                                                                          "YAML: it has the tag"),
     "empty.yaml": ("", "has no list of rules"),
     "alias.yaml": ("a: &a [x]\nrules:\n- exclude: *a\n", "line 1: is used again through an alias"),
     "twice.yaml": ("rules:\n- rename: {a: b, a: c}\n", "line 2: a name occurs in it twice"),
@@ -148,7 +170,19 @@ def test_yaml_without_pyyaml_says_what_to_do(tmp_path, monkeypatch):
 
 
 _WORDS = st.sampled_from(
-    [*RULE_WORDS, "rules", "mapping", "state_dicts", "path", "keys", "left_out", "modules", "", "(", "a=>\\1"]
+    [
+        *RULE_WORDS,
+        "rules",
+        "mapping",
+        "state_dicts",
+        "path",
+        "keys",
+        "left_out",
+        "modules",
+        "",
+        "(",
+        "a=>\\1",
+    ]
 )
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-1, 2) | st.floats() | _WORDS,
@@ -162,7 +196,12 @@ _STATE_DICT = st.fixed_dictionaries(dict.fromkeys(("path", "keys", "left_out", "
 @given(
     _JSON
     | st.lists(st.dictionaries(_WORDS, _JSON, min_size=1, max_size=1), min_size=1)
-    | st.fixed_dictionaries({"mapping": st.just(1), "state_dicts": st.lists(_JSON | _STATE_DICT, min_size=1, max_size=2)}),
+    | st.fixed_dictionaries(
+        {
+            "mapping": st.just(1),
+            "state_dicts": st.lists(_JSON | _STATE_DICT, min_size=1, max_size=2),
+        }
+    ),
     st.booleans(),
 )
 def test_whatever_stands_in_a_file_gives_rules_or_one_error(tmp_path, document, reverse):
@@ -188,4 +227,6 @@ def test_only_a_mapping_is_undone(tmp_path):
 def test_a_file_that_cannot_be_read_is_told(name, tmp_path):
     (tmp_path / "folder.json").mkdir()
     (tmp_path / "latin.json").write_bytes('["é"]'.encode("latin1"))
-    assert name in assert_one_error(run("convert", DDP, "out.pt", "--rules", name, cwd=tmp_path), code=2)
+    assert name in assert_one_error(
+        run("convert", DDP, "out.pt", "--rules", name, cwd=tmp_path), code=2
+    )

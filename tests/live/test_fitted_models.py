@@ -1,5 +1,6 @@
-"""Real models, wrapped as training wraps them, saved, converted with `--like` or `--model`, and loaded strictly: they compute
-the same, bit for bit. `load_into` does so without a conversion."""
+"""Real models, wrapped as training wraps them, saved, converted with `--like` or `--model`, and
+loaded strictly: they compute the same, bit for bit. `load_into` does so without a conversion.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,11 @@ each_family = pytest.mark.parametrize(
     ],
 )
 each_wrapping = pytest.mark.parametrize(
-    "wrapping", [pytest.param(name, marks=needs("lightning") if "Lightning" in name else ()) for name in families.wrappings()]
+    "wrapping",
+    [
+        pytest.param(name, marks=needs("lightning") if "Lightning" in name else ())
+        for name in families.wrappings()
+    ],
 )
 
 
@@ -47,7 +52,9 @@ def wrapped(family: str, wrapping: str, seed: int = 0) -> torch.nn.Module:
 
 
 def computes_the_same(family: str, state_dict: dict[str, torch.Tensor], seed: int = 0) -> bool:
-    """Whether a model with these values computes what the one of `seed` does; they are loaded strictly."""
+    """Whether a model with these values computes what the one of `seed` does; they are loaded
+    strictly.
+    """
     model = families.build(family, seed + 1)
     expected = families.forward(family, families.build(family, seed))
     assert not torch.equal(families.forward(family, model), expected)
@@ -60,11 +67,15 @@ def computes_the_same(family: str, state_dict: dict[str, torch.Tensor], seed: in
 def test_a_wrapped_model_is_converted_like_a_bare_one(family, wrapping, tmp_path):
     torch.save(wrapped(family, wrapping).state_dict(), tmp_path / "wrapped.pt")
     torch.save(families.build(family, 5).state_dict(), tmp_path / "bare.pt")
-    convert_checkpoint(tmp_path / "wrapped.pt", tmp_path / "out.pt", like=tmp_path / "bare.pt", keys="keep")
+    convert_checkpoint(
+        tmp_path / "wrapped.pt", tmp_path / "out.pt", like=tmp_path / "bare.pt", keys="keep"
+    )
     found = torch.load(tmp_path / "out.pt", weights_only=True)
     assert computes_the_same(family, found)
     expected = families.build(family).state_dict()
-    assert set(found._metadata) >= {path for path in expected._metadata if any(key.startswith(f"{path}.") for key in expected)}
+    assert set(found._metadata) >= {
+        path for path in expected._metadata if any(key.startswith(f"{path}.") for key in expected)
+    }
 
 
 @each_wrapping
@@ -73,7 +84,9 @@ def test_a_bare_model_is_loaded_into_a_wrapped_one(family, wrapping, tmp_path):
     torch.save(families.build(family).state_dict(), tmp_path / "bare.pt")
     model = wrapped(family, wrapping, 1)
     assert load_into(model, tmp_path / "bare.pt").fits
-    plain = OrderedDict(zip(families.build(family).state_dict(), model.state_dict().values(), strict=True))
+    plain = OrderedDict(
+        zip(families.build(family).state_dict(), model.state_dict().values(), strict=True)
+    )
     assert computes_the_same(family, plain)
 
 
@@ -87,12 +100,16 @@ def test_a_training_checkpoint_is_fitted_to_a_wrapped_one(family, tmp_path):
     model = wrapped(family, "compile(DDP)", 2)
     model.load_state_dict(found["model"], strict=True)
     assert found["epoch"] == 3
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), tree["model"].values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(model.state_dict().values(), tree["model"].values(), strict=True)
+    )
 
 
 @needs("transformers", "peft")
 @pytest.mark.parametrize(
-    "wrapping", ["DataParallel", "DDP(compile)", pytest.param("Lightning(compile)", marks=needs("lightning"))]
+    "wrapping",
+    ["DataParallel", "DDP(compile)", pytest.param("Lightning(compile)", marks=needs("lightning"))],
 )
 @pytest.mark.parametrize("family", families.ADAPTED)
 def test_a_model_with_adapters_is_fitted_to_its_like_and_to_its_base(family, wrapping, tmp_path):
@@ -106,8 +123,15 @@ def test_a_model_with_adapters_is_fitted_to_its_like_and_to_its_base(family, wra
 
     torch.save(families.build(family, 3).state_dict(), tmp_path / "base.pt")
     with pytest.raises(KeyMismatch, match=r"unexpected \(.*lora_A.*--drop-unexpected"):
-        convert_checkpoint(tmp_path / "wrapped.pt", tmp_path / "base_out.pt", like=tmp_path / "base.pt")
-    convert_checkpoint(tmp_path / "wrapped.pt", tmp_path / "base_out.pt", like=tmp_path / "base.pt", drop_unexpected=True)
+        convert_checkpoint(
+            tmp_path / "wrapped.pt", tmp_path / "base_out.pt", like=tmp_path / "base.pt"
+        )
+    convert_checkpoint(
+        tmp_path / "wrapped.pt",
+        tmp_path / "base_out.pt",
+        like=tmp_path / "base.pt",
+        drop_unexpected=True,
+    )
     assert computes_the_same(family, torch.load(tmp_path / "base_out.pt", weights_only=True))
 
 
@@ -136,9 +160,13 @@ def test_a_removed_and_a_reshaped_tensor_are_refused_by_name(family, wrapping, t
 
 @each_family
 def test_a_model_that_is_named_is_built_without_memory(family, tmp_path, monkeypatch):
-    (tmp_path / f"named_{family}.py").write_text(f"import families\ndef build():\n    return families.build({family!r})\n")
+    (tmp_path / f"named_{family}.py").write_text(
+        f"import families\ndef build():\n    return families.build({family!r})\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
-    expected = {key: tuple(value.shape) for key, value in families.build(family).state_dict().items()}
+    expected = {
+        key: tuple(value.shape) for key, value in families.build(family).state_dict().items()
+    }
     assert model_shapes(f"named_{family}:build")[0] == expected
     torch.save(wrapped(family, "DDP(compile)").state_dict(), tmp_path / "wrapped.pt")
     convert_checkpoint(tmp_path / "wrapped.pt", tmp_path / "out.pt", model=f"named_{family}:build")
@@ -153,7 +181,9 @@ def test_what_save_pretrained_leaves_out_is_filled(family, tmp_path, monkeypatch
     model.save_pretrained(tmp_path / "hub")
     with safe_open(tmp_path / "hub" / "model.safetensors", "pt") as file:
         assert len(file.keys()) < len(model.state_dict()), "a tied name is left out"
-    (tmp_path / f"tied_{family}.py").write_text(f"import families\ndef build():\n    return families.build({family!r})\n")
+    (tmp_path / f"tied_{family}.py").write_text(
+        f"import families\ndef build():\n    return families.build({family!r})\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     torch.save(families.build(family, 3).state_dict(), tmp_path / "like.pt")
     for target in ({"model": f"tied_{family}:build"}, {"like": tmp_path / "like.pt"}):

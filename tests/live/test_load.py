@@ -1,4 +1,6 @@
-"""Live tensors: what `load_portable` gives, `load_into` fits and `save_portable` writes is what torch itself would."""
+"""Live tensors: what `load_portable` gives, `load_into` fits and `save_portable` writes is what
+torch itself would.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ from helpers.paths import SAMPLES
 
 thorough = settings(max_examples=150, deadline=None)
 quick = settings(max_examples=40, deadline=None)
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
+)
 SAMPLES = sorted(path.name for path in SAMPLES.glob("*.pt"))
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this host has CUDA")
 
@@ -53,7 +57,7 @@ def saved(tree: Any, folder: Path, tag: str = "cpu") -> Path:
     return folder / "saved.pt"
 
 
-# ------------------------------------------------------------------------------------------------------- load_portable
+# ------------------------------------------------------------------------------------ load_portable
 
 
 @given(trees.trees(), st.booleans())
@@ -67,7 +71,11 @@ def test_a_whole_tree_is_what_torch_loads(drawn, mmap):
 @given(trees.state_dicts(plain=True), st.booleans(), st.booleans())
 @thorough
 def test_the_state_dict_comes_under_bare_keys(drawn, inside, mmap):
-    tree = {"epoch": 3, "state_dict": drawn.tree, "optimizer": {"state": {}, "param_groups": []}} if inside else drawn.tree
+    tree = (
+        {"epoch": 3, "state_dict": drawn.tree, "optimizer": {"state": {}, "param_groups": []}}
+        if inside
+        else drawn.tree
+    )
     with tempfile.TemporaryDirectory() as folder:
         path = saved(tree, Path(folder), "cuda:3")
         source = oracle.load(path)["state_dict"] if inside else oracle.load(path)
@@ -105,7 +113,9 @@ def test_other_files_formats_load_the_same(tmp_path, samples):
         key: oracle.value_bytes(value) for key, value in theirs.items()
     }
     assert loaded["lm_head.weight"].data_ptr() == loaded["embed.weight"].data_ptr()
-    deflated = oracle.rezipped(samples / "ddp_cuda3.pt", tmp_path / "deflated.pt", compression=zipfile.ZIP_DEFLATED)
+    deflated = oracle.rezipped(
+        samples / "ddp_cuda3.pt", tmp_path / "deflated.pt", compression=zipfile.ZIP_DEFLATED
+    )
     for mmap in (True, False):
         same(load_portable(deflated, keys="keep", mmap=mmap), oracle.load(samples / "ddp_cuda3.pt"))
 
@@ -142,7 +152,9 @@ def test_special_tensors_load_as_torch_loads_them(tmp_path):
         "csr": weights.to_sparse_csr(),
         "nested": torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)]),
         "quantized": torch.quantize_per_tensor(weights, 0.1, 3, torch.qint8),
-        "channels": torch.quantize_per_channel(weights, torch.ones(2), torch.zeros(2), 0, torch.quint8),
+        "channels": torch.quantize_per_channel(
+            weights, torch.ones(2), torch.zeros(2), 0, torch.quint8
+        ),
         "parameter": nn.Parameter(weights),
         "frozen": nn.Parameter(weights.clone(), requires_grad=False),
         "buffer": nn.Buffer(torch.ones(2)),
@@ -174,7 +186,9 @@ def test_unknown_objects_are_refused_dropped_or_kept_symbolically(tmp_path):
     assert load_portable(path, whole=True, unknown="drop")["deque"] == [None]
     kept = load_portable(path, whole=True, unknown="keep")
     assert "range" in repr(kept["x"]) and not callable(kept["deque"][0])
-    assert load_portable(saved({"model": {"a.b": torch.ones(1)}, "x": range(3)}, tmp_path)).keys() == {"a.b"}
+    assert load_portable(
+        saved({"model": {"a.b": torch.ones(1)}, "x": range(3)}, tmp_path)
+    ).keys() == {"a.b"}
 
 
 class Bomb:
@@ -191,7 +205,9 @@ def test_nothing_in_a_file_is_executed(tmp_path):
 
 
 def test_several_state_dicts_need_only(tmp_path):
-    path = saved({"model": {"fc.w": torch.ones(2)}, "ema": {"module.fc.w": torch.zeros(2)}}, tmp_path)
+    path = saved(
+        {"model": {"fc.w": torch.ones(2)}, "ema": {"module.fc.w": torch.zeros(2)}}, tmp_path
+    )
     with pytest.raises(AmbiguousStateDict, match="only="):
         load_portable(path)
     assert load_portable(path, only="ema")["fc.w"].sum() == 0
@@ -207,7 +223,9 @@ def test_keys_that_become_one_are_refused(tmp_path):
     assert list(load_portable(path, keys="keep")) == ["a", "_orig_mod.a"]
 
 
-@pytest.mark.parametrize("content", [b"", b"hello", b"<html>", b"\x80\x02}q\x00.", b"PK\3\4 and no more"])
+@pytest.mark.parametrize(
+    "content", [b"", b"hello", b"<html>", b"\x80\x02}q\x00.", b"PK\3\4 and no more"]
+)
 def test_what_is_no_checkpoint_says_so(content, tmp_path):
     (tmp_path / "x.pt").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"x\.pt"):
@@ -216,7 +234,7 @@ def test_what_is_no_checkpoint_says_so(content, tmp_path):
         load_portable(tmp_path / "y.pt")
 
 
-# ------------------------------------------------------------------------------------------------------- mapped or read
+# ----------------------------------------------------------------------------------- mapped or read
 
 
 def test_mapped_tensors_can_be_changed_without_changing_the_file(tmp_path):
@@ -239,7 +257,9 @@ def test_mapped_tensors_outlive_a_replaced_file_and_their_siblings(tmp_path):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts /proc/self/fd")
 @pytest.mark.parametrize("mmap", [True, False])
 def test_no_file_stays_open(samples, tmp_path, mmap):
-    deflated = oracle.rezipped(samples / "dp_cuda0.pt", tmp_path / "deflated.pt", compression=zipfile.ZIP_DEFLATED)
+    deflated = oracle.rezipped(
+        samples / "dp_cuda0.pt", tmp_path / "deflated.pt", compression=zipfile.ZIP_DEFLATED
+    )
     convert_checkpoint(samples / "dp_cuda0.pt", tmp_path / "a.safetensors")
     paths = [samples / "dp_cuda0.pt", deflated, tmp_path / "a.safetensors"]
     kept = [load_portable(path, mmap=mmap) for path in paths]
@@ -260,12 +280,15 @@ def test_what_is_read_at_once_is_checked_against_the_checksums(tmp_path):
     assert load_portable(path).keys() == {"a", "b"}
 
 
-# --------------------------------------------------------------------------------------------------------- map_location
+# ------------------------------------------------------------------------------------- map_location
 
 
 def test_map_location_as_string_device_and_auto(samples):
     for where in ("cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)):
-        same(load_portable(samples / "ddp_cuda3.pt", where, keys="keep"), oracle.load(samples / "ddp_cuda3.pt"))
+        same(
+            load_portable(samples / "ddp_cuda3.pt", where, keys="keep"),
+            oracle.load(samples / "ddp_cuda3.pt"),
+        )
     loaded = load_portable(samples / "ddp_cuda3.pt", "auto")
     assert {str(tensor.device) for tensor in loaded.values()} == {best_device()}
 
@@ -275,18 +298,27 @@ def test_map_location_as_dict_maps_exact_tags(tmp_path):
     same(load_portable(path, {"cuda:99": "cpu"}), OrderedDict(a=torch.ones(2)))
     with pytest.raises(DeviceUnavailable):
         load_portable(path, {"cuda": "cpu", "cuda:0": "cpu", "cuda:9": "cpu"})
-    assert load_portable(saved({"a": torch.ones(2)}, tmp_path), {"cuda:3": "cuda:0"})["a"].sum() == 2
+    assert (
+        load_portable(saved({"a": torch.ones(2)}, tmp_path), {"cuda:3": "cuda:0"})["a"].sum() == 2
+    )
 
 
 def test_map_location_as_a_callable_is_asked_as_torch_asks(tmp_path):
     base = torch.arange(8.0)
-    tree = {"a": base[:3], "b": base[3:], "c": torch.ones(2), "d": torch.ones(4, dtype=torch.uint16)}
+    tree = {
+        "a": base[:3],
+        "b": base[3:],
+        "c": torch.ones(2),
+        "d": torch.ones(4, dtype=torch.uint16),
+    }
     path = saved(tree, tmp_path, "cuda:3")
     asked: dict[str, list[Any]] = {"ours": [], "theirs": []}
 
     def to_cpu(name: str) -> Any:
         def call(storage: Any, tag: str) -> Any:
-            asked[name].append((type(storage), storage.nbytes(), bytes(storage), str(storage.device), tag))
+            asked[name].append(
+                (type(storage), storage.nbytes(), bytes(storage), str(storage.device), tag)
+            )
             return storage.clone()
 
         return call
@@ -305,14 +337,19 @@ def test_a_callable_that_declines_leaves_the_tag(samples):
 
 
 @without_cuda
-@pytest.mark.parametrize("where", [None, "cuda:0", "cuda", torch.device("cuda:1"), {"cuda:3": "cuda:1"}], ids=repr)
+@pytest.mark.parametrize(
+    "where", [None, "cuda:0", "cuda", torch.device("cuda:1"), {"cuda:3": "cuda:1"}], ids=repr
+)
 def test_a_device_that_is_not_here_says_what_to_do(samples, where):
     with pytest.raises(DeviceUnavailable, match=r'ddp_cuda3\.pt.*map_location="cpu"'):
         load_portable(samples / "ddp_cuda3.pt", where)
 
 
 def test_following_the_tags_works_where_they_are_cpu(samples):
-    same(load_portable(samples / "compiled.pt", None, keys="keep"), oracle.load(samples / "compiled.pt"))
+    same(
+        load_portable(samples / "compiled.pt", None, keys="keep"),
+        oracle.load(samples / "compiled.pt"),
+    )
 
 
 @pytest.mark.parametrize("where", ["meta", "disk", "cuda:x", "", 0, 1.5, b"cpu"])
@@ -321,7 +358,7 @@ def test_what_is_no_location_is_refused(samples, where):
         load_portable(samples / "compiled.pt", where)
 
 
-# ------------------------------------------------------------------------------------------------------------ load_into
+# ---------------------------------------------------------------------------------------- load_into
 
 
 class Net(nn.Module):
@@ -350,7 +387,9 @@ wrappers = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS.keys(
 
 
 @wrappers
-@pytest.mark.parametrize("name", ["dp_cuda0.pt", "compiled.pt", "ddp_compiled.pt", "fp16.pt", "namespace_train.pt"])
+@pytest.mark.parametrize(
+    "name", ["dp_cuda0.pt", "compiled.pt", "ddp_compiled.pt", "fp16.pt", "namespace_train.pt"]
+)
 def test_any_wrapping_of_the_file_loads_into_any_wrapping_of_the_model(samples, name, wrap):
     model = wrap(Net())
     result = load_into(model, samples / name)
@@ -368,7 +407,10 @@ def test_safetensors_load_into_any_wrapping(samples, tmp_path, wrap):
     model = wrap(Net())
     assert load_into(model, tmp_path / "a.safetensors").fits
     found = oracle.bare_state_dict(model.state_dict())
-    assert all(torch.equal(found[key], value) for key, value in safetensors.torch.load_file(tmp_path / "a.safetensors").items())
+    assert all(
+        torch.equal(found[key], value)
+        for key, value in safetensors.torch.load_file(tmp_path / "a.safetensors").items()
+    )
 
 
 @wrappers
@@ -382,13 +424,16 @@ def test_what_does_not_fit_is_refused_and_the_model_stays(tmp_path, wrap):
     before = {key: value.clone() for key, value in model.state_dict().items()}
     with pytest.raises(
         KeyMismatch,
-        match=r"1 missing .*linears\.0\.bias.*extra\.weight.*linears\.1\.weight is \[3, 3\], the model has \[16, 16\]",
+        match=r"1 missing .*linears\.0\.bias.*extra\.weight.*linears\.1\.weight is \[3, 3\], the "
+        r"model has \[16, 16\]",
     ):
         load_into(model, path)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     result = load_into(model, path, strict=False)
     names = dict(zip(oracle.bare_keys(list(before)), before, strict=True))
-    assert result.missing_keys == (names["linears.0.bias"],) and result.unexpected_keys == ("extra.weight",)
+    assert result.missing_keys == (names["linears.0.bias"],) and result.unexpected_keys == (
+        "extra.weight",
+    )
     assert [(one.key, one.model, one.checkpoint) for one in result.mismatched] == [
         (names["linears.1.weight"], (16, 16), (3, 3))
     ]
@@ -403,7 +448,9 @@ def test_what_does_not_fit_is_refused_and_the_model_stays(tmp_path, wrap):
 
 @wrappers
 def test_a_lost_counter_is_missing_because_metadata_says_that_there_was_one(tmp_path, wrap):
-    """BatchNorm makes a counter of its own for files older than the counter; `_metadata` tells which files are."""
+    """BatchNorm makes a counter of its own for files older than the counter; `_metadata` tells
+    which files are.
+    """
     source = nn.DataParallel(Net()).state_dict()
     del source["module.norm.num_batches_tracked"]
     with pytest.raises(KeyMismatch, match="num_batches_tracked"):
@@ -412,11 +459,17 @@ def test_a_lost_counter_is_missing_because_metadata_says_that_there_was_one(tmp_
 
 @wrappers
 def test_a_file_older_than_the_counter_loads_as_torch_loads_it(tmp_path, wrap):
-    source = {key: value for key, value in Net().state_dict().items() if not key.endswith("num_batches_tracked")}
+    source = {
+        key: value
+        for key, value in Net().state_dict().items()
+        if not key.endswith("num_batches_tracked")
+    }
     Net().load_state_dict(source, strict=True)
     model = wrap(Net())
     assert load_into(model, saved(source, tmp_path)).missing_keys == ()
-    assert torch.equal(oracle.bare_state_dict(model.state_dict())["linears.0.bias"], source["linears.0.bias"])
+    assert torch.equal(
+        oracle.bare_state_dict(model.state_dict())["linears.0.bias"], source["linears.0.bias"]
+    )
 
 
 def test_old_names_that_a_module_still_understands_load_as_torch_loads_them(tmp_path):
@@ -497,7 +550,11 @@ def test_one_other_prefix_is_fitted_both_ways(tmp_path, prefix):
 
 def test_tied_weights_stay_tied(samples):
     model = nn.Module()
-    model.embed, model.norm, model.lm_head = nn.Embedding(32, 16), nn.LayerNorm(16), nn.Linear(16, 32, bias=False)
+    model.embed, model.norm, model.lm_head = (
+        nn.Embedding(32, 16),
+        nn.LayerNorm(16),
+        nn.Linear(16, 32, bias=False),
+    )
     model.lm_head.weight = model.embed.weight
     assert load_into(model, samples / "tied.pt").fits
     assert model.lm_head.weight is model.embed.weight
@@ -507,7 +564,9 @@ def test_tied_weights_stay_tied(samples):
 def test_assigning_takes_the_tensors_of_the_file(samples):
     model = Net()
     assert load_into(model, samples / "fp16.pt", assign=True).fits
-    assert model.linears[0].weight.dtype is torch.float16 and isinstance(model.linears[0].weight, nn.Parameter)
+    assert model.linears[0].weight.dtype is torch.float16 and isinstance(
+        model.linears[0].weight, nn.Parameter
+    )
     copied = Net()
     load_into(copied, samples / "fp16.pt")
     assert copied.linears[0].weight.dtype is torch.float32
@@ -515,7 +574,9 @@ def test_assigning_takes_the_tensors_of_the_file(samples):
 
 def test_a_part_is_chosen_with_only(tmp_path):
     first, second = Net(), Net()
-    path = saved({"model": first.state_dict(), "ema": nn.DataParallel(second).state_dict()}, tmp_path)
+    path = saved(
+        {"model": first.state_dict(), "ema": nn.DataParallel(second).state_dict()}, tmp_path
+    )
     model = Net()
     with pytest.raises(AmbiguousStateDict):
         load_into(model, path)
@@ -523,7 +584,7 @@ def test_a_part_is_chosen_with_only(tmp_path):
     assert torch.equal(model.linears[0].weight, second.linears[0].weight)
 
 
-# --------------------------------------------------------------------------------------------------------- save_portable
+# ------------------------------------------------------------------------------------ save_portable
 
 
 @given(trees.trees())
@@ -577,7 +638,11 @@ def test_a_training_checkpoint_is_saved_whole(tmp_path):
 
 def test_views_of_other_dtypes_may_share_a_storage(tmp_path):
     base = torch.arange(8.0)
-    tree = {"floats": base, "integers": base.view(torch.int32), "bytes": base.view(torch.uint8)[4:9]}
+    tree = {
+        "floats": base,
+        "integers": base.view(torch.int32),
+        "bytes": base.view(torch.uint8)[4:9],
+    }
     with pytest.raises(RuntimeError):
         torch.save(tree, tmp_path / "theirs.pt")
     save_portable(tree, tmp_path / "ours.pt")
@@ -585,7 +650,12 @@ def test_views_of_other_dtypes_may_share_a_storage(tmp_path):
 
 
 def test_bytes_of_every_value_are_kept_apart(tmp_path):
-    tree = {"w": torch.ones(1), "all": [bytes([number]) for number in range(256)], b"key": b"", b"other": bytearray(b"x")}
+    tree = {
+        "w": torch.ones(1),
+        "all": [bytes([number]) for number in range(256)],
+        b"key": b"",
+        b"other": bytearray(b"x"),
+    }
     save_portable(tree, tmp_path / "ours.pt")
     same(oracle.load(tmp_path / "ours.pt"), tree)
 
@@ -635,7 +705,9 @@ def test_a_loaded_file_can_be_saved_over_itself(tmp_path):
     save_portable({"a": torch.arange(100_000)}, path)
     loaded = load_portable(path)
     save_portable(loaded, path, force=True)
-    assert torch.equal(load_portable(path)["a"], torch.arange(100_000)) and torch.equal(loaded["a"], torch.arange(100_000))
+    assert torch.equal(load_portable(path)["a"], torch.arange(100_000)) and torch.equal(
+        loaded["a"], torch.arange(100_000)
+    )
 
 
 def test_a_cast_and_a_format_can_be_asked_for(tmp_path):
@@ -651,5 +723,9 @@ def test_what_grad_and_graph_surround_is_saved_as_its_values(tmp_path):
     tree = {"leaf": leaf, "result": leaf * 2, "detached": leaf.detach(), "inference": torch.ones(2)}
     save_portable(tree, tmp_path / "ours.pt")
     found = oracle.load(tmp_path / "ours.pt")
-    assert found["result"].requires_grad and found["result"].is_leaf and found["result"].tolist() == [2, 2, 2]
+    assert (
+        found["result"].requires_grad
+        and found["result"].is_leaf
+        and found["result"].tolist() == [2, 2, 2]
+    )
     assert found["leaf"].data_ptr() == found["detached"].data_ptr()

@@ -1,6 +1,8 @@
-"""Sparse, quantized and nested tensors: what torch would rebuild without a look is held against its sizes first.
+"""Sparse, quantized and nested tensors: what torch would rebuild without a look is held against its
+sizes first.
 
-The oracle is torch's own check, which it leaves out when it loads (`check_sparse_tensor_invariants`), and its buffers.
+The oracle is torch's own check, which it leaves out when it loads
+(`check_sparse_tensor_invariants`), and its buffers.
 """
 
 from __future__ import annotations
@@ -30,13 +32,25 @@ Parts = dict[str, torch.Tensor]
 LONG = torch.int64
 
 
-def coo(indices: list[list[int]], size: list[int], values: torch.Tensor | None = None, coalesced: bool = False) -> Any:
+def coo(
+    indices: list[list[int]],
+    size: list[int],
+    values: torch.Tensor | None = None,
+    coalesced: bool = False,
+) -> Any:
     given = torch.ones(len(indices[0])) if values is None else values
-    recipe = {"encoding": "sparse", "layout": "torch.sparse_coo", "size": size, "coalesced": coalesced}
+    recipe = {
+        "encoding": "sparse",
+        "layout": "torch.sparse_coo",
+        "size": size,
+        "coalesced": coalesced,
+    }
     return recipe, {"indices": torch.tensor(indices, dtype=LONG), "values": given}
 
 
-def compressed(layout: str, crow: Any, col: Any, size: list[int], values: torch.Tensor | None = None) -> Any:
+def compressed(
+    layout: str, crow: Any, col: Any, size: list[int], values: torch.Tensor | None = None
+) -> Any:
     columns = torch.as_tensor(col, dtype=LONG)
     parts = {"compressed_indices": torch.as_tensor(crow, dtype=LONG), "plain_indices": columns}
     return (
@@ -48,18 +62,33 @@ def compressed(layout: str, crow: Any, col: Any, size: list[int], values: torch.
 def channels(axis: Any, scales: int, zeros: list[int], dtype: str = "qint8") -> Any:
     recipe = {"encoding": "quantized", "dtype": dtype, "scheme": "per_channel_affine", "axis": axis}
     integers = torch.ones(2, 3, dtype=torch.int8 if dtype == "qint8" else torch.uint8)
-    parts = {"integers": integers, "scales": torch.ones(scales, dtype=torch.float64), "zero_points": torch.tensor(zeros)}
+    parts = {
+        "integers": integers,
+        "scales": torch.ones(scales, dtype=torch.float64),
+        "zero_points": torch.tensor(zeros),
+    }
     return recipe, parts
 
 
 def whole(zero_point: int, dtype: str = "qint8") -> Any:
-    recipe = {"encoding": "quantized", "dtype": dtype, "scheme": "per_tensor_affine", "scale": 0.5, "zero_point": zero_point}
-    return recipe, {"integers": torch.ones(3, dtype={"qint8": torch.int8, "quint8": torch.uint8}[dtype])}
+    recipe = {
+        "encoding": "quantized",
+        "dtype": dtype,
+        "scheme": "per_tensor_affine",
+        "scale": 0.5,
+        "zero_point": zero_point,
+    }
+    return recipe, {
+        "integers": torch.ones(3, dtype={"qint8": torch.int8, "quint8": torch.uint8}[dtype])
+    }
 
 
 def nested(sizes: Any, strides: Any, offsets: Any, count: int = 6) -> Any:
     given = {"sizes": sizes, "strides": strides, "offsets": offsets}
-    return {"encoding": "nested"}, {"buffer": torch.ones(count), **{name: torch.tensor(part) for name, part in given.items()}}
+    return {"encoding": "nested"}, {
+        "buffer": torch.ones(count),
+        **{name: torch.tensor(part) for name, part in given.items()},
+    }
 
 
 FAR = 1 << 40
@@ -68,16 +97,19 @@ HUGE_SCALE[0]["scale"] = 10**400
 INTEGER_SCALES = channels(1, 3, [0, 0, 0])
 INTEGER_SCALES[1]["scales"] = torch.ones(3, dtype=LONG)
 BAD: dict[str, tuple[Any, str]] = {
-    "coo, too large": (coo([[0, 5], [0, 0]], [2, 2]), "an index of a sparse tensor is 5, where its size is 2"),
+    "coo, too large": (coo([[0, 5], [0, 0]], [2, 2]), "an index of a sparse tensor is 5, where "
+                                                      "its size is 2"),
     "coo, far": (coo([[FAR], [0]], [2, 2]), "an index"),
     "coo, negative": (coo([[0], [-1]], [2, 2]), "an index of a sparse tensor is -1"),
     "coo, into an empty size": (coo([[0]], [0]), "an index"),
     "coo, values of another count": (coo([[0], [0]], [2, 2], torch.ones(3)), "do not fit"),
     "coo, values of another shape": (coo([[0]], [2, 3], torch.ones(1, 4)), "do not fit"),
     "coo, size overflows": (coo([[0], [0], [0]], [1 << 62, 1 << 62, 4]), "its size"),
-    "coo, not coalesced": (coo([[1, 0], [0, 1]], [2, 2], coalesced=True), "says that it is coalesced"),
+    "coo, not coalesced": (coo([[1, 0], [0, 1]], [2, 2], coalesced=True), "says that it is "
+                                                                          "coalesced"),
     "coo, twice": (coo([[1, 1], [0, 0]], [2, 2], coalesced=True), "says that it is coalesced"),
-    "csr, column too large": (compressed("csr", [0, 1, 2], [0, 7], [2, 2]), "an index of a sparse tensor is 7"),
+    "csr, column too large": (compressed("csr", [0, 1, 2], [0, 7], [2, 2]), "an index of a sparse "
+                                                                            "tensor is 7"),
     "csr, column negative": (compressed("csr", [0, 1, 2], [0, -1], [2, 2]), "an index"),
     "csr, not from 0": (compressed("csr", [1, 1, 2], [0, 1], [2, 2]), "rise from 0 to 2"),
     "csr, not to the end": (compressed("csr", [0, 1, 1], [0, 1], [2, 2]), "rise from 0 to 2"),
@@ -85,29 +117,39 @@ BAD: dict[str, tuple[Any, str]] = {
     "csr, falling": (compressed("csr", [0, 2, 1, 2], [0, 1], [3, 2]), "rise from 0 to 2"),
     "csr, too few rows": (compressed("csr", [0, 2], [0, 1], [2, 2]), "do not fit"),
     "csr, of a vector": (compressed("csr", [0, 2], [0, 1], [2]), "do not fit"),
-    "csr, second of a batch": (compressed("csr", [[0, 1], [0, 2]], [[0], [0]], [2, 1, 1]), "rise from 0 to 1"),
-    "csc, row too large": (compressed("csc", [0, 1, 2, 2], [0, 2], [2, 3]), "an index of a sparse tensor is 2"),
-    "bsr, block does not divide": (compressed("bsr", [0, 1], [0], [2, 3], torch.ones(1, 2, 2)), "do not fit"),
+    "csr, second of a batch": (compressed("csr", [[0, 1], [0, 2]], [[0], [0]], [2, 1, 1]),
+        "rise from 0 to 1"),
+    "csc, row too large": (compressed("csc", [0, 1, 2, 2], [0, 2], [2, 3]), "an index of a sparse "
+                                                                            "tensor is 2"),
+    "bsr, block does not divide": (compressed("bsr", [0, 1], [0], [2, 3], torch.ones(1, 2, 2)),
+        "do not fit"),
     "bsr, values without blocks": (compressed("bsr", [0, 1, 2], [0, 1], [2, 2]), "do not fit"),
     "bsr, empty block": (compressed("bsr", [0, 1], [0], [2, 2], torch.ones(1, 0, 2)), "do not fit"),
-    "bsr, column too large": (compressed("bsr", [0, 1], [1], [2, 2], torch.ones(1, 2, 2)), "an index"),
+    "bsr, column too large": (compressed("bsr", [0, 1], [1], [2, 2], torch.ones(1, 2, 2)),
+        "an index"),
     "bsc, row too large": (compressed("bsc", [0, 1], [2], [4, 2], torch.ones(1, 2, 2)), "an index"),
-    "per tensor, zero point": (whole(128), r"its zero point is not a value of qint8 \(-128 to 127\)"),
+    "per tensor, zero point": (whole(128),
+        r"its zero point is not a value of qint8 \(-128 to 127\)"),
     "per tensor, unsigned": (whole(-1, "quint8"), "its zero point is not a value of quint8"),
     "per channel, scales of integers": (INTEGER_SCALES, "its scales are not floating numbers"),
     "per channel, too few scales": (channels(1, 2, [0, 0, 0]), "for each of its 3 channels"),
     "per channel, too many zero points": (channels(0, 2, [0, 0, 0]), "for each of its 2 channels"),
-    "per channel, zero point": (channels(0, 2, [0, 300]), "a zero point is not a number from -128 to 127"),
-    "nested, beyond the buffer": (nested([[2, 3]], [[3, 1]], [1]), "reaches beyond its buffer of 6 elements"),
+    "per channel, zero point": (channels(0, 2, [0, 300]), "a zero point is not a number from -128 "
+                                                          "to 127"),
+    "nested, beyond the buffer": (nested([[2, 3]], [[3, 1]], [1]), "reaches beyond its buffer of "
+                                                                   "6 elements"),
     "nested, far": (nested([[2, 3]], [[FAR, 1]], [0]), "reaches beyond"),
-    "nested, overflowing": (nested([[1 << 62, 2]], [[4, 1 << 61]], [0]), "sizes or strides that are too large"),
+    "nested, overflowing": (nested([[1 << 62, 2]], [[4, 1 << 61]], [0]), "sizes or strides that "
+                                                                         "are too large"),
     "nested, negative size": (nested([[-1, 3]], [[3, 1]], [0]), "negative"),
     "nested, negative stride": (nested([[2, 3]], [[-3, 1]], [3]), "negative"),
     "nested, negative offset": (nested([[2, 3]], [[3, 1]], [-8]), "negative"),
     "nested, more than there is": (nested([[1000, 6]], [[0, 1]], [0]), "claims 6000 elements"),
     "nested, strides of others": (nested([[2, 3]], [[3]], [0]), "a nested tensor has sizes of"),
-    "nested, offsets of others": (nested([[2, 3]], [[3, 1]], [0, 0]), "a nested tensor has sizes of"),
-    "nested, no tensors with sizes": (nested(torch.zeros(0, 1), torch.zeros(0, 1), [], 0), "a nested tensor without tensors"),
+    "nested, offsets of others": (nested([[2, 3]], [[3, 1]], [0, 0]),
+        "a nested tensor has sizes of"),
+    "nested, no tensors with sizes": (nested(torch.zeros(0, 1), torch.zeros(0, 1), [], 0),
+        "a nested tensor without tensors"),
     "nested, floats": (nested([[2.0, 3.0]], [[3.0, 1.0]], [0.0]), "not int64"),
 }  # fmt: skip
 
@@ -136,13 +178,22 @@ def torch_file(folder: Path, recipe: dict[str, Any], parts: Parts) -> Path:
     if recipe["encoding"] == "sparse":
         layout = Rebuilt(torch.serialization._get_layout, (recipe["layout"],))
         flags = (recipe["coalesced"],) if "coalesced" in recipe else ()
-        value = Rebuilt(torch._utils._rebuild_sparse_tensor, (layout, (*tensors, torch.Size(recipe["size"]), *flags)))
+        value = Rebuilt(
+            torch._utils._rebuild_sparse_tensor,
+            (layout, (*tensors, torch.Size(recipe["size"]), *flags)),
+        )
     elif recipe["encoding"] == "nested":
         value = Rebuilt(torch._utils._rebuild_nested_tensor, tensors)
     else:
-        made = torch.quantize_per_tensor(parts["integers"].float(), 1.0, 0, getattr(torch, recipe["dtype"]))
+        made = torch.quantize_per_tensor(
+            parts["integers"].float(), 1.0, 0, getattr(torch, recipe["dtype"])
+        )
         scheme = getattr(torch, recipe["scheme"])
-        params = (scheme, recipe["scale"], recipe["zero_point"]) if len(parts) == 1 else (scheme, *tensors[1:], recipe["axis"])
+        params = (
+            (scheme, recipe["scale"], recipe["zero_point"])
+            if len(parts) == 1
+            else (scheme, *tensors[1:], recipe["axis"])
+        )
         shape = tuple(made.shape)
         args = (made._typed_storage(), 0, shape, made.stride(), params, False, OrderedDict())
         value = Rebuilt(torch._utils._rebuild_qtensor, args)
@@ -152,7 +203,9 @@ def torch_file(folder: Path, recipe: dict[str, Any], parts: Parts) -> Path:
 
 @pytest.mark.parametrize("name", BAD)
 @pytest.mark.parametrize("file", [recipe_file, torch_file])
-def test_parts_that_do_not_fit_are_refused_before_they_are_loaded_or_converted(file, name, tmp_path):
+def test_parts_that_do_not_fit_are_refused_before_they_are_loaded_or_converted(
+    file, name, tmp_path
+):
     (recipe, parts), told = BAD[name]
     path = file(tmp_path, recipe, parts)
     for attempt in (
@@ -169,7 +222,9 @@ def test_parts_that_do_not_fit_are_refused_before_they_are_loaded_or_converted(f
 
 def test_an_axis_that_is_none_is_refused(tmp_path):
     path = torch_file(tmp_path, *channels(2, 3, [0, 0, 0]))
-    with pytest.raises(MalformedCheckpoint, match=r"odd: its axis 2 is not one of the 2 of its shape"):
+    with pytest.raises(
+        MalformedCheckpoint, match=r"odd: its axis 2 is not one of the 2 of its shape"
+    ):
         convert_checkpoint(path, tmp_path / "out.pt")
     with pytest.raises(MalformedCheckpoint, match="odd"):
         load_portable(recipe_file(tmp_path, *channels(2, 3, [0, 0, 0])))
@@ -183,7 +238,9 @@ def test_an_axis_that_is_none_is_refused(tmp_path):
     ],
 )
 def test_a_sparse_tensor_within_a_parameter_or_a_subclass_is_checked_too(wrapped, tmp_path):
-    bad = torch.sparse_coo_tensor(torch.tensor([[7], [0]]), torch.ones(1), (2, 2), check_invariants=False)
+    bad = torch.sparse_coo_tensor(
+        torch.tensor([[7], [0]]), torch.ones(1), (2, 2), check_invariants=False
+    )
     torch.save({"w": torch.ones(1), "odd": wrapped(bad)}, tmp_path / "odd.pt")
     for output in ("out.pt", "out.safetensors"):
         with pytest.raises(CheckpointError, match=r"odd(\.<argument 0>)?: "):
@@ -214,50 +271,72 @@ def test_a_large_one_is_read_to_its_end(tmp_path):
 
 
 def test_what_is_odd_but_right_is_taken(tmp_path):
-    """Empty ones, columns that are not sorted, views of a nested tensor: what torch itself saves and computes with."""
+    """Empty ones, columns that are not sorted, views of a nested tensor: what torch itself saves
+    and computes with.
+    """
     two = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)])
     scales, numbers = torch.rand(4) + 0.1, torch.rand(4, 6)
     tree = {
-        "coo, of no dimensions": torch.sparse_coo_tensor(torch.empty(0, 1, dtype=LONG), torch.ones(1), ()),
-        "coo, empty size": torch.sparse_coo_tensor(torch.empty(2, 0, dtype=LONG), torch.empty(0), (0, 1 << 40)),
-        "csr, no rows": torch.sparse_csr_tensor(torch.tensor([0]), torch.empty(0, dtype=LONG), torch.empty(0), (0, 3)),
-        "csr, unsorted": torch.sparse_csr_tensor(torch.tensor([0, 2]), torch.tensor([1, 0]), torch.ones(2), (1, 2),
+        "coo, of no dimensions": torch.sparse_coo_tensor(torch.empty(0, 1, dtype=LONG),
+            torch.ones(1), ()),
+        "coo, empty size": torch.sparse_coo_tensor(torch.empty(2, 0, dtype=LONG), torch.empty(0),
+            (0, 1 << 40)),
+        "csr, no rows": torch.sparse_csr_tensor(torch.tensor([0]), torch.empty(0, dtype=LONG),
+            torch.empty(0), (0, 3)),
+        "csr, unsorted": torch.sparse_csr_tensor(torch.tensor([0, 2]), torch.tensor([1, 0]),
+            torch.ones(2), (1, 2),
                                                  check_invariants=False),
         "csr, batch": torch.stack([torch.eye(3), torch.eye(3)]).to_sparse_csr(),
         "bsr, batch of blocks": torch.ones(2, 4, 6).to_sparse_bsr((2, 3)),
         "nested, of scalars": torch.nested.nested_tensor([torch.tensor(1.0), torch.tensor(2.0)]),
         "nested, of empty ones": torch.nested.nested_tensor([torch.ones(0, 3), torch.ones(2, 3)]),
         "nested, transposed": two.transpose(1, 2),
-        "float zero points": torch.quantize_per_channel(numbers, scales, torch.rand(4), 0, torch.quint4x2),
+        "float zero points": torch.quantize_per_channel(numbers, scales, torch.rand(4), 0,
+            torch.quint4x2),
         "two bits": torch.quantize_per_channel(numbers, scales, torch.rand(4), 0, torch.quint2x4),
     }  # fmt: skip
     torch.save(tree, tmp_path / "in.pt")
     convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.pt", fsync=False, verify=True)
-    assert load_portable(tmp_path / "in.pt").keys() == oracle.load(tmp_path / "out.pt").keys() == tree.keys()
-    torch.save({"empty": torch.nested.nested_tensor([])}, tmp_path / "empty.pt")  # which torch does not load itself
+    assert (
+        load_portable(tmp_path / "in.pt").keys()
+        == oracle.load(tmp_path / "out.pt").keys()
+        == tree.keys()
+    )
+    # which torch does not load itself
+    torch.save({"empty": torch.nested.nested_tensor([])}, tmp_path / "empty.pt")
     convert_checkpoint(tmp_path / "empty.pt", tmp_path / "again.pt", fsync=False, verify=True)
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     size=st.lists(st.integers(0, 4), min_size=2, max_size=2),
     indices=st.lists(st.tuples(st.integers(-1, 4), st.integers(-1, 4)), max_size=4),
     coalesced=st.booleans(),
 )
-def test_coo_indices_are_refused_just_where_torch_s_own_check_refuses(tmp_path, size, indices, coalesced):
+def test_coo_indices_are_refused_just_where_torch_s_own_check_refuses(
+    tmp_path, size, indices, coalesced
+):
     pairs = [[row for row, _ in indices], [column for _, column in indices]]
     recipe, parts = coo(pairs, size, torch.ones(len(indices)), coalesced)
     agrees(tmp_path, recipe, parts, lambda: torch.sparse_coo_tensor(
-        parts["indices"], parts["values"], size, check_invariants=True, is_coalesced=coalesced))  # fmt: skip
+        parts["indices"], parts["values"], size, check_invariants=True,
+        is_coalesced=coalesced))  # fmt: skip
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
-    crow=st.lists(st.integers(-1, 3), min_size=3, max_size=3), col=st.sets(st.integers(-1, 3), max_size=3),
+    crow=st.lists(st.integers(-1, 3), min_size=3, max_size=3),
+    col=st.sets(st.integers(-1, 3), max_size=3),
     layout=st.sampled_from(["csr", "csc"]),
 )  # fmt: skip
 def test_compressed_indices_are_refused_just_where_they_are_wrong(tmp_path, crow, col, layout):
-    """torch's own check reads where these point before it refuses, and dies of it: it is asked of the right ones only."""
+    """torch's own check reads where these point before it refuses, and dies of it: it is asked of
+    the right ones only.
+    """
     columns = sorted(col)
     right = crow[0] == 0 and crow == sorted(crow) and crow[-1] == len(columns) and col <= {0, 1, 2}
     size = [2, 3] if layout == "csr" else [3, 2]
@@ -273,8 +352,12 @@ def test_compressed_indices_are_refused_just_where_they_are_wrong(tmp_path, crow
     agrees(tmp_path, recipe, parts, make)
 
 
-def agrees(folder: Path, recipe: dict[str, Any], parts: Parts, make: Callable[[], torch.Tensor]) -> None:
-    """Loading is refused where `make`, which has torch check, raises; and else gives the same values."""
+def agrees(
+    folder: Path, recipe: dict[str, Any], parts: Parts, make: Callable[[], torch.Tensor]
+) -> None:
+    """Loading is refused where `make`, which has torch check, raises; and else gives the same
+    values.
+    """
     path = recipe_file(folder, recipe, parts)
     try:
         expected = make()
@@ -294,6 +377,9 @@ def test_columns_are_ascending_as_tuples_are(columns):
 def test_a_scale_that_no_float_holds_is_refused(tmp_path):
     recipe, parts = HUGE_SCALE
     source = recipe_file(tmp_path, recipe, parts)
-    for attempt in (lambda: load_portable(source), lambda: convert_checkpoint(source, tmp_path / "out.pt")):
+    for attempt in (
+        lambda: load_portable(source),
+        lambda: convert_checkpoint(source, tmp_path / "out.pt"),
+    ):
         with pytest.raises(MalformedCheckpoint, match="do not fit the recipe"):
             attempt()

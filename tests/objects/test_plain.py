@@ -1,4 +1,6 @@
-"""numpy arrays and numbers in checkpoints: tensors of the same values, type and shape, as `torch.from_numpy` makes them."""
+"""numpy arrays and numbers in checkpoints: tensors of the same values, type and shape, as
+`torch.from_numpy` makes them.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,12 @@ def arrays(draw: st.DrawFn) -> np.ndarray:
     values = np.frombuffer(raw * (1 + int(np.prod(shape)) * dtype.itemsize // 16), np.uint8)
     values = values & 1 if kind == "b1" else values
     made = values[: int(np.prod(shape)) * dtype.itemsize].view(dtype).reshape(shape)
-    orders = [np.ascontiguousarray, np.asfortranarray, np.transpose, lambda array: array[::-1] if array.ndim else array]
+    orders = [
+        np.ascontiguousarray,
+        np.asfortranarray,
+        np.transpose,
+        lambda array: array[::-1] if array.ndim else array,
+    ]
     return draw(st.sampled_from(orders))(made)
 
 
@@ -53,12 +60,19 @@ def test_arrays_become_the_tensors_that_torch_makes_of_them(made, protocol):
         source = saved(tree, folder, protocol)
         convert_checkpoint(source, folder / "out.pt", fsync=False, verify=True)
         convert_checkpoint(source, folder / "out.safetensors", fsync=False, verify=True)
-        loaded = [oracle.load(folder / "out.pt"), load_portable(source), load_portable(folder / "out.safetensors")]
+        loaded = [
+            oracle.load(folder / "out.pt"),
+            load_portable(source),
+            load_portable(folder / "out.safetensors"),
+        ]
     for found in loaded:
         assert set(found) == set(tree)
         for number, array in enumerate(made):
             expected = native(array)
-            assert found[f"array{number}"].dtype == expected.dtype and found[f"array{number}"].shape == expected.shape
+            assert (
+                found[f"array{number}"].dtype == expected.dtype
+                and found[f"array{number}"].shape == expected.shape
+            )
             assert oracle.value_bytes(found[f"array{number}"]) == oracle.value_bytes(expected)
 
 
@@ -71,7 +85,14 @@ def test_the_summary_tells_which_arrays_and_numbers_were_rewritten(tmp_path):
     assert [item.path for item in plan.skipped] == ["note"]
 
 
-NUMBERS = [np.float64(0.1), np.float16(2.5), np.int8(-3), np.bool_(True), np.uint64(2**63), np.complex64(1j)]
+NUMBERS = [
+    np.float64(0.1),
+    np.float16(2.5),
+    np.int8(-3),
+    np.bool_(True),
+    np.uint64(2**63),
+    np.complex64(1j),
+]
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=repr)
@@ -97,7 +118,10 @@ def test_one_array_under_two_names_is_one_tensor(tmp_path):
 
 
 def test_arrays_of_a_state_dict_are_cast_like_its_tensors(tmp_path):
-    tree = {"w": torch.ones(2), "a": np.asfortranarray(np.random.default_rng(0).normal(size=(3, 4)))}
+    tree = {
+        "w": torch.ones(2),
+        "a": np.asfortranarray(np.random.default_rng(0).normal(size=(3, 4))),
+    }
     source = saved({"state_dict": tree, "mean": np.ones(3)}, tmp_path)
     convert_checkpoint(source, tmp_path / "out.pt", dtype="bf16", fsync=False, verify=True)
     found = oracle.load(tmp_path / "out.pt")
@@ -105,21 +129,35 @@ def test_arrays_of_a_state_dict_are_cast_like_its_tensors(tmp_path):
     assert found["mean"].dtype is torch.float64
     with pytest.raises(CheckpointError, match="would leave out 1 other tensor: mean"):
         convert_checkpoint(source, tmp_path / "out.safetensors")
-    convert_checkpoint(source, tmp_path / "out.safetensors", dtype="bf16", only="state_dict", fsync=False, verify=True)
-    assert torch.equal(load_file(tmp_path / "out.safetensors")["a"], torch.from_numpy(tree["a"]).to(torch.bfloat16))
+    convert_checkpoint(
+        source,
+        tmp_path / "out.safetensors",
+        dtype="bf16",
+        only="state_dict",
+        fsync=False,
+        verify=True,
+    )
+    assert torch.equal(
+        load_file(tmp_path / "out.safetensors")["a"], torch.from_numpy(tree["a"]).to(torch.bfloat16)
+    )
 
 
 def test_a_dict_of_arrays_is_a_state_dict(tmp_path):
     tree = {"fc.weight": np.eye(2, dtype="f4"), "fc.bias": np.zeros(2, dtype="f4")}
     source = saved(tree, tmp_path)
-    assert {key: value.tolist() for key, value in load_portable(source).items()} == {k: v.tolist() for k, v in tree.items()}
+    assert {key: value.tolist() for key, value in load_portable(source).items()} == {
+        k: v.tolist() for k, v in tree.items()
+    }
     convert_checkpoint(source, tmp_path / "out.safetensors", fsync=False, verify=True)
     assert set(load_file(tmp_path / "out.safetensors")) == set(tree)
 
 
 def test_arrays_elsewhere_do_not_hide_the_state_dict(tmp_path):
     weights = {"fc.weight": torch.ones(2, 2)}
-    for tree in ({"net": weights, "scaler": {"mean": np.ones(2)}}, {**weights, "meta": {"mean": np.ones(2)}}):
+    for tree in (
+        {"net": weights, "scaler": {"mean": np.ones(2)}},
+        {**weights, "meta": {"mean": np.ones(2)}},
+    ):
         with open_checkpoint(saved(tree, tmp_path)) as checkpoint:
             assert dict(checkpoint.state_dict().tensors()).keys() == weights.keys()
 
@@ -136,7 +174,9 @@ def test_arrays_elsewhere_do_not_hide_the_state_dict(tmp_path):
     ids=["object", "text", "date", "structure", "long double"],
 )
 @pytest.mark.parametrize("protocol", [2, 5])
-def test_an_array_that_no_tensor_can_hold_is_refused_with_its_place(array, told, protocol, tmp_path):
+def test_an_array_that_no_tensor_can_hold_is_refused_with_its_place(
+    array, told, protocol, tmp_path
+):
     source = saved({"w": torch.ones(1), "stats": {"odd": array}}, tmp_path, protocol)
     with pytest.raises(RefusedObject, match=rf"stats\.odd: {told}"):
         convert_checkpoint(source, tmp_path / "out.pt")
@@ -149,7 +189,12 @@ def test_unknown_keep_keeps_the_array(tmp_path):
     source = saved({"w": torch.ones(1), "a": array}, tmp_path)
     convert_checkpoint(source, tmp_path / "out.pt", unknown="keep", fsync=False, verify=True)
     found = oracle.load(tmp_path / "out.pt", weights_only=False)["a"]
-    assert type(found) is np.ndarray and found.dtype == array.dtype and found.flags.f_contiguous and (found == array).all()
+    assert (
+        type(found) is np.ndarray
+        and found.dtype == array.dtype
+        and found.flags.f_contiguous
+        and (found == array).all()
+    )
 
 
 class Elsewhere:
@@ -165,7 +210,11 @@ class Elsewhere:
 @pytest.mark.parametrize(
     ("function", "values", "dtype"),
     [
-        ("_rebuild_device_tensor_from_numpy", np.asfortranarray(np.arange(6.0).reshape(2, 3)), torch.float64),
+        (
+            "_rebuild_device_tensor_from_numpy",
+            np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+            torch.float64,
+        ),
         ("_rebuild_device_tensor_from_numpy", np.arange(3, dtype="f4") / 3, torch.bfloat16),
         ("_rebuild_device_tensor_from_cpu_tensor", torch.arange(6).reshape(2, 3).t(), torch.int64),
     ],
@@ -182,5 +231,9 @@ def test_a_tensor_of_a_device_that_pickles_a_copy_is_that_tensor(function, value
     convert_checkpoint(source, tmp_path / "out.safetensors", fsync=False, verify=True)
     found = oracle.load(tmp_path / "out.pt")["w"]
     assert found.requires_grad is dtype.is_floating_point
-    for tensor in (found.detach(), load_file(tmp_path / "out.safetensors")["w"], load_portable(source)["w"].detach()):
+    for tensor in (
+        found.detach(),
+        load_file(tmp_path / "out.safetensors")["w"],
+        load_portable(source)["w"].detach(),
+    ):
         assert tensor.dtype is dtype and torch.equal(tensor, expected)

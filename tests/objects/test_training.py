@@ -1,4 +1,6 @@
-"""What training scripts keep beside tensors: its plain form opens with weights_only, and says what it says of the object."""
+"""What training scripts keep beside tensors: its plain form opens with weights_only, and says what
+it says of the object.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from helpers import oracle
 from helpers.paths import DATA
 from helpers.program import run
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"
+)
 UTC, ZONE = datetime.timezone.utc, datetime.timezone(datetime.timedelta(hours=-3, minutes=-30))
 
 
@@ -56,7 +60,10 @@ def test_dates_are_their_iso_text(value, protocol, tmp_path):
     assert type(found) is str and type(value).fromisoformat(found) == value
 
 
-@pytest.mark.parametrize("value", [datetime.timedelta(days=3, microseconds=1), datetime.timedelta(-1, 5), datetime.timedelta()])
+@pytest.mark.parametrize(
+    "value",
+    [datetime.timedelta(days=3, microseconds=1), datetime.timedelta(-1, 5), datetime.timedelta()],
+)
 def test_a_duration_is_its_seconds(value, tmp_path):
     found = written(value, tmp_path)
     assert type(found) is float and datetime.timedelta(seconds=found) == value
@@ -64,7 +71,10 @@ def test_a_duration_is_its_seconds(value, tmp_path):
 
 def test_zones_are_text_and_one_that_needs_a_table_is_refused(tmp_path):
     assert written(UTC, tmp_path) == "UTC" and written(ZONE, tmp_path) == "UTC-03:30"
-    assert written(datetime.timezone(datetime.timedelta(hours=2), "CEST"), tmp_path) == "CEST (UTC+02:00)"
+    assert (
+        written(datetime.timezone(datetime.timedelta(hours=2), "CEST"), tmp_path)
+        == "CEST (UTC+02:00)"
+    )
     zoneinfo = pytest.importorskip("zoneinfo")
     try:
         zone = zoneinfo.ZoneInfo("Europe/Berlin")
@@ -94,13 +104,19 @@ def test_bytes_in_memory_are_bytes_in_dcp_too(tmp_path):
     dcp.save(tree, checkpoint_id=tmp_path / "dcp")
     convert_checkpoint(tmp_path / "dcp", tmp_path / "out.pt", fsync=False, verify=True)
     found = oracle.load(tmp_path / "out.pt")
-    assert found["dataloader"] == {"rank0": b"state", "n": 3} and torch.equal(found["model"]["w"], torch.ones(2))
+    assert found["dataloader"] == {"rank0": b"state", "n": 3} and torch.equal(
+        found["model"]["w"], torch.ones(2)
+    )
 
 
 PARTIALS = {
-    "functools.partial(torch.nn.modules.normalization.LayerNorm, eps=1e-06)": functools.partial(nn.LayerNorm, eps=1e-6),
+    "functools.partial(torch.nn.modules.normalization.LayerNorm, eps=1e-06)": functools.partial(
+        nn.LayerNorm, eps=1e-6
+    ),
     "functools.partial(builtins.int, '3', base=5)": functools.partial(int, "3", base=5),
-    "functools.partial(torch.nn.functional.relu, inplace=True)": functools.partial(nn.functional.relu, inplace=True),
+    "functools.partial(torch.nn.functional.relu, inplace=True)": functools.partial(
+        nn.functional.relu, inplace=True
+    ),
 }
 
 
@@ -110,7 +126,10 @@ def test_a_partial_is_its_text(text, protocol, tmp_path):
     assert written({"norm": PARTIALS[text]}, tmp_path, protocol) == {"norm": text}
 
 
-@pytest.mark.parametrize("value", [functools.partial(exec, "1"), functools.partial(int, torch.ones(1)), functools.partial])
+@pytest.mark.parametrize(
+    "value",
+    [functools.partial(exec, "1"), functools.partial(int, torch.ones(1)), functools.partial],
+)
 def test_a_partial_that_hides_something_is_refused(value, tmp_path):
     if value is functools.partial:
         value = functools.partial(value, int)
@@ -122,7 +141,10 @@ def test_a_partial_that_hides_something_is_refused(value, tmp_path):
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_a_class_is_its_name(protocol, tmp_path):
     found = written({"cls": nn.Linear, "types": [int, torch.float16, int]}, tmp_path, protocol)
-    assert found["cls"] == "torch.nn.modules.linear.Linear" and found["types"][0] == found["types"][2] == "builtins.int"
+    assert (
+        found["cls"] == "torch.nn.modules.linear.Linear"
+        and found["types"][0] == found["types"][2] == "builtins.int"
+    )
 
 
 @pytest.mark.parametrize(
@@ -147,25 +169,43 @@ def test_a_class_that_a_tensor_needs_is_not_made_a_name(tmp_path):
 
 
 def test_the_summary_says_what_became_of_each(tmp_path):
-    tree = {"w": torch.ones(1), "cls": nn.Linear, "at": datetime.date(2024, 1, 1), "b": io.BytesIO(b"x")}
+    tree = {
+        "w": torch.ones(1),
+        "cls": nn.Linear,
+        "at": datetime.date(2024, 1, 1),
+        "b": io.BytesIO(b"x"),
+    }
     torch.save(tree, tmp_path / "in.pt")
     done = run("convert", "in.pt", "out.pt", "--no-fsync", cwd=tmp_path)
-    for text in ("cls (torch.nn.modules.linear.Linear, its name)", "as ISO text", "without the position"):
+    for text in (
+        "cls (torch.nn.modules.linear.Linear, its name)",
+        "as ISO text",
+        "without the position",
+    ):
         assert text in done.err
-    how = {item["path"]: item["how"] for item in run("convert", "in.pt", "2.pt", "--json", cwd=tmp_path).json()["rewritten"]}
+    how = {
+        item["path"]: item["how"]
+        for item in run("convert", "in.pt", "2.pt", "--json", cwd=tmp_path).json()["rewritten"]
+    }
     assert how["cls"] == "its name" and how["at"] == "as ISO text"
 
 
-# ----------------------------------------------------------------------------------------------- made by their frameworks
+# ------------------------------------------------------------------------- made by their frameworks
 
 
-def test_configurations_are_what_omegaconf_says_that_they_are_and_lists_of_fastcore_are_lists(tmp_path):
+def test_configurations_are_what_omegaconf_says_that_they_are_and_lists_of_fastcore_are_lists(
+    tmp_path,
+):
     for source in ("omegaconf.2.pt", "omegaconf.4.pt"):
         plan = convert_checkpoint(DATA / source, tmp_path / "out.pt", fsync=False, force=True).plan
         found, expected = oracle.load(tmp_path / "out.pt"), oracle.load(DATA / "omegaconf.plain.pt")
-        assert repr(found) == repr(expected) and repr(load_portable(DATA / source, whole=True)) == repr(expected)
+        assert repr(found) == repr(expected) and repr(
+            load_portable(DATA / source, whole=True)
+        ) == repr(expected)
         assert found["shared"] is found["cfg"]["model"]["sizes"]
-        assert [item.path for item in plan.rewritten][:1] == ["cfg"] and "interpolations as text" in plan.rewritten[0].how
+        assert [item.path for item in plan.rewritten][:1] == [
+            "cfg"
+        ] and "interpolations as text" in plan.rewritten[0].how
         assert not any(item.path.startswith("cfg.") for item in plan.rewritten)
         with open_checkpoint(DATA / source) as checkpoint:
             assert all(odd.has_plain_form for odd in inspect_checkpoint(checkpoint).odd_objects)
@@ -181,9 +221,15 @@ def test_a_history_of_mmengine_keeps_its_values(produced, tmp_path):
     found = oracle.load(tmp_path / "out.pt")["message_hub"]["log_scalars"]["train/loss"]
     assert found["max_length"] == 1000000 and found["_log_history"].tolist() == [0.1]
     assert found["_count_history"].tolist() == [1]
-    assert found["statistics_methods"]["mean"] == "mmengine.logging.history_buffer.HistoryBuffer.mean"
-    convert_checkpoint(produced / "mmengine.pth", tmp_path / "out.safetensors", only="state_dict", fsync=False)
-    assert set(load_file(tmp_path / "out.safetensors")) == set(oracle.load(tmp_path / "out.pt")["state_dict"])
+    assert (
+        found["statistics_methods"]["mean"] == "mmengine.logging.history_buffer.HistoryBuffer.mean"
+    )
+    convert_checkpoint(
+        produced / "mmengine.pth", tmp_path / "out.safetensors", only="state_dict", fsync=False
+    )
+    assert set(load_file(tmp_path / "out.safetensors")) == set(
+        oracle.load(tmp_path / "out.pt")["state_dict"]
+    )
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
@@ -203,16 +249,28 @@ class HistoryBuffer:
         monkeypatch.setitem(sys.modules, name, module)
     found = written(module.__dict__["HistoryBuffer"](), tmp_path, protocol)
     assert torch.equal(found["_log_history"], torch.from_numpy(np.array([0.5, 1.5])))
-    assert found["statistics_methods"] == {"mean": "mmengine.logging.history_buffer.HistoryBuffer.mean"}
+    assert found["statistics_methods"] == {
+        "mean": "mmengine.logging.history_buffer.HistoryBuffer.mean"
+    }
 
 
 def test_a_file_of_fastai_and_blobs_of_detectron_become_both(produced, tmp_path):
     for suffix in ("pt", "safetensors"):
-        assert run("convert", str(produced / "fastai.pth"), f"a.{suffix}", "--no-fsync", cwd=tmp_path).exit == 0
+        assert (
+            run(
+                "convert", str(produced / "fastai.pth"), f"a.{suffix}", "--no-fsync", cwd=tmp_path
+            ).exit
+            == 0
+        )
     blobs = str(produced / "detectron_blobs.pkl")
-    assert run("convert", blobs, "b.safetensors", "--only", "blobs", "--no-fsync", cwd=tmp_path).exit == 0
+    assert (
+        run("convert", blobs, "b.safetensors", "--only", "blobs", "--no-fsync", cwd=tmp_path).exit
+        == 0
+    )
     expected = np.load(blobs, allow_pickle=True)["blobs"]
     found = load_file(tmp_path / "b.safetensors")
-    held = {key: value for key, value in expected.items() if isinstance(value, (np.ndarray, np.generic))}
+    held = {
+        key: value for key, value in expected.items() if isinstance(value, (np.ndarray, np.generic))
+    }
     assert set(held) == set(found)
     assert all(np.array_equal(found[key].numpy(), np.asarray(value)) for key, value in held.items())

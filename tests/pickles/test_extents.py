@@ -1,4 +1,6 @@
-"""Where pickles end: the same byte at which `pickle` and `pickletools` stop, found through windows of any size."""
+"""Where pickles end: the same byte at which `pickle` and `pickletools` stop, found through windows
+of any size.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ VALUES = st.recursive(
     | st.binary()
     | st.sets(st.integers())
     | st.complex_numbers(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner, inner, inner),
+    lambda inner: (
+        st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner, inner, inner)
+    ),
 )
 
 
@@ -33,7 +37,11 @@ def source(content: bytes) -> MemorySource:
     return MemorySource(content, Path("file"))
 
 
-@given(st.lists(st.tuples(VALUES, st.integers(0, 5)), min_size=1, max_size=4), st.binary(max_size=3), st.integers(1, 40))
+@given(
+    st.lists(st.tuples(VALUES, st.integers(0, 5)), min_size=1, max_size=4),
+    st.binary(max_size=3),
+    st.integers(1, 40),
+)
 @settings(max_examples=300, deadline=None)
 def test_pickles_back_to_back_are_cut_where_they_end(values, before, window):
     streams = [pickle.dumps(value, protocol) for value, protocol in values]
@@ -74,7 +82,10 @@ def test_every_opcode_is_stepped_over_with_its_argument(opcode):
     stream = opcode.code.encode("latin1") + argument_of(opcode) + b"."
     list_of_opcodes(stream)
     for window in range(1, len(stream) + 1):
-        assert read_pickles(source(stream + b"more"), 0, 1, window=window) == ([stream], len(stream))
+        assert read_pickles(source(stream + b"more"), 0, 1, window=window) == (
+            [stream],
+            len(stream),
+        )
     for length in range(len(stream)):
         with pytest.raises(MalformedCheckpoint, match="ends in the middle of a pickle"):
             read_pickles(source(stream[:length]), 0, 1)
@@ -89,7 +100,9 @@ def list_of_opcodes(stream: bytes) -> None:
     assert len(found) == 2 and file.tell() == len(stream)
 
 
-@pytest.mark.parametrize("byte", sorted(set(range(256)) - {ord(opcode.code) for opcode in pickletools.opcodes}))
+@pytest.mark.parametrize(
+    "byte", sorted(set(range(256)) - {ord(opcode.code) for opcode in pickletools.opcodes})
+)
 def test_other_bytes_are_no_opcodes(byte):
     with pytest.raises(MalformedCheckpoint, match="unknown opcode"):
         read_pickles(source(b"\x80\2" + bytes([byte]) * 9), 0, 1)

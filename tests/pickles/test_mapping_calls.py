@@ -1,4 +1,6 @@
-"""Dicts that a pickle makes of arguments: what torch loads of them is what is converted, loaded and compared, item by item."""
+"""Dicts that a pickle makes of arguments: what torch loads of them is what is converted, loaded and
+compared, item by item.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from safetensors.torch import load_file
 from ckptconv import convert_checkpoint, diff_checkpoints, load_portable, open_checkpoint
 from ckptconv.pickles.nodes import mapping_pairs
 from ckptconv.pickles.reader import read_pickle
-from ckptconv.support.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, RefusedObject
+from ckptconv.support.errors import (
+    CheckpointError,
+    LimitExceeded,
+    MalformedCheckpoint,
+    RefusedObject,
+)
 from ckptconv.support.limits import limits
 from fuzzing.structures import call_op, global_op, int_op, storage_op, text_op, torch_zip, tuple_op
 from helpers.old_torch import write
@@ -40,7 +47,11 @@ def pairs(*names: str, container: bytes = b"]", pair: str = "tuple") -> bytes:
 
 def filled(*names: str, at: int = 0) -> bytes:
     """A dict, or what fills one: the SETITEMS of these names."""
-    return b"(" + b"".join(text_op(name) + tensor(offset) for offset, name in enumerate(names, at)) + b"u"
+    return (
+        b"("
+        + b"".join(text_op(name) + tensor(offset) for offset, name in enumerate(names, at))
+        + b"u"
+    )
 
 
 def reduced(cls: str, *arguments: bytes) -> bytes:
@@ -91,12 +102,16 @@ def test_items_that_are_an_argument_are_items(shape, tmp_path):
     assert expected, "nothing is compared"
     whole = load_portable(path, whole=True, keys="keep")
     assert [(key, value.tolist()) for key, value in whole.items()] == [*expected.items()]
-    assert {key: value.tolist() for key, value in load_portable(path, keys="keep").items()} == expected
+    assert {
+        key: value.tolist() for key, value in load_portable(path, keys="keep").items()
+    } == expected
     verify = shape not in REPLACED
     made = convert_checkpoint(path, tmp_path / "out.pt", keys="keep", verify=verify).plan.output
     loaded = torch.load(made, weights_only=True)
     assert [(key, value.tolist()) for key, value in loaded.items()] == [*expected.items()]
-    made = convert_checkpoint(path, tmp_path / "out.safetensors", keys="keep", verify=verify).plan.output
+    made = convert_checkpoint(
+        path, tmp_path / "out.safetensors", keys="keep", verify=verify
+    ).plan.output
     assert {key: value.tolist() for key, value in load_file(made).items()} == expected
 
 
@@ -106,7 +121,9 @@ def test_a_dict_has_the_items_that_its_argument_had_when_it_was_made(tmp_path):
     assert list(load_portable(path)) == ["a"]
 
 
-@pytest.mark.parametrize("shape", ["a list of tuples", "a dict", "defaultdict of a dict", "Counter of a dict"])
+@pytest.mark.parametrize(
+    "shape", ["a list of tuples", "a dict", "defaultdict of a dict", "Counter of a dict"]
+)
 def test_diff_sees_the_items_that_are_an_argument(shape, tmp_path):
     (tmp_path / "less").mkdir()
     path, less = (
@@ -119,7 +136,11 @@ def test_diff_sees_the_items_that_are_an_argument(shape, tmp_path):
 
 
 def test_the_kind_of_dict_survives_where_torch_knows_it(tmp_path):
-    stream = b"\x80\x02" + reduced("collections.Counter", b"](" + text_op("x") + text_op("y") + text_op("x") + b"e") + b"."
+    stream = (
+        b"\x80\x02"
+        + reduced("collections.Counter", b"](" + text_op("x") + text_op("y") + text_op("x") + b"e")
+        + b"."
+    )
     assert pickle.loads(stream) == Counter(x=2, y=1)
     assert mapping_pairs(read_pickle(stream)) is None
     assert dict(read_pickle(stream).pairs) == {"x": 2, "y": 1}
@@ -132,7 +153,9 @@ def test_the_kind_of_dict_survives_where_torch_knows_it(tmp_path):
 
 
 WRONG = {
-    "elements that are not pairs": reduced(OD, b"](" + text_op("a") + tensor(0) + b"\x86" + int_op(3) + b"e"),
+    "elements that are not pairs": reduced(
+        OD, b"](" + text_op("a") + tensor(0) + b"\x86" + int_op(3) + b"e"
+    ),
     "three parts": reduced(OD, b"](" + tuple_op(text_op("a"), tensor(0), tensor(1)) + b"e"),
     "a number": reduced(OD, int_op(3)),
     "None": reduced(OD, b"N"),
@@ -184,7 +207,12 @@ def test_what_cannot_be_told_is_refused_and_listed_when_it_is_dropped(what, tmp_
 
 
 def test_a_deque_keeps_the_last_of_what_it_is_given(tmp_path):
-    op = call_op("collections.deque", b"](" + b"".join(map(int_op, range(5))) + b"e", int_op(3)) + b"(" + int_op(5) + b"e"
+    op = (
+        call_op("collections.deque", b"](" + b"".join(map(int_op, range(5))) + b"e", int_op(3))
+        + b"("
+        + int_op(5)
+        + b"e"
+    )
     path = saved(tmp_path, b"}(" + text_op("w") + tensor(0) + text_op("d") + op + b"u")
     expected = torch.load(path, map_location="cpu", weights_only=False)["d"]
     assert load_portable(path, whole=True)["d"] == list(expected) == [3, 4, 5]

@@ -1,4 +1,6 @@
-"""The pickle reader and writer: what a stream says is what comes out, quick ways and slow ways alike."""
+"""The pickle reader and writer: what a stream says is what comes out, quick ways and slow ways
+alike.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,16 @@ def plain(node):
     if isinstance(node, Dict):
         return {"dict": [(plain(key), plain(value)) for key, value in node.pairs]}
     if isinstance(node, Call):
-        rest = [plain(part) for part in (node.func, node.args, node.kwargs, list(node.items), list(node.pairs))]
-        return {"call": [*rest, plain(node.state) if node.state is not unpickling.ABSENT else "no state"]}
+        rest = [
+            plain(part)
+            for part in (node.func, node.args, node.kwargs, list(node.items), list(node.pairs))
+        ]
+        return {
+            "call": [
+                *rest,
+                plain(node.state) if node.state is not unpickling.ABSENT else "no state",
+            ]
+        }
     if isinstance(node, Global):
         return f"global {node.path}"
     if isinstance(node, PersistentId):
@@ -58,13 +68,17 @@ def slow(monkeypatch):
 
 TENSORS = OrderedDict(
     (f"layer.{index}.weight", torch.zeros(shape))
-    for index, shape in enumerate([(), (0,), (3,), (2, 300), (1, 2, 70000), (1, 1, 1, 2), (1,) * 9] * 40)
+    for index, shape in enumerate(
+        [(), (0,), (3,), (2, 300), (1, 2, 70000), (1, 1, 1, 2), (1,) * 9] * 40
+    )
 )
 
 
 @pytest.mark.parametrize("legacy", [False, True])
 def test_tensor_runs_read_as_the_opcodes_one_by_one(legacy, slow):
-    stream = torch_pickle({"a": TENSORS, "b": list(TENSORS.values()), "p": torch.nn.Parameter(torch.ones(3))}, legacy)
+    stream = torch_pickle(
+        {"a": TENSORS, "b": list(TENSORS.values()), "p": torch.nn.Parameter(torch.ones(3))}, legacy
+    )
     matched = sum(1 for _ in unpickling._TENSOR_RUN.__self__.finditer(stream))
     assert matched > 100, "the quick way was not taken, so nothing was compared"
     assert plain(read_pickle(stream)) == plain(slow(stream))
@@ -84,8 +98,10 @@ def test_values_that_a_run_has_put_can_be_fetched(legacy, slow):
 
 @pytest.mark.parametrize("protocol", range(6))
 def test_plain_values_of_every_protocol(protocol):
-    value = [None, True, False, 0, 255, 256, -1, 2**31, -(2**70), 10**50, 1.5, float("inf"), "text", "é\n", "", (), (1,),
-             (1, 2), (1, 2, 3), (1, 2, 3, 4), [], [[]], b"bytes" * 100 if protocol > 2 else None]  # fmt: skip
+    value = [None, True, False, 0, 255, 256, -1, 2**31, -(2**70), 10**50, 1.5, float("inf"), "text",
+        "é\n", "", (), (1,),
+             (1, 2), (1, 2, 3), (1, 2, 3, 4), [], [[]],
+             b"bytes" * 100 if protocol > 2 else None]  # fmt: skip
     assert read_pickle(pickle.dumps(value, protocol)) == value
 
 
@@ -99,7 +115,9 @@ def test_dicts_keep_order_and_shared_objects_stay_one(protocol):
 
 @pytest.mark.parametrize("protocol", [2, 4, 5])
 @pytest.mark.parametrize("kept", [unpickling._REMEMBERED, 300])
-def test_what_was_put_long_ago_is_fetched_however_many_values_were_put_since(protocol, kept, monkeypatch):
+def test_what_was_put_long_ago_is_fetched_however_many_values_were_put_since(
+    protocol, kept, monkeypatch
+):
     monkeypatch.setattr(unpickling, "_REMEMBERED", kept)
     monkeypatch.setattr(unpickling, "_LOOK", 1 << 12)
     chance = random.Random(protocol)
@@ -111,7 +129,11 @@ def test_what_was_put_long_ago_is_fetched_however_many_values_were_put_since(pro
     assert all(firsts.get(item[0], item) is item for item in root[len(known) :])
 
 
-PUT, MEMOIZE, GET = (lambda index: b"q" + bytes([index])), (lambda _: b"\x94"), (lambda index: b"h" + bytes([index]))
+PUT, MEMOIZE, GET = (
+    (lambda index: b"q" + bytes([index])),
+    (lambda _: b"\x94"),
+    (lambda index: b"h" + bytes([index])),
+)
 
 
 @pytest.mark.parametrize("seed", range(300))
@@ -119,7 +141,9 @@ def test_memo_entries_of_both_kinds_are_those_of_pickle(seed):
     chance = random.Random(seed)
     stream = b"\x80\4]("
     for value in range(chance.randrange(1, 12)):
-        stream += b"K" + bytes([value]) + chance.choice([PUT, MEMOIZE, MEMOIZE])(chance.randrange(6))
+        stream += (
+            b"K" + bytes([value]) + chance.choice([PUT, MEMOIZE, MEMOIZE])(chance.randrange(6))
+        )
         stream += GET(chance.randrange(6)) if chance.random() < 0.5 else b""
     stream += b"e."
     try:
@@ -141,7 +165,8 @@ class Plain:
 @pytest.mark.parametrize("protocol", range(2, 6))
 def test_objects_and_calls_in_runs_read_as_their_opcodes_one_by_one(protocol, monkeypatch):
     value = [
-        Plain(size=torch.Size([index]), other=[index], same=torch.Size([1, 2]), none=torch.Size([])) for index in range(300)
+        Plain(size=torch.Size([index]), other=[index], same=torch.Size([1, 2]), none=torch.Size([]))
+        for index in range(300)
     ]
     stream = pickle.dumps([*value, *value, Plain()], protocol)
     quick = read_pickle(stream)
@@ -157,8 +182,14 @@ def test_objects_without_end_on_the_stack_are_limited():
 
 
 def test_written_streams_are_read_by_pickle_itself():
-    value = {"x": [1, 2.5, "é", None, True, -(2**80), (1, (2, (3, 4, 5, 6)))], "y": OrderedDict([("k", b"\x00\xff")]), 7: ()}
-    stream = write_pickle(read_pickle(pickle.dumps(value, 4)), lambda node, writer: pytest.fail("no leaves here"))
+    value = {
+        "x": [1, 2.5, "é", None, True, -(2**80), (1, (2, (3, 4, 5, 6)))],
+        "y": OrderedDict([("k", b"\x00\xff")]),
+        7: (),
+    }
+    stream = write_pickle(
+        read_pickle(pickle.dumps(value, 4)), lambda node, writer: pytest.fail("no leaves here")
+    )
     back = pickle.loads(stream)
     assert back == value and list(back) == list(value) and type(back["y"]) is OrderedDict
 
@@ -167,13 +198,18 @@ def test_sharing_and_cycles_survive_writing():
     value: dict = {"shared": [1]}
     value["again"] = value["shared"]
     value["self"] = value
-    back = pickle.loads(write_pickle(read_pickle(pickle.dumps(value, 2)), lambda node, writer: node))
+    back = pickle.loads(
+        write_pickle(read_pickle(pickle.dumps(value, 2)), lambda node, writer: node)
+    )
     assert back["again"] is back["shared"] and back["self"] is back
 
 
 def test_ten_thousand_items_in_batches():
     value = {"l": list(range(10_000)), "d": {str(i): i for i in range(10_000)}}
-    assert pickle.loads(write_pickle(read_pickle(pickle.dumps(value, 2)), lambda node, writer: node)) == value
+    assert (
+        pickle.loads(write_pickle(read_pickle(pickle.dumps(value, 2)), lambda node, writer: node))
+        == value
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Nodes replaced everywhere at once: in containers of every kind, shared, nested and cyclic, in bounded time."""
+"""Nodes replaced everywhere at once: in containers of every kind, shared, nested and cyclic, in
+bounded time.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,20 @@ def test_a_node_is_replaced_wherever_it_stands():
     old = Call(SET, ())
     holder = Call(SET, (old, 1))
     holder.items, holder.pairs, holder.state = [old], [("k", old)], (old,)
-    root = Dict([("list", [old, 2]), ("tuple", (old, (old,))), (old, "key"), ("call", holder), ("one", old)])
+    root = Dict(
+        [("list", [old, 2]), ("tuple", (old, (old,))), (old, "key"), ("call", holder), ("one", old)]
+    )
     made = replaced(root, old, "new")
     pairs = dict(made.pairs)
     assert pairs["list"] == ["new", 2]
     assert pairs["tuple"] == ("new", ("new",))
     assert pairs["new"] == "key" and pairs["one"] == "new"
-    assert (holder.args, holder.items, holder.pairs, holder.state) == (("new", 1), ["new"], [("k", "new")], ("new",))
+    assert (holder.args, holder.items, holder.pairs, holder.state) == (
+        ("new", 1),
+        ["new"],
+        [("k", "new")],
+        ("new",),
+    )
     assert replaced(old, old, "new") == "new"
 
 

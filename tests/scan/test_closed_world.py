@@ -1,4 +1,6 @@
-"""Names of Python's library, torch and numpy: what runs code through them is dangerous, what models name is not."""
+"""Names of Python's library, torch and numpy: what runs code through them is dangerous, what models
+name is not.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ torch = pytest.importorskip("torch")
 numpy = pytest.importorskip("numpy")
 
 
-# ------------------------------------------------------------------------------------------------- pickles from opcodes
+# ----------------------------------------------------------------------------- pickles from opcodes
 
 
 def text(value: str) -> bytes:
@@ -49,21 +51,28 @@ def ways(mark: str) -> dict[str, bytes]:
     path, code = text(mark), f"__import__('os').mkdir({mark!r})"
     array = call("numpy.ndarray", b"(K\1t")
     return {
-        "typing._eval_type": call("typing._eval_type", call("typing.ForwardRef", text(code)), b"}", b"}"),
+        "typing._eval_type": call("typing._eval_type", call("typing.ForwardRef", text(code)), b"}",
+            b"}"),
         "dataclasses._create_fn": call(
-            "dataclasses._create_fn", text("f"), b"](" + text(f"a={code}") + b"e", b"](" + text("pass") + b"e"
+            "dataclasses._create_fn", text("f"), b"](" + text(f"a={code}") + b"e",
+            b"](" + text("pass") + b"e"
         ),
-        "_xxsubinterpreters": call("_xxsubinterpreters.run_string", call("_xxsubinterpreters.create"), text(code)),
+        "_xxsubinterpreters": call("_xxsubinterpreters.run_string",
+            call("_xxsubinterpreters.create"), text(code)),
         "_interpreters": call("_interpreters.exec", call("_interpreters.create"), text(code)),
-        "PosixPath.write_text": call("pathlib:PosixPath.write_text", call("pathlib.PosixPath", path), text("x")),
-        "numpy.lib.format.open_memmap": call("numpy.lib.format.open_memmap", path, text("w+"), text("u1"), b"(K\1t"),
-        "numpy.core.memmap": call("numpy.core.memmap", path, text("u1"), text("w+"), b"K\0", b"(K\1t"),
+        "PosixPath.write_text": call("pathlib:PosixPath.write_text", call("pathlib.PosixPath",
+            path), text("x")),
+        "numpy.lib.format.open_memmap": call("numpy.lib.format.open_memmap", path, text("w+"),
+            text("u1"), b"(K\1t"),
+        "numpy.core.memmap": call("numpy.core.memmap", path, text("u1"), text("w+"), b"K\0",
+            b"(K\1t"),
         "ndarray.tofile": call("numpy:ndarray.tofile", array, path),
         "torch._C.PyTorchFileWriter": call("torch._C.PyTorchFileWriter", path),
         "an attribute through a module": call("torch.nn.modules.linear:torch.save", b"K\1", path),
         "Timer.timeit": call(f"{TIMER}:Timer.timeit", call(f"{TIMER}.Timer", text(code)), b"K\1"),
         "the torch of a module": call("torch.nn.modules.linear:F.torch.save", b"K\1", path),
-        "a method by getattr": call("builtins.getattr", named("pathlib.PosixPath"), text("write_text"))
+        "a method by getattr": call("builtins.getattr", named("pathlib.PosixPath"),
+            text("write_text"))
         + b"(" + call("pathlib.PosixPath", path) + text("x") + b"tR",
         "_compat_pickle.NAME_MAPPING": b"\x80\2c_compat_pickle\nNAME_MAPPING\n("
         + text("torch") + text("Size") + b"\x86" + text("os") + text("mkdir") + b"\x86u0ctorch\nSize\n" + path + b"\x85R",
@@ -78,7 +87,9 @@ for path in sys.argv[1:]:
     except Exception as error:
         print(path, type(error), error)
 """
-"""Unpickles files one after the other, as a victim would; what comes after the first side effect does not matter."""
+"""Unpickles files one after the other, as a victim would; what comes after the first side effect
+does not matter.
+"""
 
 NOT_EVERYWHERE = {
     "_interpreters": sys.version_info >= (3, 13),
@@ -99,7 +110,11 @@ def unpickled(tmp_path_factory) -> Path:
         content = ways(str(folder / f"{name}.mark"))[name]
         paths.append(folder / f"{name}.pkl")
         paths[-1].write_bytes((b"" if content[:1] == b"\x80" else b"\x80\4") + content + b".")
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", LOADED, *map(str, paths)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", LOADED, *map(str, paths)],
+        capture_output=True,
+        text=True,
+    )
     (folder / "said").write_text(done.stdout + done.stderr)
     return folder
 
@@ -113,7 +128,7 @@ def test_what_runs_when_it_is_unpickled_is_dangerous(way, unpickled, tmp_path):
     assert run("scan", path, cwd=tmp_path).exit == 1
 
 
-# ------------------------------------------------------------------------------------------- what was there before is changed
+# ----------------------------------------------------------------- what was there before is changed
 
 FUNCTIONAL = named("torch.nn.modules.linear:F")
 LOGGER = call("logging.getLogger", text("ckptconv-test"))
@@ -129,12 +144,16 @@ CHANGES = {
     "an object of the process": LOGGER + mapping(disabled=b"\x88") + b"b",
     "an object by NEWOBJ": named("uuid.SafeUUID") + b"K\0\x85\x81" + mapping(name=b"N") + b"b",
     "a member of an enum": ENUM + mapping(name=b"N") + b"b",
-    "a member of an enum, by copyreg": call("copyreg.__newobj__", named("uuid.SafeUUID"), b"K\0") + mapping(name=b"N") + b"b",
+    "a member of an enum, by copyreg": call("copyreg.__newobj__", named("uuid.SafeUUID"),
+        b"K\0") + mapping(name=b"N") + b"b",
     "a layout": FORMAT + mapping(a=b"N") + b"b",
-    "what a stream in the stream gives": call("torch.storage._load_from_bytes", b"B" + struct.pack("<I", len(INNER)) + INNER)
+    "what a stream in the stream gives": call("torch.storage._load_from_bytes",
+        b"B" + struct.pack("<I", len(INNER)) + INNER)
     + mapping(forward=b"N") + b"b",
-    "by a function that sets attributes": call("torch._tensor._rebuild_from_type_v2", named("logging.getLogger"),
-                                               named("logging.Logger"), text("a") + b"\x85", mapping(disabled=b"\x88")),
+    "by a function that sets attributes": call("torch._tensor._rebuild_from_type_v2",
+        named("logging.getLogger"),
+                                               named("logging.Logger"), text("a") + b"\x85",
+                                               mapping(disabled=b"\x88")),
     "an item": LOGGER + text("a") + b"K\1s",
     "items": LOGGER + b"(" + text("a") + b"K\1u",
     "an element": LOGGER + b"K\1a",
@@ -158,15 +177,23 @@ def test_such_a_change_is_felt_by_the_process_that_unpickles(tmp_path):
     shown = "torch.nn.functional.relu, torch.nn.Linear.forward, logging.getLogger('ckptconv-test').disabled"
     told = f"import torch, logging; print({shown})"
     paths = [str(tmp_path / f"{name}.pkl") for name in ("a module", "an object of the process")]
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", LOADED + told, *paths], capture_output=True, text=True)
-    assert done.stdout.startswith("None <function") and done.stdout.rstrip().endswith("True"), done.stdout
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", LOADED + told, *paths],
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.startswith("None <function") and done.stdout.rstrip().endswith("True"), (
+        done.stdout
+    )
 
 
 UNKNOWN = {
     "a state of another package": named("mine.Thing") + b")\x81}b",
     "what a function of another package gives": call("mine.make") + mapping(a=b"K\1") + b"b",
     "what a function of another package makes is called": call("mine.make") + b")R",
-    "a method of another package by getattr": call("builtins.getattr", named("mine.Thing"), text("mean")),
+    "a method of another package by getattr": call(
+        "builtins.getattr", named("mine.Thing"), text("mean")
+    ),
     "a name with dots of another package": named("mine:Outer.Inner") + b")\x81}b",
 }
 
@@ -178,7 +205,14 @@ def test_what_another_package_does_is_unknown(case, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "path", ["mine:torch.save", "mine.models:np.load", "mine:nn.os", "mine:shutil.rmtree", "mine:Net.subprocess.run"]
+    "path",
+    [
+        "mine:torch.save",
+        "mine.models:np.load",
+        "mine:nn.os",
+        "mine:shutil.rmtree",
+        "mine:Net.subprocess.run",
+    ],
 )
 def test_a_package_that_is_always_there_is_not_reached_through_another(path):
     assert judge(*path.split(":")).level == "dangerous"
@@ -198,19 +232,25 @@ def test_getattr_that_is_more_than_another_name_is_dangerous(tmp_path):
         assert scan_checkpoint(tmp_path / "bad.pkl").level == "dangerous", content
 
 
-# ------------------------------------------------------------------------------------------------- what models really name
+# -------------------------------------------------------------------------- what models really name
 
 
 def ordinary() -> dict[str, object]:
     nn = torch.nn
     model = nn.Sequential(
-        nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.GELU(), nn.Flatten(), nn.LSTM(2, 2), nn.MultiheadAttention(4, 2)
+        nn.Conv2d(1, 2, 3),
+        nn.BatchNorm2d(2),
+        nn.GELU(),
+        nn.Flatten(),
+        nn.LSTM(2, 2),
+        nn.MultiheadAttention(4, 2),
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     return {
         "layers": model,
         "transformer, whose activation is a function": nn.Transformer(4, 2, 1, 1, 8),
-        "activations as attributes": [torch.relu, torch.tanh, nn.functional.gelu, nn.functional.silu, torch.sigmoid],
+        "activations as attributes": [torch.relu, torch.tanh, nn.functional.gelu,
+            nn.functional.silu, torch.sigmoid],
         "weight norm": nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)).state_dict(),
         "old weight norm": nn.utils.weight_norm(nn.Linear(2, 2))._forward_pre_hooks,
         "an optimizer": optimizer,
@@ -219,9 +259,11 @@ def ordinary() -> dict[str, object]:
         "a distribution": torch.distributions.Normal(torch.zeros(2), torch.ones(2)),
         "a dataset": torch.utils.data.TensorDataset(torch.ones(2)),
         "an averaged model": torch.optim.swa_utils.AveragedModel(nn.Linear(1, 1)).state_dict(),
-        "containers": [collections.OrderedDict(a=1), collections.defaultdict(list, a=[1]), collections.deque([1]), {1}, 1j],
+        "containers": [collections.OrderedDict(a=1), collections.defaultdict(list, a=[1]),
+            collections.deque([1]), {1}, 1j],
         "paths": [Path("a"), Path("a").absolute()],
-        "arrays": [numpy.arange(3), numpy.float32(1), numpy.matrix([1]), numpy.ma.array([1], mask=[0])],
+        "arrays": [numpy.arange(3), numpy.float32(1), numpy.matrix([1]), numpy.ma.array([1],
+            mask=[0])],
         "types of arrays": [numpy.dtype("f4"), numpy.int64, numpy.dtype([("a", "i4")])],
         "formats": [torch.float16, torch.device("cpu"), torch.Size([1]), torch.strided],
         "a version": torch.torch_version.TorchVersion("2.0"),
@@ -234,7 +276,11 @@ def ordinary() -> dict[str, object]:
 def test_what_models_and_training_name_is_plain(protocol, tmp_path):
     for name, value in ordinary().items():
         torch.save(value, tmp_path / "good.pt", pickle_protocol=protocol)
-        findings = [item for item in scan_checkpoint(tmp_path / "good.pt").files[0].findings if item.level != "plain"]
+        findings = [
+            item
+            for item in scan_checkpoint(tmp_path / "good.pt").files[0].findings
+            if item.level != "plain"
+        ]
         assert findings == [], name
 
 
@@ -243,7 +289,9 @@ def test_the_plain_classes_of_torch_are_defined_where_they_are_listed():
     for path in sorted(MAKERS):
         module, _, name = path.rpartition(".")
         value = getattr(sys.modules.get(module), name, None)
-        if isinstance(value, type) and module.startswith(("torch.nn.modules", "torch.optim", "torch.distributions")):
+        if isinstance(value, type) and module.startswith(
+            ("torch.nn.modules", "torch.optim", "torch.distributions")
+        ):
             assert module.startswith(value.__module__), path
 
 
@@ -262,7 +310,7 @@ def test_a_plain_name_has_no_dots_that_reach_further():
         assert judge(module, f"{name}.something").level == "dangerous"
 
 
-# ------------------------------------------------------------------------- functions that call what they are given
+# ---------------------------------------------------------- functions that call what they are given
 
 CALLER = "torch._tensor._rebuild_from_type"
 CALLED = {
@@ -274,10 +322,16 @@ CALLED = {
 
 
 @pytest.mark.parametrize("what", CALLED)
-def test_a_function_that_rebuilds_a_tensor_by_calling_another_calls_only_one_that_rebuilds(what, tmp_path):
+def test_a_function_that_rebuilds_a_tensor_by_calling_another_calls_only_one_that_rebuilds(
+    what, tmp_path
+):
     """What it gave was there before, so that the state that is set on it changes the process."""
-    (tmp_path / "in.pkl").write_bytes(b"\x80\x04" + CALLED[what] + mapping(disabled=b"\x88") + b"b.")
+    (tmp_path / "in.pkl").write_bytes(
+        b"\x80\x04" + CALLED[what] + mapping(disabled=b"\x88") + b"b."
+    )
     told = "import pickle; print(pickle.load(open('in.pkl', 'rb')).disabled)"
-    ran = subprocess.run([sys.executable, "-c", told], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(
+        [sys.executable, "-c", told], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
     assert ran.stdout.strip() == "True", ran.stderr
     assert scan_checkpoint(tmp_path / "in.pkl").level == "dangerous"

@@ -1,4 +1,6 @@
-"""Scanning: dangerous pickles made by recipe are told, real checkpoints are not called dangerous, and nothing is executed."""
+"""Scanning: dangerous pickles made by recipe are told, real checkpoints are not called dangerous,
+and nothing is executed.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,9 @@ def test_a_dangerous_name_is_told_in_every_protocol(path, protocol, tmp_path):
     assert scan.dangerous[0].reason
 
 
-@pytest.mark.parametrize("split", ["torch.serialization:os.system", "torch.nn.modules.module:os", "numpy:os.system"])
+@pytest.mark.parametrize(
+    "split", ["torch.serialization:os.system", "torch.nn.modules.module:os", "numpy:os.system"]
+)
 def test_a_module_reached_through_another_is_told(split):
     assert judge(*split.split(":")).level == "dangerous"
 
@@ -164,7 +168,8 @@ TRICKS = {
     "in torch's stream, then popped": b"\x80\2ctorch.storage\n_load_from_bytes\nC%c" % len(call("os", "system"))
     + call("os", "system")
     + b"\x85R0}.",
-    "nested three times": pickle.dumps(pickle.dumps(pickle.dumps(pickle.dumps(Reduced(os.system, "echo"))))),
+    "nested three times": pickle.dumps(pickle.dumps(pickle.dumps(pickle.dumps(Reduced(os.system,
+        "echo"))))),
     "nested in protocol 0": pickle.dumps({"x": call("os", "system", protocol=0)}, 4),
     "with newlines of another kind": b"cos\nsystem\n(S'echo'\r\ntR.",
     "a persistent id in text": b"Pabc\ncos\nsystem\n(S'echo'\ntR.",
@@ -199,7 +204,10 @@ MADE = computed(STREAM)
 MAGIC = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 LEGACY = b"\x80\2M\xe9\3.\x80\2}."
 INNER = framed(b"N0Ja")
-COMPUTED_NAME = b"".join(b"cbuiltins\nstr\nC%c%b" % (len(name), name) + text("ascii") + b"\x86R" for name in (b"os", b"system"))
+COMPUTED_NAME = b"".join(
+    b"cbuiltins\nstr\nC%c%b" % (len(name), name) + text("ascii") + b"\x86R"
+    for name in (b"os", b"system")
+)
 COMPUTED_CALL = COMPUTED_NAME + b"\x93" + text("echo") + b"\x85R"
 
 HIDDEN = {
@@ -238,13 +246,23 @@ def test_what_stops_the_scan_is_told_whatever_it_begins_with(tmp_path):
 
 
 def test_many_alarms_and_names_take_little_memory(tmp_path):
-    for content in (b"\x82\x010" * 200_000, b"ctorch\nSize\n" + b"}b" * 200_000, b"NN\x930" * 200_000):
-        assert len(scan_checkpoint(written(tmp_path, b"\x80\2" + content + b"N.")).files[0].findings) <= 101
+    for content in (
+        b"\x82\x010" * 200_000,
+        b"ctorch\nSize\n" + b"}b" * 200_000,
+        b"NN\x930" * 200_000,
+    ):
+        assert (
+            len(scan_checkpoint(written(tmp_path, b"\x80\2" + content + b"N.")).files[0].findings)
+            <= 101
+        )
     names = b"".join(b"cos\nb%x\n0" % index for index in range(100))
     with limits(scanned_pickles=50):
         scan = scan_checkpoint(written(tmp_path, b"\x80\2" + names + b"N."))
     assert len(scan.files[0].findings) == 51
-    assert any("--limit scanned_pickles=100 looks further" in finding.reason for finding in scan.files[0].findings)
+    assert any(
+        "--limit scanned_pickles=100 looks further" in finding.reason
+        for finding in scan.files[0].findings
+    )
 
 
 def test_very_many_headers_of_a_broken_archive_are_looked_at_within_bounds(tmp_path):
@@ -297,18 +315,24 @@ def npy(payload: bytes) -> bytes:
 CONTAINERS = {
     "data.pkl": zipped({"archive/data.pkl": BAD, "archive/version": b"3\n"}),
     "any name": zipped({"archive/data.pkl": GOOD, "archive/config.json": BAD}),
-    "deflated": zipped({"archive/data.pkl": GOOD, "archive/data/0": BAD + bytes(5000)}, zipfile.ZIP_DEFLATED),
+    "deflated": zipped({"archive/data.pkl": GOOD, "archive/data/0": BAD + bytes(5000)},
+        zipfile.ZIP_DEFLATED),
     "a storage": zipped({"archive/data.pkl": GOOD, "archive/data/0": BAD}),
     "zip in zip": zipped({"inner.pt": zipped({"archive/data.pkl": BAD})}, zipfile.ZIP_DEFLATED),
     "tar": in_tar("pickle"),
     "tar of 1979": without_magic(in_tar("pickle", BAD)),
-    "tar, names from the stack": in_tar("pickle", b"\x8c\2os\x8c\6system\x93" + text("echo") + b"\x85R."),
-    "tar, behind bytes that reach to its end": in_tar("pickle", first=b"\x80\2B" + struct.pack("<I", 9000) + b"N."),
+    "tar, names from the stack": in_tar("pickle",
+        b"\x8c\2os\x8c\6system\x93" + text("echo") + b"\x85R."),
+    "tar, behind bytes that reach to its end": in_tar("pickle", first=b"\x80\2B" + struct.pack("<I",
+        9000) + b"N."),
     "tar, storages": in_tar("storages"),
     "zip without a directory": zipped({"archive/data.pkl": BAD})[:-30],
-    "zip without a directory, protocol 4": zipped({"archive/data.pkl": call("os", "system", protocol=4)[2:]})[:-30],
-    "deflated zip without a directory": zipped({"archive/data.pkl": BAD + bytes(99)}, zipfile.ZIP_DEFLATED)[:-30],
-    "zip with a wrong checksum": zipped({"archive/data.pkl": BAD}).replace(struct.pack("<I", zlib.crc32(BAD)), b"abcd"),
+    "zip without a directory, protocol 4": zipped({"archive/data.pkl": call("os", "system",
+        protocol=4)[2:]})[:-30],
+    "deflated zip without a directory": zipped({"archive/data.pkl": BAD + bytes(99)},
+        zipfile.ZIP_DEFLATED)[:-30],
+    "zip with a wrong checksum": zipped({"archive/data.pkl": BAD}).replace(struct.pack("<I",
+        zlib.crc32(BAD)), b"abcd"),
     "zip marked as encrypted": zipped({"archive/data.pkl": BAD}).replace(
         b"PK\1\2\x14\x03\x14\0\0\0", b"PK\1\2\x14\x03\x14\0\1\0"
     ),
@@ -317,7 +341,8 @@ CONTAINERS = {
     "zip behind bytes": b"#!/bin/sh\n" + zipped({"a/data.pkl": BAD}, zipfile.ZIP_DEFLATED),
     "numpy objects": npy(BAD),
     "npz": zipped({"weight.npy": npy(BAD)}, zipfile.ZIP_DEFLATED),
-    "torchscript constants": zipped({"net/data.pkl": GOOD, "net/constants.pkl": BAD, "net/code/__torch__.py": b"class A:\n"}),
+    "torchscript constants": zipped({"net/data.pkl": GOOD, "net/constants.pkl": BAD,
+        "net/code/__torch__.py": b"class A:\n"}),
 }  # fmt: skip
 
 
@@ -331,13 +356,19 @@ def test_a_legacy_file_is_followed_through_its_five_pickles(tmp_path):
     torch.save({"w": torch.ones(3)}, path, _use_new_zipfile_serialization=False)
     assert scan_checkpoint(path).level == "plain"
     assert scan_checkpoint(path).files[0].pickles == 5
-    torch.save({"w": torch.ones(3), "x": Reduced(os.system, "echo")}, path, _use_new_zipfile_serialization=False)
+    torch.save(
+        {"w": torch.ones(3), "x": Reduced(os.system, "echo")},
+        path,
+        _use_new_zipfile_serialization=False,
+    )
     assert scan_checkpoint(path).level == "dangerous"
 
 
 def test_nothing_is_executed(tmp_path):
     mark = tmp_path / "executed"
-    for number, content in enumerate((pickle.dumps(Reduced(os.system, f"touch {mark}")), call("os", "mkdir", str(mark)))):
+    for number, content in enumerate(
+        (pickle.dumps(Reduced(os.system, f"touch {mark}")), call("os", "mkdir", str(mark)))
+    ):
         path = written(tmp_path, content, f"{number}.pt")
         assert scan_checkpoint(path).level == "dangerous"
         assert run("scan", path, cwd=tmp_path).exit == 1
@@ -349,14 +380,24 @@ def test_nothing_is_executed(tmp_path):
 def real_files() -> list[Path]:
     corpus = oracle.corpus_folder()
     folders = (corpus, corpus.parent / "produced", SAMPLES)
-    return [path for folder in folders if folder.is_dir() for path in sorted(folder.rglob("*")) if path.is_file()]
+    return [
+        path
+        for folder in folders
+        if folder.is_dir()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    ]
 
 
 @pytest.mark.parametrize("path", real_files(), ids=lambda path: path.name)
 def test_a_real_checkpoint_is_not_called_dangerous(path):
     (file,) = scan_checkpoint(path).files
     assert file.level != "dangerous", file.findings
-    assert file.pickles or path.suffix in (".safetensors", ".json", ".md", ".sh", ".py", "") or file.kind.startswith("zip")
+    assert (
+        file.pickles
+        or path.suffix in (".safetensors", ".json", ".md", ".sh", ".py", "")
+        or file.kind.startswith("zip")
+    )
 
 
 def test_the_names_of_the_corpus_are_those_of_its_manifest(corpus):
@@ -371,7 +412,11 @@ def test_the_names_of_the_corpus_are_those_of_its_manifest(corpus):
 @pytest.mark.parametrize("protocol", range(6))
 def test_random_states_are_plain(protocol, tmp_path):
     numpy = pytest.importorskip("numpy")
-    for state in (numpy.random.RandomState(1), numpy.random.default_rng(2), numpy.random.Generator(numpy.random.Philox(3))):
+    for state in (
+        numpy.random.RandomState(1),
+        numpy.random.default_rng(2),
+        numpy.random.Generator(numpy.random.Philox(3)),
+    ):
         assert level(tmp_path, pickle.dumps(state, protocol)) == "plain"
 
 
@@ -382,14 +427,21 @@ def test_random_states_are_plain(protocol, tmp_path):
     "torch.jit._pickle.build_intlist.x.evil",
 ])  # fmt: skip
 def test_what_a_module_of_torch_only_passes_on_is_dangerous(path):
-    module, _, name = path.rpartition(".") if "_pickle" not in path else ("torch.jit._pickle", "", "build_intlist.x.evil")
+    module, _, name = (
+        path.rpartition(".")
+        if "_pickle" not in path
+        else ("torch.jit._pickle", "", "build_intlist.x.evil")
+    )
     assert judge(module, name).level == "dangerous"
 
 
 def test_what_torch_writes_by_default_is_plain(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     optimizer = torch.optim.AdamW(model.parameters())
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, tmp_path / "train.pt")
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3},
+        tmp_path / "train.pt",
+    )
     torch.save(model, tmp_path / "module.pt")
     assert scan_checkpoint(tmp_path / "train.pt").level == "plain"
     assert scan_checkpoint(tmp_path / "module.pt").level == "plain"
@@ -397,16 +449,32 @@ def test_what_torch_writes_by_default_is_plain(tmp_path):
 
 def test_arrays_that_are_pickles_by_chance_are_not_called_dangerous(tmp_path):
     random = torch.Generator().manual_seed(7)
-    arrays = [torch.randint(-(1 << 31), 1 << 31, (25,), generator=random).to(torch.int32) for _ in range(20_000)]
-    chance = [b"\x80\2", b"\x80\4\x95", b"\x80\2\x82\1.", b"\x80\5B\xff\xff\xff\0", b"\x82\1.", b"(" * 16 + b"\x82\1."]
-    arrays += [torch.frombuffer(bytearray(content.ljust(40, b"\0")), dtype=torch.uint8) for content in chance]
+    arrays = [
+        torch.randint(-(1 << 31), 1 << 31, (25,), generator=random).to(torch.int32)
+        for _ in range(20_000)
+    ]
+    chance = [
+        b"\x80\2",
+        b"\x80\4\x95",
+        b"\x80\2\x82\1.",
+        b"\x80\5B\xff\xff\xff\0",
+        b"\x82\1.",
+        b"(" * 16 + b"\x82\1.",
+    ]
+    arrays += [
+        torch.frombuffer(bytearray(content.ljust(40, b"\0")), dtype=torch.uint8)
+        for content in chance
+    ]
     torch.save({str(index): array for index, array in enumerate(arrays)}, tmp_path / "many.pt")
     assert scan_checkpoint(tmp_path / "many.pt").level == "plain"
     (tmp_path / "many.pkl").write_bytes(pickle.dumps([array.numpy() for array in arrays], 4))
     assert scan_checkpoint(tmp_path / "many.pkl").level == "plain"
 
 
-@pytest.mark.parametrize("content", [b"", b"N.", b"config\nname\n", b"import os\nos.system\n", bytes(99), b"{}", b"(lp0\n"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"N.", b"config\nname\n", b"import os\nos.system\n", bytes(99), b"{}", b"(lp0\n"],
+)
 def test_what_is_no_pickle_is_plain(content, tmp_path):
     assert level(tmp_path, content, "README") == "plain"
 
@@ -417,7 +485,12 @@ def test_what_cannot_be_looked_into_is_said(magic, tmp_path):
 
 
 def serialized(payload: bytes, compression: int) -> bytes:
-    text = json.dumps({"policy_class": {":type:": "x", ":serialized:": base64.encodebytes(payload).decode()}, "n": 1})
+    text = json.dumps(
+        {
+            "policy_class": {":type:": "x", ":serialized:": base64.encodebytes(payload).decode()},
+            "n": 1,
+        }
+    )
     return zipped({"data": text.encode(), "_stable_baselines3_version": b"2.3"}, compression)
 
 
@@ -425,7 +498,14 @@ def serialized(payload: bytes, compression: int) -> bytes:
 def test_the_base64_pickles_of_stable_baselines3_are_looked_into(compression, tmp_path):
     assert level(tmp_path, serialized(BAD, compression), "agent.zip") == "dangerous"
     assert level(tmp_path, serialized(GOOD, compression), "agent.zip") == "unknown"
-    assert level(tmp_path, serialized(call("cloudpickle.cloudpickle", "_make_function"), compression), "agent.zip") == "unknown"
+    assert (
+        level(
+            tmp_path,
+            serialized(call("cloudpickle.cloudpickle", "_make_function"), compression),
+            "agent.zip",
+        )
+        == "unknown"
+    )
     assert level(tmp_path, serialized(b"no pickle", compression), "agent.zip") == "unknown"
     assert level(tmp_path, b'{"policy_class": {":type:": "x"}}', "data.json") == "plain"
 
@@ -451,10 +531,15 @@ def test_a_json_text_is_read_as_its_loader_would(agent, tmp_path):
 def test_very_many_texts_of_pickles_are_counted_and_equal_ones_looked_at_once(tmp_path):
     text = '{":serialized:":"QUFB",' * 5 + f'":serialized:":"{B64}"}}'
     scan = scan_checkpoint(written(tmp_path, text.encode(), "data.json"))
-    assert scan.level == "dangerous" and any(finding.reason.startswith("2 pickles as") for finding in scan.files[0].findings)
+    assert scan.level == "dangerous" and any(
+        finding.reason.startswith("2 pickles as") for finding in scan.files[0].findings
+    )
     with limits(scanned_pickles=3):
         scan = scan_checkpoint(tmp_path / "data.json")
-    assert scan.level == "unknown" and "more than 3 pickles stand in one text" in scan.files[0].findings[0].reason
+    assert (
+        scan.level == "unknown"
+        and "more than 3 pickles stand in one text" in scan.files[0].findings[0].reason
+    )
 
 
 @pytest.mark.parametrize("compression", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
@@ -464,7 +549,9 @@ def test_an_archive_whose_compression_is_not_read_is_not_plain(compression, tmp_
     assert run("scan", path, "--strict", cwd=tmp_path).exit == 1
 
 
-@pytest.mark.parametrize("packed", [zlib.compress(BAD), zlib.compress(BAD, 1), lzma.compress(BAD, lzma.FORMAT_ALONE)])
+@pytest.mark.parametrize(
+    "packed", [zlib.compress(BAD), zlib.compress(BAD, 1), lzma.compress(BAD, lzma.FORMAT_ALONE)]
+)
 def test_what_joblib_packs_is_not_plain(packed, tmp_path):
     assert level(tmp_path, packed, "model.joblib") == "unknown"
 
@@ -507,9 +594,17 @@ def test_bytes_around_a_call_never_stop_the_scan(noise, cut):
 
 @pytest.mark.parametrize("protocol", range(6))
 @pytest.mark.parametrize("width", [1, 7])
-def test_a_pickle_is_followed_alike_through_windows_of_any_width(protocol, width, tmp_path, monkeypatch):
-    tree = {"texts": ["a", "é" * 300, "x" * 5000], "bytes": [b"", bytes(range(256)) * 40, BAD], "ints": [1, -(1 << 70), 2.5]}
-    content = pickle.dumps([tree, collections.OrderedDict(a=1), Reduced(os.system, "echo")], protocol)
+def test_a_pickle_is_followed_alike_through_windows_of_any_width(
+    protocol, width, tmp_path, monkeypatch
+):
+    tree = {
+        "texts": ["a", "é" * 300, "x" * 5000],
+        "bytes": [b"", bytes(range(256)) * 40, BAD],
+        "ints": [1, -(1 << 70), 2.5],
+    }
+    content = pickle.dumps(
+        [tree, collections.OrderedDict(a=1), Reduced(os.system, "echo")], protocol
+    )
     whole = scan_checkpoint(written(tmp_path, content))
     assert {finding.name for finding in whole.dangerous} == {"os.system", "posix.system"}
     monkeypatch.setattr("ckptconv.pickles.tracer._FIRST_WINDOW", width)
@@ -518,7 +613,9 @@ def test_a_pickle_is_followed_alike_through_windows_of_any_width(protocol, width
 
 
 def sized(opcode: bytes, payload: bytes, hole: int, tail: bytes, folder: Path) -> Path:
-    """A pickle of one opcode with its size, of a payload with a hole of the file behind it, and of `tail`."""
+    """A pickle of one opcode with its size, of a payload with a hole of the file behind it, and of
+    `tail`.
+    """
     width = {b"T": 4, b"X": 4, b"B": 4, b"\x8e": 8}[opcode]
     path = folder / "large.pkl"
     with path.open("wb") as file:
@@ -552,7 +649,9 @@ LONG_NAMES = {
 @pytest.mark.parametrize("name", LONG_NAMES)
 def test_a_name_that_no_module_has_is_dangerous(name, tmp_path):
     scan = scan_checkpoint(written(tmp_path, LONG_NAMES[name]))
-    assert [finding.reason for finding in scan.dangerous] == ["a global is named in more than 4096 bytes"]
+    assert [finding.reason for finding in scan.dangerous] == [
+        "a global is named in more than 4096 bytes"
+    ]
 
 
 def test_a_text_as_long_as_an_array_is_looked_into_up_to_a_limit(tmp_path):
@@ -583,7 +682,10 @@ def test_a_linked_folder_is_not_plain_for_it_was_not_looked_into(tmp_path):
     (tmp_path / "models" / "link").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "models" / "link.pt").symlink_to(written(tmp_path, GOOD))
     scan = scan_checkpoint(tmp_path / "models")
-    assert [(Path(file.path).name, file.level) for file in scan.files] == [("link", "unknown"), ("link.pt", "plain")]
+    assert [(Path(file.path).name, file.level) for file in scan.files] == [
+        ("link", "unknown"),
+        ("link.pt", "plain"),
+    ]
     assert scan_checkpoint(tmp_path / "models" / "link").level == "dangerous"
 
 
@@ -603,14 +705,21 @@ def test_the_program_answers_by_its_exit_code(tmp_path):
     odd = written(tmp_path, b"\x80\2cmodels.yolo\nModel\n.", "odd.pkl")
     assert run("scan", good, cwd=tmp_path).exit == 0
     assert run("scan", good, bad, cwd=tmp_path).exit == 1
-    assert (run("scan", odd, cwd=tmp_path).exit, run("scan", odd, "--strict", cwd=tmp_path).exit) == (0, 1)
+    assert (
+        run("scan", odd, cwd=tmp_path).exit,
+        run("scan", odd, "--strict", cwd=tmp_path).exit,
+    ) == (0, 1)
     assert "os.system: runs commands of the system" in run("scan", bad, cwd=tmp_path).out
     assert_one_error(run("scan", "none.pt", cwd=tmp_path), code=2)
     both = run("scan", bad, "none.pt", good, cwd=tmp_path)
     assert both.exit == 2 and "os.system" in both.out and "good.pkl: holds only" in both.out
     assert both.err == "error: none.pt: no such file; check the path\n"
     document = run("scan", bad, "none.pt", "--json", cwd=tmp_path)
-    assert document.exit == 2 and len(document.json()["scans"]) == 1 and "no such file" in document.json()["error"]["message"]
+    assert (
+        document.exit == 2
+        and len(document.json()["scans"]) == 1
+        and "no such file" in document.json()["error"]["message"]
+    )
     assert run("scan", bad, "--quiet", cwd=tmp_path).out == ""
     document = run("scan", bad, "--json", cwd=tmp_path).json()
     assert document["scans"][0]["level"] == "dangerous"
@@ -639,12 +748,18 @@ def test_it_agrees_with_picklescan_on_what_is_dangerous(tmp_path):
 
 
 def test_it_agrees_with_fickling_on_what_is_dangerous(tmp_path):
-    fickle, analysis = pytest.importorskip("fickling.fickle"), pytest.importorskip("fickling.analysis")
+    fickle, analysis = (
+        pytest.importorskip("fickling.fickle"),
+        pytest.importorskip("fickling.analysis"),
+    )
     unsafe = 0
     for path in DANGEROUS:
         module, _, name = path.rpartition(".")
         content = call(module, name, protocol=4)
-        unsafe += analysis.check_safety(fickle.Pickled.load(content)).severity >= analysis.Severity.LIKELY_UNSAFE
+        unsafe += (
+            analysis.check_safety(fickle.Pickled.load(content)).severity
+            >= analysis.Severity.LIKELY_UNSAFE
+        )
         assert level(tmp_path, content) == "dangerous"
     assert unsafe > len(DANGEROUS) / 2
     for module in fickle.UNSAFE_IMPORTS:
@@ -658,7 +773,9 @@ _LESS = """
     difflib test compile eval exec builtins __builtin__ __builtins__ torch types functools operator _operator code
 """
 LESS = _LESS.split()
-"""Modules that fickling refuses with all that is in them, and of which some names are judged dangerous here."""
+"""Modules that fickling refuses with all that is in them, and of which some names are judged
+dangerous here.
+"""
 
 
 def test_base64_that_hides_a_pickle_needs_a_decoder_that_is_told(tmp_path):
@@ -667,7 +784,12 @@ def test_base64_that_hides_a_pickle_needs_a_decoder_that_is_told(tmp_path):
     assert level(tmp_path, content) == "dangerous"
 
 
-MALFORMED = ("exec_setitem_on_tensor.pt", "zip_two_roots.pt", "zip_after_legacy_polyglot.pt", "torch_numel_too_big.pt")
+MALFORMED = (
+    "exec_setitem_on_tensor.pt",
+    "zip_two_roots.pt",
+    "zip_after_legacy_polyglot.pt",
+    "torch_numel_too_big.pt",
+)
 
 
 @pytest.mark.parametrize("name", MALFORMED)
@@ -679,6 +801,12 @@ def test_what_a_conversion_refuses_as_malformed_is_not_plain(name, tmp_path):
 
 
 def test_why_a_directory_was_not_followed_is_a_sentence(tmp_path):
-    scan = scan_checkpoint(written(tmp_path, next(case[-1]() for case in bad.CASES if case[0] == "zip_zip64_lie.pt")))
-    reasons = [finding.reason for finding in scan.files[0].findings if "not followed" in finding.reason]
-    assert reasons and all(reason.startswith("its directory was not followed (") for reason in reasons)
+    scan = scan_checkpoint(
+        written(tmp_path, next(case[-1]() for case in bad.CASES if case[0] == "zip_zip64_lie.pt"))
+    )
+    reasons = [
+        finding.reason for finding in scan.files[0].findings if "not followed" in finding.reason
+    ]
+    assert reasons and all(
+        reason.startswith("its directory was not followed (") for reason in reasons
+    )

@@ -1,4 +1,6 @@
-"""Other scanners of pickles: what two of them flag, of the files that their own tests scan, is never called plain."""
+"""Other scanners of pickles: what two of them flag, of the files that their own tests scan, is
+never called plain.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,11 @@ import pytest
 from ckptconv import scan_checkpoint
 from helpers.peer_files import SCANNERS, collected, flagging
 
-FILES = Path(os.environ.get("CKPTCONV_PEER_FILES", Path(__file__).parents[1] / ".venv-families" / "peers" / "files"))
+FILES = Path(
+    os.environ.get(
+        "CKPTCONV_PEER_FILES", Path(__file__).parents[1] / ".venv-families" / "peers" / "files"
+    )
+)
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +24,10 @@ def files() -> list[Path]:
     for name in SCANNERS:
         pytest.importorskip(name)
     if not (found := list(collected(FILES))):
-        pytest.skip(f"no files of other scanners in {FILES} (CKPTCONV_PEER_FILES); make families collects them")
+        pytest.skip(
+            f"no files of other scanners in {FILES} (CKPTCONV_PEER_FILES); make families collects "
+            "them"
+        )
     return found
 
 

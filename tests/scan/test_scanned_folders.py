@@ -1,4 +1,6 @@
-"""Scanning the files of DCP folders: sound ones are plain, and a metadata that leads into the bytes of a tensor is followed."""
+"""Scanning the files of DCP folders: sound ones are plain, and a metadata that leads into the bytes
+of a tensor is followed.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def saved(folder: Path, state: dict) -> Path:
 def shards() -> list[Path]:
     corpus = oracle.corpus_folder()
     folders = (corpus, corpus.parent / "produced", DATA)
-    return [path for folder in folders if folder.is_dir() for path in sorted(folder.rglob("*.distcp"))]
+    return [
+        path for folder in folders if folder.is_dir() for path in sorted(folder.rglob("*.distcp"))
+    ]
 
 
 @pytest.mark.parametrize("path", shards(), ids=lambda path: f"{path.parent.name}-{path.name}")
@@ -46,7 +50,9 @@ def test_values_that_look_like_pickles_in_a_sound_dcp_folder_are_plain(tmp_path)
     state = {
         "random": torch.randn(1_000_000, generator=torch.Generator().manual_seed(1)),
         "negative zeros": torch.full((1_000_000,), -0.0, dtype=torch.bfloat16),
-        "beginnings": torch.frombuffer(bytearray(b"\x80\2\x82\1.PK\5\6PK\3\4" * 500), dtype=torch.uint8),
+        "beginnings": torch.frombuffer(
+            bytearray(b"\x80\2\x82\1.PK\5\6PK\3\4" * 500), dtype=torch.uint8
+        ),
         "epoch": 3,
     }
     scan = scan_checkpoint(saved(tmp_path / "sound", state))
@@ -64,7 +70,9 @@ def led_astray(folder: Path, inner: bytes, *, times: int = 1) -> Path:
     for index, info in metadata.storage_data.items():
         if index.fqn == "epoch":
             place = replace(info, offset=raw.index(inner), length=len(inner))
-            metadata.storage_data[index] = place if times == 1 else replace(info, offset=0, length=len(raw) - 9)
+            metadata.storage_data[index] = (
+                place if times == 1 else replace(info, offset=0, length=len(raw) - 9)
+            )
         elif index.fqn == "step" and times > 1:
             metadata.storage_data[index] = replace(info, offset=1, length=len(raw) - 9)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -99,7 +107,8 @@ def test_an_item_that_lies_within_a_tensor_is_looked_into(form, tmp_path):
     assert scan_checkpoint(folder).level == "dangerous" and not mark.exists()
     assert run("scan", "astray", cwd=tmp_path).exit == 1
     wanted = {"w": torch.zeros(1998 + len(inner), dtype=torch.uint8), "epoch": 0}
-    with warnings.catch_warnings(), contextlib.suppress(dcp.CheckpointException):  # it is not a checkpoint, but it has run
+    # it is not a checkpoint, but it has run
+    with warnings.catch_warnings(), contextlib.suppress(dcp.CheckpointException):
         warnings.simplefilter("ignore")
         dcp.load(wanted, checkpoint_id=folder, no_dist=True)
     assert mark.exists(), "the folder does what it should"
@@ -117,7 +126,13 @@ def test_a_metadata_whose_files_are_not_there_is_not_plain(tmp_path):
 
 def test_archives_that_do_not_fill_a_file_are_none(tmp_path):
     one, two = zipped({"a": 1}), zipped({"b": torch.ones(3)})
-    for content, count in ((one + two, 2), (one + two + b"x", 0), (one + b"x" + two, 0), (one[:-1] + two, 0), (one, 1)):
+    for content, count in (
+        (one + two, 2),
+        (one + two + b"x", 0),
+        (one + b"x" + two, 0),
+        (one[:-1] + two, 0),
+        (one, 1),
+    ):
         (tmp_path / "joined").write_bytes(content)
         with contextlib.closing(FileSource(tmp_path / "joined")) as source:
             assert len(joined_archives(source)) == count

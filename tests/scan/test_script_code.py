@@ -1,4 +1,6 @@
-"""The code in TorchScript archives: what writes files when torch loads it is told, what only computes is plain."""
+"""The code in TorchScript archives: what writes files when torch loads it is told, what only
+computes is plain.
+"""
 
 from __future__ import annotations
 
@@ -67,8 +69,12 @@ def is_marked_by(load) -> bool:
     return found
 
 
-def edited(source: Path, target: Path, new: str, *, rename=str, compression: int = zipfile.ZIP_STORED) -> Path:
-    """The archive with another call in its `__setstate__`, and without what tells torch where the text came from."""
+def edited(
+    source: Path, target: Path, new: str, *, rename=str, compression: int = zipfile.ZIP_STORED
+) -> Path:
+    """The archive with another call in its `__setstate__`, and without what tells torch where the
+    text came from.
+    """
     with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w", compression) as made:
         for name in old.namelist():
             content = old.read(name)
@@ -113,10 +119,16 @@ def test_an_archive_that_writes_a_file_when_torch_loads_it_is_dangerous(way, wri
 def test_what_torch_itself_writes_of_it_is_dangerous(writer):
     assert is_marked_by((writer, writer.parent / "mark"))
     (finding,) = scan_checkpoint(writer).dangerous
-    assert finding.name == "torch.save" and finding.where.startswith("bad/code/__torch__") and finding.at > 100
+    assert (
+        finding.name == "torch.save"
+        and finding.where.startswith("bad/code/__torch__")
+        and finding.at > 100
+    )
 
 
-@pytest.mark.parametrize("rename", [str.upper, lambda name: name.replace("code/", "CODE/").replace(".py", ".Py")])
+@pytest.mark.parametrize(
+    "rename", [str.upper, lambda name: name.replace("code/", "CODE/").replace(".py", ".Py")]
+)
 @pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 def test_code_is_found_as_torch_finds_it(rename, compression, writer, tmp_path):
     path = edited(writer, tmp_path / "edited.pt", CALL, rename=rename, compression=compression)
@@ -131,13 +143,23 @@ def test_bytecode_for_mobiles_is_looked_into(writer, tmp_path):
     module._save_for_lite_interpreter(str(tmp_path / "bad.ptl"))
     plain = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()))
     plain._save_for_lite_interpreter(str(tmp_path / "good.ptl"))
-    with zipfile.ZipFile(tmp_path / "bad.ptl") as old, zipfile.ZipFile(tmp_path / "only.ptl", "w") as made:
+    with (
+        zipfile.ZipFile(tmp_path / "bad.ptl") as old,
+        zipfile.ZipFile(tmp_path / "only.ptl", "w") as made,
+    ):
         for name in old.namelist():
-            made.writestr(name, old.read(name).replace(b"torch.save", b"torch.size") if "code/" in name else old.read(name))
+            made.writestr(
+                name,
+                old.read(name).replace(b"torch.save", b"torch.size")
+                if "code/" in name
+                else old.read(name),
+            )
     mark.unlink(missing_ok=True)
     mobile._load_for_lite_interpreter(str(tmp_path / "bad.ptl"))
     assert mark.exists()
-    assert {finding.name for finding in scan_checkpoint(tmp_path / "only.ptl").dangerous} == {"aten::save"}
+    assert {finding.name for finding in scan_checkpoint(tmp_path / "only.ptl").dangerous} == {
+        "aten::save"
+    }
     assert scan_checkpoint(tmp_path / "good.ptl").level == "plain"
 
 
@@ -154,9 +176,15 @@ def test_a_flatbuffer_for_mobiles_is_never_plain(writer, tmp_path):
     assert scan_checkpoint(tmp_path / "good.ff").level == "unknown"
 
 
-def old_archive(path: Path, code: str, *, key: str = "code/net.py", record: str = "old/code/net.py") -> Path:
+def old_archive(
+    path: Path, code: str, *, key: str = "code/net.py", record: str = "old/code/net.py"
+) -> Path:
     """An archive as torch 1.1 to 1.3 wrote them; its main module has its code in `record`."""
-    model = {"protoVersion": "5", "mainModule": {"torchscriptArena": {"key": key}, "name": "Net"}, "tensors": []}
+    model = {
+        "protoVersion": "5",
+        "mainModule": {"torchscriptArena": {"key": key}, "name": "Net"},
+        "tensors": [],
+    }
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("old/version", "1\n")
         archive.writestr(record, code)
@@ -168,17 +196,27 @@ OLD_CODE = "op_version_set = 1\ndef forward(self,\n    x: Tensor) -> Tensor:\n  
 
 
 def test_the_code_of_before_torch_1_4_is_judged_wherever_its_model_says_that_it_stands(tmp_path):
-    assert scan_checkpoint(old_archive(tmp_path / "good.pt", OLD_CODE.format("_0 = torch.add(x, x)"))).level == "plain"
+    assert (
+        scan_checkpoint(
+            old_archive(tmp_path / "good.pt", OLD_CODE.format("_0 = torch.add(x, x)"))
+        ).level
+        == "plain"
+    )
     bad = OLD_CODE.format('torch.save(x, "mark")')
     assert scan_checkpoint(old_archive(tmp_path / "bad.pt", bad)).level == "dangerous"
-    assert scan_checkpoint(old_archive(tmp_path / "odd.pt", bad, key="T/0", record="old/t/0")).level == "dangerous"
+    assert (
+        scan_checkpoint(old_archive(tmp_path / "odd.pt", bad, key="T/0", record="old/t/0")).level
+        == "dangerous"
+    )
     with zipfile.ZipFile(tmp_path / "broken.pt", "w") as archive:
         archive.writestr("old/model.json", "{")
     assert scan_checkpoint(tmp_path / "broken.pt").level == "unknown"
 
 
 class Kept(torch.nn.Module):
-    """A module with a state of its own, submodules of odd names, and texts that speak of what is dangerous."""
+    """A module with a state of its own, submodules of odd names, and texts that speak of what is
+    dangerous.
+    """
 
     def __init__(self):
         super().__init__()
@@ -215,7 +253,12 @@ class Looped(torch.nn.Module):
             found[word.upper().strip()] = len(word)
         with torch.no_grad():
             y = torch.einsum("ij,kj->ik", x, x).softmax(-1)
-        return torch.cat([y, y.t()]).to(torch.float16), sorted(found.keys()), torch.svd(x)[1], f"{len(found)}"
+        return (
+            torch.cat([y, y.t()]).to(torch.float16),
+            sorted(found.keys()),
+            torch.svd(x)[1],
+            f"{len(found)}",
+        )
 
 
 def modules() -> dict[str, torch.nn.Module]:
@@ -224,19 +267,35 @@ def modules() -> dict[str, torch.nn.Module]:
         "own state": torch.jit.script(Kept()),
         "control flow": torch.jit.script(Looped()),
         "lstm": torch.jit.script(nn.LSTM(2, 2, num_layers=2, bidirectional=True)),
-        "transformer": torch.jit.script(nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2), 2, enable_nested_tensor=False)),
-        "convolutions": torch.jit.script(
-            nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Dropout(), nn.MaxPool2d(2), nn.ConvTranspose2d(2, 1, 3))
+        "transformer": torch.jit.script(
+            nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2), 2, enable_nested_tensor=False)
         ),
-        "embeddings": torch.jit.script(nn.ModuleDict({"forward_": nn.Embedding(3, 2), "b": nn.EmbeddingBag(3, 2)})["b"]),
+        "convolutions": torch.jit.script(
+            nn.Sequential(
+                nn.Conv2d(1, 2, 3),
+                nn.BatchNorm2d(2),
+                nn.Dropout(),
+                nn.MaxPool2d(2),
+                nn.ConvTranspose2d(2, 1, 3),
+            )
+        ),
+        "embeddings": torch.jit.script(
+            nn.ModuleDict({"forward_": nn.Embedding(3, 2), "b": nn.EmbeddingBag(3, 2)})["b"]
+        ),
         "losses": torch.jit.script(nn.CrossEntropyLoss()),
-        "activations": torch.jit.script(nn.Sequential(nn.GELU(), nn.SiLU(), nn.Hardswish(), nn.PReLU(), nn.Softmax(1))),
+        "activations": torch.jit.script(
+            nn.Sequential(nn.GELU(), nn.SiLU(), nn.Hardswish(), nn.PReLU(), nn.Softmax(1))
+        ),
         "traced": torch.jit.trace(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.LayerNorm(2)), one),
         "traced lstm": torch.jit.trace(nn.LSTM(2, 2), torch.ones(1, 1, 2)),
-        "frozen": torch.jit.freeze(torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).eval()),
+        "frozen": torch.jit.freeze(
+            torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).eval()
+        ),
     }
     if "fbgemm" in torch.backends.quantized.supported_engines:
-        dynamic = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), {nn.Linear})
+        dynamic = torch.ao.quantization.quantize_dynamic(
+            nn.Sequential(nn.Linear(2, 2), nn.ReLU()), {nn.Linear}
+        )
         made["quantized"] = torch.jit.script(dynamic)
     return made
 
@@ -252,10 +311,20 @@ def test_ordinary_archives_are_plain(tmp_path):
 
 
 def test_every_operator_that_this_torch_has_for_tensors_is_known():
-    names = {schema.name.split("::")[1] for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("aten::")}
+    names = {
+        schema.name.split("::")[1]
+        for schema in torch._C._jit_get_all_schemas()
+        if schema.name.startswith("aten::")
+    }
     if torch.__version__.startswith("2.13."):
-        assert {name for name in names if judge_operator("aten", name).level != "plain"} == {"save", "from_file"}
-    assert {name for name in names if judge_operator("aten", name).level == "dangerous"} == {"save", "from_file"}
+        assert {name for name in names if judge_operator("aten", name).level != "plain"} == {
+            "save",
+            "from_file",
+        }
+    assert {name for name in names if judge_operator("aten", name).level == "dangerous"} == {
+        "save",
+        "from_file",
+    }
 
 
 @pytest.mark.parametrize(("text", "level"), [
@@ -271,13 +340,16 @@ def test_every_operator_that_this_torch_has_for_tensors_is_known():
     ("y = __torch__.torch.classes.quantized.LinearPackedParamsBase(x)", None),
     ("# torch.save(x, path)", None),
     ("_0 = 'torch.save(x, path)'", None),
-    ("  ops : __torch__.Ops\n  torch : Tensor\n  def ops(self: __torch__.X) -> int:\n    return self.ops.torch.save", None),
+    ("  ops : __torch__.Ops\n  torch : Tensor\n  def ops(self: __torch__.X) -> int:\n    return "
+     "self.ops.torch.save", None),
     ("y = self.torch.save(x)", None),
     ("f(torch)", "dangerous"),
     ("{1: ops}", "dangerous"),
 ])  # fmt: skip
 def test_code_is_judged_by_what_it_calls(text, level):
-    assert {called.verdict.level for called in judged_code(text.encode())} == ({level} if level else set())
+    assert {called.verdict.level for called in judged_code(text.encode())} == (
+        {level} if level else set()
+    )
 
 
 def test_code_in_an_archive_that_is_no_torchscript_is_left_alone():
@@ -290,11 +362,26 @@ def test_code_in_an_archive_that_is_no_torchscript_is_left_alone():
 def test_more_code_than_the_limit_is_not_called_plain(writer, tmp_path):
     with limits(text_bytes=200):
         scan = scan_checkpoint(edited(writer, tmp_path / "edited.pt", CALL))
-    assert scan.level == "unknown" and any("code of more than 200 bytes" in item.reason for item in scan.files[0].findings)
+    assert scan.level == "unknown" and any(
+        "code of more than 200 bytes" in item.reason for item in scan.files[0].findings
+    )
 
 
 @pytest.mark.parametrize(
-    "piece", [b'"', b"'\n", b'"""', b'\\"', b".", b"torch.", b"#", b". #", b"5.\n", b"'''\\", b"torch.\n#\\\n"]
+    "piece",
+    [
+        b'"',
+        b"'\n",
+        b'"""',
+        b'\\"',
+        b".",
+        b"torch.",
+        b"#",
+        b". #",
+        b"5.\n",
+        b"'''\\",
+        b"torch.\n#\\\n",
+    ],
 )
 def test_code_made_to_take_long_does_not(piece):
     begun = time.process_time()

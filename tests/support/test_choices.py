@@ -1,4 +1,6 @@
-"""Options of the library that are misspelt, empty or of another type: errors that name the choices, and nothing is done."""
+"""Options of the library that are misspelt, empty or of another type: errors that name the choices,
+and nothing is done.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +116,15 @@ def cases() -> list[tuple[str, Callable[[], Any]]]:
     add(diff, "ignore_dtype", FLAG, "no")
     add(diff, "tolerance", "is not a tolerance", 0.1, "loose")
     add(diagnose, "values", FLAG, "no")
-    add(rules, "wrappers", "is not a choice; choose strip, module, add-module or keep", "Strip", "", None, 3)
+    add(
+        rules,
+        "wrappers",
+        "is not a choice; choose strip, module, add-module or keep",
+        "Strip",
+        "",
+        None,
+        3,
+    )
     add(rules, "strip_prefixes", "is not a list of texts", "module.", [3], None)
     add(rules, "include", "is not a list of texts", "*.weight")
     add(rules, "exclude", "is not a list of texts", "*.bias")
@@ -123,7 +133,8 @@ def cases() -> list[tuple[str, Callable[[], Any]]]:
     add(rules, "rules", "is not a tuple of rules", "module.", [("strip-prefix", "a")])
     for empty in ("", 3, b"in.pt", None):
         for name, function in (
-            ("path", ckptconv.open_checkpoint), ("path", ckptconv.load_portable), ("path", ckptconv.scan_checkpoint),
+            ("path", ckptconv.open_checkpoint), ("path", ckptconv.load_portable),
+            ("path", ckptconv.scan_checkpoint),
             ("path", ckptconv.diagnose), ("path", ckptconv.read_key_rules),
             ("path", lambda path: ckptconv.load_into(nn.Linear(1, 1), path)),
             ("path", lambda path: ckptconv.save_portable({"w": torch.zeros(1)}, path)),
@@ -132,11 +143,15 @@ def cases() -> list[tuple[str, Callable[[], Any]]]:
             ("output", lambda path: ckptconv.convert_checkpoint("in.pt", path)),
             ("path", lambda path: ckptconv.diff_checkpoints("in.pt", path)),
         ):  # fmt: skip
-            made.append((f"{name}={empty!r} {PATH}", lambda function=function, empty=empty: function(empty)))
+            made.append(
+                (f"{name}={empty!r} {PATH}", lambda function=function, empty=empty: function(empty))
+            )
     return made
 
 
-@pytest.mark.parametrize(("says", "call"), cases(), ids=lambda part: part if isinstance(part, str) else "")
+@pytest.mark.parametrize(
+    ("says", "call"), cases(), ids=lambda part: part if isinstance(part, str) else ""
+)
 def test_what_is_no_choice_is_refused_by_an_error_that_names_the_choices(says, call, room):
     before = sorted(room.iterdir())
     with pytest.raises(OptionRefused) as caught:
@@ -148,16 +163,29 @@ def test_what_is_no_choice_is_refused_by_an_error_that_names_the_choices(says, c
 
 def test_a_misspelt_dtype_names_the_dtypes(room):
     for call in (convert, save):
-        with pytest.raises(CheckpointError, match=r"'flaot32' is not a floating dtype; choose f32, f16"):
+        with pytest.raises(
+            CheckpointError, match=r"'flaot32' is not a floating dtype; choose f32, f16"
+        ):
             call(dtype="flaot32")()
 
 
 def test_what_is_a_choice_is_taken(room):
     made = Path("a.safetensors")
-    ckptconv.convert_checkpoint(Path("in.pt"), made, to="safetensors", keys="keep", tied="duplicate", unknown="drop")
-    ckptconv.convert_checkpoint(["in.pt"], "b.pt", max_shard_size="1GB", map_location={"cuda:3": "cpu"}, dtype="F32", tag=None)
     ckptconv.convert_checkpoint(
-        "in.pt", "c.pt", keys=KeyRules("module", strip_prefixes=["features."], renames=[["a", "b"]][:0])
+        Path("in.pt"), made, to="safetensors", keys="keep", tied="duplicate", unknown="drop"
+    )
+    ckptconv.convert_checkpoint(
+        ["in.pt"],
+        "b.pt",
+        max_shard_size="1GB",
+        map_location={"cuda:3": "cpu"},
+        dtype="F32",
+        tag=None,
+    )
+    ckptconv.convert_checkpoint(
+        "in.pt",
+        "c.pt",
+        keys=KeyRules("module", strip_prefixes=["features."], renames=[["a", "b"]][:0]),
     )
     assert ckptconv.diff_checkpoints("in.pt", "a.safetensors", keys="keep").same
     assert ckptconv.diff_checkpoints("in.pt", "b.pt", keys="strip").same

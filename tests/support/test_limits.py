@@ -39,7 +39,9 @@ RAISE = re.compile(r"--limit (\w+)=([\d.]+) \(ckptconv\.limits\(\1=\2\) in code\
 
 
 class Case(NamedTuple):
-    """What exceeds a limit: `make` gives, for a folder, the call that is refused while the limits are `lowered`."""
+    """What exceeds a limit: `make` gives, for a folder, the call that is refused while the limits
+    are `lowered`.
+    """
 
     make: Callable[[Path], Callable[[], Any]]
     lowered: dict[str, float]
@@ -72,7 +74,11 @@ def converted(tree: Any) -> Callable[[Path], Callable[[], None]]:
 def deflated(tree: Any) -> Callable[[Path], Callable[[], None]]:
     def make(folder: Path) -> Callable[[], None]:
         torch.save(tree, folder / "in.pt")
-        return opened(oracle.rezipped(folder / "in.pt", folder / "deflated.pt", compression=zipfile.ZIP_DEFLATED))
+        return opened(
+            oracle.rezipped(
+                folder / "in.pt", folder / "deflated.pt", compression=zipfile.ZIP_DEFLATED
+            )
+        )
 
     return make
 
@@ -139,21 +145,31 @@ CASES = {
     "archive_records": Case(saved({"w": W}), {"archive_records": 2}),
     "zip_members": Case(zip_of_others, {"zip_members": 2}),
     "small_record_bytes": Case(saved({"w": W}), {"small_record_bytes": 2}),
-    "inflated_ratio": Case(deflated({"w": torch.zeros(1000)}), {"inflated_ratio": 2, "inflated_free": 100}),
-    "pickle_ratio": Case(deflated({"w": W, "same": ["a" * 9, "b" * 900]}), {"pickle_ratio": 1, "pickle_free": 10}),
+    "inflated_ratio": Case(
+        deflated({"w": torch.zeros(1000)}), {"inflated_ratio": 2, "inflated_free": 100}
+    ),
+    "pickle_ratio": Case(
+        deflated({"w": W, "same": ["a" * 9, "b" * 900]}), {"pickle_ratio": 1, "pickle_free": 10}
+    ),
     "view_ratio": Case(saved({"w": W[:1].expand(1000)}), {"view_ratio": 2, "view_free": 100}),
     "dimensions": Case(saved({"w": W.reshape(2, 1, 2, 1)}), {"dimensions": 3}),
     "sharded_dimensions": Case(split_both_ways, {"sharded_dimensions": 1}),
     "mesh_ranks": Case(lambda _: lambda: dtensors._axis((2, 2), (2, 1)), {"mesh_ranks": 3}),
     "list_gaps": Case(lambda _: lambda: _Nested().put(("list", 5), 0), {"list_gaps": 3}),
-    "modules": Case(saved(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1))), {"modules": 2}),
-    "names": Case(saved(nn.Sequential(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))), {"names": 2}),
+    "modules": Case(
+        saved(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1))), {"modules": 2}
+    ),
+    "names": Case(
+        saved(nn.Sequential(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))), {"names": 2}
+    ),
     "text_bytes": Case(torchscript, {"text_bytes": 10}),
     "safetensors_header_bytes": Case(safetensors_file, {"safetensors_header_bytes": 10}),
     "index_bytes": Case(index_of_shards, {"index_bytes": 10}),
     "shards": Case(index_of_shards, {"shards": 1}),
     "files_in_files": Case(pickle_in_zip, {"files_in_files": 1}),
-    "large_int_keys": Case(converted({"w": W, "ids": {1 << 62: 1, 1 << 63: 2, 1 << 64: 3}}), {"large_int_keys": 2}),
+    "large_int_keys": Case(
+        converted({"w": W, "ids": {1 << 62: 1, 1 << 63: 2, 1 << 64: 3}}), {"large_int_keys": 2}
+    ),
     "key_tuple": Case(converted({"w": W, "by": {(1, 2, 3): 1}}), {"key_tuple": 2}),
     "rules_bytes": Case(rules_file, {"rules_bytes": 10}),
     "regex_seconds": Case(slow_pattern, {"regex_seconds": 0.001}),
@@ -215,7 +231,9 @@ def test_below_what_is_free_no_ratio_is_asked_for(name, tmp_path):
 
 def zeros_deflated(folder: Path, count: int, nbytes: int) -> Path:
     """A torch file of `count` tensors of `nbytes` bytes, all zero, packed again by another program."""
-    torch.save({f"w{index}": torch.zeros(nbytes // 4) for index in range(count)}, folder / "stored.pt")
+    torch.save(
+        {f"w{index}": torch.zeros(nbytes // 4) for index in range(count)}, folder / "stored.pt"
+    )
     oracle.rezipped(folder / "stored.pt", folder / "in.pt", compression=zipfile.ZIP_DEFLATED)
     (folder / "stored.pt").unlink()
     return folder / "in.pt"
@@ -226,7 +244,8 @@ def test_many_records_that_inflate_to_little_each_are_a_bomb_together(tmp_path):
     source = zeros_deflated(tmp_path, 60, 4_000_000)
     assert source.stat().st_size < 300_000
     with pytest.raises(
-        LimitExceeded, match=r"its deflated records claim to inflate from \d+ to 2400\d+ bytes in total"
+        LimitExceeded,
+        match=r"its deflated records claim to inflate from \d+ to 2400\d+ bytes in total",
     ) as caught:
         open_checkpoint(source)
     assert caught.value.limit == "inflated_ratio"
@@ -234,7 +253,14 @@ def test_many_records_that_inflate_to_little_each_are_a_bomb_together(tmp_path):
     assert f"--limit inflated_ratio={caught.value.needed}" in assert_one_error(done)
     assert [path.name for path in tmp_path.iterdir()] == ["in.pt"]
     assert done.rss < 150_000_000
-    done = run("convert", source, "out.pt", "--limit", f"inflated_ratio={caught.value.needed}", cwd=tmp_path)
+    done = run(
+        "convert",
+        source,
+        "out.pt",
+        "--limit",
+        f"inflated_ratio={caught.value.needed}",
+        cwd=tmp_path,
+    )
     assert done.exit == 0, done.err
     assert len(torch.load(tmp_path / "out.pt")) == 60
 
@@ -245,20 +271,31 @@ def test_what_inflates_little_together_is_not_questioned(tmp_path):
 
 
 def test_the_pickles_of_many_archives_in_an_archive_are_counted_together(tmp_path):
-    torch.save({"w": W, "text": ["a" * 1000 + str(index) for index in range(1000)]}, tmp_path / "in.pt")
-    inner = oracle.rezipped(tmp_path / "in.pt", tmp_path / "deflated.pt", compression=zipfile.ZIP_DEFLATED).read_bytes()
+    torch.save(
+        {"w": W, "text": ["a" * 1000 + str(index) for index in range(1000)]}, tmp_path / "in.pt"
+    )
+    inner = oracle.rezipped(
+        tmp_path / "in.pt", tmp_path / "deflated.pt", compression=zipfile.ZIP_DEFLATED
+    ).read_bytes()
     with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
         for index in range(20):
             archive.writestr(f"{index}.pt", inner)
-    with pytest.raises(LimitExceeded, match="deflated pickles and texts claim to inflate") as caught:
+    with pytest.raises(
+        LimitExceeded, match="deflated pickles and texts claim to inflate"
+    ) as caught:
         open_checkpoint(tmp_path / "all.zip")
     assert caught.value.limit == "pickle_ratio"
-    with limits(pickle_ratio=1000, inflated_ratio=1000), open_checkpoint(tmp_path / "all.zip") as checkpoint:
+    with (
+        limits(pickle_ratio=1000, inflated_ratio=1000),
+        open_checkpoint(tmp_path / "all.zip") as checkpoint,
+    ):
         assert len(list(checkpoint.tensors())) == 20
 
 
 def test_a_checkpoint_of_many_files_has_what_is_free_once(tmp_path):
-    ranks = [zeros_deflated(tmp_path, 3, 2_000_000).rename(tmp_path / f"{rank}.pt") for rank in range(5)]
+    ranks = [
+        zeros_deflated(tmp_path, 3, 2_000_000).rename(tmp_path / f"{rank}.pt") for rank in range(5)
+    ]
     for rank in ranks:
         open_checkpoint(rank).close()
     with pytest.raises(LimitExceeded, match=r"claim to inflate from \d+ to 1800"):
@@ -266,7 +303,13 @@ def test_a_checkpoint_of_many_files_has_what_is_free_once(tmp_path):
 
 
 def test_few_open_files_are_enough(tmp_path):
-    folder = ROOT / "tests" / "data" / "deepspeed" / sorted(item.name for item in (ROOT / "tests/data/deepspeed").iterdir())[0]
+    folder = (
+        ROOT
+        / "tests"
+        / "data"
+        / "deepspeed"
+        / sorted(item.name for item in (ROOT / "tests/data/deepspeed").iterdir())[0]
+    )
     whole, few = tmp_path / "whole.safetensors", tmp_path / "few.safetensors"
     ckptconv.convert_checkpoint(folder, whole)
     with limits(open_files=1):
@@ -276,7 +319,11 @@ def test_few_open_files_are_enough(tmp_path):
 
 def scanned(folder: Path, data: bytes) -> Callable[[], list[str]]:
     (folder / "in.pkl").write_bytes(data)
-    return lambda: [item.reason for file in ckptconv.scan_checkpoint(folder / "in.pkl").files for item in file.findings]
+    return lambda: [
+        item.reason
+        for file in ckptconv.scan_checkpoint(folder / "in.pkl").files
+        for item in file.findings
+    ]
 
 
 SCANS = {
@@ -297,7 +344,7 @@ def test_a_scan_says_where_it_stopped_and_what_makes_it_go_on(name, tmp_path):
         assert look() == []
 
 
-# -------------------------------------------------------------------------------------------------------------- the block
+# ---------------------------------------------------------------------------------------- the block
 
 
 def test_blocks_stand_in_blocks_and_end():
@@ -389,7 +436,10 @@ def test_an_output_is_read_back_under_the_limits_of_its_plan(tmp_path):
         torch.save({"model": {"w": W}, "deep": deep}, tmp_path / "in.pt")
     finally:
         sys.setrecursionlimit(before)
-    with pytest.raises(LimitExceeded, match="depth=1000"), open_checkpoint(tmp_path / "in.pt") as checkpoint:
+    with (
+        pytest.raises(LimitExceeded, match="depth=1000"),
+        open_checkpoint(tmp_path / "in.pt") as checkpoint,
+    ):
         plan_conversion(checkpoint, tmp_path / "out.pt", Options())
     with limits(depth=2000):
         checkpoint = open_checkpoint(tmp_path / "in.pt")
@@ -422,11 +472,15 @@ def test_tensors_of_more_dimensions_than_numpy_has_open_as_in_torch(tmp_path):
     assert_same_values(ckptconv.load_portable(tmp_path / "in.pt", mmap=False), expected)
     for dtype in (None, "bf16"):
         for name in ("out.pt", "out.safetensors"):
-            convert_checkpoint(tmp_path / "in.pt", tmp_path / name, dtype=dtype, verify=True, force=True)
+            convert_checkpoint(
+                tmp_path / "in.pt", tmp_path / name, dtype=dtype, verify=True, force=True
+            )
             found = (load_file if name.endswith("s") else torch.load)(tmp_path / name)
             assert_same_values(found, expected)  # small numbers, exact in bfloat16 too
             assert_same_values(ckptconv.load_portable(tmp_path / name), found)
-            assert dtype or not ckptconv.diff_checkpoints(tmp_path / "in.pt", tmp_path / name).values
+            assert (
+                dtype or not ckptconv.diff_checkpoints(tmp_path / "in.pt", tmp_path / name).values
+            )
     ckptconv.save_portable(expected, tmp_path / "saved.pt")
     assert_same_values(torch.load(tmp_path / "saved.pt"), expected)
 
@@ -436,7 +490,9 @@ def test_how_many_dimensions_a_tensor_has_is_a_limit_that_is_raised(tmp_path):
     with pytest.raises(LimitExceeded, match=r"has 200 dimensions.*--limit dimensions=200"):
         open_checkpoint(tmp_path / "in.pt")
     with limits(dimensions=200):
-        assert_same_values(ckptconv.load_portable(tmp_path / "in.pt"), torch.load(tmp_path / "in.pt"))
+        assert_same_values(
+            ckptconv.load_portable(tmp_path / "in.pt"), torch.load(tmp_path / "in.pt")
+        )
 
 
 def test_what_python_itself_cannot_follow_names_its_own_limit(tmp_path):
@@ -450,19 +506,26 @@ def test_what_python_itself_cannot_follow_names_its_own_limit(tmp_path):
 def test_a_tensor_that_claims_a_terabyte_is_answered_at_once(tmp_path):
     torch.save({"w": torch.zeros(1).expand(1 << 38)}, tmp_path / "in.pt")
     line = assert_one_error(run("convert", "in.pt", "out.safetensors", cwd=tmp_path, limit=20))
-    assert "claims 1099511627776 bytes out of a storage of 4, beyond the limit view_ratio=64" in line
+    assert (
+        "claims 1099511627776 bytes out of a storage of 4, beyond the limit view_ratio=64" in line
+    )
     assert "--limit view_ratio=274877906944" in line
 
 
 def test_many_names_of_one_small_storage_are_not_written_out(tmp_path):
     one = torch.zeros(1 << 10)
     torch.save({f"w{index}": one[index % 7 :][:1000] for index in range(400)}, tmp_path / "in.pt")
-    with limits(view_ratio=2, view_free=100_000), pytest.raises(LimitExceeded, match="its tensors share memory"):
-        ckptconv.convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.safetensors", tied="duplicate")
+    with (
+        limits(view_ratio=2, view_free=100_000),
+        pytest.raises(LimitExceeded, match="its tensors share memory"),
+    ):
+        ckptconv.convert_checkpoint(
+            tmp_path / "in.pt", tmp_path / "out.safetensors", tied="duplicate"
+        )
     assert [item.name for item in tmp_path.iterdir()] == ["in.pt"]
 
 
-# --------------------------------------------------------------------------------------------------------- command line
+# ------------------------------------------------------------------------------------- command line
 
 
 def called(*arguments: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -518,7 +581,10 @@ def test_scan_takes_limits(tmp_path, capsys, monkeypatch):
     Path("in.pkl").write_bytes(SCANS["scanned_depth"])
     code, out, _ = called("scan", "in.pkl", "--limit", "scanned_depth=1", capsys=capsys)
     assert code == 0 and "--limit scanned_depth=2 looks further" in out
-    assert "looks further" not in called("scan", "in.pkl", "--limit", "scanned_depth=9", capsys=capsys)[1]
+    assert (
+        "looks further"
+        not in called("scan", "in.pkl", "--limit", "scanned_depth=9", capsys=capsys)[1]
+    )
 
 
 @pytest.mark.parametrize(
@@ -534,11 +600,13 @@ def test_scan_takes_limits(tmp_path, capsys, monkeypatch):
     ],
 )
 def test_what_is_no_limit_is_a_usage_error(value, said, tmp_path):
-    line = assert_one_error(run("inspect", SAMPLES / "tied.pt", "--limit", value, cwd=tmp_path), code=2)
+    line = assert_one_error(
+        run("inspect", SAMPLES / "tied.pt", "--limit", value, cwd=tmp_path), code=2
+    )
     assert said in line
 
 
-# -------------------------------------------------------------------------------------------------------- documentation
+# ------------------------------------------------------------------------------------ documentation
 
 
 def documented() -> dict[str, str]:
@@ -562,4 +630,6 @@ def test_the_page_of_limits_is_the_table_of_the_class():
     said = documented()
     assert list(said) == list(bounds.NAMES)
     page = (ROOT / "docs" / "limits.md").read_text().splitlines()
-    assert [line for line in page if line.startswith("| `")] == [row(name, text) for name, text in said.items()]
+    assert [line for line in page if line.startswith("| `")] == [
+        row(name, text) for name, text in said.items()
+    ]

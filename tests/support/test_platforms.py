@@ -29,7 +29,8 @@ from helpers.program import SAMPLES, environment
 
 ELSEWHERE = ("bare", "windows")
 USERS_OF_PLATFORMS = {
-    "support.signals", "keys.rules", "io.files", "io.inflate", "io.stream", "io.destination", "io.staging", "cli.terminal",
+    "support.signals", "keys.rules", "io.files", "io.inflate", "io.stream", "io.destination",
+    "io.staging", "cli.terminal",
     "convert.execute", "formats.folders.sharded", "formats.folders.steps", "formats.folders.dcp",
 }  # fmt: skip
 ONLY_HERE = {
@@ -41,15 +42,26 @@ ONLY_HERE = {
     "sys.getwindowsversion",
     "platform.system",
 }
-ONLY_HERE_MODULES = {"ctypes", "msvcrt", "nt", "winreg", "winsound", "tempfile", "_winapi", "_ctypes"}
+ONLY_HERE_MODULES = {
+    "ctypes",
+    "msvcrt",
+    "nt",
+    "winreg",
+    "winsound",
+    "tempfile",
+    "_winapi",
+    "_ctypes",
+}
 LACKING = {*other_systems.posix_only()}
 
 
-# ----------------------------------------------------------------------------------------------------------- the names
+# ---------------------------------------------------------------------------------------- the names
 
 
 def named(tree: ast.Module) -> Iterator[str]:
-    """The names of other modules that a module uses: by attribute, by import, and by text (`getattr(os, "fork")`)."""
+    """The names of other modules that a module uses: by attribute, by import, and by text
+    (`getattr(os, "fork")`).
+    """
     aliases = {
         alias.asname or alias.name: alias.name
         for node in ast.walk(tree)
@@ -62,24 +74,43 @@ def named(tree: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in aliases
+        ):
             yield f"{aliases[node.value.id]}.{node.attr}"
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ("getattr", "hasattr")
+        ):
             owner, name, *_ = node.args
-            if isinstance(owner, ast.Name) and owner.id in aliases and isinstance(name, ast.Constant):
+            if (
+                isinstance(owner, ast.Name)
+                and owner.id in aliases
+                and isinstance(name, ast.Constant)
+            ):
                 yield f"{aliases[owner.id]}.{name.value}"
 
 
 def belongs_to_platforms(name: str) -> bool:
     return (
-        name in LACKING | ONLY_HERE | ONLY_HERE_MODULES or name.startswith("os.O_") or name in {"os.SEEK_DATA", "os.SEEK_HOLE"}
+        name in LACKING | ONLY_HERE | ONLY_HERE_MODULES
+        or name.startswith("os.O_")
+        or name in {"os.SEEK_DATA", "os.SEEK_HOLE"}
     )
 
 
 def test_only_one_module_names_what_not_every_system_has():
-    found = {module: wrong for module, tree in MODULES.items() if (wrong := sorted(filter(belongs_to_platforms, named(tree))))}
+    found = {
+        module: wrong
+        for module, tree in MODULES.items()
+        if (wrong := sorted(filter(belongs_to_platforms, named(tree))))
+    }
     assert set(found) == {"support.platforms"}, found
-    assert {"os.preadv", "os.O_DIRECTORY", "signal.SIGALRM", "fcntl", "msvcrt", "ctypes"} <= {*found["support.platforms"]} | {
+    assert {"os.preadv", "os.O_DIRECTORY", "signal.SIGALRM", "fcntl", "msvcrt",
+        "ctypes"} <= {*found["support.platforms"]} | {
         "signal.SIGALRM", "os.preadv",  # there, they are asked for by a name of their own
     }  # fmt: skip
 
@@ -102,32 +133,68 @@ def late():
 def test_the_list_of_names_is_that_of_the_stubs_of_the_standard_library():
     """For all names that the package uses; the list as a whole changes with each Python."""
     pytest.importorskip("mypy")
-    used = {name for tree in MODULES.values() for name in named(tree)} | {"os.preadv", "signal.SIGALRM", "fcntl", "os.fchmod"}
+    used = {name for tree in MODULES.values() for name in named(tree)} | {
+        "os.preadv",
+        "signal.SIGALRM",
+        "fcntl",
+        "os.fchmod",
+    }
     stubs = {*posix_names.missing("win32")}
     assert used & stubs == used & LACKING
-    assert {"fcntl", "os.preadv", "os.fchmod", "os.O_NOFOLLOW", "os.statvfs", "signal.SIGALRM", "signal.SIGHUP"} <= stubs
+    assert {
+        "fcntl",
+        "os.preadv",
+        "os.fchmod",
+        "os.O_NOFOLLOW",
+        "os.statvfs",
+        "signal.SIGALRM",
+        "signal.SIGHUP",
+    } <= stubs
 
 
 def test_the_module_is_asked_only_where_files_and_signals_are():
-    users = {module for module in MODULES if any(name.startswith("ckptconv.support.platforms") for name in imports_of(module))}
+    users = {
+        module
+        for module in MODULES
+        if any(name.startswith("ckptconv.support.platforms") for name in imports_of(module))
+    }
     assert users == USERS_OF_PLATFORMS
     assert top_names("support.platforms") & {"ckptconv"} == set()
 
 
-# ----------------------------------------------------------------------------------------------------- the whole program
+# -------------------------------------------------------------------------------- the whole program
 
 
-EMULATED = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="another system is played on Linux only")
+EMULATED = pytest.mark.skipif(
+    not Path("/proc/self/maps").exists(), reason="another system is played on Linux only"
+)
 
 
-def requests(system: str, room: Path, asked: list[list[str]], *, encoding: str = "utf-8") -> list[Any]:
-    """What the program answers in `room` on another system: exit code, stdout, stderr of each request."""
+def requests(
+    system: str, room: Path, asked: list[list[str]], *, encoding: str = "utf-8"
+) -> list[Any]:
+    """What the program answers in `room` on another system: exit code, stdout, stderr of each
+    request.
+    """
     script = [sys.executable, other_systems.__file__, system]
-    env = environment(CKPTCONV_TEST_ENCODING=encoding, PYTHONPATH=f"{SAMPLES.parent}{os.pathsep}{TESTS}")
-    done = subprocess.run(script, cwd=room, input=json.dumps(asked), env=env, capture_output=True, text=True, check=False)
+    env = environment(
+        CKPTCONV_TEST_ENCODING=encoding, PYTHONPATH=f"{SAMPLES.parent}{os.pathsep}{TESTS}"
+    )
+    done = subprocess.run(
+        script,
+        cwd=room,
+        input=json.dumps(asked),
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     answers = json.loads(done.stdout)
-    return [(code, *(timeless(bytes.fromhex(text).decode(encoding)) for text in texts)) for code, *texts in answers]
+    return [
+        (code, *(timeless(bytes.fromhex(text).decode(encoding)) for text in texts))
+        for code, *texts in answers
+    ]
 
 
 def timeless(text: str) -> str:
@@ -144,7 +211,11 @@ def room_of(folder: Path) -> Path:
 
 def files(room: Path) -> dict[str, bytes]:
     """What is in a folder, hidden things too."""
-    return {str(path.relative_to(room)): path.read_bytes() for path in sorted(room.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(room)): path.read_bytes()
+        for path in sorted(room.rglob("*"))
+        if path.is_file()
+    }
 
 
 SHARDS = ("--max-shard-size", "2KB")
@@ -152,7 +223,11 @@ SUITE: list[list[str]] = [
     ["--version"],
     ["--help"],
     *([name, "--help"] for name in ("convert", "inspect", "doctor", "diff", "scan", "devices")),
-    *([command, sample.name] for command in ("inspect", "doctor", "scan") for sample in sorted(SAMPLES.glob("*.pt"))),
+    *(
+        [command, sample.name]
+        for command in ("inspect", "doctor", "scan")
+        for sample in sorted(SAMPLES.glob("*.pt"))
+    ),
     ["inspect", "ddp_cuda3_train.pt", "--json"],
     ["strip-module", "ddp_cuda3.pt", "stripped.pt"],
     ["add-module", "stripped.pt", "added.pt"],
@@ -166,8 +241,26 @@ SUITE: list[list[str]] = [
     ["convert", "rnn_classifier.pt", "shards.safetensors", *SHARDS, "--verify"],
     ["convert", "rnn_classifier.pt", "shards.safetensors", *SHARDS, "--force", "--dtype", "bf16"],
     ["convert", "rnn_classifier.pt", "shards.safetensors", *SHARDS, "--force", "--verify"],
-    ["convert", "shards.safetensors.index.json", "shards.safetensors", *SHARDS, "--force", "--dtype", "f16", "--verify"],
-    ["convert", "shards.safetensors.index.json", "shards.safetensors", *SHARDS, "--force", "--dtype", "bf16", "--verify"],
+    [
+        "convert",
+        "shards.safetensors.index.json",
+        "shards.safetensors",
+        *SHARDS,
+        "--force",
+        "--dtype",
+        "f16",
+        "--verify",
+    ],
+    [
+        "convert",
+        "shards.safetensors.index.json",
+        "shards.safetensors",
+        *SHARDS,
+        "--force",
+        "--dtype",
+        "bf16",
+        "--verify",
+    ],
     ["convert", "shards.safetensors.index.json", "joined.pt"],
     ["inspect", "shards.safetensors.index.json"],
     ["diff", "stripped.pt", "ddp_cuda3.pt", "--keys", "strip"],
@@ -219,7 +312,10 @@ WITH_TORCH: list[list[str]] = [
 
 def fill(room: Path) -> Path:
     """A deflated archive, and one of some 20 MB, beside the samples."""
-    with zipfile.ZipFile(room / "tied.pt") as archive, zipfile.ZipFile(room / "deflated.pt", "w", zipfile.ZIP_DEFLATED) as made:
+    with (
+        zipfile.ZipFile(room / "tied.pt") as archive,
+        zipfile.ZipFile(room / "deflated.pt", "w", zipfile.ZIP_DEFLATED) as made,
+    ):
         for item in archive.infolist():
             made.writestr(zipfile.ZipInfo(item.filename), archive.read(item), zipfile.ZIP_DEFLATED)
     return room
@@ -228,7 +324,10 @@ def fill(room: Path) -> Path:
 def big(room: Path) -> None:
     from safetensors.numpy import save_file
 
-    save_file({f"w{n}": numpy.arange(2_500_000, dtype=numpy.float32) + n for n in range(2)}, room / "big.pt")
+    save_file(
+        {f"w{n}": numpy.arange(2_500_000, dtype=numpy.float32) + n for n in range(2)},
+        room / "big.pt",
+    )
 
 
 @pytest.fixture(scope="module")
@@ -254,9 +353,15 @@ def test_every_command_does_the_same_elsewhere(system, at_home, tmp_path):
 
 @EMULATED
 def test_a_console_of_windows_gets_plain_forms_and_json_plain_lines(tmp_path):
-    asked = [["inspect", "rnn_classifier.pt"], ["strip-module", "ddp_cuda3.pt", "out.pt"], ["inspect", "tied.pt", "--json"]]
+    asked = [
+        ["inspect", "rnn_classifier.pt"],
+        ["strip-module", "ddp_cuda3.pt", "out.pt"],
+        ["inspect", "tied.pt", "--json"],
+    ]
     room = room_of(tmp_path / "room")
-    tree, done, document = requests("windows", room, [*asked, ["python", "print('raw')"]], encoding="cp1252")[:3]
+    tree, done, document = requests(
+        "windows", room, [*asked, ["python", "print('raw')"]], encoding="cp1252"
+    )[:3]
     assert "  |- " in tree[1] and "`- " in tree[1] and "\\u25" not in tree[1]
     assert "-> out.pt" in done[2]
     assert "\r" not in tree[1] + done[2] + document[1]
@@ -276,7 +381,11 @@ def test_a_model_cannot_be_named_where_there_is_no_torch(tmp_path, monkeypatch):
 def test_outputs_of_names_that_windows_reserves_are_refused_there(tmp_path):
     room = room_of(tmp_path / "room")
     names = ["nul.pt", "model.pt:stream", "model.pt.", "CON"]
-    answers = requests("windows", room, [["convert", "tied.pt", name, "--to", to] for name in names for to in ("torch", "dcp")])
+    answers = requests(
+        "windows",
+        room,
+        [["convert", "tied.pt", name, "--to", to] for name in names for to in ("torch", "dcp")],
+    )
     assert {(code, err.partition(": ")[2].partition(": ")[2]) for code, _, err in answers} == {
         (1, "is not a plain file name on Windows; choose another name\n")
     }
@@ -287,15 +396,29 @@ def test_outputs_of_names_that_windows_reserves_are_refused_there(tmp_path):
 def test_the_suite_does_what_it_is_to(at_home):
     """So that it is not refusals that are compared."""
     answers, left = at_home
-    failing = {" ".join(asked) for asked, (code, _, _) in zip(SUITE, answers, strict=True) if code not in (0, 1)}
+    failing = {
+        " ".join(asked)
+        for asked, (code, _, _) in zip(SUITE, answers, strict=True)
+        if code not in (0, 1)
+    }
     assert failing == set()
-    done = {"out.safetensors", "stripped.pt", "added.pt", "joined.pt", "shards.safetensors.index.json", "inflated.safetensors"}
+    done = {
+        "out.safetensors",
+        "stripped.pt",
+        "added.pt",
+        "joined.pt",
+        "shards.safetensors.index.json",
+        "inflated.safetensors",
+    }
     assert done <= set(left)
     assert any(name.startswith("new/") for name in left)
     over = [
-        err for asked, (code, _, err) in zip(SUITE, answers, strict=True) if asked[1:2] == ["shards.safetensors.index.json"]
+        err
+        for asked, (code, _, err) in zip(SUITE, answers, strict=True)
+        if asked[1:2] == ["shards.safetensors.index.json"]
     ]
-    assert all("written" in err for err in over[:2])  # shards over shards of the same names, of which they were read
+    # shards over shards of the same names, of which they were read
+    assert all("written" in err for err in over[:2])
     assert len([name for name in left if re.fullmatch(r"shards-\d+-of-\d+\.safetensors", name)]) > 2
 
 
@@ -303,12 +426,21 @@ def test_the_suite_does_what_it_is_to(at_home):
 @pytest.mark.parametrize("system", ELSEWHERE)
 def test_what_needs_torch_does_the_same_elsewhere(system, tmp_path):
     pytest.importorskip("torch")
-    here, there = (requests(name, room_of(tmp_path / name), WITH_TORCH) for name in ("here", system))
+    here, there = (
+        requests(name, room_of(tmp_path / name), WITH_TORCH) for name in ("here", system)
+    )
     for asked, mine, theirs in zip(WITH_TORCH, here, there, strict=True):
         assert "Traceback" not in mine[2] + theirs[2], f"{asked}\n{mine[2]}{theirs[2]}"
-        assert (theirs[0], theirs[1].splitlines(), theirs[2]) == (mine[0], mine[1].splitlines(), mine[2]), asked
+        assert (theirs[0], theirs[1].splitlines(), theirs[2]) == (
+            mine[0],
+            mine[1].splitlines(),
+            mine[2],
+        ), asked
     assert [code for code, _, _ in here[:4]] == [0, 0, 0, 0]
-    found = [{name: raw for name, raw in files(tmp_path / at).items() if name != "folder/.metadata"} for at in ("here", system)]
+    found = [
+        {name: raw for name, raw in files(tmp_path / at).items() if name != "folder/.metadata"}
+        for at in ("here", system)
+    ]
     assert found[0] == found[1]
 
 
@@ -320,7 +452,8 @@ def test_what_is_mapped_cannot_be_replaced_on_windows_and_says_so(tmp_path):
     error, verified = out.splitlines()
     assert error == (
         "fp16.pt: is in use or read-only, and so cannot be replaced on this system; "
-        "close it: tensors of load_portable keep their file open unless mmap=False; nothing was left behind"
+        "close it: tensors of load_portable keep their file open unless mmap=False; nothing was "
+        "left behind"
     )
     assert int(verified) > 0
     assert [name for name in files(tmp_path / "room") if "ckptconv-" in name] == []
@@ -332,7 +465,9 @@ def test_threads_that_read_one_file_elsewhere_get_what_they_ask_for(system, tmp_
     """Without positioned reads, one thread must not move the place from which another reads."""
     room = tmp_path / "room"
     room.mkdir()
-    (room / "numbers").write_bytes(b"".join(number.to_bytes(4, "little") for number in range(1 << 18)))
+    (room / "numbers").write_bytes(
+        b"".join(number.to_bytes(4, "little") for number in range(1 << 18))
+    )
     ((code, out, err),) = requests(system, room, [["python", THREADS]])
     assert (code, err, out.split()) == (0, "", ["8000", "True"])
 
@@ -390,7 +525,9 @@ print([str(path) for path in Path().iterdir() if "ckptconv-" in path.name])
 @EMULATED
 @pytest.mark.parametrize("system", ["here", "windows"])
 def test_writers_of_shards_of_one_name_take_turns(system, tmp_path):
-    """While one holds the folder the other waits; with the lock given back, it goes on, and leaves no lock behind."""
+    """While one holds the folder the other waits; with the lock given back, it goes on, and leaves
+    no lock behind.
+    """
     room = room_of(tmp_path / "room")
     ((code, out, err),) = requests(system, room, [["python", TURNS]])
     assert (code, err) == (0, "")
@@ -415,7 +552,7 @@ print("done:", Path("s.safetensors.index.json").exists())
 """
 
 
-# ----------------------------------------------------------------------------------------------------------- the module
+# --------------------------------------------------------------------------------------- the module
 
 
 def test_a_short_read_at_the_end_is_told(tmp_path, monkeypatch):
@@ -466,9 +603,12 @@ PLAIN = [
     "COM10",
 ]
 NOT_PLAIN = [
-    "", ".", "..", "/a", "a//b", "a/../b", "..\\x", "C:x", "C:\\x.safetensors", "\\\\server\\share\\x", "a/b\\c",
-    "NUL", "nul.pt", "aux.safetensors", "a/CON/x.pt", "COM1", "lpt9.bin", "com¹.txt", "CONIN$", "nul .pt",
-    "shard.safetensors:stream", "shard.safetensors.", "shard.safetensors ", "a./x.pt", "...", "a\nb", "a\0b",
+    "", ".", "..", "/a", "a//b", "a/../b", "..\\x", "C:x", "C:\\x.safetensors",
+    "\\\\server\\share\\x", "a/b\\c",
+    "NUL", "nul.pt", "aux.safetensors", "a/CON/x.pt", "COM1", "lpt9.bin", "com¹.txt", "CONIN$",
+    "nul .pt",
+    "shard.safetensors:stream", "shard.safetensors.", "shard.safetensors ", "a./x.pt", "...",
+    "a\nb", "a\0b",
 ]  # fmt: skip
 
 
@@ -484,7 +624,9 @@ def test_names_that_lead_elsewhere_on_some_system_are_not(name):
 
 @pytest.mark.parametrize("name", NOT_PLAIN[1:])
 def test_an_index_that_names_such_a_shard_is_refused_on_every_system(name, tmp_path):
-    """Even where there is a file of that name here: elsewhere, it is another one, a device, or none."""
+    """Even where there is a file of that name here: elsewhere, it is another one, a device, or
+    none.
+    """
     from safetensors.numpy import save
 
     with contextlib.suppress(OSError, ValueError):
@@ -506,7 +648,9 @@ def test_a_folder_that_names_such_a_step_is_refused_on_every_system(name, tmp_pa
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["C:x.distcp", "..\\x.distcp", "NUL", "x.distcp.", "a/aux.distcp", "x.distcp:y"])
+@pytest.mark.parametrize(
+    "name", ["C:x.distcp", "..\\x.distcp", "NUL", "x.distcp.", "a/aux.distcp", "x.distcp:y"]
+)
 def test_metadata_of_dcp_that_names_such_a_file_is_refused_on_every_system(name, tmp_path):
     from ckptconv.formats.folders.dcp import inside
 
@@ -544,25 +688,44 @@ def test_keys_are_only_text_whatever_they_look_like(system, output, tmp_path):
     save_file(values, tmp_path / "in.safetensors")
     split = ["--to", "safetensors", "--max-shard-size", "3KB"] if output == "folder/" else []
     back = ["convert", output, "back.safetensors", "--keys", "keep"]
-    renamed = ["convert", "in.safetensors", "renamed.safetensors", "--rename", "C:\\net\\w=D:\\net\\w"]
-    asked = [["convert", "in.safetensors", output, "--keys", "keep", "--verify", *split], back, renamed]
+    renamed = [
+        "convert",
+        "in.safetensors",
+        "renamed.safetensors",
+        "--rename",
+        "C:\\net\\w=D:\\net\\w",
+    ]
+    asked = [
+        ["convert", "in.safetensors", output, "--keys", "keep", "--verify", *split],
+        back,
+        renamed,
+    ]
     for code, _, err in requests(system, tmp_path, asked):
         assert code == 0, err
     found = load_file(tmp_path / "back.safetensors")
-    assert {key: value.tolist() for key, value in found.items()} == {key: value.tolist() for key, value in values.items()}
+    assert {key: value.tolist() for key, value in found.items()} == {
+        key: value.tolist() for key, value in values.items()
+    }
     assert "D:\\net\\w" in load_file(tmp_path / "renamed.safetensors")
     assert len(list(tmp_path.glob("folder/*.safetensors"))) in (0, 6)
 
 
 @pytest.mark.parametrize("root", ["NUL", "con", "aux.1", "C:", "model:stream", "w. "])
 def test_records_of_an_archive_are_only_text_too(root, tmp_path):
-    """Nothing is unpacked, so a record may have the name of a device; backslashes are refused in any case."""
-    with zipfile.ZipFile(SAMPLES / "tied.pt") as archive, zipfile.ZipFile(tmp_path / "in.pt", "w") as made:
+    """Nothing is unpacked, so a record may have the name of a device; backslashes are refused in
+    any case.
+    """
+    with (
+        zipfile.ZipFile(SAMPLES / "tied.pt") as archive,
+        zipfile.ZipFile(tmp_path / "in.pt", "w") as made,
+    ):
         for item in archive.infolist():
             made.writestr(f"{root}/{item.filename.partition('/')[2]}", archive.read(item))
     convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.safetensors")
     convert_checkpoint(SAMPLES / "tied.pt", tmp_path / "same.safetensors")
-    assert (tmp_path / "out.safetensors").read_bytes() == (tmp_path / "same.safetensors").read_bytes()
+    assert (tmp_path / "out.safetensors").read_bytes() == (
+        tmp_path / "same.safetensors"
+    ).read_bytes()
 
 
 @EMULATED
@@ -575,6 +738,8 @@ def test_records_of_an_archive_are_only_text_too(root, tmp_path):
     ],
 )
 def test_options_with_drive_letters_are_read_and_refused_by_name(arguments, told, tmp_path):
-    ((code, out, err),) = requests("here", room_of(tmp_path / "room"), [["convert", "tied.pt", "out.pt", *arguments]])
+    ((code, out, err),) = requests(
+        "here", room_of(tmp_path / "room"), [["convert", "tied.pt", "out.pt", *arguments]]
+    )
     assert code in (1, 2) and out == ""
     assert told in err and err.count("\n") == 1, err

@@ -1,4 +1,6 @@
-"""How far a long run has come: what callbacks are told, and what a terminal and a log are shown of it."""
+"""How far a long run has come: what callbacks are told, and what a terminal and a log are shown of
+it.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def phases(found: list[Progress]) -> dict[str, list[Progress]]:
 
 
 def assert_counted(items: list[Progress], nbytes: int, step: int = 17 * MIB) -> None:
-    """One phase from 0 to its total, which is about `nbytes`, never back, in steps that a bar can follow."""
+    """One phase from 0 to its total, which is about `nbytes`, never back, in steps that a bar can
+    follow.
+    """
     done = [item.done for item in items]
     assert done[0] == 0 and done[-1] == items[-1].total and done == sorted(done)
     assert {item.total for item in items} == {items[0].total}
@@ -66,7 +70,9 @@ def assert_counted(items: list[Progress], nbytes: int, step: int = 17 * MIB) -> 
 @pytest.mark.parametrize("output", ["out.pt", "out.safetensors"])
 def test_a_conversion_tells_of_writing_verifying_and_waiting(options, output, room, tmp_path):
     def convert(tell: Any) -> None:
-        convert_checkpoint(room / "a.pt", tmp_path / output, verify=True, on_progress=tell, **options)
+        convert_checkpoint(
+            room / "a.pt", tmp_path / output, verify=True, on_progress=tell, **options
+        )
 
     found = phases(told(convert))
     assert set(found) == {"write", "verify", "sync"}
@@ -79,17 +85,27 @@ def test_a_conversion_tells_of_writing_verifying_and_waiting(options, output, ro
 
 def test_what_is_not_asked_for_is_no_phase(room, tmp_path):
     assert set(
-        phases(told(lambda tell: convert_checkpoint(room / "a.pt", tmp_path / "a.pt", fsync=False, on_progress=tell)))
+        phases(
+            told(
+                lambda tell: convert_checkpoint(
+                    room / "a.pt", tmp_path / "a.pt", fsync=False, on_progress=tell
+                )
+            )
+        )
     ) == {"write"}
 
 
 def test_a_comparison_a_scan_and_a_diagnosis_tell_what_they_read(room):
     size = (room / "a.pt").stat().st_size
-    found = phases(told(lambda tell: diff_checkpoints(room / "a.pt", room / "b.pt", on_progress=tell)))
+    found = phases(
+        told(lambda tell: diff_checkpoints(room / "a.pt", room / "b.pt", on_progress=tell))
+    )
     assert set(found) == {"read", "measure"}
     assert_counted(found["read"], size - 20_000)
     assert found["measure"][-1].done == found["measure"][-1].total > 3 * MIB
-    assert set(phases(told(lambda tell: diff_checkpoints(room / "a.pt", room / "a.pt", on_progress=tell)))) == {"read"}
+    assert set(
+        phases(told(lambda tell: diff_checkpoints(room / "a.pt", room / "a.pt", on_progress=tell)))
+    ) == {"read"}
     for path, nbytes in ((room / "a.pt", size), (room, 2 * size - 100_000)):
         found = phases(told(lambda tell, path=path: scan_checkpoint(path, on_progress=tell)))
         assert set(found) == {"read"}
@@ -117,7 +133,7 @@ def test_a_meter_counts_no_more_than_there_is():
     assert [item.done for item in found] == [0, 10]
 
 
-# ------------------------------------------------------------------------------------------------------------------ the display
+# -------------------------------------------------------------------------------------- the display
 
 
 class Terminal(io.StringIO):
@@ -125,7 +141,9 @@ class Terminal(io.StringIO):
         return True
 
 
-def shown(monkeypatch: Any, stream: io.StringIO, steps: list[tuple[Progress, float]], **kwargs: Any) -> str:
+def shown(
+    monkeypatch: Any, stream: io.StringIO, steps: list[tuple[Progress, float]], **kwargs: Any
+) -> str:
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
@@ -154,9 +172,14 @@ def test_a_log_gets_a_plain_line_now_and_then(monkeypatch):
     text = shown(monkeypatch, io.StringIO(), STEPS)
     lines = text.splitlines()
     assert text.endswith("\n") and "\r" not in text and "\x1b" not in text
-    assert any(re.fullmatch(r"copying: 25 %, 104\.9 MB of 419\.4 MB, \d+\.\d [MG]B/s, \d+ s left", line) for line in lines)
+    assert any(
+        re.fullmatch(r"copying: 25 %, 104\.9 MB of 419\.4 MB, \d+\.\d [MG]B/s, \d+ s left", line)
+        for line in lines
+    )
     waits = [line for line in lines if line.startswith("waiting for the disk: ")]
-    assert len(waits) >= 2 and len(set(waits)) == len(waits), "the time goes on though nothing is told"
+    assert len(waits) >= 2 and len(set(waits)) == len(waits), (
+        "the time goes on though nothing is told"
+    )
     assert all(re.fullmatch(r"waiting for the disk: 0\.\d\d s so far", line) for line in waits)
     assert any(line.startswith("verifying: 75 %, ") for line in lines)
 
@@ -209,35 +232,57 @@ def test_a_log_that_nobody_reads_stops_nothing(monkeypatch):
 
 @pytest.mark.parametrize(
     "arguments",
-    [("convert", "a.pt", "{out}", "-f"), ("diff", "a.pt", "b.pt"), ("scan", "a.pt"), ("doctor", "a.pt", "--values")],
+    [
+        ("convert", "a.pt", "{out}", "-f"),
+        ("diff", "a.pt", "b.pt"),
+        ("scan", "a.pt"),
+        ("doctor", "a.pt", "--values"),
+    ],
 )
 def test_commands_show_it_and_quiet_ones_do_not(arguments, room, tmp_path):
     given = [item.format(out=tmp_path / "out.pt") for item in arguments]
     (tmp_path / "sitecustomize.py").write_text(
-        "import ckptconv.cli.progress_display as display, ckptconv.support.progress as progress, time\n"
+        "import ckptconv.cli.progress_display as display, ckptconv.support.progress as progress, "
+        "time\n"
         "display._LINE_EVERY = 0.05\n"
         "say = progress.Meter._say\n"
         "progress.Meter._say = lambda meter, done: (say(meter, done), time.sleep(0.03))\n"
     )
     env = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    word = {"convert": "copying", "diff": "comparing", "scan": "scanning", "doctor": "reading"}[arguments[0]]
+    word = {"convert": "copying", "diff": "comparing", "scan": "scanning", "doctor": "reading"}[
+        arguments[0]
+    ]
     assert re.search(rf"^{word}: \d+ %, ", run(*given, cwd=room, env=env).err, re.MULTILINE)
     quiet = ["--json"] if arguments[0] == "doctor" else ["--quiet"]
     for more in (["--json"], quiet):
         assert run(*given, *more, cwd=room, env=env).err == ""
 
 
-# ------------------------------------------------------------------------------------------------------------------ the summary
+# -------------------------------------------------------------------------------------- the summary
 
 
 def test_the_time_is_told_as_people_tell_it():
-    told = {0.0: "0.01 s", 0.994: "0.99 s", 0.996: "1.0 s", 9.96: "10 s", 59.4: "59 s", 59.6: "1 min 0 s", 3599.6: "1 h 0 min"}
+    told = {
+        0.0: "0.01 s",
+        0.994: "0.99 s",
+        0.996: "1.0 s",
+        9.96: "10 s",
+        59.4: "59 s",
+        59.6: "1 min 0 s",
+        3599.6: "1 h 0 min",
+    }
     assert {seconds: seconds_text(seconds) for seconds in told} == told
 
 
 def result(nbytes: int, seconds: float, **phases: float) -> str:
     plan: Any = SimpleNamespace(
-        source="a.pt", source_format="torch zip", source_nbytes=nbytes, output="b.pt", to="torch", nbytes=nbytes, index=None
+        source="a.pt",
+        source_format="torch zip",
+        source_nbytes=nbytes,
+        output="b.pt",
+        to="torch",
+        nbytes=nbytes,
+        index=None,
     )
     return result_headline(ConversionResult(plan, seconds, None, phases=phases)).partition("), ")[2]
 
@@ -249,7 +294,9 @@ def test_a_small_file_has_no_rate_and_waiting_is_told_apart():
     assert result(9_000_000, 2.0, write=1.9) == "written in 2 s"
     assert result(2_000_000_000, 4.0, write=4.0) == "written in 4 s at 500.0 MB/s"
     parts = result(2_000_000_000, 9.1, write=4.0, verify=2.0, sync=3.0)
-    assert parts == "done in 9.1 s: 4 s writing at 500.0 MB/s, 2 s verifying, 3 s waiting for the disk"
+    assert (
+        parts == "done in 9.1 s: 4 s writing at 500.0 MB/s, 2 s verifying, 3 s waiting for the disk"
+    )
 
 
 def test_a_slow_disk_is_told_apart_from_a_slow_copy(room, tmp_path, monkeypatch):

@@ -1,6 +1,8 @@
-"""Whatever text a file carries, a terminal, a pipe and a JSON reader get it escaped, in one line, and not without end.
+"""Whatever text a file carries, a terminal, a pipe and a JSON reader get it escaped, in one line,
+and not without end.
 
-A nasty text is put at every place where a container can carry one; every command shows every such file.
+A nasty text is put at every place where a container can carry one; every command shows every such
+file.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from helpers.program import SAMPLES, environment
 
 NASTY = (
     "\x1b[45m\x1b]0;owned\x07\x9b7m\x00\x08\x7f \u202egnp.exe\u2066 \u200b\ufeff\u2028\x85\n"
-    "FORGED: all is well\r\nFORGED again [red]x[/red][link=http://a]b[/link] {0} %s \\ ' \" `id` $(id)"
+    "FORGED: all is well\r\nFORGED again [red]x[/red][link=http://a]b[/link] {0} %s \\ ' \" `id` "
+    "$(id)"
 )
 SHORT = "\x1b[45m\nFORGED\u202e[red]"
 HALF = NASTY + "\ud800"  # half a character, which no UTF-8 holds
@@ -54,9 +57,15 @@ def saved(folder: Path, name: str, tree: Any, **options: Any) -> Path:
 
 def tree_of(text: str) -> dict[str, Any]:
     """A training checkpoint with `text` in all its keys and values."""
-    made = OrderedDict({f"module.{text}.weight": W, f"module.{text}.bias": W, f"module.{text}\t": W + 1})
+    made = OrderedDict(
+        {f"module.{text}.weight": W, f"module.{text}.bias": W, f"module.{text}\t": W + 1}
+    )
     made._metadata = OrderedDict({"": {"version": 1}, text: {"version": text}})
-    return {"state_dict": made, text: {text: [text, {text: W}]}, "optimizer": {"state": {text: W}, "param_groups": [text]}}
+    return {
+        "state_dict": made,
+        text: {text: [text, {text: W}]},
+        "optimizer": {"state": {text: W}, "param_groups": [text]},
+    }
 
 
 @maker
@@ -104,13 +113,18 @@ def many_tags(folder: Path) -> Path:
 
 @maker
 def lightning(folder: Path) -> Path:
-    tree = {"state_dict": {f"{SHORT}.{name}": W for name in "ab"}, "pytorch-lightning_version": NASTY}
+    tree = {
+        "state_dict": {f"{SHORT}.{name}": W for name in "ab"},
+        "pytorch-lightning_version": NASTY,
+    }
     return saved(folder, "lightning.ckpt", tree)
 
 
 @maker
 def several_state_dicts(folder: Path) -> Path:
-    return saved(folder, "several.pt", {f"{SHORT}{name}$(id)": {"a.w": W, "b.w": W} for name in "ab"})
+    return saved(
+        folder, "several.pt", {f"{SHORT}{name}$(id)": {"a.w": W, "b.w": W} for name in "ab"}
+    )
 
 
 class Named:
@@ -139,7 +153,11 @@ def named_pickle(tree: Any, protocol: int = 4) -> bytes:
 def class_names(folder: Path) -> Path:
     """A torch file whose pickle makes objects of classes with such names."""
     saved(folder, "plain.pt", {"w": W})
-    tree = {"w": Named(SHORT, NASTY, SHORT), NASTY: Named(NASTY, LONG), "x": Named("os", f"system{SHORT}", NASTY)}
+    tree = {
+        "w": Named(SHORT, NASTY, SHORT),
+        NASTY: Named(NASTY, LONG),
+        "x": Named("os", f"system{SHORT}", NASTY),
+    }
     return with_record(folder, "classes.pt", "data.pkl", named_pickle(tree))
 
 
@@ -164,18 +182,27 @@ def bare_pickle_of_tensors(folder: Path) -> Path:
 @maker
 def storage_keys(folder: Path) -> Path:
     tree = {"w": old_torch.storage("FloatStorage", NASTY, SHORT, 4)}
-    return old_torch.write(folder / "storage_keys.pt", old_torch.legacy(tree, ("another",), old_torch.blob(4, bytes(16))))
+    return old_torch.write(
+        folder / "storage_keys.pt",
+        old_torch.legacy(tree, ("another",), old_torch.blob(4, bytes(16))),
+    )
 
 
 @maker
 def root_folder(folder: Path) -> Path:
     saved(folder, "plain.pt", {"w": W})
-    return oracle.rezipped(folder / "plain.pt", folder / "root.pt", name=lambda name: name.replace("plain/", f"{SHORT}/"))
+    return oracle.rezipped(
+        folder / "plain.pt",
+        folder / "root.pt",
+        name=lambda name: name.replace("plain/", f"{SHORT}/"),
+    )
 
 
 @maker
 def other_records(folder: Path) -> Path:
-    """An archive with a record that belongs to nothing, under a name of printable markup and of the greatest length."""
+    """An archive with a record that belongs to nothing, under a name of printable markup and of the
+    greatest length.
+    """
     shutil.copy(saved(folder, "plain.pt", {"w": W}), folder / "records.pt")
     with zipfile.ZipFile(folder / "records.pt", "a") as archive:
         archive.writestr(f"plain/[red]$(id){'x' * 60_000}", b"what")
@@ -199,14 +226,19 @@ def zip_members(folder: Path) -> Path:
 
 @maker
 def tar_members(folder: Path) -> Path:
-    return old_torch.write(folder / "members.tar", old_torch.tar([(NASTY.replace("\x00", ""), b"x"), (SHORT, b"y")]))
+    return old_torch.write(
+        folder / "members.tar", old_torch.tar([(NASTY.replace("\x00", ""), b"x"), (SHORT, b"y")])
+    )
 
 
 @maker
 def tar_tags(folder: Path) -> Path:
     storages = old_torch.tar_storages([(1, NASTY, "FloatStorage", bytes(16), 4)])
     tensors = old_torch.tar_tensors([(2, 1, "FloatTensor", (4,), (1,), 0)])
-    return old_torch.write(folder / "tags.tar", old_torch.tar_checkpoint(storages, tensors, {NASTY: old_torch.Persistent(2)}))
+    return old_torch.write(
+        folder / "tags.tar",
+        old_torch.tar_checkpoint(storages, tensors, {NASTY: old_torch.Persistent(2)}),
+    )
 
 
 def safetensors_of(path: Path, header: dict[str, Any]) -> Path:
@@ -236,7 +268,9 @@ def safetensors_dtype(folder: Path) -> Path:
 
 @maker
 def safetensors_device(folder: Path) -> Path:
-    return safetensors_of(folder / "device.safetensors", {"__metadata__": {"device": NASTY}, "w": ENTRY})
+    return safetensors_of(
+        folder / "device.safetensors", {"__metadata__": {"device": NASTY}, "w": ENTRY}
+    )
 
 
 @maker
@@ -282,7 +316,9 @@ def index_leads_out(folder: Path) -> Path:
 
 @maker
 def dcp_keys(folder: Path) -> Path:
-    dcp.save({NASTY: W, "n": {SHORT: W + 1}, "o": NASTY}, checkpoint_id=folder / "dcp", no_dist=True)
+    dcp.save(
+        {NASTY: W, "n": {SHORT: W + 1}, "o": NASTY}, checkpoint_id=folder / "dcp", no_dist=True
+    )
     return folder / "dcp"
 
 
@@ -296,7 +332,11 @@ def dcp_file_names(folder: Path) -> Path:
 def rename_item(folder: Path, name: bytes) -> None:
     """Give the one item of a DCP folder another file name, in the one frame of its metadata."""
     metadata = folder / ".metadata"
-    raw, given, new = metadata.read_bytes(), b"\x8c\x0c__0_0.distcp", b"X" + len(name).to_bytes(4, "little") + name
+    raw, given, new = (
+        metadata.read_bytes(),
+        b"\x8c\x0c__0_0.distcp",
+        b"X" + len(name).to_bytes(4, "little") + name,
+    )
     assert raw.count(given) == 1 and raw.count(b"\x95") == 1 and raw[2] == 0x95
     framed = (int.from_bytes(raw[3:11], "little") + len(new) - len(given)).to_bytes(8, "little")
     metadata.write_bytes((raw[:3] + framed + raw[11:]).replace(given, new))
@@ -350,7 +390,15 @@ def commands(path: Path, out: Path) -> list[list[str]]:
     name = str(path)
     shown = [
         ["convert", name, f"{out}.safetensors", "--dry-run"],
-        ["convert", name, f"{out}.safetensors", "--force", "--verify", "--save-mapping", f"{out}.json"],
+        [
+            "convert",
+            name,
+            f"{out}.safetensors",
+            "--force",
+            "--verify",
+            "--save-mapping",
+            f"{out}.json",
+        ],
         ["convert", name, f"{out}.pt", "--force", "--unknown", "drop", "--device", "keep"],
         ["add-module", name, f"{out}.pt", "--dry-run"],
         ["inspect", name, "--depth", "4"],
@@ -381,19 +429,27 @@ Shown = dict[str, list[dict[str, Any]]]
 
 
 def shown(folder: Path, *, all_ways: bool) -> Shown:
-    """Every command on every file: on a terminal, into pipes and as JSON, or by turns in one of these ways."""
+    """Every command on every file: on a terminal, into pipes and as JSON, or by turns in one of
+    these ways.
+    """
     asked: list[dict[str, Any]] = []
     for turn, (name, make) in enumerate(MAKERS.items()):
         for arguments in commands(make(folder), folder / f"out_{name}"):
             turn += 1
             ways = ("terminal", "pipe") if all_ways else ("terminal" if turn % 2 else "pipe",)
             asked += [{"of": name, "on": on, "arguments": arguments} for on in ways]
-            has_document = arguments[0] != "add-module" and not arguments[-1].startswith("--\x1b") and len(arguments) > 1
+            has_document = (
+                arguments[0] != "add-module"
+                and not arguments[-1].startswith("--\x1b")
+                and len(arguments) > 1
+            )
             if has_document and (all_ways or turn % 3 == 0):
                 asked.append({"of": name, "on": "pipe", "arguments": [*arguments, "--json"]})
     (folder / "commands.json").write_text(json.dumps(asked))
     driver = [sys.executable, str(TESTS / "helpers" / "shown.py"), "commands.json", "shown.json"]
-    subprocess.run(driver, cwd=folder, env=environment(COLUMNS="200", TERM="dumb"), check=True, timeout=900)
+    subprocess.run(
+        driver, cwd=folder, env=environment(COLUMNS="200", TERM="dumb"), check=True, timeout=900
+    )
     found: Shown = {name: [] for name in MAKERS}
     for item in json.loads((folder / "shown.json").read_text()):
         found[item["of"]].append(item)
@@ -401,7 +457,9 @@ def shown(folder: Path, *, all_ways: bool) -> Shown:
 
 
 def refuse_raw(item: dict[str, Any], text: str) -> None:
-    """Fail when a text holds anything that a terminal takes for a command, or a line that a file has forged."""
+    """Fail when a text holds anything that a terminal takes for a command, or a line that a file
+    has forged.
+    """
     assert "Traceback" not in text, (item["arguments"], text)
     for line in text.split("\n"):
         assert line.isprintable(), (item["arguments"], line[:3000])
@@ -456,7 +514,9 @@ def test_no_text_of_any_file_reaches_anything_raw_in_any_way(tmp_path, figure):
     refuse_shown(shown(tmp_path, all_ways=True), figure)
 
 
-@pytest.mark.parametrize("text", [NASTY, HALF, LONG, SHORT * 1000, "\u0600\u00ad\U000e0041\u180e\ufff9"])
+@pytest.mark.parametrize(
+    "text", [NASTY, HALF, LONG, SHORT * 1000, "\u0600\u00ad\U000e0041\u180e\ufff9"]
+)
 def test_what_is_printable_is_one_short_line_of_printable_characters(text):
     shown = printable(text)
     assert shown.isprintable() and shown.encode() and len(shown) < 2500
@@ -465,11 +525,18 @@ def test_what_is_printable_is_one_short_line_of_printable_characters(text):
     assert repr(error).isprintable()
 
 
-# --------------------------------------------------------------------------------------------------------- names and links
+# ---------------------------------------------------------------------------------- names and links
 
 
 @pytest.mark.parametrize(
-    "name", ["../outside.safetensors", "sub/../../outside.safetensors", "{absolute}", "link.safetensors", "out/a"]
+    "name",
+    [
+        "../outside.safetensors",
+        "sub/../../outside.safetensors",
+        "{absolute}",
+        "link.safetensors",
+        "out/a",
+    ],
 )
 def test_no_name_of_an_index_leads_outside_of_its_folder(name, tmp_path):
     outside = safetensors_of(tmp_path / "outside.safetensors", {"w": ENTRY})
@@ -488,7 +555,9 @@ def test_no_name_of_an_index_leads_outside_of_its_folder(name, tmp_path):
 def test_no_name_in_the_metadata_of_a_dcp_folder_leads_outside(name, tmp_path):
     folder = tmp_path / "dcp"
     dcp.save({"w": W}, checkpoint_id=folder, no_dist=True)
-    (folder / "linked.distcp").symlink_to(shutil.move(folder / "__0_0.distcp", tmp_path / "x.distcp"))
+    (folder / "linked.distcp").symlink_to(
+        shutil.move(folder / "__0_0.distcp", tmp_path / "x.distcp")
+    )
     rename_item(folder, name.encode())
     with pytest.raises(CheckpointError, match=r"not a plain relative path|link out of the folder"):
         ckptconv.open_checkpoint(folder)
@@ -503,7 +572,10 @@ def accelerate_folder(folder: Path) -> str:
 
 def rank_files(folder: Path) -> str:
     metadata = {"DCP_VERSION": "1", "DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [0]}})}
-    safetensors_of(folder / "shard-00001-model-00001-of-00001.safetensors", {"__metadata__": metadata, "w": ENTRY})
+    safetensors_of(
+        folder / "shard-00001-model-00001-of-00001.safetensors",
+        {"__metadata__": metadata, "w": ENTRY},
+    )
     return "shard-00001-model-00001-of-00001.safetensors"
 
 
@@ -526,11 +598,19 @@ def test_no_file_of_a_folder_is_a_link_that_leads_outside(make, tmp_path):
         ckptconv.open_checkpoint(folder)
 
 
-@pytest.mark.parametrize("name", ["../x/data.pkl", "/x/data.pkl", "x\\data.pkl", f"{SHORT}/data.pkl"])
+@pytest.mark.parametrize(
+    "name", ["../x/data.pkl", "/x/data.pkl", "x\\data.pkl", f"{SHORT}/data.pkl"]
+)
 def test_no_record_of_an_archive_has_a_name_that_leads_out(name, tmp_path):
     saved(tmp_path, "in.pt", {"w": W})
-    bad = oracle.rezipped(tmp_path / "in.pt", tmp_path / "bad.pt", name=lambda old: name if old.endswith("data.pkl") else old)
-    with pytest.raises(CheckpointError, match=r"not a plain relative path|control character in its name"):
+    bad = oracle.rezipped(
+        tmp_path / "in.pt",
+        tmp_path / "bad.pt",
+        name=lambda old: name if old.endswith("data.pkl") else old,
+    )
+    with pytest.raises(
+        CheckpointError, match=r"not a plain relative path|control character in its name"
+    ):
         ckptconv.open_checkpoint(bad)
     assert sorted(item.name for item in tmp_path.iterdir()) == ["bad.pt", "in.pt"]
 

@@ -1,4 +1,6 @@
-"""casting.py promises the bits of `tensor.to(dtype)` on CPU: torch is asked about each pair, pattern by pattern."""
+"""casting.py promises the bits of `tensor.to(dtype)` on CPU: torch is asked about each pair,
+pattern by pattern.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,17 @@ Bits = NDArray[np.unsignedinteger]
 
 
 def nan_bits_vary(source: DType, target: DType) -> bool:
-    """Whether torch's own NaN bits depend on the instruction set or on the place in the run (see the module's text)."""
+    """Whether torch's own NaN bits depend on the instruction set or on the place in the run (see
+    the module's text).
+    """
     wide_to_bfloat16 = target is BFLOAT16 and source.itemsize >= 4
     return target is FLOAT16 or wide_to_bfloat16 or (source is FLOAT16 and target is FLOAT32)
 
 
 def as_tensor(bits: Bits, dtype: DType) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(bits).view(np.uint8)).view(getattr(torch, dtype.name))
+    return torch.from_numpy(np.ascontiguousarray(bits).view(np.uint8)).view(
+        getattr(torch, dtype.name)
+    )
 
 
 def as_bits(tensor: torch.Tensor, dtype: DType) -> Bits:
@@ -63,12 +69,16 @@ def assert_as_torch(bits: Bits, source: DType, target: DType) -> None:
 
 
 def structured(exponent_bits: int, mantissa_bits: int) -> Bits:
-    """Both signs, every exponent, and mantissas where rounding decides: powers of two and their neighbours, random."""
+    """Both signs, every exponent, and mantissas where rounding decides: powers of two and their
+    neighbours, random.
+    """
     top = (1 << mantissa_bits) - 1
     edges = {(1 << k) + d for k in range(mantissa_bits + 1) for d in (-1, 0, 1)}
     edges |= {(3 << k) + d for k in range(mantissa_bits - 1) for d in (-1, 0, 1)}
     random = np.random.default_rng(exponent_bits).integers(0, top, 20, np.uint64)
-    mantissas = np.concatenate([np.array(sorted(m for m in edges if 0 <= m <= top), np.uint64), random])
+    mantissas = np.concatenate(
+        [np.array(sorted(m for m in edges if 0 <= m <= top), np.uint64), random]
+    )
     exponents = np.arange(1 << exponent_bits, dtype=np.uint64) << np.uint64(mantissa_bits)
     positive = (exponents[:, None] | mantissas).ravel()
     return np.concatenate([positive, positive | np.uint64(1 << (exponent_bits + mantissa_bits))])
@@ -76,7 +86,9 @@ def structured(exponent_bits: int, mantissa_bits: int) -> Bits:
 
 @cache
 def patterns(source: DType) -> Bits:
-    """Every pattern of a small type; structured and random ones of float32 and float64. Odd in number."""
+    """Every pattern of a small type; structured and random ones of float32 and float64. Odd in
+    number.
+    """
     if source in SMALL:
         every = np.arange(1 << 8 * source.itemsize, dtype=f"u{source.itemsize}")
         return np.concatenate([every, every[::-1][:-3]])
@@ -88,8 +100,14 @@ def patterns(source: DType) -> Bits:
 
 @cache
 def ties(target: DType) -> NDArray[np.float64]:
-    """Halfway between each two neighbours of a small type and beyond its largest, and each value itself; both signs."""
-    every = as_tensor(np.arange(1 << 8 * target.itemsize, dtype=f"u{target.itemsize}"), target).double().numpy()
+    """Halfway between each two neighbours of a small type and beyond its largest, and each value
+    itself; both signs.
+    """
+    every = (
+        as_tensor(np.arange(1 << 8 * target.itemsize, dtype=f"u{target.itemsize}"), target)
+        .double()
+        .numpy()
+    )
     values = np.unique(np.abs(every[np.isfinite(every)]))
     last = values[-1] + (values[-1] - values[-2]) * np.array([0.5, 1, 2])
     positive = np.concatenate([values, (values[1:] + values[:-1]) / 2, last])
@@ -97,7 +115,9 @@ def ties(target: DType) -> NDArray[np.float64]:
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_every_pair_gives_the_bits_and_the_overflow_count_of_torch(source: DType, target: DType) -> None:
+def test_every_pair_gives_the_bits_and_the_overflow_count_of_torch(
+    source: DType, target: DType
+) -> None:
     bits = patterns(source)
     assert bits.size % 2
     assert_as_torch(bits, source, target)
@@ -113,7 +133,9 @@ def test_float32_at_and_beside_every_tie_rounds_as_torch(target: DType) -> None:
 
 @pytest.mark.parametrize("target", SMALL, ids=lambda dtype: dtype.name)
 def test_float64_beside_every_tie_rounds_twice_as_torch(target: DType) -> None:
-    """A float64 just off a tie becomes the tie in float32, so it can end on the other side than one rounding would."""
+    """A float64 just off a tie becomes the tie in float32, so it can end on the other side than one
+    rounding would.
+    """
     exact = ties(target)
     beside = [np.nextafter(exact, end) for end in (-np.inf, np.inf)]
     assert_as_torch(np.concatenate([exact, *beside]).view(np.uint64), BY_NAME["float64"], target)
@@ -124,7 +146,9 @@ def test_float64_beside_every_tie_rounds_twice_as_torch(target: DType) -> None:
 @given(values=st.data())
 def test_any_bit_patterns_cast_as_torch(source: DType, values: st.DataObject) -> None:
     width = 8 * source.itemsize
-    as_pattern = st.floats(width=width).map(lambda number: int(np.array(number, f"f{width // 8}").view(f"u{width // 8}")))
+    as_pattern = st.floats(width=width).map(
+        lambda number: int(np.array(number, f"f{width // 8}").view(f"u{width // 8}"))
+    )
     chosen = values.draw(st.lists(st.integers(0, (1 << width) - 1) | as_pattern, max_size=40))
     bits = np.array(chosen, f"u{source.itemsize}")
     for target in FLOATS:
@@ -147,13 +171,24 @@ def test_one_value_at_the_edge_of_overflow_is_noticed_alone(source: DType, targe
         assert_as_torch(as_source[alone : alone + 1], source, target)
 
 
-# Where torch's NaN bits vary, ours are those of its hardware conversion to float16 and of its scalar code elsewhere.
+# Where torch's NaN bits vary, ours are those of its hardware conversion to float16 and of its
+# scalar code elsewhere.
 @pytest.mark.parametrize(
     ("source", "target", "nans", "results"),
     [
-        ("float32", "bfloat16", [0x7FC00000, 0xFFC00000, 0x7F800001, 0xFFFFFFFF, 0x7FFF8000], [0x7FC0] * 5),
+        (
+            "float32",
+            "bfloat16",
+            [0x7FC00000, 0xFFC00000, 0x7F800001, 0xFFFFFFFF, 0x7FFF8000],
+            [0x7FC0] * 5,
+        ),
         ("float64", "bfloat16", [0x7FF8 << 48, 0xFFF8 << 48, (0x7FF0 << 48) + 1], [0x7FC0] * 3),
-        ("float32", "float16", [0x7FC00000, 0xFFC00000, 0x7F800001, 0x7FE601CC], [0x7E00, 0xFE00, 0x7E00, 0x7F30]),
+        (
+            "float32",
+            "float16",
+            [0x7FC00000, 0xFFC00000, 0x7F800001, 0x7FE601CC],
+            [0x7E00, 0xFE00, 0x7E00, 0x7F30],
+        ),
         ("float64", "float16", [0x7FF8 << 48, 0xFFFF << 48], [0x7E00, 0xFFC0]),
         ("bfloat16", "float16", [0x7FC0, 0x7F81, 0xFFFF], [0x7E00, 0x7E08, 0xFFF8]),
         ("float8_e4m3fn", "float16", [0x7F, 0xFF], [0x7F80, 0xFF80]),
@@ -161,12 +196,16 @@ def test_one_value_at_the_edge_of_overflow_is_noticed_alone(source: DType, targe
         ("float16", "float32", [0x7E00, 0x7C01, 0xFFFE], [0x7FC00000, 0x7FC02000, 0xFFFFC000]),
     ],
 )
-def test_nan_bits_are_the_same_wherever_torch_varies(source: str, target: str, nans: list[int], results: list[int]) -> None:
+def test_nan_bits_are_the_same_wherever_torch_varies(
+    source: str, target: str, nans: list[int], results: list[int]
+) -> None:
     a, b = BY_NAME[source], BY_NAME[target]
     for repeats in (1, 100):
         given_bits = np.repeat(np.array(nans, f"u{a.itemsize}"), repeats)
         data = run(given_bits, a, b).data
-        assert np.frombuffer(data, f"<u{b.itemsize}").tolist() == np.repeat(results, repeats).tolist()
+        assert (
+            np.frombuffer(data, f"<u{b.itemsize}").tolist() == np.repeat(results, repeats).tolist()
+        )
 
 
 @pytest.mark.parametrize("target", FLOATS[1:], ids=lambda dtype: dtype.name)
@@ -181,8 +220,14 @@ def test_how_a_tensor_is_cut_into_runs_does_not_matter(source: DType, target: DT
 
 
 def test_only_finite_values_that_stop_being_finite_count_as_overflow() -> None:
-    bits = np.array([65519.0, 65520.0, -7e4, np.inf, -np.inf, np.nan, 464.5], np.float32).view(np.uint32)
-    counts = {target.name: run(bits, FLOAT32, target).overflowed for target in FLOATS if target is not FLOAT32}
+    bits = np.array([65519.0, 65520.0, -7e4, np.inf, -np.inf, np.nan, 464.5], np.float32).view(
+        np.uint32
+    )
+    counts = {
+        target.name: run(bits, FLOAT32, target).overflowed
+        for target in FLOATS
+        if target is not FLOAT32
+    }
     assert counts == {
         "float64": 0,
         "float16": 2,
@@ -217,7 +262,9 @@ def test_the_result_is_plain_bytes_of_the_target(source: DType, target: DType) -
     assert (data.format, data.ndim, data.nbytes) == ("B", 1, 24 * target.itemsize)
 
 
-@pytest.mark.parametrize(("source", "target"), [("int64", "float16"), ("float32", "bool"), ("complex64", "float32")])
+@pytest.mark.parametrize(
+    ("source", "target"), [("int64", "float16"), ("float32", "bool"), ("complex64", "float32")]
+)
 def test_a_type_that_is_not_floating_is_refused_by_name(source: str, target: str) -> None:
     with pytest.raises(CheckpointError, match=f"cannot cast {source} to {target}"):
         cast(memoryview(bytes(16)), BY_NAME[source], BY_NAME[target])
@@ -241,5 +288,7 @@ def test_casting_warns_of_nothing_and_keeps_little_memory(target: DType) -> None
 
 def test_importing_the_module_imports_neither_numpy_nor_torch() -> None:
     program = "import sys, ckptconv.casting; print(sorted({'numpy', 'ml_dtypes', 'torch'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"

@@ -1,4 +1,6 @@
-"""Checksums of storages that are copied in parts: zlib's CRC-32 of the whole is the oracle, and reads are counted."""
+"""Checksums of storages that are copied in parts: zlib's CRC-32 of the whole is the oracle, and
+reads are counted.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,23 @@ class Counting(MemorySource):
 
 
 def storage(raw: bytes = RAW, *, crc: int | None = zlib.crc32(RAW)) -> Storage:
-    return Storage(Counting(b"before" + raw + b"behind", Path("memory")), 6, len(raw), "cpu", "a storage", crc32=crc)
+    return Storage(
+        Counting(b"before" + raw + b"behind", Path("memory")),
+        6,
+        len(raw),
+        "cpu",
+        "a storage",
+        crc32=crc,
+    )
 
 
 def note(checksums: Checksums, whole: Storage, first: int, nbytes: int, raw: bytes = RAW) -> None:
     checksums.copied(whole, first, nbytes, zlib.crc32(raw[first : first + nbytes]))
 
 
-RUNS = st.lists(st.tuples(st.integers(0, len(RAW)), st.integers(0, len(RAW))).map(sorted), max_size=8)
+RUNS = st.lists(
+    st.tuples(st.integers(0, len(RAW)), st.integers(0, len(RAW))).map(sorted), max_size=8
+)
 
 
 @given(RUNS)
@@ -46,7 +57,10 @@ def test_any_runs_in_any_order_are_put_together(runs):
     checksums.finish()
 
 
-@given(RUNS.filter(lambda runs: any(start < stop for start, stop in runs)), st.integers(0, len(RAW) - 1))
+@given(
+    RUNS.filter(lambda runs: any(start < stop for start, stop in runs)),
+    st.integers(0, len(RAW) - 1),
+)
 def test_a_byte_that_differs_is_noticed_wherever_it_is(runs, at):
     raw = bytearray(RAW)
     raw[at] ^= 4

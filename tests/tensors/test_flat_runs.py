@@ -1,4 +1,6 @@
-"""Runs of elements as boxes, put together, and storages seen as float32: numpy and torch are the oracles."""
+"""Runs of elements as boxes, put together, and storages seen as float32: numpy and torch are the
+oracles.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,14 @@ from helpers import oracle
 SHAPES = st.lists(st.integers(1, 5), max_size=5).map(tuple)
 
 
-def storage_of(raw: bytes, dtype: str = "float32", *, before: int = 3, big_endian: bool = False) -> Storage:
+def storage_of(
+    raw: bytes, dtype: str = "float32", *, before: int = 3, big_endian: bool = False
+) -> Storage:
     """A storage of these bytes, somewhere in a source."""
     source = MemorySource(b"x" * before + raw, Path("memory"))
-    return Storage(source, before, len(raw), "cpu", "a storage", BY_NAME[dtype], big_endian=big_endian)
+    return Storage(
+        source, before, len(raw), "cpu", "a storage", BY_NAME[dtype], big_endian=big_endian
+    )
 
 
 def flat_of(parts: list[list[float]]) -> Flat:
@@ -47,7 +53,10 @@ def test_boxes_cover_just_the_elements_of_the_run_in_order(shape, data):
     first = data.draw(st.integers(0, stop))
     numbered = np.arange(numel).reshape(shape)
     boxes = list(flat_boxes(shape, first, stop))
-    found = [numbered[tuple(slice(a, a + n) for a, n in zip(start, box, strict=True))].reshape(-1) for start, box in boxes]
+    found = [
+        numbered[tuple(slice(a, a + n) for a, n in zip(start, box, strict=True))].reshape(-1)
+        for start, box in boxes
+    ]
     assert [number for box in found for number in box] == list(range(first, stop))
     assert all(len(box) for box in found)
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
@@ -58,7 +67,9 @@ def test_a_tensor_of_runs_has_their_values_one_after_the_other(parts, data):
     everything = [value for part in parts for value in part]
     first = data.draw(st.integers(0, len(everything)))
     count = data.draw(st.integers(0, len(everything) - first))
-    rows = data.draw(st.sampled_from([rows for rows in range(1, count + 1) if count % rows == 0] or [1]))
+    rows = data.draw(
+        st.sampled_from([rows for rows in range(1, count + 1) if count % rows == 0] or [1])
+    )
     flat = flat_of(parts)
     ref = shaped(flat.runs(first, count), flat.dtype, (rows, count // rows))
     assert flat.numel == len(everything)
@@ -86,8 +97,14 @@ def test_a_part_of_a_part_is_part_of_the_whole():
     ("part", "what"),
     [
         (view_of(storage_of(bytes(32)), FLOAT32, 0, (4,), (2,)), "is not one contiguous"),
-        (view_of(storage_of(bytes(32), big_endian=True), FLOAT32, 0, (4,), (1,)), "is not one contiguous"),
-        (view_of(storage_of(bytes(32), "float64"), BY_NAME["float64"], 0, (4,), (1,)), "float32 and float64"),
+        (
+            view_of(storage_of(bytes(32), big_endian=True), FLOAT32, 0, (4,), (1,)),
+            "is not one contiguous",
+        ),
+        (
+            view_of(storage_of(bytes(32), "float64"), BY_NAME["float64"], 0, (4,), (1,)),
+            "float32 and float64",
+        ),
     ],
 )
 def test_partitions_that_do_not_fit_each_other(part, what):
@@ -98,7 +115,9 @@ def test_partitions_that_do_not_fit_each_other(part, what):
         Flat([], "a group")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float8_e5m2, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float8_e5m2, torch.float8_e4m3fn]
+)
 @pytest.mark.parametrize("big_endian", [False, True])
 def test_a_widened_tensor_has_the_values_that_float_gives(dtype, big_endian):
     tensor = (torch.rand(7, 300) - 0.5).to(dtype)

@@ -1,4 +1,6 @@
-"""Elements that are not whole bytes (F6, odd F4) and every other type of safetensors: the library itself is the oracle."""
+"""Elements that are not whole bytes (F6, odd F4) and every other type of safetensors: the library
+itself is the oracle.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,10 @@ from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, Refuse
 from helpers.program import run
 
 BITS = {
-    "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
+    "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32,
+    "U32": 32, "F32": 32,
     "C64": 64, "F64": 64, "I64": 64, "U64": 64,
 }  # fmt: skip
 """The types of safetensors 0.8 (`Dtype` in safetensors/src/tensor.rs), with the bits of an element."""
@@ -26,13 +30,17 @@ WHOLE = {"fsync": False, "verify": True}
 
 
 def write(path: Path, tensors: Parts) -> Path:
-    """A safetensors file of (dtype, shape, bytes), without the library, which makes none of these from torch."""
+    """A safetensors file of (dtype, shape, bytes), without the library, which makes none of these
+    from torch.
+    """
     header, at = {}, 0
     for key, (dtype, shape, raw) in tensors.items():
         header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + len(raw)]}
         at += len(raw)
     text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(raw for *_, raw in tensors.values()))
+    path.write_bytes(
+        len(text).to_bytes(8, "little") + text + b"".join(raw for *_, raw in tensors.values())
+    )
     return path
 
 
@@ -52,7 +60,8 @@ def filled(dtype: str, shape: list[int], seed: int = 1) -> tuple[str, list[int],
 def packed(tmp_path) -> tuple[Path, Parts]:
     tensors = {
         "a.weight": filled("F6_E2M3", [8, 32]),
-        "b.weight": filled("F6_E3M2", [2, 2], 5),  # four elements in three bytes: no row is whole bytes
+        # four elements in three bytes: no row is whole bytes
+        "b.weight": filled("F6_E3M2", [2, 2], 5),
         "c.weight": filled("F4", [2, 3]),
         "d.weight": filled("F32", [3]),
         "e.weight": filled("F6_E2M3", [0, 5]),
@@ -78,7 +87,9 @@ def test_packed_elements_are_copied_and_split_to_the_byte(packed, tmp_path):
     assert index["metadata"]["total_size"] == sum(len(raw) for *_, raw in tensors.values())
     names = sorted(set(index["weight_map"].values()))
     assert len(names) > 1
-    assert {key: entry for name in names for key, entry in read(tmp_path / "shards" / name).items()} == tensors
+    assert {
+        key: entry for name in names for key, entry in read(tmp_path / "shards" / name).items()
+    } == tensors
     convert_checkpoint(tmp_path / "shards", tmp_path / "joined.safetensors", **WHOLE)
     assert read(tmp_path / "joined.safetensors") == tensors
     assert diff_checkpoints(source, tmp_path / "shards").same
@@ -88,7 +99,10 @@ def test_the_shape_is_shown_as_the_file_has_it(packed):
     pytest.importorskip("torch")
     source, _ = packed
     with open_checkpoint(source) as checkpoint, safe_open(source, framework="pt") as opened:
-        found = {key: (ref.dtype.safetensors, list(ref.shape), ref.nbytes) for key, ref in checkpoint.tensors()}
+        found = {
+            key: (ref.dtype.safetensors, list(ref.shape), ref.nbytes)
+            for key, ref in checkpoint.tensors()
+        }
         assert found == {
             key: (opened.get_slice(key).get_dtype(), opened.get_slice(key).get_shape(), len(raw))
             for key, (_, _, raw) in packed[1].items()
@@ -101,11 +115,13 @@ def test_diff_sees_one_bit_and_tells_which_element_it_is_in(packed, tmp_path):
     dtype, shape, raw = tensors["a.weight"]
     raw = bytearray(raw)
     raw[100] ^= 0x10  # bit 804: element 134, which is [4, 6]
-    other = write(tmp_path / "other.safetensors", {**tensors, "a.weight": (dtype, shape, bytes(raw))})
+    other = write(
+        tmp_path / "other.safetensors", {**tensors, "a.weight": (dtype, shape, bytes(raw))}
+    )
     found = diff_checkpoints(source, other)
-    assert [(change.key, change.deviation.count, change.deviation.where) for change in found.values] == [
-        ("a.weight", 1, (4, 6))
-    ]
+    assert [
+        (change.key, change.deviation.count, change.deviation.where) for change in found.values
+    ] == [("a.weight", 1, (4, 6))]
     assert found.values[0].deviation.max_abs is None and found.values[0].deviation.numel == 256
 
 
@@ -127,7 +143,10 @@ def test_a_large_packed_tensor_is_compared_across_chunks(tmp_path):
 
 @pytest.mark.parametrize("options", [{}, {"max_shard_size": 100}, {"to": "dcp"}])
 def test_a_torch_output_of_them_is_refused_with_the_key(packed, tmp_path, options):
-    with pytest.raises(RefusedObject, match=r"a\.weight: torch has no dtype float6_e2m3fn; .*--to safetensors.*--exclude"):
+    with pytest.raises(
+        RefusedObject,
+        match=r"a\.weight: torch has no dtype float6_e2m3fn; .*--to safetensors.*--exclude",
+    ):
         convert_checkpoint(packed[0], tmp_path / "out.pt", fsync=False, **options)
     assert {item.name for item in tmp_path.iterdir()} == {"in.safetensors"}
     left = KeyRules(exclude=("a.*", "b.*", "c.*", "e.*"))

@@ -1,6 +1,7 @@
 """Weights that are codes beside a scale: never cast, told by doctor, copied as they are.
 
-The tensors have the keys, types and shapes of each producer's layout; none of the producers is installed for that.
+The tensors have the keys, types and shapes of each producer's layout; none of the producers is
+installed for that.
 """
 
 from __future__ import annotations
@@ -12,7 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckptconv import CheckpointError, KeyRules, convert_checkpoint, diagnose, load_into, open_checkpoint, save_portable
+from ckptconv import (
+    CheckpointError,
+    KeyRules,
+    convert_checkpoint,
+    diagnose,
+    load_into,
+    open_checkpoint,
+    save_portable,
+)
 from ckptconv.support.errors import RefusedObject
 from ckptconv.tensors.scaled_weights import find_scaled
 from helpers.program import assert_one_error, run
@@ -23,7 +32,12 @@ Tree = dict[str, torch.Tensor]
 
 
 def codes(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    raw = torch.arange(1, 1 + torch.Size(shape).numel() * dtype.itemsize, dtype=torch.int64).to(torch.uint8) % 100
+    raw = (
+        torch.arange(1, 1 + torch.Size(shape).numel() * dtype.itemsize, dtype=torch.int64).to(
+            torch.uint8
+        )
+        % 100
+    )
     return raw.view(dtype).reshape(shape)
 
 
@@ -33,62 +47,85 @@ def scale(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 BYTES, INT32 = torch.uint8, torch.int32
 FORMS: dict[str, tuple[Tree, str, str]] = {
-    "DeepSeek": ({"q.weight": codes(FP8, 4, 8), "q.weight_scale_inv": scale(1, 1)}, "q.weight", "q.weight_scale_inv"),
-    "DeepSeek's own": ({"q.scale": scale(1, 1, dtype=E8M0), "q.weight": codes(FP8, 4, 8)}, "q.weight", "q.scale"),
-    "fused experts": ({"e.up": codes(FP8, 2, 4, 8), "e.up_scale_inv": scale(2, 1, 1)}, "e.up", "e.up_scale_inv"),
+    "DeepSeek": ({"q.weight": codes(FP8, 4, 8), "q.weight_scale_inv": scale(1, 1)}, "q.weight",
+        "q.weight_scale_inv"),
+    "DeepSeek's own": ({"q.scale": scale(1, 1, dtype=E8M0), "q.weight": codes(FP8, 4, 8)},
+        "q.weight", "q.scale"),
+    "fused experts": ({"e.up": codes(FP8, 2, 4, 8), "e.up_scale_inv": scale(2, 1, 1)}, "e.up",
+        "e.up_scale_inv"),
     "compressed-tensors fp8": (
-        {"q.input_scale": scale(1), "q.weight": codes(FP8, 4, 8), "q.weight_scale": scale(4, 1, dtype=torch.bfloat16)},
+        {"q.input_scale": scale(1), "q.weight": codes(FP8, 4, 8), "q.weight_scale": scale(4, 1,
+            dtype=torch.bfloat16)},
         "q.weight", "q.weight_scale"),
-    "compressed-tensors int8": ({"q.weight": codes(torch.int8, 4, 8), "q.weight_scale": scale(4, 1)},
+    "compressed-tensors int8": ({"q.weight": codes(torch.int8, 4, 8), "q.weight_scale": scale(4,
+        1)},
         "q.weight", "q.weight_scale"),
     "compressed-tensors int4": (
         {"q.weight_packed": codes(INT32, 4, 2), "q.weight_scale": scale(4, 1, dtype=torch.bfloat16),
          "q.weight_shape": torch.tensor([4, 16])}, "q.weight_packed", "q.weight_scale"),
     "compressed-tensors NVFP4": (
-        {"q.weight_global_scale": scale(1), "q.weight_packed": codes(BYTES, 4, 16), "q.weight_scale": codes(FP8, 4, 2)},
+        {"q.weight_global_scale": scale(1), "q.weight_packed": codes(BYTES, 4, 16),
+            "q.weight_scale": codes(FP8, 4, 2)},
         "q.weight_packed", "q.weight_global_scale"),
     "ModelOpt NVFP4": (
-        {"q.weight": codes(BYTES, 4, 16), "q.weight_scale": codes(FP8, 4, 2), "q.weight_scale_2": scale()},
+        {"q.weight": codes(BYTES, 4, 16), "q.weight_scale": codes(FP8, 4, 2),
+            "q.weight_scale_2": scale()},
         "q.weight", "q.weight_scale"),
     "gpt-oss MX": (
         {"e.up_proj_blocks": codes(BYTES, 2, 4, 16), "e.up_proj_scales": codes(BYTES, 2, 4)},
         "e.up_proj_blocks", "e.up_proj_scales"),
     "MX in its own types": (
-        {"q.weight": codes(torch.float4_e2m1fn_x2, 4, 16), "q.weight_scale": scale(4, 1, dtype=E8M0)},
+        {"q.weight": codes(torch.float4_e2m1fn_x2, 4, 16), "q.weight_scale": scale(4, 1,
+            dtype=E8M0)},
         "q.weight", "q.weight_scale"),
     "ComfyUI": (
-        {"scaled_fp8": torch.empty(2, dtype=FP8), "q.weight": codes(FP8, 4, 8), "q.scale_weight": scale()},
+        {"scaled_fp8": torch.empty(2, dtype=FP8), "q.weight": codes(FP8, 4, 8),
+            "q.scale_weight": scale()},
         "q.weight", "q.scale_weight"),
     "ComfyUI, the mark alone": (
         {"model.scaled_fp8": torch.empty(0, dtype=FP8), "model.q.weight": codes(FP8, 4, 8)},
         "model.q.weight", "model.scaled_fp8"),
-    "Mistral": ({"q.qscale_weight": scale(), "q.weight": codes(FP8, 4, 8)}, "q.weight", "q.qscale_weight"),
+    "Mistral": ({"q.qscale_weight": scale(), "q.weight": codes(FP8, 4, 8)}, "q.weight",
+        "q.qscale_weight"),
     "GPTQ": (
-        {"q.g_idx": codes(INT32, 8), "q.qweight": codes(INT32, 1, 4), "q.qzeros": codes(INT32, 1, 1),
+        {"q.g_idx": codes(INT32, 8), "q.qweight": codes(INT32, 1, 4), "q.qzeros": codes(INT32, 1,
+            1),
          "q.scales": scale(1, 4, dtype=torch.half)}, "q.qweight", "q.scales"),
-    "MLX": ({"q.biases": scale(4, 1), "q.scales": scale(4, 1), "q.weight": codes(torch.uint32, 4, 2)}, "q.weight", "q.scales"),
+    "MLX": ({"q.biases": scale(4, 1), "q.scales": scale(4, 1), "q.weight": codes(torch.uint32, 4,
+        2)}, "q.weight", "q.scales"),
     "bitsandbytes, 4 bits": (
-        {"q.weight": codes(BYTES, 16, 1), "q.weight.absmax": scale(1), "q.weight.quant_map": scale(16),
-         "q.weight.quant_state.bitsandbytes__nf4": codes(BYTES, 90)}, "q.weight", "q.weight.absmax"),
-    "bitsandbytes, 8 bits": ({"q.SCB": scale(4), "q.weight": codes(torch.int8, 4, 8)}, "q.weight", "q.SCB"),
-    "HQQ": ({"q.W_q": codes(BYTES, 4, 8), "q.scale": scale(4, 1), "q.zero": scale(4, 1)}, "q.W_q", "q.scale"),
+        {"q.weight": codes(BYTES, 16, 1), "q.weight.absmax": scale(1),
+            "q.weight.quant_map": scale(16),
+         "q.weight.quant_state.bitsandbytes__nf4": codes(BYTES,
+             90)}, "q.weight", "q.weight.absmax"),
+    "bitsandbytes, 8 bits": ({"q.SCB": scale(4), "q.weight": codes(torch.int8, 4, 8)}, "q.weight",
+        "q.SCB"),
+    "HQQ": ({"q.W_q": codes(BYTES, 4, 8), "q.scale": scale(4, 1), "q.zero": scale(4, 1)}, "q.W_q",
+        "q.scale"),
     "quanto": ({"q.weight._data": codes(torch.int8, 4, 8), "q.weight._scale": scale(4, 1)},
         "q.weight._data", "q.weight._scale"),
-    "torchao": ({"q._weight_qdata": codes(FP8, 4, 8), "q._weight_scale": scale(4, 1)}, "q._weight_qdata", "q._weight_scale"),
-    "ExLlama 3": ({"q.suh": scale(8, dtype=torch.half), "q.trellis": codes(torch.int16, 1, 1, 4)}, "q.trellis", "q.suh"),
+    "torchao": ({"q._weight_qdata": codes(FP8, 4, 8), "q._weight_scale": scale(4, 1)},
+        "q._weight_qdata", "q._weight_scale"),
+    "ExLlama 3": ({"q.suh": scale(8, dtype=torch.half), "q.trellis": codes(torch.int16, 1, 1, 4)},
+        "q.trellis", "q.suh"),
 }  # fmt: skip
 VALUES: dict[str, Tree] = {
     "plain fp8": {"q.weight": codes(FP8, 4, 8), "q.bias": codes(torch.float8_e5m2, 4)},
     "fp8 all over": {"n.weight": codes(FP8, 4), "n.scale": codes(FP8, 4)},
-    "a scale beside floats": {"q.weight": torch.ones(4), "q.weight_scale": scale(1), "q.scale": scale(1)},
+    "a scale beside floats": {"q.weight": torch.ones(4), "q.weight_scale": scale(1),
+        "q.scale": scale(1)},
     "another word": {
-        "q.weight": codes(FP8, 4, 8), "q.weight_scaler": scale(1), "q.my_weight_scale": scale(1), "q.rescale": scale(1)},
-    "another module": {"q.weight": codes(FP8, 4, 8), "k.weight_scale": scale(1), "weight_scale": scale(1)},
+        "q.weight": codes(FP8, 4, 8), "q.weight_scaler": scale(1), "q.my_weight_scale": scale(1),
+        "q.rescale": scale(1)},
+    "another module": {"q.weight": codes(FP8, 4, 8), "k.weight_scale": scale(1),
+        "weight_scale": scale(1)},
     "a scale of inputs": {"q.weight": codes(FP8, 4, 8), "q.input_scale": scale(1)},
     "counters beside a scale": {
-        "f.fake_quant_enabled": codes(BYTES, 1), "f.scale": scale(1), "f.zero_point": codes(INT32, 1),
+        "f.fake_quant_enabled": codes(BYTES, 1), "f.scale": scale(1),
+        "f.zero_point": codes(INT32, 1),
         "n.num_batches_tracked": torch.tensor(3), "n.weight": torch.ones(2), "n.scale": scale(2)},
-    "a mark elsewhere": {"unet.scaled_fp8": torch.empty(2, dtype=torch.float32), "clip.weight": codes(FP8, 4, 8)},
+    "a mark elsewhere": {"unet.scaled_fp8": torch.empty(2, dtype=torch.float32),
+        "clip.weight": codes(FP8, 4, 8)},
 }  # fmt: skip
 
 
@@ -102,17 +139,26 @@ def saved(folder: Path, tree: Any, name: str = "in.safetensors") -> Path:
 
 
 def same_bytes(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    raw = [tensor.contiguous().reshape(-1).view(torch.uint8).tolist() for tensor in (found, expected)]
+    raw = [
+        tensor.contiguous().reshape(-1).view(torch.uint8).tolist() for tensor in (found, expected)
+    ]
     return (found.dtype, found.shape, raw[0]) == (expected.dtype, expected.shape, raw[1])
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["in.safetensors", "in.pt"])
-def test_a_cast_of_codes_is_an_error_that_names_the_scale_and_what_can_be_done(form, name, tmp_path):
+def test_a_cast_of_codes_is_an_error_that_names_the_scale_and_what_can_be_done(
+    form, name, tmp_path
+):
     tree, key, its_scale = FORMS[form]
     source = saved(tmp_path, {**tree, "norm.weight": torch.ones(4)}, name)
     sharded = {"max_shard_size": 100, "to": "safetensors"}
-    for output, options in (("out.pt", {}), ("out.safetensors", {}), ("out", sharded), ("out.safetensors", sharded)):
+    for output, options in (
+        ("out.pt", {}),
+        ("out.safetensors", {}),
+        ("out", sharded),
+        ("out.safetensors", sharded),
+    ):
         with pytest.raises(RefusedObject) as caught:
             convert_checkpoint(source, tmp_path / output, dtype="bf16", **options)
         assert caught.value.where == key and its_scale in caught.value.what
@@ -123,7 +169,9 @@ def test_a_cast_of_codes_is_an_error_that_names_the_scale_and_what_can_be_done(f
 @pytest.mark.parametrize("form", FORMS)
 def test_codes_and_scales_are_copied_as_they_are_where_no_cast_is_asked_for(form, tmp_path):
     tree = FORMS[form][0]
-    convert_checkpoint(saved(tmp_path, tree), tmp_path / "out.safetensors", fsync=False, verify=True)
+    convert_checkpoint(
+        saved(tmp_path, tree), tmp_path / "out.safetensors", fsync=False, verify=True
+    )
     found = load_file(tmp_path / "out.safetensors")
     assert found.keys() == tree.keys() and all(same_bytes(found[key], tree[key]) for key in tree)
 
@@ -136,7 +184,10 @@ def test_values_are_cast_as_before(values, tmp_path):
         assert find_scaled(dict(checkpoint.state_dict().tensors())) == []
     convert_checkpoint(source, tmp_path / "out.safetensors", dtype="bf16", fsync=False, verify=True)
     found = load_file(tmp_path / "out.safetensors")
-    assert all(same_bytes(found[key], value.bfloat16() if value.is_floating_point() else value) for key, value in tree.items())
+    assert all(
+        same_bytes(found[key], value.bfloat16() if value.is_floating_point() else value)
+        for key, value in tree.items()
+    )
 
 
 def test_the_rest_is_cast_where_codes_and_scales_are_left_out(tmp_path):
@@ -144,8 +195,11 @@ def test_the_rest_is_cast_where_codes_and_scales_are_left_out(tmp_path):
     rules = KeyRules(exclude=("q.*",))
     convert_checkpoint(source, tmp_path / "out.safetensors", dtype="bf16", keys=rules, fsync=False)
     assert load_file(tmp_path / "out.safetensors")["norm.weight"].dtype is torch.bfloat16
-    with pytest.raises(RefusedObject, match=r"q\.weight: .*q\.weight_scale_inv"):  # a scale is not cast alone either
-        convert_checkpoint(source, tmp_path / "no.safetensors", dtype="bf16", keys=KeyRules(exclude=("q.weight",)))
+    # a scale is not cast alone either
+    with pytest.raises(RefusedObject, match=r"q\.weight: .*q\.weight_scale_inv"):
+        convert_checkpoint(
+            source, tmp_path / "no.safetensors", dtype="bf16", keys=KeyRules(exclude=("q.weight",))
+        )
 
 
 @pytest.mark.parametrize("dtype", [E8M0, torch.float4_e2m1fn_x2])
@@ -153,7 +207,8 @@ def test_types_that_only_scales_and_codes_have_are_not_cast(dtype, tmp_path):
     source = saved(tmp_path, {"odd": codes(dtype, 8), "w": torch.ones(2)})
     for output in ("out.pt", "out.safetensors"):
         with pytest.raises(
-            RefusedObject, match=r"odd: float[48].* not for values, so it is not cast to bfloat16; leave --dtype"
+            RefusedObject,
+            match=r"odd: float[48].* not for values, so it is not cast to bfloat16; leave --dtype",
         ):
             convert_checkpoint(source, tmp_path / output, dtype="bf16")
     convert_checkpoint(source, tmp_path / "out.pt", fsync=False)
@@ -171,10 +226,19 @@ def test_codes_deep_in_a_training_checkpoint_and_in_one_without_a_state_dict_are
 
 
 def test_the_command_line_says_so_in_one_line(tmp_path):
-    tree = {f"{at}.{key}": value.clone() for at in range(3) for key, value in FORMS["DeepSeek"][0].items()}
+    tree = {
+        f"{at}.{key}": value.clone()
+        for at in range(3)
+        for key, value in FORMS["DeepSeek"][0].items()
+    }
     saved(tmp_path, tree)
-    line = assert_one_error(run("convert", "in.safetensors", "out.safetensors", "--dtype", "bf16", cwd=tmp_path))
-    assert "0.q.weight: holds float8_e4m3fn codes that need their scale 0.q.weight_scale_inv (and 2 more like it)" in line
+    line = assert_one_error(
+        run("convert", "in.safetensors", "out.safetensors", "--dtype", "bf16", cwd=tmp_path)
+    )
+    assert (
+        "0.q.weight: holds float8_e4m3fn codes that need their scale 0.q.weight_scale_inv (and 2 "
+        "more like it)" in line
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -182,14 +246,18 @@ def test_doctor_tells_of_scaled_weights_and_offers_no_cast(form, tmp_path):
     tree, key, its_scale = FORMS[form]
     found = diagnose(saved(tmp_path, tree))
     (told,) = [item for item in found.findings if item.code == "scaled-weights"]
-    assert told.severity == "info" and told.command is None and f"{key} with {its_scale}" in told.cause
+    assert (
+        told.severity == "info" and told.command is None and f"{key} with {its_scale}" in told.cause
+    )
     assert "all-fp32" not in {item.code for item in found.findings}
     assert not any("--dtype" in (item.command or "") for item in found.findings)
 
 
 @pytest.mark.parametrize("values", VALUES)
 def test_doctor_tells_of_no_scaled_weights_where_there_are_none(values, tmp_path):
-    assert "scaled-weights" not in {item.code for item in diagnose(saved(tmp_path, VALUES[values])).findings}
+    assert "scaled-weights" not in {
+        item.code for item in diagnose(saved(tmp_path, VALUES[values])).findings
+    }
 
 
 def test_load_into_does_not_copy_codes_into_a_model_of_values(tmp_path):
@@ -198,7 +266,10 @@ def test_load_into_does_not_copy_codes_into_a_model_of_values(tmp_path):
     torch.save(tree, tmp_path / "in.pt")
     model = torch.nn.Linear(3, 4)
     before = model.weight.detach().clone()
-    with pytest.raises(CheckpointError, match=r"weight: holds codes that mean nothing without their scale weight_scale_inv"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"weight: holds codes that mean nothing without their scale weight_scale_inv",
+    ):
         load_into(model, tmp_path / "in.pt", strict=False)
     assert torch.equal(model.weight, before)
     torch.save({"weight": codes, "bias": torch.ones(4)}, tmp_path / "values.pt")
@@ -209,5 +280,7 @@ def test_load_into_does_not_copy_codes_into_a_model_of_values(tmp_path):
 @pytest.mark.parametrize("name", ["weight.scale", "weight_amax", "w_scale", "dequant_scale"])
 def test_other_spellings_of_a_scale_beside_float8_are_known(name, tmp_path):
     save_file({"q.weight": codes(FP8, 4, 8), f"q.{name}": scale(1)}, tmp_path / "in.safetensors")
-    with pytest.raises(RefusedObject, match=rf"q\.weight: holds .* codes that need their scale q\.{name}"):
+    with pytest.raises(
+        RefusedObject, match=rf"q\.weight: holds .* codes that need their scale q\.{name}"
+    ):
         convert_checkpoint(tmp_path / "in.safetensors", tmp_path / "out.safetensors", dtype="bf16")

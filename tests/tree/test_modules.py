@@ -1,4 +1,6 @@
-"""Whole modules: `torch.save(model)` is read as `model.state_dict()`, whether its class can be imported here or not."""
+"""Whole modules: `torch.save(model)` is read as `model.state_dict()`, whether its class can be
+imported here or not.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ class Shared(nn.Module):
 def containers() -> nn.Module:
     made = nn.Module()
     made.list = nn.ParameterList([nn.Parameter(torch.randn(2)), nn.Parameter(torch.randn(1))])
-    made.dict = nn.ParameterDict({"a": nn.Parameter(torch.randn(2)), "größe": nn.Parameter(torch.randn(1))})
+    made.dict = nn.ParameterDict(
+        {"a": nn.Parameter(torch.randn(2)), "größe": nn.Parameter(torch.randn(1))}
+    )
     made.modules_by_name = nn.ModuleDict({"z": nn.Linear(1, 1), "a": nn.Bilinear(1, 2, 3)})
     made.tower = nn.ModuleList([nn.ModuleList([nn.PReLU()]), nn.Identity()])
     return made
@@ -79,13 +83,23 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def assert_is_the_state_dict(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_is_the_state_dict(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> None:
     assert list(found) == list(expected)
     for key, tensor in expected.items():
-        assert type(found[key]) is torch.Tensor and found[key].dtype == tensor.dtype and not found[key].requires_grad
+        assert (
+            type(found[key]) is torch.Tensor
+            and found[key].dtype == tensor.dtype
+            and not found[key].requires_grad
+        )
         assert torch.equal(found[key], tensor)
-    groups = [[tensor.untyped_storage()._cdata for tensor in each.values()] for each in (found, expected)]
-    assert [groups[0].index(group) for group in groups[0]] == [groups[1].index(group) for group in groups[1]]
+    groups = [
+        [tensor.untyped_storage()._cdata for tensor in each.values()] for each in (found, expected)
+    ]
+    assert [groups[0].index(group) for group in groups[0]] == [
+        groups[1].index(group) for group in groups[1]
+    ]
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
@@ -93,14 +107,28 @@ def assert_is_the_state_dict(found: dict[str, torch.Tensor], expected: dict[str,
 def test_a_module_is_its_state_dict(name, protocol, tmp_path):
     model = MODELS[name]()
     expected = model.state_dict()
-    torch.save({"model": model} if name == "shared" else model, tmp_path / "model.pt", pickle_protocol=protocol)
+    torch.save(
+        {"model": model} if name == "shared" else model,
+        tmp_path / "model.pt",
+        pickle_protocol=protocol,
+    )
     assert_is_the_state_dict(load_portable(tmp_path / "model.pt", keys="keep"), expected)
-    convert_checkpoint(tmp_path / "model.pt", tmp_path / "out.pt", keys="keep", fsync=False, verify=True)
+    convert_checkpoint(
+        tmp_path / "model.pt", tmp_path / "out.pt", keys="keep", fsync=False, verify=True
+    )
     written = oracle.load(tmp_path / "out.pt")
     assert_is_the_state_dict(written["model"] if name == "shared" else written, expected)
-    convert_checkpoint(tmp_path / "model.pt", tmp_path / "out.safetensors", keys="keep", tied="duplicate", fsync=False)
+    convert_checkpoint(
+        tmp_path / "model.pt",
+        tmp_path / "out.safetensors",
+        keys="keep",
+        tied="duplicate",
+        fsync=False,
+    )
     flat = load_file(tmp_path / "out.safetensors")
-    assert set(flat) == set(expected) and all(torch.equal(flat[key], tensor) for key, tensor in expected.items())
+    assert set(flat) == set(expected) and all(
+        torch.equal(flat[key], tensor) for key, tensor in expected.items()
+    )
 
 
 def test_wrappers_are_stripped_as_from_any_state_dict(tmp_path):
@@ -111,15 +139,28 @@ def test_wrappers_are_stripped_as_from_any_state_dict(tmp_path):
 
 def test_modules_deep_inside_are_state_dicts_where_they_stand(tmp_path):
     first, second = nn.Linear(1, 2), nn.BatchNorm1d(3)
-    tree = {"epoch": 3, "nets": [first, (second, [first])], "best": OrderedDict(model=second), "lr": torch.tensor(0.5)}
+    tree = {
+        "epoch": 3,
+        "nets": [first, (second, [first])],
+        "best": OrderedDict(model=second),
+        "lr": torch.tensor(0.5),
+    }
     torch.save(tree, tmp_path / "tree.pt")
     convert_checkpoint(tmp_path / "tree.pt", tmp_path / "out.pt", fsync=False, verify=True)
     found = oracle.load(tmp_path / "out.pt")
-    assert list(found) == list(tree) and found["epoch"] == 3 and torch.equal(found["lr"], tree["lr"])
-    assert type(found["nets"]) is list and type(found["nets"][1]) is tuple and type(found["nets"][1][1]) is list
+    assert (
+        list(found) == list(tree) and found["epoch"] == 3 and torch.equal(found["lr"], tree["lr"])
+    )
+    assert (
+        type(found["nets"]) is list
+        and type(found["nets"][1]) is tuple
+        and type(found["nets"][1][1]) is list
+    )
     assert_is_the_state_dict(found["nets"][0], first.state_dict())
     assert_is_the_state_dict(found["nets"][1][0], second.state_dict())
-    assert found["nets"][1][1][0] is found["nets"][0] and found["best"]["model"] is found["nets"][1][0]
+    assert (
+        found["nets"][1][1][0] is found["nets"][0] and found["best"]["model"] is found["nets"][1][0]
+    )
 
 
 @pytest.fixture
@@ -161,13 +202,17 @@ def test_the_class_need_not_be_importable(missing, monkeypatch, tmp_path):
 def test_unknown_keep_keeps_the_module_itself(missing, tmp_path):
     model = missing(nn.Linear(2, 3))
     torch.save({"net": model, "epoch": 1}, tmp_path / "model.pt")
-    result = convert_checkpoint(tmp_path / "model.pt", tmp_path / "out.pt", unknown="keep", fsync=False, verify=True)
+    result = convert_checkpoint(
+        tmp_path / "model.pt", tmp_path / "out.pt", unknown="keep", fsync=False, verify=True
+    )
     assert result.verified == 3
     found = oracle.load(tmp_path / "out.pt", weights_only=False)
     assert type(found["net"]) is missing and found["epoch"] == 1
     assert_is_the_state_dict(found["net"].state_dict(), model.state_dict())
     assert all(parameter.requires_grad for parameter in found["net"].parameters())
-    convert_checkpoint(tmp_path / "model.pt", tmp_path / "out.safetensors", unknown="keep", fsync=False)
+    convert_checkpoint(
+        tmp_path / "model.pt", tmp_path / "out.safetensors", unknown="keep", fsync=False
+    )
     assert set(load_file(tmp_path / "out.safetensors")) == set(model.state_dict())
 
 
@@ -194,7 +239,9 @@ def test_sparse_parameters_and_buffers_are_kept(tmp_path):
 
 def test_a_parameter_without_values_is_not_lost_silently(tmp_path):
     torch.save(nn.Sequential(nn.LazyLinear(3), nn.Linear(1, 1)), tmp_path / "model.pt")
-    with pytest.raises(RefusedObject, match=r"0\.weight: torch\.nn\.parameter\.UninitializedParameter"):
+    with pytest.raises(
+        RefusedObject, match=r"0\.weight: torch\.nn\.parameter\.UninitializedParameter"
+    ):
         convert_checkpoint(tmp_path / "model.pt", tmp_path / "out.pt")
 
 
@@ -221,7 +268,9 @@ def test_a_module_that_holds_itself_ends_in_a_limit(tmp_path):
 def test_a_module_without_tensors_stays_an_object(tmp_path):
     torch.save({"loss": nn.ReLU(), "w": torch.ones(1)}, tmp_path / "tree.pt")
     with open_checkpoint(tmp_path / "tree.pt") as checkpoint:
-        assert checkpoint.notes == () and any(type(ref) is TensorRef for _, ref in checkpoint.tensors())
+        assert checkpoint.notes == () and any(
+            type(ref) is TensorRef for _, ref in checkpoint.tensors()
+        )
     with pytest.raises(RefusedObject, match=r"loss: torch\.nn\.modules\.activation\.ReLU"):
         convert_checkpoint(tmp_path / "tree.pt", tmp_path / "out.pt")
     convert_checkpoint(tmp_path / "tree.pt", tmp_path / "out.pt", unknown="drop", fsync=False)

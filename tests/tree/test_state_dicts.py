@@ -1,4 +1,6 @@
-"""What is the model: each sentence of docs/state-dicts.md, with torch as the oracle of what must come out."""
+"""What is the model: each sentence of docs/state-dicts.md, with torch as the oracle of what must
+come out.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,7 @@ def assert_refused(source: Path, folder: Path, *names: str) -> None:
     assert not (folder / "no.safetensors").exists()
 
 
-# --------------------------------------------------------------------------------- tensors beside other dicts of tensors
+# ------------------------------------------------------------ tensors beside other dicts of tensors
 
 
 def test_weights_beside_an_average_are_a_choice_of_two(tmp_path):
@@ -102,7 +104,10 @@ def test_weights_beside_an_average_are_a_choice_of_two(tmp_path):
         {"metrics": {"loss": torch.tensor(0.5)}},
         {"optimizer": optimizer(), "epoch": 3},
         {"optimizer_state_dict": {"exp_avg": [torch.ones(9) for _ in range(30)]}},
-        {"random_states_0": {"torch": torch.get_rng_state()}, "lr_schedulers": [{"base": torch.ones(1)}]},
+        {
+            "random_states_0": {"torch": torch.get_rng_state()},
+            "lr_schedulers": [{"base": torch.ones(1)}],
+        },
     ],
     ids=["metrics", "optimizer", "optimizer by its label", "random states"],
 )
@@ -116,12 +121,19 @@ def test_weights_beside_what_is_no_model_are_the_model(beside, wrapper, tmp_path
 
 
 def test_a_torch_output_keeps_what_stands_beside_the_weights_and_renames_only_them(tmp_path):
-    tree = {"epoch": 3, **weights(1, "module."), "optimizer": optimizer(), "ema": weights(2, "module.")}
+    tree = {
+        "epoch": 3,
+        **weights(1, "module."),
+        "optimizer": optimizer(),
+        "ema": weights(2, "module."),
+    }
     convert_checkpoint(saved(tree, tmp_path), tmp_path / "out.pt", fsync=False, verify=True)
     out = torch.load(tmp_path / "out.pt")
     assert list(out) == ["epoch", *weights(1), "optimizer", "ema"]
     assert same({key: out[key] for key in weights(1)}, weights(1)) and same(out["ema"], weights(2))
-    assert torch.equal(out["optimizer"]["state"][0]["exp_avg"], tree["optimizer"]["state"][0]["exp_avg"])
+    assert torch.equal(
+        out["optimizer"]["state"][0]["exp_avg"], tree["optimizer"]["state"][0]["exp_avg"]
+    )
 
 
 def test_a_key_that_would_get_the_name_of_what_stands_beside_it_is_refused(tmp_path):
@@ -139,7 +151,12 @@ def test_the_dot_means_the_tensors_that_stand_in_a_dict_at_any_depth(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "beside", [{"epoch": 3}, {"best_acc1": torch.tensor(0.5)}, {"arch": "x", "rng_state": torch.get_rng_state()}]
+    "beside",
+    [
+        {"epoch": 3},
+        {"best_acc1": torch.tensor(0.5)},
+        {"arch": "x", "rng_state": torch.get_rng_state()},
+    ],
 )
 def test_numbers_and_texts_beside_the_weights_do_not_hide_a_wrapper(beside, tmp_path):
     source = saved({**weights(1, "module."), **beside}, tmp_path)
@@ -152,7 +169,9 @@ def test_numbers_and_texts_beside_the_weights_do_not_hide_a_wrapper(beside, tmp_
 
 def test_numbers_and_texts_beside_the_weights_are_not_unexpected_keys_of_a_model(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
-    assert load_into(model, saved({**weights(1, "module."), "epoch": 3, "arch": "x"}, tmp_path)).fits
+    assert load_into(
+        model, saved({**weights(1, "module."), "epoch": 3, "arch": "x"}, tmp_path)
+    ).fits
     assert same(model.state_dict(), weights(1))
 
 
@@ -167,7 +186,7 @@ def test_skipped_lists_what_stands_beside_the_weights(tmp_path):
     assert [item.path for item in result.plan.skipped] == ["optimizer", "epoch"]
 
 
-# ------------------------------------------------------------------------------------------------------ the safety net
+# ----------------------------------------------------------------------------------- the safety net
 
 
 @pytest.mark.parametrize(
@@ -177,15 +196,29 @@ def test_skipped_lists_what_stands_beside_the_weights(tmp_path):
         ({"model": weights(1), "samples_kept": [torch.ones(3) for _ in range(20)]}, ("model",)),
         ({"model": weights(1), "mean_std": [torch.ones(3)] * 2}, ("model",)),
         ({"model": weights(1), "upscaler": weights(2)}, ("model", "upscaler")),
-        ({"model": weights(1), "ema": {"shadow_params": [torch.ones(2)], "decay": 0.9}}, ("model",)),
         (
-            {"params": {"w1": torch.ones(2), "b1": torch.ones(2)}, "target_params": {"w1": torch.ones(2)}},
+            {"model": weights(1), "ema": {"shadow_params": [torch.ones(2)], "decay": 0.9}},
+            ("model",),
+        ),
+        (
+            {
+                "params": {"w1": torch.ones(2), "b1": torch.ones(2)},
+                "target_params": {"w1": torch.ones(2)},
+            },
             ("params", "target_params"),
         ),
-        ({"model": {"a": torch.ones(1)}, "table": {"x": torch.ones(2), "y": torch.ones(2)}}, ("model", "table")),
+        (
+            {"model": {"a": torch.ones(1)}, "table": {"x": torch.ones(2), "y": torch.ones(2)}},
+            ("model", "table"),
+        ),
         ({"model": weights(1), "best": {"model": weights(2)}}, ("model", "best.model")),
         (
-            {"params": {"encoder": {"kernel": torch.ones(2), "scale": torch.ones(2)}, "embed": {"table": torch.ones(2)}}},
+            {
+                "params": {
+                    "encoder": {"kernel": torch.ones(2), "scale": torch.ones(2)},
+                    "embed": {"table": torch.ones(2)},
+                }
+            },
             ("params.encoder", "params.embed"),
         ),
     ],
@@ -210,7 +243,10 @@ def test_what_somebody_may_want_is_not_left_out(tree, names, tmp_path):
         part = tree
         for label in name.split(".") if name != "." else ():
             part = part[label]
-        assert same(load_portable(source, only=name), {k: v for k, v in part.items() if isinstance(v, torch.Tensor)})
+        assert same(
+            load_portable(source, only=name),
+            {k: v for k, v in part.items() if isinstance(v, torch.Tensor)},
+        )
     with pytest.raises(CheckpointError, match="--only"):
         convert_checkpoint(source, tmp_path / "no.safetensors")
 
@@ -251,17 +287,25 @@ def test_load_into_does_not_fill_a_model_with_the_average(tmp_path):
     assert load_into(model, source, only=".").fits and same(model.state_dict(), weights(1))
 
 
-# -------------------------------------------------------------------------------------------------------------- labels
+# ------------------------------------------------------------------------------------------- labels
 
 
-@pytest.mark.parametrize("label", ["upscaler", "optimized_model", "random_encoder", "resampler", "optimus", "scheduler_net"])
+@pytest.mark.parametrize(
+    "label",
+    ["upscaler", "optimized_model", "random_encoder", "resampler", "optimus", "scheduler_net"],
+)
 def test_a_network_is_one_whatever_its_name_reminds_of(label, tmp_path):
     source = saved({label: weights(1), "optimizer": optimizer(), "epoch": 3}, tmp_path)
     assert_taken(source, weights(1), tmp_path)
 
 
 def test_a_network_whose_name_reminds_of_a_state_is_not_left_out_of_a_choice(tmp_path):
-    assert_refused(saved({"model": weights(1), "random_encoder": weights(2)}, tmp_path), tmp_path, "model", "random_encoder")
+    assert_refused(
+        saved({"model": weights(1), "random_encoder": weights(2)}, tmp_path),
+        tmp_path,
+        "model",
+        "random_encoder",
+    )
 
 
 @pytest.mark.parametrize(
@@ -280,21 +324,33 @@ def test_labels_of_networks(label):
     assert not names_training_state(label)
 
 
-@pytest.mark.parametrize("label", ["best_acc1", "train/loss", "globalStep", "val_mIoU", "F1", "mAP", "metrics", "epoch", "lr"])
+@pytest.mark.parametrize(
+    "label",
+    ["best_acc1", "train/loss", "globalStep", "val_mIoU", "F1", "mAP", "metrics", "epoch", "lr"],
+)
 def test_labels_of_numbers(label):
     assert names_number(label)
 
 
-@pytest.mark.parametrize("label", ["mean", "temperature", "glossary", "stepwise", "class_weights", "logit_scale"])
+@pytest.mark.parametrize(
+    "label", ["mean", "temperature", "glossary", "stepwise", "class_weights", "logit_scale"]
+)
 def test_labels_of_what_is_no_number_of_the_training(label):
     assert not names_number(label)
 
 
-# ---------------------------------------------------------------------------------------------------------- frameworks
+# --------------------------------------------------------------------------------------- frameworks
 
 
 def test_timm_has_its_model_in_state_dict_and_a_note_names_the_average(tmp_path):
-    tree = {"epoch": 1, "arch": "vit", "state_dict": weights(1), "optimizer": optimizer(), "version": 2, "metric": 7.0}
+    tree = {
+        "epoch": 1,
+        "arch": "vit",
+        "state_dict": weights(1),
+        "optimizer": optimizer(),
+        "version": 2,
+        "metric": 7.0,
+    }
     source = saved({**tree, "state_dict_ema": weights(2)}, tmp_path)
     assert_taken(source, weights(1), tmp_path)
     assert_taken(source, weights(2), tmp_path, only="ema")
@@ -305,7 +361,9 @@ def test_timm_has_its_model_in_state_dict_and_a_note_names_the_average(tmp_path)
 def test_mmengine_saves_the_average_as_state_dict(tmp_path):
     """mmengine/hooks/ema_hook.py swaps the two before it saves."""
     source = PRODUCED / "mmengine.pth"
-    expected = torch.load(source, weights_only=False, map_location="cpu", pickle_module=_Pickles)["state_dict"]
+    expected = torch.load(source, weights_only=False, map_location="cpu", pickle_module=_Pickles)[
+        "state_dict"
+    ]
     assert same(load_portable(source), expected)
     assert same(load_portable(source, only="ema"), expected)
 
@@ -330,21 +388,44 @@ class _Pickles:
             return _Stand if module.startswith("mmengine") else super().find_class(module, name)
 
 
-LIGHTNING = {"pytorch-lightning_version": "2.6.0", "epoch": 1, "global_step": 2, "loops": {}, "lr_schedulers": []}
+LIGHTNING = {
+    "pytorch-lightning_version": "2.6.0",
+    "epoch": 1,
+    "global_step": 2,
+    "loops": {},
+    "lr_schedulers": [],
+}
 
 
-def test_lightning_has_its_model_in_state_dict_whatever_callbacks_and_hyper_parameters_hold(tmp_path):
-    callbacks = {"EMACallback": {"ema_weights": weights(2)}, "ModelCheckpoint{'monitor': 'x'}": {"best": torch.ones(3)}}
-    tree = {**LIGHTNING, "state_dict": weights(1), "callbacks": callbacks, "hyper_parameters": {"class_weights": torch.ones(9)}}
+def test_lightning_has_its_model_in_state_dict_whatever_callbacks_and_hyper_parameters_hold(
+    tmp_path,
+):
+    callbacks = {
+        "EMACallback": {"ema_weights": weights(2)},
+        "ModelCheckpoint{'monitor': 'x'}": {"best": torch.ones(3)},
+    }
+    tree = {
+        **LIGHTNING,
+        "state_dict": weights(1),
+        "callbacks": callbacks,
+        "hyper_parameters": {"class_weights": torch.ones(9)},
+    }
     source = saved({**tree, "optimizer_states": [optimizer()]}, tmp_path)
     assert_taken(source, weights(1), tmp_path)
     assert_taken(source, weights(2), tmp_path, only="ema")
 
 
 def test_the_average_of_lightnings_weight_averaging_is_its_state_dict(tmp_path):
-    """lightning/pytorch/callbacks/weight_averaging.py saves the average as state_dict, the model's own beside it."""
+    """lightning/pytorch/callbacks/weight_averaging.py saves the average as state_dict, the model's
+    own beside it.
+    """
     averaging = {"n_averaged": torch.tensor(3)}
-    tree = {**LIGHTNING, "state_dict": weights(1), "current_model_state": weights(2), "averaging_state": averaging}
+    tree = {
+        **LIGHTNING,
+        "state_dict": weights(1),
+        "current_model_state": weights(2),
+        "averaging_state": averaging,
+    }
     source = saved(tree, tmp_path)
     assert_taken(source, weights(1), tmp_path)
     assert_taken(source, weights(1), tmp_path, only="ema")
@@ -354,7 +435,8 @@ def test_the_average_of_lightnings_weight_averaging_is_its_state_dict(tmp_path):
 def test_two_averages_are_a_choice(tmp_path):
     source = saved({"model": weights(1), "ema_fast": weights(2), "ema_slow": weights(3)}, tmp_path)
     with pytest.raises(
-        CheckpointError, match="holds 2 averages: ema_fast, ema_slow; choose one: --only ema_fast or --only ema_slow"
+        CheckpointError,
+        match="holds 2 averages: ema_fast, ema_slow; choose one: --only ema_fast or --only ema_slow",
     ):
         load_portable(source, only="ema")
 
@@ -365,11 +447,15 @@ def test_a_framework_does_not_hide_weights_that_stand_above_its_own(tmp_path):
 
 
 def test_two_models_of_accelerate_are_a_choice(tmp_path):
-    tree = {"model": weights(1), "model_1": weights(2), "random_states_0": {"torch": torch.get_rng_state()}}
+    tree = {
+        "model": weights(1),
+        "model_1": weights(2),
+        "random_states_0": {"torch": torch.get_rng_state()},
+    }
     assert_refused(saved(tree, tmp_path), tmp_path, "model", "model_1")
 
 
-# ---------------------------------------------------------------------------------------------------------- torchtitan
+# --------------------------------------------------------------------------------------- torchtitan
 
 
 @pytest.mark.parametrize("version", ["new", "old"])
@@ -383,7 +469,9 @@ def test_a_checkpoint_of_torchtitan_becomes_the_keys_of_its_model(version, tmp_p
     expected = OrderedDict((key, value) for key, value in whole.items() if key not in parts)
     assert len(expected) > 1 and all(isinstance(value, torch.Tensor) for value in expected.values())
     found = load_portable(folder)
-    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
+    assert found.keys() == expected.keys() and all(
+        torch.equal(found[key], expected[key]) for key in found
+    )
     convert_checkpoint(folder, tmp_path / "out.pt", fsync=False, unknown="drop")
     out = torch.load(tmp_path / "out.pt")
     assert out.keys() >= expected.keys() | {"optimizer", "train_state"}
@@ -393,10 +481,14 @@ def test_a_checkpoint_of_torchtitan_becomes_the_keys_of_its_model(version, tmp_p
 def test_ranks_do_not_take_a_slice_of_a_network_called_resampler_for_a_state_of_their_own():
     from ckptconv.formats.folders.ranks import _is_of_a_rank
 
-    assert not _is_of_a_rank(("resampler.weight",)) and not _is_of_a_rank(("model", "resampler", "weight"))
+    assert not _is_of_a_rank(("resampler.weight",)) and not _is_of_a_rank(
+        ("model", "resampler", "weight")
+    )
     assert not _is_of_a_rank(("sampler.weight",))
     assert _is_of_a_rank(("rng_state", "cpu")) and _is_of_a_rank(("dataloader", "dp_rank_0"))
-    assert _is_of_a_rank(("model", "bn.running_mean")) and not _is_of_a_rank(("model", "bn.not_running_mean"))
+    assert _is_of_a_rank(("model", "bn.running_mean")) and not _is_of_a_rank(
+        ("model", "bn.not_running_mean")
+    )
 
 
 def test_inspect_shows_the_weights_at_the_root_as_a_part_of_their_own(tmp_path):
@@ -410,19 +502,31 @@ def test_inspect_shows_the_weights_at_the_root_as_a_part_of_their_own(tmp_path):
 
 def test_a_dict_that_stands_in_a_training_state_too_is_found_where_it_stands_outside(tmp_path):
     shared = weights(1)
-    assert_taken(saved({"optimizer": {"params": shared}, "weights": shared}, tmp_path), weights(1), tmp_path)
-    source = saved({"optimizer": {"params": shared}, "trained": shared, "model": weights(2)}, tmp_path)
+    assert_taken(
+        saved({"optimizer": {"params": shared}, "weights": shared}, tmp_path), weights(1), tmp_path
+    )
+    source = saved(
+        {"optimizer": {"params": shared}, "trained": shared, "model": weights(2)}, tmp_path
+    )
     assert_refused(source, tmp_path, "model", "trained")
     assert same(load_portable(source, only="trained"), weights(1))
 
 
 def test_an_average_is_a_part_and_not_a_buffer_of_that_name_or_a_number(tmp_path):
-    tree = {"model": {**weights(1), "vq.ema_w": torch.ones(2)}, "x": {"ema": weights(2)}, "ema_decay": torch.tensor(0.9)}
+    tree = {
+        "model": {**weights(1), "vq.ema_w": torch.ones(2)},
+        "x": {"ema": weights(2)},
+        "ema_decay": torch.tensor(0.9),
+    }
     assert_taken(saved(tree, tmp_path), weights(2), tmp_path, only="ema")
 
 
 def test_an_extra_state_without_tensors_keeps_its_place_among_the_keys(tmp_path):
-    tree = {"module.a.weight": torch.ones(2), "module.a._extra_state": None, "optimizer": optimizer()}
+    tree = {
+        "module.a.weight": torch.ones(2),
+        "module.a._extra_state": None,
+        "optimizer": optimizer(),
+    }
     source = saved(tree, tmp_path)
     assert list(load_portable(source)) == ["a.weight", "a._extra_state"]
     convert_checkpoint(source, tmp_path / "out.pt", fsync=False)

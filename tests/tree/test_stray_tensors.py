@@ -1,4 +1,6 @@
-"""Whole modules that hold more than parameters and buffers: what their own state dict may hold is given exactly, or refused."""
+"""Whole modules that hold more than parameters and buffers: what their own state dict may hold is
+given exactly, or refused.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from helpers import oracle
 from helpers.paths import DATA
 from helpers.program import run
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"
+)
 
 
 class Quantized(nn.Module):
@@ -104,13 +108,27 @@ def test_unknown_drop_says_that_they_are_not_wanted_and_keep_keeps_the_module(tm
     model = Quantized()
     torch.save({"net": model, "epoch": 1}, tmp_path / "model.pt")
     for output in ("out.pt", "out.safetensors"):
-        plan = convert_checkpoint(tmp_path / "model.pt", tmp_path / output, unknown="drop", fsync=False).plan
-        assert [item.path for item in plan.skipped][:3] == ["net.scales", "net.groups.zero.0", "net.groups.zero.1.0"]
-    assert list(oracle.load(tmp_path / "out.pt")["net"]) == list(load_file(tmp_path / "out.safetensors")) == ["weight"]
+        plan = convert_checkpoint(
+            tmp_path / "model.pt", tmp_path / output, unknown="drop", fsync=False
+        ).plan
+        assert [item.path for item in plan.skipped][:3] == [
+            "net.scales",
+            "net.groups.zero.0",
+            "net.groups.zero.1.0",
+        ]
+    assert (
+        list(oracle.load(tmp_path / "out.pt")["net"])
+        == list(load_file(tmp_path / "out.safetensors"))
+        == ["weight"]
+    )
     assert list(load_portable(tmp_path / "model.pt", unknown="drop")) == ["weight"]
     with pytest.raises(RefusedObject):
-        convert_checkpoint(tmp_path / "model.pt", tmp_path / "kept.safetensors", unknown="keep", fsync=False)
-    convert_checkpoint(tmp_path / "model.pt", tmp_path / "kept.pt", unknown="keep", fsync=False, verify=True)
+        convert_checkpoint(
+            tmp_path / "model.pt", tmp_path / "kept.safetensors", unknown="keep", fsync=False
+        )
+    convert_checkpoint(
+        tmp_path / "model.pt", tmp_path / "kept.pt", unknown="keep", fsync=False, verify=True
+    )
     kept = oracle.load(tmp_path / "kept.pt", weights_only=False)["net"].state_dict()
     assert torch.equal(kept["scales"], model.scales)
 
@@ -154,7 +172,9 @@ def test_attributes_that_torch_itself_does_not_save_are_listed(name, tmp_path):
     plan = convert_checkpoint(tmp_path / "model.pt", tmp_path / "out.pt", fsync=False).plan
     expected = model.state_dict()
     found = oracle.load(tmp_path / "out.pt")
-    assert list(found) == list(expected) and all(torch.equal(found[key], value) for key, value in expected.items())
+    assert list(found) == list(expected) and all(
+        torch.equal(found[key], value) for key, value in expected.items()
+    )
     assert len(plan.skipped) == 1 and plan.skipped[0].path.endswith(("weight", "importance"))
 
 
@@ -181,9 +201,14 @@ def test_layers_of_bitsandbytes_are_the_state_dict_that_it_gives_itself(tmp_path
     convert_checkpoint(whole, tmp_path / "out.pt", fsync=False, verify=True)
     convert_checkpoint(whole, tmp_path / "out.safetensors", fsync=False, verify=True)
     found = oracle.load(tmp_path / "out.pt")
-    assert list(found) == list(expected) and set(load_file(tmp_path / "out.safetensors")) == set(expected)
+    assert list(found) == list(expected) and set(load_file(tmp_path / "out.safetensors")) == set(
+        expected
+    )
     for given in (found, load_file(tmp_path / "out.safetensors"), load_portable(whole)):
-        assert all(given[key].dtype == value.dtype and torch.equal(given[key], value) for key, value in expected.items())
+        assert all(
+            given[key].dtype == value.dtype and torch.equal(given[key], value)
+            for key, value in expected.items()
+        )
 
 
 def test_layers_of_bitsandbytes_whose_state_is_not_known_are_refused(monkeypatch, tmp_path):
@@ -201,8 +226,18 @@ def test_layers_of_bitsandbytes_whose_state_is_not_known_are_refused(monkeypatch
 
 def test_what_the_real_file_of_bitsandbytes_holds_is_all_there(produced, tmp_path):
     found = load_portable(produced / "bnb_whole.pt")
-    assert {"0.weight.absmax", "0.weight.quant_map", "1.SCB", "0.weight.quant_state.bitsandbytes__fp4"} <= set(found)
-    assert run("convert", str(produced / "bnb_whole.pt"), "out.safetensors", "--no-fsync", cwd=tmp_path).exit == 0
+    assert {
+        "0.weight.absmax",
+        "0.weight.quant_map",
+        "1.SCB",
+        "0.weight.quant_state.bitsandbytes__fp4",
+    } <= set(found)
+    assert (
+        run(
+            "convert", str(produced / "bnb_whole.pt"), "out.safetensors", "--no-fsync", cwd=tmp_path
+        ).exit
+        == 0
+    )
 
 
 def test_inspect_and_doctor_offer_no_command_that_takes_the_scales_from_the_codes(tmp_path):

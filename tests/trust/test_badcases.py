@@ -1,7 +1,9 @@
-"""Hostile and broken files against the real program: answered in one line, quickly, in little memory, without harm.
+"""Hostile and broken files against the real program: answered in one line, quickly, in little
+memory, without harm.
 
-The generator of the files and its README say what each one must be answered with; the package `hostile` has other
-members of the same families, and families of its own. The files are made anew in a temporary folder.
+The generator of the files and its README say what each one must be answered with; the package
+`hostile` has other members of the same families, and families of its own. The files are made anew
+in a temporary folder.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ TORCH = 300_000_000  # torch itself, which doctor imports to ask for a device th
 TELLING = ("note", "warning")
 
 
-# ------------------------------------------------------------------------------------------------------------ running
+# ------------------------------------------------------------------------------------------ running
 
 
 @pytest.fixture(scope="session")
@@ -48,10 +50,14 @@ def hostile(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def answers(request, hostile, tmp_path_factory) -> Iterator[Callable[[Case, str], tuple[Finished, Path, Path]]]:
-    """Runs the program on a generated case, once for each output format; gives the run, the source and the folder it ran in.
+def answers(
+    request, hostile, tmp_path_factory
+) -> Iterator[Callable[[Case, str], tuple[Finished, Path, Path]]]:
+    """Runs the program on a generated case, once for each output format; gives the run, the source
+    and the folder it ran in.
 
-    Two run at a time, ahead of the tests that wait for them (but for xdist, where the tests themselves run side by side).
+    Two run at a time, ahead of the tests that wait for them (but for xdist, where the tests
+    themselves run side by side).
     """
     pool = ThreadPoolExecutor(2)
     begun: dict[tuple[str, str], Future[tuple[Finished, Path, Path]]] = {}
@@ -59,7 +65,11 @@ def answers(request, hostile, tmp_path_factory) -> Iterator[Callable[[Case, str]
     def convert(case: Case, suffix: str) -> tuple[Finished, Path, Path]:
         source, cwd = hostile / case.file, tmp_path_factory.mktemp("answer")
         limit = 90 if case.expected == "accept" else 60
-        return run("convert", source, f"out{suffix}", "--no-fsync", cwd=cwd, limit=limit), source, cwd
+        return (
+            run("convert", source, f"out{suffix}", "--no-fsync", cwd=cwd, limit=limit),
+            source,
+            cwd,
+        )
 
     def begin(case: Case, suffix: str) -> Future[tuple[Finished, Path, Path]]:
         if (case.file, suffix) not in begun:
@@ -93,8 +103,12 @@ def answer_of(done: Finished, telling: tuple[str, ...]) -> str:
     return "warn" if labels(done) & set(telling) else "accept"
 
 
-def judge(case: Case, named: str, suffix: str, done: Finished, cwd: Path, expected: str, idle: int) -> None:
-    """Hold one run against the promises; `named` must stand in an error, `idle` is the memory of a run that does nothing."""
+def judge(
+    case: Case, named: str, suffix: str, done: Finished, cwd: Path, expected: str, idle: int
+) -> None:
+    """Hold one run against the promises; `named` must stand in an error, `idle` is the memory of a
+    run that does nothing.
+    """
     assert not (cwd / "CKPTCONV_PWNED").exists(), "the payload was executed"
     right = expected.split("|")
     answer = answer_of(done, (*TELLING, *TOLD_BY.get(case.file, ())))
@@ -124,11 +138,13 @@ def measured(request, done: Finished) -> None:
     ]
 
 
-# ------------------------------------------------------------------------------------------------------------- values
+# ------------------------------------------------------------------------------------------- values
 
 
 def tensors(path: Path) -> dict:
-    """The named tensors of a torch or safetensors file, read by torch or by the safetensors library."""
+    """The named tensors of a torch or safetensors file, read by torch or by the safetensors
+    library.
+    """
     torch = pytest.importorskip("torch")
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
@@ -147,7 +163,9 @@ def leaves(node: Any) -> Iterator[Any]:
 
 
 def one_tensor(*values: complex) -> Callable[[Path], None]:
-    """Checks that each tensor of an output (there may be one in several parts of it) has these values."""
+    """Checks that each tensor of an output (there may be one in several parts of it) has these
+    values.
+    """
 
     def check(path: Path) -> None:
         found = [value.resolve_conj().tolist() for value in leaves(tensors(path))]
@@ -159,13 +177,17 @@ def one_tensor(*values: complex) -> Callable[[Path], None]:
 
 def all_zero(numel: int) -> Callable[[Path], None]:
     def check(path: Path) -> None:
-        assert [(value.numel(), int(value.count_nonzero())) for value in tensors(path).values()] == [(numel, 0)]
+        assert [
+            (value.numel(), int(value.count_nonzero())) for value in tensors(path).values()
+        ] == [(numel, 0)]
 
     return check
 
 
 class Shapes(pickle.Unpickler):
-    """Reads the pickle of a torch output as key → shape; torch's own reader needs half a minute for 600,000 tensors."""
+    """Reads the pickle of a torch output as key → shape; torch's own reader needs half a minute for
+    600,000 tensors.
+    """
 
     def find_class(self, module: str, name: str):
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
@@ -180,7 +202,9 @@ def empty_million(path: Path) -> None:
     if path.suffix == ".safetensors":
         with path.open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        shapes = {key: tuple(entry["shape"]) for key, entry in header.items() if key != "__metadata__"}
+        shapes = {
+            key: tuple(entry["shape"]) for key, entry in header.items() if key != "__metadata__"
+        }
     else:
         with zipfile.ZipFile(path) as archive:
             shapes = Shapes(io.BytesIO(archive.read("archive/data.pkl"))).load()
@@ -188,7 +212,8 @@ def empty_million(path: Path) -> None:
 
 
 def many_views(path: Path) -> None:
-    # torch output: DESIGN promises that tied tensors stay shared; safetensors: one copy, the others as aliases in the metadata.
+    # torch output: DESIGN promises that tied tensors stay shared; safetensors: one copy, the others
+    # as aliases in the metadata.
     assert path.stat().st_size < 1 << 23
     if path.suffix == ".safetensors":
         from safetensors import safe_open
@@ -207,10 +232,14 @@ FOUR = one_tensor(1, 2, 3, 4)
 
 def _is_four(case: Case) -> bool:
     """Whether the right output of a case is one tensor of the floats 1 to 4."""
-    return case.file not in OTHER_VALUES and not case.file.startswith(("rules_", "mapping_", "like_"))
+    return case.file not in OTHER_VALUES and not case.file.startswith(
+        ("rules_", "mapping_", "like_")
+    )
 
 
-OTHER_VALUES = frozenset(("dcp_good", "dcp_good_ranks", "dcp_st_good", "ranks_good", "ranks_good_fsdp1"))
+OTHER_VALUES = frozenset(
+    ("dcp_good", "dcp_good_ranks", "dcp_st_good", "ranks_good", "ranks_good_fsdp1")
+)
 VALUES: dict[str, Callable[[Path], None]] = {
     "torch_byteorder_big.pt": FOUR,
     "torch_conj_neg_bits.pt": one_tensor(1 - 2j, 3 - 4j),
@@ -221,7 +250,11 @@ VALUES: dict[str, Callable[[Path], None]] = {
     "st_extra_field.safetensors": FOUR,
     "st_zero_sized_million.safetensors": empty_million,
     "torch_many_views.pt": many_views,
-    **{case.file: FOUR for case in NEIGHBOURS if case.expected in ("accept", "warn") and _is_four(case)},
+    **{
+        case.file: FOUR
+        for case in NEIGHBOURS
+        if case.expected in ("accept", "warn") and _is_four(case)
+    },
     "zip_deflated_long_match.pt": all_zero(len(ZEROS) // 4),
     "torch_empty_huge.pt": lambda path: None,
     "dos_doubled_value.pt": lambda path: None,
@@ -233,14 +266,15 @@ TOLD_BY = {"torch_many_views.pt": ("tied",), "exec_left_out.pt": ("skipped",)}
 """Lines of the summary that tell about the oddity of a file, other than notes and warnings."""
 
 OTHERWISE = {
-    # 100,000 names for one storage: as a torch file they are written as what they are, one storage with 100,000 names (DESIGN,
-    # "Tied tensors: torch: stay shared"). Nothing is multiplied or lost, so there is nothing to tell.
+    # 100,000 names for one storage: as a torch file they are written as what they are, one storage
+    # with 100,000 names (DESIGN, "Tied tensors: torch: stay shared"). Nothing is multiplied or
+    # lost, so there is nothing to tell.
     ("torch_many_views.pt", ".pt"): "accept",
 }
 """Answers that the output format changes, by file and output."""
 
 
-# ------------------------------------------------------------------------------------------------- the generated files
+# ------------------------------------------------------------------------------ the generated files
 
 READ = [case for case in GENERATED if case.category != "index"]
 INDEX = [case for case in GENERATED if case.category == "index"]
@@ -255,7 +289,15 @@ def test_every_generated_file_is_tested(hostile):
     assert [(row["file"], row["category"], row["expected"]) for row in manifest] == [
         (case.file, case.category, case.expected) for case in GENERATED
     ]
-    assert {case.category for case in READ} == {"zip", "pickle-exec", "pickle-dos", "torch", "key", "legacy", "safetensors"}
+    assert {case.category for case in READ} == {
+        "zip",
+        "pickle-exec",
+        "pickle-dos",
+        "torch",
+        "key",
+        "legacy",
+        "safetensors",
+    }
 
 
 @pytest.mark.parametrize("suffix", OUTPUTS)
@@ -264,7 +306,15 @@ def test_hostile_file(case, suffix, answers, request, figure):
     figure("hostile files converted or refused")
     done, source, cwd = answers(case, suffix)
     measured(request, done)
-    judge(case, source.name, suffix, done, cwd, OTHERWISE.get((case.file, suffix), case.expected), idle_rss())
+    judge(
+        case,
+        source.name,
+        suffix,
+        done,
+        cwd,
+        OTHERWISE.get((case.file, suffix), case.expected),
+        idle_rss(),
+    )
 
 
 @pytest.mark.parametrize("suffix", [".safetensors"])
@@ -297,7 +347,12 @@ def assert_looked_at(source: Path, cwd: Path) -> None:
 
 @pytest.mark.parametrize(
     "file",
-    [case.file for case in READ if case.category.startswith("pickle") or (case.file in VALUES and "million" not in case.file)],
+    [
+        case.file
+        for case in READ
+        if case.category.startswith("pickle")
+        or (case.file in VALUES and "million" not in case.file)
+    ],
 )
 def test_looking_is_as_safe_as_converting(file, hostile, tmp_path):
     assert_looked_at(hostile / file, tmp_path)
@@ -305,7 +360,11 @@ def test_looking_is_as_safe_as_converting(file, hostile, tmp_path):
 
 SHARED = {
     # 40 dicts, each twice in the next: 2**40 paths to one tensor.
-    "doubled": bad.P2 + bad.d((bad.u("w"), bad.tensor())) + b"q\x07" + b"0}(K\1h\x07K\2h\x07uq\x07" * 40 + bad.STOP,
+    "doubled": bad.P2
+    + bad.d((bad.u("w"), bad.tensor()))
+    + b"q\x07"
+    + b"0}(K\1h\x07K\2h\x07uq\x07" * 40
+    + bad.STOP,
     # 5,000 names for one dict of 5,000 names for one tensor.
     "wide": b"".join(
         [
@@ -329,7 +388,7 @@ def test_parts_that_are_shared_are_inspected_in_bounded_time(shape, depth, tmp_p
     assert done.rss - idle_rss() < MEMORY
 
 
-# --------------------------------------------------------------------------------------------------------- neighbours
+# --------------------------------------------------------------------------------------- neighbours
 
 
 def seen(paths: Iterable[Path]) -> dict[Path, object]:
@@ -345,7 +404,9 @@ def seen(paths: Iterable[Path]) -> dict[Path, object]:
 
 
 class Stage:
-    """A case written to disk, a folder to work in, and one for temporary files; the case must be untouched afterwards."""
+    """A case written to disk, a folder to work in, and one for temporary files; the case must be
+    untouched afterwards.
+    """
 
     def __init__(self, case: Case, folder: Path) -> None:
         self.source, self.cwd, self.tmp = (folder / name for name in ("source", "cwd", "tmp"))
@@ -358,14 +419,22 @@ class Stage:
 
     def check(self) -> None:
         """Nothing was run, changed or left behind."""
-        assert not [path for folder in (self.source, self.cwd, self.tmp) for path in folder.rglob("CKPTCONV_PWNED")], "executed"
+        assert not [
+            path
+            for folder in (self.source, self.cwd, self.tmp)
+            for path in folder.rglob("CKPTCONV_PWNED")
+        ], "executed"
         assert list(self.tmp.iterdir()) == []
         assert seen([self.source]) == self._before
 
 
 @pytest.mark.parametrize(
     ("case", "suffix"),
-    [pytest.param(case, suffix, id=f"{case.file}-{suffix}") for case in NEIGHBOURS for suffix in case.outputs],
+    [
+        pytest.param(case, suffix, id=f"{case.file}-{suffix}")
+        for case in NEIGHBOURS
+        for suffix in case.outputs
+    ],
 )
 def test_neighbour(case, suffix, forked, tmp_path, request, figure):
     stage = Stage(case, tmp_path)
@@ -382,7 +451,11 @@ def test_neighbour(case, suffix, forked, tmp_path, request, figure):
 def looks(case: Case, given: list[Path]) -> list[tuple[list[object], tuple[int, ...]]]:
     """The commands that look at a case and write nothing, and the exit codes that each may have."""
     if case.option == "--like":
-        return [(["inspect", *given], (0, 1)), (["doctor", GOOD, "--like", *given], (0, 1, 2)), (["scan", *given], (0, 1, 2))]
+        return [
+            (["inspect", *given], (0, 1)),
+            (["doctor", GOOD, "--like", *given], (0, 1, 2)),
+            (["scan", *given], (0, 1, 2)),
+        ]
     if case.option:
         return [(["diff", GOOD, GOOD, "--rules", *given], (0, 1, 2)), (["scan", *given], (0, 1, 2))]
     commands: list[tuple[list[object], tuple[int, ...]]] = [
@@ -394,8 +467,12 @@ def looks(case: Case, given: list[Path]) -> list[tuple[list[object], tuple[int, 
     return commands + ([(["diff", *given, *given], (0, 2))] if len(given) == 1 else [])
 
 
-def assert_only_looked(command: list[object], done: Finished, allowed: tuple[int, ...], idle: int) -> None:
-    """What a command that writes nothing may answer: a code that it documents, printable lines, in little time and memory."""
+def assert_only_looked(
+    command: list[object], done: Finished, allowed: tuple[int, ...], idle: int
+) -> None:
+    """What a command that writes nothing may answer: a code that it documents, printable lines, in
+    little time and memory.
+    """
     told = done.err[-3000:] + done.out[-1000:]
     assert done.exit in allowed, told
     assert "Traceback" not in told
@@ -406,7 +483,8 @@ def assert_only_looked(command: list[object], done: Finished, allowed: tuple[int
 
 
 EVERY_EIGHTH = [
-    pytest.param(case, marks=[] if number % 8 == 0 else [pytest.mark.trust]) for number, case in enumerate(NEIGHBOURS)
+    pytest.param(case, marks=[] if number % 8 == 0 else [pytest.mark.trust])
+    for number, case in enumerate(NEIGHBOURS)
 ]
 
 
@@ -420,12 +498,21 @@ def test_every_way_of_looking_is_as_safe_as_converting(case, forked, tmp_path, f
         figure("looks at hostile files")
 
 
-WITHOUT_A_PAYLOAD = ("exec_set_state_of_tensor.pt", "exec_append_to_tensor.pt", "exec_storage_class.pt", "exec_next_buffer.pt")
-"""Files that misuse opcodes on what any checkpoint names; there is nothing in them that could be called."""
+WITHOUT_A_PAYLOAD = (
+    "exec_set_state_of_tensor.pt",
+    "exec_append_to_tensor.pt",
+    "exec_storage_class.pt",
+    "exec_next_buffer.pt",
+)
+"""Files that misuse opcodes on what any checkpoint names; there is nothing in them that could be
+called.
+"""
 RUNNING = [
     case
     for case in NEIGHBOURS
-    if re.search("exec|runs", case.file) and case.option != "--rules" and case.file not in WITHOUT_A_PAYLOAD
+    if re.search("exec|runs", case.file)
+    and case.option != "--rules"
+    and case.file not in WITHOUT_A_PAYLOAD
 ]
 
 
@@ -438,7 +525,9 @@ def test_scan_calls_every_payload_dangerous(case, forked, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in READ if case.expected != "accept" or "million" not in case.file], ids=by_file
+    "case",
+    [case for case in READ if case.expected != "accept" or "million" not in case.file],
+    ids=by_file,
 )
 def test_every_way_of_looking_at_a_generated_file_is_safe(case, hostile, forked, tmp_path, figure):
     cwd, tmp = tmp_path / "cwd", tmp_path / "tmp"
@@ -462,18 +551,32 @@ def test_the_page_about_hostile_files_lists_exactly_the_cases():
 
 @pytest.mark.parametrize("suffix", OUTPUTS)
 def test_a_tag_that_is_no_text_is_an_error_where_it_is_kept(suffix, tmp_path):
-    (tmp_path / "in.pt").write_bytes(bad.ckpt(bad.sd(("w", bad.tensor(bad.storage(loc=b"\xed\xa0\x80"))))))
+    (tmp_path / "in.pt").write_bytes(
+        bad.ckpt(bad.sd(("w", bad.tensor(bad.storage(loc=b"\xed\xa0\x80")))))
+    )
     done = run("convert", "in.pt", f"out{suffix}", "--device", "keep", cwd=tmp_path)
-    if suffix == ".safetensors" or done.exit:  # a pickle can hold half a character, a safetensors header cannot
+    # a pickle can hold half a character, a safetensors header cannot
+    if suffix == ".safetensors" or done.exit:
         assert "in.pt" in assert_one_error(done)
         assert [path.name for path in tmp_path.iterdir()] == ["in.pt"]
     assert done.err.replace("\n", "").isprintable()
 
 
-@pytest.mark.parametrize("case", [case for case in NEIGHBOURS if case.file.startswith(("exec_", "global_"))], ids=by_file)
+@pytest.mark.parametrize(
+    "case", [case for case in NEIGHBOURS if case.file.startswith(("exec_", "global_"))], ids=by_file
+)
 def test_what_is_kept_unseen_is_kept_symbolically_or_refused_in_one_line(case, forked, tmp_path):
     stage = Stage(case, tmp_path)
-    done = forked.run("convert", *stage.given, "out.pt", "--no-fsync", "--unknown", "keep", cwd=stage.cwd, tmp=stage.tmp)
+    done = forked.run(
+        "convert",
+        *stage.given,
+        "out.pt",
+        "--no-fsync",
+        "--unknown",
+        "keep",
+        cwd=stage.cwd,
+        tmp=stage.tmp,
+    )
     if done.exit:
         assert case.file in assert_one_error(done)
     assert done.err.replace("\n", "").isprintable()
@@ -481,11 +584,13 @@ def test_what_is_kept_unseen_is_kept_symbolically_or_refused_in_one_line(case, f
     stage.check()
 
 
-# ---------------------------------------------------------------------------------------------- damage, within a process
+# ------------------------------------------------------------------------- damage, within a process
 
 
 def look_at(path: Path) -> None:
-    """Open, inspect and plan; whatever a file holds, nothing but a `CheckpointError` with one printable line is raised."""
+    """Open, inspect and plan; whatever a file holds, nothing but a `CheckpointError` with one
+    printable line is raised.
+    """
     from ckptconv.convert.options import Options
     from ckptconv.convert.planner import plan_conversion
     from ckptconv.formats.registry import open_checkpoint
@@ -600,7 +705,11 @@ def test_a_damaged_archive_is_read_or_refused(seed, tmp_path):
 def test_a_damaged_safetensors_header_is_read_or_refused(seed, tmp_path):
     chance = random.Random(seed)
     path = tmp_path / "damaged.safetensors"
-    entries = {"__metadata__": {"format": "pt", "b": "w"}, "w": bad.ti([2, 2], 0, 16), "v": bad.ti([4], 16, 32)}
+    entries = {
+        "__metadata__": {"format": "pt", "b": "w"},
+        "w": bad.ti([2, 2], 0, 16),
+        "v": bad.ti([4], 16, 32),
+    }
     for _ in range(300):
         path.write_bytes(bad.st(flipped(json.dumps(entries).encode(), chance), bad.F4 * 2))
         look_at(path)

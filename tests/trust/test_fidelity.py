@@ -1,7 +1,8 @@
-"""Nothing is lost on the way round: torch → safetensors → torch → sharded → torch, for every checkpoint that is at hand.
+"""Nothing is lost on the way round: torch → safetensors → torch → sharded → torch, for every
+checkpoint that is at hand.
 
-The first file of the chain is what ckptconv makes of a source; torch alone says what is in the first, in the last and
-in the source, where it opens that. `diff` is asked for the same.
+The first file of the chain is what ckptconv makes of a source; torch alone says what is in the
+first, in the last and in the source, where it opens that. `diff` is asked for the same.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from ckptconv import CheckpointError, KeyRules, convert_checkpoint, diff_checkpoints, open_checkpoint
+from ckptconv import (
+    CheckpointError,
+    KeyRules,
+    convert_checkpoint,
+    diff_checkpoints,
+    open_checkpoint,
+)
 from ckptconv.support.errors import RefusedObject
 from helpers import oracle, trees
 from helpers.program import SAMPLES, run
@@ -25,13 +32,20 @@ from helpers.program import SAMPLES, run
 KEEP = {"keys": KeyRules(wrappers="keep"), "fsync": False}
 CORPUS = oracle.corpus_folder()
 _MANIFEST = CORPUS / "manifest.json"
-ENTRIES = [CORPUS / "files" / entry["file"] for entry in json.loads(_MANIFEST.read_text())] if _MANIFEST.is_file() else []
+ENTRIES = (
+    [CORPUS / "files" / entry["file"] for entry in json.loads(_MANIFEST.read_text())]
+    if _MANIFEST.is_file()
+    else []
+)
 PRODUCED = CORPUS.parent / "produced"
 FRAMEWORKS = sorted(PRODUCED.iterdir()) if PRODUCED.is_dir() else []
 TRAVELLED = sorted(path for path in SAMPLES.glob("*.pt"))
 HELD = [*sorted(safetensors.torch._SIZE, key=str), torch.complex128]
-"""The types that safetensors holds, and one that is taken apart for it; the others are refused, as other tests say."""
-HALF_BYTES = torch.float4_e2m1fn_x2  # two values in a byte, both of which count in a safetensors shape; a scalar has none
+"""The types that safetensors holds, and one that is taken apart for it; the others are refused, as
+other tests say.
+"""
+# two values in a byte, both of which count in a safetensors shape; a scalar has none
+HALF_BYTES = torch.float4_e2m1fn_x2
 SHARD = 4096  # bytes; most files of the chain become several shards
 
 
@@ -42,7 +56,8 @@ def chain(source: Path, folder: Path, only: str | None) -> list[Path]:
     convert_checkpoint(steps[0], steps[1], only=_only(steps[0]), **KEEP)
     convert_checkpoint(steps[1], steps[2], **KEEP)
     encoded = "ckptconv.encodings" in oracle.safetensors_header(steps[1])[0].get("__metadata__", {})
-    convert_checkpoint(steps[2], steps[3], max_shard_size=1 << 40 if encoded else SHARD, **KEEP)  # those stay in one file
+    # those stay in one file
+    convert_checkpoint(steps[2], steps[3], max_shard_size=1 << 40 if encoded else SHARD, **KEEP)
     index = folder / "4.safetensors.index.json"
     steps[3] = index if index.exists() else steps[3]
     convert_checkpoint(steps[3], steps[4], **KEEP)
@@ -64,21 +79,43 @@ def tensors_of(root: Any) -> dict[str, torch.Tensor]:
         return {"tensor": root}
     if isinstance(root, (list, tuple)):
         root = dict(enumerate(root))
-    return {key if isinstance(key, str) else str(key): value for key, value in root.items() if isinstance(value, torch.Tensor)}
+    return {
+        key if isinstance(key, str) else str(key): value
+        for key, value in root.items()
+        if isinstance(value, torch.Tensor)
+    }
 
 
 def rows(tensors: dict[str, torch.Tensor]) -> list[tuple[Any, Any]]:
-    """Every tensor by its key: dtype, shape and bytes of its values, NaNs and zeros as they are; layouts apart."""
-    resolved = {key: tensor.detach().resolve_conj().resolve_neg() for key, tensor in tensors.items()}
+    """Every tensor by its key: dtype, shape and bytes of its values, NaNs and zeros as they are;
+    layouts apart.
+    """
+    resolved = {
+        key: tensor.detach().resolve_conj().resolve_neg() for key, tensor in tensors.items()
+    }
     return sorted(oracle.value_rows(resolved), key=lambda row: row[0])
 
 
 def ties(tensors: dict[str, torch.Tensor]) -> set[frozenset[str]]:
-    """The groups of keys that name one and the same view; what safetensors takes apart is not tied again."""
+    """The groups of keys that name one and the same view; what safetensors takes apart is not tied
+    again.
+    """
     groups: dict[Any, set[str]] = {}
     for key, tensor in tensors.items():
-        if tensor.layout is torch.strided and tensor.dtype in HELD[:-1] and not tensor.is_nested and tensor.numel():
-            place = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+        if (
+            tensor.layout is torch.strided
+            and tensor.dtype in HELD[:-1]
+            and not tensor.is_nested
+            and tensor.numel()
+        ):
+            place = (
+                tensor.data_ptr(),
+                tensor.dtype,
+                tensor.shape,
+                tensor.stride(),
+                tensor.is_conj(),
+                tensor.is_neg(),
+            )
             groups.setdefault(place, set()).add(key)
     return {frozenset(keys) for keys in groups.values() if len(keys) > 1}
 
@@ -135,7 +172,7 @@ def known_to_torch(source: Path) -> Any:
         return None
 
 
-# ------------------------------------------------------------------------------------------------------------ a quick part
+# ------------------------------------------------------------------------------------- a quick part
 
 
 @pytest.mark.parametrize("path", TRAVELLED, ids=lambda path: path.name)
@@ -189,7 +226,9 @@ def odd_bits() -> dict[str, torch.Tensor]:
         "c64": floats().view(torch.complex64),
         "c64.conj": floats().view(torch.complex64).conj(),
         "f32.neg": torch._neg_view(floats()),
-        "f64": torch.tensor([0x7FF0000000000001, -(1 << 63), 1], dtype=torch.int64).view(torch.float64),
+        "f64": torch.tensor([0x7FF0000000000001, -(1 << 63), 1], dtype=torch.int64).view(
+            torch.float64
+        ),
         "f16": halves().view(torch.float16),
         "bf16": halves().view(torch.bfloat16),
         "bool": torch.tensor([True, False]),
@@ -198,7 +237,11 @@ def odd_bits() -> dict[str, torch.Tensor]:
         "c128": torch.tensor([complex(-0.0, float("nan"))], dtype=torch.complex128),
         "sparse": torch.eye(3).to_sparse(),
     }
-    return made | {"tied": made["f32"], "tied.too": made["f32"][:], "tied.columns": made["f32.columns"]}
+    return made | {
+        "tied": made["f32"],
+        "tied.too": made["f32"][:],
+        "tied.columns": made["f32.columns"],
+    }
 
 
 def newer_bits() -> dict[str, torch.Tensor]:
@@ -219,22 +262,32 @@ def test_every_bit_of_odd_values_goes_round(legacy, tmp_path):
     assert_nothing_is_lost(tmp_path / "in.pt", tmp_path, None)
     last = loaded(tmp_path / "5.pt")
     assert rows(last) == rows(tree)
-    assert ties(last) == {frozenset(("f32", "tied", "tied.too")), frozenset(("f32.columns", "tied.columns"))}
+    assert ties(last) == {
+        frozenset(("f32", "tied", "tied.too")),
+        frozenset(("f32.columns", "tied.columns")),
+    }
 
 
 def any_state_dict(drawn: trees.Drawn, key: str | None = None) -> None:
-    """A drawn state dict, by itself or at `key` of a training checkpoint, goes round; scalars of half bytes are refused."""
+    """A drawn state dict, by itself or at `key` of a training checkpoint, goes round; scalars of
+    half bytes are refused.
+    """
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         beside = {"epoch": 3, "optimizer": {"state": {}, "param_groups": []}}
         torch.save({key: drawn.tree, **beside} if key else drawn.tree, folder / "in.pt")
-        if any(value.dtype is HALF_BYTES and not value.shape for value in tensors_of(drawn.tree).values()):
+        if any(
+            value.dtype is HALF_BYTES and not value.shape
+            for value in tensors_of(drawn.tree).values()
+        ):
             with pytest.raises(RefusedObject, match="no scalars of float4_e2m1fn_x2"):
                 chain(folder / "in.pt", folder, key)
             assert sorted(path.name for path in folder.iterdir()) == ["1.pt", "in.pt"]
             return
         assert_nothing_is_lost(folder / "in.pt", folder, key)
-        assert rows(tensors_of(part(loaded(folder / "in.pt"), key))) == rows(tensors_of(loaded(folder / "5.pt")))
+        assert rows(tensors_of(part(loaded(folder / "in.pt"), key))) == rows(
+            tensors_of(loaded(folder / "5.pt"))
+        )
 
 
 QUICK = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -246,7 +299,7 @@ def test_any_state_dict_goes_round(drawn):
     any_state_dict(drawn)
 
 
-# -------------------------------------------------------------------------------------------------------------- the long part
+# ------------------------------------------------------------------------------------ the long part
 
 
 @pytest.mark.trust
@@ -265,7 +318,9 @@ def test_any_part_of_a_training_checkpoint_goes_round(drawn):
 
 def each(paths: list[Path]) -> pytest.MarkDecorator:
     absent = [pytest.param(Path(), id="absent")]
-    return pytest.mark.parametrize("path", [pytest.param(path, id=path.name) for path in paths] or absent)
+    return pytest.mark.parametrize(
+        "path", [pytest.param(path, id=path.name) for path in paths] or absent
+    )
 
 
 REFUSED = {

@@ -1,4 +1,5 @@
-"""The fuzzer, in small: some hundred files, always the same ones; and the proof that it notices what it looks for.
+"""The fuzzer, in small: some hundred files, always the same ones; and the proof that it notices
+what it looks for.
 
 ``make fuzz`` runs it without end; see docs/fuzzing.md.
 """
@@ -41,7 +42,7 @@ def told(hunt: Hunt) -> str:
     return "\n".join(hunt.tally.lines(1))
 
 
-# ---------------------------------------------------------------------------------------------------------------- hunts
+# -------------------------------------------------------------------------------------------- hunts
 
 
 def test_mutated_files_are_converted_right_or_refused(seeds, work, tmp_path, figure):
@@ -71,17 +72,20 @@ def test_good_files_are_right(seeds, work):
     for seed in {seed.target: seed for seed in seeds}.values():
         verdict = run(seed.trial, work)
         assert not verdict.finds, (seed.name, verdict.finds)
-        # Two ways of five are tried. Of several checkpoints in one file, only those to torch need no choice among them.
+        # Two ways of five are tried. Of several checkpoints in one file, only those to torch need
+        # no choice among them.
         assert verdict.accepted or seed.target == "members", seed.name
 
 
 def test_a_run_can_be_repeated(seeds):
-    assert [mutation(number, 7, seeds) for number in range(50)] == [mutation(number, 7, seeds) for number in range(50)]
+    assert [mutation(number, 7, seeds) for number in range(50)] == [
+        mutation(number, 7, seeds) for number in range(50)
+    ]
     assert mutation(1, 7, seeds) != mutation(1, 8, seeds)
     assert list(structures(6, 7)) == list(structures(6, 7))
 
 
-# ------------------------------------------------------------------------------------------------ what the fuzzer notices
+# -------------------------------------------------------------------------- what the fuzzer notices
 
 SAMPLE = Trial({"in.pt": (SAMPLES / "tied.pt").read_bytes()}, ("in.pt",))
 
@@ -96,7 +100,9 @@ def instead(monkeypatch: pytest.MonkeyPatch, name: str, work: Callable[..., Any]
     monkeypatch.setattr(trial, name, lambda *given, **more: work(original, *given, **more))
 
 
-@pytest.mark.parametrize("error", [KeyError, RecursionError, MemoryError, AssertionError, OverflowError, UnicodeError])
+@pytest.mark.parametrize(
+    "error", [KeyError, RecursionError, MemoryError, AssertionError, OverflowError, UnicodeError]
+)
 def test_every_other_exception_is_a_find(error, work, monkeypatch):
     def fail(*_: Any, **__: Any) -> None:
         raise error("x")
@@ -118,9 +124,16 @@ def test_a_step_without_end_is_a_find(work, monkeypatch):
     assert time.process_time() - begin < 5
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of memory can be reset on Linux only")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(),
+    reason="the peak of memory can be reset on Linux only",
+)
 def test_memory_is_a_find(work, monkeypatch):
-    instead(monkeypatch, "scan_checkpoint", lambda scan, path: [bytearray(b"x") * 250_000_000, scan(path)][1])
+    instead(
+        monkeypatch,
+        "scan_checkpoint",
+        lambda scan, path: [bytearray(b"x") * 250_000_000, scan(path)][1],
+    )
     assert kinds(work) == {"memory"}
 
 
@@ -134,7 +147,9 @@ def test_a_file_left_behind_is_a_find(work, monkeypatch):
 
 
 def test_a_changed_input_is_a_find(work, monkeypatch):
-    instead(monkeypatch, "scan_checkpoint", lambda scan, path: [scan(path), path.write_bytes(b"x")][0])
+    instead(
+        monkeypatch, "scan_checkpoint", lambda scan, path: [scan(path), path.write_bytes(b"x")][0]
+    )
     assert "input changed" in kinds(work)
 
 
@@ -143,7 +158,10 @@ def test_an_output_of_other_values_is_a_find(work, monkeypatch):
     instead(
         monkeypatch,
         "execute_plan",
-        lambda execute, plan, **options: [execute(plan, **options), shutil.copy(other, plan.output)][0],
+        lambda execute, plan, **options: [
+            execute(plan, **options),
+            shutil.copy(other, plan.output),
+        ][0],
     )
     assert "differs" in kinds(work)
 
@@ -170,4 +188,6 @@ def test_an_error_that_does_not_name_the_file_is_a_find(work, monkeypatch):
 
 def test_a_find_is_saved_whole(tmp_path):
     nested = Trial({"a/in.pt": b"x", "b": b""}, ("a/in.pt", "b"), "like")
-    assert load_find(save_find(tmp_path, "zip-1-2", nested, Find("slow", "scan", "\ud800"))) == nested
+    assert (
+        load_find(save_find(tmp_path, "zip-1-2", nested, Find("slow", "scan", "\ud800"))) == nested
+    )

@@ -1,7 +1,9 @@
-"""Whatever the layout of a checkpoint, what docs/state-dicts.md means is taken, or an error lists the choices.
+"""Whatever the layout of a checkpoint, what docs/state-dicts.md means is taken, or an error lists
+the choices.
 
-Layouts are made up from seeds (`layouts`). The rule in plain Python says what is right; it is held against examples here.
-A seed that fails is tried again with ``PYTHONPATH=tests:tests/trust python -m layouts SEED``.
+Layouts are made up from seeds (`layouts`). The rule in plain Python says what is right; it is held
+against examples here. A seed that fails is tried again with ``PYTHONPATH=tests:tests/trust python
+-m layouts SEED``.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from layouts.showing import shown, told
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-# ------------------------------------------------------------------------------------------------------------- examples
+# ----------------------------------------------------------------------------------------- examples
 
 _numbers: Iterator[int] = iter(range(1, 1_000_000, 10))
 
@@ -42,7 +44,10 @@ def sd(*keys: str) -> dict[str, Any]:
 
 
 def adam() -> dict[str, Any]:
-    return {"state": {0: {"step": t(1), "exp_avg": t()}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    return {
+        "state": {0: {"step": t(1), "exp_avg": t()}},
+        "param_groups": [{"lr": 0.1, "params": [0]}],
+    }
 
 
 def marked(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -53,97 +58,221 @@ def marked(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 _BOTH = sd("w")
-_LIGHTNING = {"pytorch-lightning_version": "2.5.5", "epoch": 1, "global_step": 2, "callbacks": {}, "loops": {}}
+_LIGHTNING = {
+    "pytorch-lightning_version": "2.5.5",
+    "epoch": 1,
+    "global_step": 2,
+    "callbacks": {},
+    "loops": {},
+}
 _TIMM = {"epoch": 3, "arch": "resnet18", "version": 2, "args": None}
 _NETWORKS = ("upscaler", "optimized_model", "random_encoder", "scheduler_net", "resampler")
 
 EXAMPLES: dict[str, tuple[Any, str]] = {
     # parts that are never the model
-    "an optimizer beside the model": ({"model": sd(), "optimizer": adam(), "epoch": 3}, "model: fc.weight fc.bias"),
-    "an optimizer at the root's weights": ({**sd(), "optimizer": adam(), "epoch": 3}, ".: fc.weight fc.bias"),
-    "an optimizer by its label alone": ({"net": sd("w"), "Adam-Optimizer_2": {"layer.weight": t()}}, "net: w"),
+    "an optimizer beside the model": (
+        {"model": sd(), "optimizer": adam(), "epoch": 3},
+        "model: fc.weight fc.bias",
+    ),
+    "an optimizer at the root's weights": (
+        {**sd(), "optimizer": adam(), "epoch": 3},
+        ".: fc.weight fc.bias",
+    ),
+    "an optimizer by its label alone": (
+        {"net": sd("w"), "Adam-Optimizer_2": {"layer.weight": t()}},
+        "net: w",
+    ),
     "an optimizer under any label": ({"net": sd("w"), "optimizer_G": adam()}, "net: w"),
-    "a model below an optimizer": ({"net": sd("w"), "optim": {"model": sd(), "state_dict": sd()}}, "net: w"),
-    "random states at the root": ({"net": sd("w"), "cuda_rng_state_all": [t(8), t(8)], "rng_state": t(8)}, "net: w"),
+    "a model below an optimizer": (
+        {"net": sd("w"), "optim": {"model": sd(), "state_dict": sd()}},
+        "net: w",
+    ),
+    "random states at the root": (
+        {"net": sd("w"), "cuda_rng_state_all": [t(8), t(8)], "rng_state": t(8)},
+        "net: w",
+    ),
     "nothing but an optimizer": (adam(), "error"),
-    "nothing but training states": ({"optimizer": {"layer.weight": t()}, "rng_states": [t(8)], "epoch": 3}, "error"),
-    "nothing but the tensor of a training state": ({"optimizer": {"layer.weight": t()}, "rng_state": t(8)}, ".: rng_state"),
-    "two things in one label": ({"model": sd("w"), "model_and_optimizer": sd("b.w")}, "error: model model_and_optimizer"),
-    "a key of a module whose last word is an optimizer's": ({**sd("fc.w", "net.optim"), "rng": t(8)}, ".: fc.w net.optim rng"),
-    "opt and sched": ({"model": sd("w"), "opt": sd("b"), "sched": sd("c")}, "error: model opt sched"),
-    "random states of two scripts": ({"model": sd("w"), "random": [t(), t()], "np_random_state": [t(), t()]}, "model: w"),
+    "nothing but training states": (
+        {"optimizer": {"layer.weight": t()}, "rng_states": [t(8)], "epoch": 3},
+        "error",
+    ),
+    "nothing but the tensor of a training state": (
+        {"optimizer": {"layer.weight": t()}, "rng_state": t(8)},
+        ".: rng_state",
+    ),
+    "two things in one label": (
+        {"model": sd("w"), "model_and_optimizer": sd("b.w")},
+        "error: model model_and_optimizer",
+    ),
+    "a key of a module whose last word is an optimizer's": (
+        {**sd("fc.w", "net.optim"), "rng": t(8)},
+        ".: fc.w net.optim rng",
+    ),
+    "opt and sched": (
+        {"model": sd("w"), "opt": sd("b"), "sched": sd("c")},
+        "error: model opt sched",
+    ),
+    "random states of two scripts": (
+        {"model": sd("w"), "random": [t(), t()], "np_random_state": [t(), t()]},
+        "model: w",
+    ),
     "random by itself": ({"model": sd("w"), "random_samples": [t(), t()]}, "error: model"),
-    **{f"a network called {name}": ({name: sd("w"), "optimizer": adam()}, f"{name}: w") for name in _NETWORKS},
+    **{
+        f"a network called {name}": ({name: sd("w"), "optimizer": adam()}, f"{name}: w")
+        for name in _NETWORKS
+    },
     # numbers of the training
-    "the accuracy as a tensor": ({"state_dict": sd(), "best_acc1": t(1)}, "state_dict: fc.weight fc.bias"),
+    "the accuracy as a tensor": (
+        {"state_dict": sd(), "best_acc1": t(1)},
+        "state_dict: fc.weight fc.bias",
+    ),
     "metrics beside weights": ({**sd("module.w"), "metrics": {"loss": t(1)}}, ".: w"),
     "losses in a list": ({"model": sd("w"), "train_losses": [t(1) for _ in range(9)]}, "model: w"),
-    "a number that is not a number of the training": ({"model": sd(), "logit_scale": t(1)}, "error: . model"),
-    "a number whose key a module could have": ({"model": sd("w"), "best": {"loss.weight": t(1)}}, "error: model best"),
+    "a number that is not a number of the training": (
+        {"model": sd(), "logit_scale": t(1)},
+        "error: . model",
+    ),
+    "a number whose key a module could have": (
+        {"model": sd("w"), "best": {"loss.weight": t(1)}},
+        "error: model best",
+    ),
     "a number whose label is a path": ({"model": sd("w"), "val/acc@0.5": t(1)}, "model: w"),
-    "numbers in a list in a dict": ({"model": sd("w"), "history": {"losses": [t(1), t(1)]}}, "model: w"),
+    "numbers in a list in a dict": (
+        {"model": sd("w"), "history": {"losses": [t(1), t(1)]}},
+        "model: w",
+    ),
     "a loss of many elements": ({"model": sd(), "loss": t(3)}, "error: . model"),
     "nothing but numbers": ({"metrics": {"loss": t(1)}, "epoch": 3}, "metrics: loss"),
     # candidates
     "weights beside an average": ({**sd(), "ema": sd()}, "error: . ema"),
-    "the root alone": ({**sd("module.fc.weight", "module.fc.bias"), "optimizer": adam()}, ".: fc.weight fc.bias"),
-    "tensors at two levels": ({"model": {**sd("w"), "encoder": sd("k")}}, "error: model. model.encoder"),
+    "the root alone": (
+        {**sd("module.fc.weight", "module.fc.bias"), "optimizer": adam()},
+        ".: fc.weight fc.bias",
+    ),
+    "tensors at two levels": (
+        {"model": {**sd("w"), "encoder": sd("k")}},
+        "error: model. model.encoder",
+    ),
     "extra states and packed parameters": (
-        {"model": {"fc.weight": t(), "fc._extra_state": {"scale": t()}, "q._packed_params": (t(), None)}},
+        {
+            "model": {
+                "fc.weight": t(),
+                "fc._extra_state": {"scale": t()},
+                "q._packed_params": (t(), None),
+            }
+        },
         "model: fc.weight fc._extra_state q._packed_params",
     ),
-    "a list under a key with a dot": ({"fc.weight": t(), "attn.masks": [t(), t()]}, ".: fc.weight attn.masks"),
-    "a dict under a key with a dot": ({"model": {"w": t(), "fc.stats": {"mean": t()}}}, "model.: w"),
+    "a list under a key with a dot": (
+        {"fc.weight": t(), "attn.masks": [t(), t()]},
+        ".: fc.weight attn.masks",
+    ),
+    "a dict under a key with a dot": (
+        {"model": {"w": t(), "fc.stats": {"mean": t()}}},
+        "model.: w",
+    ),
     "keys that are tuples": ({"model": sd("w"), "places": {(0, 1): t()}}, "model: w"),
     "keys that are numbers": ({0: t(), 1: t()}, ".: 0 1"),
     # the choice
     "a usual label": ({"model": sd("w"), "extras": sd("a")}, "model: w"),
     "metadata": ({"first": marked(sd("w")), "second": sd("a")}, "first: w"),
     "a key with a dot": ({"first": sd("a"), "second": sd("fc.w", "b")}, "second: fc.w b"),
-    "a word of a module": ({"first": sd("a"), "second": sd("weight_ih_l0")}, "second: weight_ih_l0"),
+    "a word of a module": (
+        {"first": sd("a"), "second": sd("weight_ih_l0")},
+        "second: weight_ih_l0",
+    ),
     "tensors before arrays": ({"first": {"w": np.ones(3)}, "second": sd("v")}, "second: v"),
     "two of one rank": ({"model": sd(), "ema": sd(), "first": sd("a")}, "error: model ema"),
     "statistics above the model": ({"model": sd(), "mean": t(), "std": t()}, "error: . model"),
-    "statistics in a dict of their own": ({"model": sd(), "stats": {"mean": t(), "std": t()}}, "model: fc.weight fc.bias"),
-    "statistics above, deeper": ({"run": {"model": sd(), "mean": t()}, "epoch": 3}, "error: run. run.model"),
-    "more tensors than the model has": ({"model": sd(), "data": {"samples": [t() for _ in range(3)]}}, "error: model"),
-    "as many tensors as the model has": ({"model": sd(), "data": {"samples": [t(), t()]}}, "model: fc.weight fc.bias"),
+    "statistics in a dict of their own": (
+        {"model": sd(), "stats": {"mean": t(), "std": t()}},
+        "model: fc.weight fc.bias",
+    ),
+    "statistics above, deeper": (
+        {"run": {"model": sd(), "mean": t()}, "epoch": 3},
+        "error: run. run.model",
+    ),
+    "more tensors than the model has": (
+        {"model": sd(), "data": {"samples": [t() for _ in range(3)]}},
+        "error: model",
+    ),
+    "as many tensors as the model has": (
+        {"model": sd(), "data": {"samples": [t(), t()]}},
+        "model: fc.weight fc.bias",
+    ),
     "a list above the model": ({"model": sd(), "samples": [t()]}, "error: model"),
     "a list beside the model in a list": ({"nets": [sd(), t()]}, "error: nets.0"),
     "packed values count": (
-        {"model": {**sd("fc.w"), "q._packed_params": (t(), t())}, "stats": {"a": t(), "b": t(), "c": t()}},
+        {
+            "model": {**sd("fc.w"), "q._packed_params": (t(), t())},
+            "stats": {"a": t(), "b": t(), "c": t()},
+        },
         "model: fc.w q._packed_params",
     ),
     "a key in common": ({"model": sd("w", "v"), "extras": sd("v")}, "error: model extras"),
     "the rest of an average": ({"model": sd("w"), "net_ema": {"shadow": [t()]}}, "error: model"),
     "the same model under the name of an average": ({"model": _BOTH, "ema": _BOTH}, "model: w"),
-    "a usual label spelled otherwise": ({"Model": sd("w"), "extras": sd("a")}, "error: Model extras"),
-    "others that look like a module": ({"model": sd(), "ema": sd(), "best": sd("a.b")}, "error: model ema best"),
+    "a usual label spelled otherwise": (
+        {"Model": sd("w"), "extras": sd("a")},
+        "error: Model extras",
+    ),
+    "others that look like a module": (
+        {"model": sd(), "ema": sd(), "best": sd("a.b")},
+        "error: model ema best",
+    ),
     "what looks like a module": ({"model": sd(), "refiner": sd("conv.w")}, "error: model refiner"),
     "one and the same twice": ({"best": _BOTH, "last": _BOTH}, "best: w"),
     "first below an optimizer": ({"optimizer": {"params": _BOTH}, "weights": _BOTH}, "weights: w"),
     "two in a list": ([sd(), sd()], "error: 0 1"),
     "one in a list": ([sd(), adam(), 7], "0: fc.weight fc.bias"),
     # wrappers
-    "numbers beside a wrapped model": ({**sd("module.w", "module.v"), "epoch": t(1), "arch": "r50"}, ".: w v epoch"),
+    "numbers beside a wrapped model": (
+        {**sd("module.w", "module.v"), "epoch": t(1), "arch": "r50"},
+        ".: w v epoch",
+    ),
     "a key without the wrapper": ({**sd("module.w"), "scale": t()}, ".: module.w scale"),
     "a number with a dot": ({**sd("module.w"), "best.epoch": t(1)}, ".: module.w best.epoch"),
     "numbers by the label above": ({"best": {**sd("module.w"), "alpha": t(1)}}, "best: w alpha"),
     # frameworks
-    "timm with an average": ({**_TIMM, "state_dict": sd(), "state_dict_ema": sd()}, "state_dict: fc.weight fc.bias"),
+    "timm with an average": (
+        {**_TIMM, "state_dict": sd(), "state_dict_ema": sd()},
+        "state_dict: fc.weight fc.bias",
+    ),
     "Lightning with averages": (
-        {**_LIGHTNING, "state_dict": sd(), "callbacks": {"EMA": {"weights": sd()}}, "optimizer_states": [adam()]},
+        {
+            **_LIGHTNING,
+            "state_dict": sd(),
+            "callbacks": {"EMA": {"weights": sd()}},
+            "optimizer_states": [adam()],
+        },
         "state_dict: fc.weight fc.bias",
     ),
-    "Lightning with weights above": ({**_LIGHTNING, "state_dict": sd(), "mean": t()}, "error: . state_dict"),
+    "Lightning with weights above": (
+        {**_LIGHTNING, "state_dict": sd(), "mean": t()},
+        "error: . state_dict",
+    ),
     "MMEngine with its own weights": (
-        {"meta": {"mmengine_version": "0.10.7"}, "state_dict": sd(), "ema_state_dict": sd("module.fc.weight")},
+        {
+            "meta": {"mmengine_version": "0.10.7"},
+            "state_dict": sd(),
+            "ema_state_dict": sd("module.fc.weight"),
+        },
         "state_dict: fc.weight fc.bias",
     ),
-    "accelerate": ({"model": sd(), "ema": sd(), "random_states_0": {"torch": t()}}, "model: fc.weight fc.bias"),
-    "nanoGPT with an average": ({"model": sd(), "model_args": {}, "iter_num": 3, "ema": sd()}, "error: model ema"),
+    "accelerate": (
+        {"model": sd(), "ema": sd(), "random_states_0": {"torch": t()}},
+        "model: fc.weight fc.bias",
+    ),
+    "nanoGPT with an average": (
+        {"model": sd(), "model_args": {}, "iter_num": 3, "ema": sd()},
+        "error: model ema",
+    ),
     "Megatron's parts": (
-        {"model": {"embedding": sd("words.weight"), "encoder": sd("layers.0.w")}, "optimizer": adam(), "iteration": 3},
+        {
+            "model": {"embedding": sd("words.weight"), "encoder": sd("layers.0.w")},
+            "optimizer": adam(),
+            "iteration": 3,
+        },
         "error: model.embedding model.encoder",
     ),
     # whole files
@@ -175,15 +304,19 @@ AVERAGES: dict[str, dict[str, Any]] = {
     "timm": {**_TIMM, "state_dict": sd(), "state_dict_ema": _INNER},
     "a script": {"model": sd(), "ema": _INNER, "ema_decay": 0.99, "use_ema": True},
     "a callback": {**_LIGHTNING, "state_dict": sd(), "callbacks": {"EMAWeights": _INNER}},
-    "below another part": {"model": sd(), "trainer": {"part": {"net_ema": _INNER}}, "emanate": sd()},
+    "below another part": {"model": sd(), "trainer": {"part": {"net_ema": _INNER}},
+        "emanate": sd()},
     "MMEngine's hook": {
         "meta": {"mmengine_version": "0.10.7"}, "state_dict": _INNER,
         "ema_state_dict": {**sd("module.fc.w"), "steps": t(1)}, "message_hub": {},
     },
-    "beside a buffer with the word": {"state_dict": sd("vq.ema_w"), "callbacks": {"x": {"EMA": _INNER}}},
-    "beside numbers": {"model": sd(), "x": {"ema": _INNER}, "ema_decay": t(1), "ema_metrics": {"loss": t(1)}},
+    "beside a buffer with the word": {"state_dict": sd("vq.ema_w"),
+        "callbacks": {"x": {"EMA": _INNER}}},
+    "beside numbers": {"model": sd(), "x": {"ema": _INNER}, "ema_decay": t(1),
+        "ema_metrics": {"loss": t(1)}},
     "Lightning's weight averaging": {
-        **_LIGHTNING, "state_dict": _INNER, "current_model_state": sd(), "averaging_state": {"n_averaged": t(1)},
+        **_LIGHTNING, "state_dict": _INNER, "current_model_state": sd(),
+        "averaging_state": {"n_averaged": t(1)},
         "callbacks": {"EMAWeightAveraging": {"latest_update_step": 3}},
     },
 }  # fmt: skip
@@ -196,17 +329,20 @@ def test_only_ema_takes_the_average_whatever_it_is_called(name, tmp_path):
     assert same(dict(loaded), _INNER)
 
 
-# --------------------------------------------------------------------------------------------------------------- labels
+# ------------------------------------------------------------------------------------------- labels
 
 
 def test_the_rule_in_python_reads_labels_as_people_do():
-    read = [(label, rule.names_training(label), rule.names_number(label)) for label, _, _ in table()]
+    read = [
+        (label, rule.names_training(label), rule.names_number(label)) for label, _, _ in table()
+    ]
     assert read == table()
 
 
 def test_labels_split_into_words():
     split = {
-        "EMAModel": "ema model", "stateDict": "state dict", "acc1": "acc 1", "rng-state 0": "rng state 0",
+        "EMAModel": "ema model", "stateDict": "state dict", "acc1": "acc 1",
+        "rng-state 0": "rng state 0",
         "HTTPServerV2": "http server v 2", "_orig_mod.fc": "orig mod fc", "größeNetz": "größe netz",
         "PSNR": "psnr", "": "", "0": "0",
     }  # fmt: skip
@@ -225,7 +361,9 @@ def test_a_label_names_a_training_state_by_its_last_word(tmp_path):
     def is_state(label: str) -> bool:
         return _is_taken({"model": sd(), label: sd("layer.weight", "layer.bias")}, tmp_path)
 
-    assert {label for label, _, _ in table() if is_state(label)} == {label for label, training, _ in table() if training}
+    assert {label for label, _, _ in table() if is_state(label)} == {
+        label for label, training, _ in table() if training
+    }
 
 
 def test_a_label_names_a_number_of_the_training_by_any_of_its_words(tmp_path):
@@ -236,19 +374,27 @@ def test_a_label_names_a_number_of_the_training_by_any_of_its_words(tmp_path):
     assert {label for label, _, _ in table() if is_left(label)} == left
 
 
-# -------------------------------------------------------------------------------------------------------------- layouts
+# ------------------------------------------------------------------------------------------ layouts
 
 QUICK, MANY, CHUNK, FULL = 500, 10_000, 50, 8
-"""Layouts of a run, of the long one, of one test, and every how many of them the outputs are made too."""
+"""Layouts of a run, of the long one, of one test, and every how many of them the outputs are made
+too.
+"""
 
 
 def wrong_layouts(seeds: range, folder: Path) -> list[str]:
-    """Of each layout that is decided otherwise than the rule says: its tree, what the rule says, and what ckptconv does."""
+    """Of each layout that is decided otherwise than the rule says: its tree, what the rule says,
+    and what ckptconv does.
+    """
     told_of = []
     for seed in seeds:
         layout = draw(seed)
         if found := differences(layout, folder, full=seed % FULL == 0):
-            lines = [f"seed {seed} ({layout.kind}): {shown(layout.tree)}", f"rule: {told(decide(layout.tree))}", *found]
+            lines = [
+                f"seed {seed} ({layout.kind}): {shown(layout.tree)}",
+                f"rule: {told(decide(layout.tree))}",
+                *found,
+            ]
             told_of.append("\n  ".join(lines))
     return told_of
 
@@ -274,7 +420,7 @@ def test_thousands_of_layouts_are_decided_by_the_rule(seeds, tmp_path, figure):
     _expect_right(seeds, tmp_path, figure)
 
 
-# ------------------------------------------------------------------------------------------- the generator and the checks
+# --------------------------------------------------------------------- the generator and the checks
 
 
 def test_a_layout_is_that_of_its_seed():
@@ -298,18 +444,28 @@ def test_the_layouts_are_of_all_kinds():
 
 def test_all_tensors_of_a_layout_differ():
     for seed in range(100):
-        tensors = {id(value): value for _, value in rule.leaves_of(draw(seed).tree) if isinstance(value, torch.Tensor)}
-        assert len({(tensor.dtype, *tensor.reshape(-1).tolist()) for tensor in tensors.values()}) == len(tensors)
+        tensors = {
+            id(value): value
+            for _, value in rule.leaves_of(draw(seed).tree)
+            if isinstance(value, torch.Tensor)
+        }
+        assert len(
+            {(tensor.dtype, *tensor.reshape(-1).tolist()) for tensor in tensors.values()}
+        ) == len(tensors)
 
 
-@pytest.mark.parametrize("tamper", ["another part", "a key", "a value", "a choice", "no error", "an error"])
+@pytest.mark.parametrize(
+    "tamper", ["another part", "a key", "a value", "a choice", "no error", "an error"]
+)
 def test_a_decision_that_differs_is_noticed(tamper, tmp_path):
     tree: Any = {"model": sd(), "metrics": {"loss": t(1)}}
     verdict = decide(tree)
     assert isinstance(verdict, Taken)
     path = save(Layout(0, "", tree), tmp_path)
     if tamper in ("another part", "a key"):
-        verdict.state_dict = sd("w") if tamper == "another part" else {**verdict.state_dict, "more": t()}
+        verdict.state_dict = (
+            sd("w") if tamper == "another part" else {**verdict.state_dict, "more": t()}
+        )
     if tamper == "a value":
         verdict.state_dict["fc.bias"] = t()
     if tamper == "no error":

@@ -1,9 +1,11 @@
-"""Folders of `accelerate`'s `save_state`: the weights of each model, and beside them what its training needs to go on.
+"""Folders of `accelerate`'s `save_state`: the weights of each model, and beside them what its
+training needs to go on.
 
-``model.safetensors`` or ``pytorch_model.bin`` (further ones with ``_1``, ``_2``), ``optimizer.bin``, ``scheduler.bin``,
-``sampler.bin``, ``random_states_R.pkl`` of each process. Under FSDP the weights of model I are ``pytorch_model_fsdp_I``, a DCP
-folder, or ``pytorch_model_fsdp[_I].bin``, or a file of each rank, ``pytorch_model_fsdp[_I]_rankR.bin``; so are the states of
-its optimizer. Source: accelerate's checkpointing.py and utils/fsdp_utils.py (1.15).
+``model.safetensors`` or ``pytorch_model.bin`` (further ones with ``_1``, ``_2``),
+``optimizer.bin``, ``scheduler.bin``, ``sampler.bin``, ``random_states_R.pkl`` of each process.
+Under FSDP the weights of model I are ``pytorch_model_fsdp_I``, a DCP folder, or
+``pytorch_model_fsdp[_I].bin``, or a file of each rank, ``pytorch_model_fsdp[_I]_rankR.bin``; so are
+the states of its optimizer. Source: accelerate's checkpointing.py and utils/fsdp_utils.py (1.15).
 """
 
 from __future__ import annotations
@@ -16,7 +18,12 @@ from typing import NamedTuple
 from ckptconv.formats.folders.dtensors import refuse_flat
 from ckptconv.io.paths import within
 from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
-from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.support.errors import (
+    CheckpointError,
+    MalformedCheckpoint,
+    UnsupportedCheckpoint,
+    printable,
+)
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.containers import ACCELERATE
 
@@ -39,7 +46,9 @@ class Openers(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What lies under one label of the tree: one file or folder, or the files of all ranks in their order."""
+    """What lies under one label of the tree: one file or folder, or the files of all ranks in their
+    order.
+    """
 
     label: str
     paths: list[Path]
@@ -47,11 +56,15 @@ class _Part(NamedTuple):
 
 
 def is_accelerate(path: Path) -> bool:
-    """Whether `path` is a folder with weights and the random states that `save_state` leaves beside them."""
+    """Whether `path` is a folder with weights and the random states that `save_state` leaves beside
+    them.
+    """
     if not path.is_dir():
         return False
     names = [item.name for item in path.iterdir()]
-    return any(map(_MODEL, names)) and any(re.match(r"random_states_\d+\.pkl$", name) for name in names)
+    return any(map(_MODEL, names)) and any(
+        re.match(r"random_states_\d+\.pkl$", name) for name in names
+    )
 
 
 def is_fsdp(path: Path) -> bool:
@@ -60,7 +73,9 @@ def is_fsdp(path: Path) -> bool:
 
 
 def open_accelerate(path: Path, openers: Openers) -> Checkpoint:
-    """Open every part of the folder; the tree is a dict of their trees by name, the model's under ``model``."""
+    """Open every part of the folder; the tree is a dict of their trees by name, the model's under
+    ``model``.
+    """
     opened: list[tuple[str, Checkpoint]] = []
     pairs: list[tuple[Node, Node]] = []
     try:
@@ -77,7 +92,11 @@ def open_accelerate(path: Path, openers: Openers) -> Checkpoint:
         format=NAME,
         root=Dict(pairs),
         nbytes=sum(checkpoint.nbytes for _, checkpoint in opened),
-        notes=tuple(dict.fromkeys((*notes, *(note for _, checkpoint in opened for note in checkpoint.notes)))),
+        notes=tuple(
+            dict.fromkeys(
+                (*notes, *(note for _, checkpoint in opened for note in checkpoint.notes))
+            )
+        ),
         sources=tuple(source for _, checkpoint in opened for source in checkpoint.sources),
         opening=ACCELERATE,
     )
@@ -88,16 +107,22 @@ def _parts(folder: Path) -> tuple[list[_Part], list[str]]:
     names = sorted(item.name for item in folder.iterdir())
     fsdp = [name for name in names if _FSDP(name)]
     plain, left = _preferred([name for name in names if _MODEL(name)])
-    parts = list(_gathered(folder, plain, _plain_label) if plain else _gathered(folder, fsdp, _fsdp_label))
+    parts = list(
+        _gathered(folder, plain, _plain_label) if plain else _gathered(folder, fsdp, _fsdp_label)
+    )
     parts += _gathered(folder, [name for name in names if _OPTIMIZER(name)], _optimizer_label)
     others = [name for name in names if _OTHERS(name) and not _MODEL(name)]
     parts += [_Part(Path(name).stem, [within(folder / name, folder)], False) for name in others]
-    left += [f"{printable(name)} is left out: {plain[0]} holds the weights" for name in fsdp if plain]
+    left += [
+        f"{printable(name)} is left out: {plain[0]} holds the weights" for name in fsdp if plain
+    ]
     return parts, left
 
 
 def _preferred(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The safetensors file of each model where there is one, as accelerate loads it, and notes on the others."""
+    """The safetensors file of each model where there is one, as accelerate loads it, and notes on
+    the others.
+    """
     found: dict[str, str] = {}
     left = []
     for name in sorted(names, key=lambda name: not name.endswith(".safetensors")):
@@ -126,8 +151,12 @@ def _optimizer_label(name: str) -> Labelled:
     return (found[1], found[2]) if found else (name, None)
 
 
-def _gathered(folder: Path, names: Sequence[str], labelled: Callable[[str], Labelled]) -> Iterator[_Part]:
-    """The parts that the names are; `UnsupportedCheckpoint` where one is there in two forms, of which one must be older."""
+def _gathered(
+    folder: Path, names: Sequence[str], labelled: Callable[[str], Labelled]
+) -> Iterator[_Part]:
+    """The parts that the names are; `UnsupportedCheckpoint` where one is there in two forms, of
+    which one must be older.
+    """
     forms: dict[str, dict[str, list[str]]] = {}
     for name in names:
         label, rank = labelled(name)
@@ -136,7 +165,10 @@ def _gathered(folder: Path, names: Sequence[str], labelled: Callable[[str], Labe
     for label, found in forms.items():
         if len(found) > 1:
             named = ", ".join(printable(form_names[0]) for form_names in found.values())
-            what, hint = f"holds {label} in {len(found)} forms: {named}", "move away the files of another run"
+            what, hint = (
+                f"holds {label} in {len(found)} forms: {named}",
+                "move away the files of another run",
+            )
             raise UnsupportedCheckpoint(what, path=folder, hint=hint)
         [(form, members)] = found.items()
         paths = [within(folder / name, folder) for name in members]
@@ -150,7 +182,10 @@ def _open_part(part: _Part, openers: Openers) -> Checkpoint:
         return openers.file(part.paths[0])
     checkpoint = openers.ranks(part.paths)
     try:
-        refuse_flat((key for key, _ in mapping_pairs(checkpoint.root) or () if type(key) is str), part.paths[0].parent)
+        refuse_flat(
+            (key for key, _ in mapping_pairs(checkpoint.root) or () if type(key) is str),
+            part.paths[0].parent,
+        )
     except CheckpointError:
         checkpoint.close()
         raise
@@ -158,7 +193,9 @@ def _open_part(part: _Part, openers: Openers) -> Checkpoint:
 
 
 def _unwrapped(root: Node, part: _Part) -> Node:
-    """The tree of a DCP folder without the one label that accelerate saves it under, ``model`` or ``optimizer``."""
+    """The tree of a DCP folder without the one label that accelerate saves it under, ``model`` or
+    ``optimizer``.
+    """
     pairs = mapping_pairs(root) or ()
     if not part.paths[0].is_dir() or len(pairs) != 1:
         return root

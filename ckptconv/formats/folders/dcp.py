@@ -1,8 +1,10 @@
-"""DCP folders (`torch.distributed.checkpoint`): `.metadata` and the `__R_N.distcp` files in which the items lie.
+"""DCP folders (`torch.distributed.checkpoint`): `.metadata` and the `__R_N.distcp` files in which
+the items lie.
 
-Each item is a stream of `torch.save` of its own: a chunk of a tensor, or any other object. Chunks become the pieces of their
-tensor, and the nested state dict is rebuilt from the paths that the planner noted. Megatron puts what it does not shard into
-`common.pt` beside them. Source: torch/distributed/checkpoint/filesystem.py and _nested_dict.py, torch 2.0 to 2.13.
+Each item is a stream of `torch.save` of its own: a chunk of a tensor, or any other object. Chunks
+become the pieces of their tensor, and the nested state dict is rebuilt from the paths that the
+planner noted. Megatron puts what it does not shard into `common.pt` beside them. Source:
+torch/distributed/checkpoint/filesystem.py and _nested_dict.py, torch 2.0 to 2.13.
 """
 
 from __future__ import annotations
@@ -21,7 +23,13 @@ from ckptconv.io.paths import within
 from ckptconv.io.source import RangeSource, Source
 from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
 from ckptconv.support import platforms
-from ckptconv.support.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.support.errors import (
+    CheckpointError,
+    LimitExceeded,
+    MalformedCheckpoint,
+    UnsupportedCheckpoint,
+    printable,
+)
 from ckptconv.support.limits import in_force
 from ckptconv.tensors.assembly import assembled, check_cover
 from ckptconv.tensors.refs import Shape, TensorRef
@@ -33,7 +41,9 @@ NAME = "DCP"
 INDEX = ".metadata"
 _DATA = ".distcp"
 _COMMON = "common.pt"
-_MANY = 1000  # items that are held against each other before any is opened; of fewer, what is wrong with one is told first
+# items that are held against each other before any is opened; of fewer, what is wrong with one is
+# told first
+_MANY = 1000
 _MEGATRON = "metadata.json"  # the names of its storage backends, in every Megatron checkpoint
 
 SourceOpener = Callable[[Source], Checkpoint]
@@ -41,8 +51,15 @@ PathOpener = Callable[[Path], Checkpoint]
 
 
 def is_dcp(path: Path) -> bool:
-    """Whether `path` is a folder with a `.metadata`, or one of every rank, or that file itself, or a data file beside it."""
-    return path.name == INDEX or (path / INDEX).is_file() or (path / f"__0{INDEX}").is_file() or _is_data_file(path)
+    """Whether `path` is a folder with a `.metadata`, or one of every rank, or that file itself, or
+    a data file beside it.
+    """
+    return (
+        path.name == INDEX
+        or (path / INDEX).is_file()
+        or (path / f"__0{INDEX}").is_file()
+        or _is_data_file(path)
+    )
 
 
 def _is_data_file(path: Path) -> bool:
@@ -50,9 +67,11 @@ def _is_data_file(path: Path) -> bool:
 
 
 def open_dcp(path: Path, open_file: PathOpener, open_source: SourceOpener) -> Checkpoint:
-    """Open a DCP folder: its `.metadata`, and the directory and pickle of every item; no payload is read.
+    """Open a DCP folder: its `.metadata`, and the directory and pickle of every item; no payload is
+    read.
 
-    Raises `MalformedCheckpoint` when an item is missing or cut off, or when chunks do not cover their tensor, with the key.
+    Raises `MalformedCheckpoint` when an item is missing or cut off, or when chunks do not cover
+    their tensor, with the key.
     """
     if _is_data_file(path):
         raise UnsupportedCheckpoint(
@@ -64,11 +83,18 @@ def open_dcp(path: Path, open_file: PathOpener, open_source: SourceOpener) -> Ch
     opened = _Opened(folder, open_source)
     try:
         metadata, nbytes = _read_index(folder)
-        is_megatron = metadata.is_megatron or ((folder / _COMMON).is_file() and (folder / _MEGATRON).is_file())
+        is_megatron = metadata.is_megatron or (
+            (folder / _COMMON).is_file() and (folder / _MEGATRON).is_file()
+        )
         fragments = _flat_fragments(metadata) if is_megatron else set()
         if len(metadata.items) > _MANY:
             _refuse_shared_bytes(folder, metadata)
-        root = _tree(metadata, _megatron_paths(metadata) if is_megatron else metadata.paths, fragments, opened)
+        root = _tree(
+            metadata,
+            _megatron_paths(metadata) if is_megatron else metadata.paths,
+            fragments,
+            opened,
+        )
         if len(metadata.items) <= _MANY:
             _refuse_shared_bytes(folder, metadata)
         nbytes += sum(source.size for source in opened.files.values())
@@ -94,7 +120,9 @@ def _notes(fragments: Sized) -> tuple[str, ...]:
 
 
 def _read_index(folder: Path) -> tuple[Metadata, int]:
-    """The metadata of a folder and its size in bytes: one file, or one of each rank (`dcp.save(use_collectives=False)`)."""
+    """The metadata of a folder and its size in bytes: one file, or one of each rank
+    (`dcp.save(use_collectives=False)`).
+    """
     names = [folder / INDEX]
     if not names[0].is_file() and (folder / f"__0{INDEX}").is_file():
         names = sorted(folder.glob(f"__*{INDEX}"), key=lambda path: (len(path.name), path.name))
@@ -110,8 +138,13 @@ def _read_index(folder: Path) -> tuple[Metadata, int]:
 
 
 def _refuse_shared_bytes(folder: Path, metadata: Metadata) -> None:
-    """Raise `MalformedCheckpoint` when two items lie in the same bytes of a file: every item is written by itself."""
-    placed = sorted((item.relative_path, item.offset, item.length, key) for (key, _), item in metadata.items.items())
+    """Raise `MalformedCheckpoint` when two items lie in the same bytes of a file: every item is
+    written by itself.
+    """
+    placed = sorted(
+        (item.relative_path, item.offset, item.length, key)
+        for (key, _), item in metadata.items.items()
+    )
     for (path, start, length, key), (other_path, at, _, other) in pairwise(placed):
         if path == other_path and at < start + length:
             raise _overlap(inside(folder, path).name, at, other, key)
@@ -119,7 +152,9 @@ def _refuse_shared_bytes(folder: Path, metadata: Metadata) -> None:
 
 def _overlap(name: str, at: int, key: str, other: str) -> MalformedCheckpoint:
     whose = "another item of it" if key == other else f"'{printable(other)}'"
-    return MalformedCheckpoint(f"lies at byte {at} of '{printable(name)}', and so does {whose}", where=key)
+    return MalformedCheckpoint(
+        f"lies at byte {at} of '{printable(name)}', and so does {whose}", where=key
+    )
 
 
 class _Opened:
@@ -137,9 +172,12 @@ class _Opened:
         if item.transforms:
             names = ", ".join(item.transforms)
             raise UnsupportedCheckpoint(
-                f"was written through {names}, which ckptconv does not undo", hint="save it without extensions, or dcp.load it"
+                f"was written through {names}, which ckptconv does not undo",
+                hint="save it without extensions, or dcp.load it",
             )
-        checkpoint = self._open_source(RangeSource(self._file(item.relative_path), item.offset, item.length))
+        checkpoint = self._open_source(
+            RangeSource(self._file(item.relative_path), item.offset, item.length)
+        )
         self.sources += [source for source in checkpoint.sources if type(source) is not RangeSource]
         return checkpoint.root
 
@@ -157,29 +195,43 @@ def inside(folder: Path, name: str) -> Path:
     """The file `name` of a folder; `MalformedCheckpoint` when it leads out of the folder."""
     path = folder / name
     if not platforms.is_plain_path(str(PurePosixPath(name))):
-        raise MalformedCheckpoint(f"names the file '{printable(name)}', which is not a plain relative path", path=folder)
+        raise MalformedCheckpoint(
+            f"names the file '{printable(name)}', which is not a plain relative path", path=folder
+        )
     try:
         if not path.resolve().is_relative_to(folder.resolve()):
-            raise MalformedCheckpoint(f"names the file '{name}', which is a link out of the folder", path=folder)
+            raise MalformedCheckpoint(
+                f"names the file '{name}', which is a link out of the folder", path=folder
+            )
     except (OSError, RuntimeError) as error:
-        raise MalformedCheckpoint(f"names the file '{name}', which is a link to nothing", path=folder) from error
+        raise MalformedCheckpoint(
+            f"names the file '{name}', which is a link to nothing", path=folder
+        ) from error
     if not path.exists():
         raise MalformedCheckpoint(
-            f"needs the file '{name}', which is not there", path=folder, hint="fetch or copy the whole folder"
+            f"needs the file '{name}', which is not there",
+            path=folder,
+            hint="fetch or copy the whole folder",
         )
     return path
 
 
-# -------------------------------------------------------------------------------------------------------------- the tree
+# ----------------------------------------------------------------------------------------- the tree
 
 
-def _tree(metadata: Metadata, paths: dict[str, dcp_metadata.Path], left_out: set[str], opened: _Opened) -> Dict:
+def _tree(
+    metadata: Metadata, paths: dict[str, dcp_metadata.Path], left_out: set[str], opened: _Opened
+) -> Dict:
     tree = _Nested()
     for key, entry in metadata.entries.items():
         if key in left_out:
             continue
         try:
-            value = opened.root_of(_found(metadata, key, None)) if entry is None else _tensor(metadata, key, entry, opened)
+            value = (
+                opened.root_of(_found(metadata, key, None))
+                if entry is None
+                else _tensor(metadata, key, entry, opened)
+            )
             tree.put(paths.get(key, (key,)), value)
         except CheckpointError as error:
             raise _with_key(error, key) from error.__cause__
@@ -187,7 +239,9 @@ def _tree(metadata: Metadata, paths: dict[str, dcp_metadata.Path], left_out: set
 
 
 def _with_key(error: CheckpointError, key: str) -> CheckpointError:
-    """The error of an item with its key in the first place: which record of which stream it was, comes second."""
+    """The error of an item with its key in the first place: which record of which stream it was,
+    comes second.
+    """
     error.where = key if error.where in (None, key) else f"{key} ({error.where})"
     return error
 
@@ -199,13 +253,20 @@ def _tensor(metadata: Metadata, key: str, entry: TensorEntry, opened: _Opened) -
     for start, shape in entry.chunks:
         ref = opened.root_of(_found(metadata, key, start))
         if type(ref) is not TensorRef:
-            raise UnsupportedCheckpoint("a chunk of it is not a plain tensor", hint="it was saved as a tensor of another class")
+            raise UnsupportedCheckpoint(
+                "a chunk of it is not a plain tensor",
+                hint="it was saved as a tensor of another class",
+            )
         if ref.shape != shape:
-            raise MalformedCheckpoint(f"its chunk at {list(start)} has the shape {list(ref.shape)} instead of {list(shape)}")
+            raise MalformedCheckpoint(
+                f"its chunk at {list(start)} has the shape {list(ref.shape)} instead of "
+                f"{list(shape)}"
+            )
         parts.append((start, ref))
     if key in metadata.reshaped:
         raise UnsupportedCheckpoint(
-            "was stored in flat fragments by an older Megatron, which is not read yet", hint="save it with a newer Megatron"
+            "was stored in flat fragments by an older Megatron, which is not read yet",
+            hint="save it with a newer Megatron",
         )
     return assembled(entry.dtype, entry.shape, parts)
 
@@ -221,7 +282,9 @@ def _found(metadata: Metadata, key: str, start: Shape | None) -> Item:
 
 
 class _Nested:
-    """The nested state dict, put together from paths: a text label is a key of a dict, an int the index in a list."""
+    """The nested state dict, put together from paths: a text label is a key of a dict, an int the
+    index in a list.
+    """
 
     def __init__(self) -> None:
         self.root = Dict()
@@ -245,12 +308,16 @@ class _Nested:
             self._inside[id(known)] = {}
             self._hang(node, label, known)
         if type(known) is not kind or id(known) not in self._inside:
-            raise MalformedCheckpoint(f"its path goes through '{printable(label)}', which is a value of another kind")
+            raise MalformedCheckpoint(
+                f"its path goes through '{printable(label)}', which is a value of another kind"
+            )
         return known
 
     def _children(self, node: Node, label: str | int) -> dict[str | int, Node]:
         if (type(node) is list) is not (type(label) is int):
-            raise MalformedCheckpoint("its path mixes the keys of a dict with the indices of a list")
+            raise MalformedCheckpoint(
+                "its path mixes the keys of a dict with the indices of a list"
+            )
         return self._inside[id(node)]
 
     def _hang(self, node: Node, label: str | int, value: Node) -> None:
@@ -262,12 +329,14 @@ class _Nested:
         self._gaps += max(0, missing - 1)
         if self._gaps > self._most_gaps:
             what = f"is item {label_text(label)} of a list of which most other items are missing"
-            raise LimitExceeded(what, limit="list_gaps", allowed=self._most_gaps, needed=min(self._gaps, 1 << 63))
+            raise LimitExceeded(
+                what, limit="list_gaps", allowed=self._most_gaps, needed=min(self._gaps, 1 << 63)
+            )
         node.extend([None] * missing)
         node[label] = value
 
 
-# -------------------------------------------------------------------------------------------------------------- Megatron
+# ----------------------------------------------------------------------------------------- Megatron
 
 
 _OBJECT = re.compile(r"(.+)/shard_[\d.]+_[\d.]+").fullmatch
@@ -275,10 +344,12 @@ _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.").match
 
 
 def _megatron_paths(metadata: Metadata) -> dict[str, dcp_metadata.Path]:
-    """Where Megatron's items belong: it saves the parts of a checkpoint under flat keys, without the names of the parts.
+    """Where Megatron's items belong: it saves the parts of a checkpoint under flat keys, without
+    the names of the parts.
 
-    What is called ``optimizer.…`` is put under ``optimizer``, every other tensor and extra state under ``model``. An object
-    of several ranks, ``NAME/shard_N_OF``, becomes a list. Source: megatron/core/dist_checkpointing/mapping.py, 0.16.
+    What is called ``optimizer.…`` is put under ``optimizer``, every other tensor and extra state
+    under ``model``. An object of several ranks, ``NAME/shard_N_OF``, becomes a list. Source:
+    megatron/core/dist_checkpointing/mapping.py, 0.16.
     """
     if metadata.paths:
         return metadata.paths
@@ -300,19 +371,25 @@ def _megatron_paths(metadata: Metadata) -> dict[str, dcp_metadata.Path]:
 
 
 def _flat_fragments(metadata: Metadata) -> set[str]:
-    """The optimizer's tensors that were stored in another shape, from which their own is not restored here."""
+    """The optimizer's tensors that were stored in another shape, from which their own is not
+    restored here.
+    """
     return {key for key in metadata.reshaped if _OPTIMIZER(key)}
 
 
 def _merge_common(root: Dict, common: Checkpoint, opened: _Opened) -> int:
-    """Hang the parts of Megatron's `common.pt` into the tree, dicts that both have entered; returns its size in bytes."""
+    """Hang the parts of Megatron's `common.pt` into the tree, dicts that both have entered; returns
+    its size in bytes.
+    """
     opened.sources += common.sources
     work = [(root, common.root, "")]
     while work:
         node, other, place = work.pop()
         pairs = mapping_pairs(other)
         if pairs is None or any(type(key) is not str for key, _ in pairs):
-            raise MalformedCheckpoint("is not a dict of names", path=common.path, where=place or None)
+            raise MalformedCheckpoint(
+                "is not a dict of names", path=common.path, where=place or None
+            )
         known = dict(node.pairs)
         for label, value in pairs:
             if label not in known:
@@ -320,5 +397,7 @@ def _merge_common(root: Dict, common: Checkpoint, opened: _Opened) -> int:
             elif type(known[label]) is Dict and mapping_pairs(value) is not None:
                 work.append((known[label], value, f"{place}{label}."))
             else:
-                raise MalformedCheckpoint(f"is in {INDEX} too", path=common.path, where=f"{place}{label}")
+                raise MalformedCheckpoint(
+                    f"is in {INDEX} too", path=common.path, where=f"{place}{label}"
+                )
     return common.nbytes

@@ -1,9 +1,11 @@
-"""The `.metadata` of a DCP folder, as plain values: what there is, in which chunks, and where each item lies.
+"""The `.metadata` of a DCP folder, as plain values: what there is, in which chunks, and where each
+item lies.
 
-It is a pickle of `Metadata`: ``state_dict_metadata`` (key → properties, size and chunks of a tensor, or the mark of any other
-object), ``planner_data`` (key → path in the nested state dict; absent where it was not flattened), ``storage_data`` (key and
-offsets → file, offset, length and the transforms that the item went through). Megatron's `MCoreMetadata` adds ``mcore_data``.
-Source: torch/distributed/checkpoint/metadata.py and filesystem.py, torch 2.0 to 2.13.
+It is a pickle of `Metadata`: ``state_dict_metadata`` (key → properties, size and chunks of a
+tensor, or the mark of any other object), ``planner_data`` (key → path in the nested state dict;
+absent where it was not flattened), ``storage_data`` (key and offsets → file, offset, length and the
+transforms that the item went through). Megatron's `MCoreMetadata` adds ``mcore_data``. Source:
+torch/distributed/checkpoint/metadata.py and filesystem.py, torch 2.0 to 2.13.
 """
 
 from __future__ import annotations
@@ -15,7 +17,13 @@ from typing import NamedTuple
 from ckptconv.io.source import Source
 from ckptconv.pickles.nodes import ABSENT, Call, Dict, Global, Node, mapping_pairs, spoken
 from ckptconv.pickles.reader import read_pickle
-from ckptconv.support.errors import CheckpointError, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.support.errors import (
+    CheckpointError,
+    LimitExceeded,
+    MalformedCheckpoint,
+    UnsupportedCheckpoint,
+    printable,
+)
 from ckptconv.support.limits import in_force
 from ckptconv.tensors.dtypes import BY_NAME, DType
 from ckptconv.tensors.refs import Shape, refuse_dimensions
@@ -28,7 +36,9 @@ _SIZE = Global("torch", "Size")
 
 
 class Item(NamedTuple):
-    """Where an item lies: `length` bytes at `offset` of the file `relative_path`, after the `transforms` named."""
+    """Where an item lies: `length` bytes at `offset` of the file `relative_path`, after the
+    `transforms` named.
+    """
 
     relative_path: str
     offset: int
@@ -46,9 +56,11 @@ class TensorEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """A whole `.metadata`. An entry is None for an object that is not a tensor; `items` are found by key and offsets.
+    """A whole `.metadata`. An entry is None for an object that is not a tensor; `items` are found
+    by key and offsets.
 
-    `reshaped` are Megatron's tensors that were stored in another shape than their own, by key, with that own shape.
+    `reshaped` are Megatron's tensors that were stored in another shape than their own, by key, with
+    that own shape.
     """
 
     entries: dict[str, TensorEntry | None]
@@ -62,15 +74,23 @@ def read_metadata(source: Source) -> Metadata:
     """The metadata that a source holds; `MalformedCheckpoint` when it is something else."""
     if source.size > (most := in_force().pickle_bytes):
         what = f"has {source.size} bytes"
-        raise LimitExceeded(what, limit="pickle_bytes", allowed=most, needed=source.size, path=source.path)
+        raise LimitExceeded(
+            what, limit="pickle_bytes", allowed=most, needed=source.size, path=source.path
+        )
     try:
-        return _metadata(read_pickle(source.read(0, source.size), reducers={"torch.Size": _plain_size}, states=_STATES))
+        return _metadata(
+            read_pickle(
+                source.read(0, source.size), reducers={"torch.Size": _plain_size}, states=_STATES
+            )
+        )
     except CheckpointError as error:
         raise error.at(path=source.path) from error.__cause__
 
 
 def merged(ranks: Sequence[Metadata]) -> Metadata:
-    """What the metadata of all ranks say together; of an item that several have, the first one's is taken."""
+    """What the metadata of all ranks say together; of an item that several have, the first one's is
+    taken.
+    """
     whole = Metadata({}, {}, {}, {}, False)
     for rank in ranks:
         for key, entry in rank.entries.items():
@@ -78,25 +98,48 @@ def merged(ranks: Sequence[Metadata]) -> Metadata:
             if known is not entry and (known is None or entry is None or known[:2] != entry[:2]):
                 raise _malformed("two ranks have it in different types or shapes", key)
             if known is not None and entry is not None:
-                whole.entries[key] = known._replace(chunks=tuple(dict.fromkeys((*known.chunks, *entry.chunks))))
-        whole.paths.update({key: path for key, path in rank.paths.items() if key not in whole.paths})
-        whole.items.update({index: item for index, item in rank.items.items() if index not in whole.items})
+                whole.entries[key] = known._replace(
+                    chunks=tuple(dict.fromkeys((*known.chunks, *entry.chunks)))
+                )
+        whole.paths.update(
+            {key: path for key, path in rank.paths.items() if key not in whole.paths}
+        )
+        whole.items.update(
+            {index: item for index, item in rank.items.items() if index not in whole.items}
+        )
     return whole
 
 
 def _metadata(root: Node) -> Metadata:
     fields = _fields(root, "Metadata", None)
-    entries = {key: _entry(node, key) for key, node in _pairs(fields.get("state_dict_metadata"), "state_dict_metadata")}
+    entries = {
+        key: _entry(node, key)
+        for key, node in _pairs(fields.get("state_dict_metadata"), "state_dict_metadata")
+    }
     planner = fields.get("planner_data")
-    paths = {key: _path(node, key) for key, node in _pairs(planner, "planner_data")} if type(planner) is Dict else {}
+    paths = (
+        {key: _path(node, key) for key, node in _pairs(planner, "planner_data")}
+        if type(planner) is Dict
+        else {}
+    )
     items = dict(_items(fields.get("storage_data")))
     extra = fields.get("mcore_data")
     reshaped = dict(_reshaped(extra)) if extra is not None else {}
-    return Metadata(entries, paths, items, reshaped, "mcore_data" in fields or root.name.endswith(".MCoreMetadata"))
+    return Metadata(
+        entries,
+        paths,
+        items,
+        reshaped,
+        "mcore_data" in fields or root.name.endswith(".MCoreMetadata"),
+    )
 
 
 def _malformed(what: str, key: str | None) -> MalformedCheckpoint:
-    return MalformedCheckpoint(what, where=key, hint="it is not a .metadata of torch.distributed.checkpoint, or it is damaged")
+    return MalformedCheckpoint(
+        what,
+        where=key,
+        hint="it is not a .metadata of torch.distributed.checkpoint, or it is damaged",
+    )
 
 
 def _fields(node: Node, kind: str, key: str | None) -> dict[str, Node]:
@@ -141,14 +184,20 @@ _STATE_TYPES = (_Chunk, _Index, _Place)
 
 
 def _smaller(kind: type[_Chunk] | type[_Index] | type[_Place]) -> Callable[[Node], Node]:
-    """What makes the state of an object, of which there is one in every chunk, a `kind`, where its attributes are those."""
+    """What makes the state of an object, of which there is one in every chunk, a `kind`, where its
+    attributes are those.
+    """
     all_names, most_names = [*kind._fields], [*kind._fields[:3]]
 
     def smaller(state: Node) -> Node:
         if type(state) is not Dict:
             return state
         names = [name for name, _ in state.pairs]
-        return kind(*[value for _, value in state.pairs]) if names in (all_names, most_names) else state
+        return (
+            kind(*[value for _, value in state.pairs])
+            if names in (all_names, most_names)
+            else state
+        )
 
     return smaller
 
@@ -178,7 +227,9 @@ def _entry(node: Node, key: str) -> TensorEntry | None:
     if type(chunks) is not list:
         raise _malformed("its chunks are not a list", key)
     return TensorEntry(
-        _dtype(fields.get("properties"), key), _size(fields.get("size"), key), tuple(_chunk(chunk, key) for chunk in chunks)
+        _dtype(fields.get("properties"), key),
+        _size(fields.get("size"), key),
+        tuple(_chunk(chunk, key) for chunk in chunks),
     )
 
 
@@ -259,7 +310,12 @@ def _item(node: Node, key: str) -> Item:
     if type(path) is not str or type(transforms) not in (tuple, list):
         raise _malformed("the place of an item is not given by the name of a file", key)
     offset, length = _size((start, size), key)
-    return Item(path, offset, length, tuple(printable(name) if type(name) is str else spoken(name) for name in transforms))
+    return Item(
+        path,
+        offset,
+        length,
+        tuple(printable(name) if type(name) is str else spoken(name) for name in transforms),
+    )
 
 
 def _reshaped(node: Node) -> Iterator[tuple[str, Shape]]:

@@ -1,9 +1,11 @@
-"""The rank files of DCP's HuggingFace writer (its `sharded/` folder): safetensors files that hold chunks of tensors.
+"""The rank files of DCP's HuggingFace writer (its `sharded/` folder): safetensors files that hold
+chunks of tensors.
 
-They are called ``shard-RANK-model-FILE-of-FILES.safetensors``. Each says in its metadata, under ``DCP_SHARDING_INFO``, where
-its chunks start: ``{key: {"saved_offsets": [...]}}``. No file says how large a whole tensor is, or how many ranks there were.
-Where the consolidated files lie one folder up, their index gives the sum of all sizes.
-Source: torch/distributed/checkpoint/hf_storage.py and _hf_utils.py, torch 2.13.
+They are called ``shard-RANK-model-FILE-of-FILES.safetensors``. Each says in its metadata, under
+``DCP_SHARDING_INFO``, where its chunks start: ``{key: {"saved_offsets": [...]}}``. No file says how
+large a whole tensor is, or how many ranks there were. Where the consolidated files lie one folder
+up, their index gives the sum of all sizes. Source: torch/distributed/checkpoint/hf_storage.py and
+_hf_utils.py, torch 2.13.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ def is_dcp_shards(path: Path) -> bool:
 
 
 def refuse_one_rank(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint of one file, unless it is a rank's file, whose chunks must not pass for the tensors."""
+    """The checkpoint of one file, unless it is a rank's file, whose chunks must not pass for the
+    tensors.
+    """
     starts = _starts(checkpoint) if _INFO in checkpoint.metadata else {}
     if starts and (_SHARD(checkpoint.path.name) or any(any(start) for start in starts.values())):
         raise UnsupportedCheckpoint(
@@ -51,7 +55,9 @@ def refuse_one_rank(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def open_dcp_shards(path: Path, open_source: Callable[[Source], Checkpoint]) -> Checkpoint:
-    """Open a folder of rank files: their headers only. `MalformedCheckpoint` when the chunks of a tensor leave a gap."""
+    """Open a folder of rank files: their headers only. `MalformedCheckpoint` when the chunks of a
+    tensor leave a gap.
+    """
     pool, opened = FilePool(), list[Checkpoint]()
     files = [within(file, path) for file in sorted(path.iterdir()) if _SHARD(file.name)]
     sources = [pool.source(file) for file in files]
@@ -75,7 +81,11 @@ def open_dcp_shards(path: Path, open_source: Callable[[Source], Checkpoint]) -> 
             source.close()
         raise
     metadata = {name: text for name, text in opened[0].metadata.items() if name not in _OF_DCP}
-    notes = () if known is not None else ("the files do not say how many ranks there were; these are taken to be all of them",)
+    notes = (
+        ()
+        if known is not None
+        else ("the files do not say how many ranks there were; these are taken to be all of them",)
+    )
     nbytes = sum(item.nbytes for item in opened)
     return Checkpoint(path, NAME, root, nbytes, metadata, notes, tuple(sources), opening=DCP_SHARDS)
 
@@ -85,7 +95,9 @@ def _collect(checkpoint: Checkpoint, parts: Parts) -> None:
     for key, ref in checkpoint.root.pairs:
         start = starts.get(key, (0,) * len(ref.shape))
         if len(start) != len(ref.shape):
-            raise MalformedCheckpoint("its saved_offsets do not fit its shape", path=checkpoint.path, where=key)
+            raise MalformedCheckpoint(
+                "its saved_offsets do not fit its shape", path=checkpoint.path, where=key
+            )
         parts.setdefault(key, []).append((start, ref))
 
 
@@ -93,7 +105,9 @@ def _starts(checkpoint: Checkpoint) -> dict[str, Shape]:
     try:
         return dict(_offsets(json.loads(checkpoint.metadata.get(_INFO, "{}"))))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise MalformedCheckpoint("is not a table of saved_offsets", path=checkpoint.path, where=_INFO) from error
+        raise MalformedCheckpoint(
+            "is not a table of saved_offsets", path=checkpoint.path, where=_INFO
+        ) from error
 
 
 def _offsets(info: Any) -> Iterator[tuple[str, Shape]]:
@@ -105,20 +119,32 @@ def _offsets(info: Any) -> Iterator[tuple[str, Shape]]:
 
 
 def _whole(key: str, chunks: Sequence[tuple[Shape, TensorRef]], path: Path) -> TensorRef:
-    """The tensor of all chunks, its shape being what they reach to; of several copies of a chunk the first is taken."""
+    """The tensor of all chunks, its shape being what they reach to; of several copies of a chunk
+    the first is taken.
+    """
     distinct = {(start, ref.shape): ref for start, ref in reversed(chunks)}
-    ends = [tuple(a + n for a, n in zip(start, shape, strict=True)) for start, shape in distinct if len(start) == len(shape)]
+    ends = [
+        tuple(a + n for a, n in zip(start, shape, strict=True))
+        for start, shape in distinct
+        if len(start) == len(shape)
+    ]
     try:
         if len({len(end) for end in ends}) != 1:
             raise MalformedCheckpoint("its chunks differ in their number of dimensions")
         shape = tuple(map(max, zip(*ends, strict=True)))
-        return assembled(chunks[0][1].dtype, shape, [(start, ref) for (start, _), ref in reversed(distinct.items())])
+        return assembled(
+            chunks[0][1].dtype,
+            shape,
+            [(start, ref) for (start, _), ref in reversed(distinct.items())],
+        )
     except CheckpointError as error:
         raise error.at(path=path, where=key) from error.__cause__
 
 
 def _consolidated_size(index: Path) -> int | None:
-    """The sum of all tensors' bytes that the index of the consolidated files gives; None where there is no such file."""
+    """The sum of all tensors' bytes that the index of the consolidated files gives; None where
+    there is no such file.
+    """
     if not index.is_file():
         return None
     source = FileSource(index)

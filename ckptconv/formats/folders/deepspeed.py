@@ -1,11 +1,14 @@
-"""DeepSpeed's checkpoints: the folder of a step is what the ranks saved; the fp32 weights are joined from them.
+"""DeepSpeed's checkpoints: the folder of a step is what the ranks saved; the fp32 weights are
+joined from them.
 
-In it lie the model states, ``mp_rank_00_model_states.pt`` or, in stage 3, ``zero_pp_rank_R_mp_rank_00_model_states.pt``, and
-the optimizer states of each rank, ``[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt``. All are torch files. The weights are
-those that deepspeed's own ``zero_to_fp32`` gives: buffers, frozen parameters, parameters, shared ones; all that is floating as
-float32, but frozen parameters in the type that they have. Source: ``get_fp32_state_dict_from_zero_checkpoint`` in
-deepspeed/utils/zero_to_fp32.py, and deepspeed/runtime/engine.py (0.19.8). (The script of 0.19.8 then casts what it writes to
-float32; earlier ones do not.)
+In it lie the model states, ``mp_rank_00_model_states.pt`` or, in stage 3,
+``zero_pp_rank_R_mp_rank_00_model_states.pt``, and the optimizer states of each rank,
+``[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt``. All are torch files. The weights are those
+that deepspeed's own ``zero_to_fp32`` gives: buffers, frozen parameters, parameters, shared ones;
+all that is floating as float32, but frozen parameters in the type that they have. Source:
+``get_fp32_state_dict_from_zero_checkpoint`` in deepspeed/utils/zero_to_fp32.py, and
+deepspeed/runtime/engine.py (0.19.8). (The script of 0.19.8 then casts what it writes to float32;
+earlier ones do not.)
 """
 
 from __future__ import annotations
@@ -21,21 +24,39 @@ from ckptconv.io.files import FilePool, FileSource
 from ckptconv.io.paths import within
 from ckptconv.io.source import Source
 from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
-from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.support.errors import (
+    CheckpointError,
+    MalformedCheckpoint,
+    UnsupportedCheckpoint,
+    printable,
+)
 from ckptconv.support.limits import in_force
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.containers import DEEPSPEED
 
 NAME = "DeepSpeed"
-_MODEL = re.compile(r"(?:zero_pp_rank_([0-9]{1,6})_)?mp_rank_([0-9]{1,6})_model_states\.pt").fullmatch
-_OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,6})_mp_rank_([0-9]{1,6})_?optim_states\.pt").fullmatch
+_MODEL = re.compile(
+    r"(?:zero_pp_rank_([0-9]{1,6})_)?mp_rank_([0-9]{1,6})_model_states\.pt"
+).fullmatch
+_OPTIM = re.compile(
+    r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,6})_mp_rank_([0-9]{1,6})_?optim_states\.pt"
+).fullmatch
 _PIPELINE = re.compile(r"layer_[0-9]+(?:-[a-z]+_[0-9]+)*-model_states\.pt").fullmatch
-_EXPERTS = re.compile(r"(?:layer_[0-9]+_)?expert_[0-9]+_mp_rank_[0-9]+_model_states\.pt|expp_rank_.*optim_states\.pt").fullmatch
+_EXPERTS = re.compile(
+    r"(?:layer_[0-9]+_)?expert_[0-9]+_mp_rank_[0-9]+_model_states\.pt|expp_rank_.*optim_states\.pt"
+).fullmatch
 _FETCH = "fetch the whole folder again"
 _LAYOUTS = (_MODEL, _OPTIM, _PIPELINE, _EXPERTS)
 
 _BOOKKEEPING = frozenset(
-    ("param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "buffer_names", "optimizer")
+    (
+        "param_shapes",
+        "frozen_param_shapes",
+        "frozen_param_fragments",
+        "shared_params",
+        "buffer_names",
+        "optimizer",
+    )
 )
 """Entries of the model states that describe the partitions; of no use once they are joined."""
 
@@ -46,7 +67,8 @@ OpenSource = Callable[[Source], Checkpoint]
 def is_deepspeed(path: Path) -> bool:
     """Whether `path` is the folder of a step.
 
-    Or the model states of one rank, by name: those of stage 3 hold no weights, though they look as if they did.
+    Or the model states of one rank, by name: those of stage 3 hold no weights, though they look as
+    if they did.
     """
     if (found := _MODEL(path.name)) is not None and found[1] is not None and path.is_file():
         return True
@@ -54,10 +76,12 @@ def is_deepspeed(path: Path) -> bool:
 
 
 def open_deepspeed(path: Path, open_source: OpenSource, home: Path) -> Checkpoint:
-    """Open the step whose folder `path` is; links in it may lead within `home`, which the user named.
+    """Open the step whose folder `path` is; links in it may lead within `home`, which the user
+    named.
 
-    The tree is that of the model states, the joined weights under ``module``; nothing of the payload is read. Raises
-    `UnsupportedCheckpoint` for layouts that are not read, and `MalformedCheckpoint` when files are missing or do not fit.
+    The tree is that of the model states, the joined weights under ``module``; nothing of the
+    payload is read. Raises `UnsupportedCheckpoint` for layouts that are not read, and
+    `MalformedCheckpoint` when files are missing or do not fit.
     """
     if not path.is_dir():
         return _one_of_many(path, open_source)
@@ -66,7 +90,9 @@ def open_deepspeed(path: Path, open_source: OpenSource, home: Path) -> Checkpoin
         many = len(files.model) + len(files.optim) > in_force().open_files
         source_of = FilePool().source if many else FileSource
         with ExitStack() as opened:
-            checkpoint = _open_step(files, lambda file: _opened(source_of(within(file, home)), open_source, opened))
+            checkpoint = _open_step(
+                files, lambda file: _opened(source_of(within(file, home)), open_source, opened)
+            )
             opened.pop_all()
     except CheckpointError as error:
         raise error.at(path=path) from error.__cause__
@@ -81,7 +107,9 @@ def _one_of_many(path: Path, open_source: OpenSource) -> Checkpoint:
             opened.pop_all()
             return checkpoint
     what = "holds the model states of one rank of ZeRO stage 3, and no weights"
-    raise UnsupportedCheckpoint(what, path=path, hint=f"name its folder: {printable(path.absolute().parent)}")
+    raise UnsupportedCheckpoint(
+        what, path=path, hint=f"name its folder: {printable(path.absolute().parent)}"
+    )
 
 
 def _opened(source: Source, open_source: OpenSource, opened: ExitStack) -> Checkpoint:
@@ -92,7 +120,7 @@ def _opened(source: Source, open_source: OpenSource, opened: ExitStack) -> Check
     return checkpoint
 
 
-# ------------------------------------------------------------------------------------------------------------------- files
+# -------------------------------------------------------------------------------------------- files
 
 
 def _names(folder: Path) -> list[str]:
@@ -104,18 +132,24 @@ def _names(folder: Path) -> list[str]:
 
 
 def _is_step(folder: Path) -> bool:
-    return any(matches(name) for name in _names(folder) for matches in _LAYOUTS) or _is_universal(folder)
+    return any(matches(name) for name in _names(folder) for matches in _LAYOUTS) or _is_universal(
+        folder
+    )
 
 
 def _is_universal(folder: Path) -> bool:
-    """Whether a folder is that of a universal checkpoint: a folder for each parameter, in one called ``zero``."""
+    """Whether a folder is that of a universal checkpoint: a folder for each parameter, in one
+    called ``zero``.
+    """
     zero = folder if folder.name == "zero" else folder / "zero"
     return zero.is_dir() and any((item / "fp32.pt").is_file() for item in zero.iterdir())
 
 
 @dataclass(frozen=True, slots=True)
 class StepFiles:
-    """The files of a step: the model states of all ranks (`whole`), or of each (`model`), and the optimizer states of each."""
+    """The files of a step: the model states of all ranks (`whole`), or of each (`model`), and the
+    optimizer states of each.
+    """
 
     whole: Path | None
     model: Mapping[int, Path]
@@ -123,7 +157,9 @@ class StepFiles:
 
 
 def _step_files(folder: Path) -> StepFiles:
-    """Sort the files of a step's folder by rank; refuse layouts other than data-parallel ones by name."""
+    """Sort the files of a step's folder by rank; refuse layouts other than data-parallel ones by
+    name.
+    """
     names = _names(folder)
     model = [(found, folder / name) for name in names if (found := _MODEL(name))]
     optim = [(found, folder / name) for name in names if (found := _OPTIM(name))]
@@ -159,7 +195,9 @@ def _by_rank(found: Iterable[tuple[int, Path]]) -> dict[int, Path]:
     for rank, file in sorted(found):
         if rank in ranks:
             what = f"two files are of rank {rank}: {printable(ranks[rank].name)} and {printable(file.name)}"
-            raise MalformedCheckpoint(what, path=file.parent, hint="one is from another run; move it away")
+            raise MalformedCheckpoint(
+                what, path=file.parent, hint="one is from another run; move it away"
+            )
         ranks[rank] = file
     return ranks
 
@@ -174,7 +212,7 @@ def _require_ranks(files: Mapping[int, Path], count: int, kind: str) -> None:
         raise MalformedCheckpoint(what, hint="some are from another run; move them away")
 
 
-# -------------------------------------------------------------------------------------------------------------------- tree
+# --------------------------------------------------------------------------------------------- tree
 
 
 def _open_step(files: StepFiles, open_file: OpenFile) -> Checkpoint:
@@ -188,39 +226,58 @@ def _open_step(files: StepFiles, open_file: OpenFile) -> Checkpoint:
     states = [_model_states(model) for model in models]
     everything = [*models, *opened]
     sources = tuple(source for checkpoint in everything for source in checkpoint.sources)
-    if states[0].get("param_shapes") is None:  # the bf16 optimizer without ZeRO, whose model states are whole
-        notes = ("the weights are those of the model states, in the dtype of the training", *models[0].notes)
+    # the bf16 optimizer without ZeRO, whose model states are whole
+    if states[0].get("param_shapes") is None:
+        notes = (
+            "the weights are those of the model states, in the dtype of the training",
+            *models[0].notes,
+        )
         return replace(models[0], format=NAME, notes=notes, sources=sources, opening=DEEPSPEED)
     weights = Weights(states, stage)
     root = Dict([("module", weights.join(ranks)), *_rest_of_training(models[0].root)])
-    notes = (f"the fp32 weights are joined from {len(ranks)} ranks; the optimizer's state is left out", *weights.notes)
+    notes = (
+        f"the fp32 weights are joined from {len(ranks)} ranks; the optimizer's state is left out",
+        *weights.notes,
+    )
     return Checkpoint(
         path=models[0].path,
         format=f"{NAME} ZeRO-{stage}",
         root=root,
         nbytes=sum(checkpoint.nbytes for checkpoint in everything),
-        notes=tuple(dict.fromkeys((*notes, *(note for checkpoint in everything for note in checkpoint.notes)))),
+        notes=tuple(
+            dict.fromkeys(
+                (*notes, *(note for checkpoint in everything for note in checkpoint.notes))
+            )
+        ),
         sources=sources,
         opening=DEEPSPEED,
     )
 
 
 def _open_models(files: StepFiles, stage: int, ranks: int, open_file: OpenFile) -> list[Checkpoint]:
-    """The model states that are needed: the first ones, and in stage 3 those of all ranks where parameters are frozen."""
+    """The model states that are needed: the first ones, and in stage 3 those of all ranks where
+    parameters are frozen.
+    """
     first = files.model.get(0) if stage == 3 else files.whole
     if first is None:
-        raise MalformedCheckpoint(f"the model states of ZeRO stage {stage} are missing", hint=_FETCH)
+        raise MalformedCheckpoint(
+            f"the model states of ZeRO stage {stage} are missing", hint=_FETCH
+        )
     model = open_file(first)
     states = _model_states(model)
     if stage == 3 and states.get("param_shapes") is None:
-        raise MalformedCheckpoint("names no parameters of its partitions", path=first, where="param_shapes", hint=_FETCH)
+        raise MalformedCheckpoint(
+            "names no parameters of its partitions", path=first, where="param_shapes", hint=_FETCH
+        )
     if stage != 3 or not mapping_pairs(states.get("frozen_param_shapes")):
         return [model]
     _require_ranks(files.model, ranks, "model")
     return [model, *(open_file(file) for rank, file in files.model.items() if rank)]
 
 
-def _read_ranks(files: Iterable[Path], open_file: OpenFile) -> tuple[list[RankStates], list[Checkpoint]]:
+def _read_ranks(
+    files: Iterable[Path], open_file: OpenFile
+) -> tuple[list[RankStates], list[Checkpoint]]:
     """What each file of optimizer states says, and the files, opened, without their trees."""
     ranks, opened = [], []
     for file in files:
@@ -236,26 +293,42 @@ def _read_ranks(files: Iterable[Path], open_file: OpenFile) -> tuple[list[RankSt
 def _without_partitions(files: StepFiles, open_file: OpenFile) -> Checkpoint:
     """A checkpoint of stage 0, whose model states hold the weights."""
     if files.whole is None:
-        raise MalformedCheckpoint("the optimizer states, which hold the weights in ZeRO stage 3, are missing", hint=_FETCH)
+        raise MalformedCheckpoint(
+            "the optimizer states, which hold the weights in ZeRO stage 3, are missing", hint=_FETCH
+        )
     model = open_file(files.whole)
     if _model_states(model).get("param_shapes") is not None:
-        hint = f"fetch them, or name {files.whole.name} for the weights in the dtype of the training"
-        raise MalformedCheckpoint("the optimizer states, which hold the fp32 weights, are missing", hint=hint)
+        hint = (
+            f"fetch them, or name {files.whole.name} for the weights in the dtype of the training"
+        )
+        raise MalformedCheckpoint(
+            "the optimizer states, which hold the fp32 weights, are missing", hint=hint
+        )
     return replace(model, format=NAME, opening=DEEPSPEED)
 
 
 def _model_states(model: Checkpoint) -> dict[str, Node]:
     states = entries(model.root)
     if not mapping_pairs(states.get("module")):
-        raise MalformedCheckpoint("holds no model states of DeepSpeed (a dict with 'module')", path=model.path)
+        raise MalformedCheckpoint(
+            "holds no model states of DeepSpeed (a dict with 'module')", path=model.path
+        )
     width = states.get("mp_world_size")
     if type(width) is int and width > 1:
-        raise UnsupportedCheckpoint("is one of several tensor-parallel parts, which are not read", path=model.path)
+        raise UnsupportedCheckpoint(
+            "is one of several tensor-parallel parts, which are not read", path=model.path
+        )
     if states.get("ds_autoep_layers") or states.get("autoep_layers"):
-        raise UnsupportedCheckpoint("is an expert-parallel checkpoint (AutoEP), which is not read", path=model.path)
+        raise UnsupportedCheckpoint(
+            "is an expert-parallel checkpoint (AutoEP), which is not read", path=model.path
+        )
     return states
 
 
 def _rest_of_training(root: Node) -> list[tuple[Node, Node]]:
     gone = {"module", *_BOOKKEEPING}
-    return [(key, value) for key, value in mapping_pairs(root) or () if type(key) is not str or key not in gone]
+    return [
+        (key, value)
+        for key, value in mapping_pairs(root) or ()
+        if type(key) is not str or key not in gone
+    ]

@@ -1,12 +1,13 @@
 """DTensors as a pickle has them: which part of which tensor a rank holds.
 
-`torch.save` of a DTensor is ``_rebuild_from_type_v2(_rebuild_wrapper_subclass, DTensor, (DTensor, dtype, size, …), state)``.
-The state holds the `_local_tensor` and its `_spec`: the mesh of ranks (with the rank that saved), and a placement for each mesh
-dimension. Sources: torch/distributed/device_mesh.py, torch/distributed/tensor/_utils.py
+`torch.save` of a DTensor is ``_rebuild_from_type_v2(_rebuild_wrapper_subclass, DTensor, (DTensor,
+dtype, size, …), state)``. The state holds the `_local_tensor` and its `_spec`: the mesh of ranks
+(with the rank that saved), and a placement for each mesh dimension. Sources:
+torch/distributed/device_mesh.py, torch/distributed/tensor/_utils.py
 (`_compute_local_shape_and_global_offset`) and placement_types.py, torch 2.1 to 2.13.
 
-FSDP1's `ShardedTensor` is pickled in the same way; its state lists the local shards with their offsets, and those of all ranks.
-Source: torch/distributed/_shard/sharded_tensor/api.py.
+FSDP1's `ShardedTensor` is pickled in the same way; its state lists the local shards with their
+offsets, and those of all ranks. Source: torch/distributed/_shard/sharded_tensor/api.py.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptconv.pickles.nodes import Call, Dict, Global, Node
-from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.support.errors import (
+    LimitExceeded,
+    MalformedCheckpoint,
+    UnsupportedCheckpoint,
+    printable,
+)
 from ckptconv.support.limits import in_force
 from ckptconv.tensors.dtypes import BY_NAME, DType
 from ckptconv.tensors.refs import Piece, Shape, TensorRef, refuse_dimensions, requiring_grad
@@ -30,7 +36,9 @@ _STRIDED = "_StridedShard"
 
 
 class Mesh(NamedTuple):
-    """A grid of global `ranks` in C order, and the place `rank` and `coordinate` of the one that saved."""
+    """A grid of global `ranks` in C order, and the place `rank` and `coordinate` of the one that
+    saved.
+    """
 
     shape: Shape
     ranks: tuple[int, ...]
@@ -39,9 +47,11 @@ class Mesh(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """What a mesh dimension does to a tensor: split its dimension `dim` (None: every rank has the same).
+    """What a mesh dimension does to a tensor: split its dimension `dim` (None: every rank has the
+    same).
 
-    `factor` is 1 but for strided shards, which cut the dimension into that many parts first and split each of them.
+    `factor` is 1 but for strided shards, which cut the dimension into that many parts first and
+    split each of them.
     """
 
     dim: int | None
@@ -50,7 +60,9 @@ class Placement(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """One rank's part of a tensor of `dtype` and `shape`: its `local` values, or several `boxes` of them with their starts."""
+    """One rank's part of a tensor of `dtype` and `shape`: its `local` values, or several `boxes` of
+    them with their starts.
+    """
 
     dtype: DType
     shape: Shape
@@ -74,11 +86,19 @@ class Shard:
         held = tuple(sum(stop - start for start, stop in axis) for axis in runs)
         empty = 0 in held
         if self.local.shape != held and not (empty and not self.local.numel):
-            raise MalformedCheckpoint(f"rank {self.mesh.rank} holds {list(self.local.shape)} of it instead of {list(held)}")
+            raise MalformedCheckpoint(
+                f"rank {self.mesh.rank} holds {list(self.local.shape)} of it instead of "
+                f"{list(held)}"
+            )
         if empty:
-            yield (0,) * len(held), self.local._replace(shape=(0,) * len(held), stride=(1,) * len(held))
+            yield (
+                (0,) * len(held),
+                self.local._replace(shape=(0,) * len(held), stride=(1,) * len(held)),
+            )
             return
-        _refuse_many(prod(len(axis) for axis in runs), "is a DTensor of which a rank holds {} parts")
+        _refuse_many(
+            prod(len(axis) for axis in runs), "is a DTensor of which a rank holds {} parts"
+        )
         for box in product(*map(_placed, runs)):
             yield tuple(start for start, _, _ in box), _part(self.local, box)
 
@@ -104,12 +124,18 @@ def _placed(runs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
 
 def _part(local: TensorRef, box: Sequence[tuple[int, int, int]]) -> TensorRef:
     shape = tuple(size for _, _, size in box)
-    offset = local.storage_offset + sum(at * step for (_, at, _), step in zip(box, local.stride, strict=True))
-    return local._replace(shape=shape, pieces=(Piece(local.storage, offset, shape, local.stride, (0,) * len(shape)),))
+    offset = local.storage_offset + sum(
+        at * step for (_, at, _), step in zip(box, local.stride, strict=True)
+    )
+    return local._replace(
+        shape=shape, pieces=(Piece(local.storage, offset, shape, local.stride, (0,) * len(shape)),)
+    )
 
 
 def _runs(shape: Shape, mesh: Mesh, placements: Sequence[Placement]) -> list[list[tuple[int, int]]]:
-    """For each dimension the runs [start, stop) of indices that a rank holds, mesh dimensions applied from left to right."""
+    """For each dimension the runs [start, stop) of indices that a rank holds, mesh dimensions
+    applied from left to right.
+    """
     runs = [[(0, size)] for size in shape]
     for (dim, factor), count, index in zip(placements, mesh.shape, mesh.coordinate, strict=True):
         if dim is None:
@@ -124,7 +150,9 @@ def _runs(shape: Shape, mesh: Mesh, placements: Sequence[Placement]) -> list[lis
 
 
 def _chunk(start: int, stop: int, count: int, index: int) -> tuple[int, int]:
-    """The index-th of `count` parts as `torch.chunk` cuts them: all but the last of one size, some perhaps empty."""
+    """The index-th of `count` parts as `torch.chunk` cuts them: all but the last of one size, some
+    perhaps empty.
+    """
     size = -(-(stop - start) // count)
     return min(stop, start + index * size), min(stop, start + (index + 1) * size)
 
@@ -139,14 +167,15 @@ def _narrowed(runs: Sequence[tuple[int, int]], start: int, stop: int) -> Iterato
         at += last - first
 
 
-# --------------------------------------------------------------------------------------------------------------- reading
+# ------------------------------------------------------------------------------------------ reading
 
 
 _CLASSES = ("DTensor", "ShardedTensor")
 
 
 def refuse_flat(keys: Iterable[str], path: Path) -> None:
-    """Raise where a key is that of a flat parameter of FSDP1, which holds many parameters and does not say which.
+    """Raise where a key is that of a flat parameter of FSDP1, which holds many parameters and does
+    not say which.
 
     Source: torch/distributed/fsdp/_flat_param.py.
     """
@@ -177,7 +206,9 @@ def _is_named(node: Node, path: str) -> bool:
 
 
 def read_shard(node: Call) -> Shard:
-    """The shard that such a node describes; `UnsupportedCheckpoint` where a rank's share of it cannot be told."""
+    """The shard that such a node describes; `UnsupportedCheckpoint` where a rank's share of it
+    cannot be told.
+    """
     return _read_dtensor(node) if node.args[1].name == "DTensor" else _read_sharded_tensor(node)
 
 
@@ -193,11 +224,15 @@ def _read_sharded_tensor(node: Call) -> Shard:
         shard = _attributes(held)
         start, size, _ = _place(_attributes(shard.get("metadata")))
         if type(ref := shard.get("tensor")) is not TensorRef or ref.shape != size:
-            raise MalformedCheckpoint("is a ShardedTensor with a shard of another shape than it says")
+            raise MalformedCheckpoint(
+                "is a ShardedTensor with a shard of another shape than it says"
+            )
         boxes.append((start, ref))
     listed = _sequence(_attributes(state[1]).get("shards_metadata"))
     ranks = tuple(sorted({_place(_attributes(entry))[2] for entry in listed}))
-    return Shard(dtype, _sizes(given[2]), Mesh((len(ranks),), ranks, rank, ()), (), None, False, tuple(boxes))
+    return Shard(
+        dtype, _sizes(given[2]), Mesh((len(ranks),), ranks, rank, ()), (), None, False, tuple(boxes)
+    )
 
 
 def _place(metadata: dict[str, Node]) -> tuple[Shape, Shape, int]:
@@ -212,7 +247,12 @@ def _read_dtensor(node: Call) -> Shard:
     given, state = node.args[2], _state(node.args[3])
     spec = _attributes(state.get("_spec"))
     local = state.get("_local_tensor")
-    if type(given) is not tuple or len(given) < 3 or type(local) is not TensorRef or not local.is_view:
+    if (
+        type(given) is not tuple
+        or len(given) < 3
+        or type(local) is not TensorRef
+        or not local.is_view
+    ):
         raise UnsupportedCheckpoint("is a DTensor of an unknown kind")
     dtype, shape = given[1], _sizes(given[2])
     if type(dtype) is not Global or BY_NAME.get(dtype.name) is not local.dtype:
@@ -220,7 +260,9 @@ def _read_dtensor(node: Call) -> Shard:
     mesh = _mesh(_attributes(spec.get("mesh")))
     placements = tuple(_placement(item, len(shape)) for item in _sequence(spec.get("placements")))
     if len(placements) != len(mesh.shape):
-        raise MalformedCheckpoint(f"has {len(placements)} placements on a mesh of {len(mesh.shape)} dimensions")
+        raise MalformedCheckpoint(
+            f"has {len(placements)} placements on a mesh of {len(mesh.shape)} dimensions"
+        )
     _refuse_other_order(spec, placements)
     requires_grad = requiring_grad(local, len(given) > 7 and given[7] is True).requires_grad
     return Shard(local.dtype, shape, mesh, placements, local, requires_grad)
@@ -250,7 +292,9 @@ def _sizes(node: Node) -> Shape:
     sizes = tuple(_sequence(node))
     refuse_dimensions(len(sizes))
     if any(type(size) is not int or not 0 <= size < 1 << 60 for size in sizes):
-        raise MalformedCheckpoint("is a DTensor whose shape or mesh holds something other than sizes")
+        raise MalformedCheckpoint(
+            "is a DTensor whose shape or mesh holds something other than sizes"
+        )
     return sizes
 
 
@@ -272,9 +316,11 @@ def _placement(node: Node, dimensions: int) -> Placement:
 
 
 def _refuse_other_order(spec: dict[str, Node], placements: Sequence[Placement]) -> None:
-    """Only shards that are cut in the order of the mesh dimensions can be told from their placements.
+    """Only shards that are cut in the order of the mesh dimensions can be told from their
+    placements.
 
-    torch before 2.5 noted FSDP over tensor parallelism, which cuts rows from right to left, as if it cut from left to right.
+    torch before 2.5 noted FSDP over tensor parallelism, which cuts rows from right to left, as if
+    it cut from left to right.
     """
     order = _sequence(spec.get("shard_order") or ())
     dims = [entry.args[1] for entry in order if type(entry) is Call and len(entry.args) == 2]
@@ -288,7 +334,7 @@ def _refuse_other_order(spec: dict[str, Node], placements: Sequence[Placement]) 
         )
 
 
-# ------------------------------------------------------------------------------------------------------------------ meshes
+# ------------------------------------------------------------------------------------------- meshes
 
 
 def _mesh(state: dict[str, Node]) -> Mesh:
@@ -311,7 +357,8 @@ def _mesh(state: dict[str, Node]) -> Mesh:
     rank = state.get("_rank", ranks[offsets[index]] if offsets[index] < len(ranks) else None)
     if type(rank) is not int or ranks.count(rank) != 1 or len(set(ranks)) != len(ranks):
         raise MalformedCheckpoint("is a DTensor whose mesh does not have its rank exactly once")
-    base = ranks.index(rank) - offsets[index]  # a slice of a larger mesh: the layout starts where this rank's slice does
+    # a slice of a larger mesh: the layout starts where this rank's slice does
+    base = ranks.index(rank) - offsets[index]
     if not all(0 <= base + offset < len(ranks) for offset in offsets):
         raise MalformedCheckpoint("is a DTensor whose mesh reaches beyond its ranks")
     return Mesh(shape, tuple(ranks[base + offset] for offset in offsets), rank, place)
@@ -337,12 +384,17 @@ def _values(ref: Node) -> tuple[int, ...]:
     _refuse_many(ref.numel, _ON_MESH)
     raw = b"".join(map(bytes, iter_chunks(ref)))
     word = ref.dtype.itemsize
-    numbers = [int.from_bytes(raw[at : at + word], "little", signed=True) for at in range(0, len(raw), word)]
+    numbers = [
+        int.from_bytes(raw[at : at + word], "little", signed=True)
+        for at in range(0, len(raw), word)
+    ]
     return _sizes_of_any_length(numbers)
 
 
 def _layout(state: dict[str, Node]) -> tuple[Shape, list[int]]:
-    """Shape of a mesh, and for each of its ranks, in C order, the place in the rank map relative to the first."""
+    """Shape of a mesh, and for each of its ranks, in C order, the place in the rank map relative to
+    the first.
+    """
     if "axes" in state:  # since torch 2.11, one flat layout for each dimension
         axes = [_attributes(axis) for axis in _sequence(state["axes"])]
         steps = [_axis(_sizes(axis.get("shape")), _sizes(axis.get("stride"))) for axis in axes]

@@ -1,8 +1,10 @@
-"""The tree of a sharded checkpoint of Lightning: that of its DCP folder, and ``meta.pt``, which holds all that is not a tensor.
+"""The tree of a sharded checkpoint of Lightning: that of its DCP folder, and ``meta.pt``, which
+holds all that is not a tensor.
 
-Fabric keeps the user's own names in both. The Trainer's strategies have the model under ``model`` (FSDP) or ``state_dict``, and
-optimizers under ``optimizer_0``, ``optimizer_1``, …; Lightning's own consolidation gives them the names that its single files
-have. Source: lightning/fabric/utilities/load.py and lightning/pytorch/utilities/consolidate_checkpoint.py (2.6).
+Fabric keeps the user's own names in both. The Trainer's strategies have the model under ``model``
+(FSDP) or ``state_dict``, and optimizers under ``optimizer_0``, ``optimizer_1``, …; Lightning's own
+consolidation gives them the names that its single files have. Source:
+lightning/fabric/utilities/load.py and lightning/pytorch/utilities/consolidate_checkpoint.py (2.6).
 """
 
 from __future__ import annotations
@@ -15,13 +17,17 @@ _TRAINER = "pytorch-lightning_version"
 
 
 def with_meta(root: Dict, meta: Node) -> tuple[Dict, tuple[str, ...]]:
-    """The two trees as one, and a note on what is left out: a `meta.pt` of somebody else, whose names are not new ones."""
+    """The two trees as one, and a note on what is left out: a `meta.pt` of somebody else, whose
+    names are not new ones.
+    """
     known = {key for key, _ in root.pairs}
     pairs = mapping_pairs(meta)
     if pairs is None or any(type(key) is not str for key, _ in pairs):
         return root, (f"{META} beside it is left out: it holds no dict of names",)
     if twice := [key for key, _ in pairs if key in known]:
-        return root, (f"{META} beside it is left out: '{printable(twice[0])}' is in the checkpoint too",)
+        return root, (
+            f"{META} beside it is left out: '{printable(twice[0])}' is in the checkpoint too",
+        )
     joined = Dict([*root.pairs, *pairs])
     return (_as_single_file(joined) if any(key == _TRAINER for key, _ in pairs) else joined), ()
 

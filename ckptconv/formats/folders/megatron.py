@@ -1,8 +1,10 @@
-"""Folders of Megatron-LM's own format (``--ckpt-format torch``): one iteration, a folder for each rank of the model.
+"""Folders of Megatron-LM's own format (``--ckpt-format torch``): one iteration, a folder for each
+rank of the model.
 
-``mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt``, TT the tensor-parallel rank, PPP and EEE those of the pipeline and of the
-experts. What a distributed optimizer keeps lies beside it. The file of a model that was not split is a whole checkpoint; the
-parts of one that was are not put together here. Source: megatron/training/checkpointing.py.
+``mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt``, TT the tensor-parallel rank, PPP and EEE those of the
+pipeline and of the experts. What a distributed optimizer keeps lies beside it. The file of a model
+that was not split is a whole checkpoint; the parts of one that was are not put together here.
+Source: megatron/training/checkpointing.py.
 """
 
 from __future__ import annotations
@@ -20,7 +22,12 @@ from ckptconv.tree.checkpoint import Checkpoint
 _RANK = re.compile(r"mp_rank_([0-9]{2,6})(?:_[0-9]{3,6}){0,2}").fullmatch
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _OPTIMIZER = ("distrib_optim.pt", "optim.pt")
-_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size", "model_parallel_size")
+_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "model_parallel_size",
+)
 _HINT = "save it with --ckpt-format torch_dist, which is read, or convert it to one rank with Megatron's own tools"
 
 
@@ -40,7 +47,9 @@ def _rank_files(folder: Path) -> list[Path]:
 
 
 def open_megatron(path: Path, open_file: Callable[[Path], Checkpoint], home: Path) -> Checkpoint:
-    """Open the file of the one rank; `UnsupportedCheckpoint` where the model was split, by what there is or what it says."""
+    """Open the file of the one rank; `UnsupportedCheckpoint` where the model was split, by what
+    there is or what it says.
+    """
     files = _rank_files(path)
     if len(files) > 1:
         raise _parallel(_kind(files), len(files), path)
@@ -66,7 +75,9 @@ def _parallel(kind: str, ranks: int, path: Path) -> UnsupportedCheckpoint:
 
 
 def refuse_split(root: Node, path: Path) -> None:
-    """Raise where the arguments of the training say that the model had more ranks than the one that is here."""
+    """Raise where the arguments of the training say that the model had more ranks than the one that
+    is here.
+    """
     args = next((value for key, value in mapping_pairs(root) or () if key == "args"), None)
     known = mapping_pairs(args.state if type(args) is Call else args) or ()
     for key, size in known:

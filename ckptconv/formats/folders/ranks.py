@@ -1,7 +1,9 @@
-"""Files of ranks (`torch.save` of a sharded state dict, one per rank) joined into the checkpoint that they are together.
+"""Files of ranks (`torch.save` of a sharded state dict, one per rank) joined into the checkpoint
+that they are together.
 
-The DTensors (or FSDP1's ShardedTensors) at one place in all files become one tensor. The rest is that of the lowest rank and
-must be the same in all of them. No rank's shard ever passes for the whole tensor.
+The DTensors (or FSDP1's ShardedTensors) at one place in all files become one tensor. The rest is
+that of the lowest rank and must be the same in all of them. No rank's shard ever passes for the
+whole tensor.
 """
 
 from __future__ import annotations
@@ -13,7 +15,13 @@ from itertools import pairwise
 from ckptconv.formats.folders.dtensors import Shard, is_sharded, read_shard, refuse_flat
 from ckptconv.pickles.nodes import Node
 from ckptconv.pickles.substitution import calls_of, substituted
-from ckptconv.support.errors import CheckpointError, IncompleteCheckpoint, MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.support.errors import (
+    CheckpointError,
+    IncompleteCheckpoint,
+    MalformedCheckpoint,
+    UnsupportedCheckpoint,
+    printable,
+)
 from ckptconv.tensors.assembly import assembled
 from ckptconv.tensors.refs import Shape, TensorRef
 from ckptconv.tensors.stream import iter_chunks
@@ -25,7 +33,9 @@ from ckptconv.tree.walk import labels_of, place_text, tensor_of, walk
 Labels = tuple[Node, ...]
 
 _OF_A_RANK = ("running_mean", "running_var", "num_batches_tracked")
-"""Buffers that data-parallel training leaves to each rank; torch's own consolidation takes those of rank 0."""
+"""Buffers that data-parallel training leaves to each rank; torch's own consolidation takes those of
+rank 0.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,10 +59,11 @@ def has_shards(checkpoint: Checkpoint) -> bool:
 
 
 def join_ranks(opened: Sequence[Checkpoint]) -> Checkpoint:
-    """The checkpoint that files of ranks are together; a single file without shards is given back as it is.
+    """The checkpoint that files of ranks are together; a single file without shards is given back
+    as it is.
 
-    Raises `UnsupportedCheckpoint` when ranks are missing (and says which), `MalformedCheckpoint` when the files are not
-    those of one checkpoint.
+    Raises `UnsupportedCheckpoint` when ranks are missing (and says which), `MalformedCheckpoint`
+    when the files are not those of one checkpoint.
     """
     if len(opened) == 1 and not has_shards(opened[0]):
         return opened[0]
@@ -130,11 +141,21 @@ def _refuse_duplicates(ranks: Sequence[_Rank]) -> None:
 
 def _refuse_missing(ranks: Sequence[_Rank]) -> None:
     given = {rank.number for rank in ranks}
-    needed = {number for rank in ranks for _, shard in rank.shards.values() if shard.is_split for number in shard.mesh.ranks}
+    needed = {
+        number
+        for rank in ranks
+        for _, shard in rank.shards.values()
+        if shard.is_split
+        for number in shard.mesh.ranks
+    }
     if not (missing := sorted(needed - given)):
         return
     named = ", ".join(map(str, missing[:8])) + ", …" * (len(missing) > 8)
-    what = f"holds rank {ranks[0].number}'s shards only" if len(ranks) == 1 else f"{len(ranks)} files were named"
+    what = (
+        f"holds rank {ranks[0].number}'s shards only"
+        if len(ranks) == 1
+        else f"{len(ranks)} files were named"
+    )
     raise IncompleteCheckpoint(
         f"{what}, but its tensors are split over {len(needed)} ranks; missing: rank {named}",
         path=ranks[0].checkpoint.path,
@@ -148,7 +169,10 @@ def _all_ranks(count: int) -> str:
 
 def _refuse_other_keys(first: _Rank, other: _Rank) -> None:
     """The two files must hold shards and tensors at the same places."""
-    for ours, theirs in ((first.shards.keys(), other.shards.keys()), (first.others.keys(), other.others.keys())):
+    for ours, theirs in (
+        (first.shards.keys(), other.shards.keys()),
+        (first.others.keys(), other.others.keys()),
+    ):
         if ours != theirs:
             odd = next(iter(ours ^ theirs))
             raise MalformedCheckpoint(
@@ -166,13 +190,20 @@ def _joined(shards: Sequence[Shard]) -> TensorRef:
     parts: dict[tuple[Shape, Shape], TensorRef] = {}
     for shard in shards:
         rank = shard.mesh.rank
-        if (shard.dtype, shard.shape, shard.placements) != (first.dtype, first.shape, first.placements):
+        if (shard.dtype, shard.shape, shard.placements) != (
+            first.dtype,
+            first.shape,
+            first.placements,
+        ):
             raise MalformedCheckpoint(
-                f"the ranks {first.mesh.rank} and {rank} have it in different types, shapes or placements"
+                f"the ranks {first.mesh.rank} and {rank} have it in different types, shapes or "
+                "placements"
             )
         for number in shard.mesh.ranks if shard.is_split else ():
             if by_rank[number].mesh[:2] != shard.mesh[:2]:
-                raise MalformedCheckpoint(f"the ranks {number} and {rank} split it over different meshes")
+                raise MalformedCheckpoint(
+                    f"the ranks {number} and {rank} split it over different meshes"
+                )
         for start, ref in shard.parts():
             parts.setdefault((start, ref.shape), ref)
     whole = assembled(first.dtype, first.shape, [(start, ref) for (start, _), ref in parts.items()])
@@ -180,7 +211,9 @@ def _joined(shards: Sequence[Shard]) -> TensorRef:
 
 
 def _disagreements(ranks: Sequence[_Rank]) -> list[str]:
-    """Notes on tensors of which every rank may have its own; `MalformedCheckpoint` where another tensor differs."""
+    """Notes on tensors of which every rank may have its own; `MalformedCheckpoint` where another
+    tensor differs.
+    """
     own = []
     for labels, tensor in ranks[0].others.items():
         for rank in ranks[1:]:
@@ -188,7 +221,8 @@ def _disagreements(ranks: Sequence[_Rank]) -> list[str]:
                 continue
             if not _is_of_a_rank(labels):
                 raise MalformedCheckpoint(
-                    f"is not a shard, but differs between the ranks {ranks[0].number} and {rank.number}",
+                    f"is not a shard, but differs between the ranks {ranks[0].number} and "
+                    f"{rank.number}",
                     path=rank.checkpoint.path,
                     where=_text(labels),
                     hint="the files do not belong to one checkpoint",
@@ -196,7 +230,14 @@ def _disagreements(ranks: Sequence[_Rank]) -> list[str]:
             own.append(_text(labels))
             break
     named = printable(", ".join(own[:3])) + ", …" * (len(own) > 3)
-    return [f"{len(own)} tensors differ on each rank; those of rank {ranks[0].number} are taken: {named}"] if own else []
+    return (
+        [
+            f"{len(own)} tensors differ on each rank; those of rank {ranks[0].number} are taken: "
+            f"{named}"
+        ]
+        if own
+        else []
+    )
 
 
 def _is_of_a_rank(labels: Labels) -> bool:
@@ -206,7 +247,9 @@ def _is_of_a_rank(labels: Labels) -> bool:
 
 
 def _are_equal(one: TensorRef, other: TensorRef) -> bool:
-    """Whether two tensors hold the same values: by the checksums of their storages where they have any."""
+    """Whether two tensors hold the same values: by the checksums of their storages where they have
+    any.
+    """
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     if _checksum(one) is not None and _checksum(one) == _checksum(other):
@@ -216,7 +259,17 @@ def _are_equal(one: TensorRef, other: TensorRef) -> bool:
 
 
 def _checksum(ref: TensorRef) -> object:
-    """What two tensors have in common only if they are equal: how they lie in storages of one checksum. None: unknown."""
+    """What two tensors have in common only if they are equal: how they lie in storages of one
+    checksum. None: unknown.
+    """
     if not ref.is_view or ref.storage.crc32 is None:
         return None
-    return ref.storage.crc32, ref.storage.nbytes, ref.storage_offset, ref.stride, ref.conj, ref.neg, ref.storage.big_endian
+    return (
+        ref.storage.crc32,
+        ref.storage.nbytes,
+        ref.storage_offset,
+        ref.stride,
+        ref.conj,
+        ref.neg,
+        ref.storage.big_endian,
+    )

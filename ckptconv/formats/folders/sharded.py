@@ -1,12 +1,15 @@
-"""Folders as Hugging Face libraries write them: an index beside its shards, or one file of weights under a usual name.
+"""Folders as Hugging Face libraries write them: an index beside its shards, or one file of weights
+under a usual name.
 
-Weights may be there in variants too, whose name stands before the last part of each file's: ``model.fp16.safetensors``,
-``model.safetensors.index.fp16.json``, ``model.fp16-00001-of-00002.safetensors``.
+Weights may be there in variants too, whose name stands before the last part of each file's:
+``model.fp16.safetensors``, ``model.safetensors.index.fp16.json``,
+``model.fp16-00001-of-00002.safetensors``.
 
-``model.safetensors.index.json`` (or ``pytorch_model.bin.index.json``) is a JSON object: ``weight_map`` from key to file name,
-``metadata`` with ``total_size`` in bytes and, as transformers writes it, ``total_parameters``.
-Shards are whole checkpoints and lie in the folder of the index; in the library's cache they are links into the ``blobs``
-beside ``snapshots``. Source: transformers' and huggingface_hub's sharded checkpoints.
+``model.safetensors.index.json`` (or ``pytorch_model.bin.index.json``) is a JSON object:
+``weight_map`` from key to file name, ``metadata`` with ``total_size`` in bytes and, as transformers
+writes it, ``total_parameters``. Shards are whole checkpoints and lie in the folder of the index; in
+the library's cache they are links into the ``blobs`` beside ``snapshots``. Source: transformers'
+and huggingface_hub's sharded checkpoints.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ from ckptconv.tree.containers import UNKNOWN, Opening, of_shards
 NAME = "sharded"
 _INDEX = ".index.json"
 _TRIES = 10
-_ALONE = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin",
+_ALONE = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors",
+    "adapter_model.bin",
           "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")  # fmt: skip
 """Names under which the libraries save weights that need no shards, the preferred first."""
 
@@ -71,7 +75,9 @@ def _indexes(folder: Path) -> list[Path]:
 def variants(folder: Path) -> dict[str, Path]:
     """The variants of the weights in a folder, each with its index or its one file."""
     found: dict[str, Path] = {}
-    names = sorted(item.name for item in folder.iterdir() if item.is_file()) if folder.is_dir() else []
+    names = (
+        sorted(item.name for item in folder.iterdir() if item.is_file()) if folder.is_dir() else []
+    )
     for matches in _VARIANTS:
         for name in names:
             if match := matches(name):
@@ -79,12 +85,14 @@ def variants(folder: Path) -> dict[str, Path]:
     return found
 
 
-def open_sharded(path: Path, open_file: Callable[[Path], Checkpoint], variant: str | None) -> Checkpoint:
+def open_sharded(
+    path: Path, open_file: Callable[[Path], Checkpoint], variant: str | None
+) -> Checkpoint:
     """Open all shards that an index names; reads their directories, no payload.
 
-    Of a folder, the weights are those of `variant`, else the plain ones, else those of the only variant. The tree is an
-    OrderedDict in the index's order. Raises `MalformedCheckpoint` when a shard is missing or unsafe, or when index and
-    shards do not agree on who holds a key.
+    Of a folder, the weights are those of `variant`, else the plain ones, else those of the only
+    variant. The tree is an OrderedDict in the index's order. Raises `MalformedCheckpoint` when a
+    shard is missing or unsafe, or when index and shards do not agree on who holds a key.
     """
     if not path.is_dir():
         return _open_index(path, open_file)
@@ -93,22 +101,30 @@ def open_sharded(path: Path, open_file: Callable[[Path], Checkpoint], variant: s
         variant = _only_variant(path, others)
     found = within(others[variant] if variant is not None else _plain(path), path)
     checkpoint = _open_index(found, open_file) if found.suffix == ".json" else open_file(found)
-    beside = [f"{found.name}{_INDEX} is here too; {found.name} is read, as transformers does"] * _has_index(found)
+    beside = [
+        f"{found.name}{_INDEX} is here too; {found.name} is read, as transformers does"
+    ] * _has_index(found)
     notes = (*beside, *_variant_notes(variant, others), *_ignored(path, found, checkpoint))
     return replace(checkpoint, notes=(*notes, *checkpoint.notes))
 
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
-_OF_TRAINING = re.compile(r"(?:optimizer|scheduler|training_args|rng_state|random_states|scaler|sampler)", re.IGNORECASE)
+_OF_TRAINING = re.compile(
+    r"(?:optimizer|scheduler|training_args|rng_state|random_states|scaler|sampler)", re.IGNORECASE
+)
 
 
 def _ignored(folder: Path, read: Path, checkpoint: Checkpoint) -> Iterator[str]:
-    """Tell which file of a folder is read where others in it look like checkpoints too, and are not part of it."""
+    """Tell which file of a folder is read where others in it look like checkpoints too, and are not
+    part of it.
+    """
     parts = {read.name, *(file.path.name for file in checkpoint.files)}
     others = [
         item.name
         for item in sorted(folder.iterdir())
-        if item.suffix.lower() in _WEIGHTS and item.name not in parts and not _is_companion(item.name)
+        if item.suffix.lower() in _WEIGHTS
+        and item.name not in parts
+        and not _is_companion(item.name)
     ]
     if others:
         told = "1 other file is" if len(others) == 1 else f"{len(others):,} other files are"
@@ -116,7 +132,9 @@ def _ignored(folder: Path, read: Path, checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _is_companion(name: str) -> bool:
-    """Whether a file has the name of what training keeps beside the weights, or of the weights in another form."""
+    """Whether a file has the name of what training keeps beside the weights, or of the weights in
+    another form.
+    """
     stem = re.sub(rf"{_OF_A_SET}$", "", name.rpartition(".")[0])
     return bool(_OF_TRAINING.match(name)) or re.fullmatch(rf"{_STEMS}(?:\..+)?", stem) is not None
 
@@ -128,18 +146,24 @@ def _has_index(found: Path) -> bool:
 def _only_variant(folder: Path, found: Mapping[str, Path]) -> str:
     if len(found) > 1:
         what = f"holds {len(found)} variants of its weights, but not the plain weights"
-        raise AmbiguousStateDict(what, path=folder, hint=f"choose one with --tag: {printable(', '.join(found), 500)}")
+        raise AmbiguousStateDict(
+            what, path=folder, hint=f"choose one with --tag: {printable(', '.join(found), 500)}"
+        )
     return next(iter(found))
 
 
 def _variant_notes(variant: str | None, found: Mapping[str, Path]) -> list[str]:
     named = printable(", ".join(name for name in found if name != variant), 500)
     notes = [f"the variant {printable(variant)} is read"] if variant is not None else []
-    return notes + [f"variants of the weights are here too; choose one with --tag: {named}"] * bool(named)
+    return notes + [f"variants of the weights are here too; choose one with --tag: {named}"] * bool(
+        named
+    )
 
 
 def _plain(folder: Path) -> Path:
-    """The index in a folder, or its one file; of both the file, as transformers' `from_pretrained` looks for it first."""
+    """The index in a folder, or its one file; of both the file, as transformers' `from_pretrained`
+    looks for it first.
+    """
     index = _index_of(folder)
     alone = None if index is None else index.with_name(index.name.removesuffix(_INDEX))
     if index is not None and not (alone is not None and alone.name in _ALONE and alone.is_file()):
@@ -148,7 +172,9 @@ def _plain(folder: Path) -> Path:
 
 
 def _open_index(index: Path, open_file: Callable[[Path], Checkpoint]) -> Checkpoint:
-    """An index that is replaced meanwhile is read anew: the shards that were opened may be of either set."""
+    """An index that is replaced meanwhile is read anew: the shards that were opened may be of
+    either set.
+    """
     for _ in range(_TRIES):
         before = _seen(index)
         try:
@@ -161,7 +187,9 @@ def _open_index(index: Path, open_file: Callable[[Path], Checkpoint]) -> Checkpo
             return checkpoint
         checkpoint.close()
     raise MalformedCheckpoint(
-        "is being replaced again and again", path=index, hint="wait until the program that writes it has finished"
+        "is being replaced again and again",
+        path=index,
+        hint="wait until the program that writes it has finished",
     )
 
 
@@ -212,11 +240,15 @@ def _least_open(shards: Sequence[Checkpoint]) -> Opening:
 def _index_of(folder: Path) -> Path | None:
     """The index in a folder; of a safetensors and a torch one for the same weights, the first."""
     found = _indexes(folder)
-    if len(found) > 1 and (usual := [item for item in found if item.name == f"model.safetensors{_INDEX}"]):
+    if len(found) > 1 and (
+        usual := [item for item in found if item.name == f"model.safetensors{_INDEX}"]
+    ):
         found = usual
     if len(found) > 1:
         names = ", ".join(printable(item.name) for item in found)
-        raise UnsupportedCheckpoint(f"holds {len(found)} indexes: {names}", path=folder, hint="name the index that you mean")
+        raise UnsupportedCheckpoint(
+            f"holds {len(found)} indexes: {names}", path=folder, hint="name the index that you mean"
+        )
     return found[0] if found else None
 
 
@@ -225,7 +257,13 @@ def _read_index(index: Path) -> tuple[Mapping[str, str], Mapping[str, Any]]:
     source = FileSource(index)
     try:
         if source.size > (most := in_force().index_bytes):
-            raise LimitExceeded(f"has {source.size} bytes", limit="index_bytes", allowed=most, needed=source.size, path=index)
+            raise LimitExceeded(
+                f"has {source.size} bytes",
+                limit="index_bytes",
+                allowed=most,
+                needed=source.size,
+                path=index,
+            )
         found = read_object(source.read(0, source.size), index, "index")
     finally:
         source.close()
@@ -235,9 +273,16 @@ def _read_index(index: Path) -> tuple[Mapping[str, str], Mapping[str, Any]]:
     for key, name in weight_map.items():
         if type(name) is not str or not platforms.is_plain_path(name):
             what = f"its shard {printable(str(name))} is not a plain file name"
-            raise MalformedCheckpoint(what, path=index, where=key, hint="it means another file on Windows; rename it, here too")
+            raise MalformedCheckpoint(
+                what,
+                path=index,
+                where=key,
+                hint="it means another file on Windows; rename it, here too",
+            )
     if (count := len(set(weight_map.values()))) > (most := in_force().shards):
-        raise LimitExceeded(f"names {count} shards", limit="shards", allowed=most, needed=count, path=index)
+        raise LimitExceeded(
+            f"names {count} shards", limit="shards", allowed=most, needed=count, path=index
+        )
     metadata = found.get("metadata")
     others = metadata.items() if isinstance(metadata, dict) else ()
     return weight_map, {name: value for name, value in others if name != "total_size"}
@@ -248,7 +293,9 @@ def _malformed(index: Path, where: str, what: str) -> MalformedCheckpoint:
 
 
 def _shard(index: Path, name: str) -> Path:
-    """The path of a shard, after checking that it is there and that no link leads out of the folder."""
+    """The path of a shard, after checking that it is there and that no link leads out of the
+    folder.
+    """
     path = index.parent / name
     if name == index.name:
         raise _malformed(index, name, "names itself as a shard")
@@ -263,21 +310,28 @@ def _shard(index: Path, name: str) -> Path:
     return path
 
 
-def _pairs(index: Path, weight_map: Mapping[str, str], shards: Mapping[str, Checkpoint]) -> list[tuple[str, Node]]:
+def _pairs(
+    index: Path, weight_map: Mapping[str, str], shards: Mapping[str, Checkpoint]
+) -> list[tuple[str, Node]]:
     """The tensors by key, in the index's order."""
     held: dict[str, tuple[str, Node]] = {}
     for name, shard in shards.items():
         for key, value in _state_dict(shard):
             if key in held:
-                raise _malformed(index, key, f"is in two shards, {printable(held[key][0])} and {printable(name)}")
+                raise _malformed(
+                    index, key, f"is in two shards, {printable(held[key][0])} and {printable(name)}"
+                )
             held[key] = name, value
     for key, name in weight_map.items():
         if held.get(key, ("",))[0] != name:
             raise _malformed(index, key, f"is not in {printable(name)}, where the index puts it")
     others = [key for key in held if key not in weight_map]
     if extra := [key for key in others if shards[held[key][0]].metadata.get(key) not in held]:
-        raise _malformed(index, extra[0], f"is in {printable(held[extra[0]][0])} but not in the index")
-    return [(key, held[key][1]) for key in (*weight_map, *others)]  # the others are aliases of tied tensors
+        raise _malformed(
+            index, extra[0], f"is in {printable(held[extra[0]][0])} but not in the index"
+        )
+    # the others are aliases of tied tensors
+    return [(key, held[key][1]) for key in (*weight_map, *others)]
 
 
 def _state_dict(shard: Checkpoint) -> list[tuple[str, Node]]:

@@ -1,8 +1,9 @@
 """Folders that contain checkpoints but are not one themselves: which checkpoint to read.
 
-A file of the folder may name it (``latest`` of DeepSpeed, ``latest_checkpointed_iteration.txt`` of Megatron-LM), or the user
-does, or there is only one. The folder itself is looked into, and no deeper. Whether something in it is a checkpoint, the
-caller says. Source: deepspeed/runtime/engine.py, megatron/training/checkpointing.py.
+A file of the folder may name it (``latest`` of DeepSpeed, ``latest_checkpointed_iteration.txt`` of
+Megatron-LM), or the user does, or there is only one. The folder itself is looked into, and no
+deeper. Whether something in it is a checkpoint, the caller says. Source:
+deepspeed/runtime/engine.py, megatron/training/checkpointing.py.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ from typing import NamedTuple
 from ckptconv.io.files import FileSource
 from ckptconv.io.paths import within
 from ckptconv.support import platforms
-from ckptconv.support.errors import AmbiguousStateDict, MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.support.errors import (
+    AmbiguousStateDict,
+    MalformedCheckpoint,
+    UnsupportedCheckpoint,
+    printable,
+)
 from ckptconv.support.limits import in_force
 
 Test = Callable[[Path], bool]
@@ -32,7 +38,9 @@ class Chosen:
 
 
 class Pointer(NamedTuple):
-    """A text file that says which of the folders beside it is meant, and how its text becomes that folder's name."""
+    """A text file that says which of the folders beside it is meant, and how its text becomes that
+    folder's name.
+    """
 
     file: str
     name: Callable[[str], str]
@@ -51,7 +59,18 @@ _BESIDE = re.compile(
 ).fullmatch
 """Names under which training leaves beside the weights what it needs to go on."""
 _SHARD = re.compile(r".+-[0-9]{5}-of-(?!00001\b)[0-9]{5}\.\w+").fullmatch
-_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".tar", ".th", ".pkl", ".pickle", ".zip")
+_SUFFIXES = (
+    ".safetensors",
+    ".pt",
+    ".pth",
+    ".bin",
+    ".ckpt",
+    ".tar",
+    ".th",
+    ".pkl",
+    ".pickle",
+    ".zip",
+)
 
 
 def points(folder: Path) -> bool:
@@ -60,27 +79,36 @@ def points(folder: Path) -> bool:
 
 
 def chosen(folder: Path, tag: str | None, is_checkpoint: Test) -> Chosen | None:
-    """What is meant in `folder`: what `tag` names, else what a file of it names, else the only checkpoint in it.
+    """What is meant in `folder`: what `tag` names, else what a file of it names, else the only
+    checkpoint in it.
 
-    None where there is nothing to choose from. Raises `MalformedCheckpoint` for a name that leads elsewhere or nowhere,
-    `AmbiguousStateDict` where there is a choice; both say what there is.
+    None where there is nothing to choose from. Raises `MalformedCheckpoint` for a name that leads
+    elsewhere or nowhere, `AmbiguousStateDict` where there is a choice; both say what there is.
     """
     inside = _inside(folder, is_checkpoint)
     if tag is not None:
-        return _as_chosen(folder, _named(folder, _by_number(tag, inside.folders), "--tag", inside, is_checkpoint), inside)
+        return _as_chosen(
+            folder,
+            _named(folder, _by_number(tag, inside.folders), "--tag", inside, is_checkpoint),
+            inside,
+        )
     for pointer in POINTERS:
         if (folder / pointer.file).is_file():
             name = pointer.name(_text(folder / pointer.file))
-            return _as_chosen(folder, _named(folder, name, pointer.file, inside, is_checkpoint), inside)
+            return _as_chosen(
+                folder, _named(folder, name, pointer.file, inside, is_checkpoint), inside
+            )
     return _only(folder, inside)
 
 
-# ---------------------------------------------------------------------------------------------------------- what there is
+# ------------------------------------------------------------------------------------ what there is
 
 
 @dataclass(frozen=True, slots=True)
 class _Inside:
-    """The names in a folder: of checkpoints that are folders, of folders around such, and of files that may be checkpoints."""
+    """The names in a folder: of checkpoints that are folders, of folders around such, and of files
+    that may be checkpoints.
+    """
 
     folders: tuple[str, ...]
     around: tuple[str, ...]
@@ -97,7 +125,9 @@ def _inside(folder: Path, is_checkpoint: Test) -> _Inside:
 
 
 def _distinct(folder: Path) -> list[Path]:
-    """What is in a folder, by number, but for hidden things and links to others in it: ``last.ckpt``, ``latest``."""
+    """What is in a folder, by number, but for hidden things and links to others in it:
+    ``last.ckpt``, ``latest``.
+    """
     items = {item.name: item for item in folder.iterdir() if not item.name.startswith(".")}
     links = {name for name, item in items.items() if item.is_symlink()}
     home = os.path.realpath(folder)
@@ -110,18 +140,25 @@ def _distinct(folder: Path) -> list[Path]:
 
 def _numbers(name: str) -> list[tuple[int, str]]:
     """A key under which ``step-9`` stands before ``step-10``."""
-    return [(int(part[:18]), part) if re.fullmatch("[0-9]+", part) else (-1, part) for part in re.split("([0-9]+)", name)]
+    return [
+        (int(part[:18]), part) if re.fullmatch("[0-9]+", part) else (-1, part)
+        for part in re.split("([0-9]+)", name)
+    ]
 
 
 def _text(file: Path) -> str:
     source = FileSource(file)
     try:
-        return source.read(0, min(source.size, in_force().small_record_bytes)).decode("utf-8", "replace").strip()
+        return (
+            source.read(0, min(source.size, in_force().small_record_bytes))
+            .decode("utf-8", "replace")
+            .strip()
+        )
     finally:
         source.close()
 
 
-# ------------------------------------------------------------------------------------------------------------ what is meant
+# ------------------------------------------------------------------------------------ what is meant
 
 
 def is_plain_name(name: str) -> bool:
@@ -132,14 +169,22 @@ def is_plain_name(name: str) -> bool:
 _LONGEST = 255  # bytes, as in the names of most file systems
 
 
-NOT_PLAIN = "it means something else on Windows, or lies elsewhere; rename it, also where it is named"
+NOT_PLAIN = (
+    "it means something else on Windows, or lies elsewhere; rename it, also where it is named"
+)
 
 
 def _by_number(tag: str, names: Sequence[str]) -> str:
-    """The one name that ends in the number `tag` where none is called so: 1000 is step-1000 or iter_0001000; else `tag`."""
+    """The one name that ends in the number `tag` where none is called so: 1000 is step-1000 or
+    iter_0001000; else `tag`.
+    """
     if tag in names or not re.fullmatch("[0-9]{1,18}", tag):
         return tag
-    found = [name for name in names if (end := re.search("[-_]([0-9]{1,18})$", name)) and int(end[1]) == int(tag)]
+    found = [
+        name
+        for name in names
+        if (end := re.search("[-_]([0-9]{1,18})$", name)) and int(end[1]) == int(tag)
+    ]
     return found[0] if len(found) == 1 else tag
 
 
@@ -152,7 +197,9 @@ def _named(folder: Path, name: str, named_by: str, inside: _Inside, is_checkpoin
         what = f"names the step '{printable(name)}', which is not here"
         if named_by == "--tag":
             what = f"there is no step '{printable(name)}' here"
-        raise MalformedCheckpoint(what, path=folder, where=named_by, hint=_choice((*inside.folders, *inside.files)))
+        raise MalformedCheckpoint(
+            what, path=folder, where=named_by, hint=_choice((*inside.folders, *inside.files))
+        )
     return name
 
 
@@ -164,11 +211,16 @@ def _as_chosen(folder: Path, name: str, inside: _Inside) -> Chosen:
 
 
 def _only(folder: Path, inside: _Inside) -> Chosen | None:
-    files = [name for name in inside.files if not _BESIDE(name)] or ([] if inside.folders else list(inside.files))
+    files = [name for name in inside.files if not _BESIDE(name)] or (
+        [] if inside.folders else list(inside.files)
+    )
     found = [*inside.folders, *files]
     if len(found) == 1 and not inside.around and not _SHARD(found[0]):
         within(folder / found[0], folder)
-        return Chosen(folder / found[0], (f"the only checkpoint in the folder is read: {printable(found[0])}",))
+        return Chosen(
+            folder / found[0],
+            (f"the only checkpoint in the folder is read: {printable(found[0])}",),
+        )
     if inside.folders:
         what = f"holds {len(found) + len(inside.around)} checkpoints but no file says which one to read"
         raise AmbiguousStateDict(what, path=folder, hint=_choice(found, inside.around))
@@ -177,7 +229,10 @@ def _only(folder: Path, inside: _Inside) -> Chosen | None:
         hint = f"name the one that you mean: {_listed((*inside.around, *files))}"
         raise UnsupportedCheckpoint(what, path=folder, hint=hint)
     if files:
-        what, hint = f"is a folder of {len(files)} files without an index", f"name the file that you mean: {_listed(files)}"
+        what, hint = (
+            f"is a folder of {len(files)} files without an index",
+            f"name the file that you mean: {_listed(files)}",
+        )
         raise UnsupportedCheckpoint(what, path=folder, hint=hint)
     return None
 

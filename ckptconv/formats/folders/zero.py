@@ -1,9 +1,11 @@
-"""The fp32 partitions of ZeRO, joined again: which elements of which rank's flat groups are which parameter.
+"""The fp32 partitions of ZeRO, joined again: which elements of which rank's flat groups are which
+parameter.
 
-Stages 1 and 2 lay the parameters of a group end to end, each followed by its alignment padding if there is any, and cut that
-into as many partitions as there are ranks; the last ones may lack what only filled them up. Stage 3 cuts each parameter into
-one share per rank, of equal size, the last ones padded, and each rank lays its shares end to end. Source:
-deepspeed/utils/zero_to_fp32.py and deepspeed/runtime/zero (0.19.8).
+Stages 1 and 2 lay the parameters of a group end to end, each followed by its alignment padding if
+there is any, and cut that into as many partitions as there are ranks; the last ones may lack what
+only filled them up. Stage 3 cuts each parameter into one share per rank, of equal size, the last
+ones padded, and each rank lays its shares end to end. Source: deepspeed/utils/zero_to_fp32.py and
+deepspeed/runtime/zero (0.19.8).
 """
 
 from __future__ import annotations
@@ -13,7 +15,12 @@ from dataclasses import dataclass
 from math import prod
 
 from ckptconv.pickles.nodes import ABSENT, ORDERED_DICT, Call, Node, mapping_pairs
-from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.support.errors import (
+    LimitExceeded,
+    MalformedCheckpoint,
+    UnsupportedCheckpoint,
+    printable,
+)
 from ckptconv.support.limits import in_force
 from ckptconv.tensors.flat_runs import Flat, Run, Widener, shaped
 from ckptconv.tensors.refs import Shape, TensorRef, refuse_dimensions
@@ -27,9 +34,11 @@ _WHOLE = "fetch the whole folder again: its files are from different runs, cut o
 
 @dataclass(frozen=True, slots=True)
 class RankStates:
-    """What one rank's optimizer states hold: the ZeRO `stage`, the number of `ranks`, and its fp32 partition of each group.
+    """What one rank's optimizer states hold: the ZeRO `stage`, the number of `ranks`, and its fp32
+    partition of each group.
 
-    `paddings` (None: there are none) are by group the elements that lie behind each parameter to align the next.
+    `paddings` (None: there are none) are by group the elements that lie behind each parameter to
+    align the next.
     """
 
     stage: int
@@ -39,17 +48,22 @@ class RankStates:
 
 
 def entries(node: Node) -> dict[str, Node]:
-    """The values of a dict by those of its keys that are text; none for anything that is not a dict."""
+    """The values of a dict by those of its keys that are text; none for anything that is not a
+    dict.
+    """
     return {key: value for key, value in mapping_pairs(node) or () if type(key) is str}
 
 
-# ------------------------------------------------------------------------------------------------- what a rank's file says
+# -------------------------------------------------------------------------- what a rank's file says
 
 
 def read_rank(root: Node) -> RankStates:
-    """What the tree of a rank's optimizer states says; `MalformedCheckpoint` or `UnsupportedCheckpoint` when it does not."""
+    """What the tree of a rank's optimizer states says; `MalformedCheckpoint` or
+    `UnsupportedCheckpoint` when it does not.
+    """
     states = entries(entries(root).get("optimizer_state_dict"))
-    stage = _integer(states.get("zero_stage", 1))  # the bf16 optimizer, which lays out as stage 1 does, names none
+    # the bf16 optimizer, which lays out as stage 1 does, names none
+    stage = _integer(states.get("zero_stage", 1))
     key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
     where = f"optimizer_state_dict.{key}"
     found: Node = states.get(key)
@@ -70,7 +84,11 @@ def _integer(node: Node) -> int:
 def _flat_group(node: Node, where: str) -> TensorRef:
     ref = tensor_of(node)
     if ref is None or len(ref.shape) != 1:
-        raise MalformedCheckpoint("a partition is not a flat tensor", where=where, hint="was its optimizer offloaded to NVMe?")
+        raise MalformedCheckpoint(
+            "a partition is not a flat tensor",
+            where=where,
+            hint="was its optimizer offloaded to NVMe?",
+        )
     return ref
 
 
@@ -78,32 +96,44 @@ def _paddings(node: Node) -> tuple[tuple[int, ...], ...] | None:
     if node is None:
         return None
     if type(node) not in (list, tuple) or not all(_are_sizes(group) for group in node):
-        raise MalformedCheckpoint("holds something other than sizes", where="optimizer_state_dict.param_alignment_paddings")
+        raise MalformedCheckpoint(
+            "holds something other than sizes",
+            where="optimizer_state_dict.param_alignment_paddings",
+        )
     return tuple(tuple(group) for group in node)
 
 
 def _are_sizes(node: Node) -> bool:
-    return type(node) in (list, tuple) and all(type(size) is int and 0 <= size < 1 << 63 for size in node)
+    return type(node) in (list, tuple) and all(
+        type(size) is int and 0 <= size < 1 << 63 for size in node
+    )
 
 
 def _rank_count(node: Node) -> int:
     counts = {_integer(count) for count in (node if type(node) in (list, tuple) else [node])}
     if len(counts) > 1:
         raise UnsupportedCheckpoint(
-            "its groups are spread over different numbers of ranks (expert parallelism), which is not read",
+            "its groups are spread over different numbers of ranks (expert parallelism), which is "
+            "not read",
             where="optimizer_state_dict.partition_count",
         )
     count = counts.pop() if counts else -1
     if not 1 <= count < 1 << 63:
-        raise MalformedCheckpoint("is not a number of ranks", where="optimizer_state_dict.partition_count")
+        raise MalformedCheckpoint(
+            "is not a number of ranks", where="optimizer_state_dict.partition_count"
+        )
     if count > (most := in_force().shards):
         where = "optimizer_state_dict.partition_count"
-        raise LimitExceeded(f"says {count} ranks", limit="shards", allowed=most, needed=count, where=where)
+        raise LimitExceeded(
+            f"says {count} ranks", limit="shards", allowed=most, needed=count, where=where
+        )
     return count
 
 
 def read_shapes(node: Node, where: str) -> list[Shapes]:
-    """The shapes of the parameters by group, of a list of dicts or (as older releases wrote) one dict."""
+    """The shapes of the parameters by group, of a list of dicts or (as older releases wrote) one
+    dict.
+    """
     groups = node if type(node) in (list, tuple) else [node]
     found: list[Shapes] = []
     for group in groups:
@@ -121,7 +151,11 @@ def _name(node: Node, where: str) -> str:
 
 
 def _shape(node: Node, where: str) -> Shape:
-    sizes = node.args[0] if type(node) is Call and node.name == "torch.Size" and len(node.args) == 1 else node
+    sizes = (
+        node.args[0]
+        if type(node) is Call and node.name == "torch.Size" and len(node.args) == 1
+        else node
+    )
     if not _are_sizes(sizes):
         raise MalformedCheckpoint("is not a shape", where=where)
     refuse_dimensions(len(sizes), where)
@@ -130,7 +164,7 @@ def _shape(node: Node, where: str) -> Shape:
     return tuple(sizes)
 
 
-# ----------------------------------------------------------------------------------------------------------------- joining
+# ------------------------------------------------------------------------------------------ joining
 
 
 def join_parameters(ranks: Sequence[RankStates], groups: Sequence[Shapes]) -> dict[str, TensorRef]:
@@ -144,7 +178,11 @@ def join_parameters(ranks: Sequence[RankStates], groups: Sequence[Shapes]) -> di
     if ranks[0].stage == 3:
         return dict(_shares_joined(ranks, groups))
     _require_groups(ranks[0], groups)
-    return {name: ref for number, shapes in enumerate(groups) for name, ref in _group_joined(ranks, number, shapes)}
+    return {
+        name: ref
+        for number, shapes in enumerate(groups)
+        for name, ref in _group_joined(ranks, number, shapes)
+    }
 
 
 def _require_groups(states: RankStates, groups: Sequence[Shapes]) -> None:
@@ -152,10 +190,16 @@ def _require_groups(states: RankStates, groups: Sequence[Shapes]) -> None:
         what = f"names parameters of {len(groups)} groups, the ranks hold {len(states.groups)}"
         raise MalformedCheckpoint(what, where="param_shapes", hint=_WHOLE)
     if states.paddings is not None and list(map(len, states.paddings)) != list(map(len, groups)):
-        raise MalformedCheckpoint("does not have one number for each parameter", where="param_alignment_paddings", hint=_WHOLE)
+        raise MalformedCheckpoint(
+            "does not have one number for each parameter",
+            where="param_alignment_paddings",
+            hint=_WHOLE,
+        )
 
 
-def _group_joined(ranks: Sequence[RankStates], number: int, shapes: Shapes) -> Iterator[tuple[str, TensorRef]]:
+def _group_joined(
+    ranks: Sequence[RankStates], number: int, shapes: Shapes
+) -> Iterator[tuple[str, TensorRef]]:
     """Stages 1 and 2: one group's parameters."""
     flat = Flat([states.groups[number] for states in ranks], f"group {number}")
     paddings = ranks[0].paddings[number] if ranks[0].paddings is not None else (0,) * len(shapes)
@@ -170,10 +214,21 @@ def _group_joined(ranks: Sequence[RankStates], number: int, shapes: Shapes) -> I
         raise _wrong_sum(at, flat.numel, f"group {number}")
 
 
-def _shares_joined(ranks: Sequence[RankStates], groups: Sequence[Shapes]) -> Iterator[tuple[str, TensorRef]]:
-    """Stage 3: the parameters of all groups, which lie end to end in each rank whatever its groups are."""
+def _shares_joined(
+    ranks: Sequence[RankStates], groups: Sequence[Shapes]
+) -> Iterator[tuple[str, TensorRef]]:
+    """Stage 3: the parameters of all groups, which lie end to end in each rank whatever its groups
+    are.
+    """
     flats = [Flat(states.groups, f"rank {rank}") for rank, states in enumerate(ranks)]
-    if other := next((flat for flat in flats if flat.numel != flats[0].numel or flat.dtype is not flats[0].dtype), None):
+    if other := next(
+        (
+            flat
+            for flat in flats
+            if flat.numel != flats[0].numel or flat.dtype is not flats[0].dtype
+        ),
+        None,
+    ):
         raise _wrong_sum(flats[0].numel, other.numel, "fp32_flat_groups")
     at = 0
     for name, shape in ((name, shape) for shapes in groups for name, shape in shapes.items()):
@@ -186,7 +241,9 @@ def _shares_joined(ranks: Sequence[RankStates], groups: Sequence[Shapes]) -> Ite
 
 
 def _shares(flats: Sequence[Flat], at: int, numel: int) -> Iterator[Run]:
-    """The runs of one parameter's shares, which begin at element `at` in every rank, without the padding of the last ones."""
+    """The runs of one parameter's shares, which begin at element `at` in every rank, without the
+    padding of the last ones.
+    """
     share = -(-numel // len(flats))
     for rank, flat in enumerate(flats):
         yield from flat.runs(at, max(0, min(share, numel - rank * share)))
@@ -197,30 +254,40 @@ def join_fragments(fragments: Sequence[Node], shape: Shape, name: str) -> Tensor
     refs = [_flat_group(fragment, name) for fragment in fragments]
     share = -(-prod(shape) // len(refs))
     if any(ref.numel != share for ref in refs):
-        raise MalformedCheckpoint(f"its shares do not have {share} elements each", where=name, hint=_WHOLE)
+        raise MalformedCheckpoint(
+            f"its shares do not have {share} elements each", where=name, hint=_WHOLE
+        )
     flat = Flat(refs, name)
     return shaped(flat.runs(0, prod(shape)), flat.dtype, shape)
 
 
 def _refuse_beyond(wanted: int, there: int, name: str) -> None:
     if wanted > there:
-        raise MalformedCheckpoint(f"needs {wanted} elements of partitions that have {there}", where=name, hint=_WHOLE)
+        raise MalformedCheckpoint(
+            f"needs {wanted} elements of partitions that have {there}", where=name, hint=_WHOLE
+        )
 
 
 def _wrong_sum(wanted: int, there: int, where: str) -> MalformedCheckpoint:
     return MalformedCheckpoint(
-        f"its parameters take {wanted} elements, but its partitions have {there}", where=where, hint=_WHOLE
+        f"its parameters take {wanted} elements, but its partitions have {there}",
+        where=where,
+        hint=_WHOLE,
     )
 
 
-# ------------------------------------------------------------------------------------------------------------- the state dict
+# ----------------------------------------------------------------------------------- the state dict
 
 
 class Weights:
-    """The joined state dict of a step: what `zero_to_fp32` gives, in its order, and behind that what only `module` holds."""
+    """The joined state dict of a step: what `zero_to_fp32` gives, in its order, and behind that
+    what only `module` holds.
+    """
 
     def __init__(self, states: Sequence[Mapping[str, Node]], stage: int) -> None:
-        """`states` are the model states of rank 0 and, where stage 3 has frozen parameters, of all ranks."""
+        """`states` are the model states of rank 0 and, where stage 3 has frozen parameters, of all
+        ranks.
+        """
         self._states = states
         self._stage = stage
         self._widened = Widener()
@@ -245,7 +312,9 @@ class Weights:
 
     def _add_buffers(self, states: Mapping[str, Node]) -> None:
         names: Node = states.get("buffer_names")
-        buffers = {name for name in names if type(name) is str} if type(names) in (list, tuple) else set()
+        buffers = (
+            {name for name in names if type(name) is str} if type(names) in (list, tuple) else set()
+        )
         for name, value in entries(states["module"]).items():
             if name in buffers and (ref := tensor_of(value)) is not None:
                 self._found[name] = self._widened(ref)
@@ -256,24 +325,39 @@ class Weights:
         groups = read_shapes(shapes, "frozen_param_shapes") if shapes is not None else []
         for name, shape in ((name, shape) for group in groups for name, shape in group.items()):
             if any(name not in of_rank for of_rank in fragments):
-                raise MalformedCheckpoint("a frozen parameter has a shape, but no values", where=name, hint=_WHOLE)
+                raise MalformedCheckpoint(
+                    "a frozen parameter has a shape, but no values", where=name, hint=_WHOLE
+                )
             if self._stage == 3:
-                ref: TensorRef | None = join_fragments([of_rank[name] for of_rank in fragments], shape, name)
+                ref: TensorRef | None = join_fragments(
+                    [of_rank[name] for of_rank in fragments], shape, name
+                )
             else:
                 ref = tensor_of(fragments[0][name])
             if ref is None or ref.shape != shape:
-                raise MalformedCheckpoint("the values of a frozen parameter do not have its shape", where=name)
-            self._found[name] = ref  # in the type that it was loaded in: no optimizer has an fp32 copy of it
+                raise MalformedCheckpoint(
+                    "the values of a frozen parameter do not have its shape", where=name
+                )
+            # in the type that it was loaded in: no optimizer has an fp32 copy of it
+            self._found[name] = ref
 
     def _add_others(self, module: Node) -> None:
-        """What the module holds and no partition does: extra states, the frozen parameters of stage 1."""
-        others = [(name, value) for name, value in entries(module).items() if name not in self._found]
+        """What the module holds and no partition does: extra states, the frozen parameters of stage
+        1.
+        """
+        others = [
+            (name, value) for name, value in entries(module).items() if name not in self._found
+        ]
         empty = {name for name, value in others if self._is_placeholder(value)}
         if empty:
-            self.notes += (f"without values in any file, so they are left out: {_some(sorted(empty))}",)
+            self.notes += (
+                f"without values in any file, so they are left out: {_some(sorted(empty))}",
+            )
         kept = {name: value for name, value in others if name not in empty}
         if kept:
-            self.notes += (f"not in a partition, so they are taken from the model states: {_some(list(kept))}",)
+            self.notes += (
+                f"not in a partition, so they are taken from the model states: {_some(list(kept))}",
+            )
         for name, value in kept.items():
             ref = tensor_of(value)
             self._found[name] = value if ref is None else self._widened(ref)

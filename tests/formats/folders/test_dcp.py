@@ -1,4 +1,6 @@
-"""DCP folders: what several processes saved becomes what torch's own consolidation makes of it; odd folders are refused."""
+"""DCP folders: what several processes saved becomes what torch's own consolidation makes of it; odd
+folders are refused.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,20 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckptconv import CheckpointError, convert_checkpoint, load_portable, open_checkpoint, save_portable
-from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint, OutputRefused, RefusedObject, UnsupportedCheckpoint
+from ckptconv import (
+    CheckpointError,
+    convert_checkpoint,
+    load_portable,
+    open_checkpoint,
+    save_portable,
+)
+from ckptconv.support.errors import (
+    LimitExceeded,
+    MalformedCheckpoint,
+    OutputRefused,
+    RefusedObject,
+    UnsupportedCheckpoint,
+)
 from helpers import oracle
 from helpers.paths import DATA
 from helpers.program import PROGRAM, assert_one_error, idle_rss, run
@@ -55,20 +69,31 @@ def gathered(path: Path) -> Any:
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_folder_becomes_what_torch_makes_of_it(name, worlds, tmp_path):
     convert_checkpoint(worlds / name, tmp_path / "out.pt", keys="keep", **QUICK)
-    assert oracle.value_rows(oracle.load(tmp_path / "out.pt")) == oracle.value_rows(consolidated(worlds / name, tmp_path))
+    assert oracle.value_rows(oracle.load(tmp_path / "out.pt")) == oracle.value_rows(
+        consolidated(worlds / name, tmp_path)
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in FOLDERS if name != "training2"])
 def test_its_tensors_are_those_that_the_processes_gathered(name, worlds, tmp_path):
     convert_checkpoint(worlds / name, tmp_path / "out.safetensors", keys="keep", **QUICK)
     found, expected = load_file(tmp_path / "out.safetensors"), gathered(worlds / f"{name}.whole.pt")
-    assert oracle.value_rows(dict(sorted(found.items()))) == oracle.value_rows(dict(sorted(expected.items())))
+    assert oracle.value_rows(dict(sorted(found.items()))) == oracle.value_rows(
+        dict(sorted(expected.items()))
+    )
 
 
 def test_the_parts_of_a_training_checkpoint_can_be_chosen(worlds, tmp_path):
-    convert_checkpoint(worlds / "training2" / ".metadata", tmp_path / "out.safetensors", only="model", **QUICK)
-    found, expected = load_file(tmp_path / "out.safetensors"), gathered(worlds / "training2.whole.pt")["model"]
-    assert oracle.value_rows(dict(sorted(found.items()))) == oracle.value_rows(dict(sorted(expected.items())))
+    convert_checkpoint(
+        worlds / "training2" / ".metadata", tmp_path / "out.safetensors", only="model", **QUICK
+    )
+    found, expected = (
+        load_file(tmp_path / "out.safetensors"),
+        gathered(worlds / "training2.whole.pt")["model"],
+    )
+    assert oracle.value_rows(dict(sorted(found.items()))) == oracle.value_rows(
+        dict(sorted(expected.items()))
+    )
 
 
 def test_a_folder_with_the_metadata_of_every_rank_is_put_together(worlds, tmp_path):
@@ -95,7 +120,9 @@ def test_a_signal_while_torch_writes_ends_the_program(stop, tmp_path, monkeypatc
         finally:
             raise RuntimeError("unexpected pos 704 vs 598")
 
-    monkeypatch.setattr("torch.distributed.checkpoint.filesystem.FileSystemWriter.write_data", write_data)
+    monkeypatch.setattr(
+        "torch.distributed.checkpoint.filesystem.FileSystemWriter.write_data", write_data
+    )
     torch.save({"w": torch.ones(2)}, tmp_path / "in.pt")
     with pytest.raises(type(stop)):
         convert_checkpoint(tmp_path / "in.pt", tmp_path / "out", to="dcp", fsync=False)
@@ -104,13 +131,18 @@ def test_a_signal_while_torch_writes_ends_the_program(stop, tmp_path, monkeypatc
 
 def test_a_folder_that_was_copied_without_its_hidden_file_is_told(worlds, tmp_path):
     shutil.copytree(worlds / "grid4", tmp_path / "copy", ignore=shutil.ignore_patterns(".metadata"))
-    with pytest.raises(CheckpointError, match=r"not the \.metadata that says what is in them; copy the whole folder"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"not the \.metadata that says what is in them; copy the whole folder",
+    ):
         open_checkpoint(tmp_path / "copy")
 
 
 def test_live_tensors_are_loaded(worlds):
     found, expected = load_portable(worlds / "grid4"), gathered(worlds / "grid4.whole.pt")
-    assert oracle.value_rows(dict(sorted(found.items()))) == oracle.value_rows(dict(sorted(expected.items())))
+    assert oracle.value_rows(dict(sorted(found.items()))) == oracle.value_rows(
+        dict(sorted(expected.items()))
+    )
 
 
 def test_a_folder_of_fsdp_is_its_model(produced, tmp_path):
@@ -131,13 +163,15 @@ def test_no_payload_is_read_when_opening(worlds, monkeypatch):
     counted = [0]
     for name in ("pread", "preadv"):
         read = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *given, read=read: counted.append(read(*given)) or counted[-1])
+        monkeypatch.setattr(
+            os, name, lambda *given, read=read: counted.append(read(*given)) or counted[-1]
+        )
     with open_checkpoint(worlds / "large2") as checkpoint:
         assert [ref.nbytes for _, ref in checkpoint.tensors()] == [4 * 4096 * 4096]
     assert sum(len(got) if isinstance(got, bytes) else got for got in counted) < 1_000_000
 
 
-# ------------------------------------------------------------------------------------------------- folders of one process
+# --------------------------------------------------------------------------- folders of one process
 
 
 @pytest.fixture
@@ -173,14 +207,20 @@ W = torch.arange(12.0).reshape(3, 4)
 def test_every_kind_of_tensor_is_kept(tensor, saved, tmp_path):
     folder = saved({"w": tensor, "nested": {"list": [tensor, {"deep": tensor}]}})
     convert_checkpoint(folder, tmp_path / "out.pt", **QUICK)
-    assert oracle.value_rows(oracle.load(tmp_path / "out.pt")) == oracle.value_rows(consolidated(folder, tmp_path))
+    assert oracle.value_rows(oracle.load(tmp_path / "out.pt")) == oracle.value_rows(
+        consolidated(folder, tmp_path)
+    )
 
 
 def test_a_state_dict_that_was_not_flattened_keeps_its_keys(tmp_path):
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
-    dcp.save({"a.b": W, "c": {"d": 1}}, checkpoint_id=tmp_path / "in", planner=planner, no_dist=True)
+    dcp.save(
+        {"a.b": W, "c": {"d": 1}}, checkpoint_id=tmp_path / "in", planner=planner, no_dist=True
+    )
     convert_checkpoint(tmp_path / "in", tmp_path / "out.pt", **QUICK)
-    assert oracle.value_rows(oracle.load(tmp_path / "out.pt")) == oracle.value_rows({"a.b": W, "c": {"d": 1}})
+    assert oracle.value_rows(oracle.load(tmp_path / "out.pt")) == oracle.value_rows(
+        {"a.b": W, "c": {"d": 1}}
+    )
 
 
 def test_more_files_than_a_process_may_open_are_read(saved, tmp_path):
@@ -190,7 +230,9 @@ def test_more_files_than_a_process_may_open_are_read(saved, tmp_path):
     command = ("/bin/sh", "-c", 'ulimit -n 160 && exec "$@"', "sh", *PROGRAM)
     done = run("convert", folder, "out.safetensors", "--verify", cwd=tmp_path, command=command)
     assert done.exit == 0, done.err
-    assert oracle.value_rows(dict(sorted(load_file(tmp_path / "out.safetensors").items()))) == oracle.value_rows(state_dict)
+    assert oracle.value_rows(
+        dict(sorted(load_file(tmp_path / "out.safetensors").items()))
+    ) == oracle.value_rows(state_dict)
 
 
 class Reversing(StreamTransformExtension):
@@ -221,7 +263,7 @@ def test_transformed_items_are_refused_by_the_name_of_the_transform(saved, tmp_p
     assert raised.value.where == "w"
 
 
-# -------------------------------------------------------------------------------------------------------------- bad folders
+# -------------------------------------------------------------------------------------- bad folders
 
 
 def changed(folder: Path, change: Callable[[Metadata], Metadata | None]) -> Path:
@@ -253,7 +295,10 @@ def rechunked(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Callable[[Met
 
     def change(metadata: Metadata) -> None:
         entry = metadata.state_dict_metadata["last"]
-        first, item = entry.chunks[0], metadata.storage_data.pop(MetadataIndex("last", entry.chunks[0].offsets))
+        first, item = (
+            entry.chunks[0],
+            metadata.storage_data.pop(MetadataIndex("last", entry.chunks[0].offsets)),
+        )
         entry.chunks[0] = replace(first, offsets=torch.Size(offsets), sizes=torch.Size(sizes))
         metadata.storage_data[MetadataIndex("last", torch.Size(offsets), 0)] = item
 
@@ -269,7 +314,10 @@ def without_a_place(metadata: Metadata) -> None:
 
 
 def in_the_way(metadata: Metadata) -> None:
-    metadata.planner_data = {**metadata.planner_data, list(metadata.planner_data)[-1]: ("last", "one")}
+    metadata.planner_data = {
+        **metadata.planner_data,
+        list(metadata.planner_data)[-1]: ("last", "one"),
+    }
 
 
 def far_away(metadata: Metadata) -> None:
@@ -281,9 +329,21 @@ def twice(metadata: Metadata) -> None:
 
 
 BAD = {
-    "a file outside": (relocated("../rows2/__0_0.distcp"), MalformedCheckpoint, "not a plain relative path"),
-    "an absolute path": (relocated("/etc/passwd"), MalformedCheckpoint, "not a plain relative path"),
-    "a missing file": (relocated("__7_0.distcp"), MalformedCheckpoint, "'__7_0.distcp', which is not there"),
+    "a file outside": (
+        relocated("../rows2/__0_0.distcp"),
+        MalformedCheckpoint,
+        "not a plain relative path",
+    ),
+    "an absolute path": (
+        relocated("/etc/passwd"),
+        MalformedCheckpoint,
+        "not a plain relative path",
+    ),
+    "a missing file": (
+        relocated("__7_0.distcp"),
+        MalformedCheckpoint,
+        "'__7_0.distcp', which is not there",
+    ),
     "an item beyond the end": (resized(offset=1 << 40), MalformedCheckpoint, "beyond its end"),
     "an item cut off": (resized(length=700), MalformedCheckpoint, "end record"),
     "another shape": (rechunked((0, 0), (6, 4)), MalformedCheckpoint, "instead of"),
@@ -302,9 +362,14 @@ def scalars(folder: Path, count: int, length: int = 700) -> Path:
     properties = TensorProperties(dtype=torch.float32)
     one = torch.Size([1])
     chunks = [ChunkStorageMetadata(torch.Size([at]), one) for at in range(count)]
-    places = {MetadataIndex("w", chunk.offsets, at): _StorageInfo("__0_0.distcp", 0, length) for at, chunk in enumerate(chunks)}
+    places = {
+        MetadataIndex("w", chunk.offsets, at): _StorageInfo("__0_0.distcp", 0, length)
+        for at, chunk in enumerate(chunks)
+    }
     entries = {"w": TensorStorageMetadata(properties, torch.Size([count]), chunks)}
-    metadata = Metadata(state_dict_metadata=entries, planner_data={"w": ("w",)}, storage_data=places)
+    metadata = Metadata(
+        state_dict_metadata=entries, planner_data={"w": ("w",)}, storage_data=places
+    )
     folder.mkdir()
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     torch.save(torch.zeros(1), folder / "__0_0.distcp")
@@ -323,7 +388,8 @@ def test_many_chunks_with_a_gap_are_refused_before_any_is_opened(tmp_path):
     folder = scalars(tmp_path / "in", 20_000)
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     metadata.storage_data = {
-        index: replace(info, offset=at * 700) for at, (index, info) in enumerate(metadata.storage_data.items())
+        index: replace(info, offset=at * 700)
+        for at, (index, info) in enumerate(metadata.storage_data.items())
     }
     del metadata.state_dict_metadata["w"].chunks[7]
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -339,7 +405,11 @@ def test_a_folder_that_contradicts_itself_is_refused_with_the_key(name, worlds, 
     with pytest.raises(kind) as raised:
         convert_checkpoint(folder, tmp_path / "out.pt", **QUICK)
     assert words in str(raised.value)
-    assert raised.value.where is not None and raised.value.where.partition(" ")[0] in ("last", "deep", "transposed")
+    assert raised.value.where is not None and raised.value.where.partition(" ")[0] in (
+        "last",
+        "deep",
+        "transposed",
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
 
 
@@ -375,7 +445,9 @@ def test_damage_in_a_chunk_is_noticed(worlds, tmp_path):
     assert not (tmp_path / "out.safetensors").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"\x80\x02K\x01.", pickle.dumps({"state_dict_metadata": {}}), b"junk" * 100])
+@pytest.mark.parametrize(
+    "content", [b"", b"\x80\x02K\x01.", pickle.dumps({"state_dict_metadata": {}}), b"junk" * 100]
+)
 def test_what_is_no_metadata_is_refused(content, tmp_path):
     (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(CheckpointError):
@@ -396,7 +468,7 @@ def test_nothing_in_the_metadata_is_executed(worlds, tmp_path):
     assert not (tmp_path / "trapped").exists()
 
 
-# ------------------------------------------------------------------------------------------ the HuggingFace writer's shards
+# ------------------------------------------------------------------ the HuggingFace writer's shards
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -406,15 +478,22 @@ def test_the_rank_files_of_the_hugging_face_writer_are_put_together(alone, world
         folder = Path(shutil.copytree(folder, tmp_path / "in"))
     convert_checkpoint(folder, tmp_path / "out.safetensors", **QUICK)
     found, expected = load_file(tmp_path / "out.safetensors"), gathered(worlds / "hf2.whole.pt")
-    assert oracle.value_rows(dict(sorted(found.items()))) == oracle.value_rows(dict(sorted(expected.items())))
+    assert oracle.value_rows(dict(sorted(found.items()))) == oracle.value_rows(
+        dict(sorted(expected.items()))
+    )
     with open_checkpoint(folder) as checkpoint:
         assert any("how many ranks" in note for note in checkpoint.notes) is alone
 
 
 def test_the_produced_rank_files_are_the_model(produced, tmp_path):
     convert_checkpoint(produced / "dcp_hf" / "sharded", tmp_path / "out.safetensors", **QUICK)
-    found, expected = load_file(tmp_path / "out.safetensors"), oracle.load(produced / "full_from_fsdp.pt")
-    assert oracle.value_rows(dict(sorted(found.items()))) == oracle.value_rows(dict(sorted(expected.items())))
+    found, expected = (
+        load_file(tmp_path / "out.safetensors"),
+        oracle.load(produced / "full_from_fsdp.pt"),
+    )
+    assert oracle.value_rows(dict(sorted(found.items()))) == oracle.value_rows(
+        dict(sorted(expected.items()))
+    )
 
 
 @pytest.mark.parametrize("rank", [1, 2])
@@ -449,15 +528,26 @@ def test_a_missing_rank_of_the_hugging_face_writer_is_noticed(rank, worlds, tmp_
 
 
 @pytest.mark.parametrize(
-    "info", ["[]", "{", '{"w": 3}', '{"w": {"saved_offsets": ["0"]}}', '{"w": {"saved_offsets": [0, 0, 0]}}']
+    "info",
+    [
+        "[]",
+        "{",
+        '{"w": 3}',
+        '{"w": {"saved_offsets": ["0"]}}',
+        '{"w": {"saved_offsets": [0, 0, 0]}}',
+    ],
 )
 def test_odd_offsets_are_refused(info, tmp_path):
-    save_file({"w": W}, tmp_path / "shard-00001-model-00001-of-00001.safetensors", {"DCP_SHARDING_INFO": info})
+    save_file(
+        {"w": W},
+        tmp_path / "shard-00001-model-00001-of-00001.safetensors",
+        {"DCP_SHARDING_INFO": info},
+    )
     with pytest.raises(MalformedCheckpoint):
         open_checkpoint(tmp_path)
 
 
-# ----------------------------------------------------------------------------------------------------------------- Megatron
+# ----------------------------------------------------------------------------------------- Megatron
 
 MEGATRON = DATA / "megatron"
 WHOLE = MEGATRON.with_name("megatron.whole.pt")
@@ -469,16 +559,23 @@ def test_a_folder_of_megatron_is_its_parts(tmp_path):
     extra = found["model"].pop("decoder._extra_state")
     assert oracle.value_rows(found["model"]) == oracle.value_rows(whole["model"])
     assert [entry["scale"].tolist() for (entry,) in extra] == [[0, 0], [1, 1]]
-    assert torch.equal(found["optimizer"]["optimizer.state.exp_avg.decoder.up.weight"], whole["exp_avg"])
+    assert torch.equal(
+        found["optimizer"]["optimizer.state.exp_avg.decoder.up.weight"], whole["exp_avg"]
+    )
     assert found["optimizer"]["groups"] == [{"lr": 0.1}]
     assert (found["iteration"], found["args"]) == (5, {"hidden_size": 6})
-    assert [states[0][0]["torch"].tolist() for states in found["rng_state"]] == [[0, 1, 2, 3], [1, 2, 3, 4]]
+    assert [states[0][0]["torch"].tolist() for states in found["rng_state"]] == [
+        [0, 1, 2, 3],
+        [1, 2, 3, 4],
+    ]
 
 
 def test_the_model_of_megatron_becomes_safetensors(tmp_path):
     convert_checkpoint(MEGATRON, tmp_path / "out.safetensors", **QUICK)
     found, whole = load_file(tmp_path / "out.safetensors"), oracle.load(WHOLE)["model"]
-    assert oracle.value_rows(dict(sorted(found.items()))) == oracle.value_rows(dict(sorted(whole.items())))
+    assert oracle.value_rows(dict(sorted(found.items()))) == oracle.value_rows(
+        dict(sorted(whole.items()))
+    )
 
 
 class MCoreMetadata(Metadata):
@@ -530,18 +627,25 @@ def test_a_part_that_is_there_twice_is_refused(tmp_path):
         open_checkpoint(folder)
 
 
-# ------------------------------------------------------------------------------------------------------------------ written
+# ------------------------------------------------------------------------------------------ written
 
 
 def test_a_written_folder_is_loaded_by_torch(tmp_path):
     tree = {"module.a.weight": W, "module.b": W.to(torch.bfloat16), "module.c": torch.tensor(3)}
     torch.save(tree, tmp_path / "in.pt")
-    result = convert_checkpoint(tmp_path / "in.pt", tmp_path / "out", to="dcp", fsync=True, verify=True)
+    result = convert_checkpoint(
+        tmp_path / "in.pt", tmp_path / "out", to="dcp", fsync=True, verify=True
+    )
     found = {key.removeprefix("module."): torch.zeros_like(value) for key, value in tree.items()}
     dcp.load(found, checkpoint_id=tmp_path / "out", no_dist=True)
-    assert oracle.value_rows(found) == oracle.value_rows({key.removeprefix("module."): value for key, value in tree.items()})
+    assert oracle.value_rows(found) == oracle.value_rows(
+        {key.removeprefix("module."): value for key, value in tree.items()}
+    )
     assert result.verified == 3
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [".metadata", "__0_0.distcp"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        ".metadata",
+        "__0_0.distcp",
+    ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.pt", "out"]
 
 
@@ -550,17 +654,22 @@ def test_a_training_checkpoint_resumes_from_a_written_folder(worlds, tmp_path):
     convert_checkpoint(source, tmp_path / "out", to="dcp", dtype="bf16", fsync=False, verify=True)
     expected = consolidated(source, tmp_path)
     expected["model"] = {
-        key: value.bfloat16() if value.is_floating_point() else value for key, value in expected["model"].items()
+        key: value.bfloat16() if value.is_floating_point() else value
+        for key, value in expected["model"].items()
     }
     (tmp_path / "torch.pt").unlink()
-    assert oracle.value_rows(consolidated(tmp_path / "out", tmp_path)) == oracle.value_rows(expected)
+    assert oracle.value_rows(consolidated(tmp_path / "out", tmp_path)) == oracle.value_rows(
+        expected
+    )
 
 
 def test_a_folder_is_replaced_only_with_force(tmp_path):
     torch.save({"w": W}, tmp_path / "in.pt")
     assert run("convert", "in.pt", "out", "--to", "dcp", cwd=tmp_path).exit == 0
     before = (tmp_path / "out" / ".metadata").read_bytes()
-    assert "--force" in assert_one_error(run("convert", "in.pt", "out", "--to", "dcp", cwd=tmp_path))
+    assert "--force" in assert_one_error(
+        run("convert", "in.pt", "out", "--to", "dcp", cwd=tmp_path)
+    )
     assert (tmp_path / "out" / ".metadata").read_bytes() == before
     torch.save({"w": W + 1}, tmp_path / "in.pt")
     assert run("convert", "in.pt", "out", "--to", "dcp", "--force", cwd=tmp_path).exit == 0
@@ -581,7 +690,11 @@ def test_a_folder_of_other_things_is_never_replaced(tmp_path):
 
 @pytest.mark.parametrize(
     ("tree", "kind"),
-    [([W], RefusedObject), ({"a.b": W, "a": {"b": W}}, OutputRefused), ({"w": W.to_sparse()}, OutputRefused)],
+    [
+        ([W], RefusedObject),
+        ({"a.b": W, "a": {"b": W}}, OutputRefused),
+        ({"w": W.to_sparse()}, OutputRefused),
+    ],
     ids=["a list", "two keys that become one", "a sparse tensor"],
 )
 def test_what_a_folder_cannot_hold_leaves_nothing_behind(tree, kind, tmp_path):
@@ -594,7 +707,9 @@ def test_what_a_folder_cannot_hold_leaves_nothing_behind(tree, kind, tmp_path):
 def test_live_tensors_are_saved_as_a_folder(tmp_path):
     for value in (W, W + 1):
         save_portable({"a": {"w": value}, "step": 3}, tmp_path / "out", to="dcp", force=True)
-    assert oracle.value_rows(consolidated(tmp_path / "out", tmp_path)) == oracle.value_rows({"a": {"w": W + 1}, "step": 3})
+    assert oracle.value_rows(consolidated(tmp_path / "out", tmp_path)) == oracle.value_rows(
+        {"a": {"w": W + 1}, "step": 3}
+    )
 
 
 def test_a_dry_run_writes_no_folder(tmp_path):

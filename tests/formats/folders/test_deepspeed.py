@@ -1,7 +1,8 @@
-"""DeepSpeed folders: what its own zero_to_fp32 gives is what ckptconv gives, without deepspeed; and what is missing is told.
+"""DeepSpeed folders: what its own zero_to_fp32 gives is what ckptconv gives, without deepspeed; and
+what is missing is told.
 
-The folders of tests/data/deepspeed were made by deepspeed 0.19.8 (make_deepspeed.py beside them); `zero` writes the same layout
-with torch alone, for sizes and ranks that hypothesis draws.
+The folders of tests/data/deepspeed were made by deepspeed 0.19.8 (make_deepspeed.py beside them);
+`zero` writes the same layout with torch alone, for sizes and ranks that hypothesis draws.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckptconv import CheckpointError, convert_checkpoint, load_into, load_portable, open_checkpoint
-from ckptconv.support.errors import AmbiguousStateDict, LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint
+from ckptconv.support.errors import (
+    AmbiguousStateDict,
+    LimitExceeded,
+    MalformedCheckpoint,
+    UnsupportedCheckpoint,
+)
 from ckptconv.support.limits import DEFAULTS
 from helpers import oracle, zero
 from helpers.paths import DATA
@@ -53,7 +59,7 @@ def case(request, tmp_path) -> Path:
 breaking = pytest.mark.parametrize("case", ["stage2", "stage3"], indirect=True)
 
 
-# ---------------------------------------------------------------------------------------------------- what deepspeed gives
+# ----------------------------------------------------------------------------- what deepspeed gives
 
 
 @pytest.mark.parametrize("name", [name for name in JOINED if name != "stage1"])
@@ -71,7 +77,9 @@ def test_the_weights_are_those_that_zero_to_fp32_gives(name, tmp_path):
 
 def test_frozen_parameters_of_stage_1_which_zero_to_fp32_leaves_out_come_from_the_model_states():
     expected, found = consolidated(FOLDERS / "stage1"), load_portable(FOLDERS / "stage1")
-    model = oracle.load(FOLDERS / "stage1" / "global_step1" / "mp_rank_00_model_states.pt", weights_only=False)["module"]
+    model = oracle.load(
+        FOLDERS / "stage1" / "global_step1" / "mp_rank_00_model_states.pt", weights_only=False
+    )["module"]
     assert found.keys() - expected.keys() == {"conv.weight"}
     same({key: found[key] for key in expected}, expected)
     assert torch.equal(found["conv.weight"], model["conv.weight"].float())
@@ -80,7 +88,9 @@ def test_frozen_parameters_of_stage_1_which_zero_to_fp32_leaves_out_come_from_th
 
 
 def test_stage_0_is_what_its_model_states_are(tmp_path):
-    model = oracle.load(FOLDERS / "stage0" / "global_step1" / "mp_rank_00_model_states.pt", weights_only=False)["module"]
+    model = oracle.load(
+        FOLDERS / "stage0" / "global_step1" / "mp_rank_00_model_states.pt", weights_only=False
+    )["module"]
     same(load_portable(FOLDERS / "stage0"), model)
 
 
@@ -110,23 +120,39 @@ def test_a_torch_output_keeps_the_rest_of_the_training_state(name, tmp_path):
     found = oracle.load(tmp_path / "out.pt")
     model = next((FOLDERS / name / "global_step2").glob("*mp_rank_00_model_states.pt"))
     before = oracle.load(model, weights_only=False)
-    gone = {"param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "buffer_names", "optimizer"}
+    gone = {
+        "param_shapes",
+        "frozen_param_shapes",
+        "frozen_param_fragments",
+        "shared_params",
+        "buffer_names",
+        "optimizer",
+    }
     assert found.keys() == before.keys() - gone
-    assert (found["epoch"], found["global_steps"], found["ds_config"]) == (3, 2, before["ds_config"])
+    assert (found["epoch"], found["global_steps"], found["ds_config"]) == (
+        3,
+        2,
+        before["ds_config"],
+    )
     assert found["module"]._metadata == before["module"]._metadata
 
 
 @pytest.mark.parametrize("name", ["stage2", "stage3"])
 def test_the_joined_weights_can_be_sharded_and_cast(name, tmp_path):
     expected = consolidated(FOLDERS / name)
-    convert_checkpoint(FOLDERS / name, tmp_path / "shards", max_shard_size=150, tied="duplicate", **QUICK)
+    convert_checkpoint(
+        FOLDERS / name, tmp_path / "shards", max_shard_size=150, tied="duplicate", **QUICK
+    )
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
     found = load_portable(tmp_path / "shards")
     same({key: found[key] for key in expected}, expected)
-    convert_checkpoint(FOLDERS / name, tmp_path / "out.safetensors", dtype="bf16", tied="duplicate", **QUICK)
+    convert_checkpoint(
+        FOLDERS / name, tmp_path / "out.safetensors", dtype="bf16", tied="duplicate", **QUICK
+    )
     found = safetensors.torch.load_file(tmp_path / "out.safetensors")
     same({key: found[key] for key in expected}, {
-        key: value.bfloat16() if value.is_floating_point() else value for key, value in expected.items()
+        key: value.bfloat16() if value.is_floating_point() else value for key,
+        value in expected.items()
     })  # fmt: skip
 
 
@@ -134,7 +160,9 @@ def test_a_damaged_partition_is_noticed(tmp_path):
     folder = shutil.copytree(FOLDERS / "stage2", tmp_path / "stage2")
     files = (folder / "global_step2").glob("*optim_states.pt")
     values = oracle.value_bytes(consolidated(folder)["conv.weight"])[:16]
-    file, raw = next((file, bytearray(raw)) for file in files if values in (raw := file.read_bytes()))
+    file, raw = next(
+        (file, bytearray(raw)) for file in files if values in (raw := file.read_bytes())
+    )
     raw[raw.find(values) + 5] ^= 1
     file.write_bytes(raw)
     with pytest.raises(MalformedCheckpoint, match="CRC-32") as caught:
@@ -157,7 +185,7 @@ def test_folders_of_another_maker(name, tmp_path):
     same({key: written[key] for key in expected}, expected)
 
 
-# ------------------------------------------------------------------------------------------------------------------- steps
+# -------------------------------------------------------------------------------------------- steps
 
 
 @pytest.mark.parametrize("name", ["stage2", "stage3"])
@@ -175,7 +203,9 @@ def test_a_model_is_filled_from_a_step():
     model.conv = torch.nn.Conv1d(5, 3, 3)
     result = load_into(model, FOLDERS / "stage3", tag="global_step1", strict=False)
     assert result.missing_keys == ()
-    assert torch.equal(model.conv.weight, consolidated(FOLDERS / "stage3", "global_step1")["conv.weight"])
+    assert torch.equal(
+        model.conv.weight, consolidated(FOLDERS / "stage3", "global_step1")["conv.weight"]
+    )
 
 
 def test_the_other_steps_are_named():
@@ -188,19 +218,26 @@ def test_without_latest_one_step_is_read_and_several_are_a_choice(case):
     expected, first = consolidated(case), consolidated(case, "global_step1")
     for file in ("latest", "fp32.pt", "fp32_global_step1.pt"):
         (case / file).unlink()
-    with pytest.raises(AmbiguousStateDict, match="holds 2 checkpoints but no file says which one to read") as caught:
+    with pytest.raises(
+        AmbiguousStateDict, match="holds 2 checkpoints but no file says which one to read"
+    ) as caught:
         open_checkpoint(case)
     assert "--tag: global_step1, global_step2" in str(caught.value)
     same(load_portable(case, tag="global_step1"), first)
     shutil.rmtree(case / "global_step1")
     same(load_portable(case), expected)
     torch.save(expected, case / "another.pt")
-    with pytest.raises(AmbiguousStateDict, match=r"holds 2 checkpoints .* --tag: global_step2, another\.pt"):
+    with pytest.raises(
+        AmbiguousStateDict, match=r"holds 2 checkpoints .* --tag: global_step2, another\.pt"
+    ):
         open_checkpoint(case)
 
 
 @breaking
-@pytest.mark.parametrize("name", ["../stage", "/etc", "global_step1/..", "", ".", "a\\b", "c:x", "global_step1\0", "x" * 256])
+@pytest.mark.parametrize(
+    "name",
+    ["../stage", "/etc", "global_step1/..", "", ".", "a\\b", "c:x", "global_step1\0", "x" * 256],
+)
 @pytest.mark.parametrize("given_by", ["latest", "tag"])
 def test_a_tag_that_leads_elsewhere_is_refused(case, name, given_by):
     if given_by == "latest":
@@ -212,7 +249,9 @@ def test_a_tag_that_leads_elsewhere_is_refused(case, name, given_by):
 @breaking
 def test_a_step_that_is_not_here_is_told_with_those_that_are(case):
     (case / "latest").write_text("global_step9\n")
-    with pytest.raises(MalformedCheckpoint, match="latest: names the step 'global_step9', which is not here") as caught:
+    with pytest.raises(
+        MalformedCheckpoint, match="latest: names the step 'global_step9', which is not here"
+    ) as caught:
         open_checkpoint(case)
     assert "--tag: global_step1, global_step2" in str(caught.value)
     with pytest.raises(MalformedCheckpoint, match="--tag: there is no step 'x'"):
@@ -230,7 +269,9 @@ def test_beside_weights_of_hugging_face_a_tag_asks_for_the_step(case):
 
 
 @breaking
-def test_links_may_lead_within_the_folder_and_to_the_blobs_of_a_cache_but_not_elsewhere(case, tmp_path):
+def test_links_may_lead_within_the_folder_and_to_the_blobs_of_a_cache_but_not_elsewhere(
+    case, tmp_path
+):
     step = case / "global_step2"
     for file in step.iterdir():
         file.rename(case / file.name)
@@ -249,7 +290,7 @@ def test_links_may_lead_within_the_folder_and_to_the_blobs_of_a_cache_but_not_el
     refused(step, "is a link that leads out of the folder")
 
 
-# ----------------------------------------------------------------------------------------------------------- what is missing
+# ---------------------------------------------------------------------------------- what is missing
 
 
 def refused(folder: Path, what: str, error: type[CheckpointError] = MalformedCheckpoint) -> None:
@@ -264,14 +305,18 @@ def refused(folder: Path, what: str, error: type[CheckpointError] = MalformedChe
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_missing_rank(case, rank):
     (case / "global_step2" / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").unlink()
-    refused(case, rf"has the optimizer states of 1 ranks, but 2 wrote it; those of rank {rank} are missing")
+    refused(
+        case,
+        rf"has the optimizer states of 1 ranks, but 2 wrote it; those of rank {rank} are missing",
+    )
 
 
 @breaking
 def test_a_rank_too_many(case):
     step = case / "global_step2"
     shutil.copy(
-        step / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", step / "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt"
+        step / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        step / "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt",
     )
     refused(case, "of 3 ranks, but 2 wrote it")
 
@@ -279,7 +324,10 @@ def test_a_rank_too_many(case):
 @breaking
 def test_two_files_of_one_rank(case):
     step = case / "global_step2"
-    shutil.copy(step / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", step / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    shutil.copy(
+        step / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        step / "zero_pp_rank_1_mp_rank_00_optim_states.pt",
+    )
     refused(case, "two files are of rank 1")
 
 
@@ -297,13 +345,18 @@ def test_missing_optimizer_states(case):
     refused(case, "the optimizer states, which hold the .*, are missing")
 
 
-def test_model_states_of_the_other_ranks_are_asked_for_only_where_they_hold_frozen_parameters(tmp_path):
+def test_model_states_of_the_other_ranks_are_asked_for_only_where_they_hold_frozen_parameters(
+    tmp_path,
+):
     for name in ("stage3", "stage3_frozen"):
         folder = shutil.copytree(FOLDERS / name, tmp_path / name)
         step = folder / (folder / "latest").read_text()
         (step / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
     same(load_portable(tmp_path / "stage3"), consolidated(FOLDERS / "stage3"))
-    refused(tmp_path / "stage3_frozen", "has the model states of 2 ranks, but 3 wrote it; those of rank 1 are missing")
+    refused(
+        tmp_path / "stage3_frozen",
+        "has the model states of 2 ranks, but 3 wrote it; those of rank 1 are missing",
+    )
 
 
 @pytest.mark.parametrize(
@@ -337,7 +390,9 @@ def optim(case: Path, rank: int = 0) -> Path:
 
 @pytest.fixture(params=[2, 3])
 def made(request, tmp_path) -> Path:
-    """A folder of stage 2 or 3, of 2 ranks, of plain values only, that a test may change with torch."""
+    """A folder of stage 2 or 3, of 2 ranks, of plain values only, that a test may change with
+    torch.
+    """
     groups = [{"a": torch.rand(3, 5), "b": torch.rand(7)}, {"c": torch.rand(2)}]
     return zero.write(tmp_path / "zero", request.param, 2, groups)
 
@@ -350,14 +405,32 @@ def model(made: Path) -> Path:
     ("shapes", "what"),
     [
         ([{"a": torch.Size([3, 5]), "b": torch.Size([70])}, {"c": torch.Size([2])}], "b: needs"),
-        ([{"a": torch.Size([3, 5])}, {"c": torch.Size([2])}], "parameters take .* elements, but its partitions have"),
+        (
+            [{"a": torch.Size([3, 5])}, {"c": torch.Size([2])}],
+            "parameters take .* elements, but its partitions have",
+        ),
         ([{"a": torch.Size([3, 5]), "b": torch.Size([7])}], "parameters"),
-        ([{"a": torch.Size([3, 5]), "b": "seven"}, {"c": torch.Size([2])}], "param_shapes.b: is not a shape"),
-        ([{"a": (3, -5), "b": torch.Size([7])}, {"c": torch.Size([2])}], "param_shapes.a: is not a shape"),
-        ([{"a": (3, True), "b": torch.Size([7])}, {"c": torch.Size([2])}], "param_shapes.a: is not a shape"),
-        ([{"a": (0, 1 << 40, 1 << 40), "b": torch.Size([7])}, {}], "is not a possible shape of a tensor"),
+        (
+            [{"a": torch.Size([3, 5]), "b": "seven"}, {"c": torch.Size([2])}],
+            "param_shapes.b: is not a shape",
+        ),
+        (
+            [{"a": (3, -5), "b": torch.Size([7])}, {"c": torch.Size([2])}],
+            "param_shapes.a: is not a shape",
+        ),
+        (
+            [{"a": (3, True), "b": torch.Size([7])}, {"c": torch.Size([2])}],
+            "param_shapes.a: is not a shape",
+        ),
+        (
+            [{"a": (0, 1 << 40, 1 << 40), "b": torch.Size([7])}, {}],
+            "is not a possible shape of a tensor",
+        ),
         ([{7: torch.Size([3, 5])}, {"c": torch.Size([2])}], "by something other than text"),
-        ([{"a": (3, 10**5000), "b": torch.Size([7])}, {"c": torch.Size([2])}], "param_shapes.a: is not a shape"),
+        (
+            [{"a": (3, 10**5000), "b": torch.Size([7])}, {"c": torch.Size([2])}],
+            "param_shapes.a: is not a shape",
+        ),
         ([{"a": torch.Size([3, 5]), "b": torch.Size([7, 1 << 60])}, {"c": torch.Size([2])}], "b: "),
         ([], "parameters"),
         ("a", "param_shapes: is not a dict of shapes"),
@@ -370,8 +443,13 @@ def test_shapes_that_do_not_fit_the_partitions(made, shapes, what):
 
 
 def test_a_shape_of_too_many_dimensions_is_beyond_a_limit(made):
-    changed(model(made), lambda root: root.update(param_shapes=[{"a": (1,) * 129, "b": torch.Size([7])}, {}]))
-    refused(made, "param_shapes.a: has 129 dimensions, beyond the limit dimensions=128", LimitExceeded)
+    changed(
+        model(made),
+        lambda root: root.update(param_shapes=[{"a": (1,) * 129, "b": torch.Size([7])}, {}]),
+    )
+    refused(
+        made, "param_shapes.a: has 129 dimensions, beyond the limit dimensions=128", LimitExceeded
+    )
 
 
 @pytest.mark.parametrize(
@@ -384,8 +462,14 @@ def test_a_shape_of_too_many_dimensions_is_beyond_a_limit(made):
         ({"partition_count": [2, 1]}, "expert parallelism"),
         ({"zero_stage": 4}, "no fp32 partitions of a known ZeRO stage"),
         ({"zero_stage": "x"}, "no fp32 partitions of a known ZeRO stage"),
-        ({"fp32_flat_groups": [1], "single_partition_of_fp32_groups": [1]}, "a partition is not a flat tensor"),
-        ({"fp32_flat_groups": [], "single_partition_of_fp32_groups": []}, "differ in ZeRO stage or number of groups"),
+        (
+            {"fp32_flat_groups": [1], "single_partition_of_fp32_groups": [1]},
+            "a partition is not a flat tensor",
+        ),
+        (
+            {"fp32_flat_groups": [], "single_partition_of_fp32_groups": []},
+            "differ in ZeRO stage or number of groups",
+        ),
         ({"fp32_flat_groups": 1, "single_partition_of_fp32_groups": 1}, "no fp32 partitions"),
     ],
 )
@@ -394,11 +478,17 @@ def test_optimizer_states_that_are_none(made, states, what):
     refused(made, what, CheckpointError)
 
 
-@pytest.mark.parametrize("partition", [torch.rand(2, 10), torch.rand(20)[::2], torch.rand(20).double(), torch.rand(99)])
+@pytest.mark.parametrize(
+    "partition", [torch.rand(2, 10), torch.rand(20)[::2], torch.rand(20).double(), torch.rand(99)]
+)
 def test_partitions_of_another_kind(made, partition):
     def change(root: Any) -> None:
         states = root["optimizer_state_dict"]
-        key = "fp32_flat_groups" if "fp32_flat_groups" in states else "single_partition_of_fp32_groups"
+        key = (
+            "fp32_flat_groups"
+            if "fp32_flat_groups" in states
+            else "single_partition_of_fp32_groups"
+        )
         states[key] = [partition, *states[key][1:]]
 
     changed(optim(made, 1), change)
@@ -406,13 +496,21 @@ def test_partitions_of_another_kind(made, partition):
 
 
 @pytest.mark.parametrize("made", [2], indirect=True)
-@pytest.mark.parametrize("paddings", [[[0]], [[0, 0]], [[0, -1], [0]], 3, [[0, "x"], [0]], [0, 0], [[10**5000, 0], [0]]])
+@pytest.mark.parametrize(
+    "paddings", [[[0]], [[0, 0]], [[0, -1], [0]], 3, [[0, "x"], [0]], [0, 0], [[10**5000, 0], [0]]]
+)
 def test_alignment_paddings_that_do_not_fit(made, paddings):
-    changed(optim(made), lambda root: root["optimizer_state_dict"].update(param_alignment_paddings=paddings))
+    changed(
+        optim(made),
+        lambda root: root["optimizer_state_dict"].update(param_alignment_paddings=paddings),
+    )
     refused(made, "param_alignment_paddings")
 
 
-@pytest.mark.parametrize("entry", [{"mp_world_size": 2}, {"ds_autoep_layers": [{"checkpoint_format": "zero3_partitioned"}]}])
+@pytest.mark.parametrize(
+    "entry",
+    [{"mp_world_size": 2}, {"ds_autoep_layers": [{"checkpoint_format": "zero3_partitioned"}]}],
+)
 def test_parts_of_a_tensor_are_never_taken_for_the_whole(made, entry):
     changed(model(made), lambda root: root.update(entry))
     refused(made, "parallel", UnsupportedCheckpoint)
@@ -430,9 +528,21 @@ def test_without_the_names_of_the_parameters_only_model_states_that_are_whole_ar
 @pytest.mark.parametrize(
     ("entry", "what"),
     [
-        ({"frozen_param_shapes": {"f": torch.Size([3])}}, "f: a frozen parameter has a shape, but no values"),
-        ({"frozen_param_shapes": {"f": torch.Size([3])}, "frozen_param_fragments": {"f": torch.rand(4)}}, "f: "),
-        ({"frozen_param_shapes": {"f": torch.Size([3])}, "frozen_param_fragments": {"f": 3}}, "f: "),
+        (
+            {"frozen_param_shapes": {"f": torch.Size([3])}},
+            "f: a frozen parameter has a shape, but no values",
+        ),
+        (
+            {
+                "frozen_param_shapes": {"f": torch.Size([3])},
+                "frozen_param_fragments": {"f": torch.rand(4)},
+            },
+            "f: ",
+        ),
+        (
+            {"frozen_param_shapes": {"f": torch.Size([3])}, "frozen_param_fragments": {"f": 3}},
+            "f: ",
+        ),
     ],
 )
 def test_frozen_parameters_that_do_not_fit(made, entry, what):
@@ -476,15 +586,23 @@ def test_a_folder_of_something_else_is_none(tmp_path):
 def test_the_model_states_of_one_rank_of_stage_3_are_not_taken_for_weights(tmp_path):
     step = FOLDERS / "stage3" / "global_step2"
     with pytest.raises(
-        UnsupportedCheckpoint, match=r"holds the model states of one rank of ZeRO stage 3, and no weights"
+        UnsupportedCheckpoint,
+        match=r"holds the model states of one rank of ZeRO stage 3, and no weights",
     ) as caught:
         convert_checkpoint(step / "zero_pp_rank_1_mp_rank_00_model_states.pt", tmp_path / "out.pt")
     assert str(step) in str(caught.value.hint)
-    shutil.copy(FOLDERS / "stage3" / "fp32.pt", tmp_path / "zero_pp_rank_1_mp_rank_00_model_states.pt")
-    same(load_portable(tmp_path / "zero_pp_rank_1_mp_rank_00_model_states.pt"), consolidated(FOLDERS / "stage3"))
+    shutil.copy(
+        FOLDERS / "stage3" / "fp32.pt", tmp_path / "zero_pp_rank_1_mp_rank_00_model_states.pt"
+    )
+    same(
+        load_portable(tmp_path / "zero_pp_rank_1_mp_rank_00_model_states.pt"),
+        consolidated(FOLDERS / "stage3"),
+    )
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     name=st.sampled_from(["stage2", "stage3_frozen"]),
     at=st.integers(0, 1 << 20),
@@ -507,16 +625,29 @@ def test_a_damaged_file_is_an_error_or_the_weights_are_right(tmp_path, name, at,
     same(oracle.load(tmp_path / "out.pt")["module"], consolidated(FOLDERS / name))
 
 
-# -------------------------------------------------------------------------------------------------------------- the program
+# -------------------------------------------------------------------------------------- the program
 
 
 def test_the_program_reads_the_step_that_tag_names(tmp_path):
-    done = run("convert", FOLDERS / "stage3", "out.safetensors", "--tag", "global_step1", "--tied", "duplicate", cwd=tmp_path)
+    done = run(
+        "convert",
+        FOLDERS / "stage3",
+        "out.safetensors",
+        "--tag",
+        "global_step1",
+        "--tied",
+        "duplicate",
+        cwd=tmp_path,
+    )
     assert done.exit == 0, done.err
     written = safetensors.torch.load_file(tmp_path / "out.safetensors")
-    same(written, {name: consolidated(FOLDERS / "stage3", "global_step1")[name] for name in written})
+    same(
+        written, {name: consolidated(FOLDERS / "stage3", "global_step1")[name] for name in written}
+    )
     assert (
-        run("inspect", FOLDERS / "stage3", "--tag", "global_step1", "--json", cwd=tmp_path).json()["format"]
+        run("inspect", FOLDERS / "stage3", "--tag", "global_step1", "--json", cwd=tmp_path).json()[
+            "format"
+        ]
         == "DeepSpeed ZeRO-3"
     )
     line = assert_one_error(run("inspect", FOLDERS / "stage3", "--tag", "../x", cwd=tmp_path))
@@ -526,14 +657,16 @@ def test_the_program_reads_the_step_that_tag_names(tmp_path):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_memory_does_not_grow_with_the_folder(tmp_path, stage):
     groups = [{f"{index}.weight": torch.rand(1001, 1001) for index in range(30)}]
-    folder = zero.write(tmp_path / "zero", stage, 3, groups, frozen={"frozen": torch.rand(4000, 4000).bfloat16()})
+    folder = zero.write(
+        tmp_path / "zero", stage, 3, groups, frozen={"frozen": torch.rand(4000, 4000).bfloat16()}
+    )
     done = run("convert", folder, "out.safetensors", "--no-fsync", cwd=tmp_path)
     assert done.exit == 0, done.err
     assert (tmp_path / "out.safetensors").stat().st_size > 150_000_000
     assert done.rss < idle_rss() + 40_000_000
 
 
-# ----------------------------------------------------------------------------------------------- any sizes, any ranks, by torch
+# ------------------------------------------------------------------- any sizes, any ranks, by torch
 
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 GROUPS = st.lists(st.lists(SHAPES, max_size=5), min_size=1, max_size=3)
@@ -546,17 +679,36 @@ def drawn(groups: list[list[tuple[int, ...]]]) -> list[dict[str, torch.Tensor]]:
         made.append({})
         for index, shape in enumerate(shapes):
             numel = torch.Size(shape).numel()
-            made[-1][f"group{number}.{index}.weight"] = torch.arange(count, count + numel, dtype=torch.float32).view(shape)
+            made[-1][f"group{number}.{index}.weight"] = torch.arange(
+                count, count + numel, dtype=torch.float32
+            ).view(shape)
             count += numel
     return made
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(stage=st.sampled_from([1, 2, 3]), ranks=st.integers(1, 7), shapes=GROUPS, lean=st.booleans(), old=st.booleans())
-def test_parameters_of_any_size_come_back_from_any_number_of_ranks(tmp_path, stage, ranks, shapes, lean, old):
+@settings(
+    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    stage=st.sampled_from([1, 2, 3]),
+    ranks=st.integers(1, 7),
+    shapes=GROUPS,
+    lean=st.booleans(),
+    old=st.booleans(),
+)
+def test_parameters_of_any_size_come_back_from_any_number_of_ranks(
+    tmp_path, stage, ranks, shapes, lean, old
+):
     groups = drawn(shapes)
     expected = OrderedDict((name, value) for group in groups for name, value in group.items())
-    folder = zero.write(tmp_path / "zero", stage, ranks, groups, lean=lean, one_dict=old and (stage == 3 or len(groups) == 1))
+    folder = zero.write(
+        tmp_path / "zero",
+        stage,
+        ranks,
+        groups,
+        lean=lean,
+        one_dict=old and (stage == 3 or len(groups) == 1),
+    )
     if not expected:
         return
     same(load_portable(folder, only="module"), expected)
@@ -568,19 +720,29 @@ def test_parameters_of_any_size_come_back_from_any_number_of_ranks(tmp_path, sta
     same(oracle.load(tmp_path / "out.pt")["module"], expected)
 
 
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
-    stage=st.sampled_from([2, 3]), ranks=st.integers(1, 5), shapes=st.lists(SHAPES, min_size=1, max_size=4),
+    stage=st.sampled_from([2, 3]), ranks=st.integers(1, 5),
+    shapes=st.lists(SHAPES, min_size=1, max_size=4),
     dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn]),
 )  # fmt: skip
-def test_buffers_become_float32_and_frozen_parameters_keep_their_dtype(tmp_path, stage, ranks, shapes, dtype):
+def test_buffers_become_float32_and_frozen_parameters_keep_their_dtype(
+    tmp_path, stage, ranks, shapes, dtype
+):
     frozen = {f"frozen.{index}": torch.rand(shape).to(dtype) for index, shape in enumerate(shapes)}
     buffers = {f"buffer.{index}": torch.rand(shape).to(dtype).mT if len(shape) > 1 else torch.rand(shape).to(dtype)
                for index, shape in enumerate(shapes)}  # fmt: skip
     buffers["count"] = torch.tensor(1 << 40)
-    folder = zero.write(tmp_path / "zero", stage, ranks, [{"weight": torch.rand(3)}], frozen=frozen, buffers=buffers)
+    folder = zero.write(
+        tmp_path / "zero", stage, ranks, [{"weight": torch.rand(3)}], frozen=frozen, buffers=buffers
+    )
     found = load_portable(folder)
-    expected = {name: value.float() if value.is_floating_point() else value for name, value in buffers.items()} | frozen
+    expected = {
+        name: value.float() if value.is_floating_point() else value
+        for name, value in buffers.items()
+    } | frozen
     assert found.pop("weight").shape == (3,)
     same(found, expected)
 
@@ -595,13 +757,17 @@ def test_a_parameter_is_in_at_most_three_boxes_of_each_rank(tmp_path):
 @pytest.mark.parametrize("ranks", [30, 200])
 def test_files_are_few_at_a_time_and_all_closed_in_the_end(tmp_path, ranks):
     value = torch.rand(101, 33)
-    folder = zero.write(tmp_path / "zero", 3, ranks, [{"weight": value}], frozen={"bias": torch.rand(7)})
+    folder = zero.write(
+        tmp_path / "zero", 3, ranks, [{"weight": value}], frozen={"bias": torch.rand(7)}
+    )
     before = descriptors()
     with open_checkpoint(folder) as checkpoint:
         assert len(descriptors()) <= len(before) + 2 + min(2 * ranks, DEFAULTS.open_files)
         assert len(list(checkpoint.tensors())) == 2
     assert torch.equal(load_portable(folder)["weight"], value)
-    (folder / "global_step1" / f"zero_pp_rank_{ranks - 1}_mp_rank_00_optim_states.pt").write_bytes(b"")
+    (folder / "global_step1" / f"zero_pp_rank_{ranks - 1}_mp_rank_00_optim_states.pt").write_bytes(
+        b""
+    )
     refused(folder, "is empty", UnsupportedCheckpoint)
     assert descriptors() <= before
 

@@ -1,4 +1,6 @@
-"""Folders as frameworks leave them: which checkpoint is meant, and that it becomes what the framework itself would load."""
+"""Folders as frameworks leave them: which checkpoint is meant, and that it becomes what the
+framework itself would load.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,7 @@ def notes(path: Path, **options: Any) -> str:
         return "\n".join(checkpoint.notes)
 
 
-# -------------------------------------------------------------------------------------------------------------- accelerate
+# --------------------------------------------------------------------------------------- accelerate
 
 
 def test_the_fsdp_folder_of_accelerate_is_its_model(produced, tmp_path):
@@ -84,10 +86,14 @@ def test_the_fsdp_folder_of_accelerate_keeps_its_training_in_a_torch_output(prod
 
 
 def test_the_fsdp_folder_of_the_trainer_is_its_model(tmp_path):
-    """Without accelerate's random states, with the Trainer's own, and a scheduler and an optimizer under its names."""
+    """Without accelerate's random states, with the Trainer's own, and a scheduler and an optimizer
+    under its names.
+    """
     folder = tmp_path / "checkpoint-2"
     saved_dcp(folder / "pytorch_model_fsdp_0", {"model": WEIGHTS})
-    saved_dcp(folder / "optimizer_0", {"optimizer": {"state": {"up.bias": {"exp_avg": torch.ones(3)}}}})
+    saved_dcp(
+        folder / "optimizer_0", {"optimizer": {"state": {"up.bias": {"exp_avg": torch.ones(3)}}}}
+    )
     saved(folder / "scheduler.pt", {"last_epoch": 3})
     saved(folder / "rng_state_0.pth", {"cpu": torch.zeros(4)})
     assert rows(load_portable(folder)) == rows(WEIGHTS)
@@ -106,7 +112,9 @@ def test_full_state_dicts_of_fsdp_are_the_models(tmp_path):
     assert rows(whole["model_1"]) == rows(OTHER)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model_fsdp_rank{}.bin", "pytorch_model_fsdp_0_rank{}.bin"])
+@pytest.mark.parametrize(
+    "name", ["pytorch_model_fsdp_rank{}.bin", "pytorch_model_fsdp_0_rank{}.bin"]
+)
 def test_rank_files_of_fsdp_are_joined(name, produced, tmp_path):
     for rank in (0, 1):
         shutil.copy(produced / f"rank{rank}_dtensor.pt", tmp_path / name.format(rank))
@@ -120,15 +128,24 @@ def test_rank_files_of_fsdp_are_joined(name, produced, tmp_path):
 
 def test_flat_parameters_of_fsdp_are_refused_by_name(tmp_path):
     """They are one long tensor, which does not say what parameters are in it."""
-    saved(tmp_path / "pytorch_model_fsdp_rank0.bin", {"_fsdp_wrapped_module._flat_param": torch.ones(15)})
-    with pytest.raises(UnsupportedCheckpoint, match=r"_flat_param: is a flat parameter of FSDP .* with SHARDED_STATE_DICT"):
+    saved(
+        tmp_path / "pytorch_model_fsdp_rank0.bin",
+        {"_fsdp_wrapped_module._flat_param": torch.ones(15)},
+    )
+    with pytest.raises(
+        UnsupportedCheckpoint,
+        match=r"_flat_param: is a flat parameter of FSDP .* with SHARDED_STATE_DICT",
+    ):
         open_checkpoint(tmp_path)
 
 
 def test_a_model_of_fsdp_in_two_forms_is_a_choice_of_the_user(tmp_path):
     saved_dcp(tmp_path / "pytorch_model_fsdp_0", {"model": WEIGHTS})
     saved(tmp_path / "pytorch_model_fsdp.bin", OTHER)
-    with pytest.raises(UnsupportedCheckpoint, match=r"holds model in 2 forms: pytorch_model_fsdp.bin, pytorch_model_fsdp_0;"):
+    with pytest.raises(
+        UnsupportedCheckpoint,
+        match=r"holds model in 2 forms: pytorch_model_fsdp.bin, pytorch_model_fsdp_0;",
+    ):
         open_checkpoint(tmp_path)
 
 
@@ -158,13 +175,20 @@ def test_a_part_of_an_fsdp_folder_that_is_a_link_out_of_it_is_refused(tmp_path):
         open_checkpoint(folder)
 
 
-# --------------------------------------------------------------------------------------------------------------- Lightning
+# ---------------------------------------------------------------------------------------- Lightning
 
-META = {"epoch": 1, "global_step": 2, "pytorch-lightning_version": "2.6.6", "hyper_parameters": {"lr": 0.1}}
+META = {
+    "epoch": 1,
+    "global_step": 2,
+    "pytorch-lightning_version": "2.6.6",
+    "hyper_parameters": {"lr": 0.1},
+}
 
 
 def lightning_consolidated(folder: Path, scratch: Path) -> dict[str, Any]:
-    """What `python -m lightning.pytorch.utilities.consolidate_checkpoint` gives, in its three steps."""
+    """What `python -m lightning.pytorch.utilities.consolidate_checkpoint` gives, in its three
+    steps.
+    """
     tree: dict[str, Any] = consolidated(folder, scratch)
     tree.update(torch.load(folder / "meta.pt", weights_only=False))
     tree["state_dict"] = tree.pop("model")
@@ -186,7 +210,10 @@ def test_a_sharded_checkpoint_of_lightning_is_what_lightning_consolidates(produc
 
 
 def test_the_optimizers_of_lightning_are_a_list(tmp_path):
-    states = {f"optimizer_{number}": {"state": {"up.bias": {"step": torch.tensor(number)}}} for number in range(2)}
+    states = {
+        f"optimizer_{number}": {"state": {"up.bias": {"step": torch.tensor(number)}}}
+        for number in range(2)
+    }
     folder = saved_dcp(tmp_path / "epoch=1.ckpt", {"model": WEIGHTS, **states})
     saved(folder / "meta.pt", META)
     assert_as_lightning_consolidates(folder, tmp_path)
@@ -207,7 +234,10 @@ def test_a_sharded_checkpoint_of_fabric_keeps_the_users_names(tmp_path):
     assert whole.keys() == {"model", "optimizer_0", "iteration"} and whole["iteration"] == 3
 
 
-@pytest.mark.parametrize(("meta", "why"), [([1, 2], "no dict of names"), ({"model": 1}, "'model' is in the checkpoint too")])
+@pytest.mark.parametrize(
+    ("meta", "why"),
+    [([1, 2], "no dict of names"), ({"model": 1}, "'model' is in the checkpoint too")],
+)
 def test_a_meta_pt_of_somebody_else_is_left_out_with_a_note(meta, why, tmp_path):
     folder = saved_dcp(tmp_path / "state", {"model": WEIGHTS})
     saved(folder / "meta.pt", meta)
@@ -215,7 +245,7 @@ def test_a_meta_pt_of_somebody_else_is_left_out_with_a_note(meta, why, tmp_path)
     assert why in notes(folder)
 
 
-# --------------------------------------------------------------------------------------------------------------- torchtitan
+# --------------------------------------------------------------------------------------- torchtitan
 
 
 @pytest.mark.parametrize("name", ["new", "old"])
@@ -243,13 +273,19 @@ def test_the_only_step_of_a_run_is_read(tmp_path):
 
 def test_of_several_steps_a_tag_or_its_number_picks_one(tmp_path):
     run_folder = step_folders(tmp_path / "checkpoint", "step-500", "step-1000", "step-10000")
-    with pytest.raises(AmbiguousStateDict, match=r"holds 3 checkpoints .* --tag: step-500, step-1000, step-10000$"):
+    with pytest.raises(
+        AmbiguousStateDict, match=r"holds 3 checkpoints .* --tag: step-500, step-1000, step-10000$"
+    ):
         open_checkpoint(run_folder)
     for tag in ("step-1000", "1000", "01000"):
-        assert rows(load_portable(run_folder, tag=tag)) == rows({key: value + 1 for key, value in WEIGHTS.items()})
+        assert rows(load_portable(run_folder, tag=tag)) == rows(
+            {key: value + 1 for key, value in WEIGHTS.items()}
+        )
     assert "--tag: step-500, step-10000" in notes(run_folder, tag="step-1000")
     for tag in ("10", "step-", "0"):
-        with pytest.raises(MalformedCheckpoint, match=f"--tag: there is no step '{tag}' here; .*step-500"):
+        with pytest.raises(
+            MalformedCheckpoint, match=f"--tag: there is no step '{tag}' here; .*step-500"
+        ):
             open_checkpoint(run_folder, tag=tag)
 
 
@@ -263,7 +299,9 @@ def test_the_program_reads_inspects_and_diagnoses_a_step(tmp_path):
     run_folder = step_folders(tmp_path / "checkpoint", "step-5", "step-10")
     done = run("convert", run_folder, "out.safetensors", "--tag", "10", "--no-fsync", cwd=tmp_path)
     assert done.exit == 0 and "of its steps, step-10 is read" in done.out + done.err
-    assert rows(load_file(tmp_path / "out.safetensors")) == rows({key: value + 1 for key, value in WEIGHTS.items()})
+    assert rows(load_file(tmp_path / "out.safetensors")) == rows(
+        {key: value + 1 for key, value in WEIGHTS.items()}
+    )
     assert run("inspect", run_folder, "--tag", "step-5", cwd=tmp_path).exit == 0
     failed = run("inspect", run_folder, cwd=tmp_path)
     assert failed.exit == 1 and "choose one with --tag: step-5, step-10" in failed.err
@@ -271,7 +309,7 @@ def test_the_program_reads_inspects_and_diagnoses_a_step(tmp_path):
     assert finding.advice == "choose one with --tag: step-5, step-10"
 
 
-# -------------------------------------------------------------------------------------------------------------- one in a folder
+# ---------------------------------------------------------------------------------- one in a folder
 
 
 def test_the_only_file_in_a_folder_is_read_with_a_note(tmp_path):
@@ -291,12 +329,22 @@ def test_a_link_to_the_only_file_is_not_another_one(link, tmp_path):
 def test_two_files_are_a_choice(tmp_path):
     for name in ("a.ckpt", "b.pth"):
         saved(tmp_path / name, WEIGHTS)
-    with pytest.raises(UnsupportedCheckpoint, match=r"is a folder of 2 files without an index; name .*: a.ckpt, b.pth$"):
+    with pytest.raises(
+        UnsupportedCheckpoint,
+        match=r"is a folder of 2 files without an index; name .*: a.ckpt, b.pth$",
+    ):
         open_checkpoint(tmp_path)
 
 
 def test_what_training_keeps_beside_the_weights_is_not_another_checkpoint(tmp_path):
-    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "rng_state_1.pth", "training_args.bin", "scaler.pt"):
+    for name in (
+        "optimizer.pt",
+        "scheduler.pt",
+        "rng_state.pth",
+        "rng_state_1.pth",
+        "training_args.bin",
+        "scaler.pt",
+    ):
         saved(tmp_path / name, {"step": 1})
     saved(tmp_path / "net.pth", WEIGHTS)
     assert rows(load_portable(tmp_path)) == rows(WEIGHTS)
@@ -335,7 +383,9 @@ def test_the_only_folder_of_weights_is_read_beside_the_arguments_of_the_training
     assert rows(load_portable(tmp_path)) == rows(WEIGHTS)
     assert "checkpoint-500" in notes(tmp_path)
     saved(tmp_path / "final.pt", OTHER)
-    with pytest.raises(AmbiguousStateDict, match=r"holds 2 checkpoints .* --tag: checkpoint-500, final.pt"):
+    with pytest.raises(
+        AmbiguousStateDict, match=r"holds 2 checkpoints .* --tag: checkpoint-500, final.pt"
+    ):
         open_checkpoint(tmp_path)
     assert rows(load_portable(tmp_path, tag="checkpoint-500")) == rows(WEIGHTS)
     assert rows(load_portable(tmp_path, tag="final.pt")) == rows(OTHER)
@@ -355,11 +405,13 @@ def test_the_only_checkpoint_that_is_a_link_out_of_the_folder_is_refused(name, t
 def test_a_step_named_by_itself_takes_its_own_tag_only(tmp_path):
     run_folder = step_folders(tmp_path, "step-5", "step-10")
     assert rows(load_portable(run_folder / "step-5", tag="step-5")) == rows(WEIGHTS)
-    with pytest.raises(UnsupportedCheckpoint, match="is the folder of one step or model, not of 'step-10'"):
+    with pytest.raises(
+        UnsupportedCheckpoint, match="is the folder of one step or model, not of 'step-10'"
+    ):
         open_checkpoint(run_folder / "step-5", tag="step-10")
 
 
-# ---------------------------------------------------------------------------------------------------- a file that names it
+# ----------------------------------------------------------------------------- a file that names it
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -371,12 +423,17 @@ def megatron_run(folder: Path, text: str, name: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("text", "name"), [("5", "iter_0000005"), ("12345678\n", "iter_12345678"), ("release\n", "release")])
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [("5", "iter_0000005"), ("12345678\n", "iter_12345678"), ("release\n", "release")],
+)
 def test_the_iteration_that_megatron_names_is_read(text, name, tmp_path):
     folder = megatron_run(tmp_path / "run", text, name)
     step_folders(folder, "iter_0000004")
     whole = oracle.load(MEGATRON.with_name("megatron.whole.pt"))["model"]
-    assert rows({key: value for key, value in load_portable(folder).items() if key in whole}) == rows(whole)
+    assert rows(
+        {key: value for key, value in load_portable(folder).items() if key in whole}
+    ) == rows(whole)
     assert f"of its steps, {name} is read" in notes(folder) and "iter_0000004" in notes(folder)
     assert rows(load_portable(folder, tag="4")) == rows(WEIGHTS)
 
@@ -384,7 +441,11 @@ def test_the_iteration_that_megatron_names_is_read(text, name, tmp_path):
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("6", "names the step 'iter_0000006', which is not here; choose one with --tag: .*iter_0000005"),
+        (
+            "6",
+            "names the step 'iter_0000006', which is not here; choose one with --tag: "
+            ".*iter_0000005",
+        ),
         ("../other", r"'\.\./other' is not a plain folder name"),
         ("/etc", "'/etc' is not a plain folder name"),
         ("", "'' is not a plain folder name"),
@@ -427,26 +488,49 @@ def test_latest_names_a_folder_of_any_framework(tmp_path):
 
 def legacy_megatron(folder: Path, *ranks: str, **args: Any) -> Path:
     for rank in ranks:
-        saved(folder / rank / "model_optim_rng.pt", {"args": Namespace(**args), "model": WEIGHTS, "iteration": 5})
+        saved(
+            folder / rank / "model_optim_rng.pt",
+            {"args": Namespace(**args), "model": WEIGHTS, "iteration": 5},
+        )
     return folder
 
 
 def test_a_megatron_checkpoint_of_one_rank_is_its_file(tmp_path):
-    legacy_megatron(tmp_path / "iter_0000005", "mp_rank_00", tensor_model_parallel_size=1, hidden_size=8)
+    legacy_megatron(
+        tmp_path / "iter_0000005", "mp_rank_00", tensor_model_parallel_size=1, hidden_size=8
+    )
     saved(tmp_path / "iter_0000005" / "mp_rank_00" / "distrib_optim.pt", {})
     (tmp_path / TRACKER).write_text("5")
     assert rows(load_portable(tmp_path)) == rows(WEIGHTS)
     assert rows(load_portable(tmp_path / "iter_0000005")) == rows(WEIGHTS)
-    assert "distrib_optim.pt beside it, which holds the optimizer's state, is left out" in notes(tmp_path)
+    assert "distrib_optim.pt beside it, which holds the optimizer's state, is left out" in notes(
+        tmp_path
+    )
 
 
 @pytest.mark.parametrize(
     ("ranks", "args", "what"),
     [
-        (("mp_rank_00", "mp_rank_01"), {}, "is a tensor-parallel checkpoint of 2 ranks .* of Megatron-LM, which is not read"),
-        (("mp_rank_00_000", "mp_rank_00_001", "mp_rank_00_002"), {}, "is a pipeline- or expert-parallel checkpoint of 3 ranks"),
-        (("mp_rank_00",), {"tensor_model_parallel_size": 4}, "holds one rank of a model that was split over 4"),
-        (("mp_rank_00_000",), {"pipeline_model_parallel_size": 2}, "holds one rank of a model that was split over 2"),
+        (
+            ("mp_rank_00", "mp_rank_01"),
+            {},
+            "is a tensor-parallel checkpoint of 2 ranks .* of Megatron-LM, which is not read",
+        ),
+        (
+            ("mp_rank_00_000", "mp_rank_00_001", "mp_rank_00_002"),
+            {},
+            "is a pipeline- or expert-parallel checkpoint of 3 ranks",
+        ),
+        (
+            ("mp_rank_00",),
+            {"tensor_model_parallel_size": 4},
+            "holds one rank of a model that was split over 4",
+        ),
+        (
+            ("mp_rank_00_000",),
+            {"pipeline_model_parallel_size": 2},
+            "holds one rank of a model that was split over 2",
+        ),
     ],
 )
 def test_a_megatron_checkpoint_of_several_ranks_is_refused_by_its_name(ranks, args, what, tmp_path):
@@ -458,15 +542,19 @@ def test_a_megatron_checkpoint_of_several_ranks_is_refused_by_its_name(ranks, ar
 
 def test_the_file_of_one_rank_of_several_is_refused_by_itself_too(tmp_path):
     legacy_megatron(tmp_path, "mp_rank_01", tensor_model_parallel_size=2)
-    with pytest.raises(UnsupportedCheckpoint, match="holds one rank of a model that was split over 2"):
+    with pytest.raises(
+        UnsupportedCheckpoint, match="holds one rank of a model that was split over 2"
+    ):
         open_checkpoint(tmp_path / "mp_rank_01" / "model_optim_rng.pt")
 
 
-# ---------------------------------------------------------------------------------------------------------------- variants
+# ----------------------------------------------------------------------------------------- variants
 
 
 def variant(folder: Path, name: str, tree: dict[str, torch.Tensor], shards: int = 1) -> Path:
-    """The weights as transformers' ``save_pretrained(variant=name)`` leaves them, in one file or with an index."""
+    """The weights as transformers' ``save_pretrained(variant=name)`` leaves them, in one file or
+    with an index.
+    """
     if shards == 1:
         saved_st(folder / f"model.{name}.safetensors", tree)
         return folder
@@ -475,7 +563,9 @@ def variant(folder: Path, name: str, tree: dict[str, torch.Tensor], shards: int 
         shard = f"model.{name}-{number:05}-of-{len(tree):05}.safetensors"
         saved_st(folder / shard, {key: value})
         weight_map[key] = shard
-    (folder / f"model.safetensors.index.{name}.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / f"model.safetensors.index.{name}.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     return folder
 
 
@@ -492,23 +582,32 @@ def test_the_index_of_a_variant_can_be_named(tmp_path):
     assert rows(load_portable(tmp_path / "model.safetensors.index.fp16.json")) == rows(WEIGHTS)
 
 
-@pytest.mark.parametrize("plain", ["model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize(
+    "plain", ["model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin"]
+)
 @pytest.mark.parametrize("shards", [1, 2])
-def test_beside_variants_the_plain_weights_are_read_and_a_tag_picks_a_variant(shards, plain, tmp_path):
+def test_beside_variants_the_plain_weights_are_read_and_a_tag_picks_a_variant(
+    shards, plain, tmp_path
+):
     variant(tmp_path, "fp16", OTHER, shards)
     variant(tmp_path, "non_ema", OTHER)
     (saved if plain.endswith(".bin") else saved_st)(tmp_path / plain, WEIGHTS)
     assert rows(load_portable(tmp_path)) == rows(WEIGHTS)
     assert rows(load_portable(tmp_path, tag="fp16")) == rows(OTHER)
-    assert "--tag: fp16, non_ema" in notes(tmp_path) and "--tag: non_ema" in notes(tmp_path, tag="fp16")
-    with pytest.raises(CheckpointError, match="holds no 'bf16'; choose one with --tag: fp16, non_ema"):
+    assert "--tag: fp16, non_ema" in notes(tmp_path) and "--tag: non_ema" in notes(
+        tmp_path, tag="fp16"
+    )
+    with pytest.raises(
+        CheckpointError, match="holds no 'bf16'; choose one with --tag: fp16, non_ema"
+    ):
         open_checkpoint(tmp_path, tag="bf16")
 
 
 def test_several_variants_without_the_plain_weights_are_a_choice(tmp_path):
     variant(variant(tmp_path, "fp16", WEIGHTS, 2), "bf16", OTHER)
     with pytest.raises(
-        AmbiguousStateDict, match=r"holds 2 variants .* not the plain weights; choose one with --tag: fp16, bf16$"
+        AmbiguousStateDict,
+        match=r"holds 2 variants .* not the plain weights; choose one with --tag: fp16, bf16$",
     ):
         open_checkpoint(tmp_path)
     assert rows(load_portable(tmp_path, tag="bf16")) == rows(OTHER)
@@ -532,7 +631,7 @@ def test_weights_under_a_usual_name_that_are_a_link_out_of_the_folder_are_refuse
         open_checkpoint(folder)
 
 
-# --------------------------------------------------------------------------------------------------------------- DeepSpeed
+# ---------------------------------------------------------------------------------------- DeepSpeed
 
 
 @pytest.mark.parametrize(
@@ -545,17 +644,28 @@ def test_weights_under_a_usual_name_that_are_a_link_out_of_the_folder_are_refuse
     ],
 )
 def test_layouts_of_deepspeed_that_are_not_read_are_called_by_their_names(name, what, produced):
-    with pytest.raises(UnsupportedCheckpoint, match=f"is an? {what} .*of DeepSpeed, which is not read"):
+    with pytest.raises(
+        UnsupportedCheckpoint, match=f"is an? {what} .*of DeepSpeed, which is not read"
+    ):
         open_checkpoint(produced / name)
 
 
 def test_a_folder_of_weights_among_other_checkpoints_says_which_file_is_read(tmp_path):
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
-    for name in ("optimizer.bin", "training_args.bin", "pytorch_model.bin", "model.fp16.safetensors", "notes.txt"):
+    for name in (
+        "optimizer.bin",
+        "training_args.bin",
+        "pytorch_model.bin",
+        "model.fp16.safetensors",
+        "notes.txt",
+    ):
         (tmp_path / name).write_bytes(b"of the same model")
     with open_checkpoint(tmp_path) as alone:
         assert not [note for note in alone.notes if "beside it" in note]
     for name in ("yolo.pt", "other.ckpt"):
         torch.save({"v": torch.ones(1)}, tmp_path / name)
     with open_checkpoint(tmp_path) as found:
-        assert "model.safetensors is read; 2 other files are beside it and not read: other.ckpt, yolo.pt" in found.notes
+        assert (
+            "model.safetensors is read; 2 other files are beside it and not read: other.ckpt, "
+            "yolo.pt" in found.notes
+        )

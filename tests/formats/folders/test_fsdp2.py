@@ -1,5 +1,6 @@
-"""Models that `fully_shard` has sharded over processes: their state dicts, full or sharded, fit the plain model, which then
-computes the same, bit for bit."""
+"""Models that `fully_shard` has sharded over processes: their state dicts, full or sharded, fit the
+plain model, which then computes the same, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ each_kind = pytest.mark.parametrize("kind", ["full", "gathered", "ranks", "dcp"]
 
 
 def saved(worlds: Path, wrapping: str, kind: str) -> Path | list[Path]:
-    """What was saved of a model: the full state dict, the gathered one, both ranks' files, or a DCP folder."""
+    """What was saved of a model: the full state dict, the gathered one, both ranks' files, or a DCP
+    folder.
+    """
     if kind == "ranks":
         return [worlds / f"fsdp2_{wrapping}.{rank}.pt" for rank in (0, 1)]
     return worlds / (f"fsdp2_{wrapping}" if kind == "dcp" else f"fsdp2_{wrapping}.{kind}.pt")
@@ -41,7 +44,9 @@ def test_its_checkpoint_is_fitted_to_the_plain_model(target, wrapping, kind, wor
     torch.save(plain(4).state_dict(), tmp_path / "other.pt")
     fit_to = {"model": "worlds:Small"} if target == "model" else {"like": tmp_path / "other.pt"}
     source = saved(worlds, wrapping, kind)
-    convert_checkpoint(source, tmp_path / "out.pt", only="model" if kind == "dcp" else None, keys="keep", **fit_to)
+    convert_checkpoint(
+        source, tmp_path / "out.pt", only="model" if kind == "dcp" else None, keys="keep", **fit_to
+    )
     model = plain()
     model.load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True), strict=True)
     assert_computes_the_same(model, worlds, wrapping)
@@ -54,10 +59,15 @@ def test_its_checkpoint_is_fitted_to_the_plain_model(target, wrapping, kind, wor
 @each_wrapping
 def test_a_plain_checkpoint_is_fitted_to_a_sharded_one(wrapping, worlds, tmp_path):
     torch.save(plain(4).state_dict(), tmp_path / "plain.pt")
-    convert_checkpoint(tmp_path / "plain.pt", tmp_path / "out.pt", like=saved(worlds, wrapping, "gathered"))
+    convert_checkpoint(
+        tmp_path / "plain.pt", tmp_path / "out.pt", like=saved(worlds, wrapping, "gathered")
+    )
     found = torch.load(tmp_path / "out.pt", weights_only=True)
     assert list(found) == list(torch.load(saved(worlds, wrapping, "gathered"), weights_only=True))
-    assert all(torch.equal(a, b) for a, b in zip(found.values(), plain(4).state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(found.values(), plain(4).state_dict().values(), strict=True)
+    )
 
 
 @each_kind
@@ -66,7 +76,12 @@ def test_a_key_that_is_missing_is_named(kind, worlds, tmp_path):
     torch.save(more, tmp_path / "more.pt")
     only = "model" if kind == "dcp" else None
     with pytest.raises(KeyMismatch) as caught:
-        convert_checkpoint(saved(worlds, "compiled", kind), tmp_path / "out.pt", only=only, like=tmp_path / "more.pt")
+        convert_checkpoint(
+            saved(worlds, "compiled", kind),
+            tmp_path / "out.pt",
+            only=only,
+            like=tmp_path / "more.pt",
+        )
     assert caught.value.fit.missing == ("extra.weight",) and not caught.value.fit.unexpected
 
 

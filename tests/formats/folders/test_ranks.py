@@ -1,4 +1,6 @@
-"""Files of ranks: together they are what torch gathers; missing, doubled or foreign ones are refused, and one alone always."""
+"""Files of ranks: together they are what torch gathers; missing, doubled or foreign ones are
+refused, and one alone always.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,18 @@ from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, Unsupp
 from helpers import oracle
 from helpers.program import assert_one_error, run
 
-NAMES = ("rows2", "columns2", "training2", "fsdp1_2", "rows4", "columns4", "grid4", "strided4", "hybrid4", "parallel4")
+NAMES = (
+    "rows2",
+    "columns2",
+    "training2",
+    "fsdp1_2",
+    "rows4",
+    "columns4",
+    "grid4",
+    "strided4",
+    "hybrid4",
+    "parallel4",
+)
 QUICK: dict[str, Any] = {"fsync": False, "verify": True}
 
 
@@ -39,7 +52,9 @@ def gathered(folder: Path, name: str) -> Any:
 @pytest.mark.parametrize("name", NAMES)
 def test_all_ranks_together_are_what_torch_gathers(name, worlds, tmp_path):
     convert_checkpoint(files(worlds, name), tmp_path / "out.pt", keys="keep", **QUICK)
-    assert oracle.value_rows(oracle.load(tmp_path / "out.pt")) == oracle.value_rows(gathered(worlds, name))
+    assert oracle.value_rows(oracle.load(tmp_path / "out.pt")) == oracle.value_rows(
+        gathered(worlds, name)
+    )
 
 
 def test_strided_shards_lie_in_their_own_order(worlds):
@@ -58,25 +73,47 @@ def test_the_order_of_the_files_does_not_matter(worlds, tmp_path):
 
 
 def test_the_program_joins_them(produced, tmp_path):
-    done = run("convert", produced / "rank0_dtensor.pt", produced / "rank1_dtensor.pt", "out.safetensors", cwd=tmp_path)
+    done = run(
+        "convert",
+        produced / "rank0_dtensor.pt",
+        produced / "rank1_dtensor.pt",
+        "out.safetensors",
+        cwd=tmp_path,
+    )
     assert done.exit == 0, done.err
-    found, expected = load_file(tmp_path / "out.safetensors"), oracle.load(produced / "full_from_fsdp.pt")
-    assert oracle.value_rows(dict(sorted(found.items()))) == oracle.value_rows(dict(sorted(expected.items())))
+    found, expected = (
+        load_file(tmp_path / "out.safetensors"),
+        oracle.load(produced / "full_from_fsdp.pt"),
+    )
+    assert oracle.value_rows(dict(sorted(found.items()))) == oracle.value_rows(
+        dict(sorted(expected.items()))
+    )
 
 
 def test_the_program_inspects_them_together(produced, tmp_path):
-    done = run("inspect", produced / "rank0_dtensor.pt", produced / "rank1_dtensor.pt", "--json", cwd=tmp_path)
+    done = run(
+        "inspect",
+        produced / "rank0_dtensor.pt",
+        produced / "rank1_dtensor.pt",
+        "--json",
+        cwd=tmp_path,
+    )
     assert done.exit == 0, done.err
     assert done.json()["tensors"] == 4
     remedy = done.json()["verdict"].partition("Fix: ckptconv ")[2].split()
     assert run(*remedy, cwd=tmp_path).exit == 0
-    assert list(torch.load(tmp_path / remedy[-1])) == list(torch.load(produced / "full_from_fsdp.pt"))
+    assert list(torch.load(tmp_path / remedy[-1])) == list(
+        torch.load(produced / "full_from_fsdp.pt")
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------- refusals
+# ----------------------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize("command", [("inspect",), ("convert", "out.pt"), ("convert", "out.safetensors", "--unknown", "drop")])
+@pytest.mark.parametrize(
+    "command",
+    [("inspect",), ("convert", "out.pt"), ("convert", "out.safetensors", "--unknown", "drop")],
+)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_alone_is_refused_with_how_many_there_should_be(command, rank, produced, tmp_path):
     name, *others = command
@@ -112,7 +149,12 @@ def copied(path: Path, folder: Path) -> Path:
 
 
 def other_world(worlds: Path, folder: Path) -> list[Path]:
-    return [worlds / "rows4.0.pt", worlds / "rows2.1.pt", worlds / "rows4.2.pt", worlds / "rows4.3.pt"]
+    return [
+        worlds / "rows4.0.pt",
+        worlds / "rows2.1.pt",
+        worlds / "rows4.2.pt",
+        worlds / "rows4.3.pt",
+    ]
 
 
 def other_keys(worlds: Path, folder: Path) -> list[Path]:
@@ -172,18 +214,22 @@ def test_no_files_at_all_are_refused():
 def test_damage_in_a_shard_is_noticed(worlds, tmp_path):
     source = copied(worlds / "rows2.1.pt", tmp_path)
     raw = source.read_bytes()
-    with_damage = raw.replace(torch.arange(13.0, 16.0).numpy().tobytes(), torch.arange(12.0, 15.0).numpy().tobytes(), 1)
+    with_damage = raw.replace(
+        torch.arange(13.0, 16.0).numpy().tobytes(), torch.arange(12.0, 15.0).numpy().tobytes(), 1
+    )
     assert with_damage != raw
     source.write_bytes(with_damage)
     with pytest.raises(MalformedCheckpoint, match="CRC-32"):
         convert_checkpoint([worlds / "rows2.0.pt", source], tmp_path / "out.pt", fsync=False)
 
 
-# -------------------------------------------------------------------------------------------------- what older torch wrote
+# --------------------------------------------------------------------------- what older torch wrote
 
 
 class Mesh8:
-    """The mesh of torch before 2.9, as it was pickled: a tensor of ranks and the place of the one that saves."""
+    """The mesh of torch before 2.9, as it was pickled: a tensor of ranks and the place of the one
+    that saves.
+    """
 
     __qualname__ = "DeviceMesh"
     __module__ = "torch.distributed.device_mesh"
@@ -211,9 +257,23 @@ class Pickled:
         self.shape, self.local, self.spec = shape, local, spec
 
     def __reduce__(self) -> Any:
-        wrapper = (DTensor, self.local.dtype, self.shape, (1,) * len(self.shape), 0, torch.strided, torch.device("cpu"), False)
+        wrapper = (
+            DTensor,
+            self.local.dtype,
+            self.shape,
+            (1,) * len(self.shape),
+            0,
+            torch.strided,
+            torch.device("cpu"),
+            False,
+        )
         state = (None, {"_local_tensor": self.local, "_spec": self.spec})
-        return torch._tensor._rebuild_from_type_v2, (torch._utils._rebuild_wrapper_subclass, DTensor, wrapper, state)
+        return torch._tensor._rebuild_from_type_v2, (
+            torch._utils._rebuild_wrapper_subclass,
+            DTensor,
+            wrapper,
+            state,
+        )
 
 
 @pytest.fixture
@@ -222,7 +282,11 @@ def older(monkeypatch, tmp_path):
     monkeypatch.setattr("torch.distributed.device_mesh.DeviceMesh", Mesh8)
     monkeypatch.setattr("torch.distributed.tensor._dtensor_spec.DTensorSpec", Spec8)
 
-    def save(placements: tuple[Any, ...], local: Callable[[int, int], torch.Tensor], shape: tuple[int, ...]) -> list[Path]:
+    def save(
+        placements: tuple[Any, ...],
+        local: Callable[[int, int], torch.Tensor],
+        shape: tuple[int, ...],
+    ) -> list[Path]:
         paths = []
         for rank in range(4):
             mesh = Mesh8([[3, 2], [1, 0]], at := [1 - rank // 2, 1 - rank % 2])
@@ -237,22 +301,30 @@ W = torch.arange(30.0).reshape(6, 5)
 
 
 def test_the_meshes_of_older_torch_are_read(older):
-    paths = older((TorchShard(0), TorchShard(1)), lambda i, j: W.chunk(2)[i].chunk(2, 1)[j].contiguous(), (6, 5))
+    paths = older(
+        (TorchShard(0), TorchShard(1)),
+        lambda i, j: W.chunk(2)[i].chunk(2, 1)[j].contiguous(),
+        (6, 5),
+    )
     assert torch.equal(load_portable(paths)["w"], W)
     with pytest.raises(UnsupportedCheckpoint, match="4 ranks; missing: rank 0, 1, 2"):
         load_portable(paths[3])
 
 
 def test_a_dimension_split_twice_by_older_torch_is_refused(older):
-    paths = older((TorchShard(0), TorchShard(0)), lambda i, j: W[:4].chunk(2)[i].chunk(2)[j], (4, 5))
+    paths = older(
+        (TorchShard(0), TorchShard(0)), lambda i, j: W[:4].chunk(2)[i].chunk(2)[j], (4, 5)
+    )
     with pytest.raises(UnsupportedCheckpoint, match="split twice"):
         load_portable(paths)
 
 
-# --------------------------------------------------------------------------------------------------------- where shards lie
+# --------------------------------------------------------------------------------- where shards lie
 
 
-def torch_offset(shape: tuple[int, ...], mesh: tuple[int, ...], at: tuple[int, ...], placements: Any) -> Any:
+def torch_offset(
+    shape: tuple[int, ...], mesh: tuple[int, ...], at: tuple[int, ...], placements: Any
+) -> Any:
     """Local shape and first global offset, by torch itself."""
     return _compute_local_shape_and_global_offset(shape, mesh, list(at), placements)
 
@@ -260,7 +332,11 @@ def torch_offset(shape: tuple[int, ...], mesh: tuple[int, ...], at: tuple[int, .
 @pytest.mark.parametrize("size", range(14))
 @pytest.mark.parametrize("mesh", [(1,), (3,), (4,), (2, 2), (2, 3), (3, 2)])
 def test_the_shares_are_those_that_torch_computes(size, mesh):
-    choices = [(Placement(None), TorchReplicate()), (Placement(0), TorchShard(0)), (Placement(1), TorchShard(1))]
+    choices = [
+        (Placement(None), TorchReplicate()),
+        (Placement(0), TorchShard(0)),
+        (Placement(1), TorchShard(1)),
+    ]
     choices += [(Placement(0, factor), _StridedShard(0, split_factor=factor)) for factor in (2, 3)]
     shape = (size, 5)
     for placed in itertools.product(choices, repeat=len(mesh)):

@@ -60,7 +60,7 @@ def index_of(folder: Path, name: str = INDEX) -> dict[str, Any]:
     return json.loads((folder / name).read_text())
 
 
-# ------------------------------------------------------------------------------------------------------------- reading
+# ------------------------------------------------------------------------------------------ reading
 
 
 def test_a_folder_of_transformers_opens_by_folder_and_by_index(tmp_path):
@@ -73,7 +73,10 @@ def test_a_folder_of_transformers_opens_by_folder_and_by_index(tmp_path):
         assert_same(load_portable(path), {key: expected[key] for key in order})
         convert_checkpoint(path, tmp_path / "one.safetensors", force=True, verify=True, fsync=False)
         assert load_file(tmp_path / "one.safetensors").keys() == expected.keys()
-        assert_same(dict(sorted(load_file(tmp_path / "one.safetensors").items())), dict(sorted(expected.items())))
+        assert_same(
+            dict(sorted(load_file(tmp_path / "one.safetensors").items())),
+            dict(sorted(expected.items())),
+        )
 
 
 def test_torch_shards_open(tmp_path):
@@ -83,12 +86,17 @@ def test_torch_shards_open(tmp_path):
     for name, half in zip(names, halves, strict=True):
         torch.save(half, tmp_path / name)
     where = {key: name for name, half in zip(names, halves, strict=True) for key in half}
-    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    (tmp_path / "pytorch_model.bin.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": where})
+    )
     assert_same(load_portable(tmp_path, keys="keep"), state_dict)
 
 
 def test_a_folder_with_one_file_of_weights_is_that_file():
-    assert_same(load_portable(produced("peft"), keys="keep"), load_file(produced("peft") / "adapter_model.safetensors"))
+    assert_same(
+        load_portable(produced("peft"), keys="keep"),
+        load_file(produced("peft") / "adapter_model.safetensors"),
+    )
 
 
 def test_the_library_s_cache_may_link_to_its_blobs(tmp_path):
@@ -106,13 +114,18 @@ def test_the_library_s_cache_may_link_to_its_blobs(tmp_path):
 def test_two_indexes_must_be_told_apart(tmp_path):
     for name in ("a.safetensors.index.json", "b.safetensors.index.json"):
         (tmp_path / name).write_text("{}")
-    with pytest.raises(CheckpointError, match=r"holds 2 indexes: a\.safetensors.*b\.safetensors.*name the index"):
+    with pytest.raises(
+        CheckpointError, match=r"holds 2 indexes: a\.safetensors.*b\.safetensors.*name the index"
+    ):
         open_checkpoint(tmp_path)
 
 
 def test_a_folder_of_files_without_an_index_names_them(tmp_path):
     save_file({"w": torch.ones(2)}, tmp_path / "x-00001-of-00002.safetensors")
-    with pytest.raises(CheckpointError, match=r"is a folder of 1 files without an index; .*x-00001-of-00002\.safetensors"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"is a folder of 1 files without an index; .*x-00001-of-00002\.safetensors",
+    ):
         open_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="is a folder without a checkpoint"):
         empty = tmp_path / "empty"
@@ -126,7 +139,9 @@ def test_a_folder_around_checkpoints_names_them(tmp_path):
         save_file({"w": torch.ones(2)}, tmp_path / f"checkpoint-{step}" / "model.safetensors")
     (tmp_path / "logs").mkdir()
     (tmp_path / "random_states_0.pkl").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"holds 2 checkpoints .* --tag: checkpoint-500, checkpoint-1000$"):
+    with pytest.raises(
+        CheckpointError, match=r"holds 2 checkpoints .* --tag: checkpoint-500, checkpoint-1000$"
+    ):
         open_checkpoint(tmp_path)
 
 
@@ -141,15 +156,20 @@ def test_a_folder_of_accelerate_is_its_model_and_its_training_state():
     assert oracle.flatten(optimizer) == oracle.flatten(theirs)
 
 
-# ------------------------------------------------------------------------------------------------------------- writing
+# ------------------------------------------------------------------------------------------ writing
 
 
 @pytest.mark.parametrize(
-    ("to", "stem", "suffix"), [("safetensors", "model", ".safetensors"), ("torch", "pytorch_model", ".bin")]
+    ("to", "stem", "suffix"),
+    [("safetensors", "model", ".safetensors"), ("torch", "pytorch_model", ".bin")],
 )
-def test_a_folder_of_shards_has_the_libraries_names_and_comes_back_whole(to, stem, suffix, tmp_path):
+def test_a_folder_of_shards_has_the_libraries_names_and_comes_back_whole(
+    to, stem, suffix, tmp_path
+):
     folder = tmp_path / "shards"
-    result = convert_checkpoint(saved(tmp_path), folder, to=to, max_shard_size="400B", tied="duplicate", verify=True, **KEEP)
+    result = convert_checkpoint(
+        saved(tmp_path), folder, to=to, max_shard_size="400B", tied="duplicate", verify=True, **KEEP
+    )
     index = index_of(folder, f"{stem}{suffix}.index.json")
     count = len(set(index["weight_map"].values()))
     assert count > 2 and result.verified == len(tensors())
@@ -195,7 +215,8 @@ def test_rules_casts_and_tags_reach_every_shard(tmp_path):
         assert all(key.startswith("module.") for key in load_portable(shard, keys="keep"))
     found = load_portable(tmp_path / "net.bin.index.json")
     assert {key: value.dtype for key, value in found.items()} == {
-        key: torch.float16 if value.is_floating_point() else value.dtype for key, value in tensors().items()
+        key: torch.float16 if value.is_floating_point() else value.dtype
+        for key, value in tensors().items()
     }
 
 
@@ -233,7 +254,9 @@ def test_nothing_of_an_earlier_set_is_found_in_the_place_of_a_new_one(before, af
     assert {item.name: item.read_bytes() for item in folder.iterdir()} == untouched
     convert_checkpoint(saved(tmp_path), folder, max_shard_size=after, force=True, **KEEP)
     convert_checkpoint(saved(tmp_path), fresh, max_shard_size=after, **KEEP)
-    assert {item.name for item in folder.iterdir()} == {item.name for item in fresh.iterdir()} | {"config.json"}
+    assert {item.name for item in folder.iterdir()} == {item.name for item in fresh.iterdir()} | {
+        "config.json"
+    }
     for key, tensor in load_portable(folder, keys="keep").items():
         assert oracle.value_bytes(tensor) == oracle.value_bytes(tensors()[key]), key
 
@@ -241,8 +264,13 @@ def test_nothing_of_an_earlier_set_is_found_in_the_place_of_a_new_one(before, af
 def test_a_set_may_be_cut_anew_in_its_own_folder(tmp_path):
     folder = tmp_path / "out"
     convert_checkpoint(saved(tmp_path), folder, max_shard_size=400, tied="duplicate", **KEEP)
-    convert_checkpoint(folder, folder, max_shard_size=900, tied="duplicate", force=True, verify=True, **KEEP)
-    assert {item.name for item in folder.iterdir()} == {*index_of(folder)["weight_map"].values(), INDEX}
+    convert_checkpoint(
+        folder, folder, max_shard_size=900, tied="duplicate", force=True, verify=True, **KEEP
+    )
+    assert {item.name for item in folder.iterdir()} == {
+        *index_of(folder)["weight_map"].values(),
+        INDEX,
+    }
     assert_same(load_portable(folder, keys="keep"), tensors())
 
 
@@ -270,7 +298,9 @@ def test_more_shards_than_files_may_be_open(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (150, hard))
     try:
-        convert_checkpoint(tmp_path / "in.pt", tmp_path / "out", max_shard_size=16, verify=True, **KEEP)
+        convert_checkpoint(
+            tmp_path / "in.pt", tmp_path / "out", max_shard_size=16, verify=True, **KEEP
+        )
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert len(set(index_of(tmp_path / "out")["weight_map"].values())) == 200
@@ -282,7 +312,13 @@ def test_views_of_one_storage_are_split_where_they_get_their_own_bytes(tmp_path)
     flat = torch.arange(1000.0)
     state_dict = {f"w{index}": flat[index * 100 : (index + 1) * 100] for index in range(10)}
     torch.save({**state_dict, "again": state_dict["w3"]}, tmp_path / "in.pt")
-    convert_checkpoint(tmp_path / "in.pt", tmp_path / "net.safetensors", max_shard_size=1000, tied="duplicate", **KEEP)
+    convert_checkpoint(
+        tmp_path / "in.pt",
+        tmp_path / "net.safetensors",
+        max_shard_size=1000,
+        tied="duplicate",
+        **KEEP,
+    )
     where = index_of(tmp_path, "net.safetensors.index.json")["weight_map"]
     assert where["again"] == where["w3"] and len(set(where.values())) == 6
     found = load_portable(tmp_path / "net.safetensors.index.json", keys="keep")
@@ -316,13 +352,16 @@ def test_the_summary_and_the_json_name_the_shards(tmp_path):
     shards = sorted((tmp_path / "out").glob("*.safetensors"))
     document = report.plan_document(result.plan)["output"]
     assert document["index"] == str(tmp_path / "out" / INDEX)
-    assert document["shards"] == [{"path": str(path), "bytes": path.stat().st_size} for path in shards]
+    assert document["shards"] == [
+        {"path": str(path), "bytes": path.stat().st_size} for path in shards
+    ]
     line = dict(report.plan_lines(result.plan))["shards"]
     assert f"{len(shards)} in all, the largest " in line and line.endswith(INDEX)
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("5GB", 5 * 10**9), ("1.5 GiB", 3 << 29), ("200mb", 2 * 10**8), ("7", 7), ("3KB", 3000)]
+    ("text", "size"),
+    [("5GB", 5 * 10**9), ("1.5 GiB", 3 << 29), ("200mb", 2 * 10**8), ("7", 7), ("3KB", 3000)],
 )
 def test_sizes_are_decimal(text, size):
     assert parse_size(text) == size
@@ -334,12 +373,14 @@ def test_other_sizes_are_refused(text):
         parse_size(text)
 
 
-# ---------------------------------------------------------------------------------------------------- metadata of the index
+# ---------------------------------------------------------------------------- metadata of the index
 
 
 def with_metadata(folder: Path, metadata: Any) -> Path:
     """A folder of shards whose index has this metadata."""
-    convert_checkpoint(saved(folder), folder / "in", max_shard_size="400B", tied="duplicate", **KEEP)
+    convert_checkpoint(
+        saved(folder), folder / "in", max_shard_size="400B", tied="duplicate", **KEEP
+    )
     index = index_of(folder / "in")
     (folder / "in" / INDEX).write_text(json.dumps({**index, "metadata": metadata}))
     return folder / "in"
@@ -358,7 +399,9 @@ def test_other_metadata_of_an_index_stays_when_shards_are_written_again(tmp_path
 def test_the_number_of_parameters_goes_where_a_tensor_is_left_out(tmp_path):
     source = with_metadata(tmp_path, {"total_parameters": 439, "made_by": "hand"})
     rules = KeyRules(exclude=("big",))
-    convert_checkpoint(source, tmp_path / "again", max_shard_size="200B", keys=rules, tied="duplicate", fsync=False)
+    convert_checkpoint(
+        source, tmp_path / "again", max_shard_size="200B", keys=rules, tied="duplicate", fsync=False
+    )
     metadata = index_of(tmp_path / "again")["metadata"]
     assert metadata.keys() == {"made_by", "total_size"}
 
@@ -383,4 +426,7 @@ def test_the_count_of_parameters_that_transformers_wrote_is_kept(tmp_path):
     source = produced("hf_sharded")
     convert_checkpoint(source, tmp_path / "again", max_shard_size="30KB", **KEEP)
     before, after = index_of(source)["metadata"], index_of(tmp_path / "again")["metadata"]
-    assert after["total_parameters"] == before["total_parameters"] and after["total_size"] == before["total_size"]
+    assert (
+        after["total_parameters"] == before["total_parameters"]
+        and after["total_size"] == before["total_size"]
+    )

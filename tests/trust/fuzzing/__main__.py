@@ -1,4 +1,6 @@
-"""``python -m fuzzing --seconds 600``: hunt for some seconds and tell what was found; exits with 1 when anything was."""
+"""``python -m fuzzing --seconds 600``: hunt for some seconds and tell what was found; exits with 1
+when anything was.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,20 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", type=int, help="of an earlier run, to repeat it")
-    parser.add_argument("--first", type=int, default=0, metavar="NUMBER", help="the case to begin with")
+    parser.add_argument(
+        "--first", type=int, default=0, metavar="NUMBER", help="the case to begin with"
+    )
     parser.add_argument("--cases", type=int, help="stop after so many")
-    parser.add_argument("--mode", choices=["all", "mutations", "structures", "coverage"], default="all")
+    parser.add_argument(
+        "--mode", choices=["all", "mutations", "structures", "coverage"], default="all"
+    )
     parser.add_argument("--only", metavar="TARGET", help="only seeds of this target")
-    parser.add_argument("--finds", type=Path, default=Path("fuzz-finds"), help="the folder where finds are saved")
-    parser.add_argument("--replay", type=Path, metavar="FIND", nargs="+", help="try saved finds again instead")
+    parser.add_argument(
+        "--finds", type=Path, default=Path("fuzz-finds"), help="the folder where finds are saved"
+    )
+    parser.add_argument(
+        "--replay", type=Path, metavar="FIND", nargs="+", help="try saved finds again instead"
+    )
     given = parser.parse_args()
     return _replay(given.replay) if given.replay else _hunt(given)
 
@@ -35,7 +45,10 @@ def _cover(given: argparse.Namespace, seed: int) -> int:
     with work_folder() as work:
         (work / "making").mkdir()
         seeds = make_seeds(work / "making")
-        print(f"seed {seed}, led by coverage, {len(seeds)} good files, {given.seconds:.0f} s", flush=True)
+        print(
+            f"seed {seed}, led by coverage, {len(seeds)} good files, {given.seconds:.0f} s",
+            flush=True,
+        )
         hunt_by_coverage(atheris, seeds, work, given.finds, seed=seed, seconds=given.seconds)
     return 0
 
@@ -47,7 +60,10 @@ def _replay(places: list[Path]) -> int:
     for place in places:
         verdict = replay(place, ask_torch=True)
         wrong += len(verdict.finds)
-        print(f"{place}: {len(verdict.finds)} finds, {verdict.accepted} outputs, {verdict.refused} refusals")
+        print(
+            f"{place}: {len(verdict.finds)} finds, {verdict.accepted} outputs, {verdict.refused} "
+            "refusals"
+        )
         for find in verdict.finds:
             print("\n".join(find))
     return 1 if wrong else 0
@@ -69,7 +85,10 @@ def _hunt(given: argparse.Namespace) -> int:
     with work_folder() as work:
         (work / "making").mkdir()
         seeds = [one for one in make_seeds(work / "making") if given.only in (None, one.target)]
-        print(f"seed {seed}, {given.workers} workers, {len(seeds)} good files, {given.seconds:.0f} s", flush=True)
+        print(
+            f"seed {seed}, {given.workers} workers, {len(seeds)} good files, {given.seconds:.0f} s",
+            flush=True,
+        )
         hunt = Hunt(seeds, work, given.finds, seed=seed, workers=given.workers, mode=given.mode)
         begin = time.monotonic()
         try:

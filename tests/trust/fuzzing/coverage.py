@@ -1,7 +1,9 @@
-"""The fuzzer led by coverage: atheris keeps the inputs that reach new lines of ckptconv, and changes those further.
+"""The fuzzer led by coverage: atheris keeps the inputs that reach new lines of ckptconv, and
+changes those further.
 
-atheris (https://github.com/google/atheris) is not among the requirements; where it has wheels, ``pip install atheris`` brings
-it. An input is one byte that says what the rest of it is: a whole file, or the one part of a file that a reader takes apart.
+atheris (https://github.com/google/atheris) is not among the requirements; where it has wheels,
+``pip install atheris`` brings it. An input is one byte that says what the rest of it is: a whole
+file, or the one part of a file that a reader takes apart.
 """
 
 from __future__ import annotations
@@ -38,11 +40,22 @@ def _record(name: str) -> Callable[[bytes], Trial]:
         from fuzzing.structures import STORAGE, zipped
 
         root = b"\x80\x02c__torch__\nM\n)\x81}b."
-        records = {"a/data.pkl": root, "a/constants.pkl": b"\x80\x02).", "a/code/__torch__.py": b"", "a/data/0": STORAGE}
+        records = {
+            "a/data.pkl": root,
+            "a/constants.pkl": b"\x80\x02).",
+            "a/code/__torch__.py": b"",
+            "a/data/0": STORAGE,
+        }
         if name == "a/model.json":
-            records = {"a/version": b"1\n", "a/attributes.pkl": b"\x80\x02).", "a/tensors/0": STORAGE}
+            records = {
+                "a/version": b"1\n",
+                "a/attributes.pkl": b"\x80\x02).",
+                "a/tensors/0": STORAGE,
+            }
         records[name] = content
-        return Trial({"in.pt": zipped([(file, record, 0) for file, record in records.items()])}, ("in.pt",))
+        return Trial(
+            {"in.pt": zipped([(file, record, 0) for file, record in records.items()])}, ("in.pt",)
+        )
 
     return trial
 
@@ -54,7 +67,10 @@ def _torch_zip(content: bytes) -> Trial:
 
 
 def _flat(content: bytes) -> Trial:
-    return Trial({"in.safetensors": len(content).to_bytes(8, "little") + content + bytes(64)}, ("in.safetensors",))
+    return Trial(
+        {"in.safetensors": len(content).to_bytes(8, "little") + content + bytes(64)},
+        ("in.safetensors",),
+    )
 
 
 KINDS: tuple[tuple[str, Callable[[bytes], Trial]], ...] = (
@@ -66,7 +82,9 @@ KINDS: tuple[tuple[str, Callable[[bytes], Trial]], ...] = (
     ("__torch__.py", _record("a/code/__torch__.py")),
     ("model.json", _record("a/model.json")),
 )
-"""What an input may be, by its first byte: the name of the part that is given, and the files around it."""
+"""What an input may be, by its first byte: the name of the part that is given, and the files around
+it.
+"""
 
 
 def corpus(seeds: Sequence[Seed]) -> Iterator[bytes]:
@@ -76,7 +94,11 @@ def corpus(seeds: Sequence[Seed]) -> Iterator[bytes]:
             yield b"\0" + content
             if content[:2] == b"PK" and seed.target != "hostile":
                 with zipfile.ZipFile(BytesIO(content)) as archive:
-                    parts = [(item, archive.read(item)) for item in archive.namelist() if not item.endswith("/data")]
+                    parts = [
+                        (item, archive.read(item))
+                        for item in archive.namelist()
+                        if not item.endswith("/data")
+                    ]
                 yield from (made for item, part in parts for made in _as_part(item, part))
             elif content[8:9] == b"{":
                 yield b"\3" + content[8 : 8 + int.from_bytes(content[:8], "little")]
@@ -85,7 +107,11 @@ def corpus(seeds: Sequence[Seed]) -> Iterator[bytes]:
 
 
 def _as_part(name: str, content: bytes) -> Iterator[bytes]:
-    return (bytes([index]) + content for index, (ending, _) in enumerate(KINDS) if ending and name.endswith(ending))
+    return (
+        bytes([index]) + content
+        for index, (ending, _) in enumerate(KINDS)
+        if ending and name.endswith(ending)
+    )
 
 
 def trial_of(data: bytes) -> Trial:
@@ -94,25 +120,48 @@ def trial_of(data: bytes) -> Trial:
     return KINDS[kind][1](data[1:])
 
 
-def hunt_by_coverage(atheris: Any, seeds: Sequence[Seed], work: Path, finds: Path, *, seed: int, seconds: float) -> None:
+def hunt_by_coverage(
+    atheris: Any, seeds: Sequence[Seed], work: Path, finds: Path, *, seed: int, seconds: float
+) -> None:
     """Run until the time is over; ends the process with 1 when anything was found."""
     from fuzzing.trial import limit_address_space
 
     limit_address_space()
     hunt = _Hunt(atheris, seeds, work, finds, seed, seconds)
-    options = [f"-seed={seed % (1 << 32) or 1}", f"-max_len={_LONGEST}", "-rss_limit_mb=4096", "-print_final_stats=1"]
-    atheris.Setup([sys.argv[0], *options, str(hunt.inputs)], hunt.try_one, custom_mutator=hunt.change)
+    options = [
+        f"-seed={seed % (1 << 32) or 1}",
+        f"-max_len={_LONGEST}",
+        "-rss_limit_mb=4096",
+        "-print_final_stats=1",
+    ]
+    atheris.Setup(
+        [sys.argv[0], *options, str(hunt.inputs)], hunt.try_one, custom_mutator=hunt.change
+    )
     atheris.Fuzz()
 
 
 class _Hunt:
     """What atheris calls: one trial, and one change of an input."""
 
-    def __init__(self, atheris: Any, seeds: Sequence[Seed], work: Path, finds: Path, seed: int, seconds: float) -> None:
+    def __init__(
+        self,
+        atheris: Any,
+        seeds: Sequence[Seed],
+        work: Path,
+        finds: Path,
+        seed: int,
+        seconds: float,
+    ) -> None:
         from fuzzing.hunt import Tally
 
         self.tally, self.begin = Tally(), time.monotonic()
-        self.atheris, self.work, self.finds, self.seed, self.seconds = atheris, work, finds, seed, seconds
+        self.atheris, self.work, self.finds, self.seed, self.seconds = (
+            atheris,
+            work,
+            finds,
+            seed,
+            seconds,
+        )
         self.folder, self.inputs = work / "trial", work / "corpus"
         self.folder.mkdir()
         self.inputs.mkdir()
@@ -131,7 +180,9 @@ class _Hunt:
             if self.tally.is_new(target, find):
                 name = f"coverage-{self.seed}-{sum(self.tally.executions.values())}"
                 place = save_find(self.finds, name, trial_of(data), find)
-                print(f"found: {find.signature}: {find.step}: {find.what[:200]} → {place}", flush=True)
+                print(
+                    f"found: {find.signature}: {find.step}: {find.what[:200]} → {place}", flush=True
+                )
         if time.monotonic() - self.begin > self.seconds:
             self.end()
 

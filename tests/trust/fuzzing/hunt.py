@@ -1,6 +1,7 @@
 """Trials without end, in processes that may hang or die; what was found is saved, counted and told.
 
-A run is reproducible: what case `number` of `seed` is follows from these two, the seeds and the code alone.
+A run is reproducible: what case `number` of `seed` is follows from these two, the seeds and the
+code alone.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from fuzzing.trial import Find, Verdict, forbid_execution, limit_address_space, 
 from helpers.paths import SAMPLES
 
 HANGS = 60.0
-"""Seconds without a word after which a process is killed; within itself it stops each step by its CPU time."""
+"""Seconds without a word after which a process is killed; within itself it stops each step by its
+CPU time.
+"""
 _SAVED = 3  # finds of one signature that are saved
 _TELL = 120.0  # seconds between two lines that say how far it is
 _ORACLE = 0.5  # of the trials ask torch
@@ -75,13 +78,17 @@ class Tally:
         yield f"{total:,} executions in {seconds:.0f} s, {total / max(seconds, 1e-9):.1f}/s"
         yield f"{written:,} outputs were written, read back and compared with their source, {self.compared:,} of them by torch"
         yield f"{wrong:,} finds of {len(self.signatures)} kinds"
-        yield from (f"  {count:>5} × {signature}" for signature, count in self.signatures.most_common())
+        yield from (
+            f"  {count:>5} × {signature}" for signature, count in self.signatures.most_common()
+        )
 
 
-# ------------------------------------------------------------------------------------------------------------- workers
+# ------------------------------------------------------------------------------------------ workers
 
 
-def _work(pipe: Connection, numbers: range, seed: int, seeds_file: str, folder: str, mode: str) -> None:
+def _work(
+    pipe: Connection, numbers: range, seed: int, seeds_file: str, folder: str, mode: str
+) -> None:
     """Run cases and tell of each: (number, target, trial) before it, the verdict after it."""
     warnings.simplefilter("ignore")
     from fuzzing.torch_oracle import TorchOracle
@@ -99,7 +106,11 @@ def _work(pipe: Connection, numbers: range, seed: int, seeds_file: str, folder: 
     from fuzzing.structures import structures
 
     for number in numbers:
-        made = structures(number, seed) if _is_structural(number, mode) else [mutation(number, seed, seeds)]
+        made = (
+            structures(number, seed)
+            if _is_structural(number, mode)
+            else [mutation(number, seed, seeds)]
+        )
         for target, trial in made:
             pipe.send(("begin", number, target, trial))
             asks = random.Random(number).random() < _ORACLE
@@ -123,7 +134,9 @@ class _Worker:
         self.numbers = numbers
         self.begun = time.monotonic()
         arguments = (theirs, numbers, hunt.seed, str(hunt.seeds_file), str(self.folder), hunt.mode)
-        self.process = multiprocessing.get_context("spawn").Process(target=_work, args=arguments, daemon=False)
+        self.process = multiprocessing.get_context("spawn").Process(
+            target=_work, args=arguments, daemon=False
+        )
         self.process.start()
         theirs.close()
 
@@ -137,7 +150,16 @@ class _Worker:
 class Hunt:
     """Runs workers for some seconds and collects what they find."""
 
-    def __init__(self, seeds: Sequence[Seed], work: Path, finds: Path, *, seed: int, workers: int, mode: str = "all") -> None:
+    def __init__(
+        self,
+        seeds: Sequence[Seed],
+        work: Path,
+        finds: Path,
+        *,
+        seed: int,
+        workers: int,
+        mode: str = "all",
+    ) -> None:
         self.work, self.finds = work, finds
         self.seed, self.workers, self.mode = seed, workers, mode
         self.seeds_file = work / "seeds.pickle"
@@ -145,25 +167,39 @@ class Hunt:
         self.tally = Tally()
 
     def run(self, seconds: float, *, first: int = 0, cases: int | None = None) -> Tally:
-        """Run for some seconds, or the numbers of so many cases (a number may be a batch of made-up files)."""
+        """Run for some seconds, or the numbers of so many cases (a number may be a batch of made-up
+        files).
+        """
         deadline = time.monotonic() + seconds
         end = 1 << 60 if cases is None else first + cases
-        workers = [_Worker(self, range(first + index, end, self.workers)) for index in range(self.workers)]
+        workers = [
+            _Worker(self, range(first + index, end, self.workers)) for index in range(self.workers)
+        ]
         begin = told = time.monotonic()
         try:
             while time.monotonic() < deadline and workers:
                 ready = wait([worker.pipe for worker in workers], timeout=1)
                 if time.monotonic() - told > _TELL:
                     told = time.monotonic()
-                    print(f"{sum(self.tally.executions.values()):,} executions in {told - begin:.0f} s", flush=True)
-                workers = [next_ for worker in workers if (next_ := self._attended(worker, worker.pipe in ready)) is not None]
+                    print(
+                        f"{sum(self.tally.executions.values()):,} executions in "
+                        f"{told - begin:.0f} s",
+                        flush=True,
+                    )
+                workers = [
+                    next_
+                    for worker in workers
+                    if (next_ := self._attended(worker, worker.pipe in ready)) is not None
+                ]
         finally:
             for worker in workers:
                 worker.end()
         return self.tally
 
     def _attended(self, worker: _Worker, speaks: bool) -> _Worker | None:
-        """The worker after its next message, or another one in its place; None when it has done all its numbers."""
+        """The worker after its next message, or another one in its place; None when it has done all
+        its numbers.
+        """
         if speaks and not self._heard(worker):
             worker.process.join(5)
             if worker.process.exitcode == 0 and worker.running is None:
@@ -207,7 +243,12 @@ class Hunt:
 
     def _found(self, number: int, target: str, trial: Trial, find: Find) -> None:
         if self.tally.is_new(target, find):
-            place = save_find(self.finds, f"{target}-{self.seed}-{number}-{sum(self.tally.wrong.values())}", trial, find)
+            place = save_find(
+                self.finds,
+                f"{target}-{self.seed}-{number}-{sum(self.tally.wrong.values())}",
+                trial,
+                find,
+            )
             print(f"found: {find.signature}: {find.step}: {find.what[:200]} → {place}", flush=True)
 
 
@@ -228,7 +269,9 @@ def load_find(place: Path) -> Trial:
     """The trial that `save_find` left."""
     about = json.loads((place / "trial.json").read_text())
     files = {
-        str(path.relative_to(place / "in")): path.read_bytes() for path in sorted((place / "in").rglob("*")) if path.is_file()
+        str(path.relative_to(place / "in")): path.read_bytes()
+        for path in sorted((place / "in").rglob("*"))
+        if path.is_file()
     }
     return Trial(files, tuple(about["named"]), about["kind"])
 
@@ -237,7 +280,9 @@ def load_find(place: Path) -> Trial:
 def work_folder() -> Iterator[Path]:
     """An empty folder, in memory where there is room for it."""
     memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(prefix="ckptconv-fuzz-", dir=memory if os.access(memory, os.W_OK) else None) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="ckptconv-fuzz-", dir=memory if os.access(memory, os.W_OK) else None
+    ) as folder:
         yield Path(folder)
 
 

@@ -14,7 +14,9 @@ GOOD = "good.pt"
 
 @dataclass(frozen=True)
 class Trial:
-    """Files by their path in a folder, and which of them are named to the program (``.``: the folder itself)."""
+    """Files by their path in a folder, and which of them are named to the program (``.``: the
+    folder itself).
+    """
 
     files: dict[str, bytes]
     named: tuple[str, ...] = (".",)

@@ -1,7 +1,8 @@
 """Damage done to good files: at any byte, and behind the checks that any byte would meet first.
 
-A file is either changed as it lies, or taken apart (archive → record → pickle → opcode, header → JSON value), changed
-inside, and put together again with right checksums, sizes and places. Everything is drawn from one `random.Random`.
+A file is either changed as it lies, or taken apart (archive → record → pickle → opcode, header →
+JSON value), changed inside, and put together again with right checksums, sizes and places.
+Everything is drawn from one `random.Random`.
 """
 
 from __future__ import annotations
@@ -21,17 +22,25 @@ from typing import Any
 
 from fuzzing.inputs import GOOD, Seed, Trial
 
-EDGES = (0, 1, 2, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, (1 << 53) + 1, (1 << 61) - 1,
-         (1 << 62), (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -1, -2, -(1 << 31), -(1 << 63))  # fmt: skip
+EDGES = (0, 1, 2, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF,
+    (1 << 53) + 1, (1 << 61) - 1,
+         (1 << 62), (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -1, -2, -(1 << 31),
+         -(1 << 63))  # fmt: skip
 """Integers at which sizes, counts and places go wrong."""
 
 TEXTS = (
-    "", ".", "..", "/", "../x", "a/b", "a" * 300, "module.", "weight", "é", "\ud800", "\0", "\n", "\x1b[31m", "\u202e", "cpu",
-    "cuda:0", "cuda:99999999999999999999", "meta", "storage", "torch", "torch._utils", "_rebuild_tensor_v2",
-    "_rebuild_parameter", "_rebuild_sparse_tensor", "_rebuild_qtensor", "FloatStorage", "QInt8Storage", "UntypedStorage",
-    "collections", "OrderedDict", "defaultdict", "builtins", "set", "bytearray", "complex", "getattr", "numpy", "ndarray",
-    "dtype", "_reconstruct", "scalar", "fuzzing.payload", "run", "__main__", "_metadata", "state_dict", "__metadata__",
-    "ckptconv.encodings", "torch.storage", "_load_from_bytes", "torch.nn.modules.container", "Sequential", "0", "1", "-1",
+    "", ".", "..", "/", "../x", "a/b", "a" * 300, "module.", "weight", "é", "\ud800", "\0", "\n",
+    "\x1b[31m", "\u202e", "cpu",
+    "cuda:0", "cuda:99999999999999999999", "meta", "storage", "torch", "torch._utils",
+    "_rebuild_tensor_v2",
+    "_rebuild_parameter", "_rebuild_sparse_tensor", "_rebuild_qtensor", "FloatStorage",
+    "QInt8Storage", "UntypedStorage",
+    "collections", "OrderedDict", "defaultdict", "builtins", "set", "bytearray", "complex",
+    "getattr", "numpy", "ndarray",
+    "dtype", "_reconstruct", "scalar", "fuzzing.payload", "run", "__main__", "_metadata",
+    "state_dict", "__metadata__",
+    "ckptconv.encodings", "torch.storage", "_load_from_bytes", "torch.nn.modules.container",
+    "Sequential", "0", "1", "-1",
     "1e999", "NaN",
 )  # fmt: skip
 """Texts that mean something somewhere, or nothing anywhere."""
@@ -79,7 +88,7 @@ def damaged(content: bytes, lender: bytes, chance: random.Random) -> bytes:
     return content
 
 
-# --------------------------------------------------------------------------------------------------------------- bytes
+# -------------------------------------------------------------------------------------------- bytes
 
 
 def _flip(content: bytes, _: bytes, chance: random.Random) -> bytes:
@@ -95,7 +104,9 @@ def _set(content: bytes, _: bytes, chance: random.Random) -> bytes:
 
 
 def _edge(content: bytes, _: bytes, chance: random.Random) -> bytes:
-    """An integer of 1 to 8 bytes in either order at some place, or one that is there made a little larger or smaller."""
+    """An integer of 1 to 8 bytes in either order at some place, or one that is there made a little
+    larger or smaller.
+    """
     size = chance.choice((1, 2, 4, 8))
     order: Any = chance.choice(("little", "little", "big"))
     at = chance.randrange(max(1, len(content) - size))
@@ -122,7 +133,9 @@ def _double(content: bytes, _: bytes, chance: random.Random) -> bytes:
 def _amplify(content: bytes, _: bytes, chance: random.Random) -> bytes:
     """A piece very many times, for what takes time that grows with more than its number."""
     start, stop = _range(content, chance)
-    return content[:stop] + content[start:stop] * (_AMPLIFIED // (stop - start + 1)) + content[stop:]
+    return (
+        content[:stop] + content[start:stop] * (_AMPLIFIED // (stop - start + 1)) + content[stop:]
+    )
 
 
 _AMPLIFIED = 60_000  # bytes, at most about so many of one piece
@@ -172,13 +185,19 @@ def _inside(content: bytes) -> Inside | None:
     return pickle_changed if _pickle_ends(content[:200_000]) else None
 
 
-# ---------------------------------------------------------------------------------------------------------------- zips
+# --------------------------------------------------------------------------------------------- zips
 
 
 def zip_changed(content: bytes, lender: bytes, chance: random.Random) -> bytes:
-    """An archive whose records are right in themselves, but one is another; or bytes changed under right checksums."""
+    """An archive whose records are right in themselves, but one is another; or bytes changed under
+    right checksums.
+    """
     if chance.random() < 0.25:
-        return zip_repaired(_edge(content, lender, chance) if chance.random() < 0.5 else _flip(content, lender, chance))
+        return zip_repaired(
+            _edge(content, lender, chance)
+            if chance.random() < 0.5
+            else _flip(content, lender, chance)
+        )
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             items = archive.infolist()
@@ -201,7 +220,14 @@ _Record = tuple[str, bytes, int]
 def _changed_records(records: list[_Record], lender: bytes, chance: random.Random) -> list[_Record]:
     at = chance.randrange(len(records))
     if chance.random() < 0.5:  # the pickle steers everything
-        at = next((index for index, record in enumerate(records) if record[0].endswith((".pkl", ".json"))), at)
+        at = next(
+            (
+                index
+                for index, record in enumerate(records)
+                if record[0].endswith((".pkl", ".json"))
+            ),
+            at,
+        )
     name, payload, method = records[at]
     other = records[chance.randrange(len(records))]
     match chance.randrange(12):
@@ -216,13 +242,18 @@ def _changed_records(records: list[_Record], lender: bytes, chance: random.Rando
             renamed = name.rpartition("/")[0] + "/" + word if chance.random() < 0.5 else word + name
             return [*records[:at], (renamed, payload, method), *records[at + 1 :]]
         case 4:
-            return [(name, payload, zipfile.ZIP_DEFLATED if method == zipfile.ZIP_STORED else zipfile.ZIP_STORED)
+            return [(name, payload,
+                zipfile.ZIP_DEFLATED if method == zipfile.ZIP_STORED else zipfile.ZIP_STORED)
                     if index == at else record for index, record in enumerate(records)]  # fmt: skip
         case 5:
             chance.shuffle(records)
             return records
         case _:
-            return [*records[:at], (name, damaged(payload, lender, chance), method), *records[at + 1 :]]
+            return [
+                *records[:at],
+                (name, damaged(payload, lender, chance), method),
+                *records[at + 1 :],
+            ]
 
 
 def rezipped(records: Sequence[tuple[str, bytes, int]]) -> bytes:
@@ -231,7 +262,11 @@ def rezipped(records: Sequence[tuple[str, bytes, int]]) -> bytes:
     with zipfile.ZipFile(out, "w") as archive:
         for name, payload, method in records:
             item = zipfile.ZipInfo(name)
-            item.compress_type = method if method in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) else zipfile.ZIP_STORED
+            item.compress_type = (
+                method
+                if method in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+                else zipfile.ZIP_STORED
+            )
             padding = -(out.tell() + 30 + len(item.filename.encode()) + 4) % 64
             item.extra = b"FB" + struct.pack("<H", padding) + b"Z" * padding
             archive.writestr(item, payload)
@@ -243,7 +278,9 @@ _END = struct.Struct("<4s4H2IH")
 
 
 def zip_repaired(content: bytes) -> bytes:
-    """The archive with the CRC-32 that each stored or deflated payload has, in directory, local header and descriptor."""
+    """The archive with the CRC-32 that each stored or deflated payload has, in directory, local
+    header and descriptor.
+    """
     fixed = bytearray(content)
     end = content.rfind(b"PK\5\6")
     if end < 0 or end + _END.size > len(content):
@@ -256,7 +293,9 @@ def zip_repaired(content: bytes) -> bytes:
     return bytes(fixed)
 
 
-def _repair_record(fixed: bytearray, content: bytes, central: int, method: int, stored: int, header: int) -> None:
+def _repair_record(
+    fixed: bytearray, content: bytes, central: int, method: int, stored: int, header: int
+) -> None:
     if content[header : header + 4] != b"PK\3\4" or header + 30 > len(content):
         return
     name, extra = struct.unpack_from("<HH", content, header + 26)
@@ -275,11 +314,13 @@ def _repair_record(fixed: bytearray, content: bytes, central: int, method: int, 
         fixed[start + stored + 4 : start + stored + 8] = crc
 
 
-# ---------------------------------------------------------------------------------------------------------------- tars
+# --------------------------------------------------------------------------------------------- tars
 
 
 def tar_changed(content: bytes, lender: bytes, chance: random.Random) -> bytes:
-    """A tar archive with another member in it, or with a changed header of which the checksum is right."""
+    """A tar archive with another member in it, or with a changed header of which the checksum is
+    right.
+    """
     if chance.random() < 0.4:
         return tar_repaired(chance.choice((_flip, _set, _edge, _text))(content, lender, chance))
     try:
@@ -318,7 +359,7 @@ def tar_repaired(content: bytes) -> bytes:
     return bytes(fixed)
 
 
-# --------------------------------------------------------------------------------------------------------- JSON, headers
+# ------------------------------------------------------------------------------------ JSON, headers
 
 
 def header_changed(content: bytes, lender: bytes, chance: random.Random) -> bytes:
@@ -362,7 +403,10 @@ def value_changed(value: Any, chance: random.Random) -> Any:
             case 2 if chance.random() < 0.2:
                 return {**value, **{f"{key}{index}": value[key] for index in range(500)}}
             case 2:
-                return {chance.choice(TEXTS) if name == key else name: item for name, item in value.items()}
+                return {
+                    chance.choice(TEXTS) if name == key else name: item
+                    for name, item in value.items()
+                }
             case _:
                 return {**value, key: value_changed(value[key], chance)}
     if isinstance(value, list) and value and chance.random() < 0.8:
@@ -391,12 +435,14 @@ def damaged_text(text: str, chance: random.Random) -> str:
 def odd_value(chance: random.Random) -> Any:
     """A value that may not be expected where it comes."""
     return chance.choice((
-        None, True, False, [], {}, 0.5, 1e308, float("inf"), float("nan"), -0.0, [[]], [[[1]]], {"a": {"b": 1}}, 10**400,
-        chance.choice(EDGES), chance.choice(TEXTS), [chance.choice(EDGES)] * 3, [chance.choice(TEXTS)] * 2,
+        None, True, False, [], {}, 0.5, 1e308, float("inf"), float("nan"), -0.0, [[]], [[[1]]],
+        {"a": {"b": 1}}, 10**400,
+        chance.choice(EDGES), chance.choice(TEXTS), [chance.choice(EDGES)] * 3,
+        [chance.choice(TEXTS)] * 2,
     ))  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------------------- pickles
+# ------------------------------------------------------------------------------------------ pickles
 
 
 def _pickle_ends(content: bytes) -> list[int]:
@@ -416,7 +462,9 @@ def _pickle_ends(content: bytes) -> list[int]:
 
 
 def pickle_changed(content: bytes, lender: bytes, chance: random.Random) -> bytes:
-    """One of the pickles at the beginning of a file, with opcodes taken away, put in, or given other arguments."""
+    """One of the pickles at the beginning of a file, with opcodes taken away, put in, or given
+    other arguments.
+    """
     ends = _pickle_ends(content)
     if not ends:
         return chance.choice(BYTES)(content, lender, chance)
@@ -432,17 +480,32 @@ def pickle_changed(content: bytes, lender: bytes, chance: random.Random) -> byte
 def opcodes(stream: bytes) -> list[bytes]:
     """The opcodes of a pickle with their arguments, as they lie."""
     places = [place for _, _, place in pickletools.genops(stream) if place is not None]
-    return [stream[start:stop] for start, stop in zip(places, [*places[1:], places[-1] + 1], strict=True)]
+    return [
+        stream[start:stop]
+        for start, stop in zip(places, [*places[1:], places[-1] + 1], strict=True)
+    ]
 
 
 DOUBLED = b")" + b"q\x0eh\x0e\x86" * 60
-"""A tuple of twice a tuple of twice …: 2**60 steps for anyone who writes it out, hashes or compares it."""
+"""A tuple of twice a tuple of twice …: 2**60 steps for anyone who writes it out, hashes or compares
+it.
+"""
 DIGITS = b"\x8b" + struct.pack("<I", 10_001) + b"\xff" * 10_000 + b"\0"
 """An int of more digits than python prints."""
 DEEP = b"]" * 600 + b"a" * 599
-MONSTERS = (DOUBLED, DIGITS, DEEP, b"}(" + DOUBLED + b"K\1u", b"]q\x0eh\x0ea", b"}q\x0eX\1\0\0\0wh\x0es")
+MONSTERS = (
+    DOUBLED,
+    DIGITS,
+    DEEP,
+    b"}(" + DOUBLED + b"K\1u",
+    b"]q\x0eh\x0ea",
+    b"}q\x0eX\1\0\0\0wh\x0es",
+)
 """Values that take long, or have no end, for those who follow them without a thought."""
-LONE = [bytes([code]) for code in b"(012NRabde]}l)tsuQ.o\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x93\x94\x97\x98"]
+LONE = [
+    bytes([code])
+    for code in b"(012NRabde]}l)tsuQ.o\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x93\x94\x97\x98"
+]
 """Opcodes without arguments."""
 
 
@@ -461,7 +524,11 @@ def _ops_changed(ops: list[bytes], foreign: list[bytes], chance: random.Random) 
             return [*ops[:at], chance.choice(LONE), *ops[at + 1 :]]
         case 4:
             first = chance.randrange(len(foreign))
-            return ops[:at] + foreign[first : first + chance.choice((1, 3, 10, 30))] + ops[at + chance.choice((0, 1, 5)) :]
+            return (
+                ops[:at]
+                + foreign[first : first + chance.choice((1, 3, 10, 30))]
+                + ops[at + chance.choice((0, 1, 5)) :]
+            )
         case 5 if chance.random() < 0.1:
             piece = ops[at : at + chance.choice((1, 2, 4, 8, 16, 32))]
             return [*ops[:at], *piece * (_AMPLIFIED // 3 // sum(map(len, piece))), *ops[at:]]
@@ -488,7 +555,9 @@ def op_changed(op: bytes, chance: random.Random) -> bytes:
     """An opcode with another argument, of its kind or of a neighbouring one."""
     code = op[:1]
     if code in b"KMJ\x8a\x8bIL":
-        return integer(chance.choice(EDGES) if chance.random() < 0.6 else chance.randrange(-3, 40), chance)
+        return integer(
+            chance.choice(EDGES) if chance.random() < 0.6 else chance.randrange(-3, 40), chance
+        )
     if code in b"XUTV\x8c\x8dCB\x8e\x96":
         text = chance.choice(TEXTS)
         if chance.random() < 0.3:

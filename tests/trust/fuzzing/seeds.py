@@ -1,6 +1,7 @@
 """Small good files of every container that is read, from which the fuzzer starts.
 
-Needs torch. What lies outside of the repository (real checkpoints, hostile files) is added where it is present.
+Needs torch. What lies outside of the repository (real checkpoints, hostile files) is added where it
+is present.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ LARGEST = 160_000
 
 
 def make_seeds(folder: Path, *, foreign: bool = True) -> list[Seed]:
-    """All seeds, made in the empty `folder`, the same ones in the same order each time (for one torch).
+    """All seeds, made in the empty `folder`, the same ones in the same order each time (for one
+    torch).
 
     `foreign` adds the checkpoints and hostile files that lie outside of the repository.
     """
@@ -42,11 +44,15 @@ def make_seeds(folder: Path, *, foreign: bool = True) -> list[Seed]:
 
 
 def of_folder(name: str, folder: Path, named: tuple[str, ...] = (".",)) -> Seed:
-    files = {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    files = {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
     return Seed(name, Trial(files, named))
 
 
-# --------------------------------------------------------------------------------------------------------------- trees
+# -------------------------------------------------------------------------------------------- trees
 
 
 class Settings:
@@ -74,9 +80,21 @@ def state_dict() -> OrderedDict[str, torch.Tensor]:
 
 def training() -> dict[str, Any]:
     """A training checkpoint with an optimizer's state and plain values."""
-    moments = {index: {"step": torch.tensor(3.0), "exp_avg": torch.zeros(3, 4)} for index in range(2)}
-    optimizer = {"state": moments, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0, 1]}]}
-    return {"state_dict": state_dict(), "optimizer": optimizer, "epoch": 3, "name": "é", "none": None, "best": 0.5}
+    moments = {
+        index: {"step": torch.tensor(3.0), "exp_avg": torch.zeros(3, 4)} for index in range(2)
+    }
+    optimizer = {
+        "state": moments,
+        "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0, 1]}],
+    }
+    return {
+        "state_dict": state_dict(),
+        "optimizer": optimizer,
+        "epoch": 3,
+        "name": "é",
+        "none": None,
+        "best": 0.5,
+    }
 
 
 def odd() -> dict[str, Any]:
@@ -120,7 +138,7 @@ def saved(tree: Any, **options: Any) -> bytes:
     return out.getvalue()
 
 
-# ---------------------------------------------------------------------------------------------------------- containers
+# --------------------------------------------------------------------------------------- containers
 
 
 def samples(_: Path) -> Iterator[Seed]:
@@ -129,8 +147,10 @@ def samples(_: Path) -> Iterator[Seed]:
 
 
 def zips(folder: Path) -> Iterator[Seed]:
-    trees: dict[str, Any] = {"state": state_dict(), "training": training(), "odd": odd(), "numbers": numbers(),
-                             "settings": {"w": torch.ones(2), "settings": Settings()}, "tensor": torch.ones(3),
+    trees: dict[str, Any] = {"state": state_dict(), "training": training(), "odd": odd(),
+        "numbers": numbers(),
+                             "settings": {"w": torch.ones(2), "settings": Settings()},
+                             "tensor": torch.ones(3),
                              "list": [torch.ones(2), torch.zeros(1)]}  # fmt: skip
     for name, tree in trees.items():
         yield of_file(f"zip:{name}", saved(tree), "in.pt")
@@ -148,27 +168,45 @@ def legacies(_: Path) -> Iterator[Seed]:
     viewed = old_torch.storage("FloatStorage", "0", "cuda:1", 8, ("9", 2, 4))
     old = old_torch.Name("torch._utils", "_rebuild_tensor")
     tree = {"w": old_torch.Made(old, (viewed, 0, (2, 2), (2, 1))), old_torch.Bytestring(b"k"): 1}
-    yield of_file("legacy:views", old_torch.legacy(tree, ("0",), old_torch.blob(8, floats)), "in.pt")
+    yield of_file(
+        "legacy:views", old_torch.legacy(tree, ("0",), old_torch.blob(8, floats)), "in.pt"
+    )
 
 
 def tars(_: Path) -> Iterator[Seed]:
     floats, doubles = struct.pack("<8f", *range(8)), struct.pack("<2d", 0.5, -2)
-    entries = [(11, "cpu", "FloatStorage", floats, 8), (12, "cuda:0", "cuda.DoubleStorage", doubles, 2)]
+    entries = [
+        (11, "cpu", "FloatStorage", floats, 8),
+        (12, "cuda:0", "cuda.DoubleStorage", doubles, 2),
+    ]
     storages = old_torch.tar_storages(entries, ((13, 11, 2, 4),))
-    tensors = old_torch.tar_tensors([(21, 11, "FloatTensor", (2, 4), (4, 1), 0), (22, 13, "FloatTensor", (2, 2), (1, 2), 0),
+    tensors = old_torch.tar_tensors([(21, 11, "FloatTensor", (2, 4), (4, 1), 0), (22, 13,
+        "FloatTensor", (2, 2), (1, 2), 0),
                                      (23, 12, "cuda.DoubleTensor", (2,), (1,), 0)])  # fmt: skip
-    tree = {"state_dict": {name: old_torch.Persistent(21 + index) for index, name in enumerate("abc")}, "epoch": 3}
+    tree = {
+        "state_dict": {name: old_torch.Persistent(21 + index) for index, name in enumerate("abc")},
+        "epoch": 3,
+    }
     yield of_file("tar:old", old_torch.tar_checkpoint(storages, tensors, tree), "in.pt")
 
 
 def pickles(_: Path) -> Iterator[Seed]:
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
-        yield of_file(f"pickle:{protocol}", pickle.dumps({"state_dict": state_dict(), "epoch": 3}, protocol), "in.pkl")
-        yield of_file(f"pickle:numpy{protocol}", pickle.dumps({"w": np.arange(4.0), "n": np.int64(3)}, protocol), "in.pkl")
+        yield of_file(
+            f"pickle:{protocol}",
+            pickle.dumps({"state_dict": state_dict(), "epoch": 3}, protocol),
+            "in.pkl",
+        )
+        yield of_file(
+            f"pickle:numpy{protocol}",
+            pickle.dumps({"w": np.arange(4.0), "n": np.int64(3)}, protocol),
+            "in.pkl",
+        )
 
 
 def nested(_: Path) -> Iterator[Seed]:
-    members = {"raw.pkl": pickle.dumps({"w": torch.arange(4.0)}), "deep/new.pt": saved({"v": torch.zeros(2)}),
+    members = {"raw.pkl": pickle.dumps({"w": torch.arange(4.0)}),
+        "deep/new.pt": saved({"v": torch.zeros(2)}),
                "old.pth": saved({"u": torch.ones(1)}, _use_new_zipfile_serialization=False),
                "notes.txt": b"epoch 3"}  # fmt: skip
     for name, compression in (("stored", zipfile.ZIP_STORED), ("deflated", zipfile.ZIP_DEFLATED)):
@@ -201,17 +239,25 @@ def scripts(_: Path) -> Iterator[Seed]:
     torch.jit.save(torch.jit.script(Scripted()), out)
     yield of_file("torchscript:new", out.getvalue(), "in.pt")
     tensors = [
-        {"dims": ["2", "3"], "offset": "0", "strides": ["3", "1"], "requiresGrad": True, "dataType": "FLOAT",
+        {"dims": ["2", "3"], "offset": "0", "strides": ["3", "1"], "requiresGrad": True,
+            "dataType": "FLOAT",
          "data": {"key": "tensors/0"}, "device": "cpu"},
         {"offset": "0", "dataType": "INT64", "data": {"key": "tensors/1"}, "device": "cuda:0"},
     ]  # fmt: skip
     main = {
         "name": "Net",
-        "submodules": [{"name": "fc", "parameters": [{"isBuffer": False, "tensorId": "0", "name": "weight"}]}],
+        "submodules": [
+            {"name": "fc", "parameters": [{"isBuffer": False, "tensorId": "0", "name": "weight"}]}
+        ],
         "parameters": [{"isBuffer": True, "tensorId": "1", "name": "steps"}],
         "attributes": [{"type": "Tensor", "name": "mean", "id": "0"}],
     }
-    document = {"protoVersion": "5", "mainModule": main, "producerName": "pytorch", "tensors": tensors}
+    document = {
+        "protoVersion": "5",
+        "mainModule": main,
+        "producerName": "pytorch",
+        "tensors": tensors,
+    }
     yield of_file("torchscript:old", zipped({
         "old/version": b"1\n",
         "old/attributes.pkl": b"\x80\x02(ctorch.jit._pickle\nbuild_tensor_from_id\n(K\1tRK\7t.",
@@ -222,15 +268,26 @@ def scripts(_: Path) -> Iterator[Seed]:
 
 
 def flat_files(folder: Path) -> Iterator[Seed]:
-    """Safetensors files, and sets of shards with their index, as ckptconv and the library write them."""
+    """Safetensors files, and sets of shards with their index, as ckptconv and the library write
+    them.
+    """
     from safetensors.torch import save
 
-    yield of_file("safetensors:library", save({"a": torch.ones(2, 3), "b": torch.zeros(0)}, {"format": "pt"}), "in.safetensors")
+    yield of_file(
+        "safetensors:library",
+        save({"a": torch.ones(2, 3), "b": torch.zeros(0)}, {"format": "pt"}),
+        "in.safetensors",
+    )
     for name, tree in {"state": state_dict(), "odd": odd(), "numbers": numbers()}.items():
         source = old_torch.write(folder / f"{name}.pt", saved(tree))
         convert_checkpoint(source, folder / f"{name}.safetensors", fsync=False, force=True)
-        yield of_file(f"safetensors:{name}", (folder / f"{name}.safetensors").read_bytes(), "in.safetensors")
-    for name, output in {"shards:safetensors": "model.safetensors", "shards:torch": "pytorch_model.bin"}.items():
+        yield of_file(
+            f"safetensors:{name}", (folder / f"{name}.safetensors").read_bytes(), "in.safetensors"
+        )
+    for name, output in {
+        "shards:safetensors": "model.safetensors",
+        "shards:torch": "pytorch_model.bin",
+    }.items():
         shards = folder / name.replace(":", "_")
         shards.mkdir()
         convert_checkpoint(folder / "state.pt", shards / output, max_shard_size=40, fsync=False)
@@ -238,7 +295,9 @@ def flat_files(folder: Path) -> Iterator[Seed]:
 
 
 def distributed(folder: Path) -> Iterator[Seed]:
-    """DCP folders, and the files of two ranks, written by one process that plays each of them in turn."""
+    """DCP folders, and the files of two ranks, written by one process that plays each of them in
+    turn.
+    """
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.device_mesh import init_device_mesh
@@ -254,7 +313,10 @@ def distributed(folder: Path) -> Iterator[Seed]:
         mesh = init_device_mesh("cpu", (2,))
         weight = torch.arange(20.0).reshape(5, 4)
         placements = {"rows": Shard(0), "columns": Shard(1), "whole": Replicate()}
-        shards = {key: distribute_tensor(weight, mesh, [where], src_data_rank=None) for key, where in placements.items()}
+        shards = {
+            key: distribute_tensor(weight, mesh, [where], src_data_rank=None)
+            for key, where in placements.items()
+        }
         ranks[f"rank{rank}.pt"] = saved({**shards, "plain": torch.ones(2), "step": 3})
         _save_part(dcp, folder / "dcp_rank", shards, rank)
         dist.destroy_process_group()
@@ -271,9 +333,14 @@ def _save_part(dcp: Any, folder: Path, shards: dict[str, Any], rank: int) -> Non
 
 
 def deepspeed(folder: Path) -> Iterator[Seed]:
-    groups = [{"fc.weight": torch.arange(12.0).reshape(3, 4), "fc.bias": torch.ones(3)}, {"norm": torch.ones(5)}]
+    groups = [
+        {"fc.weight": torch.arange(12.0).reshape(3, 4), "fc.bias": torch.ones(3)},
+        {"norm": torch.ones(5)},
+    ]
     for stage in (1, 2, 3):
-        made = zero.write(folder / f"zero{stage}", stage, 2, groups, buffers={"steps": torch.tensor(3)})
+        made = zero.write(
+            folder / f"zero{stage}", stage, 2, groups, buffers={"steps": torch.tensor(3)}
+        )
         yield of_folder(f"deepspeed:made{stage}", made)
     for path in sorted((DATA / "deepspeed").iterdir()):
         yield of_folder(f"deepspeed:{path.name}", path)
@@ -285,12 +352,15 @@ def accelerate(_: Path) -> Iterator[Seed]:
     yield Seed("accelerate:state", Trial({
         "model.safetensors": save({"a": torch.ones(2, 3)}),
         "optimizer.bin": saved(training()["optimizer"]),
-        "random_states_0.pkl": saved({"step": 1, "torch_manual_seed": torch.ones(4, dtype=torch.uint8)}),
+        "random_states_0.pkl": saved({"step": 1, "torch_manual_seed": torch.ones(4,
+            dtype=torch.uint8)}),
     }))  # fmt: skip
 
 
-RULES = [{"strip-prefix": "model."}, {"rename": {"head.": "classifier."}}, {"regex": {r"blocks\.(\d+)": r"layers.\1"}},
-         {"add-prefix": "net."}, {"exclude": ["*.bias", "*.mean"]}, {"include": "*"}, {"preset": "ddp"}]  # fmt: skip
+RULES = [{"strip-prefix": "model."}, {"rename": {"head.": "classifier."}},
+    {"regex": {r"blocks\.(\d+)": r"layers.\1"}},
+         {"add-prefix": "net."}, {"exclude": ["*.bias", "*.mean"]}, {"include": "*"},
+         {"preset": "ddp"}]  # fmt: skip
 YAML = r"""# rules
 rules:
   - strip-prefix: model.
@@ -313,7 +383,14 @@ exclude = ["*.bias", '*.mean']
 
 def renamed_keys() -> dict[str, torch.Tensor]:
     """A state dict that every rule of `RULES` has something to do with."""
-    keys = ("blocks.0.weight", "blocks.0.bias", "blocks.1.weight", "head.weight", "old.weight", "norm.mean")
+    keys = (
+        "blocks.0.weight",
+        "blocks.0.bias",
+        "blocks.1.weight",
+        "head.weight",
+        "old.weight",
+        "norm.mean",
+    )
     return {f"module.model.{key}": torch.full((2, index), 1.0) for index, key in enumerate(keys)}
 
 
@@ -338,19 +415,24 @@ def rules(folder: Path) -> Iterator[Seed]:
 def likes(_: Path) -> Iterator[Seed]:
     good = renamed_keys()
     wanted = {key.replace("module.model.", "net."): value for key, value in good.items()}
-    index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(wanted, "model-00001-of-00001.safetensors")}
-    files = {"keys.txt": "\n".join(wanted).encode(), "model.safetensors.index.json": json.dumps(index).encode(),
+    index = {
+        "metadata": {"total_size": 1},
+        "weight_map": dict.fromkeys(wanted, "model-00001-of-00001.safetensors"),
+    }
+    files = {"keys.txt": "\n".join(wanted).encode(),
+        "model.safetensors.index.json": json.dumps(index).encode(),
              "other.pt": saved(wanted)}  # fmt: skip
     for file, content in files.items():
         yield Seed(f"like:{file}", Trial({file: content, GOOD: saved(good)}, (file,), "like"))
 
 
 MAKERS: tuple[Callable[[Path], Iterator[Seed]], ...] = (
-    samples, zips, legacies, tars, pickles, nested, scripts, flat_files, distributed, deepspeed, accelerate, rules, likes,
+    samples, zips, legacies, tars, pickles, nested, scripts, flat_files, distributed, deepspeed,
+    accelerate, rules, likes,
 )  # fmt: skip
 
 
-# -------------------------------------------------------------------------------------------- outside of the repository
+# ------------------------------------------------------------------------ outside of the repository
 
 
 def corpus(_: Path) -> Iterator[Seed]:

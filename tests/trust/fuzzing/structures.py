@@ -1,7 +1,8 @@
-"""Files made up with hypothesis from the rules of their formats: mostly right, so that they are read far, and wrong somewhere.
+"""Files made up with hypothesis from the rules of their formats: mostly right, so that they are
+read far, and wrong somewhere.
 
-Pickle programs in every container that holds one, zip directories, tar headers, safetensors headers, DCP metadata, indexes of
-shards, key rules. Nothing here needs torch.
+Pickle programs in every container that holds one, zip directories, tar headers, safetensors
+headers, DCP metadata, indexes of shards, key rules. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -25,13 +26,17 @@ Draw = st.DrawFn
 STORAGE = bytes(range(64))
 """The bytes of every storage."""
 
-# ------------------------------------------------------------------------------------------------------------- numbers
+# ------------------------------------------------------------------------------------------ numbers
 
 small = st.integers(0, 4)
 edges = st.sampled_from(EDGES)
 sizes = st.one_of(small, small, small, small, st.integers(-2, 70), edges)
 """Numbers that are sizes, nearly always."""
-texts = st.one_of(st.sampled_from(TEXTS), st.sampled_from(["a", "b", "w", "module.w", "model.b"]), st.text(max_size=8))
+texts = st.one_of(
+    st.sampled_from(TEXTS),
+    st.sampled_from(["a", "b", "w", "module.w", "model.b"]),
+    st.text(max_size=8),
+)
 names = st.sampled_from(["w", "b", "module.w", "a.b", "a", "fc.weight"])
 
 
@@ -45,7 +50,7 @@ def rarely(usual: st.SearchStrategy[Any], odd: st.SearchStrategy[Any]) -> st.Sea
     return st.integers(0, 39).flatmap(lambda chance: odd if chance == 39 else usual)
 
 
-# ------------------------------------------------------------------------------------------------------ pickle programs
+# ---------------------------------------------------------------------------------- pickle programs
 
 
 def text_op(text: str) -> bytes:
@@ -76,26 +81,48 @@ def call_op(path: str, *arguments: bytes) -> bytes:
 
 
 GLOBALS = (
-    "torch.float32", "torch.int64", "torch.quint8", "torch.per_tensor_affine", "torch.Size", "torch.device", "builtins.set",
-    "builtins.complex", "builtins.bytearray", "collections.OrderedDict", "collections.defaultdict", "collections.Counter",
-    "_codecs.encode", "torch.nn.parameter.Parameter", "torch._utils._rebuild_parameter", "torch._utils._rebuild_sparse_tensor",
-    "torch._utils._rebuild_qtensor", "torch._utils._rebuild_nested_tensor", "torch._tensor._rebuild_from_type_v2",
-    "torch._utils._rebuild_wrapper_subclass", "torch._utils._rebuild_meta_tensor_no_storage", "torch.serialization._get_layout",
-    "torch.storage._load_from_bytes", "torch.storage.UntypedStorage", "numpy.core.multiarray._reconstruct",
-    "numpy.core.multiarray.scalar", "numpy.ndarray", "numpy.dtype", "torch.nn.modules.container.Sequential",
-    "torch.nn.modules.linear.Linear", "torch.distributed.tensor.DTensor", "argparse.Namespace", "builtins.getattr",
-    "fuzzing.payload.run", "copyreg._reconstructor", "builtins.object", "torch.bfloat16", "pathlib.PosixPath",
+    "torch.float32", "torch.int64", "torch.quint8", "torch.per_tensor_affine", "torch.Size",
+    "torch.device", "builtins.set",
+    "builtins.complex", "builtins.bytearray", "collections.OrderedDict", "collections.defaultdict",
+    "collections.Counter",
+    "_codecs.encode", "torch.nn.parameter.Parameter", "torch._utils._rebuild_parameter",
+    "torch._utils._rebuild_sparse_tensor",
+    "torch._utils._rebuild_qtensor", "torch._utils._rebuild_nested_tensor",
+    "torch._tensor._rebuild_from_type_v2",
+    "torch._utils._rebuild_wrapper_subclass", "torch._utils._rebuild_meta_tensor_no_storage",
+    "torch.serialization._get_layout",
+    "torch.storage._load_from_bytes", "torch.storage.UntypedStorage",
+    "numpy.core.multiarray._reconstruct",
+    "numpy.core.multiarray.scalar", "numpy.ndarray", "numpy.dtype",
+    "torch.nn.modules.container.Sequential",
+    "torch.nn.modules.linear.Linear", "torch.distributed.tensor.DTensor", "argparse.Namespace",
+    "builtins.getattr",
+    "fuzzing.payload.run", "copyreg._reconstructor", "builtins.object", "torch.bfloat16",
+    "pathlib.PosixPath",
     "datetime.datetime",
 )  # fmt: skip
 
 
-STORAGES = {"0": ("FloatStorage", "cpu", 16), "1": ("LongStorage", "cuda:1", 8), "2": ("ByteStorage", "cpu", 64)}
+STORAGES = {
+    "0": ("FloatStorage", "cpu", 16),
+    "1": ("LongStorage", "cuda:1", 8),
+    "2": ("ByteStorage", "cpu", 64),
+}
 """The storages that every container here holds: class, location, element count."""
 
 
 def storage_op(key: str) -> bytes:
     cls, location, numel = STORAGES[key]
-    return tuple_op(text_op("storage"), global_op(f"torch.{cls}"), text_op(key), text_op(location), int_op(numel)) + b"Q"
+    return (
+        tuple_op(
+            text_op("storage"),
+            global_op(f"torch.{cls}"),
+            text_op(key),
+            text_op(location),
+            int_op(numel),
+        )
+        + b"Q"
+    )
 
 
 def inner_storage_op(key: str) -> bytes:
@@ -110,9 +137,21 @@ def inner_storage_op(key: str) -> bytes:
 def odd_storages(draw: Draw) -> bytes:
     """A persistent id with other parts, or of a storage that is not there."""
     cls = draw(
-        mostly(st.sampled_from([name for name, _, _ in STORAGES.values()]).map(lambda name: global_op(f"torch.{name}")), LEAVES)
+        mostly(
+            st.sampled_from([name for name, _, _ in STORAGES.values()]).map(
+                lambda name: global_op(f"torch.{name}")
+            ),
+            LEAVES,
+        )
     )
-    parts = [text_op("storage"), cls, text_op(draw(texts)), text_op(draw(texts)), int_op(draw(sizes)), draw(LEAVES)]
+    parts = [
+        text_op("storage"),
+        cls,
+        text_op(draw(texts)),
+        text_op(draw(texts)),
+        int_op(draw(sizes)),
+        draw(LEAVES),
+    ]
     return tuple_op(*parts[: draw(st.sampled_from([3, 4, 5, 5, 5, 6]))]) + b"Q"
 
 
@@ -135,7 +174,10 @@ def tensors(draw: Draw) -> bytes:
         draw(rarely(st.just(call_op("collections.OrderedDict")), LEAVES)),
         *draw(rarely(st.just([]), st.lists(LEAVES, max_size=2))),
     ]
-    return call_op("torch._utils._rebuild_tensor_v2", *arguments[: draw(rarely(st.just(len(arguments)), small))])
+    return call_op(
+        "torch._utils._rebuild_tensor_v2",
+        *arguments[: draw(rarely(st.just(len(arguments)), small))],
+    )
 
 
 @st.composite
@@ -143,19 +185,42 @@ def arrays(draw: Draw) -> bytes:
     """A numpy array of four bytes, or one that claims others."""
     kind = draw(mostly(st.just("f4"), st.sampled_from(["i8", "U3", "O", "V4", "b1", "x", "M8"])))
     dtype = call_op("numpy.dtype", text_op(kind), b"\x89", b"\x88")
-    dtype += tuple_op(int_op(3), text_op(draw(mostly(st.just("<"), texts))), b"NNN", b"J\xff\xff\xff\xff" * 2, int_op(0)) + b"b"
+    dtype += (
+        tuple_op(
+            int_op(3),
+            text_op(draw(mostly(st.just("<"), texts))),
+            b"NNN",
+            b"J\xff\xff\xff\xff" * 2,
+            int_op(0),
+        )
+        + b"b"
+    )
     raw = draw(rarely(st.just(b"C\4abcd"), LEAVES))
     shape = draw(rarely(st.just([1]), st.lists(sizes, max_size=3)))
-    made = call_op("numpy.core.multiarray._reconstruct", global_op("numpy.ndarray"), tuple_op(int_op(0)), b"C\1b")
+    made = call_op(
+        "numpy.core.multiarray._reconstruct",
+        global_op("numpy.ndarray"),
+        tuple_op(int_op(0)),
+        b"C\1b",
+    )
     return (
-        made + tuple_op(int_op(1), tuple_op(*map(int_op, shape)), dtype, draw(st.sampled_from([b"\x89", b"\x88"])), raw) + b"b"
+        made
+        + tuple_op(
+            int_op(1),
+            tuple_op(*map(int_op, shape)),
+            dtype,
+            draw(st.sampled_from([b"\x89", b"\x88"])),
+            raw,
+        )
+        + b"b"
     )
 
 
 LEAVES = st.one_of(
     rarely(sizes.map(int_op), st.sampled_from(MONSTERS)),
     texts.map(text_op),
-    st.sampled_from([b"N", b"\x88", b"\x89", b")", b"}", b"]", b"C\2ab", b"\x96" + struct.pack("<Q", 2) + b"ab"]),
+    st.sampled_from([b"N", b"\x88", b"\x89", b")", b"}", b"]", b"C\2ab", b"\x96" + struct.pack("<Q",
+        2) + b"ab"]),
     st.sampled_from(GLOBALS).map(global_op),
     st.floats(width=64).map(lambda value: b"G" + struct.pack(">d", value)),
 )  # fmt: skip
@@ -177,28 +242,56 @@ def values(depth: int) -> st.SearchStrategy[bytes]:
         st.lists(inner, max_size=4).map(lambda items: b"](" + b"".join(items) + b"e"),
         st.lists(inner, max_size=4).map(lambda items: b"\x8f(" + b"".join(items) + b"\x90"),
         pairs.map(lambda items: b"}(" + b"".join(key + value for key, value in items) + b"u"),
-        st.tuples(st.sampled_from(GLOBALS), st.lists(inner, max_size=5)).map(lambda made: call_op(made[0], *made[1])),
+        st.tuples(st.sampled_from(GLOBALS), st.lists(inner, max_size=5)).map(
+            lambda made: call_op(made[0], *made[1])
+        ),
         st.tuples(inner, inner).map(lambda both: both[0] + both[1] + b"b"),
-        st.tuples(st.sampled_from(GLOBALS), inner).map(lambda made: global_op(made[0]) + made[1] + b"\x85\x81"),
+        st.tuples(st.sampled_from(GLOBALS), inner).map(
+            lambda made: global_op(made[0]) + made[1] + b"\x85\x81"
+        ),
         st.tuples(st.integers(0, 3), inner).map(lambda put: put[1] + b"q" + bytes([put[0]])),
         st.integers(0, 3).map(lambda index: b"h" + bytes([index])),
-        st.tuples(st.sampled_from([b"]q\0h\0a", b"}q\0(K\1h\0u", b"]q\1(h\1h\1e", b"}q\2X\1\0\0\0ah\2s"]), inner).map(
-            lambda both: tuple_op(both[0], both[1])
-        ),
+        st.tuples(
+            st.sampled_from([b"]q\0h\0a", b"}q\0(K\1h\0u", b"]q\1(h\1h\1e", b"}q\2X\1\0\0\0ah\2s"]),
+            inner,
+        ).map(lambda both: tuple_op(both[0], both[1])),
     )
 
 
 @st.composite
 def pickles(draw: Draw) -> bytes:
     """A pickle of a dict; now and then opcodes are missing, doubled or put in."""
-    entries = draw(st.lists(st.tuples(rarely(names.map(text_op), values(1)), st.one_of(tensors(), values(2))), max_size=4))
+    entries = draw(
+        st.lists(
+            st.tuples(rarely(names.map(text_op), values(1)), st.one_of(tensors(), values(2))),
+            max_size=4,
+        )
+    )
     entries.append((text_op("z"), draw(tensors())))
     stream = b"\x80\x02}q\x09(" + b"".join(key + value for key, value in entries) + b"u."
     stream = draw(mostly(st.just(stream), values(3).map(lambda root: b"\x80\x04" + root + b".")))
     if draw(st.integers(0, 9)) == 9:
         at = draw(st.integers(2, len(stream)))
         lone = draw(
-            st.sampled_from([b"0", b"1", b"2", b"(", b"R", b"b", b"a", b"s", b"u", b"e", b"t", b"Q", b"\x81", b"\x93", b"\x94"])
+            st.sampled_from(
+                [
+                    b"0",
+                    b"1",
+                    b"2",
+                    b"(",
+                    b"R",
+                    b"b",
+                    b"a",
+                    b"s",
+                    b"u",
+                    b"e",
+                    b"t",
+                    b"Q",
+                    b"\x81",
+                    b"\x93",
+                    b"\x94",
+                ]
+            )
         )
         stream = stream[:at] + lone + stream[at:]
     return stream
@@ -211,7 +304,9 @@ def pickled_files(draw: Draw) -> Trial:
     bare = stream
     for key in STORAGES:
         bare = bare.replace(storage_op(key), inner_storage_op(key))
-    kind = draw(st.sampled_from(["zip", "zip", "zip", "legacy", "pickle", "member", "script", "accelerate"]))
+    kind = draw(
+        st.sampled_from(["zip", "zip", "zip", "legacy", "pickle", "member", "script", "accelerate"])
+    )
     if kind == "zip":
         return Trial({"in.pt": torch_zip(stream)}, ("in.pt",))
     if kind == "legacy":
@@ -222,16 +317,33 @@ def pickled_files(draw: Draw) -> Trial:
     if kind == "pickle":
         return Trial({"in.pkl": bare}, ("in.pkl",))
     if kind == "member":
-        return Trial({"in.zip": zipped([("a.pkl", bare, 8), ("b/c.pt", torch_zip(stream), 0)])}, ("in.zip",))
+        return Trial(
+            {"in.zip": zipped([("a.pkl", bare, 8), ("b/c.pt", torch_zip(stream), 0)])}, ("in.zip",)
+        )
     if kind == "script":
-        code = b'class M(Module):\n  __parameters__ = ["w", ]\n  __buffers__ = ["b", ]\n  w : Tensor\n'
+        code = (
+            b'class M(Module):\n  __parameters__ = ["w", ]\n  __buffers__ = ["b", ]\n  w : Tensor\n'
+        )
         root = b"\x80\x02c__torch__\nM\n)\x81" + stream[2:-1] + b"b."
-        records = [("a/data.pkl", root, 0), ("a/constants.pkl", b"\x80\x02).", 0), ("a/code/__torch__.py", code, 0)]
-        return Trial({"in.pt": zipped([*records, *((f"a/data/{key}", STORAGE, 0) for key in "012")])}, ("in.pt",))
-    return Trial({"model.safetensors": flat_file({}, b""), "random_states_0.pkl": bare, "optimizer.bin": torch_zip(stream)})
+        records = [
+            ("a/data.pkl", root, 0),
+            ("a/constants.pkl", b"\x80\x02).", 0),
+            ("a/code/__torch__.py", code, 0),
+        ]
+        return Trial(
+            {"in.pt": zipped([*records, *((f"a/data/{key}", STORAGE, 0) for key in "012")])},
+            ("in.pt",),
+        )
+    return Trial(
+        {
+            "model.safetensors": flat_file({}, b""),
+            "random_states_0.pkl": bare,
+            "optimizer.bin": torch_zip(stream),
+        }
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------- zips
+# --------------------------------------------------------------------------------------------- zips
 
 _LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
@@ -240,27 +352,54 @@ _END = struct.Struct("<4s4H2IH")
 
 def zipped(records: list[tuple[str, bytes, int]]) -> bytes:
     """A right archive of (name, payload, method)."""
-    return archive([{"name": name.encode(), "payload": payload, "method": method} for name, payload, method in records])
+    return archive(
+        [
+            {"name": name.encode(), "payload": payload, "method": method}
+            for name, payload, method in records
+        ]
+    )
 
 
 def torch_zip(stream: bytes) -> bytes:
     storages_ = [(f"archive/data/{key}", STORAGE, 0) for key in "012"]
     return zipped(
-        [("archive/data.pkl", stream, 0), ("archive/byteorder", b"little", 0), *storages_, ("archive/version", b"3\n", 0)]
+        [
+            ("archive/data.pkl", stream, 0),
+            ("archive/byteorder", b"little", 0),
+            *storages_,
+            ("archive/version", b"3\n", 0),
+        ]
     )
 
 
-def archive(records: list[dict[str, Any]], end: dict[str, int] | None = None, comment: bytes = b"") -> bytes:
-    """An archive in which any field of any header can be given: ``l_`` of the local, ``c_`` of the central one."""
+def archive(
+    records: list[dict[str, Any]], end: dict[str, int] | None = None, comment: bytes = b""
+) -> bytes:
+    """An archive in which any field of any header can be given: ``l_`` of the local, ``c_`` of the
+    central one.
+    """
     out, directory = bytearray(), bytearray()
     for record in records:
         local, central = _record(record, len(out))
         out += local
         directory += central
-    at = {"count": len(records), "here": len(records), "size": len(directory), "start": len(out), "comment": len(comment)}
+    at = {
+        "count": len(records),
+        "here": len(records),
+        "size": len(directory),
+        "start": len(out),
+        "comment": len(comment),
+    }
     at |= end or {}
     last = _END.pack(
-        b"PK\5\6", 0, 0, _u16(at["here"]), _u16(at["count"]), _u32(at["size"]), _u32(at["start"]), _u16(at["comment"])
+        b"PK\5\6",
+        0,
+        0,
+        _u16(at["here"]),
+        _u16(at["count"]),
+        _u32(at["size"]),
+        _u32(at["start"]),
+        _u16(at["comment"]),
     )
     return bytes(out + directory) + last + comment
 
@@ -272,17 +411,25 @@ def _record(record: dict[str, Any], offset: int) -> tuple[bytes, bytes]:
         deflate = zlib.compressobj(9, zlib.DEFLATED, -15)
         stored = deflate.compress(payload) + deflate.flush()
     name = record["name"]
-    usual = {"flags": 0, "method": method, "crc": zlib.crc32(payload), "stored": len(stored), "plain": len(payload),
+    usual = {"flags": 0, "method": method, "crc": zlib.crc32(payload), "stored": len(stored),
+        "plain": len(payload),
              "extra": b"", "name": name, "header": offset}  # fmt: skip
-    here, there = ({**usual, **{key[2:]: value for key, value in record.items() if key[:2] == side}} for side in ("l_", "c_"))
+    here, there = (
+        {**usual, **{key[2:]: value for key, value in record.items() if key[:2] == side}}
+        for side in ("l_", "c_")
+    )
     extra = here["extra"]
     if not extra:
         padding = -(offset + _LOCAL.size + len(here["name"]) + 4) % 64
         extra = b"FB" + struct.pack("<H", padding) + b"Z" * padding
-    local = _LOCAL.pack(b"PK\3\4", 20, _u16(here["flags"]), _u16(here["method"]), 0, 0x21, _u32(here["crc"]),
-                        _u32(here["stored"]), _u32(here["plain"]), len(here["name"]), len(extra))  # fmt: skip
-    central = _CENTRAL.pack(b"PK\1\2", 20, 20, _u16(there["flags"]), _u16(there["method"]), 0, 0x21, _u32(there["crc"]),
-                            _u32(there["stored"]), _u32(there["plain"]), len(there["name"]), len(there["extra"]), 0, 0, 0, 0,
+    local = _LOCAL.pack(b"PK\3\4", 20, _u16(here["flags"]), _u16(here["method"]), 0, 0x21,
+        _u32(here["crc"]),
+                        _u32(here["stored"]), _u32(here["plain"]), len(here["name"]),
+                        len(extra))  # fmt: skip
+    central = _CENTRAL.pack(b"PK\1\2", 20, 20, _u16(there["flags"]), _u16(there["method"]), 0, 0x21,
+        _u32(there["crc"]),
+                            _u32(there["stored"]), _u32(there["plain"]), len(there["name"]),
+                            len(there["extra"]), 0, 0, 0, 0,
                             _u32(there["header"]))  # fmt: skip
     return local + here["name"] + extra + stored, central + there["name"] + there["extra"]
 
@@ -298,8 +445,10 @@ def _u32(value: int) -> int:
 FIELDS = ("flags", "method", "crc", "stored", "plain", "header")
 GOOD_PICKLE = b"\x80\x02}X\1\0\0\0w" + call_op(
     "torch._utils._rebuild_tensor_v2",
-    tuple_op(text_op("storage"), global_op("torch.FloatStorage"), text_op("0"), text_op("cpu"), int_op(16)) + b"Q",
-    int_op(0), tuple_op(int_op(16)), tuple_op(int_op(1)), b"\x89", call_op("collections.OrderedDict"),
+    tuple_op(text_op("storage"), global_op("torch.FloatStorage"), text_op("0"), text_op("cpu"),
+        int_op(16)) + b"Q",
+    int_op(0), tuple_op(int_op(16)), tuple_op(int_op(1)), b"\x89",
+    call_op("collections.OrderedDict"),
 ) + b"s."  # fmt: skip
 
 
@@ -308,9 +457,20 @@ def zip_directories(draw: Draw) -> Trial:
     """A checkpoint whose archive lies about one to three things."""
     extra = draw(st.lists(st.tuples(texts, st.sampled_from([0, 8])), max_size=2))
     records: list[dict[str, Any]] = [
-        {"name": b"archive/data.pkl", "payload": GOOD_PICKLE, "method": draw(st.sampled_from([0, 0, 8]))},
+        {
+            "name": b"archive/data.pkl",
+            "payload": GOOD_PICKLE,
+            "method": draw(st.sampled_from([0, 0, 8])),
+        },
         {"name": b"archive/data/0", "payload": STORAGE, "method": draw(st.sampled_from([0, 0, 8]))},
-        *({"name": f"archive/{name}".encode("utf-8", "replace"), "payload": b"x", "method": method} for name, method in extra),
+        *(
+            {
+                "name": f"archive/{name}".encode("utf-8", "replace"),
+                "payload": b"x",
+                "method": method,
+            }
+            for name, method in extra
+        ),
     ]
     end: dict[str, int] = {}
     for _ in range(draw(st.integers(1, 3))):
@@ -330,45 +490,81 @@ def zip_directories(draw: Draw) -> Trial:
 
 
 def zip64_fields() -> st.SearchStrategy[bytes]:
-    numbers = st.lists(st.one_of(st.sampled_from([16, 64, 128]), edges.map(lambda value: value % (1 << 64))), max_size=3)
+    numbers = st.lists(
+        st.one_of(st.sampled_from([16, 64, 128]), edges.map(lambda value: value % (1 << 64))),
+        max_size=3,
+    )
     return numbers.map(lambda found: struct.pack(f"<HH{len(found)}Q", 1, 8 * len(found), *found))
 
 
-# ---------------------------------------------------------------------------------------------------------------- tars
+# --------------------------------------------------------------------------------------------- tars
 
 
 @st.composite
 def tar_files(draw: Draw) -> Trial:
     """A tar checkpoint with members made up, and headers that lie under right checksums."""
     members: dict[str, Any] = {
-        "sys_info": {"protocol_version": 1000, "little_endian": draw(mostly(st.just(True), st.just(False)))},
-        "pickle": {"state_dict": {draw(names): old_torch.Persistent(draw(mostly(st.just(21), sizes)))}, "epoch": 3},
+        "sys_info": {
+            "protocol_version": 1000,
+            "little_endian": draw(mostly(st.just(True), st.just(False))),
+        },
+        "pickle": {
+            "state_dict": {draw(names): old_torch.Persistent(draw(mostly(st.just(21), sizes)))},
+            "epoch": 3,
+        },
     }
     content = {name: old_torch.pickled(tree) for name, tree in members.items()}
     content["pickle"] = draw(mostly(st.just(content["pickle"]), pickles()))
     count = draw(mostly(st.just(None), sizes))
-    views = tuple(draw(st.lists(st.tuples(mostly(st.just(13), sizes), mostly(st.just(11), sizes), sizes, sizes), max_size=2)))
+    views = tuple(
+        draw(
+            st.lists(
+                st.tuples(mostly(st.just(13), sizes), mostly(st.just(11), sizes), sizes, sizes),
+                max_size=2,
+            )
+        )
+    )
     numel = draw(mostly(st.just(16), st.one_of(st.integers(-1, 20), st.just((1 << 63) - 1))))
-    storages_ = [(11, "cpu", draw(st.sampled_from(["FloatStorage", "HalfStorage", "x"])), STORAGE, numel)]
+    storages_ = [
+        (11, "cpu", draw(st.sampled_from(["FloatStorage", "HalfStorage", "x"])), STORAGE, numel)
+    ]
     content["storages"] = old_torch.tar_storages(storages_, views, count=count)
     shape = draw(st.lists(sizes, max_size=3))
     within = [max(-(1 << 63), min(size, (1 << 63) - 1)) for size in shape]
-    content["tensors"] = old_torch.tar_tensors([(21, 11, "FloatTensor", within, within[::-1], draw(small))], count=count)
-    for name in draw(mostly(st.just([]), st.lists(st.sampled_from(sorted(content)), max_size=2, unique=True))):
+    content["tensors"] = old_torch.tar_tensors(
+        [(21, 11, "FloatTensor", within, within[::-1], draw(small))], count=count
+    )
+    for name in draw(
+        mostly(st.just([]), st.lists(st.sampled_from(sorted(content)), max_size=2, unique=True))
+    ):
         del content[name]
     return Trial({"in.pt": draw(lying_tar(list(content.items())))}, ("in.pt",))
 
 
-TAR_FIELDS = (b"0", b"1", b"2", b"5", b"x", b"g", b"L", b"K", b"S", b"77777777777", b"-1", b"\x80" + b"\xff" * 11, b"../x",
+TAR_FIELDS = (b"0", b"1", b"2", b"5", b"x", b"g", b"L", b"K", b"S", b"77777777777", b"-1",
+    b"\x80" + b"\xff" * 11, b"../x",
               b"storages", b"\xff", b"\0", b"1000", b"0o7")  # fmt: skip
 
 
 @st.composite
 def lying_tar(draw: Draw, members: list[tuple[str, bytes]]) -> bytes:
-    """An archive of which fields of a header are overwritten; the pax headers are left out half of the time."""
-    whole = bytearray(old_torch.tar(members, mtime=draw(st.sampled_from([1480000000.25, 1480000000.0]))))
-    headers = [at for at in range(0, len(whole) - 511, 512) if whole[at + 257 : at + 262] == b"ustar"]
-    fields = {"name": (0, 100), "mode": (100, 8), "size": (124, 12), "type": (156, 1), "link": (157, 100), "prefix": (345, 155)}
+    """An archive of which fields of a header are overwritten; the pax headers are left out half of
+    the time.
+    """
+    whole = bytearray(
+        old_torch.tar(members, mtime=draw(st.sampled_from([1480000000.25, 1480000000.0])))
+    )
+    headers = [
+        at for at in range(0, len(whole) - 511, 512) if whole[at + 257 : at + 262] == b"ustar"
+    ]
+    fields = {
+        "name": (0, 100),
+        "mode": (100, 8),
+        "size": (124, 12),
+        "type": (156, 1),
+        "link": (157, 100),
+        "prefix": (345, 155),
+    }
     for _ in range(draw(st.integers(0, 2)) if headers else 0):
         at = draw(st.sampled_from(headers))
         place, width = fields[draw(st.sampled_from(sorted(fields)))]
@@ -377,7 +573,7 @@ def lying_tar(draw: Draw, members: list[tuple[str, bytes]]) -> bytes:
     return tar_repaired(bytes(whole))
 
 
-# --------------------------------------------------------------------------------------------------------- safetensors
+# -------------------------------------------------------------------------------------- safetensors
 
 
 def flat_file(header: Any, payload: bytes) -> bytes:
@@ -385,7 +581,17 @@ def flat_file(header: Any, payload: bytes) -> bytes:
     return len(text).to_bytes(8, "little") + text + payload
 
 
-ITEMSIZES = {"F32": 4, "F16": 2, "I64": 8, "U8": 1, "BOOL": 1, "C64": 8, "F4": 1, "F8_E8M0": 1, "BF16": 2}
+ITEMSIZES = {
+    "F32": 4,
+    "F16": 2,
+    "I64": 8,
+    "U8": 1,
+    "BOOL": 1,
+    "C64": 8,
+    "F4": 1,
+    "F8_E8M0": 1,
+    "BF16": 2,
+}
 RECIPES = ("sparse", "quantized", "nested", "complex")
 
 
@@ -394,9 +600,15 @@ def flat_entries(draw: Draw) -> tuple[dict[str, Any], bytes]:
     """A header with tensors side by side, and the payload that it speaks of."""
     header: dict[str, Any] = {}
     at = 0
-    suffixes = [".indices", ".values", ".integers", ".scales", ".real_imag", ".sizes", ".buffer", ".strides", ".offsets",
-                ".compressed_indices", ".plain_indices", ".zero_points", "", "", "", ""]  # fmt: skip
-    for key in draw(st.lists(st.tuples(mostly(names, texts), st.sampled_from(suffixes)).map("".join), max_size=5)):
+    suffixes = [".indices", ".values", ".integers", ".scales", ".real_imag", ".sizes", ".buffer",
+        ".strides", ".offsets",
+                ".compressed_indices", ".plain_indices", ".zero_points", "", "", "",
+                ""]  # fmt: skip
+    for key in draw(
+        st.lists(
+            st.tuples(mostly(names, texts), st.sampled_from(suffixes)).map("".join), max_size=5
+        )
+    ):
         dtype = draw(mostly(st.sampled_from(sorted(ITEMSIZES)), texts))
         shape = draw(st.lists(small, max_size=3))
         nbytes = ITEMSIZES.get(dtype, 1)
@@ -404,7 +616,9 @@ def flat_entries(draw: Draw) -> tuple[dict[str, Any], bytes]:
             nbytes *= size
         entry: dict[str, Any] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + nbytes]}
         if draw(st.integers(0, 15)) == 15:
-            entry[draw(st.sampled_from(["dtype", "shape", "data_offsets", "more"]))] = draw(json_values())
+            entry[draw(st.sampled_from(["dtype", "shape", "data_offsets", "more"]))] = draw(
+                json_values()
+            )
         header[key] = entry
         at += nbytes
     return header, bytes(index % 251 for index in range(at))
@@ -426,7 +640,9 @@ def flat_files(draw: Draw) -> Trial:
 @st.composite
 def recipes(draw: Draw) -> str:
     """What is said of how tensors were taken apart."""
-    layouts = st.sampled_from(["torch.sparse_coo", "torch.sparse_csr", "torch.sparse_bsc", "torch.strided"])
+    layouts = st.sampled_from(
+        ["torch.sparse_coo", "torch.sparse_csr", "torch.sparse_bsc", "torch.strided"]
+    )
     fields = {
         "dtype": st.sampled_from(["complex128", "complex32", "qint8", "quint8", "float32"]),
         "layout": layouts,
@@ -437,17 +653,26 @@ def recipes(draw: Draw) -> str:
         "zero_point": sizes,
         "axis": sizes,
     }
-    recipe = st.fixed_dictionaries({"encoding": mostly(st.sampled_from(RECIPES), texts)}, optional=fields)
-    found = draw(mostly(st.dictionaries(names, mostly(recipe, json_values()), max_size=3), json_values()))
+    recipe = st.fixed_dictionaries(
+        {"encoding": mostly(st.sampled_from(RECIPES), texts)}, optional=fields
+    )
+    found = draw(
+        mostly(st.dictionaries(names, mostly(recipe, json_values()), max_size=3), json_values())
+    )
     return draw(mostly(st.just(json.dumps(found)), texts))
 
 
 def json_values() -> st.SearchStrategy[Any]:
     leaves = st.one_of(st.none(), st.booleans(), sizes, edges, st.floats(), texts)
-    return st.recursive(leaves, lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(texts, inner, max_size=3)))
+    return st.recursive(
+        leaves,
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=3), st.dictionaries(texts, inner, max_size=3)
+        ),
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------- many files
+# --------------------------------------------------------------------------------------- many files
 
 
 @st.composite
@@ -459,9 +684,14 @@ def indexed_shards(draw: Draw) -> Trial:
         header, payload = draw(flat_entries())
         name = f"model-{number}.safetensors"
         files[name] = flat_file(header, payload)
-        weight_map |= {key: draw(mostly(st.just(name), st.one_of(texts, json_values()))) for key in header}
+        weight_map |= {
+            key: draw(mostly(st.just(name), st.one_of(texts, json_values()))) for key in header
+        }
     weight_map |= draw(mostly(st.just({}), st.dictionaries(texts, texts, max_size=2)))
-    document = {"metadata": draw(mostly(st.just({"total_size": 1}), json_values())), "weight_map": weight_map}
+    document = {
+        "metadata": draw(mostly(st.just({"total_size": 1}), json_values())),
+        "weight_map": weight_map,
+    }
     index = draw(mostly(st.just(document), json_values()))
     files["model.safetensors.index.json"] = json.dumps(index).encode("utf-8", "surrogatepass")
     return Trial(files, draw(st.sampled_from([(".",), ("model.safetensors.index.json",)])))
@@ -491,21 +721,41 @@ def dcp_folders(draw: Draw) -> Trial:
         for chunk in range(chunks):
             offsets = draw(rarely(st.just((rows * chunk,)), st.lists(sizes, max_size=2).map(tuple)))
             shape = draw(rarely(st.just((rows,)), st.lists(sizes, max_size=2).map(tuple)))
-            made.append(instance("ChunkStorageMetadata", {"offsets": size_of(offsets), "sizes": size_of(shape)}))
-            index = instance("MetadataIndex", {"fqn": key, "offset": size_of(offsets), "index": chunk})
+            made.append(
+                instance(
+                    "ChunkStorageMetadata", {"offsets": size_of(offsets), "sizes": size_of(shape)}
+                )
+            )
+            index = instance(
+                "MetadataIndex", {"fqn": key, "offset": size_of(offsets), "index": chunk}
+            )
             start = draw(rarely(st.just(len(content)), sizes))
             place = {"relative_path": draw(rarely(st.just("__0_0.distcp"), texts)), "offset": start,
-                     "length": draw(rarely(st.just(len(one)), sizes)), "transform_descriptors": None}  # fmt: skip
-            places.append((index, instance("_StorageInfo", place, "torch.distributed.checkpoint.filesystem")))
+                     "length": draw(rarely(st.just(len(one)), sizes)),
+                     "transform_descriptors": None}  # fmt: skip
+            places.append(
+                (index, instance("_StorageInfo", place, "torch.distributed.checkpoint.filesystem"))
+            )
             content += one
         size = draw(mostly(st.just((rows * chunks,)), st.lists(sizes, max_size=2).map(tuple)))
-        dtype = Name("torch", draw(mostly(st.just("float32"), st.sampled_from(["int64", "quint8", "x", "bool"]))))
+        dtype = Name(
+            "torch",
+            draw(mostly(st.just("float32"), st.sampled_from(["int64", "quint8", "x", "bool"]))),
+        )
         properties = Made(Name(_DCP, "TensorProperties"), (), (dtype,), new=True)
         fields = {"properties": properties, "size": size_of(size), "chunks": made}
         entries[key] = draw(
-            mostly(st.just(instance("TensorStorageMetadata", fields)), st.just(instance("BytesStorageMetadata", {})))
+            mostly(
+                st.just(instance("TensorStorageMetadata", fields)),
+                st.just(instance("BytesStorageMetadata", {})),
+            )
         )
-        paths[key] = draw(mostly(st.just(tuple(key.split("."))), st.lists(st.one_of(names, sizes), max_size=3).map(tuple)))
+        paths[key] = draw(
+            mostly(
+                st.just(tuple(key.split("."))),
+                st.lists(st.one_of(names, sizes), max_size=3).map(tuple),
+            )
+        )
     metadata = {
         "state_dict_metadata": entries,
         "planner_data": draw(mostly(st.just(paths), st.none())),
@@ -546,9 +796,22 @@ def size_of(shape: Any) -> Made:
     return Made(Name("torch", "Size"), (tuple(shape),))
 
 
-# --------------------------------------------------------------------------------------------------------------- rules
+# -------------------------------------------------------------------------------------------- rules
 
-PATTERNS = ("w", "w=v", "w=>x.w", r"(w)=>\1.\1", "*", "?", "net.", "(a+)+$=>x", "[=>", "[!a]", "{}", "model.=net.")
+PATTERNS = (
+    "w",
+    "w=v",
+    "w=>x.w",
+    r"(w)=>\1.\1",
+    "*",
+    "?",
+    "net.",
+    "(a+)+$=>x",
+    "[=>",
+    "[!a]",
+    "{}",
+    "model.=net.",
+)
 GOOD_RULES = (
     {"add-prefix": "net."},
     {"rename": {"w": "v"}},
@@ -564,19 +827,35 @@ def rule_files(draw: Draw) -> Trial:
     """Key rules, or a mapping, in JSON (of which nearly all is YAML too)."""
     patterns = st.one_of(texts, st.sampled_from(PATTERNS), st.sampled_from(PATTERNS))
     value = mostly(
-        st.one_of(patterns, st.lists(patterns, max_size=3), st.dictionaries(patterns, patterns, max_size=2)), json_values()
+        st.one_of(
+            patterns,
+            st.lists(patterns, max_size=3),
+            st.dictionaries(patterns, patterns, max_size=2),
+        ),
+        json_values(),
     )
     rule = st.dictionaries(st.sampled_from(RULE_WORDS), value, min_size=1, max_size=1)
     rule = st.one_of(rule, st.sampled_from(GOOD_RULES), st.sampled_from(GOOD_RULES))
     listed = st.lists(mostly(rule, json_values()), max_size=3)
     keys = st.dictionaries(texts, mostly(texts, json_values()), max_size=3)
-    more = {"left_out": st.lists(texts, max_size=2), "modules": st.dictionaries(texts, texts, max_size=2)}
+    more = {
+        "left_out": st.lists(texts, max_size=2),
+        "modules": st.dictionaries(texts, texts, max_size=2),
+    }
     mapped = st.fixed_dictionaries({"path": texts, "keys": keys}, optional=more)
-    mapping = st.fixed_dictionaries({"mapping": mostly(st.just(1), json_values()), "state_dicts": st.lists(mapped, max_size=2)})
-    document = draw(st.one_of(listed, listed.map(lambda rules: {"rules": rules}), mapping, json_values()))
+    mapping = st.fixed_dictionaries(
+        {"mapping": mostly(st.just(1), json_values()), "state_dicts": st.lists(mapped, max_size=2)}
+    )
+    document = draw(
+        st.one_of(listed, listed.map(lambda rules: {"rules": rules}), mapping, json_values())
+    )
     text = json.dumps(document, indent=draw(st.sampled_from([None, 1])))
     name = draw(st.sampled_from(["rules.json", "rules.json", "rules.yaml"]))
-    return Trial({name: text.encode("utf-8", "surrogatepass"), "good.pt": torch_zip(GOOD_PICKLE)}, (name,), "rules")
+    return Trial(
+        {name: text.encode("utf-8", "surrogatepass"), "good.pt": torch_zip(GOOD_PICKLE)},
+        (name,),
+        "rules",
+    )
 
 
 STRUCTURES: dict[str, Callable[[], st.SearchStrategy[Trial]]] = {
@@ -593,12 +872,20 @@ BATCH = 25
 
 
 def structures(number: int, run_seed: int, size: int = BATCH) -> Iterator[tuple[str, Trial]]:
-    """The target and the `size` trials of batch `number` of the run with `run_seed`: always the same ones."""
+    """The target and the `size` trials of batch `number` of the run with `run_seed`: always the
+    same ones.
+    """
     target = sorted(STRUCTURES)[number % len(STRUCTURES)]
     made: list[Trial] = []
 
     @seed(run_seed * 1_000_003 + number)
-    @settings(max_examples=size, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=size,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
     @given(STRUCTURES[target]())
     def collect(trial: Trial) -> None:
         made.append(trial)

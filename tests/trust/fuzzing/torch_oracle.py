@@ -1,6 +1,8 @@
-"""What torch sees in a source and in its output, asked of a process of its own, which may crash or hang over a hostile file.
+"""What torch sees in a source and in its output, asked of a process of its own, which may crash or
+hang over a hostile file.
 
-Each line on stdin is a JSON list of two paths; each answer one line of JSON: null, or what is wrong.
+Each line on stdin is a JSON list of two paths; each answer one line of JSON: null, or what is
+wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ _SECONDS = 20
 
 
 class TorchOracle:
-    """Asks the process, and starts another one when it has died or hangs; what killed it is not a find of ours."""
+    """Asks the process, and starts another one when it has died or hangs; what killed it is not a
+    find of ours.
+    """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -55,7 +59,9 @@ class TorchOracle:
 
 
 def compare(source: Path, output: Path) -> tuple[str | None, bool]:
-    """What is wrong with an output of a source, and whether torch read the source (what it refuses is not compared)."""
+    """What is wrong with an output of a source, and whether torch read the source (what it refuses
+    is not compared).
+    """
     from ckptconv import CheckpointError, load_portable
     from helpers import oracle
 
@@ -65,7 +71,8 @@ def compare(source: Path, output: Path) -> tuple[str | None, bool]:
         pass
     except Exception as error:
         return f"load_portable: {type(error).__name__}: {error}", False
-    if source.is_dir() or b"__metadata__" in source.read_bytes():  # aliases and encodings: torch knows neither
+    # aliases and encodings: torch knows neither
+    if source.is_dir() or b"__metadata__" in source.read_bytes():
         return None, False
     try:
         expected = oracle.value_rows(oracle.load(source))
@@ -79,7 +86,11 @@ def compare(source: Path, output: Path) -> tuple[str | None, bool]:
         found, expected = sorted(found), sorted(expected)
     if found == expected:
         return None, True
-    pairs = [f"{ours} / {theirs}" for ours, theirs in zip(expected, found, strict=False) if ours != theirs]
+    pairs = [
+        f"{ours} / {theirs}"
+        for ours, theirs in zip(expected, found, strict=False)
+        if ours != theirs
+    ]
     return f"torch sees {len(expected)} / {len(found)} values: {'; '.join(pairs)}"[:1000], True
 
 

@@ -1,8 +1,9 @@
 """One file given to the library in every way a user would, and what was wrong with the answer.
 
-Right answers are a result, or a `CheckpointError` of one printable line that names the file. Wrong are any other exception,
-more than `SECONDS` of CPU time or `MEMORY` bytes for one step, a file left behind or changed, a name of the file imported or a
-program started, and an output that does not open or differs from its source.
+Right answers are a result, or a `CheckpointError` of one printable line that names the file. Wrong
+are any other exception, more than `SECONDS` of CPU time or `MEMORY` bytes for one step, a file left
+behind or changed, a name of the file imported or a program started, and an output that does not
+open or differs from its source.
 """
 
 from __future__ import annotations
@@ -49,11 +50,15 @@ SECONDS = 2.0
 """CPU time of one step; patterns in key rules may take 10 s (`limits.regex_seconds`)."""
 MEMORY = 200_000_000
 LARGEST_OUTPUT = 8 << 20
-"""Bytes of an output that is written; a larger one is planned only (a tensor may claim a GiB before it is questioned)."""
+"""Bytes of an output that is written; a larger one is planned only (a tensor may claim a GiB before
+it is questioned).
+"""
 
 
 class Find(NamedTuple):
-    """Something wrong: what sort of thing, at which step, in words, and where in ckptconv (with the traceback, if any)."""
+    """Something wrong: what sort of thing, at which step, in words, and where in ckptconv (with the
+    traceback, if any).
+    """
 
     kind: str
     step: str
@@ -85,7 +90,9 @@ def _stop(*_: object) -> None:
 
 
 Oracle = Callable[[Path, Path], "str | None"]
-"""Says what is wrong with an output (second) of a source (first), as torch sees both; None for nothing."""
+"""Says what is wrong with an output (second) of a source (first), as torch sees both; None for
+nothing.
+"""
 
 
 def run(trial: Trial, folder: Path, oracle: Oracle | None = None) -> Verdict:
@@ -99,7 +106,9 @@ def run(trial: Trial, folder: Path, oracle: Oracle | None = None) -> Verdict:
         out.mkdir()
         scratch.mkdir()
         original = fingerprint(source)
-        TRIALS[trial.kind](watch, [source / name if name != "." else source for name in trial.named], out)
+        TRIALS[trial.kind](
+            watch, [source / name if name != "." else source for name in trial.named], out
+        )
         if fingerprint(source) != original:
             watch.note("input changed", "all", "the files given are not what they were")
         watch.check_left("all", scratch)
@@ -122,10 +131,13 @@ def _lay(trial: Trial, source: Path) -> None:
 def fingerprint(folder: Path) -> dict[str, str]:
     """The files of a folder by name, with their hashes."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
 
 
-# --------------------------------------------------------------------------------------------------------------- steps
+# -------------------------------------------------------------------------------------------- steps
 
 
 class _Watch:
@@ -140,8 +152,12 @@ class _Watch:
         where, trace = ("", "") if error is None else _placed(error)
         self.verdict.finds.append(Find(kind, step, what, where, trace))
 
-    def step(self, name: str, work: Callable[[], T], *, seconds: float = SECONDS, refusing: bool = True) -> T | None:
-        """What `work` gives; None when it refused or was wrong. Not `refusing`: a refusal is wrong too."""
+    def step(
+        self, name: str, work: Callable[[], T], *, seconds: float = SECONDS, refusing: bool = True
+    ) -> T | None:
+        """What `work` gives; None when it refused or was wrong. Not `refusing`: a refusal is wrong
+        too.
+        """
         peak = _Peak()
         begin = time.process_time()
         try:
@@ -157,7 +173,9 @@ class _Watch:
         except Exception as error:
             self.note(type(error).__name__, name, str(error)[:300], error)
         finally:
-            if (spent := time.process_time() - begin) > seconds and not any(find.kind == "slow" for find in self.verdict.finds):
+            if (spent := time.process_time() - begin) > seconds and not any(
+                find.kind == "slow" for find in self.verdict.finds
+            ):
                 self.note("slow", name, f"{spent:.1f} s of CPU time")
             if (grown := peak.grown()) > MEMORY:
                 self.note("memory", name, f"grew by {grown / 1e6:.0f} MB")
@@ -209,7 +227,9 @@ def _cpu_limit(seconds: float) -> Iterator[None]:
 
 
 class _Peak:
-    """The growth of the peak of resident memory; where the peak cannot be reset (no Linux), nothing is measured."""
+    """The growth of the peak of resident memory; where the peak cannot be reset (no Linux), nothing
+    is measured.
+    """
 
     def __init__(self) -> None:
         try:
@@ -234,18 +254,25 @@ def limit_address_space(nbytes: int = 8 << 30) -> None:
 
 
 _STRANGE: list[str] = []
-_NEVER = ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "subprocess.Popen", "socket.connect",
+_NEVER = ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "subprocess.Popen",
+    "socket.connect",
           "pickle.find_class", "ctypes.dlopen", "code.__new__", "marshal.loads")  # fmt: skip
 
 
 def forbid_execution(work: Path) -> None:
-    """From now on, note every program that is started, every pickle that is loaded, every file written outside of `work`."""
+    """From now on, note every program that is started, every pickle that is loaded, every file
+    written outside of `work`.
+    """
     root = str(work)
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event.startswith(_NEVER) and not _is_ours(arguments) and not _is_import():
             _STRANGE.append(f"{event} {arguments!r}"[:300])
-        elif event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+        elif (
+            event == "open"
+            and isinstance(arguments[2], int)
+            and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        ):
             path = os.fsdecode(arguments[0]) if isinstance(arguments[0], (str, bytes)) else ""
             if path and not path.startswith((root, "/proc/", "/dev/null")):
                 _STRANGE.append(f"writes {path}"[:300])
@@ -255,7 +282,9 @@ def forbid_execution(work: Path) -> None:
 
 def _is_ours(arguments: tuple[Any, ...]) -> bool:
     """Whether this starts the program that lists the GPUs of the host, or the one that asks torch."""
-    return arguments[0] == "nvidia-smi" or any("fuzzing.torch_oracle" in str(argument) for argument in arguments)
+    return arguments[0] == "nvidia-smi" or any(
+        "fuzzing.torch_oracle" in str(argument) for argument in arguments
+    )
 
 
 def _is_import() -> bool:
@@ -268,7 +297,7 @@ def _is_import() -> bool:
     return False
 
 
-# -------------------------------------------------------------------------------------------------------------- trials
+# ------------------------------------------------------------------------------------------- trials
 
 
 def _named(paths: Sequence[Path]) -> Any:
@@ -276,14 +305,17 @@ def _named(paths: Sequence[Path]) -> Any:
 
 
 def _try_checkpoint(watch: _Watch, paths: Sequence[Path], out: Path) -> None:
-    """All looks, and two of the conversions; one where the file does not even open (which ones depends on its size alone)."""
+    """All looks, and two of the conversions; one where the file does not even open (which ones
+    depends on its size alone).
+    """
     opens = watch.step("inspect", lambda: _inspect(watch, paths))
     watch.step("doctor", lambda: _diagnose(watch, paths))
     watch.step("scan", lambda: _scan(watch, paths[0]))
     nbytes = sum(path.stat().st_size for path in paths[0].parent.rglob("*"))
     chosen = random.Random(nbytes).sample(list(CONVERSIONS.items()), 2 if opens else 1)
     if watch.oracle is not None and "keep" not in (name for name, _ in chosen):
-        chosen[0] = ("keep", CONVERSIONS["keep"])  # the one whose tensors torch must see as they were
+        # the one whose tensors torch must see as they were
+        chosen[0] = ("keep", CONVERSIONS["keep"])
     for name, how in chosen:
         _convert(watch, paths, out, name, how)
 
@@ -302,7 +334,10 @@ def _inspect(watch: _Watch, paths: Sequence[Path]) -> bool:
         found = inspect_checkpoint(checkpoint, depth=3)
     watch.check_lines(
         "inspect",
-        [*inspection_report.inspection_lines(found), *(("", line) for line in inspection_report.tree_lines(found.root))],
+        [
+            *inspection_report.inspection_lines(found),
+            *(("", line) for line in inspection_report.tree_lines(found.root)),
+        ],
     )
     inspection_report.verdict(found)
     _as_json(inspection_report.inspection_document(found))
@@ -325,7 +360,9 @@ def _as_json(document: Any) -> None:
     json.dumps(document, indent=2).encode()
 
 
-def _convert(watch: _Watch, paths: Sequence[Path], out: Path, name: str, how: tuple[str, Options]) -> None:
+def _convert(
+    watch: _Watch, paths: Sequence[Path], out: Path, name: str, how: tuple[str, Options]
+) -> None:
     output = out / how[0]
     plan = watch.step(f"convert {name}", lambda: _converted(watch, paths, output, how[1]))
     written = [path for path in out.iterdir() if path.name.startswith("out")]
@@ -334,8 +371,17 @@ def _convert(watch: _Watch, paths: Sequence[Path], out: Path, name: str, how: tu
     elif written:
         watch.verdict.accepted += 1
         read_back = output if output in written else out / f"{output.name}.index.json"
-        watch.step(f"read back {name}", lambda: _read_back(watch, paths, read_back, name, how[1], plan), refusing=False)
-        if name == "keep" and len(paths) == 1 and watch.oracle and (wrong := watch.oracle(paths[0], output)):
+        watch.step(
+            f"read back {name}",
+            lambda: _read_back(watch, paths, read_back, name, how[1], plan),
+            refusing=False,
+        )
+        if (
+            name == "keep"
+            and len(paths) == 1
+            and watch.oracle
+            and (wrong := watch.oracle(paths[0], output))
+        ):
             watch.note("torch sees another", name, wrong)
     _judge_output(watch, name, out, plan)
 
@@ -343,7 +389,10 @@ def _convert(watch: _Watch, paths: Sequence[Path], out: Path, name: str, how: tu
 def _judge_output(watch: _Watch, name: str, out: Path, plan: ConversionPlan | None) -> None:
     """Nothing but the output lies there; then it goes, but for what torch is to see."""
     expected = (
-        set() if plan is None else {file.path.name for file in plan.files} | ({plan.index.path.name} if plan.index else set())
+        set()
+        if plan is None
+        else {file.path.name for file in plan.files}
+        | ({plan.index.path.name} if plan.index else set())
     )
     if strays := [path.name for path in out.iterdir() if path.name not in expected]:
         watch.note("left behind", f"convert {name}", ", ".join(strays)[:300])
@@ -351,7 +400,9 @@ def _judge_output(watch: _Watch, name: str, out: Path, plan: ConversionPlan | No
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _converted(watch: _Watch, paths: Sequence[Path], output: Path, options: Options) -> ConversionPlan:
+def _converted(
+    watch: _Watch, paths: Sequence[Path], output: Path, options: Options
+) -> ConversionPlan:
     with open_checkpoint(_named(paths), whole_modules=options.unknown == "keep") as checkpoint:
         plan = plan_conversion(checkpoint, output, options)
         watch.check_lines("plan", [*report.plan_lines(plan), ("", report.plan_headline(plan))])
@@ -363,8 +414,17 @@ def _converted(watch: _Watch, paths: Sequence[Path], output: Path, options: Opti
         return plan
 
 
-def _read_back(watch: _Watch, paths: Sequence[Path], output: Path, name: str, options: Options, plan: ConversionPlan) -> None:
-    """The output opens, and is its source but for what was announced; a source of several state dicts is only opened."""
+def _read_back(
+    watch: _Watch,
+    paths: Sequence[Path],
+    output: Path,
+    name: str,
+    options: Options,
+    plan: ConversionPlan,
+) -> None:
+    """The output opens, and is its source but for what was announced; a source of several state
+    dicts is only opened.
+    """
     with open_checkpoint(output, whole_modules=options.unknown == "keep") as checkpoint:
         inspect_checkpoint(checkpoint)
     try:
@@ -373,13 +433,19 @@ def _read_back(watch: _Watch, paths: Sequence[Path], output: Path, name: str, op
         return
     watch.check_lines("diff", list(verdicts.difference_lines(found)))
     _as_json(verdicts.difference_document(found))
-    if not found.same and not plan.skipped and (plan.to == "safetensors" or _chosen(paths) == _chosen([output])):
+    if (
+        not found.same
+        and not plan.skipped
+        and (plan.to == "safetensors" or _chosen(paths) == _chosen([output]))
+    ):
         lines = " | ".join(f"{label}: {text}" for label, text in verdicts.difference_lines(found))
         watch.note("differs", f"read back {name}", lines)
 
 
 def _chosen(paths: Sequence[Path]) -> str:
-    """The place of the state dict that is compared; arrays that became tensors can make it another one in the output."""
+    """The place of the state dict that is compared; arrays that became tensors can make it another
+    one in the output.
+    """
     with open_checkpoint(_named(paths)) as checkpoint:
         return checkpoint.state_dict().path
 
@@ -387,7 +453,9 @@ def _chosen(paths: Sequence[Path]) -> str:
 def _try_rules(watch: _Watch, paths: Sequence[Path], out: Path) -> None:
     """The rules are read, as they are and turned around, and applied to a good checkpoint."""
     for reverse in (False, True):
-        rules = watch.step("rules", lambda reverse=reverse: read_key_rules(paths[0], reverse=reverse), seconds=12)
+        rules = watch.step(
+            "rules", lambda reverse=reverse: read_key_rules(paths[0], reverse=reverse), seconds=12
+        )
         if isinstance(rules, KeyRules):
             _convert_good(watch, paths[0].parent / GOOD, out, Options(keys=rules))
 
@@ -403,7 +471,10 @@ def _convert_good(watch: _Watch, good: Path, out: Path, options: Options) -> Non
     def work() -> None:
         with open_checkpoint(good) as checkpoint:
             plan = plan_conversion(checkpoint, out / "out.pt", options)
-            watch.check_lines("plan", [*report.plan_lines(plan), *(("", line) for line in report.keys_table(plan))])
+            watch.check_lines(
+                "plan",
+                [*report.plan_lines(plan), *(("", line) for line in report.keys_table(plan))],
+            )
             execute_plan(plan, fsync=False, verify=True)
 
     try:

@@ -1,4 +1,6 @@
-"""What a hostile case is, and the pieces that its bytes are made of; most come from the generator's own functions."""
+"""What a hostile case is, and the pieces that its bytes are made of; most come from the generator's
+own functions.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ import pytest
 from helpers.hostile_generator import GENERATOR, load_generator
 
 if not GENERATOR.is_file():
-    pytest.skip("the generator of hostile files is not here (CKPTCONV_BADCASES)", allow_module_level=True)
+    pytest.skip(
+        "the generator of hostile files is not here (CKPTCONV_BADCASES)", allow_module_level=True
+    )
 
 OUTPUTS = PT, ST = (".pt", ".safetensors")
 GOOD = "good.pt"
@@ -22,7 +26,17 @@ GOOD = "good.pt"
 
 
 bad = load_generator()
-u, n, g, t, d, ints, call, storage, tensor = bad.u, bad.n, bad.g, bad.t, bad.d, bad.ints, bad.call, bad.storage, bad.tensor
+u, n, g, t, d, ints, call, storage, tensor = (
+    bad.u,
+    bad.n,
+    bad.g,
+    bad.t,
+    bad.d,
+    bad.ints,
+    bad.call,
+    bad.storage,
+    bad.tensor,
+)
 
 
 @dataclass(frozen=True)
@@ -53,10 +67,11 @@ Tree = Mapping[str, Entry]
 class Case:
     """A file or a folder, the answers that are right, and what is wrong with it.
 
-    `expected` is reject, warn (convert and tell), accept, or several of them. `build` makes the bytes or the folder; None
-    where the generator's script does. `outputs` are the formats to try: one is enough where the answer is given on opening.
-    `field` must stand in the error, beside the name of the file. `named` are the paths within the folder that are given to
-    the program; none: the folder itself. `option` is the option that takes the file; none: it is what is converted.
+    `expected` is reject, warn (convert and tell), accept, or several of them. `build` makes the
+    bytes or the folder; None where the generator's script does. `outputs` are the formats to try:
+    one is enough where the answer is given on opening. `field` must stand in the error, beside the
+    name of the file. `named` are the paths within the folder that are given to the program; none:
+    the folder itself. `option` is the option that takes the file; none: it is what is converted.
     """
 
     file: str
@@ -121,17 +136,24 @@ class Family:
         option: str = "",
     ) -> None:
         """One more case."""
-        self.cases.append(Case(file, expected, what, self.name, build, outputs, field, named, option))
+        self.cases.append(
+            Case(file, expected, what, self.name, build, outputs, field, named, option)
+        )
 
 
 GENERATED = [
     *(Case(file, expected, what, category) for file, category, what, expected, _ in bad.CASES),
     *(Case(f"{name}/{bad.IDX}", expected, what, "index") for name, what, expected, *_ in bad.INDEX),
-    Case("sparse_10TB.pt", "reject", "10 TiB sparse file that starts like a zip: do not scan or read it whole", "zip"),
+    Case(
+        "sparse_10TB.pt",
+        "reject",
+        "10 TiB sparse file that starts like a zip: do not scan or read it whole",
+        "zip",
+    ),
 ]
 
 
-# ------------------------------------------------------------------------------------------------------------- pieces
+# ------------------------------------------------------------------------------------------- pieces
 
 ENTRY = b'"w":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}'
 DEEP = 200_000
@@ -170,7 +192,9 @@ def beside(value: bytes) -> bytes:
 
 def rebuilt(size: bytes, stride: bytes) -> bytes:
     """A tensor whose size and stride are given as opcodes."""
-    return call("torch._utils", "_rebuild_tensor_v2", storage(), n(0), size, stride, bad.FALSE, bad.ODICT)
+    return call(
+        "torch._utils", "_rebuild_tensor_v2", storage(), n(0), size, stride, bad.FALSE, bad.ODICT
+    )
 
 
 def stored(cls: bytes, location: bytes) -> bytes:
@@ -185,11 +209,17 @@ def flat(key: str = "0", numel: int = 4, **more) -> bytes:
 
 def deflated(pickle: bytes) -> bytes:
     """A checkpoint of a deflated pickle and no storages."""
-    return bad.mkzip([bad.E("archive/data.pkl", pickle, method=8), bad.E("archive/version", b"3\n")])
+    return bad.mkzip(
+        [bad.E("archive/data.pkl", pickle, method=8), bad.E("archive/version", b"3\n")]
+    )
 
 
-def record(payload: bytes = bad.F4, pickle: bytes = bad.GOOD, more: dict | None = None, **over) -> bytes:
-    """A checkpoint whose one storage has the record that `over` describes; `more` goes to the archive."""
+def record(
+    payload: bytes = bad.F4, pickle: bytes = bad.GOOD, more: dict | None = None, **over
+) -> bytes:
+    """A checkpoint whose one storage has the record that `over` describes; `more` goes to the
+    archive.
+    """
     return bad.ckpt(pickle, {"0": bad.E("archive/data/0", payload, **over)}, **(more or {}))
 
 
@@ -205,7 +235,11 @@ def header(text: bytes) -> bytes:
 
 def entry(**fields: object) -> bytes:
     """A safetensors file of one tensor, some of whose fields are other ones."""
-    return header(json.dumps({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16], **fields}}).encode())
+    return header(
+        json.dumps(
+            {"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16], **fields}}
+        ).encode()
+    )
 
 
 def metadata(text: str) -> bytes:

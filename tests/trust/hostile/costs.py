@@ -28,7 +28,9 @@ def runs(part: str) -> Iterator[tuple[str, float, float]]:
     with server() as running, tempfile.TemporaryDirectory() as scratch:
         hostile = Path(scratch) / "generated"
         hostile.mkdir()
-        subprocess.run([sys.executable, GENERATOR, hostile], cwd=hostile, check=True, capture_output=True)
+        subprocess.run(
+            [sys.executable, GENERATOR, hostile], cwd=hostile, check=True, capture_output=True
+        )
 
         def run(case: Case, suffix: str) -> Finished:
             folder = Path(scratch) / "case"
@@ -52,7 +54,9 @@ def main() -> None:
     print(f"{len(found)} runs, {sum(seconds for _, seconds, _ in found):.0f} s in all")
     for title, column in (("slowest", 1), ("hungriest", 2)):
         print(f"\n{title}")
-        for name, seconds, megabytes in sorted(found, key=lambda row: row[column], reverse=True)[:SHOWN]:
+        for name, seconds, megabytes in sorted(found, key=lambda row: row[column], reverse=True)[
+            :SHOWN
+        ]:
             print(f"{seconds:8.2f} s {megabytes:8.1f} MB  {name}")
 
 

@@ -38,7 +38,7 @@ GOOD_ST = bad.st(bad.OK16, bad.F4)
 OUT_OF_HERE = "../../../../../../../../etc/passwd"
 
 
-# ---------------------------------------------------------------------------------------------------- indexes of shards
+# -------------------------------------------------------------------------------- indexes of shards
 
 
 def indexed(weight_map: object, more: Tree | None = None, name: str = bad.IDX) -> Tree:
@@ -58,14 +58,49 @@ def pointing(name: str) -> Tree:
 
 add = INDEX.add
 add("index_good", "accept", "a good index of one shard", lambda: indexed({"w": bad.A}), OUTPUTS)
-add("index_backslash", "reject", "a shard called ..\\..\\passwd", lambda: pointing("..\\..\\passwd"), field="w")
-add("index_drive", "reject", "a shard called C:model.safetensors", lambda: pointing("C:model.safetensors"), field="w")
+add(
+    "index_backslash",
+    "reject",
+    "a shard called ..\\..\\passwd",
+    lambda: pointing("..\\..\\passwd"),
+    field="w",
+)
+add(
+    "index_drive",
+    "reject",
+    "a shard called C:model.safetensors",
+    lambda: pointing("C:model.safetensors"),
+    field="w",
+)
 add("index_dot", "reject", "a shard called '.'", lambda: pointing("."), field="w")
 add("index_empty_name", "reject", "a shard without a name", lambda: pointing(""), field="w")
-add("index_slash_behind", "reject", "a shard's name with a slash behind it", lambda: pointing(bad.A + "/"), field="w")
-add("index_climbs_within", "reject", "a shard's name that goes up and down again", lambda: pointing(f"a/../{bad.A}"), field="w")
-add("index_long_name", "reject", "a shard's name of 100,000 characters", lambda: pointing("m" * 100_000))
-add("index_escape_name", "reject", "a shard's name with escapes and a line break", lambda: pointing("\x1b[2J\nm"), field="w")
+add(
+    "index_slash_behind",
+    "reject",
+    "a shard's name with a slash behind it",
+    lambda: pointing(bad.A + "/"),
+    field="w",
+)
+add(
+    "index_climbs_within",
+    "reject",
+    "a shard's name that goes up and down again",
+    lambda: pointing(f"a/../{bad.A}"),
+    field="w",
+)
+add(
+    "index_long_name",
+    "reject",
+    "a shard's name of 100,000 characters",
+    lambda: pointing("m" * 100_000),
+)
+add(
+    "index_escape_name",
+    "reject",
+    "a shard's name with escapes and a line break",
+    lambda: pointing("\x1b[2J\nm"),
+    field="w",
+)
 add(
     "index_bidi_name",
     "reject",
@@ -79,9 +114,21 @@ add(
     "a key that is half a character",
     lambda: raw_index(b'{"weight_map":{"\\ud800":"' + bad.A.encode() + b'"}}'),
 )
-add("index_list", "reject", "a weight_map that is a list", lambda: indexed([bad.A]), field="weight_map")
+add(
+    "index_list",
+    "reject",
+    "a weight_map that is a list",
+    lambda: indexed([bad.A]),
+    field="weight_map",
+)
 add("index_empty_map", "reject", "a weight_map of nothing", lambda: indexed({}), field="weight_map")
-add("index_no_map", "reject", "no weight_map", lambda: raw_index(b'{"metadata":{}}'), field="weight_map")
+add(
+    "index_no_map",
+    "reject",
+    "no weight_map",
+    lambda: raw_index(b'{"metadata":{}}'),
+    field="weight_map",
+)
 add(
     "index_nan",
     "reject",
@@ -96,19 +143,51 @@ add(
     lambda: raw_index(b'{"metadata":' + b"9" * 100_000 + b"}"),
     field="index",
 )
-add("index_cut", "reject", "an index that is cut off", lambda: raw_index(b'{"weight_map":{"w":"mod'), field="index")
-add("index_utf16", "reject", "an index in UTF-16", lambda: raw_index('{"weight_map":{}}'.encode("utf-16")), field="index")
+add(
+    "index_cut",
+    "reject",
+    "an index that is cut off",
+    lambda: raw_index(b'{"weight_map":{"w":"mod'),
+    field="index",
+)
+add(
+    "index_utf16",
+    "reject",
+    "an index in UTF-16",
+    lambda: raw_index('{"weight_map":{}}'.encode("utf-16")),
+    field="index",
+)
 add("index_nothing", "reject", "an index of no bytes", lambda: raw_index(b""), field="index")
-add("index_sparse", "reject", "an index of 10 TiB", lambda: {bad.IDX: Sparse(10 << 40), bad.A: GOOD_ST})
-add("index_lists", "reject", "30 MB of empty lists", lambda: raw_index(b'{"weight_map":[' + b"[]," * 10_000_000 + b"[]]}"))
+add(
+    "index_sparse",
+    "reject",
+    "an index of 10 TiB",
+    lambda: {bad.IDX: Sparse(10 << 40), bad.A: GOOD_ST},
+)
+add(
+    "index_lists",
+    "reject",
+    "30 MB of empty lists",
+    lambda: raw_index(b'{"weight_map":[' + b"[]," * 10_000_000 + b"[]]}"),
+)
 add(
     "index_many_names",
     "reject",
     "100,001 shards that are not there",
     lambda: indexed({str(number): f"{number}.bin" for number in range(100_001)}),
 )
-add("index_fifo", "reject", "an index that is a named pipe", lambda: {bad.IDX: Fifo(), bad.A: GOOD_ST})
-add("index_device", "reject", "an index that is a link to /dev/zero", lambda: {bad.IDX: Link("/dev/zero"), bad.A: GOOD_ST})
+add(
+    "index_fifo",
+    "reject",
+    "an index that is a named pipe",
+    lambda: {bad.IDX: Fifo(), bad.A: GOOD_ST},
+)
+add(
+    "index_device",
+    "reject",
+    "an index that is a link to /dev/zero",
+    lambda: {bad.IDX: Link("/dev/zero"), bad.A: GOOD_ST},
+)
 add(
     "index_loop",
     "reject",
@@ -122,9 +201,27 @@ add(
     lambda: indexed({"w": "etc/passwd"}, {"etc": Link("/etc")}),
     field="etc/passwd",
 )
-add("index_shard_folder", "reject", "a shard that is a folder", lambda: indexed({"w": "sub"}, {"sub/x": b""}), field="sub")
-add("index_shard_empty", "reject", "a shard of no bytes", lambda: indexed({"w": bad.A}, {bad.A: b""}), field=bad.A)
-add("index_shard_cut", "reject", "a shard that is cut off", lambda: indexed({"w": bad.A}, {bad.A: GOOD_ST[:-1]}), field=bad.A)
+add(
+    "index_shard_folder",
+    "reject",
+    "a shard that is a folder",
+    lambda: indexed({"w": "sub"}, {"sub/x": b""}),
+    field="sub",
+)
+add(
+    "index_shard_empty",
+    "reject",
+    "a shard of no bytes",
+    lambda: indexed({"w": bad.A}, {bad.A: b""}),
+    field=bad.A,
+)
+add(
+    "index_shard_cut",
+    "reject",
+    "a shard that is cut off",
+    lambda: indexed({"w": bad.A}, {bad.A: GOOD_ST[:-1]}),
+    field=bad.A,
+)
 add(
     "index_shard_runs",
     "reject",
@@ -147,9 +244,17 @@ add(
     "index_two",
     "reject",
     "two indexes, neither the usual one",
-    lambda: {f"{name}.index.json": json.dumps({"weight_map": {"w": bad.A}}).encode() for name in "ab"} | {bad.A: GOOD_ST},
+    lambda: (
+        {f"{name}.index.json": json.dumps({"weight_map": {"w": bad.A}}).encode() for name in "ab"}
+        | {bad.A: GOOD_ST}
+    ),
 )
-add("index_alone_fifo", "reject", "model.safetensors is a named pipe", lambda: {"model.safetensors": Fifo()})
+add(
+    "index_alone_fifo",
+    "reject",
+    "model.safetensors is a named pipe",
+    lambda: {"model.safetensors": Fifo()},
+)
 add(
     "index_alone_runs",
     "reject",
@@ -159,7 +264,7 @@ add(
 )
 
 
-# --------------------------------------------------------------------------------------------------------------------- DCP
+# ---------------------------------------------------------------------------------------------- DCP
 
 _META = "torch.distributed.checkpoint.metadata"
 _F32 = g("torch", "float32")
@@ -167,7 +272,9 @@ _F32 = g("torch", "float32")
 
 def instance(module: str, name: str, **fields: bytes) -> bytes:
     """An object as pickle writes a dataclass: made without arguments, its attributes set."""
-    return g(module, name) + b")\x81" + d(*((u(key), value) for key, value in fields.items())) + b"b"
+    return (
+        g(module, name) + b")\x81" + d(*((u(key), value) for key, value in fields.items())) + b"b"
+    )
 
 
 def listed(*values: bytes) -> bytes:
@@ -179,17 +286,35 @@ def sized(*sizes: int) -> bytes:
 
 
 def described_tensor(
-    size: tuple[int, ...], chunks: list[tuple[tuple[int, ...], tuple[int, ...]]], dtype: bytes = _F32
+    size: tuple[int, ...],
+    chunks: list[tuple[tuple[int, ...], tuple[int, ...]]],
+    dtype: bytes = _F32,
 ) -> bytes:
     """`TensorStorageMetadata`; chunks are (offsets, sizes)."""
     layout = call("torch.serialization", "_get_layout", u("torch.strided"))
     plain = call(_META, "_MEM_FORMAT_ENCODING", n(0))
-    properties = g(_META, "TensorProperties") + b")\x81" + t(dtype, layout, bad.FALSE, plain, bad.FALSE) + b"b"
-    made = [instance(_META, "ChunkStorageMetadata", offsets=sized(*at), sizes=sized(*sizes)) for at, sizes in chunks]
-    return instance(_META, "TensorStorageMetadata", properties=properties, size=sized(*size), chunks=listed(*made))
+    properties = (
+        g(_META, "TensorProperties")
+        + b")\x81"
+        + t(dtype, layout, bad.FALSE, plain, bad.FALSE)
+        + b"b"
+    )
+    made = [
+        instance(_META, "ChunkStorageMetadata", offsets=sized(*at), sizes=sized(*sizes))
+        for at, sizes in chunks
+    ]
+    return instance(
+        _META,
+        "TensorStorageMetadata",
+        properties=properties,
+        size=sized(*size),
+        chunks=listed(*made),
+    )
 
 
-def placed(key: str, at: bytes, name: str, offset: int, length: int, **more: bytes) -> tuple[bytes, bytes]:
+def placed(
+    key: str, at: bytes, name: str, offset: int, length: int, **more: bytes
+) -> tuple[bytes, bytes]:
     """An entry of `storage_data`: where the item `key` at `at` lies."""
     index = instance(_META, "MetadataIndex", fqn=u(key), offset=at, index=bad.NONE)
     info = instance(
@@ -224,7 +349,9 @@ def dcp(
     files: Tree | None = None,
     root: bytes = b"",
 ) -> Tree:
-    """A folder of one tensor of eight floats in two halves, one in each file; every part can be another one."""
+    """A folder of one tensor of eight floats in two halves, one in each file; every part can be
+    another one.
+    """
     chunks = HALVES if chunks is None else chunks
     places = two_places() if places is None else places
     metadata = instance(
@@ -234,28 +361,50 @@ def dcp(
         planner_data=d(*(paths or [(u("w"), t(u("w")))])),
         storage_data=d(*places),
     )
-    return {".metadata": bad.P2 + (root or metadata) + bad.STOP, FIRST: CHUNK, SECOND: CHUNK, **(files or {})}
+    return {
+        ".metadata": bad.P2 + (root or metadata) + bad.STOP,
+        FIRST: CHUNK,
+        SECOND: CHUNK,
+        **(files or {}),
+    }
 
 
 def two_places(
     name: str = SECOND, offset: int = 0, length: int = len(CHUNK), at: int = 4, **more: bytes
 ) -> list[tuple[bytes, bytes]]:
     """The places of both halves; the second one's are given."""
-    return [placed("w", sized(0), FIRST, 0, len(CHUNK)), placed("w", sized(at), name, offset, length, **more)]
+    return [
+        placed("w", sized(0), FIRST, 0, len(CHUNK)),
+        placed("w", sized(at), name, offset, length, **more),
+    ]
 
 
 def with_object(stream: bytes) -> Tree:
     """The folder with an object `x` that is not a tensor, whose stream lies behind the first half."""
-    entries = [(u("w"), described_tensor((8,), HALVES)), (u("x"), instance(_META, "BytesStorageMetadata"))]
+    entries = [
+        (u("w"), described_tensor((8,), HALVES)),
+        (u("x"), instance(_META, "BytesStorageMetadata")),
+    ]
     places = [*two_places(), placed("x", bad.NONE, FIRST, len(CHUNK), len(stream))]
-    return dcp(entries=entries, places=places, paths=[(u("w"), t(u("w"))), (u("x"), t(u("x")))], files={FIRST: CHUNK + stream})
+    return dcp(
+        entries=entries,
+        places=places,
+        paths=[(u("w"), t(u("w"))), (u("x"), t(u("x")))],
+        files={FIRST: CHUNK + stream},
+    )
 
 
 def of_ranks(second: bytes) -> Tree:
-    """A folder with the metadata of each rank by itself; that of rank 1 is given as its `state_dict_metadata`."""
+    """A folder with the metadata of each rank by itself; that of rank 1 is given as its
+    `state_dict_metadata`.
+    """
 
     def alone(entries: bytes, place: tuple[bytes, bytes]) -> bytes:
-        return bad.P2 + instance(_META, "Metadata", state_dict_metadata=entries, storage_data=d(place)) + bad.STOP
+        return (
+            bad.P2
+            + instance(_META, "Metadata", state_dict_metadata=entries, storage_data=d(place))
+            + bad.STOP
+        )
 
     first, other = two_places()
     halves = [d((u("w"), described_tensor((8,), [half]))) for half in HALVES]
@@ -271,18 +420,37 @@ def scalar_chunks(count: int) -> Tree:
     """A tensor of `count` floats in as many chunks, whose bytes are all said to lie in one place."""
     stream = item(bad.P2 + tensor(storage(numel=1), size=(1,)) + bad.STOP, recs={"0": bad.F4[:4]})
     places = [placed("w", sized(at), FIRST, 0, len(stream)) for at in range(count)]
-    return dcp(size=(count,), chunks=[((at,), (1,)) for at in range(count)], places=places, files={FIRST: stream})
+    return dcp(
+        size=(count,),
+        chunks=[((at,), (1,)) for at in range(count)],
+        places=places,
+        files={FIRST: stream},
+    )
 
 
 add = DCP.add
 add("dcp_good", "accept", "a good folder of one tensor in two halves", dcp, OUTPUTS)
-add("dcp_good_ranks", "accept", "a good folder with the metadata of each rank", lambda: of_ranks(b""), OUTPUTS)
-add("dcp_runs", "reject", "a .metadata that calls posix.mkdir", lambda: dcp(root=bad.PWN), field=".metadata")
+add(
+    "dcp_good_ranks",
+    "accept",
+    "a good folder with the metadata of each rank",
+    lambda: of_ranks(b""),
+    OUTPUTS,
+)
+add(
+    "dcp_runs",
+    "reject",
+    "a .metadata that calls posix.mkdir",
+    lambda: dcp(root=bad.PWN),
+    field=".metadata",
+)
 add(
     "dcp_runs_in_size",
     "reject",
     "a .metadata whose size is the result of a call",
-    lambda: dcp(entries=[(u("w"), instance(_META, "TensorStorageMetadata", size=bad.PWN, chunks=b"]"))]),
+    lambda: dcp(
+        entries=[(u("w"), instance(_META, "TensorStorageMetadata", size=bad.PWN, chunks=b"]"))]
+    ),
     field="w",
 )
 add(
@@ -297,7 +465,8 @@ add(
     "reject",
     "a chunk that calls posix.mkdir",
     lambda: dcp(
-        files={SECOND: item(bad.P2 + bad.PWN + bad.STOP)}, places=two_places(length=len(item(bad.P2 + bad.PWN + bad.STOP)))
+        files={SECOND: item(bad.P2 + bad.PWN + bad.STOP)},
+        places=two_places(length=len(item(bad.P2 + bad.PWN + bad.STOP))),
     ),
     field="w",
 )
@@ -310,9 +479,27 @@ add(
     lambda: dcp(size=(6,), chunks=[((0,), (4,)), ((2,), (4,))], places=two_places(at=2)),
     field="w",
 )
-add("dcp_twice", "reject", "the first half is listed twice", lambda: dcp(chunks=[HALVES[0], *HALVES]), field="w")
-add("dcp_beyond", "reject", "a chunk that reaches beyond its tensor", lambda: dcp(size=(7,)), field="w")
-add("dcp_huge_tensor", "reject", "a tensor of 2**59 values in two chunks of four", lambda: dcp(size=(1 << 59,)), field="w")
+add(
+    "dcp_twice",
+    "reject",
+    "the first half is listed twice",
+    lambda: dcp(chunks=[HALVES[0], *HALVES]),
+    field="w",
+)
+add(
+    "dcp_beyond",
+    "reject",
+    "a chunk that reaches beyond its tensor",
+    lambda: dcp(size=(7,)),
+    field="w",
+)
+add(
+    "dcp_huge_tensor",
+    "reject",
+    "a tensor of 2**59 values in two chunks of four",
+    lambda: dcp(size=(1 << 59,)),
+    field="w",
+)
 add(
     "dcp_huge_chunk",
     "reject",
@@ -327,7 +514,18 @@ add(
     "reject",
     "a size that is True",
     lambda: dcp(
-        entries=[(u("w"), instance(_META, "TensorStorageMetadata", properties=t(_F32), size=t(bad.TRUE), chunks=b"]"))]
+        entries=[
+            (
+                u("w"),
+                instance(
+                    _META,
+                    "TensorStorageMetadata",
+                    properties=t(_F32),
+                    size=t(bad.TRUE),
+                    chunks=b"]",
+                ),
+            )
+        ]
     ),
     field="w",
 )
@@ -368,7 +566,10 @@ add(
     lambda: dcp(files={SECOND: item()}, places=two_places(length=len(item()))),
     field="w",
 )
-EXPANDED = item(bad.P2 + tensor(storage(numel=1), size=(1 << 40,), stride=(0,)) + bad.STOP, recs={"0": bad.F4[:4]})
+EXPANDED = item(
+    bad.P2 + tensor(storage(numel=1), size=(1 << 40,), stride=(0,)) + bad.STOP,
+    recs={"0": bad.F4[:4]},
+)
 add(
     "dcp_expanded",
     "reject",
@@ -388,14 +589,48 @@ add(
     lambda: dcp(places=two_places(offset=1 << 40)),
     field="w",
 )
-add("dcp_offset_negative", "reject", "an item at byte -1", lambda: dcp(places=two_places(offset=-1)), field="w")
-add("dcp_offset_huge", "reject", "an item at byte 2**63", lambda: dcp(places=two_places(offset=1 << 63)), field="w")
-add("dcp_length_beyond", "reject", "an item longer than its file", lambda: dcp(places=two_places(length=1 << 40)), field="w")
 add(
-    "dcp_length_short", "reject", "an item one byte too short", lambda: dcp(places=two_places(length=len(CHUNK) - 1)), field="w"
+    "dcp_offset_negative",
+    "reject",
+    "an item at byte -1",
+    lambda: dcp(places=two_places(offset=-1)),
+    field="w",
 )
-add("dcp_length_zero", "reject", "an item of no bytes", lambda: dcp(places=two_places(length=0)), field="w")
-add("dcp_one_place", "reject", "two chunks in one place of one file", lambda: dcp(places=two_places(FIRST)), field="w")
+add(
+    "dcp_offset_huge",
+    "reject",
+    "an item at byte 2**63",
+    lambda: dcp(places=two_places(offset=1 << 63)),
+    field="w",
+)
+add(
+    "dcp_length_beyond",
+    "reject",
+    "an item longer than its file",
+    lambda: dcp(places=two_places(length=1 << 40)),
+    field="w",
+)
+add(
+    "dcp_length_short",
+    "reject",
+    "an item one byte too short",
+    lambda: dcp(places=two_places(length=len(CHUNK) - 1)),
+    field="w",
+)
+add(
+    "dcp_length_zero",
+    "reject",
+    "an item of no bytes",
+    lambda: dcp(places=two_places(length=0)),
+    field="w",
+)
+add(
+    "dcp_one_place",
+    "reject",
+    "two chunks in one place of one file",
+    lambda: dcp(places=two_places(FIRST)),
+    field="w",
+)
 add(
     "dcp_overlapping_places",
     "reject",
@@ -403,12 +638,48 @@ add(
     lambda: dcp(places=two_places(FIRST, 64), files={FIRST: CHUNK + CHUNK}),
     field="w",
 )
-add("dcp_many_chunks", "reject", "5,000 chunks whose bytes lie in one place", lambda: scalar_chunks(5_000), field="w")
-add("dcp_very_many_chunks", "reject", "50,000 chunks whose bytes lie in one place", lambda: scalar_chunks(50_000), field="w")
-add("dcp_no_place", "reject", "a chunk of which nothing says where it lies", lambda: dcp(places=two_places()[:1]), field="w")
-add("dcp_file_missing", "reject", "a file that is not there", lambda: dcp(places=two_places("__9_0.distcp")), field="w")
-add("dcp_file_climbs", "reject", "a file outside of the folder", lambda: dcp(places=two_places(OUT_OF_HERE)), field="w")
-add("dcp_file_absolute", "reject", "a file by its absolute path", lambda: dcp(places=two_places("/etc/passwd")), field="w")
+add(
+    "dcp_many_chunks",
+    "reject",
+    "5,000 chunks whose bytes lie in one place",
+    lambda: scalar_chunks(5_000),
+    field="w",
+)
+add(
+    "dcp_very_many_chunks",
+    "reject",
+    "50,000 chunks whose bytes lie in one place",
+    lambda: scalar_chunks(50_000),
+    field="w",
+)
+add(
+    "dcp_no_place",
+    "reject",
+    "a chunk of which nothing says where it lies",
+    lambda: dcp(places=two_places()[:1]),
+    field="w",
+)
+add(
+    "dcp_file_missing",
+    "reject",
+    "a file that is not there",
+    lambda: dcp(places=two_places("__9_0.distcp")),
+    field="w",
+)
+add(
+    "dcp_file_climbs",
+    "reject",
+    "a file outside of the folder",
+    lambda: dcp(places=two_places(OUT_OF_HERE)),
+    field="w",
+)
+add(
+    "dcp_file_absolute",
+    "reject",
+    "a file by its absolute path",
+    lambda: dcp(places=two_places("/etc/passwd")),
+    field="w",
+)
 add(
     "dcp_file_link",
     "reject",
@@ -417,9 +688,19 @@ add(
     field="w",
 )
 add(
-    "dcp_file_device", "reject", "a file that is a link to /dev/zero", lambda: dcp(files={SECOND: Link("/dev/zero")}), field="w"
+    "dcp_file_device",
+    "reject",
+    "a file that is a link to /dev/zero",
+    lambda: dcp(files={SECOND: Link("/dev/zero")}),
+    field="w",
 )
-add("dcp_file_fifo", "reject", "a file that is a named pipe", lambda: dcp(files={SECOND: Fifo()}), field="w")
+add(
+    "dcp_file_fifo",
+    "reject",
+    "a file that is a named pipe",
+    lambda: dcp(files={SECOND: Fifo()}),
+    field="w",
+)
 add(
     "dcp_file_folder",
     "reject",
@@ -434,9 +715,26 @@ add(
     lambda: dcp(places=two_places(".metadata", length=40)),
     field="w",
 )
-add("dcp_file_escape", "reject", "a file's name with escapes", lambda: dcp(places=two_places("\x1b[2J\n")), field="w")
-add("dcp_file_long", "reject", "a file's name of 100,000 characters", lambda: dcp(places=two_places("m" * 100_000)))
-add("dcp_file_sparse", "reject", "a file of 10 TiB", lambda: dcp(files={SECOND: Sparse(10 << 40)}), field="w")
+add(
+    "dcp_file_escape",
+    "reject",
+    "a file's name with escapes",
+    lambda: dcp(places=two_places("\x1b[2J\n")),
+    field="w",
+)
+add(
+    "dcp_file_long",
+    "reject",
+    "a file's name of 100,000 characters",
+    lambda: dcp(places=two_places("m" * 100_000)),
+)
+add(
+    "dcp_file_sparse",
+    "reject",
+    "a file of 10 TiB",
+    lambda: dcp(files={SECOND: Sparse(10 << 40)}),
+    field="w",
+)
 add(
     "dcp_transforms",
     "reject",
@@ -451,10 +749,33 @@ add(
     lambda: dcp(files={".metadata": dcp()[".metadata"][:-20]}),
     field=".metadata",
 )
-add("dcp_empty", "reject", "a .metadata of no bytes", lambda: dcp(files={".metadata": b""}), field=".metadata")
-add("dcp_fifo", "reject", "a .metadata that is a named pipe", lambda: dcp(files={".metadata": Fifo()}), field=".metadata")
-add("dcp_device", "reject", "a .metadata that is a link to /dev/zero", lambda: dcp(files={".metadata": Link("/dev/zero")}))
-add("dcp_sparse", "reject", "a .metadata of 10 TiB", lambda: dcp(files={".metadata": Sparse(10 << 40)}), field=".metadata")
+add(
+    "dcp_empty",
+    "reject",
+    "a .metadata of no bytes",
+    lambda: dcp(files={".metadata": b""}),
+    field=".metadata",
+)
+add(
+    "dcp_fifo",
+    "reject",
+    "a .metadata that is a named pipe",
+    lambda: dcp(files={".metadata": Fifo()}),
+    field=".metadata",
+)
+add(
+    "dcp_device",
+    "reject",
+    "a .metadata that is a link to /dev/zero",
+    lambda: dcp(files={".metadata": Link("/dev/zero")}),
+)
+add(
+    "dcp_sparse",
+    "reject",
+    "a .metadata of 10 TiB",
+    lambda: dcp(files={".metadata": Sparse(10 << 40)}),
+    field=".metadata",
+)
 add(
     "dcp_deep",
     "reject",
@@ -483,9 +804,27 @@ add(
     lambda: dcp(entries=[(u("w"), described_tensor((8,), HALVES))] * 2),
     field=".metadata",
 )
-add("dcp_path_far", "reject", "a path to number 10**9 of a list", lambda: dcp(paths=[(u("w"), t(u("w"), n(10**9)))]), field="w")
-add("dcp_path_negative", "reject", "a path to number -1 of a list", lambda: dcp(paths=[(u("w"), t(u("w"), n(-1)))]), field="w")
-add("dcp_path_deep", "reject", "a path of 100,000 names", lambda: dcp(paths=[(u("w"), t(*[u("a")] * 100_000))]), field="w")
+add(
+    "dcp_path_far",
+    "reject",
+    "a path to number 10**9 of a list",
+    lambda: dcp(paths=[(u("w"), t(u("w"), n(10**9)))]),
+    field="w",
+)
+add(
+    "dcp_path_negative",
+    "reject",
+    "a path to number -1 of a list",
+    lambda: dcp(paths=[(u("w"), t(u("w"), n(-1)))]),
+    field="w",
+)
+add(
+    "dcp_path_deep",
+    "reject",
+    "a path of 100,000 names",
+    lambda: dcp(paths=[(u("w"), t(*[u("a")] * 100_000))]),
+    field="w",
+)
 add(
     "dcp_ranks_contradict",
     "reject",
@@ -497,13 +836,20 @@ add(
     "dcp_common_runs",
     "reject",
     "Megatron's common.pt calls posix.mkdir",
-    lambda: dcp(files={"common.pt": bad.ckpt(bad.P2 + d((u("x"), bad.PWN)) + bad.STOP), "metadata.json": b"{}"}),
+    lambda: dcp(
+        files={
+            "common.pt": bad.ckpt(bad.P2 + d((u("x"), bad.PWN)) + bad.STOP),
+            "metadata.json": b"{}",
+        }
+    ),
 )
 add(
     "dcp_common_same",
     "reject",
     "Megatron's common.pt holds a key of .metadata",
-    lambda: dcp(files={"common.pt": bad.ckpt(bad.GOOD), "metadata.json": b"{}"}, paths=[(u("w"), t(u("w")))]),
+    lambda: dcp(
+        files={"common.pt": bad.ckpt(bad.GOOD), "metadata.json": b"{}"}, paths=[(u("w"), t(u("w")))]
+    ),
     field="w",
 )
 
@@ -517,21 +863,54 @@ def rank_file(start: object, shape: tuple[int, ...] = (4,)) -> bytes:
 
 def rank_files(first: object, second: object) -> Tree:
     return {
-        f"shard-0000{rank}-model-00001-of-00001.safetensors": rank_file(start) for rank, start in enumerate((first, second))
+        f"shard-0000{rank}-model-00001-of-00001.safetensors": rank_file(start)
+        for rank, start in enumerate((first, second))
     }
 
 
 add("dcp_st_good", "warn", "good rank files of two halves", lambda: rank_files([0], [4]), OUTPUTS)
 add("dcp_st_gap", "reject", "rank files with a gap", lambda: rank_files([0], [5]), field="w")
-add("dcp_st_overlap", "reject", "rank files that share values", lambda: rank_files([0], [3]), field="w")
-add("dcp_st_huge", "reject", "saved_offsets of 2**59", lambda: rank_files([0], [1 << 59]), field="w")
-add("dcp_st_negative", "reject", "saved_offsets of -4", lambda: rank_files([0], [-4]), field="DCP_SHARDING_INFO")
-add("dcp_st_dimensions", "reject", "saved_offsets of two dimensions", lambda: rank_files([0], [4, 0]), field="w")
-add("dcp_st_no_list", "reject", "saved_offsets that are a number", lambda: rank_files([0], 4), field="DCP_SHARDING_INFO")
-add("dcp_st_deep", "reject", "100,000 nested lists", lambda: rank_files([0], "[" * 100_000), field="header")
+add(
+    "dcp_st_overlap",
+    "reject",
+    "rank files that share values",
+    lambda: rank_files([0], [3]),
+    field="w",
+)
+add(
+    "dcp_st_huge", "reject", "saved_offsets of 2**59", lambda: rank_files([0], [1 << 59]), field="w"
+)
+add(
+    "dcp_st_negative",
+    "reject",
+    "saved_offsets of -4",
+    lambda: rank_files([0], [-4]),
+    field="DCP_SHARDING_INFO",
+)
+add(
+    "dcp_st_dimensions",
+    "reject",
+    "saved_offsets of two dimensions",
+    lambda: rank_files([0], [4, 0]),
+    field="w",
+)
+add(
+    "dcp_st_no_list",
+    "reject",
+    "saved_offsets that are a number",
+    lambda: rank_files([0], 4),
+    field="DCP_SHARDING_INFO",
+)
+add(
+    "dcp_st_deep",
+    "reject",
+    "100,000 nested lists",
+    lambda: rank_files([0], "[" * 100_000),
+    field="header",
+)
 
 
-# ------------------------------------------------------------------------------------------------- accelerate, DeepSpeed
+# ---------------------------------------------------------------------------- accelerate, DeepSpeed
 
 
 def accelerated(**files: Entry) -> Tree:
@@ -591,25 +970,42 @@ add(
 )
 
 STEP = "global_step1"
-MODEL, OPTIM = f"{STEP}/mp_rank_00_model_states.pt", f"{STEP}/zero_pp_rank_0_mp_rank_00_optim_states.pt"
+MODEL, OPTIM = (
+    f"{STEP}/mp_rank_00_model_states.pt",
+    f"{STEP}/zero_pp_rank_0_mp_rank_00_optim_states.pt",
+)
 
 
 def states(**fields: bytes) -> bytes:
     """Model states of stage 2: one parameter `w` of four elements."""
-    usual = {"module": d((u("w"), tensor())), "param_shapes": listed(d((u("w"), sized(4)))), "buffer_names": b"]"}
-    return bad.ckpt(bad.P2 + d(*((u(key), value) for key, value in (usual | fields).items())) + bad.STOP)
+    usual = {
+        "module": d((u("w"), tensor())),
+        "param_shapes": listed(d((u("w"), sized(4)))),
+        "buffer_names": b"]",
+    }
+    return bad.ckpt(
+        bad.P2 + d(*((u(key), value) for key, value in (usual | fields).items())) + bad.STOP
+    )
 
 
 def optimizer(**fields: bytes) -> bytes:
     """Optimizer states of stage 2: one partition of four elements."""
-    usual = {"zero_stage": n(2), "partition_count": n(1), "single_partition_of_fp32_groups": listed(tensor())}
+    usual = {
+        "zero_stage": n(2),
+        "partition_count": n(1),
+        "single_partition_of_fp32_groups": listed(tensor()),
+    }
     inner = d(*((u(key), value) for key, value in (usual | fields).items()))
     return bad.ckpt(bad.P2 + d((u("optimizer_state_dict"), inner)) + bad.STOP)
 
 
 def deepspeed(latest: bytes = STEP.encode(), **files: Entry) -> Tree:
     """A folder of one step; `model` and `optim` are its files, `more` a further one."""
-    made: dict[str, Entry] = {"latest": latest, MODEL: files.pop("model", states()), OPTIM: files.pop("optim", optimizer())}
+    made: dict[str, Entry] = {
+        "latest": latest,
+        MODEL: files.pop("model", states()),
+        OPTIM: files.pop("optim", optimizer()),
+    }
     return made | {f"{STEP}/{name}": content for name, content in files.items()}
 
 
@@ -621,7 +1017,13 @@ add(
     lambda: deepspeed(b"../../../../etc"),
     field="latest",
 )
-add("deepspeed_latest_absolute", "reject", "'latest' names /etc", lambda: deepspeed(b"/etc"), field="latest")
+add(
+    "deepspeed_latest_absolute",
+    "reject",
+    "'latest' names /etc",
+    lambda: deepspeed(b"/etc"),
+    field="latest",
+)
 add(
     "deepspeed_latest_escape",
     "reject",
@@ -629,7 +1031,13 @@ add(
     lambda: deepspeed(b"a\x1b[2J\nb"),
     field="latest",
 )
-add("deepspeed_latest_zeros", "reject", "'latest' is a megabyte of zeros", lambda: deepspeed(bytes(1 << 20)), field="latest")
+add(
+    "deepspeed_latest_zeros",
+    "reject",
+    "'latest' is a megabyte of zeros",
+    lambda: deepspeed(bytes(1 << 20)),
+    field="latest",
+)
 add(
     "deepspeed_latest_missing",
     "reject",
@@ -643,7 +1051,12 @@ add(
     "optimizer states that call posix.mkdir",
     lambda: deepspeed(optim=bad.ckpt(bad.P2 + bad.PWN + bad.STOP)),
 )
-add("deepspeed_model_runs", "reject", "model states that do so beside the weights", lambda: deepspeed(model=states(x=bad.PWN)))
+add(
+    "deepspeed_model_runs",
+    "reject",
+    "model states that do so beside the weights",
+    lambda: deepspeed(model=states(x=bad.PWN)),
+)
 add(
     "deepspeed_rank_missing",
     "reject",
@@ -709,7 +1122,9 @@ add(
     "deepspeed_groups_differ",
     "reject",
     "shapes of two groups, partitions of one",
-    lambda: deepspeed(model=states(param_shapes=listed(d((u("w"), sized(4))), d((u("v"), sized(4)))))),
+    lambda: deepspeed(
+        model=states(param_shapes=listed(d((u("w"), sized(4))), d((u("v"), sized(4)))))
+    ),
     field="param_shapes",
 )
 add(
@@ -719,12 +1134,19 @@ add(
     lambda: deepspeed(optim=optimizer(single_partition_of_fp32_groups=listed(n(4)))),
     field="single_partition_of_fp32_groups",
 )
-add("deepspeed_no_module", "reject", "model states without a module", lambda: deepspeed(model=states(module=bad.NONE)))
+add(
+    "deepspeed_no_module",
+    "reject",
+    "model states without a module",
+    lambda: deepspeed(model=states(module=bad.NONE)),
+)
 add(
     "deepspeed_module_absent",
     "reject",
     "model states in which 'module' is not an entry",
-    lambda: deepspeed(model=bad.ckpt(bad.P2 + d((u("param_shapes"), listed(d((u("w"), sized(4)))))) + bad.STOP)),
+    lambda: deepspeed(
+        model=bad.ckpt(bad.P2 + d((u("param_shapes"), listed(d((u("w"), sized(4)))))) + bad.STOP)
+    ),
 )
 add(
     "deepspeed_paddings",
@@ -738,5 +1160,15 @@ add(
     "optimizer states that are a link out of the folder",
     lambda: deepspeed(optim=Link("/etc/passwd")),
 )
-add("deepspeed_fifo", "reject", "optimizer states that are a named pipe", lambda: deepspeed(optim=Fifo()))
-add("deepspeed_cut", "reject", "optimizer states that are cut off", lambda: deepspeed(optim=optimizer()[:-30]))
+add(
+    "deepspeed_fifo",
+    "reject",
+    "optimizer states that are a named pipe",
+    lambda: deepspeed(optim=Fifo()),
+)
+add(
+    "deepspeed_cut",
+    "reject",
+    "optimizer states that are cut off",
+    lambda: deepspeed(optim=optimizer()[:-30]),
+)

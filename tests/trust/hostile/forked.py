@@ -1,7 +1,8 @@
 """The program in a process of its own for every command, without starting Python for each.
 
-A server process imports the whole program once, and forks for each command; the child is the program with everything
-imported. So a command takes some milliseconds, and time, peak memory, exit code and output are still those of its own process.
+A server process imports the whole program once, and forks for each command; the child is the
+program with everything imported. So a command takes some milliseconds, and time, peak memory, exit
+code and output are still those of its own process.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from pathlib import Path
 
 from helpers.program import _RSS_UNIT, Finished, environment
 
-# Commands come as lines of JSON on stdin: argv, cwd, seconds allowed. Outputs go to the files that the server was started with.
+# Commands come as lines of JSON on stdin: argv, cwd, seconds allowed. Outputs go to the files that
+# the server was started with.
 _SERVER = """
 import importlib, json, os, pkgutil, resource, signal, sys, time
 import ckptconv
@@ -55,20 +57,33 @@ main()
 
 
 class Server:
-    """The process that forks. `run` is like `program.run`, but its seconds are the processor's: the machine may be busy."""
+    """The process that forks. `run` is like `program.run`, but its seconds are the processor's: the
+    machine may be busy.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._out, self._err = folder / "out", folder / "err"
         command = [sys.executable, "-c", _SERVER, str(self._out), str(self._err)]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment(OMP_NUM_THREADS="1"), text=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment(OMP_NUM_THREADS="1"),
+            text=True,
         )
         self.idle_rss = self.run("--version", cwd=folder, tmp=folder).rss
         """The peak memory of a child that does nothing."""
 
     def run(self, *arguments: object, cwd: Path, tmp: Path, limit: int = 300) -> Finished:
-        """Run a command in `cwd`, with `tmp` for temporary files; it is killed after `limit` seconds by the clock."""
-        given = {"argv": [str(part) for part in arguments], "cwd": str(cwd), "tmp": str(tmp), "limit": limit}
+        """Run a command in `cwd`, with `tmp` for temporary files; it is killed after `limit`
+        seconds by the clock.
+        """
+        given = {
+            "argv": [str(part) for part in arguments],
+            "cwd": str(cwd),
+            "tmp": str(tmp),
+            "limit": limit,
+        }
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(given) + "\n")

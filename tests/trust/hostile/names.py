@@ -16,7 +16,13 @@ add(
     lambda: one(tensor(), ints((1, 2))),
     (ST,),
 )
-add("key_reserved.pt", "reject", "a tensor called __metadata__", lambda: one(tensor(), "__metadata__"), (ST,))
+add(
+    "key_reserved.pt",
+    "reject",
+    "a tensor called __metadata__",
+    lambda: one(tensor(), "__metadata__"),
+    (ST,),
+)
 add(
     "key_long.pt",
     "reject",
@@ -24,7 +30,13 @@ add(
     lambda: bad.ckpt(bad.sd(("k" * 1_000_000, tensor()), ("k" * 1_000_000, tensor()))),
     OUTPUTS,
 )
-add("key_wrappers.pt", "accept", "a key of 200,000 wrappers", lambda: one(tensor(), "module." * 200_000 + "w"), OUTPUTS)
+add(
+    "key_wrappers.pt",
+    "accept",
+    "a key of 200,000 wrappers",
+    lambda: one(tensor(), "module." * 200_000 + "w"),
+    OUTPUTS,
+)
 add("key_dots.pt", "accept", "a key of 200,000 dots", lambda: one(tensor(), "." * 200_000), OUTPUTS)
 add(
     "key_bidi.pt",

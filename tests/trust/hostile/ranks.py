@@ -1,10 +1,28 @@
-"""The files of ranks that do not make up the tensors which they say they do: DTensors and ShardedTensors of two ranks."""
+"""The files of ranks that do not make up the tensors which they say they do: DTensors and
+ShardedTensors of two ranks.
+"""
 
 from __future__ import annotations
 
 import struct
 
-from hostile.cases import OUTPUTS, Family, Fifo, Tree, bad, call, d, flat, g, ints, n, storage, t, tensor, u
+from hostile.cases import (
+    OUTPUTS,
+    Family,
+    Fifo,
+    Tree,
+    bad,
+    call,
+    d,
+    flat,
+    g,
+    ints,
+    n,
+    storage,
+    t,
+    tensor,
+    u,
+)
 from hostile.folders import instance, listed, sized
 
 FAMILY = Family("Files of ranks")
@@ -17,7 +35,14 @@ _MESH = struct.pack("<2q", 0, 1)
 
 def whole_type(cls: bytes, given: bytes, state: bytes) -> bytes:
     """What torch pickles for a tensor subclass without a storage."""
-    return call("torch._tensor", "_rebuild_from_type_v2", g("torch._utils", "_rebuild_wrapper_subclass"), cls, given, state)
+    return call(
+        "torch._tensor",
+        "_rebuild_from_type_v2",
+        g("torch._utils", "_rebuild_wrapper_subclass"),
+        cls,
+        given,
+        state,
+    )
 
 
 def dtensor(
@@ -30,20 +55,35 @@ def dtensor(
     at: int | None = None,
     local: bytes | None = None,
 ) -> bytes:
-    """A DTensor of eight floats over two ranks, of which this one holds four, as torch before 2.9 pickled it."""
+    """A DTensor of eight floats over two ranks, of which this one holds four, as torch before 2.9
+    pickled it.
+    """
     cls = g("torch.distributed.tensor", "DTensor")
     place = place or instance("torch.distributed.tensor.placement_types", "Shard", dim=n(0))
     grid = mesh or tensor(storage("LongStorage", "1", numel=2), size=(2,))
     device_mesh = instance(
-        "torch.distributed.device_mesh", "DeviceMesh", mesh=grid, _coordinate_on_dim=listed(n(rank if at is None else at))
+        "torch.distributed.device_mesh",
+        "DeviceMesh",
+        mesh=grid,
+        _coordinate_on_dim=listed(n(rank if at is None else at)),
     )
-    spec = instance("torch.distributed.tensor._dtensor_spec", "DTensorSpec", mesh=device_mesh, placements=t(place))
+    spec = instance(
+        "torch.distributed.tensor._dtensor_spec",
+        "DTensorSpec",
+        mesh=device_mesh,
+        placements=t(place),
+    )
     state = d((u("_local_tensor"), local or tensor()), (u("_spec"), spec))
     return whole_type(cls, t(cls, g("torch", dtype), sized(size), ints((1,)), n(0)), state)
 
 
 def sharded_tensor(
-    rank: int, *, start: int | None = None, rows: int = 4, size: int = 8, others: tuple[int, ...] = (0, 1)
+    rank: int,
+    *,
+    start: int | None = None,
+    rows: int = 4,
+    size: int = 8,
+    others: tuple[int, ...] = (0, 1),
 ) -> bytes:
     """An FSDP1 ShardedTensor of eight floats, of which rank N holds four from 4N on."""
     start = 4 * rank if start is None else start
@@ -60,14 +100,21 @@ def sharded_tensor(
 
     cls = g(_SHARDED, "ShardedTensor")
     shards = listed(
-        instance("torch.distributed._shard.sharded_tensor.shard", "Shard", metadata=described(rank, start), tensor=tensor())
+        instance(
+            "torch.distributed._shard.sharded_tensor.shard",
+            "Shard",
+            metadata=described(rank, start),
+            tensor=tensor(),
+        )
     )
     every = instance(
         "torch.distributed._shard.sharded_tensor.metadata",
         "ShardedTensorMetadata",
         shards_metadata=listed(*(described(owner, 4 * owner) for owner in others)),
     )
-    state = t(shards, every, instance("torch.distributed.distributed_c10d", "Holder", global_rank=n(rank)))
+    state = t(
+        shards, every, instance("torch.distributed.distributed_c10d", "Holder", global_rank=n(rank))
+    )
     return whole_type(cls, t(cls, g("torch", "float32"), sized(size)), state)
 
 
@@ -127,8 +174,22 @@ add(
     named=NAMES,
     field="w",
 )
-add("ranks_too_large", "reject", "a tensor of 2**62 floats", lambda: both(size=1 << 62), named=NAMES, field="w")
-add("ranks_dtype", "reject", "of another type than its local values", lambda: both(dtype="float16"), named=NAMES, field="w")
+add(
+    "ranks_too_large",
+    "reject",
+    "a tensor of 2**62 floats",
+    lambda: both(size=1 << 62),
+    named=NAMES,
+    field="w",
+)
+add(
+    "ranks_dtype",
+    "reject",
+    "of another type than its local values",
+    lambda: both(dtype="float16"),
+    named=NAMES,
+    field="w",
+)
 add(
     "ranks_dimension",
     "reject",
@@ -201,7 +262,14 @@ add(
     named=NAMES,
     field="data/1",
 )
-add("ranks_mesh_float", "reject", "a mesh of floats", lambda: both(mesh=tensor()), named=NAMES, field="w")
+add(
+    "ranks_mesh_float",
+    "reject",
+    "a mesh of floats",
+    lambda: both(mesh=tensor()),
+    named=NAMES,
+    field="w",
+)
 add(
     "ranks_local_shape",
     "reject",
@@ -211,7 +279,11 @@ add(
     field="w",
 )
 add(
-    "ranks_runs", "reject", "rank 1 calls posix.mkdir", lambda: ranks(second=bad.ckpt(bad.P2 + bad.PWN + bad.STOP)), named=NAMES
+    "ranks_runs",
+    "reject",
+    "rank 1 calls posix.mkdir",
+    lambda: ranks(second=bad.ckpt(bad.P2 + bad.PWN + bad.STOP)),
+    named=NAMES,
 )
 add(
     "ranks_other_keys",
@@ -227,7 +299,10 @@ add(
     "a tensor that is not a shard differs",
     lambda: ranks(
         rank_file(dtensor(0), (u("x"), tensor())),
-        bad.ckpt(bad.P2 + d((u("w"), dtensor(1)), (u("x"), flat("2"))) + bad.STOP, {"0": bad.F4, "1": _MESH, "2": bytes(16)}),
+        bad.ckpt(
+            bad.P2 + d((u("w"), dtensor(1)), (u("x"), flat("2"))) + bad.STOP,
+            {"0": bad.F4, "1": _MESH, "2": bytes(16)},
+        ),
     ),
     named=NAMES,
     field="x",
@@ -241,9 +316,21 @@ add(
     field="rank1.pt",
 )
 add(
-    "ranks_cut", "reject", "rank 1 is cut off", lambda: ranks(second=rank_file(dtensor(1))[:-30]), named=NAMES, field="rank1.pt"
+    "ranks_cut",
+    "reject",
+    "rank 1 is cut off",
+    lambda: ranks(second=rank_file(dtensor(1))[:-30]),
+    named=NAMES,
+    field="rank1.pt",
 )
-add("ranks_fifo", "reject", "rank 1 is a named pipe", lambda: {**ranks(), "rank1.pt": Fifo()}, named=NAMES, field="rank1.pt")
+add(
+    "ranks_fifo",
+    "reject",
+    "rank 1 is a named pipe",
+    lambda: {**ranks(), "rank1.pt": Fifo()},
+    named=NAMES,
+    field="rank1.pt",
+)
 add(
     "ranks_fsdp1_overlap",
     "reject",
@@ -272,7 +359,9 @@ add(
     "ranks_fsdp1_missing",
     "reject",
     "FSDP1: 5,000 ranks, of which two are here",
-    lambda: ranks(*(rank_file(sharded_tensor(rank, others=tuple(range(5_000)))) for rank in (0, 1))),
+    lambda: ranks(
+        *(rank_file(sharded_tensor(rank, others=tuple(range(5_000)))) for rank in (0, 1))
+    ),
     named=NAMES,
     field="rank 2",
 )

@@ -19,11 +19,15 @@ SOURCE = "archive/code/__torch__.py"
 ROOT = g("__torch__", "Net") + b")\x81" + d((u("w"), tensor()), (u("training"), bad.TRUE)) + b"b"
 
 
-def script(code: str | bytes | None = CLASS, root: bytes = ROOT, *more: object, method: int = 0) -> bytes:
+def script(
+    code: str | bytes | None = CLASS, root: bytes = ROOT, *more: object, method: int = 0
+) -> bytes:
     """A TorchScript archive: the text of its classes, the object that its pickle makes."""
     records = [bad.E("archive/constants.pkl", bad.P2 + b")" + bad.STOP), *more]
     if code is not None:
-        records.append(bad.E(SOURCE, code if isinstance(code, bytes) else code.encode(), method=method))
+        records.append(
+            bad.E(SOURCE, code if isinstance(code, bytes) else code.encode(), method=method)
+        )
     return bad.ckpt(bad.P2 + root + bad.STOP, more=records)
 
 
@@ -40,12 +44,23 @@ def shared(levels: int) -> bytes:
     """A module that holds another one twice, and so on: 2**levels names."""
     made = ROOT + b"q\x07"
     for _ in range(levels):
-        made += b"0" + g("__torch__", "Net") + b")\x81" + d((u("a"), b"h\x07"), (u("b"), b"h\x07")) + b"bq\x07"
+        made += (
+            b"0"
+            + g("__torch__", "Net")
+            + b")\x81"
+            + d((u("a"), b"h\x07"), (u("b"), b"h\x07"))
+            + b"bq\x07"
+        )
     return made
 
 
 add("script_good.pt", "warn", "a good TorchScript archive", script, OUTPUTS)
-add("script_runs.pt", "reject", "a root that is the result of posix.mkdir", lambda: script(root=bad.PWN))
+add(
+    "script_runs.pt",
+    "reject",
+    "a root that is the result of posix.mkdir",
+    lambda: script(root=bad.PWN),
+)
 add(
     "script_runs_in_state.pt",
     "reject",
@@ -59,7 +74,13 @@ add(
     lambda: script(CLASS + "\n__import__('os').mkdir('CKPTCONV_PWNED')\n"),
     OUTPUTS,
 )
-add("script_no_code.pt", "reject", "no text of its class", lambda: script(None), field="code/__torch__.py")
+add(
+    "script_no_code.pt",
+    "reject",
+    "no text of its class",
+    lambda: script(None),
+    field="code/__torch__.py",
+)
 add(
     "script_other_class.pt",
     "reject",
@@ -84,13 +105,17 @@ add(
     "script_quotes.pt",
     "warn",
     "a list of a million quotes that never end",
-    lambda: script("class Net(Module):\n  __parameters__ = [" + '\\"' * 1_000_000 + "]\n  w : Tensor\n"),
+    lambda: script(
+        "class Net(Module):\n  __parameters__ = [" + '\\"' * 1_000_000 + "]\n  w : Tensor\n"
+    ),
 )
 add(
     "script_brackets.pt",
     "warn",
     "a list of a million brackets",
-    lambda: script("class Net(Module):\n  __parameters__ = [" + "] " * 1_000_000 + "x\n  w : Tensor\n"),
+    lambda: script(
+        "class Net(Module):\n  __parameters__ = [" + "] " * 1_000_000 + "x\n  w : Tensor\n"
+    ),
 )
 add(
     "script_spaces.pt",
@@ -133,7 +158,19 @@ add(
         root=g("__torch__", "Net")
         + b")\x81"
         + d(
-            (u("w"), call("torch._utils", "_rebuild_sparse_tensor", n(9), ints((4,)), bad.FALSE, tensor(), tensor(), bad.ODICT))
+            (
+                u("w"),
+                call(
+                    "torch._utils",
+                    "_rebuild_sparse_tensor",
+                    n(9),
+                    ints((4,)),
+                    bad.FALSE,
+                    tensor(),
+                    tensor(),
+                    bad.ODICT,
+                ),
+            )
         )
         + b"b"
     ),
@@ -152,13 +189,27 @@ add(
 
 def old_script(**fields: object) -> bytes:
     """An archive of before torch 1.4 with one parameter; fields of its tensor can be others."""
-    given = {"dims": ["4"], "strides": ["1"], "dataType": "FLOAT", "data": {"key": "tensors/0"}, "device": "cpu", **fields}
-    model = {"mainModule": {"name": "Net", "parameters": [{"name": "w", "tensorId": "0"}]}, "tensors": [given]}
+    given = {
+        "dims": ["4"],
+        "strides": ["1"],
+        "dataType": "FLOAT",
+        "data": {"key": "tensors/0"},
+        "device": "cpu",
+        **fields,
+    }
+    model = {
+        "mainModule": {"name": "Net", "parameters": [{"name": "w", "tensorId": "0"}]},
+        "tensors": [given],
+    }
     return old_archive(json.dumps(model).encode())
 
 
 def old_archive(model: bytes, method: int = 0) -> bytes:
-    records = [bad.E("net/version", b"1\n"), bad.E("net/model.json", model, method=method), bad.E("net/tensors/0", bad.F4)]
+    records = [
+        bad.E("net/version", b"1\n"),
+        bad.E("net/model.json", model, method=method),
+        bad.E("net/tensors/0", bad.F4),
+    ]
     return bad.mkzip(records)
 
 
@@ -168,19 +219,61 @@ def old_module(**fields: object) -> bytes:
 
 
 add("oldscript_good.pt", "warn", "a good archive of before torch 1.4", old_script, OUTPUTS)
-add("oldscript_negative.pt", "reject", "dims ['-4']", lambda: old_script(dims=["-4"]), field="tensors/0")
-add("oldscript_huge.pt", "reject", "dims of 2**62", lambda: old_script(dims=[str(1 << 62)]), field="tensors/0")
-add("oldscript_digits.pt", "reject", "an offset of 10,000 digits", lambda: old_script(offset="9" * 10_000), field="model.json")
-add("oldscript_offset.pt", "reject", "an offset beyond its record", lambda: old_script(offset="1"), field="tensors/0")
-add("oldscript_bool.pt", "reject", "dims [true]", lambda: old_script(dims=[True]), field="model.json")
-add("oldscript_dtype.pt", "reject", "a dtype with escapes", lambda: old_script(dataType="\x1b[2J"), field="tensors/0")
+add(
+    "oldscript_negative.pt",
+    "reject",
+    "dims ['-4']",
+    lambda: old_script(dims=["-4"]),
+    field="tensors/0",
+)
+add(
+    "oldscript_huge.pt",
+    "reject",
+    "dims of 2**62",
+    lambda: old_script(dims=[str(1 << 62)]),
+    field="tensors/0",
+)
+add(
+    "oldscript_digits.pt",
+    "reject",
+    "an offset of 10,000 digits",
+    lambda: old_script(offset="9" * 10_000),
+    field="model.json",
+)
+add(
+    "oldscript_offset.pt",
+    "reject",
+    "an offset beyond its record",
+    lambda: old_script(offset="1"),
+    field="tensors/0",
+)
+add(
+    "oldscript_bool.pt",
+    "reject",
+    "dims [true]",
+    lambda: old_script(dims=[True]),
+    field="model.json",
+)
+add(
+    "oldscript_dtype.pt",
+    "reject",
+    "a dtype with escapes",
+    lambda: old_script(dataType="\x1b[2J"),
+    field="tensors/0",
+)
 add(
     "oldscript_record.pt",
     "reject",
     "a record that climbs out of the archive",
     lambda: old_script(data={"key": "../../etc/passwd"}),
 )
-add("oldscript_device.pt", "reject|warn", "a device with escapes", lambda: old_script(device="\x1b[2J\ncuda"), OUTPUTS)
+add(
+    "oldscript_device.pt",
+    "reject|warn",
+    "a device with escapes",
+    lambda: old_script(device="\x1b[2J\ncuda"),
+    OUTPUTS,
+)
 add(
     "oldscript_index.pt",
     "reject",
@@ -188,13 +281,27 @@ add(
     lambda: old_module(parameters=[{"name": "w", "tensorId": str(1 << 31)}]),
     field="w",
 )
-add("oldscript_twice.pt", "reject", "one name twice", lambda: old_module(parameters=[{"name": "w"}] * 2), field="w")
-add("oldscript_deep.pt", "reject", "200,000 nested objects", lambda: old_archive(b'{"a":' * DEEP), field="model.json")
+add(
+    "oldscript_twice.pt",
+    "reject",
+    "one name twice",
+    lambda: old_module(parameters=[{"name": "w"}] * 2),
+    field="w",
+)
+add(
+    "oldscript_deep.pt",
+    "reject",
+    "200,000 nested objects",
+    lambda: old_archive(b'{"a":' * DEEP),
+    field="model.json",
+)
 add(
     "oldscript_modules.pt",
     "reject",
     "modules nested 1,500 deep",
-    lambda: old_archive(b'{"tensors":[],"mainModule":' + b'{"submodules":[' * 400 + b"{}" + b"]}" * 400 + b"}"),
+    lambda: old_archive(
+        b'{"tensors":[],"mainModule":' + b'{"submodules":[' * 400 + b"{}" + b"]}" * 400 + b"}"
+    ),
 )
 add(
     "oldscript_lists.pt",
@@ -232,7 +339,13 @@ def in_itself(levels: int, content: bytes) -> bytes:
     return content
 
 
-add("members_good.zip", "accept", "a zip of one good checkpoint", lambda: packed(("policy.pth", bad.ckpt(bad.GOOD))), OUTPUTS)
+add(
+    "members_good.zip",
+    "accept",
+    "a zip of one good checkpoint",
+    lambda: packed(("policy.pth", bad.ckpt(bad.GOOD))),
+    OUTPUTS,
+)
 add(
     "members_runs.zip",
     "reject",
@@ -245,9 +358,24 @@ add(
     "a member that is a bare pickle of a payload, which is left out",
     lambda: packed(("a.pth", bad.ckpt(bad.GOOD)), ("b.pkl", bad.P2 + bad.PWN + bad.STOP)),
 )
-add("members_climb.zip", "reject", "a member called ../../evil.pth", lambda: packed(("../../evil.pth", bad.ckpt(bad.GOOD))))
-add("members_deep.zip", "reject", "40 archives within archives", lambda: in_itself(40, bad.ckpt(bad.GOOD)))
-add("members_deep_few.zip", "reject", "five archives within archives", lambda: in_itself(5, bad.ckpt(bad.GOOD)))
+add(
+    "members_climb.zip",
+    "reject",
+    "a member called ../../evil.pth",
+    lambda: packed(("../../evil.pth", bad.ckpt(bad.GOOD))),
+)
+add(
+    "members_deep.zip",
+    "reject",
+    "40 archives within archives",
+    lambda: in_itself(40, bad.ckpt(bad.GOOD)),
+)
+add(
+    "members_deep_few.zip",
+    "reject",
+    "five archives within archives",
+    lambda: in_itself(5, bad.ckpt(bad.GOOD)),
+)
 add(
     "members_bomb.zip",
     "reject",
@@ -268,5 +396,8 @@ add(
     lambda: packed(*((f"{number}.pt", b"") for number in range(2000)), method=0),
 )
 add(
-    "members_escape.zip", "reject|accept", "a member's name with escapes", lambda: packed(("\x1b[2J\n.pth", bad.ckpt(bad.GOOD)))
+    "members_escape.zip",
+    "reject|accept",
+    "a member's name with escapes",
+    lambda: packed(("\x1b[2J\n.pth", bad.ckpt(bad.GOOD))),
 )

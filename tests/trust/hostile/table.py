@@ -1,9 +1,11 @@
-"""Writes docs/hostile-files.md: every case, and what ckptconv, torch and the safetensors library do with it.
+"""Writes docs/hostile-files.md: every case, and what ckptconv, torch and the safetensors library do
+with it.
 
     PYTHONPATH=.:tests:tests/trust python -m hostile.table            all of it, in some quarter of an hour
     PYTHONPATH=.:tests:tests/trust python -m hostile.table --ours     only what ckptconv does, in some minutes; the rest as the page has it
 
-Each answer is that of a process of its own, which may use 10 s of a processor, 120 s by the clock and 8 GB of address space.
+Each answer is that of a process of its own, which may use 10 s of a processor, 120 s by the clock
+and 8 GB of address space.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ class Row:
     safetensors: str
 
 
-# -------------------------------------------------------------------------------------------------------------- measuring
+# ---------------------------------------------------------------------------------------- measuring
 
 
 def load_torch(path: Path) -> None:
@@ -76,7 +78,9 @@ def load_safetensors(path: Path) -> None:
 
 
 def _child(read: Callable[[Path], None], paths: list[Path], cwd: Path, answer: int) -> None:
-    """Read in a forked process, which then ends without a word on stderr; the class of an error goes to `answer`."""
+    """Read in a forked process, which then ends without a word on stderr; the class of an error
+    goes to `answer`.
+    """
     os.chdir(cwd)
     resource.setrlimit(resource.RLIMIT_CPU, (CPU, CPU + 1))
     resource.setrlimit(resource.RLIMIT_AS, (SPACE, SPACE))
@@ -137,7 +141,11 @@ def ckptconv_says(case: Case, given: list[Path], folder: Path, running: Server) 
     done = running.run(*case.arguments(given, f"out{case.outputs[0]}"), cwd=cwd, tmp=tmp, limit=300)
     if done.exit:
         return f"{done.exit}: `{_message(done.err, case)}`"
-    told = [line.split(None, 1)[1] for line in done.err.splitlines()[1:] if line.split()[0] in ("note", "warning", "skipped")]
+    told = [
+        line.split(None, 1)[1]
+        for line in done.err.splitlines()[1:]
+        if line.split()[0] in ("note", "warning", "skipped")
+    ]
     return f"converts; `{_plain(told[0])}`" if told else "converts"
 
 
@@ -162,12 +170,20 @@ def rows(known: Mapping[str, tuple[str, str]]) -> Iterator[Row]:
     with server() as running, tempfile.TemporaryDirectory() as scratch:
         hostile = Path(scratch) / "generated"
         hostile.mkdir()
-        subprocess.run([sys.executable, GENERATOR, hostile], cwd=hostile, check=True, capture_output=True)
-        for number, case in enumerate([*GENERATED, *(case for family in FAMILIES for case in family.cases)]):
+        subprocess.run(
+            [sys.executable, GENERATOR, hostile], cwd=hostile, check=True, capture_output=True
+        )
+        for number, case in enumerate(
+            [*GENERATED, *(case for family in FAMILIES for case in family.cases)]
+        ):
             folder = Path(scratch) / str(number)
             folder.mkdir()
             given = [hostile / case.file] if case.build is None else case.write(folder)
-            yield Row(case, ckptconv_says(case, given, folder, running), *(known.get(case.file) or _others(case, given)))
+            yield Row(
+                case,
+                ckptconv_says(case, given, folder, running),
+                *(known.get(case.file) or _others(case, given)),
+            )
             subprocess.run(["rm", "-rf", folder], check=True)
 
 
@@ -182,11 +198,13 @@ def _others(case: Case, given: list[Path]) -> tuple[str, str]:
     return ("", "") if given[0].suffix in (".json", ".txt") else (measured(load_torch, given), "")
 
 
-# ---------------------------------------------------------------------------------------------------------------- the page
+# ----------------------------------------------------------------------------------------- the page
 
 
 def summary(found: list[Row]) -> Iterator[str]:
-    """How many of the files that ckptconv refuses the other readers accept, crash on, hang on, or run."""
+    """How many of the files that ckptconv refuses the other readers accept, crash on, hang on, or
+    run.
+    """
     refused = [row for row in found if row.ckptconv[0].isdigit()]
     kept = len(found) - len(refused)
     yield f"{len(found)} cases. ckptconv refuses {len(refused)}. It converts {kept}, which are sound or only odd.\n"
@@ -194,7 +212,10 @@ def summary(found: list[Row]) -> Iterator[str]:
     yield "| | asked | refuse | accept | crash | hang | run the payload | over 1 GB |"
     yield "|---|---|---|---|---|---|---|---|"
     for name, said in (
-        ("`torch.load(weights_only=True)`", [row.torch for row in refused if row.torch and row.case.category != DCP]),
+        (
+            "`torch.load(weights_only=True)`",
+            [row.torch for row in refused if row.torch and row.case.category != DCP],
+        ),
         (
             "`torch.distributed.checkpoint` (DCP folders)",
             [row.torch for row in refused if row.torch and row.case.category == DCP],
@@ -202,7 +223,10 @@ def summary(found: list[Row]) -> Iterator[str]:
         ("`safetensors.torch.load_file`", [row.safetensors for row in refused if row.safetensors]),
     ):
         counted = Counter(
-            word for text in said for word in ("refuses", "accepts", "crashes", "hangs", "runs", "GB") if word in text
+            word
+            for text in said
+            for word in ("refuses", "accepts", "crashes", "hangs", "runs", "GB")
+            if word in text
         )
         cells = (counted[word] for word in ("refuses", "accepts", "crashes", "hangs", "runs", "GB"))
         yield f"| {name} | {len(said)} | " + " | ".join(map(str, cells)) + " |"
@@ -229,9 +253,13 @@ def page(found: list[Row], versions: tuple[str, str]) -> str:
     names = dict.fromkeys(row.case.category for row in found)
     for name in names:
         lines += ["", f"## {GENERATED_NAMES.get(name, name)}", ""]
-        lines += ["| case | what is wrong | ckptconv | torch | safetensors |", "|---|---|---|---|---|"]
         lines += [
-            f"| `{row.case.file}` | {_plain(row.case.what)} | {row.ckptconv} | {row.torch} | {row.safetensors} |"
+            "| case | what is wrong | ckptconv | torch | safetensors |",
+            "|---|---|---|---|---|",
+        ]
+        lines += [
+            f"| `{row.case.file}` | {_plain(row.case.what)} | {row.ckptconv} | {row.torch} | "
+            f"{row.safetensors} |"
             for row in found
             if row.case.category == name
         ]
@@ -240,13 +268,23 @@ def page(found: list[Row], versions: tuple[str, str]) -> str:
 
 def listed() -> list[str]:
     """The cases that the page lists."""
-    return [line.split("`")[1] for line in PAGE.read_text().splitlines() if line.startswith("| `") and line.count(" | ") == 4]
+    return [
+        line.split("`")[1]
+        for line in PAGE.read_text().splitlines()
+        if line.startswith("| `") and line.count(" | ") == 4
+    ]
 
 
 def others_listed() -> dict[str, tuple[str, str]]:
     """What the page says of torch and safetensors, by case."""
-    cells = [re.split(r" (?<!\\)\|(?: |$)", line) for line in PAGE.read_text().splitlines() if line.startswith("| `")]
-    return {row[0].split("`")[1]: (row[3].strip(), row[4].strip()) for row in cells if len(row) >= 5}
+    cells = [
+        re.split(r" (?<!\\)\|(?: |$)", line)
+        for line in PAGE.read_text().splitlines()
+        if line.startswith("| `")
+    ]
+    return {
+        row[0].split("`")[1]: (row[3].strip(), row[4].strip()) for row in cells if len(row) >= 5
+    }
 
 
 def main() -> None:

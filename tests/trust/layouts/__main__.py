@@ -18,7 +18,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m layouts", description=__doc__)
     parser.add_argument("seeds", nargs="*", type=int)
     parser.add_argument("--count", type=int, default=0, help="try the layouts 0 to COUNT - 1")
-    parser.add_argument("--show", type=int, default=3, help="how many that differ are shown of each kind of difference")
+    parser.add_argument(
+        "--show",
+        type=int,
+        default=3,
+        help="how many that differ are shown of each kind of difference",
+    )
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as folder:
@@ -32,8 +37,16 @@ def report(seed: int, folder: Path, found: list[str] | None = None) -> None:
     """Print a layout, what the rule says of it and what ckptconv does otherwise."""
     layout = draw(seed)
     lines = differences(layout, folder, full=True) if found is None else found
-    print(f"seed {seed} ({layout.kind}): {shown(layout.tree).strip() if isinstance(layout.tree, dict) else shown(layout.tree)}")
-    print(f"  rule: {told(decide(layout.tree))}", *(f"  ckptconv: {line}" for line in lines), "", sep="\n")
+    print(
+        f"seed {seed} ({layout.kind}): "
+        f"{shown(layout.tree).strip() if isinstance(layout.tree, dict) else shown(layout.tree)}"
+    )
+    print(
+        f"  rule: {told(decide(layout.tree))}",
+        *(f"  ckptconv: {line}" for line in lines),
+        "",
+        sep="\n",
+    )
 
 
 def hunt(count: int, show: int, folder: Path) -> None:

@@ -1,6 +1,8 @@
-"""The parts of layouts: state dicts, optimizers, averages, random states, numbers, statistics, configs, and their labels.
+"""The parts of layouts: state dicts, optimizers, averages, random states, numbers, statistics,
+configs, and their labels.
 
-Every tensor of one `Blocks` has values that no other has, so that it is known by them wherever it goes.
+Every tensor of one `Blocks` has values that no other has, so that it is known by them wherever it
+goes.
 """
 
 from __future__ import annotations
@@ -29,11 +31,22 @@ MODULE_KEYS = _names(
     time_embed.0.weight
     """
 )
-TRAPS = _names("net.rng diffusion.scheduler blocks.0.optim attn.random layers.opt.0 vq.ema_w vq.ema_count")
-"""Keys with dots that have words of training states, averages, or numbers: they are weights all the same."""
+TRAPS = _names(
+    "net.rng diffusion.scheduler blocks.0.optim attn.random layers.opt.0 vq.ema_w vq.ema_count"
+)
+"""Keys with dots that have words of training states, averages, or numbers: they are weights all the
+same.
+"""
 BARE_KEYS = _names("weight bias weight_ih_l0 bias_hh_l0 running_mean in_proj_weight")
 ODD_KEYS = _names("kernel embedding A B w1 b1 gamma beta pos_embed cls_token scale_tril codebook")
-WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "module._orig_mod.", "_orig_mod.module.", "module.module.")
+WRAPPERS = (
+    "module.",
+    "_orig_mod.",
+    "_fsdp_wrapped_module.",
+    "module._orig_mod.",
+    "_orig_mod.module.",
+    "module.module.",
+)
 
 NETWORKS = _names(
     """
@@ -43,7 +56,9 @@ NETWORKS = _names(
     optic_flow optimal_policy model_opt_in schedule_net projector aligner current_model_state
     """
 )
-"""Names of networks, many with the letters of training states and numbers in them, none of them usual."""
+"""Names of networks, many with the letters of training states and numbers in them, none of them
+usual.
+"""
 USUAL = _names(
     """
     state_dict model_state_dict model model_state net network module weights params ema generator
@@ -53,12 +68,20 @@ USUAL = _names(
 AVERAGES = _names("ema ema_state_dict model_ema ema_model state_dict_ema params_ema")
 
 _OPTIMIZERS = "optimizer|optim|optims|optimizers|optimizer state dict|model optimizer|adam optimiser|optimizer cpu|sgd optim"
-_SCHEDULERS = "scheduler|lr scheduler|lr schedulers|lr scheduler state|warmup scheduler|scheduler state dict"
+_SCHEDULERS = (
+    "scheduler|lr scheduler|lr schedulers|lr scheduler state|warmup scheduler|scheduler state dict"
+)
 _RANDOM = "rng|rng state|torch rng state|rng state cuda|cuda rng state all|random states|python random state|rng states|rngs np"
-OTHER_OPTIMIZERS = _names("optimizer_G optimizer_D optim_g optimG gan_opt_d opt optimizer_gen model_and_optimizer net.optim")
+OTHER_OPTIMIZERS = _names(
+    "optimizer_G optimizer_D optim_g optimG gan_opt_d opt optimizer_gen model_and_optimizer "
+    "net.optim"
+)
 """Labels of optimizers that do not end in such a word: only what is below them says so."""
 
-NEARLY = _names("opt sched opt_state lr_sched random_2 random_all random_tensors net.optimizer model_and_rng optim_and_sched")
+NEARLY = _names(
+    "opt sched opt_state lr_sched random_2 random_all random_tensors net.optimizer model_and_rng "
+    "optim_and_sched"
+)
 """Labels that name no training state, though they look like it."""
 
 NUMBER_LABELS = _names(
@@ -69,8 +92,13 @@ NUMBER_LABELS = _names(
     val/acc@0.5 weight_decay num_updates loss.avg loss_weight running_loss n_averaged wer reward
     """
 )
-METRIC_DICTS = _names("metrics losses best scores val_metrics train_losses best_metrics progress val/losses history")
-ONE_ELEMENT = _names("logit_scale temperature threshold sigma alpha bottom stepsize_ratio net.scale map_scale_f1x ema")
+METRIC_DICTS = _names(
+    "metrics losses best scores val_metrics train_losses best_metrics progress val/losses history"
+)
+ONE_ELEMENT = _names(
+    "logit_scale temperature threshold sigma alpha bottom stepsize_ratio net.scale map_scale_f1x "
+    "ema"
+)
 STATISTICS = _names("normalization stats data_stats scaler latents_stats constants extras")
 LISTS = _names("anchors prototypes samples replay codes queue embeddings")
 CONFIGS = _names("config args cfg hparams opts meta_info run_settings")
@@ -89,7 +117,7 @@ class Blocks:
     def pick(self, *choices: Any) -> Any:
         return self.random.choice(choices)
 
-    # ------------------------------------------------------------------------------------------------------- tensors
+    # -------------------------------------------------------------------------------------- tensors
 
     def tensor(self, numel: int | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A tensor of one to six elements that no other has; of a dimension or two, or none."""
@@ -120,10 +148,12 @@ class Blocks:
     def tensors(self, least: int, most: int) -> list[torch.Tensor]:
         return [self.weight() for _ in range(self.random.randint(least, most))]
 
-    # --------------------------------------------------------------------------------------------------- state dicts
+    # ---------------------------------------------------------------------------------- state dicts
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of a module: with dotted keys, bare ones, or ones that say nothing; wrapped, tied, with `_metadata`."""
+        """The state of a module: with dotted keys, bare ones, or ones that say nothing; wrapped,
+        tied, with `_metadata`.
+        """
         keys = self.pick(MODULE_KEYS, MODULE_KEYS, MODULE_KEYS, BARE_KEYS, ODD_KEYS)
         chosen = self.random.sample(keys, self.random.randint(1, 6))
         if keys is MODULE_KEYS and self.chance(0.15):
@@ -132,9 +162,15 @@ class Blocks:
         if keys is MODULE_KEYS:
             self._dress(made)
         if self.chance(0.15):
-            made["tied." + chosen[0] if keys is MODULE_KEYS else "tied_" + chosen[0]] = made[chosen[0]]
+            made["tied." + chosen[0] if keys is MODULE_KEYS else "tied_" + chosen[0]] = made[
+                chosen[0]
+            ]
         if self.chance(0.3) and keys is not ODD_KEYS:
-            made = {self._wrapped(key, wrapper): value for wrapper in [self.pick(*WRAPPERS)] for key, value in made.items()}
+            made = {
+                self._wrapped(key, wrapper): value
+                for wrapper in [self.pick(*WRAPPERS)]
+                for key, value in made.items()
+            }
         return self._with_metadata(made)
 
     def module(self) -> dict[str, Any]:
@@ -152,7 +188,9 @@ class Blocks:
         if self.chance(0.08):
             made["quant._packed_params"] = (self.weight(), None, self.weight())
         if self.chance(0.08):
-            made["attn._extra_state"] = self.pick({"scale": self.weight(), "recipe": "hybrid"}, self.random_bytes(), None)
+            made["attn._extra_state"] = self.pick(
+                {"scale": self.weight(), "recipe": "hybrid"}, self.random_bytes(), None
+            )
         if self.chance(0.06):
             made["attn.masks"] = self.tensors(1, 2)
 
@@ -175,17 +213,21 @@ class Blocks:
         """A state dict of the same keys with values of its own, as an average has them."""
         return {key: self.weight() for key in state_dict}
 
-    # ------------------------------------------------------------------------------------------------ training states
+    # ------------------------------------------------------------------------------ training states
 
     def optimizer(self) -> dict[str, Any]:
         """As torch, FSDP (by names) or SGD (without state) write one."""
         names = self.pick(range(3), ["module.layer1.weight", "fc.bias"], ["layers.0.weight"])
         state: dict[Any, Any] = {
-            name: {"step": self.scalar(), "exp_avg": self.weight(), "exp_avg_sq": self.weight()} for name in names
+            name: {"step": self.scalar(), "exp_avg": self.weight(), "exp_avg_sq": self.weight()}
+            for name in names
         }
         if self.chance(0.2):
             state = {}
-        return {"state": state, "param_groups": [{"lr": self.pick(0.1, self.scalar()), "params": list(names)}]}
+        return {
+            "state": state,
+            "param_groups": [{"lr": self.pick(0.1, self.scalar()), "params": list(names)}],
+        }
 
     def optimizer_by_label(self) -> Any:
         """What only its label tells to be an optimizer's."""
@@ -204,7 +246,12 @@ class Blocks:
 
     def scheduler(self) -> Any:
         plain = {"last_epoch": 7, "_last_lr": [0.1], "base_lrs": [0.1]}
-        return self.pick(plain, [plain], {**plain, "base_lrs": [self.scalar()]}, {"weight": self.weight(), **plain})
+        return self.pick(
+            plain,
+            [plain],
+            {**plain, "base_lrs": [self.scalar()]},
+            {"weight": self.weight(), **plain},
+        )
 
     def random_states(self) -> Any:
         """As torch, CUDA, numpy and Python tell them."""
@@ -212,7 +259,12 @@ class Blocks:
         return self.pick(
             self.random_bytes(),
             [self.random_bytes(), self.random_bytes()],
-            {"torch": self.random_bytes(), "cuda": [self.random_bytes()], "numpy": numpy, "python": (3, (1, 2, 3), None)},
+            {
+                "torch": self.random_bytes(),
+                "cuda": [self.random_bytes()],
+                "numpy": numpy,
+                "python": (3, (1, 2, 3), None),
+            },
             numpy,
         )
 
@@ -236,7 +288,9 @@ class Blocks:
         """A labelled part that is never the model."""
         kind = self.random.randint(0, 7)
         if kind <= 2:
-            return self.training_label(_OPTIMIZERS), self.pick(self.optimizer, self.optimizer, self.optimizer_by_label)()
+            return self.training_label(_OPTIMIZERS), self.pick(
+                self.optimizer, self.optimizer, self.optimizer_by_label
+            )()
         if kind == 3:
             return self.pick(*OTHER_OPTIMIZERS, "trainer_part", "inner"), self.optimizer()
         if kind == 4:
@@ -247,9 +301,11 @@ class Blocks:
 
     def nearly(self) -> tuple[str, Any]:
         """What is in a training state, under a label that does not name one."""
-        return self.pick(*NEARLY), self.pick(self.optimizer_by_label, self.scheduler, self.random_states, self.weight)()
+        return self.pick(*NEARLY), self.pick(
+            self.optimizer_by_label, self.scheduler, self.random_states, self.weight
+        )()
 
-    # -------------------------------------------------------------------------------------------------- all the rest
+    # --------------------------------------------------------------------------------- all the rest
 
     def number(self) -> tuple[str, Any]:
         """A labelled number of the training: plain, a tensor, or an array."""
@@ -257,7 +313,9 @@ class Blocks:
         return label, self.pick(3, 0.25, self.scalar(), self.scalar(), self.scalar(), self.array(1))
 
     def metrics(self) -> tuple[str, Any]:
-        """A dict or a list of numbers, nested or not; or of what has a key as a module has it, which is none."""
+        """A dict or a list of numbers, nested or not; or of what has a key as a module has it,
+        which is none.
+        """
         plain = {"value": self.scalar(), "other": 0.5}
         return self.pick(*METRIC_DICTS), self.pick(
             {"loss": self.scalar(), "acc": self.scalar()},
@@ -270,18 +328,31 @@ class Blocks:
 
     def statistics(self) -> tuple[str, Any]:
         """Values of the data, in a dict of their own."""
-        made = {"mean": self.pick(self.weight(), self.array()), "std": self.pick(self.weight(), self.array())}
-        return self.pick(*STATISTICS), self.pick(made, made, {"image": made, "action": {"mean": self.weight()}})
+        made = {
+            "mean": self.pick(self.weight(), self.array()),
+            "std": self.pick(self.weight(), self.array()),
+        }
+        return self.pick(*STATISTICS), self.pick(
+            made, made, {"image": made, "action": {"mean": self.weight()}}
+        )
 
     def listed(self) -> tuple[str, Any]:
         """A list or tuple of tensors: few of them, or more than any model here has."""
         made = self.pick(self.tensors(1, 2), self.tensors(2, 5), self.tensors(9, 16))
-        return self.pick(*LISTS), self.pick(made, tuple(made), {"0": made}, [made, {"x": self.weight()}])
+        return self.pick(*LISTS), self.pick(
+            made, tuple(made), {"0": made}, [made, {"x": self.weight()}]
+        )
 
     def config(self) -> tuple[str, Any]:
         """Settings, without tensors."""
         network = {"depth": 3, "state_dict": {}}
-        made = {"lr": np.float64(0.1), "name": "r50", "betas": (0.9, 0.99), "model": network, "optimizer": None}
+        made = {
+            "lr": np.float64(0.1),
+            "name": "r50",
+            "betas": (0.9, 0.99),
+            "model": network,
+            "optimizer": None,
+        }
         others = [argparse.Namespace(lr=0.1), {"weight": 0.1, "a.b": 2}, {}, [], "r50", None, 7]
         return self.pick(*CONFIGS), self.random.choice([made, *others])
 
@@ -290,11 +361,20 @@ class Blocks:
         copy = self.copy(state_dict)
         form = self.random.randint(0, 5)
         if form == 5:  # not one of the usual labels, and not what a module has for keys
-            return self.pick("EMAHelper", "net_ema", "emaWeights", "cinema"), {"params": self.tensors(1, 2), "w": self.weight()}
+            return self.pick("EMAHelper", "net_ema", "emaWeights", "cinema"), {
+                "params": self.tensors(1, 2),
+                "w": self.weight(),
+            }
         if form == 0:
-            return "ema", {"decay": 0.999, "num_updates": self.pick(7, self.scalar()), "shadow_params": list(copy.values())}
+            return "ema", {
+                "decay": 0.999,
+                "num_updates": self.pick(7, self.scalar()),
+                "shadow_params": list(copy.values()),
+            }
         if form == 1:
             return self.pick(*AVERAGES, "averager"), {"decay": 0.999, "shadow": copy}
         if form == 2:
             return "ema", {"module": copy, "updates": 7}
-        return self.pick(*AVERAGES, *AVERAGES, "shadow", "average", "swa_model", "ema_weights"), copy
+        return self.pick(
+            *AVERAGES, *AVERAGES, "shadow", "average", "swa_model", "ema_weights"
+        ), copy

@@ -38,7 +38,9 @@ def save(layout: Layout, folder: Path) -> Path:
 
 
 def differences(layout: Layout, folder: Path, *, full: bool = False) -> list[str]:
-    """What ckptconv does otherwise than the rule says: the decision, or with `full` outputs, diff and doctor too."""
+    """What ckptconv does otherwise than the rule says: the decision, or with `full` outputs, diff
+    and doctor too.
+    """
     path = save(layout, folder)
     verdict = decide(layout.tree)
     try:
@@ -46,17 +48,23 @@ def differences(layout: Layout, folder: Path, *, full: bool = False) -> list[str
         if full:
             found += choices(path, named(layout.tree))
             found += parts(path, layout.tree)
-            found += [*safetensors_output(path, verdict), *torch_output(path, layout.tree), *looks(path)]
+            found += [
+                *safetensors_output(path, verdict),
+                *torch_output(path, layout.tree),
+                *looks(path),
+            ]
     finally:
         path.unlink()
     return found
 
 
-# ------------------------------------------------------------------------------------------------------------- decision
+# ----------------------------------------------------------------------------------------- decision
 
 
 def decision(path: Path, verdict: Taken | Refused, only: str | None = None) -> Iterator[str]:
-    """Hold `load_portable` against the rule; of an error, each choice that it must list, and take it."""
+    """Hold `load_portable` against the rule; of an error, each choice that it must list, and take
+    it.
+    """
     try:
         loaded = load_portable(path, only=only)
     except AmbiguousStateDict as error:
@@ -70,13 +78,20 @@ def decision(path: Path, verdict: Taken | Refused, only: str | None = None) -> I
             yield from (f"load_portable: {line}" for line in unequal(loaded, verdict.state_dict))
 
 
-def refusal(path: Path, error: AmbiguousStateDict, verdict: Taken | Refused, prefix: str) -> Iterator[str]:
+def refusal(
+    path: Path, error: AmbiguousStateDict, verdict: Taken | Refused, prefix: str
+) -> Iterator[str]:
     if isinstance(verdict, Taken):
         yield f"refused: {error.what}"
         return
     told = f"{error.what}; {error.hint}"
-    expected = {prefix + name if name != "." else prefix or ".": value for name, value in verdict.choices.items()}
-    yield from (f"the error does not list '{name}': {told}" for name in expected if not lists(told, name))
+    expected = {
+        prefix + name if name != "." else prefix or ".": value
+        for name, value in verdict.choices.items()
+    }
+    yield from (
+        f"the error does not list '{name}': {told}" for name in expected if not lists(told, name)
+    )
     if expected and (more := listed(error.hint or "") - {shlex.quote(name) for name in expected}):
         yield f"the error lists too much, '{', '.join(sorted(more))}': {told}"
     yield from choices(path, expected)
@@ -105,7 +120,11 @@ def parts(path: Path, tree: Any) -> Iterator[str]:
     try:
         loaded = load_portable(path, only="ema")
     except CheckpointError as error:
-        yield from (f"only=ema: the error does not list '{name}': {error}" for name in found if not lists(str(error), name))
+        yield from (
+            f"only=ema: the error does not list '{name}': {error}"
+            for name in found
+            if not lists(str(error), name)
+        )
     else:
         yield f"only=ema: taken without a word: {', '.join(held(loaded))}"
 
@@ -133,16 +152,26 @@ def lists(message: str, name: str) -> bool:
 def listed(hint: str) -> set[str]:
     """The choices in a hint, as a shell takes them."""
     choices = re.search(r"--only (.*?) \(only= in code\)", hint)
-    return set(re.findall(r"(?:'[^']*'|\"[^\"]*\"|[^\s,'\"])+", choices[1])) - {"or", "--only"} if choices else set()
+    return (
+        set(re.findall(r"(?:'[^']*'|\"[^\"]*\"|[^\s,'\"])+", choices[1])) - {"or", "--only"}
+        if choices
+        else set()
+    )
 
 
 def held(value: Any) -> list[str]:
     """The keys of a state dict with tensors, and those of extra states."""
-    return [str(key) for key, child in value.items() if is_packed(key) or any(True for _ in leaves_of(child))]
+    return [
+        str(key)
+        for key, child in value.items()
+        if is_packed(key) or any(True for _ in leaves_of(child))
+    ]
 
 
 def unequal(loaded: Any, expected: dict[str, Any]) -> Iterator[str]:
-    """How the tensors of a state dict differ from those expected; values that hold no tensor are free."""
+    """How the tensors of a state dict differ from those expected; values that hold no tensor are
+    free.
+    """
     keys = held(loaded)
     if set(keys) != set(expected):
         yield f"keys {sorted(set(keys) - set(expected))} too many, {sorted(set(expected) - set(keys))} missing"
@@ -157,7 +186,10 @@ def unequal(loaded: Any, expected: dict[str, Any]) -> Iterator[str]:
 def same(one: Any, other: Any) -> bool:
     """Whether two values are equal, arrays taken for tensors, and numpy's numbers for Python's."""
     if is_tensor(one) and is_tensor(other):
-        first, second = (torch.from_numpy(value) if isinstance(value, np.ndarray) else value for value in (one, other))
+        first, second = (
+            torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+            for value in (one, other)
+        )
         return first.dtype == second.dtype and torch.equal(first, second)
     if isinstance(one, dict) and isinstance(other, dict):
         return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
@@ -168,7 +200,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-# -------------------------------------------------------------------------------------------------------------- outputs
+# ------------------------------------------------------------------------------------------ outputs
 
 
 def safetensors_output(path: Path, verdict: Taken | Refused) -> Iterator[str]:
@@ -189,9 +221,15 @@ def safetensors_output(path: Path, verdict: Taken | Refused) -> Iterator[str]:
         output.unlink()
         return
     with safetensors.safe_open(output, "pt") as opened:
-        names = {dropped: kept for dropped, kept in (opened.metadata() or {}).items() if kept in opened.keys()}  # noqa: SIM118
+        names = {
+            dropped: kept
+            for dropped, kept in (opened.metadata() or {}).items()
+            if kept in opened.keys()
+        }  # noqa: SIM118
     tensors = safetensors.torch.load_file(output)
-    tensors.update({dropped: tensors[kept] for dropped, kept in names.items() if dropped in verdict.state_dict})
+    tensors.update(
+        {dropped: tensors[kept] for dropped, kept in names.items() if dropped in verdict.state_dict}
+    )
     output.unlink()
     expected = {key: value for key, value in verdict.state_dict.items() if is_tensor(value)}
     if tensors.keys() != expected.keys():
@@ -204,7 +242,11 @@ def safetensors_output(path: Path, verdict: Taken | Refused) -> Iterator[str]:
 
 def fits_safetensors(state_dict: dict[str, Any]) -> bool:
     """Whether there are tensors, and none in what is not a tensor; extra states may be left out."""
-    others = [key for key, value in state_dict.items() if not is_tensor(value) and not key.endswith("_extra_state")]
+    others = [
+        key
+        for key, value in state_dict.items()
+        if not is_tensor(value) and not key.endswith("_extra_state")
+    ]
     return not others and any(map(is_tensor, state_dict.values()))
 
 
@@ -214,7 +256,9 @@ def is_told(name: str, skipped: set[str]) -> bool:
 
 
 def torch_output(path: Path, tree: Any) -> Iterator[str]:
-    """Convert to torch: the whole tree must be in it, with bare keys in what is the state of a module."""
+    """Convert to torch: the whole tree must be in it, with bare keys in what is the state of a
+    module.
+    """
     output = path.with_suffix(".out.pt")
     try:
         convert_checkpoint(path, output, fsync=False)
@@ -227,11 +271,17 @@ def torch_output(path: Path, tree: Any) -> Iterator[str]:
     expected = rewritten(tree)
     before, after = list(leaves_of(expected)), list(leaves_of(written))
     names, written_names = [name for name, _ in before], [name for name, _ in after]
-    if lost := [name for name, value in leaves_of(tree) if not any(same(value, other) for _, other in after)]:
+    if lost := [
+        name for name, value in leaves_of(tree) if not any(same(value, other) for _, other in after)
+    ]:
         yield f"torch: {', '.join(lost)} lost"
     elif names != written_names:
         yield f"torch: keys {written_names}, not {names}"
-    elif wrong := [name for (name, value), (_, other) in zip(before, after, strict=True) if not same(value, other)]:
+    elif wrong := [
+        name
+        for (name, value), (_, other) in zip(before, after, strict=True)
+        if not same(value, other)
+    ]:
         yield f"torch: values of {', '.join(wrong)}"
     elif not same(written, expected):
         yield "torch: what is not a tensor differs"

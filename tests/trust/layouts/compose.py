@@ -1,4 +1,6 @@
-"""From a seed a layout: blocks under labels, at the root, nested, in lists, and as frameworks lay them out."""
+"""From a seed a layout: blocks under labels, at the root, nested, in lists, and as frameworks lay
+them out.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,35 @@ def draw(seed: int) -> Layout:
     return Layout(seed, kind, tree)
 
 
-# ---------------------------------------------------------------------------------------------------------------- sides
+# -------------------------------------------------------------------------------------------- sides
 
 _STATES = ("training", "training", "training", "number", "config", "metrics")
-_ALL = (*_STATES, "statistics", "listed", "one", "vector", "direct", "average", "network", "again", "nearly", "below", "tuples")
+_ALL = (
+    *_STATES,
+    "statistics",
+    "listed",
+    "one",
+    "vector",
+    "direct",
+    "average",
+    "network",
+    "again",
+    "nearly",
+    "below",
+    "tuples",
+)
 
 
-def with_sides(blocks: Blocks, made: dict[Any, Any], models: list[dict[str, Any]], kinds: tuple[str, ...], most: int) -> None:
-    """Put up to `most` other things beside what there is, before and behind it; what has a label already stays."""
+def with_sides(
+    blocks: Blocks,
+    made: dict[Any, Any],
+    models: list[dict[str, Any]],
+    kinds: tuple[str, ...],
+    most: int,
+) -> None:
+    """Put up to `most` other things beside what there is, before and behind it; what has a label
+    already stays.
+    """
     added: dict[Any, Any] = {}
     for _ in range(blocks.random.randint(0, most)):
         for label, value in _side(blocks, blocks.pick(*kinds), models).items():
@@ -62,22 +85,30 @@ def _side(blocks: Blocks, kind: str, models: list[dict[str, Any]]) -> dict[Any, 
         "vector": lambda: ("quantizer", {blocks.pick("ema", "ema_size", "codes"): blocks.weight()}),
         "average": lambda: blocks.average(blocks.pick(*models) if models else {"fc.weight": 0}),
         "network": lambda: (blocks.pick(*NETWORKS, *USUAL[:6]), blocks.state_dict()),
-        "tuples": lambda: ("by_place", {("layer", 1): blocks.weight(), ("layer", 2): blocks.weight()}),
+        "tuples": lambda: (
+            "by_place",
+            {("layer", 1): blocks.weight(), ("layer", 2): blocks.weight()},
+        ),
     }
     if kind in simple:
         return dict([simple[kind]()])
     if kind == "direct":  # a statistic of the data that stands beside the model itself
         return {
-            name: blocks.pick(blocks.weight(), blocks.array()) for name in blocks.pick(("mean", "std"), ("mean",), ("pos",))
+            name: blocks.pick(blocks.weight(), blocks.array())
+            for name in blocks.pick(("mean", "std"), ("mean",), ("pos",))
         }
     if kind == "again":  # the very same dict once more
-        return {blocks.pick("model", "best_weights", "latest", "optim"): blocks.pick(*models) if models else {}}
+        return {
+            blocks.pick("model", "best_weights", "latest", "optim"): blocks.pick(*models)
+            if models
+            else {}
+        }
     inside = dict([blocks.training_state()])
     inside.update(_side(blocks, blocks.pick(*_ALL[:-2]), models))
     return {blocks.pick("trainer", "extra", "callbacks", "loops", "state"): inside}
 
 
-# ---------------------------------------------------------------------------------------------------------------- kinds
+# -------------------------------------------------------------------------------------------- kinds
 
 
 def plain(blocks: Blocks) -> Any:
@@ -114,7 +145,9 @@ def several(blocks: Blocks) -> Any:
 
 
 def part_in_part(blocks: Blocks) -> Any:
-    """A model whose parts are dicts of their own, as Megatron writes it, or with tensors at two levels."""
+    """A model whose parts are dicts of their own, as Megatron writes it, or with tensors at two
+    levels.
+    """
     part = {
         blocks.pick("embedding", "encoder", "trunk"): blocks.state_dict(),
         blocks.pick("output", "head"): blocks.state_dict(),
@@ -153,23 +186,35 @@ def bare(blocks: Blocks) -> Any:
 def nested(blocks: Blocks, tree: Any) -> Any:
     """The tree once or twice deeper, with or without something beside it."""
     for _ in range(blocks.random.randint(1, 2)):
-        made = {blocks.pick("checkpoint", "payload", "app", "last", "trainer_state", "data", "best", "ema_run"): tree}
+        made = {
+            blocks.pick(
+                "checkpoint", "payload", "app", "last", "trainer_state", "data", "best", "ema_run"
+            ): tree
+        }
         if blocks.chance(0.5):
             with_sides(blocks, made, [], blocks.pick(_STATES, _ALL), 2)
         tree = blocks.pick(made, made, made, [tree, 3])
     return tree
 
 
-# ----------------------------------------------------------------------------------------------------------- frameworks
+# --------------------------------------------------------------------------------------- frameworks
 
 
 def framework(blocks: Blocks) -> Any:
     """What a framework writes, with or without an average, numbers and more beside the model."""
-    write = blocks.pick(_lightning, _timm, _mmengine, _nanogpt, _deepspeed, _fvcore, _torchtitan, _accelerate)
+    write = blocks.pick(
+        _lightning, _timm, _mmengine, _nanogpt, _deepspeed, _fvcore, _torchtitan, _accelerate
+    )
     model = blocks.module()
     made: dict[str, Any] = write(blocks, model)
     if blocks.chance(0.4):
-        with_sides(blocks, made, [model], ("average", "number", "statistics", "network", "listed", "direct"), 2)
+        with_sides(
+            blocks,
+            made,
+            [model],
+            ("average", "number", "statistics", "network", "listed", "direct"),
+            2,
+        )
     return made
 
 
@@ -183,7 +228,8 @@ def _lightning(blocks: Blocks, model: dict[str, Any]) -> dict[str, Any]:
     made: dict[str, Any] = {
         "epoch": 1, "global_step": 5, "pytorch-lightning_version": "2.5.5", "state_dict": model,
         "loops": {"fit_loop": {"state_dict": {}, "epoch_progress": {"total": {"ready": 1}}}},
-        "callbacks": {monitor: best}, "optimizer_states": [blocks.optimizer()], "lr_schedulers": [blocks.scheduler()],
+        "callbacks": {monitor: best}, "optimizer_states": [blocks.optimizer()],
+        "lr_schedulers": [blocks.scheduler()],
         "hparams_name": "kwargs", "hyper_parameters": {"lr": 0.1},
     }  # fmt: skip
     if blocks.chance(0.3):
@@ -195,7 +241,14 @@ def _lightning(blocks: Blocks, model: dict[str, Any]) -> dict[str, Any]:
 
 
 def _timm(blocks: Blocks, model: dict[str, Any]) -> dict[str, Any]:
-    made = {"epoch": 3, "arch": "resnet18", "state_dict": model, "optimizer": blocks.optimizer(), "version": 2, "args": None}
+    made = {
+        "epoch": 3,
+        "arch": "resnet18",
+        "state_dict": model,
+        "optimizer": blocks.optimizer(),
+        "version": 2,
+        "args": None,
+    }
     if blocks.chance(0.6):
         made["state_dict_ema"] = blocks.copy(model)
     if blocks.chance(0.5):
@@ -206,8 +259,10 @@ def _timm(blocks: Blocks, model: dict[str, Any]) -> dict[str, Any]:
 
 def _mmengine(blocks: Blocks, model: dict[str, Any]) -> dict[str, Any]:
     made = {
-        "meta": {"epoch": 1, "iter": 7, "mmengine_version": "0.10.7", "seed": 3, "CLASSES": ("a", "b")},
-        "state_dict": model, "message_hub": {"log_scalars": {"loss": [0.5]}, "runtime_info": {"iter": 7}},
+        "meta": {"epoch": 1, "iter": 7, "mmengine_version": "0.10.7", "seed": 3, "CLASSES": ("a",
+            "b")},
+        "state_dict": model, "message_hub": {"log_scalars": {"loss": [0.5]},
+            "runtime_info": {"iter": 7}},
         "optimizer": blocks.optimizer(), "param_schedulers": [blocks.scheduler()],
     }  # fmt: skip
     if blocks.chance(0.5):
@@ -218,36 +273,59 @@ def _mmengine(blocks: Blocks, model: dict[str, Any]) -> dict[str, Any]:
 
 def _nanogpt(blocks: Blocks, model: dict[str, Any]) -> dict[str, Any]:
     return {
-        "model": model, "optimizer": blocks.optimizer(), "model_args": {"n_layer": 2}, "iter_num": 7,
+        "model": model, "optimizer": blocks.optimizer(), "model_args": {"n_layer": 2},
+        "iter_num": 7,
         "best_val_loss": blocks.scalar(), "config": {"batch_size": 12},
     }  # fmt: skip
 
 
 def _fvcore(blocks: Blocks, model: dict[str, Any]) -> dict[str, Any]:
     if blocks.chance(0.5):
-        return {"model": model, "trainer": {"iteration": 7, "optimizer": blocks.optimizer(), "hooks": {}}, "iteration": 7}
-    return {"model": model, "optimizer": blocks.optimizer(), "scheduler": blocks.scheduler(), "iteration": 7}
+        return {
+            "model": model,
+            "trainer": {"iteration": 7, "optimizer": blocks.optimizer(), "hooks": {}},
+            "iteration": 7,
+        }
+    return {
+        "model": model,
+        "optimizer": blocks.optimizer(),
+        "scheduler": blocks.scheduler(),
+        "iteration": 7,
+    }
 
 
 def _torchtitan(blocks: Blocks, model: dict[str, Any]) -> dict[str, Any]:
     state = {"step": blocks.tensor(1), "ntokens_seen": blocks.tensor(1)}
     return {
-        **model, "optimizer": blocks.optimizer(), "lr_scheduler": blocks.scheduler(), "train_state": state,
+        **model, "optimizer": blocks.optimizer(), "lr_scheduler": blocks.scheduler(),
+        "train_state": state,
         "dataloader": {"dp_rank_0": b"\x80\x04N.", "world_size": 1},
     }  # fmt: skip
 
 
 def _accelerate(blocks: Blocks, model: dict[str, Any]) -> dict[str, Any]:
-    states = {"torch_manual_seed": blocks.random_bytes(), "step": 3, "torch_cuda_manual_seed": [blocks.random_bytes()]}
-    made = {"model": model, "optimizer": blocks.optimizer(), "lr_scheduler": blocks.scheduler(), "step": 3}
+    states = {
+        "torch_manual_seed": blocks.random_bytes(),
+        "step": 3,
+        "torch_cuda_manual_seed": [blocks.random_bytes()],
+    }
+    made = {
+        "model": model,
+        "optimizer": blocks.optimizer(),
+        "lr_scheduler": blocks.scheduler(),
+        "step": 3,
+    }
     return {**made, "random_states_0": states}
 
 
 def _deepspeed(blocks: Blocks, model: dict[str, Any]) -> dict[str, Any]:
     return {
-        "module": model, "buffer_names": [], "optimizer": blocks.pick(None, blocks.optimizer()), "lr_scheduler": None,
-        "param_shapes": None, "frozen_param_shapes": None, "frozen_param_fragments": None, "shared_params": {},
-        "skipped_steps": 0, "global_steps": 2, "global_samples": 8, "dp_world_size": 1, "mp_world_size": 1,
+        "module": model, "buffer_names": [], "optimizer": blocks.pick(None, blocks.optimizer()),
+        "lr_scheduler": None,
+        "param_shapes": None, "frozen_param_shapes": None, "frozen_param_fragments": None,
+        "shared_params": {},
+        "skipped_steps": 0, "global_steps": 2, "global_samples": 8, "dp_world_size": 1,
+        "mp_world_size": 1,
         "ds_config": {"train_batch_size": 4}, "ds_version": "0.17.5",
     }  # fmt: skip
 

@@ -1,6 +1,8 @@
-"""Labels of real training scripts and frameworks, and of networks that have the letters of others in their names.
+"""Labels of real training scripts and frameworks, and of networks that have the letters of others
+in their names.
 
-Judged by hand. Each row: the label, whether it names a training state, whether it names a number of the training.
+Judged by hand. Each row: the label, whether it names a training state, whether it names a number of
+the training.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ _NUMBERS = """
     scheduler_steps metrics val-losses val/loss mAP map f1 F1 val_f1 num_updates n_averaged mse RMSE
     rewards count loss_and_acc val/acc@0.5 lr_sched
 """
-"""Numbers of the training, or labels with such a word in them: only tensors of one element count, so these do no harm."""
+"""Numbers of the training, or labels with such a word in them: only tensors of one element count,
+so these do no harm.
+"""
 
 _BOTH = {"lr_scheduler", "lr_schedulers", "LRScheduler"}
 """States that also have the word of a number in their labels."""
@@ -40,10 +44,15 @@ _NEITHER = """
     optimizer_and_scheduler discriminator.optimizer net.rng loss_weight running_loss loss.avg
     precision@0.5 bias_correction accuracy_weight mapper counter decayed f12 state_dict cuda torch
 """
-"""Networks, and what has the letters of a training state or a number but not its word; keys of modules."""
+"""Networks, and what has the letters of a training state or a number but not its word; keys of
+modules.
+"""
 
 
 def table() -> list[tuple[str, bool, bool]]:
     """Every label, whether it names a training state, whether it names a number."""
     training, numbers, neither = (set(text.split()) for text in (_TRAINING, _NUMBERS, _NEITHER))
-    return [(label, label in training, label in numbers | _BOTH) for label in sorted(training | numbers | neither)]
+    return [
+        (label, label in training, label in numbers | _BOTH)
+        for label in sorted(training | numbers | neither)
+    ]

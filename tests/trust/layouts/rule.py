@@ -1,16 +1,24 @@
-"""docs/state-dicts.md in plain Python over a loaded tree: which state dict is meant, or which ones an error must list.
+"""docs/state-dicts.md in plain Python over a loaded tree: which state dict is meant, or which ones
+an error must list.
 
-Slow and simple on purpose, and nothing of ckptconv. Where the page leaves something open, it is read so:
+Slow and simple on purpose, and nothing of ckptconv. Where the page leaves something open, it is
+read so:
 
-- A key looks like a module's where it has a dot and no slash, or a word of a module; one without tensors does not count.
+- A key looks like a module's where it has a dot and no slash, or a word of a module; one without
+  tensors does not count.
 - A tensor whose own key looks like a module's is never a number of the training, whatever it is in.
-- All tensors that stand in a dict belong to its candidate; one with the label of a training state is missed by nobody.
-- A list stands above a part where it is directly in a dict that the part is in; the tensors count that are directly in it.
+- All tensors that stand in a dict belong to its candidate; one with the label of a training state
+  is missed by nobody.
+- A list stands above a part where it is directly in a dict that the part is in; the tensors count
+  that are directly in it.
 - One and the same dict under two labels is one part, at its first place outside of training states.
 - Tensors are counted by place: those that are tied count twice.
-- Of the tensors that stand in a dict beside others only the keys of these tensors count for wrappers.
-- A framework is known by what stands at the root. Lists there do not keep its part from being taken.
-- Tensors with the label of a training state do not count for wrappers, no more than numbers of the training do.
+- Of the tensors that stand in a dict beside others only the keys of these tensors count for
+  wrappers.
+- A framework is known by what stands at the root. Lists there do not keep its part from being
+  taken.
+- Tensors with the label of a training state do not count for wrappers, no more than numbers of
+  the training do.
 """
 
 from __future__ import annotations
@@ -23,15 +31,19 @@ from typing import Any
 import numpy as np
 import torch
 
-# --------------------------------------------------------------------------------------------------------------- words
+# -------------------------------------------------------------------------------------------- words
 
 
 def _set(text: str) -> set[str]:
     return set(text.split())
 
 
-TRAINING = _set("optimizer optimizers optimiser optimisers optim optims scheduler schedulers rng rngs")
-UNCOUNTED = _set("state states dict dicts all list cpu cuda gpu mps xpu npu hpu xla torch numpy np python")
+TRAINING = _set(
+    "optimizer optimizers optimiser optimisers optim optims scheduler schedulers rng rngs"
+)
+UNCOUNTED = _set(
+    "state states dict dicts all list cpu cuda gpu mps xpu npu hpu xla torch numpy np python"
+)
 OF_MODULES = _set("weight bias running")
 NUMBERS = _set(
     """
@@ -61,7 +73,11 @@ def words(label: Any) -> list[str]:
             continue
         small_to_capital = before.islower() and char.isupper()
         last_capital = before.isupper() and char.isupper() and after.islower()
-        if small_to_capital or last_capital or (before.isalnum() and before.isdigit() != char.isdigit()):
+        if (
+            small_to_capital
+            or last_capital
+            or (before.isalnum() and before.isdigit() != char.isdigit())
+        ):
             found.append("")
         found[-1] += char.lower()
     return [word for word in found if word]
@@ -92,7 +108,7 @@ def looks_like_a_module(key: Any) -> bool:
     return ("." in str(key) and "/" not in str(key)) or not OF_MODULES.isdisjoint(words(key))
 
 
-# ---------------------------------------------------------------------------------------------------------------- parts
+# -------------------------------------------------------------------------------------------- parts
 
 
 def is_tensor(value: Any) -> bool:
@@ -105,11 +121,17 @@ def is_training(label: Any, value: Any) -> bool:
 
 
 def is_optimizer(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("state"), dict) and isinstance(value.get("param_groups"), list)
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("state"), dict)
+        and isinstance(value.get("param_groups"), list)
+    )
 
 
 def belongs(key: Any, value: Any) -> bool:
-    """Whether what stands under a key of a dict belongs to the state dict that the key is in; a list of optimizers does not."""
+    """Whether what stands under a key of a dict belongs to the state dict that the key is in; a
+    list of optimizers does not.
+    """
     dotted = isinstance(key, str) and "." in key and isinstance(value, (list, tuple))
     return is_packed(key) or (dotted and not any(map(is_optimizer, value)))
 
@@ -120,7 +142,8 @@ def is_packed(key: Any) -> bool:
 
 @dataclass
 class Leaf:
-    """A tensor outside of training states: its labels from the root on, and the containers that it is in, outermost first.
+    """A tensor outside of training states: its labels from the root on, and the containers that it
+    is in, outermost first.
 
     `owner` is the dict whose state dict it belongs to, None for one in a list of its own.
     """
@@ -153,7 +176,9 @@ class Leaf:
 
 @dataclass(eq=False)
 class Candidate:
-    """A dict, or just the tensors that stand in it, and the labels that lead to it; `leaves` are those that it keeps."""
+    """A dict, or just the tensors that stand in it, and the labels that lead to it; `leaves` are
+    those that it keeps.
+    """
 
     home: dict[Any, Any]
     labels: tuple[Any, ...]
@@ -188,15 +213,25 @@ class Candidate:
 
     def bare_keys(self) -> dict[Any, str]:
         """All its keys and what they are called without wrappers."""
-        own = {leaf.labels[-1] for leaf in self.leaves if leaf.stands_in is self.home and not leaf.is_missed_by_nobody}
+        own = {
+            leaf.labels[-1]
+            for leaf in self.leaves
+            if leaf.stands_in is self.home and not leaf.is_missed_by_nobody
+        }
         keys = list(self.home) if self.whole else self.keys
         deciding = [key in own or ("." in str(key) and key in keys) for key in self.home]
-        return dict(zip(self.home, bare_keys([str(key) for key in self.home], deciding), strict=True))
+        return dict(
+            zip(self.home, bare_keys([str(key) for key in self.home], deciding), strict=True)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Its tensors under bare keys, and extra states without tensors too."""
         bare = self.bare_keys()
-        return {bare[key]: value for key, value in self.home.items() if key in self.keys or is_packed(key)}
+        return {
+            bare[key]: value
+            for key, value in self.home.items()
+            if key in self.keys or is_packed(key)
+        }
 
 
 def path_of(labels: tuple[Any, ...]) -> str:
@@ -212,12 +247,18 @@ _PLAIN = (str, int, float, bool, bytes, complex, type(None))
 
 @dataclass
 class Parts:
-    """What there is in a tree outside of training states: tensors, and dicts with the places at which they stand first."""
+    """What there is in a tree outside of training states: tensors, and dicts with the places at
+    which they stand first.
+    """
 
     leaves: list[Leaf] = field(default_factory=list)
-    dicts: list[tuple[dict[Any, Any], tuple[Any, ...], tuple[Any, ...]]] = field(default_factory=list)
+    dicts: list[tuple[dict[Any, Any], tuple[Any, ...], tuple[Any, ...]]] = field(
+        default_factory=list
+    )
 
-    def walk(self, value: Any, labels: tuple[Any, ...], holders: tuple[Any, ...], owner: Any, owned: bool) -> None:
+    def walk(
+        self, value: Any, labels: tuple[Any, ...], holders: tuple[Any, ...], owner: Any, owned: bool
+    ) -> None:
         if is_tensor(value):
             self.leaves.append(Leaf(labels, value, holders, owner))
             return
@@ -233,7 +274,13 @@ class Parts:
             elif is_tensor(child) or not is_training(key, child):
                 home = value if isinstance(value, dict) else None
                 inside = home is not None and belongs(key, child)
-                self.walk(child, (*labels, key), (*holders, value), home if inside or is_tensor(child) else None, inside)
+                self.walk(
+                    child,
+                    (*labels, key),
+                    (*holders, value),
+                    home if inside or is_tensor(child) else None,
+                    inside,
+                )
 
     def candidates(self) -> list[Candidate]:
         found = []
@@ -247,7 +294,9 @@ class Parts:
 
 
 def holds_others(key: Any, value: Any) -> bool:
-    """Whether what stands under a key holds tensors that do not belong to the state dict that the key is in."""
+    """Whether what stands under a key holds tensors that do not belong to the state dict that the
+    key is in.
+    """
     return not is_tensor(value) and not belongs(key, value) and any(True for _ in leaves_of(value))
 
 
@@ -264,12 +313,14 @@ def named(root: Any) -> dict[str, dict[str, Any]]:
     return {item.name: item.state_dict() for item in parts_of(root).candidates()}
 
 
-# --------------------------------------------------------------------------------------------------------------- choice
+# ------------------------------------------------------------------------------------------- choice
 
 
 @dataclass
 class Taken:
-    """The state dict that is meant: its name, tensors and arrays by bare key (lists and dicts where they belong to it)."""
+    """The state dict that is meant: its name, tensors and arrays by bare key (lists and dicts where
+    they belong to it).
+    """
 
     name: str
     state_dict: dict[str, Any]
@@ -278,7 +329,9 @@ class Taken:
 
 @dataclass
 class Refused:
-    """An error that lists these state dicts, by their names; none where there is no state dict at all."""
+    """An error that lists these state dicts, by their names; none where there is no state dict at
+    all.
+    """
 
     choices: dict[str, dict[str, Any]]
 
@@ -307,8 +360,12 @@ def decide(root: Any) -> Taken | Refused:
 
 def _is_a_loss(chosen: Candidate, candidates: list[Candidate], leaves: list[Leaf]) -> bool:
     """Whether something is left out that somebody may want."""
-    rest = [leaf for leaf in leaves if leaf.owner is not chosen.home and not leaf.is_missed_by_nobody]
-    above = any(leaf.level is holder for leaf in rest for holder in chosen.above if isinstance(holder, dict))
+    rest = [
+        leaf for leaf in leaves if leaf.owner is not chosen.home and not leaf.is_missed_by_nobody
+    ]
+    above = any(
+        leaf.level is holder for leaf in rest for holder in chosen.above if isinstance(holder, dict)
+    )
     more = len(rest) > len(chosen.leaves)
     average = any("ema" in words(label) for leaf in rest for label in leaf.labels)
     others = [item for item in candidates if any(leaf.owner is item.home for leaf in rest)]
@@ -328,18 +385,24 @@ def _taken(chosen: Candidate, root: Any) -> Taken:
 
 
 def _of_a_framework(root: Any, candidates: list[Candidate], leaves: list[Leaf]) -> Candidate | None:
-    """The part that a known framework itself loads, if it is one state dict and no weights stand above it."""
+    """The part that a known framework itself loads, if it is one state dict and no weights stand
+    above it.
+    """
     label = framework_label(root)
     if label is None:
         return None
     home = root[label] if label else root
     above = [leaf for leaf in leaves if leaf.stands_in is root and not leaf.is_missed_by_nobody]
-    part = next((item for item in candidates if item.home is home and (item.whole or home is root)), None)
+    part = next(
+        (item for item in candidates if item.home is home and (item.whole or home is root)), None
+    )
     return None if above and home is not root else part
 
 
 def framework_label(root: Any) -> str | None:
-    """Where a known framework keeps its model, by what it alone writes: a label, or "" for the root itself."""
+    """Where a known framework keeps its model, by what it alone writes: a label, or "" for the root
+    itself.
+    """
     if not isinstance(root, dict):
         return None
     meta = root.get("meta")
@@ -362,7 +425,10 @@ def averages(root: Any) -> dict[str, Any]:
     """What `--only ema` may mean, by the paths: one part, or several that an error must list."""
     if isinstance(root, dict) and "ema" in root:
         return {"ema": root["ema"]}
-    if framework_label(root) == "state_dict" and {"averaging_state", "ema_state_dict"} & root.keys():
+    if (
+        framework_label(root) == "state_dict"
+        and {"averaging_state", "ema_state_dict"} & root.keys()
+    ):
         return {"state_dict": root["state_dict"]}
     found: dict[tuple[Any, ...], Any] = {}
     for leaf in parts_of(root).leaves:
@@ -375,25 +441,39 @@ def averages(root: Any) -> dict[str, Any]:
 
 
 def parts_by_path(root: Any, labels: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """The dicts with tensors in dicts of plain text labels, outside of training states, by what `--only` takes them by."""
+    """The dicts with tensors in dicts of plain text labels, outside of training states, by what
+    `--only` takes them by.
+    """
     for label, value in root.items() if isinstance(root, dict) else ():
         plain = isinstance(label, str) and "." not in label and label != "ema"
-        if plain and isinstance(value, dict) and not is_training(label, value) and any(True for _ in leaves_of(value)):
+        if (
+            plain
+            and isinstance(value, dict)
+            and not is_training(label, value)
+            and any(True for _ in leaves_of(value))
+        ):
             yield path_of((*labels, label)), value
             yield from parts_by_path(value, (*labels, label))
 
 
-# ----------------------------------------------------------------------------------------------------------------- keys
+# --------------------------------------------------------------------------------------------- keys
 
 _SURE = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 def bare_keys(keys: list[str], deciding: list[bool]) -> list[str]:
-    """The keys without wrappers: `module` where each that decides starts with it, the others wherever a key goes on."""
+    """The keys without wrappers: `module` where each that decides starts with it, the others
+    wherever a key goes on.
+    """
     before: list[str] = []
     while any(deciding) and keys != before:
         before = keys
-        keys = [".".join([*(part for part in key.split(".")[:-1] if part not in _SURE), key.split(".")[-1]]) for key in keys]
+        keys = [
+            ".".join(
+                [*(part for part in key.split(".")[:-1] if part not in _SURE), key.split(".")[-1]]
+            )
+            for key in keys
+        ]
         wrapped = [key.startswith("module.") and key != "module." for key in keys]
         if all(yes for yes, counts in zip(wrapped, deciding, strict=True) if counts):
             keys = [key.removeprefix("module.") for key in keys]
@@ -401,13 +481,17 @@ def bare_keys(keys: list[str], deciding: list[bool]) -> list[str]:
 
 
 def rewritten(root: Any) -> Any:
-    """The tree as a torch output must hold it: that of the source, with bare keys in what is the state of a module."""
+    """The tree as a torch output must hold it: that of the source, with bare keys in what is the
+    state of a module.
+    """
     renamed: dict[int, dict[Any, str]] = {}
     candidates = parts_of(root).candidates()
     best = max((item.rank for item in candidates), default=None)
     for item in candidates:
         if item.rank == best or item.looks_like_a_module:
-            renamed[id(item.home)] = {key: bare for key, bare in item.bare_keys().items() if "." in str(key)}
+            renamed[id(item.home)] = {
+                key: bare for key, bare in item.bare_keys().items() if "." in str(key)
+            }
     return _with(root, renamed)
 
 

@@ -18,8 +18,14 @@ def shown(tree: Any, depth: int = 0) -> str:
         return f"{kind}{list(tree.shape)}={first:g}"
     if isinstance(tree, (dict, list, tuple)) and tree:
         pairs = tree.items() if isinstance(tree, dict) else enumerate(tree)
-        kind = "" if type(tree) is dict else type(tree).__name__ + (" with _metadata" if hasattr(tree, "_metadata") else "")
-        lines = [f"{'  ' * (depth + 1)}{label!s}: {shown(value, depth + 1)}" for label, value in pairs]
+        kind = (
+            ""
+            if type(tree) is dict
+            else type(tree).__name__ + (" with _metadata" if hasattr(tree, "_metadata") else "")
+        )
+        lines = [
+            f"{'  ' * (depth + 1)}{label!s}: {shown(value, depth + 1)}" for label, value in pairs
+        ]
         return "\n".join([kind, *lines])
     return repr(tree)
 
@@ -27,6 +33,10 @@ def shown(tree: Any, depth: int = 0) -> str:
 def told(verdict: Taken | Refused) -> str:
     """A verdict of the rule in a line."""
     if isinstance(verdict, Refused):
-        return f"an error that lists {', '.join(verdict.choices)}" if verdict.choices else "an error: no state dict"
+        return (
+            f"an error that lists {', '.join(verdict.choices)}"
+            if verdict.choices
+            else "an error: no state dict"
+        )
     left = f", without {', '.join(verdict.left_out)}" if verdict.left_out else ""
     return f"'{verdict.name}' with {', '.join(verdict.state_dict)}{left}"
