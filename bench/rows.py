@@ -1,4 +1,4 @@
-"""What bench.py measures: the sizes, the two sides of each row, and what ckptconv promises of it."""
+"""What bench.py measures: the sizes, the two sides of each row, and what ckptconv promises."""
 
 from __future__ import annotations
 
