@@ -129,8 +129,10 @@ Examples:
   ckptconv convert in.pt out.safetensors
   ckptconv convert in.pt out.pt --device cuda:1
   ckptconv convert in.safetensors out.pt --add-prefix module.
-  ckptconv convert in.pt out.safetensors --dtype bf16 --include 'model.*' --exclude '*.num_batches_tracked'
-  ckptconv convert in.pt out.pt --strip-prefix model. --regex 'blocks\\.(\\d+)=>layers.\\1' --save-mapping map.json
+  ckptconv convert in.pt out.safetensors --dtype bf16 --include 'model.*' \
+--exclude '*.num_batches_tracked'
+  ckptconv convert in.pt out.pt --strip-prefix model. \
+--regex 'blocks\\.(\\d+)=>layers.\\1' --save-mapping map.json
   ckptconv convert out.pt back.pt --rules map.json --reverse
   ckptconv convert train.pt ema.safetensors --only ema
   ckptconv convert in.pt out.pt --like other.safetensors
@@ -218,7 +220,8 @@ Examples:
   ckptconv inspect in.pt --json | jq .portable
   ckptconv inspect --portable *.safetensors *.pt
 
-Exit code: 0 looked at, 1 one cannot be opened (with --portable: or is not portable), 2 wrong usage.""",
+Exit code: 0 looked at, 1 one cannot be opened (with --portable: or is not portable), \
+2 wrong usage.""",
 )
 @click.argument("sources", metavar="IN...", type=FILE, nargs=-1, required=True)
 @click.option(
@@ -286,7 +289,8 @@ Examples:
   ckptconv doctor *.pt
   ckptconv doctor in.pt --json | jq -r '.findings[].command'
 
-Exit code: 0 all load here, 1 one does not (with --strict: or has a warning), 2 cannot tell: no such file, model or
+Exit code: 0 all load here, 1 one does not (with --strict: or has a warning), \
+2 cannot tell: no such file, model or
 device.""",
 )
 @click.argument("sources", metavar="IN...", type=FILE, nargs=-1, required=True)
@@ -366,7 +370,8 @@ Examples:
   eval "$(ckptconv devices --export)"
   ckptconv devices --export --count 2 --min-free 8GB
 
-Exit code of --export: 0 done, or nothing to print because this host has no GPUs; 1 too few GPUs qualify.""",
+Exit code of --export: 0 done, or nothing to print because this host has no GPUs; \
+1 too few GPUs qualify.""",
 )
 @click.option(
     "--export",
@@ -518,8 +523,10 @@ Examples:
   ckptconv scan models/ --strict
   ckptconv scan a.pkl b.zip --json
 
-Exit code: 0 nothing dangerous, 1 something dangerous (with --strict: or unknown), 2 a path cannot be read.
-Unknown: names that ordinary checkpoints do not have, and files that cannot be searched: gzip, bzip2, xz, 7z, ...""",
+Exit code: 0 nothing dangerous, 1 something dangerous (with --strict: or unknown), \
+2 a path cannot be read.
+Unknown: names that ordinary checkpoints do not have, and files that cannot be searched: \
+gzip, bzip2, xz, 7z, ...""",
 )
 @click.argument("paths", metavar="PATH...", type=FILE, nargs=-1, required=True)
 @click.option("--strict", is_flag=True, help="Exit with 1 also if something is unknown.")

@@ -89,7 +89,7 @@ class FileCommand(click.Command):
 
 
 class RuleCommand(FileCommand):
-    """A command that knows in which order its key rules were given, whichever options they are of."""
+    """A command that knows the order in which its key rules were given, of whichever options."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if ctx.resilient_parsing:
@@ -116,10 +116,10 @@ def _word(name: str) -> str:
 def choice_options(command: F) -> F:
     """The options that choose among keys, which every command that writes has."""
     return _with_options(command, [
-        click.option("--include", metavar="GLOB", multiple=True, help="Keep only keys that match "
-                                                                      "at this point of the rules."),
-        click.option("--exclude", metavar="GLOB", multiple=True, help="Leave out keys that match "
-                                                                      "at this point of the rules."),
+        click.option("--include", metavar="GLOB", multiple=True,
+                     help="Keep only keys that match at this point of the rules."),
+        click.option("--exclude", metavar="GLOB", multiple=True,
+                     help="Leave out keys that match at this point of the rules."),
     ])  # fmt: skip
 
 
@@ -194,9 +194,14 @@ def _limit(text: str) -> tuple[str, float]:
         ) from None
 
 
-LIMIT = click.option("--limit", metavar="NAME=VALUE", multiple=True, expose_value=False,
+LIMIT = click.option(
+    "--limit",
+    metavar="NAME=VALUE",
+    multiple=True,
+    expose_value=False,
     callback=_limits_set,
-                     help="Raise a limit that an error named, such as pickle_bytes=4GiB.")  # fmt: skip
+    help="Raise a limit that an error named, such as pickle_bytes=4GiB.",
+)
 
 
 def output_options(command: F) -> F:
@@ -226,7 +231,8 @@ def output_options(command: F) -> F:
         LIMIT,
         choice_options,
         click.option("--save-mapping", metavar="FILE", type=_MappingName(path_type=Path),
-                     help="Save which key became which, so that --rules FILE --reverse can undo it."),
+                     help="Save which key became which, so that --rules FILE --reverse can undo "
+                          "it."),
         click.option("--tied", type=click.Choice(["alias", "duplicate"]), default="alias",
             show_default=True,
                      help="If a tensor has several names, write it to safetensors once, or once "
@@ -352,7 +358,7 @@ def comparison(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def options_of(given: dict[str, Any], wrappers: str) -> Request:
-    """The conversion that the command line asks for; a value that cannot be meant is a usage error."""
+    """The conversion that the command line asks for; a senseless value is a usage error."""
     from ckptconv.convert.options import Request
     from ckptconv.devices.mapping import tag_map
     from ckptconv.formats.hf_names import parse_size

@@ -178,7 +178,7 @@ def print_table(lines: Iterable[tuple[str, str]]) -> None:
 
 
 def print_lines(lines: Iterable[tuple[str, str]], err: bool = False) -> None:
-    """(label, text) lines in two columns; on a terminal a long text goes on under its own column."""
+    """Lines of (label, text) in two columns; a long text goes on under its column on a terminal."""
     rows = list(lines)
     width = max((len(label) for label, _ in rows), default=0)
     for label, text in rows:
@@ -242,7 +242,10 @@ def spooled() -> Iterator[Path]:
             if error.path is not None and Path(error.path).parent == folder:
                 error.path = "standard output"
                 place = platforms.temporary_folder()
-                error.hint = f"it is made in {place} first, and printed when complete; set TMPDIR to use another folder"
+                error.hint = (
+                    f"it is made in {place} first, and printed when complete; set TMPDIR to use "
+                    "another folder"
+                )
             raise
 
 

@@ -147,7 +147,7 @@ def _run_checks(plan: ConversionPlan) -> None:
 
 
 def _result(plan: ConversionPlan, tally: Tally, verified: int | None) -> ConversionResult:
-    """What there is to be told of an output, found out before it may take the place of its source."""
+    """What is to be told of an output, found out before it may take the place of its source."""
     overflowed = by_tensor(plan, tally.overflowed, lambda ref: count_overflow(plan, ref))
     odd_bools = by_tensor(plan, tally.odd_bools, count_odd_bools)
     return ConversionResult(plan, 0.0, verified, overflowed, odd_bools)

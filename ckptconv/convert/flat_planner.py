@@ -258,7 +258,7 @@ def _metadata(
 
 
 def _refuse_blow_up(nbytes: int, checkpoint: Checkpoint) -> None:
-    """Refuse an output that is many times the input: views of one small storage, each written out."""
+    """Refuse an output many times the size of the input: views of one storage, each written out."""
     most = in_force()
     if nbytes > most.view_free and nbytes > most.view_ratio * checkpoint.nbytes:
         raise expanded(

@@ -52,11 +52,9 @@ def _file_again(told: tuple[Path, int] | None) -> PlannedFile | None:
 
 def _plan_again(facts: dict[str, Any]) -> ConversionPlan:
     """The plan that a pickle tells of; it cannot be executed."""
-    files = tuple(map(_file_again, facts.pop("files")))
-    single = {name: _file_again(facts.pop(name)) for name in ("index", "mapping")}
-    return ConversionPlan(
-        files=files, tensors=_gone, cast=_gone, checks=(_gone,), **single, **facts
-    )  # type: ignore[arg-type]
+    facts["files"] = tuple(map(_file_again, facts["files"]))
+    facts |= {name: _file_again(facts[name]) for name in ("index", "mapping")}
+    return ConversionPlan(tensors=_gone, cast=_gone, checks=(_gone,), **facts)
 
 
 _OF_OPEN_FILES = {

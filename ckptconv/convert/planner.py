@@ -243,7 +243,10 @@ def _number_keys(root: Node) -> Iterator[str]:
     for place, node in walk(root):
         if any(type(key) is int for key, _ in mapping_pairs(node) or ()):
             where = printable(place_text(place)) or "the root"
-            yield f"keys that are numbers ({where}, …) become text in a DCP folder, as torch itself writes them"
+            yield (
+                f"keys that are numbers ({where}, …) become text in a DCP folder, as torch "
+                "itself writes them"
+            )
             return
 
 

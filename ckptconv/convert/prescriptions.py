@@ -127,7 +127,10 @@ def _dropping(
     return RefusedObject(what, path=refused.path, where=refused.where, hint=hint)
 
 
-_ELSEWHERE = "load it where its classes are and save its state_dict(), or keep it as it is with --unknown keep"
+_ELSEWHERE = (
+    "load it where its classes are and save its state_dict(), or keep it as it is with --unknown "
+    "keep"
+)
 
 
 def _lost(plan: ConversionPlan, checkpoint: Checkpoint) -> list[tuple[str, int]]:
@@ -146,7 +149,7 @@ def _lost(plan: ConversionPlan, checkpoint: Checkpoint) -> list[tuple[str, int]]
 
 
 def command(fix: Fix, paths: Sequence[Path], output: Path | None = None) -> str:
-    """The command line, ready for a POSIX shell; without an `output` it gets a name that is free."""
+    """The command line, ready for a POSIX shell; without an `output` it gets a free name."""
     made = output or output_beside(paths[0], fix.suffix or ".pt")
     return " ".join(
         map(quote, ("ckptconv", "convert", *map(as_argument, (*paths, made)), *fix.arguments()))

@@ -225,7 +225,10 @@ def result_lines(result: ConversionResult) -> Iterator[tuple[str, str]]:
 def _named_text(result: ConversionResult) -> str:
     if result.named is None:
         kind = printable(result.plan.source_format)
-        return f"storages are not counted in a source of the kind {kind}, so only what was read of it is compared"
+        return (
+            f"storages are not counted in a source of the kind {kind}, so only what was read of "
+            "it is compared"
+        )
     return f"nothing {'else ' if result.plan.skipped else ''}that the source names is missing"
 
 

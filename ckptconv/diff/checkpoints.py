@@ -257,7 +257,10 @@ def _parts(
 def _left_out(names: KeyMap, which: str) -> Iterator[str]:
     """How many keys of a checkpoint were not compared, by what left them out."""
     for why, count in Counter(names.why.values()).items():
-        yield f"{count:,} of {count_text(len(names.old), 'key')} of {which} {why}, and so were not compared"
+        yield (
+            f"{count:,} of {count_text(len(names.old), 'key')} of {which} {why}, and so were not "
+            "compared"
+        )
 
 
 def _second_part(part: Callable[[], Part], only: tuple[str | None, str | None]) -> Part:
@@ -268,7 +271,10 @@ def _second_part(part: Callable[[], Part], only: tuple[str | None, str | None]) 
         return part()
     except CheckpointError as error:
         if only[0] is not None and only[0] == only[1]:
-            advice = "--only-b PATH names the part of B where it has another path; '' is all of it (only_b= in code)"
+            advice = (
+                "--only-b PATH names the part of B where it has another path; '' is all of it "
+                "(only_b= in code)"
+            )
             error.hint = f"{error.hint}; {advice}" if error.hint else advice
         raise
 

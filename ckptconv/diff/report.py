@@ -134,7 +134,7 @@ def _cosine_text(cosine: float) -> str:
 
 
 def difference_document(found: Difference) -> dict[str, Any]:
-    """A difference as JSON values; a number that JSON has no form for is given as text (``inf``)."""
+    """A difference as JSON values; a number that JSON cannot hold is given as text (``inf``)."""
     return {
         "same": found.same,
         "damaged": list(found.damaged),

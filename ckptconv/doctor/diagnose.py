@@ -250,7 +250,10 @@ def _read_values(case: Case, tell: OnProgress | None) -> list[Symptom]:
         )
     if wrong:
         cause = f"has values that are infinite ({sum(wrong.values())}), in {some(list(wrong))}"
-        advice = "a cast to a smaller type overflowed, or the training has diverged: use the file before the cast"
+        advice = (
+            "a cast to a smaller type overflowed, or the training has diverged: use the file "
+            "before the cast"
+        )
         effect = "what the model computes with them is infinite or NaN"
         found.append(symptom("warning", "infinite", cause, effect, advice=advice))
     if meant := {path: count for path, count in infinite.items() if path not in wrong}:

@@ -123,7 +123,10 @@ def suffix(case: Case) -> str:
 def _container(case: Case) -> Iterator[Symptom]:
     name, path = case.facts.format, case.paths[0]
     if case.facts.untyped:
-        cause = f"is a file from before torch 1.6 that holds {some(case.facts.untyped)}, which its format cannot hold"
+        cause = (
+            f"is a file from before torch 1.6 that holds {some(case.facts.untyped)}, which its "
+            "format cannot hold"
+        )
         yield symptom("error", "legacy-container", cause, words.quoted(words.UNTYPED), Fix())
     elif name == "torch legacy":
         effect = words.quoted(words.MMAP, by="torch.load(mmap=True)")
@@ -326,7 +329,10 @@ def _keys(case: Case) -> Iterator[Symptom]:
                 Fix(),
             )
         elif case.fit.fixes:
-            cause = f"the keys {where}include some that {printable(case.target.name)} does not have: {some(fit.unexpected)}"
+            cause = (
+                f"the keys {where}include some that {printable(case.target.name)} does not have: "
+                f"{some(fit.unexpected)}"
+            )
             yield symptom("error", "keys", cause, effect, Fix())
         else:
             refused = refusal(fit, case.target.name, len(case.target.shapes))
@@ -364,13 +370,16 @@ def _wrappers(case: Case) -> Iterator[Symptom]:
             )
     for path, prefix in case.facts.offered.items():
         where = f" of {part_text(path)}" if path else ""
-        cause = f"the keys{where} start with {prefix}, the attribute or wrapper of {case.facts.producer or 'a framework'}"
+        cause = (
+            f"the keys{where} start with {prefix}, the attribute or wrapper of "
+            f"{case.facts.producer or 'a framework'}"
+        )
         effect = words.quoted(words.NO_KEYS, by="load_state_dict, of the inner model,")
         yield symptom("info", "prefixed-keys", cause, effect, Fix(strip_prefix=prefix), chosen=True)
 
 
 def _choice(case: Case) -> Iterator[Symptom]:
-    """Several parts that could be the model; a model that is named, and fits one, would decide it."""
+    """Several parts that could be the model; a named model that fits one would decide it."""
     if case.fit is not None and case.fit.fixes:
         return
     try:
@@ -394,7 +403,10 @@ def _lone_shard(case: Case) -> Iterator[Symptom]:
     if len(case.paths) > 1 or told is None or int(told["count"]) < 2 or path.is_dir():
         return
     index = path.with_name(f"{told['stem']}.{told['suffix']}.index.json")
-    cause = f"is shard {int(told['number'])} of {int(told['count'])} by its name, and holds only some of the tensors"
+    cause = (
+        f"is shard {int(told['number'])} of {int(told['count'])} by its name, and holds only "
+        "some of the tensors"
+    )
     effect = words.quoted(words.NO_KEYS, by="load_state_dict")
     if not index.exists():
         advice = f"fetch the other shards and {printable(index.name)}, then name that"
@@ -454,7 +466,10 @@ def _shares(case: Case) -> Iterator[Symptom]:
         averages := [item.path for item in case.state_dicts if _is_average(item.path)]
     ):
         cause = f"holds averaged weights ({some(averages)}) beside {part_text(one)}"
-        effect = "which of them is loaded depends on the script; evaluation usually wants the averaged ones"
+        effect = (
+            "which of them is loaded depends on the script; evaluation usually wants the "
+            "averaged ones"
+        )
         yield symptom("info", "ema-share", cause, effect, Fix(only=averages[0]), chosen=True)
 
 
@@ -516,8 +531,14 @@ def _scaled(case: Case) -> Iterator[Symptom]:
     for path, scaled in case.scaled.items():
         where = f" of {part_text(path)}" if path else ""
         names = some([f"{item.codes} with {item.scale}" for item in scaled])
-        effect = "a model that does not know of the scales uses the codes as values, and silently computes nonsense"
-        advice = "load it with the library that wrote it; ckptconv copies codes and scales as they are, and refuses --dtype"
+        effect = (
+            "a model that does not know of the scales uses the codes as values, and silently "
+            "computes nonsense"
+        )
+        advice = (
+            "load it with the library that wrote it; ckptconv copies codes and scales as they "
+            "are, and refuses --dtype"
+        )
         yield symptom(
             "info",
             "scaled-weights",

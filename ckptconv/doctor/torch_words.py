@@ -33,9 +33,15 @@ def on_tag(tag: str, host: Host) -> str:
     if kind not in MODULE_NAMES:
         return _UNKNOWN_TAG.format(tag=printable(tag))
     if count:
-        return f"Attempting to deserialize object on {name} device {index} but torch.{kind}.device_count() is {count}"
+        return (
+            f"Attempting to deserialize object on {name} device {index} but "
+            f"torch.{kind}.device_count() is {count}"
+        )
     if kind in ("cuda", "xpu", "mtia"):
-        return f"Attempting to deserialize object on a {name} device but torch.{kind}.is_available() is False"
+        return (
+            f"Attempting to deserialize object on a {name} device but "
+            f"torch.{kind}.is_available() is False"
+        )
     return f"The {name} device module is not registered"
 
 

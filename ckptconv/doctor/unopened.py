@@ -1,4 +1,4 @@
-"""The finding for what cannot be opened as a checkpoint: what it is instead, and what can be done."""
+"""The finding for what cannot be opened as a checkpoint: what it is, and what can be done."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ def _effect(error: CheckpointError, path: Path) -> str:
     if path.is_dir():
         return words.quoted(words.FOLDER)
     if isinstance(error, IncompleteCheckpoint):
-        return "torch.load gives one rank's shards, and load_state_dict does not accept them as the whole tensors"
+        return (
+            "torch.load gives one rank's shards, and load_state_dict does not accept them as the "
+            "whole tensors"
+        )
     try:
         source = FileSource(path)
     except CheckpointError as unreadable:
@@ -69,7 +72,10 @@ def _effect(error: CheckpointError, path: Path) -> str:
         return words.quoted(words.CUT_OFF)
     said = words.on_start(head)
     if said is None and isinstance(error, MalformedCheckpoint):
-        return "ckptconv does not open it; torch.load may refuse it too, or load something else than was saved"
+        return (
+            "ckptconv does not open it; torch.load may refuse it too, or load something else "
+            "than was saved"
+        )
     return words.quoted(said) if said else "neither torch.load nor the safetensors library loads it"
 
 

@@ -48,7 +48,7 @@ def _signatures(source: Source) -> Iterator[int]:
 
 
 def next_data(source: Source, at: int) -> int:
-    """The first byte from `at` on that is not in a hole of a sparse file, where nothing can begin."""
+    """The first byte from `at` on that is not in a hole of a sparse file."""
     return source.next_data(at) if isinstance(source, FileSource) else at
 
 

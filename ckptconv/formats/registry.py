@@ -95,7 +95,7 @@ ARCHIVES: tuple[Archive, ...] = (
     Archive(may_hold_checkpoints, open_zip_members),
     Archive(lambda _: True, open_torch_zip),
 )
-"""What a zip archive may be, in the order in which it is tried; the last one says what else it is."""
+"""What a zip archive may be, in the order of trying; the last one says what else it is."""
 
 
 def open_zip(source: Source, opener: Opener) -> Checkpoint:

@@ -120,7 +120,13 @@ def _beginning(head: bytes) -> str:
 _SHOWN_OF_TEXT = 40
 
 
-_TEXT_HINT = "if it was downloaded, an error was saved in its place: fetch it again; otherwise name the file with the weights"
+_TEXT_HINT = (
+    "if it was downloaded, an error was saved in its place: fetch it again; otherwise name the "
+    "file with the weights"
+)
 
 
-_UNKNOWN_HINT = "check that it is complete and unpacked, and which program wrote it; docs/containers.md lists what is read"
+_UNKNOWN_HINT = (
+    "check that it is complete and unpacked, and which program wrote it; docs/containers.md "
+    "lists what is read"
+)

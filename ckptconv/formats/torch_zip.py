@@ -113,7 +113,10 @@ _AROUND = 400  # bytes at most of the headers, the padding and the directory's e
 
 def _notes(records: Records, others: Sequence[str]) -> Iterable[str]:
     if others:
-        yield f"{len(others)} records do not belong to a tensor and are left out, e.g. {printable(others[0])}"
+        yield (
+            f"{len(others)} records do not belong to a tensor and are left out, e.g. "
+            f"{printable(others[0])}"
+        )
     yield from checksum_notes(records)
 
 

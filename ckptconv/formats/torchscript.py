@@ -80,15 +80,24 @@ _EMPTY = (
 
 
 def _notes(root: Call, code: _Code) -> Iterator[str]:
-    yield f"a TorchScript archive, read as the state dict of {printable(root.name)}; its code is left out"
+    yield (
+        f"a TorchScript archive, read as the state dict of {printable(root.name)}; its code is "
+        "left out"
+    )
     if code.opaque:
         count, first = (
             len(code.opaque),
             printable(", ".join(sorted(code.opaque)[:3])) + ", …" * (len(code.opaque) > 3),
         )
-        yield f"{count} classes save their state in a way of their own, so their tensors are left out: {first}"
+        yield (
+            f"{count} classes save their state in a way of their own, so their tensors are left "
+            f"out: {first}"
+        )
     if code.untold:
-        yield "its classes do not list their buffers (before torch 1.6): all tensors except the parameters are read as buffers"
+        yield (
+            "its classes do not list their buffers (before torch 1.6): all tensors except the "
+            "parameters are read as buffers"
+        )
 
 
 def _strays(root: Call, code: _Code, made: Call) -> Iterator[Stray]:

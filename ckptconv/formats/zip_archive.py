@@ -362,7 +362,7 @@ _PADDINGS = tuple(b"FB%c\0" % size + b"Z" * size for size in range(ALIGNMENT))
 
 
 def _flags(size: int) -> int:
-    """Bit 11: the name is UTF-8; bit 3: CRC and sizes follow the payload (an empty one has none)."""
+    """Bit 11: the name is UTF-8; bit 3: CRC and sizes follow the payload (not an empty one)."""
     return 0x0808 if size else 0x0800
 
 

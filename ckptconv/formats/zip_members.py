@@ -59,7 +59,10 @@ def open_zip_members(
         opened = {name: _open_member(name, inner, opener) for name, inner in inners.items()}
         found = {name: member for name, member in opened.items() if member is not None}
         if not found:
-            what = "is a zip archive without a data.pkl and without a checkpoint in it, so torch.save did not write it"
+            what = (
+                "is a zip archive without a data.pkl and without a checkpoint in it, so "
+                "torch.save did not write it"
+            )
             raise UnsupportedCheckpoint(what, path=source.path)
     except BaseException:
         spool.close()
@@ -111,15 +114,23 @@ def _notes(records: Mapping[str, Record], found: Mapping[str, Checkpoint]) -> It
         for name, member in found.items()
         if member.format in _UNCHECKED and not records[name].deflated
     ]:
-        yield f"{printable(', '.join(bare))}: without checksums inside, so damage cannot be detected"
+        yield (
+            f"{printable(', '.join(bare))}: without checksums inside, so damage cannot be detected"
+        )
     if left := [name for name in records if name not in found]:
-        yield f"{len(left)} members are not checkpoints and are left out: {printable(', '.join(left))}"
+        yield (
+            f"{len(left)} members are not checkpoints and are left out: "
+            f"{printable(', '.join(left))}"
+        )
 
 
 def _refuse_many(source: Source, records: Mapping[str, Record], outer: _Outer) -> None:
     outer.members += len(records)
     if (count := outer.members) > (most := in_force().zip_members):
-        what = f"is a zip archive of {count} members without a data.pkl, so torch.save did not write it"
+        what = (
+            f"is a zip archive of {count} members without a data.pkl, so torch.save did not "
+            "write it"
+        )
         advice = "unpack it and name the file that you mean"
         raise LimitExceeded(
             what, limit="zip_members", allowed=most, needed=count, path=source.path, advice=advice

@@ -244,7 +244,10 @@ def _reasons(found: Inspection) -> Iterator[Reason]:
     if not found.opening.anywhere:
         yield Reason("container", f"{found.opening.why_not} ({found.format})")
     if found.strays:
-        what = f"its archive has records outside its folder ({printable(found.strays[0])}), which torch.load refuses"
+        what = (
+            f"its archive has records outside its folder ({printable(found.strays[0])}), which "
+            "torch.load refuses"
+        )
         yield Reason("stray-records", what)
     if found.protocol is not None:
         yield Reason(
@@ -460,7 +463,7 @@ def _used_bytes(refs: list[TensorRef]) -> dict[int, int]:
 
 
 def _odd_objects(root: Node, overlay: dict[int, Node]) -> Iterator[OddObject]:
-    """The objects that are refused; the overlay gets the plain forms that a conversion gives them."""
+    """The objects that are refused; the overlay gets the plain forms that a conversion uses."""
     configs: set[int] = set()
     for place, node in walk(root, overlay):
         if (name := refused_name(node)) is not None:

@@ -60,12 +60,18 @@ def _refusals(file: Checkpoint) -> Iterator[Refusal]:
     suffix = file.path.suffix.lower()
     if file.opening is TORCH:
         if suffix == ".safetensors":
-            what = "it is a torch file with the name of a safetensors file, and the libraries go by the name"
+            what = (
+                "it is a torch file with the name of a safetensors file, and the libraries go by "
+                "the name"
+            )
             yield Refusal("name", what, "Error while deserializing header", "safetensors")
         yield from _torch_refusals(file)
     elif file.opening is SAFETENSORS:
         if suffix in _TORCH_SUFFIXES:
-            what = "it is a safetensors file with the name of a torch file, and the libraries go by the name"
+            what = (
+                "it is a safetensors file with the name of a torch file, and the libraries go by "
+                "the name"
+            )
             yield Refusal("name", what, "Weights only load failed")
         packed = sorted(
             {

@@ -165,7 +165,10 @@ def _remove_replaced(paths: Sequence[Path], output: Path) -> None:
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
-            what = f"is in place, but {path.name} of the earlier one cannot be removed: {os.strerror(error.errno or 0)}"
+            what = (
+                f"is in place, but {path.name} of the earlier one cannot be removed: "
+                f"{os.strerror(error.errno or 0)}"
+            )
             raise OutputRefused(
                 what, path=output, hint="remove it: a program may take it for the checkpoint"
             ) from error
@@ -365,7 +368,10 @@ def _put_over(made: Path, files: ShardSet, path: Path, *, fsync: bool) -> None:
     try:
         _rename_behind_index(passing, files.shards, files.index, fsync=fsync)
     except OSError as error:
-        what = f"is in place, but its shards could not get their names: {os.strerror(error.errno or 0)}"
+        what = (
+            "is in place, but its shards could not get their names: "
+            f"{os.strerror(error.errno or 0)}"
+        )
         raise OutputRefused(
             what, path=path, hint=f"they are complete, in {passing.name}; run the command again"
         ) from error
@@ -442,7 +448,10 @@ def _confirm(folder: Path, path: Path) -> None:
     try:
         fsync_folder(folder)
     except OSError as error:
-        what = f"is in place and complete, but the disk does not confirm its name: {os.strerror(error.errno or 0)}"
+        what = (
+            "is in place and complete, but the disk does not confirm its name: "
+            f"{os.strerror(error.errno or 0)}"
+        )
         raise OutputRefused(what, path=path, hint="check the disk") from error
 
 

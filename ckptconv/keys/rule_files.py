@@ -4,7 +4,8 @@ leave, in JSON.
 A file of rules is a list, or ``rules`` in an object, of objects with one rule each, by its name on
 the command line::
 
-    {"rules": [{"strip-prefix": "model."}, {"rename": {"head.": "classifier."}}, {"exclude": ["*.bias", "*.mean"]}]}
+    {"rules": [{"strip-prefix": "model."}, {"rename": {"head.": "classifier."}},
+               {"exclude": ["*.bias", "*.mean"]}]}
 
 A mapping is an object with ``"mapping": 1`` and ``state_dicts``: for each its ``path``, ``keys``
 (old → new), ``left_out`` (old ones), ``modules`` (old → new paths of its `_metadata`) and, where
@@ -202,7 +203,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _json_lines(text: str) -> Iterator[int]:
-    """The lines on which the items of the list of rules begin, in a text that is known to be JSON."""
+    """The lines on which the items of the list of rules begin, in a text known to be JSON."""
     decoder = json.JSONDecoder()
     at = _after_space(text, 0)
     while at < len(text) and text[at] != "[":  # an object: go from name to name until "rules"

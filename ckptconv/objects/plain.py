@@ -253,7 +253,7 @@ def _number(call: Call, _: Node) -> Node:
 
 
 def _array(call: Call, state: Node) -> Node:
-    """An array: `_reconstruct(class, …)` with the state (version, shape, dtype, is_fortran, bytes)."""
+    """An array: `_reconstruct(class, …)`, state (version, shape, dtype, is_fortran, bytes)."""
     if not call.args or type(call.args[0]) is not Global or call.args[0].path not in _ARRAY_CLASSES:
         return call
     if type(state) is not tuple or len(state) != 5:

@@ -25,8 +25,14 @@ def scan_headline(scan: Scan) -> str:
     if not scan.files:
         return f"{printable(scan.path)}: a folder without files"
     if len(scan.files) == 1 and not scan.files[0].findings and is_inert(kind := scan.files[0].kind):
-        return f"{printable(scan.path)}: not a checkpoint ({kind}); nothing in it can run when it is loaded"
-    return f"{printable(scan.path)}: {said} ({count_text(len(scan.files), 'file')}, {count_text(pickles, 'pickle')})"
+        return (
+            f"{printable(scan.path)}: not a checkpoint ({kind}); nothing in it can run when it "
+            "is loaded"
+        )
+    return (
+        f"{printable(scan.path)}: {said} ({count_text(len(scan.files), 'file')}, "
+        f"{count_text(pickles, 'pickle')})"
+    )
 
 
 def scans_headline(levels: Sequence[str]) -> str:

@@ -266,7 +266,10 @@ class Scanner:
                 "was searched",
             )
             if _may_be_script(source):
-                what = "seems to be a TorchScript archive; torch may use its directory and run code that was not judged"
+                what = (
+                    "seems to be a TorchScript archive; torch may use its directory and run code "
+                    "that was not judged"
+                )
                 self.findings.append(Finding(where, "", "dangerous", what, 0))
             self._sweep(source, where, depth)
             return "zip without a usable directory"
@@ -378,7 +381,7 @@ class Scanner:
         self._room.is_used_up |= not inflated
 
     def _sweep(self, source: Source, where: str, depth: int) -> None:
-        """Look at every place of a source at which a pickle, or a record of an archive, may begin."""
+        """Look at every place of a source where a pickle, or a record of an archive, may begin."""
         done = 0
         start = next_data(source, 0)
         while start < source.size:
@@ -389,7 +392,10 @@ class Scanner:
                     continue
                 if self._room.is_searched:
                     more = f"--limit scanned_in_vain={2 * self._room.followed} looks further"
-                    what = "holds too many places where a pickle seems to start; the rest was not looked at"
+                    what = (
+                        "holds too many places where a pickle seems to start; the rest was not "
+                        "looked at"
+                    )
                     self._odd(where, f"{what} ({more})", at)
                     return
                 look = self._local_record if found[0][:2] == b"PK" else self._uncertain
@@ -610,7 +616,7 @@ def is_inert(kind: str) -> bool:
 
 
 def _is_zlib(head: bytes) -> bool:
-    """Whether something begins as a zlib stream (RFC 1950) with a window of 32 KiB, and inflates."""
+    """Whether it begins as a zlib stream (RFC 1950) with a window of 32 KiB, and inflates."""
     if len(head) < 8 or head[0] != 0x78 or head[1] & 0x20 or int.from_bytes(head[:2], "big") % 31:
         return False
     with contextlib.suppress(zlib.error):

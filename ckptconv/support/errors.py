@@ -124,7 +124,8 @@ def not_opened(
 
     `what` and `hint` say more than the number does.
 
-    >>> isinstance(not_opened(errno.ENOENT, "in.pt"), FileNotFoundError), str(not_opened(errno.ENOENT, "in.pt"))
+    >>> error = not_opened(errno.ENOENT, "in.pt")
+    >>> isinstance(error, FileNotFoundError), str(error)
     (True, 'in.pt: no such file; check the path')
     """
     number = error if isinstance(error, int) else error.errno or 0
@@ -138,7 +139,7 @@ def not_opened(
 
 
 class IncompleteCheckpoint(UnsupportedCheckpoint):
-    """The file of one rank without the others; the tensors are split over the files of all ranks."""
+    """The file of one rank without the others; the tensors are split over the files of all."""
 
 
 class LimitExceeded(CheckpointError):
@@ -165,7 +166,10 @@ class LimitExceeded(CheckpointError):
         self.limit, self.allowed, self.needed = limit, allowed, needed
         enough = 2 * allowed if needed is None else needed
         if raising is None:
-            raising = f"if the file is right, raise the limit: --limit {limit}={enough} (ckptconv.limits({limit}={enough}) in code)"
+            raising = (
+                f"if the file is right, raise the limit: --limit {limit}={enough} "
+                f"(ckptconv.limits({limit}={enough}) in code)"
+            )
         hint = f"{advice}; {raising}" if advice else raising
         super().__init__(
             f"{what}, beyond the limit {limit}={allowed}", path=path, where=where, hint=hint

@@ -101,7 +101,7 @@ def check_storage(storage: Storage, meter: Meter | None = None) -> None:
 
 
 def refuse_crc(storage: Storage, found: int) -> None:
-    """Raise `MalformedCheckpoint` unless `found` is the CRC-32 that the storage's record declares."""
+    """Raise `MalformedCheckpoint` unless `found` is the CRC-32 that the record declares."""
     if storage.crc32 is not None and storage.crc32 != found:
         raise MalformedCheckpoint(
             f"its bytes have the CRC-32 {found:08x}, the archive says {storage.crc32:08x}",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """Who opens a container: `by` this library; `why_not` says why not on any host (empty: on any)."""
+    """Who opens a container: the library `by`; `why_not` is empty if it does so on any host."""
 
     by: str
     why_not: str = ""
@@ -52,8 +52,10 @@ _OF_INDEXES = (("diffusion_pytorch_model", "diffusers"), ("adapter_model", "peft
 def of_shards(index: str, shard: Opening) -> Opening:
     """The opening of an index called `index` whose shards have the opening `shard`.
 
-    >>> of_shards("model.safetensors.index.json", SAFETENSORS).by, of_shards("model.bin.index.json", TORCHSCRIPT).anywhere
-    ('transformers', False)
+    >>> of_shards("model.safetensors.index.json", SAFETENSORS).by
+    'transformers'
+    >>> of_shards("model.bin.index.json", TORCHSCRIPT).anywhere
+    False
     """
     by = next((library for stem, library in _OF_INDEXES if index.startswith(stem)), "transformers")
     return Opening(by, shard.why_not)

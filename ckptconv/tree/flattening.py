@@ -99,11 +99,14 @@ def encoding_notes(flattened: Flattened) -> Iterator[str]:
         names = printable(", ".join([*flattened.recipes][:3])) + ", …" * (
             len(flattened.recipes) > 3
         )
-        yield f"stored in parts, because safetensors does not have such tensors; ckptconv restores them: {names}"
+        yield (
+            "stored in parts, because safetensors does not have such tensors; ckptconv restores "
+            f"them: {names}"
+        )
 
 
 def refuse_split(flattened: Flattened) -> None:
-    """Raise `RefusedObject` where a tensor is encoded: its components may not lie in several files."""
+    """Raise `RefusedObject` if a tensor is encoded: its components may not lie in several files."""
     if key := next(iter(flattened.recipes), None):
         raise RefusedObject(
             "safetensors holds it only in parts, which cannot be split over shards",
@@ -114,7 +117,7 @@ def refuse_split(flattened: Flattened) -> None:
 
 
 def refuse_unholdable(key: str, ref: TensorRef, dtype: DType) -> None:
-    """Raise `RefusedObject` where safetensors has no dtype for a tensor that is written as `dtype`."""
+    """Raise `RefusedObject` if safetensors has no dtype for a tensor written as `dtype`."""
     half_byte = ref.dtype.safetensors == "F4" and not ref.shape
     if half_byte or (dtype.safetensors is None and written_form(ref) is None):
         raise RefusedObject(

@@ -363,7 +363,7 @@ DO_NOT_LOAD = "do not load it, for its code is dangerous: see ckptconv scan FILE
 
 
 def _is_dangerous(path: str) -> bool:
-    """Whether `scan` would warn of a name, or the name loads further pickles, which are executed."""
+    """Whether `scan` would warn of a name, or the name loads further pickles, which run."""
     module, _, name = path.rpartition(".")
     # of a class and a text it names a method, as old pickles do; scan judges what it names
     if name == "getattr":

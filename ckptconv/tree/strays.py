@@ -1,4 +1,4 @@
-"""What whole modules hold besides their state dicts, in an output: refused, or listed as left out."""
+"""What whole modules hold besides their state dicts: refused, or listed as left out."""
 
 from __future__ import annotations
 

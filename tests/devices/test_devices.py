@@ -36,7 +36,7 @@ FOUR = devices.listed_gpus(nvidia_smi._read(0, "\n".join(ROWS), frozenset()))
 
 @pytest.fixture(autouse=True)
 def bare_host(request, monkeypatch, tmp_path):
-    """A host without nvidia-smi, launcher or visibility settings (not for the tests of a real GPU)."""
+    """A host without nvidia-smi, launcher or visibility settings (not for tests of a real GPU)."""
     if request.node.get_closest_marker("gpu"):
         return
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -792,7 +792,10 @@ def test_a_location_that_is_no_tag_is_refused_at_once(map_location):
 
 def test_importing_the_module_imports_nothing_heavy():
     heavy = ("torch", "numpy", "subprocess", "json", "shutil", "importlib.util")
-    code = "import sys, ckptconv.support.errors; before = set(sys.modules); import ckptconv.devices.host"
+    code = (
+        "import sys, ckptconv.support.errors; before = set(sys.modules); "
+        "import ckptconv.devices.host"
+    )
     code += f"\nprint(*(set(sys.modules) - before) & set({heavy}))"
     root = Path(devices.__file__).parents[1]
     done = subprocess.run(

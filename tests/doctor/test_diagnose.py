@@ -397,7 +397,10 @@ def test_every_command_of_a_file_works(what, tmp_path):
         }, command
 
 
-LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1\nsize 12345\n"
+LFS = (
+    b"version https://git-lfs.github.com/spec/v1\noid "
+    b"sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1\nsize 12345\n"
+)
 ADVISED = {
     "a git-LFS pointer": (LFS, "git lfs pull"),
     "a web page": (b"<!DOCTYPE html><html></html>", "fetch it again"),
@@ -1001,7 +1004,10 @@ def test_a_missing_file_is_an_error_line(tmp_path):
 
 @no_gpu
 def test_without_torch_a_cpu_only_one_is_assumed(tmp_path):
-    blocked = "import sys; sys.modules['torch'] = None; sys.argv[0] = 'ckptconv'; from ckptconv.cli.main import main; main()"
+    blocked = (
+        "import sys; sys.modules['torch'] = None; sys.argv[0] = 'ckptconv'; "
+        "from ckptconv.cli.main import main; main()"
+    )
     done = run(
         "doctor",
         SAMPLES / "ddp_cuda3.pt",

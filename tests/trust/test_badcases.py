@@ -87,7 +87,7 @@ def answers(
 
 @pytest.fixture(scope="session")
 def forked() -> Iterator[Server]:
-    """The program in a process of its own for each command, forked from one that has it imported."""
+    """The program, for each command in a process of its own, forked from one that imported it."""
     with server() as running:
         yield running
 

@@ -132,7 +132,7 @@ def _preferred(names: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 Labelled = tuple[str, "str | None"]
-"""The label of a file in the tree, and the number of the rank that wrote it, if it is one rank's."""
+"""The label of a file in the tree, and the number of its rank, if one rank wrote it."""
 
 
 def _plain_label(name: str) -> Labelled:

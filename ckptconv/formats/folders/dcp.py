@@ -115,7 +115,10 @@ def open_dcp(path: Path, open_file: PathOpener, open_source: SourceOpener) -> Ch
 
 
 def _notes(fragments: Sized) -> tuple[str, ...]:
-    note = f"{len(fragments)} tensors of the optimizer are left out: an older Megatron stored them in flat fragments"
+    note = (
+        f"{len(fragments)} tensors of the optimizer are left out: an older Megatron stored them "
+        "in flat fragments"
+    )
     return (note,) * bool(fragments)
 
 
@@ -293,7 +296,7 @@ class _Nested:
         self._most_gaps = in_force().list_gaps
 
     def put(self, path: dcp_metadata.Path, value: Node) -> None:
-        """Hang `value` at `path`; `MalformedCheckpoint` when something else is there or on the way."""
+        """Hang `value` at `path`; `MalformedCheckpoint` if something else is in the way."""
         node: Node = self.root
         for label, following in pairwise(path):
             node = self._branch(node, label, list if type(following) is int else Dict)

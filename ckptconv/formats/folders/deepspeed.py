@@ -194,7 +194,10 @@ def _by_rank(found: Iterable[tuple[int, Path]]) -> dict[int, Path]:
     ranks: dict[int, Path] = {}
     for rank, file in sorted(found):
         if rank in ranks:
-            what = f"two files are of rank {rank}: {printable(ranks[rank].name)} and {printable(file.name)}"
+            what = (
+                f"two files are of rank {rank}: {printable(ranks[rank].name)} and "
+                f"{printable(file.name)}"
+            )
             raise MalformedCheckpoint(
                 what, path=file.parent, hint="one is from another run; move it away"
             )
@@ -205,7 +208,10 @@ def _by_rank(found: Iterable[tuple[int, Path]]) -> dict[int, Path]:
 def _require_ranks(files: Mapping[int, Path], count: int, kind: str) -> None:
     """Raise unless the files are those of the ranks 0 to `count` - 1."""
     if missing := [rank for rank in range(min(count, len(files) + 1)) if rank not in files]:
-        what = f"has the {kind} states of {len(files)} ranks, but {count} wrote it; those of rank {missing[0]} are missing"
+        what = (
+            f"has the {kind} states of {len(files)} ranks, but {count} wrote it; those of rank "
+            f"{missing[0]} are missing"
+        )
         raise MalformedCheckpoint(what, hint=_FETCH)
     if len(files) > count:
         what = f"has the {kind} states of {len(files)} ranks, but {count} wrote it"

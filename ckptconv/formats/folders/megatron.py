@@ -28,7 +28,10 @@ _SIZES = (
     "expert_model_parallel_size",
     "model_parallel_size",
 )
-_HINT = "save it with --ckpt-format torch_dist, which is read, or convert it to one rank with Megatron's own tools"
+_HINT = (
+    "save it with --ckpt-format torch_dist, which is read, or convert it to one rank with "
+    "Megatron's own tools"
+)
 
 
 def is_megatron(path: Path) -> bool:

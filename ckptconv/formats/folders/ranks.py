@@ -40,7 +40,7 @@ rank 0.
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rank:
-    """One opened file: its shards and its other tensors by place, and the containers of its tree."""
+    """One open file: its shards and its other tensors by place, and the containers of its tree."""
 
     checkpoint: Checkpoint
     shards: Mapping[Labels, tuple[Node, Shard]]

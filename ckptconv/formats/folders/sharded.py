@@ -54,7 +54,7 @@ _VARIANTS = (
     re.compile(rf"{_STEMS}\.(?P<variant>[^/]+?)(?<!{_OF_A_SET})\.safetensors").fullmatch,
     re.compile(rf"{_STEMS}\.(?P<variant>[^/]+?)(?<!{_OF_A_SET})\.bin").fullmatch,
 )
-"""The files of variants, the preferred first. Source: `_add_variant` in transformers and diffusers."""
+"""The files of variants, best first. Source: `_add_variant` in transformers and diffusers."""
 
 
 def is_sharded(path: Path) -> bool:

@@ -222,7 +222,10 @@ def _only(folder: Path, inside: _Inside) -> Chosen | None:
             (f"the only checkpoint in the folder is read: {printable(found[0])}",),
         )
     if inside.folders:
-        what = f"holds {len(found) + len(inside.around)} checkpoints but no file says which one to read"
+        what = (
+            f"holds {len(found) + len(inside.around)} checkpoints but no file says which one to "
+            "read"
+        )
         raise AmbiguousStateDict(what, path=folder, hint=_choice(found, inside.around))
     if inside.around:
         what = "is not a checkpoint, but folders in it are"

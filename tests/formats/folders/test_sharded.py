@@ -242,7 +242,7 @@ def test_an_existing_set_is_replaced_only_when_told_and_nothing_is_left_of_a_fai
 
 @pytest.mark.parametrize(("before", "after"), [(400, "5GB"), ("5GB", 400), (400, 900)])
 def test_nothing_of_an_earlier_set_is_found_in_the_place_of_a_new_one(before, after, tmp_path):
-    """transformers takes the one file first, ckptconv the index; neither may be of the old weights."""
+    """transformers takes the one file, ckptconv the index; neither may be of the old weights."""
     old = tmp_path / "old.pt"
     torch.save({key: torch.zeros_like(value) for key, value in tensors().items()}, old)
     folder, fresh = tmp_path / "out", tmp_path / "fresh"

@@ -281,7 +281,7 @@ def forbid_execution(work: Path) -> None:
 
 
 def _is_ours(arguments: tuple[Any, ...]) -> bool:
-    """Whether this starts the program that lists the GPUs of the host, or the one that asks torch."""
+    """Whether this starts the program that lists the host's GPUs, or the one that asks torch."""
     return arguments[0] == "nvidia-smi" or any(
         "fuzzing.torch_oracle" in str(argument) for argument in arguments
     )

@@ -38,9 +38,10 @@ for line in iter(sys.stdin.readline, ""):
     signal.alarm(given["limit"])
     _, status, usage = os.wait4(pid, 0)
     signal.alarm(0)
-    print(json.dumps([
-        os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime, time.monotonic() - begin, usage.ru_maxrss
-    ]), flush=True)
+    busy = usage.ru_utime + usage.ru_stime
+    elapsed = time.monotonic() - begin
+    told = [os.waitstatus_to_exitcode(status), busy, elapsed, usage.ru_maxrss]
+    print(json.dumps(told), flush=True)
 else:
     sys.exit()
 os.chdir(given["cwd"])
