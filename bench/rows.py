@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """What bench.py measures: the sizes, the two sides of each row, and what is promised of it."""
-=======
-"""What bench.py measures: the sizes, the two sides of each row, and what ckptconv promises."""
->>>>>>> wt-form
 
 from __future__ import annotations
 

@@ -43,6 +43,7 @@ from ckptconv.doctor import report as diagnosis_report
 from ckptconv.inspect import report as inspection_report
 from ckptconv.inspect.facts import inspect_checkpoint
 from ckptconv.keys.key_map import KEEP, KeyRules
+from ckptconv.scan import report as scan_report
 from fuzzing.inputs import GOOD, Kind, Trial
 
 T = TypeVar("T")
@@ -352,8 +353,8 @@ def _diagnose(watch: _Watch, paths: Sequence[Path]) -> None:
 
 def _scan(watch: _Watch, path: Path) -> None:
     found = scan_checkpoint(path)
-    watch.check_lines("scan", list(verdicts.scan_lines(found)))
-    _as_json(verdicts.scan_document(found))
+    watch.check_lines("scan", list(scan_report.scan_lines(found)))
+    _as_json(scan_report.scan_document(found))
 
 
 def _as_json(document: Any) -> None:
