@@ -199,7 +199,9 @@ def requests(
 
 def timeless(text: str) -> str:
     """What was printed, without how long it took and what was free meanwhile."""
-    return re.sub(r"in [0-9.]+ s(, [0-9.]+ [kMG]?B/s)?|\"seconds\": [0-9.e-]+", "<time>", text)
+    return re.sub(
+        r"in [0-9.]+ s((?:,| at) [0-9.]+ [kMG]?B/s)?|\"seconds\": [0-9.e-]+", "<time>", text
+    )
 
 
 def room_of(folder: Path) -> Path:
