@@ -178,7 +178,7 @@ class _Opened:
         checkpoint = self._open_source(
             RangeSource(self._file(item.relative_path), item.offset, item.length)
         )
-        self.sources += [source for source in checkpoint.sources if type(source) is not RangeSource]
+        self.sources += [source for source in checkpoint.sources if source.needs_closing()]
         return checkpoint.root
 
     def _file(self, name: str) -> PooledSource:
