@@ -233,10 +233,6 @@ class FilePool:
         self._open: dict[PooledSource, None] = {}  # the one used last stands last
         self._most = in_force().open_files
 
-    def source(self, path: Path) -> PooledSource:
-        """The file at `path`, opened once to see that it is there and how long it is."""
-        return PooledSource(path, self)
-
     def hold(self, source: PooledSource) -> None:
         """Note that `source` is open and in use; close the one that was not used for longest where
         there are too many.
@@ -252,7 +248,7 @@ class FilePool:
 
 
 class PooledSource(FileSource):
-    """A file of a `FilePool`."""
+    """A file of a `FilePool`, opened once at first to see that it is there and how long it is."""
 
     def __init__(self, path: Path, pool: FilePool) -> None:
         super().__init__(path)

@@ -98,12 +98,12 @@ class Source(ABC):
 
     # ----------------------------------------------------------------------- what became of it
 
-    def check_unchanged(self) -> None:
+    def check_unchanged(self) -> None:  # noqa: B027 (nothing is promised)
         """Raise `MalformedCheckpoint` when somebody wrote to it since it was opened: old and new
         were read mixed.
         """
 
-    def let_go(self, replaced: Sequence[str]) -> None:
+    def let_go(self, replaced: Sequence[str]) -> None:  # noqa: B027
         """Close it if it lies at or in one of the real paths that are to be `replaced`; it cannot
         be read any more.
         """
@@ -114,7 +114,7 @@ class Source(ABC):
         """A path under which another library can map these very bytes; None where there is none."""
         return None
 
-    def check_mapped(self) -> None:
+    def check_mapped(self) -> None:  # noqa: B027
         """Raise `MalformedCheckpoint` when `mappable_path` may have led to other bytes by now."""
 
     def data_from(self, offset: int) -> int:
@@ -122,6 +122,46 @@ class Source(ABC):
         size where there is none. Holes are zeros, which nobody has to read.
         """
         return offset
+
+
+class WrappedSource(Source):
+    """Another source, of which a subclass changes something. Several runs are read one by one, each
+    by the `read` and `read_into` of the subclass.
+    """
+
+    def __init__(self, inner: Source) -> None:
+        self.path, self.size = inner.path, inner.size
+        self.inner = inner
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        self.inner.read_into(offset, view)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        return self.inner.read(offset, nbytes)
+
+    def fingerprint(self) -> Fingerprint:
+        return self.inner.fingerprint()
+
+    def is_file(self) -> bool:
+        return self.inner.is_file()
+
+    def is_in_memory(self) -> bool:
+        return self.inner.is_in_memory()
+
+    def needs_closing(self) -> bool:
+        return self.inner.needs_closing()
+
+    def check_unchanged(self) -> None:
+        self.inner.check_unchanged()
+
+    def let_go(self, replaced: Sequence[str]) -> None:
+        self.inner.let_go(replaced)
+
+    def data_from(self, offset: int) -> int:
+        return self.inner.data_from(offset)
+
+    def close(self) -> None:
+        self.inner.close()
 
 
 class RangeSource(Source):

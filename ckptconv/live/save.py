@@ -111,7 +111,7 @@ class _TensorSource(Source):
         return (self._bytes.data_ptr(), self.size, self._bytes._version)
 
     def close(self) -> None:
-        self._bytes = self._bytes[:0]
+        vars(self).pop("_bytes", None)
 
 
 class _Symbolic:

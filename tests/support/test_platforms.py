@@ -653,13 +653,15 @@ def test_a_folder_that_names_such_a_step_is_refused_on_every_system(name, tmp_pa
 )
 def test_metadata_of_dcp_that_names_such_a_file_is_refused_on_every_system(name, tmp_path):
     from ckptconv.formats.folders.dcp import inside
+    from ckptconv.io.local import LocalPlace
 
     (tmp_path / "a").mkdir()
     (tmp_path / name).write_bytes(b"")
     with pytest.raises(MalformedCheckpoint, match="is not a plain relative path"):
-        inside(tmp_path, name)
+        inside(LocalPlace(tmp_path), name)
     (tmp_path / "x").write_bytes(b"")
-    assert inside(tmp_path, "./a/../x".replace("a/../", "")) == tmp_path / "x"
+    found = inside(LocalPlace(tmp_path), "./a/../x".replace("a/../", ""))
+    assert found.path == tmp_path / "x"
 
 
 KEYS = [
