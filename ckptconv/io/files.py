@@ -48,6 +48,8 @@ class FileSource(Source):
         )
 
     def read_into(self, offset: int, view: memoryview) -> None:
+        if offset < 0:  # preadv(2) takes -1 for the place that the descriptor has
+            raise MalformedCheckpoint(f"byte {offset} lies before its start", path=self.path)
         while view:
             with _read_errors(self.path):
                 count = platforms.read_into_at(self._fd, view, offset)

@@ -111,6 +111,7 @@ class InflatedSource(Source):
         if self._plain is None:
             spooled, start = self._spool.append(self._pieces())
             self._plain = RangeSource(spooled, start, self.size)
+            self._plain.path = self.path
         return self._plain
 
     def _pieces(self) -> Iterator[bytes]:
