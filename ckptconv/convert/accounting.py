@@ -20,7 +20,7 @@ from ckptconv.formats import raw_pickle, safetensors, torch_legacy, torch_tar, t
 from ckptconv.formats.registry import open_source
 from ckptconv.formats.zip_archive import is_zip, read_directory
 from ckptconv.formats.zip_records import read_limited, root_folder
-from ckptconv.io.files import FileSource
+from ckptconv.io.local import place_of
 from ckptconv.io.source import MemorySource, Source
 from ckptconv.objects.torch_names import COPIES
 from ckptconv.objects.torch_read import Window
@@ -114,7 +114,7 @@ def refuse_unwritten(file: PlannedFile, written: Path) -> None:
     """Refuse a torch file that was written and whose pickle, counted, does not name all that was
     planned.
     """
-    source, named = FileSource(written), Named()
+    source, named = place_of(written).open(), Named()
     try:
         _count(source, named)
     finally:
@@ -191,7 +191,7 @@ def _key(storage: Storage) -> Key:
         str(whole.source.path),
         whole.name,
         whole.offset,
-        id(whole.source) if type(whole.source) is MemorySource else 0,
+        id(whole.source) if whole.source.is_in_memory() else 0,
     )
 
 
@@ -232,7 +232,7 @@ def named_by(plan: ConversionPlan) -> Named | None:
 
 
 def _files(plan: ConversionPlan) -> list[Source]:
-    return [source for source in plan.inputs if isinstance(source, FileSource)]
+    return [source for source in plan.inputs if source.is_file()]
 
 
 def _count(source: Source, named: Named) -> None:

@@ -12,7 +12,7 @@ from ckptconv.doctor import torch_words as words
 from ckptconv.doctor.findings import Finding
 from ckptconv.formats.registry import open_checkpoint
 from ckptconv.formats.zip_archive import NO_END
-from ckptconv.io.files import FileSource
+from ckptconv.io.local import place_of
 from ckptconv.support.errors import (
     CheckpointError,
     IncompleteCheckpoint,
@@ -59,7 +59,7 @@ def _effect(error: CheckpointError, path: Path) -> str:
             "whole tensors"
         )
     try:
-        source = FileSource(path)
+        source = place_of(path).open()
     except CheckpointError as unreadable:
         return printable(unreadable.what)
     try:

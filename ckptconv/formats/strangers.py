@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
-from pathlib import Path
+from pathlib import PurePath
 from typing import NamedTuple
 
+from ckptconv.io.location import Location
 from ckptconv.io.source import Source
 from ckptconv.support.errors import UnsupportedCheckpoint
 
@@ -49,14 +51,15 @@ _FOREIGN_FOLDERS = (
 """Files of which a folder is told to be another program's, and what it is."""
 
 
-def refuse_foreign_folder(folder: Path, *, is_checkpoint: bool) -> None:
+def refuse_foreign_folder(folder: Location, *, is_checkpoint: bool) -> None:
     """Raise `UnsupportedCheckpoint` for a folder of another program, or one that lacks what says
     what is in it.
     """
+    names = folder.names()
     for pattern, what in _FOREIGN_FOLDERS:
-        if next(folder.glob(pattern), None) is not None:
+        if fnmatch.filter(names, pattern):
             raise UnsupportedCheckpoint(f"{what}, not a PyTorch checkpoint", path=folder)
-    if any(item.suffix == ".distcp" for item in folder.iterdir()) and not is_checkpoint:
+    if any(PurePath(name).suffix == ".distcp" for name in names) and not is_checkpoint:
         what = (
             "holds the files of a DCP checkpoint, but not the .metadata that says what is in them"
         )

@@ -16,7 +16,6 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptconv.io.crc import crc32
-from ckptconv.io.files import FileSource
 from ckptconv.io.source import CHUNK, SMALL
 from ckptconv.support.errors import MalformedCheckpoint, OptionRefused
 from ckptconv.support.progress import Meter
@@ -231,8 +230,8 @@ def _may_be_threaded(span: Span) -> bool:
     """
     return (
         span.nbytes > SMALL
-        and type(span.first.source) is FileSource
-        and type(span.second.source) is FileSource
+        and span.first.source.is_for_threads()
+        and span.second.source.is_for_threads()
     )
 
 
