@@ -21,6 +21,7 @@ from ckptconv.formats.registry import open_source
 from ckptconv.formats.zip_archive import is_zip, read_directory
 from ckptconv.formats.zip_records import read_limited, root_folder
 from ckptconv.io.files import FileSource
+from ckptconv.io.guarded import unguarded
 from ckptconv.io.source import MemorySource, Source
 from ckptconv.objects.torch_names import COPIES
 from ckptconv.objects.torch_read import Window
@@ -232,7 +233,7 @@ def named_by(plan: ConversionPlan) -> Named | None:
 
 
 def _files(plan: ConversionPlan) -> list[Source]:
-    return [source for source in plan.inputs if isinstance(source, FileSource)]
+    return [file for source in plan.inputs if isinstance(file := unguarded(source), FileSource)]
 
 
 def _count(source: Source, named: Named) -> None:

@@ -10,11 +10,12 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import NoReturn
 
+from ckptconv.io.guarded import unguarded
 from ckptconv.io.source import SMALL, Source
 from ckptconv.support import platforms
 from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, not_opened
@@ -72,6 +73,12 @@ class FileSource:
                 self._window, self._window_at = platforms.read_at(self._fd, _WINDOW, offset), offset
             if len(self._window) >= nbytes:
                 return self._window[:nbytes]
+        return self._exactly(offset, nbytes)
+
+    def read_many(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        return [self._exactly(offset, nbytes) for offset, nbytes in ranges]
+
+    def _exactly(self, offset: int, nbytes: int) -> bytes:
         whole = bytearray(nbytes)
         self.read_into(offset, memoryview(whole))
         return bytes(whole)
@@ -168,7 +175,7 @@ def let_go(sources: Iterable[Source], replaced: Iterable[Path]) -> None:
     """
     targets = [os.path.realpath(path) for path in replaced]
     for source in sources:
-        if isinstance(source, FileSource) and any(
+        if isinstance(unguarded(source), FileSource) and any(
             Path(os.path.realpath(source.path)).is_relative_to(path) for path in targets
         ):
             source.close()
@@ -177,8 +184,8 @@ def let_go(sources: Iterable[Source], replaced: Iterable[Path]) -> None:
 def refuse_changed(sources: Iterable[Source]) -> None:
     """Raise `MalformedCheckpoint` when somebody wrote to one of the files since it was opened."""
     for source in sources:
-        if isinstance(source, FileSource):
-            source.refuse_changed()
+        if isinstance(file := unguarded(source), FileSource):
+            file.refuse_changed()
 
 
 class FilePool:

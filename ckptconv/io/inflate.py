@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import IO
 
 from ckptconv.io.crc import crc32
@@ -95,6 +95,9 @@ class InflatedSource:
     def read(self, offset: int, nbytes: int) -> bytes:
         plain, start = self._inflated()
         return plain.read(start + offset, nbytes)
+
+    def read_many(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        return [self.read(offset, nbytes) for offset, nbytes in ranges]
 
     def close(self) -> None:
         self._spool.close()

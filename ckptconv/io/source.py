@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -28,6 +29,9 @@ class Source(Protocol):
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """The `nbytes` bytes from `offset` on."""
+
+    def read_many(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """The bytes of each range, given as offset and size; nothing around them is read."""
 
     def close(self) -> None:
         """Give the file descriptor back; a second call does nothing."""
@@ -60,6 +64,12 @@ class RangeSource:
             )
         return self._parent.read(self._start + offset, nbytes)
 
+    def read_many(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        for offset, nbytes in ranges:
+            if offset < 0 or nbytes > self.size - offset:
+                self.read(offset, nbytes)  # says why not
+        return self._parent.read_many([(self._start + at, nbytes) for at, nbytes in ranges])
+
     def close(self) -> None:
         """Nothing to give back: the other source is its opener's."""
 
@@ -80,6 +90,9 @@ class MemorySource:
                 f"{nbytes} bytes at {offset} lie beyond its end ({self.size})", path=self.path
             )
         return self._data[offset : offset + nbytes]
+
+    def read_many(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        return [self.read(offset, nbytes) for offset, nbytes in ranges]
 
     def close(self) -> None:
         """Nothing to give back."""

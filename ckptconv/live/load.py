@@ -15,6 +15,7 @@ from ckptconv.devices.host import require_device, require_torch
 from ckptconv.devices.mapping import resolve_map_location
 from ckptconv.formats.registry import Named, open_checkpoint
 from ckptconv.io.files import FileSource, refuse_changed
+from ckptconv.io.guarded import located, unguarded
 from ckptconv.keys.key_map import KeyRules, map_keys, refuse_idle, rules_of
 from ckptconv.objects.plain import tensor_form
 from ckptconv.objects.torch_names import VALUELESS, WEIGHTS_ONLY
@@ -175,7 +176,9 @@ def _bytes_to_read(settled: Settled, mmap: bool) -> int:
     }
     views.update((id(storage), storage) for storage in settled.storages)
     read = [
-        storage for storage in views.values() if not (mmap and type(storage.source) is FileSource)
+        storage
+        for storage in views.values()
+        if not (mmap and type(unguarded(storage.source)) is FileSource)
     ]
     wholes = {
         id(whole): whole
@@ -389,16 +392,11 @@ class _Live:
         return made
 
     def _on_cpu(self, storage: Storage, dtype: DType, word: int) -> torch.UntypedStorage:
-        source = storage.source
-        if (
-            self._mmap
-            and type(source) is FileSource
-            and word == 1
-            and storage.offset % dtype.itemsize == 0
-        ):
+        source, at = located(storage.source, storage.offset)
+        if self._mmap and type(source) is FileSource and word == 1 and at % dtype.itemsize == 0:
             if (mapped := self._maps.get(id(source))) is None:
                 mapped = self._maps[id(source)] = self._mapped(source)
-            part: torch.UntypedStorage = mapped[storage.offset : storage.offset + storage.nbytes]
+            part: torch.UntypedStorage = mapped[at : at + storage.nbytes]
             return part
         self._check(storage)
         return self._filled(whole_storage(storage, 0, storage.nbytes, dtype))

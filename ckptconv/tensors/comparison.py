@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptconv.io.crc import crc32
 from ckptconv.io.files import FileSource
+from ckptconv.io.guarded import unguarded
 from ckptconv.io.source import CHUNK, SMALL
 from ckptconv.support.errors import MalformedCheckpoint, OptionRefused
 from ckptconv.support.progress import Meter
@@ -231,8 +232,8 @@ def _may_be_threaded(span: Span) -> bool:
     """
     return (
         span.nbytes > SMALL
-        and type(span.first.source) is FileSource
-        and type(span.second.source) is FileSource
+        and type(unguarded(span.first.source)) is FileSource
+        and type(unguarded(span.second.source)) is FileSource
     )
 
 
