@@ -192,7 +192,7 @@ def _key(storage: Storage) -> Key:
         str(whole.source.path),
         whole.name,
         whole.offset,
-        id(whole.source) if type(whole.source) is MemorySource else 0,
+        id(whole.source) if whole.source.is_in_memory() else 0,
     )
 
 
@@ -233,7 +233,7 @@ def named_by(plan: ConversionPlan) -> Named | None:
 
 
 def _files(plan: ConversionPlan) -> list[Source]:
-    return [file for source in plan.inputs if isinstance(file := unguarded(source), FileSource)]
+    return [unguarded(source) for source in plan.inputs if source.is_file()]
 
 
 def _count(source: Source, named: Named) -> None:

@@ -9,9 +9,9 @@ done when a payload is first needed, for the few that follow too, or for all at 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from ckptconv.io.source import CHUNK, SMALL, Source
+from ckptconv.io.source import CHUNK, SMALL, Fingerprint, Range, Source
 
 Check = Callable[[int, int], Mapping[int, int]]
 """Holds the leads from one number up to another against the index, and raises where they differ.
@@ -21,16 +21,16 @@ Gives the places of the payloads that begin elsewhere than the index lets expect
 _MOST_AHEAD = 1024  # leads that are checked together
 
 
-class GuardedSource:
-    """The payloads of `source`, each checked before it is first read.
+class GuardedSource(Source):
+    """The payloads of `inner`, each checked before it is first read.
 
     `starts` are the places where they are expected to begin, ascending; whoever reads uses these,
-    wherever the payload turns out to begin. Closing it closes `source`.
+    wherever the payload turns out to begin. Closing it closes `inner`.
     """
 
-    def __init__(self, source: Source, starts: Sequence[int], check: Check) -> None:
-        self.path, self.size = source.path, source.size
-        self.inner = source
+    def __init__(self, inner: Source, starts: Sequence[int], check: Check) -> None:
+        self.path, self.size = inner.path, inner.size
+        self.inner = inner
         self._starts = starts
         self._check = check
         self._elsewhere: dict[int, int] = {}
@@ -45,11 +45,47 @@ class GuardedSource:
     def read(self, offset: int, nbytes: int) -> bytes:
         return self.inner.read(offset if self._is_settled else self.place(offset), nbytes)
 
-    def read_many(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+    def read_many(self, ranges: Sequence[Range]) -> list[bytes]:
         return self.inner.read_many([(self.place(offset), nbytes) for offset, nbytes in ranges])
+
+    def stream(self, ranges: Iterable[Range]) -> Iterator[memoryview]:
+        return self.inner.stream((self.place(offset), nbytes) for offset, nbytes in ranges)
 
     def close(self) -> None:
         self.inner.close()
+
+    def fingerprint(self) -> Fingerprint:
+        return self.inner.fingerprint()
+
+    def is_file(self) -> bool:
+        return self.inner.is_file()
+
+    def is_in_memory(self) -> bool:
+        return self.inner.is_in_memory()
+
+    def needs_closing(self) -> bool:
+        return self.inner.needs_closing()
+
+    def is_for_threads(self) -> bool:
+        return self.inner.is_for_threads()
+
+    def check_unchanged(self) -> None:
+        self.inner.check_unchanged()
+
+    def let_go(self, replaced: Sequence[str]) -> None:
+        self.inner.let_go(replaced)
+
+    def mappable_path(self) -> str | None:
+        """None too where a payload is not where it is expected; who maps bytes reads them unseen, so
+        all are checked.
+        """
+        if (path := self.inner.mappable_path()) is None:
+            return None
+        self.check_all()
+        return path if self._is_settled else None
+
+    def check_mapped(self) -> None:
+        self.inner.check_mapped()
 
     def place(self, offset: int) -> int:
         """Where in `inner` the byte lies that is expected at `offset`, after checking its payload."""
@@ -90,15 +126,6 @@ def unguarded(source: Source) -> Source:
     return source.inner if isinstance(source, GuardedSource) else source
 
 
-def located(source: Source, offset: int) -> tuple[Source, int]:
-    """The source behind a guard and the place in it that `offset` stands for, after the check."""
-    return (
-        (source.inner, source.place(offset))
-        if isinstance(source, GuardedSource)
-        else (source, offset)
-    )
-
-
 def check_places(sources: Iterable[Source]) -> None:
     """Check the payloads of all guarded sources: whoever judges a file wants no surprises later."""
     for source in sources:
@@ -106,7 +133,7 @@ def check_places(sources: Iterable[Source]) -> None:
             source.check_all()
 
 
-def read_leads(source: Source, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, bytes]]:
+def read_leads(source: Source, ranges: Sequence[Range]) -> list[tuple[int, bytes]]:
     """Bytes that hold all of `ranges` (place and size, ascending), each with its own place.
 
     What lies close together is read together: leads before small payloads cost no read each.

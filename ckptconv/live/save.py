@@ -14,6 +14,7 @@ from ckptconv.convert.planner import plan_conversion
 from ckptconv.devices.host import require_torch
 from ckptconv.devices.mapping import tag_map
 from ckptconv.io.destination import check_folder, check_output
+from ckptconv.io.source import Fingerprint, Source
 from ckptconv.keys.key_map import KeyRules, rules_of
 from ckptconv.pickles.nodes import BYTEARRAY, ORDERED_DICT, SET, Call, Dict, Global, Node
 from ckptconv.support.choices import (
@@ -90,7 +91,7 @@ def save_portable(
 _LONGEST_INT = 2031  # bits; weights_only=True reads no longer ones
 
 
-class _TensorSource:
+class _TensorSource(Source):
     """The bytes of a live storage, copied to the CPU while they are read."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
@@ -106,8 +107,11 @@ class _TensorSource:
     def read(self, offset: int, nbytes: int) -> bytes:
         return self._bytes[offset : offset + nbytes].cpu().numpy().tobytes()
 
+    def fingerprint(self) -> Fingerprint:
+        return (self._bytes.data_ptr(), self.size, self._bytes._version)
+
     def close(self) -> None:
-        del self._bytes
+        self._bytes = self._bytes[:0]
 
 
 class _Symbolic:

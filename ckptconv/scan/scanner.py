@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from ckptconv.formats.joined_archives import joined_archives, next_data
+from ckptconv.formats.joined_archives import joined_archives
 from ckptconv.formats.safetensors import is_safetensors
 from ckptconv.formats.strangers import STRANGERS
 from ckptconv.formats.torch_tar import is_tar
@@ -140,12 +140,12 @@ def _may_be_script(source: Source) -> bool:
     copied, torch does not open.
     """
     names = ends = False
-    start = next_data(source, 0)
+    start = source.data_from(0)
     while start < source.size and not (names and ends):
         window = source.read(start, min(CHUNK + 16, source.size - start))
         names = names or _SCRIPT_RECORD(window) is not None
         ends = ends or _DIRECTORY_END in window
-        start = next_data(source, start + CHUNK)
+        start = source.data_from(start + CHUNK)
     return names and ends
 
 
@@ -340,14 +340,14 @@ class Scanner:
         a pattern tells.
         """
         self._pickles(source, 0, where, depth)
-        start = next_data(source, 0)
+        start = source.data_from(0)
         while start < source.size:
             start &= -_BLOCK
             window = source.read(start, min(CHUNK, source.size - start))
             for at in range(0, len(window), _BLOCK):
                 if _is_tar_header(window[at : at + _BLOCK]):
                     self._pickles(source, start + at + _BLOCK, where, depth)
-            start = next_data(source, start + CHUNK)
+            start = source.data_from(start + CHUNK)
         self._sweep(source, where, depth)
 
     def _deflated(self, source: Source, offset: int, stored: int, where: str, depth: int) -> None:
@@ -380,7 +380,7 @@ class Scanner:
     def _sweep(self, source: Source, where: str, depth: int) -> None:
         """Look at every place of a source at which a pickle, or a record of an archive, may begin."""
         done = 0
-        start = next_data(source, 0)
+        start = source.data_from(0)
         while start < source.size:
             window = source.read(start, min(CHUNK + 512, source.size - start))
             for found in _LIKELY.finditer(window):
@@ -394,7 +394,7 @@ class Scanner:
                     return
                 look = self._local_record if found[0][:2] == b"PK" else self._uncertain
                 done = max(done, look(source, at, where, depth))
-            start = next_data(source, start + CHUNK)
+            start = source.data_from(start + CHUNK)
 
     def _uncertain(self, source: Source, at: int, where: str, depth: int) -> int:
         """Follow what may be a pickle; the byte behind it, or 0 where what lies in it must be

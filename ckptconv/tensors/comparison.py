@@ -16,8 +16,6 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptconv.io.crc import crc32
-from ckptconv.io.files import FileSource
-from ckptconv.io.guarded import unguarded
 from ckptconv.io.source import CHUNK, SMALL
 from ckptconv.support.errors import MalformedCheckpoint, OptionRefused
 from ckptconv.support.progress import Meter
@@ -232,8 +230,8 @@ def _may_be_threaded(span: Span) -> bool:
     """
     return (
         span.nbytes > SMALL
-        and type(unguarded(span.first.source)) is FileSource
-        and type(unguarded(span.second.source)) is FileSource
+        and span.first.source.is_for_threads()
+        and span.second.source.is_for_threads()
     )
 
 

@@ -25,6 +25,7 @@ from ckptconv import (
     diff_checkpoints,
     load_portable,
     open_checkpoint,
+    plan_conversion,
     scan_checkpoint,
 )
 from ckptconv.io.files import FileSource
