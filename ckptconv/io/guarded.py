@@ -35,7 +35,8 @@ class GuardedSource(Source):
         self._check = check
         self._elsewhere: dict[int, int] = {}
         self._checked = bytearray(len(starts))
-        self._ahead = 1
+        # the payload behind those that were checked last, and how many are checked from there
+        self._following, self._ahead = 0, 1
         # once every payload is where it was expected, there is nothing left to look up
         self._is_settled = not starts
 
@@ -106,9 +107,10 @@ class GuardedSource(Source):
             number = self._checked.find(0)
 
     def _check_from(self, number: int) -> None:
-        """Check one payload, and those behind it: the more, the longer somebody goes on reading."""
-        self._check_run(number, self._unchecked_until(number, number + self._ahead))
-        self._ahead = min(2 * self._ahead, _MOST_AHEAD)
+        """Check one payload; where somebody reads on and on, more and more of those behind it too."""
+        self._ahead = min(2 * self._ahead, _MOST_AHEAD) if number == self._following else 1
+        self._following = self._unchecked_until(number, number + self._ahead)
+        self._check_run(number, self._following)
 
     def _unchecked_until(self, number: int, most: int) -> int:
         """The end of the payloads from `number` on that are not checked yet, at most `most`."""
