@@ -19,7 +19,7 @@ import functools
 import re
 import struct
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -43,6 +43,9 @@ _END = struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR = struct.Struct("<4sIQI")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
+# the fields of it that are not always 0: signature, flags, method, CRC, two sizes, the lengths of name,
+# extra field and comment, external attributes, place of the local header
+_CENTRAL_USED = struct.Struct("<4s4x2H4x3I3H4x2I")
 _LOCAL = struct.Struct("<4s5H3I2H")
 _DESCRIPTOR = struct.Struct("<4s3I")
 _DESCRIPTOR64 = struct.Struct("<4sI2Q")
@@ -223,18 +226,10 @@ def _agree(short: tuple[int, ...], long: tuple[int, ...]) -> bool:
     return all(a == b or a in (0xFFFF, _MAX32) for a, b in zip(short, long, strict=True))
 
 
-class _Entry(NamedTuple):
-    """One entry of the directory; `trail` are the bytes that torch's writer puts behind the
-    payload.
-    """
-
-    name: str
-    header: int
-    size: int
-    stored: int
-    deflated: bool
-    crc32: int | None
-    trail: int
+_Entry = tuple[str, int, int, int, bool, "int | None", int]
+"""One entry of the directory: name, place of the local header, size, stored bytes, whether they are
+deflated, CRC-32, and the bytes that torch's writer puts behind the payload.
+"""
 
 
 def _read_entries(source: Source, raw: bytes, count: int, start: int) -> list[_Entry]:
@@ -244,9 +239,8 @@ def _read_entries(source: Source, raw: bytes, count: int, start: int) -> list[_E
     for _ in range(count):
         if at + _CENTRAL.size > len(raw):
             raise _malformed(source, "is too short for its number of records")
-        (signature, _, _, flags, method, _, _, crc, stored, plain, name_size, extra_size,
-            comment_size,
-         _, _, attributes, header) = _CENTRAL.unpack_from(raw, at)  # fmt: skip
+        (signature, flags, method, crc, stored, plain, name_size, extra_size, comment_size,
+            attributes, header) = _CENTRAL_USED.unpack_from(raw, at)  # fmt: skip
         name_at = at + _CENTRAL.size
         extra_at = name_at + name_size
         at = extra_at + extra_size + comment_size
@@ -257,7 +251,7 @@ def _read_entries(source: Source, raw: bytes, count: int, start: int) -> list[_E
         if method or attributes or flags & _ENCRYPTED:
             _refuse_odd(source, name, flags, method, plain if attributes & _FOLDER else 0)
         trail = _DESCRIPTOR.size
-        if _MAX32 in (stored, plain, header):
+        if stored == _MAX32 or plain == _MAX32 or header == _MAX32:
             extra = raw[extra_at : extra_at + extra_size]
             stored, plain, header = _zip64_sizes(source, name, extra, stored, plain, header)
             trail = _DESCRIPTOR64.size
@@ -265,16 +259,9 @@ def _read_entries(source: Source, raw: bytes, count: int, start: int) -> list[_E
             raise _malformed(source, f"is stored but declares {stored} and {plain} bytes", name)
         if header + _LOCAL.size + name_size > start:
             raise _malformed(source, "its header lies beyond the records", name)
-        entry = (
-            name,
-            header,
-            plain,
-            stored,
-            method == _DEFLATED,
-            crc if crc or not plain else None,
-            trail if flags & _DESCRIBED else 0,
-        )
-        entries.append(made(_Entry, entry))
+        checksum = crc if crc or not plain else None
+        trail = trail if flags & _DESCRIBED else 0
+        entries.append((name, header, plain, stored, method == _DEFLATED, checksum, trail))
     if at != len(raw):
         raise _malformed(source, "is too long for its number of records")
     return entries
@@ -342,14 +329,23 @@ class _LocalHeaders:
             # what torch's writer puts there, compared in one piece
             usual = _local_header(record.stored > 0, len(name), size) + name
             if size > 0xFFFF or not lead.startswith(usual, record.header - at):
-                offset = self._payload(number, name, lead, record.header - at)
+                offset = self._payload(record, name, lead, record.header - at)
                 if offset != record.offset:
                     elsewhere[number] = offset
+        self._refuse_overlaps(elsewhere)
         return elsewhere
 
-    def _payload(self, number: int, name: bytes, lead: bytes, at: int) -> int:
+    def _refuse_overlaps(self, elsewhere: Mapping[int, int]) -> None:
+        for number, offset in elsewhere.items():
+            record, following = self._records[number], self._records[number + 1 : number + 2]
+            if offset + record.stored > self._start:
+                what = "its payload reaches beyond the records"
+                raise _malformed(self._source, what, record.name)
+            if following and offset + record.stored > following[0].header:
+                raise _overlap(self._source, following[0])
+
+    def _payload(self, record: Record, name: bytes, lead: bytes, at: int) -> int:
         """Where the payload of a record begins, by its local header at byte `at` of `lead`."""
-        record = self._records[number]
         _, header, _, plain, stored, deflated, crc32 = record
         (signature, _, flags, method, _, _, local_crc, local_stored, local_plain, name_size,
             extra_size) = _LOCAL.unpack_from(lead, at)  # fmt: skip
@@ -372,12 +368,7 @@ class _LocalHeaders:
         ):
             what = "its local header contradicts the directory"
             raise _malformed(self._source, what, record.name)
-        offset = header + _LOCAL.size + name_size + extra_size
-        if offset + stored > self._start:
-            raise _malformed(self._source, "its payload reaches beyond the records", record.name)
-        if number + 1 < len(self._records) and offset + stored > self._records[number + 1].header:
-            raise _overlap(self._source, self._records[number + 1])
-        return offset
+        return int(header + _LOCAL.size + name_size + extra_size)
 
 
 def _name(source: Source, raw: bytes) -> str:
@@ -455,7 +446,7 @@ def lay_out(name: bytes, header: int, size: int) -> tuple[Slot, bytes, int, int]
     and the end of it all.
     """
     slot = made(Slot, (name, header, size))
-    wide = _wide(slot)
+    wide = _wide(slot) if size >= _MAX32 or header >= _MAX32 else b""
     extra = len(wide) + 4
     unpadded = header + _LOCAL.size + len(name) + extra
     padding = -unpadded % ALIGNMENT
@@ -465,7 +456,7 @@ def lay_out(name: bytes, header: int, size: int) -> tuple[Slot, bytes, int, int]
     return slot, lead, offset, offset + size + trail
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def _local_header(filled: bool, name_length: int, extra_length: int) -> bytes:
     """A local header but for its name and extra field; a torch file has few different ones."""
     return _LOCAL.pack(b"PK\3\4", 0, _flags(filled), 0, 0, 0, 0, 0, 0, name_length, extra_length)
@@ -495,9 +486,8 @@ def descriptor(slot: Slot, crc: int) -> bytes:
     _, header, size = slot
     if not size:
         return b""
-    return (_DESCRIPTOR if size < _MAX32 and header < _MAX32 else _DESCRIPTOR64).pack(
-        b"PK\7\x08", crc, size, size
-    )
+    kind = _DESCRIPTOR if size < _MAX32 and header < _MAX32 else _DESCRIPTOR64
+    return kind.pack(b"PK\7\x08", crc, size, size)
 
 
 def ending_size(slots: Sequence[Slot]) -> int:
@@ -521,29 +511,9 @@ def ending(slots: Sequence[Slot], crcs: Sequence[int], start: int) -> bytes:
 
 def _central(slot: Slot, crc: int) -> bytes:
     name, header, size = slot
-    wide = _wide(slot)
-    if wide:
+    wide = b""
+    if size >= _MAX32 or header >= _MAX32:
+        wide = _wide(slot)
         header, size = min(header, _MAX32), min(size, _MAX32)
-    return (
-        _CENTRAL.pack(
-            b"PK\1\2",
-            0,
-            0,
-            _flags(size),
-            0,
-            0,
-            0,
-            crc,
-            size,
-            size,
-            len(name),
-            len(wide),
-            0,
-            0,
-            0,
-            0,
-            header,
-        )
-        + name
-        + wide
-    )
+    fields = (b"PK\1\2", _flags(size), 0, crc, size, size, len(name), len(wide), 0, 0, header)
+    return _CENTRAL_USED.pack(*fields) + name + wide

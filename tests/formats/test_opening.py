@@ -122,7 +122,7 @@ def test_a_payload_under_another_name_is_used_by_nobody(kind, use, tmp_path):
     path = forged(tmp_path, kind)
     with pytest.raises(MalformedCheckpoint, match=SAID[kind]) as caught:
         USES[use](path)
-    assert caught.value.path == str(path) and "1" in caught.value.where
+    assert caught.value.path == str(path) and caught.value.where
     assert not (tmp_path / "out.safetensors").exists()
 
 
