@@ -20,6 +20,7 @@ from ckptconv.formats import raw_pickle, safetensors, torch_legacy, torch_tar, t
 from ckptconv.formats.registry import open_source
 from ckptconv.formats.zip_archive import is_zip, read_directory
 from ckptconv.formats.zip_records import read_limited, root_folder
+from ckptconv.io.guarded import unguarded
 from ckptconv.io.local import place_of
 from ckptconv.io.source import MemorySource, Source
 from ckptconv.objects.torch_names import COPIES
@@ -232,7 +233,7 @@ def named_by(plan: ConversionPlan) -> Named | None:
 
 
 def _files(plan: ConversionPlan) -> list[Source]:
-    return [source for source in plan.inputs if source.is_file()]
+    return [unguarded(source) for source in plan.inputs if source.is_file()]
 
 
 def _count(source: Source, named: Named) -> None:

@@ -29,6 +29,7 @@ from ckptconv.convert.targets import target
 from ckptconv.formats.hf_names import earlier_files
 from ckptconv.formats.layout import one_item
 from ckptconv.formats.torch_zip import Tree, lay_out_torch_zip
+from ckptconv.io.guarded import check_places
 from ckptconv.io.source import Source
 from ckptconv.keys.rule_files import mapping_text
 from ckptconv.objects.plain import plain_form
@@ -90,6 +91,7 @@ def _planned(
     path, to = target(Path(output), options)
     try:
         with collector_paused(), held(checkpoint.limits):
+            check_places(checkpoint.sources)
             if to == "torch" and options.max_shard_size is None:
                 plan = _plan_torch(checkpoint, path, options)
             elif to == "dcp":

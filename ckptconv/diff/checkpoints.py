@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
 from ckptconv.formats.registry import Named, open_checkpoint
+from ckptconv.io.guarded import check_places
 from ckptconv.keys.key_map import (
     STRIP,
     KeyMap,
@@ -207,6 +208,7 @@ def diff_checkpoints(
             f"tolerance={tolerance!r:.100} is not a tolerance", hint="give Tolerance(atol, rtol)"
         )
     with open_checkpoint(a, tag=tag) as first, open_checkpoint(b, tag=tag_b) as second:
+        check_places((*first.sources, *second.sources))
         found = _Found()
         with collector_paused():
             only_of = (only, only if only_b is None else only_b or None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from ckptconv.formats.zip_records import Records
+from ckptconv.formats.zip_records import Records, ends_one
 from ckptconv.io.location import Location
 from ckptconv.io.source import Source
 from ckptconv.tree.checkpoint import Checkpoint
@@ -58,6 +58,4 @@ class ArchiveStranger(NamedTuple):
 
     def matches(self, records: Records) -> bool:
         """Whether the archive holds them all, in whatever folder."""
-        return all(
-            any(f"/{record}".endswith(f"/{name}") for record in records) for name in self.names
-        )
+        return all(ends_one(records, name) for name in self.names)

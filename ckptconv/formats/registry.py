@@ -28,7 +28,7 @@ from ckptconv.formats.torch_legacy import is_torch_legacy, open_torch_legacy
 from ckptconv.formats.torch_tar import is_tar, open_torch_tar
 from ckptconv.formats.torch_zip import open_torch_zip
 from ckptconv.formats.torchscript import is_torchscript, open_torchscript
-from ckptconv.formats.zip_archive import is_zip, read_directory
+from ckptconv.formats.zip_archive import is_zip, open_archive
 from ckptconv.formats.zip_members import may_hold_checkpoints, open_zip_members
 from ckptconv.formats.zip_records import Records
 from ckptconv.io.files import FilePool
@@ -102,10 +102,10 @@ ARCHIVES: tuple[Archive, ...] = (
 
 def open_zip(source: Source, opener: Opener) -> Checkpoint:
     """Open a zip archive by what is in it; its directory is read once."""
-    records = read_directory(source)
+    guarded, records = open_archive(source)
     claim_records(source, records.values())
     kind = next(kind for kind in ARCHIVES if kind.matches(records))
-    return kind.open(source, records, opener)
+    return kind.open(guarded, records, opener)
 
 
 FORMATS: tuple[Format, ...] = (

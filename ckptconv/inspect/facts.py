@@ -13,6 +13,7 @@ from typing import NamedTuple, overload
 
 from ckptconv.formats.registry import Named, open_checkpoint
 from ckptconv.inspect.refusals import Refusal, files_of, refusals
+from ckptconv.io.guarded import check_places
 from ckptconv.keys.key_map import find_wrappers
 from ckptconv.pickles.nodes import Call, Dict, Global, Node, children, mapping_pairs, spoken
 from ckptconv.support.choices import spelling_checked
@@ -297,6 +298,7 @@ def inspect_checkpoint(
         )
     try:
         with held(source.limits):
+            check_places(source.sources)
             return _inspect(source, depth)
     except CheckpointError as error:
         raise error.at(path=source.path) from error.__cause__

@@ -62,10 +62,7 @@ class FileSource(Source):
             view, offset = view[count:], offset + count
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        if offset < 0 or nbytes > self.size - offset:
-            raise MalformedCheckpoint(
-                f"{nbytes} bytes at {offset} lie beyond its end ({self.size})", path=self.path
-            )
+        self._require(offset, nbytes)
         start = offset - self._window_at
         if start >= 0 and start + nbytes <= len(self._window):
             return self._window[start : start + nbytes]
@@ -74,6 +71,16 @@ class FileSource(Source):
                 self._window, self._window_at = platforms.read_at(self._fd, _WINDOW, offset), offset
             if len(self._window) >= nbytes:
                 return self._window[:nbytes]
+        return self._exactly(offset, nbytes)
+
+    def _require(self, offset: int, nbytes: int) -> None:
+        if offset < 0 or nbytes > self.size - offset:
+            raise MalformedCheckpoint(
+                f"{nbytes} bytes at {offset} lie beyond its end ({self.size})", path=self.path
+            )
+
+    def _exactly(self, offset: int, nbytes: int) -> bytes:
+        """Bytes without what follows them."""
         whole = bytearray(nbytes)
         self.read_into(offset, memoryview(whole))
         return bytes(whole)
@@ -82,10 +89,11 @@ class FileSource(Source):
         """Runs that lie near each other are read in one go, what is between them too."""
         found = [b""] * len(ranges)
         for first, last, members in merged_runs(ranges):
+            self._require(first, last - first)
             if len(members) == 1:
-                found[members[0]] = self.read(*ranges[members[0]])
+                found[members[0]] = self._exactly(*ranges[members[0]])
                 continue
-            whole = memoryview(self.read(first, last - first))
+            whole = memoryview(self._exactly(first, last - first))
             for member in members:
                 offset, nbytes = ranges[member]
                 found[member] = bytes(whole[offset - first : offset - first + nbytes])

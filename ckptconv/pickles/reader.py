@@ -372,26 +372,9 @@ class PickleReader:
         """Do at once what the opcodes of `run` do one by one; False, with nothing done, when they
         are not as they look.
         """
-        (
-            kind,
-            cls,
-            size,
-            raw_key,
-            _,
-            location,
-            count,
-            view,
-            _,
-            offset,
-            shape,
-            _,
-            stride,
-            _,
-            flag,
-            hooks,
-            _,
-            _,
-        ) = run.groups()
+        kind, cls, size, raw_key, location, count, view, offset, shape, stride, flag, hooks = (
+            run.group(1, 2, 3, 4, 6, 7, 8, 10, 11, 13, 15, 16)
+        )
         func = stack[-1]
         if size[0] != len(raw_key) or type(func) is not Global:
             return False

@@ -71,9 +71,10 @@ def compact(
     groups: dict[int, list[TensorRef]] = {}
     placed: dict[int, Placement] = {}
     for ref in refs:
-        if len(ref.pieces) != 1:
+        pieces = ref.pieces
+        if len(pieces) != 1:
             placed[id(ref)] = _gathered(ref, cast)
-        elif (other := first.setdefault(id(ref.pieces[0].storage), ref)) is not ref:
+        elif (other := first.setdefault(id(pieces[0].storage), ref)) is not ref:
             groups.setdefault(id(other.storage), [other]).append(ref)
     for storage in bare:
         alone = first.pop(id(storage), None)

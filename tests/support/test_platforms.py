@@ -201,8 +201,6 @@ def timeless(text: str) -> str:
     """What was printed, without how long it took and what was free meanwhile."""
     pattern = r"in [0-9.]+ s((?:,| at) [0-9.]+ [kMG]?B/s)?|\"seconds\": [0-9.e-]+"
     return re.sub(pattern, "<time>", text)
-        r"in [0-9.]+ s((?:,| at) [0-9.]+ [kMG]?B/s)?|\"seconds\": [0-9.e-]+", "<time>", text
-    )
 
 
 def room_of(folder: Path) -> Path:

@@ -19,6 +19,7 @@ from ckptconv.formats.folders import dcp_metadata
 from ckptconv.formats.folders.dcp_metadata import Item, Metadata, TensorEntry
 from ckptconv.formats.folders.lightning import META, with_meta
 from ckptconv.io.files import FilePool
+from ckptconv.io.guarded import check_places
 from ckptconv.io.location import Location, is_plain_path, within
 from ckptconv.io.source import RangeSource, Source
 from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
@@ -186,6 +187,7 @@ class _Opened:
         checkpoint = self._open_source(
             RangeSource(self._file(item.relative_path), item.offset, item.length)
         )
+        check_places(checkpoint.sources)
         self.sources += [source for source in checkpoint.sources if source.needs_closing()]
         return checkpoint.root
 
