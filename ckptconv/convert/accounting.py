@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptconv.convert.plan import ConversionPlan, PlannedFile
-from ckptconv.formats import raw_pickle, safetensors, torch_legacy, torch_tar, torch_zip
+from ckptconv.formats import safetensors, torch_legacy, torch_tar, torch_zip
 from ckptconv.formats.registry import open_source
 from ckptconv.formats.zip_archive import is_zip, read_directory
 from ckptconv.formats.zip_records import read_limited, root_folder
@@ -32,10 +32,6 @@ from ckptconv.support.limits import held
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef
 from ckptconv.tree.old_tensors import complete_tensors
 
-_COUNTED = frozenset(
-    (torch_zip.NAME, torch_legacy.NAME, torch_tar.NAME, raw_pickle.NAME, safetensors.NAME)
-)
-_SHARDED = "sharded "
 _HINT = "please report this; without --verify it is converted anyway"
 
 Key = tuple[str, str, int, int]
@@ -221,9 +217,7 @@ def _with_modules(plan: ConversionPlan, tree: Found) -> Found:
 
 def named_by(plan: ConversionPlan) -> Named | None:
     """What the files of a source name; None for one of a kind that is not counted."""
-    if plan.source_format.removeprefix(_SHARDED) not in _COUNTED or (
-        plan.modules and len(_files(plan)) > 1
-    ):
+    if not plan.names_storages or (plan.modules and len(_files(plan)) > 1):
         return None
     named = Named()
     for source in _files(plan):

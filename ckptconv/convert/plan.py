@@ -88,7 +88,7 @@ class ConversionPlan:
 
     `root` is the source's tree, `part` what of it is converted, `modules` how many state dicts in
     it stand for whole modules; `accounted` is what these modules hold that their state dicts need
-    not.
+    not; `names_storages`: what the source's files name can be counted without the reader.
 
     `limits` are those under which it was made; the output is read back under them.
 
@@ -121,6 +121,7 @@ class ConversionPlan:
     root: Node = None
     part: Node = None
     modules: int = 0
+    names_storages: bool = False
     accounted: tuple[Node, ...] = ()
 
     @property

@@ -114,6 +114,7 @@ def _planned(
                 part=part,
                 modules=checkpoint.modules,
                 accounted=accounted,
+                names_storages=checkpoint.container.names_storages,
             )
             _refuse_lost_inputs(plan)
             return (

@@ -10,7 +10,7 @@ from ckptconv.convert.error_document import error_document
 from ckptconv.doctor.findings import Diagnosis, Finding
 from ckptconv.support.errors import CheckpointError, printable
 from ckptconv.support.text import count_text
-from ckptconv.tree.containers import SAFETENSORS, TORCH
+from ckptconv.tree.containers import USUAL
 
 
 def diagnosis_headline(found: Diagnosis, *, strict: bool = False) -> str:
@@ -21,12 +21,9 @@ def diagnosis_headline(found: Diagnosis, *, strict: bool = False) -> str:
     }
     if not found.loads:
         return f"will not load here: {count_text(counts['error'], 'error')}"
-    by = f" ({found.opened_by})" * (found.opened_by not in _USUAL)
+    by = f" ({found.opened_by})" * (found.opened_by not in ("", *USUAL))
     warned = f", with {count_text(counts['warning'], 'warning')}" if counts["warning"] else ""
     return f"loads here{by}{warned}{', which fails with --strict' if strict and warned else ''}"
-
-
-_USUAL = ("", TORCH.by, SAFETENSORS.by)
 
 
 def diagnoses_headline(

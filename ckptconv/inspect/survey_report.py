@@ -12,7 +12,6 @@ from ckptconv.inspect.report import inspection_document
 from ckptconv.inspect.surveys import Surveyed, Unread
 from ckptconv.support.errors import printable
 from ckptconv.support.text import count_text, size_text
-from ckptconv.tree.containers import SAFETENSORS, TORCH
 
 _HEAD = ("name", "format", "size", "tensors", "dtypes", "devices", "portable")
 _RIGHT = frozenset((2, 3))  # columns of numbers
@@ -109,7 +108,7 @@ def _told(item: Surveyed | Unread, width: int, *, brief: bool) -> Iterator[tuple
     elif reasons := item.found.reasons:
         text = f"not portable: {'; '.join(reason.what for reason in reasons)}"
         yield from (("yellow", line) for line in _wrapped(text, width, "  "))
-    elif not brief or item.found.opening not in (TORCH, SAFETENSORS):
+    elif not brief or not item.found.opening.is_usual:
         yield from (
             ("green", line) for line in _wrapped(f"portable ({item.found.opening.by})", width, "  ")
         )

@@ -28,6 +28,7 @@ from ckptconv.support.progress import OnProgress
 from ckptconv.tensors.dtypes import BY_NAME, DType, floating_dtype
 from ckptconv.tensors.refs import Storage, TensorObject, view_of
 from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.tree.containers import MEMORY
 from ckptconv.tree.walk import place_text, tensors_of
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def save_portable(
     except RecursionError:
         raise too_deep("nests too many containers to be saved", path=path) from None
     checkpoint = Checkpoint(
-        Path("the state dict"), "memory", root, sum(ref.nbytes for _, ref in tensors_of(root))
+        Path("the state dict"), MEMORY, root, sum(ref.nbytes for _, ref in tensors_of(root))
     )
     return execute_plan(
         plan_conversion(checkpoint, path, options),
