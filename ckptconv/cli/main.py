@@ -647,13 +647,12 @@ def _refused_output(given: dict[str, Any], options: Request) -> OutputRefused | 
     """Why an output could not be written, as far as it can be told before all are known; shards are
     looked at when they are.
     """
-    from ckptconv.io.destination import check_folder, check_output
+    from ckptconv.convert.targets import check_place
+    from ckptconv.io.destination import check_output
 
     try:
         if options.max_shard_size is None:
-            (check_folder if given["to"] == "dcp" else check_output)(
-                given["output"], force=given["force"]
-            )
+            check_place(given["output"], given["to"], force=given["force"])
         if given["save_mapping"] is not None:
             check_output(given["save_mapping"], force=given["force"])
     except OutputRefused as error:

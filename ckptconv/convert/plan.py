@@ -8,8 +8,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ckptconv.convert.options import Target
 from ckptconv.formats.layout import Layout
+from ckptconv.formats.outputs import target_named
+from ckptconv.formats.target_format import Target, TargetFormat
 from ckptconv.io.source import Source
 from ckptconv.objects.composites import Check
 from ckptconv.pickles.nodes import Node
@@ -55,8 +56,13 @@ def _plan_again(facts: dict[str, Any]) -> ConversionPlan:
     files = tuple(map(_file_again, facts.pop("files")))
     single = {name: _file_again(facts.pop(name)) for name in ("index", "mapping")}
     return ConversionPlan(
-        files=files, tensors=_gone, cast=_gone, checks=(_gone,), **single, **facts
-    )  # type: ignore[arg-type]
+        files=files,  # type: ignore[arg-type]
+        tensors=_gone,
+        cast=_gone,
+        checks=(_gone,),
+        **single,  # type: ignore[arg-type]
+        **facts,
+    )
 
 
 _OF_OPEN_FILES = {
@@ -123,6 +129,11 @@ class ConversionPlan:
     modules: int = 0
     names_storages: bool = False
     accounted: tuple[Node, ...] = ()
+
+    @property
+    def target(self) -> TargetFormat:
+        """The output format that `to` names."""
+        return target_named(self.to)
 
     @property
     def nbytes(self) -> int:

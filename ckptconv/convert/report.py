@@ -22,7 +22,7 @@ def plan_lines(plan: ConversionPlan) -> Iterator[tuple[str, str]]:
         yield "keys", _keys_text(plan, renamed)
         if renamed.shared and not plan.tied:
             verb = "shares" if renamed.shared == 1 else "share"
-            then = ", as before" if plan.to == "torch" else "; each has its own copy now"
+            then = ", as before" if plan.target.shares_storages else "; each has its own copy now"
             yield (
                 "shared",
                 f"{count_text(renamed.shared, 'key')} {verb} the storage of another{then}",
@@ -76,7 +76,7 @@ def plan_lines(plan: ConversionPlan) -> Iterator[tuple[str, str]]:
 
 
 def _keys_text(plan: ConversionPlan, renamed: Any) -> str:
-    where = f" in {_place_text(renamed.path)}" if renamed.path and plan.to != "safetensors" else ""
+    where = f" in {_place_text(renamed.path)}" if renamed.path and plan.target.holds_trees else ""
     if not renamed.changed:
         return f"{count_text(renamed.count, 'key')}{where}, none renamed"
     old, new = renamed.changed[0]

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptconv.convert.execute import ConversionResult, execute_plan
-from ckptconv.convert.options import Request, Target
+from ckptconv.convert.options import Request
 from ckptconv.convert.planner import plan_conversion
+from ckptconv.convert.targets import check_place
 from ckptconv.devices.host import require_torch
 from ckptconv.devices.mapping import tag_map
-from ckptconv.io.destination import check_folder, check_output
+from ckptconv.formats.target_format import Target
 from ckptconv.keys.key_map import KeyRules, rules_of
 from ckptconv.pickles.nodes import BYTEARRAY, ORDERED_DICT, SET, Call, Dict, Global, Node
 from ckptconv.support.choices import (
@@ -72,7 +73,7 @@ def save_portable(
         tags=tag_map(device),
         dtype=None if dtype is None else floating_dtype(dtype),
     )
-    (check_folder if to == "dcp" else check_output)(Path(path), force=force)
+    check_place(path, to, force=force)
     try:
         root = _Symbolic().node(state_dict, None)
     except RecursionError:

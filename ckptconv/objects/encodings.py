@@ -15,7 +15,7 @@ key to recipe:
 
 A component that safetensors cannot hold itself (complex values of a sparse tensor) has a recipe of
 its own. Source of the forms: the rebuild functions in torch/_utils.py.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
