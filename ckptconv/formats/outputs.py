@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from ckptconv.formats.dcp_output import DCP
+from ckptconv.formats.npz_output import NPZ
 from ckptconv.formats.safetensors_output import SAFETENSORS
 from ckptconv.formats.target_format import TargetFormat
 from ckptconv.formats.torch_output import TORCH
 
-TARGETS: tuple[TargetFormat, ...] = (TORCH, SAFETENSORS, DCP)
+TARGETS: tuple[TargetFormat, ...] = (TORCH, SAFETENSORS, DCP, NPZ)
 """All output formats, in the order in which they are listed."""
 
 FOR_FOLDERS: TargetFormat = SAFETENSORS

@@ -20,6 +20,7 @@ from ckptconv.formats.folders.sharded import is_sharded, open_sharded, variants
 from ckptconv.formats.folders.steps import chosen
 from ckptconv.formats.inflation import claim_records, counted_together
 from ckptconv.formats.kinds import Archive, ArchiveStranger, Format, Gathering, Opener
+from ckptconv.formats.npz import is_npz, open_npz
 from ckptconv.formats.old_torchscript import is_old_torchscript, open_old_torchscript
 from ckptconv.formats.raw_pickle import is_raw_pickle, open_raw_pickle
 from ckptconv.formats.safetensors import is_safetensors, open_safetensors
@@ -92,6 +93,7 @@ ARCHIVES: tuple[Archive, ...] = (
     Archive(_is_foreign, _refuse_foreign),
     Archive(is_torchscript, open_torchscript),
     Archive(is_old_torchscript, open_old_torchscript),
+    Archive(is_npz, open_npz),
     Archive(may_hold_checkpoints, open_zip_members),
     Archive(lambda _: True, open_torch_zip),
 )

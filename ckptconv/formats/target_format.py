@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ckptconv.tensors.refs import TensorRef
     from ckptconv.tree.checkpoint import Checkpoint
 
-Target = Literal["torch", "safetensors", "dcp"]
+Target = Literal["torch", "safetensors", "dcp", "npz"]
 """The names of the output formats."""
 
 NamedTensor = tuple[str, "TensorRef", "DType"]
