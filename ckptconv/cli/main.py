@@ -15,6 +15,7 @@ import click
 
 from ckptconv import __version__
 from ckptconv.support.errors import CheckpointError, OutputRefused, printable
+from ckptconv.support.rows import Row
 from ckptconv.support.signals import missed_stop, stop_in_good_order
 
 if TYPE_CHECKING:
@@ -406,7 +407,7 @@ def devices(export: bool, as_json: bool, **given: Any) -> None:
     if as_json:
         print_json(report.host_document(host, best))
         return
-    print_lines([*report.host_lines(host), ("auto", f"--device auto would choose {best}")])
+    print_lines([*report.host_lines(host), Row("auto", f"--device auto would choose {best}")])
 
 
 def _export_gpus(
@@ -588,7 +589,7 @@ def show_help(ctx: click.Context, topic: str | None) -> None:
 
     if topic is None:
         click.echo("Pages (ckptconv help TOPIC):")
-        print_lines(help_pages.topics().items())
+        print_lines(Row(name, text) for name, text in help_pages.topics().items())
         click.echo(
             "Commands are listed by ckptconv --help; ckptconv help COMMAND shows the options of "
             "one."

@@ -90,7 +90,7 @@ def test_tied_names_get_copies_and_tags_are_told_to_be_lost(tmp_path):
     source = saved(tmp_path, {"a": weight, "b": weight})
     with open_checkpoint(source) as opened:
         plan = plan_conversion(opened, tmp_path / "out.npz")
-        lines = dict(plan_lines(plan))
+        lines = {row.label: row.text for row in plan_lines(plan)}
     assert lines["shared"] == "1 key shares the storage of another; each has its own copy now"
     assert plan.tied == {} and plan.locations == {} and "note" not in lines
     result = convert_checkpoint(source, tmp_path / "out.npz", device="cuda:1", verify=True)
