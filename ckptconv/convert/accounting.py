@@ -41,7 +41,7 @@ file that it is in.
 
 
 @dataclass(slots=True)
-class Named:
+class NamedStorages:
     """What files name: storages, by path and name with how many there are of it (a bare pickle has
     several), and tensors.
     """
@@ -77,7 +77,7 @@ def refuse_unaccounted(plan: ConversionPlan) -> int | None:
     return None if named is None else sum(named.storages.values())
 
 
-def _refuse_unread(plan: ConversionPlan, named: Named, tree: Found) -> None:
+def _refuse_unread(plan: ConversionPlan, named: NamedStorages, tree: Found) -> None:
     """Refuse what the files name and the tree does not hold."""
     read = Counter(key[:2] for key in tree.storages)
     if missing := [name[1] for name, count in named.storages.items() if read[name] < count]:
@@ -110,7 +110,7 @@ def refuse_unwritten(file: PlannedFile, written: Path) -> None:
     """Refuse a torch file that was written and whose pickle, counted, does not name all that was
     planned.
     """
-    source, named = FileSource(written), Named()
+    source, named = FileSource(written), NamedStorages()
     try:
         _count(source, named)
     finally:
@@ -215,11 +215,11 @@ def _with_modules(plan: ConversionPlan, tree: Found) -> Found:
 # ---------------------------------------------------------------------------------------- the files
 
 
-def named_by(plan: ConversionPlan) -> Named | None:
+def named_by(plan: ConversionPlan) -> NamedStorages | None:
     """What the files of a source name; None for one of a kind that is not counted."""
     if not plan.names_storages or (plan.modules and len(_files(plan)) > 1):
         return None
-    named = Named()
+    named = NamedStorages()
     for source in _files(plan):
         _count(source, named)
     return named
@@ -229,7 +229,7 @@ def _files(plan: ConversionPlan) -> list[Source]:
     return [source for source in plan.inputs if isinstance(source, FileSource)]
 
 
-def _count(source: Source, named: Named) -> None:
+def _count(source: Source, named: NamedStorages) -> None:
     """Add what one file, or one stream within a file, names."""
     head = source.read(0, min(source.size, _HEAD))
     if is_zip(head):
@@ -261,13 +261,15 @@ def _count(source: Source, named: Named) -> None:
 _HEAD = 512
 
 
-def _add(census: Census, source: Source, named: Named, name_of: Callable[[str], str]) -> None:
+def _add(
+    census: Census, source: Source, named: NamedStorages, name_of: Callable[[str], str]
+) -> None:
     path = str(source.path)
     named.storages.update((path, name_of(key)) for key, numel in census.storages.items() if numel)
     named.tensors += census.tensors
 
 
-def _add_header(source: Source, named: Named) -> None:
+def _add_header(source: Source, named: NamedStorages) -> None:
     """The tensors that a safetensors header names, and that are not empty."""
     header = json.loads(source.read(8, int.from_bytes(source.read(0, 8), "little")))
     path = str(source.path)

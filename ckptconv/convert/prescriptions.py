@@ -122,7 +122,7 @@ def _dropping(
     found = workable(replace(fix, unknown="drop"), checkpoint, target)
     if not isinstance(found, AmbiguousStateDict):
         return found
-    hint = DO_NOT_LOAD if refused.kind == "dangerous" else _ELSEWHERE
+    hint = DO_NOT_LOAD if refused.code == "dangerous" else _ELSEWHERE
     what = f"{refused.what}, and its tensors are lost without it"
     return RefusedObject(what, path=refused.path, where=refused.where, hint=hint)
 

@@ -264,7 +264,7 @@ def _read_values(case: Case, tell: OnProgress | None) -> list[Symptom]:
 
 
 def _damaged(error: CheckpointError) -> Symptom:
-    silent = error.kind == "checksum"
+    silent = error.code == "checksum"
     effect = (
         "torch.load does not check this; it returns damaged values silently"
         if silent

@@ -65,7 +65,7 @@ def _effect(error: CheckpointError, path: Path) -> str:
         source.close()
     if path.suffix == ".safetensors" and not isinstance(error, MalformedCheckpoint):
         return words.quoted(words.HEADER, by="load_file")
-    if head.startswith(b"PK\3\4") and error.kind == "cut-off":
+    if head.startswith(b"PK\3\4") and error.code == "cut-off":
         return words.quoted(words.CUT_OFF)
     said = words.on_start(head)
     if said is None and isinstance(error, MalformedCheckpoint):
@@ -91,7 +91,7 @@ def _with_siblings(path: Path) -> str | None:
 
 def _unpacking(error: CheckpointError, path: Path) -> str | None:
     """The command that unpacks a compressed file beside it."""
-    if error.kind != "compressed":
+    if error.code != "compressed":
         return None
     source = FileSource(path)
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptconv.io.source import Source
-from ckptconv.support.errors import ErrorKind, UnsupportedCheckpoint
+from ckptconv.support.errors import ErrorCode, UnsupportedCheckpoint
 
 
 class Stranger(NamedTuple):
@@ -95,8 +95,8 @@ def stranger(source: Source, head: bytes) -> UnsupportedCheckpoint:
     has_its_name = _TENSORFLOW_SHARD(source.path.name) is not None
     known = stranger_of(head)
     if known is not None and not (has_its_name and len(known.magic) == 1):
-        packed: ErrorKind = "compressed" if known.unpacker else ""
-        return UnsupportedCheckpoint(known.what, path=source.path, hint=known.hint, kind=packed)
+        packed: ErrorCode = "compressed" if known.unpacker else ""
+        return UnsupportedCheckpoint(known.what, path=source.path, hint=known.hint, code=packed)
     if source.read(max(0, source.size - 8), min(8, source.size)) == _TABLE_END:
         return UnsupportedCheckpoint(
             "is the index of a TensorFlow checkpoint, not a PyTorch checkpoint", path=source.path

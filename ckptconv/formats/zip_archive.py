@@ -128,7 +128,7 @@ def read_record(source: Source, record: Record, limit: str) -> bytes:
     if record.crc32 is not None and crc32(found) != record.crc32:
         raise MalformedCheckpoint(
             "does not have the CRC-32 that the archive says",
-            kind="checksum",
+            code="checksum",
             path=source.path,
             where=record.name,
         )
@@ -184,7 +184,7 @@ def _end_record(source: Source, tail: bytes) -> int:
     if not found:
         raise MalformedCheckpoint(
             "the archive has no end record at its end",
-            kind="cut-off",
+            code="cut-off",
             path=source.path,
             hint="the file is cut off, or something was appended, which its library may accept "
             "and ckptconv does not",

@@ -29,7 +29,7 @@ def printable(text: object, limit: int = _LONGEST_NAME) -> str:
     )
 
 
-ErrorKind = Literal["", "checksum", "cut-off", "compressed", "dangerous"]
+ErrorCode = Literal["", "checksum", "cut-off", "compressed", "dangerous"]
 """What a program asks of an error beyond its class: the bytes differ from their checksum, the end of
 an archive is missing, a whole file is compressed, an object must not be loaded.
 """
@@ -40,7 +40,7 @@ class CheckpointError(Exception):
 
     Attributes: `what` is wrong, `path` of the file (or None), `where` in it (a key, a record, a
     header field, or None) and the `hint`: the command or option that helps (or None). All are plain
-    text as it was found; `str()` gives the escaped line. `kind` is an `ErrorKind`, mostly empty.
+    text as it was found; `str()` gives the escaped line. `code` is an `ErrorCode`, mostly empty.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class CheckpointError(Exception):
         path: object = None,
         where: object = None,
         hint: str | None = None,
-        kind: ErrorKind = "",
+        code: ErrorCode = "",
     ) -> None:
         super().__init__(what)
-        self.kind: ErrorKind = kind
+        self.code: ErrorCode = code
         self.what = what
         self.path = None if path is None else str(path)
         self.where = None if where is None else str(where)

@@ -118,7 +118,7 @@ def _refuse_part_of_tensor(place: Place, name: str) -> None:
                 f"a tensor of which {name} is a part cannot be written without it",
                 where=where,
                 hint=hint,
-                kind="dangerous" if hint is DO_NOT_LOAD else "",
+                code="dangerous" if hint is DO_NOT_LOAD else "",
             )
         place = place[0]
 
@@ -358,7 +358,7 @@ def _refusal(unknown: Sequence[tuple[Place, str]]) -> RefusedObject:
         f"{printable(name)}{more} is an object that torch.load(weights_only=True) refuses",
         where=place or "the whole file",
         hint=f"{DO_NOT_LOAD}; --unknown drop replaces it by None" if dangerous else hint,
-        kind="dangerous" if dangerous else "",
+        code="dangerous" if dangerous else "",
     )
 
 

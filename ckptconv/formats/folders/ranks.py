@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from ckptconv.formats.folders.dtensors import Shard, is_sharded, read_shard, refuse_flat
+from ckptconv.formats.folders.dtensors import Shard, is_shard, read_shard, refuse_flat
 from ckptconv.pickles.nodes import Node
 from ckptconv.pickles.substitution import calls_of, substituted
 from ckptconv.support.errors import (
@@ -55,7 +55,7 @@ class _Rank:
 
 def has_shards(checkpoint: Checkpoint) -> bool:
     """Whether a file holds shards of tensors, as each rank's of several does."""
-    return any(is_sharded(call) for call in calls_of(checkpoint.root))
+    return any(is_shard(call) for call in calls_of(checkpoint.root))
 
 
 def join_ranks(opened: Sequence[Checkpoint]) -> Checkpoint:
@@ -119,7 +119,7 @@ def _read(checkpoint: Checkpoint) -> _Rank:
     holders: list[Node] = []
     overlay: dict[int, Node] = {}
     for place, node in walk(checkpoint.root, overlay):
-        if is_sharded(node):
+        if is_shard(node):
             overlay[id(node)] = None  # what is inside is not looked at
             try:
                 shards[tuple(labels_of(place))] = node, read_shard(node)

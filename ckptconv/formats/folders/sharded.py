@@ -59,7 +59,7 @@ _VARIANTS = (
 """The files of variants, the preferred first. Source: `_add_variant` in transformers and diffusers."""
 
 
-def is_sharded(path: Path) -> bool:
+def is_hugging_face(path: Path) -> bool:
     """Whether `path` is an index, or a folder with one, or with weights under a usual name."""
     if path.is_dir():
         return _has_plain(path) or bool(variants(path))
