@@ -15,6 +15,7 @@ import click
 
 from ckptconv import __version__
 from ckptconv.support.errors import CheckpointError, OutputRefused, printable
+from ckptconv.support.rows import Row
 from ckptconv.support.signals import missed_stop, stop_in_good_order
 
 if TYPE_CHECKING:
@@ -411,7 +412,7 @@ def devices(export: bool, as_json: bool, **given: Any) -> None:
     if as_json:
         print_json(report.host_document(host, best))
         return
-    print_lines([*report.host_lines(host), ("auto", f"--device auto would choose {best}")])
+    print_lines([*report.host_lines(host), Row("auto", f"--device auto would choose {best}")])
 
 
 def _export_gpus(
@@ -595,7 +596,7 @@ def show_help(ctx: click.Context, topic: str | None) -> None:
 
     if topic is None:
         click.echo("Pages (ckptconv help TOPIC):")
-        print_lines(help_pages.topics().items())
+        print_lines(Row(name, text) for name, text in help_pages.topics().items())
         click.echo(
             "Commands are listed by ckptconv --help; ckptconv help COMMAND shows the options of "
             "one."
@@ -654,13 +655,12 @@ def _refused_output(given: dict[str, Any], options: Request) -> OutputRefused | 
     """Why an output could not be written, as far as it can be told before all are known; shards are
     looked at when they are.
     """
-    from ckptconv.io.destination import check_folder, check_output
+    from ckptconv.convert.targets import check_place
+    from ckptconv.io.destination import check_output
 
     try:
         if options.max_shard_size is None:
-            (check_folder if given["to"] == "dcp" else check_output)(
-                given["output"], force=given["force"]
-            )
+            check_place(given["output"], given["to"], force=given["force"])
         if given["save_mapping"] is not None:
             check_output(given["save_mapping"], force=given["force"])
     except OutputRefused as error:

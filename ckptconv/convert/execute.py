@@ -9,9 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptconv.convert.accounting import refuse_unaccounted
-from ckptconv.convert.dcp import write_dcp
 from ckptconv.convert.plan import ConversionPlan, PlannedFile
-from ckptconv.convert.verify import open_with_library, verify_file, verify_folder
+from ckptconv.convert.verify import verify_file, verify_folder
 from ckptconv.convert.write import Tally, by_tensor, count_odd_bools, count_overflow, write_layout
 from ckptconv.formats.hf_names import earlier_files, index_path, moved_index
 from ckptconv.io.destination import Destination, Draft
@@ -89,7 +88,7 @@ def execute_plan(
     begin = time.perf_counter()
     _run_checks(plan)
     named = refuse_unaccounted(plan) if verify else None
-    write = _write_folder if plan.to == "dcp" else _write_files
+    write = _write_folder if plan.target.is_folder else _write_files
     phases = Phases(on_progress)
     result = write(plan, force, fsync, verify, phases)
     return replace(result, seconds=time.perf_counter() - begin, named=named, phases=phases.seconds)
@@ -185,8 +184,7 @@ def _make_files(
         if file is plan.index:
             continue
         made = draft.place.path
-        if plan.to == "safetensors":
-            open_with_library(made, file)
+        plan.target.check_written(made, file.path, len(file.layout.items))
         if verify:
             with phases.timed("verify"):
                 verified += verify_file(plan, file, made, compared)
@@ -282,7 +280,7 @@ def _write_folder(
         refuse_changed(plan.inputs)
         made = output.folder()
         with phases.timed("write"):
-            write_dcp(plain.place.path, made, plan.output)
+            plan.target.make_folder(plain.place.path, made, plan.output)
         written.finish()
         plain.discard()
         result = _result(plan, tally, verify_folder(plan, made, phases) if verify else None)

@@ -267,7 +267,7 @@ def _read_values(case: Case, tell: OnProgress | None) -> list[Symptom]:
 
 
 def _damaged(error: CheckpointError) -> Symptom:
-    silent = "CRC-32" in error.what
+    silent = error.code == "checksum"
     effect = (
         "torch.load does not check this; it returns damaged values silently"
         if silent

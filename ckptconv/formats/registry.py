@@ -16,10 +16,11 @@ from ckptconv.formats.folders.dcp_shards import is_dcp_shards, open_dcp_shards, 
 from ckptconv.formats.folders.deepspeed import is_deepspeed, open_deepspeed
 from ckptconv.formats.folders.megatron import is_megatron, is_rank_file, open_megatron, refuse_split
 from ckptconv.formats.folders.ranks import has_shards, join_ranks
-from ckptconv.formats.folders.sharded import is_sharded, open_sharded, variants
+from ckptconv.formats.folders.sharded import is_hugging_face, open_sharded, variants
 from ckptconv.formats.folders.steps import chosen
 from ckptconv.formats.inflation import claim_records, counted_together
 from ckptconv.formats.kinds import Archive, ArchiveStranger, Format, Gathering, Opener
+from ckptconv.formats.npz import is_npz, open_npz
 from ckptconv.formats.old_torchscript import is_old_torchscript, open_old_torchscript
 from ckptconv.formats.raw_pickle import is_raw_pickle, open_raw_pickle
 from ckptconv.formats.safetensors import is_safetensors, open_safetensors
@@ -94,6 +95,7 @@ ARCHIVES: tuple[Archive, ...] = (
     Archive(_is_foreign, _refuse_foreign),
     Archive(is_torchscript, open_torchscript),
     Archive(is_old_torchscript, open_old_torchscript),
+    Archive(is_npz, open_npz),
     Archive(may_hold_checkpoints, open_zip_members),
     Archive(lambda _: True, open_torch_zip),
 )
@@ -121,7 +123,7 @@ GATHERINGS: tuple[Gathering, ...] = (
     Gathering(is_dcp, lambda path, *_: open_dcp(path, open_file, open_source)),
     Gathering(is_dcp_shards, lambda path, *_: open_dcp_shards(path, open_source)),
     Gathering(is_accelerate, lambda path, *_: open_accelerate(path, _openers())),
-    Gathering(is_sharded, lambda path, _, tag: open_sharded(path, open_file, tag), variants),
+    Gathering(is_hugging_face, lambda path, _, tag: open_sharded(path, open_file, tag), variants),
     Gathering(is_fsdp, lambda path, *_: open_accelerate(path, _openers())),
     Gathering(is_deepspeed, lambda path, home, _: open_deepspeed(path, open_source, home)),
     Gathering(is_megatron, lambda path, home, _: open_megatron(path, open_file, home)),

@@ -23,9 +23,16 @@ from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, printa
 from ckptconv.tensors.dtypes import UINT8, DType
 from ckptconv.tensors.refs import Storage
 from ckptconv.tree.checkpoint import PICKLE_HEAD, Checkpoint, FileFacts
-from ckptconv.tree.containers import TORCH
+from ckptconv.tree.containers import TORCH_LOAD, Container
 
-NAME = "torch legacy"
+CONTAINER = Container(
+    "torch legacy",
+    TORCH_LOAD,
+    weights_only=True,
+    is_torch=True,
+    is_legacy=True,
+    names_storages=True,
+)
 _MAGIC = 0x1950A86A20F9469CFC6C
 _BEGINS = re.compile(
     rb"\x80[\2-\5](?:\x95.{8})?\x8a\x0a%s\.|L%dL\n\."
@@ -64,9 +71,7 @@ def open_torch_legacy(source: Source, _: Callable[[Source], Checkpoint]) -> Chec
         raise error.at(path=source.path, where="pickles") from error.__cause__
     head = FileFacts(source.read(0, PICKLE_HEAD))
     sources = (storages.guarded,)
-    return Checkpoint(
-        source.path, NAME, root, source.size, sources=sources, facts=head, opening=TORCH
-    )
+    return Checkpoint(source.path, CONTAINER, root, source.size, sources=sources, facts=head)
 
 
 def _listed(keys: Node) -> list[str]:

@@ -38,7 +38,6 @@ from ckptconv.support.records import made
 
 ALIGNMENT = 64
 _MAX32 = 0xFFFFFFFF
-NO_END = "the archive has no end record at its end"
 _END = struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR = struct.Struct("<4sIQI")
@@ -152,7 +151,10 @@ def read_record(source: Source, record: Record, limit: str) -> bytes:
         spool.close()
     if record.crc32 is not None and crc32(found) != record.crc32:
         raise MalformedCheckpoint(
-            "does not have the CRC-32 that the archive says", path=source.path, where=record.name
+            "does not have the CRC-32 that the archive says",
+            code="checksum",
+            path=source.path,
+            where=record.name,
         )
     return found
 
@@ -212,7 +214,8 @@ def _end_record(source: Source, tail: bytes) -> int:
         at = tail.rfind(b"PK\5\6", 0, at)
     if not found:
         raise MalformedCheckpoint(
-            NO_END,
+            "the archive has no end record at its end",
+            code="cut-off",
             path=source.path,
             hint="the file is cut off, or something was appended, which its library may accept "
             "and ckptconv does not",

@@ -104,6 +104,7 @@ def refuse_crc(storage: Storage, found: int) -> None:
     if storage.crc32 is not None and storage.crc32 != found:
         raise MalformedCheckpoint(
             f"its bytes have the CRC-32 {found:08x}, the archive says {storage.crc32:08x}",
+            code="checksum",
             path=storage.source.path,
             where=storage.name,
             hint="the file is damaged; fetch it again",

@@ -321,8 +321,8 @@ def codes_in_the_source() -> set[str]:
     one, and those of `_code`.
     """
     codes: set[str] = set()
-    for name in ("symptoms", "diagnosis", "unopened"):
-        tree = ast.parse((ROOT / "ckptconv" / f"{name}.py").read_text())
+    for name in ("symptoms", "diagnose", "unopened"):
+        tree = ast.parse((ROOT / "ckptconv" / "doctor" / f"{name}.py").read_text())
         calls = [
             node
             for node in ast.walk(tree)

@@ -25,9 +25,16 @@ from ckptconv.support.errors import (
     printable,
 )
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.containers import ACCELERATE
+from ckptconv.tree.containers import Container
 
-NAME = "accelerate folder"
+CONTAINER = Container(
+    "accelerate folder",
+    "accelerate",
+    why_not=(
+        "only accelerate's load_state opens it, in a program that has prepared the same objects"
+    ),
+    is_folder=True,
+)
 _MODEL = re.compile(r"(?:model|pytorch_model)(?:_(\d+))?\.(?:safetensors|bin)$").match
 _FSDP = re.compile(r"pytorch_model_fsdp(?:_(\d+))?(?:(?:_rank(\d+))?\.bin)?").fullmatch
 _OPTIMIZER = re.compile(r"(optimizer_\d+)(?:_rank(\d+)\.bin)?").fullmatch
@@ -89,7 +96,7 @@ def open_accelerate(path: Location, openers: Openers) -> Checkpoint:
         raise
     return Checkpoint(
         path=path.path,
-        format=NAME,
+        container=CONTAINER,
         root=Dict(pairs),
         nbytes=sum(checkpoint.nbytes for _, checkpoint in opened),
         notes=tuple(
@@ -98,7 +105,6 @@ def open_accelerate(path: Location, openers: Openers) -> Checkpoint:
             )
         ),
         sources=tuple(source for _, checkpoint in opened for source in checkpoint.sources),
-        opening=ACCELERATE,
     )
 
 

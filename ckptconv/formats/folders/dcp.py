@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence, Sized
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import PurePosixPath
 
@@ -34,10 +35,11 @@ from ckptconv.support.limits import in_force
 from ckptconv.tensors.assembly import assembled, check_cover
 from ckptconv.tensors.refs import Shape, TensorRef
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.containers import DCP, MEGATRON
+from ckptconv.tree.containers import Container
 from ckptconv.tree.walk import label_text
 
-NAME = "DCP"
+CONTAINER = Container("DCP", "torch.distributed.checkpoint", is_folder=True)
+MEGATRON = replace(CONTAINER, by="megatron", why_not="only Megatron opens it")
 INDEX = ".metadata"
 _DATA = ".distcp"
 _OF_A_RANK = re.compile(rf"__.*{re.escape(INDEX)}").fullmatch
@@ -111,10 +113,8 @@ def open_dcp(path: Location, open_file: FileOpener, open_source: SourceOpener) -
         opened.close()
         raise
     sources = (*opened.files.values(), *opened.sources)
-    opening = MEGATRON if is_megatron else DCP
-    return Checkpoint(
-        folder.path, NAME, root, nbytes, notes=notes, sources=sources, opening=opening
-    )
+    container = MEGATRON if is_megatron else CONTAINER
+    return Checkpoint(folder.path, container, root, nbytes, notes=notes, sources=sources)
 
 
 def _notes(fragments: Sized) -> tuple[str, ...]:

@@ -23,9 +23,13 @@ from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, Unsupp
 from ckptconv.tensors.assembly import assembled
 from ckptconv.tensors.refs import Shape, TensorRef
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.containers import DCP_SHARDS
+from ckptconv.tree.containers import Container
 
-NAME = "DCP shards (safetensors)"
+CONTAINER = Container(
+    "DCP shards (safetensors)",
+    "torch.distributed.checkpoint.HuggingFaceStorageReader",
+    is_folder=True,
+)
 _INFO = "DCP_SHARDING_INFO"
 _OF_DCP = frozenset({_INFO, "DCP_VERSION"})
 _INDEX = "model.safetensors.index.json"
@@ -86,9 +90,7 @@ def open_dcp_shards(path: Location, open_source: Callable[[Source], Checkpoint])
         else ("the files do not say how many ranks there were; these are taken to be all of them",)
     )
     nbytes = sum(item.nbytes for item in opened)
-    return Checkpoint(
-        path.path, NAME, root, nbytes, metadata, notes, tuple(sources), opening=DCP_SHARDS
-    )
+    return Checkpoint(path.path, CONTAINER, root, nbytes, metadata, notes, tuple(sources))
 
 
 def _collect(checkpoint: Checkpoint, parts: Parts) -> None:

@@ -31,9 +31,13 @@ from ckptconv.support.errors import (
 )
 from ckptconv.support.limits import in_force
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.containers import DEEPSPEED
+from ckptconv.tree.containers import Container
 
-NAME = "DeepSpeed"
+CONTAINER = Container(
+    "DeepSpeed",
+    "deepspeed",
+    why_not=("only DeepSpeed opens it, with as many ranks as wrote it, or its zero_to_fp32.py"),
+)
 _MODEL = re.compile(
     r"(?:zero_pp_rank_([0-9]{1,6})_)?mp_rank_([0-9]{1,6})_model_states\.pt"
 ).fullmatch
@@ -237,7 +241,7 @@ def _open_step(files: StepFiles, open_file: OpenFile) -> Checkpoint:
             "the weights are those of the model states, in the dtype of the training",
             *models[0].notes,
         )
-        return replace(models[0], format=NAME, notes=notes, sources=sources, opening=DEEPSPEED)
+        return replace(models[0], container=CONTAINER, notes=notes, sources=sources)
     weights = Weights(states, stage)
     root = Dict([("module", weights.join(ranks)), *_rest_of_training(models[0].root)])
     notes = (
@@ -246,7 +250,7 @@ def _open_step(files: StepFiles, open_file: OpenFile) -> Checkpoint:
     )
     return Checkpoint(
         path=models[0].path,
-        format=f"{NAME} ZeRO-{stage}",
+        container=CONTAINER.called(f"{CONTAINER.name} ZeRO-{stage}"),
         root=root,
         nbytes=sum(checkpoint.nbytes for checkpoint in everything),
         notes=tuple(
@@ -255,7 +259,6 @@ def _open_step(files: StepFiles, open_file: OpenFile) -> Checkpoint:
             )
         ),
         sources=sources,
-        opening=DEEPSPEED,
     )
 
 
@@ -309,7 +312,7 @@ def _without_partitions(files: StepFiles, open_file: OpenFile) -> Checkpoint:
         raise MalformedCheckpoint(
             "the optimizer states, which hold the fp32 weights, are missing", hint=hint
         )
-    return replace(model, format=NAME, opening=DEEPSPEED)
+    return replace(model, container=CONTAINER)
 
 
 def _model_states(model: Checkpoint) -> dict[str, Node]:

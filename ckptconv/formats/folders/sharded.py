@@ -33,9 +33,11 @@ from ckptconv.support.json_text import read_object
 from ckptconv.support.limits import in_force
 from ckptconv.support.text import some_text
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.containers import UNKNOWN, Opening, of_shards
+from ckptconv.tree.containers import UNKNOWN, Container
 
-NAME = "sharded"
+_OF_INDEXES = (("diffusion_pytorch_model", "diffusers"), ("adapter_model", "peft"))
+"""The libraries that open an index whose name begins so; transformers opens the others."""
+
 _INDEX = ".index.json"
 _TRIES = 10
 _ALONE = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors",
@@ -54,7 +56,7 @@ _VARIANTS = (
 """The files of variants, best first. Source: `_add_variant` in transformers and diffusers."""
 
 
-def is_sharded(path: Location) -> bool:
+def is_hugging_face(path: Location) -> bool:
     """Whether `path` is an index, or a folder with one, or with weights under a usual name."""
     if path.is_folder():
         return _has_plain(path) or bool(variants(path))
@@ -211,21 +213,30 @@ def _joined(
     metadata = {name: value for shard in reversed(shards) for name, value in shard.metadata.items()}
     return Checkpoint(
         path=index.path,
-        format=f"{NAME} {shards[0].format}" if shards else NAME,
+        container=_of_shards(index.name, [shard.container for shard in shards]),
         root=root,
         nbytes=sum(shard.nbytes for shard in shards),
         metadata=metadata,
         notes=tuple(dict.fromkeys(note for shard in shards for note in shard.notes)),
         sources=tuple(source for shard in shards for source in shard.sources),
-        opening=of_shards(index.name, _least_open(shards)),
         files=tuple(shards),
     )
 
 
-def _least_open(shards: Sequence[Checkpoint]) -> Opening:
-    """The opening of the shard that the fewest hosts open."""
-    openings = [shard.opening for shard in shards] or [UNKNOWN]
-    return next((opening for opening in openings if not opening.anywhere), openings[0])
+def _of_shards(index: str, shards: Sequence[Container]) -> Container:
+    """The container of an index with that name; it opens where each of its shards does."""
+    first = shards[0] if shards else UNKNOWN.called("")
+    least = next((shard for shard in shards if not shard.anywhere), first)
+    by = next((library for stem, library in _OF_INDEXES if index.startswith(stem)), "transformers")
+    return Container(
+        f"sharded {first.name}".rstrip(),
+        by,
+        why_not=least.why_not,
+        suffix=first.suffix,
+        is_index=True,
+        shares=first.shares,
+        names_storages=first.names_storages,
+    )
 
 
 def _index_of(folder: Location) -> Location | None:
