@@ -26,15 +26,10 @@ from ckptconv.formats.torch_tar import is_tar
 from ckptconv.formats.zip_archive import Record, is_zip, read_directory
 from ckptconv.io.source import CHUNK, MemorySource, RangeSource, Source
 from ckptconv.objects.threats import Level, Verdict, gives_what_was_there, judge
-from ckptconv.pickles.tracer import (
-    ATTRIBUTES,
-    NESTED_LOADERS,
-    Held,
-    Named,
-    Trace,
-    held_bytes,
-    trace_pickle,
-)
+from ckptconv.pickles.byte_window import Held
+from ckptconv.pickles.tracer import held_bytes, trace_pickle
+from ckptconv.pickles.traces import Named, Trace
+from ckptconv.pickles.watched import ATTRIBUTES, NESTED_LOADERS
 from ckptconv.scan.script_code import (
     FLATBUFFER,
     Called,
