@@ -18,7 +18,7 @@ from ckptconv.io.source import MemorySource
 from ckptconv.pickles import memo
 from ckptconv.pickles import reader as unpickling
 from ckptconv.pickles.extents import read_pickles
-from ckptconv.pickles.nodes import Call, Dict, Global, PersistentId, mapping_pairs
+from ckptconv.pickles.nodes import ABSENT, Call, Dict, Global, PersistentId, mapping_pairs
 from ckptconv.pickles.reader import read_pickle
 from ckptconv.pickles.writer import write_pickle
 from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint
@@ -36,7 +36,7 @@ def plain(node):
         return {
             "call": [
                 *rest,
-                plain(node.state) if node.state is not unpickling.ABSENT else "no state",
+                plain(node.state) if node.state is not ABSENT else "no state",
             ]
         }
     if isinstance(node, Global):
