@@ -13,6 +13,7 @@ import pytest
 
 from helpers.figures import figure, pytest_terminal_summary  # noqa: F401 (pytest finds them here)
 from helpers.paths import CORPUS, PRODUCED, SAMPLES
+from helpers.program import close_servers
 
 HERE = Path(__file__).resolve().parent
 
@@ -69,6 +70,11 @@ def pytest_report_header() -> list[str]:
         if TORCHLESS
         else []
     )
+
+
+def pytest_sessionfinish() -> None:
+    """End what the program is forked from."""
+    close_servers()
 
 
 @pytest.fixture(scope="session")

@@ -33,6 +33,7 @@ from helpers.program import (
     environment,
     idle_rss,
     run,
+    run_process,
 )
 
 torch = pytest.importorskip("torch")
@@ -101,6 +102,13 @@ def bare(state_dict: dict, *wrappers: str) -> dict:
 def ckptconv(*arguments: object, cwd: Path, **options) -> Finished:
     """A run that must succeed."""
     done = run(*arguments, cwd=cwd, **options)
+    assert done.exit == 0, done.err
+    return done
+
+
+def started(*arguments: object, cwd: Path, **options) -> Finished:
+    """A run of a process of its own that must succeed."""
+    done = run_process(*arguments, cwd=cwd, **options)
     assert done.exit == 0, done.err
     return done
 
@@ -826,7 +834,7 @@ def limited(nbytes: int) -> list[str]:
 def test_a_file_that_may_not_be_so_large_leaves_nothing(nbytes, output, saved, tmp_path):
     saved({f"layer.{index}.weight": torch.full((1 << 18,), float(index)) for index in range(8)})
     error = assert_one_error(
-        run("convert", "in.pt", output, "--no-fsync", cwd=tmp_path, command=limited(nbytes))
+        run_process("convert", "in.pt", output, "--no-fsync", cwd=tmp_path, command=limited(nbytes))
     )
     assert "it exceeds the largest file size of this process (ulimit -f)" in error
     assert names(tmp_path) == ["in.pt"]
@@ -853,7 +861,7 @@ def test_memory_does_not_grow_with_the_checkpoint(output, tmp_path):
         torch.save(
             {f"{index}.weight": torch.empty(1 << 24) for index in range(4)}, tmp_path / "in.pt"
         )
-    done = ckptconv("convert", "in.pt", output, "--no-fsync", cwd=tmp_path)
+    done = run_process("convert", "in.pt", output, "--no-fsync", cwd=tmp_path)
     assert (tmp_path / output).stat().st_size > 1 << 28
     assert done.rss - idle_rss() < 60_000_000
 
@@ -1300,7 +1308,7 @@ def completing(words: str, count: int, tmp_path: Path) -> list[str]:
         "COMP_WORDS": words,
         "COMP_CWORD": str(count),
     }
-    done = ckptconv(cwd=tmp_path, env=variables, command=command)
+    done = started(cwd=tmp_path, env=variables, command=command)
     return [offer.partition(",")[2] for offer in done.out.splitlines()]
 
 
@@ -1318,7 +1326,7 @@ def test_completion_scripts_are_printed(shell, tmp_path):
     script = Path(sysconfig.get_path("scripts")) / "ckptconv"
     if not script.exists():
         pytest.skip("the console script is not installed here")
-    done = ckptconv(
+    done = started(
         cwd=tmp_path, env={"_CKPTCONV_COMPLETE": f"{shell}_source"}, command=[str(script)]
     )
     assert f"_CKPTCONV_COMPLETE={shell}_complete" in done.out
@@ -1361,12 +1369,12 @@ def test_files_are_converted_and_inspected_without_torch(without_torch, tmp_path
         ("inspect", TRAIN),
         ("inspect", "out.safetensors", "--json"),
     ):
-        ckptconv(*arguments, cwd=tmp_path, env=without_torch)
+        started(*arguments, cwd=tmp_path, env=without_torch)
     assert_same(load_here(tmp_path / "stripped.pt"), bare(load(DDP), "module"))
 
 
 def test_devices_works_without_torch(without_torch, tmp_path):
-    document = ckptconv("devices", "--json", cwd=tmp_path, env=without_torch).json()
+    document = started("devices", "--json", cwd=tmp_path, env=without_torch).json()
     assert document["torch"] is None
 
 

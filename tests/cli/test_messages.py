@@ -29,7 +29,7 @@ from ckptconv import (
 )
 from ckptconv import save_portable as save
 from ckptconv import scan_checkpoint as scan
-from ckptconv.io import destination as outputs
+from ckptconv.io import stream as outputs
 from ckptconv.support.addresses import address_in, how_to_get
 from ckptconv.tensors.dtypes import floating_dtype
 from helpers.program import PROGRAM, SAMPLES, assert_one_error, environment, run

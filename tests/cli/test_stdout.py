@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ckptconv.io.staging import temporary_folder
-from helpers.program import PROGRAM, SAMPLES, assert_one_error, environment, run
+from helpers.program import PROGRAM, SAMPLES, assert_one_error, environment, run, run_process
 
 TRAIN = SAMPLES / "ddp_cuda3_train.pt"
 
@@ -182,7 +182,7 @@ def test_what_another_user_left_is_not_touched(room, monkeypatch):
 def test_a_temporary_folder_without_room_is_named(room):
     limit = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (9999, 9999)); os.execv(sys.argv[1], sys.argv[1:])"
     command = [PROGRAM[0], "-c", limit, *PROGRAM]
-    done = run(
+    done = run_process(
         "convert",
         "big.pt",
         "-",

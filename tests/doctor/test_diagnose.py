@@ -33,7 +33,7 @@ from ckptconv.devices.host import Host
 from ckptconv.inspect.facts import inspect_checkpoint
 from ckptconv.inspect.report import verdict
 from helpers import oracle
-from helpers.program import ROOT, SAMPLES, assert_one_error, environment, run
+from helpers.program import ROOT, SAMPLES, assert_one_error, environment, run, run_process
 
 Made = Path | tuple[Path, Path]
 """A file that has a finding, or the one to show to doctor and the folder that it lies in."""
@@ -1002,7 +1002,7 @@ def test_a_missing_file_is_an_error_line(tmp_path):
 @no_gpu
 def test_without_torch_a_cpu_only_one_is_assumed(tmp_path):
     blocked = "import sys; sys.modules['torch'] = None; sys.argv[0] = 'ckptconv'; from ckptconv.cli.main import main; main()"
-    done = run(
+    done = run_process(
         "doctor",
         SAMPLES / "ddp_cuda3.pt",
         "--json",

@@ -1,5 +1,7 @@
-"""The real program, run in a process of its own: what it answered, how long it took and how much
-memory it had.
+"""The program, run on arguments: what it answered.
+
+``run`` forks it from a process that has it imported, which takes some milliseconds. Where a start of
+its own matters (what it imports, its memory, how Python is started), ``run_process`` starts it.
 """
 
 from __future__ import annotations
@@ -7,6 +9,8 @@ from __future__ import annotations
 import functools
 import json
 import os
+import selectors
+import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from helpers import fork_server
+from helpers.fork_server import RSS_UNIT
 from helpers.paths import ROOT as ROOT
 from helpers.paths import SAMPLES as SAMPLES
 
@@ -42,13 +48,12 @@ child.returncode = os.waitstatus_to_exitcode(status)
 with open(report, "w") as file:
     print(child.returncode, time.monotonic() - begin, usage.ru_maxrss, file=file)
 """
-_RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
 @dataclass(frozen=True)
 class Finished:
     """A run of the program: exit code (negative: the signal that ended it), output, seconds, peak
-    memory in bytes.
+    memory in bytes. The seconds of a fork are the processor's, as the machine may be busy.
     """
 
     exit: int
@@ -75,28 +80,143 @@ def environment(**changes: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", **changes}
 
 
+def _texts(arguments: Sequence[object]) -> list[str]:
+    return [
+        os.fsdecode(part) if isinstance(part, (Path, bytes)) else str(part) for part in arguments
+    ]
+
+
+# ------------------------------------------------------------------------------------ a fork of it
+
+OF_THE_START = ("PYTHON", "LANG", "LC_")
+"""How the names of the variables begin that Python reads when it starts."""
+
+
+class ForkServer:
+    """A process that has the program imported, and `modules`; each run is forked from it."""
+
+    def __init__(self, *modules: str) -> None:
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, fork_server.__file__, str(theirs.fileno()), *modules]
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=environment(OMP_NUM_THREADS="1"),
+            )
+
+    def run(
+        self,
+        *arguments: object,
+        cwd: Path,
+        env: Mapping[str, str] | None = None,
+        limit: int = 60,
+    ) -> Finished:
+        """Run the program in `cwd` with `env` added to the usual variables; it is killed after
+        `limit` seconds by the clock.
+        """
+        assert not any(name.startswith(OF_THE_START) for name in env or {}), "run_process does it"
+        asked = {
+            "arguments": _texts(arguments),
+            "cwd": str(cwd),
+            "env": environment(**(env or {})),
+            "umask": _umask(),
+            "limit": limit,
+        }
+        out, err, answer = (os.pipe() for _ in range(3))
+        with tempfile.TemporaryFile("w+", encoding="ascii") as request:
+            json.dump(asked, request)
+            request.flush()
+            request.seek(0)
+            theirs = [out[1], err[1], answer[1]]
+            socket.send_fds(self._socket, [b"."], [request.fileno(), *theirs])
+        for file in theirs:
+            os.close(file)
+        said_out, said_err, ended = _read_all(out[0], err[0], answer[0])
+        assert ended, "the process that forks the program is gone"
+        code, seconds, rss = ended.split()
+        return Finished(int(code), said_out.decode(), said_err.decode(), float(seconds), int(rss))
+
+    def close(self) -> None:
+        """End the server."""
+        self._socket.close()
+        self._process.wait(10)
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _read_all(*files: int) -> list[bytes]:
+    """All that comes from some pipes, which are closed then."""
+    found = {file: bytearray() for file in files}
+    with selectors.DefaultSelector() as selector:
+        for file in files:
+            selector.register(file, selectors.EVENT_READ)
+        while selector.get_map():
+            for key, _ in selector.select():
+                piece = os.read(key.fd, 1 << 16)
+                found[key.fd] += piece
+                if not piece:
+                    selector.unregister(key.fd)
+                    os.close(key.fd)
+    return [bytes(found[file]) for file in files]
+
+
+NEEDED = ("numpy", "ml_dtypes", "safetensors")
+TORCH = (*NEEDED, "torch", "torch.distributed.checkpoint")
+ASKS_TORCH = {"devices", "doctor", "--model", "dcp", "auto"}
+"""Words of command lines that need torch; such a run is forked from a process that has it."""
+
+
+@functools.cache
+def _server(*modules: str) -> ForkServer:
+    _running.append(ForkServer(*modules))
+    return _running[-1]
+
+
+_running: list[ForkServer] = []
+
+
+def close_servers() -> None:
+    """End the processes that `run` forks from; conftest.py does it at the end of all tests."""
+    while _running:
+        _running.pop().close()
+    _server.cache_clear()
+
+
 def run(
+    *arguments: object, cwd: Path, env: Mapping[str, str] | None = None, limit: int = 60
+) -> Finished:
+    """Run the program in `cwd` with `env` added to the usual variables, forked from a process that
+    has it imported; it is killed after `limit` seconds.
+    """
+    with_torch = not ASKS_TORCH.isdisjoint(_texts(arguments))
+    server = _server(*(TORCH if with_torch else NEEDED))
+    return server.run(*arguments, cwd=cwd, env=env, limit=limit)
+
+
+# ---------------------------------------------------------------------------- a process of its own
+
+
+def run_process(
     *arguments: object,
     cwd: Path,
     env: Mapping[str, str] | None = None,
     limit: int = 60,
     command: Sequence[str] = PROGRAM,
 ) -> Finished:
-    """Run the program in `cwd` with `env` added to the usual variables; it is killed after `limit`
+    """Start the program in `cwd` with `env` added to the usual variables; it is killed after `limit`
     seconds.
     """
-    given = [os.fspath(part) if isinstance(part, Path) else part for part in arguments]
     with tempfile.NamedTemporaryFile("r", prefix="ckptconv-test-") as report:
         launcher = [
-            sys.executable,
-            "-I",
-            "-S",
-            "-c",
-            _LAUNCHER,
-            report.name,
-            str(limit),
+            *(sys.executable, "-I", "-S", "-c", _LAUNCHER, report.name, str(limit)),
             *command,
-            *given,
+            *_texts(arguments),
         ]
         done = subprocess.run(
             launcher,
@@ -108,14 +228,14 @@ def run(
         )
         code, seconds, rss = report.read().split()
     return Finished(
-        int(code), done.stdout.decode(), done.stderr.decode(), float(seconds), int(rss) * _RSS_UNIT
+        int(code), done.stdout.decode(), done.stderr.decode(), float(seconds), int(rss) * RSS_UNIT
     )
 
 
 @functools.cache
 def idle_rss() -> int:
     """The peak memory of the program when it does nothing."""
-    return run("--version", cwd=ROOT).rss
+    return run_process("--version", cwd=ROOT).rss
 
 
 def assert_one_error(done: Finished, *, code: int = 1) -> str:

@@ -44,7 +44,7 @@ from helpers.crash_scenes import (
     set_at,
     with_set,
 )
-from helpers.program import PROGRAM, assert_one_error, environment, run
+from helpers.program import PROGRAM, assert_one_error, environment, run, run_process
 
 QUICKLY: dict[str, Any] = {"fsync": False}
 IS_ROOT = os.geteuid() == 0
@@ -417,7 +417,7 @@ def test_a_process_that_may_open_few_files_leaves_nothing_behind(kind, count, ro
     # The hidden folder could not be listed, or not even be locked, and stayed.
     before, old = set(names_in(room)), (room / "old.pt").read_bytes()
     limited = ("sh", "-c", f'ulimit -n {count}; exec "$@"', "sh", *PROGRAM)
-    done = run("convert", "in.pt", *NARROW[kind], cwd=room, command=limited)
+    done = run_process("convert", "in.pt", *NARROW[kind], cwd=room, command=limited)
     assert [name for name in names_in(room) if name.startswith(".")] == []
     if done.err.startswith("error: "):  # with four, Python itself cannot start
         assert "Too many open files" in assert_one_error(done)

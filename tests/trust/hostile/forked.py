@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from helpers.program import _RSS_UNIT, Finished, environment
+from helpers.program import RSS_UNIT, Finished, environment
 
 # Commands come as lines of JSON on stdin: argv, cwd, seconds allowed. Outputs go to the files that
 # the server was started with.
@@ -91,7 +91,7 @@ class Server:
         answer = self._process.stdout.readline()
         assert answer, "the server is gone"
         code, busy, _, rss = json.loads(answer)
-        return Finished(code, self._out.read_text(), self._err.read_text(), busy, rss * _RSS_UNIT)
+        return Finished(code, self._out.read_text(), self._err.read_text(), busy, rss * RSS_UNIT)
 
     def close(self) -> None:
         """End the server."""
