@@ -9,7 +9,6 @@ import gzip
 import json
 import os
 import pickletools
-import pty
 import re
 import shlex
 import shutil
@@ -33,6 +32,8 @@ from helpers.program import (
     environment,
     idle_rss,
     run,
+    run_bytes,
+    run_on_terminal,
     run_process,
 )
 
@@ -978,20 +979,9 @@ def test_outputs_that_are_not_terminals_get_no_colors(tmp_path):
 )
 @pytest.mark.parametrize("no_color", ["", "1"])
 def test_a_terminal_gets_colors_unless_they_are_not_wanted(arguments, no_color, tmp_path):
-    ours, theirs = pty.openpty()
-    env = environment(TERM="xterm-256color", NO_COLOR=no_color)
-    subprocess.run(
-        [*PROGRAM, *map(str, arguments)],
-        cwd=tmp_path,
-        env=env,
-        stdout=theirs,
-        stderr=theirs,
-        check=False,
-    )
-    os.close(theirs)
-    shown = os.read(ours, 10_000)
-    os.close(ours)
-    assert shown and (b"\x1b" in shown) is not bool(no_color)
+    env = {"TERM": "xterm-256color", "NO_COLOR": no_color}
+    _, shown = run_on_terminal(*arguments, cwd=tmp_path, columns=80, env=env)
+    assert shown and ("\x1b" in shown) is not bool(no_color)
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "cp437"])
@@ -1025,18 +1015,10 @@ def test_a_terminal_without_unicode_is_no_error(encoding, saved, tmp_path):
 )
 def test_an_output_that_takes_nothing_is_one_line(arguments, tmp_path):
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [*PROGRAM, *arguments],
-            cwd=tmp_path,
-            env=environment(),
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-    assert done.returncode != 0
-    assert "Traceback" not in done.stderr
-    assert done.stderr.count("\n") == 1
+        code, _, err = run_bytes(*arguments, cwd=tmp_path, stdout=full.fileno())
+    assert code != 0
+    assert "Traceback" not in err
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])

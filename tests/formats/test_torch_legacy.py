@@ -42,7 +42,7 @@ from helpers.old_torch import (
     storage,
     write,
 )
-from helpers.program import idle_rss, run, run_process
+from helpers.program import idle_rss, run_process
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 KEEP: dict[str, Any] = {"keys": "keep", "fsync": False, "force": True}

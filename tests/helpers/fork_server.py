@@ -1,10 +1,10 @@
 """The program, imported once and forked for each run.
 
 Usage: ``python fork_server.py SOCKET [MODULE]...``, the number of a socket that is inherited, and
-what else is imported beforehand. Each byte on the socket is a request, and comes with four files:
-what is asked (JSON: arguments, folder, variables, mask, limit), the stdout and the stderr of the
+what else is imported beforehand. Each byte on the socket is a request, and comes with five files:
+what is asked (JSON: arguments, folder, variables, mask, limit), the stdin, stdout and stderr of the
 run, and where to tell how it has ended: "EXIT SECONDS MEMORY", the exit code (negative: the signal),
-seconds of the processor, and bytes of memory.
+seconds of the processor, and bytes of memory. A stdin that is a terminal is that of the process.
 
 A run is a process of its own, so runs may overlap, and nothing of one is seen by the next.
 """
@@ -12,16 +12,22 @@ A run is a process of its own, so runs may overlap, and nothing of one is seen b
 from __future__ import annotations
 
 import array
-import contextlib
+import fcntl
 import gc
 import importlib
 import json
+import math
 import os
 import pkgutil
+import select
 import signal
 import socket
 import sys
 import tempfile
+import termios
+import time
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024
@@ -33,21 +39,78 @@ def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     _import_all(sys.argv[2:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    while files := _request(connection):
-        if os.fork() == 0:
-            connection.close()
-            _guard(*files)
-        for file in files:
-            os.close(file)
-        _wait_for_guards(os.WNOHANG)
-    _wait_for_guards()
+    _serve(connection, _woken_by_ends())
 
 
-def _wait_for_guards(options: int = 0) -> None:
-    """Take note of the runs that have ended, so that their time is counted."""
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, options)[0]:
-            pass
+def _woken_by_ends() -> int:
+    """A pipe that has something to read whenever a process has ended."""
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    return reading
+
+
+@dataclass
+class _Running:
+    """Where to tell how a run has ended, and when it is killed."""
+
+    answer: int
+    deadline: float
+
+
+def _serve(connection: socket.socket, ends: int) -> None:
+    running: dict[int, _Running] = {}
+    asking: list[Any] = [connection]
+    while asking or running:
+        soonest = min((run.deadline for run in running.values()), default=None)
+        left = None if soonest is None else max(0.0, soonest - time.monotonic())
+        ready, _, _ = select.select([*asking, ends], [], [], left)
+        if ends in ready:
+            os.read(ends, 1 << 12)
+        if connection in ready:
+            if files := _request(connection):
+                pid, started = _start(files, connection, running)
+                running[pid] = started
+            else:
+                asking = []
+        _tell_ends(running)
+        for pid, run in running.items():
+            if run.deadline <= time.monotonic():
+                os.kill(pid, signal.SIGKILL)
+                run.deadline = math.inf
+
+
+def _tell_ends(running: dict[int, _Running]) -> None:
+    """Answer for the runs that have ended."""
+    while running:
+        pid, status, usage = os.wait3(os.WNOHANG)
+        if not pid:
+            return
+        busy, memory = usage.ru_utime + usage.ru_stime, usage.ru_maxrss * RSS_UNIT
+        answer = running.pop(pid).answer
+        os.write(answer, f"{os.waitstatus_to_exitcode(status)} {busy} {memory}".encode())
+        os.close(answer)
+
+
+def _start(
+    files: list[int], connection: socket.socket, running: dict[int, _Running]
+) -> tuple[int, _Running]:
+    """Fork for one request."""
+    request, *streams, answer = files
+    with open(request, encoding="ascii") as file:
+        asked = json.load(file)
+    pid = os.fork()
+    if pid == 0:
+        connection.close()
+        for other in (answer, *(run.answer for run in running.values())):
+            os.close(other)
+        _become(asked, *streams)
+        _run()
+    for stream in streams:
+        os.close(stream)
+    return pid, _Running(answer, time.monotonic() + asked["limit"])
 
 
 def _import_all(more: list[str]) -> None:
@@ -62,8 +125,8 @@ def _import_all(more: list[str]) -> None:
 
 
 def _request(connection: socket.socket) -> list[int]:
-    """The four files of the next request; none at the end."""
-    room = socket.CMSG_SPACE(4 * array.array("i").itemsize)
+    """The five files of the next request; none at the end."""
+    room = socket.CMSG_SPACE(5 * array.array("i").itemsize)
     _, messages, _, _ = connection.recvmsg(1, room)
     files = array.array("i")
     for _, _, data in messages:
@@ -71,35 +134,20 @@ def _request(connection: socket.socket) -> list[int]:
     return list(files)
 
 
-def _guard(request: int, out: int, err: int, answer: int) -> NoReturn:
-    """Run one request in a process of its own, and tell how it ended."""
-    with open(request, encoding="ascii") as file:
-        asked = json.load(file)
-    child = os.fork()
-    if child == 0:
-        os.close(answer)
-        _become(asked, out, err)
-        _run()
-    os.close(out)
-    os.close(err)
-    signal.signal(signal.SIGALRM, lambda *_: os.kill(child, signal.SIGKILL))
-    signal.alarm(asked["limit"])
-    _, status, usage = os.wait4(child, 0)
-    busy = usage.ru_utime + usage.ru_stime
-    memory = usage.ru_maxrss * RSS_UNIT
-    os.write(answer, f"{os.waitstatus_to_exitcode(status)} {busy} {memory}".encode())
-    os._exit(0)
-
-
-def _become(asked: dict[str, Any], out: int, err: int) -> None:
+def _become(asked: dict[str, Any], stdin: int, out: int, err: int) -> None:
     """Have the arguments, the folder, the variables and the streams that the request says."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
-    for file, number, name in ((out, 1, "stdout"), (err, 2, "stderr")):
+    for number, file in enumerate((stdin, out, err)):
         os.dup2(file, number)
+    for file in {stdin, out, err}:
         os.close(file)
-        _open_stream(number, name)
+    if os.isatty(0):
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    _open_stream(1, "stdout")
+    _open_stream(2, "stderr")
     os.umask(asked["umask"])
     os.chdir(asked["cwd"])
     os.environ.clear()
@@ -107,7 +155,7 @@ def _become(asked: dict[str, Any], out: int, err: int) -> None:
     tempfile.tempdir = None
     program = sys.modules["ckptconv.__main__"].__file__
     sys.argv = [str(program), *asked["arguments"]]
-    sys.path[0] = os.getcwd()  # as `python -m` has it
+    sys.path[0] = str(Path.cwd())  # as `python -m` has it
 
 
 def _open_stream(number: int, name: str) -> None:
@@ -120,7 +168,7 @@ def _open_stream(number: int, name: str) -> None:
         "w",
         encoding=before.encoding,
         errors=before.errors,
-        buffering=1 if name == "stderr" else -1,
+        buffering=1 if name == "stderr" or os.isatty(number) else -1,
         closefd=False,
     )
     setattr(sys, name, made)
@@ -142,8 +190,12 @@ def _run() -> NoReturn:
         sys.excepthook(*sys.exc_info())
         code = 1
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(ValueError):  # closed
+        try:
             stream.flush()
+        except ValueError:  # closed
+            pass
+        except OSError:
+            code = 120
     os._exit(code)
 
 

@@ -6,17 +6,22 @@ its own matters (what it imports, its memory, how Python is started), ``run_proc
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import json
 import os
+import pty
 import selectors
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
+import termios
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from helpers import fork_server
 from helpers.fork_server import RSS_UNIT
@@ -116,6 +121,31 @@ class ForkServer:
         """Run the program in `cwd` with `env` added to the usual variables; it is killed after
         `limit` seconds by the clock.
         """
+        out, err, ended = self.raw(*arguments, cwd=cwd, env=env, limit=limit)
+        code, seconds, rss = _ending(ended)
+        return Finished(code, out.decode(), err.decode(), seconds, rss)
+
+    def raw(self, *arguments: object, stdout: int | None = None, **options: Any) -> list[bytes]:
+        """What a run wrote to stdout (nothing, if that is given) and stderr, and how it ended."""
+        out, err = os.pipe(), os.pipe()
+        with open(os.devnull, "rb") as nothing:
+            streams = nothing.fileno(), out[1] if stdout is None else stdout, err[1]
+            answer = self.start(*arguments, streams=streams, **options)
+        os.close(out[1])
+        os.close(err[1])
+        return _read_all(out[0], err[0], answer)
+
+    def start(
+        self,
+        *arguments: object,
+        streams: tuple[int, int, int],
+        cwd: Path,
+        env: Mapping[str, str] | None = None,
+        limit: int = 60,
+    ) -> int:
+        """Begin a run that has these files as its stdin, stdout and stderr: a pipe that tells when
+        and how it has ended (`_ending`).
+        """
         assert not any(name.startswith(OF_THE_START) for name in env or {}), "run_process does it"
         asked = {
             "arguments": _texts(arguments),
@@ -124,24 +154,26 @@ class ForkServer:
             "umask": _umask(),
             "limit": limit,
         }
-        out, err, answer = (os.pipe() for _ in range(3))
+        answer, theirs = os.pipe()
         with tempfile.TemporaryFile("w+", encoding="ascii") as request:
             json.dump(asked, request)
             request.flush()
             request.seek(0)
-            theirs = [out[1], err[1], answer[1]]
-            socket.send_fds(self._socket, [b"."], [request.fileno(), *theirs])
-        for file in theirs:
-            os.close(file)
-        said_out, said_err, ended = _read_all(out[0], err[0], answer[0])
-        assert ended, "the process that forks the program is gone"
-        code, seconds, rss = ended.split()
-        return Finished(int(code), said_out.decode(), said_err.decode(), float(seconds), int(rss))
+            socket.send_fds(self._socket, [b"."], [request.fileno(), *streams, theirs])
+        os.close(theirs)
+        return answer
 
     def close(self) -> None:
         """End the server."""
         self._socket.close()
         self._process.wait(10)
+
+
+def _ending(told: bytes) -> tuple[int, float, int]:
+    """How a run has ended: exit code, seconds, memory."""
+    assert told, "the process that forks the program is gone"
+    code, seconds, rss = told.split()
+    return int(code), float(seconds), int(rss)
 
 
 def _umask() -> int:
@@ -158,7 +190,7 @@ def _read_all(*files: int) -> list[bytes]:
             selector.register(file, selectors.EVENT_READ)
         while selector.get_map():
             for key, _ in selector.select():
-                piece = os.read(key.fd, 1 << 16)
+                piece = _piece(key.fd)
                 found[key.fd] += piece
                 if not piece:
                     selector.unregister(key.fd)
@@ -170,6 +202,14 @@ NEEDED = ("numpy", "ml_dtypes", "safetensors")
 TORCH = (*NEEDED, "torch", "torch.distributed.checkpoint")
 ASKS_TORCH = {"devices", "doctor", "--model", "dcp", "auto"}
 """Words of command lines that need torch; such a run is forked from a process that has it."""
+
+
+def _piece(file: int) -> bytes:
+    """Some more of a pipe or a terminal; nothing at its end."""
+    try:
+        return os.read(file, 1 << 16)
+    except OSError:  # a terminal whose other end is closed
+        return b""
 
 
 @functools.cache
@@ -188,15 +228,53 @@ def close_servers() -> None:
     _server.cache_clear()
 
 
+def _server_for(arguments: Sequence[object]) -> ForkServer:
+    with_torch = not ASKS_TORCH.isdisjoint(_texts(arguments))
+    return _server(*(TORCH if with_torch else NEEDED))
+
+
 def run(
     *arguments: object, cwd: Path, env: Mapping[str, str] | None = None, limit: int = 60
 ) -> Finished:
     """Run the program in `cwd` with `env` added to the usual variables, forked from a process that
     has it imported; it is killed after `limit` seconds.
     """
-    with_torch = not ASKS_TORCH.isdisjoint(_texts(arguments))
-    server = _server(*(TORCH if with_torch else NEEDED))
-    return server.run(*arguments, cwd=cwd, env=env, limit=limit)
+    return _server_for(arguments).run(*arguments, cwd=cwd, env=env, limit=limit)
+
+
+def run_bytes(
+    *arguments: object, cwd: Path, env: Mapping[str, str] | None = None, stdout: int | None = None
+) -> tuple[int, bytes, str]:
+    """As `run`, of a program whose stdout is no text, or is this file: the exit code, stdout and
+    stderr.
+    """
+    server = _server_for(arguments)
+    out, err, ended = server.raw(*arguments, cwd=cwd, env=env, stdout=stdout)
+    return _ending(ended)[0], out, err.decode()
+
+
+def run_on_terminal(
+    *arguments: object,
+    cwd: Path,
+    columns: int,
+    rows: int = 40,
+    env: Mapping[str, str] | None = None,
+) -> tuple[int, str]:
+    """As `run`, on a terminal of this size: the exit code, and what the terminal is given."""
+    ours, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    settings = termios.tcgetattr(terminal)
+    settings[3] &= ~(termios.ECHO | termios.ICANON)
+    termios.tcsetattr(terminal, termios.TCSANOW, settings)
+    answer = _server_for(arguments).start(
+        *arguments,
+        streams=(terminal,) * 3,
+        cwd=cwd,
+        env={"TERM": "xterm", "COLUMNS": "", **(env or {})},
+    )
+    os.close(terminal)
+    shown, ended = _read_all(ours, answer)
+    return _ending(ended)[0], shown.decode().replace("\r\n", "\n")
 
 
 # ---------------------------------------------------------------------------- a process of its own

@@ -225,7 +225,7 @@ def safetensors_output(path: Path, verdict: Taken | Refused) -> Iterator[str]:
             dropped: kept
             for dropped, kept in (opened.metadata() or {}).items()
             if kept in opened.keys()
-        }  # noqa: SIM118
+        }
     tensors = safetensors.torch.load_file(output)
     tensors.update(
         {dropped: tensors[kept] for dropped, kept in names.items() if dropped in verdict.state_dict}
