@@ -822,20 +822,14 @@ def test_an_output_larger_than_the_disk_is_refused_at_once(tmp_path):
     assert names(tmp_path) == ["in.safetensors"]
 
 
-def limited(nbytes: int) -> list[str]:
-    """The program, unable to write files larger than `nbytes`."""
-    limit = (
-        f"import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({nbytes}, {nbytes}))"
-    )
-    return [sys.executable, "-c", f"{limit}; os.execv(sys.argv[1], sys.argv[1:])", *PROGRAM]
-
-
 @pytest.mark.parametrize("output", ["out.pt", "out.safetensors"])
 @pytest.mark.parametrize("nbytes", [100, 3 << 20])
 def test_a_file_that_may_not_be_so_large_leaves_nothing(nbytes, output, saved, tmp_path):
     saved({f"layer.{index}.weight": torch.full((1 << 18,), float(index)) for index in range(8)})
     error = assert_one_error(
-        run_process("convert", "in.pt", output, "--no-fsync", cwd=tmp_path, command=limited(nbytes))
+        run(
+            "convert", "in.pt", output, "--no-fsync", cwd=tmp_path, rlimits={"RLIMIT_FSIZE": nbytes}
+        )
     )
     assert "it exceeds the largest file size of this process (ulimit -f)" in error
     assert names(tmp_path) == ["in.pt"]
@@ -860,10 +854,10 @@ def test_inflated_records_leave_nothing_in_the_temporary_folder(saved, tmp_path)
 def test_memory_does_not_grow_with_the_checkpoint(output, tmp_path):
     with torch.serialization.skip_data():
         torch.save(
-            {f"{index}.weight": torch.empty(1 << 24) for index in range(4)}, tmp_path / "in.pt"
+            {f"{index}.weight": torch.empty(1 << 24) for index in range(2)}, tmp_path / "in.pt"
         )
     done = run_process("convert", "in.pt", output, "--no-fsync", cwd=tmp_path)
-    assert (tmp_path / output).stat().st_size > 1 << 28
+    assert (tmp_path / output).stat().st_size >= 1 << 27
     assert done.rss - idle_rss() < 60_000_000
 
 

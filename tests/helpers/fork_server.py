@@ -2,7 +2,8 @@
 
 Usage: ``python fork_server.py SOCKET [MODULE]...``, the number of a socket that is inherited, and
 what else is imported beforehand. Each byte on the socket is a request, and comes with five files:
-what is asked (JSON: arguments, folder, variables, mask, limit), the stdin, stdout and stderr of the
+what is asked (JSON: arguments, folder, variables, mask,
+limits, code to be run first), the stdin, stdout and stderr of the
 run, and where to tell how it has ended: "EXIT SECONDS MEMORY", the exit code (negative: the signal),
 seconds of the processor, and bytes of memory. A stdin that is a terminal is that of the process.
 
@@ -19,6 +20,7 @@ import json
 import math
 import os
 import pkgutil
+import resource
 import select
 import signal
 import socket
@@ -71,7 +73,7 @@ def _serve(connection: socket.socket, ends: int) -> None:
             os.read(ends, 1 << 12)
         if connection in ready:
             if files := _request(connection):
-                pid, started = _start(files, connection, running)
+                pid, started = _start(files)
                 running[pid] = started
             else:
                 asking = []
@@ -94,20 +96,15 @@ def _tell_ends(running: dict[int, _Running]) -> None:
         os.close(answer)
 
 
-def _start(
-    files: list[int], connection: socket.socket, running: dict[int, _Running]
-) -> tuple[int, _Running]:
+def _start(files: list[int]) -> tuple[int, _Running]:
     """Fork for one request."""
     request, *streams, answer = files
     with open(request, encoding="ascii") as file:
         asked = json.load(file)
     pid = os.fork()
     if pid == 0:
-        connection.close()
-        for other in (answer, *(run.answer for run in running.values())):
-            os.close(other)
         _become(asked, *streams)
-        _run()
+        _run(asked.get("before", ""))
     for stream in streams:
         os.close(stream)
     return pid, _Running(answer, time.monotonic() + asked["limit"])
@@ -141,14 +138,15 @@ def _become(asked: dict[str, Any], stdin: int, out: int, err: int) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, file in enumerate((stdin, out, err)):
         os.dup2(file, number)
-    for file in {stdin, out, err}:
-        os.close(file)
+    os.closerange(3, 1 << 10)
     if os.isatty(0):
         os.setsid()
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     _open_stream(1, "stdout")
     _open_stream(2, "stderr")
     os.umask(asked["umask"])
+    for name, most in asked.get("rlimits", {}).items():
+        resource.setrlimit(getattr(resource, name), (most, most))
     os.chdir(asked["cwd"])
     os.environ.clear()
     os.environ.update(asked["env"])
@@ -175,12 +173,13 @@ def _open_stream(number: int, name: str) -> None:
     setattr(sys, f"__{name}__", made)
 
 
-def _run() -> NoReturn:
-    """Run the program, and end as Python would."""
+def _run(before: str) -> NoReturn:
+    """Run the program, with some code before it, and end as Python would."""
     from ckptconv.__main__ import main as program
 
     code = 0
     try:
+        exec(before, {"__name__": "before"})
         program()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)

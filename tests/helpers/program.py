@@ -42,23 +42,22 @@ _NOT_INHERITED = (
 # torch loaded. So the program is started by a small process of its own, which measures it: report
 # file, seconds allowed, command.
 _LAUNCHER = """
-import os, signal, subprocess, sys, time
+import os, signal, subprocess, sys
 report, limit, *command = sys.argv[1:]
-begin = time.monotonic()
 child = subprocess.Popen(command)
 signal.signal(signal.SIGALRM, lambda *_: child.kill())
 signal.alarm(int(limit))
 _, status, usage = os.wait4(child.pid, 0)
 child.returncode = os.waitstatus_to_exitcode(status)
 with open(report, "w") as file:
-    print(child.returncode, time.monotonic() - begin, usage.ru_maxrss, file=file)
+    print(child.returncode, usage.ru_utime + usage.ru_stime, usage.ru_maxrss, file=file)
 """
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A run of the program: exit code (negative: the signal that ended it), output, seconds, peak
-    memory in bytes. The seconds of a fork are the processor's, as the machine may be busy.
+    """A run of the program: exit code (negative: the signal that ended it), output, seconds of the
+    processor (the machine may be busy), peak memory in bytes.
     """
 
     exit: int
@@ -111,17 +110,9 @@ class ForkServer:
                 env=environment(OMP_NUM_THREADS="1"),
             )
 
-    def run(
-        self,
-        *arguments: object,
-        cwd: Path,
-        env: Mapping[str, str] | None = None,
-        limit: int = 60,
-    ) -> Finished:
-        """Run the program in `cwd` with `env` added to the usual variables; it is killed after
-        `limit` seconds by the clock.
-        """
-        out, err, ended = self.raw(*arguments, cwd=cwd, env=env, limit=limit)
+    def run(self, *arguments: object, **options: Any) -> Finished:
+        """Run the program on these arguments; the options are those of `start`."""
+        out, err, ended = self.raw(*arguments, **options)
         code, seconds, rss = _ending(ended)
         return Finished(code, out.decode(), err.decode(), seconds, rss)
 
@@ -142,9 +133,15 @@ class ForkServer:
         cwd: Path,
         env: Mapping[str, str] | None = None,
         limit: int = 60,
+        rlimits: Mapping[str, int] | None = None,
+        before: str = "",
     ) -> int:
-        """Begin a run that has these files as its stdin, stdout and stderr: a pipe that tells when
-        and how it has ended (`_ending`).
+        """Begin a run in `cwd` that has these files as its stdin, stdout and stderr, and `env` added
+        to the usual variables; it is killed after `limit` seconds by the clock. Given back is a
+        pipe that tells when and how it has ended (`_ending`).
+
+        `rlimits` are those of the system by their names: ``RLIMIT_FSIZE``, ``RLIMIT_NOFILE``;
+        `before` is Python code that is run first, in the same process.
         """
         assert not any(name.startswith(OF_THE_START) for name in env or {}), "run_process does it"
         asked = {
@@ -153,6 +150,8 @@ class ForkServer:
             "env": environment(**(env or {})),
             "umask": _umask(),
             "limit": limit,
+            "rlimits": dict(rlimits or {}),
+            "before": before,
         }
         answer, theirs = os.pipe()
         with tempfile.TemporaryFile("w+", encoding="ascii") as request:
@@ -234,12 +233,12 @@ def _server_for(arguments: Sequence[object]) -> ForkServer:
 
 
 def run(
-    *arguments: object, cwd: Path, env: Mapping[str, str] | None = None, limit: int = 60
+    *arguments: object, cwd: Path, env: Mapping[str, str] | None = None, **options: Any
 ) -> Finished:
     """Run the program in `cwd` with `env` added to the usual variables, forked from a process that
-    has it imported; it is killed after `limit` seconds.
+    has it imported; the options are those of `ForkServer.start`.
     """
-    return _server_for(arguments).run(*arguments, cwd=cwd, env=env, limit=limit)
+    return _server_for(arguments).run(*arguments, cwd=cwd, env=env, **options)
 
 
 def run_bytes(

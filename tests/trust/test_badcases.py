@@ -41,11 +41,14 @@ TELLING = ("note", "warning")
 
 
 @pytest.fixture(scope="session")
-def hostile(tmp_path_factory) -> Path:
+def hostile(made_once) -> Path:
     """The folder of generated files."""
-    folder = tmp_path_factory.mktemp("hostile")
+    return made_once("hostile", generate)
+
+
+def generate(folder: Path) -> None:
+    """Run the script that writes them."""
     subprocess.run([sys.executable, GENERATOR, folder], cwd=folder, check=True, capture_output=True)
-    return folder
 
 
 @pytest.fixture(scope="session")
