@@ -414,7 +414,8 @@ def test_torch_is_never_imported(smi, tmp_path):
     assert run_process("devices", cwd=tmp_path, env={"PYTHONPATH": path}).exit == 99, (
         "the fake torch is found"
     )
-    assert export(tmp_path=tmp_path, PYTHONPATH=path).exit == 0
+    variables = {"PATH": str(tmp_path / "bin"), "PYTHONPATH": path}
+    assert run_process("devices", "--export", cwd=tmp_path, env=variables).exit == 0
 
 
 # Evaluated
