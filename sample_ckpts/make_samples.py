@@ -150,7 +150,7 @@ def ddp(device: torch.device) -> Checkpoint:
 
 
 def compiled(device: torch.device) -> Checkpoint:
-    """State dict of a torch.compile'd model; the first call would compile, so it is never called."""
+    """State dict of a torch.compile'd model, never called: the first call would compile."""
     return torch.compile(LinearStack().to(device)).state_dict()
 
 

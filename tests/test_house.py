@@ -22,7 +22,7 @@ LEVEL = {package: level for level, row in enumerate(LEVELS) for package in row}
 
 TERMINAL_PACKAGES = {"cli"}
 TORCH_MODULES = {
-    "devices.host", "devices.mapping", "live.load", "live.save", "live.load_into", "convert.dcp",
+    "devices.host", "devices.mapping", "live.load", "live.save", "live.load_into", "formats.dcp_output",
     "convert.named_models",
 }  # fmt: skip
 FILE_MODULES = {"support.platforms", "io.staging", "cli.help_pages", "cli.terminal"}

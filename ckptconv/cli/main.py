@@ -15,6 +15,7 @@ import click
 
 from ckptconv import __version__
 from ckptconv.support.errors import CheckpointError, OutputRefused, printable
+from ckptconv.support.rows import Row
 from ckptconv.support.signals import missed_stop, stop_in_good_order
 
 if TYPE_CHECKING:
@@ -129,8 +130,10 @@ Examples:
   ckptconv convert in.pt out.safetensors
   ckptconv convert in.pt out.pt --device cuda:1
   ckptconv convert in.safetensors out.pt --add-prefix module.
-  ckptconv convert in.pt out.safetensors --dtype bf16 --include 'model.*' --exclude '*.num_batches_tracked'
-  ckptconv convert in.pt out.pt --strip-prefix model. --regex 'blocks\\.(\\d+)=>layers.\\1' --save-mapping map.json
+  ckptconv convert in.pt out.safetensors --dtype bf16 --include 'model.*' \
+--exclude '*.num_batches_tracked'
+  ckptconv convert in.pt out.pt --strip-prefix model. \
+--regex 'blocks\\.(\\d+)=>layers.\\1' --save-mapping map.json
   ckptconv convert out.pt back.pt --rules map.json --reverse
   ckptconv convert train.pt ema.safetensors --only ema
   ckptconv convert in.pt out.pt --like other.safetensors
@@ -218,7 +221,8 @@ Examples:
   ckptconv inspect in.pt --json | jq .portable
   ckptconv inspect --portable *.safetensors *.pt
 
-Exit code: 0 looked at, 1 one cannot be opened (with --portable: or is not portable), 2 wrong usage.""",
+Exit code: 0 looked at, 1 one cannot be opened (with --portable: or is not portable), \
+2 wrong usage.""",
 )
 @click.argument("sources", metavar="IN...", type=FILE, nargs=-1, required=True)
 @click.option(
@@ -286,7 +290,8 @@ Examples:
   ckptconv doctor *.pt
   ckptconv doctor in.pt --json | jq -r '.findings[].command'
 
-Exit code: 0 all load here, 1 one does not (with --strict: or has a warning), 2 cannot tell: no such file, model or
+Exit code: 0 all load here, 1 one does not (with --strict: or has a warning), \
+2 cannot tell: no such file, model or
 device.""",
 )
 @click.argument("sources", metavar="IN...", type=FILE, nargs=-1, required=True)
@@ -366,7 +371,8 @@ Examples:
   eval "$(ckptconv devices --export)"
   ckptconv devices --export --count 2 --min-free 8GB
 
-Exit code of --export: 0 done, or nothing to print because this host has no GPUs; 1 too few GPUs qualify.""",
+Exit code of --export: 0 done, or nothing to print because this host has no GPUs; \
+1 too few GPUs qualify.""",
 )
 @click.option(
     "--export",
@@ -406,7 +412,7 @@ def devices(export: bool, as_json: bool, **given: Any) -> None:
     if as_json:
         print_json(report.host_document(host, best))
         return
-    print_lines([*report.host_lines(host), ("auto", f"--device auto would choose {best}")])
+    print_lines([*report.host_lines(host), Row("auto", f"--device auto would choose {best}")])
 
 
 def _export_gpus(
@@ -518,8 +524,10 @@ Examples:
   ckptconv scan models/ --strict
   ckptconv scan a.pkl b.zip --json
 
-Exit code: 0 nothing dangerous, 1 something dangerous (with --strict: or unknown), 2 a path cannot be read.
-Unknown: names that ordinary checkpoints do not have, and files that cannot be searched: gzip, bzip2, xz, 7z, ...""",
+Exit code: 0 nothing dangerous, 1 something dangerous (with --strict: or unknown), \
+2 a path cannot be read.
+Unknown: names that ordinary checkpoints do not have, and files that cannot be searched: \
+gzip, bzip2, xz, 7z, ...""",
 )
 @click.argument("paths", metavar="PATH...", type=FILE, nargs=-1, required=True)
 @click.option("--strict", is_flag=True, help="Exit with 1 also if something is unknown.")
@@ -588,7 +596,7 @@ def show_help(ctx: click.Context, topic: str | None) -> None:
 
     if topic is None:
         click.echo("Pages (ckptconv help TOPIC):")
-        print_lines(help_pages.topics().items())
+        print_lines(Row(name, text) for name, text in help_pages.topics().items())
         click.echo(
             "Commands are listed by ckptconv --help; ckptconv help COMMAND shows the options of "
             "one."
@@ -647,13 +655,12 @@ def _refused_output(given: dict[str, Any], options: Request) -> OutputRefused | 
     """Why an output could not be written, as far as it can be told before all are known; shards are
     looked at when they are.
     """
-    from ckptconv.io.destination import check_folder, check_output
+    from ckptconv.convert.targets import check_place
+    from ckptconv.io.destination import check_output
 
     try:
         if options.max_shard_size is None:
-            (check_folder if given["to"] == "dcp" else check_output)(
-                given["output"], force=given["force"]
-            )
+            check_place(given["output"], given["to"], force=given["force"])
         if given["save_mapping"] is not None:
             check_output(given["save_mapping"], force=given["force"])
     except OutputRefused as error:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
@@ -17,6 +17,7 @@ from ckptconv.cli.completion import (
     offer_parts,
     offer_steps,
 )
+from ckptconv.formats.target_format import Target
 from ckptconv.support.addresses import address_in
 from ckptconv.support.errors import CheckpointError, printable
 
@@ -89,7 +90,7 @@ class FileCommand(click.Command):
 
 
 class RuleCommand(FileCommand):
-    """A command that knows in which order its key rules were given, whichever options they are of."""
+    """A command that knows the order in which its key rules were given, of whichever options."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if ctx.resilient_parsing:
@@ -116,10 +117,10 @@ def _word(name: str) -> str:
 def choice_options(command: F) -> F:
     """The options that choose among keys, which every command that writes has."""
     return _with_options(command, [
-        click.option("--include", metavar="GLOB", multiple=True, help="Keep only keys that match "
-                                                                      "at this point of the rules."),
-        click.option("--exclude", metavar="GLOB", multiple=True, help="Leave out keys that match "
-                                                                      "at this point of the rules."),
+        click.option("--include", metavar="GLOB", multiple=True,
+                     help="Keep only keys that match at this point of the rules."),
+        click.option("--exclude", metavar="GLOB", multiple=True,
+                     help="Leave out keys that match at this point of the rules."),
     ])  # fmt: skip
 
 
@@ -194,9 +195,14 @@ def _limit(text: str) -> tuple[str, float]:
         ) from None
 
 
-LIMIT = click.option("--limit", metavar="NAME=VALUE", multiple=True, expose_value=False,
+LIMIT = click.option(
+    "--limit",
+    metavar="NAME=VALUE",
+    multiple=True,
+    expose_value=False,
     callback=_limits_set,
-                     help="Raise a limit that an error named, such as pickle_bytes=4GiB.")  # fmt: skip
+    help="Raise a limit that an error named, such as pickle_bytes=4GiB.",
+)
 
 
 def output_options(command: F) -> F:
@@ -210,10 +216,10 @@ def output_options(command: F) -> F:
         click.option("--map-location", metavar="OLD=NEW", multiple=True,
             shell_complete=offer_map_locations,
                      help="Change one device tag, such as cuda:3=cuda:0."),
-        click.option("--to", type=click.Choice(["torch", "safetensors", "dcp"]),
+        click.option("--to", type=click.Choice(get_args(Target)),
                      help="Output format, if OUT's name does not say (OUT may be - for standard "
                           "output); "
-                          "dcp: a folder that FSDP training resumes from."),
+                          "dcp: a folder that FSDP training resumes from; npz: an archive of numpy."),
         click.option("--dtype", metavar="DTYPE", shell_complete=offer_dtypes,
                      help="Cast floating tensors: f32, f16, bf16, f64, f8_e4m3, f8_e5m2, or "
                           "torch's names (float16, half)."),
@@ -226,7 +232,8 @@ def output_options(command: F) -> F:
         LIMIT,
         choice_options,
         click.option("--save-mapping", metavar="FILE", type=_MappingName(path_type=Path),
-                     help="Save which key became which, so that --rules FILE --reverse can undo it."),
+                     help="Save which key became which, so that --rules FILE --reverse can undo "
+                          "it."),
         click.option("--tied", type=click.Choice(["alias", "duplicate"]), default="alias",
             show_default=True,
                      help="If a tensor has several names, write it to safetensors once, or once "
@@ -293,7 +300,7 @@ def is_for_stdout(given: dict[str, Any]) -> bool:
                 f"OUT is -, standard output, which cannot be used with {word}; write ./- for a "
                 "file named -"
             )
-    if given["to"] is None or given["to"] == "dcp":
+    if given["to"] is None or _is_folder(given["to"]):
         raise click.UsageError(
             "OUT is -, standard output: add --to torch or --to safetensors; write ./- for a file "
             "named -"
@@ -303,6 +310,12 @@ def is_for_stdout(given: dict[str, Any]) -> bool:
             "OUT is -, and standard output is a terminal; send it to a file or a program: > FILE"
         )
     return True
+
+
+def _is_folder(to: str) -> bool:
+    from ckptconv.formats.outputs import target_named
+
+    return target_named(to).is_folder
 
 
 def key_rules(wrappers: Any, *, reverse: bool = False) -> KeyRules:
@@ -352,7 +365,7 @@ def comparison(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def options_of(given: dict[str, Any], wrappers: str) -> Request:
-    """The conversion that the command line asks for; a value that cannot be meant is a usage error."""
+    """The conversion that the command line asks for; a senseless value is a usage error."""
     from ckptconv.convert.options import Request
     from ckptconv.devices.mapping import tag_map
     from ckptconv.formats.hf_names import parse_size

@@ -41,7 +41,7 @@ _SURE_AFTER = 1.0  # seconds of a phase before its rate means something
 
 @contextmanager
 def progress_shown(words: Mapping[Phase, str], *, silent: bool) -> Iterator[OnProgress | None]:
-    """What is to be told of each step of a long run; within the block it is shown, unless `silent`."""
+    """What to call at each step of a long run; within the block it is shown, unless `silent`."""
     if silent:
         yield None
         return

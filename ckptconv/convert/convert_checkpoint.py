@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Literal
 
 from ckptconv.convert.execute import ConversionResult, execute_plan
-from ckptconv.convert.options import Options, Target, Tied, Words
+from ckptconv.convert.options import Options, Tied, Words
 from ckptconv.convert.planner import plan_conversion, request_of
-from ckptconv.convert.targets import keeps_modules
+from ckptconv.convert.targets import check_place, keeps_modules
 from ckptconv.formats.registry import Named, open_checkpoint
-from ckptconv.io.destination import check_folder, check_output
+from ckptconv.formats.target_format import Target
 from ckptconv.keys.key_map import KeyRules
 from ckptconv.support.choices import refuse_no_flag, refuse_no_output, spelling_checked
 from ckptconv.support.progress import OnProgress
@@ -70,7 +69,7 @@ def convert_checkpoint(
     refuse_no_flag(force=force, fsync=fsync, verify=verify)
     request = request_of(Options(**{name: given[name] for name in Options.__dataclass_fields__}))
     if request.max_shard_size is None:
-        (check_folder if to == "dcp" else check_output)(Path(output), force=force)
+        check_place(output, to, force=force)
     with open_checkpoint(
         source, tag=tag, whole_modules=keeps_modules(output, request)
     ) as checkpoint:

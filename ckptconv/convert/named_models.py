@@ -57,7 +57,7 @@ def live_shapes(model: Any) -> Shapes:
 
 
 def live_ties(model: Any) -> Ties:
-    """The groups of parameters' and buffers' names that a module has for one and the same tensor."""
+    """The names of parameters and buffers that a module has for one and the same tensor."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, value in (
         *model.named_parameters(remove_duplicate=False),

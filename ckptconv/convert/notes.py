@@ -24,9 +24,6 @@ from ckptconv.tree.settling import Settled
 from ckptconv.tree.state_dicts import StateDict
 from ckptconv.tree.walk import label_text, place_text, tensor_of
 
-NOT_IN_TORCH = "write safetensors (--to safetensors), or leave it out with --exclude"
-"""What can be done about a tensor that safetensors holds and torch does not."""
-
 
 def tree_notes(settled: Settled) -> Iterator[str]:
     """What is unusual in a tree."""
@@ -44,10 +41,15 @@ def key_notes(state_dicts: Sequence[RenamedKeys], rules: KeyRules) -> Iterator[s
     for item in state_dicts:
         for key, twin in item.filled:
             where = f" of {printable(item.path)}" if item.path else ""
-            yield f"{printable(key)}{where} is missing and filled from {printable(twin)}, its other name in the target"
+            yield (
+                f"{printable(key)}{where} is missing and filled from {printable(twin)}, its "
+                "other name in the target"
+            )
     left = sorted({name for item in state_dicts for name in item.wrappers if name in UNMISTAKABLE})
     if left and rules.wrappers in ("module", "add-module"):
-        yield f"the keys still carry {', '.join(left)}; `ckptconv convert` strips these wrappers too"
+        yield (
+            f"the keys still carry {', '.join(left)}; `ckptconv convert` strips these wrappers too"
+        )
 
 
 def text_notes(found: StateDict) -> Iterator[str]:
@@ -58,7 +60,9 @@ def text_notes(found: StateDict) -> Iterator[str]:
     if other:
         named = ", ".join(_key_text(key) for key in other[:3])
         verb = "is" if len(other) == 1 else "are"
-        yield f"{count_text(len(other), 'key')} that {verb} not text {verb} written as text: {named}"
+        yield (
+            f"{count_text(len(other), 'key')} that {verb} not text {verb} written as text: {named}"
+        )
 
 
 def prefix_notes(
@@ -72,7 +76,10 @@ def prefix_notes(
     for item in found:
         if prefix := offered_prefix(checkpoint.root, item.keys):
             where = f" of {printable(item.path)}" if item.path else ""
-            yield f"all keys{where} start with {printable(prefix)}; --strip-prefix {quote(printable(prefix))} removes it"
+            yield (
+                f"all keys{where} start with {printable(prefix)}; --strip-prefix "
+                f"{quote(printable(prefix))} removes it"
+            )
 
 
 def sharing_notes(refs: Sequence[TensorRef]) -> Iterator[str]:
@@ -91,8 +98,11 @@ def beside_notes(plan: ConversionPlan) -> Iterator[str]:
     for it.
     """
     index = index_path(plan.output)
-    if not plan.is_sharded and plan.to != "dcp" and os.path.isfile(index):  # noqa: PTH113 (False for a name too long)
-        yield f"{printable(index.name)} is beside it and names other files; a program that opens the folder may take those"
+    if not plan.is_sharded and not plan.target.is_folder and os.path.isfile(index):  # noqa: PTH113 (False for a name too long)
+        yield (
+            f"{printable(index.name)} is beside it and names other files; a program that opens "
+            "the folder may take those"
+        )
 
 
 def count_locations(

@@ -6,16 +6,16 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ckptconv.devices.mapping import TagMap, tag_map
 from ckptconv.devices.tags import check_tag
 from ckptconv.formats.hf_names import shard_limit
+from ckptconv.formats.target_format import Target
 from ckptconv.keys.key_map import RULE_WORDS, STRIP, KeyRules, rules_of
 from ckptconv.keys.rule_files import read_rules
 from ckptconv.keys.rules import Rule
 from ckptconv.support.choices import (
-    TARGETS,
     TIED,
     UNKNOWN,
     plain_name,
@@ -34,9 +34,6 @@ from ckptconv.tensors.dtypes import DType, floating_dtype
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tree.fitted_keys import KeyTarget
 from ckptconv.tree.settling import Unknown
-
-Target = Literal["torch", "safetensors", "dcp"]
-
 
 Tied = Literal["alias", "duplicate"]
 
@@ -83,23 +80,23 @@ class Options:
 
     - `to`: the output format, ``torch``, ``safetensors`` or ``dcp`` (None: by the output's name).
     - `keys`: ``strip`` or ``keep`` the wrappers of DDP, torch.compile and FSDP, or ready
-      `KeyRules`. After them apply,
-      in this order: `rules` (a file of rules or a mapping, several of them, or pairs like ``("rename", "a.=b.")`` where
-      another order is wanted; `reverse` undoes a mapping), `preset`, `strip_prefix`, `rename` (``OLD=NEW``), `regex`
-      (``PATTERN=>REPLACEMENT``), `add_prefix`, `include`, `exclude` (globs): each one text or a list of them.
-    - `like` (another checkpoint, an index, a list of keys) or `model`
-      (``PACKAGE.MODULE:CALLABLE``, imported and
-      called): what the keys are fitted to after that; `drop_unexpected` leaves out what it does not have.
+      `KeyRules`. After them apply, in this order: `rules` (a file of rules or a mapping, several of
+      them, or pairs like ``("rename", "a.=b.")`` where another order is wanted; `reverse` undoes a
+      mapping), `preset`, `strip_prefix`, `rename` (``OLD=NEW``), `regex`
+      (``PATTERN=>REPLACEMENT``), `add_prefix`, `include`, `exclude` (globs): each one text or a
+      list of them.
+    - `like` (another checkpoint, an index, a list of keys) or `model` (``PACKAGE.MODULE:CALLABLE``,
+      imported and called): what the keys are fitted to after that; `drop_unexpected` leaves out
+      what it does not have.
     - `device`: the location tag to write (``cpu``, ``cuda:1``, ``keep``, ``auto``; None: ``cpu``,
-      or ``keep`` beside
-      `map_location`, which maps single tags). `dtype`: what floating tensors are cast to (``bf16``).
+      or ``keep`` beside `map_location`, which maps single tags). `dtype`: what floating tensors are
+      cast to (``bf16``).
     - `only`: the path of the part to convert. `tied`: whether one of several names of a tensor
-      stands for the others in
-      safetensors (``alias``), or each gets its own copy (``duplicate``). `unknown`: what happens in a torch output to
-      objects that ``weights_only=True`` refuses and that have no plain form: ``refuse``, ``drop``, ``keep``.
+      stands for the others in safetensors (``alias``), or each gets its own copy (``duplicate``).
+      `unknown`: what happens in a torch output to objects that ``weights_only=True`` refuses and
+      that have no plain form: ``refuse``, ``drop``, ``keep``.
     - `max_shard_size`: the bytes of tensors that one file may hold (a number, or ``5GB``); a
-      sharded output holds one
-      state dict.
+      sharded output holds one state dict.
     - `save_mapping`: the file that will tell which key became which; ``rules=FILE, reverse=True``
       undoes it.
 
@@ -107,7 +104,7 @@ class Options:
     that is none of its choices, `UnknownOption` (a `TypeError` too) for a name that is not an
     option, `KeyConflict` for what is not a rule.
 
-    >>> Options(dtype="bf16", device="cuda:1", exclude="*.num_batches_tracked", max_shard_size="5GB").device
+    >>> Options(dtype="bf16", device="cuda:1", max_shard_size="5GB").device
     'cuda:1'
     """
 
@@ -156,9 +153,10 @@ class Options:
 
     def __repr__(self) -> str:
         given = ((item.name, getattr(self, item.name), item.default) for item in fields(self))
-        told = printable(
-            f"Options({', '.join(f'{name}={value!r}' for name, value, default in given if value != default)})"
+        listed = ", ".join(
+            f"{name}={value!r}" for name, value, default in given if value != default
         )
+        told = printable(f"Options({listed})")
         return told if len(told) <= WIDTH else f"{told[: WIDTH - 2]}…)"
 
     def request(self, fit_to: KeyTarget | None) -> Request:
@@ -235,7 +233,7 @@ def _is_rule(item: object) -> bool:
 def _refuse_no_choice(asked: Options | Request) -> None:
     """Raise `OptionRefused` for a value that is none of the choices."""
     if asked.to is not None:
-        refuse_other("to", asked.to, TARGETS)
+        refuse_other("to", asked.to, get_args(Target))
     refuse_other("tied", asked.tied, TIED)
     refuse_other("unknown", asked.unknown, UNKNOWN)
     refuse_no_text(only=asked.only)

@@ -76,7 +76,7 @@ def choose_gpus(*, min_free: int | None = None, count: int | None = None) -> Gpu
 
 
 def settings(choice: GpuChoice, shell: Shell) -> list[str]:
-    """The lines that a shell evaluates to have the choice; none where there is nothing to choose."""
+    """The lines that a shell evaluates to have the choice; none if there is nothing to choose."""
     if not choice.gpus:
         return []
     setter = _SETTERS[shell]
@@ -113,7 +113,10 @@ def _check_order(set_to: str, env: str, indices: Sequence[int], listed: Sequence
     ):
         return
     if os.environ.get("CUDA_DEVICE_ORDER") != ORDER:
-        what = f"{set_to} counts the GPUs fastest first, nvidia-smi by PCI bus, and they are not all alike"
+        what = (
+            f"{set_to} counts the GPUs fastest first, nvidia-smi by PCI bus, and they are not "
+            "all alike"
+        )
         raise DeviceUnavailable(
             what,
             hint=f"set CUDA_DEVICE_ORDER={ORDER} if it counts as nvidia-smi does, or name UUIDs",

@@ -303,7 +303,10 @@ def _rank_device(torch: Any, count: int) -> str | None:
     rank = os.environ.get("LOCAL_RANK")
     if not rank or rank in map(str, range(count)):
         return f"cuda:{rank}" if rank else None
-    what = f"LOCAL_RANK={rank} asks for cuda:{rank}, which is not here: {_census(torch, 'cuda', count)}"
+    what = (
+        f"LOCAL_RANK={rank} asks for cuda:{rank}, which is not here: "
+        f"{_census(torch, 'cuda', count)}"
+    )
     raise DeviceUnavailable(
         what, hint='start one process per GPU, or name a device instead of "auto" (cuda:0)'
     )
@@ -316,7 +319,8 @@ def _freest(kind: str, count: int, free: Callable[[int], int | None]) -> str:
     sizes = [
         _attempt(functools.partial(free, index), []) if count > 1 else 0 for index in range(count)
     ]
-    return f"{kind}:{max(range(count), key=lambda index: -1 if sizes[index] is None else sizes[index])}"
+    largest = max(range(count), key=lambda index: -1 if sizes[index] is None else sizes[index])
+    return f"{kind}:{largest}"
 
 
 def require_device(tag: str) -> torch.device:

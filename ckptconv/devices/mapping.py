@@ -22,7 +22,8 @@ class TagMap:
     """The tag that a storage gets: by the pair of its exact tag (a dict in `torch.load`), else
     `device`, else its own.
 
-    >>> TagMap(None, (("cuda:3", "cuda:0"),))("cuda:3"), TagMap(None)("cuda:3"), TagMap("cpu")("cuda:3")
+    >>> maps = TagMap(None, (("cuda:3", "cuda:0"),)), TagMap(None), TagMap("cpu")
+    >>> tuple(tags("cuda:3") for tags in maps)
     ('cuda:0', 'cuda:3', 'cpu')
     """
 

@@ -124,7 +124,10 @@ def _read(code: int, out: str, partitioned: frozenset[int]) -> Answer:
             else f"nvidia-smi failed (exit {code}): {(remarks or ('no reason given',))[0]}"
         )
     elif None in rows or not (rows or _none_found(remarks) or not lines):
-        problem = f"nvidia-smi could not be understood: {listed[rows.index(None)] if None in rows else lines[0]}"
+        problem = (
+            "nvidia-smi could not be understood: "
+            f"{listed[rows.index(None)] if None in rows else lines[0]}"
+        )
     return Answer(tuple(row for row in rows if row), remarks, problem, partitioned)
 
 

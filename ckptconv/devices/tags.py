@@ -36,7 +36,10 @@ RENAMED = ("npu", "mlu", "musa", "gcu", "sdaa")
 COUNTED = ("cuda", "xpu")
 
 _INDICES = frozenset(map(str, range(128)))
-_FORMS = f"valid are cpu, mps, TYPE and TYPE:N (N from 0 to 127); TYPE is one of {', '.join(INDEXED + RENAMED)}"
+_FORMS = (
+    "valid are cpu, mps, TYPE and TYPE:N (N from 0 to 127); TYPE is one of "
+    f"{', '.join(INDEXED + RENAMED)}"
+)
 
 
 def check_tag(tag: str) -> str:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
 from ckptconv.formats.registry import Named, open_checkpoint
+from ckptconv.io.guarded import check_places
 from ckptconv.keys.key_map import (
     STRIP,
     KeyMap,
@@ -207,6 +208,7 @@ def diff_checkpoints(
             f"tolerance={tolerance!r:.100} is not a tolerance", hint="give Tolerance(atol, rtol)"
         )
     with open_checkpoint(a, tag=tag) as first, open_checkpoint(b, tag=tag_b) as second:
+        check_places((*first.sources, *second.sources))
         found = _Found()
         with collector_paused():
             only_of = (only, only if only_b is None else only_b or None)
@@ -257,7 +259,10 @@ def _parts(
 def _left_out(names: KeyMap, which: str) -> Iterator[str]:
     """How many keys of a checkpoint were not compared, by what left them out."""
     for why, count in Counter(names.why.values()).items():
-        yield f"{count:,} of {count_text(len(names.old), 'key')} of {which} {why}, and so were not compared"
+        yield (
+            f"{count:,} of {count_text(len(names.old), 'key')} of {which} {why}, and so were not "
+            "compared"
+        )
 
 
 def _second_part(part: Callable[[], Part], only: tuple[str | None, str | None]) -> Part:
@@ -268,7 +273,10 @@ def _second_part(part: Callable[[], Part], only: tuple[str | None, str | None]) 
         return part()
     except CheckpointError as error:
         if only[0] is not None and only[0] == only[1]:
-            advice = "--only-b PATH names the part of B where it has another path; '' is all of it (only_b= in code)"
+            advice = (
+                "--only-b PATH names the part of B where it has another path; '' is all of it "
+                "(only_b= in code)"
+            )
             error.hint = f"{error.hint}; {advice}" if error.hint else advice
         raise
 

@@ -30,7 +30,7 @@ from ckptconv.support.errors import (
 from ckptconv.support.text import look_hint, part_text
 from ckptconv.tensors.scaled_weights import ScaledWeight, find_scaled, quantization_scales
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.containers import SAFETENSORS, TORCH
+from ckptconv.tree.containers import SAFETENSORS_LIBRARY
 from ckptconv.tree.fitted_keys import KeyTarget, refusal
 from ckptconv.tree.labels import names_average
 from ckptconv.tree.producers import averages_weights
@@ -117,15 +117,19 @@ class Case:
 
 def suffix(case: Case) -> str:
     """That of a fixed file: of the same kind, as far as that is written."""
-    return ".safetensors" if case.facts.format.endswith("safetensors") else ".pt"
+    return case.facts.opening.suffix
 
 
 def _container(case: Case) -> Iterator[Symptom]:
-    name, path = case.facts.format, case.paths[0]
+    container, path = case.facts.opening, case.paths[0]
+    name = container.name
     if case.facts.untyped:
-        cause = f"is a file from before torch 1.6 that holds {some(case.facts.untyped)}, which its format cannot hold"
+        cause = (
+            f"is a file from before torch 1.6 that holds {some(case.facts.untyped)}, which its "
+            "format cannot hold"
+        )
         yield symptom("error", "legacy-container", cause, words.quoted(words.UNTYPED), Fix())
-    elif name == "torch legacy":
+    elif container.is_legacy:
         effect = words.quoted(words.MMAP, by="torch.load(mmap=True)")
         yield symptom(
             "info",
@@ -134,28 +138,24 @@ def _container(case: Case) -> Iterator[Symptom]:
             effect,
             Fix(),
         )
-    opening = case.facts.opening
-    if name.startswith("sharded") and opening.anywhere:
+    if container.is_index and container.anywhere:
         cause = f"is a set of shards ({name}), not one file"
-        effect = (
-            f"{opening.by} opens it as one model; torch.load and load_file open one shard at a time"
-        )
+        effect = f"{container.by} opens it as one model; torch.load and load_file open one shard at a time"
         yield symptom("info", "sharded", cause, effect, Fix(), chosen=True)
-    elif opening.by not in _SINGLE or not opening.anywhere:
-        said = words.FOLDER if path.is_dir() else words.on_format(name)
+    elif not container.is_usual:
+        said = words.FOLDER if path.is_dir() else container.torch_says
         effect = (
             words.quoted(said)
             if said
             else "torch.load(weights_only=True) does not read it as one checkpoint"
         )
-        if opening.anywhere:
-            cause = f"is a folder that {opening.by} opens ({name}), not a file"
+        if container.anywhere:
+            kind = "folder" if container.is_folder else "file"
+            instead = "file" if container.is_folder else "file for torch"
+            cause = f"is a {kind} that {container.by} opens ({name}), not a {instead}"
             yield symptom("info", "container", cause, effect, Fix(), chosen=True)
         else:
-            yield symptom("error", "container", f"{opening.why_not} ({name})", effect, Fix())
-
-
-_SINGLE = (TORCH.by, SAFETENSORS.by)
+            yield symptom("error", "container", f"{container.why_not} ({name})", effect, Fix())
 
 
 def _protocol(case: Case) -> Iterator[Symptom]:
@@ -182,7 +182,7 @@ def _name(case: Case) -> Iterator[Symptom]:
     if len(case.paths) > 1 or case.paths[0].is_dir():
         return
     named = case.paths[0].suffix.lower() == ".safetensors"
-    if named and case.facts.format.startswith("torch"):
+    if named and case.facts.opening.is_torch:
         effect = words.quoted(words.HEADER, by="load_file")
         yield symptom(
             "error",
@@ -191,7 +191,7 @@ def _name(case: Case) -> Iterator[Symptom]:
             effect,
             Fix(),
         )
-    elif case.facts.format == "safetensors" and case.paths[0].suffix.lower() in (
+    elif case.facts.opening.by == SAFETENSORS_LIBRARY and case.paths[0].suffix.lower() in (
         ".pt",
         ".pth",
         ".bin",
@@ -285,7 +285,7 @@ def _objects(case: Case) -> Iterator[Symptom]:
             advice=advice,
         )
     odd = [item for item in case.facts.odd_objects if item.name not in VALUELESS]
-    if odd and case.facts.format not in ("TorchScript",):
+    if odd and not case.facts.opening.is_script:
         names = list(dict.fromkeys(item.name for item in odd))
         places = some([item.path or "the root" for item in odd])
         cause = f"holds objects that are not plain ({some(names)}) at {places}"
@@ -326,7 +326,10 @@ def _keys(case: Case) -> Iterator[Symptom]:
                 Fix(),
             )
         elif case.fit.fixes:
-            cause = f"the keys {where}include some that {printable(case.target.name)} does not have: {some(fit.unexpected)}"
+            cause = (
+                f"the keys {where}include some that {printable(case.target.name)} does not have: "
+                f"{some(fit.unexpected)}"
+            )
             yield symptom("error", "keys", cause, effect, Fix())
         else:
             refused = refusal(fit, case.target.name, len(case.target.shapes))
@@ -364,13 +367,16 @@ def _wrappers(case: Case) -> Iterator[Symptom]:
             )
     for path, prefix in case.facts.offered.items():
         where = f" of {part_text(path)}" if path else ""
-        cause = f"the keys{where} start with {prefix}, the attribute or wrapper of {case.facts.producer or 'a framework'}"
+        cause = (
+            f"the keys{where} start with {prefix}, the attribute or wrapper of "
+            f"{case.facts.producer or 'a framework'}"
+        )
         effect = words.quoted(words.NO_KEYS, by="load_state_dict, of the inner model,")
         yield symptom("info", "prefixed-keys", cause, effect, Fix(strip_prefix=prefix), chosen=True)
 
 
 def _choice(case: Case) -> Iterator[Symptom]:
-    """Several parts that could be the model; a model that is named, and fits one, would decide it."""
+    """Several parts that could be the model; a named model that fits one would decide it."""
     if case.fit is not None and case.fit.fixes:
         return
     try:
@@ -394,7 +400,10 @@ def _lone_shard(case: Case) -> Iterator[Symptom]:
     if len(case.paths) > 1 or told is None or int(told["count"]) < 2 or path.is_dir():
         return
     index = path.with_name(f"{told['stem']}.{told['suffix']}.index.json")
-    cause = f"is shard {int(told['number'])} of {int(told['count'])} by its name, and holds only some of the tensors"
+    cause = (
+        f"is shard {int(told['number'])} of {int(told['count'])} by its name, and holds only "
+        "some of the tensors"
+    )
     effect = words.quoted(words.NO_KEYS, by="load_state_dict")
     if not index.exists():
         advice = f"fetch the other shards and {printable(index.name)}, then name that"
@@ -454,7 +463,10 @@ def _shares(case: Case) -> Iterator[Symptom]:
         averages := [item.path for item in case.state_dicts if _is_average(item.path)]
     ):
         cause = f"holds averaged weights ({some(averages)}) beside {part_text(one)}"
-        effect = "which of them is loaded depends on the script; evaluation usually wants the averaged ones"
+        effect = (
+            "which of them is loaded depends on the script; evaluation usually wants the "
+            "averaged ones"
+        )
         yield symptom("info", "ema-share", cause, effect, Fix(only=averages[0]), chosen=True)
 
 
@@ -487,7 +499,7 @@ _OPTIMIZER = "the weights are in another file; load this one into the optimizer"
 
 
 def _tied(case: Case) -> Iterator[Symptom]:
-    if case.facts.format.endswith("safetensors"):
+    if not case.facts.opening.shares:
         return
     for found in case.state_dicts:
         owners: dict[int, str] = {}
@@ -516,8 +528,14 @@ def _scaled(case: Case) -> Iterator[Symptom]:
     for path, scaled in case.scaled.items():
         where = f" of {part_text(path)}" if path else ""
         names = some([f"{item.codes} with {item.scale}" for item in scaled])
-        effect = "a model that does not know of the scales uses the codes as values, and silently computes nonsense"
-        advice = "load it with the library that wrote it; ckptconv copies codes and scales as they are, and refuses --dtype"
+        effect = (
+            "a model that does not know of the scales uses the codes as values, and silently "
+            "computes nonsense"
+        )
+        advice = (
+            "load it with the library that wrote it; ckptconv copies codes and scales as they "
+            "are, and refuses --dtype"
+        )
         yield symptom(
             "info",
             "scaled-weights",

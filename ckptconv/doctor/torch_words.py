@@ -33,9 +33,15 @@ def on_tag(tag: str, host: Host) -> str:
     if kind not in MODULE_NAMES:
         return _UNKNOWN_TAG.format(tag=printable(tag))
     if count:
-        return f"Attempting to deserialize object on {name} device {index} but torch.{kind}.device_count() is {count}"
+        return (
+            f"Attempting to deserialize object on {name} device {index} but "
+            f"torch.{kind}.device_count() is {count}"
+        )
     if kind in ("cuda", "xpu", "mtia"):
-        return f"Attempting to deserialize object on a {name} device but torch.{kind}.is_available() is False"
+        return (
+            f"Attempting to deserialize object on a {name} device but "
+            f"torch.{kind}.is_available() is False"
+        )
     return f"The {name} device module is not registered"
 
 
@@ -45,16 +51,6 @@ def on_global(name: str) -> str:
 
 
 STRAY = "file in archive is not in a subdirectory"
-_ON_FORMAT = (
-    ("TorchScript (before", "PytorchStreamReader failed locating file constants.pkl"),
-    (
-        "TorchScript",
-        "Cannot use ``weights_only=True`` with TorchScript archives passed to ``torch.load``",
-    ),
-    ("torch tar", "Cannot use ``weights_only=True`` with files saved in the legacy .tar format"),
-    ("pickle", REFUSED),
-    ("zip of checkpoints", STRAY),
-)
 FOLDER = "[Errno 21] Is a directory"
 OPCODE = "Unsupported operand"
 UNTYPED = "type object 'torch.storage.UntypedStorage' has no attribute 'dtype'"
@@ -65,13 +61,6 @@ CUT_OFF = "PytorchStreamReader failed reading zip archive: failed finding centra
 UNEXPECTED = "Unexpected key(s) in state_dict"
 NO_KEYS = "Missing key(s) in state_dict"
 SHARED = "Some tensors share memory, this will lead to duplicate memory on disk"
-
-
-def on_format(name: str) -> str | None:
-    """The error about a container that torch.load does not read; None where it does, or says
-    something else each time.
-    """
-    return next((words for start, words in _ON_FORMAT if name.startswith(start)), None)
 
 
 def on_missing(key: str, unexpected: Sequence[str] = ()) -> str:

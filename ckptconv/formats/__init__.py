@@ -1,1 +1,1 @@
-"""One file per container: how its bytes are laid out, read, and (where ckptconv writes it) written."""
+"""One file per container: how its bytes are laid out, read, and (of some) written."""

@@ -30,10 +30,19 @@ from ckptconv.pickles.nodes import Call, Dict, Global, Node
 from ckptconv.support.errors import MalformedCheckpoint, printable
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tree.checkpoint import Checkpoint, Stray
-from ckptconv.tree.containers import TORCHSCRIPT
+from ckptconv.tree.containers import Container
 from ckptconv.tree.walk import place_text, walk
 
-NAME = "TorchScript"
+CONTAINER = Container(
+    "TorchScript",
+    "torch.jit.load",
+    why_not="only torch.jit.load opens it, which runs its code",
+    torch_says=(
+        "Cannot use ``weights_only=True`` with TorchScript archives passed to ``torch.load``"
+    ),
+    is_script=True,
+    has_checksums=True,
+)
 _Opener = Callable[[Source], Checkpoint]
 
 
@@ -64,13 +73,12 @@ def open_torchscript(source: Source, records: Records, _: _Opener) -> Checkpoint
     sources, strays = (source, *storages.inflated), tuple(_strays(tree, code, made))
     return Checkpoint(
         path=source.path,
-        format=NAME,
+        container=CONTAINER,
         root=made,
         nbytes=source.size,
         notes=notes,
         sources=sources,
         module_strays=strays,
-        opening=TORCHSCRIPT,
     )
 
 
@@ -80,15 +88,24 @@ _EMPTY = (
 
 
 def _notes(root: Call, code: _Code) -> Iterator[str]:
-    yield f"a TorchScript archive, read as the state dict of {printable(root.name)}; its code is left out"
+    yield (
+        f"a TorchScript archive, read as the state dict of {printable(root.name)}; its code is "
+        "left out"
+    )
     if code.opaque:
         count, first = (
             len(code.opaque),
             printable(", ".join(sorted(code.opaque)[:3])) + ", …" * (len(code.opaque) > 3),
         )
-        yield f"{count} classes save their state in a way of their own, so their tensors are left out: {first}"
+        yield (
+            f"{count} classes save their state in a way of their own, so their tensors are left "
+            f"out: {first}"
+        )
     if code.untold:
-        yield "its classes do not list their buffers (before torch 1.6): all tensors except the parameters are read as buffers"
+        yield (
+            "its classes do not list their buffers (before torch 1.6): all tensors except the "
+            "parameters are read as buffers"
+        )
 
 
 def _strays(root: Call, code: _Code, made: Call) -> Iterator[Stray]:

@@ -19,11 +19,16 @@ from ckptconv.pickles.nodes import Dict
 from ckptconv.support.errors import CheckpointError, LimitExceeded, UnsupportedCheckpoint, printable
 from ckptconv.support.limits import in_force
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.containers import ZIP_MEMBERS
+from ckptconv.tree.containers import Container
 
-NAME = "zip of checkpoints"
+CONTAINER = Container(
+    "zip of checkpoints",
+    "the program that wrote it",
+    why_not="only the program that packed it opens it",
+    torch_says="file in archive is not in a subdirectory",
+    has_checksums=True,
+)
 _NOT_THESE = ("/data.pkl", "model.json")
-_UNCHECKED = ("torch legacy", "torch tar", "pickle", "safetensors")
 
 
 @dataclass(slots=True)
@@ -59,7 +64,10 @@ def open_zip_members(
         opened = {name: _open_member(name, inner, opener) for name, inner in inners.items()}
         found = {name: member for name, member in opened.items() if member is not None}
         if not found:
-            what = "is a zip archive without a data.pkl and without a checkpoint in it, so torch.save did not write it"
+            what = (
+                "is a zip archive without a data.pkl and without a checkpoint in it, so "
+                "torch.save did not write it"
+            )
             raise UnsupportedCheckpoint(what, path=source.path)
     except BaseException:
         spool.close()
@@ -68,7 +76,7 @@ def open_zip_members(
         _OUTER.reset(before)
     return Checkpoint(
         path=source.path,
-        format=NAME,
+        container=CONTAINER,
         root=Dict([(name, member.root) for name, member in found.items()]),
         nbytes=source.size,
         notes=tuple(_notes(records, found)),
@@ -77,7 +85,6 @@ def open_zip_members(
             *inners.values(),
             *(inner for member in found.values() for inner in member.sources),
         ),
-        opening=ZIP_MEMBERS,
     )
 
 
@@ -109,17 +116,25 @@ def _notes(records: Mapping[str, Record], found: Mapping[str, Checkpoint]) -> It
     if bare := [
         name
         for name, member in found.items()
-        if member.format in _UNCHECKED and not records[name].deflated
+        if not member.container.has_checksums and not records[name].deflated
     ]:
-        yield f"{printable(', '.join(bare))}: without checksums inside, so damage cannot be detected"
+        yield (
+            f"{printable(', '.join(bare))}: without checksums inside, so damage cannot be detected"
+        )
     if left := [name for name in records if name not in found]:
-        yield f"{len(left)} members are not checkpoints and are left out: {printable(', '.join(left))}"
+        yield (
+            f"{len(left)} members are not checkpoints and are left out: "
+            f"{printable(', '.join(left))}"
+        )
 
 
 def _refuse_many(source: Source, records: Mapping[str, Record], outer: _Outer) -> None:
     outer.members += len(records)
     if (count := outer.members) > (most := in_force().zip_members):
-        what = f"is a zip archive of {count} members without a data.pkl, so torch.save did not write it"
+        what = (
+            f"is a zip archive of {count} members without a data.pkl, so torch.save did not "
+            "write it"
+        )
         advice = "unpack it and name the file that you mean"
         raise LimitExceeded(
             what, limit="zip_members", allowed=most, needed=count, path=source.path, advice=advice

@@ -13,6 +13,7 @@ from typing import NamedTuple, overload
 
 from ckptconv.formats.registry import Named, open_checkpoint
 from ckptconv.inspect.refusals import Refusal, files_of, refusals
+from ckptconv.io.guarded import check_places
 from ckptconv.keys.key_map import find_wrappers
 from ckptconv.pickles.nodes import Call, Dict, Global, Node, children, mapping_pairs, spoken
 from ckptconv.support.choices import spelling_checked
@@ -23,7 +24,7 @@ from ckptconv.support.text import count_text, size_text, some_text
 from ckptconv.tensors.dtypes import BY_NAME
 from ckptconv.tensors.refs import Storage, TensorRef
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.containers import UNKNOWN, Opening
+from ckptconv.tree.containers import UNKNOWN, Container
 from ckptconv.tree.labels import names_training_state
 from ckptconv.tree.producers import offered_prefix, producer_of
 from ckptconv.tree.settling import is_part_of_config, plain_form_at, refused_name
@@ -155,8 +156,8 @@ class Inspection:
     `dead` is how much of a zip file its pickle does not refer to: records that were added or left
     over, bytes between them. `strays` are records outside its folder, `protocol` is that of a
     pickle, and `untyped` what a legacy file holds, that `weights_only=True` does not read.
-    `lacking`: the state dict of a whole module may lack what its class saves. `opening` is who
-    opens the container without ckptconv. `training_state` says whose state all its tensors are,
+    `lacking`: the state dict of a whole module may lack what its class saves. `opening` is the
+    container, and so who opens it without ckptconv. `training_state` says whose state all its tensors are,
     where it holds no weights (an optimizer's). `refused` is what its own library refuses besides.
     `tensor_list` has a record for each tensor, made when it is first looked at. `portable` says
     whether the checkpoint's own library opens it on any host and a bare model takes its keys, and
@@ -185,7 +186,7 @@ class Inspection:
     protocol: int | None = None
     untyped: tuple[str, ...] = ()
     lacking: bool = False
-    opening: Opening = UNKNOWN
+    opening: Container = UNKNOWN
     training_state: str | None = None
     refused: tuple[Refusal, ...] = ()
     tensor_list: TensorList = field(default_factory=TensorList, compare=False)
@@ -244,7 +245,10 @@ def _reasons(found: Inspection) -> Iterator[Reason]:
     if not found.opening.anywhere:
         yield Reason("container", f"{found.opening.why_not} ({found.format})")
     if found.strays:
-        what = f"its archive has records outside its folder ({printable(found.strays[0])}), which torch.load refuses"
+        what = (
+            f"its archive has records outside its folder ({printable(found.strays[0])}), which "
+            "torch.load refuses"
+        )
         yield Reason("stray-records", what)
     if found.protocol is not None:
         yield Reason(
@@ -294,6 +298,7 @@ def inspect_checkpoint(
         )
     try:
         with held(source.limits):
+            check_places(source.sources)
             return _inspect(source, depth)
     except CheckpointError as error:
         raise error.at(path=source.path) from error.__cause__
@@ -348,7 +353,7 @@ def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
             dict.fromkeys(name for file in files_of(checkpoint) for name in _untyped(file))
         ),
         refused=tuple(refusals(checkpoint)),
-        opening=checkpoint.opening,
+        opening=checkpoint.container,
         training_state=only_training_state(checkpoint.root),
     )
 
@@ -437,7 +442,7 @@ def _untyped(checkpoint: Checkpoint) -> list[str]:
     """What a legacy file holds in untyped storages, which torch's reader of such files does not
     take.
     """
-    if checkpoint.format != "torch legacy":
+    if not checkpoint.container.is_legacy:
         return []
     dtypes = dict.fromkeys(
         ref.dtype.name for _, node in walk(checkpoint.root) if (ref := tensor_of(node)) is not None
@@ -460,7 +465,7 @@ def _used_bytes(refs: list[TensorRef]) -> dict[int, int]:
 
 
 def _odd_objects(root: Node, overlay: dict[int, Node]) -> Iterator[OddObject]:
-    """The objects that are refused; the overlay gets the plain forms that a conversion gives them."""
+    """The objects that are refused; the overlay gets the plain forms that a conversion uses."""
     configs: set[int] = set()
     for place, node in walk(root, overlay):
         if (name := refused_name(node)) is not None:

@@ -124,7 +124,7 @@ def put_new_folder(made: Path, path: Path, *, fsync: bool) -> bool:
 @dataclass(frozen=True, slots=True)
 class ShardSet:
     """A checkpoint of many files in one folder: the paths of its shards and of its index, or of one
-    file without an index.
+    file without an index. `claimed` are other names that must be free.
 
     `earlier()` are the files that are there by now under these names or others of such a set;
     `moved_index(folder)` is an index of the same shards in `folder`, a folder beside the index.
@@ -134,6 +134,12 @@ class ShardSet:
     index: Path | None
     earlier: Callable[[], Sequence[Path]]
     moved_index: Callable[[str], bytes]
+    claimed: Sequence[Path] = ()
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The shards, and the index if there is one."""
+        return (*self.shards, *([self.index] if self.index is not None else []))
 
 
 def put_set(made: Path, files: ShardSet, path: Path, *, force: bool, fsync: bool) -> None:
@@ -165,7 +171,10 @@ def _remove_replaced(paths: Sequence[Path], output: Path) -> None:
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
-            what = f"is in place, but {path.name} of the earlier one cannot be removed: {os.strerror(error.errno or 0)}"
+            what = (
+                f"is in place, but {path.name} of the earlier one cannot be removed: "
+                f"{os.strerror(error.errno or 0)}"
+            )
             raise OutputRefused(
                 what, path=output, hint="remove it: a program may take it for the checkpoint"
             ) from error
@@ -365,7 +374,10 @@ def _put_over(made: Path, files: ShardSet, path: Path, *, fsync: bool) -> None:
     try:
         _rename_behind_index(passing, files.shards, files.index, fsync=fsync)
     except OSError as error:
-        what = f"is in place, but its shards could not get their names: {os.strerror(error.errno or 0)}"
+        what = (
+            "is in place, but its shards could not get their names: "
+            f"{os.strerror(error.errno or 0)}"
+        )
         raise OutputRefused(
             what, path=path, hint=f"they are complete, in {passing.name}; run the command again"
         ) from error
@@ -442,7 +454,10 @@ def _confirm(folder: Path, path: Path) -> None:
     try:
         fsync_folder(folder)
     except OSError as error:
-        what = f"is in place and complete, but the disk does not confirm its name: {os.strerror(error.errno or 0)}"
+        what = (
+            "is in place and complete, but the disk does not confirm its name: "
+            f"{os.strerror(error.errno or 0)}"
+        )
         raise OutputRefused(what, path=path, hint="check the disk") from error
 
 

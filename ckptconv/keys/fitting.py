@@ -121,9 +121,11 @@ def fit_keys(source: Shapes, target: Shapes, ties: Ties = ()) -> Fit:
 
     >>> fit_keys({"model.fc.weight": (2, 3)}, {"module.fc.weight": (2, 3)}).renames
     {'model.fc.weight': 'module.fc.weight'}
-    >>> [item.key for item in fit_keys({"a.w": (2,), "b.w": (2,)}, {"c.w": (2,), "d.x": (2,)}).ambiguous]
+    >>> fit = fit_keys({"a.w": (2,), "b.w": (2,)}, {"c.w": (2,), "d.x": (2,)})
+    >>> [item.key for item in fit.ambiguous]
     ['c.w']
-    >>> fit_keys({"embed.w": (2,)}, {"embed.w": (2,), "head.w": (2,)}, [("embed.w", "head.w")]).filled
+    >>> target = {"embed.w": (2,), "head.w": (2,)}
+    >>> fit_keys({"embed.w": (2,)}, target, [("embed.w", "head.w")]).filled
     {'head.w': 'embed.w'}
     """
     fit = _fit_all(source, target)

@@ -108,7 +108,8 @@ class KeyRules:
 
         Globs that follow each other are one choice among the same keys.
 
-        >>> rules = KeyRules.of([("strip-prefix", "model."), ("regex", r"^blocks\.=>layers."), ("exclude", "*.bias")])
+        >>> renames = [("strip-prefix", "model."), ("regex", r"^blocks\.=>layers.")]
+        >>> rules = KeyRules.of([*renames, ("exclude", "*.bias")])
         >>> map_keys(["model.blocks.0.weight", "model.blocks.0.bias"], rules).new
         ('layers.0.weight', None)
         """
@@ -518,7 +519,7 @@ _TWO_TYPES = (
 
 
 def _refuse_collisions(keys: Sequence[str], renamed: Sequence[str | None]) -> None:
-    """Raise `KeyConflict` when two of the keys that are left are one, or one is empty or no text."""
+    """Raise `KeyConflict` when two of the keys left are the same, or one is empty or not text."""
     pairs = [
         (before, after) for before, after in zip(keys, renamed, strict=True) if after is not None
     ]

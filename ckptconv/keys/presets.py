@@ -25,10 +25,10 @@ PRESETS: Mapping[str, tuple[Rule, ...]] = {
 """What frameworks put around a model's keys, by the name of the preset.
 
 Sources: torch's `torch/nn/parallel`, `_dynamo/eval_frame.py`, `distributed/fsdp/_common_utils.py`
-(``_fpw_module`` before torch
-1.13), `distributed/algorithms/_checkpoint/checkpoint_wrapper.py` and `optim/swa_utils.py` (``n_averaged``); Lightning's way
-of keeping the network under ``self.model``; peft's `PeftModel`; timm's `ModelEma`; mmengine's
-`BaseAveragedModel` (``steps``); ema_pytorch's `EMA`.
+(``_fpw_module`` before torch 1.13), `distributed/algorithms/_checkpoint/checkpoint_wrapper.py` and
+`optim/swa_utils.py` (``n_averaged``); Lightning's way of keeping the network under ``self.model``;
+peft's `PeftModel`; timm's `ModelEma`; mmengine's `BaseAveragedModel` (``steps``); ema_pytorch's
+`EMA`.
 """
 
 

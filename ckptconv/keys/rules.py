@@ -38,7 +38,7 @@ class Rule:
         return False
 
     def why(self, key: str) -> str:
-        """Why the rule leaves out `key`, as it is before the rule: what is to be said of such keys."""
+        """Why the rule leaves out `key`, as it is before the rule: what to say of such keys."""
         return f"left out by {self.words}"
 
     def at(self, path: str) -> Rule:

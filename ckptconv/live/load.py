@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from ckptconv.devices.host import require_device, require_torch
 from ckptconv.devices.mapping import resolve_map_location
 from ckptconv.formats.registry import Named, open_checkpoint
-from ckptconv.io.files import FileSource, refuse_changed
+from ckptconv.io.files import refuse_changed
+from ckptconv.io.source import Source
 from ckptconv.keys.key_map import KeyRules, map_keys, refuse_idle, rules_of
 from ckptconv.objects.plain import tensor_form
 from ckptconv.objects.torch_names import VALUELESS, WEIGHTS_ONLY
@@ -174,9 +175,9 @@ def _bytes_to_read(settled: Settled, mmap: bool) -> int:
         if ref.is_view
     }
     views.update((id(storage), storage) for storage in settled.storages)
-    read = [
-        storage for storage in views.values() if not (mmap and type(storage.source) is FileSource)
-    ]
+    sources = {id(storage.source): storage.source for storage in views.values()}
+    mapped = {key for key, source in sources.items() if mmap and source.mappable_path() is not None}
+    read = [storage for storage in views.values() if id(storage.source) not in mapped]
     wholes = {
         id(whole): whole
         for storage in read
@@ -238,7 +239,7 @@ class _Live:
         self._restore = restore
         self._mmap = mmap
         self._meter = meter
-        self._maps: dict[int, torch.UntypedStorage] = {}
+        self._maps: dict[int, torch.UntypedStorage | None] = {}
         self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
         self._checked: set[int] = set()
         self._made: dict[int, Any] = {}
@@ -392,12 +393,10 @@ class _Live:
         source = storage.source
         if (
             self._mmap
-            and type(source) is FileSource
             and word == 1
             and storage.offset % dtype.itemsize == 0
+            and (mapped := self._mapped(source)) is not None
         ):
-            if (mapped := self._maps.get(id(source))) is None:
-                mapped = self._maps[id(source)] = self._mapped(source)
             part: torch.UntypedStorage = mapped[storage.offset : storage.offset + storage.nbytes]
             return part
         self._check(storage)
@@ -412,17 +411,22 @@ class _Live:
             self._checked.add(id(whole))
             check_storage(whole, self._meter)
 
-    def _mapped(self, source: FileSource) -> torch.UntypedStorage:
+    def _mapped(self, source: Source) -> torch.UntypedStorage | None:
+        """All bytes of a source, mapped once; None for one that cannot be."""
+        if id(source) not in self._maps:
+            path = source.mappable_path()
+            self._maps[id(source)] = None if path is None else self._map(source, path)
+        return self._maps[id(source)]
+
+    def _map(self, source: Source, path: str) -> torch.UntypedStorage:
         try:
-            mapped = self._torch.UntypedStorage.from_file(
-                source.mappable_path(), False, source.size
-            )
+            mapped = self._torch.UntypedStorage.from_file(path, False, source.size)
         except RuntimeError as error:  # the file is shorter by now
-            source.refuse_changed()
+            source.check_unchanged()
             raise UnsupportedCheckpoint(
                 f"cannot be mapped: {error}", path=source.path, hint="mmap=False reads it"
             ) from error
-        source.refuse_replaced()
+        source.check_mapped()
         assert isinstance(mapped, self._torch.UntypedStorage)
         return mapped
 

@@ -143,8 +143,14 @@ def _refuse_codes(
     with open_checkpoint(path, tag=tag) as checkpoint:
         found = find_scaled(dict(checkpoint.state_dict(only).tensors()))
     if item := next((item for item in found if item.codes in cast or item.scale in cast), None):
-        what = f"holds codes that mean nothing without their scale {printable(item.scale)}; the model has another dtype there"
-        hint = "build the model with the layers that take such weights; assign=True gives it the codes as they are"
+        what = (
+            f"holds codes that mean nothing without their scale {printable(item.scale)}; the "
+            "model has another dtype there"
+        )
+        hint = (
+            "build the model with the layers that take such weights; assign=True gives it the "
+            "codes as they are"
+        )
         raise RefusedObject(what, path=path, where=item.codes, hint=hint)
 
 

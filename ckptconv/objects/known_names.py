@@ -68,46 +68,55 @@ ALWAYS_THERE = frozenset(_STANDARD_LIBRARY.split()) | {
 """The top modules of what every victim has: Python's own library, old and new, torch and numpy."""
 
 _MAKERS = """
-    builtins.set builtins.frozenset builtins.list builtins.dict builtins.tuple builtins.int builtins.float
-    builtins.bool builtins.str builtins.bytes builtins.bytearray builtins.complex builtins.slice
-    builtins.range builtins.object __builtin__.long __builtin__.unicode __builtin__.xrange
-    collections.OrderedDict collections.defaultdict collections.deque collections.Counter collections.ChainMap
-    collections.UserDict collections.UserList collections.UserString
-    copyreg._reconstructor copyreg.__newobj__ copyreg.__newobj_ex__ argparse.Namespace types.SimpleNamespace
-    datetime.datetime datetime.date datetime.time datetime.timedelta datetime.timezone decimal.Decimal
-    fractions.Fraction uuid.UUID enum.auto logging.Logger random.Random
+    builtins.set builtins.frozenset builtins.list builtins.dict builtins.tuple builtins.int
+    builtins.float builtins.bool builtins.str builtins.bytes builtins.bytearray builtins.complex
+    builtins.slice builtins.range builtins.object __builtin__.long __builtin__.unicode
+    __builtin__.xrange collections.OrderedDict collections.defaultdict collections.deque
+    collections.Counter collections.ChainMap collections.UserDict collections.UserList
+    collections.UserString
+    copyreg._reconstructor copyreg.__newobj__ copyreg.__newobj_ex__ argparse.Namespace
+    types.SimpleNamespace datetime.datetime datetime.date datetime.time datetime.timedelta
+    datetime.timezone decimal.Decimal fractions.Fraction uuid.UUID enum.auto logging.Logger
+    random.Random
     pathlib.Path pathlib.PosixPath pathlib.WindowsPath pathlib.PurePath pathlib.PurePosixPath
     pathlib.PureWindowsPath pathlib._local.Path pathlib._local.PosixPath pathlib._local.WindowsPath
     pathlib._local.PurePath pathlib._local.PurePosixPath pathlib._local.PureWindowsPath
     array._array_reconstructor array.array
-    numpy._core.multiarray._reconstruct numpy._core.multiarray.scalar numpy._core.numeric._frombuffer
-    numpy.ndarray numpy.dtype numpy.matrix numpy.matrixlib.defmatrix.matrix numpy.recarray numpy.record
-    numpy._core.records.recarray numpy._core.records.record numpy.rec.recarray numpy.rec.record
-    numpy.ma.core._mareconstruct numpy.ma.core.MaskedArray numpy.ma.MaskedArray
-    numpy.random.RandomState numpy.random.mtrand.RandomState numpy.random.__RandomState_ctor
+    numpy._core.multiarray._reconstruct numpy._core.multiarray.scalar
+    numpy._core.numeric._frombuffer numpy.ndarray numpy.dtype numpy.matrix
+    numpy.matrixlib.defmatrix.matrix numpy.recarray numpy.record numpy._core.records.recarray
+    numpy._core.records.record numpy.rec.recarray numpy.rec.record numpy.ma.core._mareconstruct
+    numpy.ma.core.MaskedArray numpy.ma.MaskedArray numpy.random.RandomState
+    numpy.random.mtrand.RandomState numpy.random.__RandomState_ctor
     numpy.random._pickle.__randomstate_ctor numpy.random._pickle.__generator_ctor
     numpy.random._pickle.__bit_generator_ctor numpy.random._generator.Generator
     numpy.random._mt19937.MT19937 numpy.random._pcg64.PCG64 numpy.random._pcg64.PCG64DXSM
     numpy.random._philox.Philox numpy.random._sfc64.SFC64 numpy.random.bit_generator.SeedSequence
     numpy.random.bit_generator.__pyx_unpickle_SeedSequence
-    torch.Generator torch._C.Generator torch.nn.Module torch.autograd.Variable torch.autograd.variable.Variable
-    torch._utils._rebuild_xla_tensor torch._utils._rebuild_device_tensor_from_numpy
-    torch._utils._rebuild_sparse_csr_tensor torch._utils._rebuild_mlc_tensor
-    torch._tensor._rebuild_from_type torch.tensor._rebuild_from_type
-    torch.storage._TypedStorage torch.storage._UntypedStorage torch._UntypedStorage torch._TypedStorage
-    torch.TypedStorage torch.UntypedStorage torch.cuda.TypedStorage torch.cuda.UntypedStorage
+    torch.Generator torch._C.Generator torch.nn.Module torch.autograd.Variable
+    torch.autograd.variable.Variable torch._utils._rebuild_xla_tensor
+    torch._utils._rebuild_device_tensor_from_numpy torch._utils._rebuild_sparse_csr_tensor
+    torch._utils._rebuild_mlc_tensor torch._tensor._rebuild_from_type
+    torch.tensor._rebuild_from_type
+    torch.storage._TypedStorage torch.storage._UntypedStorage torch._UntypedStorage
+    torch._TypedStorage torch.TypedStorage torch.UntypedStorage torch.cuda.TypedStorage
+    torch.cuda.UntypedStorage
 """
 _FINDERS = """
     builtins.Ellipsis builtins.NotImplemented logging.getLogger _codecs.encode re._compile
-    torch.storage._load_from_bytes torch.dtype torch.layout torch.memory_format torch.strided torch.sparse_coo
-    torch.contiguous_format torch.preserve_format torch.channels_last torch.channels_last_3d
-    torch.nn.backends.thnn._get_thnn_function_backend torch.optim.lr_scheduler.OneCycleLR._annealing_cos
-    torch.optim.lr_scheduler.OneCycleLR._annealing_linear torch.optim.lr_scheduler.CyclicLR._triangular_scale_fn
-    torch.optim.lr_scheduler.CyclicLR._triangular2_scale_fn torch.optim.lr_scheduler.CyclicLR._exp_range_scale_fn
-    torch._C._VariableFunctionsClass torch._C._VariableFunctions
-    torch.jit._pickle.build_intlist torch.jit._pickle.build_tensorlist torch.jit._pickle.build_doublelist
-    torch.jit._pickle.build_boollist torch.jit._pickle.build_tensor_from_id torch.jit._pickle.restore_type_tag
-    typing.Any typing.Union typing.Optional typing.List typing.Dict typing.Tuple typing.Set typing.FrozenSet
+    torch.storage._load_from_bytes torch.dtype torch.layout torch.memory_format torch.strided
+    torch.sparse_coo torch.contiguous_format torch.preserve_format torch.channels_last
+    torch.channels_last_3d torch.nn.backends.thnn._get_thnn_function_backend
+    torch.optim.lr_scheduler.OneCycleLR._annealing_cos
+    torch.optim.lr_scheduler.OneCycleLR._annealing_linear
+    torch.optim.lr_scheduler.CyclicLR._triangular_scale_fn
+    torch.optim.lr_scheduler.CyclicLR._triangular2_scale_fn
+    torch.optim.lr_scheduler.CyclicLR._exp_range_scale_fn torch._C._VariableFunctionsClass
+    torch._C._VariableFunctions
+    torch.jit._pickle.build_intlist torch.jit._pickle.build_tensorlist
+    torch.jit._pickle.build_doublelist torch.jit._pickle.build_boollist
+    torch.jit._pickle.build_tensor_from_id torch.jit._pickle.restore_type_tag typing.Any
+    typing.Union typing.Optional typing.List typing.Dict typing.Tuple typing.Set typing.FrozenSet
     typing.Sequence typing.Mapping typing.Iterable typing.Callable typing.Type typing.Literal
 """
 _ENUMS = """
@@ -129,13 +138,15 @@ _ENUMS = """
     torch.amp.grad_scaler.OptState torch.cuda.amp.grad_scaler.OptState uuid.SafeUUID
 """
 _NUMPY_SCALARS = """
-    bool_ bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 intc uintc intp uintp longlong ulonglong
-    float16 float32 float64 float128 longdouble complex64 complex128 complex256 clongdouble
-    str_ bytes_ void object_ datetime64 timedelta64 string_ unicode_ float_ int_ half single double
+    bool_ bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 intc uintc intp uintp longlong
+    ulonglong float16 float32 float64 float128 longdouble complex64 complex128 complex256
+    clongdouble str_ bytes_ void object_ datetime64 timedelta64 string_ unicode_ float_ int_ half
+    single double
 """
 _NUMPY_DTYPES = """
-    Bool Int8 Int16 Int32 Int64 UInt8 UInt16 UInt32 UInt64 Int UInt LongLong ULongLong Float16 Float32 Float64
-    LongDouble Complex64 Complex128 CLongDouble Object Bytes Str Void DateTime64 TimeDelta64
+    Bool Int8 Int16 Int32 Int64 UInt8 UInt16 UInt32 UInt64 Int UInt LongLong ULongLong Float16
+    Float32 Float64 LongDouble Complex64 Complex128 CLongDouble Object Bytes Str Void DateTime64
+    TimeDelta64
 """
 _FUNCTIONS = """
     relu relu6 elu selu celu leaky_relu prelu rrelu glu gelu logsigmoid hardshrink tanhshrink

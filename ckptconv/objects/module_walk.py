@@ -17,7 +17,7 @@ from ckptconv.tensors.refs import TensorObject, TensorRef
 
 
 class Parts(NamedTuple):
-    """What a module holds itself: named parameters and saved buffers, in order, and its children."""
+    """What a module itself holds: named parameters, saved buffers, in order, and its children."""
 
     tensors: list[tuple[str, Node]]
     children: list[tuple[str, Call]]

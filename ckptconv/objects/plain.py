@@ -253,7 +253,7 @@ def _number(call: Call, _: Node) -> Node:
 
 
 def _array(call: Call, state: Node) -> Node:
-    """An array: `_reconstruct(class, …)` with the state (version, shape, dtype, is_fortran, bytes)."""
+    """An array: `_reconstruct(class, …)`, state (version, shape, dtype, is_fortran, bytes)."""
     if not call.args or type(call.args[0]) is not Global or call.args[0].path not in _ARRAY_CLASSES:
         return call
     if type(state) is not tuple or len(state) != 5:
@@ -336,7 +336,7 @@ def _is_castable(ref: TensorRef, dtype: DType) -> bool:
     """Whether the values are in memory and a cast tells what they were (numpy has no bfloat16: it
     is pickled as float32).
     """
-    return type(ref.storage.source) is MemorySource and ref.dtype.is_floating and dtype.is_floating
+    return ref.storage.source.is_in_memory() and ref.dtype.is_floating and dtype.is_floating
 
 
 def _raw_bytes(node: Node) -> bytes | None:

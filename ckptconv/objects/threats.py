@@ -30,18 +30,20 @@ class Verdict(NamedTuple):
 
 _MODULES = {
     "runs commands of the system": """
-        os posix nt subprocess _posixsubprocess commands popen2 pexpect syslog pty platform sh _osx_support
-        _aix_support distutils setuptools pip ensurepip venv pkg_resources pydoc torch.utils.collect_env
-        torch.utils.cpp_extension torch._inductor torch._dynamo torch.distributed.run torch.distributed.launch
-        torch.distributed.launcher torch.distributed.elastic numpy.f2py numpy.distutils asyncio _asyncio
-        multiprocessing concurrent uuid _winapi antigravity webbrowser torch.multiprocessing
+        os posix nt subprocess _posixsubprocess commands popen2 pexpect syslog pty platform sh
+        _osx_support _aix_support distutils setuptools pip ensurepip venv pkg_resources pydoc
+        torch.utils.collect_env torch.utils.cpp_extension torch._inductor torch._dynamo
+        torch.distributed.run torch.distributed.launch torch.distributed.launcher
+        torch.distributed.elastic numpy.f2py numpy.distutils asyncio _asyncio multiprocessing
+        concurrent uuid _winapi antigravity webbrowser torch.multiprocessing
     """,
     "runs code that it is given": """
         codeop pdb bdb timeit trace profile cProfile doctest runpy idlelib unittest lib2to3 IPython
         torch.utils.bottleneck torch.testing torch.fx.graph_module torch.fx.experimental
-        torch.utils._config_module torch.distributed.rpc torch.package numpy.testing sympy cloudpickle
-        compileall py_compile _pyrepl torch.jit.unsupported_tensor_ops test.support test.libregrtest tkinter
-        turtle turtledemo xdoctest pytest _pytest nose _testcapi _testinternalcapi
+        torch.utils._config_module torch.distributed.rpc torch.package numpy.testing sympy
+        cloudpickle compileall py_compile _pyrepl torch.jit.unsupported_tensor_ops test.support
+        test.libregrtest tkinter turtle turtledemo xdoctest pytest _pytest nose _testcapi
+        _testinternalcapi
     """,
     "imports any module": "importlib imp pkgutil zipimport _frozen_importlib "
     "_frozen_importlib_external _imp modulefinder",
@@ -50,13 +52,13 @@ _MODULES = {
         _threading_local sysconfig site tracemalloc cgitb
     """,
     "reads, writes or deletes files": """
-        shutil io _io _pyio tempfile glob fileinput linecache tarfile zipfile gzip bz2 lzma sqlite3 _sqlite3
-        dbm filecmp mailbox logging posixpath ntpath genericpath
+        shutil io _io _pyio tempfile glob fileinput linecache tarfile zipfile gzip bz2 lzma sqlite3
+        _sqlite3 dbm filecmp mailbox logging posixpath ntpath genericpath
     """,
     "opens connections": """
-        socket _socket socketserver ssl _ssl http httplib urllib urllib2 urllib3 requests aiohttp httpx ftplib
-        telnetlib smtplib poplib imaplib nntplib xmlrpc xmlrpclib torch.hub torchvision.datasets.utils
-        huggingface_hub select selectors asyncore asynchat smtpd paramiko
+        socket _socket socketserver ssl _ssl http httplib urllib urllib2 urllib3 requests aiohttp
+        httpx ftplib telnetlib smtplib poplib imaplib nntplib xmlrpc xmlrpclib torch.hub
+        torchvision.datasets.utils huggingface_hub select selectors asyncore asynchat smtpd paramiko
     """,
     "loads further pickles, which are executed": """
         pickle _pickle cPickle dill joblib shelve marshal jsonpickle torch.serialization
@@ -69,28 +71,32 @@ too.
 
 _NAMES = {
     "runs code that it is given": """
-        code.interact code.InteractiveConsole code.InteractiveInterpreter code.compile_command builtins.eval
-        builtins.exec builtins.execfile builtins.compile builtins.breakpoint numpy._core._multiarray_tests
-        torch.jit.CompilationUnit torch.jit.script torch.jit.load torch.jit.trace torch.compile pandas.eval
-        pandas.core.computation.eval.eval yaml.load yaml.unsafe_load yaml.full_load builtins.help
+        code.interact code.InteractiveConsole code.InteractiveInterpreter code.compile_command
+        builtins.eval builtins.exec builtins.execfile builtins.compile builtins.breakpoint
+        numpy._core._multiarray_tests torch.jit.CompilationUnit torch.jit.script torch.jit.load
+        torch.jit.trace torch.compile pandas.eval pandas.core.computation.eval.eval yaml.load
+        yaml.unsafe_load yaml.full_load builtins.help
     """,
     "imports any module": "builtins.__import__ torch.ops.load_library torch.classes.load_library "
     "torch.utils._import_utils",
     "reaches any attribute of any object": """
-        builtins.getattr builtins.setattr builtins.delattr builtins.globals builtins.locals builtins.vars
-        builtins.dir operator.itemgetter operator.attrgetter operator.methodcaller builtins.__build_class__
-        builtins.type builtins.super operator.setitem operator.delitem builtins.object.__getattribute__
+        builtins.getattr builtins.setattr builtins.delattr builtins.globals builtins.locals
+        builtins.vars builtins.dir operator.itemgetter operator.attrgetter operator.methodcaller
+        builtins.__build_class__ builtins.type builtins.super operator.setitem operator.delitem
+        builtins.object.__getattribute__
     """,
     "calls what it is given": """
-        functools.partial functools.partialmethod functools.reduce operator.call builtins.apply builtins.map
-        builtins.filter builtins.sorted builtins.iter builtins.max builtins.min itertools.starmap
-        itertools.accumulate itertools.takewhile itertools.dropwhile itertools.filterfalse itertools.groupby
-        weakref.finalize contextlib.ExitStack sched.scheduler
+        functools.partial functools.partialmethod functools.reduce operator.call builtins.apply
+        builtins.map builtins.filter builtins.sorted builtins.iter builtins.max builtins.min
+        itertools.starmap itertools.accumulate itertools.takewhile itertools.dropwhile
+        itertools.filterfalse itertools.groupby weakref.finalize contextlib.ExitStack
+        sched.scheduler
     """,
     "reads, writes or deletes files": """
-        builtins.open builtins.file codecs.open numpy.load numpy.save numpy.savez numpy.memmap numpy.fromfile
-        numpy.genfromtxt numpy.loadtxt numpy.savetxt numpy.lib.npyio numpy.lib._npyio_impl numpy.DataSource
-        pandas.read_pickle pandas.io numpy.ctypeslib torch.save torch.from_file pathlib.Path.unlink
+        builtins.open builtins.file codecs.open numpy.load numpy.save numpy.savez numpy.memmap
+        numpy.fromfile numpy.genfromtxt numpy.loadtxt numpy.savetxt numpy.lib.npyio
+        numpy.lib._npyio_impl numpy.DataSource pandas.read_pickle pandas.io numpy.ctypeslib
+        torch.save torch.from_file pathlib.Path.unlink
     """,
     "loads further pickles, which are executed": "torch.load torch.serialization.load",
     "makes functions from byte code": "types.CodeType types.FunctionType types.MethodType "
@@ -107,8 +113,8 @@ _BY_NAME = {name: reason for reason, text in _NAMES.items() for name in text.spl
 # parts; a name of a file may have thousands
 _LONGEST = max(name.count(".") + 1 for name in (*_BY_MODULE, *_BY_NAME))
 _OFTEN_REACHED = """
-    os posix nt sys subprocess importlib builtins shutil socket runpy pickle ctypes pty webbrowser inspect
-    operator multiprocessing threading tempfile urllib
+    os posix nt sys subprocess importlib builtins shutil socket runpy pickle ctypes pty webbrowser
+    inspect operator multiprocessing threading tempfile urllib
 """
 _REACHED = frozenset(_OFTEN_REACHED.split())
 """Modules that are attributes of many others, and so can be reached through a name with dots."""

@@ -25,8 +25,9 @@ them.
 
 
 _REBUILD_FUNCTIONS = """
-    parameter parameter_with_state qtensor tensor tensor_v2 tensor_v3 sparse_tensor meta_tensor_no_storage nested_tensor
-    wrapper_subclass device_tensor_from_numpy device_tensor_from_cpu_tensor
+    parameter parameter_with_state qtensor tensor tensor_v2 tensor_v3 sparse_tensor
+    meta_tensor_no_storage nested_tensor wrapper_subclass device_tensor_from_numpy
+    device_tensor_from_cpu_tensor
 """
 
 

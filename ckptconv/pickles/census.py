@@ -121,7 +121,7 @@ _FROM_TYPE = ("torch._tensor._rebuild_from_type_v2", "torch.tensor._rebuild_from
 
 
 class _Counter:
-    """The stack and the memo of one stream; None stands for every value that cannot lead to a name."""
+    """The stack and the memo of one stream; None stands for a value that cannot lead to a name."""
 
     def __init__(self, stream: bytes) -> None:
         self.census = Census()

@@ -101,7 +101,7 @@ ORDERED_DICT = Global("collections", "OrderedDict")
 DEFAULT_DICT = Global("collections", "defaultdict")
 COUNTER = Global("collections", "Counter")
 MAPPINGS = frozenset(cls.path for cls in (DICT, ORDERED_DICT, DEFAULT_DICT, COUNTER))
-"""The classes of dicts whose items, those that were an argument too, are the `pairs` of the call."""
+"""The classes of dicts whose items, also those given as an argument, are `pairs` of the call."""
 ENCODE = Global("_codecs", "encode")
 
 

@@ -372,26 +372,9 @@ class PickleReader:
         """Do at once what the opcodes of `run` do one by one; False, with nothing done, when they
         are not as they look.
         """
-        (
-            kind,
-            cls,
-            size,
-            raw_key,
-            _,
-            location,
-            count,
-            view,
-            _,
-            offset,
-            shape,
-            _,
-            stride,
-            _,
-            flag,
-            hooks,
-            _,
-            _,
-        ) = run.groups()
+        kind, cls, size, raw_key, location, count, view, offset, shape, stride, flag, hooks = (
+            run.group(1, 2, 3, 4, 6, 7, 8, 10, 11, 13, 15, 16)
+        )
         func = stack[-1]
         if size[0] != len(raw_key) or type(func) is not Global:
             return False
@@ -519,7 +502,10 @@ class PickleReader:
         elif op in (0x49, 0x4C):  # INT, LONG
             stack.append(int(text.rstrip(b"L")))
         else:  # PERSID
-            what = "its pickle is of protocol 0, which turns what refers to a storage into text; torch does not read it either"
+            what = (
+                "its pickle is of protocol 0, which turns what refers to a storage into text; "
+                "torch does not read it either"
+            )
             raise MalformedCheckpoint(
                 f"{what} (near byte {self.position})",
                 hint="save it again with another pickle protocol",
@@ -606,12 +592,19 @@ def _too_wide(widest: int) -> LimitExceeded:
 # torch (names fetched by BINGET, own values put by LONG_BINPUT) and of ckptconv (which puts none of
 # them), and no names. Legacy files say of every storage that it is not a view (N).
 _INTEGER = rb"(K.|M..|J....)"
-_INTEGERS = rb"((?:K.|M..|J....)[\x85]|(?:K.|M..|J....){2}[\x86]|(?:K.|M..|J....){3}[\x87]|\((?:K.|M..|J....){4,}t)(?:r(....))?"
+_INTEGERS = (
+    rb"((?:K.|M..|J....)[\x85]|(?:K.|M..|J....){2}[\x86]|(?:K.|M..|J....){3}[\x87]"
+    rb"|\((?:K.|M..|J....){4,}t)(?:r(....))?"
+)
+_PERSISTENT_ID = (
+    rb"\(h(.)h(.)X(.)\0\0\0([0-9]{1,20})(?:r(....))?h(.)" + _INTEGER + rb"(N?)t(?:r(....))?Q"
+)
 _TENSOR_RUN = re.compile(
-    rb"\(h(.)h(.)X(.)\0\0\0([0-9]{1,20})(?:r(....))?h(.)" + _INTEGER + rb"(N?)t(?:r(....))?Q" + _INTEGER + _INTEGERS + _INTEGERS
+    _PERSISTENT_ID
+    + (_INTEGER + _INTEGERS + _INTEGERS)
     + rb"([\x88\x89])h(.)\)R(?:r(....))?t(?:r(....))?R",
     re.DOTALL,
-).match  # fmt: skip
+).match
 _INT_RUNS: dict[bytes, tuple[int, ...]] = {}
 
 
@@ -773,7 +766,7 @@ def _decode(text: bytes, intern: dict[str, str]) -> str:
 
 
 def _python2_text(raw: bytes) -> str | bytes:
-    """A python 2 string: text where it is UTF-8 (torch's own default), else the bytes as they are."""
+    """A python 2 string: text if it is UTF-8 (torch's own default), else the bytes as they are."""
     try:
         return raw.decode()
     except UnicodeDecodeError:

@@ -143,7 +143,7 @@ _STRANGE: Any = object()
 
 
 _FIRST_WINDOW = 512
-"""How many bytes are read first; most of what is looked at is not a pickle, and breaks within them."""
+"""How many bytes are read first; most of what is looked at is not a pickle and breaks in them."""
 _LONGEST_NAME = 4096
 """Of longer texts only the place is kept: they are arrays, as python 2 and the protocols up to 2
 write them.
@@ -473,7 +473,7 @@ class _Tracer:
         )
 
     def called(self, func: Any, args: tuple[Any, ...]) -> Any:
-        """What a call gives: bytes where it is they, a global where its name is known, or `Made`."""
+        """What a call gives: bytes if it gives them, a global if its name is known, or `Made`."""
         if type(func) is not Named:
             return self._called_result(func)
         if (made := self._made.get(func)) is None:
@@ -566,7 +566,10 @@ class _Tracer:
 
     def extension(self, width: int) -> None:
         code = self.number(width)
-        what = f"a global is named by its number, {code}, in a registry of the process, so it is unknown"
+        what = (
+            f"a global is named by its number, {code}, in a registry of the process, so it is "
+            "unknown"
+        )
         self.alarm(what, by_chance=True)
         self.push(_OTHER)
 

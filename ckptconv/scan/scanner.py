@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from ckptconv.formats.joined_archives import joined_archives, next_data
+from ckptconv.formats.joined_archives import joined_archives
 from ckptconv.formats.safetensors import is_safetensors
 from ckptconv.formats.strangers import STRANGERS
 from ckptconv.formats.torch_tar import is_tar
@@ -140,12 +140,12 @@ def _may_be_script(source: Source) -> bool:
     copied, torch does not open.
     """
     names = ends = False
-    start = next_data(source, 0)
+    start = source.data_from(0)
     while start < source.size and not (names and ends):
         window = source.read(start, min(CHUNK + 16, source.size - start))
         names = names or _SCRIPT_RECORD(window) is not None
         ends = ends or _DIRECTORY_END in window
-        start = next_data(source, start + CHUNK)
+        start = source.data_from(start + CHUNK)
     return names and ends
 
 
@@ -195,10 +195,14 @@ class Scanner:
         if _may_be_json(head):
             self._json(source, where, depth)
         packed = next(
-            (item for item in STRANGERS if item.hint and head[item.at :].startswith(item.magic)),
+            (
+                item
+                for item in STRANGERS
+                if item.is_packed and head[item.at :].startswith(item.magic)
+            ),
             None,
         )
-        if packed is not None and "unpack" in (packed.hint or ""):
+        if packed is not None:
             self._odd(where, f"{packed.what}: what is in it was not looked at")
         elif _is_zlib(head) or _LZMA(head):
             self._odd(
@@ -266,7 +270,10 @@ class Scanner:
                 "was searched",
             )
             if _may_be_script(source):
-                what = "seems to be a TorchScript archive; torch may use its directory and run code that was not judged"
+                what = (
+                    "seems to be a TorchScript archive; torch may use its directory and run code "
+                    "that was not judged"
+                )
                 self.findings.append(Finding(where, "", "dangerous", what, 0))
             self._sweep(source, where, depth)
             return "zip without a usable directory"
@@ -340,14 +347,14 @@ class Scanner:
         a pattern tells.
         """
         self._pickles(source, 0, where, depth)
-        start = next_data(source, 0)
+        start = source.data_from(0)
         while start < source.size:
             start &= -_BLOCK
             window = source.read(start, min(CHUNK, source.size - start))
             for at in range(0, len(window), _BLOCK):
                 if _is_tar_header(window[at : at + _BLOCK]):
                     self._pickles(source, start + at + _BLOCK, where, depth)
-            start = next_data(source, start + CHUNK)
+            start = source.data_from(start + CHUNK)
         self._sweep(source, where, depth)
 
     def _deflated(self, source: Source, offset: int, stored: int, where: str, depth: int) -> None:
@@ -378,9 +385,9 @@ class Scanner:
         self._room.is_used_up |= not inflated
 
     def _sweep(self, source: Source, where: str, depth: int) -> None:
-        """Look at every place of a source at which a pickle, or a record of an archive, may begin."""
+        """Look at every place of a source where a pickle, or a record of an archive, may begin."""
         done = 0
-        start = next_data(source, 0)
+        start = source.data_from(0)
         while start < source.size:
             window = source.read(start, min(CHUNK + 512, source.size - start))
             for found in _LIKELY.finditer(window):
@@ -389,12 +396,15 @@ class Scanner:
                     continue
                 if self._room.is_searched:
                     more = f"--limit scanned_in_vain={2 * self._room.followed} looks further"
-                    what = "holds too many places where a pickle seems to start; the rest was not looked at"
+                    what = (
+                        "holds too many places where a pickle seems to start; the rest was not "
+                        "looked at"
+                    )
                     self._odd(where, f"{what} ({more})", at)
                     return
                 look = self._local_record if found[0][:2] == b"PK" else self._uncertain
                 done = max(done, look(source, at, where, depth))
-            start = next_data(source, start + CHUNK)
+            start = source.data_from(start + CHUNK)
 
     def _uncertain(self, source: Source, at: int, where: str, depth: int) -> int:
         """Follow what may be a pickle; the byte behind it, or 0 where what lies in it must be
@@ -610,7 +620,7 @@ def is_inert(kind: str) -> bool:
 
 
 def _is_zlib(head: bytes) -> bool:
-    """Whether something begins as a zlib stream (RFC 1950) with a window of 32 KiB, and inflates."""
+    """Whether it begins as a zlib stream (RFC 1950) with a window of 32 KiB, and inflates."""
     if len(head) < 8 or head[0] != 0x78 or head[1] & 0x20 or int.from_bytes(head[:2], "big") % 31:
         return False
     with contextlib.suppress(zlib.error):

@@ -234,8 +234,8 @@ _VARIANTS = (
     "_bias",
 )
 _NAMESPACES = """
-    prim prims quantized _quantized quantization sparse mkldnn mkldnn_prepacked mkl onednn prepacked xnnpack onnx profiler
-    static_runtime cuda metal metal_prepack vulkan vulkan_prepack rngprims
+    prim prims quantized _quantized quantization sparse mkldnn mkldnn_prepacked mkl onednn prepacked
+    xnnpack onnx profiler static_runtime cuda metal metal_prepack vulkan vulkan_prepack rngprims
 """
 _COMPUTING = frozenset(_NAMESPACES.split())
 """The namespaces of torch all of whose operators compute, but for those below."""

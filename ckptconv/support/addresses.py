@@ -55,7 +55,10 @@ def how_to_get(address: str) -> str:
     if hub := _on_hub(scheme.lower(), rest):
         repository, file, options = hub
         named = f"{quote(repository)} {quote(file)}".strip() if file else quote(repository)
-        return f"get it first: huggingface-cli download {named}{options} (newer: hf download), which prints where it is"
+        return (
+            f"get it first: huggingface-cli download {named}{options} (newer: hf download), "
+            "which prints where it is"
+        )
     command = _TOOLS.get(scheme.lower(), "")
     return (
         f"get it first: {command.format(address=quote(address))}"

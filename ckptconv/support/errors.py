@@ -11,7 +11,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 _LONGEST_NAME = 200
 
@@ -29,18 +29,31 @@ def printable(text: object, limit: int = _LONGEST_NAME) -> str:
     )
 
 
+ErrorCode = Literal["", "checksum", "cut-off", "compressed", "dangerous"]
+"""What a program asks of an error beyond its class: the bytes differ from their checksum, the end of
+an archive is missing, a whole file is compressed, an object must not be loaded.
+"""
+
+
 class CheckpointError(Exception):
     """The base of all errors: a problem with a checkpoint, a request or this host.
 
     Attributes: `what` is wrong, `path` of the file (or None), `where` in it (a key, a record, a
     header field, or None) and the `hint`: the command or option that helps (or None). All are plain
-    text as it was found; `str()` gives the escaped line.
+    text as it was found; `str()` gives the escaped line. `code` is an `ErrorCode`, mostly empty.
     """
 
     def __init__(
-        self, what: str, *, path: object = None, where: object = None, hint: str | None = None
+        self,
+        what: str,
+        *,
+        path: object = None,
+        where: object = None,
+        hint: str | None = None,
+        code: ErrorCode = "",
     ) -> None:
         super().__init__(what)
+        self.code: ErrorCode = code
         self.what = what
         self.path = None if path is None else str(path)
         self.where = None if where is None else str(where)
@@ -124,7 +137,8 @@ def not_opened(
 
     `what` and `hint` say more than the number does.
 
-    >>> isinstance(not_opened(errno.ENOENT, "in.pt"), FileNotFoundError), str(not_opened(errno.ENOENT, "in.pt"))
+    >>> error = not_opened(errno.ENOENT, "in.pt")
+    >>> isinstance(error, FileNotFoundError), str(error)
     (True, 'in.pt: no such file; check the path')
     """
     number = error if isinstance(error, int) else error.errno or 0
@@ -138,7 +152,7 @@ def not_opened(
 
 
 class IncompleteCheckpoint(UnsupportedCheckpoint):
-    """The file of one rank without the others; the tensors are split over the files of all ranks."""
+    """The file of one rank without the others; the tensors are split over the files of all."""
 
 
 class LimitExceeded(CheckpointError):
@@ -165,7 +179,10 @@ class LimitExceeded(CheckpointError):
         self.limit, self.allowed, self.needed = limit, allowed, needed
         enough = 2 * allowed if needed is None else needed
         if raising is None:
-            raising = f"if the file is right, raise the limit: --limit {limit}={enough} (ckptconv.limits({limit}={enough}) in code)"
+            raising = (
+                f"if the file is right, raise the limit: --limit {limit}={enough} "
+                f"(ckptconv.limits({limit}={enough}) in code)"
+            )
         hint = f"{advice}; {raising}" if advice else raising
         super().__init__(
             f"{what}, beyond the limit {limit}={allowed}", path=path, where=where, hint=hint

@@ -19,7 +19,7 @@ from ckptconv.support.errors import OptionRefused, UnknownOption
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits that every reader checks a file against; the defaults are below (bytes or counts)."""
+    """The limits that every reader holds a file against, bytes or counts; defaults are below."""
 
     pickle_bytes: int = 1 << 30
     """Size of one pickle (100,000 tensors take 15 MB)."""
@@ -90,7 +90,7 @@ class Limits:
     never refused.
     """
     files_in_files: int = 3
-    """Checkpoints within checkpoints: an archive of archives of pickles with torch streams inside."""
+    """Checkpoints in checkpoints: an archive of archives of pickles with torch streams inside."""
     large_int_keys: int = 1000
     """Ints beyond 61 bits among the keys of one dict: all may have the same hash."""
     key_tuple: int = 64
@@ -104,7 +104,7 @@ class Limits:
     scanned_values: int = 5_000_000
     """Values side by side in a pickle that is scanned; `scan` says where it stopped looking."""
     scanned_pickles: int = 100_000
-    """Pickles one behind another in a file that is scanned; `scan` says where it stopped looking."""
+    """Pickles one behind another in a scanned file; `scan` says where it stopped looking."""
     scanned_depth: int = 8
     """Streams within streams that `scan` looks into; it says where it stopped looking."""
     scanned_in_vain: int = 1 << 20

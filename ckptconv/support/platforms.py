@@ -4,16 +4,16 @@ Only this module names what not every system has: flags of open(2), positioned r
 signals, calls of libc. What is there is asked for by name, never by the name of the system, so that
 a test can take it away.
 
-|                     | Linux                    | macOS                     | Windows              |
-|---------------------|--------------------------|---------------------------|----------------------|
-| positioned reads    | preadv(2)                | preadv(2), or pread(2)    | seek, read; a lock   |
-| locks               | flock(2) on the folder   | flock(2) on the folder    | msvcrt, a file in it |
-| a file synced       | fsync(2)                 | F_FULLFSYNC, or fsync(2)  | FlushFileBuffers     |
-| a folder synced     | fsync(2)                 | F_FULLFSYNC, or fsync(2)  | not possible         |
-| open files          | are replaced and removed | are replaced and removed  | are neither          |
-| two folders swapped | renameat2(2), one step   | by two renames            | by two renames       |
-| blocks reserved     | fallocate(2)             | no                        | no                   |
-| patterns stopped    | by an alarm              | by an alarm               | no                   |
+|                     | Linux                    | macOS                    | Windows              |
+|---------------------|--------------------------|--------------------------|----------------------|
+| positioned reads    | preadv(2)                | preadv(2), or pread(2)   | seek, read; a lock   |
+| locks               | flock(2) on the folder   | flock(2) on the folder   | msvcrt, a file in it |
+| a file synced       | fsync(2)                 | F_FULLFSYNC, or fsync(2) | FlushFileBuffers     |
+| a folder synced     | fsync(2)                 | F_FULLFSYNC, or fsync(2) | not possible         |
+| open files          | are replaced and removed | are replaced and removed | are neither          |
+| two folders swapped | renameat2(2), one step   | by two renames           | by two renames       |
+| blocks reserved     | fallocate(2)             | no                       | no                   |
+| patterns stopped    | by an alarm              | by an alarm              | no                   |
 
 Where a system has neither flock(2) nor msvcrt, there are no locks: outputs are still whole or not
 there, but two programs that write shards under the same names at once may mix them, and what a

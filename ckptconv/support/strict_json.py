@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 SCHEMA = 1
-"""The first field of every document; a field that goes, or means something else, makes it one more."""
+"""The first field of every document; it counts the changes that remove or redefine a field."""
 
 
 def json_text(document: dict[str, Any]) -> str:

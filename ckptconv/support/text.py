@@ -35,7 +35,7 @@ def count_text(count: int, noun: str) -> str:
 def seconds_text(seconds: float) -> str:
     """A span of time in the two units that matter.
 
-    >>> seconds_text(0.0123), seconds_text(1.26), seconds_text(3), seconds_text(12.4), seconds_text(125), seconds_text(7260)
+    >>> tuple(map(seconds_text, (0.0123, 1.26, 3, 12.4, 125, 7260)))
     ('0.01 s', '1.3 s', '3 s', '12 s', '2 min 5 s', '2 h 1 min')
     """
     if seconds < 59.5:
@@ -77,7 +77,7 @@ def part_text(path: str) -> str:
 
 
 def look_hint(path: Path) -> str:
-    """The command that shows what a checkpoint holds; one that is not a file has none of its own."""
+    """The command that shows what a checkpoint holds; only a file has one of its own."""
     name = f" {quoted(as_argument(path))}" if path.exists() else ""
     return f"see what it holds with: ckptconv inspect{name}"
 

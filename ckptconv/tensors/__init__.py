@@ -1,1 +1,1 @@
-"""Tensors as references to bytes: element types, values as streams, casts, checksums, comparison."""
+"""Tensors as references to bytes: dtypes, values as streams, casts, checksums, comparison."""

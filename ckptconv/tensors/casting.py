@@ -7,19 +7,18 @@ ones of 32 and 64, under each of `ATEN_CPU_CAPABILITY=default`, `avx2` and `avx5
 pair of the nine floating types. The rules:
 
 - All casts go through float32, rounded to nearest, ties to even; so float64 to a smaller type
-  rounds twice. Denormals
-  are kept on both sides, and so is the sign of zero where the type has one.
+  rounds twice. Denormals are kept on both sides, and so is the sign of zero if the type has one.
 - A finite value too large for the target becomes, with its sign: infinity in float32, float16,
-  bfloat16 and
-  float8_e5m2; NaN in float8_e4m3fnuz, float8_e5m2fnuz and float8_e8m0fnu; 448 in float8_e4m3fn. There the cast
-  saturates, infinity included, since pytorch#178817 (older releases give NaN).
-- The fnuz types have one NaN (0x80) and no negative zero or infinity. float8_e8m0fnu is a power
-  of two: it drops the
-  sign, takes zero to 2**-127, and its ties go up (the implied leading bit is odd), but for a denormal float32.
-- NaN becomes the target's NaN: 0x7fc0 in bfloat16; 0x7f, signed, in float8_e4m3fn and
-  float8_e5m2. float16, float32 and
-  float64 keep sign and leading payload bits and set the quiet bit; only bfloat16 to float32 does not set it. The NaN of
-  a type that has just one is 0x7f800001 in float32, and goes on from there.
+  bfloat16 and float8_e5m2; NaN in float8_e4m3fnuz, float8_e5m2fnuz and float8_e8m0fnu; 448 in
+  float8_e4m3fn. There the cast saturates, infinity included, since pytorch#178817 (older releases
+  give NaN).
+- The fnuz types have one NaN (0x80) and no negative zero or infinity. float8_e8m0fnu is a power of
+  two: it drops the sign, takes zero to 2**-127, and its ties go up (the implied leading bit is
+  odd), but for a denormal float32.
+- NaN becomes the target's NaN: 0x7fc0 in bfloat16; 0x7f, signed, in float8_e4m3fn and float8_e5m2.
+  float16, float32 and float64 keep sign and leading payload bits and set the quiet bit; only
+  bfloat16 to float32 does not set it. The NaN of a type that has just one is 0x7f800001 in float32,
+  and goes on from there.
 
 torch contradicts itself only in the bits of some NaNs. To float16, code without F16C drops the
 payload. To bfloat16 from float32 or float64, AVX code gives 0xffff in contiguous runs and 0x7fc0

@@ -13,7 +13,6 @@ from ckptconv.io.crc import combined_crc, crc32
 from ckptconv.support.errors import MalformedCheckpoint
 from ckptconv.support.progress import Meter
 from ckptconv.tensors.refs import Storage
-from ckptconv.tensors.stream import read_range
 
 if TYPE_CHECKING:
     import numpy as np
@@ -79,7 +78,7 @@ def _joined(whole: Storage, runs: list[tuple[int, int, int]]) -> int:
 
 
 def _read_on(whole: Storage, start: int, stop: int, crc: int) -> int:
-    for view in read_range(whole.source, whole.offset + start, stop - start):
+    for view in whole.source.stream([(whole.offset + start, stop - start)]):
         crc = crc32(view, crc)
     return crc
 
@@ -93,7 +92,7 @@ def check_storage(storage: Storage, meter: Meter | None = None) -> None:
     if storage.crc32 is None:
         return
     found = 0
-    for view in read_range(storage.source, storage.offset, storage.nbytes):
+    for view in storage.source.stream([(storage.offset, storage.nbytes)]):
         found = crc32(view, found)
         if meter is not None:
             meter.add(len(view))
@@ -101,10 +100,11 @@ def check_storage(storage: Storage, meter: Meter | None = None) -> None:
 
 
 def refuse_crc(storage: Storage, found: int) -> None:
-    """Raise `MalformedCheckpoint` unless `found` is the CRC-32 that the storage's record declares."""
+    """Raise `MalformedCheckpoint` unless `found` is the CRC-32 that the record declares."""
     if storage.crc32 is not None and storage.crc32 != found:
         raise MalformedCheckpoint(
             f"its bytes have the CRC-32 {found:08x}, the archive says {storage.crc32:08x}",
+            code="checksum",
             path=storage.source.path,
             where=storage.name,
             hint="the file is damaged; fetch it again",

@@ -16,7 +16,6 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptconv.io.crc import crc32
-from ckptconv.io.files import FileSource
 from ckptconv.io.source import CHUNK, SMALL
 from ckptconv.support.errors import MalformedCheckpoint, OptionRefused
 from ckptconv.support.progress import Meter
@@ -82,10 +81,10 @@ class Deviation:
     """How the values of two tensors differ.
 
     `count` of `numel` elements differ, `nans` of them with a NaN on either side. `max_abs` and
-    `max_rel` are the largest
-    |a - b| and |a - b| / |b| among the others; None where there are none, or where the dtype has no numbers. 0.0 means that
-    only bits differ: the sign of a zero. `where` is the index of the largest |a - b| (of the first
-    difference where there is none), `a` and `b` the values there.
+    `max_rel` are the largest |a - b| and |a - b| / |b| among the others; None if there are none, or
+    if the dtype has no numbers. 0.0 means that only bits differ: the sign of a zero. `where` is the
+    index of the largest |a - b| (of the first difference if there is none), `a` and `b` the values
+    there.
 
     `rel_l2` is ||a - b|| / ||b|| over the whole tensor, and `cosine` the cosine of the angle
     between a and b, both in float64 (a complex value counts as two numbers). Elements that are NaN
@@ -201,7 +200,7 @@ def _spans(number: int, first: TensorRef, second: TensorRef) -> list[Span] | Non
 
 
 def _lie_alike(first: TensorRef, second: TensorRef) -> bool:
-    """Whether both are views without holes whose elements lie, and are meant, in the very same way."""
+    """Whether both are views without holes, and their elements lie in the very same order."""
     if not (first.is_view and second.is_view) or (first.conj, first.neg) != (
         second.conj,
         second.neg,
@@ -231,8 +230,8 @@ def _may_be_threaded(span: Span) -> bool:
     """
     return (
         span.nbytes > SMALL
-        and type(span.first.source) is FileSource
-        and type(span.second.source) is FileSource
+        and span.first.source.is_for_threads()
+        and span.second.source.is_for_threads()
     )
 
 
@@ -629,7 +628,7 @@ class _Norms:
 
 
 class _Sum:
-    """A sum, as a number and the exponent of a power of two (an even one, where its root is taken)."""
+    """A sum: a number and the exponent of a power of two (an even one, if its root is taken)."""
 
     def __init__(self) -> None:
         self.value, self.exponent = 0.0, 0

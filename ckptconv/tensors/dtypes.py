@@ -54,7 +54,7 @@ class DType:
 
     @property
     def is_packed(self) -> bool:
-        """Whether an element is not a whole bytes: safetensors has such types, and torch has not."""
+        """Whether an element is not whole bytes: safetensors has such types, torch does not."""
         return self.bits < 8
 
     @property
@@ -143,8 +143,8 @@ def floating_dtype(name: str) -> DType:
     """The floating type that a user means by `name`: torch's name, safetensors' code or the usual
     short form.
 
-    >>> floating_dtype("bf16").name, floating_dtype("torch.float16").name, floating_dtype("F8_E4M3").name
-    ('bfloat16', 'float16', 'float8_e4m3fn')
+    >>> [floating_dtype(name).name for name in ("bf16", "torch.float16", "F8_E4M3")]
+    ['bfloat16', 'float16', 'float8_e4m3fn']
 
     Raises `OptionRefused` when it is not the name of a floating type.
     """

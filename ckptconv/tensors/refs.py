@@ -177,8 +177,10 @@ def is_contiguous(shape: Shape, stride: Shape) -> bool:
     """Whether `stride` walks `shape` in C order without gaps; strides of dimensions of size 1 do
     not matter.
 
-    >>> is_contiguous((2, 1, 3), (3, 99, 1)), is_contiguous((2, 3), (1, 2)), is_contiguous((0, 3), (7, 7))
-    (True, False, True)
+    >>> is_contiguous((2, 1, 3), (3, 99, 1)), is_contiguous((2, 3), (1, 2))
+    (True, False)
+    >>> is_contiguous((0, 3), (7, 7))
+    True
     """
     expected = 1
     for size, step in zip(reversed(shape), reversed(stride), strict=True):
@@ -223,7 +225,8 @@ def view_of(
         last += (size - 1) * step
     if numel and (last + 1) * dtype.bits > storage.nbytes << 3:
         raise MalformedCheckpoint(
-            f"needs {(last + 1) * dtype.bits + 7 >> 3} bytes of a storage that has {storage.nbytes}",
+            f"needs {(last + 1) * dtype.bits + 7 >> 3} bytes of a storage that has "
+            f"{storage.nbytes}",
             where=storage.name,
         )
     if requires_grad:

@@ -20,7 +20,7 @@ segments of the keys:
 | EETQ; Marlin; ExLlama 2, 3; QuIP# | ``weight``; ``B``; ``q_weight``, ``trellis``; ``Qidxs`` | ``weight_scales``; ``s``; ``q_scale``, ``suh``; ``SU`` |
 
 Float8 tensors without any scale beside them are values: plain fp8 checkpoints are made by a cast.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 

@@ -34,12 +34,18 @@ class Flattened:
 
 
 def flatten(
-    keys: Sequence[str | None], values: Sequence[Node], skipped: list[Skipped], *, encode: bool
+    keys: Sequence[str | None],
+    values: Sequence[Node],
+    skipped: list[Skipped],
+    *,
+    encode: bool,
+    output: str,
 ) -> Flattened:
     """The values under these keys (None: left out) as named tensors; what is not a tensor goes to
     `skipped`.
 
-    With `encode`, tensors that safetensors has no form for are taken apart.
+    With `encode`, tensors that safetensors has no form for are taken apart; `output` is what
+    messages call what they are for.
     """
     tensors: dict[str, TensorRef] = {}
     recipes: dict[str, Recipe] = {}
@@ -56,7 +62,6 @@ def flatten(
         ):
             tensors[key] = value  # nearly all are of this kind
             continue
-        output = "safetensors" if encode else "a sharded torch output"
         made = flat(key, known.get(id(value), value), encode=encode)
         holds_more = (made is None or type(value) is TensorObject) and holds_tensors(value)
         if holds_more and (is_tensor_call(value) or not _is_extra_state(key)):
@@ -99,11 +104,14 @@ def encoding_notes(flattened: Flattened) -> Iterator[str]:
         names = printable(", ".join([*flattened.recipes][:3])) + ", …" * (
             len(flattened.recipes) > 3
         )
-        yield f"stored in parts, because safetensors does not have such tensors; ckptconv restores them: {names}"
+        yield (
+            "stored in parts, because safetensors does not have such tensors; ckptconv restores "
+            f"them: {names}"
+        )
 
 
 def refuse_split(flattened: Flattened) -> None:
-    """Raise `RefusedObject` where a tensor is encoded: its components may not lie in several files."""
+    """Raise `RefusedObject` if a tensor is encoded: its components may not lie in several files."""
     if key := next(iter(flattened.recipes), None):
         raise RefusedObject(
             "safetensors holds it only in parts, which cannot be split over shards",
@@ -114,7 +122,7 @@ def refuse_split(flattened: Flattened) -> None:
 
 
 def refuse_unholdable(key: str, ref: TensorRef, dtype: DType) -> None:
-    """Raise `RefusedObject` where safetensors has no dtype for a tensor that is written as `dtype`."""
+    """Raise `RefusedObject` if safetensors has no dtype for a tensor written as `dtype`."""
     half_byte = ref.dtype.safetensors == "F4" and not ref.shape
     if half_byte or (dtype.safetensors is None and written_form(ref) is None):
         raise RefusedObject(

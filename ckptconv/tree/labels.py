@@ -20,15 +20,15 @@ _TRAILING_WORDS = """
     state states dict dicts all list cpu cuda gpu mps xpu npu hpu xla torch numpy np python
 """
 _NUMBER_WORDS = """
-    loss losses nll elbo acc accuracy best metric metrics fitness score scores reward rewards err error errors mse rmse mae wer
-    cer bleu dice iou miou map ap f1 auc prec precision recall top psnr ssim fid lpips perplexity ppl val epoch epochs step
-    steps iter iters iteration iterations update updates averaged count decay lr time elapsed seed token tokens ntokens samples
-    progress
+    loss losses nll elbo acc accuracy best metric metrics fitness score scores reward rewards err
+    error errors mse rmse mae wer cer bleu dice iou miou map ap f1 auc prec precision recall top
+    psnr ssim fid lpips perplexity ppl val epoch epochs step steps iter iters iteration iterations
+    update updates averaged count decay lr time elapsed seed token tokens ntokens samples progress
 """
 _USUAL_NAMES = """
-    state_dict model_state_dict model model_state net network module weights params params_ema ema ema_state_dict model_ema
-    ema_model state_dict_ema generator discriminator netG netD G D encoder decoder backbone head teacher student actor critic
-    policy
+    state_dict model_state_dict model model_state net network module weights params params_ema ema
+    ema_state_dict model_ema ema_model state_dict_ema generator discriminator netG netD G D encoder
+    decoder backbone head teacher student actor critic policy
 """
 _STATES = frozenset(_STATE_WORDS.split())
 _OF_RANKS = frozenset(("loader", "loaders", "dataloader", "dataloaders", "sampler", "samplers"))

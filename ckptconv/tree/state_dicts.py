@@ -263,7 +263,10 @@ def _framework_notes(producer: Producer, root: Node, others: Sequence[str]) -> I
     name = printable(producer.loads or "")
     what = "the averaged weights" if averages_weights(root) else "the model"
     if others:
-        yield f"{name} is taken, where {producer.name} has {what}, not {_listed_parts(others)} (--only PATH takes another)"
+        yield (
+            f"{name} is taken, where {producer.name} has {what}, not {_listed_parts(others)} "
+            "(--only PATH takes another)"
+        )
     elif averages_weights(root):
         yield f"{name} holds {what}, as {producer.name} saves them"
 
@@ -278,7 +281,10 @@ def _bare_tensors(node: Node) -> StateDict | None:
     if type(node) not in (list, tuple) or not node or not all(map(is_tensor, node)):
         return None
     keys = tuple(map(str, range(len(node))))
-    note = f"it holds a {type(node).__name__} of {len(node)} tensors and no state dict: their keys are their numbers"
+    note = (
+        f"it holds a {type(node).__name__} of {len(node)} tensors and no state dict: their keys "
+        "are their numbers"
+    )
     return StateDict("", Dict(list(zip(keys, node, strict=True))), keys, tuple(node), (note,))
 
 
@@ -311,7 +317,10 @@ def _refuse_loss(chosen: Candidate, found: Survey, base: str, path: Path) -> Non
         return
     names = [_joined(base, item.path) for item in (chosen, *others)]
     examples = _examples(left, base)
-    what = f"taking its state dict at {part_text(names[0])} would leave out {count_text(count, 'other tensor')}: {examples}"
+    what = (
+        f"taking its state dict at {part_text(names[0])} would leave out "
+        f"{count_text(count, 'other tensor')}: {examples}"
+    )
     raise AmbiguousStateDict(what, path=path, hint=_choice(names))
 
 
@@ -368,7 +377,10 @@ def _listed_parts(names: Sequence[str]) -> str:
 
 def _choice(names: Sequence[str]) -> str:
     more = ", …" * (len(names) > _LISTED)
-    return f"choose one: {' or '.join(f'--only {quoted(name)}' for name in names[:_LISTED])}{more} (only= in code)"
+    return (
+        f"choose one: {' or '.join(f'--only {quoted(name)}' for name in names[:_LISTED])}{more} "
+        "(only= in code)"
+    )
 
 
 # ------------------------------------------------------------------------------------ parts by path

@@ -105,7 +105,7 @@ def _is_ordinary(module: Call) -> bool:
 
 
 def _saving_code(item: _Registered, made: Call) -> Iterator[Stray]:
-    """Hooks that change what the module saves, and a class that is known to save more than is seen."""
+    """Hooks that change what the module saves, and a class known to save more than is seen."""
     name = item.module.name
     if _QUANTIZED(name):
         yield Stray(

@@ -1,4 +1,4 @@
-"""What whole modules hold besides their state dicts, in an output: refused, or listed as left out."""
+"""What whole modules hold besides their state dicts: refused, or listed as left out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def settle_strays(checkpoint: Checkpoint, part: Node, unknown: Unknown) -> tuple
     strays = [stray for stray in checkpoint.module_strays if id(stray.state_dict) in there]
     refused = [stray for stray in strays if stray.is_refused]
     if refused and unknown != "drop":
-        raise _refusal(refused, script=checkpoint.format == "TorchScript")
+        raise _refusal(refused, script=checkpoint.container.is_script)
     return tuple(Skipped(stray.path, f"left out: {stray.reason}", stray.node) for stray in strays)
 
 

@@ -18,7 +18,7 @@ from ckptconv.support.limits import in_force
 from ckptconv.tensors.refs import TensorObject, TensorRef
 
 Place: TypeAlias = "tuple[Place, Node, Node] | None"
-"""Where a node hangs: (the container's place, the label in it, the container); None for the root."""
+"""Where a node hangs: (the container's place, the label, the container); None for the root."""
 
 Overlay = Mapping[int, Node]
 

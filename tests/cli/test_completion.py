@@ -1,4 +1,4 @@
-"""What the shell offers for the values of options: quickly, without torch, and never a traceback."""
+"""What the shell offers for the values of options: quick, without torch, never a traceback."""
 
 from __future__ import annotations
 

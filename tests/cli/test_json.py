@@ -78,7 +78,7 @@ def kinds(value: Any) -> set[str]:
 
 
 def fields(value: Any, path: str, known: dict[str, tuple[str, ...]]) -> Iterator[tuple[str, Any]]:
-    """Every field of a document by its path on the page; the parts of a part are named like parts."""
+    """Every field of a document by its path on the page; parts of parts are named like parts."""
     if isinstance(value, dict):
         for name, inner in value.items():
             here = (
@@ -375,7 +375,8 @@ def test_a_command_line_that_cannot_be_meant_is_a_document_too(arguments, room):
     assert done.exit == error["exit_code"] == 2
     assert (
         done.err == "error: "
-        f"{error['message']}{'' if '; see ' in error['message'] else '; see ckptconv convert --help'}\n"
+        f"{error['message']}"
+        f"{'' if '; see ' in error['message'] else '; see ckptconv convert --help'}\n"
     )
 
 

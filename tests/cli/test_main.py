@@ -61,7 +61,7 @@ def load(path: Path, **options):
 
 
 def load_here(path: Path):
-    """What plain torch.load sees on this host: an error if a tag names a device that is not here."""
+    """What plain torch.load sees on this host: an error if a tag names a device not here."""
     return torch.load(path, weights_only=True)
 
 
@@ -1378,5 +1378,8 @@ def test_importing_the_package_costs_nothing():
 
 
 def test_importing_the_library_imports_neither_torch_nor_a_terminal():
-    names_ = "convert_checkpoint, open_checkpoint, plan_conversion, load_portable, load_into, save_portable"
+    names_ = (
+        "convert_checkpoint, open_checkpoint, plan_conversion, load_portable, load_into, "
+        "save_portable"
+    )
     assert modules_after(f"from ckptconv import {names_}") & {"torch", "click", "rich"} == set()

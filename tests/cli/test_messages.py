@@ -175,7 +175,10 @@ def test_what_globs_leave_out_is_counted_by_glob(output, more, room):
 def test_of_many_keys_that_are_left_out_a_few_are_shown(tmp_path):
     torch.save({f"layer.{index}.weight": W for index in range(40)}, tmp_path / "in.pt")
     done = run("convert", "in.pt", "out.pt", "--exclude", "layer.1*", "-n", cwd=tmp_path)
-    counted = "left out  11 of 40 keys matched --exclude 'layer.1*': e.g. layer.1.weight, layer.10.weight, …"
+    counted = (
+        "left out  11 of 40 keys matched --exclude 'layer.1*': e.g. layer.1.weight, "
+        "layer.10.weight, …"
+    )
     assert counted in [line.strip() for line in done.lines]
 
 
@@ -275,7 +278,10 @@ def test_one_note_tells_of_averaged_weights(tmp_path):
     }
     torch.save(tree, tmp_path / "in.pt")
     notes = convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.safetensors").plan.notes
-    taken = "state_dict is taken, where MMEngine has the averaged weights, not ema_state_dict (--only PATH takes another)"
+    taken = (
+        "state_dict is taken, where MMEngine has the averaged weights, not ema_state_dict "
+        "(--only PATH takes another)"
+    )
     assert notes == (taken,)
 
 

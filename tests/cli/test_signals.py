@@ -1,4 +1,4 @@
-"""Signals that Python drops, or a library swallows: the program still stops, and never ends with 0."""
+"""Signals that Python drops, or a library swallows: the program still stops, never with 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Standard output as OUT: the very bytes of the file, all of them or none, and nothing left behind."""
+"""Standard output as OUT: the very bytes of the file, all or none, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -190,7 +190,10 @@ def test_what_another_user_left_is_not_touched(room, monkeypatch):
 
 
 def test_a_temporary_folder_without_room_is_named(room):
-    limit = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (9999, 9999)); os.execv(sys.argv[1], sys.argv[1:])"
+    limit = (
+        "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (9999, 9999)); "
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
     command = [PROGRAM[0], "-c", limit, *PROGRAM]
     done = run_process(
         "convert",

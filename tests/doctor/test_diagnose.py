@@ -339,8 +339,8 @@ def codes_in_the_source() -> set[str]:
     one, and those of `_code`.
     """
     codes: set[str] = set()
-    for name in ("symptoms", "diagnosis", "unopened"):
-        tree = ast.parse((ROOT / "ckptconv" / f"{name}.py").read_text())
+    for name in ("symptoms", "diagnose", "unopened"):
+        tree = ast.parse((ROOT / "ckptconv" / "doctor" / f"{name}.py").read_text())
         calls = [
             node
             for node in ast.walk(tree)
@@ -415,7 +415,10 @@ def test_every_command_of_a_file_works(what, tmp_path):
         }, command
 
 
-LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1\nsize 12345\n"
+LFS = (
+    b"version https://git-lfs.github.com/spec/v1\noid "
+    b"sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1\nsize 12345\n"
+)
 ADVISED = {
     "a git-LFS pointer": (LFS, "git lfs pull"),
     "a web page": (b"<!DOCTYPE html><html></html>", "fetch it again"),
@@ -1019,7 +1022,10 @@ def test_a_missing_file_is_an_error_line(tmp_path):
 
 @no_gpu
 def test_without_torch_a_cpu_only_one_is_assumed(tmp_path):
-    blocked = "import sys; sys.modules['torch'] = None; sys.argv[0] = 'ckptconv'; from ckptconv.cli.main import main; main()"
+    blocked = (
+        "import sys; sys.modules['torch'] = None; sys.argv[0] = 'ckptconv'; "
+        "from ckptconv.cli.main import main; main()"
+    )
     done = run_process(
         "doctor",
         SAMPLES / "ddp_cuda3.pt",

@@ -115,7 +115,7 @@ def test_several_pickles_in_one_file_are_refused(tmp_path):
 
 
 def nested(depth: int) -> bytes:
-    """A pickle with a torch stream inside that is again a pickle with a stream inside, and so on."""
+    """A pickle with a torch stream inside, itself a pickle with a stream inside, and so on."""
     content = pickle.dumps({"w": torch.ones(1)})
     for _ in range(depth):
         content = pickled(Made(Name("torch.storage", "_load_from_bytes"), (Bytestring(content),)))

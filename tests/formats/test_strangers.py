@@ -50,12 +50,18 @@ def safetensors(length: int | None = None) -> bytes:
     return struct.pack("<Q", len(header) if length is None else length) + header + bytes(16)
 
 
-LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1\nsize 12345\n"
+LFS = (
+    b"version https://git-lfs.github.com/spec/v1\noid "
+    b"sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1\nsize 12345\n"
+)
 NPY = b"\x93NUMPY\x01\x00v\x00{'descr': '<f4', 'fortran_order': False, 'shape': (4,), }".ljust(
     128
 ) + bytes(16)
 HDF = b"\x89HDF\r\n\x1a\n" + bytes(504)
-ONNX = b"\x08\x08\x12\x07pytorch\x1a\x052.1.0:\x90\x01\n\x1d\n\x05input\n\x06weight\x12\x06output\x1a\x04Gemm"
+ONNX = (
+    b"\x08\x08\x12\x07pytorch\x1a\x052.1.0:\x90\x01\n\x1d\n\x05input\n"
+    b"\x06weight\x12\x06output\x1a\x04Gemm"
+)
 
 STRANGERS = {
     "empty.pt": (b"", "is empty"),

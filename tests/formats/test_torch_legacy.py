@@ -25,6 +25,7 @@ from ckptconv import (
     diff_checkpoints,
     load_portable,
     open_checkpoint,
+    plan_conversion,
     scan_checkpoint,
 )
 from ckptconv.io.files import FileSource
@@ -415,8 +416,11 @@ BROKEN = {
 def test_a_broken_file_is_refused_with_the_reason(what, tmp_path):
     content, said = BROKEN[what]
     source = write(tmp_path / "old.pt", content)
-    with pytest.raises(MalformedCheckpoint, match=said) as caught:
-        open_checkpoint(source)
+    with (
+        pytest.raises(MalformedCheckpoint, match=said) as caught,
+        open_checkpoint(source) as opened,
+    ):
+        plan_conversion(opened, tmp_path / "out.pt")
     assert caught.value.path == str(source) and caught.value.where
 
 

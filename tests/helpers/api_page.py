@@ -12,7 +12,7 @@ import ckptconv
 
 
 def signature_text(name: str) -> str:
-    """The line of a name: a call without its types, the fields of a result, the bases of an error."""
+    """The line of a name: a call without types, the fields of a result, the bases of an error."""
     thing = getattr(ckptconv, name)
     if not callable(thing):
         return name

@@ -201,7 +201,7 @@ def convert(
 
 
 def in_place(name: str) -> Callable[[Path], None]:
-    """One file, of the old tensors, under keys that the conversion turns to the new tensors' names."""
+    """One file of the old tensors, under keys that the conversion turns to the new names."""
 
     def prepare(room: Path) -> None:
         torch.save({f"module.{key}": tensor for key, tensor in NEW.items()}, room / name)

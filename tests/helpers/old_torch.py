@@ -86,7 +86,7 @@ def pickled(value: Any, protocol: int = 2) -> bytes:
 
 
 def storage(cls: str, key: Any, location: Any, numel: int, view: Any = None) -> Persistent:
-    """The persistent id of a storage in a legacy file; `view` is (key, offset, size) in elements."""
+    """The persistent id of a storage in a legacy file; `view`: (key, offset, size) in elements."""
     module, _, name = f"torch.{cls}".rpartition(".")
     return Persistent(("storage", Name(module, name), key, location, numel, view))
 
@@ -97,7 +97,7 @@ def blob(count: int, values: bytes) -> bytes:
 
 
 def legacy(tree: Any, keys: Any = (), blobs: bytes = b"", **changes: Any) -> bytes:
-    """A legacy file; `changes` replace its `magic`, `protocol` or `system` (facts about the host)."""
+    """A legacy file; `changes` replace its `magic`, `protocol` or `system` (facts of the host)."""
     system = {
         "protocol_version": 1001,
         "little_endian": True,

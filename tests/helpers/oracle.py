@@ -183,7 +183,7 @@ def _sha(data: bytes) -> str:
 
 
 def stored_bytes(tensor: torch.Tensor) -> bytes:
-    """The values as they are stored, in C order, whatever the dtype: copied as words of its size."""
+    """The values as stored, in C order, whatever the dtype: copied as words of its size."""
     word = torch.empty(0, dtype=WORDS[tensor.element_size()])
     place = tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride())
     return word.set_(tensor.untyped_storage(), *place).numpy().tobytes()

@@ -38,8 +38,9 @@ from helpers.paths import DATA
 
 NAMES = DATA / "posix_only.txt"
 STANDARD = """
-    asyncio concurrent.futures ctypes email inspect json logging multiprocessing pathlib platform random selectors shutil
-    socket subprocess tempfile threading unittest.mock urllib.request uuid zipfile
+    asyncio concurrent.futures ctypes email inspect json logging multiprocessing pathlib platform
+    random selectors shutil socket subprocess tempfile threading unittest.mock urllib.request uuid
+    zipfile
 """
 FRIENDS = (
     "click",

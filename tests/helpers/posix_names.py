@@ -13,7 +13,10 @@ from pathlib import Path
 from helpers.paths import DATA
 
 LIST = DATA / "posix_only.txt"
-HEAD = "# What Python 3.10 on Windows lacks of what Linux has, by the stubs of the standard library; posix_names.py wrote it\n"
+HEAD = (
+    "# What Python 3.10 on Windows lacks of what Linux has, by the stubs of the standard "
+    "library; posix_names.py wrote it\n"
+)
 LOWEST = (3, 10)
 
 

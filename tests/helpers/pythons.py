@@ -104,7 +104,8 @@ def tested(python: str, version: str, *, lowest: bool) -> str:
 def floors(pyproject: str) -> list[str]:
     """``name==floor`` for each dependency, but for torch and the tools of development.
 
-    >>> floors('dependencies = [\\n"click>=8.1.7",\\n"isal>=1.6; platform_machine == \\'x86_64\\'",\\n]\\nyaml = ["pyyaml>=6"]')
+    >>> needed = '"click>=8.1.7",\\n"isal>=1.6; platform_machine == \\'x86_64\\'"'
+    >>> floors(f'dependencies = [\\n{needed},\\n]\\nyaml = ["pyyaml>=6"]')
     ['click==8.1.7', 'isal==1.6', 'pyyaml==6']
     """
     needed = re.search(r"^dependencies = \[\n(.*?)^\]", pyproject, re.MULTILINE | re.DOTALL)

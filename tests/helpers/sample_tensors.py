@@ -15,7 +15,7 @@ KEPT = DATA / "samples.json"
 
 
 def found() -> dict[str, dict[str, list[Any]]]:
-    """By the name of a sample and the path in it: dtype, shape, SHA-256 of the values in C order."""
+    """By name of a sample and path in it: dtype, shape, SHA-256 of the values in C order."""
     import torch
 
     def walk(value: Any, path: str) -> Iterator[tuple[str, list[Any]]]:

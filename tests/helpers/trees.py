@@ -184,7 +184,7 @@ _WRAPPERS = st.sampled_from(
 
 @st.composite
 def wrapped_keys(draw: st.DrawFn, count: int) -> list[str]:
-    """`count` keys that stay different without their wrappers; all of them wrapped, or just some."""
+    """Keys, `count` of them, that differ without their wrappers too; all wrapped, or some."""
     keys = [
         ".".join([*draw(st.lists(_SEGMENTS, max_size=3)), f"{draw(_NAMES)}{number}"])
         for number in range(count)
@@ -199,7 +199,7 @@ def wrapped_keys(draw: st.DrawFn, count: int) -> list[str]:
 def state_dicts(
     draw: st.DrawFn, dtypes: list[torch.dtype] = DTYPES, *, plain: bool = False
 ) -> Drawn:
-    """A state dict with wrapped keys, shared tensors and, sometimes, the `_metadata` of a module."""
+    """A state dict with wrapped keys, shared tensors and sometimes the `_metadata` of a module."""
     pool = [
         tensor
         for family in draw(st.lists(families(dtypes), min_size=1, max_size=3))

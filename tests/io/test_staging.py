@@ -302,7 +302,10 @@ def test_a_disk_that_is_too_small_is_told_of_before_anything_is_written(
 ):
     torch.save({f"w{index}": torch.zeros(200, 1000) for index in range(8)}, room / "big.pt")
     (room / "disk").mkdir()
-    script = f"mount -t tmpfs -o size={room_left}k none disk; ckptconv convert big.pt {output} {options} || test $? = 1; ls -A disk"
+    script = (
+        f"mount -t tmpfs -o size={room_left}k none disk; ckptconv convert big.pt {output} "
+        f"{options} || test $? = 1; ls -A disk"
+    )
     done = mounted(script, room)
     assert b"the disk has" in done.stderr and done.stderr.count(b"\n") == 1
     assert done.stdout == b""
@@ -311,7 +314,10 @@ def test_a_disk_that_is_too_small_is_told_of_before_anything_is_written(
 def test_a_disk_that_fills_up_meanwhile_leaves_the_old_output(room):
     torch.save({f"w{index}": torch.zeros(200, 1000) for index in range(8)}, room / "big.pt")
     (room / "disk").mkdir()
-    quota = "import os, sys; found = os.statvfs; os.statvfs = lambda path: found('/'); sys.argv[0] = 'x'; "
+    quota = (
+        "import os, sys; found = os.statvfs; os.statvfs = lambda path: found('/'); "
+        "sys.argv[0] = 'x'; "
+    )
     program = quota + "from ckptconv.cli.main import main; main()"
     (room / "program.py").write_text(program)
     script = (

@@ -397,7 +397,8 @@ import ckptconv
 from pathlib import Path
 Path("models.py").write_text("def build(): ...")
 for call in (
-    lambda: ckptconv.load_portable("train.pt"), lambda: ckptconv.load_portable("train.pt", whole=True, map_location=None),
+    lambda: ckptconv.load_portable("train.pt"),
+    lambda: ckptconv.load_portable("train.pt", whole=True, map_location=None),
     lambda: ckptconv.load_into(None, "train.pt"), lambda: ckptconv.save_portable({}, "out.pt"),
     lambda: ckptconv.convert_checkpoint("train.pt", "folder", to="dcp"),
     lambda: ckptconv.convert_checkpoint("train.pt", "out.pt", model="models:build"),
@@ -406,7 +407,8 @@ for call in (
     try:
         call()
     except ImportError as error:
-        assert isinstance(error, ckptconv.MissingDependency) and isinstance(error, ckptconv.CheckpointError)
+        assert isinstance(error, ckptconv.MissingDependency)
+        assert isinstance(error, ckptconv.CheckpointError)
         print(error)
     else:
         print("nothing was raised")
@@ -438,7 +440,10 @@ def test_a_broken_torch_is_told_from_none(error, room):
 
 def test_an_empty_folder_called_torch_is_a_broken_one(room, monkeypatch):
     (room / "torch").mkdir()
-    code = "import sys; sys.path = ['.'] + [p for p in sys.path if 'site-packages' not in p]\nfrom ckptconv.devices.host import *\n"
+    code = (
+        "import sys; sys.path = ['.'] + [p for p in sys.path if 'site-packages' not in p]\n"
+        "from ckptconv.devices.host import *\n"
+    )
     code += "try:\n    require_torch('this')\nexcept ImportError as error:\n    print(error)"
     command = [
         sys.executable,
@@ -461,7 +466,10 @@ def test_an_empty_folder_called_torch_is_a_broken_one(room, monkeypatch):
 )
 def test_the_command_line_without_torch_says_it_too(arguments, room):
     (room / "models.py").write_text("def build(): ...")
-    code = f"import sys; sys.argv = ['ckptconv', 'convert', *{arguments!r}]\nfrom ckptconv.cli.main import main\nmain()"
+    code = (
+        f"import sys; sys.argv = ['ckptconv', 'convert', *{arguments!r}]\n"
+        "from ckptconv.cli.main import main\nmain()"
+    )
     done = in_process(code, room)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.startswith("error: ") and done.stderr.endswith(
@@ -474,8 +482,14 @@ def test_without_torch_the_rest_works(room):
     code = (
         "import ckptconv\nckptconv.convert_checkpoint('train.pt', 'o.safetensors', verify=True)\n"
     )
-    code += "ckptconv.inspect_checkpoint('train.pt').tensor_list[0]; ckptconv.scan_checkpoint('.'); ckptconv.diagnose('train.pt')\n"
-    code += "assert ckptconv.diff_checkpoints('train.pt', 'o.safetensors', keys='strip').same\nassert 'torch' not in sys.modules"
+    code += (
+        "ckptconv.inspect_checkpoint('train.pt').tensor_list[0]; ckptconv.scan_checkpoint('.'); "
+        "ckptconv.diagnose('train.pt')\n"
+    )
+    code += (
+        "assert ckptconv.diff_checkpoints('train.pt', 'o.safetensors', keys='strip').same\n"
+        "assert 'torch' not in sys.modules"
+    )
     done = in_process(code, room)
     assert done.returncode == 0, done.stderr
 
@@ -862,7 +876,10 @@ def test_an_error_of_a_worker_process_comes_back_whole(room):
 def test_the_program_tells_a_missing_dependency_by_its_kind(room):
     (room / "rules.yaml").write_text("- strip-prefix: module.\n")
     arguments = ["ckptconv", "convert", "train.pt", "o.pt", "--rules", "rules.yaml"]
-    code = f"import sys; sys.modules['yaml'] = None; sys.argv = {arguments!r}\nfrom ckptconv.cli.main import main\nmain()"
+    code = (
+        f"import sys; sys.modules['yaml'] = None; sys.argv = {arguments!r}\n"
+        "from ckptconv.cli.main import main\nmain()"
+    )
     done = in_process(code, room)
     assert "pip install 'ckptconv[yaml]'" in done.stderr
     assert issubclass(MissingDependency, ImportError)

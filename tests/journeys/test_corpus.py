@@ -118,7 +118,7 @@ class Anything:
 
 
 class Recorder(pickle.Unpickler):
-    """Reads a data.pkl without importing what it names, and records the tensors that it rebuilds."""
+    """Reads a data.pkl without importing what it names, and records the tensors it rebuilds."""
 
     def __init__(
         self, file: IO[bytes], archive: zipfile.ZipFile | None = None, root: str = ""
@@ -168,7 +168,7 @@ class Recorder(pickle.Unpickler):
 
 
 def record(path: Path) -> Recorder:
-    """What the pickle of a zip file or of a legacy one names; of a legacy file without its tensors."""
+    """What the pickle of a zip file, or of a legacy one, names (legacy: without its tensors)."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             pickled = next(name for name in archive.namelist() if name.endswith("/data.pkl"))

@@ -308,7 +308,7 @@ changes = st.sampled_from([
 
 @st.composite
 def sides(draw: st.DrawFn) -> tuple[Shapes, Shapes]:
-    """A source, and a target that is unrelated or has its keys, each changed in one of a few ways."""
+    """A source and a target, unrelated or of the same keys, each changed in one of a few ways."""
     source = draw(st.dictionaries(names, dims, max_size=5))
     if draw(st.integers(0, 3)) == 0:
         return source, draw(st.dictionaries(names, dims, min_size=1, max_size=4))

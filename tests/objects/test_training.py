@@ -239,7 +239,8 @@ import numpy as np
 class HistoryBuffer:
     def __init__(self):
         self.max_length, self._log_history = 9, np.array([0.5, 1.5])
-        self._count_history, self.statistics_methods = np.array([1, 2]), {"mean": HistoryBuffer.mean}
+        self._count_history = np.array([1, 2])
+        self.statistics_methods = {"mean": HistoryBuffer.mean}
     def mean(self):
         return 0
 """

@@ -37,7 +37,7 @@ def tensor(offset: int) -> bytes:
 
 
 def pairs(*names: str, container: bytes = b"]", pair: str = "tuple") -> bytes:
-    """A list (or with `container` a tuple) of pairs, as tuples or as the lists that python 2 wrote."""
+    """A list (or with `container` a tuple) of pairs: tuples, or the lists that python 2 wrote."""
     made = []
     for offset, name in enumerate(names):
         inside = text_op(name) + tensor(offset)
@@ -71,9 +71,20 @@ SHAPES = {
     "a key twice": reduced(OD, pairs("a", "b", "a")),
     "an argument, and items behind it": reduced(OD, pairs("a", "b")) + filled("c", at=2),
     "an argument, and items that replace some": reduced(OD, pairs("a", "b")) + filled("a", at=2),
-    "an argument that grows afterwards": b"]q\x07(" + text_op("a") + tensor(0) + b"\x86e0"
-    + reduced(OD, b"h\x07") + b"q\x080" + b"h\x07(" + text_op("b") + tensor(1) + b"\x86e0",
-    "NEWOBJ, which ignores its arguments": ORDERED + tuple_op(b"}(" + text_op("x") + b"Nu") + b"\x81" + filled("a"),
+    "an argument that grows afterwards": b"]q\x07("
+    + text_op("a")
+    + tensor(0)
+    + b"\x86e0"
+    + reduced(OD, b"h\x07")
+    + b"q\x080"
+    + b"h\x07("
+    + text_op("b")
+    + tensor(1)
+    + b"\x86e0",
+    "NEWOBJ, which ignores its arguments": ORDERED
+    + tuple_op(b"}(" + text_op("x") + b"Nu")
+    + b"\x81"
+    + filled("a"),
     "OBJ": b"(" + ORDERED + pairs("a", "b") + b"o",
     "INST": b"(" + pairs("a", "b") + b"icollections\nOrderedDict\n",
     "defaultdict of a dict": reduced(DD, INT, b"}" + filled("a", "b")),
@@ -81,7 +92,7 @@ SHAPES = {
     "dict of pairs": reduced("builtins.dict", pairs("a", "b")),
     "dict of a dict, by its name in python 2": reduced("__builtin__.dict", b"}" + filled("a", "b")),
     "Counter of a dict": reduced("collections.Counter", b"}" + filled("a", "b")),
-}  # fmt: skip
+}
 REPLACED = ("a key twice", "an argument, and items that replace some")
 """Here one of the tensors that the pickle makes is in no output, and --verify says so."""
 
@@ -189,7 +200,8 @@ UNTOLD = {
     "a path with a state": call_op("pathlib.PosixPath", text_op("a")) + b"}" + filled("x") + b"b",
     "a size with a state": call_op("torch.Size", tuple_op(int_op(1))) + b"}" + filled("x") + b"b",
     "a deque of something else": call_op("collections.deque", b"}" + filled("x")),
-    "attributes of a dict that are not its items": global_op("easydict.EasyDict") + b")\x81" + filled("x")
+    "attributes of a dict that are not its items":
+    global_op("easydict.EasyDict") + b")\x81" + filled("x")
     + b"}" + filled("x", at=1) + b"b",
 }  # fmt: skip
 

@@ -51,32 +51,50 @@ def ways(mark: str) -> dict[str, bytes]:
     path, code = text(mark), f"__import__('os').mkdir({mark!r})"
     array = call("numpy.ndarray", b"(K\1t")
     return {
-        "typing._eval_type": call("typing._eval_type", call("typing.ForwardRef", text(code)), b"}",
-            b"}"),
-        "dataclasses._create_fn": call(
-            "dataclasses._create_fn", text("f"), b"](" + text(f"a={code}") + b"e",
-            b"](" + text("pass") + b"e"
+        "typing._eval_type": call(
+            "typing._eval_type", call("typing.ForwardRef", text(code)), b"}", b"}"
         ),
-        "_xxsubinterpreters": call("_xxsubinterpreters.run_string",
-            call("_xxsubinterpreters.create"), text(code)),
+        "dataclasses._create_fn": call(
+            "dataclasses._create_fn",
+            text("f"),
+            b"](" + text(f"a={code}") + b"e",
+            b"](" + text("pass") + b"e",
+        ),
+        "_xxsubinterpreters": call(
+            "_xxsubinterpreters.run_string", call("_xxsubinterpreters.create"), text(code)
+        ),
         "_interpreters": call("_interpreters.exec", call("_interpreters.create"), text(code)),
-        "PosixPath.write_text": call("pathlib:PosixPath.write_text", call("pathlib.PosixPath",
-            path), text("x")),
-        "numpy.lib.format.open_memmap": call("numpy.lib.format.open_memmap", path, text("w+"),
-            text("u1"), b"(K\1t"),
-        "numpy.core.memmap": call("numpy.core.memmap", path, text("u1"), text("w+"), b"K\0",
-            b"(K\1t"),
+        "PosixPath.write_text": call(
+            "pathlib:PosixPath.write_text", call("pathlib.PosixPath", path), text("x")
+        ),
+        "numpy.lib.format.open_memmap": call(
+            "numpy.lib.format.open_memmap", path, text("w+"), text("u1"), b"(K\1t"
+        ),
+        "numpy.core.memmap": call(
+            "numpy.core.memmap", path, text("u1"), text("w+"), b"K\0", b"(K\1t"
+        ),
         "ndarray.tofile": call("numpy:ndarray.tofile", array, path),
         "torch._C.PyTorchFileWriter": call("torch._C.PyTorchFileWriter", path),
         "an attribute through a module": call("torch.nn.modules.linear:torch.save", b"K\1", path),
         "Timer.timeit": call(f"{TIMER}:Timer.timeit", call(f"{TIMER}.Timer", text(code)), b"K\1"),
         "the torch of a module": call("torch.nn.modules.linear:F.torch.save", b"K\1", path),
-        "a method by getattr": call("builtins.getattr", named("pathlib.PosixPath"),
-            text("write_text"))
-        + b"(" + call("pathlib.PosixPath", path) + text("x") + b"tR",
+        "a method by getattr": call(
+            "builtins.getattr", named("pathlib.PosixPath"), text("write_text")
+        )
+        + b"("
+        + call("pathlib.PosixPath", path)
+        + text("x")
+        + b"tR",
         "_compat_pickle.NAME_MAPPING": b"\x80\2c_compat_pickle\nNAME_MAPPING\n("
-        + text("torch") + text("Size") + b"\x86" + text("os") + text("mkdir") + b"\x86u0ctorch\nSize\n" + path + b"\x85R",
-    }  # fmt: skip
+        + text("torch")
+        + text("Size")
+        + b"\x86"
+        + text("os")
+        + text("mkdir")
+        + b"\x86u0ctorch\nSize\n"
+        + path
+        + b"\x85R",
+    }
 
 
 LOADED = """
@@ -139,21 +157,31 @@ CHANGES = {
     "a module": FUNCTIONAL + mapping(relu=b"N") + b"b",
     "a class": named("torch.nn.modules.linear.Linear") + mapping(forward=b"N") + b"b",
     "a class, item by item": named("collections.OrderedDict") + text("a") + b"K\1s",
-    "a class by an old persistent id": b"(" + text("module") + named("torch.nn.modules.linear.Linear") + b"NNtQ"
-    + mapping(forward=b"N") + b"b",
+    "a class by an old persistent id": b"("
+    + text("module")
+    + named("torch.nn.modules.linear.Linear")
+    + b"NNtQ"
+    + mapping(forward=b"N")
+    + b"b",
     "an object of the process": LOGGER + mapping(disabled=b"\x88") + b"b",
     "an object by NEWOBJ": named("uuid.SafeUUID") + b"K\0\x85\x81" + mapping(name=b"N") + b"b",
     "a member of an enum": ENUM + mapping(name=b"N") + b"b",
-    "a member of an enum, by copyreg": call("copyreg.__newobj__", named("uuid.SafeUUID"),
-        b"K\0") + mapping(name=b"N") + b"b",
+    "a member of an enum, by copyreg": call("copyreg.__newobj__", named("uuid.SafeUUID"), b"K\0")
+    + mapping(name=b"N")
+    + b"b",
     "a layout": FORMAT + mapping(a=b"N") + b"b",
-    "what a stream in the stream gives": call("torch.storage._load_from_bytes",
-        b"B" + struct.pack("<I", len(INNER)) + INNER)
-    + mapping(forward=b"N") + b"b",
-    "by a function that sets attributes": call("torch._tensor._rebuild_from_type_v2",
+    "what a stream in the stream gives": call(
+        "torch.storage._load_from_bytes", b"B" + struct.pack("<I", len(INNER)) + INNER
+    )
+    + mapping(forward=b"N")
+    + b"b",
+    "by a function that sets attributes": call(
+        "torch._tensor._rebuild_from_type_v2",
         named("logging.getLogger"),
-                                               named("logging.Logger"), text("a") + b"\x85",
-                                               mapping(disabled=b"\x88")),
+        named("logging.Logger"),
+        text("a") + b"\x85",
+        mapping(disabled=b"\x88"),
+    ),
     "an item": LOGGER + text("a") + b"K\1s",
     "items": LOGGER + b"(" + text("a") + b"K\1u",
     "an element": LOGGER + b"K\1a",
@@ -162,7 +190,7 @@ CHANGES = {
     "from the memo": LOGGER + b"\x940}h\0" + mapping(disabled=b"\x88") + b"b",
     "what an object gives that is called": call("collections.OrderedDict") + b")R",
     "what a called function gives": LOGGER + text("a") + b"\x85R",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -174,7 +202,10 @@ def test_a_change_of_what_the_pickle_did_not_make_is_dangerous(change, tmp_path)
 def test_such_a_change_is_felt_by_the_process_that_unpickles(tmp_path):
     for name in ("a module", "a class", "an object of the process"):
         (tmp_path / f"{name}.pkl").write_bytes(b"\x80\4" + CHANGES[name] + b".")
-    shown = "torch.nn.functional.relu, torch.nn.Linear.forward, logging.getLogger('ckptconv-test').disabled"
+    shown = (
+        "torch.nn.functional.relu, torch.nn.Linear.forward, "
+        "logging.getLogger('ckptconv-test').disabled"
+    )
     told = f"import torch, logging; print({shown})"
     paths = [str(tmp_path / f"{name}.pkl") for name in ("a module", "an object of the process")]
     done = subprocess.run(
@@ -314,11 +345,21 @@ def test_a_plain_name_has_no_dots_that_reach_further():
 
 CALLER = "torch._tensor._rebuild_from_type"
 CALLED = {
-    "a function that finds": call(CALLER, named(CALLER), named("torch.Tensor"),
-                                  b"(" + named("logging.getLogger") + named("torch.Tensor") + b")}t", b"}"),
-    "a member of an enum": call(CALLER, named("copyreg.__newobj__"), named("torch.Tensor"),
-                                b"(" + named("torch.distributed.fsdp.api.ShardingStrategy") + b"K\1t", b"}"),
-}  # fmt: skip
+    "a function that finds": call(
+        CALLER,
+        named(CALLER),
+        named("torch.Tensor"),
+        b"(" + named("logging.getLogger") + named("torch.Tensor") + b")}t",
+        b"}",
+    ),
+    "a member of an enum": call(
+        CALLER,
+        named("copyreg.__newobj__"),
+        named("torch.Tensor"),
+        b"(" + named("torch.distributed.fsdp.api.ShardingStrategy") + b"K\1t",
+        b"}",
+    ),
+}
 
 
 @pytest.mark.parametrize("what", CALLED)

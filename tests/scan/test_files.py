@@ -46,33 +46,39 @@ def call(module: str, name: str, argument: str = "echo", *, protocol: int = 2) -
 
 
 _DANGEROUS = """
-    os.system posix.system nt.system os.popen os.execv subprocess.Popen subprocess.check_output subprocess.run
-    commands.getoutput builtins.eval builtins.exec builtins.compile builtins.__import__ builtins.getattr
-    builtins.setattr builtins.open builtins.breakpoint __builtin__.eval __builtin__.execfile __builtin__.apply
-    __builtin__.getattr builtins.map builtins.input runpy.run_path runpy._run_code pip.main pip._internal.main
-    webbrowser.open operator.attrgetter operator.methodcaller _operator.attrgetter functools.partial
+    os.system posix.system nt.system os.popen os.execv subprocess.Popen subprocess.check_output
+    subprocess.run commands.getoutput builtins.eval builtins.exec builtins.compile
+    builtins.__import__ builtins.getattr builtins.setattr builtins.open builtins.breakpoint
+    __builtin__.eval __builtin__.execfile __builtin__.apply __builtin__.getattr builtins.map
+    builtins.input runpy.run_path runpy._run_code pip.main pip._internal.main webbrowser.open
+    operator.attrgetter operator.methodcaller _operator.attrgetter functools.partial
     functools.reduce _functools.partial torch.hub.load torch.load torch.serialization.load
-    numpy.testing._private.utils.runstring numpy.load numpy.f2py.crackfortran.getlincoef shutil.rmtree
-    socket.socket _socket.socket socket.create_connection importlib.import_module
-    importlib.machinery.SourceFileLoader _frozen_importlib._gcd_import pty.spawn bdb.Bdb pdb.Pdb pdb.run
-    timeit.timeit timeit.main code.InteractiveInterpreter asyncio.unix_events._UnixSubprocessTransport._start
-    asyncio.subprocess.create_subprocess_shell asyncio.run multiprocessing.process.Process ctypes.CDLL
-    ctypes.CFUNCTYPE pickle.loads _pickle.loads cPickle.loads dill.loads cloudpickle.cloudpickle.loads joblib.load
-    marshal.loads types.CodeType types.FunctionType sys.exit sys.settrace urllib.request.urlopen urllib.urlopen
-    urllib2.urlopen httplib.HTTPSConnection http.client.HTTPSConnection requests.get requests.api.get
-    aiohttp.client.ClientSession smtplib.SMTP tempfile.mktemp io.open _io.FileIO zipfile.ZipFile
-    logging.config.fileConfig logging.FileHandler pydoc.pipepager doctest.debug_script cProfile.run profile.run
-    trace.Trace idlelib.run.Executive lib2to3.pgen2.pgen.ParserGenerator venv.create ensurepip.bootstrap
-    distutils.file_util.write_file setuptools.sandbox.run_setup uuid._get_command_stdout codecs.decode
-    torch.utils.collect_env.run torch.utils.cpp_extension.load torch.utils._config_module.load_config
-    torch._dynamo.guards.GuardBuilder.get torch._inductor.codecache.compile_file
+    numpy.testing._private.utils.runstring numpy.load numpy.f2py.crackfortran.getlincoef
+    shutil.rmtree socket.socket _socket.socket socket.create_connection importlib.import_module
+    importlib.machinery.SourceFileLoader _frozen_importlib._gcd_import pty.spawn bdb.Bdb pdb.Pdb
+    pdb.run timeit.timeit timeit.main code.InteractiveInterpreter
+    asyncio.unix_events._UnixSubprocessTransport._start asyncio.subprocess.create_subprocess_shell
+    asyncio.run multiprocessing.process.Process ctypes.CDLL ctypes.CFUNCTYPE pickle.loads
+    _pickle.loads cPickle.loads dill.loads cloudpickle.cloudpickle.loads joblib.load marshal.loads
+    types.CodeType types.FunctionType sys.exit sys.settrace urllib.request.urlopen urllib.urlopen
+    urllib2.urlopen httplib.HTTPSConnection http.client.HTTPSConnection requests.get
+    requests.api.get aiohttp.client.ClientSession smtplib.SMTP tempfile.mktemp io.open _io.FileIO
+    zipfile.ZipFile logging.config.fileConfig logging.FileHandler pydoc.pipepager
+    doctest.debug_script cProfile.run profile.run trace.Trace idlelib.run.Executive
+    lib2to3.pgen2.pgen.ParserGenerator venv.create ensurepip.bootstrap
+    distutils.file_util.write_file setuptools.sandbox.run_setup uuid._get_command_stdout
+    codecs.decode torch.utils.collect_env.run torch.utils.cpp_extension.load
+    torch.utils._config_module.load_config torch._dynamo.guards.GuardBuilder.get
+    torch._inductor.codecache.compile_file
     torch.fx.experimental.symbolic_shapes.ShapeEnv.evaluate_guards_expression
-    torch.fx.graph_module.reduce_graph_module torch.utils.bottleneck.__main__.run_cprofile torch.jit.load
-    torch.package.PackageImporter torch.utils.data.datapipes.utils.decoder.basichandlers torch.distributed.run.main
+    torch.fx.graph_module.reduce_graph_module torch.utils.bottleneck.__main__.run_cprofile
+    torch.jit.load torch.package.PackageImporter
+    torch.utils.data.datapipes.utils.decoder.basichandlers torch.distributed.run.main
     torch.ops.load_library sympy.parsing.sympy_parser.parse_expr yaml.unsafe_load pandas.read_pickle
-    pkgutil.resolve_name inspect.getattr_static sqlite3.connect linecache.getlines platform.popen threading.Thread
-    signal.signal atexit.register gc.get_objects torch.serialization.os.system torch.storage.io.BytesIO.__init__
-    collections.OrderedDict.__reduce__ numpy.os.system numpy.core.numeric.builtins.eval
+    pkgutil.resolve_name inspect.getattr_static sqlite3.connect linecache.getlines platform.popen
+    threading.Thread signal.signal atexit.register gc.get_objects torch.serialization.os.system
+    torch.storage.io.BytesIO.__init__ collections.OrderedDict.__reduce__ numpy.os.system
+    numpy.core.numeric.builtins.eval
 """
 DANGEROUS = _DANGEROUS.split()
 
@@ -139,15 +145,19 @@ TRICKS = {
     "popped": b"\x80\2cos\nsystem\nX\x04\0\0\0echo\x85R0}.",
     "popped with its mark": b"\x80\2(cos\nsystem\nX\x04\0\0\0echo\x85R1}.",
     "names from the memo": b"\x80\4\x8c\2os\x940\x8c\6system\x940h\0h\1\x93X\x04\0\0\0echo\x85R.",
-    "names from the memo, out of order": b"\x80\4\x8c\6systemq\x070\x8c\2osr\xff\0\0\x000j\xff\0\0\0h\x07\x93\x8c\1a\x85R.",
+    "names from the memo, out of order": (
+        b"\x80\4\x8c\6systemq\x070\x8c\2osr\xff\0\0\x000j\xff\0\0\0h\x07\x93\x8c\1a\x85R."
+    ),
     "names from a text memo": b"S'system'\np5\n0S'os'\np6\n0g6\ng5\n\x93(S'echo'\ntR.",
     "names from a tuple's side": b"\x80\4\x8c\2os\x8c\6system(\x8c\1a1\x93\x8c\4echo\x85R.",
     "names duplicated": b"\x80\4\x8c\6systemq\0\x30\x8c\2os2\x30h\0\x93\x8c\4echo\x85R.",
     "a name of python 2 strings": b"\x80\4U\2osU\6system\x93\x8c\4echo\x85R.",
     "a name across a frame": b"\x80\4\x95\3\0\0\0\0\0\0\0\x8c\2os\x8c\6system\x93\x8c\4echo\x85R.",
-    "a text that hides a call behind its frame": b"\x80\4\x95\7\0\0\0\0\0\0\0X\x08\0\0\0abcNNNN.0N.",
+    "a text with a call behind its frame": b"\x80\4\x95\7\0\0\0\0\0\0\0X\x08\0\0\0abcNNNN.0N.",
     "the same, cut off": b"\x80\4\x95\7\0\0\0\0\0\0\0X\x20\0\0\0abcNNNN.",
-    "a name that is computed": b"\x80\4c_codecs\nencode\n\x8c\2bf\x8c\5rot13\x86R\x8c\6system\x93\x8c\4echo\x85R.",
+    "a name that is computed": (
+        b"\x80\4c_codecs\nencode\n\x8c\2bf\x8c\5rot13\x86R\x8c\6system\x93\x8c\4echo\x85R."
+    ),
     "EXT1": b"\x80\2\x82\1(S'echo'\ntR.",
     "EXT2": b"\x80\2\x83\1\1(S'echo'\ntR.",
     "EXT4": b"\x80\2\x84\1\1\0\0(S'echo'\ntR.",
@@ -165,17 +175,19 @@ TRICKS = {
     "in torch's stream, computed": b"\x80\2ctorch.storage\n_load_from_bytes\n"
     b"c_codecs\nencode\n\x8c\2ab\x8c\5utf-7\x86R\x85R.",
     "in torch's stream, by latin1": pickle.dumps({"x": call("os", "system")}, 2),
-    "in torch's stream, then popped": b"\x80\2ctorch.storage\n_load_from_bytes\nC%c" % len(call("os", "system"))
+    "in torch's stream, then popped": b"\x80\2ctorch.storage\n_load_from_bytes\nC%c"
+    % len(call("os", "system"))
     + call("os", "system")
     + b"\x85R0}.",
-    "nested three times": pickle.dumps(pickle.dumps(pickle.dumps(pickle.dumps(Reduced(os.system,
-        "echo"))))),
+    "nested three times": pickle.dumps(
+        pickle.dumps(pickle.dumps(pickle.dumps(Reduced(os.system, "echo"))))
+    ),
     "nested in protocol 0": pickle.dumps({"x": call("os", "system", protocol=0)}, 4),
     "with newlines of another kind": b"cos\nsystem\n(S'echo'\r\ntR.",
     "a persistent id in text": b"Pabc\ncos\nsystem\n(S'echo'\ntR.",
     "a buffer out of band": b"\x80\5\x97\x980cos\nsystem\n(S'echo'\ntR.",
     "a state set twice": b"\x80\2ccollections\nOrderedDict\n)R}b}bcos\nsystem\n(S'echo'\ntR.",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("trick", TRICKS)
@@ -217,22 +229,56 @@ HIDDEN = {
     "a memo number that is not read": b"Np" + b" " * (1 << 20) + b"5\n0" + CALL + b".",
     "a frame within a frame": b"\x80\4" + framed(INNER) + b"....0" + CALL + b".",
     "an end within its frame": b"\x80\4" + framed(MAGIC + b"\xff" * 20_000) + LEGACY + STREAM,
-    "bytes by keywords": b"\x80\4" + LOADER + b"cbuiltins\nbytes\n)}" + text("source") + b"]s\x92\x85R.",
-    "bytes of a text by keywords": b"\x80\4" + LOADER + b"cbuiltins\nbytes\n" + text("a" * 5000) + b"\x85}\x92\x85R.",
+    "bytes by keywords": b"\x80\4"
+    + LOADER
+    + b"cbuiltins\nbytes\n)}"
+    + text("source")
+    + b"]s\x92\x85R.",
+    "bytes of a text by keywords": b"\x80\4"
+    + LOADER
+    + b"cbuiltins\nbytes\n"
+    + text("a" * 5000)
+    + b"\x85}\x92\x85R.",
     "a bytearray that grows": LOADER + b"cbuiltins\nbytearray\n)R(K\1K\2e\x85R.",
     "a bytearray that grows by one": LOADER + b"\x96\1\0\0\0\0\0\0\0aK\1a\x85R.",
     "a bytearray that is changed": LOADER + b"\x96\1\0\0\0\0\0\0\0a(K\0K\1u\x85R.",
-    "a loader that another calls": b"ctorch._tensor\n_rebuild_from_type_v2\n(" + LOADER + b"N" + MADE + b"\x85NtR.",
-    "a loader as an attribute": b"ctypes\nSimpleNamespace\n)R}" + text("__setstate__") + LOADER + b"sb" + MADE + b"b.",
-    "a loader as a persistent id": MAGIC + LEGACY + b"\x80\2(" + text("module") + LOADER + b"))tQ" + MADE + b"\x85R.",
-    "python 2 text as UTF-8": b"\x80\2" + LOADER + b"c_codecs\nencode\nT" + text(STREAM.decode("latin-1"))[1:] + text("latin1")
+    "a loader that another calls": b"ctorch._tensor\n_rebuild_from_type_v2\n("
+    + LOADER
+    + b"N"
+    + MADE
+    + b"\x85NtR.",
+    "a loader as an attribute": b"ctypes\nSimpleNamespace\n)R}"
+    + text("__setstate__")
+    + LOADER
+    + b"sb"
+    + MADE
+    + b"b.",
+    "a loader as a persistent id": MAGIC
+    + LEGACY
+    + b"\x80\2("
+    + text("module")
+    + LOADER
+    + b"))tQ"
+    + MADE
+    + b"\x85R.",
+    "python 2 text as UTF-8": b"\x80\2"
+    + LOADER
+    + b"c_codecs\nencode\nT"
+    + text(STREAM.decode("latin-1"))[1:]
+    + text("latin1")
     + b"\x86R\x85R.",
     "a computed name, broken off": COMPUTED_CALL,
-    "a computed name, the fourth of a legacy file": b"\x80\2" + MAGIC + LEGACY + b"\x80\4" + COMPUTED_CALL,
+    "a computed name, the fourth of a legacy file": b"\x80\2"
+    + MAGIC
+    + LEGACY
+    + b"\x80\4"
+    + COMPUTED_CALL,
     "behind a short pickle": MAGIC + LEGACY + STREAM,
     "behind a shorter one": b"N." + STREAM,
-    "a text that looks like a tar file": b"\x80\4" + text("x" * 250 + "ustar") + b"0\x8c\2os\x8c\6system\x93\x8c\1a\x85R.",
-}  # fmt: skip
+    "a text that looks like a tar file": b"\x80\4"
+    + text("x" * 250 + "ustar")
+    + b"0\x8c\2os\x8c\6system\x93\x8c\1a\x85R.",
+}
 
 
 @pytest.mark.parametrize("trick", HIDDEN)
@@ -770,7 +816,8 @@ def test_it_agrees_with_fickling_on_what_is_dangerous(tmp_path):
 
 
 _LESS = """
-    difflib test compile eval exec builtins __builtin__ __builtins__ torch types functools operator _operator code
+    difflib test compile eval exec builtins __builtin__ __builtins__ torch types functools operator
+    _operator code
 """
 LESS = _LESS.split()
 """Modules that fickling refuses with all that is in them, and of which some names are judged

@@ -192,7 +192,10 @@ def old_archive(
     return path
 
 
-OLD_CODE = "op_version_set = 1\ndef forward(self,\n    x: Tensor) -> Tensor:\n  {}\n  return torch.relu(x)\n"
+OLD_CODE = (
+    "op_version_set = 1\ndef forward(self,\n    x: Tensor) -> Tensor:\n  {}\n  return "
+    "torch.relu(x)\n"
+)
 
 
 def test_the_code_of_before_torch_1_4_is_judged_wherever_its_model_says_that_it_stands(tmp_path):

@@ -230,7 +230,7 @@ def test_below_what_is_free_no_ratio_is_asked_for(name, tmp_path):
 
 
 def zeros_deflated(folder: Path, count: int, nbytes: int) -> Path:
-    """A torch file of `count` tensors of `nbytes` bytes, all zero, packed again by another program."""
+    """A torch file of `count` tensors of `nbytes` zero bytes, packed again by another program."""
     torch.save(
         {f"w{index}": torch.zeros(nbytes // 4) for index in range(count)}, folder / "stored.pt"
     )

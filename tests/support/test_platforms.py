@@ -1,4 +1,4 @@
-"""Systems other than this one: what only some of them have, and what the program does without it."""
+"""Systems other than this one: what only some have, and what the program does without it."""
 
 from __future__ import annotations
 
@@ -199,7 +199,8 @@ def requests(
 
 def timeless(text: str) -> str:
     """What was printed, without how long it took and what was free meanwhile."""
-    return re.sub(r"in [0-9.]+ s(, [0-9.]+ [kMG]?B/s)?|\"seconds\": [0-9.e-]+", "<time>", text)
+    pattern = r"in [0-9.]+ s((?:,| at) [0-9.]+ [kMG]?B/s)?|\"seconds\": [0-9.e-]+"
+    return re.sub(pattern, "<time>", text)
 
 
 def room_of(folder: Path) -> Path:
@@ -280,7 +281,8 @@ SUITE: list[list[str]] = [
 LIVE = """
 import torch, ckptconv
 tree = ckptconv.load_portable("ddp_cuda3_train.pt", mmap={mmap}, whole=True)
-print(sorted(tree), sorted((key, float(value.double().sum())) for key, value in tree["state_dict"].items()))
+sums = sorted((key, float(value.double().sum())) for key, value in tree["state_dict"].items())
+print(sorted(tree), sums)
 net = torch.nn.Linear(13, 1)
 print(ckptconv.load_into(net, "regression.pt"))
 ckptconv.save_portable(net.state_dict(), "saved_{mmap}.safetensors")
@@ -537,7 +539,9 @@ from ckptconv import convert_checkpoint
 from ckptconv.support import platforms
 lock = platforms.folder_lock(Path("."), follow=True)
 lock.take(wait=True)
-thread = threading.Thread(target=lambda: convert_checkpoint("rnn_classifier.pt", "s.safetensors", max_shard_size="2KB"))
+options = {"max_shard_size": "2KB"}
+arguments = ("rnn_classifier.pt", "s.safetensors")
+thread = threading.Thread(target=lambda: convert_checkpoint(*arguments, **options))
 thread.start()
 thread.join(1.0)
 print("waited:", thread.is_alive() and not Path("s.safetensors.index.json").exists())
@@ -564,7 +568,7 @@ def test_a_short_read_at_the_end_is_told(tmp_path, monkeypatch):
 
 
 def test_a_file_that_is_replaced_while_it_is_mapped_by_its_name_is_refused(tmp_path, monkeypatch):
-    """Where no path leads to an open file itself, another file may have its name by then (macOS)."""
+    """If no path leads to an open file itself, another file may have its name by then (macOS)."""
     torch = pytest.importorskip("torch")
     from ckptconv import load_portable
     from ckptconv.live import load as loading
@@ -648,13 +652,15 @@ def test_a_folder_that_names_such_a_step_is_refused_on_every_system(name, tmp_pa
 )
 def test_metadata_of_dcp_that_names_such_a_file_is_refused_on_every_system(name, tmp_path):
     from ckptconv.formats.folders.dcp import inside
+    from ckptconv.io.local import LocalPlace
 
     (tmp_path / "a").mkdir()
     (tmp_path / name).write_bytes(b"")
     with pytest.raises(MalformedCheckpoint, match="is not a plain relative path"):
-        inside(tmp_path, name)
+        inside(LocalPlace(tmp_path), name)
     (tmp_path / "x").write_bytes(b"")
-    assert inside(tmp_path, "./a/../x".replace("a/../", "")) == tmp_path / "x"
+    found = inside(LocalPlace(tmp_path), "./a/../x".replace("a/../", ""))
+    assert found.path == tmp_path / "x"
 
 
 KEYS = [

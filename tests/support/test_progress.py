@@ -22,7 +22,7 @@ from ckptconv.cli import progress_display
 from ckptconv.cli.progress_display import COPYING, progress_shown
 from ckptconv.convert.execute import ConversionResult
 from ckptconv.convert.report import result_headline
-from ckptconv.io import destination as outputs
+from ckptconv.io import stream as outputs
 from ckptconv.support.progress import Meter
 from ckptconv.support.text import seconds_text
 from helpers.program import run

@@ -485,9 +485,9 @@ def refuse_document(item: dict[str, Any]) -> None:
 
 
 READ = """
-    torch_zip half_characters long_texts flat_long_keys flat torch_legacy location_tags many_tags lightning
-    several_state_dicts class_names bare_pickle_of_tensors other_records zip_members tar_tags safetensors_texts
-    safetensors_device index_keys dcp_keys file_name key_rules
+    torch_zip half_characters long_texts flat_long_keys flat torch_legacy location_tags many_tags
+    lightning several_state_dicts class_names bare_pickle_of_tensors other_records zip_members
+    tar_tags safetensors_texts safetensors_device index_keys dcp_keys file_name key_rules
 """
 """Files that are read; the others are refused, and what is said of them is an error."""
 

@@ -287,7 +287,10 @@ def test_casting_warns_of_nothing_and_keeps_little_memory(target: DType) -> None
 
 
 def test_importing_the_module_imports_neither_numpy_nor_torch() -> None:
-    program = "import sys, ckptconv.casting; print(sorted({'numpy', 'ml_dtypes', 'torch'} & set(sys.modules)))"
+    program = (
+        "import sys, ckptconv.casting; print(sorted({'numpy', 'ml_dtypes', 'torch'} & "
+        "set(sys.modules)))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )

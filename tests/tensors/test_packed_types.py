@@ -23,7 +23,7 @@ BITS = {
     "U32": 32, "F32": 32,
     "C64": 64, "F64": 64, "I64": 64, "U64": 64,
 }  # fmt: skip
-"""The types of safetensors 0.8 (`Dtype` in safetensors/src/tensor.rs), with the bits of an element."""
+"""The types of safetensors 0.8 (`Dtype` in safetensors/src/tensor.rs): bits of an element."""
 PACKED = ("F6_E2M3", "F6_E3M2")
 Parts = dict[str, tuple[str, list[int], bytes]]
 WHOLE = {"fsync": False, "verify": True}

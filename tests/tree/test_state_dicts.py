@@ -28,12 +28,13 @@ from helpers.oracle import optimizer_state as optimizer
 from helpers.program import run
 
 STATE_LABELS = """
-    optimizer optimizers optimizer_states optimizerState lr_scheduler lr_schedulers model_optimizer GOptimizer rng_state
-    random_states_0 cuda_rng_state_all rng_state_cuda numpy_rng scheduler_state_dict random
+    optimizer optimizers optimizer_states optimizerState lr_scheduler lr_schedulers model_optimizer
+    GOptimizer rng_state random_states_0 cuda_rng_state_all rng_state_cuda numpy_rng
+    scheduler_state_dict random
 """.split()  # noqa: SIM905 (read as words)
 NETWORK_LABELS = """
-    upscaler optimized_model random_encoder resampler upsampler.weight optimus scheduler_net target_random strings
-    model_and_optimizer optimizer.weight opt state rngs_net
+    upscaler optimized_model random_encoder resampler upsampler.weight optimus scheduler_net
+    target_random strings model_and_optimizer optimizer.weight opt state rngs_net
 """.split()  # noqa: SIM905
 
 PRODUCED = corpus_folder().parent / "produced"
@@ -436,7 +437,9 @@ def test_two_averages_are_a_choice(tmp_path):
     source = saved({"model": weights(1), "ema_fast": weights(2), "ema_slow": weights(3)}, tmp_path)
     with pytest.raises(
         CheckpointError,
-        match="holds 2 averages: ema_fast, ema_slow; choose one: --only ema_fast or --only ema_slow",
+        match=(
+            "holds 2 averages: ema_fast, ema_slow; choose one: --only ema_fast or --only ema_slow"
+        ),
     ):
         load_portable(source, only="ema")
 

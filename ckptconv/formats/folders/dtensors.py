@@ -104,7 +104,7 @@ class Shard:
 
 
 def _refuse_many(count: int, what: str) -> None:
-    """Raise `LimitExceeded` for a mesh, or a share of a tensor, that takes too long to enumerate."""
+    """Raise `LimitExceeded` for a mesh or a share of a tensor that takes too long to enumerate."""
     if count >= 1 << 63:
         raise MalformedCheckpoint("is a DTensor of more ranks or parts than are possible")
     if count > (most := in_force().mesh_ranks):
@@ -180,7 +180,10 @@ def refuse_flat(keys: Iterable[str], path: Path) -> None:
     Source: torch/distributed/fsdp/_flat_param.py.
     """
     if flat := next((key for key in keys if key.rpartition(".")[2] in _FLAT), None):
-        what = "is a flat parameter of FSDP (LOCAL_STATE_DICT), which does not say what parameters are in it"
+        what = (
+            "is a flat parameter of FSDP (LOCAL_STATE_DICT), which does not say what parameters "
+            "are in it"
+        )
         hint = "save it with SHARDED_STATE_DICT or FULL_STATE_DICT"
         raise UnsupportedCheckpoint(what, path=path, where=flat, hint=hint)
 
@@ -188,7 +191,7 @@ def refuse_flat(keys: Iterable[str], path: Path) -> None:
 _FLAT = ("_flat_param", "flat_param")
 
 
-def is_sharded(node: Node) -> bool:
+def is_shard(node: Node) -> bool:
     """Whether a node is what torch pickles for a DTensor or a ShardedTensor."""
     return (
         type(node) is Call

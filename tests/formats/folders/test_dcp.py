@@ -112,7 +112,7 @@ def test_a_folder_without_the_metadata_of_a_rank_is_refused(worlds, tmp_path):
 
 @pytest.mark.parametrize("stop", [SystemExit(143), KeyboardInterrupt()])
 def test_a_signal_while_torch_writes_ends_the_program(stop, tmp_path, monkeypatch):
-    """As where torch's zip writer is closed by a signal's exception and raises its own on the way."""
+    """As when a signal's exception closes torch's zip writer, which raises its own on the way."""
 
     def write_data(*_: Any) -> None:
         try:

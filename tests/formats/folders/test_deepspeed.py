@@ -106,7 +106,7 @@ def test_tied_parameters_stay_tied(name, tmp_path):
 
 @pytest.mark.parametrize("name", JOINED)
 def test_other_parameters_share_no_storage(name, tmp_path):
-    """A partition is one storage, but a file of views of it would drag all of them along with each."""
+    """A partition is one storage, but a file of views of it would drag all along with each."""
     convert_checkpoint(FOLDERS / name, tmp_path / "out.pt", **QUICK)
     found = oracle.load(tmp_path / "out.pt")["module"]
     del found["head.weight"]
@@ -732,8 +732,9 @@ def test_buffers_become_float32_and_frozen_parameters_keep_their_dtype(
     tmp_path, stage, ranks, shapes, dtype
 ):
     frozen = {f"frozen.{index}": torch.rand(shape).to(dtype) for index, shape in enumerate(shapes)}
-    buffers = {f"buffer.{index}": torch.rand(shape).to(dtype).mT if len(shape) > 1 else torch.rand(shape).to(dtype)
-               for index, shape in enumerate(shapes)}  # fmt: skip
+    values = [torch.rand(shape).to(dtype) for shape in shapes]
+    turned = [value.mT if value.ndim > 1 else value for value in values]
+    buffers = {f"buffer.{index}": value for index, value in enumerate(turned)}
     buffers["count"] = torch.tensor(1 << 40)
     folder = zero.write(
         tmp_path / "zero", stage, ranks, [{"weight": torch.rand(3)}], frozen=frozen, buffers=buffers

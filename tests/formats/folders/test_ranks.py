@@ -278,7 +278,7 @@ class Pickled:
 
 @pytest.fixture
 def older(monkeypatch, tmp_path):
-    """Saves, for each of four ranks on a 2 × 2 mesh, its part of a tensor as torch before 2.9 did."""
+    """For each of four ranks on a 2 × 2 mesh, save its part of a tensor as torch before 2.9 did."""
     monkeypatch.setattr("torch.distributed.device_mesh.DeviceMesh", Mesh8)
     monkeypatch.setattr("torch.distributed.tensor._dtensor_spec.DTensorSpec", Spec8)
 

@@ -242,7 +242,7 @@ def test_an_existing_set_is_replaced_only_when_told_and_nothing_is_left_of_a_fai
 
 @pytest.mark.parametrize(("before", "after"), [(400, "5GB"), ("5GB", 400), (400, 900)])
 def test_nothing_of_an_earlier_set_is_found_in_the_place_of_a_new_one(before, after, tmp_path):
-    """transformers takes the one file first, ckptconv the index; neither may be of the old weights."""
+    """transformers takes the one file, ckptconv the index; neither may be of the old weights."""
     old = tmp_path / "old.pt"
     torch.save({key: torch.zeros_like(value) for key, value in tensors().items()}, old)
     folder, fresh = tmp_path / "out", tmp_path / "fresh"
@@ -355,7 +355,7 @@ def test_the_summary_and_the_json_name_the_shards(tmp_path):
     assert document["shards"] == [
         {"path": str(path), "bytes": path.stat().st_size} for path in shards
     ]
-    line = dict(report.plan_lines(result.plan))["shards"]
+    line = next(row.text for row in report.plan_lines(result.plan) if row.label == "shards")
     assert f"{len(shards)} in all, the largest " in line and line.endswith(INDEX)
 
 

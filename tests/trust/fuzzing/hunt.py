@@ -73,10 +73,16 @@ class Tally:
         total = sum(self.executions.values())
         yield f"{'target':<24}{'cases':>9}{'outputs':>9}{'finds':>7}"
         for target in sorted(self.executions):
-            yield f"{target:<24}{self.executions[target]:>9,}{self.accepted[target]:>9,}{self.wrong[target]:>7,}"
+            yield (
+                f"{target:<24}{self.executions[target]:>9,}{self.accepted[target]:>9,}"
+                f"{self.wrong[target]:>7,}"
+            )
         written, wrong = sum(self.accepted.values()), sum(self.wrong.values())
         yield f"{total:,} executions in {seconds:.0f} s, {total / max(seconds, 1e-9):.1f}/s"
-        yield f"{written:,} outputs were written, read back and compared with their source, {self.compared:,} of them by torch"
+        yield (
+            f"{written:,} outputs were written, read back and compared with their source, "
+            f"{self.compared:,} of them by torch"
+        )
         yield f"{wrong:,} finds of {len(self.signatures)} kinds"
         yield from (
             f"  {count:>5} × {signature}" for signature, count in self.signatures.most_common()

@@ -1,4 +1,4 @@
-"""Files that would run code in anything that unpickles them: the payload is a call of posix.mkdir."""
+"""Files that would run code in any unpickler: the payload is a call of posix.mkdir."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders that are one checkpoint, and lie about it: indexes of shards, DCP, accelerate, DeepSpeed."""
+"""Folders that are one checkpoint and lie: indexes of shards, DCP, accelerate, DeepSpeed."""
 
 from __future__ import annotations
 
@@ -380,7 +380,7 @@ def two_places(
 
 
 def with_object(stream: bytes) -> Tree:
-    """The folder with an object `x` that is not a tensor, whose stream lies behind the first half."""
+    """The folder with an object `x`, not a tensor, whose stream lies behind the first half."""
     entries = [
         (u("w"), described_tensor((8,), HALVES)),
         (u("x"), instance(_META, "BytesStorageMetadata")),
@@ -417,7 +417,7 @@ def of_ranks(second: bytes) -> Tree:
 
 
 def scalar_chunks(count: int) -> Tree:
-    """A tensor of `count` floats in as many chunks, whose bytes are all said to lie in one place."""
+    """A tensor of `count` floats in as many chunks, all of which are said to lie in one place."""
     stream = item(bad.P2 + tensor(storage(numel=1), size=(1,)) + bad.STOP, recs={"0": bad.F4[:4]})
     places = [placed("w", sized(at), FIRST, 0, len(stream)) for at in range(count)]
     return dcp(

@@ -1,8 +1,9 @@
 """Writes docs/hostile-files.md: every case, and what ckptconv, torch and the safetensors library do
 with it.
 
-    PYTHONPATH=.:tests:tests/trust python -m hostile.table            all of it, in some quarter of an hour
-    PYTHONPATH=.:tests:tests/trust python -m hostile.table --ours     only what ckptconv does, in some minutes; the rest as the page has it
+    export PYTHONPATH=.:tests:tests/trust
+    python -m hostile.table            all of it, in some quarter of an hour
+    python -m hostile.table --ours     only what ckptconv does, in some minutes; the rest as it was
 
 Each answer is that of a process of its own, which may use 10 s of a processor, 120 s by the clock
 and 8 GB of address space.
@@ -207,7 +208,10 @@ def summary(found: list[Row]) -> Iterator[str]:
     """
     refused = [row for row in found if row.ckptconv[0].isdigit()]
     kept = len(found) - len(refused)
-    yield f"{len(found)} cases. ckptconv refuses {len(refused)}. It converts {kept}, which are sound or only odd.\n"
+    yield (
+        f"{len(found)} cases. ckptconv refuses {len(refused)}. It converts {kept}, which are "
+        "sound or only odd.\n"
+    )
     yield "Of the files that ckptconv refuses:\n"
     yield "| | asked | refuse | accept | crash | hang | run the payload | over 1 GB |"
     yield "|---|---|---|---|---|---|---|---|"
@@ -235,15 +239,15 @@ def summary(found: list[Row]) -> Iterator[str]:
 HEAD = """# Hostile files: every case, and what each reader does with it
 
 Written by `python -m hostile.table` (in `tests/`) with torch {torch} and safetensors {safetensors}.
-`tests/trust/test_badcases.py` checks every case. ckptconv must give the exit code and one line that names the
-file and the field. It must execute nothing, leave nothing behind and not touch the source. It may take
-10 s, and 200 MB more than a program that does nothing. The test runs `inspect`, `doctor`, `scan` and
-`diff` on each case too.
+`tests/trust/test_badcases.py` checks every case. ckptconv must give the exit code and one line that
+names the file and the field. It must execute nothing, leave nothing behind and not touch the
+source. It may take 10 s, and 200 MB more than a program that does nothing. The test runs `inspect`,
+`doctor`, `scan` and `diff` on each case too.
 
-Each reader runs in a process of its own, with 10 s of processor time, 120 s by the clock and 8 GB of
-address space. "Hangs" means that it needed more. "Accepts" means that it returned tensors, not that
-they are right. DCP folders are read by `dcp_to_torch_save`. An empty cell means that the library has no
-reader for this kind of file.
+Each reader runs in a process of its own, with 10 s of processor time, 120 s by the clock and 8 GB
+of address space. "Hangs" means that it needed more. "Accepts" means that it returned tensors, not
+that they are right. DCP folders are read by `dcp_to_torch_save`. An empty cell means that the
+library has no reader for this kind of file.
 """
 
 

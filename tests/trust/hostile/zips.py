@@ -64,7 +64,7 @@ def wide(extra: bytes) -> bytes:
 
 
 def nested_record() -> bytes:
-    """Two storages, the second of which lies within the payload of the first, local header and all."""
+    """Two storages; the second lies within the payload of the first, local header and all."""
     name = b"archive/data/1"
     inner = (
         struct.pack(

@@ -67,11 +67,17 @@ USUAL = _names(
 )
 AVERAGES = _names("ema ema_state_dict model_ema ema_model state_dict_ema params_ema")
 
-_OPTIMIZERS = "optimizer|optim|optims|optimizers|optimizer state dict|model optimizer|adam optimiser|optimizer cpu|sgd optim"
+_OPTIMIZERS = (
+    "optimizer|optim|optims|optimizers|optimizer state dict|model optimizer|adam "
+    "optimiser|optimizer cpu|sgd optim"
+)
 _SCHEDULERS = (
     "scheduler|lr scheduler|lr schedulers|lr scheduler state|warmup scheduler|scheduler state dict"
 )
-_RANDOM = "rng|rng state|torch rng state|rng state cuda|cuda rng state all|random states|python random state|rng states|rngs np"
+_RANDOM = (
+    "rng|rng state|torch rng state|rng state cuda|cuda rng state all|random states|python random "
+    "state|rng states|rngs np"
+)
 OTHER_OPTIMIZERS = _names(
     "optimizer_G optimizer_D optim_g optimG gan_opt_d opt optimizer_gen model_and_optimizer "
     "net.optim"
@@ -278,7 +284,7 @@ class Blocks:
         return self.cased(words)
 
     def cased(self, words: list[str]) -> str:
-        """The words in snake case mostly, or camel, Pascal, kebab case, capitals, or with spaces."""
+        """The words in snake case mostly, or camel, Pascal, kebab case, capitals, with spaces."""
         pascal = "".join(word.capitalize() for word in words)
         camel = pascal[0].lower() + pascal[1:]
         others = [pascal, camel, "-".join(words), "_".join(words).upper(), " ".join(words)]

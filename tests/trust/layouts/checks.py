@@ -1,4 +1,4 @@
-"""What ckptconv makes of a layout, held against the rule: each check yields what differs, in words."""
+"""What ckptconv makes of a layout, held against the rule: each check yields what differs."""
 
 from __future__ import annotations
 
@@ -174,7 +174,10 @@ def unequal(loaded: Any, expected: dict[str, Any]) -> Iterator[str]:
     """
     keys = held(loaded)
     if set(keys) != set(expected):
-        yield f"keys {sorted(set(keys) - set(expected))} too many, {sorted(set(expected) - set(keys))} missing"
+        yield (
+            f"keys {sorted(set(keys) - set(expected))} too many, "
+            f"{sorted(set(expected) - set(keys))} missing"
+        )
         return
     if keys != list(expected):
         yield f"order {keys}, not {list(expected)}"
@@ -221,11 +224,8 @@ def safetensors_output(path: Path, verdict: Taken | Refused) -> Iterator[str]:
         output.unlink()
         return
     with safetensors.safe_open(output, "pt") as opened:
-        names = {
-            dropped: kept
-            for dropped, kept in (opened.metadata() or {}).items()
-            if kept in opened.keys()
-        }
+        keys, metadata = set(opened.keys()), opened.metadata() or {}
+    names = {dropped: kept for dropped, kept in metadata.items() if kept in keys}
     tensors = safetensors.torch.load_file(output)
     tensors.update(
         {dropped: tensors[kept] for dropped, kept in names.items() if dropped in verdict.state_dict}
