@@ -4,8 +4,9 @@ Usage: ``python fork_server.py SOCKET [MODULE]...``, the number of a socket that
 what else is imported beforehand. Each byte on the socket is a request, and comes with five files:
 what is asked (JSON: arguments, folder, variables, mask,
 limits, code to be run first), the stdin, stdout and stderr of the
-run, and where to tell how it has ended: "EXIT SECONDS MEMORY", the exit code (negative: the signal),
-seconds of the processor, and bytes of memory. A stdin that is a terminal is that of the process.
+run, and where to tell how it has ended: "EXIT SECONDS MEMORY", the exit code (negative: the
+signal), seconds of the processor, and bytes of memory. A stdin that is a terminal is that of the
+process.
 
 A run is a process of its own, so runs may overlap, and nothing of one is seen by the next.
 """

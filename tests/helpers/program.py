@@ -1,7 +1,7 @@
 """The program, run on arguments: what it answered.
 
-``run`` forks it from a process that has it imported, which takes some milliseconds. Where a start of
-its own matters (what it imports, its memory, how Python is started), ``run_process`` starts it.
+``run`` forks it from a process that has it imported, which takes some milliseconds. Where a start
+of its own matters (what it imports, its memory, how Python is started), ``run_process`` starts it.
 """
 
 from __future__ import annotations
@@ -136,9 +136,9 @@ class ForkServer:
         rlimits: Mapping[str, int] | None = None,
         before: str = "",
     ) -> int:
-        """Begin a run in `cwd` that has these files as its stdin, stdout and stderr, and `env` added
-        to the usual variables; it is killed after `limit` seconds by the clock. Given back is a
-        pipe that tells when and how it has ended (`_ending`).
+        """Begin a run in `cwd` that has these files as its stdin, stdout and stderr, and `env`
+        added to the usual variables; it is killed after `limit` seconds by the clock. Given back
+        is a pipe that tells when and how it has ended (`_ending`).
 
         `rlimits` are those of the system by their names: ``RLIMIT_FSIZE``, ``RLIMIT_NOFILE``;
         `before` is Python code that is run first, in the same process.
@@ -286,8 +286,8 @@ def run_process(
     limit: int = 60,
     command: Sequence[str] = PROGRAM,
 ) -> Finished:
-    """Start the program in `cwd` with `env` added to the usual variables; it is killed after `limit`
-    seconds.
+    """Start the program in `cwd` with `env` added to the usual variables; it is killed after
+    `limit` seconds.
     """
     with tempfile.NamedTemporaryFile("r", prefix="ckptconv-test-") as report:
         launcher = [
