@@ -43,7 +43,7 @@ from helpers.old_torch import (
     storage,
     write,
 )
-from helpers.program import idle_rss, run
+from helpers.program import idle_rss, run_process
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 KEEP: dict[str, Any] = {"keys": "keep", "fsync": False, "force": True}
@@ -480,7 +480,7 @@ def sparse(tmp_path) -> Path:
 
 
 def test_a_large_file_is_converted_in_little_memory(sparse, tmp_path):
-    done = run("convert", sparse, "out.safetensors", "--no-fsync", cwd=tmp_path)
+    done = run_process("convert", sparse, "out.safetensors", "--no-fsync", cwd=tmp_path)
     assert done.exit == 0, done.err
     assert done.rss - idle_rss() < 60_000_000
     found = load_file(tmp_path / "out.safetensors")
