@@ -141,8 +141,8 @@ def _container(case: Case) -> Iterator[Symptom]:
     if container.is_index and container.anywhere:
         cause = f"is a set of shards ({name}), not one file"
         effect = (
-            f"{container.by} opens it as one model; torch.load and load_file open one shard at a "
-            "time"
+            f"{container.by} opens it as one model; torch.load and load_file open one shard at "
+            "a time"
         )
         yield symptom("info", "sharded", cause, effect, Fix(), chosen=True)
     elif not container.is_usual:
