@@ -29,7 +29,6 @@ from ckptconv.cli.terminal import (
     take_any_text,
 )
 from ckptconv.support.errors import printable
-from ckptconv.support.rows import Row
 from ckptconv.support.signals import missed_stop, stop_in_good_order
 
 
@@ -98,6 +97,7 @@ for _command in (convert, strip_module, add_module, inspect, doctor, devices, di
 def show_help(ctx: click.Context, topic: str | None) -> None:
     """Show a page of the documentation or the help of a command. Without TOPIC, list the pages."""
     from ckptconv.cli import help_pages
+    from ckptconv.support.rows import Row
 
     if topic is None:
         click.echo("Pages (ckptconv help TOPIC):")

@@ -9,7 +9,7 @@ from ckptconv.formats.torch_tar import is_tar
 from ckptconv.formats.zip_archive import Record, is_zip, read_directory
 from ckptconv.io.source import CHUNK, MemorySource, RangeSource, Source
 from ckptconv.pickles.tracer import trace_pickle
-from ckptconv.scan.findings import Finding
+from ckptconv.scan.findings import Sighting
 from ckptconv.scan.heads import (
     BLOCK,
     is_tar_header,
@@ -89,7 +89,7 @@ class ArchiveScanner(PickleScanner):
                     "seems to be a TorchScript archive; torch may use its directory and run code "
                     "that was not judged"
                 )
-                self.findings.append(Finding(where, "", "dangerous", what, 0))
+                self.findings.append(Sighting(where, "", "dangerous", what, 0))
             self._sweep(source, where, depth)
             return "zip without a usable directory"
         for name, record in records.items():
@@ -140,7 +140,7 @@ class ArchiveScanner(PickleScanner):
             )
 
     def _note_called(self, where: str, called: list[Called]) -> None:
-        self.findings += [Finding(where, name, *verdict, at) for name, verdict, at in called]
+        self.findings += [Sighting(where, name, *verdict, at) for name, verdict, at in called]
 
     def _whole(self, source: Source, record: Record, where: str) -> bytes:
         """The bytes of a record, as far as the limit of texts goes."""

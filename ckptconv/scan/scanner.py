@@ -17,13 +17,14 @@ import re
 from dataclasses import replace
 from itertools import islice
 
+from ckptconv.formats.npz import holds_numbers
 from ckptconv.formats.safetensors import is_safetensors
 from ckptconv.formats.strangers import STRANGERS
 from ckptconv.formats.torch_tar import is_tar
 from ckptconv.formats.zip_archive import is_zip
 from ckptconv.io.source import MemorySource, Source
 from ckptconv.scan.archives import ArchiveScanner
-from ckptconv.scan.findings import Finding
+from ckptconv.scan.findings import Sighting
 from ckptconv.scan.heads import (
     LZMA,
     is_tar_header,
@@ -75,6 +76,7 @@ class Scanner(ArchiveScanner):
             return "tar"
         if head[4:8] == FLATBUFFER:
             self._flatbuffer(source, where)
+        array = array or holds_numbers(head)
         count = self._pickles(source, numpy_end(head), where, depth, array=array)
         if not depth and b"PK\5\6" in source.read(
             max(0, source.size - _TAIL), min(_TAIL, source.size)
@@ -139,7 +141,7 @@ class Scanner(ArchiveScanner):
         self.findings += [_as_function(finding) for finding in inner.findings]
 
 
-def _as_function(finding: Finding) -> Finding:
+def _as_function(finding: Sighting) -> Sighting:
     """A name of cloudpickle, where it is what writes functions: unknown, for what they do stands in
     their byte code.
     """
