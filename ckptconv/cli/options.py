@@ -218,8 +218,8 @@ def output_options(command: F) -> F:
                      help="Change one device tag, such as cuda:3=cuda:0."),
         click.option("--to", type=click.Choice(get_args(Target)),
                      help="Output format, if OUT's name does not say (OUT may be - for standard "
-                          "output); "
-                          "dcp: a folder that FSDP training resumes from; npz: an archive of numpy."),
+                          "output); dcp: a folder that FSDP training resumes from; npz: an "
+                          "archive of numpy."),
         click.option("--dtype", metavar="DTYPE", shell_complete=offer_dtypes,
                      help="Cast floating tensors: f32, f16, bf16, f64, f8_e4m3, f8_e5m2, or "
                           "torch's names (float16, half)."),

@@ -12,6 +12,7 @@ from ckptconv.io.source import SMALL
 from ckptconv.io.stream import OutputStream
 from ckptconv.tensors.casting import cast
 from ckptconv.tensors.checksums import Checksums, refuse_crc
+from ckptconv.tensors.fold import OddBools, fold
 from ckptconv.tensors.refs import Storage, TensorRef
 from ckptconv.tensors.stream import iter_cast_chunks, iter_chunks, verbatim_range, verbatim_runs
 
@@ -32,15 +33,13 @@ def write_layout(layout: Layout, stream: OutputStream, tally: Tally, checksums: 
     for index, item in enumerate(layout.items):
         stream.write(between + item.lead)
         lost = [0]
-        crc = _write_values(item, stream, checksums, lost)
-        if lost[0] and isinstance(item.values, TensorRef):
-            tally.overflowed.append(item.values)
-        if (
-            item.dtype.kind == "bool"
-            and isinstance(item.values, TensorRef)
-            and count_odd_bools(item.values)
-        ):
-            tally.odd_bools.append(item.values)
+        odd = OddBools()
+        crc = _write_values(item, stream, checksums, lost, odd)
+        if isinstance(item.values, TensorRef):
+            if lost[0]:
+                tally.overflowed.append(item.values)
+            if odd.count:
+                tally.odd_bools.append(item.values)
         crcs.append(crc)
         between = layout.trail(index, crc)
     stream.write(between)
@@ -48,13 +47,21 @@ def write_layout(layout: Layout, stream: OutputStream, tally: Tally, checksums: 
 
 
 def _write_values(
-    item: WriteItem, stream: OutputStream, checksums: Checksums, overflowed: list[int]
+    item: WriteItem,
+    stream: OutputStream,
+    checksums: Checksums,
+    overflowed: list[int],
+    odd: OddBools,
 ) -> int:
     """Write one payload and return its CRC-32; the source's own CRCs are checked on the way."""
     values = item.values
     if isinstance(values, bytes):
         stream.write(values)
         return crc32(values)
+    if item.dtype.kind == "bool":
+        written = _Written(stream)
+        fold(values, written, odd, checksums=checksums)
+        return written.crc
     if len(values.pieces) == 1 and (verbatim := verbatim_range(values)) is not None:
         storage, _ = verbatim
         if values.nbytes == storage.nbytes and storage.part_of is None:
@@ -68,6 +75,18 @@ def _write_values(
         stream.write(chunk)
         crc = crc32(chunk, crc)
     return crc
+
+
+class _Written:
+    """A folder that writes what it is given, and has its CRC-32 as `crc`."""
+
+    def __init__(self, stream: OutputStream) -> None:
+        self.crc = 0
+        self._stream = stream
+
+    def update(self, chunk: memoryview) -> None:
+        self._stream.write(chunk)
+        self.crc = crc32(chunk, self.crc)
 
 
 def _write_runs(
@@ -134,6 +153,7 @@ def count_overflow(plan: ConversionPlan, ref: TensorRef) -> int:
 
 def count_odd_bools(ref: TensorRef) -> int:
     """Bytes of a bool tensor that are neither 0 nor 1: what they mean depends on who reads them."""
-    if ref.dtype.kind != "bool":
-        return 0
-    return sum(len(bytes(chunk).translate(None, b"\0\1")) for chunk in iter_chunks(ref))
+    odd = OddBools()
+    if ref.dtype.kind == "bool":
+        fold(ref, odd)
+    return odd.count

@@ -140,7 +140,10 @@ def _container(case: Case) -> Iterator[Symptom]:
         )
     if container.is_index and container.anywhere:
         cause = f"is a set of shards ({name}), not one file"
-        effect = f"{container.by} opens it as one model; torch.load and load_file open one shard at a time"
+        effect = (
+            f"{container.by} opens it as one model; torch.load and load_file open one shard at "
+            "a time"
+        )
         yield symptom("info", "sharded", cause, effect, Fix(), chosen=True)
     elif not container.is_usual:
         said = words.FOLDER if path.is_dir() else container.torch_says

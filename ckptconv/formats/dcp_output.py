@@ -1,5 +1,5 @@
-"""The DCP folder as an output format, written by `torch.distributed.checkpoint` itself, so that FSDP
-training resumes from a plain checkpoint.
+"""The DCP folder as an output format, written by `torch.distributed.checkpoint` itself, so that
+FSDP training resumes from a plain checkpoint.
 
 This is the one output for which torch is imported: the layout of a DCP folder is its own, and
 changes with it.

@@ -1,4 +1,5 @@
-"""The numpy archive (`numpy.savez`, `numpy.savez_compressed`): arrays by name, read as a state dict.
+"""The numpy archive (`numpy.savez`, `numpy.savez_compressed`): arrays by name, read as a state
+dict.
 
 A zip archive of members ``NAME.npy``. Each is the magic ``\\x93NUMPY``, a version of two bytes, the
 length of the header (two bytes in version 1, four in 2 and 3, little-endian), a header that is the

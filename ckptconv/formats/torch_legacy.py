@@ -56,9 +56,10 @@ def is_torch_legacy(head: bytes) -> bool:
 def open_torch_legacy(source: Source, _: Callable[[Source], Checkpoint]) -> Checkpoint:
     """Open a legacy checkpoint; reads its pickles, no payload.
 
-    The element count of a storage is held against the tree before the storage is first read. Raises `MalformedCheckpoint` when pickles and storages contradict each other, when a storage is
-    missing (torch would leave whatever is in memory there), or when the file does not end with the
-    last one.
+    The element count of a storage is held against the tree before the storage is first read. Raises
+    `MalformedCheckpoint` when pickles and storages contradict each other, when a storage is missing
+    (torch would leave whatever is in memory there), or when the file does not end with the last
+    one.
     """
     try:
         (_magic, protocol, system, tree, keys), start = read_pickles(source, 0, 5)

@@ -42,8 +42,8 @@ _END = struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR = struct.Struct("<4sIQI")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
-# the fields of it that are not always 0: signature, flags, method, CRC, two sizes, the lengths of name,
-# extra field and comment, external attributes, place of the local header
+# the fields of it that are not always 0: signature, flags, method, CRC, two sizes, the lengths of
+# name, extra field and comment, external attributes, place of the local header
 _CENTRAL_USED = struct.Struct("<4s4x2H4x3I3H4x2I")
 _LOCAL = struct.Struct("<4s5H3I2H")
 _DESCRIPTOR = struct.Struct("<4s3I")
@@ -411,7 +411,7 @@ def _zip64_sizes(
 
 
 def _refuse_overlaps(guarded: GuardedSource, records: list[Record], start: int) -> None:
-    """Refuse records of which the directory alone tells that they do not lie one behind the other."""
+    """Refuse records that, by the directory alone, do not lie one behind the other."""
     end = 0
     for record in records:
         if record.header < end or (end == 0 and record.header):

@@ -157,11 +157,11 @@ class Inspection:
     over, bytes between them. `strays` are records outside its folder, `protocol` is that of a
     pickle, and `untyped` what a legacy file holds, that `weights_only=True` does not read.
     `lacking`: the state dict of a whole module may lack what its class saves. `opening` is the
-    container, and so who opens it without ckptconv. `training_state` says whose state all its tensors are,
-    where it holds no weights (an optimizer's). `refused` is what its own library refuses besides.
-    `tensor_list` has a record for each tensor, made when it is first looked at. `portable` says
-    whether the checkpoint's own library opens it on any host and a bare model takes its keys, and
-    `reasons` why not.
+    container, and so who opens it without ckptconv. `training_state` says whose state all its
+    tensors are, where it holds no weights (an optimizer's). `refused` is what its own library
+    refuses besides. `tensor_list` has a record for each tensor, made when it is first looked at.
+    `portable` says whether the checkpoint's own library opens it on any host and a bare model takes
+    its keys, and `reasons` why not.
     """
 
     path: str

@@ -1,9 +1,10 @@
 """A source whose payloads are given out only after what stands before each of them was checked.
 
-The index of a file (the directory of a zip archive, the pickle of a legacy file) says where payloads
-lie. Before each of them stands a *lead* that says it again: a local header, an element count. To
-hold all leads against the index when a file is opened would take a read for each tensor. So that is
-done when a payload is first needed, for the few that follow too, or for all at once (`check_all`).
+The index of a file (the directory of a zip archive, the pickle of a legacy file) says where
+payloads lie. Before each of them stands a *lead* that says it again: a local header, an element
+count. To hold all leads against the index when a file is opened would take a read for each tensor.
+So that is done when a payload is first needed, for the few that follow too, or for all at once
+(`check_all`).
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ class GuardedSource(Source):
         self.inner.let_go(replaced)
 
     def mappable_path(self) -> str | None:
-        """None too where a payload is not where it is expected; who maps bytes reads them unseen, so
-        all are checked.
+        """None too where a payload is not where it is expected; who maps bytes reads them unseen,
+        so all are checked.
         """
         if (path := self.inner.mappable_path()) is None:
             return None
@@ -89,7 +90,7 @@ class GuardedSource(Source):
         self.inner.check_mapped()
 
     def place(self, offset: int) -> int:
-        """Where in `inner` the byte lies that is expected at `offset`, after checking its payload."""
+        """Where in `inner` the byte lies that is expected at `offset`; its payload is checked."""
         if self._is_settled:
             return offset
         number = bisect_right(self._starts, offset) - 1
@@ -107,7 +108,7 @@ class GuardedSource(Source):
             number = self._checked.find(0)
 
     def _check_from(self, number: int) -> None:
-        """Check one payload; where somebody reads on and on, more and more of those behind it too."""
+        """Check one payload; for somebody who reads on and on, more of those behind it too."""
         self._ahead = min(2 * self._ahead, _MOST_AHEAD) if number == self._following else 1
         self._following = self._unchecked_until(number, number + self._ahead)
         self._check_run(number, self._following)

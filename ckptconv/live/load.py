@@ -11,12 +11,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from ckptconv.devices.host import require_device, require_torch
-from ckptconv.devices.mapping import resolve_map_location
+from ckptconv.devices.host import require_torch
 from ckptconv.formats.registry import Named, open_checkpoint
 from ckptconv.io.files import refuse_changed
-from ckptconv.io.source import Source
 from ckptconv.keys.key_map import KeyRules, map_keys, refuse_idle, rules_of
+from ckptconv.live.storages import MapLocation, Restorer, Storages
 from ckptconv.objects.plain import tensor_form
 from ckptconv.objects.torch_names import VALUELESS, WEIGHTS_ONLY
 from ckptconv.objects.torch_read import Window, window
@@ -31,16 +30,13 @@ from ckptconv.support.choices import (
 from ckptconv.support.errors import (
     CheckpointError,
     RefusedObject,
-    UnsupportedCheckpoint,
     printable,
     too_deep,
 )
 from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.progress import Meter, OnProgress
-from ckptconv.tensors.checksums import check_storage
-from ckptconv.tensors.dtypes import BY_NAME, DType
-from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, refuse_packed, whole_storage
-from ckptconv.tensors.stream import iter_chunks
+from ckptconv.tensors.dtypes import BY_NAME
+from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, refuse_packed
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.renaming import rename_state_dicts
 from ckptconv.tree.settling import Settled, Unknown, has_more, settle_objects
@@ -50,11 +46,6 @@ from ckptconv.tree.walk import tensors_of
 
 if TYPE_CHECKING:
     import torch
-
-MapLocation = Any
-"""What `torch.load` takes: None, a string (also ``auto``), a `torch.device`, a dict of tags, or a
-callable.
-"""
 
 
 @overload
@@ -126,7 +117,7 @@ def load_portable(
             with collector_paused():
                 root, overlay, settled = _selected(checkpoint, only, whole, rules, unknown)
                 meter = Meter("read", _bytes_to_read(settled, mmap), on_progress)
-                loaded = _Live(_Restorer(map_location), mmap, meter).tree(root, overlay)
+                loaded = _Live(Storages(Restorer(map_location), mmap, meter)).tree(root, overlay)
                 meter.finish()
                 refuse_changed(checkpoint.sources)
                 return loaded
@@ -201,28 +192,6 @@ def _layouts(torch: Any) -> dict[str, Any]:
     return {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 
 
-class _Restorer:
-    """Moves a storage to where `map_location` wants it, as `torch.load` does."""
-
-    def __init__(self, map_location: MapLocation) -> None:
-        self._call: Callable[..., Any] | None = None
-        if callable(map_location) and not isinstance(map_location, str):
-            self._call = map_location
-        else:
-            self._device_of = resolve_map_location(map_location)
-
-    def __call__(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
-        if self._call is None:
-            device = self._device_of(location)
-        else:
-            moved = self._call(storage, location)
-            if moved is not None:
-                untyped: torch.UntypedStorage = getattr(moved, "_untyped_storage", moved)
-                return untyped
-            device = require_device(location)
-        return storage if device.type == "cpu" else storage.to(device=device)
-
-
 _DICTS: dict[str, Callable[[], Any]] = {
     "collections.OrderedDict": OrderedDict,
     "collections.Counter": Counter,
@@ -232,16 +201,11 @@ _DICTS: dict[str, Callable[[], Any]] = {
 class _Live:
     """Makes live values of nodes, one for each node, so that what was shared stays shared."""
 
-    def __init__(self, restore: _Restorer, mmap: bool, meter: Meter) -> None:
+    def __init__(self, storages: Storages) -> None:
         import torch
 
         self._torch = torch
-        self._restore = restore
-        self._mmap = mmap
-        self._meter = meter
-        self._maps: dict[int, torch.UntypedStorage | None] = {}
-        self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
-        self._checked: set[int] = set()
+        self._storages = storages
         self._made: dict[int, Any] = {}
         self._overlay: Mapping[int, Node] = {}
         self._dtypes = {name: getattr(torch, name) for name in BY_NAME if hasattr(torch, name)}
@@ -346,13 +310,13 @@ class _Live:
             raise RefusedObject(f"this torch has no dtype {ref.dtype.name}", hint="upgrade torch")
         if ref.is_view:
             offset, stride = ref.storage_offset, ref.stride
-            storage = self._storage(ref.storage, ref.dtype)
+            storage = self._storages.of(ref.storage, ref.dtype)
         else:
             raw = ref._replace(conj=False, neg=False)
             for piece in ref.pieces:
-                self._check(piece.storage)
+                self._storages.check(piece.storage)
             offset, stride = 0, ref.stride
-            storage = self._restore(self._filled(raw), ref.location)
+            storage = self._storages.moved(self._storages.filled(raw), ref.location)
         tensor = self._torch.empty(0, dtype=dtype, device=storage.device)
         tensor.set_(storage, offset, ref.shape, stride)
         if ref.conj:
@@ -374,68 +338,10 @@ class _Live:
 
     def _typed_storage(self, part: Window) -> Any:
         dtype = part.dtype or BY_NAME["uint8"]
-        whole = self._storage(part.storage, dtype)
+        whole = self._storages.of(part.storage, dtype)
         start, stop = part.start * dtype.itemsize, part.stop * dtype.itemsize
         return self._torch.storage.TypedStorage(  # type: ignore[no-untyped-call]
             wrap_storage=whole if stop - start == whole.nbytes() else whole[start:stop],
             dtype=self._dtypes[dtype.name],
             _internal=True,
         )
-
-    def _storage(self, storage: Storage, dtype: DType) -> torch.UntypedStorage:
-        word = dtype.word if storage.big_endian else 1
-        if (made := self._storages.get((id(storage), word))) is None:
-            made = self._restore(self._on_cpu(storage, dtype, word), storage.location)
-            self._storages[id(storage), word] = made
-        return made
-
-    def _on_cpu(self, storage: Storage, dtype: DType, word: int) -> torch.UntypedStorage:
-        source = storage.source
-        if (
-            self._mmap
-            and word == 1
-            and storage.offset % dtype.itemsize == 0
-            and (mapped := self._mapped(source)) is not None
-        ):
-            part: torch.UntypedStorage = mapped[storage.offset : storage.offset + storage.nbytes]
-            return part
-        self._check(storage)
-        return self._filled(whole_storage(storage, 0, storage.nbytes, dtype))
-
-    def _check(self, storage: Storage) -> None:
-        """Hold a storage, or the one that it is part of, against its checksum, once; what is mapped
-        is not read for that.
-        """
-        whole = storage.part_of or storage
-        if not self._mmap and id(whole) not in self._checked:
-            self._checked.add(id(whole))
-            check_storage(whole, self._meter)
-
-    def _mapped(self, source: Source) -> torch.UntypedStorage | None:
-        """All bytes of a source, mapped once; None for one that cannot be."""
-        if id(source) not in self._maps:
-            path = source.mappable_path()
-            self._maps[id(source)] = None if path is None else self._map(source, path)
-        return self._maps[id(source)]
-
-    def _map(self, source: Source, path: str) -> torch.UntypedStorage:
-        try:
-            mapped = self._torch.UntypedStorage.from_file(path, False, source.size)
-        except RuntimeError as error:  # the file is shorter by now
-            source.check_unchanged()
-            raise UnsupportedCheckpoint(
-                f"cannot be mapped: {error}", path=source.path, hint="mmap=False reads it"
-            ) from error
-        source.check_mapped()
-        assert isinstance(mapped, self._torch.UntypedStorage)
-        return mapped
-
-    def _filled(self, ref: TensorRef) -> torch.UntypedStorage:
-        """A fresh CPU storage with the values of `ref` in C order."""
-        values = self._torch.empty(ref.nbytes, dtype=self._torch.uint8)
-        view, at = values.numpy().data, 0
-        for chunk in iter_chunks(ref):
-            view[at : at + len(chunk)] = chunk
-            at += len(chunk)
-            self._meter.add(len(chunk))
-        return values.untyped_storage()

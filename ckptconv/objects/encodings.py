@@ -9,8 +9,10 @@ key to recipe:
 |---|---|---|
 | ``complex`` | ``key.real_imag``: the parts side by side in one more dimension of 2 | ``dtype`` |
 | ``sparse`` (COO) | ``key.indices``, ``key.values`` | ``layout``, ``size``, ``coalesced`` |
-| ``sparse`` (CSR, CSC, BSR, BSC) | ``key.compressed_indices``, ``key.plain_indices``, ``key.values`` | ``layout``, ``size`` |
-| ``quantized`` | ``key.integers``; by channel also ``key.scales``, ``key.zero_points`` | ``dtype``, ``scheme``, ``scale``, ``zero_point``, ``axis`` |
+| ``sparse`` (CSR, CSC, BSR, BSC) | ``key.compressed_indices``, ``key.plain_indices``, | |
+| | ``key.values`` | ``layout``, ``size`` |
+| ``quantized`` | ``key.integers``; by channel also ``key.scales``, | ``dtype``, ``scheme``, |
+| | ``key.zero_points`` | ``scale``, ``zero_point``, ``axis`` |
 | ``nested`` | ``key.buffer``, ``key.sizes``, ``key.strides``, ``key.offsets`` | |
 
 A component that safetensors cannot hold itself (complex values of a sparse tensor) has a recipe of

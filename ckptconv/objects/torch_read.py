@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 from ckptconv.io.source import MemorySource
 from ckptconv.objects.torch_names import UTILS
+from ckptconv.pickles.making import Reducer
 from ckptconv.pickles.nodes import Call, Dict, Global, Node, spoken
-from ckptconv.pickles.reader import Reducer, read_pickle
+from ckptconv.pickles.reader import read_pickle
 from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.tensors.dtypes import BY_NAME, BY_STORAGE_CLASS, UINT8, DType
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, requiring_grad, view_of

@@ -9,19 +9,17 @@ persistent id stands for; this module knows no torch name. The opcodes are those
 from __future__ import annotations
 
 import codecs
-import re
 import struct
-from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from typing import NoReturn, TypeAlias
+from typing import NoReturn
 
-from ckptconv.pickles.mapping_calls import IGNORE_NEW_ARGUMENTS, NO_LISTS, MappingCalls, merged
+from ckptconv.pickles.making import NodeMaker, Reducer
+from ckptconv.pickles.mapping_calls import MappingCalls
+from ckptconv.pickles.memo import Memo
 from ckptconv.pickles.nodes import (
-    ABSENT,
     BYTEARRAY,
     BYTES,
     ENCODE,
-    FROZENSET,
     SET,
     Call,
     Dict,
@@ -29,11 +27,10 @@ from ckptconv.pickles.nodes import (
     Node,
     PersistentId,
 )
+from ckptconv.pickles.tensor_runs import MEMO_KEYS, TENSOR_RUN, read_run
 from ckptconv.support.errors import CheckpointError, LimitExceeded, MalformedCheckpoint
 from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.limits import Limits, in_force
-
-Reducer: TypeAlias = Callable[[tuple[Node, ...]], Node]
 
 _INT32 = struct.Struct("<i").unpack_from
 _UINT32 = struct.Struct("<I").unpack_from
@@ -69,15 +66,14 @@ def read_pickle(
     return root
 
 
-class PickleReader:
+class PickleReader(NodeMaker):
     """Reads the pickles of `stream` one after another; `position` is the byte behind the last one
     read.
 
     Hazards of pickle streams that this loop answers: declared lengths are held against what is left
     before anything is allocated; an opcode may not cross the end of its FRAME; a stack never
     reaches below its MARK; the memo is a dict, so an index allocates nothing; EXT opcodes and
-    out-of-band buffers are refused; BUILD, APPEND and SETITEM touch nothing but the containers and
-    calls of this very stream.
+    out-of-band buffers are refused.
     """
 
     def __init__(
@@ -87,14 +83,9 @@ class PickleReader:
         persistent: Callable[[Node], Node],
         states: Mapping[str, Callable[[Node], Node]] | None = None,
     ) -> None:
-        self.position = 0
+        super().__init__(reducers, states)
         self._stream = stream
-        self._reducers = reducers
         self._persistent = persistent
-        self._globals: dict[tuple[str, str], Global] = {}
-        self._known: dict[Global, Reducer] = {}
-        self._states = {} if states is None else states
-        self._smaller: dict[Global, Callable[[Node], Node]] = {}
 
     def read(self) -> Node:
         """The root of the next pickle."""
@@ -118,10 +109,6 @@ class PickleReader:
             if self.position == start:
                 self.position = start + 1
 
-    def _malformed(self, what: str) -> MalformedCheckpoint:
-        hint = "the file is damaged, cut off or forged"
-        return MalformedCheckpoint(f"the pickle {what} (near byte {self.position})", hint=hint)
-
     # One loop, opcodes in order of how often checkpoints hold them: a call per opcode would cost
     # more than its work.
     def _read(self) -> Node:
@@ -132,10 +119,11 @@ class PickleReader:
         stack: list[Node] = []
         push = stack.append
         marks: list[list[Node]] = []
-        memo = _Memo(data, self._persistent)
+        memo = Memo(data, self._persistent)
         memoized = memo.memoized
         intern: dict[str, str] = {}
         known = self._known
+        persistent = self._persistent
         most = in_force()
         deepest, widest = most.depth, most.stack
         # what was made, and the bytes of arguments that are not opcodes; held against the limits at
@@ -150,10 +138,10 @@ class PickleReader:
                     memo[data[pos : pos + 4]] = stack[-1]
                     pos += 4
                 elif op == 0x68:  # BINGET
-                    push(memo[_MEMO_KEYS[data[pos]]])
+                    push(memo[MEMO_KEYS[data[pos]]])
                     pos += 1
                 elif op == 0x71:  # BINPUT
-                    memo[_MEMO_KEYS[data[pos]]] = stack[-1]
+                    memo[MEMO_KEYS[data[pos]]] = stack[-1]
                     pos += 1
                 elif op == 0x6A:  # LONG_BINGET
                     push(memo[data[pos : pos + 4]])
@@ -164,9 +152,11 @@ class PickleReader:
                 elif op == 0x28:  # MARK
                     if (
                         data[pos] == 0x28
-                        and (run := _TENSOR_RUN(data, pos, end))
-                        and self._tensor_run(run, stack, memo)
+                        and (run := TENSOR_RUN(data, pos, end))
+                        and (read := read_run(run, stack[-1], memo, persistent, known)) is not None
                     ):
+                        stack[-1] = read
+                        memo.runs.append(pos)
                         pos = run.end()
                         continue
                     marks.append(stack)
@@ -207,7 +197,7 @@ class PickleReader:
                         memo.memoize(stack[-1])
                 elif op == 0x51:  # BINPERSID
                     self.position = pos
-                    stack[-1] = self._persistent(stack[-1])
+                    stack[-1] = persistent(stack[-1])
                 elif op == 0x85:  # TUPLE1
                     if (
                         data[pos : pos + 5] == _CALLED_WITH_TUPLE
@@ -353,8 +343,7 @@ class PickleReader:
                     nodes += 1
                     unread += max(0, pos - self.position - _LONGEST_OPCODE)
             _refuse_many(most, nodes + memo.count(), pos - start - unread)
-            if len(memoized) > _REMEMBERED:
-                memo.forget()
+            memo.forget()
             look = min(end, pos + _LOOK)
             if pos < end:
                 continue
@@ -368,90 +357,14 @@ class PickleReader:
             end = size
             look = min(end, pos + _LOOK)
 
-    def _tensor_run(self, run: re.Match[bytes], stack: list[Node], memo: _Memo) -> bool:
-        """Do at once what the opcodes of `run` do one by one; False, with nothing done, when they
-        are not as they look.
-        """
-        kind, cls, size, raw_key, location, count, view, offset, shape, stride, flag, hooks = (
-            run.group(1, 2, 3, 4, 6, 7, 8, 10, 11, 13, 15, 16)
-        )
-        func = stack[-1]
-        if size[0] != len(raw_key) or type(func) is not Global:
-            return False
-        keys = _MEMO_KEYS
-        pid: Node = (
-            memo[keys[kind[0]]],
-            memo[keys[cls[0]]],
-            raw_key.decode(),
-            memo[keys[location[0]]],
-            _integer(count),
-        )
-        if view:
-            pid = (*pid, None)
-        dims = _INT_RUNS.get(shape) or _int_run(shape)
-        steps = _INT_RUNS.get(stride) or _int_run(stride)
-        args = (
-            self._persistent(pid),
-            _integer(offset),
-            dims,
-            steps,
-            flag == b"\x88",
-            Call(memo[keys[hooks[0]]], ()),
-        )
-        reducer = self._known.get(func)
-        stack[-1] = Call(func, args) if reducer is None else reducer(args)
-        memo.runs.append(run.start())
-        return True
-
     def _crossing(self, pos: int, stop: int, size: int) -> NoReturn:
         self.position = pos
         if stop > size:
             raise self._malformed(f"declares {stop - pos} bytes where {size - pos} are left")
         raise self._malformed("has an opcode that crosses the end of its frame")
 
-    def _global(self, module: str, name: str) -> Global:
-        known = self._globals.get((module, name))
-        if known is None:
-            known = self._globals[module, name] = Global(module, name)
-            if reducer := self._reducers.get(known.path):
-                self._known[known] = reducer
-            if smaller := self._states.get(known.path):
-                self._smaller[known] = smaller
-        return known
-
-    def _set_items(self, target: Node, flat: list[Node]) -> None:
-        if type(target) is not Dict and type(target) is not Call:
-            raise self._malformed("sets an item on something that is not a dict")
-        if len(flat) % 2:
-            raise self._malformed("sets a key without a value")
-        if type(target.pairs) is list:
-            target.pairs.extend(zip(flat[::2], flat[1::2]))  # noqa: B905 (the length is even)
-        else:  # it has none yet, or those of an argument
-            set_now = list(zip(flat[::2], flat[1::2]))  # noqa: B905
-            target.pairs = merged([*target.pairs, *set_now]) if target.pairs else set_now
-
-    def _extend(self, target: Node, flat: list[Node]) -> None:
-        if type(target) is list:
-            target.extend(flat)
-        elif type(target) is Call and target.name not in NO_LISTS:
-            target.items = [*target.items, *flat] if target.items else flat
-        else:
-            raise self._malformed("appends to something that is not a list")
-
-    def _build(self, target: Node, state: Node) -> None:
-        if type(target) is not Call:
-            raise self._malformed("sets the state of something that was not made by a call")
-        if target.state is not ABSENT:
-            raise self._malformed("sets the state of one object twice")
-        smaller = (
-            self._smaller.get(target.func)
-            if self._smaller and type(target.func) is Global
-            else None
-        )
-        target.state = state if smaller is None else smaller(state)
-
     def _rare(
-        self, op: int, stack: list[Node], marks: list[list[Node]], memo: _Memo, pos: int, end: int
+        self, op: int, stack: list[Node], marks: list[list[Node]], memo: Memo, pos: int, end: int
     ) -> tuple[list[Node], int]:
         """The opcodes that today's checkpoints seldom hold; returns the stack and the position
         behind the opcode.
@@ -484,7 +397,7 @@ class PickleReader:
             return stack, pos
         return self._stack_only(op, stack, marks), pos
 
-    def _text(self, op: int, text: bytes, stack: list[Node], memo: _Memo) -> None:
+    def _text(self, op: int, text: bytes, stack: list[Node], memo: Memo) -> None:
         if op == 0x67:  # GET
             stack.append(memo[int(text).to_bytes(4, "little")])
         elif op == 0x70:  # PUT
@@ -539,30 +452,6 @@ class PickleReader:
             raise self._malformed(f"holds the opcode 0x{op:02x}, which is refused or unknown")
         return stack
 
-    def _called(self, func: Node, args: tuple[Node, ...]) -> Node:
-        reducer = self._known.get(func) if type(func) is Global else None
-        return Call(func, args) if reducer is None else reducer(args)
-
-    def _new(self, cls: Node, args: tuple[Node, ...], kwargs: Node) -> Call:
-        if type(cls) is Global and cls.path in IGNORE_NEW_ARGUMENTS:
-            return Call(cls, (), new=True)
-        return Call(cls, args, new=True, kwargs=kwargs)
-
-    def _from_mark(self, op: int, made: list[Node], stack: list[Node]) -> None:
-        if op == 0x6C:  # LIST
-            stack.append(made)
-        elif op == 0x64:  # DICT
-            stack.append(Dict())
-            self._set_items(stack[-1], made)
-        elif op == 0x6F:  # OBJ
-            stack.append(self._called(made[0], tuple(made[1:])))
-        elif op == 0x91:  # FROZENSET
-            stack.append(Call(FROZENSET, (made,)))
-        elif type(stack[-1]) is Call and stack[-1].func is SET:  # ADDITEMS
-            stack[-1].args[0].extend(made)
-        else:
-            raise self._malformed("adds to something that is not a set")
-
 
 _LOOK = 1 << 18
 """Bytes of a stream between two looks at what was made of it: at most some 60 MB of nodes."""
@@ -586,161 +475,11 @@ def _too_wide(widest: int) -> LimitExceeded:
     return LimitExceeded(what, limit="stack", allowed=widest)
 
 
-# The opcodes that torch writes for a tensor, behind the rebuild function and the MARK of its
-# arguments: a storage's persistent id, offset, shape, stride, requires_grad and hooks. They are
-# nine tenths of a large checkpoint's opcodes; as one match they cost a third. It holds the form of
-# torch (names fetched by BINGET, own values put by LONG_BINPUT) and of ckptconv (which puts none of
-# them), and no names. Legacy files say of every storage that it is not a view (N).
-_INTEGER = rb"(K.|M..|J....)"
-_INTEGERS = (
-    rb"((?:K.|M..|J....)[\x85]|(?:K.|M..|J....){2}[\x86]|(?:K.|M..|J....){3}[\x87]"
-    rb"|\((?:K.|M..|J....){4,}t)(?:r(....))?"
-)
-_PERSISTENT_ID = (
-    rb"\(h(.)h(.)X(.)\0\0\0([0-9]{1,20})(?:r(....))?h(.)" + _INTEGER + rb"(N?)t(?:r(....))?Q"
-)
-_TENSOR_RUN = re.compile(
-    _PERSISTENT_ID
-    + (_INTEGER + _INTEGERS + _INTEGERS)
-    + rb"([\x88\x89])h(.)\)R(?:r(....))?t(?:r(....))?R",
-    re.DOTALL,
-).match
-_INT_RUNS: dict[bytes, tuple[int, ...]] = {}
-
-
 _NEW_WITH_STATE = b"\x81\x94}\x94"
 _CALLED_WITH_TUPLE = b"\x94\x85\x94R\x94"
 """What follows EMPTY_TUPLE and TUPLE1 where pickle writes an object with attributes, and a
 torch.Size of one dimension.
 """
-_REMEMBERED = 1 << 16
-"""Entries of MEMOIZE that are kept whether they may be fetched or not: more than small pickles
-have.
-"""
-_LONG_BINGETS = re.compile(rb"j(?=(.{4}))", re.DOTALL).findall
-_FORGOTTEN: Node = object()
-
-
-class _Memo(dict[bytes, Node]):
-    """The memo, by the index as LONG_BINPUT has it (which saves decoding it).
-
-    A tensor's run puts six values that are hardly ever fetched: they are made when one is. `runs`
-    are the places of the runs. What MEMOIZE puts, whose index is the number of entries, goes to the
-    list `memoized` as long as nothing else is put: an entry takes 8 bytes there, and 130 in the
-    dict. Those of them that were `fetched` are in the dict too.
-    """
-
-    def __init__(self, stream: bytes, persistent: Callable[[Node], Node]) -> None:
-        super().__init__()
-        self.runs: list[int] = []
-        self.memoized: list[Node] = []
-        self.fetched = 0
-        self._kept_until = _REMEMBERED
-        self._fetchable: list[int] | None = None
-        self._stream = stream
-        self._persistent = persistent
-        self._indexed = 0
-        self._run_of: dict[bytes, int] = {}
-
-    def count(self) -> int:
-        """The entries, a run counted as one."""
-        return len(self) + len(self.runs) + len(self.memoized) - max(0, self.fetched)
-
-    def forget(self) -> None:
-        """Let go of the entries of MEMOIZE that no LONG_BINGET in the stream can fetch, for pickle
-        puts nearly all for nothing.
-
-        Whatever bytes look like that opcode count as one. BINGET reaches only the first entries,
-        which all stay.
-        """
-        if self._fetchable is None:
-            indexes = {int.from_bytes(index, "little") for index in _LONG_BINGETS(self._stream)}
-            self._fetchable = sorted(indexes)
-        first, end = self._kept_until, len(self.memoized)
-        may_be = self._fetchable[
-            bisect_left(self._fetchable, first) : bisect_left(self._fetchable, end)
-        ]
-        kept = [(index, self.memoized[index]) for index in may_be]
-        self.memoized[first:end] = [_FORGOTTEN] * (end - first)
-        for index, value in kept:
-            self.memoized[index] = value
-        self._kept_until = end
-
-    def memoize(self, value: Node) -> None:
-        """What MEMOIZE does where other opcodes put entries too: they all go to the dict from now
-        on.
-        """
-        if self._kept_until > _REMEMBERED:
-            hint = "no program writes that; the file is damaged or forged"
-            raise MalformedCheckpoint("the pickle numbers its memo entries in two ways", hint=hint)
-        for index, earlier in enumerate(self.memoized):
-            self.setdefault(index.to_bytes(4, "little"), earlier)
-        self.memoized.clear()
-        self.fetched = -1
-        self[len(self).to_bytes(4, "little")] = value
-
-    def __missing__(self, key: bytes) -> Node:
-        if (index := int.from_bytes(key, "little")) < len(self.memoized):
-            if (value := self.memoized[index]) is _FORGOTTEN:
-                raise KeyError(key)
-            self.fetched += 1
-            self[key] = value
-            return value
-        for start in self.runs[self._indexed :]:
-            self._run_of.update((put, start) for put in self._puts(start))
-        self._indexed = len(self.runs)
-        self.update(self._puts(self._run_of[key]))
-        return self[key]
-
-    def _puts(self, start: int) -> dict[bytes, Node]:
-        """What the run at `start` puts: key, persistent id, shape, stride, hooks and arguments."""
-        run = _TENSOR_RUN(self._stream, start)
-        assert run is not None
-        (kind, cls, _, raw_key, key_put, location, count, view, pid_put, offset, shape, shape_put,
-            stride, stride_put, flag,
-         hooks, hooks_put, args_put) = run.groups()  # fmt: skip
-        names = [self[_MEMO_KEYS[index[0]]] for index in (kind, cls, location, hooks)]
-        made = Call(names[3], ())
-        dims, steps = _int_run(shape), _int_run(stride)
-        pid = (
-            names[0],
-            names[1],
-            raw_key.decode(),
-            names[2],
-            _integer(count),
-            *([None] if view else []),
-        )
-        args = (self._persistent(pid), _integer(offset), dims, steps, flag == b"\x88", made)
-        puts = {
-            key_put: pid[2],
-            pid_put: pid,
-            shape_put: dims,
-            stride_put: steps,
-            hooks_put: made,
-            args_put: args,
-        }
-        # ckptconv itself puts none of them
-        return {put: value for put, value in puts.items() if put is not None}
-
-
-def _integer(raw: bytes) -> int:
-    return raw[1] if raw[0] == 0x4B else int.from_bytes(raw[1:], "little", signed=raw[0] == 0x4A)
-
-
-def _int_run(raw: bytes) -> tuple[int, ...]:
-    """The tuple that a run of integer opcodes and a TUPLE opcode make; kept, for shapes repeat."""
-    if len(_INT_RUNS) > 1 << 14:
-        _INT_RUNS.clear()
-    values, pos = [], int(raw[0] == 0x28)
-    while pos < len(raw) - 1:
-        width = _WIDTHS[raw[pos]]
-        values.append(_integer(raw[pos : pos + width]))
-        pos += width
-    return _INT_RUNS.setdefault(raw, tuple(values))
-
-
-_WIDTHS = {0x4B: 2, 0x4D: 3, 0x4A: 5}
-_MEMO_KEYS = tuple(index.to_bytes(4, "little") for index in range(256))
 
 
 def _encoded(args: tuple[Node, ...]) -> Node:

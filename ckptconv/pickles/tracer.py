@@ -10,77 +10,32 @@ bytes that it holds only where they lie, so that one of any size takes little me
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 from collections.abc import Callable, Sized
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any
 
-from ckptconv.io.source import CHUNK, Source
+from ckptconv.io.source import Source
+from ckptconv.pickles.byte_window import (
+    LONGEST_NAME,
+    Broken,
+    ByteWindow,
+    Cut,
+    Form,
+    Held,
+    text_of,
+)
+from ckptconv.pickles.traces import Alarm, Made, Named, Trace, Use
+from ckptconv.pickles.watched import (
+    ATTRIBUTES,
+    BYTES_CLASSES,
+    CALLERS,
+    CHANGERS,
+    ENCODE,
+    NESTED_LOADERS,
+    WATCHED,
+    rebuilds,
+)
 from ckptconv.support.limits import in_force
-
-
-class Named(NamedTuple):
-    """A global that a stream names, `module` and `name` as they stand in it."""
-
-    module: str
-    name: str
-
-
-class Made(NamedTuple):
-    """What a call of a global gives, and what a call of that gives in turn."""
-
-    func: Named
-
-
-class Alarm(NamedTuple):
-    """Something in a stream that no writer of checkpoints does: `reason`, and the byte where.
-
-    One that is `by_chance` stands in one of ten thousand small arrays too, when they are read as
-    pickles.
-    """
-
-    reason: str
-    at: int
-    by_chance: bool = False
-
-
-Use: TypeAlias = Literal["changed", "called", "looked up", "handed on"]
-Form: TypeAlias = Literal["bytes", "utf-8", "raw-unicode-escape", "quoted", "quoted-utf-8"]
-
-
-class Held(NamedTuple):
-    """Bytes or a long text that a stream holds: the first byte, how many there are, and how they
-    stand for others.
-    """
-
-    offset: int
-    nbytes: int
-    form: Form = "bytes"
-
-
-@dataclass(slots=True)
-class Trace:
-    """What a stream says: the globals that it names (and the byte where first), bytes in it, and
-    what is odd about it.
-
-    `uses` are what was done with globals, and the byte where first: what a call gave was
-    ``changed``, by items or a state, or ``called``; a function of attributes ``looked up`` what is
-    among the `names`, or was ``handed on``. Bytes are numbered as those of the source are.
-    `constants` are what may be a stream itself, or where it lies, for `held_bytes`. `end` is the
-    byte behind its STOP; where it has none, `broken` says why, `cut` is True where the source just
-    ended, and `stopped` where a limit was met. `followed` counts the bytes that were looked at.
-    """
-
-    names: dict[Named, int] = field(default_factory=dict)
-    constants: list[Held | bytes] = field(default_factory=list)
-    alarms: list[Alarm] = field(default_factory=list)
-    uses: dict[tuple[Use, Named], int] = field(default_factory=dict)
-    end: int = 0
-    followed: int = 0
-    broken: str | None = None
-    cut: bool = False
-    stopped: bool = False
 
 
 def trace_pickle(source: Source, start: int = 0) -> Trace:
@@ -88,12 +43,12 @@ def trace_pickle(source: Source, start: int = 0) -> Trace:
     tracer = _Tracer(source, start)
     try:
         tracer.run()
-    except _Cut:
+    except Cut:
         tracer.trace.broken, tracer.trace.cut = "is cut off", True
     except _TooMany as error:
         tracer.trace.broken, tracer.trace.stopped = str(error), True
-    except (_Broken, IndexError, KeyError, ValueError, UnicodeError, OverflowError) as error:
-        tracer.trace.broken = str(error) if type(error) is _Broken else "takes what does not exist"
+    except (Broken, IndexError, KeyError, ValueError, UnicodeError, OverflowError) as error:
+        tracer.trace.broken = str(error) if type(error) is Broken else "takes what does not exist"
     tracer.trace.followed = tracer.followed
     return tracer.trace
 
@@ -105,33 +60,14 @@ def held_bytes(source: Source, held: Held) -> bytes:
     Raises `ValueError` where it has none.
     """
     raw = source.read(held.offset, held.nbytes)
-    return raw if held.form == "bytes" else _text(raw, held.form).encode("latin-1")
+    return raw if held.form == "bytes" else text_of(raw, held.form).encode("latin-1")
 
 
 _AS_UTF8: dict[Form, Form] = {"bytes": "utf-8", "quoted": "quoted-utf-8"}
 
 
-def _text(raw: bytes, form: Form) -> str:
-    """What bytes of a stream mean as a text."""
-    if form == "bytes":
-        return raw.decode("latin-1")
-    if form.startswith("quoted"):
-        return codecs.escape_decode(raw.strip()[1:-1])[0].decode(
-            "latin-1" if form == "quoted" else "utf-8"
-        )
-    return raw.decode(form, "surrogatepass" if form == "utf-8" else "strict")
-
-
-class _Cut(Exception):
-    """The stream ends within an opcode, or before its STOP."""
-
-
 class _TooMany(Exception):
     """More values than the limit."""
-
-
-class _Broken(Exception):
-    """An opcode that no unpickler knows."""
 
 
 _MARK = 8
@@ -142,33 +78,19 @@ _STRANGE: Any = object()
 """An object of which nothing is known, not even that the stream made it."""
 
 
-_FIRST_WINDOW = 512
-"""How many bytes are read first; most of what is looked at is not a pickle and breaks in them."""
-_LONGEST_NAME = 4096
-"""Of longer texts only the place is kept: they are arrays, as python 2 and the protocols up to 2
-write them.
-"""
-
-
-_LONGEST_NUMBER = 1 << 20  # bytes of a line of digits and of the blanks around them
 # bytes of a pickle that calls something; what is shorter is not a stream to be looked into
 _SHORTEST = 10
 _MOST_ALARMS = 100  # of one stream; the first one decides
 
 
-class _Tracer:
+class _Tracer(ByteWindow):
     """The stack and the memo of one stream: texts, tuples and globals as they are, `Held` for
     bytes, `Made` for what calls give, and `_OTHER` or `_STRANGE` for the rest.
     """
 
     def __init__(self, source: Source, start: int) -> None:
+        super().__init__(source, start)
         self.trace = Trace()
-        self._source, self._start, self._at = source, start, start
-        self._window, self._base, self._width = b"", start, _FIRST_WINDOW
-        self._passed = 0  # bytes of constants and texts that were not read
-        # bytes behind the last opcode in which the end of a line was looked for in vain
-        self._searched = 0
-        self._frame_end = 0
         self._stack: list[Any] = []
         self._marks: list[list[Any]] = []
         self._under = 0  # values below the last mark, a mark being worth eight
@@ -197,118 +119,14 @@ class _Tracer:
                 self.trace.end = self._at
                 return
             if (step := steps.get(opcode)) is None:
-                raise _Broken(f"holds the unknown opcode 0x{opcode:02x} at byte {self._at - 1}")
+                raise Broken(f"holds the unknown opcode 0x{opcode:02x} at byte {self._at - 1}")
             step(self)
             if len(self._stack) + self._under > most or len(self._memo) > most:
                 raise _TooMany(
                     f"has more than {most} values side by side (--limit scanned_values={2 * most} "
                     "looks further)"
                 )
-        raise _Cut
-
-    @property
-    def followed(self) -> int:
-        """How many bytes were looked at."""
-        return min(self._at, self._source.size) - self._start - self._passed + self._searched
-
-    def _fetch(self, at: int) -> None:
-        """Read a window, which grows the further the stream is followed, from byte `at` on."""
-        self._window = self._source.read(at, min(self._width, self._source.size - at))
-        self._base, self._width = at, min(2 * self._width, CHUNK)
-
-    # Arguments of opcodes.
-
-    def pass_over(self, count: int, form: Form = "bytes") -> Held:
-        """The next `count` bytes, unread."""
-        start = self._at
-        self._at += count
-        if self._frame_end:
-            self._refuse_crossing(start)
-        if self._at > self._source.size:
-            raise _Cut
-        if count > _LONGEST_NAME:
-            self._passed += count - _LONGEST_NAME
-        return Held(start, count, form)
-
-    def take(self, count: int) -> bytes:
-        """The next `count` bytes, which are few."""
-        start = self._at - self._base
-        if start + count > len(self._window) or self._frame_end:
-            held = self.pass_over(count)
-            if start + count > len(self._window):
-                self._width = max(count, self._width)
-                self._fetch(held.offset)
-                start = 0
-        else:
-            self._at += count
-        return self._window[start : start + count]
-
-    def _refuse_crossing(self, start: int) -> None:
-        """Some unpicklers go on behind an argument that leaves its FRAME, others behind the FRAME
-        (cpython gh-154848).
-        """
-        if start < self._frame_end < self._at:
-            self.alarm(
-                "an argument crosses the end of its frame, after which unpicklers continue at "
-                "different places"
-            )
-            self._frame_end = 0
-
-    def frame(self) -> None:
-        """A frame; one that is longer than the source is none for the unpickler that goes on
-        nevertheless.
-        """
-        end = self.number(8) + self._at
-        if self._at < self._frame_end:
-            self.alarm(
-                "a frame begins within another, after which unpicklers continue at different places"
-            )
-        self._frame_end = end if end <= self._source.size else 0
-
-    def number(self, width: int) -> int:
-        return int.from_bytes(self.take(width), "little")
-
-    def line(self, form: Form = "bytes") -> Held:
-        """The bytes up to the next newline, which may be many."""
-        start = self._at
-        found = self._window.find(b"\n", start - self._base)
-        if found < 0 and start != self._base:
-            self._fetch(start)
-            found = self._window.find(b"\n")
-        end = (
-            self._base + found if found >= 0 else self._next_newline(self._base + len(self._window))
-        )
-        self._at = end + 1
-        self._refuse_crossing(start)
-        return Held(start, end - start, form)
-
-    def _next_newline(self, at: int) -> int:
-        """The first newline from byte `at` on, behind the window."""
-        begun = at
-        while at < self._source.size:
-            part = self._source.read(at, min(CHUNK, self._source.size - at))
-            if (found := part.find(b"\n")) >= 0:
-                return at + found
-            at += len(part)
-        self._searched = at - begun
-        raise _Cut
-
-    def short(self, held: Held) -> Any:
-        """The text at a place just passed; the place itself, where it is longer than a name."""
-        if held.nbytes > _LONGEST_NAME:
-            return held
-        index = held.offset - self._base
-        is_near = index <= len(self._window) - held.nbytes
-        raw = self._window[index : index + held.nbytes] if is_near else self._source.read(*held[:2])
-        return _text(raw, held.form)
-
-    def digits(self) -> int:
-        """A number in a line, which unpicklers written in C read up to a NUL."""
-        line = self.line()
-        if line.nbytes > _LONGEST_NUMBER:
-            self.alarm(f"a number is written in more than {_LONGEST_NUMBER} bytes")
-            raise _Broken("has a number that was not read")
-        return int(self._source.read(line.offset, line.nbytes).split(b"\0", 1)[0])
+        raise Cut
 
     # Steps, in the words of pickletools.
 
@@ -354,14 +172,14 @@ class _Tracer:
     def replace(self, count: int, value: Any) -> None:
         """The last `count` values replaced by one."""
         if count > len(self._stack):
-            raise _Broken("takes more from its stack than there is")
+            raise Broken("takes more from its stack than there is")
         if count:
             del self._stack[-count:]
         self.push(value)
 
     def tuple_of(self, count: int) -> None:
         if count > len(self._stack):
-            raise _Broken("takes more from its stack than there is")
+            raise Broken("takes more from its stack than there is")
         self.replace(count, tuple(self.passed_on(self._stack[-count:])))
 
     def container(self) -> None:
@@ -378,7 +196,7 @@ class _Tracer:
     def drop(self, count: int) -> None:
         """The last `count` values put into what is below them."""
         if count >= len(self._stack):
-            raise _Broken("takes more from its stack than there is")
+            raise Broken("takes more from its stack than there is")
         self.passed_on(self._stack[-count:])
         del self._stack[-count:]
         self._refuse_growing(self._stack[-1])
@@ -432,7 +250,7 @@ class _Tracer:
             self._is_guarded |= f"{module}.{name}" in NESTED_LOADERS or found in ATTRIBUTES
             return found
         if {type(module), type(name)} <= {str, Held}:
-            self.alarm(f"a global is named in more than {_LONGEST_NAME} bytes")
+            self.alarm(f"a global is named in more than {LONGEST_NAME} bytes")
         else:
             self.alarm(
                 "the name of a global is computed while the pickle runs, so it is unknown",
@@ -478,7 +296,7 @@ class _Tracer:
             return self._called_result(func)
         if (made := self._made.get(func)) is None:
             path = f"{func.module}.{func.name}"
-            if path in _WATCHED or func in ATTRIBUTES:
+            if path in WATCHED or func in ATTRIBUTES:
                 return self._watched(func, path, args)
             made = self._made[func] = Made(func)
         return made
@@ -487,13 +305,13 @@ class _Tracer:
         """What a function gives whose arguments matter."""
         first = args[0] if args else b""
         if (
-            path == _ENCODE
+            path == ENCODE
             and type(first) in (str, Held)
             and args[1:] in (("latin1",), ("latin-1",))
         ):
             return self.encoded(first)
         is_bytes = type(first) is bytes or (type(first) is Held and first.form == "bytes")
-        if path in _BYTES_CLASSES and len(args) < 2 and is_bytes:
+        if path in BYTES_CLASSES and len(args) < 2 and is_bytes:
             return first
         if path in NESTED_LOADERS and type(first) not in (bytes, str, Held):
             self.alarm(
@@ -502,10 +320,10 @@ class _Tracer:
             )
         if func in ATTRIBUTES:
             return self._attribute(func, args)
-        if path in _CHANGERS and not _rebuilds(first):
+        if path in CHANGERS and not rebuilds(first):
             self.alarm(f"{path} is made to call something that does not rebuild a tensor")
-        if path in _CALLERS:
-            return self._called_by(first, changes=path in _CHANGERS)
+        if path in CALLERS:
+            return self._called_by(first, changes=path in CHANGERS)
         return Made(func)
 
     def _called_result(self, func: Any) -> Any:
@@ -573,40 +391,6 @@ class _Tracer:
         self.alarm(what, by_chance=True)
         self.push(_OTHER)
 
-
-def _rebuilds(func: Any) -> bool:
-    """Whether a global rebuilds a tensor itself, as those of torch._utils do: nothing else is what
-    they are given to call.
-    """
-    if type(func) is not Named or f"{func.module}.{func.name}" in _CHANGERS:
-        return False
-    return func.name.rpartition(".")[2].startswith("_rebuild")
-
-
-NESTED_LOADERS = frozenset(("torch.storage._load_from_bytes",))
-"""Functions of checkpoints that load a stream within the stream."""
-ATTRIBUTES = frozenset(Named(module, "getattr") for module in ("builtins", "__builtin__"))
-"""What protocols up to 3 name methods by: a call of it with a global and a text is but another
-name.
-"""
-_CHANGERS = frozenset(
-    f"{module}.{name}"
-    for module in ("torch._tensor", "torch.tensor")
-    for name in ("_rebuild_from_type", "_rebuild_from_type_v2")
-)
-"""Functions of checkpoints that call their first argument and set attributes of what it gives."""
-_CALLERS = _CHANGERS | frozenset(
-    f"{module}.{name}"
-    for module in ("copyreg", "copy_reg")
-    for name in ("_reconstructor", "__newobj__", "__newobj_ex__")
-)
-"""Functions of checkpoints whose first argument is called, or is the class of what they make."""
-_BYTES_CLASSES = frozenset(
-    f"{module}.{name}" for module in ("builtins", "__builtin__") for name in ("bytes", "bytearray")
-)
-_ENCODE = "_codecs.encode"
-_WATCHED = _CALLERS | _BYTES_CLASSES | NESTED_LOADERS | {_ENCODE}
-"""Functions of which it matters what they are given."""
 
 _Step = Callable[[_Tracer], Any]
 

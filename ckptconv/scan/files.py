@@ -17,7 +17,9 @@ from ckptconv.formats.registry import open_file
 from ckptconv.io.local import place_of
 from ckptconv.io.source import CHUNK, RangeSource, Source, WrappedSource
 from ckptconv.objects.threats import LEVELS, Level
-from ckptconv.scan.scanner import Finding, Room, Scanner
+from ckptconv.scan.findings import Finding
+from ckptconv.scan.inflating import Room
+from ckptconv.scan.scanner import Scanner
 from ckptconv.support.choices import refuse_no_path, spelling_checked
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.support.gc_pause import collector_paused

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ckptconv.scan.files import Finding, Scan, ScannedFile
-from ckptconv.scan.scanner import is_inert
+from ckptconv.scan.heads import is_inert
 from ckptconv.support.errors import printable
 from ckptconv.support.rows import Row
 from ckptconv.support.text import count_text

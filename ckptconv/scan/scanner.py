@@ -14,50 +14,31 @@ import binascii
 import contextlib
 import json
 import re
-import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 
-from ckptconv.formats.joined_archives import joined_archives
 from ckptconv.formats.safetensors import is_safetensors
 from ckptconv.formats.strangers import STRANGERS
 from ckptconv.formats.torch_tar import is_tar
-from ckptconv.formats.zip_archive import Record, is_zip, read_directory
-from ckptconv.io.source import CHUNK, MemorySource, RangeSource, Source
-from ckptconv.objects.threats import Level, Verdict, gives_what_was_there, judge
-from ckptconv.pickles.tracer import (
-    ATTRIBUTES,
-    NESTED_LOADERS,
-    Held,
-    Named,
-    Trace,
-    held_bytes,
-    trace_pickle,
+from ckptconv.formats.zip_archive import is_zip
+from ckptconv.io.source import MemorySource, Source
+from ckptconv.scan.archives import ArchiveScanner
+from ckptconv.scan.findings import Finding
+from ckptconv.scan.heads import (
+    LZMA,
+    is_tar_header,
+    is_zlib,
+    may_be_json,
+    numpy_end,
+    text_kind,
 )
 from ckptconv.scan.script_code import (
     FLATBUFFER,
-    Called,
-    judged_bytecode,
-    judged_code,
-    judged_flatbuffer,
-    old_code_records,
-    script_records,
 )
-from ckptconv.support.errors import CheckpointError
 from ckptconv.support.limits import in_force
 from ckptconv.support.text import count_text
 
-_HEAD = 512  # bytes of a deflated record by which it is seen whether to inflate it
-_BEGINS = re.compile(rb"\x80[\0-\5]").match
-_LIKELY = re.compile(rb"\x80[\0-\5]|[ci][A-Za-z_][\w.]{0,100}\n[A-Za-z_][\w.]{0,100}\n|PK\x03\x04")
 _TAIL = 22 + 0xFFFF  # bytes in which the end record of a zip archive lies
-_STORAGE = re.compile(r"(?:^|/)data/\d+$").search  # the names of torch's storages
-_BLOCK = 512  # bytes of a tar header, and of what the parts of a tar file are multiples of
-_LOOK = 64  # bytes for which a look in vain counts at least
-# the older container of lzma, which has no magic of its own
-_LZMA = re.compile(rb"\x5d\0\0..\xff{8}", re.DOTALL).match
-_NUMPY = b"\x93NUMPY"
 _SERIALIZED = re.compile(
     rb'"%s"\s*:\s*("[^"\\]*(?:\\.[^"\\]*)*")'
     % b"".join(rb"(?:%c|\\u00(?i:%02x))" % (byte, byte) for byte in b":serialized:"),
@@ -70,93 +51,8 @@ Any character of a JSON text may be escaped, and `base64.b64decode` passes over 
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that a pickle of a file names or does.
-
-    `where` is the record, and the stream within it, in which it stands; `name` the global as the
-    pickle has it (empty where there is none), `at` the byte of the stream.
-    """
-
-    where: str
-    name: str
-    level: Level
-    reason: str
-    at: int
-
-
-@dataclass(slots=True)
-class Room:
-    """How much more work a file of `size` bytes may make: what it has inflated to, and what was
-    followed for nothing.
-
-    Records of a broken archive may lie in each other, and pickles may seem to begin anywhere: of a
-    small file that is made to, each look would take as long as the last.
-    """
-
-    size: int
-    inflated: int = 0
-    inflated_pickles: int = 0
-    followed: int = 0
-    is_used_up: bool = False
-
-    def inflate(
-        self, source: Source, offset: int, stored: int, *, pickle: bool
-    ) -> tuple[bytes, bool]:
-        """What a deflated run of `stored` bytes inflates to, as far as there is room; and whether
-        that is not all.
-        """
-        most = in_force()
-        free = most.pickle_free if pickle else most.inflated_free
-        left = max(free, most.pickle_ratio * self.size) - (
-            self.inflated_pickles if pickle else self.inflated
-        )
-        limit = min(most.pickle_bytes, max(free, most.pickle_ratio * stored), left)
-        found = _inflated(source, offset, stored, limit) if limit > 0 else b""
-        if pickle:
-            self.inflated_pickles += len(found)
-        else:
-            self.inflated += len(found)
-        return found, len(found) >= limit
-
-    @property
-    def is_searched(self) -> bool:
-        """Whether so much was followed for nothing that the search ends."""
-        return self.followed > max(in_force().scanned_in_vain, self.size // _PART_IN_VAIN)
-
-
-_PART_IN_VAIN = 64  # random bytes that seem to be a pickle break after a few
-
-
-_SCRIPT_RECORD = re.compile(rb"constants\.pkl|bytecode\.pkl|model\.json", re.IGNORECASE).search
-_DIRECTORY_END = b"PK\5\6"
-
-
-def _may_be_script(source: Source) -> bool:
-    """Whether an archive whose directory is not followed here has the names of TorchScript, and an
-    end that torch may find.
-
-    Names are compared as miniz does, without case. A file without an end, cut off while it was
-    copied, torch does not open.
-    """
-    names = ends = False
-    start = source.data_from(0)
-    while start < source.size and not (names and ends):
-        window = source.read(start, min(CHUNK + 16, source.size - start))
-        names = names or _SCRIPT_RECORD(window) is not None
-        ends = ends or _DIRECTORY_END in window
-        start = source.data_from(start + CHUNK)
-    return names and ends
-
-
-class Scanner:
+class Scanner(ArchiveScanner):
     """What has been found in one file so far."""
-
-    def __init__(self, room: Room) -> None:
-        self.findings: list[Finding] = []
-        self.pickles = 0
-        self._counted: set[tuple[str, int]] = set()
-        self._room = room
 
     def scan(self, source: Source, where: str, depth: int, *, array: bool = False) -> str:
         """Look into a source for whatever it is; says what that is.
@@ -174,12 +70,12 @@ class Scanner:
         head = source.read(0, min(512, source.size))
         if is_zip(head):
             return self._zip(source, where, depth)
-        if is_tar(head) or _is_tar_header(head):
+        if is_tar(head) or is_tar_header(head):
             self._tar(source, where, depth)
             return "tar"
         if head[4:8] == FLATBUFFER:
             self._flatbuffer(source, where)
-        count = self._pickles(source, _numpy_end(head), where, depth, array=array)
+        count = self._pickles(source, numpy_end(head), where, depth, array=array)
         if not depth and b"PK\5\6" in source.read(
             max(0, source.size - _TAIL), min(_TAIL, source.size)
         ):
@@ -192,7 +88,7 @@ class Scanner:
     def _no_pickle(self, source: Source, head: bytes, where: str, depth: int) -> str:
         if is_safetensors(head):
             return "safetensors"
-        if _may_be_json(head):
+        if may_be_json(head):
             self._json(source, where, depth)
         packed = next(
             (
@@ -204,13 +100,13 @@ class Scanner:
         )
         if packed is not None:
             self._odd(where, f"{packed.what}: what is in it was not looked at")
-        elif _is_zlib(head) or _LZMA(head):
+        elif is_zlib(head) or LZMA(head):
             self._odd(
                 where,
                 "looks compressed by zlib or lzma, as joblib does it: what is in it was not "
                 "looked at",
             )
-        return _text_kind(head) or "no pickle"
+        return text_kind(head) or "no pickle"
 
     def _json(self, source: Source, where: str, depth: int) -> None:
         """Look into the pickles in a text of stable-baselines3; functions in them are byte code, of
@@ -242,325 +138,6 @@ class Scanner:
         self.pickles += inner.pickles
         self.findings += [_as_function(finding) for finding in inner.findings]
 
-    def _odd(self, where: str, reason: str, at: int = 0) -> None:
-        self.findings.append(Finding(where, "", "unknown", reason, at))
-
-    def _more_pickles(self, where: str, how: str, at: int = 0) -> None:
-        most = in_force().scanned_pickles
-        what = f"more than {most} pickles {how}; the rest was not looked at"
-        self._odd(where, f"{what} (--limit scanned_pickles={2 * most} looks further)", at)
-
-    # ------------------------------------------------------------------------------------- archives
-
-    def _zip(self, source: Source, where: str, depth: int) -> str:
-        try:
-            records = read_directory(source)
-        except CheckpointError as error:
-            if len(parts := joined_archives(source)) > 1:
-                for start, size in parts:
-                    self.scan(
-                        RangeSource(source, start, size),
-                        f"{where}/byte {start}".strip("/"),
-                        depth + 1,
-                    )
-                return f"{len(parts)} zips"
-            self._odd(
-                where,
-                f"its directory was not followed ({error.what}); what is stored or deflated in it "
-                "was searched",
-            )
-            if _may_be_script(source):
-                what = (
-                    "seems to be a TorchScript archive; torch may use its directory and run code "
-                    "that was not judged"
-                )
-                self.findings.append(Finding(where, "", "dangerous", what, 0))
-            self._sweep(source, where, depth)
-            return "zip without a usable directory"
-        for name, record in records.items():
-            inside = f"{where}/{name}" if where else name
-            if record.deflated:
-                self._deflated(source, record.offset, record.stored, inside, depth)
-            else:
-                array = _STORAGE(name) is not None
-                self.scan(
-                    RangeSource(source, record.offset, record.size), inside, depth + 1, array=array
-                )
-        self._scripts(source, records, where)
-        return "zip"
-
-    def _scripts(self, source: Source, records: dict[str, Record], where: str) -> None:
-        """Judge the code of a TorchScript archive, and the bytecode of one for mobiles."""
-        for name in (found := script_records(records)):
-            inside = f"{where}/{name}".strip("/")
-            text = self._whole(source, records[name], inside)
-            if found[name] != "model":
-                self._note_called(
-                    inside,
-                    judged_bytecode(text) if found[name] == "bytecode" else judged_code(text),
-                )
-                continue
-            try:
-                keys = old_code_records(text, name, records, source.path)
-            except CheckpointError as error:
-                self._odd(inside, f"{error.what}, so which records are code is not known")
-                continue
-            for key in keys:
-                code = f"{where}/{key}".strip("/")
-                self._note_called(code, judged_code(self._whole(source, records[key], code)))
-
-    def _flatbuffer(self, source: Source, where: str) -> None:
-        most = in_force().text_bytes
-        self._odd(
-            where,
-            "is a flatbuffer module for mobile devices; of its code, only what is known to be "
-            "dangerous is reported",
-        )
-        self._note_called(where, judged_flatbuffer(source.read(0, min(source.size, most))))
-        if source.size > most:
-            self._odd(
-                where,
-                f"is a flatbuffer of more than {most} bytes; the rest was not looked at",
-                most,
-            )
-
-    def _note_called(self, where: str, called: list[Called]) -> None:
-        self.findings += [Finding(where, name, *verdict, at) for name, verdict, at in called]
-
-    def _whole(self, source: Source, record: Record, where: str) -> bytes:
-        """The bytes of a record, as far as the limit of texts goes."""
-        most = in_force().text_bytes
-        if record.deflated:
-            found, cut = self._room.inflate(source, record.offset, record.stored, pickle=False)
-        else:
-            found, cut = source.read(record.offset, min(record.size, most)), record.size > most
-        if cut:
-            self._odd(
-                where,
-                f"is code of more than {len(found)} bytes; the rest was not looked at",
-                len(found),
-            )
-        return found
-
-    def _tar(self, source: Source, where: str, depth: int) -> None:
-        """Look into the members of a tar file, wherever a header of one lies, and sweep it for what
-        a pattern tells.
-        """
-        self._pickles(source, 0, where, depth)
-        start = source.data_from(0)
-        while start < source.size:
-            start &= -_BLOCK
-            window = source.read(start, min(CHUNK, source.size - start))
-            for at in range(0, len(window), _BLOCK):
-                if _is_tar_header(window[at : at + _BLOCK]):
-                    self._pickles(source, start + at + _BLOCK, where, depth)
-            start = source.data_from(start + CHUNK)
-        self._sweep(source, where, depth)
-
-    def _deflated(self, source: Source, offset: int, stored: int, where: str, depth: int) -> None:
-        """Look into a deflated record; one that does not begin as anything that is looked into is
-        not inflated.
-        """
-        head = _inflated(source, offset, stored, _HEAD)
-        trace = trace_pickle(MemorySource(head, source.path), _numpy_end(head))
-        is_followed = trace.end or trace.cut or trace.stopped or trace.names or trace.alarms
-        if not (is_followed or is_zip(head) or is_tar(head) or _may_be_json(head)):
-            self._room.followed += _LOOK
-            return
-        is_pickle = not (is_zip(head) or is_tar(head) or _may_be_json(head))
-        inflated, cut = self._room.inflate(source, offset, stored, pickle=is_pickle)
-        if inflated:
-            self.scan(
-                MemorySource(inflated, source.path),
-                where,
-                depth + 1,
-                array=_STORAGE(where) is not None,
-            )
-        if cut and (inflated or not self._room.is_used_up):
-            more = f"--limit pickle_ratio={2 * in_force().pickle_ratio} looks further"
-            self._odd(
-                where,
-                f"inflates to more than {len(inflated)} bytes; the rest was not looked at ({more})",
-            )
-        self._room.is_used_up |= not inflated
-
-    def _sweep(self, source: Source, where: str, depth: int) -> None:
-        """Look at every place of a source where a pickle, or a record of an archive, may begin."""
-        done = 0
-        start = source.data_from(0)
-        while start < source.size:
-            window = source.read(start, min(CHUNK + 512, source.size - start))
-            for found in _LIKELY.finditer(window):
-                at = start + found.start()
-                if at < done or found.start() >= CHUNK:
-                    continue
-                if self._room.is_searched:
-                    more = f"--limit scanned_in_vain={2 * self._room.followed} looks further"
-                    what = (
-                        "holds too many places where a pickle seems to start; the rest was not "
-                        "looked at"
-                    )
-                    self._odd(where, f"{what} ({more})", at)
-                    return
-                look = self._local_record if found[0][:2] == b"PK" else self._uncertain
-                done = max(done, look(source, at, where, depth))
-            start = source.data_from(start + CHUNK)
-
-    def _uncertain(self, source: Source, at: int, where: str, depth: int) -> int:
-        """Follow what may be a pickle; the byte behind it, or 0 where what lies in it must be
-        looked at too.
-        """
-        self._room.followed += _LOOK
-        return self._pickle(source, at, where, depth, certain=False)
-
-    def _local_record(self, source: Source, at: int, where: str, depth: int) -> int:
-        """Look into a record by its local header alone; the byte behind the pickle in it, or 0."""
-        header = source.read(at, min(30, source.size - at))
-        if len(header) < 30:
-            return 0
-        offset = (
-            at
-            + 30
-            + int.from_bytes(header[26:28], "little")
-            + int.from_bytes(header[28:30], "little")
-        )
-        if offset >= source.size:
-            return 0
-        if header[8:10] == b"\0\0":
-            return self._uncertain(source, offset, where, depth)
-        self._deflated(source, offset, source.size - offset, f"{where}/byte {at}".strip("/"), depth)
-        return 0
-
-    # -------------------------------------------------------------------------------------- pickles
-
-    def _pickles(
-        self, source: Source, start: int, where: str, depth: int, *, array: bool = False
-    ) -> int:
-        """Follow the pickles that lie one behind another; how many there are."""
-        count, at, most = 0, start, in_force().scanned_pickles
-        for _ in range(most):
-            before = self.pickles
-            end = (
-                self._pickle(source, at, where, depth, certain=True, array=array)
-                if at < source.size
-                else 0
-            )
-            count += self.pickles > before
-            if end <= at:
-                return count
-            at = end
-        if at < source.size:
-            self._more_pickles(where, "lie one behind another", at)
-        return count
-
-    def _pickle(
-        self,
-        source: Source,
-        start: int,
-        where: str,
-        depth: int,
-        *,
-        certain: bool,
-        array: bool = False,
-    ) -> int:
-        """Follow the pickle at byte `start`, if it is one; the byte behind it, or 0 where there is
-        none.
-
-        What breaks counts as a pickle where it names something dangerous, or is `certain` to be one
-        by how it begins. In one that is not, another may lie: 0 too.
-        """
-        trace = trace_pickle(source, start)
-        is_passed = certain or not trace.constants
-        self._room.followed += 0 if certain or (trace.end and is_passed) else trace.followed
-        named = self._judged(trace, where)
-        has_proto = _BEGINS(source.read(start, min(2, source.size - start))) is not None
-        is_chance = array and not trace.names
-        alarms = [
-            alarm
-            for alarm in trace.alarms
-            if not is_chance and (trace.names or has_proto or not alarm.by_chance)
-        ]
-        is_bad = bool(alarms) or any(finding.level == "dangerous" for finding in named)
-        is_begun = has_proto and bool(trace.names or trace.cut) and not is_chance
-        is_told = is_bad or (certain and not is_chance and (is_begun or trace.stopped))
-        is_likely = has_proto or bool(trace.names) or trace.end - start > _SHORT
-        if is_told if trace.broken is not None else (is_likely or is_bad):
-            self._count(where, start)
-            self.findings += named
-            if trace.broken is not None:
-                self._odd(where, f"the pickle {trace.broken}; what comes before was judged", start)
-            self.findings += [
-                Finding(where, "", "dangerous", alarm.reason, alarm.at) for alarm in alarms
-            ]
-            self._nested(trace, source, where, depth)
-        return trace.end if is_passed else 0
-
-    def _count(self, where: str, start: int) -> None:
-        """Count a pickle, once however often it is come upon."""
-        if (where, start) not in self._counted:
-            self._counted.add((where, start))
-            self.pickles += 1
-
-    def _judged(self, trace: Trace, where: str) -> list[Finding]:
-        named = [
-            Finding(where, ".".join(name), *_verdict(name, trace), at)
-            for name, at in trace.names.items()
-        ]
-        return named + [
-            Finding(where, ".".join(name), *verdict, at) for name, verdict, at in _misused(trace)
-        ]
-
-    def _nested(self, trace: Trace, source: Source, where: str, depth: int) -> None:
-        """Look into the bytes that a pickle holds: each may be a stream itself."""
-        most = in_force().pickle_bytes
-        array = not any(f"{name.module}.{name.name}" in NESTED_LOADERS for name in trace.names)
-        for number, held in enumerate(trace.constants):
-            inside = f"{where}<bytes {number}>"
-            if isinstance(held, Held) and held.form != "bytes" and held.nbytes > most:
-                self._odd(
-                    inside,
-                    f"a text of {held.nbytes} bytes was not looked at (--limit "
-                    f"pickle_bytes={held.nbytes} does)",
-                )
-            elif (inner := _inner_source(source, held)).size > 1:
-                self.scan(inner, inside, depth + 1, array=array)
-
-
-def _verdict(name: Named, trace: Trace) -> Verdict:
-    if (
-        name in ATTRIBUTES
-        and ("looked up", name) in trace.uses
-        and ("handed on", name) not in trace.uses
-    ):
-        return Verdict("plain", "looks up attributes by their names, which are judged themselves")
-    return judge(*name)
-
-
-def _misused(trace: Trace) -> Iterator[tuple[Named, Verdict, int]]:
-    """Plain globals of which what they gave is changed though it was there before, or is called."""
-    for (use, name), at in trace.uses.items():
-        if use == "changed" and gives_what_was_there(*name):
-            yield (
-                name,
-                Verdict(
-                    "dangerous", "changes items or attributes of an object that exists already"
-                ),
-                at,
-            )
-        elif use == "called" and judge(*name).level == "plain":
-            yield name, Verdict("dangerous", "makes an object that is called in turn"), at
-
-
-def _inner_source(source: Source, held: Held | bytes) -> Source:
-    """The bytes that a pickle in `source` holds; none where a text has no such form."""
-    if isinstance(held, Held) and held.form == "bytes":
-        return RangeSource(source, held.offset, held.nbytes)
-    with contextlib.suppress(ValueError):
-        return MemorySource(
-            held_bytes(source, held) if isinstance(held, Held) else held, source.path
-        )
-    return MemorySource(b"", source.path)
-
 
 def _as_function(finding: Finding) -> Finding:
     """A name of cloudpickle, where it is what writes functions: unknown, for what they do stands in
@@ -571,83 +148,8 @@ def _as_function(finding: Finding) -> Finding:
     return replace(finding, level="unknown", reason="makes functions from byte code in the pickle")
 
 
-def _is_tar_header(block: bytes) -> bool:
-    """Whether a member of a tar file begins so, which `tarfile` knows by the checksum of its header
-    alone.
-
-    That is the sum of the 512 bytes, those of the checksum itself taken as spaces.
-    """
-    field = block[148:156].strip(b" \0")
-    if len(block) < _BLOCK or not field.isdigit() or b"8" in field or b"9" in field:
-        return False
-    return int(field, 8) == sum(block) - sum(block[148:156]) + 8 * 0x20
-
-
-def _may_be_json(head: bytes) -> bool:
-    """Whether a text that begins so may be a JSON object; blanks may stand before it."""
-    return head.lstrip(b" \t\r\n")[:1] in (b"{", b"")
-
-
 def _unescaped(text: bytes) -> bytes:
     """A JSON text in its quotes, as it is meant; as it stands, where it is none."""
     with contextlib.suppress(ValueError):
         return str(json.loads(text, strict=False)).encode(errors="replace")
     return text
-
-
-def _text_kind(head: bytes) -> str | None:
-    """What a file is that begins so and in which no pickle was found; None for what is not text."""
-    if not head:
-        return "empty file"
-    if any(byte < 32 and byte not in b"\t\n\r" for byte in head):
-        return None
-    text = head.lstrip().lower()
-    if text.startswith(b"version https://git-lfs"):
-        return "git-LFS pointer"
-    if text.startswith((b"<!doctype html", b"<html", b"<?xml")):
-        return "web page"
-    return "JSON text" if text[:1] in (b"{", b"[") else "text"
-
-
-_INERT = frozenset(("empty file", "git-LFS pointer", "web page", "JSON text", "text"))
-
-
-def is_inert(kind: str) -> bool:
-    """Whether a file of this kind, without findings, is not a checkpoint: nothing in it can run
-    when it is loaded.
-    """
-    return kind in _INERT
-
-
-def _is_zlib(head: bytes) -> bool:
-    """Whether it begins as a zlib stream (RFC 1950) with a window of 32 KiB, and inflates."""
-    if len(head) < 8 or head[0] != 0x78 or head[1] & 0x20 or int.from_bytes(head[:2], "big") % 31:
-        return False
-    with contextlib.suppress(zlib.error):
-        return bool(zlib.decompressobj().decompress(head, 512))
-    return False
-
-
-_SHORT = 16  # bytes that may be a pickle by chance: a text may begin with "N." or "I1\n."
-
-
-def _numpy_end(head: bytes) -> int:
-    """The byte at which the pickle of a numpy file of objects begins; 0 for any other file."""
-    if not head.startswith(_NUMPY) or len(head) < 12:
-        return 0
-    width = 2 if head[6] == 1 else 4
-    return 8 + width + int.from_bytes(head[8 : 8 + width], "little")
-
-
-def _inflated(source: Source, offset: int, stored: int, limit: int) -> bytes:
-    """At most the first `limit` bytes of a deflated run, as far as it inflates."""
-    inflater = zlib.decompressobj(-15)
-    made = bytearray()
-    with contextlib.suppress(zlib.error):
-        step = min(CHUNK, max(limit, _BLOCK))
-        for start in range(0, stored, step):
-            piece = source.read(offset + start, min(step, stored - start))
-            made += inflater.decompress(piece, limit - len(made))
-            if inflater.eof or len(made) >= limit:
-                break
-    return bytes(made)

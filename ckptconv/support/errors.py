@@ -30,8 +30,8 @@ def printable(text: object, limit: int = _LONGEST_NAME) -> str:
 
 
 ErrorCode = Literal["", "checksum", "cut-off", "compressed", "dangerous"]
-"""What a program asks of an error beyond its class: the bytes differ from their checksum, the end of
-an archive is missing, a whole file is compressed, an object must not be loaded.
+"""What a program asks of an error beyond its class: the bytes differ from their checksum, the end
+of an archive is missing, a whole file is compressed, an object must not be loaded.
 """
 
 

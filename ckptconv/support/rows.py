@@ -1,4 +1,4 @@
-"""Rows of a report: a label, a text, and how much they matter; who shows them chooses the colours."""
+"""Rows of a report: a label, a text, a level; who shows them chooses the colours."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Level = Literal["plain", "heading", "good", "warning", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of a report; `is_command`: its text is to be pasted into a shell, so never broken."""
+    """One line of a report; `is_command`: its text is for a shell, so it is never broken."""
 
     label: str
     text: str

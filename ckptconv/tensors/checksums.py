@@ -1,34 +1,29 @@
-"""The checksums of storages that are copied in parts: put together from the parts, so that nothing
-is read twice for them.
+"""The checksums of storages that are copied in parts, joined from those of the parts.
 
-A zip archive declares the CRC-32 of a whole record, a conversion may copy it in many runs, in any
-order, to several files.
+A zip archive declares the CRC-32 of a whole record. A conversion may copy it in many runs, in any
+order, to several files; nothing is read a second time for the checksum.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
 
 from ckptconv.io.crc import combined_crc, crc32
 from ckptconv.support.errors import MalformedCheckpoint
 from ckptconv.support.progress import Meter
 from ckptconv.tensors.refs import Storage
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, np.dtype[Any]]
-
 
 class Checksums:
-    """What is known of the checksums of storages while a conversion goes on; `finish` it before the
-    output is put in place.
+    """What is known of the checksums of storages while their bytes are read for something else.
 
-    Each method raises `MalformedCheckpoint` when a storage does not have the CRC-32 that its record
-    declares.
+    `finish` it before what was read is relied on. `meter` counts the bytes that are read only for
+    checksums. Each method raises `MalformedCheckpoint` when a storage does not have the CRC-32 that
+    its record declares.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, meter: Meter | None = None) -> None:
+        self._meter = meter
         self._settled: set[int] = set()
         self._copied: dict[int, tuple[Storage, list[tuple[int, int, int]]]] = {}
 
@@ -39,7 +34,7 @@ class Checksums:
         whole = storage.part_of or storage
         if id(whole) not in self._settled:
             self._settled.add(id(whole))
-            check_storage(whole)
+            check_storage(whole, self._meter)
 
     def copied(self, storage: Storage, first: int, nbytes: int, crc: int) -> None:
         """Note that `nbytes` bytes of a storage, from byte `first` of it on, were copied and have
@@ -57,30 +52,37 @@ class Checksums:
             _, runs = self._copied.setdefault(id(whole), (whole, []))
             runs.append((storage.offset + first - whole.offset, nbytes, crc))
 
-    def finish(self) -> None:
-        """Check the storages of which parts were copied; of these, what was not copied is read."""
+    def finish(self, others: Iterable[Storage] = ()) -> None:
+        """Check the storages of which parts were copied; of these, what was not copied is read.
+
+        Of `others`, those that are not checked yet are read.
+        """
         for whole, runs in self._copied.values():
             if id(whole) not in self._settled:
                 self._settled.add(id(whole))
-                refuse_crc(whole, _joined(whole, sorted(runs)))
+                refuse_crc(whole, self._joined(whole, sorted(runs)))
+        for storage in others:
+            self.read(storage)
 
+    def _joined(self, whole: Storage, runs: list[tuple[int, int, int]]) -> int:
+        """The CRC-32 of a storage from those of runs of it, in order.
 
-def _joined(whole: Storage, runs: list[tuple[int, int, int]]) -> int:
-    """The CRC-32 of a storage from those of runs of it, in order; gaps are read, and runs that
-    overlap others as well.
-    """
-    crc = at = 0
-    for first, nbytes, found in runs:
-        if first >= at and nbytes:
-            crc = combined_crc(_read_on(whole, at, first, crc), found, nbytes)
-            at = first + nbytes
-    return _read_on(whole, at, whole.nbytes, crc)
+        The CRC-32 of two runs one after the other follows from that of each and the length of the
+        second. Gaps are read, and so are runs that overlap others.
+        """
+        crc = at = 0
+        for first, nbytes, run_crc in runs:
+            if first >= at and nbytes:
+                crc = combined_crc(self._read_on(whole, at, first, crc), run_crc, nbytes)
+                at = first + nbytes
+        return self._read_on(whole, at, whole.nbytes, crc)
 
-
-def _read_on(whole: Storage, start: int, stop: int, crc: int) -> int:
-    for view in whole.source.stream([(whole.offset + start, stop - start)]):
-        crc = crc32(view, crc)
-    return crc
+    def _read_on(self, whole: Storage, start: int, stop: int, crc: int) -> int:
+        for view in whole.source.stream([(whole.offset + start, stop - start)]):
+            crc = crc32(view, crc)
+            if self._meter is not None:
+                self._meter.add(len(view))
+        return crc
 
 
 def check_storage(storage: Storage, meter: Meter | None = None) -> None:

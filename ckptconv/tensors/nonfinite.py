@@ -1,4 +1,4 @@
-"""How many values of a tensor are NaN or infinite, told by their bits, in a stream.
+"""How many values of a tensor are NaN or infinite, told by their bits.
 
 Which bits these are follows from each format: IEEE 754 for 16, 32 and 64 bits,
 torch/headeronly/util/Float8_*.h for 8.
@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptconv.support.progress import Meter
+from ckptconv.tensors.dtypes import DType
+from ckptconv.tensors.fold import fold
 from ckptconv.tensors.refs import TensorRef
-from ckptconv.tensors.stream import iter_chunks
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,17 +20,16 @@ if TYPE_CHECKING:
 
 
 class NonFinite(NamedTuple):
-    """Elements that are NaN, and elements that are infinite (a complex one counts by its worse
-    part).
-    """
+    """Elements that are NaN, and that are infinite (a complex one counts by its worse part)."""
 
     nan: int
     infinite: int
 
 
 class _Bits(NamedTuple):
-    """A code above `infinity`, without its sign (`magnitude` masks it), is NaN; `infinity` itself
-    is infinite, or finite.
+    """Without its sign (`magnitude` masks it), a code above `infinity` is NaN.
+
+    The code `infinity` itself is infinite, or the largest finite value.
     """
 
     magnitude: int
@@ -51,29 +51,42 @@ _OTHERS = {
 _ONE_NAN = {"float8_e4m3fnuz": 0x80, "float8_e5m2fnuz": 0x80}
 
 
-def count_nonfinite(ref: TensorRef, meter: Meter | None = None) -> NonFinite:
-    """Read a tensor once and count; (0, 0) for types that have only finite values. Memory is
-    bounded by a few chunks.
+class NonFiniteCounter:
+    """A folder that counts the values of `dtype` that are not finite, as `nonfinite`."""
 
-    `meter` counts the bytes that are read.
-    """
-    import numpy as np
+    def __init__(self, dtype: DType) -> None:
+        self.nonfinite = NonFinite(0, 0)
+        self._dtype = dtype
 
-    nan = infinite = 0
-    if ref.dtype.kind not in ("float", "complex"):
-        return NonFinite(0, 0)
-    for chunk in iter_chunks(ref):
-        if meter is not None:
-            meter.add(len(chunk))
-        words = np.frombuffer(chunk, dtype=f"<u{ref.dtype.word}")
-        is_nan, is_infinite = _told(words, ref.dtype.name)
-        if ref.dtype.kind == "complex":
-            is_nan, is_infinite = (
-                part.reshape(-1, 2).any(axis=1) for part in (is_nan, is_infinite)
-            )
+    def update(self, chunk: memoryview) -> None:
+        import numpy as np
+
+        words = np.frombuffer(chunk, dtype=f"<u{self._dtype.word}")
+        is_nan, is_infinite = _told(words, self._dtype.name)
+        if self._dtype.kind == "complex":
+            is_nan = is_nan.reshape(-1, 2).any(axis=1)
+            is_infinite = is_infinite.reshape(-1, 2).any(axis=1)
+        nan, infinite = self.nonfinite
         nan += int(np.count_nonzero(is_nan))
         infinite += int(np.count_nonzero(is_infinite & ~is_nan))
-    return NonFinite(nan, infinite)
+        self.nonfinite = NonFinite(nan, infinite)
+
+
+def nonfinite_counters(ref: TensorRef) -> tuple[NonFiniteCounter, ...]:
+    """The counter for a tensor's values; none if its type has only finite values."""
+    return (NonFiniteCounter(ref.dtype),) if ref.dtype.kind in ("float", "complex") else ()
+
+
+def count_nonfinite(ref: TensorRef, meter: Meter | None = None) -> NonFinite:
+    """Read a tensor once and count; (0, 0) for types that have only finite values.
+
+    Memory is bounded by a few chunks. `meter` counts the bytes that are read.
+    """
+    counters = nonfinite_counters(ref)
+    if not counters:
+        return NonFinite(0, 0)
+    fold(ref, *counters, meter=meter)
+    return counters[0].nonfinite
 
 
 def _told(words: Words, name: str) -> tuple[Any, Any]:

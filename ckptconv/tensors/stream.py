@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from ckptconv.io.source import CHUNK
 from ckptconv.tensors.casting import cast
 from ckptconv.tensors.dtypes import DType
+from ckptconv.tensors.refs import Piece, Shape, Storage, TensorRef, contiguous_stride, is_contiguous
 
 if TYPE_CHECKING:
     import numpy as np
 
     Array = np.ndarray[Any, np.dtype[Any]]
-from ckptconv.tensors.refs import Piece, Shape, Storage, TensorRef, contiguous_stride, is_contiguous
 
 # --------------------------------------------------------------------------------- streaming values
 

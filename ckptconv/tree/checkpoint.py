@@ -56,14 +56,13 @@ class Checkpoint:
     """An open checkpoint: a tree whose tensors (`TensorRef`) are still in the file.
 
     `container` is what it lies in, and `format` what that is called: ``torch zip``, ``torch
-    legacy``, ``safetensors``, ``memory``, …; `metadata` are a safetensors file's own strings; `notes` tell what was odd about
-    the file without being wrong; `modules` counts the whole modules in whose places their state
-    dicts stand, `module_classes` are their classes, `module_strays` are what these do not hold,
-    `module_parts` what they hold in another form; `facts` are what a torch file holds besides its
-    tree; `limits` are those under which it was opened; `index_metadata` is what the index of shards
-    says besides their total size;
-    `files` are the shards of an index, each as it was opened. Use it as a context manager, or
-    `close()` it.
+    legacy``, ``safetensors``, ``memory``, …; `metadata` are a safetensors file's own strings;
+    `notes` tell what was odd about the file without being wrong; `modules` counts the whole modules
+    in whose places their state dicts stand, `module_classes` are their classes, `module_strays` are
+    what these do not hold, `module_parts` what they hold in another form; `facts` are what a torch
+    file holds besides its tree; `limits` are those under which it was opened; `index_metadata` is
+    what the index of shards says besides their total size; `files` are the shards of an index, each
+    as it was opened. Use it as a context manager, or `close()` it.
     """
 
     path: Path

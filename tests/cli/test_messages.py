@@ -305,7 +305,7 @@ def test_each_error_of_the_system_has_its_own_words(number, words, room, monkeyp
     def fail(*_: Any) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(outputs, "_write_all", fail)
+    monkeypatch.setattr(outputs.FileSink, "write", fail)
     with pytest.raises(CheckpointError, match="cannot be written") as caught:
         convert_checkpoint(room / "a.pt", room / "out.pt")
     assert words in str(caught.value)

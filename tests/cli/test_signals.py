@@ -39,16 +39,17 @@ for name in ("SIGINT", "SIGTERM", "SIGINT"):
 
 TOO_LATE = """
 import signal
-import ckptconv.cli.main as cli
-shown = cli.print_summary
+import ckptconv.cli.converting as converting
+from ckptconv.cli.main import main
+shown = converting.print_summary
 def swallowing(*given):
     try:
         signal.raise_signal(signal.{name})
     except BaseException:
         pass
     shown(*given)
-cli.print_summary = swallowing
-cli.main()
+converting.print_summary = swallowing
+main()
 """
 
 

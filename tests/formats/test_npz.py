@@ -1,4 +1,4 @@
-"""numpy archives as checkpoints: what numpy writes is read as numpy reads it, and nothing else is."""
+"""numpy archives: what numpy writes is read as numpy reads it, and nothing else is."""
 
 from __future__ import annotations
 

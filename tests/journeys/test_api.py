@@ -511,7 +511,7 @@ def test_options_and_convert_checkpoint_take_the_same_words():
 
 
 def test_the_words_are_those_of_the_command_line():
-    from ckptconv.cli.main import convert
+    from ckptconv.cli.converting import convert
 
     shown = {
         name.lstrip("-").replace("-", "_")

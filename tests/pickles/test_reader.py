@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from ckptconv.io.source import MemorySource
+from ckptconv.pickles import memo
 from ckptconv.pickles import reader as unpickling
 from ckptconv.pickles.extents import read_pickles
-from ckptconv.pickles.nodes import Call, Dict, Global, PersistentId, mapping_pairs
+from ckptconv.pickles.nodes import ABSENT, Call, Dict, Global, PersistentId, mapping_pairs
 from ckptconv.pickles.reader import read_pickle
 from ckptconv.pickles.writer import write_pickle
 from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint
@@ -35,7 +36,7 @@ def plain(node):
         return {
             "call": [
                 *rest,
-                plain(node.state) if node.state is not unpickling.ABSENT else "no state",
+                plain(node.state) if node.state is not ABSENT else "no state",
             ]
         }
     if isinstance(node, Global):
@@ -60,7 +61,7 @@ def torch_pickle(value, legacy: bool = False) -> bytes:
 def slow(monkeypatch):
     def without_runs(stream, **given):
         with monkeypatch.context() as patch:
-            patch.setattr(unpickling, "_TENSOR_RUN", lambda *_: None)
+            patch.setattr(unpickling, "TENSOR_RUN", lambda *_: None)
             return read_pickle(stream, **given)
 
     return without_runs
@@ -79,7 +80,7 @@ def test_tensor_runs_read_as_the_opcodes_one_by_one(legacy, slow):
     stream = torch_pickle(
         {"a": TENSORS, "b": list(TENSORS.values()), "p": torch.nn.Parameter(torch.ones(3))}, legacy
     )
-    matched = sum(1 for _ in unpickling._TENSOR_RUN.__self__.finditer(stream))
+    matched = sum(1 for _ in unpickling.TENSOR_RUN.__self__.finditer(stream))
     assert matched > 100, "the quick way was not taken, so nothing was compared"
     assert plain(read_pickle(stream)) == plain(slow(stream))
 
@@ -87,7 +88,7 @@ def test_tensor_runs_read_as_the_opcodes_one_by_one(legacy, slow):
 @pytest.mark.parametrize("legacy", [False, True])
 def test_values_that_a_run_has_put_can_be_fetched(legacy, slow):
     stream = torch_pickle([torch.zeros(5) for _ in range(60)], legacy)
-    run = list(unpickling._TENSOR_RUN.__self__.finditer(stream))[-1]
+    run = list(unpickling.TENSOR_RUN.__self__.finditer(stream))[-1]
     puts = [run[group] for group in (5, 9, 12, 14, 17, 18)]
     # a list that fetches the last run's six values by hand, behind the tensors
     fetches = b"".join(b"j" + put for put in puts)
@@ -114,11 +115,11 @@ def test_dicts_keep_order_and_shared_objects_stay_one(protocol):
 
 
 @pytest.mark.parametrize("protocol", [2, 4, 5])
-@pytest.mark.parametrize("kept", [unpickling._REMEMBERED, 300])
+@pytest.mark.parametrize("kept", [memo._REMEMBERED, 300])
 def test_what_was_put_long_ago_is_fetched_however_many_values_were_put_since(
     protocol, kept, monkeypatch
 ):
-    monkeypatch.setattr(unpickling, "_REMEMBERED", kept)
+    monkeypatch.setattr(memo, "_REMEMBERED", kept)
     monkeypatch.setattr(unpickling, "_LOOK", 1 << 12)
     chance = random.Random(protocol)
     known = [[index] for index in range(30_000)]

@@ -653,8 +653,8 @@ def test_a_pickle_is_followed_alike_through_windows_of_any_width(
     )
     whole = scan_checkpoint(written(tmp_path, content))
     assert {finding.name for finding in whole.dangerous} == {"os.system", "posix.system"}
-    monkeypatch.setattr("ckptconv.pickles.tracer._FIRST_WINDOW", width)
-    monkeypatch.setattr("ckptconv.pickles.tracer.CHUNK", width)
+    monkeypatch.setattr("ckptconv.pickles.byte_window._FIRST_WINDOW", width)
+    monkeypatch.setattr("ckptconv.pickles.byte_window.CHUNK", width)
     assert scan_checkpoint(tmp_path / "bad.pt") == whole
 
 

@@ -1,0 +1,215 @@
+"""The commands that write a checkpoint: convert, strip-module, add-module."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptconv.cli.options import (
+    FILE,
+    RuleCommand,
+    is_for_stdout,
+    key_options,
+    key_target_of,
+    options_of,
+    output_options,
+    refuse_missing,
+)
+from ckptconv.cli.progress_display import COPYING, progress_shown
+from ckptconv.cli.terminal import (
+    copy_to_stdout,
+    errors_shown,
+    fail,
+    print_json,
+    print_rows,
+    print_summary,
+    spooled,
+)
+from ckptconv.support.errors import OutputRefused
+
+if TYPE_CHECKING:
+    from ckptconv.convert.options import Request
+    from ckptconv.convert.plan import ConversionPlan
+
+
+@click.command(
+    cls=RuleCommand,
+    short_help="Convert a checkpoint to a torch or safetensors file.",
+    epilog="""\b
+Examples:
+  ckptconv convert in.pt out.safetensors
+  ckptconv convert in.pt out.pt --device cuda:1
+  ckptconv convert in.safetensors out.pt --add-prefix module.
+  ckptconv convert in.pt out.safetensors --dtype bf16 --include 'model.*' \
+--exclude '*.num_batches_tracked'
+  ckptconv convert in.pt out.pt --strip-prefix model. \
+--regex 'blocks\\.(\\d+)=>layers.\\1' --save-mapping map.json
+  ckptconv convert out.pt back.pt --rules map.json --reverse
+  ckptconv convert train.pt ema.safetensors --only ema
+  ckptconv convert in.pt out.pt --like other.safetensors
+  ckptconv convert in.pt out.safetensors --model my_package.models:build
+  ckptconv convert rank0.pt rank1.pt out.safetensors
+  ckptconv convert in.pt dcp_folder --to dcp
+  ckptconv convert in.pt - --to safetensors | ssh host 'cat > out.safetensors'
+  ckptconv convert in.pt in.pt --force --verify""",
+)
+@output_options
+@key_options("strip")
+@click.option(
+    "--like",
+    metavar="OTHER",
+    type=FILE,
+    help="Fit the keys to those of another checkpoint, an index, or a text file with one key per "
+    "line.",
+)
+@click.option(
+    "--model",
+    metavar="PACKAGE.MODULE:CALLABLE",
+    help="Fit the keys to the model that this callable builds. Imports code.",
+)
+@click.option(
+    "--drop-unexpected",
+    is_flag=True,
+    help="With --like or --model: leave out the keys that the target does not have.",
+)
+def convert(keys: str, **given: Any) -> None:
+    """Convert checkpoint IN to OUT, in the format that the name of OUT says.
+
+    By default, the prefixes of wrappers are stripped from the keys, and the tensors are tagged for
+    the CPU. Several INs are the files of all ranks of one checkpoint. Key rules apply in the order
+    in which you give them, and before --like or --model.
+    """
+    if given["like"] and given["model"]:
+        raise click.UsageError("--like and --model are both given, but the keys can fit only one")
+    if given["drop_unexpected"] and not (given["like"] or given["model"]):
+        raise click.UsageError("--drop-unexpected needs --like or --model")
+    _convert(given, keys)
+
+
+@click.command(
+    "strip-module",
+    cls=RuleCommand,
+    short_help="Strip `module.` (DataParallel, DDP) from the keys.",
+    epilog="""\b
+Examples:
+  ckptconv strip-module in.pt out.pt
+  ckptconv strip-module in.pt out.safetensors --dtype f16
+  ckptconv strip-module in.pt in.pt --force""",
+)
+@output_options
+def strip_module(**given: Any) -> None:
+    """Strip `module.` (DataParallel, DDP) from every key of IN that starts with it, and write OUT
+    for the CPU.
+    """
+    _convert(given, "module")
+
+
+@click.command(
+    "add-module",
+    cls=RuleCommand,
+    short_help="Add `module.` (DataParallel, DDP) to the keys.",
+    epilog="""\b
+Examples:
+  ckptconv add-module in.pt out.pt
+  ckptconv add-module in.safetensors out.pt --device cuda:0""",
+)
+@output_options
+def add_module(**given: Any) -> None:
+    """Put `module.` (DataParallel, DDP) before the keys of IN, unless all have it, and write OUT
+    for the CPU. What stands beside the weights and is not a tensor (`epoch`) keeps its name.
+    """
+    _convert(given, "add-module")
+
+
+def _convert(given: dict[str, Any], wrappers: str) -> None:
+    from ckptconv.convert.planner import plan_conversion
+    from ckptconv.convert.targets import keeps_modules
+    from ckptconv.formats.registry import open_checkpoint
+    from ckptconv.support.choices import refuse_no_output
+
+    refuse_missing(given)
+    spool = spooled() if is_for_stdout(given) else nullcontext(given["output"])
+    with errors_shown(given["as_json"], usage=True):
+        options = options_of(given, wrappers)
+    with errors_shown(given["as_json"]), spool as output:
+        refuse_no_output(
+            **{
+                name: path
+                for name in ("output", "save_mapping")
+                if (path := given[name]) is not None
+            }
+        )
+        given["output"] = output
+        with redirect_stdout(sys.stderr):  # a model that is built may print
+            options = replace(options, fit_to=key_target_of(given))
+        refused = _refused_output(given, options)
+        if refused is not None and not given["dry_run"]:
+            raise refused
+        whole = keeps_modules(output, options)
+        with open_checkpoint(given["sources"], tag=given["tag"], whole_modules=whole) as checkpoint:
+            plan = plan_conversion(checkpoint, output, options)
+            if not given["dry_run"]:
+                _execute(plan, given)
+                return
+    _show_plan(plan, given, refused)
+
+
+def _refused_output(given: dict[str, Any], options: Request) -> OutputRefused | None:
+    """Why an output could not be written, as far as it can be told before all are known; shards are
+    looked at when they are.
+    """
+    from ckptconv.convert.targets import check_place
+    from ckptconv.io.destination import check_output
+
+    try:
+        if options.max_shard_size is None:
+            check_place(given["output"], given["to"], force=given["force"])
+        if given["save_mapping"] is not None:
+            check_output(given["save_mapping"], force=given["force"])
+    except OutputRefused as error:
+        return error
+    return None
+
+
+def _show_plan(plan: ConversionPlan, given: dict[str, Any], refused: OutputRefused | None) -> None:
+    """What would be done; where the output is `refused`, that too, and the exit code is the
+    conversion's.
+    """
+    from ckptconv.convert import report
+    from ckptconv.convert.error_document import error_document
+
+    if given["as_json"]:
+        error = {} if refused is None else error_document(refused, 1)
+        print_json({"dry_run": True, **report.plan_document(plan), **error})
+    elif not given["quiet"]:
+        print_summary(report.plan_headline(_as_named(plan, given)), report.plan_lines(plan))
+        print_rows(report.keys_table(plan), err=True)
+    if refused is not None:
+        fail(str(refused), 1)
+
+
+def _execute(plan: ConversionPlan, given: dict[str, Any]) -> None:
+    from ckptconv.convert import report
+    from ckptconv.convert.execute import execute_plan, hand_over_plan
+
+    wanted = {"force": given["force"], "fsync": not given["no_fsync"], "verify": given["verify"]}
+    with progress_shown(COPYING, silent=given["quiet"] or given["as_json"]) as on_progress:
+        if is_for_stdout(given):
+            result = hand_over_plan(plan, copy_to_stdout, **wanted, on_progress=on_progress)
+        else:
+            result = execute_plan(plan, **wanted, on_progress=on_progress)
+    if given["as_json"]:
+        print_json({"dry_run": False, **report.result_document(result)})
+    elif not given["quiet"]:
+        named = replace(result, plan=_as_named(plan, given))
+        print_summary(report.result_headline(named), report.result_lines(named))
+
+
+def _as_named(plan: ConversionPlan, given: dict[str, Any]) -> ConversionPlan:
+    """The plan under the name that its output has for the user."""
+    return replace(plan, output=Path("standard output")) if is_for_stdout(given) else plan

@@ -1,0 +1,96 @@
+"""The command about the devices of this host."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptconv.cli.terminal import (
+    errors_shown,
+    print_json,
+    print_lines,
+)
+from ckptconv.support.errors import printable
+from ckptconv.support.rows import Row
+
+if TYPE_CHECKING:
+    from ckptconv.devices.gpu_choice import Shell
+
+
+@click.command(
+    short_help="Show the devices of this host, or choose GPUs.",
+    epilog="""\b
+Examples:
+  ckptconv devices
+  CUDA_VISIBLE_DEVICES=1 ckptconv devices --json
+  eval "$(ckptconv devices --export)"
+  ckptconv devices --export --count 2 --min-free 8GB
+
+Exit code of --export: 0 done, or nothing to print because this host has no GPUs; \
+1 too few GPUs qualify.""",
+)
+@click.option(
+    "--export",
+    is_flag=True,
+    help="Print a line that sets CUDA_VISIBLE_DEVICES: the GPUs with the most free memory first.",
+)
+@click.option(
+    "--count", metavar="N", type=click.IntRange(1), help="With --export: choose this many GPUs."
+)
+@click.option(
+    "--min-free",
+    metavar="SIZE",
+    help="With --export: only GPUs with this much free memory, such as 8GB.",
+)
+@click.option(
+    "--shell",
+    type=click.Choice(["sh", "fish", "powershell", "cmd"]),
+    help="With --export: for this shell (default: sh).",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+def devices(export: bool, as_json: bool, **given: Any) -> None:
+    """Show the devices of this host with their free memory, or choose the GPUs that a program
+    should see.
+
+    CUDA_VISIBLE_DEVICES hides and reorders GPUs, so both numbers are shown.
+    """
+    if export:
+        _export_gpus(as_json, **given)
+        return
+    if unused := [name for name, value in given.items() if value is not None]:
+        raise click.UsageError(f"--{unused[0].replace('_', '-')} needs --export")
+    from ckptconv.devices import report
+    from ckptconv.devices.host import best_device, survey_host
+
+    with errors_shown(as_json):
+        host, best = survey_host(ask_torch=True), best_device()
+    if as_json:
+        print_json(report.host_document(host, best))
+        return
+    print_lines([*report.host_lines(host), Row("auto", f"--device auto would choose {best}")])
+
+
+def _export_gpus(
+    as_json: bool, count: int | None, min_free: str | None, shell: Shell | None
+) -> None:
+    """What a shell evaluates goes to stdout, all else to stderr."""
+    from ckptconv.devices import report
+    from ckptconv.devices.gpu_choice import choose_gpus, settings
+    from ckptconv.formats.hf_names import parse_size
+
+    if as_json and shell:
+        raise click.UsageError(
+            "--json and --shell are both given, but only one of them can be printed"
+        )
+    with errors_shown(as_json, code=2):
+        size = None if min_free is None else parse_size(min_free)
+    with errors_shown(as_json):
+        choice = choose_gpus(min_free=size, count=count)
+    if as_json:
+        print_json(report.choice_document(choice))
+        return
+    for note in choice.notes:
+        click.echo(f"note: {printable(note)}", err=True)
+    for line in settings(choice, shell or "sh"):
+        click.echo(line)

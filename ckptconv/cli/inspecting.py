@@ -1,0 +1,185 @@
+"""The commands that look at one checkpoint: inspect, doctor."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptconv.cli.completion import (
+    offer_devices,
+)
+from ckptconv.cli.options import (
+    FILE,
+    LIMIT,
+    TAG,
+    FileCommand,
+)
+from ckptconv.cli.progress_display import READING, progress_shown
+from ckptconv.cli.terminal import (
+    errors_shown,
+    print_json,
+    print_lines,
+    print_table,
+    show_error,
+    terminal_width,
+)
+from ckptconv.support.errors import CheckpointError, printable
+
+if TYPE_CHECKING:
+    from ckptconv.doctor.findings import Diagnosis
+    from ckptconv.inspect.surveys import Surveyed
+
+
+@click.command(
+    cls=FileCommand,
+    short_help="Show what is in a checkpoint.",
+    epilog="""\b
+Examples:
+  ckptconv inspect in.pt
+  ckptconv inspect in.safetensors --depth 4
+  ckptconv inspect in.pt --json | jq .portable
+  ckptconv inspect --portable *.safetensors *.pt
+
+Exit code: 0 looked at, 1 one cannot be opened (with --portable: or is not portable), \
+2 wrong usage.""",
+)
+@click.argument("sources", metavar="IN...", type=FILE, nargs=-1, required=True)
+@click.option(
+    "--depth",
+    type=click.IntRange(0, 50),
+    default=2,
+    show_default=True,
+    help="How many levels of the tree to show.",
+)
+@click.option("--portable", is_flag=True, help="Exit with 1 if a checkpoint is not portable.")
+@TAG
+@LIMIT
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+def inspect(
+    sources: tuple[Path, ...], depth: int, portable: bool, tag: str | None, as_json: bool
+) -> None:
+    """Show what is in checkpoint IN, where it was saved, and what does not load. The bytes of the
+    tensors are not read.
+
+    Portable is what its own library opens on any host: torch.load(weights_only=True), safetensors,
+    transformers or torch.distributed.checkpoint. Several INs are a table, or one checkpoint where
+    they are the files of all its ranks.
+    """
+    from ckptconv.inspect import survey_report
+    from ckptconv.inspect.surveys import Unread, survey
+
+    with errors_shown(as_json):
+        items = list(survey(sources, depth, tag))
+        if len(items) == 1 and isinstance(items[0], Unread):
+            raise items[0].error
+    if as_json and len(items) > 1:
+        print_json(survey_report.survey_document(items))
+    elif len(items) > 1:
+        print_table(survey_report.survey_lines(items, terminal_width()))
+    elif not isinstance(items[0], Unread):
+        _show_inspection(items[0], as_json)
+    unread = any(isinstance(item, Unread) for item in items)
+    sys.exit(1 if unread or (portable and not all(map(survey_report.is_portable, items))) else 0)
+
+
+def _show_inspection(item: Surveyed, as_json: bool) -> None:
+    from ckptconv.inspect import report
+
+    if as_json:
+        print_json(report.inspection_document(item.found, item.fix))
+        return
+    portable, text = report.verdict(item.found, item.fix)
+    click.secho(printable(", ".join(map(str, item.paths))), bold=True)
+    print_lines(report.inspection_lines(item.found))
+    for line in report.tree_lines(item.found.root):
+        click.echo(f"  {line}")
+    click.secho(text, fg="green" if portable else "yellow")
+
+
+@click.command(
+    cls=FileCommand,
+    short_help="Say why a file does not load, and how to fix it.",
+    epilog="""\b
+Examples:
+  ckptconv doctor in.pt
+  ckptconv doctor in.pt --values --strict
+  ckptconv doctor in.pt --like other.safetensors
+  ckptconv doctor in.pt --model my_package.models:build
+  ckptconv doctor in.pt --device cuda:0
+  ckptconv doctor *.pt
+  ckptconv doctor in.pt --json | jq -r '.findings[].command'
+
+Exit code: 0 all load here, 1 one does not (with --strict: or has a warning), \
+2 cannot tell: no such file, model or
+device.""",
+)
+@click.argument("sources", metavar="IN...", type=FILE, nargs=-1, required=True)
+@click.option(
+    "--like",
+    metavar="OTHER",
+    type=FILE,
+    help="Check the keys against this checkpoint, index or list of keys.",
+)
+@click.option(
+    "--model",
+    metavar="PACKAGE.MODULE:CALLABLE",
+    help="Check the keys against the model that this callable builds. Imports code.",
+)
+@click.option(
+    "--device",
+    metavar="TAG",
+    shell_complete=offer_devices,
+    help="Where you want the tensors: cpu (default), cuda:0, mps, ..., auto.",
+)
+@click.option(
+    "--values", is_flag=True, help="Read the tensors too, to find damage, NaN and infinite values."
+)
+@click.option(
+    "--strict", is_flag=True, help="Exit with 1 for warnings too, such as NaN with --values."
+)
+@click.option("--size", is_flag=True, help="Also say what a smaller dtype would save.")
+@TAG
+@LIMIT
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+def doctor(sources: tuple[Path, ...], as_json: bool, strict: bool, **given: Any) -> None:
+    """Say why checkpoint IN does not load on this host, or would disappoint, and which command
+    fixes it. Several INs are several checkpoints, or one where they are the files of all its ranks.
+
+    It loads here when its own library opens it: torch.load(weights_only=True), safetensors,
+    transformers or torch.distributed.checkpoint.
+    """
+    from ckptconv.doctor import report
+    from ckptconv.doctor.diagnose import diagnose_all
+
+    if given["like"] and given["model"]:
+        raise click.UsageError("--like and --model are both given, but the keys can fit only one")
+    shown = progress_shown(READING, silent=as_json)
+    # a model that is built may print
+    with errors_shown(as_json, code=2), redirect_stdout(sys.stderr), shown as on_progress:
+        found = diagnose_all(sources, **given, on_progress=on_progress)
+        if len(found) == 1 and isinstance(found[0], CheckpointError):
+            raise found[0]
+    if as_json:
+        print_json(report.diagnoses_document(found))
+    else:
+        for item in found:
+            _show_diagnosis(item, strict)
+        if len(found) > 1:
+            click.echo(report.diagnoses_headline(found, strict=strict))
+    sys.exit(report.exit_code(found, strict=strict))
+
+
+def _show_diagnosis(found: Diagnosis | CheckpointError, strict: bool) -> None:
+    from ckptconv.doctor import report
+
+    if isinstance(found, CheckpointError):
+        show_error(str(found))
+        return
+    click.secho(printable(", ".join(found.paths)), bold=True)
+    print_lines(report.finding_lines(found.findings))
+    color = "red" if not found.loads else "yellow" if strict and found.warns else "green"
+    click.secho(report.diagnosis_headline(found, strict=strict), fg=color)

@@ -1,0 +1,177 @@
+"""The commands whose exit code is the answer: diff, scan."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptconv.cli.completion import (
+    offer_parts_of_a,
+    offer_parts_of_b,
+    offer_steps_of_a,
+    offer_steps_of_b,
+)
+from ckptconv.cli.options import (
+    FILE,
+    LIMIT,
+    RuleCommand,
+    choice_options,
+    comparison,
+    key_options,
+)
+from ckptconv.cli.progress_display import COMPARING, SCANNING, progress_shown
+from ckptconv.cli.terminal import (
+    errors_shown,
+    print_headline,
+    print_json,
+    print_lines,
+    show_error,
+)
+from ckptconv.support.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from ckptconv.scan.files import Scan
+
+
+@click.command(
+    cls=RuleCommand,
+    short_help="Compare two checkpoints of any formats, to the bit.",
+    epilog="""\b
+Examples:
+  ckptconv diff model.pt model.safetensors
+  ckptconv diff ddp_cuda3.pt model.pt --keys strip
+  ckptconv diff epoch1.pt epoch2.pt --atol 1e-6 --rtol 1e-5
+  ckptconv diff model.pt model_bf16.safetensors --ignore-dtype --rtol 0.01
+  ckptconv diff zero3_run/ model.safetensors --tag global_step500
+  ckptconv diff old.pt new.pt --whole --json
+
+Exit code: 0 same, 1 different, 2 wrong usage, or a file that is damaged or cannot be compared.""",
+)
+@click.argument("a", metavar="A", type=FILE)
+@click.argument("b", metavar="B", type=FILE)
+@choice_options
+@key_options("keep")
+@click.option(
+    "--only",
+    metavar="PATH",
+    shell_complete=offer_parts_of_a,
+    help="Compare one part of both, such as state_dict or ema.",
+)
+@click.option(
+    "--only-b",
+    metavar="PATH",
+    shell_complete=offer_parts_of_b,
+    help="The part of B, if it has another path there ('' means all of B).",
+)
+@click.option(
+    "--tag",
+    metavar="TAG",
+    shell_complete=offer_steps_of_a,
+    help="The step or variant to read, if A is a folder of several: step-500, fp16.",
+)
+@click.option("--tag-b", metavar="TAG", shell_complete=offer_steps_of_b, help="The same for B.")
+@click.option(
+    "--whole", is_flag=True, help="Compare everything in the files: optimizers and numbers too."
+)
+@click.option(
+    "--atol",
+    metavar="NUMBER",
+    type=click.FloatRange(min=0),
+    help="Absolute tolerance: |a - b| <= atol + rtol * |b|.",
+)
+@click.option("--rtol", metavar="NUMBER", type=click.FloatRange(min=0), help="Relative tolerance.")
+@click.option("--equal-nan", is_flag=True, help="With a tolerance: NaN equals NaN.")
+@click.option(
+    "--ignore-dtype", is_flag=True, help="Compare tensors of different dtypes by their values."
+)
+@click.option("--strict-device", is_flag=True, help="Count different device tags as a difference.")
+@LIMIT
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing; only the exit code answers.")
+def diff(a: Path, b: Path, as_json: bool, quiet: bool, **given: Any) -> None:
+    """Compare the state dicts of checkpoints A and B, which may have different formats.
+
+    Keys, dtypes, shapes and device tags are compared, and the values bit for bit, unless you give a
+    tolerance. Key rules apply to the keys of A."""
+    from ckptconv.diff import report as verdicts
+    from ckptconv.diff.checkpoints import diff_checkpoints
+
+    with (
+        errors_shown(as_json, code=2),
+        progress_shown(COMPARING, silent=as_json or quiet) as on_progress,
+    ):
+        found = diff_checkpoints(a, b, **comparison(given), on_progress=on_progress)
+    if as_json:
+        print_json(verdicts.difference_document(found))
+    elif not quiet:
+        print_headline(verdicts.difference_headline(found), fg="green" if found.same else "yellow")
+        print_lines(verdicts.difference_lines(found))
+    sys.exit(2 if found.damaged else 0 if found.same else 1)
+
+
+@click.command(
+    short_help="Say whether a file is safe to load.",
+    epilog="""\b
+Examples:
+  ckptconv scan downloaded.pt
+  ckptconv scan models/ --strict
+  ckptconv scan a.pkl b.zip --json
+
+Exit code: 0 nothing dangerous, 1 something dangerous (with --strict: or unknown), \
+2 a path cannot be read.
+Unknown: names that ordinary checkpoints do not have, and files that cannot be searched: \
+gzip, bzip2, xz, 7z, ...""",
+)
+@click.argument("paths", metavar="PATH...", type=FILE, nargs=-1, required=True)
+@click.option("--strict", is_flag=True, help="Exit with 1 also if something is unknown.")
+@LIMIT
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing; only the exit code answers.")
+def scan(paths: tuple[Path, ...], strict: bool, as_json: bool, quiet: bool) -> None:
+    """Say whether the files and folders at PATH are safe to load.
+
+    Every global that a pickle names is plain, unknown or dangerous. Archives, and pickles inside
+    pickles, are searched too. Nothing is executed.
+    """
+    from ckptconv.convert.error_document import error_document
+    from ckptconv.scan import report as scan_report
+    from ckptconv.scan.files import scan_checkpoint
+
+    found: list[Scan | CheckpointError] = []
+    for path in paths:
+        try:
+            with progress_shown(SCANNING, silent=as_json or quiet) as on_progress:
+                item = scan_checkpoint(path, on_progress=on_progress)
+        except CheckpointError as error:
+            found.append(error)
+            continue
+        found.append(item)
+        if not (as_json or quiet):
+            color = {"plain": "green", "unknown": "yellow", "dangerous": "red"}[item.level]
+            click.secho(scan_report.scan_headline(item), fg=color, bold=True)
+            print_lines(scan_report.scan_lines(item))
+    errors = [item for item in found if isinstance(item, CheckpointError)]
+    levels = ["unread" if isinstance(item, CheckpointError) else item.level for item in found]
+    if as_json:
+        failed = [error_document(error, 2)["error"] for error in errors]
+        first = {"error": failed[0]} if failed else {}
+        print_json(
+            {
+                "scans": [
+                    scan_report.scan_document(item)
+                    for item in found
+                    if not isinstance(item, CheckpointError)
+                ],
+                "errors": failed,
+                **first,
+            }
+        )
+    elif len(found) > 1 and not quiet:
+        click.echo(scan_report.scans_headline(levels))
+    for unread in errors:
+        show_error(str(unread))
+    refused = {"dangerous", "unknown"} if strict else {"dangerous"}
+    sys.exit(2 if errors else 1 if refused.intersection(levels) else 0)

@@ -1,0 +1,125 @@
+"""The storages of live tensors: mapped, or read and checked, and moved to their devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ckptconv.devices.host import require_device
+from ckptconv.devices.mapping import resolve_map_location
+from ckptconv.io.source import Source
+from ckptconv.support.errors import (
+    UnsupportedCheckpoint,
+)
+from ckptconv.support.progress import Meter
+from ckptconv.tensors.checksums import check_storage
+from ckptconv.tensors.dtypes import DType
+from ckptconv.tensors.refs import Storage, TensorRef, whole_storage
+from ckptconv.tensors.stream import iter_chunks
+
+if TYPE_CHECKING:
+    import torch
+
+MapLocation = Any
+"""What `torch.load` takes: None, a string (also ``auto``), a `torch.device`, a dict of tags, or a
+callable.
+"""
+
+
+class Restorer:
+    """Moves a storage to where `map_location` wants it, as `torch.load` does."""
+
+    def __init__(self, map_location: MapLocation) -> None:
+        self._call: Callable[..., Any] | None = None
+        if callable(map_location) and not isinstance(map_location, str):
+            self._call = map_location
+        else:
+            self._device_of = resolve_map_location(map_location)
+
+    def __call__(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+        if self._call is None:
+            device = self._device_of(location)
+        else:
+            moved = self._call(storage, location)
+            if moved is not None:
+                untyped: torch.UntypedStorage = getattr(moved, "_untyped_storage", moved)
+                return untyped
+            device = require_device(location)
+        return storage if device.type == "cpu" else storage.to(device=device)
+
+
+class Storages:
+    """Makes live storages, one for each in the file, so that what was shared stays shared."""
+
+    def __init__(self, restore: Restorer, mmap: bool, meter: Meter) -> None:
+        import torch
+
+        self._torch = torch
+        self._restore = restore
+        self._mmap = mmap
+        self._meter = meter
+        self._maps: dict[int, torch.UntypedStorage | None] = {}
+        self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
+        self._checked: set[int] = set()
+
+    def moved(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+        """`storage`, on the CPU, where `map_location` wants what was saved at `location`."""
+        return self._restore(storage, location)
+
+    def of(self, storage: Storage, dtype: DType) -> torch.UntypedStorage:
+        word = dtype.word if storage.big_endian else 1
+        if (made := self._storages.get((id(storage), word))) is None:
+            made = self._restore(self._on_cpu(storage, dtype, word), storage.location)
+            self._storages[id(storage), word] = made
+        return made
+
+    def _on_cpu(self, storage: Storage, dtype: DType, word: int) -> torch.UntypedStorage:
+        source = storage.source
+        if (
+            self._mmap
+            and word == 1
+            and storage.offset % dtype.itemsize == 0
+            and (mapped := self._mapped(source)) is not None
+        ):
+            part: torch.UntypedStorage = mapped[storage.offset : storage.offset + storage.nbytes]
+            return part
+        self.check(storage)
+        return self.filled(whole_storage(storage, 0, storage.nbytes, dtype))
+
+    def check(self, storage: Storage) -> None:
+        """Hold a storage, or the one that it is part of, against its checksum, once; what is mapped
+        is not read for that.
+        """
+        whole = storage.part_of or storage
+        if not self._mmap and id(whole) not in self._checked:
+            self._checked.add(id(whole))
+            check_storage(whole, self._meter)
+
+    def _mapped(self, source: Source) -> torch.UntypedStorage | None:
+        """All bytes of a source, mapped once; None for one that cannot be."""
+        if id(source) not in self._maps:
+            path = source.mappable_path()
+            self._maps[id(source)] = None if path is None else self._map(source, path)
+        return self._maps[id(source)]
+
+    def _map(self, source: Source, path: str) -> torch.UntypedStorage:
+        try:
+            mapped = self._torch.UntypedStorage.from_file(path, False, source.size)
+        except RuntimeError as error:  # the file is shorter by now
+            source.check_unchanged()
+            raise UnsupportedCheckpoint(
+                f"cannot be mapped: {error}", path=source.path, hint="mmap=False reads it"
+            ) from error
+        source.check_mapped()
+        assert isinstance(mapped, self._torch.UntypedStorage)
+        return mapped
+
+    def filled(self, ref: TensorRef) -> torch.UntypedStorage:
+        """A fresh CPU storage with the values of `ref` in C order."""
+        values = self._torch.empty(ref.nbytes, dtype=self._torch.uint8)
+        view, at = values.numpy().data, 0
+        for chunk in iter_chunks(ref):
+            view[at : at + len(chunk)] = chunk
+            at += len(chunk)
+            self._meter.add(len(chunk))
+        return values.untyped_storage()

@@ -1,0 +1,173 @@
+"""A pickle stream read through a window: the arguments of opcodes, and where a frame ends.
+
+A stream is read in windows, and of the bytes that it holds only where they lie, so that one of any
+size takes little memory.
+"""
+
+from __future__ import annotations
+
+import codecs
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from ckptconv.io.source import CHUNK, Source
+
+Form: TypeAlias = Literal["bytes", "utf-8", "raw-unicode-escape", "quoted", "quoted-utf-8"]
+
+
+class Held(NamedTuple):
+    """Bytes or a long text that a stream holds: the first byte, how many there are, and how they
+    stand for others.
+    """
+
+    offset: int
+    nbytes: int
+    form: Form = "bytes"
+
+
+def text_of(raw: bytes, form: Form) -> str:
+    """What bytes of a stream mean as a text."""
+    if form == "bytes":
+        return raw.decode("latin-1")
+    if form.startswith("quoted"):
+        return codecs.escape_decode(raw.strip()[1:-1])[0].decode(
+            "latin-1" if form == "quoted" else "utf-8"
+        )
+    return raw.decode(form, "surrogatepass" if form == "utf-8" else "strict")
+
+
+class Cut(Exception):
+    """The stream ends within an opcode, or before its STOP."""
+
+
+class Broken(Exception):
+    """An opcode that no unpickler knows."""
+
+
+_FIRST_WINDOW = 512
+"""How many bytes are read first; most of what is looked at is not a pickle and breaks in them."""
+LONGEST_NAME = 4096
+"""Of longer texts only the place is kept: they are arrays, as python 2 and the protocols up to 2
+write them.
+"""
+_LONGEST_NUMBER = 1 << 20  # bytes of a line of digits and of the blanks around them
+
+
+class ByteWindow:
+    """The bytes of `source` from `start` on, taken as the arguments of opcodes.
+
+    What unpicklers understand in different ways is an `alarm`, which a subclass takes.
+    """
+
+    def __init__(self, source: Source, start: int) -> None:
+        self._source, self._start, self._at = source, start, start
+        self._window, self._base, self._width = b"", start, _FIRST_WINDOW
+        self._passed = 0  # bytes of constants and texts that were not read
+        # bytes behind the last opcode in which the end of a line was looked for in vain
+        self._searched = 0
+        self._frame_end = 0
+
+    def alarm(self, reason: str, *, by_chance: bool = False) -> None:
+        """Something that no writer of checkpoints does."""
+        raise NotImplementedError
+
+    @property
+    def followed(self) -> int:
+        """How many bytes were looked at."""
+        return min(self._at, self._source.size) - self._start - self._passed + self._searched
+
+    def _fetch(self, at: int) -> None:
+        """Read a window, which grows the further the stream is followed, from byte `at` on."""
+        self._window = self._source.read(at, min(self._width, self._source.size - at))
+        self._base, self._width = at, min(2 * self._width, CHUNK)
+
+    def pass_over(self, count: int, form: Form = "bytes") -> Held:
+        """The next `count` bytes, unread."""
+        start = self._at
+        self._at += count
+        if self._frame_end:
+            self._refuse_crossing(start)
+        if self._at > self._source.size:
+            raise Cut
+        if count > LONGEST_NAME:
+            self._passed += count - LONGEST_NAME
+        return Held(start, count, form)
+
+    def take(self, count: int) -> bytes:
+        """The next `count` bytes, which are few."""
+        start = self._at - self._base
+        if start + count > len(self._window) or self._frame_end:
+            held = self.pass_over(count)
+            if start + count > len(self._window):
+                self._width = max(count, self._width)
+                self._fetch(held.offset)
+                start = 0
+        else:
+            self._at += count
+        return self._window[start : start + count]
+
+    def _refuse_crossing(self, start: int) -> None:
+        """Some unpicklers go on behind an argument that leaves its FRAME, others behind the FRAME
+        (cpython gh-154848).
+        """
+        if start < self._frame_end < self._at:
+            self.alarm(
+                "an argument crosses the end of its frame, after which unpicklers continue at "
+                "different places"
+            )
+            self._frame_end = 0
+
+    def frame(self) -> None:
+        """A frame; one that is longer than the source is none for the unpickler that goes on
+        nevertheless.
+        """
+        end = self.number(8) + self._at
+        if self._at < self._frame_end:
+            self.alarm(
+                "a frame begins within another, after which unpicklers continue at different places"
+            )
+        self._frame_end = end if end <= self._source.size else 0
+
+    def number(self, width: int) -> int:
+        return int.from_bytes(self.take(width), "little")
+
+    def line(self, form: Form = "bytes") -> Held:
+        """The bytes up to the next newline, which may be many."""
+        start = self._at
+        found = self._window.find(b"\n", start - self._base)
+        if found < 0 and start != self._base:
+            self._fetch(start)
+            found = self._window.find(b"\n")
+        end = (
+            self._base + found if found >= 0 else self._next_newline(self._base + len(self._window))
+        )
+        self._at = end + 1
+        self._refuse_crossing(start)
+        return Held(start, end - start, form)
+
+    def _next_newline(self, at: int) -> int:
+        """The first newline from byte `at` on, behind the window."""
+        begun = at
+        while at < self._source.size:
+            part = self._source.read(at, min(CHUNK, self._source.size - at))
+            if (found := part.find(b"\n")) >= 0:
+                return at + found
+            at += len(part)
+        self._searched = at - begun
+        raise Cut
+
+    def short(self, held: Held) -> Any:
+        """The text at a place just passed; the place itself, where it is longer than a name."""
+        if held.nbytes > LONGEST_NAME:
+            return held
+        index = held.offset - self._base
+        is_near = index <= len(self._window) - held.nbytes
+        raw = self._window[index : index + held.nbytes] if is_near else self._source.read(*held[:2])
+        return text_of(raw, held.form)
+
+    def digits(self) -> int:
+        """A number in a line, which unpicklers written in C read up to a NUL."""
+        line = self.line()
+        if line.nbytes > _LONGEST_NUMBER:
+            self.alarm(f"a number is written in more than {_LONGEST_NUMBER} bytes")
+            raise Broken("has a number that was not read")
+        return int(self._source.read(line.offset, line.nbytes).split(b"\0", 1)[0])

@@ -1,0 +1,122 @@
+"""The memo of a pickle stream: what opcodes put into it, kept in as few bytes as can be."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Callable
+
+from ckptconv.pickles.nodes import Call, Node
+from ckptconv.pickles.tensor_runs import MEMO_KEYS, TENSOR_RUN, int_run, integer
+from ckptconv.support.errors import MalformedCheckpoint
+
+_REMEMBERED = 1 << 16
+"""Entries of MEMOIZE that are kept, fetched or not: more than small pickles have."""
+_LONG_BINGETS = re.compile(rb"j(?=(.{4}))", re.DOTALL).findall
+_FORGOTTEN: Node = object()
+
+
+class Memo(dict[bytes, Node]):
+    """The memo, by the index as LONG_BINPUT has it (which saves decoding it).
+
+    A tensor's run puts six values that are hardly ever fetched: they are made when one is. `runs`
+    are the places of the runs. What MEMOIZE puts, whose index is the number of entries, goes to the
+    list `memoized` as long as nothing else is put: an entry takes 8 bytes there, and 130 in the
+    dict. Those of them that were `fetched` are in the dict too.
+    """
+
+    def __init__(self, stream: bytes, persistent: Callable[[Node], Node]) -> None:
+        super().__init__()
+        self.runs: list[int] = []
+        self.memoized: list[Node] = []
+        self.fetched = 0
+        self._kept_until = _REMEMBERED
+        self._fetchable: list[int] | None = None
+        self._stream = stream
+        self._persistent = persistent
+        self._indexed = 0
+        self._run_of: dict[bytes, int] = {}
+
+    def count(self) -> int:
+        """The entries, a run counted as one."""
+        return len(self) + len(self.runs) + len(self.memoized) - max(0, self.fetched)
+
+    def forget(self) -> None:
+        """Let go of the many entries of MEMOIZE that no LONG_BINGET in the stream can fetch.
+
+        pickle puts nearly all of them for nothing. Whatever bytes look like that opcode count as
+        one. BINGET reaches only the first entries, which all stay.
+        """
+        if len(self.memoized) <= _REMEMBERED:
+            return
+        if self._fetchable is None:
+            indexes = {int.from_bytes(index, "little") for index in _LONG_BINGETS(self._stream)}
+            self._fetchable = sorted(indexes)
+        first, end = self._kept_until, len(self.memoized)
+        may_be = self._fetchable[
+            bisect_left(self._fetchable, first) : bisect_left(self._fetchable, end)
+        ]
+        kept = [(index, self.memoized[index]) for index in may_be]
+        self.memoized[first:end] = [_FORGOTTEN] * (end - first)
+        for index, value in kept:
+            self.memoized[index] = value
+        self._kept_until = end
+
+    def memoize(self, value: Node) -> None:
+        """What MEMOIZE does where other opcodes put entries too: they all go to the dict from now
+        on.
+        """
+        if self._kept_until > _REMEMBERED:
+            hint = "no program writes that; the file is damaged or forged"
+            raise MalformedCheckpoint("the pickle numbers its memo entries in two ways", hint=hint)
+        for index, earlier in enumerate(self.memoized):
+            self.setdefault(index.to_bytes(4, "little"), earlier)
+        self.memoized.clear()
+        self.fetched = -1
+        self[len(self).to_bytes(4, "little")] = value
+
+    def __missing__(self, key: bytes) -> Node:
+        if (index := int.from_bytes(key, "little")) < len(self.memoized):
+            if (value := self.memoized[index]) is _FORGOTTEN:
+                raise KeyError(key)
+            self.fetched += 1
+            self[key] = value
+            return value
+        for start in self.runs[self._indexed :]:
+            self._run_of.update((put, start) for put in self._puts(start))
+        self._indexed = len(self.runs)
+        self.update(self._puts(self._run_of[key]))
+        return self[key]
+
+    def _puts(self, start: int) -> dict[bytes, Node]:
+        """What the run at `start` puts: key, persistent id, shape, stride, hooks and arguments."""
+        run = TENSOR_RUN(self._stream, start)
+        assert run is not None
+        kind, cls, raw_key, location, count, view, offset, shape, stride, flag, hooks = run.group(
+            1, 2, 4, 6, 7, 8, 10, 11, 13, 15, 16
+        )
+        key_put, pid_put, shape_put, stride_put, hooks_put, args_put = run.group(
+            5, 9, 12, 14, 17, 18
+        )
+        names = [self[MEMO_KEYS[index[0]]] for index in (kind, cls, location, hooks)]
+        made = Call(names[3], ())
+        dims, steps = int_run(shape), int_run(stride)
+        pid = (
+            names[0],
+            names[1],
+            raw_key.decode(),
+            names[2],
+            integer(count),
+            *([None] if view else []),
+        )
+        args = (self._persistent(pid), integer(offset), dims, steps, flag == b"\x88", made)
+        puts = {
+            key_put: pid[2],
+            pid_put: pid,
+            shape_put: dims,
+            stride_put: steps,
+            hooks_put: made,
+            args_put: args,
+        }
+        # ckptconv itself puts none of them
+        return {put: value for put, value in puts.items() if put is not None}

@@ -1,0 +1,170 @@
+"""Pickles in a source, one behind another or where one may begin: followed, judged, looked into."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from ckptconv.io.source import MemorySource, RangeSource, Source
+from ckptconv.objects.threats import Verdict, gives_what_was_there, judge
+from ckptconv.pickles.byte_window import Held
+from ckptconv.pickles.tracer import held_bytes, trace_pickle
+from ckptconv.pickles.traces import Named, Trace
+from ckptconv.pickles.watched import ATTRIBUTES, NESTED_LOADERS
+from ckptconv.scan.findings import Finding
+from ckptconv.scan.heads import (
+    BEGINS,
+    SHORT,
+)
+from ckptconv.scan.inflating import Room
+from ckptconv.support.limits import in_force
+
+
+class PickleScanner:
+    """The pickles that were found in one file so far, and what they name."""
+
+    def __init__(self, room: Room) -> None:
+        self.findings: list[Finding] = []
+        self.pickles = 0
+        self._counted: set[tuple[str, int]] = set()
+        self._room = room
+
+    def scan(self, source: Source, where: str, depth: int, *, array: bool = False) -> str:
+        """Look into a source for whatever it is; says what that is."""
+        raise NotImplementedError
+
+    def _odd(self, where: str, reason: str, at: int = 0) -> None:
+        self.findings.append(Finding(where, "", "unknown", reason, at))
+
+    def _more_pickles(self, where: str, how: str, at: int = 0) -> None:
+        most = in_force().scanned_pickles
+        what = f"more than {most} pickles {how}; the rest was not looked at"
+        self._odd(where, f"{what} (--limit scanned_pickles={2 * most} looks further)", at)
+
+    def _pickles(
+        self, source: Source, start: int, where: str, depth: int, *, array: bool = False
+    ) -> int:
+        """Follow the pickles that lie one behind another; how many there are."""
+        count, at, most = 0, start, in_force().scanned_pickles
+        for _ in range(most):
+            before = self.pickles
+            end = (
+                self._pickle(source, at, where, depth, certain=True, array=array)
+                if at < source.size
+                else 0
+            )
+            count += self.pickles > before
+            if end <= at:
+                return count
+            at = end
+        if at < source.size:
+            self._more_pickles(where, "lie one behind another", at)
+        return count
+
+    def _pickle(
+        self,
+        source: Source,
+        start: int,
+        where: str,
+        depth: int,
+        *,
+        certain: bool,
+        array: bool = False,
+    ) -> int:
+        """Follow the pickle at byte `start`, if it is one; the byte behind it, or 0 where there is
+        none.
+
+        What breaks counts as a pickle where it names something dangerous, or is `certain` to be one
+        by how it begins. In one that is not, another may lie: 0 too.
+        """
+        trace = trace_pickle(source, start)
+        is_passed = certain or not trace.constants
+        self._room.followed += 0 if certain or (trace.end and is_passed) else trace.followed
+        named = self._judged(trace, where)
+        has_proto = BEGINS(source.read(start, min(2, source.size - start))) is not None
+        is_chance = array and not trace.names
+        alarms = [
+            alarm
+            for alarm in trace.alarms
+            if not is_chance and (trace.names or has_proto or not alarm.by_chance)
+        ]
+        is_bad = bool(alarms) or any(finding.level == "dangerous" for finding in named)
+        is_begun = has_proto and bool(trace.names or trace.cut) and not is_chance
+        is_told = is_bad or (certain and not is_chance and (is_begun or trace.stopped))
+        is_likely = has_proto or bool(trace.names) or trace.end - start > SHORT
+        if is_told if trace.broken is not None else (is_likely or is_bad):
+            self._count(where, start)
+            self.findings += named
+            if trace.broken is not None:
+                self._odd(where, f"the pickle {trace.broken}; what comes before was judged", start)
+            self.findings += [
+                Finding(where, "", "dangerous", alarm.reason, alarm.at) for alarm in alarms
+            ]
+            self._nested(trace, source, where, depth)
+        return trace.end if is_passed else 0
+
+    def _count(self, where: str, start: int) -> None:
+        """Count a pickle, once however often it is come upon."""
+        if (where, start) not in self._counted:
+            self._counted.add((where, start))
+            self.pickles += 1
+
+    def _judged(self, trace: Trace, where: str) -> list[Finding]:
+        named = [
+            Finding(where, ".".join(name), *_verdict(name, trace), at)
+            for name, at in trace.names.items()
+        ]
+        return named + [
+            Finding(where, ".".join(name), *verdict, at) for name, verdict, at in _misused(trace)
+        ]
+
+    def _nested(self, trace: Trace, source: Source, where: str, depth: int) -> None:
+        """Look into the bytes that a pickle holds: each may be a stream itself."""
+        most = in_force().pickle_bytes
+        array = not any(f"{name.module}.{name.name}" in NESTED_LOADERS for name in trace.names)
+        for number, held in enumerate(trace.constants):
+            inside = f"{where}<bytes {number}>"
+            if isinstance(held, Held) and held.form != "bytes" and held.nbytes > most:
+                self._odd(
+                    inside,
+                    f"a text of {held.nbytes} bytes was not looked at (--limit "
+                    f"pickle_bytes={held.nbytes} does)",
+                )
+            elif (inner := _inner_source(source, held)).size > 1:
+                self.scan(inner, inside, depth + 1, array=array)
+
+
+def _verdict(name: Named, trace: Trace) -> Verdict:
+    if (
+        name in ATTRIBUTES
+        and ("looked up", name) in trace.uses
+        and ("handed on", name) not in trace.uses
+    ):
+        return Verdict("plain", "looks up attributes by their names, which are judged themselves")
+    return judge(*name)
+
+
+def _misused(trace: Trace) -> Iterator[tuple[Named, Verdict, int]]:
+    """Plain globals of which what they gave is changed though it was there before, or is called."""
+    for (use, name), at in trace.uses.items():
+        if use == "changed" and gives_what_was_there(*name):
+            yield (
+                name,
+                Verdict(
+                    "dangerous", "changes items or attributes of an object that exists already"
+                ),
+                at,
+            )
+        elif use == "called" and judge(*name).level == "plain":
+            yield name, Verdict("dangerous", "makes an object that is called in turn"), at
+
+
+def _inner_source(source: Source, held: Held | bytes) -> Source:
+    """The bytes that a pickle in `source` holds; none where a text has no such form."""
+    if isinstance(held, Held) and held.form == "bytes":
+        return RangeSource(source, held.offset, held.nbytes)
+    with contextlib.suppress(ValueError):
+        return MemorySource(
+            held_bytes(source, held) if isinstance(held, Held) else held, source.path
+        )
+    return MemorySource(b"", source.path)

@@ -1,0 +1,156 @@
+"""One pass over the values of a tensor for several counters.
+
+A folder takes the values chunk by chunk and keeps what it has learnt of them: how many are NaN
+(`nonfinite`), the checksum of their bytes, a statistic. Several folders share a pass, so a tensor
+is read once, whatever is to be known of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeVar
+
+from ckptconv.io.crc import crc32
+from ckptconv.support.progress import Meter
+from ckptconv.tensors.checksums import Checksums
+from ckptconv.tensors.refs import Storage, TensorRef
+from ckptconv.tensors.stream import iter_chunks, verbatim_runs
+
+
+class Folder(Protocol):
+    """A counter that is given all values of a tensor, in C order.
+
+    A chunk holds whole elements as bytes, little-endian, conj and neg bits resolved, about 1 MiB of
+    them; `numpy.frombuffer(chunk, "<u4")` and the like view it. It is valid during the call only.
+    A folder that must know the dtype is made for it. What it has found it offers by names of its
+    own.
+    """
+
+    def update(self, chunk: memoryview) -> None:
+        """Take the next values."""
+
+
+F = TypeVar("F", bound=Folder)
+
+
+class RunningCrc:
+    """The CRC-32 of the bytes so far, as `value`."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def update(self, chunk: memoryview) -> None:
+        self.value = crc32(chunk, self.value)
+
+
+class OddBools:
+    """How many bytes are neither 0 nor 1, as `count`: what such a bool means depends on who reads
+    it.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def update(self, chunk: memoryview) -> None:
+        self.count += len(bytes(chunk).translate(None, b"\0\1"))
+
+
+def fold(
+    ref: TensorRef,
+    *folders: Folder,
+    checksums: Checksums | None = None,
+    meter: Meter | None = None,
+) -> None:
+    """Give the values of `ref` to all `folders`, in one pass.
+
+    `checksums` is told of the runs of bytes that were read, or reads the storages itself if the
+    values do not lie in order. `meter` counts the bytes of the values.
+    """
+    runs = verbatim_runs(ref)
+    if runs is None:
+        if checksums is not None:
+            for piece in ref.pieces:
+                checksums.read(piece.storage)
+        _feed(iter_chunks(ref), folders, meter)
+        return
+    for storage, first, nbytes in runs:
+        chunks = storage.source.stream([(storage.offset + first, nbytes)])
+        if checksums is None or _whole(storage).crc32 is None:
+            _feed(chunks, folders, meter)
+        else:
+            crc = RunningCrc()
+            _feed(chunks, (crc, *folders), meter)
+            checksums.copied(storage, first, nbytes, crc.value)
+
+
+def _feed(chunks: Iterable[memoryview], folders: Sequence[Folder], meter: Meter | None) -> None:
+    for chunk in chunks:
+        for folder in folders:
+            folder.update(chunk)
+        if meter is not None:
+            meter.add(len(chunk))
+
+
+def fold_all(
+    refs: Iterable[TensorRef],
+    folders_of: Callable[[TensorRef], Sequence[F]],
+    tell: Callable[[int], Meter],
+) -> list[Sequence[F]]:
+    """The folders of each of `refs` after a pass over its values; all storages are checked too.
+
+    `folders_of` makes the folders of one; without any, its values are not read. Equal views of one
+    storage share a pass and its folders. What lies in order is read once for its values and its
+    checksum. `tell` gets the number of bytes that will be read and gives what counts them. Raises
+    `MalformedCheckpoint` if a storage does not have the CRC-32 that its record declares.
+    """
+    refs = list(refs)
+    made: dict[object, tuple[TensorRef, Sequence[F]]] = {}
+    for ref in refs:
+        if (view := _view(ref)) not in made:
+            made[view] = ref, folders_of(ref)
+    folded = [(ref, folders) for ref, folders in made.values() if folders]
+    wholes = {id(whole): whole for ref in refs for whole in map(_whole, _storages(ref))}
+    checked = [whole for whole in wholes.values() if whole.crc32 is not None]
+    meter = tell(_bytes_read([ref for ref, _ in folded], checked))
+    checksums = Checksums(meter)
+    for ref, folders in folded:
+        fold(ref, *folders, checksums=checksums, meter=meter)
+    checksums.finish(checked)
+    meter.finish()
+    return [made[_view(ref)][1] for ref in refs]
+
+
+def _storages(ref: TensorRef) -> Iterable[Storage]:
+    return (piece.storage for piece in ref.pieces)
+
+
+def _whole(storage: Storage) -> Storage:
+    """The storage whose checksum covers this one."""
+    return storage.part_of or storage
+
+
+def _view(ref: TensorRef) -> object:
+    """What two tensors have in common if their values are the same bytes in the same order."""
+    pieces = tuple((id(piece.storage), *piece[1:]) for piece in ref.pieces)
+    return ref.dtype.name, ref.shape, pieces, ref.conj, ref.neg
+
+
+def _bytes_read(refs: Iterable[TensorRef], checked: Iterable[Storage]) -> int:
+    """The bytes of `refs`, and those of the storages that are `checked` and not read for them."""
+    total = 0
+    covered: dict[int, list[tuple[int, int]]] = {}
+    for ref in refs:
+        total += ref.nbytes
+        for storage, first, nbytes in verbatim_runs(ref) or ():
+            if storage.source is (whole := _whole(storage)).source:
+                start = storage.offset + first - whole.offset
+                covered.setdefault(id(whole), []).append((start, nbytes))
+    for whole in checked:
+        at = 0
+        total += whole.nbytes
+        # as `Checksums` joins them: a run that overlaps an earlier one does not count
+        for start, nbytes in sorted(covered.get(id(whole), ())):
+            if start >= at:
+                total -= nbytes
+                at = start + nbytes
+    return total
