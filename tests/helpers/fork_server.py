@@ -2,11 +2,10 @@
 
 Usage: ``python fork_server.py SOCKET [MODULE]...``, the number of a socket that is inherited, and
 what else is imported beforehand. Each byte on the socket is a request, and comes with five files:
-what is asked (JSON: arguments, folder, variables, mask,
-limits, code to be run first), the stdin, stdout and stderr of the
-run, and where to tell how it has ended: "EXIT SECONDS MEMORY", the exit code (negative: the
-signal), seconds of the processor, and bytes of memory. A stdin that is a terminal is that of the
-process.
+what is asked (JSON: arguments, folder, variables, mask, limits, code to be run first), the stdin,
+stdout and stderr of the run, and where to tell how it has ended: "EXIT SECONDS MEMORY", the exit
+code (negative: the signal), seconds of the processor, and bytes of memory. A stdin that is a
+terminal is that of the process.
 
 A run is a process of its own, so runs may overlap, and nothing of one is seen by the next.
 """
@@ -18,7 +17,6 @@ import fcntl
 import gc
 import importlib
 import json
-import math
 import os
 import pkgutil
 import resource
@@ -57,18 +55,19 @@ def _woken_by_ends() -> int:
 
 @dataclass
 class _Running:
-    """Where to tell how a run has ended, and when it is killed."""
+    """Where to tell how a run has ended, and when it is killed, if it is not yet."""
 
     answer: int
     deadline: float
+    killed: bool = False
 
 
 def _serve(connection: socket.socket, ends: int) -> None:
     running: dict[int, _Running] = {}
     asking: list[Any] = [connection]
     while asking or running:
-        soonest = min((run.deadline for run in running.values()), default=None)
-        left = None if soonest is None else max(0.0, soonest - time.monotonic())
+        waiting = [run.deadline for run in running.values() if not run.killed]
+        left = max(0.0, min(waiting) - time.monotonic()) if waiting else None
         ready, _, _ = select.select([*asking, ends], [], [], left)
         if ends in ready:
             os.read(ends, 1 << 12)
@@ -80,9 +79,9 @@ def _serve(connection: socket.socket, ends: int) -> None:
                 asking = []
         _tell_ends(running)
         for pid, run in running.items():
-            if run.deadline <= time.monotonic():
+            if run.deadline <= time.monotonic() and not run.killed:
                 os.kill(pid, signal.SIGKILL)
-                run.deadline = math.inf
+                run.killed = True
 
 
 def _tell_ends(running: dict[int, _Running]) -> None:

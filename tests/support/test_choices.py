@@ -55,7 +55,7 @@ def diagnose(**options: Any) -> Callable[[], Any]:
     return lambda: ckptconv.diagnose("in.pt", **options)
 
 
-TO = "is not a format; choose torch, safetensors or dcp"
+TO = "is not a format; choose torch, safetensors, dcp or npz"
 STRIP = "is not a choice; choose strip or keep, or give KeyRules"
 SIZE = "is not a size; write it as '5GB' or '500MB', or give a number of bytes"
 UNKNOWN = "is not a choice; choose refuse, drop or keep"

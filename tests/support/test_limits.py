@@ -611,7 +611,7 @@ def test_what_is_no_limit_is_a_usage_error(value, said, tmp_path):
 
 def documented() -> dict[str, str]:
     """What the class says of each limit, by name."""
-    tree = ast.parse((ROOT / "ckptconv" / "bounds.py").read_text())
+    tree = ast.parse((ROOT / "ckptconv" / "support" / "limits.py").read_text())
     (cls,) = (node for node in tree.body if isinstance(node, ast.ClassDef))
     pairs = zip(cls.body, cls.body[1:], strict=False)
     return {

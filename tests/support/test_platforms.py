@@ -30,8 +30,7 @@ from helpers.program import SAMPLES, assert_one_error, environment, run
 ELSEWHERE = ("bare", "windows")
 USERS_OF_PLATFORMS = {
     "support.signals", "keys.rules", "io.files", "io.inflate", "io.stream", "io.destination",
-    "io.staging", "cli.terminal",
-    "convert.execute", "formats.folders.sharded", "formats.folders.steps", "formats.folders.dcp",
+    "io.staging", "io.location", "io.outputs", "cli.terminal",
 }  # fmt: skip
 ONLY_HERE = {
     "os.name",
@@ -199,7 +198,8 @@ def requests(
 
 def timeless(text: str) -> str:
     """What was printed, without how long it took and what was free meanwhile."""
-    pattern = r"in [0-9.]+ s((?:,| at) [0-9.]+ [kMG]?B/s)?|\"seconds\": [0-9.e-]+"
+    spent = r"in [0-9.]+ s((?:,| at) [0-9.]+ [kMG]?B/s)?(: [0-9.]+ s waiting for the disk)?"
+    pattern = spent + r"|\"seconds\": [0-9.e-]+"
     return re.sub(pattern, "<time>", text)
 
 
