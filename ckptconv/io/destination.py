@@ -254,7 +254,10 @@ def output_errors(path: Path) -> Iterator[None]:
     except CheckpointError:
         raise
     except platforms.FileInUse as error:
-        hint = "close it: tensors of load_portable keep their file open unless mmap=False; nothing was left behind"
+        hint = (
+            "close it: tensors of load_portable keep their file open unless mmap=False; "
+            "nothing was left behind"
+        )
         raise OutputRefused(
             "is in use or read-only, and so cannot be replaced on this system", path=path, hint=hint
         ) from error

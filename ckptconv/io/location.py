@@ -115,8 +115,8 @@ class Location(ABC):
 
 
 def within(location: Location, home: Location) -> Location:
-    """`location`, a file of a checkpoint of many files; `MalformedCheckpoint` when a link leads from
-    it out of `home`.
+    """`location`, a file of a checkpoint of many files; `MalformedCheckpoint` when a link leads
+    from it out of `home`.
     """
     if not location.stays_within(home):
         hint = "name the folder that it leads to, or copy the file"

@@ -237,7 +237,7 @@ class FolderOutput(_Staged):
     def scratch(
         self, name: str, size: int, on_progress: Callable[[int], None] | None = None
     ) -> LocalDraft:
-        """A file beside the folder, which will not be put in place; it does not wait for the disk."""
+        """A file beside the folder that is not put in place, and does not wait for the disk."""
         return LocalDraft(self._folder() / name, self.path, size, on_progress, fsync=False)
 
     def _named(self, name: str) -> Path:
@@ -260,7 +260,7 @@ def file_output(place: Location, *, force: bool, fsync: bool, size: int) -> Dest
 def set_output(
     place: Location, files: ShardSet, *, in_folder: bool, force: bool, fsync: bool, size: int
 ) -> Destination:
-    """Shards and an index that are named after `place`; `in_folder`: in a folder that may be made."""
+    """Shards and an index, named after `place`; `in_folder`: in a folder that may be made."""
     return SetOutput(place.path, files, in_folder=in_folder, force=force, fsync=fsync, size=size)
 
 

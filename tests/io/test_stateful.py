@@ -55,7 +55,7 @@ def kill_at(count: int) -> None:
 
 
 class Outputs(RuleBasedStateMachine):
-    """One output in one room, to which several writers come. `model` is what a reader has to find."""
+    """One output in a room to which several writers come; `model` is what a reader has to find."""
 
     def __init__(self) -> None:
         super().__init__()
