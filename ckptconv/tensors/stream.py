@@ -79,7 +79,11 @@ def iter_chunks(ref: TensorRef) -> Iterator[memoryview]:
     strides.
     """
     if (runs := verbatim_runs(ref)) is not None:
-        yield from _streamed(runs)
+        if len(runs) == 1:
+            [(storage, first, nbytes)] = runs
+            yield from storage.source.stream(((storage.offset + first, nbytes),))
+        else:
+            yield from _streamed(runs)
     elif ref.numel:
         ref = _without_ones(ref) if len(ref.shape) > _ANY_NUMPY else ref
         for start, shape in _blocks(ref.shape, max(1, CHUNK // ref.dtype.itemsize)):

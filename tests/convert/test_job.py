@@ -7,10 +7,10 @@ import pickle
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
-from helpers.paths import SAMPLES
 
 from ckptconv import CheckpointError, KeyRules, Options, OutputRefused, limits
 from ckptconv.convert.job import Job
+from helpers.paths import SAMPLES
 
 SOURCE = SAMPLES / "ddp_cuda3.pt"
 
