@@ -53,7 +53,7 @@ def rename_state_dicts(
         if keys.new != keys.old or keys.filled:
             new, values = with_filled(item, keys)
             overlay[id(item.node)] = renamed_in_place(
-                replace(item, values=values), new, keys.module_paths
+                replace(item, values=values), new, keys.renamed_modules
             )
     return tuple(renamed), skipped
 
