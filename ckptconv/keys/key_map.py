@@ -552,10 +552,7 @@ _TWO_TYPES = (
 
 def _refuse_collisions(keys: Sequence[str], renamed: Sequence[str | None]) -> None:
     """Raise `KeyConflict` when two of the keys that are left are one, or one is empty or no text."""
-    pairs = [
-        (before, after) for before, after in zip(keys, renamed, strict=True) if after is not None
-    ]
-    new = [after for _, after in pairs]
+    new = [after for after in renamed if after is not None]
     try:
         "".join(new).encode()
     except UnicodeEncodeError as error:
@@ -564,7 +561,9 @@ def _refuse_collisions(keys: Sequence[str], renamed: Sequence[str | None]) -> No
     if len(set(new)) == len(new) and ("" not in new or "" in keys):
         return
     owner: dict[str, str] = {}
-    for before, after in pairs:
+    for before, after in zip(keys, renamed, strict=True):
+        if after is None:
+            continue
         if not after and before:
             raise KeyConflict(
                 f"the rules leave nothing of the key '{printable(before)}'", where=before

@@ -95,6 +95,7 @@ class PickleReader:
         self._known: dict[Global, Reducer] = {}
         self._states = {} if states is None else states
         self._smaller: dict[Global, Callable[[Node], Node]] = {}
+        self._no_hooks = Call(None, ())
 
     def read(self) -> Node:
         """The root of the next pickle."""
@@ -388,17 +389,19 @@ class PickleReader:
         )
         if view:
             pid = (*pid, None)
-        dims = _INT_RUNS.get(shape) or _int_run(shape)
-        steps = _INT_RUNS.get(stride) or _int_run(stride)
+        reducer = self._known.get(func)
+        hooked = memo[keys[hooks[0]]]
+        if reducer is None or hooked is not self._no_hooks.func:
+            # a leaf holds no hooks, so all leaves may be made of the same
+            self._no_hooks = Call(hooked, ())
         args = (
             self._persistent(pid),
-            _integer(offset),
-            dims,
-            steps,
+            0 if offset == b"K\0" else _integer(offset),
+            _INT_RUNS.get(shape) or _int_run(shape),
+            _INT_RUNS.get(stride) or _int_run(stride),
             flag == b"\x88",
-            Call(memo[keys[hooks[0]]], ()),
+            self._no_hooks,
         )
-        reducer = self._known.get(func)
         stack[-1] = Call(func, args) if reducer is None else reducer(args)
         memo.runs.append(run.start())
         return True
