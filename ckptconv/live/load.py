@@ -141,7 +141,7 @@ def _selected(
         settle_strays(checkpoint, found.node, unknown)
         keys = map_keys(found.keys, rules, found.path, found.telling_keys, found.keys_beside)
         refuse_idle([keys], rules)
-        root = renamed_state_dict(found, keys.new, keys.module_paths)
+        root = renamed_state_dict(found, keys.new, keys.renamed_modules)
         if type(root) is Dict:
             root = _ordered(root)
         overlay.update(

@@ -123,6 +123,7 @@ class PickleReader(NodeMaker):
         memoized = memo.memoized
         intern: dict[str, str] = {}
         known = self._known
+        hookless: dict[int, Call] = {}
         persistent = self._persistent
         most = in_force()
         deepest, widest = most.depth, most.stack
@@ -153,9 +154,10 @@ class PickleReader(NodeMaker):
                     if (
                         data[pos] == 0x28
                         and (run := TENSOR_RUN(data, pos, end))
-                        and (read := read_run(run, stack[-1], memo, persistent, known)) is not None
+                        and (leaf := read_run(run, stack[-1], memo, persistent, known, hookless))
+                        is not None
                     ):
-                        stack[-1] = read
+                        stack[-1] = leaf
                         memo.runs.append(pos)
                         pos = run.end()
                         continue

@@ -9,7 +9,7 @@ holds besides is kept in mind as a `Stray`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ckptconv.objects.module_walk import Parts, state_dict_of
@@ -24,11 +24,13 @@ from ckptconv.tree.walk import place_text, walk
 _LISTED = 3
 
 
-def flatten_modules(checkpoint: Checkpoint) -> Checkpoint:
+def flatten_modules(checkpoint: Checkpoint, calls: Iterable[Call] | None = None) -> Checkpoint:
     """The checkpoint with a state dict in the place of every module that holds tensors, and a note
-    that says so.
+    that says so; the tree of the given one stays as it is.
+
+    `calls` are those of its tree, where they are known.
     """
-    if not any(is_module(node) for node in calls_of(checkpoint.root)):
+    if not any(map(is_module, calls_of(checkpoint.root) if calls is None else calls)):
         return checkpoint
     stand_ins: dict[int, Node] = {}
     classes: list[str] = []

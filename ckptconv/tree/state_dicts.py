@@ -6,7 +6,7 @@ error lists the choices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -483,6 +483,10 @@ def _own_of(part: _Part, found: Survey, file: Path) -> StateDict:
 # ----------------------------------------------------------------------------------------- new keys
 
 
+RenamedModules = Callable[[Iterable[str]], Iterable[tuple[str, str]]]
+"""From the module paths of a `_metadata` to each with a new name of it, in their new order."""
+
+
 def own_node(found: StateDict) -> Node:
     """The node of a state dict by itself: without what stands beside it in its dict."""
     if found.own is None:
@@ -492,20 +496,20 @@ def own_node(found: StateDict) -> Node:
 
 
 def renamed_state_dict(
-    found: StateDict, keys: tuple[str | None, ...], module_paths: Callable[[str], tuple[str, ...]]
+    found: StateDict, keys: tuple[str | None, ...], modules: RenamedModules
 ) -> Node:
     """A node of the state dict alone, like `found.node`, whose i-th key is `keys[i]` (None: left
     out).
 
-    Its `_metadata` follows: `module_paths` gives the new names of a module, one, or several where
-    ones that had become one are told apart again.
+    Its `_metadata` follows: `modules` gives the module paths with their new names, in order; one
+    has several where ones that had become one are told apart again.
     """
     pairs = [(new, value) for new, value in zip(keys, found.values, strict=True) if new is not None]
-    return _with_metadata(_like(found.node, pairs), module_paths)
+    return _with_metadata(_like(found.node, pairs), modules)
 
 
 def renamed_in_place(
-    found: StateDict, keys: tuple[str | None, ...], module_paths: Callable[[str], tuple[str, ...]]
+    found: StateDict, keys: tuple[str | None, ...], modules: RenamedModules
 ) -> Node:
     """As `renamed_state_dict`, with what stands beside the state dict in its dict still where it
     was.
@@ -513,7 +517,7 @@ def renamed_in_place(
     Raises `KeyConflict` when a new key is the label of something else that stands there.
     """
     if found.own is None:
-        return renamed_state_dict(found, keys, module_paths)
+        return renamed_state_dict(found, keys, modules)
     before = dict_pairs(found.node) or ()
     mine = set(found.own)
     others = {
@@ -527,7 +531,7 @@ def renamed_in_place(
     own = dict(zip(found.own, renamed, strict=False))
     pairs = [own.get(index, pair) for index, pair in enumerate(before)]
     kept = [pair for index, pair in enumerate(pairs) if index not in mine or pair[0] is not None]
-    return _with_metadata(_like(found.node, [*kept, *renamed[len(own) :]]), module_paths)
+    return _with_metadata(_like(found.node, [*kept, *renamed[len(own) :]]), modules)
 
 
 def _like(node: Node, pairs: Pairs) -> Node:
@@ -542,16 +546,17 @@ def _like(node: Node, pairs: Pairs) -> Node:
     return made
 
 
-def _with_metadata(made: Node, module_paths: Callable[[str], tuple[str, ...]]) -> Node:
+def _with_metadata(made: Node, modules: RenamedModules) -> Node:
     if (metadata := metadata_of(made)) is None or (entries := mapping_pairs(metadata)) is None:
         return made
-    renamed = {
+    versions = {key: value for key, value in entries if type(key) is str}
+    renamed: dict[str, Node] = {}
+    met: set[str] = set()
+    for key, name in modules(versions):
+        value = versions[key]
         # each module has a version of its own
-        name: Dict(list(value.pairs)) if index and type(value) is Dict else value
-        for key, value in entries
-        if type(key) is str
-        for index, name in enumerate(module_paths(key))
-    }
+        renamed[name] = Dict(list(value.pairs)) if key in met and type(value) is Dict else value
+        met.add(key)
     copy: Node = Dict() if type(metadata) is Dict else Call(metadata.func, ())
     copy.pairs = list(renamed.items())
     made.state = Dict(
