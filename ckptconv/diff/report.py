@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ckptconv.diff.checkpoints import Changed, Difference
+from ckptconv.diff.difference import Changed, Difference
 from ckptconv.support.errors import printable
 from ckptconv.support.text import count_text, size_text
-from ckptconv.tensors.comparison import Deviation
+from ckptconv.tensors.deviation import Deviation
 
 _LISTED = 20
 

@@ -8,14 +8,20 @@ two possible assignments.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 
-from ckptconv.keys.key_map import STRIP, map_keys
-from ckptconv.support.errors import KeyConflict, LimitExceeded
-from ckptconv.support.limits import in_force
+from ckptconv.keys.name_matching import (
+    Graph,
+    Names,
+    by_insertion,
+    by_suffix,
+    refuse_endless,
+    same_names,
+    suffixes,
+)
 from ckptconv.support.showing import html_table, short_repr
 
 Shape = tuple[int, ...] | None
@@ -103,9 +109,7 @@ class Fit:
         return html_table(f"{verdict}: {self.how}", chain(*lists, pairs))
 
 
-_Names = Mapping[str, str]  # a key without its wrappers or its prefix → the key
 _Pairs = Mapping[str, str]  # target key → source key
-_Graph = Mapping[str, Sequence[str]]  # target key → the source keys that may be meant for it
 
 
 def fit_keys(source: Shapes, target: Shapes, ties: Ties = ()) -> Fit:
@@ -164,8 +168,8 @@ def _fit_all(source: Shapes, target: Shapes) -> Fit:
     its way.
     """
     attempts: list[tuple[str, _Pairs]] = []
-    bases: list[tuple[_Names, _Names]] = []
-    for how, exact, sources, targets in _same_names(source, target):
+    bases: list[tuple[Names, Names]] = []
+    for how, exact, sources, targets in same_names(source, target):
         pairs = {key: sources[name] for name, key in targets.items() if name in sources}
         if len(pairs) == len(target):
             if any(not _alike(source[old], target[key]) for key, old in pairs.items()):
@@ -185,92 +189,6 @@ def _alike(one: Shape, other: Shape) -> bool:
 # ------------------------------------------------------------------ the same names, differently led
 
 
-def _same_names(source: Shapes, target: Shapes) -> Iterator[tuple[str, bool, _Names, _Names]]:
-    """The ways to read the keys of both sides: what it is called, whether it leaves no doubt, and
-    both sides' names.
-    """
-    yield "the same keys", True, {key: key for key in source}, {key: key for key in target}
-    sources, targets = _bare(source), _bare(target)
-    yield "wrappers", True, sources, targets
-    heads = _head(sources), _head(targets)
-    if any(heads):
-        yield _prefix_text(*heads), False, _cut(sources, heads[0]), _cut(targets, heads[1])
-    if (voted := _voted_prefixes(sources, targets)) not in (None, heads):
-        old, new = voted or ("", "")
-        yield _prefix_text(old, new), False, _cut(sources, old), _cut(targets, new)
-
-
-def _bare(keys: Iterable[str]) -> _Names:
-    """The keys by their names without wrappers; as they are, where two would become one."""
-    keys = list(keys)
-    try:
-        return dict(zip(map(str, map_keys(keys, STRIP).new), keys, strict=True))
-    except KeyConflict:
-        return {key: key for key in keys}
-
-
-def _head(names: _Names) -> str:
-    """The segments, with their dots, that all names start with; each keeps its last one."""
-    first, last = (min(names), max(names)) if names else ("", "")
-    differ = (at for at, (one, other) in enumerate(zip(first, last, strict=False)) if one != other)
-    return first[: first.rfind(".", 0, next(differ, min(len(first), len(last)))) + 1]
-
-
-def _cut(names: _Names, head: str) -> _Names:
-    """The names with `head` cut off those that start with it, where that leaves them distinct."""
-    cut = {name.removeprefix(head): key for name, key in names.items()}
-    return cut if len(cut) == len(names) else names
-
-
-def _prefix_text(old: str, new: str) -> str:
-    return f"prefix '{old}' → '{new}'"
-
-
-def _voted_prefixes(sources: _Names, targets: _Names) -> tuple[str, str] | None:
-    """The prefix to cut off the sources' or the targets' names that makes most of them equal; None
-    without a winner.
-    """
-    votes: Counter[tuple[str, str]] = Counter()
-    longer = _endings(sources)
-    votes.update((name[: -len(end)], "") for end in targets for name in longer.get(end, ()))
-    longer = _endings(targets)
-    votes.update(("", name[: -len(end)]) for end in sources for name in longer.get(end, ()))
-    (best, count), (_, second) = [*votes.most_common(2), (("", ""), 0), (("", ""), 0)][:2]
-    return best if count > second else None
-
-
-def _suffixes(name: str) -> Iterator[str]:
-    """The proper suffixes of whole segments, the longest first.
-
-    >>> list(_suffixes("a.b.c"))
-    ['b.c', 'c']
-    """
-    at = name.find(".")
-    while at >= 0:
-        yield name[at + 1 :]
-        at = name.find(".", at + 1)
-
-
-def _endings(names: Collection[str]) -> Mapping[str, list[str]]:
-    """The names by each of their proper suffixes."""
-    _refuse_endless(names)
-    found = defaultdict(list)
-    for name in names:
-        for suffix in _suffixes(name):
-            found[suffix].append(name)
-    return found
-
-
-def _refuse_endless(names: Collection[str]) -> None:
-    """Raise `LimitExceeded` when the suffixes of all names together would take more memory than any
-    model's.
-    """
-    length = sum(len(name) * name.count(".") for name in names) // 2
-    if length > (most := in_force().names):
-        what = f"its keys are too long to be fitted: their suffixes have {length} characters"
-        raise LimitExceeded(what, limit="names", allowed=most, needed=length)
-
-
 # ----------------------------------------------------------------------------- assigning key to key
 
 
@@ -278,21 +196,21 @@ def _assigned(
     source: Shapes,
     target: Shapes,
     attempts: list[tuple[str, _Pairs]],
-    bases: Sequence[tuple[_Names, _Names]],
+    bases: Sequence[tuple[Names, Names]],
 ) -> Fit:
     """The only assignment of keys that the wrappers and one prefix do not explain; else what stands
     in its way.
     """
     sources, targets = bases[0]
-    graph = _keys_of(_by_suffix(sources, targets), sources, targets, source, target)
+    graph = _keys_of(by_suffix(sources, targets), sources, targets, source, target)
     found = _forced(graph)
     contested = {key: olds for key, olds in graph.items() if len(olds) > 1 and key not in found}
-    by_insertion = (
-        _forced(_keys_of(_by_insertion(*names), *names, source, target)) for names in bases
+    with_segments = (
+        _forced(_keys_of(by_insertion(*names), *names, source, target)) for names in bases
     )
     attempts[2:] += [
         ("prefixes, key by key", found),
-        *(("segments within the keys", pairs) for pairs in by_insertion),
+        *(("segments within the keys", pairs) for pairs in with_segments),
     ]
     attempts[2:] = [
         (how, {key: old for key, old in pairs.items() if key not in contested})
@@ -324,9 +242,7 @@ def _covers(pairs: _Pairs, source: Shapes, target: Shapes) -> bool:
     )
 
 
-def _keys_of(
-    graph: _Graph, sources: _Names, targets: _Names, source: Shapes, target: Shapes
-) -> _Graph:
+def _keys_of(graph: Graph, sources: Names, targets: Names, source: Shapes, target: Shapes) -> Graph:
     """A graph of names as one of keys, of those pairs whose shapes are alike."""
     return {
         (key := targets[name]): [
@@ -336,50 +252,7 @@ def _keys_of(
     }
 
 
-def _by_suffix(sources: _Names, targets: _Names) -> _Graph:
-    """Target name → the source names that are it but for a prefix, which either may have more."""
-    longer = _endings(sources)
-    return {
-        name: [*longer.get(name, ()), *(end for end in (name, *_suffixes(name)) if end in sources)]
-        for name in targets
-    }
-
-
-def _by_insertion(sources: _Names, targets: _Names) -> _Graph:
-    """Target name → the source names that are it but for segments that only the one side knows,
-    wherever they stand.
-
-    Numbers are not such segments: a layer is not another one.
-    """
-    source_segments = {segment for name in sources for segment in name.split(".")}
-    target_segments = {segment for name in targets for segment in name.split(".")}
-    shorten_source = _without(source_segments - target_segments)
-    shorten_target = _without(target_segments - source_segments)
-    shortened = defaultdict(list)
-    for name in sources:
-        shortened[shorten_source(name)].append(name)
-    graph = {}
-    for name in targets:
-        short = shorten_target(name)
-        graph[name] = (
-            shortened.get(name, [])
-            if short == name
-            else [old for old in shortened.get(short, ()) if old == short]
-        )
-    return graph
-
-
-def _without(segments: set[str]) -> Callable[[str], str]:
-    inserted = {segment for segment in segments if not segment.isdigit()}
-
-    def shorten(name: str) -> str:
-        *modules, last = name.split(".")
-        return ".".join([*(segment for segment in modules if segment not in inserted), last])
-
-    return shorten
-
-
-def _forced(graph: _Graph) -> _Pairs:
+def _forced(graph: Graph) -> _Pairs:
     """The pairs without an alternative: a key with one candidate takes it, which may leave others
     with one.
 
@@ -411,7 +284,7 @@ def _forced(graph: _Graph) -> _Pairs:
     return pairs
 
 
-def _mutual(sources: _Names, targets: _Names, source: Shapes, target: Shapes) -> _Pairs:
+def _mutual(sources: Names, targets: Names, source: Shapes, target: Shapes) -> _Pairs:
     """Target key → source key, where each is of all keys of its shape the one that ends most like
     the other.
     """
@@ -432,11 +305,11 @@ def _closest(
     """Name → the one of `others` that shares its shape and, alone, the most segments at its end."""
     holders: dict[tuple[str, tuple[int, ...]], str | None] = {}
     for other, shape in others.items():
-        for end in (other, *_suffixes(other)):
+        for end in (other, *suffixes(other)):
             holders[end, shape] = None if (end, shape) in holders else other
     found = {}
     for name, shape in names.items():
-        deepest = next((end for end in (name, *_suffixes(name)) if (end, shape) in holders), None)
+        deepest = next((end for end in (name, *suffixes(name)) if (end, shape) in holders), None)
         if deepest is not None and (only := holders[deepest, shape]) is not None:
             found[name] = only
     return found
@@ -446,7 +319,7 @@ def _closest(
 
 
 def _fit(
-    how: str, pairs: _Pairs, source: Shapes, target: Shapes, contested: _Graph | None = None
+    how: str, pairs: _Pairs, source: Shapes, target: Shapes, contested: Graph | None = None
 ) -> Fit:
     """The result for target keys and the source keys that have their names."""
     wrong = tuple(
@@ -480,14 +353,14 @@ def _nearest(
     """
     if not missing or not unexpected:
         return
-    _refuse_endless(missing[:_NEAREST_FOR])
-    _refuse_endless(unexpected)
+    refuse_endless(missing[:_NEAREST_FOR])
+    refuse_endless(unexpected)
     holders = defaultdict(list)
     for old in unexpected:
-        for end in (old, *_suffixes(old)):
+        for end in (old, *suffixes(old)):
             holders[end].append(old)
     for key in missing[:_NEAREST_FOR]:
-        ranks = [holders[end] for end in (key, *_suffixes(key)) if end in holders]
+        ranks = [holders[end] for end in (key, *suffixes(key)) if end in holders]
         alike = next(
             (found for olds in ranks if (found := _first_alike(olds, source, target[key]))), []
         )

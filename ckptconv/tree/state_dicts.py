@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptconv.objects.held_tensors import holds_tensors
-from ckptconv.pickles.nodes import Call, Dict, Node, attributes, children, mapping_pairs, spoken
+from ckptconv.pickles.nodes import Call, Dict, Node, attributes, children, mapping_pairs
 from ckptconv.support.errors import AmbiguousStateDict, KeyConflict, printable
 from ckptconv.support.showing import html_table, short_repr
 from ckptconv.support.text import count_text, look_hint, part_text, quoted
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tree.candidates import (
     Candidate,
-    Holder,
     Pairs,
     Survey,
     dict_pairs,
@@ -30,7 +29,7 @@ from ckptconv.tree.candidates import (
     tells_of_wrappers,
 )
 from ckptconv.tree.labels import names_average
-from ckptconv.tree.producers import Producer, averages_weights, producer_in
+from ckptconv.tree.producers import averages_weights
 from ckptconv.tree.walk import (
     PLAIN,
     Place,
@@ -39,7 +38,6 @@ from ckptconv.tree.walk import (
     labels_of,
     place_text,
     tensor_of,
-    walk,
 )
 
 _LISTED = 8
@@ -160,82 +158,16 @@ def find_state_dicts(root: Node) -> list[StateDict]:
     """
     found = survey(root)
     best, _ = found.ranked()
-    return [_state_dict(item) for item in found.candidates if item in best or item.is_module]
+    return [state_dict_at(item) for item in found.candidates if item in best or item.is_module]
 
 
-def choose_state_dict(root: Node, only: str | None, path: Path) -> StateDict:
-    """The state dict at the path `only`, or the one that is the model; `AmbiguousStateDict` where
-    that is not told.
-    """
-    part = _part_at(root, only, path)
-    found = survey(part.node)
-    if part.own_only:
-        return _own_of(part, found, path)
-    if only is None and (loaded := _loaded_by_framework(root, found)) is not None:
-        return loaded
-    best, lesser = found.ranked()
-    if len(best) == 1:
-        _refuse_loss(best[0], found, part.path, path)
-        return _state_dict(best[0])
-    if not best and (bare := _bare_tensors(part.node)) is not None:
-        return bare
-    if best:
-        also = [item for item in lesser if item.is_module]
-        names = [_joined(part.path, item.path) for item in (*best, *also)]
-        raise AmbiguousStateDict(
-            f"holds {len(names)} state dicts: {_listed_parts(names)}",
-            path=path,
-            hint=_choice(names),
-        )
-    raise _no_state_dict(part, found, only, path)
-
-
-def _no_state_dict(part: _Part, found: Survey, only: str | None, path: Path) -> AmbiguousStateDict:
-    """The error about a part without a state dict: what it is instead, and what could be taken."""
-    what, hint = "no state dict (a dict of named tensors) was found in it", look_hint(path)
-    if type(part.node) in PLAIN:
-        what = f"is {spoken(part.node)}, and holds no tensors"
-    elif (whose := only_training_state(part.node)) is not None:
-        what = f"holds only {whose} state: no weights"
-    elif lists := list(_lists_of_tensors(part)):
-        hint = _choice(lists)
-    return AmbiguousStateDict(what, path=path, where=only, hint=hint)
-
-
-def _lists_of_tensors(part: _Part) -> Iterator[str]:
-    """The paths of the lists below a part that hold nothing but tensors, as an average of
-    parameters may be.
-    """
-    for place, node in walk(part.node):
-        if place is not None and type(node) in (list, tuple) and _bare_tensors(node) is not None:
-            yield _joined(part.path, place_text(place))
-
-
-def only_training_state(root: Node) -> str | None:
-    """Whose state all tensors of a tree are (``an optimizer's``); None where there are weights, or
-    no tensors.
-
-    A tensor by itself is nobody's.
-    """
-    if (
-        is_tensor(root)
-        or survey(root).holders
-        or not any(is_tensor(node) for _, node in walk(root))
-    ):
-        return None
-    labels = {
-        key for _, node in walk(root) for key, _ in mapping_pairs(node) or () if type(key) is str
-    }
-    return "an optimizer's" if "param_groups" in labels else "a training's"
-
-
-def _state_dict(item: Candidate, notes: tuple[str, ...] = ()) -> StateDict:
+def state_dict_at(item: Candidate, notes: tuple[str, ...] = ()) -> StateDict:
     own = item.own
     pairs = item.pairs if own is None else [item.pairs[index] for index in own]
     keys = tuple([key if type(key) is str else label_text(key) for key, _ in pairs])
     if item.beside and any(
         id(holder) in item.beside
-        for holder in (item.node, *(place[2] for place in _chain(item.place)))
+        for holder in (item.node, *(place[2] for place in chain_of(item.place)))
     ):
         notes = (*notes, "a dict contains itself, or one that it is in; that is left out")
     return StateDict(
@@ -243,35 +175,7 @@ def _state_dict(item: Candidate, notes: tuple[str, ...] = ()) -> StateDict:
     )
 
 
-def _loaded_by_framework(root: Node, found: Survey) -> StateDict | None:
-    """What the framework that wrote a checkpoint loads of it itself, with a note on what else could
-    be meant.
-
-    Not where tensors stand above it: no framework puts weights there.
-    """
-    producer = producer_in(root)
-    if producer is None or producer.loads is None:
-        return None
-    item = next((item for item in found.candidates if item.path == producer.loads), None)
-    if item is None or any(holder.node is root for holder in found.left_by(item)):
-        return None
-    others = [other.path for other in found.candidates if other is not item]
-    return _state_dict(item, tuple(_framework_notes(producer, root, others)))
-
-
-def _framework_notes(producer: Producer, root: Node, others: Sequence[str]) -> Iterator[str]:
-    name = printable(producer.loads or "")
-    what = "the averaged weights" if averages_weights(root) else "the model"
-    if others:
-        yield (
-            f"{name} is taken, where {producer.name} has {what}, not {_listed_parts(others)} "
-            "(--only PATH takes another)"
-        )
-    elif averages_weights(root):
-        yield f"{name} holds {what}, as {producer.name} saves them"
-
-
-def _bare_tensors(node: Node) -> StateDict | None:
+def bare_tensors(node: Node) -> StateDict | None:
     """A state dict for a tensor that stands by itself, or for a list of nothing but tensors; None
     for anything else.
     """
@@ -291,91 +195,28 @@ def _bare_tensors(node: Node) -> StateDict | None:
 # ----------------------------------------------------------------------------------------- refusing
 
 
-def _refuse_loss(chosen: Candidate, found: Survey, base: str, path: Path) -> None:
-    """Refuse a choice that leaves out what somebody may want.
-
-    That is what stands above it, is more than it has, looks like a module's or like a copy of it,
-    may be another part of the same model (Megatron nests embedding, encoder and output layer), or
-    is an average.
-    """
-    left = found.left_by(chosen)
-    others = [item for item in found.candidates if item is not chosen]
-    count = sum(len(holder.labels) for holder in left)
-    packed = [
-        item
-        for item in found.holders
-        if item.node is not chosen.node and chosen.holds(item.place, item.node)
-    ]
-    if (
-        count <= chosen.count + sum(len(holder.labels) for holder in packed)
-        and not any(
-            item.is_module or item.shares_keys(chosen) or _is_beside(item, chosen)
-            for item in others
-        )
-        and not any(_stands_above(holder, chosen) or _is_average(holder) for holder in left)
-    ):
-        return
-    names = [_joined(base, item.path) for item in (chosen, *others)]
-    examples = _examples(left, base)
-    what = (
-        f"taking its state dict at {part_text(names[0])} would leave out "
-        f"{count_text(count, 'other tensor')}: {examples}"
-    )
-    raise AmbiguousStateDict(what, path=path, hint=_choice(names))
-
-
-def _is_beside(item: Candidate, chosen: Candidate) -> bool:
-    """Whether a candidate is under the same label of the root as the chosen one, which stands
-    deeper than that.
-    """
-    labels = labels_of(chosen.place)
-    return len(labels) > 1 and labels_of(item.place)[:1] == labels[:1]
-
-
-def _stands_above(holder: Holder, chosen: Candidate) -> bool:
-    """Whether tensors stand in a dict that the candidate's is in, or in a list there."""
-    node = holder.node
-    if type(node) in (list, tuple) and holder.place is not None:
-        node = holder.place[2]
-    return any(place[2] is node for place in _chain(chosen.place))
-
-
-def _is_average(holder: Holder) -> bool:
-    labels = [*holder.labels, *(place[1] for place in _chain(holder.place))]
-    return any(type(label) is str and names_average(label) for label in labels)
-
-
-def _chain(place: Place) -> Iterator[tuple[Place, Node, Node]]:
+def chain_of(place: Place) -> Iterator[tuple[Place, Node, Node]]:
     while place is not None:
         yield place
         place = place[0]
 
 
-def _examples(left: Sequence[Holder], base: str) -> str:
-    places = [
-        place_text((holder.place, label, holder.node))
-        for holder in left
-        for label in holder.labels[:_LISTED]
-    ]
-    return _listed([f"{base}.{name}" if base else name for name in places], 3)
-
-
-def _joined(base: str, path: str) -> str:
+def joined(base: str, path: str) -> str:
     if not base or not path:
         return base or path or "."
     return f"{base}." if path == "." else f"{base}.{path}"
 
 
-def _listed(names: Sequence[str], most: int = _LISTED) -> str:
+def listed(names: Sequence[str], most: int = _LISTED) -> str:
     return ", ".join(printable(name) for name in names[:most]) + ", …" * (len(names) > most)
 
 
-def _listed_parts(names: Sequence[str]) -> str:
+def listed_parts(names: Sequence[str]) -> str:
     """Paths of state dicts in prose, the tensors at the root counted among them."""
     return ", ".join(map(part_text, names[:_LISTED])) + ", …" * (len(names) > _LISTED)
 
 
-def _choice(names: Sequence[str]) -> str:
+def choice_of_parts(names: Sequence[str]) -> str:
     more = ", …" * (len(names) > _LISTED)
     return (
         f"choose one: {' or '.join(f'--only {quoted(name)}' for name in names[:_LISTED])}{more} "
@@ -386,7 +227,7 @@ def _choice(names: Sequence[str]) -> str:
 # ------------------------------------------------------------------------------------ parts by path
 
 
-class _Part(NamedTuple):
+class FoundPart(NamedTuple):
     """A part of a tree that was named: its path from the root, and whether only its own tensors are
     meant.
     """
@@ -402,23 +243,23 @@ def find(root: Node, path: str, file: Path) -> Node:
     With a dot at its end, a dict of just the tensors that stand there; ``ema`` is the average,
     whatever it is called.
     """
-    part = _part_at(root, path, file)
+    part = part_at(root, path, file)
     if not part.own_only:
         return part.node
-    found = _own_of(part, survey(part.node), file)
+    found = own_of(part, survey(part.node), file)
     return own_node(found)
 
 
-def _part_at(root: Node, only: str | None, file: Path) -> _Part:
+def part_at(root: Node, only: str | None, file: Path) -> FoundPart:
     if not only or only == ".":
-        return _Part("", root, only == ".")
+        return FoundPart("", root, only == ".")
     path = only.removesuffix(".")
     found = _at(root, path)
     is_no_part = found is None or type(found[0]) in PLAIN
     if path == "ema" and is_no_part and (average := _average(root, file)) is not None:
         path, found = average[0], (average[1],)
     if found is not None:
-        return _Part(path, found[0], only.endswith("."))
+        return FoundPart(path, found[0], only.endswith("."))
     known = [printable(label_text(label)) for label, _ in children(root)][:12]
     raise AmbiguousStateDict(
         f"there is nothing at '{printable(only)}'",
@@ -452,7 +293,9 @@ def _average(root: Node, file: Path) -> tuple[str, Node] | None:
     if len(nearest) > 1:
         names = [name for _, name, _ in nearest]
         raise AmbiguousStateDict(
-            f"holds {len(nearest)} averages: {_listed(names)}", path=file, hint=_choice(names)
+            f"holds {len(nearest)} averages: {listed(names)}",
+            path=file,
+            hint=choice_of_parts(names),
         )
     return nearest[0][1:] if nearest else None
 
@@ -462,7 +305,7 @@ def _averages(root: Node) -> list[tuple[Place, Node]]:
     parts: dict[int, tuple[Place, Node]] = {}
     for holder in survey(root).holders:
         node, outermost = holder.node, None
-        for place in _chain(holder.place):
+        for place in chain_of(holder.place):
             if type(place[1]) is str and names_average(place[1]):
                 outermost = place, node
             node = place[2]
@@ -471,13 +314,13 @@ def _averages(root: Node) -> list[tuple[Place, Node]]:
     return list(parts.values())
 
 
-def _own_of(part: _Part, found: Survey, file: Path) -> StateDict:
+def own_of(part: FoundPart, found: Survey, file: Path) -> StateDict:
     """The tensors that stand in the dict of a part itself."""
     item = next((item for item in found.found if item.place is None), None)
     if item is None:
         what = "no named tensors lie in it" if part.path else "no named tensors lie at its root"
         raise AmbiguousStateDict(what, path=file, where=part.path or None, hint=look_hint(file))
-    return _state_dict(item)
+    return state_dict_at(item)
 
 
 # ----------------------------------------------------------------------------------------- new keys
