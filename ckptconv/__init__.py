@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ckptconv.inspect.facts import inspect_checkpoint as inspect_checkpoint
     from ckptconv.inspect.inspection import Inspection as Inspection
     from ckptconv.inspect.inspection import TensorFacts as TensorFacts
-    from ckptconv.keys.fitting import Fit as Fit
+    from ckptconv.keys.fits import Fit as Fit
     from ckptconv.keys.fitting import fit_keys as fit_keys
     from ckptconv.keys.key_map import KeyRules as KeyRules
     from ckptconv.keys.rule_files import read_key_rules as read_key_rules
@@ -76,7 +76,7 @@ _HOMES = {
     "Diagnosis": "doctor.findings",
     "Difference": "diff.difference",
     "Finding": "doctor.findings",
-    "Fit": "keys.fitting",
+    "Fit": "keys.fits",
     "IncompleteCheckpoint": "support.errors",
     "Inspection": "inspect.inspection",
     "IsFolder": "support.errors",

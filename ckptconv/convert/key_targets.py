@@ -14,7 +14,7 @@ from pathlib import Path
 from ckptconv.convert.named_models import model_shapes
 from ckptconv.formats.registry import open_checkpoint
 from ckptconv.io.files import FileSource
-from ckptconv.keys.fitting import Shape, Shapes, Ties
+from ckptconv.keys.fits import Shape, Shapes, Ties
 from ckptconv.support.choices import refuse_no_path
 from ckptconv.support.errors import (
     AmbiguousStateDict,

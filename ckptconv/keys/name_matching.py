@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-from ckptconv.keys.fitting import Shapes
+from ckptconv.keys.fits import Shapes
 from ckptconv.keys.key_map import STRIP, map_keys
 from ckptconv.support.errors import KeyConflict, LimitExceeded
 from ckptconv.support.limits import in_force

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from ckptconv.convert.named_models import live_shape, live_shapes, live_ties
 from ckptconv.devices.host import require_torch
 from ckptconv.formats.registry import open_checkpoint
-from ckptconv.keys.fitting import Fit, Shapes, fit_keys
+from ckptconv.keys.fits import Fit, Shapes
+from ckptconv.keys.fitting import fit_keys
 from ckptconv.live.load import load_portable
 from ckptconv.support.choices import refuse_no_flag, spelling_checked
 from ckptconv.support.errors import KeyMismatch, OptionRefused, RefusedObject, printable
