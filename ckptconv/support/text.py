@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ckptconv.support.errors import printable
@@ -80,6 +81,20 @@ def look_hint(path: Path) -> str:
     """The command that shows what a checkpoint holds; only a file has one of its own."""
     name = f" {quoted(as_argument(path))}" if path.exists() else ""
     return f"see what it holds with: ckptconv inspect{name}"
+
+
+def first_few(names: Sequence[str], most: int, spoken: Callable[[str], str] = printable) -> str:
+    """The first `most` names from a file, each as it is `spoken`; a mark tells if there are more.
+
+    >>> first_few(["a", "b"], 2), first_few(["a", "b", "c"], 2)
+    ('a, b', 'a, b, …')
+    """
+    return ", ".join(map(spoken, names[:most])) + ", …" * (len(names) > most)
+
+
+def first_few_in_short(names: Sequence[str], most: int) -> str:
+    """As `first_few`, but all that is shown is cut at the length of one name."""
+    return printable(", ".join(names[:most])) + ", …" * (len(names) > most)
 
 
 def some_text(names: list[str]) -> str:

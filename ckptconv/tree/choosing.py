@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ckptconv.pickles.nodes import Node, mapping_pairs, spoken
 from ckptconv.support.errors import AmbiguousStateDict, printable
-from ckptconv.support.text import count_text, look_hint, part_text
+from ckptconv.support.text import count_text, first_few, look_hint, part_text
 from ckptconv.tree.candidates import (
     Candidate,
     Holder,
@@ -24,7 +24,6 @@ from ckptconv.tree.state_dicts import (
     chain_of,
     choice_of_parts,
     joined,
-    listed,
     listed_parts,
     own_of,
     part_at,
@@ -195,4 +194,4 @@ def _examples(left: Sequence[Holder], base: str) -> str:
         for holder in left
         for label in holder.labels[:_LISTED]
     ]
-    return listed([f"{base}.{name}" if base else name for name in places], 3)
+    return first_few([f"{base}.{name}" if base else name for name in places], 3)

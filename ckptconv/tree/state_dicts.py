@@ -16,7 +16,7 @@ from ckptconv.objects.held_tensors import holds_tensors
 from ckptconv.pickles.nodes import Call, Dict, Node, attributes, children, mapping_pairs
 from ckptconv.support.errors import AmbiguousStateDict, KeyConflict, printable
 from ckptconv.support.showing import html_table, short_repr
-from ckptconv.support.text import count_text, look_hint, part_text, quoted
+from ckptconv.support.text import count_text, first_few, look_hint, part_text, quoted
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tree.candidates import (
     Candidate,
@@ -207,13 +207,9 @@ def joined(base: str, path: str) -> str:
     return f"{base}." if path == "." else f"{base}.{path}"
 
 
-def listed(names: Sequence[str], most: int = _LISTED) -> str:
-    return ", ".join(printable(name) for name in names[:most]) + ", …" * (len(names) > most)
-
-
 def listed_parts(names: Sequence[str]) -> str:
     """Paths of state dicts in prose, the tensors at the root counted among them."""
-    return ", ".join(map(part_text, names[:_LISTED])) + ", …" * (len(names) > _LISTED)
+    return first_few(names, _LISTED, part_text)
 
 
 def choice_of_parts(names: Sequence[str]) -> str:
@@ -293,7 +289,7 @@ def _average(root: Node, file: Path) -> tuple[str, Node] | None:
     if len(nearest) > 1:
         names = [name for _, name, _ in nearest]
         raise AmbiguousStateDict(
-            f"holds {len(nearest)} averages: {listed(names)}",
+            f"holds {len(nearest)} averages: {first_few(names, _LISTED)}",
             path=file,
             hint=choice_of_parts(names),
         )
