@@ -181,5 +181,9 @@ def _show_diagnosis(found: Diagnosis | CheckpointError, strict: bool) -> None:
         return
     click.secho(printable(", ".join(found.paths)), bold=True)
     print_lines(report.finding_lines(found.findings))
-    color = "red" if not found.loads else "yellow" if strict and found.warns else "green"
+    color = "green"
+    if not found.loads:
+        color = "red"
+    elif strict and found.warns:
+        color = "yellow"
     click.secho(report.diagnosis_headline(found, strict=strict), fg=color)

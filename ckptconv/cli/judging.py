@@ -109,7 +109,9 @@ def diff(a: Path, b: Path, as_json: bool, quiet: bool, **given: Any) -> None:
     elif not quiet:
         print_headline(verdicts.difference_headline(found), fg="green" if found.same else "yellow")
         print_lines(verdicts.difference_lines(found))
-    sys.exit(2 if found.damaged else 0 if found.same else 1)
+    if found.damaged:
+        sys.exit(2)
+    sys.exit(0 if found.same else 1)
 
 
 @click.command(
@@ -174,4 +176,6 @@ def scan(paths: tuple[Path, ...], strict: bool, as_json: bool, quiet: bool) -> N
     for unread in errors:
         show_error(str(unread))
     refused = {"dangerous", "unknown"} if strict else {"dangerous"}
-    sys.exit(2 if errors else 1 if refused.intersection(levels) else 0)
+    if errors:
+        sys.exit(2)
+    sys.exit(1 if refused.intersection(levels) else 0)

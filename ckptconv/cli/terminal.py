@@ -177,18 +177,15 @@ def print_table(lines: Iterable[tuple[str, str]]) -> None:
         click.secho(line, bold=color == "bold", fg=color if color not in ("", "bold") else None)
 
 
+_COLORS = {"warning": "yellow", "note": "yellow", "error": "red", "damaged": "red"}
+
+
 def print_lines(lines: Iterable[tuple[str, str]], err: bool = False) -> None:
     """Lines of (label, text) in two columns; a long text goes on under its column on a terminal."""
     rows = list(lines)
     width = max((len(label) for label, _ in rows), default=0)
     for label, text in rows:
-        color = (
-            "yellow"
-            if label in ("warning", "note")
-            else "red"
-            if label in ("error", "damaged")
-            else "cyan"
-        )
+        color = _COLORS.get(label, "cyan")
         shown = text if label in _PASTED else _wrapped(text, width + 4, err=err)
         click.echo("  " + click.style(label.ljust(width), fg=color) + "  " + shown, err=err)
 

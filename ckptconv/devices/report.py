@@ -20,14 +20,11 @@ def host_lines(host: Host) -> Iterator[tuple[str, str]]:
     for index in range(host.xpu):
         yield f"xpu:{index}", "Intel GPU"
     yield "cpu", "always here"
-    empty = "empty: every GPU is hidden"
-    shown = (
-        "not set: every GPU is visible"
-        if host.visible is None
-        else repr(host.visible)
-        if host.visible
-        else empty
-    )
+    shown = "empty: every GPU is hidden"
+    if host.visible is None:
+        shown = "not set: every GPU is visible"
+    elif host.visible:
+        shown = repr(host.visible)
     yield "CUDA_VISIBLE_DEVICES", shown
     yield (
         "torch",

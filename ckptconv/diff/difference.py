@@ -87,8 +87,13 @@ class Difference:
         named = ("damaged", "only_a", "only_b", "dtypes", "shapes", "values", "others", "locations")
         return [(name, len(getattr(self, name))) for name in named if getattr(self, name)]
 
+    @property
+    def _verdict(self) -> str:
+        if self.same:
+            return "same"
+        return "damaged" if self.damaged else "different"
+
     def __repr__(self) -> str:
-        verdict = "same" if self.same else "damaged" if self.damaged else "different"
         differing = [f"{count_text(self.differing, 'tensor')} differ"] if self.differing else []
         told = [
             f"{count:,} {name}"
@@ -96,15 +101,16 @@ class Difference:
             if name in ("damaged", "only_a", "only_b", "others")
         ]
         counts = [*differing, *told]
-        return short_repr("Difference", verdict, f"{self.tensors:,} tensors compared", *counts)
+        return short_repr(
+            "Difference", self._verdict, f"{self.tensors:,} tensors compared", *counts
+        )
 
     def _repr_html_(self) -> str:
-        verdict = "same" if self.same else "damaged" if self.damaged else "different"
         rows = (
             (name, count, ", ".join(map(_key, getattr(self, name)[:5])))
             for name, count in self._counts()
         )
-        return html_table(f"{self.a}, {self.b}: {verdict}", rows)
+        return html_table(f"{self.a}, {self.b}: {self._verdict}", rows)
 
 
 def _key(item: str | Changed | Reshaped | ValueChange) -> str:

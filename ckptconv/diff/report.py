@@ -19,7 +19,9 @@ _LISTED = 20
 
 def difference_headline(found: Difference) -> str:
     """The line that says whether two checkpoints are the same."""
-    verdict = "same" if found.same else "damaged" if found.damaged else "differ"
+    verdict = "same"
+    if not found.same:
+        verdict = "damaged" if found.damaged else "differ"
     compared = f"{count_text(found.tensors, 'tensor')} in both, {size_text(found.nbytes)} compared"
     files = f"{printable(found.a)} ({found.a_format}), {printable(found.b)} ({found.b_format})"
     differing = found.differing

@@ -136,7 +136,9 @@ def _unclear(inside: Labelled, other: Labelled) -> set[str]:
 def _told_apart(label: tuple[str, str, int], text: str) -> str:
     """The text of a label in a way that shows its type."""
     kind = label[0]
-    return repr(text) if kind == "str" else text if kind == "int" else f"{text} ({kind})"
+    if kind == "str":
+        return repr(text)
+    return text if kind == "int" else f"{text} ({kind})"
 
 
 def _joined(path: str, label: str) -> str:

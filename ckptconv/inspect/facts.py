@@ -160,10 +160,11 @@ _MUCH = 1_000_000
 
 
 def newer_protocol(checkpoint: Checkpoint) -> int | None:
-    """The protocol of the pickle in a torch file, where `torch.save(pickle_protocol=...)` made it
-    one that torch's own weights-only reader does not know: it lacks the opcodes of protocol 4, of
-    protocol 3 those of bytes, and of protocol 1 those of bools, which every tensor has. Of several
-    files, that of the first such one.
+    """The protocol of the pickle in a torch file, if torch's own weights-only reader lacks it.
+
+    `torch.save(pickle_protocol=...)` makes such files. The reader lacks the opcodes of protocol 4,
+    of protocol 3 those of bytes, and of protocol 1 those of bools, which every tensor has. Of
+    several files, it is the protocol of the first such one.
     """
     return next(
         (number for file in files_of(checkpoint) if (number := _unread_protocol(file)) is not None),
@@ -176,11 +177,13 @@ def _unread_protocol(file: Checkpoint) -> int | None:
     if not head:
         return None
     number = head[1] if head[:1] == b"\x80" else 1
-    return (
-        number
-        if number < 2 or (_holds_bytes(file) if number == 3 else _is_newer(number, head))
-        else None
-    )
+    if number < 2:
+        is_unread = True
+    elif number == 3:
+        is_unread = _holds_bytes(file)
+    else:
+        is_unread = _is_newer(number, head)
+    return number if is_unread else None
 
 
 def _is_newer(number: int, head: bytes) -> bool:

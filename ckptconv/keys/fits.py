@@ -70,17 +70,20 @@ class Fit:
         named = ("renames", "filled", "missing", "unexpected", "mismatched", "ambiguous")
         return [(name, len(getattr(self, name))) for name in named if getattr(self, name)]
 
+    @property
+    def _verdict(self) -> str:
+        if self.fits:
+            return "fits"
+        return "covers" if self.covers else "does not fit"
+
     def __repr__(self) -> str:
-        verdict = "fits" if self.fits else "covers" if self.covers else "does not fit"
-        return short_repr(
-            "Fit", verdict, self.how, *(f"{count:,} {name}" for name, count in self._counts())
-        )
+        counts = (f"{count:,} {name}" for name, count in self._counts())
+        return short_repr("Fit", self._verdict, self.how, *counts)
 
     def _repr_html_(self) -> str:
-        verdict = "fits" if self.fits else "covers" if self.covers else "does not fit"
         pairs = ((key, "→", new) for key, new in self.renames.items())
         lists = (
             (("missing", "", key) for key in self.missing),
             (("unexpected", "", key) for key in self.unexpected),
         )
-        return html_table(f"{verdict}: {self.how}", chain(*lists, pairs))
+        return html_table(f"{self._verdict}: {self.how}", chain(*lists, pairs))

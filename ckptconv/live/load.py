@@ -198,6 +198,11 @@ _DICTS: dict[str, Callable[[], Any]] = {
 }
 
 
+def _bytearray(value: Any = b"", encoding: Any = None, *_: Any) -> bytearray:
+    """A bytearray as pickle writes one: of bytes, or of a text, which means latin-1."""
+    return bytearray(value if encoding is None else value.encode("latin1"))
+
+
 class _Live:
     """Makes live values of nodes, one for each node, so that what was shared stays shared."""
 
@@ -276,9 +281,7 @@ class _Live:
         makers: dict[str, Callable[..., Any]] = {
             "_codecs.encode": lambda text, encoding="utf-8": text.encode(encoding),
             "builtins.set": set,
-            "builtins.bytearray": lambda *given: bytearray(
-                given[0].encode("latin1") if len(given) > 1 else given[0] if given else b""
-            ),
+            "builtins.bytearray": _bytearray,
             "builtins.complex": complex,
             "torch.Size": torch.Size,
             "torch.device": torch.device,

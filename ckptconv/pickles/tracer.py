@@ -374,13 +374,14 @@ class _Tracer(ByteWindow):
             self._note_change(target, "attributes")
 
     def persistent(self) -> None:
-        """What the loader gives for an id: a storage that it makes, or, in legacy files, the class
-        of a module.
-        """
+        """What the loader gives for an id: a storage, or the class of a module in legacy files."""
         (pid,) = self.passed_on(self._stack[-1:])
         kind = pid[0] if type(pid) is tuple and pid else None
         is_class = kind == "module" and len(pid) > 1 and type(pid[1]) is Named
-        self._stack[-1] = pid[1] if is_class else _OTHER if kind == "storage" else _STRANGE
+        if is_class:
+            self._stack[-1] = pid[1]
+        else:
+            self._stack[-1] = _OTHER if kind == "storage" else _STRANGE
 
     def extension(self, width: int) -> None:
         code = self.number(width)

@@ -40,9 +40,11 @@ def seconds_text(seconds: float) -> str:
     ('0.01 s', '1.3 s', '3 s', '12 s', '2 min 5 s', '2 h 1 min')
     """
     if seconds < 59.5:
-        digits = (
-            0 if seconds >= 9.95 or seconds == int(seconds) > 0 else 1 if seconds >= 0.995 else 2
-        )
+        digits = 2
+        if seconds >= 9.95 or seconds == int(seconds) > 0:
+            digits = 0
+        elif seconds >= 0.995:
+            digits = 1
         return f"{max(seconds, 0.01):.{digits}f} s"  # nothing takes no time
     whole = round(seconds)
     if whole < 3600:

@@ -159,7 +159,9 @@ def _kind(value: Node) -> str:
     name = {Dict: "dict", type(None): "None", Global: "class"}.get(
         type(value), type(value).__name__
     )
-    return name if name == "None" else f"an {name}" if name[0] in "aeiou" else f"a {name}"
+    if name == "None":
+        return name
+    return f"an {name}" if name[0] in "aeiou" else f"a {name}"
 
 
 def _tensor_class(value: Call) -> str:
