@@ -160,8 +160,9 @@ def _convert(given: dict[str, Any], wrappers: str) -> None:
 
 
 def _refused_output(given: dict[str, Any], options: Request) -> OutputRefused | None:
-    """Why an output could not be written, as far as it can be told before all are known; shards are
-    looked at when they are.
+    """Why an output could not be written, as far as it can be told before all are known.
+
+    Shards are looked at when they are.
     """
     from ckptconv.io.destination import check_folder, check_output
 
@@ -178,9 +179,7 @@ def _refused_output(given: dict[str, Any], options: Request) -> OutputRefused | 
 
 
 def _show_plan(plan: ConversionPlan, given: dict[str, Any], refused: OutputRefused | None) -> None:
-    """What would be done; where the output is `refused`, that too, and the exit code is the
-    conversion's.
-    """
+    """What would be done; a `refused` output too, with the exit code of the conversion."""
     from ckptconv.convert import report
     from ckptconv.convert.error_document import error_document
 

@@ -1,5 +1,4 @@
-"""What differs between two checkpoints, whatever their formats: keys, dtypes, shapes, device tags,
-values.
+"""What differs between two checkpoints of any formats: keys, dtypes, shapes, tags, values.
 
 Both are opened as indexes and walked together; only tensors that both have, with one dtype and
 shape, are read. Keys are compared by name, not by order; the class of a mapping (`OrderedDict` or
@@ -140,9 +139,7 @@ def _left_out(names: KeyMap, which: str) -> Iterator[str]:
 
 
 def _second_part(part: Callable[[], Part], only: tuple[str | None, str | None]) -> Part:
-    """The part of the second checkpoint; where it has none of the path that was named for both,
-    `only_b` is offered.
-    """
+    """The part of the second checkpoint; without the path named for both, `only_b` is offered."""
     try:
         return part()
     except CheckpointError as error:
@@ -163,9 +160,7 @@ def _mapped(found: StateDict, rules: KeyRules, checkpoint: Checkpoint) -> KeyMap
 
 
 def _refuse_idle(ours: KeyMap, theirs: KeyMap, keys: KeyRules, first: Checkpoint) -> None:
-    """Refuse a rule that meets no key, or a choice that leaves none, on either side: nothing
-    compared is not the same.
-    """
+    """Refuse a rule that meets no key, or a choice that leaves none to compare."""
     try:
         of_both = {words for rule in keys.globs.rules for words in rule.idle(())}
         idle = tuple(words for words in ours.idle if words in theirs.idle or words not in of_both)

@@ -30,9 +30,7 @@ from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, whole_storag
 from ckptconv.tree.walk import label_text
 
 Labelled = dict[tuple[str, str, int], tuple[str, Node]]
-"""What a container holds: each child with the text of its label, by the type of the label, its
-text, and a number.
-"""
+"""What a container holds: each child, by the type of its label, the text of it, and a number."""
 _SHOWN = 60  # characters of a plain value in a report
 
 
@@ -84,8 +82,7 @@ def _tags(ours: TensorRef, theirs: TensorRef) -> tuple[str, str] | None:
 def walk_together(
     first: Node, second: Node, found: Differences
 ) -> Iterator[tuple[str, Node, Node]]:
-    """The leaves that stand at one path in both trees; what stands in one of them only is noted in
-    `found`.
+    """The leaves that stand at one path in both trees; `found` gets what stands in one only.
 
     A pair of containers that was met before, as shared and cyclic ones are, is not entered again.
     """
@@ -146,8 +143,9 @@ def _joined(path: str, label: str) -> str:
 
 
 def _forms(ours: Node, theirs: Node) -> tuple[Node, Node]:
-    """Both nodes in the form in which they are compared; a number of numpy is a tensor beside a
-    tensor.
+    """Both nodes in the form in which they are compared.
+
+    A number of numpy is a tensor beside a tensor.
     """
     ours, theirs = (_tensor_of(ours) or ours), (_tensor_of(theirs) or theirs)
     if type(ours) is TensorRef and type(theirs) is Call:
@@ -195,8 +193,9 @@ def _kind(node: Node) -> str:
 
 
 def _inside(node: Node) -> Labelled | None:
-    """What a container holds: each child with the text of its label, under what tells it from the
-    others; None for a leaf.
+    """What a container holds, by what tells the children apart; None for a leaf.
+
+    Each child comes with the text of its label.
     """
     if type(node) not in (Dict, list, tuple, Call, PersistentId):
         return None

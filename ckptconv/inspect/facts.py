@@ -1,6 +1,4 @@
-"""What is in a checkpoint, as plain facts: parts and their sizes, tags, dtypes, wrappers, objects
-that will not load.
-"""
+"""What is in a checkpoint, as plain facts, without reading the bytes of tensors."""
 
 from __future__ import annotations
 
@@ -123,9 +121,7 @@ def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
 def _tensor_list(
     checkpoint: Checkpoint, overlay: Mapping[int, Node], state_dicts: Collection[int]
 ) -> tuple[TensorFacts, ...]:
-    """The facts about all tensors; `state_dicts` are the numbers of the nodes that hold them under
-    keys.
-    """
+    """The facts about all tensors; `state_dicts` are the numbers of the nodes with their keys."""
     made = []
     for place, node in walk(checkpoint.root, overlay, depth=merged(checkpoint.limits).depth):
         if (ref := tensor_of(node)) is not None:
@@ -149,9 +145,7 @@ def training_states(part: Part) -> Iterator[Part]:
 
 
 def is_bloated(found: Inspection) -> bool:
-    """Whether the storages, and what is dead, are much larger than what tensors use of them (twice,
-    and a megabyte).
-    """
+    """Whether storages are much larger than what tensors use of them (twice, and a megabyte)."""
     wasted = found.stored - found.used + found.dead
     return wasted > found.used and wasted > _MUCH
 
@@ -200,9 +194,7 @@ def _holds_bytes(checkpoint: Checkpoint) -> bool:
 
 
 def _untyped(checkpoint: Checkpoint) -> list[str]:
-    """What a legacy file holds in untyped storages, which torch's reader of such files does not
-    take.
-    """
+    """What a legacy file holds in untyped storages, which torch does not take in such files."""
     if checkpoint.format != "torch legacy":
         return []
     dtypes = dict.fromkeys(

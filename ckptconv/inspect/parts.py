@@ -28,8 +28,7 @@ def _tensor_part(name: str, ref: TensorRef) -> Part:
 
 
 class PartTree(NamedTuple):
-    """What the parts of a tree are shown with: its state dicts by their nodes, and the plain forms
-    of its objects.
+    """What the parts of a tree are shown with: its state dicts by node, the plain forms of objects.
 
     With `is_bare`, there are no tensors in it: then dicts of plain values are shown too.
     """
@@ -79,9 +78,7 @@ def part_of_tree(name: str, node: Node, tree: PartTree, depth: int, shown: set[i
 
 _Held = Sequence[TensorRef | Storage]
 _Entry = tuple[str, Node, _Held]
-"""A key of a state dict, what it leads to, and the tensors in that: itself, or what a quantized one
-and the like is made of.
-"""
+"""A key of a state dict, what it leads to, and the tensors in that: itself, or its components."""
 
 
 def _state_dict_part(name: str, item: StateDict, tree: PartTree, depth: int) -> Part:
@@ -186,9 +183,7 @@ def _kind(node: Node) -> str:
 
 
 def _sort(node: Node) -> tuple[str, int | None, str | int | float | bool | None]:
-    """The sort of a node in a word, how many items it has, and its value where it is a plain one or
-    a name.
-    """
+    """The sort of a node in a word, how many items it has, its value if it is plain or a name."""
     pairs = mapping_pairs(node)
     if pairs is not None:
         names = {key for key, _ in pairs if type(key) is str}

@@ -68,9 +68,7 @@ def fit_keys(source: Shapes, target: Shapes, ties: Ties = ()) -> Fit:
 
 
 def _absent_names(fit: Fit, source: Shapes, target: Shapes, ties: Ties) -> dict[str, Sequence[str]]:
-    """The missing names of tied tensors, with all names of each, that nothing in the source could
-    be meant for.
-    """
+    """Missing names of tied tensors, with all names of each, that nothing in the source fits."""
     met = set(fit.renames.values())
     doubtful = {item.key for item in fit.ambiguous}
     doubtful |= {
@@ -85,9 +83,7 @@ def _absent_names(fit: Fit, source: Shapes, target: Shapes, ties: Ties) -> dict[
 
 
 def _fit_all(source: Shapes, target: Shapes) -> Fit:
-    """The renaming that meets each key of the target with one of the source; else what stands in
-    its way.
-    """
+    """The renaming that meets each key of the target with one of the source, or why not."""
     attempts: list[tuple[str, _Pairs]] = []
     bases: list[tuple[Names, Names]] = []
     for how, exact, sources, targets in same_names(source, target):
@@ -119,9 +115,7 @@ def _assigned(
     attempts: list[tuple[str, _Pairs]],
     bases: Sequence[tuple[Names, Names]],
 ) -> Fit:
-    """The only assignment of keys that the wrappers and one prefix do not explain; else what stands
-    in its way.
-    """
+    """The only assignment of keys that wrappers and one prefix do not explain, or why none is."""
     sources, targets = bases[0]
     graph = _keys_of(by_suffix(sources, targets), sources, targets, source, target)
     found = _forced(graph)
@@ -174,8 +168,9 @@ def _keys_of(graph: Graph, sources: Names, targets: Names, source: Shapes, targe
 
 
 def _forced(graph: Graph) -> _Pairs:
-    """The pairs without an alternative: a key with one candidate takes it, which may leave others
-    with one.
+    """The pairs without an alternative.
+
+    A key with one candidate takes it, which may leave others with one.
 
     Where a graph has exactly one assignment of all keys, this finds it, for then there always is a
     key with one candidate.
@@ -206,9 +201,7 @@ def _forced(graph: Graph) -> _Pairs:
 
 
 def _mutual(sources: Names, targets: Names, source: Shapes, target: Shapes) -> _Pairs:
-    """Target key → source key, where each is of all keys of its shape the one that ends most like
-    the other.
-    """
+    """Target key → source key, where each ends most like the other, of all keys of its shape."""
     source_shapes = {
         name: shape for name, key in sources.items() if (shape := source[key]) is not None
     }
@@ -269,8 +262,9 @@ def _fit(
 def _nearest(
     missing: Sequence[str], unexpected: Sequence[str], source: Shapes, target: Shapes
 ) -> Iterator[tuple[Candidates, bool]]:
-    """For missing keys, the left-over keys that end most like them, and whether several of the very
-    shape end alike.
+    """For missing keys, the left-over keys that end most like them.
+
+    And whether several of the very shape end alike.
     """
     if not missing or not unexpected:
         return

@@ -15,9 +15,7 @@ Graph = Mapping[str, Sequence[str]]  # target key → the source keys that may b
 
 
 def same_names(source: Shapes, target: Shapes) -> Iterator[tuple[str, bool, Names, Names]]:
-    """The ways to read the keys of both sides: what it is called, whether it leaves no doubt, and
-    both sides' names.
-    """
+    """The ways to read the keys of both sides: its name, whether it leaves no doubt, both names."""
     yield "the same keys", True, {key: key for key in source}, {key: key for key in target}
     sources, targets = _bare(source), _bare(target)
     yield "wrappers", True, sources, targets
@@ -56,9 +54,7 @@ def _prefix_text(old: str, new: str) -> str:
 
 
 def _voted_prefixes(sources: Names, targets: Names) -> tuple[str, str] | None:
-    """The prefix to cut off the sources' or the targets' names that makes most of them equal; None
-    without a winner.
-    """
+    """The prefix to cut off one side's names that makes most equal; None without a winner."""
     votes: Counter[tuple[str, str]] = Counter()
     longer = _endings(sources)
     votes.update((name[: -len(end)], "") for end in targets for name in longer.get(end, ()))
@@ -91,9 +87,7 @@ def _endings(names: Collection[str]) -> Mapping[str, list[str]]:
 
 
 def refuse_endless(names: Collection[str]) -> None:
-    """Raise `LimitExceeded` when the suffixes of all names together would take more memory than any
-    model's.
-    """
+    """Raise `LimitExceeded` if the suffixes of all names take more memory than any model's."""
     length = sum(len(name) * name.count(".") for name in names) // 2
     if length > (most := in_force().names):
         what = f"its keys are too long to be fitted: their suffixes have {length} characters"

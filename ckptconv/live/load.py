@@ -128,9 +128,7 @@ def load_portable(
 def _selected(
     checkpoint: Checkpoint, only: str | None, whole: bool, rules: KeyRules, unknown: Unknown
 ) -> tuple[Node, dict[int, Node], Settled]:
-    """The node to bring to life, the overlay with renamed keys and plain objects, and the tensors
-    that are in it.
-    """
+    """The node to bring to life, the overlay (renamed keys, plain objects), and its tensors."""
     overlay: dict[int, Node] = {}
     if whole:
         root = checkpoint.root if only is None else find(checkpoint.root, only, checkpoint.path)
@@ -156,9 +154,7 @@ def _selected(
 
 
 def _bytes_to_read(settled: Settled, mmap: bool) -> int:
-    """The bytes that are read when all tensors are made, at most: of a storage with a checksum
-    twice.
-    """
+    """The bytes read when all tensors are made, at most: of a storage with a checksum twice."""
     views = {
         id(piece.storage): piece.storage
         for ref in settled.tensors

@@ -48,8 +48,9 @@ _DIRECTORY_END = b"PK\5\6"
 
 
 def _may_be_script(source: Source) -> bool:
-    """Whether an archive whose directory is not followed here has the names of TorchScript, and an
-    end that torch may find.
+    """Whether an archive without a usable directory may be TorchScript to torch.
+
+    It is one if it has the names of TorchScript, and an end that torch may find.
 
     Names are compared as miniz does, without case. A file without an end, cut off while it was
     copied, torch does not open.
@@ -158,9 +159,7 @@ class ArchiveScanner(PickleScanner):
         return found
 
     def _tar(self, source: Source, where: str, depth: int) -> None:
-        """Look into the members of a tar file, wherever a header of one lies, and sweep it for what
-        a pattern tells.
-        """
+        """Look into the members of a tar file, wherever a header lies; sweep it for patterns."""
         self._pickles(source, 0, where, depth)
         start = next_data(source, 0)
         while start < source.size:
@@ -173,9 +172,7 @@ class ArchiveScanner(PickleScanner):
         self._sweep(source, where, depth)
 
     def _deflated(self, source: Source, offset: int, stored: int, where: str, depth: int) -> None:
-        """Look into a deflated record; one that does not begin as anything that is looked into is
-        not inflated.
-        """
+        """Look into a deflated record; one that begins as nothing known is not inflated."""
         head = inflated_head(source, offset, stored, _HEAD)
         trace = trace_pickle(MemorySource(head, source.path), numpy_end(head))
         is_followed = trace.end or trace.cut or trace.stopped or trace.names or trace.alarms
@@ -222,8 +219,9 @@ class ArchiveScanner(PickleScanner):
             start = next_data(source, start + CHUNK)
 
     def _uncertain(self, source: Source, at: int, where: str, depth: int) -> int:
-        """Follow what may be a pickle; the byte behind it, or 0 where what lies in it must be
-        looked at too.
+        """Follow what may be a pickle.
+
+        Gives the byte behind it, or 0 if what lies in it must be looked at too.
         """
         self._room.followed += _LOOK
         return self._pickle(source, at, where, depth, certain=False)

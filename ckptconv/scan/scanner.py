@@ -1,5 +1,4 @@
-"""What the streams in one source name, judged: pickles, and whatever holds pickles, followed
-without executing anything.
+"""What the streams in one source name, judged: nothing in them is executed.
 
 Every source is looked into, whatever it is called: pickles that follow each other, the records of
 zip archives, the members of tar files, pickles and archives that pickles hold as bytes, and the
@@ -44,8 +43,9 @@ _SERIALIZED = re.compile(
     % b"".join(rb"(?:%c|\\u00(?i:%02x))" % (byte, byte) for byte in b":serialized:"),
     re.DOTALL,
 )
-"""The pickles in the JSON of stable-baselines3 (common/save_util.py), which its `load` gives to
-cloudpickle.
+"""The pickles in the JSON of stable-baselines3 (common/save_util.py).
+
+Its `load` gives them to cloudpickle.
 
 Any character of a JSON text may be escaped, and `base64.b64decode` passes over what is not base64.
 """
@@ -105,8 +105,9 @@ class Scanner(ArchiveScanner):
         return text_kind(head) or "no pickle"
 
     def _json(self, source: Source, where: str, depth: int) -> None:
-        """Look into the pickles in a text of stable-baselines3; functions in them are byte code, of
-        which nothing is known.
+        """Look into the pickles in a text of stable-baselines3.
+
+        Functions in them are byte code, of which nothing is known.
         """
         limits = in_force()
         most = limits.text_bytes
@@ -136,8 +137,9 @@ class Scanner(ArchiveScanner):
 
 
 def _as_function(finding: Finding) -> Finding:
-    """A name of cloudpickle, where it is what writes functions: unknown, for what they do stands in
-    their byte code.
+    """A name of cloudpickle, if it writes functions with it: unknown.
+
+    What they do stands in their byte code.
     """
     if not finding.name.startswith("cloudpickle."):
         return finding

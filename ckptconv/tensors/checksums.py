@@ -29,18 +29,14 @@ class Checksums:
         self._copied: dict[int, tuple[Storage, list[tuple[int, int, int]]]] = {}
 
     def read(self, storage: Storage) -> None:
-        """Check a storage, or the one that it is part of, by reading all of it, unless that was
-        done.
-        """
+        """Check a storage, or the one that it is part of, by reading all of it, once."""
         whole = storage.part_of or storage
         if id(whole) not in self._settled:
             self._settled.add(id(whole))
             check_storage(whole, self._meter)
 
     def copied(self, storage: Storage, first: int, nbytes: int, crc: int) -> None:
-        """Note that `nbytes` bytes of a storage, from byte `first` of it on, were copied and have
-        this CRC-32.
-        """
+        """Note that `nbytes` bytes of a storage, from its byte `first` on, have this CRC-32."""
         whole = storage.part_of or storage
         if whole.crc32 is None or id(whole) in self._settled:
             return
@@ -87,8 +83,7 @@ class Checksums:
 
 
 def check_storage(storage: Storage, meter: Meter | None = None) -> None:
-    """Read all of a storage and hold it against its declared CRC-32; `MalformedCheckpoint` when it
-    differs.
+    """Read all of a storage; `MalformedCheckpoint` if it does not have its declared CRC-32.
 
     `meter` counts the bytes that are read.
     """

@@ -36,9 +36,7 @@ Pair = tuple[TensorRef, TensorRef]
 
 
 class Span(NamedTuple):
-    """The same bytes of one pair of tensors, in the one storage and in the other; `pair` is the
-    pair's number.
-    """
+    """The same bytes of one pair of tensors, in both storages; `pair` is the number of the pair."""
 
     pair: int
     first: Storage
@@ -60,8 +58,7 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class Compared:
-    """What comparing bytes gave: the numbers of the pairs that differ, and the checksums of spans
-    that were found equal.
+    """What comparing bytes gave: the pairs that differ, and the checksums of equal spans.
 
     `unread` are pairs that were compared otherwise, so that nothing is known of their checksums.
     """
@@ -165,9 +162,7 @@ def _common_runs(number: int, ours: list[Any], theirs: list[Any]) -> Iterator[Sp
 
 
 def _may_be_threaded(span: Span) -> bool:
-    """Whether several threads may read both sources: files of a pool and inflated records are for
-    one.
-    """
+    """Whether several threads may read both: files of a pool and inflated records are for one."""
     return (
         span.nbytes > SMALL
         and type(span.first.source) is FileSource
@@ -218,9 +213,7 @@ def _batches(spans: Iterable[Span]) -> Iterator[list[Span]]:
 
 
 def _compared(spans: Iterable[Span]) -> Compared:
-    """The numbers of the pairs of which one of these spans differs, and the checksums of the spans
-    that do not.
-    """
+    """The pairs of which one of these spans differs, and the checksums of the equal spans."""
     found = Compared()
     buffers = bytearray(CHUNK), bytearray(CHUNK)
     for span in spans:

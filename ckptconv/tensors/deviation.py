@@ -48,8 +48,9 @@ class Deviation:
 
     @property
     def badness(self) -> tuple[bool, float, float]:
-        """What tells the worse of two: NaN and infinite differences, then the relative L2, then the
-        largest |a - b|.
+        """What tells the worse of two.
+
+        NaN and infinite differences count first, then the relative L2, then the largest |a - b|.
         """
         largest = 0.0 if self.max_abs is None else self.max_abs
         broken = bool(self.nans) or largest == math.inf

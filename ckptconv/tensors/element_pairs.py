@@ -103,8 +103,7 @@ def numbers_of(words: Array, dtype: DType) -> Array | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """A run of both tensors: which elements differ, by how much, and the numbers themselves (or
-    bits).
+    """A run of both tensors: which elements differ, by how much, and the numbers (or bits).
 
     Where it `is_same` in both, `ours` are the numbers of both.
     """

@@ -45,9 +45,7 @@ class Norms:
         return True
 
     def _add_plainly(self, run: Run) -> bool:
-        """Add sums that need no care; False where there may be values that are not finite, or whose
-        squares are not.
-        """
+        """Add sums that need no care; False if a value or a square may not be finite."""
         assert run.apart is not None
         ours, theirs, apart = _reals(run.ours), _reals(run.theirs), _reals(run.apart)
         squares = _inner(ours, ours), _inner(theirs, theirs), _inner(apart, apart)
@@ -135,8 +133,9 @@ def _reals(values: Array) -> Array:
 
 
 def _scaled_difference(run: Run) -> tuple[Array, int]:
-    """a - b, scaled; integers are subtracted as such, and what would become infinite is halved
-    before.
+    """a - b, scaled.
+
+    Integers are subtracted as such. What would become infinite is halved before.
     """
     import numpy as np
 

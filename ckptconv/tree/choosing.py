@@ -39,8 +39,9 @@ from ckptconv.tree.walk import (
 
 
 def choose_state_dict(root: Node, only: str | None, path: Path) -> StateDict:
-    """The state dict at the path `only`, or the one that is the model; `AmbiguousStateDict` where
-    that is not told.
+    """The state dict at the path `only`, or the one that is the model.
+
+    Raises `AmbiguousStateDict` if that is not clear.
     """
     part = part_at(root, only, path)
     found = survey(part.node)
@@ -80,17 +81,14 @@ def _no_state_dict(
 
 
 def _lists_of_tensors(part: FoundPart) -> Iterator[str]:
-    """The paths of the lists below a part that hold nothing but tensors, as an average of
-    parameters may be.
-    """
+    """The paths of the lists of nothing but tensors below a part: averages may be such."""
     for place, node in walk(part.node):
         if place is not None and type(node) in (list, tuple) and bare_tensors(node) is not None:
             yield joined(part.path, place_text(place))
 
 
 def only_training_state(root: Node) -> str | None:
-    """Whose state all tensors of a tree are (``an optimizer's``); None where there are weights, or
-    no tensors.
+    """Whose state all tensors of a tree are (``an optimizer's``); None if some are weights.
 
     A tensor by itself is nobody's.
     """
@@ -107,8 +105,7 @@ def only_training_state(root: Node) -> str | None:
 
 
 def _loaded_by_framework(root: Node, found: Survey) -> StateDict | None:
-    """What the framework that wrote a checkpoint loads of it itself, with a note on what else could
-    be meant.
+    """What the framework that wrote a checkpoint loads, with a note on what else could be meant.
 
     Not where tensors stand above it: no framework puts weights there.
     """
@@ -168,9 +165,7 @@ def _refuse_loss(chosen: Candidate, found: Survey, base: str, path: Path) -> Non
 
 
 def _is_beside(item: Candidate, chosen: Candidate) -> bool:
-    """Whether a candidate is under the same label of the root as the chosen one, which stands
-    deeper than that.
-    """
+    """Whether a candidate is under the same label of the root as the chosen, deeper one."""
     labels = labels_of(chosen.place)
     return len(labels) > 1 and labels_of(item.place)[:1] == labels[:1]
 

@@ -176,9 +176,7 @@ def state_dict_at(item: Candidate, notes: tuple[str, ...] = ()) -> StateDict:
 
 
 def bare_tensors(node: Node) -> StateDict | None:
-    """A state dict for a tensor that stands by itself, or for a list of nothing but tensors; None
-    for anything else.
-    """
+    """A state dict for a lone tensor, or for a list of nothing but tensors; None for the rest."""
     if is_tensor(node):
         note = "it is one tensor, not a state dict: its key is 'tensor'"
         return StateDict("", Dict([("tensor", node)]), ("tensor",), (node,), (note,))
@@ -224,9 +222,7 @@ def choice_of_parts(names: Sequence[str]) -> str:
 
 
 class FoundPart(NamedTuple):
-    """A part of a tree that was named: its path from the root, and whether only its own tensors are
-    meant.
-    """
+    """A named part of a tree: its path, and whether only its own tensors are meant."""
 
     path: str
     node: Node
@@ -279,9 +275,7 @@ def _at(root: Node, path: str) -> tuple[Node] | None:
 
 
 def _average(root: Node, file: Path) -> tuple[str, Node] | None:
-    """The part with the averaged weights: the one with tensors nearest to the root of whose label
-    ``ema`` is a word.
-    """
+    """The part with the averaged weights: nearest to the root with ``ema`` in its label."""
     if averages_weights(root) and (node := _at(root, "state_dict")) is not None:
         return "state_dict", node[0]
     found = [(len(labels_of(place)), place_text(place), node) for place, node in _averages(root)]
@@ -346,8 +340,7 @@ def renamed_state_dict(
 def renamed_in_place(
     found: StateDict, keys: tuple[str | None, ...], module_paths: Callable[[str], tuple[str, ...]]
 ) -> Node:
-    """As `renamed_state_dict`, with what stands beside the state dict in its dict still where it
-    was.
+    """As `renamed_state_dict`; what stands beside the state dict in its dict stays there.
 
     Raises `KeyConflict` when a new key is the label of something else that stands there.
     """
