@@ -82,28 +82,28 @@ def diff_checkpoints(
             f"tolerance={tolerance!r:.100} is not a tolerance", hint="give Tolerance(atol, rtol)"
         )
     with open_checkpoint(a, tag=tag) as first, open_checkpoint(b, tag=tag_b) as second:
-        found = Differences()
+        differences = Differences()
         with collector_paused():
             only_of = (only, only if only_b is None else only_b or None)
             ours, theirs, left_out = _parts(first, second, rules, only_of, whole=whole)
-            for path, one, other in walk_together(ours, theirs, found):
-                found.compare(path, one, other, ignore_dtype=ignore_dtype)
-        values, damaged = _compare_values(found.pairs, tolerance, on_progress)
+            for path, one, other in walk_together(ours, theirs, differences):
+                differences.compare(path, one, other, ignore_dtype=ignore_dtype)
+        values, damaged = _compare_values(differences.pairs, tolerance, on_progress)
         return Difference(
             a=str(first.path),
             b=str(second.path),
             a_format=first.format,
             b_format=second.format,
-            tensors=found.tensors,
-            nbytes=sum(ours.nbytes for _, ours, _ in found.pairs),
-            only_a=tuple(found.only_a),
-            only_b=tuple(found.only_b),
-            dtypes=tuple(found.dtypes),
-            shapes=tuple(found.shapes),
-            locations=tuple(found.locations),
+            tensors=differences.tensors,
+            nbytes=sum(ours.nbytes for _, ours, _ in differences.pairs),
+            only_a=tuple(differences.only_a),
+            only_b=tuple(differences.only_b),
+            dtypes=tuple(differences.dtypes),
+            shapes=tuple(differences.shapes),
+            locations=tuple(differences.locations),
             values=tuple(sorted(values, key=lambda item: item.deviation.badness, reverse=True)),
-            others=tuple(found.others),
-            notes=(*left_out, *_notes(found)),
+            others=tuple(differences.others),
+            notes=(*left_out, *_notes(differences)),
             strict_device=strict_device,
             ignore_dtype=ignore_dtype,
             damaged=tuple(damaged),
@@ -152,9 +152,11 @@ def _second_part(part: Callable[[], Part], only: tuple[str | None, str | None]) 
         raise
 
 
-def _mapped(found: StateDict, rules: KeyRules, checkpoint: Checkpoint) -> KeyMap:
+def _mapped(state_dict: StateDict, rules: KeyRules, checkpoint: Checkpoint) -> KeyMap:
     try:
-        return map_keys(found.keys, rules, telling=found.telling_keys, beside=found.keys_beside)
+        return map_keys(
+            state_dict.keys, rules, telling=state_dict.telling_keys, beside=state_dict.keys_beside
+        )
     except CheckpointError as error:
         raise error.at(path=checkpoint.path) from error.__cause__
 
@@ -173,23 +175,23 @@ def _refuse_idle(ours: KeyMap, theirs: KeyMap, keys: KeyRules, first: Checkpoint
         raise error.at(path=first.path) from error.__cause__
 
 
-def _under(names: KeyMap, found: StateDict) -> Dict:
+def _under(names: KeyMap, state_dict: StateDict) -> Dict:
     return Dict(
         [
             (key, value)
-            for key, value in zip(names.new, found.values, strict=True)
+            for key, value in zip(names.new, state_dict.values, strict=True)
             if key is not None
         ]
     )
 
 
-def _notes(found: Differences) -> Iterator[str]:
+def _notes(differences: Differences) -> Iterator[str]:
     """Say what would make keys meet that do not."""
-    if found.tensors or not (found.only_a and found.only_b):
+    if differences.tensors or not (differences.only_a and differences.only_b):
         return
-    if _without_wrappers(found.only_a) & set(found.only_b):
+    if _without_wrappers(differences.only_a) & set(differences.only_b):
         yield "the keys of the first carry wrapper prefixes; compare without them: --keys strip"
-    if _without_wrappers(found.only_b) & set(found.only_a):
+    if _without_wrappers(differences.only_b) & set(differences.only_a):
         yield "the keys of the second carry wrapper prefixes; name it first, and add --keys strip"
 
 
@@ -224,11 +226,11 @@ def _compare_values(
     ]
     exact = [at for at in firsts.values() if _by_bytes(pairs[at][1:], tolerance)]
     meter = Meter("read", sum(pairs[at][1].nbytes for at in exact), tell)
-    found = compare_bytes([pairs[at][1:] for at in exact], meter)
+    compared = compare_bytes([pairs[at][1:] for at in exact], meter)
     meter.finish()
-    same = {number for at, number in enumerate(exact) if at not in found.differing}
+    same = {number for at, number in enumerate(exact) if at not in compared.differing}
     others = [at for at in firsts.values() if at not in same]
-    unread = {exact[at] for at in found.unread}
+    unread = {exact[at] for at in compared.unread}
     read = [pairs[at][1:] for at in firsts.values() if at in unread or at not in same]
     meter = Meter(
         "measure",
@@ -245,7 +247,7 @@ def _compare_values(
         for first, (path, _, _) in zip(stands_for, pairs, strict=True)
         if first in unlike
     ]
-    damaged = damaged_storages(found, read, meter)
+    damaged = damaged_storages(compared, read, meter)
     if read:
         meter.finish()
     return changes, damaged

@@ -80,9 +80,9 @@ def _tags(ours: TensorRef, theirs: TensorRef) -> tuple[str, str] | None:
 
 
 def walk_together(
-    first: Node, second: Node, found: Differences
+    first: Node, second: Node, differences: Differences
 ) -> Iterator[tuple[str, Node, Node]]:
-    """The leaves that stand at one path in both trees; `found` gets what stands in one only.
+    """The leaves that stand at one path in both trees; `differences` gets what stands in one only.
 
     A pair of containers that was met before, as shared and cyclic ones are, is not entered again.
     """
@@ -104,11 +104,11 @@ def walk_together(
         if len(met) > most:
             what = f"more than {most} pairs of containers would have to be compared"
             raise LimitExceeded(what, limit="compared_pairs", allowed=most)
-        work.extend(reversed(list(_entries_of_both(path, inside, other, found))))
+        work.extend(reversed(list(_entries_of_both(path, inside, other, differences))))
 
 
 def _entries_of_both(
-    path: str, inside: Labelled, other: Labelled, found: Differences
+    path: str, inside: Labelled, other: Labelled, differences: Differences
 ) -> Iterator[tuple[str, Node, Node]]:
     unclear = _unclear(inside, other)
     for label, (text, value) in inside.items():
@@ -116,10 +116,10 @@ def _entries_of_both(
         if label in other:
             yield shown, value, other[label][1]
         else:
-            found.only_a.append(shown)
+            differences.only_a.append(shown)
     for label, (text, _) in other.items():
         if label not in inside:
-            found.only_b.append(
+            differences.only_b.append(
                 _joined(path, _told_apart(label, text) if text in unclear else text)
             )
 

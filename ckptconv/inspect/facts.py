@@ -65,11 +65,11 @@ def inspect_checkpoint(
 
 
 def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
-    found = {id(item.node): item for item in checkpoint.state_dicts()}
+    state_dicts = {id(item.node): item for item in checkpoint.state_dicts()}
     overlay: dict[int, Node] = {}
     odd = tuple(_odd_objects(checkpoint.root, overlay))
     refs = refs_of(checkpoint.root, overlay)
-    root = part_of_tree("", checkpoint.root, PartTree(found, overlay, not refs), depth, set())
+    root = part_of_tree("", checkpoint.root, PartTree(state_dicts, overlay, not refs), depth, set())
     bare = bare_storages(checkpoint.root, overlay)
     storages = {id(piece.storage): piece.storage for ref in refs for piece in ref.pieces}
     packed = [
@@ -92,11 +92,11 @@ def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
         used=sum(used.values()),
         locations=Counter(storage.location for storage in storages.values()),
         dtypes=dtypes,
-        state_dicts={item.path: find_wrappers(item.telling_keys) for item in found.values()},
+        state_dicts={item.path: find_wrappers(item.telling_keys) for item in state_dicts.values()},
         producer=producer_of(checkpoint.root),
         offered={
             item.path: prefix
-            for item in found.values()
+            for item in state_dicts.values()
             if (prefix := offered_prefix(checkpoint.root, item.keys))
         },
         odd_objects=odd,
@@ -104,7 +104,7 @@ def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
         notes=checkpoint.notes,
         root=root,
         modules=checkpoint.modules,
-        tensor_list=TensorList(lambda: _tensor_list(checkpoint, overlay, {*found})),
+        tensor_list=TensorList(lambda: _tensor_list(checkpoint, overlay, {*state_dicts})),
         lacking=any(stray.is_refused for stray in checkpoint.module_strays),
         dead=checkpoint.facts.dead if checkpoint.facts.dead > _MUCH else 0,
         strays=tuple(name for file in files_of(checkpoint) for name in file.facts.strays),
@@ -144,10 +144,10 @@ def training_states(part: Part) -> Iterator[Part]:
             yield from training_states(inner)
 
 
-def is_bloated(found: Inspection) -> bool:
+def is_bloated(inspection: Inspection) -> bool:
     """Whether storages are much larger than what tensors use of them (twice, and a megabyte)."""
-    wasted = found.stored - found.used + found.dead
-    return wasted > found.used and wasted > _MUCH
+    wasted = inspection.stored - inspection.used + inspection.dead
+    return wasted > inspection.used and wasted > _MUCH
 
 
 _MUCH = 1_000_000

@@ -210,34 +210,35 @@ class Inspection:
 _SHOWN = 10  # parts in a notebook
 
 
-def _reasons(found: Inspection) -> Iterator[Reason]:
-    if elsewhere := [name for name in found.locations if name != "cpu"]:
+def _reasons(inspection: Inspection) -> Iterator[Reason]:
+    if elsewhere := [name for name in inspection.locations if name != "cpu"]:
         yield Reason("device", f"needs {some_text(elsewhere)}")
-    if found.odd_objects:
+    if inspection.odd_objects:
         yield Reason("object", "holds objects that weights_only=True refuses")
-    if found.modules == 1:
+    if inspection.modules == 1:
         yield Reason("module", "holds a whole module, which needs its class to load")
-    elif found.modules:
-        count = count_text(found.modules, "whole module")
+    elif inspection.modules:
+        count = count_text(inspection.modules, "whole module")
         yield Reason("module", f"holds {count}, which need their classes to load")
-    if not found.opening.anywhere:
-        yield Reason("container", f"{found.opening.why_not} ({found.format})")
-    if found.strays:
+    if not inspection.opening.anywhere:
+        yield Reason("container", f"{inspection.opening.why_not} ({inspection.format})")
+    if inspection.strays:
         what = (
-            f"its archive has records outside its folder ({printable(found.strays[0])}), which "
-            "torch.load refuses"
+            "its archive has records outside its folder "
+            f"({printable(inspection.strays[0])}), which torch.load refuses"
         )
         yield Reason("stray-records", what)
-    if found.protocol is not None:
+    if inspection.protocol is not None:
         yield Reason(
             "protocol",
             "torch.load(weights_only=True) does not read the protocol of its pickle "
-            f"({found.protocol})",
+            f"({inspection.protocol})",
         )
-    if found.untyped:
+    if inspection.untyped:
         yield Reason(
-            "untyped", f"torch's reader for such old files cannot hold {', '.join(found.untyped)}"
+            "untyped",
+            f"torch's reader for such old files cannot hold {', '.join(inspection.untyped)}",
         )
-    yield from (Reason(one.code, one.what) for one in found.refused)
-    if any(found.state_dicts.values()):
+    yield from (Reason(one.code, one.what) for one in inspection.refused)
+    if any(inspection.state_dicts.values()):
         yield Reason("wrapper", "its keys carry a wrapper")

@@ -118,13 +118,13 @@ def _assigned(
     """The only assignment of keys that wrappers and one prefix do not explain, or why none is."""
     sources, targets = bases[0]
     graph = _keys_of(by_suffix(sources, targets), sources, targets, source, target)
-    found = _forced(graph)
-    contested = {key: olds for key, olds in graph.items() if len(olds) > 1 and key not in found}
+    forced = _forced(graph)
+    contested = {key: olds for key, olds in graph.items() if len(olds) > 1 and key not in forced}
     with_segments = (
         _forced(_keys_of(by_insertion(*names), *names, source, target)) for names in bases
     )
     attempts[2:] += [
-        ("prefixes, key by key", found),
+        ("prefixes, key by key", forced),
         *(("segments within the keys", pairs) for pairs in with_segments),
     ]
     attempts[2:] = [
@@ -221,12 +221,12 @@ def _closest(
     for other, shape in others.items():
         for end in (other, *suffixes(other)):
             holders[end, shape] = None if (end, shape) in holders else other
-    found = {}
+    closest = {}
     for name, shape in names.items():
         deepest = next((end for end in (name, *suffixes(name)) if (end, shape) in holders), None)
         if deepest is not None and (only := holders[deepest, shape]) is not None:
-            found[name] = only
-    return found
+            closest[name] = only
+    return closest
 
 
 # ----------------------------------------------------------------------------------- what was found

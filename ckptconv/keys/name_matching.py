@@ -79,11 +79,11 @@ def suffixes(name: str) -> Iterator[str]:
 def _endings(names: Collection[str]) -> Mapping[str, list[str]]:
     """The names by each of their proper suffixes."""
     refuse_endless(names)
-    found = defaultdict(list)
+    ending = defaultdict(list)
     for name in names:
         for suffix in suffixes(name):
-            found[suffix].append(name)
-    return found
+            ending[suffix].append(name)
+    return ending
 
 
 def refuse_endless(names: Collection[str]) -> None:

@@ -135,15 +135,15 @@ def _selected(
         settle_strays(checkpoint, root, unknown)
         rename_state_dicts(find_state_dicts(root), overlay, rules)
     else:
-        found = checkpoint.state_dict(only)
-        settle_strays(checkpoint, found.node, unknown)
-        keys = map_keys(found.keys, rules, found.path, found.telling_keys, found.keys_beside)
+        chosen = checkpoint.state_dict(only)
+        settle_strays(checkpoint, chosen.node, unknown)
+        keys = map_keys(chosen.keys, rules, chosen.path, chosen.telling_keys, chosen.keys_beside)
         refuse_idle([keys], rules)
-        root = renamed_state_dict(found, keys.new, keys.module_paths)
+        root = renamed_state_dict(chosen, keys.new, keys.module_paths)
         if type(root) is Dict:
             root = _ordered(root)
         overlay.update(
-            (id(value), ref) for value in found.values if (ref := tensor_form(value)) is not None
+            (id(value), ref) for value in chosen.values if (ref := tensor_form(value)) is not None
         )
     settled = settle_objects(root, overlay, unknown)
     if any(ref.dtype.is_packed for ref in settled.tensors):

@@ -132,12 +132,12 @@ class ByteWindow:
     def line(self, form: Form = "bytes") -> Held:
         """The bytes up to the next newline, which may be many."""
         start = self._at
-        found = self._window.find(b"\n", start - self._base)
-        if found < 0 and start != self._base:
+        index = self._window.find(b"\n", start - self._base)
+        if index < 0 and start != self._base:
             self._fetch(start)
-            found = self._window.find(b"\n")
+            index = self._window.find(b"\n")
         end = (
-            self._base + found if found >= 0 else self._next_newline(self._base + len(self._window))
+            self._base + index if index >= 0 else self._next_newline(self._base + len(self._window))
         )
         self._at = end + 1
         self._refuse_crossing(start)
@@ -148,8 +148,8 @@ class ByteWindow:
         begun = at
         while at < self._source.size:
             part = self._source.read(at, min(CHUNK, self._source.size - at))
-            if (found := part.find(b"\n")) >= 0:
-                return at + found
+            if (index := part.find(b"\n")) >= 0:
+                return at + index
             at += len(part)
         self._searched = at - begun
         raise Cut

@@ -146,8 +146,8 @@ class _Tracer(ByteWindow):
             self._refuse_many(self.trace.constants)
             self.trace.constants.append(held)
 
-    def _refuse_many(self, found: Sized) -> None:
-        if len(found) >= self._most_found:
+    def _refuse_many(self, kept: Sized) -> None:
+        if len(kept) >= self._most_found:
             what = f"holds more than {self._most_found} texts or names"
             raise _TooMany(f"{what} (--limit scanned_pickles={2 * self._most_found} looks further)")
 
@@ -249,11 +249,11 @@ class _Tracer(ByteWindow):
     def name(self, module: Any, name: Any) -> Any:
         """A global by its names, as far as they are known."""
         if type(module) is str and type(name) is str:
-            found = Named(module, name)
+            named = Named(module, name)
             self._refuse_many(self.trace.names)
-            self.trace.names.setdefault(found, self._at)
-            self._is_guarded |= f"{module}.{name}" in NESTED_LOADERS or found in ATTRIBUTES
-            return found
+            self.trace.names.setdefault(named, self._at)
+            self._is_guarded |= f"{module}.{name}" in NESTED_LOADERS or named in ATTRIBUTES
+            return named
         if {type(module), type(name)} <= {str, Held}:
             self.alarm(f"a global is named in more than {LONGEST_NAME} bytes")
         else:

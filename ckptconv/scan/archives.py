@@ -107,13 +107,13 @@ class ArchiveScanner(PickleScanner):
 
     def _scripts(self, source: Source, records: dict[str, Record], where: str) -> None:
         """Judge the code of a TorchScript archive, and the bytecode of one for mobiles."""
-        for name in (found := script_records(records)):
+        for name in (kinds := script_records(records)):
             inside = f"{where}/{name}".strip("/")
             text = self._whole(source, records[name], inside)
-            if found[name] != "model":
+            if kinds[name] != "model":
                 self._note_called(
                     inside,
-                    judged_bytecode(text) if found[name] == "bytecode" else judged_code(text),
+                    judged_bytecode(text) if kinds[name] == "bytecode" else judged_code(text),
                 )
                 continue
             try:
@@ -147,16 +147,16 @@ class ArchiveScanner(PickleScanner):
         """The bytes of a record, as far as the limit of texts goes."""
         most = in_force().text_bytes
         if record.deflated:
-            found, cut = self._room.inflate(source, record.offset, record.stored, pickle=False)
+            raw, cut = self._room.inflate(source, record.offset, record.stored, pickle=False)
         else:
-            found, cut = source.read(record.offset, min(record.size, most)), record.size > most
+            raw, cut = source.read(record.offset, min(record.size, most)), record.size > most
         if cut:
             self._odd(
                 where,
-                f"is code of more than {len(found)} bytes; the rest was not looked at",
-                len(found),
+                f"is code of more than {len(raw)} bytes; the rest was not looked at",
+                len(raw),
             )
-        return found
+        return raw
 
     def _tar(self, source: Source, where: str, depth: int) -> None:
         """Look into the members of a tar file, wherever a header lies; sweep it for patterns."""
@@ -202,9 +202,9 @@ class ArchiveScanner(PickleScanner):
         start = next_data(source, 0)
         while start < source.size:
             window = source.read(start, min(CHUNK + 512, source.size - start))
-            for found in _LIKELY.finditer(window):
-                at = start + found.start()
-                if at < done or found.start() >= CHUNK:
+            for likely in _LIKELY.finditer(window):
+                at = start + likely.start()
+                if at < done or likely.start() >= CHUNK:
                     continue
                 if self._room.is_searched:
                     more = f"--limit scanned_in_vain={2 * self._room.followed} looks further"
@@ -214,7 +214,7 @@ class ArchiveScanner(PickleScanner):
                     )
                     self._odd(where, f"{what} ({more})", at)
                     return
-                look = self._local_record if found[0][:2] == b"PK" else self._uncertain
+                look = self._local_record if likely[0][:2] == b"PK" else self._uncertain
                 done = max(done, look(source, at, where, depth))
             start = next_data(source, start + CHUNK)
 

@@ -37,12 +37,12 @@ class Room:
             self.inflated_pickles if pickle else self.inflated
         )
         limit = min(most.pickle_bytes, max(free, most.pickle_ratio * stored), left)
-        found = inflated_head(source, offset, stored, limit) if limit > 0 else b""
+        inflated = inflated_head(source, offset, stored, limit) if limit > 0 else b""
         if pickle:
-            self.inflated_pickles += len(found)
+            self.inflated_pickles += len(inflated)
         else:
-            self.inflated += len(found)
-        return found, len(found) >= limit
+            self.inflated += len(inflated)
+        return inflated, len(inflated) >= limit
 
     @property
     def is_searched(self) -> bool:

@@ -112,21 +112,21 @@ class Scanner(ArchiveScanner):
         limits = in_force()
         most = limits.text_bytes
         texts = (match[1] for match in _SERIALIZED.finditer(source.read(0, min(source.size, most))))
-        found = list(dict.fromkeys(islice(texts, limits.scanned_pickles)))
+        pickles = list(dict.fromkeys(islice(texts, limits.scanned_pickles)))
         if source.size > most:
             self._odd(
                 where, f"is a text of more than {most} bytes; the rest was not looked at", most
             )
         if next(texts, None) is not None:
             self._more_pickles(where, "stand in one text")
-        if found:
-            count = count_text(len(found), "pickle")
+        if pickles:
+            count = count_text(len(pickles), "pickle")
             self._odd(
                 where,
                 f"{count} as base64 text, which stable-baselines3 executes when it loads the file",
             )
         inner = Scanner(self._room)
-        for number, encoded in enumerate(found):
+        for number, encoded in enumerate(pickles):
             with contextlib.suppress(binascii.Error):
                 raw = base64.b64decode(_unescaped(encoded))
                 inner.scan(

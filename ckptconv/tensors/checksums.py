@@ -89,19 +89,19 @@ def check_storage(storage: Storage, meter: Meter | None = None) -> None:
     """
     if storage.crc32 is None:
         return
-    found = 0
+    crc = 0
     for view in read_range(storage.source, storage.offset, storage.nbytes):
-        found = crc32(view, found)
+        crc = crc32(view, crc)
         if meter is not None:
             meter.add(len(view))
-    refuse_crc(storage, found)
+    refuse_crc(storage, crc)
 
 
-def refuse_crc(storage: Storage, found: int) -> None:
-    """Raise `MalformedCheckpoint` unless `found` is the CRC-32 that the record declares."""
-    if storage.crc32 is not None and storage.crc32 != found:
+def refuse_crc(storage: Storage, crc: int) -> None:
+    """Raise `MalformedCheckpoint` unless `crc` is the CRC-32 that the record declares."""
+    if storage.crc32 is not None and storage.crc32 != crc:
         raise MalformedCheckpoint(
-            f"its bytes have the CRC-32 {found:08x}, the archive says {storage.crc32:08x}",
+            f"its bytes have the CRC-32 {crc:08x}, the archive says {storage.crc32:08x}",
             path=storage.source.path,
             where=storage.name,
             hint="the file is damaged; fetch it again",

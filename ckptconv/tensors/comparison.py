@@ -78,27 +78,27 @@ def compare_bytes(pairs: Sequence[Pair], meter: Meter) -> Compared:
 
     `meter` counts the bytes of one of each pair, until a difference is found in it.
     """
-    found = Compared()
+    compared = Compared()
     threaded: list[Span] = []
     for number, (first, second) in enumerate(pairs):
         spans = _spans(number, first, second)
         if spans is None:
-            found.unread.add(number)
+            compared.unread.add(number)
             if not _streams_equal(first, second, meter):
-                found.differing.add(number)
+                compared.differing.add(number)
         elif all(_may_be_threaded(span) for span in spans):
             threaded += spans
         else:
-            found.add(_compared_alone(spans, meter))
-    found.add(_compared_by_threads(threaded, meter))
-    return found
+            compared.add(_compared_alone(spans, meter))
+    compared.add(_compared_by_threads(threaded, meter))
+    return compared
 
 
-def damaged_storages(found: Compared, read: Iterable[Pair], meter: Meter) -> list[str]:
+def damaged_storages(compared: Compared, read: Iterable[Pair], meter: Meter) -> list[str]:
     """What is to be said of storages whose bytes have not the CRC-32 that their records declare.
 
     Those of the pairs in `read` are read for it, which `meter` counts pair by pair; of the others
-    the checksums that were `found` are put together.
+    the checksums that were `compared` are put together.
     """
     checksums = Checksums()
     damage: list[str] = []
@@ -106,10 +106,10 @@ def damaged_storages(found: Compared, read: Iterable[Pair], meter: Meter) -> lis
         for storage in (piece.storage for ref in pair for piece in ref.pieces):
             _noting(damage, partial(checksums.read, storage))
         meter.add(pair[0].nbytes)
-    for span, crc in found.equal:
+    for span, crc in compared.equal:
         for storage, at in ((span.first, span.first_at), (span.second, span.second_at)):
             _noting(damage, partial(checksums.copied, storage, at, span.nbytes, crc))
-    while _noting(damage, checksums.finish):  # goes on behind the one that it found
+    while _noting(damage, checksums.finish):  # goes on behind the one that it compared
         pass
     return list(dict.fromkeys(damage))
 
@@ -171,11 +171,11 @@ def _may_be_threaded(span: Span) -> bool:
 
 
 def _compared_alone(spans: Sequence[Span], meter: Meter) -> Compared:
-    found = Compared()
+    compared = Compared()
     for batch in _batches(spans):
-        found.add(_compared(batch))
+        compared.add(_compared(batch))
         meter.add(sum(span.nbytes for span in batch))
-    return found
+    return compared
 
 
 def _compared_by_threads(spans: Sequence[Span], meter: Meter) -> Compared:
@@ -184,12 +184,12 @@ def _compared_by_threads(spans: Sequence[Span], meter: Meter) -> Compared:
         return _compared_alone(spans, meter)
     from concurrent.futures import ThreadPoolExecutor
 
-    found = Compared()
+    compared = Compared()
     with ThreadPoolExecutor(_THREADS, "ckptconv-comparer") as pool:
         for batch, one in zip(batches, pool.map(_compared, batches), strict=True):
-            found.add(one)
+            compared.add(one)
             meter.add(sum(span.nbytes for span in batch))
-    return found
+    return compared
 
 
 def _batches(spans: Iterable[Span]) -> Iterator[list[Span]]:
@@ -214,16 +214,16 @@ def _batches(spans: Iterable[Span]) -> Iterator[list[Span]]:
 
 def _compared(spans: Iterable[Span]) -> Compared:
     """The pairs of which one of these spans differs, and the checksums of the equal spans."""
-    found = Compared()
+    compared = Compared()
     buffers = bytearray(CHUNK), bytearray(CHUNK)
     for span in spans:
-        if span.pair in found.differing:
+        if span.pair in compared.differing:
             continue
         if (crc := _equal_crc(span, buffers)) is None:
-            found.differing.add(span.pair)
+            compared.differing.add(span.pair)
         elif span.has_crc:
-            found.equal.append((span, crc))
-    return found
+            compared.equal.append((span, crc))
+    return compared
 
 
 def _equal_crc(span: Span, buffers: tuple[bytearray, bytearray]) -> int | None:

@@ -84,9 +84,9 @@ class Norms:
         if not self._has_numbers or not self._ours.value or not self._theirs.value:
             return None
         top, first, second = self._inner, self._ours, self._theirs
-        found = top.value / math.sqrt(first.value) / math.sqrt(second.value)
-        found = _power(found, top.exponent - (first.exponent + second.exponent) / 2)
-        return max(-1.0, min(1.0, found))
+        ratio = top.value / math.sqrt(first.value) / math.sqrt(second.value)
+        ratio = _power(ratio, top.exponent - (first.exponent + second.exponent) / 2)
+        return max(-1.0, min(1.0, ratio))
 
 
 class _Sum:

@@ -44,14 +44,14 @@ def choose_state_dict(root: Node, only: str | None, path: Path) -> StateDict:
     Raises `AmbiguousStateDict` if that is not clear.
     """
     part = part_at(root, only, path)
-    found = survey(part.node)
+    surveyed = survey(part.node)
     if part.own_only:
-        return own_of(part, found, path)
-    if only is None and (loaded := _loaded_by_framework(root, found)) is not None:
+        return own_of(part, surveyed, path)
+    if only is None and (loaded := _loaded_by_framework(root, surveyed)) is not None:
         return loaded
-    best, lesser = found.ranked()
+    best, lesser = surveyed.ranked()
     if len(best) == 1:
-        _refuse_loss(best[0], found, part.path, path)
+        _refuse_loss(best[0], surveyed, part.path, path)
         return state_dict_at(best[0])
     if not best and (bare := bare_tensors(part.node)) is not None:
         return bare
@@ -63,11 +63,11 @@ def choose_state_dict(root: Node, only: str | None, path: Path) -> StateDict:
             path=path,
             hint=choice_of_parts(names),
         )
-    raise _no_state_dict(part, found, only, path)
+    raise _no_state_dict(part, surveyed, only, path)
 
 
 def _no_state_dict(
-    part: FoundPart, found: Survey, only: str | None, path: Path
+    part: FoundPart, surveyed: Survey, only: str | None, path: Path
 ) -> AmbiguousStateDict:
     """The error about a part without a state dict: what it is instead, and what could be taken."""
     what, hint = "no state dict (a dict of named tensors) was found in it", look_hint(path)
@@ -104,7 +104,7 @@ def only_training_state(root: Node) -> str | None:
     return "an optimizer's" if "param_groups" in labels else "a training's"
 
 
-def _loaded_by_framework(root: Node, found: Survey) -> StateDict | None:
+def _loaded_by_framework(root: Node, surveyed: Survey) -> StateDict | None:
     """What the framework that wrote a checkpoint loads, with a note on what else could be meant.
 
     Not where tensors stand above it: no framework puts weights there.
@@ -112,10 +112,10 @@ def _loaded_by_framework(root: Node, found: Survey) -> StateDict | None:
     producer = producer_in(root)
     if producer is None or producer.loads is None:
         return None
-    item = next((item for item in found.candidates if item.path == producer.loads), None)
-    if item is None or any(holder.node is root for holder in found.left_by(item)):
+    item = next((item for item in surveyed.candidates if item.path == producer.loads), None)
+    if item is None or any(holder.node is root for holder in surveyed.left_by(item)):
         return None
-    others = [other.path for other in found.candidates if other is not item]
+    others = [other.path for other in surveyed.candidates if other is not item]
     return state_dict_at(item, tuple(_framework_notes(producer, root, others)))
 
 
@@ -131,19 +131,19 @@ def _framework_notes(producer: Producer, root: Node, others: Sequence[str]) -> I
         yield f"{name} holds {what}, as {producer.name} saves them"
 
 
-def _refuse_loss(chosen: Candidate, found: Survey, base: str, path: Path) -> None:
+def _refuse_loss(chosen: Candidate, surveyed: Survey, base: str, path: Path) -> None:
     """Refuse a choice that leaves out what somebody may want.
 
     That is what stands above it, is more than it has, looks like a module's or like a copy of it,
     may be another part of the same model (Megatron nests embedding, encoder and output layer), or
     is an average.
     """
-    left = found.left_by(chosen)
-    others = [item for item in found.candidates if item is not chosen]
+    left = surveyed.left_by(chosen)
+    others = [item for item in surveyed.candidates if item is not chosen]
     count = sum(len(holder.labels) for holder in left)
     packed = [
         item
-        for item in found.holders
+        for item in surveyed.holders
         if item.node is not chosen.node and chosen.holds(item.place, item.node)
     ]
     if (

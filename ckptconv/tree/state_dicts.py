@@ -156,9 +156,9 @@ def find_state_dicts(root: Node) -> list[StateDict]:
     """The state dicts of a tree, by content: those that come first, and the others that look like a
     module's.
     """
-    found = survey(root)
-    best, _ = found.ranked()
-    return [state_dict_at(item) for item in found.candidates if item in best or item.is_module]
+    surveyed = survey(root)
+    best, _ = surveyed.ranked()
+    return [state_dict_at(item) for item in surveyed.candidates if item in best or item.is_module]
 
 
 def state_dict_at(item: Candidate, notes: tuple[str, ...] = ()) -> StateDict:
@@ -238,20 +238,20 @@ def find(root: Node, path: str, file: Path) -> Node:
     part = part_at(root, path, file)
     if not part.own_only:
         return part.node
-    found = own_of(part, survey(part.node), file)
-    return own_node(found)
+    state_dict = own_of(part, survey(part.node), file)
+    return own_node(state_dict)
 
 
 def part_at(root: Node, only: str | None, file: Path) -> FoundPart:
     if not only or only == ".":
         return FoundPart("", root, only == ".")
     path = only.removesuffix(".")
-    found = _at(root, path)
-    is_no_part = found is None or type(found[0]) in PLAIN
+    reached = _at(root, path)
+    is_no_part = reached is None or type(reached[0]) in PLAIN
     if path == "ema" and is_no_part and (average := _average(root, file)) is not None:
-        path, found = average[0], (average[1],)
-    if found is not None:
-        return FoundPart(path, found[0], only.endswith("."))
+        path, reached = average[0], (average[1],)
+    if reached is not None:
+        return FoundPart(path, reached[0], only.endswith("."))
     known = [printable(label_text(label)) for label, _ in children(root)][:12]
     raise AmbiguousStateDict(
         f"there is nothing at '{printable(only)}'",
@@ -278,8 +278,8 @@ def _average(root: Node, file: Path) -> tuple[str, Node] | None:
     """The part with the averaged weights: nearest to the root with ``ema`` in its label."""
     if averages_weights(root) and (node := _at(root, "state_dict")) is not None:
         return "state_dict", node[0]
-    found = [(len(labels_of(place)), place_text(place), node) for place, node in _averages(root)]
-    nearest = [item for item in found if item[0] == min(depth for depth, _, _ in found)]
+    averages = [(len(labels_of(place)), place_text(place), node) for place, node in _averages(root)]
+    nearest = [item for item in averages if item[0] == min(depth for depth, _, _ in averages)]
     if len(nearest) > 1:
         names = [name for _, name, _ in nearest]
         raise AmbiguousStateDict(
@@ -304,9 +304,9 @@ def _averages(root: Node) -> list[tuple[Place, Node]]:
     return list(parts.values())
 
 
-def own_of(part: FoundPart, found: Survey, file: Path) -> StateDict:
+def own_of(part: FoundPart, surveyed: Survey, file: Path) -> StateDict:
     """The tensors that stand in the dict of a part itself."""
-    item = next((item for item in found.found if item.place is None), None)
+    item = next((item for item in surveyed.found if item.place is None), None)
     if item is None:
         what = "no named tensors lie in it" if part.path else "no named tensors lie at its root"
         raise AmbiguousStateDict(what, path=file, where=part.path or None, hint=look_hint(file))
@@ -316,38 +316,43 @@ def own_of(part: FoundPart, found: Survey, file: Path) -> StateDict:
 # ----------------------------------------------------------------------------------------- new keys
 
 
-def own_node(found: StateDict) -> Node:
+def own_node(state_dict: StateDict) -> Node:
     """The node of a state dict by itself: without what stands beside it in its dict."""
-    if found.own is None:
-        return found.node
-    pairs = dict_pairs(found.node) or ()
-    return _like(found.node, [pairs[index] for index in found.own])
+    if state_dict.own is None:
+        return state_dict.node
+    pairs = dict_pairs(state_dict.node) or ()
+    return _like(state_dict.node, [pairs[index] for index in state_dict.own])
 
 
 def renamed_state_dict(
-    found: StateDict, keys: tuple[str | None, ...], module_paths: Callable[[str], tuple[str, ...]]
+    state_dict: StateDict,
+    keys: tuple[str | None, ...],
+    module_paths: Callable[[str], tuple[str, ...]],
 ) -> Node:
-    """A node of the state dict alone, like `found.node`, whose i-th key is `keys[i]` (None: left
-    out).
+    """A node of the state dict alone, whose i-th key is `keys[i]` (None: left out).
 
     Its `_metadata` follows: `module_paths` gives the new names of a module, one, or several where
     ones that had become one are told apart again.
     """
-    pairs = [(new, value) for new, value in zip(keys, found.values, strict=True) if new is not None]
-    return _with_metadata(_like(found.node, pairs), module_paths)
+    pairs = [
+        (new, value) for new, value in zip(keys, state_dict.values, strict=True) if new is not None
+    ]
+    return _with_metadata(_like(state_dict.node, pairs), module_paths)
 
 
 def renamed_in_place(
-    found: StateDict, keys: tuple[str | None, ...], module_paths: Callable[[str], tuple[str, ...]]
+    state_dict: StateDict,
+    keys: tuple[str | None, ...],
+    module_paths: Callable[[str], tuple[str, ...]],
 ) -> Node:
     """As `renamed_state_dict`; what stands beside the state dict in its dict stays there.
 
     Raises `KeyConflict` when a new key is the label of something else that stands there.
     """
-    if found.own is None:
-        return renamed_state_dict(found, keys, module_paths)
-    before = dict_pairs(found.node) or ()
-    mine = set(found.own)
+    if state_dict.own is None:
+        return renamed_state_dict(state_dict, keys, module_paths)
+    before = dict_pairs(state_dict.node) or ()
+    mine = set(state_dict.own)
     others = {
         key for index, (key, _) in enumerate(before) if index not in mine and type(key) is str
     }
@@ -355,11 +360,11 @@ def renamed_in_place(
         raise KeyConflict(
             "a key would get this name, but something else beside it has it already", where=taken
         )
-    renamed = list(zip(keys, found.values, strict=True))
-    own = dict(zip(found.own, renamed, strict=False))
+    renamed = list(zip(keys, state_dict.values, strict=True))
+    own = dict(zip(state_dict.own, renamed, strict=False))
     pairs = [own.get(index, pair) for index, pair in enumerate(before)]
     kept = [pair for index, pair in enumerate(pairs) if index not in mine or pair[0] is not None]
-    return _with_metadata(_like(found.node, [*kept, *renamed[len(own) :]]), module_paths)
+    return _with_metadata(_like(state_dict.node, [*kept, *renamed[len(own) :]]), module_paths)
 
 
 def _like(node: Node, pairs: Pairs) -> Node:
