@@ -89,25 +89,37 @@ def diff_checkpoints(
             for path, one, other in walk_together(ours, theirs, differences):
                 differences.compare(path, one, other, ignore_dtype=ignore_dtype)
         values, damaged = _compare_values(differences.pairs, tolerance, on_progress)
-        return Difference(
-            a=str(first.path),
-            b=str(second.path),
-            a_format=first.format,
-            b_format=second.format,
-            tensors=differences.tensors,
-            nbytes=sum(ours.nbytes for _, ours, _ in differences.pairs),
-            only_a=tuple(differences.only_a),
-            only_b=tuple(differences.only_b),
-            dtypes=tuple(differences.dtypes),
-            shapes=tuple(differences.shapes),
-            locations=tuple(differences.locations),
-            values=tuple(sorted(values, key=lambda item: item.deviation.badness, reverse=True)),
-            others=tuple(differences.others),
+        return replace(
+            _difference(first, second, differences, values),
             notes=(*left_out, *_notes(differences)),
             strict_device=strict_device,
             ignore_dtype=ignore_dtype,
             damaged=tuple(damaged),
         )
+
+
+def _difference(
+    first: Checkpoint,
+    second: Checkpoint,
+    differences: Differences,
+    values: Sequence[ValueChange],
+) -> Difference:
+    """What was seen on the walk, and how the values differ."""
+    return Difference(
+        a=str(first.path),
+        b=str(second.path),
+        a_format=first.format,
+        b_format=second.format,
+        tensors=differences.tensors,
+        nbytes=sum(ours.nbytes for _, ours, _ in differences.pairs),
+        only_a=tuple(differences.only_a),
+        only_b=tuple(differences.only_b),
+        dtypes=tuple(differences.dtypes),
+        shapes=tuple(differences.shapes),
+        locations=tuple(differences.locations),
+        values=tuple(sorted(values, key=lambda item: item.deviation.badness, reverse=True)),
+        others=tuple(differences.others),
+    )
 
 
 def _parts(
