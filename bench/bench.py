@@ -2,6 +2,7 @@
 seconds and peak memory.
 
     python bench/bench.py [--folder DIR] [--quick] [--only NAME] [--keep]
+    python bench/bench.py --against TREE [--runs 9]     beside the ckptconv of another checkout
 
 Prints a markdown report on stdout (also bench-out/results.md, and every run in
 bench-out/results.json) and progress on stderr. For Linux. The full size needs torch, 5 GB of
@@ -27,9 +28,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from rows import FULL, INPUTS, QUICK, SYNCED, UNSYNCED, Row, Scale, Side, name_of
+from rows import FULL, INPUTS, QUICK, SYNCED, UNSYNCED, Row, Scale, Side, against, name_of
 from tables import Measured, Run, document, machine, report
 
 OUT = Path("bench-out")
@@ -68,7 +70,7 @@ def run(side: Side, folder: Path, *, fill: int = 0) -> Run:
     log = folder / "log.txt"
     if fill:
         spawn([sys.executable, str(Path(__file__).with_name("fill_memory.py")), str(fill)], log)
-    seconds, peak = spawn(expand(side, folder), log, environment(folder))
+    seconds, peak = spawn(expand(side, folder), log, environment(folder, side.tree))
     printed = log.read_text()
     remove_outputs(folder)
     return Run(float(printed) if side.own_seconds else seconds, peak)
@@ -84,12 +86,13 @@ def expand(side: Side, folder: Path) -> list[str]:
     return [argument.format(out=folder / "out", **paths) for argument in side.argv]
 
 
-def environment(folder: Path) -> dict[str, str]:
+def environment(folder: Path, tree: str) -> dict[str, str]:
     """The environment of every child: byte code is kept, as it is for an installed package, but not
-    in the source tree.
+    in the source tree. `tree` is the checkout that is imported, if it is not the installed one.
     """
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    return {**kept, "PYTHONPYCACHEPREFIX": str(folder.resolve() / "pycache")}
+    path = {"PYTHONPATH": tree} if tree else {}
+    return {**kept, **path, "PYTHONPYCACHEPREFIX": str(folder.resolve() / "pycache")}
 
 
 def spawn(argv: list[str], log: Path, env: Mapping[str, str] = os.environ) -> tuple[float, float]:
@@ -169,13 +172,22 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--only", metavar="NAME", default="", help="only the rows with NAME in their name"
     )
+    parser.add_argument(
+        "--against", metavar="TREE", help="measure beside the ckptconv of another checkout"
+    )
+    parser.add_argument("--runs", type=int, help="the measured runs of each side")
     return parser.parse_args()
 
 
 def main() -> None:
     options = arguments()
     scale = QUICK if options.quick else FULL
+    scale = replace(scale, runs=options.runs or scale.runs)
     rows = [row for row in UNSYNCED + SYNCED if options.only in row.name]
+    if options.against:
+        tree = str(Path(options.against).resolve())
+        once = {row.ours: row for row in reversed(rows) if row.warm_up != "none"}  # one row each
+        rows = [against(row, tree) for row in reversed(once.values())]
     if not rows:
         raise SystemExit(f"--only {options.only}: no row has this in its name")
     OUT.mkdir(exist_ok=True)

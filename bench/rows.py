@@ -1,10 +1,10 @@
-"""What bench.py measures: the sizes, the two sides of each row, and what ckptconv promises."""
+"""What bench.py measures: the sizes, the two sides of each row, and what is promised of it."""
 
 from __future__ import annotations
 
 import sys
 import sysconfig
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -69,12 +69,14 @@ class Side:
     """A command, with ``{big}`` or another of `INPUTS`, and ``{out}``, for paths, and its name in
     the table.
 
-    With `own_seconds` the child prints the seconds that count.
+    With `own_seconds` the child prints the seconds that count. `tree` is a checkout whose ckptconv
+    the child imports, instead of the one that is installed.
     """
 
     label: str
     argv: tuple[str, ...]
     own_seconds: bool = False
+    tree: str = ""
 
     def reads(self, kind: str) -> bool:
         return f"{{{kind}}}" in self.argv
@@ -112,6 +114,13 @@ class Row:
     goals: tuple[Goal, ...]
     warm_up: WarmUp = "first"
     free_disk: int = 0  # bytes
+
+
+def against(row: Row, tree: str) -> Row:
+    """The row with the ckptconv of this checkout on one side and that of `tree` on the other."""
+    here = str(Path(__file__).resolve().parents[1])
+    ours, theirs = replace(row.ours, tree=here), replace(row.ours, tree=tree, label=f"in {tree}")
+    return replace(row, ours=ours, theirs=theirs, goals=(Goal("times", 1.03),))
 
 
 def name_of(kind: str) -> str:

@@ -111,7 +111,8 @@ def report(results: list[Measured], notes: list[str], facts: dict[str, str]) -> 
     yield from (f"- note: {note}" for note in notes)
     titles = (("Without fsync, on both sides", UNSYNCED), ("With fsync, on both sides", SYNCED))
     for title, rows in titles:
-        if found := [measured for measured in results if measured.row in rows]:
+        names = {row.name for row in rows}
+        if found := [measured for measured in results if measured.row.name in names]:
             yield from ("", f"## {title}", "", *table(found))
 
 

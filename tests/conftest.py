@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import ast
+import fcntl
 import importlib.util
+import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from helpers.figures import figure, pytest_terminal_summary  # noqa: F401 (pytest finds them here)
 from helpers.paths import CORPUS, PRODUCED, SAMPLES
+from helpers.program import close_servers
 
+MakeOnce = Callable[[str, Callable[[Path], object]], Path]
 HERE = Path(__file__).resolve().parent
 
 
@@ -71,6 +76,11 @@ def pytest_report_header() -> list[str]:
     )
 
 
+def pytest_sessionfinish() -> None:
+    """End what the program is forked from."""
+    close_servers()
+
+
 @pytest.fixture(scope="session")
 def samples() -> Path:
     """The sample checkpoints of the repository."""
@@ -87,9 +97,36 @@ def corpus() -> Path:
 
 
 @pytest.fixture(scope="session")
-def worlds(tmp_path_factory) -> Path:
+def made_once(tmp_path_factory) -> MakeOnce:
+    """Makes a folder once for all processes that run the tests: `made_once(name, make)` is the
+    folder that `make(folder)` has filled, whoever was first.
+    """
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+
+    def made(name: str, make: Callable[[Path], object]) -> Path:
+        folder, whole = shared / name, shared / f"{name}.whole"
+        with open(shared / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not whole.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                make(folder)
+                whole.touch()
+        return folder
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def worlds(made_once) -> Path:
     """A folder with what two and four gloo processes wrote together; see worlds.py."""
-    folder = tmp_path_factory.mktemp("worlds")
+    return made_once("worlds", write_worlds)
+
+
+def write_worlds(folder: Path) -> None:
+    """Run the processes."""
     command = [sys.executable, str(HERE / "helpers" / "worlds.py"), str(folder)]
     running = [
         subprocess.Popen([*command, size], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -98,7 +135,6 @@ def worlds(tmp_path_factory) -> Path:
     for process in running:
         out, _ = process.communicate(timeout=120)
         assert process.returncode == 0, out.decode()[-3000:]
-    return folder
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ LEVEL = {package: level for level, row in enumerate(LEVELS) for package in row}
 TERMINAL_PACKAGES = {"cli"}
 TORCH_MODULES = {
     "devices.host", "devices.mapping", "live.load", "live.storages", "live.save", "live.load_into",
-    "convert.dcp", "convert.named_models",
+    "formats.dcp_output", "convert.named_models",
 }  # fmt: skip
 FILE_MODULES = {"support.platforms", "io.staging", "cli.help_pages", "cli.terminal"}
 """cli.help_pages: the documentation; cli.terminal: the file that is made before it is printed."""

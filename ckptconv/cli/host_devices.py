@@ -12,6 +12,7 @@ from ckptconv.cli.terminal import (
     print_lines,
 )
 from ckptconv.support.errors import printable
+from ckptconv.support.rows import Row
 
 if TYPE_CHECKING:
     from ckptconv.devices.gpu_choice import Shell
@@ -67,7 +68,7 @@ def devices(export: bool, as_json: bool, **given: Any) -> None:
     if as_json:
         print_json(report.host_document(host, best))
         return
-    print_lines([*report.host_lines(host), ("auto", f"--device auto would choose {best}")])
+    print_lines([*report.host_lines(host), Row("auto", f"--device auto would choose {best}")])
 
 
 def _export_gpus(

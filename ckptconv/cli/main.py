@@ -30,6 +30,7 @@ from ckptconv.cli.terminal import (
     take_any_text,
 )
 from ckptconv.support.errors import printable
+from ckptconv.support.rows import Row
 from ckptconv.support.signals import missed_stop, stop_in_good_order
 
 
@@ -99,7 +100,7 @@ def show_help(ctx: click.Context, topic: str | None) -> None:
 
     if topic is None:
         click.echo("Pages (ckptconv help TOPIC):")
-        print_lines(help_pages.topics().items())
+        print_lines(Row(name, text) for name, text in help_pages.topics().items())
         click.echo(
             "Commands are listed by ckptconv --help; ckptconv help COMMAND shows the options of "
             "one."

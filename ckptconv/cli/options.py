@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
@@ -17,6 +17,7 @@ from ckptconv.cli.completion import (
     offer_parts,
     offer_steps,
 )
+from ckptconv.formats.target_format import Target
 from ckptconv.support.addresses import address_in
 from ckptconv.support.errors import CheckpointError, printable
 
@@ -215,10 +216,10 @@ def output_options(command: F) -> F:
         click.option("--map-location", metavar="OLD=NEW", multiple=True,
             shell_complete=offer_map_locations,
                      help="Change one device tag, such as cuda:3=cuda:0."),
-        click.option("--to", type=click.Choice(["torch", "safetensors", "dcp"]),
+        click.option("--to", type=click.Choice(get_args(Target)),
                      help="Output format, if OUT's name does not say (OUT may be - for standard "
-                          "output); "
-                          "dcp: a folder that FSDP training resumes from."),
+                          "output); dcp: a folder that FSDP training resumes from; npz: an "
+                          "archive of numpy."),
         click.option("--dtype", metavar="DTYPE", shell_complete=offer_dtypes,
                      help="Cast floating tensors: f32, f16, bf16, f64, f8_e4m3, f8_e5m2, or "
                           "torch's names (float16, half)."),
@@ -299,7 +300,7 @@ def is_for_stdout(given: dict[str, Any]) -> bool:
                 f"OUT is -, standard output, which cannot be used with {word}; write ./- for a "
                 "file named -"
             )
-    if given["to"] is None or given["to"] == "dcp":
+    if given["to"] is None or _is_folder(given["to"]):
         raise click.UsageError(
             "OUT is -, standard output: add --to torch or --to safetensors; write ./- for a file "
             "named -"
@@ -309,6 +310,12 @@ def is_for_stdout(given: dict[str, Any]) -> bool:
             "OUT is -, and standard output is a terminal; send it to a file or a program: > FILE"
         )
     return True
+
+
+def _is_folder(to: str) -> bool:
+    from ckptconv.formats.outputs import target_named
+
+    return target_named(to).is_folder
 
 
 def key_rules(wrappers: Any, *, reverse: bool = False) -> KeyRules:

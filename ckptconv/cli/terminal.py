@@ -19,6 +19,7 @@ from ckptconv.support import platforms
 from ckptconv.support.errors import CheckpointError
 from ckptconv.support.platforms import fill_descriptors
 from ckptconv.support.progress import Meter
+from ckptconv.support.rows import Level, Row
 
 
 def fill_closed_streams() -> None:
@@ -155,10 +156,10 @@ def print_json(document: dict[str, Any]) -> None:
     click.echo()
 
 
-def print_summary(headline: str, lines: Iterable[tuple[str, str]]) -> None:
+def print_summary(headline: str, rows: Iterable[Row]) -> None:
     """What was done, or would be, on stderr."""
     print_headline(headline, err=True)
-    print_lines(lines, err=True)
+    print_lines(rows, err=True)
 
 
 def print_headline(text: str, *, fg: str | None = None, err: bool = False) -> None:
@@ -171,27 +172,32 @@ def terminal_width() -> int:
     return shutil.get_terminal_size((80, 24)).columns
 
 
-def print_table(lines: Iterable[tuple[str, str]]) -> None:
-    """(color, line) pairs; the color may be ``bold`` or empty."""
-    for color, line in lines:
-        click.secho(line, bold=color == "bold", fg=color if color not in ("", "bold") else None)
+def print_table(rows: Iterable[Row]) -> None:
+    """The texts of rows that are broken into lines already, each in the colour of its level."""
+    for row in rows:
+        click.secho(row.text, bold=row.level == "heading", fg=_COLORS[row.level])
 
 
-_COLORS = {"warning": "yellow", "note": "yellow", "error": "red", "damaged": "red"}
+_COLORS: dict[Level, str | None] = {
+    "plain": None,
+    "heading": None,
+    "good": "green",
+    "warning": "yellow",
+    "error": "red",
+}
 
 
-def print_lines(lines: Iterable[tuple[str, str]], err: bool = False) -> None:
-    """Lines of (label, text) in two columns; a long text goes on under its column on a terminal."""
-    rows = list(lines)
-    width = max((len(label) for label, _ in rows), default=0)
-    for label, text in rows:
-        color = _COLORS.get(label, "cyan")
-        shown = text if label in _PASTED else _wrapped(text, width + 4, err=err)
-        click.echo("  " + click.style(label.ljust(width), fg=color) + "  " + shown, err=err)
+def print_lines(rows: Iterable[Row], err: bool = False) -> None:
+    """Labels and texts in two columns; on a terminal a long text goes on under its own column.
 
-
-_PASTED = ("fix",)
-"""Labels of commands, which are not broken: a shell would run the half of one."""
+    A command is not broken: a shell would run the half of one.
+    """
+    listed = list(rows)
+    width = max((len(row.label) for row in listed), default=0)
+    for row in listed:
+        label = click.style(row.label.ljust(width), fg=_COLORS[row.level] or "cyan")
+        shown = row.text if row.is_command else _wrapped(row.text, width + 4, err=err)
+        click.echo(f"  {label}  {shown}", err=err)
 
 
 def print_rows(rows: Iterable[str], *, err: bool = False) -> None:

@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptconv.convert.plan import ConversionPlan, PlannedFile
-from ckptconv.formats import raw_pickle, safetensors, torch_legacy, torch_tar, torch_zip
+from ckptconv.formats import safetensors, torch_legacy, torch_tar, torch_zip
 from ckptconv.formats.registry import open_source
 from ckptconv.formats.zip_archive import is_zip, read_directory
 from ckptconv.formats.zip_records import read_limited, root_folder
-from ckptconv.io.files import FileSource
+from ckptconv.io.guarded import unguarded
+from ckptconv.io.local import place_of
 from ckptconv.io.source import MemorySource, Source
 from ckptconv.objects.torch_names import COPIES
 from ckptconv.objects.torch_read import Window
@@ -32,10 +33,6 @@ from ckptconv.support.limits import held
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef
 from ckptconv.tree.old_tensors import complete_tensors
 
-_COUNTED = frozenset(
-    (torch_zip.NAME, torch_legacy.NAME, torch_tar.NAME, raw_pickle.NAME, safetensors.NAME)
-)
-_SHARDED = "sharded "
 _HINT = "please report this; without --verify it is converted anyway"
 
 Key = tuple[str, str, int, int]
@@ -45,7 +42,7 @@ file that it is in.
 
 
 @dataclass(slots=True)
-class Named:
+class NamedStorages:
     """What files name: storages, by path and name with how many there are of it (a bare pickle has
     several), and tensors.
     """
@@ -81,7 +78,7 @@ def refuse_unaccounted(plan: ConversionPlan) -> int | None:
     return None if named is None else sum(named.storages.values())
 
 
-def _refuse_unread(plan: ConversionPlan, named: Named, tree: Found) -> None:
+def _refuse_unread(plan: ConversionPlan, named: NamedStorages, tree: Found) -> None:
     """Refuse what the files name and the tree does not hold."""
     read = Counter(key[:2] for key in tree.storages)
     if missing := [name[1] for name, count in named.storages.items() if read[name] < count]:
@@ -114,7 +111,7 @@ def refuse_unwritten(file: PlannedFile, written: Path) -> None:
     """Refuse a torch file that was written and whose pickle, counted, does not name all that was
     planned.
     """
-    source, named = FileSource(written), Named()
+    source, named = place_of(written).open(), NamedStorages()
     try:
         _count(source, named)
     finally:
@@ -191,7 +188,7 @@ def _key(storage: Storage) -> Key:
         str(whole.source.path),
         whole.name,
         whole.offset,
-        id(whole.source) if type(whole.source) is MemorySource else 0,
+        id(whole.source) if whole.source.is_in_memory() else 0,
     )
 
 
@@ -219,23 +216,21 @@ def _with_modules(plan: ConversionPlan, tree: Found) -> Found:
 # ---------------------------------------------------------------------------------------- the files
 
 
-def named_by(plan: ConversionPlan) -> Named | None:
+def named_by(plan: ConversionPlan) -> NamedStorages | None:
     """What the files of a source name; None for one of a kind that is not counted."""
-    if plan.source_format.removeprefix(_SHARDED) not in _COUNTED or (
-        plan.modules and len(_files(plan)) > 1
-    ):
+    if not plan.names_storages or (plan.modules and len(_files(plan)) > 1):
         return None
-    named = Named()
+    named = NamedStorages()
     for source in _files(plan):
         _count(source, named)
     return named
 
 
 def _files(plan: ConversionPlan) -> list[Source]:
-    return [source for source in plan.inputs if isinstance(source, FileSource)]
+    return [unguarded(source) for source in plan.inputs if source.is_file()]
 
 
-def _count(source: Source, named: Named) -> None:
+def _count(source: Source, named: NamedStorages) -> None:
     """Add what one file, or one stream within a file, names."""
     head = source.read(0, min(source.size, _HEAD))
     if is_zip(head):
@@ -267,13 +262,15 @@ def _count(source: Source, named: Named) -> None:
 _HEAD = 512
 
 
-def _add(census: Census, source: Source, named: Named, name_of: Callable[[str], str]) -> None:
+def _add(
+    census: Census, source: Source, named: NamedStorages, name_of: Callable[[str], str]
+) -> None:
     path = str(source.path)
     named.storages.update((path, name_of(key)) for key, numel in census.storages.items() if numel)
     named.tensors += census.tensors
 
 
-def _add_header(source: Source, named: Named) -> None:
+def _add_header(source: Source, named: NamedStorages) -> None:
     """The tensors that a safetensors header names, and that are not empty."""
     header = json.loads(source.read(8, int.from_bytes(source.read(0, 8), "little")))
     path = str(source.path)

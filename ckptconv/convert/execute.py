@@ -4,35 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptconv.convert.accounting import refuse_unaccounted
-from ckptconv.convert.dcp import write_dcp
 from ckptconv.convert.plan import ConversionPlan, PlannedFile
-from ckptconv.convert.verify import open_with_library, verify_file, verify_folder
+from ckptconv.convert.verify import verify_file, verify_folder
 from ckptconv.convert.write import Tally, by_tensor, count_odd_bools, count_overflow, write_layout
 from ckptconv.formats.hf_names import earlier_files, index_path, moved_index
-from ckptconv.io.destination import (
-    check_folder,
-    check_output,
-    check_space,
-    followed,
-    new_file,
-    refuse_missing_folder,
-)
-from ckptconv.io.files import let_go, refuse_changed
-from ckptconv.io.staging import (
-    ShardSet,
-    put_file,
-    put_folder,
-    put_new_folder,
-    put_set,
-    remove_leftovers,
-    staging_folder,
-)
-from ckptconv.support import platforms
+from ckptconv.io.destination import Destination, Draft
+from ckptconv.io.files import refuse_changed
+from ckptconv.io.local import place_of
+from ckptconv.io.outputs import file_output, folder_output, set_output
+from ckptconv.io.staging import ShardSet
 from ckptconv.support.choices import spelling_checked
 from ckptconv.support.errors import CheckpointError, OutputRefused
 from ckptconv.support.progress import Meter, OnProgress, Phase, Phases
@@ -103,7 +88,7 @@ def execute_plan(
     begin = time.perf_counter()
     _run_checks(plan)
     named = refuse_unaccounted(plan) if verify else None
-    write = _write_folder if plan.to == "dcp" else _write_files
+    write = _write_folder if plan.target.is_folder else _write_files
     phases = Phases(on_progress)
     result = write(plan, force, fsync, verify, phases)
     return replace(result, seconds=time.perf_counter() - begin, named=named, phases=phases.seconds)
@@ -157,55 +142,36 @@ def _write_files(
     plan: ConversionPlan, force: bool, fsync: bool, verify: bool, phases: Phases
 ) -> ConversionResult:
     """Write the one file of an output, or its shards and their index."""
-    with ExitStack() as stack:
-        put_mapping = stack.enter_context(_mapping_made(plan, force=force, fsync=fsync))
-        folder = plan.output.parent
-        if is_new := plan.in_folder and not folder.exists():
-            refuse_missing_folder(folder, folder.parent)
-        else:
-            _refuse_taken(plan, force)
-        if plan.in_folder:
-            # of a process that was killed just when the folder was there
-            remove_leftovers(followed(folder))
-        made = stack.enter_context(staging_folder(_place(plan, is_new), plan.output))
-        if is_new:
-            made = made / folder.name
-            made.mkdir()
-        check_space(made / plan.output.name, plan.nbytes, plan.output)
-        tally, verified = _make_files(plan, made, fsync=fsync, verify=verify, phases=phases)
+    with (
+        _mapping_made(plan, force=force, fsync=fsync) as put_mapping,
+        _destination(plan, force=force, fsync=fsync) as output,
+    ):
+        tally, verified = _make_files(plan, output, fsync=fsync, verify=verify, phases=phases)
         result = _result(plan, tally, verified if verify else None)
-        if not is_new or not put_new_folder(made, folder, fsync=fsync):
-            _put_files(plan, made, force=force, fsync=fsync)
+        output.commit(plan.inputs)
         put_mapping()
     return result
 
 
-def _put_files(plan: ConversionPlan, made: Path, *, force: bool, fsync: bool) -> None:
-    if platforms.ON_WINDOWS:  # which replaces no file that is open
-        let_go(plan.inputs, [plan.output, *(earlier_files(plan.output) if plan.is_sharded else [])])
-    if plan.is_sharded:
-        put_set(made, _shard_set(plan), plan.output, force=force, fsync=fsync)
-    else:
-        put_file(made / plan.output.name, plan.output, force=force, fsync=fsync)
-
-
-def _place(plan: ConversionPlan, is_new: bool) -> Path:
-    """What an output is made beside: its new folder, the file that it will be, or its name in a
-    folder of shards.
-
-    A link that has the name of a shard is replaced, not followed: the blobs of a cache are not for
-    writing.
-    """
-    if is_new or plan.index is None:
-        return followed(plan.output.parent if is_new else plan.output)
-    return followed(plan.output.parent) / plan.output.name
+def _destination(plan: ConversionPlan, *, force: bool, fsync: bool) -> Destination:
+    place = place_of(plan.output)
+    if not plan.is_sharded:
+        return file_output(place, force=force, fsync=fsync, size=plan.nbytes)
+    return set_output(
+        place,
+        _shard_set(plan),
+        in_folder=plan.in_folder,
+        force=force,
+        fsync=fsync,
+        size=plan.nbytes,
+    )
 
 
 def _make_files(
-    plan: ConversionPlan, made: Path, *, fsync: bool, verify: bool, phases: Phases
+    plan: ConversionPlan, output: Destination, *, fsync: bool, verify: bool, phases: Phases
 ) -> tuple[Tally, int]:
-    """Write all files of an output into the folder `made`, each whole and checked; returns how many
-    tensors were verified.
+    """Draft all files of an output, each whole and checked; returns how many tensors were
+    verified.
     """
     tally, checksums, verified = Tally(), Checksums(), 0
     written, compared = (
@@ -213,15 +179,15 @@ def _make_files(
         Meter("verify", plan.nbytes, phases.tell),
     )
     for file in (*plan.files, *([plan.index] if plan.index else [])):
-        temporary = made / file.path.name
-        _make_file(file, temporary, tally, checksums, fsync=fsync, phases=phases, written=written)
+        draft = output.draft(file.path.name, file.layout.nbytes, _telling(written))
+        _make_file(file, draft, tally, checksums, fsync=fsync, phases=phases, written=written)
         if file is plan.index:
             continue
-        if plan.to == "safetensors":
-            open_with_library(temporary, file)
+        made = draft.place.path
+        plan.target.check_written(made, file.path, len(file.layout.items))
         if verify:
             with phases.timed("verify"):
-                verified += verify_file(plan, file, temporary, compared)
+                verified += verify_file(plan, file, made, compared)
     if verify:
         compared.finish()
     checksums.finish()
@@ -229,9 +195,15 @@ def _make_files(
     return tally, verified
 
 
+def _telling(written: Meter) -> Callable[[int], None]:
+    """What is told of the place in a file, to the meter of all files."""
+    before = written.done
+    return lambda position: written.at(before + position)
+
+
 def _make_file(
     file: PlannedFile,
-    temporary: Path,
+    draft: Draft,
     tally: Tally,
     checksums: Checksums,
     *,
@@ -241,18 +213,14 @@ def _make_file(
 ) -> None:
     """Write one file of an output, and wait for the disk where that is wanted."""
     before = written.done
-    with new_file(
-        temporary,
-        file.path,
-        size=file.layout.nbytes,
-        on_progress=lambda position: written.at(before + position),
-    ) as stream:
+    with draft:
+        stream = draft.stream
         with phases.timed("write"):
             write_layout(file.layout, stream, tally, checksums)
             stream.finish()
         written.at(before + stream.position)
         with phases.waiting(stream.position, wanted=fsync):
-            stream.settle(fsync=fsync)
+            draft.commit()
 
 
 def _shard_set(plan: ConversionPlan) -> ShardSet:
@@ -263,6 +231,7 @@ def _shard_set(plan: ConversionPlan) -> ShardSet:
         index=index.path if index else None,
         earlier=lambda: earlier_files(plan.output),
         moved_index=lambda folder: moved_index(raw, folder),
+        claimed=[index_path(plan.output)],
     )
 
 
@@ -277,16 +246,14 @@ def _mapping_made(
         yield lambda: None
         return
     path, layout = plan.mapping.path, plan.mapping.layout
-    check_output(path, force=force)
-    with staging_folder(followed(path), path) as folder:
-        made = folder / path.name
-        with new_file(made, path, size=layout.nbytes) as stream:
-            write_layout(layout, stream, Tally(), Checksums())
-            stream.settle(fsync=fsync)
+    with file_output(place_of(path), force=force, fsync=fsync, size=layout.nbytes) as output:
+        with output.draft(path.name, layout.nbytes) as draft:
+            write_layout(layout, draft.stream, Tally(), Checksums())
+            draft.commit()
 
         def put() -> None:
             try:
-                put_file(made, path, force=force, fsync=fsync)
+                output.commit()
             except OutputRefused as error:
                 error.hint = f"the output {plan.output} is in place"
                 raise
@@ -294,48 +261,30 @@ def _mapping_made(
         yield put
 
 
-def _refuse_taken(plan: ConversionPlan, force: bool) -> None:
-    """Refuse an output of which a file, or another one of its name, is there already, or must not
-    be replaced.
-    """
-    files = [*plan.files, *([plan.index] if plan.index else [])]
-    if plan.is_sharded:
-        check_output(index_path(plan.output), force=force)
-        for path in earlier_files(plan.output):
-            check_output(path, force=force)
-    for file in files:
-        check_output(file.path, force=force)
-
-
 def _write_folder(
     plan: ConversionPlan, force: bool, fsync: bool, verify: bool, phases: Phases
 ) -> ConversionResult:
     """Write a plain torch file beside the output, and have torch make a DCP folder of it."""
     tally, checksums = Tally(), Checksums()
-    file, name = plan.files[0], followed(plan.output).name
-    check_folder(plan.output, force=force)
+    place, nbytes = place_of(plan.output), 2 * plan.nbytes
     with (
         _mapping_made(plan, force=force, fsync=fsync) as put_mapping,
-        staging_folder(followed(plan.output), plan.output) as staging,
+        folder_output(place, force=force, fsync=fsync, size=nbytes) as output,
     ):
-        plain, made = staging / ".plain.pt", staging / name
-        check_space(plain, 2 * plan.nbytes, plan.output)
-        planned, written = (
-            replace(file, path=plan.output),
-            Meter("write", 2 * plan.nbytes, phases.tell),
+        written = Meter("write", nbytes, phases.tell)
+        plain = output.scratch(".plain.pt", plan.nbytes, _telling(written))
+        _make_file(
+            plan.files[0], plain, tally, checksums, fsync=False, phases=phases, written=written
         )
-        _make_file(planned, plain, tally, checksums, fsync=False, phases=phases, written=written)
         checksums.finish()
         refuse_changed(plan.inputs)
-        made.mkdir()
+        made = output.folder()
         with phases.timed("write"):
-            write_dcp(plain, made, plan.output)
+            plan.target.make_folder(plain.place.path, made, plan.output)
         written.finish()
-        plain.unlink()
+        plain.discard()
         result = _result(plan, tally, verify_folder(plan, made, phases) if verify else None)
-        if platforms.ON_WINDOWS:
-            let_go(plan.inputs, [plan.output])
         with phases.waiting(plan.nbytes, wanted=fsync):
-            put_folder(made, plan.output, force=force, fsync=fsync)
+            output.commit(plan.inputs)
         put_mapping()
         return result

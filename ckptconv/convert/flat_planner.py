@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from ckptconv.convert.notes import (
-    NOT_IN_TORCH,
     count_casts,
     count_locations,
     key_notes,
@@ -17,20 +16,16 @@ from ckptconv.convert.notes import (
     sharing_notes,
     text_notes,
 )
-from ckptconv.convert.options import Request, Target
+from ckptconv.convert.options import Request
 from ckptconv.convert.plan import ConversionPlan, PlannedFile
 from ckptconv.formats.hf_names import index_path, index_text, shard_paths, split
 from ckptconv.formats.layout import Layout, one_item
-from ckptconv.formats.safetensors import lay_out_safetensors
-from ckptconv.formats.torch_zip import Tree, lay_out_torch_zip
+from ckptconv.formats.target_format import NamedTensor, TargetFormat
 from ckptconv.keys.key_map import refuse_idle
 from ckptconv.objects.encodings import recipes_text
-from ckptconv.pickles.nodes import ORDERED_DICT, Call
-from ckptconv.support.errors import DeviceUnavailable, printable
 from ckptconv.support.limits import in_force
 from ckptconv.tensors.compaction import CastRule
-from ckptconv.tensors.dtypes import DType
-from ckptconv.tensors.refs import TensorRef, expanded, refuse_packed, view_identity
+from ckptconv.tensors.refs import TensorRef, expanded, view_identity
 from ckptconv.tensors.scaled_weights import refuse_cast
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.choosing import choose_state_dict
@@ -39,7 +34,6 @@ from ckptconv.tree.flattening import (
     encoding_notes,
     flatten,
     refuse_split,
-    refuse_unholdable,
 )
 from ckptconv.tree.renaming import (
     excluded,
@@ -52,12 +46,9 @@ from ckptconv.tree.settling import Skipped
 from ckptconv.tree.state_dicts import StateDict
 from ckptconv.tree.strays import settle_strays
 
-Kept = tuple[str, TensorRef, DType]
-"""A tensor of a flat output: its key, itself, and the type to write it in."""
-
 
 def plan_flat(
-    checkpoint: Checkpoint, output: Path, to: Target, options: Request, *, in_folder: bool
+    checkpoint: Checkpoint, output: Path, to: TargetFormat, options: Request, *, in_folder: bool
 ) -> ConversionPlan:
     """An output that holds just the tensors of one state dict: safetensors, or shards of either
     format.
@@ -67,32 +58,29 @@ def plan_flat(
     keys = map_state_dict(found, options.keys, options.fit_to)
     skipped = excluded(found, keys, options.fit_to)
     held_from = len(skipped)
-    flattened = flatten(*with_filled(found, keys), skipped, encode=to == "safetensors")
+    flattened = flatten(*with_filled(found, keys), skipped, encode=to.encodes, output=to.noun)
     if options.dtype is not None:
         left = {old for old, new in zip(keys.old, keys.new, strict=True) if new is not None}
         refuse_cast(dict(found.tensors()), left, options.dtype, found.path)
     named = list(flattened.tensors)
     cast = _cast_named(flattened, options)
-    if to == "safetensors":
-        for key, ref in named:
-            refuse_unholdable(key, ref, cast(ref))
-    else:
-        refuse_packed(named, NOT_IN_TORCH)
+    to.refuse((key, ref, cast(ref)) for key, ref in named)
     refuse_nothing_left(len(named), [keys], options.keys)
     refuse_idle([keys], options.keys)
-    tied = _tied_names(named, checkpoint) if options.tied == "alias" and to == "safetensors" else {}
+    tied = to.aliases(named, checkpoint) if options.tied == "alias" else {}
     kept = [(key, ref, cast(ref)) for key, ref in named if key not in tied]
-    if to == "safetensors":
+    if not to.shares_storages:
         _refuse_blow_up(sum(ref.numel * dtype.bits >> 3 for _, ref, dtype in kept), checkpoint)
     refs = [ref for _, ref in named]
     renamed = renamed_keys(found, keys, {item.path for item in skipped[held_from:]})
     metadata: dict[str, str] = {}
-    if to == "safetensors":
+    if to.holds_metadata:
         metadata = {
-            **_metadata(checkpoint, dict(named), tied, options),
+            **to.metadata(dict(named), checkpoint, options.tags),
+            **tied,
             **recipes_text(flattened.recipes),
         }
-    group = view_identity if to == "safetensors" else _same_storage
+    group = _same_storage if to.shares_storages else view_identity
     lay_out = lambda part: _lay_out(to, part, metadata, tied, options)  # noqa: E731
     of_index = _index_metadata(checkpoint, is_whole=not skipped and not renamed.filled)
     files, index = _split(output, kept, lay_out, options.max_shard_size, group, of_index)
@@ -103,15 +91,15 @@ def plan_flat(
         source_format=checkpoint.format,
         source_nbytes=checkpoint.nbytes,
         output=output,
-        to=to,
+        to=to.name,
         files=files,
         index=index,
         in_folder=in_folder,
         state_dicts=(renamed,),
-        locations=count_locations(refs, options.tags),
+        locations=count_locations(refs, options.tags) if to.holds_tags else {},
         casts=count_casts(refs, cast),
         tied=tied,
-        skipped=(*skipped, *left_out, *_other_parts(found, options)),
+        skipped=(*skipped, *left_out, *_other_parts(found, options, to)),
         rewritten=flattened.rewritten,
         notes=(
             *checkpoint.notes,
@@ -121,6 +109,7 @@ def plan_flat(
             *key_notes([renamed], options.keys),
             *prefix_notes(checkpoint, [found], options.keys, options.fit_to),
             *sharing_notes(refs),
+            *to.tensor_notes(kept, options.tags),
         ),
         tensors=lambda: iter(named),
         cast=cast,
@@ -130,27 +119,25 @@ def plan_flat(
 
 
 def _lay_out(
-    to: Target,
-    part: Sequence[Kept],
+    to: TargetFormat,
+    part: Sequence[NamedTensor],
     metadata: Mapping[str, str],
     tied: Mapping[str, str],
     options: Request,
 ) -> Layout:
     """One file of a flat output; of the aliases it gets those of its own tensors."""
-    if to == "safetensors":
+    if tied:
         keys = {key for key, _, _ in part}
-        own = {name: value for name, value in metadata.items() if name not in tied or value in keys}
-        return lay_out_safetensors(part, own)
-    root = Call(ORDERED_DICT, ())
-    root.pairs = [(key, ref) for key, ref, _ in part]
-    refs = list({id(ref): ref for _, ref, _ in part}.values())
-    return lay_out_torch_zip(Tree(root, {}, refs, []), options.cast, options.tags)
+        metadata = {
+            name: value for name, value in metadata.items() if name not in tied or value in keys
+        }
+    return to.lay_out(part, metadata, options.tags)
 
 
 def _split(
     output: Path,
-    kept: Sequence[Kept],
-    lay_out: Callable[[Sequence[Kept]], Layout],
+    kept: Sequence[NamedTensor],
+    lay_out: Callable[[Sequence[NamedTensor]], Layout],
     limit: int | None,
     group: Callable[[TensorRef], Hashable],
     metadata: Mapping[str, Any],
@@ -193,7 +180,7 @@ def _same_storage(ref: TensorRef) -> Hashable:
 
 
 def _planned(
-    path: Path, part: Sequence[Kept], lay_out: Callable[[Sequence[Kept]], Layout]
+    path: Path, part: Sequence[NamedTensor], lay_out: Callable[[Sequence[NamedTensor]], Layout]
 ) -> PlannedFile:
     return PlannedFile(path, lay_out(part), lambda: iter([(key, ref) for key, ref, _ in part]))
 
@@ -209,55 +196,6 @@ def _cast_named(flattened: Flattened, options: Request) -> CastRule:
     return lambda ref: ref.dtype if id(ref) in parts else options.cast(ref)
 
 
-def _tied_names(named: Sequence[tuple[str, TensorRef]], checkpoint: Checkpoint) -> dict[str, str]:
-    """Dropped name → kept name, for names of one and the same view; the first in sorted order is
-    kept, as the library does.
-
-    A name that the file's metadata needs for something else is not dropped.
-    """
-    views: dict[Hashable, list[str]] = {}
-    for key, ref in named:
-        if ref.numel:
-            views.setdefault(view_identity(ref), []).append(key)
-    aliases = _aliases(checkpoint)
-    taken = {"format", "device", *(name for name in checkpoint.metadata if name not in aliases)}
-    return {
-        name: names[0]
-        for names in map(sorted, views.values())
-        for name in names[1:]
-        if name not in taken
-    }
-
-
-def _aliases(checkpoint: Checkpoint) -> set[str]:
-    """The metadata entries of a safetensors source that name a tensor, and so became keys."""
-    if not checkpoint.metadata:
-        return set()
-    keys = {key for found in checkpoint.state_dicts() for key in found.keys}
-    return {name for name, kept in checkpoint.metadata.items() if name in keys and kept in keys}
-
-
-def _metadata(
-    checkpoint: Checkpoint, keys: Mapping[str, TensorRef], tied: Mapping[str, str], options: Request
-) -> dict[str, str]:
-    aliases = _aliases(checkpoint)
-    metadata = {
-        name: value
-        for name, value in checkpoint.metadata.items()
-        # would read as an alias
-        if name not in aliases and name != "device" and (name == "format" or value not in keys)
-    }
-    metadata["format"] = "pt"
-    tags = {options.tags(ref.location) for ref in keys.values()}
-    if bad := next((tag for tag in tags if not tag.isascii()), None):
-        raise DeviceUnavailable(
-            f"the location tag '{printable(bad)}' is not a device", hint="name one with --device"
-        )
-    if len(tags) == 1:
-        metadata["device"] = tags.pop()
-    return {**metadata, **tied}
-
-
 def _refuse_blow_up(nbytes: int, checkpoint: Checkpoint) -> None:
     """Refuse an output many times the size of the input: views of one storage, each written out."""
     most = in_force()
@@ -271,7 +209,7 @@ def _refuse_blow_up(nbytes: int, checkpoint: Checkpoint) -> None:
         )
 
 
-def _other_parts(found: StateDict, options: Request) -> Iterator[Skipped]:
+def _other_parts(found: StateDict, options: Request, to: TargetFormat) -> Iterator[Skipped]:
     """The parts of what was to be converted that are not the state dict: what stands beside it, and
     beside what it is in.
     """
@@ -282,4 +220,4 @@ def _other_parts(found: StateDict, options: Request) -> Iterator[Skipped]:
             if is_item
             else "an attribute of the dict, not one of its items"
         )
-        yield Skipped(base + path, f"{what}; safetensors holds named tensors only", value)
+        yield Skipped(base + path, f"{what}; {to.noun} holds named tensors only", value)

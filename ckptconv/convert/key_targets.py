@@ -13,18 +13,17 @@ from pathlib import Path
 
 from ckptconv.convert.named_models import model_shapes
 from ckptconv.formats.registry import open_checkpoint
-from ckptconv.io.files import FileSource
+from ckptconv.io.local import place_of
+from ckptconv.io.location import read_small
 from ckptconv.keys.fits import Shape, Shapes, Ties
 from ckptconv.support.choices import refuse_no_path
 from ckptconv.support.errors import (
     AmbiguousStateDict,
     CheckpointError,
-    LimitExceeded,
     MalformedCheckpoint,
     UnsupportedCheckpoint,
 )
 from ckptconv.support.json_text import read_object
-from ckptconv.support.limits import in_force
 from ckptconv.tree.fitted_keys import KeyTarget, shapes_of, ties_of
 
 _INDEX = ".index.json"
@@ -97,7 +96,9 @@ def _indexed_keys(index: Path) -> list[str]:
 
 
 def _weight_map(index: Path) -> dict[str, object]:
-    found = read_object(_content(index, "index_bytes"), index, "index").get("weight_map")
+    found = read_object(read_small(place_of(index), "index_bytes"), index, "index").get(
+        "weight_map"
+    )
     if not isinstance(found, dict) or not found:
         raise MalformedCheckpoint("is missing or names no keys", path=index, where="weight_map")
     return found
@@ -110,7 +111,7 @@ _LONGEST_KEY = 1 << 20  # characters
 def _listed_keys(file: Path) -> list[str] | None:
     """The lines of a text; None for anything that is not text of keys."""
     try:
-        text = _content(file, "text_bytes").decode("utf-8-sig")
+        text = read_small(place_of(file), "text_bytes").decode("utf-8-sig")
     except (CheckpointError, UnicodeDecodeError):
         return None
     if text.count("\n") > _MOST_KEYS:
@@ -122,19 +123,6 @@ def _listed_keys(file: Path) -> list[str] | None:
         for key in keys
     )
     return keys if keys and plain else None
-
-
-def _content(file: Path, limit: str) -> bytes:
-    """All of a file; `limit` is the name of the limit of its size."""
-    source = FileSource(file)
-    try:
-        if source.size > (most := getattr(in_force(), limit)):
-            raise LimitExceeded(
-                f"has {source.size} bytes", limit=limit, allowed=most, needed=source.size, path=file
-            )
-        return source.read(0, source.size)
-    finally:
-        source.close()
 
 
 def _distinct(keys: Iterable[str], file: Path) -> Shapes:

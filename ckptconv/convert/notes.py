@@ -24,9 +24,6 @@ from ckptconv.tree.settling import Settled
 from ckptconv.tree.state_dicts import StateDict
 from ckptconv.tree.walk import label_text, place_text, tensor_of
 
-NOT_IN_TORCH = "write safetensors (--to safetensors), or leave it out with --exclude"
-"""What can be done about a tensor that safetensors holds and torch does not."""
-
 
 def tree_notes(settled: Settled) -> Iterator[str]:
     """What is unusual in a tree."""
@@ -101,7 +98,7 @@ def beside_notes(plan: ConversionPlan) -> Iterator[str]:
     for it.
     """
     index = index_path(plan.output)
-    if not plan.is_sharded and plan.to != "dcp" and os.path.isfile(index):  # noqa: PTH113 (False for a name too long)
+    if not plan.is_sharded and not plan.target.is_folder and os.path.isfile(index):  # noqa: PTH113 (False for a name too long)
         yield (
             f"{printable(index.name)} is beside it and names other files; a program that opens "
             "the folder may take those"

@@ -6,16 +6,16 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ckptconv.devices.mapping import TagMap, tag_map
 from ckptconv.devices.tags import check_tag
 from ckptconv.formats.hf_names import shard_limit
+from ckptconv.formats.target_format import Target
 from ckptconv.keys.key_map import RULE_WORDS, STRIP, KeyRules, rules_of
 from ckptconv.keys.rule_files import read_rules
 from ckptconv.keys.rules import Rule
 from ckptconv.support.choices import (
-    TARGETS,
     TIED,
     UNKNOWN,
     plain_name,
@@ -34,9 +34,6 @@ from ckptconv.tensors.dtypes import DType, floating_dtype
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tree.fitted_keys import KeyTarget
 from ckptconv.tree.settling import Unknown
-
-Target = Literal["torch", "safetensors", "dcp"]
-
 
 Tied = Literal["alias", "duplicate"]
 
@@ -236,7 +233,7 @@ def _is_rule(item: object) -> bool:
 def _refuse_no_choice(asked: Options | Request) -> None:
     """Raise `OptionRefused` for a value that is none of the choices."""
     if asked.to is not None:
-        refuse_other("to", asked.to, TARGETS)
+        refuse_other("to", asked.to, get_args(Target))
     refuse_other("tied", asked.tied, TIED)
     refuse_other("unknown", asked.unknown, UNKNOWN)
     refuse_no_text(only=asked.only)

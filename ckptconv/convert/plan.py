@@ -8,8 +8,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ckptconv.convert.options import Target
 from ckptconv.formats.layout import Layout
+from ckptconv.formats.outputs import target_named
+from ckptconv.formats.target_format import Target, TargetFormat
 from ckptconv.io.source import Source
 from ckptconv.objects.composites import Check
 from ckptconv.pickles.nodes import Node
@@ -86,7 +87,7 @@ class ConversionPlan:
 
     `root` is the source's tree, `part` what of it is converted, `modules` how many state dicts in
     it stand for whole modules; `accounted` is what these modules hold that their state dicts need
-    not.
+    not; `names_storages`: what the source's files name can be counted without the reader.
 
     `limits` are those under which it was made; the output is read back under them.
 
@@ -119,7 +120,13 @@ class ConversionPlan:
     root: Node = None
     part: Node = None
     modules: int = 0
+    names_storages: bool = False
     accounted: tuple[Node, ...] = ()
+
+    @property
+    def target(self) -> TargetFormat:
+        """The output format that `to` names."""
+        return target_named(self.to)
 
     @property
     def nbytes(self) -> int:

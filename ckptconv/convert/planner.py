@@ -7,14 +7,13 @@ Nothing is written when a plan fails. A plan's layout is executed by `convert`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ckptconv.convert.flat_planner import plan_flat
 from ckptconv.convert.key_targets import key_target
 from ckptconv.convert.notes import (
-    NOT_IN_TORCH,
     beside_notes,
     count_casts,
     count_locations,
@@ -28,30 +27,28 @@ from ckptconv.convert.plan import ConversionPlan, PlannedFile
 from ckptconv.convert.targets import target
 from ckptconv.formats.hf_names import earlier_files
 from ckptconv.formats.layout import one_item
-from ckptconv.formats.torch_zip import Tree, lay_out_torch_zip
+from ckptconv.formats.target_format import TargetFormat
+from ckptconv.formats.torch_zip import Tree
+from ckptconv.io.guarded import check_places
 from ckptconv.io.source import Source
 from ckptconv.keys.rule_files import mapping_text
-from ckptconv.objects.plain import plain_form
-from ckptconv.pickles.nodes import Call, Dict, Node, mapping_pairs
+from ckptconv.pickles.nodes import Call, Node, mapping_pairs
 from ckptconv.support.choices import refuse_no_output
 from ckptconv.support.errors import (
     AmbiguousStateDict,
     CheckpointError,
     OutputRefused,
-    RefusedObject,
-    printable,
 )
 from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.limits import held, in_force
 from ckptconv.tensors.compaction import CastRule
-from ckptconv.tensors.refs import refuse_packed
 from ckptconv.tensors.scaled_weights import refuse_cast
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.renaming import RenamedKeys, rename_state_dicts
 from ckptconv.tree.settling import settle_objects
 from ckptconv.tree.state_dicts import StateDict, find, find_state_dicts
 from ckptconv.tree.strays import settle_strays
-from ckptconv.tree.walk import place_text, tensor_of, tensors_of, walk
+from ckptconv.tree.walk import tensor_of, tensors_of, walk
 
 
 def plan_conversion(
@@ -90,10 +87,9 @@ def _planned(
     path, to = target(Path(output), options)
     try:
         with collector_paused(), held(checkpoint.limits):
-            if to == "torch" and options.max_shard_size is None:
-                plan = _plan_torch(checkpoint, path, options)
-            elif to == "dcp":
-                plan = _plan_dcp(checkpoint, path, options)
+            check_places(checkpoint.sources)
+            if to.holds_trees and options.max_shard_size is None:
+                plan = _plan_tree(checkpoint, path, to, options)
             else:
                 plan = plan_flat(checkpoint, path, to, options, in_folder=path != Path(output))
             part = (
@@ -114,6 +110,7 @@ def _planned(
                 part=part,
                 modules=checkpoint.modules,
                 accounted=accounted,
+                names_storages=checkpoint.container.names_storages,
             )
             _refuse_lost_inputs(plan)
             return (
@@ -147,7 +144,7 @@ def _refuse_lost_inputs(plan: ConversionPlan) -> None:
     worth nothing apart.
     """
     inputs = _files_of(plan.inputs)
-    if len(inputs) < 2 or plan.to == "dcp":
+    if len(inputs) < 2 or plan.target.is_folder:
         return
     paths = {
         plan.output,
@@ -162,12 +159,16 @@ def _refuse_lost_inputs(plan: ConversionPlan) -> None:
         raise OutputRefused(what, path=min(lost), hint="name another file or folder")
 
 
-def _plan_torch(checkpoint: Checkpoint, output: Path, options: Request) -> ConversionPlan:
+def _plan_tree(
+    checkpoint: Checkpoint, output: Path, to: TargetFormat, options: Request
+) -> ConversionPlan:
+    """An output that holds a tree: all of the checkpoint, or one part."""
     root = (
         checkpoint.root
         if options.only is None
         else find(checkpoint.root, options.only, checkpoint.path)
     )
+    to.refuse_part(root, keeps_objects=options.unknown == "keep", only=options.only)
     overlay: dict[int, Node] = {}
     left_out = settle_strays(checkpoint, root, options.unknown)
     found = find_state_dicts(root)
@@ -181,16 +182,17 @@ def _plan_torch(checkpoint: Checkpoint, output: Path, options: Request) -> Conve
     tree = Tree(root, overlay, refs, settled.storages)
     depth = in_force().depth
     if any(ref.dtype.is_packed for ref in refs):
-        refuse_packed(tensors_of(root, overlay, depth=depth), NOT_IN_TORCH)
+        named = tensors_of(root, overlay, depth=depth)
+        to.refuse((path, ref, ref.dtype) for path, ref in named)
     _refuse_scaled(found, renamed, tree, options)
     cast = _cast_rule(found, tree, options)
-    layout = lay_out_torch_zip(tree, cast, options.tags)
+    layout = to.lay_out_tree(tree, cast, options.tags)
     return ConversionPlan(
         source=checkpoint.path,
         source_format=checkpoint.format,
         source_nbytes=checkpoint.nbytes,
         output=output,
-        to="torch",
+        to=to.name,
         files=(PlannedFile(output, layout, lambda: tensors_of(root, overlay, depth=depth)),),
         index=None,
         in_folder=False,
@@ -206,48 +208,12 @@ def _plan_torch(checkpoint: Checkpoint, output: Path, options: Request) -> Conve
             *key_notes(renamed, options.keys),
             *prefix_notes(checkpoint, found, options.keys, options.fit_to),
             *sharing_notes(refs),
+            *to.part_notes(root),
         ),
         tensors=lambda: tensors_of(root, overlay, depth=depth),
         cast=cast,
         checks=tuple(settled.checks),
     )
-
-
-def _plan_dcp(checkpoint: Checkpoint, output: Path, options: Request) -> ConversionPlan:
-    """The plan of the torch file of which torch will make a DCP folder."""
-    if options.unknown == "keep":
-        raise RefusedObject(
-            "objects of unknown classes cannot be kept in a DCP folder", hint="use --unknown drop"
-        )
-    root = (
-        checkpoint.root
-        if options.only is None
-        else find(checkpoint.root, options.only, checkpoint.path)
-    )
-    if mapping_pairs(root) is None and (
-        type(root) is not Call or type(plain_form(root)) is not Dict
-    ):
-        raise RefusedObject(
-            "is not a dict, and a DCP folder holds only dicts",
-            where=options.only,
-            hint="--only PATH takes one part",
-        )
-    plan = _plan_torch(checkpoint, output, options)
-    return replace(plan, to="dcp", notes=(*plan.notes, *_number_keys(root)))
-
-
-def _number_keys(root: Node) -> Iterator[str]:
-    """Tell of keys that DCP keeps as text: an optimizer's state has numbers
-    (torch/distributed/checkpoint/_nested_dict.py).
-    """
-    for place, node in walk(root):
-        if any(type(key) is int for key, _ in mapping_pairs(node) or ()):
-            where = printable(place_text(place)) or "the root"
-            yield (
-                f"keys that are numbers ({where}, …) become text in a DCP folder, as torch "
-                "itself writes them"
-            )
-            return
 
 
 def _refuse_scaled(

@@ -20,7 +20,7 @@ from ckptconv.support.text import as_argument, count_text
 from ckptconv.tensors.dtypes import floating_dtype
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.fitted_keys import KeyTarget
-from ckptconv.tree.settling import DO_NOT_LOAD, DROPPED, Unknown
+from ckptconv.tree.settling import DO_NOT_LOAD, Unknown
 from ckptconv.tree.walk import tensors_of
 
 
@@ -122,7 +122,7 @@ def _dropping(
     found = workable(replace(fix, unknown="drop"), checkpoint, target)
     if not isinstance(found, AmbiguousStateDict):
         return found
-    hint = DO_NOT_LOAD if DO_NOT_LOAD in (refused.hint or "") else _ELSEWHERE
+    hint = DO_NOT_LOAD if refused.code == "dangerous" else _ELSEWHERE
     what = f"{refused.what}, and its tensors are lost without it"
     return RefusedObject(what, path=refused.path, where=refused.where, hint=hint)
 
@@ -140,7 +140,7 @@ def _lost(plan: ConversionPlan, checkpoint: Checkpoint) -> list[tuple[str, int]]
     unsaved = {id(stray.node) for stray in checkpoint.module_strays if stray.is_refused}
     found = []
     for item in plan.skipped:
-        if item.reason.startswith(DROPPED) or id(item.node) in unsaved:
+        if item.is_dropped or id(item.node) in unsaved:
             count = sum(1 for _ in tensors_of(item.node))
             name = [item.node.name] if type(item.node) is Call else []
             about = ", ".join(name + [count_text(count, "tensor")] * bool(count))

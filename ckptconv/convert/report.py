@@ -10,22 +10,22 @@ from ckptconv.convert.execute import ConversionResult
 from ckptconv.convert.plan import ConversionPlan
 from ckptconv.support.errors import printable
 from ckptconv.support.progress import Phase
+from ckptconv.support.rows import Row
 from ckptconv.support.text import count_text, first_few, seconds_text, size_text, some_text
 from ckptconv.tree.settling import Skipped
 
 _TAGS = 20  # device tags, and kinds of objects left out, that are listed; --json lists all
 
 
-def plan_lines(plan: ConversionPlan) -> Iterator[tuple[str, str]]:
-    """What a plan changes, as (label, text) lines."""
+def plan_lines(plan: ConversionPlan) -> Iterator[Row]:
+    """What a plan changes, as rows."""
     for renamed in plan.state_dicts:
-        yield "keys", _keys_text(plan, renamed)
+        yield Row("keys", _keys_text(plan, renamed))
         if renamed.shared and not plan.tied:
             verb = "shares" if renamed.shared == 1 else "share"
-            then = ", as before" if plan.to == "torch" else "; each has its own copy now"
-            yield (
-                "shared",
-                f"{count_text(renamed.shared, 'key')} {verb} the storage of another{then}",
+            then = ", as before" if plan.target.shares_storages else "; each has its own copy now"
+            yield Row(
+                "shared", f"{count_text(renamed.shared, 'key')} {verb} the storage of another{then}"
             )
     for (before, after), count in list(plan.locations.items())[:_TAGS]:
         change = (
@@ -33,22 +33,22 @@ def plan_lines(plan: ConversionPlan) -> Iterator[tuple[str, str]]:
             if before != after
             else f"{printable(before)}, as before"
         )
-        yield "device", f"{change} ({count_text(count, 'storage')})"
+        yield Row("device", f"{change} ({count_text(count, 'storage')})")
     if len(plan.locations) > _TAGS:
-        yield "device", f"and {len(plan.locations) - _TAGS:,} more"
+        yield Row("device", f"and {len(plan.locations) - _TAGS:,} more")
     for (before, after), count in plan.casts.items():
-        yield "dtype", f"{before} → {after} ({count_text(count, 'tensor')})"
+        yield Row("dtype", f"{before} → {after} ({count_text(count, 'tensor')})")
     if plan.index is not None:
         largest = size_text(max(file.layout.nbytes for file in plan.files))
         first = printable(plan.files[0].path.name)
-        yield (
+        yield Row(
             "shards",
             f"{first} and so on, {len(plan.files):,} in all, the largest {largest}; "
             f"{printable(plan.index.path.name)}",
         )
     if plan.tied:
         name, kept = next(iter(plan.tied.items()))
-        yield (
+        yield Row(
             "tied",
             f"{count_text(len(plan.tied), 'name')} kept as aliases: {printable(name)} = "
             f"{printable(kept)}",
@@ -56,27 +56,27 @@ def plan_lines(plan: ConversionPlan) -> Iterator[tuple[str, str]]:
     yield from _left_out_lines(plan)
     reasons = _by_reason(item for item in plan.skipped if not item.by_rule)
     for reason, paths in list(reasons.items())[:_TAGS]:
-        yield "skipped", f"{some_text(paths)}: {printable(reason)}"
+        yield Row("skipped", f"{some_text(paths)}: {printable(reason)}")
     if len(reasons) > _TAGS:
-        yield "skipped", f"and {len(reasons) - _TAGS:,} more kinds"
+        yield Row("skipped", f"and {len(reasons) - _TAGS:,} more kinds")
     if plan.rewritten:
         named = [
             f"{item.path} ({', '.join(filter(None, (item.name, item.how)))})"
             for item in plan.rewritten
         ]
-        yield "rewritten", some_text(named) + " in plain form"
+        yield Row("rewritten", some_text(named) + " in plain form")
     if plan.mapping is not None:
-        yield (
+        yield Row(
             "mapping",
             f"{printable(plan.mapping.path)}; --rules {printable(plan.mapping.path)} --reverse "
             "undoes it",
         )
     for note in plan.notes:
-        yield "note", printable(note)
+        yield Row("note", printable(note), "warning")
 
 
 def _keys_text(plan: ConversionPlan, renamed: Any) -> str:
-    where = f" in {_place_text(renamed.path)}" if renamed.path and plan.to != "safetensors" else ""
+    where = f" in {_place_text(renamed.path)}" if renamed.path and plan.target.holds_trees else ""
     if not renamed.changed:
         return f"{count_text(renamed.count, 'key')}{where}, none renamed"
     old, new = renamed.changed[0]
@@ -103,19 +103,19 @@ def _place_text(path: str) -> str:
 _STATE = "<state>"
 
 
-def _left_out_lines(plan: ConversionPlan) -> Iterator[tuple[str, str]]:
+def _left_out_lines(plan: ConversionPlan) -> Iterator[Row]:
     """How many keys each rule left out, of how many."""
     whole = sum(item.count for item in plan.state_dicts)
     reasons = _by_reason(item for item in plan.skipped if item.by_rule)
     for reason, paths in list(reasons.items())[:_TAGS]:
         some = first_few(paths, _EXAMPLES)
         eg = "e.g. " if len(paths) > _EXAMPLES else ""
-        yield (
+        yield Row(
             "left out",
             f"{len(paths):,} of {count_text(whole, 'key')} {printable(reason, 500)}: {eg}{some}",
         )
     if len(reasons) > _TAGS:
-        yield "left out", f"and {sum(map(len, list(reasons.values())[_TAGS:])):,} more"
+        yield Row("left out", f"and {sum(map(len, list(reasons.values())[_TAGS:])):,} more")
 
 
 _EXAMPLES = 2
@@ -202,24 +202,26 @@ def _time_text(result: ConversionResult) -> str:
 _SPENT: dict[Phase, str] = {"verify": "verifying", "sync": "waiting for the disk"}
 
 
-def result_lines(result: ConversionResult) -> Iterator[tuple[str, str]]:
-    """What a conversion changed and found, as (label, text) lines."""
+def result_lines(result: ConversionResult) -> Iterator[Row]:
+    """What a conversion changed and found, as rows."""
     yield from plan_lines(result.plan)
     for path, count in result.overflowed.items():
-        yield (
+        yield Row(
             "warning",
             f"{printable(path)}: {count_text(count, 'finite value')} became infinite in the cast",
+            "warning",
         )
     for path, count in result.odd_bools.items():
-        yield (
+        yield Row(
             "warning",
             f"{printable(path)}: {count_text(count, 'bool')} neither 0 nor 1, kept as stored",
+            "warning",
         )
     if result.verified is not None:
         casts = ", ".join(dict.fromkeys(after for _, after in result.plan.casts))
         after = f" after the cast to {casts}" if casts else ""
         read = f"{count_text(result.verified, 'tensor')} read back"
-        yield "verified", f"{read}, equal to the source{after}; {_named_text(result)}"
+        yield Row("verified", f"{read}, equal to the source{after}; {_named_text(result)}")
 
 
 def _named_text(result: ConversionResult) -> str:

@@ -1,66 +1,66 @@
-"""Which format an output has, by its name."""
+"""Which format an output has, by its name, and whether it may be there."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from ckptconv.convert.options import Options, Request, Target
+from ckptconv.convert.options import Options, Request
+from ckptconv.formats.outputs import (
+    FOR_FOLDERS,
+    TARGETS,
+    claimant,
+    target_named,
+    target_of_suffix,
+)
+from ckptconv.formats.target_format import Target, TargetFormat
+from ckptconv.io.destination import check_folder, check_output
 from ckptconv.support.errors import CheckpointError, printable
 
-_FOLDER_NAMES: dict[Target, str] = {
-    "torch": "pytorch_model.bin",
-    "safetensors": "model.safetensors",
-}
 
-
-_SUFFIXES: dict[str, Target] = {
-    ".safetensors": "safetensors",
-    **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt", ".tar", ".th", ".pkl", ".model"), "torch"),
-}
-
-
-def target(output: Path, options: Request) -> tuple[Path, Target]:
+def target(output: Path, options: Request) -> tuple[Path, TargetFormat]:
     """The file to write (of a sharded output the one that its shards and index are named after),
     and its format.
 
     The format is the one asked for, or the one that the name says; `CheckpointError` when it says
     nothing. A folder for shards gets the Hugging Face libraries' names.
     """
-    if options.max_shard_size is not None and options.to == "dcp":
-        raise CheckpointError(
-            "a DCP folder is not split by size", path=output, hint="leave --max-shard-size out"
-        )
-    if options.max_shard_size is not None and (output.is_dir() or not output.suffix):
-        to = options.to or "safetensors"
-        return output / _FOLDER_NAMES[to], to
-    return output, _target_format(output, options.to)
+    if options.max_shard_size is None:
+        return output, _target_format(output, options.to)
+    if output.is_dir() or not output.suffix:
+        found = FOR_FOLDERS if options.to is None else target_named(options.to)
+        _refuse_unsplit(found, output)
+        return output / found.shards_named, found
+    found = _target_format(output, options.to)
+    _refuse_unsplit(found, output)
+    return output, found
 
 
-def _target_format(output: Path, to: Target | None) -> Target:
+def _refuse_unsplit(found: TargetFormat, output: Path) -> None:
+    if not found.shards_named:
+        what = f"{found.noun} is not split by size"
+        raise CheckpointError(what, path=output, hint="leave --max-shard-size out")
+
+
+def _target_format(output: Path, to: Target | None) -> TargetFormat:
     if to is not None:
-        _refuse_misnamed(output, to)
-        return to
-    if (found := _SUFFIXES.get(output.suffix.lower())) is not None:
+        asked = target_named(to)
+        _refuse_misnamed(output, asked)
+        return asked
+    if (found := target_of_suffix(output.suffix)) is not None:
         return found
-    hint = "add --to torch or --to safetensors (or dcp); to= in code"
+    first, second, *others = (item.name for item in TARGETS)
+    hint = f"add --to {first} or --to {second} (or {', '.join(others)}); to= in code"
     raise CheckpointError("its name does not say which format to write", path=output, hint=hint)
 
 
-_OF_ONE_FORMAT: dict[str, Target] = {
-    ".safetensors": "safetensors",
-    **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch"),
-}
-"""Endings of names that every reader takes for one format."""
-
-
-def _refuse_misnamed(output: Path, to: Target) -> None:
+def _refuse_misnamed(output: Path, asked: TargetFormat) -> None:
     """Refuse a file whose name says another format than the one that was asked for."""
-    said = _OF_ONE_FORMAT.get(output.suffix.lower(), to)
-    if to == "dcp" or said == to:
+    said = claimant(output.suffix)
+    if asked.is_folder or said in (None, asked):
         return
-    better = printable(output.with_suffix(".pt" if to == "torch" else ".safetensors").name)
-    what = f"its name says {said}, but --to says {to} (to= in code)"
+    better = printable(output.with_suffix(asked.suffix).name)
+    what = f"its name says {said.name}, but --to says {asked.name} (to= in code)"
     raise CheckpointError(what, path=output, hint=f"write {better}, or leave --to out")
 
 
@@ -71,5 +71,11 @@ def keeps_modules(output: str | os.PathLike[str], options: Options | Request) ->
     return (
         options.unknown == "keep"
         and options.max_shard_size is None
-        and _target_format(Path(output), options.to) == "torch"
+        and _target_format(Path(output), options.to).keeps_modules
     )
+
+
+def check_place(output: str | os.PathLike[str], to: Target | None, *, force: bool) -> None:
+    """Raise `OutputRefused` where the one file or folder of an output may not be made."""
+    is_folder = to is not None and target_named(to).is_folder
+    (check_folder if is_folder else check_output)(Path(output), force=force)

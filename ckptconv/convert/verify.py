@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from ckptconv.convert.accounting import refuse_unwritten
@@ -14,6 +15,7 @@ from ckptconv.support.progress import Meter, Phases
 from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tensors.stream import iter_cast_chunks, iter_chunks
+from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.state_dicts import StateDict
 
 
@@ -25,43 +27,15 @@ def verify_folder(plan: ConversionPlan, made: Path, phases: Phases) -> int:
     return count
 
 
-def open_with_library(path: Path, file: PlannedFile) -> None:
-    """Let the safetensors library read the header that was written."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="np") as opened:
-            count = len(opened.keys())
-    except SafetensorError as error:
-        raise VerificationFailed(
-            f"the safetensors library does not open it: {error}", path=file.path
-        ) from error
-    if count != len(file.layout.items):
-        raise VerificationFailed(
-            f"the safetensors library sees {count} tensors in it", path=file.path
-        )
-
-
 def verify_file(plan: ConversionPlan, file: PlannedFile, written: Path, meter: Meter) -> int:
     """Compare every tensor of a written file with its source; returns how many there are."""
     count = 0
-    if plan.to == "torch":
+    target = plan.target
+    if target.is_counted:
         refuse_unwritten(file, written)
-    by_key = plan.to == "safetensors" or plan.index is not None
-    with held(plan.limits), open_checkpoint(written, whole_modules=plan.to == "torch") as output:
-        actual = (
-            _flat_tensors(output.state_dict(), plan)
-            if by_key
-            else dict(output.tensors())
-            if plan.to == "dcp"
-            else None
-        )
-        there = iter(()) if actual is not None else output.tensors()
-        for path, ref in file.tensors():
-            name, other = (
-                (path, actual.get(path)) if actual is not None else next(there, (path, None))
-            )
-            if other is None or name != path or not _equal(ref, other, plan.cast(ref), meter):
+    with held(plan.limits), open_checkpoint(written, whole_modules=target.keeps_modules) as output:
+        for path, ref, other in _beside(plan, file, output):
+            if other is None or not _equal(ref, other, plan.cast(ref), meter):
                 raise VerificationFailed(
                     "the output differs from the source", path=file.path, where=path
                 )
@@ -69,11 +43,26 @@ def verify_file(plan: ConversionPlan, file: PlannedFile, written: Path, meter: M
     return count
 
 
+def _beside(
+    plan: ConversionPlan, file: PlannedFile, output: Checkpoint
+) -> Iterator[tuple[str, TensorRef, TensorRef | None]]:
+    """Each planned tensor by its path, and what was written under that path in its place."""
+    if plan.target.keeps_order and plan.index is None:
+        there = output.tensors()
+        for path, ref in file.tensors():
+            name, other = next(there, (path, None))
+            yield path, ref, other if name == path else None
+        return
+    by_key = plan.index is not None or not plan.target.holds_trees
+    actual = _flat_tensors(output.state_dict(), plan) if by_key else dict(output.tensors())
+    yield from ((path, ref, actual.get(path)) for path, ref in file.tensors())
+
+
 def _flat_tensors(found: StateDict, plan: ConversionPlan) -> dict[str, TensorRef]:
     """The tensors of a written state dict by key; in safetensors, those that are encoded by their
     components.
     """
-    encode = plan.to == "safetensors"
+    encode = plan.target.encodes
     made = (
         flat(key, value, encode=encode) for key, value in zip(found.keys, found.values, strict=True)
     )

@@ -8,32 +8,33 @@ from typing import Any
 from ckptconv.devices.gpu_choice import ORDER, GpuChoice
 from ckptconv.devices.host import Gpu, Host
 from ckptconv.support.errors import printable
+from ckptconv.support.rows import Row
 from ckptconv.support.text import count_text, size_text
 
 
-def host_lines(host: Host) -> Iterator[tuple[str, str]]:
-    """What a host has, as (label, text) lines."""
+def host_lines(host: Host) -> Iterator[Row]:
+    """What a host has, as rows."""
     for gpu in host.gpus:
-        yield _gpu_name(gpu), _gpu_text(gpu)
+        yield Row(_gpu_name(gpu), _gpu_text(gpu))
     if host.mps:
-        yield "mps", "Apple GPU"
+        yield Row("mps", "Apple GPU")
     for index in range(host.xpu):
-        yield f"xpu:{index}", "Intel GPU"
-    yield "cpu", "always here"
+        yield Row(f"xpu:{index}", "Intel GPU")
+    yield Row("cpu", "always here")
     shown = "empty: every GPU is hidden"
     if host.visible is None:
         shown = "not set: every GPU is visible"
     elif host.visible:
         shown = repr(host.visible)
-    yield "CUDA_VISIBLE_DEVICES", shown
-    yield (
+    yield Row("CUDA_VISIBLE_DEVICES", shown)
+    yield Row(
         "torch",
         f"{host.torch}, sees {count_text(host.cuda, 'CUDA device')}"
         if host.torch
         else "not installed here",
     )
     for note in host.notes:
-        yield "note", printable(note)
+        yield Row("note", printable(note), "warning")
 
 
 def _gpu_name(gpu: Gpu) -> str:

@@ -16,6 +16,7 @@ from typing import Literal, TypeVar
 from ckptconv.diff.difference import Difference, ValueChange
 from ckptconv.diff.walk import Differences, walk_together
 from ckptconv.formats.registry import Named, open_checkpoint
+from ckptconv.io.guarded import check_places
 from ckptconv.keys.key_map import (
     STRIP,
     KeyMap,
@@ -82,6 +83,7 @@ def diff_checkpoints(
             f"tolerance={tolerance!r:.100} is not a tolerance", hint="give Tolerance(atol, rtol)"
         )
     with open_checkpoint(a, tag=tag) as first, open_checkpoint(b, tag=tag_b) as second:
+        check_places((*first.sources, *second.sources))
         differences = Differences()
         with collector_paused():
             only_of = (only, only if only_b is None else only_b or None)

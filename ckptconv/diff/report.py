@@ -11,6 +11,7 @@ from typing import Any
 
 from ckptconv.diff.difference import Changed, Difference
 from ckptconv.support.errors import printable
+from ckptconv.support.rows import Level, Row
 from ckptconv.support.text import count_text, size_text
 from ckptconv.tensors.deviation import Deviation
 
@@ -29,9 +30,9 @@ def difference_headline(found: Difference) -> str:
     return f"{verdict}: {files}; {compared}{total}"
 
 
-def difference_lines(found: Difference) -> Iterator[tuple[str, str]]:
-    """What differs, as (label, text) lines; at most 20 of a kind."""
-    yield from _listed("damaged", [printable(text, 2000) for text in found.damaged])
+def difference_lines(found: Difference) -> Iterator[Row]:
+    """What differs, as rows; at most 20 of a kind."""
+    yield from _listed("damaged", [printable(text, 2000) for text in found.damaged], "error")
     yield from _listed("only in A", [printable(key) for key in found.only_a])
     yield from _listed("only in B", [printable(key) for key in found.only_b])
     yield from _listed(
@@ -54,9 +55,9 @@ def difference_lines(found: Difference) -> Iterator[tuple[str, str]]:
     ]
     yield from _listed("device", pairs)
     for note in found.notes:
-        yield "note", printable(note)
+        yield Row("note", printable(note), "warning")
     if found.dtypes and not found.ignore_dtype and len(found.dtypes) == found.tensors:
-        yield "note", "all dtypes differ; --ignore-dtype compares the numbers"
+        yield Row("note", "all dtypes differ; --ignore-dtype compares the numbers", "warning")
 
 
 def _ignored_dtypes(found: Difference) -> list[str]:
@@ -75,10 +76,10 @@ def _changes(items: Sequence[Changed]) -> list[str]:
     ]
 
 
-def _listed(label: str, texts: Sequence[str]) -> Iterator[tuple[str, str]]:
-    yield from ((label, text) for text in texts[:_LISTED])
+def _listed(label: str, texts: Sequence[str], level: Level = "plain") -> Iterator[Row]:
+    yield from (Row(label, text, level) for text in texts[:_LISTED])
     if len(texts) > _LISTED:
-        yield label, f"and {len(texts) - _LISTED:,} more"
+        yield Row(label, f"and {len(texts) - _LISTED:,} more", level)
 
 
 def _deviation_text(found: Deviation) -> str:

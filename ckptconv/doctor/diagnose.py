@@ -18,7 +18,8 @@ from ckptconv.doctor.symptoms import CHECKS, Case, Symptom, some, symptom
 from ckptconv.doctor.unopened import unopened
 from ckptconv.formats.registry import Named, checkpoints_of, open_checkpoint
 from ckptconv.inspect.facts import inspect_checkpoint
-from ckptconv.io.files import FileSource
+from ckptconv.io.local import place_of
+from ckptconv.io.location import require
 from ckptconv.support.choices import (
     refuse_no_flag,
     refuse_no_path,
@@ -137,8 +138,7 @@ def _asked(
 
 def _diagnose(paths: tuple[Path, ...], asked: _Asked) -> Diagnosis:
     for one in paths:
-        if not os.path.exists(one):  # noqa: PTH110 (False for no name at all)
-            FileSource(one).close()  # says why
+        require(place_of(one))
     try:
         with collector_paused(), open_checkpoint(paths, tag=asked.tag, whole_modules=True) as whole:
             checkpoint = flatten_modules(whole)
@@ -267,7 +267,7 @@ def _read_values(case: Case, tell: OnProgress | None) -> list[Symptom]:
 
 
 def _damaged(error: CheckpointError) -> Symptom:
-    silent = "CRC-32" in error.what
+    silent = error.code == "checksum"
     effect = (
         "torch.load does not check this; it returns damaged values silently"
         if silent

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ckptconv.convert.error_document import error_document
-from ckptconv.doctor.findings import Diagnosis, Finding
+from ckptconv.doctor.findings import Diagnosis, Finding, Severity
 from ckptconv.support.errors import CheckpointError, printable
+from ckptconv.support.rows import Level, Row
 from ckptconv.support.text import count_text
-from ckptconv.tree.containers import SAFETENSORS, TORCH
+from ckptconv.tree.containers import USUAL
 
 
 def diagnosis_headline(found: Diagnosis, *, strict: bool = False) -> str:
@@ -21,12 +22,9 @@ def diagnosis_headline(found: Diagnosis, *, strict: bool = False) -> str:
     }
     if not found.loads:
         return f"will not load here: {count_text(counts['error'], 'error')}"
-    by = f" ({found.opened_by})" * (found.opened_by not in _USUAL)
+    by = f" ({found.opened_by})" * (found.opened_by not in ("", *USUAL))
     warned = f", with {count_text(counts['warning'], 'warning')}" if counts["warning"] else ""
     return f"loads here{by}{warned}{', which fails with --strict' if strict and warned else ''}"
-
-
-_USUAL = ("", TORCH.by, SAFETENSORS.by)
 
 
 def diagnoses_headline(
@@ -53,8 +51,8 @@ def exit_code(found: Sequence[Diagnosis | CheckpointError], *, strict: bool) -> 
     return 1 if bad else 0
 
 
-def finding_lines(findings: Sequence[Finding]) -> Iterator[tuple[str, str]]:
-    """What the findings say, as (label, text) lines; the first label of each is its severity, and
+def finding_lines(findings: Sequence[Finding]) -> Iterator[Row]:
+    """What the findings say, as rows; the first label of each is its severity, and
     no command stands twice.
 
     Of many of one kind the rest is counted (`--json` lists all).
@@ -65,22 +63,28 @@ def finding_lines(findings: Sequence[Finding]) -> Iterator[tuple[str, str]]:
         counts[finding.code] += 1
         if counts[finding.code] > _LISTED:
             continue
-        yield finding.severity, f"{finding.code}: {printable(finding.cause, 2000)}"
-        yield "effect", printable(finding.effect, 2000)
+        yield Row(
+            finding.severity,
+            f"{finding.code}: {printable(finding.cause, 2000)}",
+            _LEVELS[finding.severity],
+        )
+        yield Row("effect", printable(finding.effect, 2000))
         if finding.command:
             again = finding.command in told
-            yield "fix", "the same command" if again else printable(finding.command, 20_000)
+            shown = "the same command" if again else printable(finding.command, 20_000)
+            yield Row("fix", shown, is_command=True)
             told.add(finding.command)
             if finding.advice and not again:
-                yield "loses", printable(finding.advice, 2000)
+                yield Row("loses", printable(finding.advice, 2000))
         elif finding.advice:
-            yield "advice", printable(finding.advice, 2000)
+            yield Row("advice", printable(finding.advice, 2000))
     for code, count in counts.items():
         if count > _LISTED:
-            yield "more", f"{code}: and {count - _LISTED:,} more"
+            yield Row("more", f"{code}: and {count - _LISTED:,} more")
 
 
 _LISTED = 20  # findings of one kind
+_LEVELS: dict[Severity, Level] = {"error": "error", "warning": "warning", "info": "plain"}
 
 
 def diagnoses_document(found: Sequence[Diagnosis | CheckpointError]) -> dict[str, Any]:

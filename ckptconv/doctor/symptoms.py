@@ -31,7 +31,7 @@ from ckptconv.support.errors import (
 from ckptconv.support.text import look_hint, part_text
 from ckptconv.tensors.scaled_weights import ScaledWeight, find_scaled, quantization_scales
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.containers import SAFETENSORS, TORCH
+from ckptconv.tree.containers import SAFETENSORS_LIBRARY
 from ckptconv.tree.fitted_keys import KeyTarget, refusal
 from ckptconv.tree.labels import names_average
 from ckptconv.tree.producers import averages_weights
@@ -118,18 +118,19 @@ class Case:
 
 def suffix(case: Case) -> str:
     """That of a fixed file: of the same kind, as far as that is written."""
-    return ".safetensors" if case.facts.format.endswith("safetensors") else ".pt"
+    return case.facts.opening.suffix
 
 
 def _container(case: Case) -> Iterator[Symptom]:
-    name, path = case.facts.format, case.paths[0]
+    container, path = case.facts.opening, case.paths[0]
+    name = container.name
     if case.facts.untyped:
         cause = (
             f"is a file from before torch 1.6 that holds {some(case.facts.untyped)}, which its "
             "format cannot hold"
         )
         yield symptom("error", "legacy-container", cause, words.quoted(words.UNTYPED), Fix())
-    elif name == "torch legacy":
+    elif container.is_legacy:
         effect = words.quoted(words.MMAP, by="torch.load(mmap=True)")
         yield symptom(
             "info",
@@ -138,28 +139,27 @@ def _container(case: Case) -> Iterator[Symptom]:
             effect,
             Fix(),
         )
-    opening = case.facts.opening
-    if name.startswith("sharded") and opening.anywhere:
+    if container.is_index and container.anywhere:
         cause = f"is a set of shards ({name}), not one file"
         effect = (
-            f"{opening.by} opens it as one model; torch.load and load_file open one shard at a time"
+            f"{container.by} opens it as one model; torch.load and load_file open one shard at "
+            "a time"
         )
         yield symptom("info", "sharded", cause, effect, Fix(), chosen=True)
-    elif opening.by not in _SINGLE or not opening.anywhere:
-        said = words.FOLDER if path.is_dir() else words.on_format(name)
+    elif not container.is_usual:
+        said = words.FOLDER if path.is_dir() else container.torch_says
         effect = (
             words.quoted(said)
             if said
             else "torch.load(weights_only=True) does not read it as one checkpoint"
         )
-        if opening.anywhere:
-            cause = f"is a folder that {opening.by} opens ({name}), not a file"
+        if container.anywhere:
+            kind = "folder" if container.is_folder else "file"
+            instead = "file" if container.is_folder else "file for torch"
+            cause = f"is a {kind} that {container.by} opens ({name}), not a {instead}"
             yield symptom("info", "container", cause, effect, Fix(), chosen=True)
         else:
-            yield symptom("error", "container", f"{opening.why_not} ({name})", effect, Fix())
-
-
-_SINGLE = (TORCH.by, SAFETENSORS.by)
+            yield symptom("error", "container", f"{container.why_not} ({name})", effect, Fix())
 
 
 def _protocol(case: Case) -> Iterator[Symptom]:
@@ -186,7 +186,7 @@ def _name(case: Case) -> Iterator[Symptom]:
     if len(case.paths) > 1 or case.paths[0].is_dir():
         return
     named = case.paths[0].suffix.lower() == ".safetensors"
-    if named and case.facts.format.startswith("torch"):
+    if named and case.facts.opening.is_torch:
         effect = words.quoted(words.HEADER, by="load_file")
         yield symptom(
             "error",
@@ -195,7 +195,7 @@ def _name(case: Case) -> Iterator[Symptom]:
             effect,
             Fix(),
         )
-    elif case.facts.format == "safetensors" and case.paths[0].suffix.lower() in (
+    elif case.facts.opening.by == SAFETENSORS_LIBRARY and case.paths[0].suffix.lower() in (
         ".pt",
         ".pth",
         ".bin",
@@ -289,7 +289,7 @@ def _objects(case: Case) -> Iterator[Symptom]:
             advice=advice,
         )
     odd = [item for item in case.facts.odd_objects if item.name not in VALUELESS]
-    if odd and case.facts.format not in ("TorchScript",):
+    if odd and not case.facts.opening.is_script:
         names = list(dict.fromkeys(item.name for item in odd))
         places = some([item.path or "the root" for item in odd])
         cause = f"holds objects that are not plain ({some(names)}) at {places}"
@@ -503,7 +503,7 @@ _OPTIMIZER = "the weights are in another file; load this one into the optimizer"
 
 
 def _tied(case: Case) -> Iterator[Symptom]:
-    if case.facts.format.endswith("safetensors"):
+    if not case.facts.opening.shares:
         return
     for found in case.state_dicts:
         owners: dict[int, str] = {}

@@ -51,16 +51,6 @@ def on_global(name: str) -> str:
 
 
 STRAY = "file in archive is not in a subdirectory"
-_ON_FORMAT = (
-    ("TorchScript (before", "PytorchStreamReader failed locating file constants.pkl"),
-    (
-        "TorchScript",
-        "Cannot use ``weights_only=True`` with TorchScript archives passed to ``torch.load``",
-    ),
-    ("torch tar", "Cannot use ``weights_only=True`` with files saved in the legacy .tar format"),
-    ("pickle", REFUSED),
-    ("zip of checkpoints", STRAY),
-)
 FOLDER = "[Errno 21] Is a directory"
 OPCODE = "Unsupported operand"
 UNTYPED = "type object 'torch.storage.UntypedStorage' has no attribute 'dtype'"
@@ -71,13 +61,6 @@ CUT_OFF = "PytorchStreamReader failed reading zip archive: failed finding centra
 UNEXPECTED = "Unexpected key(s) in state_dict"
 NO_KEYS = "Missing key(s) in state_dict"
 SHARED = "Some tensors share memory, this will lead to duplicate memory on disk"
-
-
-def on_format(name: str) -> str | None:
-    """The error about a container that torch.load does not read; None where it does, or says
-    something else each time.
-    """
-    return next((words for start, words in _ON_FORMAT if name.startswith(start)), None)
 
 
 def on_missing(key: str, unexpected: Sequence[str] = ()) -> str:

@@ -11,8 +11,9 @@ from ckptconv.convert.prescriptions import Fix, command, output_beside, workable
 from ckptconv.doctor import torch_words as words
 from ckptconv.doctor.findings import Finding
 from ckptconv.formats.registry import open_checkpoint
-from ckptconv.formats.zip_archive import NO_END
+from ckptconv.formats.strangers import stranger_of
 from ckptconv.io.files import FileSource
+from ckptconv.io.local import place_of
 from ckptconv.support.errors import (
     CheckpointError,
     IncompleteCheckpoint,
@@ -59,7 +60,7 @@ def _effect(error: CheckpointError, path: Path) -> str:
             "whole tensors"
         )
     try:
-        source = FileSource(path)
+        source = place_of(path).open()
     except CheckpointError as unreadable:
         return printable(unreadable.what)
     try:
@@ -68,7 +69,7 @@ def _effect(error: CheckpointError, path: Path) -> str:
         source.close()
     if path.suffix == ".safetensors" and not isinstance(error, MalformedCheckpoint):
         return words.quoted(words.HEADER, by="load_file")
-    if head.startswith(b"PK\3\4") and error.what == NO_END:
+    if head.startswith(b"PK\3\4") and error.code == "cut-off":
         return words.quoted(words.CUT_OFF)
     said = words.on_start(head)
     if said is None and isinstance(error, MalformedCheckpoint):
@@ -97,14 +98,15 @@ def _with_siblings(path: Path) -> str | None:
 
 def _unpacking(error: CheckpointError, path: Path) -> str | None:
     """The command that unpacks a compressed file beside it."""
-    tool = _UNPACKERS.get(error.what)
+    if error.code != "compressed":
+        return None
+    source = FileSource(path)
+    try:
+        known = stranger_of(source.read(0, min(source.size, _HEAD)))
+    finally:
+        source.close()
     packed, made = (quote(as_argument(name)) for name in (path, output_beside(path, ".pt")))
-    return f"{tool} -c {packed} > {made}" if tool else None
+    return None if known is None else f"{known.unpacker} -c {packed} > {made}"
 
 
-_UNPACKERS = {
-    "is gzip-compressed": "gunzip",
-    "is bzip2-compressed": "bunzip2",
-    "is xz-compressed": "unxz",
-    "is zstd-compressed": "unzstd",
-}
+_HEAD = 64

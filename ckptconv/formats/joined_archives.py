@@ -8,7 +8,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
-from ckptconv.io.files import FileSource
 from ckptconv.io.source import CHUNK, Source
 
 # signature, disks and counts, size and start of the directory, size of the comment
@@ -37,19 +36,14 @@ def joined_archives(source: Source) -> list[tuple[int, int]]:
 
 def _signatures(source: Source) -> Iterator[int]:
     """The places at which an end record may begin."""
-    start = next_data(source, 0)
+    start = source.data_from(0)
     while start < source.size:
         window = source.read(start, min(CHUNK + 3, source.size - start))
         at = window.find(b"PK\5\6")
         while 0 <= at < CHUNK:
             yield start + at
             at = window.find(b"PK\5\6", at + 1)
-        start = next_data(source, start + CHUNK)
-
-
-def next_data(source: Source, at: int) -> int:
-    """The first byte from `at` on that is not in a hole of a sparse file."""
-    return source.next_data(at) if isinstance(source, FileSource) else at
+        start = source.data_from(start + CHUNK)
 
 
 def _is_end(source: Source, start: int, at: int) -> bool:

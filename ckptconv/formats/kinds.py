@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import NamedTuple
 
-from ckptconv.formats.zip_records import Records
+from ckptconv.formats.zip_records import Records, ends_one
+from ckptconv.io.location import Location
 from ckptconv.io.source import Source
 from ckptconv.tree.checkpoint import Checkpoint
 
@@ -34,17 +34,17 @@ class Archive(NamedTuple):
 
 
 class Gathering(NamedTuple):
-    """Many files that are one checkpoint: whether a path (a folder, or a file that stands for one)
-    is it, and how it is opened.
+    """Many files that are one checkpoint: whether a place (a folder, or a file that stands for
+    one) is it, and how it is opened.
 
     `tags` are the names by which its user may choose among several that one folder holds, and
     `open` is given the one that was chosen. Links in it may lead within the folder that was named:
     it is the second argument of `open`.
     """
 
-    matches: Callable[[Path], bool]
-    open: Callable[[Path, Path, str | None], Checkpoint]
-    tags: Callable[[Path], Iterable[str]] = lambda _: ()
+    matches: Callable[[Location], bool]
+    open: Callable[[Location, Location, str | None], Checkpoint]
+    tags: Callable[[Location], Iterable[str]] = lambda _: ()
 
 
 class ArchiveStranger(NamedTuple):
@@ -58,6 +58,4 @@ class ArchiveStranger(NamedTuple):
 
     def matches(self, records: Records) -> bool:
         """Whether the archive holds them all, in whatever folder."""
-        return all(
-            any(f"/{record}".endswith(f"/{name}") for record in records) for name in self.names
-        )
+        return all(ends_one(records, name) for name in self.names)

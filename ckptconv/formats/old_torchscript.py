@@ -11,8 +11,10 @@ caffe2/proto/torch.proto of torch 1.4.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
+from ckptconv.formats import torchscript
 from ckptconv.formats.zip_records import (
     ArchiveStorages,
     Records,
@@ -35,9 +37,12 @@ from ckptconv.support.limits import in_force
 from ckptconv.tensors.dtypes import BY_NAME, DType
 from ckptconv.tensors.refs import Storage, TensorRef, contiguous_stride, view_of
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.containers import TORCHSCRIPT
 
-NAME = "TorchScript (before torch 1.4)"
+CONTAINER = replace(
+    torchscript.CONTAINER,
+    name="TorchScript (before torch 1.4)",
+    torch_says="PytorchStreamReader failed locating file constants.pkl",
+)
 _MODEL = "model.json"
 _DTYPES = {
     "FLOAT": "float32", "DOUBLE": "float64", "FLOAT16": "float16", "BFLOAT16": "bfloat16",
@@ -81,9 +86,7 @@ def open_old_torchscript(
     )
     notes = (note, *checksum_notes(records))
     sources = (source, *storages.inflated)
-    return Checkpoint(
-        source.path, NAME, made, source.size, notes=notes, sources=sources, opening=TORCHSCRIPT
-    )
+    return Checkpoint(source.path, CONTAINER, made, source.size, notes=notes, sources=sources)
 
 
 def _checked(value: Any, kind: type) -> Any:

@@ -24,10 +24,16 @@ from ckptconv.support.limits import in_force
 from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.containers import PICKLE
+from ckptconv.tree.containers import Container
 from ckptconv.tree.walk import walk
 
-NAME = "pickle"
+CONTAINER = Container(
+    "pickle",
+    "pickle.load",
+    why_not="only pickle.load opens it, which runs what it names",
+    torch_says="Weights only load failed",
+    names_storages=True,
+)
 
 # Protocols 0 and 1 have no mark of their own: a dict, a list or an object as python's picklers
 # begin them.
@@ -71,7 +77,7 @@ def open_raw_pickle(source: Source, opener: Callable[[Source], Checkpoint]) -> C
         raise UnsupportedCheckpoint(
             f"is a bare pickle ({_what(root)}) without tensors or arrays in it", path=source.path
         )
-    return Checkpoint(source.path, NAME, root, source.size, sources=(source,), opening=PICKLE)
+    return Checkpoint(source.path, CONTAINER, root, source.size, sources=(source,))
 
 
 def _elsewhere(key: str, location: str, nbytes: int, dtype: DType | None) -> Storage:

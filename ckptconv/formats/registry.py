@@ -16,10 +16,11 @@ from ckptconv.formats.folders.dcp_shards import is_dcp_shards, open_dcp_shards, 
 from ckptconv.formats.folders.deepspeed import is_deepspeed, open_deepspeed
 from ckptconv.formats.folders.megatron import is_megatron, is_rank_file, open_megatron, refuse_split
 from ckptconv.formats.folders.ranks import has_shards, join_ranks
-from ckptconv.formats.folders.sharded import is_sharded, open_sharded, variants
+from ckptconv.formats.folders.sharded import is_hugging_face, open_sharded, variants
 from ckptconv.formats.folders.steps import chosen
 from ckptconv.formats.inflation import claim_records, counted_together
 from ckptconv.formats.kinds import Archive, ArchiveStranger, Format, Gathering, Opener
+from ckptconv.formats.npz import is_npz, open_npz
 from ckptconv.formats.old_torchscript import is_old_torchscript, open_old_torchscript
 from ckptconv.formats.raw_pickle import is_raw_pickle, open_raw_pickle
 from ckptconv.formats.safetensors import is_safetensors, open_safetensors
@@ -28,10 +29,12 @@ from ckptconv.formats.torch_legacy import is_torch_legacy, open_torch_legacy
 from ckptconv.formats.torch_tar import is_tar, open_torch_tar
 from ckptconv.formats.torch_zip import open_torch_zip
 from ckptconv.formats.torchscript import is_torchscript, open_torchscript
-from ckptconv.formats.zip_archive import is_zip, read_directory
+from ckptconv.formats.zip_archive import is_zip, open_archive
 from ckptconv.formats.zip_members import may_hold_checkpoints, open_zip_members
 from ckptconv.formats.zip_records import Records
-from ckptconv.io.files import FilePool, FileSource
+from ckptconv.io.files import FilePool
+from ckptconv.io.local import place_of
+from ckptconv.io.location import Location
 from ckptconv.io.source import Source
 from ckptconv.support.choices import (
     refuse_no_flag,
@@ -92,6 +95,7 @@ ARCHIVES: tuple[Archive, ...] = (
     Archive(_is_foreign, _refuse_foreign),
     Archive(is_torchscript, open_torchscript),
     Archive(is_old_torchscript, open_old_torchscript),
+    Archive(is_npz, open_npz),
     Archive(may_hold_checkpoints, open_zip_members),
     Archive(lambda _: True, open_torch_zip),
 )
@@ -100,10 +104,10 @@ ARCHIVES: tuple[Archive, ...] = (
 
 def open_zip(source: Source, opener: Opener) -> Checkpoint:
     """Open a zip archive by what is in it; its directory is read once."""
-    records = read_directory(source)
+    guarded, records = open_archive(source)
     claim_records(source, records.values())
     kind = next(kind for kind in ARCHIVES if kind.matches(records))
-    return kind.open(source, records, opener)
+    return kind.open(guarded, records, opener)
 
 
 FORMATS: tuple[Format, ...] = (
@@ -119,7 +123,7 @@ GATHERINGS: tuple[Gathering, ...] = (
     Gathering(is_dcp, lambda path, *_: open_dcp(path, open_file, open_source)),
     Gathering(is_dcp_shards, lambda path, *_: open_dcp_shards(path, open_source)),
     Gathering(is_accelerate, lambda path, *_: open_accelerate(path, _openers())),
-    Gathering(is_sharded, lambda path, _, tag: open_sharded(path, open_file, tag), variants),
+    Gathering(is_hugging_face, lambda path, _, tag: open_sharded(path, open_file, tag), variants),
     Gathering(is_fsdp, lambda path, *_: open_accelerate(path, _openers())),
     Gathering(is_deepspeed, lambda path, home, _: open_deepspeed(path, open_source, home)),
     Gathering(is_megatron, lambda path, home, _: open_megatron(path, open_file, home)),
@@ -145,7 +149,8 @@ def open_checkpoint(
     refuse_no_paths("path", path)
     refuse_no_text(tag=tag)
     refuse_no_flag(whole_modules=whole_modules)
-    paths = [Path(path)] if isinstance(path, (str, os.PathLike)) else [Path(item) for item in path]
+    named = [path] if isinstance(path, (str, os.PathLike)) else path
+    paths = [place_of(item) for item in named]
     if not paths:
         raise UnsupportedCheckpoint("no file was given")
     opened: list[Checkpoint] = []
@@ -155,7 +160,7 @@ def open_checkpoint(
             opened += (
                 [_open(paths[0], tag)]
                 if len(paths) == 1
-                else (_open_owned(pool.source(item)) for item in paths)
+                else (_open_owned(item.open(pool)) for item in paths)
             )
             checkpoint = complete_tensors(join_ranks(opened))
             return checkpoint if whole_modules else flatten_modules(checkpoint)
@@ -183,20 +188,21 @@ def checkpoints_of(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[Path, 
 
 def _holds_shards(path: Path) -> bool:
     """Whether a path is a file that holds a rank's shards; what cannot be opened does not."""
-    if not path.is_file():
+    place = place_of(path)
+    if not place.is_file():
         return False
     try:
-        with collector_paused(), counted_together(), open_file(path) as opened:
+        with collector_paused(), counted_together(), open_file(place) as opened:
             return has_shards(opened)
     except (CheckpointError, OSError, ValueError):
         return False
 
 
-def _open(path: Path, tag: str | None) -> Checkpoint:
+def _open(path: Location, tag: str | None) -> Checkpoint:
     kind = gathering(path)
     if kind is not None and (tag is None or tag in kind.tags(path)):
         return kind.open(path, path, tag)
-    if os.path.isdir(path):  # noqa: PTH112 (unlike Path.is_dir, False for no name at all)
+    if path.is_folder():
         return _open_inside(path, tag, kind)
     if tag is not None:
         raise UnsupportedCheckpoint(
@@ -205,17 +211,17 @@ def _open(path: Path, tag: str | None) -> Checkpoint:
     return _open_alone(path)
 
 
-def gathering(path: Path) -> Gathering | None:
-    """The kind of gathering that a path is, if it is any."""
-    if not os.path.exists(path):  # noqa: PTH110 (unlike Path.exists, False for no name at all)
+def gathering(path: Location) -> Gathering | None:
+    """The kind of gathering that a place is, if it is any."""
+    if not path.exists():
         return None
     return next((kind for kind in GATHERINGS if kind.matches(path)), None)
 
 
-def _open_inside(folder: Path, tag: str | None, kind: Gathering | None) -> Checkpoint:
+def _open_inside(folder: Location, tag: str | None, kind: Gathering | None) -> Checkpoint:
     """Open the one checkpoint in a folder that is meant; `kind` is what the folder is itself."""
     refuse_foreign_folder(folder, is_checkpoint=kind is not None)
-    if tag is not None and kind is not None and not any(map(is_gathering, folder.iterdir())):
+    if tag is not None and kind is not None and not any(map(is_gathering, folder.list())):
         return _open_tagged(folder, tag, kind)
     found = chosen(folder, tag, is_gathering)
     if found is None:
@@ -228,7 +234,7 @@ def _open_inside(folder: Path, tag: str | None, kind: Gathering | None) -> Check
     return replace(checkpoint, notes=(*found.notes, *checkpoint.notes))
 
 
-def _open_tagged(folder: Path, tag: str, kind: Gathering) -> Checkpoint:
+def _open_tagged(folder: Location, tag: str, kind: Gathering) -> Checkpoint:
     """Open a folder that is one checkpoint, if that is what the tag names; else say which tags
     there are.
     """
@@ -244,7 +250,7 @@ def _open_tagged(folder: Path, tag: str, kind: Gathering) -> Checkpoint:
     raise UnsupportedCheckpoint(what, path=folder, hint="leave --tag out, or name the folder above")
 
 
-def _open_alone(path: Path) -> Checkpoint:
+def _open_alone(path: Location) -> Checkpoint:
     """Open a file that is a checkpoint by itself, and not one rank's share of one."""
     checkpoint = open_file(path)
     try:
@@ -260,10 +266,10 @@ def _openers() -> Openers:
     """How the parts of a folder are opened; a few of its files are open at a time."""
     pool = FilePool()
 
-    def one(path: Path) -> Checkpoint:
-        return _open_owned(pool.source(path))
+    def one(place: Location) -> Checkpoint:
+        return _open_owned(place.open(pool))
 
-    def ranks(paths: Sequence[Path]) -> Checkpoint:
+    def ranks(paths: Sequence[Location]) -> Checkpoint:
         opened: list[Checkpoint] = []
         try:
             opened += map(one, paths)
@@ -276,9 +282,9 @@ def _openers() -> Openers:
     return Openers(one, lambda path: open_dcp(path, one, open_source), ranks)
 
 
-def open_file(path: Path) -> Checkpoint:
+def open_file(place: Location) -> Checkpoint:
     """Open a checkpoint of one file; its sources are closed when that fails."""
-    return _open_owned(FileSource(path))
+    return _open_owned(place.open())
 
 
 def _open_owned(source: Source) -> Checkpoint:
@@ -303,11 +309,11 @@ def open_source(source: Source, depth: int = 0) -> Checkpoint:
     raise stranger(source, head)
 
 
-def is_gathering(path: Path) -> bool:
-    """Whether a path is a folder that is a checkpoint of many files; one that is closed to us is
+def is_gathering(path: Location) -> bool:
+    """Whether a place is a folder that is a checkpoint of many files; one that is closed to us is
     not what is meant.
     """
     try:
-        return path.is_dir() and gathering(path) is not None
+        return path.is_folder() and gathering(path) is not None
     except (OSError, CheckpointError):
         return False

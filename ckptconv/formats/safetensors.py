@@ -23,9 +23,11 @@ from ckptconv.support.limits import in_force
 from ckptconv.tensors.dtypes import BY_SAFETENSORS, FLOAT4, FLOAT4_PAIRS, DType
 from ckptconv.tensors.refs import Storage, TensorRef, contiguous_stride, refuse_dimensions, view_of
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.containers import SAFETENSORS
+from ckptconv.tree.containers import SAFETENSORS_LIBRARY, Container
 
-NAME = "safetensors"
+CONTAINER = Container(
+    "safetensors", SAFETENSORS_LIBRARY, suffix=".safetensors", shares=False, names_storages=True
+)
 _RESERVED = "__metadata__"
 _NOT_ALIASES = ("format", "device")
 _FIELDS = {"dtype", "shape", "data_offsets"}
@@ -70,9 +72,7 @@ def open_safetensors(source: Source, _: Callable[[Source], Checkpoint]) -> Check
             tensors[alias] = tensors[kept]
     root = Call(ORDERED_DICT, ())
     root.pairs = list(_restored(source, tensors, metadata).items())
-    return Checkpoint(
-        source.path, NAME, root, source.size, metadata, sources=(source,), opening=SAFETENSORS
-    )
+    return Checkpoint(source.path, CONTAINER, root, source.size, metadata, sources=(source,))
 
 
 def _restored(

@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
-from pathlib import Path
+from pathlib import PurePath
 from typing import NamedTuple
 
+from ckptconv.io.location import Location
 from ckptconv.io.source import Source
-from ckptconv.support.errors import UnsupportedCheckpoint
+from ckptconv.support.errors import ErrorCode, UnsupportedCheckpoint
 
 
 class Stranger(NamedTuple):
-    """What a file is that starts with `magic` at byte `at`, and what its owner can do."""
+    """What a file is that starts with `magic` at byte `at`, and what its owner can do.
+
+    `unpacker` is the program whose ``-c`` prints what is packed in it.
+    """
 
     at: int
     magic: bytes
     what: str
     hint: str | None = None
+    is_packed: bool = False
+    unpacker: str = ""
 
 
 STRANGERS: tuple[Stranger, ...] = (
     Stranger(0, b"version https://git-lfs", "is a git-LFS pointer, not the file itself",
         "run: git lfs pull"),
-    Stranger(0, b"\x1f\x8b\x08", "is gzip-compressed", "unpack it first: gunzip"),
-    Stranger(0, b"BZh", "is bzip2-compressed", "unpack it first: bunzip2"),
-    Stranger(0, b"\xfd7zXZ\0", "is xz-compressed", "unpack it first: unxz"),
-    Stranger(0, b"\x04\x22\x4d\x18", "is lz4-compressed", "unpack it first: unlz4"),
-    Stranger(0, b"\x28\xb5\x2f\xfd", "is zstd-compressed", "unpack it first: unzstd"),
-    Stranger(0, b"7z\xbc\xaf\x27\x1c", "is a 7z archive", "unpack it first"),
-    Stranger(0, b"Rar!", "is a rar archive", "unpack it first"),
+    Stranger(0, b"\x1f\x8b\x08", "is gzip-compressed", "unpack it first: gunzip", True, "gunzip"),
+    Stranger(0, b"BZh", "is bzip2-compressed", "unpack it first: bunzip2", True,
+        "bunzip2"),
+    Stranger(0, b"\xfd7zXZ\0", "is xz-compressed", "unpack it first: unxz", True, "unxz"),
+    Stranger(0, b"\x04\x22\x4d\x18", "is lz4-compressed", "unpack it first: unlz4", True),
+    Stranger(0, b"\x28\xb5\x2f\xfd", "is zstd-compressed", "unpack it first: unzstd", True,
+        "unzstd"),
+    Stranger(0, b"7z\xbc\xaf\x27\x1c", "is a 7z archive", "unpack it first", True),
+    Stranger(0, b"Rar!", "is a rar archive", "unpack it first", True),
     Stranger(0, b"PK\5\6", "is an empty zip archive"),
     Stranger(0, b"GGUF", "is a GGUF model (llama.cpp), not a PyTorch checkpoint"),
     Stranger(0, b"\x89HDF\r\n\x1a\n", "is an HDF5 file (Keras), not a PyTorch checkpoint"),
@@ -49,14 +58,15 @@ _FOREIGN_FOLDERS = (
 """Files of which a folder is told to be another program's, and what it is."""
 
 
-def refuse_foreign_folder(folder: Path, *, is_checkpoint: bool) -> None:
+def refuse_foreign_folder(folder: Location, *, is_checkpoint: bool) -> None:
     """Raise `UnsupportedCheckpoint` for a folder of another program, or one that lacks what says
     what is in it.
     """
+    names = folder.names()
     for pattern, what in _FOREIGN_FOLDERS:
-        if next(folder.glob(pattern), None) is not None:
+        if fnmatch.filter(names, pattern):
             raise UnsupportedCheckpoint(f"{what}, not a PyTorch checkpoint", path=folder)
-    if any(item.suffix == ".distcp" for item in folder.iterdir()) and not is_checkpoint:
+    if any(PurePath(name).suffix == ".distcp" for name in names) and not is_checkpoint:
         what = (
             "holds the files of a DCP checkpoint, but not the .metadata that says what is in them"
         )
@@ -75,17 +85,21 @@ any mark.
 _TABLE_END = (0xDB4775248B80FB57).to_bytes(8, "little")
 
 
+def stranger_of(head: bytes) -> Stranger | None:
+    """What a file is known to be that starts with `head`, if it is any."""
+    return next((item for item in STRANGERS if head[item.at :].startswith(item.magic)), None)
+
+
 def stranger(source: Source, head: bytes) -> UnsupportedCheckpoint:
     if not head:
         return UnsupportedCheckpoint(
             "is empty (0 bytes)", path=source.path, hint="fetch or save it again"
         )
     has_its_name = _TENSORFLOW_SHARD(source.path.name) is not None
-    for stranger in STRANGERS:
-        if head[stranger.at :].startswith(stranger.magic) and not (
-            has_its_name and len(stranger.magic) == 1
-        ):
-            return UnsupportedCheckpoint(stranger.what, path=source.path, hint=stranger.hint)
+    known = stranger_of(head)
+    if known is not None and not (has_its_name and len(known.magic) == 1):
+        packed: ErrorCode = "compressed" if known.unpacker else ""
+        return UnsupportedCheckpoint(known.what, path=source.path, hint=known.hint, code=packed)
     if source.read(max(0, source.size - 8), min(8, source.size)) == _TABLE_END:
         return UnsupportedCheckpoint(
             "is the index of a TensorFlow checkpoint, not a PyTorch checkpoint", path=source.path

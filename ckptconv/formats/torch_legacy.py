@@ -10,8 +10,10 @@ and `_legacy_load` (torch/serialization.py), torch/csrc/serialization.cpp.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Callable
 
+from ckptconv.io.guarded import GuardedSource, read_leads
 from ckptconv.io.source import Source
 from ckptconv.objects.torch_read import named_storages, read_torch_pickle
 from ckptconv.pickles.extents import read_pickles
@@ -21,9 +23,16 @@ from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, printa
 from ckptconv.tensors.dtypes import UINT8, DType
 from ckptconv.tensors.refs import Storage
 from ckptconv.tree.checkpoint import PICKLE_HEAD, Checkpoint, FileFacts
-from ckptconv.tree.containers import TORCH
+from ckptconv.tree.containers import TORCH_LOAD, Container
 
-NAME = "torch legacy"
+CONTAINER = Container(
+    "torch legacy",
+    TORCH_LOAD,
+    weights_only=True,
+    is_torch=True,
+    is_legacy=True,
+    names_storages=True,
+)
 _MAGIC = 0x1950A86A20F9469CFC6C
 _BEGINS = re.compile(
     rb"\x80[\2-\5](?:\x95.{8})?\x8a\x0a%s\.|L%dL\n\."
@@ -45,12 +54,12 @@ def is_torch_legacy(head: bytes) -> bool:
 
 
 def open_torch_legacy(source: Source, _: Callable[[Source], Checkpoint]) -> Checkpoint:
-    """Open a legacy checkpoint; reads its pickles and the element counts of its storages, no
-    payload.
+    """Open a legacy checkpoint; reads its pickles, no payload.
 
-    Raises `MalformedCheckpoint` when pickles and storages contradict each other, when a storage is
-    missing (torch would leave whatever is in memory there), or when the file does not end with the
-    last one.
+    The element count of a storage is held against the tree before the storage is first read. Raises
+    `MalformedCheckpoint` when pickles and storages contradict each other, when a storage is missing
+    (torch would leave whatever is in memory there), or when the file does not end with the last
+    one.
     """
     try:
         (_magic, protocol, system, tree, keys), start = read_pickles(source, 0, 5)
@@ -62,9 +71,8 @@ def open_torch_legacy(source: Source, _: Callable[[Source], Checkpoint]) -> Chec
     except CheckpointError as error:
         raise error.at(path=source.path, where="pickles") from error.__cause__
     head = FileFacts(source.read(0, PICKLE_HEAD))
-    return Checkpoint(
-        source.path, NAME, root, source.size, sources=(source,), facts=head, opening=TORCH
-    )
+    sources = (storages.guarded,)
+    return Checkpoint(source.path, CONTAINER, root, source.size, sources=sources, facts=head)
 
 
 def _listed(keys: Node) -> list[str]:
@@ -89,6 +97,8 @@ class _Storages:
         start: int,
     ) -> None:
         self._source = source
+        self._named = named
+        self._keys = keys
         self._offsets: dict[str, int] = {}
         at = start
         for key in keys:
@@ -96,15 +106,16 @@ class _Storages:
                 raise MalformedCheckpoint(
                     "is in the file, but the tree does not name it", where=storage_name(key)
                 )
-            at = self._offsets[key] = self._payload(key, at, *named[key])
+            at = self._offsets[key] = self._payload(key, at, named[key][0])
             at += named[key][0]
         self._refuse_missing(named)
         self._refuse_rest(at)
+        self.guarded = GuardedSource(source, [*self._offsets.values()], self._check_counts)
 
     def __call__(self, key: str, location: str, nbytes: int, dtype: DType | None) -> Storage:
-        return Storage(self._source, self._offsets[key], nbytes, location, storage_name(key), dtype)
+        return Storage(self.guarded, self._offsets[key], nbytes, location, storage_name(key), dtype)
 
-    def _payload(self, key: str, at: int, nbytes: int, dtype: DType | None) -> int:
+    def _payload(self, key: str, at: int, nbytes: int) -> int:
         """The first byte of the elements, behind their count at byte `at`."""
         if at + _COUNT + nbytes > self._source.size:
             raise MalformedCheckpoint(
@@ -113,13 +124,27 @@ class _Storages:
                 where=storage_name(key),
                 hint="the file is cut off; fetch it again",
             )
-        count = int.from_bytes(self._source.read(at, _COUNT), "little", signed=True)
-        expected = nbytes // (dtype or UINT8).itemsize
-        if count != expected:
-            raise MalformedCheckpoint(
-                f"has {count} elements where the pickle says {expected}", where=storage_name(key)
-            )
         return at + _COUNT
+
+    def _check_counts(self, first: int, stop: int) -> dict[int, int]:
+        """Hold the element counts of some storages against the tree."""
+        keys = self._keys[first:stop]
+        places = [self._offsets[key] - _COUNT for key in keys]
+        leads = read_leads(self._source, [(at, _COUNT) for at in places])
+        starts = [start for start, _ in leads]
+        for key, at in zip(keys, places, strict=True):
+            start, lead = leads[bisect_right(starts, at) - 1]
+            raw = lead[at - start : at - start + _COUNT]
+            count = int.from_bytes(raw, "little", signed=True)
+            nbytes, dtype = self._named[key]
+            expected = nbytes // (dtype or UINT8).itemsize
+            if count != expected:
+                raise MalformedCheckpoint(
+                    f"has {count} elements where the pickle says {expected}",
+                    path=self._source.path,
+                    where=storage_name(key),
+                )
+        return {}
 
     def _refuse_missing(self, named: dict[str, tuple[int, DType | None]]) -> None:
         if missing := [key for key in named if key not in self._offsets]:

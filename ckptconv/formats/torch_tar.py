@@ -33,9 +33,16 @@ from ckptconv.support.limits import in_force
 from ckptconv.tensors.dtypes import UINT8
 from ckptconv.tensors.refs import Storage, TensorRef, refuse_dimensions
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.containers import TORCH_TAR
+from ckptconv.tree.containers import Container
 
-NAME = "torch tar"
+CONTAINER = Container(
+    "torch tar",
+    "torch.load(weights_only=False)",
+    why_not="torch.load(weights_only=True) does not read tar files",
+    torch_says="Cannot use ``weights_only=True`` with files saved in the legacy .tar format",
+    is_torch=True,
+    names_storages=True,
+)
 _BLOCK = 512
 _MEMBERS = ("storages", "tensors", "pickle")
 _MOST_MEMBERS = 32  # torch wrote four, each with an extended header at most
@@ -73,7 +80,7 @@ def open_torch_tar(source: Source, _: Callable[[Source], Checkpoint]) -> Checkpo
         root = read_pickle(tree, reducers=REDUCERS, persistent=_Ids(storages, tensors))
     except CheckpointError as error:
         raise error.at(path=source.path, where=name) from error.__cause__
-    return Checkpoint(source.path, NAME, root, source.size, sources=(source,), opening=TORCH_TAR)
+    return Checkpoint(source.path, CONTAINER, root, source.size, sources=(source,))
 
 
 # ---------------------------------------------------------------------------------------- directory

@@ -26,10 +26,18 @@ from ckptconv.tensors.compaction import CastRule, NewStorage, compact
 from ckptconv.tensors.dtypes import UINT8
 from ckptconv.tensors.refs import Storage, TensorRef
 from ckptconv.tree.checkpoint import PICKLE_HEAD, Checkpoint, FileFacts
-from ckptconv.tree.containers import TORCH
+from ckptconv.tree.containers import TORCH_LOAD, Container
 from ckptconv.tree.walk import Overlay
 
-NAME = "torch zip"
+CONTAINER = Container(
+    "torch zip",
+    TORCH_LOAD,
+    weights_only=True,
+    is_torch=True,
+    has_version=True,
+    has_checksums=True,
+    names_storages=True,
+)
 ROOT = "archive"
 """The folder of the records in what is written."""
 _OPTIONAL = (
@@ -55,7 +63,7 @@ def open_torch_zip(
     others = _others(records, root, storages)
     return Checkpoint(
         path=source.path,
-        format=NAME,
+        container=CONTAINER,
         root=tree,
         nbytes=source.size,
         notes=tuple(_notes(records, others)),
@@ -66,7 +74,6 @@ def open_torch_zip(
             strays=tuple(name for name in others if not name.startswith(root)),
             version=storages.version,
         ),
-        opening=TORCH,
     )
 
 

@@ -30,10 +30,19 @@ from ckptconv.pickles.nodes import Call, Dict, Global, Node
 from ckptconv.support.errors import MalformedCheckpoint, printable
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tree.checkpoint import Checkpoint, Stray
-from ckptconv.tree.containers import TORCHSCRIPT
+from ckptconv.tree.containers import Container
 from ckptconv.tree.walk import place_text, walk
 
-NAME = "TorchScript"
+CONTAINER = Container(
+    "TorchScript",
+    "torch.jit.load",
+    why_not="only torch.jit.load opens it, which runs its code",
+    torch_says=(
+        "Cannot use ``weights_only=True`` with TorchScript archives passed to ``torch.load``"
+    ),
+    is_script=True,
+    has_checksums=True,
+)
 _Opener = Callable[[Source], Checkpoint]
 
 
@@ -64,13 +73,12 @@ def open_torchscript(source: Source, records: Records, _: _Opener) -> Checkpoint
     sources, strays = (source, *storages.inflated), tuple(_strays(tree, code, made))
     return Checkpoint(
         path=source.path,
-        format=NAME,
+        container=CONTAINER,
         root=made,
         nbytes=source.size,
         notes=notes,
         sources=sources,
         module_strays=strays,
-        opening=TORCHSCRIPT,
     )
 
 

@@ -2,9 +2,10 @@
 payloads when writing.
 
 Reading trusts neither of the two descriptions that a zip file holds of itself: the central
-directory is checked whole, then against each local header, and records may not overlap, differ in
-case only, or carry a name that is not a plain relative path. Payloads are not touched. Deflated
-records are read through `InflatedSource`.
+directory is checked whole, and records may not overlap, differ in case only, or carry a name that
+is not a plain relative path. Each local header is held against the directory before its payload is
+first read (`GuardedSource`); opening touches neither. Deflated records are read through
+`InflatedSource`.
 
 Layout written (that of torch's own writer, whose reader computes offsets instead of looking them
 up): local header with flags 0x808 and no sizes, an extra field ``FB`` that pads the payload to 64
@@ -17,11 +18,13 @@ from __future__ import annotations
 import functools
 import re
 import struct
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
 from ckptconv.io.crc import crc32
+from ckptconv.io.guarded import GuardedSource, read_leads
 from ckptconv.io.inflate import InflatedSource, Spool
 from ckptconv.io.source import Source
 from ckptconv.support.errors import (
@@ -35,11 +38,13 @@ from ckptconv.support.records import made
 
 ALIGNMENT = 64
 _MAX32 = 0xFFFFFFFF
-NO_END = "the archive has no end record at its end"
 _END = struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR = struct.Struct("<4sIQI")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
+# the fields of it that are not always 0: signature, flags, method, CRC, two sizes, the lengths of
+# name, extra field and comment, external attributes, place of the local header
+_CENTRAL_USED = struct.Struct("<4s4x2H4x3I3H4x2I")
 _LOCAL = struct.Struct("<4s5H3I2H")
 _DESCRIPTOR = struct.Struct("<4s3I")
 _DESCRIPTOR64 = struct.Struct("<4sI2Q")
@@ -47,6 +52,7 @@ _ENCRYPTED = 0x2041
 # of the external attributes, as in MS-DOS; miniz, which torch reads with, goes by it
 _FOLDER = 0x10
 _STORED, _DEFLATED = 0, 8
+_DESCRIBED = 8  # the flag of a record with a data descriptor
 _ORDINARY = re.compile(rb"\w[\w-]*/(?:data/)?\w+").fullmatch
 
 
@@ -69,12 +75,15 @@ def is_zip(head: bytes) -> bool:
     return head[:4] == b"PK\3\4"
 
 
-def read_directory(source: Source) -> dict[str, Record]:
-    """The records of the archive by name, in the order in which they lie in the file.
+def open_archive(source: Source) -> tuple[GuardedSource, dict[str, Record]]:
+    """The records of an archive by name, in the order in which they lie in it, and the source of
+    their bytes.
 
-    Raises `MalformedCheckpoint` when the archive is cut off, ambiguous, or contradicts itself.
+    Only the directory is read. The source holds the local header of a record against it before it
+    gives out the record's bytes. Raises `MalformedCheckpoint` when the archive is cut off,
+    ambiguous, or contradicts itself.
     """
-    start, count, size = _find_directory(source)
+    start, count, size, raw = _find_directory(source)
     if count > size // _CENTRAL.size:
         raise _malformed(source, f"claims {count} records in {size} bytes")
     if count > (most := in_force().archive_records):
@@ -87,13 +96,27 @@ def read_directory(source: Source) -> dict[str, Record]:
             path=source.path,
             where="zip directory",
         )
-    records = _read_records(source, start, count, size)
-    _refuse_overlaps(source, records)
-    if len({record.name.lower() for record in records}) != len(records):
+    records = _placed(source, _read_entries(source, raw, count, start), start)
+    headers = _LocalHeaders(source, records, start)
+    guarded = GuardedSource(source, [record.offset for record in records], headers.check)
+    _refuse_overlaps(guarded, records, start)
+    if len(set("\n".join([record.name for record in records]).lower().split("\n"))) != len(records):
         raise _malformed(
             source, "has two records whose names differ only in case; torch takes them for the same"
         )
-    return {record.name: record for record in records if not record.name.endswith("/")}
+    return guarded, {record.name: record for record in records if record.name[-1:] != "/"}
+
+
+def read_directory(source: Source) -> dict[str, Record]:
+    """The records of an archive by name, all of them held against their local headers: their bytes
+    can be read from `source` itself.
+    """
+    guarded, records = open_archive(source)
+    guarded.check_all()
+    return {
+        name: record._replace(offset=guarded.place(record.offset))
+        for name, record in records.items()
+    }
 
 
 def record_source(source: Source, record: Record, spool: Spool) -> tuple[Source, int]:
@@ -128,7 +151,10 @@ def read_record(source: Source, record: Record, limit: str) -> bytes:
         spool.close()
     if record.crc32 is not None and crc32(found) != record.crc32:
         raise MalformedCheckpoint(
-            "does not have the CRC-32 that the archive says", path=source.path, where=record.name
+            "does not have the CRC-32 that the archive says",
+            code="checksum",
+            path=source.path,
+            where=record.name,
         )
     return found
 
@@ -142,21 +168,27 @@ def _malformed(source: Source, what: str, where: object = "zip directory") -> Ma
     )
 
 
-def _find_directory(source: Source) -> tuple[int, int, int]:
-    """Offset, number of records and size of the central directory, which must end where the end
-    records begin.
+def _find_directory(source: Source) -> tuple[int, int, int, bytes]:
+    """Offset, number of records, size and bytes of the central directory, which must end where the
+    end records begin.
     """
     tail_at = max(0, source.size - (_END.size + 0xFFFF))
     tail = source.read(tail_at, source.size - tail_at)
     at = tail_at + _end_record(source, tail)
     _, disk, start_disk, here, count, size, start, _ = _END.unpack_from(tail, at - tail_at)
+
+    def read(start: int, nbytes: int) -> bytes:
+        if start < tail_at:
+            return source.read(start, nbytes)
+        return tail[start - tail_at : start - tail_at + nbytes]
+
     end = at
     locator_at = at - _LOCATOR.size
-    if locator_at >= 0 and (locator := source.read(locator_at, _LOCATOR.size))[:4] == b"PK\6\7":
+    if locator_at >= 0 and (locator := read(locator_at, _LOCATOR.size))[:4] == b"PK\6\7":
         end = _LOCATOR.unpack(locator)[2]
         if end + _END64.size != locator_at:
             raise _malformed(source, "its zip64 end record is not where its locator says")
-        found = _END64.unpack(source.read(end, _END64.size))
+        found = _END64.unpack(read(end, _END64.size))
         if found[0] != b"PK\6\6" or not _agree(
             (count, size, start), (found[7], found[8], found[9])
         ):
@@ -166,7 +198,8 @@ def _find_directory(source: Source) -> tuple[int, int, int]:
         raise _malformed(source, "is one volume of a split archive")
     if start + size != end:
         raise _malformed(source, "its directory does not end where its end record starts")
-    return start, count, size
+    raw = tail[start - tail_at : end - tail_at] if start >= tail_at else source.read(start, size)
+    return start, count, size, raw
 
 
 def _end_record(source: Source, tail: bytes) -> int:
@@ -181,7 +214,8 @@ def _end_record(source: Source, tail: bytes) -> int:
         at = tail.rfind(b"PK\5\6", 0, at)
     if not found:
         raise MalformedCheckpoint(
-            NO_END,
+            "the archive has no end record at its end",
+            code="cut-off",
             path=source.path,
             hint="the file is cut off, or something was appended, which its library may accept "
             "and ckptconv does not",
@@ -195,21 +229,21 @@ def _agree(short: tuple[int, ...], long: tuple[int, ...]) -> bool:
     return all(a == b or a in (0xFFFF, _MAX32) for a, b in zip(short, long, strict=True))
 
 
-def _read_records(source: Source, start: int, count: int, size: int) -> list[Record]:
-    """The records of the directory of `size` bytes at `start`, as they lie in the file, each held
-    against its local header.
-    """
-    raw = source.read(start, size)
-    records: list[Record] = []
+_Entry = tuple[str, int, int, int, bool, "int | None", int]
+"""One entry of the directory: name, place of the local header, size, stored bytes, whether they are
+deflated, CRC-32, and the bytes that torch's writer puts behind the payload.
+"""
+
+
+def _read_entries(source: Source, raw: bytes, count: int, start: int) -> list[_Entry]:
+    """The entries of the directory `raw`, which begins at byte `start`."""
+    entries: list[_Entry] = []
     at = 0
-    # the bytes of the file around the last local header: those of small records lie side by side
-    near, near_at = b"", 0
     for _ in range(count):
         if at + _CENTRAL.size > len(raw):
             raise _malformed(source, "is too short for its number of records")
-        (signature, _, _, flags, method, _, _, crc, stored, plain, name_size, extra_size,
-            comment_size,
-         _, _, attributes, header) = _CENTRAL.unpack_from(raw, at)  # fmt: skip
+        (signature, flags, method, crc, stored, plain, name_size, extra_size, comment_size,
+            attributes, header) = _CENTRAL_USED.unpack_from(raw, at)  # fmt: skip
         name_at = at + _CENTRAL.size
         extra_at = name_at + name_size
         at = extra_at + extra_size + comment_size
@@ -217,61 +251,127 @@ def _read_records(source: Source, start: int, count: int, size: int) -> list[Rec
             raise _malformed(source, "holds something other than records")
         raw_name = raw[name_at:extra_at]
         name = raw_name.decode() if _ORDINARY(raw_name) else _name(source, raw_name)
-        if flags & _ENCRYPTED:
-            raise _malformed(source, "is marked as encrypted", name)
-        if attributes & _FOLDER and plain and not raw_name.endswith(b"/"):
-            raise _malformed(
-                source,
-                "is marked as a folder but holds bytes; torch does not read it correctly",
-                name,
-            )
-        if method not in (_STORED, _DEFLATED):
-            raise UnsupportedCheckpoint(
-                f"is compressed by method {method}", path=source.path, where=name
-            )
-        if _MAX32 in (stored, plain, header):
+        if method or attributes or flags & _ENCRYPTED:
+            _refuse_odd(source, name, flags, method, plain if attributes & _FOLDER else 0)
+        trail = _DESCRIPTOR.size
+        if stored == _MAX32 or plain == _MAX32 or header == _MAX32:
             extra = raw[extra_at : extra_at + extra_size]
             stored, plain, header = _zip64_sizes(source, name, extra, stored, plain, header)
+            trail = _DESCRIPTOR64.size
         if method == _STORED and stored != plain:
             raise _malformed(source, f"is stored but declares {stored} and {plain} bytes", name)
         if header + _LOCAL.size + name_size > start:
             raise _malformed(source, "its header lies beyond the records", name)
-        if not 0 <= header - near_at <= len(near) - _LOCAL.size - name_size:
-            near, near_at = source.read(header, min(_NEAR, start - header)), header
-        local = header - near_at
-        (signature, _, local_flags, local_method, _, _, local_crc, local_stored, local_plain,
-            local_name_size,
-         local_extra_size) = _LOCAL.unpack_from(near, local)  # fmt: skip
-        local += _LOCAL.size
+        checksum = crc if crc or not plain else None
+        trail = trail if flags & _DESCRIBED else 0
+        entries.append((name, header, plain, stored, method == _DEFLATED, checksum, trail))
+    if at != len(raw):
+        raise _malformed(source, "is too long for its number of records")
+    return entries
+
+
+def _refuse_odd(source: Source, name: str, flags: int, method: int, in_folder: int) -> None:
+    if flags & _ENCRYPTED:
+        raise _malformed(source, "is marked as encrypted", name)
+    if in_folder and not name.endswith("/"):
+        raise _malformed(
+            source, "is marked as a folder but holds bytes; torch does not read it correctly", name
+        )
+    if method not in (_STORED, _DEFLATED):
+        raise UnsupportedCheckpoint(
+            f"is compressed by method {method}", path=source.path, where=name
+        )
+
+
+def _placed(source: Source, entries: list[_Entry], start: int) -> list[Record]:
+    """The entries as they lie in the file, each with the place where its payload is expected.
+
+    Where a payload begins depends on the length of the extra field, which only the local header
+    tells (torch pads with it). But torch leaves nothing between the records, so a payload ends
+    where the next header begins, less its data descriptor. `_LocalHeaders` finds out the truth.
+    """
+    entries.sort(key=itemgetter(1))
+    records = []
+    ends = [entry[1] for entry in entries[1:]]
+    ends.append(start)
+    for (name, header, size, stored, deflated, crc, trail), end in zip(entries, ends, strict=True):
+        offset = max(end - trail - stored, header + _LOCAL.size + len(name))
+        records.append(made(Record, (name, header, offset, size, stored, deflated, crc)))
+    return records
+
+
+class _LocalHeaders:
+    """The local headers of the records of one archive, which must agree with its directory (at byte
+    `start`).
+    """
+
+    def __init__(self, source: Source, records: Sequence[Record], start: int) -> None:
+        self._source = source
+        self._records = records
+        self._start = start
+
+    def check(self, first: int, stop: int) -> dict[int, int]:
+        """Check the headers of some records; gives the places of the payloads that are not where
+        they are expected.
+        """
+        records = self._records[first:stop]
+        names = [record.name.encode() for record in records]
+        ranges = [
+            (record.header, _LOCAL.size + len(name))
+            for record, name in zip(records, names, strict=True)
+        ]
+        leads = read_leads(self._source, ranges)
+        ends = [at + len(lead) for at, lead in leads]
+        elsewhere = {}
+        which = 0
+        for number, (record, name) in enumerate(zip(records, names, strict=True), first):
+            if record.header >= ends[which]:
+                which = bisect_right(ends, record.header, which)
+            at, lead = leads[which]
+            size = record.offset - record.header - _LOCAL.size - len(name)
+            # what torch's writer puts there, compared in one piece
+            usual = _local_header(record.stored > 0, len(name), size) + name
+            if size > 0xFFFF or not lead.startswith(usual, record.header - at):
+                offset = self._payload(record, name, lead, record.header - at)
+                if offset != record.offset:
+                    elsewhere[number] = offset
+        self._refuse_overlaps(elsewhere)
+        return elsewhere
+
+    def _refuse_overlaps(self, elsewhere: Mapping[int, int]) -> None:
+        for number, offset in elsewhere.items():
+            record, following = self._records[number], self._records[number + 1 : number + 2]
+            if offset + record.stored > self._start:
+                what = "its payload reaches beyond the records"
+                raise _malformed(self._source, what, record.name)
+            if following and offset + record.stored > following[0].header:
+                raise _overlap(self._source, following[0])
+
+    def _payload(self, record: Record, name: bytes, lead: bytes, at: int) -> int:
+        """Where the payload of a record begins, by its local header at byte `at` of `lead`."""
+        _, header, _, plain, stored, deflated, crc32 = record
+        (signature, _, flags, method, _, _, local_crc, local_stored, local_plain, name_size,
+            extra_size) = _LOCAL.unpack_from(lead, at)  # fmt: skip
+        name_at = at + _LOCAL.size
         if (
             signature != b"PK\3\4"
-            or name_size != local_name_size
-            or near[local : local + name_size] != raw_name
+            or name_size != len(name)
+            or lead[name_at : name_at + name_size] != name
         ):
-            raise _malformed(source, "its local header has another name than the directory", name)
+            what = "its local header has another name than the directory"
+            raise _malformed(self._source, what, record.name)
         # The local CRC and sizes are absent (0), in the zip64 field (all ones), or the directory's
         # own.
         if (
-            local_flags & _ENCRYPTED
-            or local_method != method
-            or local_crc not in (0, _MAX32, crc)
+            flags & _ENCRYPTED
+            or method != (_DEFLATED if deflated else _STORED)
+            or local_crc not in (0, _MAX32, crc32 or 0)
             or local_stored not in (0, _MAX32, stored)
             or local_plain not in (0, _MAX32, plain)
         ):
-            raise _malformed(source, "its local header contradicts the directory", name)
-        offset = header + _LOCAL.size + name_size + local_extra_size
-        if offset + stored > start:
-            raise _malformed(source, "its payload reaches beyond the records", name)
-        checksum = crc if crc or not plain else None
-        records.append(
-            made(Record, (name, header, offset, plain, stored, method == _DEFLATED, checksum))
-        )
-    if at != len(raw):
-        raise _malformed(source, "is too long for its number of records")
-    return sorted(records, key=itemgetter(1))
-
-
-_NEAR = 1 << 16
+            what = "its local header contradicts the directory"
+            raise _malformed(self._source, what, record.name)
+        return int(header + _LOCAL.size + name_size + extra_size)
 
 
 def _name(source: Source, raw: bytes) -> str:
@@ -310,16 +410,23 @@ def _zip64_sizes(
     raise _malformed(source, "says that it has zip64 sizes, but has none", name)
 
 
-def _refuse_overlaps(source: Source, records: list[Record]) -> None:
+def _refuse_overlaps(guarded: GuardedSource, records: list[Record], start: int) -> None:
+    """Refuse records that, by the directory alone, do not lie one behind the other."""
     end = 0
     for record in records:
         if record.header < end or (end == 0 and record.header):
-            raise _malformed(
-                source,
-                "overlaps the record before it, or hidden bytes are in front of it",
-                record.name,
-            )
+            guarded.check_all()  # a header that is not there says more
+            raise _overlap(guarded, record)
         end = record.offset + record.stored
+    if end > start:
+        guarded.check_all()
+        raise _malformed(guarded, "its payload reaches beyond the records", records[-1].name)
+
+
+def _overlap(source: Source, record: Record) -> MalformedCheckpoint:
+    return _malformed(
+        source, "overlaps the record before it, or hidden bytes are in front of it", record.name
+    )
 
 
 # ------------------------------------------------------------------------------------------ writing
@@ -342,7 +449,7 @@ def lay_out(name: bytes, header: int, size: int) -> tuple[Slot, bytes, int, int]
     and the end of it all.
     """
     slot = made(Slot, (name, header, size))
-    wide = _wide(slot)
+    wide = _wide(slot) if size >= _MAX32 or header >= _MAX32 else b""
     extra = len(wide) + 4
     unpadded = header + _LOCAL.size + len(name) + extra
     padding = -unpadded % ALIGNMENT
@@ -352,7 +459,7 @@ def lay_out(name: bytes, header: int, size: int) -> tuple[Slot, bytes, int, int]
     return slot, lead, offset, offset + size + trail
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def _local_header(filled: bool, name_length: int, extra_length: int) -> bytes:
     """A local header but for its name and extra field; a torch file has few different ones."""
     return _LOCAL.pack(b"PK\3\4", 0, _flags(filled), 0, 0, 0, 0, 0, 0, name_length, extra_length)
@@ -382,9 +489,8 @@ def descriptor(slot: Slot, crc: int) -> bytes:
     _, header, size = slot
     if not size:
         return b""
-    return (_DESCRIPTOR if size < _MAX32 and header < _MAX32 else _DESCRIPTOR64).pack(
-        b"PK\7\x08", crc, size, size
-    )
+    kind = _DESCRIPTOR if size < _MAX32 and header < _MAX32 else _DESCRIPTOR64
+    return kind.pack(b"PK\7\x08", crc, size, size)
 
 
 def ending_size(slots: Sequence[Slot]) -> int:
@@ -408,29 +514,9 @@ def ending(slots: Sequence[Slot], crcs: Sequence[int], start: int) -> bytes:
 
 def _central(slot: Slot, crc: int) -> bytes:
     name, header, size = slot
-    wide = _wide(slot)
-    if wide:
+    wide = b""
+    if size >= _MAX32 or header >= _MAX32:
+        wide = _wide(slot)
         header, size = min(header, _MAX32), min(size, _MAX32)
-    return (
-        _CENTRAL.pack(
-            b"PK\1\2",
-            0,
-            0,
-            _flags(size),
-            0,
-            0,
-            0,
-            crc,
-            size,
-            size,
-            len(name),
-            len(wide),
-            0,
-            0,
-            0,
-            0,
-            header,
-        )
-        + name
-        + wide
-    )
+    fields = (b"PK\1\2", _flags(size), 0, crc, size, size, len(name), len(wide), 0, 0, header)
+    return _CENTRAL_USED.pack(*fields) + name + wide

@@ -19,11 +19,16 @@ from ckptconv.pickles.nodes import Dict
 from ckptconv.support.errors import CheckpointError, LimitExceeded, UnsupportedCheckpoint, printable
 from ckptconv.support.limits import in_force
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.containers import ZIP_MEMBERS
+from ckptconv.tree.containers import Container
 
-NAME = "zip of checkpoints"
+CONTAINER = Container(
+    "zip of checkpoints",
+    "the program that wrote it",
+    why_not="only the program that packed it opens it",
+    torch_says="file in archive is not in a subdirectory",
+    has_checksums=True,
+)
 _NOT_THESE = ("/data.pkl", "model.json")
-_UNCHECKED = ("torch legacy", "torch tar", "pickle", "safetensors")
 
 
 @dataclass(slots=True)
@@ -71,7 +76,7 @@ def open_zip_members(
         _OUTER.reset(before)
     return Checkpoint(
         path=source.path,
-        format=NAME,
+        container=CONTAINER,
         root=Dict([(name, member.root) for name, member in found.items()]),
         nbytes=source.size,
         notes=tuple(_notes(records, found)),
@@ -80,7 +85,6 @@ def open_zip_members(
             *inners.values(),
             *(inner for member in found.values() for inner in member.sources),
         ),
-        opening=ZIP_MEMBERS,
     )
 
 
@@ -112,7 +116,7 @@ def _notes(records: Mapping[str, Record], found: Mapping[str, Checkpoint]) -> It
     if bare := [
         name
         for name, member in found.items()
-        if member.format in _UNCHECKED and not records[name].deflated
+        if not member.container.has_checksums and not records[name].deflated
     ]:
         yield (
             f"{printable(', '.join(bare))}: without checksums inside, so damage cannot be detected"

@@ -32,12 +32,21 @@ def root_folder(records: Records, name: str) -> str | None:
     """The folder that holds the record `name`, with its slash; None where there is none, or
     several.
     """
+    if not ends_one(records, name):
+        return None
     found = [
         record[: -len(name)]
         for record in records
         if record.endswith(f"/{name}") and record.count("/") == 1
     ]
     return found[0] if len(found) == 1 else None
+
+
+def ends_one(records: Records, name: str) -> bool:
+    """Whether a record has this name, in whatever folder."""
+    # no name has a line break in it, and one search in all of them is the quickest
+    listed = "\n".join(["", *records, ""])
+    return f"/{name}\n" in listed or f"\n{name}\n" in listed
 
 
 def checksum_notes(records: Records) -> Iterator[str]:
@@ -82,6 +91,12 @@ def _refuse_bomb(source: Source, record: Record) -> None:
     )
 
 
+def _no_storage(name: str) -> MalformedCheckpoint:
+    return MalformedCheckpoint(
+        "the pickle names a storage that the archive does not hold", where=name
+    )
+
+
 class ArchiveStorages:
     """Finds the storages of one archive by key, each checked against its record.
 
@@ -99,38 +114,31 @@ class ArchiveStorages:
         self._spool = Spool()
 
     def __call__(self, key: str, location: str, nbytes: int, dtype: DType | None) -> Storage:
-        storage = self.at(self._prefix + key, location, dtype)
-        if storage.nbytes != nbytes:
+        name = self._prefix + key
+        if (record := self._records.get(name)) is None:
+            raise _no_storage(name)
+        if record.size != nbytes:
             raise MalformedCheckpoint(
-                f"has {storage.nbytes} bytes where the pickle says {nbytes}", where=storage.name
+                f"has {record.size} bytes where the pickle says {nbytes}", where=name
             )
-        return storage
+        return self._made(record, location, dtype)
 
     def at(self, name: str, location: str, dtype: DType | None) -> Storage:
         """The storage that is the whole record `name`."""
-        record = self._records.get(name)
-        if record is None:
-            raise MalformedCheckpoint(
-                "the pickle names a storage that the archive does not hold", where=name
-            )
+        if (record := self._records.get(name)) is None:
+            raise _no_storage(name)
+        return self._made(record, location, dtype)
+
+    def _made(self, record: Record, location: str, dtype: DType | None) -> Storage:
+        name, _, offset, nbytes, _, is_deflated, crc32 = record
         self.used.add(name)
-        nbytes = record.size
-        if not record.deflated:
-            fields = (
-                self._source,
-                record.offset,
-                nbytes,
-                location,
-                name,
-                dtype,
-                record.crc32,
-                self._big_endian,
-                None,
-            )
-            return made(Storage, fields)
-        source, offset = zip_archive.record_source(self._source, record, self._spool)
-        self.inflated.append(source)
-        return Storage(source, offset, nbytes, location, name, dtype, None, self._big_endian)
+        source = self._source
+        if is_deflated:
+            source, offset = zip_archive.record_source(source, record, self._spool)
+            self.inflated.append(source)
+            crc32 = None
+        fields = (source, offset, nbytes, location, name, dtype, crc32, self._big_endian, None)
+        return made(Storage, fields)
 
     def _small(self, name: str) -> bytes | None:
         record = self._records.get(name)

@@ -11,6 +11,7 @@ from ckptconv.formats.registry import Named, open_checkpoint
 from ckptconv.inspect.inspection import Inspection, OddObject, Part, TensorFacts, TensorList
 from ckptconv.inspect.parts import PartTree, bare_storages, part_of_tree, refs_of, tensor_facts
 from ckptconv.inspect.refusals import files_of, refusals
+from ckptconv.io.guarded import check_places
 from ckptconv.keys.key_map import find_wrappers
 from ckptconv.pickles.nodes import Node, children
 from ckptconv.support.choices import spelling_checked
@@ -59,6 +60,7 @@ def inspect_checkpoint(
         )
     try:
         with held(source.limits):
+            check_places(source.sources)
             return _inspect(source, depth)
     except CheckpointError as error:
         raise error.at(path=source.path) from error.__cause__
@@ -113,7 +115,7 @@ def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
             dict.fromkeys(name for file in files_of(checkpoint) for name in _untyped(file))
         ),
         refused=tuple(refusals(checkpoint)),
-        opening=checkpoint.opening,
+        opening=checkpoint.container,
         training_state=only_training_state(checkpoint.root),
     )
 
@@ -195,7 +197,7 @@ def _holds_bytes(checkpoint: Checkpoint) -> bool:
 
 def _untyped(checkpoint: Checkpoint) -> list[str]:
     """What a legacy file holds in untyped storages, which torch does not take in such files."""
-    if checkpoint.format != "torch legacy":
+    if not checkpoint.container.is_legacy:
         return []
     dtypes = dict.fromkeys(
         ref.dtype.name for _, node in walk(checkpoint.root) if (ref := tensor_of(node)) is not None

@@ -11,7 +11,7 @@ from ckptconv.inspect.refusals import Refusal
 from ckptconv.support.errors import printable
 from ckptconv.support.showing import html_table, short_repr
 from ckptconv.support.text import count_text, size_text, some_text
-from ckptconv.tree.containers import UNKNOWN, Opening
+from ckptconv.tree.containers import UNKNOWN, Container
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +134,12 @@ class Inspection:
     `dead` is how much of a zip file its pickle does not refer to: records that were added or left
     over, bytes between them. `strays` are records outside its folder, `protocol` is that of a
     pickle, and `untyped` what a legacy file holds, that `weights_only=True` does not read.
-    `lacking`: the state dict of a whole module may lack what its class saves. `opening` is who
-    opens the container without ckptconv. `training_state` says whose state all its tensors are,
-    where it holds no weights (an optimizer's). `refused` is what its own library refuses besides.
-    `tensor_list` has a record for each tensor, made when it is first looked at. `portable` says
-    whether the checkpoint's own library opens it on any host and a bare model takes its keys, and
-    `reasons` why not.
+    `lacking`: the state dict of a whole module may lack what its class saves. `opening` is the
+    container, and so who opens it without ckptconv. `training_state` says whose state all its
+    tensors are, where it holds no weights (an optimizer's). `refused` is what its own library
+    refuses besides. `tensor_list` has a record for each tensor, made when it is first looked at.
+    `portable` says whether the checkpoint's own library opens it on any host and a bare model takes
+    its keys, and `reasons` why not.
     """
 
     path: str
@@ -164,7 +164,7 @@ class Inspection:
     protocol: int | None = None
     untyped: tuple[str, ...] = ()
     lacking: bool = False
-    opening: Opening = UNKNOWN
+    opening: Container = UNKNOWN
     training_state: str | None = None
     refused: tuple[Refusal, ...] = ()
     tensor_list: TensorList = field(default_factory=TensorList, compare=False)

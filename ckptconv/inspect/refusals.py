@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ckptconv.pickles.nodes import Call, Dict, Node, children
 from ckptconv.support.errors import LimitExceeded, RefusedObject, printable
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.containers import SAFETENSORS, TORCH
+from ckptconv.tree.containers import SAFETENSORS_LIBRARY
 from ckptconv.tree.settling import refuse_keys
 from ckptconv.tree.walk import Place, tensor_of, walk
 
@@ -58,7 +58,7 @@ def files_of(checkpoint: Checkpoint) -> tuple[Checkpoint, ...]:
 
 def _refusals(file: Checkpoint) -> Iterator[Refusal]:
     suffix = file.path.suffix.lower()
-    if file.opening is TORCH:
+    if file.container.weights_only:
         if suffix == ".safetensors":
             what = (
                 "it is a torch file with the name of a safetensors file, and the libraries go by "
@@ -66,7 +66,7 @@ def _refusals(file: Checkpoint) -> Iterator[Refusal]:
             )
             yield Refusal("name", what, "Error while deserializing header", "safetensors")
         yield from _torch_refusals(file)
-    elif file.opening is SAFETENSORS:
+    elif file.container.by == SAFETENSORS_LIBRARY:
         if suffix in _TORCH_SUFFIXES:
             what = (
                 "it is a safetensors file with the name of a torch file, and the libraries go by "
@@ -90,11 +90,11 @@ def _refusals(file: Checkpoint) -> Iterator[Refusal]:
 
 
 def _torch_refusals(file: Checkpoint) -> Iterator[Refusal]:
-    if file.format == "torch zip" and file.facts.version not in _VERSIONS:
+    if file.container.has_version and file.facts.version not in _VERSIONS:
         told = "no version" if file.facts.version is None else f"the version {file.facts.version}"
         what = f"its archive has {told}; torch reads the versions 1 to 10"
         yield Refusal("version", what, "PytorchStreamReader failed")
-    legacy = file.format == "torch legacy"
+    legacy = file.container.is_legacy
     unread: set[tuple[str, str, str]] = set()
     slow: str | None = None
     for place, node in walk(file.root):

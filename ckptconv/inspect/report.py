@@ -11,42 +11,43 @@ from typing import TYPE_CHECKING, Any
 from ckptconv.inspect.facts import is_bloated
 from ckptconv.inspect.inspection import Inspection, Part
 from ckptconv.support.errors import CheckpointError, printable
+from ckptconv.support.rows import Row
 from ckptconv.support.text import SHOWN, count_text, part_text, quoted, size_text, some_text
 
 if TYPE_CHECKING:
     from ckptconv.convert.prescriptions import Prescription
 
 
-def inspection_lines(found: Inspection) -> Iterator[tuple[str, str]]:
-    """The facts about a checkpoint above its tree, as (label, text) lines."""
-    yield (
+def inspection_lines(found: Inspection) -> Iterator[Row]:
+    """The facts about a checkpoint above its tree, as rows."""
+    yield Row(
         "format",
         f"{found.format}, {size_text(found.nbytes)}, {count_text(found.tensors, 'tensor')}",
     )
     if found.producer:
-        yield "written by", printable(found.producer)
-    yield "saved on", _counts(found.locations, "storage") or "no device: it holds no tensors"
+        yield Row("written by", printable(found.producer))
+    yield Row("saved on", _counts(found.locations, "storage") or "no device: it holds no tensors")
     if found.dtypes:
-        yield "dtypes", _counts(found.dtypes, "tensor")
+        yield Row("dtypes", _counts(found.dtypes, "tensor"))
     if found.training_state:
-        yield "keys", f"none: it holds only {found.training_state} state, no weights"
+        yield Row("keys", f"none: it holds only {found.training_state} state, no weights")
     if found.root.sort == "tensor":
-        yield "keys", "none: a bare tensor, not a state dict"
+        yield Row("keys", "none: a bare tensor, not a state dict")
     for path, wrappers in list(found.state_dicts.items())[:_COUNTED]:
         text = (
             f"carry the wrapper '{printable('.'.join(wrappers))}.'"
             if wrappers
             else "are bare, without a wrapper"
         )
-        yield "keys", f"those of {part_text(path)} {text}" if path else text
+        yield Row("keys", f"those of {part_text(path)} {text}" if path else text)
         if prefix := found.offered.get(path):
-            yield (
+            yield Row(
                 "prefix",
                 f"all of them start with {printable(prefix)}; --strip-prefix {quoted(prefix)} "
                 "removes it",
             )
     if len(found.state_dicts) > _COUNTED:
-        yield "keys", f"and those of {len(found.state_dicts) - _COUNTED:,} more"
+        yield Row("keys", f"and those of {len(found.state_dicts) - _COUNTED:,} more")
     if is_bloated(found):
         used, stored = size_text(found.used), size_text(found.stored)
         dead = (
@@ -54,23 +55,22 @@ def inspection_lines(found: Inspection) -> Iterator[tuple[str, str]]:
             if found.dead
             else ""
         )
-        yield (
-            "bloat",
-            f"tensors use {used} of {stored} of storages{dead}; converting drops the rest",
+        yield Row(
+            "bloat", f"tensors use {used} of {stored} of storages{dead}; converting drops the rest"
         )
     for odd in found.odd_objects[:SHOWN]:
         plain = "has a plain form" if odd.has_plain_form else "has no plain form"
-        yield (
+        yield Row(
             "object",
             f"{printable(odd.path) or 'the root'}: {printable(odd.name)}, refused by "
             f"weights_only=True; {plain}",
         )
     if len(found.odd_objects) > SHOWN:
-        yield "object", f"and {len(found.odd_objects) - SHOWN:,} more"
+        yield Row("object", f"and {len(found.odd_objects) - SHOWN:,} more")
     for name, value in list(found.metadata.items())[:SHOWN]:
-        yield "metadata", f"{printable(name)} = {printable(value, 80)}"
+        yield Row("metadata", f"{printable(name)} = {printable(value, 80)}")
     for note in found.notes:
-        yield "note", printable(note)
+        yield Row("note", printable(note), "warning")
 
 
 def _counts(counted: Any, noun: str) -> str:

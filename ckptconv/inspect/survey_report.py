@@ -11,8 +11,8 @@ from unicodedata import combining, east_asian_width
 from ckptconv.inspect.report import inspection_document
 from ckptconv.inspect.surveys import Surveyed, Unread
 from ckptconv.support.errors import printable
+from ckptconv.support.rows import Level, Row
 from ckptconv.support.text import count_text, size_text
-from ckptconv.tree.containers import SAFETENSORS, TORCH
 
 _HEAD = ("name", "format", "size", "tensors", "dtypes", "devices", "portable")
 _RIGHT = frozenset((2, 3))  # columns of numbers
@@ -20,7 +20,7 @@ _GAP = 2
 _NARROWEST = 12  # cells of the names; where less is left, each checkpoint has lines of its own
 _SHOWN = 3  # dtypes and devices that are named; the rest is counted
 
-Row = tuple[str, ...]
+Fields = tuple[str, ...]
 
 
 def is_portable(item: Surveyed | Unread) -> bool:
@@ -28,8 +28,8 @@ def is_portable(item: Surveyed | Unread) -> bool:
     return isinstance(item, Surveyed) and item.found.portable
 
 
-def survey_lines(items: Sequence[Surveyed | Unread], width: int) -> Iterator[tuple[str, str]]:
-    """The table, as (color, line) pairs; where it does not fit `width`, each checkpoint has lines
+def survey_lines(items: Sequence[Surveyed | Unread], width: int) -> Iterator[Row]:
+    """The table, as rows without labels; where it does not fit `width`, each checkpoint has lines
     of its own.
     """
     rows = [_row(item) for item in items]
@@ -38,21 +38,22 @@ def survey_lines(items: Sequence[Surveyed | Unread], width: int) -> Iterator[tup
     fits = room >= min(widths[0], _NARROWEST)
     widths[0] = min(widths[0], room)
     if fits:
-        yield "bold", _aligned(_HEAD, widths)
+        yield Row("", _aligned(_HEAD, widths), "heading")
     for item, row in zip(items, rows, strict=True):
         if fits and _cells(row[0]) <= room:
-            yield ("", _aligned(row, widths))
+            yield Row("", _aligned(row, widths))
         elif fits:
-            yield from (("", line) for line in _wrapped(row[0], width, ""))
-            yield ("", _aligned(("", *row[1:]), widths))
+            yield from (Row("", line) for line in _wrapped(row[0], width, ""))
+            yield Row("", _aligned(("", *row[1:]), widths))
         else:
             yield from _stacked(item, row, width)
         yield from _told(item, width, brief=fits)
     portable = sum(map(is_portable, items))
-    yield ("green" if portable == len(items) else "yellow"), f"{portable} of {len(items)} portable"
+    level: Level = "good" if portable == len(items) else "warning"
+    yield Row("", f"{portable} of {len(items)} portable", level)
 
 
-def _row(item: Surveyed | Unread) -> Row:
+def _row(item: Surveyed | Unread) -> Fields:
     name = ", ".join(printable(path) for path in item.paths)
     if isinstance(item, Unread):
         return (name, *("-" for _ in _HEAD[1:]))
@@ -77,7 +78,7 @@ def _some(counted: Mapping[str, int]) -> str:
     )
 
 
-def _aligned(row: Row, widths: Sequence[int]) -> str:
+def _aligned(row: Fields, widths: Sequence[int]) -> str:
     padded = [
         " " * (width - _cells(cell)) + cell
         if index in _RIGHT
@@ -87,15 +88,15 @@ def _aligned(row: Row, widths: Sequence[int]) -> str:
     return (" " * _GAP).join(padded).rstrip()
 
 
-def _stacked(item: Surveyed | Unread, row: Row, width: int) -> Iterator[tuple[str, str]]:
-    yield from (("bold", line) for line in _wrapped(row[0], width, ""))
+def _stacked(item: Surveyed | Unread, row: Fields, width: int) -> Iterator[Row]:
+    yield from (Row("", line, "heading") for line in _wrapped(row[0], width, ""))
     if isinstance(item, Surveyed):
         facts = [row[1], row[2], count_text(item.found.tensors, "tensor"), row[4], row[5]]
         text = ", ".join(fact for fact in facts if fact != "-")
-        yield from (("", line) for line in _wrapped(text, width, "  "))
+        yield from (Row("", line) for line in _wrapped(text, width, "  "))
 
 
-def _told(item: Surveyed | Unread, width: int, *, brief: bool) -> Iterator[tuple[str, str]]:
+def _told(item: Surveyed | Unread, width: int, *, brief: bool) -> Iterator[Row]:
     """Who opens it anywhere, why nobody does, or why it could not be opened; `brief`: not what is
     said of nearly all.
     """
@@ -105,13 +106,14 @@ def _told(item: Surveyed | Unread, width: int, *, brief: bool) -> Iterator[tuple
         text = f"error: {where}{printable(error.what, 2000)}" + (
             f"; {printable(error.hint, 2000)}" if error.hint else ""
         )
-        yield from (("red", line) for line in _wrapped(text, width, "  "))
+        yield from (Row("", line, "error") for line in _wrapped(text, width, "  "))
     elif reasons := item.found.reasons:
         text = f"not portable: {'; '.join(reason.what for reason in reasons)}"
-        yield from (("yellow", line) for line in _wrapped(text, width, "  "))
-    elif not brief or item.found.opening not in (TORCH, SAFETENSORS):
+        yield from (Row("", line, "warning") for line in _wrapped(text, width, "  "))
+    elif not brief or not item.found.opening.is_usual:
         yield from (
-            ("green", line) for line in _wrapped(f"portable ({item.found.opening.by})", width, "  ")
+            Row("", line, "good")
+            for line in _wrapped(f"portable ({item.found.opening.by})", width, "  ")
         )
 
 

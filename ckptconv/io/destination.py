@@ -1,4 +1,8 @@
-"""Writes files: one buffered stream, and where it may go. `staging` puts the file in place."""
+"""Where an output goes: drafts of its files, put in their places together, whole or not at all.
+
+`Destination` and `Draft` are what every kind can do; `outputs` has the kinds. For files of this
+host, this module says where they may stand, and makes the new file that a draft is written to.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,89 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from shlex import quote
+from types import TracebackType
 
-from ckptconv.io.stream import RESERVE_FROM, OutputStream
+from ckptconv.io.location import Location
+from ckptconv.io.source import Source
+from ckptconv.io.stream import RESERVE_FROM, FileSink, OutputStream
 from ckptconv.support import platforms
 from ckptconv.support.errors import CheckpointError, OutputRefused, printable
 from ckptconv.support.signals import held_back
+
+
+class Draft(ABC):
+    """One file of an output, which nobody finds before its destination is committed.
+
+    It is written to within a ``with`` block; a block that is left without `commit` discards it.
+    """
+
+    stream: OutputStream
+
+    @property
+    @abstractmethod
+    def place(self) -> Location:
+        """Where it can be read as soon as it is committed, until its destination is."""
+
+    @abstractmethod
+    def __enter__(self) -> Draft: ...
+
+    @abstractmethod
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None: ...
+
+    @abstractmethod
+    def commit(self) -> None:
+        """It is whole, with all that was written to `stream`, and can be put in its place."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Nothing of it is to remain, and its destination is not to be committed."""
+
+
+class Destination(ABC):
+    """An output of one file or of many: what is drafted within a ``with`` block is put in its place
+    by `commit`, all together; a block that is left without it leaves nothing behind.
+
+    Entering it refuses an output that must not be written. `OutputRefused` names the output by the
+    `path` that the user gave.
+    """
+
+    path: Path
+
+    @abstractmethod
+    def __enter__(self) -> Destination: ...
+
+    @abstractmethod
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None: ...
+
+    @abstractmethod
+    def draft(
+        self, name: str, size: int, on_progress: Callable[[int], None] | None = None
+    ) -> Draft:
+        """A new file of the output, called `name`, which will have about `size` bytes."""
+
+    @abstractmethod
+    def commit(self, inputs: Iterable[Source] = ()) -> None:
+        """Put all drafts in their places, an index last, in the place of what was there only with
+        force; of `inputs`, those that stand in the way are closed where the system needs that.
+        """
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Leave nothing behind, and what was there before as it was."""
 
 
 def check_output(path: Path, *, force: bool) -> None:
@@ -113,10 +192,11 @@ def new_file(
     """
     with output_errors(path):
         check_space(made, size, path)
-        stream = OutputStream(platforms.create_file(made), on_progress)
+        fd = platforms.create_file(made)
+        stream = OutputStream(FileSink(fd), on_progress)
         try:
             if size >= RESERVE_FROM:  # a full disk shows at once, and writing is much quicker
-                platforms.reserve(stream.fileno(), size)
+                platforms.reserve(fd, size)
             yield stream
         finally:
             with held_back(), contextlib.suppress(OSError):

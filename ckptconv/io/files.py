@@ -1,7 +1,7 @@
-"""Sources as ranges of bytes: files, files within files, inflated records, bytes in memory.
+"""Files of this host as sources: by themselves, or many of which a few are open at a time.
 
-Only this module has files opened to read them (`outputs` those to write); how each system does it
-stands in `platforms`. What the bytes mean is the business of the layers below.
+Only this module has files opened to read them (`destination` those to write); how each system does
+it stands in `platforms`. What the bytes mean is the business of the layers below.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import NoReturn
 
-from ckptconv.io.source import SMALL, Source
+from ckptconv.io.source import CHUNK, SMALL, Fingerprint, Range, Source
 from ckptconv.support import platforms
 from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, not_opened
 from ckptconv.support.limits import in_force
@@ -23,7 +23,7 @@ from ckptconv.support.limits import in_force
 _WINDOW = 1 << 16
 
 
-class FileSource:
+class FileSource(Source):
     """A regular file, opened for positioned reads only; it is never mapped, so a file that shrinks
     is an error.
     """
@@ -48,6 +48,8 @@ class FileSource:
         )
 
     def read_into(self, offset: int, view: memoryview) -> None:
+        if offset < 0:  # preadv(2) takes -1 for the place that the descriptor has
+            raise MalformedCheckpoint(f"byte {offset} lies before its start", path=self.path)
         while view:
             with _read_errors(self.path):
                 count = platforms.read_into_at(self._fd, view, offset)
@@ -60,10 +62,7 @@ class FileSource:
             view, offset = view[count:], offset + count
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        if offset < 0 or nbytes > self.size - offset:
-            raise MalformedCheckpoint(
-                f"{nbytes} bytes at {offset} lie beyond its end ({self.size})", path=self.path
-            )
+        self._require(offset, nbytes)
         start = offset - self._window_at
         if start >= 0 and start + nbytes <= len(self._window):
             return self._window[start : start + nbytes]
@@ -72,26 +71,53 @@ class FileSource:
                 self._window, self._window_at = platforms.read_at(self._fd, _WINDOW, offset), offset
             if len(self._window) >= nbytes:
                 return self._window[:nbytes]
+        return self._exactly(offset, nbytes)
+
+    def _require(self, offset: int, nbytes: int) -> None:
+        if offset < 0 or nbytes > self.size - offset:
+            raise MalformedCheckpoint(
+                f"{nbytes} bytes at {offset} lie beyond its end ({self.size})", path=self.path
+            )
+
+    def _exactly(self, offset: int, nbytes: int) -> bytes:
+        """Bytes without what follows them."""
         whole = bytearray(nbytes)
         self.read_into(offset, memoryview(whole))
         return bytes(whole)
 
-    def next_data(self, offset: int) -> int:
-        """The first byte from `offset` on that lies on the disk and in no hole; the size where
-        there is none.
-        """
+    def read_many(self, ranges: Sequence[Range]) -> list[bytes]:
+        """Runs that lie near each other are read in one go, what is between them too."""
+        found = [b""] * len(ranges)
+        for first, last, members in merged_runs(ranges):
+            self._require(first, last - first)
+            if len(members) == 1:
+                found[members[0]] = self._exactly(*ranges[members[0]])
+                continue
+            whole = memoryview(self._exactly(first, last - first))
+            for member in members:
+                offset, nbytes = ranges[member]
+                found[member] = bytes(whole[offset - first : offset - first + nbytes])
+        return found
+
+    def fingerprint(self) -> Fingerprint:
+        return self._stamp
+
+    def is_file(self) -> bool:
+        return True
+
+    def is_for_threads(self) -> bool:
+        return True
+
+    def data_from(self, offset: int) -> int:
         return platforms.next_data(self._fd, offset, self.size) if offset < self.size else self.size
 
-    def mappable_path(self) -> str:
-        """A path under which another library can map this very file, even if its name is given to
-        another meanwhile.
+    def mappable_path(self) -> str | None:
+        """A path that leads to this very file even if its name is given to another meanwhile, where
+        the system has one.
         """
         return platforms.path_of_open(self._fd) or str(self.path)
 
-    def refuse_replaced(self) -> None:
-        """Raise `MalformedCheckpoint` when `mappable_path` may have led to another file by now,
-        where that is possible.
-        """
+    def check_mapped(self) -> None:
         if platforms.ON_WINDOWS or platforms.path_of_open(self._fd) is not None:
             return
         try:
@@ -103,14 +129,16 @@ class FileSource:
                 "was replaced while it was read", path=self.path, hint="load it again"
             )
 
-    def refuse_changed(self) -> None:
-        """Raise `MalformedCheckpoint` when somebody wrote to the file since it was opened: old and
-        new were read mixed.
-        """
+    def check_unchanged(self) -> None:
         if self._fd >= 0 and stamp(os.fstat(self._fd)) != self._stamp:
             raise MalformedCheckpoint(
                 "was changed while it was read", path=self.path, hint="convert it again"
             )
+
+    def let_go(self, replaced: Sequence[str]) -> None:
+        here = Path(os.path.realpath(self.path))
+        if any(here.is_relative_to(path) for path in replaced):
+            self.close()
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1
@@ -162,23 +190,45 @@ def _open_regular(path: Path) -> int:
     raise UnsupportedCheckpoint("is not a regular file but a pipe, socket or device", path=path)
 
 
+def merged_runs(ranges: Sequence[Range]) -> Iterator[tuple[int, int, list[int]]]:
+    """Runs of bytes put together where one read of them costs less than several: where each begins
+    and ends, and the numbers of the `ranges` that lie in it.
+
+    Up to `SMALL` bytes that nobody asked for are read between two of them, and together they are at
+    most `CHUNK` bytes.
+
+    >>> list(merged_runs([(5000, 10), (0, 100), (1 << 30, 4), (4000, 10)]))
+    [(0, 5010, [1, 3, 0]), (1073741824, 1073741828, [2])]
+    """
+    first = last = 0
+    members: list[int] = []
+    for number in sorted(range(len(ranges)), key=lambda number: ranges[number]):
+        offset, nbytes = ranges[number]
+        end = max(last, offset + nbytes)
+        if members and offset - last <= SMALL and end - first <= CHUNK and nbytes >= 0:
+            last = end
+            members.append(number)
+            continue
+        if members:
+            yield first, last, members
+        first, last, members = offset, offset + nbytes, [number]
+    if members:
+        yield first, last, members
+
+
 def let_go(sources: Iterable[Source], replaced: Iterable[Path]) -> None:
     """Close the files that lie at or in one of the paths that are to be `replaced`; they cannot be
     read any more.
     """
     targets = [os.path.realpath(path) for path in replaced]
     for source in sources:
-        if isinstance(source, FileSource) and any(
-            Path(os.path.realpath(source.path)).is_relative_to(path) for path in targets
-        ):
-            source.close()
+        source.let_go(targets)
 
 
 def refuse_changed(sources: Iterable[Source]) -> None:
     """Raise `MalformedCheckpoint` when somebody wrote to one of the files since it was opened."""
     for source in sources:
-        if isinstance(source, FileSource):
-            source.refuse_changed()
+        source.check_unchanged()
 
 
 class FilePool:
@@ -192,10 +242,6 @@ class FilePool:
     def __init__(self) -> None:
         self._open: dict[PooledSource, None] = {}  # the one used last stands last
         self._most = in_force().open_files
-
-    def source(self, path: Path) -> PooledSource:
-        """The file at `path`, opened once to see that it is there and how long it is."""
-        return PooledSource(path, self)
 
     def hold(self, source: PooledSource) -> None:
         """Note that `source` is open and in use; close the one that was not used for longest where
@@ -212,7 +258,7 @@ class FilePool:
 
 
 class PooledSource(FileSource):
-    """A file of a `FilePool`."""
+    """A file of a `FilePool`, opened once at first to see that it is there and how long it is."""
 
     def __init__(self, path: Path, pool: FilePool) -> None:
         super().__init__(path)
@@ -227,6 +273,17 @@ class PooledSource(FileSource):
     def read(self, offset: int, nbytes: int) -> bytes:
         self._wake()
         return super().read(offset, nbytes)
+
+    def is_for_threads(self) -> bool:
+        return False
+
+    def data_from(self, offset: int) -> int:
+        self._wake()
+        return super().data_from(offset)
+
+    def mappable_path(self) -> str | None:
+        """None: a mapping would hold the file open while it rests."""
+        return None
 
     def rest(self) -> None:
         """Give the file descriptor and the memory back until the next read."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import IO
 
 from ckptconv.io.crc import crc32
 from ckptconv.io.files import FileSource
-from ckptconv.io.source import CHUNK, Source
+from ckptconv.io.source import CHUNK, Fingerprint, Range, RangeSource, Source
 from ckptconv.support import platforms
 from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint, OutputRefused
 from ckptconv.support.limits import in_force
@@ -53,11 +53,12 @@ def is_bomb(deflated: int, size: int) -> bool:
     return size > most.inflated_free and size > deflated * most.inflated_ratio
 
 
-class InflatedSource:
+class InflatedSource(Source):
     """A deflated run of another source, inflated once, on first use, into a spool.
 
     Memory stays bounded and every later layer sees plain bytes at plain offsets. The length and the
-    CRC-32 are checked while inflating; `MalformedCheckpoint` when they do not hold.
+    CRC-32 are checked while inflating; `MalformedCheckpoint` when they do not hold. What is in the
+    spool does not change any more.
     """
 
     def __init__(
@@ -89,23 +90,32 @@ class InflatedSource:
             name,
         )
         self._spool = spool
-        self._place: tuple[FileSource, int] | None = None
+        self._plain: RangeSource | None = None
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        plain, start = self._inflated()
-        plain.read_into(start + offset, view)
+        self._inflated().read_into(offset, view)
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        plain, start = self._inflated()
-        return plain.read(start + offset, nbytes)
+        return self._inflated().read(offset, nbytes)
+
+    def read_many(self, ranges: Sequence[Range]) -> list[bytes]:
+        return self._inflated().read_many(ranges)
+
+    def stream(self, ranges: Iterable[Range]) -> Iterator[memoryview]:
+        return self._inflated().stream(ranges)
+
+    def fingerprint(self) -> Fingerprint:
+        return (self._parent.fingerprint(), self._offset, self._deflated, self.size)
 
     def close(self) -> None:
         self._spool.close()
 
-    def _inflated(self) -> tuple[FileSource, int]:
-        if self._place is None:
-            self._place = self._spool.append(self._pieces())
-        return self._place
+    def _inflated(self) -> RangeSource:
+        if self._plain is None:
+            spooled, start = self._spool.append(self._pieces())
+            self._plain = RangeSource(spooled, start, self.size)
+            self._plain.path = self.path
+        return self._plain
 
     def _pieces(self) -> Iterator[bytes]:
         inflater, crc, total = zlib.decompressobj(-15), 0, 0

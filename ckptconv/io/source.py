@@ -1,10 +1,14 @@
-"""What bytes are read from: the protocol, bytes in memory, and a range of another source."""
+"""What bytes are read from: what every source can do, bytes in memory, and a range of another
+source.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
 
+from ckptconv.io.crc import crc32
 from ckptconv.support.errors import MalformedCheckpoint
 
 CHUNK = 1 << 20
@@ -14,26 +18,153 @@ CHUNK = 1 << 20
 SMALL = 1 << 12
 """Up to this many bytes, a read fetches what follows too."""
 
+Range = tuple[int, int]
+"""A run of bytes: where it begins, and how many they are."""
 
-class Source(Protocol):
-    """Bytes that can be read at any offset: a file, or a record that must be inflated first."""
+Fingerprint = tuple[Hashable, ...]
+"""What differs when the bytes may differ: equal ones stand for equal bytes. It can be pickled."""
+
+
+class Source(ABC):
+    """Bytes that can be read at any offset: a file, or a record that must be inflated first.
+
+    `path` is how the user knows it, `size` its bytes. A kind has to read and to close; what else it
+    can do, it says by the methods below, whose defaults promise nothing.
+    """
 
     path: Path
     size: int
 
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return self.path.name
+
+    @abstractmethod
     def read_into(self, offset: int, view: memoryview) -> None:
         """Fill all of `view` with the bytes from `offset` on; `MalformedCheckpoint` when they are
         not there.
         """
 
+    @abstractmethod
     def read(self, offset: int, nbytes: int) -> bytes:
-        """The `nbytes` bytes from `offset` on."""
+        """The `nbytes` bytes from `offset` on; `MalformedCheckpoint` when they are not there."""
 
+    @abstractmethod
     def close(self) -> None:
         """Give the file descriptor back; a second call does nothing."""
 
+    def read_many(self, ranges: Sequence[Range]) -> list[bytes]:
+        """The bytes of several runs, in the order of `ranges`, in as few reads as pay."""
+        return [self.read(offset, nbytes) for offset, nbytes in ranges]
 
-class RangeSource:
+    def stream(self, ranges: Iterable[Range]) -> Iterator[memoryview]:
+        """The bytes of the runs, one after the other, fetched ahead where that pays.
+
+        Each view has `CHUNK` bytes, the last one of a run what is left of it. A view is valid until
+        the next one is asked for.
+        """
+        buffer = memoryview(b"")
+        for offset, nbytes in ranges:
+            if len(buffer) < min(CHUNK, nbytes):
+                buffer = memoryview(bytearray(min(CHUNK, nbytes)))
+            while nbytes:
+                view = buffer[: min(CHUNK, nbytes)]
+                self.read_into(offset, view)
+                yield view
+                offset, nbytes = offset + len(view), nbytes - len(view)
+
+    # -------------------------------------------------------------------------------- what it is
+
+    @abstractmethod
+    def fingerprint(self) -> Fingerprint:
+        """What tells its bytes from others, and from those that it has after a change."""
+
+    def is_file(self) -> bool:
+        """Whether it is all of a file, not a range of one or what was made of its bytes."""
+        return False
+
+    def is_in_memory(self) -> bool:
+        """Whether its bytes are held by the source itself."""
+        return False
+
+    def needs_closing(self) -> bool:
+        """Whether `close` gives anything back."""
+        return True
+
+    def is_for_threads(self) -> bool:
+        """Whether `read_into` may be called by several threads at once."""
+        return False
+
+    # ----------------------------------------------------------------------- what became of it
+
+    def check_unchanged(self) -> None:  # noqa: B027 (nothing is promised)
+        """Raise `MalformedCheckpoint` when somebody wrote to it since it was opened: old and new
+        were read mixed.
+        """
+
+    def let_go(self, replaced: Sequence[str]) -> None:  # noqa: B027
+        """Close it if it lies at or in one of the real paths that are to be `replaced`; it cannot
+        be read any more.
+        """
+
+    # -------------------------------------------------------------------------------- shortcuts
+
+    def mappable_path(self) -> str | None:
+        """A path under which another library can map these very bytes; None where there is none."""
+        return None
+
+    def check_mapped(self) -> None:  # noqa: B027
+        """Raise `MalformedCheckpoint` when `mappable_path` may have led to other bytes by now."""
+
+    def data_from(self, offset: int) -> int:
+        """The first byte from `offset` on that is not known to lie in a hole of a sparse file; the
+        size where there is none. Holes are zeros, which nobody has to read.
+        """
+        return offset
+
+
+class WrappedSource(Source):
+    """Another source, of which a subclass changes something. Several runs are read one by one, each
+    by the `read` and `read_into` of the subclass.
+    """
+
+    def __init__(self, inner: Source) -> None:
+        self.path, self.size = inner.path, inner.size
+        self.inner = inner
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        self.inner.read_into(offset, view)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        return self.inner.read(offset, nbytes)
+
+    def fingerprint(self) -> Fingerprint:
+        return self.inner.fingerprint()
+
+    def is_file(self) -> bool:
+        return self.inner.is_file()
+
+    def is_in_memory(self) -> bool:
+        return self.inner.is_in_memory()
+
+    def needs_closing(self) -> bool:
+        return self.inner.needs_closing()
+
+    def check_unchanged(self) -> None:
+        self.inner.check_unchanged()
+
+    def let_go(self, replaced: Sequence[str]) -> None:
+        self.inner.let_go(replaced)
+
+    def data_from(self, offset: int) -> int:
+        return self.inner.data_from(offset)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class RangeSource(Source):
     """The `size` bytes of another source from `start` on: a file within a file. Closing it leaves
     the other open.
     """
@@ -47,24 +178,50 @@ class RangeSource:
         self._parent, self._start = parent, start
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        if offset + len(view) > self.size:
+        if offset < 0 or offset + len(view) > self.size:
             raise MalformedCheckpoint(
                 f"ends at byte {self.size}, more was expected", path=self.path
             )
         self._parent.read_into(self._start + offset, view)
 
     def read(self, offset: int, nbytes: int) -> bytes:
+        self._require(offset, nbytes)
+        return self._parent.read(self._start + offset, nbytes)
+
+    def read_many(self, ranges: Sequence[Range]) -> list[bytes]:
+        for offset, nbytes in ranges:
+            self._require(offset, nbytes)
+        return self._parent.read_many([(self._start + offset, count) for offset, count in ranges])
+
+    def stream(self, ranges: Iterable[Range]) -> Iterator[memoryview]:
+        wanted = list(ranges)
+        for offset, nbytes in wanted:
+            self._require(offset, nbytes)
+        return self._parent.stream((self._start + offset, nbytes) for offset, nbytes in wanted)
+
+    def _require(self, offset: int, nbytes: int) -> None:
         if offset < 0 or nbytes > self.size - offset:
             raise MalformedCheckpoint(
                 f"{nbytes} bytes at {offset} lie beyond its end ({self.size})", path=self.path
             )
-        return self._parent.read(self._start + offset, nbytes)
+
+    def fingerprint(self) -> Fingerprint:
+        return (self._parent.fingerprint(), self._start, self.size)
+
+    def needs_closing(self) -> bool:
+        return False
+
+    def check_unchanged(self) -> None:
+        self._parent.check_unchanged()
+
+    def data_from(self, offset: int) -> int:
+        return min(self.size, self._parent.data_from(self._start + offset) - self._start)
 
     def close(self) -> None:
         """Nothing to give back: the other source is its opener's."""
 
 
-class MemorySource:
+class MemorySource(Source):
     """Bytes that are in memory already, such as an array that a pickle holds."""
 
     def __init__(self, data: bytes, path: Path) -> None:
@@ -80,6 +237,15 @@ class MemorySource:
                 f"{nbytes} bytes at {offset} lie beyond its end ({self.size})", path=self.path
             )
         return self._data[offset : offset + nbytes]
+
+    def fingerprint(self) -> Fingerprint:
+        return (self.size, crc32(self._data))
+
+    def is_in_memory(self) -> bool:
+        return True
+
+    def needs_closing(self) -> bool:
+        return False
 
     def close(self) -> None:
         """Nothing to give back."""

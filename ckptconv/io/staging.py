@@ -124,7 +124,7 @@ def put_new_folder(made: Path, path: Path, *, fsync: bool) -> bool:
 @dataclass(frozen=True, slots=True)
 class ShardSet:
     """A checkpoint of many files in one folder: the paths of its shards and of its index, or of one
-    file without an index.
+    file without an index. `claimed` are other names that must be free.
 
     `earlier()` are the files that are there by now under these names or others of such a set;
     `moved_index(folder)` is an index of the same shards in `folder`, a folder beside the index.
@@ -134,6 +134,12 @@ class ShardSet:
     index: Path | None
     earlier: Callable[[], Sequence[Path]]
     moved_index: Callable[[str], bytes]
+    claimed: Sequence[Path] = ()
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The shards, and the index if there is one."""
+        return (*self.shards, *([self.index] if self.index is not None else []))
 
 
 def put_set(made: Path, files: ShardSet, path: Path, *, force: bool, fsync: bool) -> None:

@@ -1,4 +1,6 @@
-"""One new file, written as a stream with checksums by a thread of its own."""
+"""One new file, written as a stream with checksums by a thread of its own; where it is written to
+is the business of a sink.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import contextlib
 import errno
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from queue import SimpleQueue
 
@@ -19,6 +22,44 @@ _BUFFERS = 4
 RESERVE_FROM = 16 << 20
 
 
+class Sink(ABC):
+    """What takes the bytes of one new file, in order. Its calls come from one thread at a time."""
+
+    @abstractmethod
+    def write(self, view: memoryview) -> None:
+        """Take all of `view`, which is used again afterwards."""
+
+    @abstractmethod
+    def end(self, size: int, *, fsync: bool) -> None:
+        """The file is whole, with `size` bytes; with `fsync` it lasts when this returns."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what is held, once; of a file that is not whole nothing has to remain."""
+
+
+class FileSink(Sink):
+    """An open file."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def write(self, view: memoryview) -> None:
+        while view:
+            view = view[os.write(self._fd, view) :]
+
+    def end(self, size: int, *, fsync: bool) -> None:
+        os.ftruncate(self._fd, size)
+        if fsync:
+            platforms.sync(self._fd)
+        self.close()
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
 class OutputStream:
     """Sequential output through a ring of `CHUNK`-sized buffers that a second thread writes out.
 
@@ -27,9 +68,9 @@ class OutputStream:
     writing thread are raised by the next call.
     """
 
-    def __init__(self, fd: int, on_progress: Callable[[int], None] | None = None) -> None:
+    def __init__(self, sink: Sink, on_progress: Callable[[int], None] | None = None) -> None:
         self.position = 0
-        self._fd = fd
+        self._sink = sink
         self._on_progress = on_progress
         self._buffer = memoryview(bytearray(CHUNK))
         self._filled = 0
@@ -71,7 +112,7 @@ class OutputStream:
     def finish(self) -> None:
         """Write out what is left and wait for it."""
         if self._thread is None:
-            _write_all(self._fd, self._buffer[: self._filled])
+            self._sink.write(self._buffer[: self._filled])
         else:
             self._full.put(self._buffer[: self._filled])
             self._stop()
@@ -86,20 +127,11 @@ class OutputStream:
         """
         if self._buffer:
             self.finish()
-        os.ftruncate(self._fd, self.position)
-        if fsync:
-            platforms.sync(self._fd)
-        self.close()
+        self._sink.end(self.position, fsync=fsync)
 
     def close(self) -> None:
         """Close the file, once."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def fileno(self) -> int:
-        """The descriptor of the file."""
-        return self._fd
+        self._sink.close()
 
     def abandon(self) -> None:
         """Stop the writing thread; what it has not written yet does not matter any more."""
@@ -129,7 +161,7 @@ class OutputStream:
         while (view := self._full.get()) is not None:
             if self._failure is None:
                 try:
-                    _write_all(self._fd, view)
+                    self._sink.write(view)
                 except OSError as error:
                     self._failure = error
             self._free.put(view)
@@ -144,8 +176,3 @@ class OutputStream:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
-
-
-def _write_all(fd: int, view: memoryview) -> None:
-    while view:
-        view = view[os.write(fd, view) :]

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
-from ckptconv.io.files import FileSource
+from ckptconv.io.local import place_of
+from ckptconv.io.location import read_small
 from ckptconv.keys.key_map import RULE_WORDS, KeyRules, parse_rule
 from ckptconv.keys.mappings import Mapped, MappedKeys
 from ckptconv.keys.rules import Regex, Rename, Rule
@@ -30,12 +31,10 @@ from ckptconv.support.choices import refuse_no_flag, refuse_no_path, spelling_ch
 from ckptconv.support.errors import (
     CheckpointError,
     KeyConflict,
-    LimitExceeded,
     MissingDependency,
     printable,
 )
 from ckptconv.support.json_text import read_object, refuse_crowded
-from ckptconv.support.limits import in_force
 
 _MAPPING = "mapping"
 _VERSION = 1
@@ -77,7 +76,7 @@ def read_rules(path: str | os.PathLike[str], *, reverse: bool = False) -> list[R
     """
     refuse_no_path(rules=path)
     path = Path(path)
-    raw = _content(path)
+    raw = read_small(place_of(path), "rules_bytes")
     text = _text(raw, path)
     kind = path.suffix.lower()
     if kind not in _ENTRIES:
@@ -105,22 +104,6 @@ def _text(raw: bytes, path: Path) -> str:
         return raw.decode()
     except UnicodeDecodeError:
         raise KeyConflict("is not UTF-8 text", path=path) from None
-
-
-def _content(path: Path) -> bytes:
-    source = FileSource(path)
-    try:
-        if source.size > (most := in_force().rules_bytes):
-            raise LimitExceeded(
-                f"has {source.size} bytes",
-                limit="rules_bytes",
-                allowed=most,
-                needed=source.size,
-                path=path,
-            )
-        return source.read(0, source.size)
-    finally:
-        source.close()
 
 
 # -------------------------------------------------------------------------------------------- rules

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ckptconv.devices.host import require_torch
 from ckptconv.formats.registry import Named, open_checkpoint
-from ckptconv.io.files import FileSource, refuse_changed
+from ckptconv.io.files import refuse_changed
 from ckptconv.keys.key_map import KeyRules, map_keys, refuse_idle, rules_of
 from ckptconv.live.storages import MapLocation, Restorer, Storages
 from ckptconv.objects.plain import tensor_form
@@ -162,9 +162,9 @@ def _bytes_to_read(settled: Settled, mmap: bool) -> int:
         if ref.is_view
     }
     views.update((id(storage), storage) for storage in settled.storages)
-    read = [
-        storage for storage in views.values() if not (mmap and type(storage.source) is FileSource)
-    ]
+    sources = {id(storage.source): storage.source for storage in views.values()}
+    mapped = {key for key, source in sources.items() if mmap and source.mappable_path() is not None}
+    read = [storage for storage in views.values() if id(storage.source) not in mapped]
     wholes = {
         id(whole): whole
         for storage in read

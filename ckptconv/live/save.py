@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptconv.convert.execute import ConversionResult, execute_plan
-from ckptconv.convert.options import Request, Target
+from ckptconv.convert.options import Request
 from ckptconv.convert.planner import plan_conversion
+from ckptconv.convert.targets import check_place
 from ckptconv.devices.host import require_torch
 from ckptconv.devices.mapping import tag_map
-from ckptconv.io.destination import check_folder, check_output
+from ckptconv.formats.target_format import Target
+from ckptconv.io.source import Fingerprint, Source
 from ckptconv.keys.key_map import KeyRules, rules_of
 from ckptconv.pickles.nodes import BYTEARRAY, ORDERED_DICT, SET, Call, Dict, Global, Node
 from ckptconv.support.choices import (
@@ -28,6 +30,7 @@ from ckptconv.support.progress import OnProgress
 from ckptconv.tensors.dtypes import BY_NAME, DType, floating_dtype
 from ckptconv.tensors.refs import Storage, TensorObject, view_of
 from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.tree.containers import MEMORY
 from ckptconv.tree.walk import place_text, tensors_of
 
 if TYPE_CHECKING:
@@ -71,13 +74,13 @@ def save_portable(
         tags=tag_map(device),
         dtype=None if dtype is None else floating_dtype(dtype),
     )
-    (check_folder if to == "dcp" else check_output)(Path(path), force=force)
+    check_place(path, to, force=force)
     try:
         root = _Symbolic().node(state_dict, None)
     except RecursionError:
         raise too_deep("nests too many containers to be saved", path=path) from None
     checkpoint = Checkpoint(
-        Path("the state dict"), "memory", root, sum(ref.nbytes for _, ref in tensors_of(root))
+        Path("the state dict"), MEMORY, root, sum(ref.nbytes for _, ref in tensors_of(root))
     )
     return execute_plan(
         plan_conversion(checkpoint, path, options),
@@ -90,7 +93,7 @@ def save_portable(
 _LONGEST_INT = 2031  # bits; weights_only=True reads no longer ones
 
 
-class _TensorSource:
+class _TensorSource(Source):
     """The bytes of a live storage, copied to the CPU while they are read."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
@@ -106,8 +109,11 @@ class _TensorSource:
     def read(self, offset: int, nbytes: int) -> bytes:
         return self._bytes[offset : offset + nbytes].cpu().numpy().tobytes()
 
+    def fingerprint(self) -> Fingerprint:
+        return (self._bytes.data_ptr(), self.size, self._bytes._version)
+
     def close(self) -> None:
-        del self._bytes
+        vars(self).pop("_bytes", None)
 
 
 class _Symbolic:

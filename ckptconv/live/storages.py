@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptconv.devices.host import require_device
 from ckptconv.devices.mapping import resolve_map_location
-from ckptconv.io.files import FileSource
+from ckptconv.io.source import Source
 from ckptconv.support.errors import (
     UnsupportedCheckpoint,
 )
@@ -56,7 +56,7 @@ class Storages:
         self._restore = restore
         self._mmap = mmap
         self._meter = meter
-        self._maps: dict[int, torch.UntypedStorage] = {}
+        self._maps: dict[int, torch.UntypedStorage | None] = {}
         self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
         self._checked: set[int] = set()
 
@@ -75,12 +75,10 @@ class Storages:
         source = storage.source
         if (
             self._mmap
-            and type(source) is FileSource
             and word == 1
             and storage.offset % dtype.itemsize == 0
+            and (mapped := self._mapped(source)) is not None
         ):
-            if (mapped := self._maps.get(id(source))) is None:
-                mapped = self._maps[id(source)] = self._mapped(source)
             part: torch.UntypedStorage = mapped[storage.offset : storage.offset + storage.nbytes]
             return part
         self.check(storage)
@@ -96,17 +94,22 @@ class Storages:
             self._checked.add(id(whole))
             check_storage(whole, self._meter)
 
-    def _mapped(self, source: FileSource) -> torch.UntypedStorage:
+    def _mapped(self, source: Source) -> torch.UntypedStorage | None:
+        """All bytes of a source, mapped once; None for one that cannot be."""
+        if id(source) not in self._maps:
+            path = source.mappable_path()
+            self._maps[id(source)] = None if path is None else self._map(source, path)
+        return self._maps[id(source)]
+
+    def _map(self, source: Source, path: str) -> torch.UntypedStorage:
         try:
-            mapped = self._torch.UntypedStorage.from_file(
-                source.mappable_path(), False, source.size
-            )
+            mapped = self._torch.UntypedStorage.from_file(path, False, source.size)
         except RuntimeError as error:  # the file is shorter by now
-            source.refuse_changed()
+            source.check_unchanged()
             raise UnsupportedCheckpoint(
                 f"cannot be mapped: {error}", path=source.path, hint="mmap=False reads it"
             ) from error
-        source.refuse_replaced()
+        source.check_mapped()
         assert isinstance(mapped, self._torch.UntypedStorage)
         return mapped
 

@@ -9,13 +9,15 @@ key to recipe:
 |---|---|---|
 | ``complex`` | ``key.real_imag``: the parts side by side in one more dimension of 2 | ``dtype`` |
 | ``sparse`` (COO) | ``key.indices``, ``key.values`` | ``layout``, ``size``, ``coalesced`` |
-| ``sparse`` (CSR, CSC, BSR, BSC) | ``key.compressed_indices``, ``key.plain_indices``, ``key.values`` | ``layout``, ``size`` |
-| ``quantized`` | ``key.integers``; by channel also ``key.scales``, ``key.zero_points`` | ``dtype``, ``scheme``, ``scale``, ``zero_point``, ``axis`` |
+| ``sparse`` (CSR, CSC, BSR, BSC) | ``key.compressed_indices``, ``key.plain_indices``, | |
+| | ``key.values`` | ``layout``, ``size`` |
+| ``quantized`` | ``key.integers``; by channel also ``key.scales``, | ``dtype``, ``scheme``, |
+| | ``key.zero_points`` | ``scale``, ``zero_point``, ``axis`` |
 | ``nested`` | ``key.buffer``, ``key.sizes``, ``key.strides``, ``key.offsets`` | |
 
 A component that safetensors cannot hold itself (complex values of a sparse tensor) has a recipe of
 its own. Source of the forms: the rebuild functions in torch/_utils.py.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ Recipe = dict[str, Any]
 Components = tuple[tuple[str, TensorRef], ...]
 
 
-class Flat(NamedTuple):
+class FlatValue(NamedTuple):
     """A value as named tensors, with the recipes that put it together again; `was` names what was
     rewritten as a tensor.
     """
@@ -47,7 +49,7 @@ class Flat(NamedTuple):
     was: str | None = None
 
 
-def flat(key: str, value: Node, *, encode: bool = True) -> Flat | None:
+def flat(key: str, value: Node, *, encode: bool = True) -> FlatValue | None:
     """The named tensors of a state dict's value; None where it is not a tensor, or one without an
     exact encoding.
 
@@ -62,8 +64,8 @@ def flat(key: str, value: Node, *, encode: bool = True) -> Flat | None:
         was = spoken_name(value, value.name)
     if ref is not None:
         if not encode or ref.dtype.name not in _REALS:
-            return Flat(((key, ref),), {}, was)
-        return Flat(
+            return FlatValue(((key, ref),), {}, was)
+        return FlatValue(
             ((f"{key}.real_imag", ref),),
             {key: {"encoding": "complex", "dtype": ref.dtype.name}},
             was,
@@ -77,10 +79,12 @@ def flat(key: str, value: Node, *, encode: bool = True) -> Flat | None:
     return None if made is None else _nested_flat(key, *made)
 
 
-def _nested_flat(key: str, components: Components, recipe: Recipe) -> Flat:
+def _nested_flat(key: str, components: Components, recipe: Recipe) -> FlatValue:
     inner = [found for name, ref in components if (found := flat(f"{key}.{name}", ref)) is not None]
     recipes = {name: inside for found in inner for name, inside in found.recipes.items()}
-    return Flat(tuple(pair for found in inner for pair in found.tensors), {**recipes, key: recipe})
+    return FlatValue(
+        tuple(pair for found in inner for pair in found.tensors), {**recipes, key: recipe}
+    )
 
 
 def recipes_text(recipes: Mapping[str, Recipe]) -> dict[str, str]:

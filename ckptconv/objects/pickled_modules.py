@@ -16,7 +16,7 @@ _PARTS = ("_parameters", "_buffers", "_modules")
 _NOT_SAVED = "_non_persistent_buffers_set"
 _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
 
-Named = list[tuple[str, Node]]
+NamedNodes = list[tuple[str, Node]]
 
 
 def is_module(node: Node) -> bool:
@@ -32,7 +32,7 @@ def is_module(node: Node) -> bool:
     )
 
 
-def saved_tensors(module: Call) -> Named:
+def saved_tensors(module: Call) -> NamedNodes:
     """What `state_dict()` gives of a module itself: parameters, persistent buffers, and what is
     known of its class.
 
@@ -66,7 +66,7 @@ def child_modules(module: Call) -> list[tuple[str, Call]]:
     return [(name, child) for name, child in _children(module) if is_module(child)]
 
 
-def _children(module: Call) -> Named:
+def _children(module: Call) -> NamedNodes:
     return [
         (name, child)
         for name, child in mapping_pairs(fields(module)["_modules"]) or ()
@@ -74,7 +74,7 @@ def _children(module: Call) -> Named:
     ]
 
 
-def other_attributes(module: Call) -> Named:
+def other_attributes(module: Call) -> NamedNodes:
     """What a module holds besides parameters, buffers and children."""
     return [(name, value) for name, value in fields(module).items() if name not in _PARTS]
 

@@ -344,7 +344,7 @@ def _is_castable(ref: TensorRef, dtype: DType) -> bool:
     """Whether the values are in memory and a cast tells what they were (numpy has no bfloat16: it
     is pickled as float32).
     """
-    return type(ref.storage.source) is MemorySource and ref.dtype.is_floating and dtype.is_floating
+    return ref.storage.source.is_in_memory() and ref.dtype.is_floating and dtype.is_floating
 
 
 def _raw_bytes(node: Node) -> bytes | None:

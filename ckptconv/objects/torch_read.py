@@ -90,16 +90,19 @@ class StorageIds:
     def __init__(self, storage_for: StorageLookup) -> None:
         self._storage_for = storage_for
         self._found: dict[str, tuple[Storage, Node, Node]] = {}
-        self._dtypes: dict[Global, DType | None] = {}
+        self._last_class: Node = object()
+        self._last_dtype: DType | None = None
 
     def __call__(self, pid: Node) -> Storage | Window | Global:
+        if type(pid) is tuple and len(pid) == 5 and pid[0] == "storage":
+            return self._storage(pid)  # what torch writes today
         if type(pid) is not tuple or len(pid) < 4:
             raise MalformedCheckpoint("a persistent id is not that of a storage")
         if pid[0] != "storage" and _text(pid[0]) != "storage":
             return _module_class(pid)
         if len(pid) < 5:
             raise MalformedCheckpoint("a persistent id is not that of a storage")
-        whole = self._storage(pid)
+        whole = self._storage(pid[:5])
         if len(pid) < 6 or pid[5] is None:
             return whole
         view = pid[5]  # of legacy files: its key, offset and size in elements
@@ -108,7 +111,7 @@ class StorageIds:
         return part_of(whole if isinstance(whole, Window) else window(whole), view[1], view[2])
 
     def _storage(self, pid: tuple[Node, ...]) -> Storage | Window:
-        cls, key, location, numel = pid[1:5]
+        _, cls, key, location, numel = pid
         if type(key) is not str or type(location) is not str:
             key, location = _text(key), _text(location)
         if key is None or location is None or type(numel) is not int or numel < 0 or numel >> 60:
@@ -120,9 +123,9 @@ class StorageIds:
             if known[1] is cls and known[2] == numel:
                 return known[0]
             return _retyped(known[0], storage_dtype(cls), numel)
-        if type(cls) is not Global or cls not in self._dtypes:
-            self._dtypes[cls] = storage_dtype(cls)
-        dtype = self._dtypes[cls]
+        if cls is not self._last_class:  # nearly all storages of a file are of one
+            self._last_class, self._last_dtype = cls, storage_dtype(cls)
+        dtype = self._last_dtype
         storage = self._storage_for(
             key, location, numel * dtype.itemsize if dtype else numel, dtype
         )

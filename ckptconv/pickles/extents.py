@@ -14,6 +14,7 @@ from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint
 from ckptconv.support.limits import in_force
 
 _WINDOW = 1 << 20
+_FIRST_WINDOW = 1 << 16  # the pickles of most checkpoints are no longer
 _STOP = 0x2E
 _HINT = "the file is damaged or cut off"
 _RUN = re.compile(
@@ -52,8 +53,9 @@ def _ends(source: Source, start: int, count: int, window: int) -> list[int]:
     """The byte behind each of `count` pickles."""
     ends: list[int] = []
     most = in_force().pickle_bytes
-    # the bytes of the source from `base` on; the opcode that comes next
+    # the bytes of the source from `base` on; the opcode that comes next; the bytes read at a time
     seen, base, at = b"", start, start
+    ahead = min(window, _FIRST_WINDOW)
     while len(ends) < count:
         stepped, ended = _step(seen, at - base)
         at = base + stepped
@@ -71,7 +73,8 @@ def _ends(source: Source, start: int, count: int, window: int) -> list[int]:
             ends.append(at)
             continue
         # an argument may be longer than the window
-        size = 4 * len(seen) if seen and at == base else window
+        size = 4 * len(seen) if seen and at == base else ahead
+        ahead = min(window, 4 * ahead)
         seen, base = source.read(at, min(size, source.size - at)), at
     return ends
 

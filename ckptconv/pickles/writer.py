@@ -81,8 +81,10 @@ class PickleWriter:
         if (index := self._texts.get(text)) is not None:
             return _fetch(index)
         raw = text.encode("utf-8", "surrogatepass")
-        self._texts[text] = self.count
-        return b"X" + _UINT32(len(raw)) + raw + self.put()
+        index = self._texts[text] = self.count
+        self.count = index + 1
+        put = _PUTS[index] if index < 256 else b"r" + _UINT32(index)
+        return b"X%b%b%b" % (_UINT32(len(raw)), raw, put)
 
     def named(self, module: str, name: str) -> bytes:
         """The opcodes for a global: written once, fetched afterwards."""
@@ -99,24 +101,27 @@ class PickleWriter:
         while id(node) in self._overlay:
             node = self._overlay[id(node)]
         kind = type(node)
-        if (plain := _SCALARS.get(kind)) is not None:
+        if kind not in _NOT_LEAVES:
+            if (index := self._memo.get(id(node))) is None:
+                return self._write_leaf(node)
+            self._out += _fetch(index)
+        elif (plain := _SCALARS.get(kind)) is not None:
             self._out += plain(node)
         elif kind is str:
             self._out += self.text(node)
         elif (index := self._memo.get(id(node))) is not None:
             self._out += _fetch(index)
-        elif (work := _WORK.get(kind)) is not None:
-            return work(self, node)
         else:
-            return self._write_leaf(node)
+            return _WORK[kind](self, node)
         return None
 
     def _write_leaf(self, node: Node) -> Iterator[Node] | None:
         made = self._leaf(node, self)
         if type(made) is bytes:
-            self._memo[id(node)] = self.count
+            index = self._memo[id(node)] = self.count
+            self.count = index + 1
             self._out += made
-            self._out += self.put()
+            self._out += _PUTS[index] if index < 256 else b"r" + _UINT32(index)
             return None
         self._kept.append(made)
         return iter((made, _Alias(node, made)))
@@ -274,3 +279,4 @@ _WORK: dict[type, Callable[[PickleWriter, Any], Iterator[Node] | None]] = {
     bytes: PickleWriter._write_bytes,
 }
 """How each kind of node is written; every other one is a leaf."""
+_NOT_LEAVES = frozenset((*_SCALARS, str, *_WORK))

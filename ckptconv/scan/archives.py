@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ckptconv.formats.joined_archives import joined_archives, next_data
+from ckptconv.formats.joined_archives import joined_archives
 from ckptconv.formats.torch_tar import is_tar
 from ckptconv.formats.zip_archive import Record, is_zip, read_directory
 from ckptconv.io.source import CHUNK, MemorySource, RangeSource, Source
@@ -56,12 +56,12 @@ def _may_be_script(source: Source) -> bool:
     copied, torch does not open.
     """
     names = ends = False
-    start = next_data(source, 0)
+    start = source.data_from(0)
     while start < source.size and not (names and ends):
         window = source.read(start, min(CHUNK + 16, source.size - start))
         names = names or _SCRIPT_RECORD(window) is not None
         ends = ends or _DIRECTORY_END in window
-        start = next_data(source, start + CHUNK)
+        start = source.data_from(start + CHUNK)
     return names and ends
 
 
@@ -161,14 +161,14 @@ class ArchiveScanner(PickleScanner):
     def _tar(self, source: Source, where: str, depth: int) -> None:
         """Look into the members of a tar file, wherever a header lies; sweep it for patterns."""
         self._pickles(source, 0, where, depth)
-        start = next_data(source, 0)
+        start = source.data_from(0)
         while start < source.size:
             start &= -BLOCK
             window = source.read(start, min(CHUNK, source.size - start))
             for at in range(0, len(window), BLOCK):
                 if is_tar_header(window[at : at + BLOCK]):
                     self._pickles(source, start + at + BLOCK, where, depth)
-            start = next_data(source, start + CHUNK)
+            start = source.data_from(start + CHUNK)
         self._sweep(source, where, depth)
 
     def _deflated(self, source: Source, offset: int, stored: int, where: str, depth: int) -> None:
@@ -199,7 +199,7 @@ class ArchiveScanner(PickleScanner):
     def _sweep(self, source: Source, where: str, depth: int) -> None:
         """Look at every place of a source where a pickle, or a record of an archive, may begin."""
         done = 0
-        start = next_data(source, 0)
+        start = source.data_from(0)
         while start < source.size:
             window = source.read(start, min(CHUNK + 512, source.size - start))
             for likely in _LIKELY.finditer(window):
@@ -216,7 +216,7 @@ class ArchiveScanner(PickleScanner):
                     return
                 look = self._local_record if likely[0][:2] == b"PK" else self._uncertain
                 done = max(done, look(source, at, where, depth))
-            start = next_data(source, start + CHUNK)
+            start = source.data_from(start + CHUNK)
 
     def _uncertain(self, source: Source, at: int, where: str, depth: int) -> int:
         """Follow what may be a pickle.

@@ -14,8 +14,8 @@ from pathlib import Path
 from ckptconv.formats.folders.dcp_metadata import read_metadata
 from ckptconv.formats.joined_archives import joined_archives
 from ckptconv.formats.registry import open_file
-from ckptconv.io.files import FileSource
-from ckptconv.io.source import CHUNK, RangeSource
+from ckptconv.io.local import place_of
+from ckptconv.io.source import CHUNK, RangeSource, Source, WrappedSource
 from ckptconv.objects.threats import LEVELS, Level
 from ckptconv.scan.findings import Finding
 from ckptconv.scan.inflating import Room
@@ -134,13 +134,13 @@ def _size(path: Path) -> int:
     return found.st_size if stat.S_ISREG(found.st_mode) else 0
 
 
-class _CountedSource(FileSource):
+class _CountedSource(WrappedSource):
     """A file of which each MiB is counted once, when it is first looked at: a scan goes back and
     forth.
     """
 
-    def __init__(self, path: Path, read: Meter) -> None:
-        super().__init__(path)
+    def __init__(self, inner: Source, read: Meter) -> None:
+        super().__init__(inner)
         self._read = read
         self._met = bytearray(-(-self.size // CHUNK))
         self._counted = 0
@@ -192,7 +192,7 @@ def _scan_listed(path: Path, read: Meter) -> ScannedFile:
 
 def _scan_file(path: Path, read: Meter) -> ScannedFile:
     try:
-        source = _CountedSource(path, read)
+        source = _CountedSource(place_of(path).open(), read)
     except ValueError as error:
         raise UnsupportedCheckpoint("is not a file name", path=path) from error
     scanner = Scanner(Room(source.size))
@@ -222,7 +222,7 @@ def _malformed(path: Path) -> Iterator[Finding]:
                 pickle_bytes=min(most.pickle_bytes, _OPENED.pickle_bytes),
             ),
             collector_paused(),
-            open_file(path),
+            open_file(place_of(path)),
         ):
             return
     except MalformedCheckpoint as error:
@@ -264,19 +264,17 @@ def _with_items(file: ScannedFile) -> ScannedFile:
 
 
 def _item_findings(path: Path) -> Iterator[Finding]:
-    with closing(FileSource(path)) as source:
+    with closing(place_of(path).open()) as source:
         items = read_metadata(source).items.values()
     places: dict[str, set[tuple[int, int]]] = {}
     for item in items:
         places.setdefault(item.relative_path, set()).add((item.offset, item.length))
     for name, wanted in places.items():
-        with closing(FileSource(path.parent / name)) as source:
+        with closing(place_of(path).beside(name).open()) as source:
             yield from _range_findings(source, name, wanted - {(0, source.size)})
 
 
-def _range_findings(
-    source: FileSource, name: str, wanted: set[tuple[int, int]]
-) -> Iterator[Finding]:
+def _range_findings(source: Source, name: str, wanted: set[tuple[int, int]]) -> Iterator[Finding]:
     """What lies in ranges of a file that are not archives of their own, which are looked into with
     the file.
     """

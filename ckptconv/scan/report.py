@@ -9,6 +9,7 @@ from typing import Any
 from ckptconv.scan.files import Finding, Scan, ScannedFile
 from ckptconv.scan.heads import is_inert
 from ckptconv.support.errors import printable
+from ckptconv.support.rows import Row
 from ckptconv.support.text import count_text
 
 _LISTED = 20  # findings of one file; --json lists all
@@ -46,14 +47,16 @@ def scans_headline(levels: Sequence[str]) -> str:
     return f"{count_text(len(levels), 'path')}: {', '.join(said)}"
 
 
-def scan_lines(scan: Scan) -> Iterator[tuple[str, str]]:
-    """What was found, as (level, text) lines, file by file; plain names are left out."""
+def scan_lines(scan: Scan) -> Iterator[Row]:
+    """What was found, as rows, file by file; plain names are left out."""
     for file in scan.files:
         told = [finding for finding in file.findings if finding.level != "plain"]
         for finding in told[:_LISTED]:
-            yield finding.level, _finding_text(scan, file, finding)
+            yield Row(finding.level, _finding_text(scan, file, finding))
         if len(told) > _LISTED:
-            yield told[_LISTED].level, f"{printable(file.path)}: and {len(told) - _LISTED:,} more"
+            yield Row(
+                told[_LISTED].level, f"{printable(file.path)}: and {len(told) - _LISTED:,} more"
+            )
 
 
 def _finding_text(scan: Scan, file: ScannedFile, finding: Finding) -> str:

@@ -91,10 +91,14 @@ class Scanner(ArchiveScanner):
         if may_be_json(head):
             self._json(source, where, depth)
         packed = next(
-            (item for item in STRANGERS if item.hint and head[item.at :].startswith(item.magic)),
+            (
+                item
+                for item in STRANGERS
+                if item.is_packed and head[item.at :].startswith(item.magic)
+            ),
             None,
         )
-        if packed is not None and "unpack" in (packed.hint or ""):
+        if packed is not None:
             self._odd(where, f"{packed.what}: what is in it was not looked at")
         elif is_zlib(head) or LZMA(head):
             self._odd(

@@ -20,7 +20,6 @@ from ckptconv.support.errors import (
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-TARGETS = ("torch", "safetensors", "dcp")
 KEYS = ("strip", "keep")
 WRAPPERS = ("strip", "module", "add-module", "keep")
 TIED = ("alias", "duplicate")
@@ -35,9 +34,9 @@ def refuse_other(option: str, given: object, choices: Sequence[str], *, further:
 
     `further` says what else may be given.
 
-    >>> refuse_other("to", "Safetensors", TARGETS)
-    Traceback (most recent call last): ckptconv.support.errors.OptionRefused: to='Safetensors' is
-    not a format; choose torch, safetensors or dcp
+    >>> refuse_other("tied", "both", TIED)
+    Traceback (most recent call last): ckptconv.support.errors.OptionRefused: tied='both' is
+    not a choice; choose alias or duplicate
     """
     if type(given) is not str or given not in choices:
         raise not_one(option, given, f"choose {', '.join(choices[:-1])} or {choices[-1]}{further}")

@@ -11,7 +11,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 _LONGEST_NAME = 200
 
@@ -29,18 +29,31 @@ def printable(text: object, limit: int = _LONGEST_NAME) -> str:
     )
 
 
+ErrorCode = Literal["", "checksum", "cut-off", "compressed", "dangerous"]
+"""What a program asks of an error beyond its class: the bytes differ from their checksum, the end
+of an archive is missing, a whole file is compressed, an object must not be loaded.
+"""
+
+
 class CheckpointError(Exception):
     """The base of all errors: a problem with a checkpoint, a request or this host.
 
     Attributes: `what` is wrong, `path` of the file (or None), `where` in it (a key, a record, a
     header field, or None) and the `hint`: the command or option that helps (or None). All are plain
-    text as it was found; `str()` gives the escaped line.
+    text as it was found; `str()` gives the escaped line. `code` is an `ErrorCode`, mostly empty.
     """
 
     def __init__(
-        self, what: str, *, path: object = None, where: object = None, hint: str | None = None
+        self,
+        what: str,
+        *,
+        path: object = None,
+        where: object = None,
+        hint: str | None = None,
+        code: ErrorCode = "",
     ) -> None:
         super().__init__(what)
+        self.code: ErrorCode = code
         self.what = what
         self.path = None if path is None else str(path)
         self.where = None if where is None else str(where)

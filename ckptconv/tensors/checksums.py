@@ -12,7 +12,6 @@ from ckptconv.io.crc import combined_crc, crc32
 from ckptconv.support.errors import MalformedCheckpoint
 from ckptconv.support.progress import Meter
 from ckptconv.tensors.refs import Storage
-from ckptconv.tensors.stream import read_range
 
 
 class Checksums:
@@ -75,7 +74,7 @@ class Checksums:
         return self._read_on(whole, at, whole.nbytes, crc)
 
     def _read_on(self, whole: Storage, start: int, stop: int, crc: int) -> int:
-        for view in read_range(whole.source, whole.offset + start, stop - start):
+        for view in whole.source.stream([(whole.offset + start, stop - start)]):
             crc = crc32(view, crc)
             if self._meter is not None:
                 self._meter.add(len(view))
@@ -90,7 +89,7 @@ def check_storage(storage: Storage, meter: Meter | None = None) -> None:
     if storage.crc32 is None:
         return
     crc = 0
-    for view in read_range(storage.source, storage.offset, storage.nbytes):
+    for view in storage.source.stream([(storage.offset, storage.nbytes)]):
         crc = crc32(view, crc)
         if meter is not None:
             meter.add(len(view))
@@ -102,6 +101,7 @@ def refuse_crc(storage: Storage, crc: int) -> None:
     if storage.crc32 is not None and storage.crc32 != crc:
         raise MalformedCheckpoint(
             f"its bytes have the CRC-32 {crc:08x}, the archive says {storage.crc32:08x}",
+            code="checksum",
             path=storage.source.path,
             where=storage.name,
             hint="the file is damaged; fetch it again",

@@ -41,7 +41,7 @@ class NewStorage(NamedTuple):
     nbytes: int
 
 
-class Placement(NamedTuple):
+class Placed(NamedTuple):
     """Where a tensor lies in its new storage; `dtype` is the one it is written with, offset and
     stride count elements.
 
@@ -61,7 +61,7 @@ CastRule = Callable[[TensorRef], DType]
 
 def compact(
     refs: Iterable[TensorRef], bare: Iterable[Storage], cast: CastRule
-) -> dict[int, Placement]:
+) -> dict[int, Placed]:
     """The placement of every tensor of `refs` and every storage of `bare`, by `id`.
 
     `bare` are storages that the tree holds by themselves: they stay whole and uncast, and so do the
@@ -69,11 +69,12 @@ def compact(
     """
     first: dict[int, TensorRef] = {}
     groups: dict[int, list[TensorRef]] = {}
-    placed: dict[int, Placement] = {}
+    placed: dict[int, Placed] = {}
     for ref in refs:
-        if len(ref.pieces) != 1:
+        pieces = ref.pieces
+        if len(pieces) != 1:
             placed[id(ref)] = _gathered(ref, cast)
-        elif (other := first.setdefault(id(ref.pieces[0].storage), ref)) is not ref:
+        elif (other := first.setdefault(id(pieces[0].storage), ref)) is not ref:
             groups.setdefault(id(other.storage), [other]).append(ref)
     for storage in bare:
         alone = first.pop(id(storage), None)
@@ -94,16 +95,16 @@ def _class_of(dtype: DType) -> DType | None:
     return dtype if dtype.storage_class else None
 
 
-def _gathered(ref: TensorRef, cast: CastRule) -> Placement:
+def _gathered(ref: TensorRef, cast: CastRule) -> Placed:
     """The tensor's values one after another; its conj and neg bits stay bits, unless it is cast."""
     dtype = cast(ref)
     resolved = dtype is not ref.dtype
     values = ref if resolved or not (ref.conj or ref.neg) else ref._replace(conj=False, neg=False)
     new = _new(values, dtype, _class_of(dtype), ref.location)
-    return Placement(new, dtype, 0, contiguous_stride(ref.shape), resolved)
+    return Placed(new, dtype, 0, contiguous_stride(ref.shape), resolved)
 
 
-def _whole(storage: Storage, group: list[TensorRef]) -> dict[int, Placement]:
+def _whole(storage: Storage, group: list[TensorRef]) -> dict[int, Placed]:
     dtype = storage.dtype or UINT8
     if other := next((ref for ref in group if ref.dtype is not dtype), None):
         raise RefusedObject(
@@ -114,12 +115,12 @@ def _whole(storage: Storage, group: list[TensorRef]) -> dict[int, Placement]:
         )
     values = whole_storage(storage, 0, storage.nbytes, dtype)
     new = _new(values, dtype, storage.dtype, storage.location)
-    placed = {id(ref): Placement(new, ref.dtype, ref.storage_offset, ref.stride) for ref in group}
-    placed[id(storage)] = Placement(new, dtype, 0, ())
+    placed = {id(ref): Placed(new, ref.dtype, ref.storage_offset, ref.stride) for ref in group}
+    placed[id(storage)] = Placed(new, dtype, 0, ())
     return placed
 
 
-def _alone(ref: TensorRef, cast: CastRule) -> Placement:
+def _alone(ref: TensorRef, cast: CastRule) -> Placed:
     source, shape, stride, ((storage, *_),), _, conj, neg = ref
     dtype = cast(ref)
     values, count = ref, prod(shape)
@@ -132,10 +133,10 @@ def _alone(ref: TensorRef, cast: CastRule) -> Placement:
         count = values.shape[0]
     storage_dtype = dtype if dtype.storage_class else None
     new = made(NewStorage, (values, dtype, storage_dtype, storage.location, count * dtype.itemsize))
-    return made(Placement, (new, dtype, 0, stride, False))
+    return made(Placed, (new, dtype, 0, stride, False))
 
 
-def _shared(group: list[TensorRef], cast: CastRule) -> dict[int, Placement]:
+def _shared(group: list[TensorRef], cast: CastRule) -> dict[int, Placed]:
     storage, sources, targets = (
         group[0].storage,
         {ref.dtype for ref in group},
@@ -158,7 +159,7 @@ def _shared(group: list[TensorRef], cast: CastRule) -> dict[int, Placement]:
         first = ref.byte_span()[0] if ref.numel else starts[0]
         moved = first - shifts[bisect_right(starts, first) - 1]
         dtype = ref.dtype if mixed else target
-        placed[id(ref)] = Placement(new, dtype, moved // ref.dtype.itemsize, ref.stride)
+        placed[id(ref)] = Placed(new, dtype, moved // ref.dtype.itemsize, ref.stride)
     return placed
 
 

@@ -14,7 +14,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptconv.io.crc import crc32
-from ckptconv.io.files import FileSource
 from ckptconv.io.source import CHUNK, SMALL
 from ckptconv.support.errors import MalformedCheckpoint
 from ckptconv.support.progress import Meter
@@ -165,8 +164,8 @@ def _may_be_threaded(span: Span) -> bool:
     """Whether several threads may read both: files of a pool and inflated records are for one."""
     return (
         span.nbytes > SMALL
-        and type(span.first.source) is FileSource
-        and type(span.second.source) is FileSource
+        and span.first.source.is_for_threads()
+        and span.second.source.is_for_threads()
     )
 
 

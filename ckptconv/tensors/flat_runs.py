@@ -14,7 +14,7 @@ from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
-from ckptconv.io.source import CHUNK
+from ckptconv.io.source import CHUNK, Fingerprint, Source
 from ckptconv.support.errors import MalformedCheckpoint
 from ckptconv.tensors.casting import cast
 from ckptconv.tensors.dtypes import BY_NAME, DType
@@ -199,7 +199,7 @@ class Widener:
         return known[0]
 
 
-class _Float32Source:
+class _Float32Source(Source):
     """The elements of a storage as float32, little-endian; nothing is kept, each read casts what it
     returns.
     """
@@ -228,6 +228,14 @@ class _Float32Source:
         whole = bytearray(nbytes)
         self.read_into(offset, memoryview(whole))
         return bytes(whole)
+
+    def fingerprint(self) -> Fingerprint:
+        storage = self._storage
+        whole = storage.source.fingerprint()
+        return (whole, storage.offset, storage.nbytes, storage.big_endian, self._dtype.name)
+
+    def needs_closing(self) -> bool:
+        return False
 
     def close(self) -> None:
         """Nothing to give back: the source of the storage is its opener's."""

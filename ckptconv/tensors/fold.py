@@ -14,7 +14,7 @@ from ckptconv.io.crc import crc32
 from ckptconv.support.progress import Meter
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.refs import Storage, TensorRef
-from ckptconv.tensors.stream import iter_chunks, read_range, verbatim_runs
+from ckptconv.tensors.stream import iter_chunks, verbatim_runs
 
 
 class Folder(Protocol):
@@ -75,7 +75,7 @@ def fold(
         _feed(iter_chunks(ref), folders, meter)
         return
     for storage, first, nbytes in runs:
-        chunks = read_range(storage.source, storage.offset + first, nbytes)
+        chunks = storage.source.stream([(storage.offset + first, nbytes)])
         if checksums is None or _whole(storage).crc32 is None:
             _feed(chunks, folders, meter)
         else:

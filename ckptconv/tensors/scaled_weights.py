@@ -9,18 +9,21 @@ segments of the keys:
 |---|---|---|
 | DeepSeek, transformers' fine-grained fp8 | ``weight`` (fp8) | ``weight_scale_inv``, ``scale`` |
 | compressed-tensors, FBGEMM, Quark, BitNet | ``weight`` (fp8, int8, uint8) | ``weight_scale`` |
-| compressed-tensors int4 and NVFP4 | ``weight_packed`` (int32, uint8) | ``weight_scale``, ``weight_global_scale`` |
+| compressed-tensors int4, NVFP4 | ``weight_packed`` (int32, uint8) | ``weight_scale``, |
+| | | ``weight_global_scale`` |
 | ModelOpt NVFP4 | ``weight`` (uint8) | ``weight_scale`` (fp8), ``weight_scale_2`` |
 | gpt-oss MX | ``X_blocks`` (uint8) | ``X_scales`` (uint8) |
 | ComfyUI | ``weight`` (fp8), told by the mark ``scaled_fp8`` | ``scale_weight`` |
 | Mistral | ``weight`` (fp8) | ``qscale_weight`` |
 | GPTQ, AWQ; MLX; AQLM | ``qweight``; ``weight`` (uint32); ``codes`` | ``scales`` |
 | bitsandbytes | ``weight`` (uint8; int8) | ``weight.absmax``; ``SCB`` |
-| HQQ; quanto; torchao | ``W_q``; ``weight._data``; ``_weight_qdata`` | ``scale``; ``weight._scale``; ``_weight_scale`` |
-| EETQ; Marlin; ExLlama 2, 3; QuIP# | ``weight``; ``B``; ``q_weight``, ``trellis``; ``Qidxs`` | ``weight_scales``; ``s``; ``q_scale``, ``suh``; ``SU`` |
+| HQQ; quanto | ``W_q``; ``weight._data`` | ``scale``; ``weight._scale`` |
+| torchao | ``_weight_qdata`` | ``_weight_scale`` |
+| EETQ; Marlin | ``weight``; ``B`` | ``weight_scales``; ``s`` |
+| ExLlama 2, 3; QuIP# | ``q_weight``, ``trellis``; ``Qidxs`` | ``q_scale``, ``suh``; ``SU`` |
 
 Float8 tensors without any scale beside them are values: plain fp8 checkpoints are made by a cast.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ckptconv.io.source import CHUNK, Source
+from ckptconv.io.source import CHUNK
 from ckptconv.tensors.casting import cast
 from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.refs import Piece, Shape, Storage, TensorRef, contiguous_stride, is_contiguous
@@ -81,12 +81,23 @@ def iter_chunks(ref: TensorRef) -> Iterator[memoryview]:
     strides.
     """
     if (runs := verbatim_runs(ref)) is not None:
-        for storage, first, nbytes in runs:
-            yield from read_range(storage.source, storage.offset + first, nbytes)
+        yield from _streamed(runs)
     elif ref.numel:
         ref = _without_ones(ref) if len(ref.shape) > _ANY_NUMPY else ref
         for start, shape in _blocks(ref.shape, max(1, CHUNK // ref.dtype.itemsize)):
             yield _resolved(ref, _gather(ref, start, shape)).reshape(-1).data.cast("B")
+
+
+def _streamed(runs: Sequence[tuple[Storage, int, int]]) -> Iterator[memoryview]:
+    """The bytes of runs, those of one source in one go."""
+    at = 0
+    while at < len(runs):
+        source = runs[at][0].source
+        end = next((i for i in range(at, len(runs)) if runs[i][0].source is not source), len(runs))
+        yield from source.stream(
+            [(storage.offset + first, nbytes) for storage, first, nbytes in runs[at:end]]
+        )
+        at = end
 
 
 _ANY_NUMPY = 32  # dimensions that an array has in every numpy; 64 since numpy 2
@@ -130,19 +141,6 @@ def iter_cast_chunks(ref: TensorRef, target: DType, overflowed: list[int]) -> It
 def read_box(ref: TensorRef, start: Shape, shape: Shape) -> Array:
     """The values of the box of `ref` at `start`, in C order, little-endian, as words."""
     return _resolved(ref, _gather(ref, start, shape)).reshape(-1)
-
-
-def read_range(source: Source, offset: int, nbytes: int) -> Iterator[memoryview]:
-    """The bytes of a run, in views of at most `CHUNK` bytes.
-
-    A view is valid until the next one is asked for.
-    """
-    buffer = memoryview(bytearray(min(CHUNK, nbytes)))
-    while nbytes:
-        view = buffer[: min(CHUNK, nbytes)]
-        source.read_into(offset, view)
-        yield view
-        offset, nbytes = offset + len(view), nbytes - len(view)
 
 
 def _blocks(shape: Shape, limit: int) -> Iterator[tuple[Shape, Shape]]:

@@ -16,7 +16,7 @@ from ckptconv.support.showing import html_table, short_repr
 from ckptconv.support.text import count_text, size_text
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tree.choosing import choose_state_dict
-from ckptconv.tree.containers import UNKNOWN, Opening
+from ckptconv.tree.containers import Container
 from ckptconv.tree.state_dicts import StateDict, find_state_dicts
 from ckptconv.tree.walk import tensors_of
 
@@ -56,19 +56,18 @@ PICKLE_HEAD = 16  # bytes of `FileFacts.head`
 class Checkpoint:
     """An open checkpoint: a tree whose tensors (`TensorRef`) are still in the file.
 
-    `format` is what its container is called: ``torch zip``, ``torch legacy``, ``safetensors``,
-    ``memory``, …; `metadata` are a safetensors file's own strings; `notes` tell what was odd about
-    the file without being wrong; `modules` counts the whole modules in whose places their state
-    dicts stand, `module_classes` are their classes, `module_strays` are what these do not hold,
-    `module_parts` what they hold in another form; `facts` are what a torch file holds besides its
-    tree; `limits` are those under which it was opened; `index_metadata` is what the index of shards
-    says besides their total size; `opening` is who opens the container without ckptconv, and where;
-    `files` are the shards of an index, each as it was opened. Use it as a context manager, or
-    `close()` it.
+    `container` is what it lies in, and `format` what that is called: ``torch zip``, ``torch
+    legacy``, ``safetensors``, ``memory``, …; `metadata` are a safetensors file's own strings;
+    `notes` tell what was odd about the file without being wrong; `modules` counts the whole modules
+    in whose places their state dicts stand, `module_classes` are their classes, `module_strays` are
+    what these do not hold, `module_parts` what they hold in another form; `facts` are what a torch
+    file holds besides its tree; `limits` are those under which it was opened; `index_metadata` is
+    what the index of shards says besides their total size; `files` are the shards of an index, each
+    as it was opened. Use it as a context manager, or `close()` it.
     """
 
     path: Path
-    format: str
+    container: Container
     root: Node
     nbytes: int
     metadata: Mapping[str, str] = field(default_factory=dict)
@@ -80,9 +79,18 @@ class Checkpoint:
     index_metadata: Mapping[str, Any] = field(default_factory=dict)
     module_strays: tuple[Stray, ...] = ()
     module_parts: tuple[Node, ...] = ()
-    opening: Opening = UNKNOWN
     module_classes: tuple[str, ...] = ()
     files: tuple[Checkpoint, ...] = ()
+
+    @property
+    def format(self) -> str:
+        """What its container is called."""
+        return self.container.name
+
+    @property
+    def opening(self) -> Container:
+        """Who opens the container without ckptconv, and where."""
+        return self.container
 
     def __enter__(self) -> Checkpoint:
         return self

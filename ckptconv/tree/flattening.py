@@ -35,12 +35,18 @@ class Flattened:
 
 
 def flatten(
-    keys: Sequence[str | None], values: Sequence[Node], skipped: list[Skipped], *, encode: bool
+    keys: Sequence[str | None],
+    values: Sequence[Node],
+    skipped: list[Skipped],
+    *,
+    encode: bool,
+    output: str,
 ) -> Flattened:
     """The values under these keys (None: left out) as named tensors; what is not a tensor goes to
     `skipped`.
 
-    With `encode`, tensors that safetensors has no form for are taken apart.
+    With `encode`, tensors that safetensors has no form for are taken apart; `output` is what
+    messages call what they are for.
     """
     tensors: dict[str, TensorRef] = {}
     recipes: dict[str, Recipe] = {}
@@ -57,7 +63,6 @@ def flatten(
         ):
             tensors[key] = value  # nearly all are of this kind
             continue
-        output = "safetensors" if encode else "a sharded torch output"
         made = flat(key, known.get(id(value), value), encode=encode)
         holds_more = (made is None or type(value) is TensorObject) and holds_tensors(value)
         if holds_more and (is_tensor_call(value) or not _is_extra_state(key)):

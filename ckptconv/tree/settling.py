@@ -24,16 +24,14 @@ from ckptconv.tree.walk import Place, place_text, walk
 Unknown = Literal["refuse", "drop", "keep"]
 """What becomes of a refused object without a plain form."""
 
-DROPPED = "dropped"
-"""How the reason begins of what is left out because it has no plain form."""
-
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
     """Something of the source that the output does not hold: where it was, why, and what it was.
 
     `by_rule`: it is a key that the user's key rules, or the fitting to other keys, leave out;
-    `seen` is its path as these had it, where rules before them had renamed it.
+    `seen` is its path as these had it, where rules before them had renamed it. `is_dropped`: it is
+    an object without a plain form, which the user gave up.
     """
 
     path: str
@@ -41,6 +39,7 @@ class Skipped:
     node: Node = field(default=None, repr=False, compare=False)
     by_rule: bool = False
     seen: str = field(default="", repr=False, compare=False)
+    is_dropped: bool = field(default=False, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +118,7 @@ def _refuse_part_of_tensor(place: Place, name: str) -> None:
                 f"a tensor of which {name} is a part cannot be written without it",
                 where=where,
                 hint=hint,
+                code="dangerous" if hint is DO_NOT_LOAD else "",
             )
         place = place[0]
 
@@ -213,7 +213,9 @@ def _settle(
     elif drop:
         overlay[id(node)] = node.tensor if type(node) is TensorObject else None
         settled.dropped.append(
-            Skipped(place_text(place), f"{DROPPED}: {name} is not a plain object", node)
+            Skipped(
+                place_text(place), f"dropped: {name} is not a plain object", node, is_dropped=True
+            )
         )
     return drop or plain is not node
 
@@ -356,6 +358,7 @@ def _refusal(unknown: Sequence[tuple[Place, str]]) -> RefusedObject:
         f"{printable(name)}{more} is an object that torch.load(weights_only=True) refuses",
         where=place or "the whole file",
         hint=f"{DO_NOT_LOAD}; --unknown drop replaces it by None" if dangerous else hint,
+        code="dangerous" if dangerous else "",
     )
 
 

@@ -26,7 +26,7 @@ def settle_strays(checkpoint: Checkpoint, part: Node, unknown: Unknown) -> tuple
     strays = [stray for stray in checkpoint.module_strays if id(stray.state_dict) in there]
     refused = [stray for stray in strays if stray.is_refused]
     if refused and unknown != "drop":
-        raise _refusal(refused, script=checkpoint.format == "TorchScript")
+        raise _refusal(refused, script=checkpoint.container.is_script)
     return tuple(Skipped(stray.path, f"left out: {stray.reason}", stray.node) for stray in strays)
 
 

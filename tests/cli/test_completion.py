@@ -34,7 +34,7 @@ def offered(words: str, room: Path) -> list[str]:
         "COMP_WORDS": words,
         "COMP_CWORD": str(len(words.split(" ")) - 1),
     }
-    done = run(cwd=room, env=variables, command=[sys.executable, "-c", START])
+    done = run(cwd=room, env=variables)
     assert done.err == "", done.err
     return [offer.partition(",")[2] for offer in done.out.splitlines() if offer]
 

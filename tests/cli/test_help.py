@@ -4,15 +4,13 @@ neither.
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 
 import pytest
 
 from ckptconv.cli import help_pages
 from ckptconv.cli.main import cli
-from helpers.program import PROGRAM, ROOT, assert_one_error, environment, run
+from helpers.program import ROOT, assert_one_error, run, run_on_terminal
 
 PAGES = sorted(path.stem for path in (ROOT / "docs").glob("*.md"))
 
@@ -92,24 +90,10 @@ def on_terminal(*arguments: str, rows: int, **env: str) -> str:
     """What the program writes to a terminal of `rows` lines; its pager is one that marks what goes
     through it.
     """
-    pty = pytest.importorskip("pty")
-    child, terminal = pty.fork()
-    if child == 0:
-        variables = environment(TERM="xterm", COLUMNS="90", LINES=str(rows), **env)
-        os.execve(sys.executable, [*PROGRAM, *arguments], variables)
-    written = b""
-    while True:
-        try:
-            chunk = os.read(terminal, 65536)
-        except OSError:
-            break
-        if not chunk:
-            break
-        written += chunk
-    os.close(terminal)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0, written.decode()
-    return written.decode()
+    variables = {"COLUMNS": "90", "LINES": str(rows), **env}
+    code, shown = run_on_terminal(*arguments, cwd=ROOT, columns=90, rows=rows, env=variables)
+    assert code == 0, shown
+    return shown
 
 
 def test_a_terminal_gets_the_page_rendered_and_a_long_one_in_a_pager():

@@ -5,13 +5,8 @@ why it stopped.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
-import pty
 import re
-import struct
-import subprocess
-import termios
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -29,10 +24,10 @@ from ckptconv import (
 )
 from ckptconv import save_portable as save
 from ckptconv import scan_checkpoint as scan
-from ckptconv.io import destination as outputs
+from ckptconv.io import stream as outputs
 from ckptconv.support.addresses import address_in, how_to_get
 from ckptconv.tensors.dtypes import floating_dtype
-from helpers.program import PROGRAM, SAMPLES, assert_one_error, environment, run
+from helpers.program import SAMPLES, assert_one_error, run, run_bytes, run_on_terminal
 
 TRAIN = SAMPLES / "ddp_cuda3_train.pt"
 W = torch.arange(4.0)
@@ -310,7 +305,7 @@ def test_each_error_of_the_system_has_its_own_words(number, words, room, monkeyp
     def fail(*_: Any) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(outputs, "_write_all", fail)
+    monkeypatch.setattr(outputs.FileSink, "write", fail)
     with pytest.raises(CheckpointError, match="cannot be written") as caught:
         convert_checkpoint(room / "a.pt", room / "out.pt")
     assert words in str(caught.value)
@@ -354,17 +349,9 @@ ANSWERS = [
 ]
 
 
-def piped(room: Path, arguments: tuple[str, ...], stdout: Any) -> tuple[int, str]:
-    done = subprocess.run(
-        [*PROGRAM, *arguments],
-        cwd=room,
-        env=environment(),
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    return done.returncode, done.stderr
+def piped(room: Path, arguments: tuple[str, ...], stdout: int) -> tuple[int, str]:
+    code, _, err = run_bytes(*arguments, cwd=room, stdout=stdout)
+    return code, err
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
@@ -373,7 +360,7 @@ def piped(room: Path, arguments: tuple[str, ...], stdout: Any) -> tuple[int, str
 def test_an_answer_that_cannot_be_printed_is_not_the_answer(arguments, json, room):
     torch.save({"a.weight": W}, room / "b.pt")
     with Path("/dev/full").open("w") as full:
-        assert piped(room, (*arguments, *json), full) == (
+        assert piped(room, (*arguments, *json), full.fileno()) == (
             2,
             "error: cannot print the result: No space left on device\n",
         )
@@ -402,29 +389,7 @@ def test_what_prints_nothing_answers_whoever_listens(room):
 
 def on_terminal(room: Path, columns: int, *arguments: str, **variables: str) -> str:
     """What a terminal of so many columns is given."""
-    pid, fd = pty.fork()
-    if not pid:
-        os.chdir(room)
-        os.read(0, 1)  # until the size is set
-        given = environment(TERM="xterm", **variables)
-        given.pop("COLUMNS", None)
-        os.execvpe(PROGRAM[0], [*PROGRAM, *arguments], given)
-    fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    settings = termios.tcgetattr(fd)
-    settings[3] &= ~(termios.ECHO | termios.ICANON)
-    termios.tcsetattr(fd, termios.TCSANOW, settings)
-    os.write(fd, b"x")
-    found = b""
-    while True:
-        try:
-            found += (piece := os.read(fd, 1 << 16))
-        except OSError:
-            break
-        if not piece:
-            break
-    os.close(fd)
-    os.waitpid(pid, 0)
-    return found.decode().replace("\r\n", "\n")
+    return run_on_terminal(*arguments, cwd=room, columns=columns, env=variables)[1]
 
 
 COMMANDS = [

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.program import PROGRAM, SAMPLES, run
+from helpers.program import PROGRAM, SAMPLES, run_process
 
 DROPPED = """
 import signal, sys, time
@@ -54,7 +54,7 @@ main()
 
 
 def script(text: str, *arguments: object, cwd: Path):
-    return run(*arguments, cwd=cwd, command=[PROGRAM[0], "-c", text])
+    return run_process(*arguments, cwd=cwd, command=[PROGRAM[0], "-c", text])
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])

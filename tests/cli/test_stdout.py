@@ -7,13 +7,20 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from ckptconv.io.staging import temporary_folder
-from helpers.program import PROGRAM, SAMPLES, assert_one_error, environment, run
+from helpers.program import (
+    PROGRAM,
+    SAMPLES,
+    assert_one_error,
+    environment,
+    run,
+    run_bytes,
+    run_process,
+)
 
 TRAIN = SAMPLES / "ddp_cuda3_train.pt"
 
@@ -28,24 +35,19 @@ def room(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def started(
-    room: Path, *arguments: object, stdout: Any = subprocess.PIPE, **more: Any
-) -> subprocess.Popen[bytes]:
+def started(room: Path, *arguments: object) -> subprocess.Popen[bytes]:
     env = environment(TMPDIR=str(room / "tmp"))
     return subprocess.Popen(
         [*PROGRAM, *map(str, arguments)],
         cwd=room,
         env=env,
-        stdout=stdout,
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        **more,
     )
 
 
-def printed(room: Path, *arguments: object, **more: Any) -> tuple[int, bytes, str]:
-    process = started(room, *arguments, **more)
-    out, err = process.communicate(timeout=60)
-    return process.returncode, out, err.decode()
+def printed(room: Path, *arguments: object, stdout: int | None = None) -> tuple[int, bytes, str]:
+    return run_bytes(*arguments, cwd=room, env={"TMPDIR": str(room / "tmp")}, stdout=stdout)
 
 
 def left(room: Path) -> list[str]:
@@ -126,7 +128,15 @@ def test_nothing_is_printed_of_what_is_damaged(room):
 def test_a_full_disk_behind_it_is_an_error_and_no_mapping_is_left(room):
     with Path("/dev/full").open("wb") as full:
         code, _, err = printed(
-            room, "convert", "big.pt", "-", "--to", "torch", "--save-mapping", "m.json", stdout=full
+            room,
+            "convert",
+            "big.pt",
+            "-",
+            "--to",
+            "torch",
+            "--save-mapping",
+            "m.json",
+            stdout=full.fileno(),
         )
     assert (code, err) == (1, "error: cannot print the result: No space left on device\n")
     assert left(room) == ["big.pt"]
@@ -185,7 +195,7 @@ def test_a_temporary_folder_without_room_is_named(room):
         "os.execv(sys.argv[1], sys.argv[1:])"
     )
     command = [PROGRAM[0], "-c", limit, *PROGRAM]
-    done = run(
+    done = run_process(
         "convert",
         "big.pt",
         "-",

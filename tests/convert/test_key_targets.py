@@ -5,6 +5,7 @@ model that is named.
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import re
 import sys
@@ -349,10 +350,27 @@ def one_name(folder: Path, net, lead: str, dropped: str) -> Path:
 TOKENS = torch.arange(11)
 
 
-@pytest.mark.parametrize("out", ["out.pt", "out.safetensors", "shards"])
-@pytest.mark.parametrize("named", ["--model", "--like", "--like alias"])
-@pytest.mark.parametrize("lead", ["", "net."])
-@pytest.mark.parametrize("dropped", ["head.weight", "embed.weight", "by save_model"])
+PAIRS = [
+    ("head.weight", "", "--model", "out.pt"),
+    ("head.weight", "net.", "--like", "out.safetensors"),
+    ("head.weight", "", "--like alias", "shards"),
+    ("embed.weight", "net.", "--model", "out.safetensors"),
+    ("embed.weight", "", "--like", "shards"),
+    ("embed.weight", "net.", "--like alias", "out.pt"),
+    ("by save_model", "net.", "--model", "shards"),
+    ("by save_model", "", "--like", "out.pt"),
+    ("by save_model", "", "--like alias", "out.safetensors"),
+]
+"""Each pair of a dropped name, a lead, a kind of target and a kind of output."""
+
+
+def test_the_pairs_are_all_there():
+    for one, other in itertools.combinations(range(4), 2):
+        ways = len({row[one] for row in PAIRS}) * len({row[other] for row in PAIRS})
+        assert len({(row[one], row[other]) for row in PAIRS}) == ways
+
+
+@pytest.mark.parametrize(("dropped", "lead", "named", "out"), PAIRS)
 def test_a_tied_name_that_was_not_saved_is_filled(dropped, lead, named, out, tied_net, tmp_path):
     source = one_name(tmp_path, tied_net, lead, dropped)
     torch.save(tied_net.Net().state_dict(), tmp_path / "other.pt")

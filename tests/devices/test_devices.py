@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from ckptconv.devices import host as devices
-from ckptconv.devices import nvidia_smi
+from ckptconv.devices import mapping, nvidia_smi, tags
 from ckptconv.devices.host import Gpu, survey_host, visible_indices
 from ckptconv.devices.mapping import TagMap, tag_map
 from ckptconv.devices.tags import check_tag
@@ -733,7 +733,7 @@ def torch_loads_to(path: Path, map_location: object) -> object:
 )
 def test_a_tag_goes_where_torch_load_takes_it(tag, map_location, save_tagged):
     try:
-        ours: object = devices.location_for(map_location, tag)
+        ours: object = mapping.location_for(map_location, tag)
     except DeviceUnavailable:
         ours = "refused"
     assert ours == torch_loads_to(save_tagged(tag), map_location)
@@ -742,17 +742,17 @@ def test_a_tag_goes_where_torch_load_takes_it(tag, map_location, save_tagged):
 def test_a_device_or_its_tag_takes_every_storage(torch_sees):
     torch_sees(1, 1)
     for map_location in ("cuda:1", torch.device("cuda", 1)):
-        locate = devices.resolve_map_location(map_location)
+        locate = mapping.resolve_map_location(map_location)
         assert {locate(tag) for tag in ("cpu", "cuda:0", "weird")} == {torch.device("cuda", 1)}
 
 
 def test_auto_is_asked_once_per_load(torch_sees, monkeypatch):
     torch_sees(1, 2)
     asked = []
-    monkeypatch.setattr(devices, "best_device", lambda: asked.append(1) or "cuda:1")
-    locate = devices.resolve_map_location({"cpu": "auto", "cuda:5": "auto"})
+    monkeypatch.setattr(mapping, "best_device", lambda: asked.append(1) or "cuda:1")
+    locate = mapping.resolve_map_location({"cpu": "auto", "cuda:5": "auto"})
     assert [locate(tag) for tag in ("cpu", "cuda:5", "cpu")] == [torch.device("cuda", 1)] * 3
-    locate = devices.resolve_map_location("auto")
+    locate = mapping.resolve_map_location("auto")
     assert [locate(tag) for tag in ("cpu", "weird")] == [torch.device("cuda", 1)] * 2
     assert len(asked) == 2
 
@@ -761,7 +761,7 @@ def test_each_tag_is_looked_up_once(torch_sees, monkeypatch):
     torch_sees(1, 1)
     counted = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: counted.append(1) or 2)
-    locate = devices.resolve_map_location(None)
+    locate = mapping.resolve_map_location(None)
     assert [locate("cuda:1").index for _ in range(5)] == [1] * 5
     assert len(counted) == 1
 
@@ -770,21 +770,21 @@ def test_each_tag_is_looked_up_once(torch_sees, monkeypatch):
     "map_location", [0, 1.5, b"cpu", ["cpu"], lambda storage, location: storage]
 )
 def test_what_is_no_location_is_refused(map_location):
-    text = refusal(devices.resolve_map_location, map_location)
+    text = refusal(mapping.resolve_map_location, map_location)
     assert "is not a location" in text
     assert "give a tag, or a dict of tags" in text
 
 
 def test_a_dict_may_hold_devices(torch_sees):
     torch_sees(1, 1)
-    assert devices.location_for({"cuda:7": torch.device("cuda", 1)}, "cuda:7") == torch.device(
+    assert mapping.location_for({"cuda:7": torch.device("cuda", 1)}, "cuda:7") == torch.device(
         "cuda", 1
     )
 
 
 @pytest.mark.parametrize("map_location", ["meta", torch.device("meta"), "CPU"])
 def test_a_location_that_is_no_tag_is_refused_at_once(map_location):
-    refusal(devices.resolve_map_location, map_location)
+    refusal(mapping.resolve_map_location, map_location)
 
 
 # The module
@@ -805,7 +805,9 @@ def test_importing_the_module_imports_nothing_heavy():
 
 
 def test_the_examples_in_the_docstrings_hold():
-    assert doctest.testmod(devices) == doctest.TestResults(failed=0, attempted=2)
+    for module in (tags, mapping):
+        done = doctest.testmod(module)
+        assert done.failed == 0 and done.attempted > 0, module
 
 
 @pytest.mark.gpu

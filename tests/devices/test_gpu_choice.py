@@ -20,7 +20,7 @@ from ckptconv.devices import gpu_choice, nvidia_smi
 from ckptconv.devices.gpu_choice import choose_gpus, settings
 from ckptconv.support.errors import DeviceUnavailable
 from helpers.paths import DATA
-from helpers.program import ROOT, assert_one_error, environment, run
+from helpers.program import ROOT, assert_one_error, environment, run, run_process
 
 ANSWERS = DATA / "nvidia-smi"
 EXITS = {"driver-not-loaded": 9, "version-mismatch": 18, "no-devices": 6, "lost": 15, "inforom": 14}
@@ -414,10 +414,11 @@ def test_torch_is_never_imported(smi, tmp_path):
     (tmp_path / "fake" / "torch").mkdir(parents=True)
     (tmp_path / "fake" / "torch" / "__init__.py").write_text("raise SystemExit(99)")
     path = os.pathsep.join((str(tmp_path / "fake"), str(ROOT)))
-    assert run("devices", cwd=tmp_path, env={"PYTHONPATH": path}).exit == 99, (
+    assert run_process("devices", cwd=tmp_path, env={"PYTHONPATH": path}).exit == 99, (
         "the fake torch is found"
     )
-    assert export(tmp_path=tmp_path, PYTHONPATH=path).exit == 0
+    variables = {"PATH": str(tmp_path / "bin"), "PYTHONPATH": path}
+    assert run_process("devices", "--export", cwd=tmp_path, env=variables).exit == 0
 
 
 # Evaluated

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from ckptconv import CheckpointError, KeyRules, Tolerance, convert_checkpoint, diff_checkpoints
 from helpers import oracle
-from helpers.program import SAMPLES, assert_one_error, idle_rss, run
+from helpers.program import SAMPLES, assert_one_error, idle_rss, run, run_process
 
 torch = pytest.importorskip("torch")
 save_file = pytest.importorskip("safetensors.torch").save_file
@@ -567,7 +567,7 @@ def test_a_step_of_a_folder_is_compared_with_what_was_made_of_it(swapped, produc
 def test_the_document_says_what_differs(tmp_path):
     one = saved(tmp_path, "one.pt", {"w": torch.tensor([1.0, INF]), "a": torch.ones(1)})
     two = saved(tmp_path, "two.pt", {"w": torch.tensor([1.0, -INF]), "b": torch.ones(1)})
-    document = run("diff", one, two, "--json", cwd=tmp_path).json()
+    document = run_process("diff", one, two, "--json", cwd=tmp_path).json()
     assert document["same"] is False
     assert (document["only_a"], document["only_b"]) == (["a"], ["b"])
     values = {
@@ -718,16 +718,16 @@ def test_the_worst_comes_first_in_text_and_json(tmp_path):
 
 
 def test_memory_does_not_grow_with_the_values_that_differ(tmp_path):
-    size = 64 << 20
-    saved(tmp_path, "a.pt", {"w": torch.zeros(size, dtype=torch.bfloat16)})
-    saved(tmp_path, "b.pt", {"w": torch.ones(size, dtype=torch.bfloat16)})
-    done = run("diff", "a.pt", "b.pt", cwd=tmp_path)
+    size = 80 << 20
+    saved(tmp_path, "a.pt", {"w": torch.zeros(size // 2, dtype=torch.bfloat16)})
+    saved(tmp_path, "b.pt", {"w": torch.ones(size // 2, dtype=torch.bfloat16)})
+    done = run_process("diff", "a.pt", "b.pt", cwd=tmp_path)
     assert done.exit == 1 and "rel L2 1" in done.out
     assert done.rss < idle_rss() + (60 << 20) < idle_rss() + size
 
 
 def test_memory_does_not_grow_with_the_files(tmp_path):
-    tensor = torch.zeros(60_000_000)
+    tensor = torch.zeros(30_000_000)
     one = saved(tmp_path, "one.pt", {"w": tensor, "t": tensor[:9_000_000].reshape(3000, 3000).t()})
     tensor[-1] = 1
     two = saved(
@@ -735,7 +735,7 @@ def test_memory_does_not_grow_with_the_files(tmp_path):
         "two.pt",
         {"w": tensor, "t": tensor[:9_000_000].reshape(3000, 3000).t().contiguous()},
     )
-    done = run("diff", one, two, "--json", cwd=tmp_path)
+    done = run_process("diff", one, two, "--json", cwd=tmp_path)
     assert done.exit == 1 and [item["key"] for item in done.json()["values"]] == ["w"]
     assert done.rss - idle_rss() < 70_000_000
 

@@ -33,7 +33,7 @@ from ckptconv.devices.host import Host
 from ckptconv.inspect.facts import inspect_checkpoint
 from ckptconv.inspect.report import verdict
 from helpers import oracle
-from helpers.program import ROOT, SAMPLES, assert_one_error, environment, run
+from helpers.program import ROOT, SAMPLES, assert_one_error, environment, run, run_process
 
 Made = Path | tuple[Path, Path]
 """A file that has a finding, or the one to show to doctor and the folder that it lies in."""
@@ -213,18 +213,36 @@ def found(diagnosis: Diagnosis, code: str) -> Finding:
     return finding
 
 
-def obey(command: str, cwd: Path) -> Path:
-    """Run a printed command in a shell, and give back the file that it wrote."""
+NOTED = "noted"
+
+
+def words_in_a_shell(command: str, cwd: Path) -> list[list[str]]:
+    """The arguments of each `ckptconv` in a command as a shell reads it; it runs what else there
+    is.
+    """
     (cwd / "bin").mkdir(exist_ok=True)
     program = cwd / "bin" / "ckptconv"
-    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m ckptconv "$@"\n')
+    program.write_text(f"#!/bin/sh\nprintf '%s\\0' $# \"$@\" >> {NOTED}\n")
     program.chmod(0o755)
-    before = set(cwd.iterdir())
     path = f"PATH={shlex.quote(str(cwd / 'bin'))}:$PATH"
     done = subprocess.run(
         f"{path}; {command}", shell=True, cwd=cwd, capture_output=True, text=True, env=environment()
     )
     assert done.returncode == 0, f"{command}\n{done.stderr}"
+    noted = iter((cwd / NOTED).read_text().split("\0"))
+    (cwd / NOTED).unlink()
+    return [[next(noted) for _ in range(int(count))] for count in noted if count]
+
+
+def obey(command: str, cwd: Path) -> Path:
+    """Run a printed command as a shell reads it, and give back the file that it wrote."""
+    (cwd / "bin").mkdir(exist_ok=True)
+    before = set(cwd.iterdir())
+    runs = words_in_a_shell(command, cwd)
+    assert runs, command
+    for words in runs:
+        done = run(*words, cwd=cwd)
+        assert done.exit == 0, f"{command}\n{done.err}"
     (made,) = set(cwd.iterdir()) - before
     return made
 
@@ -321,8 +339,8 @@ def codes_in_the_source() -> set[str]:
     one, and those of `_code`.
     """
     codes: set[str] = set()
-    for name in ("symptoms", "diagnosis", "unopened"):
-        tree = ast.parse((ROOT / "ckptconv" / f"{name}.py").read_text())
+    for name in ("symptoms", "diagnose", "unopened"):
+        tree = ast.parse((ROOT / "ckptconv" / "doctor" / f"{name}.py").read_text())
         calls = [
             node
             for node in ast.walk(tree)
@@ -1008,7 +1026,7 @@ def test_without_torch_a_cpu_only_one_is_assumed(tmp_path):
         "import sys; sys.modules['torch'] = None; sys.argv[0] = 'ckptconv'; "
         "from ckptconv.cli.main import main; main()"
     )
-    done = run(
+    done = run_process(
         "doctor",
         SAMPLES / "ddp_cuda3.pt",
         "--json",

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.program import PROGRAM, SAMPLES, assert_one_error, run
+from helpers.program import PROGRAM, SAMPLES, assert_one_error, run, run_process
 
 SAMPLE = SAMPLES / "ddp_cuda3.pt"
 ZIP = SAMPLE.read_bytes()
@@ -339,7 +339,8 @@ def test_the_program_runs_as_a_module_and_as_a_function(tmp_path):
         "import sys; sys.argv[0] = 'ckptconv'; from ckptconv.cli.main import main; main()",
     )
     outputs = {
-        run("--version", cwd=tmp_path, command=command).out for command in (PROGRAM, function)
+        run_process("--version", cwd=tmp_path, command=command).out
+        for command in (PROGRAM, function)
     }
     assert len(outputs) == 1
     assert outputs.pop().startswith("ckptconv ")

@@ -25,6 +25,7 @@ from ckptconv import (
     diff_checkpoints,
     load_portable,
     open_checkpoint,
+    plan_conversion,
     scan_checkpoint,
 )
 from ckptconv.io.files import FileSource
@@ -42,7 +43,7 @@ from helpers.old_torch import (
     storage,
     write,
 )
-from helpers.program import idle_rss, run
+from helpers.program import idle_rss, run_process
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 KEEP: dict[str, Any] = {"keys": "keep", "fsync": False, "force": True}
@@ -415,8 +416,11 @@ BROKEN = {
 def test_a_broken_file_is_refused_with_the_reason(what, tmp_path):
     content, said = BROKEN[what]
     source = write(tmp_path / "old.pt", content)
-    with pytest.raises(MalformedCheckpoint, match=said) as caught:
-        open_checkpoint(source)
+    with (
+        pytest.raises(MalformedCheckpoint, match=said) as caught,
+        open_checkpoint(source) as opened,
+    ):
+        plan_conversion(opened, tmp_path / "out.pt")
     assert caught.value.path == str(source) and caught.value.where
 
 
@@ -476,7 +480,7 @@ def sparse(tmp_path) -> Path:
 
 
 def test_a_large_file_is_converted_in_little_memory(sparse, tmp_path):
-    done = run("convert", sparse, "out.safetensors", "--no-fsync", cwd=tmp_path)
+    done = run_process("convert", sparse, "out.safetensors", "--no-fsync", cwd=tmp_path)
     assert done.exit == 0, done.err
     assert done.rss - idle_rss() < 60_000_000
     found = load_file(tmp_path / "out.safetensors")

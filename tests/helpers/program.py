@@ -1,19 +1,30 @@
-"""The real program, run in a process of its own: what it answered, how long it took and how much
-memory it had.
+"""The program, run on arguments: what it answered.
+
+``run`` forks it from a process that has it imported, which takes some milliseconds. Where a start
+of its own matters (what it imports, its memory, how Python is started), ``run_process`` starts it.
 """
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import json
 import os
+import pty
+import selectors
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
+import termios
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from helpers import fork_server
+from helpers.fork_server import RSS_UNIT
 from helpers.paths import ROOT as ROOT
 from helpers.paths import SAMPLES as SAMPLES
 
@@ -31,24 +42,22 @@ _NOT_INHERITED = (
 # torch loaded. So the program is started by a small process of its own, which measures it: report
 # file, seconds allowed, command.
 _LAUNCHER = """
-import os, signal, subprocess, sys, time
+import os, signal, subprocess, sys
 report, limit, *command = sys.argv[1:]
-begin = time.monotonic()
 child = subprocess.Popen(command)
 signal.signal(signal.SIGALRM, lambda *_: child.kill())
 signal.alarm(int(limit))
 _, status, usage = os.wait4(child.pid, 0)
 child.returncode = os.waitstatus_to_exitcode(status)
 with open(report, "w") as file:
-    print(child.returncode, time.monotonic() - begin, usage.ru_maxrss, file=file)
+    print(child.returncode, usage.ru_utime + usage.ru_stime, usage.ru_maxrss, file=file)
 """
-_RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A run of the program: exit code (negative: the signal that ended it), output, seconds, peak
-    memory in bytes.
+    """A run of the program: exit code (negative: the signal that ended it), output, seconds of the
+    processor (the machine may be busy), peak memory in bytes.
     """
 
     exit: int
@@ -75,28 +84,216 @@ def environment(**changes: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", **changes}
 
 
+def _texts(arguments: Sequence[object]) -> list[str]:
+    return [
+        os.fsdecode(part) if isinstance(part, (Path, bytes)) else str(part) for part in arguments
+    ]
+
+
+# ------------------------------------------------------------------------------------ a fork of it
+
+OF_THE_START = ("PYTHON", "LANG", "LC_")
+"""How the names of the variables begin that Python reads when it starts."""
+
+
+class ForkServer:
+    """A process that has the program imported, and `modules`; each run is forked from it."""
+
+    def __init__(self, *modules: str) -> None:
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, fork_server.__file__, str(theirs.fileno()), *modules]
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=environment(OMP_NUM_THREADS="1"),
+            )
+
+    def run(self, *arguments: object, **options: Any) -> Finished:
+        """Run the program on these arguments; the options are those of `start`."""
+        out, err, ended = self.raw(*arguments, **options)
+        code, seconds, rss = _ending(ended)
+        return Finished(code, out.decode(), err.decode(), seconds, rss)
+
+    def raw(self, *arguments: object, stdout: int | None = None, **options: Any) -> list[bytes]:
+        """What a run wrote to stdout (nothing, if that is given) and stderr, and how it ended."""
+        out, err = os.pipe(), os.pipe()
+        with open(os.devnull, "rb") as nothing:
+            streams = nothing.fileno(), out[1] if stdout is None else stdout, err[1]
+            answer = self.start(*arguments, streams=streams, **options)
+        os.close(out[1])
+        os.close(err[1])
+        return _read_all(out[0], err[0], answer)
+
+    def start(
+        self,
+        *arguments: object,
+        streams: tuple[int, int, int],
+        cwd: Path,
+        env: Mapping[str, str] | None = None,
+        limit: int = 60,
+        rlimits: Mapping[str, int] | None = None,
+        before: str = "",
+    ) -> int:
+        """Begin a run in `cwd` that has these files as its stdin, stdout and stderr, and `env`
+        added to the usual variables; it is killed after `limit` seconds by the clock. Given back
+        is a pipe that tells when and how it has ended (`_ending`).
+
+        `rlimits` are those of the system by their names: ``RLIMIT_FSIZE``, ``RLIMIT_NOFILE``;
+        `before` is Python code that is run first, in the same process.
+        """
+        assert not any(name.startswith(OF_THE_START) for name in env or {}), "run_process does it"
+        asked = {
+            "arguments": _texts(arguments),
+            "cwd": str(cwd),
+            "env": environment(**(env or {})),
+            "umask": _umask(),
+            "limit": limit,
+            "rlimits": dict(rlimits or {}),
+            "before": before,
+        }
+        answer, theirs = os.pipe()
+        with tempfile.TemporaryFile("w+", encoding="ascii") as request:
+            json.dump(asked, request)
+            request.flush()
+            request.seek(0)
+            socket.send_fds(self._socket, [b"."], [request.fileno(), *streams, theirs])
+        os.close(theirs)
+        return answer
+
+    def close(self) -> None:
+        """End the server."""
+        self._socket.close()
+        self._process.wait(10)
+
+
+def _ending(told: bytes) -> tuple[int, float, int]:
+    """How a run has ended: exit code, seconds, memory."""
+    assert told, "the process that forks the program is gone"
+    code, seconds, rss = told.split()
+    return int(code), float(seconds), int(rss)
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _read_all(*files: int) -> list[bytes]:
+    """All that comes from some pipes, which are closed then."""
+    found = {file: bytearray() for file in files}
+    with selectors.DefaultSelector() as selector:
+        for file in files:
+            selector.register(file, selectors.EVENT_READ)
+        while selector.get_map():
+            for key, _ in selector.select():
+                piece = _piece(key.fd)
+                found[key.fd] += piece
+                if not piece:
+                    selector.unregister(key.fd)
+                    os.close(key.fd)
+    return [bytes(found[file]) for file in files]
+
+
+NEEDED = ("numpy", "ml_dtypes", "safetensors")
+TORCH = (*NEEDED, "torch", "torch.distributed.checkpoint")
+ASKS_TORCH = {"devices", "doctor", "--model", "dcp", "auto"}
+"""Words of command lines that need torch; such a run is forked from a process that has it."""
+
+
+def _piece(file: int) -> bytes:
+    """Some more of a pipe or a terminal; nothing at its end."""
+    try:
+        return os.read(file, 1 << 16)
+    except OSError:  # a terminal whose other end is closed
+        return b""
+
+
+@functools.cache
+def _server(*modules: str) -> ForkServer:
+    _running.append(ForkServer(*modules))
+    return _running[-1]
+
+
+_running: list[ForkServer] = []
+
+
+def close_servers() -> None:
+    """End the processes that `run` forks from; conftest.py does it at the end of all tests."""
+    while _running:
+        _running.pop().close()
+    _server.cache_clear()
+
+
+def _server_for(arguments: Sequence[object]) -> ForkServer:
+    with_torch = not ASKS_TORCH.isdisjoint(_texts(arguments))
+    return _server(*(TORCH if with_torch else NEEDED))
+
+
 def run(
+    *arguments: object, cwd: Path, env: Mapping[str, str] | None = None, **options: Any
+) -> Finished:
+    """Run the program in `cwd` with `env` added to the usual variables, forked from a process that
+    has it imported; the options are those of `ForkServer.start`.
+    """
+    return _server_for(arguments).run(*arguments, cwd=cwd, env=env, **options)
+
+
+def run_bytes(
+    *arguments: object, cwd: Path, env: Mapping[str, str] | None = None, stdout: int | None = None
+) -> tuple[int, bytes, str]:
+    """As `run`, of a program whose stdout is no text, or is this file: the exit code, stdout and
+    stderr.
+    """
+    server = _server_for(arguments)
+    out, err, ended = server.raw(*arguments, cwd=cwd, env=env, stdout=stdout)
+    return _ending(ended)[0], out, err.decode()
+
+
+def run_on_terminal(
+    *arguments: object,
+    cwd: Path,
+    columns: int,
+    rows: int = 40,
+    env: Mapping[str, str] | None = None,
+) -> tuple[int, str]:
+    """As `run`, on a terminal of this size: the exit code, and what the terminal is given."""
+    ours, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    settings = termios.tcgetattr(terminal)
+    settings[3] &= ~(termios.ECHO | termios.ICANON)
+    termios.tcsetattr(terminal, termios.TCSANOW, settings)
+    answer = _server_for(arguments).start(
+        *arguments,
+        streams=(terminal,) * 3,
+        cwd=cwd,
+        env={"TERM": "xterm", "COLUMNS": "", **(env or {})},
+    )
+    os.close(terminal)
+    shown, ended = _read_all(ours, answer)
+    return _ending(ended)[0], shown.decode().replace("\r\n", "\n")
+
+
+# ---------------------------------------------------------------------------- a process of its own
+
+
+def run_process(
     *arguments: object,
     cwd: Path,
     env: Mapping[str, str] | None = None,
     limit: int = 60,
     command: Sequence[str] = PROGRAM,
 ) -> Finished:
-    """Run the program in `cwd` with `env` added to the usual variables; it is killed after `limit`
-    seconds.
+    """Start the program in `cwd` with `env` added to the usual variables; it is killed after
+    `limit` seconds.
     """
-    given = [os.fspath(part) if isinstance(part, Path) else part for part in arguments]
     with tempfile.NamedTemporaryFile("r", prefix="ckptconv-test-") as report:
         launcher = [
-            sys.executable,
-            "-I",
-            "-S",
-            "-c",
-            _LAUNCHER,
-            report.name,
-            str(limit),
+            *(sys.executable, "-I", "-S", "-c", _LAUNCHER, report.name, str(limit)),
             *command,
-            *given,
+            *_texts(arguments),
         ]
         done = subprocess.run(
             launcher,
@@ -108,14 +305,14 @@ def run(
         )
         code, seconds, rss = report.read().split()
     return Finished(
-        int(code), done.stdout.decode(), done.stderr.decode(), float(seconds), int(rss) * _RSS_UNIT
+        int(code), done.stdout.decode(), done.stderr.decode(), float(seconds), int(rss) * RSS_UNIT
     )
 
 
 @functools.cache
 def idle_rss() -> int:
     """The peak memory of the program when it does nothing."""
-    return run("--version", cwd=ROOT).rss
+    return run_process("--version", cwd=ROOT).rss
 
 
 def assert_one_error(done: Finished, *, code: int = 1) -> str:

@@ -203,6 +203,7 @@ REVEALED = [
 ]  # fmt: skip
 
 
+@pytest.mark.trust
 def test_the_types_of_the_library_are_those_that_a_user_sees(tmp_path):
     (tmp_path / "user.py").write_text(SNIPPET)
     command = [

@@ -51,25 +51,28 @@ def builder() -> None:
 
 
 @pytest.fixture(scope="module")
-def sdist(builder, tmp_path_factory) -> Path:
-    return build("sdist", ROOT, tmp_path_factory.mktemp("sdist"))
+def sdist(builder, made_once) -> Path:
+    (made,) = made_once("sdist", lambda folder: build("sdist", ROOT, folder)).iterdir()
+    return made
 
 
 @pytest.fixture(scope="module")
-def unpacked(sdist, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("unpacked")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(
-            folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {})
-        )
-    (inside,) = folder.iterdir()
+def unpacked(sdist, made_once) -> Path:
+    def unpack(folder: Path) -> None:
+        with tarfile.open(sdist) as archive:
+            archive.extractall(
+                folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {})
+            )
+
+    (inside,) = made_once("unpacked", unpack).iterdir()
     return inside
 
 
 @pytest.fixture(scope="module")
-def wheel(unpacked, tmp_path_factory) -> Path:
+def wheel(unpacked, made_once) -> Path:
     """The wheel, built from the sdist as an installer does."""
-    return build("wheel", unpacked, tmp_path_factory.mktemp("wheel"))
+    (made,) = made_once("wheel", lambda folder: build("wheel", unpacked, folder)).iterdir()
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -80,22 +83,13 @@ def metadata(wheel) -> Message:
 
 
 @pytest.fixture(scope="module")
-def installed(wheel, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("site")
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        "--target",
-        str(folder),
-        str(wheel),
-    ]
-    subprocess.run(pip, check=True, capture_output=True)
-    return folder
+def installed(wheel, made_once) -> Path:
+    def install(folder: Path) -> None:
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+        command = [*pip, "--target", str(folder), str(wheel)]
+        subprocess.run(command, check=True, capture_output=True)
+
+    return made_once("site", install)
 
 
 def run_installed(installed: Path, *arguments: object, cwd: Path) -> str:
@@ -156,26 +150,26 @@ def test_the_sdist_holds_what_its_tests_and_make_need(unpacked):
         assert (unpacked / name).read_bytes() == (ROOT / name).read_bytes()
 
 
-def test_the_tests_of_the_sdist_can_be_run_there(unpacked):
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        pytest.param(["--collect-only"], " tests", marks=pytest.mark.trust),
+        (["tests/support/test_choices.py"], " passed"),
+    ],
+)
+def test_the_tests_of_the_sdist_can_be_run_there(arguments, told, unpacked):
     pytest_there = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    variables = environment(PYTHONPATH=str(unpacked))
-    for arguments, told in (
-        (["--collect-only"], " tests"),
-        (["tests/test_documents.py", "tests/support/test_choices.py"], " passed"),
-    ):
-        if arguments[0].endswith(".py"):
-            arguments = [name for name in arguments if (unpacked / name).exists()]
-        done = subprocess.run(
-            [*pytest_there, *arguments],
-            cwd=unpacked,
-            env=variables,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-        assert told in done.stdout.splitlines()[-1]
-        assert str(ROOT / "ckptconv") not in done.stdout
+    done = subprocess.run(
+        [*pytest_there, *arguments],
+        cwd=unpacked,
+        env=environment(PYTHONPATH=str(unpacked)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert told in done.stdout.splitlines()[-1]
+    assert str(ROOT / "ckptconv") not in done.stdout
 
 
 # Links

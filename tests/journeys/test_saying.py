@@ -13,6 +13,7 @@ import ckptconv
 from ckptconv.cli import terminal
 from ckptconv.cli.main import cli
 from ckptconv.support.errors import CheckpointError, OptionRefused
+from ckptconv.support.rows import Row
 from helpers.paths import SAMPLES
 
 DDP = SAMPLES / "ddp_cuda3.pt"
@@ -51,7 +52,7 @@ def test_a_command_is_not_broken_on_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr(terminal.sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "60")
     fix = f"ckptconv convert {'x' * 40}.pt {'y' * 40}.pt --only model"
-    terminal.print_lines([("effect", "some words " * 20), ("fix", fix)])
+    terminal.print_lines([Row("effect", "some words " * 20), Row("fix", fix, is_command=True)])
     shown = unstyle(capsys.readouterr().out)
     assert fix in shown
     assert max(map(len, shown.splitlines()[:3])) <= 60

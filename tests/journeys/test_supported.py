@@ -58,4 +58,4 @@ def test_every_dependency_has_a_floor_that_the_lowest_environment_takes():
 
 
 def test_what_the_runs_without_torch_leave_out_is_there():
-    assert all((ROOT / "tests" / name).is_file() for name in LONG)
+    assert all((ROOT / name).is_dir() for name in LONG)

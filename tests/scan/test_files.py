@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from ckptconv import CheckpointError, limits, scan_checkpoint
 from ckptconv.objects.threats import judge
 from helpers import oracle
-from helpers.program import SAMPLES, assert_one_error, idle_rss, run
+from helpers.program import SAMPLES, assert_one_error, idle_rss, run, run_process
 from hostile.cases import bad
 
 torch = pytest.importorskip("torch")
@@ -674,11 +674,11 @@ def sized(opcode: bytes, payload: bytes, hole: int, tail: bytes, folder: Path) -
 @pytest.mark.parametrize("opcode", [b"T", b"B", b"\x8e"])
 def test_a_large_pickle_takes_little_memory(opcode, tmp_path):
     path = sized(opcode, BAD, 900_000_000, b".", tmp_path)
-    done = run("scan", path, cwd=tmp_path)
+    done = run_process("scan", path, cwd=tmp_path)
     assert done.exit == 1 and "<bytes 0>" in done.out and "os.system" in done.out
     assert done.rss - idle_rss() < 50_000_000
     path = sized(opcode, b"", 900_000_000, b"0" + BAD[2:], tmp_path)
-    done = run("scan", path, cwd=tmp_path)
+    done = run_process("scan", path, cwd=tmp_path)
     assert done.exit == 1 and "os.system" in done.out
     assert done.rss - idle_rss() < 50_000_000
 

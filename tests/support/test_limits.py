@@ -32,7 +32,7 @@ from ckptconv.support import limits as bounds
 from ckptconv.support.errors import LimitExceeded, OptionRefused, UnknownOption
 from ckptconv.tensors.assembly import check_cover
 from helpers import oracle
-from helpers.program import ROOT, SAMPLES, assert_one_error, run
+from helpers.program import ROOT, SAMPLES, assert_one_error, run, run_process
 
 W = torch.arange(4.0)
 RAISE = re.compile(r"--limit (\w+)=([\d.]+) \(ckptconv\.limits\(\1=\2\) in code\)")
@@ -249,7 +249,7 @@ def test_many_records_that_inflate_to_little_each_are_a_bomb_together(tmp_path):
     ) as caught:
         open_checkpoint(source)
     assert caught.value.limit == "inflated_ratio"
-    done = run("convert", source, "out.pt", cwd=tmp_path)
+    done = run_process("convert", source, "out.pt", cwd=tmp_path)
     assert f"--limit inflated_ratio={caught.value.needed}" in assert_one_error(done)
     assert [path.name for path in tmp_path.iterdir()] == ["in.pt"]
     assert done.rss < 150_000_000

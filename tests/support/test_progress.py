@@ -5,7 +5,6 @@ it.
 from __future__ import annotations
 
 import io
-import os
 import re
 import sys
 import threading
@@ -23,10 +22,9 @@ from ckptconv.cli import progress_display
 from ckptconv.cli.progress_display import COPYING, progress_shown
 from ckptconv.convert.execute import ConversionResult
 from ckptconv.convert.report import result_headline
-from ckptconv.io import destination as outputs
+from ckptconv.io import stream as outputs
 from ckptconv.support.progress import Meter
 from ckptconv.support.text import seconds_text
-from helpers.paths import ROOT
 from helpers.program import run
 
 MIB = 1 << 20
@@ -241,21 +239,19 @@ def test_a_log_that_nobody_reads_stops_nothing(monkeypatch):
 )
 def test_commands_show_it_and_quiet_ones_do_not(arguments, room, tmp_path):
     given = [item.format(out=tmp_path / "out.pt") for item in arguments]
-    (tmp_path / "sitecustomize.py").write_text(
+    slow = (
         "import ckptconv.cli.progress_display as display, ckptconv.support.progress as progress, "
         "time\n"
         "display._LINE_EVERY = 0.05\n"
         "say = progress.Meter._say\n"
         "progress.Meter._say = lambda meter, done: (say(meter, done), time.sleep(0.03))\n"
     )
-    env = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     word = {"convert": "copying", "diff": "comparing", "scan": "scanning", "doctor": "reading"}[
         arguments[0]
     ]
-    assert re.search(rf"^{word}: \d+ %, ", run(*given, cwd=room, env=env).err, re.MULTILINE)
-    quiet = ["--json"] if arguments[0] == "doctor" else ["--quiet"]
-    for more in (["--json"], quiet):
-        assert run(*given, *more, cwd=room, env=env).err == ""
+    assert re.search(rf"^{word}: \d+ %, ", run(*given, cwd=room, before=slow).err, re.MULTILINE)
+    for more in ["--json"] if arguments[0] == "doctor" else ["--json", "--quiet"]:
+        assert run(*given, more, cwd=room, before=slow).err == ""
 
 
 # -------------------------------------------------------------------------------------- the summary

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from pathlib import PurePath
 from typing import NamedTuple
 
 from ckptconv.formats.folders.dtensors import refuse_flat
-from ckptconv.io.paths import within
+from ckptconv.io.location import Location, within
 from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
 from ckptconv.support.errors import (
     CheckpointError,
@@ -25,9 +25,16 @@ from ckptconv.support.errors import (
     printable,
 )
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.containers import ACCELERATE
+from ckptconv.tree.containers import Container
 
-NAME = "accelerate folder"
+CONTAINER = Container(
+    "accelerate folder",
+    "accelerate",
+    why_not=(
+        "only accelerate's load_state opens it, in a program that has prepared the same objects"
+    ),
+    is_folder=True,
+)
 _MODEL = re.compile(r"(?:model|pytorch_model)(?:_(\d+))?\.(?:safetensors|bin)$").match
 _FSDP = re.compile(r"pytorch_model_fsdp(?:_(\d+))?(?:(?:_rank(\d+))?\.bin)?").fullmatch
 _OPTIMIZER = re.compile(r"(optimizer_\d+)(?:_rank(\d+)\.bin)?").fullmatch
@@ -40,9 +47,9 @@ _OTHERS = re.compile(
 class Openers(NamedTuple):
     """How the parts of a folder are opened: a file, a DCP folder, the files of all ranks."""
 
-    file: Callable[[Path], Checkpoint]
-    dcp: Callable[[Path], Checkpoint]
-    ranks: Callable[[Sequence[Path]], Checkpoint]
+    file: Callable[[Location], Checkpoint]
+    dcp: Callable[[Location], Checkpoint]
+    ranks: Callable[[Sequence[Location]], Checkpoint]
 
 
 class _Part(NamedTuple):
@@ -51,28 +58,28 @@ class _Part(NamedTuple):
     """
 
     label: str
-    paths: list[Path]
+    paths: list[Location]
     is_ranks: bool
 
 
-def is_accelerate(path: Path) -> bool:
+def is_accelerate(path: Location) -> bool:
     """Whether `path` is a folder with weights and the random states that `save_state` leaves beside
     them.
     """
-    if not path.is_dir():
+    if not path.is_folder():
         return False
-    names = [item.name for item in path.iterdir()]
+    names = path.names()
     return any(map(_MODEL, names)) and any(
         re.match(r"random_states_\d+\.pkl$", name) for name in names
     )
 
 
-def is_fsdp(path: Path) -> bool:
+def is_fsdp(path: Location) -> bool:
     """Whether `path` is a folder with weights under the names that they have under FSDP."""
-    return path.is_dir() and any(_FSDP(item.name) for item in path.iterdir())
+    return path.is_folder() and any(map(_FSDP, path.names()))
 
 
-def open_accelerate(path: Path, openers: Openers) -> Checkpoint:
+def open_accelerate(path: Location, openers: Openers) -> Checkpoint:
     """Open every part of the folder; the tree is a dict of their trees by name, the model's under
     ``model``.
     """
@@ -88,8 +95,8 @@ def open_accelerate(path: Path, openers: Openers) -> Checkpoint:
             checkpoint.close()
         raise
     return Checkpoint(
-        path=path,
-        format=NAME,
+        path=path.path,
+        container=CONTAINER,
         root=Dict(pairs),
         nbytes=sum(checkpoint.nbytes for _, checkpoint in opened),
         notes=tuple(
@@ -98,13 +105,12 @@ def open_accelerate(path: Path, openers: Openers) -> Checkpoint:
             )
         ),
         sources=tuple(source for _, checkpoint in opened for source in checkpoint.sources),
-        opening=ACCELERATE,
     )
 
 
-def _parts(folder: Path) -> tuple[list[_Part], list[str]]:
+def _parts(folder: Location) -> tuple[list[_Part], list[str]]:
     """The parts in the order of the tree, models first, and notes on what is left out."""
-    names = sorted(item.name for item in folder.iterdir())
+    names = folder.names()
     fsdp = [name for name in names if _FSDP(name)]
     plain, left = _preferred([name for name in names if _MODEL(name)])
     parts = list(
@@ -112,7 +118,9 @@ def _parts(folder: Path) -> tuple[list[_Part], list[str]]:
     )
     parts += _gathered(folder, [name for name in names if _OPTIMIZER(name)], _optimizer_label)
     others = [name for name in names if _OTHERS(name) and not _MODEL(name)]
-    parts += [_Part(Path(name).stem, [within(folder / name, folder)], False) for name in others]
+    parts += [
+        _Part(PurePath(name).stem, [within(folder.child(name), folder)], False) for name in others
+    ]
     left += [
         f"{printable(name)} is left out: {plain[0]} holds the weights" for name in fsdp if plain
     ]
@@ -152,7 +160,7 @@ def _optimizer_label(name: str) -> Labelled:
 
 
 def _gathered(
-    folder: Path, names: Sequence[str], labelled: Callable[[str], Labelled]
+    folder: Location, names: Sequence[str], labelled: Callable[[str], Labelled]
 ) -> Iterator[_Part]:
     """The parts that the names are; `UnsupportedCheckpoint` where one is there in two forms, of
     which one must be older.
@@ -171,12 +179,12 @@ def _gathered(
             )
             raise UnsupportedCheckpoint(what, path=folder, hint=hint)
         [(form, members)] = found.items()
-        paths = [within(folder / name, folder) for name in members]
+        paths = [within(folder.child(name), folder) for name in members]
         yield _Part(label, paths, is_ranks=[form] != members)
 
 
 def _open_part(part: _Part, openers: Openers) -> Checkpoint:
-    if part.paths[0].is_dir():
+    if part.paths[0].is_folder():
         return openers.dcp(part.paths[0])
     if not part.is_ranks:
         return openers.file(part.paths[0])
@@ -184,7 +192,7 @@ def _open_part(part: _Part, openers: Openers) -> Checkpoint:
     try:
         refuse_flat(
             (key for key, _ in mapping_pairs(checkpoint.root) or () if type(key) is str),
-            part.paths[0].parent,
+            part.paths[0].parent.path,
         )
     except CheckpointError:
         checkpoint.close()
@@ -197,7 +205,7 @@ def _unwrapped(root: Node, part: _Part) -> Node:
     ``optimizer``.
     """
     pairs = mapping_pairs(root) or ()
-    if not part.paths[0].is_dir() or len(pairs) != 1:
+    if not part.paths[0].is_folder() or len(pairs) != 1:
         return root
     if mapping_pairs(pairs[0][1]) is None:
         raise MalformedCheckpoint("holds no state dict", path=part.paths[0], where=str(pairs[0][0]))

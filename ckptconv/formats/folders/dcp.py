@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Sequence, Sized
+from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from ckptconv.formats.folders import dcp_metadata
 from ckptconv.formats.folders.dcp_metadata import Item, Metadata, TensorEntry
 from ckptconv.formats.folders.lightning import META, with_meta
-from ckptconv.io.files import FilePool, FileSource, PooledSource
-from ckptconv.io.paths import within
+from ckptconv.io.files import FilePool
+from ckptconv.io.guarded import check_places
+from ckptconv.io.location import Location, is_plain_path, within
 from ckptconv.io.source import RangeSource, Source
 from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
-from ckptconv.support import platforms
 from ckptconv.support.errors import (
     CheckpointError,
     LimitExceeded,
@@ -34,12 +35,14 @@ from ckptconv.support.limits import in_force
 from ckptconv.tensors.assembly import assembled, check_cover
 from ckptconv.tensors.refs import Shape, TensorRef
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.containers import DCP, MEGATRON
+from ckptconv.tree.containers import Container
 from ckptconv.tree.walk import label_text
 
-NAME = "DCP"
+CONTAINER = Container("DCP", "torch.distributed.checkpoint", is_folder=True)
+MEGATRON = replace(CONTAINER, by="megatron", why_not="only Megatron opens it")
 INDEX = ".metadata"
 _DATA = ".distcp"
+_OF_A_RANK = re.compile(rf"__.*{re.escape(INDEX)}").fullmatch
 _COMMON = "common.pt"
 # items that are held against each other before any is opened; of fewer, what is wrong with one is
 # told first
@@ -47,26 +50,26 @@ _MANY = 1000
 _MEGATRON = "metadata.json"  # the names of its storage backends, in every Megatron checkpoint
 
 SourceOpener = Callable[[Source], Checkpoint]
-PathOpener = Callable[[Path], Checkpoint]
+FileOpener = Callable[[Location], Checkpoint]
 
 
-def is_dcp(path: Path) -> bool:
+def is_dcp(path: Location) -> bool:
     """Whether `path` is a folder with a `.metadata`, or one of every rank, or that file itself, or
     a data file beside it.
     """
     return (
         path.name == INDEX
-        or (path / INDEX).is_file()
-        or (path / f"__0{INDEX}").is_file()
+        or path.child(INDEX).is_file()
+        or path.child(f"__0{INDEX}").is_file()
         or _is_data_file(path)
     )
 
 
-def _is_data_file(path: Path) -> bool:
-    return path.suffix == _DATA and (path.parent / INDEX).is_file() and path.is_file()
+def _is_data_file(path: Location) -> bool:
+    return path.suffix == _DATA and path.beside(INDEX).is_file() and path.is_file()
 
 
-def open_dcp(path: Path, open_file: PathOpener, open_source: SourceOpener) -> Checkpoint:
+def open_dcp(path: Location, open_file: FileOpener, open_source: SourceOpener) -> Checkpoint:
     """Open a DCP folder: its `.metadata`, and the directory and pickle of every item; no payload is
     read.
 
@@ -84,7 +87,7 @@ def open_dcp(path: Path, open_file: PathOpener, open_source: SourceOpener) -> Ch
     try:
         metadata, nbytes = _read_index(folder)
         is_megatron = metadata.is_megatron or (
-            (folder / _COMMON).is_file() and (folder / _MEGATRON).is_file()
+            folder.child(_COMMON).is_file() and folder.child(_MEGATRON).is_file()
         )
         fragments = _flat_fragments(metadata) if is_megatron else set()
         if len(metadata.items) > _MANY:
@@ -99,10 +102,10 @@ def open_dcp(path: Path, open_file: PathOpener, open_source: SourceOpener) -> Ch
             _refuse_shared_bytes(folder, metadata)
         nbytes += sum(source.size for source in opened.files.values())
         notes = _notes(fragments)
-        if is_megatron and (folder / _COMMON).is_file():
-            nbytes += _merge_common(root, open_file(within(folder / _COMMON, folder)), opened)
-        elif not is_megatron and (folder / META).is_file():
-            meta = open_file(within(folder / META, folder))
+        if is_megatron and folder.child(_COMMON).is_file():
+            nbytes += _merge_common(root, open_file(within(folder.child(_COMMON), folder)), opened)
+        elif not is_megatron and folder.child(META).is_file():
+            meta = open_file(within(folder.child(META), folder))
             opened.sources += meta.sources
             root, left_out = with_meta(root, meta.root)
             nbytes, notes = nbytes + meta.nbytes, (*notes, *meta.notes, *left_out)
@@ -110,8 +113,8 @@ def open_dcp(path: Path, open_file: PathOpener, open_source: SourceOpener) -> Ch
         opened.close()
         raise
     sources = (*opened.files.values(), *opened.sources)
-    opening = MEGATRON if is_megatron else DCP
-    return Checkpoint(folder, NAME, root, nbytes, notes=notes, sources=sources, opening=opening)
+    container = MEGATRON if is_megatron else CONTAINER
+    return Checkpoint(folder.path, container, root, nbytes, notes=notes, sources=sources)
 
 
 def _notes(fragments: Sized) -> tuple[str, ...]:
@@ -122,16 +125,19 @@ def _notes(fragments: Sized) -> tuple[str, ...]:
     return (note,) * bool(fragments)
 
 
-def _read_index(folder: Path) -> tuple[Metadata, int]:
+def _read_index(folder: Location) -> tuple[Metadata, int]:
     """The metadata of a folder and its size in bytes: one file, or one of each rank
     (`dcp.save(use_collectives=False)`).
     """
-    names = [folder / INDEX]
-    if not names[0].is_file() and (folder / f"__0{INDEX}").is_file():
-        names = sorted(folder.glob(f"__*{INDEX}"), key=lambda path: (len(path.name), path.name))
+    files: Sequence[Location] = [folder.child(INDEX)]
+    if not files[0].is_file() and folder.child(f"__0{INDEX}").is_file():
+        of_ranks = [name for name in folder.names() if _OF_A_RANK(name)]
+        files = [
+            folder.child(name) for name in sorted(of_ranks, key=lambda name: (len(name), name))
+        ]
     found, nbytes = [], 0
-    for name in names:
-        source = FileSource(name)
+    for file in files:
+        source = file.open()
         try:
             found.append(dcp_metadata.read_metadata(source))
         finally:
@@ -140,7 +146,7 @@ def _read_index(folder: Path) -> tuple[Metadata, int]:
     return found[0] if len(found) == 1 else dcp_metadata.merged(found), nbytes
 
 
-def _refuse_shared_bytes(folder: Path, metadata: Metadata) -> None:
+def _refuse_shared_bytes(folder: Location, metadata: Metadata) -> None:
     """Raise `MalformedCheckpoint` when two items lie in the same bytes of a file: every item is
     written by itself.
     """
@@ -163,8 +169,8 @@ def _overlap(name: str, at: int, key: str, other: str) -> MalformedCheckpoint:
 class _Opened:
     """The files of one folder, and the items that were opened in them."""
 
-    def __init__(self, folder: Path, open_source: SourceOpener) -> None:
-        self.files: dict[str, PooledSource] = {}
+    def __init__(self, folder: Location, open_source: SourceOpener) -> None:
+        self.files: dict[str, Source] = {}
         self.sources: list[Source] = []
         self._folder = folder
         self._pool = FilePool()
@@ -181,12 +187,13 @@ class _Opened:
         checkpoint = self._open_source(
             RangeSource(self._file(item.relative_path), item.offset, item.length)
         )
-        self.sources += [source for source in checkpoint.sources if type(source) is not RangeSource]
+        check_places(checkpoint.sources)
+        self.sources += [source for source in checkpoint.sources if source.needs_closing()]
         return checkpoint.root
 
-    def _file(self, name: str) -> PooledSource:
+    def _file(self, name: str) -> Source:
         if name not in self.files:
-            self.files[name] = self._pool.source(inside(self._folder, name))
+            self.files[name] = inside(self._folder, name).open(self._pool)
         return self.files[name]
 
     def close(self) -> None:
@@ -194,29 +201,24 @@ class _Opened:
             source.close()
 
 
-def inside(folder: Path, name: str) -> Path:
+def inside(folder: Location, name: str) -> Location:
     """The file `name` of a folder; `MalformedCheckpoint` when it leads out of the folder."""
-    path = folder / name
-    if not platforms.is_plain_path(str(PurePosixPath(name))):
+    place = folder.child(name)
+    if not is_plain_path(str(PurePosixPath(name))):
         raise MalformedCheckpoint(
             f"names the file '{printable(name)}', which is not a plain relative path", path=folder
         )
-    try:
-        if not path.resolve().is_relative_to(folder.resolve()):
-            raise MalformedCheckpoint(
-                f"names the file '{name}', which is a link out of the folder", path=folder
-            )
-    except (OSError, RuntimeError) as error:
+    if not place.stays_within(folder):
         raise MalformedCheckpoint(
-            f"names the file '{name}', which is a link to nothing", path=folder
-        ) from error
-    if not path.exists():
+            f"names the file '{name}', which is a link out of the folder", path=folder
+        )
+    if not place.exists():
         raise MalformedCheckpoint(
             f"needs the file '{name}', which is not there",
             path=folder,
             hint="fetch or copy the whole folder",
         )
-    return path
+    return place
 
 
 # ----------------------------------------------------------------------------------------- the tree

@@ -13,20 +13,23 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from ckptconv.io.files import FilePool, FileSource
-from ckptconv.io.paths import within
+from ckptconv.io.files import FilePool
+from ckptconv.io.location import Location, read_small, within
 from ckptconv.io.source import Source
 from ckptconv.pickles.nodes import ORDERED_DICT, Call
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.tensors.assembly import assembled
 from ckptconv.tensors.refs import Shape, TensorRef
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.containers import DCP_SHARDS
+from ckptconv.tree.containers import Container
 
-NAME = "DCP shards (safetensors)"
+CONTAINER = Container(
+    "DCP shards (safetensors)",
+    "torch.distributed.checkpoint.HuggingFaceStorageReader",
+    is_folder=True,
+)
 _INFO = "DCP_SHARDING_INFO"
 _OF_DCP = frozenset({_INFO, "DCP_VERSION"})
 _INDEX = "model.safetensors.index.json"
@@ -35,9 +38,9 @@ _SHARD = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors").fullmatch
 Parts = dict[str, list[tuple[Shape, TensorRef]]]
 
 
-def is_dcp_shards(path: Path) -> bool:
+def is_dcp_shards(path: Location) -> bool:
     """Whether `path` is a folder of such rank files."""
-    return path.is_dir() and any(_SHARD(item.name) for item in path.iterdir())
+    return path.is_folder() and any(map(_SHARD, path.names()))
 
 
 def refuse_one_rank(checkpoint: Checkpoint) -> Checkpoint:
@@ -54,13 +57,13 @@ def refuse_one_rank(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint
 
 
-def open_dcp_shards(path: Path, open_source: Callable[[Source], Checkpoint]) -> Checkpoint:
+def open_dcp_shards(path: Location, open_source: Callable[[Source], Checkpoint]) -> Checkpoint:
     """Open a folder of rank files: their headers only. `MalformedCheckpoint` when the chunks of a
     tensor leave a gap.
     """
     pool, opened = FilePool(), list[Checkpoint]()
-    files = [within(file, path) for file in sorted(path.iterdir()) if _SHARD(file.name)]
-    sources = [pool.source(file) for file in files]
+    files = [within(file, path) for file in path.list() if _SHARD(file.name)]
+    sources = [file.open(pool) for file in files]
     try:
         opened = [open_source(source) for source in sources]
         parts: Parts = {}
@@ -68,7 +71,7 @@ def open_dcp_shards(path: Path, open_source: Callable[[Source], Checkpoint]) -> 
             _collect(checkpoint, parts)
         root = Call(ORDERED_DICT, ())
         root.pairs = [(key, _whole(key, chunks, path)) for key, chunks in parts.items()]
-        known = _consolidated_size(path.parent / _INDEX)
+        known = _consolidated_size(path.beside(_INDEX))
         nbytes = sum(ref.nbytes for _, ref in root.pairs)
         if known is not None and known != nbytes:
             raise MalformedCheckpoint(
@@ -87,7 +90,7 @@ def open_dcp_shards(path: Path, open_source: Callable[[Source], Checkpoint]) -> 
         else ("the files do not say how many ranks there were; these are taken to be all of them",)
     )
     nbytes = sum(item.nbytes for item in opened)
-    return Checkpoint(path, NAME, root, nbytes, metadata, notes, tuple(sources), opening=DCP_SHARDS)
+    return Checkpoint(path.path, CONTAINER, root, nbytes, metadata, notes, tuple(sources))
 
 
 def _collect(checkpoint: Checkpoint, parts: Parts) -> None:
@@ -118,7 +121,7 @@ def _offsets(info: Any) -> Iterator[tuple[str, Shape]]:
         yield key, tuple(start)
 
 
-def _whole(key: str, chunks: Sequence[tuple[Shape, TensorRef]], path: Path) -> TensorRef:
+def _whole(key: str, chunks: Sequence[tuple[Shape, TensorRef]], path: Location) -> TensorRef:
     """The tensor of all chunks, its shape being what they reach to; of several copies of a chunk
     the first is taken.
     """
@@ -141,17 +144,15 @@ def _whole(key: str, chunks: Sequence[tuple[Shape, TensorRef]], path: Path) -> T
         raise error.at(path=path, where=key) from error.__cause__
 
 
-def _consolidated_size(index: Path) -> int | None:
+def _consolidated_size(index: Location) -> int | None:
     """The sum of all tensors' bytes that the index of the consolidated files gives; None where
     there is no such file.
     """
     if not index.is_file():
         return None
-    source = FileSource(index)
+    raw = read_small(index, "index_bytes")
     try:
-        found = json.loads(source.read(0, source.size))["metadata"]["total_size"]
+        found = json.loads(raw)["metadata"]["total_size"]
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    finally:
-        source.close()
     return found if type(found) is int else None

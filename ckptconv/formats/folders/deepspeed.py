@@ -17,11 +17,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from ckptconv.formats.folders.zero import RankStates, Weights, entries, read_rank
-from ckptconv.io.files import FilePool, FileSource
-from ckptconv.io.paths import within
+from ckptconv.io.files import FilePool
+from ckptconv.io.location import Location, within
 from ckptconv.io.source import Source
 from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
 from ckptconv.support.errors import (
@@ -32,9 +31,13 @@ from ckptconv.support.errors import (
 )
 from ckptconv.support.limits import in_force
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.containers import DEEPSPEED
+from ckptconv.tree.containers import Container
 
-NAME = "DeepSpeed"
+CONTAINER = Container(
+    "DeepSpeed",
+    "deepspeed",
+    why_not=("only DeepSpeed opens it, with as many ranks as wrote it, or its zero_to_fp32.py"),
+)
 _MODEL = re.compile(
     r"(?:zero_pp_rank_([0-9]{1,6})_)?mp_rank_([0-9]{1,6})_model_states\.pt"
 ).fullmatch
@@ -60,11 +63,11 @@ _BOOKKEEPING = frozenset(
 )
 """Entries of the model states that describe the partitions; of no use once they are joined."""
 
-OpenFile = Callable[[Path], Checkpoint]
+OpenFile = Callable[[Location], Checkpoint]
 OpenSource = Callable[[Source], Checkpoint]
 
 
-def is_deepspeed(path: Path) -> bool:
+def is_deepspeed(path: Location) -> bool:
     """Whether `path` is the folder of a step.
 
     Or the model states of one rank, by name: those of stage 3 hold no weights, though they look as
@@ -72,10 +75,10 @@ def is_deepspeed(path: Path) -> bool:
     """
     if (found := _MODEL(path.name)) is not None and found[1] is not None and path.is_file():
         return True
-    return path.is_dir() and _is_step(path)
+    return path.is_folder() and _is_step(path)
 
 
-def open_deepspeed(path: Path, open_source: OpenSource, home: Path) -> Checkpoint:
+def open_deepspeed(path: Location, open_source: OpenSource, home: Location) -> Checkpoint:
     """Open the step whose folder `path` is; links in it may lead within `home`, which the user
     named.
 
@@ -83,32 +86,32 @@ def open_deepspeed(path: Path, open_source: OpenSource, home: Path) -> Checkpoin
     payload is read. Raises `UnsupportedCheckpoint` for layouts that are not read, and
     `MalformedCheckpoint` when files are missing or do not fit.
     """
-    if not path.is_dir():
+    if not path.is_folder():
         return _one_of_many(path, open_source)
     try:
         files = _step_files(path)
         many = len(files.model) + len(files.optim) > in_force().open_files
-        source_of = FilePool().source if many else FileSource
+        pool = FilePool() if many else None
         with ExitStack() as opened:
             checkpoint = _open_step(
-                files, lambda file: _opened(source_of(within(file, home)), open_source, opened)
+                files, lambda file: _opened(within(file, home).open(pool), open_source, opened)
             )
             opened.pop_all()
     except CheckpointError as error:
         raise error.at(path=path) from error.__cause__
-    return replace(checkpoint, path=path)
+    return replace(checkpoint, path=path.path)
 
 
-def _one_of_many(path: Path, open_source: OpenSource) -> Checkpoint:
+def _one_of_many(place: Location, open_source: OpenSource) -> Checkpoint:
     """The file of a rank, if it is none of ZeRO's after all."""
     with ExitStack() as opened:
-        checkpoint = _opened(FileSource(path), open_source, opened)
+        checkpoint = _opened(place.open(), open_source, opened)
         if entries(checkpoint.root).get("param_shapes") is None:
             opened.pop_all()
             return checkpoint
     what = "holds the model states of one rank of ZeRO stage 3, and no weights"
     raise UnsupportedCheckpoint(
-        what, path=path, hint=f"name its folder: {printable(path.absolute().parent)}"
+        what, path=place, hint=f"name its folder: {printable(place.absolute.parent)}"
     )
 
 
@@ -123,26 +126,26 @@ def _opened(source: Source, open_source: OpenSource, opened: ExitStack) -> Check
 # -------------------------------------------------------------------------------------------- files
 
 
-def _names(folder: Path) -> list[str]:
+def _names(folder: Location) -> Sequence[str]:
     """The names of what is in a folder."""
     try:
-        return sorted(item.name for item in folder.iterdir())
+        return folder.names()
     except OSError as error:
         raise UnsupportedCheckpoint(f"cannot be listed: {error.strerror}", path=folder) from error
 
 
-def _is_step(folder: Path) -> bool:
+def _is_step(folder: Location) -> bool:
     return any(matches(name) for name in _names(folder) for matches in _LAYOUTS) or _is_universal(
         folder
     )
 
 
-def _is_universal(folder: Path) -> bool:
+def _is_universal(folder: Location) -> bool:
     """Whether a folder is that of a universal checkpoint: a folder for each parameter, in one
     called ``zero``.
     """
-    zero = folder if folder.name == "zero" else folder / "zero"
-    return zero.is_dir() and any((item / "fp32.pt").is_file() for item in zero.iterdir())
+    zero = folder if folder.name == "zero" else folder.child("zero")
+    return zero.is_folder() and any(item.child("fp32.pt").is_file() for item in zero.list())
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,18 +154,18 @@ class StepFiles:
     optimizer states of each.
     """
 
-    whole: Path | None
-    model: Mapping[int, Path]
-    optim: Mapping[int, Path]
+    whole: Location | None
+    model: Mapping[int, Location]
+    optim: Mapping[int, Location]
 
 
-def _step_files(folder: Path) -> StepFiles:
+def _step_files(folder: Location) -> StepFiles:
     """Sort the files of a step's folder by rank; refuse layouts other than data-parallel ones by
     name.
     """
     names = _names(folder)
-    model = [(found, folder / name) for name in names if (found := _MODEL(name))]
-    optim = [(found, folder / name) for name in names if (found := _OPTIM(name))]
+    model = [(found, folder.child(name)) for name in names if (found := _MODEL(name))]
+    optim = [(found, folder.child(name)) for name in names if (found := _OPTIM(name))]
     _refuse_other_layouts(folder, names, {int(found[2]) for found, _ in (*model, *optim)})
     whole = [file for found, file in model if found[1] is None]
     return StepFiles(
@@ -172,9 +175,9 @@ def _step_files(folder: Path) -> StepFiles:
     )
 
 
-def _refuse_other_layouts(folder: Path, names: Sequence[str], tensor_ranks: set[int]) -> None:
+def _refuse_other_layouts(folder: Location, names: Sequence[str], tensor_ranks: set[int]) -> None:
     what = None
-    if _is_universal(folder) or (folder / "zero").is_dir():
+    if _is_universal(folder) or folder.child("zero").is_folder():
         what = "a universal checkpoint (folder 'zero')"
     elif any(map(_PIPELINE, names)):
         what = "a pipeline-parallel checkpoint (layer files)"
@@ -190,9 +193,9 @@ def _refuse_other_layouts(folder: Path, names: Sequence[str], tensor_ranks: set[
         )
 
 
-def _by_rank(found: Iterable[tuple[int, Path]]) -> dict[int, Path]:
-    ranks: dict[int, Path] = {}
-    for rank, file in sorted(found):
+def _by_rank(found: Iterable[tuple[int, Location]]) -> dict[int, Location]:
+    ranks: dict[int, Location] = {}
+    for rank, file in sorted(found, key=lambda item: (item[0], item[1].name)):
         if rank in ranks:
             what = (
                 f"two files are of rank {rank}: {printable(ranks[rank].name)} and "
@@ -205,7 +208,7 @@ def _by_rank(found: Iterable[tuple[int, Path]]) -> dict[int, Path]:
     return ranks
 
 
-def _require_ranks(files: Mapping[int, Path], count: int, kind: str) -> None:
+def _require_ranks(files: Mapping[int, Location], count: int, kind: str) -> None:
     """Raise unless the files are those of the ranks 0 to `count` - 1."""
     if missing := [rank for rank in range(min(count, len(files) + 1)) if rank not in files]:
         what = (
@@ -238,7 +241,7 @@ def _open_step(files: StepFiles, open_file: OpenFile) -> Checkpoint:
             "the weights are those of the model states, in the dtype of the training",
             *models[0].notes,
         )
-        return replace(models[0], format=NAME, notes=notes, sources=sources, opening=DEEPSPEED)
+        return replace(models[0], container=CONTAINER, notes=notes, sources=sources)
     weights = Weights(states, stage)
     root = Dict([("module", weights.join(ranks)), *_rest_of_training(models[0].root)])
     notes = (
@@ -247,7 +250,7 @@ def _open_step(files: StepFiles, open_file: OpenFile) -> Checkpoint:
     )
     return Checkpoint(
         path=models[0].path,
-        format=f"{NAME} ZeRO-{stage}",
+        container=CONTAINER.called(f"{CONTAINER.name} ZeRO-{stage}"),
         root=root,
         nbytes=sum(checkpoint.nbytes for checkpoint in everything),
         notes=tuple(
@@ -256,7 +259,6 @@ def _open_step(files: StepFiles, open_file: OpenFile) -> Checkpoint:
             )
         ),
         sources=sources,
-        opening=DEEPSPEED,
     )
 
 
@@ -282,7 +284,7 @@ def _open_models(files: StepFiles, stage: int, ranks: int, open_file: OpenFile) 
 
 
 def _read_ranks(
-    files: Iterable[Path], open_file: OpenFile
+    files: Iterable[Location], open_file: OpenFile
 ) -> tuple[list[RankStates], list[Checkpoint]]:
     """What each file of optimizer states says, and the files, opened, without their trees."""
     ranks, opened = [], []
@@ -310,7 +312,7 @@ def _without_partitions(files: StepFiles, open_file: OpenFile) -> Checkpoint:
         raise MalformedCheckpoint(
             "the optimizer states, which hold the fp32 weights, are missing", hint=hint
         )
-    return replace(model, format=NAME, opening=DEEPSPEED)
+    return replace(model, container=CONTAINER)
 
 
 def _model_states(model: Checkpoint) -> dict[str, Node]:

@@ -191,7 +191,7 @@ def refuse_flat(keys: Iterable[str], path: Path) -> None:
 _FLAT = ("_flat_param", "flat_param")
 
 
-def is_sharded(node: Node) -> bool:
+def is_shard(node: Node) -> bool:
     """Whether a node is what torch pickles for a DTensor or a ShardedTensor."""
     return (
         type(node) is Call

@@ -12,9 +12,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from ckptconv.io.paths import within
+from ckptconv.io.location import Location, within
 from ckptconv.pickles.nodes import Call, Node, mapping_pairs
 from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint
 from ckptconv.tree.checkpoint import Checkpoint
@@ -34,22 +33,25 @@ _HINT = (
 )
 
 
-def is_megatron(path: Path) -> bool:
+def is_megatron(path: Location) -> bool:
     """Whether `path` is the folder of an iteration in this format."""
-    return path.is_dir() and bool(_rank_files(path))
+    return path.is_folder() and bool(_rank_files(path))
 
 
-def is_rank_file(path: Path) -> bool:
+def is_rank_file(path: Location) -> bool:
     """Whether a file is by its names the one of a rank in this format."""
-    return path.name in _FILES and _RANK(path.absolute().parent.name) is not None
+    return path.name in _FILES and _RANK(path.absolute.parent.name) is not None
 
 
-def _rank_files(folder: Path) -> list[Path]:
-    ranks = sorted(item for item in folder.iterdir() if _RANK(item.name) and item.is_dir())
-    return [item / name for item in ranks for name in _FILES if (item / name).is_file()]
+def _rank_files(folder: Location) -> list[Location]:
+    ranks = [item for item in folder.list() if _RANK(item.name) and item.is_folder()]
+    files = [item.child(name) for item in ranks for name in _FILES]
+    return [file for file in files if file.is_file()]
 
 
-def open_megatron(path: Path, open_file: Callable[[Path], Checkpoint], home: Path) -> Checkpoint:
+def open_megatron(
+    path: Location, open_file: Callable[[Location], Checkpoint], home: Location
+) -> Checkpoint:
     """Open the file of the one rank; `UnsupportedCheckpoint` where the model was split, by what
     there is or what it says.
     """
@@ -62,22 +64,22 @@ def open_megatron(path: Path, open_file: Callable[[Path], Checkpoint], home: Pat
     except CheckpointError:
         checkpoint.close()
         raise
-    left = [name for name in _OPTIMIZER if (files[0].parent / name).is_file()]
+    left = [name for name in _OPTIMIZER if files[0].beside(name).is_file()]
     notes = [f"{name} beside it, which holds the optimizer's state, is left out" for name in left]
     return replace(checkpoint, notes=(*checkpoint.notes, *notes))
 
 
-def _kind(files: Sequence[Path]) -> str:
+def _kind(files: Sequence[Location]) -> str:
     tensor = {found[1] for file in files if (found := _RANK(file.parent.name))}
     return "tensor-parallel" if len(tensor) > 1 else "pipeline- or expert-parallel"
 
 
-def _parallel(kind: str, ranks: int, path: Path) -> UnsupportedCheckpoint:
+def _parallel(kind: str, ranks: int, path: Location) -> UnsupportedCheckpoint:
     what = f"is a {kind} checkpoint of {ranks} ranks (mp_rank_XX) of Megatron-LM, which is not read"
     return UnsupportedCheckpoint(what, path=path, hint=_HINT)
 
 
-def refuse_split(root: Node, path: Path) -> None:
+def refuse_split(root: Node, path: Location) -> None:
     """Raise where the arguments of the training say that the model had more ranks than the one that
     is here.
     """

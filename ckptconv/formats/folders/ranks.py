@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from ckptconv.formats.folders.dtensors import Shard, is_sharded, read_shard, refuse_flat
+from ckptconv.formats.folders.dtensors import Shard, is_shard, read_shard, refuse_flat
 from ckptconv.pickles.nodes import Node
 from ckptconv.pickles.substitution import calls_of, substituted
 from ckptconv.support.errors import (
@@ -26,7 +26,7 @@ from ckptconv.tensors.assembly import assembled
 from ckptconv.tensors.refs import Shape, TensorRef
 from ckptconv.tensors.stream import iter_chunks
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.containers import RANKS
+from ckptconv.tree.containers import TORCH_LOAD, Container
 from ckptconv.tree.labels import names_rank_state
 from ckptconv.tree.walk import labels_of, place_text, tensor_of, walk
 
@@ -55,7 +55,7 @@ class _Rank:
 
 def has_shards(checkpoint: Checkpoint) -> bool:
     """Whether a file holds shards of tensors, as each rank's of several does."""
-    return any(is_sharded(call) for call in calls_of(checkpoint.root))
+    return any(is_shard(call) for call in calls_of(checkpoint.root))
 
 
 def join_ranks(opened: Sequence[Checkpoint]) -> Checkpoint:
@@ -95,13 +95,22 @@ def _as_one(ranks: Sequence[_Rank], stand_ins: dict[int, Node]) -> Checkpoint:
     notes = [*first.notes, *_disagreements(ranks)]
     return replace(
         first,
-        format=first.format if len(ranks) == 1 else f"{first.format}, {len(ranks)} ranks",
+        container=_of_ranks(first.container, len(ranks)),
         root=substituted(first.root, list(ranks[0].holders), stand_ins),
         nbytes=sum(rank.checkpoint.nbytes for rank in ranks),
         notes=tuple(notes),
         sources=tuple(source for rank in ranks for source in rank.checkpoint.sources),
-        opening=RANKS,
     )
+
+
+def _of_ranks(one: Container, count: int) -> Container:
+    """The container of a checkpoint of `count` files, each in the container `one`."""
+    why_not = "each file opens only in a process group with the ranks that wrote them"
+    found = replace(one, by=TORCH_LOAD, why_not=why_not, weights_only=False)
+    if count == 1:
+        return found
+    name = f"{one.name}, {count} ranks"
+    return replace(found, name=name, suffix=".pt", is_legacy=False, names_storages=False)
 
 
 def _read(checkpoint: Checkpoint) -> _Rank:
@@ -110,7 +119,7 @@ def _read(checkpoint: Checkpoint) -> _Rank:
     holders: list[Node] = []
     overlay: dict[int, Node] = {}
     for place, node in walk(checkpoint.root, overlay):
-        if is_sharded(node):
+        if is_shard(node):
             overlay[id(node)] = None  # what is inside is not looked at
             try:
                 shards[tuple(labels_of(place))] = node, read_shard(node)

@@ -17,13 +17,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from ckptconv.io.files import FileSource, stamp
-from ckptconv.io.paths import stays_within, within
+from ckptconv.io.location import Location, is_plain_path, read_small, within
 from ckptconv.pickles.nodes import ORDERED_DICT, Call, Node
-from ckptconv.support import platforms
 from ckptconv.support.errors import (
     AmbiguousStateDict,
     CheckpointError,
@@ -36,9 +33,11 @@ from ckptconv.support.json_text import read_object
 from ckptconv.support.limits import in_force
 from ckptconv.support.text import some_text
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.containers import UNKNOWN, Opening, of_shards
+from ckptconv.tree.containers import UNKNOWN, Container
 
-NAME = "sharded"
+_OF_INDEXES = (("diffusion_pytorch_model", "diffusers"), ("adapter_model", "peft"))
+"""The libraries that open an index whose name begins so; transformers opens the others."""
+
 _INDEX = ".index.json"
 _TRIES = 10
 _ALONE = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors",
@@ -57,36 +56,34 @@ _VARIANTS = (
 """The files of variants, best first. Source: `_add_variant` in transformers and diffusers."""
 
 
-def is_sharded(path: Path) -> bool:
+def is_hugging_face(path: Location) -> bool:
     """Whether `path` is an index, or a folder with one, or with weights under a usual name."""
-    if path.is_dir():
+    if path.is_folder():
         return _has_plain(path) or bool(variants(path))
     return path.name.endswith(_INDEX) or _VARIANTS[0](path.name) is not None
 
 
-def _has_plain(folder: Path) -> bool:
-    return bool(_indexes(folder)) or any((folder / name).is_file() for name in _ALONE)
+def _has_plain(folder: Location) -> bool:
+    return bool(_indexes(folder)) or any(folder.child(name).is_file() for name in _ALONE)
 
 
-def _indexes(folder: Path) -> list[Path]:
-    return sorted(item for item in folder.iterdir() if item.name.endswith(_INDEX))
+def _indexes(folder: Location) -> list[Location]:
+    return [item for item in folder.list() if item.name.endswith(_INDEX)]
 
 
-def variants(folder: Path) -> dict[str, Path]:
+def variants(folder: Location) -> dict[str, Location]:
     """The variants of the weights in a folder, each with its index or its one file."""
-    found: dict[str, Path] = {}
-    names = (
-        sorted(item.name for item in folder.iterdir() if item.is_file()) if folder.is_dir() else []
-    )
+    found: dict[str, Location] = {}
+    names = folder.names() if folder.is_folder() else []
     for matches in _VARIANTS:
         for name in names:
-            if match := matches(name):
-                found.setdefault(match["variant"], folder / name)
+            if (match := matches(name)) and (file := folder.child(name)).is_file():
+                found.setdefault(match["variant"], file)
     return found
 
 
 def open_sharded(
-    path: Path, open_file: Callable[[Path], Checkpoint], variant: str | None
+    path: Location, open_file: Callable[[Location], Checkpoint], variant: str | None
 ) -> Checkpoint:
     """Open all shards that an index names; reads their directories, no payload.
 
@@ -94,7 +91,7 @@ def open_sharded(
     variant. The tree is an OrderedDict in the index's order. Raises `MalformedCheckpoint` when a
     shard is missing or unsafe, or when index and shards do not agree on who holds a key.
     """
-    if not path.is_dir():
+    if not path.is_folder():
         return _open_index(path, open_file)
     others = variants(path)
     if variant is None and not _has_plain(path):
@@ -114,14 +111,14 @@ _OF_TRAINING = re.compile(
 )
 
 
-def _ignored(folder: Path, read: Path, checkpoint: Checkpoint) -> Iterator[str]:
+def _ignored(folder: Location, read: Location, checkpoint: Checkpoint) -> Iterator[str]:
     """Tell which file of a folder is read where others in it look like checkpoints too, and are not
     part of it.
     """
     parts = {read.name, *(file.path.name for file in checkpoint.files)}
     others = [
         item.name
-        for item in sorted(folder.iterdir())
+        for item in folder.list()
         if item.suffix.lower() in _WEIGHTS
         and item.name not in parts
         and not _is_companion(item.name)
@@ -139,11 +136,11 @@ def _is_companion(name: str) -> bool:
     return bool(_OF_TRAINING.match(name)) or re.fullmatch(rf"{_STEMS}(?:\..+)?", stem) is not None
 
 
-def _has_index(found: Path) -> bool:
-    return found.suffix != ".json" and found.with_name(f"{found.name}{_INDEX}").is_file()
+def _has_index(found: Location) -> bool:
+    return found.suffix != ".json" and found.beside(f"{found.name}{_INDEX}").is_file()
 
 
-def _only_variant(folder: Path, found: Mapping[str, Path]) -> str:
+def _only_variant(folder: Location, found: Mapping[str, Location]) -> str:
     if len(found) > 1:
         what = f"holds {len(found)} variants of its weights, but not the plain weights"
         raise AmbiguousStateDict(
@@ -152,7 +149,7 @@ def _only_variant(folder: Path, found: Mapping[str, Path]) -> str:
     return next(iter(found))
 
 
-def _variant_notes(variant: str | None, found: Mapping[str, Path]) -> list[str]:
+def _variant_notes(variant: str | None, found: Mapping[str, Location]) -> list[str]:
     named = printable(", ".join(name for name in found if name != variant), 500)
     notes = [f"the variant {printable(variant)} is read"] if variant is not None else []
     return notes + [f"variants of the weights are here too; choose one with --tag: {named}"] * bool(
@@ -160,30 +157,31 @@ def _variant_notes(variant: str | None, found: Mapping[str, Path]) -> list[str]:
     )
 
 
-def _plain(folder: Path) -> Path:
+def _plain(folder: Location) -> Location:
     """The index in a folder, or its one file; of both the file, as transformers' `from_pretrained`
     looks for it first.
     """
     index = _index_of(folder)
-    alone = None if index is None else index.with_name(index.name.removesuffix(_INDEX))
+    alone = None if index is None else index.beside(index.name.removesuffix(_INDEX))
     if index is not None and not (alone is not None and alone.name in _ALONE and alone.is_file()):
         return index
-    return alone or next(folder / name for name in _ALONE if (folder / name).is_file())
+    usual = [folder.child(name) for name in _ALONE]
+    return alone or next(file for file in usual if file.is_file())
 
 
-def _open_index(index: Path, open_file: Callable[[Path], Checkpoint]) -> Checkpoint:
+def _open_index(index: Location, open_file: Callable[[Location], Checkpoint]) -> Checkpoint:
     """An index that is replaced meanwhile is read anew: the shards that were opened may be of
     either set.
     """
     for _ in range(_TRIES):
-        before = _seen(index)
+        before = index.fingerprint()
         try:
             checkpoint = _open_set(index, open_file)
         except CheckpointError:
-            if _seen(index) == before:
+            if index.fingerprint() == before:
                 raise
             continue
-        if _seen(index) == before:
+        if index.fingerprint() == before:
             return checkpoint
         checkpoint.close()
     raise MalformedCheckpoint(
@@ -193,14 +191,7 @@ def _open_index(index: Path, open_file: Callable[[Path], Checkpoint]) -> Checkpo
     )
 
 
-def _seen(index: Path) -> tuple[int, ...] | None:
-    try:
-        return stamp(index.stat())
-    except OSError:
-        return None
-
-
-def _open_set(index: Path, open_file: Callable[[Path], Checkpoint]) -> Checkpoint:
+def _open_set(index: Location, open_file: Callable[[Location], Checkpoint]) -> Checkpoint:
     weight_map, metadata = _read_index(index)
     shards: dict[str, Checkpoint] = {}
     try:
@@ -214,30 +205,41 @@ def _open_set(index: Path, open_file: Callable[[Path], Checkpoint]) -> Checkpoin
     return replace(_joined(index, pairs, list(shards.values())), index_metadata=metadata)
 
 
-def _joined(index: Path, pairs: list[tuple[str, Node]], shards: Sequence[Checkpoint]) -> Checkpoint:
+def _joined(
+    index: Location, pairs: list[tuple[str, Node]], shards: Sequence[Checkpoint]
+) -> Checkpoint:
     root = Call(ORDERED_DICT, ())
     root.pairs = pairs
     metadata = {name: value for shard in reversed(shards) for name, value in shard.metadata.items()}
     return Checkpoint(
-        path=index,
-        format=f"{NAME} {shards[0].format}" if shards else NAME,
+        path=index.path,
+        container=_of_shards(index.name, [shard.container for shard in shards]),
         root=root,
         nbytes=sum(shard.nbytes for shard in shards),
         metadata=metadata,
         notes=tuple(dict.fromkeys(note for shard in shards for note in shard.notes)),
         sources=tuple(source for shard in shards for source in shard.sources),
-        opening=of_shards(index.name, _least_open(shards)),
         files=tuple(shards),
     )
 
 
-def _least_open(shards: Sequence[Checkpoint]) -> Opening:
-    """The opening of the shard that the fewest hosts open."""
-    openings = [shard.opening for shard in shards] or [UNKNOWN]
-    return next((opening for opening in openings if not opening.anywhere), openings[0])
+def _of_shards(index: str, shards: Sequence[Container]) -> Container:
+    """The container of an index with that name; it opens where each of its shards does."""
+    first = shards[0] if shards else UNKNOWN.called("")
+    least = next((shard for shard in shards if not shard.anywhere), first)
+    by = next((library for stem, library in _OF_INDEXES if index.startswith(stem)), "transformers")
+    return Container(
+        f"sharded {first.name}".rstrip(),
+        by,
+        why_not=least.why_not,
+        suffix=first.suffix,
+        is_index=True,
+        shares=first.shares,
+        names_storages=first.names_storages,
+    )
 
 
-def _index_of(folder: Path) -> Path | None:
+def _index_of(folder: Location) -> Location | None:
     """The index in a folder; of a safetensors and a torch one for the same weights, the first."""
     found = _indexes(folder)
     if len(found) > 1 and (
@@ -252,26 +254,14 @@ def _index_of(folder: Path) -> Path | None:
     return found[0] if found else None
 
 
-def _read_index(index: Path) -> tuple[Mapping[str, str], Mapping[str, Any]]:
+def _read_index(index: Location) -> tuple[Mapping[str, str], Mapping[str, Any]]:
     """The map from key to file name, and the other metadata than the total size."""
-    source = FileSource(index)
-    try:
-        if source.size > (most := in_force().index_bytes):
-            raise LimitExceeded(
-                f"has {source.size} bytes",
-                limit="index_bytes",
-                allowed=most,
-                needed=source.size,
-                path=index,
-            )
-        found = read_object(source.read(0, source.size), index, "index")
-    finally:
-        source.close()
+    found = read_object(read_small(index, "index_bytes"), index.path, "index")
     weight_map = found.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise _malformed(index, "weight_map", "is missing or names no keys")
     for key, name in weight_map.items():
-        if type(name) is not str or not platforms.is_plain_path(name):
+        if type(name) is not str or not is_plain_path(name):
             what = f"its shard {printable(str(name))} is not a plain file name"
             raise MalformedCheckpoint(
                 what,
@@ -288,30 +278,32 @@ def _read_index(index: Path) -> tuple[Mapping[str, str], Mapping[str, Any]]:
     return weight_map, {name: value for name, value in others if name != "total_size"}
 
 
-def _malformed(index: Path, where: str, what: str) -> MalformedCheckpoint:
+def _malformed(index: Location, where: str, what: str) -> MalformedCheckpoint:
     return MalformedCheckpoint(what, path=index, where=where, hint="fetch the whole folder again")
 
 
-def _shard(index: Path, name: str) -> Path:
-    """The path of a shard, after checking that it is there and that no link leads out of the
+def _shard(index: Location, name: str) -> Location:
+    """The place of a shard, after checking that it is there and that no link leads out of the
     folder.
     """
-    path = index.parent / name
+    shard = index.beside(name)
     if name == index.name:
         raise _malformed(index, name, "names itself as a shard")
     try:
-        real = path.resolve(strict=True)
-    except (OSError, RuntimeError):
-        raise _malformed(index, name, "the shard is missing") from None
-    if not real.is_file():
+        kind = shard.kind()
+    except OSError:  # in a folder that is closed to us
+        kind = "nothing"
+    if kind == "nothing":
+        raise _malformed(index, name, "the shard is missing")
+    if kind != "file":
         raise _malformed(index, name, "the shard is not a regular file")
-    if not stays_within(path, index.parent):
+    if not shard.stays_within(index.parent):
         raise _malformed(index, name, "the shard is a link that leads out of the folder")
-    return path
+    return shard
 
 
 def _pairs(
-    index: Path, weight_map: Mapping[str, str], shards: Mapping[str, Checkpoint]
+    index: Location, weight_map: Mapping[str, str], shards: Mapping[str, Checkpoint]
 ) -> list[tuple[str, Node]]:
     """The tensors by key, in the index's order."""
     held: dict[str, tuple[str, Node]] = {}

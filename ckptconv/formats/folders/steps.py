@@ -8,32 +8,27 @@ deepspeed/runtime/engine.py, megatron/training/checkpointing.py.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
-from ckptconv.io.files import FileSource
-from ckptconv.io.paths import within
-from ckptconv.support import platforms
+from ckptconv.io.location import Location, is_plain_name, read_start, within
 from ckptconv.support.errors import (
     AmbiguousStateDict,
     MalformedCheckpoint,
     UnsupportedCheckpoint,
     printable,
 )
-from ckptconv.support.limits import in_force
 
-Test = Callable[[Path], bool]
+Test = Callable[[Location], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
     """What is meant in a folder, and what to tell the user about the choice."""
 
-    path: Path
+    path: Location
     notes: tuple[str, ...]
 
 
@@ -73,12 +68,12 @@ _SUFFIXES = (
 )
 
 
-def points(folder: Path) -> bool:
+def points(folder: Location) -> bool:
     """Whether a file of `folder` says which of the folders in it is meant."""
-    return any((folder / pointer.file).is_file() for pointer in POINTERS)
+    return any(folder.child(pointer.file).is_file() for pointer in POINTERS)
 
 
-def chosen(folder: Path, tag: str | None, is_checkpoint: Test) -> Chosen | None:
+def chosen(folder: Location, tag: str | None, is_checkpoint: Test) -> Chosen | None:
     """What is meant in `folder`: what `tag` names, else what a file of it names, else the only
     checkpoint in it.
 
@@ -93,8 +88,8 @@ def chosen(folder: Path, tag: str | None, is_checkpoint: Test) -> Chosen | None:
             inside,
         )
     for pointer in POINTERS:
-        if (folder / pointer.file).is_file():
-            name = pointer.name(_text(folder / pointer.file))
+        if folder.child(pointer.file).is_file():
+            name = pointer.name(_text(folder.child(pointer.file)))
             return _as_chosen(
                 folder, _named(folder, name, pointer.file, inside, is_checkpoint), inside
             )
@@ -115,25 +110,23 @@ class _Inside:
     files: tuple[str, ...]
 
 
-def _inside(folder: Path, is_checkpoint: Test) -> _Inside:
+def _inside(folder: Location, is_checkpoint: Test) -> _Inside:
     items = _distinct(folder)
-    names = [item.name for item in items if item.is_dir()]
-    folders = [name for name in names if is_checkpoint(folder / name)]
-    around = [name for name in names if name not in folders and points(folder / name)]
+    names = [item.name for item in items if item.is_folder()]
+    folders = [name for name in names if is_checkpoint(folder.child(name))]
+    around = [name for name in names if name not in folders and points(folder.child(name))]
     files = [item.name for item in items if item.suffix in _SUFFIXES and item.is_file()]
     return _Inside(tuple(folders), tuple(around), tuple(files))
 
 
-def _distinct(folder: Path) -> list[Path]:
+def _distinct(folder: Location) -> list[Location]:
     """What is in a folder, by number, but for hidden things and links to others in it:
     ``last.ckpt``, ``latest``.
     """
-    items = {item.name: item for item in folder.iterdir() if not item.name.startswith(".")}
-    links = {name for name, item in items.items() if item.is_symlink()}
-    home = os.path.realpath(folder)
-    for name in sorted(links):
-        parent, target = os.path.split(os.path.realpath(items[name]))
-        if parent == home and target in items and target not in links:
+    items = {item.name: item for item in folder.list() if not item.name.startswith(".")}
+    aliases = {name: target for name, item in items.items() if (target := item.alias_of())}
+    for name, target in aliases.items():
+        if target in items and target not in aliases:
             del items[name]
     return [items[name] for name in sorted(items, key=_numbers)]
 
@@ -146,27 +139,11 @@ def _numbers(name: str) -> list[tuple[int, str]]:
     ]
 
 
-def _text(file: Path) -> str:
-    source = FileSource(file)
-    try:
-        return (
-            source.read(0, min(source.size, in_force().small_record_bytes))
-            .decode("utf-8", "replace")
-            .strip()
-        )
-    finally:
-        source.close()
+def _text(file: Location) -> str:
+    return read_start(file, "small_record_bytes").decode("utf-8", "replace").strip()
 
 
 # ------------------------------------------------------------------------------------ what is meant
-
-
-def is_plain_name(name: str) -> bool:
-    """Whether a name stays within its folder, on every system."""
-    return platforms.is_plain_path(name) and len(name.encode()) <= _LONGEST
-
-
-_LONGEST = 255  # bytes, as in the names of most file systems
 
 
 NOT_PLAIN = (
@@ -188,12 +165,12 @@ def _by_number(tag: str, names: Sequence[str]) -> str:
     return found[0] if len(found) == 1 else tag
 
 
-def _named(folder: Path, name: str, named_by: str, inside: _Inside, is_checkpoint: Test) -> str:
+def _named(folder: Location, name: str, named_by: str, inside: _Inside, is_checkpoint: Test) -> str:
     if not is_plain_name(name):
         what = f"'{printable(name)}' is not a plain folder name"
         raise MalformedCheckpoint(what, path=folder, where=named_by, hint=NOT_PLAIN)
-    within(folder / name, folder)
-    if name not in inside.files and not ((folder / name).is_dir() and is_checkpoint(folder / name)):
+    place = within(folder.child(name), folder)
+    if name not in inside.files and not (place.is_folder() and is_checkpoint(place)):
         what = f"names the step '{printable(name)}', which is not here"
         if named_by == "--tag":
             what = f"there is no step '{printable(name)}' here"
@@ -203,22 +180,21 @@ def _named(folder: Path, name: str, named_by: str, inside: _Inside, is_checkpoin
     return name
 
 
-def _as_chosen(folder: Path, name: str, inside: _Inside) -> Chosen:
+def _as_chosen(folder: Location, name: str, inside: _Inside) -> Chosen:
     others = [other for other in inside.folders if other != name]
     notes = [f"of its {'files' if name in inside.files else 'steps'}, {printable(name)} is read"]
     notes += [f"the folder holds other steps too; {_choice(others)}"] * bool(others)
-    return Chosen(folder / name, tuple(notes))
+    return Chosen(folder.child(name), tuple(notes))
 
 
-def _only(folder: Path, inside: _Inside) -> Chosen | None:
+def _only(folder: Location, inside: _Inside) -> Chosen | None:
     files = [name for name in inside.files if not _BESIDE(name)] or (
         [] if inside.folders else list(inside.files)
     )
     found = [*inside.folders, *files]
     if len(found) == 1 and not inside.around and not _SHARD(found[0]):
-        within(folder / found[0], folder)
         return Chosen(
-            folder / found[0],
+            within(folder.child(found[0]), folder),
             (f"the only checkpoint in the folder is read: {printable(found[0])}",),
         )
     if inside.folders:

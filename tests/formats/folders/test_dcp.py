@@ -47,7 +47,7 @@ from ckptconv.support.errors import (
 )
 from helpers import oracle
 from helpers.paths import DATA
-from helpers.program import PROGRAM, assert_one_error, idle_rss, run
+from helpers.program import PROGRAM, assert_one_error, idle_rss, run, run_process
 
 FOLDERS = ("rows2", "columns2", "training2", "rows4", "columns4", "grid4", "hybrid4", "parallel4")
 QUICK: dict[str, Any] = {"fsync": False, "verify": True}
@@ -153,7 +153,7 @@ def test_a_folder_of_fsdp_is_its_model(produced, tmp_path):
 
 
 def test_memory_does_not_grow_with_a_tensor_split_by_columns(worlds, tmp_path):
-    done = run("convert", worlds / "large2", "out.safetensors", "--no-fsync", cwd=tmp_path)
+    done = run_process("convert", worlds / "large2", "out.safetensors", "--no-fsync", cwd=tmp_path)
     assert done.exit == 0, done.err
     assert (tmp_path / "out.safetensors").stat().st_size > 64_000_000
     assert done.rss < idle_rss() + 30_000_000
@@ -228,7 +228,9 @@ def test_more_files_than_a_process_may_open_are_read(saved, tmp_path):
     folder = saved(state_dict, single_file_per_rank=False)
     assert len(list(folder.glob("*.distcp"))) == 300
     command = ("/bin/sh", "-c", 'ulimit -n 160 && exec "$@"', "sh", *PROGRAM)
-    done = run("convert", folder, "out.safetensors", "--verify", cwd=tmp_path, command=command)
+    done = run_process(
+        "convert", folder, "out.safetensors", "--verify", cwd=tmp_path, command=command
+    )
     assert done.exit == 0, done.err
     assert oracle.value_rows(
         dict(sorted(load_file(tmp_path / "out.safetensors").items()))
@@ -378,7 +380,7 @@ def scalars(folder: Path, count: int, length: int = 700) -> Path:
 
 def test_many_chunks_are_held_against_each_other_before_any_is_opened(tmp_path):
     # Each was opened first: 57 s and 1 GB for 300,000, and 11 s and 222 MB for these.
-    done = run("convert", scalars(tmp_path / "in", 60_000), "out.pt", cwd=tmp_path)
+    done = run_process("convert", scalars(tmp_path / "in", 60_000), "out.pt", cwd=tmp_path)
     assert "w: lies at byte 0" in assert_one_error(done)
     assert done.rss - idle_rss() < 130_000_000
     assert done.seconds < 9

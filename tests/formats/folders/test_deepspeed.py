@@ -28,7 +28,7 @@ from ckptconv.support.errors import (
 from ckptconv.support.limits import DEFAULTS
 from helpers import oracle, zero
 from helpers.paths import DATA
-from helpers.program import assert_one_error, idle_rss, run
+from helpers.program import assert_one_error, idle_rss, run, run_process
 
 FOLDERS = DATA / "deepspeed"
 CASES = sorted(folder.name for folder in FOLDERS.iterdir())
@@ -656,13 +656,13 @@ def test_the_program_reads_the_step_that_tag_names(tmp_path):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_memory_does_not_grow_with_the_folder(tmp_path, stage):
-    groups = [{f"{index}.weight": torch.rand(1001, 1001) for index in range(30)}]
+    groups = [{f"{index}.weight": torch.rand(1001, 1001) for index in range(16)}]
     folder = zero.write(
         tmp_path / "zero", stage, 3, groups, frozen={"frozen": torch.rand(4000, 4000).bfloat16()}
     )
-    done = run("convert", folder, "out.safetensors", "--no-fsync", cwd=tmp_path)
+    done = run_process("convert", folder, "out.safetensors", "--no-fsync", cwd=tmp_path)
     assert done.exit == 0, done.err
-    assert (tmp_path / "out.safetensors").stat().st_size > 150_000_000
+    assert (tmp_path / "out.safetensors").stat().st_size > 90_000_000
     assert done.rss < idle_rss() + 40_000_000
 
 

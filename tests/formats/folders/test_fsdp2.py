@@ -42,7 +42,9 @@ def assert_computes_the_same(model: torch.nn.Module, worlds: Path, wrapping: str
 @pytest.mark.parametrize("target", ["model", "like"])
 def test_its_checkpoint_is_fitted_to_the_plain_model(target, wrapping, kind, worlds, tmp_path):
     torch.save(plain(4).state_dict(), tmp_path / "other.pt")
-    fit_to = {"model": "worlds:Small"} if target == "model" else {"like": tmp_path / "other.pt"}
+    fit_to = (
+        {"model": "helpers.worlds:Small"} if target == "model" else {"like": tmp_path / "other.pt"}
+    )
     source = saved(worlds, wrapping, kind)
     convert_checkpoint(
         source, tmp_path / "out.pt", only="model" if kind == "dcp" else None, keys="keep", **fit_to

@@ -355,7 +355,7 @@ def test_the_summary_and_the_json_name_the_shards(tmp_path):
     assert document["shards"] == [
         {"path": str(path), "bytes": path.stat().st_size} for path in shards
     ]
-    line = dict(report.plan_lines(result.plan))["shards"]
+    line = next(row.text for row in report.plan_lines(result.plan) if row.label == "shards")
     assert f"{len(shards)} in all, the largest " in line and line.endswith(INDEX)
 
 

@@ -43,6 +43,8 @@ from ckptconv.doctor import report as diagnosis_report
 from ckptconv.inspect import report as inspection_report
 from ckptconv.inspect.facts import inspect_checkpoint
 from ckptconv.keys.key_map import KEEP, KeyRules
+from ckptconv.scan import report as scan_report
+from ckptconv.support.rows import Row
 from fuzzing.inputs import GOOD, Kind, Trial
 
 T = TypeVar("T")
@@ -188,10 +190,10 @@ class _Watch:
         if str(self._folder) not in line:
             self.note("error without file", name, line[:300], error)
 
-    def check_lines(self, name: str, lines: Sequence[tuple[str, str]]) -> None:
-        for _, text in lines:
-            if not text.isprintable() or " object at 0x" in text:
-                self.note("unprintable", name, repr(text[:300]))
+    def check_lines(self, name: str, lines: Sequence[Row]) -> None:
+        for row in lines:
+            if not row.text.isprintable() or " object at 0x" in row.text:
+                self.note("unprintable", name, repr(row.text[:300]))
 
     def check_left(self, name: str, out: Path) -> None:
         """After a refusal nothing may lie in the folder of outputs."""
@@ -336,7 +338,7 @@ def _inspect(watch: _Watch, paths: Sequence[Path]) -> bool:
         "inspect",
         [
             *inspection_report.inspection_lines(found),
-            *(("", line) for line in inspection_report.tree_lines(found.root)),
+            *(Row("", line) for line in inspection_report.tree_lines(found.root)),
         ],
     )
     inspection_report.verdict(found)
@@ -352,8 +354,8 @@ def _diagnose(watch: _Watch, paths: Sequence[Path]) -> None:
 
 def _scan(watch: _Watch, path: Path) -> None:
     found = scan_checkpoint(path)
-    watch.check_lines("scan", list(verdicts.scan_lines(found)))
-    _as_json(verdicts.scan_document(found))
+    watch.check_lines("scan", list(scan_report.scan_lines(found)))
+    _as_json(scan_report.scan_document(found))
 
 
 def _as_json(document: Any) -> None:
@@ -405,7 +407,7 @@ def _converted(
 ) -> ConversionPlan:
     with open_checkpoint(_named(paths), whole_modules=options.unknown == "keep") as checkpoint:
         plan = plan_conversion(checkpoint, output, options)
-        watch.check_lines("plan", [*report.plan_lines(plan), ("", report.plan_headline(plan))])
+        watch.check_lines("plan", [*report.plan_lines(plan), Row("", report.plan_headline(plan))])
         _as_json(report.plan_document(plan))
         if plan.nbytes <= LARGEST_OUTPUT:
             result = execute_plan(plan, fsync=False, verify=True)
@@ -438,7 +440,7 @@ def _read_back(
         and not plan.skipped
         and (plan.to == "safetensors" or _chosen(paths) == _chosen([output]))
     ):
-        lines = " | ".join(f"{label}: {text}" for label, text in verdicts.difference_lines(found))
+        lines = " | ".join(f"{row.label}: {row.text}" for row in verdicts.difference_lines(found))
         watch.note("differs", f"read back {name}", lines)
 
 
@@ -473,7 +475,7 @@ def _convert_good(watch: _Watch, good: Path, out: Path, options: Options) -> Non
             plan = plan_conversion(checkpoint, out / "out.pt", options)
             watch.check_lines(
                 "plan",
-                [*report.plan_lines(plan), *(("", line) for line in report.keys_table(plan))],
+                [*report.plan_lines(plan), *(Row("", line) for line in report.keys_table(plan))],
             )
             execute_plan(plan, fsync=False, verify=True)
 

@@ -1,5 +1,5 @@
-"""DCP folders written by `torch.distributed.checkpoint` itself, so that FSDP training resumes from
-a plain checkpoint.
+"""The DCP folder as an output format, written by `torch.distributed.checkpoint` itself, so that
+FSDP training resumes from a plain checkpoint.
 
 This is the one output for which torch is imported: the layout of a DCP folder is its own, and
 changes with it.
@@ -8,13 +8,77 @@ changes with it.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from ckptconv.devices.host import require_torch
-from ckptconv.support.errors import OutputRefused, printable
+from ckptconv.formats.layout import Layout
+from ckptconv.formats.target_format import NamedTensor, Retag, TargetFormat
+from ckptconv.formats.torch_output import TORCH
+from ckptconv.formats.torch_zip import Tree
+from ckptconv.objects.plain import plain_form
+from ckptconv.pickles.nodes import Call, Dict, Node, mapping_pairs
+from ckptconv.support.errors import OutputRefused, RefusedObject, printable
+from ckptconv.tensors.compaction import CastRule
+from ckptconv.tree.walk import place_text, walk
+
+
+class DcpFolder(TargetFormat):
+    """A folder that torch makes of a plain torch file, which holds a dict."""
+
+    name = "dcp"
+    noun = "a DCP folder"
+    suffix = ""
+    is_folder = True
+    holds_trees = True
+
+    def refuse(self, named: Iterable[NamedTensor]) -> None:
+        TORCH.refuse(named)
+
+    def refuse_part(self, root: Node, *, keeps_objects: bool, only: str | None) -> None:
+        if keeps_objects:
+            raise RefusedObject(
+                "objects of unknown classes cannot be kept in a DCP folder",
+                hint="use --unknown drop",
+            )
+        if not _is_dict(root):
+            raise RefusedObject(
+                "is not a dict, and a DCP folder holds only dicts",
+                where=only,
+                hint="--only PATH takes one part",
+            )
+
+    def part_notes(self, root: Node) -> Iterator[str]:
+        """Tell of keys that DCP keeps as text: an optimizer's state has numbers
+        (torch/distributed/checkpoint/_nested_dict.py).
+        """
+        for place, node in walk(root):
+            if any(type(key) is int for key, _ in mapping_pairs(node) or ()):
+                where = printable(place_text(place)) or "the root"
+                yield (
+                    f"keys that are numbers ({where}, …) become text in a DCP folder, "
+                    "as torch itself writes them"
+                )
+                return
+
+    def lay_out_tree(self, tree: Tree, cast: CastRule, retag: Retag) -> Layout:
+        """The plain torch file of which the folder is made."""
+        return TORCH.lay_out_tree(tree, cast, retag)
+
+    def make_folder(self, plain: Path, folder: Path, name: Path) -> None:
+        write_dcp(plain, folder, name)
+
+
+DCP = DcpFolder()
+
+
+def _is_dict(root: Node) -> bool:
+    if mapping_pairs(root) is not None:
+        return True
+    return type(root) is Call and type(plain_form(root)) is Dict
 
 
 def write_dcp(plain: Path, folder: Path, name: Path) -> None:

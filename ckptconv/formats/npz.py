@@ -1,0 +1,240 @@
+"""The numpy archive (`numpy.savez`, `numpy.savez_compressed`): arrays by name, read as a state
+dict.
+
+A zip archive of members ``NAME.npy``. Each is the magic ``\\x93NUMPY``, a version of two bytes, the
+length of the header (two bytes in version 1, four in 2 and 3, little-endian), a header that is the
+text of a Python dict of ``descr``, ``fortran_order`` and ``shape``, and the values, in C or Fortran
+order, to the end of the member. Source: numpy/lib/format.py. An array of objects is a pickle behind
+its header, which is never looked at here.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable
+from math import prod
+from typing import NamedTuple
+
+from ckptconv.formats.zip_archive import Record, record_source
+from ckptconv.formats.zip_records import Records, checksum_notes
+from ckptconv.io.crc import combined_crc, crc32
+from ckptconv.io.inflate import Spool
+from ckptconv.io.source import Source
+from ckptconv.pickles.nodes import ORDERED_DICT, Call
+from ckptconv.support.errors import (
+    CheckpointError,
+    MalformedCheckpoint,
+    UnsupportedCheckpoint,
+    printable,
+)
+from ckptconv.tensors.dtypes import BY_NAME, DType
+from ckptconv.tensors.refs import (
+    Shape,
+    Storage,
+    TensorRef,
+    contiguous_stride,
+    refuse_dimensions,
+    view_of,
+)
+from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.tree.containers import Container
+
+CONTAINER = Container("npz", "numpy.load", has_checksums=True)
+SUFFIX = ".npy"
+"""The end of every member's name, which is not part of the array's."""
+
+MAGIC = b"\x93NUMPY"
+TYPES: dict[str, DType] = {
+    code: BY_NAME[name]
+    for code, name in (
+        ("f8", "float64"), ("f4", "float32"), ("f2", "float16"),
+        ("i8", "int64"), ("i4", "int32"), ("i2", "int16"), ("i1", "int8"),
+        ("u8", "uint64"), ("u4", "uint32"), ("u2", "uint16"), ("u1", "uint8"),
+        ("b1", "bool"), ("c8", "complex64"), ("c16", "complex128"),
+    )
+}  # fmt: skip
+"""The element types that numpy has in common with torch, by numpy's code without the byte order."""
+
+_BEGINNING = 192  # bytes that hold nearly every header; numpy pads it to a multiple of 64
+_LONGEST_HEADER = 10_000  # bytes; numpy reads no longer one either, where it does not trust a file
+_VERSIONS = {(1, 0): 2, (2, 0): 4, (3, 0): 4}
+"""The versions of a member, and the bytes that the length of its header takes."""
+
+_SIZE = r"[0-9]{1,19}L?"  # Python 2 wrote 3L
+_HEADER = re.compile(r"\s*\{(?P<entries>.*)\}\s*", re.DOTALL).fullmatch
+_ENTRY = re.compile(
+    rf"""\s*(['"])(?P<key>\w+)\1\s*:\s*(?:
+        (?P<quote>['"])(?P<text>[^'"\\]*)(?P=quote)
+        | (?P<flag>True|False)
+        | (?P<sizes>\(\s*\)|\(\s*{_SIZE}\s*,\s*\)|\(\s*{_SIZE}(?:\s*,\s*{_SIZE})+\s*,?\s*\))
+        | (?P<other>\[)
+    )\s*(?:,|$)?\s*""",
+    re.VERBOSE | re.ASCII,
+)
+_DESCR = re.compile(r"(?P<order>[<>|])(?P<code>[a-zA-Z][0-9]*)(?:\[[\w/]+\])?", re.ASCII).fullmatch
+_REFUSED = {
+    "O": "Python objects, which only unpickling would read",
+    "U": "texts",
+    "S": "texts",
+    "a": "texts",
+    "M": "dates",
+    "m": "durations",
+    "V": "raw bytes or records",
+    "f": "numbers that are not the same on all hosts (longdouble)",
+    "c": "numbers that are not the same on all hosts (longdouble)",
+}
+"""What an array holds whose element type is not read, by the first letter of its code."""
+
+_LEAVE_OUT = "save the archive without it, or write it as an array of numbers"
+_DAMAGED = "the file is damaged, cut off or forged"
+
+
+def is_npz(records: Records) -> bool:
+    """Whether an archive with these records holds arrays of numpy and nothing else."""
+    return bool(records) and all(name.endswith(SUFFIX) for name in records)
+
+
+def open_npz(source: Source, records: Records, _: Callable[[Source], Checkpoint]) -> Checkpoint:
+    """Open a numpy archive; reads the headers of its arrays, no payload.
+
+    The tree is an OrderedDict in the archive's order. Raises `MalformedCheckpoint` when a header
+    contradicts its member, `UnsupportedCheckpoint` for an array of anything but numbers.
+    """
+    spool, inflated = Spool(), list[Source]()
+    tensors: list[tuple[str, TensorRef]] = []
+    try:
+        for name, record in records.items():
+            found = _tensor(source, record, spool)
+            if record.deflated:
+                inflated.append(found.storage.source)
+            tensors.append((name.removesuffix(SUFFIX), found))
+    except CheckpointError as error:
+        spool.close()
+        raise error.at(path=source.path, where=name) from error.__cause__
+    root = Call(ORDERED_DICT, ())
+    root.pairs = tensors
+    return Checkpoint(
+        path=source.path,
+        container=CONTAINER,
+        root=root,
+        nbytes=source.size,
+        notes=tuple(checksum_notes(records)),
+        sources=(source, *inflated),
+    )
+
+
+def _tensor(source: Source, record: Record, spool: Spool) -> TensorRef:
+    raw, header = _read_header(source, record)
+    dtype, big_endian = _dtype(header.descr)
+    refuse_dimensions(len(header.shape), record.name)  # before sizes are multiplied
+    if prod(size for size in header.shape if size) >= 1 << 63:
+        raise MalformedCheckpoint(f"its shape {header.shape} overflows", hint=_DAMAGED)
+    nbytes = prod(header.shape) * dtype.itemsize
+    if len(raw) + nbytes != record.size:
+        what = f"has {record.size - len(raw)} bytes where its header needs {nbytes}"
+        raise MalformedCheckpoint(what, hint=_DAMAGED)
+    plain, start = record_source(source, record, spool)
+    crc = None
+    if not record.deflated and record.crc32 is not None:
+        # That of the values follows from that of the member and of the header before them.
+        crc = combined_crc(crc32(raw), 0, nbytes) ^ record.crc32
+    storage = Storage(plain, start + len(raw), nbytes, "cpu", record.name, dtype, crc, big_endian)
+    stride = contiguous_stride(header.shape)
+    if header.is_fortran:
+        stride = contiguous_stride(header.shape[::-1])[::-1]
+    return view_of(storage, dtype, 0, header.shape, stride)
+
+
+# ----------------------------------------------------------------------------------------- headers
+
+
+class Header(NamedTuple):
+    """What the header of an array says."""
+
+    descr: str
+    is_fortran: bool
+    shape: Shape
+
+
+def _read_header(source: Source, record: Record) -> tuple[bytes, Header]:
+    """The bytes before the values of a member, and what they say."""
+    raw = _beginning(source, record, _BEGINNING)
+    if not raw.startswith(MAGIC):
+        raise MalformedCheckpoint("does not begin as an array of numpy does", hint=_DAMAGED)
+    width = _VERSIONS.get((*raw[6:8],))
+    if width is None:
+        version = ".".join(map(str, raw[6:8]))
+        raise UnsupportedCheckpoint(f"is an array of the unknown version {version}")
+    end = 8 + width + int.from_bytes(raw[8 : 8 + width], "little")
+    if end > _LONGEST_HEADER:
+        raise MalformedCheckpoint(f"has a header of {end} bytes", hint=_DAMAGED)
+    if end > len(raw):
+        raw = _beginning(source, record, end)
+    if end > len(raw):
+        raise MalformedCheckpoint("ends within its header", hint=_DAMAGED)
+    text = raw[8 + width : end].decode("utf-8" if raw[6] == 3 else "latin-1", "replace")
+    return raw[:end], parse_header(text)
+
+
+def _beginning(source: Source, record: Record, nbytes: int) -> bytes:
+    """The first bytes of a member, at most so many; of a deflated one no more is inflated."""
+    if not record.deflated:
+        return source.read(record.offset, min(nbytes, record.size))
+    deflated = source.read(record.offset, min(record.stored, nbytes + _BEGINNING))
+    try:
+        return zlib.decompressobj(-zlib.MAX_WBITS).decompress(deflated, nbytes)
+    except zlib.error as error:
+        raise MalformedCheckpoint(f"does not inflate ({error})", hint=_DAMAGED) from error
+
+
+def parse_header(text: str) -> Header:
+    """What the dict in a header says; nothing in it is evaluated.
+
+    >>> parse_header("{'descr': '<f4', 'fortran_order': False, 'shape': (3,), }")
+    Header(descr='<f4', is_fortran=False, shape=(3,))
+    """
+    if (whole := _HEADER(text)) is None:
+        raise MalformedCheckpoint("its header is not a dict", hint=_DAMAGED)
+    entries = whole["entries"]
+    found: dict[str, re.Match[str]] = {}
+    at = 0
+    while at < len(entries):
+        entry = _ENTRY.match(entries, at)
+        if entry is None or entry["key"] in found:
+            what = f"its header cannot be read: {printable(entries[at : at + 40])}"
+            raise MalformedCheckpoint(what, hint=_DAMAGED)
+        if entry["other"] is not None:
+            raise UnsupportedCheckpoint("is an array of records", hint=_LEAVE_OUT)
+        found[entry["key"]] = entry
+        at = entry.end()
+    if found.keys() != {"descr", "fortran_order", "shape"}:
+        raise MalformedCheckpoint("its header has other entries than an array's", hint=_DAMAGED)
+    descr, order, sizes = (
+        found["descr"]["text"],
+        found["fortran_order"]["flag"],
+        found["shape"]["sizes"],
+    )
+    if descr is None or order is None or sizes is None:
+        raise MalformedCheckpoint("its header has values of the wrong types", hint=_DAMAGED)
+    shape = tuple(int(size) for size in re.findall(r"[0-9]+", sizes))
+    return Header(descr, order == "True", shape)
+
+
+def _dtype(descr: str) -> tuple[DType, bool]:
+    """The element type that a header names, and whether its bytes are in big-endian order."""
+    named = _DESCR(descr)
+    if named is None:
+        raise UnsupportedCheckpoint(
+            f"is an array of the unknown type {printable(descr, 40)!r}", hint=_LEAVE_OUT
+        )
+    code = named["code"]
+    dtype = TYPES.get(code)
+    if dtype is None:
+        held = _REFUSED.get(code[0], f"the unknown type {code}")
+        raise UnsupportedCheckpoint(f"is an array of {held}", hint=_LEAVE_OUT)
+    if named["order"] == "|" and dtype.word > 1:
+        raise UnsupportedCheckpoint(
+            f"does not say in which order the bytes of its type {code} are", hint=_LEAVE_OUT
+        )
+    return dtype, named["order"] == ">"

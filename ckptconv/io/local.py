@@ -1,0 +1,88 @@
+"""Places in the file systems of this host."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptconv.io.files import FilePool, FileSource, PooledSource, stamp
+from ckptconv.io.location import Kind, Location
+from ckptconv.io.source import Fingerprint, Source
+
+_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EBADF, errno.ENAMETOOLONG}
+"""What the system says of a name that nothing has, or can have."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPlace(Location):
+    """A path of this host."""
+
+    at: Path
+
+    @property
+    def path(self) -> Path:
+        return self.at
+
+    @property
+    def parent(self) -> LocalPlace:
+        return LocalPlace(self.at.parent)
+
+    @property
+    def absolute(self) -> LocalPlace:
+        return LocalPlace(self.at.absolute())
+
+    def child(self, name: str) -> LocalPlace:
+        return LocalPlace(self.at / name)
+
+    def kind(self) -> Kind:
+        try:
+            mode = self.at.stat().st_mode
+        except ValueError:  # a character that no name has
+            return "nothing"
+        except OSError as error:
+            if error.errno in _ABSENT:
+                return "nothing"
+            raise
+        if stat.S_ISREG(mode):
+            return "file"
+        return "folder" if stat.S_ISDIR(mode) else "other"
+
+    def list(self) -> Sequence[LocalPlace]:
+        return [self.child(name) for name in self.names()]
+
+    def names(self) -> Sequence[str]:
+        return sorted(item.name for item in self.at.iterdir())
+
+    def open(self, pool: FilePool | None = None) -> Source:
+        return FileSource(self.at) if pool is None else PooledSource(self.at, pool)
+
+    def fingerprint(self) -> Fingerprint | None:
+        try:
+            return stamp(self.at.stat())
+        except OSError:
+            return None
+
+    def alias_of(self) -> str | None:
+        if not self.at.is_symlink():
+            return None
+        folder, name = os.path.split(os.path.realpath(self.at))
+        return name if folder == os.path.realpath(self.at.parent) else None
+
+    def stays_within(self, home: Location) -> bool:
+        """The ``blobs`` of a repository in the Hugging Face cache are not out of its snapshots,
+        which consist of links to them.
+        """
+        real, folder = Path(os.path.realpath(self.at)), Path(os.path.realpath(home.path))
+        snapshots = next((parent for parent in folder.parents if parent.name == "snapshots"), None)
+        return real.is_relative_to(folder) or (
+            snapshots is not None and real.is_relative_to(snapshots.parent / "blobs")
+        )
+
+
+def place_of(named: str | os.PathLike[str] | Location) -> Location:
+    """The place that the user named."""
+    return named if isinstance(named, Location) else LocalPlace(Path(named))

@@ -1,0 +1,181 @@
+"""A place that the user named, wherever it lies: what is there, and how it is opened.
+
+Formats know places by this interface alone. A file of this host is one kind (`local`), an object in
+a store would be another.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from ckptconv.io.files import FilePool
+from ckptconv.io.source import Fingerprint, Source
+from ckptconv.support import platforms
+from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint
+from ckptconv.support.limits import in_force
+
+Kind = Literal["file", "folder", "other", "nothing"]
+"""What is at a place: other are pipes, sockets and devices."""
+
+
+class Location(ABC):
+    """A place of a file or a folder, which need not be there. It can be compared, hashed and
+    pickled.
+
+    What cannot be asked for or opened is a `CheckpointError`, or the system's own `OSError`.
+    """
+
+    @property
+    @abstractmethod
+    def path(self) -> Path:
+        """How the user knows it: what errors name, and results tell."""
+
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return self.path.name
+
+    @property
+    def stem(self) -> str:
+        """The name without its suffix."""
+        return self.path.stem
+
+    @property
+    def suffix(self) -> str:
+        """The end of the name from its last dot on."""
+        return self.path.suffix
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    @abstractmethod
+    def parent(self) -> Location:
+        """The folder that it lies in."""
+
+    @property
+    @abstractmethod
+    def absolute(self) -> Location:
+        """The same place, whatever the working folder."""
+
+    @abstractmethod
+    def child(self, name: str) -> Location:
+        """What is called `name` in this folder; `name` may be several parts, between slashes."""
+
+    def beside(self, name: str) -> Location:
+        """What is called `name` in the folder that this lies in."""
+        return self.parent.child(name)
+
+    @abstractmethod
+    def kind(self) -> Kind:
+        """What is there now; links are followed."""
+
+    def is_file(self) -> bool:
+        """Whether a file is there."""
+        return self.kind() == "file"
+
+    def is_folder(self) -> bool:
+        """Whether a folder is there."""
+        return self.kind() == "folder"
+
+    def exists(self) -> bool:
+        """Whether anything is there."""
+        return self.kind() != "nothing"
+
+    @abstractmethod
+    def list(self) -> Sequence[Location]:
+        """What is in this folder, by name."""
+
+    def names(self) -> Sequence[str]:
+        """The names of what is in this folder, sorted."""
+        return [item.name for item in self.list()]
+
+    @abstractmethod
+    def open(self, pool: FilePool | None = None) -> Source:
+        """The file, to be read. In a `pool`, few of many are open at a time where that costs."""
+
+    @abstractmethod
+    def fingerprint(self) -> Fingerprint | None:
+        """What tells the file that is there from others, as `Source.fingerprint`; None where there
+        is none.
+        """
+
+    def alias_of(self) -> str | None:
+        """The name of what lies in the same folder, to which this is a link; None for anything
+        else.
+        """
+        return None
+
+    def stays_within(self, home: Location) -> bool:
+        """Whether no link leads from here out of the folder `home`."""
+        return True
+
+
+def within(location: Location, home: Location) -> Location:
+    """`location`, a file of a checkpoint of many files; `MalformedCheckpoint` when a link leads
+    from it out of `home`.
+    """
+    if not location.stays_within(home):
+        hint = "name the folder that it leads to, or copy the file"
+        raise MalformedCheckpoint(
+            "is a link that leads out of the folder", path=location.path, hint=hint
+        )
+    return location
+
+
+def require(location: Location) -> None:
+    """Raise what is raised when a place is opened at which nothing is."""
+    try:
+        is_there = location.exists()
+    except OSError:
+        is_there = False
+    if not is_there:
+        location.open().close()
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether a name that a file gives stays within its folder and may be a name, on every system.
+
+    >>> is_plain_name("step-5"), is_plain_name("../step-5"), is_plain_name("5" * 256)
+    (True, False, False)
+    """
+    return is_plain_path(name) and len(name.encode()) <= _LONGEST
+
+
+_LONGEST = 255  # bytes, as in the names of most file systems
+
+
+def is_plain_path(name: str) -> bool:
+    """Whether a path that a file gives stays within its folder, on every system."""
+    return platforms.is_plain_path(name)
+
+
+def read_small(location: Location, limit: str) -> bytes:
+    """All of a file that is read as a whole; `limit` is the name of the limit of its size, and
+    `LimitExceeded` is raised when it is larger.
+    """
+    source = location.open()
+    try:
+        if source.size > (most := getattr(in_force(), limit)):
+            raise LimitExceeded(
+                f"has {source.size} bytes",
+                limit=limit,
+                allowed=most,
+                needed=source.size,
+                path=location.path,
+            )
+        return source.read(0, source.size)
+    finally:
+        source.close()
+
+
+def read_start(location: Location, limit: str) -> bytes:
+    """The first bytes of a file, as many as the limit of that name allows."""
+    source = location.open()
+    try:
+        return source.read(0, min(source.size, getattr(in_force(), limit)))
+    finally:
+        source.close()

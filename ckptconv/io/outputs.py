@@ -1,0 +1,274 @@
+"""The kinds of destinations: one file, a set of shards with an index, a folder.
+
+Those of this host are made in a hidden folder beside their place and get their names when they are
+whole (`staging`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+from ckptconv.io.destination import (
+    Destination,
+    Draft,
+    check_folder,
+    check_output,
+    check_space,
+    followed,
+    new_file,
+    refuse_missing_folder,
+)
+from ckptconv.io.files import let_go
+from ckptconv.io.local import LocalPlace
+from ckptconv.io.location import Location
+from ckptconv.io.source import Source
+from ckptconv.io.staging import (
+    ShardSet,
+    put_file,
+    put_folder,
+    put_new_folder,
+    put_set,
+    remove_leftovers,
+    staging_folder,
+)
+from ckptconv.support import platforms
+from ckptconv.support.signals import held_back
+
+
+class LocalDraft(Draft):
+    """A file in a hidden folder, which is to become `path`."""
+
+    def __init__(
+        self,
+        made: Path,
+        path: Path,
+        size: int,
+        on_progress: Callable[[int], None] | None,
+        *,
+        fsync: bool,
+    ) -> None:
+        self.is_whole = False
+        self._made, self._fsync = made, fsync
+        self._writing = new_file(made, path, size=size, on_progress=on_progress)
+
+    @property
+    def place(self) -> Location:
+        return LocalPlace(self._made)
+
+    def __enter__(self) -> LocalDraft:
+        self.stream = self._writing.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None:
+        try:
+            return self._writing.__exit__(kind, error, trace)
+        finally:
+            if not self.is_whole:
+                self.discard()
+
+    def commit(self) -> None:
+        self.stream.settle(fsync=self._fsync)
+        self.is_whole = True
+
+    def discard(self) -> None:
+        self.is_whole = False
+        with held_back(), contextlib.suppress(OSError):
+            self._made.unlink(missing_ok=True)
+
+
+class _Staged(Destination):
+    """An output that is made in a hidden folder; `size` is what all its files will have."""
+
+    def __init__(self, path: Path, *, force: bool, fsync: bool, size: int) -> None:
+        self.path = path
+        self._force, self._fsync, self._size = force, fsync, size
+        self._drafts: list[LocalDraft] = []
+        self._made: Path | None = None
+        self._leaving = ExitStack()
+
+    def __enter__(self) -> _Staged:
+        with self._leaving:
+            self._made = self._prepared(self._leaving)
+            check_space(self._made / self.path.name, self._size, self.path)
+            self._leaving = self._leaving.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None:
+        self._made = None
+        return self._leaving.__exit__(kind, error, trace)
+
+    def draft(
+        self, name: str, size: int, on_progress: Callable[[int], None] | None = None
+    ) -> LocalDraft:
+        made = self._folder() / name
+        draft = LocalDraft(made, self._named(name), size, on_progress, fsync=self._fsync)
+        self._drafts.append(draft)
+        return draft
+
+    def commit(self, inputs: Iterable[Source] = ()) -> None:
+        made = self._folder()
+        if not all(draft.is_whole for draft in self._drafts):
+            raise ValueError(f"{self.path}: not all drafts are whole")
+        self._put(made, inputs)
+
+    def discard(self) -> None:
+        self._made = None
+        self._leaving.close()
+
+    def _folder(self) -> Path:
+        """Where the drafts are made."""
+        if self._made is None:
+            raise ValueError(f"{self.path}: is not open")
+        return self._made
+
+    def _named(self, name: str) -> Path:
+        """How errors call the draft of that name."""
+        return self.path.with_name(name)
+
+    @abstractmethod
+    def _prepared(self, leaving: ExitStack) -> Path:
+        """Refuse what must not be written; the hidden folder, which goes when `leaving` does."""
+
+    @abstractmethod
+    def _put(self, made: Path, inputs: Iterable[Source]) -> None:
+        """Give what is in the folder `made` its names."""
+
+
+class FileOutput(_Staged):
+    """One file. The one that is there is replaced in one step, and gives its permissions on."""
+
+    def _prepared(self, leaving: ExitStack) -> Path:
+        check_output(self.path, force=self._force)
+        return leaving.enter_context(staging_folder(followed(self.path), self.path))
+
+    def _put(self, made: Path, inputs: Iterable[Source]) -> None:
+        _close_replaced(inputs, lambda: [self.path])
+        put_file(made / self.path.name, self.path, force=self._force, fsync=self._fsync)
+
+
+class SetOutput(_Staged):
+    """Shards and their index, or the one file that they all fit in; a new folder, if one is asked
+    for that is not there.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        files: ShardSet,
+        *,
+        in_folder: bool,
+        force: bool,
+        fsync: bool,
+        size: int,
+    ) -> None:
+        super().__init__(path, force=force, fsync=fsync, size=size)
+        self._files, self._in_folder = files, in_folder
+        self._is_new = False
+
+    def _prepared(self, leaving: ExitStack) -> Path:
+        folder = self.path.parent
+        self._is_new = self._in_folder and not folder.exists()
+        if self._is_new:
+            refuse_missing_folder(folder, folder.parent)
+        else:
+            for path in (*self._files.claimed, *self._files.earlier(), *self._files.files):
+                check_output(path, force=self._force)
+        if self._in_folder:
+            # of a process that was killed just when the folder was there
+            remove_leftovers(followed(folder))
+        made = leaving.enter_context(staging_folder(self._beside(), self.path))
+        if self._is_new:
+            made = made / folder.name
+            made.mkdir()
+        return made
+
+    def _beside(self) -> Path:
+        """What it is made beside: its new folder, the file that it will be, or its name in a folder
+        of shards.
+
+        A link that has the name of a shard is replaced, not followed: the blobs of a cache are not
+        for writing.
+        """
+        if self._is_new or self._files.index is None:
+            return followed(self.path.parent if self._is_new else self.path)
+        return followed(self.path.parent) / self.path.name
+
+    def _put(self, made: Path, inputs: Iterable[Source]) -> None:
+        if self._is_new and put_new_folder(made, self.path.parent, fsync=self._fsync):
+            return
+        _close_replaced(inputs, lambda: [self.path, *self._files.earlier()])
+        put_set(made, self._files, self.path, force=self._force, fsync=self._fsync)
+
+
+class FolderOutput(_Staged):
+    """A folder of files, which takes the place of a DCP folder only."""
+
+    def __enter__(self) -> FolderOutput:
+        super().__enter__()
+        return self
+
+    def folder(self) -> Path:
+        """The folder that will be put in place, empty at first, for others to write into."""
+        made = self._folder() / followed(self.path).name
+        made.mkdir(exist_ok=True)
+        return made
+
+    def draft(
+        self, name: str, size: int, on_progress: Callable[[int], None] | None = None
+    ) -> LocalDraft:
+        self.folder()
+        return super().draft(f"{followed(self.path).name}/{name}", size, on_progress)
+
+    def scratch(
+        self, name: str, size: int, on_progress: Callable[[int], None] | None = None
+    ) -> LocalDraft:
+        """A file beside the folder that is not put in place and does not wait for the disk."""
+        return LocalDraft(self._folder() / name, self.path, size, on_progress, fsync=False)
+
+    def _named(self, name: str) -> Path:
+        return self.path
+
+    def _prepared(self, leaving: ExitStack) -> Path:
+        check_folder(self.path, force=self._force)
+        return leaving.enter_context(staging_folder(followed(self.path), self.path))
+
+    def _put(self, made: Path, inputs: Iterable[Source]) -> None:
+        _close_replaced(inputs, lambda: [self.path])
+        put_folder(self.folder(), self.path, force=self._force, fsync=self._fsync)
+
+
+def file_output(place: Location, *, force: bool, fsync: bool, size: int) -> Destination:
+    """One file at `place`."""
+    return FileOutput(place.path, force=force, fsync=fsync, size=size)
+
+
+def set_output(
+    place: Location, files: ShardSet, *, in_folder: bool, force: bool, fsync: bool, size: int
+) -> Destination:
+    """Shards and an index, named after `place`; `in_folder`: in a folder that may be made."""
+    return SetOutput(place.path, files, in_folder=in_folder, force=force, fsync=fsync, size=size)
+
+
+def folder_output(place: Location, *, force: bool, fsync: bool, size: int) -> FolderOutput:
+    """A folder at `place`, into which others write files of this host."""
+    return FolderOutput(place.path, force=force, fsync=fsync, size=size)
+
+
+def _close_replaced(inputs: Iterable[Source], paths: Callable[[], Iterable[Path]]) -> None:
+    if platforms.ON_WINDOWS:  # which replaces no file that is open
+        let_go(inputs, paths())

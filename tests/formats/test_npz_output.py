@@ -1,0 +1,119 @@
+"""numpy archives as outputs: `numpy.load` reads what was written, without unpickling anything."""
+
+from __future__ import annotations
+
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+
+from ckptconv import (
+    CheckpointError,
+    RefusedObject,
+    convert_checkpoint,
+    open_checkpoint,
+    plan_conversion,
+    save_portable,
+)
+from ckptconv.convert.report import plan_lines
+
+TYPES = [
+    torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex64,
+    torch.complex128,
+]  # fmt: skip
+
+
+def saved(tmp_path, state, name="in.pt"):
+    torch.save(state, tmp_path / name)
+    return tmp_path / name
+
+
+def test_numpy_reads_every_type_and_shape_back(tmp_path):
+    state = {
+        str(dtype).partition(".")[2]: (torch.arange(24).reshape(2, 3, 4) % 2).to(dtype)
+        for dtype in TYPES
+    }
+    state |= {
+        "transposed/x": torch.eye(3, 4).t(),
+        "none": torch.zeros(0, 3),
+        "one": torch.tensor(2),
+    }
+    result = convert_checkpoint(saved(tmp_path, state), tmp_path / "out.npz", verify=True)
+    assert result.verified == len(state) and result.plan.to == "npz"
+    with np.load(tmp_path / "out.npz", allow_pickle=False) as read:
+        assert read.files == list(state)
+        for key, tensor in state.items():
+            assert read[key].dtype == tensor.numpy().dtype, key
+            assert read[key].shape == tensor.shape and np.array_equal(read[key], tensor), key
+    assert zipfile.ZipFile(tmp_path / "out.npz").testzip() is None
+
+
+def test_the_values_lie_aligned_as_numpy_wants_them(tmp_path):
+    convert_checkpoint(
+        saved(tmp_path, {"w": torch.rand(7), "v": torch.rand(9)}), tmp_path / "out.npz"
+    )
+    with open_checkpoint(tmp_path / "out.npz") as opened:
+        assert [ref.storage.offset % 64 for _, ref in opened.tensors()] == [0, 0]
+
+
+def test_casts_wrappers_and_what_is_not_a_tensor_are_as_in_any_flat_output(tmp_path):
+    state = {"module.w": torch.rand(3).bfloat16(), "module.n": torch.tensor(1)}
+    source = saved(tmp_path, {"model": state, "epoch": 3})
+    with pytest.raises(RefusedObject) as caught:
+        convert_checkpoint(source, tmp_path / "out.npz")
+    assert caught.value.what == "numpy has no dtype bfloat16" and "--dtype f32" in caught.value.hint
+    result = convert_checkpoint(source, tmp_path / "out.npz", dtype="f32", verify=True)
+    assert [item.reason for item in result.plan.skipped] == [
+        "not part of the state dict; a numpy archive holds named tensors only"
+    ]
+    with np.load(tmp_path / "out.npz") as read:
+        assert np.array_equal(read["w"], state["module.w"].float())
+
+
+@pytest.mark.parametrize("key", ["../w", "/w", "a\\b", "a\nb", "a/../../b"])
+def test_keys_that_are_no_names_in_an_archive_are_refused(key, tmp_path):
+    with pytest.raises(RefusedObject, match="cannot be the name of a member"):
+        convert_checkpoint(saved(tmp_path, {key: torch.ones(1)}), tmp_path / "out.npz")
+
+
+def test_keys_that_differ_only_in_case_are_refused(tmp_path):
+    with pytest.raises(RefusedObject, match="differs only in case from w"):
+        convert_checkpoint(
+            saved(tmp_path, {"w": torch.ones(1), "W": torch.ones(1)}), tmp_path / "out.npz"
+        )
+
+
+def test_tied_names_get_copies_and_tags_are_told_to_be_lost(tmp_path):
+    weight = torch.rand(4)
+    source = saved(tmp_path, {"a": weight, "b": weight})
+    with open_checkpoint(source) as opened:
+        plan = plan_conversion(opened, tmp_path / "out.npz")
+        lines = {row.label: row.text for row in plan_lines(plan)}
+    assert lines["shared"] == "1 key shares the storage of another; each has its own copy now"
+    assert plan.tied == {} and plan.locations == {} and "note" not in lines
+    result = convert_checkpoint(source, tmp_path / "out.npz", device="cuda:1", verify=True)
+    assert result.plan.notes == ("a numpy archive has no device tags: its arrays are on no device",)
+
+
+def test_it_is_never_split_and_its_name_is_its_own(tmp_path):
+    source = saved(tmp_path, {"w": torch.ones(3)})
+    with pytest.raises(CheckpointError, match="a numpy archive is not split by size"):
+        convert_checkpoint(source, tmp_path / "out.npz", max_shard_size=4)
+    with pytest.raises(CheckpointError, match="its name says npz, but --to says torch"):
+        convert_checkpoint(source, tmp_path / "out.npz", to="torch")
+    with pytest.raises(CheckpointError, match=r"write out\.npz"):
+        convert_checkpoint(source, tmp_path / "out.pt", to="npz")
+
+
+def test_live_tensors_are_saved_in_it(tmp_path):
+    save_portable({"w": torch.arange(3)}, tmp_path / "out.npz")
+    assert np.load(tmp_path / "out.npz")["w"].tolist() == [0, 1, 2]
+
+
+def test_one_archive_becomes_another(tmp_path):
+    np.savez_compressed(tmp_path / "in.npz", w=np.arange(6, dtype=">i2").reshape(2, 3, order="F"))
+    convert_checkpoint(tmp_path / "in.npz", tmp_path / "out.npz", verify=True)
+    assert np.load(tmp_path / "out.npz")["w"].dtype == np.dtype("<i2")
+    assert np.load(tmp_path / "out.npz")["w"].tolist() == np.load(tmp_path / "in.npz")["w"].tolist()

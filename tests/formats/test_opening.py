@@ -1,0 +1,182 @@
+"""Opening reads the directory of a file, and little of it; what stands before a payload is read
+when the payload is.
+"""
+
+from __future__ import annotations
+
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ckptconv import (
+    CheckpointError,
+    MalformedCheckpoint,
+    convert_checkpoint,
+    diagnose,
+    diff_checkpoints,
+    inspect_checkpoint,
+    load_portable,
+    open_checkpoint,
+    plan_conversion,
+)
+from ckptconv.tensors.stream import iter_chunks
+from helpers.reads import counted_reads
+
+TENSORS, BYTES = 300, 40_000
+KINDS = ("zip", "legacy", "safetensors")
+
+
+def saved(kind: str, folder: Path, count: int = TENSORS) -> Path:
+    """A checkpoint of `count` tensors of `BYTES` bytes."""
+    tree = {
+        f"layers.{number}.weight": torch.full((BYTES // 4,), float(number))
+        for number in range(count)
+    }
+    path = folder / f"{kind}.pt"
+    if kind == "safetensors":
+        save_file(tree, path)
+    else:
+        torch.save(tree, path, _use_new_zipfile_serialization=kind == "zip")
+    return path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_opening_reads_little_of_a_file(kind, tmp_path):
+    path = saved(kind, tmp_path)
+    with counted_reads() as reads, open_checkpoint(path):
+        pass
+    assert len(reads) <= 20
+    assert reads.nbytes <= 0.03 * path.stat().st_size
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_planning_reads_what_stands_before_the_payloads_and_no_payload(kind, tmp_path):
+    path = saved(kind, tmp_path)
+    with open_checkpoint(path) as checkpoint, counted_reads() as reads:
+        plan_conversion(checkpoint, tmp_path / "out.pt")
+    assert reads.nbytes <= TENSORS * 100
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_tensor_is_read_without_looking_at_the_others(kind, tmp_path):
+    path = saved(kind, tmp_path)
+    with open_checkpoint(path) as checkpoint:
+        ref = dict(checkpoint.tensors())["layers.200.weight"]
+        with counted_reads() as reads:
+            assert b"".join(map(bytes, iter_chunks(ref))) == struct.pack("<f", 200.0) * (BYTES // 4)
+    assert len(reads) <= 3 and reads.nbytes <= BYTES + 200
+
+
+# -------------------------------------------------------------------------------- what is held back
+
+
+def forged(folder: Path, kind: str) -> Path:
+    """A file whose second storage has another name, or another size, where it lies than where it is
+    told of.
+    """
+    path = saved(kind, folder, 3)
+    raw = bytearray(path.read_bytes())
+    with open_checkpoint(path) as checkpoint:
+        at = dict(checkpoint.tensors())["layers.1.weight"].storage.offset
+    if kind == "zip":
+        at = raw.rindex(b"data/1", 0, at)
+        raw[at : at + 6] = b"data/7"
+    else:
+        raw[at - 8 : at] = (5).to_bytes(8, "little")
+    path.write_bytes(raw)
+    return path
+
+
+SAID = {"zip": "another name than the directory", "legacy": "has 5 elements where the pickle says"}
+
+
+def read_values(path: Path) -> None:
+    with open_checkpoint(path) as checkpoint:
+        for _, ref in checkpoint.tensors():
+            for _ in iter_chunks(ref):
+                pass
+
+
+def reread(path: Path) -> None:
+    convert_checkpoint(path, path.with_name("out.safetensors"))
+
+
+USES: dict[str, Callable[[Path], object]] = {
+    "converts": reread,
+    "loads": lambda path: load_portable(path, mmap=False),
+    "maps": lambda path: load_portable(path, mmap=True),
+    "compares": lambda path: diff_checkpoints(path, path),
+    "inspects": inspect_checkpoint,
+    "reads values": read_values,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("kind", SAID)
+def test_a_payload_under_another_name_is_used_by_nobody(kind, use, tmp_path):
+    path = forged(tmp_path, kind)
+    with pytest.raises(MalformedCheckpoint, match=SAID[kind]) as caught:
+        USES[use](path)
+    assert caught.value.path == str(path) and caught.value.where
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+@pytest.mark.parametrize("kind", SAID)
+def test_doctor_tells_of_it(kind, tmp_path):
+    found = diagnose(forged(tmp_path, kind))
+    assert any(SAID[kind] in str(finding) for finding in found.findings)
+
+
+# ---------------------------------------------------------- archives that torch did not lay out
+
+
+def repacked(path: Path, *, padding: int = 0, gap: bytes = b"") -> Path:
+    """The records of an archive under local headers of python's own, with bytes in their extra
+    field, and others behind each payload.
+    """
+    out = path.with_name("repacked.pt")
+    directory, at, count = b"", 0, 0
+    with zipfile.ZipFile(path) as archive, out.open("wb") as file:
+        for info in archive.infolist():
+            name, payload = info.filename.encode(), archive.read(info)
+            extra = b"FB" + struct.pack("<H", padding) + b"Z" * padding if padding else b""
+            numbers = (info.CRC, len(payload), len(payload), len(name))
+            file.write(struct.pack("<4s5H3I2H", b"PK\3\4", 20, 0, 0, 0, 0, *numbers, len(extra)))
+            file.write(name + extra + payload + gap)
+            directory += struct.pack(
+                "<4s6H3I5H2I", b"PK\1\2", 20, 20, 0, 0, 0, 0, *numbers, 0, 0, 0, 0, 0, at
+            )
+            directory += name
+            at, count = file.tell(), count + 1
+        end = struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, count, count, len(directory), at, 0)
+        file.write(directory + end)
+    return out
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize(
+    "layout", [{}, {"padding": 7}, {"gap": b"between"}, {"padding": 3, "gap": b"x"}]
+)
+def test_payloads_are_found_wherever_an_archive_has_them(layout, mmap, tmp_path):
+    path = repacked(saved("zip", tmp_path, 5), **layout)
+    found = load_portable(path, mmap=mmap)
+    assert {key: value.unique().tolist() for key, value in found.items()} == {
+        f"layers.{number}.weight": [float(number)] for number in range(5)
+    }
+    assert convert_checkpoint(path, tmp_path / "out.pt", verify=True).verified == 5
+    assert diff_checkpoints(path, tmp_path / "out.pt").same
+
+
+def test_a_local_header_that_reaches_into_the_next_record_is_an_overlap(tmp_path):
+    path = saved("zip", tmp_path, 3)
+    raw = bytearray(path.read_bytes())
+    header = raw.rindex(b"PK\3\4", 0, raw.rindex(b"data/1", 0, raw.index(b"PK\1\2")))
+    raw[header + 28 : header + 30] = struct.pack("<H", 900)
+    path.write_bytes(raw)
+    with pytest.raises(CheckpointError, match="data/2: overlaps the record before it"):
+        convert_checkpoint(path, tmp_path / "out.pt")

@@ -1,0 +1,275 @@
+"""How many of a sample of mutants the tests find: small changes to the code, one at a time.
+
+    python tests/helpers/mutants.py --count 200 --seed 1 ckptconv/io ckptconv/formats ckptconv/keys
+
+Needs the package ``coverage``, which tells which tests run a line: of a mutant only these are run.
+The tests that are marked ``trust`` count too. Each mutant is made in a copy of the checkout. One
+that runs forever counts as found. What survives is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import json
+import os
+import random
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+COMPARED = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
+}  # fmt: skip
+COMPUTED = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.FloorDiv: ast.Mult}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A change of one statement: the file, its line, what it was and what it is now."""
+
+    path: str
+    line: int
+    before: str
+    after: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.before}  ->  {self.after}"
+
+
+def changed(node: ast.AST) -> Iterator[ast.AST]:
+    """The node with one small change."""
+    new = copy.deepcopy(node)
+    if isinstance(new, ast.Compare) and type(new.ops[0]) in COMPARED:
+        new.ops[0] = COMPARED[type(new.ops[0])]()
+        yield new
+    elif isinstance(new, ast.BinOp) and type(new.op) in COMPUTED:
+        new.op = COMPUTED[type(new.op)]()
+        yield new
+    elif isinstance(new, ast.BoolOp):
+        new.op = ast.Or() if isinstance(new.op, ast.And) else ast.And()
+        yield new
+    elif isinstance(new, ast.UnaryOp) and isinstance(new.op, ast.Not):
+        yield new.operand
+    elif isinstance(new, ast.Constant) and type(new.value) is bool:
+        yield ast.Constant(not new.value)
+    elif isinstance(new, ast.Constant) and type(new.value) is int:
+        yield ast.Constant(new.value + 1)
+    elif isinstance(new, ast.IfExp):
+        new.body, new.orelse = new.orelse, new.body
+        yield new
+    elif isinstance(new, ast.Raise) or (
+        isinstance(new, ast.Expr) and isinstance(new.value, ast.Call)
+    ):
+        yield ast.Pass()
+    elif isinstance(new, ast.Return) and new.value is not None:
+        yield ast.Return(ast.Constant(None))
+
+
+class Replaced(ast.NodeTransformer):
+    """A tree with one node replaced, told by its place in a walk."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.at = number, -1
+        self.change: tuple[ast.AST, ast.AST] | None = None
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        if isinstance(node, ast.AnnAssign):  # a type is not run
+            node.value = self.visit(node.value) if node.value else None
+            return node
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            node.body = [self.visit(item) for item in node.body]
+            return node
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            return node  # a docstring
+        for new in changed(node):
+            self.at += 1
+            if self.at == self.number:
+                self.change = node, new
+                return ast.copy_location(new, node)
+        return self.generic_visit(node)
+
+
+def sites(path: Path) -> int:
+    """How many mutants a file has."""
+    counter = Replaced(-1)
+    counter.visit(ast.parse(path.read_text("utf-8")))
+    return counter.at + 1
+
+
+def mutant(root: Path, path: Path, number: int) -> Mutant:
+    """The mutant of this number in a file."""
+    tree = ast.parse(path.read_text("utf-8"))
+    replacing = Replaced(number)
+    tree = ast.fix_missing_locations(replacing.visit(tree))
+    assert replacing.change is not None
+    before, after = replacing.change
+    told = [" ".join(ast.unparse(node).split())[:100] for node in (before, after)]
+    return Mutant(str(path.relative_to(root)), before.lineno, *told, ast.unparse(tree))
+
+
+def sample(root: Path, folders: list[str], count: int, seed: int) -> list[Mutant]:
+    """`count` mutants of the files in these folders, each place as likely as another."""
+    files = sorted(path for folder in folders for path in (root / folder).rglob("*.py"))
+    if not files:
+        files = sorted(path for name in folders for path in root.glob(name))
+    places = [(path, number) for path in files for number in range(sites(path))]
+    drawn = random.Random(seed).sample(places, min(count, len(places)))
+    return [mutant(root, path, number) for path, number in sorted(drawn)]
+
+
+def tests_of(data: Path, root: Path) -> dict[tuple[str, int], set[str]]:
+    """The tests that run each line, out of the data of coverage."""
+    files = {path.stem: str(path.relative_to(root)) for path in (root / "tests").rglob("test_*.py")}
+    found: dict[tuple[str, int], set[str]] = {}
+    with sqlite3.connect(data) as base:
+        paths = dict(base.execute("select id, path from file"))
+        contexts = dict(base.execute("select id, context from context"))
+        for file, context, bits in base.execute(
+            "select file_id, context_id, numbits from line_bits"
+        ):
+            parts = contexts[context].split(".")
+            module = next((part for part in reversed(parts) if part in files), None)
+            if module is None:
+                continue
+            name = "::".join(parts[parts.index(module) + 1 :])
+            path = os.path.relpath(paths[file], root)
+            for at, byte in enumerate(bits):
+                for bit in range(8):
+                    if byte >> bit & 1:
+                        found.setdefault((path, at * 8 + bit), set()).add(
+                            f"{files[module]}::{name}"
+                        )
+    return found
+
+
+def measured(root: Path, folder: Path, tests: list[str], marks: str) -> Path:
+    """Run the tests once with coverage; the file that says which test runs which line."""
+    data = folder / "coverage"
+    settings = folder / "coveragerc"
+    settings.write_text(
+        "[run]\ndynamic_context = test_function\n"
+        f"data_file = {data}\nsource = {root / 'ckptconv'}\n"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "coverage",
+        "run",
+        f"--rcfile={settings}",
+        "-m",
+        "pytest",
+        "-q",
+    ]
+    subprocess.run(
+        [*command, "-m", marks, "-p", "no:cacheprovider", "-p", "no:xdist", *tests],
+        cwd=root,
+        check=False,
+    )
+    return data
+
+
+def is_found(item: Mutant, tests: list[str], copies: list[Path], limit: int) -> bool:
+    """Whether one of the tests fails on the mutant."""
+    root = copies.pop()
+    target = root / item.path
+    original = target.read_text("utf-8")
+    try:
+        target.write_text(item.source)
+        command = [
+            sys.executable,
+            "-B",
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+        ]
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
+        }
+        done = subprocess.run(
+            [*command, "-m", "trust or not trust", *tests],
+            cwd=root,
+            env=env,
+            capture_output=True,
+            timeout=limit,
+            check=False,
+        )
+        return done.returncode not in (0, 5)
+    except subprocess.TimeoutExpired:
+        return True
+    finally:
+        target.write_text(original)
+        copies.append(root)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folders", nargs="+", help="folders or globs of the files to change")
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--most", type=int, default=25, help="the tests that are run of each mutant"
+    )
+    parser.add_argument(
+        "--limit", type=int, default=120, help="seconds until a mutant runs forever"
+    )
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--data", type=Path, help="data of coverage that is there already")
+    parser.add_argument(
+        "--marks", default="not readme", help="the tests by which lines are measured"
+    )
+    parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[2])
+    given = parser.parse_args()
+    root = given.root.resolve()
+    with tempfile.TemporaryDirectory() as folder:
+        data = given.data or measured(root, Path(folder), given.tests, given.marks)
+        known = tests_of(data, root)
+        copies = []
+        for number in range(given.jobs):
+            ignored = shutil.ignore_patterns(
+                ".git", ".venv*", "*.pyc", "__pycache__", "demo-out", "bench-out"
+            )
+            copies.append(
+                Path(shutil.copytree(root, Path(folder) / f"{number}" / root.name, ignore=ignored))
+            )
+            (Path(folder) / f"{number}" / "shared").symlink_to(root.parent / "shared")
+        drawn = sample(root, given.folders, given.count, given.seed)
+        told = {"found": 0, "survived": 0, "not run by any test": 0}
+
+        def tried(item: Mutant) -> None:
+            tests = sorted(known.get((item.path, item.line), ()))
+            random.Random(item.line).shuffle(tests)
+            if not tests:
+                what = "not run by any test"
+            else:
+                what = (
+                    "found"
+                    if is_found(item, tests[: given.most], copies, given.limit)
+                    else "survived"
+                )
+            told[what] += 1
+            if what != "found":
+                print(f"{what}: {item}", flush=True)
+
+        with ThreadPoolExecutor(given.jobs) as pool:
+            list(pool.map(tried, drawn))
+    print(json.dumps({"mutants": len(drawn), **told}))
+
+
+if __name__ == "__main__":
+    main()
