@@ -167,9 +167,7 @@ def _refused_output(job: Job, request: Request) -> OutputRefused | None:
 
 
 def _show_plan(plan: ConversionPlan, given: dict[str, Any], refused: OutputRefused | None) -> None:
-    """What would be done; where the output is `refused`, that too, and the exit code is the
-    conversion's.
-    """
+    """What would be done; a `refused` output too, with the exit code of the conversion."""
     from ckptconv.convert import report
     from ckptconv.convert.error_document import error_document
 

@@ -24,6 +24,7 @@ from ckptconv.support.choices import (
 )
 from ckptconv.support.errors import KeyConflict, OptionRefused, printable
 from ckptconv.support.showing import short_repr
+from ckptconv.support.text import first_few
 
 MODULE = "module"
 _IN_REPR = 10  # rules
@@ -331,7 +332,7 @@ def hint_of_starts(maps: Sequence[KeyMap], rules: KeyRules) -> str:
     heads = dict.fromkeys(
         key.partition(".")[0] + "." * ("." in key) for item in maps for key in item.old
     )
-    some = ", ".join(printable(head, 40) for head in list(heads)[:5]) + ", …" * (len(heads) > 5)
+    some = first_few(list(heads), 5, lambda head: printable(head, 40))
     hint = f"before the rules the keys start with {some}"
     wrappers = dict.fromkeys(name for item in maps for name in item.wrappers)
     if wrappers and rules.wrappers == "strip":

@@ -71,8 +71,7 @@ class PickleScanner:
         certain: bool,
         array: bool = False,
     ) -> int:
-        """Follow the pickle at byte `start`, if it is one; the byte behind it, or 0 where there is
-        none.
+        """Follow the pickle at byte `start`, if it is one; the byte behind it, or 0 without one.
 
         What breaks counts as a pickle where it names something dangerous, or is `certain` to be one
         by how it begins. In one that is not, another may lie: 0 too.

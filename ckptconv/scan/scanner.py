@@ -1,5 +1,4 @@
-"""What the streams in one source name, judged: pickles, and whatever holds pickles, followed
-without executing anything.
+"""What the streams in one source name, judged: nothing in them is executed.
 
 Every source is looked into, whatever it is called: pickles that follow each other, the records of
 zip archives, the members of tar files, pickles and archives that pickles hold as bytes, and the
@@ -45,8 +44,9 @@ _SERIALIZED = re.compile(
     % b"".join(rb"(?:%c|\\u00(?i:%02x))" % (byte, byte) for byte in b":serialized:"),
     re.DOTALL,
 )
-"""The pickles in the JSON of stable-baselines3 (common/save_util.py), which its `load` gives to
-cloudpickle.
+"""The pickles in the JSON of stable-baselines3 (common/save_util.py).
+
+Its `load` gives them to cloudpickle.
 
 Any character of a JSON text may be escaped, and `base64.b64decode` passes over what is not base64.
 """
@@ -111,27 +111,28 @@ class Scanner(ArchiveScanner):
         return text_kind(head) or "no pickle"
 
     def _json(self, source: Source, where: str, depth: int) -> None:
-        """Look into the pickles in a text of stable-baselines3; functions in them are byte code, of
-        which nothing is known.
+        """Look into the pickles in a text of stable-baselines3.
+
+        Functions in them are byte code, of which nothing is known.
         """
         limits = in_force()
         most = limits.text_bytes
         texts = (match[1] for match in _SERIALIZED.finditer(source.read(0, min(source.size, most))))
-        found = list(dict.fromkeys(islice(texts, limits.scanned_pickles)))
+        pickles = list(dict.fromkeys(islice(texts, limits.scanned_pickles)))
         if source.size > most:
             self._odd(
                 where, f"is a text of more than {most} bytes; the rest was not looked at", most
             )
         if next(texts, None) is not None:
             self._more_pickles(where, "stand in one text")
-        if found:
-            count = count_text(len(found), "pickle")
+        if pickles:
+            count = count_text(len(pickles), "pickle")
             self._odd(
                 where,
                 f"{count} as base64 text, which stable-baselines3 executes when it loads the file",
             )
         inner = Scanner(self._room)
-        for number, encoded in enumerate(found):
+        for number, encoded in enumerate(pickles):
             with contextlib.suppress(binascii.Error):
                 raw = base64.b64decode(_unescaped(encoded))
                 inner.scan(
@@ -142,8 +143,9 @@ class Scanner(ArchiveScanner):
 
 
 def _as_function(finding: Sighting) -> Sighting:
-    """A name of cloudpickle, where it is what writes functions: unknown, for what they do stands in
-    their byte code.
+    """A name of cloudpickle, if it writes functions with it: unknown.
+
+    What they do stands in their byte code.
     """
     if not finding.name.startswith("cloudpickle."):
         return finding

@@ -115,11 +115,9 @@ def excluded(item: StateDict, keys: KeyMap, fit_to: KeyTarget | None) -> list[Sk
 
 def _reason(at: int, keys: KeyMap, fit_to: KeyTarget | None) -> str:
     """Why the key of this number was left out; what no rule left out the fitting did."""
-    return (
-        keys.why[at]
-        if at in keys.why
-        else f"are not in {printable(fit_to.name if fit_to else 'the target')}"
-    )
+    if at in keys.why:
+        return keys.why[at]
+    return f"are not in {printable(fit_to.name if fit_to else 'the target')}"
 
 
 def renamed_keys(item: StateDict, keys: KeyMap, unheld: Collection[str] = ()) -> RenamedKeys:
