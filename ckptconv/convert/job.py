@@ -12,7 +12,7 @@ from ckptconv.convert.execute import ConversionResult, execute_plan
 from ckptconv.convert.options import Options, Request
 from ckptconv.convert.plan import ConversionPlan
 from ckptconv.convert.planner import plan_conversion, request_of
-from ckptconv.convert.targets import check_place, keeps_modules
+from ckptconv.convert.targets import check_place
 from ckptconv.formats.registry import Named, open_checkpoint
 from ckptconv.io.destination import check_output
 from ckptconv.support.limits import Limits, held, in_force
@@ -56,10 +56,9 @@ class Job:
     @contextlib.contextmanager
     def planned(self, request: Request) -> Iterator[ConversionPlan]:
         """The plan of the conversion; the source is open within the block."""
-        whole = keeps_modules(self.output, request)
         with (
             held(self.limits),
-            open_checkpoint(self.source, tag=self.tag, whole_modules=whole) as checkpoint,
+            open_checkpoint(self.source, tag=self.tag, whole_modules=True) as checkpoint,
         ):
             yield plan_conversion(checkpoint, self.output, request)
 

@@ -32,6 +32,7 @@ from ckptconv.support.errors import OptionRefused, printable
 from ckptconv.support.showing import WIDTH
 from ckptconv.tensors.dtypes import DType, floating_dtype
 from ckptconv.tensors.refs import TensorRef
+from ckptconv.tree.edits import Edit
 from ckptconv.tree.fitted_keys import KeyTarget
 from ckptconv.tree.settling import Unknown
 
@@ -43,7 +44,8 @@ class Request:
     """What `Options` stand for, in the types that planning works with: rules that were read, tags,
     bytes.
 
-    `fit_to`: what the keys of every state dict are fitted to, after the rules.
+    `fit_to`: what the keys of every state dict are fitted to, after the rules. `edits` are made to
+    the checkpoint first.
     """
 
     to: Target | None = None
@@ -56,6 +58,7 @@ class Request:
     max_shard_size: int | None = None
     save_mapping: Path | None = None
     fit_to: KeyTarget | None = None
+    edits: tuple[Edit, ...] = ()
 
     def __post_init__(self) -> None:
         _refuse_no_choice(self)

@@ -24,7 +24,7 @@ from ckptconv.convert.notes import (
 )
 from ckptconv.convert.options import Options, Request
 from ckptconv.convert.plan import ConversionPlan, PlannedFile
-from ckptconv.convert.targets import target
+from ckptconv.convert.targets import edits_for, target
 from ckptconv.formats.hf_names import earlier_files
 from ckptconv.formats.layout import one_item
 from ckptconv.formats.target_format import TargetFormat
@@ -44,6 +44,7 @@ from ckptconv.support.limits import held, in_force
 from ckptconv.tensors.compaction import CastRule
 from ckptconv.tensors.scaled_weights import refuse_cast
 from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.tree.edits import edited
 from ckptconv.tree.renaming import RenamedKeys, rename_state_dicts
 from ckptconv.tree.settling import settle_objects
 from ckptconv.tree.state_dicts import StateDict, find, find_state_dicts
@@ -88,6 +89,7 @@ def _planned(
     try:
         with collector_paused(), held(checkpoint.limits):
             check_places(checkpoint.sources)
+            checkpoint = edited(checkpoint, edits_for(to, options))
             if to.holds_trees and options.max_shard_size is None:
                 plan = _plan_tree(checkpoint, path, to, options)
             else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ckptconv.convert.options import Options, Request
+from ckptconv.convert.options import Request
 from ckptconv.formats.outputs import (
     FOR_FOLDERS,
     TARGETS,
@@ -16,6 +16,8 @@ from ckptconv.formats.outputs import (
 from ckptconv.formats.target_format import Target, TargetFormat
 from ckptconv.io.destination import check_folder, check_output
 from ckptconv.support.errors import CheckpointError, printable
+from ckptconv.tree.edits import Edit
+from ckptconv.tree.modules import flatten_modules
 
 
 def target(output: Path, options: Request) -> tuple[Path, TargetFormat]:
@@ -64,15 +66,13 @@ def _refuse_misnamed(output: Path, asked: TargetFormat) -> None:
     raise CheckpointError(what, path=output, hint=f"write {better}, or leave --to out")
 
 
-def keeps_modules(output: str | os.PathLike[str], options: Options | Request) -> bool:
-    """Whether an output keeps whole modules as they are, and so the checkpoint must be opened with
-    `whole_modules`.
+def edits_for(to: TargetFormat, options: Request) -> tuple[Edit, ...]:
+    """The edits of a checkpoint before it is planned: what the format needs, then what was asked.
+
+    A whole module becomes its state dict, unless it is to be kept and the format can keep it.
     """
-    return (
-        options.unknown == "keep"
-        and options.max_shard_size is None
-        and _target_format(Path(output), options.to).keeps_modules
-    )
+    keeps = options.unknown == "keep" and options.max_shard_size is None and to.keeps_modules
+    return options.edits if keeps else (flatten_modules, *options.edits)
 
 
 def check_place(output: str | os.PathLike[str], to: Target | None, *, force: bool) -> None:

@@ -53,7 +53,7 @@ from ckptconv.support.errors import (
 from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.limits import in_force
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.modules import flatten_modules
+from ckptconv.tree.modules import flatten_modules, holds_modules
 from ckptconv.tree.old_tensors import complete_tensors
 
 Named = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -187,7 +187,9 @@ def _finished(opened: Sequence[Checkpoint], *, whole_modules: bool) -> Checkpoin
     completed = complete_tensors(checkpoint, calls)
     if completed is not checkpoint:
         calls = list(calls_of(completed.root))
-    return completed if whole_modules else flatten_modules(completed, calls)
+    if whole_modules:
+        return replace(completed, has_whole_modules=holds_modules(calls))
+    return flatten_modules(completed, calls)
 
 
 def checkpoints_of(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[Path, ...]]:

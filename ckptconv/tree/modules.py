@@ -15,7 +15,7 @@ from dataclasses import replace
 from ckptconv.objects.module_walk import Parts, state_dict_of
 from ckptconv.objects.pickled_modules import child_modules, is_module, saved_tensors
 from ckptconv.pickles.nodes import Call, Node
-from ckptconv.pickles.substitution import calls_of, substituted
+from ckptconv.pickles.substitution import substituted
 from ckptconv.support.text import first_few_in_short
 from ckptconv.tree.checkpoint import Checkpoint, Stray
 from ckptconv.tree.stray_tensors import strays_of
@@ -24,13 +24,18 @@ from ckptconv.tree.walk import place_text, walk
 _LISTED = 3
 
 
+def holds_modules(calls: Iterable[Call]) -> bool:
+    """Whether some of the calls of a tree are whole modules."""
+    return any(map(is_module, calls))
+
+
 def flatten_modules(checkpoint: Checkpoint, calls: Iterable[Call] | None = None) -> Checkpoint:
     """The checkpoint with a state dict in the place of every module that holds tensors, and a note
     that says so; the tree of the given one stays as it is.
 
-    `calls` are those of its tree, where they are known.
+    `calls` are those of its tree, where they are known and nobody has looked for modules yet.
     """
-    if not any(map(is_module, calls_of(checkpoint.root) if calls is None else calls)):
+    if not (checkpoint.has_whole_modules if calls is None else holds_modules(calls)):
         return checkpoint
     stand_ins: dict[int, Node] = {}
     classes: list[str] = []
@@ -59,6 +64,7 @@ def flatten_modules(checkpoint: Checkpoint, calls: Iterable[Call] | None = None)
         root=root,
         notes=notes,
         modules=len(names),
+        has_whole_modules=False,
         module_classes=tuple(classes),
         module_strays=tuple(strays),
         module_parts=tuple(parts),

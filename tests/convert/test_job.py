@@ -5,11 +5,22 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 
 import pytest
 
-from ckptconv import CheckpointError, KeyRules, Options, OutputRefused, limits
+from ckptconv import (
+    Checkpoint,
+    CheckpointError,
+    KeyRules,
+    Options,
+    OutputRefused,
+    limits,
+    open_checkpoint,
+)
 from ckptconv.convert.job import Job
+from ckptconv.convert.planner import request_of
+from ckptconv.pickles.nodes import Dict, mapping_pairs
 from helpers.paths import SAMPLES
 
 SOURCE = SAMPLES / "ddp_cuda3.pt"
@@ -52,3 +63,20 @@ def test_a_job_whose_output_is_there_is_refused_before_its_source_is_opened(tmp_
     with pytest.raises(OutputRefused, match=r"map\.json"):
         Job(SOURCE, tmp_path / "new.pt", mapped).run()
     assert sorted(item.name for item in tmp_path.iterdir()) == ["map.json", "out.pt"]
+
+
+def without_classifier(checkpoint: Checkpoint) -> Checkpoint:
+    """An edit that leaves one layer out of a state dict."""
+    node = checkpoint.state_dict().node
+    pairs = [pair for pair in mapping_pairs(node) or () if "classifier" not in pair[0]]
+    return replace(checkpoint, root=Dict(pairs))
+
+
+def test_an_edit_changes_what_is_planned_and_not_what_is_open(tmp_path):
+    request = replace(request_of(Options()), edits=(without_classifier,))
+    job = pickle.loads(pickle.dumps(Job(SOURCE, tmp_path / "out.pt", request, fsync=False)))
+    job.run()
+    with open_checkpoint(SOURCE) as source, open_checkpoint(tmp_path / "out.pt") as output:
+        before = [key.removeprefix("module.") for key in source.state_dict().keys]
+        assert list(output.state_dict().keys) == [key for key in before if "classifier" not in key]
+        assert len(output.state_dict().keys) < len(before)
