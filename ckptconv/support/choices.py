@@ -35,8 +35,8 @@ def refuse_other(option: str, given: object, choices: Sequence[str], *, further:
     `further` says what else may be given.
 
     >>> refuse_other("tied", "both", TIED)
-    Traceback (most recent call last): ckptconv.support.errors.OptionRefused: tied='both' is
-    not a choice; choose alias or duplicate
+    Traceback (most recent call last):
+    ckptconv.support.errors.OptionRefused: tied='both' is not a choice; choose alias or duplicate
     """
     if type(given) is not str or given not in choices:
         raise not_one(option, given, f"choose {', '.join(choices[:-1])} or {choices[-1]}{further}")

@@ -57,14 +57,6 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) < 150
 
 
-def test_the_layer_table_of_the_design_page_names_every_module():
-    table = (ROOT / "docs/design.md").read_text()
-    for path in sorted((ROOT / "ckptconv").rglob("*.py")):
-        name = path.relative_to(ROOT / "ckptconv").with_suffix("").as_posix()
-        if name != "formats/__init__":
-            assert f"`{name}`" in table, f"docs/design.md does not name {name}"
-
-
 COMMANDS = (
     "",
     "convert",
@@ -90,11 +82,11 @@ def test_every_help_shows_examples(command):
     assert "Examples:" in shown and f"ckptconv {command}".strip() in shown.split("Examples:")[1]
 
 
-DOCTESTED = (
-    "containers", "errors", "dtypes", "key_rules", "keys", "tensors", "devices", "wording",
-    "sharding",
-    "key_fitting", "fitted_keys"
-)  # fmt: skip
+DOCTESTED = sorted(
+    path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+    for path in (ROOT / "ckptconv").rglob("*.py")
+    if re.search(r"^ *>>> (?!.*doctest: \+SKIP)", path.read_text("utf-8"), re.M)
+)
 
 
 @pytest.mark.parametrize("module", DOCTESTED)
@@ -102,6 +94,8 @@ def test_examples_in_docstrings_hold(module):
     import doctest
     import importlib
 
-    result = doctest.testmod(importlib.import_module(f"ckptconv.{module}"))
-    assert result.failed == 0
-    assert result.attempted > 0 or module == "errors"
+    assert doctest.testmod(importlib.import_module(module)).failed == 0
+
+
+def test_examples_are_found():
+    assert len(DOCTESTED) >= 20
