@@ -24,7 +24,7 @@ from ckptconv.pickles.byte_window import (
     Held,
     text_of,
 )
-from ckptconv.pickles.traces import Alarm, Made, Named, Trace, Use
+from ckptconv.pickles.traces import Alarm, Made, NamedGlobal, Trace, Use
 from ckptconv.pickles.watched import (
     ATTRIBUTES,
     BYTES_CLASSES,
@@ -100,7 +100,7 @@ class _Tracer(ByteWindow):
         self._memo: dict[int, Any] = {}
         self._most_found = in_force().scanned_pickles
         # one for each global, for a stream may call one very often
-        self._made: dict[Named, Made] = {}
+        self._made: dict[NamedGlobal, Made] = {}
         # whether a function was named that may be called, and not handed on
         self._is_guarded = False
 
@@ -210,7 +210,7 @@ class _Tracer(ByteWindow):
         What loads streams is called by pickles, and by nothing that they call.
         """
         if self._is_guarded:
-            for value in [value for value in values if type(value) is Named]:
+            for value in [value for value in values if type(value) is NamedGlobal]:
                 if ".".join(value) in NESTED_LOADERS:
                     self.alarm(
                         "a function that loads streams is passed on, so it is unknown what it loads"
@@ -232,12 +232,12 @@ class _Tracer(ByteWindow):
         """
         if type(target) is Made:
             self.use("changed", target.func)
-        elif type(target) is Named:
+        elif type(target) is NamedGlobal:
             self.alarm(f"{what} of {target.module}.{target.name} itself are set")
         elif target is _STRANGE:
             self.alarm(f"{what} of an object are set that the pickle does not make", by_chance=True)
 
-    def use(self, use: Use, name: Named) -> None:
+    def use(self, use: Use, name: NamedGlobal) -> None:
         self.trace.uses.setdefault((use, name), self._at)
 
     def put(self, index: int) -> None:
@@ -249,7 +249,7 @@ class _Tracer(ByteWindow):
     def name(self, module: Any, name: Any) -> Any:
         """A global by its names, as far as they are known."""
         if type(module) is str and type(name) is str:
-            named = Named(module, name)
+            named = NamedGlobal(module, name)
             self._refuse_many(self.trace.names)
             self.trace.names.setdefault(named, self._at)
             self._is_guarded |= f"{module}.{name}" in NESTED_LOADERS or named in ATTRIBUTES
@@ -297,7 +297,7 @@ class _Tracer(ByteWindow):
 
     def called(self, func: Any, args: tuple[Any, ...]) -> Any:
         """What a call gives: bytes if it gives them, a global if its name is known, or `Made`."""
-        if type(func) is not Named:
+        if type(func) is not NamedGlobal:
             return self._called_result(func)
         if (made := self._made.get(func)) is None:
             path = f"{func.module}.{func.name}"
@@ -306,7 +306,7 @@ class _Tracer(ByteWindow):
             made = self._made[func] = Made(func)
         return made
 
-    def _watched(self, func: Named, path: str, args: tuple[Any, ...]) -> Any:
+    def _watched(self, func: NamedGlobal, path: str, args: tuple[Any, ...]) -> Any:
         """What a function gives whose arguments matter."""
         first = args[0] if args else b""
         if (
@@ -341,15 +341,15 @@ class _Tracer(ByteWindow):
 
     def _called_by(self, func: Any, *, changes: bool) -> Any:
         """What a function gives that calls, or makes an object of, its first argument."""
-        if type(func) is not Named:
+        if type(func) is not NamedGlobal:
             return self._called_result(func)
         if changes:
             self.use("changed", func)
         return Made(func)
 
-    def _attribute(self, func: Named, args: tuple[Any, ...]) -> Any:
+    def _attribute(self, func: NamedGlobal, args: tuple[Any, ...]) -> Any:
         """The attribute that is looked up by its name: a global, whose name has one more dot."""
-        if len(args) != 2 or type(args[0]) is not Named or type(args[1]) is not str:
+        if len(args) != 2 or type(args[0]) is not NamedGlobal or type(args[1]) is not str:
             self.use("handed on", func)
             return Made(func)
         self.use("looked up", func)
@@ -381,7 +381,7 @@ class _Tracer(ByteWindow):
         """What the loader gives for an id: a storage, or the class of a module in legacy files."""
         (pid,) = self.passed_on(self._stack[-1:])
         kind = pid[0] if type(pid) is tuple and pid else None
-        is_class = kind == "module" and len(pid) > 1 and type(pid[1]) is Named
+        is_class = kind == "module" and len(pid) > 1 and type(pid[1]) is NamedGlobal
         if is_class:
             self._stack[-1] = pid[1]
         else:

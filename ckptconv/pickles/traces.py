@@ -10,7 +10,7 @@ from ckptconv.pickles.byte_window import (
 )
 
 
-class Named(NamedTuple):
+class NamedGlobal(NamedTuple):
     """A global that a stream names, `module` and `name` as they stand in it."""
 
     module: str
@@ -20,7 +20,7 @@ class Named(NamedTuple):
 class Made(NamedTuple):
     """What a call of a global gives, and what a call of that gives in turn."""
 
-    func: Named
+    func: NamedGlobal
 
 
 class Alarm(NamedTuple):
@@ -52,10 +52,10 @@ class Trace:
     ended, and `stopped` where a limit was met. `followed` counts the bytes that were looked at.
     """
 
-    names: dict[Named, int] = field(default_factory=dict)
+    names: dict[NamedGlobal, int] = field(default_factory=dict)
     constants: list[Held | bytes] = field(default_factory=list)
     alarms: list[Alarm] = field(default_factory=list)
-    uses: dict[tuple[Use, Named], int] = field(default_factory=dict)
+    uses: dict[tuple[Use, NamedGlobal], int] = field(default_factory=dict)
     end: int = 0
     followed: int = 0
     broken: str | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptconv.pickles.traces import Named
+from ckptconv.pickles.traces import NamedGlobal
 
 
 def rebuilds(func: Any) -> bool:
@@ -12,14 +12,14 @@ def rebuilds(func: Any) -> bool:
 
     They are not given anything else to call.
     """
-    if type(func) is not Named or f"{func.module}.{func.name}" in CHANGERS:
+    if type(func) is not NamedGlobal or f"{func.module}.{func.name}" in CHANGERS:
         return False
     return func.name.rpartition(".")[2].startswith("_rebuild")
 
 
 NESTED_LOADERS = frozenset(("torch.storage._load_from_bytes",))
 """Functions of checkpoints that load a stream within the stream."""
-ATTRIBUTES = frozenset(Named(module, "getattr") for module in ("builtins", "__builtin__"))
+ATTRIBUTES = frozenset(NamedGlobal(module, "getattr") for module in ("builtins", "__builtin__"))
 """What protocols up to 3 name methods by: a call with a global and a text is another name."""
 CHANGERS = frozenset(
     f"{module}.{name}"

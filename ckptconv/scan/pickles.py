@@ -9,7 +9,7 @@ from ckptconv.io.source import MemorySource, RangeSource, Source
 from ckptconv.objects.threats import Verdict, gives_what_was_there, judge
 from ckptconv.pickles.byte_window import Held
 from ckptconv.pickles.tracer import held_bytes, trace_pickle
-from ckptconv.pickles.traces import Named, Trace
+from ckptconv.pickles.traces import NamedGlobal, Trace
 from ckptconv.pickles.watched import ATTRIBUTES, NESTED_LOADERS
 from ckptconv.scan.findings import Sighting
 from ckptconv.scan.heads import (
@@ -133,7 +133,7 @@ class PickleScanner:
                 self.scan(inner, inside, depth + 1, array=array)
 
 
-def _verdict(name: Named, trace: Trace) -> Verdict:
+def _verdict(name: NamedGlobal, trace: Trace) -> Verdict:
     if (
         name in ATTRIBUTES
         and ("looked up", name) in trace.uses
@@ -143,7 +143,7 @@ def _verdict(name: Named, trace: Trace) -> Verdict:
     return judge(*name)
 
 
-def _misused(trace: Trace) -> Iterator[tuple[Named, Verdict, int]]:
+def _misused(trace: Trace) -> Iterator[tuple[NamedGlobal, Verdict, int]]:
     """Plain globals of which what they gave is changed though it was there before, or is called."""
     for (use, name), at in trace.uses.items():
         if use == "changed" and gives_what_was_there(*name):
