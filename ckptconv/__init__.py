@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from ckptconv.convert.plan import ConversionPlan as ConversionPlan
     from ckptconv.convert.planner import plan_conversion as plan_conversion
     from ckptconv.devices.host import best_device as best_device
-    from ckptconv.diff.checkpoints import Difference as Difference
     from ckptconv.diff.checkpoints import diff_checkpoints as diff_checkpoints
+    from ckptconv.diff.difference import Difference as Difference
     from ckptconv.doctor.diagnose import diagnose as diagnose
     from ckptconv.doctor.findings import Diagnosis as Diagnosis
     from ckptconv.doctor.findings import Finding as Finding
     from ckptconv.formats.registry import open_checkpoint as open_checkpoint
-    from ckptconv.inspect.facts import Inspection as Inspection
-    from ckptconv.inspect.facts import TensorFacts as TensorFacts
     from ckptconv.inspect.facts import inspect_checkpoint as inspect_checkpoint
-    from ckptconv.keys.fitting import Fit as Fit
+    from ckptconv.inspect.inspection import Inspection as Inspection
+    from ckptconv.inspect.inspection import TensorFacts as TensorFacts
+    from ckptconv.keys.fits import Fit as Fit
     from ckptconv.keys.fitting import fit_keys as fit_keys
     from ckptconv.keys.key_map import KeyRules as KeyRules
     from ckptconv.keys.rule_files import read_key_rules as read_key_rules
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from ckptconv.support.limits import Limits as Limits
     from ckptconv.support.limits import limits as limits
     from ckptconv.support.progress import Progress as Progress
-    from ckptconv.tensors.comparison import Tolerance as Tolerance
+    from ckptconv.tensors.element_pairs import Tolerance as Tolerance
     from ckptconv.tensors.refs import TensorRef as TensorRef
     from ckptconv.tree.checkpoint import Checkpoint as Checkpoint
     from ckptconv.tree.state_dicts import StateDict as StateDict
@@ -74,11 +74,11 @@ _HOMES = {
     "ConversionResult": "convert.execute",
     "DeviceUnavailable": "support.errors",
     "Diagnosis": "doctor.findings",
-    "Difference": "diff.checkpoints",
+    "Difference": "diff.difference",
     "Finding": "doctor.findings",
-    "Fit": "keys.fitting",
+    "Fit": "keys.fits",
     "IncompleteCheckpoint": "support.errors",
-    "Inspection": "inspect.facts",
+    "Inspection": "inspect.inspection",
     "IsFolder": "support.errors",
     "KeyConflict": "support.errors",
     "KeyMismatch": "support.errors",
@@ -96,9 +96,9 @@ _HOMES = {
     "RefusedObject": "support.errors",
     "Scan": "scan.files",
     "StateDict": "tree.state_dicts",
-    "TensorFacts": "inspect.facts",
+    "TensorFacts": "inspect.inspection",
     "TensorRef": "tensors.refs",
-    "Tolerance": "tensors.comparison",
+    "Tolerance": "tensors.element_pairs",
     "UnknownOption": "support.errors",
     "UnreadableFile": "support.errors",
     "UnsupportedCheckpoint": "support.errors",

@@ -33,6 +33,7 @@ from ckptconv.cli.terminal import (
 from ckptconv.support.errors import OutputRefused
 
 if TYPE_CHECKING:
+    from ckptconv.convert.job import Job
     from ckptconv.convert.options import Request
     from ckptconv.convert.plan import ConversionPlan
 
@@ -127,9 +128,7 @@ def add_module(**given: Any) -> None:
 
 
 def _convert(given: dict[str, Any], wrappers: str) -> None:
-    from ckptconv.convert.planner import plan_conversion
-    from ckptconv.convert.targets import keeps_modules
-    from ckptconv.formats.registry import open_checkpoint
+    from ckptconv.convert.job import Job
     from ckptconv.support.choices import refuse_no_output
 
     refuse_missing(given)
@@ -147,39 +146,28 @@ def _convert(given: dict[str, Any], wrappers: str) -> None:
         given["output"] = output
         with redirect_stdout(sys.stderr):  # a model that is built may print
             options = replace(options, fit_to=key_target_of(given))
-        refused = _refused_output(given, options)
+        job = Job(given["sources"], output, options, tag=given["tag"], force=given["force"])
+        refused = _refused_output(job, options)
         if refused is not None and not given["dry_run"]:
             raise refused
-        whole = keeps_modules(output, options)
-        with open_checkpoint(given["sources"], tag=given["tag"], whole_modules=whole) as checkpoint:
-            plan = plan_conversion(checkpoint, output, options)
+        with job.planned(options) as plan:
             if not given["dry_run"]:
                 _execute(plan, given)
                 return
     _show_plan(plan, given, refused)
 
 
-def _refused_output(given: dict[str, Any], options: Request) -> OutputRefused | None:
-    """Why an output could not be written, as far as it can be told before all are known; shards are
-    looked at when they are.
-    """
-    from ckptconv.convert.targets import check_place
-    from ckptconv.io.destination import check_output
-
+def _refused_output(job: Job, request: Request) -> OutputRefused | None:
+    """Why an output could not be written, as far as it can be told before all are known."""
     try:
-        if options.max_shard_size is None:
-            check_place(given["output"], given["to"], force=given["force"])
-        if given["save_mapping"] is not None:
-            check_output(given["save_mapping"], force=given["force"])
+        job.check_output(request)
     except OutputRefused as error:
         return error
     return None
 
 
 def _show_plan(plan: ConversionPlan, given: dict[str, Any], refused: OutputRefused | None) -> None:
-    """What would be done; where the output is `refused`, that too, and the exit code is the
-    conversion's.
-    """
+    """What would be done; a `refused` output too, with the exit code of the conversion."""
     from ckptconv.convert import report
     from ckptconv.convert.error_document import error_document
 

@@ -12,7 +12,6 @@ from ckptconv.cli.terminal import (
     print_lines,
 )
 from ckptconv.support.errors import printable
-from ckptconv.support.rows import Row
 
 if TYPE_CHECKING:
     from ckptconv.devices.gpu_choice import Shell
@@ -62,6 +61,7 @@ def devices(export: bool, as_json: bool, **given: Any) -> None:
         raise click.UsageError(f"--{unused[0].replace('_', '-')} needs --export")
     from ckptconv.devices import report
     from ckptconv.devices.host import best_device, survey_host
+    from ckptconv.support.rows import Row
 
     with errors_shown(as_json):
         host, best = survey_host(ask_torch=True), best_device()

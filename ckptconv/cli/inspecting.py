@@ -160,26 +160,30 @@ def doctor(sources: tuple[Path, ...], as_json: bool, strict: bool, **given: Any)
     shown = progress_shown(READING, silent=as_json)
     # a model that is built may print
     with errors_shown(as_json, code=2), redirect_stdout(sys.stderr), shown as on_progress:
-        found = diagnose_all(sources, **given, on_progress=on_progress)
-        if len(found) == 1 and isinstance(found[0], CheckpointError):
-            raise found[0]
+        diagnoses = diagnose_all(sources, **given, on_progress=on_progress)
+        if len(diagnoses) == 1 and isinstance(diagnoses[0], CheckpointError):
+            raise diagnoses[0]
     if as_json:
-        print_json(report.diagnoses_document(found))
+        print_json(report.diagnoses_document(diagnoses))
     else:
-        for item in found:
+        for item in diagnoses:
             _show_diagnosis(item, strict)
-        if len(found) > 1:
-            click.echo(report.diagnoses_headline(found, strict=strict))
-    sys.exit(report.exit_code(found, strict=strict))
+        if len(diagnoses) > 1:
+            click.echo(report.diagnoses_headline(diagnoses, strict=strict))
+    sys.exit(report.exit_code(diagnoses, strict=strict))
 
 
-def _show_diagnosis(found: Diagnosis | CheckpointError, strict: bool) -> None:
+def _show_diagnosis(diagnosis: Diagnosis | CheckpointError, strict: bool) -> None:
     from ckptconv.doctor import report
 
-    if isinstance(found, CheckpointError):
-        show_error(str(found))
+    if isinstance(diagnosis, CheckpointError):
+        show_error(str(diagnosis))
         return
-    click.secho(printable(", ".join(found.paths)), bold=True)
-    print_lines(report.finding_lines(found.findings))
-    color = "red" if not found.loads else "yellow" if strict and found.warns else "green"
-    click.secho(report.diagnosis_headline(found, strict=strict), fg=color)
+    click.secho(printable(", ".join(diagnosis.paths)), bold=True)
+    print_lines(report.finding_lines(diagnosis.findings))
+    color = "green"
+    if not diagnosis.loads:
+        color = "red"
+    elif strict and diagnosis.warns:
+        color = "yellow"
+    click.secho(report.diagnosis_headline(diagnosis, strict=strict), fg=color)

@@ -103,13 +103,17 @@ def diff(a: Path, b: Path, as_json: bool, quiet: bool, **given: Any) -> None:
         errors_shown(as_json, code=2),
         progress_shown(COMPARING, silent=as_json or quiet) as on_progress,
     ):
-        found = diff_checkpoints(a, b, **comparison(given), on_progress=on_progress)
+        difference = diff_checkpoints(a, b, **comparison(given), on_progress=on_progress)
     if as_json:
-        print_json(verdicts.difference_document(found))
+        print_json(verdicts.difference_document(difference))
     elif not quiet:
-        print_headline(verdicts.difference_headline(found), fg="green" if found.same else "yellow")
-        print_lines(verdicts.difference_lines(found))
-    sys.exit(2 if found.damaged else 0 if found.same else 1)
+        print_headline(
+            verdicts.difference_headline(difference), fg="green" if difference.same else "yellow"
+        )
+        print_lines(verdicts.difference_lines(difference))
+    if difference.damaged:
+        sys.exit(2)
+    sys.exit(0 if difference.same else 1)
 
 
 @click.command(
@@ -140,21 +144,21 @@ def scan(paths: tuple[Path, ...], strict: bool, as_json: bool, quiet: bool) -> N
     from ckptconv.scan import report as scan_report
     from ckptconv.scan.files import scan_checkpoint
 
-    found: list[Scan | CheckpointError] = []
+    scans: list[Scan | CheckpointError] = []
     for path in paths:
         try:
             with progress_shown(SCANNING, silent=as_json or quiet) as on_progress:
                 item = scan_checkpoint(path, on_progress=on_progress)
         except CheckpointError as error:
-            found.append(error)
+            scans.append(error)
             continue
-        found.append(item)
+        scans.append(item)
         if not (as_json or quiet):
             color = {"plain": "green", "unknown": "yellow", "dangerous": "red"}[item.level]
             click.secho(scan_report.scan_headline(item), fg=color, bold=True)
             print_lines(scan_report.scan_lines(item))
-    errors = [item for item in found if isinstance(item, CheckpointError)]
-    levels = ["unread" if isinstance(item, CheckpointError) else item.level for item in found]
+    errors = [item for item in scans if isinstance(item, CheckpointError)]
+    levels = ["unread" if isinstance(item, CheckpointError) else item.level for item in scans]
     if as_json:
         failed = [error_document(error, 2)["error"] for error in errors]
         first = {"error": failed[0]} if failed else {}
@@ -162,16 +166,18 @@ def scan(paths: tuple[Path, ...], strict: bool, as_json: bool, quiet: bool) -> N
             {
                 "scans": [
                     scan_report.scan_document(item)
-                    for item in found
+                    for item in scans
                     if not isinstance(item, CheckpointError)
                 ],
                 "errors": failed,
                 **first,
             }
         )
-    elif len(found) > 1 and not quiet:
+    elif len(scans) > 1 and not quiet:
         click.echo(scan_report.scans_headline(levels))
     for unread in errors:
         show_error(str(unread))
     refused = {"dangerous", "unknown"} if strict else {"dangerous"}
-    sys.exit(2 if errors else 1 if refused.intersection(levels) else 0)
+    if errors:
+        sys.exit(2)
+    sys.exit(1 if refused.intersection(levels) else 0)

@@ -1,5 +1,6 @@
-"""The command line: parse, call, render. What it does is in the library; what it says is in the
-reports.
+"""The command line: parse, call, render.
+
+What it does is in the library; what it says is in the reports.
 """
 
 from __future__ import annotations
@@ -29,14 +30,11 @@ from ckptconv.cli.terminal import (
     take_any_text,
 )
 from ckptconv.support.errors import printable
-from ckptconv.support.rows import Row
 from ckptconv.support.signals import missed_stop, stop_in_good_order
 
 
 class Program(click.Group):
-    """A group of commands whose answer must arrive: one that is not printed is an error, and not
-    the answer.
-    """
+    """A group of commands whose answer must arrive: one that is not printed is an error."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -98,6 +96,7 @@ for _command in (convert, strip_module, add_module, inspect, doctor, devices, di
 def show_help(ctx: click.Context, topic: str | None) -> None:
     """Show a page of the documentation or the help of a command. Without TOPIC, list the pages."""
     from ckptconv.cli import help_pages
+    from ckptconv.support.rows import Row
 
     if topic is None:
         click.echo("Pages (ckptconv help TOPIC):")
@@ -124,8 +123,9 @@ def _help_names(ctx: click.Context, start: str) -> list[str]:
 
 
 def main() -> None:
-    """The program: one line per error, exit codes 0 (done), 1 (refused or failed), 2 (usage), 130
-    and 143 (stopped).
+    """The program: one line per error, and exit codes.
+
+    They are 0 (done), 1 (refused or failed), 2 (usage), 130 and 143 (stopped).
     """
     import gc
 

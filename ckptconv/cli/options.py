@@ -339,7 +339,7 @@ def key_rules(wrappers: Any, *, reverse: bool = False) -> KeyRules:
 def comparison(given: dict[str, Any]) -> dict[str, Any]:
     """What `diff_checkpoints` is asked by the command line."""
     from ckptconv.keys.key_map import KEEP
-    from ckptconv.tensors.comparison import Tolerance
+    from ckptconv.tensors.element_pairs import Tolerance
 
     keys = key_rules(given["keys"], reverse=given["reverse"])
     loose = given["atol"] is not None or given["rtol"] is not None

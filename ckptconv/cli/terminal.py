@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -19,7 +19,9 @@ from ckptconv.support import platforms
 from ckptconv.support.errors import CheckpointError
 from ckptconv.support.platforms import fill_descriptors
 from ckptconv.support.progress import Meter
-from ckptconv.support.rows import Level, Row
+
+if TYPE_CHECKING:
+    from ckptconv.support.rows import Level, Row
 
 
 def fill_closed_streams() -> None:

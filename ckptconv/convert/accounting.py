@@ -28,6 +28,7 @@ from ckptconv.objects.torch_read import Window
 from ckptconv.pickles.census import Census, held_stream, take_census
 from ckptconv.pickles.extents import read_pickles
 from ckptconv.pickles.nodes import ABSENT, Call, Dict, Node, PersistentId
+from ckptconv.pickles.substitution import calls_of
 from ckptconv.support.errors import VerificationFailed
 from ckptconv.support.limits import held
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef
@@ -198,7 +199,8 @@ def _with_modules(plan: ConversionPlan, tree: Found) -> Found:
 
     Raises `VerificationFailed` for what a module would have given its state dict, and did not.
     """
-    before = complete_tensors(open_source(plan.inputs[0]))
+    before = open_source(unguarded(plan.inputs[0]))
+    before = complete_tensors(before, list(calls_of(before.root)))
     allowed = found_in(plan.accounted)
     whole = found_in([before.root])
     for source in before.sources[1:]:  # records that were inflated once more

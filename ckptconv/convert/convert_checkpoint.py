@@ -6,11 +6,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from ckptconv.convert.execute import ConversionResult, execute_plan
+from ckptconv.convert.execute import ConversionResult
+from ckptconv.convert.job import Job
 from ckptconv.convert.options import Options, Tied, Words
-from ckptconv.convert.planner import plan_conversion, request_of
-from ckptconv.convert.targets import check_place, keeps_modules
-from ckptconv.formats.registry import Named, open_checkpoint
+from ckptconv.formats.registry import Named
 from ckptconv.formats.target_format import Target
 from ckptconv.keys.key_map import KeyRules
 from ckptconv.support.choices import refuse_no_flag, refuse_no_output, spelling_checked
@@ -67,11 +66,6 @@ def convert_checkpoint(
     given = locals()
     refuse_no_output(output=output)
     refuse_no_flag(force=force, fsync=fsync, verify=verify)
-    request = request_of(Options(**{name: given[name] for name in Options.__dataclass_fields__}))
-    if request.max_shard_size is None:
-        check_place(output, to, force=force)
-    with open_checkpoint(
-        source, tag=tag, whole_modules=keeps_modules(output, request)
-    ) as checkpoint:
-        plan = plan_conversion(checkpoint, output, request)
-        return execute_plan(plan, force=force, fsync=fsync, verify=verify, on_progress=on_progress)
+    options = Options(**{name: given[name] for name in Options.__dataclass_fields__})
+    job = Job(source, output, options, tag=tag, force=force, fsync=fsync, verify=verify)
+    return job.run(on_progress)

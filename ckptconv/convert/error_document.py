@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptconv.keys.fitting import Fit
+from ckptconv.keys.fits import Fit
 from ckptconv.support.errors import CheckpointError, KeyMismatch
 
 

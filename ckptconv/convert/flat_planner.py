@@ -28,6 +28,7 @@ from ckptconv.tensors.compaction import CastRule
 from ckptconv.tensors.refs import TensorRef, expanded, view_identity
 from ckptconv.tensors.scaled_weights import refuse_cast
 from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.tree.choosing import choose_state_dict
 from ckptconv.tree.flattening import (
     Flattened,
     encoding_notes,
@@ -42,7 +43,7 @@ from ckptconv.tree.renaming import (
     with_filled,
 )
 from ckptconv.tree.settling import Skipped
-from ckptconv.tree.state_dicts import StateDict, choose_state_dict
+from ckptconv.tree.state_dicts import StateDict
 from ckptconv.tree.strays import settle_strays
 
 

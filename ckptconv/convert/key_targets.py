@@ -15,7 +15,7 @@ from ckptconv.convert.named_models import model_shapes
 from ckptconv.formats.registry import open_checkpoint
 from ckptconv.io.local import place_of
 from ckptconv.io.location import read_small
-from ckptconv.keys.fitting import Shape, Shapes, Ties
+from ckptconv.keys.fits import Shape, Shapes, Ties
 from ckptconv.support.choices import refuse_no_path
 from ckptconv.support.errors import (
     AmbiguousStateDict,

@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import Any
 
 from ckptconv.devices.host import require_torch
-from ckptconv.keys.fitting import Shape, Shapes, Ties
+from ckptconv.keys.fits import Shape, Shapes, Ties
 from ckptconv.support.errors import UnsupportedCheckpoint, printable
 
 _FORM = "name it as PACKAGE.MODULE:CALLABLE"

@@ -11,7 +11,7 @@ from ckptconv.convert.plan import ConversionPlan
 from ckptconv.support.errors import printable
 from ckptconv.support.progress import Phase
 from ckptconv.support.rows import Row
-from ckptconv.support.text import count_text, seconds_text, size_text, some_text
+from ckptconv.support.text import count_text, first_few, seconds_text, size_text, some_text
 from ckptconv.tree.settling import Skipped
 
 _TAGS = 20  # device tags, and kinds of objects left out, that are listed; --json lists all
@@ -108,7 +108,7 @@ def _left_out_lines(plan: ConversionPlan) -> Iterator[Row]:
     whole = sum(item.count for item in plan.state_dicts)
     reasons = _by_reason(item for item in plan.skipped if item.by_rule)
     for reason, paths in list(reasons.items())[:_TAGS]:
-        some = ", ".join(map(printable, paths[:_EXAMPLES])) + ", …" * (len(paths) > _EXAMPLES)
+        some = first_few(paths, _EXAMPLES)
         eg = "e.g. " if len(paths) > _EXAMPLES else ""
         yield Row(
             "left out",

@@ -19,9 +19,7 @@ from ckptconv.tensors.stream import iter_cast_chunks, iter_chunks, verbatim_rang
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """The tensors with values that the user should know of: made infinite by the cast; bools that
-    are neither 0 nor 1.
-    """
+    """The tensors with odd values: made infinite by the cast, or bools that are neither 0 nor 1."""
 
     overflowed: list[TensorRef] = field(default_factory=list)
     odd_bools: list[TensorRef] = field(default_factory=list)
@@ -133,8 +131,9 @@ def _write_whole(
 def by_tensor(
     plan: ConversionPlan, written: Sequence[TensorRef], count: Callable[[TensorRef], int]
 ) -> dict[str, int]:
-    """Counts by the path of each tensor over the storages of `written`: tensors may share one, and
-    not all are touched.
+    """Counts by the path of each tensor over the storages of `written`.
+
+    Tensors may share one, and not all are touched.
     """
     touched = {id(piece.storage) for ref in written for piece in ref.pieces}
     found = {}

@@ -21,14 +21,11 @@ def host_lines(host: Host) -> Iterator[Row]:
     for index in range(host.xpu):
         yield Row(f"xpu:{index}", "Intel GPU")
     yield Row("cpu", "always here")
-    empty = "empty: every GPU is hidden"
-    shown = (
-        "not set: every GPU is visible"
-        if host.visible is None
-        else repr(host.visible)
-        if host.visible
-        else empty
-    )
+    shown = "empty: every GPU is hidden"
+    if host.visible is None:
+        shown = "not set: every GPU is visible"
+    elif host.visible:
+        shown = repr(host.visible)
     yield Row("CUDA_VISIBLE_DEVICES", shown)
     yield Row(
         "torch",

@@ -9,18 +9,20 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ckptconv.diff.checkpoints import Changed, Difference
+from ckptconv.diff.difference import Changed, Difference
 from ckptconv.support.errors import printable
 from ckptconv.support.rows import Level, Row
 from ckptconv.support.text import count_text, size_text
-from ckptconv.tensors.comparison import Deviation
+from ckptconv.tensors.deviation import Deviation
 
 _LISTED = 20
 
 
 def difference_headline(found: Difference) -> str:
     """The line that says whether two checkpoints are the same."""
-    verdict = "same" if found.same else "damaged" if found.damaged else "differ"
+    verdict = "same"
+    if not found.same:
+        verdict = "damaged" if found.damaged else "differ"
     compared = f"{count_text(found.tensors, 'tensor')} in both, {size_text(found.nbytes)} compared"
     files = f"{printable(found.a)} ({found.a_format}), {printable(found.b)} ({found.b_format})"
     differing = found.differing

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckptconv.doctor import torch_words as words
-from ckptconv.keys.fitting import Fit, Shapes, fit_keys
+from ckptconv.keys.fits import Fit, Shapes
+from ckptconv.keys.fitting import fit_keys
 from ckptconv.tree.fitted_keys import KeyTarget, shapes_of
 from ckptconv.tree.state_dicts import StateDict
 

@@ -18,8 +18,9 @@ from ckptconv.doctor import torch_words as words
 from ckptconv.doctor.findings import Finding, Severity
 from ckptconv.doctor.model_fits import ModelFit, best_fit
 from ckptconv.formats.registry import open_checkpoint
-from ckptconv.inspect.facts import Inspection, is_bloated, newer_protocol, training_states
-from ckptconv.keys.fitting import Fit
+from ckptconv.inspect.facts import is_bloated, newer_protocol, training_states
+from ckptconv.inspect.inspection import Inspection
+from ckptconv.keys.fits import Fit
 from ckptconv.objects.torch_names import VALUELESS
 from ckptconv.support.errors import (
     AmbiguousStateDict,

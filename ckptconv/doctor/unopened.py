@@ -12,7 +12,6 @@ from ckptconv.doctor import torch_words as words
 from ckptconv.doctor.findings import Finding
 from ckptconv.formats.registry import open_checkpoint
 from ckptconv.formats.strangers import stranger_of
-from ckptconv.io.files import FileSource
 from ckptconv.io.local import place_of
 from ckptconv.support.errors import (
     CheckpointError,
@@ -100,7 +99,7 @@ def _unpacking(error: CheckpointError, path: Path) -> str | None:
     """The command that unpacks a compressed file beside it."""
     if error.code != "compressed":
         return None
-    source = FileSource(path)
+    source = place_of(path).open()
     try:
         known = stranger_of(source.read(0, min(source.size, _HEAD)))
     finally:

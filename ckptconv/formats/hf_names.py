@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptconv.io.destination import output_errors
+from ckptconv.io.local import place_of
 from ckptconv.support.choices import not_one
 from ckptconv.support.errors import CheckpointError
 
@@ -120,13 +121,11 @@ def earlier_files(output: Path) -> list[Path]:
     is_shard = re.compile(
         rf"{re.escape(output.stem)}-\d{{5}}-of-\d{{5}}{re.escape(output.suffix)}"
     ).fullmatch
+    folder = place_of(output.parent)
     with output_errors(output):
-        shards = (
-            sorted(item for item in output.parent.iterdir() if is_shard(item.name))
-            if output.parent.is_dir()
-            else []
-        )
-        return [path for path in (output, index_path(output), *shards) if path.is_file()]
+        names = folder.names() if folder.is_folder() else []
+        named = (output.name, index_path(output).name, *filter(is_shard, names))
+        return [output.with_name(name) for name in named if folder.child(name).is_file()]
 
 
 def index_text(

@@ -1,7 +1,7 @@
 """The total size to which the archives of one checkpoint inflate, compared with the size of its
 files.
 
-A record by itself is held against its own deflated bytes (`sources.InflatedSource`). Many small
+A record by itself is held against its own deflated bytes (`io.inflate.InflatedSource`). Many small
 ones, in one archive or in archives within archives, are a bomb too.
 """
 

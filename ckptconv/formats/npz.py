@@ -103,9 +103,12 @@ def open_npz(source: Source, records: Records, _: Callable[[Source], Checkpoint]
     """
     spool, inflated = Spool(), list[Source]()
     tensors: list[tuple[str, TensorRef]] = []
+    heads = source.read_many(
+        [(record.offset, min(record.stored, _BEGINNING)) for record in records.values()]
+    )
     try:
-        for name, record in records.items():
-            found = _tensor(source, record, spool)
+        for (name, record), head in zip(records.items(), heads, strict=True):
+            found = _tensor(source, record, head, spool)
             if record.deflated:
                 inflated.append(found.storage.source)
             tensors.append((name.removesuffix(SUFFIX), found))
@@ -124,8 +127,8 @@ def open_npz(source: Source, records: Records, _: Callable[[Source], Checkpoint]
     )
 
 
-def _tensor(source: Source, record: Record, spool: Spool) -> TensorRef:
-    raw, header = _read_header(source, record)
+def _tensor(source: Source, record: Record, head: bytes, spool: Spool) -> TensorRef:
+    raw, header = _read_header(source, record, head)
     dtype, big_endian = _dtype(header.descr)
     refuse_dimensions(len(header.shape), record.name)  # before sizes are multiplied
     if prod(size for size in header.shape if size) >= 1 << 63:
@@ -157,9 +160,11 @@ class Header(NamedTuple):
     shape: Shape
 
 
-def _read_header(source: Source, record: Record) -> tuple[bytes, Header]:
-    """The bytes before the values of a member, and what they say."""
-    raw = _beginning(source, record, _BEGINNING)
+def _read_header(source: Source, record: Record, head: bytes) -> tuple[bytes, Header]:
+    """The bytes before the values of a member that is stored as `head` and more, and what they
+    say.
+    """
+    raw = _plain(record, head, _BEGINNING)
     if not raw.startswith(MAGIC):
         raise MalformedCheckpoint("does not begin as an array of numpy does", hint=_DAMAGED)
     width = _VERSIONS.get((*raw[6:8],))
@@ -170,22 +175,37 @@ def _read_header(source: Source, record: Record) -> tuple[bytes, Header]:
     if end > _LONGEST_HEADER:
         raise MalformedCheckpoint(f"has a header of {end} bytes", hint=_DAMAGED)
     if end > len(raw):
-        raw = _beginning(source, record, end)
+        more = source.read(record.offset, min(record.stored, end + _BEGINNING))
+        raw = _plain(record, more, end)
     if end > len(raw):
         raise MalformedCheckpoint("ends within its header", hint=_DAMAGED)
     text = raw[8 + width : end].decode("utf-8" if raw[6] == 3 else "latin-1", "replace")
     return raw[:end], parse_header(text)
 
 
-def _beginning(source: Source, record: Record, nbytes: int) -> bytes:
-    """The first bytes of a member, at most so many; of a deflated one no more is inflated."""
+def _plain(record: Record, head: bytes, nbytes: int) -> bytes:
+    """The first bytes of a member that is stored as `head` and more; of a deflated one, at most
+    so many are inflated.
+    """
     if not record.deflated:
-        return source.read(record.offset, min(nbytes, record.size))
-    deflated = source.read(record.offset, min(record.stored, nbytes + _BEGINNING))
+        return head
     try:
-        return zlib.decompressobj(-zlib.MAX_WBITS).decompress(deflated, nbytes)
+        return zlib.decompressobj(-zlib.MAX_WBITS).decompress(head, nbytes)
     except zlib.error as error:
         raise MalformedCheckpoint(f"does not inflate ({error})", hint=_DAMAGED) from error
+
+
+def holds_numbers(head: bytes) -> bool:
+    """Whether a member that starts with `head` is an array of numbers, which nothing unpickles."""
+    width = _VERSIONS.get((*head[6:8],), 0)
+    end = 8 + width + int.from_bytes(head[8 : 8 + width], "little")
+    if not head.startswith(MAGIC) or not width or end > len(head):
+        return False
+    try:
+        _dtype(parse_header(head[8 + width : end].decode("latin-1")).descr)
+    except CheckpointError:
+        return False
+    return True
 
 
 def parse_header(text: str) -> Header:

@@ -36,6 +36,7 @@ from ckptconv.io.files import FilePool
 from ckptconv.io.local import place_of
 from ckptconv.io.location import Location
 from ckptconv.io.source import Source
+from ckptconv.pickles.substitution import calls_of
 from ckptconv.support.choices import (
     refuse_no_flag,
     refuse_no_paths,
@@ -162,8 +163,7 @@ def open_checkpoint(
                 if len(paths) == 1
                 else (_open_owned(item.open(pool)) for item in paths)
             )
-            checkpoint = complete_tensors(join_ranks(opened))
-            return checkpoint if whole_modules else flatten_modules(checkpoint)
+            return _finished(opened, whole_modules=whole_modules)
     except BaseException as error:
         for one in opened:
             one.close()
@@ -173,6 +173,21 @@ def open_checkpoint(
         if isinstance(error, OSError):  # a name too long, a folder that is closed to us
             raise not_opened(error, at) from error
         raise
+
+
+def _finished(opened: Sequence[Checkpoint], *, whole_modules: bool) -> Checkpoint:
+    """The one checkpoint that opened files are: shards joined, old tensors completed, modules as
+    their state dicts. One walk through the tree tells which of that there is to do.
+    """
+    checkpoint = opened[0]
+    calls = list(calls_of(checkpoint.root)) if len(opened) == 1 else []
+    if len(opened) > 1 or has_shards(calls):
+        checkpoint = join_ranks(opened)
+        calls = list(calls_of(checkpoint.root))
+    completed = complete_tensors(checkpoint, calls)
+    if completed is not checkpoint:
+        calls = list(calls_of(completed.root))
+    return completed if whole_modules else flatten_modules(completed, calls)
 
 
 def checkpoints_of(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[Path, ...]]:
@@ -193,7 +208,7 @@ def _holds_shards(path: Path) -> bool:
         return False
     try:
         with collector_paused(), counted_together(), open_file(place) as opened:
-            return has_shards(opened)
+            return has_shards(calls_of(opened.root))
     except (CheckpointError, OSError, ValueError):
         return False
 
@@ -273,6 +288,8 @@ def _openers() -> Openers:
         opened: list[Checkpoint] = []
         try:
             opened += map(one, paths)
+            if len(opened) == 1 and not has_shards(calls_of(opened[0].root)):
+                return opened[0]
             return join_ranks(opened)
         except BaseException:
             for checkpoint in opened:

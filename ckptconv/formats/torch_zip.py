@@ -158,8 +158,8 @@ def lay_out_torch_zip(tree: Tree, cast: CastRule, retag: Callable[[str], str]) -
     def stored_as(node: TensorRef | Storage) -> tuple[str, StoredAs]:
         new, dtype, offset, stride, resolved = placements[id(node)]
         _, _, storage_dtype, location, nbytes = new
-        if (number := numbers.get(id(new))) is None:
-            number = numbers[id(new)] = len(ordered)
+        number = numbers.setdefault(id(new), len(ordered))
+        if number == len(ordered):
             ordered.append(new)
         if (tag := tags.get(location)) is None:
             tag = tags[location] = retag(location)

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptconv.inspect.facts import Inspection, Part, is_bloated
+from ckptconv.inspect.facts import is_bloated
+from ckptconv.inspect.inspection import Inspection, Part
 from ckptconv.support.errors import CheckpointError, printable
 from ckptconv.support.rows import Row
 from ckptconv.support.text import SHOWN, count_text, part_text, quoted, size_text, some_text

@@ -138,9 +138,8 @@ def _cells(text: str) -> int:
     """The columns that a terminal takes for a text: two for each wide character (Unicode standard
     annex 11).
     """
-    return sum(
-        0 if combining(char) else 2 if east_asian_width(char) in "WF" else 1 for char in text
-    )
+    wide = sum(east_asian_width(char) in "WF" for char in text if not combining(char))
+    return wide + sum(not combining(char) for char in text)
 
 
 def survey_document(items: Sequence[Surveyed | Unread]) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptconv.formats.registry import checkpoints_of, open_checkpoint
-from ckptconv.inspect.facts import Inspection, inspect_checkpoint
+from ckptconv.inspect.facts import inspect_checkpoint
+from ckptconv.inspect.inspection import Inspection
 from ckptconv.support.errors import CheckpointError
 from ckptconv.tree.checkpoint import Checkpoint
 

@@ -255,8 +255,8 @@ def output_errors(path: Path) -> Iterator[None]:
         raise
     except platforms.FileInUse as error:
         hint = (
-            "close it: tensors of load_portable keep their file open unless mmap=False; nothing "
-            "was left behind"
+            "close it: tensors of load_portable keep their file open unless mmap=False; "
+            "nothing was left behind"
         )
         raise OutputRefused(
             "is in use or read-only, and so cannot be replaced on this system", path=path, hint=hint

@@ -33,10 +33,8 @@ class Spool:
             self._source.size = self._file.tell()
             self._file.flush()
         except OSError as error:
-            what = (
-                f"cannot inflate into {platforms.temporary_folder()}: "
-                f"{os.strerror(error.errno or 0)}"
-            )
+            place, why = platforms.temporary_folder(), os.strerror(error.errno or 0)
+            what = f"cannot inflate into {place}: {why}"
             raise OutputRefused(what, hint="set TMPDIR to a folder with enough room") from error
         return self._source, start
 

@@ -237,7 +237,7 @@ class FolderOutput(_Staged):
     def scratch(
         self, name: str, size: int, on_progress: Callable[[int], None] | None = None
     ) -> LocalDraft:
-        """A file beside the folder that is not put in place and does not wait for the disk."""
+        """A file beside the folder that is not put in place, and does not wait for the disk."""
         return LocalDraft(self._folder() / name, self.path, size, on_progress, fsync=False)
 
     def _named(self, name: str) -> Path:

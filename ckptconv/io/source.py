@@ -64,15 +64,16 @@ class Source(ABC):
         Each view has `CHUNK` bytes, the last one of a run what is left of it. A view is valid until
         the next one is asked for.
         """
-        buffer = memoryview(b"")
+        held = 0
         for offset, nbytes in ranges:
-            if len(buffer) < min(CHUNK, nbytes):
-                buffer = memoryview(bytearray(min(CHUNK, nbytes)))
             while nbytes:
-                view = buffer[: min(CHUNK, nbytes)]
+                count = nbytes if nbytes < CHUNK else CHUNK
+                if held < count:
+                    buffer, held = memoryview(bytearray(count)), count
+                view = buffer[:count]
                 self.read_into(offset, view)
                 yield view
-                offset, nbytes = offset + len(view), nbytes - len(view)
+                offset, nbytes = offset + count, nbytes - count
 
     # -------------------------------------------------------------------------------- what it is
 

@@ -4,8 +4,8 @@ The folder is ``.NAME.XXXXXXXX.ckptconv-tmp``: its owner's alone, and locked as 
 lives that made it (`platforms` says by what). What a killed process left is thus told from what
 another one is writing, and removed by the next output of that name. Two more hidden folders hold
 whole checkpoints while names change, and stay until another output has taken their place:
-``….ckptconv-shards``, which an index names meanwhile, and ``….ckptconv-old``, the DCP folder that
-was there before.
+``….ckptconv-shards``, which an index names meanwhile, and ``….ckptconv-old``, the DCP folder
+that was there before.
 """
 
 from __future__ import annotations
@@ -171,10 +171,8 @@ def _remove_replaced(paths: Sequence[Path], output: Path) -> None:
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
-            what = (
-                f"is in place, but {path.name} of the earlier one cannot be removed: "
-                f"{os.strerror(error.errno or 0)}"
-            )
+            why = os.strerror(error.errno or 0)
+            what = f"is in place, but {path.name} of the earlier one cannot be removed: {why}"
             raise OutputRefused(
                 what, path=output, hint="remove it: a program may take it for the checkpoint"
             ) from error
@@ -374,10 +372,8 @@ def _put_over(made: Path, files: ShardSet, path: Path, *, fsync: bool) -> None:
     try:
         _rename_behind_index(passing, files.shards, files.index, fsync=fsync)
     except OSError as error:
-        what = (
-            "is in place, but its shards could not get their names: "
-            f"{os.strerror(error.errno or 0)}"
-        )
+        why = os.strerror(error.errno or 0)
+        what = f"is in place, but its shards could not get their names: {why}"
         raise OutputRefused(
             what, path=path, hint=f"they are complete, in {passing.name}; run the command again"
         ) from error
@@ -454,10 +450,8 @@ def _confirm(folder: Path, path: Path) -> None:
     try:
         fsync_folder(folder)
     except OSError as error:
-        what = (
-            "is in place and complete, but the disk does not confirm its name: "
-            f"{os.strerror(error.errno or 0)}"
-        )
+        why = os.strerror(error.errno or 0)
+        what = f"is in place and complete, but the disk does not confirm its name: {why}"
         raise OutputRefused(what, path=path, hint="check the disk") from error
 
 

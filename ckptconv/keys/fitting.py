@@ -8,25 +8,21 @@ two possible assignments.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
 
-from ckptconv.keys.key_map import STRIP, map_keys
-from ckptconv.support.errors import KeyConflict, LimitExceeded
-from ckptconv.support.limits import in_force
-from ckptconv.support.showing import html_table, short_repr
-
-Shape = tuple[int, ...] | None
-"""The shape of the tensor under a key; None where it is not known or there is no tensor: it fits
-every shape.
-"""
-
-Shapes = Mapping[str, Shape]
-
-Ties = Sequence[Sequence[str]]
-"""The keys of a target that are names of one tensor, group by group."""
+from ckptconv.keys.fits import Candidates, Fit, Misshapen, Shape, Shapes, Ties
+from ckptconv.keys.name_matching import (
+    Graph,
+    Names,
+    by_insertion,
+    by_suffix,
+    refuse_endless,
+    same_names,
+    suffixes,
+)
 
 _NEAREST = 3
 """Candidates that are named for one key."""
@@ -34,78 +30,7 @@ _NEAREST_FOR = 1000
 """Missing keys for which candidates are looked for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Misshapen:
-    """A target key and the source key that has its name but another shape."""
-
-    key: str
-    source_key: str
-    source: Shape
-    target: Shape
-
-
-@dataclass(frozen=True, slots=True)
-class Candidates:
-    """A target key that nothing was assigned to, and the source keys that come nearest to it."""
-
-    key: str
-    source_keys: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Fit:
-    """What happened to each key: `renames` maps each matched source key to its target key, even if
-    both are the same.
-
-    `missing` are the target keys that nothing was assigned to; `ambiguous` are those of them that
-    several source keys could be meant for, `nearest` those for which something similar is left.
-    `unexpected` are the source keys that are left over, and `mismatched` those of the right name
-    and another shape. `filled` maps target keys that the source lacks to the source key of another
-    name of the same tensor. `how` says in a word or two what the renaming is.
-    """
-
-    how: str
-    renames: Mapping[str, str]
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    mismatched: tuple[Misshapen, ...] = ()
-    ambiguous: tuple[Candidates, ...] = ()
-    nearest: tuple[Candidates, ...] = ()
-    filled: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def covers(self) -> bool:
-        """Whether every key of the target is met exactly once, in its shape, or filled."""
-        return not (self.missing or self.mismatched)
-
-    @property
-    def fits(self) -> bool:
-        """Whether the target is covered and no key of the source is left over."""
-        return self.covers and not self.unexpected
-
-    def _counts(self) -> list[tuple[str, int]]:
-        named = ("renames", "filled", "missing", "unexpected", "mismatched", "ambiguous")
-        return [(name, len(getattr(self, name))) for name in named if getattr(self, name)]
-
-    def __repr__(self) -> str:
-        verdict = "fits" if self.fits else "covers" if self.covers else "does not fit"
-        return short_repr(
-            "Fit", verdict, self.how, *(f"{count:,} {name}" for name, count in self._counts())
-        )
-
-    def _repr_html_(self) -> str:
-        verdict = "fits" if self.fits else "covers" if self.covers else "does not fit"
-        pairs = ((key, "→", new) for key, new in self.renames.items())
-        lists = (
-            (("missing", "", key) for key in self.missing),
-            (("unexpected", "", key) for key in self.unexpected),
-        )
-        return html_table(f"{verdict}: {self.how}", chain(*lists, pairs))
-
-
-_Names = Mapping[str, str]  # a key without its wrappers or its prefix → the key
 _Pairs = Mapping[str, str]  # target key → source key
-_Graph = Mapping[str, Sequence[str]]  # target key → the source keys that may be meant for it
 
 
 def fit_keys(source: Shapes, target: Shapes, ties: Ties = ()) -> Fit:
@@ -143,9 +68,7 @@ def fit_keys(source: Shapes, target: Shapes, ties: Ties = ()) -> Fit:
 
 
 def _absent_names(fit: Fit, source: Shapes, target: Shapes, ties: Ties) -> dict[str, Sequence[str]]:
-    """The missing names of tied tensors, with all names of each, that nothing in the source could
-    be meant for.
-    """
+    """Missing names of tied tensors, with all names of each, that nothing in the source fits."""
     met = set(fit.renames.values())
     doubtful = {item.key for item in fit.ambiguous}
     doubtful |= {
@@ -160,12 +83,10 @@ def _absent_names(fit: Fit, source: Shapes, target: Shapes, ties: Ties) -> dict[
 
 
 def _fit_all(source: Shapes, target: Shapes) -> Fit:
-    """The renaming that meets each key of the target with one of the source; else what stands in
-    its way.
-    """
+    """The renaming that meets each key of the target with one of the source, or why not."""
     attempts: list[tuple[str, _Pairs]] = []
-    bases: list[tuple[_Names, _Names]] = []
-    for how, exact, sources, targets in _same_names(source, target):
+    bases: list[tuple[Names, Names]] = []
+    for how, exact, sources, targets in same_names(source, target):
         pairs = {key: sources[name] for name, key in targets.items() if name in sources}
         if len(pairs) == len(target):
             if any(not _alike(source[old], target[key]) for key, old in pairs.items()):
@@ -185,92 +106,6 @@ def _alike(one: Shape, other: Shape) -> bool:
 # ------------------------------------------------------------------ the same names, differently led
 
 
-def _same_names(source: Shapes, target: Shapes) -> Iterator[tuple[str, bool, _Names, _Names]]:
-    """The ways to read the keys of both sides: what it is called, whether it leaves no doubt, and
-    both sides' names.
-    """
-    yield "the same keys", True, {key: key for key in source}, {key: key for key in target}
-    sources, targets = _bare(source), _bare(target)
-    yield "wrappers", True, sources, targets
-    heads = _head(sources), _head(targets)
-    if any(heads):
-        yield _prefix_text(*heads), False, _cut(sources, heads[0]), _cut(targets, heads[1])
-    if (voted := _voted_prefixes(sources, targets)) not in (None, heads):
-        old, new = voted or ("", "")
-        yield _prefix_text(old, new), False, _cut(sources, old), _cut(targets, new)
-
-
-def _bare(keys: Iterable[str]) -> _Names:
-    """The keys by their names without wrappers; as they are, where two would become one."""
-    keys = list(keys)
-    try:
-        return dict(zip(map(str, map_keys(keys, STRIP).new), keys, strict=True))
-    except KeyConflict:
-        return {key: key for key in keys}
-
-
-def _head(names: _Names) -> str:
-    """The segments, with their dots, that all names start with; each keeps its last one."""
-    first, last = (min(names), max(names)) if names else ("", "")
-    differ = (at for at, (one, other) in enumerate(zip(first, last, strict=False)) if one != other)
-    return first[: first.rfind(".", 0, next(differ, min(len(first), len(last)))) + 1]
-
-
-def _cut(names: _Names, head: str) -> _Names:
-    """The names with `head` cut off those that start with it, where that leaves them distinct."""
-    cut = {name.removeprefix(head): key for name, key in names.items()}
-    return cut if len(cut) == len(names) else names
-
-
-def _prefix_text(old: str, new: str) -> str:
-    return f"prefix '{old}' → '{new}'"
-
-
-def _voted_prefixes(sources: _Names, targets: _Names) -> tuple[str, str] | None:
-    """The prefix to cut off the sources' or the targets' names that makes most of them equal; None
-    without a winner.
-    """
-    votes: Counter[tuple[str, str]] = Counter()
-    longer = _endings(sources)
-    votes.update((name[: -len(end)], "") for end in targets for name in longer.get(end, ()))
-    longer = _endings(targets)
-    votes.update(("", name[: -len(end)]) for end in sources for name in longer.get(end, ()))
-    (best, count), (_, second) = [*votes.most_common(2), (("", ""), 0), (("", ""), 0)][:2]
-    return best if count > second else None
-
-
-def _suffixes(name: str) -> Iterator[str]:
-    """The proper suffixes of whole segments, the longest first.
-
-    >>> list(_suffixes("a.b.c"))
-    ['b.c', 'c']
-    """
-    at = name.find(".")
-    while at >= 0:
-        yield name[at + 1 :]
-        at = name.find(".", at + 1)
-
-
-def _endings(names: Collection[str]) -> Mapping[str, list[str]]:
-    """The names by each of their proper suffixes."""
-    _refuse_endless(names)
-    found = defaultdict(list)
-    for name in names:
-        for suffix in _suffixes(name):
-            found[suffix].append(name)
-    return found
-
-
-def _refuse_endless(names: Collection[str]) -> None:
-    """Raise `LimitExceeded` when the suffixes of all names together would take more memory than any
-    model's.
-    """
-    length = sum(len(name) * name.count(".") for name in names) // 2
-    if length > (most := in_force().names):
-        what = f"its keys are too long to be fitted: their suffixes have {length} characters"
-        raise LimitExceeded(what, limit="names", allowed=most, needed=length)
-
-
 # ----------------------------------------------------------------------------- assigning key to key
 
 
@@ -278,21 +113,19 @@ def _assigned(
     source: Shapes,
     target: Shapes,
     attempts: list[tuple[str, _Pairs]],
-    bases: Sequence[tuple[_Names, _Names]],
+    bases: Sequence[tuple[Names, Names]],
 ) -> Fit:
-    """The only assignment of keys that the wrappers and one prefix do not explain; else what stands
-    in its way.
-    """
+    """The only assignment of keys that wrappers and one prefix do not explain, or why none is."""
     sources, targets = bases[0]
-    graph = _keys_of(_by_suffix(sources, targets), sources, targets, source, target)
-    found = _forced(graph)
-    contested = {key: olds for key, olds in graph.items() if len(olds) > 1 and key not in found}
-    by_insertion = (
-        _forced(_keys_of(_by_insertion(*names), *names, source, target)) for names in bases
+    graph = _keys_of(by_suffix(sources, targets), sources, targets, source, target)
+    forced = _forced(graph)
+    contested = {key: olds for key, olds in graph.items() if len(olds) > 1 and key not in forced}
+    with_segments = (
+        _forced(_keys_of(by_insertion(*names), *names, source, target)) for names in bases
     )
     attempts[2:] += [
-        ("prefixes, key by key", found),
-        *(("segments within the keys", pairs) for pairs in by_insertion),
+        ("prefixes, key by key", forced),
+        *(("segments within the keys", pairs) for pairs in with_segments),
     ]
     attempts[2:] = [
         (how, {key: old for key, old in pairs.items() if key not in contested})
@@ -324,9 +157,7 @@ def _covers(pairs: _Pairs, source: Shapes, target: Shapes) -> bool:
     )
 
 
-def _keys_of(
-    graph: _Graph, sources: _Names, targets: _Names, source: Shapes, target: Shapes
-) -> _Graph:
+def _keys_of(graph: Graph, sources: Names, targets: Names, source: Shapes, target: Shapes) -> Graph:
     """A graph of names as one of keys, of those pairs whose shapes are alike."""
     return {
         (key := targets[name]): [
@@ -336,52 +167,10 @@ def _keys_of(
     }
 
 
-def _by_suffix(sources: _Names, targets: _Names) -> _Graph:
-    """Target name → the source names that are it but for a prefix, which either may have more."""
-    longer = _endings(sources)
-    return {
-        name: [*longer.get(name, ()), *(end for end in (name, *_suffixes(name)) if end in sources)]
-        for name in targets
-    }
+def _forced(graph: Graph) -> _Pairs:
+    """The pairs without an alternative.
 
-
-def _by_insertion(sources: _Names, targets: _Names) -> _Graph:
-    """Target name → the source names that are it but for segments that only the one side knows,
-    wherever they stand.
-
-    Numbers are not such segments: a layer is not another one.
-    """
-    source_segments = {segment for name in sources for segment in name.split(".")}
-    target_segments = {segment for name in targets for segment in name.split(".")}
-    shorten_source = _without(source_segments - target_segments)
-    shorten_target = _without(target_segments - source_segments)
-    shortened = defaultdict(list)
-    for name in sources:
-        shortened[shorten_source(name)].append(name)
-    graph = {}
-    for name in targets:
-        short = shorten_target(name)
-        graph[name] = (
-            shortened.get(name, [])
-            if short == name
-            else [old for old in shortened.get(short, ()) if old == short]
-        )
-    return graph
-
-
-def _without(segments: set[str]) -> Callable[[str], str]:
-    inserted = {segment for segment in segments if not segment.isdigit()}
-
-    def shorten(name: str) -> str:
-        *modules, last = name.split(".")
-        return ".".join([*(segment for segment in modules if segment not in inserted), last])
-
-    return shorten
-
-
-def _forced(graph: _Graph) -> _Pairs:
-    """The pairs without an alternative: a key with one candidate takes it, which may leave others
-    with one.
+    A key with one candidate takes it, which may leave others with one.
 
     Where a graph has exactly one assignment of all keys, this finds it, for then there always is a
     key with one candidate.
@@ -411,10 +200,8 @@ def _forced(graph: _Graph) -> _Pairs:
     return pairs
 
 
-def _mutual(sources: _Names, targets: _Names, source: Shapes, target: Shapes) -> _Pairs:
-    """Target key → source key, where each is of all keys of its shape the one that ends most like
-    the other.
-    """
+def _mutual(sources: Names, targets: Names, source: Shapes, target: Shapes) -> _Pairs:
+    """Target key → source key, where each ends most like the other, of all keys of its shape."""
     source_shapes = {
         name: shape for name, key in sources.items() if (shape := source[key]) is not None
     }
@@ -432,21 +219,21 @@ def _closest(
     """Name → the one of `others` that shares its shape and, alone, the most segments at its end."""
     holders: dict[tuple[str, tuple[int, ...]], str | None] = {}
     for other, shape in others.items():
-        for end in (other, *_suffixes(other)):
+        for end in (other, *suffixes(other)):
             holders[end, shape] = None if (end, shape) in holders else other
-    found = {}
+    closest = {}
     for name, shape in names.items():
-        deepest = next((end for end in (name, *_suffixes(name)) if (end, shape) in holders), None)
+        deepest = next((end for end in (name, *suffixes(name)) if (end, shape) in holders), None)
         if deepest is not None and (only := holders[deepest, shape]) is not None:
-            found[name] = only
-    return found
+            closest[name] = only
+    return closest
 
 
 # ----------------------------------------------------------------------------------- what was found
 
 
 def _fit(
-    how: str, pairs: _Pairs, source: Shapes, target: Shapes, contested: _Graph | None = None
+    how: str, pairs: _Pairs, source: Shapes, target: Shapes, contested: Graph | None = None
 ) -> Fit:
     """The result for target keys and the source keys that have their names."""
     wrong = tuple(
@@ -475,19 +262,20 @@ def _fit(
 def _nearest(
     missing: Sequence[str], unexpected: Sequence[str], source: Shapes, target: Shapes
 ) -> Iterator[tuple[Candidates, bool]]:
-    """For missing keys, the left-over keys that end most like them, and whether several of the very
-    shape end alike.
+    """For missing keys, the left-over keys that end most like them.
+
+    And whether several of the very shape end alike.
     """
     if not missing or not unexpected:
         return
-    _refuse_endless(missing[:_NEAREST_FOR])
-    _refuse_endless(unexpected)
+    refuse_endless(missing[:_NEAREST_FOR])
+    refuse_endless(unexpected)
     holders = defaultdict(list)
     for old in unexpected:
-        for end in (old, *_suffixes(old)):
+        for end in (old, *suffixes(old)):
             holders[end].append(old)
     for key in missing[:_NEAREST_FOR]:
-        ranks = [holders[end] for end in (key, *_suffixes(key)) if end in holders]
+        ranks = [holders[end] for end in (key, *suffixes(key)) if end in holders]
         alike = next(
             (found for olds in ranks if (found := _first_alike(olds, source, target[key]))), []
         )

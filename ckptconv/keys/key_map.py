@@ -24,6 +24,7 @@ from ckptconv.support.choices import (
 )
 from ckptconv.support.errors import KeyConflict, OptionRefused, printable
 from ckptconv.support.showing import short_repr
+from ckptconv.support.text import first_few
 
 MODULE = "module"
 _IN_REPR = 10  # rules
@@ -207,6 +208,8 @@ class KeyMap:
     `wrappers` are those found before, `idle` the words of the rules that met no key. `why` says of
     each key that was left out, by its number, which rule did it, and `seen` what it was when that
     rule met it. `filled` are further keys, each with the one of `new` whose value it has too.
+    `orders` are the places of module paths after those of the `path_steps`, by number, that undo
+    something.
     """
 
     old: tuple[str, ...]
@@ -217,6 +220,18 @@ class KeyMap:
     filled: tuple[tuple[str, str], ...] = ()
     why: Mapping[int, str] = field(default_factory=dict)
     seen: Mapping[int, str] = field(default_factory=dict)
+    orders: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+
+    def renamed_modules(self, paths: Iterable[str]) -> list[tuple[str, str]]:
+        """Module paths, each with a new name of it, in the order in which `_metadata` has them:
+        where a mapping is undone, in the one from before it.
+        """
+        renamed = [(path, path) for path in paths]
+        for number, step in enumerate(self.path_steps):
+            renamed = [(path, after) for path, before in renamed for after in step(before)]
+            if number in self.orders:
+                renamed = _reordered(renamed, self.orders[number])
+        return renamed
 
     def module_path(self, path: str) -> str:
         """The new name of a module path, as `_metadata` has them (the root is the empty path)."""
@@ -230,6 +245,15 @@ class KeyMap:
         for step in self.path_steps:
             paths = tuple(after for before in paths for after in step(before))
         return paths
+
+
+def _reordered(renamed: list[tuple[str, str]], order: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Put new names in an order; one that is not in it stays behind the one before it."""
+    places, place = [], -1
+    for _, name in renamed:
+        place = order.get(name, place)
+        places.append(place)
+    return [renamed[at] for at in sorted(range(len(renamed)), key=places.__getitem__)]
 
 
 def map_keys(
@@ -255,6 +279,7 @@ def map_keys(
     for step in steps:
         new = [None if key is None else step(key) for key in new]
     path_steps = [_by_name(step) for step in steps]
+    orders: dict[int, Mapping[str, int]] = {}
     idle: list[str] = []
     why: dict[int, str] = {}
     seen: dict[int, str] = {}
@@ -269,11 +294,20 @@ def map_keys(
             gone = {at: key for at, key in enumerate(new) if key is not None and after[at] is None}
             why |= {at: rule.why(key) for at, key in gone.items()}
             seen |= gone
+        if isinstance(rule, Mapped) and (order := rule.module_order()):
+            orders[len(path_steps)] = order
         path_steps.append(_path_step(rule, step, patience, _Followed(new, after)))
         new = after
     _refuse_collisions(keys, new)
     return KeyMap(
-        tuple(keys), tuple(new), found, tuple(path_steps), tuple(idle), why=why, seen=seen
+        tuple(keys),
+        tuple(new),
+        found,
+        tuple(path_steps),
+        tuple(idle),
+        why=why,
+        seen=seen,
+        orders=orders,
     )
 
 
@@ -298,7 +332,7 @@ def hint_of_starts(maps: Sequence[KeyMap], rules: KeyRules) -> str:
     heads = dict.fromkeys(
         key.partition(".")[0] + "." * ("." in key) for item in maps for key in item.old
     )
-    some = ", ".join(printable(head, 40) for head in list(heads)[:5]) + ", …" * (len(heads) > 5)
+    some = first_few(list(heads), 5, lambda head: printable(head, 40))
     hint = f"before the rules the keys start with {some}"
     wrappers = dict.fromkeys(name for item in maps for name in item.wrappers)
     if wrappers and rules.wrappers == "strip":
@@ -520,10 +554,7 @@ _TWO_TYPES = (
 
 def _refuse_collisions(keys: Sequence[str], renamed: Sequence[str | None]) -> None:
     """Raise `KeyConflict` when two of the keys left are the same, or one is empty or not text."""
-    pairs = [
-        (before, after) for before, after in zip(keys, renamed, strict=True) if after is not None
-    ]
-    new = [after for _, after in pairs]
+    new = [after for after in renamed if after is not None]
     try:
         "".join(new).encode()
     except UnicodeEncodeError as error:
@@ -532,7 +563,9 @@ def _refuse_collisions(keys: Sequence[str], renamed: Sequence[str | None]) -> No
     if len(set(new)) == len(new) and ("" not in new or "" in keys):
         return
     owner: dict[str, str] = {}
-    for before, after in pairs:
+    for before, after in zip(keys, renamed, strict=True):
+        if after is None:
+            continue
         if not after and before:
             raise KeyConflict(
                 f"the rules leave nothing of the key '{printable(before)}'", where=before

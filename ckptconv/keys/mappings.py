@@ -17,13 +17,14 @@ class MappedKeys:
 
     `modules` are the module paths of its `_metadata`: old → new, several where reversing tells ones
     apart that had become one. `filled` are new keys that belong to no old one, and go when this is
-    reversed.
+    reversed. `order` are the module paths as they stood before what this undoes.
     """
 
     path: str
     keys: Mapping[str, str | None]
     modules: Mapping[str, tuple[str, ...]]
     filled: tuple[str, ...] = ()
+    order: tuple[str, ...] = ()
 
     def reversed(self) -> MappedKeys:
         """The way back; keys that were left out are not in it."""
@@ -34,7 +35,8 @@ class MappedKeys:
         back: dict[str, str | None] = {
             new: old for old, new in self.keys.items() if new is not None
         }
-        return MappedKeys(self.path, {**back, **dict.fromkeys(self.filled)}, modules)
+        keys = {**back, **dict.fromkeys(self.filled)}
+        return MappedKeys(self.path, keys, modules, order=tuple(self.modules))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,10 @@ class Mapped(Rule):
                 hint="--reverse undoes a mapping; it fits the checkpoints that it came from",
             )
         return lambda key: found.keys.get(key, key)
+
+    def module_order(self) -> dict[str, int]:
+        """The places of module paths before what is undone; nothing where nothing is."""
+        return {path: place for place, path in enumerate(self.state_dicts[0].order)}
 
     def module_paths(self, path: str) -> tuple[str, ...]:
         """What becomes of a module path; none where the mapping does not say."""

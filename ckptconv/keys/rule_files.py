@@ -316,7 +316,9 @@ def _plain(node: Any, path: Path, seen: set[int]) -> Any:
         return [_plain(value, path, seen) for value in node.value]
     if kind not in _YAML_SCALARS:
         _refuse(path, line, f"is not valid YAML: it has the tag {printable(node.tag)}")
-    return None if kind == "null" else node.value if kind == "str" else _NoText(node.value)
+    if kind == "null":
+        return None
+    return node.value if kind == "str" else _NoText(node.value)
 
 
 _YAML_TAG = "tag:yaml.org,2002:"

@@ -128,24 +128,22 @@ def load_portable(
 def _selected(
     checkpoint: Checkpoint, only: str | None, whole: bool, rules: KeyRules, unknown: Unknown
 ) -> tuple[Node, dict[int, Node], Settled]:
-    """The node to bring to life, the overlay with renamed keys and plain objects, and the tensors
-    that are in it.
-    """
+    """The node to bring to life, the overlay (renamed keys, plain objects), and its tensors."""
     overlay: dict[int, Node] = {}
     if whole:
         root = checkpoint.root if only is None else find(checkpoint.root, only, checkpoint.path)
         settle_strays(checkpoint, root, unknown)
         rename_state_dicts(find_state_dicts(root), overlay, rules)
     else:
-        found = checkpoint.state_dict(only)
-        settle_strays(checkpoint, found.node, unknown)
-        keys = map_keys(found.keys, rules, found.path, found.telling_keys, found.keys_beside)
+        chosen = checkpoint.state_dict(only)
+        settle_strays(checkpoint, chosen.node, unknown)
+        keys = map_keys(chosen.keys, rules, chosen.path, chosen.telling_keys, chosen.keys_beside)
         refuse_idle([keys], rules)
-        root = renamed_state_dict(found, keys.new, keys.module_paths)
+        root = renamed_state_dict(chosen, keys.new, keys.renamed_modules)
         if type(root) is Dict:
             root = _ordered(root)
         overlay.update(
-            (id(value), ref) for value in found.values if (ref := tensor_form(value)) is not None
+            (id(value), ref) for value in chosen.values if (ref := tensor_form(value)) is not None
         )
     settled = settle_objects(root, overlay, unknown)
     if any(ref.dtype.is_packed for ref in settled.tensors):
@@ -156,9 +154,7 @@ def _selected(
 
 
 def _bytes_to_read(settled: Settled, mmap: bool) -> int:
-    """The bytes that are read when all tensors are made, at most: of a storage with a checksum
-    twice.
-    """
+    """The bytes read when all tensors are made, at most: of a storage with a checksum twice."""
     views = {
         id(piece.storage): piece.storage
         for ref in settled.tensors
@@ -196,6 +192,11 @@ _DICTS: dict[str, Callable[[], Any]] = {
     "collections.OrderedDict": OrderedDict,
     "collections.Counter": Counter,
 }
+
+
+def _bytearray(value: Any = b"", encoding: Any = None, *_: Any) -> bytearray:
+    """A bytearray as pickle writes one: of bytes, or of a text, which means latin-1."""
+    return bytearray(value if encoding is None else value.encode("latin1"))
 
 
 class _Live:
@@ -276,9 +277,7 @@ class _Live:
         makers: dict[str, Callable[..., Any]] = {
             "_codecs.encode": lambda text, encoding="utf-8": text.encode(encoding),
             "builtins.set": set,
-            "builtins.bytearray": lambda *given: bytearray(
-                given[0].encode("latin1") if len(given) > 1 else given[0] if given else b""
-            ),
+            "builtins.bytearray": _bytearray,
             "builtins.complex": complex,
             "torch.Size": torch.Size,
             "torch.device": torch.device,

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 from ckptconv.convert.named_models import live_shape, live_shapes, live_ties
 from ckptconv.devices.host import require_torch
 from ckptconv.formats.registry import open_checkpoint
-from ckptconv.keys.fitting import Fit, Shapes, fit_keys
+from ckptconv.keys.fits import Fit, Shapes
+from ckptconv.keys.fitting import fit_keys
 from ckptconv.live.load import load_portable
 from ckptconv.support.choices import refuse_no_flag, spelling_checked
 from ckptconv.support.errors import KeyMismatch, OptionRefused, RefusedObject, printable
 from ckptconv.support.progress import OnProgress
 from ckptconv.support.showing import html_table, short_repr
+from ckptconv.support.text import first_few
 from ckptconv.tensors.scaled_weights import find_scaled
 from ckptconv.tree.fitted_keys import module_paths
 from ckptconv.tree.settling import Unknown
@@ -210,8 +212,7 @@ def _skeleton(model: torch.nn.Module) -> torch.nn.Module:
 
 def _mismatch(result: LoadResult, fit: Fit, path: str | os.PathLike[str]) -> KeyMismatch:
     parts = [
-        f"{len(names)} {word} "
-        f"({', '.join(map(printable, names[:3]))}{', …' if len(names) > 3 else ''})"
+        f"{len(names)} {word} ({first_few(names, 3)})"
         for word, names in (
             ("missing", result.missing_keys),
             ("unexpected", result.unexpected_keys),

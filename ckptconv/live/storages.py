@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 MapLocation = Any
-"""What `torch.load` takes: None, a string (also ``auto``), a `torch.device`, a dict of tags, or a
-callable.
-"""
+"""What `torch.load` takes: None, a string (also ``auto``), a `torch.device`, a dict, a callable."""
 
 
 class Restorer:
@@ -87,8 +85,9 @@ class Storages:
         return self.filled(whole_storage(storage, 0, storage.nbytes, dtype))
 
     def check(self, storage: Storage) -> None:
-        """Hold a storage, or the one that it is part of, against its checksum, once; what is mapped
-        is not read for that.
+        """Hold a storage, or the one that it is part of, against its checksum, once.
+
+        What is mapped is not read for that.
         """
         whole = storage.part_of or storage
         if not self._mmap and id(whole) not in self._checked:

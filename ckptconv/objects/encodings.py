@@ -56,9 +56,9 @@ def flat(key: str, value: Node, *, encode: bool = True) -> FlatValue | None:
     Without `encode`, tensors that safetensors has no form for have none, but for complex ones,
     which stay as they are.
     """
-    ref = (
-        value.tensor if type(value) is TensorObject else value if type(value) is TensorRef else None
-    )
+    ref = value.tensor if type(value) is TensorObject else value
+    if type(ref) is not TensorRef:
+        ref = None
     was = None
     if ref is None and (ref := tensor_form(value)) is not None:
         was = spoken_name(value, value.name)

@@ -51,7 +51,11 @@ def state_dict_of(module: Call, parts_of: Callable[[Call], Parts]) -> Call:
 
 
 def _too_many(prefix: str, depth: int, count: int, most: Limits) -> LimitExceeded:
-    limit = "depth" if depth > most.depth else "modules" if count > most.modules else "names"
+    limit = "names"
+    if depth > most.depth:
+        limit = "depth"
+    elif count > most.modules:
+        limit = "modules"
     what = "a module contains itself, or too many modules"
     return LimitExceeded(what, limit=limit, allowed=getattr(most, limit), where=prefix[:60] + "…")
 

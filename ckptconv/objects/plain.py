@@ -86,7 +86,7 @@ def _as_dict(call: Call, name: str, state: Node) -> Node:
         return call
     pairs = [*given, *call.pairs]
     values = {key: value for key, value in pairs if type(key) is str}
-    extra = state.pairs if type(state) is Dict else [] if state in (ABSENT, None) else None
+    extra = _pairs_of_state(state)
     if extra is None or not all(
         type(key) is str and key in values and _is_same(value, values[key]) for key, value in extra
     ):
@@ -124,7 +124,15 @@ _RECONSTRUCTOR = "copyreg._reconstructor"
 
 
 def _namespace(call: Call, state: Node) -> Node:
-    return Dict(state.pairs) if type(state) is Dict else Dict() if state in (ABSENT, None) else call
+    pairs = _pairs_of_state(state)
+    return call if pairs is None else Dict(pairs)
+
+
+def _pairs_of_state(state: Node) -> list[tuple[Node, Node]] | None:
+    """The attributes in the state of an object, none if it has no state; None for another state."""
+    if type(state) is Dict:
+        return state.pairs
+    return [] if state in (ABSENT, None) else None
 
 
 def _plain_dict(call: Call, _: Node) -> Node:

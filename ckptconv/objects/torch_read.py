@@ -233,7 +233,13 @@ def storage_dtype(cls: Node) -> DType | None:
 def _tensor_v2(args: tuple[Node, ...]) -> Node:
     if not 4 <= len(args) <= 7:
         raise MalformedCheckpoint("a tensor is rebuilt from too few or too many arguments")
-    ref = tensor_of_storage(args[0], args[1], args[2], args[3], len(args) > 4 and args[4] is True)
+    storage, offset, shape, stride = args[:4]
+    requires_grad = len(args) > 4 and args[4] is True
+    if type(storage) is Storage:
+        dtype = storage.dtype or UINT8
+        ref = view_of(storage, dtype, offset, shape, stride, requires_grad)
+    else:
+        ref = tensor_of_storage(storage, offset, shape, stride, requires_grad)
     return ref if len(args) < 7 or args[6] is None else _with_bits(ref, args[6])
 
 

@@ -15,9 +15,7 @@ Form: TypeAlias = Literal["bytes", "utf-8", "raw-unicode-escape", "quoted", "quo
 
 
 class Held(NamedTuple):
-    """Bytes or a long text that a stream holds: the first byte, how many there are, and how they
-    stand for others.
-    """
+    """Bytes or a long text that a stream holds: first byte, length, and what they stand for."""
 
     offset: int
     nbytes: int
@@ -46,9 +44,7 @@ class Broken(Exception):
 _FIRST_WINDOW = 512
 """How many bytes are read first; most of what is looked at is not a pickle and breaks in them."""
 LONGEST_NAME = 4096
-"""Of longer texts only the place is kept: they are arrays, as python 2 and the protocols up to 2
-write them.
-"""
+"""Of longer texts only the place is kept: they are arrays, in python 2 and protocols up to 2."""
 _LONGEST_NUMBER = 1 << 20  # bytes of a line of digits and of the blanks around them
 
 
@@ -106,8 +102,9 @@ class ByteWindow:
         return self._window[start : start + count]
 
     def _refuse_crossing(self, start: int) -> None:
-        """Some unpicklers go on behind an argument that leaves its FRAME, others behind the FRAME
-        (cpython gh-154848).
+        """Alarm about an argument that leaves its FRAME.
+
+        Some unpicklers go on behind the argument, others behind the FRAME (cpython gh-154848).
         """
         if start < self._frame_end < self._at:
             self.alarm(
@@ -117,7 +114,9 @@ class ByteWindow:
             self._frame_end = 0
 
     def frame(self) -> None:
-        """A frame; one that is longer than the source is none for the unpickler that goes on
+        """A frame.
+
+        One that is longer than the source does not count for an unpickler that goes on
         nevertheless.
         """
         end = self.number(8) + self._at
@@ -133,12 +132,12 @@ class ByteWindow:
     def line(self, form: Form = "bytes") -> Held:
         """The bytes up to the next newline, which may be many."""
         start = self._at
-        found = self._window.find(b"\n", start - self._base)
-        if found < 0 and start != self._base:
+        index = self._window.find(b"\n", start - self._base)
+        if index < 0 and start != self._base:
             self._fetch(start)
-            found = self._window.find(b"\n")
+            index = self._window.find(b"\n")
         end = (
-            self._base + found if found >= 0 else self._next_newline(self._base + len(self._window))
+            self._base + index if index >= 0 else self._next_newline(self._base + len(self._window))
         )
         self._at = end + 1
         self._refuse_crossing(start)
@@ -149,8 +148,8 @@ class ByteWindow:
         begun = at
         while at < self._source.size:
             part = self._source.read(at, min(CHUNK, self._source.size - at))
-            if (found := part.find(b"\n")) >= 0:
-                return at + found
+            if (index := part.find(b"\n")) >= 0:
+                return at + index
             at += len(part)
         self._searched = at - begun
         raise Cut

@@ -175,18 +175,23 @@ class _Counter:
             elif op == 0x4A:  # BININT
                 self._stack.append(_INT32(data, at + 1)[0])
                 self.position = at + 5
-            elif op == 0x47:  # BINFLOAT
-                self._stack.append(None)
-                self.position = at + 9
-            elif op in _SKIPPED:
-                self.position = at + _SKIPPED[op]
-            elif op in _LINES:
-                stop = data.index(b"\n", at)
-                self.position = stop + 1
-                self._line(op, data[at + 1 : stop])
             else:
-                self.position = at + 1
-                self._act(op)
+                self._rare(op, at)
+
+    def _rare(self, op: int, at: int) -> None:
+        """An opcode that few tensors need."""
+        if op == 0x47:  # BINFLOAT
+            self._stack.append(None)
+            self.position = at + 9
+        elif op in _SKIPPED:
+            self.position = at + _SKIPPED[op]
+        elif op in _LINES:
+            stop = self._data.index(b"\n", at)
+            self.position = stop + 1
+            self._line(op, self._data[at + 1 : stop])
+        else:
+            self.position = at + 1
+            self._act(op)
 
     def _tuple(self, count: int) -> None:
         stack = self._stack

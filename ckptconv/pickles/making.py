@@ -15,7 +15,7 @@ from ckptconv.pickles.nodes import (
     Global,
     Node,
 )
-from ckptconv.support.errors import MalformedCheckpoint
+from ckptconv.support.errors import MalformedCheckpoint, malformed
 
 Reducer: TypeAlias = Callable[[tuple[Node, ...]], Node]
 
@@ -40,8 +40,7 @@ class NodeMaker:
         self._smaller: dict[Global, Callable[[Node], Node]] = {}
 
     def _malformed(self, what: str) -> MalformedCheckpoint:
-        hint = "the file is damaged, cut off or forged"
-        return MalformedCheckpoint(f"the pickle {what} (near byte {self.position})", hint=hint)
+        return malformed(f"the pickle {what} (near byte {self.position})")
 
     def _global(self, module: str, name: str) -> Global:
         known = self._globals.get((module, name))

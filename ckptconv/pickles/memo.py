@@ -63,9 +63,7 @@ class Memo(dict[bytes, Node]):
         self._kept_until = end
 
     def memoize(self, value: Node) -> None:
-        """What MEMOIZE does where other opcodes put entries too: they all go to the dict from now
-        on.
-        """
+        """MEMOIZE where other opcodes put entries too: they all go to the dict from now on."""
         if self._kept_until > _REMEMBERED:
             hint = "no program writes that; the file is damaged or forged"
             raise MalformedCheckpoint("the pickle numbers its memo entries in two ways", hint=hint)

@@ -67,8 +67,7 @@ def read_pickle(
 
 
 class PickleReader(NodeMaker):
-    """Reads the pickles of `stream` one after another; `position` is the byte behind the last one
-    read.
+    """Reads the pickles of `stream` one after another; `position` is the byte behind the last one.
 
     Hazards of pickle streams that this loop answers: declared lengths are held against what is left
     before anything is allocated; an opcode may not cross the end of its FRAME; a stack never
@@ -123,6 +122,7 @@ class PickleReader(NodeMaker):
         memoized = memo.memoized
         intern: dict[str, str] = {}
         known = self._known
+        hookless: dict[int, Call] = {}
         persistent = self._persistent
         most = in_force()
         deepest, widest = most.depth, most.stack
@@ -153,9 +153,10 @@ class PickleReader(NodeMaker):
                     if (
                         data[pos] == 0x28
                         and (run := TENSOR_RUN(data, pos, end))
-                        and (read := read_run(run, stack[-1], memo, persistent, known)) is not None
+                        and (leaf := read_run(run, stack[-1], memo, persistent, known, hookless))
+                        is not None
                     ):
-                        stack[-1] = read
+                        stack[-1] = leaf
                         memo.runs.append(pos)
                         pos = run.end()
                         continue
@@ -366,8 +367,9 @@ class PickleReader(NodeMaker):
     def _rare(
         self, op: int, stack: list[Node], marks: list[list[Node]], memo: Memo, pos: int, end: int
     ) -> tuple[list[Node], int]:
-        """The opcodes that today's checkpoints seldom hold; returns the stack and the position
-        behind the opcode.
+        """The opcodes that are rare today.
+
+        Returns the stack and the position behind the opcode.
         """
         data = self._stream
         if op == 0x80:  # PROTO
@@ -477,9 +479,7 @@ def _too_wide(widest: int) -> LimitExceeded:
 
 _NEW_WITH_STATE = b"\x81\x94}\x94"
 _CALLED_WITH_TUPLE = b"\x94\x85\x94R\x94"
-"""What follows EMPTY_TUPLE and TUPLE1 where pickle writes an object with attributes, and a
-torch.Size of one dimension.
-"""
+"""What follows EMPTY_TUPLE where an object has attributes, and TUPLE1 in a torch.Size of one."""
 
 
 def _encoded(args: tuple[Node, ...]) -> Node:

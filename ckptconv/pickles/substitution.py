@@ -1,13 +1,12 @@
-"""Nodes of a fresh tree replaced by others, everywhere at once, shared and cyclic structures
-included.
+"""Nodes of a tree replaced by others, everywhere at once, shared and cyclic structures included.
 
-An overlay (see `checkpoint`) leaves a tree as it is; this is for the moment before anyone else has
-seen it, when what a node stands for becomes known only after the whole stream was read.
+Where an overlay (see `walk`) stands before the old nodes, this gives a tree that does not have them
+any more. It is for what a node stands for as soon as the whole stream was read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ckptconv.pickles.nodes import ABSENT, Call, Dict, Node
 
@@ -68,30 +67,80 @@ def _inner(node: Node) -> Iterable[Node]:
     return given
 
 
-def substituted(root: Node, holders: list[Node], stand_ins: dict[int, Node]) -> Node:
+def substituted(root: Node, holders: Iterable[Node], stand_ins: Mapping[int, Node]) -> Node:
     """`root` with every node of `stand_ins` (by `id`) replaced by what stands in for it.
 
-    `holders` are the containers that are looked into: dicts, lists and calls are changed in place,
-    tuples are made anew.
+    `holders` are the containers that are looked into. Nothing is changed: those that hold a
+    replaced node, however deep, are made anew, and all others are shared with the tree as it was.
     """
-    for node in _inner_first([node for node in holders if type(node) is tuple]):
-        new = _mapped(node, stand_ins)
-        if any(a is not b for a, b in zip(new, node, strict=True)):
-            stand_ins[id(node)] = new
-    for node in holders:
-        if type(node) is list:
-            node[:] = _mapped(node, stand_ins)
-        elif type(node) is Dict:
-            node.pairs = _mapped_pairs(node.pairs, stand_ins)
-        elif type(node) is Call:
-            node.args = _mapped(node.args, stand_ins)
-            node.items = list(_mapped(node.items, stand_ins))
-            node.pairs = _mapped_pairs(node.pairs, stand_ins)
-            node.state = stand_ins.get(id(node.state), node.state)
-    return stand_ins.get(id(root), root)
+    new = dict(stand_ins)
+    around = _around(holders, stand_ins)
+    for node in around:
+        if type(node) is not tuple:
+            new[id(node)] = _like(node)
+    tuples = {id(node): node for node in around if type(node) is tuple}
+    for node in _inner_first(tuples.values()):
+        if id(node) in tuples:
+            new[id(node)] = _mapped(node, new)
+    for node in around:
+        _fill(new[id(node)], node, new)
+    return new.get(id(root), root)
 
 
-def _inner_first(tuples: list[tuple[Node, ...]]) -> Iterator[tuple[Node, ...]]:
+def _around(holders: Iterable[Node], stand_ins: Mapping[int, Node]) -> list[Node]:
+    """The containers that hold one of the nodes of `stand_ins`, directly or in other containers."""
+    known = [node for node in holders if type(node) in _CONTAINERS and id(node) not in stand_ins]
+    above: dict[int, list[Node]] = {}
+    for node in known:
+        for part in _parts(node):
+            if type(part) in _CONTAINERS or id(part) in stand_ins:
+                above.setdefault(id(part), []).append(node)
+    found: dict[int, Node] = {}
+    work = [node for key in stand_ins for node in above.get(key, ())]
+    while work:
+        node = work.pop()
+        if id(node) not in found:
+            found[id(node)] = node
+            work += above.get(id(node), ())
+    return [node for node in known if id(node) in found]
+
+
+def _parts(node: Node) -> Iterable[Node]:
+    """What may be replaced in a container: everything in it but what a call calls."""
+    if type(node) is Dict:
+        return [part for pair in node.pairs for part in pair]
+    if type(node) is Call:
+        return [
+            *node.args,
+            *node.items,
+            *(part for pair in node.pairs for part in pair),
+            node.state,
+        ]
+    given: Sequence[Node] = node
+    return given
+
+
+def _like(node: Node) -> Node:
+    """A new container of the kind of another, with nothing in it yet."""
+    if type(node) is Call:
+        return Call(node.func, node.args, new=node.new, kwargs=node.kwargs)
+    return Dict() if type(node) is Dict else []
+
+
+def _fill(made: Node, node: Node, new: Mapping[int, Node]) -> None:
+    """Put into a new container what is in the one that it stands in for."""
+    if type(node) is list:
+        made[:] = _mapped(node, new)
+    elif type(node) is Dict:
+        made.pairs = _mapped_pairs(node.pairs, new)
+    elif type(node) is Call:
+        made.args = _mapped(node.args, new)
+        made.items = list(_mapped(node.items, new))
+        made.pairs = _mapped_pairs(node.pairs, new)
+        made.state = new.get(id(node.state), node.state)
+
+
+def _inner_first(tuples: Iterable[tuple[Node, ...]]) -> Iterator[tuple[Node, ...]]:
     """Each tuple once, behind the tuples that are in it."""
     done: set[int] = set()
     for start in tuples:
@@ -107,11 +156,11 @@ def _inner_first(tuples: list[tuple[Node, ...]]) -> Iterator[tuple[Node, ...]]:
                 yield work.pop()
 
 
-def _mapped(nodes: Sequence[Node], stand_ins: dict[int, Node]) -> tuple[Node, ...]:
+def _mapped(nodes: Sequence[Node], stand_ins: Mapping[int, Node]) -> tuple[Node, ...]:
     return tuple(stand_ins.get(id(node), node) for node in nodes)
 
 
 def _mapped_pairs(
-    pairs: Sequence[tuple[Node, Node]], stand_ins: dict[int, Node]
+    pairs: Sequence[tuple[Node, Node]], stand_ins: Mapping[int, Node]
 ) -> list[tuple[Node, Node]]:
     return [(stand_ins.get(id(key), key), stand_ins.get(id(value), value)) for key, value in pairs]

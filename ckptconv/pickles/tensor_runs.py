@@ -36,10 +36,12 @@ def read_run(
     memo: Mapping[bytes, Node],
     persistent: Callable[[Node], Node],
     reducers: Mapping[Global, Reducer],
+    hookless: dict[int, Call],
 ) -> Node | None:
     """The tensor that `func` makes of the opcodes of `run`; None if they are not as they look.
 
-    This does at once what the opcodes do one by one.
+    This does at once what the opcodes do one by one. `hookless` keeps the empty hooks that were
+    made: a leaf does not hold them, so all leaves may be made of the same.
     """
     kind, cls, size, raw_key, location, count, view, offset, shape, stride, flag, hooks = run.group(
         1, 2, 3, 4, 6, 7, 8, 10, 11, 13, 15, 16
@@ -58,9 +60,12 @@ def read_run(
         pid = (*pid, None)
     dims = _INT_RUNS.get(shape) or int_run(shape)
     steps = _INT_RUNS.get(stride) or int_run(stride)
-    made = Call(memo[keys[hooks[0]]], ())
-    args = (persistent(pid), integer(offset), dims, steps, flag == b"\x88", made)
     reducer = reducers.get(func)
+    hooked = memo[keys[hooks[0]]]
+    if reducer is None or (made := hookless.get(id(hooked))) is None:
+        made = hookless[id(hooked)] = Call(hooked, ())
+    start = 0 if offset == b"K\0" else integer(offset)
+    args = (persistent(pid), start, dims, steps, flag == b"\x88", made)
     return Call(func, args) if reducer is None else reducer(args)
 
 

@@ -54,8 +54,9 @@ def trace_pickle(source: Source, start: int = 0) -> Trace:
 
 
 def held_bytes(source: Source, held: Held) -> bytes:
-    """What a held text means as bytes: its latin-1 form, in which python 2 and the protocols up to
-    2 write bytes.
+    """What a held text means as bytes: its latin-1 form.
+
+    Python 2 and the protocols up to 2 write bytes so.
 
     Raises `ValueError` where it has none.
     """
@@ -84,8 +85,10 @@ _MOST_ALARMS = 100  # of one stream; the first one decides
 
 
 class _Tracer(ByteWindow):
-    """The stack and the memo of one stream: texts, tuples and globals as they are, `Held` for
-    bytes, `Made` for what calls give, and `_OTHER` or `_STRANGE` for the rest.
+    """The stack and the memo of one stream.
+
+    They hold texts, tuples and globals as they are, `Held` for bytes, `Made` for what calls give,
+    and `_OTHER` or `_STRANGE` for the rest.
     """
 
     def __init__(self, source: Source, start: int) -> None:
@@ -143,8 +146,8 @@ class _Tracer(ByteWindow):
             self._refuse_many(self.trace.constants)
             self.trace.constants.append(held)
 
-    def _refuse_many(self, found: Sized) -> None:
-        if len(found) >= self._most_found:
+    def _refuse_many(self, kept: Sized) -> None:
+        if len(kept) >= self._most_found:
             what = f"holds more than {self._most_found} texts or names"
             raise _TooMany(f"{what} (--limit scanned_pickles={2 * self._most_found} looks further)")
 
@@ -202,8 +205,9 @@ class _Tracer(ByteWindow):
         self._refuse_growing(self._stack[-1])
 
     def passed_on(self, values: list[Any]) -> list[Any]:
-        """Values that go into others; what loads streams is called by pickles, and by nothing that
-        they call.
+        """Values that go into others.
+
+        What loads streams is called by pickles, and by nothing that they call.
         """
         if self._is_guarded:
             for value in [value for value in values if type(value) is Named]:
@@ -222,8 +226,9 @@ class _Tracer(ByteWindow):
             self._note_change(target, "items")
 
     def _note_change(self, target: Any, what: str) -> None:
-        """What is changed must have been made by the stream: of what a call gave, `changed` tells
-        which.
+        """What is changed must have been made by the stream.
+
+        Of what a call gave, the uses ``changed`` tell which.
         """
         if type(target) is Made:
             self.use("changed", target.func)
@@ -244,11 +249,11 @@ class _Tracer(ByteWindow):
     def name(self, module: Any, name: Any) -> Any:
         """A global by its names, as far as they are known."""
         if type(module) is str and type(name) is str:
-            found = Named(module, name)
+            named = Named(module, name)
             self._refuse_many(self.trace.names)
-            self.trace.names.setdefault(found, self._at)
-            self._is_guarded |= f"{module}.{name}" in NESTED_LOADERS or found in ATTRIBUTES
-            return found
+            self.trace.names.setdefault(named, self._at)
+            self._is_guarded |= f"{module}.{name}" in NESTED_LOADERS or named in ATTRIBUTES
+            return named
         if {type(module), type(name)} <= {str, Held}:
             self.alarm(f"a global is named in more than {LONGEST_NAME} bytes")
         else:
@@ -335,9 +340,7 @@ class _Tracer(ByteWindow):
         return func if type(func) is Made or func is _STRANGE else _OTHER
 
     def _called_by(self, func: Any, *, changes: bool) -> Any:
-        """What a function of checkpoints gives that calls, or makes an object of, its first
-        argument.
-        """
+        """What a function gives that calls, or makes an object of, its first argument."""
         if type(func) is not Named:
             return self._called_result(func)
         if changes:
@@ -353,8 +356,9 @@ class _Tracer(ByteWindow):
         return self.name(args[0].module, f"{args[0].name}.{args[1]}")
 
     def encoded(self, text: Any) -> Held | bytes:
-        """The latin-1 form of a text. What python 2 wrote is read as latin-1 by some and as UTF-8
-        by others: both are kept.
+        """The latin-1 form of a text.
+
+        What python 2 wrote is read as latin-1 by some and as UTF-8 by others: both are kept.
         """
         if type(text) is Held:
             if text.form in _AS_UTF8:
@@ -374,13 +378,14 @@ class _Tracer(ByteWindow):
             self._note_change(target, "attributes")
 
     def persistent(self) -> None:
-        """What the loader gives for an id: a storage that it makes, or, in legacy files, the class
-        of a module.
-        """
+        """What the loader gives for an id: a storage, or the class of a module in legacy files."""
         (pid,) = self.passed_on(self._stack[-1:])
         kind = pid[0] if type(pid) is tuple and pid else None
         is_class = kind == "module" and len(pid) > 1 and type(pid[1]) is Named
-        self._stack[-1] = pid[1] if is_class else _OTHER if kind == "storage" else _STRANGE
+        if is_class:
+            self._stack[-1] = pid[1]
+        else:
+            self._stack[-1] = _OTHER if kind == "storage" else _STRANGE
 
     def extension(self, width: int) -> None:
         code = self.number(width)

@@ -40,8 +40,9 @@ Use: TypeAlias = Literal["changed", "called", "looked up", "handed on"]
 
 @dataclass(slots=True)
 class Trace:
-    """What a stream says: the globals that it names (and the byte where first), bytes in it, and
-    what is odd about it.
+    """What a stream says: the globals that it names, bytes in it, and what is odd about it.
+
+    `names` has the byte where each global is named first.
 
     `uses` are what was done with globals, and the byte where first: what a call gave was
     ``changed``, by items or a state, or ``called``; a function of attributes ``looked up`` what is

@@ -8,8 +8,9 @@ from ckptconv.pickles.traces import Named
 
 
 def rebuilds(func: Any) -> bool:
-    """Whether a global rebuilds a tensor itself, as those of torch._utils do: nothing else is what
-    they are given to call.
+    """Whether a global rebuilds a tensor itself, as those of torch._utils do.
+
+    They are not given anything else to call.
     """
     if type(func) is not Named or f"{func.module}.{func.name}" in CHANGERS:
         return False
@@ -19,9 +20,7 @@ def rebuilds(func: Any) -> bool:
 NESTED_LOADERS = frozenset(("torch.storage._load_from_bytes",))
 """Functions of checkpoints that load a stream within the stream."""
 ATTRIBUTES = frozenset(Named(module, "getattr") for module in ("builtins", "__builtin__"))
-"""What protocols up to 3 name methods by: a call of it with a global and a text is but another
-name.
-"""
+"""What protocols up to 3 name methods by: a call with a global and a text is another name."""
 CHANGERS = frozenset(
     f"{module}.{name}"
     for module in ("torch._tensor", "torch.tensor")

@@ -9,7 +9,7 @@ from ckptconv.formats.torch_tar import is_tar
 from ckptconv.formats.zip_archive import Record, is_zip, read_directory
 from ckptconv.io.source import CHUNK, MemorySource, RangeSource, Source
 from ckptconv.pickles.tracer import trace_pickle
-from ckptconv.scan.findings import Finding
+from ckptconv.scan.findings import Sighting
 from ckptconv.scan.heads import (
     BLOCK,
     is_tar_header,
@@ -48,8 +48,9 @@ _DIRECTORY_END = b"PK\5\6"
 
 
 def _may_be_script(source: Source) -> bool:
-    """Whether an archive whose directory is not followed here has the names of TorchScript, and an
-    end that torch may find.
+    """Whether an archive without a usable directory may be TorchScript to torch.
+
+    It is one if it has the names of TorchScript, and an end that torch may find.
 
     Names are compared as miniz does, without case. A file without an end, cut off while it was
     copied, torch does not open.
@@ -89,7 +90,7 @@ class ArchiveScanner(PickleScanner):
                     "seems to be a TorchScript archive; torch may use its directory and run code "
                     "that was not judged"
                 )
-                self.findings.append(Finding(where, "", "dangerous", what, 0))
+                self.findings.append(Sighting(where, "", "dangerous", what, 0))
             self._sweep(source, where, depth)
             return "zip without a usable directory"
         for name, record in records.items():
@@ -106,13 +107,13 @@ class ArchiveScanner(PickleScanner):
 
     def _scripts(self, source: Source, records: dict[str, Record], where: str) -> None:
         """Judge the code of a TorchScript archive, and the bytecode of one for mobiles."""
-        for name in (found := script_records(records)):
+        for name in (kinds := script_records(records)):
             inside = f"{where}/{name}".strip("/")
             text = self._whole(source, records[name], inside)
-            if found[name] != "model":
+            if kinds[name] != "model":
                 self._note_called(
                     inside,
-                    judged_bytecode(text) if found[name] == "bytecode" else judged_code(text),
+                    judged_bytecode(text) if kinds[name] == "bytecode" else judged_code(text),
                 )
                 continue
             try:
@@ -140,27 +141,25 @@ class ArchiveScanner(PickleScanner):
             )
 
     def _note_called(self, where: str, called: list[Called]) -> None:
-        self.findings += [Finding(where, name, *verdict, at) for name, verdict, at in called]
+        self.findings += [Sighting(where, name, *verdict, at) for name, verdict, at in called]
 
     def _whole(self, source: Source, record: Record, where: str) -> bytes:
         """The bytes of a record, as far as the limit of texts goes."""
         most = in_force().text_bytes
         if record.deflated:
-            found, cut = self._room.inflate(source, record.offset, record.stored, pickle=False)
+            raw, cut = self._room.inflate(source, record.offset, record.stored, pickle=False)
         else:
-            found, cut = source.read(record.offset, min(record.size, most)), record.size > most
+            raw, cut = source.read(record.offset, min(record.size, most)), record.size > most
         if cut:
             self._odd(
                 where,
-                f"is code of more than {len(found)} bytes; the rest was not looked at",
-                len(found),
+                f"is code of more than {len(raw)} bytes; the rest was not looked at",
+                len(raw),
             )
-        return found
+        return raw
 
     def _tar(self, source: Source, where: str, depth: int) -> None:
-        """Look into the members of a tar file, wherever a header of one lies, and sweep it for what
-        a pattern tells.
-        """
+        """Look into the members of a tar file, wherever a header lies; sweep it for patterns."""
         self._pickles(source, 0, where, depth)
         start = source.data_from(0)
         while start < source.size:
@@ -173,9 +172,7 @@ class ArchiveScanner(PickleScanner):
         self._sweep(source, where, depth)
 
     def _deflated(self, source: Source, offset: int, stored: int, where: str, depth: int) -> None:
-        """Look into a deflated record; one that does not begin as anything that is looked into is
-        not inflated.
-        """
+        """Look into a deflated record; one that begins as nothing known is not inflated."""
         head = inflated_head(source, offset, stored, _HEAD)
         trace = trace_pickle(MemorySource(head, source.path), numpy_end(head))
         is_followed = trace.end or trace.cut or trace.stopped or trace.names or trace.alarms
@@ -205,9 +202,9 @@ class ArchiveScanner(PickleScanner):
         start = source.data_from(0)
         while start < source.size:
             window = source.read(start, min(CHUNK + 512, source.size - start))
-            for found in _LIKELY.finditer(window):
-                at = start + found.start()
-                if at < done or found.start() >= CHUNK:
+            for likely in _LIKELY.finditer(window):
+                at = start + likely.start()
+                if at < done or likely.start() >= CHUNK:
                     continue
                 if self._room.is_searched:
                     more = f"--limit scanned_in_vain={2 * self._room.followed} looks further"
@@ -217,13 +214,14 @@ class ArchiveScanner(PickleScanner):
                     )
                     self._odd(where, f"{what} ({more})", at)
                     return
-                look = self._local_record if found[0][:2] == b"PK" else self._uncertain
+                look = self._local_record if likely[0][:2] == b"PK" else self._uncertain
                 done = max(done, look(source, at, where, depth))
             start = source.data_from(start + CHUNK)
 
     def _uncertain(self, source: Source, at: int, where: str, depth: int) -> int:
-        """Follow what may be a pickle; the byte behind it, or 0 where what lies in it must be
-        looked at too.
+        """Follow what may be a pickle.
+
+        Gives the byte behind it, or 0 if what lies in it must be looked at too.
         """
         self._room.followed += _LOOK
         return self._pickle(source, at, where, depth, certain=False)

@@ -17,7 +17,7 @@ from ckptconv.formats.registry import open_file
 from ckptconv.io.local import place_of
 from ckptconv.io.source import CHUNK, RangeSource, Source, WrappedSource
 from ckptconv.objects.threats import LEVELS, Level
-from ckptconv.scan.findings import Finding
+from ckptconv.scan.findings import Sighting
 from ckptconv.scan.inflating import Room
 from ckptconv.scan.scanner import Scanner
 from ckptconv.support.choices import refuse_no_path, spelling_checked
@@ -28,7 +28,7 @@ from ckptconv.support.progress import Meter, OnProgress
 from ckptconv.support.showing import html_table, short_repr
 from ckptconv.support.text import count_text
 
-__all__ = ["Finding", "Scan", "ScannedFile", "scan_checkpoint"]
+__all__ = ["Scan", "ScannedFile", "Sighting", "scan_checkpoint"]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -40,7 +40,7 @@ class ScannedFile:
     path: str
     kind: str
     pickles: int
-    findings: tuple[Finding, ...]
+    findings: tuple[Sighting, ...]
 
     @property
     def level(self) -> Level:
@@ -70,7 +70,7 @@ class Scan:
         return max((file.level for file in self.files), key=LEVELS.index, default="plain")
 
     @property
-    def dangerous(self) -> tuple[Finding, ...]:
+    def dangerous(self) -> tuple[Sighting, ...]:
         """Everything that is dangerous."""
         return tuple(
             finding
@@ -176,7 +176,7 @@ def _listed(folder: Path, note: Callable[[OSError], None]) -> Iterator[Path]:
 
 
 def _unread(path: str, why: str) -> ScannedFile:
-    return ScannedFile(path, "unread", 0, (Finding("", "", "unknown", why, 0),))
+    return ScannedFile(path, "unread", 0, (Sighting("", "", "unknown", why, 0),))
 
 
 def _scan_listed(path: Path, read: Meter) -> ScannedFile:
@@ -210,7 +210,7 @@ def _scan_file(path: Path, read: Meter) -> ScannedFile:
     return ScannedFile(str(path), kind, scanner.pickles, tuple(findings))
 
 
-def _malformed(path: Path) -> Iterator[Finding]:
+def _malformed(path: Path) -> Iterator[Sighting]:
     """What makes a conversion refuse a file whose names are plain: it may be read in two ways, and
     one was scanned.
     """
@@ -226,7 +226,7 @@ def _malformed(path: Path) -> Iterator[Finding]:
         ):
             return
     except MalformedCheckpoint as error:
-        yield Finding(error.where or "", "", "unknown", f"malformed: {error.what}", 0)
+        yield Sighting(error.where or "", "", "unknown", f"malformed: {error.what}", 0)
     except (
         CheckpointError,
         OSError,
@@ -259,11 +259,11 @@ def _with_items(file: ScannedFile) -> ScannedFile:
         found = tuple(_item_findings(path))
     except (CheckpointError, ValueError) as error:
         what = error.what if isinstance(error, CheckpointError) else "has an impossible file name"
-        found = (Finding("", "", "unknown", f"{what}, so its items were not looked at", 0),)
+        found = (Sighting("", "", "unknown", f"{what}, so its items were not looked at", 0),)
     return replace(file, findings=(*found, *file.findings))
 
 
-def _item_findings(path: Path) -> Iterator[Finding]:
+def _item_findings(path: Path) -> Iterator[Sighting]:
     with closing(place_of(path).open()) as source:
         items = read_metadata(source).items.values()
     places: dict[str, set[tuple[int, int]]] = {}
@@ -274,7 +274,7 @@ def _item_findings(path: Path) -> Iterator[Finding]:
             yield from _range_findings(source, name, wanted - {(0, source.size)})
 
 
-def _range_findings(source: Source, name: str, wanted: set[tuple[int, int]]) -> Iterator[Finding]:
+def _range_findings(source: Source, name: str, wanted: set[tuple[int, int]]) -> Iterator[Sighting]:
     """What lies in ranges of a file that are not archives of their own, which are looked into with
     the file.
     """
@@ -282,7 +282,7 @@ def _range_findings(source: Source, name: str, wanted: set[tuple[int, int]]) -> 
     ranges = sorted(wanted - set(joined_archives(source) if wanted else ()))
     if sum(length for _, length in ranges) > source.size:
         what = "places items on top of each other; none of them was looked at"
-        yield Finding(name, "", "unknown", what, 0)
+        yield Sighting(name, "", "unknown", what, 0)
         return
     for offset, length in ranges:
         scanner.scan(RangeSource(source, offset, length), f"{name}/byte {offset}", 0)

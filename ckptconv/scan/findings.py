@@ -8,7 +8,7 @@ from ckptconv.objects.threats import Level
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Sighting:
     """One thing that a pickle of a file names or does.
 
     `where` is the record, and the stream within it, in which it stands; `name` the global as the

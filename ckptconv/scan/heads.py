@@ -14,8 +14,7 @@ _NUMPY = b"\x93NUMPY"
 
 
 def is_tar_header(block: bytes) -> bool:
-    """Whether a member of a tar file begins so, which `tarfile` knows by the checksum of its header
-    alone.
+    """Whether a member of a tar file begins so; `tarfile` knows it by its checksum alone.
 
     That is the sum of the 512 bytes, those of the checksum itself taken as spaces.
     """
@@ -48,9 +47,7 @@ _INERT = frozenset(("empty file", "git-LFS pointer", "web page", "JSON text", "t
 
 
 def is_inert(kind: str) -> bool:
-    """Whether a file of this kind, without findings, is not a checkpoint: nothing in it can run
-    when it is loaded.
-    """
+    """Whether a file of this kind, without findings, is not a checkpoint: nothing in it can run."""
     return kind in _INERT
 
 

@@ -13,8 +13,9 @@ from ckptconv.support.limits import in_force
 
 @dataclass(slots=True)
 class Room:
-    """How much more work a file of `size` bytes may make: what it has inflated to, and what was
-    followed for nothing.
+    """How much more work a file of `size` bytes may make.
+
+    That is what it has inflated to, and what was followed for nothing.
 
     Records of a broken archive may lie in each other, and pickles may seem to begin anywhere: of a
     small file that is made to, each look would take as long as the last.
@@ -29,21 +30,19 @@ class Room:
     def inflate(
         self, source: Source, offset: int, stored: int, *, pickle: bool
     ) -> tuple[bytes, bool]:
-        """What a deflated run of `stored` bytes inflates to, as far as there is room; and whether
-        that is not all.
-        """
+        """What a deflated run inflates to, as far as there is room; and whether there is more."""
         most = in_force()
         free = most.pickle_free if pickle else most.inflated_free
         left = max(free, most.pickle_ratio * self.size) - (
             self.inflated_pickles if pickle else self.inflated
         )
         limit = min(most.pickle_bytes, max(free, most.pickle_ratio * stored), left)
-        found = inflated_head(source, offset, stored, limit) if limit > 0 else b""
+        inflated = inflated_head(source, offset, stored, limit) if limit > 0 else b""
         if pickle:
-            self.inflated_pickles += len(found)
+            self.inflated_pickles += len(inflated)
         else:
-            self.inflated += len(found)
-        return found, len(found) >= limit
+            self.inflated += len(inflated)
+        return inflated, len(inflated) >= limit
 
     @property
     def is_searched(self) -> bool:

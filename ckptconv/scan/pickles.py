@@ -11,7 +11,7 @@ from ckptconv.pickles.byte_window import Held
 from ckptconv.pickles.tracer import held_bytes, trace_pickle
 from ckptconv.pickles.traces import Named, Trace
 from ckptconv.pickles.watched import ATTRIBUTES, NESTED_LOADERS
-from ckptconv.scan.findings import Finding
+from ckptconv.scan.findings import Sighting
 from ckptconv.scan.heads import (
     BEGINS,
     SHORT,
@@ -24,7 +24,7 @@ class PickleScanner:
     """The pickles that were found in one file so far, and what they name."""
 
     def __init__(self, room: Room) -> None:
-        self.findings: list[Finding] = []
+        self.findings: list[Sighting] = []
         self.pickles = 0
         self._counted: set[tuple[str, int]] = set()
         self._room = room
@@ -34,7 +34,7 @@ class PickleScanner:
         raise NotImplementedError
 
     def _odd(self, where: str, reason: str, at: int = 0) -> None:
-        self.findings.append(Finding(where, "", "unknown", reason, at))
+        self.findings.append(Sighting(where, "", "unknown", reason, at))
 
     def _more_pickles(self, where: str, how: str, at: int = 0) -> None:
         most = in_force().scanned_pickles
@@ -71,8 +71,7 @@ class PickleScanner:
         certain: bool,
         array: bool = False,
     ) -> int:
-        """Follow the pickle at byte `start`, if it is one; the byte behind it, or 0 where there is
-        none.
+        """Follow the pickle at byte `start`, if it is one; the byte behind it, or 0 without one.
 
         What breaks counts as a pickle where it names something dangerous, or is `certain` to be one
         by how it begins. In one that is not, another may lie: 0 too.
@@ -98,7 +97,7 @@ class PickleScanner:
             if trace.broken is not None:
                 self._odd(where, f"the pickle {trace.broken}; what comes before was judged", start)
             self.findings += [
-                Finding(where, "", "dangerous", alarm.reason, alarm.at) for alarm in alarms
+                Sighting(where, "", "dangerous", alarm.reason, alarm.at) for alarm in alarms
             ]
             self._nested(trace, source, where, depth)
         return trace.end if is_passed else 0
@@ -109,13 +108,13 @@ class PickleScanner:
             self._counted.add((where, start))
             self.pickles += 1
 
-    def _judged(self, trace: Trace, where: str) -> list[Finding]:
+    def _judged(self, trace: Trace, where: str) -> list[Sighting]:
         named = [
-            Finding(where, ".".join(name), *_verdict(name, trace), at)
+            Sighting(where, ".".join(name), *_verdict(name, trace), at)
             for name, at in trace.names.items()
         ]
         return named + [
-            Finding(where, ".".join(name), *verdict, at) for name, verdict, at in _misused(trace)
+            Sighting(where, ".".join(name), *verdict, at) for name, verdict, at in _misused(trace)
         ]
 
     def _nested(self, trace: Trace, source: Source, where: str, depth: int) -> None:

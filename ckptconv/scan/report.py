@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ckptconv.scan.files import Finding, Scan, ScannedFile
+from ckptconv.scan.files import Scan, ScannedFile, Sighting
 from ckptconv.scan.heads import is_inert
 from ckptconv.support.errors import printable
 from ckptconv.support.rows import Row
@@ -59,7 +59,7 @@ def scan_lines(scan: Scan) -> Iterator[Row]:
             )
 
 
-def _finding_text(scan: Scan, file: ScannedFile, finding: Finding) -> str:
+def _finding_text(scan: Scan, file: ScannedFile, finding: Sighting) -> str:
     place = (
         [file.path] * (len(scan.files) > 1)
         + [finding.where] * bool(finding.where)

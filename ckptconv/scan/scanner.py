@@ -1,5 +1,4 @@
-"""What the streams in one source name, judged: pickles, and whatever holds pickles, followed
-without executing anything.
+"""What the streams in one source name, judged: nothing in them is executed.
 
 Every source is looked into, whatever it is called: pickles that follow each other, the records of
 zip archives, the members of tar files, pickles and archives that pickles hold as bytes, and the
@@ -17,13 +16,14 @@ import re
 from dataclasses import replace
 from itertools import islice
 
+from ckptconv.formats.npz import holds_numbers
 from ckptconv.formats.safetensors import is_safetensors
 from ckptconv.formats.strangers import STRANGERS
 from ckptconv.formats.torch_tar import is_tar
 from ckptconv.formats.zip_archive import is_zip
 from ckptconv.io.source import MemorySource, Source
 from ckptconv.scan.archives import ArchiveScanner
-from ckptconv.scan.findings import Finding
+from ckptconv.scan.findings import Sighting
 from ckptconv.scan.heads import (
     LZMA,
     is_tar_header,
@@ -44,8 +44,9 @@ _SERIALIZED = re.compile(
     % b"".join(rb"(?:%c|\\u00(?i:%02x))" % (byte, byte) for byte in b":serialized:"),
     re.DOTALL,
 )
-"""The pickles in the JSON of stable-baselines3 (common/save_util.py), which its `load` gives to
-cloudpickle.
+"""The pickles in the JSON of stable-baselines3 (common/save_util.py).
+
+Its `load` gives them to cloudpickle.
 
 Any character of a JSON text may be escaped, and `base64.b64decode` passes over what is not base64.
 """
@@ -75,6 +76,7 @@ class Scanner(ArchiveScanner):
             return "tar"
         if head[4:8] == FLATBUFFER:
             self._flatbuffer(source, where)
+        array = array or holds_numbers(head)
         count = self._pickles(source, numpy_end(head), where, depth, array=array)
         if not depth and b"PK\5\6" in source.read(
             max(0, source.size - _TAIL), min(_TAIL, source.size)
@@ -109,27 +111,28 @@ class Scanner(ArchiveScanner):
         return text_kind(head) or "no pickle"
 
     def _json(self, source: Source, where: str, depth: int) -> None:
-        """Look into the pickles in a text of stable-baselines3; functions in them are byte code, of
-        which nothing is known.
+        """Look into the pickles in a text of stable-baselines3.
+
+        Functions in them are byte code, of which nothing is known.
         """
         limits = in_force()
         most = limits.text_bytes
         texts = (match[1] for match in _SERIALIZED.finditer(source.read(0, min(source.size, most))))
-        found = list(dict.fromkeys(islice(texts, limits.scanned_pickles)))
+        pickles = list(dict.fromkeys(islice(texts, limits.scanned_pickles)))
         if source.size > most:
             self._odd(
                 where, f"is a text of more than {most} bytes; the rest was not looked at", most
             )
         if next(texts, None) is not None:
             self._more_pickles(where, "stand in one text")
-        if found:
-            count = count_text(len(found), "pickle")
+        if pickles:
+            count = count_text(len(pickles), "pickle")
             self._odd(
                 where,
                 f"{count} as base64 text, which stable-baselines3 executes when it loads the file",
             )
         inner = Scanner(self._room)
-        for number, encoded in enumerate(found):
+        for number, encoded in enumerate(pickles):
             with contextlib.suppress(binascii.Error):
                 raw = base64.b64decode(_unescaped(encoded))
                 inner.scan(
@@ -139,9 +142,10 @@ class Scanner(ArchiveScanner):
         self.findings += [_as_function(finding) for finding in inner.findings]
 
 
-def _as_function(finding: Finding) -> Finding:
-    """A name of cloudpickle, where it is what writes functions: unknown, for what they do stands in
-    their byte code.
+def _as_function(finding: Sighting) -> Sighting:
+    """A name of cloudpickle, if it writes functions with it: unknown.
+
+    What they do stands in their byte code.
     """
     if not finding.name.startswith("cloudpickle."):
         return finding

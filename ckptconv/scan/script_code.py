@@ -83,9 +83,9 @@ def old_code_records(model: bytes, name: str, names: Iterable[str], path: Path) 
                 for arena in arenas
                 if isinstance(arena, dict)
             }
-        work += (
-            value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        )
+            work += value.values()
+        elif isinstance(value, list):
+            work += value
     return [other for other in names if other.lower() in found]
 
 

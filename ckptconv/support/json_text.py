@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ckptconv.support.errors import MalformedCheckpoint
+from ckptconv.support.errors import malformed
 
 
 def read_object(raw: bytes, path: Path, where: str) -> dict[str, Any]:
@@ -19,9 +19,9 @@ def read_object(raw: bytes, path: Path, where: str) -> dict[str, Any]:
     try:
         found = json.loads(raw.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise _malformed(path, where, f"is not valid JSON ({error})") from None
+        raise malformed(f"is not valid JSON ({error})", path=path, where=where) from None
     if not isinstance(found, dict):
-        raise _malformed(path, where, "is not a JSON object")
+        raise malformed("is not a JSON object", path=path, where=where)
     return found
 
 
@@ -31,17 +31,13 @@ def refuse_crowded(raw: bytes, path: Path, where: str | None) -> None:
     """
     count = raw.count(b"[") + raw.count(b"{")
     if count > _FREE and count * _BYTES > len(raw):
-        raise _malformed(path, where, f"holds {count} lists and objects in {len(raw)} bytes")
+        raise malformed(
+            f"holds {count} lists and objects in {len(raw)} bytes", path=path, where=where
+        )
 
 
 _BYTES = 12  # for each list or object; the entry of an empty tensor, which has three, takes 50
 _FREE = 100_000  # lists and objects that are never questioned
-
-
-def _malformed(path: Path, where: str | None, what: str) -> MalformedCheckpoint:
-    return MalformedCheckpoint(
-        what, path=path, where=where, hint="the file is damaged, cut off or forged"
-    )
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ckptconv.support.errors import printable
@@ -39,9 +40,11 @@ def seconds_text(seconds: float) -> str:
     ('0.01 s', '1.3 s', '3 s', '12 s', '2 min 5 s', '2 h 1 min')
     """
     if seconds < 59.5:
-        digits = (
-            0 if seconds >= 9.95 or seconds == int(seconds) > 0 else 1 if seconds >= 0.995 else 2
-        )
+        digits = 2
+        if seconds >= 9.95 or seconds == int(seconds) > 0:
+            digits = 0
+        elif seconds >= 0.995:
+            digits = 1
         return f"{max(seconds, 0.01):.{digits}f} s"  # nothing takes no time
     whole = round(seconds)
     if whole < 3600:
@@ -80,6 +83,20 @@ def look_hint(path: Path) -> str:
     """The command that shows what a checkpoint holds; only a file has one of its own."""
     name = f" {quoted(as_argument(path))}" if path.exists() else ""
     return f"see what it holds with: ckptconv inspect{name}"
+
+
+def first_few(names: Sequence[str], most: int, spoken: Callable[[str], str] = printable) -> str:
+    """The first `most` names from a file, each as it is `spoken`; a mark tells if there are more.
+
+    >>> first_few(["a", "b"], 2), first_few(["a", "b", "c"], 2)
+    ('a, b', 'a, b, …')
+    """
+    return ", ".join(map(spoken, names[:most])) + ", …" * (len(names) > most)
+
+
+def first_few_in_short(names: Sequence[str], most: int) -> str:
+    """As `first_few`, but all that is shown is cut at the length of one name."""
+    return printable(", ".join(names[:most])) + ", …" * (len(names) > most)
 
 
 def some_text(names: list[str]) -> str:

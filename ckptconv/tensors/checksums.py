@@ -28,18 +28,14 @@ class Checksums:
         self._copied: dict[int, tuple[Storage, list[tuple[int, int, int]]]] = {}
 
     def read(self, storage: Storage) -> None:
-        """Check a storage, or the one that it is part of, by reading all of it, unless that was
-        done.
-        """
+        """Check a storage, or the one that it is part of, by reading all of it, once."""
         whole = storage.part_of or storage
         if id(whole) not in self._settled:
             self._settled.add(id(whole))
             check_storage(whole, self._meter)
 
     def copied(self, storage: Storage, first: int, nbytes: int, crc: int) -> None:
-        """Note that `nbytes` bytes of a storage, from byte `first` of it on, were copied and have
-        this CRC-32.
-        """
+        """Note that `nbytes` bytes of a storage, from its byte `first` on, have this CRC-32."""
         whole = storage.part_of or storage
         if whole.crc32 is None or id(whole) in self._settled:
             return
@@ -86,26 +82,25 @@ class Checksums:
 
 
 def check_storage(storage: Storage, meter: Meter | None = None) -> None:
-    """Read all of a storage and hold it against its declared CRC-32; `MalformedCheckpoint` when it
-    differs.
+    """Read all of a storage; `MalformedCheckpoint` if it does not have its declared CRC-32.
 
     `meter` counts the bytes that are read.
     """
     if storage.crc32 is None:
         return
-    found = 0
+    crc = 0
     for view in storage.source.stream([(storage.offset, storage.nbytes)]):
-        found = crc32(view, found)
+        crc = crc32(view, crc)
         if meter is not None:
             meter.add(len(view))
-    refuse_crc(storage, found)
+    refuse_crc(storage, crc)
 
 
-def refuse_crc(storage: Storage, found: int) -> None:
-    """Raise `MalformedCheckpoint` unless `found` is the CRC-32 that the record declares."""
-    if storage.crc32 is not None and storage.crc32 != found:
+def refuse_crc(storage: Storage, crc: int) -> None:
+    """Raise `MalformedCheckpoint` unless `crc` is the CRC-32 that the record declares."""
+    if storage.crc32 is not None and storage.crc32 != crc:
         raise MalformedCheckpoint(
-            f"its bytes have the CRC-32 {found:08x}, the archive says {storage.crc32:08x}",
+            f"its bytes have the CRC-32 {crc:08x}, the archive says {storage.crc32:08x}",
             code="checksum",
             path=storage.source.path,
             where=storage.name,

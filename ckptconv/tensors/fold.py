@@ -44,8 +44,9 @@ class RunningCrc:
 
 
 class OddBools:
-    """How many bytes are neither 0 nor 1, as `count`: what such a bool means depends on who reads
-    it.
+    """How many bytes are neither 0 nor 1, as `count`.
+
+    What such a bool means depends on who reads it.
     """
 
     def __init__(self) -> None:

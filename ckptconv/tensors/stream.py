@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 
 def verbatim_range(ref: TensorRef) -> tuple[Storage, int] | None:
-    """The storage and the byte in it from which `ref.nbytes` bytes are just its values in C order,
-    little-endian.
+    """The storage, and the byte in it from which its bytes are just the values in order.
+
+    That means C order, little-endian, `ref.nbytes` bytes.
 
     None where the values must be gathered, swapped, conjugated, negated or put together.
     """
@@ -36,8 +37,7 @@ def verbatim_range(ref: TensorRef) -> tuple[Storage, int] | None:
 
 
 def verbatim_runs(ref: TensorRef) -> list[tuple[Storage, int, int]] | None:
-    """The runs (storage, first byte, bytes) that make up the values in C order, little-endian, one
-    after the other.
+    """The runs (storage, first byte, bytes) that make up the values in C order, little-endian.
 
     As `verbatim_range`, but also for a tensor put together from pieces that follow each other, such
     as shards of rows.
@@ -64,22 +64,28 @@ def verbatim_runs(ref: TensorRef) -> list[tuple[Storage, int, int]] | None:
 
 
 def _is_run(box: Shape, shape: Shape) -> bool:
-    """Whether a box's elements follow each other in the C order of `shape`: ones, then any size,
-    then whole dimensions.
+    """Whether a box's elements follow each other in the C order of `shape`.
+
+    Then it is of ones, then of any size, then of whole dimensions.
     """
     axis = next((axis for axis, size in enumerate(box) if size != 1), len(box))
     return box[axis + 1 :] == shape[axis + 1 :]
 
 
 def iter_chunks(ref: TensorRef) -> Iterator[memoryview]:
-    """The values of `ref` in C order, little-endian, conj and neg bits resolved, in views of about
-    `CHUNK` bytes.
+    """The values of `ref` in C order, little-endian, in views of about `CHUNK` bytes.
+
+    Conj and neg bits are resolved.
 
     A view is valid until the next one is asked for. Memory is bounded by a few chunks, whatever the
     strides.
     """
     if (runs := verbatim_runs(ref)) is not None:
-        yield from _streamed(runs)
+        if len(runs) == 1:
+            [(storage, first, nbytes)] = runs
+            yield from storage.source.stream(((storage.offset + first, nbytes),))
+        else:
+            yield from _streamed(runs)
     elif ref.numel:
         ref = _without_ones(ref) if len(ref.shape) > _ANY_NUMPY else ref
         for start, shape in _blocks(ref.shape, max(1, CHUNK // ref.dtype.itemsize)):
@@ -102,8 +108,9 @@ _ANY_NUMPY = 32  # dimensions that an array has in every numpy; 64 since numpy 2
 
 
 def _without_ones(ref: TensorRef) -> TensorRef:
-    """The same values without the dimensions of size 1; what is left of them would be 2**32 values
-    in 32 dimensions.
+    """The same values without the dimensions of size 1.
+
+    What is left of more than 32 would be 2**32 values and more.
     """
     axes = [axis for axis, size in enumerate(ref.shape) if size != 1]
     pieces = tuple(
@@ -122,8 +129,9 @@ def _of(numbers: Shape, axes: Sequence[int]) -> Shape:
 
 
 def iter_cast_chunks(ref: TensorRef, target: DType, overflowed: list[int]) -> Iterator[memoryview]:
-    """As `iter_chunks`, cast to `target`; the finite values that became infinite or NaN are added
-    to `overflowed[0]`.
+    """As `iter_chunks`, cast to `target`.
+
+    The finite values that became infinite or NaN are added to `overflowed[0]`.
     """
     if target is ref.dtype:
         yield from iter_chunks(ref)
@@ -135,9 +143,7 @@ def iter_cast_chunks(ref: TensorRef, target: DType, overflowed: list[int]) -> It
 
 
 def read_box(ref: TensorRef, start: Shape, shape: Shape) -> Array:
-    """The values of the box of `ref` at `start`, in C order and little-endian, as words of any
-    type.
-    """
+    """The values of the box of `ref` at `start`, in C order, little-endian, as words."""
     return _resolved(ref, _gather(ref, start, shape)).reshape(-1)
 
 
@@ -170,8 +176,9 @@ def _indices(shape: Shape) -> Iterator[Shape]:
 
 
 def _gather(ref: TensorRef, start: Shape, shape: Shape) -> Array:
-    """The box of `ref` at `start` as words of its itemsize, in C order; boxes without a piece are
-    never asked for.
+    """The box of `ref` at `start` as words of its itemsize, in C order.
+
+    Boxes without a piece are never asked for.
     """
     import numpy as np
 
@@ -223,9 +230,7 @@ def _fill(out: Array, piece: Piece, start: Shape, itemsize: int) -> None:
 
 
 def _resolved(ref: TensorRef, values: Array) -> Array:
-    """`values` (raw words as stored) with the byte order, the conj bit and the neg bit taken into
-    account.
-    """
+    """`values` (raw words as stored) with byte order, conj bit and neg bit taken into account."""
 
     word = ref.dtype.word
     if word > 1 and ref.pieces[0].storage.big_endian:

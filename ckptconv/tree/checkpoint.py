@@ -15,8 +15,9 @@ from ckptconv.support.limits import Limits, held, in_force, merged
 from ckptconv.support.showing import html_table, short_repr
 from ckptconv.support.text import count_text, size_text
 from ckptconv.tensors.refs import TensorRef
+from ckptconv.tree.choosing import choose_state_dict
 from ckptconv.tree.containers import Container
-from ckptconv.tree.state_dicts import StateDict, choose_state_dict, find_state_dicts
+from ckptconv.tree.state_dicts import StateDict, find_state_dicts
 from ckptconv.tree.walk import tensors_of
 
 

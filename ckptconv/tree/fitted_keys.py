@@ -8,7 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ckptconv.keys.fitting import Fit, Misshapen, Shape, Shapes, Ties, fit_keys
+from ckptconv.keys.fits import Fit, Misshapen, Shape, Shapes, Ties
+from ckptconv.keys.fitting import fit_keys
 from ckptconv.keys.key_map import KeyMap
 from ckptconv.objects.plain import tensor_form
 from ckptconv.pickles.nodes import Node

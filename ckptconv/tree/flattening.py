@@ -14,6 +14,7 @@ from ckptconv.objects.plain import spoken_name
 from ckptconv.objects.torch_read import is_tensor_call
 from ckptconv.pickles.nodes import Call, Dict, Global, Node
 from ckptconv.support.errors import KeyConflict, RefusedObject, printable
+from ckptconv.support.text import first_few_in_short
 from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.refs import TensorObject, TensorRef
 from ckptconv.tree.settling import Rewritten, Skipped
@@ -101,9 +102,7 @@ def _holds_something(state: Node) -> bool:
 def encoding_notes(flattened: Flattened) -> Iterator[str]:
     """Tell of the tensors that are encoded."""
     if flattened.recipes:
-        names = printable(", ".join([*flattened.recipes][:3])) + ", …" * (
-            len(flattened.recipes) > 3
-        )
+        names = first_few_in_short([*flattened.recipes], 3)
         yield (
             "stored in parts, because safetensors does not have such tensors; ckptconv restores "
             f"them: {names}"
@@ -165,7 +164,9 @@ def _kind(value: Node) -> str:
     name = {Dict: "dict", type(None): "None", Global: "class"}.get(
         type(value), type(value).__name__
     )
-    return name if name == "None" else f"an {name}" if name[0] in "aeiou" else f"a {name}"
+    if name == "None":
+        return name
+    return f"an {name}" if name[0] in "aeiou" else f"a {name}"
 
 
 def _tensor_class(value: Call) -> str:

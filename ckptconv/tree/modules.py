@@ -9,14 +9,14 @@ holds besides is kept in mind as a `Stray`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ckptconv.objects.module_walk import Parts, state_dict_of
 from ckptconv.objects.pickled_modules import child_modules, is_module, saved_tensors
 from ckptconv.pickles.nodes import Call, Node
 from ckptconv.pickles.substitution import calls_of, substituted
-from ckptconv.support.errors import printable
+from ckptconv.support.text import first_few_in_short
 from ckptconv.tree.checkpoint import Checkpoint, Stray
 from ckptconv.tree.stray_tensors import strays_of
 from ckptconv.tree.walk import place_text, walk
@@ -24,11 +24,13 @@ from ckptconv.tree.walk import place_text, walk
 _LISTED = 3
 
 
-def flatten_modules(checkpoint: Checkpoint) -> Checkpoint:
+def flatten_modules(checkpoint: Checkpoint, calls: Iterable[Call] | None = None) -> Checkpoint:
     """The checkpoint with a state dict in the place of every module that holds tensors, and a note
-    that says so.
+    that says so; the tree of the given one stays as it is.
+
+    `calls` are those of its tree, where they are known.
     """
-    if not any(is_module(node) for node in calls_of(checkpoint.root)):
+    if not any(map(is_module, calls_of(checkpoint.root) if calls is None else calls)):
         return checkpoint
     stand_ins: dict[int, Node] = {}
     classes: list[str] = []
@@ -64,7 +66,7 @@ def flatten_modules(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _note(names: Sequence[str]) -> str:
-    listed = printable(", ".join(names[:_LISTED])) + ", …" * (len(names) > _LISTED)
+    listed = first_few_in_short(names, _LISTED)
     count = "1 whole module is read as its state dict"
     if len(names) > 1:
         count = f"{len(names)} whole modules are read as their state dicts"
@@ -75,7 +77,7 @@ def _stray_notes(strays: Sequence[Stray]) -> list[str]:
     paths = [stray.path or "the root" for stray in strays if stray.is_refused]
     if not paths:
         return []
-    listed = printable(", ".join(paths[:_LISTED])) + ", …" * (len(paths) > _LISTED)
+    listed = first_few_in_short(paths, _LISTED)
     return [f"its state dict may lack tensors outside parameters and buffers: {listed}"]
 
 

@@ -8,11 +8,12 @@ over a tensor. What a call is can so be told only when its stream was read to th
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ckptconv.objects.torch_read import Window, tensor_of_storage
 from ckptconv.pickles.nodes import ABSENT, Call, Node
-from ckptconv.pickles.substitution import calls_of, containers, substituted
+from ckptconv.pickles.substitution import containers, substituted
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef
 from ckptconv.tree.checkpoint import Checkpoint
 
@@ -23,14 +24,13 @@ _VARIABLES = ("torch.autograd.variable.Variable", "torch.autograd.Variable")
 _PARAMETER = "torch.nn.parameter.Parameter"
 
 
-def complete_tensors(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with tensors in the place of the calls that make one; the same one where there
-    are none.
+def complete_tensors(checkpoint: Checkpoint, calls: Sequence[Call]) -> Checkpoint:
+    """The checkpoint with tensors in the place of those of its calls that make one; the same one
+    where there are none.
 
     Raises `MalformedCheckpoint` where such a tensor reaches beyond its storage.
     """
     stand_ins: dict[int, Node] = {}
-    calls = list(calls_of(checkpoint.root))
     for kind in (_from_state, _wrapped):  # a Parameter is made of a tensor
         for call in calls:
             if (made := kind(call, stand_ins)) is not None:

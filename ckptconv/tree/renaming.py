@@ -53,7 +53,7 @@ def rename_state_dicts(
         if keys.new != keys.old or keys.filled:
             new, values = with_filled(item, keys)
             overlay[id(item.node)] = renamed_in_place(
-                replace(item, values=values), new, keys.module_paths
+                replace(item, values=values), new, keys.renamed_modules
             )
     return tuple(renamed), skipped
 
@@ -115,11 +115,9 @@ def excluded(item: StateDict, keys: KeyMap, fit_to: KeyTarget | None) -> list[Sk
 
 def _reason(at: int, keys: KeyMap, fit_to: KeyTarget | None) -> str:
     """Why the key of this number was left out; what no rule left out the fitting did."""
-    return (
-        keys.why[at]
-        if at in keys.why
-        else f"are not in {printable(fit_to.name if fit_to else 'the target')}"
-    )
+    if at in keys.why:
+        return keys.why[at]
+    return f"are not in {printable(fit_to.name if fit_to else 'the target')}"
 
 
 def renamed_keys(item: StateDict, keys: KeyMap, unheld: Collection[str] = ()) -> RenamedKeys:
@@ -134,7 +132,10 @@ def renamed_keys(item: StateDict, keys: KeyMap, unheld: Collection[str] = ()) ->
         if "".join(keys.old).isprintable()
         else tuple(key for key in keys.old if not key.isprintable())
     )
-    storages = [id(ref.storage if ref.is_view else ref) for _, ref in item.tensors()]
+    storages = [
+        id(pieces[0].storage) if len(pieces := ref.pieces) == 1 else id(ref)
+        for _, ref in item.tensors()
+    ]
     shared = len(storages) - len(set(storages))
     mapped = lambda: _mapped_keys(item, keys, unheld)  # noqa: E731
     return RenamedKeys(

@@ -6,21 +6,20 @@ error lists the choices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 from ckptconv.objects.held_tensors import holds_tensors
-from ckptconv.pickles.nodes import Call, Dict, Node, attributes, children, mapping_pairs, spoken
+from ckptconv.pickles.nodes import Call, Dict, Node, attributes, children, mapping_pairs
 from ckptconv.support.errors import AmbiguousStateDict, KeyConflict, printable
 from ckptconv.support.showing import html_table, short_repr
-from ckptconv.support.text import count_text, look_hint, part_text, quoted
+from ckptconv.support.text import count_text, first_few, look_hint, part_text, quoted
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tree.candidates import (
     Candidate,
-    Holder,
     Pairs,
     Survey,
     dict_pairs,
@@ -30,7 +29,7 @@ from ckptconv.tree.candidates import (
     tells_of_wrappers,
 )
 from ckptconv.tree.labels import names_average
-from ckptconv.tree.producers import Producer, averages_weights, producer_in
+from ckptconv.tree.producers import averages_weights
 from ckptconv.tree.walk import (
     PLAIN,
     Place,
@@ -39,7 +38,6 @@ from ckptconv.tree.walk import (
     labels_of,
     place_text,
     tensor_of,
-    walk,
 )
 
 _LISTED = 8
@@ -158,84 +156,18 @@ def find_state_dicts(root: Node) -> list[StateDict]:
     """The state dicts of a tree, by content: those that come first, and the others that look like a
     module's.
     """
-    found = survey(root)
-    best, _ = found.ranked()
-    return [_state_dict(item) for item in found.candidates if item in best or item.is_module]
+    surveyed = survey(root)
+    best, _ = surveyed.ranked()
+    return [state_dict_at(item) for item in surveyed.candidates if item in best or item.is_module]
 
 
-def choose_state_dict(root: Node, only: str | None, path: Path) -> StateDict:
-    """The state dict at the path `only`, or the one that is the model; `AmbiguousStateDict` where
-    that is not told.
-    """
-    part = _part_at(root, only, path)
-    found = survey(part.node)
-    if part.own_only:
-        return _own_of(part, found, path)
-    if only is None and (loaded := _loaded_by_framework(root, found)) is not None:
-        return loaded
-    best, lesser = found.ranked()
-    if len(best) == 1:
-        _refuse_loss(best[0], found, part.path, path)
-        return _state_dict(best[0])
-    if not best and (bare := _bare_tensors(part.node)) is not None:
-        return bare
-    if best:
-        also = [item for item in lesser if item.is_module]
-        names = [_joined(part.path, item.path) for item in (*best, *also)]
-        raise AmbiguousStateDict(
-            f"holds {len(names)} state dicts: {_listed_parts(names)}",
-            path=path,
-            hint=_choice(names),
-        )
-    raise _no_state_dict(part, found, only, path)
-
-
-def _no_state_dict(part: _Part, found: Survey, only: str | None, path: Path) -> AmbiguousStateDict:
-    """The error about a part without a state dict: what it is instead, and what could be taken."""
-    what, hint = "no state dict (a dict of named tensors) was found in it", look_hint(path)
-    if type(part.node) in PLAIN:
-        what = f"is {spoken(part.node)}, and holds no tensors"
-    elif (whose := only_training_state(part.node)) is not None:
-        what = f"holds only {whose} state: no weights"
-    elif lists := list(_lists_of_tensors(part)):
-        hint = _choice(lists)
-    return AmbiguousStateDict(what, path=path, where=only, hint=hint)
-
-
-def _lists_of_tensors(part: _Part) -> Iterator[str]:
-    """The paths of the lists below a part that hold nothing but tensors, as an average of
-    parameters may be.
-    """
-    for place, node in walk(part.node):
-        if place is not None and type(node) in (list, tuple) and _bare_tensors(node) is not None:
-            yield _joined(part.path, place_text(place))
-
-
-def only_training_state(root: Node) -> str | None:
-    """Whose state all tensors of a tree are (``an optimizer's``); None where there are weights, or
-    no tensors.
-
-    A tensor by itself is nobody's.
-    """
-    if (
-        is_tensor(root)
-        or survey(root).holders
-        or not any(is_tensor(node) for _, node in walk(root))
-    ):
-        return None
-    labels = {
-        key for _, node in walk(root) for key, _ in mapping_pairs(node) or () if type(key) is str
-    }
-    return "an optimizer's" if "param_groups" in labels else "a training's"
-
-
-def _state_dict(item: Candidate, notes: tuple[str, ...] = ()) -> StateDict:
+def state_dict_at(item: Candidate, notes: tuple[str, ...] = ()) -> StateDict:
     own = item.own
     pairs = item.pairs if own is None else [item.pairs[index] for index in own]
     keys = tuple([key if type(key) is str else label_text(key) for key, _ in pairs])
     if item.beside and any(
         id(holder) in item.beside
-        for holder in (item.node, *(place[2] for place in _chain(item.place)))
+        for holder in (item.node, *(place[2] for place in chain_of(item.place)))
     ):
         notes = (*notes, "a dict contains itself, or one that it is in; that is left out")
     return StateDict(
@@ -243,38 +175,8 @@ def _state_dict(item: Candidate, notes: tuple[str, ...] = ()) -> StateDict:
     )
 
 
-def _loaded_by_framework(root: Node, found: Survey) -> StateDict | None:
-    """What the framework that wrote a checkpoint loads of it itself, with a note on what else could
-    be meant.
-
-    Not where tensors stand above it: no framework puts weights there.
-    """
-    producer = producer_in(root)
-    if producer is None or producer.loads is None:
-        return None
-    item = next((item for item in found.candidates if item.path == producer.loads), None)
-    if item is None or any(holder.node is root for holder in found.left_by(item)):
-        return None
-    others = [other.path for other in found.candidates if other is not item]
-    return _state_dict(item, tuple(_framework_notes(producer, root, others)))
-
-
-def _framework_notes(producer: Producer, root: Node, others: Sequence[str]) -> Iterator[str]:
-    name = printable(producer.loads or "")
-    what = "the averaged weights" if averages_weights(root) else "the model"
-    if others:
-        yield (
-            f"{name} is taken, where {producer.name} has {what}, not {_listed_parts(others)} "
-            "(--only PATH takes another)"
-        )
-    elif averages_weights(root):
-        yield f"{name} holds {what}, as {producer.name} saves them"
-
-
-def _bare_tensors(node: Node) -> StateDict | None:
-    """A state dict for a tensor that stands by itself, or for a list of nothing but tensors; None
-    for anything else.
-    """
+def bare_tensors(node: Node) -> StateDict | None:
+    """A state dict for a lone tensor, or for a list of nothing but tensors; None for the rest."""
     if is_tensor(node):
         note = "it is one tensor, not a state dict: its key is 'tensor'"
         return StateDict("", Dict([("tensor", node)]), ("tensor",), (node,), (note,))
@@ -291,91 +193,24 @@ def _bare_tensors(node: Node) -> StateDict | None:
 # ----------------------------------------------------------------------------------------- refusing
 
 
-def _refuse_loss(chosen: Candidate, found: Survey, base: str, path: Path) -> None:
-    """Refuse a choice that leaves out what somebody may want.
-
-    That is what stands above it, is more than it has, looks like a module's or like a copy of it,
-    may be another part of the same model (Megatron nests embedding, encoder and output layer), or
-    is an average.
-    """
-    left = found.left_by(chosen)
-    others = [item for item in found.candidates if item is not chosen]
-    count = sum(len(holder.labels) for holder in left)
-    packed = [
-        item
-        for item in found.holders
-        if item.node is not chosen.node and chosen.holds(item.place, item.node)
-    ]
-    if (
-        count <= chosen.count + sum(len(holder.labels) for holder in packed)
-        and not any(
-            item.is_module or item.shares_keys(chosen) or _is_beside(item, chosen)
-            for item in others
-        )
-        and not any(_stands_above(holder, chosen) or _is_average(holder) for holder in left)
-    ):
-        return
-    names = [_joined(base, item.path) for item in (chosen, *others)]
-    examples = _examples(left, base)
-    what = (
-        f"taking its state dict at {part_text(names[0])} would leave out "
-        f"{count_text(count, 'other tensor')}: {examples}"
-    )
-    raise AmbiguousStateDict(what, path=path, hint=_choice(names))
-
-
-def _is_beside(item: Candidate, chosen: Candidate) -> bool:
-    """Whether a candidate is under the same label of the root as the chosen one, which stands
-    deeper than that.
-    """
-    labels = labels_of(chosen.place)
-    return len(labels) > 1 and labels_of(item.place)[:1] == labels[:1]
-
-
-def _stands_above(holder: Holder, chosen: Candidate) -> bool:
-    """Whether tensors stand in a dict that the candidate's is in, or in a list there."""
-    node = holder.node
-    if type(node) in (list, tuple) and holder.place is not None:
-        node = holder.place[2]
-    return any(place[2] is node for place in _chain(chosen.place))
-
-
-def _is_average(holder: Holder) -> bool:
-    labels = [*holder.labels, *(place[1] for place in _chain(holder.place))]
-    return any(type(label) is str and names_average(label) for label in labels)
-
-
-def _chain(place: Place) -> Iterator[tuple[Place, Node, Node]]:
+def chain_of(place: Place) -> Iterator[tuple[Place, Node, Node]]:
     while place is not None:
         yield place
         place = place[0]
 
 
-def _examples(left: Sequence[Holder], base: str) -> str:
-    places = [
-        place_text((holder.place, label, holder.node))
-        for holder in left
-        for label in holder.labels[:_LISTED]
-    ]
-    return _listed([f"{base}.{name}" if base else name for name in places], 3)
-
-
-def _joined(base: str, path: str) -> str:
+def joined(base: str, path: str) -> str:
     if not base or not path:
         return base or path or "."
     return f"{base}." if path == "." else f"{base}.{path}"
 
 
-def _listed(names: Sequence[str], most: int = _LISTED) -> str:
-    return ", ".join(printable(name) for name in names[:most]) + ", …" * (len(names) > most)
-
-
-def _listed_parts(names: Sequence[str]) -> str:
+def listed_parts(names: Sequence[str]) -> str:
     """Paths of state dicts in prose, the tensors at the root counted among them."""
-    return ", ".join(map(part_text, names[:_LISTED])) + ", …" * (len(names) > _LISTED)
+    return first_few(names, _LISTED, part_text)
 
 
-def _choice(names: Sequence[str]) -> str:
+def choice_of_parts(names: Sequence[str]) -> str:
     more = ", …" * (len(names) > _LISTED)
     return (
         f"choose one: {' or '.join(f'--only {quoted(name)}' for name in names[:_LISTED])}{more} "
@@ -386,10 +221,8 @@ def _choice(names: Sequence[str]) -> str:
 # ------------------------------------------------------------------------------------ parts by path
 
 
-class _Part(NamedTuple):
-    """A part of a tree that was named: its path from the root, and whether only its own tensors are
-    meant.
-    """
+class FoundPart(NamedTuple):
+    """A named part of a tree: its path, and whether only its own tensors are meant."""
 
     path: str
     node: Node
@@ -402,23 +235,23 @@ def find(root: Node, path: str, file: Path) -> Node:
     With a dot at its end, a dict of just the tensors that stand there; ``ema`` is the average,
     whatever it is called.
     """
-    part = _part_at(root, path, file)
+    part = part_at(root, path, file)
     if not part.own_only:
         return part.node
-    found = _own_of(part, survey(part.node), file)
-    return own_node(found)
+    state_dict = own_of(part, survey(part.node), file)
+    return own_node(state_dict)
 
 
-def _part_at(root: Node, only: str | None, file: Path) -> _Part:
+def part_at(root: Node, only: str | None, file: Path) -> FoundPart:
     if not only or only == ".":
-        return _Part("", root, only == ".")
+        return FoundPart("", root, only == ".")
     path = only.removesuffix(".")
-    found = _at(root, path)
-    is_no_part = found is None or type(found[0]) in PLAIN
+    reached = _at(root, path)
+    is_no_part = reached is None or type(reached[0]) in PLAIN
     if path == "ema" and is_no_part and (average := _average(root, file)) is not None:
-        path, found = average[0], (average[1],)
-    if found is not None:
-        return _Part(path, found[0], only.endswith("."))
+        path, reached = average[0], (average[1],)
+    if reached is not None:
+        return FoundPart(path, reached[0], only.endswith("."))
     known = [printable(label_text(label)) for label, _ in children(root)][:12]
     raise AmbiguousStateDict(
         f"there is nothing at '{printable(only)}'",
@@ -442,17 +275,17 @@ def _at(root: Node, path: str) -> tuple[Node] | None:
 
 
 def _average(root: Node, file: Path) -> tuple[str, Node] | None:
-    """The part with the averaged weights: the one with tensors nearest to the root of whose label
-    ``ema`` is a word.
-    """
+    """The part with the averaged weights: nearest to the root with ``ema`` in its label."""
     if averages_weights(root) and (node := _at(root, "state_dict")) is not None:
         return "state_dict", node[0]
-    found = [(len(labels_of(place)), place_text(place), node) for place, node in _averages(root)]
-    nearest = [item for item in found if item[0] == min(depth for depth, _, _ in found)]
+    averages = [(len(labels_of(place)), place_text(place), node) for place, node in _averages(root)]
+    nearest = [item for item in averages if item[0] == min(depth for depth, _, _ in averages)]
     if len(nearest) > 1:
         names = [name for _, name, _ in nearest]
         raise AmbiguousStateDict(
-            f"holds {len(nearest)} averages: {_listed(names)}", path=file, hint=_choice(names)
+            f"holds {len(nearest)} averages: {first_few(names, _LISTED)}",
+            path=file,
+            hint=choice_of_parts(names),
         )
     return nearest[0][1:] if nearest else None
 
@@ -462,7 +295,7 @@ def _averages(root: Node) -> list[tuple[Place, Node]]:
     parts: dict[int, tuple[Place, Node]] = {}
     for holder in survey(root).holders:
         node, outermost = holder.node, None
-        for place in _chain(holder.place):
+        for place in chain_of(holder.place):
             if type(place[1]) is str and names_average(place[1]):
                 outermost = place, node
             node = place[2]
@@ -471,51 +304,59 @@ def _averages(root: Node) -> list[tuple[Place, Node]]:
     return list(parts.values())
 
 
-def _own_of(part: _Part, found: Survey, file: Path) -> StateDict:
+def own_of(part: FoundPart, surveyed: Survey, file: Path) -> StateDict:
     """The tensors that stand in the dict of a part itself."""
-    item = next((item for item in found.found if item.place is None), None)
+    item = next((item for item in surveyed.found if item.place is None), None)
     if item is None:
         what = "no named tensors lie in it" if part.path else "no named tensors lie at its root"
         raise AmbiguousStateDict(what, path=file, where=part.path or None, hint=look_hint(file))
-    return _state_dict(item)
+    return state_dict_at(item)
 
 
 # ----------------------------------------------------------------------------------------- new keys
 
 
-def own_node(found: StateDict) -> Node:
+RenamedModules = Callable[[Iterable[str]], Iterable[tuple[str, str]]]
+"""From the module paths of a `_metadata` to each with a new name of it, in their new order."""
+
+
+def own_node(state_dict: StateDict) -> Node:
     """The node of a state dict by itself: without what stands beside it in its dict."""
-    if found.own is None:
-        return found.node
-    pairs = dict_pairs(found.node) or ()
-    return _like(found.node, [pairs[index] for index in found.own])
+    if state_dict.own is None:
+        return state_dict.node
+    pairs = dict_pairs(state_dict.node) or ()
+    return _like(state_dict.node, [pairs[index] for index in state_dict.own])
 
 
 def renamed_state_dict(
-    found: StateDict, keys: tuple[str | None, ...], module_paths: Callable[[str], tuple[str, ...]]
+    state_dict: StateDict,
+    keys: tuple[str | None, ...],
+    modules: RenamedModules,
 ) -> Node:
-    """A node of the state dict alone, like `found.node`, whose i-th key is `keys[i]` (None: left
-    out).
+    """A node of the state dict alone, whose i-th key is `keys[i]` (None: left out).
 
-    Its `_metadata` follows: `module_paths` gives the new names of a module, one, or several where
-    ones that had become one are told apart again.
+    Its `_metadata` follows: `modules` gives the module paths with their new names, in order; one
+    has several where ones that had become one are told apart again.
     """
-    pairs = [(new, value) for new, value in zip(keys, found.values, strict=True) if new is not None]
-    return _with_metadata(_like(found.node, pairs), module_paths)
+    pairs = [
+        (new, value) for new, value in zip(keys, state_dict.values, strict=True) if new is not None
+    ]
+    return _with_metadata(_like(state_dict.node, pairs), modules)
 
 
 def renamed_in_place(
-    found: StateDict, keys: tuple[str | None, ...], module_paths: Callable[[str], tuple[str, ...]]
+    state_dict: StateDict,
+    keys: tuple[str | None, ...],
+    modules: RenamedModules,
 ) -> Node:
-    """As `renamed_state_dict`, with what stands beside the state dict in its dict still where it
-    was.
+    """As `renamed_state_dict`; what stands beside the state dict in its dict stays there.
 
     Raises `KeyConflict` when a new key is the label of something else that stands there.
     """
-    if found.own is None:
-        return renamed_state_dict(found, keys, module_paths)
-    before = dict_pairs(found.node) or ()
-    mine = set(found.own)
+    if state_dict.own is None:
+        return renamed_state_dict(state_dict, keys, modules)
+    before = dict_pairs(state_dict.node) or ()
+    mine = set(state_dict.own)
     others = {
         key for index, (key, _) in enumerate(before) if index not in mine and type(key) is str
     }
@@ -523,11 +364,11 @@ def renamed_in_place(
         raise KeyConflict(
             "a key would get this name, but something else beside it has it already", where=taken
         )
-    renamed = list(zip(keys, found.values, strict=True))
-    own = dict(zip(found.own, renamed, strict=False))
+    renamed = list(zip(keys, state_dict.values, strict=True))
+    own = dict(zip(state_dict.own, renamed, strict=False))
     pairs = [own.get(index, pair) for index, pair in enumerate(before)]
     kept = [pair for index, pair in enumerate(pairs) if index not in mine or pair[0] is not None]
-    return _with_metadata(_like(found.node, [*kept, *renamed[len(own) :]]), module_paths)
+    return _with_metadata(_like(state_dict.node, [*kept, *renamed[len(own) :]]), modules)
 
 
 def _like(node: Node, pairs: Pairs) -> Node:
@@ -542,16 +383,17 @@ def _like(node: Node, pairs: Pairs) -> Node:
     return made
 
 
-def _with_metadata(made: Node, module_paths: Callable[[str], tuple[str, ...]]) -> Node:
+def _with_metadata(made: Node, modules: RenamedModules) -> Node:
     if (metadata := metadata_of(made)) is None or (entries := mapping_pairs(metadata)) is None:
         return made
-    renamed = {
+    versions = {key: value for key, value in entries if type(key) is str}
+    renamed: dict[str, Node] = {}
+    met: set[str] = set()
+    for key, name in modules(versions):
+        value = versions[key]
         # each module has a version of its own
-        name: Dict(list(value.pairs)) if index and type(value) is Dict else value
-        for key, value in entries
-        if type(key) is str
-        for index, name in enumerate(module_paths(key))
-    }
+        renamed[name] = Dict(list(value.pairs)) if key in met and type(value) is Dict else value
+        met.add(key)
     copy: Node = Dict() if type(metadata) is Dict else Call(metadata.func, ())
     copy.pairs = list(renamed.items())
     made.state = Dict(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckptconv.pickles.nodes import Node
-from ckptconv.support.errors import RefusedObject, printable
+from ckptconv.support.errors import RefusedObject
+from ckptconv.support.text import first_few
 from ckptconv.tree.checkpoint import Checkpoint, Stray
 from ckptconv.tree.settling import Skipped, Unknown
 from ckptconv.tree.walk import walk
@@ -30,8 +31,8 @@ def settle_strays(checkpoint: Checkpoint, part: Node, unknown: Unknown) -> tuple
 
 
 def _refusal(refused: Sequence[Stray], *, script: bool) -> RefusedObject:
-    first, others = refused[0], [printable(stray.path or "the root") for stray in refused[1:]]
-    more = ", ".join(others[:_LISTED]) + ", …" * (len(others) > _LISTED)
+    first, others = refused[0], [stray.path or "the root" for stray in refused[1:]]
+    more = first_few(others, _LISTED)
     return RefusedObject(
         f"{first.reason}; the state dict would lack it"
         + f" (and {len(others)} more: {more})" * bool(others),

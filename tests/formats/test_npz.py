@@ -115,6 +115,14 @@ def test_opening_reads_headers_and_no_values(save, tmp_path, monkeypatch):
     assert sum(read) < 300_000  # the directory is looked for in 64 KiB
 
 
+def test_a_header_of_two_reads_is_read_whole(tmp_path):
+    long = GOOD.replace("\n", " " * 3000 + "\n")
+    for deflated in (False, True):
+        path = archive(tmp_path, ("a.npy", with_header(long, bytes(8))), deflated=deflated)
+        with open_checkpoint(path) as opened:
+            assert [ref.shape for _, ref in opened.tensors()] == [(2,)]
+
+
 def test_inspect_says_that_numpy_opens_it_anywhere_and_doctor_offers_a_torch_file(tmp_path):
     np.savez(tmp_path / "in.npz", w=np.ones(3, "f4"))
     with open_checkpoint(tmp_path / "in.npz") as opened:
@@ -163,6 +171,15 @@ def test_scan_judges_the_pickles_of_arrays_of_objects(save, tmp_path, monkeypatc
     save(tmp_path / "good.npz", ok=np.ones(2), other=np.arange(100))
     assert scan_checkpoint(tmp_path / "good.npz").level == "plain"
     assert not (tmp_path / "ran").exists()
+
+
+def test_numbers_that_read_as_a_pickle_by_chance_are_not_one(tmp_path):
+    numbers = np.frombuffer(b"\x80\x02X\xff\xff\xff\x7f".ljust(16, b"a"), np.uint8)
+    named = np.frombuffer(b"cos\nsystem\n.".ljust(16), np.uint8)
+    np.savez(tmp_path / "in.npz", numbers=numbers)
+    np.savez(tmp_path / "named.npz", named=named)
+    assert scan_checkpoint(tmp_path / "in.npz").level == "plain"
+    assert scan_checkpoint(tmp_path / "named.npz").level == "dangerous"
 
 
 GOOD = "{'descr': '<f4', 'fortran_order': False, 'shape': (2,), }\n"

@@ -8,6 +8,7 @@ import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from ckptconv import (
     open_checkpoint,
     plan_conversion,
 )
+from ckptconv.formats import registry
 from ckptconv.tensors.stream import iter_chunks
 from helpers.reads import counted_reads
 
@@ -70,6 +72,14 @@ def test_one_tensor_is_read_without_looking_at_the_others(kind, tmp_path):
         with counted_reads() as reads:
             assert b"".join(map(bytes, iter_chunks(ref))) == struct.pack("<f", 200.0) * (BYTES // 4)
     assert len(reads) <= 3 and reads.nbytes <= BYTES + 200
+
+
+def test_one_walk_tells_what_there_is_to_do(tmp_path):
+    """The rest of an opening goes by what that walk found: ranks, old tensors, whole modules."""
+    path = saved("zip", tmp_path, 3)
+    with patch.object(registry, "calls_of", Mock(side_effect=registry.calls_of)) as walked:
+        open_checkpoint(path).close()
+    assert walked.call_count == 1
 
 
 # -------------------------------------------------------------------------------- what is held back

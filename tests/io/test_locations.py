@@ -1,4 +1,4 @@
-"""Places: the promises of every kind, and what links and rights make of local ones."""
+"""Places, by the promises that hold for every kind, and what links make of local ones."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptconv import fit_keys
-from ckptconv.keys.fitting import Candidates, Fit, Misshapen, Shapes
+from ckptconv.keys.fits import Candidates, Fit, Misshapen, Shapes
 from ckptconv.support.errors import LimitExceeded
 from helpers.paths import DATA
 

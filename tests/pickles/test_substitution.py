@@ -30,7 +30,9 @@ def test_a_node_is_replaced_wherever_it_stands():
     assert pairs["list"] == ["new", 2]
     assert pairs["tuple"] == ("new", ("new",))
     assert pairs["new"] == "key" and pairs["one"] == "new"
-    assert (holder.args, holder.items, holder.pairs, holder.state) == (
+    call = pairs["call"]
+    assert (call.func, call.args, call.items, call.pairs, call.state) == (
+        SET,
         ("new", 1),
         ["new"],
         [("k", "new")],
@@ -39,14 +41,24 @@ def test_a_node_is_replaced_wherever_it_stands():
     assert replaced(old, old, "new") == "new"
 
 
-def test_shared_tuples_stay_one_object_and_untouched_ones_the_same():
-    old, other = Call(SET, ()), (1, 2)
+def test_shared_containers_stay_one_object_and_untouched_ones_the_same():
+    old, other, plain = Call(SET, ()), (1, 2), Dict([("k", "v")])
     shared = (old, other)
-    root = [shared, {"no": "node"}, (shared,), other]
-    replaced(root, old, "new")
+    root = replaced([shared, plain, (shared,), other], old, "new")
     assert root[0] == ("new", (1, 2))
     assert root[0] is root[2][0]
-    assert root[0][1] is other and root[3] is other
+    assert root[0][1] is other and root[3] is other and root[1] is plain
+
+
+def test_the_tree_stays_as_it_was():
+    old = Call(SET, ())
+    inner, holder = [old], Call(SET, (old,))
+    holder.state = Dict([("k", old), ("inner", inner)])
+    root = Dict([("a", inner), ("b", (holder,))])
+    made = replaced(root, old, "new")
+    assert made is not root and dict(made.pairs)["a"] == ["new"]
+    assert inner == [old] and holder.args == (old,) and holder.state.pairs[0] == ("k", old)
+    assert [value for _, value in root.pairs] == [inner, (holder,)]
 
 
 def test_containers_that_hold_themselves_are_entered_once():
@@ -54,7 +66,7 @@ def test_containers_that_hold_themselves_are_entered_once():
     root: list = [old]
     inner = (root, old)
     root.append(inner)
-    replaced(root, old, "new")
+    root = replaced(root, old, "new")
     assert root[0] == "new" and root[1][0] is root and root[1][1] == "new"
 
 
@@ -67,7 +79,7 @@ def test_tuples_within_tuples_take_one_step_each(order):
         chain.append((chain[-1],))
     root = chain[::order]
     begin = time.perf_counter()
-    replaced(root, old, "new")
+    root = replaced(root, old, "new")
     assert time.perf_counter() - begin < 2
     node = root[0] if order < 0 else root[-1]
     for _ in range(20_000):
@@ -81,7 +93,7 @@ def test_tuples_that_double_are_entered_once():
     for _ in range(60):
         node = (node, node)
     root = [node]
-    replaced(root, old, "new")
+    root = replaced(root, old, "new")
     node = root[0]
     for _ in range(60):
         assert node[0] is node[1]

@@ -17,8 +17,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ckptconv import convert_checkpoint, load_portable, open_checkpoint
+from ckptconv.objects.pickled_modules import is_module
 from ckptconv.support.errors import LimitExceeded, RefusedObject
 from ckptconv.tensors.refs import TensorRef
+from ckptconv.tree.modules import flatten_modules
 from helpers import oracle
 from helpers.program import run
 
@@ -284,3 +286,12 @@ def test_inspect_says_that_a_whole_module_does_not_open_everywhere(tmp_path):
     assert "holds a whole module, which needs its class to load" in document["verdict"]
     assert run("convert", "model.pt", "OUT.pt", cwd=tmp_path).exit == 0  # the remedy that it names
     assert run("inspect", "OUT.pt", "--json", cwd=tmp_path).json()["portable"] is True
+
+
+def test_the_tree_with_the_module_in_it_stays_as_it_was(tmp_path):
+    torch.save({"nets": [nn.Linear(2, 2)], "epoch": 3}, tmp_path / "in.pt")
+    with open_checkpoint(tmp_path / "in.pt", whole_modules=True) as whole:
+        before = dict(whole.root.pairs)["nets"][0]
+        flat = flatten_modules(whole)
+        assert is_module(before) and dict(whole.root.pairs)["nets"][0] is before
+        assert flat.modules == 1 and [item.path for item in flat.state_dicts()] == ["nets.0"]

@@ -8,13 +8,13 @@ whole tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from ckptconv.formats.folders.dtensors import Shard, is_shard, read_shard, refuse_flat
-from ckptconv.pickles.nodes import Node
-from ckptconv.pickles.substitution import calls_of, substituted
+from ckptconv.pickles.nodes import Call, Node
+from ckptconv.pickles.substitution import substituted
 from ckptconv.support.errors import (
     CheckpointError,
     IncompleteCheckpoint,
@@ -53,20 +53,17 @@ class _Rank:
         return next(iter(self.shards.values()))[1].mesh.rank
 
 
-def has_shards(checkpoint: Checkpoint) -> bool:
-    """Whether a file holds shards of tensors, as each rank's of several does."""
-    return any(is_shard(call) for call in calls_of(checkpoint.root))
+def has_shards(calls: Iterable[Call]) -> bool:
+    """Whether some of the calls of a file are shards of tensors, as in each rank's of several."""
+    return any(map(is_shard, calls))
 
 
 def join_ranks(opened: Sequence[Checkpoint]) -> Checkpoint:
-    """The checkpoint that files of ranks are together; a single file without shards is given back
-    as it is.
+    """The checkpoint that files of ranks are together; each must hold shards.
 
     Raises `UnsupportedCheckpoint` when ranks are missing (and says which), `MalformedCheckpoint`
     when the files are not those of one checkpoint.
     """
-    if len(opened) == 1 and not has_shards(opened[0]):
-        return opened[0]
     ranks = [_read(checkpoint) for checkpoint in opened]
     for rank in ranks:
         if not rank.shards:
@@ -96,7 +93,7 @@ def _as_one(ranks: Sequence[_Rank], stand_ins: dict[int, Node]) -> Checkpoint:
     return replace(
         first,
         container=_of_ranks(first.container, len(ranks)),
-        root=substituted(first.root, list(ranks[0].holders), stand_ins),
+        root=substituted(first.root, ranks[0].holders, stand_ins),
         nbytes=sum(rank.checkpoint.nbytes for rank in ranks),
         notes=tuple(notes),
         sources=tuple(source for rank in ranks for source in rank.checkpoint.sources),

@@ -1,0 +1,78 @@
+"""A conversion as data: what is converted, where to and how; it is planned where it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckptconv.convert.execute import ConversionResult, execute_plan
+from ckptconv.convert.options import Options, Request
+from ckptconv.convert.plan import ConversionPlan
+from ckptconv.convert.planner import plan_conversion, request_of
+from ckptconv.convert.targets import check_place, keeps_modules
+from ckptconv.formats.registry import Named, open_checkpoint
+from ckptconv.io.destination import check_output
+from ckptconv.support.limits import Limits, held, in_force
+from ckptconv.support.progress import OnProgress
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One conversion. It holds no open file, so it can be pickled and run in another process.
+
+    `source` is a file, a folder, or the files of all ranks; `tag` picks a step of a folder of
+    several. `options` are the words of the command line, or the `Request` that they stand for.
+    Files that the words name (rules, other checkpoints) are read where the job runs. `force`,
+    `fsync` and `verify` are as in `convert_checkpoint`. `limits` are those under which all of it
+    happens (by default those in force where the job is made).
+    """
+
+    source: Named
+    output: str | os.PathLike[str]
+    options: Options | Request = field(default_factory=Options)
+    tag: str | None = None
+    force: bool = False
+    fsync: bool = True
+    verify: bool = False
+    limits: Limits = field(default_factory=in_force)
+
+    def request(self) -> Request:
+        """What the options stand for."""
+        return self.options if isinstance(self.options, Request) else request_of(self.options)
+
+    def check_output(self, request: Request) -> None:
+        """Raise `OutputRefused` where the output, or the mapping beside it, may not be made.
+
+        Shards are looked at when it is known which there will be.
+        """
+        if request.max_shard_size is None:
+            check_place(self.output, request.to, force=self.force)
+        if request.save_mapping is not None:
+            check_output(Path(request.save_mapping), force=self.force)
+
+    @contextlib.contextmanager
+    def planned(self, request: Request) -> Iterator[ConversionPlan]:
+        """The plan of the conversion; the source is open within the block."""
+        whole = keeps_modules(self.output, request)
+        with (
+            held(self.limits),
+            open_checkpoint(self.source, tag=self.tag, whole_modules=whole) as checkpoint,
+        ):
+            yield plan_conversion(checkpoint, self.output, request)
+
+    def run(self, on_progress: OnProgress | None = None) -> ConversionResult:
+        """Convert; raises `CheckpointError`, and leaves nothing behind then."""
+        with held(self.limits):
+            request = self.request()
+            self.check_output(request)
+            with self.planned(request) as plan:
+                return execute_plan(
+                    plan,
+                    force=self.force,
+                    fsync=self.fsync,
+                    verify=self.verify,
+                    on_progress=on_progress,
+                )

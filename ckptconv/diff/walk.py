@@ -1,0 +1,233 @@
+"""Two trees walked together: which keys, shapes, dtypes and values differ, but for the bytes."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ckptconv.diff.difference import Changed, Reshaped
+from ckptconv.objects.encodings import flat
+from ckptconv.objects.plain import plain_form, tensor_form
+from ckptconv.objects.torch_read import Window
+from ckptconv.pickles.nodes import (
+    Call,
+    Dict,
+    Global,
+    Node,
+    PersistentId,
+    attributes,
+    children,
+    mapping_pairs,
+)
+from ckptconv.support.errors import (
+    LimitExceeded,
+)
+from ckptconv.support.limits import in_force
+from ckptconv.tensors.dtypes import UINT8
+from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, whole_storage
+from ckptconv.tree.walk import label_text
+
+Labelled = dict[tuple[str, str, int], tuple[str, Node]]
+"""What a container holds: each child, by the type of its label, the text of it, and a number."""
+_SHOWN = 60  # characters of a plain value in a report
+
+
+@dataclass(slots=True)
+class Differences:
+    """What the walk has met: differences, and the tensors whose values are still to be compared."""
+
+    only_a: list[str] = field(default_factory=list)
+    only_b: list[str] = field(default_factory=list)
+    dtypes: list[Changed] = field(default_factory=list)
+    shapes: list[Reshaped] = field(default_factory=list)
+    locations: list[Changed] = field(default_factory=list)
+    others: list[Changed] = field(default_factory=list)
+    pairs: list[tuple[str, TensorRef, TensorRef]] = field(default_factory=list)
+    tensors: int = 0
+
+    def compare(self, path: str, ours: Node, theirs: Node, *, ignore_dtype: bool) -> None:
+        """Compare two leaves by all but the values of tensors."""
+        if type(ours) is TensorRef and type(theirs) is TensorRef:
+            self._tensors(path, ours, theirs, ignore_dtype=ignore_dtype)
+        elif not _same_leaf(ours, theirs):
+            self.others.append(Changed(path, _spoken(ours), _spoken(theirs)))
+
+    def _tensors(
+        self, path: str, ours: TensorRef, theirs: TensorRef, *, ignore_dtype: bool
+    ) -> None:
+        self.tensors += 1
+        if ours.dtype is not theirs.dtype:
+            self.dtypes.append(Changed(path, ours.dtype.name, theirs.dtype.name))
+        if ours.shape != theirs.shape:
+            self.shapes.append(Reshaped(path, tuple(ours.shape), tuple(theirs.shape)))
+        if (tags := _tags(ours, theirs)) is not None:
+            self.locations.append(Changed(path, *tags))
+        if (
+            ours.shape == theirs.shape
+            and (ours.dtype is theirs.dtype or ignore_dtype)
+            and ours.numel
+        ):
+            self.pairs.append((path, ours, theirs))
+
+
+def _tags(ours: TensorRef, theirs: TensorRef) -> tuple[str, str] | None:
+    """The device tags of two tensors, where they differ."""
+    if not ours.pieces or not theirs.pieces or ours.location == theirs.location:
+        return None
+    return ours.location, theirs.location
+
+
+def walk_together(
+    first: Node, second: Node, differences: Differences
+) -> Iterator[tuple[str, Node, Node]]:
+    """The leaves that stand at one path in both trees; `differences` gets what stands in one only.
+
+    A pair of containers that was met before, as shared and cyclic ones are, is not entered again.
+    """
+    work = [("", first, second)]
+    most = in_force().compared_pairs
+    met: set[tuple[int, int]] = set()
+    alive: list[Node] = []  # plain forms are made here, and told apart by their addresses
+    while work:
+        path, ours, theirs = work.pop()
+        ours, theirs = _forms(ours, theirs)
+        inside, other = _inside(ours), _inside(theirs)
+        if inside is None or other is None or _kind(ours) != _kind(theirs):
+            yield path, ours, theirs
+            continue
+        if (id(ours), id(theirs)) in met:
+            continue
+        met.add((id(ours), id(theirs)))
+        alive += (ours, theirs)
+        if len(met) > most:
+            what = f"more than {most} pairs of containers would have to be compared"
+            raise LimitExceeded(what, limit="compared_pairs", allowed=most)
+        work.extend(reversed(list(_entries_of_both(path, inside, other, differences))))
+
+
+def _entries_of_both(
+    path: str, inside: Labelled, other: Labelled, differences: Differences
+) -> Iterator[tuple[str, Node, Node]]:
+    unclear = _unclear(inside, other)
+    for label, (text, value) in inside.items():
+        shown = _joined(path, _told_apart(label, text) if text in unclear else text)
+        if label in other:
+            yield shown, value, other[label][1]
+        else:
+            differences.only_a.append(shown)
+    for label, (text, _) in other.items():
+        if label not in inside:
+            differences.only_b.append(
+                _joined(path, _told_apart(label, text) if text in unclear else text)
+            )
+
+
+def _unclear(inside: Labelled, other: Labelled) -> set[str]:
+    """The texts that stand for keys of several types: 0 and '0'."""
+    kinds: dict[str, str] = {}
+    return {text for kind, text, _ in (*inside, *other) if kinds.setdefault(text, kind) != kind}
+
+
+def _told_apart(label: tuple[str, str, int], text: str) -> str:
+    """The text of a label in a way that shows its type."""
+    kind = label[0]
+    if kind == "str":
+        return repr(text)
+    return text if kind == "int" else f"{text} ({kind})"
+
+
+def _joined(path: str, label: str) -> str:
+    return f"{path}.{label}" if path else label
+
+
+def _forms(ours: Node, theirs: Node) -> tuple[Node, Node]:
+    """Both nodes in the form in which they are compared.
+
+    A number of numpy is a tensor beside a tensor.
+    """
+    ours, theirs = (_tensor_of(ours) or ours), (_tensor_of(theirs) or theirs)
+    if type(ours) is TensorRef and type(theirs) is Call:
+        theirs = tensor_form(theirs) or theirs
+    if type(theirs) is TensorRef and type(ours) is Call:
+        ours = tensor_form(ours) or ours
+    return _form(ours), _form(theirs)
+
+
+def _tensor_of(node: Node) -> TensorRef | None:
+    """The tensor that a leaf is, carries, or stands for."""
+    if type(node) is TensorObject:
+        return node.tensor
+    if type(node) is Storage:
+        dtype = node.dtype or UINT8
+        return whole_storage(node, 0, node.nbytes, UINT8 if node.nbytes % dtype.itemsize else dtype)
+    if type(node) is Window:
+        dtype = node.dtype or UINT8
+        return whole_storage(
+            node.storage, node.start * dtype.itemsize, node.stop * dtype.itemsize, dtype
+        )
+    return None
+
+
+def _form(node: Node) -> Node:
+    """A call as the plain value that it stands for, or as the tensors that it is made of."""
+    if type(node) is not Call:
+        return node
+    if (pairs := mapping_pairs(node)) is not None:
+        others = [(name, value) for name, value in attributes(node) if name != "_metadata"]
+        return Dict([*pairs, *([("<attributes>", Dict(others))] if others else [])])
+    if (plain := plain_form(node)) is not node:
+        return plain
+    if (made := flat("", node)) is not None:
+        recipes = json.dumps(made.recipes, sort_keys=True)
+        return Dict(
+            [*((name.lstrip("."), ref) for name, ref in made.tensors), ("encoding", recipes)]
+        )
+    return node
+
+
+def _kind(node: Node) -> str:
+    """What sort of container a node is; two of different sorts are not entered."""
+    return f"object of {node.name}" if type(node) is Call else type(node).__name__.lower()
+
+
+def _inside(node: Node) -> Labelled | None:
+    """What a container holds, by what tells the children apart; None for a leaf.
+
+    Each child comes with the text of its label.
+    """
+    if type(node) not in (Dict, list, tuple, Call, PersistentId):
+        return None
+    held: Labelled = {}
+    met: Counter[tuple[str, str]] = Counter()  # keys that are containers have one label
+    for label, child in children(node):
+        text = label_text(label)
+        at = type(label).__name__, text
+        held[(*at, met[at])] = text, child
+        met[at] += 1
+    return held
+
+
+def _same_leaf(ours: Node, theirs: Node) -> bool:
+    if type(ours) is not type(theirs):
+        return False
+    if type(ours) is Global:
+        return bool(ours.path == theirs.path)
+    if type(ours) in (float, complex):
+        return repr(ours) == repr(theirs)  # NaN is NaN, and 0.0 is not -0.0
+    return type(ours) in _PLAIN and bool(ours == theirs)
+
+
+_PLAIN = (str, int, bool, bytes, type(None))
+
+
+def _spoken(node: Node) -> str:
+    """A value as a report names it."""
+    if type(node) is TensorRef:
+        return f"{node.dtype.name} {list(node.shape)}"
+    if type(node) is Global:
+        return f"the name {node.path}"
+    if node is None or type(node) in (*_PLAIN, float, complex):
+        return label_text(node)[:_SHOWN] if type(node) in (int, bytes) else repr(node)[:_SHOWN]
+    return _kind(node)

@@ -1,0 +1,208 @@
+"""The parts of a checkpoint's tree, as far as they are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ckptconv.inspect.inspection import Part, TensorFacts
+from ckptconv.keys.key_map import find_wrappers
+from ckptconv.pickles.nodes import Call, Dict, Global, Node, children, mapping_pairs, spoken
+from ckptconv.tensors.refs import Storage, TensorRef
+from ckptconv.tree.state_dicts import StateDict
+from ckptconv.tree.walk import PLAIN, label_text, tensor_of, walk
+
+_VALUE_LENGTH = 60
+# levels of modules that are shown more for the wrappers around them; training wraps five times
+_DEEPEST_WRAPPERS = 50
+
+
+def tensor_facts(path: str, key: str | None, ref: TensorRef) -> TensorFacts:
+    return TensorFacts(path, key, ref.dtype.name, tuple(ref.shape), ref.location, ref.nbytes)
+
+
+def _tensor_part(name: str, ref: TensorRef) -> Part:
+    return Part(
+        name, _kind(ref), 1, ref.nbytes, tensor=tensor_facts(name, None, ref), sort="tensor"
+    )
+
+
+class PartTree(NamedTuple):
+    """What the parts of a tree are shown with: its state dicts by node, the plain forms of objects.
+
+    With `is_bare`, there are no tensors in it: then dicts of plain values are shown too.
+    """
+
+    found: Mapping[int, StateDict]
+    overlay: Mapping[int, Node]
+    is_bare: bool = False
+
+
+def refs_of(node: Node, overlay: Mapping[int, Node]) -> list[TensorRef]:
+    """The tensors in a node, numpy's arrays among them."""
+    return [ref for _, inner in walk(node, overlay) if (ref := tensor_of(inner)) is not None]
+
+
+def bare_storages(node: Node, overlay: Mapping[int, Node]) -> list[Storage]:
+    """The storages that stand in a node without a tensor over them, as in a quantized tensor."""
+    return [inner for _, inner in walk(node, overlay) if type(inner) is Storage]
+
+
+def part_of_tree(name: str, node: Node, tree: PartTree, depth: int, shown: set[int]) -> Part:
+    if id(node) in shown:
+        return Part(
+            name, f"{_kind(node)}, shared with a part above", 0, 0, (), None, *_sort(node), True
+        )
+    if type(node) in (Dict, list, Call):
+        shown.add(id(node))
+    item = tree.found.get(id(node))
+    if item is not None and item.own is None:
+        return _state_dict_part(name, item, tree, depth)
+    node = tree.overlay.get(id(node), node)
+    if (ref := tensor_of(node)) is not None:
+        return _tensor_part(name, ref)
+    refs = _held(node, tree.overlay)
+    pairs = mapping_pairs(node)
+    inside = depth > 0 and pairs is not None and (bool(refs) or tree.is_bare)
+    own = set(() if item is None else item.own or ())
+    beside = (
+        [part for index, part in enumerate(children(node)) if index not in own] if inside else []
+    )
+    parts = [
+        part_of_tree(label_text(label), child, tree, depth - 1, shown) for label, child in beside
+    ]
+    if item is not None and inside:
+        parts.insert(0, _state_dict_part(".", item, tree, depth))
+    return Part(name, _kind(node), len(refs), _nbytes(refs), tuple(parts), None, *_sort(node))
+
+
+_Held = Sequence[TensorRef | Storage]
+_Entry = tuple[str, Node, _Held]
+"""A key of a state dict, what it leads to, and the tensors in that: itself, or its components."""
+
+
+def _state_dict_part(name: str, item: StateDict, tree: PartTree, depth: int) -> Part:
+    plain = (
+        (key, tree.overlay.get(id(value), value))
+        for key, value in zip(item.keys, item.values, strict=True)
+    )
+    held = ((key, value, _held(value, tree.overlay)) for key, value in plain)
+    named = [entry for entry in held if entry[2]]
+    modules = _modules(
+        named, depth and depth + min(len(find_wrappers(item.telling_keys)), _DEEPEST_WRAPPERS)
+    )
+    refs = _all_held(named)
+    size = _nbytes(refs)
+    return Part(
+        name, "state dict", len(refs), size, modules, sort="state dict", length=len(item.keys)
+    )
+
+
+def _held(node: Node, overlay: Mapping[int, Node]) -> _Held:
+    if (ref := tensor_of(node)) is not None:
+        return (ref,)
+    return () if type(node) in PLAIN else [*refs_of(node, overlay), *bare_storages(node, overlay)]
+
+
+def _all_held(named: Sequence[_Entry]) -> list[TensorRef | Storage]:
+    return [held for _, _, all_held in named for held in all_held]
+
+
+def _nbytes(held: _Held) -> int:
+    """The bytes of the values, views of the same bytes and storages counted once."""
+    refs = [item for item in held if type(item) is TensorRef]
+    views = {
+        (id(ref.storage), ref.storage_offset, ref.shape, ref.stride): ref.nbytes
+        for ref in refs
+        if ref.is_view
+    }
+    bare = {id(item): item.nbytes for item in held if type(item) is Storage}
+    return (
+        sum(views.values())
+        + sum(bare.values())
+        + sum(ref.nbytes for ref in refs if not ref.is_view)
+    )
+
+
+def _modules(named: Sequence[_Entry], depth: int) -> tuple[Part, ...]:
+    """The tensors of a state dict grouped by the leading segments of their keys."""
+    if depth <= 0:
+        return ()
+    groups: dict[str, list[_Entry]] = {}
+    for key, node, refs in named:
+        head, _, rest = key.partition(".")
+        groups.setdefault(head, []).append((rest, node, refs))
+    return tuple(_module(head, group, depth) for head, group in groups.items())
+
+
+def _module(head: str, group: Sequence[_Entry], depth: int) -> Part:
+    refs = _all_held(group)
+    if len(group) == 1 and not group[0][0]:
+        if (ref := tensor_of(group[0][1])) is not None:
+            return _tensor_part(head, ref)
+        return Part(
+            head, _entry_kind(group[0][1]), len(refs), _nbytes(refs), (), None, *_sort(group[0][1])
+        )
+    return Part(head, "module", len(group), _nbytes(refs), _modules(group, depth - 1))
+
+
+def _entry_kind(node: Node) -> str:
+    """What a key leads to; of an object that is a tensor to its library, its class."""
+    if (
+        type(node) is Call
+        and node.name == "torch._tensor._rebuild_from_type_v2"
+        and type(node.args[1]) is Global
+    ):
+        return str(node.args[1].path)
+    return _PACKED.get(node.name, _kind(node)) if type(node) is Call else _kind(node)
+
+
+_PACKED = {
+    "torch._utils._rebuild_qtensor": "quantized tensor",
+    "torch._utils._rebuild_sparse_tensor": "sparse tensor",
+}
+
+
+def _kind(node: Node) -> str:
+    if (ref := tensor_of(node)) is not None:
+        return f"{ref.dtype.name} {list(ref.shape)} on {ref.location}"
+    if type(node) is Call and mapping_pairs(node) is None:
+        return node.name
+    if (pairs := mapping_pairs(node)) is not None:
+        names = {key for key, _ in pairs if type(key) is str}
+        return "optimizer" if {"state", "param_groups"} <= names else f"dict of {len(pairs)}"
+    if type(node) in (list, tuple):
+        return f"{type(node).__name__} of {len(node)}"
+    if type(node) is Global:
+        return f"the name {node.path}"
+    if type(node) is Storage:
+        return f"storage of {node.nbytes} bytes on {node.location}"
+    if type(node) in (str, int, float, complex, bool, bytes):
+        return f"{type(node).__name__} {label_text(node)[:_VALUE_LENGTH]}"
+    return spoken(node)
+
+
+def _sort(node: Node) -> tuple[str, int | None, str | int | float | bool | None]:
+    """The sort of a node in a word, how many items it has, its value if it is plain or a name."""
+    pairs = mapping_pairs(node)
+    if pairs is not None:
+        names = {key for key, _ in pairs if type(key) is str}
+        return "optimizer" if {"state", "param_groups"} <= names else "dict", len(pairs), None
+    if type(node) in (list, tuple):
+        return type(node).__name__, len(node), None
+    if type(node) is Storage:
+        return "storage", node.nbytes, None
+    if type(node) is Call:
+        return "object", None, node.name
+    if type(node) is Global:
+        return "name", None, node.path
+    if node is None or tensor_of(node) is not None:
+        return "none" if node is None else "tensor", None, None
+    if type(node) in (bool, float) or (type(node) is int and node.bit_length() <= _LONGEST_INT):
+        return type(node).__name__, None, node
+    if type(node) in (str, int, complex, bytes):
+        return type(node).__name__, None, label_text(node)[:_VALUE_LENGTH]
+    return "object", None, spoken(node)
+
+
+_LONGEST_INT = 64  # bits; longer ones are texts, for few readers of JSON take them

@@ -1,0 +1,89 @@
+"""What fitting keys to a target gives: which key becomes which, and what is left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+from ckptconv.support.showing import html_table, short_repr
+
+Shape = tuple[int, ...] | None
+"""The shape of the tensor under a key; None where it is not known or there is no tensor: it fits
+every shape.
+"""
+Shapes = Mapping[str, Shape]
+Ties = Sequence[Sequence[str]]
+"""The keys of a target that are names of one tensor, group by group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Misshapen:
+    """A target key and the source key that has its name but another shape."""
+
+    key: str
+    source_key: str
+    source: Shape
+    target: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """A target key that nothing was assigned to, and the source keys that come nearest to it."""
+
+    key: str
+    source_keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Fit:
+    """What happened to each key: `renames` maps each matched source key to its target key, even if
+    both are the same.
+
+    `missing` are the target keys that nothing was assigned to; `ambiguous` are those of them that
+    several source keys could be meant for, `nearest` those for which something similar is left.
+    `unexpected` are the source keys that are left over, and `mismatched` those of the right name
+    and another shape. `filled` maps target keys that the source lacks to the source key of another
+    name of the same tensor. `how` says in a word or two what the renaming is.
+    """
+
+    how: str
+    renames: Mapping[str, str]
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    mismatched: tuple[Misshapen, ...] = ()
+    ambiguous: tuple[Candidates, ...] = ()
+    nearest: tuple[Candidates, ...] = ()
+    filled: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def covers(self) -> bool:
+        """Whether every key of the target is met exactly once, in its shape, or filled."""
+        return not (self.missing or self.mismatched)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the target is covered and no key of the source is left over."""
+        return self.covers and not self.unexpected
+
+    def _counts(self) -> list[tuple[str, int]]:
+        named = ("renames", "filled", "missing", "unexpected", "mismatched", "ambiguous")
+        return [(name, len(getattr(self, name))) for name in named if getattr(self, name)]
+
+    @property
+    def _verdict(self) -> str:
+        if self.fits:
+            return "fits"
+        return "covers" if self.covers else "does not fit"
+
+    def __repr__(self) -> str:
+        counts = (f"{count:,} {name}" for name, count in self._counts())
+        return short_repr("Fit", self._verdict, self.how, *counts)
+
+    def _repr_html_(self) -> str:
+        pairs = ((key, "→", new) for key, new in self.renames.items())
+        lists = (
+            (("missing", "", key) for key in self.missing),
+            (("unexpected", "", key) for key in self.unexpected),
+        )
+        return html_table(f"{self._verdict}: {self.how}", chain(*lists, pairs))

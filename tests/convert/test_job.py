@@ -1,0 +1,54 @@
+"""Jobs: a conversion as data, which runs in this process and in others alike."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+
+from ckptconv import CheckpointError, KeyRules, Options, OutputRefused, limits
+from ckptconv.convert.job import Job
+from helpers.paths import SAMPLES
+
+SOURCE = SAMPLES / "ddp_cuda3.pt"
+
+
+def test_a_job_in_another_process_writes_the_same_bytes(tmp_path):
+    options = Options(dtype="f16", keys=KeyRules("module"), exclude="*.num_batches_tracked")
+    job = Job(str(SOURCE), tmp_path / "there.safetensors", options, verify=True, fsync=False)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        there = pool.submit(job.run).result()
+    here = Job(SOURCE, tmp_path / "here.safetensors", options, verify=True, fsync=False).run()
+    written = (tmp_path / "here.safetensors").read_bytes()
+    assert (tmp_path / "there.safetensors").read_bytes() == written
+    assert there.verified == here.verified == 8
+    assert there.plan.casts == here.plan.casts and there.plan.output == job.output
+
+
+def test_a_job_is_equal_to_itself_after_a_pickle(tmp_path):
+    with limits(depth=7):
+        job = Job(SOURCE, tmp_path / "out.pt", Options(rename="a.=b."), tag="5", force=True)
+    again = pickle.loads(pickle.dumps(job))
+    assert again == job and again.limits.depth == 7
+
+
+def test_the_limits_of_a_job_are_those_under_which_it_was_made(tmp_path):
+    with limits(nodes=10):
+        job = Job(SOURCE, tmp_path / "out.pt")
+    with pytest.raises(CheckpointError, match="limit nodes=10"):
+        job.run()
+    assert list(tmp_path.iterdir()) == []
+    assert Job(SOURCE, tmp_path / "out.pt", fsync=False).run().plan.to == "torch"
+
+
+def test_a_job_whose_output_is_there_is_refused_before_its_source_is_opened(tmp_path):
+    (tmp_path / "out.pt").write_bytes(b"mine")
+    with pytest.raises(OutputRefused, match="exists"):
+        Job(tmp_path / "missing.pt", tmp_path / "out.pt").run()
+    (tmp_path / "map.json").write_bytes(b"mine too")
+    mapped = Options(save_mapping=tmp_path / "map.json")
+    with pytest.raises(OutputRefused, match=r"map\.json"):
+        Job(SOURCE, tmp_path / "new.pt", mapped).run()
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["map.json", "out.pt"]

@@ -1,0 +1,69 @@
+"""Containers: each format says itself what its container can hold, and nobody asks for its name."""
+
+from __future__ import annotations
+
+import ast
+import pickle
+from importlib import import_module
+
+import pytest
+import torch
+
+from ckptconv import inspect_checkpoint, open_checkpoint
+from ckptconv.tree.containers import UNKNOWN, Container
+from helpers.house import MODULES, package_of
+
+CONTAINERS = {
+    f"{module}.{name}": value
+    for module in MODULES
+    if package_of(module) == "formats"
+    for name, value in vars(import_module(f"ckptconv.{module}")).items()
+    if isinstance(value, Container) and value is not UNKNOWN
+}
+
+
+def test_no_two_containers_are_called_alike_but_for_megatrons_dcp():
+    names = [value.name for value in {id(value): value for value in CONTAINERS.values()}.values()]
+    assert sorted({name for name in names if names.count(name) > 1}) == ["DCP"]
+    assert len(names) >= 12
+
+
+@pytest.mark.parametrize("what", CONTAINERS)
+def test_who_opens_a_container_is_known_and_what_only_torch_can_say_is_torchs(what):
+    found = CONTAINERS[what]
+    assert found.by
+    assert not found.weights_only or (found.by == "torch.load" and not found.torch_says)
+    assert not found.is_usual or not found.why_not
+
+
+def test_a_checkpoint_has_a_format_as_text_and_facts_go_through_pickles(tmp_path):
+    torch.save({"w": torch.ones(2)}, tmp_path / "in.pt")
+    with open_checkpoint(tmp_path / "in.pt") as opened:
+        assert opened.format == "torch zip" and type(opened.format) is str
+        assert opened.opening.by == "torch.load" and opened.opening.anywhere
+        facts = inspect_checkpoint(opened)
+    again = pickle.loads(pickle.dumps(facts))
+    assert (again.format, again.opening) == (facts.format, facts.opening)
+
+
+def parsed_formats(tree: ast.Module) -> list[str]:
+    """Where the name of a container is compared or looked into."""
+    found = []
+    for node in ast.walk(tree):
+        parts = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            parts = [node.func.value] if node.func.attr in ("startswith", "endswith") else []
+        found += [
+            ast.unparse(node)
+            for part in parts
+            if isinstance(part, ast.Attribute) and part.attr in ("format", "source_format")
+        ]
+    return found
+
+
+def test_no_module_looks_into_the_name_of_a_container():
+    assert {
+        module: found for module, tree in MODULES.items() if (found := parsed_formats(tree))
+    } == {}
+    parsed = parsed_formats(ast.parse('a.format == "x" or b.format.startswith("torch")'))
+    assert len(parsed) == 2
