@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from helpers.figures import figure, pytest_terminal_summary  # noqa: F401 (pytest finds them here)
+from helpers.hostile_generator import GENERATOR
 from helpers.paths import CORPUS, PRODUCED, SAMPLES
 from helpers.program import close_servers
 
@@ -135,6 +136,20 @@ def write_worlds(folder: Path) -> None:
     for process in running:
         out, _ = process.communicate(timeout=120)
         assert process.returncode == 0, out.decode()[-3000:]
+
+
+@pytest.fixture(scope="session")
+def hostile(made_once) -> Path:
+    """The folder of hostile files that the generator writes."""
+    if not GENERATOR.is_file():
+        pytest.skip("the generator of hostile files is not here (CKPTCONV_BADCASES)")
+    command = [sys.executable, str(GENERATOR)]
+    return made_once(
+        "hostile",
+        lambda folder: subprocess.run(
+            [*command, folder], cwd=folder, check=True, capture_output=True
+        ),
+    )
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 LONG = ("tests/trust",)
-"""Thousands of hostile files, which take longer than all the rest; `make test` runs them."""
+"""Hostile files and long proofs; `make test` runs a sample of them, `make trust` the rest."""
 TOOLS = ("pytest", "pytest-xdist", "hypothesis", "pyyaml")
 
 

@@ -13,8 +13,6 @@ import json
 import pickle
 import random
 import re
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -22,7 +20,6 @@ from typing import Any
 
 import pytest
 
-from helpers.hostile_generator import GENERATOR
 from helpers.program import SAMPLES, Finished, assert_one_error
 from hostile.cases import GENERATED, GOOD, OUTPUTS, ZEROS, Case, bad
 from hostile.families import NEIGHBOURS
@@ -38,17 +35,6 @@ TELLING = ("note", "warning")
 
 
 # ------------------------------------------------------------------------------------------ running
-
-
-@pytest.fixture(scope="session")
-def hostile(made_once) -> Path:
-    """The folder of generated files."""
-    return made_once("hostile", generate)
-
-
-def generate(folder: Path) -> None:
-    """Run the script that writes them."""
-    subprocess.run([sys.executable, GENERATOR, folder], cwd=folder, check=True, capture_output=True)
 
 
 @pytest.fixture(scope="session")
