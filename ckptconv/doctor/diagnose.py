@@ -35,8 +35,8 @@ from ckptconv.support.errors import (
 )
 from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.progress import Meter, OnProgress
-from ckptconv.tensors.checksums import check_storage
-from ckptconv.tensors.nonfinite import count_nonfinite
+from ckptconv.tensors.fold import fold_all
+from ckptconv.tensors.nonfinite import nonfinite_counters
 from ckptconv.tree.fitted_keys import KeyTarget
 from ckptconv.tree.labels import may_be_infinite
 from ckptconv.tree.modules import flatten_modules
@@ -217,19 +217,17 @@ def _read_values(case: Case, tell: OnProgress | None) -> list[Symptom]:
     mask.
     """
     refs = dict(case.checkpoint.tensors())
-    storages = {
-        id(piece.storage): piece.storage for ref in refs.values() for piece in ref.pieces
-    }.values()
-    checked = sum(storage.nbytes for storage in storages if storage.crc32 is not None)
-    numbers = sum(ref.nbytes for ref in refs.values() if ref.dtype.kind in ("float", "complex"))
-    meter = Meter("read", checked + numbers, tell)
     try:
-        for storage in storages:
-            check_storage(storage, meter)
-        counted = {path: count_nonfinite(ref, meter) for path, ref in refs.items()}
-        meter.finish()
+        counters = fold_all(
+            refs.values(), nonfinite_counters, lambda nbytes: Meter("read", nbytes, tell)
+        )
     except CheckpointError as error:
         return [_damaged(error)]
+    counted = {
+        path: counter.nonfinite
+        for path, counted_by in zip(refs, counters, strict=True)
+        for counter in counted_by
+    }
     nan = {path: count.nan for path, count in counted.items() if count.nan}
     infinite = {path: count.infinite for path, count in counted.items() if count.infinite}
     weights = {

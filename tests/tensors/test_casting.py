@@ -288,7 +288,7 @@ def test_casting_warns_of_nothing_and_keeps_little_memory(target: DType) -> None
 
 def test_importing_the_module_imports_neither_numpy_nor_torch() -> None:
     program = (
-        "import sys, ckptconv.casting; print(sorted({'numpy', 'ml_dtypes', 'torch'} & "
+        "import sys, ckptconv.tensors.casting; print(sorted({'numpy', 'ml_dtypes', 'torch'} & "
         "set(sys.modules)))"
     )
     done = subprocess.run(
