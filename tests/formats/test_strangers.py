@@ -99,7 +99,6 @@ STRANGERS = {
         "is a Keras model",
     ),
     "array.npy": (NPY, "is a numpy array file"),
-    "arrays.npz": (archive(weight_npy=NPY, bias_npy=NPY), "without a data.pkl"),
     "documents.zip": (archive(notes_txt=b"hello"), "without a data.pkl"),
     "no_records.zip": (archive(), "is an empty zip archive"),
     "script.pt": (

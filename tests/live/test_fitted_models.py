@@ -161,7 +161,7 @@ def test_a_removed_and_a_reshaped_tensor_are_refused_by_name(family, wrapping, t
 @each_family
 def test_a_model_that_is_named_is_built_without_memory(family, tmp_path, monkeypatch):
     (tmp_path / f"named_{family}.py").write_text(
-        f"import families\ndef build():\n    return families.build({family!r})\n"
+        f"from helpers import families\ndef build():\n    return families.build({family!r})\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     expected = {
@@ -182,7 +182,7 @@ def test_what_save_pretrained_leaves_out_is_filled(family, tmp_path, monkeypatch
     with safe_open(tmp_path / "hub" / "model.safetensors", "pt") as file:
         assert len(file.keys()) < len(model.state_dict()), "a tied name is left out"
     (tmp_path / f"tied_{family}.py").write_text(
-        f"import families\ndef build():\n    return families.build({family!r})\n"
+        f"from helpers import families\ndef build():\n    return families.build({family!r})\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     torch.save(families.build(family, 3).state_dict(), tmp_path / "like.pt")
