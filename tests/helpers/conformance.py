@@ -531,8 +531,8 @@ class DestinationConformance(ABC):
     def test_what_is_there_is_replaced_with_force_only(self, tmp_path):
         old, new = self.content(1), self.content(2)
         self.put(tmp_path, old)
-        with pytest.raises(OutputRefused, match="exists"):
-            self.put(tmp_path, new)
+        with pytest.raises(OutputRefused, match="exists"), self.destination(tmp_path):
+            raise AssertionError("it is refused before any work")
         assert self.found(tmp_path) == old
         self.put(tmp_path, new, force=True)
         assert self.found(tmp_path) == new
