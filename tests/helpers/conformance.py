@@ -93,6 +93,10 @@ class SourceConformance(ABC):
     def source(self, room: Path, content: bytes) -> Source:
         """A source of these bytes."""
 
+    def again(self, room: Path, content: bytes) -> Source:
+        """What `source` made last, opened once more."""
+        return self.source(room, content)
+
     def change(self, room: Path) -> None:
         """Have somebody else write to what `source` made last."""
         raise NotImplementedError
@@ -181,6 +185,13 @@ class SourceConformance(ABC):
             source.read(0, 10)
             assert source.fingerprint() == before == pickle.loads(pickle.dumps(before))
             assert hash(before) == hash(source.fingerprint())
+
+    def test_the_same_bytes_opened_again_have_the_same_fingerprint(self, tmp_path):
+        with (
+            closing(self.source(tmp_path, BYTES)) as source,
+            closing(self.again(tmp_path, BYTES)) as again,
+        ):
+            assert again.fingerprint() == source.fingerprint()
 
     def test_other_bytes_have_another_fingerprint(self, tmp_path):
         for name in ("one", "two"):
@@ -520,8 +531,8 @@ class DestinationConformance(ABC):
     def test_what_is_there_is_replaced_with_force_only(self, tmp_path):
         old, new = self.content(1), self.content(2)
         self.put(tmp_path, old)
-        with pytest.raises(OutputRefused, match="exists"):
-            self.put(tmp_path, new)
+        with pytest.raises(OutputRefused, match="exists"), self.destination(tmp_path):
+            raise AssertionError("it is refused before any work")
         assert self.found(tmp_path) == old
         self.put(tmp_path, new, force=True)
         assert self.found(tmp_path) == new

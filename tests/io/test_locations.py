@@ -13,6 +13,7 @@ from ckptconv.io.local import LocalPlace, place_of
 from ckptconv.io.location import is_plain_name, is_plain_path, require, within
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint
 from helpers.conformance import LocationConformance
+from helpers.memory_places import STORES, MemoryPlace
 
 
 class TestLocal(LocationConformance):
@@ -106,3 +107,14 @@ def test_names_that_are_not_plain(name):
 def test_a_plain_path_may_go_down_but_not_up():
     assert is_plain_path("a/b/c.distcp")
     assert not is_plain_path("a/../../c") and not is_plain_path("a//b")
+
+
+class TestMemory(LocationConformance):
+    """A kind that is no file system, by which formats are tested too."""
+
+    def home(self, room):
+        STORES[room.name] = {}
+        return MemoryPlace(room.name)
+
+    def write(self, place, content):
+        STORES[place.store][place.at] = content

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import zlib
 from contextlib import closing
@@ -16,11 +17,14 @@ from ckptconv.support import platforms
 from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint
 from ckptconv.support.limits import limits
 from helpers.conformance import BYTES, SlowSource, SourceConformance, pattern
+from helpers.house import MODULES, imports_of, package_of
 
 
 def written(room: Path, content: bytes) -> Path:
+    """A file of these bytes, which is not written again where it has them."""
     path = room / "file.bin"
-    path.write_bytes(content)
+    if not path.exists() or path.read_bytes() != content:
+        path.write_bytes(content)
     return path
 
 
@@ -271,3 +275,31 @@ def test_a_record_that_inflates_to_something_else_is_refused(deflated_more, size
 def test_a_bomb_is_refused_before_it_is_inflated():
     with limits(inflated_free=1000, inflated_ratio=10), pytest.raises(LimitExceeded, match="bomb"):
         InflatedSource(MemorySource(b"x" * 100, Path("a.zip")), 0, 100, 2000, 0, "record", Spool())
+
+
+def test_nobody_outside_io_opens_files_or_asks_for_the_kind_of_a_source():
+    kinds = {"FileSource", "PooledSource"}
+    wrong = {
+        f"{module}: {name}"
+        for module in MODULES
+        for name in imports_of(module)
+        if package_of(module) != "io" and name.rpartition(".")[2] in kinds
+    }
+    assert wrong == set()
+    kinds |= {"InflatedSource", "RangeSource", "MemorySource"}
+    sniffs = {
+        f"{module}: {ast.unparse(node)}"
+        for module, tree in MODULES.items()
+        for node in ast.walk(tree)
+        if kinds & {part.id for part in asked_for(node) if isinstance(part, ast.Name)}
+    }
+    assert sniffs == set()
+
+
+def asked_for(node: ast.AST) -> list[ast.expr]:
+    """The types that an expression asks for, by `isinstance` or by comparing the type."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+        return [part for part in ast.walk(node.args[1]) if isinstance(part, ast.expr)]
+    if isinstance(node, ast.Compare) and ast.unparse(node.left).startswith("type("):
+        return node.comparators
+    return []
