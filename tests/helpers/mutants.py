@@ -119,9 +119,10 @@ def mutant(root: Path, path: Path, number: int) -> Mutant:
 
 def sample(root: Path, folders: list[str], count: int, seed: int) -> list[Mutant]:
     """`count` mutants of the files in these folders, each place as likely as another."""
-    files = sorted(path for folder in folders for path in (root / folder).rglob("*.py"))
-    if not files:
-        files = sorted(path for name in folders for path in root.glob(name))
+    named = [root / name for name in folders]
+    files = sorted(
+        path for item in named for path in (item.rglob("*.py") if item.is_dir() else [item])
+    )
     places = [(path, number) for path in files for number in range(sites(path))]
     drawn = random.Random(seed).sample(places, min(count, len(places)))
     return [mutant(root, path, number) for path, number in sorted(drawn)]
@@ -219,7 +220,7 @@ def is_found(item: Mutant, tests: list[str], copies: list[Path], limit: int) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("folders", nargs="+", help="folders or globs of the files to change")
+    parser.add_argument("folders", nargs="+", help="folders and files to change")
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(

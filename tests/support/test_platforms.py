@@ -198,7 +198,7 @@ def requests(
 
 def timeless(text: str) -> str:
     """What was printed, without how long it took and what was free meanwhile."""
-    spent = r"(?:written|done) in [0-9.]+ (?:s|min)\b[^\n]*|in [0-9.]+ s(?:(?:,| at) [0-9.]+ [kMG]?B/s)?"
+    spent = r"(?:written|done) in [0-9.]+ (?:s|min)\b[^\n]*|in [0-9.]+ s(?:, [0-9.]+ [kMG]?B/s)?"
     pattern = spent + r"|\"seconds\": [0-9.e-]+"
     return re.sub(pattern, "<time>", text)
 
