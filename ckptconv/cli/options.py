@@ -74,7 +74,7 @@ PRESETS = (
     "mmengine",
     "ema-pytorch",
 )
-"""The names of `keys.RULE_WORDS` and `key_rules.PRESETS`, here so that a usage error or --help need
+"""The names of `key_map.RULE_WORDS` and `presets.PRESETS`, here so that a usage error or --help need
 not import them.
 """
 

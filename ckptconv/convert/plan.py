@@ -1,4 +1,4 @@
-"""What a conversion is asked to do, and what it is then decided to be."""
+"""What a conversion was decided to be: every byte of its output but the payload."""
 
 from __future__ import annotations
 

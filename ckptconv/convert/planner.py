@@ -1,7 +1,7 @@
 """Conversion plans: what every byte of an output but its payload will be, decided without reading
 any payload.
 
-Nothing is written when a plan fails. A plan's layout is executed by `convert`.
+Nothing is written when a plan fails. A plan's layout is executed by `execute`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Conversions and errors as text and JSON; everything that came out of a file is escaped here."""
+"""Conversions as text and JSON; everything that came out of a file is escaped here."""
 
 from __future__ import annotations
 

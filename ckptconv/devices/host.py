@@ -1,9 +1,7 @@
-"""Location tags, what `map_location` makes of them, and which devices this host has.
+"""Which devices this host has, which one is the best, and why one cannot be used.
 
-A location tag is the short string that torch writes beside each storage (``cpu``, ``cuda:3``).
-Checking and mapping tags is string work; only `survey_host`, `best_device` and what leads to a
-`torch.device` ask nvidia-smi or torch. Putting tensors on a device is `loading`'s. A `logical`
-index is CUDA's in this process, a `physical` one nvidia-smi's.
+Only here is nvidia-smi or torch asked. Putting tensors on a device is the part of `live`. A
+`logical` index is CUDA's in this process, a `physical` one nvidia-smi's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs nvidia-smi and reads its answer: rows of GPUs, remarks, or why there is no list; `devices`
+"""Runs nvidia-smi and reads its answer: rows of GPUs, remarks, or why there is no list; `host`
 interprets them.
 
 It numbers GPUs by PCI bus. Memory is in MiB, or a word in brackets: ``[N/A]`` where CPU and GPU

@@ -1,4 +1,7 @@
-"""Location tags: which are valid."""
+"""Location tags: which are valid.
+
+A location tag is the short string that torch writes beside each storage (``cpu``, ``cuda:3``).
+"""
 
 from __future__ import annotations
 

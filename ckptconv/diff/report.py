@@ -1,6 +1,4 @@
-"""What a comparison and a scan found, as text and JSON; everything that came out of a file is
-escaped here.
-"""
+"""What a comparison found, as text and JSON; everything that came out of a file is escaped."""
 
 from __future__ import annotations
 

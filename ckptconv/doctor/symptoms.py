@@ -1,7 +1,7 @@
 """What is wrong with an open checkpoint, found without reading a tensor, and which conversion would
 fix it.
 
-Facts come from `inspection`, the words of torch from `torch_words`.
+Facts come from `inspect`, the words of torch from `torch_words`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 all.
 
 A rule is decided on all keys of one state dict together, then applied key by key. The ordered list
-of rules, and what must hold after it, are `keys`' part.
+of rules, and what must hold after it, are the part of `key_map`.
 """
 
 from __future__ import annotations

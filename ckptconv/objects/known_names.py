@@ -1,7 +1,7 @@
 """Names that are known: those that ordinary checkpoints hold, and the packages that are wherever a
 checkpoint is loaded.
 
-What torch itself accepts with `weights_only=True` stands in `torch_objects`, its other classes in
+What torch itself accepts with `weights_only=True` stands in `torch_names`, its other classes in
 `torch_classes`. Sources: the source of torch and of numpy, `sys.stdlib_module_names` of Python 3.10
 to 3.13, the libraries of 2.7 and 3.6 to 3.9, and the names in the documentation of 3.14. `test` and
 `lib` are left out: many projects have a folder of that name.

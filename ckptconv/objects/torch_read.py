@@ -1,7 +1,7 @@
-"""torch's own classes and functions in a pickle: rebuild calls and persistent ids ↔ `TensorRef` and
+"""torch's own classes and functions in a pickle: rebuild calls and persistent ids → `TensorRef` and
 `Storage`.
 
-The only owner of torch's class names. What `torch.save` pickles is read from torch/_utils.py,
+torch's names stand in `torch_names`, the way back in `torch_write`. What `torch.save` pickles is read from torch/_utils.py,
 torch/storage.py and torch/_tensor.py (torch 2.13); what `torch.load(weights_only=True)` accepts,
 from torch/_weights_only_unpickler.py.
 """

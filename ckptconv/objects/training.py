@@ -1,7 +1,7 @@
 """Plain forms of what training scripts keep beside tensors: configurations, dates, histories,
 buffers of bytes, names of code.
 
-`plain_objects` has the objects whose plain form is all of them; here something of the object is
+`plain` has the objects whose plain form is all of them; here something of the object is
 left out, and `HOW` says what. Sources: omegaconf/base.py and nodes.py (2.0 to 2.4),
 mmengine/logging/history_buffer.py, fastcore/foundation.py, the `__reduce__` forms of datetime, io
 and functools.

@@ -1,6 +1,6 @@
 """What a pickle names, counted opcode by opcode: its storages and its tensors.
 
-A second pair of eyes beside `unpickling`, with which it shares nothing: no nodes, no reducers, no
+A second pair of eyes beside `reader`, with which it shares nothing: no nodes, no reducers, no
 shortcuts. Of a stream it keeps only what may lead to a name (short texts, globals, tuples of them),
 so it finds storages that the reader has lost. It is made for streams that were read before, and
 gives up where it does not follow. The opcodes are those of CPython's `pickletools`; storages and

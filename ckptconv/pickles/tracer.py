@@ -1,7 +1,7 @@
 """Pickle streams followed opcode by opcode, for what they name; nothing is made, and what an
 unpickler takes is never refused.
 
-Where `unpickling` refuses a stream, this goes on: it answers what the program in a pickle, broken
+Where `reader` refuses a stream, this goes on: it answers what the program in a pickle, broken
 or made to deceive, would have named by the time it breaks. The opcodes are those of CPython's
 `pickletools`; where its C and its Python unpickler differ, the more tolerant one is followed, and
 where they go on in different places, that is an alarm. A stream is read in windows, and of the

@@ -164,7 +164,7 @@ class IncompleteCheckpoint(UnsupportedCheckpoint):
 class LimitExceeded(CheckpointError):
     """A size, count or depth is beyond what any sensible checkpoint has.
 
-    Attributes: the name of the `limit` (a field of `bounds.Limits`), its value `allowed` where it
+    Attributes: the name of the `limit` (a field of `limits.Limits`), its value `allowed` where it
     was exceeded, and the value `needed` that would have done (None where that is not known). The
     hint says how to raise it (`raising`: in words of its own), after the `advice` of what else
     would help.
@@ -221,7 +221,7 @@ class AmbiguousStateDict(CheckpointError):
 class KeyMismatch(CheckpointError):
     """The keys or shapes of the checkpoint do not fit those of the model or of another target.
 
-    `fit` is the `key_fitting.Fit` that tells of every key, where there is one.
+    `fit` is the `keys.fits.Fit` that tells of every key, where there is one.
     """
 
     def __init__(
