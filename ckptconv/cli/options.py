@@ -74,8 +74,8 @@ PRESETS = (
     "mmengine",
     "ema-pytorch",
 )
-"""The names of `key_map.RULE_WORDS` and `presets.PRESETS`, here so that a usage error or --help need
-not import them.
+"""The names of `key_map.RULE_WORDS` and `presets.PRESETS`, here so that a usage error or --help
+need not import them.
 """
 
 

@@ -1,9 +1,9 @@
 """Fitting: the renaming under which the keys and the shapes of one state dict are those of another.
 
 Works on names and shapes alone. Looked for, in this order: the same keys; the same but for wrappers
-(see `key_map`); one prefix changed on every key; then an assignment of keys to keys, which must be the
-only one there is. What each key becomes is either known or an error: nothing here prefers one of
-two possible assignments.
+(see `key_map`); one prefix changed on every key; then an assignment of keys to keys, which must be
+the only one there is. What each key becomes is either known or an error: nothing here prefers one
+of two possible assignments.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """torch's own classes and functions in a pickle: rebuild calls and persistent ids → `TensorRef` and
 `Storage`.
 
-torch's names stand in `torch_names`, the way back in `torch_write`. What `torch.save` pickles is read from torch/_utils.py,
-torch/storage.py and torch/_tensor.py (torch 2.13); what `torch.load(weights_only=True)` accepts,
-from torch/_weights_only_unpickler.py.
+torch's names stand in `torch_names`, the way back in `torch_write`. What `torch.save` pickles is
+read from torch/_utils.py, torch/storage.py and torch/_tensor.py (torch 2.13); what
+`torch.load(weights_only=True)` accepts, from torch/_weights_only_unpickler.py.
 """
 
 from __future__ import annotations
