@@ -112,7 +112,7 @@ class Items:
                 for end in _ends(other):
                     wanted.setdefault(other.relative_path, []).append((other, end))
                     total += end[1]
-            if total >= CHUNK:
+            if total > CHUNK - _HEAD - _TAIL:  # so that one read may do
                 break
         self._held = {}
         for name, ranges in wanted.items():
