@@ -13,7 +13,7 @@ from ckptconv.convert.options import Options, Request
 from ckptconv.convert.plan import ConversionPlan
 from ckptconv.convert.planner import plan_conversion, request_of
 from ckptconv.convert.targets import check_place
-from ckptconv.formats.registry import Named, open_checkpoint
+from ckptconv.formats.registry import Named, open_certain
 from ckptconv.io.destination import check_output
 from ckptconv.support.limits import Limits, held, in_force
 from ckptconv.support.progress import OnProgress
@@ -58,7 +58,7 @@ class Job:
         """The plan of the conversion; the source is open within the block."""
         with (
             held(self.limits),
-            open_checkpoint(self.source, tag=self.tag, whole_modules=True) as checkpoint,
+            open_certain(self.source, tag=self.tag, whole_modules=True) as checkpoint,
         ):
             yield plan_conversion(checkpoint, self.output, request)
 

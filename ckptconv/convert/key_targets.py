@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ckptconv.convert.named_models import model_shapes
-from ckptconv.formats.registry import open_checkpoint
+from ckptconv.formats.registry import open_certain
 from ckptconv.io.local import place_of
 from ckptconv.io.location import read_small
 from ckptconv.keys.fits import Shape, Shapes, Ties
@@ -69,7 +69,7 @@ def shapes_like(path: str | os.PathLike[str]) -> tuple[Shapes, Ties]:
     if file.name.endswith(_INDEX) and file.is_file() and not _has_shards(file):
         return _distinct(_indexed_keys(file), file), ()
     try:
-        with open_checkpoint(file) as checkpoint:
+        with open_certain(file) as checkpoint:
             found = checkpoint.state_dict()
     except AmbiguousStateDict as error:
         raise AmbiguousStateDict(

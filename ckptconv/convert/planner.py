@@ -88,6 +88,7 @@ def _planned(
     path, to = target(Path(output), options)
     try:
         with collector_paused(), held(checkpoint.limits):
+            checkpoint = checkpoint.certain()
             check_places(checkpoint.sources)
             checkpoint = edited(checkpoint, edits_for(to, options))
             if to.holds_trees and options.max_shard_size is None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ckptconv.convert.accounting import refuse_unwritten
 from ckptconv.convert.plan import ConversionPlan, PlannedFile
-from ckptconv.formats.registry import open_checkpoint
+from ckptconv.formats.registry import open_certain
 from ckptconv.objects.encodings import flat
 from ckptconv.support.errors import VerificationFailed
 from ckptconv.support.limits import held
@@ -33,7 +33,7 @@ def verify_file(plan: ConversionPlan, file: PlannedFile, written: Path, meter: M
     target = plan.target
     if target.is_counted:
         refuse_unwritten(file, written)
-    with held(plan.limits), open_checkpoint(written, whole_modules=target.keeps_modules) as output:
+    with held(plan.limits), open_certain(written, whole_modules=target.keeps_modules) as output:
         for path, ref, other in _beside(plan, file, output):
             if other is None or not _equal(ref, other, plan.cast(ref), meter):
                 raise VerificationFailed(

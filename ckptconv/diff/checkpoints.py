@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 
 from ckptconv.diff.difference import Difference, ValueChange
 from ckptconv.diff.walk import Differences, walk_together
-from ckptconv.formats.registry import Named, open_checkpoint
+from ckptconv.formats.registry import Named, open_certain
 from ckptconv.io.guarded import check_places
 from ckptconv.keys.key_map import (
     STRIP,
@@ -82,7 +82,7 @@ def diff_checkpoints(
         raise OptionRefused(
             f"tolerance={tolerance!r:.100} is not a tolerance", hint="give Tolerance(atol, rtol)"
         )
-    with open_checkpoint(a, tag=tag) as first, open_checkpoint(b, tag=tag_b) as second:
+    with open_certain(a, tag=tag) as first, open_certain(b, tag=tag_b) as second:
         check_places((*first.sources, *second.sources))
         differences = Differences()
         with collector_paused():

@@ -16,7 +16,7 @@ from ckptconv.devices.mapping import tag_map
 from ckptconv.doctor.findings import SEVERITIES, Diagnosis, Finding
 from ckptconv.doctor.symptoms import CHECKS, Case, Symptom, some, symptom
 from ckptconv.doctor.unopened import unopened
-from ckptconv.formats.registry import Named, checkpoints_of, open_checkpoint
+from ckptconv.formats.registry import Named, checkpoints_of, open_certain
 from ckptconv.inspect.facts import inspect_checkpoint
 from ckptconv.io.local import place_of
 from ckptconv.io.location import require
@@ -140,7 +140,7 @@ def _diagnose(paths: tuple[Path, ...], asked: _Asked) -> Diagnosis:
     for one in paths:
         require(place_of(one))
     try:
-        with collector_paused(), open_checkpoint(paths, tag=asked.tag, whole_modules=True) as whole:
+        with collector_paused(), open_certain(paths, tag=asked.tag, whole_modules=True) as whole:
             checkpoint = flatten_modules(whole)
             facts = inspect_checkpoint(checkpoint)
             case = Case(

@@ -17,7 +17,7 @@ from ckptconv.devices.host import Host, require_device, survey_host
 from ckptconv.doctor import torch_words as words
 from ckptconv.doctor.findings import Finding, Severity
 from ckptconv.doctor.model_fits import ModelFit, best_fit
-from ckptconv.formats.registry import open_checkpoint
+from ckptconv.formats.registry import open_certain
 from ckptconv.inspect.facts import is_bloated, newer_protocol, training_states
 from ckptconv.inspect.inspection import Inspection
 from ckptconv.keys.fits import Fit
@@ -414,7 +414,7 @@ def _lone_shard(case: Case) -> Iterator[Symptom]:
         yield symptom("error", "lone-shard", cause, effect, advice=advice)
         return
     try:
-        with open_checkpoint(index) as joined:
+        with open_certain(index) as joined:
             found = workable(Fix(suffix=suffix(case), device=case.device), joined)
         if isinstance(found, CheckpointError):
             raise found

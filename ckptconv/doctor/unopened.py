@@ -10,7 +10,7 @@ from shlex import quote
 from ckptconv.convert.prescriptions import Fix, command, output_beside, workable
 from ckptconv.doctor import torch_words as words
 from ckptconv.doctor.findings import Finding
-from ckptconv.formats.registry import open_checkpoint
+from ckptconv.formats.registry import open_certain
 from ckptconv.formats.strangers import stranger_of
 from ckptconv.io.local import place_of
 from ckptconv.support.errors import (
@@ -88,7 +88,7 @@ def _with_siblings(path: Path) -> str | None:
         item for item in path.parent.iterdir() if pattern.fullmatch(item.name) and item.is_file()
     )
     try:
-        with open_checkpoint(beside) as joined:
+        with open_certain(beside) as joined:
             found = workable(Fix(), joined)
     except CheckpointError:
         return None

@@ -11,6 +11,11 @@ from ckptconv.io.source import Source
 from ckptconv.tree.checkpoint import Checkpoint
 
 Opener = Callable[[Source], Checkpoint]
+Reread = Callable[[], Checkpoint]
+
+
+class NotForetold(Exception):
+    """An index does not tell enough, or something is wrong: what it tells of must be opened."""
 
 
 class Format(NamedTuple):
@@ -39,12 +44,14 @@ class Gathering(NamedTuple):
 
     `tags` are the names by which its user may choose among several that one folder holds, and
     `open` is given the one that was chosen. Links in it may lead within the folder that was named:
-    it is the second argument of `open`.
+    it is the second argument of `open`. `foretell`, where there is one, opens it by its index
+    alone, or raises `NotForetold`; its second argument opens all of it (`Checkpoint.certain`).
     """
 
     matches: Callable[[Location], bool]
     open: Callable[[Location, Location, str | None], Checkpoint]
     tags: Callable[[Location], Iterable[str]] = lambda _: ()
+    foretell: Callable[[Location, Reread], Checkpoint] | None = None
 
 
 class ArchiveStranger(NamedTuple):

@@ -7,11 +7,11 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptconv.formats.folders.accelerate import Openers, is_accelerate, is_fsdp, open_accelerate
-from ckptconv.formats.folders.dcp import is_dcp, open_dcp
+from ckptconv.formats.folders.dcp import foretell_dcp, is_dcp, open_dcp
 from ckptconv.formats.folders.dcp_shards import is_dcp_shards, open_dcp_shards, refuse_one_rank
 from ckptconv.formats.folders.deepspeed import is_deepspeed, open_deepspeed
 from ckptconv.formats.folders.megatron import is_megatron, is_rank_file, open_megatron, refuse_split
@@ -19,7 +19,15 @@ from ckptconv.formats.folders.ranks import has_shards, join_ranks
 from ckptconv.formats.folders.sharded import is_hugging_face, open_sharded, variants
 from ckptconv.formats.folders.steps import chosen
 from ckptconv.formats.inflation import claim_records, counted_together
-from ckptconv.formats.kinds import Archive, ArchiveStranger, Format, Gathering, Opener
+from ckptconv.formats.kinds import (
+    Archive,
+    ArchiveStranger,
+    Format,
+    Gathering,
+    NotForetold,
+    Opener,
+    Reread,
+)
 from ckptconv.formats.npz import is_npz, open_npz
 from ckptconv.formats.old_torchscript import is_old_torchscript, open_old_torchscript
 from ckptconv.formats.raw_pickle import is_raw_pickle, open_raw_pickle
@@ -121,7 +129,11 @@ FORMATS: tuple[Format, ...] = (
 """The containers that are read, in the order in which they are tried."""
 
 GATHERINGS: tuple[Gathering, ...] = (
-    Gathering(is_dcp, lambda path, *_: open_dcp(path, open_file, open_source)),
+    Gathering(
+        is_dcp,
+        lambda path, *_: open_dcp(path, open_file, open_source),
+        foretell=lambda path, reread: foretell_dcp(path, open_file, open_source, reread),
+    ),
     Gathering(is_dcp_shards, lambda path, *_: open_dcp_shards(path, open_source)),
     Gathering(is_accelerate, lambda path, *_: open_accelerate(path, _openers())),
     Gathering(is_hugging_face, lambda path, _, tag: open_sharded(path, open_file, tag), variants),
@@ -147,6 +159,23 @@ def open_checkpoint(
     is something else (and says what), or one rank's file alone, `MalformedCheckpoint` or
     `LimitExceeded` when it contradicts itself.
     """
+    asked = _asked(path, tag, whole_modules=whole_modules)
+    if len(asked.paths) == 1:
+        try:
+            return asked.opened(asked.opened)
+        except NotForetold:
+            pass
+    return asked.opened()
+
+
+def open_certain(path: Named, *, tag: str | None = None, whole_modules: bool = False) -> Checkpoint:
+    """As `open_checkpoint(…).certain()`, in one go: for whoever judges a checkpoint or needs all of
+    it.
+    """
+    return _asked(path, tag, whole_modules=whole_modules).opened()
+
+
+def _asked(path: Named, tag: str | None, *, whole_modules: bool) -> _Asked:
     refuse_no_paths("path", path)
     refuse_no_text(tag=tag)
     refuse_no_flag(whole_modules=whole_modules)
@@ -154,25 +183,44 @@ def open_checkpoint(
     paths = [place_of(item) for item in named]
     if not paths:
         raise UnsupportedCheckpoint("no file was given")
-    opened: list[Checkpoint] = []
-    try:
-        with collector_paused(), counted_together():
-            pool = FilePool()
-            opened += (
-                [_open(paths[0], tag)]
-                if len(paths) == 1
-                else (_open_owned(item.open(pool)) for item in paths)
-            )
-            return _finished(opened, whole_modules=whole_modules)
-    except BaseException as error:
-        for one in opened:
-            one.close()
-        at = paths[len(opened)] if len(opened) < len(paths) else paths[0]
-        if isinstance(error, CheckpointError):
-            raise error.at(path=at) from error.__cause__
-        if isinstance(error, OSError):  # a name too long, a folder that is closed to us
-            raise not_opened(error, at) from error
-        raise
+    return _Asked(paths, tag, whole_modules)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is to be opened: one place or the files of all ranks, and how."""
+
+    paths: Sequence[Location]
+    tag: str | None
+    whole_modules: bool
+
+    def opened(self, reread: Reread | None = None) -> Checkpoint:
+        """The checkpoint that it is; with `reread` by its index alone, if that can be.
+
+        Raises `NotForetold` when it was opened by its index alone and something is wrong.
+        """
+        paths = self.paths
+        opened: list[Checkpoint] = []
+        try:
+            with collector_paused(), counted_together():
+                pool = FilePool()
+                opened += (
+                    [_open(paths[0], self.tag, reread)]
+                    if len(paths) == 1
+                    else (_open_owned(item.open(pool)) for item in paths)
+                )
+                return _finished(opened, whole_modules=self.whole_modules)
+        except BaseException as error:
+            for one in opened:
+                one.close()
+            at = paths[len(opened)] if len(opened) < len(paths) else paths[0]
+            if isinstance(error, CheckpointError):
+                if opened and opened[0].reread is not None:
+                    raise NotForetold from error
+                raise error.at(path=at) from error.__cause__
+            if isinstance(error, OSError):  # a name too long, a folder that is closed to us
+                raise not_opened(error, at) from error
+            raise
 
 
 def _finished(opened: Sequence[Checkpoint], *, whole_modules: bool) -> Checkpoint:
@@ -215,17 +263,25 @@ def _holds_shards(path: Path) -> bool:
         return False
 
 
-def _open(path: Location, tag: str | None) -> Checkpoint:
+def _open(path: Location, tag: str | None, reread: Reread | None) -> Checkpoint:
     kind = gathering(path)
     if kind is not None and (tag is None or tag in kind.tags(path)):
-        return kind.open(path, path, tag)
+        return _open_gathering(kind, path, path, tag, reread)
     if path.is_folder():
-        return _open_inside(path, tag, kind)
+        return _open_inside(path, tag, kind, reread)
     if tag is not None:
         raise UnsupportedCheckpoint(
             "holds no tags to choose from", path=path, hint="leave --tag out"
         )
     return _open_alone(path)
+
+
+def _open_gathering(
+    kind: Gathering, path: Location, home: Location, tag: str | None, reread: Reread | None
+) -> Checkpoint:
+    if reread is not None and kind.foretell is not None:
+        return kind.foretell(path, reread)
+    return kind.open(path, home, tag)
 
 
 def gathering(path: Location) -> Gathering | None:
@@ -235,7 +291,9 @@ def gathering(path: Location) -> Gathering | None:
     return next((kind for kind in GATHERINGS if kind.matches(path)), None)
 
 
-def _open_inside(folder: Location, tag: str | None, kind: Gathering | None) -> Checkpoint:
+def _open_inside(
+    folder: Location, tag: str | None, kind: Gathering | None, reread: Reread | None
+) -> Checkpoint:
     """Open the one checkpoint in a folder that is meant; `kind` is what the folder is itself."""
     refuse_foreign_folder(folder, is_checkpoint=kind is not None)
     if tag is not None and kind is not None and not any(map(is_gathering, folder.list())):
@@ -246,7 +304,9 @@ def _open_inside(folder: Location, tag: str | None, kind: Gathering | None) -> C
         raise not_opened(errno.EISDIR, folder, what, "name the file that you mean")
     inner = gathering(found.path)
     checkpoint = (
-        inner.open(found.path, folder, None) if inner is not None else _open_alone(found.path)
+        _open_gathering(inner, found.path, folder, None, reread)
+        if inner is not None
+        else _open_alone(found.path)
     )
     return replace(checkpoint, notes=(*found.notes, *checkpoint.notes))
 

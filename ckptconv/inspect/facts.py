@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
-from ckptconv.formats.registry import Named, open_checkpoint
+from ckptconv.formats.registry import Named, open_certain
 from ckptconv.inspect.inspection import Inspection, OddObject, Part, TensorFacts, TensorList
 from ckptconv.inspect.parts import PartTree, bare_storages, part_of_tree, refs_of, tensor_facts
 from ckptconv.inspect.refusals import files_of, refusals
@@ -46,7 +46,7 @@ def inspect_checkpoint(
             f"depth={depth!r:.100} is not a number of levels", hint="give 0 or more"
         )
     if not isinstance(source, Checkpoint):
-        with open_checkpoint(source, tag=tag) as opened:
+        with open_certain(source, tag=tag) as opened:
             named = (
                 ()
                 if isinstance(source, (str, os.PathLike))
@@ -60,8 +60,9 @@ def inspect_checkpoint(
         )
     try:
         with held(source.limits):
-            check_places(source.sources)
-            return _inspect(source, depth)
+            checkpoint = source.certain()
+            check_places(checkpoint.sources)
+            return _inspect(checkpoint, depth)
     except CheckpointError as error:
         raise error.at(path=source.path) from error.__cause__
 

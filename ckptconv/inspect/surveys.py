@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptconv.formats.registry import checkpoints_of, open_checkpoint
+from ckptconv.formats.registry import checkpoints_of, open_certain
 from ckptconv.inspect.facts import inspect_checkpoint
 from ckptconv.inspect.inspection import Inspection
 from ckptconv.support.errors import CheckpointError
@@ -48,7 +48,7 @@ def survey(paths: Sequence[Path], depth: int, tag: str | None) -> Iterator[Surve
 
 
 def _surveyed(paths: tuple[Path, ...], depth: int, tag: str | None) -> Surveyed:
-    with open_checkpoint(paths, tag=tag) as checkpoint:
+    with open_certain(paths, tag=tag) as checkpoint:
         found = inspect_checkpoint(checkpoint, depth)
         fix = None if found.portable else _fix(checkpoint)
     return Surveyed(

@@ -256,6 +256,11 @@ class FilePool:
         """Note that `source` is not open any more."""
         self._open.pop(source, None)
 
+    def rest(self) -> None:
+        """Close all that are open until they are read again."""
+        for source in [*self._open]:
+            source.rest()
+
 
 class PooledSource(FileSource):
     """A file of a `FilePool`, opened once at first to see that it is there and how long it is."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ckptconv.devices.host import require_torch
-from ckptconv.formats.registry import Named, open_checkpoint
+from ckptconv.formats.registry import Named, open_certain
 from ckptconv.io.files import refuse_changed
 from ckptconv.keys.key_map import KeyRules, map_keys, refuse_idle, rules_of
 from ckptconv.live.storages import MapLocation, Restorer, Storages
@@ -112,7 +112,7 @@ def load_portable(
     refuse_no_text(only=only)
     refuse_no_flag(whole=whole, mmap=mmap)
     require_torch("making live tensors")
-    with open_checkpoint(path, tag=tag, whole_modules=whole and unknown == "keep") as checkpoint:
+    with open_certain(path, tag=tag, whole_modules=whole and unknown == "keep") as checkpoint:
         try:
             with collector_paused():
                 root, overlay, settled = _selected(checkpoint, only, whole, rules, unknown)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptconv.convert.named_models import live_shape, live_shapes, live_ties
 from ckptconv.devices.host import require_torch
-from ckptconv.formats.registry import open_checkpoint
+from ckptconv.formats.registry import open_certain
 from ckptconv.keys.fits import Fit, Shapes
 from ckptconv.keys.fitting import fit_keys
 from ckptconv.live.load import load_portable
@@ -142,7 +142,7 @@ def _refuse_codes(
     path: str | os.PathLike[str], only: str | None, tag: str | None, cast: Collection[str]
 ) -> None:
     """Raise `RefusedObject` where codes or their scales would be copied as if they were values."""
-    with open_checkpoint(path, tag=tag) as checkpoint:
+    with open_certain(path, tag=tag) as checkpoint:
         found = find_scaled(dict(checkpoint.state_dict(only).tensors()))
     if item := next((item for item in found if item.codes in cast or item.scale in cast), None):
         what = (

@@ -4,7 +4,7 @@ file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,8 @@ class Checkpoint:
     was opened with its modules as they are, and there are some; `facts` are what a torch
     file holds besides its tree; `limits` are those under which it was opened; `index_metadata` is
     what the index of shards says besides their total size; `files` are the shards of an index, each
-    as it was opened. Use it as a context manager, or `close()` it.
+    as it was opened; `reread` opens what was opened by an index alone again, with all that stands
+    before the payloads (`certain`). Use it as a context manager, or `close()` it.
     """
 
     path: Path
@@ -83,6 +84,7 @@ class Checkpoint:
     module_classes: tuple[str, ...] = ()
     has_whole_modules: bool = False
     files: tuple[Checkpoint, ...] = ()
+    reread: Callable[[], Checkpoint] | None = None
 
     @property
     def format(self) -> str:
@@ -117,6 +119,17 @@ class Checkpoint:
         """Close the files behind the tensors; they cannot be read afterwards."""
         for source in self.sources:
             source.close()
+
+    def certain(self) -> Checkpoint:
+        """The same checkpoint, its strides, storages and checksums as the files themselves have
+        them, not as an index tells of them. It is closed with this one.
+
+        Raises `CheckpointError` where the files say something else than the index.
+        """
+        if self.reread is None:
+            return self
+        with held(self.limits):
+            return self.reread()
 
     def tensors(self) -> Iterator[tuple[str, TensorRef]]:
         """Every tensor of the tree with the path at which it is first met."""

@@ -203,6 +203,9 @@ def test_a_pool_keeps_a_few_files_open_and_tells_of_a_change(tmp_path):
         for source in sources:
             assert source.read(0, 5) == source.path.name.encode()
         assert sum(source._fd >= 0 for source in sources) == 2
+        pool.rest()
+        assert sum(source._fd >= 0 for source in sources) == 0
+        assert sources[1].read(0, 5) == paths[1].name.encode()
         paths[0].write_bytes(b"another")
         with pytest.raises(MalformedCheckpoint, match="was replaced or changed while it was read"):
             sources[0].read(0, 5)

@@ -375,14 +375,14 @@ def test_an_input_that_is_written_to_while_it_is_read_is_refused(room):
 def test_a_file_that_is_overwritten_while_it_is_loaded_is_refused(mmap, room, monkeypatch):
     """Without a checksum nothing else would tell old values from new ones."""
     save_file(dict(NEW), room / "in.safetensors")
-    opened = loading.open_checkpoint
+    opened = loading.open_certain
 
     def overwritten(*named: Any, **options: Any) -> Any:
         checkpoint = opened(*named, **options)
         (room / "in.safetensors").write_bytes(b"short")
         return checkpoint
 
-    monkeypatch.setattr(loading, "open_checkpoint", overwritten)
+    monkeypatch.setattr(loading, "open_certain", overwritten)
     with pytest.raises(
         CheckpointError,
         match=r"in\.safetensors: (was changed while it was read|.*lie beyond its end|ends at)",

@@ -577,14 +577,14 @@ def test_a_file_that_is_replaced_while_it_is_mapped_by_its_name_is_refused(tmp_p
     torch.save({"w": torch.ones(4)}, tmp_path / "b.pt")
     monkeypatch.setattr(platforms, "path_of_open", lambda fd: None)
     assert torch.equal(load_portable(tmp_path / "a.pt")["w"], torch.zeros(4))
-    real = loading.open_checkpoint
+    real = loading.open_certain
 
     def replaced(*given: Any, **named: Any) -> Any:
         found = real(*given, **named)
         (tmp_path / "b.pt").replace(tmp_path / "a.pt")
         return found
 
-    monkeypatch.setattr(loading, "open_checkpoint", replaced)
+    monkeypatch.setattr(loading, "open_certain", replaced)
     with pytest.raises(MalformedCheckpoint, match="was replaced while it was read"):
         load_portable(tmp_path / "a.pt")
 

@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import PurePosixPath
 
 from ckptconv.formats.folders import dcp_metadata
+from ckptconv.formats.folders.dcp_foretold import ForetoldItems
+from ckptconv.formats.folders.dcp_items import Items, SourceOpener, inside, with_key
 from ckptconv.formats.folders.dcp_metadata import Item, Metadata, TensorEntry
 from ckptconv.formats.folders.lightning import META, with_meta
-from ckptconv.io.files import FilePool
-from ckptconv.io.guarded import check_places
-from ckptconv.io.location import Location, is_plain_path, within
-from ckptconv.io.source import RangeSource, Source
+from ckptconv.formats.kinds import NotForetold
+from ckptconv.io.location import Location, within
 from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
 from ckptconv.support.errors import (
     CheckpointError,
@@ -49,7 +48,6 @@ _COMMON = "common.pt"
 _MANY = 1000
 _MEGATRON = "metadata.json"  # the names of its storage backends, in every Megatron checkpoint
 
-SourceOpener = Callable[[Source], Checkpoint]
 FileOpener = Callable[[Location], Checkpoint]
 
 
@@ -76,14 +74,40 @@ def open_dcp(path: Location, open_file: FileOpener, open_source: SourceOpener) -
     Raises `MalformedCheckpoint` when an item is missing or cut off, or when chunks do not cover
     their tensor, with the key.
     """
+    folder = _folder(path)
+    return _opened(folder, open_file, Items(folder, open_source))
+
+
+def foretell_dcp(
+    path: Location,
+    open_file: FileOpener,
+    open_source: SourceOpener,
+    reread: Callable[[], Checkpoint],
+) -> Checkpoint:
+    """Open a DCP folder without the chunks of its tensors, which `.metadata` tells of; `reread`
+    opens all of it.
+
+    Raises `NotForetold` where anything is wrong: `open_dcp` says what, in the order of the items.
+    """
+    folder = _folder(path)
+    items = ForetoldItems(folder, open_source, reread)
+    try:
+        return replace(_opened(folder, open_file, items), reread=items.reopen)
+    except (CheckpointError, OSError) as error:
+        raise NotForetold from error
+
+
+def _folder(path: Location) -> Location:
     if _is_data_file(path):
         raise UnsupportedCheckpoint(
             "is one of the files of a DCP folder, which hold parts of tensors",
             path=path,
             hint=f"name the folder: {path.parent}",
         )
-    folder = path.parent if path.name == INDEX else path
-    opened = _Opened(folder, open_source)
+    return path.parent if path.name == INDEX else path
+
+
+def _opened(folder: Location, open_file: FileOpener, items: Items) -> Checkpoint:
     try:
         metadata, nbytes = _read_index(folder)
         is_megatron = metadata.is_megatron or (
@@ -92,27 +116,29 @@ def open_dcp(path: Location, open_file: FileOpener, open_source: SourceOpener) -
         fragments = _flat_fragments(metadata) if is_megatron else set()
         if len(metadata.items) > _MANY:
             _refuse_shared_bytes(folder, metadata)
+        items.expect(_in_order(metadata, fragments, chunks=items.reads_chunks))
         root = _tree(
             metadata,
             _megatron_paths(metadata) if is_megatron else metadata.paths,
             fragments,
-            opened,
+            items,
         )
+        items.expect(())
         if len(metadata.items) <= _MANY:
             _refuse_shared_bytes(folder, metadata)
-        nbytes += sum(source.size for source in opened.files.values())
+        nbytes += sum(source.size for source in items.files.values())
         notes = _notes(fragments)
         if is_megatron and folder.child(_COMMON).is_file():
-            nbytes += _merge_common(root, open_file(within(folder.child(_COMMON), folder)), opened)
+            nbytes += _merge_common(root, open_file(within(folder.child(_COMMON), folder)), items)
         elif not is_megatron and folder.child(META).is_file():
             meta = open_file(within(folder.child(META), folder))
-            opened.sources += meta.sources
+            items.sources += meta.sources
             root, left_out = with_meta(root, meta.root)
             nbytes, notes = nbytes + meta.nbytes, (*notes, *meta.notes, *left_out)
     except BaseException:
-        opened.close()
+        items.close()
         raise
-    sources = (*opened.files.values(), *opened.sources)
+    sources = (*items.files.values(), *items.sources)
     container = MEGATRON if is_megatron else CONTAINER
     return Checkpoint(folder.path, container, root, nbytes, notes=notes, sources=sources)
 
@@ -166,66 +192,11 @@ def _overlap(name: str, at: int, key: str, other: str) -> MalformedCheckpoint:
     )
 
 
-class _Opened:
-    """The files of one folder, and the items that were opened in them."""
-
-    def __init__(self, folder: Location, open_source: SourceOpener) -> None:
-        self.files: dict[str, Source] = {}
-        self.sources: list[Source] = []
-        self._folder = folder
-        self._pool = FilePool()
-        self._open_source = open_source
-
-    def root_of(self, item: Item) -> Node:
-        """What the stream at the place of an item holds."""
-        if item.transforms:
-            names = ", ".join(item.transforms)
-            raise UnsupportedCheckpoint(
-                f"was written through {names}, which ckptconv does not undo",
-                hint="save it without extensions, or dcp.load it",
-            )
-        checkpoint = self._open_source(
-            RangeSource(self._file(item.relative_path), item.offset, item.length)
-        )
-        check_places(checkpoint.sources)
-        self.sources += [source for source in checkpoint.sources if source.needs_closing()]
-        return checkpoint.root
-
-    def _file(self, name: str) -> Source:
-        if name not in self.files:
-            self.files[name] = inside(self._folder, name).open(self._pool)
-        return self.files[name]
-
-    def close(self) -> None:
-        for source in (*self.files.values(), *self.sources):
-            source.close()
-
-
-def inside(folder: Location, name: str) -> Location:
-    """The file `name` of a folder; `MalformedCheckpoint` when it leads out of the folder."""
-    place = folder.child(name)
-    if not is_plain_path(str(PurePosixPath(name))):
-        raise MalformedCheckpoint(
-            f"names the file '{printable(name)}', which is not a plain relative path", path=folder
-        )
-    if not place.stays_within(folder):
-        raise MalformedCheckpoint(
-            f"names the file '{name}', which is a link out of the folder", path=folder
-        )
-    if not place.exists():
-        raise MalformedCheckpoint(
-            f"needs the file '{name}', which is not there",
-            path=folder,
-            hint="fetch or copy the whole folder",
-        )
-    return place
-
-
 # ----------------------------------------------------------------------------------------- the tree
 
 
 def _tree(
-    metadata: Metadata, paths: dict[str, dcp_metadata.Path], left_out: set[str], opened: _Opened
+    metadata: Metadata, paths: dict[str, dcp_metadata.Path], left_out: set[str], items: Items
 ) -> Dict:
     tree = _Nested()
     for key, entry in metadata.entries.items():
@@ -233,40 +204,31 @@ def _tree(
             continue
         try:
             value = (
-                opened.root_of(_found(metadata, key, None))
+                items.root_of(_found(metadata, key, None))
                 if entry is None
-                else _tensor(metadata, key, entry, opened)
+                else _tensor(metadata, key, entry, items)
             )
             tree.put(paths.get(key, (key,)), value)
         except CheckpointError as error:
-            raise _with_key(error, key) from error.__cause__
+            raise with_key(error, key) from error.__cause__
     return tree.root
 
 
-def _with_key(error: CheckpointError, key: str) -> CheckpointError:
-    """The error of an item with its key in the first place: which record of which stream it was,
-    comes second.
-    """
-    error.where = key if error.where in (None, key) else f"{key} ({error.where})"
-    return error
+def _in_order(metadata: Metadata, left_out: set[str], *, chunks: bool) -> Iterator[Item]:
+    """The items in the order in which the tree is made of them."""
+    for key, entry in metadata.entries.items():
+        if key in left_out:
+            continue
+        starts = [None] if entry is None else [start for start, _ in entry.chunks] * chunks
+        yield from (item for start in starts if (item := _item(metadata, key, start)) is not None)
 
 
-def _tensor(metadata: Metadata, key: str, entry: TensorEntry, opened: _Opened) -> TensorRef:
+def _tensor(metadata: Metadata, key: str, entry: TensorEntry, items: Items) -> TensorRef:
     if len(entry.chunks) > _MANY:
         check_cover(entry.shape, entry.chunks)
     parts = []
     for start, shape in entry.chunks:
-        ref = opened.root_of(_found(metadata, key, start))
-        if type(ref) is not TensorRef:
-            raise UnsupportedCheckpoint(
-                "a chunk of it is not a plain tensor",
-                hint="it was saved as a tensor of another class",
-            )
-        if ref.shape != shape:
-            raise MalformedCheckpoint(
-                f"its chunk at {list(start)} has the shape {list(ref.shape)} instead of "
-                f"{list(shape)}"
-            )
+        ref = items.chunk(_found(metadata, key, start), key, entry.dtype, start, shape)
         parts.append((start, ref))
     if key in metadata.reshaped:
         raise UnsupportedCheckpoint(
@@ -277,12 +239,17 @@ def _tensor(metadata: Metadata, key: str, entry: TensorEntry, opened: _Opened) -
 
 
 def _found(metadata: Metadata, key: str, start: Shape | None) -> Item:
-    item = metadata.items.get((key, start))
-    if item is None and (start is None or not any(start)):  # a whole tensor may have no offset
-        item = metadata.items.get((key, None), metadata.items.get((key, ())))
+    item = _item(metadata, key, start)
     if item is None:
         what = "" if start is None else f" of its chunk at {list(start)}"
         raise MalformedCheckpoint(f"{INDEX} does not say where the bytes{what} lie", where=key)
+    return item
+
+
+def _item(metadata: Metadata, key: str, start: Shape | None) -> Item | None:
+    item = metadata.items.get((key, start))
+    if item is None and (start is None or not any(start)):  # a whole tensor may have no offset
+        return metadata.items.get((key, None), metadata.items.get((key, ())))
     return item
 
 
@@ -382,11 +349,11 @@ def _flat_fragments(metadata: Metadata) -> set[str]:
     return {key for key in metadata.reshaped if _OPTIMIZER(key)}
 
 
-def _merge_common(root: Dict, common: Checkpoint, opened: _Opened) -> int:
+def _merge_common(root: Dict, common: Checkpoint, items: Items) -> int:
     """Hang the parts of Megatron's `common.pt` into the tree, dicts that both have entered; returns
     its size in bytes.
     """
-    opened.sources += common.sources
+    items.sources += common.sources
     work = [(root, common.root, "")]
     while work:
         node, other, place = work.pop()
