@@ -174,7 +174,9 @@ def stop_at_random(scene: Scene, room: Path, chance: random.Random, usual: float
     code, err = stopped(scene, room, number, [chance.uniform(0, 1.1 * usual), *again])
     after = scene.state(room)
     if "Traceback" in err:  # in python's own start, before it heard of us
-        assert "ckptconv/" not in err and after == state, err
+        # the line of the package that was reached may be its first import, which has no handler yet
+        named = [line for line in err.splitlines() if "ckptconv/" in line]
+        assert all("ckptconv/__init__.py" in line for line in named) and after == state, err
     else:
         assert code in (0, 128 + number, -number), err
     assert after in (state, "new") and (code != 0 or after == "new")
