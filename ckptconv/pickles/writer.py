@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeAlias
 
 from ckptconv.pickles.nodes import ABSENT, ENCODE, Call, Dict, Global, Node
@@ -263,9 +264,7 @@ def _batches(items: Sequence[Node]) -> Iterator[Node]:
 def _batches_of_pairs(pairs: Sequence[tuple[Node, Node]]) -> Iterator[Node]:
     for start in range(0, len(pairs), _BATCH):
         yield _Raw(b"(")
-        for key, value in pairs[start : start + _BATCH]:
-            yield key
-            yield value
+        yield from chain.from_iterable(pairs[start : start + _BATCH])
         yield _Raw(b"u")
 
 
