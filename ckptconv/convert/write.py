@@ -38,9 +38,7 @@ def write_layout(layout: Layout, stream: OutputStream, tally: Tally, checksums: 
     write(layout.ending(crcs))
 
 
-def _write_values(
-    item: WriteItem, stream: OutputStream, checksums: Checksums, tally: Tally
-) -> int:
+def _write_values(item: WriteItem, stream: OutputStream, checksums: Checksums, tally: Tally) -> int:
     """Write one payload and return its CRC-32; the source's own CRCs are checked on the way."""
     values = item.values
     if isinstance(values, bytes):

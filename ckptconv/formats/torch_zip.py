@@ -157,8 +157,8 @@ def lay_out_torch_zip(tree: Tree, cast: CastRule, retag: Callable[[str], str]) -
     def stored_as(node: TensorRef | Storage) -> tuple[str, StoredAs]:
         new, dtype, offset, stride, resolved = placements[id(node)]
         _, _, storage_dtype, location, nbytes = new
-        number = numbers.setdefault(id(new), len(ordered))
-        if number == len(ordered):
+        count = len(ordered)
+        if (number := numbers.setdefault(id(new), count)) == count:
             ordered.append(new)
         if (tag := tags.get(location)) is None:
             tag = tags[location] = retag(location)
@@ -192,7 +192,7 @@ def _records(contents: Iterable[tuple[str, bytes | NewStorage]]) -> Layout:
     values: TensorRef | bytes
     folder, lay_out = f"{ROOT}/".encode(), zip_archive.lay_out
     for name, content in contents:
-        if type(content) is bytes:
+        if isinstance(content, bytes):
             values, dtype, nbytes = content, UINT8, len(content)
         else:
             values, dtype, _, _, nbytes = content

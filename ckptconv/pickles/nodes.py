@@ -143,9 +143,7 @@ def children(node: Node) -> Iterator[tuple[Node, Node]]:
         return enumerate(node)
     if kind is Call:
         state = [] if node.state is ABSENT else [("<state>", node.state)]
-        return chain(
-            _called_with(node), enumerate(node.items), _pair_children(node.pairs), state
-        )
+        return chain(_called_with(node), enumerate(node.items), _pair_children(node.pairs), state)
     return iter([("<persistent id>", node.pid)] if kind is PersistentId else [])
 
 

@@ -28,8 +28,8 @@ _TENSOR = (
 )
 TENSOR_RUN = re.compile(_TENSOR, re.DOTALL).match
 # An entry of a state dict behind another: what puts the value before it into the memo, its key, and
-# its tensor with the name of the rebuild function. Where the key is taken for longer or shorter than
-# it is, its length tells.
+# its tensor with the name of the rebuild function. Where the key is taken for longer or shorter
+# than it is, its length tells.
 _ENTRY_RUN = re.compile(
     rb"(?:r(....))?X(.)\0\0\0([\w.]{1,255})(?:r(....))?h(.)\(" + _TENSOR, re.DOTALL
 ).match

@@ -127,7 +127,7 @@ def renamed_keys(item: StateDict, keys: KeyMap, unheld: Collection[str] = ()) ->
     not hold.
     """
     pairs = list(zip(keys.old, keys.new, strict=True))
-    changed = tuple([pair for pair in pairs if pair[1] is not None and pair[0] != pair[1]])
+    changed = tuple([(old, new) for old, new in pairs if new is not None and new != old])
     left_out = tuple([old for old, new in pairs if new is None]) if None in keys.new else ()
     odd = (
         ()
