@@ -84,12 +84,14 @@ def prefix_notes(
 
 def sharing_notes(refs: Sequence[TensorRef]) -> Iterator[str]:
     """Tell of tensors that would take far more bytes than the storages that they share."""
-    claimed = sum(ref.nbytes for ref in refs)
+    claimed = sum([ref.nbytes for ref in refs])
+    most = in_force()
+    if claimed <= most.view_free:
+        return
     stored = sum(
         {id(piece.storage): piece.storage.nbytes for ref in refs for piece in ref.pieces}.values()
     )
-    most = in_force()
-    if claimed > most.view_free and claimed > most.view_ratio * stored:
+    if claimed > most.view_ratio * stored:
         yield f"{len(refs)} tensors of {claimed} bytes share {stored} bytes of storage"
 
 

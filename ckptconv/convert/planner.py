@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 from ckptconv.convert.flat_planner import plan_flat
@@ -243,7 +244,7 @@ def _cast_rule(found: Sequence[StateDict], tree: Tree, options: Request) -> Cast
     Where there is no state dict, all tensors that are not part of a call are cast.
     """
     if options.dtype is None:
-        return options.cast
+        return attrgetter("dtype")
     values = (tree.overlay.get(id(value), value) for item in found for value in item.values)
     weights = {id(tensor_of(value)) for value in values} if found else _free_tensors(tree)
     # they stay as they are, and so do the tensors over them

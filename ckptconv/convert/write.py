@@ -28,51 +28,45 @@ class Tally:
 def write_layout(layout: Layout, stream: OutputStream, tally: Tally, checksums: Checksums) -> None:
     crcs: list[int] = []
     between = b""
+    write, trail = stream.write, layout.trail
     for index, item in enumerate(layout.items):
-        stream.write(between + item.lead)
-        lost = [0]
-        odd = OddBools()
-        crc = _write_values(item, stream, checksums, lost, odd)
-        if isinstance(item.values, TensorRef):
-            if lost[0]:
-                tally.overflowed.append(item.values)
-            if odd.count:
-                tally.odd_bools.append(item.values)
+        write(between + item.lead)
+        crc = _write_values(item, stream, checksums, tally)
         crcs.append(crc)
-        between = layout.trail(index, crc)
-    stream.write(between)
-    stream.write(layout.ending(crcs))
+        between = trail(index, crc)
+    write(between)
+    write(layout.ending(crcs))
 
 
-def _write_values(
-    item: WriteItem,
-    stream: OutputStream,
-    checksums: Checksums,
-    overflowed: list[int],
-    odd: OddBools,
-) -> int:
+def _write_values(item: WriteItem, stream: OutputStream, checksums: Checksums, tally: Tally) -> int:
     """Write one payload and return its CRC-32; the source's own CRCs are checked on the way."""
     values = item.values
     if isinstance(values, bytes):
         stream.write(values)
         return crc32(values)
     if item.dtype.kind == "bool":
-        written = _Written(stream)
-        fold(values, written, odd, checksums=checksums)
-        return written.crc
+        return _write_bools(values, stream, checksums, tally)
+    is_cast = item.dtype is not values.dtype
     if len(values.pieces) == 1 and (verbatim := verbatim_range(values)) is not None:
         storage, _ = verbatim
-        if values.nbytes == storage.nbytes and storage.part_of is None:
-            return _write_whole(item, values, storage, stream, overflowed)
-    if item.dtype is values.dtype and (runs := verbatim_runs(values)) is not None:
+        nbytes = values.nbytes if is_cast else item.nbytes
+        if nbytes == storage.nbytes and storage.part_of is None:
+            if is_cast:
+                return _cast_whole(item, values, storage, stream, tally)
+            return _copy_whole(storage, stream)
+    if not is_cast and (runs := verbatim_runs(values)) is not None:
         return _write_runs(runs, stream, checksums)
-    for piece in values.pieces:
-        checksums.read(piece.storage)
-    crc = 0
-    for chunk in iter_cast_chunks(values, item.dtype, overflowed):
-        stream.write(chunk)
-        crc = crc32(chunk, crc)
-    return crc
+    return _write_gathered(item, values, stream, checksums, tally)
+
+
+def _write_bools(
+    values: TensorRef, stream: OutputStream, checksums: Checksums, tally: Tally
+) -> int:
+    written, odd = _Written(stream), OddBools()
+    fold(values, written, odd, checksums=checksums)
+    if odd.count:
+        tally.odd_bools.append(values)
+    return written.crc
 
 
 class _Written:
@@ -99,32 +93,53 @@ def _write_runs(
     return crc
 
 
-def _write_whole(
+def _write_gathered(
     item: WriteItem,
     values: TensorRef,
-    storage: Storage,
     stream: OutputStream,
-    overflowed: list[int],
+    checksums: Checksums,
+    tally: Tally,
 ) -> int:
-    """Write a whole storage, copied or cast, checking its CRC-32 in the same pass."""
-    if item.dtype is values.dtype:
-        if item.nbytes <= SMALL:
-            data = storage.source.read(storage.offset, item.nbytes)
-            stream.write(data)
-            crc = crc32(data)
-        else:
-            crc = stream.copy(storage.source, storage.offset, item.nbytes)
-        if crc != storage.crc32:
-            refuse_crc(storage, crc)
-        return crc
-    crc, source_crc = 0, 0
+    """Write values that do not lie in order, or that are cast."""
+    for piece in values.pieces:
+        checksums.read(piece.storage)
+    crc, lost = 0, [0]
+    for chunk in iter_cast_chunks(values, item.dtype, lost):
+        stream.write(chunk)
+        crc = crc32(chunk, crc)
+    if lost[0]:
+        tally.overflowed.append(values)
+    return crc
+
+
+def _copy_whole(storage: Storage, stream: OutputStream) -> int:
+    """Copy a whole storage, checking its CRC-32 in the same pass."""
+    source, offset, nbytes = storage.source, storage.offset, storage.nbytes
+    if nbytes <= SMALL:
+        data = source.read(offset, nbytes)
+        stream.write(data)
+        crc = crc32(data)
+    else:
+        crc = stream.copy(source, offset, nbytes)
+    if crc != storage.crc32:
+        refuse_crc(storage, crc)
+    return crc
+
+
+def _cast_whole(
+    item: WriteItem, values: TensorRef, storage: Storage, stream: OutputStream, tally: Tally
+) -> int:
+    """Cast a whole storage, checking its CRC-32 in the same pass."""
+    crc = source_crc = overflowed = 0
     for chunk in iter_chunks(values):
         source_crc = crc32(chunk, source_crc)
         result = cast(chunk, values.dtype, item.dtype)
-        overflowed[0] += result.overflowed
+        overflowed += result.overflowed
         stream.write(result.data)
         crc = crc32(result.data, crc)
     refuse_crc(storage, source_crc)
+    if overflowed:
+        tally.overflowed.append(values)
     return crc
 
 

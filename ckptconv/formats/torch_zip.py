@@ -109,9 +109,8 @@ def _others(records: Records, root: str, storages: ArchiveStorages) -> list[str]
 
 def _alive(records: Records, others: Sequence[str]) -> int:
     """An upper bound of the bytes that all records but `others` need, in what torch writes."""
-    stored = sum(record.stored for record in records.values()) - sum(
-        records[name].stored for name in others
-    )
+    stored = sum([record.stored for record in records.values()])
+    stored -= sum([records[name].stored for name in others])
     return stored + _AROUND * (len(records) - len(others))
 
 
@@ -158,8 +157,8 @@ def lay_out_torch_zip(tree: Tree, cast: CastRule, retag: Callable[[str], str]) -
     def stored_as(node: TensorRef | Storage) -> tuple[str, StoredAs]:
         new, dtype, offset, stride, resolved = placements[id(node)]
         _, _, storage_dtype, location, nbytes = new
-        number = numbers.setdefault(id(new), len(ordered))
-        if number == len(ordered):
+        count = len(ordered)
+        if (number := numbers.setdefault(id(new), count)) == count:
             ordered.append(new)
         if (tag := tags.get(location)) is None:
             tag = tags[location] = retag(location)
@@ -191,12 +190,13 @@ def _records(contents: Iterable[tuple[str, bytes | NewStorage]]) -> Layout:
     slots: list[Slot] = []
     end = 0
     values: TensorRef | bytes
+    folder, lay_out = f"{ROOT}/".encode(), zip_archive.lay_out
     for name, content in contents:
-        if isinstance(content, NewStorage):
-            values, dtype, nbytes = content.values, content.dtype, content.nbytes
-        else:
+        if isinstance(content, bytes):
             values, dtype, nbytes = content, UINT8, len(content)
-        slot, lead, offset, end = zip_archive.lay_out(f"{ROOT}/{name}".encode(), end, nbytes)
+        else:
+            values, dtype, _, _, nbytes = content
+        slot, lead, offset, end = lay_out(folder + name.encode(), end, nbytes)
         slots.append(slot)
         items.append(made(WriteItem, (name, lead, offset, nbytes, values, dtype)))
     return Layout(

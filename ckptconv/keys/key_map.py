@@ -482,8 +482,8 @@ def _wrapper_steps(
         depth = found.count(MODULE)
         return found, [_drop_unmistakable, *[_strip(depth)] * (depth > 0)] if found else []
     if rules.wrappers == "module":
-        return found, [lambda key: key[_end_of_lead(key, len(key)) :]]
-    if rules.wrappers == "add-module" and not _all_start(telling, _LEAD):
+        return found, [_bare]
+    if rules.wrappers == "add-module" and not all_start(telling, _LEAD):
         return found, [lambda key: key if key in beside else _LEAD + key]
     return found, []
 
@@ -508,7 +508,7 @@ def find_wrappers(keys: Iterable[str]) -> tuple[str, ...]:
     ]
     bare = [_drop_unmistakable(key) for key in keys] if inside else keys
     depth = _depth(bare[0]) if bare else 0
-    if depth and not _all_start(bare, _LEAD * depth):
+    if depth and not all_start(bare, _LEAD * depth):
         depth = min(map(_depth, bare))
     return (*[MODULE] * depth, *inside)
 
@@ -530,8 +530,20 @@ def _end_of_lead(key: str, most: int) -> int:
     return at
 
 
-def _all_start(keys: Sequence[str], prefix: str) -> bool:
-    return bool(keys) and all(key.startswith(prefix) and len(key) > len(prefix) for key in keys)
+def _bare(key: str) -> str:
+    """A key without the ``module.`` that it starts with."""
+    if key.startswith(_LEAD) and not key.startswith(_LEAD, len(_LEAD)):
+        return key[len(_LEAD) :]
+    return key[_end_of_lead(key, len(key)) :]
+
+
+def all_start(keys: Sequence[str], prefix: str) -> bool:
+    """Whether all keys start with `prefix` and go on behind it; not where there are none."""
+    if not keys:
+        return False
+    # in order, what starts alike stands together
+    first, last = min(keys), max(keys)
+    return first.startswith(prefix) and last.startswith(prefix) and first != prefix
 
 
 def _drop_unmistakable(key: str) -> str:

@@ -95,14 +95,14 @@ class StorageIds:
 
     def __call__(self, pid: Node) -> Storage | Window | Global:
         if type(pid) is tuple and len(pid) == 5 and pid[0] == "storage":
-            return self._storage(pid)  # what torch writes today
+            return self._storage(*pid)  # what torch writes today
         if type(pid) is not tuple or len(pid) < 4:
             raise MalformedCheckpoint("a persistent id is not that of a storage")
         if pid[0] != "storage" and _text(pid[0]) != "storage":
             return _module_class(pid)
         if len(pid) < 5:
             raise MalformedCheckpoint("a persistent id is not that of a storage")
-        whole = self._storage(pid[:5])
+        whole = self._storage(*pid[:5])
         if len(pid) < 6 or pid[5] is None:
             return whole
         view = pid[5]  # of legacy files: its key, offset and size in elements
@@ -110,8 +110,9 @@ class StorageIds:
             raise MalformedCheckpoint("a view of it is not a tuple of key, offset and size")
         return part_of(whole if isinstance(whole, Window) else window(whole), view[1], view[2])
 
-    def _storage(self, pid: tuple[Node, ...]) -> Storage | Window:
-        _, cls, key, location, numel = pid
+    def _storage(
+        self, _: Node, cls: Node, key: Node, location: Node, numel: Node
+    ) -> Storage | Window:
         if type(key) is not str or type(location) is not str:
             key, location = _text(key), _text(location)
         if key is None or location is None or type(numel) is not int or numel < 0 or numel >> 60:

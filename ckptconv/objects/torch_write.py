@@ -168,7 +168,10 @@ class TorchLeaves:
 
 
 def _key(key: str) -> bytes:
-    return b"X%c\0\0\0" % len(key) + key.encode()
+    return _KEY_HEADS[len(key)] + key.encode()
+
+
+_KEY_HEADS = tuple(b"X%c\0\0\0" % size for size in range(256))
 
 
 def plain_sizes(size: Node) -> tuple[int, ...] | None:

@@ -9,6 +9,8 @@ imports, calls or hashes what a file names.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
+from operator import itemgetter
 from typing import Any, Final, TypeAlias
 
 Node: TypeAlias = Any
@@ -136,25 +138,31 @@ def children(node: Node) -> Iterator[tuple[Node, Node]]:
     """
     kind = type(node)
     if kind is Dict:
-        yield from _pair_children(node.pairs)
-    elif kind is list or kind is tuple:
-        yield from enumerate(node)
-    elif kind is Call:
-        if type(node.func) is not Global:
-            yield "<function>", node.func
-        for index, argument in enumerate(node.args):
-            yield f"<argument {index}>", argument
-        if node.kwargs is not None:
-            yield "<arguments>", node.kwargs
-        yield from enumerate(node.items)
-        yield from _pair_children(node.pairs)
-        if node.state is not ABSENT:
-            yield "<state>", node.state
-    elif kind is PersistentId:
-        yield "<persistent id>", node.pid
+        return _pair_children(node.pairs)
+    if kind is list or kind is tuple:
+        return enumerate(node)
+    if kind is Call:
+        state = [] if node.state is ABSENT else [("<state>", node.state)]
+        return chain(_called_with(node), enumerate(node.items), _pair_children(node.pairs), state)
+    return iter([("<persistent id>", node.pid)] if kind is PersistentId else [])
+
+
+def _called_with(node: Call) -> Iterator[tuple[Node, Node]]:
+    if type(node.func) is not Global:
+        yield "<function>", node.func
+    for index, argument in enumerate(node.args):
+        yield f"<argument {index}>", argument
+    if node.kwargs is not None:
+        yield "<arguments>", node.kwargs
 
 
 def _pair_children(pairs: Sequence[tuple[Node, Node]]) -> Iterator[tuple[Node, Node]]:
+    if _PLAIN_KEYS.issuperset(map(type, map(itemgetter(0), pairs))):
+        return iter(pairs)
+    return _odd_pair_children(pairs)
+
+
+def _odd_pair_children(pairs: Sequence[tuple[Node, Node]]) -> Iterator[tuple[Node, Node]]:
     for key, value in pairs:
         if type(key) in _PLAIN_KEYS:
             yield key, value

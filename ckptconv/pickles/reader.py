@@ -27,7 +27,7 @@ from ckptconv.pickles.nodes import (
     Node,
     PersistentId,
 )
-from ckptconv.pickles.tensor_runs import MEMO_KEYS, TENSOR_RUN, read_run
+from ckptconv.pickles.tensor_runs import MEMO_KEYS, TENSOR_RUN, RunReader
 from ckptconv.support.errors import CheckpointError, LimitExceeded, MalformedCheckpoint
 from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.limits import Limits, in_force
@@ -122,8 +122,8 @@ class PickleReader(NodeMaker):
         memoized = memo.memoized
         intern: dict[str, str] = {}
         known = self._known
-        hookless: dict[int, Call] = {}
         persistent = self._persistent
+        runs = RunReader(memo, memo.runs, persistent, known)
         most = in_force()
         deepest, widest = most.depth, most.stack
         # what was made, and the bytes of arguments that are not opcodes; held against the limits at
@@ -153,12 +153,10 @@ class PickleReader(NodeMaker):
                     if (
                         data[pos] == 0x28
                         and (run := TENSOR_RUN(data, pos, end))
-                        and (leaf := read_run(run, stack[-1], memo, persistent, known, hookless))
-                        is not None
+                        and (leaf := runs.tensor(run, stack[-1])) is not None
                     ):
                         stack[-1] = leaf
-                        memo.runs.append(pos)
-                        pos = run.end()
+                        pos = runs.entries(data, run.end(), look, stack)
                         continue
                     marks.append(stack)
                     if len(marks) > deepest:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from ckptconv.pickles.making import Reducer
 from ckptconv.pickles.nodes import Call, Global, Node
@@ -21,52 +21,101 @@ _INTEGERS = (
 _PERSISTENT_ID = (
     rb"\(h(.)h(.)X(.)\0\0\0([0-9]{1,20})(?:r(....))?h(.)" + _INTEGER + rb"(N?)t(?:r(....))?Q"
 )
-TENSOR_RUN = re.compile(
+_TENSOR = (
     _PERSISTENT_ID
     + (_INTEGER + _INTEGERS + _INTEGERS)
-    + rb"([\x88\x89])h(.)\)R(?:r(....))?t(?:r(....))?R",
-    re.DOTALL,
+    + rb"([\x88\x89])h(.)\)R(?:r(....))?t(?:r(....))?R"
+)
+TENSOR_RUN = re.compile(_TENSOR, re.DOTALL).match
+# An entry of a state dict behind another: what puts the value before it into the memo, its key, and
+# its tensor with the name of the rebuild function. Where the key is taken for longer or shorter
+# than it is, its length tells.
+_ENTRY_RUN = re.compile(
+    rb"(?:r(....))?X(.)\0\0\0([\w.]{1,255})(?:r(....))?h(.)\(" + _TENSOR, re.DOTALL
 ).match
 _INT_RUNS: dict[bytes, tuple[int, ...]] = {}
 
 
-def read_run(
-    run: re.Match[bytes],
-    func: Node,
-    memo: Mapping[bytes, Node],
-    persistent: Callable[[Node], Node],
-    reducers: Mapping[Global, Reducer],
-    hookless: dict[int, Call],
-) -> Node | None:
-    """The tensor that `func` makes of the opcodes of `run`; None if they are not as they look.
+class RunReader:
+    """Does at once what the opcodes of the runs of one stream do one by one.
 
-    This does at once what the opcodes do one by one. `hookless` keeps the empty hooks that were
-    made: a leaf does not hold them, so all leaves may be made of the same.
+    `memo` gets what they put, `runs` the places of the runs, whose own values the memo makes when
+    one is fetched.
     """
-    kind, cls, size, raw_key, location, count, view, offset, shape, stride, flag, hooks = run.group(
-        1, 2, 3, 4, 6, 7, 8, 10, 11, 13, 15, 16
-    )
-    if size[0] != len(raw_key) or type(func) is not Global:
-        return None
-    keys = MEMO_KEYS
-    pid: Node = (
-        memo[keys[kind[0]]],
-        memo[keys[cls[0]]],
-        raw_key.decode(),
-        memo[keys[location[0]]],
-        integer(count),
-    )
-    if view:
-        pid = (*pid, None)
-    dims = _INT_RUNS.get(shape) or int_run(shape)
-    steps = _INT_RUNS.get(stride) or int_run(stride)
-    reducer = reducers.get(func)
-    hooked = memo[keys[hooks[0]]]
-    if reducer is None or (made := hookless.get(id(hooked))) is None:
-        made = hookless[id(hooked)] = Call(hooked, ())
-    start = 0 if offset == b"K\0" else integer(offset)
-    args = (persistent(pid), start, dims, steps, flag == b"\x88", made)
-    return Call(func, args) if reducer is None else reducer(args)
+
+    def __init__(
+        self,
+        memo: dict[bytes, Node],
+        runs: list[int],
+        persistent: Callable[[Node], Node],
+        reducers: Mapping[Global, Reducer],
+    ) -> None:
+        self._memo = memo
+        self._runs = runs
+        self._persistent = persistent
+        self._reducers = reducers
+        # the empty hooks that were made: a leaf does not hold them, so all leaves may be made of
+        # the same
+        self._hookless: dict[int, Call] = {}
+
+    def tensor(self, run: re.Match[bytes], func: Node) -> Node | None:
+        """The tensor that `func` makes of the opcodes of `run`; None if they are not as they
+        look.
+        """
+        leaf = self._leaf(run.group(1, 2, 3, 4, 6, 7, 8, 10, 11, 13, 15, 16), func)
+        if leaf is not None:
+            self._runs.append(run.start())
+        return leaf
+
+    def entries(self, stream: bytes, pos: int, end: int, stack: list[Node]) -> int:
+        """Push the keys and tensors of the entries that stand at `pos`; the place behind them.
+
+        A tensor stands on the stack already. It stops before what is not as it looks, and at `end`.
+        """
+        memo, runs = self._memo, self._runs
+        while (run := _ENTRY_RUN(stream, pos, end)) is not None:
+            before, size, raw_key, put, func, *tensor = run.group(
+                1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 15, 16, 18, 20, 21
+            )
+            if size[0] != len(raw_key):
+                break
+            if before is not None:
+                memo[before] = stack[-1]
+            leaf = self._leaf(tensor, memo[MEMO_KEYS[func[0]]])
+            if leaf is None:
+                break
+            key = raw_key.decode()
+            if put is not None:
+                memo[put] = key
+            stack += (key, leaf)
+            runs.append(run.end(5) + 1)
+            pos = run.end()
+        return pos
+
+    def _leaf(self, fields: Sequence[bytes], func: Node) -> Node | None:
+        """A leaf of what stands in a run."""
+        kind, cls, size, raw_key, location, count, view, offset, shape, stride, flag, hooks = fields
+        if size[0] != len(raw_key) or type(func) is not Global:
+            return None
+        keys, memo = MEMO_KEYS, self._memo
+        pid: Node = (
+            memo[keys[kind[0]]],
+            memo[keys[cls[0]]],
+            raw_key.decode(),
+            memo[keys[location[0]]],
+            count[1] if count[0] == 0x4B else integer(count),
+        )
+        if view:
+            pid = (*pid, None)
+        dims = _INT_RUNS.get(shape) or int_run(shape)
+        steps = _INT_RUNS.get(stride) or int_run(stride)
+        reducer = self._reducers.get(func)
+        hooked = memo[keys[hooks[0]]]
+        if reducer is None or (made := self._hookless.get(id(hooked))) is None:
+            made = self._hookless[id(hooked)] = Call(hooked, ())
+        start = 0 if offset == b"K\0" else integer(offset)
+        args = (self._persistent(pid), start, dims, steps, flag == b"\x88", made)
+        return Call(func, args) if reducer is None else reducer(args)
 
 
 def integer(raw: bytes) -> int:

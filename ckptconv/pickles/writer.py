@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeAlias
 
 from ckptconv.pickles.nodes import ABSENT, ENCODE, Call, Dict, Global, Node
@@ -59,11 +60,12 @@ class PickleWriter:
     def write(self, root: Node) -> bytes:
         """The bytes of the whole stream; a writer is used once."""
         work: list[Iterator[Node]] = [iter((root,))]
+        text, write_one = self.text, self._write_one
         while work:
             for node in work[-1]:
                 if type(node) is str:
-                    self._out += self.text(node)
-                elif (inner := self._write_one(node)) is not None:
+                    self._out += text(node)
+                elif (inner := write_one(node)) is not None:
                     work.append(inner)
                     break
             else:
@@ -84,7 +86,7 @@ class PickleWriter:
         index = self._texts[text] = self.count
         self.count = index + 1
         put = _PUTS[index] if index < 256 else b"r" + _UINT32(index)
-        return b"X%b%b%b" % (_UINT32(len(raw)), raw, put)
+        return b"X" + _UINT32(len(raw)) + raw + put
 
     def named(self, module: str, name: str) -> bytes:
         """The opcodes for a global: written once, fetched afterwards."""
@@ -98,11 +100,13 @@ class PickleWriter:
 
     def _write_one(self, node: Node) -> Iterator[Node] | None:
         """Write a value that needs no further work, or return the work that a container makes."""
-        while id(node) in self._overlay:
-            node = self._overlay[id(node)]
+        key = id(node)
+        while key in self._overlay:
+            node = self._overlay[key]
+            key = id(node)
         kind = type(node)
         if kind not in _NOT_LEAVES:
-            if (index := self._memo.get(id(node))) is None:
+            if (index := self._memo.get(key)) is None:
                 return self._write_leaf(node)
             self._out += _fetch(index)
         elif (plain := _SCALARS.get(kind)) is not None:
@@ -120,8 +124,7 @@ class PickleWriter:
         if type(made) is bytes:
             index = self._memo[id(node)] = self.count
             self.count = index + 1
-            self._out += made
-            self._out += _PUTS[index] if index < 256 else b"r" + _UINT32(index)
+            self._out += made + (_PUTS[index] if index < 256 else b"r" + _UINT32(index))
             return None
         self._kept.append(made)
         return iter((made, _Alias(node, made)))
@@ -261,9 +264,7 @@ def _batches(items: Sequence[Node]) -> Iterator[Node]:
 def _batches_of_pairs(pairs: Sequence[tuple[Node, Node]]) -> Iterator[Node]:
     for start in range(0, len(pairs), _BATCH):
         yield _Raw(b"(")
-        for key, value in pairs[start : start + _BATCH]:
-            yield key
-            yield value
+        yield from chain.from_iterable(pairs[start : start + _BATCH])
         yield _Raw(b"u")
 
 

@@ -124,7 +124,7 @@ def _alone(ref: TensorRef, cast: CastRule) -> Placed:
     source, shape, stride, ((storage, *_),), _, conj, neg = ref
     dtype = cast(ref)
     values, count = ref, prod(shape)
-    if conj or neg or not is_contiguous(shape, stride):
+    if conj or neg or (stride != (1,) and not is_contiguous(shape, stride)):
         start, stop = ref.byte_span()
         # not every dtype can be negated
         if stop - start > ref.nbytes or (neg and dtype is not source):

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from ckptconv.keys.key_map import all_start
 from ckptconv.pickles.nodes import Call, Node, mapping_pairs
 
 Labels = Mapping[str, Node]
@@ -102,7 +103,7 @@ def producer_of(root: Node) -> str | None:
             else producer.name
         )
     keys = list(labels)
-    if _all_start(keys, _PEFT) and any(".lora_" in key for key in keys):
+    if all_start(keys, _PEFT) and any(".lora_" in key for key in keys):
         return "peft (LoRA adapter)"
     return None
 
@@ -127,19 +128,15 @@ def offered_prefix(root: Node, keys: Sequence[str]) -> str | None:
     Lightning saves the module that holds the user's model under an attribute (``model.``), peft its
     own two wrappers.
     """
-    if _all_start(keys, _PEFT):
+    if all_start(keys, _PEFT):
         return _PEFT
     first = keys[0].partition(".")[0] + "." if keys else ""
     lightning = any(label == _VERSION for label, _ in _pairs(root))
     is_attribute = not first.removesuffix(".").isdecimal()  # a number is a layer of Sequential
-    return first if lightning and is_attribute and _all_start(keys, first) else None
+    return first if lightning and is_attribute and all_start(keys, first) else None
 
 
 _PEFT = "base_model.model."
-
-
-def _all_start(keys: Sequence[str], prefix: str) -> bool:
-    return bool(keys) and all(key.startswith(prefix) and len(key) > len(prefix) for key in keys)
 
 
 def _labels(root: Node) -> Labels:

@@ -99,6 +99,8 @@ def refuse_nothing_left(left: int, maps: Sequence[KeyMap], rules: KeyRules) -> N
 
 def excluded(item: StateDict, keys: KeyMap, fit_to: KeyTarget | None) -> list[Skipped]:
     """The keys that the rules, or the fitting, left out, with the reason."""
+    if None not in keys.new:
+        return []
     parts = zip(keys.old, keys.new, item.values, strict=True)
     return [
         Skipped(
@@ -125,8 +127,8 @@ def renamed_keys(item: StateDict, keys: KeyMap, unheld: Collection[str] = ()) ->
     not hold.
     """
     pairs = list(zip(keys.old, keys.new, strict=True))
-    changed = tuple((old, new) for old, new in pairs if new is not None and new != old)
-    left_out = tuple(old for old, new in pairs if new is None)
+    changed = tuple([(old, new) for old, new in pairs if new is not None and new != old])
+    left_out = tuple([old for old, new in pairs if new is None]) if None in keys.new else ()
     odd = (
         ()
         if "".join(keys.old).isprintable()

@@ -96,13 +96,17 @@ def walk(
         for label, child in remaining:
             if type(child) in PLAIN:
                 continue
-            if over:
-                child = over.get(id(child), child)
-            if id(child) in seen or type(child) in PLAIN:
-                if id(child) in entered and cycles is not None:
+            key = id(child)
+            if key in over:
+                child = over[key]
+                key = id(child)
+                if type(child) in PLAIN:
+                    continue
+            if key in seen:
+                if key in entered and cycles is not None:
                     cycles.append((place, label, holder))
                 continue
-            seen.add(id(child))
+            seen.add(key)
             here = (place, label, holder)
             yield here, child
             if over:

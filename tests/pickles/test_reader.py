@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ckptconv.io.source import MemorySource
-from ckptconv.pickles import memo
+from ckptconv.pickles import memo, tensor_runs
 from ckptconv.pickles import reader as unpickling
 from ckptconv.pickles.extents import read_pickles
 from ckptconv.pickles.nodes import ABSENT, Call, Dict, Global, PersistentId, mapping_pairs
@@ -95,6 +95,22 @@ def test_values_that_a_run_has_put_can_be_fetched(legacy, slow):
     patched = b"\x80\x02](" + stream[2:-1] + fetches + b"e."
     assert plain(read_pickle(patched)) == plain(slow(patched))
     assert len(read_pickle(patched)) == 7
+
+
+@pytest.mark.parametrize("index", [None, b"word", b"\xff\xff\0\1"])
+def test_entries_read_as_the_opcodes_one_by_one(index, slow):
+    stream = torch_pickle(TENSORS)
+    entries = list(tensor_runs._ENTRY_RUN.__self__.finditer(stream))
+    assert len(entries) > 100, "the quick way was not taken, so nothing was compared"
+    entry = entries[90]
+    # the key's memo index may look like a part of the key
+    key_put = entry[4] if index is None else index
+    patched = stream[: entry.start(4)] + key_put + stream[entry.end(4) :]
+    # more items, which fetch what this entry and the end of the one before it have put
+    puts = (key_put, entry[1], entry[10])
+    fetches = b"".join(b"(K%cj%bu" % (number, put) for number, put in enumerate(puts))
+    patched = patched[:-1] + fetches + b"."
+    assert plain(read_pickle(patched)) == plain(slow(patched))
 
 
 @pytest.mark.parametrize("protocol", range(6))
