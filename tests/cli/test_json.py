@@ -417,7 +417,7 @@ def stopped(arguments: list[str], room: Path, number: int) -> Finished:
         "import sys, time; from ckptconv.diff import checkpoints as diffing; from "
         "ckptconv.cli.main import main; "
         + (
-            "diffing.open_checkpoint = lambda *_, **__: (print('begun', file=sys.stderr, "
+            "diffing.open_certain = lambda *_, **__: (print('begun', file=sys.stderr, "
             "flush=True), time.sleep(60)); "
             "sys.argv = ['ckptconv', *sys.argv[1:]]; main()"
         )
