@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import fcntl
 import importlib.util
 import os
 import shutil
@@ -20,6 +19,11 @@ from helpers.paths import CORPUS, PRODUCED, SAMPLES
 from helpers.program import close_servers
 
 MakeOnce = Callable[[str, Callable[[Path], object]], Path]
+try:
+    import fcntl
+except ImportError:  # Windows, where the tests run in one process
+    fcntl = None  # type: ignore[assignment]
+
 HERE = Path(__file__).resolve().parent
 
 
@@ -109,7 +113,8 @@ def made_once(tmp_path_factory) -> MakeOnce:
     def made(name: str, make: Callable[[Path], object]) -> Path:
         folder, whole = shared / name, shared / f"{name}.whole"
         with open(shared / f"{name}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            if fcntl is not None:
+                fcntl.flock(lock, fcntl.LOCK_EX)
             if not whole.exists():
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir()

@@ -82,6 +82,7 @@ def test_names_that_a_shell_would_take_for_more_are_not_offered(room):
     assert offered("ckptconv convert odd.pt o.pt --only ", room) == ["good"]
 
 
+@pytest.mark.trust
 def test_it_is_quick_and_runs_no_torch(room):
     """The limit is that of an idle machine, doubled; what an import of torch takes is far more."""
     (room / "sitecustomize.py").write_text(

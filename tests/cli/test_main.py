@@ -850,6 +850,7 @@ def test_inflated_records_leave_nothing_in_the_temporary_folder(saved, tmp_path)
     assert names(tmp_path / "tmp") == []
 
 
+@pytest.mark.trust
 @pytest.mark.parametrize("output", ["out.pt", "out.safetensors"])
 def test_memory_does_not_grow_with_the_checkpoint(output, tmp_path):
     with torch.serialization.skip_data():

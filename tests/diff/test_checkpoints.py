@@ -717,6 +717,7 @@ def test_the_worst_comes_first_in_text_and_json(tmp_path):
     assert values[0]["nonfinite"] == 1 and values[3]["cosine"] is None
 
 
+@pytest.mark.trust
 def test_memory_does_not_grow_with_the_values_that_differ(tmp_path):
     size = 80 << 20
     saved(tmp_path, "a.pt", {"w": torch.zeros(size // 2, dtype=torch.bfloat16)})
@@ -726,6 +727,7 @@ def test_memory_does_not_grow_with_the_values_that_differ(tmp_path):
     assert done.rss < idle_rss() + (60 << 20) < idle_rss() + size
 
 
+@pytest.mark.trust
 def test_memory_does_not_grow_with_the_files(tmp_path):
     tensor = torch.zeros(30_000_000)
     one = saved(tmp_path, "one.pt", {"w": tensor, "t": tensor[:9_000_000].reshape(3000, 3000).t()})

@@ -1055,6 +1055,7 @@ def test_the_output_that_is_named_is_free(tmp_path):
     )
 
 
+@pytest.mark.trust
 @pytest.mark.badcases
 def test_hostile_files_are_findings(hostile, tmp_path, monkeypatch):
     """But for the largest, which are among the proofs of `make trust`."""

@@ -479,6 +479,7 @@ def sparse(tmp_path) -> Path:
     return tmp_path / "old.pt"
 
 
+@pytest.mark.trust
 def test_a_large_file_is_converted_in_little_memory(sparse, tmp_path):
     done = run_process("convert", sparse, "out.safetensors", "--no-fsync", cwd=tmp_path)
     assert done.exit == 0, done.err

@@ -113,6 +113,7 @@ def count_faults(tried: Counter[str], figure) -> None:
     figure("kills survived", tried[KILL])
 
 
+@pytest.mark.trust
 @pytest.mark.parametrize("name", QUICK)
 def test_some_faults_leave_an_output_whole(name, tmp_path, figure):
     require_strace()

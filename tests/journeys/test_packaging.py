@@ -111,6 +111,7 @@ def test_the_wheel_holds_the_package_and_the_docs_and_nothing_else(wheel):
     assert names == modules | pages | {"ckptconv/py.typed"}
 
 
+@pytest.mark.trust
 def test_what_is_installed_from_the_sdist_converts_and_helps(installed, unpacked, tmp_path):
     where = run_installed(installed, "--version", cwd=tmp_path)
     assert where == f"ckptconv {PROJECT['project']['version']}\n"

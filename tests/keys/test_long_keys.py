@@ -197,6 +197,7 @@ def test_a_name_followed_through_many_modules_takes_linear_time():
     assert in_time(begin)
 
 
+@pytest.mark.trust
 def test_many_modules_with_a_version_each_are_followed_in_linear_time():
     keys = [f"model.l{index}.a.w" for index in range(COUNT)]
     begin = time.process_time()

@@ -37,6 +37,7 @@ def source(content: bytes) -> MemorySource:
     return MemorySource(content, Path("file"))
 
 
+@pytest.mark.trust
 @given(
     st.lists(st.tuples(VALUES, st.integers(0, 5)), min_size=1, max_size=4),
     st.binary(max_size=3),

@@ -493,6 +493,7 @@ def test_what_torch_writes_by_default_is_plain(tmp_path):
     assert scan_checkpoint(tmp_path / "module.pt").level == "plain"
 
 
+@pytest.mark.trust
 def test_arrays_that_are_pickles_by_chance_are_not_called_dangerous(tmp_path):
     random = torch.Generator().manual_seed(7)
     arrays = [

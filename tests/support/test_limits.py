@@ -239,6 +239,7 @@ def zeros_deflated(folder: Path, count: int, nbytes: int) -> Path:
     return folder / "in.pt"
 
 
+@pytest.mark.trust
 def test_many_records_that_inflate_to_little_each_are_a_bomb_together(tmp_path):
     # Each record was held against the limit by itself: a file of 1 MB became 1 GB.
     source = zeros_deflated(tmp_path, 60, 4_000_000)
@@ -567,6 +568,7 @@ def test_a_scan_that_followed_too_much_for_nothing_says_what_makes_it_go_on(tmp_
         assert any("--limit scanned_in_vain=" in reason for reason in look())
 
 
+@pytest.mark.trust
 def test_a_scan_that_inflated_too_much_says_what_makes_it_go_on(tmp_path):
     with zipfile.ZipFile(tmp_path / "in.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("data.pkl", pickle.dumps([0] * 1_500_000))

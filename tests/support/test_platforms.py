@@ -421,6 +421,7 @@ def assert_does_what_it_is_to(answers: list[Any], left: dict[str, bytes]) -> Non
     assert len([name for name in left if re.fullmatch(r"shards-\d+-of-\d+\.safetensors", name)]) > 2
 
 
+@pytest.mark.trust
 @EMULATED
 def test_what_needs_torch_does_the_same_elsewhere(tmp_path):
     pytest.importorskip("torch")
@@ -441,6 +442,7 @@ def test_what_needs_torch_does_the_same_elsewhere(tmp_path):
         assert left[system] == left["here"]
 
 
+@pytest.mark.trust
 @EMULATED
 def test_what_is_mapped_cannot_be_replaced_on_windows_and_says_so(tmp_path):
     pytest.importorskip("torch")
@@ -456,6 +458,7 @@ def test_what_is_mapped_cannot_be_replaced_on_windows_and_says_so(tmp_path):
     assert [name for name in files(tmp_path / "room") if "ckptconv-" in name] == []
 
 
+@pytest.mark.trust
 @EMULATED
 @pytest.mark.parametrize("system", ELSEWHERE)
 def test_threads_that_read_one_file_elsewhere_get_what_they_ask_for(system, tmp_path):

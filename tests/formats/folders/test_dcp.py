@@ -223,6 +223,7 @@ def test_a_state_dict_that_was_not_flattened_keeps_its_keys(tmp_path):
     )
 
 
+@pytest.mark.trust
 def test_more_files_than_a_process_may_open_are_read(saved, tmp_path):
     state_dict = {f"w{index:03}": W + index for index in range(300)}
     folder = saved(state_dict, single_file_per_rank=False)
@@ -378,6 +379,7 @@ def scalars(folder: Path, count: int, length: int = 700) -> Path:
     return folder
 
 
+@pytest.mark.trust
 def test_many_chunks_are_held_against_each_other_before_any_is_opened(tmp_path):
     # Each was opened first: 57 s and 1 GB for 300,000, and 11 s and 222 MB for these.
     done = run_process("convert", scalars(tmp_path / "in", 60_000), "out.pt", cwd=tmp_path)
@@ -386,6 +388,7 @@ def test_many_chunks_are_held_against_each_other_before_any_is_opened(tmp_path):
     assert done.seconds < 9
 
 
+@pytest.mark.trust
 def test_many_chunks_with_a_gap_are_refused_before_any_is_opened(tmp_path):
     folder = scalars(tmp_path / "in", 20_000)
     metadata = pickle.loads((folder / ".metadata").read_bytes())

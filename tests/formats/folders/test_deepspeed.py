@@ -600,6 +600,7 @@ def test_the_model_states_of_one_rank_of_stage_3_are_not_taken_for_weights(tmp_p
     )
 
 
+@pytest.mark.trust
 @settings(
     deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -654,6 +655,7 @@ def test_the_program_reads_the_step_that_tag_names(tmp_path):
     assert "--tag: '../x' is not a plain folder name" in line
 
 
+@pytest.mark.trust
 @pytest.mark.parametrize("stage", [2, 3])
 def test_memory_does_not_grow_with_the_folder(tmp_path, stage):
     groups = [{f"{index}.weight": torch.rand(1001, 1001) for index in range(16)}]
