@@ -20,7 +20,7 @@ demo: $(VENV)/ready
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh sample_ckpts/demo.sh $(DEMO)
 
 test: $(VENV)/ready
-	$(BIN)/python -m pytest -q -n auto
+	$(BIN)/python -m pytest -q -n auto --dist worksteal
 
 PYTHONS ?= 3.10 3.13
 LOWEST ?= 3.10 3.11
@@ -54,7 +54,7 @@ $(PEERS)/ready: $(FAMILIES)/ready tests/helpers/peer_files.py
 
 families: $(FAMILIES)/ready
 	-$(MAKE) $(PEERS)/ready
-	CKPTCONV_PEER_FILES=$(CURDIR)/$(PEERS)/files $(FAMILIES)/bin/python -m pytest -q -n auto tests/live/test_fitted_models.py \
+	CKPTCONV_PEER_FILES=$(CURDIR)/$(PEERS)/files $(FAMILIES)/bin/python -m pytest -q -n auto --dist worksteal tests/live/test_fitted_models.py \
 	    tests/keys/test_fitting.py tests/scan/test_files.py tests/scan/test_peers.py
 	-PYTHONPATH=tests $(FAMILIES)/bin/python tests/helpers/peer_files.py table $(PEERS)/files
 
@@ -76,7 +76,7 @@ bench: $(VENV)/ready
 # printed at the end. Crash safety needs strace, or STRACE= to skip it.
 STRACE ?= 1
 trust: $(VENV)/ready
-	CKPTCONV_REQUIRE_STRACE=$(STRACE) $(BIN)/python -m pytest -q -n auto -m trust
+	CKPTCONV_REQUIRE_STRACE=$(STRACE) $(BIN)/python -m pytest -q -n auto --dist worksteal -m trust
 
 SECONDS ?= 600
 
