@@ -177,7 +177,9 @@ def stop_at_random(scene: Scene, room: Path, chance: random.Random, usual: float
     if "Traceback" in err:  # in python's own start, before it heard of us
         # the line of the package that was reached may be its first import, which has no handler yet
         named = [line for line in err.splitlines() if "ckptconv/" in line]
-        assert all("ckptconv/__init__.py" in line for line in named) and after == state, err
+        assert all("ckptconv/__init__.py" in line for line in named), err
+        is_unheard = "Exception ignored in" in err  # python dropped the signal, and the run went on
+        assert after == state or (is_unheard and code == 0 and after == "new"), err
     else:
         assert code in (0, 128 + number, -number), err
     assert after in (state, "new") and (code != 0 or after == "new")
