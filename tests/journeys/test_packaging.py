@@ -155,7 +155,7 @@ def test_the_sdist_holds_what_its_tests_and_make_need(unpacked):
     ("arguments", "told"),
     [
         pytest.param(["--collect-only"], " tests", marks=pytest.mark.trust),
-        (["tests/support/test_choices.py"], " passed"),
+        pytest.param(["tests/support/test_choices.py"], " passed", marks=pytest.mark.trust),
     ],
 )
 def test_the_tests_of_the_sdist_can_be_run_there(arguments, told, unpacked):
