@@ -9,11 +9,13 @@ FAMILIES := .venv-families
 
 .PHONY: demo test readme pythons lowest trust families check lint bench fuzz samples clean
 
-# torch is pinned in constraints.txt, so that pip takes one known build instead of the newest with gigabytes of CUDA packages.
+# torch is pinned in constraints.txt, so that pip takes one known build instead of the newest with
+# gigabytes of CUDA packages.
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	    --editable '.[dev]'
 	@touch $@
 
 demo: $(VENV)/ready
@@ -25,7 +27,8 @@ test: $(VENV)/ready
 PYTHONS ?= 3.10 3.13
 LOWEST ?= 3.10 3.11
 
-# The tests that need no torch, each Python in an environment of its own; one that is not here is told of and left out.
+# The tests that need no torch, each Python in an environment of its own; one that is not here is
+# told of and left out.
 pythons:
 	$(PYTHON) tests/helpers/pythons.py $(PYTHONS)
 
@@ -33,17 +36,20 @@ pythons:
 lowest:
 	$(PYTHON) tests/helpers/pythons.py --lowest $(LOWEST)
 
-# What needs transformers, peft, lightning, picklescan, modelscan and fickling, which make test does without.
+# What needs transformers, peft, lightning, picklescan, modelscan and fickling, which make test does
+# without.
 $(FAMILIES)/ready: pyproject.toml constraints.txt tests/data/families.txt
 	$(PYTHON) -m venv $(FAMILIES)
-	$(FAMILIES)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(FAMILIES)/bin/python -m pip install --quiet --disable-pip-version-check --constraint \
+	    constraints.txt torch
 	$(FAMILIES)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]' \
 	    --requirement tests/data/families.txt
 	@touch $@
 
 PEERS := $(FAMILIES)/peers
 
-# The files that other scanners are tested with, made by their own tests; without a network, what needs them is skipped.
+# The files that other scanners are tested with, made by their own tests; without a network, what
+# needs them is skipped.
 $(PEERS)/ready: $(FAMILIES)/ready tests/helpers/peer_files.py
 	@rm -rf $(PEERS) && mkdir -p $(PEERS)
 	git clone --quiet --depth 1 https://github.com/mmaitre314/picklescan $(PEERS)/picklescan
@@ -88,4 +94,5 @@ samples: $(VENV)/ready
 	$(BIN)/python sample_ckpts/make_samples.py
 
 clean:
-	rm -rf $(VENV) $(FAMILIES) .venv-3.* .venv-lowest-* $(DEMO) bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis fuzz-finds
+	rm -rf $(VENV) $(FAMILIES) .venv-3.* .venv-lowest-* $(DEMO) bench-out .pytest_cache \
+	    .mypy_cache .ruff_cache .hypothesis fuzz-finds

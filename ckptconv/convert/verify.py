@@ -20,6 +20,7 @@ from ckptconv.tree.state_dicts import StateDict
 
 
 def verify_folder(plan: ConversionPlan, made: Path, phases: Phases) -> int:
+    """Compare every tensor of a written folder with its source; returns how many there are."""
     meter = Meter("verify", plan.nbytes, phases.tell)
     with phases.timed("verify"):
         count = verify_file(plan, plan.files[0], made, meter)

@@ -26,6 +26,7 @@ class Tally:
 
 
 def write_layout(layout: Layout, stream: OutputStream, tally: Tally, checksums: Checksums) -> None:
+    """Write all bytes of a file; `tally` and `checksums` note what is found on the way."""
     crcs: list[int] = []
     between = b""
     write, trail = stream.write, layout.trail
@@ -159,6 +160,7 @@ def by_tensor(
 
 
 def count_overflow(plan: ConversionPlan, ref: TensorRef) -> int:
+    """How many finite values of a tensor its cast makes infinite or NaN."""
     lost = [0]
     for _ in iter_cast_chunks(ref, plan.cast(ref), lost):
         pass

@@ -91,6 +91,7 @@ def stranger_of(head: bytes) -> Stranger | None:
 
 
 def stranger(source: Source, head: bytes) -> UnsupportedCheckpoint:
+    """The error that says what a file is that begins with `head`, and what to do."""
     if not head:
         return UnsupportedCheckpoint(
             "is empty (0 bytes)", path=source.path, hint="fetch or save it again"

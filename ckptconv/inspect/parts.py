@@ -18,6 +18,7 @@ _DEEPEST_WRAPPERS = 50
 
 
 def tensor_facts(path: str, key: str | None, ref: TensorRef) -> TensorFacts:
+    """The facts about the tensor at `path`, which is under `key` in a state dict, if in any."""
     return TensorFacts(path, key, ref.dtype.name, tuple(ref.shape), ref.location, ref.nbytes)
 
 
@@ -49,6 +50,7 @@ def bare_storages(node: Node, overlay: Mapping[int, Node]) -> list[Storage]:
 
 
 def part_of_tree(name: str, node: Node, tree: PartTree, depth: int, shown: set[int]) -> Part:
+    """A node as a part, with `depth` levels of parts in it; `shown` are the nodes shown so far."""
     if id(node) in shown:
         return Part(
             name, f"{_kind(node)}, shared with a part above", 0, 0, (), None, *_sort(node), True

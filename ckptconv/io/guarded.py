@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from ckptconv.io.source import CHUNK, SMALL, Fingerprint, Range, Source
+from ckptconv.io.source import CHUNK, SMALL, Range, Source, WrappedSource
 
 Check = Callable[[int, int], Mapping[int, int]]
 """Holds the leads from one number up to another against the index, and raises where they differ.
@@ -22,7 +22,7 @@ Gives the places of the payloads that begin elsewhere than the index lets expect
 _MOST_AHEAD = 1024  # leads that are checked together
 
 
-class GuardedSource(Source):
+class GuardedSource(WrappedSource):
     """The payloads of `inner`, each checked before it is first read.
 
     `starts` are the places where they are expected to begin, ascending; whoever reads uses these,
@@ -30,8 +30,7 @@ class GuardedSource(Source):
     """
 
     def __init__(self, inner: Source, starts: Sequence[int], check: Check) -> None:
-        self.path, self.size = inner.path, inner.size
-        self.inner = inner
+        super().__init__(inner)
         self._starts = starts
         self._check = check
         self._elsewhere: dict[int, int] = {}
@@ -53,29 +52,8 @@ class GuardedSource(Source):
     def stream(self, ranges: Iterable[Range]) -> Iterator[memoryview]:
         return self.inner.stream((self.place(offset), nbytes) for offset, nbytes in ranges)
 
-    def close(self) -> None:
-        self.inner.close()
-
-    def fingerprint(self) -> Fingerprint:
-        return self.inner.fingerprint()
-
-    def is_file(self) -> bool:
-        return self.inner.is_file()
-
-    def is_in_memory(self) -> bool:
-        return self.inner.is_in_memory()
-
-    def needs_closing(self) -> bool:
-        return self.inner.needs_closing()
-
     def is_for_threads(self) -> bool:
         return self.inner.is_for_threads()
-
-    def check_unchanged(self) -> None:
-        self.inner.check_unchanged()
-
-    def let_go(self, replaced: Sequence[str]) -> None:
-        self.inner.let_go(replaced)
 
     def mappable_path(self) -> str | None:
         """None too where a payload is not where it is expected; who maps bytes reads them unseen,
@@ -85,6 +63,10 @@ class GuardedSource(Source):
             return None
         self.check_all()
         return path if self._is_settled else None
+
+    def data_from(self, offset: int) -> int:
+        """`offset`: where a payload is expected tells nothing of the holes of `inner`."""
+        return offset
 
     def check_mapped(self) -> None:
         self.inner.check_mapped()
