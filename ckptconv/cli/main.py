@@ -5,6 +5,7 @@ What it does is in the library; what it says is in the reports.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from typing import Any
@@ -12,10 +13,6 @@ from typing import Any
 import click
 
 from ckptconv import __version__
-from ckptconv.cli.converting import add_module, convert, strip_module
-from ckptconv.cli.host_devices import devices
-from ckptconv.cli.inspecting import doctor, inspect
-from ckptconv.cli.judging import diff, scan
 from ckptconv.cli.terminal import (
     Unprinted,
     colors,
@@ -32,9 +29,34 @@ from ckptconv.cli.terminal import (
 from ckptconv.support.errors import printable
 from ckptconv.support.signals import missed_stop, stop_in_good_order
 
+COMMANDS = {
+    "convert": "converting",
+    "strip-module": "converting",
+    "add-module": "converting",
+    "inspect": "inspecting",
+    "doctor": "inspecting",
+    "devices": "host_devices",
+    "diff": "judging",
+    "scan": "judging",
+}
+"""The commands, and the module of `ckptconv.cli` that has each, under the command's name."""
+
 
 class Program(click.Group):
-    """A group of commands whose answer must arrive: one that is not printed is an error."""
+    """A group of commands whose answer must arrive: one that is not printed is an error.
+
+    A command's module is imported when the command is asked for.
+    """
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*COMMANDS, *self.commands])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return super().get_command(ctx, cmd_name)
+        module = importlib.import_module(f"ckptconv.cli.{COMMANDS[cmd_name]}")
+        command: click.Command = getattr(module, cmd_name.replace("-", "_"))
+        return command
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -80,10 +102,6 @@ def cli() -> None:
     """
 
 
-for _command in (convert, strip_module, add_module, inspect, doctor, devices, diff, scan):
-    cli.add_command(_command)
-
-
 @cli.command(
     "help",
     short_help="Show a page of the documentation.",
@@ -105,13 +123,13 @@ def show_help(ctx: click.Context, topic: str | None) -> None:
             "Commands are listed by ckptconv --help; ckptconv help COMMAND shows the options of "
             "one."
         )
-    elif topic in cli.commands:
-        with click.Context(cli.commands[topic], info_name=topic, parent=ctx.parent) as context:
-            click.echo(cli.commands[topic].get_help(context))
+    elif (command := cli.get_command(ctx, topic)) is not None:
+        with click.Context(command, info_name=topic, parent=ctx.parent) as context:
+            click.echo(command.get_help(context))
     elif (text := help_pages.page_text(topic)) is not None:
         show_page(text)
     else:
-        near = help_pages.near_matches(topic, list(cli.commands))
+        near = help_pages.near_matches(topic, cli.list_commands(ctx))
         meant = f"did you mean {' or '.join(near)}" if near else "ckptconv help lists the topics"
         fail(f"there is no help on '{printable(topic)}'; {meant}", 2)
 
@@ -119,7 +137,7 @@ def show_help(ctx: click.Context, topic: str | None) -> None:
 def _help_names(ctx: click.Context, start: str) -> list[str]:
     from ckptconv.cli.help_pages import topics
 
-    return [name for name in [*topics(), *cli.commands] if name.startswith(start)]
+    return [name for name in [*topics(), *cli.list_commands(ctx)] if name.startswith(start)]
 
 
 def main() -> None:

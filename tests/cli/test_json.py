@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 
@@ -347,8 +348,9 @@ def test_the_page_names_every_command():
     }
     with_json = {
         name
-        for name, command in cli.commands.items()
-        if any("--json" in param.opts for param in command.params)
+        for name in cli.list_commands(click.Context(cli))
+        if (command := cli.get_command(click.Context(cli), name)) is not None
+        and any("--json" in param.opts for param in command.params)
     }
     assert sections == {"Every document", "errors", "devices --export", *with_json}
 
