@@ -38,6 +38,7 @@ COMMANDS = {
     "devices": "host_devices",
     "diff": "judging",
     "scan": "judging",
+    "stats": "viewing",
 }
 """The commands, and the module of `ckptconv.cli` that has each, under the command's name."""
 

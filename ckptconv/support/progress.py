@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 Phase = Literal["read", "measure", "write", "verify", "sync", "deliver"]
 
@@ -34,6 +34,13 @@ class Progress:
 
 
 OnProgress = Callable[[Progress], None]
+
+
+class Counting(Protocol):
+    """What is told of bytes that are done: a `Meter`, or what stands for one."""
+
+    def add(self, nbytes: int) -> None:
+        """So many bytes more are done."""
 
 
 class Meter:

@@ -245,7 +245,7 @@ def _table(source: DType, target: DType) -> tuple[Bits, NDArray[np.bool_], int]:
     """
     import numpy as np
 
-    numbers = _every_value(source)
+    numbers = every_value(source)
     codes = np.frombuffer(
         cast(numbers.view(np.uint8).data, BY_NAME["float32"], target).data, f"<u{target.itemsize}"
     )
@@ -256,7 +256,7 @@ def _table(source: DType, target: DType) -> tuple[Bits, NDArray[np.bool_], int]:
     return codes, overflows, int(magnitudes.min(initial=numbers.size))
 
 
-def _every_value(source: DType) -> NDArray[np.float32]:
+def every_value(source: DType) -> NDArray[np.float32]:
     """All patterns of an 8- or 16-bit type as little-endian float32, with torch's NaNs: numpy and
     ml_dtypes differ.
     """

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from ckptconv.io.crc import combined_crc, crc32
 from ckptconv.support.errors import MalformedCheckpoint
-from ckptconv.support.progress import Meter
+from ckptconv.support.progress import Counting
 from ckptconv.tensors.refs import Storage
 
 
@@ -22,7 +22,7 @@ class Checksums:
     its record declares.
     """
 
-    def __init__(self, meter: Meter | None = None) -> None:
+    def __init__(self, meter: Counting | None = None) -> None:
         self._meter = meter
         self._settled: set[int] = set()
         self._copied: dict[int, tuple[Storage, list[tuple[int, int, int]]]] = {}
@@ -81,7 +81,7 @@ class Checksums:
         return crc
 
 
-def check_storage(storage: Storage, meter: Meter | None = None) -> None:
+def check_storage(storage: Storage, meter: Counting | None = None) -> None:
     """Read all of a storage; `MalformedCheckpoint` if it does not have its declared CRC-32.
 
     `meter` counts the bytes that are read.

@@ -7,11 +7,13 @@ is read once, whatever is to be known of it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from threading import Lock
 from typing import Protocol, TypeVar
 
 from ckptconv.io.crc import crc32
-from ckptconv.support.progress import Meter
+from ckptconv.support.progress import Counting, Meter
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.refs import Storage, TensorRef
 from ckptconv.tensors.stream import iter_chunks, verbatim_runs
@@ -60,7 +62,7 @@ def fold(
     ref: TensorRef,
     *folders: Folder,
     checksums: Checksums | None = None,
-    meter: Meter | None = None,
+    meter: Counting | None = None,
 ) -> None:
     """Give the values of `ref` to all `folders`, in one pass.
 
@@ -84,7 +86,7 @@ def fold(
             checksums.copied(storage, first, nbytes, crc.value)
 
 
-def _feed(chunks: Iterable[memoryview], folders: Sequence[Folder], meter: Meter | None) -> None:
+def _feed(chunks: Iterable[memoryview], folders: Sequence[Folder], meter: Counting | None) -> None:
     for chunk in chunks:
         for folder in folders:
             folder.update(chunk)
@@ -96,13 +98,17 @@ def fold_all(
     refs: Iterable[TensorRef],
     folders_of: Callable[[TensorRef], Sequence[F]],
     tell: Callable[[int], Meter],
+    *,
+    threads: int = 1,
 ) -> list[Sequence[F]]:
     """The folders of each of `refs` after a pass over its values; all storages are checked too.
 
     `folders_of` makes the folders of one; without any, its values are not read. Equal views of one
     storage share a pass and its folders. What lies in order is read once for its values and its
-    checksum. `tell` gets the number of bytes that will be read and gives what counts them. Raises
-    `MalformedCheckpoint` if a storage does not have the CRC-32 that its record declares.
+    checksum. `tell` gets the number of bytes that will be read and gives what counts them. Tensors
+    that do not share a storage are read in so many threads, where their sources can be; then the
+    places in their sources must have been checked. Raises `MalformedCheckpoint` if a storage does
+    not have the CRC-32 that its record declares.
     """
     refs = list(refs)
     made: dict[object, tuple[TensorRef, Sequence[F]]] = {}
@@ -114,11 +120,91 @@ def fold_all(
     checked = [whole for whole in wholes.values() if whole.crc32 is not None]
     meter = tell(_bytes_read([ref for ref, _ in folded], checked))
     checksums = Checksums(meter)
-    for ref, folders in folded:
+    together: list[tuple[TensorRef, Sequence[F]]] = folded
+    if threads > 1:
+        apart, together = _by_storage(folded)
+        checked = _folded_apart(apart, checked, meter, threads)
+    for ref, folders in together:
         fold(ref, *folders, checksums=checksums, meter=meter)
     checksums.finish(checked)
     meter.finish()
     return [made[_view(ref)][1] for ref in refs]
+
+
+Folded = tuple[TensorRef, Sequence[F]]
+
+
+class _SharedMeter:
+    """A meter for several threads, which it can stop."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._lock = Lock()
+        self._is_stopped = False
+
+    def add(self, nbytes: int) -> None:
+        if self._is_stopped:
+            raise _Cancelled
+        with self._lock:
+            self._meter.add(nbytes)
+
+    def stop(self) -> None:
+        """Nobody waits for what the threads still do."""
+        self._is_stopped = True
+
+
+class _Cancelled(Exception):
+    """Another thread failed, or the user stopped the run."""
+
+
+def _by_storage(folded: Sequence[Folded[F]]) -> tuple[list[Folded[F]], list[Folded[F]]]:
+    """The tensors that no other shares a storage with and that a thread may read, the largest
+    first, and the others.
+    """
+    counts = Counter(
+        key for ref, _ in folded for key in {id(_whole(storage)) for storage in _storages(ref)}
+    )
+    apart: list[Folded[F]] = []
+    together: list[Folded[F]] = []
+    for item in folded:
+        ref = item[0]
+        alone = verbatim_runs(ref) is not None and all(
+            counts[id(_whole(storage))] == 1
+            and storage.source.is_for_threads()
+            and _whole(storage).source is storage.source
+            for storage in _storages(ref)
+        )
+        (apart if alone else together).append(item)
+    apart.sort(key=lambda item: item[0].nbytes, reverse=True)
+    return apart, together
+
+
+def _folded_apart(
+    apart: Sequence[Folded[F]], checked: Sequence[Storage], meter: Meter, threads: int
+) -> list[Storage]:
+    """Fold tensors in threads, each with the checksums of its own storages; those of `checked` that
+    are left.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    shared = _SharedMeter(meter)
+    by_id = {id(storage): storage for storage in checked}
+
+    def work(item: Folded[F]) -> None:
+        ref, folders = item
+        own = {id(whole): whole for whole in map(_whole, _storages(ref)) if id(whole) in by_id}
+        checksums = Checksums(shared)
+        fold(ref, *folders, checksums=checksums, meter=shared)
+        checksums.finish(own.values())
+
+    with ThreadPoolExecutor(threads, "ckptconv-folder") as pool:
+        try:
+            for _ in pool.map(work, apart):
+                pass
+        finally:
+            shared.stop()
+    done = {id(_whole(storage)) for ref, _ in apart for storage in _storages(ref)}
+    return [storage for storage in checked if id(storage) not in done]
 
 
 def _storages(ref: TensorRef) -> Iterable[Storage]:

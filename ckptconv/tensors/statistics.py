@@ -1,0 +1,476 @@
+"""Statistics of the values of a tensor, in one pass, in float64.
+
+Types of 8 and 16 bits, and smaller ones, have few different values: how often each occurs is
+counted, and all that is told follows from that, exactly. Wider numbers are folded in blocks: the
+smallest and the largest are exact, mean and standard deviation are those of each block (numpy's
+pairwise sums over values less the block's mean), merged as by Chan, Golub and LeVeque (1979). Their
+distribution is counted in buckets of the leading bits: sign, exponent, and seven bits of the
+mantissa. So a bucket reaches from x to x * (1 + 2**-7) at most, and a quantile, which is the middle
+of one, is off by at most `QUANTILE_ERROR` of itself. NaN and infinite values are counted, and are
+in nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from ckptconv.tensors.casting import every_value
+from ckptconv.tensors.dtypes import BY_NAME, DType
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+QUANTILE_ERROR = 2.0**-8
+"""The largest relative error of a quantile of numbers wider than 16 bits."""
+_BLOCK = 1 << 16  # elements in float64 that a second-level cache holds
+_FEW = 1 << 12  # elements that are sorted and counted in less time than all buckets are looked at
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """How often values occur: `counts[i]` times one from `low[i]` to `high[i]`, in rising order.
+
+    `low` and `high` are the same where each value is counted by itself (`is_exact`).
+    """
+
+    low: Array
+    high: Array
+    counts: Array
+
+    @property
+    def is_exact(self) -> bool:
+        return self.low is self.high
+
+    def quantiles(self, fractions: Sequence[float]) -> list[float]:
+        """For each fraction q, the value of the first element, of all in rising order, that has at
+        least q of them before it or at its place; the middle of its bucket.
+        """
+        import numpy as np
+
+        upto = np.cumsum(self.counts)
+        if not len(upto):
+            return [math.nan] * len(fractions)
+        ranks = [min(max(math.ceil(q * int(upto[-1])), 1), int(upto[-1])) for q in fractions]
+        places = np.searchsorted(upto, ranks)
+        return [float(self.low[at] / 2 + self.high[at] / 2) for at in places]
+
+    def histogram(self, bins: int, low: float, high: float) -> list[int]:
+        """How many values lie in each of so many bins of one width, from `low` to `high`.
+
+        What a bucket holds is shared out over the bins that it reaches into.
+        """
+        import numpy as np
+
+        if not len(self.counts):
+            return [0] * bins
+        if not low < high:
+            return [int(self.counts.sum()), *[0] * (bins - 1)]
+        edges = np.linspace(low, high, bins + 1)
+        # the cumulated counts as a line through the edges of the buckets; so nothing is lost by
+        # rounding: the differences of whole numbers add up to all
+        first = np.clip(self.low, low, high)
+        last = np.clip(self.high, low, high)
+        below = np.concatenate([[0], np.cumsum(self.counts)])
+        at = np.searchsorted(last, edges[1:-1], side="left")
+        inside = np.zeros(bins - 1)
+        partly = at < len(first)
+        here = at[partly]
+        width = last[here] - first[here]
+        share = np.where(
+            width > 0, (edges[1:-1][partly] - first[here]) / np.where(width > 0, width, 1), 0
+        )
+        inside[partly] = np.clip(share, 0, 1) * self.counts[here]
+        upto = below[np.minimum(at, len(first))] + np.rint(inside).astype(np.int64)
+        return [int(count) for count in np.diff(np.concatenate([[0], upto, [below[-1]]]))]
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What is known of the values of a tensor.
+
+    `numel` values; `nan` and `infinite` ones of them are in nothing that follows. `zeros` count
+    -0.0 too. `minimum`, `maximum` and `abs_max` are exact (None: there are no values, or no
+    numbers). `mean` and `std` are computed in float64; `std` divides by n - 1, as `torch.std` does
+    (None for fewer than two values). `distinct` is the number of different values; where
+    `distinct_is_exact` is False, the number of buckets that hold some: there are at least as many.
+    `of_magnitudes`: the numbers are complex, and everything is of their absolute values.
+    """
+
+    numel: int
+    nan: int = 0
+    infinite: int = 0
+    zeros: int = 0
+    minimum: float | int | None = None
+    maximum: float | int | None = None
+    mean: float | None = None
+    std: float | None = None
+    distinct: int | None = None
+    distinct_is_exact: bool = True
+    of_magnitudes: bool = False
+    distribution: Distribution | None = None
+
+    @property
+    def abs_max(self) -> float | int | None:
+        """The largest magnitude."""
+        if self.minimum is None or self.maximum is None:
+            return None
+        return max(abs(self.minimum), abs(self.maximum))
+
+    @property
+    def finite(self) -> int:
+        """How many values are neither NaN nor infinite."""
+        return self.numel - self.nan - self.infinite
+
+    def quantiles(self, fractions: Sequence[float]) -> list[float] | None:
+        """The quantiles of the finite values; None where there are none.
+
+        By nearest rank, exact for types of at most 16 bits; else off by at most `QUANTILE_ERROR`
+        of themselves. The fractions are from 0 to 1.
+        """
+        if self.distribution is None or self.minimum is None or self.maximum is None:
+            return None
+        low, high = float(self.minimum), float(self.maximum)
+        return [min(max(value, low), high) for value in self.distribution.quantiles(fractions)]
+
+    def histogram(self, bins: int = 64) -> list[int] | None:
+        """How many finite values lie in each of `bins` bins of one width between `minimum` and
+        `maximum`; None where there are none.
+        """
+        if self.distribution is None or self.minimum is None or self.maximum is None:
+            return None
+        return self.distribution.histogram(bins, float(self.minimum), float(self.maximum))
+
+
+class StatisticsFolder:
+    """A folder that keeps the statistics of values of `dtype`, as `statistics()`.
+
+    `decode` makes float64 numbers of a chunk and the number of the elements before it, for values
+    that are not what their type says (quantized ones).
+    """
+
+    def __init__(
+        self, dtype: DType, numel: int, decode: Callable[[memoryview, int], Array] | None = None
+    ) -> None:
+        self._dtype = dtype
+        self._numel = numel
+        self._seen = 0
+        self._counted: _Counted | _Folded | None = None
+        if decode is not None:
+            self._counted = _Folded(BY_NAME["float64"], numel)
+        elif has_codes(dtype):
+            self._counted = _Counted(dtype, numel)
+        elif dtype.kind in ("float", "int", "complex"):
+            self._counted = _Folded(dtype, numel)
+        self._decode = decode
+
+    def update(self, chunk: memoryview) -> None:
+        if self._counted is None:
+            return
+        if self._decode is not None:
+            chunk = self._decode(chunk, self._seen).data.cast("B")
+            self._seen += len(chunk) // 8
+        self._counted.update(chunk)
+
+    def statistics(self) -> Statistics:
+        """What the values so far come to."""
+        if self._counted is None:
+            return Statistics(self._numel)
+        return self._counted.statistics()
+
+
+def has_codes(dtype: DType) -> bool:
+    """Whether a type has so few values that each is counted."""
+    return dtype.kind in ("float", "int", "bool") and dtype.itemsize <= 2 and not dtype.is_packed
+
+
+class _Counted:
+    """How often each code of a type of 8 or 16 bits occurs."""
+
+    def __init__(self, dtype: DType, numel: int) -> None:
+        import numpy as np
+
+        self._dtype = dtype
+        self._numel = numel
+        self._codes: Array = np.zeros(0, np.int64)
+        self._few: list[Array] = []
+        self._byte = b""
+
+    def update(self, chunk: memoryview) -> None:
+        import numpy as np
+
+        if self._numel <= _FEW:
+            self._few.append(np.frombuffer(bytes(chunk), f"<u{self._dtype.itemsize}"))
+            return
+        if not len(self._codes):
+            self._codes = np.zeros(1 << 16, np.int64)
+        # two bytes are counted at once, for it takes as long as counting one
+        odd = len(chunk) % 2
+        if odd:
+            self._byte += bytes(chunk[-1:])
+            chunk = chunk[:-1]
+        if len(chunk):
+            words = np.frombuffer(chunk, "<u2")
+            self._codes += np.bincount(words, minlength=1 << 16)
+
+    def statistics(self) -> Statistics:
+        import numpy as np
+
+        numbers = _numbers(self._dtype)
+        if self._numel <= _FEW:
+            words = np.concatenate(self._few) if self._few else np.zeros(0, np.uint8)
+            codes, counts = np.unique(words, return_counts=True)
+        else:
+            every = self._codes
+            if self._dtype.itemsize == 1:
+                pairs = every.reshape(256, 256) if len(every) else np.zeros((256, 256), np.int64)
+                every = pairs.sum(0) + pairs.sum(1)
+                every += np.bincount(np.frombuffer(self._byte, np.uint8), minlength=256)
+            codes = np.flatnonzero(every)
+            counts = every[codes]
+        return _of_values(numbers[codes], counts, self._dtype)
+
+
+def _of_values(numbers: Array, counts: Array, dtype: DType) -> Statistics:
+    """The statistics of numbers of which each occurs so many times; equal ones may stand twice."""
+    import numpy as np
+
+    nan, infinite = np.isnan(numbers), np.isinf(numbers)
+    finite = ~(nan | infinite)
+    known = Statistics(
+        int(counts.sum()), int(counts[nan].sum()), int(counts[infinite].sum()), distinct=0
+    )
+    numbers, counts = numbers[finite], counts[finite]
+    if not len(numbers):
+        return known
+    order = np.argsort(numbers, kind="stable")
+    numbers, counts = numbers[order], counts[order]
+    count = int(counts.sum())
+    mean = float((numbers * counts).sum() / count)
+    apart = numbers - mean
+    squares = float((apart * apart * counts).sum())
+    smallest, largest = numbers[0].item(), numbers[-1].item()
+    if dtype.kind != "float":
+        smallest, largest = int(smallest), int(largest)
+    return Statistics(
+        known.numel,
+        known.nan,
+        known.infinite,
+        int(counts[numbers == 0].sum()),
+        smallest,
+        largest,
+        mean,
+        math.sqrt(squares / (count - 1)) if count > 1 else None,
+        len(np.unique(numbers)),
+        distribution=Distribution(numbers, numbers, counts),
+    )
+
+
+@cache
+def _numbers(dtype: DType) -> Array:
+    """What each code of a small type means, in float64."""
+    import numpy as np
+
+    if dtype.kind == "float":
+        with np.errstate(invalid="ignore"):
+            numbers: Array = every_value(dtype).astype(np.float64)
+            return numbers
+    if dtype.kind == "bool":
+        return np.minimum(np.arange(256.0), 1)  # any byte but 0 is true
+    codes = np.arange(1 << 8 * dtype.itemsize, dtype=f"<u{dtype.itemsize}")
+    signed = "u" if dtype.name.startswith("u") else "i"
+    return codes.view(f"<{signed}{dtype.itemsize}").astype(np.float64)
+
+
+class _Folded:
+    """Numbers of more than 16 bits, folded block by block."""
+
+    def __init__(self, dtype: DType, numel: int) -> None:
+        import numpy as np
+
+        self._dtype = dtype
+        self._numel = numel
+        self._type = _type_of(dtype)
+        self._is_single = dtype.name == "float32"
+        self._moments = _Moments()
+        self._nan = self._infinite = self._zeros = 0
+        self._minimum: float | int | None = None
+        self._maximum: float | int | None = None
+        self._few: list[Array] = []
+        self._buckets: Array = np.zeros(0, np.int64)
+
+    def update(self, chunk: memoryview) -> None:
+        import numpy as np
+
+        numbers = np.frombuffer(chunk, self._type)
+        with np.errstate(all="ignore"):
+            if self._dtype.kind == "complex":
+                numbers = self._magnitudes(numbers)
+            for start in range(0, len(numbers), _BLOCK):
+                self._fold(numbers[start : start + _BLOCK])
+            self._count(numbers)
+
+    def _magnitudes(self, parts: Array) -> Array:
+        """The absolute values of complex numbers; NaN where a part is, also beside an infinity."""
+        import numpy as np
+
+        pairs = parts.astype(np.float64).reshape(-1, 2)
+        sizes: Array = np.hypot(pairs[:, 0], pairs[:, 1])
+        sizes[np.isnan(pairs).any(axis=1)] = np.nan
+        return sizes
+
+    def _fold(self, block: Array) -> None:
+        """Take the smallest, the largest and the moments of a block."""
+        import numpy as np
+
+        smallest, largest = block.min().item(), block.max().item()
+        if not (math.isfinite(smallest) and math.isfinite(largest)):
+            finite = np.isfinite(block)
+            nan = int(np.count_nonzero(np.isnan(block)))
+            self._nan += nan
+            self._infinite += len(block) - int(np.count_nonzero(finite)) - nan
+            block = block[finite]
+            if not len(block):
+                return
+            smallest, largest = block.min().item(), block.max().item()
+        if self._minimum is None or smallest < self._minimum:
+            self._minimum = smallest
+        if self._maximum is None or largest > self._maximum:
+            self._maximum = largest
+        if smallest <= 0 <= largest:
+            self._zeros += int(np.count_nonzero(block == 0))
+        self._moments.add(block.astype(np.float64), max(abs(smallest), abs(largest)))
+
+    def _count(self, numbers: Array) -> None:
+        """Count the buckets of the numbers."""
+        import numpy as np
+
+        if self._is_single and numbers.dtype.itemsize == 4:
+            codes = numbers.view("<u2")[1::2]
+        else:
+            wide = np.ascontiguousarray(numbers, "<f8")
+            codes = (wide.view("<u8") >> np.uint64(_SHIFT)).astype(np.int64)
+        if self._numel <= _FEW:
+            self._few.append(codes.copy())
+            return
+        if not len(self._buckets):
+            self._buckets = np.zeros(1 << (16 if self._is_single else 64 - _SHIFT), np.int64)
+        self._buckets += np.bincount(codes, minlength=len(self._buckets))
+
+    def statistics(self) -> Statistics:
+        import numpy as np
+
+        if self._numel <= _FEW:
+            codes, counts = np.unique(
+                np.concatenate(self._few) if self._few else np.zeros(0, np.int64),
+                return_counts=True,
+            )
+        else:
+            codes = np.flatnonzero(self._buckets)
+            counts = self._buckets[codes]
+        buckets = _buckets(codes, counts, is_single=self._is_single)
+        moments = self._moments
+        return Statistics(
+            self._numel,
+            self._nan,
+            self._infinite,
+            self._zeros,
+            self._minimum,
+            self._maximum,
+            moments.mean if moments.count else None,
+            moments.std(),
+            len(buckets.counts),
+            distinct_is_exact=False,
+            of_magnitudes=self._dtype.kind == "complex",
+            distribution=buckets if moments.count else None,
+        )
+
+
+_SHIFT = 45  # of 64 bits: sign, exponent and seven bits of the mantissa are left
+
+
+def _buckets(codes: Array, counts: Array, *, is_single: bool) -> Distribution:
+    """The finite buckets with these codes of leading bits, in rising order."""
+    import numpy as np
+
+    shift, word = (np.uint32(16), "4") if is_single else (np.uint64(_SHIFT), "8")
+
+    def edge(codes: Array) -> Array:
+        return (codes.astype(f"<u{word}") << shift).view(f"<f{word}")
+
+    sign = 1 << (15 if is_single else 63 - _SHIFT)
+    codes = codes.astype(np.int64)
+    finite = np.isfinite(edge(codes))
+    codes, counts = codes[finite], counts[finite]
+    with np.errstate(all="ignore"):
+        near = edge(codes).astype(np.float64)
+        far = edge(codes + 1).astype(np.float64)  # the next in magnitude
+    top = np.finfo(np.float32 if is_single else np.float64).max
+    # of the last bucket before infinity
+    far = np.where(np.isfinite(far), far, np.copysign(float(top), near))
+    low, high = np.minimum(near, far), np.maximum(near, far)
+    is_zero = codes & (sign - 1) == 0
+    # zeros are nearly all of what is in the buckets around zero
+    low[is_zero], high[is_zero] = 0.0, 0.0
+    order = np.lexsort((high, low))
+    return Distribution(low[order], high[order], counts[order])
+
+
+class _Moments:
+    """Count, mean and standard deviation of numbers, merged block by block.
+
+    The standard deviation is kept, not its square, and each block is scaled by a power of two, so
+    nothing overflows that need not.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean = 0.0
+        self._spread = 0.0  # sqrt(sum of squares / count)
+
+    def add(self, numbers: Array, largest: float) -> None:
+        """Take a block of finite float64 numbers, which is written over."""
+        import numpy as np
+
+        scale = 1.0
+        if not 1e-140 < largest < 1e140 and largest:
+            scale = math.ldexp(1.0, -max(min(math.frexp(largest)[1], 1000), -1000))
+            numbers *= scale
+        count = len(numbers)
+        mean = float(numbers.sum()) / count
+        numbers -= mean
+        np.multiply(numbers, numbers, out=numbers)
+        spread = math.sqrt(float(numbers.sum()) / count)
+        self._merge(count, mean / scale, spread / scale)
+
+    def _merge(self, count: int, mean: float, spread: float) -> None:
+        total = self.count + count
+        ours, theirs = self.count / total, count / total
+        # halves, for the distance of two numbers may be more than the largest
+        apart = mean / 2 - self.mean / 2
+        self._spread = math.hypot(
+            self._spread * math.sqrt(ours),
+            spread * math.sqrt(theirs),
+            2 * math.sqrt(ours * theirs) * apart,
+        )
+        self.mean += 2 * (apart * theirs)
+        self.count = total
+
+    def std(self) -> float | None:
+        if self.count < 2:
+            return None
+        return self._spread * math.sqrt(self.count / (self.count - 1))
+
+
+def _type_of(dtype: DType) -> str:
+    """The numpy type of the numbers, or of the parts of complex ones."""
+    if dtype.kind == "complex":
+        return f"<f{dtype.word}"
+    if dtype.kind == "int":
+        return f"<{'u' if dtype.name.startswith('u') else 'i'}{dtype.itemsize}"
+    return f"<f{dtype.itemsize}"

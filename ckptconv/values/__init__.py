@@ -1,0 +1,1 @@
+"""What the values of a checkpoint are: statistics of its tensors, and the values themselves."""

@@ -1,0 +1,145 @@
+"""All tensors of a checkpoint under all their names, quantized ones decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ckptconv.objects.encodings import Recipe, flat
+from ckptconv.objects.held_tensors import holds_tensors
+from ckptconv.objects.torch_read import is_tensor_call
+from ckptconv.pickles.nodes import Call, Node, children
+from ckptconv.support.errors import OptionRefused, printable
+from ckptconv.tensors.dtypes import BY_NAME, DType
+from ckptconv.tensors.refs import TensorObject, TensorRef
+from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.tree.state_dicts import chain_of, find
+from ckptconv.tree.walk import CONTAINERS, place_text, walk
+from ckptconv.values.arrays import array_of
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+Decode = Callable[[memoryview, int], "Array"]
+"""From a chunk, and the number of elements before it, to the float64 numbers that it stands for."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedValue:
+    """A tensor under one of its names.
+
+    `ref` are the bytes. Where these are quantized, `dtype` is the quantized type and `decode` makes
+    the numbers that they stand for.
+    """
+
+    name: str
+    ref: TensorRef
+    dtype: DType
+    decode: Decode | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NamedValues:
+    """The tensors of a checkpoint, in its order, and the names of those whose numbers ckptconv does
+    not know how to read.
+    """
+
+    values: tuple[NamedValue, ...]
+    unread: tuple[str, ...]
+
+    def matching(self, globs: Sequence[str]) -> NamedValues:
+        """Those whose names match one of `globs`; `OptionRefused` where a glob meets none."""
+        if not globs:
+            return self
+        names = [*(item.name for item in self.values), *self.unread]
+        for glob in globs:
+            if not any(fnmatchcase(name, glob) for name in names):
+                raise OptionRefused(
+                    f"--match {printable(glob)} matches the name of no tensor",
+                    hint=f"the first are: {', '.join(map(printable, names[:3])) or 'none'}",
+                )
+
+        def is_met(name: str) -> bool:
+            return any(fnmatchcase(name, glob) for glob in globs)
+
+        return NamedValues(
+            tuple(item for item in self.values if is_met(item.name)),
+            tuple(filter(is_met, self.unread)),
+        )
+
+
+def named_values(checkpoint: Checkpoint, only: str | None = None) -> NamedValues:
+    """Every tensor of a checkpoint, or of the part at the path `only`; one that stands at several
+    places has several names.
+    """
+    root = checkpoint.root if only is None else find(checkpoint.root, only, checkpoint.path)
+    if (made := _values("tensor", root)) is not None:
+        return NamedValues(tuple(made), ())
+    values: list[NamedValue] = []
+    unread: list[str] = []
+    whole: set[int] = set()  # calls that are one tensor, whatever is in them
+    for place, node in walk(root):
+        if whole and any(id(step[2]) in whole for step in chain_of(place)):
+            continue
+        if type(node) not in CONTAINERS or type(node) is TensorObject or id(node) in whole:
+            continue
+        for label, child in children(node):
+            if type(child) not in (TensorRef, TensorObject, Call):
+                continue
+            name = place_text((place, label, node))
+            if (made := _values(name, child)) is not None:
+                values += made
+                whole.add(id(child))
+            elif is_tensor_call(child) and holds_tensors(child):
+                unread.append(name)
+                whole.add(id(child))
+    return NamedValues(tuple(values), tuple(unread))
+
+
+def _values(name: str, value: Node) -> list[NamedValue] | None:
+    """What a value is as tensors; None where it is none, or one that cannot be read."""
+    ref = value.tensor if type(value) is TensorObject else value
+    if type(ref) is TensorRef:
+        return [NamedValue(name, ref, ref.dtype)]
+    if type(value) is not Call or (made := flat(name, value)) is None:
+        return None
+    parts = dict(made.tensors)
+    found: list[NamedValue] = []
+    for at, recipe in made.recipes.items():
+        if recipe["encoding"] == "quantized":
+            found.append(_dequantized(at, recipe, parts))
+    return [*found, *(NamedValue(at, ref, ref.dtype) for at, ref in parts.items())]
+
+
+def _dequantized(name: str, recipe: Recipe, parts: dict[str, TensorRef]) -> NamedValue:
+    """The numbers of a quantized tensor: (q - zero point) * scale in float32, as torch's
+    `dequantize`.
+    """
+    import numpy as np
+
+    integers = parts.pop(f"{name}.integers")
+    signed = "u" if integers.dtype.name.startswith("u") else "i"
+    kind = f"<{signed}{integers.dtype.itemsize}"
+    if recipe["scheme"] == "per_tensor_affine":
+        scales = np.array([recipe["scale"]], np.float32)
+        zeros = np.array([recipe["zero_point"]], np.float32)
+        inner, channels = 1, 1
+    else:
+        scales = array_of(parts.pop(f"{name}.scales")).astype(np.float32)
+        zeros = array_of(parts.pop(f"{name}.zero_points")).astype(np.float32)
+        axis = recipe["axis"]
+        channels, inner = integers.shape[axis], prod(integers.shape[axis + 1 :])
+
+    def decode(chunk: memoryview, before: int) -> Array:
+        codes = np.frombuffer(chunk, kind).astype(np.float32)
+        at = (np.arange(before, before + len(codes)) // inner) % channels if channels > 1 else 0
+        scale, zero = scales[at], zeros[at]
+        made: Array = ((codes - zero) * scale).astype(np.float64)
+        return made
+
+    return NamedValue(name, integers, BY_NAME[recipe["dtype"]], decode)

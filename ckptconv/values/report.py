@@ -1,0 +1,191 @@
+"""Statistics of tensors as text and JSON; everything that came out of a file is escaped here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ckptconv.support.errors import printable
+from ckptconv.support.rows import Row
+from ckptconv.support.text import count_text, some_text
+from ckptconv.tensors.statistics import QUANTILE_ERROR
+from ckptconv.values.collect import CheckpointStatistics, TensorStatistics
+
+QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
+"""The fractions whose quantiles are told."""
+_HEAD = ("tensor", "dtype", "shape", "min", "max", "mean", "std", "zeros", "nan", "inf")
+_LEFT = 3  # columns whose text begins at the left
+_NARROWEST = 24  # columns for a name
+
+
+def statistics_lines(
+    found: CheckpointStatistics, tensors: Sequence[TensorStatistics], width: int
+) -> Iterator[Row]:
+    """The table of some of the tensors, as rows without labels; long names are cut in the middle.
+
+    One with NaN or infinite values is a warning.
+    """
+    rows = [_row(item) for item in tensors]
+    widths = [max(map(len, column)) for column in zip(_HEAD, *rows, strict=True)]
+    room = max(width - sum(widths[1:]) - 2 * (len(widths) - 1), _NARROWEST)
+    widths[0] = min(widths[0], room)
+    if rows:
+        yield Row("", _aligned(_HEAD, widths), "heading")
+    for item, row in zip(tensors, rows, strict=True):
+        odd = item.statistics.nan or item.statistics.infinite
+        yield Row(
+            "", _aligned((_cut(row[0], room), *row[1:]), widths), "warning" if odd else "plain"
+        )
+    if left := len(found.tensors) - len(tensors):
+        yield Row("", f"and {left:,} more")
+    if found.unread:
+        yield Row(
+            "",
+            f"the numbers of {count_text(len(found.unread), 'tensor')} are not read: "
+            f"{some_text([*found.unread])}",
+            "warning",
+        )
+    yield Row("", *_total(found))
+
+
+def _total(found: CheckpointStatistics) -> tuple[str, Any]:
+    odd = [item for item in found.tensors if item.statistics.nan or item.statistics.infinite]
+    counted = count_text(len(found.tensors), "tensor")
+    if odd:
+        return f"{counted}, {len(odd):,} of them with NaN or infinite values", "warning"
+    return f"{counted}, all values finite" if found.tensors else "it holds no tensors", "good"
+
+
+def _row(item: TensorStatistics) -> tuple[str, ...]:
+    known = item.statistics
+    return (
+        printable(item.name, 500) or "the root",
+        item.dtype,
+        "×".join(map(str, item.shape)) or "scalar",
+        *map(number_text, (known.minimum, known.maximum, known.mean, known.std)),
+        f"{known.zeros:,}",
+        f"{known.nan:,}",
+        f"{known.infinite:,}",
+    )
+
+
+def number_text(value: float | int | None) -> str:
+    """A figure in at most ten characters; a dash where there is none.
+
+    >>> number_text(0.123456), number_text(-3), number_text(1e-30), number_text(None)
+    ('0.1235', '-3', '1e-30', '-')
+    """
+    if value is None:
+        return "-"
+    if isinstance(value, int) and abs(value) < 10**7:
+        return str(value)
+    return f"{float(value):.4g}"
+
+
+def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
+    cells = [
+        cell.ljust(width) if index < _LEFT else cell.rjust(width)
+        for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+    ]
+    return "  ".join(cells).rstrip()
+
+
+def _cut(name: str, width: int) -> str:
+    """A name of at most so many columns, its end kept, for ends tell names apart."""
+    if len(name) <= width:
+        return name
+    return f"{name[: width // 3]}…{name[len(name) - (width - width // 3 - 1) :]}"
+
+
+# ---------------------------------------------------------------------------------------- histogram
+
+_BARS = " ▁▂▃▄▅▆▇█"
+_HEIGHT = 8  # lines
+
+
+def histogram_lines(item: TensorStatistics, width: int) -> Iterator[Row]:
+    """The histogram of a tensor, drawn in at most `width` columns, with its figures."""
+    known = item.statistics
+    shape = "×".join(map(str, item.shape)) or "scalar"
+    yield Row("", f"{printable(item.name, 500) or 'the root'}  {item.dtype}  {shape}", "heading")
+    bins = max(16, min(64, width - 4))
+    counts = known.histogram(bins)
+    if counts is None:
+        yield Row("", "  it holds no finite numbers", "warning")
+        return
+    largest = max(counts)
+    for line in range(_HEIGHT, 0, -1):
+        yield Row("", "  " + "".join(_bar(count, largest, line) for count in counts).rstrip())
+    low, high = number_text(known.minimum), number_text(known.maximum)
+    yield Row("", f"  {low}{high.rjust(max(bins - len(low), len(high) + 1))}")
+    quantiles = known.quantiles(QUANTILES) or []
+    shown = "  ".join(
+        f"{100 * q:g}% {number_text(value)}" for q, value in zip(QUANTILES, quantiles, strict=True)
+    )
+    yield Row("", f"  quantiles  {shown}")
+    counted = f"{known.zeros:,} zeros, {known.nan:,} NaN, {known.infinite:,} infinite"
+    of = " of the magnitudes" if known.of_magnitudes else ""
+    yield Row(
+        "",
+        f"  mean {number_text(known.mean)}, std {number_text(known.std)}{of}; {known.numel:,} "
+        f"values: {counted}; highest bar {largest:,}",
+    )
+
+
+def _bar(count: int, largest: int, line: int) -> str:
+    """The part of a bar that stands in a line, counted from below."""
+    eighths = math.ceil(8 * _HEIGHT * count / largest) - 8 * (line - 1)
+    return _BARS[max(0, min(8, eighths))]
+
+
+# --------------------------------------------------------------------------------- JSON, notebooks
+
+
+def statistics_document(
+    found: CheckpointStatistics, tensors: Sequence[TensorStatistics], *, bins: int = 0
+) -> dict[str, Any]:
+    """The statistics of some of the tensors as a JSON object; with `bins`, histograms too."""
+    return {
+        "path": found.path,
+        "format": found.format,
+        "tensors": [_tensor_document(item, bins) for item in tensors],
+        "left_out": len(found.tensors) - len(tensors),
+        "unread": list(found.unread),
+    }
+
+
+def _tensor_document(item: TensorStatistics, bins: int) -> dict[str, Any]:
+    known = item.statistics
+    quantiles = known.quantiles(QUANTILES)
+    document: dict[str, Any] = {
+        "name": item.name,
+        "dtype": item.dtype,
+        "shape": list(item.shape),
+        "nbytes": item.nbytes,
+        "location": item.location,
+        "numel": known.numel,
+        "nan": known.nan,
+        "infinite": known.infinite,
+        "zeros": known.zeros,
+        "min": known.minimum,
+        "max": known.maximum,
+        "abs_max": known.abs_max,
+        "mean": known.mean,
+        "std": known.std,
+        "distinct": known.distinct,
+        "distinct_is_exact": known.distinct_is_exact,
+        "of_magnitudes": known.of_magnitudes,
+        "quantiles": quantiles
+        and {f"{q:g}": value for q, value in zip(QUANTILES, quantiles, strict=True)},
+        "quantile_error": 0.0 if known.distinct_is_exact else QUANTILE_ERROR,
+    }
+    if bins:
+        document["histogram"] = known.histogram(bins)
+    return document
+
+
+def notebook_rows(found: CheckpointStatistics) -> Iterator[tuple[object, ...]]:
+    """The rows of the table that a notebook shows."""
+    yield _HEAD
+    yield from map(_row, found.tensors)
