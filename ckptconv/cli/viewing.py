@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from ckptconv.cli.terminal import errors_shown, print_json, print_table, termina
 
 SORTS = ("order", "name", "min", "max", "abs-max", "mean", "std", "zeros", "nan", "size")
 _BINS = 64
+_WIDE = 1000  # columns where no terminal cuts names
 
 
 @click.command(
@@ -73,10 +75,11 @@ def stats(
     with errors_shown(as_json), progress_shown(READING, silent=as_json) as on_progress:
         found = collected(source, **given, on_progress=on_progress)
     shown = in_order(found, sort, top)
+    width = terminal_width() if sys.stdout.isatty() else _WIDE
     if as_json:
         print_json(report.statistics_document(found, shown, bins=_BINS if histogram else 0))
     elif histogram:
         for item in shown:
-            print_table(report.histogram_lines(item, terminal_width()))
+            print_table(report.histogram_lines(item, width))
     else:
-        print_table(report.statistics_lines(found, shown, terminal_width()))
+        print_table(report.statistics_lines(found, shown, width))

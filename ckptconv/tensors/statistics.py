@@ -281,7 +281,8 @@ def _numbers(dtype: DType) -> Array:
             numbers: Array = every_value(dtype).astype(np.float64)
             return numbers
     if dtype.kind == "bool":
-        return np.minimum(np.arange(256.0), 1)  # any byte but 0 is true
+        truths: Array = np.minimum(np.arange(256.0), 1)  # any byte but 0 is true
+        return truths
     codes = np.arange(1 << 8 * dtype.itemsize, dtype=f"<u{dtype.itemsize}")
     signed = "u" if dtype.name.startswith("u") else "i"
     return codes.view(f"<{signed}{dtype.itemsize}").astype(np.float64)
@@ -401,7 +402,8 @@ def _buckets(codes: Array, counts: Array, *, is_single: bool) -> Distribution:
     shift, word = (np.uint32(16), "4") if is_single else (np.uint64(_SHIFT), "8")
 
     def edge(codes: Array) -> Array:
-        return (codes.astype(f"<u{word}") << shift).view(f"<f{word}")
+        numbers: Array = (codes.astype(f"<u{word}") << shift).view(f"<f{word}")
+        return numbers
 
     sign = 1 << (15 if is_single else 63 - _SHIFT)
     codes = codes.astype(np.int64)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ckptconv.support.errors import printable
-from ckptconv.support.rows import Row
+from ckptconv.support.rows import Level, Row
 from ckptconv.support.text import count_text, some_text
 from ckptconv.tensors.statistics import QUANTILE_ERROR
 from ckptconv.values.collect import CheckpointStatistics, TensorStatistics
@@ -33,10 +33,8 @@ def statistics_lines(
     if rows:
         yield Row("", _aligned(_HEAD, widths), "heading")
     for item, row in zip(tensors, rows, strict=True):
-        odd = item.statistics.nan or item.statistics.infinite
-        yield Row(
-            "", _aligned((_cut(row[0], room), *row[1:]), widths), "warning" if odd else "plain"
-        )
+        level: Level = "warning" if _is_odd(item) else "plain"
+        yield Row("", _aligned((_cut(row[0], room), *row[1:]), widths), level)
     if left := len(found.tensors) - len(tensors):
         yield Row("", f"and {left:,} more")
     if found.unread:
@@ -49,8 +47,12 @@ def statistics_lines(
     yield Row("", *_total(found))
 
 
-def _total(found: CheckpointStatistics) -> tuple[str, Any]:
-    odd = [item for item in found.tensors if item.statistics.nan or item.statistics.infinite]
+def _is_odd(item: TensorStatistics) -> bool:
+    return bool(item.statistics.nan or item.statistics.infinite)
+
+
+def _total(found: CheckpointStatistics) -> tuple[str, Level]:
+    odd = [item for item in found.tensors if _is_odd(item)]
     counted = count_text(len(found.tensors), "tensor")
     if odd:
         return f"{counted}, {len(odd):,} of them with NaN or infinite values", "warning"
@@ -109,7 +111,7 @@ def histogram_lines(item: TensorStatistics, width: int) -> Iterator[Row]:
     known = item.statistics
     shape = "×".join(map(str, item.shape)) or "scalar"
     yield Row("", f"{printable(item.name, 500) or 'the root'}  {item.dtype}  {shape}", "heading")
-    bins = max(16, min(64, width - 4))
+    bins = min(64, width - 4, max(8, 2 * math.isqrt(known.numel)))
     counts = known.histogram(bins)
     if counts is None:
         yield Row("", "  it holds no finite numbers", "warning")
