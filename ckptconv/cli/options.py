@@ -223,6 +223,19 @@ def output_options(command: F) -> F:
         click.option("--dtype", metavar="DTYPE", shell_complete=offer_dtypes,
                      help="Cast floating tensors: f32, f16, bf16, f64, f8_e4m3, f8_e5m2, or "
                           "torch's names (float16, half)."),
+        click.option("--keep-dtype", metavar="GLOB", multiple=True,
+                     help="With --dtype: leave the tensors whose keys match as they are, such as "
+                          "'*norm*'. Repeatable."),
+        click.option("--cast", metavar="GLOB=DTYPE", multiple=True,
+                     help="Cast the tensors whose keys match, such as 'lm_head.*=f32'. "
+                          "Repeatable."),
+        click.option("--drop", metavar="PATH", multiple=True, shell_complete=offer_parts,
+                     help="Leave out a part of the checkpoint: optimizer, 'callbacks.*'. "
+                          "Repeatable."),
+        click.option("--metadata", metavar="NAME=VALUE", multiple=True,
+                     help="Put a string beside the tensors of a safetensors output. Repeatable."),
+        click.option("--metadata-from", metavar="FILE", type=FILE,
+                     help="Put the strings of a JSON object beside them."),
         click.option("--max-shard-size", metavar="SIZE",
                      help="Split the state dict into shards of at most this size, such as 5GB, "
                           "with an index."),
@@ -366,7 +379,9 @@ def comparison(given: dict[str, Any]) -> dict[str, Any]:
 
 def options_of(given: dict[str, Any], wrappers: str) -> Request:
     """The conversion that the command line asks for; a senseless value is a usage error."""
-    from ckptconv.convert.options import Request
+    from ckptconv.convert.casts import read_casts
+    from ckptconv.convert.given_metadata import read_metadata
+    from ckptconv.convert.options import Request, edits_of
     from ckptconv.devices.mapping import tag_map
     from ckptconv.formats.hf_names import parse_size
     from ckptconv.tensors.dtypes import floating_dtype
@@ -376,7 +391,17 @@ def options_of(given: dict[str, Any], wrappers: str) -> Request:
     dtype = floating_dtype(given["dtype"]) if given["dtype"] is not None else None
     limit = parse_size(given["max_shard_size"]) if given["max_shard_size"] is not None else None
     taken = {name: given[name] for name in ("to", "only", "tied", "unknown", "save_mapping")}
-    return Request(keys=keys, tags=tags, dtype=dtype, max_shard_size=limit, **taken)
+    return Request(
+        keys=keys,
+        tags=tags,
+        dtype=dtype,
+        max_shard_size=limit,
+        edits=edits_of(given["drop"]),
+        keep_dtype=tuple(given["keep_dtype"]),
+        cast=read_casts(given["cast"]),
+        metadata=read_metadata(given["metadata"], given["metadata_from"]),
+        **taken,
+    )
 
 
 def key_target_of(given: dict[str, Any]) -> KeyTarget | None:

@@ -23,10 +23,10 @@ from ckptconv.formats.layout import Layout, one_item
 from ckptconv.formats.target_format import NamedTensor, TargetFormat
 from ckptconv.keys.key_map import refuse_idle
 from ckptconv.objects.encodings import recipes_text
+from ckptconv.support.errors import OptionRefused, printable
 from ckptconv.support.limits import in_force
 from ckptconv.tensors.compaction import CastRule
 from ckptconv.tensors.refs import TensorRef, expanded, view_identity
-from ckptconv.tensors.scaled_weights import refuse_cast
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.choosing import choose_state_dict
 from ckptconv.tree.flattening import (
@@ -59,9 +59,9 @@ def plan_flat(
     skipped = excluded(found, keys, options.fit_to)
     held_from = len(skipped)
     flattened = flatten(*with_filled(found, keys), skipped, encode=to.encodes, output=to.noun)
-    if options.dtype is not None:
-        left = {old for old, new in zip(keys.old, keys.new, strict=True) if new is not None}
-        refuse_cast(dict(found.tensors()), left, options.dtype, found.path)
+    if options.casts:
+        left = {old: new for old, new in zip(keys.old, keys.new, strict=True) if new is not None}
+        options.casts.refuse_scaled(dict(found.tensors()), left, found.path)
     named = list(flattened.tensors)
     cast = _cast_named(flattened, options)
     to.refuse((key, ref, cast(ref)) for key, ref in named)
@@ -74,12 +74,15 @@ def plan_flat(
     refs = [ref for _, ref in named]
     renamed = renamed_keys(found, keys, {item.path for item in skipped[held_from:]})
     metadata: dict[str, str] = {}
+    refuse_unheld_metadata(to, options)
     if to.holds_metadata:
         metadata = {
             **to.metadata(dict(named), checkpoint, options.tags),
+            **dict(options.metadata),
             **tied,
             **recipes_text(flattened.recipes),
         }
+        _refuse_taken(options, named, tied)
     group = _same_storage if to.shares_storages else view_identity
     lay_out = lambda part: _lay_out(to, part, metadata, tied, options)  # noqa: E731
     of_index = _index_metadata(checkpoint, is_whole=not skipped and not renamed.filled)
@@ -116,6 +119,29 @@ def plan_flat(
         checks=flattened.checks,
         is_sharded=options.max_shard_size is not None,
     )
+
+
+def refuse_unheld_metadata(to: TargetFormat, options: Request) -> None:
+    """Raise `OptionRefused` where metadata is given and the output cannot hold any."""
+    if options.metadata and not to.holds_metadata:
+        raise OptionRefused(
+            f"a {to.name} output has no place for metadata",
+            hint="leave --metadata out, or write safetensors",
+        )
+
+
+def _refuse_taken(
+    options: Request, named: Sequence[tuple[str, TensorRef]], tied: Mapping[str, str]
+) -> None:
+    """Refuse metadata that a reader would take for the alias of a tensor."""
+    keys = {key for key, _ in named}
+    for name, value in options.metadata:
+        if name in tied or value in keys:
+            raise OptionRefused(
+                f"the metadata {printable(name)}={printable(value)} would read as an alias of a "
+                "tensor",
+                hint="give it another name or value",
+            )
 
 
 def _lay_out(
@@ -189,11 +215,14 @@ def _cast_named(flattened: Flattened, options: Request) -> CastRule:
     """Only the tensors that stand under their own keys are cast: scales and the values of sparse
     tensors are not weights.
     """
-    if options.dtype is None or not flattened.recipes:
-        return options.cast
+    casts = options.casts
+    if not casts.has_globs and (options.dtype is None or not flattened.recipes):
+        return casts.everywhere
     owned = tuple(f"{key}." for key in flattened.recipes)
-    parts = {id(ref) for name, ref in flattened.tensors if name.startswith(owned)}
-    return lambda ref: ref.dtype if id(ref) in parts else options.cast(ref)
+    parts = {id(ref) for name, ref in flattened.tensors if owned and name.startswith(owned)}
+    if casts.has_globs:
+        return casts.rule([(key, ref) for key, ref in flattened.tensors if id(ref) not in parts])
+    return lambda ref: ref.dtype if id(ref) in parts else casts.everywhere(ref)
 
 
 def _refuse_blow_up(nbytes: int, checkpoint: Checkpoint) -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from ckptconv.convert.casts import Casts, read_casts
+from ckptconv.convert.given_metadata import read_metadata
 from ckptconv.devices.mapping import TagMap, tag_map
 from ckptconv.devices.tags import check_tag
 from ckptconv.formats.hf_names import shard_limit
@@ -31,7 +33,7 @@ from ckptconv.support.choices import (
 from ckptconv.support.errors import OptionRefused, printable
 from ckptconv.support.showing import WIDTH
 from ckptconv.tensors.dtypes import DType, floating_dtype
-from ckptconv.tensors.refs import TensorRef
+from ckptconv.tree.dropping import Drop
 from ckptconv.tree.edits import Edit
 from ckptconv.tree.fitted_keys import KeyTarget
 from ckptconv.tree.settling import Unknown
@@ -59,13 +61,17 @@ class Request:
     save_mapping: Path | None = None
     fit_to: KeyTarget | None = None
     edits: tuple[Edit, ...] = ()
+    keep_dtype: tuple[str, ...] = ()
+    cast: tuple[tuple[str, DType], ...] = ()
+    metadata: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         _refuse_no_choice(self)
 
-    def cast(self, ref: TensorRef) -> DType:
-        """The type in which a tensor of a state dict is written: only floating ones are cast."""
-        return self.dtype if self.dtype is not None and ref.dtype.is_floating else ref.dtype
+    @property
+    def casts(self) -> Casts:
+        """Which tensors are cast, and to what."""
+        return Casts(self.dtype, self.keep_dtype, self.cast)
 
 
 Words = str | Sequence[str]
@@ -94,6 +100,11 @@ class Options:
     - `device`: the location tag to write (``cpu``, ``cuda:1``, ``keep``, ``auto``; None: ``cpu``,
       or ``keep`` beside `map_location`, which maps single tags). `dtype`: what floating tensors are
       cast to (``bf16``).
+      `keep_dtype` are globs over the keys of the output whose tensors stay as they are, `cast` are
+      ``GLOB=DTYPE``.
+    - `drop`: globs over the paths of the checkpoint, such as ``optimizer``: what is left out.
+    - `metadata`: ``NAME=VALUE`` to put into a safetensors output; `metadata_from`: a file with a
+      JSON object of more.
     - `only`: the path of the part to convert. `tied`: whether one of several names of a tensor
       stands for the others in safetensors (``alias``), or each gets its own copy (``duplicate``).
       `unknown`: what happens in a torch output to objects that ``weights_only=True`` refuses and
@@ -128,6 +139,11 @@ class Options:
     device: str | None = None
     map_location: Mapping[str, str] | None = None
     dtype: str | None = None
+    keep_dtype: Words = ()
+    cast: Words = ()
+    drop: Words = ()
+    metadata: Words = ()
+    metadata_from: str | os.PathLike[str] | None = None
     only: str | None = None
     tied: Tied = "alias"
     unknown: Unknown = "refuse"
@@ -138,10 +154,18 @@ class Options:
         for name in ("dtype", "device"):
             object.__setattr__(self, name, plain_name(getattr(self, name)))
         _refuse_no_choice(self)
-        refuse_no_words(**{name: getattr(self, name) for name in _RULES})
+        refuse_no_words(**{name: getattr(self, name) for name in (*_RULES, *_WORDS)})
+        read_casts(listed(self.cast))
+        read_metadata(listed(self.metadata), None)
         refuse_no_tags(self.map_location)
         refuse_no_text(device=self.device, dtype=self.dtype, model=self.model)
-        refuse_no_path(**({} if self.like is None else {"like": self.like}))
+        refuse_no_path(
+            **{
+                name: path
+                for name in ("like", "metadata_from")
+                if (path := getattr(self, name)) is not None
+            }
+        )
         refuse_no_output(
             **({} if self.save_mapping is None else {"save_mapping": self.save_mapping})
         )
@@ -179,6 +203,10 @@ class Options:
             max_shard_size=shard_limit(self.max_shard_size),
             save_mapping=None if self.save_mapping is None else Path(self.save_mapping),
             fit_to=fit_to,
+            edits=edits_of(listed(self.drop)),
+            keep_dtype=listed(self.keep_dtype),
+            cast=read_casts(listed(self.cast)),
+            metadata=read_metadata(listed(self.metadata), self.metadata_from),
         )
 
     def _dtype(self) -> DType | None:
@@ -222,6 +250,20 @@ Options.__init__ = spelling_checked(Options.__init__)  # type: ignore[method-ass
 
 
 _ONE_WORD = {(word,) for word in RULE_WORDS}
+
+
+_WORDS = ("keep_dtype", "cast", "drop", "metadata")
+"""The other options that are one text or several."""
+
+
+def listed(words: Words) -> tuple[str, ...]:
+    """One text or several, as several."""
+    return (words,) if isinstance(words, str) else tuple(words)
+
+
+def edits_of(drop: Sequence[str]) -> tuple[Edit, ...]:
+    """The edits that options ask for."""
+    return (Drop(tuple(drop)),) if drop else ()
 
 
 def _is_rule(item: object) -> bool:

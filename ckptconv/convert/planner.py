@@ -12,7 +12,7 @@ from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 
-from ckptconv.convert.flat_planner import plan_flat
+from ckptconv.convert.flat_planner import plan_flat, refuse_unheld_metadata
 from ckptconv.convert.key_targets import key_target
 from ckptconv.convert.notes import (
     beside_notes,
@@ -43,7 +43,6 @@ from ckptconv.support.errors import (
 from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.limits import held, in_force
 from ckptconv.tensors.compaction import CastRule
-from ckptconv.tensors.scaled_weights import refuse_cast
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.edits import edited
 from ckptconv.tree.renaming import RenamedKeys, rename_state_dicts
@@ -172,6 +171,7 @@ def _plan_tree(
         if options.only is None
         else find(checkpoint.root, options.only, checkpoint.path)
     )
+    refuse_unheld_metadata(to, options)
     to.refuse_part(root, keeps_objects=options.unknown == "keep", only=options.only)
     overlay: dict[int, Node] = {}
     left_out = settle_strays(checkpoint, root, options.unknown)
@@ -189,7 +189,7 @@ def _plan_tree(
         named = tensors_of(root, overlay, depth=depth)
         to.refuse((path, ref, ref.dtype) for path, ref in named)
     _refuse_scaled(found, renamed, tree, options)
-    cast = _cast_rule(found, tree, options)
+    cast = _cast_rule(found, renamed, tree, options)
     layout = to.lay_out_tree(tree, cast, options.tags)
     return ConversionPlan(
         source=checkpoint.path,
@@ -226,24 +226,26 @@ def _refuse_scaled(
     """Refuse a cast of codes and scales: in the state dicts, or where there are none, among all
     tensors.
     """
-    if options.dtype is None:
+    casts = options.casts
+    if not casts:
         return
     for item, done in zip(found, renamed, strict=True):
-        refuse_cast(
-            dict(item.tensors()), set(item.keys).difference(done.left_out), options.dtype, item.path
-        )
+        casts.refuse_scaled(dict(item.tensors()), done.kept(item.keys), item.path)
     if not found:
         tensors = dict(tensors_of(tree.root, tree.overlay))
-        refuse_cast(tensors, tensors, options.dtype, "")
+        casts.refuse_scaled(tensors, {key: key for key in tensors}, "")
 
 
-def _cast_rule(found: Sequence[StateDict], tree: Tree, options: Request) -> CastRule:
+def _cast_rule(
+    found: Sequence[StateDict], renamed: Sequence[RenamedKeys], tree: Tree, options: Request
+) -> CastRule:
     """Cast the tensors of state dicts: an optimizer's, or the scales inside a quantized tensor, are
     not weights.
 
     Where there is no state dict, all tensors that are not part of a call are cast.
     """
-    if options.dtype is None:
+    casts = options.casts
+    if not casts and not casts.has_globs:
         return attrgetter("dtype")
     values = (tree.overlay.get(id(value), value) for item in found for value in item.values)
     weights = {id(tensor_of(value)) for value in values} if found else _free_tensors(tree)
@@ -252,7 +254,16 @@ def _cast_rule(found: Sequence[StateDict], tree: Tree, options: Request) -> Cast
     weights -= {
         id(ref) for ref in tree.tensors if any(id(piece.storage) in bare for piece in ref.pieces)
     }
-    return lambda ref: options.cast(ref) if id(ref) in weights else ref.dtype
+    if not casts.has_globs:
+        return lambda ref: casts.everywhere(ref) if id(ref) in weights else ref.dtype
+    named = [] if found else list(tensors_of(tree.root, tree.overlay))
+    for item, done in zip(found, renamed, strict=True):
+        kept = done.kept(item.keys)
+        for key, value in zip(item.keys, item.values, strict=True):
+            tensor = tensor_of(tree.overlay.get(id(value), value))
+            if tensor is not None and key in kept:
+                named.append((kept[key], tensor))
+    return casts.rule([(key, ref) for key, ref in named if id(ref) in weights])
 
 
 def _free_tensors(tree: Tree) -> set[int]:

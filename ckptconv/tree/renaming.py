@@ -178,3 +178,8 @@ class RenamedKeys:
     left_out: tuple[str, ...] = ()
     mapped: Callable[[], MappedKeys] | None = None
     filled: tuple[tuple[str, str], ...] = ()
+
+    def kept(self, keys: Sequence[str]) -> dict[str, str]:
+        """The keys that were not left out, each with its new one."""
+        changed, gone = dict(self.changed), set(self.left_out)
+        return {key: changed.get(key, key) for key in keys if key not in gone}

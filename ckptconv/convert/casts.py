@@ -1,0 +1,129 @@
+"""Which tensors of a state dict are cast, and to what: by their keys in the output."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from ckptconv.support.errors import KeyConflict, OptionRefused, printable
+from ckptconv.tensors.compaction import CastRule
+from ckptconv.tensors.dtypes import DType, floating_dtype
+from ckptconv.tensors.refs import TensorRef, view_identity
+from ckptconv.tensors.scaled_weights import refuse_cast
+
+
+@dataclass(frozen=True, slots=True)
+class Casts:
+    """What floating tensors are cast to: those whose keys match a glob of `named` to its type,
+    those that match one of `kept` stay, and all others become `default` (None: stay too).
+
+    Globs meet the keys that the output has.
+    """
+
+    default: DType | None = None
+    kept: tuple[str, ...] = ()
+    named: tuple[tuple[str, DType], ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.default is not None or bool(self.named)
+
+    @property
+    def has_globs(self) -> bool:
+        return bool(self.kept or self.named)
+
+    def asked(self, key: str) -> DType | None:
+        """What the tensor under this key is to be (None: what it is).
+
+        Raises `KeyConflict` where two globs ask for different types.
+        """
+        found: dict[str, DType | None] = {
+            f"--cast {glob}={dtype.name}": dtype
+            for glob, dtype in self.named
+            if fnmatchcase(key, glob)
+        }
+        found |= {f"--keep-dtype {glob}": None for glob in self.kept if fnmatchcase(key, glob)}
+        if len(set(found.values())) > 1:
+            first, *_, second = found
+            raise KeyConflict(
+                f"{printable(first)} and {printable(second)} both match it and ask for different "
+                "dtypes",
+                where=key,
+                hint="make one of the globs narrower",
+            )
+        return next(iter(found.values())) if found else self.default
+
+    def target(self, key: str, ref: TensorRef) -> DType:
+        """The type in which the tensor under this key is written: only floating ones are cast."""
+        asked = self.asked(key) if ref.dtype.is_floating else None
+        return ref.dtype if asked is None else asked
+
+    def everywhere(self, ref: TensorRef) -> DType:
+        """The type of a tensor where there are no globs."""
+        return self.default if self.default is not None and ref.dtype.is_floating else ref.dtype
+
+    def refuse_scaled(
+        self, tensors: Mapping[str, TensorRef], new: Mapping[str, str], path: str
+    ) -> None:
+        """Raise `RefusedObject` where codes or their scales would be cast.
+
+        `tensors` are those of the state dict at `path`, `new` the keys that those which stay will
+        have, both by their keys before.
+        """
+        groups: dict[DType, set[str]] = {}
+        for key, later in new.items():
+            if (asked := self.asked(later)) is not None:
+                groups.setdefault(asked, set()).add(key)
+        for dtype, keys in groups.items():
+            refuse_cast(tensors, keys, dtype, path)
+
+    def rule(self, named: Sequence[tuple[str, TensorRef]]) -> CastRule:
+        """The types of these tensors, which stand under their keys in the output, as a rule.
+
+        Raises `KeyConflict` where a glob meets no floating tensor, or where several keys of one
+        tensor ask for different types.
+        """
+        self._refuse_idle([key for key, ref in named if ref.dtype.is_floating])
+        targets: dict[int, DType] = {}
+        views: dict[Hashable, tuple[str, DType]] = {}
+        for key, ref in named:
+            target = self.target(key, ref)
+            other, known = views.setdefault(view_identity(ref), (key, target))
+            if known is not target:
+                raise KeyConflict(
+                    f"is one tensor with {printable(other)}, which is to be {known.name}, so it "
+                    f"cannot be {target.name}",
+                    where=key,
+                    hint="match both of them",
+                )
+            targets[id(ref)] = target
+        return lambda ref: targets.get(id(ref), ref.dtype)
+
+    def _refuse_idle(self, keys: Sequence[str]) -> None:
+        for words, glob in self._globs():
+            if not any(fnmatchcase(key, glob) for key in keys):
+                raise KeyConflict(
+                    f"{printable(words)} matches no floating tensor",
+                    hint=f"the keys begin with: {', '.join(map(printable, keys[:3])) or 'none'}",
+                )
+
+    def _globs(self) -> Iterator[tuple[str, str]]:
+        yield from ((f"--keep-dtype {glob}", glob) for glob in self.kept)
+        yield from ((f"--cast {glob}={dtype.name}", glob) for glob, dtype in self.named)
+
+
+def read_casts(words: Iterable[str]) -> tuple[tuple[str, DType], ...]:
+    """The casts ``GLOB=DTYPE``; `OptionRefused` for what is not one.
+
+    >>> [(glob, dtype.name) for glob, dtype in read_casts(["lm_head.*=f32"])]
+    [('lm_head.*', 'float32')]
+    """
+    found = []
+    for word in words:
+        glob, equals, dtype = word.rpartition("=")
+        if not equals or not glob:
+            raise OptionRefused(
+                f"--cast {printable(word)} is not GLOB=DTYPE", hint="such as lm_head.*=f32"
+            )
+        found.append((glob, floating_dtype(dtype)))
+    return tuple(found)

@@ -1,0 +1,53 @@
+"""The strings that the user puts beside the tensors of an output."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from ckptconv.io.local import place_of
+from ckptconv.io.location import read_small
+from ckptconv.support.errors import CheckpointError, OptionRefused, printable
+from ckptconv.support.json_text import read_object
+
+_OURS = ("format", "device", "ckptconv.encodings")
+"""What readers take a meaning from, and ckptconv writes itself."""
+
+
+def read_metadata(
+    words: Iterable[str], file: str | os.PathLike[str] | None
+) -> tuple[tuple[str, str], ...]:
+    """The entries of `file`, a JSON object of texts, and then those of `words`, ``NAME=VALUE``.
+
+    Raises `OptionRefused` for what is not one, a name that stands twice in `words`, or a name that
+    ckptconv writes itself; `CheckpointError` where the file cannot be read.
+    """
+    found: dict[str, str] = {} if file is None else _from_file(Path(file))
+    given: dict[str, str] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name:
+            raise OptionRefused(
+                f"--metadata {printable(word)} is not NAME=VALUE", hint="such as license=mit"
+            )
+        if name in given:
+            raise OptionRefused(f"--metadata {printable(name)} is given twice")
+        given[name] = value
+    found |= given
+    if ours := next((name for name in found if name in _OURS), None):
+        raise OptionRefused(f"the metadata entry {ours} is ckptconv's own, and cannot be set")
+    return tuple(found.items())
+
+
+def _from_file(path: Path) -> dict[str, str]:
+    found = read_object(read_small(place_of(path), "rules_bytes"), path, "metadata")
+    for name, value in found.items():
+        if not isinstance(value, str):
+            raise CheckpointError(
+                "is not a text, and metadata holds nothing else",
+                path=path,
+                where=name,
+                hint="put it in quotes",
+            )
+    return found

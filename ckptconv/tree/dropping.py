@@ -1,0 +1,103 @@
+"""Parts of a checkpoint left out by their paths, the rest as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from ckptconv.pickles.nodes import ABSENT, Call, Dict, Node, mapping_pairs
+from ckptconv.pickles.substitution import containers, substituted
+from ckptconv.support.errors import KeyConflict, printable
+from ckptconv.support.text import count_text, look_hint, size_text
+from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.tree.state_dicts import chain_of
+from ckptconv.tree.walk import Place, label_text, place_text, tensors_of, walk
+
+
+Found = tuple[Node, list[tuple[int, str]]]
+"""A dict, and the numbers and paths of the items that it is to lose."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """An edit: leaves out what stands at a path that one of `globs` matches, such as ``optimizer``
+    or ``callbacks.*``.
+
+    The paths are those of the items of dicts, as `inspect` shows them; a part that stands at
+    several places has the path of the first of them. Raises `KeyConflict` where a glob matches
+    nothing, where it matches an item of a list (the others would get other numbers), and where
+    nothing is left.
+    """
+
+    globs: tuple[str, ...]
+
+    def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
+        root, met, notes = checkpoint.root, set[str](), list[str]()
+        # a dict inside one that is made anew is another dict then: so from the outside inwards
+        while found := self._outermost(root, met):
+            stand_ins = {id(holder): _without(holder, gone) for holder, gone in found.values()}
+            for holder, gone in found.values():
+                notes += [_note(path, (mapping_pairs(holder) or ())[at][1]) for at, path in gone]
+            root = substituted(root, containers(root), stand_ins)
+        if idle := [glob for glob in self.globs if glob not in met]:
+            raise KeyConflict(
+                f"--drop {printable(idle[0])} matches nothing in it",
+                path=checkpoint.path,
+                hint=look_hint(checkpoint.path),
+            )
+        return replace(checkpoint, root=root, notes=(*checkpoint.notes, *notes))
+
+    def _outermost(self, root: Node, met: set[str]) -> dict[int, Found]:
+        """The dicts with items to leave out, by id, each with the numbers and paths of these; no
+        dict that is in another of them.
+        """
+        found: dict[int, Found] = {}
+        for place, node in walk(root):
+            if any(id(step[2]) in found for step in chain_of(place)):
+                continue
+            self._refuse_items(place, node)
+            if (pairs := mapping_pairs(node)) is None:
+                continue
+            base = f"{place_text(place)}." if place is not None else ""
+            gone = []
+            for at, (key, _) in enumerate(pairs):
+                path = base + label_text(key)
+                if glob := next((glob for glob in self.globs if fnmatchcase(path, glob)), None):
+                    met.add(glob)
+                    gone.append((at, path))
+            if gone:
+                found[id(node)] = node, gone
+        return found
+
+    def _refuse_items(self, place: Place, node: Node) -> None:
+        if type(node) not in (list, tuple) or place is None:
+            return
+        base = place_text(place)
+        for at in range(len(node)):
+            if any(fnmatchcase(f"{base}.{at}", glob) for glob in self.globs):
+                raise KeyConflict(
+                    "is an item of a list, and the others would get other numbers without it",
+                    where=f"{base}.{at}",
+                    hint=f"drop all of it: --drop {printable(base)}",
+                )
+
+
+def _without(node: Node, gone: Sequence[tuple[int, str]]) -> Node:
+    """A dict of the same class without some of its items."""
+    numbers = {at for at, _ in gone}
+    pairs = [pair for at, pair in enumerate(mapping_pairs(node) or ()) if at not in numbers]
+    if type(node) is Dict:
+        return Dict(pairs)
+    made = Call(node.func, node.args, new=node.new)
+    made.pairs = pairs
+    if node.state is not ABSENT:
+        made.state = node.state
+    return made
+
+
+def _note(path: str, value: Node) -> str:
+    refs = {id(ref): ref for _, ref in tensors_of(value)}
+    size = size_text(sum(ref.nbytes for ref in refs.values()))
+    what = f" ({count_text(len(refs), 'tensor')}, {size})" if refs else ""
+    return f"{printable(path)} is dropped{what}"
