@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from ckptconv.diff.difference import Difference, ValueChange
 from ckptconv.diff.walk import Differences, walk_together
@@ -83,21 +83,57 @@ def diff_checkpoints(
             f"tolerance={tolerance!r:.100} is not a tolerance", hint="give Tolerance(atol, rtol)"
         )
     with open_certain(a, tag=tag) as first, open_certain(b, tag=tag_b) as second:
-        check_places((*first.sources, *second.sources))
-        differences = Differences()
-        with collector_paused():
-            only_of = (only, only if only_b is None else only_b or None)
-            ours, theirs, left_out = _parts(first, second, rules, only_of, whole=whole)
-            for path, one, other in walk_together(ours, theirs, differences):
-                differences.compare(path, one, other, ignore_dtype=ignore_dtype)
-        values, damaged = _compare_values(differences.pairs, tolerance, on_progress)
-        return replace(
-            _difference(first, second, differences, values),
-            notes=(*left_out, *_notes(differences)),
-            strict_device=strict_device,
+        return compare(
+            first,
+            second,
+            rules,
+            (only, only if only_b is None else only_b or None),
+            whole=whole,
+            tolerance=tolerance,
             ignore_dtype=ignore_dtype,
-            damaged=tuple(damaged),
-        )
+            strict_device=strict_device,
+            on_progress=on_progress,
+        ).difference
+
+
+class Compared(NamedTuple):
+    """The differences of two open checkpoints, and the two trees that were compared, the first with
+    its keys renamed.
+    """
+
+    difference: Difference
+    ours: Node
+    theirs: Node
+
+
+def compare(
+    first: Checkpoint,
+    second: Checkpoint,
+    rules: KeyRules,
+    only: tuple[str | None, str | None] = (None, None),
+    *,
+    whole: bool = False,
+    tolerance: Tolerance | None = None,
+    ignore_dtype: bool = False,
+    strict_device: bool = False,
+    on_progress: OnProgress | None = None,
+) -> Compared:
+    """Compare two open checkpoints, as `diff_checkpoints` does; `only` are the parts of both."""
+    check_places((*first.sources, *second.sources))
+    differences = Differences()
+    with collector_paused():
+        ours, theirs, left_out = _parts(first, second, rules, only, whole=whole)
+        for path, one, other in walk_together(ours, theirs, differences):
+            differences.compare(path, one, other, ignore_dtype=ignore_dtype)
+    values, damaged = _compare_values(differences.pairs, tolerance, on_progress)
+    found = replace(
+        _difference(first, second, differences, values),
+        notes=(*left_out, *_notes(differences)),
+        strict_device=strict_device,
+        ignore_dtype=ignore_dtype,
+        damaged=tuple(damaged),
+    )
+    return Compared(found, ours, theirs)
 
 
 def _difference(

@@ -81,30 +81,37 @@ def stats(
     with open_certain(source, tag=tag) as checkpoint:
         found = named_values(checkpoint, only).matching(match)
         check_places(checkpoint.sources)
-        # equal views share a pass, but the same bytes may be decoded in different ways
-        groups = [[item for item in found.values if item.decode is None]]
-        groups += [[item] for item in found.values if item.decode is not None]
-        folders = {
-            id(item): folder
-            for items in groups
-            for item, folder in zip(items, _folded(items, on_progress), strict=True)
-        }
         return CheckpointStatistics(
             str(checkpoint.path),
             checkpoint.format,
-            tuple(
-                TensorStatistics(
-                    item.name,
-                    item.dtype.name,
-                    item.ref.shape,
-                    item.ref.nbytes,
-                    item.ref.location,
-                    folders[id(item)].statistics(),
-                )
-                for item in found.values
-            ),
+            statistics_of(found.values, on_progress),
             found.unread,
         )
+
+
+def statistics_of(
+    values: Sequence[NamedValue], on_progress: OnProgress | None = None
+) -> tuple[TensorStatistics, ...]:
+    """The statistics of each of some tensors of an open checkpoint, in their order."""
+    # equal views share a pass, but the same bytes may be decoded in different ways
+    groups = [[item for item in values if item.decode is None]]
+    groups += [[item] for item in values if item.decode is not None]
+    folders = {
+        id(item): folder
+        for items in groups
+        for item, folder in zip(items, _folded(items, on_progress), strict=True)
+    }
+    return tuple(
+        TensorStatistics(
+            item.name,
+            item.dtype.name,
+            item.ref.shape,
+            item.ref.nbytes,
+            item.ref.location,
+            folders[id(item)].statistics(),
+        )
+        for item in values
+    )
 
 
 def _folded(items: Sequence[NamedValue], on_progress: OnProgress | None) -> list[StatisticsFolder]:

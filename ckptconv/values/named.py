@@ -77,7 +77,13 @@ def named_values(checkpoint: Checkpoint, only: str | None = None) -> NamedValues
     """Every tensor of a checkpoint, or of the part at the path `only`; one that stands at several
     places has several names.
     """
-    root = checkpoint.root if only is None else find(checkpoint.root, only, checkpoint.path)
+    return values_in(
+        checkpoint.root if only is None else find(checkpoint.root, only, checkpoint.path)
+    )
+
+
+def values_in(root: Node) -> NamedValues:
+    """Every tensor in a tree, under each of its names."""
     if (made := _values("tensor", root)) is not None:
         return NamedValues(tuple(made), ())
     values: list[NamedValue] = []

@@ -1,0 +1,283 @@
+"""The page as HTML: its head in Python, the data for what its script shows.
+
+Every text that comes from a checkpoint goes through `_text`; the script gets it as JSON. The policy
+in the head lets nothing run and nothing load but the script and the style sheet of the page itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from html import escape
+from pathlib import Path
+
+from ckptconv import __version__
+from ckptconv.diff.difference import Difference
+from ckptconv.diff.report import difference_headline, difference_lines
+from ckptconv.inspect.report import inspection_lines
+from ckptconv.pages.assets import asset, source_hash
+from ckptconv.pages.columns import data_text, shown_name
+from ckptconv.pages.facts import STATES, FileFacts, PageFacts, Shared
+from ckptconv.pages.profile import profile_section
+from ckptconv.support.errors import printable
+from ckptconv.support.rows import Row
+from ckptconv.support.text import count_text, size_text, some_text
+
+_LISTED = 40  # storages in the list
+
+
+def page_text(facts: PageFacts) -> str:
+    """The whole page; the same facts make the same text."""
+    style, script = asset("page.css"), asset("page.js")
+    policy = (
+        f"default-src 'none'; script-src {source_hash(script)}; style-src {source_hash(style)}; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    return "".join(
+        (
+            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">\n',
+            '<meta name="color-scheme" content="light dark">\n',
+            f'<meta name="generator" content="ckptconv {__version__}">\n',
+            f"<title>{_text(_title(facts))}</title>\n<style>{style}</style>\n</head>\n<body>\n",
+            *_body(facts),
+            f'<script type="application/json" id="data">{data_text(facts)}</script>\n',
+            f"<script>{script}</script>\n</body>\n</html>\n",
+        )
+    )
+
+
+def _text(value: object, limit: int = 2000) -> str:
+    """A text as HTML: one line, what cannot be seen escaped, and nothing in it markup."""
+    return escape(printable(value, limit))
+
+
+def _title(facts: PageFacts) -> str:
+    return " → ".join(Path(file.name).name or file.name for file in facts.files)
+
+
+def _body(facts: PageFacts) -> Iterator[str]:
+    yield '<header class="page">\n'
+    if facts.difference is not None:
+        yield from _comparison(facts, facts.difference)
+    for side, file in zip("AB", facts.files, strict=False):
+        yield from _file(file, side if facts.difference is not None else None)
+    yield "</header>\n<main>\n"
+    yield from _map(facts)
+    yield from profile_section(facts)
+    yield from _table(facts)
+    for side, file in zip("AB", facts.files, strict=False):
+        yield from _sharing(file, side if facts.difference is not None else None)
+    yield "</main>\n"
+    yield f"<footer>Made by ckptconv {__version__}. Nothing in the checkpoint was run.</footer>\n"
+    yield _FLOATING
+
+
+_FLOATING = """\
+<aside id="detail" role="dialog" aria-label="One tensor" hidden>
+<div class="top"><button type="button" id="close">Close</button></div>
+<div id="detail-body"></div>
+</aside>
+<div id="tip" hidden></div>
+<div id="spoken" class="hidden-text" aria-live="polite"></div>
+"""
+
+
+# ------------------------------------------------------------------------------------------ the head
+
+
+def _file(file: FileFacts, side: str | None) -> Iterator[str]:
+    found = file.inspection
+    heading = "h1" if side is None else "h2"
+    mark = f'<span class="side">{side}</span>' if side else ""
+    by = [f"written by {found.producer}"] if found.producer else []
+    yield f'<div class="file">\n<{heading}>{mark}<bdi>{_text(file.name)}</bdi></{heading}>\n'
+    yield f'<p class="subtitle">{_text(", ".join([found.format, *by]))}</p>\n'
+    yield from _verdicts(file)
+    yield from _tiles(file)
+    yield from _command(file)
+    rows = [*inspection_lines(found), *file.scan.rows]
+    if file.unread:
+        rows.append(Row("unread", f"the numbers of {some_text([*file.unread])} are not known"))
+    yield from _details(rows)
+    yield "</div>\n"
+
+
+def _verdicts(file: FileFacts) -> Iterator[str]:
+    found = file.inspection
+    yield '<ul class="verdicts" aria-label="Verdicts">\n'
+    if found.portable:
+        yield _verdict("good", f"✓ opens anywhere as it is ({found.opening.by})")
+    for reason in found.reasons:
+        yield _verdict("warn", f"not portable: {reason.what}")
+    if file.no_fix:
+        yield _verdict("bad", f"no conversion fixes it: {file.no_fix}")
+    if file.lost:
+        yield _verdict("warn", f"the fix leaves out {some_text([*file.lost])}")
+    marks = {"plain": ("good", "✓ "), "unknown": ("warn", ""), "dangerous": ("bad", "✗ ")}
+    level, mark = marks[file.scan.level] if file.scan.level else ("warn", "not scanned: ")
+    text = file.scan.text.removeprefix(f"{printable(file.name)}: ")
+    yield _verdict(level, f"{mark}{text if not file.scan.level else f'scan: {text}'}")
+    odd = sum(
+        1 for item in file.tensors if (one := item.statistics) and (one.nan or one.infinite)
+    )
+    if odd:
+        yield _verdict("warn", f"{count_text(odd, 'tensor')} with NaN or infinite values")
+    yield "</ul>\n"
+
+
+def _verdict(level: str, text: str) -> str:
+    return f'<li class="{level}">{_text(text)}</li>\n'
+
+
+def _tiles(file: FileFacts) -> Iterator[str]:
+    found = file.inspection
+    of = f"in {file.parameters_of}" if file.parameters_of else "in its tensors"
+    if file.parameters_of == "":
+        of = "in the state dict"
+    tiles = [
+        ("Size", size_text(found.nbytes), f"{found.nbytes:,} bytes"),
+        ("Parameters", _amount(file.parameters), f"{file.parameters:,} {of}"),
+        ("Tensors", f"{len(file.tensors):,}", f"{size_text(found.used)} of values"),
+        ("Dtypes", *_most(found.dtypes)),
+        ("Saved on", *_most(found.locations)),
+    ]
+    if found.stored > found.used or found.dead:
+        unused = size_text(found.stored - found.used + found.dead)
+        tiles.append(("Dead bytes", unused, "that no tensor uses"))
+    yield '<dl class="tiles">\n'
+    for label, value, more in tiles:
+        yield f"<div><dt>{label}</dt><dd>{_text(value)}<small>{_text(more)}</small></dd></div>\n"
+    yield "</dl>\n"
+
+
+def _amount(count: int) -> str:
+    """A number of parameters as people say it.
+
+    >>> _amount(950), _amount(124_439_808), _amount(6_738_415_616)
+    ('950', '124.4 M', '6.7 B')
+    """
+    for power, unit in ((12, "T"), (9, "B"), (6, "M"), (3, "k")):
+        if count >= 9995 * 10 ** (power - 4):
+            return f"{count / 10**power:.1f} {unit}"
+    return str(count)
+
+
+def _most(counted: object) -> tuple[str, str]:
+    """The most common of several, and the others with their counts."""
+    pairs = sorted(dict(counted).items(), key=lambda item: (-item[1], item[0]))  # type: ignore[call-overload]
+    if not pairs:
+        return "–", ""
+    more = ", ".join(f"{printable(name)} {count:,}" for name, count in pairs[:4])
+    return str(pairs[0][0]), more + ", …" * (len(pairs) > 4)
+
+
+def _command(file: FileFacts) -> Iterator[str]:
+    if file.command is not None:
+        yield (
+            f'<div class="command"><span>Fix</span><code>{_text(file.command, 20_000)}</code>'
+            '<button type="button" class="copy">Copy</button></div>\n'
+        )
+
+
+def _details(rows: Iterable[Row]) -> Iterator[str]:
+    yield '<details class="more"><summary>All facts</summary>\n<dl class="facts">\n'
+    for row in rows:
+        yield f'<dt>{_text(row.label)}</dt><dd class="{row.level}">{_text(row.text)}</dd>\n'
+    yield "</dl></details>\n"
+
+
+def _comparison(facts: PageFacts, found: Difference) -> Iterator[str]:
+    names = [f"<bdi>{_text(Path(file.name).name or file.name)}</bdi>" for file in facts.files]
+    yield f"<h1>{names[0]} → {names[1]}</h1>\n"
+    yield f'<p class="subtitle">{_text(difference_headline(found), 4000)}</p>\n'
+    yield '<ul class="verdicts" aria-label="Differences">\n'
+    states = [pair.state for pair in facts.pairs]
+    for state in STATES:
+        if count := states.count(state):
+            level = "good" if state == "same" else "warn"
+            yield _verdict(level, f"{count_text(count, 'tensor')}: {state}")
+    for text in found.damaged[:_LISTED]:
+        yield _verdict("bad", f"damaged: {text}")
+    yield "</ul>\n"
+    yield from _details(difference_lines(found))
+    yield '<div class="file"></div>\n'
+
+
+# -------------------------------------------------------------------------------------- the sections
+
+_COLORINGS = (("dtype", "dtype"), ("device", "device"), ("sharing", "sharing"))
+_OF_VALUES = (
+    ("std", "std"),
+    ("absMax", "abs-max"),
+    ("zeros", "share of zeros"),
+    ("finite", "NaN and infinite"),
+)
+_OF_PAIRS = (("state", "difference"), ("relL2", "relative L2"))
+
+
+def _map(facts: PageFacts) -> Iterator[str]:
+    is_pair = facts.difference is not None
+    offered = [*_OF_PAIRS * is_pair, *_COLORINGS, *_OF_VALUES * facts.has_values]
+    options = "".join(f'<option value="{key}">{label}</option>' for key, label in offered)
+    yield '<section aria-labelledby="map-title">\n<div class="bar">'
+    yield '<h2 id="map-title">Map by bytes</h2>'
+    yield f'<label>Colour by <select id="coloring">{options}</select></label></div>\n'
+    yield '<nav class="crumbs" id="crumbs" aria-label="Where the map is"></nav>\n'
+    yield f'<div class="maps{" two" if is_pair else ""}">\n'
+    for place, side in enumerate("AB"[: len(facts.files)]):
+        title = f"<h3>{side}</h3>" if is_pair else ""
+        yield f'<div>{title}<div class="mapbox" id="map-{place}"></div></div>\n'
+    yield '</div>\n<div class="legend" id="legend" aria-label="Colours"></div>\n</section>\n'
+
+
+def _table(facts: PageFacts) -> Iterator[str]:
+    noun = "Keys" if facts.difference is not None else "Tensors"
+    yield (
+        f'<section aria-labelledby="table-title">\n<div class="bar"><h2 id="table-title">{noun}</h2>'
+        '<span class="note" id="found" role="status"></span>'
+        '<label class="searching"><span class="hidden-text">Search</span><input type="search" '
+        'id="search" placeholder="Search: name, dtype, shape, …" autocomplete="off" '
+        'spellcheck="false"></label></div>\n'
+        f'<div class="grid" id="grid" role="table" aria-label="{noun}">\n'
+        '<div class="head" id="head" role="row"></div>\n'
+        '<div class="rows" id="rows" tabindex="0" role="rowgroup" aria-label="Rows: arrows move, '
+        'Enter opens one"><div class="inner" id="inner"></div>'
+        '<p class="nothing" id="nothing" hidden>No tensor has all these words.</p></div>\n</div>\n'
+        "<noscript><p>The map and the table need JavaScript; the page loads nothing.</p></noscript>\n"
+        '<p class="note keys">Keys: <kbd>/</kbd> search, <kbd>↑</kbd> <kbd>↓</kbd> move, '
+        "<kbd>Enter</kbd> open, <kbd>Esc</kbd> close or zoom out.</p>\n</section>\n"
+    )
+
+
+def _sharing(file: FileFacts, side: str | None) -> Iterator[str]:
+    if not file.shared:
+        return
+    of = f" of {side}" if side else ""
+    unused = sum(item.nbytes - item.used for item in file.shared)
+    yield f'<section><div class="bar"><h2>Shared and partly used storages{of}</h2></div>\n'
+    yield (
+        f'<p class="note">{count_text(len(file.shared), "storage")}; '
+        f"{size_text(unused)} of them belong to no tensor.</p>\n"
+        '<div class="wide"><table class="list"><thead><tr><th>Tensors</th>'
+        '<th class="amount">Storage</th><th class="amount">Unused</th></tr></thead><tbody>\n'
+    )
+    for item in file.shared[:_LISTED]:
+        yield _storage(file, item)
+    yield "</tbody></table></div>\n"
+    if len(file.shared) > _LISTED:
+        yield f'<p class="note">and {len(file.shared) - _LISTED:,} more</p>\n'
+    yield "</section>\n"
+
+
+_MEMBERS = 8  # names in a row
+
+
+def _storage(file: FileFacts, item: Shared) -> str:
+    names = [f"<bdi>{escape(shown_name(file.tensors[at].name))}</bdi>" for at in item.tensors[:_MEMBERS]]
+    if len(item.tensors) > _MEMBERS:
+        names.append(f"and {len(item.tensors) - _MEMBERS:,} more")
+    return (
+        f'<tr><td>{"<br>".join(names)}</td><td class="amount">{size_text(item.nbytes)}</td>'
+        f'<td class="amount">{size_text(item.nbytes - item.used)}</td></tr>\n'
+    )
