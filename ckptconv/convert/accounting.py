@@ -69,7 +69,7 @@ def refuse_unaccounted(plan: ConversionPlan) -> int | None:
     out.
     """
     with held(plan.limits):
-        tree = found_in([plan.root])
+        tree = found_in([plan.root, *plan.dropped])
         named = named_by(plan)
         if named is not None:
             if plan.modules:

@@ -69,6 +69,7 @@ _OF_OPEN_FILES = {
     "root",
     "part",
     "accounted",
+    "dropped",
 }
 
 
@@ -87,7 +88,7 @@ class ConversionPlan:
 
     `root` is the source's tree, `part` what of it is converted, `modules` how many state dicts in
     it stand for whole modules; `accounted` is what these modules hold that their state dicts need
-    not; `names_storages`: what the source's files name can be counted without the reader.
+    not; `dropped` are the parts that an edit left out; `names_storages`: what the source's files name can be counted without the reader.
 
     `limits` are those under which it was made; the output is read back under them.
 
@@ -122,6 +123,7 @@ class ConversionPlan:
     modules: int = 0
     names_storages: bool = False
     accounted: tuple[Node, ...] = ()
+    dropped: tuple[Node, ...] = ()
 
     @property
     def target(self) -> TargetFormat:

@@ -113,6 +113,7 @@ def _planned(
                 part=part,
                 modules=checkpoint.modules,
                 accounted=accounted,
+                dropped=checkpoint.dropped,
                 names_storages=checkpoint.container.names_storages,
             )
             _refuse_lost_inputs(plan)
