@@ -354,7 +354,7 @@ def require_device(tag: str) -> torch.device:
 
 
 def _census(torch: Any, kind: str, count: int, notes: Sequence[str] = ()) -> str:
-    """What is here of `kind`, and in parentheses why it is no more."""
+    """What is here of `kind`, and in parentheses why there is not more."""
     reasons = [*notes, *(_cuda_reasons(torch, count) if kind == "cuda" else [])]
     if kind in _PACKAGES and _PACKAGES[kind] not in sys.modules:
         reasons = [f"import {_PACKAGES[kind]} first"]
