@@ -119,9 +119,7 @@ _HOMES = {
     "save_portable": "live.save",
     "scan_checkpoint": "scan.files",
 }
-"""Public name → the module that defines it; imported on first use, so that `import ckptconv` costs
-nothing.
-"""
+"""Public name → its module, imported on first use, so that `import ckptconv` costs nothing."""
 
 __all__ = [
     "AmbiguousStateDict",
@@ -177,9 +175,7 @@ __all__ = [
     "save_portable",
     "scan_checkpoint",
 ]
-"""Written out, for type checkers and editors read it without running it; a test holds it against
-`_HOMES`.
-"""
+"""Written out, as type checkers and editors do not run it; a test holds it against `_HOMES`."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,4 @@
-"""Plans of outputs that hold the tensors of one state dict and nothing else: safetensors, and
-shards of either format.
-"""
+"""Plans outputs with the tensors of one state dict only: safetensors, shards of either format."""
 
 from __future__ import annotations
 
@@ -162,8 +160,9 @@ def _split(
 
 
 def _index_metadata(checkpoint: Checkpoint, *, is_whole: bool) -> Mapping[str, Any]:
-    """What the source's index says beside the total size; not the number of parameters, unless they
-    are all there.
+    """What the source's index says beside the total size.
+
+    Not the number of parameters, unless they are all there.
     """
     return {
         name: value
@@ -173,8 +172,9 @@ def _index_metadata(checkpoint: Checkpoint, *, is_whole: bool) -> Mapping[str, A
 
 
 def _same_storage(ref: TensorRef) -> Hashable:
-    """What tensors have in common that share their bytes; of one put together from pieces, only
-    itself has them.
+    """What tensors have in common that share their bytes.
+
+    Of one put together from pieces, only itself has them.
     """
     return id(ref.storage) if ref.is_view else id(ref)
 

@@ -68,9 +68,7 @@ def text_notes(found: StateDict) -> Iterator[str]:
 def prefix_notes(
     checkpoint: Checkpoint, found: Sequence[StateDict], rules: KeyRules, fit_to: KeyTarget | None
 ) -> Iterator[str]:
-    """Offer what the framework put around the model, where no rule of the user's does anything with
-    prefixes.
-    """
+    """Offer what the framework put around the model, where no rule of the user's is on prefixes."""
     if rules not in (STRIP, KEEP) or fit_to:
         return
     for item in found:
@@ -96,9 +94,7 @@ def sharing_notes(refs: Sequence[TensorRef]) -> Iterator[str]:
 
 
 def beside_notes(plan: ConversionPlan) -> Iterator[str]:
-    """Tell of an index that stands beside an output of one file, and whose shards a reader may take
-    for it.
-    """
+    """Tell of an index beside an output of one file, whose shards a reader may take for it."""
     index = index_path(plan.output)
     if not plan.is_sharded and not plan.target.is_folder and os.path.isfile(index):  # noqa: PTH113 (False for a name too long)
         yield (

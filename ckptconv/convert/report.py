@@ -137,9 +137,7 @@ _ROWS = 40
 
 
 def keys_table(plan: ConversionPlan) -> Iterator[str]:
-    """The keys that change, old → new, one line each, and how many do not; of more than 40 the rest
-    is counted.
-    """
+    """The keys that change, old → new, one line each (40 at most), and how many do not change."""
     for item in plan.state_dicts:
         rows = [*item.changed, *((old, "(left out)") for old in item.left_out)]
         where = f" of {_place_text(item.path)}" if item.path else ""
@@ -181,8 +179,9 @@ def _output_text(plan: ConversionPlan) -> str:
 
 
 def _time_text(result: ConversionResult) -> str:
-    """How long it took, and what of it was spent on other things than writing; a rate where there
-    was much to write.
+    """How long it took, and what of it was spent on other things than writing.
+
+    A rate where there was much to write.
     """
     times = {
         phase: seconds for phase, seconds in result.phases.items() if seconds >= _WORTH_TELLING

@@ -1,6 +1,4 @@
-"""Why a checkpoint will not load on this host, or will cause trouble later, and the command that
-fixes it.
-"""
+"""Why a checkpoint will not load here, or causes trouble later, and the command that fixes it."""
 
 from __future__ import annotations
 
@@ -204,9 +202,7 @@ def _prescribed(case: Case, fix: Fix, one: Symptom, outputs: dict[Fix, Path]) ->
 
 
 def _with_values(symptoms: list[Symptom], read: list[Symptom]) -> list[Symptom]:
-    """All that was found; where the file is damaged no conversion will do, and so no command is
-    offered.
-    """
+    """All that was found; no conversion helps a damaged file, so none is offered for it."""
     if not any(one.finding.code == "damaged" for one in read):
         return symptoms + read
     return [replace(one, fix=None) for one in symptoms if not one.chosen] + read

@@ -42,9 +42,7 @@ _NAMED = 3  # keys, places or tags that a text names before it counts
 
 @dataclass(frozen=True, slots=True)
 class Symptom:
-    """A finding before its command: `fix` is the conversion that clears it; `chosen`: only if the
-    user wants that.
-    """
+    """A finding before its command: `fix` clears it; `chosen`: only if the user wants that."""
 
     finding: Finding
     fix: Fix | None = None
@@ -53,9 +51,7 @@ class Symptom:
 
 @dataclass(frozen=True)
 class Case:
-    """What is examined: a checkpoint, its modules as state dicts, the facts, and what the user
-    asked for.
-    """
+    """What is examined: a checkpoint, its modules as state dicts, the facts, the user's options."""
 
     paths: tuple[Path, ...]
     whole: Checkpoint
@@ -90,9 +86,7 @@ class Case:
 
     @property
     def must(self) -> Fix:
-        """What every conversion here must do: the kind of file, the device, and the keys that were
-        asked for.
-        """
+        """What every conversion here must do: the kind of file, the device, the keys asked for."""
         fix = Fix(suffix=suffix(self), device=self.device, tag=self.tag)
         if self.fit is None or not self.fit.fixes:
             return fix
@@ -180,9 +174,7 @@ def _strays(case: Case) -> Iterator[Symptom]:
 
 
 def _name(case: Case) -> Iterator[Symptom]:
-    """A file under a name of the other kind: the libraries go by the name, torch.load since 2.13
-    too.
-    """
+    """A file under a name of the other kind: libraries go by it, torch.load since 2.13 too."""
     if len(case.paths) > 1 or case.paths[0].is_dir():
         return
     named = case.paths[0].suffix.lower() == ".safetensors"

@@ -120,8 +120,9 @@ def read_directory(source: Source) -> dict[str, Record]:
 
 
 def record_source(source: Source, record: Record, spool: Spool) -> tuple[Source, int]:
-    """Where the plain bytes of `record` can be read: a source and the offset in it; deflated ones
-    pass through `spool`.
+    """Where the plain bytes of `record` can be read: a source and the offset in it.
+
+    Deflated ones pass through `spool`.
     """
     if not record.deflated:
         return source, record.offset
@@ -131,9 +132,7 @@ def record_source(source: Source, record: Record, spool: Spool) -> tuple[Source,
 
 
 def read_record(source: Source, record: Record, limit: str) -> bytes:
-    """All bytes of a record, checked against its CRC-32; `limit` is the name of the limit of its
-    size.
-    """
+    """All bytes of a record, its CRC-32 checked; `limit` is the name of the limit of its size."""
     if record.size > (most := getattr(in_force(), limit)):
         raise LimitExceeded(
             f"is {record.size} bytes long",
@@ -311,8 +310,9 @@ class _LocalHeaders:
         self._start = start
 
     def check(self, first: int, stop: int) -> dict[int, int]:
-        """Check the headers of some records; gives the places of the payloads that are not where
-        they are expected.
+        """Check the headers of some records.
+
+        Gives the places of the payloads that are not where they are expected.
         """
         records = self._records[first:stop]
         names = [record.name.encode() for record in records]
@@ -501,9 +501,7 @@ def ending_size(slots: Sequence[Slot]) -> int:
 
 
 def ending(slots: Sequence[Slot], crcs: Sequence[int], start: int) -> bytes:
-    """Central directory, from byte `start` on, and end records, for records written with these
-    CRC-32s.
-    """
+    """Central directory, from byte `start` on, and end records, for records with these CRC-32s."""
     directory = b"".join(map(_central, slots, crcs))
     count, size = len(slots), len(directory)
     end64 = _END64.pack(b"PK\6\6", _END64.size - 12, 0x031E, 45, 0, 0, count, count, size, start)

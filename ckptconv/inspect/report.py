@@ -1,6 +1,4 @@
-"""The facts about a checkpoint as text and JSON; everything that came out of a file is escaped
-here.
-"""
+"""The facts about a checkpoint as text and JSON; all that came out of a file is escaped here."""
 
 from __future__ import annotations
 

@@ -46,9 +46,7 @@ def staging_folder(target: Path, path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """The same in the folder of temporary files, which others write to: what they left there is not
-    touched.
-    """
+    """The same in the folder of temporary files, which others use: theirs is not touched."""
     target = Path(platforms.temporary_folder()) / "ckptconv"
     remove_leftovers(target, own=True)
     with _hidden_folder(target) as folder:
@@ -72,8 +70,9 @@ def _hidden_folder(target: Path) -> Iterator[Path]:
 
 
 def put_file(made: Path, path: Path, *, force: bool, fsync: bool) -> None:
-    """Give the file `made` the name `path`; the one that had it, replaced with `force` only, gives
-    its permissions on.
+    """Give the file `made` the name `path`.
+
+    The one that had it, replaced with `force` only, gives its permissions on.
     """
     target = followed(path)
     with output_errors(path), held_back():
@@ -86,9 +85,7 @@ def put_file(made: Path, path: Path, *, force: bool, fsync: bool) -> None:
 
 
 def put_folder(made: Path, path: Path, *, force: bool, fsync: bool) -> None:
-    """Give the folder `made` the name `path`; with `force` the DCP folder that has it changes
-    places with it.
-    """
+    """Give the folder `made` the name `path`; with `force` it swaps with the DCP folder there."""
     target = followed(path)
     with output_errors(path), held_back():
         if fsync:
@@ -107,9 +104,7 @@ def put_folder(made: Path, path: Path, *, force: bool, fsync: bool) -> None:
 
 
 def put_new_folder(made: Path, path: Path, *, fsync: bool) -> bool:
-    """Give the folder `made` the name `path`, whose files are synced; False when another folder has
-    it by now.
-    """
+    """Give the folder `made`, whose files are synced, the name `path`; False when that is taken."""
     target = followed(path)
     with output_errors(path), held_back():
         if fsync:
@@ -215,8 +210,9 @@ def _remove(folder: Path) -> None:
 
 
 def _remove_tree(folder: Path) -> None:
-    """Remove a folder of this user alone, as much of it as can be; one descriptor is enough,
-    `shutil.rmtree` takes several.
+    """Remove a folder of this user alone, as much of it as can be.
+
+    One descriptor is enough, `shutil.rmtree` takes several.
     """
     for inner in list(folder.iterdir()):  # closed before the next one is opened
         with contextlib.suppress(OSError):
@@ -228,8 +224,9 @@ def _remove_tree(folder: Path) -> None:
 
 
 def remove_leftovers(target: Path, kind: str = _TEMPORARY, *, own: bool = False) -> None:
-    """Remove the hidden folders of `target` that no living process holds; with `own` only those
-    that this user made.
+    """Remove the hidden folders of `target` that no living process holds.
+
+    With `own` only those that this user made.
     """
     is_ours = re.compile(rf"\.{re.escape(_prefix(target))}\.[0-9a-f]{{8}}\.{kind}").fullmatch
     with contextlib.suppress(OSError):  # a folder that may not be listed, or is not there
@@ -253,8 +250,9 @@ def _remove_unheld(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _folder_held(path: Path) -> Iterator[None]:
-    """The folder of `path` locked against others who put shards in place there; names of two sets
-    must not be mixed.
+    """The folder of `path` locked against others who put shards in place there.
+
+    Names of two sets must not be mixed.
     """
     lock = platforms.folder_lock(path.parent, follow=True)
     try:
@@ -290,8 +288,9 @@ def _exists_by_now(path: Path) -> OutputRefused:
 
 
 def _name(made: Path, target: Path) -> None:
-    """Give a free name: a hard link fails when it is taken; on file systems without links there is
-    only a look before.
+    """Give a free name: a hard link fails when it is taken.
+
+    On file systems without links there is only a look before.
     """
     try:
         platforms.link(made, target)
@@ -383,9 +382,7 @@ def _put_over(made: Path, files: ShardSet, path: Path, *, fsync: bool) -> None:
 def _rename_behind_index(
     passing: Path, shards: Sequence[Path], index: Path, *, fsync: bool
 ) -> None:
-    """Shards that an index names where they lie get their own names too, and then the index that
-    tells of them.
-    """
+    """Shards that an index names where they lie get their own names too, then the index."""
     sync = fsync_folder if fsync else lambda folder: None
     sync(index.parent)
     for path in shards:
@@ -427,8 +424,9 @@ def _rename_folder(made: Path, target: Path) -> bool:
 
 
 def _swap(made: Path, target: Path) -> Path | None:
-    """Two folders change their names in one step; where that is not known, the old one stands
-    aside, where is returned.
+    """Two folders change their names in one step.
+
+    Where that is not known, the old one stands aside, where is returned.
     """
     if platforms.exchange(made, target):
         return None

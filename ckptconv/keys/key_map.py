@@ -29,9 +29,7 @@ from ckptconv.support.text import first_few
 MODULE = "module"
 _IN_REPR = 10  # rules
 UNMISTAKABLE = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Wrapper segments that torch writes and no user does: torch.compile, FSDP, activation
-checkpointing.
-"""
+"""Wrapper segments that torch writes and no user does: compile, FSDP, activation checkpointing."""
 
 PathStep = Callable[[str], tuple[str, ...]]
 """A module path before one rule → after it; several where a mapping is undone."""
@@ -135,9 +133,7 @@ class KeyRules:
 
     @property
     def globs(self) -> KeyRules:
-        """Just the globs among the rules, to choose the same keys of a checkpoint that has its
-        names already.
-        """
+        """Just the globs, to choose the same keys of a checkpoint that has its names already."""
         return KeyRules(
             "keep", rules=tuple(rule for rule in self.rules if isinstance(rule, Select))
         )
@@ -435,8 +431,9 @@ class _Moved(NamedTuple):
     alike: int
 
     def length(self, path: str) -> int | None:
-        """Characters of the new path of the module `path`, which the key is in; None where only a
-        part of the key is left.
+        """Characters of the new path of the module `path`, which the key is in.
+
+        None where only a part of the key is left.
         """
         rest = len(self.old) - len(path) - (path != "")  # of the key, what is inside the module
         more = len(self.new) - rest
