@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 from ckptconv.convert.key_targets import key_target
 from ckptconv.convert.prescriptions import Fix, command, output_beside
 from ckptconv.devices.mapping import tag_map
+from ckptconv.doctor.cases import Case, Symptom, some, symptom
+from ckptconv.doctor.file_symptoms import FILE_CHECKS
 from ckptconv.doctor.findings import SEVERITIES, Diagnosis, Finding
-from ckptconv.doctor.symptoms import CHECKS, Case, Symptom, some, symptom
+from ckptconv.doctor.model_symptoms import MODEL_CHECKS
 from ckptconv.doctor.unopened import unopened
 from ckptconv.formats.registry import Named, checkpoints_of, open_certain
 from ckptconv.inspect.facts import inspect_checkpoint
@@ -153,7 +155,7 @@ def _diagnose(paths: tuple[Path, ...], asked: _Asked) -> Diagnosis:
                 tag=asked.tag,
                 size=asked.size,
             )
-            symptoms = [one for check in CHECKS for one in check(case)]
+            symptoms = [one for check in (*FILE_CHECKS, *MODEL_CHECKS) for one in check(case)]
             if asked.values:
                 symptoms = _with_values(symptoms, _read_values(case, asked.on_progress))
             return Diagnosis(

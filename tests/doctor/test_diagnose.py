@@ -339,7 +339,7 @@ def codes_in_the_source() -> set[str]:
     one, and those of `_code`.
     """
     codes: set[str] = set()
-    for name in ("symptoms", "diagnose", "unopened"):
+    for name in ("cases", "file_symptoms", "model_symptoms", "diagnose", "unopened"):
         tree = ast.parse((ROOT / "ckptconv" / "doctor" / f"{name}.py").read_text())
         calls = [
             node
@@ -464,7 +464,7 @@ def test_the_quoted_error_about_a_device_is_torchs(tag, tmp_path):
 def test_the_quoted_error_about_an_index_that_is_not_here_is_torchs(count, tmp_path, monkeypatch):
     path = tagged(tmp_path, "cuda:3")
     monkeypatch.setattr(
-        "ckptconv.doctor.symptoms.survey_host",
+        "ckptconv.doctor.cases.survey_host",
         lambda ask_torch: Host((), None, "2.13", count, False, 0, ()),
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -788,9 +788,7 @@ def test_tags_that_this_host_serves_are_no_finding(tmp_path, monkeypatch):
     path = tagged(tmp_path, "cuda:1")
     for count, loads in ((2, True), (1, False)):
         host = Host((), None, "2.13", count, False, 0, ())
-        monkeypatch.setattr(
-            "ckptconv.doctor.symptoms.survey_host", lambda ask_torch, host=host: host
-        )
+        monkeypatch.setattr("ckptconv.doctor.cases.survey_host", lambda ask_torch, host=host: host)
         assert diagnose(path).loads == loads
 
 
