@@ -9,7 +9,8 @@ from shlex import quote
 
 from ckptconv.convert.plan import ConversionPlan
 from ckptconv.formats.hf_names import index_path
-from ckptconv.keys.key_map import KEEP, STRIP, UNMISTAKABLE, KeyRules
+from ckptconv.keys.key_map import KEEP, STRIP, KeyRules
+from ckptconv.keys.wrappers import UNMISTAKABLE
 from ckptconv.pickles.nodes import Node, mapping_pairs
 from ckptconv.support.errors import printable
 from ckptconv.support.limits import in_force

@@ -12,7 +12,7 @@ from ckptconv.inspect.inspection import Inspection, OddObject, Part, TensorFacts
 from ckptconv.inspect.parts import PartTree, bare_storages, part_of_tree, refs_of, tensor_facts
 from ckptconv.inspect.refusals import files_of, refusals
 from ckptconv.io.guarded import check_places
-from ckptconv.keys.key_map import find_wrappers
+from ckptconv.keys.wrappers import find_wrappers
 from ckptconv.pickles.nodes import Node, children
 from ckptconv.support.choices import spelling_checked
 from ckptconv.support.errors import CheckpointError, OptionRefused

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from ckptconv.keys.key_map import all_start
+from ckptconv.keys.wrappers import all_start
 from ckptconv.pickles.nodes import Call, Node, mapping_pairs
 
 Labels = Mapping[str, Node]

@@ -10,13 +10,13 @@ from ckptconv.keys.key_map import (
     STRIP,
     KeyMap,
     KeyRules,
-    find_wrappers,
     hint_of_starts,
     map_keys,
     refuse_idle,
     unchanged,
 )
 from ckptconv.keys.mappings import MappedKeys
+from ckptconv.keys.wrappers import find_wrappers
 from ckptconv.pickles.nodes import Node, mapping_pairs
 from ckptconv.support.errors import AmbiguousStateDict, KeyConflict, KeyMismatch, printable
 from ckptconv.tree.candidates import metadata_of
