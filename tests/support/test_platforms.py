@@ -507,7 +507,7 @@ LEFT_OVER = """
 from pathlib import Path
 from ckptconv import convert_checkpoint
 from ckptconv.support import platforms
-from ckptconv.io.staging import staging_folder
+from ckptconv.io.hidden_folders import staging_folder
 target = Path("out.pt")
 killed = Path(".out.pt.01234567.ckptconv-tmp")
 killed.mkdir()
