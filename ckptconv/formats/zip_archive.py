@@ -53,7 +53,7 @@ _ENCRYPTED = 0x2041
 _FOLDER = 0x10
 _STORED, _DEFLATED = 0, 8
 _DESCRIBED = 8  # the flag of a record with a data descriptor
-_ORDINARY = re.compile(rb"\w[\w-]*/(?:data/)?\w+").fullmatch
+_ORDINARY = re.compile(rb"\w[\w.-]*/(?:data/)?\w+").fullmatch
 
 
 class Record(NamedTuple):

@@ -1,6 +1,6 @@
 """How many of a sample of mutants the tests find: small changes to the code, one at a time.
 
-    python tests/helpers/mutants.py --count 200 --seed 1 ckptconv/io ckptconv/formats ckptconv/keys
+    python tests/helpers/mutants.py ckptconv/io ckptconv/formats ckptconv/keys --tests tests/io ...
 
 Needs the package ``coverage``, which tells which tests run a line: of a mutant only these are run.
 The tests that are marked ``trust`` count too. Each mutant is made in a copy of the checkout. One
@@ -221,6 +221,7 @@ def is_found(item: Mutant, tests: list[str], copies: list[Path], limit: int) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folders", nargs="+", help="folders and files to change")
+    parser.add_argument("--tests", nargs="+", default=[], help="the tests to run; else all")
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
