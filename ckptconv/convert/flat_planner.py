@@ -19,7 +19,7 @@ from ckptconv.convert.plan import ConversionPlan, PlannedFile
 from ckptconv.formats.hf_names import index_path, index_text, shard_paths, split
 from ckptconv.formats.layout import Layout, one_item
 from ckptconv.formats.target_format import NamedTensor, TargetFormat
-from ckptconv.keys.key_map import refuse_idle
+from ckptconv.keys.key_map import KeyMap, refuse_idle
 from ckptconv.objects.encodings import recipes_text
 from ckptconv.support.limits import in_force
 from ckptconv.tensors.compaction import CastRule
@@ -57,9 +57,7 @@ def plan_flat(
     skipped = excluded(found, keys, options.fit_to)
     held_from = len(skipped)
     flattened = flatten(*with_filled(found, keys), skipped, encode=to.encodes, output=to.noun)
-    if options.dtype is not None:
-        left = {old for old, new in zip(keys.old, keys.new, strict=True) if new is not None}
-        refuse_cast(dict(found.tensors()), left, options.dtype, found.path)
+    _refuse_scaled(found, keys, options)
     named = list(flattened.tensors)
     cast = _cast_named(flattened, options)
     to.refuse((key, ref, cast(ref)) for key, ref in named)
@@ -71,13 +69,7 @@ def plan_flat(
         _refuse_blow_up(sum(ref.numel * dtype.bits >> 3 for _, ref, dtype in kept), checkpoint)
     refs = [ref for _, ref in named]
     renamed = renamed_keys(found, keys, {item.path for item in skipped[held_from:]})
-    metadata: dict[str, str] = {}
-    if to.holds_metadata:
-        metadata = {
-            **to.metadata(dict(named), checkpoint, options.tags),
-            **tied,
-            **recipes_text(flattened.recipes),
-        }
+    metadata = _metadata(checkpoint, to, options, flattened, tied)
     group = _same_storage if to.shares_storages else view_identity
     lay_out = lambda part: _lay_out(to, part, metadata, tied, options)  # noqa: E731
     of_index = _index_metadata(checkpoint, is_whole=not skipped and not renamed.filled)
@@ -114,6 +106,30 @@ def plan_flat(
         checks=flattened.checks,
         is_sharded=options.max_shard_size is not None,
     )
+
+
+def _refuse_scaled(found: StateDict, keys: KeyMap, options: Request) -> None:
+    """Refuse to cast codes beside scales that are in the output."""
+    if options.dtype is not None:
+        left = {old for old, new in zip(keys.old, keys.new, strict=True) if new is not None}
+        refuse_cast(dict(found.tensors()), left, options.dtype, found.path)
+
+
+def _metadata(
+    checkpoint: Checkpoint,
+    to: TargetFormat,
+    options: Request,
+    flattened: Flattened,
+    tied: Mapping[str, str],
+) -> dict[str, str]:
+    """The metadata of the output: the format's own, aliases, and recipes of encoded values."""
+    if not to.holds_metadata:
+        return {}
+    return {
+        **to.metadata(dict(flattened.tensors), checkpoint, options.tags),
+        **tied,
+        **recipes_text(flattened.recipes),
+    }
 
 
 def _lay_out(

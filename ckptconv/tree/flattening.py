@@ -23,7 +23,7 @@ from ckptconv.tree.settling import Rewritten, Skipped
 @dataclass(frozen=True, slots=True)
 class Flattened:
     """The named tensors of a state dict for safetensors, the recipes of encoded ones, and what was
-    no tensor before.
+    not a tensor before.
 
     `checks` read the indices of encoded tensors, which must be right before anything is written.
     """
