@@ -48,7 +48,9 @@ class Limits:
     inflated_free: int = 16 << 20
     """Inflated size of a record, and of all of a checkpoint together, that is never questioned."""
     pickle_ratio: int = 50
-    """The same of pickles and texts, above `pickle_free`: nodes take ten times their bytes."""
+    """The same of pickles and texts, above `pickle_free`: nodes take ten times the bytes they come
+    from.
+    """
     pickle_free: int = 1 << 20
     """Inflated size of a pickle, and of all of a checkpoint together, that is never questioned."""
     view_ratio: int = 64
@@ -70,9 +72,13 @@ class Limits:
     them at each level).
     """
     names: int = 1 << 26
-    """Characters of all names of a state dict that is walked out of modules or fitted."""
+    """Characters of all names of one state dict that is walked out of modules, or whose keys are
+    fitted.
+    """
     text_bytes: int = 100_000_000
-    """Size of a text that is parsed: code of a TorchScript class, ``model.json``, list of keys."""
+    """Size of a text that is parsed: the code of a TorchScript class, a ``model.json``, a list of
+    keys.
+    """
     safetensors_header_bytes: int = 100_000_000
     """Size of a safetensors header, the same as in the safetensors library."""
     index_bytes: int = 100_000_000
@@ -80,9 +86,8 @@ class Limits:
     shards: int = 100_000
     """Files, or ranks, of one checkpoint."""
     open_files: int = 128
-    """Files of one checkpoint that are open at a time (a process may often open 1,024).
-
-    More are never refused.
+    """Files of one checkpoint that are open at a time (a process may often open 1,024); more are
+    never refused.
     """
     files_in_files: int = 3
     """Checkpoints in checkpoints: an archive of archives of pickles with torch streams inside."""
@@ -103,9 +108,8 @@ class Limits:
     scanned_depth: int = 8
     """Streams within streams that `scan` looks into; it says where it stopped looking."""
     scanned_in_vain: int = 1 << 20
-    """Bytes that `scan` follows in a file where no pickle is, a 64th of a larger file.
-
-    It says where it stopped looking.
+    """Bytes that `scan` follows in a file where no pickle is, a 64th of a larger file; it says
+    where it stopped looking.
     """
 
 
@@ -115,7 +119,9 @@ NAMES = tuple(field.name for field in fields(Limits))
 _IN_FORCE: ContextVar[Limits] = ContextVar("ckptconv.limits", default=DEFAULTS)
 
 in_force = _IN_FORCE.get
-"""The limits in force: the innermost `limits` block of this thread or task, else the defaults."""
+"""The limits that hold here: those of the innermost `limits` block of this thread or task, else the
+defaults.
+"""
 
 
 @contextlib.contextmanager
@@ -140,7 +146,9 @@ def limits(**changes: float) -> Iterator[Limits]:
 
 
 def merged(opened: Limits) -> Limits:
-    """The limits for what was opened under `opened`: what is set here, else what was set there."""
+    """The limits for something that was opened under `opened`: what is set here, else what was set
+    there.
+    """
     here = in_force()
     if here is opened or opened is DEFAULTS:
         return here
