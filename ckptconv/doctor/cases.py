@@ -12,10 +12,7 @@ from ckptconv.devices.host import Host, survey_host
 from ckptconv.doctor.findings import Finding, Severity
 from ckptconv.doctor.model_fits import ModelFit, best_fit
 from ckptconv.inspect.inspection import Inspection
-from ckptconv.support.errors import (
-    CheckpointError,
-    printable,
-)
+from ckptconv.support.errors import CheckpointError, printable
 from ckptconv.tensors.scaled_weights import ScaledWeight, find_scaled
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.fitted_keys import KeyTarget

@@ -16,11 +16,7 @@ from ckptconv.doctor.findings import Finding
 from ckptconv.formats.registry import open_certain
 from ckptconv.inspect.facts import newer_protocol
 from ckptconv.objects.torch_names import VALUELESS
-from ckptconv.support.errors import (
-    CheckpointError,
-    DeviceUnavailable,
-    printable,
-)
+from ckptconv.support.errors import CheckpointError, DeviceUnavailable, printable
 from ckptconv.tree.containers import SAFETENSORS_LIBRARY
 
 

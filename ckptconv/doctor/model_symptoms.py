@@ -9,11 +9,7 @@ from ckptconv.doctor import torch_words as words
 from ckptconv.doctor.cases import Case, Symptom, is_average, some, symptom
 from ckptconv.inspect.facts import is_bloated, training_states
 from ckptconv.keys.fits import Fit
-from ckptconv.support.errors import (
-    AmbiguousStateDict,
-    CheckpointError,
-    printable,
-)
+from ckptconv.support.errors import AmbiguousStateDict, CheckpointError, printable
 from ckptconv.support.text import look_hint, part_text
 from ckptconv.tensors.scaled_weights import quantization_scales
 from ckptconv.tree.fitted_keys import refusal
