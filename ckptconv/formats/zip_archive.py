@@ -204,7 +204,7 @@ class _LocalHeaders:
             size = record.offset - record.header - _LOCAL.size - len(name)
             # what torch's writer puts there, compared in one piece
             usual = _local_header(record.stored > 0, len(name), size) + name
-            if size > 0xFFFF or not lead.startswith(usual, record.header - at):
+            if record.deflated or size > 0xFFFF or not lead.startswith(usual, record.header - at):
                 offset = self._payload(record, name, lead, record.header - at)
                 if offset != record.offset:
                     elsewhere[number] = offset
