@@ -15,25 +15,22 @@ from ckptconv.pickles.nodes import Call, Global, Node
 # them), and no names. Legacy files say of every storage that it is not a view (N). What is put has
 # an index above those that BINGET fetches, so the names that runs fetch are never put by a run.
 _INTEGER = rb"(K.|M..|J....)"
+_PUT = rb"(?:r((?!.\0\0\0)....))?"
 _INTEGERS = (
     rb"((?:K.|M..|J....)[\x85]|(?:K.|M..|J....){2}[\x86]|(?:K.|M..|J....){3}[\x87]"
-    rb"|\((?:K.|M..|J....){4,}t)(?:r((?!.\0\0\0)....))?"
+    rb"|\((?:K.|M..|J....){4,}t)" + _PUT
 )
 _PERSISTENT_ID = (
-    rb"\(h(.)h(.)X(.)\0\0\0([0-9]{1,20})(?:r((?!.\0\0\0)....))?h(.)" + _INTEGER + rb"(N?)t(?:r((?!.\0\0\0)....))?Q"
+    rb"\(h(.)h(.)X(.)\0\0\0([0-9]{1,20})" + _PUT + rb"h(.)" + _INTEGER + rb"(N?)t" + _PUT + rb"Q"
 )
-_TENSOR = (
-    _PERSISTENT_ID
-    + (_INTEGER + _INTEGERS + _INTEGERS)
-    + rb"([\x88\x89])h(.)\)R(?:r((?!.\0\0\0)....))?t(?:r((?!.\0\0\0)....))?R"
-)
+_FLAG_AND_HOOKS = rb"([\x88\x89])h(.)\)R" + _PUT + rb"t" + _PUT + rb"R"
+_TENSOR = _PERSISTENT_ID + _INTEGER + _INTEGERS + _INTEGERS + _FLAG_AND_HOOKS
 TENSOR_RUN = re.compile(_TENSOR, re.DOTALL).match
 # An entry of a state dict behind another: what puts the value before it into the memo, its key, and
 # its tensor with the name of the rebuild function. Where the key is taken for longer or shorter
 # than it is, its length tells.
-_ENTRY_RUN = re.compile(
-    rb"(?:r((?!.\0\0\0)....))?X(.)\0\0\0([\w.]{1,255})(?:r((?!.\0\0\0)....))?h(.)\(" + _TENSOR, re.DOTALL
-).match
+_KEY = rb"X(.)\0\0\0([\w.]{1,255})"
+_ENTRY_RUN = re.compile(_PUT + _KEY + _PUT + rb"h(.)\(" + _TENSOR, re.DOTALL).match
 _INT_RUNS: dict[bytes, tuple[int, ...]] = {}
 
 
