@@ -127,9 +127,7 @@ _HOMES = {
     "scan_checkpoint": "scan.files",
     "stats": "values.collect",
 }
-"""Public name → the module that defines it; imported on first use, so that `import ckptconv` costs
-nothing.
-"""
+"""Public name → its module, imported on first use, so that `import ckptconv` costs nothing."""
 
 __all__ = [
     "AmbiguousStateDict",
@@ -189,9 +187,7 @@ __all__ = [
     "scan_checkpoint",
     "stats",
 ]
-"""Written out, for type checkers and editors read it without running it; a test holds it against
-`_HOMES`.
-"""
+"""Written out, as type checkers and editors do not run it; a test holds it against `_HOMES`."""
 
 
 def __getattr__(name: str) -> Any:

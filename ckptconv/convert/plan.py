@@ -26,9 +26,7 @@ from ckptconv.tree.settling import Rewritten, Skipped
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedFile:
-    """One file of an output: its path, its bytes, and the tensors in it by the paths that they will
-    have.
-    """
+    """One file of an output: its path, its bytes, its tensors by the paths that they will have."""
 
     path: Path
     layout: Layout
@@ -36,9 +34,7 @@ class PlannedFile:
 
 
 def _gone(*_: object) -> Any:
-    """What stands in a plan that came out of a pickle for what only a plan with its files open can
-    do.
-    """
+    """Stands in a pickled plan for what only a plan with its files open can do."""
     hint = "make it again with plan_conversion in the program that executes it"
     raise CheckpointError("the plan was pickled, so its files are not open", hint=hint)
 

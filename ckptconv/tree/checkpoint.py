@@ -1,6 +1,4 @@
-"""An opened checkpoint: its tree of symbolic nodes, whose leaves are tensors that still lie in the
-file.
-"""
+"""An opened checkpoint: its tree of symbolic nodes, whose leaves are tensors still in the file."""
 
 from __future__ import annotations
 

@@ -107,7 +107,9 @@ def hold(section: str, documents: list[dict[str, Any]], *, fit: bool = False) ->
     for one in documents:
         for path, value in fields(one, "", known):
             assert path in known, f"{path} = {value!r:.100} is not on the page"
-            assert kinds(value) & set(known[path]), f"{path} = {value!r:.100} is no {known[path]}"
+            assert kinds(value) & set(known[path]), (
+                f"{path} = {value!r:.100} is none of {known[path]}"
+            )
             met.add(path)
     assert met == set(known), f"on the page, but not printed: {sorted(set(known) - met)}"
 
