@@ -84,7 +84,8 @@ class ConversionPlan:
 
     `root` is the source's tree, `part` what of it is converted, `modules` how many state dicts in
     it stand for whole modules; `accounted` is what these modules hold that their state dicts need
-    not; `dropped` are the parts that an edit left out; `names_storages`: what the source's files name can be counted without the reader.
+    not; `dropped` are the parts that an edit left out; `names_storages`: what the source's files
+    name can be counted without the reader.
 
     `limits` are those under which it was made; the output is read back under them.
 
