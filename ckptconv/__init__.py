@@ -61,8 +61,12 @@ if TYPE_CHECKING:
     from ckptconv.support.progress import Progress as Progress
     from ckptconv.tensors.element_pairs import Tolerance as Tolerance
     from ckptconv.tensors.refs import TensorRef as TensorRef
+    from ckptconv.tensors.statistics import Statistics as Statistics
     from ckptconv.tree.checkpoint import Checkpoint as Checkpoint
     from ckptconv.tree.state_dicts import StateDict as StateDict
+    from ckptconv.values.collect import stats as stats
+    from ckptconv.values.facts import CheckpointStatistics as CheckpointStatistics
+    from ckptconv.values.facts import TensorStatistics as TensorStatistics
 
 __version__ = "0.1.0"
 
@@ -70,6 +74,7 @@ _HOMES = {
     "AmbiguousStateDict": "support.errors",
     "Checkpoint": "tree.checkpoint",
     "CheckpointError": "support.errors",
+    "CheckpointStatistics": "values.facts",
     "ConversionPlan": "convert.plan",
     "ConversionResult": "convert.execute",
     "DeviceUnavailable": "support.errors",
@@ -96,8 +101,10 @@ _HOMES = {
     "RefusedObject": "support.errors",
     "Scan": "scan.files",
     "StateDict": "tree.state_dicts",
+    "Statistics": "tensors.statistics",
     "TensorFacts": "inspect.inspection",
     "TensorRef": "tensors.refs",
+    "TensorStatistics": "values.facts",
     "Tolerance": "tensors.element_pairs",
     "UnknownOption": "support.errors",
     "UnreadableFile": "support.errors",
@@ -118,15 +125,15 @@ _HOMES = {
     "read_key_rules": "keys.rule_files",
     "save_portable": "live.save",
     "scan_checkpoint": "scan.files",
+    "stats": "values.collect",
 }
-"""Public name → the module that defines it; imported on first use, so that `import ckptconv` costs
-nothing.
-"""
+"""Public name → its module, imported on first use, so that `import ckptconv` costs nothing."""
 
 __all__ = [
     "AmbiguousStateDict",
     "Checkpoint",
     "CheckpointError",
+    "CheckpointStatistics",
     "ConversionPlan",
     "ConversionResult",
     "DeviceUnavailable",
@@ -153,8 +160,10 @@ __all__ = [
     "RefusedObject",
     "Scan",
     "StateDict",
+    "Statistics",
     "TensorFacts",
     "TensorRef",
+    "TensorStatistics",
     "Tolerance",
     "UnknownOption",
     "UnreadableFile",
@@ -176,10 +185,9 @@ __all__ = [
     "read_key_rules",
     "save_portable",
     "scan_checkpoint",
+    "stats",
 ]
-"""Written out, for type checkers and editors read it without running it; a test holds it against
-`_HOMES`.
-"""
+"""Written out, as type checkers and editors do not run it; a test holds it against `_HOMES`."""
 
 
 def __getattr__(name: str) -> Any:

@@ -11,9 +11,7 @@ _INTERRUPTED = (
 
 
 def main() -> None:
-    """Import the command line, which takes a moment in which Ctrl-C is not an error either, and run
-    it.
-    """
+    """Import the command line, which takes a moment in which Ctrl-C is not an error, and run it."""
     try:
         from ckptconv.cli.main import main as command_line
     except KeyboardInterrupt:

@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[object, ...]] = {
     "doctor": (TRAIN,),
     "diff": (TRAIN, DDP),
     "scan": (TRAIN, "--strict"),
+    "stats": (TRAIN, "--top", "3"),
     "devices": ("--export", "--json"),
     "help": ("keys",),
 }

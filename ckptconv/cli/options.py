@@ -207,7 +207,12 @@ LIMIT = click.option(
 
 def output_options(command: F) -> F:
     """The arguments and options that every writing command has."""
-    options = [
+    return _with_options(command, [*_conversion_options(), *_run_options()])
+
+
+def _conversion_options() -> list[Callable[[F], F]]:
+    """From what is converted to what becomes of it."""
+    return [
         # `refuse_missing` says what is missing
         click.argument("sources", metavar="IN...", type=FILE, nargs=-1),
         click.argument("output", metavar="OUT", type=OUTPUT, required=False),
@@ -256,6 +261,12 @@ def output_options(command: F) -> F:
                      help="What to do with objects that weights_only=True refuses and that have "
                           "no plain form, "
                           "and with tensors outside the state dict of a whole module."),
+    ]  # fmt: skip
+
+
+def _run_options() -> list[Callable[[F], F]]:
+    """How the output is made, and what is printed of it."""
+    return [
         click.option("-f", "--force", is_flag=True,
             help="Replace OUT if it exists. OUT may be IN."),
         click.option("-n", "--dry-run", is_flag=True, help="Write nothing; say what would be "
@@ -268,7 +279,6 @@ def output_options(command: F) -> F:
         click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout."),
         click.option("-q", "--quiet", is_flag=True, help="Print only errors."),
     ]  # fmt: skip
-    return _with_options(command, options)
 
 
 def refuse_missing(given: dict[str, Any]) -> None:

@@ -238,7 +238,7 @@ def spooled() -> Iterator[Path]:
     """Where an output is made that is to go to standard output, and of which nothing is printed
     before it is whole.
     """
-    from ckptconv.io.staging import temporary_folder
+    from ckptconv.io.hidden_folders import temporary_folder
 
     with temporary_folder() as folder:
         try:

@@ -69,8 +69,8 @@ def stats(
     most 0.4 % of themselves.
     """
     from ckptconv.values import report
-    from ckptconv.values.collect import in_order
     from ckptconv.values.collect import stats as collected
+    from ckptconv.values.facts import in_order
 
     with errors_shown(as_json), progress_shown(READING, silent=as_json) as on_progress:
         found = collected(source, **given, on_progress=on_progress)

@@ -54,9 +54,7 @@ class NamedStorages:
 
 @dataclass(slots=True)
 class Found:
-    """What nodes hold: storages that are not empty, and how many tensors (bare storages are counted
-    as such).
-    """
+    """What nodes hold: storages that are not empty, how many tensors (bare storages counted)."""
 
     storages: set[Key] = field(default_factory=set)
     tensors: int = 0
@@ -69,7 +67,7 @@ def refuse_unaccounted(plan: ConversionPlan) -> int | None:
     out.
     """
     with held(plan.limits):
-        tree = found_in([plan.root])
+        tree = found_in([plan.root, *plan.dropped])
         named = named_by(plan)
         if named is not None:
             if plan.modules:
@@ -92,9 +90,7 @@ def _refuse_unread(plan: ConversionPlan, named: NamedStorages, tree: Found) -> N
 
 
 def _refuse_lost(plan: ConversionPlan) -> None:
-    """Refuse what is in the part of the tree that is converted, and neither in the output nor
-    listed.
-    """
+    """Refuse what is in the converted part of the tree, and neither in the output nor listed."""
     kept = found_in([ref for _, ref in plan.tensors()]).storages
     kept |= found_in([item.values for file in plan.files for item in file.layout.items]).storages
     needed = found_in([plan.part], but=COPIES).storages - kept
@@ -109,9 +105,7 @@ def _refuse_lost(plan: ConversionPlan) -> None:
 
 
 def refuse_unwritten(file: PlannedFile, written: Path) -> None:
-    """Refuse a torch file that was written and whose pickle, counted, does not name all that was
-    planned.
-    """
+    """Refuse a written torch file whose pickle, counted, does not name all that was planned."""
     source, named = place_of(written).open(), NamedStorages()
     try:
         _count(source, named)

@@ -239,8 +239,9 @@ def _shard_set(plan: ConversionPlan) -> ShardSet:
 def _mapping_made(
     plan: ConversionPlan, *, force: bool, fsync: bool
 ) -> Iterator[Callable[[], None]]:
-    """The mapping, if one was asked for, made before the block; what is yielded puts it in place,
-    when the output is.
+    """The mapping, if one was asked for, made before the block.
+
+    What is yielded puts it in place, when the output is.
     """
     if plan.mapping is None:
         yield lambda: None

@@ -1,6 +1,4 @@
-"""Plans of outputs that hold the tensors of one state dict and nothing else: safetensors, and
-shards of either format.
-"""
+"""Plans outputs with the tensors of one state dict only: safetensors, shards of either format."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from ckptconv.convert.plan import ConversionPlan, PlannedFile
 from ckptconv.formats.hf_names import index_path, index_text, shard_paths, split
 from ckptconv.formats.layout import Layout, one_item
 from ckptconv.formats.target_format import NamedTensor, TargetFormat
-from ckptconv.keys.key_map import refuse_idle
+from ckptconv.keys.key_map import KeyMap, refuse_idle
 from ckptconv.objects.encodings import recipes_text
 from ckptconv.support.errors import OptionRefused, printable
 from ckptconv.support.limits import in_force
@@ -59,9 +57,7 @@ def plan_flat(
     skipped = excluded(found, keys, options.fit_to)
     held_from = len(skipped)
     flattened = flatten(*with_filled(found, keys), skipped, encode=to.encodes, output=to.noun)
-    if options.casts:
-        left = {old: new for old, new in zip(keys.old, keys.new, strict=True) if new is not None}
-        options.casts.refuse_scaled(dict(found.tensors()), left, found.path)
+    _refuse_scaled(found, keys, options)
     named = list(flattened.tensors)
     cast = _cast_named(flattened, options)
     to.refuse((key, ref, cast(ref)) for key, ref in named)
@@ -73,16 +69,7 @@ def plan_flat(
         _refuse_blow_up(sum(ref.numel * dtype.bits >> 3 for _, ref, dtype in kept), checkpoint)
     refs = [ref for _, ref in named]
     renamed = renamed_keys(found, keys, {item.path for item in skipped[held_from:]})
-    metadata: dict[str, str] = {}
-    refuse_unheld_metadata(to, options)
-    if to.holds_metadata:
-        metadata = {
-            **to.metadata(dict(named), checkpoint, options.tags),
-            **dict(options.metadata),
-            **tied,
-            **recipes_text(flattened.recipes),
-        }
-        _refuse_taken(options, named, tied)
+    metadata = _metadata(checkpoint, to, options, flattened, tied)
     group = _same_storage if to.shares_storages else view_identity
     lay_out = lambda part: _lay_out(to, part, metadata, tied, options)  # noqa: E731
     of_index = _index_metadata(checkpoint, is_whole=not skipped and not renamed.filled)
@@ -144,6 +131,33 @@ def _refuse_taken(
             )
 
 
+def _refuse_scaled(found: StateDict, keys: KeyMap, options: Request) -> None:
+    """Refuse to cast codes beside scales that are in the output."""
+    if options.casts:
+        left = {old: new for old, new in zip(keys.old, keys.new, strict=True) if new is not None}
+        options.casts.refuse_scaled(dict(found.tensors()), left, found.path)
+
+
+def _metadata(
+    checkpoint: Checkpoint,
+    to: TargetFormat,
+    options: Request,
+    flattened: Flattened,
+    tied: Mapping[str, str],
+) -> dict[str, str]:
+    """The metadata of the output: the format's own, aliases, and recipes of encoded values."""
+    refuse_unheld_metadata(to, options)
+    if not to.holds_metadata:
+        return {}
+    _refuse_taken(options, flattened.tensors, tied)
+    return {
+        **to.metadata(dict(flattened.tensors), checkpoint, options.tags),
+        **dict(options.metadata),
+        **tied,
+        **recipes_text(flattened.recipes),
+    }
+
+
 def _lay_out(
     to: TargetFormat,
     part: Sequence[NamedTensor],
@@ -188,8 +202,9 @@ def _split(
 
 
 def _index_metadata(checkpoint: Checkpoint, *, is_whole: bool) -> Mapping[str, Any]:
-    """What the source's index says beside the total size; not the number of parameters, unless they
-    are all there.
+    """What the source's index says beside the total size.
+
+    Not the number of parameters, unless they are all there.
     """
     return {
         name: value
@@ -199,8 +214,9 @@ def _index_metadata(checkpoint: Checkpoint, *, is_whole: bool) -> Mapping[str, A
 
 
 def _same_storage(ref: TensorRef) -> Hashable:
-    """What tensors have in common that share their bytes; of one put together from pieces, only
-    itself has them.
+    """What tensors have in common that share their bytes.
+
+    Of one put together from pieces, only itself has them.
     """
     return id(ref.storage) if ref.is_view else id(ref)
 

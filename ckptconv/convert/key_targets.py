@@ -33,7 +33,8 @@ _PART = "write the part that you mean to a file of its own first: ckptconv conve
 def key_target(
     like: str | os.PathLike[str] | None, model: str | None, *, drop_unexpected: bool = False
 ) -> KeyTarget | None:
-    """What the user named with `like` or `model` (see `named_models`), of which there may be one;
+    """What the user named with `like` or `model` (see `named_models`), of which there may be one.
+
     None for neither.
     """
     if like is not None and model is not None:
@@ -84,8 +85,9 @@ def shapes_like(path: str | os.PathLike[str]) -> tuple[Shapes, Ties]:
 
 
 def _has_shards(index: Path) -> bool:
-    """Whether any file that an index names is there; if so it is opened as a whole, and a missing
-    one is an error.
+    """Whether any file that an index names is there.
+
+    If so it is opened as a whole, and a missing one is an error.
     """
     names = {name for name in _weight_map(index).values() if isinstance(name, str)}
     return any(os.path.isfile(index.parent / name) for name in names)  # noqa: PTH113 (False for no name at all)

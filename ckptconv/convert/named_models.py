@@ -50,8 +50,9 @@ def model_shapes(name: str) -> tuple[Shapes, Ties]:
 
 
 def live_shapes(model: Any) -> Shapes:
-    """The keys and shapes in the state dict of a module; None for what has no shape: extra state,
-    lazy parameters.
+    """The keys and shapes in the state dict of a module.
+
+    None for what has no shape: extra state, lazy parameters.
     """
     return {key: live_shape(value) for key, value in model.state_dict().items()}
 

@@ -9,7 +9,8 @@ from shlex import quote
 
 from ckptconv.convert.plan import ConversionPlan
 from ckptconv.formats.hf_names import index_path
-from ckptconv.keys.key_map import KEEP, STRIP, UNMISTAKABLE, KeyRules
+from ckptconv.keys.key_map import KEEP, STRIP, KeyRules
+from ckptconv.keys.wrappers import UNMISTAKABLE
 from ckptconv.pickles.nodes import Node, mapping_pairs
 from ckptconv.support.errors import printable
 from ckptconv.support.limits import in_force
@@ -68,9 +69,7 @@ def text_notes(found: StateDict) -> Iterator[str]:
 def prefix_notes(
     checkpoint: Checkpoint, found: Sequence[StateDict], rules: KeyRules, fit_to: KeyTarget | None
 ) -> Iterator[str]:
-    """Offer what the framework put around the model, where no rule of the user's does anything with
-    prefixes.
-    """
+    """Offer what the framework put around the model, where no rule of the user's is on prefixes."""
     if rules not in (STRIP, KEEP) or fit_to:
         return
     for item in found:
@@ -96,9 +95,7 @@ def sharing_notes(refs: Sequence[TensorRef]) -> Iterator[str]:
 
 
 def beside_notes(plan: ConversionPlan) -> Iterator[str]:
-    """Tell of an index that stands beside an output of one file, and whose shards a reader may take
-    for it.
-    """
+    """Tell of an index beside an output of one file, whose shards a reader may take for it."""
     index = index_path(plan.output)
     if not plan.is_sharded and not plan.target.is_folder and os.path.isfile(index):  # noqa: PTH113 (False for a name too long)
         yield (

@@ -187,8 +187,9 @@ class Options:
         return told if len(told) <= WIDTH else f"{told[: WIDTH - 2]}…)"
 
     def request(self, fit_to: KeyTarget | None) -> Request:
-        """The request that these options stand for; `fit_to` is what `like` or `model` name. Files
-        of rules are read.
+        """The request that these options stand for.
+
+        `fit_to` is what `like` or `model` name. Files of rules are read.
         """
         return Request(
             to=self.to,

@@ -26,9 +26,7 @@ from ckptconv.tree.settling import Rewritten, Skipped
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedFile:
-    """One file of an output: its path, its bytes, and the tensors in it by the paths that they will
-    have.
-    """
+    """One file of an output: its path, its bytes, its tensors by the paths that they will have."""
 
     path: Path
     layout: Layout
@@ -36,9 +34,7 @@ class PlannedFile:
 
 
 def _gone(*_: object) -> Any:
-    """What stands in a plan that came out of a pickle for what only a plan with its files open can
-    do.
-    """
+    """Stands in a pickled plan for what only a plan with its files open can do."""
     hint = "make it again with plan_conversion in the program that executes it"
     raise CheckpointError("the plan was pickled, so its files are not open", hint=hint)
 
@@ -69,6 +65,7 @@ _OF_OPEN_FILES = {
     "root",
     "part",
     "accounted",
+    "dropped",
 }
 
 
@@ -87,7 +84,8 @@ class ConversionPlan:
 
     `root` is the source's tree, `part` what of it is converted, `modules` how many state dicts in
     it stand for whole modules; `accounted` is what these modules hold that their state dicts need
-    not; `names_storages`: what the source's files name can be counted without the reader.
+    not; `dropped` are the parts that an edit left out; `names_storages`: what the source's files
+    name can be counted without the reader.
 
     `limits` are those under which it was made; the output is read back under them.
 
@@ -122,6 +120,7 @@ class ConversionPlan:
     modules: int = 0
     names_storages: bool = False
     accounted: tuple[Node, ...] = ()
+    dropped: tuple[Node, ...] = ()
 
     @property
     def target(self) -> TargetFormat:

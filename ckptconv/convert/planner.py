@@ -74,9 +74,7 @@ def plan_conversion(
 
 
 def request_of(options: Options) -> Request:
-    """What options stand for: the files that they name are read, and what the keys are to be fitted
-    to.
-    """
+    """What options stand for: their files are read, and what the keys are to be fitted to."""
     return options.request(
         key_target(options.like, options.model, drop_unexpected=options.drop_unexpected)
     )
@@ -113,6 +111,7 @@ def _planned(
                 part=part,
                 modules=checkpoint.modules,
                 accounted=accounted,
+                dropped=checkpoint.dropped,
                 names_storages=checkpoint.container.names_storages,
             )
             _refuse_lost_inputs(plan)
@@ -143,9 +142,7 @@ def _files_of(inputs: Sequence[Source]) -> set[Path]:
 
 
 def _refuse_lost_inputs(plan: ConversionPlan) -> None:
-    """Refuse an output that would take the place of some files of a checkpoint of many, which are
-    worth nothing apart.
-    """
+    """Refuse an output in the place of some files of a checkpoint of many, worth nothing apart."""
     inputs = _files_of(plan.inputs)
     if len(inputs) < 2 or plan.target.is_folder:
         return
@@ -223,9 +220,7 @@ def _plan_tree(
 def _refuse_scaled(
     found: Sequence[StateDict], renamed: Sequence[RenamedKeys], tree: Tree, options: Request
 ) -> None:
-    """Refuse a cast of codes and scales: in the state dicts, or where there are none, among all
-    tensors.
-    """
+    """Refuse a cast of codes and scales: in the state dicts, or without any, among all tensors."""
     casts = options.casts
     if not casts:
         return

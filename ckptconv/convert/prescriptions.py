@@ -1,6 +1,4 @@
-"""The command that fixes a checkpoint: which conversion, where to, whether it would work, and what
-it would lose.
-"""
+"""The command that fixes a checkpoint: which conversion, where to, would it work, what is lost."""
 
 from __future__ import annotations
 
@@ -87,9 +85,7 @@ class Fix:
 
 @dataclass(frozen=True, slots=True)
 class Prescription:
-    """A conversion that works; `lost` is what its output lacks because it has no plain form, in
-    words.
-    """
+    """A conversion that works; `lost` says what its output lacks because it has no plain form."""
 
     fix: Fix
     lost: tuple[str, ...] = ()
@@ -98,9 +94,7 @@ class Prescription:
 def workable(
     fix: Fix, checkpoint: Checkpoint, target: KeyTarget | None = None
 ) -> Prescription | CheckpointError:
-    """The fix, with objects dropped that have no plain form if there is no other way; or why it
-    would not work.
-    """
+    """The fix, without objects that have no plain form if need be; or why it would not work."""
     try:
         plan = plan_conversion(checkpoint, f"OUT{fix.suffix or '.pt'}", fix.options(target))
     except RefusedObject as error:
@@ -116,8 +110,9 @@ def workable(
 def _dropping(
     fix: Fix, checkpoint: Checkpoint, target: KeyTarget | None, refused: RefusedObject
 ) -> Prescription | CheckpointError:
-    """The fix that drops what was refused; the refusal in other words where it would take the
-    tensors along.
+    """The fix that drops what was refused.
+
+    The refusal in other words where it would take the tensors along.
     """
     found = workable(replace(fix, unknown="drop"), checkpoint, target)
     if not isinstance(found, AmbiguousStateDict):
@@ -157,9 +152,7 @@ def command(fix: Fix, paths: Sequence[Path], output: Path | None = None) -> str:
 
 
 def output_beside(path: Path, suffix: str, taken: Collection[Path] = ()) -> Path:
-    """A name beside `path` that is free and not `taken`: ``model-portable.pt``, else
-    ``model-portable-2.pt``, …
-    """
+    """A free name beside `path`, not `taken`: ``model-portable.pt``, ``model-portable-2.pt``, …"""
     given = path if path.name else path.absolute()
     stem = given.name.removesuffix(".index.json")
     stem = stem if given.is_dir() else Path(stem).stem

@@ -19,6 +19,22 @@ _TAGS = 20  # device tags, and kinds of objects left out, that are listed; --jso
 
 def plan_lines(plan: ConversionPlan) -> Iterator[Row]:
     """What a plan changes, as rows."""
+    yield from _key_lines(plan)
+    yield from _tensor_lines(plan)
+    yield from _file_lines(plan)
+    yield from _left_out_lines(plan)
+    yield from _object_lines(plan)
+    if plan.mapping is not None:
+        yield Row(
+            "mapping",
+            f"{printable(plan.mapping.path)}; --rules {printable(plan.mapping.path)} --reverse "
+            "undoes it",
+        )
+    for note in plan.notes:
+        yield Row("note", printable(note), "warning")
+
+
+def _key_lines(plan: ConversionPlan) -> Iterator[Row]:
     for renamed in plan.state_dicts:
         yield Row("keys", _keys_text(plan, renamed))
         if renamed.shared and not plan.tied:
@@ -27,6 +43,9 @@ def plan_lines(plan: ConversionPlan) -> Iterator[Row]:
             yield Row(
                 "shared", f"{count_text(renamed.shared, 'key')} {verb} the storage of another{then}"
             )
+
+
+def _tensor_lines(plan: ConversionPlan) -> Iterator[Row]:
     for (before, after), count in list(plan.locations.items())[:_TAGS]:
         change = (
             f"{printable(before)} → {printable(after)}"
@@ -38,6 +57,9 @@ def plan_lines(plan: ConversionPlan) -> Iterator[Row]:
         yield Row("device", f"and {len(plan.locations) - _TAGS:,} more")
     for (before, after), count in plan.casts.items():
         yield Row("dtype", f"{before} → {after} ({count_text(count, 'tensor')})")
+
+
+def _file_lines(plan: ConversionPlan) -> Iterator[Row]:
     if plan.index is not None:
         largest = size_text(max(file.layout.nbytes for file in plan.files))
         first = printable(plan.files[0].path.name)
@@ -53,7 +75,10 @@ def plan_lines(plan: ConversionPlan) -> Iterator[Row]:
             f"{count_text(len(plan.tied), 'name')} kept as aliases: {printable(name)} = "
             f"{printable(kept)}",
         )
-    yield from _left_out_lines(plan)
+
+
+def _object_lines(plan: ConversionPlan) -> Iterator[Row]:
+    """What is skipped because an output cannot hold it, and what gets its plain form."""
     reasons = _by_reason(item for item in plan.skipped if not item.by_rule)
     for reason, paths in list(reasons.items())[:_TAGS]:
         yield Row("skipped", f"{some_text(paths)}: {printable(reason)}")
@@ -65,14 +90,6 @@ def plan_lines(plan: ConversionPlan) -> Iterator[Row]:
             for item in plan.rewritten
         ]
         yield Row("rewritten", some_text(named) + " in plain form")
-    if plan.mapping is not None:
-        yield Row(
-            "mapping",
-            f"{printable(plan.mapping.path)}; --rules {printable(plan.mapping.path)} --reverse "
-            "undoes it",
-        )
-    for note in plan.notes:
-        yield Row("note", printable(note), "warning")
 
 
 def _keys_text(plan: ConversionPlan, renamed: Any) -> str:
@@ -137,9 +154,7 @@ _ROWS = 40
 
 
 def keys_table(plan: ConversionPlan) -> Iterator[str]:
-    """The keys that change, old → new, one line each, and how many do not; of more than 40 the rest
-    is counted.
-    """
+    """The keys that change, old → new, one line each (40 at most), and how many do not change."""
     for item in plan.state_dicts:
         rows = [*item.changed, *((old, "(left out)") for old in item.left_out)]
         where = f" of {_place_text(item.path)}" if item.path else ""
@@ -181,8 +196,9 @@ def _output_text(plan: ConversionPlan) -> str:
 
 
 def _time_text(result: ConversionResult) -> str:
-    """How long it took, and what of it was spent on other things than writing; a rate where there
-    was much to write.
+    """How long it took, and what of it was spent on other things than writing.
+
+    A rate where there was much to write.
     """
     times = {
         phase: seconds for phase, seconds in result.phases.items() if seconds >= _WORTH_TELLING

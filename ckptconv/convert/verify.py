@@ -60,9 +60,7 @@ def _beside(
 
 
 def _flat_tensors(found: StateDict, plan: ConversionPlan) -> dict[str, TensorRef]:
-    """The tensors of a written state dict by key; in safetensors, those that are encoded by their
-    components.
-    """
+    """The tensors of a written state dict by key; in safetensors, encoded ones by component."""
     encode = plan.target.encodes
     made = (
         flat(key, value, encode=encode) for key, value in zip(found.keys, found.values, strict=True)

@@ -20,13 +20,12 @@ from ckptconv.support.errors import DeviceUnavailable, printable
 Shell = Literal["sh", "fish", "powershell", "cmd"]
 
 SECONDS = 15.0
-"""Without its persistence daemon nvidia-smi wakes every GPU first, which takes seconds on a host of
-eight.
-"""
+"""Without its persistence daemon nvidia-smi wakes every GPU first: seconds on a host of eight."""
 
 ORDER = "PCI_BUS_ID"
-"""The CUDA_DEVICE_ORDER under which CUDA numbers GPUs as nvidia-smi does; CUDA's own default is
-FASTEST_FIRST.
+"""The CUDA_DEVICE_ORDER under which CUDA numbers GPUs as nvidia-smi does.
+
+CUDA's own default is FASTEST_FIRST.
 """
 
 _SETTERS: dict[Shell, Callable[[str, str], str]] = {
@@ -41,8 +40,9 @@ _SAFE = re.compile(r"[0-9]+|GPU-[0-9A-Fa-f]+(?:-[0-9A-Fa-f]+)+").fullmatch
 
 @dataclass(frozen=True, slots=True)
 class GpuChoice:
-    """`gpus`, best first (none where none is visible); `visible` names them for
-    CUDA_VISIBLE_DEVICES; `notes` say why.
+    """`gpus`, best first (none where none is visible).
+
+    `visible` names them for CUDA_VISIBLE_DEVICES; `notes` say why.
     """
 
     gpus: tuple[Gpu, ...]
@@ -103,9 +103,7 @@ def _visible(listed: Sequence[Gpu]) -> tuple[list[Gpu], list[str]]:
 
 
 def _check_order(set_to: str, env: str, indices: Sequence[int], listed: Sequence[Gpu]) -> None:
-    """Refuse indices that CUDA may count in another order than nvidia-smi, which decides which GPUs
-    are meant.
-    """
+    """Refuse indices that CUDA may count unlike nvidia-smi: the order decides which are meant."""
     if (
         env.startswith("GPU-")
         or not 0 < len(indices) < len(listed)

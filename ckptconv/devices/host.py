@@ -70,9 +70,7 @@ class Host:
 
 
 def survey_host(ask_torch: bool) -> Host:
-    """What this host has, by nvidia-smi and, if `ask_torch`, by torch; what fails or is missing
-    becomes a note.
-    """
+    """What this host has, by nvidia-smi and, if `ask_torch`, by torch; failures become notes."""
     notes: list[str] = []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     listed = _list_gpus(notes)
@@ -215,9 +213,7 @@ def _torch_gpu(torch: Any, index: int, listed: Iterable[Gpu], notes: list[str]) 
 
 
 def _import_torch(notes: list[str]) -> Any:
-    """torch, or None; a note says when it is installed and broken (a shared library is missing,
-    say).
-    """
+    """torch, or None; a note says when it is installed and broken (lacks a shared library, say)."""
     try:
         import torch
     except Exception as error:  # what is half installed may raise anything
@@ -311,9 +307,7 @@ def _rank_device(torch: Any, count: int) -> str | None:
 
 
 def _freest(kind: str, count: int, free: Callable[[int], int | None]) -> str:
-    """The device with the most free memory; one that cannot tell is passed over, an only one is not
-    asked.
-    """
+    """The device with the most free memory of those that can tell; an only one is not asked."""
     sizes = [
         _attempt(functools.partial(free, index), []) if count > 1 else 0 for index in range(count)
     ]
@@ -354,7 +348,7 @@ def require_device(tag: str) -> torch.device:
 
 
 def _census(torch: Any, kind: str, count: int, notes: Sequence[str] = ()) -> str:
-    """What is here of `kind`, and in parentheses why it is no more."""
+    """What is here of `kind`, and in parentheses why there is not more."""
     reasons = [*notes, *(_cuda_reasons(torch, count) if kind == "cuda" else [])]
     if kind in _PACKAGES and _PACKAGES[kind] not in sys.modules:
         reasons = [f"import {_PACKAGES[kind]} first"]

@@ -58,9 +58,7 @@ class Answer:
 
 
 def ask_gpus(*, partitions: bool = False, seconds: float | None = None) -> Answer:
-    """What nvidia-smi says; asked for `partitions` too, it runs twice at the same time. Raises
-    nothing.
-    """
+    """What nvidia-smi says; for `partitions` too, it runs twice at once. Raises nothing."""
     import subprocess
 
     limit = SECONDS if seconds is None else seconds
@@ -103,9 +101,7 @@ def _ends(running: Sequence[subprocess.Popen[str]], seconds: float) -> list[tupl
 
 
 def _kill(running: Sequence[subprocess.Popen[str]]) -> None:
-    """End those that still run. They are not waited for: one that hangs in the driver does not even
-    die.
-    """
+    """End those that still run, without waiting: one that hangs in the driver does not even die."""
     for process in running:
         if process.poll() is None:
             process.kill()

@@ -68,9 +68,7 @@ def host_document(host: Host, best: str) -> dict[str, Any]:
 
 
 def choice_document(choice: GpuChoice) -> dict[str, Any]:
-    """The GPUs that were chosen as JSON values; where there is nothing to choose, the variables are
-    null.
-    """
+    """The chosen GPUs as JSON values; where there is nothing to choose, the variables are null."""
     return {
         "cuda_visible_devices": choice.visible if choice.gpus else None,
         "cuda_device_order": ORDER if choice.gpus else None,

@@ -179,9 +179,7 @@ def _deviation_document(found: Deviation) -> dict[str, Any]:
 
 
 def _value(text: str) -> float | bool | str:
-    """A value of a tensor as JSON has it: a number, true or false; text where it has no form
-    (``nan``, complex).
-    """
+    """A value of a tensor as JSON: a number, true or false; else text (``nan``, complex)."""
     if text in ("True", "False"):
         return text == "True"
     if text.lstrip("-").isdecimal():

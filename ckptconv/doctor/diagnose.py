@@ -1,6 +1,4 @@
-"""Why a checkpoint will not load on this host, or will cause trouble later, and the command that
-fixes it.
-"""
+"""Why a checkpoint will not load here, or causes trouble later, and the command that fixes it."""
 
 from __future__ import annotations
 
@@ -13,8 +11,10 @@ from typing import Any, NamedTuple
 from ckptconv.convert.key_targets import key_target
 from ckptconv.convert.prescriptions import Fix, command, output_beside
 from ckptconv.devices.mapping import tag_map
+from ckptconv.doctor.cases import Case, Symptom, some, symptom
+from ckptconv.doctor.file_symptoms import FILE_CHECKS
 from ckptconv.doctor.findings import SEVERITIES, Diagnosis, Finding
-from ckptconv.doctor.symptoms import CHECKS, Case, Symptom, some, symptom
+from ckptconv.doctor.model_symptoms import MODEL_CHECKS
 from ckptconv.doctor.unopened import unopened
 from ckptconv.formats.registry import Named, checkpoints_of, open_certain
 from ckptconv.inspect.facts import inspect_checkpoint
@@ -155,7 +155,7 @@ def _diagnose(paths: tuple[Path, ...], asked: _Asked) -> Diagnosis:
                 tag=asked.tag,
                 size=asked.size,
             )
-            symptoms = [one for check in CHECKS for one in check(case)]
+            symptoms = [one for check in (*FILE_CHECKS, *MODEL_CHECKS) for one in check(case)]
             if asked.values:
                 symptoms = _with_values(symptoms, _read_values(case, asked.on_progress))
             return Diagnosis(
@@ -204,9 +204,7 @@ def _prescribed(case: Case, fix: Fix, one: Symptom, outputs: dict[Fix, Path]) ->
 
 
 def _with_values(symptoms: list[Symptom], read: list[Symptom]) -> list[Symptom]:
-    """All that was found; where the file is damaged no conversion will do, and so no command is
-    offered.
-    """
+    """All that was found; no conversion helps a damaged file, so none is offered for it."""
     if not any(one.finding.code == "damaged" for one in read):
         return symptoms + read
     return [replace(one, fix=None) for one in symptoms if not one.chosen] + read

@@ -1,6 +1,4 @@
-"""How the state dicts of a checkpoint fit a named model, and what `load_state_dict` would say of it
-as it is.
-"""
+"""How state dicts fit a named model, and what `load_state_dict` would say of the file as it is."""
 
 from __future__ import annotations
 
@@ -31,7 +29,8 @@ class ModelFit:
 
 
 def best_fit(state_dicts: Sequence[StateDict], target: KeyTarget) -> ModelFit | None:
-    """The state dict that loads as it is, else that can be made to fit, else that comes nearest;
+    """The state dict that loads as it is, else that can be made to fit, else that comes nearest.
+
     None where there is none.
     """
     fits = [_fit(found, target) for found in state_dicts]

@@ -64,9 +64,7 @@ SHARED = "Some tensors share memory, this will lead to duplicate memory on disk"
 
 
 def on_missing(key: str, unexpected: Sequence[str] = ()) -> str:
-    """The error about keys that a model has and a state dict has not, and about the first that only
-    that has.
-    """
+    """The error about keys that a state dict lacks, and about the first that only it has."""
     return " … ".join(
         [f'{NO_KEYS}: "{printable(key)}"', *(on_unexpected(other) for other in unexpected)]
     )
@@ -91,8 +89,9 @@ _NO_OPCODES = b"v<7G\x89\x08\x93B\xfd\x28\x1f"
 
 
 def on_start(head: bytes) -> str | None:
-    """The error about a file that starts with `head` and is not a checkpoint; None where there is
-    no one wording.
+    """The error about a file that starts with `head` and is not a checkpoint.
+
+    None where there is no one wording.
     """
     if head.startswith(b"PK"):
         return None

@@ -80,9 +80,7 @@ def _effect(error: CheckpointError, path: Path) -> str:
 
 
 def _with_siblings(path: Path) -> str | None:
-    """The command for the files of all ranks, if they lie beside this one under names that differ
-    in their numbers.
-    """
+    """The command for the files of all ranks, if here under names that differ in their numbers."""
     pattern = re.compile(r"\d+".join(map(re.escape, re.split(r"\d+", path.name))))
     beside = sorted(
         item for item in path.parent.iterdir() if pattern.fullmatch(item.name) and item.is_file()

@@ -135,9 +135,7 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _stop(error: BaseException | None) -> BaseException | None:
-    """The wish to end the program that `error` came of: torch's writer, closed too early, complains
-    over it.
-    """
+    """The wish to end the program behind `error`: torch's writer, closed too early, complains."""
     while error is not None and not isinstance(error, (SystemExit, KeyboardInterrupt)):
         error = error.__context__
     return error

@@ -131,8 +131,9 @@ def earlier_files(output: Path) -> list[Path]:
 def index_text(
     weight_map: Mapping[str, str], nbytes: int, metadata: Mapping[str, Any] | None = None
 ) -> bytes:
-    """The index for tensors of `nbytes` bytes in all, with other `metadata`; `CheckpointError`
-    where that is not JSON.
+    """The index for tensors of `nbytes` bytes in all, with other `metadata`.
+
+    `CheckpointError` where that is not JSON.
     """
     document = {
         "metadata": {**(metadata or {}), "total_size": nbytes},

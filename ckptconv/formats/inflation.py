@@ -77,8 +77,9 @@ def claim_records(source: Source, records: Iterable[Record]) -> None:
 
 
 def claim_pickle(source: Source, size: int) -> None:
-    """Count a deflated pickle or text that is read into memory; `LimitExceeded` when it and those
-    before are too much.
+    """Count a deflated pickle or text that is read into memory.
+
+    `LimitExceeded` when it and those before are too much.
     """
     opening = _OPENING.get() or _Opening(source.size)
     opening.pickles += size

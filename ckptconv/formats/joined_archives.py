@@ -20,9 +20,7 @@ _MOST_IN_VAIN = 10_000
 
 
 def joined_archives(source: Source) -> list[tuple[int, int]]:
-    """Where the archives in a source begin and how many bytes each has; empty where they do not
-    fill it.
-    """
+    """Where archives in a source begin and how long each is; empty where they do not fill it."""
     found: list[tuple[int, int]] = []
     start = vain = 0
     for at in _signatures(source):

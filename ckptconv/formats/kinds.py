@@ -30,9 +30,7 @@ class Format(NamedTuple):
 
 
 class Archive(NamedTuple):
-    """A kind of zip archive: whether these records are its, and how the archive is opened; else as
-    `Format`.
-    """
+    """A kind of zip archive: whether these records are its, how it is opened; else as `Format`."""
 
     matches: Callable[[Records], bool]
     open: Callable[[Source, Records, Opener], Checkpoint]

@@ -1,6 +1,4 @@
-"""What a format hands to the writer: every byte of the output in order, payloads still as
-references.
-"""
+"""What a format hands to the writer: every output byte in order, payloads still as references."""
 
 from __future__ import annotations
 

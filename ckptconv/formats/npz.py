@@ -161,9 +161,7 @@ class Header(NamedTuple):
 
 
 def _read_header(source: Source, record: Record, head: bytes) -> tuple[bytes, Header]:
-    """The bytes before the values of a member that is stored as `head` and more, and what they
-    say.
-    """
+    """The bytes before the values of a member stored as `head` and more, and what they say."""
     raw = _plain(record, head, _BEGINNING)
     if not raw.startswith(MAGIC):
         raise MalformedCheckpoint("does not begin as an array of numpy does", hint=_DAMAGED)
@@ -184,8 +182,9 @@ def _read_header(source: Source, record: Record, head: bytes) -> tuple[bytes, He
 
 
 def _plain(record: Record, head: bytes, nbytes: int) -> bytes:
-    """The first bytes of a member that is stored as `head` and more; of a deflated one, at most
-    so many are inflated.
+    """The first bytes of a member that is stored as `head` and more.
+
+    Of a deflated one, at most so many are inflated.
     """
     if not record.deflated:
         return head

@@ -163,9 +163,7 @@ def _dtype(given: Any, record: str) -> DType:
 
 
 def _attributes(source: Source, records: Records, root: str) -> list[int | None]:
-    """Of each attribute of ``attributes.pkl``, the index of the tensor that it is; None for other
-    values.
-    """
+    """Which tensor each attribute of ``attributes.pkl`` is, by index; None for other values."""
     record = records.get(f"{root}attributes.pkl")
     if record is None:
         return []

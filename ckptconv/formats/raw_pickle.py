@@ -43,9 +43,7 @@ _BEGINS = re.compile(
 
 
 def is_raw_pickle(head: bytes) -> bool:
-    """Whether a file that starts with `head` (some hundred bytes) is a pickle, by its protocol or
-    by its first opcodes.
-    """
+    """Whether `head` (some hundred bytes) begins a pickle, by its protocol or its first opcodes."""
     return _BEGINS(head) is not None
 
 

@@ -1,6 +1,4 @@
-"""Which container a path is, by content and never by extension; and what a file is that is not a
-checkpoint.
-"""
+"""Which container a path is, by content, never by extension; what else a file is."""
 
 from __future__ import annotations
 
@@ -169,9 +167,7 @@ def open_checkpoint(
 
 
 def open_certain(path: Named, *, tag: str | None = None, whole_modules: bool = False) -> Checkpoint:
-    """As `open_checkpoint(…).certain()`, in one go: for whoever judges a checkpoint or needs all of
-    it.
-    """
+    """`open_checkpoint(…).certain()` in one go: for who judges a checkpoint or needs all of it."""
     return _asked(path, tag, whole_modules=whole_modules).opened()
 
 
@@ -312,9 +308,7 @@ def _open_inside(
 
 
 def _open_tagged(folder: Location, tag: str, kind: Gathering) -> Checkpoint:
-    """Open a folder that is one checkpoint, if that is what the tag names; else say which tags
-    there are.
-    """
+    """Open a folder that is one checkpoint, if the tag names that; else say which tags it has."""
     if tag == folder.name:
         return kind.open(folder, folder, None)
     if known := ", ".join(kind.tags(folder)):
@@ -375,9 +369,7 @@ def _open_owned(source: Source) -> Checkpoint:
 
 
 def open_source(source: Source, depth: int = 0) -> Checkpoint:
-    """Open what a source holds, itself `depth` files within files; the caller closes the source
-    when that fails.
-    """
+    """Open what a source holds, `depth` files within files; on failure the caller closes it."""
     if depth > (most := in_force().files_in_files):
         what = f"holds more than {most} files within files"
         raise LimitExceeded(what, limit="files_in_files", allowed=most, path=source.path)
@@ -389,8 +381,9 @@ def open_source(source: Source, depth: int = 0) -> Checkpoint:
 
 
 def is_gathering(path: Location) -> bool:
-    """Whether a place is a folder that is a checkpoint of many files; one that is closed to us is
-    not what is meant.
+    """Whether a place is a folder that is a checkpoint of many files.
+
+    One that is closed to us is not what is meant.
     """
     try:
         return path.is_folder() and gathering(path) is not None

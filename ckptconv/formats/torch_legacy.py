@@ -47,9 +47,7 @@ _COUNT = 8  # bytes of an element count
 
 
 def is_torch_legacy(head: bytes) -> bool:
-    """Whether a file that starts with `head` (`HEAD` bytes are enough) begins with the pickled
-    magic number.
-    """
+    """Whether a file's `head` (`HEAD` bytes are enough) begins with the pickled magic number."""
     return _BEGINS(head) is not None
 
 

@@ -199,9 +199,7 @@ _Storages = dict[int, Window]
 
 
 def _read_storages(member: Source) -> _Storages:
-    """The storages by key, and the views of them: windows of the same storage, so that they keep
-    sharing it.
-    """
+    """The storages by key, and the views: windows of the same storage, so that they share it."""
     found: _Storages = {}
     count, at = _read_count(member)
     for _ in range(count):

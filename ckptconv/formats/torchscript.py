@@ -128,7 +128,8 @@ def _strays(root: Call, code: _Code, made: Call) -> Iterator[Stray]:
 
 @dataclass(frozen=True, slots=True)
 class _Class:
-    """What the text of a class tells: whether it is a module, and which attributes are saved;
+    """What the text of a class tells: whether it is a module, and which attributes are saved.
+
     `buffers` None: not told.
     """
 
@@ -196,8 +197,9 @@ def _unquoted(quoted: str) -> str:
 
 
 _NATIVE = "__torch__.torch.classes."
-"""Where the classes that are written in C++ stand; they have no text, and pickle what they like
-(packed weights).
+"""Where the classes that are written in C++ stand.
+
+They have no text, and pickle what they like (packed weights).
 """
 
 

@@ -2,10 +2,9 @@
 payloads when writing.
 
 Reading trusts neither of the two descriptions that a zip file holds of itself: the central
-directory is checked whole, and records may not overlap, differ in case only, or carry a name that
-is not a plain relative path. Each local header is held against the directory before its payload is
-first read (`GuardedSource`); opening touches neither. Deflated records are read through
-`InflatedSource`.
+directory is checked whole (`zip_directory`), and records may not overlap or differ in case only.
+Each local header is held against the directory before its payload is first read (`GuardedSource`);
+opening touches neither. Deflated records are read through `InflatedSource`.
 
 Layout written (that of torch's own writer, whose reader computes offsets instead of looking them
 up): local header with flags 0x808 and no sizes, an extra field ``FB`` that pads the payload to 64
@@ -16,44 +15,39 @@ locator, end record. Source: PyTorch's inline_container.cc and the files that to
 from __future__ import annotations
 
 import functools
-import re
 import struct
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
+from ckptconv.formats.zip_directory import (
+    CENTRAL,
+    CENTRAL_USED,
+    DEFLATED,
+    DESCRIPTOR,
+    DESCRIPTOR64,
+    ENCRYPTED,
+    END,
+    END64,
+    LOCATOR,
+    MAX32,
+    STORED,
+    Entry,
+    find_directory,
+    malformed,
+    read_entries,
+)
 from ckptconv.io.crc import crc32
 from ckptconv.io.guarded import GuardedSource, read_leads
 from ckptconv.io.inflate import InflatedSource, Spool
 from ckptconv.io.source import Source
-from ckptconv.support.errors import (
-    LimitExceeded,
-    MalformedCheckpoint,
-    UnsupportedCheckpoint,
-    printable,
-)
+from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint
 from ckptconv.support.limits import in_force
 from ckptconv.support.records import made
 
 ALIGNMENT = 64
-_MAX32 = 0xFFFFFFFF
-_END = struct.Struct("<4s4H2IH")
-_END64 = struct.Struct("<4sQ2H2I4Q")
-_LOCATOR = struct.Struct("<4sIQI")
-_CENTRAL = struct.Struct("<4s6H3I5H2I")
-# the fields of it that are not always 0: signature, flags, method, CRC, two sizes, the lengths of
-# name, extra field and comment, external attributes, place of the local header
-_CENTRAL_USED = struct.Struct("<4s4x2H4x3I3H4x2I")
 _LOCAL = struct.Struct("<4s5H3I2H")
-_DESCRIPTOR = struct.Struct("<4s3I")
-_DESCRIPTOR64 = struct.Struct("<4sI2Q")
-_ENCRYPTED = 0x2041
-# of the external attributes, as in MS-DOS; miniz, which torch reads with, goes by it
-_FOLDER = 0x10
-_STORED, _DEFLATED = 0, 8
-_DESCRIBED = 8  # the flag of a record with a data descriptor
-_ORDINARY = re.compile(rb"\w[\w.-]*/(?:data/)?\w+").fullmatch
 
 
 class Record(NamedTuple):
@@ -83,9 +77,9 @@ def open_archive(source: Source) -> tuple[GuardedSource, dict[str, Record]]:
     gives out the record's bytes. Raises `MalformedCheckpoint` when the archive is cut off,
     ambiguous, or contradicts itself.
     """
-    start, count, size, raw = _find_directory(source)
-    if count > size // _CENTRAL.size:
-        raise _malformed(source, f"claims {count} records in {size} bytes")
+    start, count, size, raw = find_directory(source)
+    if count > size // CENTRAL.size:
+        raise malformed(source, f"claims {count} records in {size} bytes")
     if count > (most := in_force().archive_records):
         what = f"has {count} records"
         raise LimitExceeded(
@@ -96,12 +90,12 @@ def open_archive(source: Source) -> tuple[GuardedSource, dict[str, Record]]:
             path=source.path,
             where="zip directory",
         )
-    records = _placed(source, _read_entries(source, raw, count, start), start)
+    records = _placed(source, read_entries(source, raw, count, start), start)
     headers = _LocalHeaders(source, records, start)
     guarded = GuardedSource(source, [record.offset for record in records], headers.check)
     _refuse_overlaps(guarded, records, start)
     if len(set("\n".join([record.name for record in records]).lower().split("\n"))) != len(records):
-        raise _malformed(
+        raise malformed(
             source, "has two records whose names differ only in case; torch takes them for the same"
         )
     return guarded, {record.name: record for record in records if record.name[-1:] != "/"}
@@ -120,8 +114,9 @@ def read_directory(source: Source) -> dict[str, Record]:
 
 
 def record_source(source: Source, record: Record, spool: Spool) -> tuple[Source, int]:
-    """Where the plain bytes of `record` can be read: a source and the offset in it; deflated ones
-    pass through `spool`.
+    """Where the plain bytes of `record` can be read: a source and the offset in it.
+
+    Deflated ones pass through `spool`.
     """
     if not record.deflated:
         return source, record.offset
@@ -131,9 +126,7 @@ def record_source(source: Source, record: Record, spool: Spool) -> tuple[Source,
 
 
 def read_record(source: Source, record: Record, limit: str) -> bytes:
-    """All bytes of a record, checked against its CRC-32; `limit` is the name of the limit of its
-    size.
-    """
+    """All bytes of a record, its CRC-32 checked; `limit` is the name of the limit of its size."""
     if record.size > (most := getattr(in_force(), limit)):
         raise LimitExceeded(
             f"is {record.size} bytes long",
@@ -162,128 +155,7 @@ def read_record(source: Source, record: Record, limit: str) -> bytes:
 # ------------------------------------------------------------------------------------------ reading
 
 
-def _malformed(source: Source, what: str, where: object = "zip directory") -> MalformedCheckpoint:
-    return MalformedCheckpoint(
-        what, path=source.path, where=where, hint="the file is damaged, cut off or forged"
-    )
-
-
-def _find_directory(source: Source) -> tuple[int, int, int, bytes]:
-    """Offset, number of records, size and bytes of the central directory, which must end where the
-    end records begin.
-    """
-    tail_at = max(0, source.size - (_END.size + 0xFFFF))
-    tail = source.read(tail_at, source.size - tail_at)
-    at = tail_at + _end_record(source, tail)
-    _, disk, start_disk, here, count, size, start, _ = _END.unpack_from(tail, at - tail_at)
-
-    def read(start: int, nbytes: int) -> bytes:
-        if start < tail_at:
-            return source.read(start, nbytes)
-        return tail[start - tail_at : start - tail_at + nbytes]
-
-    end = at
-    locator_at = at - _LOCATOR.size
-    if locator_at >= 0 and (locator := read(locator_at, _LOCATOR.size))[:4] == b"PK\6\7":
-        end = _LOCATOR.unpack(locator)[2]
-        if end + _END64.size != locator_at:
-            raise _malformed(source, "its zip64 end record is not where its locator says")
-        found = _END64.unpack(read(end, _END64.size))
-        if found[0] != b"PK\6\6" or not _agree(
-            (count, size, start), (found[7], found[8], found[9])
-        ):
-            raise _malformed(source, "its two end records contradict each other")
-        _, _, _, _, disk, start_disk, here, count, size, start = found
-    if disk or start_disk or here != count:
-        raise _malformed(source, "is one volume of a split archive")
-    if start + size != end:
-        raise _malformed(source, "its directory does not end where its end record starts")
-    raw = tail[start - tail_at : end - tail_at] if start >= tail_at else source.read(start, size)
-    return start, count, size, raw
-
-
-def _end_record(source: Source, tail: bytes) -> int:
-    """The place in `tail` of the one end record whose comment ends with the file."""
-    found: list[int] = []
-    at = tail.rfind(b"PK\5\6")
-    while at >= 0:
-        if at + _END.size <= len(tail) and at + _END.size + _END.unpack_from(tail, at)[7] == len(
-            tail
-        ):
-            found.append(at)
-        at = tail.rfind(b"PK\5\6", 0, at)
-    if not found:
-        raise MalformedCheckpoint(
-            "the archive has no end record at its end",
-            code="cut-off",
-            path=source.path,
-            hint="the file is cut off, or something was appended, which its library may accept "
-            "and ckptconv does not",
-        )
-    if len(found) > 1:
-        raise _malformed(source, "holds two end records, each of which could be the real one")
-    return found[0]
-
-
-def _agree(short: tuple[int, ...], long: tuple[int, ...]) -> bool:
-    return all(a == b or a in (0xFFFF, _MAX32) for a, b in zip(short, long, strict=True))
-
-
-_Entry = tuple[str, int, int, int, bool, "int | None", int]
-"""One entry of the directory: name, place of the local header, size, stored bytes, whether they are
-deflated, CRC-32, and the bytes that torch's writer puts behind the payload.
-"""
-
-
-def _read_entries(source: Source, raw: bytes, count: int, start: int) -> list[_Entry]:
-    """The entries of the directory `raw`, which begins at byte `start`."""
-    entries: list[_Entry] = []
-    at = 0
-    for _ in range(count):
-        if at + _CENTRAL.size > len(raw):
-            raise _malformed(source, "is too short for its number of records")
-        (signature, flags, method, crc, stored, plain, name_size, extra_size, comment_size,
-            attributes, header) = _CENTRAL_USED.unpack_from(raw, at)  # fmt: skip
-        name_at = at + _CENTRAL.size
-        extra_at = name_at + name_size
-        at = extra_at + extra_size + comment_size
-        if signature != b"PK\1\2" or at > len(raw):
-            raise _malformed(source, "holds something other than records")
-        raw_name = raw[name_at:extra_at]
-        name = raw_name.decode() if _ORDINARY(raw_name) else _name(source, raw_name)
-        if method or attributes or flags & _ENCRYPTED:
-            _refuse_odd(source, name, flags, method, plain if attributes & _FOLDER else 0)
-        trail = _DESCRIPTOR.size
-        if stored == _MAX32 or plain == _MAX32 or header == _MAX32:
-            extra = raw[extra_at : extra_at + extra_size]
-            stored, plain, header = _zip64_sizes(source, name, extra, stored, plain, header)
-            trail = _DESCRIPTOR64.size
-        if method == _STORED and stored != plain:
-            raise _malformed(source, f"is stored but declares {stored} and {plain} bytes", name)
-        if header + _LOCAL.size + name_size > start:
-            raise _malformed(source, "its header lies beyond the records", name)
-        checksum = crc if crc or not plain else None
-        trail = trail if flags & _DESCRIBED else 0
-        entries.append((name, header, plain, stored, method == _DEFLATED, checksum, trail))
-    if at != len(raw):
-        raise _malformed(source, "is too long for its number of records")
-    return entries
-
-
-def _refuse_odd(source: Source, name: str, flags: int, method: int, in_folder: int) -> None:
-    if flags & _ENCRYPTED:
-        raise _malformed(source, "is marked as encrypted", name)
-    if in_folder and not name.endswith("/"):
-        raise _malformed(
-            source, "is marked as a folder but holds bytes; torch does not read it correctly", name
-        )
-    if method not in (_STORED, _DEFLATED):
-        raise UnsupportedCheckpoint(
-            f"is compressed by method {method}", path=source.path, where=name
-        )
-
-
-def _placed(source: Source, entries: list[_Entry], start: int) -> list[Record]:
+def _placed(source: Source, entries: list[Entry], start: int) -> list[Record]:
     """The entries as they lie in the file, each with the place where its payload is expected.
 
     Where a payload begins depends on the length of the extra field, which only the local header
@@ -311,8 +183,9 @@ class _LocalHeaders:
         self._start = start
 
     def check(self, first: int, stop: int) -> dict[int, int]:
-        """Check the headers of some records; gives the places of the payloads that are not where
-        they are expected.
+        """Check the headers of some records.
+
+        Gives the places of the payloads that are not where they are expected.
         """
         records = self._records[first:stop]
         names = [record.name.encode() for record in records]
@@ -331,7 +204,7 @@ class _LocalHeaders:
             size = record.offset - record.header - _LOCAL.size - len(name)
             # what torch's writer puts there, compared in one piece
             usual = _local_header(record.stored > 0, len(name), size) + name
-            if size > 0xFFFF or not lead.startswith(usual, record.header - at):
+            if record.deflated or size > 0xFFFF or not lead.startswith(usual, record.header - at):
                 offset = self._payload(record, name, lead, record.header - at)
                 if offset != record.offset:
                     elsewhere[number] = offset
@@ -343,7 +216,7 @@ class _LocalHeaders:
             record, following = self._records[number], self._records[number + 1 : number + 2]
             if offset + record.stored > self._start:
                 what = "its payload reaches beyond the records"
-                raise _malformed(self._source, what, record.name)
+                raise malformed(self._source, what, record.name)
             if following and offset + record.stored > following[0].header:
                 raise _overlap(self._source, following[0])
 
@@ -359,55 +232,19 @@ class _LocalHeaders:
             or lead[name_at : name_at + name_size] != name
         ):
             what = "its local header has another name than the directory"
-            raise _malformed(self._source, what, record.name)
+            raise malformed(self._source, what, record.name)
         # The local CRC and sizes are absent (0), in the zip64 field (all ones), or the directory's
         # own.
         if (
-            flags & _ENCRYPTED
-            or method != (_DEFLATED if deflated else _STORED)
-            or local_crc not in (0, _MAX32, crc32 or 0)
-            or local_stored not in (0, _MAX32, stored)
-            or local_plain not in (0, _MAX32, plain)
+            flags & ENCRYPTED
+            or method != (DEFLATED if deflated else STORED)
+            or local_crc not in (0, MAX32, crc32 or 0)
+            or local_stored not in (0, MAX32, stored)
+            or local_plain not in (0, MAX32, plain)
         ):
             what = "its local header contradicts the directory"
-            raise _malformed(self._source, what, record.name)
+            raise malformed(self._source, what, record.name)
         return int(header + _LOCAL.size + name_size + extra_size)
-
-
-def _name(source: Source, raw: bytes) -> str:
-    try:
-        name = raw.decode()
-    except UnicodeDecodeError:
-        raise _malformed(source, f"has a record whose name is not UTF-8: {raw!r}") from None
-    if not name.isprintable():
-        what = "has a control character in its name, and such names are not read"
-        hint = "torch names records after the file: save it again under a plain name"
-        raise MalformedCheckpoint(what, path=source.path, where=printable(name), hint=hint)
-    if "\\" in name or name.startswith("/") or ".." in name.split("/"):
-        raise _malformed(source, "has a name that is not a plain relative path", printable(name))
-    return name
-
-
-def _zip64_sizes(
-    source: Source, name: str, extra: bytes, stored: int, size: int, header: int
-) -> tuple[int, int, int]:
-    """The 64-bit numbers: in the extra field 1, in the order size, stored, header, only those that
-    overflowed.
-    """
-    at = 0
-    while at + 4 <= len(extra):
-        kind, length = struct.unpack_from("<HH", extra, at)
-        if kind == 1 and at + 4 + length <= len(extra):
-            numbers = [*struct.unpack_from(f"<{length // 8}Q", extra, at + 4)]
-            try:
-                size = numbers.pop(0) if size == _MAX32 else size
-                stored = numbers.pop(0) if stored == _MAX32 else stored
-                header = numbers.pop(0) if header == _MAX32 else header
-            except IndexError:
-                break
-            return stored, size, header
-        at += 4 + length
-    raise _malformed(source, "says that it has zip64 sizes, but has none", name)
 
 
 def _refuse_overlaps(guarded: GuardedSource, records: list[Record], start: int) -> None:
@@ -420,11 +257,11 @@ def _refuse_overlaps(guarded: GuardedSource, records: list[Record], start: int) 
         end = record.offset + record.stored
     if end > start:
         guarded.check_all()
-        raise _malformed(guarded, "its payload reaches beyond the records", records[-1].name)
+        raise malformed(guarded, "its payload reaches beyond the records", records[-1].name)
 
 
 def _overlap(source: Source, record: Record) -> MalformedCheckpoint:
-    return _malformed(
+    return malformed(
         source, "overlaps the record before it, or hidden bytes are in front of it", record.name
     )
 
@@ -449,13 +286,13 @@ def lay_out(name: bytes, header: int, size: int) -> tuple[Slot, bytes, int, int]
     and the end of it all.
     """
     slot = made(Slot, (name, header, size))
-    wide = _wide(slot) if size >= _MAX32 or header >= _MAX32 else b""
+    wide = _wide(slot) if size >= MAX32 or header >= MAX32 else b""
     extra = len(wide) + 4
     unpadded = header + _LOCAL.size + len(name) + extra
     padding = -unpadded % ALIGNMENT
     lead = _local_header(size > 0, len(name), extra + padding) + name + wide + _PADDINGS[padding]
     offset = unpadded + padding
-    trail = 0 if not size else _DESCRIPTOR64.size if wide else _DESCRIPTOR.size
+    trail = 0 if not size else DESCRIPTOR64.size if wide else DESCRIPTOR.size
     return slot, lead, offset, offset + size + trail
 
 
@@ -478,9 +315,9 @@ def _wide(slot: Slot) -> bytes:
     local headers.
     """
     _, header, size = slot
-    if size < _MAX32 and header < _MAX32:
+    if size < MAX32 and header < MAX32:
         return b""
-    numbers = [*([size, size] if size >= _MAX32 else []), *([header] if header >= _MAX32 else [])]
+    numbers = [*([size, size] if size >= MAX32 else []), *([header] if header >= MAX32 else [])]
     return struct.pack(f"<HH{len(numbers)}Q", 1, 8 * len(numbers), *numbers)
 
 
@@ -489,34 +326,32 @@ def descriptor(slot: Slot, crc: int) -> bytes:
     _, header, size = slot
     if not size:
         return b""
-    kind = _DESCRIPTOR if size < _MAX32 and header < _MAX32 else _DESCRIPTOR64
+    kind = DESCRIPTOR if size < MAX32 and header < MAX32 else DESCRIPTOR64
     return kind.pack(b"PK\7\x08", crc, size, size)
 
 
 def ending_size(slots: Sequence[Slot]) -> int:
     """The length of `ending`."""
     names = sum(len(name) for name, _, _ in slots)
-    wide = sum(map(len, map(_wide, slots))) if sum(slots[-1][1:]) >= _MAX32 else 0
-    return len(slots) * _CENTRAL.size + names + wide + _END64.size + _LOCATOR.size + _END.size
+    wide = sum(map(len, map(_wide, slots))) if sum(slots[-1][1:]) >= MAX32 else 0
+    return len(slots) * CENTRAL.size + names + wide + END64.size + LOCATOR.size + END.size
 
 
 def ending(slots: Sequence[Slot], crcs: Sequence[int], start: int) -> bytes:
-    """Central directory, from byte `start` on, and end records, for records written with these
-    CRC-32s.
-    """
+    """Central directory, from byte `start` on, and end records, for records with these CRC-32s."""
     directory = b"".join(map(_central, slots, crcs))
     count, size = len(slots), len(directory)
-    end64 = _END64.pack(b"PK\6\6", _END64.size - 12, 0x031E, 45, 0, 0, count, count, size, start)
-    locator = _LOCATOR.pack(b"PK\6\7", 0, start + size, 1)
-    short = (min(count, 0xFFFF), min(count, 0xFFFF), min(size, _MAX32), min(start, _MAX32))
-    return directory + end64 + locator + _END.pack(b"PK\5\6", 0, 0, *short, 0)
+    end64 = END64.pack(b"PK\6\6", END64.size - 12, 0x031E, 45, 0, 0, count, count, size, start)
+    locator = LOCATOR.pack(b"PK\6\7", 0, start + size, 1)
+    short = (min(count, 0xFFFF), min(count, 0xFFFF), min(size, MAX32), min(start, MAX32))
+    return directory + end64 + locator + END.pack(b"PK\5\6", 0, 0, *short, 0)
 
 
 def _central(slot: Slot, crc: int) -> bytes:
     name, header, size = slot
     wide = b""
-    if size >= _MAX32 or header >= _MAX32:
+    if size >= MAX32 or header >= MAX32:
         wide = _wide(slot)
-        header, size = min(header, _MAX32), min(size, _MAX32)
+        header, size = min(header, MAX32), min(size, MAX32)
     fields = (b"PK\1\2", _flags(size), 0, crc, size, size, len(name), len(wide), 0, 0, header)
-    return _CENTRAL_USED.pack(*fields) + name + wide
+    return CENTRAL_USED.pack(*fields) + name + wide

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from ckptconv.formats.registry import Named, open_certain
 from ckptconv.inspect.inspection import Inspection, OddObject, Part, TensorFacts, TensorList
 from ckptconv.inspect.parts import PartTree, bare_storages, part_of_tree, refs_of, tensor_facts
 from ckptconv.inspect.refusals import files_of, refusals
 from ckptconv.io.guarded import check_places
-from ckptconv.keys.key_map import find_wrappers
+from ckptconv.keys.wrappers import find_wrappers
 from ckptconv.pickles.nodes import Node, children
 from ckptconv.support.choices import spelling_checked
 from ckptconv.support.errors import CheckpointError, OptionRefused
@@ -73,28 +74,16 @@ def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
     odd = tuple(_odd_objects(checkpoint.root, overlay))
     refs = refs_of(checkpoint.root, overlay)
     root = part_of_tree("", checkpoint.root, PartTree(state_dicts, overlay, not refs), depth, set())
-    bare = bare_storages(checkpoint.root, overlay)
-    storages = {id(piece.storage): piece.storage for ref in refs for piece in ref.pieces}
-    packed = [
-        storage for storage in bare if id(storage) not in storages and storage.dtype is not None
-    ]
-    storages |= {id(storage): storage for storage in bare}
-    used = _used_bytes(refs) | {id(storage): storage.nbytes for storage in bare}
-    dtypes = Counter(
-        [
-            *(ref.dtype.name for ref in refs),
-            *(item.dtype.name for item in packed if item.dtype is not None),
-        ]
-    )
+    content = _content(refs, bare_storages(checkpoint.root, overlay))
     return Inspection(
         path=str(checkpoint.path),
         format=checkpoint.format,
         nbytes=checkpoint.nbytes,
-        tensors=len(refs) + len(packed),
-        stored=sum(storage.nbytes for storage in storages.values()),
-        used=sum(used.values()),
-        locations=Counter(storage.location for storage in storages.values()),
-        dtypes=dtypes,
+        tensors=content.tensors,
+        stored=sum(storage.nbytes for storage in content.storages),
+        used=content.used,
+        locations=Counter(storage.location for storage in content.storages),
+        dtypes=content.dtypes,
         state_dicts={item.path: find_wrappers(item.telling_keys) for item in state_dicts.values()},
         producer=producer_of(checkpoint.root),
         offered={
@@ -119,6 +108,35 @@ def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
         opening=checkpoint.container,
         training_state=only_training_state(checkpoint.root),
     )
+
+
+class _Content(NamedTuple):
+    """The storages of a checkpoint, and what its tensors are and use of them."""
+
+    storages: Collection[Storage]
+    tensors: int
+    used: int
+    dtypes: Counter[str]
+
+
+def _content(refs: Sequence[TensorRef], bare: Sequence[Storage]) -> _Content:
+    """What tensors hold together with bare storages, which are used whole.
+
+    One that no tensor has counts as a tensor, if its type is known.
+    """
+    storages = {id(piece.storage): piece.storage for ref in refs for piece in ref.pieces}
+    packed = [
+        storage for storage in bare if id(storage) not in storages and storage.dtype is not None
+    ]
+    storages |= {id(storage): storage for storage in bare}
+    used = _used_bytes(refs) | {id(storage): storage.nbytes for storage in bare}
+    dtypes = Counter(
+        [
+            *(ref.dtype.name for ref in refs),
+            *(item.dtype.name for item in packed if item.dtype is not None),
+        ]
+    )
+    return _Content(storages.values(), len(refs) + len(packed), sum(used.values()), dtypes)
 
 
 def _tensor_list(
@@ -208,7 +226,7 @@ def _untyped(checkpoint: Checkpoint) -> list[str]:
     return types + ["untyped storages"] * bare
 
 
-def _used_bytes(refs: list[TensorRef]) -> dict[int, int]:
+def _used_bytes(refs: Sequence[TensorRef]) -> dict[int, int]:
     """Bytes used of each storage: the largest sum of what its tensors span, at most its size."""
     used: Counter[int] = Counter()
     for ref in refs:

@@ -30,9 +30,7 @@ class TensorFacts:
 
 
 class TensorList(Sequence[TensorFacts]):
-    """The tensors of a checkpoint, made when they are first looked at: a file may hold 100,000, and
-    few ask.
-    """
+    """A checkpoint's tensors, made when first looked at: a file may hold 100,000, and few ask."""
 
     __slots__ = ("_make",)
 
@@ -171,9 +169,7 @@ class Inspection:
 
     @property
     def portable(self) -> bool:
-        """Whether the checkpoint's own library opens it on any host, and a bare model takes its
-        keys.
-        """
+        """Whether its own library opens it on any host, and a bare model takes its keys."""
         return not self.reasons
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ckptconv.inspect.inspection import Part, TensorFacts
-from ckptconv.keys.key_map import find_wrappers
+from ckptconv.keys.wrappers import find_wrappers
 from ckptconv.pickles.nodes import Call, Dict, Global, Node, children, mapping_pairs, spoken
 from ckptconv.tensors.refs import Storage, TensorRef
 from ckptconv.tree.state_dicts import StateDict

@@ -40,9 +40,7 @@ class Refusal:
 
 
 def refusals(checkpoint: Checkpoint) -> Iterator[Refusal]:
-    """Why files of a checkpoint do not open in their own library; files of several are called by
-    their names.
-    """
+    """Why files of a checkpoint do not open in their own library; of several, each by its name."""
     for file in files_of(checkpoint):
         for found in _refusals(file):
             name = f"{printable(file.path.name)}: " if checkpoint.files else ""
@@ -50,9 +48,7 @@ def refusals(checkpoint: Checkpoint) -> Iterator[Refusal]:
 
 
 def files_of(checkpoint: Checkpoint) -> tuple[Checkpoint, ...]:
-    """The files that a checkpoint was put together of, each as it was opened; itself where it is
-    one file.
-    """
+    """The files that a checkpoint was put together of, as opened; itself where it is one file."""
     return checkpoint.files or (checkpoint,)
 
 

@@ -1,6 +1,4 @@
-"""The facts about a checkpoint as text and JSON; everything that came out of a file is escaped
-here.
-"""
+"""The facts about a checkpoint as text and JSON; all that came out of a file is escaped here."""
 
 from __future__ import annotations
 
@@ -29,6 +27,17 @@ def inspection_lines(found: Inspection) -> Iterator[Row]:
     yield Row("saved on", _counts(found.locations, "storage") or "no device: it holds no tensors")
     if found.dtypes:
         yield Row("dtypes", _counts(found.dtypes, "tensor"))
+    yield from _key_lines(found)
+    if is_bloated(found):
+        yield _bloat_line(found)
+    yield from _object_lines(found)
+    for name, value in list(found.metadata.items())[:SHOWN]:
+        yield Row("metadata", f"{printable(name)} = {printable(value, 80)}")
+    for note in found.notes:
+        yield Row("note", printable(note), "warning")
+
+
+def _key_lines(found: Inspection) -> Iterator[Row]:
     if found.training_state:
         yield Row("keys", f"none: it holds only {found.training_state} state, no weights")
     if found.root.sort == "tensor":
@@ -48,16 +57,21 @@ def inspection_lines(found: Inspection) -> Iterator[Row]:
             )
     if len(found.state_dicts) > _COUNTED:
         yield Row("keys", f"and those of {len(found.state_dicts) - _COUNTED:,} more")
-    if is_bloated(found):
-        used, stored = size_text(found.used), size_text(found.stored)
-        dead = (
-            f", and the pickle does not refer to {size_text(found.dead)} of the file"
-            if found.dead
-            else ""
-        )
-        yield Row(
-            "bloat", f"tensors use {used} of {stored} of storages{dead}; converting drops the rest"
-        )
+
+
+def _bloat_line(found: Inspection) -> Row:
+    used, stored = size_text(found.used), size_text(found.stored)
+    dead = (
+        f", and the pickle does not refer to {size_text(found.dead)} of the file"
+        if found.dead
+        else ""
+    )
+    return Row(
+        "bloat", f"tensors use {used} of {stored} of storages{dead}; converting drops the rest"
+    )
+
+
+def _object_lines(found: Inspection) -> Iterator[Row]:
     for odd in found.odd_objects[:SHOWN]:
         plain = "has a plain form" if odd.has_plain_form else "has no plain form"
         yield Row(
@@ -67,10 +81,6 @@ def inspection_lines(found: Inspection) -> Iterator[Row]:
         )
     if len(found.odd_objects) > SHOWN:
         yield Row("object", f"and {len(found.odd_objects) - SHOWN:,} more")
-    for name, value in list(found.metadata.items())[:SHOWN]:
-        yield Row("metadata", f"{printable(name)} = {printable(value, 80)}")
-    for note in found.notes:
-        yield Row("note", printable(note), "warning")
 
 
 def _counts(counted: Any, noun: str) -> str:

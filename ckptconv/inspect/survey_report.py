@@ -1,5 +1,6 @@
-"""Several checkpoints in one table that fits a terminal of any width, and as JSON; text from files
-is escaped here.
+"""Several checkpoints in one table that fits a terminal of any width, and as JSON.
+
+Text from files is escaped here.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ def is_portable(item: Surveyed | Unread) -> bool:
 
 
 def survey_lines(items: Sequence[Surveyed | Unread], width: int) -> Iterator[Row]:
-    """The table, as rows without labels; where it does not fit `width`, each checkpoint has lines
-    of its own.
+    """The table, as rows without labels.
+
+    Where it does not fit `width`, each checkpoint has lines of its own.
     """
     rows = [_row(item) for item in items]
     widths = [max(map(_cells, column)) for column in zip(_HEAD, *rows, strict=True)]
@@ -97,8 +99,9 @@ def _stacked(item: Surveyed | Unread, row: Fields, width: int) -> Iterator[Row]:
 
 
 def _told(item: Surveyed | Unread, width: int, *, brief: bool) -> Iterator[Row]:
-    """Who opens it anywhere, why nobody does, or why it could not be opened; `brief`: not what is
-    said of nearly all.
+    """Who opens it anywhere, why nobody does, or why it could not be opened.
+
+    `brief`: not what is said of nearly all.
     """
     if isinstance(item, Unread):
         error = item.error
@@ -135,9 +138,7 @@ def _wrapped(text: str, width: int, indent: str) -> Iterator[str]:
 
 
 def _cells(text: str) -> int:
-    """The columns that a terminal takes for a text: two for each wide character (Unicode standard
-    annex 11).
-    """
+    """The columns that a terminal needs for a text: two for a wide character (Unicode annex 11)."""
     wide = sum(east_asian_width(char) in "WF" for char in text if not combining(char))
     return wide + sum(not combining(char) for char in text)
 

@@ -128,9 +128,7 @@ def _refuse_reserved(path: Path) -> None:
 
 
 def _mode(path: Path) -> int:
-    """What a path is, asked for once, for another process may replace it meanwhile; 0 when there is
-    nothing.
-    """
+    """What a path is, asked once: another process may replace it meanwhile; 0 for nothing."""
     try:
         return path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -246,9 +244,7 @@ def check_space(place: Path, size: int, path: Path) -> None:
 
 @contextlib.contextmanager
 def output_errors(path: Path) -> Iterator[None]:
-    """Raise the `OSError`s of the block as `OutputRefused` of `path`, of which nothing is there
-    then.
-    """
+    """Raise the block's `OSError`s as `OutputRefused` of `path`, of which nothing is there then."""
     try:
         yield
     except CheckpointError:

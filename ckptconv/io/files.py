@@ -24,8 +24,9 @@ _WINDOW = 1 << 16
 
 
 class FileSource(Source):
-    """A regular file, opened for positioned reads only; it is never mapped, so a file that shrinks
-    is an error.
+    """A regular file, opened for positioned reads only.
+
+    It is never mapped, so a file that shrinks is an error.
     """
 
     def __init__(self, path: str | os.PathLike[str], fd: int | None = None) -> None:
@@ -217,8 +218,9 @@ def merged_runs(ranges: Sequence[Range]) -> Iterator[tuple[int, int, list[int]]]
 
 
 def let_go(sources: Iterable[Source], replaced: Iterable[Path]) -> None:
-    """Close the files that lie at or in one of the paths that are to be `replaced`; they cannot be
-    read any more.
+    """Close the files that lie at or in one of the paths that are to be `replaced`.
+
+    They cannot be read any more.
     """
     targets = [os.path.realpath(path) for path in replaced]
     for source in sources:

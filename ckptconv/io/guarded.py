@@ -56,8 +56,9 @@ class GuardedSource(WrappedSource):
         return self.inner.is_for_threads()
 
     def mappable_path(self) -> str | None:
-        """None too where a payload is not where it is expected; who maps bytes reads them unseen,
-        so all are checked.
+        """None too where a payload is not where it is expected.
+
+        Who maps bytes reads them unseen, so all are checked.
         """
         if (path := self.inner.mappable_path()) is None:
             return None

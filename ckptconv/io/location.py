@@ -99,14 +99,10 @@ class Location(ABC):
 
     @abstractmethod
     def fingerprint(self) -> Fingerprint | None:
-        """What tells the file that is there from others, as `Source.fingerprint`; None where there
-        is none.
-        """
+        """What tells the file from others, as `Source.fingerprint`; None where there is none."""
 
     def alias_of(self) -> str | None:
-        """The name of what lies in the same folder, to which this is a link; None for anything
-        else.
-        """
+        """The name in the same folder to which this is a link; None for anything else."""
         return None
 
     def stays_within(self, home: Location) -> bool:
@@ -115,8 +111,9 @@ class Location(ABC):
 
 
 def within(location: Location, home: Location) -> Location:
-    """`location`, a file of a checkpoint of many files; `MalformedCheckpoint` when a link leads
-    from it out of `home`.
+    """`location`, a file of a checkpoint of many files.
+
+    `MalformedCheckpoint` when a link leads from it out of `home`.
     """
     if not location.stays_within(home):
         hint = "name the folder that it leads to, or copy the file"
@@ -154,8 +151,10 @@ def is_plain_path(name: str) -> bool:
 
 
 def read_small(location: Location, limit: str) -> bytes:
-    """All of a file that is read as a whole; `limit` is the name of the limit of its size, and
-    `LimitExceeded` is raised when it is larger.
+    """All of a file that is read as a whole.
+
+    `limit` is the name of the limit of its size, and `LimitExceeded` is raised when it is
+    larger.
     """
     source = location.open()
     try:

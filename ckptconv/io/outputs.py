@@ -24,18 +24,11 @@ from ckptconv.io.destination import (
     refuse_missing_folder,
 )
 from ckptconv.io.files import let_go
+from ckptconv.io.hidden_folders import remove_leftovers, staging_folder
 from ckptconv.io.local import LocalPlace
 from ckptconv.io.location import Location
 from ckptconv.io.source import Source
-from ckptconv.io.staging import (
-    ShardSet,
-    put_file,
-    put_folder,
-    put_new_folder,
-    put_set,
-    remove_leftovers,
-    staging_folder,
-)
+from ckptconv.io.staging import ShardSet, put_file, put_folder, put_new_folder, put_set
 from ckptconv.support import platforms
 from ckptconv.support.signals import held_back
 

@@ -1,6 +1,4 @@
-"""What bytes are read from: what every source can do, bytes in memory, and a range of another
-source.
-"""
+"""What bytes are read from: what every source can do, bytes in memory, a range of another one."""
 
 from __future__ import annotations
 
@@ -105,8 +103,9 @@ class Source(ABC):
         """
 
     def let_go(self, replaced: Sequence[str]) -> None:  # noqa: B027
-        """Close it if it lies at or in one of the real paths that are to be `replaced`; it cannot
-        be read any more.
+        """Close it if it lies at or in one of the real paths that are to be `replaced`.
+
+        It cannot be read any more.
         """
 
     # -------------------------------------------------------------------------------- shortcuts
@@ -119,15 +118,17 @@ class Source(ABC):
         """Raise `MalformedCheckpoint` when `mappable_path` may have led to other bytes by now."""
 
     def data_from(self, offset: int) -> int:
-        """The first byte from `offset` on that is not known to lie in a hole of a sparse file; the
-        size where there is none. Holes are zeros, which nobody has to read.
+        """The first byte from `offset` on that is not known to lie in a hole of a sparse file.
+
+        The size where there is none. Holes are zeros, which nobody has to read.
         """
         return offset
 
 
 class WrappedSource(Source):
-    """Another source, of which a subclass changes something. Several runs are read one by one, each
-    by the `read` and `read_into` of the subclass.
+    """Another source, of which a subclass changes something.
+
+    Several runs are read one by one, each by the `read` and `read_into` of the subclass.
     """
 
     def __init__(self, inner: Source) -> None:
@@ -166,8 +167,9 @@ class WrappedSource(Source):
 
 
 class RangeSource(Source):
-    """The `size` bytes of another source from `start` on: a file within a file. Closing it leaves
-    the other open.
+    """The `size` bytes of another source from `start` on: a file within a file.
+
+    Closing it leaves the other open.
     """
 
     def __init__(self, parent: Source, start: int, size: int) -> None:

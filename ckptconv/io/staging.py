@@ -1,19 +1,10 @@
-"""Outputs that are made in a hidden folder beside their place, and put there whole or not at all.
-
-The folder is ``.NAME.XXXXXXXX.ckptconv-tmp``: its owner's alone, and locked as long as the process
-lives that made it (`platforms` says by what). What a killed process left is thus told from what
-another one is writing, and removed by the next output of that name. Two more hidden folders hold
-whole checkpoints while names change, and stay until another output has taken their place:
-``….ckptconv-shards``, which an index names meanwhile, and ``….ckptconv-old``, the DCP folder
-that was there before.
-"""
+"""Puts outputs in their places, whole or not at all: a file, a folder, shards and their index."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
-import re
 import shutil
 import stat
 import time
@@ -22,58 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptconv.io.destination import check_folder, check_output, followed, output_errors
+from ckptconv.io.hidden_folders import OLD, SHARDS, hidden_name, remove_hidden, remove_leftovers
 from ckptconv.support import platforms
 from ckptconv.support.errors import OutputRefused
 from ckptconv.support.signals import held_back
 
-_TEMPORARY, _SHARDS, _OLD = "ckptconv-tmp", "ckptconv-shards", "ckptconv-old"
 _PASSING_INDEX = "index.json"
-_LONGEST_PREFIX = 100  # bytes of a name that its hidden folders repeat
 _PATIENCE = 60.0  # seconds for which another process may put its shards in place
 
 
-@contextlib.contextmanager
-def staging_folder(target: Path, path: Path) -> Iterator[Path]:
-    """A hidden folder beside `target` in which what will stand there is made; gone, with what is in
-    it, after the block.
-
-    `OSError`s of the block are raised as `OutputRefused` of `path`, which is how the user calls it.
-    """
-    remove_leftovers(target)
-    with output_errors(path), _hidden_folder(target) as folder:
-        yield folder
-
-
-@contextlib.contextmanager
-def temporary_folder() -> Iterator[Path]:
-    """The same in the folder of temporary files, which others write to: what they left there is not
-    touched.
-    """
-    target = Path(platforms.temporary_folder()) / "ckptconv"
-    remove_leftovers(target, own=True)
-    with _hidden_folder(target) as folder:
-        yield folder
-
-
-@contextlib.contextmanager
-def _hidden_folder(target: Path) -> Iterator[Path]:
-    folder, lock = _hidden(target, _TEMPORARY), None
-    try:
-        lock = _locked_folder(folder)
-        yield lock.inside()
-    finally:
-        with held_back(), contextlib.suppress(OSError):
-            _remove(folder)
-            if lock is not None:
-                lock.close()
-                # to list it takes a descriptor, which a process that has no other gets by closing
-                # this one
-                _remove(folder)
-
-
 def put_file(made: Path, path: Path, *, force: bool, fsync: bool) -> None:
-    """Give the file `made` the name `path`; the one that had it, replaced with `force` only, gives
-    its permissions on.
+    """Give the file `made` the name `path`.
+
+    The one that had it, replaced with `force` only, gives its permissions on.
     """
     target = followed(path)
     with output_errors(path), held_back():
@@ -86,9 +38,7 @@ def put_file(made: Path, path: Path, *, force: bool, fsync: bool) -> None:
 
 
 def put_folder(made: Path, path: Path, *, force: bool, fsync: bool) -> None:
-    """Give the folder `made` the name `path`; with `force` the DCP folder that has it changes
-    places with it.
-    """
+    """Give the folder `made` the name `path`; with `force` it swaps with the DCP folder there."""
     target = followed(path)
     with output_errors(path), held_back():
         if fsync:
@@ -102,14 +52,12 @@ def put_folder(made: Path, path: Path, *, force: bool, fsync: bool) -> None:
         if fsync:
             _confirm(target.parent, path)
         if aside is not None:
-            _remove(aside)
-        remove_leftovers(target, _OLD)
+            remove_hidden(aside)
+        remove_leftovers(target, OLD)
 
 
 def put_new_folder(made: Path, path: Path, *, fsync: bool) -> bool:
-    """Give the folder `made` the name `path`, whose files are synced; False when another folder has
-    it by now.
-    """
+    """Give the folder `made`, whose files are synced, the name `path`; False when that is taken."""
     target = followed(path)
     with output_errors(path), held_back():
         if fsync:
@@ -163,7 +111,7 @@ def put_set(made: Path, files: ShardSet, path: Path, *, force: bool, fsync: bool
             _put_new(made, files, path, force=force, fsync=fsync)
         own = {*files.shards, files.index}
         _remove_replaced([item for item in earlier if item not in own], path)
-        remove_leftovers(path, _SHARDS)
+        remove_leftovers(path, SHARDS)
 
 
 def _remove_replaced(paths: Sequence[Path], output: Path) -> None:
@@ -178,83 +126,14 @@ def _remove_replaced(paths: Sequence[Path], output: Path) -> None:
             ) from error
 
 
-# ----------------------------------------------------------------------------------- hidden folders
-
-
-def _hidden(target: Path, kind: str) -> Path:
-    return target.with_name(f".{_prefix(target)}.{os.urandom(4).hex()}.{kind}")
-
-
-def _prefix(target: Path) -> str:
-    prefix = target.name
-    # half a character is not a name on macOS and Windows
-    while len(os.fsencode(prefix)) > _LONGEST_PREFIX:
-        prefix = prefix[:-1]
-    return prefix
-
-
-def _locked_folder(folder: Path) -> platforms.FolderLock:
-    """Make a folder and lock it; where locks are unknown, nobody else can take one either."""
-    while True:
-        platforms.make_private_folder(folder)
-        with contextlib.suppress(FileNotFoundError):
-            lock = platforms.folder_lock(folder)
-            with contextlib.suppress(OSError):
-                lock.take(wait=True)
-            if folder.exists():
-                return lock
-            lock.close()  # another process took it for a left-over before it was locked
-
-
-def _remove(folder: Path) -> None:
-    for _ in ("once", "again: a fault may pass"):
-        with contextlib.suppress(OSError):
-            _remove_tree(folder)
-    with contextlib.suppress(OSError):
-        folder.rmdir()  # an empty one needs no descriptor
-
-
-def _remove_tree(folder: Path) -> None:
-    """Remove a folder of this user alone, as much of it as can be; one descriptor is enough,
-    `shutil.rmtree` takes several.
-    """
-    for inner in list(folder.iterdir()):  # closed before the next one is opened
-        with contextlib.suppress(OSError):
-            if inner.is_dir() and not inner.is_symlink():
-                _remove_tree(inner)
-            else:
-                inner.unlink()
-    folder.rmdir()
-
-
-def remove_leftovers(target: Path, kind: str = _TEMPORARY, *, own: bool = False) -> None:
-    """Remove the hidden folders of `target` that no living process holds; with `own` only those
-    that this user made.
-    """
-    is_ours = re.compile(rf"\.{re.escape(_prefix(target))}\.[0-9a-f]{{8}}\.{kind}").fullmatch
-    with contextlib.suppress(OSError):  # a folder that may not be listed, or is not there
-        for item in target.parent.iterdir():
-            if is_ours(item.name) and (not own or platforms.is_own(item)):
-                _remove_unheld(item)
-
-
-def _remove_unheld(folder: Path) -> None:
-    # held by its process; of another user; on a file system that knows no locks
-    with contextlib.suppress(OSError):
-        lock = platforms.folder_lock(folder)
-        try:
-            lock.take(wait=False)
-            _remove_tree(folder)
-        finally:
-            lock.close()
-            if lock.file is not None:
-                folder.rmdir()  # what was in it was removed under the lock, but for the lock
+# ------------------------------------------------------------------------------------------ locking
 
 
 @contextlib.contextmanager
 def _folder_held(path: Path) -> Iterator[None]:
-    """The folder of `path` locked against others who put shards in place there; names of two sets
-    must not be mixed.
+    """The folder of `path` locked against others who put shards in place there.
+
+    Names of two sets must not be mixed.
     """
     lock = platforms.folder_lock(path.parent, follow=True)
     try:
@@ -290,8 +169,9 @@ def _exists_by_now(path: Path) -> OutputRefused:
 
 
 def _name(made: Path, target: Path) -> None:
-    """Give a free name: a hard link fails when it is taken; on file systems without links there is
-    only a look before.
+    """Give a free name: a hard link fails when it is taken.
+
+    On file systems without links there is only a look before.
     """
     try:
         platforms.link(made, target)
@@ -354,7 +234,7 @@ def _put_over(made: Path, files: ShardSet, path: Path, *, fsync: bool) -> None:
         files.index.unlink()
         _put_new(made, files, path, force=True, fsync=fsync)
         return
-    passing = _hidden(path, _SHARDS)
+    passing = hidden_name(path, SHARDS)
     _write(made / _PASSING_INDEX, files.moved_index(passing.name), fsync=fsync)
     for index in (_PASSING_INDEX, files.index.name):
         _take_over(made / index, files.index.stat())
@@ -377,15 +257,13 @@ def _put_over(made: Path, files: ShardSet, path: Path, *, fsync: bool) -> None:
         raise OutputRefused(
             what, path=path, hint=f"they are complete, in {passing.name}; run the command again"
         ) from error
-    _remove(passing)
+    remove_hidden(passing)
 
 
 def _rename_behind_index(
     passing: Path, shards: Sequence[Path], index: Path, *, fsync: bool
 ) -> None:
-    """Shards that an index names where they lie get their own names too, and then the index that
-    tells of them.
-    """
+    """Shards that an index names where they lie get their own names too, then the index."""
     sync = fsync_folder if fsync else lambda folder: None
     sync(index.parent)
     for path in shards:
@@ -427,12 +305,13 @@ def _rename_folder(made: Path, target: Path) -> bool:
 
 
 def _swap(made: Path, target: Path) -> Path | None:
-    """Two folders change their names in one step; where that is not known, the old one stands
-    aside, where is returned.
+    """Two folders change their names in one step.
+
+    Where that is not known, the old one stands aside, where is returned.
     """
     if platforms.exchange(made, target):
         return None
-    aside = _hidden(target, _OLD)
+    aside = hidden_name(target, OLD)
     platforms.rename(target, aside)
     try:
         platforms.rename(made, target)

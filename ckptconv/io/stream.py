@@ -1,5 +1,6 @@
-"""One new file, written as a stream with checksums by a thread of its own; where it is written to
-is the business of a sink.
+"""One new file, written as a stream with checksums by a thread of its own.
+
+Where it is written to is the business of a sink.
 """
 
 from __future__ import annotations

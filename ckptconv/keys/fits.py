@@ -9,9 +9,7 @@ from itertools import chain
 from ckptconv.support.showing import html_table, short_repr
 
 Shape = tuple[int, ...] | None
-"""The shape of the tensor under a key; None where it is not known or there is no tensor: it fits
-every shape.
-"""
+"""The shape of the tensor under a key; None, which fits all, where there is none or none known."""
 Shapes = Mapping[str, Shape]
 Ties = Sequence[Sequence[str]]
 """The keys of a target that are names of one tensor, group by group."""

@@ -6,14 +6,23 @@ state dict together, then applied to its keys and to the module paths of its `_m
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from ckptconv.keys.mappings import Mapped
+from ckptconv.keys.module_paths import Followed, PathStep, path_step, path_step_by_name, reordered
 from ckptconv.keys.presets import Preset
 from ckptconv.keys.rules import AddPrefix, Patience, Regex, Rename, Rule, Select, Step, StripPrefix
+from ckptconv.keys.wrappers import (
+    LEAD,
+    MODULE,
+    all_start,
+    bare_key,
+    drop_unmistakable,
+    find_wrappers,
+    stripping,
+)
 from ckptconv.support.choices import (
     WRAPPERS,
     refuse_no_keys,
@@ -26,15 +35,7 @@ from ckptconv.support.errors import KeyConflict, OptionRefused, printable
 from ckptconv.support.showing import short_repr
 from ckptconv.support.text import first_few
 
-MODULE = "module"
 _IN_REPR = 10  # rules
-UNMISTAKABLE = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Wrapper segments that torch writes and no user does: torch.compile, FSDP, activation
-checkpointing.
-"""
-
-PathStep = Callable[[str], tuple[str, ...]]
-"""A module path before one rule → after it; several where a mapping is undone."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -135,9 +136,7 @@ class KeyRules:
 
     @property
     def globs(self) -> KeyRules:
-        """Just the globs among the rules, to choose the same keys of a checkpoint that has its
-        names already.
-        """
+        """Just the globs, to choose the same keys of a checkpoint that has its names already."""
         return KeyRules(
             "keep", rules=tuple(rule for rule in self.rules if isinstance(rule, Select))
         )
@@ -230,7 +229,7 @@ class KeyMap:
         for number, step in enumerate(self.path_steps):
             renamed = [(path, after) for path, before in renamed for after in step(before)]
             if number in self.orders:
-                renamed = _reordered(renamed, self.orders[number])
+                renamed = reordered(renamed, self.orders[number])
         return renamed
 
     def module_path(self, path: str) -> str:
@@ -245,15 +244,6 @@ class KeyMap:
         for step in self.path_steps:
             paths = tuple(after for before in paths for after in step(before))
         return paths
-
-
-def _reordered(renamed: list[tuple[str, str]], order: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Put new names in an order; one that is not in it stays behind the one before it."""
-    places, place = [], -1
-    for _, name in renamed:
-        place = order.get(name, place)
-        places.append(place)
-    return [renamed[at] for at in sorted(range(len(renamed)), key=places.__getitem__)]
 
 
 def map_keys(
@@ -278,7 +268,7 @@ def map_keys(
     new: list[str | None] = list(keys)
     for step in steps:
         new = [None if key is None else step(key) for key in new]
-    path_steps = [_by_name(step) for step in steps]
+    path_steps = [path_step_by_name(step) for step in steps]
     orders: dict[int, Mapping[str, int]] = {}
     idle: list[str] = []
     why: dict[int, str] = {}
@@ -296,7 +286,7 @@ def map_keys(
             seen |= gone
         if isinstance(rule, Mapped) and (order := rule.module_order()):
             orders[len(path_steps)] = order
-        path_steps.append(_path_step(rule, step, patience, _Followed(new, after)))
+        path_steps.append(path_step(rule, step, patience, Followed(new, after)))
         new = after
     _refuse_collisions(keys, new)
     return KeyMap(
@@ -340,137 +330,6 @@ def hint_of_starts(maps: Sequence[KeyMap], rules: KeyRules) -> str:
     return hint
 
 
-# ------------------------------------------------------------------------------------- module paths
-
-
-def _by_name(step: Step) -> PathStep:
-    """The step of a rule for module paths: what it makes of the keys in the module."""
-    return lambda path: ((step(f"{path}." if path else "") or "").rstrip("."),)
-
-
-def _path_step(rule: Rule, step: Step, patience: Patience, followed: _Followed) -> PathStep:
-    if isinstance(rule, Mapped):
-        return lambda path: rule.module_paths(path) or (followed.or_same(path),)
-
-    def by_name(path: str) -> str:
-        with patience:
-            return _kept(step, f"{path}." if path else "").rstrip(".")
-
-    def follow(path: str) -> tuple[str, ...]:
-        if isinstance(rule, Regex):  # what a pattern says of a name cut short is the weaker sign
-            return (found,) if (found := followed.get(path)) is not None else (by_name(path),)
-        moved = by_name(path)
-        return (moved if moved != path or rule.leaves_out else followed.or_same(path),)
-
-    return follow
-
-
-def _kept(step: Step, name: str) -> str:
-    """What a step makes of a name; the name itself where it leaves it out, for it leaves out keys
-    only.
-    """
-    after = step(name)
-    return name if after is None else after
-
-
-class _Followed:
-    """Module paths as their keys went, where all keys of a module went the same way; sorted out
-    when first asked.
-
-    A module of which a prefix took the name away, but not that of the modules in it, has become the
-    root. Each key is compared with its new name, and with its neighbour's, once: a key may be of a
-    million modules.
-    """
-
-    def __init__(self, before: Sequence[str | None], after: Sequence[str | None]) -> None:
-        self._pairs = (before, after)
-        self._sorted: list[_Moved] | None = None
-        self._old: list[str] = []
-
-    def or_same(self, path: str) -> str:
-        found = self.get(path)
-        return path if found is None else found
-
-    def get(self, path: str) -> str | None:
-        """The new path of the module; None where it has no key, or its keys went several ways."""
-        inside = self._inside(f"{path}." if path else "")
-        first = next(inside, None)
-        length = None if first is None else first.length(path)
-        if first is None or length is None:
-            return None
-        alike = first.alike
-        for moved in inside:
-            if alike < length or moved.length(path) != length:
-                return None
-            alike = moved.alike
-        return first.new[:length]
-
-    def _inside(self, prefix: str) -> Iterator[_Moved]:
-        """The keys that start with `prefix`, sorted."""
-        if self._sorted is None:
-            pairs = sorted(
-                (old, new)
-                for old, new in zip(*self._pairs, strict=True)
-                if old is not None and new is not None
-            )
-            nexts = [*(new for _, new in pairs[1:]), ""]
-            self._old = [old for old, _ in pairs]
-            self._sorted = [
-                _moved(old, new, after) for (old, new), after in zip(pairs, nexts, strict=True)
-            ]
-        for at in range(bisect_left(self._old, prefix), len(self._old)):
-            if not self._old[at].startswith(prefix):
-                return
-            yield self._sorted[at]
-
-
-class _Moved(NamedTuple):
-    """A key and its new name; how many characters these have in common at their ends, and the new
-    name with the next one at their starts.
-    """
-
-    old: str
-    new: str
-    same: int
-    alike: int
-
-    def length(self, path: str) -> int | None:
-        """Characters of the new path of the module `path`, which the key is in; None where only a
-        part of the key is left.
-        """
-        rest = len(self.old) - len(path) - (path != "")  # of the key, what is inside the module
-        more = len(self.new) - rest
-        if (
-            more <= 0
-            and self.same == len(self.new)
-            and (not more or self.old[-len(self.new) - 1] == ".")
-        ):
-            return 0
-        return more - 1 if more > 0 and self.same >= rest and self.new[more - 1] == "." else None
-
-
-def _moved(old: str, new: str, after: str) -> _Moved:
-    same = _count(min(len(old), len(new)), lambda count: old.endswith(new[len(new) - count :]))
-    return _Moved(
-        old,
-        new,
-        same,
-        _count(min(len(new), len(after)), lambda count: after.startswith(new[:count])),
-    )
-
-
-def _count(most: int, holds: Callable[[int], bool]) -> int:
-    """The largest count up to `most` that holds, where none below it fails."""
-    return (
-        most
-        if holds(most)
-        else bisect_left(range(most), True, key=lambda count: not holds(count + 1))
-    )
-
-
-# ----------------------------------------------------------------------------------------- wrappers
-
-
 def _wrapper_steps(
     keys: Sequence[str], rules: KeyRules, telling: Sequence[str], beside: frozenset[str]
 ) -> tuple[tuple[str, ...], list[Step]]:
@@ -480,83 +339,12 @@ def _wrapper_steps(
         return found, []
     if rules.wrappers == "strip":
         depth = found.count(MODULE)
-        return found, [_drop_unmistakable, *[_strip(depth)] * (depth > 0)] if found else []
+        return found, [drop_unmistakable, *[stripping(depth)] * (depth > 0)] if found else []
     if rules.wrappers == "module":
-        return found, [_bare]
-    if rules.wrappers == "add-module" and not all_start(telling, _LEAD):
-        return found, [lambda key: key if key in beside else _LEAD + key]
+        return found, [bare_key]
+    if rules.wrappers == "add-module" and not all_start(telling, LEAD):
+        return found, [lambda key: key if key in beside else LEAD + key]
     return found, []
-
-
-def find_wrappers(keys: Iterable[str]) -> tuple[str, ...]:
-    """The wrappers that `strip` would remove, outermost first.
-
-    ``module`` counts once for each level at which it is the first segment of every key; the
-    unmistakable ones count wherever they stand.
-
-    >>> find_wrappers(["module._orig_mod.fc.weight", "module._orig_mod.fc.bias"])
-    ('module', '_orig_mod')
-    >>> find_wrappers(["module.weight", "weight"])
-    ()
-    """
-    keys = list(keys)
-    text = "\n".join(keys)
-    inside = [
-        name
-        for name in UNMISTAKABLE
-        if name in text and any(name in key and name in key.split(".")[:-1] for key in keys)
-    ]
-    bare = [_drop_unmistakable(key) for key in keys] if inside else keys
-    depth = _depth(bare[0]) if bare else 0
-    if depth and not all_start(bare, _LEAD * depth):
-        depth = min(map(_depth, bare))
-    return (*[MODULE] * depth, *inside)
-
-
-_LEAD = MODULE + "."
-
-
-def _depth(key: str) -> int:
-    """How often a key starts with ``module.`` before something else, its last segment at least."""
-    at = _end_of_lead(key, len(key))
-    return at // len(_LEAD) - (at == len(key))
-
-
-def _end_of_lead(key: str, most: int) -> int:
-    """Where the leading ``module.`` of a key end, `most` of them counted."""
-    at = 0
-    while most and key.startswith(_LEAD, at):
-        at, most = at + len(_LEAD), most - 1
-    return at
-
-
-def _bare(key: str) -> str:
-    """A key without the ``module.`` that it starts with."""
-    if key.startswith(_LEAD) and not key.startswith(_LEAD, len(_LEAD)):
-        return key[len(_LEAD) :]
-    return key[_end_of_lead(key, len(key)) :]
-
-
-def all_start(keys: Sequence[str], prefix: str) -> bool:
-    """Whether all keys start with `prefix` and go on behind it; not where there are none."""
-    if not keys:
-        return False
-    # in order, what starts alike stands together
-    first, last = min(keys), max(keys)
-    return first.startswith(prefix) and last.startswith(prefix) and first != prefix
-
-
-def _drop_unmistakable(key: str) -> str:
-    if not any(name in key for name in UNMISTAKABLE):
-        return key
-    *modules, last = key.split(".")
-    return ".".join([*(segment for segment in modules if segment not in UNMISTAKABLE), last])
-
-
-def _strip(times: int) -> Step:
-    """Takes ``module.`` off the start of a key, so many times at most."""
-    lead = _LEAD * times
-    return lambda key: key[len(lead) :] if key.startswith(lead) else key[_end_of_lead(key, times) :]
 
 
 _TWO_TYPES = (

@@ -283,8 +283,9 @@ def _yaml_entries(text: str, path: Path) -> list[_Entry]:
 
 @dataclass(frozen=True, slots=True)
 class _NoText:
-    """A number, date or the like in YAML; no rule has one, so it is never made (a long number takes
-    for ever).
+    """A number, date or the like in YAML.
+
+    No rule has one, so it is never made (a long number takes for ever).
     """
 
     text: str
@@ -294,8 +295,9 @@ class _NoText:
 
 
 def _plain(node: Any, path: Path, seen: set[int]) -> Any:
-    """A composed YAML node as lists, dicts and texts. Aliases, by which a few lines make billions
-    of values, are refused.
+    """A composed YAML node as lists, dicts and texts.
+
+    Aliases, by which a few lines make billions of values, are refused.
     """
     if node is None:
         return None

@@ -121,9 +121,7 @@ def load_into(
 
 
 def _is_beside(key: str, value: Any) -> bool:
-    """Whether a value is a number or a text that training put beside the weights: no module saves
-    such a key.
-    """
+    """Whether a value is a number or text that training put beside the weights: not a module's."""
     return "." not in key and isinstance(value, (bool, int, float, str, type(None)))
 
 
@@ -232,9 +230,7 @@ def _mismatch(result: LoadResult, fit: Fit, path: str | os.PathLike[str]) -> Key
 
 
 def _carry_metadata(state_dict: Any, usable: Any, fit: Fit, model: torch.nn.Module) -> None:
-    """Give the state dict the module versions of the checkpoint, under the model's own module
-    paths.
-    """
+    """Give the state dict the checkpoint's module versions, under the model's own module paths."""
     versions = getattr(state_dict, "_metadata", None)
     if versions is None:
         return

@@ -1,3 +1,1 @@
-"""What the objects that torch and its frameworks pickle mean, and the names by which they are
-judged.
-"""
+"""What the objects that torch and its frameworks pickle mean, and the names that judge them."""

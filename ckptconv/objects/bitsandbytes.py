@@ -37,8 +37,9 @@ class Saved(NamedTuple):
 def saved_beside(
     layer: str, state: Mapping[str, Node], parameters: Mapping[str, Node]
 ) -> Saved | None:
-    """What the layer of this class saves beside its parameters; None where it is another class, or
-    is not known exactly.
+    """What the layer of this class saves beside its parameters.
+
+    None where it is another class, or is not known exactly.
     """
     weight = parameters.get("weight")
     held = fields(weight.state) if type(weight) is TensorObject else {}
@@ -147,9 +148,7 @@ def _number(ref: Node) -> float | None:
 
 
 def _cloned(ref: Node) -> Node:
-    """A tensor that shares its memory with no other, as the layer saves the map that all layers
-    have in common.
-    """
+    """A tensor that shares no memory, as the layer saves the map that all layers have in common."""
     if type(ref) is not TensorRef:
         return ref
     return ref._replace(

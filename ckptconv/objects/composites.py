@@ -46,8 +46,9 @@ def is_composite(node: Call) -> bool:
 
 
 def parts_check(node: Call, where: str) -> Check:
-    """What is left to check of a composite when its parts fit each other; `MalformedCheckpoint`,
-    naming `where`, if not.
+    """What is left to check of a composite when its parts fit each other.
+
+    `MalformedCheckpoint`, naming `where`, if not.
     """
     name, args = _rebuilt(node)
     try:
@@ -66,9 +67,7 @@ def parts_check(node: Call, where: str) -> Check:
 
 
 def _rebuilt(node: Call) -> tuple[str, tuple[Node, ...]]:
-    """The function that rebuilds, and its arguments, also where a subclass or attributes stand
-    around them.
-    """
+    """The function that rebuilds, and its arguments, also inside a subclass or attributes."""
     args = node.args
     if (
         node.name == _FROM_TYPE
@@ -404,9 +403,7 @@ def _nested(args: tuple[Node, ...]) -> Check:
 
 
 def _check_nested(there: int, sizes: TensorRef, strides: TensorRef, offsets: TensorRef) -> None:
-    """Each component must lie inside of the buffer, and all of them together must not claim more
-    than it has.
-    """
+    """Each component must lie in the buffer, and all together must not claim more than it has."""
     count, dimensions = sizes.shape
     step = max(1, CHUNK // (8 * max(1, dimensions)))
     claimed = 0

@@ -40,8 +40,9 @@ Components = tuple[tuple[str, TensorRef], ...]
 
 
 class FlatValue(NamedTuple):
-    """A value as named tensors, with the recipes that put it together again; `was` names what was
-    rewritten as a tensor.
+    """A value as named tensors, with the recipes that put it together again.
+
+    `was` names what was rewritten as a tensor.
     """
 
     tensors: Components
@@ -97,8 +98,9 @@ def recipes_text(recipes: Mapping[str, Recipe]) -> dict[str, str]:
 
 
 def written_form(ref: TensorRef) -> tuple[str, tuple[int, ...]] | None:
-    """The safetensors dtype and shape under which a complex tensor of an encoding is written; None
-    for other tensors.
+    """The safetensors dtype and shape under which a complex tensor of an encoding is written.
+
+    None for other tensors.
     """
     real = _REALS.get(ref.dtype.name)
     return None if real is None else (BY_NAME[real].safetensors or "", (*ref.shape, 2))

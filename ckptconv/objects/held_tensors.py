@@ -14,8 +14,9 @@ _HOLDERS = frozenset((*LEAVES, Call, Dict, list, tuple, PersistentId))
 
 
 def holds_tensors(value: Node) -> bool:
-    """Whether a tensor, a storage or an array of numbers is somewhere in a value; a tensor itself
-    holds what its state does.
+    """Whether a tensor, a storage or an array of numbers is somewhere in a value.
+
+    A tensor itself holds what its state does.
     """
     seen: set[int] = set()
     work = [value.state if type(value) is TensorObject else value]

@@ -195,6 +195,4 @@ PLAIN = (
     | {f"torch.nn.init.{name}" for name in _INITIALIZERS.split()}
     | {f"torch._utils.torch.{name}" for name in _FORMATS}
 )
-"""The names of ordinary checkpoints, in the words of Python 3 (and of python 2, where there are no
-others).
-"""
+"""The names of ordinary checkpoints, in the words of Python 3 (or of python 2, if only there)."""

@@ -61,8 +61,9 @@ def _too_many(prefix: str, depth: int, count: int, most: Limits) -> LimitExceede
 
 
 def detached(value: Node) -> Node:
-    """The tensor of a state dict for a parameter or buffer: no gradient, no Parameter around it;
-    other objects stay.
+    """The tensor of a state dict for a parameter or buffer: no gradient, no Parameter around it.
+
+    Other objects stay.
     """
     if type(value) is TensorObject and value.cls is None:
         value = value.tensor

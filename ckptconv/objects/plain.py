@@ -61,9 +61,7 @@ def _names(nodes: Sequence[Node]) -> list[str]:
 
 
 def _class_and_state(call: Call) -> tuple[str, Node]:
-    """The class that the call makes an object of, protocol 1's `copyreg._reconstructor` looked
-    through.
-    """
+    """The class of the object that the call makes, behind protocol 1's `copyreg._reconstructor`."""
     name = call.name
     if name == _RECONSTRUCTOR and call.args and type(call.args[0]) is Global:
         name = call.args[0].path
@@ -71,9 +69,7 @@ def _class_and_state(call: Call) -> tuple[str, Node]:
 
 
 def _as_dict(call: Call, name: str, state: Node) -> Node:
-    """A subclass of dict: made without content, filled with pairs, and with no state but its own
-    items.
-    """
+    """A subclass of dict: made empty, filled with pairs, and with no state but its own items."""
     given = _base_pairs(call)
     known = name.rpartition(".")[2] in _DICT_CLASSES
     if (
@@ -279,9 +275,7 @@ def _buffer(call: Call, state: Node) -> Node:
 
 
 def _tensor(raw: Node, dtype: Node, shape: Node, *, fortran: bool) -> TensorRef | None:
-    """The tensor of an array's bytes; None where they are not `shape` numbers of a type that torch
-    has.
-    """
+    """The tensor of an array's bytes; None where they are not `shape` numbers of a torch type."""
     data, element = _raw_bytes(raw), _element(dtype)
     name = _ELEMENTS.get(element[0]) if element else None
     if data is None or element is None or name is None or type(shape) is not tuple:

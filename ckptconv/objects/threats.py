@@ -65,9 +65,7 @@ _MODULES = {
         torch.utils.data.datapipes pickletools
     """,
 }
-"""Modules of which every name is dangerous, but for the plain ones below; the modules within them
-too.
-"""
+"""Modules of which every name is dangerous but the plain ones below; modules within them too."""
 
 _NAMES = {
     "runs code that it is given": """
@@ -225,9 +223,7 @@ _PLAIN_SCRIPT_CLASSES = frozenset(
 
 
 def judge_script_class(path: str) -> Verdict:
-    """How a class in a TorchScript archive is judged: one of its own, or one that is written in
-    C++.
-    """
+    """How a class in a TorchScript archive is judged: one of its own, or one written in C++."""
     if not path.startswith(_SCRIPT_CLASSES):
         return Verdict("plain", "a class of the TorchScript archive itself")
     namespace = path[len(_SCRIPT_CLASSES) :].partition(".")[0]
@@ -239,9 +235,7 @@ def judge_script_class(path: str) -> Verdict:
 
 
 def _reason(path: str) -> str | None:
-    """Why a name is dangerous: by itself, by what it is an attribute of, or by a module that it is
-    in.
-    """
+    """Why a name is dangerous: by itself, by what it is an attribute of, or by its module."""
     parts = path.split(".")
     for count in range(min(len(parts), _LONGEST), 0, -1):
         prefix = ".".join(parts[:count])

@@ -10,18 +10,14 @@ UTILS = "torch._utils"
 VALUELESS = frozenset(
     {f"{UTILS}._rebuild_meta_tensor_no_storage", f"{UTILS}._rebuild_wrapper_subclass"}
 )
-"""Rebuild functions whose tensors have no storage: there are no values to convert, and none may be
-invented.
-"""
+"""Rebuild functions of tensors without storage: there are no values, and none may be invented."""
 
 
 COPIES = frozenset(
     f"{UTILS}._rebuild_{name}"
     for name in ("device_tensor_from_numpy", "xla_tensor", "device_tensor_from_cpu_tensor")
 )
-"""Rebuild functions that copy an array or a tensor to a device: a tensor that is there stands for
-them.
-"""
+"""Rebuild functions that copy an array or tensor to a device: a tensor there stands for them."""
 
 
 _REBUILD_FUNCTIONS = """

@@ -63,9 +63,7 @@ def _config(call: Call, state: Node) -> Node:
 
 
 def _history(call: Call, state: Node) -> Node:
-    """A history: its arrays, its length, and the names of the functions that were registered for
-    it.
-    """
+    """A history: its arrays, its length, and the names of the functions registered for it."""
     found = _attributes(state)
     methods = None if found is None else _attributes(found.get("statistics_methods"))
     if found is None or methods is None:
@@ -134,9 +132,7 @@ def _buffer(call: Call, state: Node) -> Node:
 
 
 def _partial(call: Call, state: Node) -> Node:
-    """`partial` with the state (function, arguments, keyword arguments, attributes), as it would be
-    written.
-    """
+    """`partial` as written, with the state (function, arguments, keyword arguments, attributes)."""
     if (
         type(state) is not tuple
         or len(state) != 4

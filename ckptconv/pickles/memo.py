@@ -14,6 +14,13 @@ _REMEMBERED = 1 << 16
 """Entries of MEMOIZE that are kept, fetched or not: more than small pickles have."""
 _LONG_BINGETS = re.compile(rb"j(?=(.{4}))", re.DOTALL).findall
 _FORGOTTEN: Node = object()
+_PUTS = (5, 9, 12, 14, 17, 18)
+"""The groups of a run that are the indexes of what it puts."""
+
+
+def _put_twice() -> MalformedCheckpoint:
+    hint = "no program writes that; the file is damaged or forged"
+    return MalformedCheckpoint("the pickle puts two values into one memo entry", hint=hint)
 
 
 class Memo(dict[bytes, Node]):
@@ -36,6 +43,8 @@ class Memo(dict[bytes, Node]):
         self._persistent = persistent
         self._indexed = 0
         self._run_of: dict[bytes, int] = {}
+        self._made: dict[bytes, Node] = {}
+        self.is_fetched = False  # by an opcode whose index is a text
 
     def count(self) -> int:
         """The entries, a run counted as one."""
@@ -83,8 +92,42 @@ class Memo(dict[bytes, Node]):
         for start in self.runs[self._indexed :]:
             self._run_of.update((put, start) for put in self._puts(start))
         self._indexed = len(self.runs)
-        self.update(self._puts(self._run_of[key]))
+        for put, value in self._puts(self._run_of[key]).items():
+            if put in self:
+                raise _put_twice()
+            self[put] = self._made[put] = value
         return self[key]
+
+    def is_ordered(self) -> bool:
+        """Whether the order of what was put matters: MEMOIZE counts, or a text fetched some."""
+        return self.is_fetched or bool(self.memoized) or self.fetched < 0
+
+    def check_runs(self) -> None:
+        """Raise `MalformedCheckpoint` where what a run puts goes to an entry that something else
+        is put into too, before it or behind it.
+
+        Which of them a fetch gives is a matter of order, and what a run puts is made too late.
+        """
+        puts = [
+            put
+            for start in self.runs
+            if (run := TENSOR_RUN(self._stream, start)) is not None
+            for put in run.group(*_PUTS)
+            if put is not None
+        ]
+        if not puts:
+            return
+        numbered_apart = bool(self.memoized) or self.fetched < 0
+        if numbered_apart or len(set(puts)) != len(puts):
+            raise _put_twice()
+        for put in puts:
+            if put in self and self._made.get(put, _FORGOTTEN) is not self[put]:
+                raise _put_twice()
+
+    def refuse_other(self, key: bytes) -> None:
+        """Raise `MalformedCheckpoint` where a run may have fetched what an opcode replaces."""
+        if self.runs and key in self:
+            raise _put_twice()
 
     def _puts(self, start: int) -> dict[bytes, Node]:
         """What the run at `start` puts: key, persistent id, shape, stride, hooks and arguments."""
@@ -93,9 +136,7 @@ class Memo(dict[bytes, Node]):
         kind, cls, raw_key, location, count, view, offset, shape, stride, flag, hooks = run.group(
             1, 2, 4, 6, 7, 8, 10, 11, 13, 15, 16
         )
-        key_put, pid_put, shape_put, stride_put, hooks_put, args_put = run.group(
-            5, 9, 12, 14, 17, 18
-        )
+        key_put, pid_put, shape_put, stride_put, hooks_put, args_put = run.group(*_PUTS)
         names = [self[MEMO_KEYS[index[0]]] for index in (kind, cls, location, hooks)]
         made = Call(names[3], ())
         dims, steps = int_run(shape), int_run(stride)

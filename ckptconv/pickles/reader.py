@@ -124,6 +124,8 @@ class PickleReader(NodeMaker):
         known = self._known
         persistent = self._persistent
         runs = RunReader(memo, memo.runs, persistent, known)
+        run_starts = memo.runs
+        is_fetched = False  # a memo entry that a run may have put
         most = in_force()
         deepest, widest = most.depth, most.stack
         # what was made, and the bytes of arguments that are not opcodes; held against the limits at
@@ -135,16 +137,23 @@ class PickleReader(NodeMaker):
                 op = data[pos]
                 pos += 1
                 if op == 0x72:  # LONG_BINPUT
-                    memo[data[pos : pos + 4]] = stack[-1]
+                    key = data[pos : pos + 4]
+                    if run_starts and key in memo:
+                        memo.refuse_other(key)
+                    memo[key] = stack[-1]
                     pos += 4
                 elif op == 0x68:  # BINGET
                     push(memo[MEMO_KEYS[data[pos]]])
                     pos += 1
                 elif op == 0x71:  # BINPUT
-                    memo[MEMO_KEYS[data[pos]]] = stack[-1]
+                    key = MEMO_KEYS[data[pos]]
+                    if run_starts and key in memo:
+                        memo.refuse_other(key)
+                    memo[key] = stack[-1]
                     pos += 1
                 elif op == 0x6A:  # LONG_BINGET
                     push(memo[data[pos : pos + 4]])
+                    is_fetched = True
                     pos += 4
                 elif op == 0x4B:  # BININT1
                     push(data[pos])
@@ -325,6 +334,8 @@ class PickleReader(NodeMaker):
                     if marks or len(stack) != 1:
                         raise self._malformed("ends with something left on its stack")
                     _refuse_many(most, nodes + memo.count(), pos - start - unread)
+                    if run_starts and (is_fetched or memo.is_ordered()):
+                        memo.check_runs()
                     return stack[0]
                 elif op == 0x95:  # FRAME
                     if end != size:
@@ -399,9 +410,11 @@ class PickleReader(NodeMaker):
 
     def _text(self, op: int, text: bytes, stack: list[Node], memo: Memo) -> None:
         if op == 0x67:  # GET
+            memo.is_fetched = True
             stack.append(memo[int(text).to_bytes(4, "little")])
         elif op == 0x70:  # PUT
-            memo[int(text).to_bytes(4, "little")] = stack[-1]
+            memo.refuse_other(key := int(text).to_bytes(4, "little"))
+            memo[key] = stack[-1]
         elif op == 0x46:  # FLOAT
             stack.append(float(text))
         elif op == 0x56:  # UNICODE
@@ -413,6 +426,9 @@ class PickleReader(NodeMaker):
         elif op == 0x49 and text in (b"00", b"01"):  # INT, the booleans of protocols 0 and 1
             stack.append(text == b"01")
         elif op in (0x49, 0x4C):  # INT, LONG
+            digits = text.strip().lstrip(b"+-")
+            if len(digits) > 1 and digits[0] == 0x30:  # octal to some readers, an error to others
+                raise self._malformed("has a number that begins with 0")
             stack.append(int(text.rstrip(b"L")))
         else:  # PERSID
             what = (

@@ -12,27 +12,25 @@ from ckptconv.pickles.nodes import Call, Global, Node
 # arguments: a storage's persistent id, offset, shape, stride, requires_grad and hooks. They are
 # nine tenths of a large checkpoint's opcodes; as one match they cost a third. It holds the form of
 # torch (names fetched by BINGET, own values put by LONG_BINPUT) and of ckptconv (which puts none of
-# them), and no names. Legacy files say of every storage that it is not a view (N).
+# them), and no names. Legacy files say of every storage that it is not a view (N). What is put has
+# an index above those that BINGET fetches, so the names that runs fetch are never put by a run.
 _INTEGER = rb"(K.|M..|J....)"
+_PUT = rb"(?:r((?!.\0\0\0)....))?"
 _INTEGERS = (
     rb"((?:K.|M..|J....)[\x85]|(?:K.|M..|J....){2}[\x86]|(?:K.|M..|J....){3}[\x87]"
-    rb"|\((?:K.|M..|J....){4,}t)(?:r(....))?"
+    rb"|\((?:K.|M..|J....){4,}t)" + _PUT
 )
 _PERSISTENT_ID = (
-    rb"\(h(.)h(.)X(.)\0\0\0([0-9]{1,20})(?:r(....))?h(.)" + _INTEGER + rb"(N?)t(?:r(....))?Q"
+    rb"\(h(.)h(.)X(.)\0\0\0([0-9]{1,20})" + _PUT + rb"h(.)" + _INTEGER + rb"(N?)t" + _PUT + rb"Q"
 )
-_TENSOR = (
-    _PERSISTENT_ID
-    + (_INTEGER + _INTEGERS + _INTEGERS)
-    + rb"([\x88\x89])h(.)\)R(?:r(....))?t(?:r(....))?R"
-)
+_FLAG_AND_HOOKS = rb"([\x88\x89])h(.)\)R" + _PUT + rb"t" + _PUT + rb"R"
+_TENSOR = _PERSISTENT_ID + _INTEGER + _INTEGERS + _INTEGERS + _FLAG_AND_HOOKS
 TENSOR_RUN = re.compile(_TENSOR, re.DOTALL).match
 # An entry of a state dict behind another: what puts the value before it into the memo, its key, and
 # its tensor with the name of the rebuild function. Where the key is taken for longer or shorter
 # than it is, its length tells.
-_ENTRY_RUN = re.compile(
-    rb"(?:r(....))?X(.)\0\0\0([\w.]{1,255})(?:r(....))?h(.)\(" + _TENSOR, re.DOTALL
-).match
+_KEY = rb"X(.)\0\0\0([\w.]{1,255})"
+_ENTRY_RUN = re.compile(_PUT + _KEY + _PUT + rb"h(.)\(" + _TENSOR, re.DOTALL).match
 _INT_RUNS: dict[bytes, tuple[int, ...]] = {}
 
 

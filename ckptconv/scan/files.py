@@ -1,6 +1,4 @@
-"""Is it safe to load? Judges files and folders by the worst name in their streams; nothing is
-executed.
-"""
+"""Is it safe to load? Judges files and folders by the worst name in them; executes nothing."""
 
 from __future__ import annotations
 
@@ -33,8 +31,9 @@ __all__ = ["Scan", "ScannedFile", "Sighting", "scan_checkpoint"]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ScannedFile:
-    """What was found in one file. `kind` says what the file is; `pickles` counts those in it,
-    nested ones included.
+    """What was found in one file.
+
+    `kind` says what the file is; `pickles` counts those in it, nested ones included.
     """
 
     path: str
@@ -135,9 +134,7 @@ def _size(path: Path) -> int:
 
 
 class _CountedSource(WrappedSource):
-    """A file of which each MiB is counted once, when it is first looked at: a scan goes back and
-    forth.
-    """
+    """A file whose every MiB counts once, when first looked at: a scan goes back and forth."""
 
     def __init__(self, inner: Source, read: Meter) -> None:
         super().__init__(inner)

@@ -38,15 +38,11 @@ _MARKS = ("constants.pkl", "bytecode.pkl", "model.json")
 _KINDS: dict[str, Kind] = {"bytecode.pkl": "bytecode", "model.json": "model"}
 _ENDINGS = tuple(_KINDS)
 FLATBUFFER = b"PTMF"
-"""What stands at byte 4 of a module for mobiles that is a flatbuffer; `torch.jit.load` takes it
-too.
-"""
+"""What a module for mobiles that is a flatbuffer has at byte 4; `torch.jit.load` takes it too."""
 
 
 def script_records(names: Iterable[str]) -> dict[str, Kind]:
-    """The records of an archive that torch compiles or runs; it does not tell upper and lower case
-    apart.
-    """
+    """The records of an archive that torch compiles or runs; upper and lower case are the same."""
     lower = {name.lower(): name for name in names}
     found: dict[str, Kind] = {}
     for low, name in lower.items():
@@ -211,9 +207,7 @@ def _tokens(text: bytes) -> Iterator[tuple[str, bytes, int]]:
 
 
 def _string_end(text: bytes, at: int, end: re.Pattern[bytes]) -> int:
-    """The byte behind a string whose first character is at `at`; one that a newline breaks off ends
-    before it.
-    """
+    """The byte behind a string whose first character is at `at`; before a newline that ends it."""
     while (match := end.search(text, at)) is not None:
         if match[0] != b"\\":
             return match.start() if match[0] == b"\n" else match.end()

@@ -263,9 +263,7 @@ def judge_operator(namespace: str, name: str) -> Verdict:
 
 
 def _base(name: str) -> str:
-    """The name of an operator without what tells its variants: `_foo_backward_` and `foo_out` are
-    `foo`.
-    """
+    """The name of an operator without its variant: `_foo_backward_` and `foo_out` are `foo`."""
     while True:
         short = name.strip("_") or name
         for end in _VARIANTS:

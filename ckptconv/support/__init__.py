@@ -1,3 +1,1 @@
-"""What every package needs and none is about: errors, limits, text, progress, signals, what systems
-differ in.
-"""
+"""What every package needs: errors, limits, text, progress, signals, what systems differ in."""

@@ -1,6 +1,4 @@
-"""Checks the options of the library: one wording for all that are misspelt, empty or of the wrong
-type.
-"""
+"""Checks the library's options: one wording for all that are misspelt, empty or of a wrong type."""
 
 from __future__ import annotations
 
@@ -154,9 +152,7 @@ def refuse_no_tags(given: object) -> None:
 
 
 def refuse_no_texts(**given: object) -> None:
-    """Raise `OptionRefused` unless each option is a list of texts: one text is not the list of its
-    letters.
-    """
+    """Raise `OptionRefused` unless each option is a list of texts: a text is not its letters."""
     for option, texts in given.items():
         if (
             isinstance(texts, (str, bytes))

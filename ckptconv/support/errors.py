@@ -17,9 +17,7 @@ _LONGEST_NAME = 200
 
 
 def printable(text: object, limit: int = _LONGEST_NAME) -> str:
-    """`text` as one safe line: control and other unprintable characters escaped, cut after `limit`
-    characters.
-    """
+    """`text` as one safe line: unprintable characters escaped, cut after `limit` characters."""
     raw = text if isinstance(text, str) else str(text)
     cut = raw if len(raw) <= limit else raw[:limit] + "…"
     if cut.isprintable():
@@ -60,9 +58,7 @@ class CheckpointError(Exception):
         self.hint = hint
 
     def at(self, *, path: object = None, where: object = None) -> CheckpointError:
-        """Fill in the path or the place, where a lower layer could not know it; what is known
-        already stays.
-        """
+        """Fill in the path or place that a lower layer could not know; what is known stays."""
         if self.path is None and path is not None:
             self.path = str(path)
         if self.where is None and where is not None:
@@ -121,9 +117,7 @@ class UnreadableFile(UnsupportedCheckpoint, PermissionError):
 
 
 class IsFolder(UnsupportedCheckpoint, IsADirectoryError):
-    """The path is a folder, but a file is needed; `errno` and `filename` are those of
-    `IsADirectoryError`.
-    """
+    """The path is a folder, not a file; `errno` and `filename` are those of `IsADirectoryError`."""
 
 
 _KINDS: dict[int, tuple[type[UnsupportedCheckpoint], str, str | None]] = {
@@ -205,9 +199,7 @@ def too_deep(what: str, *, path: object = None) -> LimitExceeded:
 
 
 class RefusedObject(CheckpointError):
-    """The tree holds something that the output cannot hold, or that `weights_only=True` would
-    refuse.
-    """
+    """The tree holds what the output cannot hold, or what `weights_only=True` would refuse."""
 
 
 class KeyConflict(CheckpointError):
@@ -238,8 +230,9 @@ class KeyMismatch(CheckpointError):
 
 
 class OptionRefused(CheckpointError, ValueError):
-    """An option of the library is not one of its choices, is empty, or has the wrong type; the hint
-    lists the choices.
+    """An option of the library is not one of its choices, is empty, or has the wrong type.
+
+    The hint lists the choices.
     """
 
 
@@ -248,8 +241,9 @@ class UnknownOption(OptionRefused, TypeError):
 
 
 class MissingDependency(CheckpointError, ImportError):
-    """A package that this needs is not installed, or cannot be imported; the hint is the command
-    that installs it.
+    """A package that this needs is not installed, or cannot be imported.
+
+    The hint is the command that installs it.
     """
 
 

@@ -1,6 +1,4 @@
-"""Pauses the garbage collector while a tree is built: it has millions of small objects, none of
-them garbage.
-"""
+"""Pauses the garbage collector while a tree is built of millions of small objects, none garbage."""
 
 from __future__ import annotations
 
@@ -11,9 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause cyclic collection for the block (halves the time for 100,000 tensors); what was off
-    stays off.
-    """
+    """Pause cyclic collection for the block (half the time for 100,000 tensors); off stays off."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

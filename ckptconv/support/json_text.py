@@ -1,6 +1,4 @@
-"""Reads the JSON in files strictly: the safetensors header, the index of shards. Only objects are
-accepted.
-"""
+"""Reads JSON files strictly: the safetensors header, the index of shards. Only objects will do."""
 
 from __future__ import annotations
 
@@ -12,9 +10,7 @@ from ckptconv.support.errors import malformed
 
 
 def read_object(raw: bytes, path: Path, where: str) -> dict[str, Any]:
-    """The JSON object in `raw`; `MalformedCheckpoint` when it is none, or a name stands in one
-    object twice.
-    """
+    """The JSON object in `raw`; `MalformedCheckpoint` if it is another value or repeats a name."""
     refuse_crowded(raw, path, where)
     try:
         found = json.loads(raw.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)

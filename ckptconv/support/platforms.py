@@ -45,8 +45,7 @@ _os: Any = os  # by which what this system may lack is asked for
 _signal: Any = signal
 
 ON_WINDOWS = hasattr(os, "O_BINARY")
-"""Whether files have text and binary modes, and one that is open can be neither replaced nor
-removed."""
+"""Whether files have text and binary modes, and an open one can be neither replaced nor removed."""
 
 _BINARY: int = getattr(os, "O_BINARY", 0)
 # where it is missing, Python itself takes care that children get no descriptor
@@ -503,8 +502,7 @@ def can_set_alarm() -> bool:
 
 
 def set_alarm(seconds: float, handler: Callable[..., Any]) -> None:
-    """Have `handler` called in the main thread after so many seconds, even while a pattern is
-    matched."""
+    """Call `handler` in the main thread after so many seconds, even while a pattern is matched."""
     signal.signal(_signal.SIGALRM, handler)
     _signal.setitimer(_signal.ITIMER_REAL, seconds)
 

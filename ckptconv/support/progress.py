@@ -1,6 +1,4 @@
-"""The progress of a long run: the one value that `on_progress` callbacks get, and a counter that
-makes it.
-"""
+"""The progress of a long run: the value that `on_progress` callbacks get, and its counter."""
 
 from __future__ import annotations
 

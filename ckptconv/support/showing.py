@@ -1,5 +1,6 @@
-"""How results show themselves: one short line in a prompt, a small table in a notebook; text from
-files is escaped in both.
+"""How results show themselves: one short line in a prompt, a small table in a notebook.
+
+Text from files is escaped in both.
 """
 
 from __future__ import annotations

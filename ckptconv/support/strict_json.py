@@ -1,5 +1,6 @@
-"""Documents as JSON that every reader takes: ASCII, no NaN, no half of a character; one schema
-number for all of them.
+"""Documents as JSON that every reader takes: ASCII, no NaN, no half of a character.
+
+One schema number for all of them.
 """
 
 from __future__ import annotations

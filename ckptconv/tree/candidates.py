@@ -34,9 +34,7 @@ _ROOT, _MODULE, _OTHER = 4, 2, 0
 """Ranks; of two alike the one with tensors, not arrays, is one higher."""
 
 _PACKED = ("_extra_state", "_packed_params")
-"""Last segments of keys under which modules keep what they like, tensors in tuples and dicts among
-it.
-"""
+"""Last segments of keys where modules keep what they like, also tensors in tuples and dicts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -319,9 +317,7 @@ def tells_of_wrappers(place: Place, key: str, value: Node) -> bool:
 
 
 def is_of_no_module(key: str) -> bool:
-    """Whether a key has the name of no module in it, and is not what a module keeps beside its
-    tensors.
-    """
+    """Whether a key names no module in it, and nothing that a module keeps beside its tensors."""
     return "." not in key and key not in _PACKED
 
 
@@ -350,9 +346,7 @@ def _stands_for_tensor(value: Node) -> bool:
 
 
 def _is_own(key: Node, value: Node) -> bool:
-    """Whether a value belongs to the state dict that its key is in, though there may be tensors
-    inside of it.
-    """
+    """Whether a value belongs to the state dict of its key, though it may have tensors inside."""
     if _stands_for_tensor(value):
         return True
     return _is_packed(key) or (

@@ -1,6 +1,4 @@
-"""An opened checkpoint: its tree of symbolic nodes, whose leaves are tensors that still lie in the
-file.
-"""
+"""An opened checkpoint: its tree of symbolic nodes, whose leaves are tensors still in the file."""
 
 from __future__ import annotations
 
@@ -60,7 +58,8 @@ class Checkpoint:
     legacy``, ``safetensors``, ``memory``, …; `metadata` are a safetensors file's own strings;
     `notes` tell what was odd about the file without being wrong; `modules` counts the whole modules
     in whose places their state dicts stand, `module_classes` are their classes, `module_strays` are
-    what these do not hold, `module_parts` what they hold in another form; `has_whole_modules`: it
+    what these do not hold, `module_parts` what they hold in another form; `dropped` are the parts
+    that an edit left out; `has_whole_modules`: it
     was opened with its modules as they are, and there are some; `facts` are what a torch
     file holds besides its tree; `limits` are those under which it was opened; `index_metadata` is
     what the index of shards says besides their total size; `files` are the shards of an index, each
@@ -81,6 +80,7 @@ class Checkpoint:
     index_metadata: Mapping[str, Any] = field(default_factory=dict)
     module_strays: tuple[Stray, ...] = ()
     module_parts: tuple[Node, ...] = ()
+    dropped: tuple[Node, ...] = ()
     module_classes: tuple[str, ...] = ()
     has_whole_modules: bool = False
     files: tuple[Checkpoint, ...] = ()

@@ -14,7 +14,6 @@ from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.state_dicts import chain_of
 from ckptconv.tree.walk import Place, label_text, place_text, tensors_of, walk
 
-
 Found = tuple[Node, list[tuple[int, str]]]
 """A dict, and the numbers and paths of the items that it is to lose."""
 
@@ -33,12 +32,16 @@ class Drop:
     globs: tuple[str, ...]
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        root, met, notes = checkpoint.root, set[str](), list[str]()
+        root, met = checkpoint.root, set[str]()
+        notes: list[str] = []
+        dropped: list[Node] = []
         # a dict inside one that is made anew is another dict then: so from the outside inwards
         while found := self._outermost(root, met):
             stand_ins = {id(holder): _without(holder, gone) for holder, gone in found.values()}
             for holder, gone in found.values():
-                notes += [_note(path, (mapping_pairs(holder) or ())[at][1]) for at, path in gone]
+                values = [(mapping_pairs(holder) or ())[at][1] for at, _ in gone]
+                notes += [_note(path, value) for (_, path), value in zip(gone, values, strict=True)]
+                dropped += values
             root = substituted(root, containers(root), stand_ins)
         if idle := [glob for glob in self.globs if glob not in met]:
             raise KeyConflict(
@@ -46,7 +49,12 @@ class Drop:
                 path=checkpoint.path,
                 hint=look_hint(checkpoint.path),
             )
-        return replace(checkpoint, root=root, notes=(*checkpoint.notes, *notes))
+        return replace(
+            checkpoint,
+            root=root,
+            notes=(*checkpoint.notes, *notes),
+            dropped=(*checkpoint.dropped, *dropped),
+        )
 
     def _outermost(self, root: Node, met: set[str]) -> dict[int, Found]:
         """The dicts with items to leave out, by id, each with the numbers and paths of these; no

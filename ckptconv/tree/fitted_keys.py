@@ -35,8 +35,9 @@ class KeyTarget:
 
 
 def shapes_of(found: StateDict) -> dict[str, Shape]:
-    """The keys of a state dict with the shapes of their tensors, arrays included; None for what is
-    not a plain tensor.
+    """The keys of a state dict with the shapes of their tensors, arrays included.
+
+    None for what is not a plain tensor.
     """
     return {key: _shape(value) for key, value in zip(found.keys, found.values, strict=True)}
 
@@ -83,9 +84,7 @@ def fitted(found: StateDict, keys: KeyMap, target: KeyTarget) -> KeyMap:
 
 
 def module_paths(renames: Mapping[str, str]) -> Callable[[str], str]:
-    """The new path of a module: as the keys in it went; of one without keys, as the module around
-    it.
-    """
+    """The new path of a module: as the keys in it went; without keys, as the module around it."""
     modules: list[_Modules] = []
 
     def follow(path: str) -> str:
@@ -120,9 +119,7 @@ class _Modules:
                     known[way[count]] = (new, length)
 
     def renamed(self, path: str) -> str:
-        """The new path of a module: that of the innermost known one around it, and what is inside
-        that.
-        """
+        """The new path of a module: the innermost known one around it, and what is inside that."""
         names = path.split(".") if path else []
         number = 0
         known, inside = (None if names else self._new.get(0)), 0

@@ -23,7 +23,7 @@ from ckptconv.tree.settling import Rewritten, Skipped
 @dataclass(frozen=True, slots=True)
 class Flattened:
     """The named tensors of a state dict for safetensors, the recipes of encoded ones, and what was
-    no tensor before.
+    not a tensor before.
 
     `checks` read the indices of encoded tensors, which must be right before anything is written.
     """
@@ -92,9 +92,7 @@ def flatten(
 
 
 def _holds_something(state: Node) -> bool:
-    """Whether the state of a tensor object says anything: a dict, or a pair of dicts, that is not
-    empty.
-    """
+    """Whether a tensor object's state says anything: a dict or pair of dicts, not empty."""
     parts = state if type(state) is tuple else (state,)
     return any(part is not None and not (type(part) is Dict and not part.pairs) for part in parts)
 
@@ -144,9 +142,7 @@ def _skipped_value(key: str, value: Node, *, holds_more: bool) -> Skipped:
 
 
 def _refused_value(key: str, value: Node, output: str) -> RefusedObject:
-    """What to say of a tensor that an output cannot hold, or of a value that holds some: it would
-    lose them.
-    """
+    """What to say of a tensor, or of a value with some, that an output would lose."""
     if is_tensor_call(value):
         what = f"is a tensor that {output} cannot hold ({_tensor_class(value)})"
     elif type(value) is TensorObject:

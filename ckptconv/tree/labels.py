@@ -48,9 +48,7 @@ def words(label: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def names_training_state(label: str) -> bool:
-    """Whether a label names an optimizer, a scheduler or a random state, by its last word that says
-    anything.
-    """
+    """Whether a label names an optimizer, scheduler or random state, by its last telling word."""
     found = words(label)
     if "and" in found:  # model_and_optimizer
         return False

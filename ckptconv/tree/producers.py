@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from ckptconv.keys.key_map import all_start
+from ckptconv.keys.wrappers import all_start
 from ckptconv.pickles.nodes import Call, Node, mapping_pairs
 
 Labels = Mapping[str, Node]
@@ -91,9 +91,7 @@ def producer_in(root: Node) -> Producer | None:
 
 
 def producer_of(root: Node) -> str | None:
-    """The framework that wrote a checkpoint, with its version where that is known; None when
-    nothing tells.
-    """
+    """The framework that wrote a checkpoint, with its version if known; None when nothing tells."""
     labels = _labels(root)
     if (producer := producer_in(root)) is not None:
         version = producer.version(labels)

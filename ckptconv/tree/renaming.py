@@ -10,13 +10,13 @@ from ckptconv.keys.key_map import (
     STRIP,
     KeyMap,
     KeyRules,
-    find_wrappers,
     hint_of_starts,
     map_keys,
     refuse_idle,
     unchanged,
 )
 from ckptconv.keys.mappings import MappedKeys
+from ckptconv.keys.wrappers import find_wrappers
 from ckptconv.pickles.nodes import Node, mapping_pairs
 from ckptconv.support.errors import AmbiguousStateDict, KeyConflict, KeyMismatch, printable
 from ckptconv.tree.candidates import metadata_of
@@ -75,8 +75,9 @@ def _has_work(item: StateDict, rules: KeyRules) -> bool:
 
 
 def map_state_dict(item: StateDict, rules: KeyRules, fit_to: KeyTarget | None) -> KeyMap:
-    """The rules applied, then the keys fitted; where wrappers are all that the rules are about,
-    fitting finds them itself.
+    """The rules applied, then the keys fitted.
+
+    Where wrappers are all that the rules are about, fitting finds them itself.
     """
     try:
         keys = map_keys(
@@ -123,9 +124,7 @@ def _reason(at: int, keys: KeyMap, fit_to: KeyTarget | None) -> str:
 
 
 def renamed_keys(item: StateDict, keys: KeyMap, unheld: Collection[str] = ()) -> RenamedKeys:
-    """What became of the keys of a state dict; `unheld` are new keys whose values the output does
-    not hold.
-    """
+    """What became of a state dict's keys; `unheld`: new keys whose values are not in the output."""
     pairs = list(zip(keys.old, keys.new, strict=True))
     changed = tuple([(old, new) for old, new in pairs if new is not None and new != old])
     left_out = tuple([old for old, new in pairs if new is None]) if None in keys.new else ()

@@ -169,8 +169,9 @@ def _is_harmless_key(key: Node) -> bool:
 
 
 def _is_small_tuple(key: tuple[Node, ...]) -> bool:
-    """Whether a tuple holds plain values, and tuples of them, only; `LimitExceeded` for many (a
-    doubling one does not end).
+    """Whether a tuple holds plain values, and tuples of them, only.
+
+    `LimitExceeded` for many (a doubling one does not end).
     """
     most = in_force().key_tuple
     work: list[Node] = [key]
@@ -320,9 +321,7 @@ def _stands_alone(place: Place) -> bool:
 
 
 def _bound_names(root: Node, overlay: Mapping[int, Node]) -> set[int]:
-    """The classes that are part of how some object is made: one and the same node may stand alone
-    elsewhere.
-    """
+    """The classes that some object is made of: one and the same node may stand alone elsewhere."""
     found: set[int] = set()
     for _, node in walk(root, overlay):
         if type(node) is TensorObject:

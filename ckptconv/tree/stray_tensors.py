@@ -42,8 +42,9 @@ _PLAIN_ATTRIBUTES = {
     "models.yolo.DetectionModel": {"stride", "class_weights"},
     "models.yolo.Detect": {"stride", "grid", "anchor_grid"},
 }
-"""Attributes that YOLOv5's classes set and do not save (models/yolo.py, train.py); their module is
-named like many others.
+"""Attributes that YOLOv5's classes set and do not save (models/yolo.py, train.py).
+
+Their module is named like many others.
 """
 # it writes a version into the metadata
 _KNOWN_HOOKS = ("torch.nn.utils.spectral_norm.SpectralNormStateDictHook",)

@@ -142,9 +142,7 @@ def _inner(node: Node) -> Iterator[tuple[Node, Node]]:
 def tensors_of(
     root: Node, overlay: Overlay | None = None, *, depth: int | None = None
 ) -> Iterator[tuple[str, TensorRef]]:
-    """Every tensor of a tree with its path; tensors met twice under different keys of state dicts
-    appear once.
-    """
+    """Every tensor of a tree with its path; tensors met twice under other keys appear once."""
     for place, node in walk(root, overlay, depth=depth):
         if (tensor := tensor_of(node)) is not None:
             yield place_text(place), tensor

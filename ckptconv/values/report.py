@@ -10,11 +10,10 @@ from ckptconv.support.errors import printable
 from ckptconv.support.rows import Level, Row
 from ckptconv.support.text import count_text, some_text
 from ckptconv.tensors.statistics import QUANTILE_ERROR
-from ckptconv.values.collect import CheckpointStatistics, TensorStatistics
+from ckptconv.values.facts import HEAD, CheckpointStatistics, TensorStatistics, number_text, row
 
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 """The fractions whose quantiles are told."""
-_HEAD = ("tensor", "dtype", "shape", "min", "max", "mean", "std", "zeros", "nan", "inf")
 _LEFT = 3  # columns whose text begins at the left
 _NARROWEST = 24  # columns for a name
 
@@ -26,15 +25,15 @@ def statistics_lines(
 
     One with NaN or infinite values is a warning.
     """
-    rows = [_row(item) for item in tensors]
-    widths = [max(map(len, column)) for column in zip(_HEAD, *rows, strict=True)]
+    rows = [row(item) for item in tensors]
+    widths = [max(map(len, column)) for column in zip(HEAD, *rows, strict=True)]
     room = max(width - sum(widths[1:]) - 2 * (len(widths) - 1), _NARROWEST)
     widths[0] = min(widths[0], room)
     if rows:
-        yield Row("", _aligned(_HEAD, widths), "heading")
-    for item, row in zip(tensors, rows, strict=True):
+        yield Row("", _aligned(HEAD, widths), "heading")
+    for item, cells in zip(tensors, rows, strict=True):
         level: Level = "warning" if _is_odd(item) else "plain"
-        yield Row("", _aligned((_cut(row[0], room), *row[1:]), widths), level)
+        yield Row("", _aligned((_cut(cells[0], room), *cells[1:]), widths), level)
     if left := len(found.tensors) - len(tensors):
         yield Row("", f"and {left:,} more")
     if found.unread:
@@ -57,32 +56,6 @@ def _total(found: CheckpointStatistics) -> tuple[str, Level]:
     if odd:
         return f"{counted}, {len(odd):,} of them with NaN or infinite values", "warning"
     return f"{counted}, all values finite" if found.tensors else "it holds no tensors", "good"
-
-
-def _row(item: TensorStatistics) -> tuple[str, ...]:
-    known = item.statistics
-    return (
-        printable(item.name, 500) or "the root",
-        item.dtype,
-        "×".join(map(str, item.shape)) or "scalar",
-        *map(number_text, (known.minimum, known.maximum, known.mean, known.std)),
-        f"{known.zeros:,}",
-        f"{known.nan:,}",
-        f"{known.infinite:,}",
-    )
-
-
-def number_text(value: float | int | None) -> str:
-    """A figure in at most ten characters; a dash where there is none.
-
-    >>> number_text(0.123456), number_text(-3), number_text(1e-30), number_text(None)
-    ('0.1235', '-3', '1e-30', '-')
-    """
-    if value is None:
-        return "-"
-    if isinstance(value, int) and abs(value) < 10**7:
-        return str(value)
-    return f"{float(value):.4g}"
 
 
 def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
@@ -185,9 +158,3 @@ def _tensor_document(item: TensorStatistics, bins: int) -> dict[str, Any]:
     if bins:
         document["histogram"] = known.histogram(bins)
     return document
-
-
-def notebook_rows(found: CheckpointStatistics) -> Iterator[tuple[object, ...]]:
-    """The rows of the table that a notebook shows."""
-    yield _HEAD
-    yield from map(_row, found.tensors)

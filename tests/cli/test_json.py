@@ -107,7 +107,9 @@ def hold(section: str, documents: list[dict[str, Any]], *, fit: bool = False) ->
     for one in documents:
         for path, value in fields(one, "", known):
             assert path in known, f"{path} = {value!r:.100} is not on the page"
-            assert kinds(value) & set(known[path]), f"{path} = {value!r:.100} is no {known[path]}"
+            assert kinds(value) & set(known[path]), (
+                f"{path} = {value!r:.100} is none of {known[path]}"
+            )
             met.add(path)
     assert met == set(known), f"on the page, but not printed: {sorted(set(known) - met)}"
 
@@ -457,3 +459,18 @@ def test_a_defect_is_a_document_too(room):
         and done.returncode == 1
         and "Traceback" in done.stderr
     )
+
+
+def test_stats_prints_what_the_page_says(room):
+    odd = {"w": torch.tensor([1.0, float("nan")]), "e": torch.zeros(0), "s": torch.ones(())}
+    plain = torch.randn(4, 2)
+    odd["q"] = torch.quantize_per_channel(
+        plain, torch.ones(4), torch.ones(4), 0, dtype=torch.quint4x2
+    )
+    torch.save(odd, room / "odd.pt")
+    found = [
+        document("stats", "odd.pt", "--histogram", "--top", "3", cwd=room),
+        document("stats", "ddp_cuda3.pt", cwd=room),
+        document("stats", "no.pt", cwd=room, code=1),
+    ]
+    hold("stats", found)

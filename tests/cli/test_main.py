@@ -1062,13 +1062,13 @@ def test_an_empty_name_is_not_the_current_folder(arguments, tmp_path):
     )
 
 
-def test_a_name_like_an_option_can_be_mended(tmp_path):
+def test_a_name_like_an_option_can_be_fixed(tmp_path):
     shutil.copy(DDP, tmp_path / "-q.pt")
-    mend = json.loads(run("doctor", "--json", "--", "-q.pt", cwd=tmp_path).out)["findings"][0][
+    fix = json.loads(run("doctor", "--json", "--", "-q.pt", cwd=tmp_path).out)["findings"][0][
         "command"
     ]
-    assert shlex.split(mend)[2:] == ["./-q.pt", "./-q-portable.pt"]
-    ckptconv(*shlex.split(mend)[1:], cwd=tmp_path)
+    assert shlex.split(fix)[2:] == ["./-q.pt", "./-q-portable.pt"]
+    ckptconv(*shlex.split(fix)[1:], cwd=tmp_path)
     ckptconv("doctor", "--", "-q-portable.pt", cwd=tmp_path)
     (tmp_path / "-z.pt").write_bytes(gzip.compress(DDP.read_bytes()))
     assert "gunzip -c ./-z.pt > ./-z-portable.pt" in run("doctor", "--", "-z.pt", cwd=tmp_path).out
@@ -1141,7 +1141,7 @@ PORTABLE = {"criterion.pt", "regression.pt", "rnn_classifier.pt", "tied.pt"}
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_inspect_tells_what_is_in_a_sample_and_how_to_mend_it(name, tmp_path):
+def test_inspect_tells_what_is_in_a_sample_and_how_to_fix_it(name, tmp_path):
     done = ckptconv("inspect", SAMPLES / name, cwd=tmp_path)
     assert done.err == ""
     document = ckptconv("inspect", SAMPLES / name, "--json", cwd=tmp_path).json()

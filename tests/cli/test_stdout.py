@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptconv.io.staging import temporary_folder
+from ckptconv.io.hidden_folders import temporary_folder
 from helpers.program import (
     PROGRAM,
     SAMPLES,

@@ -155,7 +155,7 @@ def shards(tmp_path: Path) -> Path:
     return tmp_path / "shards"
 
 
-MENDED: dict[str, tuple[str, Callable[[Path], Path]]] = {
+FIXED: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "a CUDA file": ("device", lambda at: tagged(at, "cuda:3")),
     "an NPU file": ("device", lambda at: tagged(at, "npu:0")),
     "a file tagged cpu:0": ("device", lambda at: tagged(at, "cpu:0")),
@@ -263,24 +263,24 @@ def opened_by_torch(path: Path) -> Any:
 
 
 @no_gpu
-@pytest.mark.parametrize("what", MENDED)
+@pytest.mark.parametrize("what", FIXED)
 def test_obeying_the_printed_command_clears_the_finding(what, tmp_path):
-    code, make = MENDED[what]
+    code, make = FIXED[what]
     source = make(tmp_path)
     if source.parent != tmp_path:
         source = Path(shutil.copy(source, tmp_path))
     before = diagnose(source, size=True)
     finding = found(before, code)
     assert finding.command is not None, finding
-    mended = obey(finding.command, tmp_path)
-    after = diagnose(mended, size=code == "all-fp32")
+    fixed = obey(finding.command, tmp_path)
+    after = diagnose(fixed, size=code == "all-fp32")
     assert code not in {other.code for other in after.findings}
     assert [other for other in after.findings if other.severity != "info"] == []
     assert after.loads
-    opened_by_torch(mended)
+    opened_by_torch(fixed)
 
 
-UNMENDED: dict[str, tuple[str, Callable[[Path], Path]]] = {
+UNFIXED: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "a device that is not here": ("no-such-device", lambda at: saved(at, weights())),
     "codes beside a scale": (
         "scaled-weights",
@@ -303,7 +303,7 @@ UNMENDED: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "an optimizer's state alone": ("no-weights", lambda at: saved(at, adam())),
     "a tensor alone": ("bare-tensor", lambda at: saved(at, torch.ones(3))),
 }
-"""The same for what no conversion mends."""
+"""The same for what no conversion fixes."""
 
 
 def huge_header(tmp_path: Path) -> Path:
@@ -322,9 +322,9 @@ def with_flipped_bit(path: Path) -> Path:
 
 
 @no_gpu
-@pytest.mark.parametrize("what", UNMENDED)
-def test_what_no_conversion_mends_has_no_command(what, tmp_path):
-    code, make = UNMENDED[what]
+@pytest.mark.parametrize("what", UNFIXED)
+def test_what_no_conversion_fixes_has_no_command(what, tmp_path):
+    code, make = UNFIXED[what]
     diagnosis = diagnose(
         make(tmp_path), values=True, device="cuda:9" if code == "no-such-device" else None
     )
@@ -339,7 +339,7 @@ def codes_in_the_source() -> set[str]:
     one, and those of `_code`.
     """
     codes: set[str] = set()
-    for name in ("symptoms", "diagnose", "unopened"):
+    for name in ("cases", "file_symptoms", "model_symptoms", "diagnose", "unopened"):
         tree = ast.parse((ROOT / "ckptconv" / "doctor" / f"{name}.py").read_text())
         calls = [
             node
@@ -377,17 +377,17 @@ ELSEWHERE = {
 
 def test_every_kind_of_finding_has_a_file_that_has_it():
     assert all(callable(globals()[test]) for test in ELSEWHERE.values())
-    tested = {code for code, _ in (*MENDED.values(), *UNMENDED.values())}
+    tested = {code for code, _ in (*FIXED.values(), *UNFIXED.values())}
     assert codes_in_the_source() == tested | ELSEWHERE.keys()
 
 
 @no_gpu
-@pytest.mark.parametrize("what", MENDED)
+@pytest.mark.parametrize("what", FIXED)
 def test_inspect_calls_portable_what_doctor_finds_no_error_in(what, tmp_path):
     """But for keys in a wrapper, which torch.load does not mind."""
-    source = MENDED[what][1](tmp_path)
+    source = FIXED[what][1](tmp_path)
     diagnosis = diagnose(source)
-    if diagnosis.format is None or MENDED[what][0] == "lone-shard":
+    if diagnosis.format is None or FIXED[what][0] == "lone-shard":
         return  # what cannot be inspected, or opens, but is not all
     with open_checkpoint(source) as checkpoint:
         portable, _ = verdict(inspect_checkpoint(checkpoint))
@@ -398,10 +398,10 @@ def test_inspect_calls_portable_what_doctor_finds_no_error_in(what, tmp_path):
 
 
 @no_gpu
-@pytest.mark.parametrize("what", MENDED)
+@pytest.mark.parametrize("what", FIXED)
 def test_every_command_of_a_file_works(what, tmp_path):
     """All of them, one after another: no two write to one name."""
-    source = MENDED[what][1](tmp_path)
+    source = FIXED[what][1](tmp_path)
     if source.parent != tmp_path:
         source = Path(shutil.copy(source, tmp_path))
     commands: dict[str, list[str]] = {}
@@ -409,9 +409,9 @@ def test_every_command_of_a_file_works(what, tmp_path):
         assert finding.command is not None, finding
         commands.setdefault(finding.command, []).append(finding.code)
     for command, codes in commands.items():
-        mended = obey(command, tmp_path)
+        fixed = obey(command, tmp_path)
         assert not set(codes) & {
-            other.code for other in diagnose(mended, size="all-fp32" in codes).findings
+            other.code for other in diagnose(fixed, size="all-fp32" in codes).findings
         }, command
 
 
@@ -428,7 +428,7 @@ ADVISED = {
 
 
 @pytest.mark.parametrize("what", ADVISED)
-def test_where_no_command_mends_the_advice_says_what_to_do(what, tmp_path):
+def test_where_no_command_fixes_the_advice_says_what_to_do(what, tmp_path):
     content, advice = ADVISED[what]
     (tmp_path / "model.pt").write_bytes(content)
     (finding,) = diagnose(tmp_path / "model.pt").findings
@@ -464,7 +464,7 @@ def test_the_quoted_error_about_a_device_is_torchs(tag, tmp_path):
 def test_the_quoted_error_about_an_index_that_is_not_here_is_torchs(count, tmp_path, monkeypatch):
     path = tagged(tmp_path, "cuda:3")
     monkeypatch.setattr(
-        "ckptconv.doctor.symptoms.survey_host",
+        "ckptconv.doctor.cases.survey_host",
         lambda ask_torch: Host((), None, "2.13", count, False, 0, ()),
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -498,7 +498,7 @@ QUOTED = {
 
 @pytest.mark.parametrize("what", QUOTED)
 def test_the_quoted_error_is_torchs(what, tmp_path):
-    path = MENDED[what][1](tmp_path)
+    path = FIXED[what][1](tmp_path)
     assert_quoted(found(diagnose(path), QUOTED[what]), path)
 
 
@@ -596,10 +596,10 @@ def test_doctor_and_torch_agree_on_real_files(entry, corpus, tmp_path):
     for finding in (
         item for item in diagnose(copy).findings if item.severity != "info" and item.command
     ):
-        mended = obey(finding.command, tmp_path)
-        assert [item for item in diagnose(mended).findings if item.severity != "info"] == []
-        opened_by_torch(mended)
-        mended.unlink()
+        fixed = obey(finding.command, tmp_path)
+        assert [item for item in diagnose(fixed).findings if item.severity != "info"] == []
+        opened_by_torch(fixed)
+        fixed.unlink()
 
 
 VALUES: dict[str, Any] = {
@@ -661,9 +661,9 @@ FOLDERS = ("acc_state", "dcp_fsdp2", "ds_z2", "ds_z3")
 @pytest.mark.parametrize("name", FOLDERS)
 def test_the_command_for_a_folder_makes_one_file_that_torch_opens(name, produced, tmp_path):
     shutil.copytree(produced / name, tmp_path / name)
-    mended = obey(found(diagnose(tmp_path / name), "container").command, tmp_path)
-    assert diagnose(mended).loads
-    opened_by_torch(mended)
+    fixed = obey(found(diagnose(tmp_path / name), "container").command, tmp_path)
+    assert diagnose(fixed).loads
+    opened_by_torch(fixed)
 
 
 def test_the_command_for_a_step_names_it(produced, tmp_path):
@@ -679,12 +679,12 @@ def test_the_command_for_a_step_names_it(produced, tmp_path):
 def test_one_ranks_file_alone_is_joined_with_those_beside_it(rank, produced, tmp_path):
     for number in (0, 1):
         shutil.copy(produced / f"rank{number}_dtensor.pt", tmp_path)
-    mended = obey(
+    fixed = obey(
         found(diagnose(tmp_path / f"rank{rank}_dtensor.pt"), "lone-rank").command, tmp_path
     )
-    assert diagnose(mended).loads
+    assert diagnose(fixed).loads
     full = torch.load(produced / "full_from_fsdp.pt", weights_only=True)
-    joined = torch.load(mended, weights_only=True)
+    joined = torch.load(fixed, weights_only=True)
     assert list(joined) == list(full)
     assert all(oracle.value_bytes(joined[key]) == oracle.value_bytes(full[key]) for key in full)
 
@@ -788,9 +788,7 @@ def test_tags_that_this_host_serves_are_no_finding(tmp_path, monkeypatch):
     path = tagged(tmp_path, "cuda:1")
     for count, loads in ((2, True), (1, False)):
         host = Host((), None, "2.13", count, False, 0, ())
-        monkeypatch.setattr(
-            "ckptconv.doctor.symptoms.survey_host", lambda ask_torch, host=host: host
-        )
+        monkeypatch.setattr("ckptconv.doctor.cases.survey_host", lambda ask_torch, host=host: host)
         assert diagnose(path).loads == loads
 
 
@@ -862,10 +860,10 @@ def test_obeying_makes_the_keys_fit(what, by, net, tmp_path):
     wanted = {by: name if by == "model" else "other.pt"}
     path = saved(tmp_path, FITTED[what](model.state_dict()))
     finding = found(diagnose(path, **wanted), "keys")
-    mended = obey(finding.command, tmp_path)
-    after = diagnose(mended, **wanted)
+    fixed = obey(finding.command, tmp_path)
+    after = diagnose(fixed, **wanted)
     assert [item for item in after.findings if item.severity != "info"] == []
-    loaded = torch.load(mended, weights_only=True)
+    loaded = torch.load(fixed, weights_only=True)
     state = next((loaded[key] for key in ("model", "state_dict") if key in loaded), loaded)
     fresh = type(model)().half()
     fresh.load_state_dict(state, strict=True)
@@ -914,8 +912,8 @@ def test_a_wrapped_model_wants_wrapped_keys(net, tmp_path):
     assert diagnose("wrapped.pt", like="wrapped.pt").findings == ()
     with oracle.tagged(lambda _: "cuda:3"):
         saved(tmp_path, prefixed("module.")(model.state_dict()), "gpu.pt")
-    mended = obey(found(diagnose("gpu.pt", like="wrapped.pt"), "device").command, tmp_path)
-    assert diagnose(mended, like="wrapped.pt").findings == ()
+    fixed = obey(found(diagnose("gpu.pt", like="wrapped.pt"), "device").command, tmp_path)
+    assert diagnose(fixed, like="wrapped.pt").findings == ()
 
 
 def test_the_program_takes_a_model(net, tmp_path):
@@ -955,7 +953,7 @@ def test_what_cannot_be_asked_is_not_answered(asked, tmp_path):
 
 
 @no_gpu
-def test_a_command_that_mends_two_findings_is_printed_once(tmp_path):
+def test_a_command_that_fixes_two_findings_is_printed_once(tmp_path):
     with oracle.tagged(lambda _: "cuda:3"):
         saved(tmp_path, {f"module.{key}": value for key, value in weights().items()})
     done = run("doctor", "model.pt", cwd=tmp_path)

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 import struct
 import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections import Counter, OrderedDict
 from decimal import Decimal
 from pathlib import Path
@@ -1102,3 +1104,24 @@ def test_lazy_bits_count_by_being_named_as_in_torch(bits, tmp_path):
         convert_checkpoint(tmp_path / "in.pt", tmp_path / name)
     assert torch.load(tmp_path / "out.pt")["w"].tolist() == expected.tolist()
     assert load_file(tmp_path / "out.safetensors")["w"].tolist() == expected.tolist()
+
+
+def test_a_deflated_record_whose_local_header_says_stored_is_refused(tmp_path):
+    """Its header has just the form that torch gives to stored records."""
+    body = pickle.dumps({"w": 1}, 2)
+    packed = zlib.compressobj(9, zlib.DEFLATED, -15)
+    stored = {b"a/version": (b"3\n", 0), b"a/data.pkl": (body, 8)}
+    out = directory = b""
+    for name, (plain, method) in stored.items():
+        raw = packed.compress(plain) + packed.flush() if method else plain
+        crc, at = zlib.crc32(plain), len(out)
+        out += struct.pack("<4s5H3I2H", b"PK\3\4", 0, 0x808, 0, 0, 0, 0, 0, 0, len(name), 0)
+        out += name + raw + struct.pack("<4s3I", b"PK\7\x08", crc, len(raw), len(plain))
+        directory += struct.pack(
+            "<4s6H3I5H2I", b"PK\1\2", 0, 0, 0x808, method, 0, 0, crc, len(raw), len(plain),
+            len(name), 0, 0, 0, 0, 0, at,
+        ) + name  # fmt: skip
+    end = struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, 2, 2, len(directory), len(out), 0)
+    (tmp_path / "m.pt").write_bytes(out + directory + end)
+    with pytest.raises(MalformedCheckpoint, match="local header contradicts the directory"):
+        open_checkpoint(tmp_path / "m.pt")

@@ -244,7 +244,7 @@ def run(
 def run_bytes(
     *arguments: object, cwd: Path, env: Mapping[str, str] | None = None, stdout: int | None = None
 ) -> tuple[int, bytes, str]:
-    """As `run`, of a program whose stdout is no text, or is this file: the exit code, stdout and
+    """As `run`, of a program whose stdout is not text, or is this file: the exit code, stdout and
     stderr.
     """
     server = _server_for(arguments)

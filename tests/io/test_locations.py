@@ -110,7 +110,7 @@ def test_a_plain_path_may_go_down_but_not_up():
 
 
 class TestMemory(LocationConformance):
-    """A kind that is no file system, by which formats are tested too."""
+    """A kind that is not a file system, by which formats are tested too."""
 
     def home(self, room):
         STORES[room.name] = {}

@@ -27,7 +27,7 @@ from ckptconv import CheckpointError, convert_checkpoint, load_portable, open_ch
 from ckptconv.convert.execute import execute_plan
 from ckptconv.convert.options import Options
 from ckptconv.convert.planner import plan_conversion
-from ckptconv.io import staging
+from ckptconv.io.hidden_folders import staging_folder
 from ckptconv.live import load as loading
 from ckptconv.support import platforms
 from ckptconv.support.signals import held_back
@@ -195,7 +195,7 @@ def test_a_replaced_output_keeps_its_owner(room):
 def test_nobody_else_can_read_an_output_before_it_has_its_permissions(room):
     (room / "out.pt").write_bytes(b"old")
     (room / "out.pt").chmod(0o600)
-    with staging.staging_folder(room / "out.pt", room / "out.pt") as folder:
+    with staging_folder(room / "out.pt", room / "out.pt") as folder:
         assert stat.S_IMODE(folder.stat().st_mode) & 0o077 == 0
 
 
@@ -481,7 +481,7 @@ def test_what_a_living_process_writes_is_left_alone_and_what_a_dead_one_left_is_
         room / ".other.pt.0123abcd.ckptconv-tmp",
         room / ".out.pt.xyz.ckptconv-tmp",
     ]
-    with staging.staging_folder(target, target) as living:
+    with staging_folder(target, target) as living:
         (living / "out.pt").write_bytes(b"half")
         for folder in (dead, *foreign):
             folder.mkdir()

@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 
 from ckptconv import limits
 from ckptconv.keys.fitting import fit_keys
-from ckptconv.keys.key_map import UNMISTAKABLE, KeyRules, _Followed, find_wrappers, map_keys
+from ckptconv.keys.key_map import KeyRules, map_keys
+from ckptconv.keys.module_paths import Followed
+from ckptconv.keys.wrappers import UNMISTAKABLE, find_wrappers
 from ckptconv.support.errors import LimitExceeded
 from ckptconv.tree.fitted_keys import module_paths
 from helpers.program import run
@@ -99,7 +101,7 @@ def defined_paths(renames: Mapping[str, str]) -> dict[str, set[str | None]]:
 @given(RENAMES, PATHS)
 def test_a_module_goes_where_all_of_its_keys_went(renames, path):
     said = defined_paths(renames).get(path, {None})
-    assert _Followed([*renames, None], [*renames.values(), "x"]).get(path) == (
+    assert Followed([*renames, None], [*renames.values(), "x"]).get(path) == (
         said.pop() if len(said) == 1 else None
     )
 
@@ -188,7 +190,7 @@ def test_every_rule_and_the_module_paths_behind_it_take_linear_time(rule):
 def test_a_name_followed_through_many_modules_takes_linear_time():
     key = "a." * COUNT + "w"
     begin = time.process_time()
-    followed = _Followed([key, "b"], ["x." + key, "x.b"])
+    followed = Followed([key, "b"], ["x." + key, "x.b"])
     assert followed.get(key[:-2]) == "x." + key[:-2]
     assert followed.get("") == "x"
     follow = module_paths({key: "x." + key, "b": "x.b"})

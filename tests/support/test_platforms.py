@@ -30,7 +30,7 @@ from helpers.program import SAMPLES, assert_one_error, environment, run
 ELSEWHERE = ("bare", "windows")
 USERS_OF_PLATFORMS = {
     "support.signals", "keys.rules", "io.files", "io.inflate", "io.stream", "io.destination",
-    "io.staging", "io.location", "io.outputs", "cli.terminal",
+    "io.staging", "io.hidden_folders", "io.location", "io.outputs", "cli.terminal",
 }  # fmt: skip
 ONLY_HERE = {
     "os.name",
@@ -507,7 +507,7 @@ LEFT_OVER = """
 from pathlib import Path
 from ckptconv import convert_checkpoint
 from ckptconv.support import platforms
-from ckptconv.io.staging import staging_folder
+from ckptconv.io.hidden_folders import staging_folder
 target = Path("out.pt")
 killed = Path(".out.pt.01234567.ckptconv-tmp")
 killed.mkdir()

@@ -53,9 +53,7 @@ class Openers(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What lies under one label of the tree: one file or folder, or the files of all ranks in their
-    order.
-    """
+    """What is under one label of the tree: a file or folder, or the files of all ranks in order."""
 
     label: str
     paths: list[Location]
@@ -63,9 +61,7 @@ class _Part(NamedTuple):
 
 
 def is_accelerate(path: Location) -> bool:
-    """Whether `path` is a folder with weights and the random states that `save_state` leaves beside
-    them.
-    """
+    """Whether `path` is a folder with weights and the random states that `save_state` leaves."""
     if not path.is_folder():
         return False
     names = path.names()
@@ -80,9 +76,7 @@ def is_fsdp(path: Location) -> bool:
 
 
 def open_accelerate(path: Location, openers: Openers) -> Checkpoint:
-    """Open every part of the folder; the tree is a dict of their trees by name, the model's under
-    ``model``.
-    """
+    """Open every part; the tree is a dict of their trees by name, the model's under ``model``."""
     opened: list[tuple[str, Checkpoint]] = []
     pairs: list[tuple[Node, Node]] = []
     try:
@@ -128,9 +122,7 @@ def _parts(folder: Location) -> tuple[list[_Part], list[str]]:
 
 
 def _preferred(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The safetensors file of each model where there is one, as accelerate loads it, and notes on
-    the others.
-    """
+    """Each model's safetensors file where there is one, as accelerate loads it; notes on others."""
     found: dict[str, str] = {}
     left = []
     for name in sorted(names, key=lambda name: not name.endswith(".safetensors")):
@@ -162,8 +154,9 @@ def _optimizer_label(name: str) -> Labelled:
 def _gathered(
     folder: Location, names: Sequence[str], labelled: Callable[[str], Labelled]
 ) -> Iterator[_Part]:
-    """The parts that the names are; `UnsupportedCheckpoint` where one is there in two forms, of
-    which one must be older.
+    """The parts that the names are.
+
+    `UnsupportedCheckpoint` where one is there in two forms, of which one must be older.
     """
     forms: dict[str, dict[str, list[str]]] = {}
     for name in names:
@@ -201,9 +194,7 @@ def _open_part(part: _Part, openers: Openers) -> Checkpoint:
 
 
 def _unwrapped(root: Node, part: _Part) -> Node:
-    """The tree of a DCP folder without the one label that accelerate saves it under, ``model`` or
-    ``optimizer``.
-    """
+    """The tree of a DCP folder without accelerate's one label, ``model`` or ``optimizer``."""
     pairs = mapping_pairs(root) or ()
     if not part.paths[0].is_folder() or len(pairs) != 1:
         return root

@@ -173,9 +173,7 @@ def _read_index(folder: Location) -> tuple[Metadata, int]:
 
 
 def _refuse_shared_bytes(folder: Location, metadata: Metadata) -> None:
-    """Raise `MalformedCheckpoint` when two items lie in the same bytes of a file: every item is
-    written by itself.
-    """
+    """Raise `MalformedCheckpoint` when two items share bytes of a file: each is written alone."""
     placed = sorted(
         (item.relative_path, item.offset, item.length, key)
         for (key, _), item in metadata.items.items()
@@ -343,15 +341,14 @@ def _megatron_paths(metadata: Metadata) -> dict[str, dcp_metadata.Path]:
 
 
 def _flat_fragments(metadata: Metadata) -> set[str]:
-    """The optimizer's tensors that were stored in another shape, from which their own is not
-    restored here.
-    """
+    """The optimizer's tensors that were stored in another shape; their own is not restored here."""
     return {key for key in metadata.reshaped if _OPTIMIZER(key)}
 
 
 def _merge_common(root: Dict, common: Checkpoint, items: Items) -> int:
-    """Hang the parts of Megatron's `common.pt` into the tree, dicts that both have entered; returns
-    its size in bytes.
+    """Hang the parts of Megatron's `common.pt` into the tree, dicts that both have entered.
+
+    Returns its size in bytes.
     """
     items.sources += common.sources
     work = [(root, common.root, "")]

@@ -171,9 +171,7 @@ class _ReadAhead(WrappedSource):
 
 
 def with_key(error: CheckpointError, key: str) -> CheckpointError:
-    """The error of an item with its key in the first place: which record of which stream it was,
-    comes second.
-    """
+    """The error of an item, its key first; second, which record of which stream it was."""
     error.where = key if error.where in (None, key) else f"{key} ({error.where})"
     return error
 

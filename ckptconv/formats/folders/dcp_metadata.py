@@ -36,9 +36,7 @@ _SIZE = Global("torch", "Size")
 
 
 class Item(NamedTuple):
-    """Where an item lies: `length` bytes at `offset` of the file `relative_path`, after the
-    `transforms` named.
-    """
+    """Where an item lies: `length` bytes at `offset` of `relative_path`, after the `transforms`."""
 
     relative_path: str
     offset: int
@@ -88,9 +86,7 @@ def read_metadata(source: Source) -> Metadata:
 
 
 def merged(ranks: Sequence[Metadata]) -> Metadata:
-    """What the metadata of all ranks say together; of an item that several have, the first one's is
-    taken.
-    """
+    """What the metadata of all ranks say together; of an item in several, the first is taken."""
     whole = Metadata({}, {}, {}, {}, False)
     for rank in ranks:
         for key, entry in rank.entries.items():

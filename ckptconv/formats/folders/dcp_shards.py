@@ -44,9 +44,7 @@ def is_dcp_shards(path: Location) -> bool:
 
 
 def refuse_one_rank(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint of one file, unless it is a rank's file, whose chunks must not pass for the
-    tensors.
-    """
+    """The checkpoint of one file, unless it is a rank's: its chunks must not pass for tensors."""
     starts = _starts(checkpoint) if _INFO in checkpoint.metadata else {}
     if starts and (_SHARD(checkpoint.path.name) or any(any(start) for start in starts.values())):
         raise UnsupportedCheckpoint(
@@ -58,8 +56,9 @@ def refuse_one_rank(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def open_dcp_shards(path: Location, open_source: Callable[[Source], Checkpoint]) -> Checkpoint:
-    """Open a folder of rank files: their headers only. `MalformedCheckpoint` when the chunks of a
-    tensor leave a gap.
+    """Open a folder of rank files: their headers only.
+
+    `MalformedCheckpoint` when the chunks of a tensor leave a gap.
     """
     pool, opened = FilePool(), list[Checkpoint]()
     files = [within(file, path) for file in path.list() if _SHARD(file.name)]
@@ -122,8 +121,9 @@ def _offsets(info: Any) -> Iterator[tuple[str, Shape]]:
 
 
 def _whole(key: str, chunks: Sequence[tuple[Shape, TensorRef]], path: Location) -> TensorRef:
-    """The tensor of all chunks, its shape being what they reach to; of several copies of a chunk
-    the first is taken.
+    """The tensor of all chunks, its shape being what they reach to.
+
+    Of several copies of a chunk the first is taken.
     """
     distinct = {(start, ref.shape): ref for start, ref in reversed(chunks)}
     ends = [
@@ -145,8 +145,9 @@ def _whole(key: str, chunks: Sequence[tuple[Shape, TensorRef]], path: Location) 
 
 
 def _consolidated_size(index: Location) -> int | None:
-    """The sum of all tensors' bytes that the index of the consolidated files gives; None where
-    there is no such file.
+    """The sum of all tensors' bytes that the index of the consolidated files gives.
+
+    None where there is no such file.
     """
     if not index.is_file():
         return None

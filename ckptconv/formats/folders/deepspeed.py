@@ -141,9 +141,7 @@ def _is_step(folder: Location) -> bool:
 
 
 def _is_universal(folder: Location) -> bool:
-    """Whether a folder is that of a universal checkpoint: a folder for each parameter, in one
-    called ``zero``.
-    """
+    """Whether this is a universal checkpoint's folder: in ``zero``, a folder for each parameter."""
     zero = folder if folder.name == "zero" else folder.child("zero")
     return zero.is_folder() and any(item.child("fp32.pt").is_file() for item in zero.list())
 
@@ -160,9 +158,7 @@ class StepFiles:
 
 
 def _step_files(folder: Location) -> StepFiles:
-    """Sort the files of a step's folder by rank; refuse layouts other than data-parallel ones by
-    name.
-    """
+    """Sort a step's files by rank; refuse layouts other than data-parallel ones by name."""
     names = _names(folder)
     model = [(found, folder.child(name)) for name in names if (found := _MODEL(name))]
     optim = [(found, folder.child(name)) for name in names if (found := _OPTIM(name))]

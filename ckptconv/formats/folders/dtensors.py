@@ -36,9 +36,7 @@ _STRIDED = "_StridedShard"
 
 
 class Mesh(NamedTuple):
-    """A grid of global `ranks` in C order, and the place `rank` and `coordinate` of the one that
-    saved.
-    """
+    """A grid of global `ranks` in C order; `rank` and `coordinate` of the one that saved."""
 
     shape: Shape
     ranks: tuple[int, ...]
@@ -209,9 +207,7 @@ def _is_named(node: Node, path: str) -> bool:
 
 
 def read_shard(node: Call) -> Shard:
-    """The shard that such a node describes; `UnsupportedCheckpoint` where a rank's share of it
-    cannot be told.
-    """
+    """The shard that a node describes; `UnsupportedCheckpoint` where a rank's share is unclear."""
     return _read_dtensor(node) if node.args[1].name == "DTensor" else _read_sharded_tensor(node)
 
 

@@ -52,8 +52,9 @@ def _rank_files(folder: Location) -> list[Location]:
 def open_megatron(
     path: Location, open_file: Callable[[Location], Checkpoint], home: Location
 ) -> Checkpoint:
-    """Open the file of the one rank; `UnsupportedCheckpoint` where the model was split, by what
-    there is or what it says.
+    """Open the file of the one rank.
+
+    `UnsupportedCheckpoint` where the model was split, by what there is or what it says.
     """
     files = _rank_files(path)
     if len(files) > 1:
@@ -80,9 +81,7 @@ def _parallel(kind: str, ranks: int, path: Location) -> UnsupportedCheckpoint:
 
 
 def refuse_split(root: Node, path: Location) -> None:
-    """Raise where the arguments of the training say that the model had more ranks than the one that
-    is here.
-    """
+    """Raise where the arguments of the training say that the model had more than this one rank."""
     args = next((value for key, value in mapping_pairs(root) or () if key == "args"), None)
     known = mapping_pairs(args.state if type(args) is Call else args) or ()
     for key, size in known:

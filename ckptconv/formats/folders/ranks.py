@@ -33,9 +33,7 @@ from ckptconv.tree.walk import labels_of, place_text, tensor_of, walk
 Labels = tuple[Node, ...]
 
 _OF_A_RANK = ("running_mean", "running_var", "num_batches_tracked")
-"""Buffers that data-parallel training leaves to each rank; torch's own consolidation takes those of
-rank 0.
-"""
+"""Buffers that data-parallel training leaves to each rank; torch's consolidation takes rank 0's."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -217,9 +215,7 @@ def _joined(shards: Sequence[Shard]) -> TensorRef:
 
 
 def _disagreements(ranks: Sequence[_Rank]) -> list[str]:
-    """Notes on tensors of which every rank may have its own; `MalformedCheckpoint` where another
-    tensor differs.
-    """
+    """Notes on tensors that each rank may have; `MalformedCheckpoint` where another one differs."""
     own = []
     for labels, tensor in ranks[0].others.items():
         for rank in ranks[1:]:

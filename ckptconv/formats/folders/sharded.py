@@ -112,9 +112,7 @@ _OF_TRAINING = re.compile(
 
 
 def _ignored(folder: Location, read: Location, checkpoint: Checkpoint) -> Iterator[str]:
-    """Tell which file of a folder is read where others in it look like checkpoints too, and are not
-    part of it.
-    """
+    """Tell which file of a folder is read where others look like checkpoints but are not used."""
     parts = {read.name, *(file.path.name for file in checkpoint.files)}
     others = [
         item.name
@@ -158,8 +156,9 @@ def _variant_notes(variant: str | None, found: Mapping[str, Location]) -> list[s
 
 
 def _plain(folder: Location) -> Location:
-    """The index in a folder, or its one file; of both the file, as transformers' `from_pretrained`
-    looks for it first.
+    """The index in a folder, or its one file.
+
+    Of both the file, as transformers' `from_pretrained` looks for it first.
     """
     index = _index_of(folder)
     alone = None if index is None else index.beside(index.name.removesuffix(_INDEX))
@@ -170,9 +169,7 @@ def _plain(folder: Location) -> Location:
 
 
 def _open_index(index: Location, open_file: Callable[[Location], Checkpoint]) -> Checkpoint:
-    """An index that is replaced meanwhile is read anew: the shards that were opened may be of
-    either set.
-    """
+    """An index replaced meanwhile is read anew: the open shards may be of either set."""
     for _ in range(_TRIES):
         before = index.fingerprint()
         try:
@@ -283,9 +280,7 @@ def _malformed(index: Location, where: str, what: str) -> MalformedCheckpoint:
 
 
 def _shard(index: Location, name: str) -> Location:
-    """The place of a shard, after checking that it is there and that no link leads out of the
-    folder.
-    """
+    """The place of a shard, once it is there and no link leads out of the folder."""
     shard = index.beside(name)
     if name == index.name:
         raise _malformed(index, name, "names itself as a shard")

@@ -33,9 +33,7 @@ class Chosen:
 
 
 class Pointer(NamedTuple):
-    """A text file that says which of the folders beside it is meant, and how its text becomes that
-    folder's name.
-    """
+    """A text file that says which folder beside it is meant, and how its text becomes that name."""
 
     file: str
     name: Callable[[str], str]

@@ -48,9 +48,7 @@ class RankStates:
 
 
 def entries(node: Node) -> dict[str, Node]:
-    """The values of a dict by those of its keys that are text; none for anything that is not a
-    dict.
-    """
+    """The values of a dict by those keys that are text; none for what is not a dict."""
     return {key: value for key, value in mapping_pairs(node) or () if type(key) is str}
 
 
@@ -58,8 +56,9 @@ def entries(node: Node) -> dict[str, Node]:
 
 
 def read_rank(root: Node) -> RankStates:
-    """What the tree of a rank's optimizer states says; `MalformedCheckpoint` or
-    `UnsupportedCheckpoint` when it does not.
+    """What the tree of a rank's optimizer states says.
+
+    `MalformedCheckpoint` or `UnsupportedCheckpoint` when it does not.
     """
     states = entries(entries(root).get("optimizer_state_dict"))
     # the bf16 optimizer, which lays out as stage 1 does, names none
@@ -131,9 +130,7 @@ def _rank_count(node: Node) -> int:
 
 
 def read_shapes(node: Node, where: str) -> list[Shapes]:
-    """The shapes of the parameters by group, of a list of dicts or (as older releases wrote) one
-    dict.
-    """
+    """The shapes of the parameters by group, of a list of dicts or (older releases) one dict."""
     groups = node if type(node) in (list, tuple) else [node]
     found: list[Shapes] = []
     for group in groups:
@@ -217,9 +214,7 @@ def _group_joined(
 def _shares_joined(
     ranks: Sequence[RankStates], groups: Sequence[Shapes]
 ) -> Iterator[tuple[str, TensorRef]]:
-    """Stage 3: the parameters of all groups, which lie end to end in each rank whatever its groups
-    are.
-    """
+    """Stage 3: the parameters of all groups, end to end in each rank whatever its groups are."""
     flats = [Flat(states.groups, f"rank {rank}") for rank, states in enumerate(ranks)]
     if other := next(
         (
@@ -342,9 +337,7 @@ class Weights:
             self._found[name] = ref
 
     def _add_others(self, module: Node) -> None:
-        """What the module holds and no partition does: extra states, the frozen parameters of stage
-        1.
-        """
+        """What only the module holds: extra states, the frozen parameters of stage 1."""
         others = [
             (name, value) for name, value in entries(module).items() if name not in self._found
         ]

@@ -1,0 +1,187 @@
+"""The central directory of a zip archive: found by its end records, and read entry by entry.
+
+Records may not carry a name that is not a plain relative path, and nothing of the directory may
+contradict itself. What lies in the records, local headers too, is for `zip_archive`.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+
+from ckptconv.io.source import Source
+from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, printable
+
+MAX32 = 0xFFFFFFFF
+END = struct.Struct("<4s4H2IH")
+END64 = struct.Struct("<4sQ2H2I4Q")
+LOCATOR = struct.Struct("<4sIQI")
+CENTRAL = struct.Struct("<4s6H3I5H2I")
+# the fields of it that are not always 0: signature, flags, method, CRC, two sizes, the lengths of
+# name, extra field and comment, external attributes, place of the local header
+CENTRAL_USED = struct.Struct("<4s4x2H4x3I3H4x2I")
+DESCRIPTOR = struct.Struct("<4s3I")
+DESCRIPTOR64 = struct.Struct("<4sI2Q")
+ENCRYPTED = 0x2041
+# of the external attributes, as in MS-DOS; miniz, which torch reads with, goes by it
+_FOLDER = 0x10
+_LOCAL_SIZE = 30  # bytes of a local header before the name
+STORED, DEFLATED = 0, 8
+_DESCRIBED = 8  # the flag of a record with a data descriptor
+_ORDINARY = re.compile(rb"\w[\w.-]*/(?:data/)?\w+").fullmatch
+
+
+def malformed(source: Source, what: str, where: object = "zip directory") -> MalformedCheckpoint:
+    """The error about an archive that is damaged, cut off or forged."""
+    return MalformedCheckpoint(
+        what, path=source.path, where=where, hint="the file is damaged, cut off or forged"
+    )
+
+
+def find_directory(source: Source) -> tuple[int, int, int, bytes]:
+    """Offset, number of records, size and bytes of the central directory, which must end where the
+    end records begin.
+    """
+    tail_at = max(0, source.size - (END.size + 0xFFFF))
+    tail = source.read(tail_at, source.size - tail_at)
+    at = tail_at + _end_record(source, tail)
+    _, disk, start_disk, here, count, size, start, _ = END.unpack_from(tail, at - tail_at)
+
+    def read(start: int, nbytes: int) -> bytes:
+        if start < tail_at:
+            return source.read(start, nbytes)
+        return tail[start - tail_at : start - tail_at + nbytes]
+
+    end = at
+    locator_at = at - LOCATOR.size
+    if locator_at >= 0 and (locator := read(locator_at, LOCATOR.size))[:4] == b"PK\6\7":
+        end = LOCATOR.unpack(locator)[2]
+        if end + END64.size != locator_at:
+            raise malformed(source, "its zip64 end record is not where its locator says")
+        found = END64.unpack(read(end, END64.size))
+        if found[0] != b"PK\6\6" or not _agree(
+            (count, size, start), (found[7], found[8], found[9])
+        ):
+            raise malformed(source, "its two end records contradict each other")
+        _, _, _, _, disk, start_disk, here, count, size, start = found
+    if disk or start_disk or here != count:
+        raise malformed(source, "is one volume of a split archive")
+    if start + size != end:
+        raise malformed(source, "its directory does not end where its end record starts")
+    raw = tail[start - tail_at : end - tail_at] if start >= tail_at else source.read(start, size)
+    return start, count, size, raw
+
+
+def _end_record(source: Source, tail: bytes) -> int:
+    """The place in `tail` of the one end record whose comment ends with the file."""
+    found: list[int] = []
+    at = tail.rfind(b"PK\5\6")
+    while at >= 0:
+        if at + END.size <= len(tail) and at + END.size + END.unpack_from(tail, at)[7] == len(tail):
+            found.append(at)
+        at = tail.rfind(b"PK\5\6", 0, at)
+    if not found:
+        raise MalformedCheckpoint(
+            "the archive has no end record at its end",
+            code="cut-off",
+            path=source.path,
+            hint="the file is cut off, or something was appended, which its library may accept "
+            "and ckptconv does not",
+        )
+    if len(found) > 1:
+        raise malformed(source, "holds two end records, each of which could be the real one")
+    return found[0]
+
+
+def _agree(short: tuple[int, ...], long: tuple[int, ...]) -> bool:
+    return all(a == b or a in (0xFFFF, MAX32) for a, b in zip(short, long, strict=True))
+
+
+Entry = tuple[str, int, int, int, bool, "int | None", int]
+"""One entry of the directory: name, place of the local header, size, stored bytes, whether they are
+deflated, CRC-32, and the bytes that torch's writer puts behind the payload.
+"""
+
+
+def read_entries(source: Source, raw: bytes, count: int, start: int) -> list[Entry]:
+    """The entries of the directory `raw`, which begins at byte `start`."""
+    entries: list[Entry] = []
+    at = 0
+    for _ in range(count):
+        if at + CENTRAL.size > len(raw):
+            raise malformed(source, "is too short for its number of records")
+        (signature, flags, method, crc, stored, plain, name_size, extra_size, comment_size,
+            attributes, header) = CENTRAL_USED.unpack_from(raw, at)  # fmt: skip
+        name_at = at + CENTRAL.size
+        extra_at = name_at + name_size
+        at = extra_at + extra_size + comment_size
+        if signature != b"PK\1\2" or at > len(raw):
+            raise malformed(source, "holds something other than records")
+        raw_name = raw[name_at:extra_at]
+        name = raw_name.decode() if _ORDINARY(raw_name) else _name(source, raw_name)
+        if method or attributes or flags & ENCRYPTED:
+            _refuse_odd(source, name, flags, method, plain if attributes & _FOLDER else 0)
+        trail = DESCRIPTOR.size
+        if stored == MAX32 or plain == MAX32 or header == MAX32:
+            extra = raw[extra_at : extra_at + extra_size]
+            stored, plain, header = _zip64_sizes(source, name, extra, stored, plain, header)
+            trail = DESCRIPTOR64.size
+        if method == STORED and stored != plain:
+            raise malformed(source, f"is stored but declares {stored} and {plain} bytes", name)
+        if header + _LOCAL_SIZE + name_size > start:
+            raise malformed(source, "its header lies beyond the records", name)
+        checksum = crc if crc or not plain else None
+        trail = trail if flags & _DESCRIBED else 0
+        entries.append((name, header, plain, stored, method == DEFLATED, checksum, trail))
+    if at != len(raw):
+        raise malformed(source, "is too long for its number of records")
+    return entries
+
+
+def _refuse_odd(source: Source, name: str, flags: int, method: int, in_folder: int) -> None:
+    if flags & ENCRYPTED:
+        raise malformed(source, "is marked as encrypted", name)
+    if in_folder and not name.endswith("/"):
+        raise malformed(
+            source, "is marked as a folder but holds bytes; torch does not read it correctly", name
+        )
+    if method not in (STORED, DEFLATED):
+        raise UnsupportedCheckpoint(
+            f"is compressed by method {method}", path=source.path, where=name
+        )
+
+
+def _name(source: Source, raw: bytes) -> str:
+    try:
+        name = raw.decode()
+    except UnicodeDecodeError:
+        raise malformed(source, f"has a record whose name is not UTF-8: {raw!r}") from None
+    if not name.isprintable():
+        what = "has a control character in its name, and such names are not read"
+        hint = "torch names records after the file: save it again under a plain name"
+        raise MalformedCheckpoint(what, path=source.path, where=printable(name), hint=hint)
+    if "\\" in name or name.startswith("/") or ".." in name.split("/"):
+        raise malformed(source, "has a name that is not a plain relative path", printable(name))
+    return name
+
+
+def _zip64_sizes(
+    source: Source, name: str, extra: bytes, stored: int, size: int, header: int
+) -> tuple[int, int, int]:
+    """The 64-bit numbers: in the extra field 1, in the order size, stored, header, only those that
+    overflowed.
+    """
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<HH", extra, at)
+        if kind == 1 and at + 4 + length <= len(extra):
+            numbers = [*struct.unpack_from(f"<{length // 8}Q", extra, at + 4)]
+            try:
+                size = numbers.pop(0) if size == MAX32 else size
+                stored = numbers.pop(0) if stored == MAX32 else stored
+                header = numbers.pop(0) if header == MAX32 else header
+            except IndexError:
+                break
+            return stored, size, header
+        at += 4 + length
+    raise malformed(source, "says that it has zip64 sizes, but has none", name)

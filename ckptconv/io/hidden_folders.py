@@ -1,0 +1,135 @@
+"""Hidden folders beside an output: makes them, locks them, and removes them and what others left.
+
+Such a folder is ``.NAME.XXXXXXXX.ckptconv-tmp``: its owner's alone, and locked as long as the
+process lives that made it (`platforms` says by what). What a killed process left is thus told from
+what another one is writing, and removed by the next output of that name. Two more kinds hold whole
+checkpoints while names change, and stay until another output has taken their place:
+``….ckptconv-shards``, which an index names meanwhile, and ``….ckptconv-old``, the DCP folder
+that was there before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from ckptconv.io.destination import output_errors
+from ckptconv.support import platforms
+from ckptconv.support.signals import held_back
+
+TEMPORARY, SHARDS, OLD = "ckptconv-tmp", "ckptconv-shards", "ckptconv-old"
+_LONGEST_PREFIX = 100  # bytes of a name that its hidden folders repeat
+
+
+@contextlib.contextmanager
+def staging_folder(target: Path, path: Path) -> Iterator[Path]:
+    """A hidden folder beside `target` in which what will stand there is made; gone, with what is in
+    it, after the block.
+
+    `OSError`s of the block are raised as `OutputRefused` of `path`, which is how the user calls it.
+    """
+    remove_leftovers(target)
+    with output_errors(path), _hidden_folder(target) as folder:
+        yield folder
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """The same in the folder of temporary files, which others use: theirs is not touched."""
+    target = Path(platforms.temporary_folder()) / "ckptconv"
+    remove_leftovers(target, own=True)
+    with _hidden_folder(target) as folder:
+        yield folder
+
+
+@contextlib.contextmanager
+def _hidden_folder(target: Path) -> Iterator[Path]:
+    folder, lock = hidden_name(target, TEMPORARY), None
+    try:
+        lock = _locked_folder(folder)
+        yield lock.inside()
+    finally:
+        with held_back(), contextlib.suppress(OSError):
+            remove_hidden(folder)
+            if lock is not None:
+                lock.close()
+                # to list it takes a descriptor, which a process that has no other gets by closing
+                # this one
+                remove_hidden(folder)
+
+
+def hidden_name(target: Path, kind: str) -> Path:
+    """A new name of a hidden folder of one kind, beside `target`."""
+    return target.with_name(f".{_prefix(target)}.{os.urandom(4).hex()}.{kind}")
+
+
+def _prefix(target: Path) -> str:
+    prefix = target.name
+    # half a character is not a name on macOS and Windows
+    while len(os.fsencode(prefix)) > _LONGEST_PREFIX:
+        prefix = prefix[:-1]
+    return prefix
+
+
+def _locked_folder(folder: Path) -> platforms.FolderLock:
+    """Make a folder and lock it; where locks are unknown, nobody else can take one either."""
+    while True:
+        platforms.make_private_folder(folder)
+        with contextlib.suppress(FileNotFoundError):
+            lock = platforms.folder_lock(folder)
+            with contextlib.suppress(OSError):
+                lock.take(wait=True)
+            if folder.exists():
+                return lock
+            lock.close()  # another process took it for a left-over before it was locked
+
+
+def remove_hidden(folder: Path) -> None:
+    """Remove a hidden folder, tried twice; what cannot be removed stays."""
+    for _ in ("once", "again: a fault may pass"):
+        with contextlib.suppress(OSError):
+            _remove_tree(folder)
+    with contextlib.suppress(OSError):
+        folder.rmdir()  # an empty one needs no descriptor
+
+
+def _remove_tree(folder: Path) -> None:
+    """Remove a folder of this user alone, as much of it as can be.
+
+    One descriptor is enough, `shutil.rmtree` takes several.
+    """
+    for inner in list(folder.iterdir()):  # closed before the next one is opened
+        with contextlib.suppress(OSError):
+            if inner.is_dir() and not inner.is_symlink():
+                _remove_tree(inner)
+            else:
+                inner.unlink()
+    folder.rmdir()
+
+
+def remove_leftovers(target: Path, kind: str = TEMPORARY, *, own: bool = False) -> None:
+    """Remove the hidden folders of `target` that no living process holds.
+
+    With `own` only those that this user made.
+    """
+    is_ours = re.compile(rf"\.{re.escape(_prefix(target))}\.[0-9a-f]{{8}}\.{kind}").fullmatch
+    with contextlib.suppress(OSError):  # a folder that may not be listed, or is not there
+        for item in target.parent.iterdir():
+            if is_ours(item.name) and (not own or platforms.is_own(item)):
+                _remove_unheld(item)
+
+
+def _remove_unheld(folder: Path) -> None:
+    # held by its process; of another user; on a file system that knows no locks
+    with contextlib.suppress(OSError):
+        lock = platforms.folder_lock(folder)
+        try:
+            lock.take(wait=False)
+            _remove_tree(folder)
+        finally:
+            lock.close()
+            if lock.file is not None:
+                folder.rmdir()  # what was in it was removed under the lock, but for the lock

@@ -1,0 +1,94 @@
+"""Parts of a checkpoint that a conversion leaves out by their paths; torch reads what is left."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+import torch
+
+from ckptconv import KeyConflict, convert_checkpoint
+from helpers.program import run
+
+
+@pytest.fixture
+def trained(tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    shared = {"x": torch.ones(2), "y": torch.zeros(2)}
+    tree = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "callbacks": {"early": {"best": 1.0, "deep": shared}, "late": shared, "n": 3},
+        "epoch": 7,
+        "losses": [1.0, 2.0],
+    }
+    torch.save(tree, tmp_path / "train.pt")
+    return tmp_path, tree
+
+
+def dropped(folder, *globs, **options):
+    convert_checkpoint(folder / "train.pt", folder / "out.pt", drop=globs, force=True, **options)
+    return torch.load(folder / "out.pt", weights_only=True)
+
+
+def test_a_part_is_left_out_and_the_rest_stays(trained):
+    folder, tree = trained
+    left = dropped(folder, "optimizer", verify=True)
+    assert left.keys() == tree.keys() - {"optimizer"}
+    assert left["epoch"] == 7 and left["losses"] == [1.0, 2.0]
+    for key, value in tree["model"].items():
+        assert torch.equal(left["model"][key], value)
+    assert type(left["model"]) is OrderedDict and left["model"]._metadata == tree["model"]._metadata
+
+
+def test_globs_and_plain_values(trained):
+    folder, _ = trained
+    left = dropped(folder, "callbacks.*", "epoch")
+    assert left["callbacks"] == {} and "epoch" not in left
+
+
+def test_parts_inside_parts_that_are_made_anew_are_left_out_too(trained):
+    folder, _ = trained
+    left = dropped(folder, "callbacks.early.best", "callbacks.n", "callbacks.early.deep.y")
+    assert left["callbacks"]["early"].keys() == {"deep"}
+    assert left["callbacks"].keys() == {"early", "late"}
+    # what stands twice is one thing, under its first path
+    assert left["callbacks"]["late"].keys() == {"x"} == left["callbacks"]["early"]["deep"].keys()
+
+
+def test_words_are_whole(trained):
+    folder, _ = trained
+    with pytest.raises(KeyConflict, match="--drop optim matches nothing"):
+        dropped(folder, "optim")
+    with pytest.raises(KeyConflict, match="--drop nothing matches nothing"):
+        dropped(folder, "epoch", "nothing")
+
+
+def test_an_item_of_a_list_is_not_left_out(trained):
+    folder, _ = trained
+    with pytest.raises(KeyConflict, match="the others would get other numbers"):
+        dropped(folder, "losses.0")
+    assert "losses" not in dropped(folder, "losses")
+
+
+def test_the_file_gets_smaller_and_the_report_says_what_went(trained):
+    folder, _ = trained
+    done = run("convert", "train.pt", "light.pt", "--drop", "optimizer", cwd=folder)
+    assert "optimizer is dropped (" in done.err and done.exit == 0
+    assert (folder / "light.pt").stat().st_size < 0.6 * (folder / "train.pt").stat().st_size
+
+
+def test_a_dry_run_writes_nothing(trained):
+    folder, _ = trained
+    done = run("convert", "train.pt", "light.pt", "--drop", "optimizer", "-n", cwd=folder)
+    assert "optimizer is dropped" in done.err and not (folder / "light.pt").exists()
+
+
+def test_without_anything_left_it_is_an_error(trained):
+    folder, tree = trained
+    with pytest.raises(Exception, match="holds no tensors"):
+        dropped(folder, *tree)

@@ -1,0 +1,174 @@
+"""Statistics of whole checkpoints: which tensors, under which names, and what the command says."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ckptconv import MalformedCheckpoint, OptionRefused, Progress, stats
+from ckptconv.values.facts import in_order
+from helpers.paths import CORPUS
+from helpers.program import run
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    path = tmp_path_factory.mktemp("stats") / "mixed.pt"
+    torch.manual_seed(3)
+    base, plain = torch.randn(300, 40), torch.randn(8, 4)
+    tensors = {
+        "base": base,
+        "again": base,
+        "strided": base.t()[3:9],
+        "parameter": torch.nn.Parameter(plain),
+        "half": plain.half(),
+        "nested": {"list": [torch.arange(5), {"deep": plain[:2]}]},
+        "per_tensor": torch.quantize_per_tensor(plain, 0.07, 11, torch.quint8),
+        "per_channel": torch.quantize_per_channel(
+            plain, torch.rand(8) + 0.01, torch.arange(8) - 4, 0, torch.qint8
+        ),
+        "other_axis": torch.quantize_per_channel(
+            plain, torch.rand(4) + 0.01, torch.arange(4), 1, torch.qint32
+        ),
+        "half_bytes": torch.quantize_per_channel(
+            plain, torch.rand(8) + 0.01, torch.rand(8), 0, torch.quint4x2
+        ),
+    }
+    torch.save(tensors, path)
+    return path, tensors
+
+
+def test_each_tensor_under_each_of_its_names(mixed):
+    path, _ = mixed
+    found = stats(path)
+    assert {item.name for item in found.tensors} == {
+        "base", "again", "strided", "parameter", "half", "nested.list.0", "nested.list.1.deep",
+        "per_tensor", "per_channel", "other_axis",
+    }  # fmt: skip
+    assert found.unread == ("half_bytes",)
+
+
+def test_the_figures_are_those_of_torch(mixed):
+    path, tensors = mixed
+    tensors = {**tensors, "nested.list.0": torch.arange(5)}
+    checked = 0
+    for item in stats(path).tensors:
+        if item.name not in tensors:
+            continue
+        value = tensors[item.name]
+        numbers = (value.dequantize() if value.is_quantized else value).detach().double()
+        known = item.statistics
+        assert (known.minimum, known.maximum) == (numbers.min().item(), numbers.max().item())
+        assert known.mean == pytest.approx(numbers.mean().item(), rel=1e-12, abs=1e-12)
+        assert known.std == pytest.approx(numbers.std().item(), rel=1e-12)
+        assert item.shape == tuple(value.shape)
+        checked += 1
+    assert checked == 9
+
+
+def test_the_same_codes_with_other_scales_are_other_numbers(tmp_path):
+    codes = torch.arange(6, dtype=torch.uint8)
+    first = torch._make_per_tensor_quantized_tensor(codes, 0.5, 0)
+    second = torch._make_per_channel_quantized_tensor(
+        codes.reshape(2, 3), torch.tensor([1.0, 10.0]), torch.tensor([0, 0]), 0
+    )
+    torch.save({"a": first, "b": second}, tmp_path / "q.pt")
+    a, b = stats(tmp_path / "q.pt").tensors
+    assert (a.statistics.maximum, b.statistics.maximum) == (2.5, 50.0)
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_containers_agree(tmp_path, suffix):
+    tensors = {f"t{i}": torch.randn(700, 33) for i in range(9)}
+    path = tmp_path / f"m{suffix}"
+    torch.save(tensors, path) if suffix == ".pt" else save_file(tensors, path)
+    found = {item.name: item.statistics for item in stats(path).tensors}
+    assert {name: known.std for name, known in found.items()} == {
+        name: pytest.approx(value.double().std().item(), rel=1e-12)
+        for name, value in tensors.items()
+    }
+
+
+def test_a_damaged_file_is_an_error(tmp_path):
+    value = torch.randn(200_000)
+    torch.save({"w": value, "v": torch.ones(3)}, tmp_path / "m.pt")
+    raw = bytearray((tmp_path / "m.pt").read_bytes())
+    raw[raw.index(value.numpy().tobytes()[:64]) + 400_000] ^= 4
+    (tmp_path / "m.pt").write_bytes(raw)
+    with pytest.raises(MalformedCheckpoint, match="CRC-32"):
+        stats(tmp_path / "m.pt")
+    assert run("stats", "m.pt", cwd=tmp_path).exit == 1
+
+
+def test_parts_and_globs_choose(mixed):
+    path, _ = mixed
+    assert [item.name for item in stats(path, only="nested").tensors] == ["list.0", "list.1.deep"]
+    assert {item.name for item in stats(path, match=["per_*", "half"]).tensors} == {
+        "per_tensor", "per_channel", "half",
+    }  # fmt: skip
+    with pytest.raises(OptionRefused, match="matches the name of no tensor"):
+        stats(path, match=["nothing*"])
+
+
+def test_progress_counts_all_bytes(tmp_path):
+    torch.save({str(i): torch.randn(1 << 19) for i in range(4)}, tmp_path / "m.pt")
+    told: list[Progress] = []
+    stats(tmp_path / "m.pt", on_progress=told.append)
+    assert (told[0].done, told[-1].done, told[-1].total) == (0, 8 << 20, 8 << 20)
+    assert [step.done for step in told] == sorted(step.done for step in told)
+
+
+def test_the_command_sorts_and_cuts(mixed):
+    path, _ = mixed
+    done = run("stats", path, "--sort", "std", "--top", "2", "--json", cwd=path.parent)
+    document = json.loads(done.out)
+    found = stats(path)
+    expected = sorted(found.tensors, key=lambda item: -item.statistics.std)[:2]
+    assert [item["name"] for item in document["tensors"]] == [item.name for item in expected]
+    assert document["left_out"] == len(found.tensors) - 2
+    assert document["tensors"][0]["std"] == expected[0].statistics.std
+    assert [item.name for item in in_order(found, "name", 1)] == ["again"]
+
+
+def test_odd_values_are_said_in_the_last_line(tmp_path):
+    torch.save({"a": torch.tensor([1.0, float("nan")]), "b": torch.ones(2)}, tmp_path / "m.pt")
+    done = run("stats", "m.pt", cwd=tmp_path)
+    assert done.out.splitlines()[-1] == "2 tensors, 1 of them with NaN or infinite values"
+    assert done.exit == 0
+
+
+def test_names_are_escaped_and_never_cut_where_no_terminal_shows_them(tmp_path):
+    long = "x" * 300
+    torch.save({"a\x1b[31m": torch.ones(1), long: torch.ones(1)}, tmp_path / "m.pt")
+    out = run("stats", "m.pt", cwd=tmp_path).out
+    assert "\x1b" not in out and long in out
+
+
+def test_a_histogram_is_drawn(tmp_path):
+    torch.save({"w": torch.randn(10_000)}, tmp_path / "m.pt")
+    lines = run("stats", "m.pt", "--histogram", cwd=tmp_path).out.splitlines()
+    assert lines[0].startswith("w  float32  10000")
+    drawn = lines[1:9]
+    assert max(map(len, drawn)) <= 66 and "█" in drawn[-1]
+    assert any("quantiles" in line for line in lines)
+
+
+REAL = (
+    "timesler__facenet-pytorch__onet.pt",
+    "tracel-ai__burn__bfloat16.pt",
+    "tracel-ai__burn__legacy_shared_storage.pt",
+)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_files_have_the_statistics_of_what_torch_loads(name):
+    path = CORPUS / "files" / name
+    loaded = torch.load(path, map_location="cpu", weights_only=True)
+    by_name = {item.name: item.statistics for item in stats(path).tensors}
+    assert by_name.keys() == loaded.keys()
+    for key, value in loaded.items():
+        assert by_name[key].maximum == value.double().max().item(), key
+        assert by_name[key].mean == pytest.approx(value.double().mean().item(), abs=1e-12)
