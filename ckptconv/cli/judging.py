@@ -17,6 +17,7 @@ from ckptconv.cli.completion import (
 from ckptconv.cli.options import (
     FILE,
     LIMIT,
+    NEW_FILE,
     RuleCommand,
     choice_options,
     comparison,
@@ -33,6 +34,7 @@ from ckptconv.cli.terminal import (
 from ckptconv.support.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from ckptconv.diff.difference import Difference
     from ckptconv.scan.files import Scan
 
 
@@ -47,6 +49,7 @@ Examples:
   ckptconv diff model.pt model_bf16.safetensors --ignore-dtype --rtol 0.01
   ckptconv diff zero3_run/ model.safetensors --tag global_step500
   ckptconv diff old.pt new.pt --whole --json
+  ckptconv diff epoch1.pt epoch2.pt --html diff.html
 
 Exit code: 0 same, 1 different, 2 wrong usage, or a file that is damaged or cannot be compared.""",
 )
@@ -88,22 +91,37 @@ Exit code: 0 same, 1 different, 2 wrong usage, or a file that is damaged or cann
     "--ignore-dtype", is_flag=True, help="Compare tensors of different dtypes by their values."
 )
 @click.option("--strict-device", is_flag=True, help="Count different device tags as a difference.")
+@click.option(
+    "--html", metavar="FILE", type=NEW_FILE, help="Also write a page to look at (ckptconv report)."
+)
+@click.option("--force", is_flag=True, help="With --html: replace a file that exists.")
 @LIMIT
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing; only the exit code answers.")
-def diff(a: Path, b: Path, as_json: bool, quiet: bool, **given: Any) -> None:
+def diff(
+    a: Path,
+    b: Path,
+    html: Path | None,
+    force: bool,
+    as_json: bool,
+    quiet: bool,
+    **given: Any,
+) -> None:
     """Compare the state dicts of checkpoints A and B, which may have different formats.
 
     Keys, dtypes, shapes and device tags are compared, and the values bit for bit, unless you give a
     tolerance. Key rules apply to the keys of A."""
     from ckptconv.diff import report as verdicts
-    from ckptconv.diff.checkpoints import diff_checkpoints
 
+    if force and html is None:
+        raise click.UsageError("--force needs --html")
     with (
         errors_shown(as_json, code=2),
         progress_shown(COMPARING, silent=as_json or quiet) as on_progress,
     ):
-        difference = diff_checkpoints(a, b, **comparison(given), on_progress=on_progress)
+        difference = _difference(
+            a, b, html, force, **comparison(given), on_progress=on_progress
+        )
     if as_json:
         print_json(verdicts.difference_document(difference))
     elif not quiet:
@@ -114,6 +132,17 @@ def diff(a: Path, b: Path, as_json: bool, quiet: bool, **given: Any) -> None:
     if difference.damaged:
         sys.exit(2)
     sys.exit(0 if difference.same else 1)
+
+
+def _difference(a: Path, b: Path, html: Path | None, force: bool, **given: Any) -> Difference:
+    """The differences, of which a page is written where one is asked for."""
+    if html is None:
+        from ckptconv.diff.checkpoints import diff_checkpoints
+
+        return diff_checkpoints(a, b, **given)
+    from ckptconv.pages.make import report_difference
+
+    return report_difference(a, b, html, force=force, **given)[1]
 
 
 @click.command(

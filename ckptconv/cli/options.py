@@ -49,7 +49,7 @@ class _OutputName(_FileName):
         return super().convert(value, param, ctx)
 
 
-class _MappingName(_FileName):
+class _NewFileName(_FileName):
     """A path to write to, which is never standard output."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -61,6 +61,7 @@ class _MappingName(_FileName):
 TO_STDOUT = "ckptconv.stdout"
 FILE = _FileName(path_type=Path)
 OUTPUT = _OutputName(path_type=Path)
+NEW_FILE = _NewFileName(path_type=Path)
 RULE_WORDS = ("strip-prefix", "add-prefix", "rename", "regex", "include", "exclude", "preset")
 PRESETS = (
     "ddp",
@@ -249,7 +250,7 @@ def _conversion_options() -> list[Callable[[F], F]]:
         TAG,
         LIMIT,
         choice_options,
-        click.option("--save-mapping", metavar="FILE", type=_MappingName(path_type=Path),
+        click.option("--save-mapping", metavar="FILE", type=_NewFileName(path_type=Path),
                      help="Save which key became which, so that --rules FILE --reverse can undo "
                           "it."),
         click.option("--tied", type=click.Choice(["alias", "duplicate"]), default="alias",

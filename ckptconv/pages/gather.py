@@ -15,6 +15,7 @@ from ckptconv.io.guarded import check_places
 from ckptconv.pages.facts import (
     FileFacts,
     PageFacts,
+    PageTensor,
     Verdict,
     free_name,
     page_tensors,
@@ -26,6 +27,7 @@ from ckptconv.scan.report import scan_headline, scan_lines
 from ckptconv.support.errors import CheckpointError
 from ckptconv.support.progress import OnProgress
 from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.tree.walk import tensor_of
 from ckptconv.values.collect import statistics_of
 from ckptconv.values.named import NamedValues, named_values, values_in
 
@@ -84,7 +86,7 @@ def _file_facts(
         [item.statistics for item in statistics_of(found.values, on_progress)] if values else None
     )
     tensors = page_tensors(found.values, statistics)
-    of, count = _parameters(checkpoint)
+    of, count = _parameters(checkpoint, found, tensors)
     return FileFacts(
         ", ".join(map(str, paths)),
         inspection,
@@ -92,7 +94,7 @@ def _file_facts(
         text,
         no_fix,
         lost,
-        sum(item.numel for item in tensors if item.same_as is None) if count is None else count,
+        count,
         of,
         tensors,
         shared_storages([item.ref for item in found.values]),
@@ -106,16 +108,29 @@ def _paths(source: Named) -> list[Path]:
     return [Path(path) for path in source]
 
 
-def _parameters(checkpoint: Checkpoint) -> tuple[str | None, int | None]:
-    """The path of the state dict that is the model, and the numbers in it; None where there is not
-    one.
+def _parameters(
+    checkpoint: Checkpoint, found: NamedValues, tensors: Sequence[PageTensor]
+) -> tuple[str | None, int]:
+    """The path of the state dict that is the model, and the numbers in it; where there is not one,
+    None and the numbers of all tensors.
     """
     try:
         model = checkpoint.state_dict()
     except CheckpointError:
-        return None, None
-    found = page_tensors(values_in(list(model.values)).values)
-    return model.path, sum(item.numel for item in found if item.same_as is None)
+        return None, _numel(tensors)
+    refs = {id(ref) for value in model.values if (ref := tensor_of(value)) is not None}
+    if len(refs) < len({id(value) for value in model.values}):  # some are made of several
+        return model.path, _numel(page_tensors(values_in(list(model.values)).values))
+    firsts = {
+        at if item.same_as is None else item.same_as: item.numel
+        for at, (value, item) in enumerate(zip(found.values, tensors, strict=True))
+        if id(value.ref) in refs
+    }
+    return model.path, sum(firsts.values())
+
+
+def _numel(tensors: Sequence[PageTensor]) -> int:
+    return sum(item.numel for item in tensors if item.same_as is None)
 
 
 def _fix(

@@ -17,8 +17,9 @@ from ckptconv.keys.key_map import rules_of
 from ckptconv.pages.facts import PageFacts
 from ckptconv.pages.gather import facts_of, facts_of_both
 from ckptconv.pages.page import page_text
-from ckptconv.support.choices import refuse_no_flag, refuse_no_path, spelling_checked
+from ckptconv.support.choices import refuse_no_flag, refuse_no_output, spelling_checked
 from ckptconv.support.errors import OutputRefused
+from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.progress import OnProgress
 from ckptconv.support.showing import short_repr
 from ckptconv.support.text import count_text, size_text
@@ -27,14 +28,14 @@ from ckptconv.support.text import count_text, size_text
 @dataclass(frozen=True, slots=True, repr=False)
 class Page:
     """A page that was written: its `path` and size, the checkpoints that it is about, how many
-    tensors they have, and how they differ where they are two.
+    tensors they have, and whether they are the same (None: it is about one).
     """
 
     path: str
     nbytes: int
     sources: tuple[str, ...]
     tensors: int
-    difference: Difference | None = None
+    same: bool | None = None
 
     def __repr__(self) -> str:
         return short_repr(
@@ -64,10 +65,10 @@ def report(
 
     >>> report("model.pt", "model.html", values=True)  # doctest: +SKIP
     """
-    refuse_no_path(output=output)
+    refuse_no_output(output=output)
     refuse_no_flag(values=values, force=force)
     if against is not None:
-        return report_difference(
+        page, _ = report_difference(
             source,
             against,
             output,
@@ -77,8 +78,9 @@ def report(
             tag_b=tag_against,
             on_progress=on_progress,
         )
+        return page
     place = _free_place(output, force, source)
-    with open_certain(source, tag=tag) as checkpoint:
+    with collector_paused(), open_certain(source, tag=tag) as checkpoint:
         facts = facts_of(source, checkpoint, values=values, tag=tag, on_progress=on_progress)
     return _written(facts, place, force=force)
 
@@ -97,11 +99,11 @@ def report_difference(
     tag_b: str | None = None,
     on_progress: OnProgress | None = None,
     **given: Any,
-) -> Page:
+) -> tuple[Page, Difference]:
     """Write a page about how two checkpoints differ, with the options of `diff_checkpoints`."""
     place = _free_place(output, force, a, b)
     rules = rules_of(keys)
-    with ExitStack() as opened:
+    with collector_paused(), ExitStack() as opened:
         both = (
             opened.enter_context(open_certain(a, tag=tag)),
             opened.enter_context(open_certain(b, tag=tag_b)),
@@ -111,7 +113,7 @@ def report_difference(
         facts = facts_of_both(
             (a, b), both, found, values=values, tags=(tag, tag_b), on_progress=on_progress
         )
-    return _written(facts, place, force=force)
+    return _written(facts, place, force=force), found.difference
 
 
 def _free_place(output: str | os.PathLike[str], force: bool, *sources: Named) -> Path:
@@ -140,5 +142,5 @@ def _written(facts: PageFacts, place: Path, *, force: bool) -> Page:
         len(raw),
         tuple(file.name for file in facts.files),
         sum(len(file.tensors) for file in facts.files),
-        facts.difference,
+        None if facts.difference is None else facts.difference.same,
     )

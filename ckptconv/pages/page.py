@@ -60,8 +60,10 @@ def _body(facts: PageFacts) -> Iterator[str]:
     yield '<header class="page">\n'
     if facts.difference is not None:
         yield from _comparison(facts, facts.difference)
+        yield '<div class="files">\n'
     for side, file in zip("AB", facts.files, strict=False):
         yield from _file(file, side if facts.difference is not None else None)
+    yield "</div>\n" * (facts.difference is not None)
     yield "</header>\n<main>\n"
     yield from _map(facts)
     yield from profile_section(facts)
@@ -201,7 +203,6 @@ def _comparison(facts: PageFacts, found: Difference) -> Iterator[str]:
         yield _verdict("bad", f"damaged: {text}")
     yield "</ul>\n"
     yield from _details(difference_lines(found))
-    yield '<div class="file"></div>\n'
 
 
 # -------------------------------------------------------------------------------------- the sections

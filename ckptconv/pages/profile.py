@@ -15,8 +15,7 @@ from html import escape
 from statistics import median
 
 from ckptconv.pages.columns import shown_name
-from ckptconv.pages.facts import FileFacts, PageFacts, PageTensor
-from ckptconv.support.text import count_text
+from ckptconv.pages.facts import PageFacts, PageTensor
 from ckptconv.values.report import number_text
 
 _NUMBER = re.compile(r"(?:(?<=\.)|^)\d{1,6}(?=\.|$)")
@@ -76,55 +75,81 @@ def _largest(items: list[PageTensor]) -> float | None:
 
 def profile_section(facts: PageFacts) -> Iterator[str]:
     """The section of the page; nothing where there are no statistics or no layers."""
-    for side, file in zip("AB", facts.files, strict=False):
-        yield from _section(file, f" of {side}" if facts.difference is not None else "")
-
-
-def _section(file: FileFacts, of: str) -> Iterator[str]:
-    series = folded(file.tensors)
-    if not series:
+    sides = [folded(file.tensors) for file in facts.files]
+    named = [{one.name: one for one in side} for side in sides]
+    names = list(dict.fromkeys(one.name for side in sides for one in side))
+    if not names:
         return
     yield (
-        f'<section><div class="bar"><h2>Profile over depth{of}</h2>'
-        f'<span class="note">{_KEY}<i>log scale</i></span></div>\n<div class="profiles">\n'
+        '<section><div class="bar"><h2>Profile over depth</h2><span class="note">'
+        f"{_key('std')}std &nbsp; {_key('max')}abs-max, log scale"
+        f"{'; A thin, B wide' * (len(sides) > 1)}</span></div>\n"
+        '<div class="profiles">\n'
     )
-    for one in series[:_SERIES]:
-        yield _figure(one)
+    for name in names[:_SERIES]:
+        yield _figure(name, [side.get(name) for side in named])
     yield "</div>\n"
-    if len(series) > _SERIES:
-        yield f'<p class="note">and {len(series) - _SERIES:,} smaller ones</p>\n'
+    if len(names) > _SERIES:
+        yield f'<p class="note">and {len(names) - _SERIES:,} smaller ones</p>\n'
     yield "</section>\n"
 
 
-_KEY = (
-    '<svg class="key" viewBox="0 0 26 8" aria-hidden="true"><line class="line-std" x1="0" x2="26" '
-    'y1="4" y2="4" stroke-width="2"/></svg>std &nbsp; '
-    '<svg class="key" viewBox="0 0 26 8" aria-hidden="true"><line class="line-max" x1="0" x2="26" '
-    'y1="4" y2="4" stroke-width="2"/></svg>abs-max, '
-)
-
-
-def _figure(one: Series) -> str:
-    name = escape(shown_name(one.name))
-    drawn = _thinned(one)
-    known = [value for value in (*drawn.std, *drawn.abs_max) if value]
-    low, high = (math.log10(min(known)), math.log10(max(known))) if known else (0.0, 0.0)
-    if high - low < 0.2:
-        low, high = low - 0.1, high + 0.1
-    lines = "".join(
-        _line(kind, drawn.depths, values, low, high)
-        for kind, values in (("std", drawn.std), ("max", drawn.abs_max))
-    )
-    about = f"{one.name}: std {_ends(one.std)}, abs-max {_ends(one.abs_max)}"
+def _key(kind: str) -> str:
     return (
-        f"<figure><figcaption><bdi>{name}</bdi></figcaption>"
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(shown_name(about))}">'
-        f'<line class="base" x1="0" x2="{_WIDTH}" y1="60" y2="60"/>{lines}'
-        f'<text class="axis" x="0" y="72">{one.depths[0]}</text>'
-        f'<text class="axis" x="{_WIDTH}" y="72" text-anchor="end">{one.depths[-1]}</text>'
-        f'<text class="axis" x="{_WIDTH / 2:g}" y="72" text-anchor="middle">'
-        f"std {_ends(one.std)}</text></svg></figure>\n"
+        f'<svg class="key" viewBox="0 0 26 8" aria-hidden="true"><line class="line-{kind}" x1="0" '
+        'x2="26" y1="4" y2="4" stroke-width="2"/></svg>'
     )
+
+
+def _figure(name: str, sides: Sequence[Series | None]) -> str:
+    """The picture of a series, of one checkpoint or of two."""
+    drawn = [None if one is None else _thinned(one) for one in sides]
+    there = [one for one in drawn if one is not None]
+    frame = _Frame.around(there)
+    lines = ""
+    for side, one in reversed([*enumerate(drawn)]):
+        if one is not None:
+            kind = " of-b" * side
+            lines += _line(f"line-std{kind}", one.depths, one.std, frame)
+            lines += _line(f"line-max{kind}", one.depths, one.abs_max, frame)
+    shown = escape(shown_name(name))
+    ends = "; ".join(f"std {_ends(one.std)}" for one in there)
+    about = f"{shown}: {ends}, abs-max {'; '.join(_ends(one.abs_max) for one in there)}"
+    return (
+        f"<figure><figcaption><bdi>{shown}</bdi></figcaption>"
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{about}">'
+        f'<line class="base" x1="0" x2="{_WIDTH}" y1="60" y2="60"/>{lines}'
+        f'<text class="axis" x="0" y="72">{frame.first}</text>'
+        f'<text class="axis" x="{_WIDTH}" y="72" text-anchor="end">{frame.last}</text>'
+        f'<text class="axis" x="{_WIDTH / 2:g}" y="72" text-anchor="middle">'
+        f"std {_ends(there[0].std)}</text></svg></figure>\n"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """The depths and the logarithms that a picture reaches from and to."""
+
+    first: int
+    last: int
+    low: float
+    high: float
+
+    @classmethod
+    def around(cls, series: Sequence[Series]) -> _Frame:
+        logs = [
+            math.log10(value) for one in series for value in (*one.std, *one.abs_max) if value
+        ]
+        low, high = (min(logs), max(logs)) if logs else (0.0, 0.0)
+        if high - low < 0.2:
+            low, high = low - 0.1, high + 0.1
+        depths = [depth for one in series for depth in (one.depths[0], one.depths[-1])]
+        return cls(min(depths), max(depths), low, high)
+
+    def point(self, depth: int, value: float) -> tuple[float, float]:
+        across = (depth - self.first) / (self.last - self.first)
+        up = (math.log10(value) - self.low) / (self.high - self.low)
+        return 2 + across * (_WIDTH - 4), 56 - 50 * up
 
 
 def _ends(values: Sequence[float | None]) -> str:
@@ -146,19 +171,13 @@ def _thinned(one: Series) -> Series:
 
 
 def _line(
-    kind: str, depths: Sequence[int], values: Sequence[float | None], low: float, high: float
+    kind: str, depths: Sequence[int], values: Sequence[float | None], frame: _Frame
 ) -> str:
     """A line through the values that have a logarithm."""
-    first, last = depths[0], depths[-1]
     points = [
-        (
-            (depth - first) / (last - first) * (_WIDTH - 4) + 2,
-            56 - (math.log10(value) - low) / (high - low) * 50,
-        )
-        for depth, value in zip(depths, values, strict=True)
-        if value
+        frame.point(depth, value) for depth, value in zip(depths, values, strict=True) if value
     ]
     if len(points) == 1:
-        return f'<circle class="line-{kind}" cx="{points[0][0]:.1f}" cy="{points[0][1]:.1f}" r="2"/>'
+        return f'<circle class="{kind}" cx="{points[0][0]:.1f}" cy="{points[0][1]:.1f}" r="2"/>'
     joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    return f'<polyline class="line-{kind}" points="{joined}"/>' if points else ""
+    return f'<polyline class="{kind}" points="{joined}"/>' if points else ""

@@ -171,18 +171,20 @@
   const stateText = (row) => data.states[pairs.state[row]];
 
   const figure = (key, title, get, hint) => (
-    { key, title, width: 84, right: true, get, text: (row) => number(get(row)), hint });
+    { key, title, width: 100, right: true, get, text: (row) => number(get(row)), hint });
   const counted = (key, title, get, hint, width) => (
     { key, title, width: width || 92, right: true, get, hint,
       text: (row) => { const v = get(row); return Number.isNaN(v) ? "–" : count(v); } });
 
   // by falling importance: as many are shown as there is room for
-  const name = { key: "name", title: "Name", width: 0, get: nameOf, text: nameOf };
+  const inOrder = (text) => text.replace(/\d+/g, (digits) => digits.padStart(8, "0")); // 2 before 10
+  const name = { key: "name", title: "Name", width: 0, get: (row) => inOrder(nameOf(row)),
+    text: nameOf };
   const dtype = { key: "dtype", title: "Dtype", width: 88, get: dtypeText, text: dtypeText };
   const shape = { key: "shape", title: "Shape", width: 116, get: (row) => kindOf(row).numel,
     text: shapeText, hint: "sorted by the number of values" };
   const device = { key: "device", title: "Device", width: 76, get: deviceText, text: deviceText };
-  const bytes = { key: "bytes", title: "Size", width: 82, right: true,
+  const bytes = { key: "bytes", title: "Size", width: 96, right: true,
     get: (row) => kindOf(row).bytes, text: (row) => size(kindOf(row).bytes) };
   const numel = counted("numel", "Values", (row) => kindOf(row).numel, "", 104);
   const std = figure("std", "Std", value((v, i) => v.std(i)));
@@ -195,7 +197,7 @@
   ];
   const columns = isPair
     ? [name, figure("relL2", "Rel. L2", measure("relL2"), "‖a − b‖ / ‖b‖"),
-      { key: "state", title: "State", width: 112, get: stateText, text: stateText },
+      { key: "state", title: "State", width: 136, get: stateText, text: stateText },
       bytes, figure("cosine", "Cosine", measure("cosine")),
       figure("maxAbs", "Max |a−b|", measure("maxAbs")), dtype, shape, device,
       ...(hasValues ? figures : [])]
@@ -229,6 +231,7 @@
     state.shown = fittingColumns();
     const widths = state.shown.map((c) => (c.width ? c.width + "px" : "minmax(0, 1fr)")).join(" ");
     grid.style.setProperty("--columns", widths);
+    head.style.paddingRight = `${body.offsetWidth - body.clientWidth}px`; // the scroll bar
     clear(head);
     for (const column of state.shown) {
       const isSorted = state.sort === column;
@@ -334,7 +337,7 @@
       const text = column.text(row);
       const cell = make("div", {
         role: "cell", class: "cell" + (column.right ? " right" : "") + ` c-${column.key}`,
-      }, column.key === "name" ? make("bdi", {}, text) : text);
+      }, column.key === "name" ? make("bdi", { dir: "ltr" }, text) : text);
       if (column.key === "state") cell.classList.add(`s${pairs.state[row]}`);
       if (column.key === "name" || text.length > 14) cell.title = text;
       made.append(cell);
@@ -716,7 +719,8 @@
         made.push({ label, bytes: at.bytes, leaf: at.own[0], node: at });
       } else made.push({ label, bytes: at.bytes, leaf: -1, node: at });
     }
-    made.sort((a, b) => b.bytes - a.bytes);
+    for (const part of made) part.order = inOrder(part.label);
+    made.sort((a, b) => b.bytes - a.bytes || (a.order < b.order ? -1 : 1));
     return made;
   }
 
@@ -973,6 +977,9 @@
     drawMaps();
   }
   picker.addEventListener("change", recolor);
+  if (!isPair && main.values && new Set(main.kinds.map((kind) => kind.dtype)).size === 1) {
+    picker.value = "std"; // there is nothing to see in one dtype
+  }
 
   // ------------------------------------------------------------------------------------- the rest
 
