@@ -7,7 +7,7 @@ DEMO := demo-out
 
 FAMILIES := .venv-families
 
-.PHONY: demo test readme pythons lowest trust families check lint bench fuzz samples clean
+.PHONY: demo test readme browser pythons lowest trust families check lint bench fuzz samples clean
 
 # torch is pinned in constraints.txt, so that pip takes one known build instead of the newest with
 # gigabytes of CUDA packages.
@@ -73,6 +73,20 @@ lint: $(VENV)/ready
 readme: $(VENV)/ready
 	$(BIN)/python -m pytest -q -m readme tests/journeys/test_docs.py
 
+BROWSER := .venv-browser
+
+$(BROWSER)/ready: $(VENV)/ready
+	$(PYTHON) -m venv $(BROWSER)
+	$(BROWSER)/bin/python -m pip install --quiet --disable-pip-version-check selenium
+	@touch $@
+
+# The pages in a real browser. Chromium and its driver are the system's own; as root on Debian they
+# are installed, elsewhere they have to be there.
+browser: $(BROWSER)/ready
+	@command -v chromedriver >/dev/null || { apt-get update && apt-get install -y chromium chromium-driver; }
+	CKPTCONV_REQUIRE_BROWSER=1 CKPTCONV_SELENIUM=$$($(BROWSER)/bin/python -c 'import site; print(site.getsitepackages()[0])') \
+	    $(BIN)/python -m pytest -q -m browser tests/pages
+
 check: lint test
 
 bench: $(VENV)/ready
@@ -94,5 +108,5 @@ samples: $(VENV)/ready
 	$(BIN)/python sample_ckpts/make_samples.py
 
 clean:
-	rm -rf $(VENV) $(FAMILIES) .venv-3.* .venv-lowest-* $(DEMO) bench-out .pytest_cache \
+	rm -rf $(VENV) $(FAMILIES) $(BROWSER) .venv-3.* .venv-lowest-* $(DEMO) bench-out .pytest_cache \
 	    .mypy_cache .ruff_cache .hypothesis fuzz-finds

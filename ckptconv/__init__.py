@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from ckptconv.live.load_into import LoadResult as LoadResult
     from ckptconv.live.load_into import load_into as load_into
     from ckptconv.live.save import save_portable as save_portable
+    from ckptconv.pages.make import Page as Page
+    from ckptconv.pages.make import report as report
     from ckptconv.scan.files import Scan as Scan
     from ckptconv.scan.files import scan_checkpoint as scan_checkpoint
     from ckptconv.support.errors import AmbiguousStateDict as AmbiguousStateDict
@@ -97,6 +99,7 @@ _HOMES = {
     "OptionRefused": "support.errors",
     "Options": "convert.options",
     "OutputRefused": "support.errors",
+    "Page": "pages.make",
     "Progress": "support.progress",
     "RefusedObject": "support.errors",
     "Scan": "scan.files",
@@ -123,6 +126,7 @@ _HOMES = {
     "open_checkpoint": "formats.registry",
     "plan_conversion": "convert.planner",
     "read_key_rules": "keys.rule_files",
+    "report": "pages.make",
     "save_portable": "live.save",
     "scan_checkpoint": "scan.files",
     "stats": "values.collect",
@@ -156,6 +160,7 @@ __all__ = [
     "OptionRefused",
     "Options",
     "OutputRefused",
+    "Page",
     "Progress",
     "RefusedObject",
     "Scan",
@@ -183,6 +188,7 @@ __all__ = [
     "open_checkpoint",
     "plan_conversion",
     "read_key_rules",
+    "report",
     "save_portable",
     "scan_checkpoint",
     "stats",

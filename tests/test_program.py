@@ -21,6 +21,7 @@ COMMANDS: dict[str, tuple[object, ...]] = {
     "diff": (TRAIN, DDP),
     "scan": (TRAIN, "--strict"),
     "stats": (TRAIN, "--top", "3"),
+    "report": (TRAIN, "-o", "train.html", "--values"),
     "devices": ("--export", "--json"),
     "help": ("keys",),
 }

@@ -119,9 +119,7 @@ def diff(
         errors_shown(as_json, code=2),
         progress_shown(COMPARING, silent=as_json or quiet) as on_progress,
     ):
-        difference = _difference(
-            a, b, html, force, **comparison(given), on_progress=on_progress
-        )
+        difference = _difference(a, b, html, force, **comparison(given), on_progress=on_progress)
     if as_json:
         print_json(verdicts.difference_document(difference))
     elif not quiet:

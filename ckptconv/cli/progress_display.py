@@ -30,6 +30,7 @@ COPYING: Mapping[Phase, str] = {
 }
 COMPARING: Mapping[Phase, str] = {"read": "comparing", "measure": "measuring what differs"}
 READING: Mapping[Phase, str] = {"read": "reading"}
+READING_BOTH: Mapping[Phase, str] = {"read": "reading", "measure": "measuring what differs"}
 SCANNING: Mapping[Phase, str] = {"read": "scanning"}
 """What a command calls the phases of its run."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from ckptconv.cli.options import FILE, LIMIT, NEW_FILE, TAG, FileCommand
-from ckptconv.cli.progress_display import COMPARING, progress_shown
+from ckptconv.cli.progress_display import READING_BOTH, progress_shown
 from ckptconv.cli.terminal import errors_shown, print_headline, print_json
 
 
@@ -49,7 +49,7 @@ def report(source: Path, output: Path, as_json: bool, **given: Any) -> None:
 
     if given["tag_against"] is not None and given["against"] is None:
         raise click.UsageError("--tag-against needs --against")
-    with errors_shown(as_json), progress_shown(COMPARING, silent=as_json) as on_progress:
+    with errors_shown(as_json), progress_shown(READING_BOTH, silent=as_json) as on_progress:
         page = made(source, output, **given, on_progress=on_progress)
     if as_json:
         print_json(told.page_document(page))

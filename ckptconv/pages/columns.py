@@ -1,8 +1,8 @@
 """The tensors of a page as compact JSON: columns, of which the page's script makes rows.
 
-Names begin as the one before does: `keep` counts the characters, and `word` is the number of the
-rest among `words`; a character is one of UTF-16, as a browser counts. Numbers of which many differ are packed: the leading bits of a float64, six to a
-letter of `_LETTERS`.
+Names begin as the one before does: `keep` counts the characters (of UTF-16, as a browser counts),
+and `word` is the number of the rest among `words`. Numbers of which many differ are packed: the
+leading bits of a float64, six to a letter of `_LETTERS`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ def _file(file: FileFacts, bins: int) -> dict[str, Any]:
         "kind": [kind_at[kind] for kind in kinds],
         "devices": [printable(device) for device in devices],
         "device": [device_at[item.device] for item in tensors],
-        "same": {str(at): item.same_as for at, item in enumerate(tensors) if item.same_as is not None},
+        "same": {
+            str(at): item.same_as for at, item in enumerate(tensors) if item.same_as is not None
+        },
         "shared": [[item.nbytes, item.used, list(item.tensors)] for item in file.shared],
     }
     if any(item.statistics for item in tensors):
@@ -102,10 +104,7 @@ def _values(tensors: Sequence[PageTensor], bins: int) -> dict[str, Any]:
     figures = [
         [_number(value) for value in (one.minimum, one.maximum, one.mean, one.std)] for one in known
     ]
-    quantiles = [
-        [_number(value) for value in one.quantiles(QUANTILES) or [None] * len(QUANTILES)]
-        for one in known
-    ]
+    quantiles = [one.quantiles(QUANTILES) or [float("nan")] * len(QUANTILES) for one in known]
     return {
         "figures": packed(np.array(figures), _FIGURE),
         "quantiles": packed(np.array(quantiles), _QUANTILE),

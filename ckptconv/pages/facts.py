@@ -183,9 +183,7 @@ def _states(found: Difference) -> tuple[Mapping[str, str], Mapping[str, Deviatio
     states |= dict.fromkeys((item.key[:_LONGEST_KEY] for item in found.others), "no tensor")
     states |= dict.fromkeys((item.key[:_LONGEST_KEY] for item in found.values), "values differ")
     if not found.ignore_dtype:
-        states |= dict.fromkeys(
-            (item.key[:_LONGEST_KEY] for item in found.dtypes), "dtype differs"
-        )
+        states |= dict.fromkeys((item.key[:_LONGEST_KEY] for item in found.dtypes), "dtype differs")
     states |= dict.fromkeys((item.key[:_LONGEST_KEY] for item in found.shapes), "shape differs")
     states |= dict.fromkeys((key[:_LONGEST_KEY] for key in found.only_a), "only in A")
     states |= dict.fromkeys((key[:_LONGEST_KEY] for key in found.only_b), "only in B")
@@ -198,5 +196,3 @@ def free_name(path: Path, suffix: str) -> Path:
     """
     stem = path.name.removesuffix(".index.json")
     return path.parent / f"{Path(stem).stem or 'model'}-portable{suffix}"
-
-

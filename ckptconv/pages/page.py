@@ -85,7 +85,7 @@ _FLOATING = """\
 """
 
 
-# ------------------------------------------------------------------------------------------ the head
+# ----------------------------------------------------------------------------------------- the head
 
 
 def _file(file: FileFacts, side: str | None) -> Iterator[str]:
@@ -120,9 +120,7 @@ def _verdicts(file: FileFacts) -> Iterator[str]:
     level, mark = marks[file.scan.level] if file.scan.level else ("warn", "not scanned: ")
     text = file.scan.text.removeprefix(f"{printable(file.name)}: ")
     yield _verdict(level, f"{mark}{text if not file.scan.level else f'scan: {text}'}")
-    odd = sum(
-        1 for item in file.tensors if (one := item.statistics) and (one.nan or one.infinite)
-    )
+    odd = sum(1 for item in file.tensors if (one := item.statistics) and (one.nan or one.infinite))
     if odd:
         yield _verdict("warn", f"{count_text(odd, 'tensor')} with NaN or infinite values")
     yield "</ul>\n"
@@ -205,7 +203,7 @@ def _comparison(facts: PageFacts, found: Difference) -> Iterator[str]:
     yield from _details(difference_lines(found))
 
 
-# -------------------------------------------------------------------------------------- the sections
+# ------------------------------------------------------------------------------------- the sections
 
 _COLORINGS = (("dtype", "dtype"), ("device", "device"), ("sharing", "sharing"))
 _OF_VALUES = (
@@ -235,8 +233,10 @@ def _map(facts: PageFacts) -> Iterator[str]:
 def _table(facts: PageFacts) -> Iterator[str]:
     noun = "Keys" if facts.difference is not None else "Tensors"
     yield (
-        f'<section aria-labelledby="table-title">\n<div class="bar"><h2 id="table-title">{noun}</h2>'
-        '<span class="note" id="found" role="status"></span>'
+        '<section aria-labelledby="table-title">\n<div class="bar">'
+        f'<h2 id="table-title">{noun}</h2>'
+        '<span class="note"><span id="found" role="status"></span>'
+        '<span id="within-zoom" hidden> within <bdi id="within"></bdi></span></span>'
         '<label class="searching"><span class="hidden-text">Search</span><input type="search" '
         'id="search" placeholder="Search: name, dtype, shape, …" autocomplete="off" '
         'spellcheck="false"></label></div>\n'
@@ -244,8 +244,9 @@ def _table(facts: PageFacts) -> Iterator[str]:
         '<div class="head" id="head" role="row"></div>\n'
         '<div class="rows" id="rows" tabindex="0" role="rowgroup" aria-label="Rows: arrows move, '
         'Enter opens one"><div class="inner" id="inner"></div>'
-        '<p class="nothing" id="nothing" hidden>No tensor has all these words.</p></div>\n</div>\n'
-        "<noscript><p>The map and the table need JavaScript; the page loads nothing.</p></noscript>\n"
+        '<p class="nothing" id="nothing" hidden>No tensor has all these words.</p></div>\n'
+        "</div>\n<noscript><p>The map and the table need JavaScript; the page loads nothing.</p>"
+        "</noscript>\n"
         '<p class="note keys">Keys: <kbd>/</kbd> search, <kbd>↑</kbd> <kbd>↓</kbd> move, '
         "<kbd>Enter</kbd> open, <kbd>Esc</kbd> close or zoom out.</p>\n</section>\n"
     )
@@ -260,7 +261,7 @@ def _sharing(file: FileFacts, side: str | None) -> Iterator[str]:
     yield (
         f'<p class="note">{count_text(len(file.shared), "storage")}; '
         f"{size_text(unused)} of them belong to no tensor.</p>\n"
-        '<div class="wide"><table class="list"><thead><tr><th>Tensors</th>'
+        '<div class="wide"><table class="list" aria-label="Storages"><thead><tr><th>Tensors</th>'
         '<th class="amount">Storage</th><th class="amount">Unused</th></tr></thead><tbody>\n'
     )
     for item in file.shared[:_LISTED]:
@@ -275,7 +276,9 @@ _MEMBERS = 8  # names in a row
 
 
 def _storage(file: FileFacts, item: Shared) -> str:
-    names = [f"<bdi>{escape(shown_name(file.tensors[at].name))}</bdi>" for at in item.tensors[:_MEMBERS]]
+    names = [
+        f"<bdi>{escape(shown_name(file.tensors[at].name))}</bdi>" for at in item.tensors[:_MEMBERS]
+    ]
     if len(item.tensors) > _MEMBERS:
         names.append(f"and {len(item.tensors) - _MEMBERS:,} more")
     return (

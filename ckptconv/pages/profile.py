@@ -16,7 +16,7 @@ from statistics import median
 
 from ckptconv.pages.columns import shown_name
 from ckptconv.pages.facts import PageFacts, PageTensor
-from ckptconv.values.report import number_text
+from ckptconv.values.facts import number_text
 
 _NUMBER = re.compile(r"(?:(?<=\.)|^)\d{1,6}(?=\.|$)")
 _SERIES, _POINTS = 48, 400  # that are drawn
@@ -25,7 +25,7 @@ _WIDTH, _HEIGHT = 230, 74
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The tensors of one folded name: the depths, and std and abs-max at each (None: no numbers)."""
+    """The tensors of one folded name: the depths, and std and abs-max at each, where known."""
 
     name: str
     nbytes: int
@@ -137,9 +137,7 @@ class _Frame:
 
     @classmethod
     def around(cls, series: Sequence[Series]) -> _Frame:
-        logs = [
-            math.log10(value) for one in series for value in (*one.std, *one.abs_max) if value
-        ]
+        logs = [math.log10(value) for one in series for value in (*one.std, *one.abs_max) if value]
         low, high = (min(logs), max(logs)) if logs else (0.0, 0.0)
         if high - low < 0.2:
             low, high = low - 0.1, high + 0.1
@@ -170,9 +168,7 @@ def _thinned(one: Series) -> Series:
     )
 
 
-def _line(
-    kind: str, depths: Sequence[int], values: Sequence[float | None], frame: _Frame
-) -> str:
+def _line(kind: str, depths: Sequence[int], values: Sequence[float | None], frame: _Frame) -> str:
     """A line through the values that have a logarithm."""
     points = [
         frame.point(depth, value) for depth, value in zip(depths, values, strict=True) if value

@@ -474,3 +474,13 @@ def test_stats_prints_what_the_page_says(room):
         document("stats", "no.pt", cwd=room, code=1),
     ]
     hold("stats", found)
+
+
+def test_report_prints_what_the_page_says(room):
+    found = [
+        document("report", "ddp_cuda3.pt", "-o", "one.html", cwd=room),
+        document("report", "ddp_cuda3.pt", "-o", "two.html", "--against", "fp16.pt", cwd=room),
+        document("report", "no.pt", "-o", "three.html", cwd=room, code=1),
+    ]
+    hold("report", found)
+    assert found[0]["bytes"] == (room / "one.html").stat().st_size

@@ -164,6 +164,11 @@
     const far = pairs.far.get(row);
     return far ? far[name] : NaN;
   };
+  /** What tells the worse of two: NaN on one side only, then the relative L2. */
+  const badness = (row) => {
+    const far = pairs.far.get(row);
+    return !far ? NaN : far.counts[2] ? Infinity : Number.isNaN(far.relL2) ? -1 : far.relL2;
+  };
   const dtypeText = (row) => both(row, (file, i) => file.kinds[file.kind[i]].dtype);
   const shapeText = (row) => both(row, (file, i) => file.kinds[file.kind[i]].shape);
   const deviceText = (row) => both(row, (file, i) => file.device(i));
@@ -196,7 +201,8 @@
     counted("nan", "NaN, Inf", odd, "NaN and infinite values", 84),
   ];
   const columns = isPair
-    ? [name, figure("relL2", "Rel. L2", measure("relL2"), "‖a − b‖ / ‖b‖"),
+    ? [name, { ...figure("relL2", "Rel. L2", measure("relL2"), "‖a − b‖ / ‖b‖; NaN first"),
+      get: badness },
       { key: "state", title: "State", width: 136, get: stateText, text: stateText },
       bytes, figure("cosine", "Cosine", measure("cosine")),
       figure("maxAbs", "Max |a−b|", measure("maxAbs")), dtype, shape, device,
@@ -295,6 +301,8 @@
     const noun = isPair ? "key" : "tensor";
     $("found").textContent =
       `${count(order.length)}${all} ${noun}${rowCount === 1 ? "" : "s"}${cut}`;
+    $("within").textContent = prefix;
+    $("within-zoom").hidden = !prefix;
     $("nothing").hidden = order.length > 0;
     drawRows();
   }
