@@ -18,6 +18,7 @@ from ckptconv.pages.assets import asset, source_hash
 from ckptconv.pages.columns import data_text, shown_name
 from ckptconv.pages.facts import STATES, FileFacts, PageFacts, Shared
 from ckptconv.pages.profile import profile_section
+from ckptconv.pages.treemap import map_svg
 from ckptconv.support.errors import printable
 from ckptconv.support.rows import Row
 from ckptconv.support.text import count_text, size_text, some_text
@@ -226,7 +227,9 @@ def _map(facts: PageFacts) -> Iterator[str]:
     yield f'<div class="maps{" two" if is_pair else ""}">\n'
     for place, side in enumerate("AB"[: len(facts.files)]):
         title = f"<h3>{side}</h3>" if is_pair else ""
-        yield f'<div>{title}<div class="mapbox" id="map-{place}"></div></div>\n'
+        tensors = facts.files[place].tensors
+        drawn = map_svg([shown_name(item.name) for item in tensors], tensors)
+        yield f'<div>{title}<div class="mapbox" id="map-{place}">{drawn}</div></div>\n'
     yield '</div>\n<div class="legend" id="legend" aria-label="Colours"></div>\n</section>\n'
 
 
@@ -245,7 +248,7 @@ def _table(facts: PageFacts) -> Iterator[str]:
         '<div class="rows" id="rows" tabindex="0" role="rowgroup" aria-label="Rows: arrows move, '
         'Enter opens one"><div class="inner" id="inner"></div>'
         '<p class="nothing" id="nothing" hidden>No tensor has all these words.</p></div>\n'
-        "</div>\n<noscript><p>The map and the table need JavaScript; the page loads nothing.</p>"
+        "</div>\n<noscript><p>Zoom and the table need JavaScript; the page loads nothing.</p>"
         "</noscript>\n"
         '<p class="note keys">Keys: <kbd>/</kbd> search, <kbd>↑</kbd> <kbd>↓</kbd> move, '
         "<kbd>Enter</kbd> open, <kbd>Esc</kbd> close or zoom out.</p>\n</section>\n"
@@ -258,9 +261,9 @@ def _sharing(file: FileFacts, side: str | None) -> Iterator[str]:
     of = f" of {side}" if side else ""
     unused = sum(item.nbytes - item.used for item in file.shared)
     yield f'<section><div class="bar"><h2>Shared and partly used storages{of}</h2></div>\n'
+    told = f"{size_text(unused)} of them belong to no tensor" if unused else "all bytes are used"
     yield (
-        f'<p class="note">{count_text(len(file.shared), "storage")}; '
-        f"{size_text(unused)} of them belong to no tensor.</p>\n"
+        f'<p class="note">{count_text(len(file.shared), "storage")}; {told}.</p>\n'
         '<div class="wide"><table class="list" aria-label="Storages"><thead><tr><th>Tensors</th>'
         '<th class="amount">Storage</th><th class="amount">Unused</th></tr></thead><tbody>\n'
     )

@@ -113,6 +113,8 @@ def _figure(name: str, sides: Sequence[Series | None]) -> str:
             lines += _line(f"line-std{kind}", one.depths, one.std, frame)
             lines += _line(f"line-max{kind}", one.depths, one.abs_max, frame)
     shown = escape(shown_name(name))
+    if not lines:
+        lines = f'<text class="axis" x="{_WIDTH / 2:g}" y="36" text-anchor="middle">all zero</text>'
     ends = "; ".join(f"std {_ends(one.std)}" for one in there)
     about = f"{shown}: {ends}, abs-max {'; '.join(_ends(one.abs_max) for one in there)}"
     return (

@@ -14,8 +14,10 @@ import pytest
 import torch
 
 import ckptconv
+from ckptconv.pages import treemap
 from helpers import browser as browsers
 from helpers.browser import Browser
+from helpers.page_data import data_of, names_of
 from helpers.page_scenes import HOSTILE, many, model
 
 pytestmark = [
@@ -214,6 +216,32 @@ def test_statistics_are_a_ramp_of_colours(browser, page):
             coloring,
         )
         assert browser.run("return document.querySelectorAll('#legend svg.ramp rect').length") == 50
+
+
+def test_the_script_draws_the_map_that_python_draws(browser, place, page):
+    """Two programs, one layout; the window makes the map as wide as Python's."""
+    for source in (place / "model.pt", place / "mixture.safetensors"):
+        if not source.exists():
+            many(source, 3000)
+        ckptconv.report(source, place / "twice.html", force=True)
+        browser.open(place / "twice.html", wide=1248 + 15)
+        [wide] = browser.run("return [document.querySelector('.mapbox').clientWidth]")
+        browser.open(place / "twice.html", wide=1248 + 15 + treemap.WIDTH - wide)
+        *boxes, whole = browser.run(BOXES)
+        assert (whole["w"], whole["h"]) == (treemap.WIDTH, treemap.HEIGHT)
+        [file] = data_of(place / "twice.html")["files"]
+        sizes = [
+            0 if str(at) in file["same"] else file["kinds"][kind][3]
+            for at, kind in enumerate(file["kind"])
+        ]
+        cells = treemap.cells_of(names_of(file), sizes)
+        assert [(one["bytes"], one["group"], one["rest"]) for one in boxes] == [
+            (cell.nbytes, cell.is_group, cell.is_rest) for cell in cells
+        ]
+        for one, cell in zip(boxes, cells, strict=True):
+            x, y, w, h = cell.box
+            expected = (x + GAP / 2, y + GAP / 2, max(w - GAP, 0.3), max(h - GAP, 0.3))
+            assert (one["x"], one["y"], one["w"], one["h"]) == pytest.approx(expected, abs=0.011)
 
 
 # --------------------------------------------------------------------------------------- the table

@@ -288,7 +288,7 @@ def test_a_page_of_2000_tensors_is_small(tmp_path):
     many(tmp_path / "many.safetensors", 2000)
     plain = page_of(tmp_path / "many.safetensors", tmp_path).stat().st_size
     full = page_of(tmp_path / "many.safetensors", tmp_path, values=True).stat().st_size
-    assert plain < 120_000 and full < 500_000
+    assert plain < 200_000 and full < 500_000
 
 
 @pytest.mark.trust
@@ -296,7 +296,7 @@ def test_a_page_of_100000_tensors_is_not_large(tmp_path):
     many(tmp_path / "many.safetensors", 100_000)
     plain = page_of(tmp_path / "many.safetensors", tmp_path).stat().st_size
     full = page_of(tmp_path / "many.safetensors", tmp_path, values=True).stat().st_size
-    assert plain < 2_000_000 and full < 10_000_000
+    assert plain < 2_500_000 and full < 10_000_000
 
 
 def test_what_is_there_is_replaced_only_with_force(saved, tmp_path):

@@ -167,7 +167,8 @@
   /** What tells the worse of two: NaN on one side only, then the relative L2. */
   const badness = (row) => {
     const far = pairs.far.get(row);
-    return !far ? NaN : far.counts[2] ? Infinity : Number.isNaN(far.relL2) ? -1 : far.relL2;
+    if (!far) return pairs.state[row] ? -2 : NaN;
+    return far.counts[2] ? Infinity : Number.isNaN(far.relL2) ? -1 : far.relL2;
   };
   const dtypeText = (row) => both(row, (file, i) => file.kinds[file.kind[i]].dtype);
   const shapeText = (row) => both(row, (file, i) => file.kinds[file.kind[i]].shape);
@@ -186,7 +187,7 @@
   const name = { key: "name", title: "Name", width: 0, get: (row) => inOrder(nameOf(row)),
     text: nameOf };
   const dtype = { key: "dtype", title: "Dtype", width: 88, get: dtypeText, text: dtypeText };
-  const shape = { key: "shape", title: "Shape", width: 116, get: (row) => kindOf(row).numel,
+  const shape = { key: "shape", title: "Shape", width: isPair ? 150 : 116, get: (row) => kindOf(row).numel,
     text: shapeText, hint: "sorted by the number of values" };
   const device = { key: "device", title: "Device", width: 76, get: deviceText, text: deviceText };
   const bytes = { key: "bytes", title: "Size", width: 96, right: true,
@@ -202,7 +203,10 @@
   ];
   const columns = isPair
     ? [name, { ...figure("relL2", "Rel. L2", measure("relL2"), "‖a − b‖ / ‖b‖; NaN first"),
-      get: badness },
+      get: badness, text: (row) => {
+        const far = pairs.far.get(row);
+        return far && far.counts[2] ? "NaN" : number(measure("relL2")(row));
+      } },
       { key: "state", title: "State", width: 136, get: stateText, text: stateText },
       bytes, figure("cosine", "Cosine", measure("cosine")),
       figure("maxAbs", "Max |a−b|", measure("maxAbs")), dtype, shape, device,
@@ -768,7 +772,7 @@
       "aria-label": `Map of the tensors by bytes${isPair ? ` of ${"AB"[file.side]}` : ""}. ` +
         "Arrows move, Enter zooms in or opens a tensor, Escape zooms out.",
     });
-    box.append(picture);
+    box.replaceChildren(picture); // that of Python, which is for readers without scripts
     let cells = [], active = -1, wide = 0, high = 0;
 
     function nodeAt(path) {

@@ -1,0 +1,229 @@
+"""The map of a checkpoint by bytes, as SVG: what a page shows where no script runs, and on paper.
+
+The parts of names between dots are groups, as boxes in boxes; the boxes of one group are as large
+as their bytes, in the layout of Bruls, Huizing and van Wijk (Squarified treemaps, 2000). The script
+of the page draws the same map again in the size of the window, with zoom and other colours.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+from ckptconv.pages.facts import PageTensor
+from ckptconv.support.text import size_text
+
+Box = tuple[float, float, float, float]
+"""Left, top, width, height."""
+
+WIDTH, HEIGHT = 1200, 504
+_HEAD, _GAP = 17, 1  # pixels: the heading of a group, what is between two boxes
+_LETTER = 6.3  # pixels
+_OPENED = 900  # square pixels that a group needs to show what is in it
+_LEAST = 10  # square pixels; smaller boxes are one
+_OTHER = 8  # the last of the colours of the style sheet
+_DIGITS = re.compile(r"\d+")
+
+
+@dataclass(slots=True)
+class Node:
+    """A part of names, and the tensors that end in it."""
+
+    label: str = ""
+    nbytes: int = 0
+    inner: dict[str, Node] = field(default_factory=dict)
+    own: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What is one box, or a group of boxes: a tensor where `leaf` is its place."""
+
+    label: str
+    nbytes: int
+    node: Node
+    leaf: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A box of the map: what is in it (of several `rest` parts, where they are too small for boxes
+    of their own), and whether it is a group with boxes in it.
+    """
+
+    box: Box
+    label: str
+    nbytes: int
+    tensors: tuple[int, ...]
+    depth: int
+    is_group: bool
+    is_rest: bool = False
+
+
+def tree_of(names: Sequence[str], sizes: Sequence[int]) -> Node:
+    """The groups that names with dots make."""
+    root = Node(nbytes=sum(sizes))
+    for at, (name, size) in enumerate(zip(names, sizes, strict=True)):
+        node = root
+        for label in name.split("."):
+            following = node.inner.get(label)
+            if following is None:
+                following = node.inner[label] = Node(label)
+            node = following
+            node.nbytes += size
+        node.own.append(at)
+    return root
+
+
+def squarified(weights: Sequence[float], box: Box) -> list[Box]:
+    """Boxes for weights in falling order, which fill a box and are as square as may be."""
+    x, y, w, h = box
+    made: list[Box] = []
+    total, at = sum(weights), 0
+    while at < len(weights) and total > 0 and w > 0 and h > 0:
+        short, scale = min(w, h), w * h / total
+        end, taken = _strip(weights, at, short, scale)
+        thick = max(w, h) if end == len(weights) else taken * scale / short
+        along = 0.0
+        for weight in weights[at:end]:
+            long = weight / taken * short
+            made.append((x, y + along, thick, long) if w >= h else (x + along, y, long, thick))
+            along += long
+        if w >= h:
+            x, w = x + thick, w - thick
+        else:
+            y, h = y + thick, h - thick
+        total -= taken
+        at = end
+    return made
+
+
+def _strip(weights: Sequence[float], at: int, short: float, scale: float) -> tuple[int, float]:
+    """The end of the strip that begins with a weight, as long as its boxes get squarer, and its
+    weight in all.
+    """
+    taken, end, worst = 0.0, at, float("inf")
+    while end < len(weights):
+        thick = (taken + weights[end]) * scale / short
+        ratio = max(weights[at] * scale / (thick * thick), thick * thick / (weights[end] * scale))
+        if ratio > worst:
+            break
+        worst, taken, end = ratio, taken + weights[end], end + 1
+    return end, taken
+
+
+def cells_of(
+    names: Sequence[str], sizes: Sequence[int], width: float = WIDTH, height: float = HEIGHT
+) -> list[Cell]:
+    """The boxes of the map, each group before what is in it."""
+    return list(_filled(tree_of(names, sizes), (0, 0, width, height), 0, sizes))
+
+
+def _filled(node: Node, box: Box, depth: int, sizes: Sequence[int]) -> Iterator[Cell]:
+    _, _, w, h = box
+    parts = [part for part in _parts(node, sizes) if part.nbytes > 0]
+    least = _LEAST * sum(part.nbytes for part in parts) / max(w * h, 1)
+    shown = next((at for at, part in enumerate(parts) if part.nbytes < least), len(parts))
+    if shown >= len(parts) - 1:
+        shown = len(parts)
+    weighed: list[tuple[int, Part | None]] = [(part.nbytes, part) for part in parts[:shown]]
+    if rest := parts[shown:]:
+        weighed.append((sum(part.nbytes for part in rest), None))
+    weighed.sort(key=lambda item: -item[0])
+    for (nbytes, part), (bx, by, bw, bh) in zip(
+        weighed, squarified([nbytes for nbytes, _ in weighed], box), strict=False
+    ):
+        inside = tuple(at for one in ([part] if part else rest) for at in _places(one))
+        if part is None:
+            label = f"{len(rest):,} more"
+            yield Cell((bx, by, bw, bh), label, nbytes, inside, depth, False, is_rest=True)
+            continue
+        opens = part.leaf is None and bw * bh > _OPENED and bw > 14 and bh > 14
+        yield Cell((bx, by, bw, bh), part.label, nbytes, inside, depth, opens)
+        if opens:
+            head = _heading(bw, bh)
+            inner = (bx + 2, by + head, bw - 4, bh - head - 2)
+            yield from _filled(part.node, inner, depth + 1, sizes)
+
+
+def _heading(width: float, height: float) -> int:
+    return _HEAD if width > 46 and height > 40 else 2
+
+
+def _parts(node: Node, sizes: Sequence[int]) -> list[Part]:
+    """The parts of a node, the largest first; labels that lead to one part only are one label."""
+    made = [Part(node.label, sizes[at], node, at) for at in node.own]
+    for child in node.inner.values():
+        at, label = child, child.label
+        while len(at.inner) == 1 and not at.own:
+            [at] = at.inner.values()
+            label += f".{at.label}"
+        is_leaf = len(at.own) == 1 and not at.inner
+        made.append(Part(label, at.nbytes, at, at.own[0] if is_leaf else None))
+    return sorted(made, key=lambda part: (-part.nbytes, in_order(part.label)))
+
+
+def in_order(text: str) -> str:
+    """A text by which names sort as their numbers do.
+
+    >>> sorted(["l.10", "l.9"], key=in_order)
+    ['l.9', 'l.10']
+    """
+    return _DIGITS.sub(lambda digits: digits[0].rjust(8, "0"), text)
+
+
+def _places(part: Part) -> Iterator[int]:
+    if part.leaf is not None:
+        yield part.leaf
+        return
+    waiting = [part.node]
+    while waiting:
+        node = waiting.pop()
+        yield from node.own
+        waiting.extend(node.inner.values())
+
+
+# ---------------------------------------------------------------------------------------------- SVG
+
+
+def map_svg(names: Sequence[str], tensors: Sequence[PageTensor]) -> str:
+    """The map as SVG, coloured by dtype; `names` are those that are shown."""
+    sizes = [item.nbytes if item.same_as is None else 0 for item in tensors]
+    by_dtype: Counter[str] = Counter()
+    for item, size in zip(tensors, sizes, strict=True):
+        by_dtype[item.dtype] += size
+    colors = {dtype: at for at, (dtype, _) in enumerate(by_dtype.most_common())}
+    drawn = []
+    for cell in cells_of(names, sizes):
+        kinds: Counter[str] = Counter()
+        for at in cell.tensors if not cell.is_group else ():
+            kinds[tensors[at].dtype] += sizes[at]
+        color = colors[kinds.most_common(1)[0][0]] if kinds else 0
+        drawn.append(_drawn(cell, f"c{min(color, _OTHER)}"))
+    return (
+        f'<svg class="map" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="Map of the '
+        f'tensors by bytes, coloured by dtype">{"".join(drawn)}</svg>'
+    )
+
+
+def _drawn(cell: Cell, color: str) -> str:
+    x, y, w, h = cell.box
+    kind = f"group d{min(cell.depth, 3)}" if cell.is_group else color + " rest" * cell.is_rest
+    box = (
+        f'<rect class="{kind}" x="{x + _GAP / 2:.1f}" y="{y + _GAP / 2:.1f}" '
+        f'width="{max(w - _GAP, 0.3):.1f}" height="{max(h - _GAP, 0.3):.1f}"/>'
+    )
+    room = int((w - 8) / _LETTER)
+    fits = _heading(w, h) == _HEAD if cell.is_group else h > 15
+    if not fits or room < 3:
+        return box
+    label = cell.label if len(cell.label) <= room else f"{cell.label[: room - 1]}…"
+    tint = "onGroup" if cell.is_group else f"on-{color}"
+    text = f'<text class="label {tint}" x="{x + 5:.1f}" y="{y + 13:.1f}">{escape(label)}</text>'
+    size = size_text(cell.nbytes)
+    if not cell.is_group and h > 34 and len(size) <= room:
+        text += f'<text class="label small {tint}" x="{x + 5:.1f}" y="{y + 27:.1f}">{size}</text>'
+    return box + text
