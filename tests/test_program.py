@@ -21,6 +21,7 @@ COMMANDS: dict[str, tuple[object, ...]] = {
     "diff": (TRAIN, DDP),
     "scan": (TRAIN, "--strict"),
     "stats": (TRAIN, "--top", "3"),
+    "show": (DDP, "classifier.weight", "[0, :3]"),
     "devices": ("--export", "--json"),
     "help": ("keys",),
 }

@@ -39,6 +39,7 @@ COMMANDS = {
     "diff": "judging",
     "scan": "judging",
     "stats": "viewing",
+    "show": "viewing",
 }
 """The commands, and the module of `ckptconv.cli` that has each, under the command's name."""
 
