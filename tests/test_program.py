@@ -22,6 +22,8 @@ COMMANDS: dict[str, tuple[object, ...]] = {
     "scan": (TRAIN, "--strict"),
     "stats": (TRAIN, "--top", "3"),
     "show": (DDP, "classifier.weight", "[0, :3]"),
+    "merge": (DDP, SAMPLES / "tied.pt", "out.pt"),
+    "average": (DDP, DDP, "out.pt"),
     "devices": ("--export", "--json"),
     "help": ("keys",),
 }

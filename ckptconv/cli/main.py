@@ -40,6 +40,8 @@ COMMANDS = {
     "scan": "judging",
     "stats": "viewing",
     "show": "viewing",
+    "merge": "combining",
+    "average": "combining",
 }
 """The commands, and the module of `ckptconv.cli` that has each, under the command's name."""
 
