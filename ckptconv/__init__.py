@@ -12,6 +12,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckptconv.convert.combining import average as average
+    from ckptconv.convert.combining import merge as merge
     from ckptconv.convert.convert_checkpoint import convert_checkpoint as convert_checkpoint
     from ckptconv.convert.execute import ConversionResult as ConversionResult
     from ckptconv.convert.execute import execute_plan as execute_plan
@@ -113,6 +115,7 @@ _HOMES = {
     "UnreadableFile": "support.errors",
     "UnsupportedCheckpoint": "support.errors",
     "VerificationFailed": "support.errors",
+    "average": "convert.combining",
     "best_device": "devices.host",
     "convert_checkpoint": "convert.convert_checkpoint",
     "diagnose": "doctor.diagnose",
@@ -123,6 +126,7 @@ _HOMES = {
     "limits": "support.limits",
     "load_into": "live.load_into",
     "load_portable": "live.load",
+    "merge": "convert.combining",
     "open_checkpoint": "formats.registry",
     "plan_conversion": "convert.planner",
     "read_key_rules": "keys.rule_files",
@@ -175,6 +179,7 @@ __all__ = [
     "UnsupportedCheckpoint",
     "VerificationFailed",
     "__version__",
+    "average",
     "best_device",
     "convert_checkpoint",
     "diagnose",
@@ -185,6 +190,7 @@ __all__ = [
     "limits",
     "load_into",
     "load_portable",
+    "merge",
     "open_checkpoint",
     "plan_conversion",
     "read_key_rules",

@@ -22,6 +22,9 @@ COMMANDS: dict[str, tuple[object, ...]] = {
     "scan": (TRAIN, "--strict"),
     "stats": (TRAIN, "--top", "3"),
     "report": (TRAIN, "-o", "train.html", "--values"),
+    "show": (DDP, "classifier.weight", "[0, :3]"),
+    "merge": (DDP, SAMPLES / "tied.pt", "out.pt"),
+    "average": (DDP, DDP, "out.pt"),
     "devices": ("--export", "--json"),
     "help": ("keys",),
 }

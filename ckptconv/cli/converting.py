@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -33,8 +34,6 @@ from ckptconv.cli.terminal import (
 from ckptconv.support.errors import OutputRefused
 
 if TYPE_CHECKING:
-    from ckptconv.convert.job import Job
-    from ckptconv.convert.options import Request
     from ckptconv.convert.plan import ConversionPlan
 
 
@@ -147,26 +146,26 @@ def _convert(given: dict[str, Any], wrappers: str) -> None:
         with redirect_stdout(sys.stderr):  # a model that is built may print
             options = replace(options, fit_to=key_target_of(given))
         job = Job(given["sources"], output, options, tag=given["tag"], force=given["force"])
-        refused = _refused_output(job, options)
+        refused = refused_output(lambda: job.check_output(options))
         if refused is not None and not given["dry_run"]:
             raise refused
         with job.planned(options) as plan:
             if not given["dry_run"]:
-                _execute(plan, given)
+                execute(plan, given)
                 return
-    _show_plan(plan, given, refused)
+    show_plan(plan, given, refused)
 
 
-def _refused_output(job: Job, request: Request) -> OutputRefused | None:
+def refused_output(check: Callable[[], None]) -> OutputRefused | None:
     """Why an output could not be written, as far as it can be told before all are known."""
     try:
-        job.check_output(request)
+        check()
     except OutputRefused as error:
         return error
     return None
 
 
-def _show_plan(plan: ConversionPlan, given: dict[str, Any], refused: OutputRefused | None) -> None:
+def show_plan(plan: ConversionPlan, given: dict[str, Any], refused: OutputRefused | None) -> None:
     """What would be done; a `refused` output too, with the exit code of the conversion."""
     from ckptconv.convert import report
     from ckptconv.convert.error_document import error_document
@@ -181,7 +180,7 @@ def _show_plan(plan: ConversionPlan, given: dict[str, Any], refused: OutputRefus
         fail(str(refused), 1)
 
 
-def _execute(plan: ConversionPlan, given: dict[str, Any]) -> None:
+def execute(plan: ConversionPlan, given: dict[str, Any]) -> None:
     from ckptconv.convert import report
     from ckptconv.convert.execute import execute_plan, hand_over_plan
 

@@ -40,6 +40,9 @@ COMMANDS = {
     "scan": "judging",
     "stats": "viewing",
     "report": "reporting",
+    "show": "viewing",
+    "merge": "combining",
+    "average": "combining",
 }
 """The commands, and the module of `ckptconv.cli` that has each, under the command's name."""
 

@@ -9,9 +9,10 @@ from typing import Any
 import click
 
 from ckptconv.cli.completion import offer_parts
-from ckptconv.cli.options import FILE, LIMIT, TAG, FileCommand
+from ckptconv.cli.options import FILE, LIMIT, OUTPUT, TAG, FileCommand
 from ckptconv.cli.progress_display import READING, progress_shown
 from ckptconv.cli.terminal import errors_shown, print_json, print_table, terminal_width
+from ckptconv.support.errors import printable
 
 SORTS = ("order", "name", "min", "max", "abs-max", "mean", "std", "zeros", "nan", "size")
 _BINS = 64
@@ -83,3 +84,51 @@ def stats(
             print_table(report.histogram_lines(item, width))
     else:
         print_table(report.statistics_lines(found, shown, width))
+
+
+@click.command(
+    cls=FileCommand,
+    short_help="Show the values of one tensor.",
+    epilog="""\b
+Examples:
+  ckptconv show model.pt layers.0.weight
+  ckptconv show model.pt layers.0.weight '[0:3, :5]'
+  ckptconv show model.safetensors lm_head.weight '[-1]' --npy row.npy
+
+Exit code: 0 done, 1 it cannot be opened, or has no such tensor, 2 wrong usage.""",
+)
+@click.argument("source", metavar="IN", type=FILE)
+@click.argument("name", metavar="TENSOR")
+@click.argument("indices", metavar="[INDICES]", required=False, default="")
+@click.option(
+    "--npy", metavar="FILE", type=OUTPUT, help="Write the values to a file of numpy instead."
+)
+@click.option("-f", "--force", is_flag=True, help="Replace the file of --npy if it exists.")
+@TAG
+@LIMIT
+def show(
+    source: Path, name: str, indices: str, npy: Path | None, force: bool, tag: str | None
+) -> None:
+    """Show the values of TENSOR in checkpoint IN, as numpy prints them; INDICES are those of numpy,
+    such as [0:3, :5].
+
+    The end of a name will do where only one tensor has it. Of a large tensor, only what is shown is
+    read, and no checksum is looked at then. Quantized values are decoded.
+    """
+    from ckptconv.formats.registry import open_checkpoint
+    from ckptconv.values.named import named_values
+    from ckptconv.values.picking import box_of, picked, shown_text
+    from ckptconv.values.report import picked_headline
+
+    with errors_shown(False), open_checkpoint(source, tag=tag) as checkpoint:
+        item = picked(named_values(checkpoint), name, checkpoint.path)
+        with errors_shown(False, usage=True):
+            box = box_of(indices, item.ref.shape)
+        if npy is not None:
+            from ckptconv.values.npy import write_npy
+
+            write_npy(item, box, npy, force=force)
+            click.echo(f"{printable(item.name)} → {printable(npy)}", err=True)
+            return
+        click.secho(picked_headline(item, box), bold=True)
+        click.echo(shown_text(item, box))

@@ -11,6 +11,8 @@ from ckptconv.support.rows import Level, Row
 from ckptconv.support.text import count_text, some_text
 from ckptconv.tensors.statistics import QUANTILE_ERROR
 from ckptconv.values.facts import HEAD, CheckpointStatistics, TensorStatistics, number_text, row
+from ckptconv.values.named import NamedValue
+from ckptconv.values.picking import Box
 
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 """The fractions whose quantiles are told."""
@@ -158,3 +160,11 @@ def _tensor_document(item: TensorStatistics, bins: int) -> dict[str, Any]:
     if bins:
         document["histogram"] = known.histogram(bins)
     return document
+
+
+def picked_headline(item: NamedValue, box: Box) -> str:
+    """What the tensor is of which values are shown, and the shape of the part."""
+    shape = "×".join(map(str, item.ref.shape)) or "scalar"
+    part = "×".join(map(str, box.shape)) or "one value"
+    of = "" if box.shape == item.ref.shape else f", {part} of it"
+    return f"{printable(item.name, 500)}  {item.dtype.name}  {shape}{of}  {item.ref.location}"

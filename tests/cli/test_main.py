@@ -1247,6 +1247,10 @@ COMMANDS = {
         "--json",
     ],
     "scan": ["--strict", "--json", "--quiet"],
+    "stats": ["--only", "--match", "--sort", "--top", "--histogram", "--json"],
+    "show": ["INDICES", "--npy", "--force"],
+    "merge": [*OPTIONS, "--prefix"],
+    "average": [*OPTIONS, "--weights", "--integers"],
 }
 
 

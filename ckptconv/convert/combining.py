@@ -1,0 +1,333 @@
+"""One checkpoint of several: state dicts put together (`merge`), or their mean (`average`)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from ckptconv.convert.execute import ConversionResult, execute_plan
+from ckptconv.convert.options import Options, Request
+from ckptconv.convert.plan import ConversionPlan
+from ckptconv.convert.planner import plan_conversion, request_of
+from ckptconv.convert.targets import check_place
+from ckptconv.formats.registry import open_certain
+from ckptconv.io.guarded import check_places
+from ckptconv.keys.key_map import KEEP, STRIP, KeyRules, map_keys
+from ckptconv.pickles.nodes import Dict, Node
+from ckptconv.support.choices import refuse_no_flag, refuse_no_output, refuse_no_paths
+from ckptconv.support.errors import (
+    KeyConflict,
+    KeyMismatch,
+    OptionRefused,
+    RefusedObject,
+    printable,
+)
+from ckptconv.support.progress import OnProgress
+from ckptconv.support.text import count_text, first_few
+from ckptconv.tensors.averaging import averaged, can_average, elements
+from ckptconv.tensors.checksums import Checksums
+from ckptconv.tensors.refs import TensorObject, TensorRef, view_identity
+from ckptconv.tree.checkpoint import Checkpoint, FileFacts
+from ckptconv.tree.modules import flatten_modules
+
+Place: TypeAlias = "str | os.PathLike[str]"
+Integers = Literal["same", "first", "last"]
+INTEGERS = ("same", "first", "last")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of the sources: where it was, the keys that it has in the output, and their values."""
+
+    path: Path
+    values: Mapping[str, Node]
+
+
+def merge(
+    sources: Sequence[Place],
+    output: Place,
+    *,
+    prefix: Mapping[str, str] | None = None,
+    only: str | None = None,
+    force: bool = False,
+    fsync: bool = True,
+    verify: bool = False,
+    on_progress: OnProgress | None = None,
+    **options: Any,
+) -> ConversionResult:
+    """Put the state dicts of several checkpoints into one, in their order.
+
+    `prefix` says for a source (as it was named) what is put before its keys; wrappers are stripped
+    before. `only` is the part of each; the other options are those of `Options`, but for the rules
+    of keys. A key that two of them have is an error, and nothing is written. Raises
+    `CheckpointError`.
+
+    >>> merge(["body.pt", "head.pt"], "model.safetensors",
+    ...       prefix={"head.pt": "head."})  # doctest: +SKIP
+    """
+    request = _request(options)
+    with merged_plan(sources, output, request, prefix=prefix or {}, only=only, force=force) as plan:
+        return execute_plan(plan, force=force, fsync=fsync, verify=verify, on_progress=on_progress)
+
+
+def average(
+    sources: Sequence[Place],
+    output: Place,
+    *,
+    weights: Sequence[float] | None = None,
+    integers: Integers = "same",
+    only: str | None = None,
+    force: bool = False,
+    fsync: bool = True,
+    verify: bool = False,
+    on_progress: OnProgress | None = None,
+    **options: Any,
+) -> ConversionResult:
+    """Write the weighted mean of the state dicts of several checkpoints of one model.
+
+    `weights` are positive and are divided by their sum (None: all the same). The sum is kept in
+    float64 and cast to the type of the tensors. All must have the same keys, dtypes and shapes.
+    Integers and bools have no mean: they must be the `same` in all, or are those of the ``first``
+    or the ``last``. The other options are those of `Options`, but for the rules of keys. Raises
+    `CheckpointError`.
+
+    >>> average(["epoch_8.pt", "epoch_9.pt"], "swa.pt", weights=[1, 2])  # doctest: +SKIP
+    """
+    request = _request(options)
+    with averaged_plan(
+        sources, output, request, weights=weights, integers=integers, only=only, force=force
+    ) as plan:
+        return execute_plan(plan, force=force, fsync=fsync, verify=verify, on_progress=on_progress)
+
+
+_RULES = ("keys", "rules", "reverse", "preset", "strip_prefix", "rename", "regex", "add_prefix")
+
+
+def _request(options: dict[str, Any]) -> Request:
+    if taken := next((name for name in _RULES if name in options), None):
+        raise OptionRefused(
+            f"{taken} is not an option here", hint="change the keys before, or of the output"
+        )
+    return request_of(Options(**options))
+
+
+@contextlib.contextmanager
+def merged_plan(
+    sources: Sequence[Place],
+    output: Place,
+    request: Request,
+    *,
+    prefix: Mapping[str, str],
+    only: str | None,
+    force: bool,
+) -> Iterator[ConversionPlan]:
+    """The plan of a merge; the sources are open within the block."""
+    prefix = {os.fspath(Path(name)): text for name, text in prefix.items()}
+    names = [os.fspath(Path(source)) for source in sources]
+    if unknown := [name for name in prefix if name not in names]:
+        raise OptionRefused(
+            f"--prefix names {printable(unknown[0])}, which is not one of the sources",
+            hint=f"they are: {first_few(names, 5)}",
+        )
+    with _opened(sources, output, request, only=only, force=force) as (opened, parts):
+        values: dict[str, Node] = {}
+        owners: dict[str, Path] = {}
+        for part, named in zip(parts, names, strict=True):
+            for key, value in part.values.items():
+                new = prefix.get(named, "") + key
+                if new in owners:
+                    raise KeyConflict(
+                        f"{printable(owners[new])} and {printable(part.path)} both have this key",
+                        where=new,
+                        hint=f"put something before the keys of one: --prefix "
+                        f"{printable(named)}=NAME.",
+                    )
+                owners[new], values[new] = part.path, value
+        yield plan_conversion(_combined(opened, values), output, _as_they_are(request))
+
+
+@contextlib.contextmanager
+def averaged_plan(
+    sources: Sequence[Place],
+    output: Place,
+    request: Request,
+    *,
+    weights: Sequence[float] | None,
+    integers: Integers,
+    only: str | None,
+    force: bool,
+) -> Iterator[ConversionPlan]:
+    """The plan of a mean; the sources are open within the block."""
+    shares = _shares(weights, len(sources))
+    if integers not in INTEGERS:
+        raise OptionRefused(f"integers={integers!r:.50} is not one of {', '.join(INTEGERS)}")
+    with _opened(sources, output, request, only=only, force=force) as (opened, parts):
+        _refuse_other_keys(parts)
+        checksums = Checksums()
+        known: dict[object, TensorRef] = {}
+        values: dict[str, Node] = {}
+        for key in parts[0].values:
+            refs = [_tensor(part, key) for part in parts]
+            _refuse_others(key, refs, parts)
+            view = tuple(view_identity(ref) for ref in refs)
+            if view not in known:
+                known[view] = _mean(key, refs, shares, integers, parts, checksums)
+            values[key] = known[view]
+        yield plan_conversion(_combined(opened, values), output, _as_they_are(request))
+
+
+def _shares(weights: Sequence[float] | None, count: int) -> list[float]:
+    """The weights divided by their sum."""
+    if weights is None:
+        return [1 / count] * count
+    given = [float(weight) for weight in weights]
+    if len(given) != count:
+        raise OptionRefused(f"there are {len(given)} weights for {count_text(count, 'checkpoint')}")
+    if not all(0 < weight < float("inf") for weight in given):
+        raise OptionRefused("a weight is a positive number")
+    total = sum(given)
+    return [weight / total for weight in given]
+
+
+@contextlib.contextmanager
+def _opened(
+    sources: Sequence[Place], output: Place, request: Request, *, only: str | None, force: bool
+) -> Iterator[tuple[list[Checkpoint], list[Part]]]:
+    """The sources, open, and the state dict of each, its keys without wrappers."""
+    refuse_no_paths("sources", sources)
+    refuse_no_output(output=output)
+    refuse_no_flag(force=force)
+    if len(sources) < 2:
+        raise OptionRefused(
+            "there is only one checkpoint", hint="name two or more, then the output"
+        )
+    if request.max_shard_size is None:
+        check_place(output, request.to, force=force)
+    with contextlib.ExitStack() as leaving:
+        opened: list[Checkpoint] = []
+        parts = []
+        for source in sources:
+            checkpoint = leaving.enter_context(open_certain(source, whole_modules=True))
+            check_places(checkpoint.sources)
+            checkpoint = flatten_modules(checkpoint)
+            opened.append(checkpoint)
+            found = checkpoint.state_dict(only)
+            keys = map_keys(found.keys, STRIP, found.path, found.telling_keys, found.keys_beside)
+            new = [key for key in keys.new if key is not None]
+            parts.append(Part(checkpoint.path, dict(zip(new, found.values, strict=True))))
+        yield opened, parts
+
+
+def _combined(opened: Sequence[Checkpoint], values: Mapping[str, Node]) -> Checkpoint:
+    """A checkpoint of these values, out of several."""
+    first = opened[0]
+    container = replace(
+        first.container,
+        name=f"{len(opened)} checkpoints",
+        names_storages=all(item.container.names_storages for item in opened),
+    )
+    return replace(
+        first,
+        path=Path(" + ".join(item.path.name for item in opened)),
+        container=container,
+        root=Dict(list(values.items())),
+        nbytes=sum(item.nbytes for item in opened),
+        metadata={},
+        notes=tuple(note for item in opened for note in item.notes),
+        sources=tuple(source for item in opened for source in item.sources),
+        facts=FileFacts(),
+        index_metadata={},
+        modules=0,
+        module_strays=(),
+        module_parts=(),
+        files=(),
+        reread=None,
+        dropped=tuple(item.root for item in opened),
+    )
+
+
+def _as_they_are(request: Request) -> Request:
+    """The request with the keys as they are, but for the globs, which choose among them."""
+    return replace(request, keys=KeyRules.of(request.keys.globs.rules, KEEP.wrappers))
+
+
+def _refuse_other_keys(parts: Sequence[Part]) -> None:
+    first = parts[0]
+    for other in parts[1:]:
+        missing = [key for key in first.values if key not in other.values]
+        more = [key for key in other.values if key not in first.values]
+        if missing or more:
+            told = [
+                f"lacks {count_text(len(missing), 'key')} of {printable(first.path)} "
+                f"({first_few(missing, 3)})" if missing else "",
+                f"has {count_text(len(more), 'key')} that it does not have "
+                f"({first_few(more, 3)})" if more else "",
+            ]  # fmt: skip
+            raise KeyMismatch(
+                " and ".join(filter(None, told)), path=other.path,
+                hint="an average needs checkpoints of one model",
+            )  # fmt: skip
+
+
+def _tensor(part: Part, key: str) -> TensorRef:
+    value = part.values[key]
+    ref = value.tensor if type(value) is TensorObject else value
+    if type(ref) is not TensorRef:
+        raise RefusedObject(
+            "is not a plain tensor, so it has no mean", path=part.path, where=key,
+            hint="leave it out before: ckptconv convert IN OUT --exclude",
+        )  # fmt: skip
+    return ref
+
+
+def _refuse_others(key: str, refs: Sequence[TensorRef], parts: Sequence[Part]) -> None:
+    first = refs[0]
+    for ref, part in zip(refs[1:], parts[1:], strict=True):
+        for name, ours, theirs in (
+            ("dtype", first.dtype.name, ref.dtype.name),
+            ("shape", list(first.shape), list(ref.shape)),
+        ):
+            if ours != theirs:
+                raise KeyMismatch(
+                    f"has the {name} {theirs}, but {ours} in {printable(parts[0].path)}",
+                    path=part.path, where=key,
+                )  # fmt: skip
+
+
+def _mean(
+    key: str,
+    refs: Sequence[TensorRef],
+    shares: Sequence[float],
+    integers: Integers,
+    parts: Sequence[Part],
+    checksums: Checksums,
+) -> TensorRef:
+    if can_average(refs[0].dtype):
+        return averaged(refs, shares, checksums)
+    if integers == "same":
+        _refuse_unequal(key, refs, parts, checksums)
+    return refs[-1 if integers == "last" else 0]
+
+
+def _refuse_unequal(
+    key: str, refs: Sequence[TensorRef], parts: Sequence[Part], checksums: Checksums
+) -> None:
+    """Refuse values without a mean that are not the same in all."""
+    for ref in refs:
+        for piece in ref.pieces:
+            checksums.read(piece.storage)
+    step = (1 << 20) // refs[0].dtype.itemsize
+    for at in range(0, refs[0].numel, step):
+        count = min(step, refs[0].numel - at)
+        ours = elements(refs[0], at, count)
+        for ref, part in zip(refs[1:], parts[1:], strict=True):
+            if elements(ref, at, count) != ours:
+                raise KeyMismatch(
+                    f"{refs[0].dtype.name} has no mean, and its values are others than in "
+                    f"{printable(parts[0].path)}", path=part.path, where=key,
+                    hint="take those of one: --integers first or --integers last",
+                )  # fmt: skip

@@ -1,0 +1,216 @@
+"""One tensor of a checkpoint by its name, and a part of it by indices."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptconv.support.errors import AmbiguousStateDict, OptionRefused, printable
+from ckptconv.support.text import first_few, look_hint
+from ckptconv.tensors.refs import Shape
+from ckptconv.values.arrays import array_of
+from ckptconv.values.named import NamedValue, NamedValues
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+_PART = re.compile(r"(-?\d+)?(:)?(-?\d+)?(:)?(-?\d+)?")
+_MOST_DIGITS = 18
+
+
+def picked(found: NamedValues, name: str, path: Path) -> NamedValue:
+    """The tensor of this name, or the only one whose name ends in it, by whole words.
+
+    Raises `AmbiguousStateDict` where there is none, or a choice.
+    """
+    for item in found.values:
+        if item.name == name:
+            return item
+    ends = [item for item in found.values if item.name.endswith(f".{name}")]
+    if len(ends) == 1:
+        return ends[0]
+    names = [item.name for item in ends or found.values]
+    if ends:
+        raise AmbiguousStateDict(
+            f"{len(ends)} tensors have names that end in it", path=path, where=name,
+            hint=f"choose one: {first_few(names, 5)}",
+        )  # fmt: skip
+    if name in found.unread:
+        raise AmbiguousStateDict("its numbers cannot be read", path=path, where=name)
+    near = get_close_matches(name, names, 3, 0.6)
+    raise AmbiguousStateDict(
+        "no tensor has this name", path=path, where=name,
+        hint=f"did you mean {first_few(near, 3)}" if near else look_hint(path),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A part of a tensor: the numbers of the elements along each dimension, and which dimensions
+    are an index and so go.
+    """
+
+    ranges: tuple[range, ...]
+    gone: tuple[bool, ...]
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the part."""
+        return tuple(
+            len(numbers) for numbers, gone in zip(self.ranges, self.gone, strict=True) if not gone
+        )
+
+
+def box_of(text: str, shape: Shape) -> Box:
+    """The part of a tensor of this shape that numpy's basic indexing gives: integers, slices with
+    steps, one ``...``, with or without brackets.
+
+    Raises `OptionRefused` for anything else, and for an index that is not there.
+
+    >>> box_of("[0:3, -1]", (5, 4)).shape
+    (3,)
+    """
+    inner = text.strip().removeprefix("[").removesuffix("]").strip()
+    parts = ["".join(part.split()) for part in inner.split(",")] if inner else []
+    if parts and not parts[-1]:
+        parts.pop()
+    if parts.count("...") > 1:
+        raise _refused(text, "has more than one ...")
+    if "..." in parts:
+        at = parts.index("...")
+        parts[at : at + 1] = [":"] * (len(shape) - len(parts) + 1)
+    if len(parts) > len(shape):
+        raise _refused(text, f"has {len(parts)} indices for {len(shape)} dimensions")
+    parts += [":"] * (len(shape) - len(parts))
+    ranges, gone = [], []
+    for part, size in zip(parts, shape, strict=True):
+        met = _PART.fullmatch(part)
+        if met is None or not part or max(map(len, part.split(":"))) > _MOST_DIGITS:
+            raise _refused(text, f"has {printable(part) or 'nothing'} where an index belongs")
+        first, colon, stop, _, step = met.groups()
+        if colon is None:
+            number = int(first) + (size if int(first) < 0 else 0)
+            if not 0 <= number < size:
+                raise _refused(text, f"has the index {first}, but the dimension has {size}")
+            ranges.append(range(number, number + 1))
+        else:
+            if step is not None and int(step) == 0:
+                raise _refused(text, "has a step of 0")
+            given = [None if value is None else int(value) for value in (first, stop, step)]
+            ranges.append(range(*slice(*given).indices(size)))
+        gone.append(colon is None)
+    return Box(tuple(ranges), tuple(gone))
+
+
+def _refused(text: str, what: str) -> OptionRefused:
+    return OptionRefused(
+        f"{printable(text)} {what}", hint="write it as numpy does: '[0:3, :5]', '[-1]', '[..., 0]'"
+    )
+
+
+def values_of(item: NamedValue, box: Box) -> Array:
+    """The values of a part of a tensor as an array; quantized ones decoded to float64."""
+    starts, shape = _hull(box.ranges)
+    if item.decode is None:
+        whole = array_of(item.ref, starts, shape)
+    else:
+        whole = _decoded(item, starts, shape)
+    return _stepped(whole, box)
+
+
+def _hull(ranges: Sequence[range]) -> tuple[Shape, Shape]:
+    """Where the smallest box begins that holds all of the numbers, and its shape."""
+    starts = tuple(min(numbers[0], numbers[-1]) if numbers else 0 for numbers in ranges)
+    shape = tuple(abs(numbers[-1] - numbers[0]) + 1 if numbers else 0 for numbers in ranges)
+    return starts, shape
+
+
+def _stepped(whole: Array, box: Box) -> Array:
+    """The numbers of a box out of the values of its hull."""
+    picks: list[Any] = []
+    for numbers, gone in zip(box.ranges, box.gone, strict=True):
+        step = numbers.step if len(numbers) > 1 else 1
+        picks.append(0 if gone else slice(None, None, step))
+    made: Array = whole[tuple(picks)] if picks else whole
+    return made
+
+
+def _decoded(item: NamedValue, starts: Shape, shape: Shape) -> Array:
+    """Quantized values: of those by channel, the place of each element in the tensor matters."""
+    import numpy as np
+
+    assert item.decode is not None
+    raw = array_of(item.ref, starts, shape)
+    out = np.empty(raw.shape, np.float64)
+    rows = raw.reshape(-1, raw.shape[-1]) if raw.ndim else raw.reshape(1, 1)
+    made = out.reshape(rows.shape)
+    width = item.ref.shape[-1] if item.ref.shape else 1
+    outer = shape[:-1]
+    for at, row in enumerate(rows):
+        index = np.unravel_index(at, outer) if outer else ()
+        flat = 0
+        for size, start, step in zip(item.ref.shape[:-1], starts[:-1], index, strict=True):
+            flat = flat * size + start + int(step)
+        before = flat * width + (starts[-1] if starts else 0)
+        made[at] = item.decode(memoryview(row.tobytes()), before)
+    return out
+
+
+def shown_text(item: NamedValue, box: Box) -> str:
+    """The values of a part as numpy prints them; of many only those at the edges are read.
+
+    Types of 8 bits and bfloat16 are shown as float32, which holds them exactly.
+    """
+    import numpy as np
+
+    count = prod(box.shape)
+    values = values_of(item, box) if count <= _MOST else _edge_values(item, box)
+    if values.dtype.name not in _PRINTED:
+        values = values.astype(np.float32)
+    most = count if count <= _MOST else 0
+    with np.printoptions(threshold=most, edgeitems=_EDGE, linewidth=_LINE):
+        return np.array2string(values, separator=" ")
+
+
+_MOST = 1000  # elements that are all printed, as numpy does
+_EDGE = 3  # elements at each end of a dimension, of more
+_LINE = 100  # columns
+_PRINTED = frozenset((
+    "float64", "float32", "float16", "complex64", "complex128", "bool",
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+))  # fmt: skip
+
+
+def _edge_values(item: NamedValue, box: Box) -> Array:
+    """The values at the edges of a part, in an array that numpy prints as it prints the part: what
+    it leaves out is one element in the middle of each long dimension.
+    """
+    import numpy as np
+
+    pieces: list[list[tuple[range, slice]]] = []
+    shape: list[int] = []
+    for numbers, gone in zip(box.ranges, box.gone, strict=True):
+        if len(numbers) <= 2 * _EDGE:
+            pieces.append([(numbers, slice(None))])
+        else:
+            first, last = slice(0, _EDGE), slice(_EDGE + 1, 2 * _EDGE + 1)
+            pieces.append([(numbers[:_EDGE], first), (numbers[-_EDGE:], last)])
+        if not gone:
+            shape.append(min(len(numbers), 2 * _EDGE + 1))
+    made: Array | None = None
+    for chosen in product(*pieces):
+        values = values_of(item, Box(tuple(numbers for numbers, _ in chosen), box.gone))
+        if made is None:
+            made = np.zeros(shape, values.dtype)
+        kept = zip(chosen, box.gone, strict=True)
+        made[tuple(place for (_, place), gone in kept if not gone)] = values
+    assert made is not None
+    return made

@@ -1,0 +1,209 @@
+"""Several checkpoints as one: put together, and averaged; torch says what the mean is."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ckptconv import (
+    CheckpointError,
+    KeyConflict,
+    KeyMismatch,
+    MalformedCheckpoint,
+    OptionRefused,
+    RefusedObject,
+)
+from ckptconv.convert.combining import average, merge
+from helpers.program import run
+
+FLOATS = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
+    torch.float8_e5m2, torch.complex64, torch.complex128,
+]  # fmt: skip
+
+
+def drawn(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        if dtype.is_complex:
+            return torch.randn(*shape, dtype=dtype, generator=generator)
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    shared = numbers(6, 5)
+    return {
+        "embed": shared,
+        "head": shared,
+        "rows": numbers(70, 90),
+        "strided": numbers(40, 30).t()[3:17],
+        "empty": numbers(0, 4),
+        "scalar": numbers(1)[0],
+        "large": numbers(700, 601),
+    }
+
+
+def saved(folder, count: int, dtype: torch.dtype = torch.float32, **more):
+    paths, found = [], []
+    for seed in range(count):
+        found.append({**drawn(seed, dtype), **{name: value(seed) for name, value in more.items()}})
+        paths.append(folder / f"e{seed}.pt")
+        torch.save({f"module.{key}": value for key, value in found[-1].items()}, paths[-1])
+    return paths, found
+
+
+def mean(values: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
+    """The mean in float64, cast at the end."""
+    wide = torch.complex128 if values[0].is_complex() else torch.float64
+    total = sum(weights)
+    acc = values[0].to(wide) * (weights[0] / total)
+    for value, weight in zip(values[1:], weights[1:], strict=True):
+        acc = acc + value.to(wide) * (weight / total)
+    return acc.to(values[0].dtype)
+
+
+@pytest.mark.parametrize("weights", [None, [1, 1, 2], [0.1, 0.7, 3]])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_mean_is_that_of_torch_to_the_bit(tmp_path, dtype, weights):
+    paths, found = saved(tmp_path, 3, dtype)
+    average(paths, tmp_path / "mean.pt", weights=weights, verify=True)
+    made = torch.load(tmp_path / "mean.pt", weights_only=True)
+    assert made.keys() == found[0].keys()
+    for key, value in made.items():
+        expected = mean([item[key] for item in found], weights or [1, 1, 1])
+        assert value.dtype is dtype and value.shape == expected.shape
+        raw = [torch.view_as_real(t) if dtype.is_complex else t for t in (value, expected)]
+        assert torch.equal(*(t.contiguous().view(torch.uint8) if t.ndim else t for t in raw)), key
+    assert made["embed"].data_ptr() == made["head"].data_ptr()
+
+
+def test_a_mean_goes_to_any_format(tmp_path):
+    paths, found = saved(tmp_path, 2)
+    average(paths, tmp_path / "mean.safetensors", dtype="bf16", exclude="strided", verify=True)
+    made = load_file(tmp_path / "mean.safetensors")
+    expected = mean([item["rows"] for item in found], [1, 1]).bfloat16()
+    assert torch.equal(made["rows"], expected) and "strided" not in made
+
+
+def test_integers_have_no_mean(tmp_path):
+    paths, _ = saved(tmp_path, 2, steps=torch.tensor, mask=lambda _: torch.tensor([True]))
+    with pytest.raises(KeyMismatch, match="int64 has no mean") as raised:
+        average(paths, tmp_path / "mean.pt")
+    assert raised.value.where == "steps" and "--integers" in str(raised.value)
+    assert not (tmp_path / "mean.pt").exists()
+    for which, number in (("first", 0), ("last", 1)):
+        average(paths, tmp_path / "mean.pt", integers=which, force=True)
+        assert torch.load(tmp_path / "mean.pt")["steps"] == number
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda sd: sd.pop("module.rows"), "lacks 1 key of .*rows"),
+        (lambda sd: sd.update({"module.more": torch.ones(1)}), "has 1 key that it does not have"),
+        (lambda sd: sd.update({"module.rows": torch.ones(2)}), "has the shape"),
+        (lambda sd: sd.update({"module.rows": sd["module.rows"].half()}), "has the dtype float16"),
+    ],
+)
+def test_checkpoints_of_other_models_are_refused(tmp_path, change, message):
+    paths, _ = saved(tmp_path, 3)
+    state_dict = torch.load(paths[2])
+    change(state_dict)
+    torch.save(state_dict, paths[2])
+    with pytest.raises(KeyMismatch, match=message):
+        average(paths, tmp_path / "mean.pt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["e0.pt", "e1.pt", "e2.pt"]
+
+
+def test_a_damaged_source_is_found_before_its_values_are_used(tmp_path):
+    paths, found = saved(tmp_path, 2)
+    raw = bytearray(paths[1].read_bytes())
+    raw[raw.index(found[1]["large"].numpy().tobytes()[:64]) + 5] ^= 1
+    paths[1].write_bytes(raw)
+    with pytest.raises(MalformedCheckpoint, match="CRC-32"):
+        average(paths, tmp_path / "mean.pt")
+    assert not (tmp_path / "mean.pt").exists()
+
+
+@pytest.mark.parametrize("weights", [[1], [1, 0], [1, -1], [1, math.nan], [1, math.inf]])
+def test_weights_are_positive_and_as_many(tmp_path, weights):
+    paths, _ = saved(tmp_path, 2)
+    with pytest.raises(OptionRefused):
+        average(paths, tmp_path / "mean.pt", weights=weights)
+
+
+def test_quantized_tensors_have_no_mean(tmp_path):
+    quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    for name in ("a.pt", "b.pt"):
+        torch.save({"w": torch.ones(2), "q": quantized}, tmp_path / name)
+    with pytest.raises(RefusedObject, match="has no mean"):
+        average([tmp_path / "a.pt", tmp_path / "b.pt"], tmp_path / "mean.pt")
+
+
+def test_state_dicts_are_put_together_in_order(tmp_path):
+    body = {f"module.{key}": value for key, value in drawn(1).items()}
+    head = {"fc.weight": torch.randn(3, 2), "fc.bias": torch.randn(3)}
+    torch.save({"state_dict": body, "optimizer": {"state": {0: torch.ones(9)}}},
+               tmp_path / "body.pt")  # fmt: skip
+    save_file(head, tmp_path / "head.safetensors")
+    merge(
+        [tmp_path / "body.pt", tmp_path / "head.safetensors"], tmp_path / "o.pt",
+        prefix={str(tmp_path / "head.safetensors"): "head."}, verify=True,
+    )  # fmt: skip
+    made = torch.load(tmp_path / "o.pt", weights_only=True)
+    assert list(made) == [*drawn(1), "head.fc.bias", "head.fc.weight"]
+    for key, value in drawn(1).items():
+        assert torch.equal(made[key], value)
+    assert torch.equal(made["head.fc.weight"], head["fc.weight"])
+    assert made["embed"].data_ptr() == made["head"].data_ptr()
+
+
+def test_a_key_of_two_is_an_error_that_names_both(tmp_path):
+    torch.save({"w": torch.ones(1), "x": torch.ones(1)}, tmp_path / "a.pt")
+    torch.save({"module.w": torch.zeros(1)}, tmp_path / "b.pt")
+    paths = [tmp_path / "a.pt", tmp_path / "b.pt"]
+    with pytest.raises(KeyConflict) as raised:
+        merge(paths, tmp_path / "o.pt")
+    assert (
+        raised.value.where == "w"
+        and "a.pt" in str(raised.value)
+        and "--prefix" in str(raised.value)
+    )
+    with pytest.raises(KeyConflict):  # what the prefix makes equal
+        merge(paths, tmp_path / "o.pt", prefix={str(paths[0]): "p.", str(paths[1]): "p."})
+    with pytest.raises(OptionRefused, match="not one of the sources"):
+        merge(paths, tmp_path / "o.pt", prefix={"other.pt": "p."})
+    assert not (tmp_path / "o.pt").exists()
+
+
+@pytest.mark.parametrize("command", ["merge", "average"])
+def test_the_commands_say_what_they_do(tmp_path, command):
+    torch.save({"w": torch.ones(4), "n": torch.ones(2)}, tmp_path / "a.pt")
+    torch.save({"w": torch.zeros(4), "n": torch.ones(2)}, tmp_path / "b.pt")
+    more = ["--prefix", "b.pt=b."] if command == "merge" else ["--weights", "3,1"]
+    done = run(command, "a.pt", "b.pt", "o.pt", *more, "--json", "--verify", cwd=tmp_path)
+    assert done.exit == 0 and json.loads(done.out)["output"]["path"] == "o.pt"
+    made = torch.load(tmp_path / "o.pt")
+    assert (made["b.w"] if command == "merge" else made["w"]).tolist() == (
+        [0] * 4 if command == "merge" else [0.75] * 4
+    )
+    assert run(command, "a.pt", "b.pt", "o.pt", *more, cwd=tmp_path).exit == 1  # it exists
+    dry = run(command, "a.pt", "b.pt", "p.pt", *more, "-n", cwd=tmp_path)
+    assert dry.exit == 0 and not (tmp_path / "p.pt").exists()
+    assert run(command, "a.pt", "p.pt", cwd=tmp_path).exit != 0
+
+
+@pytest.mark.parametrize("name", ["rules", "keys", "strip_prefix"])
+def test_rules_of_keys_are_not_options(tmp_path, name):
+    paths, _ = saved(tmp_path, 2)
+    with pytest.raises(OptionRefused, match="is not an option here"):
+        merge(paths, tmp_path / "o.pt", **{name: "x"})
+
+
+def test_one_checkpoint_is_not_several(tmp_path):
+    paths, _ = saved(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="only one checkpoint"):
+        average(paths, tmp_path / "o.pt")

@@ -1,0 +1,137 @@
+"""Values of one tensor, held against what numpy prints of what torch loads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from ckptconv import OptionRefused, open_checkpoint
+from ckptconv.io.files import FileSource
+from ckptconv.values.named import named_values
+from ckptconv.values.picking import box_of, picked, shown_text, values_of
+from helpers.program import run
+
+SHAPES = [(), (1,), (5,), (3, 4), (40, 60), (7, 3, 9), (2, 9, 8, 10), (0, 3), (2000,)]
+INDICES = [
+    "", "[...]", "[0]", "[-1]", "[1:]", "[::-1]", "[::2]", "[..., 0]", "[0:3, :5]", "[-3:-1, ...]",
+    "[5:2:-1]", "[:, -1]", "[2:2]", "[0, 0]", "[:, ::-3]", "[0,]", " 1 : 3 ",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("show")
+    generator = torch.Generator().manual_seed(5)
+    tensors = {f"t{at}.weight": torch.randn(shape, generator=generator) for at, shape in
+               enumerate(SHAPES)}  # fmt: skip
+    tensors["strided"] = torch.randn(50, 40, generator=generator).t()[3:30:2]
+    tensors["ints"] = torch.arange(3000).reshape(30, 100)
+    tensors["flags"] = torch.tensor([True, False])
+    torch.save(tensors, folder / "m.pt")
+    return folder, tensors
+
+
+@pytest.mark.parametrize("text", INDICES)
+def test_parts_are_those_of_numpy(model, text):
+    folder, tensors = model
+    shown = 0
+    with open_checkpoint(folder / "m.pt") as checkpoint:
+        for item in named_values(checkpoint).values:
+            whole = tensors[item.name].numpy()
+            index = eval(f"np.s_[{text.strip().strip('[]') or '...'}]", {"np": np})
+            try:
+                expected = whole[index]
+            except IndexError:
+                with pytest.raises(OptionRefused):
+                    box_of(text, item.ref.shape)
+                continue
+            box = box_of(text, item.ref.shape)
+            assert box.shape == expected.shape, (item.name, text)
+            assert np.array_equal(values_of(item, box), expected), (item.name, text)
+            with np.printoptions(linewidth=100):
+                assert shown_text(item, box) == np.array2string(np.asarray(expected)), item.name
+            shown += 1
+    assert shown >= 5
+
+
+@pytest.mark.parametrize(
+    "text", ["[x]", "[1.5]", "[0:1:0]", "[[0]]", "[..., ...]", "[0, 0, 0]", "[,]", "[99]", "[-9]",
+             "[:::]", "[1" + "0" * 30 + "]", "[None]", "[0;1]"]
+)  # fmt: skip
+def test_what_is_not_an_index_is_refused(text):
+    with pytest.raises(OptionRefused):
+        box_of(text, (4, 5))
+
+
+def test_quantized_values_are_decoded_where_they_stand(tmp_path):
+    plain = torch.randn(6, 10, 7)
+    tensors = {
+        "a": torch.quantize_per_tensor(plain, 0.1, 7, torch.quint8),
+        "b": torch.quantize_per_channel(plain, torch.rand(10) + 0.1, torch.arange(10), 1,
+                                        torch.qint8),
+    }  # fmt: skip
+    torch.save(tensors, tmp_path / "q.pt")
+    with open_checkpoint(tmp_path / "q.pt") as checkpoint:
+        for item in named_values(checkpoint).values:
+            whole = tensors[item.name].dequantize().double().numpy()
+            for text in ("", "[2]", "[1:4:2, ::-3, 2:5]", "[..., 0]", "[0, 9, 6]"):
+                found = values_of(item, box_of(text, (6, 10, 7)))
+                index = eval(f"np.s_[{text.strip('[]') or '...'}]", {"np": np})
+                assert np.array_equal(found, whole[index]), (item.name, text)
+
+
+def test_of_a_large_tensor_only_what_is_shown_is_read(tmp_path, monkeypatch):
+    torch.save({"w": torch.zeros(4096, 4096)}, tmp_path / "m.pt")
+    read = 0
+    original = FileSource.read
+
+    def counted(self, offset, nbytes):
+        nonlocal read
+        read += nbytes
+        return original(self, offset, nbytes)
+
+    with open_checkpoint(tmp_path / "m.pt") as checkpoint:
+        (item,) = named_values(checkpoint).values
+        monkeypatch.setattr(FileSource, "read", counted)
+        assert "..." in shown_text(item, box_of("", item.ref.shape))
+    assert 0 < read < 1 << 18
+
+
+def test_a_name_may_be_its_end_by_whole_words(tmp_path):
+    tensors = {"a.weight": torch.ones(1), "b.weight": torch.ones(1), "b.bias": torch.ones(1)}
+    torch.save({"model": tensors}, tmp_path / "m.pt")
+    with open_checkpoint(tmp_path / "m.pt") as checkpoint:
+        found = named_values(checkpoint)
+        assert picked(found, "b.weight", checkpoint.path).name == "model.b.weight"
+        for name, message in [
+            ("weight", "2 tensors have names that end in it"), ("eight", "no tensor has this name"),
+            ("b.weigt", "did you mean model.b.weight"),
+        ]:  # fmt: skip
+            with pytest.raises(Exception, match=message):
+                picked(found, name, checkpoint.path)
+
+
+def test_small_floats_are_shown_as_the_numbers_they_are(tmp_path):
+    numbers = torch.tensor([0.5, -3.0])
+    tensors = {"w": numbers.bfloat16(), "v": numbers.to(torch.float8_e4m3fn)}
+    torch.save(tensors, tmp_path / "m.pt")
+    for name in "wv":
+        assert run("show", "m.pt", name, cwd=tmp_path).out.splitlines()[1] == "[ 0.5 -3. ]"
+
+
+@pytest.mark.parametrize("text", ["", "[0:3, ::2]"])
+def test_npy_is_what_numpy_loads(model, text):
+    folder, tensors = model
+    done = run("show", "m.pt", "ints", text, "--npy", "o.npy", "--force", cwd=folder)
+    assert done.exit == 0
+    index = eval(f"np.s_[{text.strip('[]') or '...'}]", {"np": np})
+    found = np.load(folder / "o.npy", allow_pickle=False)
+    assert np.array_equal(found, tensors["ints"].numpy()[index]) and found.dtype == np.int64
+    assert run("show", "m.pt", "ints", "--npy", "o.npy", cwd=folder).exit == 1
+
+
+def test_wrong_indices_are_wrong_usage_and_nothing_is_left(model):
+    folder, _ = model
+    done = run("show", "m.pt", "ints", "[a]", "--npy", "never.npy", cwd=folder)
+    assert done.exit == 2 and "as numpy does" in done.err and not (folder / "never.npy").exists()
