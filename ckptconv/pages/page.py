@@ -54,7 +54,12 @@ def _text(value: object, limit: int = 2000) -> str:
 
 
 def _title(facts: PageFacts) -> str:
-    return " → ".join(Path(file.name).name or file.name for file in facts.files)
+    return " → ".join(map(_short, facts.files))
+
+
+def _short(file: FileFacts) -> str:
+    """The name of a file without the folders around it."""
+    return Path(file.name).name or file.name
 
 
 def _body(facts: PageFacts) -> Iterator[str]:
@@ -93,9 +98,12 @@ def _file(file: FileFacts, side: str | None) -> Iterator[str]:
     found = file.inspection
     heading = "h1" if side is None else "h2"
     mark = f'<span class="side">{side}</span>' if side else ""
-    by = [f"written by {found.producer}"] if found.producer else []
-    yield f'<div class="file">\n<{heading}>{mark}<bdi>{_text(file.name)}</bdi></{heading}>\n'
-    yield f'<p class="subtitle">{_text(", ".join([found.format, *by]))}</p>\n'
+    short = _short(file)
+    facts = [found.format]
+    facts += [f"written by {found.producer}"] if found.producer else []
+    facts += [file.name] if short != file.name else []
+    yield f'<div class="file">\n<{heading}>{mark}<bdi>{_text(short)}</bdi></{heading}>\n'
+    yield f'<p class="subtitle">{_text(" · ".join(facts))}</p>\n'
     yield from _verdicts(file)
     yield from _tiles(file)
     yield from _command(file)
@@ -189,7 +197,7 @@ def _details(rows: Iterable[Row]) -> Iterator[str]:
 
 
 def _comparison(facts: PageFacts, found: Difference) -> Iterator[str]:
-    names = [f"<bdi>{_text(Path(file.name).name or file.name)}</bdi>" for file in facts.files]
+    names = [f"<bdi>{_text(_short(file))}</bdi>" for file in facts.files]
     yield f"<h1>{names[0]} → {names[1]}</h1>\n"
     yield f'<p class="subtitle">{_text(difference_headline(found), 4000)}</p>\n'
     yield '<ul class="verdicts" aria-label="Differences">\n'

@@ -16,10 +16,12 @@ from statistics import median
 
 from ckptconv.pages.columns import shown_name
 from ckptconv.pages.facts import PageFacts, PageTensor
+from ckptconv.support.text import count_text
 from ckptconv.values.facts import number_text
 
 _NUMBER = re.compile(r"(?:(?<=\.)|^)\d{1,6}(?=\.|$)")
 _SERIES, _POINTS = 48, 400  # that are drawn
+_SHOWN = 12  # series that are seen at once
 _WIDTH, _HEIGHT = 230, 74
 
 
@@ -86,11 +88,16 @@ def profile_section(facts: PageFacts) -> Iterator[str]:
         f"{'; A thin, B wide' * (len(sides) > 1)}</span></div>\n"
         '<div class="profiles">\n'
     )
-    for name in names[:_SERIES]:
-        yield _figure(name, [side.get(name) for side in named])
+    drawn = [_figure(name, [side.get(name) for side in named]) for name in names[:_SERIES]]
+    yield from drawn[:_SHOWN]
     yield "</div>\n"
+    if len(drawn) > _SHOWN:
+        more = count_text(len(drawn) - _SHOWN, "smaller one")
+        yield f'<details class="more"><summary>{more}</summary>\n<div class="profiles">\n'
+        yield from drawn[_SHOWN:]
+        yield "</div></details>\n"
     if len(names) > _SERIES:
-        yield f'<p class="note">and {len(names) - _SERIES:,} smaller ones</p>\n'
+        yield f'<p class="note">and {len(names) - _SERIES:,} that are not drawn</p>\n'
     yield "</section>\n"
 
 
@@ -124,7 +131,7 @@ def _figure(name: str, sides: Sequence[Series | None]) -> str:
         f'<text class="axis" x="0" y="72">{frame.first}</text>'
         f'<text class="axis" x="{_WIDTH}" y="72" text-anchor="end">{frame.last}</text>'
         f'<text class="axis" x="{_WIDTH / 2:g}" y="72" text-anchor="middle">'
-        f"std {_ends(there[0].std)}</text></svg></figure>\n"
+        f"{_told(there[0])}</text></svg></figure>\n"
     )
 
 
@@ -150,6 +157,13 @@ class _Frame:
         across = (depth - self.first) / (self.last - self.first)
         up = (math.log10(value) - self.low) / (self.high - self.low)
         return 2 + across * (_WIDTH - 4), 56 - 50 * up
+
+
+def _told(one: Series) -> str:
+    """A figure at both ends of a series; std where it has one."""
+    if one.std[0] is None and one.std[-1] is None:
+        return f"abs-max {_ends(one.abs_max)}"
+    return f"std {_ends(one.std)}"
 
 
 def _ends(values: Sequence[float | None]) -> str:

@@ -26,11 +26,18 @@ ARGUMENTS = (
 )  # fmt: skip
 
 
+def _chromium() -> str | None:
+    """Chromium, or the Chrome that is made of it."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    return next(filter(None, map(shutil.which, names)), None)
+
+
 def missing() -> str | None:
     """What a browser lacks here; None where there is one."""
-    for program in ("chromium", "chromedriver"):
-        if shutil.which(program) is None:
-            return f"{program} is not installed (make browser)"
+    if _chromium() is None:
+        return "chromium is not installed (make browser)"
+    if shutil.which("chromedriver") is None:
+        return "chromedriver is not installed (make browser)"
     if _selenium() is None:
         return "selenium is not installed (make browser)"
     return None
@@ -115,9 +122,9 @@ class Browser:
             )
         )
 
-    def save(self, path: Path) -> None:
-        """Take a picture of the window."""
-        path.write_bytes(self.driver.get_screenshot_as_png())
+    def picture(self) -> bytes:
+        """The window as PNG."""
+        return bytes(self.driver.get_screenshot_as_png())
 
 
 @contextlib.contextmanager
@@ -126,7 +133,7 @@ def browser() -> Iterator[Browser]:
     require()
     webdriver = _selenium()
     options = webdriver.ChromeOptions()
-    options.binary_location = shutil.which("chromium")
+    options.binary_location = _chromium()
     for argument in ARGUMENTS:
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})

@@ -19,6 +19,7 @@ from helpers import browser as browsers
 from helpers.browser import Browser
 from helpers.page_data import data_of, names_of
 from helpers.page_scenes import HOSTILE, many, model
+from helpers.program import ROOT
 
 pytestmark = [
     pytest.mark.browser,
@@ -425,14 +426,35 @@ def brightness(browser: Browser) -> float:
     return sum(int(part) for part in text[4:-1].split(",")[:3]) / 3
 
 
-def test_a_page_is_light_or_dark_as_the_reader_has_it(browser, page, tmp_path):
+PICTURE = ROOT / "docs/pages.png"
+
+
+def test_a_page_is_light_or_dark_as_the_reader_has_it(browser, page):
     browser.open(page)
-    browser.save(tmp_path / "light.png")
+    light = browser.picture()
     assert brightness(browser) > 200
     browser.open(page, dark=True)
-    browser.save(tmp_path / "dark.png")
     assert brightness(browser) < 60
-    assert all((tmp_path / name).stat().st_size > 10_000 for name in ("light.png", "dark.png"))
+    assert light != browser.picture()
+
+
+def test_the_picture_in_the_docs_is_one_of_a_page(browser, tmp_path, monkeypatch):
+    """With CKPTCONV_PICTURE=1 it is made again."""
+    monkeypatch.chdir(tmp_path)
+    torch.save({f"module.{name}": one for name, one in model(8, 48).items()}, "model.pt")
+    ckptconv.report("model.pt", "model.html", values=True)
+    browser.open(tmp_path / "model.html", wide=1100, high=980)
+    browser.run(
+        "document.body.style.zoom = 0.8; const box = document.getElementById('coloring'); "
+        "box.value = 'std'; box.dispatchEvent(new Event('change'))"
+    )
+    browser.wait("document.querySelector('#legend svg.ramp')")
+    made = browser.picture()
+    if os.environ.get("CKPTCONV_PICTURE"):
+        PICTURE.write_bytes(made)
+    there = PICTURE.read_bytes()
+    assert there[:8] == made[:8] and there[16:24] == made[16:24]  # PNG, of one size
+    assert len(there) < 200_000
 
 
 def test_text_stands_out_from_what_is_behind_it(browser, page, both):
@@ -536,3 +558,20 @@ def test_a_page_of_100000_tensors_opens_and_scrolls(browser, place, record_prope
     print(f"opens in {opened:.2f} s, a frame takes {frames[30]:.0f} ms, a sort {searched:.0f} ms")
     browser.type("#search", "layers.99.mlp.experts.7.up")
     browser.wait("document.getElementById('found').textContent.startsWith('1 of 100,000')")
+
+
+@pytest.mark.corpus
+def test_every_checkpoint_of_the_corpus_has_a_page_that_opens(browser, place, corpus):
+    """The console is empty, and each tensor has a row."""
+    opened = 0
+    for source in sorted((corpus / "files").iterdir()):
+        try:
+            made = ckptconv.report(source, place / "corpus.html", values=True, force=True)
+        except ckptconv.UnsupportedCheckpoint:
+            continue
+        browser.open(place / "corpus.html")
+        noun = "tensor" if made.tensors == 1 else "tensors"
+        assert browser.texts("#found") == [f"{made.tensors:,} {noun}"], source.name
+        assert browser.console() == [], source.name
+        opened += 1
+    assert opened > 20

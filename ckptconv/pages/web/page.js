@@ -596,7 +596,7 @@
     const at = Math.max(0, Math.min(1, part)) * (RAMP.length - 1);
     const low = Math.min(Math.floor(at), RAMP.length - 2);
     const mixed = RAMP[low].map((one, k) => Math.round(one + (RAMP[low + 1][k] - one) * (at - low)));
-    return { fill: `rgb(${mixed.join(",")})`, isDark: part < 0.55 };
+    return { fill: `rgb(${mixed.join(",")})`, isDark: part < 0.45 };
   }
 
   function sequential(title, valueOf, isLinear) {
@@ -634,7 +634,10 @@
           const bar = draw("svg", { class: "ramp", viewBox: "0 0 100 8", "aria-hidden": "true",
             preserveAspectRatio: "none" });
           for (let k = 0; k < 50; k++) {
-            bar.append(draw("rect", { x: 2 * k, y: 0, width: 2.2, height: 8, fill: ramp(k / 49).fill }));
+            bar.append(draw("rect", {
+              x: 2 * k, y: 0, width: 2.5, height: 8, fill: ramp(k / 49).fill,
+              "shape-rendering": "crispEdges",
+            }));
           }
           box.append(make("span", { class: "entry" }, number(back(low), 2)), bar,
             make("span", { class: "entry" }, number(back(high), 2)),
