@@ -10,9 +10,24 @@ from pathlib import Path
 _FOLDER = Path(__file__).parent / "web"
 
 
+SCRIPTS = ("text", "columns", "table", "tensor", "colors", "map", "start")
+"""The parts of the script, which are one function; later ones use what earlier ones define."""
+
+
 @cache
-def asset(name: str) -> str:
-    """The text of an asset: page.css, page.js."""
+def style() -> str:
+    """The style sheet of a page."""
+    return _asset("page.css")
+
+
+@cache
+def script() -> str:
+    """The script of a page."""
+    parts = "\n".join(_asset(f"{name}.js") for name in SCRIPTS)
+    return f'"use strict";\n(() => {{\n{parts}}})();\n'
+
+
+def _asset(name: str) -> str:
     return (_FOLDER / name).read_text(encoding="utf-8")
 
 

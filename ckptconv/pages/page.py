@@ -14,7 +14,7 @@ from ckptconv import __version__
 from ckptconv.diff.difference import Difference
 from ckptconv.diff.report import difference_headline, difference_lines
 from ckptconv.inspect.report import inspection_lines
-from ckptconv.pages.assets import asset, source_hash
+from ckptconv.pages.assets import script, source_hash, style
 from ckptconv.pages.columns import data_text, shown_name
 from ckptconv.pages.facts import STATES, FileFacts, PageFacts, Shared
 from ckptconv.pages.profile import profile_section
@@ -28,10 +28,9 @@ _LISTED = 40  # storages in the list
 
 def page_text(facts: PageFacts) -> str:
     """The whole page; the same facts make the same text."""
-    style, script = asset("page.css"), asset("page.js")
     policy = (
-        f"default-src 'none'; script-src {source_hash(script)}; style-src {source_hash(style)}; "
-        "base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; script-src {source_hash(script())}; "
+        f"style-src {source_hash(style())}; base-uri 'none'; form-action 'none'"
     )
     return "".join(
         (
@@ -40,10 +39,10 @@ def page_text(facts: PageFacts) -> str:
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n',
             '<meta name="color-scheme" content="light dark">\n',
             f'<meta name="generator" content="ckptconv {__version__}">\n',
-            f"<title>{_text(_title(facts))}</title>\n<style>{style}</style>\n</head>\n<body>\n",
+            f"<title>{_text(_title(facts))}</title>\n<style>{style()}</style>\n</head>\n<body>\n",
             *_body(facts),
             f'<script type="application/json" id="data">{data_text(facts)}</script>\n',
-            f"<script>{script}</script>\n</body>\n</html>\n",
+            f"<script>{script()}</script>\n</body>\n</html>\n",
         )
     )
 

@@ -1230,6 +1230,7 @@ COMMANDS = {
     "strip-module": OPTIONS,
     "add-module": OPTIONS,
     "inspect": ["--depth", "--portable", "--json"],
+    "report": ["-o", "--values", "--against", "--tag", "--tag-against", "--force", "--json"],
     "devices": ["--export", "--count", "--min-free", "--shell", "--json"],
     "help": ["TOPIC"],
     "doctor": ["--like", "--model", "--device", "--values", "--strict", "--size", "--json"],

@@ -108,7 +108,7 @@ def test_the_wheel_holds_the_package_and_the_docs_and_nothing_else(wheel):
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ckptconv").rglob("*.py")}
     pages = {f"ckptconv/docs/{path.name}" for path in (ROOT / "docs").iterdir()}
-    web = {f"ckptconv/pages/web/page.{kind}" for kind in ("css", "js")}
+    web = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ckptconv/pages/web").iterdir()}
     assert names == modules | pages | web | {"ckptconv/py.typed"}
 
 

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import ckptconv
+from ckptconv.pages import assets
+from ckptconv.pages.assets import SCRIPTS
 from ckptconv.pages.columns import packed
 from ckptconv.pages.facts import Shared, page_tensors, shared_storages
 from ckptconv.support.errors import OutputRefused
@@ -21,6 +23,7 @@ from helpers.page_data import data_of, names_of, numbers_of, places_of, rows_of
 from helpers.page_scenes import HOSTILE, LONG, many, model
 from helpers.program import SAMPLES, run
 
+WEB = Path(assets.__file__).parent / "web"
 MODELS = sorted(path for path in SAMPLES.glob("*.pt"))
 
 
@@ -268,6 +271,17 @@ def test_the_policy_allows_only_what_is_in_the_page(saved, tmp_path):
         assert rules[kind] == f"'sha256-{digest}'"
     assert rules["default-src"] == rules["base-uri"] == rules["form-action"] == "'none'"
     assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", text)
+
+
+def test_the_script_makes_no_markup_of_texts_and_asks_nobody():
+    parts = {path.stem: path.read_text("utf-8") for path in (WEB).glob("*.js")}
+    assert sorted(parts) == sorted(SCRIPTS)
+    for name, text in parts.items():
+        for word in (
+            "innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(",
+            "fetch(", "XMLHttpRequest", "WebSocket", "sendBeacon", "import(", "Worker(", "srcdoc",
+        ):  # fmt: skip
+            assert word not in text, (name, word)
 
 
 # ------------------------------------------------------------------------------- bytes and outputs
