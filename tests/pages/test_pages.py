@@ -238,6 +238,8 @@ def test_names_of_a_hostile_file_are_no_markup(tmp_path):
     ]  # fmt: skip
     assert not [name for _, held in found for name in held if name.startswith("on")]
     assert not [held for tag, held in found if {"href", "src", "style"} & held.keys()]
+    [raw] = re.findall(r' id="data">(.*?)</script>\n<script>', text, re.DOTALL)
+    assert not set("<>&") & set(raw) and raw.isascii()
     assert len(text) < 200_000  # of names of a megabyte, some hundred characters
     names = names_of(data_of(page)["files"][0])
     assert len(names) == len(HOSTILE)
@@ -319,6 +321,8 @@ def test_what_is_there_is_replaced_only_with_force(saved, tmp_path):
     with pytest.raises(OutputRefused, match="exists"):
         ckptconv.report(saved, page)
     assert page.read_text() == "mine"
+    with pytest.raises(OutputRefused, match="exists"):  # before anything is looked at
+        ckptconv.report(tmp_path / "absent.pt", page)
     ckptconv.report(saved, page, force=True)
     assert page.read_text("utf-8").startswith("<!doctype html>")
     assert {path.name for path in tmp_path.iterdir()} == {"model.pt", "page.html"}
