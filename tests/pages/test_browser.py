@@ -520,8 +520,8 @@ def test_a_page_prints_its_rows(browser, place):
     assert browser.run("return getComputedStyle(document.querySelector('.searching')).display") == (
         "none"
     )
-    browser.run("window.dispatchEvent(new Event('afterprint'))")
     browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+    browser.run("window.dispatchEvent(new Event('afterprint'))")
     assert len(browser.texts(NAMES)) < 60
 
 
