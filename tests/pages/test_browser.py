@@ -510,13 +510,15 @@ def test_everything_that_is_used_has_a_label(browser, page):
 def test_a_page_prints_its_rows(browser, place):
     many(place / "hundreds.safetensors", 300)
     ckptconv.report(place / "hundreds.safetensors", place / "hundreds.html")
-    browser.open(place / "hundreds.html")
+    browser.open(place / "hundreds.html", wide=720)
     assert len(browser.texts(NAMES)) < 60
     browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
     browser.run("window.dispatchEvent(new Event('beforeprint'))")
     assert len(browser.texts(NAMES)) == 300
     places = browser.run("return [...document.querySelectorAll('.row')].map(one => one.offsetTop)")
     assert len(set(places)) == 300  # one below the other
+    narrowest = "return Math.min(...[...document.querySelectorAll('.c-name')].map("
+    assert browser.run(f"{narrowest}one => one.offsetWidth))") > 150
     assert browser.run("return getComputedStyle(document.querySelector('.searching')).display") == (
         "none"
     )

@@ -16,8 +16,9 @@ for (const button of document.querySelectorAll("button.copy")) {
   });
 }
 
-window.addEventListener("beforeprint", () => { printing = true; drawRows(); });
-window.addEventListener("afterprint", () => { printing = false; drawRows(); });
+for (const [event, isPrinting] of [["beforeprint", true], ["afterprint", false]]) {
+  window.addEventListener(event, () => { printing = isPrinting; drawHead(); drawRows(); });
+}
 let width = 0, resizing = 0;
 new ResizeObserver(() => {
   if (grid.clientWidth === width || printing) return;

@@ -61,7 +61,9 @@ const columns = isPair
 const SHOWN_ORDER = ["name", "state", "dtype", "shape", "device", "numel", "bytes", "relL2",
   "cosine", "maxAbs", "min", "max", "mean", "std", "zeros", "nan"];
 
-const ROW = 30, MOST = 500000; // pixels; rows that a browser can scroll through
+const ROW = 30, PAPER = 660; // pixels: the height of a row, the width of a sheet
+const MOST = 500000, PRINTED = 400; // rows that a browser can scroll through, that are printed
+let printing = false;
 const grid = $("grid"), body = $("rows"), head = $("head"), inner = $("inner");
 const state = {
   sort: null, falling: false, order: [], active: -1, opened: -1, zoom: [], words: [],
@@ -69,7 +71,7 @@ const state = {
 };
 
 function fittingColumns() {
-  const room = grid.clientWidth;
+  const room = printing ? PAPER : grid.clientWidth;
   let left = room - Math.min(Math.max(150, room * 0.3), 420);
   const taken = new Set(["name"]);
   for (const column of columns.slice(1)) {
@@ -167,13 +169,12 @@ function sorted(order, column, falling) {
   });
 }
 
-let printing = false;
 function drawRows() {
   const height = body.clientHeight || 600;
   const rows = Math.min(state.order.length, MOST);
   let from = Math.max(0, Math.floor(body.scrollTop / ROW) - 8);
   let to = Math.min(rows, Math.ceil((body.scrollTop + height) / ROW) + 8);
-  if (printing) { from = 0; to = Math.min(rows, 400); }
+  if (printing) { from = 0; to = Math.min(rows, PRINTED); }
   const made = document.createDocumentFragment();
   for (let at = from; at < to; at++) made.append(drawnRow(at));
   inner.replaceChildren(made);
