@@ -6,7 +6,8 @@ layout of a member stands in `npz`; the archive around them is laid out as torch
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from math import prod
 from pathlib import Path
 
 from ckptconv.formats import zip_archive
@@ -21,6 +22,8 @@ from ckptconv.tensors.refs import Shape
 
 _DESCRS = {dtype: f"{'|' if dtype.word == 1 else '<'}{code}" for code, dtype in TYPES.items()}
 _ALIGNMENT = 64  # of the values in a member, as numpy has it
+_MOST_DIMENSIONS = 64
+_LARGEST = (1 << 63) - 1  # bytes of an array, sizes of 0 not counted
 _LONGEST_NAME = 0xFFFF  # bytes of a member's name in a zip archive
 
 
@@ -35,23 +38,16 @@ class NpzFile(TargetFormat):
     holds_tags = False
 
     def refuse(self, named: Iterable[NamedTensor]) -> None:
-        """Refuse element types that numpy lacks, and keys that are not names in an archive."""
+        """Refuse types and shapes that numpy lacks, and keys that are not names in an archive."""
+        tensors = [*named]
+        keys = {key for key, _, _ in tensors}
         met: dict[str, str] = {}
-        for key, _, dtype in named:
-            if dtype not in _DESCRS:
-                cast = "cast it with --dtype f32, " if dtype.is_floating else ""
-                raise RefusedObject(
-                    f"numpy has no dtype {dtype.name}",
-                    where=key,
-                    hint=f"{cast}write safetensors (--to safetensors), "
-                    "or leave it out with --exclude",
-                )
+        for key, ref, dtype in tensors:
+            _refuse_array(key, dtype, ref.shape)
             other = met.setdefault(key.lower(), key)
-            if not _is_plain(key) or other != key:
+            if what := _why_no_name(key, other, keys):
                 raise RefusedObject(
-                    "its key cannot be the name of a member of an archive"
-                    if other == key
-                    else f"its key differs only in case from {other}",
+                    what,
                     where=key,
                     hint="rename it (--rename), or write safetensors (--to safetensors)",
                 )
@@ -94,13 +90,48 @@ class NpzFile(TargetFormat):
 
         try:
             with np.load(written, allow_pickle=False) as archive:
-                seen = len(archive.files)
+                members = {*archive.zip.namelist()}
+                # A key that is the name of a member is that member to numpy, else KEY.npy is.
+                seen = {key if key in members else key + SUFFIX for key in archive.files}
         except (OSError, ValueError) as error:
             raise VerificationFailed(
                 f"{CONTAINER.by} does not open it: {error}", path=name
             ) from error
-        if seen != count:
-            raise VerificationFailed(f"{CONTAINER.by} sees {seen} arrays in it", path=name)
+        if len(seen) != count:
+            raise VerificationFailed(f"{CONTAINER.by} sees {len(seen)} arrays in it", path=name)
+
+
+def _refuse_array(key: str, dtype: DType, shape: Shape) -> None:
+    """Refuse an array that numpy cannot have."""
+    if dtype not in _DESCRS:
+        cast = "cast it with --dtype f32, " if dtype.is_floating else ""
+        what, remedy = f"numpy has no dtype {dtype.name}", cast
+    elif len(shape) > _MOST_DIMENSIONS:
+        what = f"it has {len(shape)} dimensions; numpy has at most {_MOST_DIMENSIONS}"
+        remedy = ""
+    elif prod(size for size in shape if size) * dtype.itemsize > _LARGEST:
+        what, remedy = f"numpy cannot have an array of the shape {shape}", ""
+    else:
+        return
+    raise RefusedObject(
+        what,
+        where=key,
+        hint=f"{remedy}write safetensors (--to safetensors), or leave it out with --exclude",
+    )
+
+
+def _why_no_name(key: str, other: str, keys: Set[str]) -> str | None:
+    """Why a key, one of `keys`, cannot be one of the archive's; `other` is the same in lower case.
+
+    `NpzFile[key]` first looks for a member of that very name, and takes array a for a.npy.
+    """
+    if other != key:
+        return f"its key differs only in case from {other}"
+    if not _is_plain(key):
+        return "its key cannot be the name of a member of an archive"
+    if key.endswith(SUFFIX) and key.removesuffix(SUFFIX) in keys:
+        return f"numpy would read {key.removesuffix(SUFFIX)} under its key"
+    return None
 
 
 def _header(dtype: DType, shape: Shape) -> bytes:

@@ -2,7 +2,8 @@
 payloads when writing.
 
 Reading trusts neither of the two descriptions that a zip file holds of itself: the central
-directory is checked whole (`zip_directory`), and records may not overlap or differ in case only.
+directory is checked whole (`zip_directory`), and records may not overlap or have one name (to
+torch, names that differ in case only are one).
 Each local header is held against the directory before its payload is first read (`GuardedSource`);
 opening touches neither. Deflated records are read through `InflatedSource`.
 
@@ -95,9 +96,7 @@ def open_archive(source: Source) -> tuple[GuardedSource, dict[str, Record]]:
     guarded = GuardedSource(source, [record.offset for record in records], headers.check)
     _refuse_overlaps(guarded, records, start)
     if len(set("\n".join([record.name for record in records]).lower().split("\n"))) != len(records):
-        raise malformed(
-            source, "has two records whose names differ only in case; torch takes them for the same"
-        )
+        _refuse_twins(source, [record.name for record in records])
     return guarded, {record.name: record for record in records if record.name[-1:] != "/"}
 
 
@@ -258,6 +257,19 @@ def _refuse_overlaps(guarded: GuardedSource, records: list[Record], start: int) 
     if end > start:
         guarded.check_all()
         raise malformed(guarded, "its payload reaches beyond the records", records[-1].name)
+
+
+def _refuse_twins(source: Source, names: list[str]) -> None:
+    """Refuse a name that occurs twice; of two that differ in case, torch finds the first alone.
+
+    In an archive of arrays, which only numpy reads, they are two names.
+    """
+    if len(set(names)) != len(names):
+        raise malformed(source, "has two records of the same name")
+    if not all(name.endswith(".npy") for name in names):
+        raise malformed(
+            source, "has two records whose names differ only in case; torch takes them for the same"
+        )
 
 
 def _overlap(source: Source, record: Record) -> MalformedCheckpoint:

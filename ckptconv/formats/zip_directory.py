@@ -161,7 +161,9 @@ def _name(source: Source, raw: bytes) -> str:
         hint = "torch names records after the file: save it again under a plain name"
         raise MalformedCheckpoint(what, path=source.path, where=printable(name), hint=hint)
     if "\\" in name or name.startswith("/") or ".." in name.split("/"):
-        raise malformed(source, "has a name that is not a plain relative path", printable(name))
+        what = "has a name that is not a plain relative path"
+        hint = "it may be meant to lead out of a folder: save the file again under plain names"
+        raise MalformedCheckpoint(what, path=source.path, where=printable(name), hint=hint)
     return name
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from ckptconv.io.destination import check_folder, check_output, followed, output_errors
 from ckptconv.io.hidden_folders import OLD, SHARDS, hidden_name, remove_hidden, remove_leftovers
 from ckptconv.support import platforms
-from ckptconv.support.errors import OutputRefused
+from ckptconv.support.errors import OutputRefused, printable
 from ckptconv.support.signals import held_back
 
 _PASSING_INDEX = "index.json"
@@ -218,13 +218,37 @@ def _put_new(made: Path, files: ShardSet, path: Path, *, force: bool, fsync: boo
         if fsync:
             fsync_folder(path.parent)
         put(made / files.index.name, files.index)
-    except BaseException:
-        for shard in placed:
-            with contextlib.suppress(OSError):
-                shard.unlink()
+    except BaseException as error:
+        left = [shard for shard in placed if not _is_removed(shard)]
+        if left:
+            raise _not_undone(
+                error, path, f"{_names(left)} may be left behind; remove it"
+            ) from error
         raise
     if fsync:
         _confirm(path.parent, path)
+
+
+def _is_removed(path: Path) -> bool:
+    try:
+        path.unlink()
+    except OSError:
+        return False
+    return True
+
+
+def _names(paths: Sequence[Path]) -> str:
+    return ", ".join(printable(path.name) for path in paths)
+
+
+def _not_undone(error: BaseException, path: Path, left: str) -> BaseException:
+    """What is raised instead of `error` when what was done until then cannot be undone either."""
+    try:
+        with output_errors(path):
+            raise error
+    except OutputRefused as refused:
+        refused.hint = left
+        return refused
 
 
 def _put_over(made: Path, files: ShardSet, path: Path, *, fsync: bool) -> None:
@@ -246,8 +270,12 @@ def _put_over(made: Path, files: ShardSet, path: Path, *, fsync: bool) -> None:
             fsync_folder(passing)
             fsync_folder(path.parent)
         platforms.replace(passing / _PASSING_INDEX, files.index)
-    except BaseException:
-        platforms.rename(passing, made)
+    except BaseException as error:
+        try:
+            platforms.rename(passing, made)
+        except OSError:
+            left = f"the folder {printable(passing.name)} is left behind; remove it"
+            raise _not_undone(error, path, left) from error
         raise
     try:
         _rename_behind_index(passing, files.shards, files.index, fsync=fsync)
@@ -315,8 +343,12 @@ def _swap(made: Path, target: Path) -> Path | None:
     platforms.rename(target, aside)
     try:
         platforms.rename(made, target)
-    except OSError:
-        platforms.rename(aside, target)
+    except OSError as error:
+        try:
+            platforms.rename(aside, target)
+        except OSError:
+            left = f"the earlier folder is {printable(aside.name)} now; rename it"
+            raise _not_undone(error, target, left) from error
         raise
     return aside
 

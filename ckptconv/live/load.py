@@ -15,7 +15,7 @@ from ckptconv.devices.host import require_torch
 from ckptconv.formats.registry import Named, open_certain
 from ckptconv.io.files import refuse_changed
 from ckptconv.keys.key_map import KeyRules, map_keys, refuse_idle, rules_of
-from ckptconv.live.storages import MapLocation, Restorer, Storages
+from ckptconv.live.storages import MapLocation, Restorer, Storages, lies_mappable
 from ckptconv.objects.plain import tensor_form
 from ckptconv.objects.torch_names import VALUELESS, WEIGHTS_ONLY
 from ckptconv.objects.torch_read import Window, window
@@ -35,7 +35,7 @@ from ckptconv.support.errors import (
 )
 from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.progress import Meter, OnProgress
-from ckptconv.tensors.dtypes import BY_NAME
+from ckptconv.tensors.dtypes import BY_NAME, UINT8
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, refuse_packed
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.renaming import rename_state_dicts
@@ -95,7 +95,8 @@ def load_portable(
     `only`, the path of one. With `mmap` (the default) tensors on the CPU are mapped copy-on-write,
     as by `torch.load(mmap=True)`: nothing is read until it is used, and the file must not be
     overwritten in place meanwhile (`save_portable` and ckptconv replace files, which is safe); with
-    ``mmap=False`` they are read at once and checked against the archive's CRC-32. `unknown` says
+    ``mmap=False``, or where they cannot be mapped, they are read at once and checked against the
+    archive's CRC-32. `unknown` says
     what to do, with `whole`, about objects that `weights_only=True` refuses and that have no plain
     form, and in any case about what a whole module holds outside its state dict. A sequence of
     paths are the files of all ranks of one checkpoint; `tag` picks a step where `path` is a folder
@@ -155,23 +156,24 @@ def _selected(
 
 def _bytes_to_read(settled: Settled, mmap: bool) -> int:
     """The bytes read when all tensors are made, at most: of a storage with a checksum twice."""
-    views = {
-        id(piece.storage): piece.storage
-        for ref in settled.tensors
-        for piece in ref.pieces
-        if ref.is_view
-    }
-    views.update((id(storage), storage) for storage in settled.storages)
-    sources = {id(storage.source): storage.source for storage in views.values()}
+    views = [(ref.storage, ref.dtype) for ref in settled.tensors if ref.is_view]
+    views += [(storage, storage.dtype or UINT8) for storage in settled.storages]
+    sources = {id(storage.source): storage.source for storage, _ in views}
     mapped = {key for key, source in sources.items() if mmap and source.mappable_path() is not None}
-    read = [storage for storage in views.values() if id(storage.source) not in mapped]
-    wholes = {
-        id(whole): whole
-        for storage in read
-        if (whole := storage.part_of or storage).crc32 is not None and not mmap
+    read = {
+        id(storage): storage
+        for storage, dtype in views
+        if id(storage.source) not in mapped or not lies_mappable(storage, dtype)
     }
-    gathered = sum(ref.nbytes for ref in settled.tensors if not ref.is_view)
-    return gathered + sum(storage.nbytes for storage in (*read, *wholes.values()))
+    gathered = [ref for ref in settled.tensors if not ref.is_view]
+    pieces = [piece.storage for ref in gathered for piece in ref.pieces]
+    checked = {
+        id(whole): whole
+        for storage in (*read.values(), *pieces)
+        if (whole := storage.part_of or storage).crc32 is not None
+    }
+    nbytes = sum(storage.nbytes for storage in (*read.values(), *checked.values()))
+    return nbytes + sum(ref.nbytes for ref in gathered)
 
 
 def _ordered(node: Dict) -> Call:
@@ -313,7 +315,7 @@ class _Live:
         else:
             raw = ref._replace(conj=False, neg=False)
             for piece in ref.pieces:
-                self._storages.check(piece.storage)
+                self._storages.check_read(piece.storage)
             offset, stride = 0, ref.stride
             storage = self._storages.moved(self._storages.filled(raw), ref.location)
         tensor = self._torch.empty(0, dtype=dtype, device=storage.device)

@@ -46,6 +46,12 @@ class Restorer:
         return storage if device.type == "cpu" else storage.to(device=device)
 
 
+def lies_mappable(storage: Storage, dtype: DType) -> bool:
+    """Whether a storage lies in its source as torch needs the values of `dtype` in memory."""
+    in_order = not storage.big_endian or dtype.word == 1
+    return in_order and storage.offset % dtype.itemsize == 0
+
+
 class Storages:
     """Makes live storages, one for each in the file, so that what was shared stays shared."""
 
@@ -75,22 +81,21 @@ class Storages:
         source = storage.source
         if (
             self._mmap
-            and word == 1
-            and storage.offset % dtype.itemsize == 0
+            and lies_mappable(storage, dtype)
             and (mapped := self._mapped(source)) is not None
         ):
             part: torch.UntypedStorage = mapped[storage.offset : storage.offset + storage.nbytes]
             return part
-        self.check(storage)
+        self.check_read(storage)
         return self.filled(whole_storage(storage, 0, storage.nbytes, dtype))
 
-    def check(self, storage: Storage) -> None:
-        """Hold a storage, or the one that it is part of, against its checksum, once.
+    def check_read(self, storage: Storage) -> None:
+        """Hold a storage that is read, or the one that it is part of, against its checksum, once.
 
-        What is mapped is not read for that.
+        What is mapped is not: nothing is read for it.
         """
         whole = storage.part_of or storage
-        if not self._mmap and id(whole) not in self._checked:
+        if id(whole) not in self._checked:
             self._checked.add(id(whole))
             check_storage(whole, self._meter)
 

@@ -53,12 +53,13 @@ class Distribution:
         """
         import numpy as np
 
-        upto = np.cumsum(self.counts)
+        upto = np.cumsum(self.counts, dtype=np.int64)
         if not len(upto):
             return [math.nan] * len(fractions)
         ranks = [min(max(math.ceil(q * int(upto[-1])), 1), int(upto[-1])) for q in fractions]
         places = np.searchsorted(upto, ranks)
-        return [float(self.low[at] / 2 + self.high[at] / 2) for at in places]
+        low, high = self.low[places].astype(np.float64), self.high[places].astype(np.float64)
+        return [float(value) for value in low / 2 + high / 2]
 
     def histogram(self, bins: int, low: float, high: float) -> list[int]:
         """How many values lie in each of so many bins of one width, from `low` to `high`.
@@ -74,9 +75,9 @@ class Distribution:
         edges = np.linspace(low, high, bins + 1)
         # the cumulated counts as a line through the edges of the buckets; so nothing is lost by
         # rounding: the differences of whole numbers add up to all
-        first = np.clip(self.low, low, high)
-        last = np.clip(self.high, low, high)
-        below = np.concatenate([[0], np.cumsum(self.counts)])
+        first = np.clip(self.low.astype(np.float64), low, high)
+        last = np.clip(self.high.astype(np.float64), low, high)
+        below = np.concatenate([[0], np.cumsum(self.counts, dtype=np.int64)])
         at = np.searchsorted(last, edges[1:-1], side="left")
         inside = np.zeros(bins - 1)
         partly = at < len(first)
@@ -159,7 +160,8 @@ class StatisticsFolder:
     ) -> None:
         self._dtype = dtype
         self._numel = numel
-        self._seen = 0
+        self._seen = 0  # bytes, or numbers that were decoded
+        self._found: Statistics | None = None
         self._counted: _Counted | _Folded | None = None
         if decode is not None:
             self._counted = _Folded(BY_NAME["float64"], numel)
@@ -172,16 +174,22 @@ class StatisticsFolder:
     def update(self, chunk: memoryview) -> None:
         if self._counted is None:
             return
-        if self._decode is not None:
+        if self._decode is None:
+            self._seen += len(chunk)
+            is_all = self._seen == self._numel * self._dtype.itemsize
+        else:
             chunk = self._decode(chunk, self._seen).data.cast("B")
             self._seen += len(chunk) // 8
+            is_all = self._seen == self._numel
         self._counted.update(chunk)
+        if is_all:  # there may be 10,000 folders, and what they count with is large
+            self._found, self._counted = self._counted.statistics(), None
 
     def statistics(self) -> Statistics:
         """What the values so far come to."""
-        if self._counted is None:
-            return Statistics(self._numel)
-        return self._counted.statistics()
+        if self._counted is not None:
+            return self._counted.statistics()
+        return self._found or Statistics(self._numel)
 
 
 def has_codes(dtype: DType) -> bool:
@@ -267,8 +275,21 @@ def _of_values(numbers: Array, counts: Array, dtype: DType) -> Statistics:
         mean,
         math.sqrt(squares / (count - 1)) if count > 1 else None,
         len(np.unique(numbers)),
-        distribution=Distribution(numbers, numbers, counts),
+        distribution=_packed(numbers, numbers, counts),
     )
+
+
+def _packed(low: Array, high: Array, counts: Array) -> Distribution:
+    """A distribution in half the bytes, where nothing is lost by it."""
+    import numpy as np
+
+    if len(counts) and counts.max() < 1 << 32:
+        counts = counts.astype(np.uint32)
+    with np.errstate(over="ignore"):
+        smaller = low.astype(np.float32), high.astype(np.float32)
+    if np.array_equal(smaller[0], low) and np.array_equal(smaller[1], high):
+        return Distribution(smaller[0], smaller[0] if high is low else smaller[1], counts)
+    return Distribution(low, high, counts)
 
 
 @cache
@@ -314,7 +335,8 @@ class _Folded:
                 numbers = self._magnitudes(numbers)
             for start in range(0, len(numbers), _BLOCK):
                 self._fold(numbers[start : start + _BLOCK])
-            self._count(numbers)
+            if self._count(numbers):
+                self._zeros += int(np.count_nonzero(numbers == 0))
 
     def _magnitudes(self, parts: Array) -> Array:
         """The absolute values of complex numbers; NaN where a part is, also beside an infinity."""
@@ -343,12 +365,10 @@ class _Folded:
             self._minimum = smallest
         if self._maximum is None or largest > self._maximum:
             self._maximum = largest
-        if smallest <= 0 <= largest:
-            self._zeros += int(np.count_nonzero(block == 0))
         self._moments.add(block.astype(np.float64), max(abs(smallest), abs(largest)))
 
-    def _count(self, numbers: Array) -> None:
-        """Count the buckets of the numbers."""
+    def _count(self, numbers: Array) -> bool:
+        """Count the buckets of the numbers; whether there is something in those around zero."""
         import numpy as np
 
         if self._is_single and numbers.dtype.itemsize == 4:
@@ -358,10 +378,12 @@ class _Folded:
             codes = (wide.view("<u8") >> np.uint64(_SHIFT)).astype(np.int64)
         if self._numel <= _FEW:
             self._few.append(codes.copy())
-            return
+            return True
         if not len(self._buckets):
             self._buckets = np.zeros(1 << (16 if self._is_single else 64 - _SHIFT), np.int64)
-        self._buckets += np.bincount(codes, minlength=len(self._buckets))
+        counts = np.bincount(codes, minlength=len(self._buckets))
+        self._buckets += counts
+        return bool(counts[0] or counts[len(counts) // 2])
 
     def statistics(self) -> Statistics:
         import numpy as np
@@ -420,7 +442,7 @@ def _buckets(codes: Array, counts: Array, *, is_single: bool) -> Distribution:
     # zeros are nearly all of what is in the buckets around zero
     low[is_zero], high[is_zero] = 0.0, 0.0
     order = np.lexsort((high, low))
-    return Distribution(low[order], high[order], counts[order])
+    return _packed(low[order], high[order], counts[order])
 
 
 class _Moments:

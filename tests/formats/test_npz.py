@@ -256,7 +256,26 @@ def test_a_cut_archive_and_names_that_occur_twice_are_malformed(tmp_path):
     assert type(refusal(path)) is MalformedCheckpoint
     with pytest.warns(UserWarning):
         path = archive(tmp_path, *[("a.npy", header_of(np.ones(9)))] * 2)
-    assert type(refusal(path)) is MalformedCheckpoint
+    error = refusal(path)
+    assert type(error) is MalformedCheckpoint and error.what == "has two records of the same name"
+
+
+def test_names_that_differ_only_in_case_are_two(tmp_path):
+    np.savez(tmp_path / "in.npz", A=np.ones(2), a=np.zeros(3), **{"b/C": np.ones(1)})
+    loaded = load_portable(tmp_path / "in.npz", keys="keep")
+    with np.load(tmp_path / "in.npz") as read:
+        assert list(loaded) == read.files
+        assert all(np.array_equal(loaded[key], read[key]) for key in read.files)
+    assert scan_checkpoint(tmp_path / "in.npz").level == "plain"
+    with pytest.raises(CheckpointError, match="differs only in case"):
+        convert_checkpoint(tmp_path / "in.npz", tmp_path / "out.npz")
+
+
+@pytest.mark.parametrize("key", ["../../x", "/x", "a/../../x"])
+def test_a_name_that_leads_elsewhere_is_refused_for_that(key, tmp_path):
+    error = refusal(archive(tmp_path, (f"{key}.npy", header_of(np.ones(9)))))
+    assert error.what == "has a name that is not a plain relative path"
+    assert "damaged" not in error.hint and "save the file again" in error.hint
 
 
 def test_a_bomb_is_refused_before_it_is_inflated(tmp_path):

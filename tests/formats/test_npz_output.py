@@ -11,12 +11,14 @@ import torch
 from ckptconv import (
     CheckpointError,
     RefusedObject,
+    VerificationFailed,
     convert_checkpoint,
     open_checkpoint,
     plan_conversion,
     save_portable,
 )
 from ckptconv.convert.report import plan_lines
+from ckptconv.formats.npz_output import NPZ
 
 TYPES = [
     torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -83,6 +85,41 @@ def test_keys_that_differ_only_in_case_are_refused(tmp_path):
         convert_checkpoint(
             saved(tmp_path, {"w": torch.ones(1), "W": torch.ones(1)}), tmp_path / "out.npz"
         )
+
+
+@pytest.mark.parametrize("keys", [("a", "a.npy"), ("a.npy", "a"), ("b", "a.npy.npy", "a.npy")])
+def test_a_key_under_which_numpy_would_read_another_array_is_refused(keys, tmp_path):
+    np.savez(tmp_path / "np.npz", **{key: np.array([n]) for n, key in enumerate(keys)})
+    with np.load(tmp_path / "np.npz") as read:  # one value is lost to numpy's own reader
+        assert len({int(read[key][0]) for key in keys}) < len(keys)
+    source = saved(tmp_path, {key: torch.tensor([n]) for n, key in enumerate(keys)})
+    with pytest.raises(RefusedObject, match=r"numpy would read a(\.npy)? under its key"):
+        convert_checkpoint(source, tmp_path / "out.npz")
+    with pytest.raises(VerificationFailed, match=f"sees {len(keys) - 1} arrays"):
+        NPZ.check_written(tmp_path / "np.npz", tmp_path / "np.npz", len(keys))
+
+
+def test_a_key_that_ends_as_members_do_is_one_where_it_is_alone(tmp_path):
+    convert_checkpoint(saved(tmp_path, {"a.npy": torch.ones(2)}), tmp_path / "out.npz", verify=True)
+    with np.load(tmp_path / "out.npz") as read:
+        assert read.files == ["a.npy"] and read["a.npy"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("shape", [(1,) * 64, (2**28, 0), (0,) * 9, ()])
+def test_numpy_reads_odd_shapes_back(shape, tmp_path):
+    source = saved(tmp_path, {"a": torch.zeros(shape)})
+    convert_checkpoint(source, tmp_path / "out.npz", verify=True)
+    with np.load(tmp_path / "out.npz") as read:
+        assert read["a"].shape == shape
+
+
+@pytest.mark.parametrize("shape", [(1,) * 65, (2**62, 0), (2**31, 0, 2**30)])
+def test_shapes_that_numpy_cannot_have_are_refused(shape, tmp_path):
+    with pytest.raises(ValueError):
+        np.empty(shape, "f4")
+    source = saved(tmp_path, {"a": torch.zeros(shape)})
+    with pytest.raises(RefusedObject, match=r"numpy (has at most 64|cannot have)"):
+        convert_checkpoint(source, tmp_path / "out.npz", verify=True)
 
 
 def test_tied_names_get_copies_and_tags_are_told_to_be_lost(tmp_path):

@@ -5,6 +5,7 @@ names, locks.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import multiprocessing
 import os
@@ -23,7 +24,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckptconv import CheckpointError, convert_checkpoint, load_portable, open_checkpoint
+from ckptconv import (
+    CheckpointError,
+    OutputRefused,
+    convert_checkpoint,
+    load_portable,
+    open_checkpoint,
+)
 from ckptconv.convert.execute import execute_plan
 from ckptconv.convert.options import Options
 from ckptconv.convert.planner import plan_conversion
@@ -522,6 +529,67 @@ def test_without_hard_links_nothing_is_mixed_either(tmp_path, monkeypatch):
     assert same(set_at("out/model.safetensors.index.json")(tmp_path) or {}, NEW)
     convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.pt")
     assert same(torch.load(tmp_path / "out.pt"), NEW)
+
+
+def failing(monkeypatch, name: str, fails: Any) -> None:
+    """Each rename, replacement or link of that name fails where `fails` says so of its target."""
+    real = getattr(platforms, name)
+
+    def call(made: Path, target: Path) -> None:
+        if fails(made, target):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(made, target)
+
+    monkeypatch.setattr(platforms, name, call)
+
+
+def test_shards_that_can_be_neither_named_nor_taken_back_are_told_of(tmp_path, monkeypatch):
+    torch.save(dict(NEW), tmp_path / "in.pt")
+    index = "out.safetensors.index.json"
+    failing(monkeypatch, "link", lambda made, target: target.name == index)
+    failing(monkeypatch, "rename", lambda made, target: target.name == index)
+    real = Path.unlink
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        if path.name.startswith("out-") and path.parent == tmp_path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    with pytest.raises(OutputRefused) as caught:
+        convert_checkpoint(
+            tmp_path / "in.pt", tmp_path / "out.safetensors", max_shard_size=900, fsync=False
+        )
+    left = sorted(path.name for path in tmp_path.glob("out-*"))
+    assert len(left) > 1 and all(name in caught.value.hint for name in left)
+    assert "nothing was left behind" not in str(caught.value)
+
+
+def test_a_passing_folder_that_cannot_go_back_is_told_of(tmp_path, monkeypatch):
+    torch.save(dict(NEW), tmp_path / "in.pt")
+    options: Any = {"max_shard_size": 900, "fsync": False}
+    convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.safetensors", **options)
+    failing(monkeypatch, "replace", lambda made, target: True)
+    failing(monkeypatch, "rename", lambda made, target: ".ckptconv-shards" in made.name)
+    with pytest.raises(OutputRefused, match="cannot be written: Input/output error") as caught:
+        convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.safetensors", force=True, **options)
+    (left,) = [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
+    assert caught.value.hint == f"the folder {left} is left behind; remove it"
+
+
+def test_an_earlier_folder_that_cannot_come_back_is_told_of(room, monkeypatch):
+    convert_checkpoint(room / "old.pt", room / "out", to="dcp", fsync=False)
+    monkeypatch.setattr(platforms, "exchange", lambda one, other: False)
+    failing(
+        monkeypatch,
+        "rename",
+        lambda made, target: target == room / "out" and not target.exists(),
+    )
+    with pytest.raises(OutputRefused, match="cannot be written") as caught:
+        convert_checkpoint(room / "in.pt", room / "out", to="dcp", force=True, fsync=False)
+    (left,) = [path.name for path in room.iterdir() if path.name.startswith(".")]
+    assert caught.value.hint == f"the earlier folder is {left} now; rename it"
+    assert same(load_portable(room / left), dict(OLD))
 
 
 def test_where_folders_cannot_change_places_the_old_one_comes_back(room, monkeypatch):

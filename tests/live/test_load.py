@@ -17,11 +17,19 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ckptconv import best_device, convert_checkpoint, load_into, load_portable, save_portable
+from ckptconv import (
+    Progress,
+    best_device,
+    convert_checkpoint,
+    load_into,
+    load_portable,
+    save_portable,
+)
 from ckptconv.support.errors import (
     AmbiguousStateDict,
     CheckpointError,
@@ -278,6 +286,56 @@ def test_what_is_read_at_once_is_checked_against_the_checksums(tmp_path):
     with pytest.raises(MalformedCheckpoint, match=r"data/0: .*CRC-32"):
         load_portable(path, mmap=False)
     assert load_portable(path).keys() == {"a", "b"}
+
+
+W = torch.tensor([1.0, 2, 3, 4])
+
+
+def dcp_folder(folder: Path) -> Path:
+    dcp.save({"w": W}, checkpoint_id=folder / "d", no_dist=True)
+    return folder / "d" / "__0_0.distcp"
+
+
+def misaligned(folder: Path) -> Path:
+    """A torch archive as another writer makes it: its records lie where they come to lie."""
+    with zipfile.ZipFile(saved({"w": W}, folder)) as plain:
+        tree = plain.read("saved/data.pkl")
+    for name in ("x", "xx", "xxx", "xxxx"):
+        with zipfile.ZipFile(folder / "in.pt", "w") as archive:
+            archive.writestr(f"{name}/data.pkl", tree)
+            archive.writestr(f"{name}/data/0", W.numpy().tobytes())
+        if oracle.payload_offsets(folder / "in.pt")[f"{name}/data/0"] % 4:
+            break
+    return folder / "in.pt"
+
+
+def big_endian(folder: Path) -> Path:
+    np.savez(folder / "in.npz", w=W.numpy().astype(">f4"))
+    return folder / "in.npz"
+
+
+def zip_in_zip(folder: Path) -> Path:
+    with zipfile.ZipFile(folder / "in.zip", "w") as archive:
+        archive.write(saved({"w": W}, folder), "policy.pth")
+    return folder / "in.zip"
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+@pytest.mark.parametrize("make", [dcp_folder, misaligned, big_endian, zip_in_zip])
+def test_what_cannot_be_mapped_is_checked_too(make, mmap, tmp_path):
+    damaged = make(tmp_path)
+    path = damaged.parent if damaged.name.endswith(".distcp") else damaged
+    only = "policy.pth" if make is zip_in_zip else None
+    seen: list[Progress] = []
+    loaded = load_portable(path, only=only, keys="keep", mmap=mmap, on_progress=seen.append)
+    assert torch.equal(loaded["w"], W)
+    assert [(item.done, item.total) for item in seen] == [(0, 32), (32, 32)]  # checked, and read
+    values = W.numpy().astype(">f4" if make is big_endian else "<f4").tobytes()
+    raw = damaged.read_bytes()
+    assert raw.count(values) == 1
+    damaged.write_bytes(raw.replace(values, values[:4] + b"\x40\x50" + values[6:]))
+    with pytest.raises(MalformedCheckpoint, match="CRC-32"):
+        load_portable(path, only=only, keys="keep", mmap=mmap)
 
 
 # ------------------------------------------------------------------------------------- map_location

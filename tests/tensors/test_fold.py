@@ -131,3 +131,71 @@ def test_without_checksums_nothing_is_checked():
     fold(view(stored(crc=1)), Seen())
     with pytest.raises(MalformedCheckpoint):
         fold(view(stored(crc=1)), Seen(), checksums=Checksums())
+
+
+# ------------------------------------------------------------------------------------ in threads
+
+
+class Threaded(Counting):
+    """Bytes that several threads may read."""
+
+    def is_for_threads(self) -> bool:
+        return True
+
+
+def scattered() -> list[TensorRef]:
+    """Tensors alone, of one storage, in pieces, strided, and in a storage that is damaged if it is
+    read in part.
+    """
+    refs = []
+    for number in range(12):
+        raw = (VALUES + number).tobytes()
+        source = Threaded(b"before" + raw, Path(f"memory {number}"))
+        storage = Storage(source, 6, len(raw), "cpu", f"storage {number}", crc32=zlib.crc32(raw))
+        refs.append(view(storage))
+        if number % 3 == 0:
+            refs.append(view(storage, 100, (50,)))
+        if number % 4 == 0:
+            refs.append(view(storage, 0, (20, 30), (1, 20)))
+        if number == 5:
+            refs = [view(storage, 7, (10,)), *refs[:-1]]
+    return refs
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+def test_threads_find_what_one_does_and_read_as_much(threads):
+    def seen(count: int) -> tuple[list[bytes], int, Progress]:
+        refs, told = scattered(), []
+        made = fold_all(
+            refs, lambda _: [Seen()], lambda total: Meter("read", total, told.append), threads=count
+        )
+        sources = {id(ref.storage.source): ref.storage.source for ref in refs}
+        return [one.raw for [one] in made], sum(s.count for s in sources.values()), told[-1]
+
+    assert seen(threads) == seen(1)
+
+
+def test_a_damaged_storage_stops_all_threads():
+    refs = scattered()
+    bad = refs[4].storage._replace(crc32=1)
+    refs[4] = view(bad)
+    with pytest.raises(MalformedCheckpoint, match="CRC-32"):
+        fold_all(refs, lambda _: [Seen()], lambda total: Meter("read", total, None), threads=4)
+
+
+def test_a_source_that_is_not_for_threads_is_read_by_the_caller_alone():
+    import threading
+
+    names = set()
+
+    class Alone(MemorySource):
+        def read_into(self, offset: int, into: memoryview) -> None:
+            names.add(threading.current_thread().name)
+            super().read_into(offset, into)
+
+    refs = [
+        view(Storage(Alone(RAW, Path("m")), 0, len(RAW), "cpu", "s", crc32=zlib.crc32(RAW)))
+        for _ in range(6)
+    ]
+    fold_all(refs, lambda _: [Seen()], lambda total: Meter("read", total, None), threads=4)
+    assert names == {threading.current_thread().name}

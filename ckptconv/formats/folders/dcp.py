@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import PurePosixPath
 
 from ckptconv.formats.folders import dcp_metadata
 from ckptconv.formats.folders.dcp_foretold import ForetoldItems
@@ -173,9 +174,13 @@ def _read_index(folder: Location) -> tuple[Metadata, int]:
 
 
 def _refuse_shared_bytes(folder: Location, metadata: Metadata) -> None:
-    """Raise `MalformedCheckpoint` when two items share bytes of a file: each is written alone."""
+    """Raise `MalformedCheckpoint` when two items share bytes of a file: each is written alone.
+
+    A file may be spelled in two ways. A link is a name of its own: caches link to one file from the
+    names of all that have the same bytes.
+    """
     placed = sorted(
-        (item.relative_path, item.offset, item.length, key)
+        (str(PurePosixPath(item.relative_path)), item.offset, item.length, key)
         for (key, _), item in metadata.items.items()
     )
     for (path, start, length, key), (other_path, at, _, other) in pairwise(placed):

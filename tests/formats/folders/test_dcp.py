@@ -379,6 +379,19 @@ def scalars(folder: Path, count: int, length: int = 700) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("spelled", ["__0_0.distcp", "./__0_0.distcp", ".//__0_0.distcp"])
+def test_two_items_do_not_claim_the_same_bytes_however_the_file_is_spelled(spelled, tmp_path):
+    dcp.save({"w": torch.ones(3), "v": torch.zeros(3)}, checkpoint_id=tmp_path, no_dist=True)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    first, second = metadata.storage_data
+    place = metadata.storage_data[first]
+    same = _StorageInfo(spelled, place.offset, place.length)
+    metadata.storage_data[second] = same
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(MalformedCheckpoint, match=r"lies at byte 0 of '.*', and so does"):
+        open_checkpoint(tmp_path)
+
+
 @pytest.mark.trust
 def test_many_chunks_are_held_against_each_other_before_any_is_opened(tmp_path):
     # Each was opened first: 57 s and 1 GB for 300,000, and 11 s and 222 MB for these.
