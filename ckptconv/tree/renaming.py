@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from ckptconv.keys.key_map import (
     KEEP,
@@ -49,13 +50,18 @@ def rename_state_dicts(
     renamed, skipped = [], []
     for item, keys in zip(found, maps, strict=True):
         skipped += excluded(item, keys, fit_to)
-        renamed.append(renamed_keys(item, keys))
+        modules = _recorded(item, keys)
+        renamed.append(renamed_keys(item, keys, modules=modules))
         if keys.new != keys.old or keys.filled:
             new, values = with_filled(item, keys)
             overlay[id(item.node)] = renamed_in_place(
-                replace(item, values=values), new, keys.renamed_modules
+                replace(item, values=values), new, _told(modules)
             )
     return tuple(renamed), skipped
+
+
+def _told(modules: Recorded) -> Callable[[object], list[tuple[str, str]]]:
+    return lambda _: modules()
 
 
 def with_filled(item: StateDict, keys: KeyMap) -> tuple[tuple[str | None, ...], tuple[Node, ...]]:
@@ -123,8 +129,27 @@ def _reason(at: int, keys: KeyMap, fit_to: KeyTarget | None) -> str:
     return f"are not in {printable(fit_to.name if fit_to else 'the target')}"
 
 
-def renamed_keys(item: StateDict, keys: KeyMap, unheld: Collection[str] = ()) -> RenamedKeys:
-    """What became of a state dict's keys; `unheld`: new keys whose values are not in the output."""
+Recorded = Callable[[], "list[tuple[str, str]]"]
+"""The module paths of `_metadata`, each with a new name of it."""
+
+
+def _recorded(item: StateDict, keys: KeyMap) -> Recorded:
+    """What the rules make of the module paths of a state dict, asked once, when it is needed."""
+    return cache(lambda: keys.renamed_modules(_module_paths(item)))
+
+
+def _module_paths(item: StateDict) -> list[str]:
+    entries = mapping_pairs(metadata_of(item.node)) or ()
+    return [path for path, _ in entries if type(path) is str]
+
+
+def renamed_keys(
+    item: StateDict, keys: KeyMap, unheld: Collection[str] = (), modules: Recorded | None = None
+) -> RenamedKeys:
+    """What became of a state dict's keys; `unheld`: new keys whose values are not in the output;
+    `modules`: what became of its module paths, where that is recorded.
+    """
+    recorded = modules or _recorded(item, keys)
     pairs = list(zip(keys.old, keys.new, strict=True))
     changed = tuple([(old, new) for old, new in pairs if new is not None and new != old])
     left_out = tuple([old for old, new in pairs if new is None]) if None in keys.new else ()
@@ -138,20 +163,23 @@ def renamed_keys(item: StateDict, keys: KeyMap, unheld: Collection[str] = ()) ->
         for _, ref in item.tensors()
     ]
     shared = len(storages) - len(set(storages))
-    mapped = lambda: _mapped_keys(item, keys, unheld)  # noqa: E731
+    mapped = lambda: _mapped_keys(item, keys, unheld, recorded())  # noqa: E731
     return RenamedKeys(
         item.path, keys.wrappers, len(keys.old), changed, odd, shared, left_out, mapped, keys.filled
     )
 
 
-def _mapped_keys(item: StateDict, keys: KeyMap, unheld: Collection[str]) -> MappedKeys:
+def _mapped_keys(
+    item: StateDict, keys: KeyMap, unheld: Collection[str], renamed: Sequence[tuple[str, str]]
+) -> MappedKeys:
     now = {old: None if new in unheld else new for old, new in zip(keys.old, keys.new, strict=True)}
     if len(now) != len(keys.old):
         raise KeyConflict(
             "two keys of different types read the same, so there is no mapping", where=item.path
         )
-    entries = mapping_pairs(metadata_of(item.node)) or ()
-    modules = {path: keys.module_paths(path) for path, _ in entries if type(path) is str}
+    modules: dict[str, tuple[str, ...]] = dict.fromkeys(_module_paths(item), ())
+    for path, name in renamed:
+        modules[path] = (*modules[path], name)
     return MappedKeys(
         item.path, now, modules, tuple(key for key, _ in keys.filled if key not in unheld)
     )
