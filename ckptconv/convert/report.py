@@ -250,8 +250,7 @@ def _named_text(result: ConversionResult) -> str:
     if result.named is None:
         kind = printable(result.plan.source_format)
         return (
-            f"storages are not counted in a source of the kind {kind}, so only what was read of "
-            "it is compared"
+            f"whether the reader saw everything in the source is not checked a second way ({kind})"
         )
     return f"nothing {'else ' if result.plan.skipped else ''}that the source names is missing"
 

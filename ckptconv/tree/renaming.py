@@ -152,9 +152,7 @@ def renamed_keys(item: StateDict, keys: KeyMap, unheld: Collection[str] = ()) ->
 def _mapped_keys(item: StateDict, keys: KeyMap, unheld: Collection[str]) -> MappedKeys:
     now = {old: None if new in unheld else new for old, new in zip(keys.old, keys.new, strict=True)}
     if len(now) != len(keys.old):
-        raise KeyConflict(
-            "two keys of different types read the same, so there is no mapping", where=item.path
-        )
+        raise KeyConflict("two keys read the same, so there is no mapping", where=item.path)
     entries = mapping_pairs(metadata_of(item.node)) or ()
     modules = {path: keys.module_paths(path) for path, _ in entries if type(path) is str}
     return MappedKeys(
