@@ -503,5 +503,7 @@ def test_the_formats_and_libraries_that_are_named_are_all(tmp_path):
     for command in ("inspect", "doctor"):
         assert "numpy.load" in run(command, "--help", cwd=tmp_path).out
     for given in ((), ("--to", "dcp")):
-        error = assert_one_error(run("convert", SAMPLES / "tied.pt", "-", *given), 2)
+        error = assert_one_error(
+            run("convert", SAMPLES / "tied.pt", "-", *given, cwd=tmp_path), code=2
+        )
         assert "add --to torch, --to safetensors or --to npz" in error
