@@ -125,31 +125,34 @@ def _reason(at: int, keys: KeyMap, fit_to: KeyTarget | None) -> str:
 
 def renamed_keys(item: StateDict, keys: KeyMap, unheld: Collection[str] = ()) -> RenamedKeys:
     """What became of a state dict's keys; `unheld`: new keys whose values are not in the output."""
-    pairs = list(zip(keys.old, keys.new, strict=True))
+    pairs = [
+        (old, None if new in unheld else new) for old, new in zip(keys.old, keys.new, strict=True)
+    ]
     changed = tuple([(old, new) for old, new in pairs if new is not None and new != old])
-    left_out = tuple([old for old, new in pairs if new is None]) if None in keys.new else ()
+    left_out = tuple([old for old, new in pairs if new is None])
+    filled = tuple([pair for pair in keys.filled if pair[0] not in unheld])
     odd = (
         ()
         if "".join(keys.old).isprintable()
         else tuple(key for key in keys.old if not key.isprintable())
     )
+    gone = set(left_out)
     storages = [
         id(pieces[0].storage) if len(pieces := ref.pieces) == 1 else id(ref)
-        for _, ref in item.tensors()
+        for key, ref in item.tensors()
+        if key not in gone
     ]
     shared = len(storages) - len(set(storages))
     mapped = lambda: _mapped_keys(item, keys, unheld)  # noqa: E731
     return RenamedKeys(
-        item.path, keys.wrappers, len(keys.old), changed, odd, shared, left_out, mapped, keys.filled
+        item.path, keys.wrappers, len(keys.old), changed, odd, shared, left_out, mapped, filled
     )
 
 
 def _mapped_keys(item: StateDict, keys: KeyMap, unheld: Collection[str]) -> MappedKeys:
     now = {old: None if new in unheld else new for old, new in zip(keys.old, keys.new, strict=True)}
     if len(now) != len(keys.old):
-        raise KeyConflict(
-            "two keys of different types read the same, so there is no mapping", where=item.path
-        )
+        raise KeyConflict("two keys read the same, so there is no mapping", where=item.path)
     entries = mapping_pairs(metadata_of(item.node)) or ()
     modules = {path: keys.module_paths(path) for path, _ in entries if type(path) is str}
     return MappedKeys(
@@ -162,9 +165,10 @@ class RenamedKeys:
     """What became of the keys of one state dict: `path` of it, the wrappers found, and (old, new)
     pairs that differ.
 
-    `left_out` are the keys that the rules left out; `mapped` works out all of it, keys that the
-    output does not hold left out. `odd` are the keys with characters that cannot be printed;
-    `shared` counts the tensors whose storage another key has too. `filled` are keys that were
+    `count` counts the keys of the source. `left_out` are those that the rules left out, or whose
+    values the output does not hold; `mapped` works out all of it. `odd` are the keys with
+    characters that cannot be printed; `shared` counts the tensors of the output whose storage
+    another key of it has too. `filled` are keys that were
     absent, each with the new key whose tensor it has.
     """
 
@@ -177,3 +181,8 @@ class RenamedKeys:
     left_out: tuple[str, ...] = ()
     mapped: Callable[[], MappedKeys] | None = None
     filled: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def written(self) -> int:
+        """How many keys the output has."""
+        return self.count - len(self.left_out) + len(self.filled)
