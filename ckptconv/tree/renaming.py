@@ -150,22 +150,27 @@ def renamed_keys(
     `modules`: what became of its module paths, where that is recorded.
     """
     recorded = modules or _recorded(item, keys)
-    pairs = list(zip(keys.old, keys.new, strict=True))
+    pairs = [
+        (old, None if new in unheld else new) for old, new in zip(keys.old, keys.new, strict=True)
+    ]
     changed = tuple([(old, new) for old, new in pairs if new is not None and new != old])
-    left_out = tuple([old for old, new in pairs if new is None]) if None in keys.new else ()
+    left_out = tuple([old for old, new in pairs if new is None])
+    filled = tuple([pair for pair in keys.filled if pair[0] not in unheld])
     odd = (
         ()
         if "".join(keys.old).isprintable()
         else tuple(key for key in keys.old if not key.isprintable())
     )
+    gone = set(left_out)
     storages = [
         id(pieces[0].storage) if len(pieces := ref.pieces) == 1 else id(ref)
-        for _, ref in item.tensors()
+        for key, ref in item.tensors()
+        if key not in gone
     ]
     shared = len(storages) - len(set(storages))
     mapped = lambda: _mapped_keys(item, keys, unheld, recorded())  # noqa: E731
     return RenamedKeys(
-        item.path, keys.wrappers, len(keys.old), changed, odd, shared, left_out, mapped, keys.filled
+        item.path, keys.wrappers, len(keys.old), changed, odd, shared, left_out, mapped, filled
     )
 
 
@@ -174,9 +179,7 @@ def _mapped_keys(
 ) -> MappedKeys:
     now = {old: None if new in unheld else new for old, new in zip(keys.old, keys.new, strict=True)}
     if len(now) != len(keys.old):
-        raise KeyConflict(
-            "two keys of different types read the same, so there is no mapping", where=item.path
-        )
+        raise KeyConflict("two keys read the same, so there is no mapping", where=item.path)
     modules: dict[str, tuple[str, ...]] = dict.fromkeys(_module_paths(item), ())
     for path, name in renamed:
         modules[path] = (*modules[path], name)
@@ -190,9 +193,10 @@ class RenamedKeys:
     """What became of the keys of one state dict: `path` of it, the wrappers found, and (old, new)
     pairs that differ.
 
-    `left_out` are the keys that the rules left out; `mapped` works out all of it, keys that the
-    output does not hold left out. `odd` are the keys with characters that cannot be printed;
-    `shared` counts the tensors whose storage another key has too. `filled` are keys that were
+    `count` counts the keys of the source. `left_out` are those that the rules left out, or whose
+    values the output does not hold; `mapped` works out all of it. `odd` are the keys with
+    characters that cannot be printed; `shared` counts the tensors of the output whose storage
+    another key of it has too. `filled` are keys that were
     absent, each with the new key whose tensor it has.
     """
 
@@ -205,6 +209,11 @@ class RenamedKeys:
     left_out: tuple[str, ...] = ()
     mapped: Callable[[], MappedKeys] | None = None
     filled: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def written(self) -> int:
+        """How many keys the output has."""
+        return self.count - len(self.left_out) + len(self.filled)
 
     def kept(self, keys: Sequence[str]) -> dict[str, str]:
         """The keys that were not left out, each with its new one."""
