@@ -66,8 +66,8 @@ def inspect(
     tensors are not read.
 
     Portable is what its own library opens on any host: torch.load(weights_only=True), safetensors,
-    transformers or torch.distributed.checkpoint. Several INs are a table, or one checkpoint where
-    they are the files of all its ranks.
+    numpy.load, transformers or torch.distributed.checkpoint. Several INs are a table, or one
+    checkpoint where they are the files of all its ranks.
     """
     from ckptconv.inspect import survey_report
     from ckptconv.inspect.surveys import Unread, survey
@@ -150,7 +150,7 @@ def doctor(sources: tuple[Path, ...], as_json: bool, strict: bool, **given: Any)
     fixes it. Several INs are several checkpoints, or one where they are the files of all its ranks.
 
     It loads here when its own library opens it: torch.load(weights_only=True), safetensors,
-    transformers or torch.distributed.checkpoint.
+    numpy.load, transformers or torch.distributed.checkpoint.
     """
     from ckptconv.doctor import report
     from ckptconv.doctor.diagnose import diagnose_all

@@ -326,8 +326,8 @@ def is_for_stdout(given: dict[str, Any]) -> bool:
             )
     if given["to"] is None or _is_folder(given["to"]):
         raise click.UsageError(
-            "OUT is -, standard output: add --to torch or --to safetensors; write ./- for a file "
-            "named -"
+            "OUT is -, standard output: add --to torch, --to safetensors or --to npz; write ./- "
+            "for a file named -"
         )
     if not given["dry_run"] and sys.stdout.isatty():
         raise click.UsageError(

@@ -16,7 +16,7 @@ from ckptconv.formats.hf_names import earlier_files, index_path, moved_index
 from ckptconv.io.destination import Destination, Draft
 from ckptconv.io.files import refuse_changed
 from ckptconv.io.local import place_of
-from ckptconv.io.outputs import file_output, folder_output, set_output
+from ckptconv.io.outputs import file_output, folder_nbytes, folder_output, set_output
 from ckptconv.io.staging import ShardSet
 from ckptconv.support.choices import spelling_checked
 from ckptconv.support.errors import CheckpointError, OutputRefused
@@ -36,7 +36,7 @@ class ConversionResult:
     `named` counts the storages that the source names, all of which were verified to be in the
     output or listed as left out (None: not asked, or not counted in a source of this format).
     `overflowed` counts finite values that a cast made infinite or NaN; `odd_bools` bools that are
-    neither 0 nor 1.
+    neither 0 nor 1. `nbytes` is the size of what was written, all its files together.
     """
 
     plan: ConversionPlan
@@ -46,13 +46,14 @@ class ConversionResult:
     odd_bools: Mapping[str, int] = field(default_factory=dict)
     named: int | None = None
     phases: Mapping[Phase, float] = field(default_factory=dict)
+    nbytes: int = 0
 
     def __repr__(self) -> str:
         plan, verified = (
             self.plan,
             None if self.verified is None else f"{self.verified:,} tensors verified",
         )
-        told = (plan.to, size_text(plan.nbytes), f"{self.seconds:.2f} s", verified)
+        told = (plan.to, size_text(self.nbytes), f"{self.seconds:.2f} s", verified)
         return short_repr("ConversionResult", f"{plan.source.name} → {plan.shown_name}", *told)
 
     def _repr_html_(self) -> str:
@@ -131,11 +132,13 @@ def _run_checks(plan: ConversionPlan) -> None:
         raise error.at(path=plan.source) from None
 
 
-def _result(plan: ConversionPlan, tally: Tally, verified: int | None) -> ConversionResult:
+def _result(
+    plan: ConversionPlan, tally: Tally, verified: int | None, nbytes: int
+) -> ConversionResult:
     """What is to be told of an output, found out before it may take the place of its source."""
     overflowed = by_tensor(plan, tally.overflowed, lambda ref: count_overflow(plan, ref))
     odd_bools = by_tensor(plan, tally.odd_bools, count_odd_bools)
-    return ConversionResult(plan, 0.0, verified, overflowed, odd_bools)
+    return ConversionResult(plan, 0.0, verified, overflowed, odd_bools, nbytes=nbytes)
 
 
 def _write_files(
@@ -147,7 +150,7 @@ def _write_files(
         _destination(plan, force=force, fsync=fsync) as output,
     ):
         tally, verified = _make_files(plan, output, fsync=fsync, verify=verify, phases=phases)
-        result = _result(plan, tally, verified if verify else None)
+        result = _result(plan, tally, verified if verify else None, plan.nbytes)
         output.commit(plan.inputs)
         put_mapping()
     return result
@@ -284,7 +287,8 @@ def _write_folder(
             plan.target.make_folder(plain.place.path, made, plan.output)
         written.finish()
         plain.discard()
-        result = _result(plan, tally, verify_folder(plan, made, phases) if verify else None)
+        verified = verify_folder(plan, made, phases) if verify else None
+        result = _result(plan, tally, verified, folder_nbytes(made))
         with phases.waiting(plan.nbytes, wanted=fsync):
             output.commit(plan.inputs)
         put_mapping()

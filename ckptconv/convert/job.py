@@ -15,6 +15,8 @@ from ckptconv.convert.planner import plan_conversion, request_of
 from ckptconv.convert.targets import check_place
 from ckptconv.formats.registry import Named, open_certain
 from ckptconv.io.destination import check_output
+from ckptconv.support.choices import refuse_no_flag, refuse_no_output
+from ckptconv.support.errors import OptionRefused
 from ckptconv.support.limits import Limits, held, in_force
 from ckptconv.support.progress import OnProgress
 
@@ -27,7 +29,8 @@ class Job:
     several. `options` are the words of the command line, or the `Request` that they stand for.
     Files that the words name (rules, other checkpoints) are read where the job runs. `force`,
     `fsync` and `verify` are as in `convert_checkpoint`. `limits` are those under which all of it
-    happens (by default those in force where the job is made).
+    happens (by default those in force where the job is made). Raises `CheckpointError` for values
+    that are none.
     """
 
     source: Named
@@ -38,6 +41,17 @@ class Job:
     fsync: bool = True
     verify: bool = False
     limits: Limits = field(default_factory=in_force)
+
+    def __post_init__(self) -> None:
+        refuse_no_output(output=self.output)
+        refuse_no_flag(force=self.force, fsync=self.fsync, verify=self.verify)
+        kinds = (("options", (Options, Request)), ("limits", (Limits,)))
+        for name, wanted in kinds:
+            if not isinstance(given := getattr(self, name), wanted):
+                raise OptionRefused(
+                    f"{name}={given!r:.100} is not {wanted[0].__name__}",
+                    hint=f"leave it out, or give ckptconv.{wanted[0].__name__}(...)",
+                )
 
     def request(self) -> Request:
         """What the options stand for."""

@@ -129,7 +129,9 @@ class ConversionPlan:
 
     @property
     def nbytes(self) -> int:
-        """The size of the output in bytes, all its files together."""
+        """The size of the output in bytes, all its files together; of a folder that torch makes,
+        that of the plain torch file of which it is made.
+        """
         return sum(
             file.layout.nbytes for file in (*self.files, *([self.index] if self.index else []))
         )
@@ -143,16 +145,16 @@ class ConversionPlan:
     def shown_name(self) -> str:
         """The name of what will be there: of shards that of their index, or of the folder."""
         if self.index is None:
-            return self.output.name
+            return f"{self.output.name}{'/' * self.target.is_folder}"
         return f"{self.output.parent.name}/" if self.in_folder else self.index.path.name
 
     def _facts(self) -> list[str]:
-        keys = sum(item.count for item in self.state_dicts)
+        keys = sum(item.written for item in self.state_dicts)
         changed = sum(len(item.changed) for item in self.state_dicts)
         shards = count_text(len(self.files), "shard") if self.index is not None else ""
         return [
             self.to,
-            size_text(self.nbytes),
+            "" if self.target.is_folder else size_text(self.nbytes),
             f"{changed:,} of {count_text(keys, 'key')} renamed",
             shards,
         ]

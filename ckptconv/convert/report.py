@@ -95,10 +95,10 @@ def _object_lines(plan: ConversionPlan) -> Iterator[Row]:
 def _keys_text(plan: ConversionPlan, renamed: Any) -> str:
     where = f" in {_place_text(renamed.path)}" if renamed.path and plan.target.holds_trees else ""
     if not renamed.changed:
-        return f"{count_text(renamed.count, 'key')}{where}, none renamed"
+        return f"{count_text(renamed.written, 'key')}{where}, none renamed"
     old, new = renamed.changed[0]
     return (
-        f"{len(renamed.changed):,} of {count_text(renamed.count, 'key')}{where} renamed, "
+        f"{len(renamed.changed):,} of {count_text(renamed.written, 'key')}{where} renamed, "
         f"e.g. {printable(old)} → {printable(new)}"
     )
 
@@ -147,14 +147,18 @@ def _by_reason(skipped: Iterable[Skipped]) -> dict[str, list[str]]:
 
 def plan_headline(plan: ConversionPlan) -> str:
     """The line that says what a plan would do."""
-    return f"would write {_output_text(plan)}, source {size_text(plan.source_nbytes)}"
+    size = "of a size that torch decides" if plan.target.is_folder else size_text(plan.nbytes)
+    return f"would write {_output_text(plan, size)}, source {size_text(plan.source_nbytes)}"
 
 
 _ROWS = 40
 
 
 def keys_table(plan: ConversionPlan) -> Iterator[str]:
-    """The keys that change, old → new, one line each (40 at most), and how many do not change."""
+    """The keys that change, old → new, one line each (40 at most), and how many do not change.
+
+    Nothing of a state dict whose keys all stay as they are: its row says so.
+    """
     for item in plan.state_dicts:
         rows = [*item.changed, *((old, "(left out)") for old in item.left_out)]
         where = f" of {_place_text(item.path)}" if item.path else ""
@@ -163,12 +167,14 @@ def keys_table(plan: ConversionPlan) -> Iterator[str]:
             for old, new in (rows if len(rows) <= _ROWS else rows[: _ROWS - 1])
         ]
         width = max((len(old) for old, _ in shown), default=0)
-        if rows:
-            yield f"keys{where}:"
+        if not rows:
+            continue
+        yield f"keys{where}:"
         yield from (f"  {old.ljust(width)}  → {new}" for old, new in shown)
         if len(rows) > len(shown):
             yield f"  … {len(rows) - len(shown):,} more (--json lists all)"
-        yield f"{count_text(item.count - len(rows), 'key')}{where} untouched"
+        if left := item.count - len(rows):
+            yield f"{count_text(left, 'key')}{where} untouched"
 
 
 _RATED_FROM = 10_000_000  # bytes; what is smaller is done before its rate means something
@@ -180,19 +186,19 @@ def result_headline(result: ConversionResult) -> str:
     plan = result.plan
     return (
         f"{printable(plan.source)} ({plan.source_format}, {size_text(plan.source_nbytes)}) → "
-        f"{_output_text(plan)}, {_time_text(result)}"
+        f"{_output_text(plan, size_text(result.nbytes))}, {_time_text(result)}"
     )
 
 
-def _output_text(plan: ConversionPlan) -> str:
+def _output_text(plan: ConversionPlan, size: str) -> str:
     """What is written: one file, or a folder or row of shards."""
-    name, size = printable(plan.output), f"{plan.to}, {size_text(plan.nbytes)}"
     if plan.index is None:
-        return f"{name} ({size})"
+        slash = os.sep if plan.target.is_folder else ""
+        return f"{printable(plan.output)}{slash} ({plan.to}, {size})"
     shards = f"{count_text(len(plan.files), 'shard')} and their index"
     if plan.in_folder:
-        return f"{printable(plan.output.parent)}{os.sep} ({shards}, {size})"
-    return f"{printable(plan.index.path)} ({shards}, {size})"
+        return f"{printable(plan.output.parent)}{os.sep} ({shards}, {plan.to}, {size})"
+    return f"{printable(plan.index.path)} ({shards}, {plan.to}, {size})"
 
 
 def _time_text(result: ConversionResult) -> str:
@@ -244,8 +250,7 @@ def _named_text(result: ConversionResult) -> str:
     if result.named is None:
         kind = printable(result.plan.source_format)
         return (
-            f"storages are not counted in a source of the kind {kind}, so only what was read of "
-            "it is compared"
+            f"whether the reader saw everything in the source is not checked a second way ({kind})"
         )
     return f"nothing {'else ' if result.plan.skipped else ''}that the source names is missing"
 
@@ -261,7 +266,7 @@ def plan_document(plan: ConversionPlan) -> dict[str, Any]:
         "output": {
             "path": str(plan.output),
             "format": plan.to,
-            "bytes": plan.nbytes,
+            "bytes": None if plan.target.is_folder else plan.nbytes,
             **_shards_document(plan),
         },
         "state_dicts": [
@@ -316,8 +321,10 @@ def _keys_document(plan: ConversionPlan) -> list[dict[str, Any]]:
 
 def result_document(result: ConversionResult) -> dict[str, Any]:
     """A finished conversion as JSON values."""
+    planned = plan_document(result.plan)
     return {
-        **plan_document(result.plan),
+        **planned,
+        "output": {**planned["output"], "bytes": result.nbytes},
         "seconds": round(result.seconds, 6),
         "phases": {phase: round(seconds, 6) for phase, seconds in result.phases.items()},
         "verified": result.verified,

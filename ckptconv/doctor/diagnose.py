@@ -13,7 +13,7 @@ from ckptconv.convert.prescriptions import Fix, command, output_beside
 from ckptconv.devices.mapping import tag_map
 from ckptconv.doctor.cases import Case, Symptom, some, symptom
 from ckptconv.doctor.file_symptoms import FILE_CHECKS
-from ckptconv.doctor.findings import SEVERITIES, Diagnosis, Finding
+from ckptconv.doctor.findings import LEFT_OUT, SEVERITIES, Diagnosis, Finding
 from ckptconv.doctor.model_symptoms import MODEL_CHECKS
 from ckptconv.doctor.unopened import unopened
 from ckptconv.formats.registry import Named, checkpoints_of, open_certain
@@ -195,9 +195,7 @@ def _prescribed(case: Case, fix: Fix, one: Symptom, outputs: dict[Fix, Path]) ->
     suffix = found.fix.suffix or ".pt"
     if found.fix not in outputs:
         outputs[found.fix] = output_beside(case.paths[0], suffix, outputs.values())
-    lost = (
-        f"left out, without a plain form: {some(found.lost)}" if found.lost else one.finding.advice
-    )
+    lost = f"{LEFT_OUT}{some(found.lost)}" if found.lost else one.finding.advice
     return replace(
         one.finding, command=command(found.fix, case.paths, outputs[found.fix]), advice=lost
     )

@@ -12,6 +12,9 @@ Severity = Literal["error", "warning", "info"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
 """The worst first."""
 
+LEFT_OUT = "left out, without a plain form: "
+"""The beginning of an advice that says what a command leaves out."""
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ckptconv.convert.error_document import error_document
-from ckptconv.doctor.findings import Diagnosis, Finding, Severity
+from ckptconv.doctor.findings import LEFT_OUT, Diagnosis, Finding, Severity
 from ckptconv.support.errors import CheckpointError, printable
 from ckptconv.support.rows import Level, Row
 from ckptconv.support.text import count_text
@@ -75,7 +75,8 @@ def finding_lines(findings: Sequence[Finding]) -> Iterator[Row]:
             yield Row("fix", shown, is_command=True)
             told.add(finding.command)
             if finding.advice and not again:
-                yield Row("loses", printable(finding.advice, 2000))
+                label = "loses" if finding.advice.startswith(LEFT_OUT) else "advice"
+                yield Row(label, printable(finding.advice, 2000))
         elif finding.advice:
             yield Row("advice", printable(finding.advice, 2000))
     for code, count in counts.items():

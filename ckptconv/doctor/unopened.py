@@ -36,9 +36,9 @@ def unopened(error: CheckpointError, paths: tuple[Path, ...]) -> Finding:
         and len(paths) == 1
         and (fixed := _with_siblings(paths[0]))
     ):
-        return replace(finding, command=fixed)
+        return replace(finding, command=fixed, advice=None)  # which says no more
     if (unpack := _unpacking(error, paths[0])) is not None:
-        return replace(finding, command=unpack)
+        return replace(finding, command=unpack, advice=None)
     return finding
 
 
@@ -71,12 +71,16 @@ def _effect(error: CheckpointError, path: Path) -> str:
     if head.startswith(b"PK\3\4") and error.code == "cut-off":
         return words.quoted(words.CUT_OFF)
     said = words.on_start(head)
+    is_npz = said is None and f"{error.where or path}".endswith((".npy", ".npz"))
     if said is None and isinstance(error, MalformedCheckpoint):
         return (
-            "ckptconv does not open it; torch.load may refuse it too, or load something else "
-            "than was saved"
+            f"ckptconv does not open it; {'numpy' if is_npz else 'torch'}.load may refuse it too, "
+            "or load something else than was saved"
         )
-    return words.quoted(said) if said else "neither torch.load nor the safetensors library loads it"
+    if said is None:
+        others = "; numpy.load may load it" if is_npz else ""
+        return f"neither torch.load nor the safetensors library loads it{others}"
+    return words.quoted(said)
 
 
 def _with_siblings(path: Path) -> str | None:

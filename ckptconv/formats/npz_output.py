@@ -104,7 +104,7 @@ class NpzFile(TargetFormat):
 def _refuse_array(key: str, dtype: DType, shape: Shape) -> None:
     """Refuse an array that numpy cannot have."""
     if dtype not in _DESCRS:
-        cast = "cast it with --dtype f32, " if dtype.is_floating else ""
+        cast = "cast it (--dtype f32), " if dtype.is_floating else ""
         what, remedy = f"numpy has no dtype {dtype.name}", cast
     elif len(shape) > _MOST_DIMENSIONS:
         what = f"it has {len(shape)} dimensions; numpy has at most {_MOST_DIMENSIONS}"
@@ -116,7 +116,7 @@ def _refuse_array(key: str, dtype: DType, shape: Shape) -> None:
     raise RefusedObject(
         what,
         where=key,
-        hint=f"{remedy}write safetensors (--to safetensors), or leave it out with --exclude",
+        hint=f"{remedy}write safetensors (--to safetensors), or leave it out (--exclude)",
     )
 
 

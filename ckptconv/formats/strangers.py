@@ -41,7 +41,8 @@ STRANGERS: tuple[Stranger, ...] = (
     Stranger(0, b"PK\5\6", "is an empty zip archive"),
     Stranger(0, b"GGUF", "is a GGUF model (llama.cpp), not a PyTorch checkpoint"),
     Stranger(0, b"\x89HDF\r\n\x1a\n", "is an HDF5 file (Keras), not a PyTorch checkpoint"),
-    Stranger(0, b"\x93NUMPY", "is a numpy array file, not a PyTorch checkpoint"),
+    Stranger(0, b"\x93NUMPY", "is a numpy array file, not a PyTorch checkpoint",
+        "numpy.savez makes an archive of it, which is read: np.savez('a.npz', a=np.load('a.npy'))"),
     Stranger(4, b"TFL3", "is a TensorFlow Lite model, not a PyTorch checkpoint"),
     Stranger(0, b"model_checkpoint_path:", "is the list of a TensorFlow checkpoint, not a PyTorch "
                                            "checkpoint"),

@@ -11,7 +11,7 @@ from ckptconv.pickles.nodes import ORDERED_DICT, Call
 from ckptconv.tensors.compaction import CastRule
 from ckptconv.tensors.refs import refuse_packed
 
-_NOT_IN_TORCH = "write safetensors (--to safetensors), or leave it out with --exclude"
+_NOT_IN_TORCH = "write safetensors (--to safetensors), or leave it out (--exclude)"
 """What can be done about a tensor that safetensors holds and torch does not."""
 
 

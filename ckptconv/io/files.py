@@ -17,7 +17,12 @@ from typing import NoReturn
 
 from ckptconv.io.source import CHUNK, SMALL, Fingerprint, Range, Source
 from ckptconv.support import platforms
-from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, not_opened
+from ckptconv.support.errors import (
+    CheckpointError,
+    MalformedCheckpoint,
+    UnsupportedCheckpoint,
+    not_opened,
+)
 from ckptconv.support.limits import in_force
 
 _WINDOW = 1 << 16
@@ -52,7 +57,7 @@ class FileSource(Source):
         if offset < 0:  # preadv(2) takes -1 for the place that the descriptor has
             raise MalformedCheckpoint(f"byte {offset} lies before its start", path=self.path)
         while view:
-            with _read_errors(self.path):
+            with self._read_errors():
                 count = platforms.read_into_at(self._fd, view, offset)
             if not count:
                 raise MalformedCheckpoint(
@@ -68,7 +73,7 @@ class FileSource(Source):
         if start >= 0 and start + nbytes <= len(self._window):
             return self._window[start : start + nbytes]
         if nbytes <= SMALL:
-            with _read_errors(self.path):
+            with self._read_errors():
                 self._window, self._window_at = platforms.read_at(self._fd, _WINDOW, offset), offset
             if len(self._window) >= nbytes:
                 return self._window[:nbytes]
@@ -99,6 +104,18 @@ class FileSource(Source):
                 offset, nbytes = ranges[member]
                 found[member] = bytes(whole[offset - first : offset - first + nbytes])
         return found
+
+    @contextlib.contextmanager
+    def _read_errors(self) -> Iterator[None]:
+        if self._fd < 0:
+            hint = "open it again, or read before it is closed (within its with block)"
+            raise CheckpointError("was closed before it was read", path=self.path, hint=hint)
+        try:
+            yield
+        except OSError as error:
+            what = f"cannot be read: {os.strerror(error.errno or 0)}"
+            hint = "the disk or the network fails"
+            raise MalformedCheckpoint(what, path=self.path, hint=hint) from error
 
     def fingerprint(self) -> Fingerprint:
         return self._stamp
@@ -143,6 +160,7 @@ class FileSource(Source):
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1
+        self._window = b""
         if fd >= 0:
             with contextlib.suppress(OSError):  # nothing was written to it that could be lost
                 os.close(fd)
@@ -166,15 +184,6 @@ def noting_files(note: Callable[[os.stat_result], None]) -> Iterator[None]:
 def stamp(found: os.stat_result) -> tuple[int, ...]:
     """What changes when a file is written to, or when its name is given to another."""
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-
-
-@contextlib.contextmanager
-def _read_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        what = f"cannot be read: {os.strerror(error.errno or 0)}"
-        raise MalformedCheckpoint(what, path=path, hint="the disk or the network fails") from error
 
 
 def _open_regular(path: Path) -> int:
@@ -295,7 +304,6 @@ class PooledSource(FileSource):
     def rest(self) -> None:
         """Give the file descriptor and the memory back until the next read."""
         super().close()
-        self._window = b""
         self._pool.release(self)
 
     def close(self) -> None:

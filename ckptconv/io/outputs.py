@@ -245,6 +245,11 @@ class FolderOutput(_Staged):
         put_folder(self.folder(), self.path, force=self._force, fsync=self._fsync)
 
 
+def folder_nbytes(folder: Path) -> int:
+    """The size of all files in a folder, in bytes."""
+    return sum(item.stat().st_size for item in folder.rglob("*") if item.is_file())
+
+
 def file_output(place: Location, *, force: bool, fsync: bool, size: int) -> Destination:
     """One file at `place`."""
     return FileOutput(place.path, force=force, fsync=fsync, size=size)

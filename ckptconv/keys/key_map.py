@@ -371,9 +371,7 @@ def _refuse_collisions(keys: Sequence[str], renamed: Sequence[str | None]) -> No
                 f"the rules leave nothing of the key '{printable(before)}'", where=before
             )
         if after in owner and owner[after] == before:
-            raise KeyConflict(
-                f"two keys of different types read as '{printable(before)}'", hint=_TWO_TYPES
-            )
+            raise KeyConflict(f"two keys read as '{printable(before)}'", hint=_TWO_TYPES)
         if after in owner:
             raise KeyConflict(
                 f"the keys '{printable(owner[after])}' and '{printable(before)}' both become "

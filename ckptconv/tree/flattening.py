@@ -125,7 +125,7 @@ def refuse_unholdable(key: str, ref: TensorRef, dtype: DType) -> None:
         raise RefusedObject(
             f"safetensors has no {'scalars of' if half_byte else 'dtype'} {ref.dtype.name}",
             where=key,
-            hint="write a torch file (--to torch), or leave it out with --exclude",
+            hint="write a torch file (--to torch), or leave it out (--exclude)",
         )
 
 
@@ -150,7 +150,7 @@ def _refused_value(key: str, value: Node, output: str) -> RefusedObject:
     else:
         what = f"is {_kind(value)} with tensors in it (packed weights), which {output} would lose"
     return RefusedObject(
-        what, where=key, hint="write a torch file (--to torch), or leave it out with --exclude"
+        what, where=key, hint="write a torch file (--to torch), or leave it out (--exclude)"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from ckptconv.keys.key_map import (
     KEEP,
@@ -49,13 +50,18 @@ def rename_state_dicts(
     renamed, skipped = [], []
     for item, keys in zip(found, maps, strict=True):
         skipped += excluded(item, keys, fit_to)
-        renamed.append(renamed_keys(item, keys))
+        modules = _recorded(item, keys)
+        renamed.append(renamed_keys(item, keys, modules=modules))
         if keys.new != keys.old or keys.filled:
             new, values = with_filled(item, keys)
             overlay[id(item.node)] = renamed_in_place(
-                replace(item, values=values), new, keys.renamed_modules
+                replace(item, values=values), new, _told(modules)
             )
     return tuple(renamed), skipped
+
+
+def _told(modules: Recorded) -> Callable[[object], list[tuple[str, str]]]:
+    return lambda _: modules()
 
 
 def with_filled(item: StateDict, keys: KeyMap) -> tuple[tuple[str | None, ...], tuple[Node, ...]]:
@@ -123,35 +129,60 @@ def _reason(at: int, keys: KeyMap, fit_to: KeyTarget | None) -> str:
     return f"are not in {printable(fit_to.name if fit_to else 'the target')}"
 
 
-def renamed_keys(item: StateDict, keys: KeyMap, unheld: Collection[str] = ()) -> RenamedKeys:
-    """What became of a state dict's keys; `unheld`: new keys whose values are not in the output."""
-    pairs = list(zip(keys.old, keys.new, strict=True))
+Recorded = Callable[[], "list[tuple[str, str]]"]
+"""The module paths of `_metadata`, each with a new name of it."""
+
+
+def _recorded(item: StateDict, keys: KeyMap) -> Recorded:
+    """What the rules make of the module paths of a state dict, asked once, when it is needed."""
+    return cache(lambda: keys.renamed_modules(_module_paths(item)))
+
+
+def _module_paths(item: StateDict) -> list[str]:
+    entries = mapping_pairs(metadata_of(item.node)) or ()
+    return [path for path, _ in entries if type(path) is str]
+
+
+def renamed_keys(
+    item: StateDict, keys: KeyMap, unheld: Collection[str] = (), modules: Recorded | None = None
+) -> RenamedKeys:
+    """What became of a state dict's keys; `unheld`: new keys whose values are not in the output;
+    `modules`: what became of its module paths, where that is recorded.
+    """
+    recorded = modules or _recorded(item, keys)
+    pairs = [
+        (old, None if new in unheld else new) for old, new in zip(keys.old, keys.new, strict=True)
+    ]
     changed = tuple([(old, new) for old, new in pairs if new is not None and new != old])
-    left_out = tuple([old for old, new in pairs if new is None]) if None in keys.new else ()
+    left_out = tuple([old for old, new in pairs if new is None])
+    filled = tuple([pair for pair in keys.filled if pair[0] not in unheld])
     odd = (
         ()
         if "".join(keys.old).isprintable()
         else tuple(key for key in keys.old if not key.isprintable())
     )
+    gone = set(left_out)
     storages = [
         id(pieces[0].storage) if len(pieces := ref.pieces) == 1 else id(ref)
-        for _, ref in item.tensors()
+        for key, ref in item.tensors()
+        if key not in gone
     ]
     shared = len(storages) - len(set(storages))
-    mapped = lambda: _mapped_keys(item, keys, unheld)  # noqa: E731
+    mapped = lambda: _mapped_keys(item, keys, unheld, recorded())  # noqa: E731
     return RenamedKeys(
-        item.path, keys.wrappers, len(keys.old), changed, odd, shared, left_out, mapped, keys.filled
+        item.path, keys.wrappers, len(keys.old), changed, odd, shared, left_out, mapped, filled
     )
 
 
-def _mapped_keys(item: StateDict, keys: KeyMap, unheld: Collection[str]) -> MappedKeys:
+def _mapped_keys(
+    item: StateDict, keys: KeyMap, unheld: Collection[str], renamed: Sequence[tuple[str, str]]
+) -> MappedKeys:
     now = {old: None if new in unheld else new for old, new in zip(keys.old, keys.new, strict=True)}
     if len(now) != len(keys.old):
-        raise KeyConflict(
-            "two keys of different types read the same, so there is no mapping", where=item.path
-        )
-    entries = mapping_pairs(metadata_of(item.node)) or ()
-    modules = {path: keys.module_paths(path) for path, _ in entries if type(path) is str}
+        raise KeyConflict("two keys read the same, so there is no mapping", where=item.path)
+    modules: dict[str, tuple[str, ...]] = dict.fromkeys(_module_paths(item), ())
+    for path, name in renamed:
+        modules[path] = (*modules[path], name)
     return MappedKeys(
         item.path, now, modules, tuple(key for key, _ in keys.filled if key not in unheld)
     )
@@ -162,9 +193,10 @@ class RenamedKeys:
     """What became of the keys of one state dict: `path` of it, the wrappers found, and (old, new)
     pairs that differ.
 
-    `left_out` are the keys that the rules left out; `mapped` works out all of it, keys that the
-    output does not hold left out. `odd` are the keys with characters that cannot be printed;
-    `shared` counts the tensors whose storage another key has too. `filled` are keys that were
+    `count` counts the keys of the source. `left_out` are those that the rules left out, or whose
+    values the output does not hold; `mapped` works out all of it. `odd` are the keys with
+    characters that cannot be printed; `shared` counts the tensors of the output whose storage
+    another key of it has too. `filled` are keys that were
     absent, each with the new key whose tensor it has.
     """
 
@@ -177,6 +209,11 @@ class RenamedKeys:
     left_out: tuple[str, ...] = ()
     mapped: Callable[[], MappedKeys] | None = None
     filled: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def written(self) -> int:
+        """How many keys the output has."""
+        return self.count - len(self.left_out) + len(self.filled)
 
     def kept(self, keys: Sequence[str]) -> dict[str, str]:
         """The keys that were not left out, each with its new one."""

@@ -7,10 +7,12 @@ from __future__ import annotations
 import errno
 import os
 import re
+import zipfile
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -466,3 +468,42 @@ def test_another_dtype_is_told_all_that_there_are(room):
         "choose f32, f16, bf16, f64, f8_e4m3 or f8_e5m2; torch's names do too (float64, float32, "
         "float16, bfloat16" in error
     )
+
+
+@pytest.mark.parametrize("command", [("convert", "-", "out.npz"), ("inspect", "-")])
+def test_a_dash_for_the_input_is_told_to_be_no_stream(command, tmp_path):
+    done = run(*command, cwd=tmp_path)
+    assert "-: standard input is not read; name a file" in assert_one_error(done)
+    (tmp_path / "-").write_bytes(b"x" * 100)
+    assert "standard input" not in run("inspect", "./-", cwd=tmp_path).err
+
+
+def test_one_array_is_told_how_it_becomes_an_archive(tmp_path):
+    np.save(tmp_path / "one.npy", np.ones(3))
+    error = assert_one_error(run("inspect", "one.npy", cwd=tmp_path))
+    assert "numpy.savez makes an archive of it" in error
+    np.savez(tmp_path / "one.npz", a=np.load(tmp_path / "one.npy"))
+    assert run("inspect", "one.npz", cwd=tmp_path).exit == 0
+
+
+def test_a_key_that_stands_twice_is_not_said_to_be_of_two_types(tmp_path):
+    torch.save({"a": torch.ones(1), "b": torch.ones(2)}, tmp_path / "in.pt")
+    with zipfile.ZipFile(tmp_path / "in.pt") as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(tmp_path / "twice.pt", "w") as archive:
+        for name, content in records.items():
+            twice = content.replace(b"X\x01\0\0\0b", b"X\x01\0\0\0a")
+            archive.writestr(name, twice if name.endswith("data.pkl") else content)
+    assert len(torch.load(tmp_path / "twice.pt")) == 1
+    error = assert_one_error(run("convert", "twice.pt", "out.pt", cwd=tmp_path))
+    assert "two keys read as 'a'" in error and "types" not in error
+
+
+def test_the_formats_and_libraries_that_are_named_are_all(tmp_path):
+    for command in ("inspect", "doctor"):
+        assert "numpy.load" in run(command, "--help", cwd=tmp_path).out
+    for given in ((), ("--to", "dcp")):
+        error = assert_one_error(
+            run("convert", SAMPLES / "tied.pt", "-", *given, cwd=tmp_path), code=2
+        )
+        assert "add --to torch, --to safetensors or --to npz" in error

@@ -83,8 +83,8 @@ def test_many_files_and_a_mapping_go_with_it(room):
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        ((), "add --to torch or --to safetensors"),
-        (("--to", "dcp"), "add --to torch or --to safetensors"),
+        ((), "add --to torch, --to safetensors or --to npz"),
+        (("--to", "dcp"), "add --to torch, --to safetensors or --to npz"),
         (("--to", "torch", "--json"), "which cannot be used with --json"),
         (
             ("--to", "torch", "--max-shard-size", "1MB"),

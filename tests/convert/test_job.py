@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import re
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 import pytest
+import torch
 
 from ckptconv import (
     Checkpoint,
@@ -21,6 +23,7 @@ from ckptconv import (
 from ckptconv.convert.job import Job
 from ckptconv.convert.planner import request_of
 from ckptconv.pickles.nodes import Dict, mapping_pairs
+from ckptconv.support.errors import OptionRefused
 from helpers.paths import SAMPLES
 
 SOURCE = SAMPLES / "ddp_cuda3.pt"
@@ -80,3 +83,21 @@ def test_an_edit_changes_what_is_planned_and_not_what_is_open(tmp_path):
         before = [key.removeprefix("module.") for key in source.state_dict().keys]
         assert list(output.state_dict().keys) == [key for key in before if "classifier" not in key]
         assert len(output.state_dict().keys) < len(before)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"output": None}, {"output": b"out.pt"}, {"output": ""}, {"options": None},
+        {"options": {"to": "torch"}}, {"limits": None}, {"force": "no"}, {"fsync": 1},
+        {"verify": "no"}, {"source": None}, {"source": 3}, {"tag": 5},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_odd_values_are_refused_in_words(odd, tmp_path):
+    torch.save({"w": torch.ones(2)}, tmp_path / "in.pt")
+    (tmp_path / "out.pt").write_text("mine")
+    given = {"source": tmp_path / "in.pt", "output": tmp_path / "out.pt", **odd}
+    with pytest.raises(OptionRefused, match=re.escape(f"={next(iter(odd.values()))!r} is not ")):
+        Job(**{"force": True, **given}).run()
+    assert (tmp_path / "out.pt").read_text() == "mine"

@@ -31,6 +31,8 @@ from safetensors.torch import save_file
 
 from ckptconv import CheckpointError, Diagnosis, Finding, diagnose, open_checkpoint
 from ckptconv.devices.host import Host
+from ckptconv.doctor.findings import LEFT_OUT
+from ckptconv.doctor.report import finding_lines
 from ckptconv.inspect.facts import inspect_checkpoint
 from ckptconv.inspect.report import verdict
 from helpers import oracle
@@ -679,9 +681,11 @@ def test_the_command_for_a_step_names_it(produced, tmp_path):
 def test_one_ranks_file_alone_is_joined_with_those_beside_it(rank, produced, tmp_path):
     for number in (0, 1):
         shutil.copy(produced / f"rank{number}_dtensor.pt", tmp_path)
-    fixed = obey(
-        found(diagnose(tmp_path / f"rank{rank}_dtensor.pt"), "lone-rank").command, tmp_path
-    )
+    finding = found(diagnose(tmp_path / f"rank{rank}_dtensor.pt"), "lone-rank")
+    assert finding.advice is None  # the command says it
+    shown = run("doctor", f"rank{rank}_dtensor.pt", cwd=tmp_path).out
+    assert "  fix " in shown and "  loses " not in shown and "  advice " not in shown
+    fixed = obey(finding.command, tmp_path)
     assert diagnose(fixed).loads
     full = torch.load(produced / "full_from_fsdp.pt", weights_only=True)
     joined = torch.load(fixed, weights_only=True)
@@ -694,6 +698,23 @@ def test_one_ranks_file_without_the_others_has_no_command(produced, tmp_path):
     finding = found(diagnose(tmp_path / "rank0_dtensor.pt"), "lone-rank")
     assert finding.command is None
     assert "files of both ranks" in finding.advice
+
+
+def test_what_is_said_beside_a_command_is_a_loss_only_where_it_is_one():
+    for advice, label in ((f"{LEFT_OUT}a.b", "loses"), ("look at it first", "advice")):
+        finding = Finding("error", "code", "cause", "effect", "ckptconv convert a b", advice)
+        assert [row.label for row in finding_lines([finding])][-1] == label
+
+
+def test_a_numpy_archive_that_is_refused_is_one_that_numpy_may_load(tmp_path):
+    np.savez(tmp_path / "texts.npz", a=np.array(["a"]))
+    with np.load(tmp_path / "texts.npz") as read:
+        assert read["a"].tolist() == ["a"]
+    assert "numpy.load may load it" in diagnose(tmp_path / "texts.npz").findings[0].effect
+    np.savez(tmp_path / "cut.npz", a=np.ones(5))
+    (tmp_path / "cut.npz").write_bytes((tmp_path / "cut.npz").read_bytes()[:-9] + b"x")
+    effect = diagnose(tmp_path / "cut.npz").findings[0].effect
+    assert "numpy.load may refuse it too" in effect or "failed finding central" in effect
 
 
 def test_a_shard_without_its_index_says_what_to_fetch(tmp_path):

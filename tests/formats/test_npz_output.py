@@ -19,6 +19,7 @@ from ckptconv import (
 )
 from ckptconv.convert.report import plan_lines
 from ckptconv.formats.npz_output import NPZ
+from helpers.program import run
 
 TYPES = [
     torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -147,6 +148,24 @@ def test_it_is_never_split_and_its_name_is_its_own(tmp_path):
 def test_live_tensors_are_saved_in_it(tmp_path):
     save_portable({"w": torch.arange(3)}, tmp_path / "out.npz")
     assert np.load(tmp_path / "out.npz")["w"].tolist() == [0, 1, 2]
+
+
+def test_a_hint_says_what_to_do_in_code_too(tmp_path):
+    with pytest.raises(RefusedObject) as caught:
+        save_portable({"w": torch.ones(3).bfloat16()}, tmp_path / "out.npz")
+    hint = (
+        "cast it (--dtype f32), write safetensors (--to safetensors), or leave it out (--exclude)"
+    )
+    assert caught.value.hint == hint
+
+
+def test_what_is_not_checked_twice_is_said(tmp_path):
+    np.savez(tmp_path / "in.npz", w=np.ones(3))
+    done = run("convert", "in.npz", "out.pt", "--verify", cwd=tmp_path)
+    assert (
+        "equal to the source; whether the reader saw everything in the source is not checked a "
+        "second way (npz)"
+    ) in done.err
 
 
 def test_one_archive_becomes_another(tmp_path):

@@ -22,12 +22,14 @@ from ckptconv import (
     convert_checkpoint,
     diagnose,
     diff_checkpoints,
+    execute_plan,
     inspect_checkpoint,
     load_portable,
     open_checkpoint,
     plan_conversion,
 )
 from ckptconv.formats import registry
+from ckptconv.io.files import FileSource
 from ckptconv.tensors.stream import iter_chunks
 from helpers.reads import counted_reads
 
@@ -231,3 +233,32 @@ def test_a_local_header_that_reaches_into_the_next_record_is_an_overlap(tmp_path
     path.write_bytes(raw)
     with pytest.raises(CheckpointError, match="data/2: overlaps the record before it"):
         convert_checkpoint(path, tmp_path / "out.pt")
+
+
+@pytest.mark.parametrize("kind", [*KINDS, FOLDER])
+def test_what_is_read_after_the_checkpoint_was_closed_says_so(kind, tmp_path):
+    path = saved(kind, tmp_path, 3)
+    with open_checkpoint(path) as checkpoint:
+        ref = dict(checkpoint.tensors())["layers.1.weight"]
+        ref.storage.source.read(ref.storage.offset, 10)
+        plan = plan_conversion(checkpoint, tmp_path / "out.safetensors")
+    source = ref.storage.source
+    for read in (
+        lambda: execute_plan(plan),
+        lambda: source.read(ref.storage.offset, 10),
+        lambda: source.read_into(ref.storage.offset, memoryview(bytearray(10))),
+        lambda: [*iter_chunks(ref)],
+    ):
+        with pytest.raises(CheckpointError, match="was closed before it was read"):
+            read()
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_a_foretold_file_tells_nothing_of_holes(tmp_path):
+    zeros = torch.zeros(1 << 20)
+    zeros[-1] = 1
+    dcp.save({"w": zeros}, checkpoint_id=tmp_path / "in", no_dist=True)
+    with open_checkpoint(tmp_path / "in") as checkpoint:
+        source = dict(checkpoint.tensors())["w"].storage.source
+        with patch.object(FileSource, "data_from", lambda self, offset: self.size):
+            assert source.data_from(100) == 100

@@ -622,6 +622,39 @@ def test_a_dry_run_shows_which_key_becomes_which_and_counts_the_others(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["in.pt"]
 
 
+def rows_of(done) -> dict[str, str]:
+    """The rows of a summary by their labels."""
+    return dict(line.split(None, 1) for line in done.err.splitlines()[1:])
+
+
+@pytest.mark.parametrize("out", ["out.pt", "out.safetensors", "out.npz"])
+def test_the_summary_counts_the_keys_that_are_written(out, tmp_path):
+    tied = torch.ones(3)
+    state = {"emb": tied, "a.w": W, "lm_head.w": tied, "lm_head.b": tied[:2], "_extra_state": 1}
+    source = saved({"model": state, "epoch": 1}, tmp_path)
+    flat = out != "out.pt"
+    done = run("convert", source, out, "--exclude", "lm_head.*", cwd=tmp_path)
+    counted = len(load_portable(tmp_path / out, keys="keep", only=None if flat else "model"))
+    assert counted == (2 if flat else 3)
+    shown = rows_of(done)
+    assert shown["keys"].startswith(f"{counted} keys") and "shared" not in shown
+    assert "none renamed" in shown["keys"]
+    done = run("convert", source, out, "--exclude", "lm_head.b", "-f", cwd=tmp_path)
+    assert rows_of(done)["keys"].startswith(f"{counted + 1} keys")
+    assert rows_of(done).get("shared", "1 key").startswith("1 key")
+    (document,) = run("convert", source, out, "--json", "-f", cwd=tmp_path).json()["keys"]
+    assert document["left_out"] == (["_extra_state"] if flat else [])
+    assert document["untouched"] == counted + 2
+
+
+def test_a_dry_run_does_not_say_twice_that_nothing_changes(tmp_path):
+    source = saved({"a.w": W, "b.w": W}, tmp_path)
+    done = run("convert", source, "out.pt", "-n", cwd=tmp_path)
+    assert done.err.count("2 keys") == 1 and "untouched" not in done.err
+    done = run("convert", source, "out.pt", "-n", "--add-prefix", "x.", cwd=tmp_path)
+    assert "untouched" not in done.err and "→ x.b.w" in done.err
+
+
 def test_a_long_table_is_cut_with_a_count_and_the_document_has_all(tmp_path):
     source = saved({f"layer.{index}.w": W for index in range(1000)} | {"head.w": W}, tmp_path)
     options = ("-n", "--rename", "layer.=block.")

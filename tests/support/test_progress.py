@@ -279,6 +279,7 @@ def result(nbytes: int, seconds: float, **phases: float) -> str:
         to="torch",
         nbytes=nbytes,
         index=None,
+        target=SimpleNamespace(is_folder=False),
     )
     return result_headline(ConversionResult(plan, seconds, None, phases=phases)).partition("), ")[2]
 

@@ -139,6 +139,10 @@ class ForetoldSource(WrappedSource):
         source, at = self._place(offset)
         source.read_into(at, view)
 
+    def data_from(self, offset: int) -> int:
+        """`offset`: where a chunk is expected tells nothing of the holes of `inner`."""
+        return offset
+
     def _place(self, offset: int) -> tuple[Source, int]:
         """Where the byte is that is expected at `offset`."""
         if not self._is_sorted:

@@ -45,6 +45,7 @@ from ckptconv.support.errors import (
     RefusedObject,
     UnsupportedCheckpoint,
 )
+from ckptconv.support.text import size_text
 from helpers import oracle
 from helpers.paths import DATA
 from helpers.program import PROGRAM, assert_one_error, idle_rss, run, run_process
@@ -377,6 +378,25 @@ def scalars(folder: Path, count: int, length: int = 700) -> Path:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     torch.save(torch.zeros(1), folder / "__0_0.distcp")
     return folder
+
+
+def test_the_size_that_is_told_is_that_of_the_folder(tmp_path):
+    def size() -> int:
+        return sum(file.stat().st_size for file in (tmp_path / "out").iterdir())
+
+    torch.save({"w": torch.ones(50), "v": torch.ones(3)}, tmp_path / "in.pt")
+    result = convert_checkpoint(tmp_path / "in.pt", tmp_path / "out", to="dcp")
+    assert result.nbytes == size() != result.plan.nbytes
+    done = run_process("convert", "in.pt", "out", "--to", "dcp", "-f", cwd=tmp_path)
+    assert f"→ out{os.sep} (dcp, {size_text(size())})" in done.err
+    options = ("convert", "in.pt", "out", "--to", "dcp", "-f", "--json")
+    assert run_process(*options, cwd=tmp_path).json()["output"]["bytes"] == size()
+    assert run_process(*options, "-n", cwd=tmp_path).json()["output"]["bytes"] is None
+    done = run_process("convert", "in.pt", "out", "--to", "dcp", "-f", "-n", cwd=tmp_path)
+    assert f"would write out{os.sep} (dcp, of a size that torch decides)" in done.err
+    for file in ("out.pt", "out.safetensors", "out.npz"):
+        result = convert_checkpoint(tmp_path / "in.pt", tmp_path / file)
+        assert result.nbytes == (tmp_path / file).stat().st_size
 
 
 @pytest.mark.parametrize("spelled", ["__0_0.distcp", "./__0_0.distcp", ".//__0_0.distcp"])
