@@ -20,6 +20,7 @@ Check = Callable[[int, int], Mapping[int, int]]
 Gives the places of the payloads that begin elsewhere than the index lets expect, by number.
 """
 _MOST_AHEAD = 1024  # leads that are checked together
+_FEW = 8  # leads that are all checked at once: the items of a DCP folder have six records
 
 
 class GuardedSource(WrappedSource):
@@ -92,6 +93,8 @@ class GuardedSource(WrappedSource):
 
     def _check_from(self, number: int) -> None:
         """Check one payload; for somebody who reads on and on, more of those behind it too."""
+        if len(self._starts) <= _FEW:
+            return self.check_all()
         self._ahead = min(2 * self._ahead, _MOST_AHEAD) if number == self._following else 1
         self._following = self._unchecked_until(number, number + self._ahead)
         self._check_run(number, self._following)
