@@ -96,7 +96,8 @@ bench: $(VENV)/ready
 # printed at the end. Crash safety needs strace, or STRACE= to skip it.
 STRACE ?= 1
 trust: $(VENV)/ready
-	CKPTCONV_REQUIRE_STRACE=$(STRACE) $(BIN)/python -m pytest -q -n auto --dist worksteal -m trust
+	CKPTCONV_REQUIRE_STRACE=$(STRACE) CKPTCONV_EXAMPLES=all \
+	    $(BIN)/python -m pytest -q -n auto --dist worksteal -m "trust or property"
 
 SECONDS ?= 600
 

@@ -68,6 +68,13 @@ collect_ignore = [
 """Without torch, the files that import it are left out, which the head of the report tells."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before marks choose
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker("property")
+
+
 def pytest_report_header() -> list[str]:
     """What is left out as a whole."""
     files = len(list(HERE.rglob("test_*.py")))

@@ -31,6 +31,7 @@ from ckptconv.pickles.reader import PickleReader
 from ckptconv.support.errors import VerificationFailed
 from ckptconv.tree import modules, renaming
 from helpers import trees
+from helpers.examples import examples
 from helpers.old_torch import Persistent as Reference
 from helpers.old_torch import tar_checkpoint, tar_storages, tar_tensors, write
 
@@ -323,7 +324,7 @@ def test_a_module_that_loses_a_part_fails_verify(hole, tmp_path, monkeypatch):
 # ---------------------------------------------------------------------------------------- the count
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(trees.trees())
 def test_the_count_is_that_of_the_archive(drawn):
     buffer = io.BytesIO()

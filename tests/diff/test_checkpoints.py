@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from ckptconv import CheckpointError, KeyRules, Tolerance, convert_checkpoint, diff_checkpoints
 from helpers import oracle
+from helpers.examples import examples
 from helpers.program import SAMPLES, assert_one_error, idle_rss, run, run_process
 
 torch = pytest.importorskip("torch")
@@ -132,7 +133,7 @@ def in_common(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
     ]
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(max_examples=examples(200), suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(pairs())
 def test_it_finds_what_a_loop_with_torch_finds(pair):
     first, second = pair
@@ -227,7 +228,7 @@ def assert_described(found: Any, first: Any, second: Any) -> None:
         assert there == pytest.approx(found.max_abs, rel=1e-15)
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(max_examples=examples(100), suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(pairs(), st.sampled_from([(0.0, 0.0), (1e-3, 0.0), (0.0, 1e-2), (1.0, 0.5)]), st.booleans())
 def test_within_a_tolerance_it_finds_what_isclose_finds(pair, bounds, equal_nan):
     first, second = pair

@@ -25,9 +25,10 @@ from ckptconv.support.errors import (
     RefusedObject,
 )
 from helpers import oracle, trees
+from helpers.examples import examples
 
-thorough = settings(max_examples=120, deadline=None)
-quick = settings(max_examples=40, deadline=None)
+thorough = settings(max_examples=examples(120), deadline=None)
+quick = settings(max_examples=examples(40), deadline=None)
 DTYPES = sorted(safetensors.torch._SIZE, key=str)
 """Every dtype that the library writes."""
 PAIRS = st.dictionaries(st.text(min_size=1, max_size=5), st.text(max_size=5), max_size=3)

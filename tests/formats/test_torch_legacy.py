@@ -32,6 +32,7 @@ from ckptconv.io.files import FileSource
 from ckptconv.support.errors import MalformedCheckpoint
 from ckptconv.tensors.stream import iter_chunks
 from helpers import old_torch, oracle, trees
+from helpers.examples import examples
 from helpers.old_torch import (
     Bytestring,
     Made,
@@ -101,7 +102,7 @@ def converted(source: Path, **options: Any) -> Path:
 
 
 @given(trees.trees(TYPED))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_a_tree_is_written_as_it_was(drawn):
     with tempfile.TemporaryDirectory() as folder:
         source = save(drawn.tree, Path(folder) / "old.pt")
@@ -109,7 +110,7 @@ def test_a_tree_is_written_as_it_was(drawn):
 
 
 @given(trees.state_dicts(TYPED))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_a_state_dict_is_loaded_as_torch_loads_it(drawn):
     with tempfile.TemporaryDirectory() as folder:
         source = save(drawn.tree, Path(folder) / "old.pt")

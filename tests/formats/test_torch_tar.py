@@ -30,6 +30,7 @@ from ckptconv.support.errors import (
 )
 from ckptconv.tensors.stream import iter_chunks
 from helpers import oracle, trees
+from helpers.examples import examples
 from helpers.old_torch import (
     Made,
     Name,
@@ -131,7 +132,7 @@ def checkpoints(draw: st.DrawFn) -> bytes:
 
 
 @given(checkpoints())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_any_storages_views_and_tensors_are_seen_as_torch_sees_them(content):
     with tempfile.TemporaryDirectory() as folder:
         source = write(Path(folder) / "old.pt", content)

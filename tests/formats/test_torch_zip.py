@@ -46,11 +46,12 @@ from ckptconv.support.errors import (
     RefusedObject,
 )
 from helpers import oracle, trees
+from helpers.examples import examples
 from helpers.paths import SAMPLES
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-thorough = settings(max_examples=200, deadline=None)
-quick = settings(max_examples=50, deadline=None)
+thorough = settings(max_examples=examples(200), deadline=None)
+quick = settings(max_examples=examples(50), deadline=None)
 
 
 class Odd(Exception):
@@ -178,7 +179,7 @@ def test_a_cast_is_torch_s_own_and_touches_only_floats(drawn, dtype):
 
 @pytest.mark.parametrize("protocol", [3, 4, 5])
 @given(drawn=trees.trees())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_newer_pickle_protocols_are_read(protocol, drawn):
     with tempfile.TemporaryDirectory() as folder:
         torch.save(drawn.tree, Path(folder) / "source.pt", pickle_protocol=protocol)

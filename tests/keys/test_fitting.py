@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from ckptconv import fit_keys
 from ckptconv.keys.fits import Candidates, Fit, Misshapen, Shapes
 from ckptconv.support.errors import LimitExceeded
+from helpers.examples import examples
 from helpers.paths import DATA
 
 LISTS = json.loads(gzip.decompress((DATA / "key_lists.json.gz").read_bytes()))
@@ -26,7 +27,7 @@ LISTS = json.loads(gzip.decompress((DATA / "key_lists.json.gz").read_bytes()))
 ADAPTED = [family for family, lists in LISTS.items() if "lora" in lists]
 each_family = pytest.mark.parametrize("family", LISTS)
 each_wrapping = pytest.mark.parametrize("wrapping", LISTS["gpt2"]["wrapped"])
-thorough = settings(max_examples=400, deadline=None)
+thorough = settings(max_examples=examples(400), deadline=None)
 
 
 def shapes(family: str, wrapping: str | None = None) -> dict[str, tuple[int, ...]]:

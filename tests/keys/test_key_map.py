@@ -24,6 +24,7 @@ from ckptconv.keys.key_map import RULE_WORDS, map_keys
 from ckptconv.keys.presets import PRESETS
 from ckptconv.support.errors import KeyConflict, LimitExceeded, OutputRefused
 from helpers import oracle
+from helpers.examples import examples
 from helpers.program import SAMPLES, assert_one_error, run
 from helpers.trees import wrapped_keys
 
@@ -381,7 +382,7 @@ def by_hand(keys: list[str], rules: list[tuple[str, str]]) -> dict[str, str]:
 
 
 @settings(
-    max_examples=150,
+    max_examples=examples(150),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much],
 )

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ckptconv import CheckpointError, KeyRules, load_portable, read_key_rules
 from ckptconv.keys.key_map import RULE_WORDS
 from ckptconv.support.errors import KeyConflict, MissingDependency
+from helpers.examples import examples
 from helpers.program import SAMPLES, assert_one_error, run
 
 DDP = SAMPLES / "ddp_cuda3.pt"
@@ -192,7 +193,7 @@ _JSON = st.recursive(
 _STATE_DICT = st.fixed_dictionaries(dict.fromkeys(("path", "keys", "left_out", "modules"), _JSON))
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(400), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     _JSON
     | st.lists(st.dictionaries(_WORDS, _JSON, min_size=1, max_size=1), min_size=1)

@@ -42,10 +42,11 @@ from ckptconv.support.errors import (
     UnsupportedCheckpoint,
 )
 from helpers import oracle, trees
+from helpers.examples import examples
 from helpers.paths import SAMPLES
 
-thorough = settings(max_examples=150, deadline=None)
-quick = settings(max_examples=40, deadline=None)
+thorough = settings(max_examples=examples(150), deadline=None)
+quick = settings(max_examples=examples(40), deadline=None)
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
 )

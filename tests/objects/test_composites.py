@@ -25,6 +25,7 @@ from ckptconv.objects.composites import _is_ascending
 from ckptconv.objects.encodings import ENCODINGS
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint
 from helpers import oracle
+from helpers.examples import examples
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -308,7 +309,9 @@ def test_what_is_odd_but_right_is_taken(tmp_path):
 
 
 @settings(
-    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    max_examples=examples(60),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     size=st.lists(st.integers(0, 4), min_size=2, max_size=2),
@@ -326,7 +329,9 @@ def test_coo_indices_are_refused_just_where_torch_s_own_check_refuses(
 
 
 @settings(
-    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    max_examples=examples(60),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     crow=st.lists(st.integers(-1, 3), min_size=3, max_size=3),

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from ckptconv import CheckpointError, convert_checkpoint, load_portable, open_checkpoint
 from ckptconv.support.errors import RefusedObject
 from helpers import oracle
+from helpers.examples import examples
 
 KINDS = ["b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
 SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
@@ -52,7 +53,7 @@ def arrays(draw: st.DrawFn) -> np.ndarray:
 
 
 @given(st.lists(arrays(), min_size=1, max_size=3), st.sampled_from([2, 3, 4, 5]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_arrays_become_the_tensors_that_torch_makes_of_them(made, protocol):
     tree = {"w": torch.ones(2), **{f"array{number}": array for number, array in enumerate(made)}}
     with tempfile.TemporaryDirectory() as name:

@@ -17,6 +17,7 @@ from ckptconv import limits
 from ckptconv.io.source import MemorySource
 from ckptconv.pickles.extents import read_pickles
 from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint
+from helpers.examples import examples
 
 VALUES = st.recursive(
     st.none()
@@ -43,7 +44,7 @@ def source(content: bytes) -> MemorySource:
     st.binary(max_size=3),
     st.integers(1, 40),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_pickles_back_to_back_are_cut_where_they_end(values, before, window):
     streams = [pickle.dumps(value, protocol) for value, protocol in values]
     content = before + b"".join(streams) + b"payload.\0("

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from ckptconv.support.errors import CheckpointError
 from ckptconv.tensors.casting import Cast, cast
 from ckptconv.tensors.dtypes import BY_NAME, DTYPES, DType
+from helpers.examples import examples
 
 FLOATS = [dtype for dtype in DTYPES if dtype.is_floating]
 SMALL = [dtype for dtype in FLOATS if dtype.itemsize <= 2]
@@ -142,7 +143,7 @@ def test_float64_beside_every_tie_rounds_twice_as_torch(target: DType) -> None:
 
 
 @pytest.mark.parametrize("source", WIDE, ids=lambda dtype: dtype.name)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(values=st.data())
 def test_any_bit_patterns_cast_as_torch(source: DType, values: st.DataObject) -> None:
     width = 8 * source.itemsize

@@ -27,6 +27,7 @@ from ckptconv.support.errors import (
 )
 from ckptconv.support.limits import DEFAULTS
 from helpers import oracle, zero
+from helpers.examples import examples
 from helpers.paths import DATA
 from helpers.program import assert_one_error, idle_rss, run, run_process
 
@@ -602,7 +603,9 @@ def test_the_model_states_of_one_rank_of_stage_3_are_not_taken_for_weights(tmp_p
 
 @pytest.mark.trust
 @settings(
-    deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    max_examples=examples(150),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     name=st.sampled_from(["stage2", "stage3_frozen"]),
@@ -689,7 +692,9 @@ def drawn(groups: list[list[tuple[int, ...]]]) -> list[dict[str, torch.Tensor]]:
 
 
 @settings(
-    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    max_examples=examples(60),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     stage=st.sampled_from([1, 2, 3]),
@@ -723,7 +728,9 @@ def test_parameters_of_any_size_come_back_from_any_number_of_ranks(
 
 
 @settings(
-    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    max_examples=examples(25),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     stage=st.sampled_from([2, 3]), ranks=st.integers(1, 5),
