@@ -94,7 +94,8 @@ class GuardedSource(WrappedSource):
     def _check_from(self, number: int) -> None:
         """Check one payload; for somebody who reads on and on, more of those behind it too."""
         if len(self._starts) <= _FEW:
-            return self.check_all()
+            self.check_all()
+            return
         self._ahead = min(2 * self._ahead, _MOST_AHEAD) if number == self._following else 1
         self._following = self._unchecked_until(number, number + self._ahead)
         self._check_run(number, self._following)
