@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import torch
-from ckptconv.devices.host import best_device, require_device
 from ckptconv.devices.tags import check_tag
 
 
@@ -62,7 +61,11 @@ def tag_map(device: str | None, pairs: Sequence[str] = ()) -> TagMap:
 
 
 def _asked_tag(device: str) -> str:
-    return best_device() if device == "auto" else check_tag(device)
+    if device != "auto":
+        return check_tag(device)
+    from ckptconv.devices.host import best_device  # few ask what this host has
+
+    return best_device()
 
 
 def resolve_map_location(
@@ -87,6 +90,8 @@ def resolve_map_location(
         raise DeviceUnavailable(
             f"map_location={map_location!r} is not a location", hint="give a tag, or a dict of tags"
         )
+    from ckptconv.devices.host import require_device
+
     return functools.cache(lambda tag: require_device(chosen(tag)))
 
 

@@ -749,7 +749,7 @@ def test_a_device_or_its_tag_takes_every_storage(torch_sees):
 def test_auto_is_asked_once_per_load(torch_sees, monkeypatch):
     torch_sees(1, 2)
     asked = []
-    monkeypatch.setattr(mapping, "best_device", lambda: asked.append(1) or "cuda:1")
+    monkeypatch.setattr(devices, "best_device", lambda: asked.append(1) or "cuda:1")
     locate = mapping.resolve_map_location({"cpu": "auto", "cuda:5": "auto"})
     assert [locate(tag) for tag in ("cpu", "cuda:5", "cpu")] == [torch.device("cuda", 1)] * 3
     locate = mapping.resolve_map_location("auto")
