@@ -23,7 +23,7 @@ WIDTH, HEIGHT = 1200, 504
 _HEAD, _GAP = 17, 1  # pixels: the heading of a group, what is between two boxes
 _LETTER = 6.3  # pixels
 _OPENED = 900  # square pixels that a group needs to show what is in it
-_LEAST = 10  # square pixels; smaller boxes are one
+_LEAST = 25  # square pixels; smaller boxes are one (the script, which zooms, draws them from 10 on)
 _OTHER = 8  # the last of the colours of the style sheet
 _DIGITS = re.compile(r"\d+")
 

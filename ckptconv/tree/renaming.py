@@ -52,12 +52,19 @@ def rename_state_dicts(
         skipped += excluded(item, keys, fit_to)
         modules = _recorded(item, keys)
         renamed.append(renamed_keys(item, keys, modules=modules))
-        if keys.new != keys.old or keys.filled:
+        if keys.new != keys.old or keys.filled or _modules_come_back(keys, modules):
             new, values = with_filled(item, keys)
             overlay[id(item.node)] = renamed_in_place(
                 replace(item, values=values), new, _told(modules)
             )
     return tuple(renamed), skipped
+
+
+def _modules_come_back(keys: KeyMap, modules: Recorded) -> bool:
+    """Whether undoing a mapping changes `_metadata`, though no key: of modules that had become one,
+    all keys may have been left out.
+    """
+    return bool(keys.orders) and any(old != new for old, new in modules())
 
 
 def _told(modules: Recorded) -> Callable[[object], list[tuple[str, str]]]:

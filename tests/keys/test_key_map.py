@@ -457,6 +457,21 @@ def test_undoing_brings_modules_that_became_one_back_to_their_places(tmp_path):
     assert [*oracle.load(tmp_path / "back.pt")._metadata] == ["", "module", "_orig_mod"]
 
 
+def test_undoing_brings_back_a_module_all_of_whose_keys_were_left_out(tmp_path):
+    source = OrderedDict((key, torch.ones(2)) for key in ("weight1", "module.weight3"))
+    source._metadata = OrderedDict((path, {"version": 1}) for path in ("", "module"))
+    convert_checkpoint(
+        saved(source, tmp_path),
+        tmp_path / "out.pt",
+        keys=KeyRules.of([("strip-prefix", "module."), ("include", "*1")], "keep"),
+        save_mapping=tmp_path / "map.json",
+    )
+    undo = read_key_rules(tmp_path / "map.json", reverse=True)
+    convert_checkpoint(tmp_path / "out.pt", tmp_path / "back.pt", keys=undo)
+    back = oracle.load(tmp_path / "back.pt")
+    assert [*back] == ["weight1"] and [*back._metadata] == ["", "module"]
+
+
 def renamed_by_all_but_one(
     keys: list[str], rules: list[tuple[str, str]], expected: dict[str, str]
 ) -> list[int]:
