@@ -153,31 +153,32 @@ def tests_of(data: Path, root: Path) -> dict[tuple[str, int], set[str]]:
     return found
 
 
+_MEASURED = """
+import sys, coverage, pytest
+data, source, *rest = sys.argv[1:]
+measuring = coverage.Coverage(data_file=None, config_file=False, source=[source])
+measuring.set_option("run:dynamic_context", "test_function")
+measuring.start()
+pytest.main(rest)
+measuring.stop()
+kept = coverage.CoverageData(basename=data)
+kept.update(measuring.get_data())
+kept.write()
+"""
+
+
 def measured(root: Path, folder: Path, tests: list[str], marks: str) -> Path:
-    """Run the tests once with coverage; the file that says which test runs which line."""
+    """Run the tests once with coverage; the file that says which test runs which line.
+
+    The data stay in memory until the end: some tests are nobody for a while, others have no file
+    descriptors left, and coverage notes what is run then too.
+    """
     data = folder / "coverage"
-    settings = folder / "coveragerc"
-    settings.write_text(
-        "[run]\ndynamic_context = test_function\n"
-        f"data_file = {data}\nsource = {root / 'ckptconv'}\n"
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "coverage",
-        "run",
-        f"--rcfile={settings}",
-        "-m",
-        "pytest",
-        "-q",
-    ]
-    # some tests are nobody for a while, and coverage notes what is run then too
-    folder.chmod(0o777)
+    given = ["-q", "-m", marks, "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
     subprocess.run(
-        [*command, "-m", marks, "-p", "no:cacheprovider", "-p", "no:xdist", *tests],
+        [sys.executable, "-c", _MEASURED, str(data), str(root / "ckptconv"), *given],
         cwd=root,
         check=False,
-        umask=0,
     )
     return data
 
