@@ -12,6 +12,7 @@ from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 
+from ckptconv.convert.companions import companions, dtype_note, home_of
 from ckptconv.convert.flat_planner import plan_flat, refuse_unheld_metadata
 from ckptconv.convert.key_targets import key_target
 from ckptconv.convert.notes import (
@@ -89,7 +90,7 @@ def _planned(
             checkpoint = checkpoint.certain()
             check_places(checkpoint.sources)
             checkpoint = edited(checkpoint, edits_for(to, options))
-            if to.holds_trees and options.max_shard_size is None:
+            if to.holds_trees and options.shard_bytes is None:
                 plan = _plan_tree(checkpoint, path, to, options)
             else:
                 plan = plan_flat(checkpoint, path, to, options, in_folder=path != Path(output))
@@ -114,6 +115,8 @@ def _planned(
                 dropped=checkpoint.dropped,
                 names_storages=checkpoint.container.names_storages,
             )
+            if options.with_files:
+                plan = _with_files(plan)
             _refuse_lost_inputs(plan)
             return (
                 plan if options.save_mapping is None else _with_mapping(plan, options.save_mapping)
@@ -122,11 +125,24 @@ def _planned(
         raise error.at(path=checkpoint.path) from error.__cause__
 
 
+def _with_files(plan: ConversionPlan) -> ConversionPlan:
+    """The plan with the files beside its source that go with a model."""
+    home = home_of(plan.source)
+    if plan.folder.resolve() == home.path.resolve():
+        note = "the output is in the folder of the source, whose other files stay as they are"
+        return replace(plan, notes=(*plan.notes, note))
+    found = companions(home, [source.path for source in plan.inputs])
+    notes = dtype_note(found.copied, sorted({after for _, after in plan.casts}))
+    none = [] if found.copied else [f"{home.path} has no config, tokenizer or the like to copy"]
+    return replace(plan, beside=found, notes=(*plan.notes, *notes, *none))
+
+
 def _with_mapping(plan: ConversionPlan, path: Path) -> ConversionPlan:
     """The plan with the file beside its output that tells which key became which."""
     taken = {plan.source, plan.output, *(file.path for file in plan.files), *_files_of(plan.inputs)}
     if plan.index is not None:
         taken.add(plan.index.path)
+    taken |= {plan.folder / item.name for item in plan.beside.copied}
     if path.resolve() in {other.resolve() for other in taken}:
         raise OutputRefused(
             "is the source or the output, so it cannot also be the mapping",
