@@ -61,8 +61,8 @@ _CODE = frozenset({
 })  # fmt: skip
 _WEIGHTS = frozenset({
     ".safetensors", ".bin", ".pt", ".pth", ".pt2", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf",
-    ".ggml", ".npz", ".npy", ".pkl", ".pickle", ".distcp", ".tflite", ".ot", ".mlmodel", ".pdparams",
-    ".nemo", ".zip", ".tar",
+    ".ggml", ".npz", ".npy", ".pkl", ".pickle", ".distcp", ".tflite", ".ot", ".mlmodel", ".nemo",
+    ".pdparams", ".zip", ".tar",
 })  # fmt: skip
 
 
@@ -223,10 +223,10 @@ def _compare(item: Companion, made: Location) -> None:
         raise VerificationFailed("its copy differs from it", path=item.place.path)
 
 
-def home_of(path: Path) -> Location:
-    """The folder that a checkpoint lies in: itself, or that of its file."""
+def home_of(path: Path, read: Sequence[Path]) -> Location:
+    """The folder that a checkpoint lies in: itself, or that of the first file that is `read`."""
     place = place_of(path)
-    return place if place.is_folder() else place.absolute.parent
+    return place if place.is_folder() else place_of(read[0]).absolute.parent
 
 
 def dtype_note(copied: Sequence[Companion], casts: Sequence[str]) -> Iterator[str]:

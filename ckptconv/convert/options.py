@@ -126,7 +126,7 @@ class Options:
     - `max_shard_size`: the bytes of tensors that one file may hold (a number, or ``5GB``); a
       sharded output holds one state dict.
     - `with_files`: copy the files beside the source that belong to a model (config, tokenizer,
-      licence), by name; the output is a folder then.
+      licence), chosen by name, into the output, which is a folder then.
     - `save_mapping`: the file that will tell which key became which; ``rules=FILE, reverse=True``
       undoes it.
 

@@ -127,11 +127,12 @@ def _planned(
 
 def _with_files(plan: ConversionPlan) -> ConversionPlan:
     """The plan with the files beside its source that go with a model."""
-    home = home_of(plan.source)
+    read = [source.path for source in plan.inputs]
+    home = home_of(plan.source, read)
     if plan.folder.resolve() == home.path.resolve():
         note = "the output is in the folder of the source, whose other files stay as they are"
         return replace(plan, notes=(*plan.notes, note))
-    found = companions(home, [source.path for source in plan.inputs])
+    found = companions(home, read)
     notes = dtype_note(found.copied, sorted({after for _, after in plan.casts}))
     none = [] if found.copied else [f"{home.path} has no config, tokenizer or the like to copy"]
     return replace(plan, beside=found, notes=(*plan.notes, *notes, *none))

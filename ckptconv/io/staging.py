@@ -99,10 +99,9 @@ def put_set(made: Path, files: ShardSet, path: Path, *, force: bool, fsync: bool
     remove earlier ones.
 
     Names that are free are taken first, and the index last; companions that are replaced follow.
-    Where shards of the index that is there
-    have the same names, the new ones are first named by a passing index, where they lie in a hidden
-    folder; then they get their own names, and the new index follows. Where a file system has no
-    hard links, there is no index for that moment.
+    Where shards of the index that is there have the same names, the new ones are first named by a
+    passing index, where they lie in a hidden folder; then they get their own names, and the new
+    index follows. Where a file system has no hard links, there is no index for that moment.
     """
     with output_errors(path), _folder_held(path), held_back():
         earlier = files.earlier()

@@ -197,6 +197,10 @@ def test_the_facts_about_tensors_are_those_that_torch_has(room):
 def test_convert_prints_what_the_page_says(room):
     tied = {"embed.weight": torch.ones(2, 2)}
     torch.save(tied, room / "one_name.pt")
+    (room / "hf").mkdir()
+    torch.save(tied, room / "hf" / "pytorch_model.bin")
+    (room / "hf" / "config.json").write_text("{}")
+    (room / "hf" / "model.py").write_text("")
     torch.save({**tied, "extra.scale": torch.ones(7)}, room / "one_more.pt")
     torch.save({**tied, "head.weight": tied["embed.weight"]}, room / "two_names.pt")
     torch.save(
@@ -246,6 +250,7 @@ def test_convert_prints_what_the_page_says(room):
             "features.=f.",
             cwd=room,
         ),
+        document("convert", "hf", "hf_out", "--with-files", cwd=room),
         document("convert", "two_names.pt", "tied.safetensors", cwd=room),
         document("convert", "namespace_train.pt", "plain.pt", cwd=room),
         document("convert", "one_name.pt", "filled.pt", "--like", "two_names.pt", cwd=room),

@@ -200,6 +200,32 @@ def convert(
     return lambda room: ("convert", room / source, room / output, "-q", *words)
 
 
+def with_model(room: Path) -> None:
+    """A source with files beside it, and a folder that has one of them."""
+    (room / "hf").mkdir()
+    source(room / "hf")
+    (room / "hf" / "in.pt").rename(room / "hf" / "pytorch_model.bin")
+    for name in ("config.json", "tokenizer.json"):
+        (room / "hf" / name).write_text(f"new {name}")
+    (room / "out").mkdir()
+    (room / "out" / "config.json").write_text("old config.json")
+
+
+def with_files_at(index: str) -> Callable[[Path], Tensors | None]:
+    """A reader of shards, which wants the files beside them whole."""
+    read = set_at(index)
+
+    def found(room: Path) -> Tensors | None:
+        folder, tensors = (room / index).parent, read(room)
+        texts = {path.name: path.read_text() for path in folder.glob("[ct]*.json")}
+        allowed = {f"{word} {name}" for word in ("old", "new") for name in texts}
+        assert set(texts.values()) <= allowed, texts
+        assert tensors is None or "tokenizer.json" in texts
+        return tensors
+
+    return found
+
+
 def in_place(name: str) -> Callable[[Path], None]:
     """One file of the old tensors, under keys that the conversion turns to the new names."""
 
@@ -305,6 +331,16 @@ SCENES: dict[str, Scene] = {
         convert("--max-shard-size", "1GB", "--force", output="out"),
         set_or_file("out"),
         file_at("out/model.safetensors"),
+    ),
+    "files in a new folder": Scene(
+        with_model,
+        convert(*SHARDED, "--with-files", source="hf", output="model"),
+        with_files_at("model/model.safetensors.index.json"),
+    ),
+    "files in a folder": Scene(
+        with_model,
+        convert(*SHARDED, "--with-files", "--force", source="hf", output="out"),
+        with_files_at(INDEX),
     ),
     "dcp": Scene(source, convert("--to", "dcp", output="out"), dcp_at("out")),
     "dcp again": Scene(with_dcp, convert("--to", "dcp", "--force", output="out"), dcp_at("out")),
