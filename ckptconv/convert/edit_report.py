@@ -59,9 +59,9 @@ def edit_document(result: EditResult, *, dry_run: bool) -> dict[str, Any]:
     """An edit as JSON values."""
     return {
         "dry_run": dry_run,
-        "file": str(result.path),
+        "path": str(result.path),
         "format": "safetensors",
-        "nbytes": result.nbytes,
+        "bytes": result.nbytes,
         "tensors": result.tensors,
         "in_place": result.in_place,
         "renamed": dict(result.renamed),
