@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ckptconv.io.destination import check_folder, check_output, followed, output_errors
 from ckptconv.io.hidden_folders import OLD, SHARDS, hidden_name, remove_hidden, remove_leftovers
+from ckptconv.io.journals import journal_path
 from ckptconv.support import platforms
 from ckptconv.support.errors import OutputRefused, printable
 from ckptconv.support.signals import held_back
@@ -103,7 +104,7 @@ def put_set(made: Path, files: ShardSet, path: Path, *, force: bool, fsync: bool
     passing index, where they lie in a hidden folder; then they get their own names, and the new
     index follows. Where a file system has no hard links, there is no index for that moment.
     """
-    with output_errors(path), _folder_held(path), held_back():
+    with output_errors(path), folder_held(path), held_back():
         earlier = files.earlier()
         if not force and earlier:
             raise _exists_by_now(earlier[0])
@@ -201,7 +202,7 @@ def _remove_replaced(paths: Sequence[Path], output: Path) -> None:
 
 
 @contextlib.contextmanager
-def _folder_held(path: Path) -> Iterator[None]:
+def folder_held(path: Path) -> Iterator[None]:
     """The folder of `path` locked against others who put shards in place there.
 
     Names of two sets must not be mixed.
@@ -265,6 +266,8 @@ def _replace(made: Path, target: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         _take_over(made, target.stat())
     platforms.replace(made, target)
+    with contextlib.suppress(OSError):  # of an edit that was interrupted
+        journal_path(target).unlink()
 
 
 def _take_over(made: Path, before: os.stat_result) -> None:
@@ -448,3 +451,10 @@ def fsync_folder(folder: Path) -> None:
     """Make the names in a folder last; one that may not be read cannot be synced."""
     with contextlib.suppress(PermissionError):
         platforms.sync_folder(folder)
+
+
+def sync_file(path: Path) -> None:
+    """Have the disk confirm a file that is in its place, and its name."""
+    with output_errors(path):
+        platforms.sync_file(path)
+        fsync_folder(path.parent)

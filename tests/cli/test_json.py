@@ -268,6 +268,21 @@ def test_convert_prints_what_the_page_says(room):
     hold("convert, strip-module, add-module, merge, average", found, fit=True)
 
 
+def test_edit_prints_what_the_page_says(room):
+    from safetensors.torch import save_file
+
+    save_file({"old.a": torch.ones(2), "b": torch.ones(3)}, room / "m.safetensors")
+    words = ("--rename", "old.=n.", "--metadata", "license=mit", "--save-mapping", "names.json")
+    found = [
+        document("edit", "m.safetensors", *words, "--verify", cwd=room),
+        document("edit", "m.safetensors", "--remove-metadata", "license", "-n", cwd=room),
+        document("edit", "m.safetensors", "--keys", "strip", cwd=room),
+        document("edit", "m.safetensors", "--rename", "no.=n.", cwd=room, code=1),
+    ]
+    assert [item["in_place"] for item in found[:3]] == [False, True, None]
+    hold("edit", found)
+
+
 def test_doctor_prints_what_the_page_says(room):
     (room / "damaged.pt").write_bytes((room / "rich.pt").read_bytes()[:500])
     found = [document("doctor", name, cwd=room, code=1) for name in ("ddp_cuda3.pt", "damaged.pt")]

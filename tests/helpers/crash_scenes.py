@@ -28,13 +28,15 @@ class Scene:
     """A conversion: `prepare` makes the room in which it runs, `arguments` are the command's,
     `found` reads the output.
 
-    `written` reads what is put in place where other readers may still find the old output, whole.
+    `written` reads what is put in place where other readers may still find the old output, whole;
+    `again` are the words that are added when the conversion is made once more.
     """
 
     prepare: Callable[[Path], None]
     arguments: Callable[[Path], tuple[object, ...]]
     found: Callable[[Path], Tensors | None]
     written: Callable[[Path], Tensors | None] | None = None
+    again: tuple[str, ...] = ("--force",)
 
     def state(self, room: Path) -> str:
         """What a reader of the output finds: ``old``, ``new`` or ``absent``; anything else is an
@@ -290,6 +292,15 @@ def numbers_at(name: str) -> Callable[[Path], Tensors | None]:
     return read
 
 
+def wrapped_file(room: Path) -> None:
+    """A safetensors file of the old tensors, under keys that an edit turns to the new names."""
+    save_file({f"module.{key}": tensor for key, tensor in NEW.items()}, room / "m.safetensors")
+
+
+def edit(*words: str) -> Callable[[Path], tuple[object, ...]]:
+    return lambda room: ("edit", room / "m.safetensors", "-q", "--keys", "strip", *words)
+
+
 INDEX = "out/model.safetensors.index.json"
 SCENES: dict[str, Scene] = {
     "torch": Scene(source, convert(output="out.pt"), file_at("out.pt")),
@@ -297,6 +308,19 @@ SCENES: dict[str, Scene] = {
     "force": Scene(with_file("out.pt"), convert("--force", output="out.pt"), file_at("out.pt")),
     "in place": Scene(
         in_place("m.pt"), convert("--force", source="m.pt", output="m.pt"), stripped("m.pt")
+    ),
+    "edit": Scene(wrapped_file, edit(), stripped("m.safetensors"), again=()),
+    "edit that does not fit": Scene(
+        wrapped_file,
+        edit("--metadata", f"note={'x' * 3000}"),
+        stripped("m.safetensors"),
+        again=(),
+    ),
+    "edit with a mapping": Scene(
+        wrapped_file,
+        lambda room: (*edit()(room), "--save-mapping", room / "map.json"),
+        stripped("m.safetensors"),
+        again=(),
     ),
     "large": Scene(
         numbers(900_000), convert(output="out.safetensors"), numbers_at("out.safetensors")
