@@ -305,6 +305,46 @@ def test_a_header_that_the_library_reads_otherwise_is_taken_back(model, tmp_path
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("seen", ["tensors", "metadata"])
+def test_either_part_of_the_header_that_the_library_reads_otherwise_is_told(
+    model, monkeypatch, seen
+):
+    real = editing.entries_seen
+
+    def other(*given):
+        metadata, tensors = real(*given)
+        return (metadata, {}) if seen == "tensors" else ({}, tensors)
+
+    monkeypatch.setattr(editing, "entries_seen", other)
+    assert_untouched(model, model.read_bytes(), VerificationFailed, verify=True, rename="old.=n.")
+
+
+@pytest.mark.parametrize("rewrite", [False, True])
+def test_a_file_that_changes_meanwhile_is_not_written(model, monkeypatch, rewrite):
+    real = editing.changed_header
+
+    def changing(*given):
+        with model.open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"\xff")
+        os.utime(model, ns=(1, 1))
+        return real(*given)
+
+    monkeypatch.setattr(editing, "changed_header", changing)
+    with pytest.raises(MalformedCheckpoint, match="was changed while it was read"):
+        edit(model, rename="old.=n.", rewrite=rewrite)
+    assert "old.bias" in load_file(model) and names_in(model.parent) == [model.name]
+
+
+def test_a_header_of_the_very_size_fits(model):
+    assert edit(model, rename="old.=new.", rewrite=True).in_place is False
+    room = start_of(model) - 8 - len(model.read_bytes()[8 : start_of(model)].rstrip())
+    entry = len(',"n":""')
+    assert edit(model, metadata=f"n={'x' * (room - entry)}", dry_run=True).in_place is True
+    assert edit(model, metadata=f"n={'x' * (room - entry + 1)}", dry_run=True).in_place is False
+    assert edit(model, metadata=f"n={'x' * (room - entry)}", verify=True).in_place is True
+
+
 # -------------------------------------------------------------------------------------------- torn
 
 
@@ -347,6 +387,23 @@ def test_an_edit_undoes_the_one_before_it_first(tmp_path):
     result = edit(path, rename="layer.=l.")
     assert result.undone and result.in_place
     assert len(load_file(path)) == 60 and all(key.startswith("l.") for key in load_file(path))
+
+
+def test_a_journal_tells_old_new_torn_and_other_files_apart(tmp_path):
+    path = tmp_path / "m.safetensors"
+    before, journal = torn(path, sectors=3)
+    after = journal.new + before[len(journal.old) :]
+    states = {}
+    for what, raw in {
+        "old": before, "new": after, "torn": after[:512] + before[512:],
+        "other": after[:700] + before[700:], "longer": before + b"x",
+    }.items():  # fmt: skip
+        path.write_bytes(raw)
+        with path.open("rb", buffering=0) as file:
+            states[what] = journal.state(file)
+    assert states == {
+        "old": "old", "new": "new", "torn": "torn", "other": "other", "longer": "other",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("which", ["old", "new"])
