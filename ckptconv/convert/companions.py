@@ -115,7 +115,7 @@ def companions(home: Location, read: Sequence[Path]) -> Beside:
     copied: list[Companion] = []
     left: list[LeftFile] = []
     for name, place in _candidates(home):
-        if place.absolute.path in own:
+        if place.path in own:
             continue
         is_named = _TEMPLATE(name.partition("/")[2]) if "/" in name else is_companion(name)
         reason = _why_left(name, place, home, is_named=bool(is_named))
@@ -226,7 +226,7 @@ def _compare(item: Companion, made: Location) -> None:
 def home_of(path: Path, read: Sequence[Path]) -> Location:
     """The folder that a checkpoint lies in: itself, or that of the first file that is `read`."""
     place = place_of(path)
-    return place if place.is_folder() else place_of(read[0]).absolute.parent
+    return place.absolute if place.is_folder() else place_of(read[0]).absolute.parent
 
 
 def dtype_note(copied: Sequence[Companion], casts: Sequence[str]) -> Iterator[str]:

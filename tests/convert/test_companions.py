@@ -115,10 +115,19 @@ def test_beside_a_file_the_folder_of_the_file_is_meant(room):
     assert {**contents(room / "out")}.items() >= digests(TAKEN).items()
 
 
-def test_the_checkpoint_itself_is_not_among_what_is_not_copied(room):
-    done = run("convert", "hf/pytorch_model.bin", "out", "--with-files", "-n", "--json", cwd=room)
+@pytest.mark.parametrize("source", ["hf", "hf/pytorch_model.bin"])
+def test_the_checkpoint_itself_is_not_among_what_is_not_copied(room, source):
+    done = run("convert", source, "out", "--with-files", "-n", "--json", cwd=room)
     told = {item["path"] for item in json.loads(done.out)["files_not_copied"]}
     assert told == {*LEFT, "onnx"}
+
+
+def test_nor_are_the_files_of_a_checkpoint_of_many(room):
+    convert_checkpoint(room / "hf", room / "dcp", to="dcp", **QUICKLY)
+    done = run("convert", "dcp", "out", "--with-files", "--json", cwd=room)
+    found = json.loads(done.out)
+    assert {item["path"] for item in found["files"]} == {str(Path("out", name)) for name in TAKEN}
+    assert {item["path"] for item in found["files_not_copied"]} <= {".metadata"}
 
 
 def test_of_several_checkpoints_the_first_has_the_files(room):
