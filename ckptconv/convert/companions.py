@@ -229,8 +229,18 @@ def home_of(path: Path, read: Sequence[Path]) -> Location:
     return place.absolute if place.is_folder() else place_of(read[0]).absolute.parent
 
 
-def dtype_note(copied: Sequence[Companion], casts: Sequence[str]) -> Iterator[str]:
-    """Say that a config which is copied as it is names another dtype than the tensors have now;
+def name_notes(read: Path, output: Path) -> Iterator[str]:
+    """Tell of weights whose name a program looks for, and that the output gives another name.
+
+    `read` is the file that they were in.
+    """
+    for name, reader in (("adapter_model", "peft"), ("diffusion_pytorch_model", "diffusers")):
+        if read.name.startswith(name) and output.suffix and not output.name.startswith(name):
+            yield f"{reader} looks for {name}{output.suffix}, but the output is {output.name}"
+
+
+def dtype_notes(copied: Sequence[Companion], casts: Sequence[str]) -> Iterator[str]:
+    """Say that a config which stays as it is names another dtype than the tensors have now;
     `casts` are the dtypes that some were cast to.
 
     A config that cannot be read says nothing.
@@ -246,6 +256,6 @@ def dtype_note(copied: Sequence[Companion], casts: Sequence[str]) -> Iterator[st
         named = found.get(field)
         if isinstance(named, str) and [named.removeprefix("torch.")] != [*casts]:
             yield (
-                f"config.json is copied as it is and says {field} {printable(named)}, but tensors "
-                f"were cast to {', '.join(casts)}"
+                f"config.json stays as it is and says {field} {printable(named)}, but tensors are "
+                f"cast to {', '.join(casts)}"
             )

@@ -12,7 +12,7 @@ from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 
-from ckptconv.convert.companions import companions, dtype_note, home_of
+from ckptconv.convert.companions import Beside, companions, dtype_notes, home_of, name_notes
 from ckptconv.convert.flat_planner import plan_flat, refuse_unheld_metadata
 from ckptconv.convert.key_targets import key_target
 from ckptconv.convert.notes import (
@@ -129,13 +129,19 @@ def _with_files(plan: ConversionPlan) -> ConversionPlan:
     """The plan with the files beside its source that go with a model."""
     read = [source.path for source in plan.inputs]
     home = home_of(plan.source, read)
-    if plan.folder.resolve() == home.path.resolve():
-        note = "the output is in the folder of the source, whose other files stay as they are"
-        return replace(plan, notes=(*plan.notes, note))
     found = companions(home, read)
-    notes = dtype_note(found.copied, sorted({after for _, after in plan.casts}))
-    none = [] if found.copied else [f"{home.path} has no config, tokenizer or the like to copy"]
-    return replace(plan, beside=found, notes=(*plan.notes, *notes, *none))
+    notes = [
+        *dtype_notes(found.copied, sorted({after for _, after in plan.casts})),
+        *name_notes(read[0], plan.output),
+    ]
+    if plan.folder.resolve() == home.path.resolve():
+        notes.append(
+            "the output is in the folder of the source, whose other files stay as they are"
+        )
+        found = Beside()
+    elif not found.copied:
+        notes.append(f"{home.path} has no config, tokenizer or the like to copy")
+    return replace(plan, beside=found, notes=(*plan.notes, *notes))
 
 
 def _with_mapping(plan: ConversionPlan, path: Path) -> ConversionPlan:

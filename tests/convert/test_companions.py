@@ -167,7 +167,7 @@ def test_a_config_that_names_another_dtype_is_copied_and_told(room, config, says
     (room / "hf" / "config.json").write_bytes(config)
     result = convert_checkpoint(room / "hf", room / "out", dtype="bf16", **QUICKLY)
     told = [note for note in result.plan.notes if "config.json" in note]
-    expected = f"config.json is copied as it is and says {says}, but tensors were cast to bfloat16"
+    expected = f"config.json stays as it is and says {says}, but tensors are cast to bfloat16"
     assert told == ([expected] if says else [])
     assert (room / "out" / "config.json").read_bytes() == config
 
@@ -177,6 +177,16 @@ def test_a_folder_without_such_files_is_told(tmp_path):
     torch.save(weights(), tmp_path / "bare" / "model.pt")
     result = convert_checkpoint(tmp_path / "bare" / "model.pt", tmp_path / "out", **QUICKLY)
     assert any("no config, tokenizer or the like" in note for note in result.plan.notes)
+
+
+@pytest.mark.parametrize("name", ["adapter_model.bin", "diffusion_pytorch_model.bin"])
+def test_a_name_that_its_program_would_not_find_is_told(room, name):
+    (room / "hf" / "pytorch_model.bin").rename(room / "hf" / name)
+    result = convert_checkpoint(room / "hf" / name, room / "out", **QUICKLY)
+    wanted = name.replace(".bin", ".safetensors")
+    assert result.plan.notes[-1].endswith(
+        f"looks for {wanted}, but the output is model.safetensors"
+    )
 
 
 def test_a_plan_can_be_pickled_with_them(room):
@@ -283,8 +293,9 @@ def test_an_output_that_is_not_a_folder_is_refused(room, arguments, says):
 
 def test_in_the_folder_of_the_source_the_files_stay(room):
     before = contents(room / "hf")
-    result = convert_checkpoint(room / "hf", room / "hf", to="safetensors", **QUICKLY)
+    result = convert_checkpoint(room / "hf", room / "hf", dtype="bf16", **QUICKLY)
     after = contents(room / "hf")
+    assert result.plan.notes[-2].startswith("config.json stays as it is and says torch_dtype")
     assert after.pop("model.safetensors") and after == before
     assert result.plan.beside.copied == () and "stay as they are" in result.plan.notes[-1]
 
