@@ -94,7 +94,7 @@ Exit code: 0 same, 1 different, 2 wrong usage, or a file that is damaged or cann
 @click.option(
     "--html", metavar="FILE", type=NEW_FILE, help="Also write a page to look at (ckptconv report)."
 )
-@click.option("--force", is_flag=True, help="With --html: replace a file that exists.")
+@click.option("-f", "--force", is_flag=True, help="With --html: replace a file that exists.")
 @LIMIT
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing; only the exit code answers.")

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from ckptconv.cli.completion import offer_parts
 from ckptconv.cli.options import FILE, LIMIT, NEW_FILE, TAG, FileCommand
 from ckptconv.cli.progress_display import READING_BOTH, progress_shown
 from ckptconv.cli.terminal import errors_shown, print_headline, print_json
@@ -33,7 +34,14 @@ Exit code: 0 written, 1 it cannot be opened, is damaged, or cannot be written, 2
 @click.option(
     "--against", metavar="OTHER", type=FILE, help="Compare with this checkpoint, as diff does."
 )
-@click.option("--force", is_flag=True, help="Replace a file that exists.")
+@click.option("-f", "--force", is_flag=True, help="Replace a file that exists.")
+@click.option(
+    "--only",
+    metavar="PATH",
+    shell_complete=offer_parts,
+    help="Tell of one part, such as state_dict or optimizer.",
+)
+@click.option("--only-against", metavar="PATH", help="The same for OTHER, if it is another part.")
 @TAG
 @click.option("--tag-against", metavar="TAG", help="The same for OTHER.")
 @LIMIT
@@ -47,8 +55,9 @@ def report(source: Path, output: Path, as_json: bool, **given: Any) -> None:
     from ckptconv.pages import report as told
     from ckptconv.pages.make import report as made
 
-    if given["tag_against"] is not None and given["against"] is None:
-        raise click.UsageError("--tag-against needs --against")
+    for name in ("tag_against", "only_against"):
+        if given[name] is not None and given["against"] is None:
+            raise click.UsageError(f"--{name.replace('_', '-')} needs --against")
     with errors_shown(as_json), progress_shown(READING_BOTH, silent=as_json) as on_progress:
         page = made(source, output, **given, on_progress=on_progress)
     if as_json:

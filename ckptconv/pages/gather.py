@@ -37,11 +37,14 @@ def facts_of(
     checkpoint: Checkpoint,
     *,
     values: bool,
+    only: str | None = None,
     tag: str | None = None,
     on_progress: OnProgress | None = None,
 ) -> PageFacts:
-    """What the page about one open checkpoint says; with `values`, its tensors are read."""
-    found = named_values(checkpoint)
+    """What the page about one open checkpoint, or the part `only` of it, says; with `values`, its
+    tensors are read.
+    """
+    found = named_values(checkpoint, only)
     return PageFacts(
         (_file_facts(source, checkpoint, found, values=values, tag=tag, on_progress=on_progress),)
     )

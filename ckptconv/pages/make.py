@@ -51,6 +51,8 @@ def report(
     values: bool = False,
     against: Named | None = None,
     force: bool = False,
+    only: str | None = None,
+    only_against: str | None = None,
     tag: str | None = None,
     tag_against: str | None = None,
     on_progress: OnProgress | None = None,
@@ -58,7 +60,8 @@ def report(
     """Write a page about the checkpoint `source` to `output`: one HTML file that loads nothing.
 
     With `values`, the tensors are read for statistics, histograms and quantiles. `against` is
-    another checkpoint to compare it with, as `diff_checkpoints` does. An `output` that exists is
+    another checkpoint to compare it with, as `diff_checkpoints` does. `only` and `only_against`
+    (None: the same) are the paths of the parts that the page is about. An `output` that exists is
     replaced with `force` only. `tag` and `tag_against` pick the step of a folder of several.
     `on_progress` is called with a `Progress`. Raises `CheckpointError` when a checkpoint cannot be
     read, or the page cannot be written.
@@ -74,6 +77,8 @@ def report(
             output,
             values=values,
             force=force,
+            only=only,
+            only_b=only_against,
             tag=tag,
             tag_b=tag_against,
             on_progress=on_progress,
@@ -81,7 +86,9 @@ def report(
         return page
     place = _free_place(output, force, source)
     with collector_paused(), open_certain(source, tag=tag) as checkpoint:
-        facts = facts_of(source, checkpoint, values=values, tag=tag, on_progress=on_progress)
+        facts = facts_of(
+            source, checkpoint, values=values, only=only, tag=tag, on_progress=on_progress
+        )
     return _written(facts, place, force=force)
 
 

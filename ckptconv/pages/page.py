@@ -140,12 +140,15 @@ def _verdict(level: str, text: str) -> str:
 
 def _tiles(file: FileFacts) -> Iterator[str]:
     found = file.inspection
-    of = f"in {file.parameters_of}" if file.parameters_of else "in its tensors"
+    counted = "Parameters"
+    of = f"in {file.parameters_of}"
+    if file.parameters_of is None:
+        counted, of = "Values", "in all tensors; which of them are the model is not certain"
     if file.parameters_of == "":
         of = "in the state dict"
     tiles = [
         ("Size", size_text(found.nbytes), f"{found.nbytes:,} bytes"),
-        ("Parameters", _amount(file.parameters), f"{file.parameters:,} {of}"),
+        (counted, _amount(file.parameters), f"{file.parameters:,} {of}"),
         ("Tensors", f"{len(file.tensors):,}", f"{size_text(found.used)} of values"),
         ("Dtypes", *_most(found.dtypes)),
         ("Saved on", *_most(found.locations)),

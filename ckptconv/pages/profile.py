@@ -1,8 +1,9 @@
 """The profile of a model over its depth: std and abs-max of each kind of tensor, layer by layer.
 
 Layers repeat: `layers.0.w`, `layers.1.w`, … are one series, `layers.#.w`. The first number in a
-name counts the depth; further ones (experts, say) are folded into the same series, of which the
-middle std and the largest abs-max are drawn. Each series is a picture of its own, as SVG.
+name counts the depth; further ones are folded into the same series where all tensors of a layer are
+alike in dtype and shape (experts, say): then the middle std and the largest abs-max are drawn. Each
+series is a picture of its own, as SVG.
 """
 
 from __future__ import annotations
@@ -34,18 +35,30 @@ class Series:
     depths: tuple[int, ...]
     std: tuple[float | None, ...]
     abs_max: tuple[float | None, ...]
+    each: int = 1  # tensors of a depth, at most
 
 
 def folded(tensors: Sequence[PageTensor]) -> list[Series]:
     """The series of two depths and more, the largest in bytes first."""
+    made = []
+    for name, layers in _layers(tensors, 0).items():
+        alike = all(
+            len({(one.dtype, one.shape) for one in items}) == 1 for items in layers.values()
+        )
+        parts = {name: layers} if alike else _layers([one for i in layers.values() for one in i], 1)
+        made += [_series(part, found) for part, found in parts.items() if len(found) > 1]
+    return sorted(made, key=lambda item: (-item.nbytes, item.name))
+
+
+def _layers(tensors: Sequence[PageTensor], numbers: int) -> dict[str, dict[int, list[PageTensor]]]:
+    """The tensors by their names with the first `numbers` numbers folded (0: all), and by depth."""
     found: dict[str, dict[int, list[PageTensor]]] = {}
     for item in tensors:
         if item.statistics is None or (number := _NUMBER.search(item.name)) is None:
             continue
-        layers = found.setdefault(_NUMBER.sub("#", item.name), {})
+        layers = found.setdefault(_NUMBER.sub("#", item.name, count=numbers), {})
         layers.setdefault(int(number[0]), []).append(item)
-    made = [_series(name, layers) for name, layers in found.items() if len(layers) > 1]
-    return sorted(made, key=lambda item: (-item.nbytes, item.name))
+    return found
 
 
 def _series(name: str, layers: dict[int, list[PageTensor]]) -> Series:
@@ -56,6 +69,7 @@ def _series(name: str, layers: dict[int, list[PageTensor]]) -> Series:
         tuple(depths),
         tuple(_middle(layers[depth]) for depth in depths),
         tuple(_largest(layers[depth]) for depth in depths),
+        max(map(len, layers.values())),
     )
 
 
@@ -84,7 +98,7 @@ def profile_section(facts: PageFacts) -> Iterator[str]:
         return
     yield (
         '<section><div class="bar"><h2>Profile over depth</h2><span class="note">'
-        f"{_key('std')}std &nbsp; {_key('max')}abs-max, log scale"
+        f"{_key('std')}std &nbsp; {_key('max')}abs-max, log scale, from the first layer to the last"
         f"{'; A thin, B wide' * (len(sides) > 1)}</span></div>\n"
         '<div class="profiles">\n'
     )
@@ -120,10 +134,12 @@ def _figure(name: str, sides: Sequence[Series | None]) -> str:
             lines += _line(f"line-std{kind}", one.depths, one.std, frame)
             lines += _line(f"line-max{kind}", one.depths, one.abs_max, frame)
     shown = escape(shown_name(name))
+    if (each := max(one.each for one in there)) > 1:
+        shown += f"</bdi> (middle std, largest abs-max of {each:,})<bdi>"
     if not lines:
         lines = f'<text class="axis" x="{_WIDTH / 2:g}" y="36" text-anchor="middle">all zero</text>'
     ends = "; ".join(f"std {_ends(one.std)}" for one in there)
-    about = f"{shown}: {ends}, abs-max {'; '.join(_ends(one.abs_max) for one in there)}"
+    about = f"{escape(shown_name(name))}: {ends}, abs-max {'; '.join(_ends(one.abs_max) for one in there)}"
     return (
         f"<figure><figcaption><bdi>{shown}</bdi></figcaption>"
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{about}">'
@@ -168,7 +184,7 @@ def _told(one: Series) -> str:
 
 def _ends(values: Sequence[float | None]) -> str:
     """The first and the last of some figures."""
-    return f"{number_text(values[0])} … {number_text(values[-1])}"
+    return f"{number_text(values[0])} → {number_text(values[-1])}"
 
 
 def _thinned(one: Series) -> Series:
@@ -181,6 +197,7 @@ def _thinned(one: Series) -> Series:
         tuple(one.depths[at] for at in keep),
         tuple(one.std[at] for at in keep),
         tuple(one.abs_max[at] for at in keep),
+        one.each,
     )
 
 

@@ -68,6 +68,10 @@ function sequential(title, valueOf, isLinear) {
     const part = (q) => known[Math.round(q * (known.length - 1))];
     let low = isLinear ? 0 : part(0.02), high = isLinear ? 1 : part(0.98);
     if (!(low < high)) { low = (low || 0) - 0.5; high = low + 1; }
+    // what lies beyond the ends of the scale has the colours of the ends
+    const ends = [known[0] < low ? "≤ " : "", known[known.length - 1] > high ? "≥ " : ""];
+    const lacks = files.some((file) => Array.from({ length: file.length }, (_, i) => i)
+      .some((i) => file.area(i) && !Number.isFinite(scale(valueOf(file, i)))));
     return {
       title,
       of(file, places) {
@@ -94,10 +98,12 @@ function sequential(title, valueOf, isLinear) {
             "shape-rendering": "crispEdges",
           }));
         }
-        box.append(make("span", { class: "entry" }, number(back(low), 2)), bar,
-          make("span", { class: "entry" }, number(back(high), 2)),
-          make("span", { class: "entry" },
+        box.append(make("span", { class: "entry" }, ends[0] + number(back(low), 2)), bar,
+          make("span", { class: "entry" }, ends[1] + number(back(high), 2)));
+        if (lacks) {
+          box.append(make("span", { class: "entry" },
             make("i", { class: "swatch none", "aria-hidden": "true" }), "none"));
+        }
       },
     };
   };

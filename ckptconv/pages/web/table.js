@@ -31,7 +31,8 @@ const counted = (key, title, get, hint, width) => (
 const inOrder = (text) => text.replace(/\d+/g, (digits) => digits.padStart(8, "0"));
 const name = { key: "name", title: "Name", width: 0, get: (row) => inOrder(nameOf(row)),
   text: nameOf };
-const dtype = { key: "dtype", title: "Dtype", width: 88, get: dtypeText, text: dtypeText };
+const longestDtype = Math.max(...files.flatMap((file) => file.kinds.map((k) => k.dtype.length)), 0);
+const dtype = { key: "dtype", title: "Dtype", width: Math.min(Math.max(88, 24 + 7.5 * longestDtype), 150), get: dtypeText, text: dtypeText };
 const shape = { key: "shape", title: "Shape", width: isPair ? 150 : 116,
   get: (row) => kindOf(row).numel, text: shapeText, hint: "sorted by the number of values" };
 const device = { key: "device", title: "Device", width: 76, get: deviceText, text: deviceText };
