@@ -19,6 +19,7 @@ from ckptconv.convert.notes import (
     count_casts,
     count_locations,
     key_notes,
+    optimizer_notes,
     prefix_notes,
     sharing_notes,
     tree_notes,
@@ -88,9 +89,10 @@ def _planned(
         with collector_paused(), held(checkpoint.limits):
             checkpoint = checkpoint.certain()
             check_places(checkpoint.sources)
-            checkpoint = edited(checkpoint, edits_for(to, options))
+            whole = edited(checkpoint, edits_for(to, options))
+            checkpoint = edited(whole, options.edits)
             if to.holds_trees and options.max_shard_size is None:
-                plan = _plan_tree(checkpoint, path, to, options)
+                plan = _plan_tree(checkpoint, path, to, options, whole.root)
             else:
                 plan = plan_flat(checkpoint, path, to, options, in_folder=path != Path(output))
             part = (
@@ -160,9 +162,11 @@ def _refuse_lost_inputs(plan: ConversionPlan) -> None:
 
 
 def _plan_tree(
-    checkpoint: Checkpoint, output: Path, to: TargetFormat, options: Request
+    checkpoint: Checkpoint, output: Path, to: TargetFormat, options: Request, whole: Node
 ) -> ConversionPlan:
-    """An output that holds a tree: all of the checkpoint, or one part."""
+    """An output that holds a tree: all of the checkpoint, or one part; `whole` is the tree before
+    the edits that were asked for.
+    """
     root = (
         checkpoint.root
         if options.only is None
@@ -188,6 +192,7 @@ def _plan_tree(
     _refuse_scaled(found, renamed, tree, options)
     cast = _cast_rule(found, renamed, tree, options)
     layout = to.lay_out_tree(tree, cast, options.tags)
+    after = list(zip(found, renamed, strict=True))
     return ConversionPlan(
         source=checkpoint.path,
         source_format=checkpoint.format,
@@ -207,6 +212,7 @@ def _plan_tree(
             *checkpoint.notes,
             *tree_notes(settled),
             *key_notes(renamed, options.keys),
+            *optimizer_notes(root, overlay, _before(checkpoint, found, options, whole), after),
             *prefix_notes(checkpoint, found, options.keys, options.fit_to),
             *sharing_notes(refs),
             *to.part_notes(root),
@@ -214,6 +220,17 @@ def _plan_tree(
         tensors=lambda: tensors_of(root, overlay, depth=depth),
         cast=cast,
         checks=tuple(settled.checks),
+    )
+
+
+def _before(
+    checkpoint: Checkpoint, found: list[StateDict], options: Request, whole: Node
+) -> list[StateDict]:
+    """The state dicts before anything was dropped."""
+    if whole is checkpoint.root:
+        return found
+    return find_state_dicts(
+        whole if options.only is None else find(whole, options.only, checkpoint.path)
     )
 
 
