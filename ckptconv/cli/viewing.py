@@ -123,7 +123,7 @@ def show(
     with errors_shown(False), open_checkpoint(source, tag=tag) as checkpoint:
         item = picked(named_values(checkpoint), name, checkpoint.path)
         with errors_shown(False, usage=True):
-            box = box_of(indices, item.ref.shape)
+            box = box_of(indices, item.shape)
         if npy is not None:
             from ckptconv.values.npy import write_npy
 

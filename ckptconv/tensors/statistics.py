@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptconv.tensors.casting import every_value
 from ckptconv.tensors.dtypes import BY_NAME, DType
+from ckptconv.tensors.packing import codes_in, packed_nbytes, unpacked
 
 if TYPE_CHECKING:
     import numpy as np
@@ -149,21 +150,32 @@ class Statistics:
 
 
 class StatisticsFolder:
-    """A folder that keeps the statistics of values of `dtype`, as `statistics()`.
+    """A folder that keeps the statistics of `numel` values of `dtype`, as `statistics()`.
 
-    `decode` makes float64 numbers of a chunk and the number of the elements before it, for values
-    that are not what their type says (quantized ones).
+    For values that are not what their type says: `numbers` are the float64 numbers that the codes
+    of `bits` in its bytes stand for; or `decode` makes them of the codes of a chunk and the number
+    of the elements before it.
     """
 
     def __init__(
-        self, dtype: DType, numel: int, decode: Callable[[memoryview, int], Array] | None = None
+        self,
+        dtype: DType,
+        numel: int,
+        decode: Callable[[memoryview, int], Array] | None = None,
+        *,
+        bits: int = 8,
+        numbers: Array | None = None,
     ) -> None:
         self._dtype = dtype
         self._numel = numel
+        self._bits = bits
+        self._nbytes = packed_nbytes(numel, bits) if bits < 8 else numel * dtype.itemsize
         self._seen = 0  # bytes, or numbers that were decoded
         self._found: Statistics | None = None
         self._counted: _Counted | _Folded | None = None
-        if decode is not None:
+        if numbers is not None:
+            self._counted, decode = _Counted(dtype, numel, bits, numbers), None
+        elif decode is not None:
             self._counted = _Folded(BY_NAME["float64"], numel)
         elif has_codes(dtype):
             self._counted = _Counted(dtype, numel)
@@ -176,8 +188,11 @@ class StatisticsFolder:
             return
         if self._decode is None:
             self._seen += len(chunk)
-            is_all = self._seen == self._numel * self._dtype.itemsize
+            is_all = self._seen == self._nbytes
         else:
+            if self._bits < 8:
+                codes = unpacked(chunk, self._bits)[: self._numel - self._seen]
+                chunk = codes.data.cast("B")
             chunk = self._decode(chunk, self._seen).data.cast("B")
             self._seen += len(chunk) // 8
             is_all = self._seen == self._numel
@@ -198,13 +213,20 @@ def has_codes(dtype: DType) -> bool:
 
 
 class _Counted:
-    """How often each code of a type of 8 or 16 bits occurs."""
+    """How often each code of a type of 8 or 16 bits occurs; or of `bits`, which stand for
+    `numbers`.
+    """
 
-    def __init__(self, dtype: DType, numel: int) -> None:
+    def __init__(
+        self, dtype: DType, numel: int, bits: int = 8, numbers: Array | None = None
+    ) -> None:
         import numpy as np
 
         self._dtype = dtype
         self._numel = numel
+        self._bits = bits
+        self._numbers = numbers
+        self._last = 0  # byte
         self._codes: Array = np.zeros(0, np.int64)
         self._few: list[Array] = []
         self._byte = b""
@@ -212,6 +234,7 @@ class _Counted:
     def update(self, chunk: memoryview) -> None:
         import numpy as np
 
+        self._last = chunk[-1] if len(chunk) else self._last
         if self._numel <= _FEW:
             self._few.append(np.frombuffer(bytes(chunk), f"<u{self._dtype.itemsize}"))
             return
@@ -229,22 +252,35 @@ class _Counted:
     def statistics(self) -> Statistics:
         import numpy as np
 
-        numbers = _numbers(self._dtype)
+        numbers = _numbers(self._dtype) if self._numbers is None else self._numbers
+        is_float = self._dtype.kind == "float" or self._numbers is not None
         if self._numel <= _FEW:
             words = np.concatenate(self._few) if self._few else np.zeros(0, np.uint8)
-            codes, counts = np.unique(words, return_counts=True)
+            if self._bits < 8:
+                every = self._unpacked(np.bincount(words, minlength=256))
+                codes = np.flatnonzero(every)
+                counts = every[codes]
+            else:
+                codes, counts = np.unique(words, return_counts=True)
         else:
             every = self._codes
             if self._dtype.itemsize == 1:
                 pairs = every.reshape(256, 256) if len(every) else np.zeros((256, 256), np.int64)
                 every = pairs.sum(0) + pairs.sum(1)
                 every += np.bincount(np.frombuffer(self._byte, np.uint8), minlength=256)
+            if self._bits < 8:
+                every = self._unpacked(every)
             codes = np.flatnonzero(every)
             counts = every[codes]
-        return _of_values(numbers[codes], counts, self._dtype)
+        return _of_values(numbers[codes], counts, is_float=is_float)
+
+    def _unpacked(self, every: Array) -> Array:
+        """How often each element occurs, of how often each byte does."""
+        padding = -self._numel % (8 // self._bits)
+        return codes_in(every, self._bits, self._last, padding)
 
 
-def _of_values(numbers: Array, counts: Array, dtype: DType) -> Statistics:
+def _of_values(numbers: Array, counts: Array, *, is_float: bool) -> Statistics:
     """The statistics of numbers of which each occurs so many times; equal ones may stand twice."""
     import numpy as np
 
@@ -263,7 +299,7 @@ def _of_values(numbers: Array, counts: Array, dtype: DType) -> Statistics:
     apart = numbers - mean
     squares = float((apart * apart * counts).sum())
     smallest, largest = numbers[0].item(), numbers[-1].item()
-    if dtype.kind != "float":
+    if not is_float:
         smallest, largest = int(smallest), int(largest)
     return Statistics(
         known.numel,
