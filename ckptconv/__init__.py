@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from ckptconv.convert.combining import average as average
     from ckptconv.convert.combining import merge as merge
     from ckptconv.convert.convert_checkpoint import convert_checkpoint as convert_checkpoint
+    from ckptconv.convert.edit import EditResult as EditResult
+    from ckptconv.convert.edit import edit as edit
     from ckptconv.convert.execute import ConversionResult as ConversionResult
     from ckptconv.convert.execute import execute_plan as execute_plan
     from ckptconv.convert.options import Options as Options
@@ -85,6 +87,7 @@ _HOMES = {
     "Diagnosis": "doctor.findings",
     "Difference": "diff.difference",
     "Finding": "doctor.findings",
+    "EditResult": "convert.edit",
     "Fit": "keys.fits",
     "IncompleteCheckpoint": "support.errors",
     "Inspection": "inspect.inspection",
@@ -120,6 +123,7 @@ _HOMES = {
     "convert_checkpoint": "convert.convert_checkpoint",
     "diagnose": "doctor.diagnose",
     "diff_checkpoints": "diff.checkpoints",
+    "edit": "convert.edit",
     "execute_plan": "convert.execute",
     "fit_keys": "keys.fitting",
     "inspect_checkpoint": "inspect.facts",
@@ -147,6 +151,7 @@ __all__ = [
     "DeviceUnavailable",
     "Diagnosis",
     "Difference",
+    "EditResult",
     "Finding",
     "Fit",
     "IncompleteCheckpoint",
@@ -184,6 +189,7 @@ __all__ = [
     "convert_checkpoint",
     "diagnose",
     "diff_checkpoints",
+    "edit",
     "execute_plan",
     "fit_keys",
     "inspect_checkpoint",

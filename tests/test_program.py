@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[object, ...]] = {
     "show": (DDP, "classifier.weight", "[0, :3]"),
     "merge": (DDP, SAMPLES / "tied.pt", "out.pt"),
     "average": (DDP, DDP, "out.pt"),
+    "edit": (DDP, "--metadata", "license=mit"),
     "devices": ("--export", "--json"),
     "help": ("keys",),
 }

@@ -139,7 +139,7 @@ def _combine(given: dict[str, Any], planned: Any) -> None:
                 execute(plan, given)
                 return
             refused = None
-            if request.max_shard_size is None:
+            if request.shard_bytes is None:
                 refused = refused_output(
                     lambda: check_place(output, request.to, force=given["force"])
                 )

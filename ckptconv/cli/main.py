@@ -43,6 +43,7 @@ COMMANDS = {
     "show": "viewing",
     "merge": "combining",
     "average": "combining",
+    "edit": "editing",
 }
 """The commands, and the module of `ckptconv.cli` that has each, under the command's name."""
 

@@ -245,6 +245,9 @@ def _conversion_options() -> list[Callable[[F], F]]:
         click.option("--max-shard-size", metavar="SIZE",
                      help="Split the state dict into shards of at most this size, such as 5GB, "
                           "with an index."),
+        click.option("--with-files", is_flag=True,
+                     help="Make OUT a folder, and copy the config, the tokenizer and the like that "
+                          "lie beside IN into it. Never code."),
         click.option("--only", metavar="PATH", shell_complete=offer_parts,
                      help="Convert one part: state_dict, ema, or . for the tensors at the root."),
         TAG,
@@ -314,11 +317,18 @@ def _plausible(source: Path, command: str) -> Path:
     )
 
 
+_NOT_FOR_STDOUT = (
+    ("as_json", "--json"),
+    ("max_shard_size", "--max-shard-size"),
+    ("with_files", "--with-files"),
+)
+
+
 def is_for_stdout(given: dict[str, Any]) -> bool:
     """Whether the output is to go to standard output; `UsageError` where it cannot."""
     if TO_STDOUT not in click.get_current_context().meta:
         return False
-    for option, word in (("as_json", "--json"), ("max_shard_size", "--max-shard-size")):
+    for option, word in _NOT_FOR_STDOUT:
         if given[option]:
             raise click.UsageError(
                 f"OUT is -, standard output, which cannot be used with {word}; write ./- for a "
@@ -401,7 +411,7 @@ def options_of(given: dict[str, Any], wrappers: str) -> Request:
     tags = tag_map(given["device"], given["map_location"])
     dtype = floating_dtype(given["dtype"]) if given["dtype"] is not None else None
     limit = parse_size(given["max_shard_size"]) if given["max_shard_size"] is not None else None
-    taken = {name: given[name] for name in ("to", "only", "tied", "unknown", "save_mapping")}
+    taken = ("to", "only", "tied", "unknown", "save_mapping", "with_files")
     return Request(
         keys=keys,
         tags=tags,
@@ -411,7 +421,7 @@ def options_of(given: dict[str, Any], wrappers: str) -> Request:
         keep_dtype=tuple(given["keep_dtype"]),
         cast=read_casts(given["cast"]),
         metadata=read_metadata(given["metadata"], given["metadata_from"]),
-        **taken,
+        **{name: given[name] for name in taken},
     )
 
 

@@ -68,7 +68,8 @@ def errors_shown(as_json: bool, usage: bool = False, code: int = 1) -> Iterator[
         exit_code = 2 if usage else code
         if as_json:
             print_error_json(error, exit_code)
-        fail(f"{error}; see ckptconv convert --help" if usage else str(error), exit_code)
+        command = click.get_current_context().command_path
+        fail(f"{error}; see {command} --help" if usage else str(error), exit_code)
 
 
 def print_error_json(error: CheckpointError, exit_code: int) -> None:

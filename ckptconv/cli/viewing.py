@@ -9,10 +9,11 @@ from typing import Any
 import click
 
 from ckptconv.cli.completion import offer_parts
-from ckptconv.cli.options import FILE, LIMIT, OUTPUT, TAG, FileCommand
+from ckptconv.cli.options import FILE, LIMIT, NEW_FILE, TAG, FileCommand
 from ckptconv.cli.progress_display import READING, progress_shown
 from ckptconv.cli.terminal import errors_shown, print_json, print_table, terminal_width
 from ckptconv.support.errors import printable
+from ckptconv.support.text import count_text
 
 SORTS = ("order", "name", "min", "max", "abs-max", "mean", "std", "zeros", "nan", "size")
 _BINS = 64
@@ -88,29 +89,42 @@ def stats(
 
 @click.command(
     cls=FileCommand,
-    short_help="Show the values of one tensor.",
+    short_help="Show the values of a tensor, or write them to a file of numpy.",
     epilog="""\b
 Examples:
   ckptconv show model.pt layers.0.weight
   ckptconv show model.pt layers.0.weight '[0:3, :5]'
   ckptconv show model.safetensors lm_head.weight '[-1]' --npy row.npy
+  ckptconv show model.pt embed.weight '[:100]' lm_head.weight --npz both.npz
 
 Exit code: 0 done, 1 it cannot be opened, or has no such tensor, 2 wrong usage.""",
 )
 @click.argument("source", metavar="IN", type=FILE)
-@click.argument("name", metavar="TENSOR")
-@click.argument("indices", metavar="[INDICES]", required=False, default="")
+@click.argument("names", metavar="TENSOR [INDICES] ...", nargs=-1, required=True)
 @click.option(
-    "--npy", metavar="FILE", type=OUTPUT, help="Write the values to a file of numpy instead."
+    "--npy", metavar="FILE", type=NEW_FILE, help="Write the values to a file of numpy instead."
 )
-@click.option("-f", "--force", is_flag=True, help="Replace the file of --npy if it exists.")
+@click.option(
+    "--npz",
+    metavar="FILE",
+    type=NEW_FILE,
+    help="Write the values of several tensors to an archive of numpy, under their names.",
+)
+@click.option(
+    "-f", "--force", is_flag=True, help="Replace the file of --npy or --npz if it exists."
+)
 @TAG
 @LIMIT
 def show(
-    source: Path, name: str, indices: str, npy: Path | None, force: bool, tag: str | None
+    source: Path,
+    names: tuple[str, ...],
+    npy: Path | None,
+    npz: Path | None,
+    force: bool,
+    tag: str | None,
 ) -> None:
     """Show the values of TENSOR in checkpoint IN, as numpy prints them; INDICES are those of numpy,
-    such as [0:3, :5].
+    such as [0:3, :5]. With --npz, there may be several, each with its INDICES behind it.
 
     The end of a name will do where only one tensor has it. Of a large tensor, only what is shown is
     read, and no checksum is looked at then. Quantized values are decoded.
@@ -120,10 +134,23 @@ def show(
     from ckptconv.values.picking import box_of, picked, shown_text
     from ckptconv.values.report import picked_headline
 
+    wanted = _with_indices(names, several=npz is not None)
+    if npy is not None and npz is not None:
+        raise click.UsageError("--npy and --npz are both given; leave one of them out")
     with errors_shown(False), open_checkpoint(source, tag=tag) as checkpoint:
-        item = picked(named_values(checkpoint), name, checkpoint.path)
-        with errors_shown(False, usage=True):
-            box = box_of(indices, item.shape)
+        found, chosen = named_values(checkpoint), []
+        for name, indices in wanted:
+            item = picked(found, name, checkpoint.path)
+            with errors_shown(False, usage=True):
+                chosen.append((item, box_of(indices, item.shape)))
+        item, box = chosen[0]
+        if npz is not None:
+            from ckptconv.values.npy import write_npz
+
+            write_npz(chosen, npz, force=force)
+            count = count_text(len(chosen), "tensor")
+            click.echo(f"{count} → {printable(npz)}", err=True)
+            return
         if npy is not None:
             from ckptconv.values.npy import write_npy
 
@@ -132,3 +159,22 @@ def show(
             return
         click.secho(picked_headline(item, box), bold=True)
         click.echo(shown_text(item, box))
+
+
+def _with_indices(words: tuple[str, ...], *, several: bool) -> list[tuple[str, str]]:
+    """The tensors that are named, each with its indices; of `several`, a word in brackets behind a
+    name are its indices.
+    """
+    if not several:
+        if len(words) > 2:
+            raise click.UsageError(
+                "values are shown of one tensor at a time; --npz FILE writes several"
+            )
+        return [(words[0], words[1] if len(words) > 1 else "")]
+    found: list[tuple[str, str]] = []
+    for word in words:
+        if found and not found[-1][1] and word.startswith("[") and word.endswith("]"):
+            found[-1] = (found[-1][0], word)
+        else:
+            found.append((word, ""))
+    return found

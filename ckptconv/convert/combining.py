@@ -205,7 +205,7 @@ def _opened(
         raise OptionRefused(
             "there is only one checkpoint", hint="name two or more, then the output"
         )
-    if request.max_shard_size is None:
+    if request.shard_bytes is None:
         check_place(output, request.to, force=force)
     with contextlib.ExitStack() as leaving:
         opened: list[Checkpoint] = []

@@ -48,6 +48,7 @@ def convert_checkpoint(
     tied: Tied = "alias",
     unknown: Unknown = "refuse",
     max_shard_size: int | str | None = None,
+    with_files: bool = False,
     save_mapping: str | os.PathLike[str] | None = None,
     tag: str | None = None,
     force: bool = False,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptconv.convert.accounting import refuse_unaccounted
+from ckptconv.convert.companions import copy_companion
 from ckptconv.convert.plan import ConversionPlan, PlannedFile
 from ckptconv.convert.verify import verify_file, verify_folder
 from ckptconv.convert.write import Tally, by_tensor, count_odd_bools, count_overflow, write_layout
@@ -181,6 +182,7 @@ def _make_files(
         Meter("write", plan.nbytes, phases.tell),
         Meter("verify", plan.nbytes, phases.tell),
     )
+    _copy_companions(plan, output, written, phases, verify=verify)
     for file in (*plan.files, *([plan.index] if plan.index else [])):
         draft = output.draft(file.path.name, file.layout.nbytes, _telling(written))
         _make_file(file, draft, tally, checksums, fsync=fsync, phases=phases, written=written)
@@ -196,6 +198,22 @@ def _make_files(
     checksums.finish()
     refuse_changed(plan.inputs)
     return tally, verified
+
+
+def _copy_companions(
+    plan: ConversionPlan,
+    output: Destination,
+    written: Meter,
+    phases: Phases,
+    *,
+    verify: bool,
+) -> None:
+    """Draft the files that go with the model; with `verify` each is read back and compared."""
+    for item in plan.beside.copied:
+        before = written.done
+        with phases.timed("write"):
+            copy_companion(item, output, _telling(written), verify=verify)
+        written.at(before + item.nbytes)
 
 
 def _telling(written: Meter) -> Callable[[int], None]:
@@ -235,6 +253,7 @@ def _shard_set(plan: ConversionPlan) -> ShardSet:
         earlier=lambda: earlier_files(plan.output),
         moved_index=lambda folder: moved_index(raw, folder),
         claimed=[index_path(plan.output)],
+        companions=[plan.folder / item.name for item in plan.beside.copied],
     )
 
 
@@ -285,6 +304,7 @@ def _write_folder(
         made = output.folder()
         with phases.timed("write"):
             plan.target.make_folder(plain.place.path, made, plan.output)
+        _copy_companions(plan, output, written, phases, verify=verify)
         written.finish()
         plain.discard()
         verified = verify_folder(plan, made, phases) if verify else None

@@ -73,7 +73,7 @@ def plan_flat(
     group = _same_storage if to.shares_storages else view_identity
     lay_out = lambda part: _lay_out(to, part, metadata, tied, options)  # noqa: E731
     of_index = _index_metadata(checkpoint, is_whole=not skipped and not renamed.filled)
-    files, index = _split(output, kept, lay_out, options.max_shard_size, group, of_index)
+    files, index = _split(output, kept, lay_out, options.shard_bytes, group, of_index)
     if len(files) > 1:
         refuse_split(flattened)
     return ConversionPlan(
@@ -104,7 +104,7 @@ def plan_flat(
         tensors=lambda: iter(named),
         cast=cast,
         checks=flattened.checks,
-        is_sharded=options.max_shard_size is not None,
+        is_sharded=options.shard_bytes is not None,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from ckptconv.io.local import place_of
@@ -16,12 +16,15 @@ _OURS = ("format", "device", "ckptconv.encodings")
 
 
 def read_metadata(
-    words: Iterable[str], file: str | os.PathLike[str] | None
+    words: Iterable[str],
+    file: str | os.PathLike[str] | None,
+    may_set: Collection[str] = (),
 ) -> tuple[tuple[str, str], ...]:
     """The entries of `file`, a JSON object of texts, and then those of `words`, ``NAME=VALUE``.
 
-    Raises `OptionRefused` for what is not one, a name that stands twice in `words`, or a name that
-    ckptconv writes itself; `CheckpointError` where the file cannot be read.
+    Raises `OptionRefused` for what is not one, a name that stands twice in `words`, text that UTF-8
+    does not have, or a name that ckptconv writes itself, but for those of `may_set`;
+    `CheckpointError` where the file cannot be read.
     """
     found: dict[str, str] = {} if file is None else _from_file(Path(file))
     given: dict[str, str] = {}
@@ -35,8 +38,15 @@ def read_metadata(
             raise OptionRefused(f"--metadata {printable(name)} is given twice")
         given[name] = value
     found |= given
-    if ours := next((name for name in found if name in _OURS), None):
+    if ours := next((name for name in found if name in _OURS and name not in may_set), None):
         raise OptionRefused(f"the metadata entry {ours} is ckptconv's own, and cannot be set")
+    for name, value in found.items():
+        try:
+            f"{name}{value}".encode()
+        except UnicodeEncodeError:
+            raise OptionRefused(
+                f"--metadata {printable(name)} is not text of UTF-8", hint="write it as UTF-8"
+            ) from None
     return tuple(found.items())
 
 

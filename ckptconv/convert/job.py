@@ -62,7 +62,7 @@ class Job:
 
         Shards are looked at when it is known which there will be.
         """
-        if request.max_shard_size is None:
+        if request.shard_bytes is None:
             check_place(self.output, request.to, force=self.force)
         if request.save_mapping is not None:
             check_output(Path(request.save_mapping), force=self.force)

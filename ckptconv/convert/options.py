@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,6 +14,7 @@ from ckptconv.convert.given_metadata import read_metadata
 from ckptconv.devices.mapping import TagMap, tag_map
 from ckptconv.devices.tags import check_tag
 from ckptconv.formats.hf_names import shard_limit
+from ckptconv.formats.outputs import target_named
 from ckptconv.formats.target_format import Target
 from ckptconv.keys.key_map import RULE_WORDS, STRIP, KeyRules, rules_of
 from ckptconv.keys.rule_files import read_rules
@@ -64,9 +66,21 @@ class Request:
     keep_dtype: tuple[str, ...] = ()
     cast: tuple[tuple[str, DType], ...] = ()
     metadata: tuple[tuple[str, str], ...] = ()
+    with_files: bool = False
 
     def __post_init__(self) -> None:
         _refuse_no_choice(self)
+
+    @property
+    def shard_bytes(self) -> int | None:
+        """The bytes that one file may hold; None for an output that is one file.
+
+        With the files beside a model, the output is a folder, of one file where no size is given.
+        """
+        is_folder = self.to is not None and target_named(self.to).is_folder
+        if self.max_shard_size is None and self.with_files and not is_folder:
+            return sys.maxsize
+        return self.max_shard_size
 
     @property
     def casts(self) -> Casts:
@@ -111,6 +125,8 @@ class Options:
       that have no plain form: ``refuse``, ``drop``, ``keep``.
     - `max_shard_size`: the bytes of tensors that one file may hold (a number, or ``5GB``); a
       sharded output holds one state dict.
+    - `with_files`: copy the files beside the source that belong to a model (config, tokenizer,
+      licence), chosen by name, into the output, which is a folder then.
     - `save_mapping`: the file that will tell which key became which; ``rules=FILE, reverse=True``
       undoes it.
 
@@ -148,6 +164,7 @@ class Options:
     tied: Tied = "alias"
     unknown: Unknown = "refuse"
     max_shard_size: int | str | None = None
+    with_files: bool = False
     save_mapping: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
@@ -169,7 +186,11 @@ class Options:
         refuse_no_output(
             **({} if self.save_mapping is None else {"save_mapping": self.save_mapping})
         )
-        refuse_no_flag(reverse=self.reverse, drop_unexpected=self.drop_unexpected)
+        refuse_no_flag(
+            reverse=self.reverse,
+            drop_unexpected=self.drop_unexpected,
+            with_files=self.with_files,
+        )
         self._key_rules(read=False)
         self._dtype()
         for tag in [self.device] * (self.device not in (None, "keep")) + [
@@ -202,6 +223,7 @@ class Options:
             tied=self.tied,
             unknown=self.unknown,
             max_shard_size=shard_limit(self.max_shard_size),
+            with_files=self.with_files,
             save_mapping=None if self.save_mapping is None else Path(self.save_mapping),
             fit_to=fit_to,
             edits=edits_of(listed(self.drop)),

@@ -8,6 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from ckptconv.convert.companions import Beside
 from ckptconv.formats.layout import Layout
 from ckptconv.formats.outputs import target_named
 from ckptconv.formats.target_format import Target, TargetFormat
@@ -87,6 +88,8 @@ class ConversionPlan:
     not; `dropped` are the parts that an edit left out; `names_storages`: what the source's files
     name can be counted without the reader.
 
+    `beside` are the files beside the source: those that are copied, and those that are not.
+
     `limits` are those under which it was made; the output is read back under them.
 
     `locations` counts storages by (tag before, tag after); `casts` counts tensors by (dtype before,
@@ -121,6 +124,12 @@ class ConversionPlan:
     names_storages: bool = False
     accounted: tuple[Node, ...] = ()
     dropped: tuple[Node, ...] = ()
+    beside: Beside = Beside()  # noqa: RUF009 (frozen)
+
+    @property
+    def folder(self) -> Path:
+        """The folder that the output is, or lies in."""
+        return self.output if self.target.is_folder else self.output.parent
 
     @property
     def target(self) -> TargetFormat:
@@ -132,8 +141,9 @@ class ConversionPlan:
         """The size of the output in bytes, all its files together; of a folder that torch makes,
         that of the plain torch file of which it is made.
         """
-        return sum(
-            file.layout.nbytes for file in (*self.files, *([self.index] if self.index else []))
+        files = (*self.files, *([self.index] if self.index else []))
+        return sum(file.layout.nbytes for file in files) + sum(
+            item.nbytes for item in self.beside.copied
         )
 
     def __repr__(self) -> str:

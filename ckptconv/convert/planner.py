@@ -12,6 +12,7 @@ from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 
+from ckptconv.convert.companions import Beside, companions, dtype_notes, home_of, name_notes
 from ckptconv.convert.flat_planner import plan_flat, refuse_unheld_metadata
 from ckptconv.convert.key_targets import key_target
 from ckptconv.convert.notes import (
@@ -91,7 +92,7 @@ def _planned(
             check_places(checkpoint.sources)
             whole = edited(checkpoint, edits_for(to, options))
             checkpoint = edited(whole, options.edits)
-            if to.holds_trees and options.max_shard_size is None:
+            if to.holds_trees and options.shard_bytes is None:
                 plan = _plan_tree(checkpoint, path, to, options, whole.root)
             else:
                 plan = plan_flat(checkpoint, path, to, options, in_folder=path != Path(output))
@@ -116,6 +117,8 @@ def _planned(
                 dropped=checkpoint.dropped,
                 names_storages=checkpoint.container.names_storages,
             )
+            if options.with_files:
+                plan = _with_files(plan)
             _refuse_lost_inputs(plan)
             return (
                 plan if options.save_mapping is None else _with_mapping(plan, options.save_mapping)
@@ -124,11 +127,31 @@ def _planned(
         raise error.at(path=checkpoint.path) from error.__cause__
 
 
+def _with_files(plan: ConversionPlan) -> ConversionPlan:
+    """The plan with the files beside its source that go with a model."""
+    read = [source.path for source in plan.inputs]
+    home = home_of(plan.source, read)
+    found = companions(home, read)
+    notes = [
+        *dtype_notes(found.copied, sorted({after for _, after in plan.casts})),
+        *name_notes(read[0], plan.output),
+    ]
+    if plan.folder.resolve() == home.path.resolve():
+        notes.append(
+            "the output is in the folder of the source, whose other files stay as they are"
+        )
+        found = Beside()
+    elif not found.copied:
+        notes.append(f"{home.path} has no config, tokenizer or the like to copy")
+    return replace(plan, beside=found, notes=(*plan.notes, *notes))
+
+
 def _with_mapping(plan: ConversionPlan, path: Path) -> ConversionPlan:
     """The plan with the file beside its output that tells which key became which."""
     taken = {plan.source, plan.output, *(file.path for file in plan.files), *_files_of(plan.inputs)}
     if plan.index is not None:
         taken.add(plan.index.path)
+    taken |= {plan.folder / item.name for item in plan.beside.copied}
     if path.resolve() in {other.resolve() for other in taken}:
         raise OutputRefused(
             "is the source or the output, so it cannot also be the mapping",

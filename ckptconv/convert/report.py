@@ -24,6 +24,7 @@ def plan_lines(plan: ConversionPlan) -> Iterator[Row]:
     yield from _file_lines(plan)
     yield from _left_out_lines(plan)
     yield from _object_lines(plan)
+    yield from _companion_lines(plan)
     if plan.mapping is not None:
         yield Row(
             "mapping",
@@ -75,6 +76,18 @@ def _file_lines(plan: ConversionPlan) -> Iterator[Row]:
             f"{count_text(len(plan.tied), 'name')} kept as aliases: {printable(name)} = "
             f"{printable(kept)}",
         )
+
+
+def _companion_lines(plan: ConversionPlan) -> Iterator[Row]:
+    """The files that come along, and those that do not."""
+    if copied := plan.beside.copied:
+        size = size_text(sum(item.nbytes for item in copied))
+        yield Row("files", f"{some_text([item.name for item in copied])} copied ({size})")
+    reasons: dict[str, list[str]] = {}
+    for item in plan.beside.left:
+        reasons.setdefault(item.reason, []).append(item.name)
+    for reason, names in reasons.items():
+        yield Row("not copied", f"{some_text(names)}: {reason}")
 
 
 def _object_lines(plan: ConversionPlan) -> Iterator[Row]:
@@ -243,6 +256,8 @@ def result_lines(result: ConversionResult) -> Iterator[Row]:
         casts = ", ".join(dict.fromkeys(after for _, after in result.plan.casts))
         after = f" after the cast to {casts}" if casts else ""
         read = f"{count_text(result.verified, 'tensor')} read back"
+        if copied := result.plan.beside.copied:
+            read = f"{count_text(result.verified, 'tensor')} and {len(copied)} files read back"
         yield Row("verified", f"{read}, equal to the source{after}; {_named_text(result)}")
 
 
@@ -290,6 +305,13 @@ def plan_document(plan: ConversionPlan) -> dict[str, Any]:
         "keys": _keys_document(plan),
         "tied": dict(plan.tied),
         "mapping": None if plan.mapping is None else str(plan.mapping.path),
+        "files": [
+            {"path": str(plan.folder / item.name), "bytes": item.nbytes}
+            for item in plan.beside.copied
+        ],
+        "files_not_copied": [
+            {"path": item.name, "reason": item.reason} for item in plan.beside.left
+        ],
         "skipped": [{"path": item.path, "reason": item.reason} for item in plan.skipped],
         "rewritten": [
             {"path": item.path, "object": item.name, "how": item.how} for item in plan.rewritten

@@ -15,7 +15,7 @@ from ckptconv.formats.outputs import (
 )
 from ckptconv.formats.target_format import Target, TargetFormat
 from ckptconv.io.destination import check_folder, check_output
-from ckptconv.support.errors import CheckpointError, printable
+from ckptconv.support.errors import CheckpointError, OutputRefused, printable
 from ckptconv.tree.edits import Edit
 from ckptconv.tree.modules import flatten_modules
 
@@ -27,18 +27,34 @@ def target(output: Path, options: Request) -> tuple[Path, TargetFormat]:
     The format is the one asked for, or the one that the name says; `CheckpointError` when it says
     nothing. A folder for shards gets the Hugging Face libraries' names.
     """
-    if options.max_shard_size is None:
+    if options.shard_bytes is None:
         return output, _target_format(output, options.to)
+    if options.with_files:
+        _refuse_no_folder(output)
     if output.is_dir() or not output.suffix:
         found = FOR_FOLDERS if options.to is None else target_named(options.to)
-        _refuse_unsplit(found, output)
+        _refuse_unsplit(found, output, with_files=options.with_files)
         return output / found.shards_named, found
     found = _target_format(output, options.to)
-    _refuse_unsplit(found, output)
+    _refuse_unsplit(found, output, with_files=False)
     return output, found
 
 
-def _refuse_unsplit(found: TargetFormat, output: Path) -> None:
+def _refuse_no_folder(output: Path) -> None:
+    """Refuse a file as the place of files that go together."""
+    if not output.is_dir() and output.suffix:
+        raise OutputRefused(
+            "is the name of a file, but --with-files (with_files in code) puts several files "
+            "beside each other",
+            path=output,
+            hint="name a folder, which may be new",
+        )
+
+
+def _refuse_unsplit(found: TargetFormat, output: Path, *, with_files: bool) -> None:
+    if not found.shards_named and with_files:
+        what = f"{found.noun} does not stand in a folder of a model"
+        raise CheckpointError(what, path=output, hint="leave --with-files out")
     if not found.shards_named:
         what = f"{found.noun} is not split by size"
         raise CheckpointError(what, path=output, hint="leave --max-shard-size out")
@@ -71,7 +87,7 @@ def edits_for(to: TargetFormat, options: Request) -> tuple[Edit, ...]:
 
     A whole module becomes its state dict, unless it is to be kept and the format can keep it.
     """
-    keeps = options.unknown == "keep" and options.max_shard_size is None and to.keeps_modules
+    keeps = options.unknown == "keep" and options.shard_bytes is None and to.keeps_modules
     return () if keeps else (flatten_modules,)
 
 

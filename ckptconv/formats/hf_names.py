@@ -17,8 +17,10 @@ from typing import Any
 
 from ckptconv.io.destination import output_errors
 from ckptconv.io.local import place_of
+from ckptconv.io.location import Location, read_small
 from ckptconv.support.choices import not_one
 from ckptconv.support.errors import CheckpointError
+from ckptconv.support.json_text import read_object
 
 _UNITS = {
     "": 1,
@@ -153,3 +155,20 @@ def moved_index(raw: bytes, folder: str) -> bytes:
     document = json.loads(raw)
     named = {key: f"{folder}/{name}" for key, name in document["weight_map"].items()}
     return index_text(named, document["metadata"]["total_size"], document["metadata"])
+
+
+def indexes_naming(place: Location) -> list[Location]:
+    """The indexes in the folder of a file that name it as one of their shards.
+
+    Raises `MalformedCheckpoint` for one that cannot be read.
+    """
+    found = []
+    for name in place.parent.names():
+        if not name.endswith(".index.json"):
+            continue
+        index = place.beside(name)
+        document = read_object(read_small(index, "index_bytes"), index.path, "index")
+        named = document.get("weight_map")
+        if isinstance(named, dict) and place.name in named.values():
+            found.append(index)
+    return found

@@ -18,7 +18,7 @@ from ckptconv.formats.zip_archive import Slot
 from ckptconv.io.crc import combined_crc, crc32
 from ckptconv.support.errors import RefusedObject, VerificationFailed
 from ckptconv.tensors.dtypes import DType
-from ckptconv.tensors.refs import Shape
+from ckptconv.tensors.refs import Shape, TensorRef
 
 _DESCRS = {dtype: f"{'|' if dtype.word == 1 else '<'}{code}" for code, dtype in TYPES.items()}
 _ALIGNMENT = 64  # of the values in a member, as numpy has it
@@ -40,12 +40,10 @@ class NpzFile(TargetFormat):
     def refuse(self, named: Iterable[NamedTensor]) -> None:
         """Refuse types and shapes that numpy lacks, and keys that are not names in an archive."""
         tensors = [*named]
-        keys = {key for key, _, _ in tensors}
-        met: dict[str, str] = {}
+        bad = bad_names([key for key, _, _ in tensors])
         for key, ref, dtype in tensors:
             _refuse_array(key, dtype, ref.shape)
-            other = met.setdefault(key.lower(), key)
-            if what := _why_no_name(key, other, keys):
+            if what := bad.get(key):
                 raise RefusedObject(
                     what,
                     where=key,
@@ -59,30 +57,7 @@ class NpzFile(TargetFormat):
     def lay_out(
         self, tensors: Sequence[NamedTensor], metadata: Mapping[str, str], retag: Retag
     ) -> Layout:
-        items: list[WriteItem] = []
-        slots: list[Slot] = []
-        headers: list[bytes] = []
-        end = 0
-        for key, ref, dtype in tensors:
-            header, nbytes = _header(dtype, ref.shape), ref.numel * dtype.itemsize
-            name = f"{key}{SUFFIX}".encode()
-            slot, lead, offset, end = zip_archive.lay_out(name, end, len(header) + nbytes)
-            slots.append(slot)
-            headers.append(header)
-            at = offset + len(header)
-            items.append(WriteItem(key, lead + header, at, nbytes, ref, dtype))
-
-        def member_crc(index: int, crc: int) -> int:
-            return combined_crc(crc32(headers[index]), crc, items[index].nbytes)
-
-        return Layout(
-            tuple(items),
-            end + zip_archive.ending_size(slots),
-            lambda index, crc: zip_archive.descriptor(slots[index], member_crc(index, crc)),
-            lambda crcs: zip_archive.ending(
-                slots, [member_crc(index, crc) for index, crc in enumerate(crcs)], end
-            ),
-        )
+        return lay_out_arrays([(key, dtype, ref.shape, ref) for key, ref, dtype in tensors])
 
     def check_written(self, written: Path, name: Path, count: int) -> None:
         """Let numpy read the directory that was written, without unpickling anything."""
@@ -99,6 +74,49 @@ class NpzFile(TargetFormat):
             ) from error
         if len(seen) != count:
             raise VerificationFailed(f"{CONTAINER.by} sees {len(seen)} arrays in it", path=name)
+
+
+def lay_out_arrays(
+    arrays: Sequence[tuple[str, DType, Shape, TensorRef | bytes]],
+) -> Layout:
+    """The archive of arrays: the name, type, shape and values of each. The bytes of one may be left
+    empty by who writes them himself.
+    """
+    items: list[WriteItem] = []
+    slots: list[Slot] = []
+    headers: list[bytes] = []
+    end = 0
+    for key, dtype, shape, values in arrays:
+        header, nbytes = _header(dtype, shape), prod(shape) * dtype.itemsize
+        name = f"{key}{SUFFIX}".encode()
+        slot, lead, offset, end = zip_archive.lay_out(name, end, len(header) + nbytes)
+        slots.append(slot)
+        headers.append(header)
+        items.append(WriteItem(key, lead + header, offset + len(header), nbytes, values, dtype))
+
+    def member_crc(index: int, crc: int) -> int:
+        return combined_crc(crc32(headers[index]), crc, items[index].nbytes)
+
+    return Layout(
+        tuple(items),
+        end + zip_archive.ending_size(slots),
+        lambda index, crc: zip_archive.descriptor(slots[index], member_crc(index, crc)),
+        lambda crcs: zip_archive.ending(
+            slots, [member_crc(index, crc) for index, crc in enumerate(crcs)], end
+        ),
+    )
+
+
+def holds(dtype: DType) -> bool:
+    """Whether numpy has this type by itself."""
+    return dtype in _DESCRS
+
+
+def bad_names(keys: Sequence[str]) -> dict[str, str]:
+    """The keys that cannot all be names in one archive, and why."""
+    known, met = {*keys}, dict[str, str]()
+    found = {key: _why_no_name(key, met.setdefault(key.lower(), key), known) for key in keys}
+    return {key: what for key, what in found.items() if what is not None}
 
 
 def _refuse_array(key: str, dtype: DType, shape: Shape) -> None:

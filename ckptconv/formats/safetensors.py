@@ -8,18 +8,22 @@ little-endian, without gaps, to the very end of the file. Source: the format's R
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import prod
 from typing import Any
 
 from ckptconv.formats.layout import Layout, WriteItem
+from ckptconv.formats.safetensors_header import (
+    RESERVED,
+    header_bytes,
+    header_text,
+    malformed,
+    read_header,
+)
 from ckptconv.io.source import Source
 from ckptconv.objects.encodings import ENCODINGS, restore, written_form
 from ckptconv.pickles.nodes import ORDERED_DICT, Call
-from ckptconv.support.errors import CheckpointError, LimitExceeded, MalformedCheckpoint
-from ckptconv.support.json_text import read_object
-from ckptconv.support.limits import in_force
+from ckptconv.support.errors import CheckpointError, MalformedCheckpoint
 from ckptconv.tensors.dtypes import BY_SAFETENSORS, FLOAT4, FLOAT4_PAIRS, DType
 from ckptconv.tensors.refs import Storage, TensorRef, contiguous_stride, refuse_dimensions, view_of
 from ckptconv.tree.checkpoint import Checkpoint
@@ -28,8 +32,7 @@ from ckptconv.tree.containers import SAFETENSORS_LIBRARY, Container
 CONTAINER = Container(
     "safetensors", SAFETENSORS_LIBRARY, suffix=".safetensors", shares=False, names_storages=True
 )
-_RESERVED = "__metadata__"
-_NOT_ALIASES = ("format", "device")
+_NOT_ALIASES = ("format", "device", ENCODINGS)
 _FIELDS = {"dtype", "shape", "data_offsets"}
 
 
@@ -51,8 +54,8 @@ def open_safetensors(source: Source, _: Callable[[Source], Checkpoint]) -> Check
     alias of one that is there (as the library's `save_model` records tied tensors) becomes a second
     key of that tensor. The metadata's ``device`` becomes the location tag.
     """
-    header, start = _read_header(source)
-    metadata = _metadata(source, header.pop(_RESERVED, None))
+    header, start = read_header(source)
+    metadata = _metadata(source, header.pop(RESERVED, None))
     location = metadata.get("device", "cpu")
     tensors = {}
     spans = []
@@ -62,17 +65,19 @@ def open_safetensors(source: Source, _: Callable[[Source], Checkpoint]) -> Check
         storage = Storage(source, start + begin, end - begin, location, key, dtype)
         tensors[key] = view_of(storage, dtype, 0, shape, contiguous_stride(shape))
     _refuse_gaps(source, spans, source.size - start)
-    for alias, kept in metadata.items():
-        if (
-            alias not in tensors
-            and kept in tensors
-            and alias not in _NOT_ALIASES
-            and alias != ENCODINGS
-        ):
-            tensors[alias] = tensors[kept]
+    tensors |= {alias: tensors[kept] for alias, kept in aliases_in(metadata, tensors).items()}
     root = Call(ORDERED_DICT, ())
     root.pairs = list(_restored(source, tensors, metadata).items())
     return Checkpoint(source.path, CONTAINER, root, source.size, metadata, sources=(source,))
+
+
+def aliases_in(metadata: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
+    """The entries that call a tensor by a second name: each with the one of `names` that it is."""
+    found: dict[str, str] = {}
+    for alias, kept in metadata.items():
+        if (kept in names or kept in found) and alias not in names and alias not in _NOT_ALIASES:
+            found[alias] = found.get(kept, kept)
+    return found
 
 
 def _restored(
@@ -88,36 +93,6 @@ def _restored(
         raise error.at(path=source.path) from error.__cause__
 
 
-def _read_header(source: Source) -> tuple[dict[str, Any], int]:
-    if source.size < 8:
-        raise MalformedCheckpoint("is too short for a header", path=source.path)
-    size = int.from_bytes(source.read(0, 8), "little")
-    if 8 + size > source.size:
-        raise _malformed(
-            source, "header length", f"declares {size} bytes where {source.size - 8} are left"
-        )
-    if size > (most := in_force().safetensors_header_bytes):
-        raise LimitExceeded(
-            f"declares {size} bytes",
-            limit="safetensors_header_bytes",
-            allowed=most,
-            needed=size,
-            path=source.path,
-            where="header length",
-        )
-    raw = source.read(8, size)
-    if not raw.startswith(b"{"):
-        raise _malformed(source, "header", "does not begin with '{'")
-    header = read_object(raw, source.path, "header")
-    return header, 8 + size
-
-
-def _malformed(source: Source, where: str, what: str) -> MalformedCheckpoint:
-    return MalformedCheckpoint(
-        what, path=source.path, where=where, hint="the file is damaged, cut off or forged"
-    )
-
-
 _NOT_ACCOUNTED = "the library may accept it, but ckptconv does not read what it cannot account for"
 
 
@@ -127,11 +102,11 @@ def _metadata(source: Source, metadata: Any) -> dict[str, str]:
     if not isinstance(metadata, dict) or not all(
         isinstance(value, str) for value in metadata.values()
     ):
-        raise _malformed(source, _RESERVED, "holds something other than strings")
+        raise malformed(source, RESERVED, "holds something other than strings")
     try:
         "".join((*metadata, *metadata.values())).encode()
     except UnicodeEncodeError:
-        raise _malformed(source, _RESERVED, "holds half a character (a lone surrogate)") from None
+        raise malformed(source, RESERVED, "holds half a character (a lone surrogate)") from None
     return metadata
 
 
@@ -142,14 +117,14 @@ def _entry(source: Source, key: str, entry: Any) -> tuple[DType, tuple[int, ...]
     dtype = BY_SAFETENSORS.get(entry["dtype"]) if type(entry["dtype"]) is str else None
     shape, offsets = entry["shape"], entry["data_offsets"]
     if dtype is None:
-        raise _malformed(source, key, f"has the unknown dtype {entry['dtype']!r}")
+        raise malformed(source, key, f"has the unknown dtype {entry['dtype']!r}")
     if (
         type(shape) is not list
         or type(offsets) is not list
         or len(offsets) != 2
         or not _are_sizes([*shape, *offsets])
     ):
-        raise _malformed(source, key, "its shape or data_offsets hold something other than sizes")
+        raise malformed(source, key, "its shape or data_offsets hold something other than sizes")
     refuse_dimensions(len(shape), key)  # before sizes are multiplied
     begin, end = offsets
     if dtype is FLOAT4_PAIRS:
@@ -163,19 +138,17 @@ def _entry(source: Source, key: str, entry: Any) -> tuple[DType, tuple[int, ...]
         raise MalformedCheckpoint(what, path=source.path, where=key, hint=_NOT_ACCOUNTED)
     nbits = prod(shape) * dtype.bits
     if nbits % 8:
-        raise _malformed(
+        raise malformed(
             source, key, f"its {prod(shape)} elements of {dtype.bits} bits do not fill whole bytes"
         )
     if nbits // 8 != end - begin:
-        raise _malformed(
+        raise malformed(
             source, key, f"its shape needs {nbits // 8} bytes, its data_offsets span {end - begin}"
         )
     try:
         key.encode()
     except UnicodeEncodeError:
-        raise _malformed(
-            source, key, "its name holds half a character (a lone surrogate)"
-        ) from None
+        raise malformed(source, key, "its name holds half a character (a lone surrogate)") from None
     return dtype, tuple(shape), begin, end
 
 
@@ -187,14 +160,14 @@ def _refuse_gaps(source: Source, spans: list[tuple[int, int]], available: int) -
     at = 0
     for begin, end in sorted(spans):
         if begin != at:
-            raise _malformed(
+            raise malformed(
                 source,
                 "data_offsets",
                 f"leave a gap or overlap at byte {min(at, begin)} of the data",
             )
         at = end
     if at != available:
-        raise _malformed(source, "data", f"has {available} bytes where the header needs {at}")
+        raise malformed(source, "data", f"has {available} bytes where the header needs {at}")
 
 
 # ------------------------------------------------------------------------------------------ writing
@@ -210,11 +183,11 @@ def lay_out_safetensors(
     does.
     """
     ordered = sorted(tensors, key=lambda item: -item[2].itemsize)
-    header: dict[str, Any] = {_RESERVED: dict(metadata)} if metadata else {}
+    header: dict[str, Any] = {RESERVED: dict(metadata)} if metadata else {}
     at = 0
     sizes = []
     for key, ref, dtype in ordered:
-        if key == _RESERVED:
+        if key == RESERVED:
             raise CheckpointError(
                 "a tensor may not be called __metadata__ in safetensors",
                 where=key,
@@ -227,18 +200,7 @@ def lay_out_safetensors(
         header[key] = {"dtype": code, "shape": list(shape), "data_offsets": [at, at + nbytes]}
         sizes.append(nbytes)
         at += nbytes
-    raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    raw += b" " * (-len(raw) % 8)
-    if len(raw) > (most := in_force().safetensors_header_bytes):
-        raise LimitExceeded(
-            f"its header would take {len(raw)} bytes",
-            limit="safetensors_header_bytes",
-            allowed=most,
-            needed=len(raw),
-            advice="the safetensors library opens headers of at most 100,000,000 bytes: write a "
-            "torch file, or shards",
-        )
-    return _items(ordered, sizes, len(raw).to_bytes(8, "little") + raw)
+    return _items(ordered, sizes, header_bytes(header_text(header)))
 
 
 def _items(

@@ -6,8 +6,10 @@ one that is kept, as the library's `save_model` does.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ckptconv.formats.layout import Layout
 from ckptconv.formats.safetensors import lay_out_safetensors
@@ -83,19 +85,41 @@ class SafetensorsFile(TargetFormat):
 
     def check_written(self, written: Path, name: Path, count: int) -> None:
         """Let the safetensors library read the header that was written."""
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            with safe_open(written, framework="np") as opened:
-                seen = len(opened.keys())
-        except SafetensorError as error:
-            raise VerificationFailed(
-                f"the safetensors library does not open it: {error}", path=name
-            ) from error
+        with _opened(written, name) as opened:
+            seen = len(opened.keys())
         if seen != count:
             raise VerificationFailed(
                 f"the safetensors library sees {seen} tensors in it", path=name
             )
+
+
+def entries_seen(
+    written: Path, name: Path
+) -> tuple[dict[str, str] | None, dict[str, tuple[str, tuple[int, ...]]]]:
+    """What the safetensors library sees in a file that will be `name`: its metadata, and the dtype
+    and the shape of each tensor.
+
+    Raises `VerificationFailed` when it does not open it.
+    """
+    with _opened(written, name) as opened:
+        slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
+        return opened.metadata(), {
+            key: (item.get_dtype(), tuple(item.get_shape())) for key, item in slices.items()
+        }
+
+
+@contextlib.contextmanager
+def _opened(written: Path, name: Path) -> Iterator[Any]:
+    """A file as the safetensors library has it; `VerificationFailed` where it does not open it."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(written, framework="np") as opened:
+            yield opened
+    except SafetensorError as error:
+        raise VerificationFailed(
+            f"the safetensors library does not open it: {error}", path=name
+        ) from error
 
 
 def _aliases_in(checkpoint: Checkpoint) -> set[str]:

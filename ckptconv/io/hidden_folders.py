@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckptconv.io.destination import output_errors
+from ckptconv.io.journals import visible_prefix
 from ckptconv.support import platforms
 from ckptconv.support.signals import held_back
 
 TEMPORARY, SHARDS, OLD = "ckptconv-tmp", "ckptconv-shards", "ckptconv-old"
-_LONGEST_PREFIX = 100  # bytes of a name that its hidden folders repeat
 
 
 @contextlib.contextmanager
@@ -63,15 +63,7 @@ def _hidden_folder(target: Path) -> Iterator[Path]:
 
 def hidden_name(target: Path, kind: str) -> Path:
     """A new name of a hidden folder of one kind, beside `target`."""
-    return target.with_name(f".{_prefix(target)}.{os.urandom(4).hex()}.{kind}")
-
-
-def _prefix(target: Path) -> str:
-    prefix = target.name
-    # half a character is not a name on macOS and Windows
-    while len(os.fsencode(prefix)) > _LONGEST_PREFIX:
-        prefix = prefix[:-1]
-    return prefix
+    return target.with_name(f".{visible_prefix(target)}.{os.urandom(4).hex()}.{kind}")
 
 
 def _locked_folder(folder: Path) -> platforms.FolderLock:
@@ -115,7 +107,7 @@ def remove_leftovers(target: Path, kind: str = TEMPORARY, *, own: bool = False) 
 
     With `own` only those that this user made.
     """
-    is_ours = re.compile(rf"\.{re.escape(_prefix(target))}\.[0-9a-f]{{8}}\.{kind}").fullmatch
+    is_ours = re.compile(rf"\.{re.escape(visible_prefix(target))}\.[0-9a-f]{{8}}\.{kind}").fullmatch
     with contextlib.suppress(OSError):  # a folder that may not be listed, or is not there
         for item in target.parent.iterdir():
             if is_ours(item.name) and (not own or platforms.is_own(item)):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptconv.io.files import FilePool, FileSource, PooledSource, stamp
+from ckptconv.io.journals import refuse_torn
 from ckptconv.io.location import Kind, Location
 from ckptconv.io.source import Fingerprint, Source
 
@@ -58,6 +59,7 @@ class LocalPlace(Location):
         return sorted(item.name for item in self.at.iterdir())
 
     def open(self, pool: FilePool | None = None) -> Source:
+        refuse_torn(self.at)
         return FileSource(self.at) if pool is None else PooledSource(self.at, pool)
 
     def fingerprint(self) -> Fingerprint | None:

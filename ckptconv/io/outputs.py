@@ -109,6 +109,8 @@ class _Staged(Destination):
         self, name: str, size: int, on_progress: Callable[[int], None] | None = None
     ) -> LocalDraft:
         made = self._folder() / name
+        if "/" in name:
+            made.parent.mkdir(parents=True, exist_ok=True)
         draft = LocalDraft(made, self._named(name), size, on_progress, fsync=self._fsync)
         self._drafts.append(draft)
         return draft
@@ -131,7 +133,7 @@ class _Staged(Destination):
 
     def _named(self, name: str) -> Path:
         """How errors call the draft of that name."""
-        return self.path.with_name(name)
+        return self.path.parent / name
 
     @abstractmethod
     def _prepared(self, leaving: ExitStack) -> Path:
@@ -179,7 +181,9 @@ class SetOutput(_Staged):
         if self._is_new:
             refuse_missing_folder(folder, folder.parent)
         else:
-            for path in (*self._files.claimed, *self._files.earlier(), *self._files.files):
+            companions = [path for path in self._files.companions if path.parent.exists()]
+            files = self._files
+            for path in (*files.claimed, *files.earlier(), *files.files, *companions):
                 check_output(path, force=self._force)
         if self._in_folder:
             # of a process that was killed just when the folder was there

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ckptconv.io.destination import check_folder, check_output, followed, output_errors
 from ckptconv.io.hidden_folders import OLD, SHARDS, hidden_name, remove_hidden, remove_leftovers
+from ckptconv.io.journals import journal_path
 from ckptconv.support import platforms
 from ckptconv.support.errors import OutputRefused, printable
 from ckptconv.support.signals import held_back
@@ -61,6 +62,8 @@ def put_new_folder(made: Path, path: Path, *, fsync: bool) -> bool:
     target = followed(path)
     with output_errors(path), held_back():
         if fsync:
+            for inner in filter(Path.is_dir, made.iterdir()):
+                fsync_folder(inner)
             fsync_folder(made)
         if not _rename_folder(made, target):
             return False
@@ -72,7 +75,8 @@ def put_new_folder(made: Path, path: Path, *, fsync: bool) -> bool:
 @dataclass(frozen=True, slots=True)
 class ShardSet:
     """A checkpoint of many files in one folder: the paths of its shards and of its index, or of one
-    file without an index. `claimed` are other names that must be free.
+    file without an index. `claimed` are other names that must be free. `companions` are files that
+    come along, in that folder or in a folder in it.
 
     `earlier()` are the files that are there by now under these names or others of such a set;
     `moved_index(folder)` is an index of the same shards in `folder`, a folder beside the index.
@@ -83,6 +87,7 @@ class ShardSet:
     earlier: Callable[[], Sequence[Path]]
     moved_index: Callable[[str], bytes]
     claimed: Sequence[Path] = ()
+    companions: Sequence[Path] = ()
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -94,24 +99,91 @@ def put_set(made: Path, files: ShardSet, path: Path, *, force: bool, fsync: bool
     """Give the files in the folder `made` their names, so that an index never names a mixture, and
     remove earlier ones.
 
-    Names that are free are taken first, and the index last. Where shards of the index that is there
-    have the same names, the new ones are first named by a passing index, where they lie in a hidden
-    folder; then they get their own names, and the new index follows. Where a file system has no
-    hard links, there is no index for that moment.
+    Names that are free are taken first, and the index last; companions that are replaced follow.
+    Where shards of the index that is there have the same names, the new ones are first named by a
+    passing index, where they lie in a hidden folder; then they get their own names, and the new
+    index follows. Where a file system has no hard links, there is no index for that moment.
     """
-    with output_errors(path), _folder_held(path), held_back():
+    with output_errors(path), folder_held(path), held_back():
         earlier = files.earlier()
         if not force and earlier:
             raise _exists_by_now(earlier[0])
-        if files.index is None:
-            put_file(made / path.name, path, force=force, fsync=fsync)
-        elif files.index in earlier and set(files.shards) & set(earlier):
-            _put_over(made, files, path, fsync=fsync)
-        else:
-            _put_new(made, files, path, force=force, fsync=fsync)
+        with _companions_put(made, files, path, force=force, fsync=fsync) as replaced:
+            left = made
+            if files.index is None:
+                put_file(made / path.name, path, force=force, fsync=fsync)
+            elif files.index in earlier and set(files.shards) & set(earlier):
+                left = _put_over(made, files, path, fsync=fsync)
+            else:
+                _put_new(made, files, path, force=force, fsync=fsync)
+            try:
+                _replace_companions(left, replaced, path, fsync=fsync)
+            finally:
+                if left != made:
+                    remove_hidden(left)
         own = {*files.shards, files.index}
         _remove_replaced([item for item in earlier if item not in own], path)
         remove_leftovers(path, SHARDS)
+
+
+@contextlib.contextmanager
+def _companions_put(
+    made: Path, files: ShardSet, path: Path, *, force: bool, fsync: bool
+) -> Iterator[Sequence[Path]]:
+    """The companions whose names are free have them within the block, and lose them again where it
+    fails before the checkpoint is in place; the others, which are to be replaced, are yielded.
+    """
+    home, last = path.parent, files.index or path
+    replaced = [item for item in files.companions if os.path.lexists(item)]
+    if replaced and not force:
+        raise _exists_by_now(replaced[0])
+    before, placed = _identity(last), list[Path]()
+    try:
+        for item in files.companions:
+            if item in replaced:
+                continue
+            if item.parent != home and not item.parent.exists():
+                item.parent.mkdir()
+                placed.append(item.parent)
+            _name(made / item.relative_to(home), item)
+            placed.append(item)
+        if fsync:
+            for folder in {item.parent for item in placed}:
+                fsync_folder(folder)
+        yield replaced
+    except BaseException as error:
+        if (now := _identity(last)) is not None and now != before:
+            raise  # after the checkpoint was in place, and they belong to it
+        left = [item for item in reversed(placed) if not _is_removed(item)]
+        if left:
+            raise _not_undone(
+                error, path, f"{_names(left)} may be left behind; remove it"
+            ) from error
+        raise
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _replace_companions(made: Path, replaced: Sequence[Path], path: Path, *, fsync: bool) -> None:
+    """Companions in the places of earlier ones, each in one step, when the checkpoint is in its."""
+    for item in replaced:
+        try:
+            _replace(made / item.relative_to(path.parent), item)
+        except OSError as error:
+            why = os.strerror(error.errno or 0)
+            what = f"is in place, but {item.name} of the earlier one cannot be replaced: {why}"
+            raise OutputRefused(
+                what, path=path, hint="copy it, or run the command again"
+            ) from error
+    if fsync:
+        for folder in {item.parent for item in replaced}:
+            _confirm(folder, path)
 
 
 def _remove_replaced(paths: Sequence[Path], output: Path) -> None:
@@ -130,7 +202,7 @@ def _remove_replaced(paths: Sequence[Path], output: Path) -> None:
 
 
 @contextlib.contextmanager
-def _folder_held(path: Path) -> Iterator[None]:
+def folder_held(path: Path) -> Iterator[None]:
     """The folder of `path` locked against others who put shards in place there.
 
     Names of two sets must not be mixed.
@@ -194,6 +266,8 @@ def _replace(made: Path, target: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         _take_over(made, target.stat())
     platforms.replace(made, target)
+    with contextlib.suppress(OSError):  # of an edit that was interrupted
+        journal_path(target).unlink()
 
 
 def _take_over(made: Path, before: os.stat_result) -> None:
@@ -231,7 +305,7 @@ def _put_new(made: Path, files: ShardSet, path: Path, *, force: bool, fsync: boo
 
 def _is_removed(path: Path) -> bool:
     try:
-        path.unlink()
+        path.rmdir() if path.is_dir() else path.unlink()
     except OSError:
         return False
     return True
@@ -251,13 +325,13 @@ def _not_undone(error: BaseException, path: Path, left: str) -> BaseException:
         return refused
 
 
-def _put_over(made: Path, files: ShardSet, path: Path, *, fsync: bool) -> None:
-    """Shards under names that the index names, and a new index."""
+def _put_over(made: Path, files: ShardSet, path: Path, *, fsync: bool) -> Path:
+    """Shards under names that the index names, and a new index; where what is left of `made` is."""
     assert files.index is not None
     if not _has_links(made / files.index.name):
         files.index.unlink()
         _put_new(made, files, path, force=True, fsync=fsync)
-        return
+        return made
     passing = hidden_name(path, SHARDS)
     _write(made / _PASSING_INDEX, files.moved_index(passing.name), fsync=fsync)
     for index in (_PASSING_INDEX, files.index.name):
@@ -285,7 +359,7 @@ def _put_over(made: Path, files: ShardSet, path: Path, *, fsync: bool) -> None:
         raise OutputRefused(
             what, path=path, hint=f"they are complete, in {passing.name}; run the command again"
         ) from error
-    remove_hidden(passing)
+    return passing
 
 
 def _rename_behind_index(
@@ -377,3 +451,10 @@ def fsync_folder(folder: Path) -> None:
     """Make the names in a folder last; one that may not be read cannot be synced."""
     with contextlib.suppress(PermissionError):
         platforms.sync_folder(folder)
+
+
+def sync_file(path: Path) -> None:
+    """Have the disk confirm a file that is in its place, and its name."""
+    with output_errors(path):
+        platforms.sync_file(path)
+        fsync_folder(path.parent)

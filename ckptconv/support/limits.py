@@ -95,6 +95,10 @@ class Limits:
     """Ints beyond 61 bits among the keys of one dict: all may have the same hash."""
     key_tuple: int = 64
     """Parts of a tuple that is a dict key."""
+    companion_bytes: int = 100_000_000
+    """Size of a file beside a model that `--with-files` copies (a large ``tokenizer.json`` has 35
+    million).
+    """
     rules_bytes: int = 100_000_000
     """Size of a file of key rules, or of a mapping."""
     regex_seconds: float = 10.0

@@ -197,6 +197,10 @@ def test_the_facts_about_tensors_are_those_that_torch_has(room):
 def test_convert_prints_what_the_page_says(room):
     tied = {"embed.weight": torch.ones(2, 2)}
     torch.save(tied, room / "one_name.pt")
+    (room / "hf").mkdir()
+    torch.save(tied, room / "hf" / "pytorch_model.bin")
+    (room / "hf" / "config.json").write_text("{}")
+    (room / "hf" / "model.py").write_text("")
     torch.save({**tied, "extra.scale": torch.ones(7)}, room / "one_more.pt")
     torch.save({**tied, "head.weight": tied["embed.weight"]}, room / "two_names.pt")
     torch.save(
@@ -246,6 +250,7 @@ def test_convert_prints_what_the_page_says(room):
             "features.=f.",
             cwd=room,
         ),
+        document("convert", "hf", "hf_out", "--with-files", cwd=room),
         document("convert", "two_names.pt", "tied.safetensors", cwd=room),
         document("convert", "namespace_train.pt", "plain.pt", cwd=room),
         document("convert", "one_name.pt", "filled.pt", "--like", "two_names.pt", cwd=room),
@@ -261,6 +266,21 @@ def test_convert_prints_what_the_page_says(room):
     }
     assert found[-1]["dry_run"] is True and found[-1]["error"]["exit_code"] == 1
     hold("convert, strip-module, add-module, merge, average", found, fit=True)
+
+
+def test_edit_prints_what_the_page_says(room):
+    from safetensors.torch import save_file
+
+    save_file({"old.a": torch.ones(2), "b": torch.ones(3)}, room / "m.safetensors")
+    words = ("--rename", "old.=n.", "--metadata", "license=mit", "--save-mapping", "names.json")
+    found = [
+        document("edit", "m.safetensors", *words, "--verify", cwd=room),
+        document("edit", "m.safetensors", "--remove-metadata", "license", "-n", cwd=room),
+        document("edit", "m.safetensors", "--keys", "strip", cwd=room),
+        document("edit", "m.safetensors", "--rename", "no.=n.", cwd=room, code=1),
+    ]
+    assert [item["in_place"] for item in found[:3]] == [False, True, None]
+    hold("edit", found)
 
 
 def test_doctor_prints_what_the_page_says(room):

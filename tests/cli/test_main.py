@@ -1252,6 +1252,23 @@ COMMANDS = {
     "show": ["INDICES", "--npy", "--force"],
     "merge": [*OPTIONS, "--prefix"],
     "average": [*OPTIONS, "--weights", "--integers"],
+    "edit": [
+        "--metadata",
+        "--metadata-from",
+        "--remove-metadata",
+        "--device",
+        "--keys",
+        "--rename",
+        "--strip-prefix",
+        "--rules",
+        "--save-mapping",
+        "--rewrite",
+        "--dry-run",
+        "--verify",
+        "--no-fsync",
+        "--json",
+        "--quiet",
+    ],
 }
 
 

@@ -28,13 +28,15 @@ class Scene:
     """A conversion: `prepare` makes the room in which it runs, `arguments` are the command's,
     `found` reads the output.
 
-    `written` reads what is put in place where other readers may still find the old output, whole.
+    `written` reads what is put in place where other readers may still find the old output, whole;
+    `again` are the words that are added when the conversion is made once more.
     """
 
     prepare: Callable[[Path], None]
     arguments: Callable[[Path], tuple[object, ...]]
     found: Callable[[Path], Tensors | None]
     written: Callable[[Path], Tensors | None] | None = None
+    again: tuple[str, ...] = ("--force",)
 
     def state(self, room: Path) -> str:
         """What a reader of the output finds: ``old``, ``new`` or ``absent``; anything else is an
@@ -200,6 +202,32 @@ def convert(
     return lambda room: ("convert", room / source, room / output, "-q", *words)
 
 
+def with_model(room: Path) -> None:
+    """A source with files beside it, and a folder that has one of them."""
+    (room / "hf").mkdir()
+    source(room / "hf")
+    (room / "hf" / "in.pt").rename(room / "hf" / "pytorch_model.bin")
+    for name in ("config.json", "tokenizer.json"):
+        (room / "hf" / name).write_text(f"new {name}")
+    (room / "out").mkdir()
+    (room / "out" / "config.json").write_text("old config.json")
+
+
+def with_files_at(index: str) -> Callable[[Path], Tensors | None]:
+    """A reader of shards, which wants the files beside them whole."""
+    read = set_at(index)
+
+    def found(room: Path) -> Tensors | None:
+        folder, tensors = (room / index).parent, read(room)
+        texts = {path.name: path.read_text() for path in folder.glob("[ct]*.json")}
+        allowed = {f"{word} {name}" for word in ("old", "new") for name in texts}
+        assert set(texts.values()) <= allowed, texts
+        assert tensors is None or "tokenizer.json" in texts
+        return tensors
+
+    return found
+
+
 def in_place(name: str) -> Callable[[Path], None]:
     """One file of the old tensors, under keys that the conversion turns to the new names."""
 
@@ -264,6 +292,15 @@ def numbers_at(name: str) -> Callable[[Path], Tensors | None]:
     return read
 
 
+def wrapped_file(room: Path) -> None:
+    """A safetensors file of the old tensors, under keys that an edit turns to the new names."""
+    save_file({f"module.{key}": tensor for key, tensor in NEW.items()}, room / "m.safetensors")
+
+
+def edit(*words: str) -> Callable[[Path], tuple[object, ...]]:
+    return lambda room: ("edit", room / "m.safetensors", "-q", "--keys", "strip", *words)
+
+
 INDEX = "out/model.safetensors.index.json"
 SCENES: dict[str, Scene] = {
     "torch": Scene(source, convert(output="out.pt"), file_at("out.pt")),
@@ -271,6 +308,19 @@ SCENES: dict[str, Scene] = {
     "force": Scene(with_file("out.pt"), convert("--force", output="out.pt"), file_at("out.pt")),
     "in place": Scene(
         in_place("m.pt"), convert("--force", source="m.pt", output="m.pt"), stripped("m.pt")
+    ),
+    "edit": Scene(wrapped_file, edit(), stripped("m.safetensors"), again=()),
+    "edit that does not fit": Scene(
+        wrapped_file,
+        edit("--metadata", f"note={'x' * 3000}"),
+        stripped("m.safetensors"),
+        again=(),
+    ),
+    "edit with a mapping": Scene(
+        wrapped_file,
+        lambda room: (*edit()(room), "--save-mapping", room / "map.json"),
+        stripped("m.safetensors"),
+        again=(),
     ),
     "large": Scene(
         numbers(900_000), convert(output="out.safetensors"), numbers_at("out.safetensors")
@@ -305,6 +355,16 @@ SCENES: dict[str, Scene] = {
         convert("--max-shard-size", "1GB", "--force", output="out"),
         set_or_file("out"),
         file_at("out/model.safetensors"),
+    ),
+    "files in a new folder": Scene(
+        with_model,
+        convert(*SHARDED, "--with-files", source="hf", output="model"),
+        with_files_at("model/model.safetensors.index.json"),
+    ),
+    "files in a folder": Scene(
+        with_model,
+        convert(*SHARDED, "--with-files", "--force", source="hf", output="out"),
+        with_files_at(INDEX),
     ),
     "dcp": Scene(source, convert("--to", "dcp", output="out"), dcp_at("out")),
     "dcp again": Scene(with_dcp, convert("--to", "dcp", "--force", output="out"), dcp_at("out")),

@@ -75,7 +75,7 @@ def assert_survives(scene: Scene, program: Traced, call: Call, fault: str, room:
         assert hidden(room) == [] or "they are complete, in ." in done.err, done.err
     if left == before and not hidden(room):
         return
-    again = program.untraced("--force")
+    again = program.untraced(*scene.again)
     assert again.exit == 0, again.err
     assert scene.state(room) == "new"
     assert hidden(room) == []

@@ -5,6 +5,7 @@ reader would do it.
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,21 @@ def test_no_command_hides_in_a_block_that_is_not_run(page):
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) < 150
+
+
+def test_the_statistics_in_the_readme_are_those_that_are_printed(tmp_path):
+    shutil.copytree(ROOT / "sample_ckpts", tmp_path / "try")
+    text = (ROOT / "README.md").read_text("utf-8")
+    wanted = [
+        line for line in text.splitlines() if re.match("ckptconv (strip-module|stats) ", line)
+    ]
+    assert len(wanted) == 2
+    for line in wanted:
+        done = subprocess.run(
+            [sys.executable, "-m", *line.split()], cwd=tmp_path / "try", capture_output=True,
+            text=True, check=True,
+        )  # fmt: skip
+    assert f"```text\n{done.stdout}```" in text
 
 
 COMMANDS = (

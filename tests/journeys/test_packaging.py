@@ -187,9 +187,11 @@ def test_every_link_of_the_description_leads_somewhere_from_anywhere(metadata):
     assert len(links) > 10
     for link in links:
         assert link.startswith("https://"), link
-        inside = link.removeprefix(f"{HOME}/blob/main/")
+        inside = re.sub(rf"^{HOME}/(blob|raw)/main/", "", link)
         if inside != link:
             assert (ROOT / inside).exists(), link
+    pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
+    assert pictures and all(link.startswith(f"{HOME}/raw/main/") for link in pictures)
     anchors = {"#" + re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ",
         "-") for line in text.splitlines()
                if line.startswith("#")}  # fmt: skip

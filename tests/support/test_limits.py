@@ -115,6 +115,13 @@ def index_of_shards(folder: Path) -> Callable[[], None]:
     return opened(folder / "out.safetensors.index.json")
 
 
+def model_folder(folder: Path) -> Callable[[], Any]:
+    torch.save({"w": W}, folder / "pytorch_model.bin")
+    (folder / "config.json").write_text('{"hidden_size": 4}')
+    out = folder / "out"
+    return lambda: ckptconv.convert_checkpoint(folder, out, with_files=True, force=True)
+
+
 def rules_file(folder: Path) -> Callable[[], Any]:
     (folder / "rules.json").write_text(json.dumps({"rules": [{"strip-prefix": "module."}]}))
     return lambda: ckptconv.read_key_rules(folder / "rules.json")
@@ -171,6 +178,7 @@ CASES = {
         converted({"w": W, "ids": {1 << 62: 1, 1 << 63: 2, 1 << 64: 3}}), {"large_int_keys": 2}
     ),
     "key_tuple": Case(converted({"w": W, "by": {(1, 2, 3): 1}}), {"key_tuple": 2}),
+    "companion_bytes": Case(model_folder, {"companion_bytes": 10}),
     "rules_bytes": Case(rules_file, {"rules_bytes": 10}),
     "regex_seconds": Case(slow_pattern, {"regex_seconds": 0.001}),
     "compared_pairs": Case(two_trees, {"compared_pairs": 1}),

@@ -178,3 +178,85 @@ def test_wrong_indices_are_wrong_usage_and_nothing_is_left(model):
     folder, _ = model
     done = run("show", "m.pt", "ints", "[a]", "--npy", "never.npy", cwd=folder)
     assert done.exit == 2 and "as numpy does" in done.err and not (folder / "never.npy").exists()
+
+
+# ---------------------------------------------------------------------------------- several at once
+
+
+def test_npz_is_what_numpy_loads(model):
+    folder, tensors = model
+    names = [
+        "t3.weight",
+        "strided",
+        "[1:9:2, ::-3]",
+        "ints",
+        "[-1]",
+        "flags",
+        "t7.weight",
+        "t0.weight",
+    ]
+    done = run("show", "m.pt", *names, "--npz", "o.npz", cwd=folder)
+    assert done.exit == 0 and done.out == "" and "6 tensors → o.npz" in done.err
+    expected = {name: tensors[name].numpy() for name in names if name[0] != "["}
+    expected["strided"] = expected["strided"][1:9:2, ::-3]
+    expected["ints"] = expected["ints"][-1]
+    with np.load(folder / "o.npz", allow_pickle=False) as found:
+        assert [*found] == [*expected]
+        for name, array in expected.items():
+            assert np.array_equal(found[name], array), name
+            assert found[name].dtype == array.dtype and found[name].shape == array.shape
+    before = (folder / "o.npz").read_bytes()
+    again = run("show", "m.pt", "flags", "--npz", "o.npz", cwd=folder)
+    assert again.exit == 1 and "exists" in again.err and (folder / "o.npz").read_bytes() == before
+    assert run("show", "m.pt", "flags", "--npz", "o.npz", "--force", cwd=folder).exit == 0
+    with np.load(folder / "o.npz") as found:
+        assert [*found] == ["flags"]
+
+
+def test_a_large_tensor_in_an_archive_is_written_in_pieces(tmp_path):
+    tensors = {"a": torch.randn(1000, 700), "b": torch.randn(700, 900).t()}
+    torch.save(tensors, tmp_path / "m.pt")
+    assert run("show", "m.pt", "a", "b", "--npz", "o.npz", cwd=tmp_path).exit == 0
+    with np.load(tmp_path / "o.npz") as found:
+        assert all(np.array_equal(found[name], tensors[name].numpy()) for name in "ab")
+
+
+def test_quantized_and_complex_tensors_are_numbers_in_an_archive(tmp_path):
+    tensors = {
+        "q": torch.quantize_per_tensor(torch.randn(4, 3), 0.1, 7, torch.quint8),
+        "c": torch.randn(5, dtype=torch.complex64),
+        "h": torch.randn(5, dtype=torch.complex64).to(torch.complex32),
+    }
+    torch.save(tensors, tmp_path / "m.pt")
+    assert run("show", "m.pt", *tensors, "--npz", "o.npz", cwd=tmp_path).exit == 0
+    assert run("show", "m.pt", "h", "--npy", "h.npy", cwd=tmp_path).exit == 0
+    with np.load(tmp_path / "o.npz") as found:
+        assert np.array_equal(found["q"], tensors["q"].dequantize().double().numpy())
+        assert np.array_equal(found["c"], tensors["c"].numpy())
+        assert np.array_equal(found["h"], tensors["h"].to(torch.complex64).numpy())
+    assert np.array_equal(np.load(tmp_path / "h.npy"), tensors["h"].to(torch.complex64).numpy())
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (("w", "h", "--npz", "o.npz"), 1, "numpy has no dtype bfloat16 by itself"),
+        (("w", "--npy", "o.npz"), 1, "numpy has no dtype bfloat16 by itself"),
+        (("a", "a", "--npz", "o.npz"), 1, "a is named twice"),
+        (("a", "A", "--npz", "o.npz"), 1, "differs only in case"),
+        (("a", "no", "--npz", "o.npz"), 1, "no tensor has this name"),
+        (("a", "[9]", "--npz", "o.npz"), 2, "has the index 9"),
+        (("a", "[0]", "[0]", "--npz", "o.npz"), 1, "no tensor has this name"),
+        (("a", "[0]", "h"), 2, "--npz FILE writes several"),
+        (("a", "--npy", "o.npz", "--npz", "o.npz"), 2, "both given"),
+        (("a", "--npz", "-"), 2, "does not name a file"),
+        (("a", "--npy", "-"), 2, "does not name a file"),
+        ((), 2, "Missing argument"),
+    ],
+)
+def test_what_an_archive_cannot_hold_is_refused_and_nothing_is_left(tmp_path, words, code, says):
+    tensors = {name: torch.ones(3) for name in ("a", "A", "h")} | {"w": torch.ones(1).bfloat16()}
+    torch.save(tensors, tmp_path / "m.pt")
+    done = run("show", "m.pt", *words, cwd=tmp_path)
+    assert done.exit == code and says in done.err, done.err
+    assert [path.name for path in tmp_path.iterdir()] == ["m.pt"]

@@ -1,0 +1,104 @@
+"""The command that changes a file in its place: edit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ckptconv.cli.completion import offer_devices
+from ckptconv.cli.options import FILE, LIMIT, NEW_FILE, RuleCommand, key_options, key_rules
+from ckptconv.cli.progress_display import COPYING, progress_shown
+from ckptconv.cli.terminal import errors_shown, print_json, print_summary
+
+
+@click.command(
+    cls=RuleCommand,
+    short_help="Change names and metadata of a safetensors file in its place.",
+    epilog="""\b
+Examples:
+  ckptconv edit model.safetensors --metadata license=mit
+  ckptconv edit model.safetensors --metadata format=pt --rename old.=new.
+  ckptconv edit model.safetensors --remove-metadata author --dry-run
+  ckptconv edit model.safetensors --strip-prefix module. --save-mapping map.json
+  ckptconv edit model.safetensors""",
+)
+@click.argument("source", metavar="FILE", type=FILE)
+@click.option(
+    "--metadata",
+    metavar="NAME=VALUE",
+    multiple=True,
+    help="Set a string beside the tensors. Repeatable.",
+)
+@click.option(
+    "--metadata-from", metavar="FILE", type=FILE, help="Set the strings of a JSON object."
+)
+@click.option(
+    "--remove-metadata", metavar="NAME", multiple=True, help="Remove a string. Repeatable."
+)
+@click.option(
+    "--device",
+    metavar="TAG",
+    shell_complete=offer_devices,
+    help="Set the device tag of the tensors: cpu, cuda:1, mps, ...",
+)
+@key_options("keep")
+@click.option(
+    "--save-mapping",
+    metavar="FILE",
+    type=NEW_FILE,
+    help="Save which name became which, so that --rules FILE --reverse can undo it.",
+)
+@click.option(
+    "--rewrite",
+    is_flag=True,
+    help="Write the whole file again, and put it in the place of the old one in one step.",
+)
+@LIMIT
+@click.option("-n", "--dry-run", is_flag=True, help="Write nothing; say what would be changed.")
+@click.option("--verify", is_flag=True, help="Have the safetensors library read what was written.")
+@click.option("--no-fsync", is_flag=True, help="Do not wait for the disk.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+@click.option("-q", "--quiet", is_flag=True, help="Print only errors.")
+def edit(source: Path, keys: str, **given: Any) -> None:
+    """Change the names of tensors in the safetensors file FILE, and the strings beside them, in its
+    place.
+
+    Only the header is written where the new one fits, so the size of the file does not matter; else
+    the whole file is written again. A kill leaves the old file or the new one. Should it come in
+    the middle of the write, ckptconv refuses the file, and this command gives it its old header
+    back; without options, it does nothing else.
+    """
+    from ckptconv.convert import edit_report
+    from ckptconv.convert.edit import edit_header, given_strings
+    from ckptconv.convert.header_edits import HeaderEdit
+
+    as_json, dry_run = given["as_json"], given["dry_run"]
+    with errors_shown(as_json, usage=True):
+        asked = HeaderEdit(
+            key_rules(keys, reverse=given["reverse"]),
+            given_strings(given["metadata"], given["metadata_from"], given["device"]),
+            given["remove_metadata"],
+        )
+    silent = given["quiet"] or as_json
+    with (
+        errors_shown(as_json, usage=asked.is_nothing),
+        progress_shown(COPYING, silent=silent) as on_progress,
+    ):
+        result = edit_header(
+            source,
+            asked,
+            save_mapping=given["save_mapping"],
+            rewrite=given["rewrite"],
+            dry_run=dry_run,
+            fsync=not given["no_fsync"],
+            verify=given["verify"],
+            on_progress=on_progress,
+        )
+    if as_json:
+        print_json(edit_report.edit_document(result, dry_run=dry_run))
+    elif not given["quiet"]:
+        print_summary(
+            edit_report.edit_headline(result, dry_run=dry_run), edit_report.edit_lines(result)
+        )

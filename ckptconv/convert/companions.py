@@ -1,0 +1,261 @@
+"""The files beside a model that belong to it, chosen by their names alone: configuration,
+tokenizer, processors, texts for people. Nothing in them decides anything, nothing is executed.
+
+The names are those that transformers, diffusers, peft, timm and sentence-transformers write
+(``*_NAME`` in ``transformers.utils``, ``vocab_files_names`` of its tokenizers).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from ckptconv.io.destination import Destination
+from ckptconv.io.local import place_of
+from ckptconv.io.location import Location, read_small
+from ckptconv.io.source import CHUNK, Fingerprint
+from ckptconv.support.errors import (
+    CheckpointError,
+    LimitExceeded,
+    MalformedCheckpoint,
+    VerificationFailed,
+    printable,
+)
+from ckptconv.support.json_text import read_object
+from ckptconv.support.limits import in_force
+
+NAMES = frozenset({
+    "config.json", "generation_config.json", "adapter_config.json", "modelcard.json",
+    "quantize_config.json", "quantization_config.json", "model_index.json", "params.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "tokenizer.model", "tokenizer.model.v3", "tekken.json", "normalizer.json",
+    "vocab.json", "vocab.txt", "vocab.bpe", "vocab.model", "vocab-src.json", "vocab-tgt.json",
+    "merges.txt", "bpe.codes", "dict.txt", "encoder.json", "emoji.json", "entity_vocab.json",
+    "spiece.model", "spm.model", "sentencepiece.model", "sentencepiece.bpe.model",
+    "sentencepiece.model.vocab", "source.spm", "target.spm", "bpe.model", "prophetnet.tokenizer",
+    "preprocessor_config.json", "processor_config.json", "image_processor_config.json",
+    "image_processor.json", "video_preprocessor_config.json", "audio_tokenizer_config.json",
+    "feature_extractor_config.json", "chat_template.json", "chat_template.jinja",
+    "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json",
+    "scheduler_config.json", "label_map.json", "id2label.json",
+})  # fmt: skip
+"""The names of the files that are copied."""
+
+_PEOPLE = re.compile(
+    r"(readme|license|licence|copying|notice|use_policy|model_card|authors|citation)"
+    r"([-_.][a-z0-9]+){0,5}(\.(md|txt|rst|cff))?",
+    re.I,
+).fullmatch
+"""Texts for people: README.md, LICENSE, LICENSE-MODEL.txt, NOTICE, USE_POLICY.md."""
+_TIKTOKEN = re.compile(r"[\w.-]+\.tiktoken", re.A).fullmatch
+TEMPLATES = "additional_chat_templates"
+"""The only folder that is looked into, for the ``.jinja`` files that transformers puts there."""
+_TEMPLATE = re.compile(r"[\w.-]+\.jinja", re.A).fullmatch
+
+_CODE = frozenset({
+    ".py", ".pyc", ".pyd", ".pyi", ".so", ".dll", ".dylib", ".sh", ".bat", ".ps1", ".js", ".ipynb",
+    ".exe", ".jar", ".whl", ".wasm",
+})  # fmt: skip
+_WEIGHTS = frozenset({
+    ".safetensors", ".bin", ".pt", ".pth", ".pt2", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf",
+    ".ggml", ".npz", ".npy", ".pkl", ".pickle", ".distcp", ".tflite", ".ot", ".mlmodel", ".nemo",
+    ".pdparams", ".zip", ".tar",
+})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Companion:
+    """A file that is copied: where it lies, its path in the folder, its size and what tells it from
+    others.
+    """
+
+    place: Location
+    name: str
+    nbytes: int
+    stamp: Fingerprint | None
+
+
+@dataclass(frozen=True, slots=True)
+class LeftFile:
+    """A file of the folder that is not copied, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What lies beside a model: what is copied, and what is not."""
+
+    copied: tuple[Companion, ...] = ()
+    left: tuple[LeftFile, ...] = ()
+
+
+def is_companion(name: str) -> bool:
+    """Whether a file of this name is copied.
+
+    >>> [*filter(is_companion, ("config.json", "LICENSE-2.0.md", "model.py", "README.py"))]
+    ['config.json', 'LICENSE-2.0.md']
+    """
+    if name in NAMES or _TIKTOKEN(name):
+        return True
+    return PurePosixPath(name).suffix.lower() not in _CODE | _WEIGHTS and bool(_PEOPLE(name))
+
+
+def companions(home: Location, read: Sequence[Path]) -> Beside:
+    """The files of the folder `home` that belong to a model, by name; `read` are those of the
+    checkpoint itself.
+
+    Raises `LimitExceeded` for a file that is larger than such a file is.
+    """
+    own = {Path(os.path.abspath(path)) for path in read}  # noqa: PTH100 (links are not followed)
+    copied: list[Companion] = []
+    left: list[LeftFile] = []
+    for name, place in _candidates(home):
+        if place.path in own:
+            continue
+        is_named = _TEMPLATE(name.partition("/")[2]) if "/" in name else is_companion(name)
+        reason = _why_left(name, place, home, is_named=bool(is_named))
+        if reason is None:
+            copied.append(_companion(name, place))
+        else:
+            left.append(LeftFile(name, reason))
+    return Beside(tuple(copied), tuple(left))
+
+
+def _candidates(home: Location) -> Iterator[tuple[str, Location]]:
+    """The files of a folder with their names, and those of the folder of templates in it."""
+    try:
+        for name in home.names():
+            place = home.child(name)
+            if name == TEMPLATES and place.is_folder() and place.stays_within(home):
+                yield from ((f"{name}/{inner}", place.child(inner)) for inner in place.names())
+            else:
+                yield name, place
+    except OSError as error:
+        why = os.strerror(error.errno or 0)
+        hint = "allow this user to read it, or leave --with-files out (with_files in code)"
+        raise CheckpointError(f"cannot be listed: {why}", path=home.path, hint=hint) from error
+
+
+def _why_left(name: str, place: Location, home: Location, *, is_named: bool) -> str | None:
+    """Why a file is not copied; None where it is."""
+    suffix = PurePosixPath(name).suffix.lower()
+    try:
+        kind = place.kind()
+    except OSError:
+        return "cannot be looked at"
+    if kind == "folder":
+        return "a folder"
+    if suffix in _CODE:
+        return "code"
+    if name.endswith(".index.json"):
+        return "an index of shards"
+    if not is_named:
+        return "weights, or the state of a training" if suffix in _WEIGHTS else _UNNAMED
+    if kind == "nothing":
+        return "a link to nothing"
+    if kind == "other":
+        return "a pipe, socket or device"
+    return None if place.stays_within(home) else "a link that leads out of the folder"
+
+
+_UNNAMED = "not a name of a model's companion files"
+
+
+def _companion(name: str, place: Location) -> Companion:
+    source = place.open()
+    try:
+        most = in_force().companion_bytes
+        if source.size > most:
+            raise LimitExceeded(
+                f"has {source.size} bytes, too many for a file beside a model",
+                limit="companion_bytes",
+                allowed=most,
+                needed=source.size,
+                path=place.path,
+            )
+        return Companion(place, name, source.size, source.fingerprint())
+    finally:
+        source.close()
+
+
+def copy_companion(
+    item: Companion, output: Destination, on_progress: Callable[[int], None], *, verify: bool
+) -> None:
+    """Draft a copy of a file; with `verify` it is read back and compared.
+
+    Raises `MalformedCheckpoint` where it is not the file any more that was planned.
+    """
+    source = item.place.open()
+    try:
+        if source.fingerprint() != item.stamp:
+            raise MalformedCheckpoint(
+                "was changed while the checkpoint was read", path=source.path,
+                hint="convert it again",
+            )  # fmt: skip
+        draft = output.draft(item.name, item.nbytes, on_progress)
+        with draft:
+            draft.stream.copy(source, 0, item.nbytes)
+            draft.stream.finish()
+            draft.commit()
+        if verify:
+            _compare(item, draft.place)
+        source.check_unchanged()
+    finally:
+        source.close()
+
+
+def _compare(item: Companion, made: Location) -> None:
+    theirs, ours = item.place.open(), made.open()
+    try:
+        is_same = theirs.size == ours.size and all(
+            theirs.read(at, min(CHUNK, ours.size - at)) == ours.read(at, min(CHUNK, ours.size - at))
+            for at in range(0, ours.size, CHUNK)
+        )
+    finally:
+        theirs.close()
+        ours.close()
+    if not is_same:
+        raise VerificationFailed("its copy differs from it", path=item.place.path)
+
+
+def home_of(path: Path, read: Sequence[Path]) -> Location:
+    """The folder that a checkpoint lies in: itself, or that of the first file that is `read`."""
+    place = place_of(path)
+    return place.absolute if place.is_folder() else place_of(read[0]).absolute.parent
+
+
+def name_notes(read: Path, output: Path) -> Iterator[str]:
+    """Tell of weights whose name a program looks for, and that the output gives another name.
+
+    `read` is the file that they were in.
+    """
+    for name, reader in (("adapter_model", "peft"), ("diffusion_pytorch_model", "diffusers")):
+        if read.name.startswith(name) and output.suffix and not output.name.startswith(name):
+            yield f"{reader} looks for {name}{output.suffix}, but the output is {output.name}"
+
+
+def dtype_notes(copied: Sequence[Companion], casts: Sequence[str]) -> Iterator[str]:
+    """Say that a config which stays as it is names another dtype than the tensors have now;
+    `casts` are the dtypes that some were cast to.
+
+    A config that cannot be read says nothing.
+    """
+    config = next((item for item in copied if item.name == "config.json"), None)
+    if config is None or not casts:
+        return
+    try:
+        found = read_object(read_small(config.place, "index_bytes"), config.place.path, "config")
+    except CheckpointError:
+        return
+    for field in ("torch_dtype", "dtype"):
+        named = found.get(field)
+        if isinstance(named, str) and [named.removeprefix("torch.")] != [*casts]:
+            yield (
+                f"config.json stays as it is and says {field} {printable(named)}, but tensors are "
+                f"cast to {', '.join(casts)}"
+            )

@@ -1,0 +1,380 @@
+"""Edits of a safetensors file in its place: the names of tensors, and the strings beside them.
+
+Only the header is written again, where it fits in the place of the old one; else the whole file is.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from ckptconv.convert.given_metadata import read_metadata
+from ckptconv.convert.header_edits import ChangedHeader, HeaderEdit, changed_header
+from ckptconv.convert.options import Options, Words, listed
+from ckptconv.devices.tags import check_tag
+from ckptconv.formats.hf_names import indexes_naming
+from ckptconv.formats.registry import open_checkpoint
+from ckptconv.formats.safetensors import CONTAINER
+from ckptconv.formats.safetensors_header import RESERVED, header_bytes, header_text, read_header
+from ckptconv.formats.safetensors_output import entries_seen
+from ckptconv.io.destination import check_output
+from ckptconv.io.in_place import undo_unfinished, write_first_bytes
+from ckptconv.io.local import place_of
+from ckptconv.io.location import read_start
+from ckptconv.io.outputs import file_output
+from ckptconv.io.source import CHUNK, Source
+from ckptconv.io.staging import sync_file
+from ckptconv.keys.key_map import KeyRules
+from ckptconv.keys.mappings import MappedKeys
+from ckptconv.keys.rule_files import mapping_text
+from ckptconv.support.choices import refuse_no_flag, refuse_no_path, spelling_checked
+from ckptconv.support.errors import (
+    CheckpointError,
+    MissingFile,
+    OptionRefused,
+    OutputRefused,
+    UnsupportedCheckpoint,
+    VerificationFailed,
+    printable,
+)
+from ckptconv.support.progress import Meter, OnProgress
+from ckptconv.support.showing import short_repr
+from ckptconv.support.text import count_text, size_text
+
+_ROOM = 1024  # bytes for later edits that a file has at least when it is written again
+_PAGE = 4096  # bytes; the data of such a file begin at a multiple of it
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class EditResult:
+    """What an edit changed, or would change in a dry run.
+
+    `renamed` are (old, new) pairs of names; `metadata` the entries that were set, `removed` the
+    names of those that are gone. `in_place` says whether only the header was written (None: there
+    was nothing to write). `undone`: an edit that was interrupted was undone first. `nbytes` is the
+    size of the file, `tensors` how many it has, `verified` how many of them were looked at again
+    (None: not asked for).
+    """
+
+    path: Path
+    nbytes: int
+    tensors: int
+    renamed: tuple[tuple[str, str], ...] = ()
+    metadata: tuple[tuple[str, str], ...] = ()
+    removed: tuple[str, ...] = ()
+    in_place: bool | None = None
+    undone: bool = False
+    mapping: Path | None = None
+    verified: int | None = None
+    seconds: float = 0.0
+
+    def __repr__(self) -> str:
+        strings = (*self.metadata, *self.removed)
+        told = (
+            count_text(len(self.renamed), "name") + " changed" if self.renamed else None,
+            count_text(len(strings), "string") + " changed" if strings else None,
+            "header in place" if self.in_place else None,
+            f"{self.seconds:.2f} s",
+        )
+        return short_repr("EditResult", self.path.name, *told)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """An edit that is ready: the open file, where its data begin, what they will begin with."""
+
+    source: Source
+    start: int
+    changed: ChangedHeader
+    head: bytes
+    in_place: bool
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.head) + self.source.size - self.start
+
+
+@spelling_checked
+def edit(
+    path: str | os.PathLike[str],
+    *,
+    metadata: Words = (),
+    metadata_from: str | os.PathLike[str] | None = None,
+    remove_metadata: Words = (),
+    device: str | None = None,
+    keys: Literal["strip", "keep"] | KeyRules = "keep",
+    rules: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | tuple[str, str]] = (),
+    reverse: bool = False,
+    preset: Words = (),
+    strip_prefix: Words = (),
+    rename: Words = (),
+    regex: Words = (),
+    add_prefix: Words = (),
+    save_mapping: str | os.PathLike[str] | None = None,
+    rewrite: bool = False,
+    dry_run: bool = False,
+    fsync: bool = True,
+    verify: bool = False,
+    on_progress: OnProgress | None = None,
+) -> EditResult:
+    """Rename tensors of a safetensors file and set the strings beside them, in its place.
+
+    Only the header is written where the new one fits: in one call, with a journal beside the file
+    until the disk has it, so that a kill leaves the old file or the new one. Where it does not fit,
+    or with `rewrite`, the whole file is written again with room for later edits, and takes the
+    place of the old one. No value changes.
+
+    `metadata` are ``NAME=VALUE``, `metadata_from` a file with a JSON object of more,
+    `remove_metadata` names. `device` is the tag of all tensors. From `keys` to `add_prefix` the
+    options are those of `Options`; a rule that leaves tensors out is refused. `save_mapping` is a
+    file that will tell which name became which. Raises `CheckpointError`; the file is as it was
+    then.
+
+    >>> edit("model.safetensors", metadata="license=mit", rename="old.=new.")  # doctest: +SKIP
+    """
+    refuse_no_path(path=path)
+    words = Options(
+        keys=keys,
+        rules=rules,
+        reverse=reverse,
+        preset=preset,
+        strip_prefix=strip_prefix,
+        rename=rename,
+        regex=regex,
+        add_prefix=add_prefix,
+    )
+    asked = HeaderEdit(
+        words.request(None).keys,
+        given_strings(listed(metadata), metadata_from, device),
+        listed(remove_metadata),
+    )
+    return edit_header(
+        Path(path),
+        asked,
+        save_mapping=None if save_mapping is None else Path(save_mapping),
+        rewrite=rewrite,
+        dry_run=dry_run,
+        fsync=fsync,
+        verify=verify,
+        on_progress=on_progress,
+    )
+
+
+def given_strings(
+    metadata: tuple[str, ...], file: str | os.PathLike[str] | None, device: str | None
+) -> tuple[tuple[str, str], ...]:
+    """The strings to set: given ones, those in a file, the device tag."""
+    given = read_metadata(metadata, file, may_set=("format",))
+    return (*given, *(() if device is None else [("device", check_tag(device))]))
+
+
+def edit_header(
+    path: Path,
+    asked: HeaderEdit,
+    *,
+    save_mapping: Path | None = None,
+    rewrite: bool = False,
+    dry_run: bool = False,
+    fsync: bool = True,
+    verify: bool = False,
+    on_progress: OnProgress | None = None,
+) -> EditResult:
+    """Make an edit, as `edit` does; an edit that was interrupted before is undone first."""
+    begin = time.perf_counter()
+    refuse_no_flag(rewrite=rewrite, dry_run=dry_run, fsync=fsync, verify=verify)
+    _refuse_link(path)
+    undone = not dry_run and undo_unfinished(path, fsync=fsync)
+    if asked.is_nothing and not undone:
+        raise OptionRefused("there is nothing to edit", hint="say what: metadata, rename, device")
+    try:
+        with open_checkpoint(path) as checkpoint:
+            if checkpoint.container is not CONTAINER or len(checkpoint.sources) != 1:
+                raise UnsupportedCheckpoint(
+                    f"is {checkpoint.format}, and only safetensors files are edited in place",
+                    path=path,
+                    hint="make a new file with: ckptconv convert IN OUT",
+                )
+            plan = _planned(checkpoint.sources[0], asked, path, rewrite=rewrite)
+            result = EditResult(
+                path,
+                plan.nbytes,
+                len(plan.changed.header) - (RESERVED in plan.changed.header),
+                plan.changed.renamed,
+                plan.changed.metadata,
+                plan.changed.removed,
+                plan.in_place if plan.changed.is_change else None,
+                undone,
+                save_mapping,
+            )
+            mapping = None if save_mapping is None else _mapping(plan, save_mapping)
+            if not dry_run and plan.changed.is_change:
+                _write(plan, path, mapping, fsync=fsync, verify=verify, tell=on_progress)
+                if verify:
+                    result = replace(result, verified=result.tensors)
+    except CheckpointError as error:
+        raise error.at(path=path) from error.__cause__
+    return replace(result, seconds=time.perf_counter() - begin)
+
+
+def _refuse_link(path: Path) -> None:
+    if path.is_symlink():
+        raise OutputRefused(
+            f"is a link to {printable(path.readlink())}, which others may use too",
+            path=path,
+            hint="name that file itself, or copy it first: cp -L",
+        )
+    if path.is_dir():
+        raise OutputRefused(
+            "is a folder",
+            path=path,
+            hint="name one file of it, or make a new folder with: ckptconv convert IN OUT",
+        )
+    if not path.exists():
+        raise MissingFile("does not exist", path=path)
+
+
+def _planned(source: Source, asked: HeaderEdit, path: Path, *, rewrite: bool) -> _Plan:
+    header, start = read_header(source)
+    changed = changed_header(header, asked)
+    if changed.renamed:
+        _refuse_index(path)
+    text = header_text(changed.header)
+    # a file of several names is written again: who uses another name has the old one
+    fits = 8 + len(text) <= start and not rewrite and path.stat().st_nlink == 1
+    nbytes = start if fits else -(-(8 + len(text) + _ROOM) // _PAGE) * _PAGE
+    return _Plan(source, start, changed, header_bytes(text, nbytes), fits)
+
+
+def _refuse_index(path: Path) -> None:
+    for index in indexes_naming(place_of(path)):
+        raise OutputRefused(
+            f"is a shard, whose tensors {printable(index.name)} names too",
+            path=path,
+            hint="rename them in all shards with: ckptconv convert FOLDER NEW_FOLDER",
+        )
+
+
+def _write(
+    plan: _Plan,
+    path: Path,
+    mapping: _Mapping | None,
+    *,
+    fsync: bool,
+    verify: bool,
+    tell: OnProgress | None,
+) -> None:
+    try:
+        if mapping is not None:
+            mapping.write(fsync=fsync)
+        if plan.in_place:
+            _write_in_place(plan, path, fsync=fsync, verify=verify)
+        else:
+            _write_again(plan, path, fsync=fsync, verify=verify, tell=tell)
+    except BaseException:
+        if mapping is not None:
+            mapping.path.unlink(missing_ok=True)
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class _Mapping:
+    """The file that tells which name became which: it is there before the names change."""
+
+    path: Path
+    raw: bytes
+
+    def write(self, *, fsync: bool) -> None:
+        size = len(self.raw)
+        with file_output(place_of(self.path), force=True, fsync=False, size=size) as output:
+            with output.draft(self.path.name, size) as draft:
+                draft.stream.write(self.raw)
+                draft.stream.finish()
+                draft.commit()
+            output.commit()
+        if fsync:  # here, for without it there is no edit, and so no mapping
+            sync_file(self.path)
+
+
+def _mapping(plan: _Plan, path: Path) -> _Mapping | None:
+    """The mapping of an edit, where it renames. One that is there may be of an edit that was
+    killed: only that is replaced.
+    """
+    raw = mapping_text([MappedKeys("", plan.changed.names, {})])
+    if not plan.changed.renamed:
+        return None
+    is_same = path.is_file() and read_start(place_of(path), "rules_bytes") == raw
+    check_output(path, force=is_same)
+    return _Mapping(path, raw)
+
+
+def _write_in_place(plan: _Plan, path: Path, *, fsync: bool, verify: bool) -> None:
+    old = plan.source.read(0, plan.start)
+    plan.source.check_unchanged()
+    plan.source.close()
+    write_first_bytes(path, old, plan.head, fsync=fsync)
+    if not verify:
+        return
+    try:
+        _check_header(path, plan.changed.header, path)
+    except BaseException:
+        write_first_bytes(path, plan.head, old, fsync=fsync)
+        raise
+
+
+def _write_again(
+    plan: _Plan, path: Path, *, fsync: bool, verify: bool, tell: OnProgress | None
+) -> None:
+    source, start, nbytes = plan.source, plan.start, plan.source.size - plan.start
+    meter = Meter("write", plan.nbytes, tell)
+    with file_output(place_of(path), force=True, fsync=fsync, size=plan.nbytes) as output:
+        with output.draft(path.name, plan.nbytes, meter.at) as draft:
+            draft.stream.write(plan.head)
+            draft.stream.copy(source, start, nbytes)
+            draft.stream.finish()
+            draft.commit()
+        meter.finish()
+        source.check_unchanged()
+        made = draft.place.path
+        _check_header(made, plan.changed.header, path)
+        if verify:
+            _compare(source, start, made, len(plan.head), path)
+        output.commit([source])
+
+
+def _check_header(made: Path, header: Mapping[str, Any], path: Path) -> None:
+    """Have the safetensors library read what was written; `path` is its name for the user."""
+    metadata, seen = entries_seen(made, path)
+    wanted = {
+        name: (entry["dtype"], tuple(entry["shape"]))
+        for name, entry in header.items()
+        if name != RESERVED
+    }
+    if seen != wanted or (metadata or {}) != header.get(RESERVED, {}):
+        raise VerificationFailed(
+            "the safetensors library does not see the header that was written", path=path
+        )
+
+
+def _compare(source: Source, start: int, made: Path, made_start: int, path: Path) -> None:
+    """Hold the data that were written against those of the source."""
+    size = source.size - start
+    written = place_of(made).open()
+    try:
+        if written.size != made_start + size:
+            raise VerificationFailed(f"has {size_text(written.size)}", path=path)
+        pairs = zip(
+            source.stream([(start, size)]), written.stream([(made_start, size)]), strict=True
+        )
+        for number, (before, after) in enumerate(pairs):
+            if before != after:
+                raise VerificationFailed(
+                    f"what was written differs in the {CHUNK} bytes from {number * CHUNK} on",
+                    path=path,
+                    hint="the disk or the memory fails; the file is as it was",
+                )
+    finally:
+        written.close()

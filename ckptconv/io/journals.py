@@ -1,0 +1,132 @@
+"""Journals of writes over the first bytes of a file, which tell a torn file from a whole one.
+
+A journal lies beside its file, ``.NAME.XXXXXXXX.ckptconv-edit``, and holds the old bytes and the
+new ones until the disk has the new ones (`in_place` writes both).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
+from typing import IO, Literal
+from zlib import crc32
+
+from ckptconv.support.errors import MalformedCheckpoint
+
+_MAGIC = b"ckptconv edit 1\n"
+_NUMBERS = 8  # bytes of each number in a journal
+_FIXED = len(_MAGIC) + 3 * _NUMBERS
+_SECTOR = 512
+"""Bytes that a disk writes as a whole; a system writes whole pages of them."""
+_LONGEST_PREFIX = 100  # bytes of a name that the names of hidden files repeat
+
+State = Literal["old", "new", "torn", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class Journal:
+    """The first bytes of a file of `size` bytes before a change and after it, equally many."""
+
+    size: int
+    old: bytes
+    new: bytes
+
+    def packed(self) -> bytes:
+        """The bytes of its file: the sizes, a CRC-32 of the rest, old, new."""
+        numbers = _packed(self.size) + _packed(len(self.old))
+        checksum = crc32(self.new, crc32(self.old, crc32(numbers)))
+        return b"".join((_MAGIC, numbers, _packed(checksum), self.old, self.new))
+
+    @classmethod
+    def read(cls, raw: bytes) -> Journal | None:
+        """A journal out of its file; None where that is not a whole one."""
+        at = len(_MAGIC)
+        size, nbytes, checksum = (
+            int.from_bytes(raw[place : place + _NUMBERS], "little")
+            for place in range(at, _FIXED, _NUMBERS)
+        )
+        if (
+            not raw.startswith(_MAGIC)
+            or len(raw) != _FIXED + 2 * nbytes
+            or crc32(raw[_FIXED:], crc32(raw[at : at + 2 * _NUMBERS])) != checksum
+        ):
+            return None
+        return cls(size, raw[_FIXED : _FIXED + nbytes], raw[_FIXED + nbytes :])
+
+    def state(self, file: IO[bytes]) -> State:
+        """What the file has of it: torn when each of its sectors is an old or a new one."""
+        if os.fstat(file.fileno()).st_size != self.size:
+            return "other"
+        found = first_bytes(file, len(self.old))
+        if found in (self.old, self.new):
+            return "old" if found == self.old else "new"
+        for at in range(0, len(self.old), _SECTOR):
+            sector = slice(at, at + _SECTOR)
+            if found[sector] not in (self.old[sector], self.new[sector]):
+                return "other"
+        return "torn"
+
+
+def _packed(number: int) -> bytes:
+    return number.to_bytes(_NUMBERS, "little")
+
+
+def first_bytes(file: IO[bytes], nbytes: int) -> bytes:
+    """The first bytes of an open file without a buffer, as many as there are."""
+    file.seek(0)
+    found = bytearray()
+    while len(found) < nbytes and (more := file.read(nbytes - len(found))):
+        found += more
+    return bytes(found)
+
+
+def visible_prefix(target: Path) -> str:
+    """The name of `target`, as much of it as the names of hidden files repeat."""
+    prefix = target.name
+    # half a character is not a name on macOS and Windows
+    while len(os.fsencode(prefix)) > _LONGEST_PREFIX:
+        prefix = prefix[:-1]
+    return prefix
+
+
+def journal_path(path: Path) -> Path:
+    """Where the journal of a file is, whether it has one or not; `path` is not a link."""
+    mark = crc32(os.fsencode(path.name))
+    return path.with_name(f".{visible_prefix(path)}.{mark:08x}.ckptconv-edit")
+
+
+def journal_of(path: Path) -> Journal | None:
+    """The journal of a file; None where there is none, or what is there is not one."""
+    found = journal_path(path)
+    try:
+        state = found.lstat()
+    except FileNotFoundError:
+        return None
+    # what is larger is not a journal of this file: that holds a part of it twice
+    if not stat.S_ISREG(state.st_mode) or state.st_size > _FIXED + 2 * path.stat().st_size:
+        return None
+    return Journal.read(found.read_bytes())
+
+
+def refuse_torn(path: Path) -> None:
+    """Raise `MalformedCheckpoint` for a file whose first bytes are partly old and partly new."""
+    with contextlib.suppress(OSError, ValueError):  # what cannot be looked at cannot be opened
+        if path.is_symlink():
+            path = path.resolve()
+        if not path.name or not os.path.lexists(journal_path(path)):
+            return
+        journal = journal_of(path)
+        if journal is None:
+            return
+        with path.open("rb", buffering=0) as file:
+            if journal.state(file) == "torn":
+                raise MalformedCheckpoint(
+                    "an edit of it was interrupted in the middle of a write",
+                    path=path,
+                    where="header",
+                    hint=f"undo it with: ckptconv edit {quote(str(path))}",
+                )
