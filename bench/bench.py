@@ -5,10 +5,11 @@ seconds and peak memory.
     python bench/bench.py --against TREE [--runs 9]     beside the ckptconv of another checkout
 
 Prints a markdown report on stdout (also bench-out/results.md, and every run in
-bench-out/results.json) and progress on stderr. For Linux. The full size needs torch, 5 GB of
-memory, 5 GB of disk (20 GB for the row `memory-huge`) and half an hour. The rows are in rows.py;
-inputs come from make_inputs.py; sides that are not programs of their own are in children.py;
-tables.py compares and prints.
+bench-out/results.json) and progress on stderr. For Linux. The full size needs torch, 5 GB of memory
+(10 GB for the row `average`), 8 GB of disk (20 GB for the row `memory-huge`) and half an hour. The
+row `stats-sft` needs sft-cli, best in an environment of its own whose `bin` is on the path. The
+rows are in rows.py; inputs come from make_inputs.py; sides that are not programs of their own are
+in children.py; tables.py compares and prints.
 
 One measurement is one child from spawn to exit. The two sides of a row run in turn, A B A B, after
 a run of each that does not count and brings the input into the page cache. Before each run the last
@@ -72,8 +73,9 @@ def run(side: Side, folder: Path, *, fill: int = 0) -> Run:
         spawn([sys.executable, str(Path(__file__).with_name("fill_memory.py")), str(fill)], log)
     seconds, peak = spawn(expand(side, folder), log, environment(folder, side.tree))
     printed = log.read_text()
+    size = sum(path.stat().st_size for path in folder.glob("out*") if path.is_file()) / 1e6
     remove_outputs(folder)
-    return Run(float(printed) if side.own_seconds else seconds, peak)
+    return Run(float(printed) if side.own_seconds else seconds, peak, size)
 
 
 def remove_outputs(folder: Path) -> None:
@@ -131,14 +133,19 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def lacked(row: Row, free_disk: int) -> str:
+    """What a row needs that is not here; empty where nothing is missing."""
+    if row.needs and shutil.which(row.needs) is None:
+        return f"{row.needs} on the path"
+    return f"{row.free_disk / 1e9:g} GB of free disk" if row.free_disk > free_disk else ""
+
+
 def write_report(rows: list[Row], scale: Scale, folder: Path) -> bool:
     """Measure the rows and report; False when some of them failed."""
-    fits = [row for row in rows if row.free_disk <= shutil.disk_usage(folder).free]
-    notes = [
-        f"{row.name} is left out: it needs {row.free_disk / 1e9:g} GB of free disk"
-        for row in rows
-        if row not in fits
-    ]
+    free = shutil.disk_usage(folder).free
+    missing = {row.name: text for row in rows if (text := lacked(row, free))}
+    fits = [row for row in rows if row.name not in missing]
+    notes = [f"{name} is left out: it needs {text}" for name, text in missing.items()]
     if scale is QUICK:
         notes.append("a smoke test; the goals are for the full size")
     make_inputs(fits, scale, folder)

@@ -1,7 +1,7 @@
 """What runs in the children of bench.py: the other side of a row as people write it, and loads that
 time themselves.
 
-    python bench/children.py FUNCTION IN [OUT] [--fsync]
+    python bench/children.py FUNCTION IN... [OUT] [--fsync]
 
 Each function is one row's side and prints nothing, but for the `time_` ones, which print the
 seconds that one call took after the imports: start-up has its own row.
@@ -98,6 +98,28 @@ def dcp_save_file(source: str, output: str) -> None:
     save_file(torch.load(f"{output}.pt", mmap=True)["model"], output)
 
 
+def load(source: str) -> None:
+    torch.load(source, map_location="cpu")
+
+
+def statistics(source: str) -> None:
+    for tensor in torch.load(source, map_location="cpu").values():
+        wide = tensor.double()
+        wide.min(), wide.max(), wide.mean(), wide.std(), wide.isnan().sum(), (wide == 0).sum()
+
+
+def average(*paths: str) -> None:
+    *sources, output = paths
+    found = [torch.load(path, map_location="cpu", mmap=True) for path in sources]
+    means = {}
+    for key, first in found[0].items():
+        total = first.double()
+        for other in found[1:]:
+            total += other[key]
+        means[key.removeprefix("module.")] = (total / len(found)).to(first.dtype)
+    torch.save(means, output)
+
+
 def time_load(source: str) -> None:
     time_call(lambda: torch.load(source, map_location="cpu"))
 
@@ -134,6 +156,9 @@ SIDES = (
     mmap_equal,
     zero_to_fp32,
     dcp_save_file,
+    load,
+    statistics,
+    average,
     time_load,
     time_load_mmap,
     time_load_portable,

@@ -1,16 +1,17 @@
 """Make one input of bench.py, with torch alone.
 
-    python bench/make_inputs.py big|many|huge|legacy|shards|dcp_rows|dcp_columns|zero3|twin OUT SIZE
+    python bench/make_inputs.py KIND OUT SIZE
 
-`big`: SIZE bytes in 300 float32 tensors. `many`: SIZE float32 tensors of shape [16]. `huge`: SIZE
-bytes in 300 float32 tensors whose payloads are holes, so that it takes no disk. These are state
-dicts of DistributedDataParallel: every key starts with `module.` and every storage is tagged
-cuda:3; `legacy` is `big` as torch wrote it before 1.6. `shards`: the same tensors as a Hugging Face
-folder of eight safetensors files and their index. `dcp_rows` and `dcp_columns`: SIZE bytes in 300
-float32 tensors of 1,024 columns, split by rows or by columns among four gloo processes that save
-them with torch.distributed.checkpoint. `zero3`: a DeepSpeed folder of ZeRO stage 3 with SIZE bytes
-of fp32 partitions in 4 ranks, laid out as deepspeed 0.19.8 does, without the optimizer's moments,
-which nobody reads here. `twin`: a copy of the `big` that lies beside OUT.
+`big`: SIZE bytes in 300 float32 tensors. `many`, `some`: SIZE float32 tensors of shape [16].
+`huge`: SIZE bytes in 300 float32 tensors whose payloads are holes, so that it takes no disk. These
+are state dicts of DistributedDataParallel: every key starts with `module.` and every storage is
+tagged cuda:3; `legacy` is `big` as torch wrote it before 1.6. `shards`: the same tensors as a
+Hugging Face folder of eight safetensors files and their index. `dcp_rows` and `dcp_columns`: SIZE
+bytes in 300 float32 tensors of 1,024 columns, split by rows or by columns among four gloo processes
+that save them with torch.distributed.checkpoint. `zero3`: a DeepSpeed folder of ZeRO stage 3 with
+SIZE bytes of fp32 partitions in 4 ranks, laid out as deepspeed 0.19.8 does, without the optimizer's
+moments, which nobody reads here. `twin`, `third`: copies of the `big` that lies beside OUT. `flat`:
+the tensors of `big` in one safetensors file.
 """
 
 from __future__ import annotations
@@ -107,16 +108,21 @@ def make(kind: str, path: Path, size: int) -> None:
     if kind == "zero3":
         write_zero3(path, size)
         return
-    if kind == "twin":
+    if kind in ("twin", "third"):
         shutil.copyfile(path.with_name("big.pt"), path)
         return
     if kind == "shards":
         write_shards(path, size)
         return
+    if kind == "flat":
+        from safetensors.torch import save_file
+
+        save_file(state_dict_of(split(size), torch.rand), path)
+        return
     payload: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if kind in ("big", "legacy"):
         state_dict = state_dict_of(split(size), torch.rand)
-    elif kind == "many":
+    elif kind in ("many", "some"):
         state_dict = state_dict_of((16 for _ in range(size)), torch.rand)
     else:
         state_dict, payload = (

@@ -8,16 +8,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-INPUTS = ("big", "many", "huge", "legacy", "shards", "dcp_rows", "dcp_columns", "zero3", "twin")
-SUFFIXES = {"shards": "", "dcp_rows": "", "dcp_columns": "", "zero3": ""}
+INPUTS = (
+    "big", "many", "some", "huge", "legacy", "shards", "dcp_rows", "dcp_columns", "zero3", "twin",
+    "third", "flat",
+)  # fmt: skip
+SUFFIXES = {"shards": "", "dcp_rows": "", "dcp_columns": "", "zero3": "", "flat": ".safetensors"}
 """Of the inputs whose names do not end in .pt."""
 WarmUp = Literal["first", "memory", "none"]
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The inputs (bytes; for `many` tensors), the measured runs of each side, and the bytes of
-    memory to fill before them.
+    """The inputs (bytes; for `many` and `some` tensors), the measured runs of each side, and the
+    bytes of memory to fill before them.
     """
 
     name: str
@@ -32,6 +35,9 @@ class Scale:
     dcp_columns: int
     zero3: int
     twin: int
+    third: int
+    flat: int
+    some: int = 2_000
 
 
 FULL = Scale(
@@ -47,6 +53,8 @@ FULL = Scale(
     dcp_columns=2_000_000_000,
     zero3=2_000_000_000,
     twin=2_000_000_000,
+    third=2_000_000_000,
+    flat=2_000_000_000,
 )
 QUICK = Scale(
     "quick",
@@ -61,6 +69,8 @@ QUICK = Scale(
     dcp_columns=200_000_000,
     zero3=200_000_000,
     twin=200_000_000,
+    third=200_000_000,
+    flat=200_000_000,
 )
 
 
@@ -89,10 +99,10 @@ class Goal:
     ``times``: at most `bound` times the seconds of the other side; ``faster``: at least `bound`
     times faster; ``seconds``: at most so many; ``extra``: at most so many seconds more than the
     other side; ``peak``: at most so many MB; ``same``: peaks of the two sides at most so many MB
-    apart.
+    apart; ``size``: an output of at most so many MB.
     """
 
-    kind: Literal["times", "faster", "seconds", "extra", "peak", "same"]
+    kind: Literal["times", "faster", "seconds", "extra", "peak", "same", "size"]
     bound: float
 
 
@@ -105,6 +115,9 @@ class Row:
     memory. Rows that write gigabytes need ``memory``, a process that fills 8 GB and ends: a virtual
     machine gives free memory back to its host within seconds, and the next process to fill the page
     cache pays for getting it again (`cp` 0.5 or 2.4 s for 2 GB, ckptconv 0.4 or 3.5).
+
+    A row is left out where the disk has less than `free_disk`, and where the program that it
+    `needs` is not on the path.
     """
 
     name: str
@@ -114,6 +127,7 @@ class Row:
     goals: tuple[Goal, ...]
     warm_up: WarmUp = "first"
     free_disk: int = 0  # bytes
+    needs: str = ""
 
 
 def against(row: Row, tree: str) -> Row:
@@ -181,6 +195,7 @@ def copies(prefix: str, *, fsync: bool) -> tuple[Row, ...]:
     )
 
 
+READ = str(Path(__file__).with_name("read_file.py"))
 IMPORT_TORCH = Side("`python -c 'import torch'`", (sys.executable, "-c", "import torch"))
 MMAP_SAVE = child("torch.load(mmap=True), strip, save_file", "mmap_save_file {big} {out}")
 
@@ -259,6 +274,60 @@ UNSYNCED = (
         child("torch.load(mmap=True) of both, torch.equal", "mmap_equal {big} {twin}"),
         (Goal("faster", 2), Goal("peak", 100)),
         free_disk=4_000_000_000,
+    ),
+    Row(
+        "stats-sft",
+        "statistics of flat",
+        ckptconv("stats {flat}"),
+        Side("sft-cli: `sft stat flat.safetensors`", ("sft", "stat", "{flat}")),
+        (Goal("faster", 5), Goal("peak", 100)),
+        needs="sft",
+    ),
+    Row(
+        "stats-read",
+        "statistics of big",
+        ckptconv("stats {big}"),
+        Side("reading, zlib.crc32", (sys.executable, READ, "{big}")),
+        (Goal("times", 2), Goal("peak", 100)),
+    ),
+    Row(
+        "stats-many",
+        "statistics of many",
+        ckptconv("stats {many} --top 5"),
+        child("torch.load, each tensor in float64", "statistics {many}"),
+        (Goal("faster", 1),),
+    ),
+    Row(
+        "report-some",
+        "page of 2,000 tensors",
+        ckptconv("report {some} -o {out}.html"),
+        child("torch.load alone", "load {some}"),
+        (Goal("times", 1), Goal("size", 0.5)),
+    ),
+    Row(
+        "report-many",
+        "page of many",
+        ckptconv("report {many} -o {out}.html"),
+        child("torch.load alone", "load {many}"),
+        (Goal("times", 1), Goal("size", 10)),
+    ),
+    Row(
+        "report-values",
+        "page of many, with statistics",
+        ckptconv("report {many} -o {out}.html --values"),
+        child("torch.load alone", "load {many}"),
+        (Goal("times", 2), Goal("size", 10)),
+    ),
+    Row(
+        "average",
+        "mean of three files",
+        ckptconv("average {big} {twin} {third} {out}.pt", fsync=False),
+        child(
+            "torch.load(mmap=True), mean in float64, torch.save",
+            "average {big} {twin} {third} {out}",
+        ),
+        (Goal("faster", 1), Goal("peak", 100)),
+        free_disk=8_000_000_000,
     ),
     Row("version", "start-up", ckptconv("--version"), IMPORT_TORCH, (Goal("seconds", 0.1),)),
     Row("inspect", "inspect big", ckptconv("inspect {big}"), IMPORT_TORCH, (Goal("seconds", 0.2),)),

@@ -21,6 +21,7 @@ COLUMNS = (
 class Run:
     seconds: float
     peak: float  # MB
+    size: float = 0.0  # MB of what it wrote
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,8 @@ def goal_text(goal: Goal) -> str:
             return f"peak ≤ {goal.bound:g} MB"
         case "same":
             return f"peaks ± {goal.bound:g} MB"
+        case "size":
+            return f"output ≤ {goal.bound:g} MB"
 
 
 def verdict(goal: Goal, measured: Measured) -> tuple[bool, str]:
@@ -103,6 +106,9 @@ def verdict(goal: Goal, measured: Measured) -> tuple[bool, str]:
         case "same":
             value = peak_of(measured.ours) - peak_of(measured.theirs)
             return abs(value) <= goal.bound, f"{value:+.1f} MB"
+        case "size":
+            value = max(one.size for one in measured.ours)
+            return value <= goal.bound, f"{value:.2f} MB"
 
 
 def report(results: list[Measured], notes: list[str], facts: dict[str, str]) -> Iterator[str]:

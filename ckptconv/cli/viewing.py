@@ -142,7 +142,7 @@ def show(
         for name, indices in wanted:
             item = picked(found, name, checkpoint.path)
             with errors_shown(False, usage=True):
-                chosen.append((item, box_of(indices, item.ref.shape)))
+                chosen.append((item, box_of(indices, item.shape)))
         item, box = chosen[0]
         if npz is not None:
             from ckptconv.values.npy import write_npz

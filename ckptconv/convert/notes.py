@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from shlex import quote
 
 from ckptconv.convert.plan import ConversionPlan
@@ -19,6 +19,7 @@ from ckptconv.tensors.compaction import CastRule
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.fitted_keys import KeyTarget
+from ckptconv.tree.optimizer_states import left_behind
 from ckptconv.tree.producers import offered_prefix
 from ckptconv.tree.renaming import RenamedKeys
 from ckptconv.tree.settling import Settled
@@ -51,6 +52,47 @@ def key_notes(state_dicts: Sequence[RenamedKeys], rules: KeyRules) -> Iterator[s
         yield (
             f"the keys still carry {', '.join(left)}; `ckptconv convert` strips these wrappers too"
         )
+
+
+_MOST = 5  # optimizer states that are told of one by one
+
+
+def optimizer_notes(
+    root: Node,
+    overlay: Mapping[int, Node],
+    before: Sequence[StateDict],
+    after: Sequence[tuple[StateDict, RenamedKeys]],
+) -> Iterator[str]:
+    """Tell of optimizer states that stay in the output, and whose parameters have other keys now or
+    are left out.
+    """
+    if before == [item for item, _ in after] and not any(
+        done.changed or done.left_out for _, done in after
+    ):
+        return
+    found = left_behind(root, overlay, before, after)
+    for item in found[:_MOST]:
+        where = printable(item.state.path) or "the optimizer state"
+        if item.renamed:
+            count, first = len(item.renamed), printable(item.renamed[0])
+            names = "its old name" if count == 1 else "their old names"
+            yield (
+                f"{where} still names {count:,} of the renamed parameters by {names}, e.g. {first}"
+            )
+        if item.gone:
+            count, first = len(item.gone), printable(item.gone[0])
+            are = "is" if count == 1 else "are"
+            yield (
+                f"{where} still holds {count_text(count, 'parameter')} that {are} left out, e.g. "
+                f"{first}"
+            )
+        elif item.is_short:
+            yield (
+                f"{where} knows its {count_text(len(item.state.shapes), 'parameter')} by number "
+                "only, and some of them are left out: it no longer fits the model"
+            )
+    if more := found[_MOST:]:
+        yield f"the same is true of {count_text(len(more), 'more optimizer state')}"
 
 
 def text_notes(found: StateDict) -> Iterator[str]:

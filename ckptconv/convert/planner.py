@@ -20,6 +20,7 @@ from ckptconv.convert.notes import (
     count_casts,
     count_locations,
     key_notes,
+    optimizer_notes,
     prefix_notes,
     sharing_notes,
     tree_notes,
@@ -89,9 +90,10 @@ def _planned(
         with collector_paused(), held(checkpoint.limits):
             checkpoint = checkpoint.certain()
             check_places(checkpoint.sources)
-            checkpoint = edited(checkpoint, edits_for(to, options))
+            whole = edited(checkpoint, edits_for(to, options))
+            checkpoint = edited(whole, options.edits)
             if to.holds_trees and options.shard_bytes is None:
-                plan = _plan_tree(checkpoint, path, to, options)
+                plan = _plan_tree(checkpoint, path, to, options, whole.root)
             else:
                 plan = plan_flat(checkpoint, path, to, options, in_folder=path != Path(output))
             part = (
@@ -183,9 +185,11 @@ def _refuse_lost_inputs(plan: ConversionPlan) -> None:
 
 
 def _plan_tree(
-    checkpoint: Checkpoint, output: Path, to: TargetFormat, options: Request
+    checkpoint: Checkpoint, output: Path, to: TargetFormat, options: Request, whole: Node
 ) -> ConversionPlan:
-    """An output that holds a tree: all of the checkpoint, or one part."""
+    """An output that holds a tree: all of the checkpoint, or one part; `whole` is the tree before
+    the edits that were asked for.
+    """
     root = (
         checkpoint.root
         if options.only is None
@@ -211,6 +215,7 @@ def _plan_tree(
     _refuse_scaled(found, renamed, tree, options)
     cast = _cast_rule(found, renamed, tree, options)
     layout = to.lay_out_tree(tree, cast, options.tags)
+    after = list(zip(found, renamed, strict=True))
     return ConversionPlan(
         source=checkpoint.path,
         source_format=checkpoint.format,
@@ -230,6 +235,7 @@ def _plan_tree(
             *checkpoint.notes,
             *tree_notes(settled),
             *key_notes(renamed, options.keys),
+            *optimizer_notes(root, overlay, _before(checkpoint, found, options, whole), after),
             *prefix_notes(checkpoint, found, options.keys, options.fit_to),
             *sharing_notes(refs),
             *to.part_notes(root),
@@ -237,6 +243,17 @@ def _plan_tree(
         tensors=lambda: tensors_of(root, overlay, depth=depth),
         cast=cast,
         checks=tuple(settled.checks),
+    )
+
+
+def _before(
+    checkpoint: Checkpoint, found: list[StateDict], options: Request, whole: Node
+) -> list[StateDict]:
+    """The state dicts before anything was dropped."""
+    if whole is checkpoint.root:
+        return found
+    return find_state_dicts(
+        whole if options.only is None else find(whole, options.only, checkpoint.path)
     )
 
 

@@ -83,12 +83,12 @@ def _refuse_misnamed(output: Path, asked: TargetFormat) -> None:
 
 
 def edits_for(to: TargetFormat, options: Request) -> tuple[Edit, ...]:
-    """The edits of a checkpoint before it is planned: what the format needs, then what was asked.
+    """The edits that the format needs, before those that were asked for.
 
     A whole module becomes its state dict, unless it is to be kept and the format can keep it.
     """
     keeps = options.unknown == "keep" and options.shard_bytes is None and to.keeps_modules
-    return options.edits if keeps else (flatten_modules, *options.edits)
+    return () if keeps else (flatten_modules,)
 
 
 def check_place(output: str | os.PathLike[str], to: Target | None, *, force: bool) -> None:

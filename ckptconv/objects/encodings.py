@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any, NamedTuple
 
 from ckptconv.objects.plain import spoken_name, tensor_form
@@ -151,6 +152,14 @@ def _quantized(args: tuple[Node, ...]) -> _Encoded:
     if integer is None:
         return None
     integers = ("integers", view_of(storage, BY_NAME[integer], offset, shape, stride))
+    return _by_scheme(integers, storage, params)
+
+
+def _by_scheme(
+    integers: tuple[str, TensorRef], storage: Storage, params: tuple[Any, ...]
+) -> _Encoded:
+    """The components of a quantized tensor by its parameters: one scale, or those of channels."""
+    assert storage.dtype is not None
     recipe: Recipe = {
         "encoding": "quantized",
         "dtype": storage.dtype.name,
@@ -171,6 +180,38 @@ def _quantized(args: tuple[Node, ...]) -> _Encoded:
             "axis": params[3],
         }
     return None
+
+
+def packed_codes(
+    value: Node, bits: Mapping[str, int]
+) -> tuple[Components, Recipe, tuple[int, ...]] | None:
+    """The bytes of a quantized tensor of less than a byte an element (``integers``), what it is
+    quantized by, and its shape; None for anything else, and for a view of a part.
+
+    `bits` are those of an element of each type.
+    """
+    while type(value) is Call and value.name in PARAMETERS and value.args:
+        value = value.args[0]
+    if type(value) is not Call or value.name != f"{_UTILS}._rebuild_qtensor":
+        return None
+    storage, offset, shape, stride, params = (*value.args, *[None] * 5)[:5]
+    if (
+        type(storage) is not Storage
+        or storage.dtype is None
+        or storage.dtype.name not in bits
+        or type(params) is not tuple
+        or not params
+        or type(params[0]) is not Global
+    ):
+        return None
+    sizes = plain_sizes(shape)
+    if sizes is None or offset != 0 or stride != contiguous_stride(sizes):
+        return None
+    nbytes = -(-prod(sizes) * bits[storage.dtype.name] // 8)
+    found = _by_scheme(
+        ("integers", view_of(storage, BY_NAME["uint8"], 0, (nbytes,), (1,))), storage, params
+    )
+    return None if found is None else (*found, sizes)
 
 
 _INTEGERS = {"quint8": "uint8", "qint8": "int8", "qint32": "int32"}

@@ -118,8 +118,8 @@ def page_tensors(
             PageTensor(
                 item.name,
                 item.dtype.name,
-                item.ref.shape,
-                item.ref.numel,
+                item.shape,
+                item.numel,
                 item.ref.nbytes,
                 item.ref.location,
                 None if first == at else first,

@@ -8,7 +8,7 @@ is read once, whatever is to be known of it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from threading import Lock
 from typing import Protocol, TypeVar
 
@@ -153,13 +153,17 @@ class _SharedMeter:
         self._is_stopped = True
 
 
+_SMALL = 1 << 12  # bytes of a tensor that takes less time to fold than to hand to a thread
+_BATCH = 1 << 20  # bytes that are handed to a thread together
+
+
 class _Cancelled(Exception):
     """Another thread failed, or the user stopped the run."""
 
 
 def _by_storage(folded: Sequence[Folded[F]]) -> tuple[list[Folded[F]], list[Folded[F]]]:
     """The tensors that no other shares a storage with and that a thread may read, the largest
-    first, and the others.
+    first, and the others, the small ones among them.
     """
     counts = Counter(
         key for ref, _ in folded for key in {id(_whole(storage)) for storage in _storages(ref)}
@@ -168,15 +172,31 @@ def _by_storage(folded: Sequence[Folded[F]]) -> tuple[list[Folded[F]], list[Fold
     together: list[Folded[F]] = []
     for item in folded:
         ref = item[0]
-        alone = verbatim_runs(ref) is not None and all(
-            counts[id(_whole(storage))] == 1
-            and storage.source.is_for_threads()
-            and _whole(storage).source is storage.source
-            for storage in _storages(ref)
+        alone = (
+            ref.nbytes > _SMALL
+            and verbatim_runs(ref) is not None
+            and all(
+                counts[id(_whole(storage))] == 1
+                and storage.source.is_for_threads()
+                and _whole(storage).source is storage.source
+                for storage in _storages(ref)
+            )
         )
         (apart if alone else together).append(item)
     apart.sort(key=lambda item: item[0].nbytes, reverse=True)
     return apart, together
+
+
+def _batches(items: Sequence[Folded[F]]) -> Iterator[Sequence[Folded[F]]]:
+    """The items in their order, as many together as are worth a task of their own."""
+    first = nbytes = 0
+    for at, (ref, _) in enumerate(items):
+        nbytes += ref.nbytes
+        if nbytes >= _BATCH:
+            yield items[first : at + 1]
+            first, nbytes = at + 1, 0
+    if first < len(items):
+        yield items[first:]
 
 
 def _folded_apart(
@@ -190,16 +210,16 @@ def _folded_apart(
     shared = _SharedMeter(meter)
     by_id = {id(storage): storage for storage in checked}
 
-    def work(item: Folded[F]) -> None:
-        ref, folders = item
-        own = {id(whole): whole for whole in map(_whole, _storages(ref)) if id(whole) in by_id}
-        checksums = Checksums(shared)
-        fold(ref, *folders, checksums=checksums, meter=shared)
-        checksums.finish(own.values())
+    def work(items: Sequence[Folded[F]]) -> None:
+        for ref, folders in items:
+            own = {id(whole): whole for whole in map(_whole, _storages(ref)) if id(whole) in by_id}
+            checksums = Checksums(shared)
+            fold(ref, *folders, checksums=checksums, meter=shared)
+            checksums.finish(own.values())
 
     with ThreadPoolExecutor(threads, "ckptconv-folder") as pool:
         try:
-            for _ in pool.map(work, apart):
+            for _ in pool.map(work, _batches(apart)):
                 pass
         finally:
             shared.stop()

@@ -7,19 +7,23 @@ pairwise sums over values less the block's mean), merged as by Chan, Golub and L
 distribution is counted in buckets of the leading bits: sign, exponent, and seven bits of the
 mantissa. So a bucket reaches from x to x * (1 + 2**-7) at most, and a quantile, which is the middle
 of one, is off by at most `QUANTILE_ERROR` of itself. NaN and infinite values are counted, and are
-in nothing else.
+in nothing else. The values of tensors with a few only are taken one by one, and all is exact.
 """
 
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from ckptconv.tensors import few_values
 from ckptconv.tensors.casting import every_value
 from ckptconv.tensors.dtypes import BY_NAME, DType
+from ckptconv.tensors.few_values import FewValues, mean_and_std
+from ckptconv.tensors.packing import codes_in, packed_nbytes, unpacked
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,7 +32,7 @@ if TYPE_CHECKING:
 
 QUANTILE_ERROR = 2.0**-8
 """The largest relative error of a quantile of numbers wider than 16 bits."""
-_BLOCK = 1 << 16  # elements in float64 that a second-level cache holds
+_BLOCK = 1 << 18  # elements that are folded at once: threads wait for each other less often
 _FEW = 1 << 12  # elements that are sorted and counted in less time than all buckets are looked at
 
 
@@ -72,7 +76,7 @@ class Distribution:
             return [0] * bins
         if not low < high:
             return [int(self.counts.sum()), *[0] * (bins - 1)]
-        edges = np.linspace(low, high, bins + 1)
+        edges = np.linspace(low / 2, high / 2, bins + 1) * 2  # their distance may be infinite
         # the cumulated counts as a line through the edges of the buckets; so nothing is lost by
         # rounding: the differences of whole numbers add up to all
         first = np.clip(self.low.astype(np.float64), low, high)
@@ -114,7 +118,7 @@ class Statistics:
     distinct: int | None = None
     distinct_is_exact: bool = True
     of_magnitudes: bool = False
-    distribution: Distribution | None = None
+    distribution: Distribution | FewValues | None = None
 
     @property
     def abs_max(self) -> float | int | None:
@@ -149,22 +153,35 @@ class Statistics:
 
 
 class StatisticsFolder:
-    """A folder that keeps the statistics of values of `dtype`, as `statistics()`.
+    """A folder that keeps the statistics of `numel` values of `dtype`, as `statistics()`.
 
-    `decode` makes float64 numbers of a chunk and the number of the elements before it, for values
-    that are not what their type says (quantized ones).
+    For values that are not what their type says: `numbers` are the float64 numbers that the codes
+    of `bits` in its bytes stand for; or `decode` makes them of the codes of a chunk and the number
+    of the elements before it.
     """
 
     def __init__(
-        self, dtype: DType, numel: int, decode: Callable[[memoryview, int], Array] | None = None
+        self,
+        dtype: DType,
+        numel: int,
+        decode: Callable[[memoryview, int], Array] | None = None,
+        *,
+        bits: int = 8,
+        numbers: Array | None = None,
     ) -> None:
         self._dtype = dtype
         self._numel = numel
+        self._bits = bits
+        self._nbytes = packed_nbytes(numel, bits) if bits < 8 else numel * dtype.itemsize
         self._seen = 0  # bytes, or numbers that were decoded
         self._found: Statistics | None = None
-        self._counted: _Counted | _Folded | None = None
-        if decode is not None:
+        self._counted: _Listed | _Counted | _Folded | None = None
+        if numbers is not None:
+            self._counted, decode = _Counted(dtype, numel, bits, numbers), None
+        elif decode is not None:
             self._counted = _Folded(BY_NAME["float64"], numel)
+        elif numel <= few_values.MOST and (dtype.kind in ("float", "int") or has_codes(dtype)):
+            self._counted = _Listed(dtype, numel)
         elif has_codes(dtype):
             self._counted = _Counted(dtype, numel)
         elif dtype.kind in ("float", "int", "complex"):
@@ -176,8 +193,11 @@ class StatisticsFolder:
             return
         if self._decode is None:
             self._seen += len(chunk)
-            is_all = self._seen == self._numel * self._dtype.itemsize
+            is_all = self._seen == self._nbytes
         else:
+            if self._bits < 8:
+                codes = unpacked(chunk, self._bits)[: self._numel - self._seen]
+                chunk = codes.data.cast("B")
             chunk = self._decode(chunk, self._seen).data.cast("B")
             self._seen += len(chunk) // 8
             is_all = self._seen == self._numel
@@ -197,14 +217,75 @@ def has_codes(dtype: DType) -> bool:
     return dtype.kind in ("float", "int", "bool") and dtype.itemsize <= 2 and not dtype.is_packed
 
 
-class _Counted:
-    """How often each code of a type of 8 or 16 bits occurs."""
+class _Listed:
+    """A few values, which are taken one by one."""
 
     def __init__(self, dtype: DType, numel: int) -> None:
+        self._dtype = dtype
+        self._numel = numel
+        self._raw = b""
+
+    def update(self, chunk: memoryview) -> None:
+        self._raw += chunk
+
+    def statistics(self) -> Statistics:
+        listed = _list_of(self._raw, self._dtype)
+        finite = sorted(
+            listed if all(map(math.isfinite, listed)) else filter(math.isfinite, listed)
+        )
+        if len(finite) < len(listed) or not finite:
+            return self._counted()
+        moments = mean_and_std(finite)
+        if moments is None:
+            return self._counted()
+        return Statistics(
+            len(listed),
+            zeros=listed.count(0),
+            minimum=finite[0],
+            maximum=finite[-1],
+            mean=moments[0],
+            std=moments[1],
+            distinct=len(set(finite)),
+            distribution=FewValues(array("d", finite)),
+        )
+
+    def _counted(self) -> Statistics:
+        """The same by numpy, where there are NaN, infinities, or squares beyond all range."""
+        kind = _Counted if has_codes(self._dtype) else _Folded
+        counted = kind(self._dtype, self._numel)
+        if self._raw:
+            counted.update(memoryview(self._raw))
+        return counted.statistics()
+
+
+def _list_of(raw: bytes, dtype: DType) -> list[Any]:
+    """The numbers in some bytes; of bools 0 and 1."""
+    import numpy as np
+
+    if dtype.kind == "bool":
+        return [int(byte != 0) for byte in raw]
+    if dtype.kind == "int" or dtype.itemsize > 2:
+        numbers: list[Any] = np.frombuffer(raw, _type_of(dtype)).tolist()
+    else:
+        numbers = _numbers(dtype)[np.frombuffer(raw, f"<u{dtype.itemsize}")].tolist()
+    return numbers
+
+
+class _Counted:
+    """How often each code of a type of 8 or 16 bits occurs; or of `bits`, which stand for
+    `numbers`.
+    """
+
+    def __init__(
+        self, dtype: DType, numel: int, bits: int = 8, numbers: Array | None = None
+    ) -> None:
         import numpy as np
 
         self._dtype = dtype
         self._numel = numel
+        self._bits = bits
+        self._numbers = numbers
+        self._last = 0  # byte
         self._codes: Array = np.zeros(0, np.int64)
         self._few: list[Array] = []
         self._byte = b""
@@ -212,6 +293,7 @@ class _Counted:
     def update(self, chunk: memoryview) -> None:
         import numpy as np
 
+        self._last = chunk[-1] if len(chunk) else self._last
         if self._numel <= _FEW:
             self._few.append(np.frombuffer(bytes(chunk), f"<u{self._dtype.itemsize}"))
             return
@@ -223,28 +305,40 @@ class _Counted:
             self._byte += bytes(chunk[-1:])
             chunk = chunk[:-1]
         if len(chunk):
-            words = np.frombuffer(chunk, "<u2")
-            self._codes += np.bincount(words, minlength=1 << 16)
+            _count_into(self._codes, np.frombuffer(chunk, "<u2"))
 
     def statistics(self) -> Statistics:
         import numpy as np
 
-        numbers = _numbers(self._dtype)
+        numbers = _numbers(self._dtype) if self._numbers is None else self._numbers
+        is_float = self._dtype.kind == "float" or self._numbers is not None
         if self._numel <= _FEW:
             words = np.concatenate(self._few) if self._few else np.zeros(0, np.uint8)
-            codes, counts = np.unique(words, return_counts=True)
+            if self._bits < 8:
+                every = self._unpacked(np.bincount(words, minlength=256))
+                codes = np.flatnonzero(every)
+                counts = every[codes]
+            else:
+                codes, counts = np.unique(words, return_counts=True)
         else:
             every = self._codes
             if self._dtype.itemsize == 1:
                 pairs = every.reshape(256, 256) if len(every) else np.zeros((256, 256), np.int64)
                 every = pairs.sum(0) + pairs.sum(1)
                 every += np.bincount(np.frombuffer(self._byte, np.uint8), minlength=256)
+            if self._bits < 8:
+                every = self._unpacked(every)
             codes = np.flatnonzero(every)
             counts = every[codes]
-        return _of_values(numbers[codes], counts, self._dtype)
+        return _of_values(numbers[codes], counts, is_float=is_float)
+
+    def _unpacked(self, every: Array) -> Array:
+        """How often each element occurs, of how often each byte does."""
+        padding = -self._numel % (8 // self._bits)
+        return codes_in(every, self._bits, self._last, padding)
 
 
-def _of_values(numbers: Array, counts: Array, dtype: DType) -> Statistics:
+def _of_values(numbers: Array, counts: Array, *, is_float: bool) -> Statistics:
     """The statistics of numbers of which each occurs so many times; equal ones may stand twice."""
     import numpy as np
 
@@ -263,7 +357,7 @@ def _of_values(numbers: Array, counts: Array, dtype: DType) -> Statistics:
     apart = numbers - mean
     squares = float((apart * apart * counts).sum())
     smallest, largest = numbers[0].item(), numbers[-1].item()
-    if dtype.kind != "float":
+    if not is_float:
         smallest, largest = int(smallest), int(largest)
     return Statistics(
         known.numel,
@@ -372,18 +466,19 @@ class _Folded:
         import numpy as np
 
         if self._is_single and numbers.dtype.itemsize == 4:
-            codes = numbers.view("<u2")[1::2]
+            codes = numbers.view("<u4") >> np.uint32(16)
         else:
             wide = np.ascontiguousarray(numbers, "<f8")
-            codes = (wide.view("<u8") >> np.uint64(_SHIFT)).astype(np.int64)
+            codes = (wide.view("<u8") >> np.uint64(_SHIFT)).astype(np.intp)
         if self._numel <= _FEW:
-            self._few.append(codes.copy())
+            self._few.append(codes)
             return True
         if not len(self._buckets):
             self._buckets = np.zeros(1 << (16 if self._is_single else 64 - _SHIFT), np.int64)
-        counts = np.bincount(codes, minlength=len(self._buckets))
-        self._buckets += counts
-        return bool(counts[0] or counts[len(counts) // 2])
+        around_zero = [0, len(self._buckets) // 2]
+        before = self._buckets[around_zero].sum()
+        _count_into(self._buckets, codes)
+        return bool(self._buckets[around_zero].sum() > before)
 
     def statistics(self) -> Statistics:
         import numpy as np
@@ -412,6 +507,16 @@ class _Folded:
             of_magnitudes=self._dtype.kind == "complex",
             distribution=buckets if moments.count else None,
         )
+
+
+def _count_into(counts: Array, codes: Array) -> None:
+    """Count each of some codes where it belongs: in half the time of `numpy.bincount`, which looks
+    for the largest of them first, and makes counts anew.
+    """
+    import numpy as np
+
+    for start in range(0, len(codes), _BLOCK):
+        np.add.at(counts, codes[start : start + _BLOCK].astype(np.intp, copy=False), 1)
 
 
 _SHIFT = 45  # of 64 bits: sign, exponent and seven bits of the mantissa are left

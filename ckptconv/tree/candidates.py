@@ -164,7 +164,7 @@ class _Look:
             return
         if place is not None and _names_state(place[1]):
             place = self._outside.get(id(node), place)
-        if _is_optimizer(node) or (
+        if is_optimizer(node) or (
             place is not None and _names_state(place[1]) and not _stands_for_tensor(node)
         ):
             self.aside[id(node)] = None
@@ -377,7 +377,7 @@ def _names_state(label: Node) -> bool:
     return type(label) is str and "." not in label and names_training_state(label)
 
 
-def _is_optimizer(node: Node) -> bool:
+def is_optimizer(node: Node) -> bool:
     """Whether a node is what `optimizer.state_dict()` gives (torch/optim/optimizer.py)."""
     pairs = mapping_pairs(node)
     if pairs is None or len(pairs) < 2:

@@ -39,11 +39,13 @@ def stats(
     with open_certain(source, tag=tag) as checkpoint:
         found = named_values(checkpoint, only).matching(match)
         check_places(checkpoint.sources)
+        numbers = [item for item in found.values if item.has_numbers]
+        others = [item.name for item in found.values if not item.has_numbers]
         return CheckpointStatistics(
             str(checkpoint.path),
             checkpoint.format,
-            statistics_of(found.values, on_progress),
-            found.unread,
+            statistics_of(numbers, on_progress),
+            (*found.unread, *others),
         )
 
 
@@ -63,7 +65,7 @@ def statistics_of(
         TensorStatistics(
             item.name,
             item.dtype.name,
-            item.ref.shape,
+            item.shape,
             item.ref.nbytes,
             item.ref.location,
             folders[id(item)].statistics(),
@@ -77,8 +79,14 @@ def _folded(items: Sequence[NamedValue], on_progress: OnProgress | None) -> list
     by_ref = {id(item.ref): item for item in items}
     made = fold_all(
         [item.ref for item in items],
-        lambda ref: [StatisticsFolder(ref.dtype, ref.numel, by_ref[id(ref)].decode)],
+        lambda ref: [_folder(by_ref[id(ref)])],
         lambda nbytes: Meter("read", nbytes, on_progress),
         threads=_THREADS,
     )
     return [folder for [folder] in made]
+
+
+def _folder(item: NamedValue) -> StatisticsFolder:
+    return StatisticsFolder(
+        item.ref.dtype, item.numel, item.decode, bits=item.bits, numbers=item.numbers
+    )

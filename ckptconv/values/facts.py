@@ -34,7 +34,7 @@ class CheckpointStatistics:
     """The statistics of the tensors of a checkpoint, in its order.
 
     `unread` are the names of tensors whose numbers ckptconv does not know how to read, such as
-    those that are quantized to less than a byte.
+    those of six bits.
     """
 
     path: str

@@ -8,13 +8,14 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ckptconv.objects.encodings import Recipe, flat
+from ckptconv.objects.encodings import Recipe, flat, packed_codes
 from ckptconv.objects.held_tensors import holds_tensors
 from ckptconv.objects.torch_read import is_tensor_call
 from ckptconv.pickles.nodes import Call, Node, children
 from ckptconv.support.errors import OptionRefused, printable
-from ckptconv.tensors.dtypes import BY_NAME, DType
-from ckptconv.tensors.refs import TensorObject, TensorRef
+from ckptconv.tensors.dtypes import BY_NAME, FLOAT4_PAIRS, DType
+from ckptconv.tensors.packing import BITS, float4_numbers
+from ckptconv.tensors.refs import Shape, TensorObject, TensorRef
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.state_dicts import chain_of, find
 from ckptconv.tree.walk import CONTAINERS, place_text, walk
@@ -26,21 +27,35 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
 
 Decode = Callable[[memoryview, int], "Array"]
-"""From a chunk, and the number of elements before it, to the float64 numbers that it stands for."""
+"""From codes, and the number of elements before them, to the float64 numbers that they are."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedValue:
     """A tensor under one of its names.
 
-    `ref` are the bytes. Where these are quantized, `dtype` is the quantized type and `decode` makes
-    the numbers that they stand for.
+    `ref` are the bytes, `shape` is that of the values. Where the bytes are codes, `dtype` is the
+    quantized or packed type, `bits` are those of a code, `numbers` are what each code stands for,
+    and `decode` makes the numbers where that depends on the place.
     """
 
     name: str
     ref: TensorRef
     dtype: DType
+    shape: Shape
     decode: Decode | None = None
+    bits: int = 8
+    numbers: Array | None = None
+
+    @property
+    def numel(self) -> int:
+        """How many values it has."""
+        return prod(self.shape)
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether ckptconv knows what its bytes stand for."""
+        return self.numbers is not None or self.dtype.kind != "bits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,24 +126,42 @@ def _values(name: str, value: Node) -> list[NamedValue] | None:
     """What a value is as tensors; None where it is none, or one that cannot be read."""
     ref = value.tensor if type(value) is TensorObject else value
     if type(ref) is TensorRef:
-        return [NamedValue(name, ref, ref.dtype)]
-    if type(value) is not Call or (made := flat(name, value)) is None:
+        return [_plain(name, ref)]
+    if type(value) is not Call:
+        return None
+    if (packed := packed_codes(value, BITS)) is not None:
+        components, recipe, shape = packed
+        parts = {f"{name}.{part}": ref for part, ref in components}
+        return [_dequantized(name, recipe, parts, shape)]
+    if (made := flat(name, value)) is None:
         return None
     parts = dict(made.tensors)
     found: list[NamedValue] = []
     for at, recipe in made.recipes.items():
         if recipe["encoding"] == "quantized":
             found.append(_dequantized(at, recipe, parts))
-    return [*found, *(NamedValue(at, ref, ref.dtype) for at, ref in parts.items())]
+    return [*found, *(_plain(at, ref) for at, ref in parts.items())]
 
 
-def _dequantized(name: str, recipe: Recipe, parts: dict[str, TensorRef]) -> NamedValue:
+def _plain(name: str, ref: TensorRef) -> NamedValue:
+    """A tensor that stands for itself; of pairs of 4-bit floats each is a value."""
+    if ref.dtype is not FLOAT4_PAIRS:
+        return NamedValue(name, ref, ref.dtype, ref.shape)
+    shape = (*ref.shape[:-1], 2 * ref.shape[-1]) if ref.shape else (2,)
+    return NamedValue(name, ref, ref.dtype, shape, bits=4, numbers=float4_numbers())
+
+
+def _dequantized(
+    name: str, recipe: Recipe, parts: dict[str, TensorRef], shape: Shape | None = None
+) -> NamedValue:
     """The numbers of a quantized tensor: (q - zero point) * scale in float32, as torch's
-    `dequantize`.
+    `dequantize`. With `shape`, its codes are packed.
     """
     import numpy as np
 
-    integers = parts.pop(f"{name}.integers")
+    integers, dtype = parts.pop(f"{name}.integers"), BY_NAME[recipe["dtype"]]
+    bits = BITS[dtype.name] if shape is not None else 8 * integers.dtype.itemsize
+    shape = integers.shape if shape is None else shape
     signed = "u" if integers.dtype.name.startswith("u") else "i"
     kind = f"<{signed}{integers.dtype.itemsize}"
     if recipe["scheme"] == "per_tensor_affine":
@@ -139,7 +172,7 @@ def _dequantized(name: str, recipe: Recipe, parts: dict[str, TensorRef]) -> Name
         scales = array_of(parts.pop(f"{name}.scales")).astype(np.float32)
         zeros = array_of(parts.pop(f"{name}.zero_points")).astype(np.float32)
         axis = recipe["axis"]
-        channels, inner = integers.shape[axis], prod(integers.shape[axis + 1 :])
+        channels, inner = shape[axis], prod(shape[axis + 1 :])
 
     def decode(chunk: memoryview, before: int) -> Array:
         codes = np.frombuffer(chunk, kind).astype(np.float32)
@@ -148,4 +181,7 @@ def _dequantized(name: str, recipe: Recipe, parts: dict[str, TensorRef]) -> Name
         made: Array = ((codes - zero) * scale).astype(np.float64)
         return made
 
-    return NamedValue(name, integers, BY_NAME[recipe["dtype"]], decode)
+    numbers = None
+    if recipe["scheme"] == "per_tensor_affine" and bits <= 8:
+        numbers = decode(memoryview(bytes(range(1 << bits))), 0)
+    return NamedValue(name, integers, dtype, shape, decode, bits, numbers)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckptconv.support.errors import AmbiguousStateDict, OptionRefused, printable
 from ckptconv.support.text import first_few, look_hint
+from ckptconv.tensors.dtypes import UINT8
+from ckptconv.tensors.packing import packed_nbytes, unpacked
 from ckptconv.tensors.refs import Shape
 from ckptconv.values.arrays import array_of
 from ckptconv.values.named import NamedValue, NamedValues
@@ -117,9 +119,13 @@ def _refused(text: str, what: str) -> OptionRefused:
 
 
 def values_of(item: NamedValue, box: Box) -> Array:
-    """The values of a part of a tensor as an array; quantized ones decoded to float64."""
+    """The values of a part of a tensor as an array; quantized ones decoded to float64, packed ones
+    to float32.
+    """
     starts, shape = _hull(box.ranges)
-    if item.decode is None:
+    if item.bits < 8:
+        whole = _taken_apart(item, starts, shape)
+    elif item.decode is None:
         whole = array_of(item.ref, starts, shape)
     else:
         whole = _decoded(item, starts, shape)
@@ -150,6 +156,8 @@ def _decoded(item: NamedValue, starts: Shape, shape: Shape) -> Array:
     assert item.decode is not None
     raw = array_of(item.ref, starts, shape)
     out = np.empty(raw.shape, np.float64)
+    if not out.size:
+        return out
     rows = raw.reshape(-1, raw.shape[-1]) if raw.ndim else raw.reshape(1, 1)
     made = out.reshape(rows.shape)
     width = item.ref.shape[-1] if item.ref.shape else 1
@@ -162,6 +170,47 @@ def _decoded(item: NamedValue, starts: Shape, shape: Shape) -> Array:
         before = flat * width + (starts[-1] if starts else 0)
         made[at] = item.decode(memoryview(row.tobytes()), before)
     return out
+
+
+def _taken_apart(item: NamedValue, starts: Shape, shape: Shape) -> Array:
+    """Values of less than a byte each: of every row the bytes are read that hold them."""
+    import numpy as np
+
+    out = np.empty(shape, np.float64 if item.decode else np.float32)
+    if not out.size:
+        return out
+    rows = out.reshape(-1, shape[-1]) if shape else out.reshape(1, 1)
+    for at, row in enumerate(rows):
+        index = np.unravel_index(at, shape[:-1]) if shape[:-1] else ()
+        outer = [start + int(step) for start, step in zip(starts[:-1], index, strict=True)]
+        first = starts[-1] if starts else 0
+        if item.decode is None:  # pairs, of which each row has whole ones
+            assert item.numbers is not None
+            row[:] = item.numbers[_codes(item, outer, first, len(row))]
+        else:  # end to end, whatever the shape
+            before = _flat_place(item.shape, [*outer, first])
+            codes = _codes(item, [], before, len(row))
+            row[:] = item.decode(codes.data.cast("B"), before)
+    return out
+
+
+def _flat_place(shape: Shape, index: Sequence[int]) -> int:
+    """How many elements stand before the one at `index`."""
+    place = 0
+    for size, step in zip(shape, index, strict=False):
+        place = place * size + step
+    return place
+
+
+def _codes(item: NamedValue, outer: Sequence[int], first: int, count: int) -> Array:
+    """The codes of so many elements from `first` on, in the row of bytes at `outer`."""
+    per = 8 // item.bits
+    at, skipped = divmod(first, per)
+    ref = item.ref._replace(dtype=UINT8)
+    nbytes = packed_nbytes(skipped + count, item.bits)
+    start, shape = ((*outer, at), (*[1] * len(outer), nbytes)) if ref.shape else ((), ())
+    raw = array_of(ref, start, shape)
+    return unpacked(memoryview(raw.tobytes()), item.bits)[skipped : skipped + count]
 
 
 def shown_text(item: NamedValue, box: Box) -> str:

@@ -164,7 +164,7 @@ def _tensor_document(item: TensorStatistics, bins: int) -> dict[str, Any]:
 
 def picked_headline(item: NamedValue, box: Box) -> str:
     """What the tensor is of which values are shown, and the shape of the part."""
-    shape = "×".join(map(str, item.ref.shape)) or "scalar"
+    shape = "×".join(map(str, item.shape)) or "scalar"
     part = "×".join(map(str, box.shape)) or "one value"
-    of = "" if box.shape == item.ref.shape else f", {part} of it"
+    of = "" if box.shape == item.shape else f", {part} of it"
     return f"{printable(item.name, 500)}  {item.dtype.name}  {shape}{of}  {item.ref.location}"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import ckptconv.tensors.fold as fold_module
 from ckptconv.io.source import MemorySource
 from ckptconv.support.errors import MalformedCheckpoint
 from ckptconv.support.progress import Meter, Progress
@@ -162,8 +164,16 @@ def scattered() -> list[TensorRef]:
     return refs
 
 
+@pytest.fixture(params=[0, 1 << 12])
+def small(request, monkeypatch):
+    """The size up to which tensors are left to the caller: none of these here, or all."""
+    monkeypatch.setattr(fold_module, "_SMALL", request.param)
+    monkeypatch.setattr(fold_module, "_BATCH", 5000)  # three of them
+    return request.param
+
+
 @pytest.mark.parametrize("threads", [2, 5])
-def test_threads_find_what_one_does_and_read_as_much(threads):
+def test_threads_find_what_one_does_and_read_as_much(threads, small):
     def seen(count: int) -> tuple[list[bytes], int, Progress]:
         refs, told = scattered(), []
         made = fold_all(
@@ -175,7 +185,7 @@ def test_threads_find_what_one_does_and_read_as_much(threads):
     assert seen(threads) == seen(1)
 
 
-def test_a_damaged_storage_stops_all_threads():
+def test_a_damaged_storage_stops_all_threads(small):
     refs = scattered()
     bad = refs[4].storage._replace(crc32=1)
     refs[4] = view(bad)
@@ -183,9 +193,7 @@ def test_a_damaged_storage_stops_all_threads():
         fold_all(refs, lambda _: [Seen()], lambda total: Meter("read", total, None), threads=4)
 
 
-def test_a_source_that_is_not_for_threads_is_read_by_the_caller_alone():
-    import threading
-
+def names_of_readers(*, for_threads: bool) -> set[str]:
     names = set()
 
     class Alone(MemorySource):
@@ -193,9 +201,19 @@ def test_a_source_that_is_not_for_threads_is_read_by_the_caller_alone():
             names.add(threading.current_thread().name)
             super().read_into(offset, into)
 
+        def is_for_threads(self) -> bool:
+            return for_threads
+
     refs = [
         view(Storage(Alone(RAW, Path("m")), 0, len(RAW), "cpu", "s", crc32=zlib.crc32(RAW)))
         for _ in range(6)
     ]
     fold_all(refs, lambda _: [Seen()], lambda total: Meter("read", total, None), threads=4)
-    assert names == {threading.current_thread().name}
+    return names
+
+
+def test_who_reads(small):
+    caller = {threading.current_thread().name}
+    assert names_of_readers(for_threads=False) == caller
+    readers = names_of_readers(for_threads=True)
+    assert readers == caller if small else readers.isdisjoint(caller)

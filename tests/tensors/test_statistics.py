@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from ckptconv.tensors import few_values
 from ckptconv.tensors.dtypes import BY_NAME
 from ckptconv.tensors.statistics import QUANTILE_ERROR, Statistics, StatisticsFolder
 
@@ -80,7 +81,7 @@ def test_quantiles_lie_within_the_stated_error(dtype, count):
     for fraction, value in zip(FRACTIONS, found.quantiles(FRACTIONS), strict=True):
         exact = numbers[max(math.ceil(fraction * count), 1) - 1].item()
         assert abs(value - exact) <= error * abs(exact), (fraction, value, exact)
-    assert found.distinct_is_exact == (dtype.itemsize <= 2)
+    assert found.distinct_is_exact == (dtype.itemsize <= 2 or count <= few_values.MOST)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.float16], ids=str)
@@ -174,3 +175,42 @@ def test_types_without_numbers_have_only_a_size(name):
     folder = StatisticsFolder(BY_NAME[name], 4)
     folder.update(memoryview(b"abcd"))
     assert folder.statistics() == Statistics(4)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 63, 64, 65])
+@pytest.mark.parametrize(
+    "dtype", [*FLOATS, torch.float8_e5m2, torch.int64, torch.int8, torch.bool], ids=str
+)
+def test_a_few_values_are_told_as_many_are(dtype, count):
+    tensor = drawn(dtype, count)
+    numbers = as_doubles(tensor).numpy()
+    found = told(tensor)
+    assert (found.minimum, found.maximum) == (numbers.min(), numbers.max())
+    assert found.zeros == np.count_nonzero(numbers == 0)
+    assert found.mean == pytest.approx(numbers.mean(), rel=1e-13, abs=1e-15)
+    assert (found.std is None) == (count < 2)
+    if count > 1:
+        assert found.std == pytest.approx(numbers.std(ddof=1), rel=1e-13, abs=1e-15)
+    bins = found.histogram(7)
+    assert sum(bins) == count
+    if count <= few_values.MOST:
+        assert found.distinct == len(np.unique(numbers))
+        ranks = [max(math.ceil(fraction * count), 1) - 1 for fraction in FRACTIONS]
+        assert found.quantiles(FRACTIONS) == np.sort(numbers)[ranks].tolist()
+        edges = np.linspace(numbers.min(), numbers.max(), 8)
+        if len(np.unique(edges)) == 8 and not np.isin(numbers, edges[1:-1]).any():
+            assert bins == np.histogram(numbers, edges)[0].tolist()
+
+
+def test_a_few_values_of_any_size():
+    for numbers in ([1e300, -1e300, 3.0], [1e-300, 3e-300], [math.nan, 1.0], [math.inf, 2.0, 2.5]):
+        tensor = torch.tensor(numbers, dtype=torch.float64)
+        finite = tensor[tensor.isfinite()]
+        found = told(tensor)
+        assert (found.finite, found.nan) == (len(finite), int(tensor.isnan().sum()))
+        if len(finite) > 1:
+            scale = finite.abs().max().item()
+            expected = (finite / scale).std().item()
+            assert found.std / scale == pytest.approx(expected, rel=1e-12)
+    widest = [-1.7e308, 1.7e308, 0.0]
+    assert told(torch.tensor(widest, dtype=torch.float64)).histogram(3) == [1, 1, 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -75,10 +76,52 @@ def test_quantized_values_are_decoded_where_they_stand(tmp_path):
     with open_checkpoint(tmp_path / "q.pt") as checkpoint:
         for item in named_values(checkpoint).values:
             whole = tensors[item.name].dequantize().double().numpy()
-            for text in ("", "[2]", "[1:4:2, ::-3, 2:5]", "[..., 0]", "[0, 9, 6]"):
+            for text in (
+                "",
+                "[2]",
+                "[1:4:2, ::-3, 2:5]",
+                "[..., 0]",
+                "[0, 9, 6]",
+                "[2:2]",
+                "[:, :, 3:3]",
+            ):
                 found = values_of(item, box_of(text, (6, 10, 7)))
                 index = eval(f"np.s_[{text.strip('[]') or '...'}]", {"np": np})
                 assert np.array_equal(found, whole[index]), (item.name, text)
+
+
+def test_values_of_less_than_a_byte_are_taken_apart_where_they_stand(tmp_path):
+    plain = torch.rand(5, 3, 7) * 4
+    tensors = {
+        "a": torch.quantize_per_tensor(plain, 0.3, 2, torch.quint4x2),
+        "b": torch.quantize_per_channel(
+            plain, torch.rand(3) + 0.2, torch.rand(3), 1, torch.quint4x2
+        ),
+        "c": torch.quantize_per_tensor(plain, 1.0, 1, torch.quint2x4),
+        "d": torch.quantize_per_tensor(plain[0, 0, 0], 1.0, 1, torch.quint4x2),
+    }
+    codes = torch.randint(0, 256, (5, 3, 4), dtype=torch.uint8)
+    pairs = codes.view(torch.float4_e2m1fn_x2)
+    torch.save(
+        {**tensors, "e": pairs, "f": codes[:, 1].view(torch.float4_e2m1fn_x2)}, tmp_path / "q.pt"
+    )
+    wholes = {name: tensor.dequantize().double().numpy() for name, tensor in tensors.items()}
+    raw = codes.numpy()
+    nibbles = np.stack([raw & 15, raw >> 4], -1).reshape(5, 3, 8)
+    wholes["e"] = nibbles.view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+    wholes["f"] = wholes["e"][:, 1]
+    with open_checkpoint(tmp_path / "q.pt") as checkpoint:
+        for item in named_values(checkpoint).values:
+            whole = wholes.pop(item.name)
+            assert item.shape == whole.shape
+            texts = {3: ["", "[2]", "[1:4:2, ::-2, 2:5]", "[..., 0]", "[0, 2, 6]", "[:, :, 3:3]"]}
+            for text in texts.get(whole.ndim, ["", "[...]"]):
+                found = values_of(item, box_of(text, item.shape))
+                index = eval(f"np.s_[{text.strip('[]') or '...'}]", {"np": np})
+                assert np.array_equal(found, whole[index]), (item.name, text)
+    assert wholes == {}
+    told = run("show", tmp_path / "q.pt", "e", "[4, 2]", cwd=tmp_path).out
+    assert "float4_e2m1fn_x2  5×3×8, 8 of it" in told
 
 
 def test_of_a_large_tensor_only_what_is_shown_is_read(tmp_path, monkeypatch):

@@ -36,8 +36,15 @@ def mixed(tmp_path_factory):
         "half_bytes": torch.quantize_per_channel(
             plain, torch.rand(8) + 0.01, torch.rand(8), 0, torch.quint4x2
         ),
+        "quarter_bytes": torch.quantize_per_tensor(plain[:7, :3] + 2, 0.9, 1, torch.quint2x4),
     }
-    torch.save(tensors, path)
+    # for these torch has no numbers
+    others = {
+        "four_bits": torch.arange(12, dtype=torch.uint8).reshape(3, 4).view(torch.float4_e2m1fn_x2),
+        "quarter_bytes_of_a_part": tensors["quarter_bytes"][2:],
+        "plain_bits": torch.arange(8, dtype=torch.uint8).view(torch.bits8),
+    }
+    torch.save({**tensors, **others}, path)
     return path, tensors
 
 
@@ -46,9 +53,9 @@ def test_each_tensor_under_each_of_its_names(mixed):
     found = stats(path)
     assert {item.name for item in found.tensors} == {
         "base", "again", "strided", "parameter", "half", "nested.list.0", "nested.list.1.deep",
-        "per_tensor", "per_channel", "other_axis",
+        "per_tensor", "per_channel", "other_axis", "half_bytes", "quarter_bytes", "four_bits",
     }  # fmt: skip
-    assert found.unread == ("half_bytes",)
+    assert found.unread == ("quarter_bytes_of_a_part", "plain_bits")
 
 
 def test_the_figures_are_those_of_torch(mixed):
@@ -66,7 +73,37 @@ def test_the_figures_are_those_of_torch(mixed):
         assert known.std == pytest.approx(numbers.std().item(), rel=1e-12)
         assert item.shape == tuple(value.shape)
         checked += 1
-    assert checked == 9
+    assert checked == 11
+
+
+def test_4_bit_floats_are_counted_one_by_one(mixed):
+    found = next(item for item in stats(mixed[0]).tensors if item.name == "four_bits")
+    # the bytes 0 to 11: the low four bits are 0 to 11, the high ones 0 (OCP MX 1.0, 5.3.3)
+    values = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5] + [0] * 12
+    known = found.statistics
+    assert (found.shape, known.numel, known.zeros) == ((3, 8), 24, 14)
+    assert (known.minimum, known.maximum, known.distinct) == (-1.5, 6, 11)
+    assert known.mean == pytest.approx(sum(values) / 24)
+    assert known.quantiles([1.0]) == [6.0] and known.distinct_is_exact
+
+
+def test_types_whose_layout_nobody_says_are_named(tmp_path):
+    """F6 of safetensors (safetensors#611), and F4 that are not pairs."""
+    shapes = {"F6_E2M3": [4, 4], "F4": [2, 3], "F32": [3]}
+    tensors = {
+        name: {"dtype": name, "shape": shape, "data_offsets": [12 * at, 12 * at + size]}
+        for at, ((name, shape), size) in enumerate(zip(shapes.items(), (12, 3, 12), strict=True))
+    }
+    tensors["F32"]["data_offsets"] = [15, 27]
+    header = json.dumps(tensors).encode()
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(27))
+    found = stats(path)
+    assert [item.name for item in found.tensors] == ["F32"]
+    assert sorted(found.unread) == ["F4", "F6_E2M3"]
+    assert "the numbers of 2 tensors are not read" in run("stats", path, cwd=tmp_path).out
+    done = run("show", path, "F6_E2M3", cwd=tmp_path)
+    assert done.exit == 1 and "numpy has no type for elements of float6_e2m3fn" in done.err
 
 
 def test_the_same_codes_with_other_scales_are_other_numbers(tmp_path):

@@ -1,0 +1,227 @@
+"""Optimizer states in a tree, and which of them a change of the model's keys leaves behind.
+
+Optimizers know parameters in two ways. `torch.optim.Optimizer.state_dict()` numbers them in the
+order in which it was given them (torch/optim/optimizer.py): new keys do not matter to it, but it
+fits no model that has lost a parameter. Names stand in `param_names` of its groups (torch 2.6, for
+`named_parameters()`); in place of the numbers, where FSDP or
+`torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` made it; and in the keys
+``state.NAME.exp_avg`` and ``param_groups.NAME.lr`` of one that was flattened. They stay as they
+are, whatever the keys of the model become.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptconv.keys.wrappers import bare_key, drop_unmistakable
+from ckptconv.pickles.nodes import Node, mapping_pairs
+from ckptconv.tensors.refs import Shape, TensorObject, TensorRef, view_identity
+from ckptconv.tree.candidates import is_optimizer
+from ckptconv.tree.labels import names_training_state
+from ckptconv.tree.renaming import RenamedKeys
+from ckptconv.tree.state_dicts import StateDict, chain_of
+from ckptconv.tree.walk import PLAIN, Place, place_text, tensor_of, walk
+
+_SHAPED = frozenset((
+    "exp_avg", "exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "acc_delta", "sum", "prev",
+    "ax",
+))  # fmt: skip
+"""What torch's optimizers keep in the shape of the parameter (torch/optim/*.py)."""
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+_FLAT = ("state.", "param_groups.")
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """What an optimizer state at `path` knows of its parameters.
+
+    `names` are those that it names. `shapes` has an item for each that it numbers, and for no
+    other: the shape, or None where its state does not tell.
+    """
+
+    path: str
+    names: tuple[str, ...]
+    shapes: tuple[Shape | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LeftBehind:
+    """What of an optimizer state does not go with the model any more.
+
+    `renamed` and `gone` are names of parameters that have other keys now, or are left out.
+    `is_short`: it numbers its parameters, and the model has too few that could be them.
+    """
+
+    state: OptimizerState
+    renamed: tuple[str, ...]
+    gone: tuple[str, ...]
+    is_short: bool
+
+
+def left_behind(
+    root: Node,
+    overlay: Mapping[int, Node],
+    before: Sequence[StateDict],
+    after: Sequence[tuple[StateDict, RenamedKeys]],
+) -> list[LeftBehind]:
+    """The optimizer states in a tree that do not go with its state dicts as they are now.
+
+    `before` are the state dicts before anything was left out, `after` those that are there still,
+    with what became of their keys.
+    """
+    states = list(optimizer_states(root, overlay, (item for item, _ in after)))
+    if not states:
+        return []
+    fates = [_fate(item, after) for item in before]
+    known = {new for fate in fates for new in fate.keys.values()}
+    found = []
+    for state in states:
+        renamed, gone = _stale(state.names, fates, known)
+        is_short = bool(state.shapes) and _is_short(state.shapes, fates)
+        if renamed or gone or is_short:
+            found.append(LeftBehind(state, renamed, gone, is_short))
+    return found
+
+
+# --------------------------------------------------------------------------------- optimizer states
+
+
+def optimizer_states(
+    root: Node, overlay: Mapping[int, Node], models: Iterable[StateDict] = ()
+) -> Iterator[OptimizerState]:
+    """The optimizer states of a tree; the state dicts `models` need not be searched for them."""
+    leaves = {TensorRef, TensorObject, *PLAIN}
+    # plain values stand in for what is not to be entered
+    over = {
+        **overlay,
+        **{
+            id(item.node): None
+            for item in models
+            if item.own is None and leaves.issuperset(map(type, item.values))
+        },
+    }
+    for place, node in walk(root, over):
+        state = _named_flat(place, node) if not is_optimizer(node) else _state(place, node)
+        if state is not None:
+            over[id(node)] = None
+            yield state
+
+
+def _state(place: Place, node: Node) -> OptimizerState:
+    parts = dict(mapping_pairs(node) or ())
+    states = dict(mapping_pairs(parts["state"]) or ())
+    groups = [dict(mapping_pairs(group) or ()) for group in parts["param_groups"]]
+    names = dict.fromkeys(key for key in states if type(key) is str)
+    numbers: list[int] = []
+    for group in groups:
+        params, named = group.get("params"), group.get("param_names")
+        for listed in (params, named):
+            names |= dict.fromkeys(
+                name for name in (listed if type(listed) is list else ()) if type(name) is str
+            )
+        numbers += [at for at in (params if type(params) is list else ()) if type(at) is int]
+    shapes = tuple(_shape(states.get(at)) for at in dict.fromkeys(numbers))
+    return OptimizerState(place_text(place), tuple(names), shapes)
+
+
+def _shape(state: Node) -> Shape | None:
+    """The shape of the parameter that a state belongs to, where it tells."""
+    shapes = {
+        ref.shape
+        for key, value in mapping_pairs(state) or ()
+        if type(key) is str and key in _SHAPED and (ref := tensor_of(value)) is not None
+    }
+    return shapes.pop() if len(shapes) == 1 else None
+
+
+def _named_flat(place: Place, node: Node) -> OptimizerState | None:
+    """A flattened optimizer state, as `StateDictOptions(flatten_optimizer_state_dict=True)` makes
+    it.
+    """
+    pairs = mapping_pairs(node)
+    if not pairs or place is None or not _is_of_training(place):
+        return None
+    if not all(type(key) is str and key.startswith(_FLAT) for key, _ in pairs):
+        return None
+    names = (str(key).partition(".")[2].rpartition(".")[0] for key, _ in pairs)
+    return OptimizerState(place_text(place), tuple(dict.fromkeys(filter(None, names))), ())
+
+
+def _is_of_training(place: Place) -> bool:
+    return any(type(step[1]) is str and names_training_state(step[1]) for step in chain_of(place))
+
+
+# ----------------------------------------------------------------------------------- what became of
+
+
+@dataclass(frozen=True, slots=True)
+class _Fate:
+    """What became of the keys of a state dict: each with its new one, or None."""
+
+    keys: dict[str, str | None]
+    tensors: dict[str, TensorRef]
+
+    def parameters(self, *, left: bool) -> list[TensorRef]:
+        """The tensors that may be parameters, those of one view once; only what is `left`."""
+        refs = [
+            ref
+            for key, ref in self.tensors.items()
+            if not key.endswith(_BUFFERS) and not (left and self.keys[key] is None)
+        ]
+        return list({view_identity(ref): ref for ref in refs}.values())
+
+
+def _fate(item: StateDict, after: Sequence[tuple[StateDict, RenamedKeys]]) -> _Fate:
+    path = item.path.removesuffix(".")
+    kept: dict[str, str] = {}
+    for left, done in after:
+        if left.path.removesuffix(".") == path:
+            kept = done.kept(left.keys)
+    return _Fate({key: kept.get(key) for key in item.keys}, dict(item.tensors()))
+
+
+def _stale(
+    names: Sequence[str], fates: Sequence[_Fate], known: set[str | None]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of parameters that have other keys now, and of those that are left out."""
+    if not names:
+        return (), ()
+    plain = {_bare(key): new for fate in fates for key, new in fate.keys.items()}
+    exact = {key: new for fate in fates for key, new in fate.keys.items()}
+    same = {key for fate in fates for key, new in fate.keys.items() if key == new}
+    renamed: list[str] = []
+    gone: list[str] = []
+    for name in names:
+        bare = _bare(name)
+        if name in known or (name not in exact and bare not in plain):
+            continue
+        if name not in exact and bare in same:
+            continue  # it went by another name before, and nothing has changed
+        new = exact[name] if name in exact else plain[bare]
+        (gone if new is None else renamed).append(name)
+    return tuple(renamed), tuple(gone)
+
+
+def _bare(key: str) -> str:
+    return bare_key(drop_unmistakable(key))
+
+
+def _is_short(shapes: Sequence[Shape | None], fates: Sequence[_Fate]) -> bool:
+    """Whether parameters of these shapes were in a state dict, or in all together, and are not any
+    more.
+    """
+    fit = [fate for fate in fates if _fits(shapes, fate.parameters(left=False))]
+    if fit:
+        return not any(_fits(shapes, fate.parameters(left=True)) for fate in fit)
+    every, left = (
+        [ref for fate in fates for ref in fate.parameters(left=only)] for only in (False, True)
+    )
+    return _fits(shapes, every) and not _fits(shapes, left)
+
+
+def _fits(shapes: Sequence[Shape | None], refs: Sequence[TensorRef]) -> bool:
+    """Whether there is a tensor for each of the shapes."""
+    wanted = Counter(shape for shape in shapes if shape is not None)
+    return len(shapes) <= len(refs) and wanted <= Counter(ref.shape for ref in refs)

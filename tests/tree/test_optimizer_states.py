@@ -1,0 +1,325 @@
+"""What a conversion says of optimizer states that do not go with its model any more; torch's own
+`load_state_dict` says whether they still fit.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+from ckptconv import convert_checkpoint, merge
+from helpers.paths import PRODUCED
+from helpers.program import run
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv1d(3, 4, 2), nn.BatchNorm1d(4))
+        self.fc = nn.Linear(4, 5)
+        self.head = nn.Linear(5, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.fc(self.stem(x).mean(2)))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    model(torch.randn(6, 3, 9)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def told(folder: Path, tree: dict[str, Any], **options: Any) -> tuple[list[str], dict[str, Any]]:
+    """The notes of a conversion about optimizer states, and the output as torch reads it."""
+    torch.save(tree, folder / "train.pt")
+    output = folder / "out.pt"
+    made = convert_checkpoint(folder / "train.pt", output, force=True, fsync=False, **options)
+    notes = [note for note in made.plan.notes if "optim" in note and " is dropped" not in note]
+    return notes, torch.load(output, weights_only=True)
+
+
+ADAMS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "Adam": lambda model: torch.optim.Adam(model.parameters()),
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "Adafactor": lambda model: torch.optim.Adafactor(model.parameters()),
+    "groups": lambda model: torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.ndim > 1]},
+            {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+        ]
+    ),
+}
+
+
+@pytest.fixture(params=ADAMS)
+def numbered(request):
+    """A wrapped model, and what an optimizer of numbered parameters keeps for it."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = step(model, ADAMS[request.param](model))
+    wrapped = {f"module.{key}": value for key, value in model.state_dict().items()}
+    return optimizer, {"model": wrapped, "optimizer": optimizer.state_dict()}
+
+
+def fits(state: dict[str, Any], kept: set[str]) -> bool:
+    """Whether torch loads an optimizer state into one of the parameters that are kept."""
+    params = [value for key, value in Net().named_parameters() if key in kept]
+    groups = [params]
+    if len(state["param_groups"]) == 2:
+        groups = [[p for p in params if p.ndim > 1], [p for p in params if p.ndim == 1]]
+    optimizer = torch.optim.SGD([{"params": group} for group in groups if group], lr=0.1)
+    try:
+        optimizer.load_state_dict(state)
+    except ValueError:
+        return False
+    return True
+
+
+RULES = [
+    ({}, False),
+    ({"rename": ["fc.=linear."]}, False),
+    ({"exclude": ["*.num_batches_tracked"]}, False),
+    ({"exclude": ["*.running_*"]}, False),
+    ({"exclude": ["head.*"]}, True),
+    ({"exclude": ["head.bias"]}, True),
+    ({"include": ["stem.*"]}, True),
+    ({"drop": ["model.module.head.*"]}, True),
+    ({"drop": ["model.*.num_batches_tracked"]}, False),
+    ({"exclude": ["head.*"], "drop": ["optimizer"]}, False),
+    ({"exclude": ["head.*"], "only": "model"}, False),
+]
+
+
+@pytest.mark.parametrize(("options", "expected"), RULES, ids=str)
+def test_numbers_are_spoken_of_where_parameters_are_left_out(numbered, options, expected, tmp_path):
+    _, tree = numbered
+    notes, out = told(tmp_path, tree, **options)
+    assert bool(notes) is expected, notes
+    if expected:
+        assert notes == [
+            "optimizer knows its 8 parameters by number only, and some of them are left out: it "
+            "no longer fits the model"
+        ]
+    if "optimizer" in out:
+        names = {key.replace("linear.", "fc.") for key in out["model"]}
+        assert fits(out["optimizer"], names) is not expected
+
+
+def test_frozen_parameters_are_none_of_the_optimizer(tmp_path):
+    model = Net()
+    optimizer = torch.optim.Adam(model.head.parameters())
+    step(model, optimizer)
+    tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    assert told(tmp_path, tree, exclude=["stem.*"])[0] == []
+    assert len(told(tmp_path, tree, exclude=["head.weight"])[0]) == 1
+
+
+def test_tied_weights_are_one_parameter(tmp_path):
+    model = Net()
+    optimizer = step(model, torch.optim.Adam(model.parameters()))
+    tree = {
+        "model": {**model.state_dict(), "tied.weight": model.head.weight},
+        "optimizer": optimizer.state_dict(),
+    }
+    assert told(tmp_path, tree, exclude=["tied.*"])[0] == []
+    assert len(told(tmp_path, tree, exclude=["fc.weight"])[0]) == 1
+
+
+def test_of_two_models_the_optimizer_is_that_of_the_one_that_fits(tmp_path):
+    model = Net()
+    optimizer = step(model, torch.optim.Adam(model.parameters()))
+    tree = {
+        "model": model.state_dict(),
+        "ema_model": {key: value.clone() for key, value in model.state_dict().items()},
+        "optimizer": optimizer.state_dict(),
+    }
+    assert told(tmp_path, tree, drop=["ema_model.head.*"])[0] == []
+    assert told(tmp_path, tree, drop=["ema_model"])[0] == []
+    assert len(told(tmp_path, tree, drop=["*model.head.*"])[0]) == 1
+    assert len(told(tmp_path, tree, drop=["*model"])[0]) == 1
+
+
+def test_one_optimizer_of_two_models(tmp_path):
+    first, second = nn.Linear(3, 4), nn.Linear(4, 5)
+    optimizer = torch.optim.Adam([*first.parameters(), *second.parameters()])
+    second(first(torch.randn(2, 3))).sum().backward()
+    optimizer.step()
+    tree = {
+        "generator": {f"a.{key}": value for key, value in first.state_dict().items()},
+        "discriminator": {f"b.{key}": value for key, value in second.state_dict().items()},
+        "optimizer": optimizer.state_dict(),
+    }
+    assert told(tmp_path, tree, rename=["a.=c."])[0] == []
+    assert len(told(tmp_path, tree, exclude=["b.bias"])[0]) == 1
+
+
+# ------------------------------------------------------------------------------------------ by name
+
+
+def named_groups(model: nn.Module) -> dict[str, Any]:
+    return step(model, torch.optim.Adam(model.named_parameters())).state_dict()
+
+
+def by_name(model: nn.Module) -> dict[str, Any]:
+    optimizer = step(model, torch.optim.Adam(model.parameters()))
+    return get_optimizer_state_dict(model, optimizer)
+
+
+def flat(model: nn.Module) -> dict[str, Any]:
+    optimizer = step(model, torch.optim.Adam(model.parameters()))
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    return get_optimizer_state_dict(model, optimizer, options=options)
+
+
+def names_in(state: dict[str, Any]) -> set[str]:
+    """The names of parameters in an optimizer state, as torch's readers look for them."""
+    if "param_groups" not in state:
+        return {key.partition(".")[2].rpartition(".")[0] for key in state}
+    groups = state["param_groups"]
+    listed = [name for group in groups for name in group.get("param_names", group["params"])]
+    return {*listed, *(key for key in state["state"] if isinstance(key, str))}
+
+
+@pytest.mark.parametrize("state_of", [named_groups, by_name, flat])
+def test_names_that_stay_behind_are_told(state_of, tmp_path):
+    model = Net()
+    state = state_of(model)
+    tree = {"model": model.state_dict(), "optimizer": state}
+    assert told(tmp_path, tree)[0] == []
+    notes, out = told(tmp_path, tree, rename=["fc.=linear."])
+    assert names_in(out["optimizer"]) == names_in(state)
+    assert len(names_in(state) - out["model"].keys()) == 2
+    assert notes == [
+        "optimizer still names 2 of the renamed parameters by their old names, e.g. fc.weight"
+    ]
+    notes, _ = told(tmp_path, tree, strip_prefix=["head."], exclude=["fc.bias", "*.running_*"])
+    assert notes == [
+        "optimizer still names 2 of the renamed parameters by their old names, e.g. head.weight",
+        "optimizer still holds 1 parameter that is left out, e.g. fc.bias",
+    ]
+    notes, _ = told(tmp_path, tree, drop=["model.fc.*"])
+    assert notes == ["optimizer still holds 2 parameters that are left out, e.g. fc.weight"]
+
+
+@pytest.mark.parametrize("state_of", [named_groups, by_name, flat])
+def test_wrappers_around_names_and_keys(state_of, tmp_path):
+    model = Net()
+    state = state_of(model)
+    wrapped = {f"module.{key}": value for key, value in model.state_dict().items()}
+    # the names are those of the bare model, which its keys become
+    tree = {"model": wrapped, "optimizer": state}
+    assert told(tmp_path, tree)[0] == []
+    notes, _ = told(tmp_path, tree, rename=["fc.=linear."])
+    assert notes == [
+        "optimizer still names 2 of the renamed parameters by their old names, e.g. fc.weight"
+    ]
+
+
+def test_names_with_a_wrapper_are_told_where_it_is_taken_off(tmp_path):
+    model = nn.Module()
+    model.module = Net()
+    model.forward = model.module.forward
+    state = named_groups(model)
+    notes, out = told(tmp_path, {"model": model.state_dict(), "optimizer": state})
+    assert names_in(out["optimizer"]).isdisjoint(out["model"])
+    assert notes == [
+        "optimizer still names 8 of the renamed parameters by their old names, e.g. "
+        "module.stem.0.weight"
+    ]
+    # names that never were those of the keys: nothing has changed
+    tree = {"model": model.module.state_dict(), "optimizer": state}
+    assert told(tmp_path, tree)[0] == []
+    assert told(tmp_path, tree, exclude=["*.num_batches_tracked"])[0] == []
+    notes, _ = told(tmp_path, tree, rename=["head.=out."])
+    assert notes == [
+        "optimizer still names 2 of the renamed parameters by their old names, e.g. "
+        "module.head.weight"
+    ]
+
+
+# ----------------------------------------------------------------------------------------- nestings
+
+
+def test_optimizers_in_lists_and_inside_others(tmp_path):
+    """As Lightning and DeepSpeed nest them."""
+    model = Net()
+    state = step(model, torch.optim.Adam(model.parameters())).state_dict()
+    keys = {f"model.{key}": value for key, value in model.state_dict().items()}
+    tree = {
+        "state_dict": keys,
+        "optimizer_states": [state, named_groups(Net())],
+        "engine": {"optimizer": {"base_optimizer_state": state | {"state": dict(state["state"])}}},
+    }
+    assert told(tmp_path, tree, strip_prefix=["model."])[0] == []
+    notes, _ = told(tmp_path, tree, exclude=["model.head.*"])
+    assert [note.partition(" ")[0] for note in notes] == [
+        "optimizer_states.0",
+        "optimizer_states.1",
+        "engine.optimizer.base_optimizer_state",
+    ]
+    many = {"state_dict": keys, "optimizer_states": [dict(state) for _ in range(9)]}
+    notes, _ = told(tmp_path, many, exclude=["model.head.*"])
+    assert len(notes) == 6 and notes[-1] == "the same is true of 4 more optimizer states"
+
+
+def test_partitions_of_many_parameters_are_not_taken_for_theirs(tmp_path):
+    flat_state = {
+        "state": {0: {"exp_avg": torch.zeros(100), "exp_avg_sq": torch.zeros(100)}},
+        "param_groups": [{"lr": 0.1, "params": [0]}],
+    }
+    tree = {"module": Net().state_dict(), "optimizer": flat_state}
+    assert told(tmp_path, tree, exclude=["head.*"])[0] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "expected"),
+    [
+        ("lightning.ckpt", ["--exclude", "*.weight"], "optimizer_states.0 knows its "),
+        ("lightning.ckpt", ["--strip-prefix", "model."], None),
+        ("accelerate_fsdp", ["--rename", "model.layers.=blocks."], "optimizer_0 still names 18 of"),
+        ("accelerate_fsdp", ["--exclude", "lm_head.*"], "optimizer_0 still holds 1 parameter"),
+        ("accelerate_fsdp", [], None),
+        ("torchtitan/new", ["--rename", "bias=b"], "optimizer still names 1 of the renamed"),
+        ("torchtitan/new", ["--drop", "optimizer", "--rename", "bias=b"], None),
+    ],
+)
+def test_what_frameworks_wrote(name, rule, expected, tmp_path):
+    if not (PRODUCED / name).exists():
+        pytest.skip("the framework's checkpoint is not here")
+    done = run("convert", PRODUCED / name, tmp_path / "out.pt", "--dry-run", *rule, cwd=tmp_path)
+    lines = [line for line in done.lines if re.search("optim.*(still|by number)", line)]
+    assert done.exit == 0, done.err
+    assert not lines if expected is None else len(lines) == 1 and expected in lines[0], done.err
+
+
+def test_flat_outputs_and_merges_leave_the_optimizer_out(tmp_path):
+    model = Net()
+    torch.save({"model": model.state_dict(), "optimizer": by_name(model)}, tmp_path / "train.pt")
+    torch.save({"extra": torch.ones(2)}, tmp_path / "more.pt")
+    flat_file = convert_checkpoint(
+        tmp_path / "train.pt", tmp_path / "o.safetensors", rename=["fc.=linear."], fsync=False
+    )
+    merged = merge(
+        [tmp_path / "train.pt", tmp_path / "more.pt"],
+        tmp_path / "o.pt",
+        prefix={str(tmp_path / "train.pt"): "a."},
+        fsync=False,
+    )
+    for made in (flat_file, merged):
+        assert not any("still" in note for note in made.plan.notes)
+
+
+def test_names_out_of_the_file_are_escaped(tmp_path):
+    model = {"a\x1b[31m.weight": torch.ones(2), "b.weight": torch.ones(2)}
+    state = {"state": {key: {"exp_avg": torch.ones(2)} for key in model}, "param_groups": []}
+    notes, _ = told(tmp_path, {"model": model, "optimizer": state}, rename=["a\x1b[31m.=c."])
+    [note] = notes
+    assert note.isprintable() and note.endswith("by its old name, e.g. a\\x1b[31m.weight")
