@@ -27,7 +27,8 @@ _WIDE = 1000  # columns where no terminal cuts names
 Examples:
   ckptconv stats model.safetensors
   ckptconv stats model.pt --sort abs-max --top 10
-  ckptconv stats model.pt --match 'layers.0.*' --histogram
+  ckptconv stats model.pt --match 'layers.*.weight'
+  ckptconv stats model.pt --histogram 'layers.0.*'
   ckptconv stats train.pt --only optimizer --json
 
 Exit code: 0 done, 1 it cannot be opened or is damaged, 2 wrong usage.""",
@@ -50,7 +51,12 @@ Exit code: 0 done, 1 it cannot be opened or is damaged, 2 wrong usage.""",
     help="Sort by this, the largest first (name: A to Z; nan: infinite ones too).",
 )
 @click.option("--top", metavar="COUNT", type=click.IntRange(min=1), help="Only the first so many.")
-@click.option("--histogram", is_flag=True, help="Draw the histogram and quantiles of each tensor.")
+@click.option(
+    "--histogram",
+    metavar="GLOB",
+    multiple=True,
+    help="Draw histogram and quantiles of the tensors whose names match. Repeatable.",
+)
 @TAG
 @LIMIT
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
@@ -58,7 +64,7 @@ def stats(
     source: Path,
     sort: Any,
     top: int | None,
-    histogram: bool,
+    histogram: tuple[str, ...],
     as_json: bool,
     **given: Any,
 ) -> None:
@@ -74,6 +80,9 @@ def stats(
     from ckptconv.values.collect import stats as collected
     from ckptconv.values.facts import in_order
 
+    if histogram and given["match"]:
+        raise click.UsageError("--histogram and --match both choose tensors; leave one of them out")
+    given["match"] = histogram or given["match"]
     with errors_shown(as_json), progress_shown(READING, silent=as_json) as on_progress:
         found = collected(source, **given, on_progress=on_progress)
     shown = in_order(found, sort, top)
@@ -84,7 +93,7 @@ def stats(
         for item in shown:
             print_table(report.histogram_lines(item, width))
     else:
-        print_table(report.statistics_lines(found, shown, width))
+        print_table(report.statistics_lines(found, shown, width, sort))
 
 
 @click.command(

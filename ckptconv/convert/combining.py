@@ -189,6 +189,8 @@ def _shares(weights: Sequence[float] | None, count: int) -> list[float]:
         raise OptionRefused(f"there are {len(given)} weights for {count_text(count, 'checkpoint')}")
     if not all(0 < weight < float("inf") for weight in given):
         raise OptionRefused("a weight is a positive number")
+    if sum(given) == float("inf"):
+        given = [weight / max(given) for weight in given]
     total = sum(given)
     return [weight / total for weight in given]
 

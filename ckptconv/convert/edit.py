@@ -27,7 +27,7 @@ from ckptconv.io.local import place_of
 from ckptconv.io.location import read_start
 from ckptconv.io.outputs import file_output
 from ckptconv.io.source import CHUNK, Source
-from ckptconv.io.staging import sync_file
+from ckptconv.io.staging import folder_held, sync_file
 from ckptconv.keys.key_map import KeyRules
 from ckptconv.keys.mappings import MappedKeys
 from ckptconv.keys.rule_files import mapping_text
@@ -85,17 +85,17 @@ class EditResult:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """An edit that is ready: the open file, where its data begin, what they will begin with."""
+    """An edit that is ready: the open file, what stands before its data, and what will."""
 
     source: Source
-    start: int
+    old: bytes
     changed: ChangedHeader
     head: bytes
     in_place: bool
 
     @property
     def nbytes(self) -> int:
-        return len(self.head) + self.source.size - self.start
+        return len(self.head) + self.source.size - len(self.old)
 
 
 @spelling_checked
@@ -246,7 +246,7 @@ def _planned(source: Source, asked: HeaderEdit, path: Path, *, rewrite: bool) ->
     # a file of several names is written again: who uses another name has the old one
     fits = 8 + len(text) <= start and not rewrite and path.stat().st_nlink == 1
     nbytes = start if fits else -(-(8 + len(text) + _ROOM) // _PAGE) * _PAGE
-    return _Plan(source, start, changed, header_bytes(text, nbytes), fits)
+    return _Plan(source, source.read(0, start), changed, header_bytes(text, nbytes), fits)
 
 
 def _refuse_index(path: Path) -> None:
@@ -275,9 +275,18 @@ def _write(
         else:
             _write_again(plan, path, fsync=fsync, verify=verify, tell=tell)
     except BaseException:
-        if mapping is not None:
+        # an interrupt may wait until the names are the new ones
+        if mapping is not None and not mapping.was_there and not _begins_with(path, plan.head):
             mapping.path.unlink(missing_ok=True)
         raise
+
+
+def _begins_with(path: Path, head: bytes) -> bool:
+    source = place_of(path).open()
+    try:
+        return source.size >= len(head) and source.read(0, len(head)) == head
+    finally:
+        source.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,10 +295,13 @@ class _Mapping:
 
     path: Path
     raw: bytes
+    was_there: bool
 
     def write(self, *, fsync: bool) -> None:
+        if self.was_there:
+            return
         size = len(self.raw)
-        with file_output(place_of(self.path), force=True, fsync=False, size=size) as output:
+        with file_output(place_of(self.path), force=False, fsync=False, size=size) as output:
             with output.draft(self.path.name, size) as draft:
                 draft.stream.write(self.raw)
                 draft.stream.finish()
@@ -301,48 +313,54 @@ class _Mapping:
 
 def _mapping(plan: _Plan, path: Path) -> _Mapping | None:
     """The mapping of an edit, where it renames. One that is there may be of an edit that was
-    killed: only that is replaced.
+    killed: only that is taken for it.
     """
     raw = mapping_text([MappedKeys("", plan.changed.names, {})])
     if not plan.changed.renamed:
         return None
     is_same = path.is_file() and read_start(place_of(path), "rules_bytes") == raw
     check_output(path, force=is_same)
-    return _Mapping(path, raw)
+    return _Mapping(path, raw, is_same)
 
 
 def _write_in_place(plan: _Plan, path: Path, *, fsync: bool, verify: bool) -> None:
-    old = plan.source.read(0, plan.start)
     plan.source.check_unchanged()
     plan.source.close()
-    write_first_bytes(path, old, plan.head, fsync=fsync)
+    write_first_bytes(path, plan.old, plan.head, fsync=fsync)
     if not verify:
         return
     try:
         _check_header(path, plan.changed.header, path)
     except BaseException:
-        write_first_bytes(path, plan.head, old, fsync=fsync)
+        write_first_bytes(path, plan.head, plan.old, fsync=fsync)
         raise
 
 
 def _write_again(
     plan: _Plan, path: Path, *, fsync: bool, verify: bool, tell: OnProgress | None
 ) -> None:
-    source, start, nbytes = plan.source, plan.start, plan.source.size - plan.start
+    source, start = plan.source, len(plan.old)
     meter = Meter("write", plan.nbytes, tell)
     with file_output(place_of(path), force=True, fsync=fsync, size=plan.nbytes) as output:
         with output.draft(path.name, plan.nbytes, meter.at) as draft:
             draft.stream.write(plan.head)
-            draft.stream.copy(source, start, nbytes)
+            draft.stream.copy(source, start, source.size - start)
             draft.stream.finish()
             draft.commit()
         meter.finish()
-        source.check_unchanged()
         made = draft.place.path
         _check_header(made, plan.changed.header, path)
         if verify:
             _compare(source, start, made, len(plan.head), path)
-        output.commit([source])
+        with folder_held(path):  # against other edits
+            source.check_unchanged()
+            if place_of(path).fingerprint() != source.fingerprint() or not _begins_with(
+                path, plan.old
+            ):
+                raise OutputRefused(
+                    "was changed meanwhile", path=path, hint="run the command again"
+                )
+            output.commit([source])
 
 
 def _check_header(made: Path, header: Mapping[str, Any], path: Path) -> None:

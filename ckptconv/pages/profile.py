@@ -139,7 +139,8 @@ def _figure(name: str, sides: Sequence[Series | None]) -> str:
     if not lines:
         lines = f'<text class="axis" x="{_WIDTH / 2:g}" y="36" text-anchor="middle">all zero</text>'
     ends = "; ".join(f"std {_ends(one.std)}" for one in there)
-    about = f"{escape(shown_name(name))}: {ends}, abs-max {'; '.join(_ends(one.abs_max) for one in there)}"
+    largest = "; ".join(_ends(one.abs_max) for one in there)
+    about = f"{escape(shown_name(name))}: {ends}, abs-max {largest}"
     return (
         f"<figure><figcaption><bdi>{shown}</bdi></figcaption>"
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{about}">'

@@ -10,7 +10,7 @@ from ckptconv.io.guarded import check_places
 from ckptconv.support.choices import refuse_no_text, refuse_no_texts, spelling_checked
 from ckptconv.support.progress import Meter, OnProgress
 from ckptconv.tensors.fold import fold_all
-from ckptconv.tensors.statistics import StatisticsFolder
+from ckptconv.tensors.statistics_folder import StatisticsFolder
 from ckptconv.values.facts import CheckpointStatistics, TensorStatistics
 from ckptconv.values.named import NamedValue, named_values
 

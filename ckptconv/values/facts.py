@@ -11,7 +11,10 @@ from ckptconv.support.text import count_text
 from ckptconv.tensors.refs import Shape
 from ckptconv.tensors.statistics import Statistics
 
-HEAD = ("tensor", "dtype", "shape", "min", "max", "mean", "std", "zeros", "nan", "inf")
+HEAD = (
+    "tensor", "dtype", "shape", "min", "max", "mean", "std", "zeros", "nan", "inf", "abs-max",
+    "distinct",
+)  # fmt: skip
 """What the columns of a table of tensors are."""
 
 
@@ -62,7 +65,15 @@ def row(item: TensorStatistics) -> tuple[str, ...]:
         f"{known.zeros:,}",
         f"{known.nan:,}",
         f"{known.infinite:,}",
+        number_text(known.abs_max),
+        _distinct_text(known),
     )
+
+
+def _distinct_text(known: Statistics) -> str:
+    if known.distinct is None:
+        return "-"
+    return f"{known.distinct:,}" if known.distinct_is_exact else f"≥{known.distinct:,}"
 
 
 def number_text(value: float | int | None) -> str:

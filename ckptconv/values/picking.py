@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
-_PART = re.compile(r"(-?\d+)?(:)?(-?\d+)?(:)?(-?\d+)?")
+_INDEX = re.compile(r"-?\d+")
+_SLICE = re.compile(r"(-?\d+)?:(-?\d+)?(?::(-?\d+)?)?")
+_SPACES = re.compile(r"\s*(:)\s*")
 _MOST_DIGITS = 18
 
 
@@ -80,8 +82,12 @@ def box_of(text: str, shape: Shape) -> Box:
     >>> box_of("[0:3, -1]", (5, 4)).shape
     (3,)
     """
-    inner = text.strip().removeprefix("[").removesuffix("]").strip()
-    parts = ["".join(part.split()) for part in inner.split(",")] if inner else []
+    inner = text.strip()
+    if inner.startswith("[") or inner.endswith("]"):
+        if not (inner.startswith("[") and inner.endswith("]") and len(inner) > 1):
+            raise _refused(text, "has one bracket without the other")
+        inner = inner[1:-1].strip()
+    parts = [_SPACES.sub(r"\1", part.strip()) for part in inner.split(",")] if inner else []
     if parts and not parts[-1]:
         parts.pop()
     if parts.count("...") > 1:
@@ -94,21 +100,24 @@ def box_of(text: str, shape: Shape) -> Box:
     parts += [":"] * (len(shape) - len(parts))
     ranges, gone = [], []
     for part, size in zip(parts, shape, strict=True):
-        met = _PART.fullmatch(part)
-        if met is None or not part or max(map(len, part.split(":"))) > _MOST_DIGITS:
+        is_index = _INDEX.fullmatch(part) is not None
+        met = _SLICE.fullmatch(part)
+        if not (is_index or met) or max(map(len, part.split(":"))) > _MOST_DIGITS:
             raise _refused(text, f"has {printable(part) or 'nothing'} where an index belongs")
-        first, colon, stop, _, step = met.groups()
-        if colon is None:
-            number = int(first) + (size if int(first) < 0 else 0)
+        if met is None:
+            number = int(part) + (size if int(part) < 0 else 0)
             if not 0 <= number < size:
-                raise _refused(text, f"has the index {first}, but the dimension has {size}")
+                raise OptionRefused(
+                    f"{printable(text)} has the index {part}, but the dimension has {size}",
+                    hint=f"it goes from {-size} to {size - 1}" if size else "it has none",
+                )
             ranges.append(range(number, number + 1))
         else:
-            if step is not None and int(step) == 0:
+            given = [None if value is None else int(value) for value in met.groups()]
+            if given[2] == 0:
                 raise _refused(text, "has a step of 0")
-            given = [None if value is None else int(value) for value in (first, stop, step)]
             ranges.append(range(*slice(*given).indices(size)))
-        gone.append(colon is None)
+        gone.append(is_index)
     return Box(tuple(ranges), tuple(gone))
 
 

@@ -16,28 +16,41 @@ from ckptconv.values.picking import Box
 
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 """The fractions whose quantiles are told."""
-_LEFT = 3  # columns whose text begins at the left
+_TEXTS = HEAD[:3]  # columns whose text begins at the left
 _NARROWEST = 24  # columns for a name
+_NAMES = 40  # columns that names have before others are shown
+_BY_IMPORTANCE = (
+    "dtype", "shape", "min", "max", "mean", "std", "nan", "inf", "zeros", "abs-max", "distinct",
+)  # fmt: skip
+"""The columns beside the name, the last to be left out first."""
 
 
 def statistics_lines(
-    found: CheckpointStatistics, tensors: Sequence[TensorStatistics], width: int
+    found: CheckpointStatistics, tensors: Sequence[TensorStatistics], width: int, sort: str = ""
 ) -> Iterator[Row]:
-    """The table of some of the tensors, as rows without labels; long names are cut in the middle.
+    """The table of some of the tensors, as rows without labels.
 
-    One with NaN or infinite values is a warning.
+    Where it is wider than `width` columns, the last of `_BY_IMPORTANCE` are left out, but never the
+    one that it is sorted by; then names are cut in the middle. A tensor with NaN or infinite values
+    is a warning.
     """
     rows = [row(item) for item in tensors]
-    widths = [max(map(len, column)) for column in zip(HEAD, *rows, strict=True)]
+    every = [max(map(len, column)) for column in zip(HEAD, *rows, strict=True)]
+    shown = _fitting(every, width, sort)
+    head, rows = _taken(HEAD, shown), [_taken(cells, shown) for cells in rows]
+    widths = [every[at] for at in shown]
     room = max(width - sum(widths[1:]) - 2 * (len(widths) - 1), _NARROWEST)
     widths[0] = min(widths[0], room)
+    left = [name in _TEXTS for name in head]
     if rows:
-        yield Row("", _aligned(HEAD, widths), "heading")
+        yield Row("", _aligned(head, widths, left), "heading")
     for item, cells in zip(tensors, rows, strict=True):
         level: Level = "warning" if _is_odd(item) else "plain"
-        yield Row("", _aligned((_cut(cells[0], room), *cells[1:]), widths), level)
-    if left := len(found.tensors) - len(tensors):
-        yield Row("", f"and {left:,} more")
+        yield Row("", _aligned((_cut(cells[0], room), *cells[1:]), widths, left), level)
+    if more := len(found.tensors) - len(tensors):
+        yield Row("", f"and {more:,} more")
+    if rows and (lacking := [name for at, name in enumerate(HEAD) if at not in shown]):
+        yield Row("", f"no room for {', '.join(lacking)}: widen the terminal, or use --json")
     if found.unread:
         yield Row(
             "",
@@ -46,6 +59,25 @@ def statistics_lines(
             "warning",
         )
     yield Row("", *_total(found))
+
+
+def _fitting(widths: Sequence[int], width: int, sort: str) -> list[int]:
+    """The numbers of the columns that a table of `width` columns has room for."""
+    order = [HEAD.index(name) for name in _BY_IMPORTANCE]
+    if sort in _BY_IMPORTANCE:
+        order.insert(0, order.pop(_BY_IMPORTANCE.index(sort)))
+    left = width - min(widths[0], _NAMES)
+    shown = [0]
+    for at in order:
+        left -= widths[at] + 2
+        if left < 0:
+            break
+        shown.append(at)
+    return sorted(shown)
+
+
+def _taken(cells: Sequence[str], shown: Sequence[int]) -> tuple[str, ...]:
+    return tuple(cells[at] for at in shown)
 
 
 def _is_odd(item: TensorStatistics) -> bool:
@@ -60,10 +92,10 @@ def _total(found: CheckpointStatistics) -> tuple[str, Level]:
     return f"{counted}, all values finite" if found.tensors else "it holds no tensors", "good"
 
 
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
+def _aligned(row: Sequence[str], widths: Sequence[int], left: Sequence[bool]) -> str:
     cells = [
-        cell.ljust(width) if index < _LEFT else cell.rjust(width)
-        for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        cell.ljust(width) if is_left else cell.rjust(width)
+        for cell, width, is_left in zip(row, widths, left, strict=True)
     ]
     return "  ".join(cells).rstrip()
 

@@ -488,8 +488,11 @@ def test_stats_prints_what_the_page_says(room):
         plain, torch.ones(4), torch.ones(4), 0, dtype=torch.quint4x2
     )
     torch.save(odd, room / "odd.pt")
+    header = b'{"six":{"dtype":"F6_E2M3","shape":[4],"data_offsets":[0,3]}}    '
+    (room / "six.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(3))
     found = [
-        document("stats", "odd.pt", "--histogram", "--top", "3", cwd=room),
+        document("stats", "six.safetensors", cwd=room),
+        document("stats", "odd.pt", "--histogram", "*", "--top", "3", cwd=room),
         document("stats", "ddp_cuda3.pt", cwd=room),
         document("stats", "no.pt", cwd=room, code=1),
     ]

@@ -128,6 +128,13 @@ def test_a_damaged_source_is_found_before_its_values_are_used(tmp_path):
     assert not (tmp_path / "mean.pt").exists()
 
 
+def test_weights_whose_sum_is_no_number_are_weights(tmp_path):
+    paths, found = saved(tmp_path, 2)
+    average(paths, tmp_path / "mean.pt", weights=[1.5e308, 1.5e308])
+    made = torch.load(tmp_path / "mean.pt", weights_only=True)
+    assert torch.equal(made["rows"], mean([item["rows"] for item in found], [1, 1]))
+
+
 @pytest.mark.parametrize("weights", [[1], [1, 0], [1, -1], [1, math.nan], [1, math.inf]])
 def test_weights_are_positive_and_as_many(tmp_path, weights):
     paths, _ = saved(tmp_path, 2)

@@ -336,6 +336,31 @@ def test_a_file_that_changes_meanwhile_is_not_written(model, monkeypatch, rewrit
     assert "old.bias" in load_file(model) and names_in(model.parent) == [model.name]
 
 
+def test_of_edits_at_once_none_is_lost_that_was_done(model):
+    import threading
+
+    done, barrier = [], threading.Barrier(8)
+
+    def one(number: int) -> None:
+        barrier.wait()
+        try:
+            edit(model, metadata=f"e{number}=1", rewrite=number % 2 == 0, fsync=False)
+        except (OutputRefused, MalformedCheckpoint):
+            return
+        done.append(f"e{number}")
+
+    for round in range(5):
+        done.clear()
+        edit(model, metadata=f"room={'x' * 300}", rewrite=True, fsync=False)
+        threads = [threading.Thread(target=one, args=(8 * round + at,)) for at in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert done and set(done) <= metadata_of(model).keys()
+    assert_has(model, TENSORS)
+
+
 def test_a_header_of_the_very_size_fits(model):
     assert edit(model, rename="old.=new.", rewrite=True).in_place is False
     room = start_of(model) - 8 - len(model.read_bytes()[8 : start_of(model)].rstrip())
@@ -343,6 +368,42 @@ def test_a_header_of_the_very_size_fits(model):
     assert edit(model, metadata=f"n={'x' * (room - entry)}", dry_run=True).in_place is True
     assert edit(model, metadata=f"n={'x' * (room - entry + 1)}", dry_run=True).in_place is False
     assert edit(model, metadata=f"n={'x' * (room - entry)}", verify=True).in_place is True
+
+
+def test_an_interrupt_that_waits_until_the_names_are_new_leaves_the_mapping(
+    model, tmp_path, monkeypatch
+):
+    for asked in ({"rename": "old.=n."}, {"rename": "n.=o.", "rewrite": True}):
+        for name in ("_write_in_place", "_write_again"):
+            real = getattr(editing, name)
+
+            def stopped(*given, real=real, **more):
+                real(*given, **more)
+                raise KeyboardInterrupt
+
+            monkeypatch.setattr(editing, name, stopped)
+        mapping = tmp_path / f"{len(asked)}.json"
+        with pytest.raises(KeyboardInterrupt):
+            edit(model, save_mapping=mapping, **asked)
+        monkeypatch.undo()
+        assert mapping.exists()
+        edit(model, rules=mapping, reverse=True)
+        edit(model, rename="old.=n.") if len(asked) == 1 else None
+
+
+def test_a_mapping_of_an_earlier_edit_outlives_one_that_fails(model, tmp_path, monkeypatch):
+    other = tmp_path / "other.safetensors"
+    other.write_bytes(model.read_bytes())
+    edit(other, rename="old.=n.", save_mapping=tmp_path / "map.json")
+    before = (tmp_path / "map.json").read_bytes()
+
+    def full(*_given, **_more):
+        raise OutputRefused("cannot be written", path=model)
+
+    monkeypatch.setattr(editing, "write_first_bytes", full)
+    with pytest.raises(OutputRefused):
+        edit(model, rename="old.=n.", save_mapping=tmp_path / "map.json")
+    assert (tmp_path / "map.json").read_bytes() == before
 
 
 # -------------------------------------------------------------------------------------------- torn

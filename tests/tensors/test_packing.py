@@ -9,7 +9,7 @@ import torch
 
 from ckptconv.tensors.dtypes import BY_NAME
 from ckptconv.tensors.packing import codes_in, float4_numbers, packed_nbytes, unpacked
-from ckptconv.tensors.statistics import StatisticsFolder
+from ckptconv.tensors.statistics_folder import StatisticsFolder
 
 
 def test_the_codes_of_4_bits_are_the_numbers_of_the_standard():

@@ -10,7 +10,8 @@ import torch
 
 from ckptconv.tensors import few_values
 from ckptconv.tensors.dtypes import BY_NAME
-from ckptconv.tensors.statistics import QUANTILE_ERROR, Statistics, StatisticsFolder
+from ckptconv.tensors.statistics import QUANTILE_ERROR, Statistics
+from ckptconv.tensors.statistics_folder import StatisticsFolder
 
 FRACTIONS = [0.0, 0.001, 0.25, 0.5, 0.9, 0.999, 1.0]
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]

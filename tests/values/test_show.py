@@ -58,7 +58,8 @@ def test_parts_are_those_of_numpy(model, text):
 
 @pytest.mark.parametrize(
     "text", ["[x]", "[1.5]", "[0:1:0]", "[[0]]", "[..., ...]", "[0, 0, 0]", "[,]", "[99]", "[-9]",
-             "[:::]", "[1" + "0" * 30 + "]", "[None]", "[0;1]"]
+             "[:::]", "[1" + "0" * 30 + "]", "[None]", "[0;1]", "[1-2]", "[0:3-1]",
+             "[0:2,1-3]", "[1", "1]", "]", "[1 2]", "[- 1]"]
 )  # fmt: skip
 def test_what_is_not_an_index_is_refused(text):
     with pytest.raises(OptionRefused):

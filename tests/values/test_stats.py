@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from safetensors.torch import save_file
 from ckptconv import MalformedCheckpoint, OptionRefused, Progress, stats
 from ckptconv.values.facts import in_order
 from helpers.paths import CORPUS
-from helpers.program import run
+from helpers.program import run, run_on_terminal
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +171,20 @@ def test_the_command_sorts_and_cuts(mixed):
     assert [item.name for item in in_order(found, "name", 1)] == ["again"]
 
 
+@pytest.mark.parametrize("columns", [60, 80, 120, 200])
+def test_a_table_is_as_wide_as_the_terminal_and_says_what_it_lacks(mixed, columns):
+    path, _ = mixed
+    _, out = run_on_terminal(
+        "stats", path.name, "--sort", "abs-max", cwd=path.parent, columns=columns
+    )
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", out)
+    head, *lines = plain.replace("\r", "").splitlines()
+    assert "abs-max" in head and max(map(len, [head, *lines[:3]])) <= columns
+    lacks = {"dtype", "mean", "std", "nan", "distinct"} - set(head.split())
+    told = [line for line in lines if line.startswith("no room for")]
+    assert bool(told) == bool(lacks) and all(name in told[0] for name in lacks)
+
+
 def test_odd_values_are_said_in_the_last_line(tmp_path):
     torch.save({"a": torch.tensor([1.0, float("nan")]), "b": torch.ones(2)}, tmp_path / "m.pt")
     done = run("stats", "m.pt", cwd=tmp_path)
@@ -186,7 +201,7 @@ def test_names_are_escaped_and_never_cut_where_no_terminal_shows_them(tmp_path):
 
 def test_a_histogram_is_drawn(tmp_path):
     torch.save({"w": torch.randn(10_000)}, tmp_path / "m.pt")
-    lines = run("stats", "m.pt", "--histogram", cwd=tmp_path).out.splitlines()
+    lines = run("stats", "m.pt", "--histogram", "*", cwd=tmp_path).out.splitlines()
     assert lines[0].startswith("w  float32  10000")
     drawn = lines[1:9]
     assert max(map(len, drawn)) <= 66 and "█" in drawn[-1]
