@@ -32,7 +32,9 @@ Examples:
   ckptconv merge backbone.pt head.pt model.safetensors
   ckptconv merge backbone.pt head.pt model.safetensors --prefix head.pt=head.
   ckptconv merge encoder.pt decoder.pt both.pt --prefix encoder.pt=encoder. \
---prefix decoder.pt=decoder.""",
+--prefix decoder.pt=decoder.
+
+Exit code: 0 written, 1 it cannot be, and nothing is left behind, 2 wrong usage.""",
 )
 @output_options
 @click.option(
@@ -69,7 +71,9 @@ def merge(prefix: tuple[str, ...], **given: Any) -> None:
 Examples:
   ckptconv average epoch_8.pt epoch_9.pt epoch_10.pt swa.pt
   ckptconv average epoch_8.pt epoch_9.pt epoch_10.pt swa.pt --weights 1,1,2
-  ckptconv average a.pt b.pt mean.safetensors --integers last""",
+  ckptconv average a.pt b.pt mean.safetensors --integers last
+
+Exit code: 0 written, 1 it cannot be, and nothing is left behind, 2 wrong usage.""",
 )
 @output_options
 @click.option(
@@ -124,6 +128,8 @@ def _combine(given: dict[str, Any], planned: Any) -> None:
     from ckptconv.convert.targets import check_place
 
     refuse_missing(given)
+    if len(given["sources"]) < 2:
+        raise click.UsageError("there is only one checkpoint; name two or more, then OUT")
     if given["tag"] is not None:
         raise click.UsageError("--tag picks a step of one folder; name the folders of the steps")
     spool: AbstractContextManager[Path] = (

@@ -56,7 +56,9 @@ Examples:
   ckptconv convert rank0.pt rank1.pt out.safetensors
   ckptconv convert in.pt dcp_folder --to dcp
   ckptconv convert in.pt - --to safetensors | ssh host 'cat > out.safetensors'
-  ckptconv convert in.pt in.pt --force --verify""",
+  ckptconv convert in.pt in.pt --force --verify
+
+Exit code: 0 written, 1 it cannot be, and nothing is left behind, 2 wrong usage.""",
 )
 @output_options
 @key_options("strip")
@@ -99,7 +101,9 @@ def convert(keys: str, **given: Any) -> None:
 Examples:
   ckptconv strip-module in.pt out.pt
   ckptconv strip-module in.pt out.safetensors --dtype f16
-  ckptconv strip-module in.pt in.pt --force""",
+  ckptconv strip-module in.pt in.pt --force
+
+Exit code: 0 written, 1 it cannot be, and nothing is left behind, 2 wrong usage.""",
 )
 @output_options
 def strip_module(**given: Any) -> None:
@@ -116,7 +120,9 @@ def strip_module(**given: Any) -> None:
     epilog="""\b
 Examples:
   ckptconv add-module in.pt out.pt
-  ckptconv add-module in.safetensors out.pt --device cuda:0""",
+  ckptconv add-module in.safetensors out.pt --device cuda:0
+
+Exit code: 0 written, 1 it cannot be, and nothing is left behind, 2 wrong usage.""",
 )
 @output_options
 def add_module(**given: Any) -> None:

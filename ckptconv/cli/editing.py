@@ -22,7 +22,10 @@ Examples:
   ckptconv edit model.safetensors --metadata format=pt --rename old.=new.
   ckptconv edit model.safetensors --remove-metadata author --dry-run
   ckptconv edit model.safetensors --strip-prefix module. --save-mapping map.json
-  ckptconv edit model.safetensors""",
+  ckptconv edit model.safetensors
+
+Exit code: 0 edited, or nothing to change, 1 it cannot be, and the file is as it was, \
+2 wrong usage.""",
 )
 @click.argument("source", metavar="FILE", type=FILE)
 @click.option(
@@ -83,7 +86,7 @@ def edit(source: Path, keys: str, **given: Any) -> None:
         )
     silent = given["quiet"] or as_json
     with (
-        errors_shown(as_json, usage=asked.is_nothing),
+        errors_shown(as_json),
         progress_shown(COPYING, silent=silent) as on_progress,
     ):
         result = edit_header(

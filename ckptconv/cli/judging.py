@@ -31,7 +31,7 @@ from ckptconv.cli.terminal import (
     print_lines,
     show_error,
 )
-from ckptconv.support.errors import CheckpointError
+from ckptconv.support.errors import CheckpointError, printable
 
 if TYPE_CHECKING:
     from ckptconv.diff.difference import Difference
@@ -112,6 +112,7 @@ def diff(
     Keys, dtypes, shapes and device tags are compared, and the values bit for bit, unless you give a
     tolerance. Key rules apply to the keys of A."""
     from ckptconv.diff import report as verdicts
+    from ckptconv.support.rows import Row
 
     if force and html is None:
         raise click.UsageError("--force needs --html")
@@ -127,6 +128,8 @@ def diff(
             verdicts.difference_headline(difference), fg="green" if difference.same else "yellow"
         )
         print_lines(verdicts.difference_lines(difference))
+        if html is not None:
+            print_lines([Row("page", printable(html))])
     if difference.damaged:
         sys.exit(2)
     sys.exit(0 if difference.same else 1)

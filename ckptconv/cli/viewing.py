@@ -124,6 +124,7 @@ Exit code: 0 done, 1 it cannot be opened, or has no such tensor, 2 wrong usage."
 )
 @TAG
 @LIMIT
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 def show(
     source: Path,
     names: tuple[str, ...],
@@ -131,6 +132,7 @@ def show(
     npz: Path | None,
     force: bool,
     tag: str | None,
+    as_json: bool,
 ) -> None:
     """Show the values of TENSOR in checkpoint IN, as numpy prints them; INDICES are those of numpy,
     such as [0:3, :5]. With --npz, there may be several, each with its INDICES behind it.
@@ -140,34 +142,33 @@ def show(
     """
     from ckptconv.formats.registry import open_checkpoint
     from ckptconv.values.named import named_values
+    from ckptconv.values.npy import write_npy, write_npz
     from ckptconv.values.picking import box_of, picked, shown_text
-    from ckptconv.values.report import picked_headline
+    from ckptconv.values.report import picked_document, picked_headline
 
     wanted = _with_indices(names, several=npz is not None)
     if npy is not None and npz is not None:
         raise click.UsageError("--npy and --npz are both given; leave one of them out")
-    with errors_shown(False), open_checkpoint(source, tag=tag) as checkpoint:
+    output = npz or npy
+    with errors_shown(as_json), open_checkpoint(source, tag=tag) as checkpoint:
         found, chosen = named_values(checkpoint), []
         for name, indices in wanted:
             item = picked(found, name, checkpoint.path)
-            with errors_shown(False, usage=True):
+            with errors_shown(as_json, usage=True):
                 chosen.append((item, box_of(indices, item.shape)))
-        item, box = chosen[0]
         if npz is not None:
-            from ckptconv.values.npy import write_npz
-
             write_npz(chosen, npz, force=force)
-            count = count_text(len(chosen), "tensor")
-            click.echo(f"{count} → {printable(npz)}", err=True)
-            return
-        if npy is not None:
-            from ckptconv.values.npy import write_npy
-
-            write_npy(item, box, npy, force=force)
-            click.echo(f"{printable(item.name)} → {printable(npy)}", err=True)
-            return
-        click.secho(picked_headline(item, box), bold=True)
-        click.echo(shown_text(item, box))
+        elif npy is not None:
+            write_npy(*chosen[0], npy, force=force)
+        if as_json:
+            print_json(picked_document(checkpoint.path, chosen, output))
+        elif output is not None:
+            told = [printable(item.name) or "the root" for item, _ in chosen]
+            what = told[0] if len(told) == 1 else count_text(len(told), "tensor")
+            click.echo(f"{what} → {printable(output)}", err=True)
+        else:
+            click.secho(picked_headline(*chosen[0]), bold=True)
+            click.echo(shown_text(*chosen[0]))
 
 
 def _with_indices(words: tuple[str, ...], *, several: bool) -> list[tuple[str, str]]:

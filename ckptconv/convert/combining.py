@@ -16,10 +16,11 @@ from ckptconv.convert.planner import plan_conversion, request_of
 from ckptconv.convert.targets import check_place
 from ckptconv.formats.registry import open_certain
 from ckptconv.io.guarded import check_places
-from ckptconv.keys.key_map import KEEP, STRIP, KeyRules, map_keys
-from ckptconv.pickles.nodes import Dict, Node
+from ckptconv.keys.key_map import KEEP, STRIP, KeyMap, KeyRules, map_keys
+from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
 from ckptconv.support.choices import refuse_no_flag, refuse_no_output, refuse_no_paths
 from ckptconv.support.errors import (
+    CheckpointError,
     KeyConflict,
     KeyMismatch,
     OptionRefused,
@@ -27,12 +28,15 @@ from ckptconv.support.errors import (
     printable,
 )
 from ckptconv.support.progress import OnProgress
-from ckptconv.support.text import count_text, first_few
+from ckptconv.support.text import count_text, first_few, some_text
 from ckptconv.tensors.averaging import averaged, can_average, elements
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.refs import TensorObject, TensorRef, view_identity
+from ckptconv.tree.candidates import metadata_of
 from ckptconv.tree.checkpoint import Checkpoint, FileFacts
 from ckptconv.tree.modules import flatten_modules
+from ckptconv.tree.state_dicts import StateDict, renamed_state_dict
+from ckptconv.tree.walk import label_text
 
 Place: TypeAlias = "str | os.PathLike[str]"
 Integers = Literal["same", "first", "last"]
@@ -41,10 +45,15 @@ INTEGERS = ("same", "first", "last")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of the sources: where it was, the keys that it has in the output, and their values."""
+    """One of the sources: where it was, the keys that it has in the output, and their values; the
+    state dict that these are of, under its new names, and what else the source has.
+    """
 
     path: Path
     values: Mapping[str, Node]
+    found: StateDict
+    renamed: KeyMap
+    left_out: tuple[str, ...]
 
 
 def merge(
@@ -126,6 +135,10 @@ def merged_plan(
     force: bool,
 ) -> Iterator[ConversionPlan]:
     """The plan of a merge; the sources are open within the block."""
+    if not isinstance(prefix, Mapping):
+        raise OptionRefused(
+            f"prefix={prefix!r:.100} is not a dict", hint="write it as prefix={'head.pt': 'head.'}"
+        )
     prefix = {os.fspath(Path(name)): text for name, text in prefix.items()}
     names = [os.fspath(Path(source)) for source in sources]
     if unknown := [name for name in prefix if name not in names]:
@@ -147,7 +160,15 @@ def merged_plan(
                         f"{printable(named)}=NAME.",
                     )
                 owners[new], values[new] = part.path, value
-        yield plan_conversion(_combined(opened, values), output, _as_they_are(request))
+        notes = [
+            f"{count_text(len(part.values), 'key')} of {part.path} get {prefix[named]} before them"
+            for part, named in zip(parts, names, strict=True)
+            if prefix.get(named)
+        ]
+        if any(mapping_pairs(metadata_of(part.found.node)) for part in parts):
+            notes.append("the module versions of the sources (_metadata) are not put together")
+        combined = _combined(opened, parts, Dict(list(values.items())), notes)
+        yield plan_conversion(combined, output, _as_they_are(request))
 
 
 @contextlib.contextmanager
@@ -177,14 +198,22 @@ def averaged_plan(
             if view not in known:
                 known[view] = _mean(key, refs, shares, integers, parts, checksums)
             values[key] = known[view]
-        yield plan_conversion(_combined(opened, values), output, _as_they_are(request))
+        combined = _combined(opened, parts, _like(parts[0], values))
+        yield plan_conversion(combined, output, _as_they_are(request))
 
 
 def _shares(weights: Sequence[float] | None, count: int) -> list[float]:
     """The weights divided by their sum."""
     if weights is None:
         return [1 / count] * count
-    given = [float(weight) for weight in weights]
+    try:
+        given = [] if isinstance(weights, str) else [float(weight) for weight in weights]
+    except (TypeError, ValueError):
+        given = []
+    if not given:
+        raise OptionRefused(
+            f"weights={weights!r:.100} are not numbers", hint="write them as weights=[1, 1, 2]"
+        )
     if len(given) != count:
         raise OptionRefused(f"there are {len(given)} weights for {count_text(count, 'checkpoint')}")
     if not all(0 < weight < float("inf") for weight in given):
@@ -200,6 +229,8 @@ def _opened(
     sources: Sequence[Place], output: Place, request: Request, *, only: str | None, force: bool
 ) -> Iterator[tuple[list[Checkpoint], list[Part]]]:
     """The sources, open, and the state dict of each, its keys without wrappers."""
+    if isinstance(sources, (str, bytes, os.PathLike)):
+        raise OptionRefused("sources is one path", hint="give a list of two or more")
     refuse_no_paths("sources", sources)
     refuse_no_output(output=output)
     refuse_no_flag(force=force)
@@ -217,16 +248,57 @@ def _opened(
             check_places(checkpoint.sources)
             checkpoint = flatten_modules(checkpoint)
             opened.append(checkpoint)
-            found = checkpoint.state_dict(only)
+            found = _state_dict(checkpoint, only)
             keys = map_keys(found.keys, STRIP, found.path, found.telling_keys, found.keys_beside)
             new = [key for key in keys.new if key is not None]
-            parts.append(Part(checkpoint.path, dict(zip(new, found.values, strict=True))))
+            values = dict(zip(new, found.values, strict=True))
+            left_out = tuple(_left_out(checkpoint, found))
+            parts.append(Part(checkpoint.path, values, found, keys, left_out))
         yield opened, parts
 
 
-def _combined(opened: Sequence[Checkpoint], values: Mapping[str, Node]) -> Checkpoint:
-    """A checkpoint of these values, out of several."""
+def _state_dict(checkpoint: Checkpoint, only: str | None) -> StateDict:
+    try:
+        return checkpoint.state_dict(only)
+    except CheckpointError as error:
+        if only is not None:
+            error.hint = (
+                f"--only {printable(only)} is for all of them; take the part out of another one "
+                "first: ckptconv convert IN PART --only PATH"
+            )
+        raise
+
+
+def _left_out(checkpoint: Checkpoint, found: StateDict) -> Iterator[str]:
+    """What a source has beside its state dict."""
+    pairs = mapping_pairs(checkpoint.root) or ()
+    first = found.path.partition(".")[0]
+    if found.path:
+        yield from (name for key, _ in pairs if (name := label_text(key)) != first)
+    else:
+        taken = set(found.keys)
+        yield from (name for key, _ in pairs if (name := label_text(key)) not in taken)
+    names = {*found.keys}
+    yield from (
+        f"metadata {name}"
+        for name, value in checkpoint.metadata.items()
+        if name not in ("format", "device") and not (name in names and value in names)
+    )
+
+
+def _combined(
+    opened: Sequence[Checkpoint],
+    parts: Sequence[Part],
+    root: Node,
+    notes: Sequence[str] = (),
+) -> Checkpoint:
+    """A checkpoint of the tree `root`, out of several."""
     first = opened[0]
+    beside = [
+        f"{part.path.name}: only the state dict is taken; left out: {some_text([*part.left_out])}"
+        for part in parts
+        if part.left_out
+    ]
     container = replace(
         first.container,
         name=f"{len(opened)} checkpoints",
@@ -236,10 +308,10 @@ def _combined(opened: Sequence[Checkpoint], values: Mapping[str, Node]) -> Check
         first,
         path=Path(" + ".join(item.path.name for item in opened)),
         container=container,
-        root=Dict(list(values.items())),
+        root=root,
         nbytes=sum(item.nbytes for item in opened),
         metadata={},
-        notes=tuple(note for item in opened for note in item.notes),
+        notes=(*(note for item in opened for note in item.notes), *notes, *beside),
         sources=tuple(source for item in opened for source in item.sources),
         facts=FileFacts(),
         index_metadata={},
@@ -250,6 +322,16 @@ def _combined(opened: Sequence[Checkpoint], values: Mapping[str, Node]) -> Check
         reread=None,
         dropped=tuple(item.root for item in opened),
     )
+
+
+def _like(part: Part, values: Mapping[str, Node]) -> Node:
+    """The state dict of a source under its new names, with other values."""
+    kept = [
+        values[key] if key is not None else value
+        for key, value in zip(part.renamed.new, part.found.values, strict=True)
+    ]
+    state_dict = replace(part.found, values=tuple(kept))
+    return renamed_state_dict(state_dict, part.renamed.new, part.renamed.renamed_modules)
 
 
 def _as_they_are(request: Request) -> Request:

@@ -42,7 +42,7 @@ def convert_checkpoint(
     keep_dtype: Words = (),
     cast: Words = (),
     drop: Words = (),
-    metadata: Words = (),
+    metadata: Words | Mapping[str, str] = (),
     metadata_from: str | os.PathLike[str] | None = None,
     only: str | None = None,
     tied: Tied = "alias",

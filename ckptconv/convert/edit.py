@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from ckptconv.convert.given_metadata import read_metadata
 from ckptconv.convert.header_edits import ChangedHeader, HeaderEdit, changed_header
-from ckptconv.convert.options import Options, Words, listed
+from ckptconv.convert.options import Options, Words, listed, listed_strings
 from ckptconv.devices.tags import check_tag
 from ckptconv.formats.hf_names import indexes_naming
 from ckptconv.formats.registry import open_checkpoint
@@ -24,7 +24,7 @@ from ckptconv.formats.safetensors_output import entries_seen
 from ckptconv.io.destination import check_output
 from ckptconv.io.in_place import undo_unfinished, write_first_bytes
 from ckptconv.io.local import place_of
-from ckptconv.io.location import read_start
+from ckptconv.io.location import read_start, require
 from ckptconv.io.outputs import file_output
 from ckptconv.io.source import CHUNK, Source
 from ckptconv.io.staging import folder_held, sync_file
@@ -34,8 +34,6 @@ from ckptconv.keys.rule_files import mapping_text
 from ckptconv.support.choices import refuse_no_flag, refuse_no_path, spelling_checked
 from ckptconv.support.errors import (
     CheckpointError,
-    MissingFile,
-    OptionRefused,
     OutputRefused,
     UnsupportedCheckpoint,
     VerificationFailed,
@@ -102,7 +100,7 @@ class _Plan:
 def edit(
     path: str | os.PathLike[str],
     *,
-    metadata: Words = (),
+    metadata: Words | Mapping[str, str] = (),
     metadata_from: str | os.PathLike[str] | None = None,
     remove_metadata: Words = (),
     device: str | None = None,
@@ -128,7 +126,7 @@ def edit(
     or with `rewrite`, the whole file is written again with room for later edits, and takes the
     place of the old one. No value changes.
 
-    `metadata` are ``NAME=VALUE``, `metadata_from` a file with a JSON object of more,
+    `metadata` are ``NAME=VALUE`` or a dict, `metadata_from` a file with a JSON object of more,
     `remove_metadata` names. `device` is the tag of all tensors. From `keys` to `add_prefix` the
     options are those of `Options`; a rule that leaves tensors out is refused. `save_mapping` is a
     file that will tell which name became which. Raises `CheckpointError`; the file is as it was
@@ -149,7 +147,7 @@ def edit(
     )
     asked = HeaderEdit(
         words.request(None).keys,
-        given_strings(listed(metadata), metadata_from, device),
+        given_strings(listed_strings(metadata), metadata_from, device),
         listed(remove_metadata),
     )
     return edit_header(
@@ -188,8 +186,6 @@ def edit_header(
     refuse_no_flag(rewrite=rewrite, dry_run=dry_run, fsync=fsync, verify=verify)
     _refuse_link(path)
     undone = not dry_run and undo_unfinished(path, fsync=fsync)
-    if asked.is_nothing and not undone:
-        raise OptionRefused("there is nothing to edit", hint="say what: metadata, rename, device")
     try:
         with open_checkpoint(path) as checkpoint:
             if checkpoint.container is not CONTAINER or len(checkpoint.sources) != 1:
@@ -234,7 +230,7 @@ def _refuse_link(path: Path) -> None:
             hint="name one file of it, or make a new folder with: ckptconv convert IN OUT",
         )
     if not path.exists():
-        raise MissingFile("does not exist", path=path)
+        require(place_of(path))
 
 
 def _planned(source: Source, asked: HeaderEdit, path: Path, *, rewrite: bool) -> _Plan:
@@ -319,7 +315,11 @@ def _mapping(plan: _Plan, path: Path) -> _Mapping | None:
     if not plan.changed.renamed:
         return None
     is_same = path.is_file() and read_start(place_of(path), "rules_bytes") == raw
-    check_output(path, force=is_same)
+    try:
+        check_output(path, force=is_same)
+    except OutputRefused as error:
+        error.hint = "name another file" if path.exists() else error.hint
+        raise
     return _Mapping(path, raw, is_same)
 
 

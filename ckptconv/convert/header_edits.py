@@ -24,11 +24,6 @@ class HeaderEdit:
     metadata: tuple[tuple[str, str], ...] = ()
     remove: tuple[str, ...] = ()
 
-    @property
-    def is_nothing(self) -> bool:
-        """Whether nothing is asked for."""
-        return self.rules == KEEP and not self.metadata and not self.remove
-
 
 @dataclass(frozen=True, slots=True)
 class ChangedHeader:

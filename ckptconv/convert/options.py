@@ -70,6 +70,11 @@ class Request:
 
     def __post_init__(self) -> None:
         _refuse_no_choice(self)
+        if self.keep_dtype and self.dtype is None and not self.cast:
+            raise OptionRefused(
+                "--keep-dtype changes nothing without --dtype",
+                hint="say what the others become: --dtype bf16",
+            )
 
     @property
     def shard_bytes(self) -> int | None:
@@ -117,8 +122,8 @@ class Options:
       `keep_dtype` are globs over the keys of the output whose tensors stay as they are, `cast` are
       ``GLOB=DTYPE``.
     - `drop`: globs over the paths of the checkpoint, such as ``optimizer``: what is left out.
-    - `metadata`: ``NAME=VALUE`` to put into a safetensors output; `metadata_from`: a file with a
-      JSON object of more.
+    - `metadata`: ``NAME=VALUE``, or a dict, to put into a safetensors output; `metadata_from`: a
+      file with a JSON object of more.
     - `only`: the path of the part to convert. `tied`: whether one of several names of a tensor
       stands for the others in safetensors (``alias``), or each gets its own copy (``duplicate``).
       `unknown`: what happens in a torch output to objects that ``weights_only=True`` refuses and
@@ -158,7 +163,7 @@ class Options:
     keep_dtype: Words = ()
     cast: Words = ()
     drop: Words = ()
-    metadata: Words = ()
+    metadata: Words | Mapping[str, str] = ()
     metadata_from: str | os.PathLike[str] | None = None
     only: str | None = None
     tied: Tied = "alias"
@@ -173,7 +178,8 @@ class Options:
         _refuse_no_choice(self)
         refuse_no_words(**{name: getattr(self, name) for name in (*_RULES, *_WORDS)})
         read_casts(listed(self.cast))
-        read_metadata(listed(self.metadata), None)
+        object.__setattr__(self, "metadata", listed_strings(self.metadata))
+        read_metadata(self.metadata, None)
         refuse_no_tags(self.map_location)
         refuse_no_text(device=self.device, dtype=self.dtype, model=self.model)
         refuse_no_path(
@@ -229,7 +235,7 @@ class Options:
             edits=edits_of(listed(self.drop)),
             keep_dtype=listed(self.keep_dtype),
             cast=read_casts(listed(self.cast)),
-            metadata=read_metadata(listed(self.metadata), self.metadata_from),
+            metadata=read_metadata(listed_strings(self.metadata), self.metadata_from),
         )
 
     def _dtype(self) -> DType | None:
@@ -275,13 +281,24 @@ Options.__init__ = spelling_checked(Options.__init__)  # type: ignore[method-ass
 _ONE_WORD = {(word,) for word in RULE_WORDS}
 
 
-_WORDS = ("keep_dtype", "cast", "drop", "metadata")
+_WORDS = ("keep_dtype", "cast", "drop")
 """The other options that are one text or several."""
 
 
 def listed(words: Words) -> tuple[str, ...]:
     """One text or several, as several."""
     return (words,) if isinstance(words, str) else tuple(words)
+
+
+def listed_strings(given: Words | Mapping[str, str]) -> tuple[str, ...]:
+    """Strings as ``NAME=VALUE``, out of these or a dict."""
+    if not isinstance(given, Mapping):
+        refuse_no_words(metadata=given)
+        return listed(given)
+    for name, value in given.items():
+        if type(name) is not str or type(value) is not str or "=" in name:
+            raise OptionRefused(f"metadata={given!r:.100} is not a dict of texts without =")
+    return tuple(f"{name}={value}" for name, value in given.items())
 
 
 def edits_of(drop: Sequence[str]) -> tuple[Edit, ...]:

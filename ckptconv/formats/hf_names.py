@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import posixpath
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
@@ -158,17 +159,28 @@ def moved_index(raw: bytes, folder: str) -> bytes:
 
 
 def indexes_naming(place: Location) -> list[Location]:
-    """The indexes in the folder of a file that name it as one of their shards.
+    """The indexes in the folder of a file, and in the one around it, that name it as one of their
+    shards; those of variants too (``….index.fp16.json``).
 
     Raises `MalformedCheckpoint` for one that cannot be read.
     """
     found = []
-    for name in place.parent.names():
-        if not name.endswith(".index.json"):
+    folder = place.absolute.parent
+    for home, path in ((folder, place.name), (folder.parent, f"{folder.name}/{place.name}")):
+        try:
+            names = home.names()
+        except OSError:  # a folder that may not be listed
             continue
-        index = place.beside(name)
-        document = read_object(read_small(index, "index_bytes"), index.path, "index")
-        named = document.get("weight_map")
-        if isinstance(named, dict) and place.name in named.values():
-            found.append(index)
+        for name in filter(_IS_INDEX, names):
+            index = home.child(name)
+            if not index.is_file():
+                continue
+            document = read_object(read_small(index, "index_bytes"), index.path, "index")
+            named = document.get("weight_map")
+            values = named.values() if isinstance(named, dict) else ()
+            if any(isinstance(one, str) and posixpath.normpath(one) == path for one in values):
+                found.append(index)
     return found
+
+
+_IS_INDEX = re.compile(r".*\.index(\.[^.]+)?\.json", re.DOTALL).fullmatch

@@ -82,7 +82,7 @@ class Distribution:
         return [int(count) for count in np.diff(np.concatenate([[0], upto, [below[-1]]]))]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Statistics:
     """What is known of the values of a tensor.
 
@@ -107,6 +107,11 @@ class Statistics:
     of_magnitudes: bool = False
     distribution: Distribution | FewValues | None = None
 
+    def __repr__(self) -> str:
+        figures = ("nan", "infinite", "zeros", "minimum", "maximum", "mean", "std")
+        told = ", ".join(f"{name}={getattr(self, name)!r}" for name in figures)
+        return f"Statistics(numel={self.numel}, {told})"
+
     @property
     def abs_max(self) -> float | int | None:
         """The largest magnitude."""
@@ -123,8 +128,10 @@ class Statistics:
         """The quantiles of the finite values; None where there are none.
 
         By nearest rank, exact for types of at most 16 bits; else off by at most `QUANTILE_ERROR`
-        of themselves. The fractions are from 0 to 1.
+        of themselves. Raises `ValueError` for a fraction that is not from 0 to 1.
         """
+        if not all(0 <= fraction <= 1 for fraction in fractions):
+            raise ValueError(f"{[*fractions]!r:.100} are not all from 0 to 1")
         if self.distribution is None or self.minimum is None or self.maximum is None:
             return None
         low, high = float(self.minimum), float(self.maximum)

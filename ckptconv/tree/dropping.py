@@ -10,6 +10,7 @@ from ckptconv.pickles.nodes import ABSENT, Call, Dict, Node, mapping_pairs
 from ckptconv.pickles.substitution import containers, substituted
 from ckptconv.support.errors import KeyConflict, printable
 from ckptconv.support.text import count_text, look_hint, size_text
+from ckptconv.tensors.refs import view_identity
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.state_dicts import chain_of
 from ckptconv.tree.walk import Place, label_text, place_text, tensors_of, walk
@@ -23,7 +24,8 @@ class Drop:
     """An edit: leaves out what stands at a path that one of `globs` matches, such as ``optimizer``
     or ``callbacks.*``.
 
-    The paths are those of the items of dicts, as `inspect` shows them; a part that stands at
+    The paths are those of the items of dicts, as `inspect` shows them; of keys with dots, the words
+    before a dot are a path too, which all keys behind it have. A part that stands at
     several places has the path of the first of them. Raises `KeyConflict` where a glob matches
     nothing, where it matches an item of a list (the others would get other numbers), and where
     nothing is left.
@@ -71,7 +73,7 @@ class Drop:
             gone = []
             for at, (key, _) in enumerate(pairs):
                 path = base + label_text(key)
-                if glob := next((glob for glob in self.globs if fnmatchcase(path, glob)), None):
+                if glob := next((glob for glob in self.globs if _matches(path, glob)), None):
                     met.add(glob)
                     gone.append((at, path))
             if gone:
@@ -91,6 +93,10 @@ class Drop:
                 )
 
 
+def _matches(path: str, glob: str) -> bool:
+    return fnmatchcase(path, glob) or fnmatchcase(path, f"{glob}.*")
+
+
 def _without(node: Node, gone: Sequence[tuple[int, str]]) -> Node:
     """A dict of the same class without some of its items."""
     numbers = {at for at, _ in gone}
@@ -105,7 +111,7 @@ def _without(node: Node, gone: Sequence[tuple[int, str]]) -> Node:
 
 
 def _note(path: str, value: Node) -> str:
-    refs = {id(ref): ref for _, ref in tensors_of(value)}
+    refs = {view_identity(ref): ref for _, ref in tensors_of(value)}
     size = size_text(sum(ref.nbytes for ref in refs.values()))
     what = f" ({count_text(len(refs), 'tensor')}, {size})" if refs else ""
     return f"{printable(path)} is dropped{what}"

@@ -22,19 +22,20 @@ def stats(
     source: Named,
     *,
     only: str | None = None,
-    match: Sequence[str] = (),
+    match: str | Sequence[str] = (),
     tag: str | None = None,
     on_progress: OnProgress | None = None,
 ) -> CheckpointStatistics:
     """The statistics of every tensor of the checkpoint `source`, of any container.
 
-    `only` is the path of the part to look at, `match` are globs over the names of its tensors;
-    `tag` picks the step of a folder of several. Each byte is read once, by several threads, and
-    held against the checksums that the file declares. `on_progress` is called with a `Progress`,
-    one call at a time. Memory is bounded by some 100 MB. Raises `CheckpointError` when the
+    `only` is the path of the part to look at, `match` is a glob, or several, over the names of its
+    tensors; `tag` picks the step of a folder of several. Each byte is read once, by several
+    threads, and held against the checksums that the file declares. `on_progress` is called with a
+    `Progress`, one call at a time. Memory is bounded by some 100 MB. Raises `CheckpointError` when the
     checkpoint cannot be read, or is damaged.
     """
     refuse_no_text(only=only)
+    match = (match,) if isinstance(match, str) else match
     refuse_no_texts(match=match)
     with open_certain(source, tag=tag) as checkpoint:
         found = named_values(checkpoint, only).matching(match)

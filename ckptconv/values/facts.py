@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,7 +19,7 @@ HEAD = (
 """What the columns of a table of tensors are."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class TensorStatistics:
     """The statistics of one tensor, and what it is: `dtype` by torch's name, `nbytes` that its
     values take, the device tag `location` that it was saved with.
@@ -31,8 +32,16 @@ class TensorStatistics:
     location: str
     statistics: Statistics
 
+    def __repr__(self) -> str:
+        name, dtype, shape, low, high, mean, std, *_ = row(self)
+        figures = f"min {low}, max {high}, mean {mean}, std {std}"
+        return short_repr("TensorStatistics", name, dtype, shape, figures)
 
-@dataclass(frozen=True, slots=True)
+    def _repr_html_(self) -> str:
+        return html_table(self.name, [HEAD, row(self)])
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class CheckpointStatistics:
     """The statistics of the tensors of a checkpoint, in its order.
 
@@ -44,6 +53,19 @@ class CheckpointStatistics:
     format: str
     tensors: tuple[TensorStatistics, ...]
     unread: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __iter__(self) -> Iterator[TensorStatistics]:
+        return iter(self.tensors)
+
+    def __getitem__(self, name: str) -> TensorStatistics:
+        """The statistics of the tensor of this name; `KeyError` where there is none."""
+        for item in self.tensors:
+            if item.name == name:
+                return item
+        raise KeyError(name)
 
     def __repr__(self) -> str:
         return short_repr(

@@ -24,7 +24,7 @@ def _written_type(item: NamedValue) -> DType:
     if not holds(dtype):
         raise OptionRefused(
             f"numpy has no dtype {item.dtype.name} by itself",
-            hint="ckptconv convert IN OUT.npz --dtype f32 writes it as float32",
+            hint="write it as float32 with: ckptconv convert IN OUT.npz --include NAME --dtype f32",
         )
     return dtype
 

@@ -238,6 +238,18 @@ def shown_text(item: NamedValue, box: Box) -> str:
         return np.array2string(values, separator=" ")
 
 
+def plain_values(item: NamedValue, box: Box) -> Any:
+    """The values of a part as numbers in lists, or one number; complex ones are pairs."""
+    import numpy as np
+
+    values = values_of(item, box)
+    if values.dtype.name not in _PRINTED:
+        values = values.astype(np.float32)
+    if values.dtype.kind == "c":
+        values = np.stack((values.real, values.imag), -1)
+    return values.tolist()
+
+
 _MOST = 1000  # elements that are all printed, as numpy does
 _EDGE = 3  # elements at each end of a dimension, of more
 _LINE = 100  # columns

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from math import prod
+from pathlib import Path
 from typing import Any
 
-from ckptconv.support.errors import printable
+from ckptconv.support.errors import OptionRefused, printable
 from ckptconv.support.rows import Level, Row
 from ckptconv.support.text import count_text, some_text
 from ckptconv.tensors.statistics import QUANTILE_ERROR
 from ckptconv.values.facts import HEAD, CheckpointStatistics, TensorStatistics, number_text, row
 from ckptconv.values.named import NamedValue
-from ckptconv.values.picking import Box
+from ckptconv.values.picking import Box, plain_values
 
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 """The fractions whose quantiles are told."""
@@ -192,6 +194,38 @@ def _tensor_document(item: TensorStatistics, bins: int) -> dict[str, Any]:
     if bins:
         document["histogram"] = known.histogram(bins)
     return document
+
+
+_MOST_VALUES = 1_000_000
+
+
+def picked_document(
+    path: Path, chosen: Sequence[tuple[NamedValue, Box]], output: Path | None
+) -> dict[str, Any]:
+    """Parts of tensors as a JSON object, with their values where they go to no `output`.
+
+    Raises `OptionRefused` for more values than a document should have.
+    """
+    if output is None and (count := sum(prod(box.shape) for _, box in chosen)) > _MOST_VALUES:
+        raise OptionRefused(
+            f"{count:,} values are too many for a document",
+            hint="give indices such as '[:100]', or write them with --npy FILE",
+        )
+    return {
+        "path": str(path),
+        "output": None if output is None else str(output),
+        "tensors": [
+            {
+                "name": item.name,
+                "dtype": item.dtype.name,
+                "shape": list(item.shape),
+                "location": item.ref.location,
+                "part": list(box.shape),
+                "values": None if output is not None else plain_values(item, box),
+            }
+            for item, box in chosen
+        ],
+    }
 
 
 def picked_headline(item: NamedValue, box: Box) -> str:

@@ -499,6 +499,28 @@ def test_stats_prints_what_the_page_says(room):
     hold("stats", found)
 
 
+def test_show_prints_what_the_page_says(room):
+    values = {
+        "w": torch.tensor([1.5, float("nan")]),
+        "b": torch.tensor(True),
+        "c": torch.ones(1) * 1j,
+    }
+    torch.save(values, room / "v.pt")
+    found = [
+        document("show", "v.pt", "w", cwd=room),
+        document("show", "v.pt", "b", cwd=room),
+        document("show", "v.pt", "c", cwd=room),
+        document("show", "v.pt", "w", "[:1]", "--npy", "w.npy", cwd=room),
+        document("show", "v.pt", "none", cwd=room, code=1),
+    ]
+    assert [item["tensors"][0]["values"] for item in found[:4]] == [
+        [1.5, "nan"], True, [[0.0, 1.0]], None,
+    ]  # fmt: skip
+    torch.save({"w": torch.zeros(1).expand(2_000_000)}, room / "large.pt")
+    assert "too many" in document("show", "large.pt", "w", cwd=room, code=1)["error"]["message"]
+    hold("show", found)
+
+
 def test_report_prints_what_the_page_says(room):
     found = [
         document("report", "ddp_cuda3.pt", "-o", "one.html", cwd=room),

@@ -214,3 +214,39 @@ def test_one_checkpoint_is_not_several(tmp_path):
     paths, _ = saved(tmp_path, 1)
     with pytest.raises(CheckpointError, match="only one checkpoint"):
         average(paths, tmp_path / "o.pt")
+
+
+def test_what_is_not_taken_is_said(tmp_path):
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = torch.nn.Linear(2, 2)
+
+    torch.save({"state_dict": Net().state_dict(), "epoch": 3, "loss": 0.5}, tmp_path / "a.pt")
+    torch.save(Net().state_dict(), tmp_path / "b.pt")
+    save_file({"c": torch.ones(1)}, tmp_path / "c.safetensors", {"license": "mit", "format": "pt"})
+    words = ("--prefix", "b.pt=b.")
+    done = run("merge", "a.pt", "b.pt", "c.safetensors", "o.pt", *words, "--json", cwd=tmp_path)
+    notes = " ".join(done.json()["notes"])
+    assert "a.pt: only the state dict is taken; left out: epoch, loss" in notes
+    assert "c.safetensors: only the state dict is taken; left out: metadata license" in notes
+    assert "2 keys of b.pt get b. before them" in notes and "_metadata" in notes
+    done = run("average", "a.pt", "b.pt", "mean.pt", "--json", cwd=tmp_path)
+    assert "left out: epoch, loss" in " ".join(done.json()["notes"])
+    found = torch.load(tmp_path / "mean.pt", weights_only=True)
+    assert type(found).__name__ == "OrderedDict"
+    assert found._metadata == Net().state_dict()._metadata
+
+
+@pytest.mark.parametrize(
+    ("sources", "given"),
+    [
+        ("a.pt", {}), (["a.pt", "b.pt"], {"weights": "1,3"}), (["a.pt", "b.pt"], {"weights": 3}),
+        (["a.pt", "b.pt"], {"weights": [[1], 2]}),
+    ],
+)  # fmt: skip
+def test_what_is_not_an_option_is_said_in_python_too(tmp_path, sources, given):
+    with pytest.raises(OptionRefused):
+        average(sources, tmp_path / "o.pt", **given)
+    with pytest.raises(OptionRefused):
+        merge(sources, tmp_path / "o.pt", prefix="a.pt=x.")

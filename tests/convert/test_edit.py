@@ -233,7 +233,6 @@ def test_any_names_and_strings_arrive_and_nothing_else_changes(
         ({"metadata": "x"}, OptionRefused, "NAME=VALUE"),
         ({"metadata": "x=\udcff"}, OptionRefused, "UTF-8"),
         ({"include": "old.*"}, OptionRefused, "include"),
-        ({}, OptionRefused, "nothing to edit"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_is_said(model, asked, error, words):
@@ -272,6 +271,19 @@ def test_a_shard_keeps_the_names_that_an_index_has(model, tmp_path):
     assert edit(model, metadata="author=x").in_place
     index.write_text(json.dumps({"weight_map": {"norm": "another.safetensors"}}))
     edit(model, rename="old.=n.")
+    index.write_text(json.dumps({"weight_map": {"n.bias": f"./{model.name}"}}))
+    assert_untouched(model, model.read_bytes(), OutputRefused, rename="n.=m.")
+    index.unlink()
+    variant = tmp_path / "model.safetensors.index.fp16.json"
+    variant.write_text(json.dumps({"weight_map": {"n.bias": model.name}}))
+    assert variant.name in assert_untouched(
+        model, model.read_bytes(), OutputRefused, rename="n.=m."
+    )
+    variant.unlink()
+    above = tmp_path.parent / f"{tmp_path.name}.safetensors.index.json"
+    above.write_text(json.dumps({"weight_map": {"n.bias": f"{tmp_path.name}/{model.name}"}}))
+    assert above.name in assert_untouched(model, model.read_bytes(), OutputRefused, rename="n.=m.")
+    above.unlink()
     index.write_text("{")
     assert_untouched(model, model.read_bytes(), MalformedCheckpoint, rename="n.=m.")
 
@@ -293,7 +305,7 @@ def test_a_mapping_that_is_there_is_not_replaced(model, tmp_path):
         model, model.read_bytes(), OutputRefused, rename="old.=n.",
         save_mapping=tmp_path / "map.json",
     )  # fmt: skip
-    assert "exists" in told
+    assert "exists" in told and "name another file" in told and "--force" not in told
 
 
 def test_a_header_that_the_library_reads_otherwise_is_taken_back(model, tmp_path, monkeypatch):
@@ -538,6 +550,10 @@ def test_the_command_says_what_it_did(model, tmp_path):
     assert done.json()["metadata"] == {"a": "b\x1b[31m"} and "a" not in metadata_of(model)
 
 
-def test_nothing_to_edit_is_wrong_usage(model, tmp_path):
+def test_without_options_nothing_is_done(model, tmp_path):
+    before = model.read_bytes()
     done = run("edit", model, cwd=tmp_path)
-    assert "ckptconv edit --help" in assert_one_error(done, code=2)
+    assert done.exit == 0 and "nothing to change" in done.err
+    assert model.read_bytes() == before
+    done = run("edit", "absent.safetensors", cwd=tmp_path)
+    assert "no such file" in assert_one_error(done)

@@ -215,3 +215,19 @@ def test_a_few_values_of_any_size():
             assert found.std / scale == pytest.approx(expected, rel=1e-12)
     widest = [-1.7e308, 1.7e308, 0.0]
     assert told(torch.tensor(widest, dtype=torch.float64)).histogram(3) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("dtype", ["<f4", "<f8"])
+@pytest.mark.parametrize("center", [1.0, -2.5, 1e-30])
+def test_numbers_that_lie_close_together_have_a_histogram_like_numpys(dtype, center):
+    numbers = (np.random.default_rng(0).normal(center, abs(center) / 500, 40_000)).astype(dtype)
+    folder = StatisticsFolder(BY_NAME["float32" if dtype == "<f4" else "float64"], len(numbers))
+    for part in np.array_split(numbers, 3):
+        folder.update(memoryview(part.tobytes()))
+    known = folder.statistics()
+    expected = np.histogram(numbers.astype(np.float64), 64)[0]
+    assert np.abs(np.array(known.histogram(64)) - expected).sum() <= len(numbers) // 500
+    fractions = [0.01, 0.25, 0.5, 0.75, 0.99]
+    exact = np.quantile(numbers.astype(np.float64), fractions, method="inverted_cdf")
+    spread = numbers.max() - numbers.min()
+    assert np.allclose(known.quantiles(fractions), exact, rtol=0, atol=float(spread) / 4000)
