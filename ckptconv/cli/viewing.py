@@ -142,7 +142,7 @@ def show(
     """
     from ckptconv.formats.registry import open_checkpoint
     from ckptconv.values.named import named_values
-    from ckptconv.values.npy import write_npy, write_npz
+    from ckptconv.values.npy import refuse_source, write_npy, write_npz
     from ckptconv.values.picking import box_of, picked, shown_text
     from ckptconv.values.report import picked_document, picked_headline
 
@@ -151,6 +151,7 @@ def show(
         raise click.UsageError("--npy and --npz are both given; leave one of them out")
     output = npz or npy
     with errors_shown(as_json), open_checkpoint(source, tag=tag) as checkpoint:
+        refuse_source(output, checkpoint)
         found, chosen = named_values(checkpoint), []
         for name, indices in wanted:
             item = picked(found, name, checkpoint.path)

@@ -107,8 +107,6 @@ def _file(file: FileFacts, side: str | None) -> Iterator[str]:
     yield from _tiles(file)
     yield from _command(file)
     rows = [*inspection_lines(found), *file.scan.rows]
-    if file.unread:
-        rows.append(Row("unread", f"the numbers of {some_text([*file.unread])} are not known"))
     yield from _details(rows)
     yield "</div>\n"
 
@@ -128,6 +126,12 @@ def _verdicts(file: FileFacts) -> Iterator[str]:
     level, mark = marks[file.scan.level] if file.scan.level else ("warn", "not scanned: ")
     text = file.scan.text.removeprefix(f"{printable(file.name)}: ")
     yield _verdict(level, f"{mark}{text if not file.scan.level else f'scan: {text}'}")
+    if file.unread:
+        counted = count_text(len(file.unread), "tensor")
+        yield _verdict(
+            "warn",
+            f"not shown below: {counted} whose numbers are not known ({some_text([*file.unread])})",
+        )
     odd = sum(1 for item in file.tensors if (one := item.statistics) and (one.nan or one.infinite))
     if odd:
         yield _verdict("warn", f"{count_text(odd, 'tensor')} with NaN or infinite values")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -13,10 +14,12 @@ from ckptconv.support.text import count_text, look_hint, size_text
 from ckptconv.tensors.refs import view_identity
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.state_dicts import chain_of
-from ckptconv.tree.walk import Place, label_text, place_text, tensors_of, walk
+from ckptconv.tree.walk import CONTAINERS, Place, inner, label_text, place_text, tensors_of, walk
 
-Found = tuple[Node, list[tuple[int, str]]]
-"""A dict, and the numbers and paths of the items that it is to lose."""
+Found = tuple[Node, list[tuple[int, str]], bool]
+"""A dict, the numbers and paths of the items that it is to lose, and whether it, or one around it,
+stands at several places.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +42,13 @@ class Drop:
         dropped: list[Node] = []
         # a dict inside one that is made anew is another dict then: so from the outside inwards
         while found := self._outermost(root, met):
-            stand_ins = {id(holder): _without(holder, gone) for holder, gone in found.values()}
-            for holder, gone in found.values():
+            stand_ins = {id(holder): _without(holder, gone) for holder, gone, _ in found.values()}
+            for holder, gone, shared in found.values():
                 values = [(mapping_pairs(holder) or ())[at][1] for at, _ in gone]
-                notes += [_note(path, value) for (_, path), value in zip(gone, values, strict=True)]
+                notes += [
+                    _note(path, value, shared)
+                    for (_, path), value in zip(gone, values, strict=True)
+                ]
                 dropped += values
             root = substituted(root, containers(root), stand_ins)
         if idle := [glob for glob in self.globs if glob not in met]:
@@ -63,6 +69,12 @@ class Drop:
         dict that is in another of them.
         """
         found: dict[int, Found] = {}
+        places = Counter(
+            id(child)
+            for _, node in walk(root)
+            if type(node) in CONTAINERS
+            for _, child in inner(node)
+        )
         for place, node in walk(root):
             if any(id(step[2]) in found for step in chain_of(place)):
                 continue
@@ -77,7 +89,8 @@ class Drop:
                     met.add(glob)
                     gone.append((at, path))
             if gone:
-                found[id(node)] = node, gone
+                around = (id(node), *(id(step[2]) for step in chain_of(place)))
+                found[id(node)] = node, gone, any(places[one] > 1 for one in around)
         return found
 
     def _refuse_items(self, place: Place, node: Node) -> None:
@@ -110,8 +123,9 @@ def _without(node: Node, gone: Sequence[tuple[int, str]]) -> Node:
     return made
 
 
-def _note(path: str, value: Node) -> str:
+def _note(path: str, value: Node, shared: bool) -> str:
     refs = {view_identity(ref): ref for _, ref in tensors_of(value)}
     size = size_text(sum(ref.nbytes for ref in refs.values()))
     what = f" ({count_text(len(refs), 'tensor')}, {size})" if refs else ""
-    return f"{printable(path)} is dropped{what}"
+    where = ", and wherever else the same dict stands" if shared else ""
+    return f"{printable(path)} is dropped{what}{where}"

@@ -89,7 +89,7 @@ def walk(
     seen = {id(root)}
     yield None, root
     root = over.get(id(root), root)
-    work: list[tuple[Place, Node, Iterator[tuple[Node, Node]]]] = [(None, root, _inner(root))]
+    work: list[tuple[Place, Node, Iterator[tuple[Node, Node]]]] = [(None, root, inner(root))]
     entered = {id(root)}
     while work:
         place, holder, remaining = work[-1]
@@ -118,7 +118,7 @@ def walk(
                     and PLAIN.issuperset(map(type, child))
                 ):
                     continue  # nothing in it, and there may be a million of it
-                work.append((here, child, _inner(child)))
+                work.append((here, child, inner(child)))
                 entered.add(id(child))
                 if len(work) > most:
                     what = f"nests more than {most} containers"
@@ -133,7 +133,8 @@ def walk(
 CONTAINERS = frozenset((Dict, list, tuple, Call, PersistentId, TensorObject))
 
 
-def _inner(node: Node) -> Iterator[tuple[Node, Node]]:
+def inner(node: Node) -> Iterator[tuple[Node, Node]]:
+    """What is in a container, each with its label."""
     if type(node) is TensorObject:
         return iter((("<class>", node.cls), ("<state>", node.state)))
     return children(node)

@@ -31,8 +31,8 @@ def stats(
     `only` is the path of the part to look at, `match` is a glob, or several, over the names of its
     tensors; `tag` picks the step of a folder of several. Each byte is read once, by several
     threads, and held against the checksums that the file declares. `on_progress` is called with a
-    `Progress`, one call at a time. Memory is bounded by some 100 MB. Raises `CheckpointError` when the
-    checkpoint cannot be read, or is damaged.
+    `Progress`, one call at a time. Memory is bounded by some 100 MB. Raises `CheckpointError` when
+    the checkpoint cannot be read, or is damaged.
     """
     refuse_no_text(only=only)
     match = (match,) if isinstance(match, str) else match

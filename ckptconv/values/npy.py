@@ -9,8 +9,9 @@ from ckptconv.formats.npz_output import NPZ, bad_names, holds, lay_out_arrays
 from ckptconv.io.crc import crc32
 from ckptconv.io.local import place_of
 from ckptconv.io.outputs import file_output
-from ckptconv.support.errors import OptionRefused, RefusedObject
+from ckptconv.support.errors import OptionRefused, OutputRefused, RefusedObject
 from ckptconv.tensors.dtypes import BY_NAME, DType
+from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.values.named import NamedValue
 from ckptconv.values.picking import Box, values_of
 
@@ -27,6 +28,16 @@ def _written_type(item: NamedValue) -> DType:
             hint="write it as float32 with: ckptconv convert IN OUT.npz --include NAME --dtype f32",
         )
     return dtype
+
+
+def refuse_source(output: Path | None, checkpoint: Checkpoint) -> None:
+    """Raise `OutputRefused` for an output that is a file of the checkpoint itself."""
+    for source in checkpoint.sources:
+        is_there = output is not None and output.exists() and source.path.exists()
+        if output is not None and is_there and output.samefile(source.path):
+            raise OutputRefused(
+                "is the checkpoint that is read", path=output, hint="name another file"
+            )
 
 
 def write_npy(item: NamedValue, box: Box, output: Path, *, force: bool) -> None:

@@ -45,6 +45,30 @@ def test_a_part_is_left_out_and_the_rest_stays(trained):
     assert type(left["model"]) is OrderedDict and left["model"]._metadata == tree["model"]._metadata
 
 
+def test_the_words_before_a_dot_are_a_path_too(trained):
+    folder, tree = trained
+    left = dropped(folder, "model.0")
+    assert left["model"].keys() == {"1.weight", "1.bias"}
+    assert left["optimizer"].keys() == tree["optimizer"].keys()
+    with pytest.raises(KeyConflict, match="matches nothing"):
+        dropped(folder, "model.0.weigh")
+
+
+def test_tied_tensors_count_once_in_what_is_said(tmp_path):
+    embed = torch.zeros(1000, 10)
+    torch.save({"model": {"e": embed, "h": embed}, "x": torch.ones(1)}, tmp_path / "t.pt")
+    done = run("convert", "t.pt", "o.pt", "--drop", "model", cwd=tmp_path)
+    assert "model is dropped (1 tensor, 40.0 kB)" in done.err
+
+
+def test_what_a_part_shares_with_another_is_said(tmp_path):
+    weights = {"x": torch.ones(2), "y": torch.zeros(2)}
+    torch.save({"m": weights, "ema": weights, "other": {"x": torch.ones(1)}}, tmp_path / "t.pt")
+    done = run("convert", "t.pt", "o.pt", "--drop", "m.x", "--drop", "other.*", cwd=tmp_path)
+    notes = [line for line in done.err.splitlines() if "is dropped" in line]
+    assert ["wherever else the same dict stands" in line for line in notes] == [True, False]
+
+
 def test_globs_and_plain_values(trained):
     folder, _ = trained
     left = dropped(folder, "callbacks.*", "epoch")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -261,3 +263,29 @@ def test_what_an_archive_cannot_hold_is_refused_and_nothing_is_left(tmp_path, wo
     done = run("show", "m.pt", *words, cwd=tmp_path)
     assert done.exit == code and says in done.err, done.err
     assert [path.name for path in tmp_path.iterdir()] == ["m.pt"]
+
+
+def test_elements_that_lie_far_apart_are_read_one_by_one(tmp_path):
+    numbers = torch.arange(300_000.0).reshape(3, 1000, 100)
+    torch.save({"w": numbers}, tmp_path / "m.pt")
+    with open_checkpoint(tmp_path / "m.pt") as checkpoint:
+        [item] = named_values(checkpoint).values
+        for index in ("[::2, ::300, 5]", "[1, ::-250]", "[:, 5, ::70]", "[::2, 7::333, ::99]"):
+            found = values_of(item, box_of(index, item.shape))
+            expected = eval(f"numbers.numpy(){index}")
+            assert found.shape == expected.shape and (found == expected).all()
+    header = json.dumps({"w": {"dtype": "F32", "shape": [10**10], "data_offsets": [0, 4 * 10**10]}})
+    with (tmp_path / "huge.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header.encode())
+        file.truncate(8 + len(header) + 4 * 10**10)
+    done = run("show", "huge.safetensors", "w", "[::5000000000]", cwd=tmp_path)
+    assert done.out.splitlines()[1] == "[0. 0.]" and done.rss < 200_000_000
+
+
+def test_the_checkpoint_itself_is_not_replaced(tmp_path):
+    torch.save({"w": torch.ones(3)}, tmp_path / "m.pt")
+    before = (tmp_path / "m.pt").read_bytes()
+    for option in ("--npy", "--npz"):
+        done = run("show", "m.pt", "w", option, "m.pt", "--force", cwd=tmp_path)
+        assert done.exit == 1 and "is the checkpoint that is read" in done.err
+    assert (tmp_path / "m.pt").read_bytes() == before
