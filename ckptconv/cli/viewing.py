@@ -138,11 +138,11 @@ def show(
     such as [0:3, :5]. With --npz, there may be several, each with its INDICES behind it.
 
     The end of a name will do where only one tensor has it. Of a large tensor, only what is shown is
-    read, and no checksum is looked at then. Quantized values are decoded.
+    read; the checksums are looked at where all of it is. Quantized values are decoded.
     """
     from ckptconv.formats.registry import open_checkpoint
     from ckptconv.values.named import named_values
-    from ckptconv.values.npy import refuse_source, write_npy, write_npz
+    from ckptconv.values.npy import check_whole, refuse_source, write_npy, write_npz
     from ckptconv.values.picking import box_of, picked, shown_text
     from ckptconv.values.report import picked_document, picked_headline
 
@@ -157,6 +157,8 @@ def show(
             item = picked(found, name, checkpoint.path)
             with errors_shown(as_json, usage=True):
                 chosen.append((item, box_of(indices, item.shape)))
+        for item, box in chosen:
+            check_whole(item, box)
         if npz is not None:
             write_npz(chosen, npz, force=force)
         elif npy is not None:

@@ -98,8 +98,8 @@ def average(
 ) -> ConversionResult:
     """Write the weighted mean of the state dicts of several checkpoints of one model.
 
-    `weights` are positive and are divided by their sum (None: all the same). The sum is kept in
-    float64 and cast to the type of the tensors. All must have the same keys, dtypes and shapes.
+    `weights` are positive (None: all the same). The sum is kept in float64, divided by that of the
+    weights, and cast to the type of the tensors. All must have the same keys, dtypes and shapes.
     Integers and bools have no mean: they must be the `same` in all, or are those of the ``first``
     or the ``last``. The other options are those of `Options`, but for the rules of keys. Raises
     `CheckpointError`.
@@ -146,6 +146,7 @@ def merged_plan(
             f"--prefix names {printable(unknown[0])}, which is not one of the sources",
             hint=f"they are: {first_few(names, 5)}",
         )
+    _refuse_mapping(request)
     with _opened(sources, output, request, only=only, force=force) as (opened, parts):
         values: dict[str, Node] = {}
         owners: dict[str, Path] = {}
@@ -183,9 +184,10 @@ def averaged_plan(
     force: bool,
 ) -> Iterator[ConversionPlan]:
     """The plan of a mean; the sources are open within the block."""
-    shares = _shares(weights, len(sources))
+    numbers = _checked_weights(weights, len(sources))
     if integers not in INTEGERS:
         raise OptionRefused(f"integers={integers!r:.50} is not one of {', '.join(INTEGERS)}")
+    _refuse_mapping(request)
     with _opened(sources, output, request, only=only, force=force) as (opened, parts):
         _refuse_other_keys(parts)
         checksums = Checksums()
@@ -196,16 +198,24 @@ def averaged_plan(
             _refuse_others(key, refs, parts)
             view = tuple(view_identity(ref) for ref in refs)
             if view not in known:
-                known[view] = _mean(key, refs, shares, integers, parts, checksums)
+                known[view] = _mean(key, refs, numbers, integers, parts, checksums)
             values[key] = known[view]
         combined = _combined(opened, parts, _like(parts[0], values))
         yield plan_conversion(combined, output, _as_they_are(request))
 
 
-def _shares(weights: Sequence[float] | None, count: int) -> list[float]:
-    """The weights divided by their sum."""
+def _refuse_mapping(request: Request) -> None:
+    if request.save_mapping is not None:
+        raise OptionRefused(
+            "several checkpoints become one, which no mapping undoes",
+            hint="leave --save-mapping out (save_mapping in code)",
+        )
+
+
+def _checked_weights(weights: Sequence[float] | None, count: int) -> list[float]:
+    """The weights, whose sum is a number."""
     if weights is None:
-        return [1 / count] * count
+        return [1.0] * count
     try:
         given = [] if isinstance(weights, str) else [float(weight) for weight in weights]
     except (TypeError, ValueError):
@@ -220,8 +230,7 @@ def _shares(weights: Sequence[float] | None, count: int) -> list[float]:
         raise OptionRefused("a weight is a positive number")
     if sum(given) == float("inf"):
         given = [weight / max(given) for weight in given]
-    total = sum(given)
-    return [weight / total for weight in given]
+    return given
 
 
 @contextlib.contextmanager
@@ -294,6 +303,11 @@ def _combined(
 ) -> Checkpoint:
     """A checkpoint of the tree `root`, out of several."""
     first = opened[0]
+    stripped = [
+        f"{part.path.name}: {', '.join(part.renamed.wrappers)} is stripped from its keys"
+        for part in parts
+        if part.renamed.wrappers
+    ]
     beside = [
         f"{part.path.name}: only the state dict is taken; left out: {some_text([*part.left_out])}"
         for part in parts
@@ -311,7 +325,7 @@ def _combined(
         root=root,
         nbytes=sum(item.nbytes for item in opened),
         metadata={},
-        notes=(*(note for item in opened for note in item.notes), *notes, *beside),
+        notes=(*(note for item in opened for note in item.notes), *stripped, *notes, *beside),
         sources=tuple(source for item in opened for source in item.sources),
         facts=FileFacts(),
         index_metadata={},
@@ -385,13 +399,13 @@ def _refuse_others(key: str, refs: Sequence[TensorRef], parts: Sequence[Part]) -
 def _mean(
     key: str,
     refs: Sequence[TensorRef],
-    shares: Sequence[float],
+    weights: Sequence[float],
     integers: Integers,
     parts: Sequence[Part],
     checksums: Checksums,
 ) -> TensorRef:
     if can_average(refs[0].dtype):
-        return averaged(refs, shares, checksums)
+        return averaged(refs, weights, checksums)
     if integers == "same":
         _refuse_unequal(key, refs, parts, checksums)
     return refs[-1 if integers == "last" else 0]

@@ -22,6 +22,7 @@ from ckptconv.formats.safetensors import CONTAINER
 from ckptconv.formats.safetensors_header import RESERVED, header_bytes, header_text, read_header
 from ckptconv.formats.safetensors_output import entries_seen
 from ckptconv.io.destination import check_output
+from ckptconv.io.hidden_folders import remove_leftovers
 from ckptconv.io.in_place import undo_unfinished, write_first_bytes
 from ckptconv.io.local import place_of
 from ckptconv.io.location import read_start, require
@@ -41,6 +42,7 @@ from ckptconv.support.errors import (
 )
 from ckptconv.support.progress import Meter, OnProgress
 from ckptconv.support.showing import short_repr
+from ckptconv.support.signals import held_back
 from ckptconv.support.text import count_text, size_text
 
 _ROOM = 1024  # bytes for later edits that a file has at least when it is written again
@@ -263,16 +265,21 @@ def _write(
     verify: bool,
     tell: OnProgress | None,
 ) -> None:
+    written = False
     try:
-        if mapping is not None:
-            mapping.write(fsync=fsync)
+        if mapping is not None and not mapping.was_there:
+            with held_back():  # whoever made it removes it, and nobody else
+                mapping.write()
+                written = True
+            if fsync:  # here, for without it there is no edit, and so no mapping
+                sync_file(mapping.path)
         if plan.in_place:
             _write_in_place(plan, path, fsync=fsync, verify=verify)
         else:
             _write_again(plan, path, fsync=fsync, verify=verify, tell=tell)
     except BaseException:
         # an interrupt may wait until the names are the new ones
-        if mapping is not None and not mapping.was_there and not _begins_with(path, plan.head):
+        if mapping is not None and written and not _begins_with(path, plan.head):
             mapping.path.unlink(missing_ok=True)
         raise
 
@@ -293,9 +300,7 @@ class _Mapping:
     raw: bytes
     was_there: bool
 
-    def write(self, *, fsync: bool) -> None:
-        if self.was_there:
-            return
+    def write(self) -> None:
         size = len(self.raw)
         with file_output(place_of(self.path), force=False, fsync=False, size=size) as output:
             with output.draft(self.path.name, size) as draft:
@@ -303,8 +308,6 @@ class _Mapping:
                 draft.stream.finish()
                 draft.commit()
             output.commit()
-        if fsync:  # here, for without it there is no edit, and so no mapping
-            sync_file(self.path)
 
 
 def _mapping(plan: _Plan, path: Path) -> _Mapping | None:
@@ -314,6 +317,7 @@ def _mapping(plan: _Plan, path: Path) -> _Mapping | None:
     raw = mapping_text([MappedKeys("", plan.changed.names, {})])
     if not plan.changed.renamed:
         return None
+    remove_leftovers(path)
     is_same = path.is_file() and read_start(place_of(path), "rules_bytes") == raw
     try:
         check_output(path, force=is_same)

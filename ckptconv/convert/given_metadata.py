@@ -45,7 +45,8 @@ def read_metadata(
             f"{name}{value}".encode()
         except UnicodeEncodeError:
             raise OptionRefused(
-                f"--metadata {printable(name)} is not text of UTF-8", hint="write it as UTF-8"
+                f"the metadata entry {printable(name)} is not text of UTF-8",
+                hint="write it as UTF-8",
             ) from None
     return tuple(found.items())
 

@@ -15,6 +15,7 @@ from shlex import quote
 from typing import IO, Literal
 from zlib import crc32
 
+from ckptconv.support import platforms
 from ckptconv.support.errors import MalformedCheckpoint
 
 _MAGIC = b"ckptconv edit 1\n"
@@ -29,7 +30,9 @@ State = Literal["old", "new", "torn", "other"]
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """The first bytes of a file of `size` bytes before a change and after it, equally many."""
+    """The first bytes of a file of `size` bytes before a change and after it, equally many. Both
+    begin with the length of the rest (8 bytes, little-endian), so data are never taken for them.
+    """
 
     size: int
     old: bytes
@@ -55,7 +58,16 @@ class Journal:
             or crc32(raw[_FIXED:], crc32(raw[at : at + 2 * _NUMBERS])) != checksum
         ):
             return None
-        return cls(size, raw[_FIXED : _FIXED + nbytes], raw[_FIXED + nbytes :])
+        made = cls(size, raw[_FIXED : _FIXED + nbytes], raw[_FIXED + nbytes :])
+        return made if made.is_sound else None
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether both are as long as they say."""
+        return all(
+            len(start) >= 8 and int.from_bytes(start[:8], "little") == len(start) - 8
+            for start in (self.old, self.new)
+        )
 
     def state(self, file: IO[bytes]) -> State:
         """What the file has of it: torn when each of its sectors is an old or a new one."""
@@ -106,8 +118,14 @@ def journal_of(path: Path) -> Journal | None:
         state = found.lstat()
     except FileNotFoundError:
         return None
-    # what is larger is not a journal of this file: that holds a part of it twice
-    if not stat.S_ISREG(state.st_mode) or state.st_size > _FIXED + 2 * path.stat().st_size:
+    file = path.stat()
+    # what is larger is not a journal of this file: that holds a part of it twice; and what another
+    # user put there is not one that this user, the owner of the file, or root wrote
+    if (
+        not stat.S_ISREG(state.st_mode)
+        or state.st_size > _FIXED + 2 * file.st_size
+        or not (state.st_uid in (file.st_uid, 0) or platforms.is_own(found))
+    ):
         return None
     return Journal.read(found.read_bytes())
 

@@ -1,8 +1,8 @@
 """Tensors whose values are the weighted means of others, computed when they are read.
 
-The sum is kept in float64 (complex128 for complex types), in the order of the sources, and cast to
-their type at the end, as torch's `to` casts. What is averaged is checked against its checksums
-before its first value is used.
+The sum is kept in float64 (complex128 for complex types), in the order of the sources, divided by
+that of the weights, and cast to their type at the end, as torch's `to` casts. What is averaged is
+checked against its checksums before its first value is used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def can_average(dtype: DType) -> bool:
 def averaged(
     refs: Sequence[TensorRef], weights: Sequence[float], checksums: Checksums
 ) -> TensorRef:
-    """The mean of tensors of one type and shape, each with its weight; the weights add up to 1."""
+    """The mean of tensors of one type and shape, each with its weight."""
     first = refs[0]
     source = _AveragedSource(refs, weights, checksums)
     nbytes = first.numel * first.dtype.itemsize
@@ -100,14 +100,25 @@ class _AveragedSource(Source):
                 for piece in ref.pieces:
                     self._checksums.read(piece.storage)
             self._checksums = None
-        total: Array | None = None
+        whole = sum(self._weights)
         with np.errstate(all="ignore"):
-            for ref, weight in zip(self._refs, self._weights, strict=True):
-                raw = memoryview(elements(ref, first, count))
-                numbers = np.frombuffer(cast(raw, self._real, _FLOAT64).data, "<f8") * weight
-                total = numbers if total is None else np.add(total, numbers, out=total)
+            mean = self._sum(first, count, self._weights) / whole
+            if not np.isfinite(mean).all():  # the sum may be beyond all numbers, but not the mean
+                shares = [weight / whole for weight in self._weights]
+                mean = np.where(np.isfinite(mean), mean, self._sum(first, count, shares))
+        return cast(mean.view(np.uint8).data, _FLOAT64, self._real).data
+
+    def _sum(self, first: int, count: int, weights: Sequence[float]) -> Array:
+        """The weighted sum of so many elements."""
+        import numpy as np
+
+        total: Array | None = None
+        for ref, weight in zip(self._refs, weights, strict=True):
+            raw = memoryview(elements(ref, first, count))
+            numbers = np.frombuffer(cast(raw, self._real, _FLOAT64).data, "<f8") * weight
+            total = numbers if total is None else np.add(total, numbers, out=total)
         assert total is not None
-        return cast(total.view(np.uint8).data, _FLOAT64, self._real).data
+        return total
 
 
 def elements(ref: TensorRef, first: int, count: int) -> bytes:

@@ -10,6 +10,7 @@ from ckptconv.io.crc import crc32
 from ckptconv.io.local import place_of
 from ckptconv.io.outputs import file_output
 from ckptconv.support.errors import OptionRefused, OutputRefused, RefusedObject
+from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.dtypes import BY_NAME, DType
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.values.named import NamedValue
@@ -38,6 +39,17 @@ def refuse_source(output: Path | None, checkpoint: Checkpoint) -> None:
             raise OutputRefused(
                 "is the checkpoint that is read", path=output, hint="name another file"
             )
+
+
+def check_whole(item: NamedValue, box: Box) -> None:
+    """Hold a tensor of which all is wanted against its checksums; of parts, others are not read.
+
+    Raises `MalformedCheckpoint`.
+    """
+    if all(len(numbers) == size for numbers, size in zip(box.ranges, item.shape, strict=True)):
+        checksums = Checksums()
+        for piece in item.ref.pieces:
+            checksums.read(piece.storage)
 
 
 def write_npy(item: NamedValue, box: Box, output: Path, *, force: bool) -> None:

@@ -35,9 +35,14 @@ def picked(found: NamedValues, name: str, path: Path) -> NamedValue:
 
     Raises `AmbiguousStateDict` where there is none, or a choice.
     """
-    for item in found.values:
-        if item.name == name:
-            return item
+    same = [item for item in found.values if item.name == name]
+    if len(same) > 1:
+        raise AmbiguousStateDict(
+            f"{len(same)} tensors have this name", path=path, where=name,
+            hint="see them with: ckptconv stats",
+        )  # fmt: skip
+    if same:
+        return same[0]
     ends = [item for item in found.values if item.name.endswith(f".{name}")]
     if len(ends) == 1:
         return ends[0]

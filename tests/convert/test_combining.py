@@ -57,12 +57,36 @@ def saved(folder, count: int, dtype: torch.dtype = torch.float32, **more):
 
 def mean(values: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
     """The mean in float64, cast at the end."""
-    wide = torch.complex128 if values[0].is_complex() else torch.float64
-    total = sum(weights)
-    acc = values[0].to(wide) * (weights[0] / total)
-    for value, weight in zip(values[1:], weights[1:], strict=True):
-        acc = acc + value.to(wide) * (weight / total)
-    return acc.to(values[0].dtype)
+    is_complex = values[0].is_complex()
+    reals = [torch.view_as_real(value.resolve_conj()) if is_complex else value for value in values]
+    acc = reals[0].to(torch.float64) * weights[0]
+    for value, weight in zip(reals[1:], weights[1:], strict=True):
+        acc = acc + value.to(torch.float64) * weight
+    found = (acc / sum(weights)).to(reals[0].dtype)
+    return torch.view_as_complex(found.contiguous()) if is_complex else found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [3, 6, 10])
+def test_the_mean_of_equal_values_is_that_value(tmp_path, dtype, count):
+    single = dtype is torch.float32  # ten times another float64 may be between two of them
+    values = torch.tensor([7.0, *[0.1, -1e30, 1 / 3, 1e-40] * single], dtype=dtype)
+    for number in range(count):
+        torch.save({"w": values}, tmp_path / f"{number}.pt")
+    paths = [tmp_path / f"{number}.pt" for number in range(count)]
+    average(paths, tmp_path / "mean.pt")
+    assert torch.equal(torch.load(tmp_path / "mean.pt")["w"], values)
+
+
+def test_a_sum_beyond_all_numbers_has_a_mean(tmp_path):
+    most = torch.finfo(torch.float64).max
+    values = torch.tensor([most, -most, 1.0, math.inf, math.nan], dtype=torch.float64)
+    for name in "abc":
+        torch.save({"w": values}, tmp_path / f"{name}.pt")
+    average([tmp_path / f"{name}.pt" for name in "abc"], tmp_path / "mean.pt")
+    made = torch.load(tmp_path / "mean.pt")["w"]
+    assert torch.allclose(made[:3], values[:3], rtol=1e-15) and torch.isinf(made[3])
+    assert torch.isfinite(made[:3]).all() and torch.isnan(made[4])
 
 
 @pytest.mark.parametrize("weights", [None, [1, 1, 2], [0.1, 0.7, 3]])
@@ -233,6 +257,12 @@ def test_what_is_not_taken_is_said(tmp_path):
     assert "2 keys of b.pt get b. before them" in notes and "_metadata" in notes
     done = run("average", "a.pt", "b.pt", "mean.pt", "--json", cwd=tmp_path)
     assert "left out: epoch, loss" in " ".join(done.json()["notes"])
+    wrapped = {f"module.{key}": value for key, value in Net().state_dict().items()}
+    torch.save(wrapped, tmp_path / "w.pt")
+    done = run("average", "w.pt", "b.pt", "m2.pt", "--json", cwd=tmp_path)
+    assert "w.pt: module is stripped from its keys" in " ".join(done.json()["notes"])
+    done = run("merge", "w.pt", "c.safetensors", "m3.pt", "--save-mapping", "m.json", cwd=tmp_path)
+    assert done.exit == 1 and "no mapping undoes" in done.err
     found = torch.load(tmp_path / "mean.pt", weights_only=True)
     assert type(found).__name__ == "OrderedDict"
     assert found._metadata == Net().state_dict()._metadata

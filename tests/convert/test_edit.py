@@ -503,6 +503,17 @@ def test_a_journal_of_another_file_is_not_believed(tmp_path):
         journal_path(path).write_bytes(journal.packed())
 
 
+def test_a_journal_that_reaches_into_the_data_is_not_believed(model):
+    raw = model.read_bytes()
+    size = start_of(model) + 64
+    forged = Journal(len(raw), raw[: size - 32] + bytes(32), raw[:size])
+    journal_path(model).write_bytes(forged.packed())
+    model.write_bytes(raw[: size - 32] + b"\1" * 16 + raw[size - 16 :])
+    before = model.read_bytes()
+    assert len(load_portable(model)) == 3
+    assert undo_unfinished(model, fsync=False) is False and model.read_bytes() == before
+
+
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "folder"])
 def test_a_damaged_journal_is_not_believed(tmp_path, damage):
     path = tmp_path / "m.safetensors"

@@ -289,3 +289,27 @@ def test_the_checkpoint_itself_is_not_replaced(tmp_path):
         done = run("show", "m.pt", "w", option, "m.pt", "--force", cwd=tmp_path)
         assert done.exit == 1 and "is the checkpoint that is read" in done.err
     assert (tmp_path / "m.pt").read_bytes() == before
+
+
+def test_damaged_values_are_not_written(tmp_path):
+    torch.save({"w": torch.arange(1000.0)}, tmp_path / "m.pt")
+    raw = bytearray((tmp_path / "m.pt").read_bytes())
+    at = raw.index(np.arange(500, 510, dtype="<f4").tobytes())
+    raw[at] ^= 1
+    (tmp_path / "m.pt").write_bytes(raw)
+    done = run("show", "m.pt", "w", "--npy", "w.npy", cwd=tmp_path)
+    assert done.exit == 1 and "CRC-32" in done.err and not (tmp_path / "w.npy").exists()
+    assert run("show", "m.pt", "w", "[:5]", cwd=tmp_path).exit == 0
+
+
+def test_two_tensors_of_one_name_are_a_choice(tmp_path):
+    torch.save({"a": {"b": torch.ones(1)}, "a.b": torch.zeros(1)}, tmp_path / "m.pt")
+    done = run("show", "m.pt", "a.b", cwd=tmp_path)
+    assert done.exit == 1 and "2 tensors have this name" in done.err
+
+
+def test_one_element_has_no_dimensions_in_a_file(tmp_path):
+    torch.save({"w": torch.arange(6.0).reshape(2, 3), "s": torch.tensor(5.0)}, tmp_path / "m.pt")
+    for words, expected in ((("w", "[1, 2]"), 5.0), (("s",), 5.0)):
+        assert run("show", "m.pt", *words, "--npy", "o.npy", "-f", cwd=tmp_path).exit == 0
+        assert np.load(tmp_path / "o.npy").shape == () and np.load(tmp_path / "o.npy") == expected
