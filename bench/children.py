@@ -134,6 +134,18 @@ def time_load_portable(source: str) -> None:
     time_call(lambda: load_portable(source))
 
 
+def time_edit(source: str) -> None:
+    from ckptconv import edit
+
+    time_call(lambda: edit(source, metadata={"note": str(time.time_ns())}))
+
+
+def time_save_again(source: str, output: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    time_call(lambda: save_file(load_file(source), output, {"note": str(time.time_ns())}))
+
+
 def time_call(load: Callable[[], object]) -> None:
     start = time.perf_counter()
     loaded = load()
@@ -162,6 +174,8 @@ SIDES = (
     time_load,
     time_load_mmap,
     time_load_portable,
+    time_edit,
+    time_save_again,
 )
 
 

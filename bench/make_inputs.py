@@ -11,7 +11,8 @@ bytes in 300 float32 tensors of 1,024 columns, split by rows or by columns among
 that save them with torch.distributed.checkpoint. `zero3`: a DeepSpeed folder of ZeRO stage 3 with
 SIZE bytes of fp32 partitions in 4 ranks, laid out as deepspeed 0.19.8 does, without the optimizer's
 moments, which nobody reads here. `twin`, `third`: copies of the `big` that lies beside OUT. `flat`:
-the tensors of `big` in one safetensors file.
+the tensors of `big` in one safetensors file. `wide`: SIZE bytes in a safetensors file whose values
+are a hole, so that it takes no disk.
 """
 
 from __future__ import annotations
@@ -114,6 +115,9 @@ def make(kind: str, path: Path, size: int) -> None:
     if kind == "shards":
         write_shards(path, size)
         return
+    if kind == "wide":
+        write_wide(path, size)
+        return
     if kind == "flat":
         from safetensors.torch import save_file
 
@@ -131,6 +135,17 @@ def make(kind: str, path: Path, size: int) -> None:
         )
     with tagged(LOCATION), payload:
         torch.save(state_dict, path, _use_new_zipfile_serialization=kind != "legacy")
+
+
+def write_wide(path: Path, size: int) -> None:
+    header, at = {"__metadata__": {"format": "pt", "note": " " * 30}}, 0
+    for index, numel in enumerate(split(size)):
+        span = [at, at := at + 4 * numel]
+        header[key_of(index)] = {"dtype": "F32", "shape": [numel], "data_offsets": span}
+    raw = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        file.truncate(8 + len(raw) + at)
 
 
 SHARDS = 8

@@ -10,9 +10,16 @@ from typing import Literal
 
 INPUTS = (
     "big", "many", "some", "huge", "legacy", "shards", "dcp_rows", "dcp_columns", "zero3", "twin",
-    "third", "flat",
+    "third", "flat", "wide",
 )  # fmt: skip
-SUFFIXES = {"shards": "", "dcp_rows": "", "dcp_columns": "", "zero3": "", "flat": ".safetensors"}
+SUFFIXES = {
+    "shards": "",
+    "dcp_rows": "",
+    "dcp_columns": "",
+    "zero3": "",
+    "flat": ".safetensors",
+    "wide": ".safetensors",
+}
 """Of the inputs whose names do not end in .pt."""
 WarmUp = Literal["first", "memory", "none"]
 
@@ -37,6 +44,7 @@ class Scale:
     twin: int
     third: int
     flat: int
+    wide: int
     some: int = 2_000
 
 
@@ -55,6 +63,7 @@ FULL = Scale(
     twin=2_000_000_000,
     third=2_000_000_000,
     flat=2_000_000_000,
+    wide=8_000_000_000,
 )
 QUICK = Scale(
     "quick",
@@ -71,6 +80,7 @@ QUICK = Scale(
     twin=200_000_000,
     third=200_000_000,
     flat=200_000_000,
+    wide=800_000_000,
 )
 
 
@@ -328,6 +338,14 @@ UNSYNCED = (
         ),
         (Goal("faster", 1), Goal("peak", 100)),
         free_disk=8_000_000_000,
+    ),
+    Row(
+        "edit",
+        "set a string in wide, imports made before",
+        child("ckptconv.edit", "time_edit {wide}"),
+        child("safetensors: load_file, save_file", "time_save_again {wide} {out}"),
+        (Goal("seconds", 0.1), Goal("faster", 20)),
+        free_disk=9_000_000_000,
     ),
     Row("version", "start-up", ckptconv("--version"), IMPORT_TORCH, (Goal("seconds", 0.1),)),
     Row("inspect", "inspect big", ckptconv("inspect {big}"), IMPORT_TORCH, (Goal("seconds", 0.2),)),
