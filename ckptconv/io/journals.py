@@ -132,7 +132,7 @@ def journal_of(path: Path) -> Journal | None:
 
 def refuse_torn(path: Path) -> None:
     """Raise `MalformedCheckpoint` for a file whose first bytes are partly old and partly new."""
-    with contextlib.suppress(OSError, ValueError):  # what cannot be looked at cannot be opened
+    with contextlib.suppress(OSError, ValueError, RuntimeError):  # what cannot be looked at cannot be opened
         if path.is_symlink():
             path = path.resolve()
         if not path.name or not os.path.lexists(journal_path(path)):

@@ -30,7 +30,8 @@ from helpers.program import SAMPLES, assert_one_error, environment, run
 ELSEWHERE = ("bare", "windows")
 USERS_OF_PLATFORMS = {
     "support.signals", "keys.rules", "io.files", "io.inflate", "io.stream", "io.destination",
-    "io.staging", "io.hidden_folders", "io.location", "io.outputs", "cli.terminal",
+    "io.staging", "io.in_place", "io.journals", "io.hidden_folders", "io.location", "io.outputs",
+    "cli.terminal",
 }  # fmt: skip
 ONLY_HERE = {
     "os.name",
