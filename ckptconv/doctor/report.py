@@ -53,11 +53,11 @@ def exit_code(found: Sequence[Diagnosis | CheckpointError], *, strict: bool) -> 
 
 def finding_lines(findings: Sequence[Finding]) -> Iterator[Row]:
     """What the findings say, as rows; the first label of each is its severity, and
-    no command stands twice.
+    no command stands twice in a row.
 
     Of many of one kind the rest is counted (`--json` lists all).
     """
-    told: set[str] = set()
+    last: str | None = None
     counts: Counter[str] = Counter()
     for finding in findings:
         counts[finding.code] += 1
@@ -70,10 +70,10 @@ def finding_lines(findings: Sequence[Finding]) -> Iterator[Row]:
         )
         yield Row("effect", printable(finding.effect, 2000))
         if finding.command:
-            again = finding.command in told
+            again = finding.command == last
             shown = "the same command" if again else printable(finding.command, 20_000)
             yield Row("fix", shown, is_command=True)
-            told.add(finding.command)
+            last = finding.command
             if finding.advice and not again:
                 label = "loses" if finding.advice.startswith(LEFT_OUT) else "advice"
                 yield Row(label, printable(finding.advice, 2000))

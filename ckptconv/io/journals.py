@@ -132,7 +132,8 @@ def journal_of(path: Path) -> Journal | None:
 
 def refuse_torn(path: Path) -> None:
     """Raise `MalformedCheckpoint` for a file whose first bytes are partly old and partly new."""
-    with contextlib.suppress(OSError, ValueError, RuntimeError):  # what cannot be looked at cannot be opened
+    # what cannot be looked at cannot be opened; python < 3.13: RuntimeError for links in a circle
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
         if path.is_symlink():
             path = path.resolve()
         if not path.name or not os.path.lexists(journal_path(path)):
