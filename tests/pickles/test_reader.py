@@ -138,7 +138,7 @@ def test_what_was_put_long_ago_is_fetched_however_many_values_were_put_since(
     monkeypatch.setattr(memo, "_REMEMBERED", kept)
     monkeypatch.setattr(unpickling, "_LOOK", 1 << 12)
     chance = random.Random(protocol)
-    known = [[index] for index in range(30_000)]
+    known = [[index] for index in range(30_000 if kept > 300 else 3_000)]
     value = [(index, chance.choice(known[: index + 1])) for index in range(len(known))] + known
     root = read_pickle(pickle.dumps(value, protocol))
     assert root == value

@@ -376,7 +376,7 @@ def test_a_label_names_a_number_of_the_training_by_any_of_its_words(tmp_path):
 
 # ------------------------------------------------------------------------------------------ layouts
 
-QUICK, MANY, CHUNK, FULL = 500, 10_000, 50, 8
+QUICK, MANY, CHUNK, FULL = 350, 10_000, 50, 8
 """Layouts of a run, of the long one, of one test, and every how many of them the outputs are made
 too.
 """

@@ -38,6 +38,7 @@ from ckptconv import (
     open_checkpoint,
     save_portable,
 )
+from ckptconv.convert.report import result_document, result_headline
 from ckptconv.support.errors import (
     LimitExceeded,
     MalformedCheckpoint,
@@ -387,12 +388,11 @@ def test_the_size_that_is_told_is_that_of_the_folder(tmp_path):
     torch.save({"w": torch.ones(50), "v": torch.ones(3)}, tmp_path / "in.pt")
     result = convert_checkpoint(tmp_path / "in.pt", tmp_path / "out", to="dcp")
     assert result.nbytes == size() != result.plan.nbytes
-    done = run_process("convert", "in.pt", "out", "--to", "dcp", "-f", cwd=tmp_path)
-    assert f"→ out{os.sep} (dcp, {size_text(size())})" in done.err
-    options = ("convert", "in.pt", "out", "--to", "dcp", "-f", "--json")
-    assert run_process(*options, cwd=tmp_path).json()["output"]["bytes"] == size()
-    assert run_process(*options, "-n", cwd=tmp_path).json()["output"]["bytes"] is None
-    done = run_process("convert", "in.pt", "out", "--to", "dcp", "-f", "-n", cwd=tmp_path)
+    assert f"out{os.sep} (dcp, {size_text(size())})" in result_headline(result)
+    assert result_document(result)["output"]["bytes"] == size()
+    options = ("convert", "in.pt", "out", "--to", "dcp", "-f", "-n")
+    assert run(*options, "--json", cwd=tmp_path).json()["output"]["bytes"] is None
+    done = run(*options, cwd=tmp_path)
     assert f"would write out{os.sep} (dcp, of a size that torch decides)" in done.err
     for file in ("out.pt", "out.safetensors", "out.npz"):
         result = convert_checkpoint(tmp_path / "in.pt", tmp_path / file)
