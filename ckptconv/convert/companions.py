@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from ckptconv.convert.beside import Beside, Companion, LeftFile
 from ckptconv.io.destination import Destination
 from ckptconv.io.local import place_of
 from ckptconv.io.location import Location, read_small
-from ckptconv.io.source import CHUNK, Fingerprint
+from ckptconv.io.source import CHUNK
 from ckptconv.support.errors import (
     CheckpointError,
     LimitExceeded,
@@ -64,34 +64,6 @@ _WEIGHTS = frozenset({
     ".ggml", ".npz", ".npy", ".pkl", ".pickle", ".distcp", ".tflite", ".ot", ".mlmodel", ".nemo",
     ".pdparams", ".zip", ".tar",
 })  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Companion:
-    """A file that is copied: where it lies, its path in the folder, its size and what tells it from
-    others.
-    """
-
-    place: Location
-    name: str
-    nbytes: int
-    stamp: Fingerprint | None
-
-
-@dataclass(frozen=True, slots=True)
-class LeftFile:
-    """A file of the folder that is not copied, and why."""
-
-    name: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Beside:
-    """What lies beside a model: what is copied, and what is not."""
-
-    copied: tuple[Companion, ...] = ()
-    left: tuple[LeftFile, ...] = ()
 
 
 def is_companion(name: str) -> bool:

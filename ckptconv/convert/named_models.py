@@ -14,7 +14,6 @@ from collections import defaultdict
 from importlib import import_module
 from typing import Any
 
-from ckptconv.devices.host import require_torch
 from ckptconv.keys.fits import Shape, Shapes, Ties
 from ckptconv.support.errors import UnsupportedCheckpoint, printable
 
@@ -28,6 +27,8 @@ def model_shapes(name: str) -> tuple[Shapes, Ties]:
     The current folder is looked in too, as `python -m` does. Raises `CheckpointError` when the name
     cannot be imported, or what it names gives no module.
     """
+    from ckptconv.devices.host import require_torch  # seldom needed
+
     require_torch("building a model")
     import torch
 

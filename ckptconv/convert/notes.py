@@ -19,7 +19,6 @@ from ckptconv.tensors.compaction import CastRule
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.fitted_keys import KeyTarget
-from ckptconv.tree.optimizer_states import left_behind
 from ckptconv.tree.producers import offered_prefix
 from ckptconv.tree.renaming import RenamedKeys
 from ckptconv.tree.settling import Settled
@@ -70,6 +69,8 @@ def optimizer_notes(
         done.changed or done.left_out for _, done in after
     ):
         return
+    from ckptconv.tree.optimizer_states import left_behind  # seldom needed
+
     found = left_behind(root, overlay, before, after)
     for item in found[:_MOST]:
         where = printable(item.state.path) or "the optimizer state"

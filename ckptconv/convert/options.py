@@ -35,7 +35,6 @@ from ckptconv.support.choices import (
 from ckptconv.support.errors import OptionRefused, printable
 from ckptconv.support.showing import WIDTH
 from ckptconv.tensors.dtypes import DType, floating_dtype
-from ckptconv.tree.dropping import Drop
 from ckptconv.tree.edits import Edit
 from ckptconv.tree.fitted_keys import KeyTarget
 from ckptconv.tree.settling import Unknown
@@ -303,7 +302,11 @@ def listed_strings(given: Words | Mapping[str, str]) -> tuple[str, ...]:
 
 def edits_of(drop: Sequence[str]) -> tuple[Edit, ...]:
     """The edits that options ask for."""
-    return (Drop(tuple(drop)),) if drop else ()
+    if not drop:
+        return ()
+    from ckptconv.tree.dropping import Drop  # seldom needed
+
+    return (Drop(tuple(drop)),)
 
 
 def _is_rule(item: object) -> bool:

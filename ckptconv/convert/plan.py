@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ckptconv.convert.companions import Beside
+from ckptconv.convert.beside import Beside
 from ckptconv.formats.layout import Layout
 from ckptconv.formats.outputs import target_named
 from ckptconv.formats.target_format import Target, TargetFormat

@@ -12,7 +12,7 @@ from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 
-from ckptconv.convert.companions import Beside, companions, dtype_notes, home_of, name_notes
+from ckptconv.convert.beside import Beside
 from ckptconv.convert.flat_planner import plan_flat, refuse_unheld_metadata
 from ckptconv.convert.key_targets import key_target
 from ckptconv.convert.notes import (
@@ -129,6 +129,8 @@ def _planned(
 
 def _with_files(plan: ConversionPlan) -> ConversionPlan:
     """The plan with the files beside its source that go with a model."""
+    from ckptconv.convert.companions import companions, dtype_notes, home_of, name_notes
+
     read = [source.path for source in plan.inputs]
     home = home_of(plan.source, read)
     found = companions(home, read)

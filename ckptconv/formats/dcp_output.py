@@ -14,7 +14,6 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from ckptconv.devices.host import require_torch
 from ckptconv.formats.layout import Layout
 from ckptconv.formats.target_format import NamedTensor, Retag, TargetFormat
 from ckptconv.formats.torch_output import TORCH
@@ -88,6 +87,8 @@ def write_dcp(plain: Path, folder: Path, name: Path) -> None:
     The file is mapped, so memory does not grow with it. Raises `MissingDependency` where
     torch is missing, `OutputRefused` where it refuses the values.
     """
+    from ckptconv.devices.host import require_torch  # seldom needed
+
     require_torch("writing a DCP folder")
     try:
         import torch
